@@ -1,0 +1,66 @@
+// A fixed set of pinned threads that run one parallel region at a time. The calling thread is worker 0, so a pool
+// of n uses n - 1 threads of its own and never more spinning threads than CPUs.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+namespace tandem {
+
+// A non-owning reference to a callable: no allocation per region.
+template <class Signature>
+class FunctionRef;
+template <class R, class... A>
+class FunctionRef<R(A...)> {
+ public:
+  template <class F, class = std::enable_if_t<!std::is_same_v<std::decay_t<F>, FunctionRef>>>
+  FunctionRef(F&& f)
+      : object_(const_cast<void*>(static_cast<const void*>(&f))),
+        call_([](void* o, A... a) -> R { return (*static_cast<std::remove_reference_t<F>*>(o))(a...); }) {}
+  R operator()(A... a) const { return call_(object_, a...); }
+
+ private:
+  void* object_;
+  R (*call_)(void*, A...);
+};
+
+class WorkerPool;
+
+// What a region's body sees of the pool.
+struct Worker {
+  int index;  // 0 .. count-1; 0 is the calling thread
+  int count;
+  WorkerPool* pool;
+
+  // Waits for all workers. Throws on every worker when one of them has thrown, so nobody waits for ever.
+  void barrier() const;
+};
+
+class WorkerPool {
+ public:
+  // One worker per entry of `cpus`; entry i is the logical CPU worker i is pinned to, -1 = not pinned. The calling
+  // thread (worker 0) is never pinned by the pool. `spin_us`: how long an idle worker polls before it sleeps.
+  explicit WorkerPool(std::vector<int> cpus, int spin_us = 200);
+  ~WorkerPool();
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  int size() const;
+
+  // Runs body once on every worker and returns when all are done; rethrows the first exception. Regions of several
+  // calling threads queue up behind each other. A region inside a region is an error (std::logic_error).
+  void run(FunctionRef<void(const Worker&)> body);
+
+  // Dynamic pick-up: body(i) for i in [0, tasks), each exactly once.
+  void for_each(int64_t tasks, FunctionRef<void(int64_t, const Worker&)> body);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+  friend struct Worker;
+};
+
+}  // namespace tandem

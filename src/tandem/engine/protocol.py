@@ -1,0 +1,90 @@
+"""What goes into an engine and what comes out, in one process or over a socket (msgspec structs)."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen and when to stop. `validate` (engine/sampling.py) checks the ranges.
+
+    temperature 0 is greedy. top_k 0 or -1 means all. `logit_bias` maps token id to an addend.
+    `logprobs` = number of top alternatives to report per token (0: only the chosen one), None: none.
+    """
+
+    max_tokens: int | None = None  # None: up to the context length
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: dict[int, float] = {}
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False  # keep the matched stop string in the text
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
+    """One prompt, `sampling.n` answers. `id` is unique while the request lives."""
+
+    id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+
+
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """Stop a request and free its pages now. Unknown ids are ignored; id "" aborts all."""
+
+    id: str
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One chosen token, its natural-log probability, and the top alternatives as (id, logprob)."""
+
+    token_id: int
+    logprob: float | None  # None for the first prompt token, which nothing predicts
+    top: list[tuple[int, float]] = []
+
+
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
+    """What one step added to one answer. `text` is final: held back while a stop string may still match."""
+
+    id: str
+    index: int  # which of the n answers
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None  # once, with the first output of index 0
+    finish_reason: str | None = None  # None | "stop" | "length" | "abort" | "error"
+    stop_match: str | int | None = None  # the stop string or token id that matched
+    error: str | None = None  # with finish_reason "error"
+    prompt_tokens: int = 0
+    completion_tokens: int = 0  # of this answer so far
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """A snapshot of counters and gauges, for /metrics and /get_server_info."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0  # free or only held by the prefix cache, i.e. available
+    pages_cached: int = 0  # held only by the prefix cache
+    prompt_tokens: int = 0  # totals since start
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finished_requests: int = 0
+    aborted_requests: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0

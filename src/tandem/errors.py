@@ -1,0 +1,37 @@
+"""Every error Tandem raises on purpose, on one page. Each message names what to change.
+
+TandemError
+├── ConfigError        a flag, a value or a combination of them
+├── CheckpointError    a file of the model: missing, truncated, wrong shape, unknown format
+├── RequestError       one request is wrong; the others go on        (HTTP 400)
+├── EngineError        the engine failed or died while it had work   (HTTP 503)
+└── KernelError        a kernel was given an array it cannot take    (a bug of ours, or of a library user)
+"""
+
+
+class TandemError(Exception):
+    """Root of the tree: catching it catches everything Tandem raises on purpose."""
+
+
+class ConfigError(TandemError, ValueError):
+    """A flag, a value or a combination of them cannot work."""
+
+
+class CheckpointError(TandemError):
+    """A model file is missing, truncated, or holds something we cannot read."""
+
+
+class RequestError(TandemError, ValueError):
+    """One request is wrong. `param` is the request's field, as OpenAI reports it."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class EngineError(TandemError):
+    """The engine failed or died while it had work."""
+
+
+class KernelError(TandemError, ValueError):
+    """A kernel was given an array of a shape, type or alignment it cannot take."""

@@ -1,0 +1,24 @@
+"""`ForwardBatch`: every tensor of one step, passed explicitly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """T new tokens of S sequences, packed one after the other; prefill chunks and decode tokens alike.
+
+    Sequence s owns rows query_starts[s] : query_starts[s+1]; after this step it has seq_lens[s] tokens, the last of
+    which are those rows. Its token at position p lives in KV page block_tables[s, p // page_size], row p % page_size.
+    """
+
+    input_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    cache_slots: Tensor  # int64 [T]: page * page_size + offset, where each new token's K and V go
+    query_starts: Tensor  # int32 [S + 1]
+    seq_lens: Tensor  # int32 [S]: cached + new tokens
+    block_tables: Tensor  # int32 [S, P]: padded with 0
+    logits_rows: Tensor  # int64 [R]: rows of [0, T) whose logits are wanted
