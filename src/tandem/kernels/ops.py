@@ -1,0 +1,167 @@
+"""`Ops`: the operations a model is written in.
+
+Two implementations: `reference.TorchOps` (plain torch, the oracle) and `cpu_ops.CpuOps` (the C++ core). Everything is
+row-independent: a row's result does not depend on which other rows are in the call. Activations `x` are [T, hidden],
+contiguous, bfloat16 or float32, and results have the dtype of `x` unless said otherwise. Rounding points are those of
+Hugging Face Transformers, so both implementations and the original agree within the last bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class BatchLayout(Protocol):
+    """The part of `models.ForwardBatch` that kernels read: which row is which position of which sequence."""
+
+    @property
+    def positions(self) -> Tensor: ...  # int64 [T]
+    @property
+    def cache_slots(self) -> Tensor: ...  # int64 [T]
+    @property
+    def query_starts(self) -> Tensor: ...  # int32 [S + 1]
+    @property
+    def seq_lens(self) -> Tensor: ...  # int32 [S]
+    @property
+    def block_tables(self) -> Tensor: ...  # int32 [S, P]
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary tables, float32 [max_positions, rotary_dim / 2]. rotary_dim <= head_dim: the rest passes unrotated.
+
+    Half-split pairing: element i turns with element i + rotary_dim / 2 (GPT-NeoX, Llama in Transformers).
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * int(self.cos.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """How gate logits become experts and weights.
+
+    Scores are softmax or sigmoid of the logits. With `bias`, experts are chosen by score + bias, but weighted by the
+    score alone (DeepSeek-V3). With `num_groups` > 1 only the best `top_groups` groups stay in the race; a group counts
+    as its two best biased scores added (DeepSeek-V3, GLM-4.5), or with `group_score="max"` as its best (DeepSeek-V2).
+    """
+
+    num_experts: int
+    top_k: int
+    score: str = "softmax"  # "softmax" | "sigmoid"
+    normalize: bool = True  # divide the chosen weights by their sum
+    scale: float = 1.0  # routed_scaling_factor, applied last
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: str = "top2"  # "top2" | "max"
+    epsilon: float = 0.0  # added to the sum before dividing (1e-20 in DeepSeek and GLM)
+
+
+class Routing(NamedTuple):
+    """One layer's chosen experts: ids int32 [T, k], weights float32 [T, k]; best first, ties by lowest id."""
+
+    ids: Tensor
+    weights: Tensor
+
+
+class Linear(Protocol):
+    """A packed weight matrix [N, K]. `linear(x)` is x @ weight.T + bias, [T, N]."""
+
+    out_features: int
+    in_features: int
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [T, K] -> [T, N] in `out_dtype` (default: x's)."""
+        ...
+
+
+class ExpertLayer(Protocol):
+    """The routed experts of one layer: gated MLPs of equal shape."""
+
+    def load(self, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        """Packs one expert: gate and up [width, hidden], down [hidden, width]. The tensors are not kept."""
+        ...
+
+    def forward(
+        self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        """sum over k of weights[t, k] * expert[ids[t, k]](x[t]), [T, hidden].
+
+        Ids below 0 or >= num_experts are skipped. Written to `out` if given, added to it with `add`.
+        """
+        ...
+
+
+class Ops(Protocol):
+    """The operations a model is written in. Shapes: T rows, H = heads, G = kv_heads, D = head_dim."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, fmt: str = "bf16") -> Linear:
+        """Packs weight [N, K] once, as "bf16" | "f32" | "int8" | "int4". The tensor is not kept."""
+        ...
+
+    def experts(
+        self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
+    ) -> ExpertLayer:
+        """An empty expert layer; fill it with `load`."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Norm in float32, rounded to x's dtype, times weight (in x's dtype)."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x in place (rounded to its dtype), then `rms_norm` of it."""
+        ...
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        rope: Rope,
+        batch: BatchLayout,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        """Per-head norm, rotation and the cache write of one layer, in one pass.
+
+        qkv is [T, (H + 2G) * D]: all q heads, then k, then v. q_norm and k_norm are [D] weights of an RMS norm over
+        each head (Qwen3, GLM-4.6) or [H * D] and [G * D] over all heads together (OLMoE), before the rotation. K and
+        V of row t go to row batch.cache_slots[t] of k_pages and v_pages ([num_pages, page_size, G, D]).
+        Returns q [T, H, D]. In bfloat16 the tables are rounded to bfloat16 first and each product and the sum are
+        rounded, as Transformers does.
+        """
+        ...
+
+    def attention(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: BatchLayout,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        """Causal attention over the pages of each row's own sequence; softmax in float32.
+
+        q [T, H, D] -> [T, H * D]. Query head h reads kv head h // (H / G). `window` > 0: only the last `window` keys,
+        the row's own included. A row's result depends neither on the batch nor on how its prompt was chunked.
+        """
+        ...
+
+    def route(self, logits: Tensor, router: RouterConfig, bias: Tensor | None = None) -> Routing:
+        """float32 logits [T, E] (and score bias [E]) -> the top-k experts and their weights."""
+        ...
