@@ -1,0 +1,6 @@
+"""What was asked, what the checkpoint is, what the machine has, and one function that resolves them into a Plan."""
+
+from tandem.config.engine_config import EngineConfig
+from tandem.config.plan import Decision, Plan
+
+__all__ = ["Decision", "EngineConfig", "Plan"]

@@ -1,0 +1,261 @@
+"""`EngineConfig`: what the user asked for. The only source of flag names, help, defaults and availability.
+
+Names are those of SGLang and KTransformers (`spec.md` of the project), so that commands people already type work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.config import flags
+from tandem.config.flags import Flag, flag
+from tandem.errors import ConfigError
+
+MODEL = "Model"
+SERVER = "Server"
+MEMORY = "Memory and batching"
+CPU = "CPU experts"
+GPU = "GPU experts"
+HOSTS = "Several GPUs and hosts"
+CUDA = "CUDA"
+DRAFT = "Speculative decoding"
+STATS = "Expert statistics"
+
+_ALL_ON_CPU = "every expert is computed on the CPU"
+_LEAVE_OUT = "Leave it out"
+_NO_DRAFT = f"{_LEAVE_OUT}: each step decodes one token per sequence."
+_NO_CUDA_GRAPH = "the CPU engine has no CUDA graphs"
+_ONE_PROCESS = "Use 1: one engine process serves the model."
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Every flag as a field of the same name in snake case. Immutable; a wrong value raises ConfigError at once.
+
+    Build it with `from_args` (a command line), `from_keywords` (aliases allowed, as `tandem.LLM` does) or directly.
+    """
+
+    # --- model
+    model: str = flag(
+        "", "Model directory, or `demo`.", group=MODEL, aliases=["--model-path"], essential=True
+    )
+    served_model_name: str | None = flag(
+        None, "Name in the API; default: the directory's name.", group=MODEL, essential=True
+    )
+    dtype: str = flag(
+        "auto", "Activations, KV cache and dense weights.", group=MODEL,
+        choices=["auto", "bfloat16", "float32"], essential=True,
+    )  # fmt: skip
+    context_length: int | None = flag(
+        None, "Longest prompt + answer, tokens; default: the model's.", group=MODEL, minimum=1, essential=True
+    )
+    trust_remote_code: bool = flag(
+        False, "Accepted for compatibility.", group=MODEL,
+        neutral=[True], idle="no code from a checkpoint is ever run",
+    )  # fmt: skip
+    reasoning_parser: str | None = flag(
+        None, "Split reasoning from the answer.", group=MODEL,
+        later=f"{_LEAVE_OUT}: reasoning comes as part of the content.",
+    )  # fmt: skip
+    tool_call_parser: str | None = flag(
+        None, "Parse tool calls out of the answer.", group=MODEL,
+        later=f"{_LEAVE_OUT}: tool calls come as text.",
+    )  # fmt: skip
+
+    # --- server
+    host: str = flag("127.0.0.1", "Address to listen on.", group=SERVER, essential=True)
+    port: int = flag(
+        30000, "Port to listen on; 0: any free one.", group=SERVER, minimum=0, maximum=65535, essential=True
+    )
+    api_key: str | None = flag(None, "Key that clients must send.", group=SERVER, essential=True)
+    watchdog_timeout: float = flag(
+        300.0, "Seconds after which a step that hangs counts as dead.", group=SERVER, minimum=1.0
+    )
+    skip_server_warmup: bool = flag(False, "Do not run a first request at start.", group=SERVER)
+    log_level: str = flag(
+        "info", "How much the server logs.", group=SERVER, choices=["debug", "info", "warning", "error"]
+    )
+
+    # --- memory and batching
+    mem_fraction_static: float | None = flag(
+        None, "Share of free memory for weights + KV cache (0–1).", group=MEMORY, minimum=0.01, maximum=0.99
+    )
+    max_total_tokens: int | None = flag(
+        None, "KV cache size in tokens; default: from free memory.", group=MEMORY, minimum=1, essential=True
+    )
+    page_size: int = flag(16, "Tokens per KV page.", group=MEMORY, minimum=1, maximum=4096)
+    max_running_requests: int | None = flag(
+        None, "Sequences decoded together.", group=MEMORY, minimum=1, essential=True
+    )
+    chunked_prefill_size: int | None = flag(
+        None, "Most prompt tokens in one step; -1: whole prompts.", group=MEMORY, minimum=-1, essential=True
+    )
+    max_prefill_tokens: int | None = flag(
+        None, "Upper bound on prompt tokens in one step.", group=MEMORY, minimum=1
+    )
+    enable_mixed_chunk: bool = flag(
+        False, "Accepted for compatibility.", group=MEMORY,
+        neutral=[True], idle="prefill chunks and decode always share steps",
+    )  # fmt: skip
+    disable_radix_cache: bool = flag(
+        False, "Do not reuse the KV pages of equal prefixes.", group=MEMORY, essential=True
+    )
+    attention_backend: str = flag(
+        "auto", "Attention kernels: auto, torch.", group=MEMORY, later="Use auto or torch.",
+        neutral=["torch", "torch_native"], idle="it is the only one on a CPU",
+    )  # fmt: skip
+
+    # --- CPU experts
+    kt_weight_path: str | None = flag(
+        None, "Directory of CPU expert weights; default: the model's.", group=CPU,
+        later=f"{_LEAVE_OUT}: experts are read from the model directory and packed at start.",
+        aliases=["--kt-amx-weight-path"],
+    )  # fmt: skip
+    kt_method: str | None = flag(
+        None, "Expert format: BF16, INT8, INT4; default: the checkpoint's.", group=CPU,
+        aliases=["--kt-amx-method"], essential=True,
+        choices=[
+            "BF16", "INT8", "INT4", "AMXINT8", "AMXINT4", "FP8", "FP8_PERCHANNEL", "RAWINT4", "GPTQ_INT4", "AWQ",
+            "MXFP4", "NVFP4", "GGUF",
+        ],
+        later="Use BF16, INT8 or INT4 (AMXINT8 and AMXINT4 are the same formats).",
+        neutral=["BF16", "INT8", "INT4", "AMXINT8", "AMXINT4"],
+    )  # fmt: skip
+    kt_cpuinfer: int | None = flag(
+        None, "CPU worker threads; default: physical cores available.", group=CPU, minimum=1, essential=True
+    )
+    kt_threadpool_count: int | None = flag(
+        None, "Worker pools.", group=CPU, minimum=1, later="Use 1: one pool serves all NUMA nodes.",
+        neutral=[1], idle="there is one pool",
+    )  # fmt: skip
+    kt_numa_nodes: tuple[int, ...] | None = flag(
+        None, "NUMA nodes whose cores are used; default: all.", group=CPU, minimum=0
+    )
+    kernel_tier: str = flag(
+        "auto", "Instruction set of the CPU kernels.", group=CPU,
+        choices=["auto", "scalar", "avx2", "avx512", "avx512_bf16", "amx"],
+    )  # fmt: skip
+    disable_shared_experts_fusion: bool = flag(
+        False, "Compute shared experts apart from the routed ones.", group=CPU
+    )
+    kt_max_deferred_experts_per_token: int | None = flag(
+        None, "Experts added one layer later (lossy).", group=CPU, minimum=0, later="Use 0.",
+        neutral=[0], idle="deferral is off",
+    )  # fmt: skip
+
+    # --- GPU experts
+    kt_num_gpu_experts: int | None = flag(
+        None, "GPU experts per MoE layer.", group=GPU, minimum=0, later=f"Use 0: {_ALL_ON_CPU}.",
+        neutral=[0], idle=_ALL_ON_CPU,
+    )  # fmt: skip
+    kt_gpu_experts_ratio: float | None = flag(
+        None, "Share of all experts on the GPU.", group=GPU, minimum=0.0, maximum=1.0,
+        later=f"Use 0: {_ALL_ON_CPU}.", neutral=[0.0], idle=_ALL_ON_CPU,
+    )  # fmt: skip
+    kt_expert_placement_strategy: str = flag(
+        "uniform", "Which experts go to the GPU.", group=GPU,
+        choices=["uniform", "frequency", "front-loading", "random"], neutral=lambda _: True, idle=_ALL_ON_CPU,
+    )  # fmt: skip
+    kt_enable_dynamic_expert_update: bool = flag(
+        False, "Placement follows the traffic.", group=GPU, later=f"{_LEAVE_OUT}: {_ALL_ON_CPU}."
+    )
+    kt_gpu_prefill_token_threshold: int | None = flag(
+        None, "Chunk size from which prefill uses the GPU.", group=GPU, minimum=0,
+        later=f"{_LEAVE_OUT}: {_ALL_ON_CPU}.",
+    )  # fmt: skip
+    record_kt_gpu_expert_distribution: bool = flag(
+        False, "Record which experts were on the GPU.", group=GPU, later=f"{_LEAVE_OUT}: {_ALL_ON_CPU}."
+    )
+
+    # --- several GPUs and hosts
+    tensor_parallel_size: int = flag(
+        1, "GPUs that share the model.", group=HOSTS, aliases=["--tp", "--tp-size"], minimum=1,
+        later=_ONE_PROCESS, neutral=[1], idle="one engine process serves the model",
+    )  # fmt: skip
+    nnodes: int = flag(
+        1, "Hosts that share the model.", group=HOSTS, minimum=1, later=_ONE_PROCESS,
+        neutral=[1], idle="one host serves the model",
+    )  # fmt: skip
+    node_rank: int = flag(
+        0, "This host's number.", group=HOSTS, minimum=0, later="Use 0: one host serves the model.",
+        neutral=[0], idle="one host serves the model",
+    )  # fmt: skip
+    dist_init_addr: str | None = flag(
+        None, "Address of host 0.", group=HOSTS,
+        neutral=lambda value: value is not None, idle="one host serves the model",
+    )  # fmt: skip
+
+    # --- CUDA
+    disable_cuda_graph: bool = flag(
+        False, "Run without CUDA graphs.", group=CUDA, neutral=[True], idle=_NO_CUDA_GRAPH
+    )
+    cuda_graph_bs: tuple[int, ...] | None = flag(
+        None, "Batch sizes to capture.", group=CUDA, minimum=1, later=f"{_LEAVE_OUT}: {_NO_CUDA_GRAPH}."
+    )
+    cuda_graph_max_bs: int | None = flag(
+        None,
+        "Largest batch size to capture.",
+        group=CUDA,
+        minimum=1,
+        later=f"{_LEAVE_OUT}: {_NO_CUDA_GRAPH}.",
+    )
+
+    # --- speculative decoding
+    speculative_algorithm: str | None = flag(None, "EAGLE or NEXTN.", group=DRAFT, later=_NO_DRAFT)
+    speculative_num_steps: int | None = flag(None, "Draft steps.", group=DRAFT, minimum=1, later=_NO_DRAFT)
+    speculative_eagle_topk: int | None = flag(
+        None, "Branches per draft step.", group=DRAFT, minimum=1, later=_NO_DRAFT
+    )
+    speculative_num_draft_tokens: int | None = flag(
+        None, "Draft tokens per step.", group=DRAFT, minimum=1, later=_NO_DRAFT
+    )
+    speculative_moe_runner_backend: str | None = flag(
+        None, "Expert kernels of the draft.", group=DRAFT, later=_NO_DRAFT
+    )
+
+    # --- expert statistics
+    init_expert_location: str = flag(
+        "trivial", "Activation statistics that place the experts.", group=STATS,
+        later=f"{_LEAVE_OUT}: {_ALL_ON_CPU}.", neutral=["trivial"], idle=_ALL_ON_CPU,
+    )  # fmt: skip
+    expert_distribution_recorder_mode: str | None = flag(
+        None, "Record expert activations.", group=STATS, later=f"{_LEAVE_OUT}: nothing is recorded.",
+        choices=["stat", "stat_approx", "per_pass", "per_token"],
+    )  # fmt: skip
+
+    given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # fields named by the user
+
+    def __post_init__(self) -> None:
+        for f in FLAGS:
+            value = flags.check(f, getattr(self, f.name))
+            flags.check_available(f, value)
+            object.__setattr__(self, f.name, value)
+        if self.chunked_prefill_size == 0:
+            raise ConfigError("--chunked-prefill-size is 0; give a number of tokens, or -1 for whole prompts")
+
+    @classmethod
+    def from_args(cls, argv: Sequence[str]) -> EngineConfig:
+        """From a command line: flags and one optional positional MODEL. Raises ConfigError."""
+        given = flags.parse(FLAGS, argv)
+        if not given.get("model"):
+            raise ConfigError("no model is named; try `kt serve demo`, or --model DIRECTORY")
+        return cls(**given, given=frozenset(given))
+
+    @classmethod
+    def from_keywords(cls, model: str, **keywords: Any) -> EngineConfig:
+        """From Python keywords, aliases included (`tp=1`, `kt_amx_method="INT4"`). Raises ConfigError."""
+        given = flags.rename_keywords(FLAGS, keywords)
+        return cls(model=str(model), **given, given=frozenset(given))
+
+    def notices(self) -> list[str]:
+        """One line per given flag that changes nothing; start-up prints them."""
+        lines = (flags.notice(f, getattr(self, f.name)) for f in FLAGS if self._is_given(f))
+        return [line for line in lines if line]
+
+    def _is_given(self, f: Flag) -> bool:
+        return f.name in self.given or getattr(self, f.name) != f.default
+
+
+FLAGS: tuple[Flag, ...] = flags.flags_of(EngineConfig)
