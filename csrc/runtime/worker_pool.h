@@ -63,4 +63,7 @@ class WorkerPool {
   friend struct Worker;
 };
 
+// Seconds an empty region takes, mean over `repeats`: what every operation pays before it does anything.
+double region_start_latency(WorkerPool& pool, int repeats);
+
 }  // namespace tandem

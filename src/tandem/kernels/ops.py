@@ -1,9 +1,10 @@
 """`Ops`: the operations a model is written in.
 
-Two implementations: `reference.TorchOps` (plain torch, the oracle) and `cpu_ops.CpuOps` (the C++ core). Everything is
-row-independent: a row's result does not depend on which other rows are in the call. Activations `x` are [T, hidden],
-contiguous, bfloat16 or float32, and results have the dtype of `x` unless said otherwise. Rounding points are those of
-Hugging Face Transformers, so both implementations and the original agree within the last bits.
+Two implementations: `reference.TorchOps` (plain torch, the oracle) and `cpu_ops.CpuOps` (the C++ core).
+Everything is row-independent: a row's result does not depend on which other rows are in the call. Activations
+`x` are [T, hidden], contiguous, bfloat16 or float32, and results have the dtype of `x` unless said otherwise.
+Rounding points are those of Hugging Face Transformers, so both implementations and the original agree within
+the last bits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class BatchLayout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary tables, float32 [max_positions, rotary_dim / 2]. rotary_dim <= head_dim: the rest passes unrotated.
+    """Rotary tables, float32 [max_positions, rotary_dim / 2]. Elements past rotary_dim are not turned.
 
     Half-split pairing: element i turns with element i + rotary_dim / 2 (GPT-NeoX, Llama in Transformers).
     """
@@ -49,9 +50,10 @@ class Rope:
 class RouterConfig:
     """How gate logits become experts and weights.
 
-    Scores are softmax or sigmoid of the logits. With `bias`, experts are chosen by score + bias, but weighted by the
-    score alone (DeepSeek-V3). With `num_groups` > 1 only the best `top_groups` groups stay in the race; a group counts
-    as its two best biased scores added (DeepSeek-V3, GLM-4.5), or with `group_score="max"` as its best (DeepSeek-V2).
+    Scores are softmax or sigmoid of the logits. With `bias`, experts are chosen by score + bias, but weighted
+    by the score alone (DeepSeek-V3). With `num_groups` > 1 only the best `top_groups` groups stay in the
+    race; a group counts as its two best biased scores added (DeepSeek-V3, GLM-4.5), or with
+    `group_score="max"` as its best (DeepSeek-V2).
     """
 
     num_experts: int
@@ -138,11 +140,11 @@ class Ops(Protocol):
     ) -> Tensor:
         """Per-head norm, rotation and the cache write of one layer, in one pass.
 
-        qkv is [T, (H + 2G) * D]: all q heads, then k, then v. q_norm and k_norm are [D] weights of an RMS norm over
-        each head (Qwen3, GLM-4.6) or [H * D] and [G * D] over all heads together (OLMoE), before the rotation. K and
-        V of row t go to row batch.cache_slots[t] of k_pages and v_pages ([num_pages, page_size, G, D]).
-        Returns q [T, H, D]. In bfloat16 the tables are rounded to bfloat16 first and each product and the sum are
-        rounded, as Transformers does.
+        qkv is [T, (H + 2G) * D]: all q heads, then k, then v. q_norm and k_norm are [D] weights of an RMS
+        norm over each head (Qwen3, GLM-4.6) or [H * D] and [G * D] over all heads together (OLMoE), before
+        the rotation. K and V of row t go to row batch.cache_slots[t] of k_pages and v_pages ([num_pages,
+        page_size, G, D]). Returns q [T, H, D]. In bfloat16 the tables are rounded to bfloat16 first and each
+        product and the sum are rounded, as Transformers does.
         """
         ...
 
@@ -157,8 +159,9 @@ class Ops(Protocol):
     ) -> Tensor:
         """Causal attention over the pages of each row's own sequence; softmax in float32.
 
-        q [T, H, D] -> [T, H * D]. Query head h reads kv head h // (H / G). `window` > 0: only the last `window` keys,
-        the row's own included. A row's result depends neither on the batch nor on how its prompt was chunked.
+        q [T, H, D] -> [T, H * D]. Query head h reads kv head h // (H / G). `window` > 0: only the last
+        `window` keys, the row's own included. A row's result depends neither on the batch nor on how its
+        prompt was chunked.
         """
         ...
 

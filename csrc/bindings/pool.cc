@@ -1,0 +1,24 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/bindings.h"
+#include "runtime/cpu_features.h"
+#include "runtime/worker_pool.h"
+
+namespace nb = nanobind;
+
+namespace tandem {
+
+void bind_runtime(nb::module_& m) {
+  nb::class_<WorkerPool>(m, "WorkerPool",
+                         "One pinned worker per entry of cpus (-1: not pinned); the caller is worker 0.")
+      .def(nb::init<std::vector<int>, int>(), nb::arg("cpus"), nb::arg("spin_us") = 200)
+      .def("__len__", &WorkerPool::size)
+      .def("start_latency", &region_start_latency, nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>(),
+           "Seconds an empty parallel region takes, mean over repeats.");
+  m.def("supported_tiers", &supported_tiers, "Kernel tiers this host can run, slowest first.");
+  m.def("cpu_model", [] { return cpu_features().model; }, "The CPU's own name for itself.");
+}
+
+}  // namespace tandem

@@ -1,0 +1,177 @@
+// Contract of runtime/worker_pool.h, without Python so that it also runs under the thread sanitizer.
+#include "runtime/worker_pool.h"
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+using tandem::Worker;
+using tandem::WorkerPool;
+
+#define CHECK(condition)                                                              \
+  do {                                                                                \
+    if (!(condition)) {                                                               \
+      std::fprintf(stderr, "%s:%d: CHECK(%s)\n", __FILE__, __LINE__, #condition);     \
+      std::exit(1);                                                                   \
+    }                                                                                 \
+  } while (0)
+
+namespace {
+
+template <class E, class F>
+std::string message_of(F&& f) {
+  try {
+    f();
+  } catch (const E& e) {
+    return e.what();
+  }
+  return "(nothing thrown)";
+}
+
+void every_worker_runs_once(WorkerPool& pool) {
+  std::vector<int> seen(pool.size(), 0);
+  const auto caller = std::this_thread::get_id();
+  for (int repeat = 0; repeat < 2000; ++repeat)
+    pool.run([&](const Worker& w) {
+      CHECK(w.count == pool.size() && w.pool == &pool);
+      CHECK((w.index == 0) == (std::this_thread::get_id() == caller));
+      ++seen[w.index];
+    });
+  for (int n : seen) CHECK(n == 2000);
+}
+
+// Between two barriers everybody sees what everybody wrote before the first.
+void barriers_order_writes(WorkerPool& pool) {
+  std::vector<int> slot(pool.size(), 0);
+  pool.run([&](const Worker& w) {
+    for (int round = 1; round <= 500; ++round) {
+      slot[w.index] = round;
+      w.barrier();
+      for (int value : slot) CHECK(value == round);
+      w.barrier();
+    }
+  });
+}
+
+void tasks_run_exactly_once(WorkerPool& pool) {
+  for (int64_t tasks : {0, 1, 2, 7, 1000}) {
+    std::vector<int> hits(tasks, 0);
+    pool.for_each(tasks, [&](int64_t i, const Worker&) { ++hits[i]; });
+    for (int n : hits) CHECK(n == 1);
+  }
+}
+
+// Whichever worker throws, the region ends, the message arrives, and the pool works afterwards.
+void an_exception_frees_everybody(WorkerPool& pool) {
+  for (int repeat = 0; repeat < 300; ++repeat) {
+    const int thrower = repeat % pool.size();
+    const std::string text = message_of<std::runtime_error>([&] {
+      pool.run([&](const Worker& w) {
+        if (repeat % 3 == 0) w.barrier();
+        if (w.index == thrower) throw std::runtime_error("worker " + std::to_string(thrower));
+        w.barrier();
+        w.barrier();
+      });
+    });
+    CHECK(text == "worker " + std::to_string(thrower));
+    int ran = 0;
+    pool.run([&](const Worker& w) {
+      w.barrier();
+      if (w.index == 0) ++ran;
+    });
+    CHECK(ran == 1);
+  }
+  CHECK(message_of<std::out_of_range>([&] {
+          pool.for_each(100, [](int64_t i, const Worker&) {
+            if (i == 40) throw std::out_of_range("task 40");
+          });
+        }) == "task 40");
+}
+
+void callers_queue_up(WorkerPool& pool) {
+  int64_t total = 0;  // not atomic: regions must not overlap
+  std::vector<std::thread> callers;
+  for (int c = 0; c < 4; ++c)
+    callers.emplace_back([&] {
+      for (int i = 0; i < 500; ++i)
+        pool.run([&](const Worker& w) {
+          if (w.index == 0) ++total;
+          w.barrier();
+        });
+    });
+  for (auto& caller : callers) caller.join();
+  CHECK(total == 2000);
+}
+
+void nested_regions_are_refused(WorkerPool& pool) {
+  const auto nested = [&] { pool.run([&](const Worker& w) { if (w.index == w.count - 1) pool.run([](const Worker&) {}); }); };
+  CHECK(message_of<std::logic_error>(nested).find("inside") != std::string::npos);
+}
+
+void bad_arguments_are_refused() {
+  CHECK(message_of<std::invalid_argument>([] { WorkerPool({}); }).find("at least one") != std::string::npos);
+  CHECK(message_of<std::invalid_argument>([] { WorkerPool({0, 1000000}); }).find("CPU 1000000") != std::string::npos);
+}
+
+void a_forked_child_is_told(WorkerPool& pool) {
+  if (pool.size() == 1) return;
+  const pid_t child = fork();
+  if (child == 0) {
+    try {
+      pool.run([](const Worker&) {});
+    } catch (const std::runtime_error&) {
+      _exit(0);
+    }
+    _exit(1);
+  }
+  int status = 1;
+  waitpid(child, &status, 0);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+void idle_workers_sleep(WorkerPool& pool) {
+  pool.run([](const Worker&) {});
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // past the spin
+  const auto cpu_seconds = [] {
+    rusage u{};
+    getrusage(RUSAGE_SELF, &u);
+    return u.ru_utime.tv_sec + u.ru_stime.tv_sec + 1e-6 * (u.ru_utime.tv_usec + u.ru_stime.tv_usec);
+  };
+  const double before = cpu_seconds();
+  std::this_thread::sleep_for(std::chrono::seconds(1));
+  CHECK(cpu_seconds() - before < 0.05);  // CPU time, not wall time: other load does not change it
+}
+
+}  // namespace
+
+int main() {
+  bad_arguments_are_refused();
+  // More threads than cores, one core shared by all, no spinning at all: every way of waiting.
+  const std::vector<std::vector<int>> shapes = {{-1}, {-1, -1}, {0, 0, 0}, {-1, -1, -1, -1, -1, -1, -1}};
+  for (const auto& cpus : shapes)
+    for (int spin_us : {0, 200}) {
+      WorkerPool pool(cpus, spin_us);
+      CHECK(pool.size() == static_cast<int>(cpus.size()));
+      every_worker_runs_once(pool);
+      barriers_order_writes(pool);
+      tasks_run_exactly_once(pool);
+      an_exception_frees_everybody(pool);
+      callers_queue_up(pool);
+      nested_regions_are_refused(pool);
+#if !defined(__SANITIZE_THREAD__)  // the sanitizer runs threads of its own
+      a_forked_child_is_told(pool);
+      idle_workers_sleep(pool);
+#endif
+    }
+  std::puts("worker_pool_test: ok");
+}

@@ -1,0 +1,57 @@
+"""The worker pool: its C++ contract test, plain and under the thread sanitizer, and its Python face."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from tandem import _core
+
+ROOT = Path(__file__).parents[1]
+
+
+def build_and_run(tmp_path: Path, *flags: str) -> str:
+    program = tmp_path / "worker_pool_test"
+    sources = [ROOT / "tests/cpp/worker_pool_test.cc", ROOT / "csrc/runtime/worker_pool.cc"]
+    compile_ = ["c++", "-std=c++20", "-O1", "-g", f"-I{ROOT / 'csrc'}", *flags, *map(str, sources), "-pthread"]
+    subprocess.run([*compile_, "-o", str(program)], check=True, capture_output=True, text=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_contract(tmp_path: Path) -> None:
+    assert build_and_run(tmp_path) == "worker_pool_test: ok\n"
+
+
+@pytest.mark.slow
+def test_contract_under_thread_sanitizer(tmp_path: Path) -> None:
+    assert build_and_run(tmp_path, "-fsanitize=thread") == "worker_pool_test: ok\n"
+
+
+def test_python_threads_share_one_pool() -> None:
+    pool = _core.WorkerPool([-1, -1], spin_us=50)
+    latencies: list[float] = []
+    threads = [threading.Thread(target=lambda: latencies.append(pool.start_latency(300))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(latencies) == 6 and len(pool) == 2
+
+
+def test_bad_cpus_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        _core.WorkerPool([])
+    with pytest.raises(ValueError, match="CPU 99999"):
+        _core.WorkerPool([0, 99999])
+
+
+def test_tiers_start_at_the_baseline() -> None:
+    order = ["scalar", "avx2", "avx512", "avx512_bf16", "amx"]
+    tiers = _core.supported_tiers()
+    assert tiers == order[: len(tiers)] and tiers
+    flags = Path("/proc/cpuinfo").read_text()
+    assert ("avx2" in tiers) == (" avx2 " in flags)
