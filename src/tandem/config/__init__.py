@@ -1,6 +1,7 @@
 """What was asked, what the checkpoint is, what the machine has, and one function that resolves them into a Plan."""
 
 from tandem.config.engine_config import EngineConfig
+from tandem.config.model_config import AttentionConfig, ModelConfig, MoEConfig, RouterConfig
 from tandem.config.plan import Decision, Plan
 
-__all__ = ["Decision", "EngineConfig", "Plan"]
+__all__ = ["AttentionConfig", "Decision", "EngineConfig", "MoEConfig", "ModelConfig", "Plan", "RouterConfig"]

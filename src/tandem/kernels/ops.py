@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tandem.config.model_config import RouterConfig
+
 
 class BatchLayout(Protocol):
     """The part of `models.ForwardBatch` that kernels read: which row is which position of which sequence."""
@@ -44,27 +46,6 @@ class Rope:
     @property
     def rotary_dim(self) -> int:
         return 2 * int(self.cos.shape[1])
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
-    """How gate logits become experts and weights.
-
-    Scores are softmax or sigmoid of the logits. With `bias`, experts are chosen by score + bias, but weighted
-    by the score alone (DeepSeek-V3). With `num_groups` > 1 only the best `top_groups` groups stay in the
-    race; a group counts as its two best biased scores added (DeepSeek-V3, GLM-4.5), or with
-    `group_score="max"` as its best (DeepSeek-V2).
-    """
-
-    num_experts: int
-    top_k: int
-    score: str = "softmax"  # "softmax" | "sigmoid"
-    normalize: bool = True  # divide the chosen weights by their sum
-    scale: float = 1.0  # routed_scaling_factor, applied last
-    num_groups: int = 1
-    top_groups: int = 1
-    group_score: str = "top2"  # "top2" | "max"
-    epsilon: float = 0.0  # added to the sum before dividing (1e-20 in DeepSeek and GLM)
 
 
 class Routing(NamedTuple):

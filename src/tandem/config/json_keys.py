@@ -1,0 +1,91 @@
+"""`JsonKeys`: `config.json`, read key by key with errors that name the key and a value to try."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tandem.errors import CheckpointError, ConfigError
+
+T = TypeVar("T", int, float, bool, str)
+
+# Keys that say nothing about what is computed. All others that nobody read are reported (`unread`).
+HARMLESS = frozenset((
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id",
+    "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label", "initializer_range",
+    "is_decoder", "is_encoder_decoder", "keys_to_ignore_at_inference", "label2id",
+    "max_window_layers", "model_type", "num_mtp_layers", "num_nextn_predict_layers",
+    "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
+    "problem_type", "return_dict", "rope_theta", "router_aux_loss_coef", "router_jitter_noise",
+    "torch_dtype", "transformers_version", "use_cache",
+))  # fmt: skip
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; CheckpointError when it is missing or is not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: is {path.parent} a model directory?") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+class JsonKeys(Mapping[str, Any]):
+    """A read-only view of `config.json` that checks types and remembers which keys were asked for."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
+        self._values, self.where, self._read = values, where, set[str]()
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Keys that may matter and that no one has asked for, sorted."""
+        return tuple(sorted(set(self._values) - self._read - HARMLESS))
+
+    def need(self, key: str, example: T, *aliases: str) -> T:
+        """The value of the first of `key, *aliases` that is present, as `example`'s type."""
+        for name in (key, *aliases):
+            if self.get(name) is not None:
+                return self._typed(name, example)
+        raise ConfigError(f"{self.where} lacks {key!r}: add it, for example {json.dumps({key: example})}")
+
+    def optional(self, key: str, default: T) -> T:
+        """The value of `key` as `default`'s type, or `default` when it is absent or null."""
+        return default if self.get(key) is None else self._typed(key, default)
+
+    def size(self, key: str, example: int, *aliases: str) -> int:
+        """A whole number of at least 1."""
+        value = self.need(key, example, *aliases)
+        if value < 1:
+            raise ConfigError(f"{self.where}: {key} is {value}, and must be at least 1; try {example}")
+        return value
+
+    def only(self, key: str, supported: Any, why: str) -> None:
+        """Refuses any value but `supported` or an absent key."""
+        value = self.get(key)
+        if value is not None and value != supported:
+            raise ConfigError(f"{self.where}: {key} = {value!r} is not supported ({why}); {supported!r} is")
+
+    def _typed(self, key: str, example: T) -> T:
+        value = self[key]
+        if isinstance(example, float) and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if type(value) is not type(example):
+            kind = type(example).__name__
+            raise ConfigError(f"{self.where}: {key} is {value!r}, not a {kind}; try {json.dumps(example)}")
+        return value

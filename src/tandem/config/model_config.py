@@ -1,0 +1,175 @@
+"""`ModelConfig`: the checkpoint's architecture in our words, normalised once from its `config.json`.
+
+Nothing below `models/` sees a Hugging Face key: a key is read in `config/families.py`, or not at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from tandem.config.json_keys import JsonKeys, read_json
+from tandem.errors import ConfigError
+
+FORMAT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.125, "int4": 0.625}
+"""Bytes per weight as packed; int8 and int4 carry one f32 scale per group of 32 weights."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Grouped-query attention; rotary positions, half-split, on the first `rotary_dim` channels of a head."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm: Literal["none", "head", "width"]  # RMS norm of q and k: per head, or over all heads at once
+    windows: tuple[int, ...]  # per layer: how many last tokens a token sees (itself included); 0 = all
+    clip_qkv: float = 0.0  # q, k, v are clamped to [-clip, clip]; 0 = not
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """How gate logits become experts and weights.
+
+    Scores are softmax or sigmoid of the logits. With `bias`, experts are chosen by score + bias, but weighted
+    by the score alone (DeepSeek-V3). With `num_groups` > 1 only the best `top_groups` groups stay in the
+    race; a group counts as its two best biased scores added (DeepSeek-V3, GLM-4.5), or with
+    `group_score="max"` as its best (DeepSeek-V2).
+    """
+
+    num_experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True  # divide the chosen weights by their sum
+    scale: float = 1.0  # routed_scaling_factor, applied last
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["top2", "max"] = "top2"
+    epsilon: float = 0.0  # added to the sum before dividing (1e-20 in DeepSeek and GLM)
+    has_bias: bool = False  # the checkpoint has a selection bias per expert
+    float32_logits: bool = False  # logits are computed in f32; else in the activations' dtype
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """Routed experts (gate, up [width, hidden], down [hidden, width]) and the shared one of each MoE layer."""
+
+    layers: tuple[int, ...]  # which decoder layers are MoE
+    width: int
+    shared_width: int  # 0: no shared expert
+    shared_gate: bool  # the shared expert's output is multiplied by sigmoid(gate · x)
+    router: RouterConfig
+
+    @property
+    def fusible_shared(self) -> int:
+        """How many routed-sized experts the shared expert equals; 0 when it cannot be cut evenly."""
+        return self.shared_width // self.width if self.shared_width % self.width == 0 else 0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only MoE transformer: pre-norm, RMSNorm, SwiGLU. Built by `ModelConfig.load`."""
+
+    model_type: str
+    hidden: int
+    layers: int
+    vocab: int
+    rms_eps: float
+    dense_width: int  # of layers that are not MoE
+    tied_embeddings: bool
+    max_positions: int
+    attention: AttentionConfig
+    moe: MoEConfig
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    pad_id: int | None = None
+    unread_keys: tuple[str, ...] = ()  # keys of config.json that may matter and were not understood
+
+    @classmethod
+    def load(cls, path: str | Path) -> ModelConfig:
+        """From a model directory: `config.json`, and `generation_config.json` for the eos ids.
+
+        Raises ConfigError naming the key and a value to try, CheckpointError when a file is missing or broken.
+        """
+        directory = Path(path)
+        generation = directory / "generation_config.json"
+        return cls.from_dict(
+            read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}
+        )
+
+    @classmethod
+    def from_dict(cls, config: dict[str, object], generation: dict[str, object] | None = None) -> ModelConfig:
+        """From the parsed JSON files."""
+        from tandem.config.families import FAMILIES
+
+        model_type = config.get("model_type")
+        if model_type not in FAMILIES:
+            known = ", ".join(sorted(FAMILIES))
+            raise ConfigError(f"config.json: model_type {model_type!r} is not supported; these are: {known}")
+        return FAMILIES[str(model_type)](
+            JsonKeys(config), JsonKeys(generation or {}, "generation_config.json")
+        )
+
+    @cached_property
+    def moe_layers(self) -> frozenset[int]:
+        return frozenset(self.moe.layers)
+
+    # -- sizes, for the planner ---
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes of K and V of one token over all layers."""
+        a = self.attention
+        return 2 * self.layers * a.kv_heads * a.head_dim * DTYPE_BYTES[dtype]
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one routed expert."""
+        return 3 * self.hidden * self.moe.width
+
+    def expert_bytes(self, expert_format: str) -> int:
+        """Packed bytes of one routed expert."""
+        return int(self.expert_params * FORMAT_BYTES[expert_format])
+
+    @property
+    def routed_params(self) -> int:
+        """Weights of all routed experts of all layers."""
+        return self.expert_params * self.moe.router.num_experts * len(self.moe.layers)
+
+    @property
+    def dense_params(self) -> int:
+        """Weights that every token uses: attention, norms, routers, shared and dense MLPs, head; no embedding."""
+        a, m = self.attention, self.moe
+        attention = self.hidden * (a.qkv_width + a.heads * a.head_dim)
+        moe = self.hidden * (m.router.num_experts + 3 * m.shared_width)
+        dense = 3 * self.hidden * self.dense_width * (self.layers - len(m.layers))
+        norms = (2 * self.layers + 1) * self.hidden
+        return attention * self.layers + moe * len(m.layers) + dense + norms + self.vocab * self.hidden
+
+    @property
+    def total_params(self) -> int:
+        embedding = 0 if self.tied_embeddings else self.vocab * self.hidden
+        return self.dense_params + self.routed_params + embedding
+
+    def weight_bytes(self, dtype: str, expert_format: str) -> int:
+        """Bytes of all packed weights; the embedding stays in the mapped file and is not counted."""
+        return self.dense_params * DTYPE_BYTES[dtype] + self.expert_bytes(expert_format) * (
+            self.moe.router.num_experts * len(self.moe.layers)
+        )
+
+    def active_bytes_per_token(self, dtype: str, expert_format: str | None = None) -> int:
+        """Weight bytes that one decoded token reads: the dense ones, and top_k experts of each MoE layer."""
+        fmt = expert_format or ("f32" if dtype == "float32" else "bf16")
+        experts = self.moe.router.top_k * len(self.moe.layers)
+        return self.dense_params * DTYPE_BYTES[dtype] + experts * self.expert_bytes(fmt)
