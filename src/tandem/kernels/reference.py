@@ -1,0 +1,196 @@
+"""`TorchOps`: every operation of `Ops` in plain torch. The oracle of the C++ kernels, and a CPU fallback.
+
+Quantised formats are rounded to their grid at load and kept as float32, so `TorchOps` also says what a packed kernel
+of that format must compute.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.config.model_config import RouterConfig
+from tandem.errors import KernelError
+from tandem.kernels.ops import BatchLayout, Rope, Routing
+
+GROUP = 32  # weights along K that share one scale in int8 and int4
+LEVELS = {"int8": 127, "int4": 7}
+
+
+def round_to_format(weight: Tensor, fmt: str) -> Tensor:
+    """weight [N, K] as `fmt` stores it: bf16 or f32 in that dtype; int8 and int4 (symmetric) dequantised, f32."""
+    if fmt in ("bf16", "f32"):
+        return weight.to(torch.bfloat16 if fmt == "bf16" else torch.float32).clone()
+    if fmt not in LEVELS:
+        raise KernelError(f"unknown weight format {fmt!r}; these exist: bf16, f32, int8, int4")
+    n, k = weight.shape
+    groups = F.pad(weight.float(), (0, -k % GROUP)).view(n, -1, GROUP)
+    scale = groups.abs().amax(-1, keepdim=True) / LEVELS[fmt]
+    levels = torch.round(groups / scale.clamp_min(torch.finfo(torch.float32).tiny))
+    return (levels * scale).view(n, -1)[:, :k].contiguous()
+
+
+class TorchLinear:
+    """`Linear` over `torch.nn.functional.linear`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, fmt: str) -> None:
+        self.weight = round_to_format(weight, fmt)
+        self.bias = None if bias is None else bias.float().clone()
+        self.out_features, self.in_features = weight.shape
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        out_dtype = out_dtype or x.dtype
+        if x.dtype == out_dtype == self.weight.dtype:
+            return F.linear(x, self.weight, None if self.bias is None else self.bias.to(x.dtype))
+        return F.linear(x.float(), self.weight.float(), self.bias).to(out_dtype)
+
+
+class TorchExperts:
+    """`ExpertLayer` as a loop over the experts that were chosen."""
+
+    def __init__(self, num_experts: int, hidden: int, width: int, fmt: str, activation: str) -> None:
+        if activation != "silu":
+            raise KernelError(f"unknown activation {activation!r}; silu exists")
+        self.hidden, self.width, self.fmt = hidden, width, fmt
+        self._experts: list[tuple[TorchLinear, TorchLinear, TorchLinear] | None] = [None] * num_experts
+
+    def load(self, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        up_shape, down_shape = (self.width, self.hidden), (self.hidden, self.width)
+        if gate.shape != up_shape or up.shape != up_shape or down.shape != down_shape:
+            raise KernelError(f"expert {expert}: gate and up must be {up_shape}, down {down_shape}")
+        first, second, third = (TorchLinear(w, None, self.fmt) for w in (gate, up, down))
+        self._experts[expert] = (first, second, third)
+
+    def forward(
+        self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        total = torch.zeros(x.shape, dtype=torch.float32)
+        for expert, mlp in enumerate(self._experts):
+            rows, places = torch.where(ids == expert)
+            if len(rows) == 0:
+                continue
+            if mlp is None:
+                raise KernelError(f"expert {expert} was routed to before it was loaded")
+            gate, up, down = mlp
+            y = down(F.silu(gate(x[rows])) * up(x[rows]), torch.float32)
+            total.index_add_(0, rows, y * weights[rows, places, None])
+        result = total.to(x.dtype)
+        if out is None:
+            return result
+        return out.add_(result) if add else out.copy_(result)
+
+
+class TorchOps:
+    """`Ops` in plain torch, any float dtype."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, fmt: str = "bf16") -> TorchLinear:
+        return TorchLinear(weight, bias, fmt)
+
+    def experts(
+        self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
+    ) -> TorchExperts:
+        return TorchExperts(num_experts, hidden, width, fmt, activation)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+        return y.to(x.dtype) * weight.to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self.rms_norm(residual.add_(x), weight, eps)
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        rope: Rope,
+        batch: BatchLayout,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        q, k, v = qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=-1)
+        q, k = self._head_norm(q, q_norm, head_dim, eps), self._head_norm(k, k_norm, head_dim, eps)
+        rows = batch.cache_slots
+        k_pages.view(-1, kv_heads, head_dim)[rows] = _rotate(k, rope, batch.positions)
+        v_pages.view(-1, kv_heads, head_dim)[rows] = v.reshape(-1, kv_heads, head_dim)
+        return _rotate(q, rope, batch.positions)
+
+    def _head_norm(self, x: Tensor, weight: Tensor | None, head_dim: int, eps: float) -> Tensor:
+        """[T, n * D] -> [T, n, D], normalised over D or over n * D by the weight's length."""
+        heads = x.reshape(len(x), -1, head_dim)
+        if weight is None:
+            return heads
+        if weight.numel() == head_dim:
+            return self.rms_norm(heads, weight, eps)
+        return self.rms_norm(x, weight, eps).view(heads.shape)
+
+    def attention(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: BatchLayout,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        starts = batch.query_starts.tolist()
+        for s, length in enumerate(batch.seq_lens.tolist()):
+            rows = slice(starts[s], starts[s + 1])
+            pages = batch.block_tables[s, : -(-length // k_pages.shape[1])].long()
+            k = k_pages[pages].flatten(0, 1)[:length]
+            v = v_pages[pages].flatten(0, 1)[:length]
+            out[rows] = _attend(q[rows], k, v, batch.positions[rows], scale, window)
+        return out.flatten(1)
+
+    def route(self, logits: Tensor, router: RouterConfig, bias: Tensor | None = None) -> Routing:
+        scores = logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()
+        ranks = scores if bias is None else scores + bias
+        if router.num_groups > 1:
+            ranks = _keep_top_groups(ranks, router)
+        ids = _descending(ranks)[:, : router.top_k]
+        weights = scores.gather(-1, ids)
+        if router.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + router.epsilon)
+        return Routing(ids.int(), weights * router.scale)
+
+
+def _descending(ranks: Tensor) -> Tensor:
+    """Indices of ranks [T, n] from the best; a stable sort, not topk, so that equal ranks give the lower id first."""
+    return torch.sort(ranks, stable=True, dim=-1, descending=True).indices
+
+
+def _keep_top_groups(ranks: Tensor, router: RouterConfig) -> Tensor:
+    """ranks [T, E] with -inf outside each token's best groups."""
+    groups = ranks.view(len(ranks), router.num_groups, -1)
+    group_ranks = groups.topk(2 if router.group_score == "top2" else 1, dim=-1).values.sum(-1)
+    kept = _descending(group_ranks)[:, : router.top_groups]
+    dropped = torch.ones_like(group_ranks, dtype=torch.bool).scatter_(1, kept, False)
+    return groups.masked_fill(dropped[:, :, None], float("-inf")).flatten(1)
+
+
+def _rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
+    """x [T, n, D] turned by its position; tables, products and sum in x's dtype."""
+    half = rope.rotary_dim // 2
+    cos = rope.cos[positions][:, None].to(x.dtype)
+    sin = rope.sin[positions][:, None].to(x.dtype)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int) -> Tensor:
+    """q [t, H, D] over k, v [n, G, D] -> [t, H, D]; key j is at position j."""
+    share = q.shape[1] // k.shape[1]
+    k, v = k.float().repeat_interleave(share, dim=1), v.float().repeat_interleave(share, dim=1)
+    scores = torch.einsum("thd,nhd->htn", q.float(), k) * scale
+    age = positions[:, None] - torch.arange(len(k))
+    hidden = age < 0 if window == 0 else (age < 0) | (age >= window)
+    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("htn,nhd->thd", probabilities, v).to(q.dtype)
