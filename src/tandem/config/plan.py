@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tandem.config import memory
+from tandem.config.engine_config import EngineConfig
+from tandem.config.machine import Machine
+from tandem.config.model_config import ModelConfig
+from tandem.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +30,7 @@ class Plan:
     expert_format: str  # "bf16" | "f32" | "int8" | "int4": packed routed experts
     dense_backend: str  # "packed" | "torch": who multiplies the dense linears
     tier: str  # kernel tier: "scalar" | "avx2" | "avx512" | "avx512_bf16" | "amx"
-    cpus: tuple[int, ...]  # logical CPUs the worker pool is pinned to; its length is the thread count
+    cpus: tuple[int, ...]  # logical CPU of each pool thread, -1: not pinned; its length is the thread count
     context_length: int  # longest prompt + answer of one request, tokens
     page_size: int  # tokens per KV page
     num_pages: int  # KV pages of the whole cache
@@ -32,3 +39,9 @@ class Plan:
     radix_cache: bool  # share KV pages of equal prefixes
     fuse_shared_experts: bool  # compute shared experts as extra always-chosen routed experts
     decisions: tuple[Decision, ...] = field(default=())
+    notices: tuple[str, ...] = field(default=())  # given flags that change nothing, said at start-up
+
+
+class _Choice[T](NamedTuple):
+    value: T
+    reason: str

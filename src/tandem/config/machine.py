@@ -1,0 +1,187 @@
+"""`Machine`: what this process may use of the machine it runs on. Detected from /proc and /sys, or built by hand."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from tandem.config.cgroup import read_cgroup_limits
+
+_TIER_FEATURES = {
+    "scalar": (),
+    "avx2": ("avx2", "fma", "f16c", "bmi1", "bmi2"),
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    "avx512_bf16": ("avx512_vnni", "avx512_bf16", "avx512vbmi"),
+    "amx": ("amx_tile", "amx_bf16", "amx_int8"),
+}
+"""What each kernel tier needs, as /proc/cpuinfo names it, beyond the tier before it (CMakeLists.txt compiles these)."""
+
+TIERS = tuple(_TIER_FEATURES)
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """One physical core that this process may use; `cpu` is its lowest usable logical CPU."""
+
+    cpu: int
+    node: int  # NUMA node
+    socket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One NVIDIA GPU as the driver reports it."""
+
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    pcie: str  # "gen5 x16": the widest link it can have
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Sizes are bytes; `cores` is sorted by NUMA node. Nothing here is measured (`kt doctor` measures)."""
+
+    cpu_model: str
+    cores: tuple[Core, ...]
+    tiers: tuple[str, ...]  # kernel tiers this CPU can run, slowest first
+    total_memory: int  # of the machine, or the control group's limit if that is less
+    available_memory: int  # what can be taken without swapping
+    cpu_quota: float | None = None  # CPUs' worth of time of the control group; None: no limit
+    gpus: tuple[Gpu, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """NUMA nodes that have usable cores."""
+        return tuple(sorted({core.node for core in self.cores}))
+
+    @property
+    def sockets(self) -> int:
+        return len({core.socket for core in self.cores})
+
+    @property
+    def max_threads(self) -> int:
+        """Threads that can compute at the same time: usable physical cores, or the quota if that is less."""
+        if self.cpu_quota is None:
+            return len(self.cores)
+        return max(1, min(len(self.cores), int(self.cpu_quota)))
+
+    def spread(self, count: int, nodes: Iterable[int]) -> tuple[Core, ...]:
+        """`count` cores of these nodes, as many of each node as possible, sorted by node."""
+        by_node = [[core for core in self.cores if core.node == node] for node in nodes]
+        turns = [core for turn in zip_longest(*by_node) for core in turn if core is not None]
+        return tuple(sorted(turns[:count], key=lambda core: (core.node, core.cpu)))
+
+    @classmethod
+    def detect(cls, root: Path = Path("/"), affinity: Iterable[int] | None = None) -> Machine:
+        """This machine. `root` and `affinity` replace `/` and the process's CPU mask in tests."""
+        allowed = set(affinity if affinity is not None else os.sched_getaffinity(0))
+        total, available = _memory(root)
+        limits = read_cgroup_limits(root)
+        info = _cpuinfo(root)
+        return cls(
+            cpu_model=info.get("model name", platform.machine()),
+            cores=_cores(root, allowed),
+            tiers=tiers_of(info.get("flags", "").split()),
+            total_memory=_least(total, limits.memory_bytes),
+            available_memory=_least(available, limits.memory_free_bytes),
+            cpu_quota=limits.cpu_quota,
+            gpus=_gpus() if root == Path("/") else (),
+        )
+
+
+def tiers_of(features: Iterable[str]) -> tuple[str, ...]:
+    """The kernel tiers that a CPU with these /proc/cpuinfo flags can run, slowest first."""
+    present, tiers = set(features), []
+    for tier, needed in _TIER_FEATURES.items():
+        if not present.issuperset(needed):
+            break  # each tier builds on the one before
+        tiers.append(tier)
+    return tuple(tiers)
+
+
+def _least(value: int, limit: int | None) -> int:
+    return value if limit is None else min(value, limit)
+
+
+def _cpuinfo(root: Path) -> dict[str, str]:
+    """The first processor's entries."""
+    info: dict[str, str] = {}
+    for line in (root / "proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines():
+        key, _, value = line.partition(":")
+        info[key.strip()] = value.strip()
+    return info
+
+
+def _memory(root: Path) -> tuple[int, int]:
+    """MemTotal and MemAvailable of /proc/meminfo, bytes."""
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.split()[1:]}
+    return kib["MemTotal"] << 10, kib.get("MemAvailable", kib["MemFree"]) << 10
+
+
+def _cores(root: Path, allowed: set[int]) -> tuple[Core, ...]:
+    """One entry per physical core: hyper-threads of a core share its vector units, so only one computes."""
+    nodes = _node_of_cpu(root)
+    cores: dict[tuple[int, int, int], Core] = {}
+    for cpu in sorted(allowed):
+        topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        socket = _int_file(topology / "physical_package_id", 0)
+        key = (socket, _int_file(topology / "die_id", 0), _int_file(topology / "core_id", cpu))
+        cores.setdefault(key, Core(cpu, nodes.get(cpu, 0), max(0, socket)))
+    return tuple(sorted(cores.values(), key=lambda core: (core.node, core.cpu)))
+
+
+def _node_of_cpu(root: Path) -> dict[int, int]:
+    nodes: dict[int, int] = {}
+    for directory in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        cpus = parse_cpu_list((directory / "cpulist").read_text())
+        nodes.update(dict.fromkeys(cpus, int(directory.name.removeprefix("node"))))
+    return nodes
+
+
+def parse_cpu_list(text: str) -> list[int]:
+    """The kernel's list format: "0-2,8" → [0, 1, 2, 8]."""
+    cpus: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.extend(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def _int_file(path: Path, default: int) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return default
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    """From nvidia-smi, which answers without creating a CUDA context in this process; () when there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    query = "--query-gpu=name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max"
+    command = [program, query, "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return ()  # a driver that does not answer is a machine without usable GPUs
+    return parse_nvidia_smi(answer.stdout)
+
+
+def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
+    """Lines of "name, total MiB, free MiB, PCIe generation, PCIe width"."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return tuple(
+        Gpu(row[0], int(row[1]) * MIB, int(row[2]) * MIB, f"gen{row[3]} x{row[4]}")
+        for row in rows
+        if len(row) == 5 and row[1].isdigit() and row[2].isdigit()
+    )
