@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from tandem import _core
 
 ROOT = Path(__file__).parents[1]

@@ -1,7 +1,18 @@
 """What was asked, what the checkpoint is, what the machine has, and one function that resolves them into a Plan."""
 
 from tandem.config.engine_config import EngineConfig
+from tandem.config.machine import Machine
 from tandem.config.model_config import AttentionConfig, ModelConfig, MoEConfig, RouterConfig
-from tandem.config.plan import Decision, Plan
+from tandem.config.plan import Decision, Plan, resolve
 
-__all__ = ["AttentionConfig", "Decision", "EngineConfig", "MoEConfig", "ModelConfig", "Plan", "RouterConfig"]
+__all__ = [
+    "AttentionConfig",
+    "Decision",
+    "EngineConfig",
+    "Machine",
+    "MoEConfig",
+    "ModelConfig",
+    "Plan",
+    "RouterConfig",
+    "resolve",
+]

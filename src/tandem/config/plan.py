@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from tandem.config import memory
 from tandem.config.engine_config import EngineConfig
-from tandem.config.machine import Machine
+from tandem.config.machine import TIERS, Core, Machine
+from tandem.config.memory import MemoryPlan, MemoryRequest, gib, size_memory
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
+
+DEFAULT_RUNNING_REQUESTS = 64  # decoded together; more would only slow each other down on a CPU
+DEFAULT_PREFILL_TOKENS = (
+    512  # of one step: enough rows per expert for full speed, short enough for others' decode
+)
+EXPERT_FORMATS = {"BF16": "bf16", "INT8": "int8", "INT4": "int4", "AMXINT8": "int8", "AMXINT4": "int4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +44,187 @@ class Plan:
     radix_cache: bool  # share KV pages of equal prefixes
     fuse_shared_experts: bool  # compute shared experts as extra always-chosen routed experts
     decisions: tuple[Decision, ...] = field(default=())
-    notices: tuple[str, ...] = field(default=())  # given flags that change nothing, said at start-up
+    notices: tuple[str, ...] = field(default=())  # given flags that change nothing; start-up prints them
 
 
-class _Choice[T](NamedTuple):
-    value: T
-    reason: str
+def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Plan:
+    """What was asked + what the checkpoint is + what the machine has → what will be done.
+
+    Raises ConfigError naming the flag when a wish cannot be met, with the numbers when the model does not fit.
+    """
+    log: list[Decision] = []
+    dtype = _dtype(config, log)
+    expert_format = _expert_format(config, dtype, log)
+    tier = _tier(config, machine, log)
+    cpus = _cpus(config, machine, log)
+    running = _running(config, log)
+    memory = size_memory(MemoryRequest(config, model, machine, dtype, expert_format, running))
+    num_pages = _pages(config, model, dtype, memory, log)
+    return Plan(
+        device=_device(machine, log),
+        dtype=dtype,
+        expert_format=expert_format,
+        dense_backend=_dense_backend(tier, log),
+        tier=tier,
+        cpus=cpus,
+        context_length=memory.context_length,
+        page_size=config.page_size,
+        num_pages=num_pages,
+        max_running_requests=running,
+        max_step_tokens=_step_tokens(config, memory.context_length, running, log),
+        radix_cache=_radix(config, log),
+        fuse_shared_experts=_fuse_shared(config, model, log),
+        decisions=tuple(log),
+        notices=tuple(config.notices()),
+    )
+
+
+def _device(machine: Machine, log: list[Decision]) -> str:
+    reason = "GPUs are not used yet" if machine.gpus else "no GPU was found"
+    log.append(Decision("device", "cpu", reason))
+    return "cpu"
+
+
+def _dtype(config: EngineConfig, log: list[Decision]) -> str:
+    if config.dtype != "auto":
+        log.append(Decision("dtype", config.dtype, "--dtype"))
+        return config.dtype
+    log.append(
+        Decision(
+            "dtype", "bfloat16", "what checkpoints are trained in, and half the memory traffic of float32"
+        )
+    )
+    return "bfloat16"
+
+
+def _expert_format(config: EngineConfig, dtype: str, log: list[Decision]) -> str:
+    if config.kt_method is not None:
+        chosen, reason = EXPERT_FORMATS[config.kt_method], f"--kt-method {config.kt_method}"
+        if chosen in ("int8", "int4"):
+            reason += "; weights are rounded in groups of 32, activations are not"
+    else:
+        chosen, reason = ("f32" if dtype == "float32" else "bf16"), "nothing is rounded beyond the dtype"
+    log.append(Decision("expert format", chosen, reason))
+    return chosen
+
+
+def _tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> str:
+    usable = machine.tiers
+    if config.kernel_tier == "auto":
+        log.append(Decision("kernel tier", usable[-1], f"the widest this CPU has ({', '.join(usable)})"))
+        return usable[-1]
+    if config.kernel_tier not in usable:
+        raise ConfigError(
+            f"--kernel-tier {config.kernel_tier}: this CPU cannot run it; it can: {', '.join(usable)}"
+        )
+    log.append(Decision("kernel tier", config.kernel_tier, "--kernel-tier"))
+    return config.kernel_tier
+
+
+def _cpus(config: EngineConfig, machine: Machine, log: list[Decision]) -> tuple[int, ...]:
+    nodes = _nodes(config, machine)
+    usable = machine.spread(len(machine.cores), nodes)
+    limit = min(machine.max_threads, len(usable))
+    asked = config.kt_cpuinfer
+    count = limit if asked is None else min(asked, limit)
+    cpus = _pinning(machine, machine.spread(count, nodes))
+    log.append(Decision("threads", str(count), _thread_reason(machine, asked, limit, cpus)))
+    return cpus
+
+
+def _nodes(config: EngineConfig, machine: Machine) -> tuple[int, ...]:
+    if config.kt_numa_nodes is None:
+        return machine.nodes
+    missing = set(config.kt_numa_nodes) - set(machine.nodes)
+    if missing:
+        here = ", ".join(map(str, machine.nodes))
+        raise ConfigError(
+            f"--kt-numa-nodes: node {min(missing)} has no core this process may use; these have: {here}"
+        )
+    return tuple(sorted(set(config.kt_numa_nodes)))
+
+
+def _pinning(machine: Machine, cores: tuple[Core, ...]) -> tuple[int, ...]:
+    # Under a CPU quota other groups run on the same cores; pinned there, two of them would fight for one core
+    # while others idle. The kernel's scheduler does better.
+    quota_rules = machine.cpu_quota is not None and machine.cpu_quota < len(machine.cores)
+    return tuple(-1 if quota_rules else core.cpu for core in cores)
+
+
+def _thread_reason(machine: Machine, asked: int | None, limit: int, cpus: tuple[int, ...]) -> str:
+    room = f"{limit} physical cores may be used"
+    if machine.cpu_quota is not None and machine.max_threads < len(machine.cores):
+        room = f"the control group's quota is {machine.cpu_quota:g} CPUs"
+    pinned = "not pinned" if -1 in cpus else f"pinned to CPUs {', '.join(map(str, cpus))}"
+    if asked is None:
+        return f"{room}; {pinned}"
+    more = f"--kt-cpuinfer {asked}" + (f", but {room}" if asked > limit else "")
+    return f"{more}; {pinned}"
+
+
+def _running(config: EngineConfig, log: list[Decision]) -> int:
+    if config.max_running_requests is not None:
+        log.append(Decision("running requests", str(config.max_running_requests), "--max-running-requests"))
+        return config.max_running_requests
+    log.append(Decision("running requests", str(DEFAULT_RUNNING_REQUESTS), "default; later requests wait"))
+    return DEFAULT_RUNNING_REQUESTS
+
+
+def _pages(
+    config: EngineConfig, model: ModelConfig, dtype: str, memory: MemoryPlan, log: list[Decision]
+) -> int:
+    pages = -(-memory.kv_tokens // config.page_size)
+    size = pages * config.page_size * model.kv_bytes_per_token(dtype)
+    weights = f"{gib(memory.weight_bytes)} of the {gib(memory.budget_bytes)} that may be used"
+    log.append(Decision("weights", gib(memory.weight_bytes), f"as packed; {weights}"))
+    log.append(Decision("context length", str(memory.context_length), memory.context_reason))
+    text = f"{pages} pages × {config.page_size} tokens = {gib(size)}"
+    log.append(Decision("KV cache", text, memory.kv_reason))
+    return pages
+
+
+def _step_tokens(config: EngineConfig, context: int, running: int, log: list[Decision]) -> int:
+    chunk, reason = (
+        DEFAULT_PREFILL_TOKENS,
+        "default; longer prompts are cut into chunks, so that others go on",
+    )
+    if config.chunked_prefill_size is not None:
+        chunk, reason = config.chunked_prefill_size, "--chunked-prefill-size"
+    if chunk < 0:
+        chunk = context
+    if config.max_prefill_tokens is not None and config.max_prefill_tokens < chunk:
+        chunk, reason = config.max_prefill_tokens, "--max-prefill-tokens"
+    if chunk < running:
+        chunk, reason = running, f"every running request needs its token ({reason} is less)"
+    log.append(Decision("tokens per step", str(chunk), reason))
+    return chunk
+
+
+def _dense_backend(tier: str, log: list[Decision]) -> str:
+    if tier == TIERS[0]:
+        log.append(Decision("dense layers", "torch", "without AVX2 our kernels are slower"))
+        return "torch"
+    log.append(Decision("dense layers", "packed", "our kernels read each weight once at memory speed"))
+    return "packed"
+
+
+def _radix(config: EngineConfig, log: list[Decision]) -> bool:
+    on = not config.disable_radix_cache
+    reason = "requests that begin alike share their KV pages" if on else "--disable-radix-cache"
+    log.append(Decision("prefix cache", "on" if on else "off", reason))
+    return on
+
+
+def _fuse_shared(config: EngineConfig, model: ModelConfig, log: list[Decision]) -> bool:
+    moe = model.moe
+    if moe.shared_width == 0:
+        return False
+    if config.disable_shared_experts_fusion:
+        log.append(Decision("shared experts", "apart", "--disable-shared-experts-fusion"))
+        return False
+    if moe.shared_gate or moe.fusible_shared == 0:
+        why = "has its own gate" if moe.shared_gate else "is no multiple of a routed one"
+        log.append(Decision("shared experts", "apart", f"the shared expert {why}"))
+        return False
+    log.append(Decision("shared experts", "fused", "computed with the routed ones in one parallel region"))
+    return True

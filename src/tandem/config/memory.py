@@ -1,0 +1,146 @@
+"""How much memory the weights need, and what is left for the KV cache: the only place that does this sum.
+
+Free memory × fraction − packed weights − workspace is what the KV cache may take. Without a flag it takes a quarter
+of that, at most 4 GiB, but always one full context if that fits: a laptop is not filled for a chat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.config.engine_config import EngineConfig
+from tandem.config.machine import Machine
+from tandem.config.model_config import ModelConfig
+from tandem.errors import ConfigError
+
+GIB = 1 << 30
+DEFAULT_FRACTION = 0.8  # of free memory; the rest is left to the other programs and the page cache
+WORKSPACE_BYTES = GIB // 4  # activations and scratch of one step, the tokenizer, Python itself
+DEFAULT_KV_SHARE = 4  # the KV cache takes 1/4 of what is left ...
+DEFAULT_KV_BYTES = 4 * GIB  # ... and no more than this
+LEAST_CONTEXT = 256  # tokens; with less than this the model counts as not fitting
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Sizes in bytes and tokens, with the reasons that the plan shows."""
+
+    weight_bytes: int
+    budget_bytes: int
+    context_length: int
+    kv_tokens: int
+    context_reason: str
+    kv_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRequest:
+    """What `size_memory` starts from."""
+
+    config: EngineConfig
+    model: ModelConfig
+    machine: Machine
+    dtype: str
+    expert_format: str
+    max_running_requests: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.model.kv_bytes_per_token(self.dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes(self.dtype, self.expert_format)
+
+    @property
+    def fraction(self) -> float:
+        return self.config.mem_fraction_static or DEFAULT_FRACTION
+
+    @property
+    def budget_bytes(self) -> int:
+        return int(self.machine.available_memory * self.fraction)
+
+    @property
+    def kv_room_bytes(self) -> int:
+        return self.budget_bytes - self.weight_bytes - WORKSPACE_BYTES
+
+
+def size_memory(request: MemoryRequest) -> MemoryPlan:
+    """Context length and KV tokens that fit. Raises ConfigError with the numbers when they do not."""
+    context, context_reason = _wanted_context(request)
+    room = max(0, request.kv_room_bytes) // request.kv_bytes_per_token
+    _check_fits(request, room, min(context, LEAST_CONTEXT))
+    tokens, kv_reason = _kv_tokens(request, context, room)
+    if tokens < context:
+        if request.config.context_length is not None:
+            raise ConfigError(_too_long(request, context, tokens))
+        context, context_reason = tokens, f"what the KV cache holds (the model could do {context})"
+    return MemoryPlan(request.weight_bytes, request.budget_bytes, context, tokens, context_reason, kv_reason)
+
+
+def _wanted_context(request: MemoryRequest) -> tuple[int, str]:
+    asked, limit = request.config.context_length, request.model.max_positions
+    if asked is None:
+        return limit, "the model's own limit"
+    if asked > limit:
+        raise ConfigError(f"--context-length is {asked}, but the model goes to {limit}; give at most that")
+    return asked, "--context-length"
+
+
+def _kv_tokens(request: MemoryRequest, context: int, room: int) -> tuple[int, str]:
+    config, per_token = request.config, request.kv_bytes_per_token
+    if config.max_total_tokens is not None:
+        return _asked_tokens(config.max_total_tokens, per_token, room), "--max-total-tokens"
+    useful = request.max_running_requests * context
+    if config.mem_fraction_static is not None:
+        return min(
+            room, useful
+        ), f"--mem-fraction-static {request.fraction:g} of free memory, less the weights"
+    share = min(request.kv_room_bytes // DEFAULT_KV_SHARE, DEFAULT_KV_BYTES) // per_token
+    reason = "a quarter of the memory left after the weights, at most 4 GiB, at least one full context"
+    return min(room, useful, max(share, context)), reason
+
+
+def _asked_tokens(asked: int, per_token: int, room: int) -> int:
+    if asked > room:
+        raise ConfigError(
+            f"--max-total-tokens {asked} needs {gib(asked * per_token)} for the KV cache, "
+            f"but {gib(room * per_token)} are left after the weights; give at most {room}"
+        )
+    return asked
+
+
+def _check_fits(request: MemoryRequest, room: int, least: int) -> None:
+    if room >= least:
+        return
+    needed = request.weight_bytes + WORKSPACE_BYTES + least * request.kv_bytes_per_token
+    raise ConfigError(
+        f"the model does not fit: its weights with {request.expert_format} experts take {gib(request.weight_bytes)}, "
+        f"{gib(needed)} with workspace and the smallest KV cache; {gib(request.budget_bytes)} may be used "
+        f"({request.fraction:g} of the {gib(request.machine.available_memory)} that are free of "
+        f"{gib(request.machine.total_memory)}). {_way_out(request, needed)}"
+    )
+
+
+def _way_out(request: MemoryRequest, needed: int) -> str:
+    for method in ("INT8", "INT4"):
+        smaller = request.model.weight_bytes(request.dtype, method.lower())
+        if needed - request.weight_bytes + smaller <= request.budget_bytes:
+            return f"--kt-method {method} fits: it takes {gib(smaller)}"
+    if needed <= request.machine.available_memory * 0.99:
+        return f"--mem-fraction-static {needed / request.machine.available_memory + 0.005:.2f} would just do"
+    least = request.model.weight_bytes(request.dtype, "int4")
+    return f"Even with --kt-method INT4 it takes {gib(least)}: free some memory or use a larger machine"
+
+
+def _too_long(request: MemoryRequest, context: int, tokens: int) -> str:
+    return (
+        f"--context-length {context} needs {gib(context * request.kv_bytes_per_token)} of KV cache, but it holds "
+        f"{tokens} tokens ({gib(tokens * request.kv_bytes_per_token)}); "
+        f"give at most {tokens}, or more with --max-total-tokens or --mem-fraction-static"
+    )
+
+
+def gib(size: float) -> str:
+    """Bytes as people read them."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 2 else f"{size / (1 << 20):.0f} MiB"

@@ -1,0 +1,187 @@
+"""`resolve`: what is chosen for made-up models and machines, and what is said when it cannot work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tandem.config import (
+    AttentionConfig,
+    EngineConfig,
+    Machine,
+    ModelConfig,
+    MoEConfig,
+    Plan,
+    RouterConfig,
+    resolve,
+)
+from tandem.config.machine import TIERS, Core, Gpu
+from tandem.config.memory import DEFAULT_KV_BYTES, WORKSPACE_BYTES
+from tandem.errors import ConfigError
+
+GIB = 1 << 30
+ATTENTION = AttentionConfig(9, 3, 64, 32, 1e4, False, False, "none", (0,) * 30)
+MOE = MoEConfig(tuple(range(30)), 192, 192, False, RouterConfig(num_experts=32, top_k=8))
+MODEL = ModelConfig("glm4_moe", 576, 30, 49152, 1e-5, 1536, True, 8192, ATTENTION, MOE)
+KV_BYTES = 2 * 30 * 3 * 64 * 2  # K and V × layers × heads × head_dim × bf16
+
+
+def machine(cores: int = 4, nodes: int = 1, free: int = 16 * GIB, quota: float | None = None) -> Machine:
+    per_node = cores // nodes
+    made = tuple(Core(cpu, cpu // per_node, cpu // per_node) for cpu in range(cores))
+    return Machine("Test CPU", made, TIERS[:2], 2 * free, free, quota)
+
+
+def plan(machine: Machine, model: ModelConfig = MODEL, **flags: object) -> Plan:
+    return resolve(EngineConfig(model="demo", **flags), model, machine)  # type: ignore[arg-type]
+
+
+def reason(plan: Plan, name: str) -> str:
+    return next(d.reason for d in plan.decisions if d.name == name)
+
+
+def test_defaults() -> None:
+    p = plan(machine())
+    assert (p.device, p.dtype, p.expert_format, p.dense_backend, p.tier) == (
+        "cpu", "bfloat16", "bf16", "packed", "avx2"
+    )  # fmt: skip
+    assert (p.cpus, p.context_length, p.radix_cache, p.fuse_shared_experts) == (
+        (0, 1, 2, 3),
+        8192,
+        True,
+        True,
+    )
+    assert p.max_step_tokens >= p.max_running_requests
+    assert all(d.value and d.reason for d in p.decisions)
+
+
+def test_float32_keeps_experts_unrounded() -> None:
+    p = plan(machine(), dtype="float32")
+    assert (p.dtype, p.expert_format) == ("float32", "f32")
+
+
+@pytest.mark.parametrize(
+    ("method", "fmt"), [("INT4", "int4"), ("AMXINT8", "int8"), ("BF16", "bf16"), ("AMXINT4", "int4")]
+)
+def test_kt_method_names_the_packed_format(method: str, fmt: str) -> None:
+    p = plan(machine(), kt_method=method)
+    assert p.expert_format == fmt
+    assert method in reason(p, "expert format")
+
+
+def test_threads_never_exceed_cores() -> None:
+    p = plan(machine(cores=4), kt_cpuinfer=60)
+    assert p.cpus == (0, 1, 2, 3)
+    assert "60, but 4 physical cores" in reason(p, "threads")
+    assert len(plan(machine(cores=4), kt_cpuinfer=3).cpus) == 3
+
+
+def test_threads_never_exceed_the_quota_and_are_not_pinned_under_one() -> None:
+    p = plan(machine(cores=8, quota=2.5))
+    assert p.cpus == (-1, -1)
+    assert "quota is 2.5" in reason(p, "threads")
+    assert plan(machine(cores=8, quota=8.0)).cpus == tuple(range(8))
+
+
+def test_numa_nodes() -> None:
+    two = machine(cores=8, nodes=2)
+    # The memory of both nodes is worth more than neighbouring cores.
+    assert plan(two, kt_cpuinfer=4).cpus == (0, 1, 4, 5)
+    assert plan(two, kt_numa_nodes=(1,)).cpus == (4, 5, 6, 7)
+    with pytest.raises(ConfigError, match="node 2 has no core.*these have: 0, 1"):
+        plan(two, kt_numa_nodes=(2,))
+
+
+def test_kernel_tier() -> None:
+    assert plan(machine(), kernel_tier="scalar").tier == "scalar"
+    assert plan(machine(), kernel_tier="scalar").dense_backend == "torch"
+    with pytest.raises(ConfigError, match="this CPU cannot run it; it can: scalar, avx2"):
+        plan(machine(), kernel_tier="amx")
+
+
+def test_default_kv_cache_leaves_a_laptop_room() -> None:
+    small, large = plan(machine(free=4 * GIB)), plan(machine(free=512 * GIB))
+    assert kv_bytes(small) < GIB
+    assert kv_bytes(large) <= DEFAULT_KV_BYTES + small.page_size * KV_BYTES
+    assert small.context_length == large.context_length == 8192
+
+
+def kv_bytes(p: Plan) -> int:
+    return p.num_pages * p.page_size * KV_BYTES
+
+
+def test_one_full_context_is_kept_when_it_just_fits() -> None:
+    weights = MODEL.weight_bytes("bfloat16", "bf16")
+    free = int((weights + WORKSPACE_BYTES + 8200 * KV_BYTES) / 0.8)
+    assert plan(machine(free=free)).context_length == 8192
+    p = plan(machine(free=free - 4096 * KV_BYTES))
+    assert 256 < p.context_length < 8192
+    assert "the model could do 8192" in reason(p, "context length")
+
+
+def test_mem_fraction_static_fills_what_it_says() -> None:
+    p = plan(machine(free=4 * GIB), mem_fraction_static=0.5)
+    used = MODEL.weight_bytes("bfloat16", "bf16") + WORKSPACE_BYTES + kv_bytes(p)
+    assert 2 * GIB - p.page_size * KV_BYTES <= used <= 2 * GIB + p.page_size * KV_BYTES
+
+
+def test_max_total_tokens_is_exact() -> None:
+    p = plan(machine(), max_total_tokens=1000, page_size=16)
+    assert (p.num_pages, p.context_length) == (63, 1000)
+    with pytest.raises(ConfigError, match=r"--max-total-tokens 10000000 needs .* give at most \d+"):
+        plan(machine(), max_total_tokens=10_000_000)
+    with pytest.raises(ConfigError, match="--context-length 8192 needs .* holds 1000 tokens"):
+        plan(machine(), max_total_tokens=1000, context_length=8192)
+
+
+def test_context_length_is_bounded_by_the_model() -> None:
+    assert plan(machine(), context_length=100).context_length == 100
+    with pytest.raises(ConfigError, match="--context-length is 9000, but the model goes to 8192"):
+        plan(machine(), context_length=9000)
+
+
+def big_model() -> ModelConfig:
+    router = RouterConfig(num_experts=256, top_k=8)
+    return replace(MODEL, hidden=7168, moe=replace(MOE, width=2048, shared_width=2048, router=router))
+
+
+def test_a_model_that_does_not_fit_says_the_numbers_and_a_way_out() -> None:
+    model = big_model()
+    bf16, int4 = model.weight_bytes("bfloat16", "bf16") / GIB, model.weight_bytes("bfloat16", "int4") / GIB
+    with pytest.raises(
+        ConfigError, match=f"take {bf16:.1f} GiB, .*--kt-method INT4 fits: it takes {int4:.1f} GiB"
+    ):
+        plan(machine(free=256 * GIB), model)
+    with pytest.raises(ConfigError, match=f"Even with --kt-method INT4 it takes {int4:.1f} GiB"):
+        plan(machine(free=16 * GIB), model)
+    assert plan(machine(free=256 * GIB), model, kt_method="INT4").expert_format == "int4"
+
+
+def test_step_tokens() -> None:
+    assert plan(machine(), chunked_prefill_size=128, max_running_requests=8).max_step_tokens == 128
+    both = plan(machine(), chunked_prefill_size=128, max_prefill_tokens=64, max_running_requests=8)
+    assert both.max_step_tokens == 64
+    assert plan(machine(), chunked_prefill_size=-1).max_step_tokens == 8192
+    p = plan(machine(), chunked_prefill_size=16, max_running_requests=100)
+    assert p.max_step_tokens == 100
+    assert "--chunked-prefill-size is less" in reason(p, "tokens per step")
+
+
+def test_shared_experts_are_fused_only_where_that_is_the_same() -> None:
+    assert not plan(machine(), disable_shared_experts_fusion=True).fuse_shared_experts
+    gated = replace(MODEL, moe=replace(MOE, shared_gate=True))
+    uneven = replace(MODEL, moe=replace(MOE, shared_width=100))
+    none = replace(MODEL, moe=replace(MOE, shared_width=0))
+    assert not any(plan(machine(), m).fuse_shared_experts for m in (gated, uneven, none))
+
+
+def test_notices_and_switches_arrive() -> None:
+    p = plan(machine(), disable_cuda_graph=True, disable_radix_cache=True)
+    assert p.notices == ("--disable-cuda-graph changes nothing: the CPU engine has no CUDA graphs",)
+    assert p.radix_cache is False
+
+
+def test_gpus_are_named_as_unused() -> None:
+    p = plan(replace(machine(), gpus=(Gpu("H100", 80 * GIB, 80 * GIB, "gen5 x16"),)))
+    assert (p.device, reason(p, "device")) == ("cpu", "GPUs are not used yet")
