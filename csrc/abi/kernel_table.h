@@ -1,0 +1,76 @@
+// The function pointers of one tier (instruction set). A tier's translation unit exports exactly one of these.
+#pragma once
+
+#include <stdint.h>
+
+#include "abi/weight_view.h"
+
+namespace tandem {
+
+enum class Tier : int32_t {
+  scalar = 0,
+  avx2 = 1,
+  avx512 = 2,
+  avx512_bf16 = 3,
+  amx = 4,
+  amx_standin = 5,  // the AMX blocking on portable code: for tests where no AMX exists
+};
+constexpr int kTierCount = 6;
+
+enum class ActivationKind : int32_t {
+  silu = 0,          // silu(gate) * up
+  gelu = 1,          // gelu(gate) * up, with erf
+  gelu_tanh = 2,     // the tanh approximation
+  swiglu_clamp = 3,  // gate <= limit, -limit <= up <= limit, then silu(gate) * up
+  swiglu_oai = 4,    // clamped as above, then gate * sigmoid(alpha * gate) * (up + 1)   (gpt-oss)
+};
+
+struct Activation {
+  ActivationKind kind;
+  float alpha;
+  float limit;
+};
+
+// y[r, 0 : 32 * pairs] = sum over k of x_rows[r][k] * W[32 * first_pair + column, k], in float, one accumulator per
+// output that runs over K in ascending order; scaled groups are summed on their own and then added with one FMA.
+struct MatmulArgs {
+  WeightView weights;
+  const void* const* x_rows;  // `rows` pointers to prepared activations (see KernelTable::lane_type), padded_depth long
+  float* y;                   // 64-byte aligned, room for `rows` rounded up to 16
+  int64_t y_stride;           // floats
+  uint8_t* scratch;           // kMatmulScratchBytes, 64-byte aligned; dot_rows does not touch it
+  int32_t rows;
+  int32_t first_pair;
+  int32_t pairs;
+  const uint8_t* next_payload;  // where the caller goes on reading weights, for prefetching; may be null
+};
+using MatmulFn = void (*)(const MatmulArgs*);
+
+constexpr int64_t kMatmulScratchBytes = 512 * 1024;
+constexpr int kMaxPairsPerCall = 8;
+
+struct FormatKernels {
+  MatmulFn dot_rows;       // few rows: weights are streamed once and decoded in registers
+  MatmulFn tile_mm;        // many rows: a panel is unpacked to scratch, then a format-blind kernel
+  int32_t tile_from_rows;  // from this many rows tile_mm is faster: measured
+};
+
+struct KernelTable {
+  Tier tier;
+  DType lane_type;  // what "prepared" activations of bf16, int8 and int4 weights are made of; f32 weights: always f32.
+                    // With f32 lanes the values are still rounded to bf16.
+  FormatKernels formats[kFormatCount];
+
+  // Rows of `source` to prepared rows: rounded to bf16 where round_to_bf16, stored as `to`, padded with zeros.
+  void (*prepare_row)(const void* source, DType from, void* destination, DType to, bool round_to_bf16, int64_t length,
+                      int64_t padded_length);
+  // gate_up: pairs of [16 gate][16 up] columns, `pairs` of them; destination: 16 * pairs values as prepared.
+  void (*activate_row)(const Activation* activation, const float* gate_up, void* destination, DType to,
+                       bool round_to_bf16, int64_t pairs);
+  void (*add_scaled_row)(float* sum, const float* y, float weight, int64_t length);  // sum += weight * y
+  void (*add_row)(float* sum, const float* y, int64_t length);                       // sum += y
+  // destination[0 : length] = y (+ destination where add), rounded to `to`.
+  void (*store_row)(const float* y, void* destination, DType to, bool add, int64_t length);
+};
+
+}  // namespace tandem

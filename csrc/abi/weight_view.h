@@ -1,0 +1,43 @@
+// Packed weights as the kernels see them. Plain data: no inline functions, so that no code compiled with wide flags
+// can be shared with baseline code.
+//
+// A matrix [N, K] (y = x W^T) is cut into panels of 16 output rows; K is interleaved in pairs, which is the order
+// that VNNI and AMX share and that 16 lanes of float can use too:
+//
+//   f32   [K/2][2][16]        one 64-byte line per k
+//   bf16  [K/2][16][2]        one 64-byte line per pair of k
+//   int8  [K/2][16][2]        32 bytes per pair
+//   int4  [K/8][16][2] of 16  16-bit lane (row, parity); its nibble i holds the pair 4 * block + i
+//
+// K is padded with zeros to a multiple of max(32, group); the number of panels is even (a "pair" of panels, 32 output
+// columns, is the unit of work everywhere). Scales, where a format has them: [panel][K/group][16].
+#pragma once
+
+#include <stdint.h>
+
+namespace tandem {
+
+enum class DType : int32_t { f32 = 0, bf16 = 1 };
+
+enum class Format : int32_t { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
+constexpr int kFormatCount = 4;
+
+constexpr int kPanelRows = 16;
+constexpr int kPairColumns = 2 * kPanelRows;  // output columns of a pair of panels
+constexpr int kCacheLine = 64;
+
+struct WeightView {
+  const uint8_t* payload;
+  const uint8_t* scales;      // null: the format has none
+  int64_t payload_bytes;      // of one panel
+  int64_t scale_bytes;        // of one panel
+  Format format;
+  DType scale_type;
+  int32_t group;              // k per scale; 0: one scale per output row (or none), applied after the sum over K
+  int32_t columns;            // N, without padding
+  int32_t depth;              // K, without padding
+  int32_t padded_depth;
+  int32_t pairs;              // pairs of panels
+};
+
+}  // namespace tandem

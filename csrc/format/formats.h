@@ -1,0 +1,64 @@
+// Every weight format: its packed layout (abi/weight_view.h) and how one pair of k is decoded into lines of the lane.
+// A new format is one more struct here, one more packer, and one more line in micro/table.h.
+#pragma once
+
+#include "abi/weight_view.h"
+#include "isa/inline.h"
+
+namespace tandem {
+namespace {
+
+template <class Isa>
+struct F32Format {
+  using Lane = typename Isa::FloatLane;
+  struct Pair {
+    typename Lane::Line line[2];
+  };
+  static constexpr int kPairBytes = 128;     // payload of one panel for one pair of k
+  static constexpr int kPairsPerBlock = 1;   // pairs of k that share a block of payload
+  static constexpr bool kScaled = false;
+  static constexpr bool kPacked = false;     // false: the payload already consists of the lane's lines
+  TANDEM_INLINE static Pair decode(const uint8_t* block, int) {
+    return {Lane::load_line(block), Lane::load_line(block + 64)};
+  }
+};
+
+template <class Isa>
+struct Bf16Format {
+  using Lane = typename Isa::Lane;
+  static constexpr int kPairBytes = 64;
+  static constexpr int kPairsPerBlock = 1;
+  static constexpr bool kScaled = false;
+  static constexpr bool kPacked = Lane::kType != DType::bf16;
+  TANDEM_INLINE static auto decode(const uint8_t* block, int) { return Isa::decode_bf16(block); }
+};
+
+template <class Isa>
+struct Int8Format {
+  using Lane = typename Isa::Lane;
+  static constexpr int kPairBytes = 32;
+  static constexpr int kPairsPerBlock = 1;
+  static constexpr bool kScaled = true;
+  static constexpr bool kPacked = true;
+  TANDEM_INLINE static auto decode(const uint8_t* block, int) { return Isa::decode_int8(block); }
+};
+
+template <class Isa>
+struct Int4Format {
+  using Lane = typename Isa::Lane;
+  static constexpr int kPairBytes = 16;
+  static constexpr int kPairsPerBlock = 4;
+  static constexpr bool kScaled = true;
+  static constexpr bool kPacked = true;
+  TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_int4(block, index); }
+};
+
+// The 16 scales of one group of one panel.
+template <class Isa>
+TANDEM_INLINE typename Isa::Vec load_scales(const uint8_t* panel_scales, DType type, int64_t group) {
+  if (type == DType::bf16) return Isa::load_bf16(reinterpret_cast<const uint16_t*>(panel_scales) + 16 * group);
+  return Isa::load(reinterpret_cast<const float*>(panel_scales) + 16 * group);
+}
+
+}  // namespace
+}  // namespace tandem

@@ -1,0 +1,119 @@
+// Tier "avx2": AVX2 + FMA. A Vec is two registers; weights are multiplied as float.
+#pragma once
+
+#include <immintrin.h>
+
+#include "isa/inline.h"
+#include "abi/weight_view.h"
+
+namespace tandem {
+namespace {
+
+struct Avx2Isa {
+  struct Vec {
+    __m256 lo, hi;
+  };
+  struct FloatLane {
+    static constexpr DType kType = DType::f32;
+    static constexpr int kLinesPerPair = 2;
+    using Line = Vec;
+    using XLine = __m256;
+    TANDEM_INLINE static Line load_line(const void* p) { return load(static_cast<const float*>(p)); }
+    TANDEM_INLINE static void store_line(void* p, Line a) { store(static_cast<float*>(p), a); }
+    TANDEM_INLINE static XLine x_line(const void* p) { return _mm256_broadcast_ss(static_cast<const float*>(p)); }
+    TANDEM_INLINE static Vec dot(Vec sum, Line w, XLine x) {
+      return {_mm256_fmadd_ps(w.lo, x, sum.lo), _mm256_fmadd_ps(w.hi, x, sum.hi)};
+    }
+  };
+  using Lane = FloatLane;
+  struct Pair {
+    Lane::Line line[Lane::kLinesPerPair];
+  };
+  // 3 rows x 2 panels = 12 accumulators, 4 registers are left for weights and activations.
+  static constexpr int kDotRows = 3;
+  static constexpr int kTileRows = 3;
+
+  TANDEM_INLINE static Vec set1(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
+  TANDEM_INLINE static Vec zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+  TANDEM_INLINE static Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+  TANDEM_INLINE static void store(float* p, Vec a) {
+    _mm256_storeu_ps(p, a.lo);
+    _mm256_storeu_ps(p + 8, a.hi);
+  }
+  TANDEM_INLINE static Vec load_bf16(const uint16_t* p) { return {widen(p), widen(p + 8)}; }
+  TANDEM_INLINE static void store_bf16(uint16_t* p, Vec a) {
+    const __m256i packed = _mm256_packus_epi32(round_bf16(a.lo), round_bf16(a.hi));  // by 128-bit halves
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+  }
+  TANDEM_INLINE static Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+  TANDEM_INLINE static Vec sub(Vec a, Vec b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+  TANDEM_INLINE static Vec mul(Vec a, Vec b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+  TANDEM_INLINE static Vec div(Vec a, Vec b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+  TANDEM_INLINE static Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+  TANDEM_INLINE static Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+  TANDEM_INLINE static Vec fma(Vec a, Vec b, Vec c) {
+    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+  }
+  TANDEM_INLINE static Vec round(Vec a) { return {nearest(a.lo), nearest(a.hi)}; }
+  TANDEM_INLINE static Vec pow2(Vec n) { return {exponent(n.lo), exponent(n.hi)}; }
+  TANDEM_INLINE static float reduce_add(Vec a) {
+    const __m256 s8 = _mm256_add_ps(a.lo, a.hi);
+    const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
+    const __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
+    return _mm_cvtss_f32(_mm_add_ss(s2, _mm_movehdup_ps(s2)));
+  }
+  TANDEM_INLINE static float reduce_max(Vec a) {
+    const __m256 s8 = _mm256_max_ps(a.lo, a.hi);
+    const __m128 s4 = _mm_max_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
+    const __m128 s2 = _mm_max_ps(s4, _mm_movehl_ps(s4, s4));
+    return _mm_cvtss_f32(_mm_max_ss(s2, _mm_movehdup_ps(s2)));
+  }
+
+  TANDEM_INLINE static Pair decode_bf16(const uint8_t* p) {
+    const __m256i a = load_bytes(p), b = load_bytes(p + 32), odd = _mm256_set1_epi32(int(0xffff0000u));
+    return {Vec{_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))},
+            Vec{_mm256_castsi256_ps(_mm256_and_si256(a, odd)), _mm256_castsi256_ps(_mm256_and_si256(b, odd))}};
+  }
+  TANDEM_INLINE static Pair decode_int8(const uint8_t* p) {
+    const __m256i a = widen_bytes(p), b = widen_bytes(p + 16);  // 32-bit lane: (even, odd) as 16-bit integers
+    return {Vec{signed_field(a, 16, 16), signed_field(b, 16, 16)}, Vec{signed_field(a, 0, 16), signed_field(b, 0, 16)}};
+  }
+  TANDEM_INLINE static Pair decode_int4(const uint8_t* p, int index) {
+    const __m256i a = load_bytes(p), b = load_bytes(p + 32);
+    const int even = 28 - 4 * index, odd = 12 - 4 * index;
+    return {Vec{signed_field(a, even, 28), signed_field(b, even, 28)},
+            Vec{signed_field(a, odd, 28), signed_field(b, odd, 28)}};
+  }
+  TANDEM_INLINE static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+ private:
+  TANDEM_INLINE static __m256i load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  TANDEM_INLINE static __m256i widen_bytes(const uint8_t* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  // The signed bit field of every 32-bit lane that `left` moves to the top and `right` back down, as float.
+  TANDEM_INLINE static __m256 signed_field(__m256i a, int left, int right) {
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, left), right));
+  }
+  TANDEM_INLINE static __m256 widen(const uint16_t* p) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+  }
+  TANDEM_INLINE static __m256i round_bf16(__m256 a) {
+    const __m256i bits = _mm256_castps_si256(a);
+    const __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+    return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+  }
+  TANDEM_INLINE static __m256 nearest(__m256 a) {
+    return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  TANDEM_INLINE static __m256 exponent(__m256 n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+  }
+};
+
+}  // namespace
+}  // namespace tandem

@@ -1,0 +1,89 @@
+// Tier "avx512": F, BW, VL, DQ. Weights are multiplied as float.
+#pragma once
+
+#include <immintrin.h>
+
+#include "isa/inline.h"
+#include "abi/weight_view.h"
+
+namespace tandem {
+namespace {
+
+struct Avx512Isa {
+  using Vec = __m512;
+  struct FloatLane {
+    static constexpr DType kType = DType::f32;
+    static constexpr int kLinesPerPair = 2;
+    using Line = Vec;
+    using XLine = __m512;
+    TANDEM_INLINE static Line load_line(const void* p) { return _mm512_loadu_ps(p); }
+    TANDEM_INLINE static void store_line(void* p, Line a) { _mm512_storeu_ps(p, a); }
+    TANDEM_INLINE static XLine x_line(const void* p) { return _mm512_set1_ps(*static_cast<const float*>(p)); }
+    TANDEM_INLINE static Vec dot(Vec sum, Line w, XLine x) { return _mm512_fmadd_ps(w, x, sum); }
+  };
+  using Lane = FloatLane;
+  struct Pair {
+    Lane::Line line[Lane::kLinesPerPair];
+  };
+  // Rows x 2 panels accumulators of 32 registers; decoding in dot_rows needs some more of them.
+  static constexpr int kDotRows = 8;
+  static constexpr int kTileRows = 12;
+
+  TANDEM_INLINE static Vec set1(float a) { return _mm512_set1_ps(a); }
+  TANDEM_INLINE static Vec zero() { return _mm512_setzero_ps(); }
+  TANDEM_INLINE static Vec load(const float* p) { return _mm512_loadu_ps(p); }
+  TANDEM_INLINE static void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
+  TANDEM_INLINE static Vec load_bf16(const uint16_t* p) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+  TANDEM_INLINE static void store_bf16(uint16_t* p, Vec a) {
+    const __m512i bits = _mm512_castps_si512(a);
+    const __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(lsb, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    const __m512i kept = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
+  }
+  TANDEM_INLINE static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+  TANDEM_INLINE static Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+  TANDEM_INLINE static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+  TANDEM_INLINE static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+  TANDEM_INLINE static Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+  TANDEM_INLINE static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+  TANDEM_INLINE static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+  TANDEM_INLINE static Vec round(Vec a) {
+    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  TANDEM_INLINE static Vec pow2(Vec n) {
+    const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
+  }
+  TANDEM_INLINE static float reduce_add(Vec a) { return _mm512_reduce_add_ps(a); }
+  TANDEM_INLINE static float reduce_max(Vec a) { return _mm512_reduce_max_ps(a); }
+
+  TANDEM_INLINE static Pair decode_bf16(const uint8_t* p) {
+    const __m512i a = _mm512_loadu_si512(p);
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)),
+            _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(int(0xffff0000u))))};
+  }
+  TANDEM_INLINE static Pair decode_int8(const uint8_t* p) {
+    const __m512i a = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(a, 16), 16)),
+            _mm512_cvtepi32_ps(_mm512_srai_epi32(a, 16))};
+  }
+  TANDEM_INLINE static Pair decode_int4(const uint8_t* p, int index) {
+    const __m512i a = _mm512_loadu_si512(p);  // a lookup uses the low 4 bits of each lane
+    return {_mm512_permutexvar_ps(_mm512_srli_epi32(a, 4 * index), int4_values()),
+            _mm512_permutexvar_ps(_mm512_srli_epi32(a, 16 + 4 * index), int4_values())};
+  }
+  TANDEM_INLINE static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+ private:
+  TANDEM_INLINE static Vec int4_values() {
+    return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+  }
+};
+
+}  // namespace
+}  // namespace tandem

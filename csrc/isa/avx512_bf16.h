@@ -1,0 +1,57 @@
+// Tier "avx512_bf16": the above + BF16, VNNI and VBMI. Weights are multiplied as pairs of bf16 (vdpbf16ps), so a line
+// of packed bf16 is used as it lies in memory. The instruction flushes subnormals to zero.
+#pragma once
+
+#include "isa/avx512.h"
+
+namespace tandem {
+namespace {
+
+struct Avx512Bf16Isa : Avx512Isa {
+  struct Lane {
+    static constexpr DType kType = DType::bf16;
+    static constexpr int kLinesPerPair = 1;
+    using Line = __m512i;
+    using XLine = __m512i;
+    TANDEM_INLINE static Line load_line(const void* p) { return _mm512_loadu_si512(p); }
+    TANDEM_INLINE static void store_line(void* p, Line a) { _mm512_storeu_si512(p, a); }
+    TANDEM_INLINE static XLine x_line(const void* p) { return _mm512_set1_epi32(*static_cast<const int32_t*>(p)); }
+    TANDEM_INLINE static Vec dot(Vec sum, Line w, XLine x) { return _mm512_dpbf16_ps(sum, __m512bh(w), __m512bh(x)); }
+  };
+  struct Pair {
+    Lane::Line line[Lane::kLinesPerPair];
+  };
+
+  TANDEM_INLINE static void store_bf16(uint16_t* p, Vec a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), __m256i(_mm512_cvtneps_pbh(a)));
+  }
+  TANDEM_INLINE static Pair decode_bf16(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+  TANDEM_INLINE static Pair decode_int8(const uint8_t* p) {
+    return {__m512i(_mm512_cvtne2ps_pbh(widen_int8(p + 16), widen_int8(p)))};
+  }
+  TANDEM_INLINE static Pair decode_int4(const uint8_t* p, int index) {
+    // A 16-bit lookup reads 5 bits of each lane: the 16 values stand there twice, so the neighbour's bit is harmless.
+    return {_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(p), 4 * index), int4_values())};
+  }
+  // Each output row's pair times the row's scale, rounded to bf16 again.
+  TANDEM_INLINE static Lane::Line scale_line(Lane::Line a, Vec scale) {
+    const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(a, 16));
+    const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(int(0xffff0000u))));
+    const __m512i low = _mm512_cvtepu16_epi32(__m256i(_mm512_cvtneps_pbh(_mm512_mul_ps(even, scale))));
+    const __m512i high = _mm512_cvtepu16_epi32(__m256i(_mm512_cvtneps_pbh(_mm512_mul_ps(odd, scale))));
+    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+  }
+
+ private:
+  TANDEM_INLINE static Vec widen_int8(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
+  TANDEM_INLINE static __m512i int4_values() {
+    const __m256i values = _mm256_setr_epi16(0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, -0x3f00,
+                                             -0x3f20, -0x3f40, -0x3f60, -0x3f80, -0x3fc0, -0x4000, -0x4080);
+    return _mm512_broadcast_i64x4(values);
+  }
+};
+
+}  // namespace
+}  // namespace tandem

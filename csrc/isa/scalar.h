@@ -1,0 +1,95 @@
+// Tier "scalar": portable C++, and the meaning of every primitive. Each isa header defines one struct with the same
+// members; `Vec` is 16 floats everywhere. All names live in the translation unit's unnamed namespace.
+#pragma once
+
+#include <stdint.h>
+
+#include "abi/weight_view.h"
+#include "isa/inline.h"
+
+namespace tandem {
+namespace {
+
+struct ScalarIsa {
+  struct Vec {
+    float v[16];
+  };
+
+  // What a row of `fmt` weights is multiplied in. One line is 64 bytes of weights for 16 output rows; `x_line`
+  // broadcasts the 4 bytes of activations that belong to it.
+  struct FloatLane {
+    static constexpr DType kType = DType::f32;
+    static constexpr int kLinesPerPair = 2;  // lines per pair of k
+    using Line = Vec;
+    using XLine = float;
+    TANDEM_INLINE static Line load_line(const void* p) { return load(static_cast<const float*>(p)); }
+    TANDEM_INLINE static void store_line(void* p, Line a) { store(static_cast<float*>(p), a); }
+    TANDEM_INLINE static XLine x_line(const void* p) { return *static_cast<const float*>(p); }
+    TANDEM_INLINE static Vec dot(Vec sum, Line w, XLine x) { return fma(w, set1(x), sum); }
+  };
+  using Lane = FloatLane;
+  struct Pair {
+    Lane::Line line[Lane::kLinesPerPair];
+  };
+  static constexpr int kDotRows = 4;   // rows per pass of dot_rows
+  static constexpr int kTileRows = 4;  // rows per block of tile_mm
+
+  template <class F>
+  TANDEM_INLINE static Vec each(F f) {
+    Vec r;
+    for (int i = 0; i < 16; ++i) r.v[i] = f(i);
+    return r;
+  }
+  TANDEM_INLINE static Vec set1(float a) { return each([=](int) { return a; }); }
+  TANDEM_INLINE static Vec zero() { return set1(0.0f); }
+  TANDEM_INLINE static Vec load(const float* p) { return each([=](int i) { return p[i]; }); }
+  TANDEM_INLINE static void store(float* p, Vec a) {
+    for (int i = 0; i < 16; ++i) p[i] = a.v[i];
+  }
+  TANDEM_INLINE static Vec load_bf16(const uint16_t* p) { return each([=](int i) { return float_of_bf16(p[i]); }); }
+  TANDEM_INLINE static void store_bf16(uint16_t* p, Vec a) {
+    for (int i = 0; i < 16; ++i) p[i] = bf16_of_float(a.v[i]);
+  }
+  TANDEM_INLINE static Vec add(Vec a, Vec b) { return each([=](int i) { return a.v[i] + b.v[i]; }); }
+  TANDEM_INLINE static Vec sub(Vec a, Vec b) { return each([=](int i) { return a.v[i] - b.v[i]; }); }
+  TANDEM_INLINE static Vec mul(Vec a, Vec b) { return each([=](int i) { return a.v[i] * b.v[i]; }); }
+  TANDEM_INLINE static Vec div(Vec a, Vec b) { return each([=](int i) { return a.v[i] / b.v[i]; }); }
+  TANDEM_INLINE static Vec min(Vec a, Vec b) { return each([=](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+  TANDEM_INLINE static Vec max(Vec a, Vec b) { return each([=](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+  // a * b + c. Two roundings here: without an FMA instruction, fmaf is a slow library call. Where a and b are bf16
+  // values the product is exact and there is only one rounding all the same.
+  TANDEM_INLINE static Vec fma(Vec a, Vec b, Vec c) { return each([=](int i) { return a.v[i] * b.v[i] + c.v[i]; }); }
+  TANDEM_INLINE static Vec round(Vec a) { return each([=](int i) { return __builtin_rintf(a.v[i]); }); }
+  // 2^n for integral n in [-126, 127].
+  TANDEM_INLINE static Vec pow2(Vec n) { return each([=](int i) { return float_of_bits((int32_t(n.v[i]) + 127) << 23); }); }
+  TANDEM_INLINE static float reduce_add(Vec a) {
+    for (int step = 8; step > 0; step /= 2)
+      for (int i = 0; i < step; ++i) a.v[i] += a.v[i + step];
+    return a.v[0];
+  }
+  TANDEM_INLINE static float reduce_max(Vec a) {
+    float r = a.v[0];
+    for (int i = 1; i < 16; ++i) r = r > a.v[i] ? r : a.v[i];
+    return r;
+  }
+
+  // Weights of two consecutive k for 16 rows, as lines of Lane.
+  TANDEM_INLINE static Pair decode_bf16(const uint8_t* p) {
+    const uint16_t* w = reinterpret_cast<const uint16_t*>(p);
+    return {each([=](int i) { return float_of_bf16(w[2 * i]); }), each([=](int i) { return float_of_bf16(w[2 * i + 1]); })};
+  }
+  TANDEM_INLINE static Pair decode_int8(const uint8_t* p) {
+    const int8_t* w = reinterpret_cast<const int8_t*>(p);
+    return {each([=](int i) { return float(w[2 * i]); }), each([=](int i) { return float(w[2 * i + 1]); })};
+  }
+  // Pair `index` (0 to 3) of a 64-byte block of signed 4-bit codes.
+  TANDEM_INLINE static Pair decode_int4(const uint8_t* p, int index) {
+    const uint16_t* w = reinterpret_cast<const uint16_t*>(p);
+    const auto code = [=](int lane) { return float(int16_t(uint16_t(w[lane] << (12 - 4 * index))) >> 12); };
+    return {each([=](int i) { return code(2 * i); }), each([=](int i) { return code(2 * i + 1); })};
+  }
+  TANDEM_INLINE static void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+};
+
+}  // namespace
+}  // namespace tandem

@@ -1,0 +1,58 @@
+// The scalar tier with bf16 lanes: the meaning of vdpbf16ps-style tiers in portable code, for the AMX stand-in.
+#pragma once
+
+#include "isa/scalar.h"
+
+namespace tandem {
+namespace {
+
+struct ScalarBf16Isa : ScalarIsa {
+  struct Lane {
+    struct Line {
+      uint16_t v[32];
+    };
+    struct XLine {
+      float even, odd;
+    };
+    static constexpr DType kType = DType::bf16;
+    static constexpr int kLinesPerPair = 1;
+    TANDEM_INLINE static Line load_line(const void* p) {
+      Line a;
+      __builtin_memcpy(&a, p, sizeof a);
+      return a;
+    }
+    TANDEM_INLINE static void store_line(void* p, Line a) { __builtin_memcpy(p, &a, sizeof a); }
+    TANDEM_INLINE static XLine x_line(const void* p) {
+      const uint16_t* x = static_cast<const uint16_t*>(p);
+      return {float_of_bf16(x[0]), float_of_bf16(x[1])};
+    }
+    TANDEM_INLINE static Vec dot(Vec sum, Line w, XLine x) {
+      return each([&](int i) {
+        return (sum.v[i] + float_of_bf16(w.v[2 * i]) * x.even) + float_of_bf16(w.v[2 * i + 1]) * x.odd;
+      });
+    }
+  };
+  struct Pair {
+    Lane::Line line[Lane::kLinesPerPair];
+  };
+
+  TANDEM_INLINE static Pair decode_bf16(const uint8_t* p) { return {Lane::load_line(p)}; }
+  TANDEM_INLINE static Pair decode_int8(const uint8_t* p) { return {join(ScalarIsa::decode_int8(p))}; }
+  TANDEM_INLINE static Pair decode_int4(const uint8_t* p, int index) {
+    return {join(ScalarIsa::decode_int4(p, index))};
+  }
+  TANDEM_INLINE static Lane::Line scale_line(Lane::Line a, Vec scale) {
+    for (int i = 0; i < 32; ++i) a.v[i] = bf16_of_float(float_of_bf16(a.v[i]) * scale.v[i / 2]);
+    return a;
+  }
+
+ private:
+  TANDEM_INLINE static Lane::Line join(const ScalarIsa::Pair& pair) {
+    Lane::Line a;
+    for (int i = 0; i < 32; ++i) a.v[i] = bf16_of_float(pair.line[i % 2].v[i / 2]);
+    return a;
+  }
+};
+
+}  // namespace
+}  // namespace tandem

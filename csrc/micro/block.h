@@ -1,0 +1,174 @@
+// The inner loop of both algorithms: R rows of activations times one pair of panels. Both run it over K in the same
+// order with one accumulator per output, so a row's result does not depend on the algorithm or on its neighbours.
+#pragma once
+
+#include "format/formats.h"
+
+namespace tandem {
+namespace {
+
+// Where the lines of a pair of panels come from: decoded from the payload in registers, or unpacked before.
+template <class Isa, class Format>
+struct PayloadSource {
+  using Lane = typename Format::Lane;
+  static constexpr int kPairsPerBlock = Format::kPairsPerBlock;
+  const uint8_t* panel[2];
+  int64_t ahead;  // bytes from here to what is prefetched
+
+  TANDEM_INLINE auto decode(int p, int64_t pair, int index) const {
+    const uint8_t* block = panel[p] + pair * Format::kPairBytes;  // `pair` begins a block
+    if (index == 0) Isa::prefetch(block + ahead);
+    if (Format::kPairBytes > kCacheLine) Isa::prefetch(block + kCacheLine + ahead);
+    return Format::decode(block, index);
+  }
+};
+
+template <class L>
+struct ScratchSource {
+  using Lane = L;
+  struct Pair {
+    typename Lane::Line line[Lane::kLinesPerPair];
+  };
+  static constexpr int kPairsPerBlock = 1;
+  const uint8_t* panel[2];
+
+  TANDEM_INLINE Pair decode(int p, int64_t pair, int) const {
+    Pair a;
+    for (int i = 0; i < Lane::kLinesPerPair; ++i)
+      a.line[i] = Lane::load_line(panel[p] + (pair * Lane::kLinesPerPair + i) * kCacheLine);
+    return a;
+  }
+};
+
+template <class Isa, int R>
+struct Sums {
+  typename Isa::Vec v[R][2];
+};
+
+// sums += x[:, pairs first..last) * panels
+template <class Isa, class Source, int R>
+TANDEM_INLINE void accumulate(const Source& source, const uint8_t* const* x, int64_t first, int64_t last,
+                              Sums<Isa, R>& sums) {
+  using Lane = typename Source::Lane;
+  constexpr int kBytes = 4 * Lane::kLinesPerPair;  // of one row's activations for one pair of k
+  const uint8_t* row[R];
+  for (int r = 0; r < R; ++r) row[r] = x[r];
+  for (int64_t pair = first; pair < last; pair += Source::kPairsPerBlock) {
+#pragma GCC unroll 4
+    for (int index = 0; index < Source::kPairsPerBlock; ++index) {
+      const auto a = source.decode(0, pair, index), b = source.decode(1, pair, index);
+#pragma GCC unroll 2
+      for (int line = 0; line < Lane::kLinesPerPair; ++line) {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+          const auto x_line = Lane::x_line(row[r] + (pair + index) * kBytes + 4 * line);
+          sums.v[r][0] = Lane::dot(sums.v[r][0], a.line[line], x_line);
+          sums.v[r][1] = Lane::dot(sums.v[r][1], b.line[line], x_line);
+        }
+      }
+    }
+  }
+}
+
+template <class Isa, int R>
+TANDEM_INLINE void clear(Sums<Isa, R>& sums) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) sums.v[r][0] = sums.v[r][1] = Isa::zero();
+}
+
+template <class Isa, int R>
+TANDEM_INLINE void load_sums(Sums<Isa, R>& sums, const float* y, int64_t stride) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < 2; ++p) sums.v[r][p] = Isa::load(y + r * stride + 16 * p);
+}
+
+template <class Isa, int R>
+TANDEM_INLINE void store_sums(const Sums<Isa, R>& sums, float* y, int64_t stride) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < 2; ++p) Isa::store(y + r * stride + 16 * p, sums.v[r][p]);
+}
+
+// y = scale * sums + (y or 0)
+template <class Isa, int R>
+TANDEM_INLINE void add_scaled(const Sums<Isa, R>& sums, typename Isa::Vec scale0, typename Isa::Vec scale1, bool onto,
+                              float* y, int64_t stride) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    float* out = y + r * stride;
+    Isa::store(out, Isa::fma(sums.v[r][0], scale0, onto ? Isa::load(out) : Isa::zero()));
+    Isa::store(out + 16, Isa::fma(sums.v[r][1], scale1, onto ? Isa::load(out + 16) : Isa::zero()));
+  }
+}
+
+struct Scales {
+  const uint8_t* panel[2];  // null: not scaled here
+  DType type;
+  int64_t pairs_per_group;
+};
+
+// y (+)= x * panels over the pairs [first, last) of K; `onto`: y holds the sum over what came before `first`.
+// `source` counts pairs from `source_first`. Scaled: groups are summed apart, then scaled into y one after the other.
+template <class Isa, class Source, bool kScaled, int R>
+void block(const Source& source, int64_t source_first, const uint8_t* const* x, int64_t first, int64_t last,
+           const Scales& scales, float* y, int64_t stride) {
+  constexpr int kBytes = 4 * Source::Lane::kLinesPerPair;
+  const uint8_t* rows[R];
+  for (int r = 0; r < R; ++r) rows[r] = x[r] + source_first * kBytes;
+  Sums<Isa, R> sums;
+  if (!kScaled || !scales.panel[0]) {
+    if (first > 0) load_sums<Isa, R>(sums, y, stride);
+    else clear<Isa, R>(sums);
+    accumulate<Isa, Source, R>(source, rows, first - source_first, last - source_first, sums);
+    store_sums<Isa, R>(sums, y, stride);
+    return;
+  }
+  for (int64_t pair = first; pair < last; pair += scales.pairs_per_group) {
+    const int64_t group = pair / scales.pairs_per_group, begin = pair - source_first;
+    clear<Isa, R>(sums);
+    accumulate<Isa, Source, R>(source, rows, begin, begin + scales.pairs_per_group, sums);
+    add_scaled<Isa, R>(sums, load_scales<Isa>(scales.panel[0], scales.type, group),
+                       load_scales<Isa>(scales.panel[1], scales.type, group), group > 0, y, stride);
+  }
+}
+
+// Calls block<R> with R = rows (1 to kMax).
+template <class Isa, class Source, bool kScaled, int kMax>
+TANDEM_INLINE void block_of(int rows, const Source& source, int64_t source_first, const uint8_t* const* x,
+                            int64_t first, int64_t last, const Scales& scales, float* y, int64_t stride) {
+  if constexpr (kMax > 1) {
+    if (rows < kMax)
+      return block_of<Isa, Source, kScaled, kMax - 1>(rows, source, source_first, x, first, last, scales, y, stride);
+  }
+  block<Isa, Source, kScaled, kMax>(source, source_first, x, first, last, scales, y, stride);
+}
+
+// What both algorithms need of the weights of one pair of panels.
+struct PairOfPanels {
+  const uint8_t* payload[2];
+  Scales scales;      // of groups; none where a format has one scale per row
+  Scales row_scales;  // one per output row, applied to the finished sum
+};
+
+TANDEM_INLINE PairOfPanels pair_of_panels(const WeightView& w, int64_t pair) {
+  const uint8_t* payload = w.payload + 2 * pair * w.payload_bytes;
+  const uint8_t* scales = w.scales ? w.scales + 2 * pair * w.scale_bytes : nullptr;
+  const Scales found{{scales, scales + (scales ? w.scale_bytes : 0)}, w.scale_type, w.group / 2};
+  const Scales none{{nullptr, nullptr}, w.scale_type, 0};
+  return {{payload, payload + w.payload_bytes}, w.group ? found : none, w.group ? none : found};
+}
+
+template <class Isa>
+TANDEM_INLINE void scale_rows(const Scales& scales, float* y, int64_t stride, int rows) {
+  if (!scales.panel[0]) return;
+  const typename Isa::Vec s0 = load_scales<Isa>(scales.panel[0], scales.type, 0);
+  const typename Isa::Vec s1 = load_scales<Isa>(scales.panel[1], scales.type, 0);
+  for (int r = 0; r < rows; ++r, y += stride) {
+    Isa::store(y, Isa::mul(Isa::load(y), s0));
+    Isa::store(y + 16, Isa::mul(Isa::load(y + 16), s1));
+  }
+}
+
+}  // namespace
+}  // namespace tandem

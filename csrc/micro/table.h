@@ -1,0 +1,41 @@
+// Lists what a tier offers: every format with both algorithms, and the row kernels.
+#pragma once
+
+#include "micro/dot_rows.h"
+#include "micro/rows.h"
+#include "micro/tile_mm.h"
+
+namespace tandem {
+namespace {
+
+// From these many rows on, unpacking a panel pays: measured per tier.
+struct TileFromRows {
+  int32_t f32, bf16, int8, int4;
+};
+
+template <class Isa, template <class> class Format>
+constexpr FormatKernels vector_kernels(int32_t tile_from_rows) {
+  return {dot_rows<Isa, Format>, tile_mm<Isa, Format>, tile_from_rows};
+}
+
+template <class Isa>
+constexpr KernelTable make_table(Tier tier, TileFromRows from) {
+  return {
+      tier,
+      Isa::Lane::kType,
+      {
+          vector_kernels<Isa, F32Format>(from.f32),
+          vector_kernels<Isa, Bf16Format>(from.bf16),
+          vector_kernels<Isa, Int8Format>(from.int8),
+          vector_kernels<Isa, Int4Format>(from.int4),
+      },
+      prepare_row<Isa>,
+      activate_row<Isa>,
+      add_scaled_row<Isa>,
+      add_row<Isa>,
+      store_row<Isa>,
+  };
+}
+
+}  // namespace
+}  // namespace tandem

@@ -1,0 +1,76 @@
+// Many rows: a slice of the panels is unpacked to scratch as lines of the lane, then every block of rows runs over it.
+// Formats whose payload already is lines are read in place.
+#pragma once
+
+#include "micro/block.h"
+
+namespace tandem {
+namespace {
+
+// Pairs of k unpacked at once: 2 panels x 256 x 64 bytes (x 2 with float lanes) x 8 pairs = kMatmulScratchBytes at most.
+constexpr int64_t kDepthPairs = 256;
+
+// Equal slices of K instead of a full one and a rest; each a multiple of the group.
+TANDEM_INLINE int64_t slice_pairs(const WeightView& w) {
+  const int64_t pairs = w.padded_depth / 2, slices = (pairs + kDepthPairs - 1) / kDepthPairs;
+  const int64_t unit = w.group > 32 ? w.group / 2 : 16;
+  return ((pairs + slices - 1) / slices + unit - 1) / unit * unit;
+}
+
+template <class Isa, class Format>
+void unpack_panel(const uint8_t* payload, int64_t first, int64_t last, uint8_t* lines) {
+  using Lane = typename Format::Lane;
+  for (int64_t pair = first; pair < last; pair += Format::kPairsPerBlock) {
+#pragma GCC unroll 4
+    for (int index = 0; index < Format::kPairsPerBlock; ++index) {
+      const auto decoded = Format::decode(payload + pair * Format::kPairBytes, index);
+#pragma GCC unroll 2
+      for (int i = 0; i < Lane::kLinesPerPair; ++i, lines += kCacheLine) Lane::store_line(lines, decoded.line[i]);
+    }
+  }
+}
+
+// The lines of one pair of panels for a slice of K: in place, or unpacked to `scratch`.
+template <class Isa, class Format>
+TANDEM_INLINE ScratchSource<typename Format::Lane> slice_of(const PairOfPanels& panels, int64_t first, int64_t last,
+                                                           uint8_t* scratch) {
+  const int64_t bytes = (last - first) * Format::Lane::kLinesPerPair * kCacheLine;
+  if constexpr (!Format::kPacked) {
+    const int64_t offset = first * Format::kPairBytes;
+    return {{panels.payload[0] + offset, panels.payload[1] + offset}};
+  } else {
+    for (int p = 0; p < 2; ++p) unpack_panel<Isa, Format>(panels.payload[p], first, last, scratch + p * bytes);
+    return {{scratch, scratch + bytes}};
+  }
+}
+
+template <class Isa, template <class> class F>
+void tile_mm(const MatmulArgs* args) {
+  using Format = F<Isa>;
+  using Source = ScratchSource<typename Format::Lane>;
+  constexpr int64_t kPairScratch = kMatmulScratchBytes / kMaxPairsPerCall;
+  const WeightView& w = args->weights;
+  const uint8_t* const* x = reinterpret_cast<const uint8_t* const*>(args->x_rows);
+  const int64_t depth = w.padded_depth / 2, slice = slice_pairs(w);
+  for (int64_t first = 0; first < depth; first += slice) {
+    const int64_t last = first + slice < depth ? first + slice : depth;
+    Source sources[kMaxPairsPerCall];
+    PairOfPanels panels[kMaxPairsPerCall];
+    for (int p = 0; p < args->pairs; ++p) {
+      panels[p] = pair_of_panels(w, args->first_pair + p);
+      sources[p] = slice_of<Isa, Format>(panels[p], first, last, args->scratch + p * kPairScratch);
+    }
+    for (int r = 0; r < args->rows; r += Isa::kTileRows)
+      for (int p = 0; p < args->pairs; ++p)
+        block_of<Isa, Source, Format::kScaled, Isa::kTileRows>(args->rows - r, sources[p], first, x + r, first, last,
+                                                               panels[p].scales,
+                                                               args->y + r * args->y_stride + kPairColumns * p,
+                                                               args->y_stride);
+    if (last == depth)
+      for (int p = 0; p < args->pairs; ++p)
+        scale_rows<Isa>(panels[p].row_scales, args->y + kPairColumns * p, args->y_stride, args->rows);
+  }
+}
+
+}  // namespace
+}  // namespace tandem

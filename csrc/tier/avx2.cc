@@ -1,0 +1,9 @@
+#include "abi/tiers.h"
+#include "isa/avx2.h"
+#include "micro/table.h"
+
+namespace tandem {
+
+constexpr KernelTable kAvx2Table = make_table<Avx2Isa>(Tier::avx2, {8, 8, 8, 8});
+
+}  // namespace tandem

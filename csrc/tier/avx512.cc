@@ -1,0 +1,9 @@
+#include "abi/tiers.h"
+#include "isa/avx512.h"
+#include "micro/table.h"
+
+namespace tandem {
+
+constexpr KernelTable kAvx512Table = make_table<Avx512Isa>(Tier::avx512, {8, 8, 8, 8});
+
+}  // namespace tandem

@@ -1,0 +1,9 @@
+#include "abi/tiers.h"
+#include "isa/avx512_bf16.h"
+#include "micro/table.h"
+
+namespace tandem {
+
+constexpr KernelTable kAvx512Bf16Table = make_table<Avx512Bf16Isa>(Tier::avx512_bf16, {8, 8, 8, 8});
+
+}  // namespace tandem
