@@ -1,0 +1,102 @@
+"""`validate`: what a request may ask for. Every refusal names the field and the range."""
+
+from __future__ import annotations
+
+import math
+
+from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.errors import RequestError
+
+MAX_ANSWERS = 128
+MAX_LOGPROBS = 100
+MAX_STOP_STRINGS = 256
+MAX_STOP_CHARS = 4096
+MAX_STOP_TOKENS = 1024
+MAX_LOGIT_BIAS = 4096
+
+# field: (lowest, highest, whether the lowest itself is allowed)
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0.0, 100.0, True),
+    "top_p": (0.0, 1.0, False),
+    "min_p": (0.0, 1.0, True),
+    "repetition_penalty": (0.0, 100.0, False),
+    "presence_penalty": (-100.0, 100.0, True),
+    "frequency_penalty": (-100.0, 100.0, True),
+    "n": (1, MAX_ANSWERS, True),
+    "min_tokens": (0, math.inf, True),
+    "max_tokens": (1, math.inf, True),
+    "logprobs": (0, MAX_LOGPROBS, True),
+    "prompt_logprobs": (0, MAX_LOGPROBS, True),
+    "top_k": (-1, math.inf, True),
+    "seed": (-(2**63), 2**64 - 1, True),
+}
+
+
+def validate(params: SamplingParams, vocab_size: int) -> None:
+    """Raises RequestError, with the field as `param`, for anything the sampler cannot do."""
+    for field, (lowest, highest, inclusive) in _RANGES.items():
+        value = getattr(params, field)
+        if value is not None and not _within(value, lowest, highest, inclusive):
+            raise RequestError(_range_text(field, value, lowest, highest, inclusive), field)
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise RequestError(
+            f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})", "min_tokens"
+        )
+    _validate_stops(params)
+    _validate_token_ids("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKENS, vocab_size)
+    _validate_token_ids("logit_bias", params.logit_bias, MAX_LOGIT_BIAS, vocab_size)
+    for value in params.logit_bias.values():
+        if not _within(value, -100.0, 100.0, True):
+            raise RequestError(f"logit_bias values must be within -100 and 100, not {value}", "logit_bias")
+
+
+def answer_limit(request: GenerateRequest, context_length: int, cache_tokens: int) -> int:
+    """Longest prompt + answer of this request, in tokens. Raises RequestError when it can never fit."""
+    prompt, asked = len(request.prompt_ids), request.sampling.max_tokens
+    limit, name = context_length, "context_length"
+    if cache_tokens < context_length:
+        limit, name = cache_tokens, "max_total_tokens"
+    if prompt == 0:
+        raise RequestError("the prompt is empty; send at least one token", "prompt")
+    if prompt >= limit:
+        raise RequestError(
+            f"the prompt has {prompt} tokens; with one token of answer at most {limit} fit ({name})", "prompt"
+        )
+    if asked is not None and prompt + asked > limit:
+        raise RequestError(
+            f"prompt ({prompt} tokens) and max_tokens ({asked}) exceed {limit} ({name}); "
+            f"ask for at most {limit - prompt}",
+            "max_tokens",
+        )
+    return limit if asked is None else prompt + asked
+
+
+def check_prompt_ids(prompt_ids: list[int], vocab_size: int) -> None:
+    if prompt_ids and not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
+        raise RequestError(f"prompt token ids must be within 0 and {vocab_size - 1}", "prompt")
+
+
+def _within(value: float, lowest: float, highest: float, inclusive: bool) -> bool:
+    return (lowest <= value if inclusive else lowest < value) and value <= highest
+
+
+def _range_text(field: str, value: float, lowest: float, highest: float, inclusive: bool) -> str:
+    bound = f"at least {lowest:g}" if inclusive else f"greater than {lowest:g}"
+    return f"{field} must be {bound}{'' if highest == math.inf else f' and at most {highest:g}'}, not {value:g}"
+
+
+def _validate_stops(params: SamplingParams) -> None:
+    if len(params.stop) > MAX_STOP_STRINGS:
+        raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, not {len(params.stop)}", "stop")
+    if any(not stop for stop in params.stop):
+        raise RequestError("a stop string must not be empty", "stop")
+    if sum(map(len, params.stop)) > MAX_STOP_CHARS:
+        raise RequestError(f"stop strings must have at most {MAX_STOP_CHARS} characters together", "stop")
+
+
+def _validate_token_ids(field: str, ids: tuple[int, ...] | dict[int, float], most: int, vocab_size: int) -> None:
+    if len(ids) > most:
+        raise RequestError(f"{field} may have at most {most} entries, not {len(ids)}", field)
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"{field}: token id {token_id} is not within 0 and {vocab_size - 1}", field)

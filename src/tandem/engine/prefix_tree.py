@@ -1,0 +1,71 @@
+"""`PrefixTree`: which KV pages hold which token prefix (RadixAttention, arXiv 2312.07104, at page granularity)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class _Node:
+    """One full page of tokens below its parent's; the path from the root spells the prefix."""
+
+    __slots__ = ("children", "key", "page", "parent")
+
+    def __init__(self, key: tuple[int, ...], page: int, parent: _Node | None) -> None:
+        self.key = key
+        self.page = page
+        self.parent = parent
+        self.children: dict[tuple[int, ...], _Node] = {}
+
+
+class PrefixTree:
+    """Maps prefixes of whole pages to pages. It owns no counts: `KVCache` says which pages are in use."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._root = _Node((), -1, None)
+        self._node_of_page: dict[int, _Node] = {}
+
+    def __len__(self) -> int:
+        return len(self._node_of_page)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._node_of_page
+
+    def match(self, tokens: list[int], limit: int) -> list[int]:
+        """Pages of the longest known prefix of tokens[:limit], whole pages only."""
+        pages: list[int] = []
+        node = self._root
+        for key in self._keys(tokens, limit):
+            child = node.children.get(key)
+            if child is None:
+                break
+            pages.append(child.page)
+            node = child
+        return pages
+
+    def insert(self, tokens: list[int], pages: list[int]) -> list[int]:
+        """Makes `pages` findable as the prefix tokens[: len(pages) * page_size].
+
+        Returns the page that stands for each position afterwards: where the tree knew the prefix already, its own page
+        stays and the caller should use that one and let go of the duplicate.
+        """
+        node = self._root
+        kept: list[int] = []
+        for key, page in zip(self._keys(tokens, len(pages) * self._page_size), pages, strict=True):
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = _Node(key, page, node)
+                self._node_of_page[page] = child
+            kept.append(child.page)
+            node = child
+        return kept
+
+    def remove_leaf(self, page: int) -> None:
+        node = self._node_of_page.pop(page)
+        assert not node.children, "a page in the middle of a prefix was about to be evicted"
+        assert node.parent is not None
+        del node.parent.children[node.key]
+
+    def _keys(self, tokens: list[int], limit: int) -> Iterator[tuple[int, ...]]:
+        size = self._page_size
+        return (tuple(tokens[i : i + size]) for i in range(0, min(limit, len(tokens)) // size * size, size))

@@ -1,0 +1,168 @@
+"""`Scheduler`: which sequences run in the next step, and with how many tokens (continuous batching)."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+
+from tandem.engine.kv_cache import KVCache
+from tandem.engine.sequence import Chunk, Sequence, Status
+
+# Logits rows of prompts (prompt_logprobs) in one step: they are float32 x vocabulary each, 0.2-0.6 MB.
+MAX_PROMPT_LOGITS_ROWS = 256
+
+
+def _by_arrival(sequence: Sequence) -> tuple[int, int]:
+    return sequence.arrival
+
+
+class Scheduler:
+    """First come, first served. Decoding sequences run in every step; the rest of the token budget prefills prompts in
+    chunks, so a long prompt delays nobody by more than one step.
+
+    `waiting` and `running` are in order of arrival. The oldest running sequence is never preempted for another, and the
+    engine admits only what fits the empty cache: so it always gets on, and everybody becomes the oldest in time.
+    """
+
+    def __init__(self, kv: KVCache, *, max_step_tokens: int, max_running: int) -> None:
+        self._kv = kv
+        self._max_step_tokens = max_step_tokens
+        # Each running sequence needs at least one row of a step, or the youngest could starve.
+        self._max_running = min(max_running, max_step_tokens)
+        self._blocked: tuple[Sequence, int] | None = None
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+
+    def add(self, answers: list[Sequence]) -> None:
+        """The n answers of one request. The first prefills; the others wait until they can share its pages."""
+        leader, *siblings = answers
+        for sibling in siblings:
+            sibling.leader = leader
+        leader.siblings = siblings
+        insort(self.waiting, leader, key=_by_arrival)
+
+    def next(self) -> list[Chunk]:
+        """The step's chunks: decode rows, then prompts under way, then newly admitted ones. Empty: nothing can run."""
+        chunks = [Chunk(sequence, 1, 1) for sequence in self._decoding()]
+        tokens = self._max_step_tokens - len(chunks)
+        rows = MAX_PROMPT_LOGITS_ROWS
+        for sequence in self._prefilling():
+            chunk = self._chunk(sequence, tokens, rows)
+            chunks.append(chunk)
+            tokens -= chunk.length
+            rows -= chunk.logits - 1
+            if tokens <= 0:
+                break
+        return chunks
+
+    def advance(self, chunk: Chunk) -> None:
+        """The model has run `chunk`. A finished prompt becomes a cached prefix and wakes the other answers."""
+        sequence, done = chunk.sequence, chunk.samples
+        sequence.advance(chunk.length)
+        if done and sequence.answer_len == 0:
+            self._remember(sequence)
+            self._wake_siblings(sequence)
+
+    def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Ends a sequence in any state and frees its pages now. `keep`: what they hold is sound, cache it."""
+        if sequence.status is Status.FINISHED:
+            return
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self._drop_pages(sequence, keep)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.become(Status.FINISHED)
+        self._wake_siblings(sequence)
+
+    def _decoding(self) -> Iterator[Sequence]:
+        for sequence in list(self.running):
+            runs = sequence.status is Status.RUNNING and sequence.pending_len == 1
+            if runs and self._grow(sequence):
+                yield sequence
+
+    def _prefilling(self) -> Iterator[Sequence]:
+        """Prompts under way, then admissions as long as the caller asks for more."""
+        yield from [s for s in self.running if s.pending_len > 1]
+        while self.waiting and len(self.running) < self._max_running:
+            sequence = self.waiting[0]
+            if not self._admit(sequence):
+                return
+            yield sequence
+
+    def _chunk(self, sequence: Sequence, tokens: int, rows: int) -> Chunk:
+        length = min(tokens, sequence.pending_len)
+        if not sequence.scores_prompt:
+            return Chunk(sequence, length, int(length == sequence.pending_len))
+        length = min(length, max(1, rows))
+        first_unknown = max(sequence.computed_len, len(sequence.prompt_logprobs) - 1)
+        return Chunk(sequence, length, sequence.computed_len + length - first_unknown)
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Gets the page of the next token, from the youngest if need be. False: `sequence` itself had to go."""
+        wanted = sequence.pages_wanted - sequence.num_pages
+        while self._kv.available < wanted:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        if wanted > 0:
+            sequence.add_pages(self._kv.allocate(wanted))
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._drop_pages(sequence, keep=True)
+        sequence.become(Status.PREEMPTED)
+        insort(self.waiting, sequence, key=_by_arrival)
+        self.preemptions += 1
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Reserves pages for all tokens known now, and leaves one per running sequence, so that the newcomer is not
+        preempted at once."""
+        if self._blocked == (sequence, self._kv.releases):
+            return False
+        cached = self._cached_pages(sequence)
+        wanted = sequence.pages_wanted - len(cached)
+        if self._kv.available < wanted + len(self.running):
+            self._kv.release(cached)
+            self._blocked = (sequence, self._kv.releases)
+            return False
+        self._start(sequence, cached, self._kv.allocate(wanted))
+        return True
+
+    def _start(self, sequence: Sequence, cached: list[int], fresh: list[int]) -> None:
+        first_time = sequence.status is Status.WAITING
+        sequence.become(Status.RUNNING)
+        sequence.add_pages(cached + fresh)
+        sequence.advance(len(cached) * self._kv.page_size)
+        if first_time:
+            sequence.cached_prompt_len = sequence.computed_len
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=_by_arrival)
+
+    def _cached_pages(self, sequence: Sequence) -> list[int]:
+        """Pages that hold the beginning of the sequence already, now also used by it. Without a prefix cache the answers
+        of one request still share its whole prompt pages; the last, partial page is computed again."""
+        leader = sequence.leader
+        if self._kv.prefix_cache or sequence.answer_len or leader is None or leader.computed_len < leader.prompt_len:
+            return self._kv.match(sequence.tokens, sequence.reusable_len)
+        pages = leader.pages[: sequence.reusable_len // self._kv.page_size]
+        self._kv.share(pages)
+        return pages
+
+    def _remember(self, sequence: Sequence) -> None:
+        full = sequence.computed_len // self._kv.page_size
+        sequence.page_table[:full] = self._kv.remember(sequence.tokens, sequence.pages[:full])
+
+    def _drop_pages(self, sequence: Sequence, keep: bool) -> None:
+        if keep:
+            self._remember(sequence)
+        self._kv.release(sequence.drop_pages())
+
+    def _wake_siblings(self, leader: Sequence) -> None:
+        siblings, leader.siblings = leader.siblings, []
+        for sibling in siblings:
+            if sibling.status is not Status.FINISHED:
+                insort(self.waiting, sibling, key=_by_arrival)

@@ -1,0 +1,150 @@
+"""`Sequence`: one answer of one request, from arrival to its last token."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.engine.protocol import SamplingParams, TokenLogprob
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"  # no pages, never ran
+    RUNNING = "running"  # holds pages; prefilling or decoding
+    PREEMPTED = "preempted"  # ran, lost its pages, kept its tokens; prefills again
+    FINISHED = "finished"  # holds no pages, never runs again
+
+
+_NEXT_STATUS = {
+    Status.WAITING: {Status.RUNNING, Status.FINISHED},
+    Status.RUNNING: {Status.PREEMPTED, Status.FINISHED},
+    Status.PREEMPTED: {Status.RUNNING, Status.FINISHED},
+    Status.FINISHED: set[Status](),
+}
+
+
+class Sequence:
+    """Tokens and KV pages of one answer.
+
+    Lengths, in tokens: 0 < prompt_len <= total_len <= max_len, and computed_len <= total_len is how many of them have
+    their K and V in pages. A sequence is decoding when exactly one token, the newest, is not computed yet.
+    """
+
+    __slots__ = (
+        "arrival", "cached_prompt_len", "computed_len", "index", "leader", "max_len", "num_pages", "page_size",
+        "page_table", "prompt_len", "prompt_logprobs", "request_id", "sampling", "seed", "siblings", "status",
+        "token_counts", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        index: int,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        arrival: int,
+        max_len: int,
+        page_size: int,
+        seed: int,
+    ) -> None:
+        assert 0 < len(prompt_ids) < max_len, (len(prompt_ids), max_len)
+        self.request_id = request_id
+        self.index = index
+        self.arrival = (arrival, index)  # orders admission, and preemption the other way round
+        self.sampling = sampling
+        self.seed = seed
+        self.tokens = list(prompt_ids)
+        self.prompt_len = len(prompt_ids)
+        self.max_len = max_len
+        self.computed_len = 0
+        self.cached_prompt_len = 0  # prompt tokens that cost nothing at the first admission
+        self.status = Status.WAITING
+        self.page_size = page_size
+        self.page_table: npt.NDArray[np.int32] = np.zeros(-(-max_len // page_size), dtype=np.int32)
+        self.num_pages = 0
+        self.leader: Sequence | None = None  # whose prompt pages this one shares (n > 1)
+        self.siblings: list[Sequence] = []  # parked until this leader's prompt is computed
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.token_counts: dict[int, int] | None = None  # penalties only, see engine/penalties.py
+
+    @property
+    def total_len(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def pending_len(self) -> int:
+        """Tokens still to be fed to the model before the next one can be chosen; 1 while decoding."""
+        return len(self.tokens) - self.computed_len
+
+    @property
+    def answer_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def pages(self) -> list[int]:
+        pages: list[int] = self.page_table[: self.num_pages].tolist()
+        return pages
+
+    @property
+    def pages_wanted(self) -> int:
+        """Pages that hold all tokens known now."""
+        return -(-len(self.tokens) // self.page_size)
+
+    @property
+    def reusable_len(self) -> int:
+        """Tokens that may come from a cache: the last one must run for its logits, as must prompt rows whose
+        log-probabilities are asked for and not there yet."""
+        if self.scores_prompt:
+            return max(0, len(self.prompt_logprobs) - 1)
+        return self.total_len - 1
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of prompt tokens are wanted and not all there. The first answer reports them."""
+        wanted = self.sampling.prompt_logprobs is not None and self.index == 0
+        return wanted and len(self.prompt_logprobs) < self.prompt_len
+
+    def become(self, status: Status) -> None:
+        assert status in _NEXT_STATUS[self.status], f"{self.status} -> {status}"
+        self.status = status
+
+    def add_pages(self, pages: list[int]) -> None:
+        end = self.num_pages + len(pages)
+        assert end <= len(self.page_table)
+        self.page_table[self.num_pages : end] = pages
+        self.num_pages = end
+
+    def drop_pages(self) -> list[int]:
+        """Gives the pages back to the caller, who releases them; what was computed in them is forgotten."""
+        pages = self.pages
+        self.num_pages = 0
+        self.computed_len = 0
+        return pages
+
+    def advance(self, length: int) -> None:
+        """`length` more tokens have K and V in pages."""
+        self.computed_len += length
+        assert self.computed_len <= min(self.total_len, self.num_pages * self.page_size)
+
+    def append(self, token_id: int) -> None:
+        assert self.pending_len == 0 and self.total_len < self.max_len
+        self.tokens.append(token_id)
+        if self.token_counts is not None:
+            self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
+
+
+class Chunk(NamedTuple):
+    """What one sequence does in one step: rows computed_len : computed_len + length, logits of the last `logits`."""
+
+    sequence: Sequence
+    length: int
+    logits: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the sequence's last token, so that the next one is chosen."""
+        return self.length == self.sequence.pending_len

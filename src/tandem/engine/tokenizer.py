@@ -1,0 +1,151 @@
+"""`Tokenizer`: text to ids and back, and the chat template, from the files beside a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from tandem.engine.chat_template import ChatTemplate
+from tandem.errors import CheckpointError, RequestError
+
+
+class Tokenizer:
+    """Over the `tokenizers` library. Thread-safe; as fast as that library is."""
+
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        *,
+        eos_ids: tuple[int, ...] = (),
+        bos_id: int | None = None,
+        chat_template: str | None = None,
+        template_variables: dict[str, Any] | None = None,
+    ) -> None:
+        inner.no_padding()  # some tokenizer.json carry their training's padding and truncation
+        inner.no_truncation()
+        self._inner = inner
+        self.eos_ids = eos_ids
+        self.bos_id = bos_id
+        self.chat_template_source = chat_template
+        self._template = ChatTemplate(chat_template) if chat_template else None
+        self._template_variables = template_variables or {}
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, and the end tokens of generation_config.json
+        or config.json."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(
+                f"{directory} has no tokenizer.json; save one with transformers' AutoTokenizer(...).save_pretrained()"
+            )
+        inner = tokenizers.Tokenizer.from_file(str(path))
+        settings = _read_json(directory / "tokenizer_config.json")
+        special = {name: _token_text(settings.get(name)) for name in settings if name.endswith("_token")}
+        variables = {name: text for name, text in special.items() if text is not None}
+        bos = variables.get("bos_token")
+        return cls(
+            inner,
+            eos_ids=_eos_ids(directory, inner, variables.get("eos_token")),
+            bos_id=None if bos is None else inner.token_to_id(bos),
+            chat_template=_chat_template(directory, settings),
+            template_variables=variables,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._inner.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """`add_special_tokens`: begin-of-text where the model wants one; off for rendered chat templates, which
+        write it themselves. Special tokens spelt in the text become those tokens."""
+        try:
+            ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
+            raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
+        return ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, special tokens included; part of a character decodes to U+FFFD."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for, also where they are only part of a character."""
+        return token_bytes(self._inner.id_to_token(token_id), self.token_text(token_id))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The prompt text; encode it with add_special_tokens=False."""
+        if self._template is None:
+            raise RequestError("this model has no chat template; use completions", "messages")
+        values = {"tools": None, "documents": None} | self._template_variables | variables
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **values)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-ins of byte-level BPE (GPT-2): visible Latin-1 characters are themselves, the rest follow from U+0100."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [b for b in range(256) if b not in set(visible)]
+    return {chr(b): b for b in visible} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
+
+
+_BYTE_OF_CHAR = _byte_alphabet()
+
+
+def token_bytes(piece: str | None, text: str) -> bytes:
+    """`piece` is the vocabulary's spelling. Where the decoded text is complete, its UTF-8 is the answer already."""
+    if piece is None or "\ufffd" not in text:
+        return text.encode()
+    if piece.startswith("<0x") and piece.endswith(">"):
+        return bytes([int(piece[3:-1], 16)])
+    if all(char in _BYTE_OF_CHAR for char in piece):
+        return bytes(_BYTE_OF_CHAR[char] for char in piece)
+    return text.encode()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _token_text(value: Any) -> str | None:
+    """Special tokens are written as text or as {"content": text, …}."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _eos_ids(directory: Path, inner: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(directory / name).get("eos_token_id")
+        found += [value] if isinstance(value, int) else value if isinstance(value, list) else []
+    if eos_token is not None and (token_id := inner.token_to_id(eos_token)) is not None:
+        found.append(token_id)
+    return tuple(dict.fromkeys(found))
+
+
+def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
