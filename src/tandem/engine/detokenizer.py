@@ -28,7 +28,9 @@ class IncrementalDecoder:
     def __init__(self, decoder: Decoder, prompt_ids: list[int], skip_special_tokens: bool) -> None:
         self._decoder = decoder
         self._skip_special = skip_special_tokens
-        self._window = prompt_ids[-_MOST_PARTIAL_TOKENS:]  # ids whose text is out, then `_fresh` ids whose is not
+        self._window = prompt_ids[
+            -_MOST_PARTIAL_TOKENS:
+        ]  # ids whose text is out, then `_fresh` ids whose is not
         self._fresh = 0
 
     def push(self, token_id: int) -> str:

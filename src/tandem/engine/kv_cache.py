@@ -32,9 +32,9 @@ def allocate_layers(
 class KVCache:
     """Counts the users of every page. A page is free, in use (count > 0), or idle: unused but holding a known prefix.
 
-    Sequences release pages deepest first, and whoever uses a prefix page uses all pages before it. Hence a page goes
-    idle before the pages in front of it do, and the head of `_idle`, the least recently used one, is always a leaf of the
-    tree: eviction needs neither timestamps nor a search.
+    Sequences release pages deepest first, and whoever uses a prefix page uses all pages before it. Hence a
+    page goes idle before the pages in front of it do, and the head of `_idle`, the least recently used one,
+    is always a leaf of the tree: eviction needs neither timestamps nor a search.
     """
 
     def __init__(

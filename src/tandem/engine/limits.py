@@ -82,7 +82,9 @@ def _within(value: float, lowest: float, highest: float, inclusive: bool) -> boo
 
 def _range_text(field: str, value: float, lowest: float, highest: float, inclusive: bool) -> str:
     bound = f"at least {lowest:g}" if inclusive else f"greater than {lowest:g}"
-    return f"{field} must be {bound}{'' if highest == math.inf else f' and at most {highest:g}'}, not {value:g}"
+    return (
+        f"{field} must be {bound}{'' if highest == math.inf else f' and at most {highest:g}'}, not {value:g}"
+    )
 
 
 def _validate_stops(params: SamplingParams) -> None:
@@ -94,7 +96,9 @@ def _validate_stops(params: SamplingParams) -> None:
         raise RequestError(f"stop strings must have at most {MAX_STOP_CHARS} characters together", "stop")
 
 
-def _validate_token_ids(field: str, ids: tuple[int, ...] | dict[int, float], most: int, vocab_size: int) -> None:
+def _validate_token_ids(
+    field: str, ids: tuple[int, ...] | dict[int, float], most: int, vocab_size: int
+) -> None:
     if len(ids) > most:
         raise RequestError(f"{field} may have at most {most} entries, not {len(ids)}", field)
     for token_id in ids:

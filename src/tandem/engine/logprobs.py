@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tandem.engine.penalties import FloatRow
+from tandem.engine.penalties import FloatRow, FloatRows
 from tandem.engine.protocol import TokenLogprob
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import Chunk
 
 
 def token_logprob(logits: FloatRow, token_id: int, top: int) -> TokenLogprob:
@@ -16,13 +16,16 @@ def token_logprob(logits: FloatRow, token_id: int, top: int) -> TokenLogprob:
     return TokenLogprob(token_id, float(logits[token_id] - norm), best)
 
 
-def score_prompt(sequence: Sequence, first_row: int, logits: FloatRow) -> None:
-    """Row r of `logits` is that of prompt position first_row + r and predicts the token after it."""
+def score_prompt(chunk: Chunk, logits: FloatRows) -> None:
+    """`logits` are the chunk's last rows. The row of prompt position p scores token p + 1; the row of the last
+    position scores none, it chooses the answer's first token. Call before the chunk counts as computed."""
+    sequence = chunk.sequence
     top = sequence.sampling.prompt_logprobs
     assert top is not None
     if not sequence.prompt_logprobs:
         sequence.prompt_logprobs.append(TokenLogprob(sequence.tokens[0], None))
-    for position, row in enumerate(logits, start=first_row + 1):
+    first = sequence.computed_len + chunk.length - chunk.logits
+    for position, row in enumerate(logits, start=first + 1):
         if position < sequence.prompt_len:
             assert position == len(sequence.prompt_logprobs)
             sequence.prompt_logprobs.append(token_logprob(row, sequence.tokens[position], top))

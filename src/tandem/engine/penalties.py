@@ -10,11 +10,16 @@ import numpy.typing as npt
 from tandem.engine.protocol import SamplingParams
 from tandem.engine.sequence import Sequence
 
-FloatRow = npt.NDArray[np.float32]
+FloatRow = npt.NDArray[np.float32]  # [vocab]
+FloatRows = npt.NDArray[np.float32]  # [R, vocab]
 
 
 def uses_penalties(params: SamplingParams) -> bool:
-    neutral = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
+    neutral = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (
+        1.0,
+        0.0,
+        0.0,
+    )
     return not neutral
 
 
@@ -24,7 +29,7 @@ def changes_logits(sequence: Sequence) -> bool:
 
 
 def adjust(logits: FloatRow, sequence: Sequence, eos_ids: Collection[int]) -> FloatRow:
-    """A changed copy of one row [vocab]. Order as in Transformers: penalties, bias, then tokens that may not come yet."""
+    """A changed copy of one row. Order as in Transformers: penalties, bias, tokens that may not come yet."""
     row = logits.copy()
     if uses_penalties(sequence.sampling):
         _penalise(row, sequence)

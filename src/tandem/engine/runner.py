@@ -10,12 +10,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tandem.engine.penalties import FloatRows
 from tandem.engine.sequence import Chunk
 from tandem.models.batch import ForwardBatch
 
 
+class KVLayout(Protocol):
+    @property
+    def layers(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
 class KVModel(Protocol):
     """What the engine needs of a model."""
+
+    @property
+    def kv_layout(self) -> KVLayout: ...
 
     def forward(self, batch: ForwardBatch, kv: Rows[tuple[Tensor, Tensor]]) -> Tensor:
         """float32 logits [len(batch.logits_rows), vocab]."""
@@ -48,11 +61,11 @@ class ModelRunner:
         self._block_tables = np.zeros(0, dtype=np.int32)
         self._counting = np.arange(max_step_tokens, dtype=np.int64)
 
-    def run(self, chunks: Rows[Chunk]) -> npt.NDArray[np.float32]:
+    def run(self, chunks: Rows[Chunk]) -> FloatRows:
         """Logits rows of all chunks, in order, as float32 [R, vocab]; valid until the model runs again."""
         with torch.inference_mode():
             logits = self._model.forward(self.batch(chunks), self._layers)
-            array: npt.NDArray[np.float32] = logits.to(device="cpu", dtype=torch.float32).numpy()
+            array: FloatRows = logits.to(device="cpu", dtype=torch.float32).numpy()
         return array
 
     def batch(self, chunks: Rows[Chunk]) -> ForwardBatch:
@@ -86,7 +99,9 @@ class ModelRunner:
             return
         positions = np.arange(first, end)
         self._positions[rows] = positions
-        self._cache_slots[rows] = sequence.page_table[positions // size].astype(np.int64) * size + positions % size
+        self._cache_slots[rows] = (
+            sequence.page_table[positions // size].astype(np.int64) * size + positions % size
+        )
 
     def _tables(self, chunks: Rows[Chunk]) -> npt.NDArray[np.int32]:
         """[S, P] zeros, P the most pages any of these sequences has; the memory grows but is kept."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.logprobs import token_logprob
-from tandem.engine.penalties import FloatRow, adjust, changes_logits
+from tandem.engine.penalties import FloatRow, FloatRows, adjust, changes_logits
 from tandem.engine.protocol import SamplingParams, TokenLogprob
 from tandem.engine.sequence import Sequence
 
@@ -45,7 +45,7 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (word >> 11) * 2.0**-53
 
 
-def sample(logits: FloatRow, sequences: Rows[Sequence], eos_ids: Collection[int]) -> list[Sampled]:
+def sample(logits: FloatRows, sequences: Rows[Sequence], eos_ids: Collection[int]) -> list[Sampled]:
     """logits [R, vocab], row r belongs to sequences[r]. Log-probabilities are those of the unmodified logits."""
     best = logits.argmax(axis=1)
     finite = np.isfinite(logits[np.arange(len(best)), best])  # argmax lands on a NaN if there is one

@@ -143,10 +143,16 @@ class Scheduler:
         insort(self.running, sequence, key=_by_arrival)
 
     def _cached_pages(self, sequence: Sequence) -> list[int]:
-        """Pages that hold the beginning of the sequence already, now also used by it. Without a prefix cache the answers
-        of one request still share its whole prompt pages; the last, partial page is computed again."""
+        """Pages that hold the beginning of the sequence already, now also used by it. Without a prefix cache
+        the answers of one request still share its whole prompt pages; the last, partial page is computed
+        again."""
         leader = sequence.leader
-        if self._kv.prefix_cache or sequence.answer_len or leader is None or leader.computed_len < leader.prompt_len:
+        if (
+            self._kv.prefix_cache
+            or sequence.answer_len
+            or leader is None
+            or leader.computed_len < leader.prompt_len
+        ):
             return self._kv.match(sequence.tokens, sequence.reusable_len)
         pages = leader.pages[: sequence.reusable_len // self._kv.page_size]
         self._kv.share(pages)

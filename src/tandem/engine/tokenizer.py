@@ -35,8 +35,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, and the end tokens of generation_config.json
-        or config.json."""
+        """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, and the end tokens of
+        generation_config.json or config.json."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(
@@ -94,7 +94,8 @@ class Tokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-ins of byte-level BPE (GPT-2): visible Latin-1 characters are themselves, the rest follow from U+0100."""
+    """The printable stand-ins of byte-level BPE (GPT-2): visible Latin-1 characters are themselves, the rest
+    follow from U+0100."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [b for b in range(256) if b not in set(visible)]
     return {chr(b): b for b in visible} | {chr(0x100 + i): b for i, b in enumerate(hidden)}

@@ -1,0 +1,197 @@
+"""`Engine`: the facade. `add` requests, call `step` while there is work, hand out what it returns."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from tandem.config import EngineConfig, ModelConfig, Plan
+from tandem.engine.answer import Answer
+from tandem.engine.counters import Counters
+from tandem.engine.kv_cache import KVCache, allocate_layers
+from tandem.engine.limits import answer_limit, check_prompt_ids, validate
+from tandem.engine.logprobs import score_prompt
+from tandem.engine.protocol import EngineStats, GenerateRequest, TokenOutput
+from tandem.engine.runner import KVModel, ModelRunner
+from tandem.engine.sampling import Sampled, fresh_seed, sample
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.sequence import Chunk, Sequence, Status
+from tandem.engine.tokenizer import Tokenizer
+from tandem.errors import RequestError
+
+_log = logging.getLogger(__name__)
+
+_BAD_LOGITS = "the model returned NaN or infinite logits for this request"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is made of. `load_parts` (engine/loader.py) gets it from a config; tests build it by hand."""
+
+    plan: Plan
+    model_config: ModelConfig
+    model: KVModel
+    tokenizer: Tokenizer
+    workers: Any = None  # the WorkerPool, kept alive as long as the engine
+
+
+class Engine:
+    """Not thread-safe: one thread adds, aborts and steps."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Loads a model. Raises ConfigError or CheckpointError."""
+        from tandem.engine.loader import load_parts
+
+        self._assemble(load_parts(config))
+
+    @classmethod
+    def from_parts(cls, parts: EngineParts) -> Engine:
+        engine = cls.__new__(cls)
+        engine._assemble(parts)
+        return engine
+
+    def _assemble(self, parts: EngineParts) -> None:
+        plan = parts.plan
+        self.plan, self.model_config, self.tokenizer = plan, parts.model_config, parts.tokenizer
+        self._workers = parts.workers
+        self._eos_ids = frozenset((*parts.model_config.eos_ids, *parts.tokenizer.eos_ids))
+        layout = parts.model.kv_layout
+        dtype: torch.dtype = getattr(torch, plan.dtype)
+        layers = allocate_layers(
+            layout.layers, plan.num_pages, plan.page_size, layout.kv_heads, layout.head_dim, dtype
+        )
+        self._kv = KVCache(layers, plan.num_pages, plan.page_size, prefix_cache=plan.radix_cache)
+        self._scheduler = Scheduler(
+            self._kv, max_step_tokens=plan.max_step_tokens, max_running=plan.max_running_requests
+        )
+        self._runner = ModelRunner(
+            parts.model, layers, page_size=plan.page_size, max_step_tokens=plan.max_step_tokens
+        )
+        self._answers: dict[str, list[Answer]] = {}
+        self._notices: list[TokenOutput] = []  # outputs that no step made: aborts
+        self._arrivals = 0
+        self._counters = Counters()
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queues a request. Raises RequestError, and changes nothing, if it can never run."""
+        if request.id in self._answers:
+            raise RequestError(f"request id {request.id!r} is in use", "id")
+        validate(request.sampling, self.model_config.vocab)
+        check_prompt_ids(request.prompt_ids, self.model_config.vocab)
+        max_len = answer_limit(request, self.plan.context_length, self._kv.num_pages * self._kv.page_size)
+        sequences = self._sequences(request, max_len)
+        self._answers[request.id] = [Answer(s, self.tokenizer, self._eos_ids) for s in sequences]
+        self._counters.prompt_tokens += len(request.prompt_ids)
+        self._scheduler.add(sequences)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request and frees its pages now; the next step reports "abort". "" means all; unknown ids are
+        ignored."""
+        for name in list(self._answers) if request_id == "" else [request_id]:
+            answers = [a for a in self._answers.get(name, ()) if a.sequence.status is not Status.FINISHED]
+            self._counters.aborted_requests += bool(answers)
+            for answer in answers:
+                self._scheduler.finish(answer.sequence)
+                self._notices.append(answer.end("abort"))
+            self._answers.pop(name, None)
+
+    def has_work(self) -> bool:
+        return bool(self._answers or self._notices)
+
+    def step(self) -> list[TokenOutput]:
+        """Runs the model once for as many sequences as fit; returns what became of them. An error in here fails the
+        requests of this step, with finish_reason "error", and leaves the others alone."""
+        started = perf_counter()
+        outputs, self._notices = self._notices, []
+        chunks = self._scheduler.next()
+        if not chunks:
+            return outputs
+        try:
+            outputs += self._run(chunks)
+        except Exception as error:  # whatever it was: the engine goes on
+            _log.exception("a step of %d sequences failed", len(chunks))
+            outputs += self._fail(chunks, error)
+        self._counters.steps += 1
+        self._counters.step_seconds += perf_counter() - started
+        return outputs
+
+    def flush_cache(self) -> int:
+        """Forgets all cached prefixes that no running request uses; returns the number of pages freed."""
+        return self._kv.flush()
+
+    def stats(self) -> EngineStats:
+        c, scheduler = self._counters, self._scheduler
+        parked = sum(len(s.siblings) for s in (*scheduler.running, *scheduler.waiting))
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + parked,
+            pages_total=self._kv.num_pages,
+            pages_free=self._kv.available,
+            pages_cached=self._kv.idle,
+            prompt_tokens=c.prompt_tokens,
+            cached_tokens=c.cached_tokens,
+            generated_tokens=c.generated_tokens,
+            finished_requests=c.finished_requests,
+            aborted_requests=c.aborted_requests,
+            preemptions=scheduler.preemptions,
+            steps=c.steps,
+            step_seconds=c.step_seconds,
+        )
+
+    def _sequences(self, request: GenerateRequest, max_len: int) -> list[Sequence]:
+        asked = request.sampling.seed
+        seed = fresh_seed() if asked is None else asked
+        self._arrivals += 1
+        return [
+            Sequence(
+                request.id, index, request.prompt_ids, request.sampling,
+                arrival=self._arrivals, max_len=max_len, page_size=self._kv.page_size, seed=seed,
+            )
+            for index in range(request.sampling.n)
+        ]  # fmt: skip
+
+    def _run(self, chunks: list[Chunk]) -> list[TokenOutput]:
+        logits = self._runner.run(chunks)
+        rows, last = [], 0
+        for chunk in chunks:
+            last += chunk.logits
+            if chunk.sequence.scores_prompt:
+                score_prompt(chunk, logits[last - chunk.logits : last])
+            if chunk.samples:
+                rows.append(last - 1)
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        wanted = logits if len(rows) == len(logits) else logits[rows]
+        tokens = iter(sample(wanted, sampling, self._eos_ids))
+        outputs = [self._advance(chunk, next(tokens) if chunk.samples else None) for chunk in chunks]
+        return [output for output in outputs if output is not None]
+
+    def _advance(self, chunk: Chunk, sampled: Sampled | None) -> TokenOutput | None:
+        answer = self._answers[chunk.sequence.request_id][chunk.sequence.index]
+        if sampled is not None and sampled.token_id < 0:
+            return self._end(answer, answer.end("error", _BAD_LOGITS), keep=False)
+        first = chunk.samples and chunk.sequence.answer_len == 0
+        self._scheduler.advance(chunk)
+        if sampled is None:
+            return None
+        output = answer.push(sampled)
+        self._counters.generated_tokens += 1
+        self._counters.cached_tokens += output.cached_tokens if first else 0
+        return self._end(answer, output) if output.finish_reason else output
+
+    def _end(self, answer: Answer, output: TokenOutput, *, keep: bool = True) -> TokenOutput:
+        self._scheduler.finish(answer.sequence, keep=keep)
+        name = answer.sequence.request_id
+        if all(a.sequence.status is Status.FINISHED for a in self._answers[name]):
+            del self._answers[name]
+            self._counters.finished_requests += 1
+        return output
+
+    def _fail(self, chunks: list[Chunk], error: Exception) -> list[TokenOutput]:
+        text = f"{type(error).__name__}: {error}"
+        failed = [c.sequence for c in chunks if c.sequence.status is not Status.FINISHED]
+        answers = [self._answers[s.request_id][s.index] for s in failed]
+        return [self._end(answer, answer.end("error", text), keep=False) for answer in answers]
