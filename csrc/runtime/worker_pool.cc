@@ -122,9 +122,9 @@ struct WorkerPool::State {
 
   std::mutex region;  // one region at a time; callers queue here
   const FunctionRef<void(const Worker&)>* body = nullptr;
-  Signal start;                                  // raised once per region
-  alignas(64) std::atomic<int> working{0};       // pool threads still in the region
-  Signal finished;                               // raised by the last of them
+  Signal start;                             // raised once per region
+  alignas(64) std::atomic<int> working{0};  // pool threads still in the region
+  Signal finished;                          // raised by the last of them
   alignas(64) std::atomic<int> at_barrier{0};
   Signal barrier;
   alignas(64) std::atomic<int64_t> next_task{0};
@@ -191,7 +191,8 @@ struct WorkerPool::State {
   void check_caller() const {
     if (inside_region) throw std::logic_error("a parallel region was started inside a parallel region");
     if (generation != fork_generation.load(std::memory_order_relaxed))
-      throw std::runtime_error("this WorkerPool was made before fork(); its threads stayed in the parent. Make a new one");
+      throw std::runtime_error(
+          "this WorkerPool was made before fork(); its threads stayed in the parent. Make a new one");
   }
 
   void stop() {

@@ -1,0 +1,81 @@
+# The whole project in a handful of words. `make serve`, then `make chat` in another terminal; `make test`.
+# PYTHON: the interpreter that the virtual environment is made from (3.11 to 3.13). VENV: where it is made.
+
+PYTHON ?= $(shell scripts/find_python.sh)
+VENV ?= .venv
+MODEL ?= demo
+ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+STAMPS := $(VENV)/.stamps
+# The interpreter whose extension `make ext` builds: an active environment, ours, or PYTHON, in this order.
+EXT_PYTHON ?= $(firstword $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python) $(wildcard $(BIN)/python) $(PYTHON))
+SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find src csrc -type f ! -name '*.so' ! -name '*.pyc')
+CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu')
+
+.DEFAULT_GOAL := help
+.PHONY: help venv serve chat test lint format ext bench test-gpu clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+$(STAMPS)/venv:
+	PYTHON="$(PYTHON)" scripts/make_venv.sh "$(VENV)"
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/torch: $(STAMPS)/venv scripts/install_torch.py
+	$(BIN)/python scripts/install_torch.py
+	@touch $@
+
+$(STAMPS)/build-tools: $(STAMPS)/torch
+	$(PIP) install "scikit-build-core>=0.10" "nanobind>=2.9" ninja
+	@touch $@
+
+$(STAMPS)/package: $(STAMPS)/build-tools $(SOURCES)
+	@echo "Installing Tandem into $(VENV) (the first build takes a few minutes) ..."
+	$(PIP) install --no-build-isolation .
+	@touch $@
+
+$(STAMPS)/test: $(STAMPS)/torch pyproject.toml scripts/extras.py
+	$(BIN)/python scripts/extras.py test | $(PIP) install --requirement /dev/stdin
+	@touch $@
+
+$(STAMPS)/lint: $(STAMPS)/test pyproject.toml scripts/extras.py
+	$(BIN)/python scripts/extras.py lint | $(PIP) install --requirement /dev/stdin
+	@touch $@
+
+venv: $(STAMPS)/package ## a virtual environment in .venv with Tandem built and installed
+
+serve: $(STAMPS)/package ## serve the demo model (or MODEL=directory) on 127.0.0.1:30000
+	$(BIN)/kt serve $(MODEL) $(ARGS)
+
+chat: $(STAMPS)/package ## chat with the running server
+	$(BIN)/kt chat $(ARGS)
+
+test: $(STAMPS)/package $(STAMPS)/test ## all tests that need no GPU (ARGS="-k name" for some)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMPS)/package $(STAMPS)/lint ## ruff, mypy --strict, clang-format
+	$(BIN)/ruff check src tests benchmarks scripts
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+
+format: $(STAMPS)/lint ## let ruff and clang-format rewrite the sources
+	$(BIN)/ruff check --fix --quiet src tests benchmarks scripts
+	$(BIN)/ruff format --quiet src tests benchmarks scripts
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+ext: ## build the C++ extension into src/tandem, for runs with PYTHONPATH=src
+	cmake -S . -B build/dev -DPython_EXECUTABLE=$$(command -v $(EXT_PYTHON)) $(CMAKE_ARGS)
+	cmake --build build/dev --parallel
+
+bench: $(STAMPS)/package $(STAMPS)/test ## measure kernels and decoding beside PyTorch and Transformers
+	$(BIN)/kt bench kernels
+	$(BIN)/kt bench decode
+
+test-gpu: ## tests that need an NVIDIA GPU, and all kernel tests, with PYTHON's own packages
+	PYTHON="$(PYTHON)" scripts/test_gpu.sh $(ARGS)
+
+clean: ## remove everything that was built
+	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis src/tandem/*.so
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

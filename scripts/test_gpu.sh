@@ -1,0 +1,19 @@
+#!/bin/sh
+# Kernel tests and tests marked `gpu` with the packages that $PYTHON has; no environment is made, nothing is
+# downloaded. Packages that are missing may lie as wheels in .whl/ and are unpacked into build/site.
+set -eu
+cd "$(dirname "$0")/.."
+site=build/site
+if ls .whl/*.whl >/dev/null 2>&1; then
+  "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$site" .whl/*.whl
+fi
+export PYTHONPATH="src:$site${PYTHONPATH:+:$PYTHONPATH}"
+cmake -S . -B build/gpu -DPython_EXECUTABLE="$(command -v "$PYTHON")" >/dev/null
+cmake --build build/gpu --parallel
+kernel_tests=$(ls tests/test_kernel*.py tests/test_*pool*.py tests/test_symbols.py 2>/dev/null || true)
+# shellcheck disable=SC2086
+"$PYTHON" -m pytest -q -p no:cacheprovider $kernel_tests "$@"
+status=0
+"$PYTHON" -m pytest -q -p no:cacheprovider -m gpu tests "$@" || status=$?
+[ "$status" -eq 5 ] && status=0 # no test is marked gpu yet
+exit "$status"
