@@ -1,4 +1,4 @@
-"""Prints the requirements of one of pyproject.toml's extras, one a line: `extras.py test | pip install -r /dev/stdin`."""
+"""Prints the requirements of one of pyproject.toml's extras, one a line, for `pip install -r /dev/stdin`."""
 
 from __future__ import annotations
 
