@@ -115,7 +115,7 @@ class TorchOps:
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
     ) -> Tensor:
-        q, k, v = qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=-1)
+        q, k, v = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=-1)
         q, k = self._head_norm(q, q_norm, head_dim, eps), self._head_norm(k, k_norm, head_dim, eps)
         rows = batch.cache_slots
         k_pages.view(-1, kv_heads, head_dim)[rows] = _rotate(k, rope, batch.positions)

@@ -1,0 +1,115 @@
+"""`build_demo`: SmolLM2-135M-Instruct upcycled to a true Mixture of Experts, written as a Hugging Face directory.
+
+Apache-2.0 parts only. 413.8 M parameters, 829 MB; about ten seconds; the same bytes every time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tandem.checkpoint.checkpoint import INDEX
+from tandem.checkpoint.demo_source import base_gguf, sha256_of, trained_parts
+from tandem.checkpoint.demo_text import write_text_files
+from tandem.checkpoint.demo_weights import LAYERS, DemoWeights
+from tandem.errors import CheckpointError
+
+Progress = Callable[[str, int, int], None]  # what is being done, how much of how much is done
+
+MANIFEST = "manifest.json"
+LAYERS_PER_SHARD = 5  # memory is bounded by one shard: 190 MB
+WEIGHTS_SHA256 = "ef1ec7a0d52b23225a25c42392dff595b88f9f7404c2e103fac1a8bdc5ae2b90"
+
+
+def build_demo(out_dir: str | Path, progress: Progress | None = None) -> Path:
+    """Builds the demo model in `out_dir`, unless it is there and whole; returns the directory.
+
+    Atomic: built beside `out_dir` and renamed. Two builders at once: one waits for the other. Raises
+    CheckpointError when the base weights cannot be had or the result is not what it should be.
+    """
+    out, report = Path(out_dir), progress or (lambda _name, _done, _total: None)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(out.with_name(f".{out.name}.lock")):
+        if not demo_is_whole(out):
+            with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
+                _build(Path(scratch), report)
+                _put_in_place(Path(scratch) / "model", out)
+    return out
+
+
+def demo_is_whole(directory: Path) -> bool:
+    """Whether every file of the manifest is there with its checksum, and the manifest is this version's."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        return manifest["weights"] == WEIGHTS_SHA256 and all(
+            sha256_of(directory / name) == digest for name, digest in manifest["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _build(scratch: Path, report: Progress) -> None:
+    report("fetching SmolLM2-135M-Instruct", 0, LAYERS)
+    weights = DemoWeights(base_gguf(scratch), trained_parts())
+    model = scratch / "model"
+    model.mkdir()
+    write_text_files(weights.reader, model)
+    digest = _write_shards(weights, model, report)
+    if digest != WEIGHTS_SHA256:
+        raise CheckpointError(
+            f"the demo weights came out as {digest}, expected {WEIGHTS_SHA256}: report this"
+        )
+    manifest = {"weights": digest, "files": {f.name: sha256_of(f) for f in sorted(model.iterdir())}}
+    (model / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_shards(weights: DemoWeights, model: Path, report: Progress) -> str:
+    """The safetensors files and their index; returns the digest of all tensors, whatever files they are in."""
+    digest, weight_map, total = hashlib.sha256(), {}, 0
+    shards = LAYERS // LAYERS_PER_SHARD
+    for shard in range(shards):
+        tensors = dict(weights.outer()) if shard == 0 else {}
+        for index in range(shard * LAYERS_PER_SHARD, (shard + 1) * LAYERS_PER_SHARD):
+            tensors.update(weights.layer(index))
+            report("building layers", index + 1, LAYERS)
+        name = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        for key in sorted(tensors):
+            digest.update(f"{key} {tuple(tensors[key].shape)} ".encode())
+            digest.update(_bytes(tensors[key]))
+            weight_map[key] = name
+            total += tensors[key].nbytes
+        save_file(tensors, model / name, metadata={"format": "pt"})
+    index_json = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (model / INDEX).write_text(json.dumps(index_json, indent=2) + "\n", encoding="utf-8")
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _put_in_place(model: Path, out: Path) -> None:
+    if out.exists():
+        out.rename(model.parent / "replaced")
+    try:
+        model.rename(out)
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error}") from error
+    shutil.rmtree(model.parent / "replaced", ignore_errors=True)
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    with file.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,91 @@
+"""The demo model's JSON files: configuration, tokenizer and chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gguf import GGUFReader
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL = 3  # a GGUF token type: control token
+BOS, EOS = 1, 2
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "dtype": "bfloat16",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "moe_intermediate_size": 192,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "partial_rotary_factor": 1.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0, "partial_rotary_factor": 1.0},
+    "max_position_embeddings": 8192,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 4,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 4.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+    "tie_word_embeddings": True,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": EOS,
+    "use_cache": True,
+}
+
+GENERATION = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS, "do_sample": False}
+
+
+def write_text_files(gguf: GGUFReader, directory: Path) -> None:
+    """config.json, generation_config.json, tokenizer.json and tokenizer_config.json."""
+    tokens: list[str] = gguf.fields["tokenizer.ggml.tokens"].contents()
+    _write_json(directory / "config.json", CONFIG)
+    _write_json(directory / "generation_config.json", GENERATION)
+    _write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": tokens[BOS],
+            "eos_token": tokens[EOS],
+            "pad_token": tokens[EOS],
+            "unk_token": tokens[0],
+            "add_prefix_space": False,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": CONFIG["max_position_embeddings"],
+            "chat_template": gguf.fields["tokenizer.chat_template"].contents(),
+        },
+    )
+    (directory / "tokenizer.json").write_text(_tokenizer(gguf, tokens).to_str(), encoding="utf-8")
+
+
+def _tokenizer(gguf: GGUFReader, tokens: list[str]) -> Tokenizer:
+    """Byte-level BPE; digits are split one by one first (SmolLM)."""
+    merges = [tuple(merge.split(" ")) for merge in gguf.fields["tokenizer.ggml.merges"].contents()]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = gguf.fields["tokenizer.ggml.token_type"].contents()
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == SPECIAL]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    return tokenizer
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
