@@ -1,0 +1,6 @@
+"""`python -m tandem.cli`, the same as `kt`."""
+
+from tandem.cli import main
+
+if __name__ == "__main__":
+    main()

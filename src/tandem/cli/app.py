@@ -1,0 +1,52 @@
+"""The Typer app: one function per command, each in its own file, and one place where errors become text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from tandem.cli.bench import bench
+from tandem.cli.chat import chat
+from tandem.cli.demo import demo
+from tandem.cli.doctor import doctor
+from tandem.cli.serve import serve
+from tandem.cli.version import version
+from tandem.errors import ConfigError, TandemError
+
+app = typer.Typer(
+    name="kt",
+    help="Tandem serves Mixture-of-Experts models that are larger than the GPU.\n\n"
+    "Start with: kt serve demo, then kt chat in another terminal.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(
+    # Flags come from EngineConfig, which knows the nearest name of a misspelt one; Typer passes them on.
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+    add_help_option=False,
+)(serve)
+app.command()(chat)
+app.command()(version)
+app.command()(doctor)
+app.command()(demo)
+app.add_typer(bench, name="bench")
+
+
+def run(argv: Sequence[str] | None = None) -> None:
+    """Runs one command and exits: 0, 2 for a wrong flag or value, 1 for anything else that failed."""
+    try:
+        app(args=None if argv is None else list(argv), prog_name="kt")
+    except ConfigError as error:
+        fail(error, 2)
+    except TandemError as error:
+        fail(error, 1)
+
+
+def fail(error: TandemError, status: int) -> None:
+    """One line that names what to change, instead of a traceback."""
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(status)

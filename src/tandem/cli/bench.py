@@ -1,0 +1,11 @@
+"""`kt bench`: measurements, each beside what it is compared with, as a table and as JSON."""
+
+from __future__ import annotations
+
+import typer
+
+bench = typer.Typer(
+    help="Measure kernels and decoding on this machine, beside PyTorch and Transformers.\n\n"
+    "Example: kt bench kernels",
+    no_args_is_help=True,
+)

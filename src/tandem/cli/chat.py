@@ -1,0 +1,120 @@
+"""`kt chat`: a conversation in the terminal with a running server."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tandem.cli.chat_client import ChatClient
+
+HELP = """  /help           this list
+  /reset          forget what was said
+  /system TEXT    set the system prompt and start afresh; alone: show it
+  /exit           leave (also Ctrl+D)
+  Ctrl+C          stop the answer"""
+
+
+def chat(
+    host: Annotated[str, typer.Option(help="The server's address.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The server's port.", min=1, max=65535)] = 30000,
+    temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token.", min=0)] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, tokens.", min=1)] = None,
+    api_key: Annotated[str | None, typer.Option(help="If the server wants one.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+) -> None:
+    """Chat with a running server. Ctrl+C stops an answer, Ctrl+D leaves, /help lists the commands.
+
+    Example: kt chat --temperature 0.7
+    """
+    from rich.console import Console
+
+    from tandem.cli.chat_client import ChatClient
+
+    address = f"[{host}]" if ":" in host else host
+    client = ChatClient(f"http://{address}:{port}", api_key, temperature, max_tokens, system)
+    Conversation(client, Console(highlight=False, soft_wrap=True)).run()
+
+
+class Conversation:
+    """Reads lines, runs commands, prints answers as they come."""
+
+    def __init__(self, client: ChatClient, console: Console) -> None:
+        self._client = client
+        self._console = console
+
+    def run(self) -> None:
+        """Until /exit or the end of input. Raises ChatError when no server answers at the start."""
+        name = self._client.model_name()
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  input() then has line editing and history
+        self._console.print(f"[bold]{name}[/]  [dim]{self._client.url} · /help for commands[/]\n")
+        while self._turn():
+            pass
+
+    def _turn(self) -> bool:
+        try:
+            line = input(self._prompt()).strip()
+        except KeyboardInterrupt:
+            self._console.print("\n[dim]Ctrl+D or /exit leaves[/]")
+            return True
+        except EOFError:
+            self._console.print()
+            return False
+        if line.startswith("/"):
+            return self._command(line)
+        if line:
+            self._answer(line)
+        return True
+
+    def _prompt(self) -> str:
+        # \001 and \002 tell readline which bytes take no space on the line.
+        return (
+            "\001\033[1;36m\002you ›\001\033[0m\002 "
+            if sys.stdin.isatty() and self._console.is_terminal
+            else ""
+        )
+
+    def _command(self, line: str) -> bool:
+        name, _, rest = line.partition(" ")
+        if name == "/exit":
+            return False
+        if name == "/reset":
+            self._client.reset()
+            self._console.print("[dim]forgotten[/]")
+        elif name == "/system":
+            self._system(rest.strip())
+        elif name == "/help":
+            self._console.print(HELP, markup=False)
+        else:
+            self._console.print(f"{name} is no command; these are:\n{HELP}", markup=False)
+        return True
+
+    def _system(self, text: str) -> None:
+        if text:
+            self._client.system = text
+            self._client.reset()
+        self._console.print(f"system prompt: {self._client.system or '(none)'}", markup=False, style="dim")
+
+    def _answer(self, question: str) -> None:
+        from tandem.cli.chat_client import ChatError
+
+        try:
+            with contextlib.closing(self._client.ask(question)) as pieces:
+                for piece in pieces:
+                    self._console.print(piece, end="", markup=False)
+            self._console.print(f"\n{self._speed_text()}\n", style="dim", markup=False)
+        except KeyboardInterrupt:
+            self._console.print("\n[dim]stopped[/]\n")
+        except ChatError as error:
+            self._console.print(f"\nerror: {error}\n", style="red", markup=False)
+
+    def _speed_text(self) -> str:
+        speed = self._client.speed
+        rate = f" · {speed.tokens_per_second:.1f} tokens/s" if speed.tokens_per_second else ""
+        return f"{speed.tokens} tokens{rate} · first after {speed.first_token_seconds:.2f} s"

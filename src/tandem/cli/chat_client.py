@@ -1,0 +1,149 @@
+"""One conversation with a server over OpenAI's chat API: what was said, and the answer as it comes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tandem.errors import TandemError
+
+_TIMEOUT = httpx.Timeout(10.0, read=600.0)  # a long prompt on a slow machine takes minutes to its first token
+
+
+class ChatError(TandemError):
+    """The server could not be reached or refused; the text says what to do."""
+
+
+@dataclass
+class Speed:
+    """Of the last answer; tokens as the server counted them."""
+
+    tokens: int = 0
+    first_token_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decoding: the first token's time is the prompt's."""
+        span = self.seconds - self.first_token_seconds
+        return (self.tokens - 1) / span if self.tokens > 1 and span > 0 else 0.0
+
+
+@dataclass
+class ChatClient:
+    """Holds the history; `ask` adds a question and its answer."""
+
+    url: str
+    api_key: str | None = None
+    temperature: float | None = None
+    max_tokens: int | None = None
+    system: str | None = None
+    history: list[dict[str, str]] = field(default_factory=list)
+    speed: Speed = field(default_factory=Speed)
+    _http: httpx.Client = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=_TIMEOUT, trust_env=False)
+
+    def model_name(self) -> str:
+        """What the server serves. Raises ChatError when there is no server."""
+        try:
+            answer = self._http.get("/v1/models")
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+        self._check(answer)
+        return str(answer.json()["data"][0]["id"])
+
+    def reset(self) -> None:
+        """Forgets what was said; the system prompt stays."""
+        self.history.clear()
+
+    def ask(self, question: str) -> Generator[str, None, None]:
+        """Pieces of the answer. When the caller stops early, what was said so far stays in the history and the
+        server stops generating; when the server refuses, the question is taken back. Raises ChatError."""
+        self.history.append({"role": "user", "content": question})
+        pieces: list[str] = []
+        try:
+            for piece in self._stream():
+                pieces.append(piece)
+                yield piece
+        finally:
+            self._remember("".join(pieces))
+
+    def _remember(self, answer: str) -> None:
+        if answer:
+            self.history.append({"role": "assistant", "content": answer})
+        else:
+            self.history.pop()
+
+    def _stream(self) -> Iterator[str]:
+        started, self.speed = time.monotonic(), Speed()
+        try:
+            with self._http.stream("POST", "/v1/chat/completions", json=self._body()) as answer:
+                if answer.status_code != httpx.codes.OK:
+                    answer.read()
+                self._check(answer)
+                yield from self._pieces(answer, started)
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+
+    def _body(self) -> dict[str, Any]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        wanted = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        return {
+            "messages": [*system, *self.history],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **{name: value for name, value in wanted.items() if value is not None},
+        }
+
+    def _pieces(self, answer: httpx.Response, started: float) -> Iterator[str]:
+        for line in answer.iter_lines():
+            data = line.removeprefix("data: ")
+            if data == line or data == "[DONE]":
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise ChatError(event["error"].get("message", "the answer broke off"))
+            self._measure(event, started)
+            yield from _texts(event)
+
+    def _measure(self, event: dict[str, Any], started: float) -> None:
+        self.speed.seconds = time.monotonic() - started
+        if not self.speed.first_token_seconds and any(_texts(event)):
+            self.speed.first_token_seconds = self.speed.seconds
+        if event.get("usage"):
+            self.speed.tokens = event["usage"]["completion_tokens"]
+
+    def _check(self, answer: httpx.Response) -> None:
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            raise ChatError(f"the server at {self.url} wants an API key: kt chat --api-key KEY")
+        if answer.status_code != httpx.codes.OK:
+            raise ChatError(_error_text(answer))
+
+    def _unreachable(self, error: httpx.TransportError) -> ChatError:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return ChatError(f"no server answers at {self.url}; start one with: kt serve demo")
+        return ChatError(
+            f"the connection to {self.url} broke off ({type(error).__name__}); is the server alive?"
+        )
+
+
+def _texts(event: dict[str, Any]) -> Iterator[str]:
+    for choice in event.get("choices", ()):
+        text = choice.get("delta", {}).get("content")
+        if text:
+            yield text
+
+
+def _error_text(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered {answer.status_code}"

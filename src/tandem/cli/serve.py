@@ -1,0 +1,124 @@
+"""`kt serve` and its help. The flags are EngineConfig's; this file only shows them and acts on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import typer
+
+from tandem.config import EngineConfig
+from tandem.config.engine_config import FLAGS
+from tandem.config.flags import Flag
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tandem.config import Plan
+
+_EXAMPLES = """[bold]kt serve[/] MODEL [dim]\\[flags][/]   (= python -m tandem.launch_server --model MODEL)
+
+Serve a model over HTTP: OpenAI's and SGLang's API. MODEL is a Hugging Face directory, or [cyan]demo[/].
+
+  [dim]$[/] kt serve demo
+  [dim]$[/] kt serve /models/Qwen3-30B-A3B --kt-method INT4 --port 8000
+"""
+
+
+def serve(context: typer.Context) -> None:
+    """Serve a model over HTTP: [cyan]kt serve demo[/]."""
+    argv = list(context.args)
+    if {"-h", "--help", "--help-all"} & set(argv) or not argv:
+        return show_help(everything="--help-all" in argv)
+    plan_only = "--plan-only" in argv
+    config = EngineConfig.from_args([word for word in argv if word != "--plan-only"])
+    prepare(config)
+    if plan_only:
+        return show_plan(plan_of(config))
+    for notice in config.notices():
+        print(f"note: {notice}", file=sys.stderr)
+    from tandem.server.launch import serve as run_server
+
+    raise typer.Exit(run_server(config))
+
+
+def prepare(config: EngineConfig) -> None:
+    """Builds the demo model if that is what will be served; names a directory that does not exist."""
+    from tandem.checkpoint import demo_dir, resolve_model
+    from tandem.cli.demo import prepare_demo
+
+    path = resolve_model(config.model)
+    if path == demo_dir():
+        prepare_demo(path)
+
+
+def plan_of(config: EngineConfig) -> Plan:
+    """What would be done with this model on this machine, without loading a weight."""
+    from tandem.checkpoint import resolve_model
+    from tandem.config import Machine, ModelConfig, resolve
+
+    return resolve(config, ModelConfig.load(resolve_model(config.model)), Machine.detect())
+
+
+def show_plan(plan: Plan) -> None:
+    """The plan as a table: each choice with its reason."""
+    from rich.console import Console
+
+    console = Console()
+    console.print(plan_table(plan))
+    for notice in plan.notices:
+        console.print(f"note: {notice}", markup=False)
+
+
+def plan_table(plan: Plan) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="Plan", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("choice", "value", "because"):
+        table.add_column(heading, header_style="bold")
+    for decision in plan.decisions:
+        table.add_row(*map(Text, dataclasses.astuple(decision)))
+    return table
+
+
+def show_help(everything: bool) -> None:
+    """The flags that most people need on one screen, or all of them by group."""
+    from rich.console import Console
+
+    console = Console()
+    console.print(_EXAMPLES)
+    shown = [f for f in FLAGS if everything or f.essential]
+    for group, flags in groupby(shown, key=lambda f: f.group):
+        console.print(f"[bold]{group}[/]")
+        console.print(_flag_table(list(flags)))
+    console.print("[bold]Help[/]")
+    console.print("  --plan-only   Print what would be chosen, and why, and stop.")
+    if not everything:
+        console.print("  --help-all    All flags, also those that do not work yet.")
+
+
+def _flag_table(flags: list[Flag]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2), pad_edge=False)
+    table.add_column(no_wrap=True, min_width=26)
+    table.add_column()
+    for f in flags:
+        names = ", ".join(f.spellings)
+        text = f.help if _works(f) else f"{f.help} Not available yet."
+        table.add_row(Text("  " + names), Text(text + _default_text(f), style="" if _works(f) else "dim"))
+    return table
+
+
+def _works(f: Flag) -> bool:
+    """Whether some value of the flag changes something today."""
+    return (f.later is None or f.name in ("kt_method", "attention_backend")) and f.idle is None
+
+
+def _default_text(f: Flag) -> str:
+    choices = f" One of {', '.join(f.choices)}." if f.choices and f.later is None else ""
+    return choices + (f" [{f.default}]" if f.default not in (None, "", False) else "")
