@@ -7,6 +7,7 @@ pages change the answer or fail at once.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -81,12 +82,12 @@ class FakeTokenizer:
 
 
 def fake_plan(**changes) -> Plan:
-    fields = dict(
+    plan = Plan(
         device="cpu", dtype="float32", expert_format="f32", dense_backend="torch", tier="scalar", cpus=(0,),
         context_length=256, page_size=4, num_pages=64, max_running_requests=8, max_step_tokens=16,
         radix_cache=True, fuse_shared_experts=False,
     )  # fmt: skip
-    return Plan(**(fields | changes))
+    return replace(plan, **changes)
 
 
 def fake_config() -> ModelConfig:

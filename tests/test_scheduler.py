@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fake_model import FakeModel, fake_engine, greedy_reference, request, run, text, token_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fake_model import FakeModel, fake_engine, greedy_reference, request, run, text, token_ids
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Status
 from tandem.errors import RequestError

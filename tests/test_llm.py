@@ -1,0 +1,81 @@
+"""The offline API."""
+
+from __future__ import annotations
+
+import pytest
+
+from fake_model import EOS, FakeModel, FakeTokenizer, fake_engine, greedy_reference
+from tandem import LLM, SamplingParams
+from tandem.engine.chat_template import ChatTemplate
+from tandem.errors import ConfigError, EngineError, RequestError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+def letters(ids: list[int]) -> str:
+    return "".join(chr(64 + i) for i in ids if i != EOS)
+
+
+def test_prompts_as_text_ids_or_lists() -> None:
+    llm = LLM.from_engine(fake_engine())
+    expected = letters(greedy_reference([2, 3], 6))
+    for prompts in ("BC", [2, 3], ["BC"], [[2, 3]]):
+        [result] = llm.generate(prompts, GREEDY)
+        assert result.text == expected and result.prompt_ids == [2, 3]
+        assert result.finish_reason in ("stop", "length")
+    assert llm.generate([], GREEDY) == []
+
+
+def test_results_keep_the_order_of_prompts() -> None:
+    llm = LLM.from_engine(fake_engine(max_running_requests=3))
+    prompts = [[2 + i % 7, 3, 4 + i] for i in range(20)]
+    params = [SamplingParams(temperature=0.0, max_tokens=1 + i % 5, logprobs=0) for i in range(20)]
+    results = llm.generate(prompts, params)
+    for prompt, one, result in zip(prompts, params, results, strict=True):
+        assert result.token_ids == greedy_reference(prompt, one.max_tokens)
+        assert len(result.logprobs) == len(result.token_ids)
+
+
+def test_several_answers_per_prompt() -> None:
+    llm = LLM.from_engine(fake_engine())
+    [result] = llm.generate("BC", SamplingParams(n=3, max_tokens=5, seed=1, temperature=1.5))
+    assert len(result.answers) == 3 and len({answer.text for answer in result.answers}) > 1
+
+
+def test_chat_renders_the_template() -> None:
+    engine = fake_engine()
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}D")
+    tokenizer = FakeTokenizer()
+    tokenizer.apply_chat_template = template.render
+    engine.tokenizer = tokenizer
+    llm = LLM.from_engine(engine)
+    message = {"role": "user", "content": "BC"}
+    for messages in ([message], [[message]]):
+        [result] = llm.chat(messages, GREEDY)
+        assert result.prompt == "BCD" and result.text == letters(greedy_reference([2, 3, 4], 6))
+    with pytest.raises(RequestError, match="conversation"):
+        llm.chat([message, [message]], GREEDY)
+
+
+def test_an_impossible_prompt_leaves_the_engine_usable() -> None:
+    llm = LLM.from_engine(fake_engine())
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate([[2, 3], []], GREEDY)
+    with pytest.raises(RequestError, match="SamplingParams"):
+        llm.generate([[2], [3]], [GREEDY])
+    assert llm.generate([2, 3], GREEDY)[0].token_ids == greedy_reference([2, 3], 6)
+
+
+def test_a_failing_model_raises_and_leaves_the_engine_usable() -> None:
+    model = FakeModel()
+    model.fail_on = {9}
+    llm = LLM.from_engine(fake_engine(model))
+    with pytest.raises(EngineError, match="told to fail"):
+        llm.generate([[9, 9], [2, 3]], GREEDY)
+    assert llm.generate([2, 3], GREEDY)[0].token_ids == greedy_reference([2, 3], 6)
+    assert llm.engine.stats().running == 0
+
+
+def test_unknown_keywords_name_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="max_running_requests"):
+        LLM("demo", max_runing_requests=4)
