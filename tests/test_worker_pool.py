@@ -16,9 +16,11 @@ ROOT = Path(__file__).parents[1]
 def build_and_run(tmp_path: Path, *flags: str) -> str:
     program = tmp_path / "worker_pool_test"
     sources = [ROOT / "tests/cpp/worker_pool_test.cc", ROOT / "csrc/runtime/worker_pool.cc"]
-    compile_ = ["c++", "-std=c++20", "-O1", "-g", f"-I{ROOT / 'csrc'}", *flags, *map(str, sources), "-pthread"]
-    subprocess.run([*compile_, "-o", str(program)], check=True, capture_output=True, text=True)
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=250)
+    compile_ = ["c++", "-std=c++20", "-O1", "-g", f"-I{ROOT / 'csrc'}", *flags, "-pthread"]
+    subprocess.run(
+        [*compile_, *map(str, sources), "-o", str(program)], check=True, capture_output=True, text=True
+    )
+    done = subprocess.run([str(program)], check=False, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
