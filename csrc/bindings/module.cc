@@ -3,4 +3,5 @@
 NB_MODULE(_core, m) {
   m.doc() = "Tandem's C++ core.";
   tandem::bind_runtime(m);
+  tandem::bind_dense(m);
 }

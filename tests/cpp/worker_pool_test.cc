@@ -18,12 +18,12 @@
 using tandem::Worker;
 using tandem::WorkerPool;
 
-#define CHECK(condition)                                                              \
-  do {                                                                                \
-    if (!(condition)) {                                                               \
-      std::fprintf(stderr, "%s:%d: CHECK(%s)\n", __FILE__, __LINE__, #condition);     \
-      std::exit(1);                                                                   \
-    }                                                                                 \
+#define CHECK(condition)                                                          \
+  do {                                                                            \
+    if (!(condition)) {                                                           \
+      std::fprintf(stderr, "%s:%d: CHECK(%s)\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                               \
+    }                                                                             \
   } while (0)
 
 namespace {
@@ -114,7 +114,11 @@ void callers_queue_up(WorkerPool& pool) {
 }
 
 void nested_regions_are_refused(WorkerPool& pool) {
-  const auto nested = [&] { pool.run([&](const Worker& w) { if (w.index == w.count - 1) pool.run([](const Worker&) {}); }); };
+  const auto nested = [&] {
+    pool.run([&](const Worker& w) {
+      if (w.index == w.count - 1) pool.run([](const Worker&) {});
+    });
+  };
   CHECK(message_of<std::logic_error>(nested).find("inside") != std::string::npos);
 }
 

@@ -1,0 +1,53 @@
+// What a tier offers to the dense operations: function pointers over plain memory. No inline functions, no std headers.
+#pragma once
+
+#include "abi/kernel_table.h"
+
+namespace tandem {
+
+constexpr int kRowLanes = 16;  // scratch rows of attention are padded to a multiple of it
+
+// Online softmax over keys of one query row: exp-weighted values `acc` relative to the largest score `max`.
+struct AttentionState {
+  float max;  // -inf while no key has been seen
+  float sum;  // of exp(score - max)
+};
+
+struct DenseKernels {
+  Tier tier;
+
+  // out = round(x / rms(x)) * weight for one row of n; with residual: residual = round(residual + x), then of that.
+  void (*rms_norm)(const void* x, void* residual, const void* weight, void* out, int64_t n, float eps, DType type);
+
+  // One head of d elements, in = out allowed: optional scaling by inv_rms and norm weight, then rotation of the first
+  // 2 * half elements by cos/sin (f32 [half]). inv_rms <= 0: no norm.
+  void (*rotate_head)(const void* x, const void* norm_weight, float inv_rms, const float* cos, const float* sin,
+                      int64_t half, void* out, int64_t d, DType type);
+
+  // 1 / sqrt(mean(x^2) + eps) of n elements.
+  float (*inverse_rms)(const void* x, int64_t n, float eps, DType type);
+
+  // Row of d elements to f32, times scale, zero-padded to `padded`.
+  void (*widen)(const void* x, float scale, float* out, int64_t d, int64_t padded, DType type);
+  void (*narrow)(const float* x, float scale, void* out, int64_t d, DType type);
+
+  // Adds keys [begin, end) of a block to one query row. q, k, v, acc are f32 rows of `padded` elements; scratch holds
+  // end - begin floats, rounded up to kRowLanes.
+  void (*attend)(const float* q, const float* k, const float* v, int64_t begin, int64_t end, int64_t padded,
+                 float* scratch, AttentionState* state, float* acc);
+
+  // (into, acc) += (from, from_acc): the other half of online softmax.
+  void (*merge)(AttentionState* into, float* acc, const AttentionState* from, const float* from_acc, int64_t padded);
+
+  // Ceilings. Each returns something computed from all operands so that nothing is optimised away.
+  float (*read_memory)(const void* data, int64_t bytes);  // bytes: a multiple of 1024
+  float (*fma_f32)(int64_t rounds, int64_t* flops);       // registers only
+  float (*dot_bf16)(int64_t rounds, int64_t* flops);      // the tier's best bf16 multiply-add
+};
+
+extern const DenseKernels kScalarDense;
+extern const DenseKernels kAvx2Dense;
+extern const DenseKernels kAvx512Dense;
+extern const DenseKernels kAvx512Bf16Dense;
+
+}  // namespace tandem

@@ -1,0 +1,126 @@
+// Online-softmax attention of one query row over a block of keys held as f32 rows. A row's arithmetic depends on the
+// key positions only, never on which other rows share the block: that is what makes results independent of batching.
+#pragma once
+
+#include "micro/row_runs.h"
+#include "micro/vector_math.h"
+
+namespace tandem {
+namespace {
+
+constexpr float kMinusInfinity = -__builtin_inff();
+
+template <class Isa>
+struct Attention : Rows<Isa> {
+  using R = Rows<Isa>;
+  using Vec = typename Isa::Vec;
+
+  // Scores below the largest by more than 87 count as 1.6e-38: nothing beside the largest weight, 1.
+  static float scalar_exp(float x) {
+    alignas(64) float lanes[kRowLanes];
+    Isa::store(lanes, vector_exp<Isa>(Isa::set1(x)));
+    return lanes[0];
+  }
+
+  // Several dot products at a time hide the latency of one; each key's own order over the elements stays the same.
+  template <int kKeys>
+  static void dot_keys(const float* q, const float* k, int64_t padded, float* out) {
+    Vec sum[kKeys];
+    for (int j = 0; j < kKeys; ++j) sum[j] = Isa::zero();
+    for (int64_t i = 0; i < padded; i += kRowLanes) {
+      const Vec qi = Isa::load(q + i);
+      for (int j = 0; j < kKeys; ++j) sum[j] = Isa::fma(qi, Isa::load(k + j * padded + i), sum[j]);
+    }
+    for (int j = 0; j < kKeys; ++j) out[j] = Isa::reduce_add(sum[j]);
+  }
+
+  // scores[0, keys) -> exp(score - new max), padded to whole runs. Returns the factor for what was summed before.
+  static float soften(float* scores, int64_t keys, AttentionState* state) {
+    const int64_t whole = (keys + kRowLanes - 1) / kRowLanes * kRowLanes;
+    for (int64_t j = keys; j < whole; ++j) scores[j] = kMinusInfinity;
+    Vec largest = Isa::set1(state->max);
+    for (int64_t j = 0; j < whole; j += kRowLanes) largest = Isa::max(Isa::load(scores + j), largest);
+    const float highest = Isa::reduce_max(largest);
+    Vec total = Isa::zero();
+    for (int64_t j = 0; j < whole; j += kRowLanes) {
+      const Vec p = vector_exp<Isa>(Isa::sub(Isa::load(scores + j), Isa::set1(highest)));
+      Isa::store(scores + j, p);
+      total = Isa::add(total, p);
+    }
+    const float factor = scalar_exp(state->max - highest);
+    state->sum = state->sum * factor + Isa::reduce_add(total);
+    state->max = highest;
+    return factor;
+  }
+
+  template <int kRuns>
+  static void add_values(const float* weights, const float* v, int64_t keys, int64_t padded, float factor, float* acc) {
+    Vec sum[kRuns];
+    for (int r = 0; r < kRuns; ++r) sum[r] = Isa::mul(Isa::load(acc + r * kRowLanes), Isa::set1(factor));
+    for (int64_t j = 0; j < keys; ++j) {
+      const Vec w = Isa::set1(weights[j]);
+      for (int r = 0; r < kRuns; ++r) sum[r] = Isa::fma(w, Isa::load(v + j * padded + r * kRowLanes), sum[r]);
+    }
+    for (int r = 0; r < kRuns; ++r) Isa::store(acc + r * kRowLanes, sum[r]);
+  }
+
+  static void attend(const float* q, const float* k, const float* v, int64_t begin, int64_t end, int64_t padded,
+                     float* scratch, AttentionState* state, float* acc) {
+    if (begin >= end) return;
+    const int64_t keys = end - begin;
+    k += begin * padded;
+    v += begin * padded;
+    int64_t j = 0;
+    for (; j + 4 <= keys; j += 4) dot_keys<4>(q, k + j * padded, padded, scratch + j);
+    for (; j < keys; ++j) dot_keys<1>(q, k + j * padded, padded, scratch + j);
+    const float factor = soften(scratch, keys, state);
+    int64_t i = 0;
+    for (; i + 4 * kRowLanes <= padded; i += 4 * kRowLanes)
+      add_values<4>(scratch, v + i, keys, padded, factor, acc + i);
+    for (; i < padded; i += kRowLanes) add_values<1>(scratch, v + i, keys, padded, factor, acc + i);
+  }
+
+  static void merge(AttentionState* into, float* acc, const AttentionState* from, const float* from_acc,
+                    int64_t padded) {
+    if (from->max == kMinusInfinity) return;
+    const float highest = into->max > from->max ? into->max : from->max;
+    const float mine = scalar_exp(into->max - highest), theirs = scalar_exp(from->max - highest);
+    for (int64_t i = 0; i < padded; i += kRowLanes) {
+      const Vec kept = Isa::mul(Isa::load(acc + i), Isa::set1(mine));
+      Isa::store(acc + i, Isa::fma(Isa::load(from_acc + i), Isa::set1(theirs), kept));
+    }
+    into->sum = into->sum * mine + from->sum * theirs;
+    into->max = highest;
+  }
+
+  template <DType type>
+  static void widen_as(const void* x, float scale, float* out, int64_t d, int64_t padded) {
+    R::for_runs(d, [&](int64_t i, int64_t m) {
+      Isa::store(out + i, Isa::mul(R::template load_n<type>(x, i, m), Isa::set1(scale)));
+    });
+    for (int64_t i = (d + kRowLanes - 1) / kRowLanes * kRowLanes; i < padded; i += kRowLanes)
+      Isa::store(out + i, Isa::zero());
+  }
+
+  template <DType type>
+  static void narrow_as(const float* x, float scale, void* out, int64_t d) {
+    R::for_runs(d, [&](int64_t i, int64_t m) {
+      R::template store_n<type>(out, i, m, Isa::mul(Isa::load(x + i), Isa::set1(scale)));
+    });
+  }
+};
+
+template <class Isa>
+void widen(const void* x, float scale, float* out, int64_t d, int64_t padded, DType type) {
+  type == DType::bf16 ? Attention<Isa>::template widen_as<DType::bf16>(x, scale, out, d, padded)
+                      : Attention<Isa>::template widen_as<DType::f32>(x, scale, out, d, padded);
+}
+
+template <class Isa>
+void narrow(const float* x, float scale, void* out, int64_t d, DType type) {
+  type == DType::bf16 ? Attention<Isa>::template narrow_as<DType::bf16>(x, scale, out, d)
+                      : Attention<Isa>::template narrow_as<DType::f32>(x, scale, out, d);
+}
+
+}  // namespace
+}  // namespace tandem

@@ -1,0 +1,99 @@
+#include "ops/dense.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "ops/row_tasks.h"
+
+namespace tandem {
+namespace {
+
+constexpr int64_t bytes_of(DType type) { return type == DType::bf16 ? 2 : 4; }
+
+void check(bool ok, const char* what) {
+  if (!ok) throw std::invalid_argument(what);
+}
+
+// One norm over all heads together (OLMoE), else 0 = "per head".
+float whole_row_rms(const DenseKernels& kernels, const void* x, int64_t norm_size, const DenseOps::Heads& h,
+                    const DenseOps::RopeStore& a) {
+  return norm_size > h.head_dim ? kernels.inverse_rms(x, norm_size, a.eps, a.type) : 0.0f;
+}
+
+}  // namespace
+
+const DenseKernels& dense_kernels(const std::string& tier) {
+  if (tier == "scalar") return kScalarDense;
+  if (tier == "avx2") return kAvx2Dense;
+  if (tier == "avx512") return kAvx512Dense;
+  if (tier == "avx512_bf16" || tier == "amx") return kAvx512Bf16Dense;  // tiles are for matrices only
+  if (tier == "amx_standin") return kScalarDense;
+  throw std::invalid_argument("unknown tier '" + tier + "'; these exist: scalar, avx2, avx512, avx512_bf16, amx");
+}
+
+BatchView::BatchView(std::vector<int64_t> positions_, std::vector<int64_t> cache_slots_,
+                     std::vector<int32_t> query_starts_, std::vector<int32_t> seq_lens_,
+                     std::vector<int32_t> block_tables_, int64_t page_size_, int64_t num_pages_)
+    : positions(std::move(positions_)),
+      cache_slots(std::move(cache_slots_)),
+      query_starts(std::move(query_starts_)),
+      seq_lens(std::move(seq_lens_)),
+      block_tables(std::move(block_tables_)),
+      page_size(page_size_),
+      num_pages(num_pages_) {
+  check(page_size > 0 && num_pages > 0, "batch: the KV cache has no pages");
+  check(cache_slots.size() == positions.size(), "batch: cache_slots and positions differ in length");
+  check(query_starts.size() == seq_lens.size() + 1, "batch: query_starts needs one entry more than seq_lens");
+  check(query_starts.front() == 0 && query_starts.back() == rows(), "batch: query_starts must run from 0 to T");
+  check(sequences() == 0 || block_tables.size() % seq_lens.size() == 0, "batch: block_tables must be [S, P]");
+  for (int64_t slot : cache_slots)
+    check(slot >= 0 && slot < num_pages * page_size, "batch: a cache slot lies outside the KV cache");
+  for (int64_t position : positions) check(position >= 0, "batch: a position is negative");
+  for (int64_t s = 0; s < sequences(); ++s) {
+    const int64_t queries = query_starts[s + 1] - query_starts[s];
+    check(queries >= 0 && queries <= seq_lens[s], "batch: a sequence has more new rows than tokens");
+    const int64_t pages = (seq_lens[s] + page_size - 1) / page_size;
+    check(pages <= table_width(), "batch: a block table is shorter than its sequence");
+    for (int64_t p = 0; p < pages; ++p) {
+      const int32_t page = block_tables[s * table_width() + p];
+      check(page >= 0 && page < num_pages, "batch: a block table names a page outside the KV cache");
+    }
+  }
+}
+
+void DenseOps::rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t n,
+                        float eps, DType type) const {
+  const int64_t stride = n * bytes_of(type);
+  for_rows(pool, rows, n, [&](int64_t r) {
+    kernels.rms_norm(static_cast<const char*>(x) + r * stride,
+                     residual ? static_cast<char*>(residual) + r * stride : nullptr, weight,
+                     static_cast<char*>(out) + r * stride, n, eps, type);
+  });
+}
+
+void DenseOps::rope_store(const BatchView& batch, const Heads& h, const RopeStore& a) const {
+  for (int64_t position : batch.positions)
+    check(position < a.table_rows, "rope_store: a position lies beyond the rotary tables (context length)");
+  const int64_t size = bytes_of(a.type), head = h.head_dim * size;
+  const int64_t row_bytes = (h.heads + 2 * h.kv_heads) * head;
+  for_rows(pool, batch.rows(), row_bytes / size, [&](int64_t t) {
+    const char* q = static_cast<const char*>(a.qkv) + t * row_bytes;
+    const char *k = q + h.heads * head, *v = k + h.kv_heads * head;
+    const float *cos = a.cos + batch.positions[t] * a.half, *sin = a.sin + batch.positions[t] * a.half;
+    const auto turn = [&](const char* from, char* to, int64_t count, const void* norm, int64_t norm_size) {
+      const float whole = norm ? whole_row_rms(kernels, from, norm_size, h, a) : 0.0f;
+      for (int64_t i = 0; i < count; ++i) {
+        const bool own = norm && norm_size == h.head_dim;
+        const float inv = own ? kernels.inverse_rms(from + i * head, h.head_dim, a.eps, a.type) : whole;
+        const void* weight = norm && !own ? static_cast<const char*>(norm) + i * head : norm;
+        kernels.rotate_head(from + i * head, weight, inv, cos, sin, a.half, to + i * head, h.head_dim, a.type);
+      }
+    };
+    const int64_t cache_row = batch.cache_slots[t] * h.kv_heads * head;
+    turn(q, static_cast<char*>(a.q) + t * h.heads * head, h.heads, a.q_norm, h.q_norm_size);
+    turn(k, static_cast<char*>(a.k_pages) + cache_row, h.kv_heads, a.k_norm, h.k_norm_size);
+    std::copy_n(v, h.kv_heads * head, static_cast<char*>(a.v_pages) + cache_row);
+  });
+}
+
+}  // namespace tandem

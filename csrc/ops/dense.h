@@ -1,0 +1,76 @@
+// Drivers of the dense operations on the pool; blind to the instruction set. Pointers are to contiguous rows.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "abi/dense_kernels.h"
+#include "runtime/worker_pool.h"
+
+namespace tandem {
+
+// The kernels of a tier by its name. Throws std::invalid_argument for an unknown one.
+const DenseKernels& dense_kernels(const std::string& tier);
+
+// The part of a step that every layer shares: a checked copy of the batch's index tensors.
+struct BatchView {
+  // query_starts has sequences + 1 entries, block_tables [sequences, table_width]. Throws std::invalid_argument
+  // when an index points outside the cache of num_pages * page_size rows, so that kernels need not look again.
+  BatchView(std::vector<int64_t> positions, std::vector<int64_t> cache_slots, std::vector<int32_t> query_starts,
+            std::vector<int32_t> seq_lens, std::vector<int32_t> block_tables, int64_t page_size, int64_t num_pages);
+
+  int64_t rows() const { return static_cast<int64_t>(positions.size()); }
+  int64_t sequences() const { return static_cast<int64_t>(seq_lens.size()); }
+  int64_t table_width() const { return sequences() ? static_cast<int64_t>(block_tables.size()) / sequences() : 0; }
+
+  std::vector<int64_t> positions, cache_slots;
+  std::vector<int32_t> query_starts, seq_lens, block_tables;
+  int64_t page_size, num_pages;
+};
+
+struct DenseOps {
+  WorkerPool& pool;
+  const DenseKernels& kernels;
+
+  // x, residual, out: [rows, n]; residual may be null.
+  void rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t n, float eps,
+                DType type) const;
+
+  struct Heads {
+    int64_t heads, kv_heads, head_dim;
+    int64_t q_norm_size, k_norm_size;  // 0: none; head_dim: per head; otherwise over all heads together
+  };
+  struct RopeStore {
+    const void* qkv;         // [rows, (heads + 2 * kv_heads) * head_dim]
+    const float *cos, *sin;  // [table_rows, half]
+    int64_t table_rows, half;
+    const void *q_norm, *k_norm;
+    void *k_pages, *v_pages;  // [num_pages, page_size, kv_heads, head_dim]
+    void* q;                  // [rows, heads * head_dim]
+    float eps;
+    DType type;
+  };
+  void rope_store(const BatchView& batch, const Heads& heads, const RopeStore& args) const;
+
+  struct Attention {
+    const void *q, *k_pages, *v_pages;
+    void* out;  // [rows, heads * head_dim]
+    float scale;
+    int64_t window;  // 0: all keys
+    DType type;
+  };
+  void attention(const BatchView& batch, const Heads& heads, const Attention& args) const;
+
+  struct Route {
+    const float *logits, *bias;  // [rows, experts], [experts] or null
+    int32_t* ids;                // [rows, top_k]
+    float* weights;
+    int64_t experts, top_k, groups, top_groups;
+    bool sigmoid, normalize, group_by_top2;
+    float scale, epsilon;
+  };
+  void route(int64_t rows, const Route& args) const;
+};
+
+}  // namespace tandem

@@ -1,0 +1,221 @@
+"""`CpuOps` (every tier this host runs) against `TorchOps`, and the promise that rows do not depend on each other.
+
+Tolerances: both sides work in float32 and differ in the order of sums, so an n-term sum over 16 lanes differs by at
+most about (n / 16 + 4) * 2^-24 of its terms; a bfloat16 result may then round to the neighbour (2^-7 of its size).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem import _core
+from tandem.config.model_config import RouterConfig
+from tandem.errors import KernelError
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.ops import Rope
+from tandem.kernels.reference import TorchOps
+
+F32_ULP, BF16_ULP = 2.0**-23, 2.0**-7
+PAGE = 16
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module", params=_core.supported_tiers())
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    return CpuOps(_core.WorkerPool([-1, -1]), request.param)
+
+
+@dataclass
+class Batch:
+    positions: Tensor
+    cache_slots: Tensor
+    query_starts: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+
+
+def make_batch(spans: list[tuple[int, int]], tables: Tensor) -> Batch:
+    """Sequence s contributes tokens [start, end) of spans[s]; tables [S, P] are its pages."""
+    positions = torch.cat([torch.arange(a, b) for a, b in spans])
+    rows = torch.cat([torch.full((b - a,), s) for s, (a, b) in enumerate(spans)])
+    starts = torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0).int()
+    slots = tables[rows, positions // PAGE].long() * PAGE + positions % PAGE
+    return Batch(positions, slots, starts, torch.tensor([b for _, b in spans]).int(), tables)
+
+
+def random_tables(sequences: int, tokens: int) -> tuple[Tensor, int]:
+    """Scattered pages: position order must come from the table, not from memory."""
+    pages = -(-tokens // PAGE)
+    return torch.randperm(sequences * pages).view(sequences, pages).int(), sequences * pages
+
+
+def assert_near(got: Tensor, expected: Tensor, terms: int, size: float = 1.0) -> None:
+    """Sums of `terms` products of about `size` each, see the module's docstring."""
+    f32_error = (terms / 16 + 8) * F32_ULP
+    bf16 = got.dtype is torch.bfloat16
+    rtol = f32_error + (BF16_ULP if bf16 else 0.0)
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=f32_error * size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 576), (3, 17), (40, 1024), (5, 1)])
+def test_rms_norm(ops: CpuOps, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, *shape).to(dtype).unbind()
+    weight = (1 + 0.1 * torch.randn(shape[1])).to(dtype)
+    kept = residual.clone()
+    got, expected = ops.rms_norm(x, weight, 1e-5), TorchOps().rms_norm(x, weight, 1e-5)
+    assert_near(got, expected, 2 * shape[1])
+    assert (got != expected).float().mean() < (0.01 if dtype is torch.bfloat16 else 1)
+    got, expected = (
+        ops.add_rms_norm(x, residual, weight, 1e-5),
+        TorchOps().add_rms_norm(x, kept, weight, 1e-5),
+    )
+    assert torch.equal(residual, kept)
+    assert_near(got, expected, 2 * shape[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", ["none", "head", "all"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "rotary"), [(9, 3, 64, 64), (4, 1, 40, 20), (2, 2, 18, 18)]
+)
+def test_rope_store(
+    ops: CpuOps, dtype: torch.dtype, norm: str, heads: int, kv_heads: int, head_dim: int, rotary: int
+) -> None:
+    torch.manual_seed(0)
+    tables, pages = random_tables(2, 50)
+    batch = make_batch([(0, 21), (49, 50)], tables)
+    angles = torch.rand(50, rotary // 2) * 6.3
+    rope = Rope(angles.cos(), angles.sin())
+    qkv = torch.randn(22, (heads + 2 * kv_heads) * head_dim).to(dtype)
+    sizes = {"none": None, "head": (head_dim, head_dim), "all": (heads * head_dim, kv_heads * head_dim)}[norm]
+    q_norm, k_norm = (None, None) if sizes is None else (1 + 0.1 * torch.randn(n).to(dtype) for n in sizes)
+    results = []
+    for each in (ops, TorchOps()):
+        k_pages, v_pages = torch.zeros(2, pages, PAGE, kv_heads, head_dim).to(dtype).unbind()
+        q = each.rope_store(
+            qkv, rope, batch, k_pages, v_pages, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            q_norm=q_norm, k_norm=k_norm,
+        )  # fmt: skip
+        results.append((q, k_pages, v_pages))
+    for got, expected in zip(*results, strict=True):
+        if norm == "none":
+            assert torch.equal(got, expected)  # the same products, the same roundings
+        else:  # one neighbour from the norm, one from its product; the rotation adds two such terms
+            slack = 4 * BF16_ULP if dtype is torch.bfloat16 else 64 * F32_ULP
+            torch.testing.assert_close(got, expected, rtol=slack, atol=slack)
+
+
+def attention_case(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, tokens: int
+) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    tables, pages = random_tables(3, tokens)
+    k, v = torch.randn(2, pages, PAGE, kv_heads, head_dim).to(dtype).unbind()
+    return torch.randn(3, tokens, heads, head_dim).to(dtype), k, v, tables
+
+
+def attend(ops: CpuOps | TorchOps, q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int) -> Tensor:
+    return ops.attention(q.contiguous(), k, v, batch, q.shape[-1] ** -0.5, window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 7, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 1, 40), (2, 2, 18)])
+def test_attention(
+    ops: CpuOps, dtype: torch.dtype, window: int, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    q, k, v, tables = attention_case(dtype, heads, kv_heads, head_dim, 700)
+    spans = [(0, 37), (690, 700), (128, 129)]
+    batch = make_batch(spans, tables)
+    rows = torch.cat([q[s, a:b] for s, (a, b) in enumerate(spans)])
+    got, expected = attend(ops, rows, k, v, batch, window), attend(TorchOps(), rows, k, v, batch, window)
+    # Weights sum to 1 over values of size 1; scores of a few units carry their own sums' error into the exponent.
+    assert_near(got, expected, 700 + 4 * head_dim, size=4.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 130])
+def test_attention_rows_do_not_depend_on_batch_or_chunks(
+    ops: CpuOps, dtype: torch.dtype, window: int
+) -> None:
+    tokens = 1100  # three splits of 512
+    q, k, v, tables = attention_case(dtype, 6, 2, 32, tokens)
+    whole = attend(ops, q[0], k, v, make_batch([(0, tokens)], tables[:1]), window)
+    for start, end in [(0, 1), (0, 515), (515, 1023), (1023, 1024), (1099, 1100)]:
+        alone = attend(ops, q[0, start:end], k, v, make_batch([(start, end)], tables[:1]), window)
+        assert torch.equal(alone, whole[start:end])
+        mixed = make_batch([(3, 60), (start, end), (900, 901)], tables[[1, 0, 2]])
+        rows = torch.cat([q[1, 3:60], q[0, start:end], q[2, 900:901]])
+        assert torch.equal(attend(ops, rows, k, v, mixed, window)[57 : 57 + end - start], whole[start:end])
+
+
+def test_attention_ignores_what_is_beyond_the_sequence(ops: CpuOps) -> None:
+    q, k, v, tables = attention_case(torch.float32, 2, 1, 16, 64)
+    batch = make_batch([(0, 20)], tables[:1])
+    expected = attend(ops, q[0, :20], k, v, batch, 0)
+    used = tables[0, 20 // PAGE]
+    k[used, 20 % PAGE :] = float("nan")
+    v[used, 20 % PAGE :] = float("nan")
+    assert torch.equal(attend(ops, q[0, :20], k, v, batch, 0), expected)
+
+
+ROUTERS = [
+    RouterConfig(num_experts=32, top_k=8, score="sigmoid", scale=1.5, epsilon=1e-20),
+    RouterConfig(num_experts=60, top_k=4, normalize=False),
+    RouterConfig(num_experts=64, top_k=6, score="sigmoid", num_groups=8, top_groups=3, scale=2.5),
+    RouterConfig(num_experts=64, top_k=6, num_groups=4, top_groups=2, group_score="max"),
+    RouterConfig(num_experts=3, top_k=3),
+]
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=lambda r: f"{r.score}-{r.num_experts}-{r.num_groups}")
+@pytest.mark.parametrize("biased", [False, True])
+def test_route(ops: CpuOps, router: RouterConfig, biased: bool) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(200, router.num_experts)
+    bias = torch.rand(router.num_experts) if biased else None
+    got, expected = ops.route(logits, router, bias), TorchOps().route(logits, router, bias)
+    assert torch.equal(got.ids, expected.ids)
+    torch.testing.assert_close(got.weights, expected.weights, rtol=(router.num_experts + 8) * F32_ULP, atol=0)
+    single = ops.route(logits[7:8], router, bias)
+    assert torch.equal(single.ids[0], got.ids[7]) and torch.equal(single.weights[0], got.weights[7])
+
+
+def test_equal_scores_choose_the_lowest_experts(ops: CpuOps) -> None:
+    router = RouterConfig(num_experts=32, top_k=5)
+    assert ops.route(torch.zeros(1, 32), router).ids.tolist() == [[0, 1, 2, 3, 4]]
+    grouped = replace(router, num_groups=8, top_groups=2)
+    assert ops.route(torch.zeros(1, 32), grouped).ids.tolist() == [[0, 1, 2, 3, 4]]
+    assert sorted(ops.route(torch.full((1, 32), torch.nan), router).ids[0].tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_bad_input_is_an_error_that_names_it(ops: CpuOps) -> None:
+    x, weight = torch.randn(2, 8), torch.ones(8)
+    with pytest.raises(KernelError, match="contiguous CPU tensor of bfloat16 or float32, not torch.float16"):
+        ops.rms_norm(x.half(), weight, 1e-5)
+    with pytest.raises(KernelError, match="contiguous"):
+        ops.rms_norm(torch.randn(8, 2).T, weight, 1e-5)
+    with pytest.raises(KernelError, match="8 elements, not 7"):
+        ops.rms_norm(x, weight[:7], 1e-5)
+    with pytest.raises(KernelError, match="top_k 9 of 8"):
+        ops.route(x, RouterConfig(num_experts=8, top_k=9))
+    q, k, v, tables = attention_case(torch.float32, 2, 1, 16, 64)
+    for change, message in [
+        ({"block_tables": tables[:1] + 1000}, "a page outside"),
+        ({"cache_slots": torch.full((20,), -1)}, "a cache slot lies outside"),
+        ({"seq_lens": torch.tensor([5]).int()}, "more new rows than tokens"),
+        ({"seq_lens": torch.tensor([500]).int()}, "shorter than its sequence"),
+        ({"query_starts": torch.tensor([0, 19]).int()}, "from 0 to T"),
+    ]:
+        with pytest.raises(KernelError, match=message):
+            attend(ops, q[0, :20], k, v, replace(make_batch([(0, 20)], tables[:1]), **change), 0)
+    with pytest.raises(KernelError, match="KV pages must be"):
+        attend(ops, q[0, :20].bfloat16(), k, v, make_batch([(0, 20)], tables[:1]), 0)
+    with pytest.raises(KernelError, match="this CPU cannot run tier 'sse9'"):
+        CpuOps(ops.pool, "sse9")
