@@ -1,0 +1,37 @@
+"""One file per architecture over shared layers, plus its checkpoint names."""
+
+from __future__ import annotations
+
+from tandem.checkpoint import Checkpoint
+from tandem.config import ModelConfig, Plan
+from tandem.errors import ConfigError
+from tandem.kernels.ops import Ops
+from tandem.models import glm4_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
+from tandem.models.batch import ForwardBatch
+from tandem.models.builder import Builder, Progress
+from tandem.models.model import KVLayout, Model
+
+ARCHITECTURES = {
+    "glm4_moe": glm4_moe.layer,
+    "mixtral": mixtral.layer,
+    "olmoe": olmoe.layer,
+    "qwen2_moe": qwen2_moe.layer,
+    "qwen3_moe": qwen3_moe.layer,
+}
+
+
+def build(
+    config: ModelConfig, plan: Plan, checkpoint: Checkpoint, ops: Ops, progress: Progress | None = None
+) -> Model:
+    """Loads a model: reads and packs layer by layer, so the weights are never held twice.
+
+    `progress(what, bytes done, bytes in all)` is called after every layer. Raises CheckpointError naming file and
+    tensor, ConfigError for an unknown family.
+    """
+    if config.model_type not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise ConfigError(f"model_type {config.model_type!r} is not supported; these are: {known}")
+    return Model(Builder(config, plan, checkpoint, ops, progress), ARCHITECTURES[config.model_type])
+
+
+__all__ = ["ARCHITECTURES", "ForwardBatch", "KVLayout", "Model", "Progress", "build"]

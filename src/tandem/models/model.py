@@ -1,0 +1,56 @@
+"""`Model`: embedding, decoder layers, head; the same for every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.models.batch import ForwardBatch
+from tandem.models.builder import Builder
+from tandem.models.layers import DecoderLayer, KVPages
+
+
+class KVLayout(NamedTuple):
+    """What the KV cache must hold: `layers` pairs of [num_pages, page_size, kv_heads, head_dim]."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+class Model:
+    """A decoder. Holds packed weights; the KV cache is the caller's."""
+
+    def __init__(self, b: Builder, layer: Callable[[Builder, int], DecoderLayer]) -> None:
+        config = b.config
+        self.config, self.ops, self.dtype = config, b.ops, b.dtype
+        self.kv_layout = KVLayout(config.layers, config.attention.kv_heads, config.attention.head_dim)
+        head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
+        self.head = b.linear([head], [config.vocab], config.hidden)
+        self.final_norm = b.tensor("model.norm.weight", config.hidden)
+        self.layers: list[DecoderLayer] = []
+        for index in range(config.layers):
+            self.layers.append(layer(b, index))
+            b.layer_done(index)
+        b.all_done()
+        # Stays in the mapped file, in the stored dtype: a step reads a few rows of it. Mapped last, so that no other
+        # tensor was read through the same mapping.
+        self.embedding = b.view("model.embed_tokens.weight", config.vocab, config.hidden)
+
+    def forward(self, batch: ForwardBatch, kv: Sequence[KVPages]) -> Tensor:
+        """Runs T new tokens; writes their K and V into `kv`. Returns logits of batch.logits_rows, f32 [R, vocab]."""
+        eps, norm = self.config.rms_eps, self.ops.add_rms_norm
+        residual = self.embedding.index_select(0, batch.input_ids).to(self.dtype)
+        x = self.ops.rms_norm(residual, self.layers[0].input_norm, eps)
+        following = [layer.input_norm for layer in self.layers[1:]]
+        for i, layer in enumerate(self.layers):
+            x = norm(layer.attention(x, batch, kv[i]), residual, layer.mlp_norm, eps)
+            x = layer.mlp(x)
+            if i < len(following):
+                x = norm(x, residual, following[i], eps)
+        if len(batch.logits_rows) != len(x):
+            x, residual = x[batch.logits_rows], residual[batch.logits_rows]
+        return self.head(norm(x, residual, self.final_norm, eps), torch.float32)

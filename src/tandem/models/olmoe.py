@@ -1,0 +1,12 @@
+"""OLMoE: softmax router, RMS norm of q and k over all heads together, optional clamp of q, k, v."""
+
+from __future__ import annotations
+
+from tandem.models.builder import Builder
+from tandem.models.layers import DecoderLayer, MoENames, decoder_layer
+
+NAMES = MoENames()
+
+
+def layer(b: Builder, index: int) -> DecoderLayer:
+    return decoder_layer(b, index, NAMES)

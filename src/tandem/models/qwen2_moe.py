@@ -1,0 +1,12 @@
+"""Qwen1.5-MoE and Qwen2-MoE: softmax router, biases on q, k, v, a shared expert behind a sigmoid gate."""
+
+from __future__ import annotations
+
+from tandem.models.builder import Builder
+from tandem.models.layers import DecoderLayer, MoENames, decoder_layer
+
+NAMES = MoENames(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
+
+
+def layer(b: Builder, index: int) -> DecoderLayer:
+    return decoder_layer(b, index, NAMES)

@@ -1,0 +1,12 @@
+"""Qwen3-MoE: softmax router, RMS norm of every q and k head, no shared expert."""
+
+from __future__ import annotations
+
+from tandem.models.builder import Builder
+from tandem.models.layers import DecoderLayer, MoENames, decoder_layer
+
+NAMES = MoENames()
+
+
+def layer(b: Builder, index: int) -> DecoderLayer:
+    return decoder_layer(b, index, NAMES)

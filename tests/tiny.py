@@ -1,0 +1,136 @@
+"""Tiny random models of every family, as Transformers saves them: the oracle of our own model code.
+
+Sizes are deliberately awkward: no power of two, no multiple of a panel, of a group or of a vector.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+BOS, EOS = 256, 257
+VOCAB = 263  # 256 bytes, <bos>, <eos>, and five that no text has
+
+
+def settings(**keys: object) -> dict[str, object]:
+    return keys
+
+
+COMMON = settings(
+    vocab_size=VOCAB, hidden_size=72, num_hidden_layers=3, max_position_embeddings=128, num_experts_per_tok=3,
+    bos_token_id=BOS, eos_token_id=EOS, pad_token_id=EOS, initializer_range=0.15,
+)  # fmt: skip
+
+# name of the variant: (model_type, what differs from COMMON)
+VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+    "qwen2_moe": ("qwen2_moe", settings(
+        num_attention_heads=6, num_key_value_heads=2, num_experts=10, moe_intermediate_size=20,
+        shared_expert_intermediate_size=60, intermediate_size=44, mlp_only_layers=[1], norm_topk_prob=False,
+    )),
+    "qwen2_moe-window": ("qwen2_moe", settings(
+        num_attention_heads=6, num_key_value_heads=2, num_experts=10, moe_intermediate_size=20,
+        shared_expert_intermediate_size=50, intermediate_size=44, decoder_sparse_step=2, norm_topk_prob=True,
+        use_sliding_window=True, sliding_window=9, max_window_layers=2,
+    )),
+    "qwen3_moe": ("qwen3_moe", settings(
+        num_attention_heads=4, num_key_value_heads=4, head_dim=22, num_experts=12, moe_intermediate_size=28,
+        intermediate_size=52, norm_topk_prob=True, attention_bias=True, rope_theta=5000.0,
+    )),
+    "qwen3_moe-tied": ("qwen3_moe", settings(
+        num_attention_heads=6, num_key_value_heads=3, head_dim=16, num_experts=7, moe_intermediate_size=36,
+        intermediate_size=52, norm_topk_prob=False, tie_word_embeddings=True,
+    )),
+    "glm4_moe": ("glm4_moe", settings(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, n_routed_experts=12, n_shared_experts=2,
+        moe_intermediate_size=28, intermediate_size=60, first_k_dense_replace=1, n_group=4, topk_group=2,
+        routed_scaling_factor=1.7, use_qk_norm=True, num_mtp_layers=0,
+    )),
+    "glm4_moe-plain": ("glm4_moe", settings(
+        num_attention_heads=3, num_key_value_heads=1, head_dim=24, n_routed_experts=9, n_shared_experts=1,
+        moe_intermediate_size=20, intermediate_size=60, first_k_dense_replace=0, norm_topk_prob=False,
+        attention_bias=True, num_mtp_layers=0,
+        rope_parameters=settings(rope_type="default", rope_theta=3000.0, partial_rotary_factor=1.0),
+    )),
+    "mixtral": ("mixtral", settings(
+        num_attention_heads=6, num_key_value_heads=2, num_local_experts=5, intermediate_size=44,
+    )),
+    "mixtral-window": ("mixtral", settings(
+        num_attention_heads=6, num_key_value_heads=2, num_local_experts=5, intermediate_size=44, sliding_window=7,
+    )),
+    "olmoe": ("olmoe", settings(
+        num_attention_heads=6, num_key_value_heads=3, num_experts=8, intermediate_size=28, norm_topk_prob=False,
+    )),
+    "olmoe-clip": ("olmoe", settings(
+        num_attention_heads=6, num_key_value_heads=6, num_experts=8, intermediate_size=28, norm_topk_prob=True,
+        clip_qkv=0.7, attention_bias=True,
+    )),
+}  # fmt: skip
+
+
+class TinyModels:
+    """Model directories by variant, saved on first use. A plain family name is a variant, too."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __getitem__(self, variant: str) -> Path:
+        """As `save_pretrained` writes it: one tensor per expert and matrix."""
+        path = self._directory / variant
+        if not path.exists():
+            save_tiny(variant, path)
+        return path
+
+    def fused(self, variant: str) -> Path:
+        """The same weights with all experts of a layer in two 3-D tensors, the names Transformers has in memory."""
+        path = self._directory / f"{variant}-fused"
+        if not path.exists():
+            save_fused(self[variant], path)
+        return path
+
+
+def save_tiny(variant: str, path: Path) -> None:
+    model_type, changes = VARIANTS[variant]
+    torch.manual_seed(sum(map(ord, variant)))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(COMMON | changes)))
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in name or name.endswith("bias"):  # else all ones and zeros, which tests nothing
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+    model.to(torch.bfloat16).float().save_pretrained(path)  # every weight is exact in bf16, and stored as f32
+    save_tokenizer(path)
+
+
+def save_fused(source: Path, path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    path.mkdir()
+    tensors = {k: v.contiguous() for k, v in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_bytes((source / name).read_bytes())
+
+
+def save_tokenizer(path: Path) -> None:
+    """One token per byte, so any text is any length and ids are easy to read."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in ("<bos>", "<eos>")])
+    tokenizer.save(str(path / "tokenizer.json"))
+    saved = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>",
+        "chat_template": "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}",
+    }  # fmt: skip
+    (path / "tokenizer_config.json").write_text(json.dumps(saved))
+
+
+def file_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model directory."""
+    return {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
