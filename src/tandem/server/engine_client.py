@@ -1,0 +1,232 @@
+"""The API process's side of the engine: requests go in, token streams come out, whatever happens to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from tandem.engine.protocol import AbortRequest, EngineStats, GenerateRequest, TokenOutput
+from tandem.errors import EngineError, RequestError, TandemError
+from tandem.server.messages import CacheFlushed, FlushCache, FromEngine, RequestRefused, StepOutputs, ToEngine
+
+
+class StreamObserver(Protocol):
+    """Told what users notice; `server/metrics.py` counts it."""
+
+    def first_token(self, seconds: float) -> None: ...
+    def next_token(self, seconds: float, tokens: int) -> None: ...
+    def finished(self, reason: str, seconds: float) -> None: ...
+
+
+class _Answer:
+    """Times of one of the n answers of one prompt."""
+
+    __slots__ = ("last_token_at",)
+
+    def __init__(self) -> None:
+        self.last_token_at: float | None = None
+
+
+class RequestStream:
+    """The outputs of one HTTP request: one or more prompts, each with n answers, in the order they arrive.
+
+    `next` returns what has come since the last call (at least one output), or [] when all answers are finished.
+    """
+
+    def __init__(self, requests: Sequence[GenerateRequest], observer: StreamObserver) -> None:
+        self.position = {request.id: index for index, request in enumerate(requests)}
+        self.submitted_at = time.monotonic()
+        self._open = {(r.id, i): _Answer() for r in requests for i in range(r.sampling.n)}
+        self._observer = observer
+        self._arrived: list[TokenOutput] = []
+        self._error: TandemError | None = None
+        self._wake: asyncio.Future[None] | None = None
+
+    @property
+    def open_answers(self) -> int:
+        return len(self._open)
+
+    def is_open(self, request_id: str) -> bool:
+        return any(key[0] == request_id for key in self._open)
+
+    def open_indices(self, request_id: str) -> list[int]:
+        return [index for owner, index in self._open if owner == request_id]
+
+    async def next(self) -> list[TokenOutput]:
+        while not self._arrived:
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                return []
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def push(self, output: TokenOutput) -> None:
+        answer = self._open.get((output.id, output.index))
+        if answer is None:
+            return
+        self._observe(answer, output)
+        if output.finish_reason is not None:
+            del self._open[(output.id, output.index)]
+        if output.finish_reason == "error":
+            self.fail(EngineError(output.error or "the engine failed on this request"))
+            return
+        self._arrived.append(output)
+        self._notify()
+
+    def fail(self, error: TandemError) -> None:
+        """End the stream with `error`, once; what has arrived before can still be read."""
+        if self._error is None and self._open:
+            self._error = error
+            self._open.clear()
+            self._observer.finished("error", time.monotonic() - self.submitted_at)
+            self._notify()
+        elif self._error is None:
+            self._error = error
+            self._notify()
+
+    def _observe(self, answer: _Answer, output: TokenOutput) -> None:
+        now = time.monotonic()
+        if output.token_ids:
+            if answer.last_token_at is None:
+                self._observer.first_token(now - self.submitted_at)
+            else:
+                self._observer.next_token(now - answer.last_token_at, len(output.token_ids))
+            answer.last_token_at = now
+        if output.finish_reason is not None and output.finish_reason != "error":
+            self._observer.finished(output.finish_reason, now - self.submitted_at)
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class EngineClient:
+    """Routes outputs to streams by request id. `attach` and `detach` follow the engine's lives.
+
+    Not thread-safe: everything happens on the event loop.
+    """
+
+    def __init__(self, observer: StreamObserver) -> None:
+        self.stats = EngineStats()
+        self._observer = observer
+        self._send: Callable[[ToEngine], None] | None = None
+        self._why_down = "the engine is starting"
+        self._streams: dict[str, RequestStream] = {}
+        self._flushes: list[asyncio.Future[None]] = []
+
+    @property
+    def ready(self) -> bool:
+        return self._send is not None
+
+    @property
+    def why_down(self) -> str:
+        return self._why_down
+
+    @property
+    def open_answers(self) -> int:
+        """Answers that are running or waiting, over all requests."""
+        return sum(stream.open_answers for stream in set(self._streams.values()))
+
+    def attach(self, send: Callable[[ToEngine], None]) -> None:
+        """The engine is ready; from now on messages go through `send`."""
+        self._send = send
+
+    def detach(self, why: str) -> None:
+        """The engine is gone: every request in flight ends now with an `EngineError`."""
+        self._send = None
+        self._why_down = why
+        self.stats = EngineStats()
+        streams, self._streams = self._streams, {}
+        flushes, self._flushes = self._flushes, []
+        for stream in set(streams.values()):
+            stream.fail(EngineError(why))
+        for flush in flushes:
+            if not flush.done():
+                flush.set_exception(EngineError(why))
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> RequestStream:
+        """Raises EngineError when no engine is ready, RequestError when an id is already in use."""
+        for request in requests:
+            if request.id in self._streams:
+                raise RequestError(f"the request id {request.id!r} is in use; send another", "rid")
+        stream = RequestStream(requests, self._observer)
+        for request in requests:
+            self._tell(request)
+            self._streams[request.id] = stream
+        return stream
+
+    def release(self, stream: RequestStream) -> None:
+        """The reader is done with `stream`; answers that still run are aborted and their pages come back."""
+        for request_id in stream.position:
+            if self._streams.pop(request_id, None) is None or not stream.is_open(request_id):
+                continue
+            if self._send is not None:
+                self._send(AbortRequest(id=request_id))
+        if stream.open_answers:
+            self._observer.finished("abort", time.monotonic() - stream.submitted_at)
+
+    def abort(self, request_id: str) -> bool:
+        """Stop one request by id, or all with "". Its reader sees finish_reason "abort". False: no such id."""
+        ids = list(self._streams) if request_id == "" else [request_id]
+        found = [i for i in ids if i in self._streams]
+        for i in found:
+            self._tell(AbortRequest(id=i))
+            stream = self._streams[i]
+            for index in stream.open_indices(i):
+                stream.push(TokenOutput(id=i, index=index, text="", token_ids=[], finish_reason="abort"))
+        return bool(found)
+
+    async def flush_cache(self) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tell(FlushCache())
+        self._flushes.append(done)
+        await done
+
+    def deliver(self, message: FromEngine) -> None:
+        """Take one message from the engine."""
+        match message:
+            case StepOutputs(outputs=outputs):
+                for output in outputs:
+                    stream = self._streams.get(output.id)
+                    if stream is not None:
+                        stream.push(output)
+            case EngineStats():
+                self.stats = message
+            case RequestRefused():
+                self._refused(message)
+            case CacheFlushed():
+                self._flushes.pop(0).set_result(None)
+            case _:
+                raise EngineError(f"unexpected message from the engine: {type(message).__name__}")
+
+    def _refused(self, message: RequestRefused) -> None:
+        stream = self._streams.get(message.id)
+        if stream is None:
+            return
+        error: TandemError = EngineError(message.message)
+        if message.fault == "request":
+            error = RequestError(message.message, message.param)
+        stream.fail(error)
+
+    def _tell(self, message: ToEngine) -> None:
+        if self._send is None:
+            raise EngineError(self._why_down)
+        self._send(message)
+
+
+def encode(message: ToEngine) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes) -> FromEngine:
+    return _decoder.decode(data)
+
+
+_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

@@ -1,0 +1,224 @@
+"""The engine's own process: `python -m tandem.server.engine_process`. Started only by the supervisor.
+
+Loop: take what has arrived, run one step, send its tokens in one message. With nothing to do it sleeps on the socket.
+It sends `EngineStats` at least every `HEARTBEAT_SECONDS`; the supervisor's watchdog listens for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import msgspec
+import zmq
+
+from tandem.config.engine_config import EngineConfig
+from tandem.config.plan import Plan
+from tandem.engine.protocol import AbortRequest, EngineStats, GenerateRequest, TokenOutput
+from tandem.errors import EngineError, RequestError, TandemError
+from tandem.server.messages import (
+    CacheFlushed,
+    EngineReady,
+    FlushCache,
+    FromEngine,
+    RequestRefused,
+    StartEngine,
+    StartFailed,
+    StepOutputs,
+    StopEngine,
+    ToEngine,
+)
+
+HEARTBEAT_SECONDS = 1.0  # an idle engine reports this often
+STATS_SECONDS = 0.25  # a busy engine reports at most this often
+START_MESSAGE_SECONDS = 60.0  # the supervisor sends StartEngine at once; without it there is nobody to serve
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class SteppedEngine(Protocol):
+    """What the loop needs of `tandem.engine.Engine`; the tests' fake engine has the same methods."""
+
+    def add(self, request: GenerateRequest) -> object: ...
+    def abort(self, request_id: str) -> object: ...
+    def step(self) -> Sequence[TokenOutput]: ...
+    def has_work(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+    def flush_cache(self) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine and what the API process is told about it."""
+
+    engine: SteppedEngine
+    plan: Plan
+    model_path: str
+    model_type: str
+    vocab_size: int
+
+
+def load_engine(config: EngineConfig) -> LoadedEngine:
+    """Resolve the model, build the real engine, print the plan."""
+    from tandem.checkpoint import resolve_model
+    from tandem.engine import Engine
+
+    path = resolve_model(config.model)
+    engine = Engine(config)
+    for decision in engine.plan.decisions:
+        print(f"  {decision.name:<24} {decision.value:<16} {decision.reason}", flush=True)
+    model = engine.model_config
+    return LoadedEngine(engine, engine.plan, str(path), model.model_type, model.vocab_size)
+
+
+class EngineLoop:
+    """Feeds one engine from one socket until `StopEngine`."""
+
+    def __init__(self, engine: SteppedEngine, socket: zmq.Socket[bytes]) -> None:
+        self._engine = engine
+        self._socket = socket
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._stopping = False
+        self._stats_at = 0.0
+
+    def run(self) -> None:
+        while not self._stopping:
+            busy = self._engine.has_work()
+            if not busy:
+                self._socket.poll(int(HEARTBEAT_SECONDS * 1000))
+            changed = self._receive()
+            if self._engine.has_work():
+                self._step()
+            self._report(force=not busy or changed or not self._engine.has_work())
+
+    def _receive(self) -> bool:
+        """Handle every message that has arrived; True if there was one."""
+        changed = False
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return changed
+            changed = True
+            self._handle(cast(ToEngine, self._decoder.decode(data)))
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case GenerateRequest():
+                self._add(message)
+            case AbortRequest(id=request_id):
+                self._engine.abort(request_id)
+            case FlushCache():
+                self._engine.flush_cache()
+                self._send(CacheFlushed())
+            case StopEngine():
+                self._stopping = True
+            case StartEngine():
+                raise EngineError("the engine was started twice")
+
+    def _add(self, request: GenerateRequest) -> None:
+        """A request that the engine does not take, for whatever reason, is answered; the others go on."""
+        try:
+            self._engine.add(request)
+        except RequestError as error:
+            self._send(RequestRefused(id=request.id, message=str(error), param=error.param))
+        except Exception as error:
+            traceback.print_exc()
+            self._engine.abort(request.id)
+            self._send(RequestRefused(id=request.id, message=describe(error), fault="engine"))
+
+    def _step(self) -> None:
+        outputs = self._engine.step()
+        if outputs:
+            self._send(StepOutputs(outputs=list(outputs)))
+
+    def _report(self, force: bool) -> None:
+        now = time.monotonic()
+        if force or now - self._stats_at >= STATS_SECONDS:
+            self._stats_at = now
+            self._send(self._engine.stats())
+
+    def _send(self, message: FromEngine) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+
+def describe(error: BaseException) -> str:
+    """One line for the user: our own errors speak for themselves, others say their type too."""
+    return str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
+
+
+def find_loader(name: str) -> Callable[[EngineConfig], LoadedEngine]:
+    module, _, function = name.partition(":")
+    return cast(Callable[[EngineConfig], LoadedEngine], getattr(importlib.import_module(module), function))
+
+
+def tie_to_parent(parent: int) -> None:
+    """Die when the API process does, and leave Ctrl+C and a group-wide SIGTERM to it: it drains, then stops us."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before prctl could see it
+        sys.exit(0)
+
+
+def connect(endpoint: str) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.set_hwm(0)  # never block or drop: a burst of tokens waits in memory
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.connect(endpoint)
+    return socket
+
+
+def receive_start(socket: zmq.Socket[bytes]) -> StartEngine:
+    if not socket.poll(int(START_MESSAGE_SECONDS * 1000)):
+        raise EngineError("the engine process was started by hand; use `kt serve`")
+    return msgspec.msgpack.decode(socket.recv(), type=StartEngine)
+
+
+def run_engine(socket: zmq.Socket[bytes]) -> int:
+    """Build the engine, say so, and loop. Returns the exit code."""
+    try:
+        start = receive_start(socket)
+        loaded = find_loader(start.loader)(start.config)
+    except Exception as error:
+        if not isinstance(error, TandemError):
+            traceback.print_exc()
+        socket.send(msgspec.msgpack.encode(StartFailed(message=describe(error))))
+        return 1
+    ready = EngineReady(
+        plan=loaded.plan,
+        model_path=loaded.model_path,
+        model_type=loaded.model_type,
+        vocab_size=loaded.vocab_size,
+    )
+    socket.send(msgspec.msgpack.encode(ready))
+    EngineLoop(loaded.engine, socket).run()
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--parent", type=int, required=True, help="process id of the API process")
+    options: Any = parser.parse_args(arguments)
+    tie_to_parent(options.parent)
+    socket = connect(options.endpoint)
+    try:
+        return run_engine(socket)
+    finally:
+        socket.close()
+        zmq.Context.instance().term()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

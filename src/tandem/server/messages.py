@@ -1,0 +1,65 @@
+"""What the API process and the engine process say to each other besides `engine/protocol.py` (msgpack over ZeroMQ)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.config.engine_config import EngineConfig
+from tandem.config.plan import Plan
+from tandem.engine.protocol import AbortRequest, EngineStats, GenerateRequest, TokenOutput
+
+
+class StartEngine(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """First message to a new engine process. `loader` is "module:function", called with the config.
+
+    It travels here and not on the command line, where every user of the machine could read the API key.
+    """
+
+    config: EngineConfig
+    loader: str
+
+
+class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag="flush"):
+    """Drop every page that only the prefix cache holds; answered by one `CacheFlushed`."""
+
+
+class StopEngine(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """Leave the loop and exit with code 0."""
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The engine is loaded. Everything the API process needs to know about the model."""
+
+    plan: Plan
+    model_path: str
+    model_type: str
+    vocab_size: int
+
+
+class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag="start_failed"):
+    """The engine could not be built; the process exits with code 1 after this."""
+
+    message: str
+
+
+class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """Everything one `Engine.step` produced."""
+
+    outputs: list[TokenOutput]
+
+
+class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """`Engine.add` did not take the request. `fault` says whose: "request" or "engine"."""
+
+    id: str
+    message: str
+    param: str | None = None
+    fault: str = "request"
+
+
+class CacheFlushed(msgspec.Struct, frozen=True, kw_only=True, tag="flushed"):
+    """Answer to `FlushCache`."""
+
+
+ToEngine = StartEngine | GenerateRequest | AbortRequest | FlushCache | StopEngine
+FromEngine = EngineReady | StartFailed | StepOutputs | RequestRefused | CacheFlushed | EngineStats
