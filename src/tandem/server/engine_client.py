@@ -75,19 +75,23 @@ class RequestStream:
         if output.finish_reason is not None:
             del self._open[(output.id, output.index)]
         if output.finish_reason == "error":
-            self.fail(EngineError(output.error or "the engine failed on this request"))
+            self.fail(EngineError(output.error or "the engine failed on this request"), output.id)
             return
         self._arrived.append(output)
         self._notify()
 
-    def fail(self, error: TandemError) -> None:
-        """End the stream with `error`, once; what has arrived before can still be read."""
-        if self._error is None and self._open:
+    def fail(self, error: TandemError, request_id: str | None = None) -> None:
+        """The reader gets `error` after what has arrived. Answers of `request_id` (None: all) run no more."""
+        for key in [k for k in self._open if request_id in (None, k[0])]:
+            del self._open[key]
+        if self._error is None:
             self._error = error
-            self._open.clear()
             self._observer.finished("error", time.monotonic() - self.submitted_at)
             self._notify()
-        elif self._error is None:
+
+    def fail_reader(self, error: TandemError) -> None:
+        """The reader gets `error`; the answers run on until `EngineClient.release`."""
+        if self._error is None:
             self._error = error
             self._notify()
 
@@ -213,7 +217,7 @@ class EngineClient:
         error: TandemError = EngineError(message.message)
         if message.fault == "request":
             error = RequestError(message.message, message.param)
-        stream.fail(error)
+        stream.fail(error, message.id)
 
     def _tell(self, message: ToEngine) -> None:
         if self._send is None:

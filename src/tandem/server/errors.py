@@ -1,0 +1,117 @@
+"""Errors as HTTP: every one has OpenAI's body {"error": {message, type, param, code}} and says what to change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from tandem.errors import EngineError, RequestError, TandemError
+from tandem.server.limits import RETRY_AFTER_SECONDS
+
+log = logging.getLogger("tandem.server")
+
+INVALID = "invalid_request_error"
+
+
+class ApiError(TandemError):
+    """A refusal with its HTTP status. `code` is OpenAI's machine-readable word."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+
+class ClientGone(TandemError):
+    """The client closed the connection: nobody reads an answer."""
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """What every refused request gets."""
+
+    error: ErrorDetail
+
+
+def unavailable(message: str) -> ApiError:
+    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+    return ApiError(503, message, kind="service_unavailable_error", code="engine_unavailable", headers=headers)
+
+
+def overloaded(message: str) -> ApiError:
+    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+    return ApiError(429, message, kind="rate_limit_error", code="overloaded", headers=headers)
+
+
+def not_available(feature: str, param: str) -> ApiError:
+    return ApiError(400, f"{feature} is not available yet; leave {param!r} out", param=param, code="not_available")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The one translation of our error tree (and of surprises) into HTTP."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return ApiError(400, str(error), param=error.param, code="invalid_value")
+        case EngineError():
+            return unavailable(str(error))
+        case ClientGone():
+            return ApiError(499, "the client closed the connection")
+        case HTTPException():
+            return _from_http(error)
+        case _:
+            log.error("a bug in the server", exc_info=error)
+            return ApiError(500, "the server made a mistake; its log says where", kind="server_error")
+
+
+def body_of(error: ApiError) -> bytes:
+    detail = ErrorDetail(str(error), error.kind, error.param, error.code)
+    return msgspec.json.encode(ErrorBody(detail))
+
+
+def error_response(error: Exception) -> Response:
+    api = as_api_error(error)
+    return Response(body_of(api), api.status, api.headers, media_type="application/json")
+
+
+def _from_http(error: HTTPException) -> ApiError:
+    """Routing errors of Starlette."""
+    messages = {404: "no such route; /docs lists them", 405: "this route does not take this method"}
+    codes = {404: "unknown_route", 405: "method_not_allowed"}
+    message = messages.get(error.status_code, str(error.detail))
+    code = codes.get(error.status_code)
+    return ApiError(error.status_code, message, code=code, headers=error.headers)
+
+
+async def _handle(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+def install(app: FastAPI) -> None:
+    kinds: list[Any] = [TandemError, HTTPException, Exception]
+    for kind in kinds:
+        app.add_exception_handler(kind, _handle)

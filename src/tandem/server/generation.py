@@ -1,0 +1,173 @@
+"""One HTTP request's answers as they come: collected for a plain response, or sent as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fastapi import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from tandem.engine.protocol import GenerateRequest, TokenLogprob, TokenOutput
+from tandem.errors import TandemError
+from tandem.server.errors import ClientGone, as_api_error, body_of
+from tandem.server.openai_schema import PromptTokensDetails, Usage
+from tandem.server.state import ServerState
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class Answer:
+    """One of the n answers of one prompt, so far."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_match: str | int | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, output: TokenOutput) -> None:
+        self.texts.append(output.text)
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or []
+        self.prompt_logprobs += output.prompt_logprobs or []
+        self.finish_reason = output.finish_reason
+        self.stop_match = output.stop_match
+        self.prompt_tokens = max(self.prompt_tokens, output.prompt_tokens)
+        self.completion_tokens = max(self.completion_tokens, output.completion_tokens)
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+
+
+class TokenCount:
+    """Usage of a stream, counted along: each prompt once, every answer."""
+
+    def __init__(self) -> None:
+        self._prompt: dict[str, tuple[int, int]] = {}
+        self._completion: dict[tuple[str, int], int] = {}
+
+    def add(self, output: TokenOutput) -> None:
+        tokens, cached = self._prompt.get(output.id, (0, 0))
+        self._prompt[output.id] = (max(tokens, output.prompt_tokens), max(cached, output.cached_tokens))
+        key = (output.id, output.index)
+        self._completion[key] = max(self._completion.get(key, 0), output.completion_tokens)
+
+    def usage(self) -> Usage:
+        prompt = sum(tokens for tokens, _ in self._prompt.values())
+        cached = sum(cached for _, cached in self._prompt.values())
+        completion = sum(self._completion.values())
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+
+def usage_of(answers: Sequence[Sequence[Answer]]) -> Usage:
+    """`answers[prompt][index]`."""
+    prompt = sum(max(a.prompt_tokens for a in each) for each in answers)
+    cached = sum(max(a.cached_tokens for a in each) for each in answers)
+    completion = sum(a.completion_tokens for each in answers for a in each)
+    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+
+class Generation:
+    """Submitted requests and the connection that waits for them. When the client leaves, `next` raises ClientGone.
+
+    Whoever makes one calls `close`, which aborts what still runs.
+    """
+
+    def __init__(self, state: ServerState, http: Request, requests: Sequence[GenerateRequest]) -> None:
+        self.requests = requests
+        self._client = state.client
+        self._stream = state.submit(requests)
+        self._watch = asyncio.create_task(self._watch_connection(http))
+
+    def position(self, output: TokenOutput) -> int:
+        """Which of `requests` an output belongs to."""
+        return self._stream.position[output.id]
+
+    async def next(self) -> list[TokenOutput]:
+        return await self._stream.next()
+
+    def close(self) -> None:
+        self._watch.cancel()
+        self._client.release(self._stream)
+
+    async def collect(self) -> list[list[Answer]]:
+        """All answers, complete: `[prompt][index]`. Closes."""
+        answers = [[Answer() for _ in range(r.sampling.n)] for r in self.requests]
+        try:
+            while outputs := await self.next():
+                for output in outputs:
+                    answers[self.position(output)][output.index].add(output)
+        finally:
+            self.close()
+        return answers
+
+    async def events(self, frames: Callable[[list[TokenOutput]], bytes], last: Callable[[], bytes]) -> EventStream:
+        """Waits for the first output, so that a refusal still gets its own HTTP status."""
+        try:
+            first = await self.next()
+        except BaseException:
+            self.close()
+            raise
+        return EventStream(self, first, frames, last)
+
+    async def _watch_connection(self, http: Request) -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        self._stream.fail_reader(ClientGone("the client closed the connection"))
+
+
+class EventStream(StreamingResponse):
+    """`frames(outputs)` gives the bytes of all events of one wake-up (one write), `last()` those of the end.
+
+    Not Starlette's own loop: that costs a task and a queue hop per chunk, and two processes share few cores.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        first: list[TokenOutput],
+        frames: Callable[[list[TokenOutput]], bytes],
+        last: Callable[[], bytes],
+    ) -> None:
+        super().__init__(iter(()), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._generation = generation
+        self._first = first
+        self._frames = frames
+        self._last = last
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            await send(start)
+            await self._send_all(send)
+        finally:
+            self._generation.close()
+
+    async def _send_all(self, send: Send) -> None:
+        outputs = self._first
+        try:
+            while outputs:
+                if data := self._frames(outputs):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                outputs = await self._generation.next()
+            end = self._last()
+        except ClientGone:
+            return
+        except TandemError as error:
+            end = b"data: " + body_of(as_api_error(error)) + b"\n\n" + DONE
+        await send({"type": "http.response.body", "body": end, "more_body": False})
+
+
+def frame(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"

@@ -1,0 +1,155 @@
+"""`serve(config)`: the API process from start to exit. What `kt serve` and `tandem.launch_server` call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+
+from tandem.config.engine_config import EngineConfig
+from tandem.engine.tokenizer import Tokenizer
+from tandem.errors import ConfigError, TandemError
+from tandem.server.app import create_app
+from tandem.server.limits import DRAIN_SECONDS
+from tandem.server.state import ServerState, TokenizerLoader
+from tandem.server.supervisor import REAL_ENGINE, EngineSupervisor
+
+log = logging.getLogger("tandem.server")
+
+_CLOSE_SECONDS = 5  # for connections that are still open after the drain
+_POLL_SECONDS = 0.05
+_BACKLOG = 2048
+
+
+def serve(
+    config: EngineConfig, *, loader: str = REAL_ENGINE, load_tokenizer: TokenizerLoader = Tokenizer.load
+) -> int:
+    """Runs until SIGTERM or Ctrl+C, then drains. Returns the exit code; errors are one line on stderr.
+
+    `loader` and `load_tokenizer` are for tests: another engine ("module:function") and its tokenizer.
+    """
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    try:
+        with listen(config.host, config.port) as sock, _event_loop() as runner:
+            return runner.run(_Server(config, sock, loader, load_tokenizer).run())
+    except TandemError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bound at once, so that a taken port is known before a model is loaded. Raises ConfigError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); try another --port or --host") from error
+
+
+def _event_loop() -> asyncio.Runner:
+    """uvloop where it is installed (not on every platform)."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.Runner()
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn without its signal handlers: a signal first drains."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Server:
+    """HTTP, the engine's supervisor, and what connects them to the process: signals, greeting, exit code."""
+
+    def __init__(
+        self, config: EngineConfig, sock: socket.socket, loader: str, load_tokenizer: TokenizerLoader
+    ) -> None:
+        self._config = config
+        self._socket = sock
+        self._state = ServerState(config, load_tokenizer)
+        self._supervisor = EngineSupervisor(config, self._state.client, self._state.engine_ready, loader)
+        self._state.restarts = lambda: self._supervisor.restarts
+        self._http = _Uvicorn(_uvicorn_config(self._state, config))
+        self._stop = asyncio.Event()
+        self._signals = 0
+
+    async def run(self) -> int:
+        self._catch_signals()
+        http = asyncio.create_task(self._http.serve(sockets=[self._socket]))
+        engine = asyncio.create_task(self._supervisor.run())
+        greeting = asyncio.create_task(self._greet())
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait([http, engine, stop], return_when=asyncio.FIRST_COMPLETED)
+        greeting.cancel()
+        if not engine.done():
+            await self._drain()
+        self._http.should_exit = True
+        await http
+        await self._supervisor.stop()
+        stop.cancel()
+        await engine  # raises why the engine could not be started
+        return 0
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        """The first signal drains, the second does not wait."""
+        self._signals += 1
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        """New requests get 503; running ones may finish, for DRAIN_SECONDS at most."""
+        self._state.draining = True
+        if self._state.http_active:
+            log.info("stopping; %d requests may finish (again Ctrl+C: stop now)", self._state.http_active)
+        ends = asyncio.get_running_loop().time() + DRAIN_SECONDS
+        while self._state.http_active and self._signals < 2 and asyncio.get_running_loop().time() < ends:
+            await asyncio.sleep(_POLL_SECONDS)
+        self._state.client.detach("the server is stopping")
+
+    async def _greet(self) -> None:
+        while not (self._state.client.ready and self._http.started):
+            await asyncio.sleep(_POLL_SECONDS)
+        print(greeting(self._config, self._state.model_name, self._socket.getsockname()[1]), flush=True)
+
+
+def _uvicorn_config(state: ServerState, config: EngineConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(state),
+        log_level="warning" if config.log_level != "debug" else "debug",
+        access_log=config.log_level == "debug",
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=60,
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+    )
+
+
+def greeting(config: EngineConfig, model_name: str, port: int) -> str:
+    """What is printed when the first request may come."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
+    url = f"http://{host}:{port}"
+    key = "" if config.api_key is None else " -H 'Authorization: Bearer KEY'"
+    body = '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}'
+    options = "" if port == 30000 and host == "127.0.0.1" else f" --host {host} --port {port}"
+    return (
+        f"\n{model_name} is ready at {url}\n\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
+        f"  kt chat{options}\n"
+    )

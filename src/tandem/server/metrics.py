@@ -1,0 +1,89 @@
+"""`/metrics` in Prometheus' text format. Counters are kept here; what the engine knows is read at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from tandem.engine.protocol import EngineStats
+
+_TTFT_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_ITL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 5)
+_E2E_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+_GAUGES = {
+    "running": "Sequences in the current batch",
+    "waiting": "Sequences waiting for a place",
+    "pages_total": "KV cache pages",
+    "pages_free": "KV cache pages that a new request could have",
+    "pages_cached": "KV cache pages that only the prefix cache holds",
+}
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens",
+    "cached_tokens": "Prompt tokens taken from the prefix cache",
+    "generated_tokens": "Generated tokens",
+    "preemptions": "Sequences pushed out because pages ran out",
+    "steps": "Engine steps",
+    "step_seconds": "Time spent in engine steps",
+}
+
+
+class EngineCollector:
+    """Turns the newest `EngineStats` into metrics. Counters restart with the engine, as Prometheus expects."""
+
+    def __init__(self, stats: Callable[[], EngineStats], up: Callable[[], bool], restarts: Callable[[], int]) -> None:
+        self._stats = stats
+        self._up = up
+        self._restarts = restarts
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        yield GaugeMetricFamily("tandem_engine_up", "1 when the engine takes requests", float(self._up()))
+        yield CounterMetricFamily("tandem_engine_restarts", "Engine processes started again", self._restarts())
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"tandem_{name}", text, getattr(stats, name))
+        for name, text in _COUNTERS.items():
+            yield CounterMetricFamily(f"tandem_{name}", text, getattr(stats, name))
+
+
+class ServerMetrics:
+    """What the API process sees. Implements `StreamObserver`."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._answers = Counter(
+            "tandem_answers", "Answers by how they ended", ["finish_reason"], registry=self.registry
+        )
+        self._responses = Counter(
+            "tandem_http_responses", "Responses by status", ["status"], registry=self.registry
+        )
+        self.http_active = Gauge("tandem_http_active", "HTTP requests in progress", registry=self.registry)
+        self._ttft = self._histogram("time_to_first_token_seconds", "From request to first token", _TTFT_SECONDS)
+        self._itl = self._histogram("inter_token_seconds", "Between two tokens of an answer", _ITL_SECONDS)
+        self._e2e = self._histogram("answer_seconds", "From request to the end of an answer", _E2E_SECONDS)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"tandem_{name}", text, buckets=buckets, registry=self.registry)
+
+    def watch_engine(
+        self, stats: Callable[[], EngineStats], up: Callable[[], bool], restarts: Callable[[], int]
+    ) -> None:
+        self.registry.register(EngineCollector(stats, up, restarts))
+
+    def first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def next_token(self, seconds: float, tokens: int) -> None:
+        self._itl.observe(seconds / tokens)
+
+    def finished(self, reason: str, seconds: float) -> None:
+        self._answers.labels(reason).inc()
+        self._e2e.observe(seconds)
+
+    def responded(self, status: int) -> None:
+        self._responses.labels(str(status)).inc()
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,190 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from fastapi import Request, Response
+
+from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenLogprob, TokenOutput
+from tandem.errors import RequestError
+from tandem.server.body import decode, name_ignored, read_body, unknown_fields
+from tandem.server.errors import not_available
+from tandem.server.generation import DONE, Answer, Generation, TokenCount, frame, usage_of
+from tandem.server.limits import MAX_PROMPTS
+from tandem.server.logprobs import CompletionOffsets
+from tandem.server.openai_sampling import (
+    check_stream_options,
+    new_id,
+    refuse_unavailable,
+    sampling_of,
+    wants_usage,
+)
+from tandem.server.openai_schema import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from tandem.server.state import ServerState
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    ids: list[int]
+    text: str  # what echo repeats
+
+
+async def complete(state: ServerState, http: Request) -> Response:
+    raw = await read_body(http)
+    body = decode(raw, CompletionRequest)
+    state.check_model(body.model)
+    _refuse_unavailable(body)
+    check_stream_options(body)
+    state.admit()
+    prompts = [await _read_prompt(state, prompt, bool(body.echo)) for prompt in _split(body.prompt)]
+    completion_id = new_id("cmpl")
+    generation = Generation(state, http, _requests(state, body, prompts, completion_id))
+    writer = _CompletionWriter(state, body, prompts, completion_id)
+    if body.stream:
+        response: Response = await generation.events(writer.frames, writer.last)
+    else:
+        whole = writer.whole(await generation.collect())
+        response = Response(msgspec.json.encode(whole), media_type="application/json")
+    return name_ignored(response, unknown_fields(raw, CompletionRequest))
+
+
+def _refuse_unavailable(body: CompletionRequest) -> None:
+    refuse_unavailable(body)
+    if body.suffix:
+        raise not_available("suffix", "suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise not_available("best_of other than n", "best_of")
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestError("max_tokens must be at least 1 (0 only with echo: true)", "max_tokens")
+
+
+def _split(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The four forms of OpenAI's `prompt` → list of strings or id lists. Raises RequestError."""
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) == len(prompt):
+        return [ids]
+    if ids:
+        raise RequestError("prompt mixes token ids with strings or lists", "prompt")
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(f"at most {MAX_PROMPTS} prompts in one request, not {len(prompt)}", "prompt")
+    return [item for item in prompt if not isinstance(item, int)]
+
+
+async def _read_prompt(state: ServerState, prompt: str | list[int], echo: bool) -> _Prompt:
+    if isinstance(prompt, str):
+        return _Prompt(await state.encode(prompt, add_special_tokens=True), prompt)
+    if echo:
+        state.check_ids(prompt)
+    return _Prompt(prompt, state.tokenizer.decode(prompt, skip_special_tokens=False) if echo else "")
+
+
+def _requests(
+    state: ServerState, body: CompletionRequest, prompts: Sequence[_Prompt], completion_id: str
+) -> list[GenerateRequest]:
+    """A single prompt has the response's own id, so that `/abort_request` takes it; others a numbered one."""
+    ids = [completion_id] if len(prompts) == 1 else [f"{completion_id}-{i}" for i in range(len(prompts))]
+    return [
+        GenerateRequest(id=i, prompt_ids=prompt.ids, sampling=_sampling(state, body, len(prompt.ids)))
+        for i, prompt in zip(ids, prompts, strict=True)
+    ]
+
+
+def _sampling(state: ServerState, body: CompletionRequest, prompt_tokens: int) -> SamplingParams:
+    """max_tokens 0 asks for the prompt's log-probabilities only: one token is made and left out of the answer."""
+    limit = max(1, min(DEFAULT_MAX_TOKENS, state.answer_room(prompt_tokens)))
+    if body.max_tokens is not None:
+        limit = body.max_tokens or 1
+    prompt_logprobs = body.logprobs if body.echo else None
+    return sampling_of(body, max_tokens=limit, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+
+
+class _CompletionWriter:
+    """Writes one request's answers, whole or as events. Choice number = prompt number × n + answer number."""
+
+    def __init__(
+        self, state: ServerState, body: CompletionRequest, prompts: Sequence[_Prompt], completion_id: str
+    ) -> None:
+        self._tokenizer = state.tokenizer
+        self._head = {"id": completion_id, "created": int(time.time()), "model": state.model_name}
+        self._n = body.n or 1
+        self._prompts = prompts
+        self._echo = bool(body.echo)
+        self._prompt_only = body.max_tokens == 0
+        self._top = body.logprobs
+        self._with_usage = wants_usage(body.stream_options)
+        self._count = TokenCount()
+        self._offsets: dict[int, CompletionOffsets] = {}
+        self._prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        self._numbers: dict[str, int] = {}
+        self._encoder = msgspec.json.Encoder()
+
+    def whole(self, answers: list[list[Answer]]) -> Completion:
+        choices = [
+            self._choice(prompt, index, answer)
+            for prompt, each in enumerate(answers)
+            for index, answer in enumerate(each)
+        ]
+        return Completion(**self._head, choices=choices, usage=usage_of(answers))
+
+    def _choice(self, prompt: int, index: int, answer: Answer) -> CompletionChoice:
+        text, tokens = answer.text, answer.logprobs
+        if self._prompt_only:
+            text, tokens = "", []
+            answer.completion_tokens = 0
+        if self._echo:
+            first = answer.prompt_logprobs or self._prompt_logprobs.get(prompt, [])
+            self._prompt_logprobs[prompt] = first
+            text, tokens = self._prompts[prompt].text + text, [*first, *tokens]
+        number = prompt * self._n + index
+        logprobs = self._logprobs(number, tokens)
+        return CompletionChoice(number, text, logprobs, answer.finish_reason, answer.stop_match)
+
+    def _logprobs(self, number: int, tokens: list[TokenLogprob]) -> CompletionLogprobs | None:
+        if self._top is None:
+            return None
+        offsets = self._offsets.setdefault(number, CompletionOffsets(self._tokenizer))
+        return offsets.build(tokens, with_top=self._top > 0)
+
+    def frames(self, outputs: list[TokenOutput]) -> bytes:
+        return b"".join([self._frame(output) for output in outputs])
+
+    def _frame(self, output: TokenOutput) -> bytes:
+        self._count.add(output)
+        prompt = self._prompt_of(output.id)
+        number = prompt * self._n + output.index
+        text, tokens = ("", []) if self._prompt_only else (output.text, output.logprobs or [])
+        if self._echo and number not in self._offsets:
+            self._offsets[number] = CompletionOffsets(self._tokenizer)
+            first = output.prompt_logprobs or self._prompt_logprobs.get(prompt, [])
+            self._prompt_logprobs[prompt] = first
+            text, tokens = self._prompts[prompt].text + text, [*first, *tokens]
+        if not (text or tokens or output.finish_reason):
+            return b""
+        logprobs = self._logprobs(number, tokens) if tokens else None
+        choice = CompletionChoice(number, text, logprobs, output.finish_reason, output.stop_match)
+        return self._event(choice)
+
+    def _prompt_of(self, request_id: str) -> int:
+        """Ids end in the prompt's number when there are several."""
+        if request_id not in self._numbers:
+            single = len(self._prompts) == 1
+            self._numbers[request_id] = 0 if single else int(request_id.rpartition("-")[2])
+        return self._numbers[request_id]
+
+    def _event(self, choice: CompletionChoice) -> bytes:
+        if self._with_usage:
+            return frame(self._encoder.encode(Completion(**self._head, choices=[choice], usage=None)))
+        return frame(self._encoder.encode(Completion(**self._head, choices=[choice])))
+
+    def last(self) -> bytes:
+        if not self._with_usage:
+            return DONE
+        return frame(self._encoder.encode(Completion(**self._head, choices=[], usage=self._count.usage()))) + DONE

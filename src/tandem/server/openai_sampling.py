@@ -1,0 +1,65 @@
+"""OpenAI sampling fields → `SamplingParams`; what is not available yet is refused."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from tandem.engine.protocol import SamplingParams
+from tandem.errors import RequestError
+from tandem.server.errors import not_available
+from tandem.server.openai_schema import SamplingBody, StreamOptions
+
+_SAME_NAME = (
+    "temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p",
+    "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens",
+)  # fmt: skip
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def sampling_of(body: SamplingBody, **chosen: Any) -> SamplingParams:
+    """Fields that the body leaves out keep `SamplingParams`' defaults; `chosen` are decided by the route."""
+    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    return SamplingParams(
+        **given,
+        stop=stop_strings(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        include_stop=bool(body.no_stop_trim),
+        logit_bias=logit_bias(body.logit_bias),
+        **chosen,
+    )
+
+
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
+    """Keys are token ids in decimal. Raises RequestError."""
+    for key in bias or {}:
+        if not (key.isascii() and key.isdigit() and len(key) <= 9):
+            raise RequestError(f"logit_bias: {key[:40]!r} is not a token id", "logit_bias")
+    return {int(key): value for key, value in (bias or {}).items()}
+
+
+def refuse_unavailable(body: SamplingBody) -> None:
+    """Fields that would change the answer. Raises ApiError 400."""
+    if body.response_format is not None and body.response_format.type != "text":
+        raise not_available(f"response_format {body.response_format.type[:40]!r}", "response_format")
+    for name in ("regex", "ebnf", "json_schema"):
+        if getattr(body, name) is not None:
+            raise not_available("constrained output", name)
+
+
+def wants_usage(options: StreamOptions | None) -> bool:
+    return options is not None and options.include_usage
+
+
+def check_stream_options(body: SamplingBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream: true", "stream_options")

@@ -1,0 +1,112 @@
+"""SGLang's routes about the server itself: health, information, cache, abort."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+import tandem
+from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.errors import RequestError
+from tandem.server.body import body_schema, decode, read_body
+from tandem.server.errors import unavailable
+from tandem.server.generation import Generation
+from tandem.server.limits import HEALTH_SECONDS
+from tandem.server.openai_sampling import new_id
+from tandem.server.sglang_schema import AbortBody
+from tandem.server.state import ServerState
+
+_SECRET_FIELDS = {"api_key", "given"}
+
+
+def routes(state: ServerState) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health", summary="200 when the engine takes requests, else 503")
+    async def health() -> Response:
+        state.admit()
+        return _json({"status": "ok"})
+
+    @router.get("/health_generate", summary="Generates one token")
+    async def health_generate(http: Request) -> Response:
+        await _generate_one(state, http)
+        return _json({"status": "ok"})
+
+    @router.get("/get_model_info")
+    async def get_model_info() -> Response:
+        return _json(_model_info(state))
+
+    @router.get("/get_server_info")
+    async def get_server_info() -> Response:
+        return _json(_server_info(state))
+
+    @router.api_route("/flush_cache", methods=["GET", "POST"], summary="Drop the prefix cache", operation_id=None)
+    async def flush_cache() -> Response:
+        await state.client.flush_cache()
+        return Response("The prefix cache is empty.\n", media_type="text/plain")
+
+    @router.post("/abort_request", openapi_extra=body_schema(AbortBody))
+    async def abort_request(http: Request) -> Response:
+        body = decode(await read_body(http), AbortBody)
+        return _json({"aborted": _abort(state, body)})
+
+    return router
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def _abort(state: ServerState, body: AbortBody) -> bool:
+    """False when no such request runs; that is no error, it may have finished just now."""
+    if not body.abort_all and not body.rid:
+        raise RequestError("send rid, or abort_all: true", "rid")
+    return state.client.abort("" if body.abort_all else body.rid)
+
+
+async def _generate_one(state: ServerState, http: Request) -> None:
+    """Raises ApiError 503, EngineError."""
+    state.admit()
+    prompt = await state.encode("Hello", add_special_tokens=True)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    generation = Generation(state, http, [GenerateRequest(id=new_id("health"), prompt_ids=prompt, sampling=sampling)])
+    try:
+        async with asyncio.timeout(HEALTH_SECONDS):
+            await generation.collect()
+    except TimeoutError as error:
+        raise unavailable(f"no token within {HEALTH_SECONDS:g} s") from error
+
+
+def _model_info(state: ServerState) -> dict[str, Any]:
+    engine = state.engine
+    return {
+        "model_path": engine.model_path,
+        "tokenizer_path": engine.model_path,
+        "served_model_name": state.model_name,
+        "model_type": engine.model_type,
+        "is_generation": True,
+        "context_length": engine.plan.context_length,
+        "vocab_size": engine.vocab_size,
+    }
+
+
+def _server_info(state: ServerState) -> dict[str, Any]:
+    """Flags as SGLang has them at the top level, then what was resolved and what is going on."""
+    flags = {
+        field.name: getattr(state.config, field.name)
+        for field in dataclasses.fields(state.config)
+        if field.name not in _SECRET_FIELDS
+    }
+    return flags | {
+        "version": tandem.__version__,
+        "model_path": state.engine.model_path,
+        "plan": state.engine.plan,
+        "stats": state.client.stats,
+        "open_answers": state.client.open_answers,
+        "engine_restarts": state.restarts(),
+        "engine_up": state.client.ready,
+    }

@@ -1,0 +1,221 @@
+"""POST /generate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+
+from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
+from tandem.errors import RequestError
+from tandem.server.body import decode, name_ignored, read_body, unknown_fields
+from tandem.server.errors import not_available
+from tandem.server.generation import DONE, Answer, Generation, frame
+from tandem.server.limits import MAX_PROMPTS
+from tandem.server.logprobs import sglang_logprobs, sglang_top_logprobs
+from tandem.server.openai_sampling import logit_bias, new_id, stop_strings
+from tandem.server.sglang_schema import FinishReason, MetaInfo, SglangAnswer, SglangRequest, SglangSampling
+from tandem.server.state import ServerState
+
+T = TypeVar("T")
+
+DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """One prompt of the batch and what it asks for."""
+
+    request: GenerateRequest
+    logprobs: bool
+    start: int  # first prompt token whose log-probability is reported; -1: none
+    top: int
+
+
+async def generate(state: ServerState, http: Request) -> Response:
+    raw = await read_body(http)
+    body = decode(raw, SglangRequest)
+    _refuse_unavailable(body)
+    state.admit()
+    asks, batched = await _asks(state, body)
+    generation = Generation(state, http, [ask.request for ask in asks])
+    writer = _Writer(state, body, asks, generation, batched)
+    if body.stream:
+        response: Response = await generation.events(writer.frames, lambda: DONE)
+    else:
+        whole = writer.whole(await generation.collect())
+        response = Response(msgspec.json.encode(whole), media_type="application/json")
+    return name_ignored(response, unknown_fields(raw, SglangRequest))
+
+
+def _refuse_unavailable(body: SglangRequest) -> None:
+    if body.image_data is not None:
+        raise not_available("image input", "image_data")
+    each = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params]
+    for params in each:
+        for name in ("json_schema", "regex", "ebnf", "structural_tag"):
+            if params is not None and getattr(params, name) is not None:
+                raise not_available("constrained output", f"sampling_params.{name}")
+
+
+async def _asks(state: ServerState, body: SglangRequest) -> tuple[list[_Ask], bool]:
+    prompts, batched = await _prompts(state, body)
+    count = len(prompts)
+    params = _spread(body.sampling_params, SglangSampling(), count, "sampling_params")
+    wanted = _spread(body.return_logprob, False, count, "return_logprob")
+    starts = _spread(body.logprob_start_len, -1, count, "logprob_start_len")
+    tops = _spread(body.top_logprobs_num, 0, count, "top_logprobs_num")
+    asks = []
+    for prompt, rid, p, logprobs, start, top in zip(
+        prompts, _ids(body.rid, count), params, wanted, starts, tops, strict=True
+    ):
+        sampling = _sampling(state, p, len(prompt), top if logprobs else None, top if start >= 0 else None)
+        request = GenerateRequest(id=rid, prompt_ids=prompt, sampling=sampling)
+        asks.append(_Ask(request, logprobs, start, top))
+    return asks, batched
+
+
+async def _prompts(state: ServerState, body: SglangRequest) -> tuple[list[list[int]], bool]:
+    """Token ids of each prompt, and whether the body was a batch. Raises RequestError."""
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestError("send either text or input_ids", "text")
+    if body.text is not None:
+        texts = body.text if isinstance(body.text, list) else [body.text]
+        return [await state.encode(text, add_special_tokens=True) for text in texts], isinstance(body.text, list)
+    items = body.input_ids or []
+    flat = [item for item in items if isinstance(item, int)]
+    if len(flat) == len(items):
+        return [flat], False
+    if flat:
+        raise RequestError("input_ids mixes token ids and lists", "input_ids")
+    if len(items) > MAX_PROMPTS:
+        raise RequestError(f"at most {MAX_PROMPTS} prompts in one request, not {len(items)}", "input_ids")
+    return [item for item in items if isinstance(item, list)], True
+
+
+def _spread(value: T | list[T] | None, default: T, count: int, name: str) -> list[T]:
+    """One value for every prompt, or a list with one each."""
+    if value is None:
+        return [default] * count
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{name} has {len(value)} entries for {count} prompts", name)
+    return value
+
+
+def _ids(rid: str | list[str] | None, count: int) -> list[str]:
+    """A single `rid` for a batch names its members rid-0, rid-1, …"""
+    if isinstance(rid, str) and count > 1:
+        return [f"{rid}-{i}" for i in range(count)]
+    ids = _spread(rid, "", count, "rid")
+    if any(ids) and len(set(ids)) != count:
+        raise RequestError("each rid of a batch must be different", "rid")
+    return [given or new_id("gen") for given in ids]
+
+
+def _sampling(
+    state: ServerState, p: SglangSampling, prompt_tokens: int, top: int | None, prompt_top: int | None
+) -> SamplingParams:
+    """The default max_new_tokens shrinks to what fits; a limit that the user set is taken at its word."""
+    limit = p.max_new_tokens
+    if isinstance(limit, msgspec.UnsetType):
+        limit = max(1, min(DEFAULT_MAX_NEW_TOKENS, state.answer_room(prompt_tokens)))
+    same: dict[str, Any] = {name: getattr(p, name) for name in _SAME_NAME}
+    return SamplingParams(
+        **same,
+        max_tokens=limit,
+        min_tokens=p.min_new_tokens,
+        seed=p.sampling_seed,
+        logit_bias=logit_bias(p.logit_bias),
+        stop=stop_strings(p.stop),
+        stop_token_ids=tuple(p.stop_token_ids or ()),
+        include_stop=p.no_stop_trim,
+        logprobs=top,
+        prompt_logprobs=None if top is None else prompt_top,
+    )
+
+
+_SAME_NAME = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "ignore_eos", "skip_special_tokens", "n",
+)  # fmt: skip
+
+
+class _Writer:
+    """Answers in SGLang's shape: one object, or a list for a batch or n > 1. Streams repeat the whole text."""
+
+    def __init__(
+        self, state: ServerState, body: SglangRequest, asks: Sequence[_Ask], generation: Generation, batched: bool
+    ) -> None:
+        self._tokenizer = state.tokenizer
+        self._asks = asks
+        self._generation = generation
+        self._with_text = body.return_text_in_logprobs
+        self._batched = batched
+        self._began = time.monotonic()
+        self._answers = [[Answer() for _ in range(ask.request.sampling.n)] for ask in asks]
+        self._several = sum(len(each) for each in self._answers) > 1
+        self._encoder = msgspec.json.Encoder()
+
+    def whole(self, answers: list[list[Answer]]) -> SglangAnswer | list[SglangAnswer]:
+        shaped = [
+            self._shape(ask, answer, None)
+            for ask, each in zip(self._asks, answers, strict=True)
+            for answer in each
+        ]
+        return shaped if self._batched or self._several else shaped[0]
+
+    def frames(self, outputs: list[TokenOutput]) -> bytes:
+        return b"".join([self._frame(output) for output in outputs])
+
+    def _frame(self, output: TokenOutput) -> bytes:
+        position = self._generation.position(output)
+        answer = self._answers[position][output.index]
+        answer.add(output)
+        before = sum(len(each) for each in self._answers[:position])
+        index = before + output.index if self._several or self._batched else None
+        return frame(self._encoder.encode(self._shape(self._asks[position], answer, index)))
+
+    def _shape(self, ask: _Ask, answer: Answer, index: int | None) -> SglangAnswer:
+        return SglangAnswer(answer.text, answer.token_ids, self._meta(ask, answer), index)
+
+    def _meta(self, ask: _Ask, answer: Answer) -> MetaInfo:
+        return MetaInfo(
+            id=ask.request.id,
+            finish_reason=_finish_reason(answer),
+            prompt_tokens=answer.prompt_tokens,
+            completion_tokens=answer.completion_tokens,
+            cached_tokens=answer.cached_tokens,
+            e2e_latency=None if answer.finish_reason is None else time.monotonic() - self._began,
+            **self._logprobs(ask, answer),
+        )
+
+    def _logprobs(self, ask: _Ask, answer: Answer) -> dict[str, Any]:
+        if not ask.logprobs:
+            return {}
+        prompt = answer.prompt_logprobs[ask.start :] if ask.start >= 0 else []
+        shapes: dict[str, Any] = {
+            "input_token_logprobs": sglang_logprobs(self._tokenizer, prompt, self._with_text),
+            "output_token_logprobs": sglang_logprobs(self._tokenizer, answer.logprobs, self._with_text),
+        }
+        if ask.top > 0:
+            shapes["input_top_logprobs"] = sglang_top_logprobs(self._tokenizer, prompt, self._with_text)
+            shapes["output_top_logprobs"] = sglang_top_logprobs(self._tokenizer, answer.logprobs, self._with_text)
+        return shapes
+
+
+def _finish_reason(answer: Answer) -> FinishReason | None:
+    match answer.finish_reason:
+        case None:
+            return None
+        case "stop":
+            return FinishReason("stop", matched=answer.stop_match)
+        case "length":
+            return FinishReason("length", length=answer.completion_tokens)
+        case reason:
+            return FinishReason(reason, message="the request was aborted")

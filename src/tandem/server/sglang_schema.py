@@ -1,0 +1,94 @@
+"""Bodies of the SGLang routes. Names and defaults: https://docs.sglang.ai/basic_usage/native_api.html"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from tandem.server.limits import MAX_ID_CHARS, MAX_PROMPTS
+from tandem.server.logprobs import SglangLogprob
+from tandem.server.openai_schema import Int64, TokenId, TopLogprobs
+
+RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
+
+
+class SglangSampling(msgspec.Struct, kw_only=True):
+    """`sampling_params`. Ranges are checked by `engine/limits.py`."""
+
+    max_new_tokens: Int64 | None | UnsetType = UNSET  # left out: 128; null: up to the context length
+    min_new_tokens: Int64 = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: Int64 = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    sampling_seed: Int64 | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    no_stop_trim: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    n: Int64 = 1
+    # not available yet
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+
+
+class SglangRequest(msgspec.Struct, kw_only=True):
+    """POST /generate. Exactly one of `text` and `input_ids`; a list of prompts is a batch."""
+
+    text: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
+    input_ids: Annotated[list[TokenId | list[TokenId]], Meta(min_length=1)] | None = None
+    sampling_params: SglangSampling | list[SglangSampling] | None = None
+    rid: RequestId | list[RequestId] | None = None
+    stream: bool = False
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: Int64 | list[Int64] | None = None
+    top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
+    return_text_in_logprobs: bool = False
+    image_data: Any = None
+
+
+class AbortBody(msgspec.Struct, kw_only=True):
+    """POST /abort_request"""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
+    """{"type": "stop", "matched": …} | {"type": "length", "length": …} | {"type": "abort", "message": …}"""
+
+    type: str
+    matched: str | int | None = None
+    length: int | None = None
+    message: str | None = None
+
+
+class MetaInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    id: str
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    e2e_latency: float | None = None  # seconds, with the last chunk
+    input_token_logprobs: list[SglangLogprob] | None = None
+    output_token_logprobs: list[SglangLogprob] | None = None
+    input_top_logprobs: list[list[SglangLogprob] | None] | None = None
+    output_top_logprobs: list[list[SglangLogprob] | None] | None = None
+
+
+class SglangAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`text` and `output_ids` are cumulative in a stream. `index` is there in a stream of several answers."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | None = None

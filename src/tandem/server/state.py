@@ -1,0 +1,122 @@
+"""`ServerState`: what every route needs, and the one door through which requests reach the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tandem.config.engine_config import EngineConfig
+from tandem.engine import limits as engine_limits
+from tandem.engine.protocol import GenerateRequest
+from tandem.server.engine_client import EngineClient, RequestStream
+from tandem.server.errors import ApiError, overloaded, unavailable
+from tandem.server.limits import INLINE_TOKENIZE_CHARS, MAX_OPEN_ANSWERS
+from tandem.server.messages import EngineReady
+from tandem.server.metrics import ServerMetrics
+
+
+class TextTokenizer(Protocol):
+    """What the server needs of `tandem.engine.tokenizer.Tokenizer`."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
+    def token_text(self, token_id: int) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str: ...
+
+
+TokenizerLoader = Callable[[Path], TextTokenizer]
+
+
+class ServerState:
+    """Lives on the event loop; `engine_ready` alone is called from another thread, before the engine is attached."""
+
+    def __init__(self, config: EngineConfig, load_tokenizer: TokenizerLoader) -> None:
+        self.config = config
+        self.metrics = ServerMetrics()
+        self.client = EngineClient(self.metrics)
+        self.started_at = int(time.time())
+        self.draining = False
+        self.http_active = 0
+        self.restarts: Callable[[], int] = lambda: 0
+        self._load_tokenizer = load_tokenizer
+        self._tokenizer: TextTokenizer | None = None
+        self._engine: EngineReady | None = None
+        self.metrics.watch_engine(lambda: self.client.stats, lambda: self.client.ready, lambda: self.restarts())
+
+    def engine_ready(self, ready: EngineReady) -> None:
+        """A (new) engine is loaded. The tokenizer is read once, from the directory that the engine resolved."""
+        if self._tokenizer is None:
+            self._tokenizer = self._load_tokenizer(Path(ready.model_path))
+        self._engine = ready
+
+    @property
+    def engine(self) -> EngineReady:
+        """Raises ApiError 503 while the first engine is loading."""
+        if self._engine is None:
+            raise unavailable(self.client.why_down)
+        return self._engine
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """Raises ApiError 503 while the first engine is loading."""
+        if self._tokenizer is None:
+            raise unavailable(self.client.why_down)
+        return self._tokenizer
+
+    @property
+    def model_name(self) -> str:
+        return self.config.served_model_name or Path(self.config.model).name or self.config.model
+
+    def check_model(self, name: str | None) -> None:
+        """Requests may leave the name out, say the served name, or the path. Raises ApiError 404."""
+        if name not in (None, self.model_name, self.config.model):
+            message = f"the model {name[:100]!r} is not served here; use {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def admit(self) -> None:
+        """Called before any work is done for a request. Raises ApiError 503 or 429."""
+        if self.draining:
+            raise unavailable("the server is shutting down")
+        if not self.client.ready:
+            raise unavailable(self.client.why_down)
+        if self.client.open_answers >= MAX_OPEN_ANSWERS:
+            raise overloaded(f"{MAX_OPEN_ANSWERS} answers are running or waiting; try again later")
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Raises RequestError."""
+        if len(text) <= INLINE_TOKENIZE_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+
+    def answer_room(self, prompt_tokens: int) -> int:
+        """How many tokens an answer to such a prompt may have."""
+        return self._token_limit - prompt_tokens
+
+    @property
+    def _token_limit(self) -> int:
+        plan = self.engine.plan
+        return min(plan.context_length, plan.num_pages * plan.page_size)
+
+    def check_ids(self, prompt_ids: list[int]) -> None:
+        """Raises RequestError."""
+        engine_limits.check_prompt_ids(prompt_ids, self.engine.vocab_size)
+
+    def check(self, request: GenerateRequest) -> None:
+        """The engine's own checks, made here so that the answer has its status at once. Raises RequestError."""
+        plan = self.engine.plan
+        engine_limits.validate(request.sampling, self.engine.vocab_size)
+        self.check_ids(request.prompt_ids)
+        engine_limits.answer_limit(request, plan.context_length, plan.num_pages * plan.page_size)
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> RequestStream:
+        """Raises RequestError, EngineError, ApiError 503 and 429."""
+        for request in requests:
+            self.check(request)
+        self.admit()
+        return self.client.submit(requests)

@@ -1,0 +1,202 @@
+"""Keeps one engine process alive: starts it, listens to it, notices when it dies or hangs, starts it again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from tandem.config.engine_config import EngineConfig
+from tandem.errors import EngineError
+from tandem.server import engine_client
+from tandem.server.engine_client import EngineClient
+from tandem.server.messages import EngineReady, StartEngine, StartFailed, StopEngine, ToEngine
+
+REAL_ENGINE = "tandem.server.engine_process:load_engine"
+START_ATTEMPTS = 5  # consecutive starts that never became ready, after the first success
+LONGEST_PAUSE_SECONDS = 30.0
+STABLE_SECONDS = 60.0  # an engine that lived this long is restarted at once
+STOP_SECONDS = 5.0  # for a clean exit, before kill
+
+log = logging.getLogger("tandem.server")
+
+
+class _Life(enum.Enum):
+    """How one engine process ended."""
+
+    STOPPED = "stopped"
+    NEVER_READY = "never ready"
+    DIED = "died"
+
+
+class EngineSupervisor:
+    """`run` until `stop`. `on_ready` is called with each new engine's facts before it takes requests."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        client: EngineClient,
+        on_ready: Callable[[EngineReady], None],
+        loader: str = REAL_ENGINE,
+    ) -> None:
+        self.restarts = 0
+        self._config = config
+        self._client = client
+        self._on_ready = on_ready
+        self._loader = loader
+        self._context = zmq.asyncio.Context()
+        self._process: asyncio.subprocess.Process | None = None
+        self._send: Callable[[ToEngine], None] | None = None
+        self._stopping = asyncio.Event()
+        self._heard_at = 0.0
+        self._start_error = ""
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def run(self) -> None:
+        """Lives, deaths and restarts. Raises EngineError when the engine cannot be started (again)."""
+        short_lives = failed_starts = lives = 0
+        try:
+            while not self._stopping.is_set():
+                began = time.monotonic()
+                how = await self._one_life()
+                if how is _Life.STOPPED:
+                    return
+                failed_starts = failed_starts + 1 if how is _Life.NEVER_READY else 0
+                lives += how is _Life.DIED
+                if lives == 0 or failed_starts >= START_ATTEMPTS:
+                    raise EngineError(self._start_error or "the engine process could not be started")
+                short_lives = short_lives + 1 if time.monotonic() - began < STABLE_SECONDS else 0
+                await self._pause(short_lives)
+                self.restarts += 1
+        finally:
+            self._context.destroy(linger=0)
+
+    async def stop(self) -> None:
+        """Let `run` end: the engine is asked to exit, and killed if it does not."""
+        self._stopping.set()
+        if self._send is not None:
+            self._send(StopEngine())
+
+    async def _pause(self, short_lives: int) -> None:
+        """No wait after the first death, then 1, 2, 4 … seconds."""
+        if short_lives <= 1:
+            return
+        seconds = min(2.0 ** (short_lives - 2), LONGEST_PAUSE_SECONDS)
+        log.warning("the engine ended %d times in a row; next start in %.0f s", short_lives, seconds)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+
+    async def _one_life(self) -> _Life:
+        folder = Path(tempfile.mkdtemp(prefix="tandem-"))  # mode 700: nobody else can connect
+        socket = self._context.socket(zmq.DEALER)
+        socket.set_hwm(0)
+        try:
+            endpoint = f"ipc://{folder}/engine"
+            socket.bind(endpoint)
+            self._process = await self._spawn(endpoint)
+            return await self._attend(socket, self._process)
+        finally:
+            self._send = None
+            socket.close(linger=0)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _spawn(self, endpoint: str) -> asyncio.subprocess.Process:
+        """The child shares the terminal, so its progress and plan lines are seen as they come."""
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tandem.server.engine_process",
+            "--endpoint", endpoint, "--parent", str(os.getpid()),
+            stdin=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+
+    async def _attend(self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> _Life:
+        """Listen to one process until it ends, for whatever reason; never leaves it running."""
+        self._send = lambda message: _send_now(socket, message)
+        self._start_error = ""
+        self._send(StartEngine(config=self._config, loader=self._loader))
+        listening = asyncio.create_task(self._listen(socket))
+        watching = asyncio.create_task(self._watch(process))
+        stopping = asyncio.create_task(self._stop_in_time(process))
+        try:
+            code = await process.wait()
+            with contextlib.suppress(TimeoutError):  # what it said last may still be on its way
+                await asyncio.wait_for(asyncio.shield(listening), 0.1)
+            return self._ended(code)
+        finally:
+            for task in (listening, watching, stopping):
+                task.cancel()
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+    def _ended(self, code: int) -> _Life:
+        was_ready = self._client.ready
+        if self._stopping.is_set():
+            self._client.detach("the server is stopping")
+            return _Life.STOPPED
+        self._client.detach(f"the engine process ended ({_exit_reason(code)}) and is being restarted; try again")
+        if was_ready:
+            log.error("the engine process ended (%s); restarting it", _exit_reason(code))
+            return _Life.DIED
+        self._start_error = self._start_error or f"the engine process ended at start ({_exit_reason(code)})"
+        log.debug("engine start failed: %s", self._start_error)
+        return _Life.NEVER_READY
+
+    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            message = engine_client.decode(await socket.recv())
+            self._heard_at = time.monotonic()
+            match message:
+                case EngineReady():
+                    await asyncio.to_thread(self._on_ready, message)
+                    if self._send is not None:
+                        self._client.attach(self._send)
+                case StartFailed(message=text):
+                    self._start_error = text
+                case _:
+                    self._client.deliver(message)
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Kill an engine that was ready and has said nothing for `--watchdog-timeout`."""
+        limit = self._config.watchdog_timeout
+        while True:
+            await asyncio.sleep(min(1.0, limit / 4))
+            silent = time.monotonic() - self._heard_at
+            if self._client.ready and silent > limit:
+                log.error("the engine has been stuck for %.0f s (--watchdog-timeout %g); killing it", silent, limit)
+                process.kill()
+                return
+
+    async def _stop_in_time(self, process: asyncio.subprocess.Process) -> None:
+        await self._stopping.wait()
+        if not self._client.ready:  # still loading: it does not listen yet
+            process.kill()
+        await asyncio.sleep(STOP_SECONDS)
+        process.kill()
+
+
+def _send_now(socket: zmq.asyncio.Socket, message: ToEngine) -> None:
+    """Without a high-water mark a send never waits, so its future is complete and holds nothing to await."""
+    socket.send(engine_client.encode(message))
+
+
+def _exit_reason(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"
