@@ -67,7 +67,9 @@ def _add_openai_routes(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_own_routes(app: FastAPI, state: ServerState) -> None:
-    @app.post("/generate", openapi_extra=body_schema(SglangRequest) | _answers(SglangAnswer | list[SglangAnswer]))
+    @app.post(
+        "/generate", openapi_extra=body_schema(SglangRequest) | _answers(SglangAnswer | list[SglangAnswer])
+    )
     async def generate(http: Request) -> Response:
         return await sglang_generate.generate(state, http)
 
@@ -144,7 +146,9 @@ def _answers(kind: Any) -> dict[str, Any]:
 def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        _, components = msgspec.json.schema_components(_SCHEMA_TYPES, ref_template="#/components/schemas/{name}")
+        _, components = msgspec.json.schema_components(
+            _SCHEMA_TYPES, ref_template="#/components/schemas/{name}"
+        )
         schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
         _document_refusals(schema)
         app.openapi_schema = schema
@@ -160,7 +164,3 @@ def _document_refusals(schema: dict[str, Any]) -> None:
             responses.pop("422", None)
             for status, text in _REFUSALS.items():
                 responses[str(status)] = {"description": text, "content": body}
-            if "application/json" in responses["200"].get("content", {}) and "text/event-stream" not in responses[
-                "200"
-            ]["content"]:
-                responses["200"]["content"] = {"application/json": {}, "text/plain": {}}

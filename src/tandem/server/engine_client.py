@@ -75,7 +75,8 @@ class RequestStream:
         if output.finish_reason is not None:
             del self._open[(output.id, output.index)]
         if output.finish_reason == "error":
-            self.fail(EngineError(output.error or "the engine failed on this request"), output.id)
+            self._observer.finished("error", time.monotonic() - self.submitted_at)
+            self.fail_reader(EngineError(output.error or "the engine failed on this request"))
             return
         self._arrived.append(output)
         self._notify()
@@ -85,9 +86,8 @@ class RequestStream:
         for key in [k for k in self._open if request_id in (None, k[0])]:
             del self._open[key]
         if self._error is None:
-            self._error = error
             self._observer.finished("error", time.monotonic() - self.submitted_at)
-            self._notify()
+        self.fail_reader(error)
 
     def fail_reader(self, error: TandemError) -> None:
         """The reader gets `error`; the answers run on until `EngineClient.release`."""

@@ -69,14 +69,14 @@ class LoadedEngine:
 def load_engine(config: EngineConfig) -> LoadedEngine:
     """Resolve the model, build the real engine, print the plan."""
     from tandem.checkpoint import resolve_model
-    from tandem.engine import Engine
+    from tandem.engine.engine import Engine
 
     path = resolve_model(config.model)
     engine = Engine(config)
     for decision in engine.plan.decisions:
         print(f"  {decision.name:<24} {decision.value:<16} {decision.reason}", flush=True)
     model = engine.model_config
-    return LoadedEngine(engine, engine.plan, str(path), model.model_type, model.vocab_size)
+    return LoadedEngine(engine, engine.plan, str(path), model.model_type, model.vocab)
 
 
 class EngineLoop:
@@ -92,13 +92,16 @@ class EngineLoop:
 
     def run(self) -> None:
         while not self._stopping:
-            busy = self._engine.has_work()
-            if not busy:
+            if not self._engine.has_work():
                 self._socket.poll(int(HEARTBEAT_SECONDS * 1000))
-            changed = self._receive()
-            if self._engine.has_work():
-                self._step()
-            self._report(force=not busy or changed or not self._engine.has_work())
+            self.turn()
+
+    def turn(self) -> None:
+        """Messages, one step, news. An idle engine, or one that has just become so, reports at once."""
+        changed = self._receive()
+        if self._engine.has_work():
+            self._step()
+        self._report(force=changed or not self._engine.has_work())
 
     def _receive(self) -> bool:
         """Handle every message that has arrived; True if there was one."""

@@ -58,7 +58,9 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 def unavailable(message: str) -> ApiError:
     headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-    return ApiError(503, message, kind="service_unavailable_error", code="engine_unavailable", headers=headers)
+    return ApiError(
+        503, message, kind="service_unavailable_error", code="engine_unavailable", headers=headers
+    )
 
 
 def overloaded(message: str) -> ApiError:
@@ -67,7 +69,9 @@ def overloaded(message: str) -> ApiError:
 
 
 def not_available(feature: str, param: str) -> ApiError:
-    return ApiError(400, f"{feature} is not available yet; leave {param!r} out", param=param, code="not_available")
+    return ApiError(
+        400, f"{feature} is not available yet; leave {param!r} out", param=param, code="not_available"
+    )
 
 
 def as_api_error(error: Exception) -> ApiError:

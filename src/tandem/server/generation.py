@@ -111,7 +111,9 @@ class Generation:
             self.close()
         return answers
 
-    async def events(self, frames: Callable[[list[TokenOutput]], bytes], last: Callable[[], bytes]) -> EventStream:
+    async def events(
+        self, frames: Callable[[list[TokenOutput]], bytes], last: Callable[[], bytes]
+    ) -> EventStream:
         """Waits for the first output, so that a refusal still gets its own HTTP status."""
         try:
             first = await self.next()

@@ -50,7 +50,9 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); try another --port or --host") from error
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error.strerror}); try another --port or --host"
+        ) from error
 
 
 def _event_loop() -> asyncio.Runner:

@@ -51,7 +51,9 @@ class CompletionOffsets:
     def _top(self, token: TokenLogprob) -> dict[str, float] | None:
         if token.logprob is None:
             return None
-        return {_token(self._tokenizer, i): _finite(p) for i, p in [*token.top, (token.token_id, token.logprob)]}
+        return {
+            _token(self._tokenizer, i): _finite(p) for i, p in [*token.top, (token.token_id, token.logprob)]
+        }
 
     def _advance(self, token: TokenLogprob) -> int:
         at = self._offset

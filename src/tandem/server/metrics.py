@@ -33,7 +33,9 @@ _COUNTERS = {
 class EngineCollector:
     """Turns the newest `EngineStats` into metrics. Counters restart with the engine, as Prometheus expects."""
 
-    def __init__(self, stats: Callable[[], EngineStats], up: Callable[[], bool], restarts: Callable[[], int]) -> None:
+    def __init__(
+        self, stats: Callable[[], EngineStats], up: Callable[[], bool], restarts: Callable[[], int]
+    ) -> None:
         self._stats = stats
         self._up = up
         self._restarts = restarts
@@ -41,7 +43,9 @@ class EngineCollector:
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         yield GaugeMetricFamily("tandem_engine_up", "1 when the engine takes requests", float(self._up()))
-        yield CounterMetricFamily("tandem_engine_restarts", "Engine processes started again", self._restarts())
+        yield CounterMetricFamily(
+            "tandem_engine_restarts", "Engine processes started again", self._restarts()
+        )
         for name, text in _GAUGES.items():
             yield GaugeMetricFamily(f"tandem_{name}", text, getattr(stats, name))
         for name, text in _COUNTERS.items():
@@ -60,7 +64,9 @@ class ServerMetrics:
             "tandem_http_responses", "Responses by status", ["status"], registry=self.registry
         )
         self.http_active = Gauge("tandem_http_active", "HTTP requests in progress", registry=self.registry)
-        self._ttft = self._histogram("time_to_first_token_seconds", "From request to first token", _TTFT_SECONDS)
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds", "From request to first token", _TTFT_SECONDS
+        )
         self._itl = self._histogram("inter_token_seconds", "Between two tokens of an answer", _ITL_SECONDS)
         self._e2e = self._histogram("answer_seconds", "From request to the end of an answer", _E2E_SECONDS)
 

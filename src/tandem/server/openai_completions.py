@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from fastapi import Request, Response
@@ -113,7 +114,7 @@ class _CompletionWriter:
         self, state: ServerState, body: CompletionRequest, prompts: Sequence[_Prompt], completion_id: str
     ) -> None:
         self._tokenizer = state.tokenizer
-        self._head = {"id": completion_id, "created": int(time.time()), "model": state.model_name}
+        self._head: dict[str, Any] = {"id": completion_id, "created": int(time.time()), "model": state.model_name}
         self._n = body.n or 1
         self._prompts = prompts
         self._echo = bool(body.echo)
@@ -187,4 +188,7 @@ class _CompletionWriter:
     def last(self) -> bytes:
         if not self._with_usage:
             return DONE
-        return frame(self._encoder.encode(Completion(**self._head, choices=[], usage=self._count.usage()))) + DONE
+        return (
+            frame(self._encoder.encode(Completion(**self._head, choices=[], usage=self._count.usage())))
+            + DONE
+        )

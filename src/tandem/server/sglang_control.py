@@ -44,7 +44,9 @@ def routes(state: ServerState) -> APIRouter:
     async def get_server_info() -> Response:
         return _json(_server_info(state))
 
-    @router.api_route("/flush_cache", methods=["GET", "POST"], summary="Drop the prefix cache", operation_id=None)
+    @router.api_route(
+        "/flush_cache", methods=["GET", "POST"], summary="Drop the prefix cache", operation_id=None
+    )
     async def flush_cache() -> Response:
         await state.client.flush_cache()
         return Response("The prefix cache is empty.\n", media_type="text/plain")
@@ -73,7 +75,9 @@ async def _generate_one(state: ServerState, http: Request) -> None:
     state.admit()
     prompt = await state.encode("Hello", add_special_tokens=True)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    generation = Generation(state, http, [GenerateRequest(id=new_id("health"), prompt_ids=prompt, sampling=sampling)])
+    generation = Generation(
+        state, http, [GenerateRequest(id=new_id("health"), prompt_ids=prompt, sampling=sampling)]
+    )
     try:
         async with asyncio.timeout(HEALTH_SECONDS):
             await generation.collect()

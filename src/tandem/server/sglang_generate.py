@@ -85,7 +85,9 @@ async def _prompts(state: ServerState, body: SglangRequest) -> tuple[list[list[i
         raise RequestError("send either text or input_ids", "text")
     if body.text is not None:
         texts = body.text if isinstance(body.text, list) else [body.text]
-        return [await state.encode(text, add_special_tokens=True) for text in texts], isinstance(body.text, list)
+        return [await state.encode(text, add_special_tokens=True) for text in texts], isinstance(
+            body.text, list
+        )
     items = body.input_ids or []
     flat = [item for item in items if isinstance(item, int)]
     if len(flat) == len(items):
@@ -150,7 +152,12 @@ class _Writer:
     """Answers in SGLang's shape: one object, or a list for a batch or n > 1. Streams repeat the whole text."""
 
     def __init__(
-        self, state: ServerState, body: SglangRequest, asks: Sequence[_Ask], generation: Generation, batched: bool
+        self,
+        state: ServerState,
+        body: SglangRequest,
+        asks: Sequence[_Ask],
+        generation: Generation,
+        batched: bool,
     ) -> None:
         self._tokenizer = state.tokenizer
         self._asks = asks
@@ -205,7 +212,9 @@ class _Writer:
         }
         if ask.top > 0:
             shapes["input_top_logprobs"] = sglang_top_logprobs(self._tokenizer, prompt, self._with_text)
-            shapes["output_top_logprobs"] = sglang_top_logprobs(self._tokenizer, answer.logprobs, self._with_text)
+            shapes["output_top_logprobs"] = sglang_top_logprobs(
+                self._tokenizer, answer.logprobs, self._with_text
+            )
         return shapes
 
 

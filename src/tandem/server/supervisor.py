@@ -148,7 +148,9 @@ class EngineSupervisor:
         if self._stopping.is_set():
             self._client.detach("the server is stopping")
             return _Life.STOPPED
-        self._client.detach(f"the engine process ended ({_exit_reason(code)}) and is being restarted; try again")
+        self._client.detach(
+            f"the engine process ended ({_exit_reason(code)}) and is being restarted; try again"
+        )
         if was_ready:
             log.error("the engine process ended (%s); restarting it", _exit_reason(code))
             return _Life.DIED
@@ -177,7 +179,9 @@ class EngineSupervisor:
             await asyncio.sleep(min(1.0, limit / 4))
             silent = time.monotonic() - self._heard_at
             if self._client.ready and silent > limit:
-                log.error("the engine has been stuck for %.0f s (--watchdog-timeout %g); killing it", silent, limit)
+                log.error(
+                    "the engine has been stuck for %.0f s (--watchdog-timeout %g); killing it", silent, limit
+                )
                 process.kill()
                 return
 

@@ -1,0 +1,176 @@
+"""A server for tests: in this process over ASGI (fast), or as its own process (real)."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import echo_engine
+import httpx
+import zmq
+from fastapi import FastAPI
+
+from tandem.config import EngineConfig
+from tandem.server import engine_client
+from tandem.server.app import create_app
+from tandem.server.engine_process import EngineLoop, LoadedEngine
+from tandem.server.messages import EngineReady
+from tandem.server.state import ServerState
+
+TESTS = Path(__file__).parent
+
+
+class LocalSocket:
+    """Stands in for ZeroMQ between a ServerState and an EngineLoop of the same process; messages are still bytes."""
+
+    def __init__(self, state: ServerState) -> None:
+        self.inbox: collections.deque[bytes] = collections.deque()
+        self._state = state
+
+    def recv(self, flags: int) -> bytes:
+        if not self.inbox:
+            raise zmq.Again
+        return self.inbox.popleft()
+
+    def send(self, data: bytes) -> None:
+        self._state.client.deliver(engine_client.decode(data))
+
+
+def local_state(loaded: LoadedEngine | None = None, **flags: Any) -> tuple[ServerState, EngineLoop, LocalSocket]:
+    """A state whose engine is attached; somebody must turn the loop."""
+    loaded = loaded or echo_engine.build()
+    state = ServerState(EngineConfig(model="echo", **flags), echo_engine.load_tokenizer)
+    wire = LocalSocket(state)
+    facts = EngineReady(plan=loaded.plan, model_path="echo", model_type="echo", vocab_size=loaded.vocab_size)
+    state.engine_ready(facts)
+    state.client.attach(lambda message: wire.inbox.append(engine_client.encode(message)))
+    return state, EngineLoop(loaded.engine, wire), wire
+
+
+async def turn_forever(loop: EngineLoop, pause: float = 0.0) -> None:
+    while True:
+        loop.turn()
+        await asyncio.sleep(pause)
+
+
+class LocalServer:
+    """`client` talks HTTP to the application, without a network."""
+
+    def __init__(self, state: ServerState, app: FastAPI, client: httpx.AsyncClient) -> None:
+        self.state = state
+        self.app = app
+        self.client = client
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.client.post(path, json=body)
+
+
+@contextlib.asynccontextmanager
+async def local_server(loaded: LoadedEngine | None = None, **flags: Any) -> AsyncIterator[LocalServer]:
+    state, loop, _ = local_state(loaded, **flags)
+    app = create_app(state)
+    turning = asyncio.create_task(turn_forever(loop))
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://tandem") as client:
+            yield LocalServer(state, app, client)
+    finally:
+        turning.cancel()
+
+
+class ServerProcess:
+    """`kt serve` as users run it, on a free port; or the echo engine behind the same server."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process = process
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30)
+
+    def healthy(self) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return self.get("/health").status_code == 200
+        return False
+
+    def wait_until_ready(self, seconds: float = 180.0) -> None:
+        ends = time.monotonic() + seconds
+        while not self.healthy():
+            assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()}"
+            assert time.monotonic() < ends, f"not ready after {seconds} s:\n{self.log.read_text()}"
+            time.sleep(0.05)
+
+    def info(self) -> dict[str, Any]:
+        return self.get("/get_server_info").json()
+
+    def engine_pid(self) -> int:
+        """The only child of the API process that runs engine_process."""
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit() and self._is_engine(folder):
+                return int(folder.name)
+        raise AssertionError("no engine process")
+
+    def _is_engine(self, folder: Path) -> bool:
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            return parent == self.process.pid and b"engine_process" in (folder / "cmdline").read_bytes()
+        return False
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=30)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def spawn(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """A Python process that finds tandem and the modules of tests/."""
+    paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            [sys.executable, *arguments], stdout=out, stderr=subprocess.STDOUT, env=environment
+        )
+
+
+def spawn_echo(log: Path, loader: str = "load", **flags: Any) -> ServerProcess:
+    """The real server process and a real engine process, which loads `echo_engine.<loader>`."""
+    port = free_port()
+    code = (
+        "import sys, echo_engine; from tandem.config import EngineConfig; from tandem.server.launch import serve; "
+        f"sys.exit(serve(EngineConfig(model='echo', port={port}, **{flags!r}), "
+        f"loader='echo_engine:{loader}', load_tokenizer=echo_engine.load_tokenizer))"
+    )
+    return ServerProcess(spawn(["-c", code], log), port, log)
+
+
+def spawn_real(model: Path, log: Path, *flags: str) -> ServerProcess:
+    port = free_port()
+    arguments = ["-m", "tandem.launch_server", "--model", str(model), "--port", str(port), *flags]
+    return ServerProcess(spawn(arguments, log), port, log)
+
+
+@contextlib.contextmanager
+def running(server: ServerProcess) -> Iterator[ServerProcess]:
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.stop()
