@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import echo_engine
 import httpx
 import zmq
 from fastapi import FastAPI
 
+import echo_engine
 from tandem.config import EngineConfig
 from tandem.server import engine_client
 from tandem.server.app import create_app
@@ -46,7 +46,9 @@ class LocalSocket:
         self._state.client.deliver(engine_client.decode(data))
 
 
-def local_state(loaded: LoadedEngine | None = None, **flags: Any) -> tuple[ServerState, EngineLoop, LocalSocket]:
+def local_state(
+    loaded: LoadedEngine | None = None, **flags: Any
+) -> tuple[ServerState, EngineLoop, LocalSocket]:
     """A state whose engine is attached; somebody must turn the loop."""
     loaded = loaded or echo_engine.build()
     state = ServerState(EngineConfig(model="echo", **flags), echo_engine.load_tokenizer)

@@ -124,7 +124,11 @@ class _ChatWriter:
 
     def __init__(self, state: ServerState, body: ChatRequest, request_id: str) -> None:
         self._tokenizer = state.tokenizer
-        self._head: dict[str, Any] = {"id": request_id, "created": int(time.time()), "model": state.model_name}
+        self._head: dict[str, Any] = {
+            "id": request_id,
+            "created": int(time.time()),
+            "model": state.model_name,
+        }
         self._with_logprobs = bool(body.logprobs)
         self._with_usage = wants_usage(body.stream_options)
         self._count = TokenCount()

@@ -114,7 +114,11 @@ class _CompletionWriter:
         self, state: ServerState, body: CompletionRequest, prompts: Sequence[_Prompt], completion_id: str
     ) -> None:
         self._tokenizer = state.tokenizer
-        self._head: dict[str, Any] = {"id": completion_id, "created": int(time.time()), "model": state.model_name}
+        self._head: dict[str, Any] = {
+            "id": completion_id,
+            "created": int(time.time()),
+            "model": state.model_name,
+        }
         self._n = body.n or 1
         self._prompts = prompts
         self._echo = bool(body.echo)

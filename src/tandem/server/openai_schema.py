@@ -171,7 +171,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     object: str = "chat.completion.chunk"
 
 
@@ -190,7 +190,7 @@ class Completion(msgspec.Struct, frozen=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     object: str = "text_completion"
 
 

@@ -17,7 +17,7 @@ RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 class SglangSampling(msgspec.Struct, kw_only=True):
     """`sampling_params`. Ranges are checked by `engine/limits.py`."""
 
-    max_new_tokens: Int64 | None | UnsetType = UNSET  # left out: 128; null: up to the context length
+    max_new_tokens: Int64 | UnsetType | None = UNSET  # left out: 128; null: up to the context length
     min_new_tokens: Int64 = 0
     temperature: float = 1.0
     top_p: float = 1.0

@@ -47,9 +47,10 @@ class ServerState:
         self._load_tokenizer = load_tokenizer
         self._tokenizer: TextTokenizer | None = None
         self._engine: EngineReady | None = None
-        self.metrics.watch_engine(
-            lambda: self.client.stats, lambda: self.client.ready, lambda: self.restarts()
-        )
+        self.metrics.watch_engine(lambda: self.client.stats, lambda: self.client.ready, self._restarts)
+
+    def _restarts(self) -> int:
+        return self.restarts()
 
     def engine_ready(self, ready: EngineReady) -> None:
         """A (new) engine is loaded. The tokenizer is read once, from the directory that the engine resolved."""
