@@ -1,0 +1,179 @@
+"""`kt chat` in a real terminal (a pty) against a server, and its client by itself."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from fake_chat_server import fake_chat_server
+from tandem.cli.chat_client import ChatClient, ChatError
+
+CTRL_C, CTRL_D = "\x03", "\x04"
+
+
+class Terminal:
+    """A program in a pty: what it printed so far, without colours."""
+
+    def __init__(self, process: subprocess.Popen[bytes], fd: int) -> None:
+        self.process, self._fd, self.text, self._seen = process, fd, "", 0
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def expect(self, pattern: str, seconds: float = 30) -> str:
+        """Reads until `pattern` appears after what was expected last."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = re.search(pattern, self.text[self._seen :])
+            if found:
+                self._seen += found.end()
+                return found.group()
+            assert time.monotonic() < deadline, f"{pattern!r} did not come; the terminal shows:\n{self.text}"
+            self._read()
+
+    def _read(self) -> None:
+        if not select.select([self._fd], [], [], 0.1)[0]:
+            return
+        try:
+            data = os.read(self._fd, 65536).decode(errors="replace")
+        except OSError:  # the program has ended
+            data = ""
+            time.sleep(0.05)
+        self.text += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\x01|\x02", "", data)
+
+
+@contextmanager
+def kt_chat(port: int, *flags: str) -> Iterator[Terminal]:
+    own, theirs = pty.openpty()
+    command = [sys.executable, "-m", "tandem", "chat", "--port", str(port), *flags]
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        preexec_fn=_own_terminal,  # noqa: PLW1509  the child only makes one system call before exec
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        yield Terminal(process, own)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.wait()
+        os.close(own)
+
+
+def _own_terminal() -> None:
+    """Makes the pty the controlling terminal, so that Ctrl+C becomes SIGINT."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_conversation_with_history_and_commands() -> None:
+    with (
+        fake_chat_server() as server,
+        kt_chat(server.port, "--max-tokens", "9", "--system", "Be brief.") as terminal,
+    ):
+        terminal.expect("fake-model")
+        terminal.expect("you ›")
+        terminal.type("hello\r")
+        terminal.expect("m2 word1 word2 word3 word4")  # system prompt + question
+        terminal.expect("5 tokens")
+        terminal.type("again\r")
+        terminal.expect("m4 word1")
+        terminal.type("/reset\r")
+        terminal.expect("forgotten")
+        terminal.type("/system Be kind.\r")
+        terminal.expect("system prompt: Be kind.")
+        terminal.type("third\r")
+        terminal.expect("m2 word1")
+        terminal.type("/help\r")
+        terminal.expect("/reset +forget")
+        terminal.type("/nonsense\r")
+        terminal.expect("/nonsense is no command")
+        terminal.type("/exit\r")
+        assert terminal.process.wait(20) == 0
+    assert [m["content"] for m in server.bodies[1]["messages"]] == [
+        "Be brief.", "hello", "m2 word1 word2 word3 word4", "again"
+    ]  # fmt: skip
+    assert server.bodies[2]["messages"][0]["content"] == "Be kind."
+    assert server.bodies[0]["max_tokens"] == 9
+    assert "temperature" not in server.bodies[0]
+
+
+def test_ctrl_c_stops_only_the_answer() -> None:
+    with fake_chat_server(words=10_000, seconds_per_word=0.02) as server, kt_chat(server.port) as terminal:
+        terminal.expect("you ›")
+        terminal.type("tell me a long story\r")
+        terminal.expect("word3")
+        terminal.type(CTRL_C)
+        terminal.expect("stopped")
+        assert server.client_left.wait(10), "the server went on generating"
+        server.words, server.seconds_per_word = 3, 0.0
+        terminal.expect("you ›")
+        terminal.type("go on\r")
+        terminal.expect("m3 word1 word2")  # the part that was said is in the history
+        terminal.expect("you ›")
+        terminal.type(CTRL_C)
+        terminal.expect("Ctrl.D or /exit leaves")
+        terminal.expect("you ›")
+        terminal.type(CTRL_D)
+        assert terminal.process.wait(20) == 0
+
+
+def test_errors_are_shown_and_the_chat_goes_on() -> None:
+    with fake_chat_server(fails="400") as server, kt_chat(server.port) as terminal:
+        terminal.expect("you ›")
+        terminal.type("too much\r")
+        terminal.expect("error: the prompt is too long")
+        server.fails = "midway"
+        terminal.type("hello\r")
+        terminal.expect("m1")  # the refused question was taken back
+        terminal.expect("error: the engine died")
+        server.fails = ""
+        terminal.type("hello\r")
+        terminal.expect("m3 word1")
+
+
+def test_no_server_says_how_to_start_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem", "chat", "--port", "1"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "no server answers at http://127.0.0.1:1; start one with: kt serve demo" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_piped_input_works_without_a_terminal() -> None:
+    with fake_chat_server() as server:
+        command = [sys.executable, "-m", "tandem", "chat", "--port", str(server.port)]
+        done = subprocess.run(command, input="hello\n", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "m1 word1 word2 word3 word4" in done.stdout
+
+
+def test_api_key() -> None:
+    with fake_chat_server(api_key="secret") as server:
+        url = f"http://127.0.0.1:{server.port}"
+        with pytest.raises(ChatError, match="--api-key"):
+            ChatClient(url).model_name()
+        assert ChatClient(url, api_key="secret").model_name() == "fake-model"
+
+
+def test_speed_counts_the_servers_tokens() -> None:
+    with fake_chat_server(words=4, seconds_per_word=0.01) as server:
+        client = ChatClient(f"http://127.0.0.1:{server.port}", temperature=0.5)
+        assert "".join(client.ask("hi")) == "m1 word1 word2 word3"
+    assert client.speed.tokens == 4
+    assert 0 < client.speed.first_token_seconds < client.speed.seconds
+    assert client.speed.tokens_per_second > 0
+    assert server.bodies[0]["temperature"] == 0.5

@@ -1,0 +1,118 @@
+"""The commands of `kt`: help, version, flags, plan, errors as one line. No model is loaded here."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tandem import __version__
+from tandem.cli.app import app, run
+from tandem.cli.doctor import hardware
+from tandem.config import Machine
+from tandem.config.engine_config import FLAGS
+from tandem.config.machine import Core
+
+COMMANDS = ["serve", "chat", "version", "doctor", "demo", "bench"]
+MODEL = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "rms_norm_eps": 1e-6,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "intermediate_size": 128, "max_position_embeddings": 512, "rope_theta": 1e4,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def kt(*argv: str) -> Result:
+    return CliRunner().invoke(app, list(argv), env={"COLUMNS": "100", "TERM": "dumb"})
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_one_screen_with_an_example(command: str) -> None:
+    shown = kt(command, "--help")
+    assert shown.exit_code == 0
+    assert len(shown.stdout.splitlines()) <= 40
+    assert re.search(rf"(Example: |\$ )kt {command}", shown.stdout)
+
+
+def test_app_help_names_every_command() -> None:
+    shown = kt("--help").stdout
+    assert all(re.search(rf"\b{command}\b", shown) for command in COMMANDS)
+
+
+def test_serve_help_all_shows_every_flag() -> None:
+    shown = kt("serve", "--help-all").stdout
+    assert [f.spellings[0] for f in FLAGS if f.spellings[0] not in shown] == []
+    assert "Not available yet" in shown
+
+
+def test_version() -> None:
+    shown = kt("version")
+    assert (shown.exit_code, shown.stdout.splitlines()[0]) == (0, f"Tandem {__version__}")
+    assert "torch 2." in shown.stdout
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["version"], ["serve", "--help"], ["chat", "--help"]])
+def test_light_commands_do_not_import_torch(argv: list[str]) -> None:
+    code = f"import sys; from tandem.cli.app import app; app({argv!r}, standalone_mode=False); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "says"),
+    [
+        (["serve", "demo", "--prot", "3"], 2, "nearest known one is --port"),
+        (["serve", "demo", "--tp", "2"], 2, "not available yet. Use 1"),
+        (["serve", "--model", "/no/such/model"], 1, "/no/such/model does not exist"),
+        (["serve", "--port", "30000"], 2, "try `kt serve demo`"),
+    ],
+)
+def test_errors_are_one_line(
+    argv: list[str], status: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        run(argv)
+    shown = capsys.readouterr().err
+    assert left.value.code == status
+    assert shown.startswith("error: ")
+    assert says in shown
+    assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize("module", ["tandem.launch_server", "tandem serve", "tandem.cli serve"])
+def test_modules_are_the_same_program(module: str) -> None:
+    command = [sys.executable, "-m", *module.split(), "--model", "demo", "--kt-amx-methd", "INT4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown flag --kt-amx-methd; the nearest known one is --kt-amx-method")
+
+
+def test_plan_only_prints_each_choice_with_its_reason(model_dir: Path) -> None:
+    shown = kt("serve", str(model_dir), "--plan-only", "--kt-method", "INT4", "--kt-cpuinfer", "1", "--tp", "1")
+    assert shown.exit_code == 0, shown.output
+    assert re.search(r"expert format +int4 +--kt-method INT4", shown.stdout)
+    assert re.search(r"threads +1 +--kt-cpuinfer 1", shown.stdout)
+    assert re.search(r"context length +512 +the model's own limit", shown.stdout)
+    assert "note: --tensor-parallel-size 1 changes nothing" in shown.stdout
+
+
+def test_doctor_names_the_fix_of_what_is_missing() -> None:
+    poor = Machine("Old CPU", (Core(0, 0, 0), Core(1, 0, 0)), ("scalar",), 1 << 30, 1 << 29, cpu_quota=1.0)
+    fixes = {finding.name: finding.fix for finding in hardware(poor)}
+    assert "AVX2" in fixes["instruction sets"]
+    assert "--cpus" in fixes["cores"]
+    assert "2 GiB" in fixes["memory"]
+    assert fixes["GPU"] == ""
+    rich = Machine("New CPU", (Core(0, 0, 0),), ("scalar", "avx2"), 1 << 34, 1 << 34)
+    assert not any(finding.fix for finding in hardware(rich))
