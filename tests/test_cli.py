@@ -64,8 +64,10 @@ def test_version() -> None:
 
 @pytest.mark.parametrize("argv", [["--help"], ["version"], ["serve", "--help"], ["chat", "--help"]])
 def test_light_commands_do_not_import_torch(argv: list[str]) -> None:
-    code = f"import sys; from tandem.cli.app import app; app({argv!r}, standalone_mode=False); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    code = "import sys; from tandem.cli.app import app; app({}, standalone_mode=False); print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(argv)], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.splitlines()[-1] == "False", done.stderr
 
 
@@ -95,11 +97,15 @@ def test_modules_are_the_same_program(module: str) -> None:
     command = [sys.executable, "-m", *module.split(), "--model", "demo", "--kt-amx-methd", "INT4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: unknown flag --kt-amx-methd; the nearest known one is --kt-amx-method")
+    assert done.stderr.startswith(
+        "error: unknown flag --kt-amx-methd; the nearest known one is --kt-amx-method"
+    )
 
 
 def test_plan_only_prints_each_choice_with_its_reason(model_dir: Path) -> None:
-    shown = kt("serve", str(model_dir), "--plan-only", "--kt-method", "INT4", "--kt-cpuinfer", "1", "--tp", "1")
+    shown = kt(
+        "serve", str(model_dir), "--plan-only", "--kt-method", "INT4", "--kt-cpuinfer", "1", "--tp", "1"
+    )
     assert shown.exit_code == 0, shown.output
     assert re.search(r"expert format +int4 +--kt-method INT4", shown.stdout)
     assert re.search(r"threads +1 +--kt-cpuinfer 1", shown.stdout)
