@@ -26,6 +26,7 @@ UPWARD_ALLOWED = {
         "tandem",
         "tandem.engine.llm",
     ): "tandem.LLM is the library's front door; imported when it is first asked for",
+    ("tandem", "tandem.engine.protocol"): "tandem.SamplingParams, likewise",
 }
 CYCLE_ALLOWED = {
     (
