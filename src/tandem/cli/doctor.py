@@ -38,7 +38,8 @@ def doctor() -> None:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    found = [*software(), *hardware(Machine.detect()), *measured(), *storage(Path.home())]
+    machine = Machine.detect()
+    found = [*software(), *hardware(machine), *measured(machine), *storage(Path.home())]
     for finding in found:
         mark = Text("!", style="bold yellow") if finding.fix else Text("✓", style="green")
         table.add_row(mark, Text(finding.name, style="bold"), Text(finding.value))
@@ -107,19 +108,21 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
         yield Finding(f"GPU {number}", f"{gpu.name}, {free}, PCIe {gpu.pcie}; not used yet")
 
 
-def measured() -> Iterator[Finding]:
-    """Measured now, on the cores this process may use."""
+def measured(machine: Machine) -> Iterator[Finding]:
+    """Measured now, with one thread on each core that this process may use."""
     if not kernels_are_built():
         return
-    from tandem.kernels.ceilings import dram_bandwidth
+    from tandem import _core
+    from tandem.kernels.ceilings import measure_ceilings
 
-    rate = dram_bandwidth() / 1e9
-    fix = (
-        "decoding is bound by it: fill all memory channels, and leave other programs out"
-        if rate < LOW_BANDWIDTH
-        else ""
+    cores = machine.spread(machine.max_threads, machine.nodes)
+    ceilings = measure_ceilings(_core.WorkerPool(list(machine.pinned(cores))), machine.tiers[-1])
+    fix = "decoding is bound by it: fill all memory channels, and end other programs"
+    low = ceilings.read_gbps < LOW_BANDWIDTH
+    yield Finding(
+        "memory speed", f"{ceilings.read_gbps:.1f} GB/s read, {len(cores)} threads", fix if low else ""
     )
-    yield Finding("DRAM bandwidth", f"{rate:.1f} GB/s measured, reading with all cores", fix)
+    yield Finding("compute", f"{ceilings.flops / 1e9:.0f} GFLOP/s in bf16 with {machine.tiers[-1]}")
 
 
 def storage(home: Path) -> Iterator[Finding]:

@@ -79,6 +79,15 @@ class Machine:
         turns = [core for turn in zip_longest(*by_node) for core in turn if core is not None]
         return tuple(sorted(turns[:count], key=lambda core: (core.node, core.cpu)))
 
+    def pinned(self, cores: Iterable[Core]) -> tuple[int, ...]:
+        """The CPU that the thread of each core is pinned to, -1 for none.
+
+        Under a CPU quota other groups run on the same cores; pinned there, two of them would fight for one core while
+        others idle, so the kernel's scheduler is left to place the threads.
+        """
+        quota_rules = self.cpu_quota is not None and self.cpu_quota < len(self.cores)
+        return tuple(-1 if quota_rules else core.cpu for core in cores)
+
     @classmethod
     def detect(cls, root: Path = Path("/"), affinity: Iterable[int] | None = None) -> Machine:
         """This machine. `root` and `affinity` replace `/` and the process's CPU mask in tests."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tandem.config.engine_config import EngineConfig
-from tandem.config.machine import TIERS, Core, Machine
+from tandem.config.machine import TIERS, Machine
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, size_memory
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
@@ -127,7 +127,7 @@ def _cpus(config: EngineConfig, machine: Machine, log: list[Decision]) -> tuple[
     limit = min(machine.max_threads, len(usable))
     asked = config.kt_cpuinfer
     count = limit if asked is None else min(asked, limit)
-    cpus = _pinning(machine, machine.spread(count, nodes))
+    cpus = machine.pinned(machine.spread(count, nodes))
     log.append(Decision("threads", str(count), _thread_reason(machine, asked, limit, cpus)))
     return cpus
 
@@ -142,13 +142,6 @@ def _nodes(config: EngineConfig, machine: Machine) -> tuple[int, ...]:
             f"--kt-numa-nodes: node {min(missing)} has no core this process may use; these have: {here}"
         )
     return tuple(sorted(set(config.kt_numa_nodes)))
-
-
-def _pinning(machine: Machine, cores: tuple[Core, ...]) -> tuple[int, ...]:
-    # Under a CPU quota other groups run on the same cores; pinned there, two of them would fight for one core
-    # while others idle. The kernel's scheduler does better.
-    quota_rules = machine.cpu_quota is not None and machine.cpu_quota < len(machine.cores)
-    return tuple(-1 if quota_rules else core.cpu for core in cores)
 
 
 def _thread_reason(machine: Machine, asked: int | None, limit: int, cpus: tuple[int, ...]) -> str:

@@ -1,0 +1,65 @@
+"""What README.md and docs/ tell people to type exists: make targets, commands, flags, links, Python names."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import typer.main
+
+import tandem
+from tandem.cli.app import app
+from tandem.config.engine_config import FLAGS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "commands.md"]
+TEXT = {page: page.read_text() for page in PAGES}
+SERVE_FLAGS = {s for f in FLAGS for s in f.spellings} | {"--plan-only", "--help", "--help-all"}
+GROUP = typer.main.get_command(app)
+
+
+def code(text: str) -> str:
+    """Fenced blocks, indented lines and `spans`."""
+    fenced = re.findall(r"```\w*\n(.*?)```", text, re.S)
+    indented = re.findall(r"^    (.+)$", text, re.M)
+    return "\n".join(
+        [*fenced, *indented, *re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))]
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"\bmake ([a-z-]+)", code(TEXT[page]))) <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_exist(page: Path) -> None:
+    for words in re.findall(r"\bkt ([a-z]+(?: [a-z]+)?)", code(TEXT[page])):
+        name, _, sub = words.partition(" ")
+        assert name in GROUP.commands, words  # type: ignore[attr-defined]
+        subcommands = getattr(GROUP.commands[name], "commands", None)  # type: ignore[attr-defined]
+        assert not sub or subcommands is None or sub in subcommands, words
+
+
+def test_flags_exist() -> None:
+    for page in PAGES[::2]:
+        for line in code(TEXT[page]).splitlines():
+            if line.startswith(("kt serve", "--")):
+                assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= SERVE_FLAGS, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", TEXT[page])
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_python_example_uses_what_is_there() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", TEXT[ROOT / "README.md"], re.S)
+    tree = ast.parse(example)
+    names = [a.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for a in node.names]
+    assert names
+    assert all(hasattr(tandem, name) for name in names)
