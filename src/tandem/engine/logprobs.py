@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from tandem.engine.penalties import FloatRow, FloatRows
 from tandem.engine.protocol import TokenLogprob
 from tandem.engine.sequence import Chunk
+
+_BLOCK = 64  # values per maximum in the search for the largest
 
 
 def token_logprob(logits: FloatRow, token_id: int, top: int) -> TokenLogprob:
@@ -33,11 +37,14 @@ def score_prompt(chunk: Chunk, logits: FloatRows) -> None:
 
 def _log_sum_exp(logits: FloatRow) -> float:
     best = logits.max()
-    return float(best) + float(np.log(np.exp(logits - best, dtype=np.float32).sum(dtype=np.float64)))
+    return float(best) + math.log(float(np.exp(logits - best).sum()))
 
 
 def _largest(logits: FloatRow, count: int) -> list[int]:
+    """Ids of the `count` largest, best first, ties by id."""
     count = min(count, len(logits))
-    threshold = np.partition(logits, len(logits) - count)[len(logits) - count]
+    blocks = np.maximum.reduceat(logits, np.arange(0, len(logits), _BLOCK))
+    # The count-th largest block maximum has `count` values above or at it, so everything wanted is there.
+    threshold = np.partition(blocks, -count)[-count] if count <= len(blocks) else -np.inf
     ids = np.flatnonzero(logits >= threshold)
     return [int(i) for i in ids[np.argsort(-logits[ids], kind="stable")][:count]]
