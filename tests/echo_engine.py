@@ -17,7 +17,8 @@ import torch
 
 from fake_model import FakeLayout, fake_config, fake_plan
 from tandem.config import EngineConfig
-from tandem.engine.engine import Engine, EngineParts
+from tandem.engine.engine import Engine
+from tandem.engine.parts import EngineParts
 from tandem.errors import CheckpointError
 from tandem.server.engine_process import LoadedEngine
 

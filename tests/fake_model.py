@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from tandem.config import AttentionConfig, ModelConfig, MoEConfig, Plan, RouterConfig
-from tandem.engine.engine import Engine, EngineParts
+from tandem.engine.engine import Engine
+from tandem.engine.parts import EngineParts
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 
 VOCAB = 64

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
 
-from tandem.config import EngineConfig, ModelConfig, Plan
+from tandem.config import EngineConfig
 from tandem.engine.answer import Answer
 from tandem.engine.counters import Counters
 from tandem.engine.kv_cache import KVCache, allocate_layers
 from tandem.engine.limits import answer_limit, check_prompt_ids, validate
 from tandem.engine.logprobs import score_prompt
+from tandem.engine.parts import EngineParts
 from tandem.engine.protocol import EngineStats, GenerateRequest, TokenOutput
-from tandem.engine.runner import KVModel, ModelRunner
+from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling import Sampled, fresh_seed, sample
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk, Sequence, Status
-from tandem.engine.tokenizer import Tokenizer
 from tandem.errors import RequestError
 
 _log = logging.getLogger(__name__)
@@ -28,23 +26,12 @@ _log = logging.getLogger(__name__)
 _BAD_LOGITS = "the model returned NaN or infinite logits for this request"
 
 
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """What an engine is made of. `load_parts` (engine/loader.py) gets it from a config; tests build it by hand."""
-
-    plan: Plan
-    model_config: ModelConfig
-    model: KVModel
-    tokenizer: Tokenizer
-    workers: Any = None  # the WorkerPool, kept alive as long as the engine
-
-
 class Engine:
     """Not thread-safe: one thread adds, aborts and steps."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Loads a model. Raises ConfigError or CheckpointError."""
-        from tandem.engine.loader import load_parts
+        from tandem.engine.loader import load_parts  # the kernels are loaded only for a real model
 
         self._assemble(load_parts(config))
 

@@ -1,0 +1,43 @@
+"""`load_parts`: from what the user asked for to the parts of an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tandem import models
+from tandem.checkpoint import demo_dir, open_checkpoint, resolve_model
+from tandem.checkpoint.demo import build_demo
+from tandem.config import EngineConfig, Machine, ModelConfig, resolve
+from tandem.engine.parts import EngineParts
+from tandem.engine.tokenizer import Tokenizer
+from tandem.kernels.reference import TorchOps
+
+
+def load_parts(config: EngineConfig, progress: models.Progress | None = None) -> EngineParts:
+    """Reads and packs the model. `progress(what, bytes done, bytes in all)` is called after every layer.
+
+    Raises ConfigError when a wish cannot be met, CheckpointError when a file is missing or broken.
+    """
+    use_one_torch_thread()
+    directory = model_directory(config.model)
+    model_config = ModelConfig.load(directory)
+    plan = resolve(config, model_config, Machine.detect())
+    tokenizer = Tokenizer.load(directory)
+    model = models.build(model_config, plan, open_checkpoint(directory), TorchOps(), progress)
+    return EngineParts(plan, model_config, model, tokenizer)
+
+
+def use_one_torch_thread() -> None:
+    """The parallelism of a step is our worker pool's, whose worker 0 is the calling thread. Torch's own pool would spin
+    on the same cores between its operations and make both slower."""
+    torch.set_num_threads(1)
+
+
+def model_directory(name_or_path: str) -> Path:
+    """The model's directory; the demo model is built if it is not there yet."""
+    directory = resolve_model(name_or_path)
+    if directory == demo_dir() and not (directory / "config.json").is_file():
+        build_demo(directory)
+    return directory

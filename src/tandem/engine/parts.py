@@ -1,0 +1,21 @@
+"""`EngineParts`: what an engine is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.config import ModelConfig, Plan
+from tandem.engine.runner import KVModel
+from tandem.engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """`load_parts` (engine/loader.py) makes them from a config; tests build them by hand."""
+
+    plan: Plan
+    model_config: ModelConfig
+    model: KVModel
+    tokenizer: Tokenizer
+    workers: Any = None  # the WorkerPool, kept alive as long as the engine
