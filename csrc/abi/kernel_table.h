@@ -42,7 +42,7 @@ struct MatmulArgs {
   int32_t rows;
   int32_t first_pair;
   int32_t pairs;
-  const uint8_t* next_payload;  // where the caller goes on reading weights, for prefetching; may be null
+  const uint8_t* next_panel;  // where the caller goes on reading weights, for prefetching; may be null
 };
 using MatmulFn = void (*)(const MatmulArgs*);
 

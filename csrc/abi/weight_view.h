@@ -10,7 +10,8 @@
 //   int4  [K/8][16][2] of 16  16-bit lane (row, parity); its nibble i holds the pair 4 * block + i
 //
 // K is padded with zeros to a multiple of max(32, group); the number of panels is even (a "pair" of panels, 32 output
-// columns, is the unit of work everywhere). Scales, where a format has them: [panel][K/group][16].
+// columns, is the unit of work everywhere). A panel's scales, [K/group][16], follow its payload, so that a panel is
+// one stream of memory.
 #pragma once
 
 #include <stdint.h>
@@ -27,17 +28,16 @@ constexpr int kPairColumns = 2 * kPanelRows;  // output columns of a pair of pan
 constexpr int kCacheLine = 64;
 
 struct WeightView {
-  const uint8_t* payload;
-  const uint8_t* scales;      // null: the format has none
-  int64_t payload_bytes;      // of one panel
-  int64_t scale_bytes;        // of one panel
+  const uint8_t* panels;
+  int64_t panel_bytes;   // from one panel to the next; a multiple of 64
+  int64_t scale_offset;  // of the scales in a panel; 0: the format has none
   Format format;
   DType scale_type;
-  int32_t group;              // k per scale; 0: one scale per output row (or none), applied after the sum over K
-  int32_t columns;            // N, without padding
-  int32_t depth;              // K, without padding
+  int32_t group;         // k per scale; 0: one scale per output row (or none), applied after the sum over K
+  int32_t columns;       // N, without padding
+  int32_t depth;         // K, without padding
   int32_t padded_depth;
-  int32_t pairs;              // pairs of panels
+  int32_t pairs;         // pairs of panels
 };
 
 }  // namespace tandem

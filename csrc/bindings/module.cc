@@ -1,7 +1,20 @@
+#include <stdexcept>
+
 #include "bindings/bindings.h"
 
 NB_MODULE(_core, m) {
   m.doc() = "Tandem's C++ core.";
+  // C++ says std::invalid_argument; users of the package catch TandemError.
+  nanobind::register_exception_translator([](const std::exception_ptr& p, void*) {
+    try {
+      std::rethrow_exception(p);
+    } catch (const std::invalid_argument& e) {
+      const nanobind::object type = nanobind::module_::import_("tandem.errors").attr("KernelError");
+      PyErr_SetString(type.ptr(), e.what());
+    }
+  });
   tandem::bind_runtime(m);
   tandem::bind_dense(m);
+  tandem::bind_matrix(m);
+  tandem::bind_experts(m);
 }

@@ -152,11 +152,11 @@ struct PairOfPanels {
 };
 
 TANDEM_INLINE PairOfPanels pair_of_panels(const WeightView& w, int64_t pair) {
-  const uint8_t* payload = w.payload + 2 * pair * w.payload_bytes;
-  const uint8_t* scales = w.scales ? w.scales + 2 * pair * w.scale_bytes : nullptr;
-  const Scales found{{scales, scales + (scales ? w.scale_bytes : 0)}, w.scale_type, w.group / 2};
+  const uint8_t* panel = w.panels + 2 * pair * w.panel_bytes;
+  const uint8_t* scales = panel + w.scale_offset;
   const Scales none{{nullptr, nullptr}, w.scale_type, 0};
-  return {{payload, payload + w.payload_bytes}, w.group ? found : none, w.group ? none : found};
+  const Scales found = w.scale_offset ? Scales{{scales, scales + w.panel_bytes}, w.scale_type, w.group / 2} : none;
+  return {{panel, panel + w.panel_bytes}, w.group ? found : none, w.group ? none : found};
 }
 
 template <class Isa>

@@ -17,7 +17,7 @@ void dot_rows(const MatmulArgs* args) {
   const uint8_t* const* x = reinterpret_cast<const uint8_t* const*>(args->x_rows);
   for (int p = 0; p < args->pairs; ++p) {
     const PairOfPanels panels = pair_of_panels(w, args->first_pair + p);
-    const uint8_t* next = p + 1 < args->pairs ? panels.payload[0] + 2 * w.payload_bytes : args->next_payload;
+    const uint8_t* next = p + 1 < args->pairs ? panels.payload[0] + 2 * w.panel_bytes : args->next_panel;
     const int64_t ahead = next ? next - panels.payload[0] : kPrefetchBytes;
     const Source source{{panels.payload[0], panels.payload[1]}, ahead};
     float* y = args->y + kPairColumns * p;

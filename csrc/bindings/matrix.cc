@@ -1,0 +1,66 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include "bindings/bindings.h"
+#include "bindings/names.h"
+#include "bindings/tensor.h"
+#include "ops/matrix.h"
+
+namespace nb = nanobind;
+
+namespace tandem {
+namespace {
+
+void make_matrix(PackedMatrix* self, std::shared_ptr<Workspace> workspace, nb::handle weight, nb::handle bias,
+                 const std::string& format, int group) {
+  const TensorView w = view_of(weight, "weight", {Element::f32, Element::bf16}, {kAnySize, kAnySize});
+  TensorView b;
+  const float* bias_data = optional_floats(bias, "bias", w.shape[0], &b);
+  const Format packed = format_named(format);
+  const nb::gil_scoped_release unlocked;
+  new (self) PackedMatrix(std::move(workspace), {w.data, w.type(), w.shape[0], w.shape[1]}, bias_data, packed, group);
+}
+
+void multiply(const PackedMatrix& self, nb::handle x, nb::handle out) {
+  const TensorView in = view_of(x, "x", {Element::bf16, Element::f32}, {kAnySize, self.layout().depth});
+  const TensorView y = view_of(out, "out", {Element::bf16, Element::f32}, {in.shape[0], self.layout().columns}, true);
+  const nb::gil_scoped_release unlocked;
+  self.multiply({in.data, in.type(), in.shape[0], in.shape[1]}, y.data, y.type());
+}
+
+void dequantise(const PackedMatrix& self, nb::handle out) {
+  const TensorView y = view_of(out, "out", {Element::f32}, {self.layout().columns, self.layout().depth}, true);
+  const nb::gil_scoped_release unlocked;
+  self.dequantise(static_cast<float*>(y.data));
+}
+
+}  // namespace
+
+void bind_matrix(nb::module_& m) {
+  nb::class_<Workspace>(m, "Workspace", "A worker pool, the kernels of a tier, and scratch for one call at a time.")
+      .def(
+          "__init__",
+          [](Workspace* self, std::shared_ptr<WorkerPool> pool, const std::string& tier) {
+            new (self) Workspace(std::move(pool), table_of_tier(tier));
+          },
+          nb::arg("pool"), nb::arg("tier"))
+      .def_prop_ro("tier", [](const Workspace& self) { return name_of(self.table().tier); })
+      .def("tile_from_rows",
+           [](const Workspace& self, const std::string& format) {
+             return self.table().formats[int(format_named(format))].tile_from_rows;
+           },
+           nb::arg("format"), "From this many rows on, tile_mm is used.");
+  nb::class_<PackedMatrix>(m, "PackedMatrix", "A packed weight matrix [N, K].")
+      .def("__init__", &make_matrix, nb::arg("workspace"), nb::arg("weight"), nb::arg("bias").none(),
+           nb::arg("format"), nb::arg("group"))
+      .def("multiply", &multiply, nb::arg("x"), nb::arg("out"), "out[T, N] = x[T, K] @ weight.T + bias")
+      .def("dequantise", &dequantise, nb::arg("out"), "The weights that the codes stand for, float32 [N, K].")
+      .def_prop_ro("tier", [](const PackedMatrix& self) { return name_of(self.workspace().table().tier); })
+      .def_prop_ro("packed_bytes", [](const PackedMatrix& self) { return packed_bytes(self.layout()); })
+      .def_prop_ro("shape", [](const PackedMatrix& self) {
+        return nb::make_tuple(self.layout().columns, self.layout().depth);
+      });
+}
+
+}  // namespace tandem

@@ -1,0 +1,107 @@
+#include "experts/expert_layer.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "experts/expert_run.h"
+
+namespace tandem {
+namespace {
+
+constexpr int64_t kIntermediateBytes = int64_t{64} << 20;  // scratch for the experts' intermediate activations
+constexpr int64_t kMaxChunkTokens = 2048;
+
+void check_shape(const ExpertShape& shape) {
+  if (shape.experts < 1 || shape.hidden < 1 || shape.width < 1)
+    throw std::invalid_argument("an expert layer needs at least one expert, hidden and width >= 1");
+}
+
+}  // namespace
+
+ExpertLayer::ExpertLayer(std::shared_ptr<Workspace> workspace, const ExpertShape& shape)
+    : workspace_(std::move(workspace)), shape_(shape) {
+  check_shape(shape);
+  // Whole pairs of 16 gate and 16 up columns.
+  const int64_t padded_width = (shape.width + kPanelRows - 1) / kPanelRows * int64_t{kPanelRows};
+  gate_up_layout_ = packed_layout(shape.format, 2 * padded_width, shape.hidden, shape.group);
+  down_layout_ = packed_layout(shape.format, shape.hidden, shape.width, shape.group);
+  expert_bytes_ = packed_bytes(gate_up_layout_) + packed_bytes(down_layout_);
+  memory_ = HugeBuffer(size_t(expert_bytes_) * shape.experts);
+}
+
+WeightView ExpertLayer::gate_up(int expert) const {
+  WeightView view = gate_up_layout_;
+  view.panels = memory_.data() + expert * expert_bytes_;
+  return view;
+}
+
+WeightView ExpertLayer::down(int expert) const {
+  WeightView view = down_layout_;
+  view.panels = memory_.data() + expert * expert_bytes_ + packed_bytes(gate_up_layout_);
+  return view;
+}
+
+void ExpertLayer::load(int expert, const ExpertSource& source) {
+  if (expert < 0 || expert >= shape_.experts)
+    throw std::out_of_range("there is no expert " + std::to_string(expert) + " in a layer of " +
+                            std::to_string(shape_.experts));
+  const auto lock = workspace_->lock();
+  uint8_t* first = memory_.data() + expert * expert_bytes_;
+  uint8_t* second = first + packed_bytes(gate_up_layout_);
+  const int64_t gate_up_panels = 2 * gate_up_layout_.pairs, panels = gate_up_panels + 2 * down_layout_.pairs;
+  workspace_->pool().for_each(panels, [&](int64_t i, const Worker&) {
+    if (i < gate_up_panels)
+      pack_panel(gate_up_layout_, i % 2 ? source.up : source.gate, i / 2 * kPanelRows,
+                 first + i * gate_up_layout_.panel_bytes);
+    else
+      pack_panel(down_layout_, source.down, (i - gate_up_panels) * kPanelRows,
+                 second + (i - gate_up_panels) * down_layout_.panel_bytes);
+  });
+  pack_biases(expert, source);
+}
+
+void ExpertLayer::pack_biases(int expert, const ExpertSource& source) {
+  const int64_t gate_up_length = gate_up_layout_.pairs * kPairColumns, down_length = down_layout_.pairs * kPairColumns;
+  if (source.gate_bias || source.up_bias || source.down_bias) {
+    gate_up_bias_.resize(size_t(gate_up_length * shape_.experts));
+    down_bias_.resize(size_t(down_length * shape_.experts));
+  }
+  if (gate_up_bias_.empty()) return;
+  float* gate_up = gate_up_bias_.data() + expert * gate_up_length;
+  for (int64_t i = 0; i < shape_.width; ++i) {
+    gate_up[i / 16 * 32 + i % 16] = source.gate_bias ? source.gate_bias[i] : 0.0f;
+    gate_up[i / 16 * 32 + 16 + i % 16] = source.up_bias ? source.up_bias[i] : 0.0f;
+  }
+  for (int64_t i = 0; i < shape_.hidden; ++i)
+    down_bias_[size_t(expert * down_length + i)] = source.down_bias ? source.down_bias[i] : 0.0f;
+}
+
+int64_t ExpertLayer::tokens_per_chunk(int64_t top_k) const {
+  const int64_t row_bytes = down_layout_.padded_depth * bytes_of(prepared_type(workspace_->table(), shape_.format));
+  return std::clamp<int64_t>(kIntermediateBytes / (row_bytes * std::max<int64_t>(top_k, 1)), 1, kMaxChunkTokens);
+}
+
+void ExpertLayer::forward(const ExpertCall& call) {
+  const auto lock = workspace_->lock();
+  // Equal chunks: a short last one would read all the weights again for a few rows.
+  const int64_t tokens = call.x.rows, chunks = (tokens + tokens_per_chunk(call.top_k) - 1) / tokens_per_chunk(call.top_k);
+  for (int64_t c = 0; c < chunks; ++c) {
+    const int64_t first = tokens * c / chunks;
+    run_chunk(call, first, tokens * (c + 1) / chunks - first);
+  }
+}
+
+void ExpertLayer::run_chunk(const ExpertCall& call, int64_t first, int64_t tokens) {
+  ExpertCall part = call;
+  part.x.rows = tokens;
+  part.x.data = static_cast<const uint8_t*>(call.x.data) + first * call.x.length * bytes_of(call.x.type);
+  part.out = static_cast<uint8_t*>(call.out) + first * shape_.hidden * bytes_of(call.out_type);
+  part.ids = call.ids + first * call.top_k;
+  part.weights = call.weights + first * call.top_k;
+  plan_.build(part.ids, part.weights, tokens, call.top_k, shape_.experts);
+  ExpertRun(*this, part).run();
+}
+
+}  // namespace tandem

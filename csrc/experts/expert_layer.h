@@ -1,0 +1,75 @@
+// The routed experts of one layer, packed: gated MLPs of equal shape, and the driver that runs a batch through them.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "experts/routing_plan.h"
+#include "format/pack.h"
+#include "ops/workspace.h"
+
+namespace tandem {
+
+struct ExpertShape {
+  int experts;
+  int hidden;
+  int width;  // of one expert's intermediate activations
+  Format format;
+  int group;
+  Activation activation;
+};
+
+// Weights of one expert as the checkpoint has them; biases (float) may be null.
+struct ExpertSource {
+  MatrixSource gate, up;  // [width, hidden]
+  MatrixSource down;      // [hidden, width]
+  const float* gate_bias;
+  const float* up_bias;
+  const float* down_bias;
+};
+
+struct ExpertCall {
+  RowsView x;             // [tokens, hidden]
+  const int32_t* ids;     // [tokens, top_k]
+  const float* weights;   // [tokens, top_k]
+  int64_t top_k;
+  void* out;              // [tokens, hidden]
+  DType out_type;
+  bool add;               // out += instead of out =
+};
+
+class ExpertLayer {
+ public:
+  ExpertLayer(std::shared_ptr<Workspace> workspace, const ExpertShape& shape);
+
+  const ExpertShape& shape() const { return shape_; }
+  const Workspace& workspace() const { return *workspace_; }
+  int64_t bytes_per_expert() const { return expert_bytes_; }
+
+  // Packs one expert on the pool. Throws std::out_of_range for an expert that does not exist.
+  void load(int expert, const ExpertSource& source);
+
+  // out[t] = sum over slots of weights[t, slot] * expert[ids[t, slot]](x[t]). A token's experts are added in the order
+  // of their ids, so the result does not depend on the batch. Large batches run in chunks of fixed scratch.
+  void forward(const ExpertCall& call);
+
+ private:
+  WeightView gate_up(int expert) const;
+  WeightView down(int expert) const;
+  void pack_biases(int expert, const ExpertSource& source);
+  int64_t tokens_per_chunk(int64_t top_k) const;
+  void run_chunk(const ExpertCall& call, int64_t first, int64_t tokens);
+
+  friend class ExpertRun;
+
+  std::shared_ptr<Workspace> workspace_;
+  ExpertShape shape_;
+  WeightView gate_up_layout_;  // panels alternate: 16 columns of gate, the same 16 of up
+  WeightView down_layout_;
+  int64_t expert_bytes_;
+  HugeBuffer memory_;
+  std::vector<float> gate_up_bias_, down_bias_;  // padded, of all experts; empty: none has been loaded
+  RoutingPlan plan_;
+};
+
+}  // namespace tandem

@@ -1,0 +1,173 @@
+#include "experts/expert_run.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace tandem {
+namespace {
+
+constexpr int64_t kTaskBytes = 96 * 1024;  // weights per gate-up task, unless there would be too few tasks
+constexpr int64_t kTasksPerWorker = 8;     // at least, so that dynamic pick-up can even things out
+constexpr int64_t kPrepareRows = 8;        // per task; fewer are converted by the caller before the region
+constexpr int64_t kMinTokensPerTask = 64;  // splitting tokens finer would unpack the weights too often
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Pairs per task: long streams, but enough tasks for everyone.
+int64_t pairs_per_task(int64_t all_pairs, int64_t pair_bytes, int workers) {
+  const int64_t by_bytes = std::max<int64_t>(1, kTaskBytes / pair_bytes);
+  const int64_t by_share = std::max<int64_t>(1, all_pairs / (kTasksPerWorker * workers));
+  return std::min<int64_t>({by_bytes, by_share, kMaxPairsPerCall});
+}
+
+}  // namespace
+
+ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
+    : layer_(layer),
+      call_(call),
+      plan_(layer.plan_),
+      workspace_(*layer.workspace_),
+      table_(workspace_.table()),
+      type_(prepared_type(table_, layer.shape_.format)),
+      prepared_(is_prepared(table_, layer.gate_up_layout_, call.x)) {
+  x_.stride = layer.gate_up_layout_.padded_depth * bytes_of(type_);
+  x_.data = prepared_ ? static_cast<const uint8_t*>(call.x.data) : workspace_.shared(0, call.x.rows * x_.stride);
+  hidden_.stride = layer.down_layout_.padded_depth * bytes_of(type_);
+  hidden_.data = workspace_.shared(1, int64_t(plan_.rows.size()) * hidden_.stride);
+  list_gate_up_tasks();
+  grid_ = down_grid();
+}
+
+void ExpertRun::list_gate_up_tasks() {
+  const WeightView& w = layer_.gate_up_layout_;
+  int64_t all_pairs = 0;
+  for (const RoutingPlan::Expert& e : plan_.experts) all_pairs += w.pairs * ceil_div(e.count, kRowsPerCall);
+  const int64_t pairs_each = pairs_per_task(all_pairs, 2 * w.panel_bytes, workspace_.pool().size());
+  for (size_t e = 0; e < plan_.experts.size(); ++e) {
+    const RoutingPlan::Expert& expert = plan_.experts[e];
+    const int64_t blocks = ceil_div(expert.count, kRowsPerCall);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int32_t begin = int32_t(expert.count * b / blocks), end = int32_t(expert.count * (b + 1) / blocks);
+      for (int64_t pair = 0; pair < w.pairs; pair += pairs_each)
+        tasks_.push_back({int32_t(e), expert.first + begin, end - begin, int32_t(pair),
+                          int32_t(std::min<int64_t>(pairs_each, w.pairs - pair))});
+    }
+  }
+}
+
+ExpertRun::Grid ExpertRun::down_grid() const {
+  const int64_t workers = workspace_.pool().size(), pairs = layer_.down_layout_.pairs, tokens = call_.x.rows;
+  const int64_t bytes = 2 * layer_.down_layout_.panel_bytes * std::max<int64_t>(1, int64_t(plan_.experts.size()));
+  Grid grid;
+  grid.pairs_each = std::min(pairs_per_task(pairs, std::min(bytes, kTaskBytes / 2), int(workers)),
+                             std::max<int64_t>(1, kSumFloats / (kPairColumns * tokens)));
+  grid.column_blocks = ceil_div(pairs, grid.pairs_each);
+  const int64_t wanted = ceil_div(kTasksPerWorker * workers, grid.column_blocks);
+  grid.token_blocks = std::clamp<int64_t>(tokens / kMinTokensPerTask, 1, wanted);
+  grid.tokens_each = ceil_div(tokens, grid.token_blocks);
+  grid.token_blocks = ceil_div(tokens, grid.tokens_each);
+  return grid;
+}
+
+void ExpertRun::run() {
+  if (!prepared_ && call_.x.rows <= kPrepareRows) {
+    prepare_rows(table_, layer_.gate_up_layout_, call_.x, 0, call_.x.rows, const_cast<uint8_t*>(x_.data));
+    prepared_ = true;
+  }
+  workspace_.pool().run([this](const Worker& w) { worker(w); });
+}
+
+void ExpertRun::worker(const Worker& worker) {
+  WorkerScratch& scratch = workspace_.scratch(worker.index);
+  if (!prepared_) {
+    prepare(worker);
+    worker.barrier();
+  }
+  for (size_t i; (i = size_t(counters_[1].next++)) < tasks_.size();) gate_up(tasks_[i], scratch);
+  worker.barrier();
+  const int64_t tasks = grid_.token_blocks * grid_.column_blocks;
+  for (int64_t i; (i = counters_[2].next++) < tasks;) down(i / grid_.column_blocks, i % grid_.column_blocks, scratch);
+}
+
+void ExpertRun::prepare(const Worker&) {
+  const int64_t rows = call_.x.rows;
+  for (int64_t r; (r = kPrepareRows * counters_[0].next++) < rows;)
+    prepare_rows(table_, layer_.gate_up_layout_, call_.x, r, std::min(rows, r + kPrepareRows),
+                 const_cast<uint8_t*>(x_.data));
+}
+
+void ExpertRun::gate_up(const GateUpTask& task, WorkerScratch& scratch) {
+  const int id = plan_.experts[size_t(task.expert)].id;
+  const WeightView weights = layer_.gate_up(id);
+  for (int r = 0; r < task.rows; ++r) scratch.rows[r] = x_.row(plan_.rows[size_t(task.first_row + r)].token);
+  const MatmulArgs args{weights,   scratch.rows,    scratch.tile, kTileStride, scratch.matmul,
+                        task.rows, task.first_pair, task.pairs,   nullptr};
+  matmul_of(table_, weights.format, task.rows)(&args);
+  const int64_t length = int64_t{weights.pairs} * kPairColumns, column = int64_t{task.first_pair} * kPairColumns;
+  const float* bias = layer_.gate_up_bias_.empty() ? nullptr : layer_.gate_up_bias_.data() + id * length + column;
+  for (int r = 0; r < task.rows; ++r) {
+    float* y = scratch.tile + r * kTileStride;
+    if (bias) table_.add_row(y, bias, int64_t{task.pairs} * kPairColumns);
+    uint8_t* to = const_cast<uint8_t*>(hidden_.data) + (task.first_row + r) * hidden_.stride +
+                  column / 2 * bytes_of(type_);
+    table_.activate_row(&layer_.shape_.activation, y, to, type_, weights.format != Format::f32, task.pairs);
+    if (task.first_pair + task.pairs == weights.pairs) clear_padding(task.first_row + r);
+  }
+}
+
+// Padded weights are 0, but 0 times what an earlier call left here could be NaN.
+void ExpertRun::clear_padding(int64_t row) {
+  const int64_t used = int64_t{layer_.gate_up_layout_.pairs} * kPanelRows * bytes_of(type_);
+  std::memset(const_cast<uint8_t*>(hidden_.data) + row * hidden_.stride + used, 0, size_t(hidden_.stride - used));
+}
+
+void ExpertRun::down(int64_t token_block, int64_t column_block, WorkerScratch& scratch) {
+  const int64_t first_token = token_block * grid_.tokens_each;
+  const int64_t tokens = std::min(grid_.tokens_each, call_.x.rows - first_token);
+  const int64_t first_pair = column_block * grid_.pairs_each;
+  const int64_t pairs = std::min(grid_.pairs_each, layer_.down_layout_.pairs - first_pair);
+  const int64_t columns = pairs * kPairColumns, first_column = first_pair * kPairColumns;
+  std::fill_n(scratch.sums, tokens * columns, 0.0f);
+  const auto before = [](const RoutedRow& row, int64_t token) { return row.token < token; };
+  for (size_t e = 0; e < plan_.experts.size(); ++e) {
+    const RoutingPlan::Expert& expert = plan_.experts[e];
+    const auto begin = plan_.rows.begin() + expert.first, end = begin + expert.count;
+    const auto from = std::lower_bound(begin, end, first_token, before);
+    const auto to = std::lower_bound(from, end, first_token + tokens, before);
+    const uint8_t* next = nullptr;
+    if (e + 1 < plan_.experts.size())
+      next = layer_.down(plan_.experts[e + 1].id).panels + 2 * first_pair * layer_.down_layout_.panel_bytes;
+    down_expert(expert, layer_.down(expert.id), next, from - plan_.rows.begin(), to - plan_.rows.begin(), first_token,
+                first_pair, pairs, scratch);
+  }
+  const int64_t length = std::min<int64_t>(columns, layer_.shape_.hidden - first_column);
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t offset = (first_token + t) * layer_.shape_.hidden + first_column;
+    table_.store_row(scratch.sums + t * columns, static_cast<uint8_t*>(call_.out) + offset * bytes_of(call_.out_type),
+                     call_.out_type, call_.add, length);
+  }
+}
+
+void ExpertRun::down_expert(const RoutingPlan::Expert& expert, const WeightView& weights, const uint8_t* next_panel,
+                            int64_t first_row, int64_t last_row, int64_t first_token, int64_t first_pair,
+                            int64_t pairs, WorkerScratch& scratch) {
+  const int64_t columns = pairs * kPairColumns;
+  const float* bias = nullptr;
+  if (!layer_.down_bias_.empty())
+    bias = layer_.down_bias_.data() + (expert.id * int64_t{weights.pairs} + first_pair) * kPairColumns;
+  for (int64_t row = first_row; row < last_row; row += kRowsPerCall) {
+    const int64_t rows = std::min<int64_t>(kRowsPerCall, last_row - row);
+    for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = hidden_.row(row + r);
+    const MatmulArgs args{weights,   scratch.rows,    scratch.tile, kTileStride, scratch.matmul,
+                          int(rows), int(first_pair), int(pairs),   next_panel};
+    matmul_of(table_, weights.format, rows)(&args);
+    for (int64_t r = 0; r < rows; ++r) {
+      const RoutedRow& routed = plan_.rows[size_t(row + r)];
+      float* y = scratch.tile + r * kTileStride;
+      if (bias) table_.add_row(y, bias, columns);
+      table_.add_scaled_row(scratch.sums + (routed.token - first_token) * columns, y, routed.weight, columns);
+    }
+  }
+}
+
+}  // namespace tandem

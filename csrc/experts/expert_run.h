@@ -1,0 +1,55 @@
+// One batch through one layer: a single parallel region of three phases with a barrier between each two.
+//
+//   1 prepare   activations to the kernels' type (nothing to do if they are)
+//   2 gate-up   task = (expert, block of its rows, block of panel pairs): gate and up, activation, to `hidden_`
+//   3 down      task = (block of tokens, block of output columns): runs over the experts in the order of their ids and
+//               sums the weighted results in the worker's scratch, so there is neither a buffer of tokens x top_k
+//               results nor a pass that adds them up, and a crowded expert cannot unbalance the phase
+#pragma once
+
+#include "experts/expert_layer.h"
+
+namespace tandem {
+
+class ExpertRun {
+ public:
+  ExpertRun(ExpertLayer& layer, const ExpertCall& call);
+  void run();
+
+ private:
+  struct GateUpTask {
+    int32_t expert;  // index in the plan
+    int32_t first_row, rows;  // of the plan
+    int32_t first_pair, pairs;
+  };
+  struct Grid {  // of phase 3
+    int64_t tokens_each, token_blocks;
+    int64_t pairs_each, column_blocks;
+  };
+
+  void list_gate_up_tasks();
+  Grid down_grid() const;
+  void worker(const Worker& worker);
+  void prepare(const Worker& worker);
+  void gate_up(const GateUpTask& task, WorkerScratch& scratch);
+  void clear_padding(int64_t row);
+  void down(int64_t token_block, int64_t column_block, WorkerScratch& scratch);
+  void down_expert(const RoutingPlan::Expert& expert, const WeightView& weights, const uint8_t* next_panel,
+                   int64_t first_row, int64_t last_row, int64_t first_token, int64_t first_pair, int64_t pairs,
+                   WorkerScratch& scratch);
+
+  ExpertLayer& layer_;
+  const ExpertCall& call_;
+  const RoutingPlan& plan_;
+  Workspace& workspace_;
+  const KernelTable& table_;
+  DType type_;              // of prepared activations
+  bool prepared_;           // call_.x needs no conversion
+  PreparedRows x_;
+  PreparedRows hidden_;     // row i: intermediate activations of plan_.rows[i]
+  std::vector<GateUpTask> tasks_;
+  Grid grid_;
+  TaskCounter counters_[3];
+};
+
+}  // namespace tandem

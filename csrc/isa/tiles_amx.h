@@ -1,0 +1,74 @@
+// Matrix tiles in hardware (AMX-TILE, AMX-BF16). Tile numbers must be literals, so the whole 2 x 2 block is here.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+#include "isa/inline.h"
+
+namespace tandem {
+namespace {
+
+struct AmxTiles {
+  struct alignas(64) Config {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
+
+  // Tiles are a worker's own state; released again, so that context switches need not save 8 KiB.
+  static void begin() {
+    static constexpr Config kConfig{};
+    _tile_loadconfig(&kConfig);
+  }
+  static void end() { _tile_release(); }
+
+  // y[0 : 16 * kRowTiles, 0 : 32] (+)= a * b over `steps` of 32 k. a: rows of bf16, a_stride bytes apart; b[p]: 16
+  // lines of 64 bytes per step. Tiles 0 to 3: sums, 4 and 5: rows of a, 6 and 7: panels.
+  template <int kRowTiles>
+  static void multiply(const uint8_t* a, int64_t a_stride, const uint8_t* const* b, int64_t steps, float* y,
+                       int64_t y_stride, bool onto) {
+    fence();
+    const int64_t y_bytes = 4 * y_stride;
+    float* y1 = y + 16 * y_stride;
+    if (onto) {
+      _tile_loadd(0, y, y_bytes);
+      _tile_loadd(1, y + 16, y_bytes);
+      if (kRowTiles == 2) {
+        _tile_loadd(2, y1, y_bytes);
+        _tile_loadd(3, y1 + 16, y_bytes);
+      }
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int64_t s = 0; s < steps; ++s) {
+      _tile_loadd(4, a + 64 * s, a_stride);
+      _tile_loadd(6, b[0] + 1024 * s, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, b[1] + 1024 * s, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      if (kRowTiles == 2) {
+        _tile_loadd(5, a + 16 * a_stride + 64 * s, a_stride);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, y, y_bytes);
+    _tile_stored(1, y + 16, y_bytes);
+    if (kRowTiles == 2) {
+      _tile_stored(2, y1, y_bytes);
+      _tile_stored(3, y1 + 16, y_bytes);
+    }
+    fence();
+  }
+
+ private:
+  // GCC 12's tile intrinsics do not tell the compiler which memory they read and write.
+  TANDEM_INLINE static void fence() { __asm__ volatile("" ::: "memory"); }
+};
+
+}  // namespace
+}  // namespace tandem

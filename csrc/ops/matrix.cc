@@ -1,0 +1,100 @@
+#include "ops/matrix.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace tandem {
+namespace {
+
+// Below this, waking the pool costs more than it saves: bytes of weights times passes over them.
+constexpr int64_t kSerialBytes = 64 * 1024;
+constexpr int64_t kTaskBytes = 128 * 1024;  // weights per task: long streams, yet enough tasks to share out evenly
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Pairs of panels per task.
+int64_t pairs_per_task(const WeightView& w, int64_t row_blocks, int workers) {
+  const int64_t by_bytes = std::max<int64_t>(1, kTaskBytes / (2 * w.panel_bytes));
+  const int64_t by_share = std::max<int64_t>(1, w.pairs * row_blocks / (4 * workers));
+  return std::min<int64_t>({by_bytes, by_share, kMaxPairsPerCall});
+}
+
+}  // namespace
+
+PackedMatrix::PackedMatrix(std::shared_ptr<Workspace> workspace, const MatrixSource& source, const float* bias,
+                           Format format, int group)
+    : workspace_(std::move(workspace)), view_(packed_layout(format, source.rows, source.depth, group)) {
+  memory_ = HugeBuffer(size_t(packed_bytes(view_)));
+  view_.panels = memory_.data();
+  if (bias) {
+    bias_ = std::make_unique<float[]>(size_t(view_.pairs) * kPairColumns);
+    std::memcpy(bias_.get(), bias, size_t(view_.columns) * sizeof(float));
+  }
+  workspace_->pool().for_each(2 * view_.pairs, [&](int64_t panel, const Worker&) {
+    pack_panel(view_, source, panel * kPanelRows, memory_.data() + panel * view_.panel_bytes);
+  });
+}
+
+void PackedMatrix::dequantise(float* out) const {
+  workspace_->pool().for_each(ceil_div(view_.columns, kPanelRows), [&](int64_t panel, const Worker&) {
+    std::vector<float> rows(size_t(kPanelRows) * view_.depth);
+    unpack_panel_rows(view_, view_.panels + panel * view_.panel_bytes, rows.data());
+    const int64_t first = panel * kPanelRows, count = std::min<int64_t>(kPanelRows, view_.columns - first);
+    std::memcpy(out + first * view_.depth, rows.data(), size_t(count) * view_.depth * sizeof(float));
+  });
+}
+
+void PackedMatrix::prepare(const RowsView& x, PreparedRows* rows) const {
+  const KernelTable& table = workspace_->table();
+  rows->stride = view_.padded_depth * bytes_of(prepared_type(table, view_.format));
+  if (is_prepared(table, view_, x)) {
+    rows->data = static_cast<const uint8_t*>(x.data);
+    return;
+  }
+  uint8_t* to = workspace_->shared(0, x.rows * rows->stride);
+  rows->data = to;
+  if (x.rows <= 8) return prepare_rows(table, view_, x, 0, x.rows, to);
+  workspace_->pool().for_each(ceil_div(x.rows, 8), [&](int64_t task, const Worker&) {
+    prepare_rows(table, view_, x, 8 * task, std::min(x.rows, 8 * task + 8), to);
+  });
+}
+
+void PackedMatrix::multiply_tile(const PreparedRows& x, int64_t first_row, int64_t rows, int64_t first_pair,
+                                 int64_t pairs, void* out, DType out_type, WorkerScratch& scratch) const {
+  const KernelTable& table = workspace_->table();
+  for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = x.row(first_row + r);
+  const MatmulArgs args{view_,     scratch.rows,        scratch.tile, kTileStride, scratch.matmul,
+                        int(rows), int(first_pair), int(pairs),   nullptr};
+  matmul_of(table, view_.format, rows)(&args);
+  const int64_t column = first_pair * kPairColumns;
+  const int64_t length = std::min<int64_t>(pairs * kPairColumns, view_.columns - column);
+  for (int64_t r = 0; r < rows; ++r) {
+    float* y = scratch.tile + r * kTileStride;
+    if (bias_) table.add_row(y, bias_.get() + column, pairs * kPairColumns);
+    const int64_t offset = ((first_row + r) * view_.columns + column) * bytes_of(out_type);
+    table.store_row(y, static_cast<uint8_t*>(out) + offset, out_type, false, length);
+  }
+}
+
+void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type) const {
+  if (x.rows == 0) return;
+  const auto lock = workspace_->lock();
+  PreparedRows prepared;
+  prepare(x, &prepared);
+  const int64_t row_blocks = ceil_div(x.rows, kRowsPerCall), rows_per_task = ceil_div(x.rows, row_blocks);
+  const int64_t pairs_each = pairs_per_task(view_, row_blocks, workspace_->pool().size());
+  const int64_t column_blocks = ceil_div(view_.pairs, pairs_each);
+  const auto task = [&](int64_t index, int worker) {
+    const int64_t row = index / column_blocks * rows_per_task, pair = index % column_blocks * pairs_each;
+    multiply_tile(prepared, row, std::min(rows_per_task, x.rows - row), pair,
+                  std::min<int64_t>(pairs_each, view_.pairs - pair), out, out_type, workspace_->scratch(worker));
+  };
+  const int64_t tasks = row_blocks * column_blocks;
+  if (packed_bytes(view_) * x.rows <= kSerialBytes) {
+    for (int64_t i = 0; i < tasks; ++i) task(i, 0);
+  } else {
+    workspace_->pool().for_each(tasks, [&](int64_t i, const Worker& worker) { task(i, worker.index); });
+  }
+}
+
+}  // namespace tandem

@@ -1,0 +1,37 @@
+// A packed weight matrix and its product with any number of rows.
+#pragma once
+
+#include <memory>
+
+#include "format/pack.h"
+#include "ops/workspace.h"
+
+namespace tandem {
+
+class PackedMatrix {
+ public:
+  // Packs `source` [N, K] on the pool; `bias` [N] float or null. Neither is kept.
+  PackedMatrix(std::shared_ptr<Workspace> workspace, const MatrixSource& source, const float* bias, Format format,
+               int group);
+
+  const WeightView& layout() const { return view_; }
+  const Workspace& workspace() const { return *workspace_; }
+
+  // out [rows, N] = x [rows, K] times the transposed matrix, + bias.
+  void multiply(const RowsView& x, void* out, DType out_type) const;
+
+  // The weights that the packed codes stand for, [N, K].
+  void dequantise(float* out) const;
+
+ private:
+  void prepare(const RowsView& x, PreparedRows* rows) const;
+  void multiply_tile(const PreparedRows& x, int64_t first_row, int64_t rows, int64_t first_pair, int64_t pairs,
+                     void* out, DType out_type, WorkerScratch& scratch) const;
+
+  std::shared_ptr<Workspace> workspace_;
+  HugeBuffer memory_;
+  std::unique_ptr<float[]> bias_;  // padded to whole pairs; null: none
+  WeightView view_;
+};
+
+}  // namespace tandem

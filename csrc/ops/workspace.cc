@@ -1,0 +1,72 @@
+#include "ops/workspace.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "abi/tiers.h"
+#include "runtime/cpu_features.h"
+
+namespace tandem {
+namespace {
+
+struct NamedTable {
+  const char* name;
+  const KernelTable* table;
+};
+
+const NamedTable kTables[] = {
+    {"scalar", &kScalarTable},           {"avx2", &kAvx2Table}, {"avx512", &kAvx512Table},
+    {"avx512_bf16", &kAvx512Bf16Table},  {"amx", &kAmxTable},   {"amx_standin", &kAmxStandinTable},
+};
+
+std::string joined(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
+
+}  // namespace
+
+const KernelTable& table_of_tier(const std::string& tier) {
+  const std::vector<std::string> supported = supported_tiers();
+  const bool runs = tier == "amx_standin" || std::find(supported.begin(), supported.end(), tier) != supported.end();
+  for (const NamedTable& entry : kTables)
+    if (runs && tier == entry.name) return *entry.table;
+  throw std::invalid_argument("kernel tier '" + tier + "' does not run on this machine: take one of " +
+                              joined(supported));
+}
+
+Workspace::Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table)
+    : pool_(std::move(pool)), table_(table), scratch_(size_t(pool_->size())) {
+  constexpr int64_t kTileBytes = kRowsPerCall * kTileStride * 4, kSumBytes = kSumFloats * 4;
+  constexpr int64_t kWorkerBytes = kMatmulScratchBytes + kTileBytes + kSumBytes;
+  scratch_memory_ = HugeBuffer(size_t(kWorkerBytes) * scratch_.size());
+  uint8_t* memory = scratch_memory_.data();
+  for (WorkerScratch& scratch : scratch_) {
+    scratch.matmul = memory;
+    scratch.tile = reinterpret_cast<float*>(memory + kMatmulScratchBytes);
+    scratch.sums = reinterpret_cast<float*>(memory + kMatmulScratchBytes + kTileBytes);
+    memory += kWorkerBytes;
+  }
+}
+
+uint8_t* Workspace::shared(int slot, int64_t bytes) {
+  if (int64_t(shared_[slot].bytes()) < bytes) shared_[slot] = HugeBuffer(size_t(bytes));
+  return shared_[slot].data();
+}
+
+bool is_prepared(const KernelTable& table, const WeightView& layout, const RowsView& x) {
+  return x.type == prepared_type(table, layout.format) && layout.padded_depth == layout.depth &&
+         (x.type == DType::bf16 || layout.format == Format::f32);
+}
+
+void prepare_rows(const KernelTable& table, const WeightView& layout, const RowsView& x, int64_t first, int64_t last,
+                  uint8_t* to) {
+  const DType type = prepared_type(table, layout.format);
+  const int64_t from_stride = x.length * bytes_of(x.type), to_stride = layout.padded_depth * bytes_of(type);
+  for (int64_t r = first; r < last; ++r)
+    table.prepare_row(static_cast<const uint8_t*>(x.data) + r * from_stride, x.type, to + r * to_stride, type,
+                      layout.format != Format::f32, x.length, layout.padded_depth);
+}
+
+}  // namespace tandem

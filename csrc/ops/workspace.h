@@ -1,0 +1,93 @@
+// What every operation on packed weights runs on: a worker pool, a tier's kernels, and scratch of a fixed size.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "abi/kernel_table.h"
+#include "runtime/memory.h"
+#include "runtime/worker_pool.h"
+
+namespace tandem {
+
+// Rows of activations per kernel call: one worker's share of a tile of results then stays in its L2.
+constexpr int kRowsPerCall = 128;
+
+// Throws std::invalid_argument if there is no such tier, or this host cannot execute it.
+const KernelTable& table_of_tier(const std::string& tier);
+
+// One worker's own scratch.
+struct WorkerScratch {
+  uint8_t* matmul;  // kMatmulScratchBytes
+  float* tile;      // kRowsPerCall x (32 * kMaxPairsPerCall)
+  float* sums;      // kSumFloats: weighted sums of the MoE driver
+  const void* rows[kRowsPerCall];
+};
+constexpr int64_t kTileStride = kPairColumns * kMaxPairsPerCall;
+constexpr int64_t kSumFloats = 128 * 1024;
+
+// A task counter on a cache line of its own.
+struct alignas(kCacheLine) TaskCounter {
+  std::atomic<int64_t> next{0};
+};
+
+class Workspace {
+ public:
+  Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table);
+
+  WorkerPool& pool() const { return *pool_; }
+  const KernelTable& table() const { return table_; }
+  WorkerScratch& scratch(int worker) { return scratch_[worker]; }
+
+  // Scratch that all workers share; it grows to what the largest call needed and is kept.
+  uint8_t* shared(int slot, int64_t bytes);
+
+  // A call owns all of this; calls of several threads queue up.
+  std::unique_lock<std::mutex> lock() { return std::unique_lock<std::mutex>(mutex_); }
+
+ private:
+  std::shared_ptr<WorkerPool> pool_;
+  const KernelTable& table_;
+  std::vector<WorkerScratch> scratch_;
+  HugeBuffer scratch_memory_;
+  HugeBuffer shared_[2];
+  std::mutex mutex_;
+};
+
+// The type that activations have in the kernels of `format`.
+inline DType prepared_type(const KernelTable& table, Format format) {
+  return format == Format::f32 ? DType::f32 : table.lane_type;
+}
+inline int64_t bytes_of(DType type) { return type == DType::f32 ? 4 : 2; }
+
+// Rows of activations, row-major and contiguous, that somebody else owns.
+struct RowsView {
+  const void* data;
+  DType type;
+  int64_t rows;
+  int64_t length;
+};
+
+// Where the kernels find row r: data + r * stride bytes.
+struct PreparedRows {
+  const uint8_t* data;
+  int64_t stride;
+  const void* row(int64_t r) const { return data + r * stride; }
+};
+
+// True if the kernels of `layout` can read `x` as it is.
+bool is_prepared(const KernelTable& table, const WeightView& layout, const RowsView& x);
+// Rows [first, last) of `x` to `to`, whose rows are padded_depth long.
+void prepare_rows(const KernelTable& table, const WeightView& layout, const RowsView& x, int64_t first, int64_t last,
+                  uint8_t* to);
+
+// The algorithm for this number of rows: see FormatKernels::tile_from_rows.
+inline MatmulFn matmul_of(const KernelTable& table, Format format, int64_t rows) {
+  const FormatKernels& kernels = table.formats[int(format)];
+  return rows >= kernels.tile_from_rows ? kernels.tile_mm : kernels.dot_rows;
+}
+
+}  // namespace tandem

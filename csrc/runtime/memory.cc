@@ -1,0 +1,42 @@
+#include "runtime/memory.h"
+
+#include <sys/mman.h>
+
+#include <new>
+#include <utility>
+
+namespace tandem {
+namespace {
+constexpr size_t kHugePage = size_t{2} << 20;
+}
+
+HugeBuffer::HugeBuffer(size_t bytes) : bytes_(bytes) {
+  if (bytes == 0) return;
+  // Small buffers need no alignment to a huge page, which would cost them 2 MiB of address space each.
+  const bool huge = bytes >= kHugePage / 2;
+  mapped_ = huge ? bytes + kHugePage : bytes;
+  mapping_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapping_ == MAP_FAILED) {
+    mapping_ = nullptr;
+    throw std::bad_alloc();
+  }
+  const uintptr_t start = reinterpret_cast<uintptr_t>(mapping_);
+  data_ = reinterpret_cast<uint8_t*>(huge ? (start + kHugePage - 1) & ~(kHugePage - 1) : start);
+  if (huge) madvise(data_, bytes, MADV_HUGEPAGE);  // a wish: refused, the pages are small
+}
+
+HugeBuffer::~HugeBuffer() {
+  if (mapping_) munmap(mapping_, mapped_);
+}
+
+HugeBuffer::HugeBuffer(HugeBuffer&& other) noexcept { *this = std::move(other); }
+
+HugeBuffer& HugeBuffer::operator=(HugeBuffer&& other) noexcept {
+  std::swap(mapping_, other.mapping_);
+  std::swap(mapped_, other.mapped_);
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+}  // namespace tandem

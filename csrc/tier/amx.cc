@@ -1,0 +1,12 @@
+#include "abi/tiers.h"
+#include "isa/avx512_bf16.h"
+#include "isa/tiles_amx.h"
+#include "micro/table.h"
+#include "micro/tile_amx.h"
+
+namespace tandem {
+
+constexpr KernelTable kAmxTable =
+    make_amx_table<Avx512Bf16Isa, AmxTiles>(Tier::amx, make_table<Avx512Bf16Isa>(Tier::amx, {8, 8, 8, 8}));
+
+}  // namespace tandem

@@ -1,0 +1,13 @@
+// Not a tier for users: AMX's blocking on portable code, for tests.
+#include "abi/tiers.h"
+#include "isa/scalar_bf16.h"
+#include "isa/tiles_portable.h"
+#include "micro/table.h"
+#include "micro/tile_amx.h"
+
+namespace tandem {
+
+constexpr KernelTable kAmxStandinTable = make_amx_table<ScalarBf16Isa, PortableTiles>(
+    Tier::amx_standin, make_table<ScalarBf16Isa>(Tier::amx_standin, {8, 8, 8, 8}));
+
+}  // namespace tandem
