@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem import _core
 from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
+from tandem.kernels.cpu import PackedExperts, PackedMatrix
 from tandem.kernels.ops import BatchLayout, Rope, Routing
 
 ACTIVATIONS = (torch.bfloat16, torch.float32)
@@ -47,10 +48,19 @@ class CpuOps:
             raise KernelError(f"this CPU cannot run tier {tier!r}; it can run {', '.join(supported)}")
         self.pool, self.tier = pool, tier
         self._dense = _core.DenseOps(pool, tier)
+        self._workspace = _core.Workspace(pool, tier)
         self._heads: dict[tuple[int, ...], _core.Heads] = {}
         self._batch: BatchLayout | None = None
         self._view: _core.BatchView | None = None
         self._view_pages = (0, 0)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, fmt: str = "bf16") -> PackedMatrix:
+        return PackedMatrix(self._workspace, weight, bias, fmt)
+
+    def experts(
+        self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
+    ) -> PackedExperts:
+        return PackedExperts(self._workspace, num_experts, hidden, width, fmt, activation)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, None, weight, eps)
