@@ -11,7 +11,7 @@ from tandem.kernels.ops import Routing
 def with_shared(routing: Routing, first: int, count: int, weight: Tensor | None) -> Routing:
     """Appends the shared experts, ids first … first + count - 1, to every token's choice.
 
-    Their weight is `weight` [T, 1] (a shared-expert gate, float32), or 1.
+    Their weight is `weight` [T, 1] (a shared-expert gate), or 1.
     """
     rows = len(routing.ids)
     ids = torch.arange(first, first + count, dtype=torch.int32).expand(rows, count)
@@ -19,5 +19,5 @@ def with_shared(routing: Routing, first: int, count: int, weight: Tensor | None)
         weight = routing.weights.new_ones(1, 1)
     return Routing(
         torch.cat((routing.ids, ids), dim=1),
-        torch.cat((routing.weights, weight.expand(rows, count)), dim=1),
+        torch.cat((routing.weights, weight.float().expand(rows, count)), dim=1),
     )

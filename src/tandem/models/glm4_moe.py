@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tandem.models.builder import Builder
-from tandem.models.layers import DecoderLayer, MoENames, decoder_layer
+from tandem.models.layers import DecoderLayer, decoder_layer
+from tandem.models.names import MoENames
 
 NAMES = MoENames(shared="mlp.shared_experts")
 

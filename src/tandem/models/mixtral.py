@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tandem.models.builder import Builder
-from tandem.models.layers import DecoderLayer, MoENames, decoder_layer
-from tandem.models.names import MIXTRAL
+from tandem.models.layers import DecoderLayer, decoder_layer
+from tandem.models.names import MIXTRAL, MoENames
 
 NAMES = MoENames(router="block_sparse_moe.gate", experts=MIXTRAL)
 IN_MEMORY_NAMES = MoENames()

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.models.attention import KVPages
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
-from tandem.models.layers import DecoderLayer, KVPages
+from tandem.models.layers import DecoderLayer
 
 
 class KVLayout(NamedTuple):

@@ -1,4 +1,4 @@
-"""How families call their experts in a checkpoint."""
+"""How families call the tensors of a feed-forward block in a checkpoint."""
 
 from __future__ import annotations
 
@@ -46,3 +46,19 @@ class ExpertNames:
 
 PER_EXPERT = ExpertNames()
 MIXTRAL = ExpertNames("block_sparse_moe.experts.{expert}.{matrix}.weight", ("w1", "w3", "w2"))
+
+
+@dataclass(frozen=True, slots=True)
+class MoENames:
+    """Modules of an MoE block, below `model.layers.{L}.`; "" where a family has none."""
+
+    router: str = "mlp.gate"
+    experts: ExpertNames = PER_EXPERT
+    shared: str = ""
+    shared_gate: str = ""
+
+
+def mlp_matrices(checkpoint: Checkpoint, prefix: str, hidden: int, width: int) -> ExpertMatrices:
+    """Views of a dense MLP's gate, up and down."""
+    gate, up = (checkpoint.get(f"{prefix}.{m}_proj.weight", (width, hidden)) for m in ("gate", "up"))
+    return gate, up, checkpoint.get(f"{prefix}.down_proj.weight", (hidden, width))

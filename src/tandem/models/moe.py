@@ -1,0 +1,86 @@
+"""Feed-forward blocks, written in `Ops` only. x is [T, hidden] everywhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.experts import CpuExperts, ExpertMatrices, with_shared
+from tandem.kernels.ops import Linear, Routing
+from tandem.models.builder import Builder
+from tandem.models.names import MoENames, mlp_matrices
+
+
+class DenseMLP:
+    """SwiGLU for every token: a layer of one expert, which every token chooses with weight 1."""
+
+    def __init__(self, b: Builder, prefix: str, width: int) -> None:
+        def matrices(_expert: int) -> ExpertMatrices:
+            return mlp_matrices(b.checkpoint, prefix, b.config.hidden, width)
+
+        self.experts = b.experts(1, width, b.dense_format, matrices)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        everyone = Routing(torch.zeros(len(x), 1, dtype=torch.int32), torch.ones(len(x), 1))
+        return self.experts.wait(self.experts.submit(x, everyone))
+
+
+class MoEBlock:
+    """Router, routed experts, shared expert. Routes and calls experts; where they run is not known here.
+
+    With `plan.fuse_shared_experts` a shared expert whose width is a multiple of the routed ones' is cut into
+    experts of that width which every token chooses, so that a layer's experts are one call.
+    """
+
+    def __init__(self, b: Builder, index: int, names: MoENames) -> None:
+        moe, layer = b.config.moe, f"model.layers.{index}."
+        self.ops, self.router = b.ops, moe.router
+        self.fused = moe.fusible_shared if b.plan.fuse_shared_experts else 0
+        self.gate = _router_gate(b, layer + names.router)
+        self.bias = None
+        if self.router.has_bias:
+            bias = f"{layer}{names.router}.e_score_correction_bias"
+            self.bias = b.float_tensor(bias, self.router.num_experts)
+        self.experts = _experts(b, layer, names, self.fused)
+        self.shared, self.shared_gate = None, None
+        if moe.shared_width and not self.fused:
+            self.shared = DenseMLP(b, layer + names.shared, moe.shared_width)
+        if moe.shared_gate:
+            self.shared_gate = b.linear([layer + names.shared_gate], [1], b.config.hidden)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        routing = self._route(x)
+        weight = None if self.shared_gate is None else self.shared_gate(x).sigmoid()
+        if self.fused:
+            routing = with_shared(routing, self.router.num_experts, self.fused, weight)
+        ticket = self.experts.submit(x, routing)
+        shared = None if self.shared is None else self.shared(x)
+        routed = self.experts.wait(ticket)
+        if shared is None:
+            return routed
+        return routed.add_(shared if weight is None else shared * weight)
+
+    def _route(self, x: Tensor) -> Routing:
+        logits = self.gate(x.float()) if self.router.float32_logits else self.gate(x).float()
+        return self.ops.route(logits, self.router, self.bias)
+
+
+def _router_gate(b: Builder, name: str) -> Linear:
+    experts, hidden = b.config.moe.router.num_experts, b.config.hidden
+    if b.config.moe.router.float32_logits:
+        return b.float_linear(name, experts, hidden)
+    return b.linear([name], [experts], hidden)
+
+
+def _experts(b: Builder, layer: str, names: MoENames, fused: int) -> CpuExperts:
+    """The routed experts, followed by the `fused` ones that the shared expert is cut into."""
+    moe, hidden, routed = b.config.moe, b.config.hidden, b.config.moe.router.num_experts
+
+    def matrices(expert: int) -> ExpertMatrices:
+        if expert < routed:
+            return names.experts.read(b.checkpoint, layer, expert, (routed, hidden, moe.width))
+        gate, up, down = mlp_matrices(b.checkpoint, layer + names.shared, hidden, moe.shared_width)
+        cut = slice((expert - routed) * moe.width, (expert - routed + 1) * moe.width)
+        return gate[cut], up[cut], down[:, cut]
+
+    return b.experts(routed + fused, moe.width, b.plan.expert_format, matrices)
