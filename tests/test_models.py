@@ -17,14 +17,14 @@ from tandem.kernels.reference import TorchOps
 from tandem.models import ForwardBatch, build
 from tiny import VARIANTS, VOCAB
 
-PAGE_SIZE, PAGES = 4, 40
+PAGE_SIZE, PAGES = 4, 12
 PROMPT_LENGTHS = (23, 1, 14)
 
 
-def plan(dtype: str = "float32", fuse: bool = True) -> Plan:
+def plan(dtype: str = "float32", fuse: bool = True, context: int = 128) -> Plan:
     return Plan(
         device="cpu", dtype=dtype, expert_format="f32" if dtype == "float32" else "bf16", dense_backend="packed",
-        tier="scalar", cpus=(0,), context_length=128, page_size=PAGE_SIZE, num_pages=PAGES,
+        tier="scalar", cpus=(0,), context_length=context, page_size=PAGE_SIZE, num_pages=PAGES,
         max_running_requests=4, max_step_tokens=64, radix_cache=False, fuse_shared_experts=fuse,
     )  # fmt: skip
 
@@ -32,23 +32,25 @@ def plan(dtype: str = "float32", fuse: bool = True) -> Plan:
 class Session:
     """A model with a KV cache; sequence s owns every third page, so neighbours in memory are strangers."""
 
-    def __init__(self, path, dtype="float32", fuse=True, ops=None) -> None:
+    def __init__(self, path, dtype="float32", fuse=True, ops=None, pages=PAGES) -> None:
         self.config = ModelConfig.load(path)
-        self.model = build(self.config, plan(dtype, fuse), open_checkpoint(path), ops or TorchOps())
+        self.model = build(
+            self.config, plan(dtype, fuse, 4 * pages), open_checkpoint(path), ops or TorchOps()
+        )
         layers, kv_heads, head_dim = self.model.kv_layout
-        shape = (PAGES, PAGE_SIZE, kv_heads, head_dim)
+        shape = (3 * pages, PAGE_SIZE, kv_heads, head_dim)
         kind = getattr(torch, dtype)
         nan = float("nan")  # a read of a row that was never written must show
         self.kv = [
             (torch.full(shape, nan, dtype=kind), torch.full(shape, nan, dtype=kind)) for _ in range(layers)
         ]
-        self.lengths = [0, 0, 0]
+        self.lengths, self.pages = [0, 0, 0], pages
 
     def step(self, parts: list[tuple[int, list[int]]]) -> list[torch.Tensor]:
         """Runs (sequence, new tokens) pairs as one batch; logits [new tokens, vocab] of each."""
         starts, positions, slots, lens, tables = [0], [], [], [], []
         for s, tokens in parts:
-            pages = [3 * i + s for i in range(12)]
+            pages = [3 * i + s for i in range(self.pages)]
             new = range(self.lengths[s], self.lengths[s] + len(tokens))
             self.lengths[s] = new.stop
             starts.append(starts[-1] + len(tokens))

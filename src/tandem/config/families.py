@@ -7,7 +7,7 @@ since that is what the checkpoint was saved against. What we do not compute is r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from tandem.config.json_keys import JsonKeys
 from tandem.config.model_config import AttentionConfig, ModelConfig, MoEConfig, RouterConfig
@@ -54,7 +54,7 @@ def glm4_moe(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     )
     width = keys.size("moe_intermediate_size", 1408)
     dense_layers = keys.optional("first_k_dense_replace", 1)
-    moe = _moe(keys, router, layers=tuple(range(dense_layers, keys.size("num_hidden_layers", 46))), width=width,
+    moe = _moe(keys, router, layers=tuple(range(dense_layers, _layers(keys))), width=width,
                shared_width=width * keys.optional("n_shared_experts", 1))  # fmt: skip
     return _model(keys, generation, attention, moe)
 
@@ -63,7 +63,7 @@ def mixtral(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     attention = _attention(keys, windows=_same_window(keys, keys.optional("sliding_window", 0)))
     router = _softmax_router(keys, "num_local_experts", True, "num_experts")
     width = keys.size("intermediate_size", 14336)
-    moe = _moe(keys, router, layers=tuple(range(keys.size("num_hidden_layers", 32))), width=width)
+    moe = _moe(keys, router, layers=tuple(range(_layers(keys))), width=width)
     return _model(keys, generation, attention, moe)
 
 
@@ -73,7 +73,7 @@ def olmoe(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
         keys, qkv_bias=bias, out_bias=bias, qk_norm="width", clip=keys.optional("clip_qkv", 0.0)
     )
     router = _softmax_router(keys, "num_experts", keys.optional("norm_topk_prob", False), "num_local_experts")
-    moe = _moe(keys, router, layers=tuple(range(keys.size("num_hidden_layers", 16))),
+    moe = _moe(keys, router, layers=tuple(range(_layers(keys))),
                width=keys.size("intermediate_size", 1024))  # fmt: skip
     return _model(keys, generation, attention, moe)
 
@@ -86,14 +86,17 @@ FAMILIES: Mapping[str, Callable[[JsonKeys, JsonKeys], ModelConfig]] = {
 # -- pieces that families share ---
 
 
+def _layers(keys: JsonKeys) -> int:
+    return keys.size("num_hidden_layers", 24, most=10_000)
+
+
 def _model(keys: JsonKeys, generation: JsonKeys, attention: AttentionConfig, moe: MoEConfig) -> ModelConfig:
     keys.only("hidden_act", "silu", "experts are SwiGLU")
     keys.only("quantization_config", None, "weights are read as bf16, fp16 or f32")
-    eos = generation.get("eos_token_id")
     return ModelConfig(
         model_type=keys["model_type"],
         hidden=keys.size("hidden_size", 2048),
-        layers=keys.size("num_hidden_layers", 24),
+        layers=_layers(keys),
         vocab=keys.size("vocab_size", 151936),
         rms_eps=keys.need("rms_norm_eps", 1e-6),
         dense_width=keys.size("intermediate_size", 5632),
@@ -101,9 +104,9 @@ def _model(keys: JsonKeys, generation: JsonKeys, attention: AttentionConfig, moe
         max_positions=keys.size("max_position_embeddings", 32768),
         attention=attention,
         moe=moe,
-        eos_ids=_token_ids(keys.get("eos_token_id") if eos is None else eos),
-        bos_id=keys.get("bos_token_id"),
-        pad_id=keys.get("pad_token_id"),
+        eos_ids=generation.integers("eos_token_id") or keys.integers("eos_token_id"),
+        bos_id=next(iter(keys.integers("bos_token_id")), None),
+        pad_id=next(iter(keys.integers("pad_token_id")), None),
         unread_keys=keys.unread,
     )
 
@@ -124,7 +127,7 @@ def _attention(
     if kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"config.json: num_key_value_heads {kv_heads} does not divide {heads} heads")
     theta, rotary_dim = _rope(keys, head_dim, rotary_share)
-    windows = windows or (0,) * keys.size("num_hidden_layers", 24)
+    windows = windows or (0,) * _layers(keys)
     return AttentionConfig(
         heads, kv_heads, head_dim, rotary_dim, theta, qkv_bias, out_bias, qk_norm, windows, clip
     )
@@ -132,14 +135,13 @@ def _attention(
 
 def _rope(keys: JsonKeys, head_dim: int, default_share: float) -> tuple[float, int]:
     """(theta, rotary_dim) from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`."""
-    rope: dict[str, Any] = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+    rope = keys.mapping("rope_parameters") or keys.mapping("rope_scaling")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ConfigError(f"config.json: rope type {kind!r} is not supported; 'default' is")
-    merged = JsonKeys({**keys, **rope}, keys.where)
+    merged = keys.overlaid(rope)
     theta = merged.need("rope_theta", 10000.0)
     share = merged.optional("partial_rotary_factor", default_share)
-    keys.get("partial_rotary_factor")
     if share != 1.0 and default_share == 1.0:
         raise ConfigError(f"config.json: partial_rotary_factor {share} is not part of this family; 1.0 is")
     rotary_dim = int(head_dim * share)
@@ -187,21 +189,19 @@ def _moe(
 def _sparse_step_layers(keys: JsonKeys) -> tuple[int, ...]:
     """Qwen: every `decoder_sparse_step`-th layer, except those of `mlp_only_layers`."""
     step = keys.optional("decoder_sparse_step", 1)
-    dense = set(keys.get("mlp_only_layers") or ())
+    dense = set(keys.integers("mlp_only_layers"))
     if step < 1:
         raise ConfigError(f"config.json: decoder_sparse_step is {step}, and must be at least 1")
-    return tuple(
-        i for i in range(keys.size("num_hidden_layers", 24)) if i not in dense and (i + 1) % step == 0
-    )
+    return tuple(i for i in range(_layers(keys)) if i not in dense and (i + 1) % step == 0)
 
 
 def _same_window(keys: JsonKeys, window: int) -> tuple[int, ...]:
-    return (window,) * keys.size("num_hidden_layers", 24)
+    return (window,) * _layers(keys)
 
 
 def _qwen2_windows(keys: JsonKeys) -> tuple[int, ...]:
     """Qwen2: `layer_types` says which layers slide; without it every other one below `max_window_layers`."""
-    layers = keys.size("num_hidden_layers", 24)
+    layers = _layers(keys)
     if not keys.optional("use_sliding_window", False):
         keys.get("sliding_window"), keys.get("layer_types")
         return (0,) * layers
@@ -209,13 +209,8 @@ def _qwen2_windows(keys: JsonKeys) -> tuple[int, ...]:
     kinds = keys.get("layer_types") or [
         "sliding_attention" if i % 2 == 0 and i < last else "full_attention" for i in range(layers)
     ]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ConfigError(
+            f"config.json: layer_types must be a list of {layers}, one for each layer; or remove it"
+        )
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-
-
-def _token_ids(value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ConfigError(f"eos_token_id is {value!r}, not a token id or a list of them; for example 2")
-    return tuple(ids)

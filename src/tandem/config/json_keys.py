@@ -42,6 +42,12 @@ class JsonKeys(Mapping[str, Any]):
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
         self._values, self.where, self._read = values, where, set[str]()
 
+    def overlaid(self, values: Mapping[str, Any]) -> JsonKeys:
+        """The same keys, with those of `values` in front; what is read of it counts as read here."""
+        merged = JsonKeys({**self._values, **values}, self.where)
+        merged._read = self._read
+        return merged
+
     def __getitem__(self, key: str) -> Any:
         self._read.add(key)
         return self._values[key]
@@ -68,12 +74,31 @@ class JsonKeys(Mapping[str, Any]):
         """The value of `key` as `default`'s type, or `default` when it is absent or null."""
         return default if self.get(key) is None else self._typed(key, default)
 
-    def size(self, key: str, example: int, *aliases: str) -> int:
-        """A whole number of at least 1."""
+    def size(self, key: str, example: int, *aliases: str, most: int = 1 << 31) -> int:
+        """A whole number from 1 to `most`."""
         value = self.need(key, example, *aliases)
-        if value < 1:
-            raise ConfigError(f"{self.where}: {key} is {value}, and must be at least 1; try {example}")
+        if not 1 <= value <= most:
+            raise ConfigError(f"{self.where}: {key} is {value}, and must be 1 to {most}; try {example}")
         return value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """A JSON object; {} when absent or null."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(
+                f"{self.where}: {key} is {value!r}, not an object; remove it to use the default"
+            )
+        return value or {}
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A whole number or a list of them; () when absent or null."""
+        value = self.get(key)
+        numbers = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(number) is int for number in numbers):
+            raise ConfigError(
+                f"{self.where}: {key} is {value!r}, not a whole number or a list of them; try 2"
+            )
+        return tuple(numbers)
 
     def only(self, key: str, supported: Any, why: str) -> None:
         """Refuses any value but `supported` or an absent key."""

@@ -114,13 +114,11 @@ class ModelConfig:
         """From the parsed JSON files."""
         from tandem.config.families import FAMILIES
 
-        model_type = config.get("model_type")
+        model_type = str(config.get("model_type"))
         if model_type not in FAMILIES:
             known = ", ".join(sorted(FAMILIES))
             raise ConfigError(f"config.json: model_type {model_type!r} is not supported; these are: {known}")
-        return FAMILIES[str(model_type)](
-            JsonKeys(config), JsonKeys(generation or {}, "generation_config.json")
-        )
+        return FAMILIES[model_type](JsonKeys(config), JsonKeys(generation or {}, "generation_config.json"))
 
     @cached_property
     def moe_layers(self) -> frozenset[int]:

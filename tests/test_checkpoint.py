@@ -1,0 +1,129 @@
+"""`Checkpoint`: what it reads, and that every broken directory is an error naming file and tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tandem.checkpoint import open_checkpoint, resolve_model
+from tandem.checkpoint.checkpoint import INDEX
+from tandem.config import ModelConfig
+from tandem.errors import CheckpointError
+
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+FIRST = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5).to(torch.bfloat16)}
+SECOND = {"c": torch.ones(2, 2, dtype=torch.float16)}
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    save_file(FIRST, tmp_path / ONE)
+    save_file(SECOND, tmp_path / TWO)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": ONE, "b": ONE, "c": TWO}}))
+    (tmp_path / "config.json").write_text('{"model_type": "olmoe"}')
+    return tmp_path
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_reads_all_shards(sharded, with_index):
+    if not with_index:
+        (sharded / INDEX).unlink()
+    checkpoint = open_checkpoint(sharded)
+    assert set(checkpoint.names()) == {"a", "b", "c"}
+    for name, tensor in (FIRST | SECOND).items():
+        assert checkpoint.shape(name) == tuple(tensor.shape)
+        assert checkpoint.dtype(name) == tensor.dtype
+        assert torch.equal(checkpoint.get(name), tensor)
+    assert checkpoint.config == {"model_type": "olmoe"}
+    assert checkpoint.nbytes() == sum((sharded / name).stat().st_size for name in (ONE, TWO))
+
+
+def test_views_are_mapped_and_outlive_release(sharded):
+    checkpoint = open_checkpoint(sharded)
+    view = checkpoint.get("a")
+    assert view.data_ptr() == checkpoint.get("a").data_ptr()
+    checkpoint.release()
+    assert view.data_ptr() != checkpoint.get("a").data_ptr()
+    assert torch.equal(view, FIRST["a"])
+
+
+def test_a_missing_tensor_and_a_wrong_shape_are_named(sharded):
+    checkpoint = open_checkpoint(sharded)
+    with pytest.raises(CheckpointError, match=r"no tensor lm_head\.weight"):
+        checkpoint.get("lm_head.weight")
+    with pytest.raises(CheckpointError, match=rf"{ONE}: tensor a has shape \(3, 4\).*\(4, 3\)"):
+        checkpoint.get("a", (4, 3))
+
+
+def test_a_dtype_that_cannot_be_computed_with_is_named(tmp_path):
+    save_file({"q": torch.zeros(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="tensor q is stored as I8; readable are BF16, F16, F32"):
+        open_checkpoint(tmp_path).get("q")
+
+
+def test_a_missing_shard_is_named(sharded):
+    (sharded / TWO).unlink()
+    with pytest.raises(CheckpointError, match=f"{TWO} is missing"):
+        open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 60, -1])
+def test_a_truncated_file_is_named(sharded, keep):
+    (sharded / ONE).write_bytes((sharded / ONE).read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=f"{ONE} is truncated or not safetensors"):
+        open_checkpoint(sharded)
+
+
+def test_a_tensor_in_two_files_is_named(sharded):
+    (sharded / INDEX).unlink()
+    save_file({"a": torch.zeros(1)}, sharded / TWO)
+    with pytest.raises(CheckpointError, match=f"tensor a is in both {ONE} and {TWO}"):
+        open_checkpoint(sharded)
+
+
+def test_an_index_that_promises_more_than_the_file_has_is_refused(sharded):
+    (sharded / INDEX).write_text(json.dumps({"weight_map": {"a": ONE, "b": ONE, "c": TWO, "d": TWO}}))
+    with pytest.raises(CheckpointError, match=f"{TWO} lacks tensor d"):
+        open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
+def test_a_broken_index_is_refused(sharded, index):
+    (sharded / INDEX).write_text(index)
+    with pytest.raises(CheckpointError, match=INDEX):
+        open_checkpoint(sharded)
+
+
+def test_directories_without_a_model_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no .*safetensors"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="not a directory"):
+        open_checkpoint(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        ModelConfig.load(tmp_path)
+
+
+def test_what_a_user_types_is_resolved(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
+    assert resolve_model("demo") == tmp_path / "cache" / "demo"
+    assert resolve_model(str(tmp_path)) == tmp_path
+    with pytest.raises(CheckpointError, match="hf download Qwen/Qwen3-30B-A3B --local-dir DIR"):
+        resolve_model("Qwen/Qwen3-30B-A3B")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        resolve_model(str(tmp_path / "absent"))
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match="give the directory"):
+        resolve_model(str(tmp_path / "model.gguf"))
+
+
+def test_a_shard_of_a_real_model_that_lost_its_end_stops_the_load(tiny_models, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_models["olmoe"], copy)
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="truncated"):
+        open_checkpoint(copy)

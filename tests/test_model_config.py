@@ -1,0 +1,113 @@
+"""`ModelConfig`: what each family's keys become, and that what we do not compute is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tandem.config import ModelConfig
+from tandem.errors import ConfigError
+from tiny import COMMON, VARIANTS
+
+GLM = {
+    "model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
+    "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+    "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1000000,
+    "partial_rotary_factor": 0.5, "rope_scaling": None, "moe_intermediate_size": 1408, "num_experts_per_tok": 8,
+    "n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "norm_topk_prob": True, "attention_bias": True, "use_qk_norm": False,
+    "eos_token_id": [151329, 151336], "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_glm_as_published():
+    config = ModelConfig.from_dict(GLM)
+    attention, router = config.attention, config.moe.router
+    assert (attention.heads, attention.kv_heads, attention.head_dim, attention.rotary_dim) == (96, 8, 128, 64)
+    assert attention.rope_theta == 1e6 and attention.qkv_bias and not attention.out_bias
+    assert config.moe.layers == tuple(range(1, 46)) and config.moe.shared_width == 1408
+    assert router.score == "sigmoid" and router.has_bias and router.float32_logits
+    assert config.eos_ids == (151329, 151336)
+    assert 105e9 < config.total_params < 108e9  # GLM-4.5-Air: 106 B
+    assert config.unread_keys == ()
+
+
+def test_generation_config_decides_the_end_tokens():
+    assert ModelConfig.from_dict(GLM, {"eos_token_id": 7}).eos_ids == (7,)
+
+
+def test_both_spellings_of_rope_say_the_same():
+    new = {k: v for k, v in GLM.items() if k not in ("rope_theta", "partial_rotary_factor", "rope_scaling")}
+    new["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    assert ModelConfig.from_dict(new).attention == ModelConfig.from_dict(GLM).attention
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameters_are_counted_as_transformers_counts_them(variant):
+    model_type, changes = VARIANTS[variant]
+    theirs = AutoConfig.for_model(model_type, **(COMMON | changes))
+    config = ModelConfig.from_dict(json.loads(theirs.to_json_string(use_diff=False)))
+    model = AutoModelForCausalLM.from_config(theirs)
+    small = ("bias", "q_norm", "k_norm", "shared_expert_gate")  # not counted: no planner needs them
+    counted = sum(p.numel() for n, p in model.named_parameters() if not any(s in n for s in small))
+    assert config.total_params == counted
+
+
+def test_sizes_for_the_planner():
+    config = ModelConfig.from_dict(GLM)
+    assert config.kv_bytes_per_token("bfloat16") == 46 * 2 * 8 * 128 * 2
+    assert config.expert_bytes("bf16") == 3 * 4096 * 1408 * 2
+    routed = 45 * 128 * config.expert_bytes("bf16")
+    assert config.weight_bytes("bfloat16", "bf16") == 2 * config.dense_params + routed
+    assert config.active_bytes_per_token("bfloat16") == 2 * config.dense_params + routed * 8 // 128
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_attention_heads", "n_routed_experts", "rms_norm_eps", "rope_theta"]
+)
+def test_a_missing_key_is_named_with_a_value_to_try(key):
+    without = {k: v for k, v in GLM.items() if k != key}
+    with pytest.raises(ConfigError, match=rf"lacks '{key}': add it, for example \{{\"{key}\": [\d.e-]+\}}"):
+        ModelConfig.from_dict(without)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("hidden_size", "4096", "hidden_size is '4096', not a int"),
+        ("hidden_size", 0, "must be 1 to"),
+        ("hidden_act", "gelu", "hidden_act = 'gelu' is not supported"),
+        ("rope_scaling", {"type": "yarn", "factor": 4.0}, "rope type 'yarn'"),
+        ("quantization_config", {"quant_method": "fp8"}, "quantization_config"),
+        ("num_key_value_heads", 7, "does not divide"),
+        ("num_experts_per_tok", 129, "more than the 128 experts"),
+        ("n_group", 3, "n_group 3, topk_group 1"),
+        ("partial_rotary_factor", 0.01, "rotary channels"),
+        ("first_k_dense_replace", 46, "no layer is MoE"),
+        ("eos_token_id", "</s>", "eos_token_id is '</s>'"),
+        ("model_type", "llama", "'llama' is not supported; these are: glm4_moe, mixtral"),
+        ("model_type", None, "'None' is not supported"),
+        ("model_type", ["a"], "is not supported"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(key, value, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        ModelConfig.from_dict(GLM | {key: value})
+
+
+def test_a_key_that_nobody_understood_is_reported():
+    assert ModelConfig.from_dict(GLM | {"use_xyz": True}).unread_keys == ("use_xyz",)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("junk", ["x", -1, 0, 10**9, 1.5, True, [], ["x"], {"x": 1}])
+def test_junk_in_any_key_is_accepted_or_a_config_error(variant, junk):
+    model_type, changes = VARIANTS[variant]
+    good = COMMON | changes | {"model_type": model_type, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    ModelConfig.from_dict(good)
+    for key in (*good, "rope_parameters", "layer_types", "mlp_only_layers", "sliding_window", "head_dim"):
+        with contextlib.suppress(ConfigError):
+            ModelConfig.from_dict(good | {key: junk})
