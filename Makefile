@@ -6,7 +6,7 @@ VENV ?= .venv
 MODEL ?= demo
 ARGS ?=
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 STAMPS := $(VENV)/.stamps
 # The interpreter whose extension `make ext` builds: an active environment, ours, or PYTHON, in this order.
 EXT_PYTHON ?= $(firstword $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python) $(wildcard $(BIN)/python) $(PYTHON))

@@ -39,7 +39,7 @@ def nvidia_gpu() -> bool:
 
 def packages_of(requirement: str) -> list[str]:
     """What pip would install for `requirement`, without installing anything. [] when it cannot say."""
-    command = [*PIP, "install", "--quiet", "--dry-run", "--report", "-", requirement]
+    command = [*PIP, "install", "-qq", "--dry-run", "--report", "-", requirement]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         return []
@@ -61,7 +61,7 @@ def main() -> int:
         return 0
     arguments = pip_arguments()
     print(f"Installing {' '.join(arguments)} ...", flush=True)
-    return subprocess.run([*PIP, "install", "--quiet", *arguments]).returncode
+    return subprocess.run([*PIP, "install", "-qq", *arguments]).returncode
 
 
 if __name__ == "__main__":
