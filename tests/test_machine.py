@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.machine import TIERS, Core, Machine, parse_cpu_list, parse_nvidia_smi, tiers_of
+from tandem.config.machine import (
+    TIERS,
+    Core,
+    Machine,
+    cpu_list_text,
+    parse_cpu_list,
+    parse_nvidia_smi,
+    tiers_of,
+)
 
 GIB = 1 << 30
 AVX2 = "fpu sse2 avx avx2 fma f16c bmi1 bmi2"
@@ -127,6 +135,7 @@ def test_spread_takes_from_every_node() -> None:
 def test_kernel_lists() -> None:
     assert parse_cpu_list("0-2,8,10-11\n") == [0, 1, 2, 8, 10, 11]
     assert parse_cpu_list("\n") == []
+    assert cpu_list_text([11, 0, 1, 2, 8, 10]) == "0-2,8,10-11"
 
 
 def test_nvidia_smi_lines() -> None:

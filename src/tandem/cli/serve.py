@@ -69,7 +69,7 @@ def show_plan(plan: Plan) -> None:
     console = Console()
     console.print(plan_table(plan))
     for notice in plan.notices:
-        console.print(f"note: {notice}", markup=False)
+        console.print(f"note: {notice}", markup=False, highlight=False, soft_wrap=True)
 
 
 def plan_table(plan: Plan) -> Table:
@@ -78,7 +78,7 @@ def plan_table(plan: Plan) -> Table:
 
     table = Table(title="Plan", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("choice", "value", "because"):
-        table.add_column(heading, header_style="bold")
+        table.add_column(heading, header_style="bold", no_wrap=heading != "because")
     for decision in plan.decisions:
         table.add_row(*map(Text, dataclasses.astuple(decision)))
     return table

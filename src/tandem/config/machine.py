@@ -165,6 +165,17 @@ def parse_cpu_list(text: str) -> list[int]:
     return cpus
 
 
+def cpu_list_text(cpus: Iterable[int]) -> str:
+    """The reverse: [0, 1, 2, 8] → "0-2,8"."""
+    ranges: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if ranges and ranges[-1][1] == cpu - 1:
+            ranges[-1][1] = cpu
+        else:
+            ranges.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
 def _int_file(path: Path, default: int) -> int:
     try:
         return int(path.read_text())

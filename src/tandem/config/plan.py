@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tandem.config.engine_config import EngineConfig
-from tandem.config.machine import TIERS, Machine
+from tandem.config.machine import TIERS, Machine, cpu_list_text
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, size_memory
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
@@ -53,6 +53,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Plan:
     Raises ConfigError naming the flag when a wish cannot be met, with the numbers when the model does not fit.
     """
     log: list[Decision] = []
+    device = _device(machine, log)
     dtype = _dtype(config, log)
     expert_format = _expert_format(config, dtype, log)
     tier = _tier(config, machine, log)
@@ -61,7 +62,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Plan:
     memory = size_memory(MemoryRequest(config, model, machine, dtype, expert_format, running))
     num_pages = _pages(config, model, dtype, memory, log)
     return Plan(
-        device=_device(machine, log),
+        device=device,
         dtype=dtype,
         expert_format=expert_format,
         dense_backend=_dense_backend(tier, log),
@@ -148,7 +149,7 @@ def _thread_reason(machine: Machine, asked: int | None, limit: int, cpus: tuple[
     room = f"{limit} physical cores may be used"
     if machine.cpu_quota is not None and machine.max_threads < len(machine.cores):
         room = f"the control group's quota is {machine.cpu_quota:g} CPUs"
-    pinned = "not pinned" if -1 in cpus else f"pinned to CPUs {', '.join(map(str, cpus))}"
+    pinned = "not pinned" if -1 in cpus else f"pinned to CPUs {cpu_list_text(cpus)}"
     if asked is None:
         return f"{room}; {pinned}"
     more = f"--kt-cpuinfer {asked}" + (f", but {room}" if asked > limit else "")
