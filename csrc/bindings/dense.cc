@@ -55,6 +55,9 @@ struct Ops {
                        top_groups, sigmoid, normalize, group_by_top2, scale, epsilon});
   }
 
+  float read_memory(Address data, int64_t bytes) const { return dense.read_memory(at(data), bytes); }
+  int64_t multiply_add(int64_t rounds, bool bf16) const { return dense.multiply_add(rounds, type_of(bf16)); }
+
   DenseOps dense;
 };
 
@@ -87,6 +90,10 @@ void bind_dense(nb::module_& m) {
            nb::arg("k_pages"), nb::arg("v_pages"), nb::arg("q"), nb::arg("eps"), nb::arg("bf16"))
       .def("attention", &Ops::attention, no_gil, nb::arg("batch"), nb::arg("heads"), nb::arg("q"), nb::arg("k_pages"),
            nb::arg("v_pages"), nb::arg("out"), nb::arg("scale"), nb::arg("window"), nb::arg("bf16"))
+      .def("read_memory", &Ops::read_memory, no_gil, nb::arg("data"), nb::arg("bytes"),
+           "Reads once with all workers; returns a checksum.")
+      .def("multiply_add", &Ops::multiply_add, no_gil, nb::arg("rounds"), nb::arg("bf16"),
+           "Multiply-adds in registers on all workers; returns the operations done.")
       .def("route", &Ops::route, no_gil, nb::arg("rows"), nb::arg("logits"), nb::arg("bias"), nb::arg("ids"),
            nb::arg("weights"), nb::arg("experts"), nb::arg("top_k"), nb::arg("groups"), nb::arg("top_groups"),
            nb::arg("sigmoid"), nb::arg("normalize"), nb::arg("group_by_top2"), nb::arg("scale"), nb::arg("epsilon"));

@@ -35,6 +35,7 @@ struct Ceilings {
     Vec sum[kChains];
     for (int c = 0; c < kChains; ++c) sum[c] = Isa::set1(static_cast<float>(c));
     for (int64_t i = 0; i < rounds; ++i)
+#pragma GCC unroll 16
       for (int c = 0; c < kChains; ++c) {
         sum[c] = Lane::dot(sum[c], w, x);
         keep(sum[c]);

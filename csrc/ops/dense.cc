@@ -1,6 +1,7 @@
 #include "ops/dense.h"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 
 #include "ops/row_tasks.h"
@@ -59,6 +60,23 @@ BatchView::BatchView(std::vector<int64_t> positions_, std::vector<int64_t> cache
       check(page >= 0 && page < num_pages, "batch: a block table names a page outside the KV cache");
     }
   }
+}
+
+float DenseOps::read_memory(const void* data, int64_t bytes) const {
+  constexpr int64_t kPage = 4096;
+  std::vector<float> sums(pool.size());
+  pool.run([&](const Worker& w) {
+    const int64_t share = bytes / w.count / kPage * kPage;
+    sums[w.index] = kernels.read_memory(static_cast<const char*>(data) + w.index * share, share);
+  });
+  return std::accumulate(sums.begin(), sums.end(), 0.0f);
+}
+
+int64_t DenseOps::multiply_add(int64_t rounds, DType lane) const {
+  std::vector<int64_t> flops(pool.size());
+  const auto burst = lane == DType::bf16 ? kernels.dot_bf16 : kernels.fma_f32;
+  pool.run([&](const Worker& w) { burst(rounds, &flops[w.index]); });
+  return std::accumulate(flops.begin(), flops.end(), int64_t{0});
 }
 
 void DenseOps::rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t n,
