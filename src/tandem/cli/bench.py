@@ -2,13 +2,58 @@
 
 from __future__ import annotations
 
-import typer
+from pathlib import Path
+from typing import Annotated
 
-from tandem.cli.bench_kernels import bench_kernels
+import typer
 
 bench = typer.Typer(
     help="Measure kernels and decoding on this machine, beside PyTorch and Transformers.\n\n"
     "Example: kt bench kernels",
     no_args_is_help=True,
 )
-bench.command("kernels")(bench_kernels)
+
+
+@bench.command()
+def kernels(
+    shape: Annotated[
+        list[str] | None, typer.Option(help="demo, q3, ds3 or HIDDENxWIDTHxEXPERTSxTOPK [default: demo]")
+    ] = None,
+    fmt: Annotated[
+        list[str] | None, typer.Option("--format", help="bf16, int8, int4 or f32 [default: bf16]")
+    ] = None,
+    tier: Annotated[list[str] | None, typer.Option(help="kernel tier [default: this CPU's best]")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="tokens per call [default: 1, 8, 64, 512]")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="worker threads [default: usable physical cores]")
+    ] = None,
+    with_torch: Annotated[
+        bool, typer.Option("--torch/--no-torch", help="PyTorch's bf16 loop and grouped_mm beside ours")
+    ] = True,
+    seconds: Annotated[float, typer.Option(min=0, help="measuring time per row")] = 1.0,
+    working_set_mib: Annotated[
+        int | None, typer.Option(min=1, help="distinct weights [default: 4 x the last-level cache]")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw the roofline as PNG (needs matplotlib)")] = None,
+) -> None:
+    """Measure the expert kernels against this machine's ceilings, and against PyTorch.
+
+    Options for lists can be repeated. Example: kt bench kernels --format bf16 --format int4 --out kernels.json
+    """
+    from tandem.cli.bench_kernels import run
+
+    run(
+        shapes=shape or ["demo"],
+        formats=fmt or ["bf16"],
+        tiers=tier or [],
+        tokens=tokens or [1, 8, 64, 512],
+        threads=threads,
+        with_torch=with_torch,
+        seconds=seconds,
+        working_set_mib=working_set_mib,
+        out=out,
+        plot=plot,
+    )

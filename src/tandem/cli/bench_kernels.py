@@ -9,10 +9,9 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
@@ -28,6 +27,7 @@ from tandem.cli.bench_experts import (
     time_layers,
     torch_layers,
 )
+from tandem.cli.bench_plot import draw_roofline
 from tandem.config.machine import Machine
 from tandem.errors import ConfigError
 from tandem.kernels.ceilings import Ceilings, last_level_cache_bytes, measure_ceilings
@@ -48,37 +48,31 @@ class Request:
     working_set: int  # bytes of distinct weights at least
 
 
-def bench_kernels(
-    shape: Annotated[list[str], typer.Option(help="demo, q3, ds3 or HIDDENxWIDTHxEXPERTSxTOPK")] = ["demo"],
-    fmt: Annotated[list[str], typer.Option("--format", help="bf16, int8, int4 or f32")] = ["bf16"],
-    tier: Annotated[
-        list[str] | None, typer.Option(help="kernel tiers [default: the best of this CPU]")
-    ] = None,
-    tokens: Annotated[list[int], typer.Option(min=1, help="tokens per call")] = [1, 8, 64, 512],
-    threads: Annotated[int | None, typer.Option(min=1, help="[default: usable physical cores]")] = None,
-    torch_too: Annotated[
-        bool, typer.Option("--torch/--no-torch", help="PyTorch's bf16 loop and grouped_mm")
-    ] = True,
-    seconds: Annotated[float, typer.Option(min=0, help="measuring time per row")] = 1.0,
-    working_set_mib: Annotated[int | None, typer.Option(min=1, help="[default: 4x the last cache]")] = None,
-    out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw the roofline as PNG (needs matplotlib)")] = None,
+def run(
+    *,
+    shapes: list[str],
+    formats: list[str],
+    tiers: list[str],
+    tokens: list[int],
+    threads: int | None,
+    with_torch: bool,
+    seconds: float,
+    working_set_mib: int | None,
+    out: Path | None,
+    plot: Path | None,
 ) -> None:
-    """Measure the expert kernels against this machine's ceilings, and against PyTorch.
-
-    Example: kt bench kernels --format bf16 --format int4 --out benchmarks/results/kernels.json
-    """
+    """Checks the flags, measures, prints, and writes what was asked for. No tiers: the best of this machine."""
     machine = Machine.detect()
-    pool = make_pool(machine, threads)
     request = Request(
-        tuple(map(parse_shape, shape)),
-        one_of("--format", fmt, tuple(BITS_PER_WEIGHT)),
-        one_of("--tier", tier or [machine.tiers[-1]], machine.tiers),
+        tuple(map(parse_shape, shapes)),
+        one_of("--format", formats, tuple(BITS_PER_WEIGHT)),
+        one_of("--tier", tiers or [machine.tiers[-1]], machine.tiers),
         tuple(tokens),
-        torch_too,
+        with_torch,
         seconds,
         4 * last_level_cache_bytes() if working_set_mib is None else working_set_mib << 20,
     )
+    pool = make_pool(machine, threads)
     ceilings, results = measure(request, pool, machine.available_memory)
     console = Console()
     console.print(ceilings_table(ceilings, len(pool)), results_table(results))
@@ -86,8 +80,6 @@ def bench_kernels(
         write_json(out, ceilings, results, machine, len(pool))
         console.print(f"Written to {out}")
     if plot is not None:
-        from tandem.cli.bench_plot import draw_roofline
-
         draw_roofline(plot, ceilings, results)
         console.print(f"Drawn in {plot}")
 
@@ -96,7 +88,7 @@ def make_pool(machine: Machine, threads: int | None) -> _core.WorkerPool:
     count = threads or machine.max_threads
     if count > len(machine.cores):
         raise ConfigError(f"--threads {count}: this process may use {len(machine.cores)} physical cores")
-    return _core.WorkerPool([core.cpu for core in machine.cores[:count]])
+    return _core.WorkerPool(list(machine.pinned(machine.spread(count, machine.nodes))))
 
 
 def one_of(flag: str, values: list[str], known: tuple[str, ...]) -> tuple[str, ...]:

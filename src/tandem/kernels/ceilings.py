@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from tandem import _core
-from tandem.config.machine import Machine
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 DEFAULT_CACHE_BYTES = 32 << 20  # where the kernel does not say
@@ -65,13 +64,6 @@ def measure_read_gbps(pool: _core.WorkerPool, tier: str, buffer_bytes: int | Non
     data = torch.full((size // 4,), 1.0)  # written, or every page would be the same page of zeros
     dense = _core.DenseOps(pool, tier)
     return size / min(repeat_seconds(lambda: dense.read_memory(data.data_ptr(), size))) / 1e9
-
-
-def dram_bandwidth() -> float:
-    """Bytes per second that all usable cores read together."""
-    machine = Machine.detect()
-    pool = _core.WorkerPool([core.cpu for core in machine.cores[: machine.max_threads]])
-    return measure_read_gbps(pool, _core.supported_tiers()[-1]) * 1e9
 
 
 def measure_flops(pool: _core.WorkerPool, tier: str, bf16: bool = True) -> float:

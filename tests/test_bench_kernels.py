@@ -1,0 +1,106 @@
+"""`kt bench kernels`: what it writes, on a shape that takes seconds; and the sums behind its columns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tandem.cli.app import app
+from tandem.cli.bench_experts import Shape, TorchExperts, Workload, parse_shape, random_expert
+from tandem.cli.bench_kernels import fit
+from tandem.errors import ConfigError
+from tandem.kernels.ceilings import Ceilings, last_level_cache_bytes
+from tandem.kernels.reference import TorchOps
+
+TINY = Shape("64x32x6x2", 64, 32, 6, 2)
+QUICK = ["bench", "kernels", "--shape", TINY.name, "--seconds", "0", "--working-set-mib", "1"]
+
+
+def test_rows_and_picture(tmp_path: Path) -> None:
+    out, plot = tmp_path / "results" / "kernels.json", tmp_path / "roof.png"
+    arguments = [*QUICK, "--tokens", "1", "--tokens", "5", "--format", "bf16", "--format", "int4"]
+    done = CliRunner().invoke(app, [*arguments, "--out", str(out), "--plot", str(plot)])
+    assert done.exit_code == 0, done.output
+    report = json.loads(out.read_text())
+    assert set(report) == {
+        "machine", "threads", "commit", "version", "torch", "command", "date", "ceilings", "rows"
+    }  # fmt: skip
+    seen = {(r["bench"], r["format"], r["tokens"]) for r in report["rows"]}
+    ours = {("tandem", fmt, tokens) for fmt in ("bf16", "int4") for tokens in (1, 5)}
+    theirs = {(f"torch {way}", "bf16", tokens) for way in ("loop", "grouped_mm") for tokens in (1, 5)}
+    assert ours <= seen <= ours | theirs and ("torch loop", "bf16", 5) in seen
+    for row in report["rows"]:
+        assert set(row) >= {
+            "bench",
+            "shape",
+            "format",
+            "tier",
+            "tokens",
+            "ms",
+            "value",
+            "unit",
+            "ceiling",
+            "share",
+        }
+        assert row["ms"] > 0 and row["unit"] in ("GB/s", "TFLOPS")
+        assert row["share"] == pytest.approx(row["value"] / row["ceiling"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bad_flags_name_what_to_change() -> None:
+    for flags, message in [
+        (["--shape", "64x32"], "HIDDENxWIDTHxEXPERTSxTOPK"),
+        (["--shape", "64x32x4x5"], "not above the number of experts"),
+        (["--format", "int3"], "bf16, int8, int4"),
+        (["--tier", "mmx"], "scalar"),
+        (["--threads", "100000"], "physical cores"),
+    ]:
+        error = CliRunner().invoke(app, [*QUICK, *flags]).exception
+        assert isinstance(error, ConfigError) and message in str(error)
+
+
+def test_what_is_read_and_computed() -> None:
+    work = Workload(TINY, 1)
+    assert work.bytes_read("bf16") == 2 * (3 * 64 * 32) * 2  # two distinct experts of three matrices
+    assert work.operations == 2 * (3 * 64 * 32) * 2
+    assert Workload(TINY, 500).bytes_read("bf16") == 6 * (3 * 64 * 32) * 2
+    memory_bound = Ceilings(read_gbps=1.0, flops=1e18)
+    assert work.result("b", "bf16", "t", 1e-3, memory_bound).value == pytest.approx(
+        work.bytes_read("bf16") / 1e6
+    )
+    compute_bound = Ceilings(read_gbps=1e9, flops=1e9)
+    row = work.result("b", "bf16", "t", 1e-3, compute_bound)
+    assert (row.unit, row.share) == ("TFLOPS", pytest.approx(work.operations / 1e6))
+
+
+def test_large_shapes_are_cut_to_the_memory() -> None:
+    whole, layers = fit(parse_shape("demo"), "bf16", working_set=128 << 20, available_memory=8 << 30)
+    assert whole.experts == 32 and layers * 32 * whole.expert_bytes("bf16") >= 128 << 20
+    cut, layers = fit(parse_shape("ds3"), "bf16", working_set=128 << 20, available_memory=8 << 30)
+    assert cut.experts * cut.expert_bytes("bf16") <= 2 << 30 and cut.experts >= cut.top_k
+    with pytest.raises(ConfigError, match="choose a smaller shape"):
+        fit(parse_shape("ds3"), "bf16", working_set=128 << 20, available_memory=1 << 30)
+
+
+def test_torch_ways_compute_the_experts() -> None:
+    """Else their times would mean nothing. Three bfloat16 roundings and sums of 64 terms: 2 %."""
+    work, experts = Workload(TINY, 9), TorchExperts.random(TINY)
+    layer = TorchOps().experts(6, 64, 32)
+    for expert in range(6):
+        layer.load(expert, *random_expert(TINY))
+    ids = work.ids[0]
+    expected = layer.forward(work.x, ids, work.weights).float()
+    for way in (experts.loop, experts.grouped):
+        error = (way(work.x, ids, work.weights).float() - expected).norm() / expected.norm()
+        assert error < 0.02
+
+
+def test_cache_sizes_are_read(tmp_path: Path) -> None:
+    for index, size in enumerate(["48K", "2048K", "32M"]):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
+    assert last_level_cache_bytes(tmp_path) == 32 << 20
+    assert last_level_cache_bytes(tmp_path / "nothing") > 0
