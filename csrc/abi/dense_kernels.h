@@ -27,8 +27,9 @@ struct DenseKernels {
   // 1 / sqrt(mean(x^2) + eps) of n elements.
   float (*inverse_rms)(const void* x, int64_t n, float eps, DType type);
 
-  // Row of d elements to f32, times scale, zero-padded to `padded`.
-  void (*widen)(const void* x, float scale, float* out, int64_t d, int64_t padded, DType type);
+  // Rows of d elements, `stride` bytes apart, to f32 rows of `padded` elements, times scale, zeros at the end.
+  void (*widen)(const void* x, int64_t stride, int64_t rows, float scale, float* out, int64_t d, int64_t padded,
+                DType type);
   void (*narrow)(const float* x, float scale, void* out, int64_t d, DType type);
 
   // Adds keys [begin, end) of a block to one query row. q, k, v, acc are f32 rows of `padded` elements; scratch holds

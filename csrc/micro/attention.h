@@ -94,12 +94,14 @@ struct Attention : Rows<Isa> {
   }
 
   template <DType type>
-  static void widen_as(const void* x, float scale, float* out, int64_t d, int64_t padded) {
-    R::for_runs(d, [&](int64_t i, int64_t m) {
-      Isa::store(out + i, Isa::mul(R::template load_n<type>(x, i, m), Isa::set1(scale)));
-    });
-    for (int64_t i = (d + kRowLanes - 1) / kRowLanes * kRowLanes; i < padded; i += kRowLanes)
-      Isa::store(out + i, Isa::zero());
+  static void widen_as(const void* x, int64_t stride, int64_t rows, float scale, float* out, int64_t d,
+                       int64_t padded) {
+    const Vec factor = Isa::set1(scale);
+    for (int64_t r = 0; r < rows; ++r, out += padded) {
+      const void* row = static_cast<const char*>(x) + r * stride;
+      R::for_runs(
+          d, [&](int64_t i, int64_t m) { Isa::store(out + i, Isa::mul(R::template load_n<type>(row, i, m), factor)); });
+    }
   }
 
   template <DType type>
@@ -111,9 +113,10 @@ struct Attention : Rows<Isa> {
 };
 
 template <class Isa>
-void widen(const void* x, float scale, float* out, int64_t d, int64_t padded, DType type) {
-  type == DType::bf16 ? Attention<Isa>::template widen_as<DType::bf16>(x, scale, out, d, padded)
-                      : Attention<Isa>::template widen_as<DType::f32>(x, scale, out, d, padded);
+void widen(const void* x, int64_t stride, int64_t rows, float scale, float* out, int64_t d, int64_t padded,
+           DType type) {
+  type == DType::bf16 ? Attention<Isa>::template widen_as<DType::bf16>(x, stride, rows, scale, out, d, padded)
+                      : Attention<Isa>::template widen_as<DType::f32>(x, stride, rows, scale, out, d, padded);
 }
 
 template <class Isa>

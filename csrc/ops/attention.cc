@@ -136,25 +136,26 @@ class AttentionCall {
   // Scaled queries of the task's tokens, [token][head of the group][padded].
   void load_queries(const Task& task, float* q) const {
     const int64_t head = h_.head_dim * size_;
-    for (int64_t t = 0; t < task.tokens; ++t)
-      for (int64_t i = 0; i < group_; ++i) {
-        const int64_t index = (task.first_token + t) * h_.heads + task.kv_head * group_ + i;
-        kernels_.widen(static_cast<const char*>(a_.q) + index * head, a_.scale, q + (t * group_ + i) * padded_,
-                       h_.head_dim, padded_, a_.type);
-      }
+    for (int64_t t = 0; t < task.tokens; ++t, q += group_ * padded_) {
+      const int64_t first = (task.first_token + t) * h_.heads + task.kv_head * group_;
+      kernels_.widen(static_cast<const char*>(a_.q) + first * head, head, group_, a_.scale, q, h_.head_dim, padded_,
+                     a_.type);
+    }
   }
 
   void load_keys(const Task& task, int64_t first, int64_t keys, float* k, float* v) const {
     const int32_t* table = &batch_.block_tables[task.sequence * batch_.table_width()];
-    const int64_t head = h_.head_dim * size_;
-    for (int64_t j = 0; j < keys; ++j) {
-      const int64_t position = first + j;
-      const int64_t row = table[position / batch_.page_size] * batch_.page_size + position % batch_.page_size;
-      const int64_t offset = (row * h_.kv_heads + task.kv_head) * head;
-      kernels_.widen(static_cast<const char*>(a_.k_pages) + offset, 1.0f, k + j * padded_, h_.head_dim, padded_,
-                     a_.type);
-      kernels_.widen(static_cast<const char*>(a_.v_pages) + offset, 1.0f, v + j * padded_, h_.head_dim, padded_,
-                     a_.type);
+    const int64_t head = h_.head_dim * size_, stride = h_.kv_heads * head;
+    for (int64_t j = 0; j < keys;) {  // page by page
+      const int64_t position = first + j, row = position % batch_.page_size;
+      const int64_t run = std::min(keys - j, batch_.page_size - row);
+      const int64_t offset =
+          (table[position / batch_.page_size] * batch_.page_size + row) * stride + task.kv_head * head;
+      const char *from_k = static_cast<const char*>(a_.k_pages) + offset,
+                 *from_v = static_cast<const char*>(a_.v_pages) + offset;
+      kernels_.widen(from_k, stride, run, 1.0f, k + j * padded_, h_.head_dim, padded_, a_.type);
+      kernels_.widen(from_v, stride, run, 1.0f, v + j * padded_, h_.head_dim, padded_, a_.type);
+      j += run;
     }
   }
 
