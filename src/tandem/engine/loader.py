@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 
 from tandem import models
+from tandem._core import WorkerPool
 from tandem.checkpoint import demo_dir, open_checkpoint, resolve_model
 from tandem.checkpoint.demo import build_demo
 from tandem.config import EngineConfig, Machine, ModelConfig, resolve
 from tandem.engine.parts import EngineParts
 from tandem.engine.tokenizer import Tokenizer
-from tandem.kernels.reference import TorchOps
+from tandem.kernels.cpu_ops import CpuOps
 
 
 def load_parts(config: EngineConfig, progress: models.Progress | None = None) -> EngineParts:
@@ -25,8 +26,10 @@ def load_parts(config: EngineConfig, progress: models.Progress | None = None) ->
     model_config = ModelConfig.load(directory)
     plan = resolve(config, model_config, Machine.detect())
     tokenizer = Tokenizer.load(directory)
-    model = models.build(model_config, plan, open_checkpoint(directory), TorchOps(), progress)
-    return EngineParts(plan, model_config, model, tokenizer)
+    workers = WorkerPool(list(plan.cpus))
+    ops = CpuOps(workers, plan.tier)
+    model = models.build(model_config, plan, open_checkpoint(directory), ops, progress)
+    return EngineParts(plan, model_config, model, tokenizer, workers)
 
 
 def use_one_torch_thread() -> None:
