@@ -25,7 +25,12 @@ class Terminal:
     """A program in a pty: what it printed so far, without colours."""
 
     def __init__(self, process: subprocess.Popen[bytes], fd: int) -> None:
-        self.process, self._fd, self.text, self._seen = process, fd, "", 0
+        self.process, self._fd, self._raw, self._seen = process, fd, b"", 0
+
+    @property
+    def text(self) -> str:
+        # Of all bytes at once: a read may end inside a character or an escape sequence.
+        return re.sub(r"\x1b(\[[0-9;?]*[A-Za-z]?)?|\x01|\x02", "", self._raw.decode(errors="ignore"))
 
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
@@ -45,11 +50,9 @@ class Terminal:
         if not select.select([self._fd], [], [], 0.1)[0]:
             return
         try:
-            data = os.read(self._fd, 65536).decode(errors="replace")
+            self._raw += os.read(self._fd, 65536)
         except OSError:  # the program has ended
-            data = ""
             time.sleep(0.05)
-        self.text += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\x01|\x02", "", data)
 
 
 @contextmanager
