@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fake_model import FakeModel, fake_engine, greedy_reference, request, run, text, token_ids
 from tandem.engine.engine import Engine
+from tandem.engine.pace import PrefillPace
 from tandem.engine.sequence import Status
 from tandem.errors import RequestError
 
@@ -151,6 +152,22 @@ def test_prefill_does_not_hold_up_decoding() -> None:
     for _ in range(10):
         tokens_per_step.append([o.id for o in engine.step()])
     assert all("short" in step for step in tokens_per_step)
+
+
+def test_prompts_take_a_bounded_time_of_steps_that_others_wait_for() -> None:
+    pace = PrefillPace(2048)
+    assert pace.step_tokens(decoding=0) == 2048
+    assert pace.step_tokens(decoding=3) == 3 + 128  # nothing is known yet
+    pace.observe(tokens=1000, seconds=2.0)
+    assert pace.step_tokens(decoding=3) == 3 + 125  # 500 tokens/s, a quarter of a second
+    pace.observe(tokens=8, seconds=1.0)  # decoding only: says nothing about prompts
+    assert pace.step_tokens(decoding=3) == 3 + 125
+    pace.observe(tokens=100, seconds=100.0)
+    pace.observe(tokens=100, seconds=100.0)
+    pace.observe(tokens=100, seconds=100.0)
+    pace.observe(tokens=100, seconds=100.0)
+    assert pace.step_tokens(decoding=1) == 1 + 32
+    assert PrefillPace(16).step_tokens(decoding=5) == 16
 
 
 def test_first_come_first_served() -> None:

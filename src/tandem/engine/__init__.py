@@ -1,0 +1,1 @@
+"""Requests to batches to tokens: sequences, scheduler, KV pages, prefix tree, runner, sampling, text."""

@@ -102,8 +102,10 @@ class Engine:
         except Exception as error:  # whatever it was: the engine goes on
             _log.exception("a step of %d sequences failed", len(chunks))
             outputs += self._fail(chunks, error)
+        seconds = perf_counter() - started
+        self._scheduler.pace.observe(sum(chunk.length for chunk in chunks), seconds)
         self._counters.steps += 1
-        self._counters.step_seconds += perf_counter() - started
+        self._counters.step_seconds += seconds
         return outputs
 
     def flush_cache(self) -> int:

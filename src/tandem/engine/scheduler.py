@@ -6,6 +6,7 @@ from bisect import insort
 from collections.abc import Iterator
 
 from tandem.engine.kv_cache import KVCache
+from tandem.engine.pace import PrefillPace
 from tandem.engine.sequence import Chunk, Sequence, Status
 
 # Logits rows of prompts (prompt_logprobs) in one step: they are float32 x vocabulary each, 0.2-0.6 MB.
@@ -18,7 +19,7 @@ def _by_arrival(sequence: Sequence) -> tuple[int, int]:
 
 class Scheduler:
     """First come, first served. Decoding sequences run in every step; the rest of the token budget prefills prompts in
-    chunks, so a long prompt delays nobody by more than one step.
+    chunks whose time is bounded (`PrefillPace`), so a long prompt delays nobody by more than that.
 
     `waiting` and `running` are in order of arrival. The oldest running sequence is never preempted for another, and the
     engine admits only what fits the empty cache: so it always gets on, and everybody becomes the oldest in time.
@@ -26,7 +27,7 @@ class Scheduler:
 
     def __init__(self, kv: KVCache, *, max_step_tokens: int, max_running: int) -> None:
         self._kv = kv
-        self._max_step_tokens = max_step_tokens
+        self.pace = PrefillPace(max_step_tokens)
         # Each running sequence needs at least one row of a step, or the youngest could starve.
         self._max_running = min(max_running, max_step_tokens)
         self._blocked: tuple[Sequence, int] | None = None
@@ -45,7 +46,7 @@ class Scheduler:
     def next(self) -> list[Chunk]:
         """The step's chunks: decode rows, then prompts under way, then newly admitted ones. Empty: nothing can run."""
         chunks = [Chunk(sequence, 1, 1) for sequence in self._decoding()]
-        tokens = self._max_step_tokens - len(chunks)
+        tokens = self.pace.step_tokens(len(chunks)) - len(chunks)
         rows = MAX_PROMPT_LOGITS_ROWS
         for sequence in self._prefilling():
             chunk = self._chunk(sequence, tokens, rows)
