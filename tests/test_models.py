@@ -6,19 +6,41 @@ lengths and phases in one batch; per-expert and fused checkpoints; shared expert
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tandem import _core
 from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.errors import ConfigError
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.ops import Ops
 from tandem.kernels.reference import TorchOps
 from tandem.models import ForwardBatch, build
 from tiny import VARIANTS, VOCAB
 
 PAGE_SIZE, PAGES = 4, 12
 PROMPT_LENGTHS = (23, 1, 14)
+
+
+@pytest.fixture(scope="module", params=["torch", *_core.supported_tiers()])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    """Plain torch, and the C++ core in every tier that this machine runs."""
+    if request.param == "torch":
+        return TorchOps()
+    return CpuOps(_core.WorkerPool([-1, -1]), request.param)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_torch_thread():
+    """As in the engine: matrices this small are faster so, and torch's threads would fight the pool's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def plan(dtype: str = "float32", fuse: bool = True, context: int = 128) -> Plan:
@@ -78,6 +100,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(VOCAB, (n + 6,), generator=generator).tolist() for n in PROMPT_LENGTHS]
 
 
+@cache
 def reference(path, dtype=torch.float32) -> list[torch.Tensor]:
     """Transformers' float32 logits of every prompt alone."""
     plainest = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -108,13 +131,13 @@ def rms(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_float32_logits_equal_transformers(tiny_models, variant):
-    assert worst(ours(Session(tiny_models[variant])), reference(tiny_models[variant])) < 1e-4
+def test_float32_logits_equal_transformers(tiny_models, ops, variant):
+    assert worst(ours(Session(tiny_models[variant], ops=ops)), reference(tiny_models[variant])) < 1e-4
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_prefill_at_once_equals_transformers(tiny_models, variant):
-    session = Session(tiny_models[variant])
+def test_prefill_at_once_equals_transformers(tiny_models, ops, variant):
+    session = Session(tiny_models[variant], ops=ops)
     got = [session.step([(s, prompt)])[0] for s, prompt in enumerate(prompts())]
     assert worst(got, reference(tiny_models[variant])) < 1e-4
 
@@ -127,17 +150,17 @@ def test_fused_checkpoint_gives_the_same_bits(tiny_models, variant):
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.startswith(("glm4", "qwen2"))])
-def test_shared_experts_apart_equal_transformers(tiny_models, variant):
-    session = Session(tiny_models[variant], fuse=False)
+def test_shared_experts_apart_equal_transformers(tiny_models, ops, variant):
+    session = Session(tiny_models[variant], fuse=False, ops=ops)
     assert worst(ours(session), reference(tiny_models[variant])) < 1e-4
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16_is(tiny_models, variant):
+def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16_is(tiny_models, ops, variant):
     """The tolerance is Transformers' own rounding error; half as much again, since rounding points differ."""
     exact = reference(tiny_models[variant])
     theirs = rms(reference(tiny_models[variant], torch.bfloat16), exact)
-    assert rms(ours(Session(tiny_models[variant], "bfloat16")), exact) < 1.5 * theirs
+    assert rms(ours(Session(tiny_models[variant], "bfloat16", ops=ops)), exact) < 1.5 * theirs
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones(tiny_models):
