@@ -57,3 +57,44 @@ def kernels(
         out=out,
         plot=plot,
     )
+
+
+@bench.command()
+def decode(
+    model: Annotated[str, typer.Argument(help="model directory, or demo")] = "demo",
+    fmt: Annotated[
+        list[str] | None, typer.Option("--format", help="expert format: BF16, INT8 or INT4 [default: BF16]")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="sequences decoded together [default: 1, 8]")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="decode steps per repeat")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="repeats; the median counts")] = 5,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="worker threads [default: usable physical cores]")
+    ] = None,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="Transformers' generate beside ours")
+    ] = False,
+    llama_cpp: Annotated[
+        bool, typer.Option("--llama-cpp", help="llama-cpp-python on the dense base model beside ours")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
+) -> None:
+    """Measure decoding against the memory-bandwidth bound of the same run, and against other engines.
+
+    Example: kt bench decode --transformers --out decode.json
+    """
+    from tandem.cli.bench_decode import Request, run
+
+    request = Request(
+        model=model,
+        formats=tuple(fmt or ["BF16"]),
+        batches=tuple(batch or [1, 8]),
+        steps=steps,
+        repeats=repeats,
+        transformers=transformers,
+        llama_cpp=llama_cpp,
+        threads=threads,
+    )
+    run(request, out)
