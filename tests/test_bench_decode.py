@@ -1,0 +1,55 @@
+"""`kt bench decode`: its arithmetic, and what it says when a peer is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from fake_model import VOCAB, fake_engine, fake_plan
+from tandem.cli import bench_decode, bench_peers
+from tandem.config import ModelConfig
+from tandem.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def demo_config(demo_dir) -> ModelConfig:
+    return ModelConfig.load(demo_dir)
+
+
+def test_one_token_reads_its_experts_and_many_read_them_all(demo_config) -> None:
+    plan = fake_plan(dtype="bfloat16", expert_format="bf16")
+    one = bench_decode.bytes_per_step(demo_config, plan, 1)
+    assert one == pytest.approx(demo_config.active_bytes_per_token("bfloat16", "bf16"))
+    assert one == pytest.approx(348e6, rel=0.01)
+    many = bench_decode.bytes_per_step(demo_config, plan, 10_000)
+    assert many == pytest.approx(demo_config.weight_bytes("bfloat16", "bf16"), rel=1e-6)
+
+
+def test_every_step_counts_one_token_per_sequence(monkeypatch) -> None:
+    """A clock that advances one second per reading: a window of steps takes one second."""
+    ticks = iter(range(1_000_000))
+    monkeypatch.setattr(bench_decode, "perf_counter", lambda: float(next(ticks)))
+    engine = fake_engine(num_pages=128)
+    assert bench_decode.decode_rate(engine, VOCAB, batch=3, steps=5, repeats=3) == 15.0
+    assert not engine.has_work() and engine.stats().running == 0
+
+
+def test_rows_are_written_as_json(monkeypatch, tmp_path, capsys) -> None:
+    request = bench_decode.Request("demo", ("BF16",), (1,), 4, 1, False, False, None)
+    row = bench_decode._row(request, "tandem", "bf16", 1, 60.0, 100.0, 34.8)
+    assert row.share == 0.6 and row.config == "demo"
+    monkeypatch.setattr(bench_decode, "measure", lambda _: [row])
+    bench_decode.run(request, tmp_path / "rows.json")
+    assert json.loads((tmp_path / "rows.json").read_text()) == [dataclasses.asdict(row)]
+    assert "60%" in capsys.readouterr().out
+
+
+def test_a_missing_peer_is_named(monkeypatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(bench_peers.importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"--llama-cpp needs llama-cpp-python: pip install"):
+        bench_peers.llama_cpp_rate(8, 4, 1)
