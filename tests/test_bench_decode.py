@@ -46,10 +46,8 @@ def test_rows_are_written_as_json(monkeypatch, tmp_path, capsys) -> None:
     assert "60%" in capsys.readouterr().out
 
 
-def test_a_missing_peer_is_named(monkeypatch) -> None:
-    def missing(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(bench_peers.importlib, "import_module", missing)
+def test_a_missing_peer_is_named_before_anything_is_measured(monkeypatch) -> None:
+    monkeypatch.setattr(bench_peers.importlib.util, "find_spec", lambda _: None)
+    request = bench_decode.Request("demo", ("BF16",), (1,), 4, 1, False, True, None)
     with pytest.raises(ConfigError, match=r"--llama-cpp needs llama-cpp-python: pip install"):
-        bench_peers.llama_cpp_rate(8, 4, 1)
+        bench_decode.run(request, None)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from tandem import _core
 from tandem.cli.bench_kernels import commit
-from tandem.cli.bench_peers import llama_cpp_rate, transformers_rate
+from tandem.cli.bench_peers import check_installed, llama_cpp_rate, transformers_rate
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan
 from tandem.config.model_config import DTYPE_BYTES
 from tandem.engine.engine import Engine
@@ -61,6 +61,10 @@ class Row:
 
 
 def run(request: Request, out: Path | None) -> None:
+    if request.transformers:
+        check_installed("transformers", "--transformers")
+    if request.llama_cpp:
+        check_installed("llama_cpp", "--llama-cpp")
     console, rows = Console(), []
     for row in measure(request):
         rows.append(row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import tempfile
 from pathlib import Path
 from time import perf_counter
@@ -17,7 +18,8 @@ TRANSFORMERS_TOKENS = 8  # it decodes about two tokens a second
 
 def transformers_rate(directory: Path, batch: int, prompt_tokens: int, threads: int) -> float:
     """Tokens/s of Transformers' `generate` in bfloat16: the time of 1 token is taken off, which is mostly prefill."""
-    transformers = _import("transformers", "--transformers")
+    transformers = importlib.import_module("transformers")
+    transformers.utils.logging.disable_progress_bar()
     ours = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -45,7 +47,7 @@ def _generate(model: Any, prompts: torch.Tensor, tokens: int) -> float:
 
 def llama_cpp_rate(prompt_tokens: int, steps: int, threads: int) -> float:
     """Tokens/s of llama-cpp-python on the demo model's dense base (SmolLM2-135M-Instruct, Q4_1), batch 1."""
-    llama_cpp = _import("llama_cpp", "--llama-cpp")
+    llama_cpp = importlib.import_module("llama_cpp")
     from tandem.checkpoint.demo_source import base_gguf
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -63,9 +65,8 @@ def llama_cpp_rate(prompt_tokens: int, steps: int, threads: int) -> float:
         return steps / (perf_counter() - started)
 
 
-def _import(module: str, flag: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
+def check_installed(module: str, flag: str) -> None:
+    """Before anything is measured: ConfigError if a peer that was asked for is missing."""
+    if importlib.util.find_spec(module) is None:
         package = module.replace("llama_cpp", "llama-cpp-python")
-        raise ConfigError(f"{flag} needs {package}: pip install {package}, or leave the flag out") from error
+        raise ConfigError(f"{flag} needs {package}: pip install {package}, or leave the flag out")
