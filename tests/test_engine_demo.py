@@ -91,6 +91,38 @@ def test_a_seed_decides_whatever_the_company(parts) -> None:
     assert alone.answers[0].text != alone.answers[1].text
 
 
+TEXTS = [
+    "Hello world", "  two  spaces\n\n\tand tabs ", "Grüße, 你好, 🎉👩‍👩‍👧", "12345 1,000.5",
+    "don't <|im_end|> stop", "", "def f(x):\n    return x ** 2  # squared",
+]  # fmt: skip
+CONVERSATIONS = [
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " What? \n"}],
+    [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "<b>2</b>"},
+    ],
+]
+
+
+def test_tokens_and_templates_are_those_of_transformers(parts) -> None:
+    reference = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(demo_dir())
+    ours = parts.tokenizer
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert ids == reference(text)["input_ids"]
+        for skip in (True, False):
+            expected = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert ours.decode(ids, skip_special_tokens=skip) == expected
+    for messages in CONVERSATIONS:
+        for prompted in (True, False):
+            rendered = ours.apply_chat_template(messages, add_generation_prompt=prompted)
+            expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompted)
+            assert rendered == expected
+    assert ours.eos_ids == (reference.eos_token_id,) and ours.bos_id == reference.bos_token_id
+
+
 def test_float32_answers_are_those_of_transformers() -> None:
     """Teacher forcing: Transformers' argmax after every prefix of our greedy answer is its next token, which is
     the same as its `generate` giving that answer, at a fraction of the time."""

@@ -6,6 +6,7 @@ import pytest
 
 from fake_model import EOS, FakeModel, FakeTokenizer, fake_engine, greedy_reference
 from tandem import LLM, SamplingParams
+from tandem.engine import progress
 from tandem.engine.chat_template import ChatTemplate
 from tandem.errors import ConfigError, EngineError, RequestError
 
@@ -79,3 +80,15 @@ def test_a_failing_model_raises_and_leaves_the_engine_usable() -> None:
 def test_unknown_keywords_name_the_nearest() -> None:
     with pytest.raises(ConfigError, match="max_running_requests"):
         LLM("demo", max_runing_requests=4)
+
+
+def test_progress_shows_on_a_terminal_only(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(progress, "SHOW_AFTER_SECONDS", 0.0)
+    llm = LLM.from_engine(fake_engine())
+    llm.generate([[2, 3]] * 4, GREEDY)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True)
+    llm.generate([[2, 3]] * 4, GREEDY, progress=False)
+    assert capsys.readouterr().err == ""
+    llm.generate([[2, 3]] * 4, GREEDY)
+    assert "4/4" in capsys.readouterr().err
