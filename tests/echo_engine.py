@@ -121,3 +121,7 @@ def load_crashing(config: EngineConfig) -> LoadedEngine:
 
 def load_tokenizer(path: Path) -> EchoTokenizer:
     return EchoTokenizer()
+
+
+def load_no_tokenizer(path: Path) -> EchoTokenizer:
+    raise CheckpointError("no tokenizer here; give one")

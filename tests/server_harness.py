@@ -151,15 +151,19 @@ def spawn(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def spawn_echo(log: Path, loader: str = "load", **flags: Any) -> ServerProcess:
+def echo_code(loader: str, load_tokenizer: str = "load_tokenizer", **flags: Any) -> str:
+    """Python source of a server around `echo_engine.<loader>`."""
+    return (
+        "import sys, echo_engine; from tandem.config import EngineConfig; from tandem.server.launch import serve; "
+        f"sys.exit(serve(EngineConfig(model='echo', **{flags!r}), "
+        f"loader='echo_engine:{loader}', load_tokenizer=echo_engine.{load_tokenizer}))"
+    )
+
+
+def spawn_echo(log: Path, loader: str = "load", **options: Any) -> ServerProcess:
     """The real server process and a real engine process, which loads `echo_engine.<loader>`."""
     port = free_port()
-    code = (
-        "import sys, echo_engine; from tandem.config import EngineConfig; from tandem.server.launch import serve; "
-        f"sys.exit(serve(EngineConfig(model='echo', port={port}, **{flags!r}), "
-        f"loader='echo_engine:{loader}', load_tokenizer=echo_engine.load_tokenizer))"
-    )
-    return ServerProcess(spawn(["-c", code], log), port, log)
+    return ServerProcess(spawn(["-c", echo_code(loader, port=port, **options)], log), port, log)
 
 
 def spawn_real(model: Path, log: Path, *flags: str) -> ServerProcess:

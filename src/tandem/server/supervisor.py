@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from tandem.config.engine_config import EngineConfig
-from tandem.errors import EngineError
+from tandem.errors import EngineError, TandemError
 from tandem.server import engine_client
 from tandem.server.engine_client import EngineClient
 from tandem.server.messages import EngineReady, StartEngine, StartFailed, StopEngine, ToEngine
@@ -28,6 +28,7 @@ REAL_ENGINE = "tandem.server.engine_process:load_engine"
 START_ATTEMPTS = 5  # consecutive starts that never became ready, after the first success
 LONGEST_PAUSE_SECONDS = 30.0
 STABLE_SECONDS = 60.0  # an engine that lived this long is restarted at once
+LAST_WORDS_SECONDS = 0.1  # after the process ended, for messages still on their way
 STOP_SECONDS = 5.0  # for a clean exit, before kill
 
 log = logging.getLogger("tandem.server")
@@ -132,9 +133,7 @@ class EngineSupervisor:
         watching = asyncio.create_task(self._watch(process))
         stopping = asyncio.create_task(self._stop_in_time(process))
         try:
-            code = await process.wait()
-            with contextlib.suppress(TimeoutError):  # what it said last may still be on its way
-                await asyncio.wait_for(asyncio.shield(listening), 0.1)
+            code = await self._outlive(process, listening)
             return self._ended(code)
         finally:
             for task in (listening, watching, stopping):
@@ -142,6 +141,20 @@ class EngineSupervisor:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
+    async def _outlive(self, process: asyncio.subprocess.Process, listening: asyncio.Task[None]) -> int:
+        """The exit code. An engine that we cannot understand (any more) is killed."""
+        ended = asyncio.create_task(process.wait())
+        await asyncio.wait({ended, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if not listening.done():  # what it said last may still be on its way
+            await asyncio.wait({listening}, timeout=LAST_WORDS_SECONDS)
+        if listening.done() and (error := listening.exception()) is not None:
+            self._start_error = str(error)
+            log.error(
+                "lost the engine: %s", error, exc_info=None if isinstance(error, TandemError) else error
+            )
+            process.kill()
+        return await ended
 
     def _ended(self, code: int) -> _Life:
         was_ready = self._client.ready
