@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from echo_tokenizer import END, EOS, VOCAB, EchoTokenizer
 from fake_model import FakeLayout, fake_config, fake_plan
 from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
@@ -22,28 +21,7 @@ from tandem.engine.parts import EngineParts
 from tandem.errors import CheckpointError
 from tandem.server.engine_process import LoadedEngine
 
-EOS, END, VOCAB = 256, 257, 258
 PAGES, CONTEXT = 2048, 4096
-
-
-class EchoTokenizer:
-    eos_ids = (EOS,)
-    bos_id = None
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [*text.encode(), END] if text else []
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
-
-    def token_text(self, token_id: int) -> str:
-        return self.decode([token_id]) if token_id < 256 else f"<{token_id}>"
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id]) if token_id < 256 else b""
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
-        return str(messages[-1]["content"])
 
 
 class EchoModel:
@@ -93,8 +71,8 @@ def _obey(command: bytes) -> None:
         raise RuntimeError("the echo model was told to fail")
 
 
-def build(seconds_per_step: float = 0.0) -> LoadedEngine:
-    plan = fake_plan(context_length=CONTEXT, num_pages=PAGES, max_running_requests=64, max_step_tokens=512)
+def build(seconds_per_step: float = 0.0, context_length: int = CONTEXT) -> LoadedEngine:
+    plan = fake_plan(context_length=context_length, num_pages=PAGES, max_running_requests=64, max_step_tokens=512)
     config = fake_config()
     object.__setattr__(config, "vocab", VOCAB)
     object.__setattr__(config, "eos_ids", (EOS,))
@@ -117,11 +95,3 @@ def load_broken(config: EngineConfig) -> LoadedEngine:
 
 def load_crashing(config: EngineConfig) -> LoadedEngine:
     raise ZeroDivisionError("a bug while loading")
-
-
-def load_tokenizer(path: Path) -> EchoTokenizer:
-    return EchoTokenizer()
-
-
-def load_no_tokenizer(path: Path) -> EchoTokenizer:
-    raise CheckpointError("no tokenizer here; give one")

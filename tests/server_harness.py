@@ -20,6 +20,7 @@ import zmq
 from fastapi import FastAPI
 
 import echo_engine
+import echo_tokenizer
 from tandem.config import EngineConfig
 from tandem.server import engine_client
 from tandem.server.app import create_app
@@ -51,7 +52,7 @@ def local_state(
 ) -> tuple[ServerState, EngineLoop, LocalSocket]:
     """A state whose engine is attached; somebody must turn the loop."""
     loaded = loaded or echo_engine.build()
-    state = ServerState(EngineConfig(model="echo", **flags), echo_engine.load_tokenizer)
+    state = ServerState(EngineConfig(model="echo", **flags), echo_tokenizer.load_tokenizer)
     wire = LocalSocket(state)
     facts = EngineReady(plan=loaded.plan, model_path="echo", model_type="echo", vocab_size=loaded.vocab_size)
     state.engine_ready(facts)
@@ -93,13 +94,16 @@ async def local_server(loaded: LoadedEngine | None = None, **flags: Any) -> Asyn
 class ServerProcess:
     """`kt serve` as users run it, on a free port; or the echo engine behind the same server."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], port: int, log: Path, api_key: str | None = None
+    ) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
+        self.headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30)
+        return httpx.get(self.url + path, headers=self.headers, timeout=30)
 
     def healthy(self) -> bool:
         with contextlib.suppress(httpx.HTTPError):
@@ -154,9 +158,9 @@ def spawn(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
 def echo_code(loader: str, load_tokenizer: str = "load_tokenizer", **flags: Any) -> str:
     """Python source of a server around `echo_engine.<loader>`."""
     return (
-        "import sys, echo_engine; from tandem.config import EngineConfig; from tandem.server.launch import serve; "
+        "import sys, echo_tokenizer; from tandem.config import EngineConfig; from tandem.server.launch import serve; "
         f"sys.exit(serve(EngineConfig(model='echo', **{flags!r}), "
-        f"loader='echo_engine:{loader}', load_tokenizer=echo_engine.{load_tokenizer}))"
+        f"loader='echo_engine:{loader}', load_tokenizer=echo_tokenizer.{load_tokenizer}))"
     )
 
 
@@ -166,10 +170,10 @@ def spawn_echo(log: Path, loader: str = "load", **options: Any) -> ServerProcess
     return ServerProcess(spawn(["-c", echo_code(loader, port=port, **options)], log), port, log)
 
 
-def spawn_real(model: Path, log: Path, *flags: str) -> ServerProcess:
+def spawn_real(model: Path, log: Path, *flags: str, api_key: str | None = None) -> ServerProcess:
     port = free_port()
     arguments = ["-m", "tandem.launch_server", "--model", str(model), "--port", str(port), *flags]
-    return ServerProcess(spawn(arguments, log), port, log)
+    return ServerProcess(spawn(arguments, log), port, log, api_key)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import json
 import pytest
 
 import echo_engine
+from echo_tokenizer import EOS
 from server_harness import LocalServer, local_server
 from tandem.server.limits import MAX_BODY_BYTES
 
@@ -254,7 +255,7 @@ def test_generate():
     async def scenario(server: LocalServer):
         body = (await server.post("/generate", text="hello", rid="mine")).json()
         assert body["text"] == "hello"
-        assert body["output_ids"] == [*b"hello", echo_engine.EOS]
+        assert body["output_ids"] == [*b"hello", EOS]
         meta = body["meta_info"]
         assert meta["id"] == "mine" and meta["finish_reason"]["type"] == "stop"
         assert meta["prompt_tokens"] == 6 and meta["completion_tokens"] == 6

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from server_harness import ServerProcess, echo_code, running, spawn, spawn_echo
 
 LONG = {"input_ids": [97], "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}}

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import tandem
@@ -73,11 +74,11 @@ def _add_own_routes(app: FastAPI, state: ServerState) -> None:
     async def generate(http: Request) -> Response:
         return await sglang_generate.generate(state, http)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/")
+    @app.get("/", response_class=PlainTextResponse)
     async def index() -> Response:
         text = f"Tandem {tandem.__version__} serves {state.model_name}.\nRoutes: /docs. Chat: kt chat\n"
         return Response(text, media_type="text/plain; charset=utf-8")

@@ -90,18 +90,21 @@ class EngineLoop:
         self._stopping = False
         self._stats_at = 0.0
 
+    def has_work(self) -> bool:
+        return self._engine.has_work()
+
     def run(self) -> None:
         while not self._stopping:
-            if not self._engine.has_work():
+            if not self.has_work():
                 self._socket.poll(int(HEARTBEAT_SECONDS * 1000))
             self.turn()
 
     def turn(self) -> None:
         """Messages, one step, news. An idle engine, or one that has just become so, reports at once."""
         changed = self._receive()
-        if self._engine.has_work():
+        if self.has_work():
             self._step()
-        self._report(force=changed or not self._engine.has_work())
+        self._report(force=changed or not self.has_work())
 
     def _receive(self) -> bool:
         """Handle every message that has arrived; True if there was one."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from starlette.responses import PlainTextResponse
 
 import tandem
 from tandem.engine.protocol import GenerateRequest, SamplingParams
@@ -44,9 +45,8 @@ def routes(state: ServerState) -> APIRouter:
     async def get_server_info() -> Response:
         return _json(_server_info(state))
 
-    @router.api_route(
-        "/flush_cache", methods=["GET", "POST"], summary="Drop the prefix cache", operation_id=None
-    )
+    @router.get("/flush_cache", summary="Drop the prefix cache", response_class=PlainTextResponse)
+    @router.post("/flush_cache", summary="Drop the prefix cache", response_class=PlainTextResponse)
     async def flush_cache() -> Response:
         await state.client.flush_cache()
         return Response("The prefix cache is empty.\n", media_type="text/plain")

@@ -1,0 +1,38 @@
+"""Text is bytes: token = byte, END closes a prompt, EOS an answer. Without torch, so that a server starts fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import CheckpointError
+
+EOS, END, VOCAB = 256, 257, 258
+
+
+class EchoTokenizer:
+    eos_ids = (EOS,)
+    bos_id = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [*text.encode(), END] if text else []
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id]) if token_id < 256 else f"<{token_id}>"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
+        return str(messages[-1]["content"])
+
+
+def load_tokenizer(path: Path) -> EchoTokenizer:
+    return EchoTokenizer()
+
+
+def load_no_tokenizer(path: Path) -> EchoTokenizer:
+    raise CheckpointError("no tokenizer here; give one")
