@@ -74,26 +74,18 @@ void ExpertRun::run() {
     prepare_rows(table_, layer_.gate_up_layout_, call_.x, 0, call_.x.rows, const_cast<uint8_t*>(x_.data));
     prepared_ = true;
   }
-  workspace_.pool().run([this](const Worker& w) { worker(w); });
+  const auto scratch = [this](const Worker& w) -> WorkerScratch& { return workspace_.scratch(w.index); };
+  workspace_.pool().run_phases({
+      {prepared_ ? 0 : ceil_div(call_.x.rows, kPrepareRows), [this](int64_t i, const Worker&) { prepare(i); }},
+      {int64_t(tasks_.size()), [&](int64_t i, const Worker& w) { gate_up(tasks_[size_t(i)], scratch(w)); }},
+      {grid_.token_blocks * grid_.column_blocks,
+       [&](int64_t i, const Worker& w) { down(i / grid_.column_blocks, i % grid_.column_blocks, scratch(w)); }},
+  });
 }
 
-void ExpertRun::worker(const Worker& worker) {
-  WorkerScratch& scratch = workspace_.scratch(worker.index);
-  if (!prepared_) {
-    prepare(worker);
-    worker.barrier();
-  }
-  for (size_t i; (i = size_t(counters_[1].next++)) < tasks_.size();) gate_up(tasks_[i], scratch);
-  worker.barrier();
-  const int64_t tasks = grid_.token_blocks * grid_.column_blocks;
-  for (int64_t i; (i = counters_[2].next++) < tasks;) down(i / grid_.column_blocks, i % grid_.column_blocks, scratch);
-}
-
-void ExpertRun::prepare(const Worker&) {
-  const int64_t rows = call_.x.rows;
-  for (int64_t r; (r = kPrepareRows * counters_[0].next++) < rows;)
-    prepare_rows(table_, layer_.gate_up_layout_, call_.x, r, std::min(rows, r + kPrepareRows),
-                 const_cast<uint8_t*>(x_.data));
+void ExpertRun::prepare(int64_t task) {
+  const int64_t first = task * kPrepareRows, last = std::min(call_.x.rows, first + kPrepareRows);
+  prepare_rows(table_, layer_.gate_up_layout_, call_.x, first, last, const_cast<uint8_t*>(x_.data));
 }
 
 void ExpertRun::gate_up(const GateUpTask& task, WorkerScratch& scratch) {
@@ -108,8 +100,8 @@ void ExpertRun::gate_up(const GateUpTask& task, WorkerScratch& scratch) {
   for (int r = 0; r < task.rows; ++r) {
     float* y = scratch.tile + r * kTileStride;
     if (bias) table_.add_row(y, bias, int64_t{task.pairs} * kPairColumns);
-    uint8_t* to = const_cast<uint8_t*>(hidden_.data) + (task.first_row + r) * hidden_.stride +
-                  column / 2 * bytes_of(type_);
+    uint8_t* to =
+        const_cast<uint8_t*>(hidden_.data) + (task.first_row + r) * hidden_.stride + column / 2 * bytes_of(type_);
     table_.activate_row(&layer_.shape_.activation, y, to, type_, weights.format != Format::f32, task.pairs);
     if (task.first_pair + task.pairs == weights.pairs) clear_padding(task.first_row + r);
   }
@@ -149,8 +141,8 @@ void ExpertRun::down(int64_t token_block, int64_t column_block, WorkerScratch& s
 }
 
 void ExpertRun::down_expert(const RoutingPlan::Expert& expert, const WeightView& weights, const uint8_t* next_panel,
-                            int64_t first_row, int64_t last_row, int64_t first_token, int64_t first_pair,
-                            int64_t pairs, WorkerScratch& scratch) {
+                            int64_t first_row, int64_t last_row, int64_t first_token, int64_t first_pair, int64_t pairs,
+                            WorkerScratch& scratch) {
   const int64_t columns = pairs * kPairColumns;
   const float* bias = nullptr;
   if (!layer_.down_bias_.empty())

@@ -1,4 +1,4 @@
-// One batch through one layer: a single parallel region of three phases with a barrier between each two.
+// One batch through one layer: a single parallel region of three phases.
 //
 //   1 prepare   activations to the kernels' type (nothing to do if they are)
 //   2 gate-up   task = (expert, block of its rows, block of panel pairs): gate and up, activation, to `hidden_`
@@ -18,7 +18,7 @@ class ExpertRun {
 
  private:
   struct GateUpTask {
-    int32_t expert;  // index in the plan
+    int32_t expert;           // index in the plan
     int32_t first_row, rows;  // of the plan
     int32_t first_pair, pairs;
   };
@@ -29,8 +29,7 @@ class ExpertRun {
 
   void list_gate_up_tasks();
   Grid down_grid() const;
-  void worker(const Worker& worker);
-  void prepare(const Worker& worker);
+  void prepare(int64_t task);
   void gate_up(const GateUpTask& task, WorkerScratch& scratch);
   void clear_padding(int64_t row);
   void down(int64_t token_block, int64_t column_block, WorkerScratch& scratch);
@@ -43,13 +42,12 @@ class ExpertRun {
   const RoutingPlan& plan_;
   Workspace& workspace_;
   const KernelTable& table_;
-  DType type_;              // of prepared activations
-  bool prepared_;           // call_.x needs no conversion
+  DType type_;     // of prepared activations
+  bool prepared_;  // call_.x needs no conversion
   PreparedRows x_;
-  PreparedRows hidden_;     // row i: intermediate activations of plan_.rows[i]
+  PreparedRows hidden_;  // row i: intermediate activations of plan_.rows[i]
   std::vector<GateUpTask> tasks_;
   Grid grid_;
-  TaskCounter counters_[3];
 };
 
 }  // namespace tandem

@@ -29,11 +29,6 @@ struct WorkerScratch {
 constexpr int64_t kTileStride = kPairColumns * kMaxPairsPerCall;
 constexpr int64_t kSumFloats = 128 * 1024;
 
-// A task counter on a cache line of its own.
-struct alignas(kCacheLine) TaskCounter {
-  std::atomic<int64_t> next{0};
-};
-
 class Workspace {
  public:
   Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table);

@@ -110,6 +110,20 @@ void pin(std::thread& thread, int worker, int cpu) {
 
 }  // namespace
 
+constexpr size_t kMaxPhases = 15;
+
+// The tasks of a region that nobody has taken yet, in one word, so that one compare-and-swap takes a task of exactly
+// this phase of exactly this region: [28 bits region][4 bits phase][32 bits remaining].
+struct Ticket {
+  uint64_t word;
+  uint32_t remaining() const { return static_cast<uint32_t>(word); }
+  int phase() const { return static_cast<int>(word >> 32 & 0xf); }
+  Ticket next_phase(int phase, int64_t tasks) const {
+    return {(word >> 36 << 36) | static_cast<uint64_t>(phase) << 32 | static_cast<uint64_t>(tasks)};
+  }
+  Ticket next_region() const { return {((word >> 36) + 1) << 36}; }
+};
+
 struct WorkerPool::State {
   State(int workers, std::chrono::microseconds spin_time, bool yield)
       : count(workers), spin(spin_time), yields(yield), generation(fork_generation.load()) {}
@@ -121,17 +135,25 @@ struct WorkerPool::State {
   std::vector<std::thread> threads;
 
   std::mutex region;  // one region at a time; callers queue here
-  const FunctionRef<void(const Worker&)>* body = nullptr;
-  Signal start;                             // raised once per region
-  alignas(64) std::atomic<int> working{0};  // pool threads still in the region
-  Signal finished;                          // raised by the last of them
-  alignas(64) std::atomic<int> at_barrier{0};
-  Signal barrier;
-  alignas(64) std::atomic<int64_t> next_task{0};
+  Signal work;        // raised when there may be something to do, and when a region is over
   std::atomic<bool> stopping{false};
   std::atomic<bool> failed{false};
   std::mutex error_mutex;
   std::exception_ptr error;  // the first
+
+  // A region of phases.
+  alignas(64) std::atomic<uint64_t> ticket{0};
+  alignas(64) std::atomic<int64_t> unfinished{0};  // tasks of the current phase that are not done
+  std::atomic<bool> phases_done{true};
+  const Phase* phases = nullptr;  // read only by who holds a task, which keeps the region alive
+  int phase_count = 0;
+
+  // A region in which every worker takes part.
+  const FunctionRef<void(const Worker&)>* body = nullptr;
+  alignas(64) std::atomic<uint32_t> full_regions{0};  // how many there have been
+  alignas(64) std::atomic<int> working{0};            // pool threads still in it
+  alignas(64) std::atomic<int> at_barrier{0};
+  Signal barrier;
 
   void fail() {
     {
@@ -142,15 +164,20 @@ struct WorkerPool::State {
     barrier.raise();  // whoever waits there wakes up and sees `failed`
   }
 
-  void run_body(const Worker& worker) {
+  template <class Call>
+  void guarded(Call call) {
     inside_region = true;
     try {
-      (*body)(worker);
+      call();
     } catch (const RegionAborted&) {
     } catch (...) {
       fail();
     }
     inside_region = false;
+  }
+
+  void rethrow() {
+    if (failed.load(std::memory_order_relaxed)) std::rethrow_exception(std::exchange(error, nullptr));
   }
 
   void wait_at_barrier() {
@@ -165,27 +192,77 @@ struct WorkerPool::State {
     if (failed.load(std::memory_order_acquire)) throw RegionAborted{};
   }
 
-  void serve(const Worker& worker) {
-    uint32_t seen = 0;
-    for (;;) {
-      start.wait_past(seen++, spin, yields);
-      if (stopping.load(std::memory_order_acquire)) return;
-      run_body(worker);
-      if (working.fetch_sub(1, std::memory_order_acq_rel) == 1) finished.raise();
+  // Takes and does one task; false if there is none to take now.
+  bool help(const Worker& worker) {
+    Ticket t{ticket.load(std::memory_order_acquire)};
+    do {
+      if (t.remaining() == 0) return false;
+    } while (!ticket.compare_exchange_weak(t.word, t.word - 1, std::memory_order_acq_rel, std::memory_order_acquire));
+    const Phase& phase = phases[t.phase()];
+    if (!failed.load(std::memory_order_relaxed)) guarded([&] { phase.body(phase.tasks - t.remaining(), worker); });
+    if (unfinished.fetch_sub(1, std::memory_order_acq_rel) == 1) begin_phase(t.phase() + 1);
+    return true;
+  }
+
+  // By the worker that did the last task of the phase before, or by the caller.
+  void begin_phase(int phase) {
+    while (phase < phase_count && phases[phase].tasks <= 0) ++phase;
+    if (phase == phase_count) {
+      phases_done.store(true, std::memory_order_release);
+    } else {
+      unfinished.store(phases[phase].tasks, std::memory_order_relaxed);
+      const Ticket current{ticket.load(std::memory_order_relaxed)};
+      ticket.store(current.next_phase(phase, phases[phase].tasks).word, std::memory_order_release);
     }
+    work.raise();
   }
 
   // Under `region`.
-  void run_region(FunctionRef<void(const Worker&)> work, WorkerPool* pool) {
-    body = &work;
+  void do_phases(const Phase* all, int phases_in_all, const Worker& caller) {
     failed.store(false, std::memory_order_relaxed);
+    phases = all;
+    phase_count = phases_in_all;
+    phases_done.store(false, std::memory_order_relaxed);
+    ticket.store(Ticket{ticket.load(std::memory_order_relaxed)}.next_region().word, std::memory_order_relaxed);
+    begin_phase(0);
+    for (;;) {
+      const uint32_t seen = work.load();
+      if (phases_done.load(std::memory_order_acquire)) break;
+      if (!help(caller)) work.wait_past(seen, spin, yields);
+    }
+    rethrow();
+  }
+
+  // Under `region`.
+  void do_full_region(FunctionRef<void(const Worker&)> all, const Worker& caller) {
+    failed.store(false, std::memory_order_relaxed);
+    body = &all;
     at_barrier.store(0, std::memory_order_relaxed);
-    const uint32_t seen = finished.load();
     working.store(count - 1, std::memory_order_relaxed);
-    if (count > 1) start.raise();
-    run_body(Worker{0, count, pool});
-    if (count > 1) finished.wait_past(seen, spin, yields);
-    if (failed.load(std::memory_order_relaxed)) std::rethrow_exception(std::exchange(error, nullptr));
+    full_regions.fetch_add(1, std::memory_order_release);
+    work.raise();
+    guarded([&] { all(caller); });
+    for (;;) {
+      const uint32_t seen = work.load();
+      if (working.load(std::memory_order_acquire) == 0) break;
+      work.wait_past(seen, spin, yields);
+    }
+    rethrow();
+  }
+
+  // The life of a pool thread.
+  void serve(const Worker& worker) {
+    for (uint32_t regions = 0;;) {
+      const uint32_t seen = work.load();
+      if (stopping.load(std::memory_order_acquire)) return;
+      if (full_regions.load(std::memory_order_acquire) != regions) {
+        ++regions;
+        guarded([&] { (*body)(worker); });
+        if (working.fetch_sub(1, std::memory_order_acq_rel) == 1) work.raise();
+      } else if (!help(worker)) {
+        work.wait_past(seen, spin, yields);
+      }
+    }
   }
 
   void check_caller() const {
@@ -197,7 +274,7 @@ struct WorkerPool::State {
 
   void stop() {
     stopping.store(true, std::memory_order_release);
-    start.raise();
+    work.raise();
     for (auto& thread : threads) thread.join();
   }
 };
@@ -239,25 +316,19 @@ int WorkerPool::size() const { return state_->count; }
 void WorkerPool::run(FunctionRef<void(const Worker&)> body) {
   state_->check_caller();
   std::lock_guard lock(state_->region);
-  state_->run_region(body, this);
+  state_->do_full_region(body, Worker{0, size(), this});
 }
 
-void WorkerPool::for_each(int64_t tasks, FunctionRef<void(int64_t, const Worker&)> body) {
+void WorkerPool::run_phases(std::initializer_list<Phase> phases) {
   state_->check_caller();
-  if (tasks <= 0) return;
+  if (phases.size() > kMaxPhases) throw std::invalid_argument("a region has at most 15 phases");
+  for (const Phase& phase : phases)
+    if (phase.tasks > UINT32_MAX) throw std::invalid_argument("a phase has at most 2^32 - 1 tasks");
   std::lock_guard lock(state_->region);
-  State& state = *state_;
-  state.next_task.store(0, std::memory_order_relaxed);  // published by start.raise()
-  state.run_region(
-      [&](const Worker& worker) {
-        while (!state.failed.load(std::memory_order_relaxed)) {
-          const int64_t task = state.next_task.fetch_add(1, std::memory_order_relaxed);
-          if (task >= tasks) return;
-          body(task, worker);
-        }
-      },
-      this);
+  state_->do_phases(phases.begin(), static_cast<int>(phases.size()), Worker{0, size(), this});
 }
+
+void WorkerPool::for_each(int64_t tasks, TaskBody body) { run_phases({{tasks, body}}); }
 
 void Worker::barrier() const { pool->state_->wait_at_barrier(); }
 

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -54,8 +55,20 @@ class WorkerPool {
   // calling threads queue up behind each other. A region inside a region is an error (std::logic_error).
   void run(FunctionRef<void(const Worker&)> body);
 
-  // Dynamic pick-up: body(i) for i in [0, tasks), each exactly once.
-  void for_each(int64_t tasks, FunctionRef<void(int64_t, const Worker&)> body);
+  using TaskBody = FunctionRef<void(int64_t, const Worker&)>;
+  struct Phase {
+    int64_t tasks;  // below 2^32
+    TaskBody body;
+  };
+
+  // One region of phases: body(i) of a phase for i in [0, tasks), each exactly once, by whoever is free; a phase begins
+  // when all tasks of the one before are done. Nobody waits for a worker that has not come: on a busy machine, where a
+  // worker may lose its core for milliseconds, the others do its share. So a task must not wait for other tasks.
+  // Called with the list in place, run_phases({{n, [&](int64_t i, const Worker&) {...}}, ...}): a Phase owns nothing.
+  void run_phases(std::initializer_list<Phase> phases);
+
+  // One phase.
+  void for_each(int64_t tasks, TaskBody body);
 
  private:
   struct State;

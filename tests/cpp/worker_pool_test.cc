@@ -71,6 +71,51 @@ void tasks_run_exactly_once(WorkerPool& pool) {
   }
 }
 
+// A phase sees everything that the one before has written; empty phases are passed over.
+void phases_follow_each_other(WorkerPool& pool) {
+  for (int repeat = 0; repeat < 300; ++repeat) {
+    std::vector<int> first(17, 0), second(5, 0);
+    int sum = 0;
+    pool.run_phases({
+        {0, [](int64_t, const Worker&) { CHECK(false); }},
+        {17, [&](int64_t i, const Worker&) { first[i] += static_cast<int>(i); }},
+        {0, [](int64_t, const Worker&) { CHECK(false); }},
+        {5, [&](int64_t i, const Worker&) { second[i] = std::accumulate(first.begin(), first.end(), repeat); }},
+        {1, [&](int64_t, const Worker&) { sum = std::accumulate(second.begin(), second.end(), 0); }},
+    });
+    CHECK(sum == 5 * (136 + repeat));
+  }
+  pool.run_phases({});
+}
+
+// A phase whose task throws ends the region: no later phase runs its tasks, and the pool works afterwards.
+void a_throwing_task_ends_the_region(WorkerPool& pool) {
+  std::atomic<int> later{0};
+  const auto region = [&] {
+    pool.run_phases({{8,
+                      [](int64_t i, const Worker&) {
+                        if (i == 3) throw std::out_of_range("task 3");
+                      }},
+                     {8, [&](int64_t, const Worker&) { ++later; }}});
+  };
+  for (int repeat = 0; repeat < 100; ++repeat) CHECK(message_of<std::out_of_range>(region) == "task 3");
+  CHECK(later == 0);
+}
+
+// A worker that is kept busy elsewhere holds up nobody: here, inside a task of this very region's first phase, the
+// caller and the others finish everything else first.
+void tasks_wait_for_no_worker(WorkerPool& pool) {
+  if (pool.size() == 1) return;
+  std::atomic<int> done{0};
+  pool.for_each(64, [&](int64_t i, const Worker&) {
+    if (i == 0)
+      while (done < 63) std::this_thread::yield();
+    else
+      ++done;
+  });
+  CHECK(done == 63);
+}
+
 // Whichever worker throws, the region ends, the message arrives, and the pool works afterwards.
 void an_exception_frees_everybody(WorkerPool& pool) {
   for (int repeat = 0; repeat < 300; ++repeat) {
@@ -108,9 +153,10 @@ void callers_queue_up(WorkerPool& pool) {
           if (w.index == 0) ++total;
           w.barrier();
         });
+      for (int i = 0; i < 500; ++i) pool.for_each(1, [&](int64_t, const Worker&) { ++total; });
     });
   for (auto& caller : callers) caller.join();
-  CHECK(total == 2000);
+  CHECK(total == 4000);
 }
 
 void nested_regions_are_refused(WorkerPool& pool) {
@@ -169,6 +215,9 @@ int main() {
       every_worker_runs_once(pool);
       barriers_order_writes(pool);
       tasks_run_exactly_once(pool);
+      phases_follow_each_other(pool);
+      a_throwing_task_ends_the_region(pool);
+      tasks_wait_for_no_worker(pool);
       an_exception_frees_everybody(pool);
       callers_queue_up(pool);
       nested_regions_are_refused(pool);
