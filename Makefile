@@ -14,7 +14,7 @@ SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find src csrc -type f
 CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat test lint format ext bench test-gpu clean
+.PHONY: help venv serve chat test lint format ext stub bench test-gpu clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -68,6 +68,10 @@ format: $(STAMPS)/lint ## let ruff and clang-format rewrite the sources
 ext: ## build the C++ extension into src/tandem, for runs with PYTHONPATH=src
 	cmake -S . -B build/dev -DPython_EXECUTABLE=$$(command -v $(EXT_PYTHON)) $(CMAKE_ARGS)
 	cmake --build build/dev --parallel
+
+stub: ## write src/tandem/_core.pyi anew from the extension that `make ext` built
+	PYTHONPATH=src $(EXT_PYTHON) -m nanobind.stubgen -q -m tandem._core -o src/tandem/_core.pyi
+	$(EXT_PYTHON) -m ruff format -q src/tandem/_core.pyi
 
 bench: $(STAMPS)/package $(STAMPS)/test ## measure kernels and decoding beside PyTorch and Transformers
 	$(BIN)/kt bench kernels

@@ -204,7 +204,7 @@ class CpuOps:
         )
         if self._view is None or self._batch is not batch or self._view_pages != pages[:2]:
             self._view = _make_view(batch, pages[1], pages[0])
-            self._batch, self._view_pages = batch, pages[:2]
+            self._batch, self._view_pages = batch, (pages[0], pages[1])
         _expect(len(batch.positions) == rows, f"the batch has {len(batch.positions)} rows, x has {rows}")
         return self._view
 

@@ -1,0 +1,168 @@
+"""Tandem's C++ core."""
+
+from collections.abc import Sequence
+
+class WorkerPool:
+    """
+    One pinned worker per entry of cpus (-1: not pinned); the caller is worker 0.
+    """
+
+    def __init__(self, cpus: Sequence[int], spin_us: int = 200) -> None: ...
+    def __len__(self) -> int: ...
+    def start_latency(self, repeats: int) -> float:
+        """Seconds an empty parallel region takes, mean over repeats."""
+
+def supported_tiers() -> list[str]:
+    """Kernel tiers this host can run, slowest first."""
+
+def cpu_model() -> str:
+    """The CPU's own name for itself."""
+
+class BatchView:
+    """A checked copy of a step's index tensors."""
+
+    def __init__(
+        self,
+        positions: int,
+        cache_slots: int,
+        rows: int,
+        query_starts: int,
+        seq_lens: int,
+        sequences: int,
+        block_tables: int,
+        table_width: int,
+        page_size: int,
+        num_pages: int,
+    ) -> None: ...
+
+class Heads:
+    """Head counts; a norm size of 0 means no q or k norm."""
+
+    def __init__(
+        self, heads: int, kv_heads: int, head_dim: int, q_norm_size: int = 0, k_norm_size: int = 0
+    ) -> None: ...
+
+class DenseOps:
+    """
+    Norm, rotation, attention and routing on a pool. All tensors are addresses.
+    """
+
+    def __init__(self, pool: WorkerPool, tier: str) -> None: ...
+    def rms_norm(
+        self, x: int, residual: int, weight: int, out: int, rows: int, n: int, eps: float, bf16: bool
+    ) -> None: ...
+    def rope_store(
+        self,
+        batch: BatchView,
+        heads: Heads,
+        qkv: int,
+        cos: int,
+        sin: int,
+        table_rows: int,
+        half: int,
+        q_norm: int,
+        k_norm: int,
+        k_pages: int,
+        v_pages: int,
+        q: int,
+        eps: float,
+        bf16: bool,
+    ) -> None: ...
+    def attention(
+        self,
+        batch: BatchView,
+        heads: Heads,
+        q: int,
+        k_pages: int,
+        v_pages: int,
+        out: int,
+        scale: float,
+        window: int,
+        bf16: bool,
+    ) -> None: ...
+    def read_memory(self, data: int, bytes: int) -> float:
+        """Reads once with all workers; returns a checksum."""
+
+    def multiply_add(self, rounds: int, bf16: bool) -> int:
+        """
+        Multiply-adds in registers on all workers; returns the operations done.
+        """
+
+    def route(
+        self,
+        rows: int,
+        logits: int,
+        bias: int,
+        ids: int,
+        weights: int,
+        experts: int,
+        top_k: int,
+        groups: int,
+        top_groups: int,
+        sigmoid: bool,
+        normalize: bool,
+        group_by_top2: bool,
+        scale: float,
+        epsilon: float,
+    ) -> None: ...
+
+class Workspace:
+    """
+    A worker pool, the kernels of a tier, and scratch for one call at a time.
+    """
+
+    def __init__(self, pool: WorkerPool, tier: str) -> None: ...
+    @property
+    def tier(self) -> str: ...
+    def tile_from_rows(self, format: str) -> int:
+        """From this many rows on, tile_mm is used."""
+
+class PackedMatrix:
+    """A packed weight matrix [N, K]."""
+
+    def __init__(
+        self, workspace: Workspace, weight: object, bias: object | None, format: str, group: int
+    ) -> None: ...
+    def multiply(self, x: object, out: object) -> None:
+        """out[T, N] = x[T, K] @ weight.T + bias"""
+
+    def dequantise(self, out: object) -> None:
+        """The weights that the codes stand for, float32 [N, K]."""
+
+    @property
+    def tier(self) -> str: ...
+    @property
+    def packed_bytes(self) -> int: ...
+    @property
+    def shape(self) -> tuple: ...
+
+class ExpertLayer:
+    """The routed experts of one layer: gated MLPs of equal shape."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        experts: int,
+        hidden: int,
+        width: int,
+        format: str,
+        group: int,
+        activation: str,
+        alpha: float,
+        limit: float,
+    ) -> None: ...
+    def load(
+        self,
+        expert: int,
+        gate: object,
+        up: object,
+        down: object,
+        gate_bias: object | None = None,
+        up_bias: object | None = None,
+        down_bias: object | None = None,
+    ) -> None: ...
+    def forward(self, x: object, ids: object, weights: object, out: object, add: bool) -> None: ...
+    @property
+    def tier(self) -> str: ...
+    @property
+    def bytes_per_expert(self) -> int: ...
