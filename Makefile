@@ -75,7 +75,7 @@ stub: ## write src/tandem/_core.pyi anew from the extension that `make ext` buil
 
 bench: $(STAMPS)/package $(STAMPS)/test ## measure kernels and decoding beside PyTorch and Transformers
 	$(BIN)/kt bench kernels
-	$(BIN)/kt bench decode
+	$(BIN)/kt bench decode --transformers
 
 test-gpu: ## tests that need an NVIDIA GPU, and all kernel tests, with PYTHON's own packages
 	PYTHON="$(PYTHON)" scripts/test_gpu.sh $(ARGS)

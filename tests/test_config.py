@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
@@ -136,6 +137,13 @@ def test_python_keywords() -> None:
         EngineConfig.from_keywords("demo", port="1")
     with pytest.raises(ConfigError, match="not available yet"):
         EngineConfig(model="demo", nnodes=2)
+
+
+def test_every_flag_that_is_said_to_work_is_read_somewhere() -> None:
+    source = Path(__file__).parent.parent / "src" / "tandem"
+    text = "\n".join(p.read_text() for p in source.rglob("*.py") if p.name != "engine_config.py")
+    works = [f.name for f in FLAGS if f.idle is None and f.later is None]
+    assert [name for name in works if not re.search(rf"config\.{name}\b", text)] == []
 
 
 def test_config_is_frozen() -> None:

@@ -95,7 +95,6 @@ def test_numa_nodes() -> None:
 
 def test_kernel_tier() -> None:
     assert plan(machine(), kernel_tier="scalar").tier == "scalar"
-    assert plan(machine(), kernel_tier="scalar").dense_backend == "torch"
     with pytest.raises(ConfigError, match="this CPU cannot run it; it can: scalar, avx2"):
         plan(machine(), kernel_tier="amx")
 

@@ -27,8 +27,8 @@ def prepare_demo(directory: Path) -> Path:
 
     from tandem.checkpoint.demo import build_demo
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    columns, console = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()), Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("checking the demo model", total=None)
 
         def report(what: str, done: int, total: int) -> None:

@@ -73,7 +73,10 @@ class EngineConfig:
     watchdog_timeout: float = flag(
         300.0, "Seconds after which a step that hangs counts as dead.", group=SERVER, minimum=1.0
     )
-    skip_server_warmup: bool = flag(False, "Do not run a first request at start.", group=SERVER)
+    skip_server_warmup: bool = flag(
+        False, "Accepted for compatibility.", group=SERVER,
+        neutral=[True], idle="the server sends itself no warm-up request",
+    )  # fmt: skip
     log_level: str = flag(
         "info", "How much the server logs.", group=SERVER, choices=["debug", "info", "warning", "error"]
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tandem.config.engine_config import EngineConfig
-from tandem.config.machine import TIERS, Machine, cpu_list_text
+from tandem.config.machine import Machine, cpu_list_text
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, size_memory
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
@@ -65,7 +65,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Plan:
         device=device,
         dtype=dtype,
         expert_format=expert_format,
-        dense_backend=_dense_backend(tier, log),
+        dense_backend=_dense_backend(log),
         tier=tier,
         cpus=cpus,
         context_length=memory.context_length,
@@ -194,11 +194,8 @@ def _step_tokens(config: EngineConfig, context: int, running: int, log: list[Dec
     return chunk
 
 
-def _dense_backend(tier: str, log: list[Decision]) -> str:
-    if tier == TIERS[0]:
-        log.append(Decision("dense layers", "torch", "without AVX2 our kernels are slower"))
-        return "torch"
-    log.append(Decision("dense layers", "packed", "our kernels read each weight once at memory speed"))
+def _dense_backend(log: list[Decision]) -> str:
+    log.append(Decision("dense layers", "packed", "our kernels read each weight once, at memory speed"))
     return "packed"
 
 
