@@ -13,8 +13,8 @@ from typing import Literal
 from tandem.config.json_keys import JsonKeys, read_json
 from tandem.errors import ConfigError
 
-FORMAT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.125, "int4": 0.625}
-"""Bytes per weight as packed; int8 and int4 carry one f32 scale per group of 32 weights."""
+FORMAT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0625, "int4": 0.5625}
+"""Bytes per weight as packed; int8 and int4 carry one bf16 scale per group of 32 weights."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 

@@ -1,0 +1,76 @@
+"""Greedy answers of the whole engine in float32 against Transformers on the same directory: 20 prompts x 64 tokens.
+
+Transformers needs minutes to generate them. It needs seconds to read each finished answer once, and its most likely
+token after every prefix is what it would have generated: equal at every place is equal as a whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tandem import LLM, SamplingParams
+
+PROMPTS = [
+    "What is the capital of France?", "Write a short poem about the sea.", "Why is the sky blue?",
+    "Name three fruits.", "What is 12 times 12?", "Who was Ada Lovelace?", "Translate 'good morning' into Spanish.",
+    "Tell me a joke about cats.", "How do I boil an egg?", "What does a compiler do?", "List the planets.",
+    "Write a haiku about autumn.", "What is photosynthesis?", "Give me a title for a story about a lighthouse.",
+    "Explain gravity to a child.", "Write a Python function that adds two numbers.", "What is the largest ocean?",
+    "Summarise the plot of Hamlet in one sentence.", "ünïcödé ✓ 漢字?", "a",
+]  # fmt: skip
+TOKENS = 64
+
+# Both sides' logits are within 1e-4 of the largest (tests/test_models.py), so a gap of twice that decides.
+TIE = 2e-4
+
+
+@pytest.fixture(scope="module")
+def answers(demo_dir: Path) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, answer ids) of our engine, all prompts in one batch."""
+    model = LLM(str(demo_dir), dtype="float32", max_total_tokens=8192, max_running_requests=20)
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    results = model.chat([[{"role": "user", "content": prompt}] for prompt in PROMPTS], params)
+    return [(result.prompt_ids, result.token_ids) for result in results]
+
+
+@pytest.fixture(scope="module")
+def theirs(demo_dir: Path):
+    return AutoModelForCausalLM.from_pretrained(demo_dir, dtype=torch.float32)
+
+
+def test_prompts_are_tokenised_as_transformers_does(demo_dir, answers) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_dir)
+    for prompt, (ids, _) in zip(PROMPTS, answers, strict=True):
+        message = [{"role": "user", "content": prompt}]
+        assert ids == tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]
+
+
+@pytest.mark.slow
+def test_every_token_is_the_one_transformers_finds_most_likely(theirs, answers) -> None:
+    ties = 0
+    for prompt, answer in answers:
+        assert len(answer) == TOKENS
+        with torch.inference_mode():
+            logits = theirs(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        best, chosen = logits.max(-1), torch.tensor(answer)
+        gap = best.values - logits.gather(1, chosen[:, None])[:, 0]
+        assert float((gap / logits.abs().amax(-1)).max()) < TIE
+        ties += int((best.indices != chosen).sum())
+    assert ties <= 2, f"{ties} ties of {len(PROMPTS) * TOKENS}"
+    print(f"{ties} of {len(PROMPTS) * TOKENS} tokens differ, all ties")
+
+
+@pytest.mark.slow
+def test_transformers_generates_the_same(theirs, answers) -> None:
+    """One answer in full, through their cache and their loop."""
+    prompt, answer = answers[1]
+    ids = torch.tensor([prompt])
+    theirs.generation_config.eos_token_id = None  # as ignore_eos
+    generated = theirs.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=2
+    )
+    assert generated[0, len(prompt) :].tolist() == answer
