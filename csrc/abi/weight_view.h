@@ -33,11 +33,11 @@ struct WeightView {
   int64_t scale_offset;  // of the scales in a panel; 0: the format has none
   Format format;
   DType scale_type;
-  int32_t group;         // k per scale; 0: one scale per output row (or none), applied after the sum over K
-  int32_t columns;       // N, without padding
-  int32_t depth;         // K, without padding
+  int32_t group;    // k per scale; 0: one scale per output row (or none), applied after the sum over K
+  int32_t columns;  // N, without padding
+  int32_t depth;    // K, without padding
   int32_t padded_depth;
-  int32_t pairs;         // pairs of panels
+  int32_t pairs;  // pairs of panels
 };
 
 }  // namespace tandem

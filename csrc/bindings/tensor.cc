@@ -38,8 +38,8 @@ const DlExchangeTable* exchange_table(PyTypeObject* type) {
   static PyTypeObject* known_type = nullptr;
   static const DlExchangeTable* known_table = nullptr;
   if (type == known_type) return known_table;
-  const nb::object capsule = nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), "__dlpack_c_exchange_api__",
-                                         nb::none());
+  const nb::object capsule =
+      nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), "__dlpack_c_exchange_api__", nb::none());
   if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
   const auto* table = static_cast<const DlExchangeTable*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (table->major != 1 || !table->tensor_from_object) return nullptr;
@@ -81,15 +81,16 @@ TensorView through_table(const DlExchangeTable& table, nb::handle array, const c
   TensorView view;
   view.data = static_cast<uint8_t*>(t.data) + t.byte_offset;
   view.element = element_of(t.dtype.code, t.dtype.bits, name);
-  copy_shape(view, t.ndim, [&](int i) { return t.shape[i]; }, [&](int i) { return t.strides ? t.strides[i] : -1; },
-             name);
+  copy_shape(
+      view, t.ndim, [&](int i) { return t.shape[i]; }, [&](int i) { return t.strides ? t.strides[i] : -1; }, name);
   return view;
 }
 
 TensorView through_protocol(nb::handle array, const char* name, bool writable) {
   TensorView view;
   if (writable) {
-    if (!nb::try_cast(array, view.owner)) throw nb::type_error((std::string(name) + " is not a writable array").c_str());
+    if (!nb::try_cast(array, view.owner))
+      throw nb::type_error((std::string(name) + " is not a writable array").c_str());
   } else {
     nb::ndarray<nb::ro> borrowed;
     if (!nb::try_cast(array, borrowed)) throw nb::type_error((std::string(name) + " is not an array").c_str());
@@ -98,8 +99,9 @@ TensorView through_protocol(nb::handle array, const char* name, bool writable) {
   if (view.owner.device_type() != nb::device::cpu::value) refuse(name, " is not in CPU memory");
   view.data = view.owner.data();
   view.element = element_of(view.owner.dtype().code, view.owner.dtype().bits, name);
-  copy_shape(view, int(view.owner.ndim()), [&](int i) { return int64_t(view.owner.shape(size_t(i))); },
-             [&](int i) { return view.owner.stride(size_t(i)); }, name);
+  copy_shape(
+      view, int(view.owner.ndim()), [&](int i) { return int64_t(view.owner.shape(size_t(i))); },
+      [&](int i) { return view.owner.stride(size_t(i)); }, name);
   return view;
 }
 

@@ -86,7 +86,8 @@ int64_t ExpertLayer::tokens_per_chunk(int64_t top_k) const {
 void ExpertLayer::forward(const ExpertCall& call) {
   const auto lock = workspace_->lock();
   // Equal chunks: a short last one would read all the weights again for a few rows.
-  const int64_t tokens = call.x.rows, chunks = (tokens + tokens_per_chunk(call.top_k) - 1) / tokens_per_chunk(call.top_k);
+  const int64_t tokens = call.x.rows,
+                chunks = (tokens + tokens_per_chunk(call.top_k) - 1) / tokens_per_chunk(call.top_k);
   for (int64_t c = 0; c < chunks; ++c) {
     const int64_t first = tokens * c / chunks;
     run_chunk(call, first, tokens * (c + 1) / chunks - first);

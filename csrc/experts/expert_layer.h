@@ -29,13 +29,13 @@ struct ExpertSource {
 };
 
 struct ExpertCall {
-  RowsView x;             // [tokens, hidden]
-  const int32_t* ids;     // [tokens, top_k]
-  const float* weights;   // [tokens, top_k]
+  RowsView x;            // [tokens, hidden]
+  const int32_t* ids;    // [tokens, top_k]
+  const float* weights;  // [tokens, top_k]
   int64_t top_k;
-  void* out;              // [tokens, hidden]
+  void* out;  // [tokens, hidden]
   DType out_type;
-  bool add;               // out += instead of out =
+  bool add;  // out += instead of out =
 };
 
 class ExpertLayer {

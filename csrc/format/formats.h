@@ -14,10 +14,10 @@ struct F32Format {
   struct Pair {
     typename Lane::Line line[2];
   };
-  static constexpr int kPairBytes = 128;     // payload of one panel for one pair of k
-  static constexpr int kPairsPerBlock = 1;   // pairs of k that share a block of payload
+  static constexpr int kPairBytes = 128;    // payload of one panel for one pair of k
+  static constexpr int kPairsPerBlock = 1;  // pairs of k that share a block of payload
   static constexpr bool kScaled = false;
-  static constexpr bool kPacked = false;     // false: the payload already consists of the lane's lines
+  static constexpr bool kPacked = false;  // false: the payload already consists of the lane's lines
   TANDEM_INLINE static Pair decode(const uint8_t* block, int) {
     return {Lane::load_line(block), Lane::load_line(block + 64)};
   }

@@ -18,10 +18,14 @@ bool quantised(Format f) { return f == Format::int8 || f == Format::int4; }
 
 int64_t bits_of(Format f) {
   switch (f) {
-    case Format::f32: return 32;
-    case Format::bf16: return 16;
-    case Format::int8: return 8;
-    case Format::int4: return 4;
+    case Format::f32:
+      return 32;
+    case Format::bf16:
+      return 16;
+    case Format::int8:
+      return 8;
+    case Format::int4:
+      return 4;
   }
   throw std::invalid_argument("unknown weight format");
 }
@@ -58,8 +62,10 @@ float extreme(const float* w, int64_t n) {
 
 void put_scale(const WeightView& w, uint8_t* panel, int64_t index, float scale) {
   uint8_t* scales = panel + w.scale_offset;
-  if (w.scale_type == DType::f32) std::memcpy(scales + 4 * index, &scale, 4);
-  else *reinterpret_cast<uint16_t*>(scales + 2 * index) = bf16_of_float(scale);
+  if (w.scale_type == DType::f32)
+    std::memcpy(scales + 4 * index, &scale, 4);
+  else
+    *reinterpret_cast<uint16_t*>(scales + 2 * index) = bf16_of_float(scale);
 }
 
 float get_scale(const WeightView& w, const uint8_t* panel, int64_t index) {
@@ -107,8 +113,10 @@ void store_rows(const WeightView& w, const std::vector<float>& rows, uint8_t* pa
   for (int64_t r = 0; r < kPanelRows; ++r)
     for (int64_t k = 0; k < w.padded_depth; ++k) {
       const float value = rows[r * w.padded_depth + k];
-      if (w.format == Format::f32) reinterpret_cast<float*>(panel)[k * kPanelRows + r] = value;
-      else reinterpret_cast<uint16_t*>(panel)[pair_order(r, k)] = bf16_of_float(value);
+      if (w.format == Format::f32)
+        reinterpret_cast<float*>(panel)[k * kPanelRows + r] = value;
+      else
+        reinterpret_cast<uint16_t*>(panel)[pair_order(r, k)] = bf16_of_float(value);
     }
 }
 
@@ -146,8 +154,10 @@ int64_t packed_bytes(const WeightView& layout) { return 2 * layout.pairs * layou
 void pack_panel(const WeightView& layout, const MatrixSource& source, int64_t first_row, uint8_t* panel) {
   const std::vector<float> rows = read_rows(layout, source, first_row);
   std::memset(panel, 0, size_t(layout.panel_bytes));
-  if (quantised(layout.format)) quantise_rows(layout, rows, panel);
-  else store_rows(layout, rows, panel);
+  if (quantised(layout.format))
+    quantise_rows(layout, rows, panel);
+  else
+    store_rows(layout, rows, panel);
 }
 
 void unpack_panel_rows(const WeightView& layout, const uint8_t* panel, float* rows) {

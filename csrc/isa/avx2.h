@@ -3,8 +3,8 @@
 
 #include <immintrin.h>
 
-#include "isa/inline.h"
 #include "abi/weight_view.h"
+#include "isa/inline.h"
 
 namespace tandem {
 namespace {

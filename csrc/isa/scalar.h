@@ -40,28 +40,52 @@ struct ScalarIsa {
     for (int i = 0; i < 16; ++i) r.v[i] = f(i);
     return r;
   }
-  TANDEM_INLINE static Vec set1(float a) { return each([=](int) { return a; }); }
+  TANDEM_INLINE static Vec set1(float a) {
+    return each([=](int) { return a; });
+  }
   TANDEM_INLINE static Vec zero() { return set1(0.0f); }
-  TANDEM_INLINE static Vec load(const float* p) { return each([=](int i) { return p[i]; }); }
+  TANDEM_INLINE static Vec load(const float* p) {
+    return each([=](int i) { return p[i]; });
+  }
   TANDEM_INLINE static void store(float* p, Vec a) {
     for (int i = 0; i < 16; ++i) p[i] = a.v[i];
   }
-  TANDEM_INLINE static Vec load_bf16(const uint16_t* p) { return each([=](int i) { return float_of_bf16(p[i]); }); }
+  TANDEM_INLINE static Vec load_bf16(const uint16_t* p) {
+    return each([=](int i) { return float_of_bf16(p[i]); });
+  }
   TANDEM_INLINE static void store_bf16(uint16_t* p, Vec a) {
     for (int i = 0; i < 16; ++i) p[i] = bf16_of_float(a.v[i]);
   }
-  TANDEM_INLINE static Vec add(Vec a, Vec b) { return each([=](int i) { return a.v[i] + b.v[i]; }); }
-  TANDEM_INLINE static Vec sub(Vec a, Vec b) { return each([=](int i) { return a.v[i] - b.v[i]; }); }
-  TANDEM_INLINE static Vec mul(Vec a, Vec b) { return each([=](int i) { return a.v[i] * b.v[i]; }); }
-  TANDEM_INLINE static Vec div(Vec a, Vec b) { return each([=](int i) { return a.v[i] / b.v[i]; }); }
-  TANDEM_INLINE static Vec min(Vec a, Vec b) { return each([=](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
-  TANDEM_INLINE static Vec max(Vec a, Vec b) { return each([=](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+  TANDEM_INLINE static Vec add(Vec a, Vec b) {
+    return each([=](int i) { return a.v[i] + b.v[i]; });
+  }
+  TANDEM_INLINE static Vec sub(Vec a, Vec b) {
+    return each([=](int i) { return a.v[i] - b.v[i]; });
+  }
+  TANDEM_INLINE static Vec mul(Vec a, Vec b) {
+    return each([=](int i) { return a.v[i] * b.v[i]; });
+  }
+  TANDEM_INLINE static Vec div(Vec a, Vec b) {
+    return each([=](int i) { return a.v[i] / b.v[i]; });
+  }
+  TANDEM_INLINE static Vec min(Vec a, Vec b) {
+    return each([=](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+  }
+  TANDEM_INLINE static Vec max(Vec a, Vec b) {
+    return each([=](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+  }
   // a * b + c. Two roundings here: without an FMA instruction, fmaf is a slow library call. Where a and b are bf16
   // values the product is exact and there is only one rounding all the same.
-  TANDEM_INLINE static Vec fma(Vec a, Vec b, Vec c) { return each([=](int i) { return a.v[i] * b.v[i] + c.v[i]; }); }
-  TANDEM_INLINE static Vec round(Vec a) { return each([=](int i) { return __builtin_rintf(a.v[i]); }); }
+  TANDEM_INLINE static Vec fma(Vec a, Vec b, Vec c) {
+    return each([=](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+  }
+  TANDEM_INLINE static Vec round(Vec a) {
+    return each([=](int i) { return __builtin_rintf(a.v[i]); });
+  }
   // 2^n for integral n in [-126, 127].
-  TANDEM_INLINE static Vec pow2(Vec n) { return each([=](int i) { return float_of_bits((int32_t(n.v[i]) + 127) << 23); }); }
+  TANDEM_INLINE static Vec pow2(Vec n) {
+    return each([=](int i) { return float_of_bits((int32_t(n.v[i]) + 127) << 23); });
+  }
   TANDEM_INLINE static float reduce_add(Vec a) {
     for (int step = 8; step > 0; step /= 2)
       for (int i = 0; i < step; ++i) a.v[i] += a.v[i + step];
@@ -76,7 +100,8 @@ struct ScalarIsa {
   // Weights of two consecutive k for 16 rows, as lines of Lane.
   TANDEM_INLINE static Pair decode_bf16(const uint8_t* p) {
     const uint16_t* w = reinterpret_cast<const uint16_t*>(p);
-    return {each([=](int i) { return float_of_bf16(w[2 * i]); }), each([=](int i) { return float_of_bf16(w[2 * i + 1]); })};
+    return {each([=](int i) { return float_of_bf16(w[2 * i]); }),
+            each([=](int i) { return float_of_bf16(w[2 * i + 1]); })};
   }
   TANDEM_INLINE static Pair decode_int8(const uint8_t* p) {
     const int8_t* w = reinterpret_cast<const int8_t*>(p);

@@ -14,8 +14,10 @@ TANDEM_INLINE typename Isa::Vec load_as(const void* p, DType type, int64_t i) {
 
 template <class Isa>
 TANDEM_INLINE void store_as(void* p, DType type, int64_t i, typename Isa::Vec v) {
-  if (type == DType::bf16) Isa::store_bf16(static_cast<uint16_t*>(p) + i, v);
-  else Isa::store(static_cast<float*>(p) + i, v);
+  if (type == DType::bf16)
+    Isa::store_bf16(static_cast<uint16_t*>(p) + i, v);
+  else
+    Isa::store(static_cast<float*>(p) + i, v);
 }
 
 // The first `count` of 16 values, the others 0.
@@ -48,8 +50,10 @@ void prepare_row(const void* source, DType from, void* destination, DType to, bo
   const bool round = round_to_bf16 && from == DType::f32 && to == DType::f32;
   for (int64_t i = 0; i < padded_length; i += 16) {
     typename Isa::Vec v = Isa::zero();
-    if (i + 16 <= length) v = load_as<Isa>(source, from, i);
-    else if (i < length) v = load_some<Isa>(source, from, i, length - i);
+    if (i + 16 <= length)
+      v = load_as<Isa>(source, from, i);
+    else if (i < length)
+      v = load_some<Isa>(source, from, i, length - i);
     store_as<Isa>(destination, to, i, round ? rounded_to_bf16<Isa>(v) : v);
   }
 }

@@ -63,7 +63,7 @@ void PackedMatrix::multiply_tile(const PreparedRows& x, int64_t first_row, int64
                                  int64_t pairs, void* out, DType out_type, WorkerScratch& scratch) const {
   const KernelTable& table = workspace_->table();
   for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = x.row(first_row + r);
-  const MatmulArgs args{view_,     scratch.rows,        scratch.tile, kTileStride, scratch.matmul,
+  const MatmulArgs args{view_,     scratch.rows,    scratch.tile, kTileStride, scratch.matmul,
                         int(rows), int(first_pair), int(pairs),   nullptr};
   matmul_of(table, view_.format, rows)(&args);
   const int64_t column = first_pair * kPairColumns;

@@ -1,5 +1,5 @@
-#include "abi/tiers.h"
 #include "isa/scalar.h"
+#include "abi/tiers.h"
 #include "micro/table.h"
 
 namespace tandem {
