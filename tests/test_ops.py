@@ -182,6 +182,10 @@ def test_route(ops: CpuOps, router: RouterConfig, biased: bool) -> None:
     bias = torch.rand(router.num_experts) if biased else None
     got, expected = ops.route(logits, router, bias), TorchOps().route(logits, router, bias)
     assert torch.equal(got.ids, expected.ids)
+    with_shared, its_reference = ops.route(logits, router, bias, 2), TorchOps().route(logits, router, bias, 2)
+    assert torch.equal(with_shared.ids, its_reference.ids)
+    assert torch.equal(with_shared.weights[:, -2:], torch.ones(200, 2))
+    assert torch.equal(with_shared.weights[:, :-2], got.weights)
     torch.testing.assert_close(got.weights, expected.weights, rtol=(router.num_experts + 8) * F32_ULP, atol=0)
     single = ops.route(logits[7:8], router, bias)
     assert torch.equal(single.ids[0], got.ids[7]) and torch.equal(single.weights[0], got.weights[7])
@@ -197,14 +201,18 @@ def test_equal_scores_choose_the_lowest_experts(ops: CpuOps) -> None:
 
 def test_bad_input_is_an_error_that_names_it(ops: CpuOps) -> None:
     x, weight = torch.randn(2, 8), torch.ones(8)
-    with pytest.raises(KernelError, match="contiguous CPU tensor of bfloat16 or float32, not torch.float16"):
+    with pytest.raises(KernelError, match="x: element type not supported; take float32, bfloat16"):
         ops.rms_norm(x.half(), weight, 1e-5)
-    with pytest.raises(KernelError, match="contiguous"):
+    with pytest.raises(KernelError, match="x is not contiguous"):
         ops.rms_norm(torch.randn(8, 2).T, weight, 1e-5)
-    with pytest.raises(KernelError, match="8 elements, not 7"):
+    with pytest.raises(KernelError, match=r"weight has shape \[7\]; expected \[8\]"):
         ops.rms_norm(x, weight[:7], 1e-5)
-    with pytest.raises(KernelError, match="top_k 9 of 8"):
+    with pytest.raises(KernelError, match=r"residual has shape \[1, 8\]; expected \[2, 8\]"):
+        ops.add_rms_norm(x, x[:1], weight, 1e-5)
+    with pytest.raises(KernelError, match="top_k must be between 1 and the number of experts"):
         ops.route(x, RouterConfig(num_experts=8, top_k=9))
+    with pytest.raises(KernelError, match=r"logits has shape \[2, 8\]; expected \[any, 9\]"):
+        ops.route(x, RouterConfig(num_experts=9, top_k=2))
     q, k, v, tables = attention_case(torch.float32, 2, 1, 16, 64)
     for change, message in [
         ({"block_tables": tables[:1] + 1000}, "a page outside"),
@@ -215,7 +223,7 @@ def test_bad_input_is_an_error_that_names_it(ops: CpuOps) -> None:
     ]:
         with pytest.raises(KernelError, match=message):
             attend(ops, q[0, :20], k, v, replace(make_batch([(0, 20)], tables[:1]), **change), 0)
-    with pytest.raises(KernelError, match="KV pages must be"):
+    with pytest.raises(KernelError, match="k_pages: expected bfloat16|k_pages"):
         attend(ops, q[0, :20].bfloat16(), k, v, make_batch([(0, 20)], tables[:1]), 0)
     with pytest.raises(KernelError, match="this CPU cannot run tier 'sse9'"):
         CpuOps(ops.pool, "sse9")

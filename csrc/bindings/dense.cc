@@ -1,102 +1,157 @@
-// The dense operations. Tensors come as addresses: importing three torch tensors through DLPack costs 9 us per call,
-// their data_ptr() 0.3 us, and a decode step makes hundreds of calls. kernels/cpu_ops.py checks shapes and types.
+// The dense operations: arrays in, checked, and nothing else. The batch's indices are checked once, in BatchView.
+#include "ops/dense.h"
+
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.h"
-#include "ops/dense.h"
+#include "bindings/tensor.h"
 
 namespace nb = nanobind;
 
 namespace tandem {
 namespace {
 
-using Address = uintptr_t;
-
-template <class T = void>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
+void expect(bool ok, const char* what) {
+  if (!ok) throw KernelError(what);
 }
 
-DType type_of(bool bf16) { return bf16 ? DType::bf16 : DType::f32; }
-
-template <class T>
-std::vector<T> copy_of(Address address, int64_t count) {
-  return {at<const T>(address), at<const T>(address) + count};
+TensorView activations(nb::handle array, const char* name, std::initializer_list<int64_t> shape) {
+  return view_of(array, name, {Element::bf16, Element::f32}, shape);
 }
 
-// Owns nothing: `pool` outlives it through keep_alive.
+// An array of the same element type as `x`.
+TensorView like(const TensorView& x, nb::handle array, const char* name, std::initializer_list<int64_t> shape,
+                bool writable = false) {
+  return view_of(array, name, {x.element}, shape, writable);
+}
+
 struct Ops {
-  Ops(WorkerPool& pool, const std::string& tier) : dense{pool, dense_kernels(tier)} {}
+  Ops(std::shared_ptr<WorkerPool> workers, const std::string& tier)
+      : pool(std::move(workers)), dense{*pool, dense_kernels(tier)} {}
 
-  void rms_norm(Address x, Address residual, Address weight, Address out, int64_t rows, int64_t n, float eps,
-                bool bf16) const {
-    dense.rms_norm(at(x), at(residual), at(weight), at(out), rows, n, eps, type_of(bf16));
+  void rms_norm(nb::handle x, nb::handle residual, nb::handle weight, nb::handle out, float eps) const {
+    const TensorView in = activations(x, "x", {kAnySize, kAnySize});
+    const int64_t rows = in.shape[0], n = in.shape[1];
+    void* sum = residual.is_none() ? nullptr : like(in, residual, "residual", {rows, n}, true).data;
+    const TensorView w = like(in, weight, "weight", {n}), y = like(in, out, "out", {rows, n}, true);
+    const nb::gil_scoped_release unlocked;
+    dense.rms_norm(in.data, sum, w.data, y.data, rows, n, eps, in.type());
   }
 
-  void rope_store(const BatchView& batch, const DenseOps::Heads& heads, Address qkv, Address cos, Address sin,
-                  int64_t table_rows, int64_t half, Address q_norm, Address k_norm, Address k_pages, Address v_pages,
-                  Address q, float eps, bool bf16) const {
+  void rope_store(const BatchView& batch, const DenseOps::Heads& heads, nb::handle qkv, nb::handle cos, nb::handle sin,
+                  nb::handle q_norm, nb::handle k_norm, nb::handle k_pages, nb::handle v_pages, nb::handle q,
+                  float eps) const {
+    const int64_t rows = batch.rows(), d = heads.head_dim;
+    const TensorView in = activations(qkv, "qkv", {rows, (heads.heads + 2 * heads.kv_heads) * d});
+    const TensorView c = view_of(cos, "rope.cos", {Element::f32}, {kAnySize, kAnySize});
+    const TensorView s = view_of(sin, "rope.sin", {Element::f32}, {c.shape[0], c.shape[1]});
+    expect(2 * c.shape[1] <= d, "rope_store: the rotary tables turn more elements than a head has");
+    const TensorView k = pages(in, k_pages, "k_pages", batch, heads), v = pages(in, v_pages, "v_pages", batch, heads);
+    const TensorView y = like(in, q, "q", {rows, heads.heads, d}, true);
+    const void* qn = heads.q_norm_size ? like(in, q_norm, "q_norm", {heads.q_norm_size}).data : nullptr;
+    const void* kn = heads.k_norm_size ? like(in, k_norm, "k_norm", {heads.k_norm_size}).data : nullptr;
+    const nb::gil_scoped_release unlocked;
     dense.rope_store(batch, heads,
-                     {at(qkv), at<float>(cos), at<float>(sin), table_rows, half, at(q_norm), at(k_norm), at(k_pages),
-                      at(v_pages), at(q), eps, type_of(bf16)});
+                     {in.data, static_cast<float*>(c.data), static_cast<float*>(s.data), c.shape[0], c.shape[1], qn, kn,
+                      k.data, v.data, y.data, eps, in.type()});
   }
 
-  void attention(const BatchView& batch, const DenseOps::Heads& heads, Address q, Address k_pages, Address v_pages,
-                 Address out, float scale, int64_t window, bool bf16) const {
-    dense.attention(batch, heads, {at(q), at(k_pages), at(v_pages), at(out), scale, window, type_of(bf16)});
+  void attention(const BatchView& batch, const DenseOps::Heads& heads, nb::handle q, nb::handle k_pages,
+                 nb::handle v_pages, nb::handle out, float scale, int64_t window) const {
+    const TensorView in = activations(q, "q", {batch.rows(), heads.heads, heads.head_dim});
+    const TensorView k = pages(in, k_pages, "k_pages", batch, heads), v = pages(in, v_pages, "v_pages", batch, heads);
+    const TensorView y = like(in, out, "out", {batch.rows(), heads.heads * heads.head_dim}, true);
+    const nb::gil_scoped_release unlocked;
+    dense.attention(batch, heads, {in.data, k.data, v.data, y.data, scale, window, in.type()});
   }
 
-  void route(int64_t rows, Address logits, Address bias, Address ids, Address weights, int64_t experts, int64_t top_k,
-             int64_t groups, int64_t top_groups, bool sigmoid, bool normalize, bool group_by_top2, float scale,
-             float epsilon) const {
-    dense.route(rows, {at<float>(logits), at<float>(bias), at<int32_t>(ids), at<float>(weights), experts, top_k, groups,
-                       top_groups, sigmoid, normalize, group_by_top2, scale, epsilon});
+  void route(const DenseOps::Route& rule, nb::handle logits, nb::handle bias, nb::handle ids,
+             nb::handle weights) const {
+    DenseOps::Route args = rule;
+    TensorView b;
+    const TensorView in = view_of(logits, "logits", {Element::f32}, {kAnySize, rule.experts});
+    const int64_t chosen = rule.top_k + rule.shared;
+    args.logits = static_cast<float*>(in.data);
+    args.bias = optional_floats(bias, "bias", rule.experts, &b);
+    args.ids = static_cast<int32_t*>(view_of(ids, "ids", {Element::i32}, {in.shape[0], chosen}, true).data);
+    args.weights = static_cast<float*>(view_of(weights, "weights", {Element::f32}, {in.shape[0], chosen}, true).data);
+    const nb::gil_scoped_release unlocked;
+    dense.route(in.shape[0], args);
   }
 
-  float read_memory(Address data, int64_t bytes) const { return dense.read_memory(at(data), bytes); }
-  int64_t multiply_add(int64_t rounds, bool bf16) const { return dense.multiply_add(rounds, type_of(bf16)); }
+  float read_memory(nb::handle data) const {
+    const TensorView in = view_of(data, "data", {Element::f32}, {kAnySize});
+    const nb::gil_scoped_release unlocked;
+    return dense.read_memory(in.data, 4 * in.shape[0]);
+  }
+  int64_t multiply_add(int64_t rounds, bool bf16) const {
+    const nb::gil_scoped_release unlocked;
+    return dense.multiply_add(rounds, bf16 ? DType::bf16 : DType::f32);
+  }
 
+  std::shared_ptr<WorkerPool> pool;
   DenseOps dense;
+
+ private:
+  static TensorView pages(const TensorView& x, nb::handle array, const char* name, const BatchView& batch,
+                          const DenseOps::Heads& heads) {
+    return like(x, array, name, {batch.num_pages, batch.page_size, heads.kv_heads, heads.head_dim}, true);
+  }
 };
+
+DenseOps::Heads make_heads(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t q_norm_size,
+                           int64_t k_norm_size) {
+  expect(head_dim > 0 && kv_heads > 0 && heads % kv_heads == 0, "the heads do not share the kv heads evenly");
+  const auto fits = [&](int64_t size, int64_t count) {
+    return size == 0 || size == head_dim || size == count * head_dim;
+  };
+  expect(fits(q_norm_size, heads) && fits(k_norm_size, kv_heads),
+         "a head norm must have the elements of one head or of all heads");
+  return {heads, kv_heads, head_dim, q_norm_size, k_norm_size};
+}
+
+DenseOps::Route make_route(int64_t experts, int64_t top_k, int64_t groups, int64_t top_groups, int64_t shared,
+                           bool sigmoid, bool normalize, bool group_by_top2, float scale, float epsilon) {
+  expect(1 <= top_k && top_k <= experts && shared >= 0, "route: top_k must be between 1 and the number of experts");
+  expect(groups >= 1 && experts % groups == 0 && 1 <= top_groups && top_groups <= groups &&
+             top_groups * (experts / groups) >= top_k,
+         "route: the groups do not fit the experts");
+  return {nullptr,    nullptr, nullptr, nullptr,   experts,       top_k, groups,
+          top_groups, shared,  sigmoid, normalize, group_by_top2, scale, epsilon};
+}
 
 }  // namespace
 
 void bind_dense(nb::module_& m) {
-  nb::class_<BatchView>(m, "BatchView", "A checked copy of a step's index tensors.")
-      .def(
-          "__init__",
-          [](BatchView* self, Address positions, Address cache_slots, int64_t rows, Address query_starts,
-             Address seq_lens, int64_t sequences, Address block_tables, int64_t table_width, int64_t page_size,
-             int64_t num_pages) {
-            new (self) BatchView(copy_of<int64_t>(positions, rows), copy_of<int64_t>(cache_slots, rows),
-                                 copy_of<int32_t>(query_starts, sequences + 1), copy_of<int32_t>(seq_lens, sequences),
-                                 copy_of<int32_t>(block_tables, sequences * table_width), page_size, num_pages);
-          },
-          nb::arg("positions"), nb::arg("cache_slots"), nb::arg("rows"), nb::arg("query_starts"), nb::arg("seq_lens"),
-          nb::arg("sequences"), nb::arg("block_tables"), nb::arg("table_width"), nb::arg("page_size"),
-          nb::arg("num_pages"));
+  nb::class_<BatchView>(m, "BatchView", "A checked copy of a step's index arrays.")
+      .def(nb::init<std::vector<int64_t>, std::vector<int64_t>, std::vector<int32_t>, std::vector<int32_t>,
+                    std::vector<int32_t>, int64_t, int64_t>(),
+           nb::arg("positions"), nb::arg("cache_slots"), nb::arg("query_starts"), nb::arg("seq_lens"),
+           nb::arg("block_tables"), nb::arg("page_size"), nb::arg("num_pages"));
   nb::class_<DenseOps::Heads>(m, "Heads", "Head counts; a norm size of 0 means no q or k norm.")
-      .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t>(), nb::arg("heads"), nb::arg("kv_heads"),
-           nb::arg("head_dim"), nb::arg("q_norm_size") = 0, nb::arg("k_norm_size") = 0);
-  const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
-  nb::class_<Ops>(m, "DenseOps", "Norm, rotation, attention and routing on a pool. All tensors are addresses.")
-      .def(nb::init<WorkerPool&, const std::string&>(), nb::arg("pool"), nb::arg("tier"), nb::keep_alive<1, 2>())
-      .def("rms_norm", &Ops::rms_norm, no_gil, nb::arg("x"), nb::arg("residual"), nb::arg("weight"), nb::arg("out"),
-           nb::arg("rows"), nb::arg("n"), nb::arg("eps"), nb::arg("bf16"))
-      .def("rope_store", &Ops::rope_store, no_gil, nb::arg("batch"), nb::arg("heads"), nb::arg("qkv"), nb::arg("cos"),
-           nb::arg("sin"), nb::arg("table_rows"), nb::arg("half"), nb::arg("q_norm"), nb::arg("k_norm"),
-           nb::arg("k_pages"), nb::arg("v_pages"), nb::arg("q"), nb::arg("eps"), nb::arg("bf16"))
-      .def("attention", &Ops::attention, no_gil, nb::arg("batch"), nb::arg("heads"), nb::arg("q"), nb::arg("k_pages"),
-           nb::arg("v_pages"), nb::arg("out"), nb::arg("scale"), nb::arg("window"), nb::arg("bf16"))
-      .def("read_memory", &Ops::read_memory, no_gil, nb::arg("data"), nb::arg("bytes"),
-           "Reads once with all workers; returns a checksum.")
-      .def("multiply_add", &Ops::multiply_add, no_gil, nb::arg("rounds"), nb::arg("bf16"),
-           "Multiply-adds in registers on all workers; returns the operations done.")
-      .def("route", &Ops::route, no_gil, nb::arg("rows"), nb::arg("logits"), nb::arg("bias"), nb::arg("ids"),
-           nb::arg("weights"), nb::arg("experts"), nb::arg("top_k"), nb::arg("groups"), nb::arg("top_groups"),
-           nb::arg("sigmoid"), nb::arg("normalize"), nb::arg("group_by_top2"), nb::arg("scale"), nb::arg("epsilon"));
+      .def(nb::new_(&make_heads), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
+           nb::arg("q_norm_size") = 0, nb::arg("k_norm_size") = 0);
+  nb::class_<DenseOps::Route>(m, "Route", "How logits become experts and weights.")
+      .def(nb::new_(&make_route), nb::arg("experts"), nb::arg("top_k"), nb::arg("groups"), nb::arg("top_groups"),
+           nb::arg("shared"), nb::arg("sigmoid"), nb::arg("normalize"), nb::arg("group_by_top2"), nb::arg("scale"),
+           nb::arg("epsilon"));
+  nb::class_<Ops>(m, "DenseOps", "Norm, rotation, attention and routing on a pool.")
+      .def(nb::init<std::shared_ptr<WorkerPool>, const std::string&>(), nb::arg("pool"), nb::arg("tier"))
+      .def("rms_norm", &Ops::rms_norm, nb::arg("x"), nb::arg("residual").none(), nb::arg("weight"), nb::arg("out"),
+           nb::arg("eps"))
+      .def("rope_store", &Ops::rope_store, nb::arg("batch"), nb::arg("heads"), nb::arg("qkv"), nb::arg("cos"),
+           nb::arg("sin"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("k_pages"), nb::arg("v_pages"),
+           nb::arg("q"), nb::arg("eps"))
+      .def("attention", &Ops::attention, nb::arg("batch"), nb::arg("heads"), nb::arg("q"), nb::arg("k_pages"),
+           nb::arg("v_pages"), nb::arg("out"), nb::arg("scale"), nb::arg("window"))
+      .def("route", &Ops::route, nb::arg("rule"), nb::arg("logits"), nb::arg("bias").none(), nb::arg("ids"),
+           nb::arg("weights"))
+      .def("read_memory", &Ops::read_memory, nb::arg("data"), "Reads once with all workers; returns a checksum.")
+      .def("multiply_add", &Ops::multiply_add, nb::arg("rounds"), nb::arg("bf16"),
+           "Multiply-adds in registers on all workers; returns the operations done.");
 }
 
 }  // namespace tandem

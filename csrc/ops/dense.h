@@ -64,9 +64,10 @@ struct DenseOps {
 
   struct Route {
     const float *logits, *bias;  // [rows, experts], [experts] or null
-    int32_t* ids;                // [rows, top_k]
+    int32_t* ids;                // [rows, top_k + shared]
     float* weights;
     int64_t experts, top_k, groups, top_groups;
+    int64_t shared;  // experts after the routed ones that every row chooses, with weight 1
     bool sigmoid, normalize, group_by_top2;
     float scale, epsilon;
   };

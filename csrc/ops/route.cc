@@ -60,12 +60,16 @@ void route_row(const DenseOps::Route& a, int64_t row) {
   if (a.bias)
     for (int64_t e = 0; e < a.experts; ++e) ranks[e] += a.bias[e];
   if (a.groups > 1) limit_groups(a, ranks);
-  int32_t* ids = a.ids + row * a.top_k;
-  float* weights = a.weights + row * a.top_k;
+  int32_t* ids = a.ids + row * (a.top_k + a.shared);
+  float* weights = a.weights + row * (a.top_k + a.shared);
   top_k(ranks.data(), a.experts, a.top_k, ids);
   float sum = a.epsilon;
   for (int64_t i = 0; i < a.top_k; ++i) sum += weights[i] = scores[ids[i]];
   for (int64_t i = 0; i < a.top_k; ++i) weights[i] = (a.normalize ? weights[i] / sum : weights[i]) * a.scale;
+  for (int64_t i = 0; i < a.shared; ++i) {
+    ids[a.top_k + i] = static_cast<int32_t>(a.experts + i);
+    weights[a.top_k + i] = 1.0f;
+  }
 }
 
 }  // namespace

@@ -63,7 +63,7 @@ def measure_read_gbps(pool: _core.WorkerPool, tier: str, buffer_bytes: int | Non
     size = buffer_bytes or 4 * last_level_cache_bytes()
     data = torch.full((size // 4,), 1.0)  # written, or every page would be the same page of zeros
     dense = _core.DenseOps(pool, tier)
-    return size / min(repeat_seconds(lambda: dense.read_memory(data.data_ptr(), size))) / 1e9
+    return size / min(repeat_seconds(lambda: dense.read_memory(data))) / 1e9
 
 
 def measure_flops(pool: _core.WorkerPool, tier: str, bf16: bool = True) -> float:

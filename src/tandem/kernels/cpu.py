@@ -48,7 +48,7 @@ class PackedMatrix:
         self._multiply = self._core.multiply
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        out = torch.empty((x.shape[0], self.out_features), dtype=out_dtype or x.dtype)
+        out = x.new_empty((x.shape[0], self.out_features), dtype=out_dtype)
         self._multiply(x, out)
         return out
 
@@ -113,7 +113,7 @@ class PackedExperts:
         ids int32 [T, k], weights float32 [T, k]. `out` may be bfloat16 or float32; `add` adds to it.
         """
         if out is None:
-            out = torch.empty((x.shape[0], self.hidden), dtype=x.dtype)
+            out = x.new_empty((x.shape[0], self.hidden))
             add = False
         self._forward(x, ids, weights, out, add)
         return out

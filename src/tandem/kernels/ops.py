@@ -146,6 +146,11 @@ class Ops(Protocol):
         """
         ...
 
-    def route(self, logits: Tensor, router: RouterConfig, bias: Tensor | None = None) -> Routing:
-        """float32 logits [T, E] (and score bias [E]) -> the top-k experts and their weights."""
+    def route(
+        self, logits: Tensor, router: RouterConfig, bias: Tensor | None = None, shared: int = 0
+    ) -> Routing:
+        """float32 logits [T, E] (and score bias [E]) -> the top-k experts and their weights.
+
+        `shared` experts, ids E … E + shared - 1, are appended to every row's choice with weight 1.
+        """
         ...

@@ -157,7 +157,9 @@ class TorchOps:
             out[rows] = _attend(q[rows], k, v, batch.positions[rows], scale, window)
         return out.flatten(1)
 
-    def route(self, logits: Tensor, router: RouterConfig, bias: Tensor | None = None) -> Routing:
+    def route(
+        self, logits: Tensor, router: RouterConfig, bias: Tensor | None = None, shared: int = 0
+    ) -> Routing:
         scores = logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()
         ranks = scores if bias is None else scores + bias
         if router.num_groups > 1:
@@ -166,7 +168,12 @@ class TorchOps:
         weights = scores.gather(-1, ids)
         if router.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + router.epsilon)
-        return Routing(ids.int(), weights * router.scale)
+        ids, weights = ids.int(), weights * router.scale
+        if shared:
+            always = torch.arange(router.num_experts, router.num_experts + shared, dtype=torch.int32)
+            ids = torch.cat((ids, always.expand(len(ids), shared)), dim=1)
+            weights = torch.cat((weights, weights.new_ones(len(ids), shared)), dim=1)
+        return Routing(ids, weights)
 
 
 def _descending(ranks: Tensor) -> Tensor:

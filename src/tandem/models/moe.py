@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.experts import CpuExperts, ExpertMatrices, with_shared
+from tandem.experts import CpuExperts, ExpertMatrices
 from tandem.kernels.ops import Linear, Routing
 from tandem.models.builder import Builder
 from tandem.models.names import MoENames, mlp_matrices
@@ -49,10 +49,10 @@ class MoEBlock:
             self.shared_gate = b.linear([layer + names.shared_gate], [1], b.config.hidden)
 
     def __call__(self, x: Tensor) -> Tensor:
-        routing = self._route(x)
         weight = None if self.shared_gate is None else self.shared_gate(x).sigmoid()
-        if self.fused:
-            routing = with_shared(routing, self.router.num_experts, self.fused, weight)
+        routing = self._route(x)
+        if self.fused and weight is not None:
+            routing.weights[:, self.router.top_k :] = weight
         ticket = self.experts.submit(x, routing)
         shared = None if self.shared is None else self.shared(x)
         routed = self.experts.wait(ticket)
@@ -61,8 +61,8 @@ class MoEBlock:
         return routed.add_(shared if weight is None else shared * weight)
 
     def _route(self, x: Tensor) -> Routing:
-        logits = self.gate(x.float()) if self.router.float32_logits else self.gate(x).float()
-        return self.ops.route(logits, self.router, self.bias)
+        logits = self.gate(x, torch.float32) if self.router.float32_logits else self.gate(x).float()
+        return self.ops.route(logits, self.router, self.bias, self.fused)
 
 
 def _router_gate(b: Builder, name: str) -> Linear:
