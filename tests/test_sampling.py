@@ -65,6 +65,19 @@ def test_filters_keep_what_a_full_sort_keeps(seed, temperature, top_k, top_p, mi
     assert likely <= drawn
 
 
+def test_of_equal_tokens_the_lowest_ids_are_kept() -> None:
+    row = np.array([1.0, 3.0, 1.0, 3.0, 1.0, 0.0, 1.0], dtype=np.float32)
+    grid = np.linspace(0, 1 - 2**-53, 200)
+
+    def kept(**filters) -> set[int]:
+        return {draw(row, SamplingParams(**filters), u, row.max()) for u in grid}
+
+    assert kept(top_k=1) == {1} and kept(top_k=2) == {1, 3} and kept(top_k=4) == {0, 1, 2, 3}
+    weight, total = math.exp(-2.0), 2 + 4 * math.exp(-2.0) + math.exp(-3.0)
+    assert kept(top_p=(2 + 1.5 * weight) / total) == {0, 1, 2, 3}
+    assert kept(top_k=6, min_p=0.1) == {0, 1, 2, 3, 4, 6}
+
+
 def test_draws_follow_the_distribution() -> None:
     """Chi-square over 20,000 draws; the 0.999 quantile with 49 degrees of freedom is 85.4."""
     params, row = SamplingParams(temperature=1.5), random_row(1, vocab=50, spread=1.0)

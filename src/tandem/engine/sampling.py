@@ -20,7 +20,7 @@ from tandem.engine.sequence import Sequence
 
 # A nucleus or top-k set nearly always lies within a few nats of the best token: sorting those few is much cheaper than
 # sorting the vocabulary. Tried in this order until the set is complete; the result does not depend on it.
-_NEAR_TOP_NATS = (3.0, 6.0, 10.0, 15.0, math.inf)
+_NEAR_TOP_NATS = (3.0, 6.0, 10.0, math.inf)
 # Cumulative sums of a whole row go over blocks first: 15x less to add up one by one in double precision.
 _BLOCK = 256
 # Below this the division by the temperature leaves float32's range; the choice is the best token anyway.
@@ -109,20 +109,20 @@ def _invert_in_blocks(weights: FloatRow, u: float) -> int:
 
 
 def _kept_ids(scaled: FloatRow, params: SamplingParams) -> npt.NDArray[np.intp] | None:
-    """Ids that pass the filters, most probable first; None: all of them. `scaled` has its maximum at 0."""
+    """Ids that pass the filters, ascending; None: all of them. `scaled` has its maximum at 0."""
     limit = params.top_k if 0 < params.top_k < len(scaled) else len(scaled)
     if limit == len(scaled) and params.top_p >= 1.0:
-        return None if params.min_p <= 0.0 else _sorted(scaled, _above(scaled, math.log(params.min_p)))
+        return None if params.min_p <= 0.0 else _above(scaled, math.log(params.min_p))
     kept = _truncated(scaled, limit, params.top_p)
     return kept if params.min_p <= 0.0 else kept[scaled[kept] >= math.log(params.min_p)]
 
 
 def _truncated(scaled: FloatRow, limit: int, top_p: float) -> npt.NDArray[np.intp]:
-    """top_k, then top_p."""
+    """top_k, then top_p. Only values are sorted: that is many times faster than sorting ids by them."""
     if limit < len(scaled):
         ids = next(ids for ids in _near(scaled) if len(ids) >= limit)
-        ids = _sorted(scaled, ids)[:limit]
-        mass = top_p * float(np.exp(scaled[ids]).sum())
+        falling = _falling(scaled[ids])[:limit]
+        mass = top_p * float(np.exp(falling).sum())
     else:
         mass = top_p * float(np.exp(scaled).sum())
         ids = next(
@@ -130,13 +130,25 @@ def _truncated(scaled: FloatRow, limit: int, top_p: float) -> npt.NDArray[np.int
             for ids in _near(scaled)
             if len(ids) == len(scaled) or float(np.exp(scaled[ids]).sum()) >= mass
         )
-        ids = _sorted(scaled, ids)
-    if top_p >= 1.0:
-        return ids
-    cumulative = np.cumsum(np.exp(scaled[ids]), dtype=np.float64)
-    return ids[
-        : int(np.searchsorted(cumulative, mass, side="left")) + 1
-    ]  # the token that reaches top_p is in
+        falling = _falling(scaled[ids])
+    count = len(falling)
+    if top_p < 1.0:  # the token that reaches top_p is in
+        cumulative = np.cumsum(np.exp(falling), dtype=np.float64)
+        count = min(count, int(np.searchsorted(cumulative, mass, side="left")) + 1)
+    return _largest(scaled, ids, count, falling[count - 1])
+
+
+def _largest(
+    scaled: FloatRow, ids: npt.NDArray[np.intp], count: int, smallest: np.float32
+) -> npt.NDArray[np.intp]:
+    """The `count` ids of the largest values, `smallest` being the last of these; of equals, the lowest ids."""
+    values = scaled[ids]
+    kept = ids[values >= smallest]
+    if len(kept) == count:
+        return kept
+    above = ids[values > smallest]
+    equal = ids[values == smallest][: count - len(above)]
+    return np.sort(np.concatenate((above, equal)))
 
 
 def _near(scaled: FloatRow) -> Iterator[npt.NDArray[np.intp]]:
@@ -148,5 +160,5 @@ def _above(scaled: FloatRow, threshold: float) -> npt.NDArray[np.intp]:
     return np.flatnonzero(scaled >= threshold)
 
 
-def _sorted(scaled: FloatRow, ids: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    return ids[np.argsort(-scaled[ids], kind="stable")]
+def _falling(values: FloatRow) -> FloatRow:
+    return np.sort(values)[::-1]
