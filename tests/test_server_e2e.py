@@ -21,9 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 CLIENTS = 64
 REQUESTS = 500
 CACHE_TOKENS = 4096  # small, so that the first long prompt has touched all of it before memory is compared
-MAX_GROWTH_BYTES = (
-    48 << 20
-)  # of resident memory over REQUESTS: a tenth of a MB per request
+MAX_GROWTH_BYTES = 48 << 20  # of resident memory over REQUESTS: a tenth of a MB per request
 
 
 @pytest.fixture(scope="module")

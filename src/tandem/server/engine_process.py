@@ -23,7 +23,7 @@ import zmq
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.plan import Plan
-from tandem.engine.protocol import AbortRequest, EngineStats, GenerateRequest, TokenOutput
+from tandem.engine.protocol import AbortRequest, EngineStats, GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import EngineError, RequestError, TandemError
 from tandem.server.messages import (
     CacheFlushed,
@@ -73,10 +73,21 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
 
     path = resolve_model(config.model)
     engine = Engine(config)
+    if not config.skip_server_warmup:
+        warm_up(engine, engine.model_config.vocab)
     for decision in engine.plan.decisions:
         print(f"  {decision.name:<24} {decision.value:<16} {decision.reason}", flush=True)
     model = engine.model_config
     return LoadedEngine(engine, engine.plan, str(path), model.model_type, model.vocab)
+
+
+def warm_up(engine: SteppedEngine, vocab_size: int) -> None:
+    """A first request, whose answer nobody sees: first uses of memory and libraries are slow."""
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    engine.add(GenerateRequest(id="warm-up", prompt_ids=[vocab_size // 2] * 2, sampling=sampling))
+    while engine.has_work():
+        engine.step()
+    engine.flush_cache()
 
 
 class EngineLoop:

@@ -150,6 +150,7 @@ def greeting(config: EngineConfig, model_name: str, port: int) -> str:
     key = "" if config.api_key is None else " -H 'Authorization: Bearer KEY'"
     body = '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}'
     options = "" if port == 30000 and host == "127.0.0.1" else f" --host {host} --port {port}"
+    options += "" if config.api_key is None else " --api-key KEY"
     return (
         f"\n{model_name} is ready at {url}\n\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"

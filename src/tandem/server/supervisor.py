@@ -63,6 +63,7 @@ class EngineSupervisor:
         self._stopping = asyncio.Event()
         self._heard_at = 0.0
         self._start_error = ""
+        self._loaded = False
 
     @property
     def engine_pid(self) -> int | None:
@@ -80,7 +81,9 @@ class EngineSupervisor:
                 failed_starts = failed_starts + 1 if how is _Life.NEVER_READY else 0
                 lives += how is _Life.DIED
                 if lives == 0 or failed_starts >= START_ATTEMPTS:
-                    raise EngineError(self._start_error or "the engine process could not be started")
+                    raise EngineError(self._start_error)
+                if failed_starts:
+                    log.error("the engine could not be started again: %s", self._start_error)
                 short_lives = short_lives + 1 if time.monotonic() - began < STABLE_SECONDS else 0
                 await self._pause(short_lives)
                 self.restarts += 1
@@ -128,6 +131,7 @@ class EngineSupervisor:
         """Listen to one process until it ends, for whatever reason; never leaves it running."""
         self._send = lambda message: _send_now(socket, message)
         self._start_error = ""
+        self._loaded = False
         self._send(StartEngine(config=self._config, loader=self._loader))
         listening = asyncio.create_task(self._listen(socket))
         watching = asyncio.create_task(self._watch(process))
@@ -157,18 +161,16 @@ class EngineSupervisor:
         return await ended
 
     def _ended(self, code: int) -> _Life:
-        was_ready = self._client.ready
         if self._stopping.is_set():
             self._client.detach("the server is stopping")
             return _Life.STOPPED
         self._client.detach(
             f"the engine process ended ({_exit_reason(code)}) and is being restarted; try again"
         )
-        if was_ready:
+        if self._loaded:
             log.error("the engine process ended (%s); restarting it", _exit_reason(code))
             return _Life.DIED
         self._start_error = self._start_error or f"the engine process ended at start ({_exit_reason(code)})"
-        log.debug("engine start failed: %s", self._start_error)
         return _Life.NEVER_READY
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
@@ -178,6 +180,7 @@ class EngineSupervisor:
             match message:
                 case EngineReady():
                     await asyncio.to_thread(self._on_ready, message)
+                    self._loaded = True
                     if self._send is not None:
                         self._client.attach(self._send)
                 case StartFailed(message=text):
@@ -200,7 +203,7 @@ class EngineSupervisor:
 
     async def _stop_in_time(self, process: asyncio.subprocess.Process) -> None:
         await self._stopping.wait()
-        if not self._client.ready:  # still loading: it does not listen yet
+        if not self._loaded:  # it does not listen yet
             process.kill()
         await asyncio.sleep(STOP_SECONDS)
         process.kill()

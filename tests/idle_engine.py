@@ -1,0 +1,59 @@
+"""An engine without a model or torch, for tests of the supervisor alone: it starts in a moment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tandem.config import EngineConfig, Plan
+from tandem.engine.protocol import EngineStats, GenerateRequest, TokenOutput
+from tandem.errors import ConfigError
+from tandem.server.engine_process import LoadedEngine
+
+PLAN = Plan(
+    device="cpu", dtype="float32", expert_format="f32", dense_backend="torch", tier="scalar", cpus=(0,),
+    context_length=64, page_size=4, num_pages=16, max_running_requests=4, max_step_tokens=16, radix_cache=True,
+    fuse_shared_experts=False,
+)  # fmt: skip
+
+
+class IdleEngine:
+    """Answers every request with one word."""
+
+    def __init__(self) -> None:
+        self._queue: list[GenerateRequest] = []
+
+    def add(self, request: GenerateRequest) -> None:
+        if request.prompt_ids == [13]:
+            raise ZeroDivisionError("a bug in add")
+        self._queue.append(request)
+
+    def abort(self, request_id: str) -> None:
+        self._queue = [r for r in self._queue if request_id not in ("", r.id)]
+
+    def step(self) -> list[TokenOutput]:
+        queue, self._queue = self._queue, []
+        if any(r.prompt_ids == [14] for r in queue):
+            raise ZeroDivisionError("a bug in step")
+        return [TokenOutput(id=r.id, index=0, text="ok", token_ids=[1], finish_reason="stop") for r in queue]
+
+    def has_work(self) -> bool:
+        return bool(self._queue)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=len(self._queue))
+
+    def flush_cache(self) -> int:
+        return 0
+
+
+def load(config: EngineConfig) -> LoadedEngine:
+    return LoadedEngine(IdleEngine(), PLAN, "idle", "idle", 16)
+
+
+def load_once(config: EngineConfig) -> LoadedEngine:
+    """`config.model` is a file: when it is there, the model cannot be loaded any more."""
+    marker = Path(config.model)
+    if marker.exists():
+        raise ConfigError("the model went away")
+    marker.touch()
+    return load(config)

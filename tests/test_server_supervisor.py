@@ -1,0 +1,165 @@
+"""The supervisor and the client against real engine processes that hold no model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tandem.config import EngineConfig
+from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.errors import EngineError, RequestError
+from tandem.server import supervisor
+from tandem.server.engine_client import EngineClient
+from tandem.server.metrics import ServerMetrics
+from tandem.server.supervisor import EngineSupervisor
+
+Supervised = tuple[EngineClient, EngineSupervisor, asyncio.Task[None]]
+
+
+@pytest.fixture(autouse=True)
+def engine_finds_tests(monkeypatch: pytest.MonkeyPatch):
+    source = Path(supervisor.__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), str(source)]))
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.01)
+
+
+def request(name: str, prompt: list[int], **sampling) -> GenerateRequest:
+    return GenerateRequest(id=name, prompt_ids=prompt, sampling=SamplingParams(**sampling))
+
+
+@contextlib.asynccontextmanager
+async def supervised(
+    loader: str, model: str = "m"
+) -> AsyncIterator[tuple[EngineClient, EngineSupervisor, asyncio.Task]]:
+    client = EngineClient(ServerMetrics())
+    boss = EngineSupervisor(EngineConfig(model=model), client, lambda ready: None, f"idle_engine:{loader}")
+    running = asyncio.create_task(boss.run())
+    try:
+        await until(lambda: client.ready or running.done())
+        yield client, boss, running
+    finally:
+        await boss.stop()
+        with contextlib.suppress(EngineError):
+            await asyncio.wait_for(running, 30)
+
+
+async def until(condition, seconds: float = 60.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def answer(client: EngineClient, one: GenerateRequest) -> str:
+    stream = client.submit([one])
+    try:
+        return "".join([output.text for output in await asyncio.wait_for(stream.next(), 30)])
+    finally:
+        client.release(stream)
+
+
+def test_answers_and_clean_stop():
+    async def scenario():
+        async with supervised("load") as (client, boss, running):
+            assert await answer(client, request("a", [1])) == "ok"
+            await client.flush_cache()
+            assert client.open_answers == 0
+        assert running.done() and running.exception() is None
+        assert not client.ready and boss.restarts == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_id_can_be_used_again_but_not_twice_at_once():
+    async def scenario():
+        async with supervised("load") as (client, _, _):
+            stream = client.submit([request("a", [1])])
+            with pytest.raises(RequestError):
+                client.submit([request("a", [1])])
+            client.release(stream)
+            assert await answer(client, request("a", [1])) == "ok"
+
+    asyncio.run(scenario())
+
+
+def test_a_bug_in_add_fails_that_request_only():
+    async def scenario():
+        async with supervised("load") as (client, boss, _):
+            with pytest.raises(EngineError, match="a bug in add"):
+                await answer(client, request("bad", [13]))
+            assert await answer(client, request("good", [1])) == "ok"
+            assert boss.restarts == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_bug_in_the_loop_restarts_the_engine():
+    async def scenario():
+        async with supervised("load") as (client, boss, _):
+            with pytest.raises(EngineError, match="exit code 1"):
+                await answer(client, request("bad", [14]))
+            with pytest.raises(EngineError):
+                await answer(client, request("too early", [1]))
+            await until(lambda: client.ready)
+            assert await answer(client, request("good", [1])) == "ok"
+            assert boss.restarts == 1
+
+    asyncio.run(scenario())
+
+
+def test_pending_flush_ends_with_the_engine():
+    async def scenario():
+        async with supervised("load") as (client, boss, _):
+            os.kill(boss.engine_pid, signal.SIGSTOP)  # it will not answer
+            flushing = asyncio.create_task(client.flush_cache())
+            await asyncio.sleep(0.05)
+            os.kill(boss.engine_pid, signal.SIGKILL)
+            with pytest.raises(EngineError, match="SIGKILL"):
+                await asyncio.wait_for(flushing, 2)
+
+    asyncio.run(scenario())
+
+
+def test_gives_up_after_repeated_failures_to_start(tmp_path: Path):
+    async def scenario():
+        async with supervised("load_once", str(tmp_path / "marker")) as (client, boss, running):
+            os.kill(boss.engine_pid, signal.SIGKILL)
+            with pytest.raises(EngineError, match="the model went away"):
+                await asyncio.wait_for(running, 120)
+            assert boss.restarts == supervisor.START_ATTEMPTS
+            assert not client.ready
+
+    asyncio.run(scenario())
+
+
+def test_a_first_start_that_fails_is_not_repeated(tmp_path: Path):
+    marker = tmp_path / "marker"
+    marker.touch()
+
+    async def scenario():
+        async with supervised("load_once", str(marker)) as (_, boss, running):
+            with pytest.raises(EngineError, match="the model went away"):
+                await running
+            assert boss.restarts == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_cannot_be_attended_is_killed():
+    """A tokenizer that cannot be read, say: the error surfaces instead of a server that is never ready."""
+
+    async def scenario():
+        def no_tokenizer(ready):
+            raise RequestError("no tokenizer")
+
+        client = EngineClient(ServerMetrics())
+        boss = EngineSupervisor(EngineConfig(model="m"), client, no_tokenizer, "idle_engine:load")
+        with pytest.raises(EngineError, match="no tokenizer"):
+            await asyncio.wait_for(boss.run(), 60)
+
+    asyncio.run(scenario())
