@@ -133,6 +133,14 @@ void block(const Source& source, int64_t source_first, const uint8_t* const* x, 
   }
 }
 
+// Rows per block when `rows` are cut evenly into blocks of at most kMax: a short last block would leave too few
+// independent chains to hide the latency of the dot product.
+template <int kMax>
+TANDEM_INLINE int rows_per_block(int rows) {
+  const int blocks = (rows + kMax - 1) / kMax;
+  return (rows + blocks - 1) / blocks;
+}
+
 // Calls block<R> with R = rows (1 to kMax).
 template <class Isa, class Source, bool kScaled, int kMax>
 TANDEM_INLINE void block_of(int rows, const Source& source, int64_t source_first, const uint8_t* const* x,

@@ -1,5 +1,5 @@
 // Many rows on matrix tiles, for every format: panels become bf16 lines with their group scales multiplied in (rounded
-// to bf16 once more: a relative 2^-9 per weight), and blocks of 32 rows x 32 columns run over them.
+// to bf16 once more: at most a relative 2^-8 per weight), and blocks of 32 rows x 32 columns run over them.
 #pragma once
 
 #include "micro/tile_mm.h"

@@ -52,6 +52,7 @@ void tile_mm(const MatmulArgs* args) {
   const WeightView& w = args->weights;
   const uint8_t* const* x = reinterpret_cast<const uint8_t* const*>(args->x_rows);
   const int64_t depth = w.padded_depth / 2, slice = slice_pairs(w);
+  const int step = rows_per_block<Isa::kTileRows>(args->rows);
   for (int64_t first = 0; first < depth; first += slice) {
     const int64_t last = first + slice < depth ? first + slice : depth;
     Source sources[kMaxPairsPerCall];
@@ -60,9 +61,10 @@ void tile_mm(const MatmulArgs* args) {
       panels[p] = pair_of_panels(w, args->first_pair + p);
       sources[p] = slice_of<Isa, Format>(panels[p], first, last, args->scratch + p * kPairScratch);
     }
-    for (int r = 0; r < args->rows; r += Isa::kTileRows)
+    for (int r = 0; r < args->rows; r += step)
       for (int p = 0; p < args->pairs; ++p)
-        block_of<Isa, Source, Format::kScaled, Isa::kTileRows>(args->rows - r, sources[p], first, x + r, first, last,
+        block_of<Isa, Source, Format::kScaled, Isa::kTileRows>(args->rows - r < step ? args->rows - r : step,
+                                                               sources[p], first, x + r, first, last,
                                                                panels[p].scales,
                                                                args->y + r * args->y_stride + kPairColumns * p,
                                                                args->y_stride);

@@ -36,8 +36,10 @@ const KernelTable& table_of_tier(const std::string& tier) {
                               joined(supported));
 }
 
-Workspace::Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table)
+Workspace::Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table, int tile_from_rows)
     : pool_(std::move(pool)), table_(table), scratch_(size_t(pool_->size())) {
+  for (FormatKernels& kernels : table_.formats)
+    if (tile_from_rows >= 0) kernels.tile_from_rows = tile_from_rows;
   constexpr int64_t kTileBytes = kRowsPerCall * kTileStride * 4, kSumBytes = kSumFloats * 4;
   constexpr int64_t kWorkerBytes = kMatmulScratchBytes + kTileBytes + kSumBytes;
   scratch_memory_ = HugeBuffer(size_t(kWorkerBytes) * scratch_.size());

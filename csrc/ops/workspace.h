@@ -31,7 +31,8 @@ constexpr int64_t kSumFloats = 128 * 1024;
 
 class Workspace {
  public:
-  Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table);
+  // tile_from_rows >= 0 replaces the tier's own choice of algorithm for every format (0: always tile_mm).
+  Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table, int tile_from_rows = -1);
 
   WorkerPool& pool() const { return *pool_; }
   const KernelTable& table() const { return table_; }
@@ -45,7 +46,7 @@ class Workspace {
 
  private:
   std::shared_ptr<WorkerPool> pool_;
-  const KernelTable& table_;
+  KernelTable table_;
   std::vector<WorkerScratch> scratch_;
   HugeBuffer scratch_memory_;
   HugeBuffer shared_[2];

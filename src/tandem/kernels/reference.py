@@ -13,29 +13,14 @@ from torch import Tensor
 from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
 from tandem.kernels.ops import BatchLayout, Rope, Routing
-
-GROUP = 32  # weights along K that share one scale in int8 and int4
-CODES = {"int8": (-127, 127), "int4": (-8, 7)}
+from tandem.kernels.reference_formats import dequantised
 
 
 def round_to_format(weight: Tensor, fmt: str) -> Tensor:
-    """weight [N, K] as `fmt` stores it: bf16 or f32 in that dtype; int8 and int4 dequantised, f32.
-
-    int8: codes -127 … 127, the group's largest magnitude is 127. int4: codes -8 … 7, the group's extreme value is -8,
-    whatever its sign. Scales are bfloat16.
-    """
+    """weight [N, K] as `fmt` stores it: bf16 or f32 in that dtype; int8 and int4 dequantised, f32."""
     if fmt in ("bf16", "f32"):
         return weight.to(torch.bfloat16 if fmt == "bf16" else torch.float32).clone()
-    if fmt not in CODES:
-        raise KernelError(f"unknown weight format {fmt!r}; these exist: bf16, f32, int8, int4")
-    n, k = weight.shape
-    low, high = CODES[fmt]
-    groups = F.pad(weight.float(), (0, -k % GROUP)).view(n, -1, GROUP)
-    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    scale = extreme.abs() / high if fmt == "int8" else extreme / low
-    scale = scale.bfloat16().float()
-    codes = torch.round(groups * torch.where(scale == 0, 0.0, 1 / scale)).clamp(low, high)
-    return (codes * scale).view(n, -1)[:, :k].contiguous()
+    return dequantised(weight, fmt)
 
 
 class TorchLinear:

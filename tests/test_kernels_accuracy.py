@@ -1,0 +1,92 @@
+"""Every format x tier x algorithm x odd size against float64 of the weights that the codes stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernel_cases as cases
+from tandem.kernels.cpu import PackedMatrix
+from tandem.kernels.reference_formats import dequantised
+
+SHAPES = [(1, 1), (16, 32), (33, 65), (75, 333), (40, 1100)]  # [N, K]: not multiples of panel, group or slice
+ROWS = [1, 2, 3, 17, 129]
+
+matrix_of_tests = pytest.mark.parametrize(
+    ("fmt", "group", "tier", "algorithm"),
+    [
+        pytest.param(fmt, group, tier, algorithm, id=f"{fmt}-g{group}-{tier}-{algorithm}")
+        for fmt, group in cases.FORMATS
+        for tier in cases.TIERS
+        for algorithm in cases.ALGORITHMS
+    ],
+)
+
+
+def random_weight(rows: int, depth: int) -> torch.Tensor:
+    return torch.randn(rows, depth, generator=torch.Generator().manual_seed(rows * 4099 + depth))
+
+
+@matrix_of_tests
+def test_product_matches_float64(fmt: str, group: int, tier: str, algorithm: str) -> None:
+    cases.require_tier(tier)
+    workspace = cases.workspace_of(tier, algorithm)
+    for n, k in SHAPES:
+        weight, bias = random_weight(n, k), torch.linspace(-1, 1, n)
+        matrix = PackedMatrix(workspace, weight, bias, fmt, group)
+        assert matrix.tier == tier
+        assert (workspace.tile_from_rows(fmt) == 0) == (algorithm == "tile_mm")
+        exact = dequantised(weight, fmt, group).double()
+        for rows in ROWS:
+            x = cases.activations(rows, k, fmt)
+            expected = x.double() @ exact.T + bias.double()
+            magnitude = x.double().abs() @ exact.abs().T + bias.double().abs()
+            error = (matrix(x, torch.float32).double() - expected).abs()
+            assert (error <= cases.product_bound(magnitude, k, fmt, group, tier)).all(), (n, k, rows)
+
+
+@pytest.mark.parametrize("tier", cases.TIERS)
+@pytest.mark.parametrize(("fmt", "group"), cases.FORMATS)
+def test_codes_equal_the_reference_bit_for_bit(fmt: str, group: int, tier: str) -> None:
+    cases.require_tier(tier)
+    for n, k in SHAPES:
+        weight = random_weight(n, k)
+        weight[0] = 0  # a group whose scale is 0
+        matrix = PackedMatrix(cases.workspace_of(tier), weight, None, fmt, group)
+        assert torch.equal(matrix.dequantised(), dequantised(weight, fmt, group))
+
+
+@pytest.mark.parametrize(("fmt", "group", "steps"), [("int8", 32, 127), ("int8", 0, 127), ("int4", 32, 8)])
+def test_quantisation_error_is_half_a_step(fmt: str, group: int, steps: int) -> None:
+    """Half a step, or one where int4's extreme of the other sign is cut from code 8 to 7; scales lose 2^-8."""
+    weight = random_weight(64, 256)
+    groups = weight.view(64, -1, group or 256)
+    step = groups.abs().amax(-1, keepdim=True) / steps
+    error = (dequantised(weight, fmt, group).view_as(groups) - groups).abs()
+    assert (error <= step * (0.5 if fmt == "int8" else 1.0) + cases.BF16_UNIT * step * steps).all()
+
+
+@pytest.mark.parametrize("tier", cases.TIERS)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32])
+def test_activation_and_output_types(tier: str, x_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    """float32 activations are rounded to bfloat16 at the entry; a bfloat16 output is the float32 one rounded."""
+    cases.require_tier(tier)
+    matrix = PackedMatrix(cases.workspace_of(tier), random_weight(75, 333), None, "bf16")
+    x = cases.activations(11, 333, "f32")
+    y = matrix(x.to(x_dtype), out_dtype)
+    assert y.dtype is out_dtype
+    assert torch.equal(y, matrix(x.bfloat16(), torch.float32).to(out_dtype))
+
+
+@pytest.mark.parametrize("tier", cases.TIERS)
+def test_float32_weights_take_bfloat16_activations(tier: str) -> None:
+    cases.require_tier(tier)
+    matrix = PackedMatrix(cases.workspace_of(tier), random_weight(40, 100), None, "f32")
+    x = cases.activations(5, 100, "bf16")
+    assert torch.equal(matrix(x, torch.float32), matrix(x.float()))
+
+
+def test_no_rows() -> None:
+    matrix = PackedMatrix(cases.workspace_of("scalar"), random_weight(40, 100), None, "bf16")
+    assert matrix(torch.empty(0, 100)).shape == (0, 40)

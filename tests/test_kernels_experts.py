@@ -1,0 +1,209 @@
+"""The MoE driver against float64: formats, activations, routing of every kind, chunks, output modes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernel_cases as cases
+from tandem.kernels.cpu import PackedExperts
+from tandem.kernels.reference_formats import dequantised
+
+EXPERTS, HIDDEN, WIDTH = 13, 100, 40  # width: half a pair of panels is padding
+ALPHA, LIMIT = 1.702, 1.0  # a limit that cuts many values
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One layer's float32 weights and biases, [E, ...]."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor
+    up_bias: Tensor
+    down_bias: Tensor
+
+
+@functools.cache
+def weights_of(seed: int = 0) -> Weights:
+    g = torch.Generator().manual_seed(seed)
+    gate, up = 2 * torch.randn(2, EXPERTS, WIDTH, HIDDEN, generator=g) / HIDDEN**0.5
+    down = torch.randn(EXPERTS, HIDDEN, WIDTH, generator=g) / WIDTH**0.5
+    biases = torch.randn(2, EXPERTS, WIDTH, generator=g)
+    return Weights(gate, up, down, biases[0], biases[1], torch.randn(EXPERTS, HIDDEN, generator=g))
+
+
+def activated(kind: str, gate: Tensor, up: Tensor) -> Tensor:
+    if kind == "gelu":
+        return F.gelu(gate) * up
+    if kind == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    if kind == "silu":
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    if kind == "swiglu_clamp":
+        return F.silu(gate) * up
+    return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
+
+
+def load(layer: PackedExperts, w: Weights, biased: bool = False) -> PackedExperts:
+    for e in range(EXPERTS):
+        biases = {
+            "gate_bias": w.gate_bias[e],
+            "up_bias": w.up_bias[e],
+            "down_bias": w.down_bias[e],
+        }
+        layer.load(e, w.gate[e], w.up[e], w.down[e], **(biases if biased else {}))
+    return layer
+
+
+def exact_and_bound(
+    w: Weights,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    fmt: str,
+    group: int,
+    tier: str,
+    kind: str,
+    biased: bool,
+) -> tuple[Tensor, Tensor]:
+    """The float64 result, and how far float32 kernels may be from it.
+
+    First order: the products' own bounds, passed through the activation (whose slope is below 1.2 in its gate for
+    silu and gelu, times |up|) and down; the intermediate activations are rounded to bfloat16 once.
+    """
+    out, bound = torch.zeros(2, len(x), HIDDEN, dtype=torch.float64)
+    for e in range(EXPERTS):
+        token, slot = torch.where(ids == e)
+        row = x[token].double()
+        gate_w, up_w, down_w = (dequantised(m[e], fmt, group).double() for m in (w.gate, w.up, w.down))
+        b = [t[e].double() if biased else 0.0 for t in (w.gate_bias, w.up_bias, w.down_bias)]
+        gate, up = row @ gate_w.T + b[0], row @ up_w.T + b[1]
+        gate_error = cases.product_bound(row.abs() @ gate_w.abs().T + 3.0, HIDDEN, fmt, group, tier)
+        up_error = cases.product_bound(row.abs() @ up_w.abs().T + 3.0, HIDDEN, fmt, group, tier)
+        hidden = activated(kind, gate, up)
+        slope = 1.3 * max(1.0, ALPHA)
+        hidden_error = slope * (up.abs() + 1) * gate_error + (gate.abs() + 1) * up_error
+        # exp, division and A&S 7.1.26's erf (1.5e-7 absolute) are good to 4e-7 of gate * up.
+        hidden_error = hidden_error + 4e-7 * gate.abs() * (up.abs() + 1)
+        if fmt != "f32":
+            hidden_error = hidden_error + cases.BF16_UNIT * (hidden.abs() + hidden_error)
+        y = hidden @ down_w.T + b[2]
+        y_error = hidden_error @ down_w.abs().T
+        y_error += cases.product_bound(hidden.abs() @ down_w.abs().T + 3.0, WIDTH, fmt, group, tier)
+        scale = weights[token, slot, None].double()
+        out.index_add_(0, token, scale * y)
+        bound.index_add_(0, token, scale.abs() * (y_error + 16 * cases.F32_UNIT * y.abs()))
+    return out, bound
+
+
+def random_routing(rows: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """ids int32 [rows, k] with skipped ones (-1 and EXPERTS), weights float32."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, EXPERTS + 1, (rows, k), generator=g, dtype=torch.int32)
+    return ids, torch.rand(rows, k, generator=g)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", *cases.ALGORITHMS])
+@pytest.mark.parametrize("tier", cases.TIERS)
+@pytest.mark.parametrize(("fmt", "group"), cases.FORMATS)
+def test_formats(fmt: str, group: int, tier: str, algorithm: str) -> None:
+    cases.require_tier(tier)
+    layer = PackedExperts(cases.workspace_of(tier, algorithm), EXPERTS, HIDDEN, WIDTH, fmt, group=group)
+    load(layer, weights_of())
+    assert layer.tier == tier
+    for rows, k in ((1, 1), (1, 12), (3, 3), (150, 4)):
+        x, (ids, weights) = cases.activations(rows, HIDDEN, fmt), random_routing(rows, k)
+        exact, bound = exact_and_bound(weights_of(), x, ids, weights, fmt, group, tier, "silu", False)
+        y = layer.forward(x, ids, weights, out=torch.empty(rows, HIDDEN))
+        assert ((y.double() - exact).abs() <= bound).all(), (rows, k)
+
+
+@pytest.mark.parametrize("tier", cases.TIERS)
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "swiglu_clamp", "swiglu_oai"])
+def test_activations_and_biases(kind: str, tier: str) -> None:
+    cases.require_tier(tier)
+    layer = PackedExperts(
+        cases.workspace_of(tier), EXPERTS, HIDDEN, WIDTH, "f32", kind, alpha=ALPHA, limit=LIMIT
+    )
+    load(layer, weights_of(), biased=True)
+    x, (ids, weights) = 3 * cases.activations(20, HIDDEN, "f32"), random_routing(20, 3)
+    exact, bound = exact_and_bound(weights_of(), x, ids, weights, "f32", 0, tier, kind, True)
+    assert ((layer.forward(x, ids, weights).double() - exact).abs() <= bound).all()
+
+
+@functools.cache
+def plain_layer(tier: str = "scalar", threads: int = 2) -> PackedExperts:
+    return load(
+        PackedExperts(cases.workspace_of(tier, "auto", threads), EXPERTS, HIDDEN, WIDTH), weights_of()
+    )
+
+
+def check(ids: Tensor, weights: Tensor, threads: int = 2) -> None:
+    x = cases.activations(len(ids), HIDDEN, "bf16")
+    exact, bound = exact_and_bound(weights_of(), x, ids, weights, "bf16", 0, "scalar", "silu", False)
+    y = plain_layer("scalar", threads).forward(x, ids, weights, out=torch.empty(len(ids), HIDDEN))
+    assert ((y.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("k", range(1, 13))
+def test_top_k(k: int) -> None:
+    check(*random_routing(9, k, seed=k))
+
+
+def test_every_token_on_one_expert() -> None:
+    check(torch.full((400, 1), 5, dtype=torch.int32), torch.rand(400, 1))
+
+
+def test_one_expert_twice_for_a_token() -> None:
+    check(torch.tensor([[4, 4, 4]], dtype=torch.int32), torch.tensor([[0.25, 0.5, -1.0]]))
+
+
+def test_more_workers_than_tasks() -> None:
+    check(*random_routing(1, 2, seed=5), threads=7)
+
+
+def test_more_tokens_than_a_chunk() -> None:
+    ids, weights = random_routing(2500, 2)
+    x = cases.activations(2500, HIDDEN, "bf16")
+    y = plain_layer().forward(x, ids, weights)
+    for rows in (slice(0, 1300), slice(1300, 2500)):
+        assert torch.equal(y[rows], plain_layer().forward(x[rows], ids[rows], weights[rows]))
+
+
+def test_no_tokens_and_no_experts() -> None:
+    empty = torch.empty(0, 3, dtype=torch.int32), torch.empty(0, 3)
+    assert plain_layer().forward(torch.empty(0, HIDDEN, dtype=torch.bfloat16), *empty).shape == (0, HIDDEN)
+    skipped = torch.tensor([[-1, EXPERTS, 1 << 30]], dtype=torch.int32), torch.rand(1, 3)
+    assert not plain_layer().forward(torch.ones(1, HIDDEN).bfloat16(), *skipped).any()
+
+
+@pytest.mark.parametrize("tier", cases.TIERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_add_and_overwrite(tier: str, dtype: torch.dtype) -> None:
+    cases.require_tier(tier)
+    x, (ids, weights) = cases.activations(30, HIDDEN, "bf16"), random_routing(30, 3)
+    exact = plain_layer(tier).forward(x, ids, weights, out=torch.empty(30, HIDDEN))
+    before = torch.randn(30, HIDDEN).to(dtype)
+    overwritten = plain_layer(tier).forward(x, ids, weights, out=before.clone())
+    added = plain_layer(tier).forward(x, ids, weights, out=before.clone(), add=True)
+    assert torch.equal(overwritten, exact.to(dtype))
+    assert torch.equal(added, (before.float() + exact).to(dtype))
+
+
+def test_an_earlier_calls_nan_does_not_leak_through_padding() -> None:
+    """Scratch is shared: what another layer left behind padded columns must not be multiplied with weights of 0."""
+    workspace = cases.workspace_of("scalar")
+    wide = PackedExperts(workspace, 1, HIDDEN, 64)
+    wide.load(0, *(torch.full(s, torch.nan) for s in ((64, HIDDEN), (64, HIDDEN), (HIDDEN, 64))))
+    one = torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1)
+    assert wide.forward(torch.ones(4, HIDDEN).bfloat16(), *one).isnan().all()
+    y = plain_layer().forward(torch.ones(4, HIDDEN).bfloat16(), *one)
+    assert y.isfinite().all()

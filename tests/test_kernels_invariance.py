@@ -1,0 +1,108 @@
+"""A row has the same result, to the bit, whatever the batch, the algorithm and the number of threads (not on AMX)."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import kernel_cases as cases
+from tandem.kernels.cpu import PackedExperts, PackedMatrix
+
+N, K = 75, 1100
+EXPERTS, HIDDEN, WIDTH = 7, 150, 72
+
+quietly = settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+each_case = pytest.mark.parametrize(
+    ("fmt", "group", "tier"),
+    [
+        pytest.param(fmt, group, tier, id=f"{fmt}-g{group}-{tier}")
+        for fmt, group in (("f32", 0), ("bf16", 0), ("int8", 32), ("int8", 0), ("int4", 64))
+        for tier in cases.INVARIANT_TIERS
+    ],
+)
+workspaces = st.builds(
+    lambda algorithm, threads: (algorithm, threads),
+    st.sampled_from(["dot_rows", "tile_mm", "auto"]),
+    st.integers(1, 3),
+)
+
+
+@functools.cache
+def matrix_of(fmt: str, group: int, tier: str, algorithm: str = "auto", threads: int = 1) -> PackedMatrix:
+    weight = torch.randn(N, K, generator=torch.Generator().manual_seed(1))
+    return PackedMatrix(cases.workspace_of(tier, algorithm, threads), weight, None, fmt, group)
+
+
+@functools.cache
+def layer_of(fmt: str, group: int, tier: str, algorithm: str = "auto", threads: int = 1) -> PackedExperts:
+    generator = torch.Generator().manual_seed(2)
+    layer = PackedExperts(
+        cases.workspace_of(tier, algorithm, threads), EXPERTS, HIDDEN, WIDTH, fmt, group=group
+    )
+    for expert in range(EXPERTS):
+        gate, up = torch.randn(2, WIDTH, HIDDEN, generator=generator) / HIDDEN**0.5
+        layer.load(expert, gate, up, torch.randn(HIDDEN, WIDTH, generator=generator) / WIDTH**0.5)
+    return layer
+
+
+@functools.cache
+def alone(fmt: str, group: int, tier: str) -> torch.Tensor:
+    """Every row of the largest batch in a call of its own."""
+    x = cases.activations(150, K, fmt)
+    matrix = matrix_of(fmt, group, tier)
+    return torch.cat([matrix(row[None], torch.float32) for row in x])
+
+
+@each_case
+@quietly
+@given(first=st.integers(0, 100), rows=st.integers(1, 50), workspace=workspaces)
+def test_matrix_rows_do_not_depend_on_the_batch(
+    fmt: str, group: int, tier: str, first: int, rows: int, workspace: tuple[str, int]
+) -> None:
+    cases.require_tier(tier)
+    x = cases.activations(150, K, fmt)[first : first + rows]
+    y = matrix_of(fmt, group, tier, *workspace)(x, torch.float32)
+    assert torch.equal(y, alone(fmt, group, tier)[first : first + rows])
+
+
+@functools.cache
+def tokens_alone(fmt: str, group: int, tier: str) -> torch.Tensor:
+    x, ids, weights = routed(fmt)
+    layer = layer_of(fmt, group, tier)
+    rows = [layer.forward(x[t : t + 1], ids[t : t + 1], weights[t : t + 1]) for t in range(len(x))]
+    return torch.cat(rows)
+
+
+@functools.cache
+def routed(fmt: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(-1, EXPERTS + 1, (300, 3), generator=generator, dtype=torch.int32)
+    return cases.activations(300, HIDDEN, fmt), ids, torch.rand(300, 3, generator=generator)
+
+
+@each_case
+@quietly
+@given(first=st.integers(0, 150), rows=st.integers(1, 150), workspace=workspaces)
+def test_expert_rows_do_not_depend_on_the_batch(
+    fmt: str, group: int, tier: str, first: int, rows: int, workspace: tuple[str, int]
+) -> None:
+    cases.require_tier(tier)
+    part = [t[first : first + rows].contiguous() for t in routed(fmt)]
+    y = layer_of(fmt, group, tier, *workspace).forward(*part)
+    assert torch.equal(y, tokens_alone(fmt, group, tier)[first : first + rows])
+
+
+@pytest.mark.parametrize("tier", cases.INVARIANT_TIERS)
+def test_order_of_a_tokens_experts_does_not_matter(tier: str) -> None:
+    cases.require_tier(tier)
+    x, ids, weights = routed("bf16")
+    layer = layer_of("bf16", 0, tier)
+    flipped = layer.forward(x, ids.flip(1).contiguous(), weights.flip(1).contiguous())
+    distinct = (ids.sort(1).values.diff(dim=1) != 0).all(1)  # two slots with one expert add up in slot order
+    assert torch.equal(flipped[distinct], layer.forward(x, ids, weights)[distinct])
