@@ -19,18 +19,15 @@ def cpu_model() -> str:
     """The CPU's own name for itself."""
 
 class BatchView:
-    """A checked copy of a step's index tensors."""
+    """A checked copy of a step's index arrays."""
 
     def __init__(
         self,
-        positions: int,
-        cache_slots: int,
-        rows: int,
-        query_starts: int,
-        seq_lens: int,
-        sequences: int,
-        block_tables: int,
-        table_width: int,
+        positions: Sequence[int],
+        cache_slots: Sequence[int],
+        query_starts: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[int],
         page_size: int,
         num_pages: int,
     ) -> None: ...
@@ -42,69 +39,65 @@ class Heads:
         self, heads: int, kv_heads: int, head_dim: int, q_norm_size: int = 0, k_norm_size: int = 0
     ) -> None: ...
 
-class DenseOps:
-    """
-    Norm, rotation, attention and routing on a pool. All tensors are addresses.
-    """
+class Route:
+    """How logits become experts and weights."""
 
-    def __init__(self, pool: WorkerPool, tier: str) -> None: ...
-    def rms_norm(
-        self, x: int, residual: int, weight: int, out: int, rows: int, n: int, eps: float, bf16: bool
-    ) -> None: ...
-    def rope_store(
+    def __init__(
         self,
-        batch: BatchView,
-        heads: Heads,
-        qkv: int,
-        cos: int,
-        sin: int,
-        table_rows: int,
-        half: int,
-        q_norm: int,
-        k_norm: int,
-        k_pages: int,
-        v_pages: int,
-        q: int,
-        eps: float,
-        bf16: bool,
-    ) -> None: ...
-    def attention(
-        self,
-        batch: BatchView,
-        heads: Heads,
-        q: int,
-        k_pages: int,
-        v_pages: int,
-        out: int,
-        scale: float,
-        window: int,
-        bf16: bool,
-    ) -> None: ...
-    def read_memory(self, data: int, bytes: int) -> float:
-        """Reads once with all workers; returns a checksum."""
-
-    def multiply_add(self, rounds: int, bf16: bool) -> int:
-        """
-        Multiply-adds in registers on all workers; returns the operations done.
-        """
-
-    def route(
-        self,
-        rows: int,
-        logits: int,
-        bias: int,
-        ids: int,
-        weights: int,
         experts: int,
         top_k: int,
         groups: int,
         top_groups: int,
+        shared: int,
         sigmoid: bool,
         normalize: bool,
         group_by_top2: bool,
         scale: float,
         epsilon: float,
     ) -> None: ...
+
+class DenseOps:
+    """Norm, rotation, attention and routing on a pool."""
+
+    def __init__(self, pool: WorkerPool, tier: str) -> None: ...
+    def rms_norm(
+        self, x: object, residual: object | None, weight: object, out: object, eps: float
+    ) -> None: ...
+    def rope_store(
+        self,
+        batch: BatchView,
+        heads: Heads,
+        qkv: object,
+        cos: object,
+        sin: object,
+        q_norm: object | None,
+        k_norm: object | None,
+        k_pages: object,
+        v_pages: object,
+        q: object,
+        eps: float,
+    ) -> None: ...
+    def attention(
+        self,
+        batch: BatchView,
+        heads: Heads,
+        q: object,
+        k_pages: object,
+        v_pages: object,
+        out: object,
+        scale: float,
+        window: int,
+    ) -> None: ...
+    def route(
+        self, rule: Route, logits: object, bias: object | None, ids: object, weights: object
+    ) -> None: ...
+    def read_memory(self, data: object) -> float:
+        """Reads once with all workers; returns a checksum."""
+
+    def multiply_add(self, rounds: int, bf16: bool) -> int:
+        """
+        Multiply-adds in registers on all workers; returns the operations done.
+        """
 
 class Workspace:
     """
