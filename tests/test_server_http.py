@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 
 import echo_engine
 from echo_tokenizer import EOS
 from server_harness import LocalServer, local_server
+from tandem.engine import limits as engine_limits
+from tandem.server import limits
 from tandem.server.limits import MAX_BODY_BYTES
 
 CHAT = "/v1/chat/completions"
@@ -536,3 +539,24 @@ def test_a_huge_body_is_refused(declared):
         assert error_of(response, 413)["code"] == "body_too_large"
 
     run(scenario)
+
+
+def test_the_documentation_says_what_is_so():
+    """docs/http.md names every route and the limits that the code has."""
+    text = (Path(__file__).parent.parent / "docs" / "http.md").read_text()
+
+    async def scenario(server: LocalServer):
+        for path in server.app.openapi()["paths"]:
+            assert (
+                path == "/" or path.replace("/v1/models/{model_id}", "/v1/models/{id}").split("{")[0] in text
+            )
+
+    run(scenario)
+    for number in (
+        limits.MAX_PROMPTS, limits.MAX_MESSAGES, limits.MAX_TOP_LOGPROBS, limits.MAX_OPEN_ANSWERS,
+        engine_limits.MAX_ANSWERS,
+        engine_limits.MAX_STOP_STRINGS, engine_limits.MAX_STOP_CHARS, engine_limits.MAX_STOP_TOKENS,
+        engine_limits.MAX_LOGIT_BIAS,
+    ):  # fmt: skip
+        assert f"{number:,}" in text, number
+    assert f"{limits.MAX_BODY_BYTES >> 20} MiB" in text and f"{limits.DRAIN_SECONDS:g} seconds" in text
