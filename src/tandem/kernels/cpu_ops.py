@@ -117,9 +117,16 @@ class CpuOps:
 
 def _checked(batch: BatchLayout, k_pages: Tensor) -> _core.BatchView:
     """Raises KernelError when an index points outside the cache."""
-    indices = (batch.positions, batch.cache_slots, batch.query_starts, batch.seq_lens, batch.block_tables)
     try:
-        return _core.BatchView(*(i.flatten().tolist() for i in indices), k_pages.shape[1], k_pages.shape[0])
+        return _core.BatchView(
+            positions=batch.positions.tolist(),
+            cache_slots=batch.cache_slots.tolist(),
+            query_starts=batch.query_starts.tolist(),
+            seq_lens=batch.seq_lens.tolist(),
+            block_tables=batch.block_tables.flatten().tolist(),
+            page_size=k_pages.shape[1],
+            num_pages=k_pages.shape[0],
+        )
     except ValueError as error:
         raise KernelError(str(error)) from None
 
