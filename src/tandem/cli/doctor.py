@@ -73,7 +73,7 @@ def hardware(machine: Machine) -> Iterator[Finding]:
     yield _threads(machine)
     yield _tiers(machine)
     yield Finding(
-        "NUMA", f"{len(machine.nodes)} node{'s' * (len(machine.nodes) > 1)}, {machine.sockets} sockets"
+        "NUMA", f"{len(machine.nodes)} node{'s' * (len(machine.nodes) > 1)}, {machine.sockets} socket{'s' * (machine.sockets > 1)}"
     )
     yield _memory(machine)
     yield from _gpus(machine)
