@@ -15,8 +15,8 @@ struct NamedTable {
 };
 
 const NamedTable kTables[] = {
-    {"scalar", &kScalarTable},           {"avx2", &kAvx2Table}, {"avx512", &kAvx512Table},
-    {"avx512_bf16", &kAvx512Bf16Table},  {"amx", &kAmxTable},   {"amx_standin", &kAmxStandinTable},
+    {"scalar", &kScalarTable},          {"avx2", &kAvx2Table}, {"avx512", &kAvx512Table},
+    {"avx512_bf16", &kAvx512Bf16Table}, {"amx", &kAmxTable},   {"amx_standin", &kAmxStandinTable},
 };
 
 std::string joined(const std::vector<std::string>& names) {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
@@ -176,14 +177,15 @@ def ceilings_table(ceilings: dict[str, Ceilings], threads: int) -> Table:
 
 
 def results_table(results: list[Result]) -> Table:
-    table = Table(title="One MoE layer's experts; share = of the least possible time")
+    table = Table(title="One MoE layer's experts; share = of the least possible time", box=box.SIMPLE_HEAD)
     for name in ("bench", "shape", "format", "tier"):
         table.add_column(name)
-    for name in ("tokens", "ms", "value", "ceiling", "share"):
-        table.add_column(name, justify="right")
+    for name in ("tokens", "ms", "rate / ceiling", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
     for r in results:
-        numbers = (f"{r.ms:.3f}", f"{r.value:.3g} {r.unit}", f"{r.ceiling:.3g}", f"{r.share:.0%}")
-        table.add_row(r.bench, r.shape, r.format, r.tier, str(r.tokens), *numbers)
+        rate = f"{r.value:.3g}/{r.ceiling:.3g} {r.unit}"
+        numbers = (str(r.tokens), f"{r.ms:.3g}", rate, f"{r.share:.0%}")
+        table.add_row(r.bench, r.shape, r.format, r.tier, *numbers)
     return table
 
 
