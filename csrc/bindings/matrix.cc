@@ -47,21 +47,21 @@ void bind_matrix(nb::module_& m) {
           nb::arg("pool"), nb::arg("tier"), nb::arg("tile_from_rows") = -1,
           "tile_from_rows >= 0 replaces the tier's own choice of algorithm: for tests and tuning.")
       .def_prop_ro("tier", [](const Workspace& self) { return name_of(self.table().tier); })
-      .def("tile_from_rows",
-           [](const Workspace& self, const std::string& format) {
-             return self.table().formats[int(format_named(format))].tile_from_rows;
-           },
-           nb::arg("format"), "From this many rows on, tile_mm is used.");
+      .def(
+          "tile_from_rows",
+          [](const Workspace& self, const std::string& format) {
+            return self.table().formats[int(format_named(format))].tile_from_rows;
+          },
+          nb::arg("format"), "From this many rows on, tile_mm is used.");
   nb::class_<PackedMatrix>(m, "PackedMatrix", "A packed weight matrix [N, K].")
-      .def("__init__", &make_matrix, nb::arg("workspace"), nb::arg("weight"), nb::arg("bias").none(),
-           nb::arg("format"), nb::arg("group"))
+      .def("__init__", &make_matrix, nb::arg("workspace"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("format"),
+           nb::arg("group"))
       .def("multiply", &multiply, nb::arg("x"), nb::arg("out"), "out[T, N] = x[T, K] @ weight.T + bias")
       .def("dequantise", &dequantise, nb::arg("out"), "The weights that the codes stand for, float32 [N, K].")
       .def_prop_ro("tier", [](const PackedMatrix& self) { return name_of(self.workspace().table().tier); })
       .def_prop_ro("packed_bytes", [](const PackedMatrix& self) { return packed_bytes(self.layout()); })
-      .def_prop_ro("shape", [](const PackedMatrix& self) {
-        return nb::make_tuple(self.layout().columns, self.layout().depth);
-      });
+      .def_prop_ro("shape",
+                   [](const PackedMatrix& self) { return nb::make_tuple(self.layout().columns, self.layout().depth); });
 }
 
 }  // namespace tandem

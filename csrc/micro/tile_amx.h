@@ -25,7 +25,7 @@ void unpack_scaled_panel(const uint8_t* payload, const Scales& scales, int which
 
 template <class Isa, class Format>
 TANDEM_INLINE ScratchSource<typename Format::Lane> scaled_slice_of(const PairOfPanels& panels, int64_t first,
-                                                                  int64_t last, uint8_t* scratch) {
+                                                                   int64_t last, uint8_t* scratch) {
   if constexpr (Format::kPacked) {
     const int64_t bytes = (last - first) * kCacheLine;
     for (int p = 0; p < 2; ++p)
@@ -75,8 +75,10 @@ void tile_mm_amx(const MatmulArgs* args) {
       for (int p = 0; p < args->pairs; ++p) {
         float* y = args->y + r * args->y_stride + kPairColumns * p;
         const int64_t steps = (last - first) / 16;
-        if (rows > 16) Tiles::template multiply<2>(a.data, a.stride, sources[p].panel, steps, y, args->y_stride, first > 0);
-        else Tiles::template multiply<1>(a.data, a.stride, sources[p].panel, steps, y, args->y_stride, first > 0);
+        if (rows > 16)
+          Tiles::template multiply<2>(a.data, a.stride, sources[p].panel, steps, y, args->y_stride, first > 0);
+        else
+          Tiles::template multiply<1>(a.data, a.stride, sources[p].panel, steps, y, args->y_stride, first > 0);
       }
     }
   }

@@ -7,7 +7,8 @@
 namespace tandem {
 namespace {
 
-// Pairs of k unpacked at once: 2 panels x 256 x 64 bytes (x 2 with float lanes) x 8 pairs = kMatmulScratchBytes at most.
+// Pairs of k unpacked at once: 2 panels x 256 x 64 bytes (x 2 with float lanes) x 8 pairs = kMatmulScratchBytes at
+// most.
 constexpr int64_t kDepthPairs = 256;
 
 // Equal slices of K instead of a full one and a rest; each a multiple of the group.
@@ -33,7 +34,7 @@ void unpack_panel(const uint8_t* payload, int64_t first, int64_t last, uint8_t* 
 // The lines of one pair of panels for a slice of K: in place, or unpacked to `scratch`.
 template <class Isa, class Format>
 TANDEM_INLINE ScratchSource<typename Format::Lane> slice_of(const PairOfPanels& panels, int64_t first, int64_t last,
-                                                           uint8_t* scratch) {
+                                                            uint8_t* scratch) {
   const int64_t bytes = (last - first) * Format::Lane::kLinesPerPair * kCacheLine;
   if constexpr (!Format::kPacked) {
     const int64_t offset = first * Format::kPairBytes;
@@ -63,11 +64,9 @@ void tile_mm(const MatmulArgs* args) {
     }
     for (int r = 0; r < args->rows; r += step)
       for (int p = 0; p < args->pairs; ++p)
-        block_of<Isa, Source, Format::kScaled, Isa::kTileRows>(args->rows - r < step ? args->rows - r : step,
-                                                               sources[p], first, x + r, first, last,
-                                                               panels[p].scales,
-                                                               args->y + r * args->y_stride + kPairColumns * p,
-                                                               args->y_stride);
+        block_of<Isa, Source, Format::kScaled, Isa::kTileRows>(
+            args->rows - r < step ? args->rows - r : step, sources[p], first, x + r, first, last, panels[p].scales,
+            args->y + r * args->y_stride + kPairColumns * p, args->y_stride);
     if (last == depth)
       for (int p = 0; p < args->pairs; ++p)
         scale_rows<Isa>(panels[p].row_scales, args->y + kPairColumns * p, args->y_stride, args->rows);

@@ -1,5 +1,5 @@
-#include "abi/tiers.h"
 #include "isa/avx512_bf16.h"
+#include "abi/tiers.h"
 #include "micro/table.h"
 
 namespace tandem {

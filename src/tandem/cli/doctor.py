@@ -72,11 +72,13 @@ def hardware(machine: Machine) -> Iterator[Finding]:
     yield Finding("CPU", machine.cpu_model)
     yield _threads(machine)
     yield _tiers(machine)
-    yield Finding(
-        "NUMA", f"{len(machine.nodes)} node{'s' * (len(machine.nodes) > 1)}, {machine.sockets} socket{'s' * (machine.sockets > 1)}"
-    )
+    yield Finding("NUMA", f"{_count(len(machine.nodes), 'node')}, {_count(machine.sockets, 'socket')}")
     yield _memory(machine)
     yield from _gpus(machine)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _threads(machine: Machine) -> Finding:
