@@ -29,8 +29,8 @@ struct Avx2Isa {
   struct Pair {
     Lane::Line line[Lane::kLinesPerPair];
   };
-  // 3 rows x 2 panels = 12 accumulators, 4 registers are left for weights and activations.
-  static constexpr int kDotRows = 3;
+  // 3 rows x 2 panels = 12 accumulators, 4 registers are left for weights and activations; decoding takes more.
+  static constexpr int kDotRows = 2;
   static constexpr int kTileRows = 3;
 
   TANDEM_INLINE static Vec set1(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }

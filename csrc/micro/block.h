@@ -11,7 +11,9 @@ namespace {
 template <class Isa, class Format>
 struct PayloadSource {
   using Lane = typename Format::Lane;
-  static constexpr int kPairsPerBlock = Format::kPairsPerBlock;
+  static constexpr int kLinesPerStep = Lane::kLinesPerPair;
+  static constexpr int kStepsPerPair = 1;
+  static constexpr int kStepsPerBlock = Format::kPairsPerBlock;
   const uint8_t* panel[2];
   int64_t ahead;  // bytes from here to what is prefetched
 
@@ -23,21 +25,19 @@ struct PayloadSource {
   }
 };
 
+// One line per step: with float lanes, two panels' lines of a whole pair would take 8 of AVX2's 16 registers.
 template <class L>
 struct ScratchSource {
   using Lane = L;
-  struct Pair {
-    typename Lane::Line line[Lane::kLinesPerPair];
+  struct Step {
+    typename Lane::Line line[1];
   };
-  static constexpr int kPairsPerBlock = 1;
+  static constexpr int kLinesPerStep = 1;
+  static constexpr int kStepsPerPair = Lane::kLinesPerPair;
+  static constexpr int kStepsPerBlock = 1;
   const uint8_t* panel[2];
 
-  TANDEM_INLINE Pair decode(int p, int64_t pair, int) const {
-    Pair a;
-    for (int i = 0; i < Lane::kLinesPerPair; ++i)
-      a.line[i] = Lane::load_line(panel[p] + (pair * Lane::kLinesPerPair + i) * kCacheLine);
-    return a;
-  }
+  TANDEM_INLINE Step decode(int p, int64_t step, int) const { return {Lane::load_line(panel[p] + step * kCacheLine)}; }
 };
 
 template <class Isa, int R>
@@ -50,18 +50,19 @@ template <class Isa, class Source, int R>
 TANDEM_INLINE void accumulate(const Source& source, const uint8_t* const* x, int64_t first, int64_t last,
                               Sums<Isa, R>& sums) {
   using Lane = typename Source::Lane;
-  constexpr int kBytes = 4 * Lane::kLinesPerPair;  // of one row's activations for one pair of k
+  constexpr int kBytes = 4 * Source::kLinesPerStep;  // of one row's activations for one step
   const uint8_t* row[R];
   for (int r = 0; r < R; ++r) row[r] = x[r];
-  for (int64_t pair = first; pair < last; pair += Source::kPairsPerBlock) {
+  const int64_t end = last * Source::kStepsPerPair;
+  for (int64_t step = first * Source::kStepsPerPair; step < end; step += Source::kStepsPerBlock) {
 #pragma GCC unroll 4
-    for (int index = 0; index < Source::kPairsPerBlock; ++index) {
-      const auto a = source.decode(0, pair, index), b = source.decode(1, pair, index);
+    for (int index = 0; index < Source::kStepsPerBlock; ++index) {
+      const auto a = source.decode(0, step, index), b = source.decode(1, step, index);
 #pragma GCC unroll 2
-      for (int line = 0; line < Lane::kLinesPerPair; ++line) {
+      for (int line = 0; line < Source::kLinesPerStep; ++line) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          const auto x_line = Lane::x_line(row[r] + (pair + index) * kBytes + 4 * line);
+          const auto x_line = Lane::x_line(row[r] + (step + index) * kBytes + 4 * line);
           sums.v[r][0] = Lane::dot(sums.v[r][0], a.line[line], x_line);
           sums.v[r][1] = Lane::dot(sums.v[r][1], b.line[line], x_line);
         }
