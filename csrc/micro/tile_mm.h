@@ -62,8 +62,8 @@ void tile_mm(const MatmulArgs* args) {
       panels[p] = pair_of_panels(w, args->first_pair + p);
       sources[p] = slice_of<Isa, Format>(panels[p], first, last, args->scratch + p * kPairScratch);
     }
-    for (int r = 0; r < args->rows; r += step)
-      for (int p = 0; p < args->pairs; ++p)
+    for (int p = 0; p < args->pairs; ++p)  // outside: a slice of one pair stays in L1 while the rows pass
+      for (int r = 0; r < args->rows; r += step)
         block_of<Isa, Source, Format::kScaled, Isa::kTileRows>(
             args->rows - r < step ? args->rows - r : step, sources[p], first, x + r, first, last, panels[p].scales,
             args->y + r * args->y_stride + kPairColumns * p, args->y_stride);
