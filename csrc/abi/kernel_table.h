@@ -48,6 +48,7 @@ using MatmulFn = void (*)(const MatmulArgs*);
 
 constexpr int64_t kMatmulScratchBytes = 512 * 1024;
 constexpr int kMaxPairsPerCall = 8;
+constexpr int kMaxRowsPerCall = 256;
 
 struct FormatKernels {
   MatmulFn dot_rows;       // few rows: weights are streamed once and decoded in registers

@@ -10,8 +10,8 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kIntermediateBytes = int64_t{64} << 20;  // scratch for the experts' intermediate activations
-constexpr int64_t kMaxChunkTokens = 2048;
+constexpr int64_t kIntermediateBytes = int64_t{128} << 20;  // scratch for the experts' intermediate activations
+constexpr int64_t kMaxChunkTokens = 4096;
 
 void check_shape(const ExpertShape& shape) {
   if (shape.experts < 1 || shape.hidden < 1 || shape.width < 1)

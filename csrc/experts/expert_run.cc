@@ -6,16 +6,19 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kTaskBytes = 96 * 1024;  // weights per gate-up task, unless there would be too few tasks
+constexpr int64_t kTaskBytes = 96 * 1024;  // weights per task of few rows, unless there would be too few tasks
+constexpr int64_t kManyRows = 16;          // of an expert: from here on multiplying takes longer than streaming weights
 constexpr int64_t kTasksPerWorker = 8;     // at least, so that dynamic pick-up can even things out
 constexpr int64_t kPrepareRows = 8;        // per task; fewer are converted by the caller before the region
 constexpr int64_t kMinTokensPerTask = 64;  // splitting tokens finer would unpack the weights too often
+constexpr int64_t kDownRows = 128;         // of an expert per task of the down phase, likewise
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Pairs per task: long streams, but enough tasks for everyone.
-int64_t pairs_per_task(int64_t all_pairs, int64_t pair_bytes, int workers) {
-  const int64_t by_bytes = std::max<int64_t>(1, kTaskBytes / pair_bytes);
+// Pairs per task: long streams, but enough tasks for everyone. With many rows the streams are short beside the work,
+// and a wide task gathers its rows only once.
+int64_t pairs_per_task(int64_t all_pairs, int64_t pair_bytes, int workers, bool many_rows) {
+  const int64_t by_bytes = many_rows ? kMaxPairsPerCall : std::max<int64_t>(1, kTaskBytes / pair_bytes);
   const int64_t by_share = std::max<int64_t>(1, all_pairs / (kTasksPerWorker * workers));
   return std::min<int64_t>({by_bytes, by_share, kMaxPairsPerCall});
 }
@@ -42,7 +45,8 @@ void ExpertRun::list_gate_up_tasks() {
   const WeightView& w = layer_.gate_up_layout_;
   int64_t all_pairs = 0;
   for (const RoutingPlan::Expert& e : plan_.experts) all_pairs += w.pairs * ceil_div(e.count, kRowsPerCall);
-  const int64_t pairs_each = pairs_per_task(all_pairs, 2 * w.panel_bytes, workspace_.pool().size());
+  const int64_t pairs_each =
+      pairs_per_task(all_pairs, 2 * w.panel_bytes, workspace_.pool().size(), mean_rows() >= kManyRows);
   for (size_t e = 0; e < plan_.experts.size(); ++e) {
     const RoutingPlan::Expert& expert = plan_.experts[e];
     const int64_t blocks = ceil_div(expert.count, kRowsPerCall);
@@ -55,15 +59,25 @@ void ExpertRun::list_gate_up_tasks() {
   }
 }
 
+int64_t ExpertRun::mean_rows() const {
+  return int64_t(plan_.rows.size()) / std::max<int64_t>(1, int64_t(plan_.experts.size()));
+}
+
 ExpertRun::Grid ExpertRun::down_grid() const {
   const int64_t workers = workspace_.pool().size(), pairs = layer_.down_layout_.pairs, tokens = call_.x.rows;
   const int64_t bytes = 2 * layer_.down_layout_.panel_bytes * std::max<int64_t>(1, int64_t(plan_.experts.size()));
   Grid grid;
-  grid.pairs_each = std::min(pairs_per_task(pairs, std::min(bytes, kTaskBytes / 2), int(workers)),
-                             std::max<int64_t>(1, kSumFloats / (kPairColumns * tokens)));
+  int64_t most_tokens = tokens;  // whose sums a worker holds at once
+  if (mean_rows() >= kManyRows) most_tokens = std::clamp(tokens * kDownRows / mean_rows(), std::min(tokens, kMinTokensPerTask), tokens);
+  const int64_t by_sums = std::max<int64_t>(1, kSumFloats / (kPairColumns * most_tokens));
+  const int64_t token_blocks = ceil_div(tokens, most_tokens);
+  grid.pairs_each = std::min(pairs_per_task(pairs * token_blocks, std::min(bytes, kTaskBytes / 2), int(workers),
+                                            mean_rows() >= kManyRows),
+                             by_sums);
   grid.column_blocks = ceil_div(pairs, grid.pairs_each);
   const int64_t wanted = ceil_div(kTasksPerWorker * workers, grid.column_blocks);
-  grid.token_blocks = std::clamp<int64_t>(tokens / kMinTokensPerTask, 1, wanted);
+  const int64_t finest = mean_rows() >= kManyRows ? token_blocks : tokens / kMinTokensPerTask;
+  grid.token_blocks = std::max(token_blocks, std::clamp<int64_t>(finest, 1, wanted));
   grid.tokens_each = ceil_div(tokens, grid.token_blocks);
   grid.token_blocks = ceil_div(tokens, grid.tokens_each);
   return grid;

@@ -28,6 +28,7 @@ class ExpertRun {
   };
 
   void list_gate_up_tasks();
+  int64_t mean_rows() const;  // per expert that has any
   Grid down_grid() const;
   void prepare(int64_t task);
   void gate_up(const GateUpTask& task, WorkerScratch& scratch);

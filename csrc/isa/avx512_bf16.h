@@ -37,12 +37,17 @@ struct Avx512Bf16Isa : Avx512Isa {
   TANDEM_INLINE static Lane::Line scale_line(Lane::Line a, Vec scale) {
     const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(a, 16));
     const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(int(0xffff0000u))));
-    const __m512i low = _mm512_cvtepu16_epi32(__m256i(_mm512_cvtneps_pbh(_mm512_mul_ps(even, scale))));
-    const __m512i high = _mm512_cvtepu16_epi32(__m256i(_mm512_cvtneps_pbh(_mm512_mul_ps(odd, scale))));
-    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+    const __m512i apart = __m512i(_mm512_cvtne2ps_pbh(_mm512_mul_ps(odd, scale), _mm512_mul_ps(even, scale)));
+    return _mm512_permutexvar_epi16(interleaved(), apart);
   }
+  TANDEM_INLINE static void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
  private:
+  // 0, 16, 1, 17 ...: the words of the lower half and of the upper half in turn.
+  TANDEM_INLINE static __m512i interleaved() {
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(16)), 16));
+  }
   TANDEM_INLINE static Vec widen_int8(const uint8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
   }

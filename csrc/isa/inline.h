@@ -30,5 +30,12 @@ TANDEM_INLINE uint16_t bf16_of_float(float f) {
   return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// Up to 32 rows of activations as matrix tiles load them: piece s of 32 k of row group g (16 rows) begins at
+// data + s * step + g * group, its rows `stride` bytes apart.
+struct RowBlock {
+  const uint8_t* data;
+  int64_t stride, step, group;
+};
+
 }  // namespace
 }  // namespace tandem

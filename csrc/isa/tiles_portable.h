@@ -14,16 +14,18 @@ struct PortableTiles {
   static void end() {}
 
   template <int kRowTiles>
-  static void multiply(const uint8_t* a, int64_t a_stride, const uint8_t* const* b, int64_t steps, float* y,
-                       int64_t y_stride, bool onto) {
+  static void multiply(const RowBlock& a, const uint8_t* const* b, int64_t steps, float* y, int64_t y_stride,
+                       bool onto) {
     for (int r = 0; r < 16 * kRowTiles; ++r)
       for (int column = 0; column < 32; ++column) {
         float* sum = y + r * y_stride + column;
         if (!onto) *sum = 0.0f;
-        const uint16_t* x = reinterpret_cast<const uint16_t*>(a + r * a_stride);
+        const uint8_t* row = a.data + r / 16 * a.group + r % 16 * a.stride;
         const uint16_t* w = reinterpret_cast<const uint16_t*>(b[column / 16]) + column % 16 * 2;
-        for (int64_t pair = 0; pair < 16 * steps; ++pair)
-          for (int i = 0; i < 2; ++i) *sum += float_of_bf16(x[2 * pair + i]) * float_of_bf16(w[32 * pair + i]);
+        for (int64_t pair = 0; pair < 16 * steps; ++pair) {
+          const uint16_t* x = reinterpret_cast<const uint16_t*>(row + pair / 16 * a.step) + pair % 16 * 2;
+          for (int i = 0; i < 2; ++i) *sum += float_of_bf16(x[i]) * float_of_bf16(w[32 * pair + i]);
+        }
       }
   }
 };

@@ -8,18 +8,26 @@ namespace tandem {
 namespace {
 
 constexpr int kTileRowsAmx = 32;  // rows of activations per block: two tiles
+// Pairs of k per slice: the 16 KiB of a pair of panels stay in L1 (which two hyperthreads may share) while the rows
+// stream over them from L2. 64 cost 15 %, 256 made no difference.
+constexpr int64_t kAmxDepthPairs = 128;
 
+// Pairs [first, last) of K of one panel as bf16 lines, group scales multiplied in.
 template <class Isa, class Format>
 void unpack_scaled_panel(const uint8_t* payload, const Scales& scales, int which, int64_t first, int64_t last,
                          uint8_t* lines) {
   using Lane = typename Format::Lane;
   if (!scales.panel[which]) return unpack_panel<Isa, Format>(payload, first, last, lines);
-  for (int64_t pair = first; pair < last; pair += scales.pairs_per_group) {
-    const auto scale = load_scales<Isa>(scales.panel[which], scales.type, pair / scales.pairs_per_group);
-    uint8_t* group = lines + (pair - first) * kCacheLine;
-    unpack_panel<Isa, Format>(payload, pair, pair + scales.pairs_per_group, group);
-    for (int64_t i = 0; i < scales.pairs_per_group; ++i)
-      Lane::store_line(group + i * kCacheLine, Isa::scale_line(Lane::load_line(group + i * kCacheLine), scale));
+  for (int64_t pair = first; pair < last;) {
+    const int64_t group = pair / scales.pairs_per_group, end = (group + 1) * scales.pairs_per_group;
+    const auto scale = load_scales<Isa>(scales.panel[which], scales.type, group);
+    for (const int64_t stop = end < last ? end : last; pair < stop; pair += Format::kPairsPerBlock) {
+#pragma GCC unroll 4
+      for (int index = 0; index < Format::kPairsPerBlock; ++index, lines += kCacheLine) {
+        const auto decoded = Format::decode(payload + pair * Format::kPairBytes, index);
+        Lane::store_line(lines, Isa::scale_line(decoded.line[0], scale));
+      }
+    }
   }
 }
 
@@ -36,49 +44,72 @@ TANDEM_INLINE ScratchSource<typename Format::Lane> scaled_slice_of(const PairOfP
   }
 }
 
-struct RowBlock {
-  const uint8_t* data;
-  int64_t stride;
-};
+// Asks for the payload that comes next while the tiles work.
+template <class Isa, class Format>
+TANDEM_INLINE void prefetch_slice(const PairOfPanels& panels, int64_t first, int64_t last) {
+  for (int p = 0; p < 2; ++p)
+    for (const uint8_t *line = panels.payload[p] + first * Format::kPairBytes,
+                       *end = panels.payload[p] + last * Format::kPairBytes;
+         line < end; line += kCacheLine)
+      Isa::prefetch_l2(line);
+}
 
-// Tiles are loaded with one stride: rows that lie equally spaced are used in place, others are copied together.
+// Rows that lie equally spaced are used in place; others are gathered tile by tile: each of the
+// pairs that follow then reads one stream (rows kept row-major cost 30 %).
 TANDEM_INLINE RowBlock row_block(const uint8_t* const* x, int rows, int64_t offset, int64_t bytes, uint8_t* scratch) {
-  const int64_t stride = rows > 1 ? x[1] - x[0] : bytes;
+  const int64_t stride = rows > 1 ? x[1] - x[0] : 0;
   bool in_place = rows % 16 == 0;
   for (int r = 1; in_place && r < rows; ++r) in_place = x[r] - x[r - 1] == stride;
-  if (in_place) return {x[0] + offset, stride};
+  if (in_place) return {x[0] + offset, stride, kCacheLine, 16 * stride};
   const int whole = (rows + 15) / 16 * 16;
-  for (int r = 0; r < rows; ++r) __builtin_memcpy(scratch + r * bytes, x[r] + offset, uint64_t(bytes));
-  __builtin_memset(scratch + rows * bytes, 0, uint64_t((whole - rows) * bytes));
-  return {scratch, bytes};
+  const int64_t step = whole * kCacheLine;
+  for (int r = 0; r < whole; ++r)
+    for (int64_t s = 0; s * kCacheLine < bytes; ++s) {
+      uint8_t* to = scratch + s * step + r * kCacheLine;
+      if (r < rows) __builtin_memcpy(to, x[r] + offset + s * kCacheLine, kCacheLine);
+      else __builtin_memset(to, 0, kCacheLine);
+    }
+  return {scratch, kCacheLine, step, 16 * kCacheLine};
+}
+
+// Equal slices of K, each a whole number of groups (or of tiles).
+TANDEM_INLINE int64_t amx_slice_pairs(const WeightView& w) {
+  const int64_t pairs = w.padded_depth / 2, slices = (pairs + kAmxDepthPairs - 1) / kAmxDepthPairs;
+  return ((pairs + slices - 1) / slices + 15) / 16 * 16;
 }
 
 template <class Isa, class Tiles, template <class> class F>
 void tile_mm_amx(const MatmulArgs* args) {
   using Format = F<Isa>;
-  // A slice of a pair takes half of what it takes with float lanes: the other half of the scratch is for rows.
-  constexpr int64_t kPairScratch = kMatmulScratchBytes / 2 / kMaxPairsPerCall;
+  constexpr int kMaxBlocks = kMaxRowsPerCall / kTileRowsAmx;
+  constexpr int64_t kPanelScratch = 2 * kAmxDepthPairs * kCacheLine;
+  static_assert(kPanelScratch + kMaxRowsPerCall * 4 * kAmxDepthPairs <= kMatmulScratchBytes);
   const WeightView& w = args->weights;
   const uint8_t* const* x = reinterpret_cast<const uint8_t* const*>(args->x_rows);
-  uint8_t* row_scratch = args->scratch + kMatmulScratchBytes / 2;
-  const int64_t depth = w.padded_depth / 2, slice = slice_pairs(w);
+  const int64_t depth = w.padded_depth / 2, slice = amx_slice_pairs(w);
+  const int blocks = (args->rows + kTileRowsAmx - 1) / kTileRowsAmx;
   Tiles::begin();
   for (int64_t first = 0; first < depth; first += slice) {
-    const int64_t last = first + slice < depth ? first + slice : depth;
-    ScratchSource<typename Format::Lane> sources[kMaxPairsPerCall];
-    for (int p = 0; p < args->pairs; ++p)
-      sources[p] = scaled_slice_of<Isa, Format>(pair_of_panels(w, args->first_pair + p), first, last,
-                                                args->scratch + p * kPairScratch);
-    for (int r = 0; r < args->rows; r += kTileRowsAmx) {
-      const int rows = args->rows - r < kTileRowsAmx ? args->rows - r : kTileRowsAmx;
-      const RowBlock a = row_block(x + r, rows, 4 * first, 4 * (last - first), row_scratch);
-      for (int p = 0; p < args->pairs; ++p) {
-        float* y = args->y + r * args->y_stride + kPairColumns * p;
+    const int64_t last = first + slice < depth ? first + slice : depth, bytes = 4 * (last - first);
+    RowBlock a[kMaxBlocks];
+    for (int b = 0; b < blocks; ++b) {
+      const int r = b * kTileRowsAmx, rows = args->rows - r < kTileRowsAmx ? args->rows - r : kTileRowsAmx;
+      a[b] = row_block(x + r, rows, 4 * first, bytes, args->scratch + kPanelScratch + r * bytes);
+    }
+    for (int p = 0; p < args->pairs; ++p) {
+      const auto source =
+          scaled_slice_of<Isa, Format>(pair_of_panels(w, args->first_pair + p), first, last, args->scratch);
+      if (p + 1 < args->pairs) prefetch_slice<Isa, Format>(pair_of_panels(w, args->first_pair + p + 1), first, last);
+      else if (last < depth)
+        prefetch_slice<Isa, Format>(pair_of_panels(w, args->first_pair), last,
+                                    last + slice < depth ? last + slice : depth);
+      for (int b = 0; b < blocks; ++b) {
+        float* y = args->y + b * kTileRowsAmx * args->y_stride + kPairColumns * p;
         const int64_t steps = (last - first) / 16;
-        if (rows > 16)
-          Tiles::template multiply<2>(a.data, a.stride, sources[p].panel, steps, y, args->y_stride, first > 0);
+        if (args->rows - b * kTileRowsAmx > 16)
+          Tiles::template multiply<2>(a[b], source.panel, steps, y, args->y_stride, first > 0);
         else
-          Tiles::template multiply<1>(a.data, a.stride, sources[p].panel, steps, y, args->y_stride, first > 0);
+          Tiles::template multiply<1>(a[b], source.panel, steps, y, args->y_stride, first > 0);
       }
     }
   }

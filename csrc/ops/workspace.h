@@ -14,7 +14,7 @@
 namespace tandem {
 
 // Rows of activations per kernel call: one worker's share of a tile of results then stays in its L2.
-constexpr int kRowsPerCall = 128;
+constexpr int kRowsPerCall = kMaxRowsPerCall;
 
 // Throws std::invalid_argument if there is no such tier, or this host cannot execute it.
 const KernelTable& table_of_tier(const std::string& tier);
@@ -26,7 +26,7 @@ struct WorkerScratch {
   float* sums;      // kSumFloats: weighted sums of the MoE driver
   const void* rows[kRowsPerCall];
 };
-constexpr int64_t kTileStride = kPairColumns * kMaxPairsPerCall;
+constexpr int64_t kTileStride = kPairColumns * kMaxPairsPerCall + 16;  // + one line: rows in different sets of L1
 constexpr int64_t kSumFloats = 128 * 1024;
 
 class Workspace {
