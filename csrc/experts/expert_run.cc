@@ -68,12 +68,13 @@ ExpertRun::Grid ExpertRun::down_grid() const {
   const int64_t bytes = 2 * layer_.down_layout_.panel_bytes * std::max<int64_t>(1, int64_t(plan_.experts.size()));
   Grid grid;
   int64_t most_tokens = tokens;  // whose sums a worker holds at once
-  if (mean_rows() >= kManyRows) most_tokens = std::clamp(tokens * kDownRows / mean_rows(), std::min(tokens, kMinTokensPerTask), tokens);
+  if (mean_rows() >= kManyRows)
+    most_tokens = std::clamp(tokens * kDownRows / mean_rows(), std::min(tokens, kMinTokensPerTask), tokens);
   const int64_t by_sums = std::max<int64_t>(1, kSumFloats / (kPairColumns * most_tokens));
   const int64_t token_blocks = ceil_div(tokens, most_tokens);
-  grid.pairs_each = std::min(pairs_per_task(pairs * token_blocks, std::min(bytes, kTaskBytes / 2), int(workers),
-                                            mean_rows() >= kManyRows),
-                             by_sums);
+  grid.pairs_each = std::min(
+      pairs_per_task(pairs * token_blocks, std::min(bytes, kTaskBytes / 2), int(workers), mean_rows() >= kManyRows),
+      by_sums);
   grid.column_blocks = ceil_div(pairs, grid.pairs_each);
   const int64_t wanted = ceil_div(kTasksPerWorker * workers, grid.column_blocks);
   const int64_t finest = mean_rows() >= kManyRows ? token_blocks : tokens / kMinTokensPerTask;

@@ -119,8 +119,10 @@ void block(const Source& source, int64_t source_first, const uint8_t* const* x, 
   for (int r = 0; r < R; ++r) rows[r] = x[r] + source_first * kBytes;
   Sums<Isa, R> sums;
   if (!kScaled || !scales.panel[0]) {
-    if (first > 0) load_sums<Isa, R>(sums, y, stride);
-    else clear<Isa, R>(sums);
+    if (first > 0)
+      load_sums<Isa, R>(sums, y, stride);
+    else
+      clear<Isa, R>(sums);
     accumulate<Isa, Source, R>(source, rows, first - source_first, last - source_first, sums);
     store_sums<Isa, R>(sums, y, stride);
     return;

@@ -66,8 +66,10 @@ TANDEM_INLINE RowBlock row_block(const uint8_t* const* x, int rows, int64_t offs
   for (int r = 0; r < whole; ++r)
     for (int64_t s = 0; s * kCacheLine < bytes; ++s) {
       uint8_t* to = scratch + s * step + r * kCacheLine;
-      if (r < rows) __builtin_memcpy(to, x[r] + offset + s * kCacheLine, kCacheLine);
-      else __builtin_memset(to, 0, kCacheLine);
+      if (r < rows)
+        __builtin_memcpy(to, x[r] + offset + s * kCacheLine, kCacheLine);
+      else
+        __builtin_memset(to, 0, kCacheLine);
     }
   return {scratch, kCacheLine, step, 16 * kCacheLine};
 }
@@ -99,7 +101,8 @@ void tile_mm_amx(const MatmulArgs* args) {
     for (int p = 0; p < args->pairs; ++p) {
       const auto source =
           scaled_slice_of<Isa, Format>(pair_of_panels(w, args->first_pair + p), first, last, args->scratch);
-      if (p + 1 < args->pairs) prefetch_slice<Isa, Format>(pair_of_panels(w, args->first_pair + p + 1), first, last);
+      if (p + 1 < args->pairs)
+        prefetch_slice<Isa, Format>(pair_of_panels(w, args->first_pair + p + 1), first, last);
       else if (last < depth)
         prefetch_slice<Isa, Format>(pair_of_panels(w, args->first_pair), last,
                                     last + slice < depth ? last + slice : depth);
