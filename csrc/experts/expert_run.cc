@@ -6,9 +6,9 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kTaskBytes = 96 * 1024;  // weights per task of few rows, unless there would be too few tasks
+constexpr int64_t kTaskBytes = 192 * 1024;  // weights per task of few rows, unless there would be too few tasks
 constexpr int64_t kManyRows = 16;          // of an expert: from here on multiplying takes longer than streaming weights
-constexpr int64_t kTasksPerWorker = 8;     // at least, so that dynamic pick-up can even things out
+constexpr int64_t kTasksPerWorker = 4;     // at least, so that dynamic pick-up can even things out
 constexpr int64_t kPrepareRows = 8;        // per task; fewer are converted by the caller before the region
 constexpr int64_t kMinTokensPerTask = 64;  // splitting tokens finer would unpack the weights too often
 constexpr int64_t kDownRows = 128;         // of an expert per task of the down phase, likewise
@@ -92,7 +92,7 @@ void ExpertRun::run() {
   const auto scratch = [this](const Worker& w) -> WorkerScratch& { return workspace_.scratch(w.index); };
   workspace_.pool().run_phases({
       {prepared_ ? 0 : ceil_div(call_.x.rows, kPrepareRows), [this](int64_t i, const Worker&) { prepare(i); }},
-      {int64_t(tasks_.size()), [&](int64_t i, const Worker& w) { gate_up(tasks_[size_t(i)], scratch(w)); }},
+      {int64_t(tasks_.size()), [&](int64_t i, const Worker& w) { gate_up(size_t(i), scratch(w)); }},
       {grid_.token_blocks * grid_.column_blocks,
        [&](int64_t i, const Worker& w) { down(i / grid_.column_blocks, i % grid_.column_blocks, scratch(w)); }},
   });
@@ -103,12 +103,21 @@ void ExpertRun::prepare(int64_t task) {
   prepare_rows(table_, layer_.gate_up_layout_, call_.x, first, last, const_cast<uint8_t*>(x_.data));
 }
 
-void ExpertRun::gate_up(const GateUpTask& task, WorkerScratch& scratch) {
+// Where the weights of task i begin; null past the last.
+const uint8_t* ExpertRun::panels_of(size_t i) const {
+  if (i >= tasks_.size()) return nullptr;
+  const WeightView weights = layer_.gate_up(plan_.experts[size_t(tasks_[i].expert)].id);
+  return weights.panels + 2 * tasks_[i].first_pair * weights.panel_bytes;
+}
+
+void ExpertRun::gate_up(size_t index, WorkerScratch& scratch) {
+  const GateUpTask& task = tasks_[index];
   const int id = plan_.experts[size_t(task.expert)].id;
   const WeightView weights = layer_.gate_up(id);
   for (int r = 0; r < task.rows; ++r) scratch.rows[r] = x_.row(plan_.rows[size_t(task.first_row + r)].token);
-  const MatmulArgs args{weights,   scratch.rows,    scratch.tile, kTileStride, scratch.matmul,
-                        task.rows, task.first_pair, task.pairs,   nullptr};
+  const MatmulArgs args{weights,         scratch.rows,   scratch.tile,
+                        kTileStride,     scratch.matmul, task.rows,
+                        task.first_pair, task.pairs,     panels_of(index + size_t(workspace_.pool().size()))};
   matmul_of(table_, weights.format, task.rows)(&args);
   const int64_t length = int64_t{weights.pairs} * kPairColumns, column = int64_t{task.first_pair} * kPairColumns;
   const float* bias = layer_.gate_up_bias_.empty() ? nullptr : layer_.gate_up_bias_.data() + id * length + column;

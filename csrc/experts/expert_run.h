@@ -31,7 +31,8 @@ class ExpertRun {
   int64_t mean_rows() const;  // per expert that has any
   Grid down_grid() const;
   void prepare(int64_t task);
-  void gate_up(const GateUpTask& task, WorkerScratch& scratch);
+  const uint8_t* panels_of(size_t task) const;
+  void gate_up(size_t task, WorkerScratch& scratch);
   void clear_padding(int64_t row);
   void down(int64_t token_block, int64_t column_block, WorkerScratch& scratch);
   void down_expert(const RoutingPlan::Expert& expert, const WeightView& weights, const uint8_t* next_panel,
