@@ -28,11 +28,14 @@ def test_one_token_reads_its_experts_and_many_read_them_all(demo_config) -> None
 
 
 def test_every_step_counts_one_token_per_sequence(monkeypatch) -> None:
-    """A clock that advances one second per reading: a window of steps takes one second."""
+    """A clock that advances one second per reading: a window of steps takes one second. Memory is read once a window."""
     ticks = iter(range(1_000_000))
     monkeypatch.setattr(bench_decode, "perf_counter", lambda: float(next(ticks)))
+    readings = iter((30.0, 50.0, 40.0))
+    monkeypatch.setattr(bench_decode, "_read_gbps", lambda _: next(readings))
     engine = fake_engine(num_pages=128)
-    assert bench_decode.decode_rate(engine, VOCAB, batch=3, steps=5, repeats=3) == 15.0
+    request = bench_decode.Request("demo", ("BF16",), (3,), 5, 3, False, False, None)
+    assert bench_decode.decode_rate(engine, VOCAB, 3, request) == (15.0, 40.0)
     assert not engine.has_work() and engine.stats().running == 0
 
 

@@ -25,7 +25,7 @@ from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.kernels.ceilings import measure_read_gbps
 
 PROMPT_TOKENS = 32
-WARM_STEPS = 4
+WARM_STEPS = 4  # before each timed run
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement. `bound_tok_s`: the weights a step reads ÷ DRAM bandwidth of the same run; 0: not known."""
+    """One measurement. `bound_tok_s`: the weights a step reads ÷ DRAM bandwidth, measured in turn; 0: not known."""
 
     bench: str
     config: str
@@ -97,9 +97,7 @@ def _own_rows(request: Request, fmt: str) -> Iterator[Row]:
     parts = load_parts(config)
     plan, model = parts.plan, parts.model_config
     for batch in request.batches:
-        before = _read_gbps(plan)
-        rate = decode_rate(Engine.from_parts(parts), model.vocab, batch, request.steps, request.repeats)
-        gbps = max(before, _read_gbps(plan))  # others may have been busy during one of the two
+        rate, gbps = decode_rate(Engine.from_parts(parts), model.vocab, batch, request)
         bound = batch * gbps * 1e9 / bytes_per_step(model, plan, batch)
         yield _row(request, "tandem", plan.expert_format, batch, rate, bound, gbps)
 
@@ -109,25 +107,31 @@ def _read_gbps(plan: Plan) -> float:
     return measure_read_gbps(_core.WorkerPool(list(plan.cpus)), plan.tier)
 
 
-def decode_rate(engine: Engine, vocab: int, batch: int, steps: int, repeats: int) -> float:
-    """Median tokens/s of `batch` sequences, prompts already computed."""
+def decode_rate(engine: Engine, vocab: int, batch: int, request: Request) -> tuple[float, float]:
+    """(median tokens/s of `batch` sequences, prompts already computed; median GB/s of reading DRAM). The two are
+    measured in turn, so that both see the same machine when others share it."""
+    steps, repeats = request.steps, request.repeats
     prompts = [
         [(7919 * (i * PROMPT_TOKENS + j) + 13) % vocab for j in range(PROMPT_TOKENS)] for i in range(batch)
     ]
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=2 * WARM_STEPS + steps * repeats)
+    budget = 2 + WARM_STEPS + (WARM_STEPS + steps) * repeats
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=budget)
     for i, prompt in enumerate(prompts):
         engine.add(GenerateRequest(id=str(i), prompt_ids=prompt, sampling=params))
     while sum(len(output.token_ids) for output in engine.step()) < batch:
         pass  # prompts are still being computed
-    for _ in range(WARM_STEPS):
-        engine.step()
-    rates = [_timed_rate(engine, steps) for _ in range(repeats)]
+    rates, gbps = [], []
+    for _ in range(repeats):
+        gbps.append(_read_gbps(engine.plan))
+        rates.append(_timed_rate(engine, steps))
     engine.abort("")
     engine.step()
-    return statistics.median(rates)
+    return statistics.median(rates), statistics.median(gbps)
 
 
 def _timed_rate(engine: Engine, steps: int) -> float:
+    for _ in range(WARM_STEPS):
+        engine.step()
     started, tokens = perf_counter(), 0
     for _ in range(steps):
         tokens += len(engine.step())
