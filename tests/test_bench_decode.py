@@ -28,7 +28,7 @@ def test_one_token_reads_its_experts_and_many_read_them_all(demo_config) -> None
 
 
 def test_every_step_counts_one_token_per_sequence(monkeypatch) -> None:
-    """A clock that advances one second per reading: a window of steps takes one second. Memory is read once a window."""
+    """The clock advances one second per reading, so a window of steps takes one; memory is read once a window."""
     ticks = iter(range(1_000_000))
     monkeypatch.setattr(bench_decode, "perf_counter", lambda: float(next(ticks)))
     readings = iter((30.0, 50.0, 40.0))
