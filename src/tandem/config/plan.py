@@ -74,7 +74,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Plan:
         max_running_requests=running,
         max_step_tokens=_step_tokens(config, memory.context_length, running, log),
         radix_cache=_radix(config, log),
-        fuse_shared_experts=_fuse_shared(config, model, log),
+        fuse_shared_experts=_fuse_shared(config, model, expert_format in ("f32", "bf16"), log),
         decisions=tuple(log),
         notices=tuple(config.notices()),
     )
@@ -206,12 +206,16 @@ def _radix(config: EngineConfig, log: list[Decision]) -> bool:
     return on
 
 
-def _fuse_shared(config: EngineConfig, model: ModelConfig, log: list[Decision]) -> bool:
+def _fuse_shared(config: EngineConfig, model: ModelConfig, exact: bool, log: list[Decision]) -> bool:
+    """`exact`: routed experts are not quantised, so the shared one would not be either."""
     moe = model.moe
     if moe.shared_width == 0:
         return False
     if config.disable_shared_experts_fusion:
         log.append(Decision("shared experts", "apart", "--disable-shared-experts-fusion"))
+        return False
+    if not exact:
+        log.append(Decision("shared experts", "apart", "only routed experts are rounded"))
         return False
     if moe.shared_gate or moe.fusible_shared == 0:
         why = "has its own gate" if moe.shared_gate else "is no multiple of a routed one"
