@@ -21,6 +21,7 @@ from fastapi import FastAPI
 
 import echo_engine
 import echo_tokenizer
+import tandem
 from tandem.config import EngineConfig
 from tandem.server import engine_client
 from tandem.server.app import create_app
@@ -147,7 +148,8 @@ def free_port() -> int:
 
 def spawn(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
     """A Python process that finds tandem and the modules of tests/."""
-    paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    package = Path(tandem.__file__).parent.parent  # the one under test: installed, or src
+    paths = [str(TESTS), str(package), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with log.open("wb") as out:
         return subprocess.Popen(
