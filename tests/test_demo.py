@@ -109,7 +109,7 @@ def fake_model(path):
     path.mkdir()
     (path / "config.json").write_text("{}")
     digest = hashlib.sha256(b"{}").hexdigest()
-    manifest = {"weights": demo.WEIGHTS_SHA256, "files": {"config.json": digest}}
+    manifest = {"weights": demo.WEIGHTS_SHA256, "recipe": demo.RECIPE, "files": {"config.json": digest}}
     (path / demo.MANIFEST).write_text(json.dumps(manifest))
 
 

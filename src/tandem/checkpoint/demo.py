@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tandem.checkpoint.checkpoint import INDEX
 from tandem.checkpoint.demo_source import base_gguf, sha256_of, trained_parts
-from tandem.checkpoint.demo_text import write_text_files
+from tandem.checkpoint.demo_text import RECIPE, write_text_files
 from tandem.checkpoint.demo_weights import LAYERS, DemoWeights
 from tandem.errors import CheckpointError
 
@@ -51,7 +51,8 @@ def demo_is_whole(directory: Path) -> bool:
     """Whether every file of the manifest is there with its checksum, and the manifest is this version's."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        return manifest["weights"] == WEIGHTS_SHA256 and all(
+        ours = manifest["weights"] == WEIGHTS_SHA256 and manifest["recipe"] == RECIPE
+        return ours and all(
             sha256_of(directory / name) == digest for name, digest in manifest["files"].items()
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -69,7 +70,10 @@ def _build(scratch: Path, report: Progress) -> None:
         raise CheckpointError(
             f"the demo weights came out as {digest}, expected {WEIGHTS_SHA256}: report this"
         )
-    manifest = {"weights": digest, "files": {f.name: sha256_of(f) for f in sorted(model.iterdir())}}
+    for file in model.iterdir():
+        file.chmod(0o644)  # safetensors writes 600
+    files = {file.name: sha256_of(file) for file in sorted(model.iterdir())}
+    manifest = {"weights": digest, "recipe": RECIPE, "files": files}
     (model / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,17 @@ CONFIG: dict[str, Any] = {
     "use_cache": True,
 }
 
-GENERATION = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS, "do_sample": False}
+# Sampling as the base model's authors recommend it for chats.
+GENERATION = {
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": EOS,
+    "do_sample": True,
+    "temperature": 0.2,
+    "top_p": 0.9,
+}
+# Of the files that are not made from the GGUF: a demo model built with others is built anew.
+RECIPE = hashlib.sha256(json.dumps([CONFIG, GENERATION]).encode()).hexdigest()
 
 
 def write_text_files(gguf: GGUFReader, directory: Path) -> None:

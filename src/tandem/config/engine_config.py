@@ -74,8 +74,11 @@ class EngineConfig:
         300.0, "Seconds after which a step that hangs counts as dead.", group=SERVER, minimum=1.0
     )
     skip_server_warmup: bool = flag(
-        False, "Accepted for compatibility.", group=SERVER,
-        neutral=[True], idle="the server sends itself no warm-up request",
+        False, "Start without the first request that the server sends itself.", group=SERVER
+    )
+    sampling_defaults: str = flag(
+        "model", "Whose temperature etc. fill the gaps of a request.", group=SERVER,
+        choices=["model", "openai"],
     )  # fmt: skip
     log_level: str = flag(
         "info", "How much the server logs.", group=SERVER, choices=["debug", "info", "warning", "error"]

@@ -48,7 +48,7 @@ async def chat(state: ServerState, http: Request) -> Response:
     check_stream_options(body)
     state.admit()
     prompt_ids = await _prompt_ids(state, body)
-    request = GenerateRequest(id=new_id("chatcmpl"), prompt_ids=prompt_ids, sampling=_sampling(body))
+    request = GenerateRequest(id=new_id("chatcmpl"), prompt_ids=prompt_ids, sampling=_sampling(state, body))
     generation = Generation(state, http, [request])
     writer = _ChatWriter(state, body, request.id)
     if body.stream:
@@ -71,9 +71,10 @@ def _refuse_unavailable(body: ChatRequest) -> None:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
 
 
-def _sampling(body: ChatRequest) -> SamplingParams:
+def _sampling(state: ServerState, body: ChatRequest) -> SamplingParams:
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return sampling_of(body, max_tokens=limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return sampling_of(body, state.sampling_defaults, max_tokens=limit, logprobs=logprobs)
 
 
 async def _prompt_ids(state: ServerState, body: ChatRequest) -> list[int]:

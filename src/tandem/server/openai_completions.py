@@ -104,7 +104,13 @@ def _sampling(state: ServerState, body: CompletionRequest, prompt_tokens: int) -
     if body.max_tokens is not None:
         limit = body.max_tokens or 1
     prompt_logprobs = body.logprobs if body.echo else None
-    return sampling_of(body, max_tokens=limit, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+    return sampling_of(
+        body,
+        state.sampling_defaults,
+        max_tokens=limit,
+        logprobs=body.logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
 
 
 class _CompletionWriter:

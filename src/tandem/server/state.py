@@ -16,6 +16,7 @@ from tandem.server.errors import ApiError, overloaded, unavailable
 from tandem.server.limits import INLINE_TOKENIZE_CHARS, MAX_OPEN_ANSWERS
 from tandem.server.messages import EngineReady
 from tandem.server.metrics import ServerMetrics
+from tandem.server.sampling_defaults import read_sampling_defaults
 
 
 class TextTokenizer(Protocol):
@@ -43,6 +44,7 @@ class ServerState:
         self.started_at = int(time.time())
         self.draining = False
         self.http_active = 0
+        self.sampling_defaults: dict[str, float] = {}
         self.restarts: Callable[[], int] = lambda: 0
         self._load_tokenizer = load_tokenizer
         self._tokenizer: TextTokenizer | None = None
@@ -55,6 +57,8 @@ class ServerState:
     def engine_ready(self, ready: EngineReady) -> None:
         """A (new) engine is loaded. The tokenizer is read once, from the directory that the engine resolved."""
         if self._tokenizer is None:
+            if self.config.sampling_defaults == "model":
+                self.sampling_defaults = read_sampling_defaults(Path(ready.model_path))
             self._tokenizer = self._load_tokenizer(Path(ready.model_path))
         self._engine = ready
 
