@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.kernels.cpu import WorkerPool, Workspace
+from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
+from tandem.kernels.reference_formats import STORED, stored
 
 TIERS = ["scalar", "avx2", "avx512", "avx512_bf16", "amx", "amx_standin"]
 # Row results do not depend on the batch; AMX sums in the tile's own order.
@@ -23,7 +24,17 @@ FORMATS = [
     ("int4", 32),
     ("int4", 64),
     ("int4", 128),
+    ("fp8", 128),
+    ("fp8", 0),
+    ("mxfp8", 32),
+    ("mxfp4", 32),
+    ("nvfp4", 16),
 ]
+CODE_TYPES = {
+    "mxfp8": "fp8",
+    "mxfp4": "fp4",
+    "nvfp4": "fp4",
+}  # what the core calls the format, where it differs
 ALGORITHMS = {"dot_rows": 1 << 30, "tile_mm": 0}  # as Workspace's tile_from_rows
 
 F32_UNIT, BF16_UNIT = 2.0**-24, 2.0**-8  # largest relative error of one rounding
@@ -42,6 +53,36 @@ def pool_of(threads: int) -> WorkerPool:
 @functools.cache
 def workspace_of(tier: str, algorithm: str = "auto", threads: int = 2) -> Workspace:
     return Workspace(pool_of(threads), tier, ALGORITHMS.get(algorithm, -1))
+
+
+def packed_matrix(
+    workspace: Workspace, weight: Tensor, bias: Tensor | None, fmt: str, group: int
+) -> PackedMatrix:
+    """From numbers, or in formats that only checkpoints make, from codes."""
+    if fmt in STORED:
+        return PackedMatrix.from_codes(workspace, stored(weight, fmt, group), bias)
+    return PackedMatrix(workspace, weight, bias, fmt, group)
+
+
+def packed_experts(
+    workspace: Workspace, experts: int, hidden: int, width: int, fmt: str, group: int
+) -> PackedExperts:
+    if fmt not in STORED:
+        return PackedExperts(workspace, experts, hidden, width, fmt, group=group)
+    scale_dtype = stored(torch.ones(1, 1), fmt, group).scales.dtype
+    code_type = CODE_TYPES.get(fmt, fmt)
+    return PackedExperts(workspace, experts, hidden, width, code_type, group=group, scale_dtype=scale_dtype)
+
+
+def load_expert(
+    layer: PackedExperts, expert: int, weights: tuple[Tensor, Tensor, Tensor], fmt: str, **biases: Tensor
+) -> None:
+    """gate, up and down, as numbers or as codes."""
+    if fmt in STORED:
+        gate, up, down = (stored(w, fmt, layer.group) for w in weights)
+        layer.load_codes(expert, gate, up, down, **biases)
+    else:
+        layer.load(expert, *weights, **biases)
 
 
 def product_bound(magnitude: Tensor, depth: int, fmt: str, group: int, tier: str) -> Tensor:

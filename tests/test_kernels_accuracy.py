@@ -33,9 +33,9 @@ def test_product_matches_float64(fmt: str, group: int, tier: str, algorithm: str
     workspace = cases.workspace_of(tier, algorithm)
     for n, k in SHAPES:
         weight, bias = random_weight(n, k), torch.linspace(-1, 1, n)
-        matrix = PackedMatrix(workspace, weight, bias, fmt, group)
+        matrix = cases.packed_matrix(workspace, weight, bias, fmt, group)
         assert matrix.tier == tier
-        assert (workspace.tile_from_rows(fmt) == 0) == (algorithm == "tile_mm")
+        assert (workspace.tile_from_rows(cases.CODE_TYPES.get(fmt, fmt)) == 0) == (algorithm == "tile_mm")
         exact = dequantised(weight, fmt, group).double()
         for rows in ROWS:
             x = cases.activations(rows, k, fmt)
@@ -52,7 +52,7 @@ def test_codes_equal_the_reference_bit_for_bit(fmt: str, group: int, tier: str) 
     for n, k in SHAPES:
         weight = random_weight(n, k)
         weight[0] = 0  # a group whose scale is 0
-        matrix = PackedMatrix(cases.workspace_of(tier), weight, None, fmt, group)
+        matrix = cases.packed_matrix(cases.workspace_of(tier), weight, None, fmt, group)
         assert torch.equal(matrix.dequantised(), dequantised(weight, fmt, group))
 
 

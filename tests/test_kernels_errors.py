@@ -22,7 +22,7 @@ IDS, WEIGHTS = torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
 BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "wrong K": (lambda: MATRIX(torch.ones(3, 99)), r"x has shape \[3, 99\]; expected \[any, 100\]"),
     "one dimension": (lambda: MATRIX._core.multiply(X[0], torch.ones(40)), "x has shape"),
-    "float64": (lambda: MATRIX(X.double()), "float32, bfloat16 or int32"),
+    "float64": (lambda: MATRIX(X.double()), "float32, bfloat16, int32"),
     "integers": (lambda: MATRIX._core.multiply(X.int(), torch.ones(3, 40)), "expected float32|bfloat16 or"),
     "strided": (lambda: MATRIX(torch.ones(100, 3).T), "not contiguous"),
     "wrong out": (lambda: MATRIX._core.multiply(X, torch.ones(3, 41)), "out has shape"),

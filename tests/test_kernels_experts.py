@@ -52,14 +52,14 @@ def activated(kind: str, gate: Tensor, up: Tensor) -> Tensor:
     return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
 
 
-def load(layer: PackedExperts, w: Weights, biased: bool = False) -> PackedExperts:
+def load(layer: PackedExperts, w: Weights, biased: bool = False, fmt: str = "bf16") -> PackedExperts:
     for e in range(EXPERTS):
         biases = {
             "gate_bias": w.gate_bias[e],
             "up_bias": w.up_bias[e],
             "down_bias": w.down_bias[e],
         }
-        layer.load(e, w.gate[e], w.up[e], w.down[e], **(biases if biased else {}))
+        cases.load_expert(layer, e, (w.gate[e], w.up[e], w.down[e]), fmt, **(biases if biased else {}))
     return layer
 
 
@@ -116,8 +116,8 @@ def random_routing(rows: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("fmt", "group"), cases.FORMATS)
 def test_formats(fmt: str, group: int, tier: str, algorithm: str) -> None:
     cases.require_tier(tier)
-    layer = PackedExperts(cases.workspace_of(tier, algorithm), EXPERTS, HIDDEN, WIDTH, fmt, group=group)
-    load(layer, weights_of())
+    layer = cases.packed_experts(cases.workspace_of(tier, algorithm), EXPERTS, HIDDEN, WIDTH, fmt, group)
+    load(layer, weights_of(), fmt=fmt)
     assert layer.tier == tier
     for rows, k in ((1, 1), (1, 12), (3, 3), (150, 4)):
         x, (ids, weights) = cases.activations(rows, HIDDEN, fmt), random_routing(rows, k)

@@ -15,6 +15,8 @@ from tandem.kernels.cpu import PackedExperts, PackedMatrix
 N, K = 75, 1100
 EXPERTS, HIDDEN, WIDTH = 7, 150, 72
 
+CODED = (("fp8", 128), ("fp8", 0), ("mxfp4", 32), ("nvfp4", 16))
+
 quietly = settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -22,7 +24,7 @@ each_case = pytest.mark.parametrize(
     ("fmt", "group", "tier"),
     [
         pytest.param(fmt, group, tier, id=f"{fmt}-g{group}-{tier}")
-        for fmt, group in (("f32", 0), ("bf16", 0), ("int8", 32), ("int8", 0), ("int4", 64))
+        for fmt, group in (("f32", 0), ("bf16", 0), ("int8", 32), ("int8", 0), ("int4", 64), *CODED)
         for tier in cases.INVARIANT_TIERS
     ],
 )
@@ -36,18 +38,18 @@ workspaces = st.builds(
 @functools.cache
 def matrix_of(fmt: str, group: int, tier: str, algorithm: str = "auto", threads: int = 1) -> PackedMatrix:
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(1))
-    return PackedMatrix(cases.workspace_of(tier, algorithm, threads), weight, None, fmt, group)
+    return cases.packed_matrix(cases.workspace_of(tier, algorithm, threads), weight, None, fmt, group)
 
 
 @functools.cache
 def layer_of(fmt: str, group: int, tier: str, algorithm: str = "auto", threads: int = 1) -> PackedExperts:
     generator = torch.Generator().manual_seed(2)
-    layer = PackedExperts(
-        cases.workspace_of(tier, algorithm, threads), EXPERTS, HIDDEN, WIDTH, fmt, group=group
-    )
+    workspace = cases.workspace_of(tier, algorithm, threads)
+    layer = cases.packed_experts(workspace, EXPERTS, HIDDEN, WIDTH, fmt, group)
     for expert in range(EXPERTS):
         gate, up = torch.randn(2, WIDTH, HIDDEN, generator=generator) / HIDDEN**0.5
-        layer.load(expert, gate, up, torch.randn(HIDDEN, WIDTH, generator=generator) / WIDTH**0.5)
+        down = torch.randn(HIDDEN, WIDTH, generator=generator) / WIDTH**0.5
+        cases.load_expert(layer, expert, (gate, up, down), fmt)
     return layer
 
 

@@ -8,6 +8,8 @@
 //   bf16  [K/2][16][2]        one 64-byte line per pair of k
 //   int8  [K/2][16][2]        32 bytes per pair
 //   int4  [K/8][16][2] of 16  16-bit lane (row, parity); its nibble i holds the pair 4 * block + i
+//   fp8   as int8             OCP e4m3fn: bias 7, no infinities, 0x7f and 0xff are NaN
+//   fp4   as int4             OCP e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
 //
 // K is padded with zeros to a multiple of max(32, group); the number of panels is even (a "pair" of panels, 32 output
 // columns, is the unit of work everywhere). A panel's scales, [K/group][16], follow its payload, so that a panel is
@@ -20,8 +22,8 @@ namespace tandem {
 
 enum class DType : int32_t { f32 = 0, bf16 = 1 };
 
-enum class Format : int32_t { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
-constexpr int kFormatCount = 4;
+enum class Format : int32_t { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, fp8 = 4, fp4 = 5 };
+constexpr int kFormatCount = 6;
 
 constexpr int kPanelRows = 16;
 constexpr int kPairColumns = 2 * kPanelRows;  // output columns of a pair of panels

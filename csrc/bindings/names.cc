@@ -2,10 +2,12 @@
 
 #include <stdexcept>
 
+#include "format/pack.h"
+
 namespace tandem {
 namespace {
 
-const char* const kFormats[] = {"f32", "bf16", "int8", "int4"};
+const char* const kScaleTypes[] = {"f32", "bf16"};
 const char* const kActivations[] = {"silu", "gelu", "gelu_tanh", "swiglu_clamp", "swiglu_oai"};
 const char* const kTiers[] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx", "amx_standin"};
 
@@ -21,11 +23,13 @@ int index_of(const char* const (&names)[N], const std::string& name, const char*
 
 }  // namespace
 
-Format format_named(const std::string& name) { return Format(index_of(kFormats, name, "weight format")); }
+Format format_named(const std::string& name) { return Format(index_of(kFormatNames, name, "weight format")); }
 
 ActivationKind activation_named(const std::string& name) {
   return ActivationKind(index_of(kActivations, name, "activation"));
 }
+
+DType scale_type_named(const std::string& name) { return DType(index_of(kScaleTypes, name, "scale type")); }
 
 const char* name_of(Tier tier) { return kTiers[int(tier)]; }
 

@@ -49,7 +49,8 @@ const DlExchangeTable* exchange_table(PyTypeObject* type) {
 }
 
 const char* name_of(Element element) {
-  return element == Element::f32 ? "float32" : element == Element::bf16 ? "bfloat16" : "int32";
+  const char* const names[] = {"float32", "bfloat16", "int32", "int8 or uint8"};
+  return names[int(element)];
 }
 
 [[noreturn]] void refuse(const char* name, const std::string& why) { throw KernelError(std::string(name) + why); }
@@ -59,7 +60,8 @@ Element element_of(int code, int bits, const char* name) {
   if (is(nb::dlpack::dtype_code::Float, 32)) return Element::f32;
   if (is(nb::dlpack::dtype_code::Bfloat, 16)) return Element::bf16;
   if (is(nb::dlpack::dtype_code::Int, 32)) return Element::i32;
-  refuse(name, ": element type not supported; take float32, bfloat16 or int32");
+  if (is(nb::dlpack::dtype_code::Int, 8) || is(nb::dlpack::dtype_code::UInt, 8)) return Element::byte;
+  refuse(name, ": element type not supported; take float32, bfloat16, int32, int8 or uint8");
 }
 
 template <class Shape, class Strides>

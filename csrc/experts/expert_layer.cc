@@ -25,8 +25,8 @@ ExpertLayer::ExpertLayer(std::shared_ptr<Workspace> workspace, const ExpertShape
   check_shape(shape);
   // Whole pairs of 16 gate and 16 up columns.
   const int64_t padded_width = (shape.width + kPanelRows - 1) / kPanelRows * int64_t{kPanelRows};
-  gate_up_layout_ = packed_layout(shape.format, 2 * padded_width, shape.hidden, shape.group);
-  down_layout_ = packed_layout(shape.format, shape.hidden, shape.width, shape.group);
+  gate_up_layout_ = packed_layout(shape.format, 2 * padded_width, shape.hidden);
+  down_layout_ = packed_layout(shape.format, shape.hidden, shape.width);
   expert_bytes_ = packed_bytes(gate_up_layout_) + packed_bytes(down_layout_);
   memory_ = HugeBuffer(size_t(expert_bytes_) * shape.experts);
 }
@@ -47,6 +47,9 @@ void ExpertLayer::load(int expert, const ExpertSource& source) {
   if (expert < 0 || expert >= shape_.experts)
     throw std::out_of_range("there is no expert " + std::to_string(expert) + " in a layer of " +
                             std::to_string(shape_.experts));
+  check_source(gate_up_layout_, source.gate);
+  check_source(gate_up_layout_, source.up);
+  check_source(down_layout_, source.down);
   const auto lock = workspace_->lock();
   uint8_t* first = memory_.data() + expert * expert_bytes_;
   uint8_t* second = first + packed_bytes(gate_up_layout_);
@@ -79,7 +82,8 @@ void ExpertLayer::pack_biases(int expert, const ExpertSource& source) {
 }
 
 int64_t ExpertLayer::tokens_per_chunk(int64_t top_k) const {
-  const int64_t row_bytes = down_layout_.padded_depth * bytes_of(prepared_type(workspace_->table(), shape_.format));
+  const int64_t row_bytes =
+      down_layout_.padded_depth * bytes_of(prepared_type(workspace_->table(), shape_.format.format));
   return std::clamp<int64_t>(kIntermediateBytes / (row_bytes * std::max<int64_t>(top_k, 1)), 1, kMaxChunkTokens);
 }
 

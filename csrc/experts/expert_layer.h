@@ -14,8 +14,7 @@ struct ExpertShape {
   int experts;
   int hidden;
   int width;  // of one expert's intermediate activations
-  Format format;
-  int group;
+  WeightFormat format;
   Activation activation;
 };
 

@@ -31,7 +31,7 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
       plan_(layer.plan_),
       workspace_(*layer.workspace_),
       table_(workspace_.table()),
-      type_(prepared_type(table_, layer.shape_.format)),
+      type_(prepared_type(table_, layer.shape_.format.format)),
       prepared_(is_prepared(table_, layer.gate_up_layout_, call.x)) {
   x_.stride = layer.gate_up_layout_.padded_depth * bytes_of(type_);
   x_.data = prepared_ ? static_cast<const uint8_t*>(call.x.data) : workspace_.shared(0, call.x.rows * x_.stride);

@@ -53,6 +53,16 @@ struct Int4Format {
   TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_int4(block, index); }
 };
 
+template <class Isa>
+struct Fp8Format : Int8Format<Isa> {
+  TANDEM_INLINE static auto decode(const uint8_t* block, int) { return Isa::decode_fp8(block); }
+};
+
+template <class Isa>
+struct Fp4Format : Int4Format<Isa> {
+  TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_fp4(block, index); }
+};
+
 // The 16 scales of one group of one panel.
 template <class Isa>
 TANDEM_INLINE typename Isa::Vec load_scales(const uint8_t* panel_scales, DType type, int64_t group) {

@@ -7,23 +7,53 @@
 
 namespace tandem {
 
-// A matrix [rows, depth], row-major and contiguous, that somebody else owns.
+// What the formats are called, in errors and in Python.
+extern const char* const kFormatNames[kFormatCount];
+
+// A weight format is data: what a code is, how many k share a scale (16, 32, 64, 128 or 256; 0: one scale per output
+// row, not for 4-bit codes), and how a scale is stored. The last two mean nothing for f32 and bf16.
+struct WeightFormat {
+  Format format;
+  int group;
+  DType scale_type;
+};
+
+// How weights that are quantised here store their scales: bf16 for groups, float for rows.
+inline DType usual_scale_type(int group) { return group ? DType::bf16 : DType::f32; }
+
+// Weights as codes and scales, row-major and contiguous, which somebody else owns.
+struct StoredCodes {
+  const uint8_t* codes;  // [rows, depth], or for 4 bits [rows, ceil(depth / 2)]: even k in the low half
+  const void* scales;    // [ceil(rows / block_rows), ceil(depth / group) or 1] of scale_type
+  DType scale_type;
+  int64_t block_rows;  // output rows that share a scale
+};
+
+// A matrix [rows, depth], row-major and contiguous, that somebody else owns: numbers, or (`data` null) codes.
 struct MatrixSource {
   const void* data;
   DType type;
   int64_t rows;
   int64_t depth;
+  StoredCodes stored = {};
 };
 
-// A view without memory: sizes of the packed form of [columns, depth]. `group`: k per scale of int8 and int4, a
-// multiple of 32 up to 256, or 0 for one scale per output row (int8 only). Throws std::invalid_argument.
-WeightView packed_layout(Format format, int64_t columns, int64_t depth, int group);
+// A view without memory: sizes of the packed form of [columns, depth]. Throws std::invalid_argument.
+WeightView packed_layout(const WeightFormat& format, int64_t columns, int64_t depth);
 int64_t packed_bytes(const WeightView& layout);
+int64_t groups_along(int64_t depth, int group);  // scales of a row
+
+// Throws std::invalid_argument if `source` cannot be packed as `layout` wants it.
+void check_source(const WeightView& layout, const MatrixSource& source);
 
 // Writes one panel (`layout.panel_bytes`): the 16 rows of `source` from `first_row`, zeros past its end.
-// int8: code = round(w / scale), scale = max|w| / 127. int4: scale = extreme / -8, so that the weight of the largest
-// magnitude is met by code -8. Group scales are stored as bf16 (0.5 bit per weight at group 32; the codes are made
-// with the rounded scale, so its rounding costs no accuracy), scales per row as float.
+//
+// Codes and scales are taken as they are. A scale whose group holds an fp8 NaN becomes NaN, and with it every product
+// of that row, as it would anyway: so the kernels need not look for NaN codes.
+//
+// Numbers can become f32, bf16, int8 or int4. int8: code = round(w / scale), scale = max|w| / 127. int4: scale =
+// extreme / -8, so that the weight of the largest magnitude is met by code -8. Codes are made with the scale as it is
+// stored, so its rounding costs no accuracy.
 void pack_panel(const WeightView& layout, const MatrixSource& source, int64_t first_row, uint8_t* panel);
 
 // The 16 x depth weights that a panel stands for, row-major in `rows`.

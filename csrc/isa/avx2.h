@@ -84,6 +84,17 @@ struct Avx2Isa {
     return {Vec{signed_field(a, even, 28), signed_field(b, even, 28)},
             Vec{signed_field(a, odd, 28), signed_field(b, odd, 28)}};
   }
+  TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
+    const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16));  // 16-bit lane: (even, odd)
+    return {Vec{e4m3_on_top(_mm_slli_epi16(a, 8)), e4m3_on_top(_mm_slli_epi16(b, 8))},
+            Vec{e4m3_on_top(a), e4m3_on_top(b)}};
+  }
+  TANDEM_INLINE static Pair decode_fp4(const uint8_t* p, int index) {
+    const __m256i a = load_bytes(p), b = load_bytes(p + 32);
+    return {Vec{e2m1_field(a, 4 * index), e2m1_field(b, 4 * index)},
+            Vec{e2m1_field(a, 16 + 4 * index), e2m1_field(b, 16 + 4 * index)}};
+  }
   TANDEM_INLINE static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
  private:
@@ -94,6 +105,19 @@ struct Avx2Isa {
   // The signed bit field of every 32-bit lane that `left` moves to the top and `right` back down, as float.
   TANDEM_INLINE static __m256 signed_field(__m256i a, int left, int right) {
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, left), right));
+  }
+  // The e4m3 numbers in the upper bytes of 16-bit lanes: moved down by one bit they are halves, 2^8 too small. That
+  // holds for subnormals too; NaNs become 480 (see format/pack.h).
+  TANDEM_INLINE static __m256 e4m3_on_top(__m128i a) {
+    const __m128i half = _mm_and_si128(_mm_srai_epi16(a, 1), _mm_set1_epi16(int16_t(0xbf80)));
+    return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+  }
+  // The e2m1 number at bit `shift` of every 32-bit lane: a lookup of its low 3 bits, and its sign.
+  TANDEM_INLINE static __m256 e2m1_field(__m256i a, int shift) {
+    const __m256i code = _mm256_srli_epi32(a, shift);
+    const __m256 magnitude = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6), code);
+    const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(code, 28), _mm256_set1_epi32(int(0x80000000u)));
+    return _mm256_or_ps(magnitude, _mm256_castsi256_ps(sign));
   }
   TANDEM_INLINE static __m256 widen(const uint16_t* p) {
     const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

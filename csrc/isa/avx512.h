@@ -77,11 +77,29 @@ struct Avx512Isa {
     return {_mm512_permutexvar_ps(_mm512_srli_epi32(a, 4 * index), int4_values()),
             _mm512_permutexvar_ps(_mm512_srli_epi32(a, 16 + 4 * index), int4_values())};
   }
+  TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
+    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));  // 16-bit lane: (even, odd)
+    return {e4m3_on_top(_mm256_slli_epi16(a, 8)), e4m3_on_top(a)};
+  }
+  TANDEM_INLINE static Pair decode_fp4(const uint8_t* p, int index) {
+    const __m512i a = _mm512_loadu_si512(p);
+    return {_mm512_permutexvar_ps(_mm512_srli_epi32(a, 4 * index), e2m1_values()),
+            _mm512_permutexvar_ps(_mm512_srli_epi32(a, 16 + 4 * index), e2m1_values())};
+  }
   TANDEM_INLINE static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
  private:
   TANDEM_INLINE static Vec int4_values() {
     return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+  }
+  TANDEM_INLINE static Vec e2m1_values() {
+    return _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+  }
+  // The e4m3 numbers in the upper bytes of 16-bit lanes: moved down by one bit they are halves, 2^8 too small. That
+  // holds for subnormals too; NaNs become 480 (see format/pack.h).
+  TANDEM_INLINE static Vec e4m3_on_top(__m256i a) {
+    const __m256i half = _mm256_and_si256(_mm256_srai_epi16(a, 1), _mm256_set1_epi16(int16_t(0xbf80)));
+    return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
   }
 };
 

@@ -7,6 +7,29 @@
 namespace tandem {
 namespace {
 
+// The two bytes of the bf16 number of each positive e4m3 number.
+struct E4m3Bytes {
+  alignas(64) uint8_t low[128];
+  alignas(64) uint8_t high[128];
+};
+
+constexpr E4m3Bytes e4m3_bytes() {
+  E4m3Bytes table{};
+  for (int code = 1; code < 128; ++code) {
+    int exponent = code / 8 + 120, mantissa = code % 8;
+    if (code < 8) {  // subnormal
+      exponent = 121;
+      for (; mantissa < 8; mantissa *= 2) --exponent;
+      mantissa -= 8;
+    }
+    const int bits = code == 127 ? 0x7fc0 : exponent << 7 | mantissa << 4;
+    table.low[code] = uint8_t(bits);
+    table.high[code] = uint8_t(bits >> 8);
+  }
+  return table;
+}
+constexpr E4m3Bytes kE4m3Bytes = e4m3_bytes();
+
 struct Avx512Bf16Isa : Avx512Isa {
   struct Lane {
     static constexpr DType kType = DType::bf16;
@@ -33,6 +56,18 @@ struct Avx512Bf16Isa : Avx512Isa {
     // A 16-bit lookup reads 5 bits of each lane: the 16 values stand there twice, so the neighbour's bit is harmless.
     return {_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(p), 4 * index), int4_values())};
   }
+  TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m512i twice = _mm512_permutexvar_epi8(doubled(), _mm512_castsi256_si512(codes));  // a lookup reads 7 bits
+    const __m512i low = _mm512_permutex2var_epi8(half_table(kE4m3Bytes.low), twice, half_table(kE4m3Bytes.low + 64));
+    const __m512i high = _mm512_permutex2var_epi8(half_table(kE4m3Bytes.high), twice, half_table(kE4m3Bytes.high + 64));
+    const __m512i magnitude = _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaaull, low, high);
+    const __m512i sign = _mm512_set1_epi16(int16_t(0x8000));
+    return {_mm512_ternarylogic_epi32(magnitude, twice, sign, 0xf8)};  // a | (b & c)
+  }
+  TANDEM_INLINE static Pair decode_fp4(const uint8_t* p, int index) {
+    return {_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(p), 4 * index), e2m1_values())};
+  }
   // Each output row's pair times the row's scale, rounded to bf16 again.
   TANDEM_INLINE static Lane::Line scale_line(Lane::Line a, Vec scale) {
     const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(a, 16));
@@ -48,12 +83,25 @@ struct Avx512Bf16Isa : Avx512Isa {
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(16)), 16));
   }
+  // 0, 0, 1, 1 ...: every byte of the lower half twice.
+  TANDEM_INLINE static __m512i doubled() {
+    const __m512i words =
+        _mm512_cvtepu8_epi16(_mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20,
+                                              21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31));
+    return _mm512_or_si512(words, _mm512_slli_epi16(words, 8));
+  }
+  TANDEM_INLINE static __m512i half_table(const uint8_t* p) { return _mm512_load_si512(p); }
   TANDEM_INLINE static Vec widen_int8(const uint8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
   }
   TANDEM_INLINE static __m512i int4_values() {
     const __m256i values = _mm256_setr_epi16(0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, -0x3f00,
                                              -0x3f20, -0x3f40, -0x3f60, -0x3f80, -0x3fc0, -0x4000, -0x4080);
+    return _mm512_broadcast_i64x4(values);
+  }
+  TANDEM_INLINE static __m512i e2m1_values() {
+    const __m256i values = _mm256_setr_epi16(0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, -0x8000,
+                                             -0x4100, -0x4080, -0x4040, -0x4000, -0x3fc0, -0x3f80, -0x3f40);
     return _mm512_broadcast_i64x4(values);
   }
 };

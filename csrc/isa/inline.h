@@ -30,6 +30,21 @@ TANDEM_INLINE uint16_t bf16_of_float(float f) {
   return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// OCP 8-bit float e4m3fn, exact.
+TANDEM_INLINE float float_of_e4m3(uint8_t code) {
+  const uint32_t sign = uint32_t{code & 0x80u} << 24, magnitude = code & 0x7fu;
+  if (magnitude == 0x7f) return float_of_bits(sign | 0x7fc00000u);
+  if (magnitude < 8) return (sign ? -0x1p-9f : 0x1p-9f) * float(magnitude);
+  return float_of_bits(sign | ((magnitude << 20) + (120u << 23)));
+}
+
+// OCP 4-bit float e2m1, exact; the low 4 bits count.
+TANDEM_INLINE float float_of_e2m1(uint8_t code) {
+  const uint32_t sign = (code & 8u) << 28, exponent = code >> 1 & 3u, half = code & 1u;
+  const uint32_t magnitude = exponent ? (126 + exponent) << 23 | half << 22 : half * 0x3f000000u;
+  return float_of_bits(sign | magnitude);
+}
+
 // Up to 32 rows of activations as matrix tiles load them: piece s of 32 k of row group g (16 rows) begins at
 // data + s * step + g * group, its rows `stride` bytes apart.
 struct RowBlock {

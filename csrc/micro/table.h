@@ -10,7 +10,7 @@ namespace {
 
 // From these many rows on, unpacking a panel pays: measured per tier.
 struct TileFromRows {
-  int32_t f32, bf16, int8, int4;
+  int32_t f32, bf16, int8, int4, fp8, fp4;
 };
 
 template <class Isa, template <class> class Format>
@@ -28,6 +28,8 @@ constexpr KernelTable make_table(Tier tier, TileFromRows from) {
           vector_kernels<Isa, Bf16Format>(from.bf16),
           vector_kernels<Isa, Int8Format>(from.int8),
           vector_kernels<Isa, Int4Format>(from.int4),
+          vector_kernels<Isa, Fp8Format>(from.fp8),
+          vector_kernels<Isa, Fp4Format>(from.fp4),
       },
       prepare_row<Isa>,
       activate_row<Isa>,

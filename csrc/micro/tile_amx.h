@@ -130,6 +130,8 @@ constexpr KernelTable make_amx_table(Tier tier, KernelTable vectors) {
   table.formats[int(Format::bf16)].tile_mm = tile_mm_amx<Isa, Tiles, Bf16Format>;
   table.formats[int(Format::int8)].tile_mm = tile_mm_amx<Isa, Tiles, Int8Format>;
   table.formats[int(Format::int4)].tile_mm = tile_mm_amx<Isa, Tiles, Int4Format>;
+  table.formats[int(Format::fp8)].tile_mm = tile_mm_amx<Isa, Tiles, Fp8Format>;
+  table.formats[int(Format::fp4)].tile_mm = tile_mm_amx<Isa, Tiles, Fp4Format>;
   return table;
 }
 

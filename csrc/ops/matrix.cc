@@ -22,8 +22,9 @@ int64_t pairs_per_task(const WeightView& w, int64_t row_blocks, int workers) {
 }  // namespace
 
 PackedMatrix::PackedMatrix(std::shared_ptr<Workspace> workspace, const MatrixSource& source, const float* bias,
-                           Format format, int group)
-    : workspace_(std::move(workspace)), view_(packed_layout(format, source.rows, source.depth, group)) {
+                           const WeightFormat& format)
+    : workspace_(std::move(workspace)), view_(packed_layout(format, source.rows, source.depth)) {
+  check_source(view_, source);
   memory_ = HugeBuffer(size_t(packed_bytes(view_)));
   view_.panels = memory_.data();
   if (bias) {

@@ -11,8 +11,8 @@ namespace tandem {
 class PackedMatrix {
  public:
   // Packs `source` [N, K] on the pool; `bias` [N] float or null. Neither is kept.
-  PackedMatrix(std::shared_ptr<Workspace> workspace, const MatrixSource& source, const float* bias, Format format,
-               int group);
+  PackedMatrix(std::shared_ptr<Workspace> workspace, const MatrixSource& source, const float* bias,
+               const WeightFormat& format);
 
   const WeightView& layout() const { return view_; }
   const Workspace& workspace() const { return *workspace_; }

@@ -120,6 +120,22 @@ class PackedMatrix:
     def __init__(
         self, workspace: Workspace, weight: object, bias: object | None, format: str, group: int
     ) -> None: ...
+    @staticmethod
+    def from_codes(
+        workspace: Workspace,
+        codes: object,
+        scales: object,
+        rows: int,
+        depth: int,
+        bias: object | None,
+        format: str,
+        group: int,
+        block_rows: int,
+    ) -> PackedMatrix:
+        """
+        Of codes and scales as they are: [rows, depth] bytes, or for 4 bits [rows, ceil(depth / 2)].
+        """
+
     def multiply(self, x: object, out: object) -> None:
         """out[T, N] = x[T, K] @ weight.T + bias"""
 
@@ -144,6 +160,7 @@ class ExpertLayer:
         width: int,
         format: str,
         group: int,
+        scale_type: str,
         activation: str,
         alpha: float,
         limit: float,
@@ -154,6 +171,20 @@ class ExpertLayer:
         gate: object,
         up: object,
         down: object,
+        gate_bias: object | None = None,
+        up_bias: object | None = None,
+        down_bias: object | None = None,
+    ) -> None: ...
+    def load_codes(
+        self,
+        expert: int,
+        gate: object,
+        gate_scales: object,
+        up: object,
+        up_scales: object,
+        down: object,
+        down_scales: object,
+        block_rows: int,
         gate_bias: object | None = None,
         up_bias: object | None = None,
         down_bias: object | None = None,

@@ -1,9 +1,10 @@
 """Faces of the C++ core's packed weights: `PackedMatrix` (a dense linear) and `PackedExperts` (a layer's experts).
 
 Both run on a `Workspace`: a worker pool, one kernel tier, and scratch for one call at a time. Activations are bfloat16
-or float32; with bf16, int8 and int4 weights float32 activations are rounded to bfloat16 at the entry, with f32 weights
-everything is float32. On every tier but AMX a row's result does not depend on the batch or the number of threads, to
-the bit. The arrays of `_core` itself may come from any library that speaks DLPack.
+or float32; float32 ones are rounded to bfloat16 at the entry, except with f32 weights: there everything is float32.
+fp8 and fp4 weights come as codes (`kernels/codes.py`), int8 and int4 as codes or as numbers. On every tier but AMX a
+row's result does not depend on the batch or the number of threads, to the bit. The arrays of `_core` itself may come
+from any library that speaks DLPack.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from tandem import _core
 from tandem._core import WorkerPool, Workspace
+from tandem.errors import KernelError
+from tandem.kernels.codes import WeightCodes
 
-__all__ = ["PackedExperts", "PackedMatrix", "WorkerPool", "Workspace"]
+__all__ = ["PackedExperts", "PackedMatrix", "WeightCodes", "WorkerPool", "Workspace"]
 
 DEFAULT_GROUP = 32  # weights along K that share one scale in int8 and int4
 
@@ -29,10 +32,19 @@ def _bias(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.detach().float().contiguous()
 
 
+def _scale_type(dtype: torch.dtype | None, group: int) -> str:
+    """The core's name of a scale's type; None: what weights quantised here get."""
+    names = {torch.float32: "f32", torch.bfloat16: "bf16", None: "bf16" if group else "f32"}
+    if dtype not in names:
+        raise KernelError(f"scales cannot be {dtype}: take torch.float32 or torch.bfloat16")
+    return names[dtype]
+
+
 class PackedMatrix:
     """`Linear` on packed weights: `matrix(x) -> [T, N]`. The tensor it is made from is not kept.
 
-    fmt: "f32", "bf16", "int8" or "int4"; group: weights along K per scale (32, 64, 128, 256; int8 also 0, one per row).
+    fmt: "f32", "bf16", "int8" or "int4"; group: weights along K per scale (16, 32, 64, 128, 256; int8 also 0, one per
+    row). `from_codes` takes weights that are quantised already.
     """
 
     def __init__(
@@ -44,8 +56,24 @@ class PackedMatrix:
         group: int = DEFAULT_GROUP,
     ) -> None:
         self.out_features, self.in_features = weight.shape
-        self._core = _core.PackedMatrix(workspace, _packable(weight), _bias(bias), fmt, group)
-        self._multiply = self._core.multiply
+        self._keep(_core.PackedMatrix(workspace, _packable(weight), _bias(bias), fmt, group))
+
+    @classmethod
+    def from_codes(
+        cls, workspace: Workspace, weight: WeightCodes, bias: Tensor | None = None
+    ) -> PackedMatrix:
+        """Packs codes and scales as they are, without rounding."""
+        w, matrix = weight, cls.__new__(cls)
+        matrix.out_features, matrix.in_features = w.rows, w.depth
+        core = _core.PackedMatrix.from_codes(
+            workspace, w.codes, w.scales, w.rows, w.depth, _bias(bias), w.fmt, w.group, w.block_rows
+        )
+        matrix._keep(core)
+        return matrix
+
+    def _keep(self, core: _core.PackedMatrix) -> None:
+        self._core = core
+        self._multiply = core.multiply
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         out = x.new_empty((x.shape[0], self.out_features), dtype=out_dtype)
@@ -68,7 +96,8 @@ class PackedExperts:
     """`ExpertLayer` on packed weights: the routed experts of one layer, gated MLPs of equal shape.
 
     activation: "silu", "gelu", "gelu_tanh", "swiglu_clamp" (gate <= limit, |up| <= limit) or "swiglu_oai" (gpt-oss:
-    clamped, gate * sigmoid(alpha * gate) * (up + 1)).
+    clamped, gate * sigmoid(alpha * gate) * (up + 1)). fmt and group: as `PackedMatrix`, or those of the codes to load;
+    then scale_dtype is the type of their scales (otherwise bfloat16 for groups, float32 for rows).
     """
 
     def __init__(
@@ -81,12 +110,23 @@ class PackedExperts:
         activation: str = "silu",
         *,
         group: int = DEFAULT_GROUP,
+        scale_dtype: torch.dtype | None = None,
         alpha: float = 1.702,
         limit: float = 7.0,
     ) -> None:
         self.num_experts, self.hidden, self.width = num_experts, hidden, width
+        self.fmt, self.group = fmt, group
         self._core = _core.ExpertLayer(
-            workspace, num_experts, hidden, width, fmt, group, activation, alpha, limit
+            workspace,
+            num_experts,
+            hidden,
+            width,
+            fmt,
+            group,
+            _scale_type(scale_dtype, group),
+            activation,
+            alpha,
+            limit,
         )
         self._forward = self._core.forward
 
@@ -104,6 +144,28 @@ class PackedExperts:
         """Packs one expert: gate and up [width, hidden], down [hidden, width]. The tensors are not kept."""
         weights = _packable(gate), _packable(up), _packable(down)
         self._core.load(expert, *weights, _bias(gate_bias), _bias(up_bias), _bias(down_bias))
+
+    def load_codes(
+        self,
+        expert: int,
+        gate: WeightCodes,
+        up: WeightCodes,
+        down: WeightCodes,
+        *,
+        gate_bias: Tensor | None = None,
+        up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> None:
+        """As `load`, of codes and scales in the layer's fmt, group and scale_dtype, packed as they are."""
+        for name, w in (("gate", gate), ("up", up), ("down", down)):
+            if (w.fmt, w.group, w.block_rows) != (self.fmt, self.group, gate.block_rows):
+                raise KernelError(
+                    f"{name} is {w.fmt} in groups of {w.group} and blocks of {w.block_rows} rows; "
+                    f"the layer takes {self.fmt} in groups of {self.group} and blocks of {gate.block_rows}"
+                )
+        arrays = gate.codes, gate.scales, up.codes, up.scales, down.codes, down.scales
+        biases = _bias(gate_bias), _bias(up_bias), _bias(down_bias)
+        self._core.load_codes(expert, *arrays, gate.block_rows, *biases)
 
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None, add: bool = False

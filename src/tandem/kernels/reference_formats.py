@@ -2,10 +2,14 @@
 
 int8: symmetric, scale = max|w| / 127. int4: codes -8 to 7, scale = (weight of the largest magnitude) / -8, which uses
 all 16 codes. Scales of groups are bfloat16 (codes are made with the rounded scale), scales of rows float32.
+
+fp8, mxfp8, mxfp4 and nvfp4 come from checkpoints as codes and scales; `stored` makes some for tests, `decoded` says
+what they mean.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,6 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import KernelError
+from tandem.kernels import codes as stored_codes
+from tandem.kernels.codes import WeightCodes
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E4M3_MAX, E2M1_MAX = 448.0, 6.0
+STORED = ("fp8", "mxfp8", "mxfp4", "nvfp4")
 
 
 class Quantised(NamedTuple):
@@ -42,7 +52,81 @@ def dequantised(weight: Tensor, fmt: str, group: int = 32) -> Tensor:
         return weight.float()
     if fmt == "bf16":
         return weight.to(torch.bfloat16).float()
+    if fmt in STORED:
+        return decoded(stored(weight, fmt, group))
     if fmt not in ("int8", "int4"):
-        raise KernelError(f"unknown weight format {fmt!r}; these exist: bf16, f32, int8, int4")
+        known = ", ".join(("bf16", "f32", "int8", "int4", *STORED))
+        raise KernelError(f"unknown weight format {fmt!r}; these exist: {known}")
     codes, scales = quantise(weight, fmt, group)
     return (codes * scales).flatten(1)[:, : weight.shape[1]].contiguous()
+
+
+def _values(codes: WeightCodes) -> Tensor:
+    """float32 [N, K]: every code's own number."""
+    single = stored_codes.codes_per_weight(codes)
+    if codes.fmt == "fp8":
+        return single.contiguous().view(torch.float8_e4m3fn).float()
+    if codes.fmt == "fp4":
+        return torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)])[single.long()]
+    bits = 8 if codes.fmt == "int8" else 4
+    return ((single.int() + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)).float()
+
+
+def decoded(codes: WeightCodes) -> Tensor:
+    """The float32 [N, K] weights that codes and scales stand for."""
+    scales = codes.scales.float().repeat_interleave(codes.block_rows, 0)[: codes.rows]
+    if codes.group:
+        scales = scales.repeat_interleave(codes.group, 1)[:, : codes.depth]
+    return _values(codes) * scales
+
+
+def _block_extremes(weight: Tensor, rows: int, columns: int) -> Tensor:
+    """max|w| of every block, [ceil(N / rows), ceil(K / columns)]."""
+    n, k = weight.shape
+    padded = F.pad(weight.abs(), (0, -k % columns, 0, -n % rows))
+    return padded.view(padded.shape[0] // rows, rows, -1, columns).amax((1, 3))
+
+
+def _e2m1(scaled: Tensor) -> Tensor:
+    """The nearest e2m1 codes, joined."""
+    distance = (scaled.abs()[..., None] - torch.tensor(E2M1_VALUES)).abs()
+    nibbles = distance.argmin(-1) + 8 * (scaled < 0)
+    return stored_codes.join_nibbles(nibbles.to(torch.uint8))
+
+
+def _per_weight(scales: Tensor, rows: int, columns: int, weight: Tensor) -> Tensor:
+    spread = scales.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return weight / spread[: weight.shape[0], : weight.shape[1]].clamp(min=2.0**-126)
+
+
+def _stored_fp8(weight: Tensor, group: int) -> WeightCodes:
+    rows, columns = (group, group) if group else (1, weight.shape[1])
+    scales = _block_extremes(weight, rows, columns) / E4M3_MAX
+    scaled = _per_weight(scales, rows, columns, weight).clamp(-E4M3_MAX, E4M3_MAX)
+    codes = scaled.to(torch.float8_e4m3fn)
+    if group:
+        return stored_codes.fp8_blocks(codes, scales, (rows, columns))
+    return stored_codes.fp8_channels(codes, scales)
+
+
+def _stored_nvfp4(weight: Tensor) -> WeightCodes:
+    scales = (_block_extremes(weight, 1, 16) / E2M1_MAX * 64).to(torch.float8_e4m3fn)
+    return stored_codes.nvfp4(_e2m1(_per_weight(scales.float() / 64, 1, 16, weight)), scales, 1 / 64)
+
+
+def _stored_mx(weight: Tensor, fmt: str) -> WeightCodes:
+    largest = E4M3_MAX if fmt == "mxfp8" else E2M1_MAX
+    exponents = torch.log2(_block_extremes(weight, 1, 32).clamp(min=2.0**-100) / largest).ceil()
+    scaled, biased = _per_weight(exponents.exp2(), 1, 32, weight), (exponents + 127).to(torch.uint8)
+    if fmt == "mxfp8":
+        return stored_codes.mxfp8(scaled.to(torch.float8_e4m3fn), biased)
+    return stored_codes.mxfp4(_e2m1(scaled), biased)
+
+
+def stored(weight: Tensor, fmt: str, group: int = 128) -> WeightCodes:
+    """weight [N, K] as a checkpoint of this format has it. fp8: blocks of group x group, or rows where group is 0."""
+    weight = weight.float()
+    if fmt == "fp8":
+        return _stored_fp8(weight, group)
+    made = _stored_nvfp4(weight) if fmt == "nvfp4" else _stored_mx(weight, fmt)
+    return replace(made, depth=weight.shape[1])  # odd in tests only
