@@ -120,6 +120,15 @@ def test_rows_without_a_finite_maximum_choose_nothing() -> None:
     assert [s.token_id for s in got] == [int(rows[0].argmax()), -1, -1, -1]
 
 
+def test_penalties_that_leave_the_range_of_float32_end_their_row_only() -> None:
+    rows = np.stack([random_row(0)] * 2)
+    params = SamplingParams(repetition_penalty=1e-40, temperature=0.7, top_k=5, top_p=0.9)
+    prompt = [int(rows[0].argmax())]
+    with np.errstate(over="ignore"):
+        got = sample(rows, [sequence(params, prompt=prompt), sequence(SamplingParams(temperature=0.0))], ())
+    assert [s.token_id for s in got] == [-1, int(rows[1].argmax())]
+
+
 def test_penalties_against_the_definition() -> None:
     params = SamplingParams(
         temperature=0.0, repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=0.3,
@@ -222,6 +231,7 @@ def test_without_a_seed_answers_differ() -> None:
     [
         ("temperature", 1e9), ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf),
         ("top_p", 0.0), ("top_p", 1.01), ("top_k", -2), ("min_p", -0.1), ("min_p", 1.1),
+        ("repetition_penalty", 1e-40),
         ("repetition_penalty", 0.0), ("presence_penalty", 1e6), ("frequency_penalty", math.nan),
         ("n", 0), ("n", 1000), ("max_tokens", 0), ("max_tokens", -1), ("min_tokens", -1), ("min_tokens", 99),
         ("logprobs", -1), ("logprobs", 101), ("prompt_logprobs", 1000), ("seed", 2**64),

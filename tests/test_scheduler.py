@@ -6,9 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_model import FakeModel, fake_engine, greedy_reference, request, run, text, token_ids
+from fake_model import (
+    FakeModel,
+    FakeTokenizer,
+    fake_config,
+    fake_engine,
+    fake_plan,
+    greedy_reference,
+    request,
+    run,
+    text,
+    token_ids,
+)
 from tandem.engine.engine import Engine
 from tandem.engine.pace import PrefillPace
+from tandem.engine.parts import EngineParts
 from tandem.engine.sequence import Status
 from tandem.errors import RequestError
 
@@ -31,6 +43,13 @@ def check_pages(engine: Engine) -> None:
 
 
 prompts = st.lists(st.integers(2, 5), min_size=1, max_size=24)
+WISHES: dict[str, dict] = {
+    "nothing": {},
+    "scores": {"prompt_logprobs": 2, "logprobs": 1},
+    "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "nucleus": {"temperature": 1.5, "top_p": 0.9, "seed": 7},
+    "stop": {"stop": ("Z", "A", "bc", "cd")},
+}
 arrivals = st.lists(
     st.tuples(
         st.integers(0, 12),  # step of arrival
@@ -38,6 +57,7 @@ arrivals = st.lists(
         st.integers(1, 12),  # max_tokens
         st.integers(1, 3),  # n
         st.one_of(st.none(), st.integers(0, 20)),  # step of its abort
+        st.sampled_from(sorted(WISHES)),
     ),
     min_size=1,
     max_size=8,
@@ -60,9 +80,9 @@ def test_random_traffic(arrivals, num_pages, max_running, max_step_tokens, radix
     )  # fmt: skip
     answers: dict[tuple[str, int], list] = {}
     for step in range(2000):
-        for i, (arrival, prompt, max_tokens, n, abort) in enumerate(arrivals):
+        for i, (arrival, prompt, max_tokens, n, abort, wish) in enumerate(arrivals):
             if arrival == step:
-                engine.add(request(str(i), prompt, max_tokens=max_tokens, n=n))
+                engine.add(request(str(i), prompt, **wanted(max_tokens, n, wish)))
             if abort == step:
                 engine.abort(str(i))
                 check_pages(engine)
@@ -72,21 +92,48 @@ def test_random_traffic(arrivals, num_pages, max_running, max_step_tokens, radix
         if step > 20 and not engine.has_work():
             break
     assert not engine.has_work()
-    for i, (arrival, prompt, max_tokens, n, abort) in enumerate(arrivals):
-        expected = greedy_reference(prompt, max_tokens)
+    for i, (arrival, prompt, max_tokens, n, abort, wish) in enumerate(arrivals):
+        alone = run(fake_engine(), request("alone", prompt, **wanted(max_tokens, n, wish)))
         for index in range(n):
-            got = answers.get((str(i), index), [])
+            got, expected = answers.get((str(i), index), []), alone["alone", index]
+            if wish == "nothing":
+                assert token_ids(expected) == greedy_reference(prompt, max_tokens)
             if abort is None or abort < arrival:
-                assert token_ids(got) == expected
-                assert got[-1].finish_reason in ("stop", "length")
+                assert token_ids(got) == token_ids(expected) and text(got) == text(expected)
+                assert scores(got) == scores(expected)
+                assert got[-1].finish_reason == expected[-1].finish_reason in ("stop", "length")
             elif got:
-                assert token_ids(got) == expected[: len(token_ids(got))]
+                assert token_ids(got) == token_ids(expected)[: len(token_ids(got))]
                 assert got[-1].finish_reason is not None
             assert all(output.finish_reason is None for output in got[:-1])
     assert engine.stats().pages_free == num_pages
     engine.flush_cache()
     assert len(engine._kv._free) == num_pages
     assert not engine._kv._tree or len(engine._kv._tree) == 0
+
+
+def wanted(max_tokens: int, n: int, wish: str) -> dict:
+    return {"max_tokens": max_tokens, "n": n, **WISHES[wish]}
+
+
+def scores(outputs: list) -> tuple[list, list]:
+    """Log-probabilities of the prompt and of the answer."""
+    prompt = [entry for output in outputs for entry in output.prompt_logprobs or ()]
+    return prompt, [entry for output in outputs for entry in output.logprobs or ()]
+
+
+def test_a_preempted_prompt_is_scored_once_it_has_its_pages_again() -> None:
+    """It is preempted half-way, and begins again in chunks that end before the first row without a score."""
+    requests = [
+        request("grows", [2, 3, 4, 5], max_tokens=40, ignore_eos=True),
+        request("scored", [3, 4] * 30, prompt_logprobs=1, max_tokens=4, ignore_eos=True),
+    ]
+    expected = run(fake_engine(), *requests)
+    engine = fake_engine(num_pages=65, page_size=1, max_step_tokens=16, radix_cache=False)
+    got = run(engine, *requests)
+    assert engine.stats().preemptions == 1
+    assert {k: scores(v) for k, v in got.items()} == {k: scores(v) for k, v in expected.items()}
+    assert {k: token_ids(v) for k, v in got.items()} == {k: token_ids(v) for k, v in expected.items()}
 
 
 def test_preempted_sequences_answer_the_same() -> None:
@@ -131,6 +178,8 @@ def test_answers_of_one_request_share_the_prompt(radix: bool) -> None:
     assert len(outputs) == 4
     assert model.rows_run == 29 + 3 * 1 + 4  # the prompt once, its last token per answer, one decode row each
     assert [outputs["a", i][0].cached_tokens for i in range(4)] == [0, 28, 28, 28]
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.cached_tokens) == (29, 0)  # one prompt, of which nothing was cached
 
 
 def test_prefix_eviction_is_least_recently_used() -> None:
@@ -240,6 +289,30 @@ def test_a_failing_step_fails_only_its_requests() -> None:
     check_pages(engine)
     assert engine.stats().pages_free == engine.stats().pages_total
     assert token_ids(run(engine, request("good", [2, 3]))["good", 0]) == greedy_reference([2, 3], 8)
+
+
+class BrokenTokenizer(FakeTokenizer):
+    """Cannot decode the token 40, also not when it is asked again."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        if 40 in ids:
+            raise ValueError("no text for token 40")
+        return super().decode(ids, skip_special_tokens)
+
+
+def test_a_failing_answer_leaves_the_others_of_its_step_alone() -> None:
+    parts = EngineParts(fake_plan(), fake_config(), FakeModel(), BrokenTokenizer())
+    engine = Engine.from_parts(parts)
+    outputs = run(
+        engine, request("good", [2, 3]), request("bad", [4, 5], logit_bias={40: 100.0}), request("late", [2, 4])
+    )
+    assert [o.finish_reason for o in outputs["bad", 0]] == ["error"]
+    assert "no text for token 40" in outputs["bad", 0][0].error
+    for name, prompt in (("good", [2, 3]), ("late", [2, 4])):
+        assert token_ids(outputs[name, 0]) == greedy_reference(prompt, 8)
+        assert text(outputs[name, 0]) == FakeTokenizer().decode(greedy_reference(prompt, 8))
+    check_pages(engine)
+    assert engine.stats().pages_free == engine.stats().pages_total
 
 
 def test_nan_logits_are_an_error_of_that_row_only() -> None:

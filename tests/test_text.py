@@ -72,6 +72,23 @@ def test_special_tokens_are_skipped_or_shown() -> None:
         assert stream.push(end).text == shown
 
 
+def test_skipped_tokens_cost_no_more_each_and_do_not_eat_the_next_space() -> None:
+    inner = word_tokenizer()
+    inner.add_special_tokens(["<end>"])
+    tokenizer, decoded = Tokenizer(inner), []
+
+    class Counting:
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            decoded.append(len(ids))
+            return tokenizer.decode(ids, skip_special_tokens)
+
+    stream = IncrementalDecoder(Counting(), [1], True)
+    end = tokenizer.encode("<end>")[0]
+    assert "".join(stream.push(end) for _ in range(100)) == ""
+    assert stream.push(2) == " big"
+    assert max(decoded) <= 2 * 9  # most tokens that wait for the rest of a character, and as many before them
+
+
 def naive_stop(content: str, stops: list[str]) -> tuple[str, str | None]:
     """The stop string that ends first; of those ending together, the longest."""
     for end in range(1, len(content) + 1):

@@ -101,7 +101,7 @@ class Engine:
             outputs += self._run(chunks)
         except Exception as error:  # whatever it was: the engine goes on
             _log.exception("a step of %d sequences failed", len(chunks))
-            outputs += self._fail(chunks, error)
+            outputs += [self._fail(chunk, error) for chunk in chunks]
         seconds = perf_counter() - started
         self._scheduler.pace.observe(sum(chunk.length for chunk in chunks), seconds)
         self._counters.steps += 1
@@ -155,14 +155,22 @@ class Engine:
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         wanted = logits if len(rows) == len(logits) else logits[rows]
         tokens = iter(sample(wanted, sampling, self._eos_ids))
-        outputs = [self._advance(chunk, next(tokens) if chunk.samples else None) for chunk in chunks]
+        outputs = [self._settle(chunk, next(tokens) if chunk.samples else None) for chunk in chunks]
         return [output for output in outputs if output is not None]
+
+    def _settle(self, chunk: Chunk, sampled: Sampled | None) -> TokenOutput | None:
+        try:
+            return self._advance(chunk, sampled)
+        except Exception as error:  # of this answer alone: the others of the step have their tokens
+            _log.exception("request %s failed after its step", chunk.sequence.request_id)
+            return self._fail(chunk, error)
 
     def _advance(self, chunk: Chunk, sampled: Sampled | None) -> TokenOutput | None:
         answer = self._answers[chunk.sequence.request_id][chunk.sequence.index]
         if sampled is not None and sampled.token_id < 0:
             return self._end(answer, answer.end("error", _BAD_LOGITS), keep=False)
-        first = chunk.samples and chunk.sequence.answer_len == 0
+        sequence = chunk.sequence
+        first = chunk.samples and sequence.index == sequence.answer_len == 0
         self._scheduler.advance(chunk)
         if sampled is None:
             return None
@@ -179,8 +187,12 @@ class Engine:
             self._counters.finished_requests += 1
         return output
 
-    def _fail(self, chunks: list[Chunk], error: Exception) -> list[TokenOutput]:
+    def _fail(self, chunk: Chunk, error: Exception) -> TokenOutput:
         text = f"{type(error).__name__}: {error}"
-        failed = [c.sequence for c in chunks if c.sequence.status is not Status.FINISHED]
-        answers = [self._answers[s.request_id][s.index] for s in failed]
-        return [self._end(answer, answer.end("error", text), keep=False) for answer in answers]
+        name, index = chunk.sequence.request_id, chunk.sequence.index
+        answer = self._answers[name][index]
+        try:
+            output = answer.end("error", text)
+        except Exception:  # its text cannot be had either
+            output = TokenOutput(id=name, index=index, text="", token_ids=[], finish_reason="error", error=text)
+        return self._end(answer, output, keep=False)

@@ -19,7 +19,7 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "temperature": (0.0, 100.0, True),
     "top_p": (0.0, 1.0, False),
     "min_p": (0.0, 1.0, True),
-    "repetition_penalty": (0.0, 100.0, False),
+    "repetition_penalty": (0.01, 100.0, True),  # beyond this logits leave float32's range
     "presence_penalty": (-100.0, 100.0, True),
     "frequency_penalty": (-100.0, 100.0, True),
     "n": (1, MAX_ANSWERS, True),

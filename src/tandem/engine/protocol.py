@@ -6,7 +6,7 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen and when to stop. `validate` (engine/sampling.py) checks the ranges.
+    """How tokens are chosen and when to stop. `validate` (engine/limits.py) checks the ranges.
 
     temperature 0 is greedy. top_k 0 or -1 means all. `logit_bias` maps token id to an addend.
     `logprobs` = number of top alternatives to report per token (0: only the chosen one), None: none.

@@ -63,6 +63,8 @@ def _sample_row(logits: FloatRow, best: int, sequence: Sequence, eos_ids: Collec
     if changes_logits(sequence):
         row = adjust(logits, sequence, eos_ids)
         best = int(row.argmax())
+        if not np.isfinite(row[best]):
+            return Sampled(-1, None)
     if params.temperature < _GREEDY_BELOW or params.top_k == 1:
         token_id = best
     else:

@@ -98,7 +98,8 @@ class Scheduler:
             return Chunk(sequence, length, int(length == sequence.pending_len))
         length = min(length, max(1, rows))
         first_unknown = max(sequence.computed_len, len(sequence.prompt_logprobs) - 1)
-        return Chunk(sequence, length, sequence.computed_len + length - first_unknown)
+        # After a preemption a chunk may end before the first row that is still to be scored.
+        return Chunk(sequence, length, max(0, sequence.computed_len + length - first_unknown))
 
     def _grow(self, sequence: Sequence) -> bool:
         """Gets the page of the next token, from the youngest if need be. False: `sequence` itself had to go."""
