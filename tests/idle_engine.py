@@ -21,6 +21,7 @@ class IdleEngine:
 
     def __init__(self) -> None:
         self._queue: list[GenerateRequest] = []
+        self._aborted: list[TokenOutput] = []
 
     def add(self, request: GenerateRequest) -> None:
         if request.prompt_ids == [13]:
@@ -28,16 +29,23 @@ class IdleEngine:
         self._queue.append(request)
 
     def abort(self, request_id: str) -> None:
-        self._queue = [r for r in self._queue if request_id not in ("", r.id)]
+        ended = [r for r in self._queue if request_id in ("", r.id)]
+        self._queue = [r for r in self._queue if r not in ended]
+        self._aborted += [
+            TokenOutput(id=r.id, index=0, text="", token_ids=[], finish_reason="abort") for r in ended
+        ]
 
     def step(self) -> list[TokenOutput]:
         queue, self._queue = self._queue, []
+        aborted, self._aborted = self._aborted, []
         if any(r.prompt_ids == [14] for r in queue):
             raise ZeroDivisionError("a bug in step")
-        return [TokenOutput(id=r.id, index=0, text="ok", token_ids=[1], finish_reason="stop") for r in queue]
+        return aborted + [
+            TokenOutput(id=r.id, index=0, text="ok", token_ids=[1], finish_reason="stop") for r in queue
+        ]
 
     def has_work(self) -> bool:
-        return bool(self._queue)
+        return bool(self._queue or self._aborted)
 
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self._queue))

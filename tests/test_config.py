@@ -70,6 +70,7 @@ def test_values_arrive_typed() -> None:
         (["--mem-fraction-static", "1.5"], "from 0.01 to 0.99"),
         (["--dtype", "float8"], "one of auto, bfloat16, float32"),
         (["--kt-cpuinfer", "0"], "at least 1"),
+        (["--watchdog-timeout", "1"], "at least 5"),  # an idle engine says something every second
         (["--chunked-prefill-size", "0"], "-1 for whole prompts"),
         (["--port"], "--port.*expected one argument"),
         (["--kt-cpuinfr", "3"], "unknown flag --kt-cpuinfr; the nearest known one is --kt-cpuinfer"),

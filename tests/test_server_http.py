@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 import echo_engine
-from echo_tokenizer import EOS
+from echo_tokenizer import EOS, EchoTokenizer
 from server_harness import LocalServer, local_server
 from tandem.engine import limits as engine_limits
 from tandem.server import limits
@@ -374,9 +375,48 @@ def test_overload_and_drain(monkeypatch):
         monkeypatch.setattr("tandem.server.state.MAX_OPEN_ANSWERS", 0)
         response = await server.post(CHAT, messages=user("a"))
         assert error_of(response, 429)["code"] == "overloaded" and response.headers["retry-after"] == "1"
+        assert (await server.client.get("/health")).status_code == 200  # busy is not ill
         server.state.draining = True
         error_of(await server.post(CHAT, messages=user("a")), 503)
         error_of(await server.client.get("/health"), 503)
+
+    run(scenario)
+
+
+def test_every_answer_of_a_batch_counts(monkeypatch):
+    async def scenario(server: LocalServer):
+        monkeypatch.setattr("tandem.server.state.MAX_OPEN_ANSWERS", 8)
+        many = await server.post("/v1/completions", prompt=["a", "b", "c"], n=3)
+        assert error_of(many, 400)["param"] == "n"
+        sampling = {"max_new_tokens": 3000, "ignore_eos": True, "n": 6}
+        long = asyncio.create_task(
+            server.post("/generate", input_ids=[97], rid="long", sampling_params=sampling)
+        )
+        while not server.state.client.open_answers:
+            await asyncio.sleep(0.01)
+        error_of(await server.post("/v1/completions", prompt=["a", "b", "c"]), 429)
+        assert (await server.post("/v1/completions", prompt=["a", "b"])).status_code == 200
+        await server.post("/abort_request", rid="long")
+        await long
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/generate", "text")])
+def test_a_batch_is_tokenised_off_the_event_loop_as_a_whole(monkeypatch, path, field):
+    threads: list[int] = []
+    encode = EchoTokenizer.encode
+
+    def noted(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        threads.append(threading.get_ident())
+        return encode(self, text, add_special_tokens)
+
+    async def scenario(server: LocalServer):
+        monkeypatch.setattr(EchoTokenizer, "encode", noted)
+        texts = [f"{i:04}" * 250 for i in range(21)]  # each is short
+        response = await server.post(path, **{field: texts})
+        assert response.status_code == 200
+        assert len(threads) == 21 and threading.get_ident() not in threads
 
     run(scenario)
 

@@ -83,6 +83,10 @@ def test_an_id_can_be_used_again_but_not_twice_at_once():
                 client.submit([request("a", [1])])
             client.release(stream)
             assert await answer(client, request("a", [1])) == "ok"
+            stream = client.submit([request("a", [1])])
+            assert client.abort("a")
+            client.release(stream)
+            assert await answer(client, request("a", [1])) == "ok"
 
     asyncio.run(scenario())
 
@@ -121,6 +125,19 @@ def test_pending_flush_ends_with_the_engine():
             os.kill(boss.engine_pid, signal.SIGKILL)
             with pytest.raises(EngineError, match="SIGKILL"):
                 await asyncio.wait_for(flushing, 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_before_the_cache_is_flushed_harms_nobody():
+    async def scenario():
+        async with supervised("load") as (client, boss, _):
+            flushing = asyncio.create_task(client.flush_cache())
+            await asyncio.sleep(0)  # it is on its way
+            flushing.cancel()
+            assert await answer(client, request("a", [1])) == "ok"
+            await client.flush_cache()
+            assert boss.restarts == 0
 
     asyncio.run(scenario())
 

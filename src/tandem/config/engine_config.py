@@ -71,7 +71,7 @@ class EngineConfig:
     )
     api_key: str | None = flag(None, "Key that clients must send.", group=SERVER, essential=True)
     watchdog_timeout: float = flag(
-        300.0, "Seconds after which a step that hangs counts as dead.", group=SERVER, minimum=1.0
+        300.0, "Seconds after which a step that hangs counts as dead.", group=SERVER, minimum=5.0
     )
     skip_server_warmup: bool = flag(
         False, "Start without the first request that the server sends itself.", group=SERVER

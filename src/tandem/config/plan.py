@@ -61,6 +61,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Plan:
     running = _running(config, log)
     memory = size_memory(MemoryRequest(config, model, machine, dtype, expert_format, running))
     num_pages = _pages(config, model, dtype, memory, log)
+    unrounded = "f32" if dtype == "float32" else "bf16"
     return Plan(
         device=device,
         dtype=dtype,
@@ -74,7 +75,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Plan:
         max_running_requests=running,
         max_step_tokens=_step_tokens(config, memory.context_length, running, log),
         radix_cache=_radix(config, log),
-        fuse_shared_experts=_fuse_shared(config, model, expert_format in ("f32", "bf16"), log),
+        fuse_shared_experts=_fuse_shared(config, model, expert_format == unrounded, log),
         decisions=tuple(log),
         notices=tuple(config.notices()),
     )
@@ -207,7 +208,7 @@ def _radix(config: EngineConfig, log: list[Decision]) -> bool:
 
 
 def _fuse_shared(config: EngineConfig, model: ModelConfig, exact: bool, log: list[Decision]) -> bool:
-    """`exact`: routed experts are not quantised, so the shared one would not be either."""
+    """`exact`: routed experts keep the dtype's values, so the shared one would too."""
     moe = model.moe
     if moe.shared_width == 0:
         return False

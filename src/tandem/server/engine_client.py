@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -111,8 +112,18 @@ class RequestStream:
             self._wake.set_result(None)
 
 
+class _Route(NamedTuple):
+    """Where an output of the engine goes."""
+
+    stream: RequestStream
+    request_id: str  # the client's
+
+
 class EngineClient:
     """Routes outputs to streams by request id. `attach` and `detach` follow the engine's lives.
+
+    The engine knows a request by a serial number of ours: a client may use its id again at once, and what the engine
+    still says about the request before must not reach the new one.
 
     Not thread-safe: everything happens on the event loop.
     """
@@ -122,7 +133,9 @@ class EngineClient:
         self._observer = observer
         self._send: Callable[[ToEngine], None] | None = None
         self._why_down = "the engine is starting"
-        self._streams: dict[str, RequestStream] = {}
+        self._numbers = itertools.count()
+        self._serials: dict[str, str] = {}  # of the client's request ids
+        self._routes: dict[str, _Route] = {}  # by serial
         self._flushes: list[asyncio.Future[None]] = []
 
     @property
@@ -136,7 +149,10 @@ class EngineClient:
     @property
     def open_answers(self) -> int:
         """Answers that are running or waiting, over all requests."""
-        return sum(stream.open_answers for stream in set(self._streams.values()))
+        return sum(stream.open_answers for stream in self._all_streams())
+
+    def _all_streams(self) -> set[RequestStream]:
+        return {route.stream for route in self._routes.values()}
 
     def attach(self, send: Callable[[ToEngine], None]) -> None:
         """The engine is ready; from now on messages go through `send`."""
@@ -147,9 +163,10 @@ class EngineClient:
         self._send = None
         self._why_down = why
         self.stats = EngineStats()
-        streams, self._streams = self._streams, {}
+        streams = self._all_streams()
+        self._routes, self._serials = {}, {}
         flushes, self._flushes = self._flushes, []
-        for stream in set(streams.values()):
+        for stream in streams:
             stream.fail(EngineError(why))
         for flush in flushes:
             if not flush.done():
@@ -158,31 +175,35 @@ class EngineClient:
     def submit(self, requests: Sequence[GenerateRequest]) -> RequestStream:
         """Raises EngineError when no engine is ready, RequestError when an id is already in use."""
         for request in requests:
-            if request.id in self._streams:
+            if request.id in self._serials:
                 raise RequestError(f"the request id {request.id!r} is in use; send another", "rid")
         stream = RequestStream(requests, self._observer)
         for request in requests:
-            self._tell(request)
-            self._streams[request.id] = stream
+            serial = str(next(self._numbers))
+            self._tell(msgspec.structs.replace(request, id=serial))
+            self._serials[request.id] = serial
+            self._routes[serial] = _Route(stream, request.id)
         return stream
 
     def release(self, stream: RequestStream) -> None:
         """The reader is done with `stream`; answers that still run are aborted and their pages come back."""
         for request_id in stream.position:
-            if self._streams.pop(request_id, None) is None or not stream.is_open(request_id):
+            serial = self._serials.get(request_id, "")
+            if serial not in self._routes or self._routes[serial].stream is not stream:
                 continue
-            if self._send is not None:
-                self._send(AbortRequest(id=request_id))
+            del self._serials[request_id], self._routes[serial]
+            if self._send is not None and stream.is_open(request_id):
+                self._send(AbortRequest(id=serial))
         if stream.open_answers:
             self._observer.finished("abort", time.monotonic() - stream.submitted_at)
 
     def abort(self, request_id: str) -> bool:
         """Stop one request by id, or all with "". Its reader sees finish_reason "abort". False: no such id."""
-        ids = list(self._streams) if request_id == "" else [request_id]
-        found = [i for i in ids if i in self._streams]
+        ids = list(self._serials) if request_id == "" else [request_id]
+        found = [i for i in ids if i in self._serials]
         for i in found:
-            self._tell(AbortRequest(id=i))
-            stream = self._streams[i]
+            self._tell(AbortRequest(id=self._serials[i]))
+            stream = self._routes[self._serials[i]].stream
             for index in stream.open_indices(i):
                 stream.push(TokenOutput(id=i, index=index, text="", token_ids=[], finish_reason="abort"))
         return bool(found)
@@ -198,26 +219,28 @@ class EngineClient:
         match message:
             case StepOutputs(outputs=outputs):
                 for output in outputs:
-                    stream = self._streams.get(output.id)
-                    if stream is not None:
-                        stream.push(output)
+                    route = self._routes.get(output.id)
+                    if route is not None:
+                        route.stream.push(msgspec.structs.replace(output, id=route.request_id))
             case EngineStats():
                 self.stats = message
             case RequestRefused():
                 self._refused(message)
             case CacheFlushed():
-                self._flushes.pop(0).set_result(None)
+                flush = self._flushes.pop(0)
+                if not flush.done():  # its client may have left
+                    flush.set_result(None)
             case _:
                 raise EngineError(f"unexpected message from the engine: {type(message).__name__}")
 
     def _refused(self, message: RequestRefused) -> None:
-        stream = self._streams.get(message.id)
-        if stream is None:
+        route = self._routes.get(message.id)
+        if route is None:
             return
         error: TandemError = EngineError(message.message)
         if message.fault == "request":
             error = RequestError(message.message, message.param)
-        stream.fail(error, message.id)
+        route.stream.fail(error, route.request_id)
 
     def _tell(self, message: ToEngine) -> None:
         if self._send is None:

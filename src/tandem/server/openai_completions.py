@@ -43,7 +43,7 @@ async def complete(state: ServerState, http: Request) -> Response:
     _refuse_unavailable(body)
     check_stream_options(body)
     state.admit()
-    prompts = [await _read_prompt(state, prompt, bool(body.echo)) for prompt in _split(body.prompt)]
+    prompts = await _read_prompts(state, _split(body.prompt), bool(body.echo))
     completion_id = new_id("cmpl")
     generation = Generation(state, http, _requests(state, body, prompts, completion_id))
     writer = _CompletionWriter(state, body, prompts, completion_id)
@@ -79,9 +79,16 @@ def _split(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     return [item for item in prompt if not isinstance(item, int)]
 
 
-async def _read_prompt(state: ServerState, prompt: str | list[int], echo: bool) -> _Prompt:
-    if isinstance(prompt, str):
-        return _Prompt(await state.encode(prompt, add_special_tokens=True), prompt)
+async def _read_prompts(state: ServerState, prompts: list[str | list[int]], echo: bool) -> list[_Prompt]:
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encoded = iter(await state.encode_all(texts, add_special_tokens=True))
+    return [
+        _Prompt(next(encoded), prompt) if isinstance(prompt, str) else _read_ids(state, prompt, echo)
+        for prompt in prompts
+    ]
+
+
+def _read_ids(state: ServerState, prompt: list[int], echo: bool) -> _Prompt:
     if echo:
         state.check_ids(prompt)
     return _Prompt(prompt, state.tokenizer.decode(prompt, skip_special_tokens=False) if echo else "")
@@ -92,17 +99,22 @@ def _requests(
 ) -> list[GenerateRequest]:
     """A single prompt has the response's own id, so that `/abort_request` takes it; others a numbered one."""
     ids = [completion_id] if len(prompts) == 1 else [f"{completion_id}-{i}" for i in range(len(prompts))]
+    limits = [_limit(state, body, len(prompt.ids)) for prompt in prompts]
+    sampling = {limit: _sampling(state, body, limit) for limit in set(limits)}
     return [
-        GenerateRequest(id=i, prompt_ids=prompt.ids, sampling=_sampling(state, body, len(prompt.ids)))
-        for i, prompt in zip(ids, prompts, strict=True)
+        GenerateRequest(id=i, prompt_ids=prompt.ids, sampling=sampling[limit])
+        for i, prompt, limit in zip(ids, prompts, limits, strict=True)
     ]
 
 
-def _sampling(state: ServerState, body: CompletionRequest, prompt_tokens: int) -> SamplingParams:
+def _limit(state: ServerState, body: CompletionRequest, prompt_tokens: int) -> int:
     """max_tokens 0 asks for the prompt's log-probabilities only: one token is made and left out of the answer."""
-    limit = max(1, min(DEFAULT_MAX_TOKENS, state.answer_room(prompt_tokens)))
     if body.max_tokens is not None:
-        limit = body.max_tokens or 1
+        return body.max_tokens or 1
+    return max(1, min(DEFAULT_MAX_TOKENS, state.answer_room(prompt_tokens)))
+
+
+def _sampling(state: ServerState, body: CompletionRequest, limit: int) -> SamplingParams:
     prompt_logprobs = body.logprobs if body.echo else None
     return sampling_of(
         body,

@@ -1,7 +1,7 @@
 """Bodies of the OpenAI routes. Fields and defaults: https://platform.openai.com/docs/api-reference and SGLang's extras.
 
 A request field that is not here is ignored and named in the response header `x-tandem-ignored`; one that would change
-the answer but is not available yet is refused (`unsupported`).
+the answer but is not available yet is refused (`not_available`).
 """
 
 from __future__ import annotations

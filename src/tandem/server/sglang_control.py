@@ -29,7 +29,7 @@ def routes(state: ServerState) -> APIRouter:
 
     @router.get("/health", summary="200 when the engine takes requests, else 503")
     async def health() -> Response:
-        state.admit()
+        state.check_up()
         return _json({"status": "ok"})
 
     @router.get("/health_generate", summary="Generates one token")

@@ -85,9 +85,7 @@ async def _prompts(state: ServerState, body: SglangRequest) -> tuple[list[list[i
         raise RequestError("send either text or input_ids", "text")
     if body.text is not None:
         texts = body.text if isinstance(body.text, list) else [body.text]
-        return [await state.encode(text, add_special_tokens=True) for text in texts], isinstance(
-            body.text, list
-        )
+        return await state.encode_all(texts, add_special_tokens=True), isinstance(body.text, list)
     items = body.input_ids or []
     flat = [item for item in items if isinstance(item, int)]
     if len(flat) == len(items):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from tandem.config.engine_config import EngineConfig
 from tandem.engine import limits as engine_limits
 from tandem.engine.protocol import GenerateRequest
+from tandem.errors import RequestError
 from tandem.server.engine_client import EngineClient, RequestStream
 from tandem.server.errors import ApiError, overloaded, unavailable
 from tandem.server.limits import INLINE_TOKENIZE_CHARS, MAX_OPEN_ANSWERS
@@ -86,20 +87,32 @@ class ServerState:
             message = f"the model {name[:100]!r} is not served here; use {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def admit(self) -> None:
-        """Called before any work is done for a request. Raises ApiError 503 or 429."""
+    def check_up(self) -> None:
+        """Raises ApiError 503 unless the engine takes requests."""
         if self.draining:
             raise unavailable("the server is shutting down")
         if not self.client.ready:
             raise unavailable(self.client.why_down)
-        if self.client.open_answers >= MAX_OPEN_ANSWERS:
-            raise overloaded(f"{MAX_OPEN_ANSWERS} answers are running or waiting; try again later")
+
+    def admit(self, answers: int = 1) -> None:
+        """Called before any work is done for a request, and with their number before answers are submitted. Raises
+        ApiError 503 or 429."""
+        self.check_up()
+        if self.client.open_answers + answers > MAX_OPEN_ANSWERS:
+            raise overloaded(f"{MAX_OPEN_ANSWERS} answers may run or wait; try again later")
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Raises RequestError."""
-        if len(text) <= INLINE_TOKENIZE_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+        return (await self.encode_all([text], add_special_tokens))[0]
+
+    async def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Off the event loop when there is much of it. Raises RequestError."""
+        if sum(map(len, texts)) <= INLINE_TOKENIZE_CHARS:
+            return self._encode_each(texts, add_special_tokens)
+        return await asyncio.to_thread(self._encode_each, texts, add_special_tokens)
+
+    def _encode_each(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        return [self.tokenizer.encode(text, add_special_tokens) for text in texts]
 
     def answer_room(self, prompt_tokens: int) -> int:
         """How many tokens an answer to such a prompt may have."""
@@ -114,16 +127,21 @@ class ServerState:
         """Raises RequestError."""
         engine_limits.check_prompt_ids(prompt_ids, self.engine.vocab_size)
 
-    def check(self, request: GenerateRequest) -> None:
+    def check(self, requests: Sequence[GenerateRequest]) -> None:
         """The engine's own checks, made here so that the answer has its status at once. Raises RequestError."""
-        plan = self.engine.plan
-        engine_limits.validate(request.sampling, self.engine.vocab_size)
-        self.check_ids(request.prompt_ids)
-        engine_limits.answer_limit(request, plan.context_length, plan.num_pages * plan.page_size)
+        plan, checked = self.engine.plan, None
+        for request in requests:
+            if request.sampling != checked:  # comparing is much cheaper, and the prompts of a batch ask for the same
+                engine_limits.validate(request.sampling, self.engine.vocab_size)
+                checked = request.sampling
+            self.check_ids(request.prompt_ids)
+            engine_limits.answer_limit(request, plan.context_length, plan.num_pages * plan.page_size)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> RequestStream:
         """Raises RequestError, EngineError, ApiError 503 and 429."""
-        for request in requests:
-            self.check(request)
-        self.admit()
+        self.check(requests)
+        answers = sum(request.sampling.n for request in requests)
+        if answers > MAX_OPEN_ANSWERS:  # there will never be room
+            raise RequestError(f"at most {MAX_OPEN_ANSWERS} answers in one request, not {answers}", "n")
+        self.admit(answers)
         return self.client.submit(requests)
