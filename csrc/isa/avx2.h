@@ -29,9 +29,11 @@ struct Avx2Isa {
   struct Pair {
     Lane::Line line[Lane::kLinesPerPair];
   };
-  // 3 rows x 2 panels = 12 accumulators, 4 registers are left for weights and activations; decoding takes more.
+  // 6 rows x 1 panel = 12 accumulators of 16 registers, 2 for weights, 1 for an activation. (3 rows x 2 panels need one
+  // more than there are: the spilled sum was the longest chain and halved the rate.) Decoding in dot_rows takes more.
   static constexpr int kDotRows = 2;
-  static constexpr int kTileRows = 3;
+  static constexpr int kTileRows = 6;
+  static constexpr int kTilePanels = 1;
 
   TANDEM_INLINE static Vec set1(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
   TANDEM_INLINE static Vec zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }

@@ -28,6 +28,7 @@ struct Avx512Isa {
   // Rows x 2 panels accumulators of 32 registers; decoding in dot_rows needs some more of them.
   static constexpr int kDotRows = 8;
   static constexpr int kTileRows = 12;
+  static constexpr int kTilePanels = 2;
 
   TANDEM_INLINE static Vec set1(float a) { return _mm512_set1_ps(a); }
   TANDEM_INLINE static Vec zero() { return _mm512_setzero_ps(); }

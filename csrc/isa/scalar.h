@@ -33,6 +33,7 @@ struct ScalarIsa {
   };
   static constexpr int kDotRows = 4;   // rows per pass of dot_rows
   static constexpr int kTileRows = 4;  // rows per block of tile_mm
+  static constexpr int kTilePanels = 2;
 
   template <class F>
   TANDEM_INLINE static Vec each(F f) {

@@ -1,4 +1,4 @@
-// The inner loop of both algorithms: R rows of activations times one pair of panels. Both run it over K in the same
+// The inner loop of both algorithms: R rows of activations times one or two panels. All run it over K in the same
 // order with one accumulator per output, so a row's result does not depend on the algorithm or on its neighbours.
 #pragma once
 
@@ -11,6 +11,7 @@ namespace {
 template <class Isa, class Format>
 struct PayloadSource {
   using Lane = typename Format::Lane;
+  static constexpr int kPanels = 2;
   static constexpr int kLinesPerStep = Lane::kLinesPerPair;
   static constexpr int kStepsPerPair = 1;
   static constexpr int kStepsPerBlock = Format::kPairsPerBlock;
@@ -25,31 +26,33 @@ struct PayloadSource {
   }
 };
 
-// One line per step: with float lanes, two panels' lines of a whole pair would take 8 of AVX2's 16 registers.
-template <class L>
+// One line per step: with float lanes, a whole pair's lines would take too many of AVX2's 16 registers.
+template <class L, int P = 2>
 struct ScratchSource {
   using Lane = L;
+  static constexpr int kPanels = P;
   struct Step {
     typename Lane::Line line[1];
   };
   static constexpr int kLinesPerStep = 1;
   static constexpr int kStepsPerPair = Lane::kLinesPerPair;
   static constexpr int kStepsPerBlock = 1;
-  const uint8_t* panel[2];
+  const uint8_t* panel[P];
 
   TANDEM_INLINE Step decode(int p, int64_t step, int) const { return {Lane::load_line(panel[p] + step * kCacheLine)}; }
 };
 
-template <class Isa, int R>
+template <class Isa, int R, int P>
 struct Sums {
-  typename Isa::Vec v[R][2];
+  typename Isa::Vec v[R][P];
 };
 
 // sums += x[:, pairs first..last) * panels
 template <class Isa, class Source, int R>
 TANDEM_INLINE void accumulate(const Source& source, const uint8_t* const* x, int64_t first, int64_t last,
-                              Sums<Isa, R>& sums) {
+                              Sums<Isa, R, Source::kPanels>& sums) {
   using Lane = typename Source::Lane;
+  constexpr int kPanels = Source::kPanels;
   constexpr int kBytes = 4 * Source::kLinesPerStep;  // of one row's activations for one step
   const uint8_t* row[R];
   for (int r = 0; r < R; ++r) row[r] = x[r];
@@ -57,56 +60,59 @@ TANDEM_INLINE void accumulate(const Source& source, const uint8_t* const* x, int
   for (int64_t step = first * Source::kStepsPerPair; step < end; step += Source::kStepsPerBlock) {
 #pragma GCC unroll 4
     for (int index = 0; index < Source::kStepsPerBlock; ++index) {
-      const auto a = source.decode(0, step, index), b = source.decode(1, step, index);
+      const auto a = source.decode(0, step, index), b = source.decode(kPanels - 1, step, index);
 #pragma GCC unroll 2
       for (int line = 0; line < Source::kLinesPerStep; ++line) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
           const auto x_line = Lane::x_line(row[r] + (step + index) * kBytes + 4 * line);
           sums.v[r][0] = Lane::dot(sums.v[r][0], a.line[line], x_line);
-          sums.v[r][1] = Lane::dot(sums.v[r][1], b.line[line], x_line);
+          if constexpr (kPanels == 2) sums.v[r][1] = Lane::dot(sums.v[r][1], b.line[line], x_line);
         }
       }
     }
   }
 }
 
-template <class Isa, int R>
-TANDEM_INLINE void clear(Sums<Isa, R>& sums) {
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) sums.v[r][0] = sums.v[r][1] = Isa::zero();
-}
-
-template <class Isa, int R>
-TANDEM_INLINE void load_sums(Sums<Isa, R>& sums, const float* y, int64_t stride) {
+template <class Isa, int R, int P>
+TANDEM_INLINE void clear(Sums<Isa, R, P>& sums) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
-    for (int p = 0; p < 2; ++p) sums.v[r][p] = Isa::load(y + r * stride + 16 * p);
+    for (int p = 0; p < P; ++p) sums.v[r][p] = Isa::zero();
 }
 
-template <class Isa, int R>
-TANDEM_INLINE void store_sums(const Sums<Isa, R>& sums, float* y, int64_t stride) {
+template <class Isa, int R, int P>
+TANDEM_INLINE void load_sums(Sums<Isa, R, P>& sums, const float* y, int64_t stride) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
-    for (int p = 0; p < 2; ++p) Isa::store(y + r * stride + 16 * p, sums.v[r][p]);
+    for (int p = 0; p < P; ++p) sums.v[r][p] = Isa::load(y + r * stride + 16 * p);
+}
+
+template <class Isa, int R, int P>
+TANDEM_INLINE void store_sums(const Sums<Isa, R, P>& sums, float* y, int64_t stride) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p) Isa::store(y + r * stride + 16 * p, sums.v[r][p]);
 }
 
 // y = scale * sums + (y or 0)
-template <class Isa, int R>
-TANDEM_INLINE void add_scaled(const Sums<Isa, R>& sums, typename Isa::Vec scale0, typename Isa::Vec scale1, bool onto,
-                              float* y, int64_t stride) {
+template <class Isa, int R, int P>
+TANDEM_INLINE void add_scaled(const Sums<Isa, R, P>& sums, const typename Isa::Vec (&scale)[P], bool onto, float* y,
+                              int64_t stride) {
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    float* out = y + r * stride;
-    Isa::store(out, Isa::fma(sums.v[r][0], scale0, onto ? Isa::load(out) : Isa::zero()));
-    Isa::store(out + 16, Isa::fma(sums.v[r][1], scale1, onto ? Isa::load(out + 16) : Isa::zero()));
-  }
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p) {
+      float* out = y + r * stride + 16 * p;
+      Isa::store(out, Isa::fma(sums.v[r][p], scale[p], onto ? Isa::load(out) : Isa::zero()));
+    }
 }
 
 struct Scales {
   const uint8_t* panel[2];  // null: not scaled here
   DType type;
   int64_t pairs_per_group;
+
+  TANDEM_INLINE Scales from(int p) const { return {{panel[p], panel[1]}, type, pairs_per_group}; }
 };
 
 // y (+)= x * panels over the pairs [first, last) of K; `onto`: y holds the sum over what came before `first`.
@@ -114,25 +120,26 @@ struct Scales {
 template <class Isa, class Source, bool kScaled, int R>
 void block(const Source& source, int64_t source_first, const uint8_t* const* x, int64_t first, int64_t last,
            const Scales& scales, float* y, int64_t stride) {
-  constexpr int kBytes = 4 * Source::Lane::kLinesPerPair;
+  constexpr int kBytes = 4 * Source::Lane::kLinesPerPair, kPanels = Source::kPanels;
   const uint8_t* rows[R];
   for (int r = 0; r < R; ++r) rows[r] = x[r] + source_first * kBytes;
-  Sums<Isa, R> sums;
+  Sums<Isa, R, kPanels> sums;
   if (!kScaled || !scales.panel[0]) {
     if (first > 0)
-      load_sums<Isa, R>(sums, y, stride);
+      load_sums<Isa, R, kPanels>(sums, y, stride);
     else
-      clear<Isa, R>(sums);
+      clear<Isa, R, kPanels>(sums);
     accumulate<Isa, Source, R>(source, rows, first - source_first, last - source_first, sums);
-    store_sums<Isa, R>(sums, y, stride);
+    store_sums<Isa, R, kPanels>(sums, y, stride);
     return;
   }
   for (int64_t pair = first; pair < last; pair += scales.pairs_per_group) {
     const int64_t group = pair / scales.pairs_per_group, begin = pair - source_first;
-    clear<Isa, R>(sums);
+    clear<Isa, R, kPanels>(sums);
     accumulate<Isa, Source, R>(source, rows, begin, begin + scales.pairs_per_group, sums);
-    add_scaled<Isa, R>(sums, load_scales<Isa>(scales.panel[0], scales.type, group),
-                       load_scales<Isa>(scales.panel[1], scales.type, group), group > 0, y, stride);
+    typename Isa::Vec scale[kPanels];
+    for (int p = 0; p < kPanels; ++p) scale[p] = load_scales<Isa>(scales.panel[p], scales.type, group);
+    add_scaled<Isa, R, kPanels>(sums, scale, group > 0, y, stride);
   }
 }
 

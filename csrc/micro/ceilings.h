@@ -27,22 +27,24 @@ struct Ceilings {
   // The tier's own multiply-add of prepared lanes (f32 or bf16 pairs), in registers: no loads, no stores.
   template <class Lane>
   static float multiply_add(int64_t rounds, int64_t* flops) {
-    constexpr int kChains = sizeof(Vec) > 64 ? 2 : (kLanesPerRegister < kRowLanes ? 6 : 12);
+    constexpr int kChains = sizeof(Vec) > 64 ? 2 : (kLanesPerRegister < kRowLanes ? 6 : 24);
     alignas(64) float ones[kRowLanes];
     for (float& x : ones) x = 0.0f;
     const auto w = Lane::load_line(ones);
     const auto x = Lane::x_line(ones);
     Vec sum[kChains];
+#pragma GCC unroll 24
     for (int c = 0; c < kChains; ++c) sum[c] = Isa::set1(static_cast<float>(c));
     for (int64_t i = 0; i < rounds; ++i)
-#pragma GCC unroll 16
+#pragma GCC unroll 24
       for (int c = 0; c < kChains; ++c) {
         sum[c] = Lane::dot(sum[c], w, x);
         keep(sum[c]);
       }
     *flops = rounds * kChains * kRowLanes * 2 * (Lane::kType == DType::bf16 ? 2 : 1);
     Vec total = Isa::zero();
-    for (const Vec& s : sum) total = Isa::add(total, s);
+#pragma GCC unroll 24
+    for (int c = 0; c < kChains; ++c) total = Isa::add(total, sum[c]);
     return Isa::reduce_add(total);
   }
 

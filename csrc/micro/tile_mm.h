@@ -7,13 +7,15 @@
 namespace tandem {
 namespace {
 
-// Pairs of k unpacked at once: 2 panels x 256 x 64 bytes (x 2 with float lanes) x 8 pairs = kMatmulScratchBytes at
-// most.
-constexpr int64_t kDepthPairs = 256;
+// Bytes of one panel's lines that are unpacked at once: half of the smallest L1, so that they stay there while the
+// rows pass.
+constexpr int64_t kSliceBytes = 16 * 1024;
 
 // Equal slices of K instead of a full one and a rest; each a multiple of the group.
+template <class Lane>
 TANDEM_INLINE int64_t slice_pairs(const WeightView& w) {
-  const int64_t pairs = w.padded_depth / 2, slices = (pairs + kDepthPairs - 1) / kDepthPairs;
+  constexpr int64_t kMost = kSliceBytes / (Lane::kLinesPerPair * kCacheLine);
+  const int64_t pairs = w.padded_depth / 2, slices = (pairs + kMost - 1) / kMost;
   const int64_t unit = w.group > 32 ? w.group / 2 : 16;
   return ((pairs + slices - 1) / slices + unit - 1) / unit * unit;
 }
@@ -45,28 +47,42 @@ TANDEM_INLINE ScratchSource<typename Format::Lane> slice_of(const PairOfPanels& 
   }
 }
 
+// Panels q .. q + P of a pair.
+template <int P, class Lane>
+TANDEM_INLINE ScratchSource<Lane, P> part_of(const ScratchSource<Lane>& pair, int q) {
+  if constexpr (P == 2)
+    return pair;
+  else
+    return {{pair.panel[q]}};
+}
+
 template <class Isa, template <class> class F>
 void tile_mm(const MatmulArgs* args) {
   using Format = F<Isa>;
-  using Source = ScratchSource<typename Format::Lane>;
+  using Lane = typename Format::Lane;
+  using Source = ScratchSource<Lane, Isa::kTilePanels>;
   constexpr int64_t kPairScratch = kMatmulScratchBytes / kMaxPairsPerCall;
   const WeightView& w = args->weights;
   const uint8_t* const* x = reinterpret_cast<const uint8_t* const*>(args->x_rows);
-  const int64_t depth = w.padded_depth / 2, slice = slice_pairs(w);
+  const int64_t depth = w.padded_depth / 2, slice = slice_pairs<Lane>(w);
   const int step = rows_per_block<Isa::kTileRows>(args->rows);
   for (int64_t first = 0; first < depth; first += slice) {
     const int64_t last = first + slice < depth ? first + slice : depth;
-    Source sources[kMaxPairsPerCall];
+    ScratchSource<Lane> sources[kMaxPairsPerCall];
     PairOfPanels panels[kMaxPairsPerCall];
     for (int p = 0; p < args->pairs; ++p) {
       panels[p] = pair_of_panels(w, args->first_pair + p);
       sources[p] = slice_of<Isa, Format>(panels[p], first, last, args->scratch + p * kPairScratch);
     }
-    for (int p = 0; p < args->pairs; ++p)  // outside: a slice of one pair stays in L1 while the rows pass
+    for (int panel = 0; panel < 2 * args->pairs; panel += Isa::kTilePanels) {  // outside: stays in L1
+      const int p = panel / 2, q = panel % 2;
+      const Source source = part_of<Isa::kTilePanels>(sources[p], q);
+      const Scales scales = panels[p].scales.from(q);
       for (int r = 0; r < args->rows; r += step)
         block_of<Isa, Source, Format::kScaled, Isa::kTileRows>(
-            args->rows - r < step ? args->rows - r : step, sources[p], first, x + r, first, last, panels[p].scales,
-            args->y + r * args->y_stride + kPairColumns * p, args->y_stride);
+            args->rows - r < step ? args->rows - r : step, source, first, x + r, first, last, scales,
+            args->y + r * args->y_stride + kPanelRows * panel, args->y_stride);
+    }
     if (last == depth)
       for (int p = 0; p < args->pairs; ++p)
         scale_rows<Isa>(panels[p].row_scales, args->y + kPairColumns * p, args->y_stride, args->rows);
