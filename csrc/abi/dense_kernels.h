@@ -40,10 +40,8 @@ struct DenseKernels {
   // (into, acc) += (from, from_acc): the other half of online softmax.
   void (*merge)(AttentionState* into, float* acc, const AttentionState* from, const float* from_acc, int64_t padded);
 
-  // Ceilings. Each returns something computed from all operands so that nothing is optimised away.
+  // A ceiling of the machine. Returns something computed from all that was read, so that nothing is optimised away.
   float (*read_memory)(const void* data, int64_t bytes);  // bytes: a multiple of 1024
-  float (*fma_f32)(int64_t rounds, int64_t* flops);       // registers only
-  float (*dot_bf16)(int64_t rounds, int64_t* flops);      // the tier's best bf16 multiply-add
 };
 
 extern const DenseKernels kScalarDense;

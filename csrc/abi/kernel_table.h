@@ -72,6 +72,11 @@ struct KernelTable {
   void (*add_row)(float* sum, const float* y, int64_t length);                       // sum += y
   // destination[0 : length] = y (+ destination where add), rounded to `to`.
   void (*store_row)(const float* y, void* destination, DType to, bool add, int64_t length);
+
+  // The most this tier can multiply and add, in the compute type of its prepared activations and in f32: registers only
+  // (AMX: tiles from L1). Returns the floating-point operations done. scratch: kMatmulScratchBytes, 64-byte aligned.
+  int64_t (*peak)(int64_t rounds, uint8_t* scratch);
+  int64_t (*peak_f32)(int64_t rounds, uint8_t* scratch);
 };
 
 }  // namespace tandem

@@ -87,10 +87,6 @@ struct Ops {
     const nb::gil_scoped_release unlocked;
     return dense.read_memory(in.data, 4 * in.shape[0]);
   }
-  int64_t multiply_add(int64_t rounds, bool bf16) const {
-    const nb::gil_scoped_release unlocked;
-    return dense.multiply_add(rounds, bf16 ? DType::bf16 : DType::f32);
-  }
 
   std::shared_ptr<WorkerPool> pool;
   DenseOps dense;
@@ -149,9 +145,7 @@ void bind_dense(nb::module_& m) {
            nb::arg("v_pages"), nb::arg("out"), nb::arg("scale"), nb::arg("window"))
       .def("route", &Ops::route, nb::arg("rule"), nb::arg("logits"), nb::arg("bias").none(), nb::arg("ids"),
            nb::arg("weights"))
-      .def("read_memory", &Ops::read_memory, nb::arg("data"), "Reads once with all workers; returns a checksum.")
-      .def("multiply_add", &Ops::multiply_add, nb::arg("rounds"), nb::arg("bf16"),
-           "Multiply-adds in registers on all workers; returns the operations done.");
+      .def("read_memory", &Ops::read_memory, nb::arg("data"), "Reads once with all workers; returns a checksum.");
 }
 
 }  // namespace tandem

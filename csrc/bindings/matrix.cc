@@ -67,7 +67,16 @@ void bind_matrix(nb::module_& m) {
           [](const Workspace& self, const std::string& format) {
             return self.table().formats[int(format_named(format))].tile_from_rows;
           },
-          nb::arg("format"), "From this many rows on, tile_mm is used.");
+          nb::arg("format"), "From this many rows on, tile_mm is used.")
+      .def(
+          "multiply_add",
+          [](Workspace& self, int64_t rounds, const std::string& format) {
+            const Format known = format_named(format);
+            const nb::gil_scoped_release unlocked;
+            return self.multiply_add(rounds, known);
+          },
+          nb::arg("rounds"), nb::arg("format"),
+          "Multiply-adds in registers on all workers, in the format's compute type; returns the operations done.");
   nb::class_<PackedMatrix>(m, "PackedMatrix", "A packed weight matrix [N, K].")
       .def("__init__", &make_matrix, nb::arg("workspace"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("format"),
            nb::arg("group"))

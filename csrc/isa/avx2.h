@@ -98,6 +98,7 @@ struct Avx2Isa {
             Vec{e2m1_field(a, 16 + 4 * index), e2m1_field(b, 16 + 4 * index)}};
   }
   TANDEM_INLINE static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+  TANDEM_INLINE static void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
  private:
   TANDEM_INLINE static __m256i load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }

@@ -88,6 +88,7 @@ struct Avx512Isa {
             _mm512_permutexvar_ps(_mm512_srli_epi32(a, 16 + 4 * index), e2m1_values())};
   }
   TANDEM_INLINE static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+  TANDEM_INLINE static void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
  private:
   TANDEM_INLINE static Vec int4_values() {

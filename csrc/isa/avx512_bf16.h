@@ -45,6 +45,8 @@ struct Avx512Bf16Isa : Avx512Isa {
     Lane::Line line[Lane::kLinesPerPair];
   };
 
+  static constexpr int kDotRows = 12;  // decoding takes fewer registers than with float lanes
+
   TANDEM_INLINE static void store_bf16(uint16_t* p, Vec a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), __m256i(_mm512_cvtneps_pbh(a)));
   }
@@ -75,7 +77,6 @@ struct Avx512Bf16Isa : Avx512Isa {
     const __m512i apart = __m512i(_mm512_cvtne2ps_pbh(_mm512_mul_ps(odd, scale), _mm512_mul_ps(even, scale)));
     return _mm512_permutexvar_epi16(interleaved(), apart);
   }
-  TANDEM_INLINE static void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
  private:
   // 0, 16, 1, 17 ...: the words of the lower half and of the upper half in turn.

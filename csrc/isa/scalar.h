@@ -124,6 +124,7 @@ struct ScalarIsa {
     return {each([=](int i) { return value(2 * i); }), each([=](int i) { return value(2 * i + 1); })};
   }
   TANDEM_INLINE static void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+  TANDEM_INLINE static void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 };
 
 }  // namespace

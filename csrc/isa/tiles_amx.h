@@ -66,6 +66,30 @@ struct AmxTiles {
     fence();
   }
 
+  // 2 x 2 tiles over kPeakSteps of 32 k, again and again; sums stay in their tiles. Operands of 16 KiB stay in L1, even
+  // if two hyperthreads share it.
+  static constexpr int64_t kPeakSteps = 4, kPeakBytes = 4096 * kPeakSteps;
+  static void multiply_in_cache(const uint8_t* operands, int64_t rounds) {
+    fence();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < rounds; ++i)
+      for (int64_t s = 0; s < kPeakSteps; ++s) {
+        const uint8_t* step = operands + 4096 * s;
+        _tile_loadd(4, step, 64);
+        _tile_loadd(6, step + 2048, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, step + 3072, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, step + 1024, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    fence();
+  }
+
  private:
   // GCC 12's tile intrinsics do not tell the compiler which memory they read and write.
   TANDEM_INLINE static void fence() { __asm__ volatile("" ::: "memory"); }

@@ -13,6 +13,16 @@ struct PortableTiles {
   static void begin() {}
   static void end() {}
 
+  static constexpr int64_t kPeakSteps = 4, kPeakBytes = 4096 * kPeakSteps;
+  static void multiply_in_cache(const uint8_t* operands, int64_t rounds) {
+    float sums[32 * 32] = {};
+    const uint8_t* const panels[2] = {operands + 2048 * kPeakSteps, operands + 3072 * kPeakSteps};
+    for (int64_t i = 0; i < rounds; ++i) {
+      multiply<2>({operands, 64, 2048, 1024}, panels, kPeakSteps, sums, 32, true);
+      __asm__ volatile("" : : "r"(sums) : "memory");
+    }
+  }
+
   template <int kRowTiles>
   static void multiply(const RowBlock& a, const uint8_t* const* b, int64_t steps, float* y, int64_t y_stride,
                        bool onto) {

@@ -2,13 +2,17 @@
 #pragma once
 
 #include "micro/dot_rows.h"
+#include "micro/peak.h"
 #include "micro/rows.h"
 #include "micro/tile_mm.h"
 
 namespace tandem {
 namespace {
 
-// From these many rows on, unpacking a panel pays: measured per tier.
+// From these many rows on, unpacking a panel pays. The numbers of avx2, avx512 and avx512_bf16 were measured on AMD
+// Zen 5, weights from DRAM and from cache; there decoding in registers hides behind AVX-512's multiply-adds, so tile_mm
+// hardly ever pays. Those of amx belong to Intel machines: tiles take 16 rows whether there are that many or not.
+constexpr int32_t kNever = kMaxRowsPerCall + 1;
 struct TileFromRows {
   int32_t f32, bf16, int8, int4, fp8, fp4;
 };
@@ -36,6 +40,8 @@ constexpr KernelTable make_table(Tier tier, TileFromRows from) {
       add_scaled_row<Isa>,
       add_row<Isa>,
       store_row<Isa>,
+      lane_peak<Isa, typename Isa::Lane>,
+      lane_peak<Isa, typename Isa::FloatLane>,
   };
 }
 

@@ -2,6 +2,7 @@
 // to bf16 once more: at most a relative 2^-8 per weight), and blocks of 32 rows x 32 columns run over them.
 #pragma once
 
+#include "micro/peak.h"
 #include "micro/tile_mm.h"
 
 namespace tandem {
@@ -42,16 +43,6 @@ TANDEM_INLINE ScratchSource<typename Format::Lane> scaled_slice_of(const PairOfP
   } else {
     return slice_of<Isa, Format>(panels, first, last, scratch);
   }
-}
-
-// Asks for the payload that comes next while the tiles work.
-template <class Isa, class Format>
-TANDEM_INLINE void prefetch_slice(const PairOfPanels& panels, int64_t first, int64_t last) {
-  for (int p = 0; p < 2; ++p)
-    for (const uint8_t *line = panels.payload[p] + first * Format::kPairBytes,
-                       *end = panels.payload[p] + last * Format::kPairBytes;
-         line < end; line += kCacheLine)
-      Isa::prefetch_l2(line);
 }
 
 // Rows that lie equally spaced are used in place; others are gathered tile by tile: each of the
@@ -101,11 +92,7 @@ void tile_mm_amx(const MatmulArgs* args) {
     for (int p = 0; p < args->pairs; ++p) {
       const auto source =
           scaled_slice_of<Isa, Format>(pair_of_panels(w, args->first_pair + p), first, last, args->scratch);
-      if (p + 1 < args->pairs)
-        prefetch_slice<Isa, Format>(pair_of_panels(w, args->first_pair + p + 1), first, last);
-      else if (last < depth)
-        prefetch_slice<Isa, Format>(pair_of_panels(w, args->first_pair), last,
-                                    last + slice < depth ? last + slice : depth);
+      prefetch_after<Isa, Format>(args, p, first, last);
       for (int b = 0; b < blocks; ++b) {
         float* y = args->y + b * kTileRowsAmx * args->y_stride + kPairColumns * p;
         const int64_t steps = (last - first) / 16;
@@ -132,6 +119,7 @@ constexpr KernelTable make_amx_table(Tier tier, KernelTable vectors) {
   table.formats[int(Format::int4)].tile_mm = tile_mm_amx<Isa, Tiles, Int4Format>;
   table.formats[int(Format::fp8)].tile_mm = tile_mm_amx<Isa, Tiles, Fp8Format>;
   table.formats[int(Format::fp4)].tile_mm = tile_mm_amx<Isa, Tiles, Fp4Format>;
+  table.peak = tile_peak<Tiles>;
   return table;
 }
 

@@ -12,9 +12,9 @@ namespace {
 constexpr int64_t kSliceBytes = 16 * 1024;
 
 // Equal slices of K instead of a full one and a rest; each a multiple of the group.
-template <class Lane>
+template <class Isa, class Lane>
 TANDEM_INLINE int64_t slice_pairs(const WeightView& w) {
-  constexpr int64_t kMost = kSliceBytes / (Lane::kLinesPerPair * kCacheLine);
+  constexpr int64_t kMost = kSliceBytes / Isa::kTilePanels / (Lane::kLinesPerPair * kCacheLine);
   const int64_t pairs = w.padded_depth / 2, slices = (pairs + kMost - 1) / kMost;
   const int64_t unit = w.group > 32 ? w.group / 2 : 16;
   return ((pairs + slices - 1) / slices + unit - 1) / unit * unit;
@@ -56,36 +56,52 @@ TANDEM_INLINE ScratchSource<Lane, P> part_of(const ScratchSource<Lane>& pair, in
     return {{pair.panel[q]}};
 }
 
+// Asks for the payload that comes next while the rows pass over what is here.
+template <class Isa, class Format>
+TANDEM_INLINE void prefetch_slice(const PairOfPanels& panels, int64_t first, int64_t last) {
+  for (int p = 0; p < 2; ++p)
+    for (const uint8_t *line = panels.payload[p] + first * Format::kPairBytes,
+                       *end = panels.payload[p] + last * Format::kPairBytes;
+         line < end; line += kCacheLine)
+      Isa::prefetch_l2(line);
+}
+
+// After pairs [first, last) of K of panel pair p of this call: the next panel pair, or the first one's next slice.
+template <class Isa, class Format>
+TANDEM_INLINE void prefetch_after(const MatmulArgs* args, int p, int64_t first, int64_t last) {
+  const WeightView& w = args->weights;
+  const int64_t depth = w.padded_depth / 2, end = 2 * last - first;
+  if (p + 1 < args->pairs)
+    prefetch_slice<Isa, Format>(pair_of_panels(w, args->first_pair + p + 1), first, last);
+  else if (last < depth)
+    prefetch_slice<Isa, Format>(pair_of_panels(w, args->first_pair), last, end < depth ? end : depth);
+}
+
 template <class Isa, template <class> class F>
 void tile_mm(const MatmulArgs* args) {
   using Format = F<Isa>;
   using Lane = typename Format::Lane;
   using Source = ScratchSource<Lane, Isa::kTilePanels>;
-  constexpr int64_t kPairScratch = kMatmulScratchBytes / kMaxPairsPerCall;
   const WeightView& w = args->weights;
   const uint8_t* const* x = reinterpret_cast<const uint8_t* const*>(args->x_rows);
-  const int64_t depth = w.padded_depth / 2, slice = slice_pairs<Lane>(w);
+  const int64_t depth = w.padded_depth / 2, slice = slice_pairs<Isa, Lane>(w);
   const int step = rows_per_block<Isa::kTileRows>(args->rows);
   for (int64_t first = 0; first < depth; first += slice) {
     const int64_t last = first + slice < depth ? first + slice : depth;
-    ScratchSource<Lane> sources[kMaxPairsPerCall];
-    PairOfPanels panels[kMaxPairsPerCall];
-    for (int p = 0; p < args->pairs; ++p) {
-      panels[p] = pair_of_panels(w, args->first_pair + p);
-      sources[p] = slice_of<Isa, Format>(panels[p], first, last, args->scratch + p * kPairScratch);
+    for (int p = 0; p < args->pairs; ++p) {  // outside: a slice of one pair stays in L1 while the rows pass
+      const PairOfPanels panels = pair_of_panels(w, args->first_pair + p);
+      const ScratchSource<Lane> pair = slice_of<Isa, Format>(panels, first, last, args->scratch);
+      if constexpr (Format::kPacked) prefetch_after<Isa, Format>(args, p, first, last);
+      for (int q = 0; q < 2; q += Isa::kTilePanels) {
+        const Source source = part_of<Isa::kTilePanels>(pair, q);
+        float* y = args->y + kPairColumns * p + kPanelRows * q;
+        for (int r = 0; r < args->rows; r += step)
+          block_of<Isa, Source, Format::kScaled, Isa::kTileRows>(args->rows - r < step ? args->rows - r : step, source,
+                                                                 first, x + r, first, last, panels.scales.from(q),
+                                                                 y + r * args->y_stride, args->y_stride);
+      }
+      if (last == depth) scale_rows<Isa>(panels.row_scales, args->y + kPairColumns * p, args->y_stride, args->rows);
     }
-    for (int panel = 0; panel < 2 * args->pairs; panel += Isa::kTilePanels) {  // outside: stays in L1
-      const int p = panel / 2, q = panel % 2;
-      const Source source = part_of<Isa::kTilePanels>(sources[p], q);
-      const Scales scales = panels[p].scales.from(q);
-      for (int r = 0; r < args->rows; r += step)
-        block_of<Isa, Source, Format::kScaled, Isa::kTileRows>(
-            args->rows - r < step ? args->rows - r : step, source, first, x + r, first, last, scales,
-            args->y + r * args->y_stride + kPanelRows * panel, args->y_stride);
-    }
-    if (last == depth)
-      for (int p = 0; p < args->pairs; ++p)
-        scale_rows<Isa>(panels[p].row_scales, args->y + kPairColumns * p, args->y_stride, args->rows);
   }
 }
 

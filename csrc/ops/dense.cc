@@ -72,13 +72,6 @@ float DenseOps::read_memory(const void* data, int64_t bytes) const {
   return std::accumulate(sums.begin(), sums.end(), 0.0f);
 }
 
-int64_t DenseOps::multiply_add(int64_t rounds, DType lane) const {
-  std::vector<int64_t> flops(pool.size());
-  const auto burst = lane == DType::bf16 ? kernels.dot_bf16 : kernels.fma_f32;
-  pool.run([&](const Worker& w) { burst(rounds, &flops[w.index]); });
-  return std::accumulate(flops.begin(), flops.end(), int64_t{0});
-}
-
 void DenseOps::rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t n,
                         float eps, DType type) const {
   const int64_t stride = n * bytes_of(type);

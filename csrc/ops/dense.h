@@ -73,11 +73,9 @@ struct DenseOps {
   };
   void route(int64_t rows, const Route& args) const;
 
-  // Ceilings of this machine. Reads `bytes` (rounded down to 4 KiB per worker) once, shared out over all workers;
+  // A ceiling of this machine: reads `bytes` (rounded down to 4 KiB per worker) once, shared out over all workers;
   // returns the sum of the bytes as floats so that the reads happen.
   float read_memory(const void* data, int64_t bytes) const;
-  // Multiply-adds in registers on every worker at once; returns the floating-point operations done.
-  int64_t multiply_add(int64_t rounds, DType lane) const;
 };
 
 }  // namespace tandem

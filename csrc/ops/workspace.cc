@@ -1,6 +1,7 @@
 #include "ops/workspace.h"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 
 #include "abi/tiers.h"
@@ -55,6 +56,14 @@ Workspace::Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table,
 uint8_t* Workspace::shared(int slot, int64_t bytes) {
   if (int64_t(shared_[slot].bytes()) < bytes) shared_[slot] = HugeBuffer(size_t(bytes));
   return shared_[slot].data();
+}
+
+int64_t Workspace::multiply_add(int64_t rounds, Format format) {
+  const auto held = lock();
+  std::vector<int64_t> operations(scratch_.size());
+  const auto peak = format == Format::f32 ? table_.peak_f32 : table_.peak;
+  pool_->run([&](const Worker& w) { operations[size_t(w.index)] = peak(rounds, scratch_[size_t(w.index)].matmul); });
+  return std::accumulate(operations.begin(), operations.end(), int64_t{0});
 }
 
 bool is_prepared(const KernelTable& table, const WeightView& layout, const RowsView& x) {

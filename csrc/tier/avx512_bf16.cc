@@ -4,6 +4,7 @@
 
 namespace tandem {
 
-constexpr KernelTable kAvx512Bf16Table = make_table<Avx512Bf16Isa>(Tier::avx512_bf16, {8, 9, 8, 8, 8, 8});
+constexpr KernelTable kAvx512Bf16Table =
+    make_table<Avx512Bf16Isa>(Tier::avx512_bf16, {kNever, kNever, 64, kNever, 64, kNever});
 
 }  // namespace tandem

@@ -5,19 +5,10 @@
 #include "micro/ceilings.h"
 #include "micro/norm_rope.h"
 
-#define TANDEM_DENSE_TABLE(name, tier, Isa)                 \
-  namespace tandem {                                        \
-  const DenseKernels name = {                               \
-      tier,                                                 \
-      rms_norm<Isa>,                                        \
-      rotate_head<Isa>,                                     \
-      inverse_rms<Isa>,                                     \
-      widen<Isa>,                                           \
-      narrow<Isa>,                                          \
-      Attention<Isa>::attend,                               \
-      Attention<Isa>::merge,                                \
-      Ceilings<Isa>::read_memory,                           \
-      Ceilings<Isa>::multiply_add<typename Isa::FloatLane>, \
-      Ceilings<Isa>::multiply_add<typename Isa::Lane>,      \
-  };                                                        \
+#define TANDEM_DENSE_TABLE(name, tier, Isa)                                                               \
+  namespace tandem {                                                                                      \
+  const DenseKernels name = {                                                                             \
+      tier,        rms_norm<Isa>,          rotate_head<Isa>,      inverse_rms<Isa>,           widen<Isa>, \
+      narrow<Isa>, Attention<Isa>::attend, Attention<Isa>::merge, Ceilings<Isa>::read_memory,             \
+  };                                                                                                      \
   }

@@ -94,11 +94,6 @@ class DenseOps:
     def read_memory(self, data: object) -> float:
         """Reads once with all workers; returns a checksum."""
 
-    def multiply_add(self, rounds: int, bf16: bool) -> int:
-        """
-        Multiply-adds in registers on all workers; returns the operations done.
-        """
-
 class Workspace:
     """
     A worker pool, the kernels of a tier, and scratch for one call at a time.
@@ -113,6 +108,11 @@ class Workspace:
     def tier(self) -> str: ...
     def tile_from_rows(self, format: str) -> int:
         """From this many rows on, tile_mm is used."""
+
+    def multiply_add(self, rounds: int, format: str) -> int:
+        """
+        Multiply-adds in registers on all workers, in the format's compute type; returns the operations done.
+        """
 
 class PackedMatrix:
     """A packed weight matrix [N, K]."""

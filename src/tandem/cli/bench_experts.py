@@ -44,7 +44,7 @@ class Shape:
 SHAPES = {
     "demo": Shape("demo", 576, 192, 32, 8),
     "q3": Shape("q3", 2048, 768, 128, 8),  # Qwen3-30B-A3B
-    "ds3": Shape("ds3", 7168, 2048, 256, 8),  # DeepSeek-V3
+    "ds3": Shape("ds3", 7168, 2048, 32, 8),  # DeepSeek-V3, an eighth of its experts
 }
 
 
@@ -130,6 +130,20 @@ class Workload:
             read,
             self.operations,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One measurement, before it is compared with the ceilings."""
+
+    bench: str
+    work: Workload
+    format: str
+    tier: str
+    seconds: float
+
+    def result(self, ceilings: Ceilings) -> Result:
+        return self.work.result(self.bench, self.format, self.tier, self.seconds, ceilings)
 
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, ids, weights) -> [T, hidden]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tandem.cli.bench_experts import (
     BITS_PER_WEIGHT,
     Result,
     Shape,
+    Timing,
     Workload,
     packed_layers,
     parse_shape,
@@ -31,8 +33,9 @@ from tandem.cli.bench_experts import (
 from tandem.cli.bench_plot import draw_roofline
 from tandem.config.machine import Machine
 from tandem.errors import ConfigError
-from tandem.kernels.ceilings import Ceilings, last_level_cache_bytes, measure_ceilings
+from tandem.kernels.ceilings import Roofs, last_level_cache_bytes
 
+CEILING_SECONDS = 0.5  # of measuring per ceiling, before the rows and again after them
 MEMORY_SHARE = 0.25  # of the available memory that one set of layers may take
 
 
@@ -73,23 +76,25 @@ def run(
         seconds,
         4 * last_level_cache_bytes() if working_set_mib is None else working_set_mib << 20,
     )
-    pool = make_pool(machine, threads)
-    ceilings, results = measure(request, pool, machine.available_memory)
+    bench = Bench(request, machine, pools_of(machine, threads))
+    results = bench.run()
     console = Console()
-    console.print(ceilings_table(ceilings, len(pool)), results_table(results))
+    console.print(ceilings_table(bench.roofs), *result_tables(results))
     if out is not None:
-        write_json(out, ceilings, results, machine, len(pool))
+        write_json(out, bench.roofs, results, machine, len(bench.pool))
         console.print(f"Written to {out}")
     if plot is not None:
-        draw_roofline(plot, ceilings, results)
+        draw_roofline(plot, {tier: bench.roofs.of(tier, fmt) for tier, fmt in bench.roofs.peaks}, results)
         console.print(f"Drawn in {plot}")
 
 
-def make_pool(machine: Machine, threads: int | None) -> _core.WorkerPool:
+def pools_of(machine: Machine, threads: int | None) -> list[_core.WorkerPool]:
+    """Pools of one, half of, and all of the threads."""
     count = threads or machine.max_threads
     if count > len(machine.cores):
         raise ConfigError(f"--threads {count}: this process may use {len(machine.cores)} physical cores")
-    return _core.WorkerPool(list(machine.pinned(machine.spread(count, machine.nodes))))
+    counts = sorted({1, max(1, count // 2), count})
+    return [_core.WorkerPool(list(machine.pinned(machine.spread(n, machine.nodes)))) for n in counts]
 
 
 def one_of(flag: str, values: list[str], known: tuple[str, ...]) -> tuple[str, ...]:
@@ -99,36 +104,62 @@ def one_of(flag: str, values: list[str], known: tuple[str, ...]) -> tuple[str, .
     return tuple(values)
 
 
-def measure(
-    request: Request, pool: _core.WorkerPool, available_memory: int
-) -> tuple[dict[str, Ceilings], list[Result]]:
-    """All rows, with a progress line for each. PyTorch gets as many threads as the pool has."""
-    torch.set_num_threads(len(pool))
-    results: list[Result] = []
-    columns = (SpinnerColumn(), "{task.description}", TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("measuring this machine's ceilings")
-        ceilings = {tier: measure_ceilings(pool, tier, request.working_set) for tier in request.tiers}
-        for step, rows in _measurements(request, pool, ceilings, available_memory):
-            progress.update(task, description=step)
-            results.extend(rows)
-    return ceilings, results
+class Bench:
+    """One run: ceilings, rows, and the ceilings again, because others may have been busy the first time."""
 
+    def __init__(self, request: Request, machine: Machine, pools: list[_core.WorkerPool]) -> None:
+        self.request, self.machine, self.pools, self.pool = request, machine, pools, pools[-1]
+        self.roofs = Roofs()
 
-def _measurements(
-    request: Request, pool: _core.WorkerPool, ceilings: dict[str, Ceilings], available_memory: int
-) -> Iterator[tuple[str, Iterator[Result]]]:
-    """(what is being measured, its rows); the rows are measured when they are taken."""
-    for full_shape in request.shapes:
-        for fmt in request.formats:
-            shape, count = fit(full_shape, fmt, request.working_set, available_memory)
-            for tier in request.tiers:
-                step = f"{shape.name} {fmt} {tier}"
-                yield step, _packed_results(request, shape, fmt, tier, pool, count, ceilings[tier])
+    def run(self) -> list[Result]:
+        """All rows, with a progress line for each. PyTorch gets as many threads as the pool has."""
+        torch.set_num_threads(len(self.pool))
+        timings: list[Timing] = []
+        columns = (SpinnerColumn(), "{task.description}", TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("measuring this machine's ceilings")
+            self.measure_roofs()
+            for step, rows in self._measurements():
+                progress.update(task, description=step)
+                timings.extend(rows)
+            progress.update(task, description="the ceilings again")
+            self.measure_roofs()
+        best = self.machine.tiers[-1]  # PyTorch may use anything that this machine has
+        return [t.result(self.roofs.of(best if t.tier == "torch" else t.tier, t.format)) for t in timings]
+
+    def measure_roofs(self) -> None:
+        request, best = self.request, self.machine.tiers[-1]
+        seconds = min(CEILING_SECONDS, request.min_seconds)
+        self.roofs.measure_reads(self.pools, best, request.working_set, seconds)
+        peaks = {(tier, fmt) for tier in request.tiers for fmt in request.formats}
         if request.with_torch:
-            shape, count = fit(full_shape, "bf16", request.working_set, available_memory)
-            best = ceilings[request.tiers[-1]]
-            yield f"{shape.name} with PyTorch", _torch_results(request, shape, count, best)
+            peaks.add((best, "bf16"))
+        for tier, fmt in sorted(peaks):
+            self.roofs.measure_peak(self.pool, tier, fmt, seconds)
+
+    def _measurements(self) -> Iterator[tuple[str, Iterator[Timing]]]:
+        """(what is being measured, its rows); the rows are measured when they are taken."""
+        request, available = self.request, self.machine.available_memory
+        for full_shape in request.shapes:
+            for fmt in request.formats:
+                shape, count = fit(full_shape, fmt, request.working_set, available)
+                for tier in request.tiers:
+                    yield f"{shape.name} {fmt} {tier}", self._packed(shape, fmt, tier, count)
+            if request.with_torch:
+                shape, count = fit(full_shape, "bf16", request.working_set, available)
+                yield f"{shape.name} with PyTorch", self._torch(shape, count)
+
+    def _packed(self, shape: Shape, fmt: str, tier: str, count: int) -> Iterator[Timing]:
+        layers = packed_layers(shape, fmt, tier, self.pool, count)
+        for tokens in self.request.tokens:
+            work = Workload(shape, tokens)
+            yield Timing("tandem", work, fmt, tier, time_layers(layers, work, self.request.min_seconds))
+
+    def _torch(self, shape: Shape, count: int) -> Iterator[Timing]:
+        for way, layers in torch_layers(shape, count).items():
+            for tokens in self.request.tokens:
+                work = Workload(shape, tokens)
+                yield Timing(way, work, "bf16", "torch", time_layers(layers, work, self.request.min_seconds))
 
 
 def fit(shape: Shape, fmt: str, working_set: int, available_memory: int) -> tuple[Shape, int]:
@@ -143,56 +174,44 @@ def fit(shape: Shape, fmt: str, working_set: int, available_memory: int) -> tupl
     return shape, max(2, -int(-working_set // (shape.experts * shape.expert_bytes(fmt))))
 
 
-def _packed_results(
-    request: Request,
-    shape: Shape,
-    fmt: str,
-    tier: str,
-    pool: _core.WorkerPool,
-    count: int,
-    ceilings: Ceilings,
-) -> Iterator[Result]:
-    layers = packed_layers(shape, fmt, tier, pool, count)
-    for tokens in request.tokens:
-        work = Workload(shape, tokens)
-        seconds = time_layers(layers, work, request.min_seconds)
-        yield work.result("tandem", fmt, tier, seconds, ceilings)
-
-
-def _torch_results(request: Request, shape: Shape, count: int, ceilings: Ceilings) -> Iterator[Result]:
-    for way, layers in torch_layers(shape, count).items():
-        for tokens in request.tokens:
-            work = Workload(shape, tokens)
-            seconds = time_layers(layers, work, request.min_seconds)
-            yield work.result(way, "bf16", "torch", seconds, ceilings)
-
-
-def ceilings_table(ceilings: dict[str, Ceilings], threads: int) -> Table:
-    table = Table(
-        "tier", "DRAM read GB/s", "bf16 TFLOPS", title=f"Ceilings of this machine, {threads} threads"
-    )
-    for tier, each in ceilings.items():
-        table.add_row(tier, f"{each.read_gbps:.1f}", f"{each.flops / 1e12:.3f}")
+def ceilings_table(roofs: Roofs) -> Table:
+    table = Table(title="Ceilings of this machine, the best of all repeats", box=box.SIMPLE_HEAD)
+    table.add_column("what")
+    for name in ("threads", "rate"):
+        table.add_column(name, justify="right")
+    for threads, gbps in roofs.reads.items():
+        table.add_row("DRAM read", str(threads), f"{gbps:.1f} GB/s")
+    for (tier, fmt), flops in roofs.peaks.items():
+        table.add_row(f"{tier}, {fmt}", str(max(roofs.reads)), f"{flops / 1e12:.3f} TFLOPS")
     return table
 
 
-def results_table(results: list[Result]) -> Table:
-    table = Table(title="One MoE layer's experts; share = of the least possible time", box=box.SIMPLE_HEAD)
-    for name in ("bench", "shape", "format", "tier"):
-        table.add_column(name)
-    for name in ("tokens", "ms", "rate / ceiling", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for r in results:
-        rate = f"{r.value:.3g}/{r.ceiling:.3g} {r.unit}"
-        numbers = (str(r.tokens), f"{r.ms:.3g}", rate, f"{r.share:.0%}")
-        table.add_row(r.bench, r.shape, r.format, r.tier, *numbers)
-    return table
+SHORT_NAMES = {"torch loop": "torch loop", "torch grouped_mm": "torch grouped"}
 
 
-def write_json(
-    path: Path, ceilings: dict[str, Ceilings], results: list[Result], machine: Machine, threads: int
-) -> None:
-    """{machine, threads, commit, version, torch, command, date, ceilings by tier, rows}."""
+def result_tables(results: list[Result]) -> Iterator[Table]:
+    """One per shape, at most 80 columns wide."""
+    for shape, rows in groupby(results, key=lambda r: r.shape):
+        title = f"Experts of one MoE layer, {shape}; share = of the least possible time"
+        table = Table(title=title, box=box.SIMPLE_HEAD)
+        for name in ("kernels", "format"):
+            table.add_column(name, no_wrap=True)
+        for name in ("tokens", "ms", "rate / ceiling", "share"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for r in rows:
+            rate = f"{short(r.value)}/{short(r.ceiling)} {r.unit}"
+            name = SHORT_NAMES.get(r.bench, f"ours {r.tier}")
+            table.add_row(name, r.format, str(r.tokens), short(r.ms), rate, f"{r.share:.0%}")
+        yield table
+
+
+def short(value: float) -> str:
+    """Three digits, or more before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def write_json(path: Path, roofs: Roofs, results: list[Result], machine: Machine, threads: int) -> None:
+    """{machine, threads, commit, version, torch, command, date, ceilings, rows}."""
     report: dict[str, Any] = {
         "machine": machine.cpu_model,
         "threads": threads,
@@ -201,11 +220,21 @@ def write_json(
         "torch": torch.__version__,
         "command": " ".join(["kt", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "ceilings": {tier: dataclasses.asdict(each) for tier, each in ceilings.items()},
+        "ceilings": ceiling_rows(roofs),
         "rows": [dataclasses.asdict(result) for result in results],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def ceiling_rows(roofs: Roofs) -> list[dict[str, Any]]:
+    """{what, threads, gbps} for DRAM, {what, tier, format, threads, tflops} for arithmetic."""
+    reads = [{"what": "DRAM read", "threads": n, "gbps": gbps} for n, gbps in roofs.reads.items()]
+    peaks = [
+        {"what": "peak", "tier": tier, "format": fmt, "threads": max(roofs.reads), "tflops": flops / 1e12}
+        for (tier, fmt), flops in roofs.peaks.items()
+    ]
+    return reads + peaks
 
 
 def commit() -> str | None:

@@ -1,15 +1,15 @@
 """What this machine can do at best: DRAM read bandwidth and multiply-adds in registers, with our own threads.
 
 Every kernel's time is compared with `Ceilings.bound_seconds`: the roofline model (Williams, Waterman and Patterson,
-2009) with both roofs measured in the same run. A ceiling is the best of some repeats,
-a kernel's time the median of its own.
+2009) with both roofs measured in the same run. A ceiling is the best of all its repeats, a kernel's time the median
+of its own.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from tandem import _core
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+MIN_BURST_SECONDS = 5e-3
 DEFAULT_CACHE_BYTES = 32 << 20  # where the kernel does not say
 
 
@@ -25,7 +26,7 @@ class Ceilings:
     """Of one tier and one set of threads."""
 
     read_gbps: float  # DRAM, GB/s
-    flops: float  # bf16 multiply-add the tier's best way (f32 for f32 weights), operations per second
+    flops: float  # multiply-adds in the compute type that the tier uses for a format, operations per second
 
     def bound_seconds(self, bytes_read: float, operations: float) -> float:
         """No kernel that reads so much and computes so much can be faster."""
@@ -58,20 +59,63 @@ def repeat_seconds(call: Callable[[], object], min_seconds: float = 0.2, min_rep
     return times
 
 
-def measure_read_gbps(pool: _core.WorkerPool, tier: str, buffer_bytes: int | None = None) -> float:
+def measure_read_gbps(
+    pool: _core.WorkerPool, tier: str, buffer_bytes: int | None = None, min_seconds: float = 0.2
+) -> float:
     """GB/s of reading a buffer of four times the last-level cache (so that none of it is still cached)."""
     size = buffer_bytes or 4 * last_level_cache_bytes()
     data = torch.full((size // 4,), 1.0)  # written, or every page would be the same page of zeros
     dense = _core.DenseOps(pool, tier)
-    return size / min(repeat_seconds(lambda: dense.read_memory(data))) / 1e9
+    return size / min(repeat_seconds(lambda: dense.read_memory(data), min_seconds)) / 1e9
 
 
-def measure_flops(pool: _core.WorkerPool, tier: str, bf16: bool = True) -> float:
-    """Multiply-add operations per second, in registers, counted as two each."""
-    dense, rounds = _core.DenseOps(pool, tier), 100_000
-    operations = dense.multiply_add(rounds, bf16)
-    return operations / min(repeat_seconds(lambda: dense.multiply_add(rounds, bf16)))
+def measure_flops(pool: _core.WorkerPool, tier: str, fmt: str = "bf16", min_seconds: float = 0.2) -> float:
+    """Multiply-adds per second, counted as two operations each, on operands in registers (AMX: in L1), in the compute
+    type that the tier uses for weights of `fmt`. A call takes some milliseconds, so that its start does not count."""
+    workspace = _core.Workspace(pool, tier)
+    rounds = _burst_rounds(workspace, fmt)
+    operations = workspace.multiply_add(rounds, fmt)
+    return operations / min(repeat_seconds(lambda: workspace.multiply_add(rounds, fmt), min_seconds))
+
+
+def _burst_rounds(workspace: _core.Workspace, fmt: str) -> int:
+    """So many that they take MIN_BURST_SECONDS."""
+    rounds, seconds = 1000, 0.0
+    while seconds < MIN_BURST_SECONDS:
+        rounds *= 4
+        start = time.perf_counter()
+        workspace.multiply_add(rounds, fmt)
+        seconds = time.perf_counter() - start
+    return rounds
 
 
 def measure_ceilings(pool: _core.WorkerPool, tier: str, buffer_bytes: int | None = None) -> Ceilings:
     return Ceilings(measure_read_gbps(pool, tier, buffer_bytes), measure_flops(pool, tier))
+
+
+@dataclass(slots=True)
+class Roofs:
+    """The ceilings of a run: each the best that was seen, so measure before and after what they are compared with."""
+
+    reads: dict[int, float] = field(default_factory=dict)  # threads -> DRAM read, GB/s
+    peaks: dict[tuple[str, str], float] = field(
+        default_factory=dict
+    )  # (tier, f32 or bf16) -> operations per second
+
+    def measure_reads(self, pools: list[_core.WorkerPool], tier: str, size: int, min_seconds: float) -> None:
+        for pool in pools:
+            gbps = measure_read_gbps(pool, tier, size, min_seconds)
+            self.reads[len(pool)] = max(gbps, self.reads.get(len(pool), 0.0))
+
+    def measure_peak(self, pool: _core.WorkerPool, tier: str, fmt: str, min_seconds: float) -> None:
+        key = tier, peak_format(fmt)
+        self.peaks[key] = max(measure_flops(pool, *key, min_seconds), self.peaks.get(key, 0.0))
+
+    def of(self, tier: str, fmt: str) -> Ceilings:
+        """The bandwidth is the best of all numbers of threads."""
+        return Ceilings(max(self.reads.values()), self.peaks[tier, peak_format(fmt)])
+
+
+def peak_format(fmt: str) -> str:
+    """The format that stands for `fmt` in what bounds its arithmetic: all but f32 are multiplied as bf16."""
+    return "f32" if fmt == "f32" else "bf16"
