@@ -14,7 +14,7 @@ SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find src csrc -type f
 CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat test lint format ext stub bench test-gpu clean
+.PHONY: help venv serve chat test tsan fuzz lint format ext stub bench test-gpu clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -54,6 +54,12 @@ chat: $(STAMPS)/package ## chat with the running server
 
 test: $(STAMPS)/package $(STAMPS)/test ## all tests that need no GPU (ARGS="-k name" for some)
 	$(BIN)/python -m pytest $(ARGS)
+
+tsan: $(STAMPS)/package $(STAMPS)/test ## the worker pool under the thread sanitizer
+	$(BIN)/python -m pytest tests/test_worker_pool.py -k sanitizer $(ARGS)
+
+fuzz: $(STAMPS)/package $(STAMPS)/test ## random routings through the expert layer, a few minutes at most
+	timeout 600 $(BIN)/python -m pytest tests/test_routing_fuzz.py --hypothesis-profile=fuzz $(ARGS)
 
 lint: $(STAMPS)/package $(STAMPS)/lint ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check src tests benchmarks scripts

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("fuzz", max_examples=1500, deadline=None)  # `make fuzz`
 
 
 @pytest.fixture(scope="session")

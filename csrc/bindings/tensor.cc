@@ -69,11 +69,14 @@ void copy_shape(TensorView& view, int dims, Shape shape, Strides stride, const c
   if (dims > 4) refuse(name, " has " + std::to_string(dims) + " dimensions; at most 4 are taken");
   view.dims = dims;
   int64_t expected = 1;
+  bool contiguous = true;
   for (int i = dims - 1; i >= 0; --i) {
     view.shape[i] = shape(i);
-    if (view.shape[i] > 1 && stride(i) != expected) refuse(name, " is not contiguous; call .contiguous() first");
+    contiguous &= view.shape[i] < 2 || stride(i) == expected;
     expected *= view.shape[i];
   }
+  // An array without elements (expected is 0) has no order; its strides may be anything.
+  if (!contiguous && expected != 0) refuse(name, " is not contiguous; call .contiguous() first");
 }
 
 TensorView through_table(const DlExchangeTable& table, nb::handle array, const char* name) {
