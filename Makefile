@@ -28,7 +28,7 @@ $(STAMPS)/torch: $(STAMPS)/venv scripts/install_torch.py
 	@touch $@
 
 $(STAMPS)/build-tools: $(STAMPS)/torch
-	$(PIP) install "scikit-build-core>=0.10" "nanobind>=2.9" ninja
+	$(PIP) install "scikit-build-core>=0.10" "nanobind>=2.9" "cmake>=3.18" ninja
 	@touch $@
 
 $(STAMPS)/package: $(STAMPS)/build-tools $(SOURCES)
@@ -81,7 +81,7 @@ stub: ## write src/tandem/_core.pyi anew from the extension that `make ext` buil
 
 bench: $(STAMPS)/package $(STAMPS)/test ## measure kernels and decoding beside PyTorch and Transformers
 	$(BIN)/kt bench kernels
-	$(BIN)/kt bench decode --transformers
+	$(BIN)/kt bench decode --transformers $(ARGS)
 
 test-gpu: ## tests that need an NVIDIA GPU, and all kernel tests, with PYTHON's own packages
 	PYTHON="$(PYTHON)" scripts/test_gpu.sh $(ARGS)

@@ -84,7 +84,7 @@ class FakeTokenizer:
 
 def fake_plan(**changes) -> Plan:
     plan = Plan(
-        device="cpu", dtype="float32", expert_format="f32", dense_backend="torch", tier="scalar", cpus=(0,),
+        dtype="float32", expert_format="f32", tier="scalar", cpus=(0,),
         context_length=256, page_size=4, num_pages=64, max_running_requests=8, max_step_tokens=16,
         radix_cache=True, fuse_shared_experts=False,
     )  # fmt: skip

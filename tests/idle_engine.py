@@ -10,7 +10,7 @@ from tandem.errors import ConfigError
 from tandem.server.engine_process import LoadedEngine
 
 PLAN = Plan(
-    device="cpu", dtype="float32", expert_format="f32", dense_backend="torch", tier="scalar", cpus=(0,),
+    dtype="float32", expert_format="f32", tier="scalar", cpus=(0,),
     context_length=64, page_size=4, num_pages=16, max_running_requests=4, max_step_tokens=16, radix_cache=True,
     fuse_shared_experts=False,
 )  # fmt: skip

@@ -147,6 +147,14 @@ def test_every_flag_that_is_said_to_work_is_read_somewhere() -> None:
     assert [name for name in works if not re.search(rf"config\.{name}\b", text)] == []
 
 
+def test_a_flag_that_is_said_to_change_nothing_is_read_nowhere() -> None:
+    source = Path(__file__).parent.parent / "src" / "tandem"
+    text = "\n".join(p.read_text() for p in source.rglob("*.py") if p.parent.name != "config")
+    idle = [f.name for f in FLAGS if f.idle is not None]
+    assert len(idle) > 5
+    assert [name for name in idle if re.search(rf"config\.{name}\b", text)] == []
+
+
 def test_config_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         EngineConfig(model="demo").port = 1  # type: ignore[misc]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 from importlib.resources import files
 
 import pytest
@@ -148,8 +147,7 @@ def test_a_changed_part_of_the_package_is_noticed(monkeypatch):
         demo_source.trained_parts()
 
 
-def test_the_directory_is_what_transformers_loads(demo_dir, tmp_path):
+def test_the_directory_is_what_transformers_loads(demo_dir):
     """No tensor missing, none left over."""
     _, info = AutoModelForCausalLM.from_pretrained(demo_dir, dtype=torch.bfloat16, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    shutil.rmtree(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 import tandem
 from tandem import LLM, SamplingParams
 from tandem.checkpoint import demo_dir
-from tandem.config import EngineConfig
+from tandem.config import EngineConfig, Machine
 from tandem.engine.engine import Engine
 from tandem.engine.llm import Generation
 from tandem.engine.loader import load_parts
@@ -26,8 +26,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=1)
 
 @pytest.fixture(scope="module")
 def parts() -> EngineParts:
-    """One loaded model; engines with other plans are made around it."""
-    return load_parts(EngineConfig(model="demo", max_total_tokens=8192, max_running_requests=16))
+    """One loaded model; engines with other plans are made around it. AMX promises no equal bits, so it is left out."""
+    tier = "avx512_bf16" if "amx" in Machine.detect().tiers else "auto"
+    return load_parts(
+        EngineConfig(model="demo", max_total_tokens=8192, max_running_requests=16, kernel_tier=tier)
+    )
 
 
 def llm(parts: EngineParts, **plan: object) -> LLM:

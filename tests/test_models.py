@@ -45,7 +45,7 @@ def one_torch_thread():
 
 def plan(dtype: str = "float32", fuse: bool = True, context: int = 128) -> Plan:
     return Plan(
-        device="cpu", dtype=dtype, expert_format="f32" if dtype == "float32" else "bf16", dense_backend="packed",
+        dtype=dtype, expert_format="f32" if dtype == "float32" else "bf16",
         tier="scalar", cpus=(0,), context_length=context, page_size=PAGE_SIZE, num_pages=PAGES,
         max_running_requests=4, max_step_tokens=64, radix_cache=False, fuse_shared_experts=fuse,
     )  # fmt: skip

@@ -43,9 +43,7 @@ def reason(plan: Plan, name: str) -> str:
 
 def test_defaults() -> None:
     p = plan(machine())
-    assert (p.device, p.dtype, p.expert_format, p.dense_backend, p.tier) == (
-        "cpu", "bfloat16", "bf16", "packed", "avx2"
-    )  # fmt: skip
+    assert (p.dtype, p.expert_format, p.tier) == ("bfloat16", "bf16", "avx2")
     assert (p.cpus, p.context_length, p.radix_cache, p.fuse_shared_experts) == (
         (0, 1, 2, 3),
         8192,
@@ -97,6 +95,13 @@ def test_kernel_tier() -> None:
     assert plan(machine(), kernel_tier="scalar").tier == "scalar"
     with pytest.raises(ConfigError, match="this CPU cannot run it; it can: scalar, avx2"):
         plan(machine(), kernel_tier="amx")
+
+
+def test_amx_says_that_batches_show_in_the_last_bits() -> None:
+    host = replace(machine(), tiers=TIERS)
+    assert plan(host).tier == "amx"
+    assert "--kernel-tier avx512_bf16" in reason(plan(host), "kernel tier")
+    assert "last bits" not in reason(plan(host, kernel_tier="avx512_bf16"), "kernel tier")
 
 
 def test_default_kv_cache_leaves_a_laptop_room() -> None:
@@ -185,6 +190,11 @@ def test_notices_and_switches_arrive() -> None:
     assert p.radix_cache is False
 
 
+def test_keys_of_the_model_that_nobody_understood_are_named() -> None:
+    p = plan(machine(), replace(MODEL, unread_keys=("use_xyz",)))
+    assert p.notices == ("config.json: use_xyz is not understood and has no effect",)
+
+
 def test_gpus_are_named_as_unused() -> None:
     p = plan(replace(machine(), gpus=(Gpu("H100", 80 * GIB, 80 * GIB, "gen5 x16"),)))
-    assert (p.device, reason(p, "device")) == ("cpu", "GPUs are not used yet")
+    assert reason(p, "device") == "GPUs are not used yet"

@@ -57,6 +57,15 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def test_make_installs_what_a_build_without_isolation_needs() -> None:
+    """scikit-build-core brings cmake and ninja itself, but only into an isolated build."""
+    isolated = re.search(r"^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.M)
+    installed = re.search(r"build-tools:.*\n\t\$\(PIP\) install (.*)", (ROOT / "Makefile").read_text())
+    assert isolated and installed
+    names = {re.split(r"[>=]", word)[0] for word in re.findall(r"[\w.>=-]+", isolated[1])}
+    assert {*names, "cmake", "ninja"} <= set(re.findall(r"[a-z-]{4,}", installed[1]))
+
+
 def test_python_example_uses_what_is_there() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", TEXT[ROOT / "README.md"], re.S)
     tree = ast.parse(example)

@@ -65,7 +65,7 @@ TANDEM_INLINE RowBlock row_block(const uint8_t* const* x, int rows, int64_t offs
   return {scratch, kCacheLine, step, 16 * kCacheLine};
 }
 
-// Equal slices of K, each a whole number of groups (or of tiles).
+// Equal slices of K, rounded up to whole tiles; the last one may be shorter.
 TANDEM_INLINE int64_t amx_slice_pairs(const WeightView& w) {
   const int64_t pairs = w.padded_depth / 2, slices = (pairs + kAmxDepthPairs - 1) / kAmxDepthPairs;
   return ((pairs + slices - 1) / slices + 15) / 16 * 16;

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem import _core
+from tandem.config.model_config import FORMAT_BYTES
 from tandem.errors import ConfigError
 from tandem.kernels.ceilings import Ceilings, repeat_seconds
 from tandem.kernels.cpu_ops import CpuOps
 
-BITS_PER_WEIGHT = {"f32": 32.0, "bf16": 16.0, "int8": 8.5, "int4": 4.5}  # with a 16-bit scale per group of 32
 ROUTINGS = 16  # different random routings that repeats rotate through
 
 
@@ -35,7 +35,7 @@ class Shape:
         return 3 * self.hidden * self.width
 
     def expert_bytes(self, fmt: str) -> float:
-        return self.weights_per_expert * BITS_PER_WEIGHT[fmt] / 8
+        return self.weights_per_expert * FORMAT_BYTES[fmt]
 
     def limited_to(self, expert_count: int) -> Shape:
         return Shape(self.name, self.hidden, self.width, min(self.experts, expert_count), self.top_k)

@@ -20,7 +20,6 @@ from rich.table import Table
 
 from tandem import __version__, _core
 from tandem.cli.bench_experts import (
-    BITS_PER_WEIGHT,
     Result,
     Shape,
     Timing,
@@ -32,6 +31,7 @@ from tandem.cli.bench_experts import (
 )
 from tandem.cli.bench_plot import draw_roofline
 from tandem.config.machine import Machine
+from tandem.config.model_config import FORMAT_BYTES
 from tandem.errors import ConfigError
 from tandem.kernels.ceilings import Roofs, last_level_cache_bytes
 
@@ -69,7 +69,7 @@ def run(
     machine = Machine.detect()
     request = Request(
         tuple(map(parse_shape, shapes)),
-        one_of("--format", formats, tuple(BITS_PER_WEIGHT)),
+        one_of("--format", formats, tuple(FORMAT_BYTES)),
         one_of("--tier", tiers or [machine.tiers[-1]], machine.tiers),
         tuple(tokens),
         with_torch,

@@ -96,10 +96,14 @@ class EngineConfig:
         None, "Sequences decoded together.", group=MEMORY, minimum=1, essential=True
     )
     chunked_prefill_size: int | None = flag(
-        None, "Most prompt tokens in one step; -1: whole prompts.", group=MEMORY, minimum=-1, essential=True
+        None,
+        "Most tokens in a step, decode too; -1: whole prompts.",
+        group=MEMORY,
+        minimum=-1,
+        essential=True,
     )
     max_prefill_tokens: int | None = flag(
-        None, "Upper bound on prompt tokens in one step.", group=MEMORY, minimum=1
+        None, "Upper bound on --chunked-prefill-size.", group=MEMORY, minimum=1
     )
     enable_mixed_chunk: bool = flag(
         False, "Accepted for compatibility.", group=MEMORY,
@@ -110,7 +114,7 @@ class EngineConfig:
     )
     attention_backend: str = flag(
         "auto", "Attention kernels: auto, torch.", group=MEMORY, later="Use auto or torch.",
-        neutral=["torch", "torch_native"], idle="it is the only one on a CPU",
+        neutral=["torch", "torch_native"], idle="attention always runs in Tandem's own CPU kernels",
     )  # fmt: skip
 
     # --- CPU experts

@@ -105,8 +105,6 @@ def _model(keys: JsonKeys, generation: JsonKeys, attention: AttentionConfig, moe
         attention=attention,
         moe=moe,
         eos_ids=generation.integers("eos_token_id") or keys.integers("eos_token_id"),
-        bos_id=next(iter(keys.integers("bos_token_id")), None),
-        pad_id=next(iter(keys.integers("pad_token_id")), None),
         unread_keys=keys.unread,
     )
 

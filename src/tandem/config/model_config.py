@@ -74,8 +74,8 @@ class MoEConfig:
 
     @property
     def fusible_shared(self) -> int:
-        """How many routed-sized experts the shared expert equals; 0 when it cannot be cut evenly."""
-        return self.shared_width // self.width if self.shared_width % self.width == 0 else 0
+        """How many routed-sized experts the shared expert equals; 0 when it has a gate or cannot be cut evenly."""
+        return 0 if self.shared_gate or self.shared_width % self.width else self.shared_width // self.width
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,6 @@ class ModelConfig:
     attention: AttentionConfig
     moe: MoEConfig
     eos_ids: tuple[int, ...] = ()
-    bos_id: int | None = None
-    pad_id: int | None = None
     unread_keys: tuple[str, ...] = ()  # keys of config.json that may matter and were not understood
 
     @classmethod
@@ -155,19 +153,8 @@ class ModelConfig:
         norms = (2 * self.layers + 1) * self.hidden
         return attention * self.layers + moe * len(m.layers) + dense + norms + self.vocab * self.hidden
 
-    @property
-    def total_params(self) -> int:
-        embedding = 0 if self.tied_embeddings else self.vocab * self.hidden
-        return self.dense_params + self.routed_params + embedding
-
     def weight_bytes(self, dtype: str, expert_format: str) -> int:
         """Bytes of all packed weights; the embedding stays in the mapped file and is not counted."""
         return self.dense_params * DTYPE_BYTES[dtype] + self.expert_bytes(expert_format) * (
             self.moe.router.num_experts * len(self.moe.layers)
         )
-
-    def active_bytes_per_token(self, dtype: str, expert_format: str | None = None) -> int:
-        """Weight bytes that one decoded token reads: the dense ones, and top_k experts of each MoE layer."""
-        fmt = expert_format or ("f32" if dtype == "float32" else "bf16")
-        experts = self.moe.router.top_k * len(self.moe.layers)
-        return self.dense_params * DTYPE_BYTES[dtype] + experts * self.expert_bytes(fmt)

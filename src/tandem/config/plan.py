@@ -16,6 +16,11 @@ DEFAULT_PREFILL_TOKENS = (
 )
 EXPERT_FORMATS = {"BF16": "bf16", "INT8": "int8", "INT4": "int4", "AMXINT8": "int8", "AMXINT4": "int4"}
 
+AMX_ROUNDING = (
+    "; an answer's last bits may depend on what else is in the batch, "
+    "--kernel-tier avx512_bf16 keeps them the same"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -30,10 +35,8 @@ class Decision:
 class Plan:
     """Everything the engine needs to know that the user may or may not have said. Immutable."""
 
-    device: str  # "cpu" (later "cuda")
     dtype: str  # "bfloat16" | "float32": activations, KV cache and dense weights
     expert_format: str  # "bf16" | "f32" | "int8" | "int4": packed routed experts
-    dense_backend: str  # "packed" | "torch": who multiplies the dense linears
     tier: str  # kernel tier: "scalar" | "avx2" | "avx512" | "avx512_bf16" | "amx"
     cpus: tuple[int, ...]  # logical CPU of each pool thread, -1: not pinned; its length is the thread count
     context_length: int  # longest prompt + answer of one request, tokens
@@ -44,7 +47,7 @@ class Plan:
     radix_cache: bool  # share KV pages of equal prefixes
     fuse_shared_experts: bool  # compute shared experts as extra always-chosen routed experts
     decisions: tuple[Decision, ...] = field(default=())
-    notices: tuple[str, ...] = field(default=())  # given flags that change nothing; start-up prints them
+    notices: tuple[str, ...] = field(default=())  # flags and keys that change nothing; start-up prints them
 
 
 def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Plan:
@@ -53,7 +56,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Plan:
     Raises ConfigError naming the flag when a wish cannot be met, with the numbers when the model does not fit.
     """
     log: list[Decision] = []
-    device = _device(machine, log)
+    _log_device(machine, log)
     dtype = _dtype(config, log)
     expert_format = _expert_format(config, dtype, log)
     tier = _tier(config, machine, log)
@@ -61,12 +64,9 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Plan:
     running = _running(config, log)
     memory = size_memory(MemoryRequest(config, model, machine, dtype, expert_format, running))
     num_pages = _pages(config, model, dtype, memory, log)
-    unrounded = "f32" if dtype == "float32" else "bf16"
     return Plan(
-        device=device,
         dtype=dtype,
         expert_format=expert_format,
-        dense_backend=_dense_backend(log),
         tier=tier,
         cpus=cpus,
         context_length=memory.context_length,
@@ -75,16 +75,24 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Plan:
         max_running_requests=running,
         max_step_tokens=_step_tokens(config, memory.context_length, running, log),
         radix_cache=_radix(config, log),
-        fuse_shared_experts=_fuse_shared(config, model, expert_format == unrounded, log),
+        fuse_shared_experts=_fuse_shared(config, model, expert_format == unrounded_format(dtype), log),
         decisions=tuple(log),
-        notices=tuple(config.notices()),
+        notices=(*config.notices(), *_unread(model)),
     )
 
 
-def _device(machine: Machine, log: list[Decision]) -> str:
+def unrounded_format(dtype: str) -> str:
+    """The expert format that keeps weights as the dense ones are kept."""
+    return "f32" if dtype == "float32" else "bf16"
+
+
+def _unread(model: ModelConfig) -> list[str]:
+    return [f"config.json: {key} is not understood and has no effect" for key in model.unread_keys]
+
+
+def _log_device(machine: Machine, log: list[Decision]) -> None:
     reason = "GPUs are not used yet" if machine.gpus else "no GPU was found"
     log.append(Decision("device", "cpu", reason))
-    return "cpu"
 
 
 def _dtype(config: EngineConfig, log: list[Decision]) -> str:
@@ -105,22 +113,20 @@ def _expert_format(config: EngineConfig, dtype: str, log: list[Decision]) -> str
         if chosen in ("int8", "int4"):
             reason += "; weights are rounded in groups of 32, activations are not"
     else:
-        chosen, reason = ("f32" if dtype == "float32" else "bf16"), "nothing is rounded beyond the dtype"
+        chosen, reason = unrounded_format(dtype), "nothing is rounded beyond the dtype"
     log.append(Decision("expert format", chosen, reason))
     return chosen
 
 
 def _tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> str:
     usable = machine.tiers
-    if config.kernel_tier == "auto":
-        log.append(Decision("kernel tier", usable[-1], f"the widest this CPU has ({', '.join(usable)})"))
-        return usable[-1]
-    if config.kernel_tier not in usable:
-        raise ConfigError(
-            f"--kernel-tier {config.kernel_tier}: this CPU cannot run it; it can: {', '.join(usable)}"
-        )
-    log.append(Decision("kernel tier", config.kernel_tier, "--kernel-tier"))
-    return config.kernel_tier
+    tier, reason = config.kernel_tier, "--kernel-tier"
+    if tier == "auto":
+        tier, reason = usable[-1], f"the widest this CPU has ({', '.join(usable)})"
+    if tier not in usable:
+        raise ConfigError(f"--kernel-tier {tier}: this CPU cannot run it; it can: {', '.join(usable)}")
+    log.append(Decision("kernel tier", tier, reason + (AMX_ROUNDING if tier == "amx" else "")))
+    return tier
 
 
 def _cpus(config: EngineConfig, machine: Machine, log: list[Decision]) -> tuple[int, ...]:
@@ -195,11 +201,6 @@ def _step_tokens(config: EngineConfig, context: int, running: int, log: list[Dec
     return chunk
 
 
-def _dense_backend(log: list[Decision]) -> str:
-    log.append(Decision("dense layers", "packed", "our kernels read each weight once, at memory speed"))
-    return "packed"
-
-
 def _radix(config: EngineConfig, log: list[Decision]) -> bool:
     on = not config.disable_radix_cache
     reason = "requests that begin alike share their KV pages" if on else "--disable-radix-cache"
@@ -218,7 +219,7 @@ def _fuse_shared(config: EngineConfig, model: ModelConfig, exact: bool, log: lis
     if not exact:
         log.append(Decision("shared experts", "apart", "only routed experts are rounded"))
         return False
-    if moe.shared_gate or moe.fusible_shared == 0:
+    if moe.fusible_shared == 0:
         why = "has its own gate" if moe.shared_gate else "is no multiple of a routed one"
         log.append(Decision("shared experts", "apart", f"the shared expert {why}"))
         return False

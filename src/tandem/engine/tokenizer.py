@@ -29,7 +29,6 @@ class Tokenizer:
         self._inner = inner
         self.eos_ids = eos_ids
         self.bos_id = bos_id
-        self.chat_template_source = chat_template
         self._template = ChatTemplate(chat_template) if chat_template else None
         self._template_variables = template_variables or {}
 
@@ -55,10 +54,6 @@ class Tokenizer:
             template_variables=variables,
         )
 
-    @property
-    def vocab_size(self) -> int:
-        return int(self._inner.get_vocab_size(with_added_tokens=True))
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens`: begin-of-text where the model wants one; off for rendered chat templates, which
         write it themselves. Special tokens spelt in the text become those tokens."""
@@ -78,10 +73,6 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for, also where they are only part of a character."""
         return token_bytes(self._inner.id_to_token(token_id), self.token_text(token_id))
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any

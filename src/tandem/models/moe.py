@@ -28,8 +28,8 @@ class DenseMLP:
 class MoEBlock:
     """Router, routed experts, shared expert. Routes and calls experts; where they run is not known here.
 
-    With `plan.fuse_shared_experts` a shared expert whose width is a multiple of the routed ones' is cut into
-    experts of that width which every token chooses, so that a layer's experts are one call.
+    With `plan.fuse_shared_experts` an ungated shared expert whose width is a multiple of the routed ones' is cut
+    into experts of that width which every token chooses, so that a layer's experts are one call.
     """
 
     def __init__(self, b: Builder, index: int, names: MoENames) -> None:
@@ -50,10 +50,7 @@ class MoEBlock:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight = None if self.shared_gate is None else self.shared_gate(x).sigmoid()
-        routing = self._route(x)
-        if self.fused and weight is not None:
-            routing.weights[:, self.router.top_k :] = weight
-        ticket = self.experts.submit(x, routing)
+        ticket = self.experts.submit(x, self._route(x))
         shared = None if self.shared is None else self.shared(x)
         routed = self.experts.wait(ticket)
         if shared is None:

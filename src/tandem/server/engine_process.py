@@ -73,12 +73,20 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
 
     path = resolve_model(config.model)
     engine = Engine(config)
+    pin_main_thread(engine.plan.cpus[0])
     if not config.skip_server_warmup:
         warm_up(engine, engine.model_config.vocab)
     for decision in engine.plan.decisions:
         print(f"  {decision.name:<24} {decision.value:<16} {decision.reason}", flush=True)
     model = engine.model_config
     return LoadedEngine(engine, engine.plan, str(path), model.model_type, model.vocab)
+
+
+def pin_main_thread(cpu: int) -> None:
+    """This thread is the pool's worker 0, so it gets that worker's CPU (-1: none). Only once the pool's own threads
+    exist: a new thread inherits the affinity of the one that makes it."""
+    if cpu >= 0:
+        os.sched_setaffinity(0, {cpu})
 
 
 def warm_up(engine: SteppedEngine, vocab_size: int) -> None:
