@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from tandem import _core
 from tandem.cli.app import app
 from tandem.cli.bench_experts import Shape, TorchExperts, Workload, parse_shape, random_expert
-from tandem.cli.bench_kernels import fit
+from tandem.cli.bench_kernels import ceiling_rows, ceilings_table, fit, result_tables
 from tandem.errors import ConfigError
-from tandem.kernels.ceilings import Ceilings, last_level_cache_bytes
+from tandem.kernels.ceilings import Ceilings, Roofs, last_level_cache_bytes
 from tandem.kernels.reference import TorchOps
 
 TINY = Shape("64x32x6x2", 64, 32, 6, 2)
@@ -48,6 +51,33 @@ def test_rows_and_picture(tmp_path: Path) -> None:
         assert row["ms"] > 0 and row["unit"] in ("GB/s", "TFLOPS")
         assert row["share"] == pytest.approx(row["value"] / row["ceiling"])
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tables_fit_80_columns() -> None:
+    roofs = Roofs(reads={1: 17.04, 16: 153.24}, peaks={("avx512_bf16", "bf16"): 1.3512e12})
+    work, ceilings = Workload(TINY, 512), roofs.of("avx512_bf16", "int8")
+    names = [("tandem", "avx512_bf16"), ("torch loop", "torch"), ("torch grouped_mm", "torch")]
+    rows = [work.result(bench, "bf16", tier, 5.80812, ceilings) for bench, tier in names]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(ceilings_table(roofs), *result_tables(rows))
+    text = console.export_text()
+    assert "\u2026" not in text and all(len(line) <= 80 for line in text.splitlines())
+    for name in ("ours avx512_bf16", "torch loop", "torch grouped", TINY.name, "153.2 GB/s"):
+        assert name in text
+    assert ceiling_rows(roofs)[:2] == [
+        {"what": "DRAM read", "threads": 1, "gbps": 17.04},
+        {"what": "DRAM read", "threads": 16, "gbps": 153.24},
+    ]
+
+
+def test_ceilings_keep_the_best_of_all_repeats() -> None:
+    pool, roofs = _core.WorkerPool([-1], 20), Roofs()
+    roofs.reads[1] = roofs.peaks["scalar", "bf16"] = 1e30
+    roofs.measure_reads([pool], "scalar", 1 << 20, 0.0)
+    roofs.measure_peak(pool, "scalar", "int4", 0.0)
+    roofs.measure_peak(pool, "scalar", "f32", 0.0)
+    assert roofs.of("scalar", "bf16") == Ceilings(1e30, 1e30)
+    assert 0 < roofs.of("scalar", "f32").flops < 1e30
 
 
 def test_bad_flags_name_what_to_change() -> None:

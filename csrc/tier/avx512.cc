@@ -4,7 +4,6 @@
 
 namespace tandem {
 
-constexpr KernelTable kAvx512Table =
-    make_table<Avx512Isa>(Tier::avx512, {kNever, kNever, kNever, kNever, kNever, kNever});
+constexpr KernelTable kAvx512Table = make_table<Avx512Isa>(Tier::avx512, {kNever, kNever, kNever, kNever, 32, kNever});
 
 }  // namespace tandem

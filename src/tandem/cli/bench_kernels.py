@@ -175,7 +175,7 @@ def fit(shape: Shape, fmt: str, working_set: int, available_memory: int) -> tupl
 
 
 def ceilings_table(roofs: Roofs) -> Table:
-    table = Table(title="Ceilings of this machine, the best of all repeats", box=box.SIMPLE_HEAD)
+    table = Table(title="Ceilings, the best of all repeats", box=box.SIMPLE_HEAD)
     table.add_column("what")
     for name in ("threads", "rate"):
         table.add_column(name, justify="right")
@@ -186,7 +186,7 @@ def ceilings_table(roofs: Roofs) -> Table:
     return table
 
 
-SHORT_NAMES = {"torch loop": "torch loop", "torch grouped_mm": "torch grouped"}
+SHORT_NAMES = {"torch grouped_mm": "torch grouped"}
 
 
 def result_tables(results: list[Result]) -> Iterator[Table]:
@@ -200,7 +200,7 @@ def result_tables(results: list[Result]) -> Iterator[Table]:
             table.add_column(name, justify="right", no_wrap=True)
         for r in rows:
             rate = f"{short(r.value)}/{short(r.ceiling)} {r.unit}"
-            name = SHORT_NAMES.get(r.bench, f"ours {r.tier}")
+            name = f"ours {r.tier}" if r.bench == "tandem" else SHORT_NAMES.get(r.bench, r.bench)
             table.add_row(name, r.format, str(r.tokens), short(r.ms), rate, f"{r.share:.0%}")
         yield table
 
