@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -12,6 +13,7 @@ import kernel_cases as cases
 from tandem import _core
 from tandem.errors import KernelError
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, Workspace
+from tandem.kernels.reference import TorchOps
 
 WORKSPACE = cases.workspace_of("scalar")
 MATRIX = PackedMatrix(WORKSPACE, torch.ones(40, 100))
@@ -34,7 +36,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "empty weight": (lambda: PackedMatrix(WORKSPACE, torch.ones(0, 4)), "cannot be packed"),
     "activation": (lambda: PackedExperts(WORKSPACE, 4, 8, 8, "bf16", "relu"), "unknown activation 'relu'"),
     "no experts": (lambda: PackedExperts(WORKSPACE, 0, 8, 8), "at least one expert"),
-    "int64 ids": (lambda: LAYER.forward(X, IDS.long(), WEIGHTS), "ids: element type"),
+    "int64 ids": (lambda: LAYER.forward(X, IDS.long(), WEIGHTS), "ids is int64; expected int32"),
     "weights": (lambda: LAYER.forward(X, IDS, WEIGHTS[:2]), "weights has shape"),
     "out rows": (lambda: LAYER.forward(X, IDS, WEIGHTS, out=torch.ones(2, 100)), "out has shape"),
     "expert shape": (
@@ -67,6 +69,57 @@ def test_numpy_arrays_are_taken() -> None:
     core = _core.PackedMatrix(WORKSPACE, np.ones((40, 100), dtype=np.float32), None, "f32", 0)
     core.multiply(np.ones((3, 100), dtype=np.float32), out)
     assert (out == 100).all()
+
+
+class Lent:
+    """Lends a copy of an array that lives only as long as whoever borrows it wants, and notes who had died by then."""
+
+    def __init__(self, array: np.ndarray, lent: list[weakref.ref[np.ndarray]], dead: list[bool]) -> None:
+        self.array, self.lent, self.dead = array, lent, dead
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **how: object) -> object:
+        self.dead.extend(copy() is None for copy in self.lent)
+        copy = self.array.copy()
+        self.lent.append(weakref.ref(copy))
+        return copy.__dlpack__(**how)
+
+
+def test_borrowed_arrays_live_until_the_call_is_over() -> None:
+    lent: list[weakref.ref[np.ndarray]] = []
+    dead: list[bool] = []
+
+    def lend(*shape: int, dtype: type = np.float32) -> Lent:
+        return Lent(np.ones(shape, dtype=dtype), lent, dead)
+
+    def indices(*values: int, dtype: type = np.int32) -> np.ndarray:
+        return np.array(values, dtype=dtype)
+
+    ops, place = _core.DenseOps(_core.WorkerPool([-1]), "scalar"), indices(0, dtype=np.int64)
+    ops.rms_norm(lend(3, 8), lend(3, 8), lend(8), lend(3, 8), 1e-5)
+    assert len(lent) == 4
+    del lent[:]
+    batch = _core.BatchView(place, place, indices(0, 1), indices(1), indices(0).reshape(1, 1), 4, 1)
+    pages = lend(1, 4, 1, 8), lend(1, 4, 1, 8)
+    norms, tables = (lend(8), lend(8)), (lend(4, 4), lend(4, 4))
+    ops.rope_store(
+        batch, _core.Heads(2, 1, 8, 8, 8), lend(1, 32), *tables, *norms, *pages, lend(1, 2, 8), 1e-5
+    )
+    assert len(lent) == 8
+    del lent[:]
+    rule = _core.Route(8, 2, 1, 1, 0, False, True, False, 1.0, 0.0)
+    ops.route(rule, lend(3, 8), lend(8), lend(3, 2, dtype=np.int32), lend(3, 2))
+    assert len(lent) == 4 and dead and not any(dead)
+
+
+def test_an_expert_that_was_never_loaded_is_named() -> None:
+    for layer in (PackedExperts(WORKSPACE, 4, 100, 40, "f32"), TorchOps().experts(4, 100, 40, "f32")):
+        layer.load(0, torch.ones(40, 100), torch.ones(40, 100), torch.ones(100, 40))
+        layer.forward(X, IDS, WEIGHTS)
+        with pytest.raises(KernelError, match="expert 2 was routed to before it was loaded"):
+            layer.forward(X, IDS + 2, WEIGHTS)
 
 
 def test_read_only_output_is_refused() -> None:

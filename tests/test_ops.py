@@ -7,6 +7,7 @@ most about (n / 16 + 4) * 2^-24 of its terms; a bfloat16 result may then round t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -199,6 +200,26 @@ def test_equal_scores_choose_the_lowest_experts(ops: CpuOps) -> None:
     assert sorted(ops.route(torch.full((1, 32), torch.nan), router).ids[0].tolist()) == [0, 1, 2, 3, 4]
 
 
+def test_a_long_context_on_many_workers_keeps_few_partial_results() -> None:
+    """97 MiB of partial results go in two waves of at most 64 MiB, and the bits are those of one worker."""
+    torch.manual_seed(0)
+    tokens, rows, tier = 12288, 512, _core.supported_tiers()[-1]
+    tables, pages = random_tables(1, tokens)
+    batch = make_batch([(tokens - rows, tokens)], tables)
+    q, (k, v) = torch.randn(rows, 16, 128), torch.randn(2, pages, PAGE, 1, 128).unbind()
+    alone = attend(CpuOps(_core.WorkerPool([-1]), tier), q, k, v, batch, 0)
+    before = resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: proc_pid_clear_refs(5)
+    together = attend(CpuOps(_core.WorkerPool([-1] * 12), tier), q, k, v, batch, 0)
+    assert resident_bytes("VmHWM") - before < 80 << 20
+    assert torch.equal(alone, together)
+
+
+def resident_bytes(field: str) -> int:
+    [line] = [s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith(field)]
+    return int(line.split()[1]) << 10
+
+
 def test_bad_input_is_an_error_that_names_it(ops: CpuOps) -> None:
     x, weight = torch.randn(2, 8), torch.ones(8)
     with pytest.raises(KernelError, match="x: element type not supported; take float32, bfloat16"):
@@ -220,6 +241,8 @@ def test_bad_input_is_an_error_that_names_it(ops: CpuOps) -> None:
         ({"seq_lens": torch.tensor([5]).int()}, "more new rows than tokens"),
         ({"seq_lens": torch.tensor([500]).int()}, "shorter than its sequence"),
         ({"query_starts": torch.tensor([0, 19]).int()}, "from 0 to T"),
+        ({"positions": torch.arange(20).int()}, "positions is int32; expected int64"),
+        ({"block_tables": tables[0]}, r"block_tables has shape .*; expected \[any, any\]"),
     ]:
         with pytest.raises(KernelError, match=message):
             attend(ops, q[0, :20], k, v, replace(make_batch([(0, 20)], tables[:1]), **change), 0)

@@ -4,7 +4,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.h"
 #include "bindings/tensor.h"
@@ -28,6 +27,26 @@ TensorView like(const TensorView& x, nb::handle array, const char* name, std::in
   return view_of(array, name, {x.element}, shape, writable);
 }
 
+template <class T>
+std::vector<T> copied(nb::handle array, const char* name, Element element, std::initializer_list<int64_t> shape) {
+  const TensorView view = view_of(array, name, {element}, shape);
+  int64_t count = 1;
+  for (int i = 0; i < view.dims; ++i) count *= view.shape[i];
+  const T* first = static_cast<const T*>(view.data);
+  return {first, first + count};
+}
+
+// Runs every step, over a table of up to 2^18 pages: no Python object per entry.
+void make_batch(BatchView* self, nb::handle positions, nb::handle cache_slots, nb::handle query_starts,
+                nb::handle seq_lens, nb::handle block_tables, int64_t page_size, int64_t num_pages) {
+  new (self) BatchView(copied<int64_t>(positions, "positions", Element::i64, {kAnySize}),
+                       copied<int64_t>(cache_slots, "cache_slots", Element::i64, {kAnySize}),
+                       copied<int32_t>(query_starts, "query_starts", Element::i32, {kAnySize}),
+                       copied<int32_t>(seq_lens, "seq_lens", Element::i32, {kAnySize}),
+                       copied<int32_t>(block_tables, "block_tables", Element::i32, {kAnySize, kAnySize}), page_size,
+                       num_pages);
+}
+
 struct Ops {
   Ops(std::shared_ptr<WorkerPool> workers, const std::string& tier)
       : pool(std::move(workers)), dense{*pool, dense_kernels(tier)} {}
@@ -35,10 +54,10 @@ struct Ops {
   void rms_norm(nb::handle x, nb::handle residual, nb::handle weight, nb::handle out, float eps) const {
     const TensorView in = activations(x, "x", {kAnySize, kAnySize});
     const int64_t rows = in.shape[0], n = in.shape[1];
-    void* sum = residual.is_none() ? nullptr : like(in, residual, "residual", {rows, n}, true).data;
+    const TensorView sum = residual.is_none() ? TensorView{} : like(in, residual, "residual", {rows, n}, true);
     const TensorView w = like(in, weight, "weight", {n}), y = like(in, out, "out", {rows, n}, true);
     const nb::gil_scoped_release unlocked;
-    dense.rms_norm(in.data, sum, w.data, y.data, rows, n, eps, in.type());
+    dense.rms_norm(in.data, sum.data, w.data, y.data, rows, n, eps, in.type());
   }
 
   void rope_store(const BatchView& batch, const DenseOps::Heads& heads, nb::handle qkv, nb::handle cos, nb::handle sin,
@@ -51,12 +70,12 @@ struct Ops {
     expect(2 * c.shape[1] <= d, "rope_store: the rotary tables turn more elements than a head has");
     const TensorView k = pages(in, k_pages, "k_pages", batch, heads), v = pages(in, v_pages, "v_pages", batch, heads);
     const TensorView y = like(in, q, "q", {rows, heads.heads, d}, true);
-    const void* qn = heads.q_norm_size ? like(in, q_norm, "q_norm", {heads.q_norm_size}).data : nullptr;
-    const void* kn = heads.k_norm_size ? like(in, k_norm, "k_norm", {heads.k_norm_size}).data : nullptr;
+    const TensorView qn = heads.q_norm_size ? like(in, q_norm, "q_norm", {heads.q_norm_size}) : TensorView{};
+    const TensorView kn = heads.k_norm_size ? like(in, k_norm, "k_norm", {heads.k_norm_size}) : TensorView{};
     const nb::gil_scoped_release unlocked;
     dense.rope_store(batch, heads,
-                     {in.data, static_cast<float*>(c.data), static_cast<float*>(s.data), c.shape[0], c.shape[1], qn, kn,
-                      k.data, v.data, y.data, eps, in.type()});
+                     {in.data, static_cast<float*>(c.data), static_cast<float*>(s.data), c.shape[0], c.shape[1],
+                      qn.data, kn.data, k.data, v.data, y.data, eps, in.type()});
   }
 
   void attention(const BatchView& batch, const DenseOps::Heads& heads, nb::handle q, nb::handle k_pages,
@@ -76,8 +95,10 @@ struct Ops {
     const int64_t chosen = rule.top_k + rule.shared;
     args.logits = static_cast<float*>(in.data);
     args.bias = optional_floats(bias, "bias", rule.experts, &b);
-    args.ids = static_cast<int32_t*>(view_of(ids, "ids", {Element::i32}, {in.shape[0], chosen}, true).data);
-    args.weights = static_cast<float*>(view_of(weights, "weights", {Element::f32}, {in.shape[0], chosen}, true).data);
+    const TensorView i = view_of(ids, "ids", {Element::i32}, {in.shape[0], chosen}, true);
+    const TensorView w = view_of(weights, "weights", {Element::f32}, {in.shape[0], chosen}, true);
+    args.ids = static_cast<int32_t*>(i.data);
+    args.weights = static_cast<float*>(w.data);
     const nb::gil_scoped_release unlocked;
     dense.route(in.shape[0], args);
   }
@@ -123,10 +144,8 @@ DenseOps::Route make_route(int64_t experts, int64_t top_k, int64_t groups, int64
 
 void bind_dense(nb::module_& m) {
   nb::class_<BatchView>(m, "BatchView", "A checked copy of a step's index arrays.")
-      .def(nb::init<std::vector<int64_t>, std::vector<int64_t>, std::vector<int32_t>, std::vector<int32_t>,
-                    std::vector<int32_t>, int64_t, int64_t>(),
-           nb::arg("positions"), nb::arg("cache_slots"), nb::arg("query_starts"), nb::arg("seq_lens"),
-           nb::arg("block_tables"), nb::arg("page_size"), nb::arg("num_pages"));
+      .def("__init__", &make_batch, nb::arg("positions"), nb::arg("cache_slots"), nb::arg("query_starts"),
+           nb::arg("seq_lens"), nb::arg("block_tables"), nb::arg("page_size"), nb::arg("num_pages"));
   nb::class_<DenseOps::Heads>(m, "Heads", "Head counts; a norm size of 0 means no q or k norm.")
       .def(nb::new_(&make_heads), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
            nb::arg("q_norm_size") = 0, nb::arg("k_norm_size") = 0);

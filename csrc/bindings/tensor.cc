@@ -49,7 +49,7 @@ const DlExchangeTable* exchange_table(PyTypeObject* type) {
 }
 
 const char* name_of(Element element) {
-  const char* const names[] = {"float32", "bfloat16", "int32", "int8 or uint8"};
+  const char* const names[] = {"float32", "bfloat16", "int32", "int64", "int8 or uint8"};
   return names[int(element)];
 }
 
@@ -60,8 +60,9 @@ Element element_of(int code, int bits, const char* name) {
   if (is(nb::dlpack::dtype_code::Float, 32)) return Element::f32;
   if (is(nb::dlpack::dtype_code::Bfloat, 16)) return Element::bf16;
   if (is(nb::dlpack::dtype_code::Int, 32)) return Element::i32;
+  if (is(nb::dlpack::dtype_code::Int, 64)) return Element::i64;
   if (is(nb::dlpack::dtype_code::Int, 8) || is(nb::dlpack::dtype_code::UInt, 8)) return Element::byte;
-  refuse(name, ": element type not supported; take float32, bfloat16, int32, int8 or uint8");
+  refuse(name, ": element type not supported; take float32, bfloat16, int32, int64, int8 or uint8");
 }
 
 template <class Shape, class Strides>

@@ -29,6 +29,7 @@ ExpertLayer::ExpertLayer(std::shared_ptr<Workspace> workspace, const ExpertShape
   down_layout_ = packed_layout(shape.format, shape.hidden, shape.width);
   expert_bytes_ = packed_bytes(gate_up_layout_) + packed_bytes(down_layout_);
   memory_ = HugeBuffer(size_t(expert_bytes_) * shape.experts);
+  loaded_.resize(size_t(shape.experts));
 }
 
 WeightView ExpertLayer::gate_up(int expert) const {
@@ -63,6 +64,7 @@ void ExpertLayer::load(int expert, const ExpertSource& source) {
                  second + (i - gate_up_panels) * down_layout_.panel_bytes);
   });
   pack_biases(expert, source);
+  loaded_[size_t(expert)] = true;
 }
 
 void ExpertLayer::pack_biases(int expert, const ExpertSource& source) {
@@ -98,6 +100,12 @@ void ExpertLayer::forward(const ExpertCall& call) {
   }
 }
 
+void ExpertLayer::check_loaded() const {
+  for (const RoutingPlan::Expert& expert : plan_.experts)
+    if (!loaded_[size_t(expert.id)])
+      throw std::invalid_argument("expert " + std::to_string(expert.id) + " was routed to before it was loaded");
+}
+
 void ExpertLayer::run_chunk(const ExpertCall& call, int64_t first, int64_t tokens) {
   ExpertCall part = call;
   part.x.rows = tokens;
@@ -106,6 +114,7 @@ void ExpertLayer::run_chunk(const ExpertCall& call, int64_t first, int64_t token
   part.ids = call.ids + first * call.top_k;
   part.weights = call.weights + first * call.top_k;
   plan_.build(part.ids, part.weights, tokens, call.top_k, shape_.experts);
+  check_loaded();
   ExpertRun(*this, part).run();
 }
 

@@ -49,7 +49,8 @@ class ExpertLayer {
   void load(int expert, const ExpertSource& source);
 
   // out[t] = sum over slots of weights[t, slot] * expert[ids[t, slot]](x[t]). A token's experts are added in the order
-  // of their ids, so the result does not depend on the batch. Large batches run in chunks of fixed scratch.
+  // of their ids, so the result does not depend on the batch. Large batches run in chunks of fixed scratch. Throws
+  // std::invalid_argument for an expert that has not been loaded.
   void forward(const ExpertCall& call);
 
  private:
@@ -57,6 +58,7 @@ class ExpertLayer {
   WeightView down(int expert) const;
   void pack_biases(int expert, const ExpertSource& source);
   int64_t tokens_per_chunk(int64_t top_k) const;
+  void check_loaded() const;
   void run_chunk(const ExpertCall& call, int64_t first, int64_t tokens);
 
   friend class ExpertRun;
@@ -68,6 +70,7 @@ class ExpertLayer {
   int64_t expert_bytes_;
   HugeBuffer memory_;
   std::vector<float> gate_up_bias_, down_bias_;  // padded, of all experts; empty: none has been loaded
+  std::vector<bool> loaded_;                     // by expert
   RoutingPlan plan_;
 };
 

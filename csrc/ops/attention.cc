@@ -17,23 +17,32 @@ namespace {
 constexpr int64_t kBlockKeys = 64;   // K and V of a block as f32: 32 KiB at head_dim 64
 constexpr int64_t kSplitKeys = 512;  // part of a row's arithmetic: changing it changes last bits
 constexpr int64_t kTokensPerTask = 16;
+constexpr int64_t kPartialFloats = int64_t{16} << 20;  // partial results kept at a time: 64 MiB
 
 struct Task {
   int32_t sequence, kv_head, first_token, tokens;  // tokens: rows of the batch
-  int64_t first_split, splits, partial;            // partial: index of the first partial result
+  int64_t first_split, splits;
 };
 
-// One query head of one token: f32 query, state and sum.
+// State and sum of each row of a task, in memory of somebody else: count * (padded + 2) floats.
 struct RowSums {
-  RowSums(int64_t count, int64_t padded_) : padded(padded_), states(count), acc(count * padded_) { clear(); }
   void clear() {
-    std::fill(states.begin(), states.end(), AttentionState{-std::numeric_limits<float>::infinity(), 0.0f});
-    std::fill(acc.begin(), acc.end(), 0.0f);
+    std::fill_n(states, count, AttentionState{-std::numeric_limits<float>::infinity(), 0.0f});
+    std::fill_n(acc, count * padded, 0.0f);
   }
-  int64_t padded;
-  std::vector<AttentionState> states;
-  std::vector<float> acc;
+  int64_t count, padded;
+  AttentionState* states;
+  float* acc;
 };
+static_assert(sizeof(AttentionState) == 2 * sizeof(float));
+
+// Memory of the calling thread: it grows to the largest call and is kept.
+float* scratch(int slot, int64_t floats) {
+  thread_local std::vector<float> memory[3];
+  if (static_cast<int64_t>(memory[slot].size()) < floats) memory[slot].resize(floats);
+  return memory[slot].data();
+}
+enum Slot { kBlocks, kSums, kPartials };
 
 class AttentionCall {
  public:
@@ -48,30 +57,51 @@ class AttentionCall {
         padded_((heads.head_dim + kRowLanes - 1) / kRowLanes * kRowLanes) {}
 
   void run(WorkerPool& pool) {
-    const int64_t partials = plan(pool.size());
-    if (partials == 0) {
+    if (plan(pool.size()))
       pool.for_each(tasks_.size(), [&](int64_t i, const Worker&) { whole(tasks_[i]); });
-      return;
-    }
-    std::vector<RowSums> sums;
-    std::vector<std::pair<int64_t, int64_t>> pieces;  // (task, split)
-    for (size_t t = 0; t < tasks_.size(); ++t)
-      for (int64_t s = 0; s < tasks_[t].splits; ++s) {
-        pieces.emplace_back(t, s);
-        sums.emplace_back(tasks_[t].tokens * group_, padded_);
-      }
-    pool.for_each(pieces.size(), [&](int64_t i, const Worker&) {
-      const auto [t, s] = pieces[i];
-      add_split(tasks_[t], tasks_[t].first_split + s, sums[i]);
-    });
-    for (const Task& task : tasks_) {
-      RowSums total(task.tokens * group_, padded_);
-      for (int64_t s = 0; s < task.splits; ++s) merge(total, sums[task.partial + s]);
-      finish(task, total);
-    }
+    else
+      for (size_t first = 0; first < tasks_.size();) first = run_wave(pool, first);
   }
 
  private:
+  // Every split of as many tasks as kPartialFloats hold, then their merging. Returns the first task of the next wave.
+  size_t run_wave(WorkerPool& pool, size_t first) {
+    int64_t floats = 0;
+    size_t end = first;
+    pieces_.clear();
+    starts_.clear();
+    for (; end < tasks_.size(); ++end) {
+      const int64_t each = floats_of(tasks_[end]), splits = tasks_[end].splits;
+      if (end > first && floats + splits * each > kPartialFloats) break;
+      starts_.push_back(floats);
+      for (int64_t s = 0; s < splits; ++s, floats += each) pieces_.push_back({end, s, floats});
+    }
+    float* partials = scratch(kPartials, floats);
+    const auto add = [&](int64_t i, const Worker&) {
+      const Task& task = tasks_[pieces_[i].task];
+      add_split(task, task.first_split + pieces_[i].split, empty_sums(task, partials + pieces_[i].start));
+    };
+    const auto join = [&](int64_t i, const Worker&) {
+      const Task& task = tasks_[first + i];
+      const RowSums total = empty_sums(task, scratch(kSums, floats_of(task)));
+      for (int64_t s = 0; s < task.splits; ++s) merge(total, sums(task, partials + starts_[i] + s * floats_of(task)));
+      finish(task, total);
+    };
+    pool.run_phases({{static_cast<int64_t>(pieces_.size()), add}, {static_cast<int64_t>(end - first), join}});
+    return end;
+  }
+
+  int64_t floats_of(const Task& task) const { return task.tokens * group_ * (padded_ + 2); }
+  RowSums sums(const Task& task, float* memory) const {
+    const int64_t count = task.tokens * group_;
+    return {count, padded_, reinterpret_cast<AttentionState*>(memory + count * padded_), memory};
+  }
+  RowSums empty_sums(const Task& task, float* memory) const {
+    RowSums made = sums(task, memory);
+    made.clear();
+    return made;
+  }
+
   // Key positions that token row t of sequence s sees: [first, last].
   int64_t last_key(const Task& task, int64_t token) const {
     const int64_t row_in_sequence = task.first_token + token - batch_.query_starts[task.sequence];
@@ -80,45 +110,42 @@ class AttentionCall {
   }
   int64_t first_key(int64_t last) const { return a_.window > 0 ? std::max<int64_t>(0, last + 1 - a_.window) : 0; }
 
-  // Fills tasks_; returns the number of partial results, 0 where whole tasks keep every worker busy.
-  int64_t plan(int workers) {
-    int64_t partials = 0, longest = 0;
+  // Fills tasks_; true where whole tasks keep every worker busy.
+  bool plan(int workers) {
+    int64_t longest = 0;
     for (int32_t s = 0; s < batch_.sequences(); ++s)
       for (int32_t first = batch_.query_starts[s]; first < batch_.query_starts[s + 1]; first += kTokensPerTask)
         for (int32_t g = 0; g < h_.kv_heads; ++g) {
-          Task task{s, g, first, 0, 0, 0, partials};
+          Task task{s, g, first, 0, 0, 0};
           task.tokens = std::min<int32_t>(kTokensPerTask, batch_.query_starts[s + 1] - first);
           task.first_split = first_key(last_key(task, 0)) / kSplitKeys;
           task.splits = last_key(task, task.tokens - 1) / kSplitKeys + 1 - task.first_split;
-          partials += task.splits;
           longest = std::max(longest, task.splits);
           tasks_.push_back(task);
         }
-    const bool enough = static_cast<int64_t>(tasks_.size()) >= 4 * workers;
-    return workers == 1 || longest <= 1 || enough ? 0 : partials;
+    return workers == 1 || longest <= 1 || static_cast<int64_t>(tasks_.size()) >= 4 * workers;
   }
 
   void whole(const Task& task) const {
-    RowSums total(task.tokens * group_, padded_), part(task.tokens * group_, padded_);
+    float* memory = scratch(kSums, 2 * floats_of(task));
+    const RowSums total = empty_sums(task, memory);
     for (int64_t s = 0; s < task.splits; ++s) {
-      if (s > 0) part.clear();
+      const RowSums part = empty_sums(task, memory + floats_of(task));
       add_split(task, task.first_split + s, part);
       merge(total, part);
     }
     finish(task, total);
   }
 
-  void merge(RowSums& into, const RowSums& from) const {
-    for (size_t r = 0; r < into.states.size(); ++r)
+  void merge(const RowSums& into, const RowSums& from) const {
+    for (int64_t r = 0; r < into.count; ++r)
       kernels_.merge(&into.states[r], &into.acc[r * padded_], &from.states[r], &from.acc[r * padded_], padded_);
   }
 
-  void add_split(const Task& task, int64_t split, RowSums& sums) const {
-    thread_local std::vector<float> scratch;  // q rows, K block, V block, scores; grows to the largest call
+  void add_split(const Task& task, int64_t split, const RowSums& sums) const {
     const int64_t rows = task.tokens * group_;
-    scratch.resize((rows + 2 * kBlockKeys) * padded_ + kBlockKeys);
-    float *q = scratch.data(), *k = q + rows * padded_, *v = k + kBlockKeys * padded_,
-          *scores = v + kBlockKeys * padded_;
+    float* q = scratch(kBlocks, (rows + 2 * kBlockKeys) * padded_ + kBlockKeys);
+    float *k = q + rows * padded_, *v = k + kBlockKeys * padded_, *scores = v + kBlockKeys * padded_;
     load_queries(task, q);
     const int64_t end = std::min((split + 1) * kSplitKeys, last_key(task, task.tokens - 1) + 1);
     const int64_t oldest = first_key(last_key(task, 0)) / kBlockKeys * kBlockKeys;
@@ -174,6 +201,12 @@ class AttentionCall {
   const DenseOps::Attention& a_;
   const int64_t group_, size_, padded_;
   std::vector<Task> tasks_;
+  struct Piece {
+    size_t task;
+    int64_t split, start;  // start: of its partial result
+  };
+  std::vector<Piece> pieces_;    // of a wave
+  std::vector<int64_t> starts_;  // of the wave's tasks
 };
 
 }  // namespace

@@ -23,11 +23,11 @@ class BatchView:
 
     def __init__(
         self,
-        positions: Sequence[int],
-        cache_slots: Sequence[int],
-        query_starts: Sequence[int],
-        seq_lens: Sequence[int],
-        block_tables: Sequence[int],
+        positions: object,
+        cache_slots: object,
+        query_starts: object,
+        seq_lens: object,
+        block_tables: object,
         page_size: int,
         num_pages: int,
     ) -> None: ...

@@ -117,18 +117,15 @@ class CpuOps:
 
 def _checked(batch: BatchLayout, k_pages: Tensor) -> _core.BatchView:
     """Raises KernelError when an index points outside the cache."""
-    try:
-        return _core.BatchView(
-            positions=batch.positions.tolist(),
-            cache_slots=batch.cache_slots.tolist(),
-            query_starts=batch.query_starts.tolist(),
-            seq_lens=batch.seq_lens.tolist(),
-            block_tables=batch.block_tables.flatten().tolist(),
-            page_size=k_pages.shape[1],
-            num_pages=k_pages.shape[0],
-        )
-    except ValueError as error:
-        raise KernelError(str(error)) from None
+    return _core.BatchView(
+        positions=batch.positions,
+        cache_slots=batch.cache_slots,
+        query_starts=batch.query_starts,
+        seq_lens=batch.seq_lens,
+        block_tables=batch.block_tables,
+        page_size=k_pages.shape[1],
+        num_pages=k_pages.shape[0],
+    )
 
 
 def _rule(router: RouterConfig, shared: int) -> _core.Route:
