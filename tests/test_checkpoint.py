@@ -35,10 +35,8 @@ def test_reads_all_shards(sharded, with_index):
     checkpoint = open_checkpoint(sharded)
     assert set(checkpoint.names()) == {"a", "b", "c"}
     for name, tensor in (FIRST | SECOND).items():
-        assert checkpoint.shape(name) == tuple(tensor.shape)
         assert checkpoint.dtype(name) == tensor.dtype
         assert torch.equal(checkpoint.get(name), tensor)
-    assert checkpoint.config == {"model_type": "olmoe"}
     assert checkpoint.nbytes() == sum((sharded / name).stat().st_size for name in (ONE, TWO))
 
 

@@ -44,20 +44,11 @@ class Checkpoint:
         self._check_index()
         self.release()
 
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """`config.json`."""
-        return read_json(self.path / "config.json")
-
     def names(self) -> tuple[str, ...]:
         return tuple(self._file_of)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Without loading."""
-        return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
         """Without loading. CheckpointError for a dtype we cannot compute with."""
