@@ -38,6 +38,21 @@ def test_every_step_counts_one_token_per_sequence(monkeypatch) -> None:
     assert not engine.has_work() and engine.stats().running == 0
 
 
+def test_all_sequences_are_in_every_window_however_long_their_prompts_take(monkeypatch) -> None:
+    ticks = iter(range(1_000_000))
+    monkeypatch.setattr(bench_decode, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(bench_decode, "_read_gbps", lambda _: 40.0)
+    engine = fake_engine(num_pages=256)  # 16 tokens a step: the first prompts are done long before the last
+    request = bench_decode.Request("demo", ("BF16",), (8,), 2, 1, False, False, None)
+    assert bench_decode.decode_rate(engine, VOCAB, 8, request) == (16.0, 40.0)
+
+
+def test_sequences_that_never_run_together_are_an_error() -> None:
+    request = bench_decode.Request("demo", ("BF16",), (8,), 2, 1, False, False, None)
+    with pytest.raises(ConfigError, match="smaller --batch"):
+        bench_decode.decode_rate(fake_engine(max_running_requests=4, num_pages=256), VOCAB, 8, request)
+
+
 def test_rows_are_written_as_json(monkeypatch, tmp_path, capsys) -> None:
     request = bench_decode.Request("demo", ("BF16",), (1,), 4, 1, False, False, None)
     row = bench_decode._row(request, "tandem", "bf16", 1, 60.0, 100.0, 34.8)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httpx
 import pytest
 
 from fake_chat_server import fake_chat_server
@@ -170,6 +171,28 @@ def test_api_key() -> None:
         with pytest.raises(ChatError, match="--api-key"):
             ChatClient(url).model_name()
         assert ChatClient(url, api_key="secret").model_name() == "fake-model"
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_ipv6_addresses_with_and_without_brackets(host: str) -> None:
+    command = [sys.executable, "-m", "tandem", "chat", "--host", host, "--port", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "http://[::1]:1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_is_no_address_is_named() -> None:
+    with pytest.raises(ChatError, match="--host"):
+        ChatClient("http://[nonsense]:1")
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"data": []}', b'{"data": [7]}'])
+def test_another_server_is_named_as_such(body: bytes) -> None:
+    client = ChatClient("http://elsewhere")
+    client._http = httpx.Client(
+        base_url=client.url, transport=httpx.MockTransport(lambda _: httpx.Response(200, content=body))
+    )
+    with pytest.raises(ChatError, match="elsewhere is not Tandem"):
+        client.model_name()
 
 
 def test_speed_counts_the_servers_tokens() -> None:

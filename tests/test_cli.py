@@ -113,6 +113,14 @@ def test_plan_only_prints_each_choice_with_its_reason(model_dir: Path) -> None:
     assert "note: --tensor-parallel-size 1 changes nothing" in shown.stdout
 
 
+def test_the_demo_s_plan_needs_no_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tandem.checkpoint.resolve.cache_dir", lambda: tmp_path)
+    shown = kt("serve", "demo", "--plan-only")
+    assert shown.exit_code == 0, shown.output
+    assert re.search(r"context length +8192", shown.stdout)
+    assert not list(tmp_path.iterdir())
+
+
 def test_doctor_names_the_fix_of_what_is_missing() -> None:
     poor = Machine("Old CPU", (Core(0, 0, 0), Core(1, 0, 0)), ("scalar",), 1 << 30, 1 << 29, cpu_quota=1.0)
     fixes = {finding.name: finding.fix for finding in hardware(poor)}

@@ -8,7 +8,7 @@ from fake_model import EOS, FakeModel, FakeTokenizer, fake_engine, greedy_refere
 from tandem import LLM, SamplingParams
 from tandem.engine import progress
 from tandem.engine.chat_template import ChatTemplate
-from tandem.errors import ConfigError, EngineError, RequestError
+from tandem.errors import CheckpointError, ConfigError, EngineError, RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
@@ -80,6 +80,11 @@ def test_a_failing_model_raises_and_leaves_the_engine_usable() -> None:
 def test_unknown_keywords_name_the_nearest() -> None:
     with pytest.raises(ConfigError, match="max_running_requests"):
         LLM("demo", max_runing_requests=4)
+
+
+def test_flags_that_change_nothing_are_named(tmp_path) -> None:
+    with pytest.warns(UserWarning, match="--disable-cuda-graph changes nothing"), pytest.raises(CheckpointError):
+        LLM(str(tmp_path), disable_cuda_graph=True)  # there is no model
 
 
 def test_progress_shows_on_a_terminal_only(monkeypatch, capsys) -> None:

@@ -89,6 +89,14 @@ def test_skipped_tokens_cost_no_more_each_and_do_not_eat_the_next_space() -> Non
     assert max(decoded) <= 2 * 9  # most tokens that wait for the rest of a character, and as many before them
 
 
+def test_a_token_s_text_is_decoded_once(monkeypatch) -> None:
+    tokenizer, calls = Tokenizer(byte_tokenizer()), []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda *args, **kw: calls.append(args) or decode(*args, **kw))
+    assert [tokenizer.token_text(65), tokenizer.token_text(65)] == [decode([65])] * 2
+    assert tokenizer.token_bytes(65) == decode([65]).encode() and len(calls) == 1
+
+
 def naive_stop(content: str, stops: list[str]) -> tuple[str, str | None]:
     """The stop string that ends first; of those ending together, the longest."""
     for end in range(1, len(content) + 1):

@@ -22,6 +22,7 @@ from tandem.config.model_config import DTYPE_BYTES
 from tandem.engine.engine import Engine
 from tandem.engine.loader import load_parts, model_directory
 from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.errors import ConfigError
 from tandem.kernels.ceilings import measure_read_gbps
 
 PROMPT_TOKENS = 32
@@ -114,12 +115,12 @@ def decode_rate(engine: Engine, vocab: int, batch: int, request: Request) -> tup
     prompts = [
         [(7919 * (i * PROMPT_TOKENS + j) + 13) % vocab for j in range(PROMPT_TOKENS)] for i in range(batch)
     ]
-    budget = 2 + WARM_STEPS + (WARM_STEPS + steps) * repeats
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=budget)
+    params = SamplingParams(temperature=0.0, ignore_eos=True)  # no limit: all must go on until the last window ends
     for i, prompt in enumerate(prompts):
         engine.add(GenerateRequest(id=str(i), prompt_ids=prompt, sampling=params))
-    while sum(len(output.token_ids) for output in engine.step()) < batch:
-        pass  # prompts are still being computed
+    while sum(len(output.token_ids) for output in engine.step()) < batch:  # prompts are still being computed
+        if not engine.has_work():
+            raise ConfigError(f"{batch} sequences never ran together: give a smaller --batch")
     rates, gbps = [], []
     for _ in range(repeats):
         gbps.append(_read_gbps(engine.plan))

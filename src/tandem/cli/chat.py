@@ -36,7 +36,7 @@ def chat(
 
     from tandem.cli.chat_client import ChatClient
 
-    address = f"[{host}]" if ":" in host else host
+    address = f"[{host.strip('[]')}]" if ":" in host else host
     client = ChatClient(f"http://{address}:{port}", api_key, temperature, max_tokens, system)
     Conversation(client, Console(highlight=False, soft_wrap=True)).run()
 

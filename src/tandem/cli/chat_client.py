@@ -49,7 +49,10 @@ class ChatClient:
 
     def __post_init__(self) -> None:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=_TIMEOUT, trust_env=False)
+        try:
+            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=_TIMEOUT, trust_env=False)
+        except httpx.InvalidURL as error:
+            raise ChatError(f"{self.url} is no address ({error}); give another --host") from error
 
     def model_name(self) -> str:
         """What the server serves. Raises ChatError when there is no server."""
@@ -58,7 +61,12 @@ class ChatClient:
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
         self._check(answer)
-        return str(answer.json()["data"][0]["id"])
+        try:
+            return str(answer.json()["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ChatError(
+                f"what answers at {self.url} is not Tandem; give the --host and --port that `kt serve` printed"
+            ) from error
 
     def reset(self) -> None:
         """Forgets what was said; the system prompt stays."""

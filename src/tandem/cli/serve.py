@@ -34,9 +34,9 @@ def serve(context: typer.Context) -> None:
         return show_help(everything="--help-all" in argv)
     plan_only = "--plan-only" in argv
     config = EngineConfig.from_args([word for word in argv if word != "--plan-only"])
-    prepare(config)
     if plan_only:
         return show_plan(plan_of(config))
+    prepare(config)
     for notice in config.notices():
         print(f"note: {notice}", file=sys.stderr)
     from tandem.server.launch import serve as run_server
@@ -56,10 +56,13 @@ def prepare(config: EngineConfig) -> None:
 
 def plan_of(config: EngineConfig) -> Plan:
     """What would be done with this model on this machine, without loading a weight."""
-    from tandem.checkpoint import resolve_model
+    from tandem.checkpoint import demo_dir, resolve_model
+    from tandem.checkpoint.demo_text import CONFIG
     from tandem.config import Machine, ModelConfig, resolve
 
-    return resolve(config, ModelConfig.load(resolve_model(config.model)), Machine.detect())
+    path = resolve_model(config.model)
+    model = ModelConfig.from_dict(CONFIG) if path == demo_dir() else ModelConfig.load(path)
+    return resolve(config, model, Machine.detect())
 
 
 def show_plan(plan: Plan) -> None:

@@ -184,7 +184,18 @@ def parse(flags: Sequence[Flag], argv: Sequence[str]) -> dict[str, Any]:
 def _argparse_options(flag: Flag) -> dict[str, Any]:
     if flag.value_type is bool:
         return {"action": "store_true"}
-    return {"type": flag.value_type, "nargs": "+" if flag.repeated else None}
+    if flag.repeated:
+        return {"type": lambda word: _element(flag, word), "nargs": "+"}
+    return {"type": flag.value_type}
+
+
+def _element(flag: Flag, word: str) -> Any:
+    """A flag of several values also takes the word after them, which may have been meant as MODEL."""
+    try:
+        return flag.value_type(word)
+    except ValueError as error:
+        kind = _KINDS[flag.value_type]
+        raise argparse.ArgumentTypeError(f"{word!r} is not {kind}; if it is the MODEL, put MODEL first") from error
 
 
 def _with_positional(given: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,10 @@ class LLM:
     """
 
     def __init__(self, model: str, **flags: Any) -> None:
-        self.engine = Engine(EngineConfig.from_keywords(model, **flags))
+        config = EngineConfig.from_keywords(model, **flags)
+        for notice in config.notices():
+            warnings.warn(notice, stacklevel=2)
+        self.engine = Engine(config)
         self._requests = 0
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,14 +11,19 @@ from tandem import models
 from tandem._core import WorkerPool
 from tandem.checkpoint import demo_dir, open_checkpoint, resolve_model
 from tandem.checkpoint.demo import build_demo
-from tandem.config import EngineConfig, Machine, ModelConfig, resolve
+from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
 from tandem.engine.parts import EngineParts
 from tandem.engine.tokenizer import Tokenizer
 from tandem.kernels.cpu_ops import CpuOps
 
 
-def load_parts(config: EngineConfig, progress: models.Progress | None = None) -> EngineParts:
-    """Reads and packs the model. `progress(what, bytes done, bytes in all)` is called after every layer.
+def load_parts(
+    config: EngineConfig,
+    progress: models.Progress | None = None,
+    planned: Callable[[Plan], None] | None = None,
+) -> EngineParts:
+    """Reads and packs the model. `planned` is called before the first weight is read, `progress(what, bytes done, bytes
+    in all)` after every layer.
 
     Raises ConfigError when a wish cannot be met, CheckpointError when a file is missing or broken.
     """
@@ -25,6 +31,8 @@ def load_parts(config: EngineConfig, progress: models.Progress | None = None) ->
     directory = model_directory(config.model)
     model_config = ModelConfig.load(directory)
     plan = resolve(config, model_config, Machine.detect())
+    if planned is not None:
+        planned(plan)
     tokenizer = Tokenizer.load(directory)
     workers = WorkerPool(list(plan.cpus))
     ops = CpuOps(workers, plan.tier)

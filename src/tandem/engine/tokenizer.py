@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import tokenizers
 
 from tandem.engine.chat_template import ChatTemplate
 from tandem.errors import CheckpointError, RequestError
+
+_CACHED_TOKENS = 1 << 16
 
 
 class Tokenizer:
@@ -31,6 +34,7 @@ class Tokenizer:
         self.bos_id = bos_id
         self._template = ChatTemplate(chat_template) if chat_template else None
         self._template_variables = template_variables or {}
+        self._text_of = lru_cache(_CACHED_TOKENS)(self._token_text)  # log-probabilities name the same tokens often
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
@@ -68,6 +72,9 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, special tokens included; part of a character decodes to U+FFFD."""
+        return self._text_of(token_id)
+
+    def _token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:

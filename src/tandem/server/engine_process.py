@@ -25,6 +25,7 @@ from tandem.config.engine_config import EngineConfig
 from tandem.config.plan import Plan
 from tandem.engine.protocol import AbortRequest, EngineStats, GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import EngineError, RequestError, TandemError
+from tandem.server.load_progress import LoadProgress
 from tandem.server.messages import (
     CacheFlushed,
     EngineReady,
@@ -67,17 +68,17 @@ class LoadedEngine:
 
 
 def load_engine(config: EngineConfig) -> LoadedEngine:
-    """Resolve the model, build the real engine, print the plan."""
+    """Resolve the model, print the plan, build the real engine and say how far it is."""
     from tandem.checkpoint import resolve_model
     from tandem.engine.engine import Engine
+    from tandem.engine.loader import load_parts
 
     path = resolve_model(config.model)
-    engine = Engine(config)
+    with LoadProgress() as progress:
+        engine = Engine.from_parts(load_parts(config, progress, print_plan))
     pin_main_thread(engine.plan.cpus[0])
     if not config.skip_server_warmup:
         warm_up(engine, engine.model_config.vocab)
-    for decision in engine.plan.decisions:
-        print(f"  {decision.name:<24} {decision.value:<16} {decision.reason}", flush=True)
     model = engine.model_config
     return LoadedEngine(engine, engine.plan, str(path), model.model_type, model.vocab)
 
@@ -87,6 +88,11 @@ def pin_main_thread(cpu: int) -> None:
     exist: a new thread inherits the affinity of the one that makes it."""
     if cpu >= 0:
         os.sched_setaffinity(0, {cpu})
+
+
+def print_plan(plan: Plan) -> None:
+    for decision in plan.decisions:
+        print(f"  {decision.name:<24} {decision.value:<16} {decision.reason}", flush=True)
 
 
 def warm_up(engine: SteppedEngine, vocab_size: int) -> None:

@@ -145,8 +145,8 @@ def _uvicorn_config(state: ServerState, config: EngineConfig) -> uvicorn.Config:
 
 def greeting(config: EngineConfig, model_name: str, port: int) -> str:
     """What is printed when the first request may come."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
-    url = f"http://{host}:{port}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     key = "" if config.api_key is None else " -H 'Authorization: Bearer KEY'"
     body = '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}'
     options = "" if port == 30000 and host == "127.0.0.1" else f" --host {host} --port {port}"

@@ -164,6 +164,7 @@ class _Writer:
         self._batched = batched
         self._began = time.monotonic()
         self._answers = [[Answer() for _ in range(ask.request.sampling.n)] for ask in asks]
+        self._shaped: dict[int, tuple[list[Any], list[Any]]] = {}  # by id(answer): its log-probabilities, shaped once
         self._several = sum(len(each) for each in self._answers) > 1
         self._encoder = msgspec.json.Encoder()
 
@@ -204,15 +205,17 @@ class _Writer:
         if not ask.logprobs:
             return {}
         prompt = answer.prompt_logprobs[ask.start :] if ask.start >= 0 else []
+        chosen, top = self._shaped.setdefault(id(answer), ([], []))
+        fresh = answer.logprobs[len(chosen) :]  # a stream comes here for every token
+        chosen += sglang_logprobs(self._tokenizer, fresh, self._with_text)
         shapes: dict[str, Any] = {
             "input_token_logprobs": sglang_logprobs(self._tokenizer, prompt, self._with_text),
-            "output_token_logprobs": sglang_logprobs(self._tokenizer, answer.logprobs, self._with_text),
+            "output_token_logprobs": chosen,
         }
         if ask.top > 0:
+            top += sglang_top_logprobs(self._tokenizer, fresh, self._with_text)
             shapes["input_top_logprobs"] = sglang_top_logprobs(self._tokenizer, prompt, self._with_text)
-            shapes["output_top_logprobs"] = sglang_top_logprobs(
-                self._tokenizer, answer.logprobs, self._with_text
-            )
+            shapes["output_top_logprobs"] = top
         return shapes
 
 
