@@ -4,6 +4,7 @@
 
 NB_MODULE(_core, m) {
   m.doc() = "Tandem's C++ core.";
+  nanobind::set_leak_warnings(false);  // objects that module-level caches hold at exit are no news to a user
   // C++ says std::invalid_argument; users of the package catch TandemError.
   nanobind::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
