@@ -73,6 +73,7 @@ def decode(
     threads: Annotated[
         int | None, typer.Option(min=1, help="worker threads [default: usable physical cores]")
     ] = None,
+    tier: Annotated[str, typer.Option(help="kernel tier")] = "auto",
     transformers: Annotated[
         bool, typer.Option("--transformers", help="Transformers' generate beside ours")
     ] = False,
@@ -96,5 +97,6 @@ def decode(
         transformers=transformers,
         llama_cpp=llama_cpp,
         threads=threads,
+        tier=tier,
     )
     run(request, out)

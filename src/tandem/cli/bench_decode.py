@@ -41,6 +41,7 @@ class Request:
     transformers: bool
     llama_cpp: bool
     threads: int | None
+    tier: str = "auto"  # kernel tier
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +94,11 @@ def measure(request: Request) -> Iterator[Row]:
 
 def _own_rows(request: Request, fmt: str) -> Iterator[Row]:
     config = EngineConfig.from_keywords(
-        request.model, kt_method=fmt, kt_cpuinfer=request.threads, max_running_requests=max(request.batches)
+        request.model,
+        kt_method=fmt,
+        kt_cpuinfer=request.threads,
+        kernel_tier=request.tier,
+        max_running_requests=max(request.batches),
     )
     parts = load_parts(config)
     plan, model = parts.plan, parts.model_config
