@@ -73,7 +73,9 @@ def _obey(command: bytes) -> None:
 
 
 def build(seconds_per_step: float = 0.0, context_length: int = CONTEXT) -> LoadedEngine:
-    plan = fake_plan(context_length=context_length, num_pages=PAGES, max_running_requests=64, max_step_tokens=512)
+    plan = fake_plan(
+        context_length=context_length, num_pages=PAGES, max_running_requests=64, max_step_tokens=512
+    )
     config = fake_config()
     object.__setattr__(config, "vocab", VOCAB)
     object.__setattr__(config, "eos_ids", (EOS,))

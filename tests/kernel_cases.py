@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
-from tandem.kernels.reference_formats import STORED, stored
+from tandem.formats.reference import STORED, stored
 
 TIERS = ["scalar", "avx2", "avx512", "avx512_bf16", "amx", "amx_standin"]
 # Row results do not depend on the batch; AMX sums in the tile's own order.

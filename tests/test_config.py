@@ -73,7 +73,10 @@ def test_values_arrive_typed() -> None:
         (["--watchdog-timeout", "1"], "at least 5"),  # an idle engine says something every second
         (["--chunked-prefill-size", "0"], "-1 for whole prompts"),
         (["--port"], "--port.*expected one argument"),
-        (["--kt-numa-nodes", "0", "1", "demo"], "--kt-numa-nodes: 'demo' is not a whole number.*put MODEL first"),
+        (
+            ["--kt-numa-nodes", "0", "1", "demo"],
+            "--kt-numa-nodes: 'demo' is not a whole number.*put MODEL first",
+        ),
         (["--kt-cpuinfr", "3"], "unknown flag --kt-cpuinfr; the nearest known one is --kt-cpuinfer"),
         (["--portt=3"], "unknown flag --portt; the nearest known one is --port"),
         (["--qqqq"], "unknown flag --qqqq; the nearest"),

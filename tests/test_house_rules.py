@@ -17,8 +17,8 @@ CPP = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cc", 
 
 # Imports go from a higher number to a lower one, or stay inside a package.
 LAYERS = {
-    "errors": 0, "_core": 0, "config": 1, "checkpoint": 2, "kernels": 2, "experts": 3, "models": 4, "engine": 5,
-    "server": 6, "cli": 7, "launch_server": 8, "__main__": 8,
+    "errors": 0, "_core": 0, "config": 1, "formats": 2, "checkpoint": 3, "kernels": 3, "experts": 4, "models": 5,
+    "engine": 6, "server": 7, "cli": 8, "launch_server": 9, "__main__": 9,
 }  # fmt: skip
 
 UPWARD_ALLOWED = {

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import kernel_cases as cases
 from tandem.errors import KernelError
-from tandem.kernels import codes as stored_codes
-from tandem.kernels.codes import WeightCodes
+from tandem.formats import codes as stored_codes
+from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu import PackedExperts, PackedMatrix
-from tandem.kernels.reference_formats import decoded, stored
+from tandem.formats.reference import decoded, stored
 
 FP8 = torch.float8_e4m3fn
 each_way = pytest.mark.parametrize(

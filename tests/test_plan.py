@@ -175,7 +175,9 @@ def test_step_tokens() -> None:
 def test_shared_experts_are_fused_only_where_that_is_the_same() -> None:
     assert plan(machine()).fuse_shared_experts
     assert not plan(machine(), disable_shared_experts_fusion=True).fuse_shared_experts
-    assert not plan(machine(), kt_method="INT4").fuse_shared_experts  # it would be rounded with the routed ones
+    assert not plan(
+        machine(), kt_method="INT4"
+    ).fuse_shared_experts  # it would be rounded with the routed ones
     assert plan(machine(), dtype="float32").fuse_shared_experts
     assert not plan(machine(), dtype="float32", kt_method="BF16").fuse_shared_experts  # so too
     gated = replace(MODEL, moe=replace(MOE, shared_gate=True))

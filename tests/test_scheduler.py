@@ -304,7 +304,10 @@ def test_a_failing_answer_leaves_the_others_of_its_step_alone() -> None:
     parts = EngineParts(fake_plan(), fake_config(), FakeModel(), BrokenTokenizer())
     engine = Engine.from_parts(parts)
     outputs = run(
-        engine, request("good", [2, 3]), request("bad", [4, 5], logit_bias={40: 100.0}), request("late", [2, 4])
+        engine,
+        request("good", [2, 3]),
+        request("bad", [4, 5], logit_bias={40: 100.0}),
+        request("late", [2, 4]),
     )
     assert [o.finish_reason for o in outputs["bad", 0]] == ["error"]
     assert "no text for token 40" in outputs["bad", 0][0].error

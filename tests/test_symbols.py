@@ -83,7 +83,8 @@ def test_wide_registers_only_in_tier_objects() -> None:
 
 @needs_objects
 @pytest.mark.parametrize(
-    ("tier", "register"), [("avx2", "%ymm"), ("avx512", "%zmm"), ("avx512_bf16", "vdpbf16ps"), ("amx", "tdpbf16ps")]
+    ("tier", "register"),
+    [("avx2", "%ymm"), ("avx512", "%zmm"), ("avx512_bf16", "vdpbf16ps"), ("amx", "tdpbf16ps")],
 )
 def test_tier_uses_what_it_is_for(tier: str, register: str) -> None:
     assert register in output_of("objdump", "-d", object_of(tier))

@@ -120,7 +120,9 @@ def decode_rate(engine: Engine, vocab: int, batch: int, request: Request) -> tup
     prompts = [
         [(7919 * (i * PROMPT_TOKENS + j) + 13) % vocab for j in range(PROMPT_TOKENS)] for i in range(batch)
     ]
-    params = SamplingParams(temperature=0.0, ignore_eos=True)  # no limit: all must go on until the last window ends
+    params = SamplingParams(
+        temperature=0.0, ignore_eos=True
+    )  # no limit: all must go on until the last window ends
     for i, prompt in enumerate(prompts):
         engine.add(GenerateRequest(id=str(i), prompt_ids=prompt, sampling=params))
     while sum(len(output.token_ids) for output in engine.step()) < batch:  # prompts are still being computed

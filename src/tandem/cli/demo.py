@@ -27,7 +27,10 @@ def prepare_demo(directory: Path) -> Path:
 
     from tandem.checkpoint.demo import build_demo
 
-    columns, console = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()), Console(stderr=True)
+    columns, console = (
+        (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()),
+        Console(stderr=True),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("checking the demo model", total=None)
 

@@ -195,7 +195,9 @@ def _element(flag: Flag, word: str) -> Any:
         return flag.value_type(word)
     except ValueError as error:
         kind = _KINDS[flag.value_type]
-        raise argparse.ArgumentTypeError(f"{word!r} is not {kind}; if it is the MODEL, put MODEL first") from error
+        raise argparse.ArgumentTypeError(
+            f"{word!r} is not {kind}; if it is the MODEL, put MODEL first"
+        ) from error
 
 
 def _with_positional(given: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,9 @@ class IncrementalDecoder:
         if text:
             self._window = self._window[-self._fresh :]
             self._fresh = 0
-        elif self._fresh > _MOST_PARTIAL_TOKENS:  # skipped tokens: not kept, or each step would decode all of them
+        elif (
+            self._fresh > _MOST_PARTIAL_TOKENS
+        ):  # skipped tokens: not kept, or each step would decode all of them
             self._window = self._window[: -self._fresh]
             self._fresh = 0
         return text

@@ -194,5 +194,7 @@ class Engine:
         try:
             output = answer.end("error", text)
         except Exception:  # its text cannot be had either
-            output = TokenOutput(id=name, index=index, text="", token_ids=[], finish_reason="error", error=text)
+            output = TokenOutput(
+                id=name, index=index, text="", token_ids=[], finish_reason="error", error=text
+            )
         return self._end(answer, output, keep=False)

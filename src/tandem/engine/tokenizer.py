@@ -34,7 +34,9 @@ class Tokenizer:
         self.bos_id = bos_id
         self._template = ChatTemplate(chat_template) if chat_template else None
         self._template_variables = template_variables or {}
-        self._text_of = lru_cache(_CACHED_TOKENS)(self._token_text)  # log-probabilities name the same tokens often
+        self._text_of = lru_cache(_CACHED_TOKENS)(
+            self._token_text
+        )  # log-probabilities name the same tokens often
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:

@@ -2,7 +2,7 @@
 
 Both run on a `Workspace`: a worker pool, one kernel tier, and scratch for one call at a time. Activations are bfloat16
 or float32; float32 ones are rounded to bfloat16 at the entry, except with f32 weights: there everything is float32.
-fp8 and fp4 weights come as codes (`kernels/codes.py`), int8 and int4 as codes or as numbers. On every tier but AMX a
+fp8 and fp4 weights come as codes (`formats/codes.py`), int8 and int4 as codes or as numbers. On every tier but AMX a
 row's result does not depend on the batch or the number of threads, to the bit. The arrays of `_core` itself may come
 from any library that speaks DLPack.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem import _core
 from tandem._core import WorkerPool, Workspace
 from tandem.errors import KernelError
-from tandem.kernels.codes import WeightCodes
+from tandem.formats.codes import WeightCodes
 
 __all__ = ["PackedExperts", "PackedMatrix", "WeightCodes", "WorkerPool", "Workspace"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
 from tandem.kernels.ops import BatchLayout, Rope, Routing
-from tandem.kernels.reference_formats import dequantised
+from tandem.formats.reference import dequantised
 
 
 def round_to_format(weight: Tensor, fmt: str) -> Tensor:

@@ -164,7 +164,9 @@ class _Writer:
         self._batched = batched
         self._began = time.monotonic()
         self._answers = [[Answer() for _ in range(ask.request.sampling.n)] for ask in asks]
-        self._shaped: dict[int, tuple[list[Any], list[Any]]] = {}  # by id(answer): its log-probabilities, shaped once
+        self._shaped: dict[
+            int, tuple[list[Any], list[Any]]
+        ] = {}  # by id(answer): its log-probabilities, shaped once
         self._several = sum(len(each) for each in self._answers) > 1
         self._encoder = msgspec.json.Encoder()
 

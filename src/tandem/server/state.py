@@ -131,7 +131,9 @@ class ServerState:
         """The engine's own checks, made here so that the answer has its status at once. Raises RequestError."""
         plan, checked = self.engine.plan, None
         for request in requests:
-            if request.sampling != checked:  # comparing is much cheaper, and the prompts of a batch ask for the same
+            if (
+                request.sampling != checked
+            ):  # comparing is much cheaper, and the prompts of a batch ask for the same
                 engine_limits.validate(request.sampling, self.engine.vocab_size)
                 checked = request.sampling
             self.check_ids(request.prompt_ids)

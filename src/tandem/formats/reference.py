@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import KernelError
-from tandem.kernels import codes as stored_codes
-from tandem.kernels.codes import WeightCodes
+from tandem.formats import codes as stored_codes
+from tandem.formats.codes import WeightCodes
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E4M3_MAX, E2M1_MAX = 448.0, 6.0

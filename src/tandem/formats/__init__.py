@@ -1,0 +1,1 @@
+"""Weight formats in plain torch, without a checkpoint and without kernels: what codes and scales mean, exactly."""
