@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
 from tandem.formats.reference import STORED, stored
+from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
 
 TIERS = ["scalar", "avx2", "avx512", "avx512_bf16", "amx", "amx_standin"]
 # Row results do not depend on the batch; AMX sums in the tile's own order.

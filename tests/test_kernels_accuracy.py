@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kernel_cases as cases
-from tandem.kernels.cpu import PackedMatrix
 from tandem.formats.reference import dequantised
+from tandem.kernels.cpu import PackedMatrix
 
 SHAPES = [(1, 1), (16, 32), (33, 65), (75, 333), (40, 1100)]  # [N, K]: not multiples of panel, group or slice
 ROWS = [1, 2, 3, 17, 129]

@@ -14,8 +14,8 @@ import kernel_cases as cases
 from tandem.errors import KernelError
 from tandem.formats import codes as stored_codes
 from tandem.formats.codes import WeightCodes
-from tandem.kernels.cpu import PackedExperts, PackedMatrix
 from tandem.formats.reference import decoded, stored
+from tandem.kernels.cpu import PackedExperts, PackedMatrix
 
 FP8 = torch.float8_e4m3fn
 each_way = pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernel_cases as cases
-from tandem.kernels.cpu import PackedExperts
 from tandem.formats.reference import dequantised
+from tandem.kernels.cpu import PackedExperts
 
 EXPERTS, HIDDEN, WIDTH = 13, 100, 40  # width: half a pair of panels is padding
 ALPHA, LIMIT = 1.702, 1.0  # a limit that cuts many values

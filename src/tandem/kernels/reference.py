@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
-from tandem.kernels.ops import BatchLayout, Rope, Routing
 from tandem.formats.reference import dequantised
+from tandem.kernels.ops import BatchLayout, Rope, Routing
 
 
 def round_to_format(weight: Tensor, fmt: str) -> Tensor:
