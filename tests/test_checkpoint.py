@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,13 +43,55 @@ def test_reads_all_shards(sharded, with_index):
     assert checkpoint.nbytes() == sum((sharded / name).stat().st_size for name in (ONE, TWO))
 
 
-def test_views_are_mapped_and_outlive_release(sharded):
+def test_views_are_mapped_and_outlive_what_forgets_them(sharded):
     checkpoint = open_checkpoint(sharded)
     view = checkpoint.get("a")
     assert view.data_ptr() == checkpoint.get("a").data_ptr()
     checkpoint.release()
-    assert view.data_ptr() != checkpoint.get("a").data_ptr()
     assert torch.equal(view, FIRST["a"])
+    del checkpoint
+    assert torch.equal(view, FIRST["a"])
+
+
+@pytest.fixture
+def layered(tmp_path):
+    """Three layers of 16 MiB each."""
+    tensors = {
+        f"model.layers.{i}.experts.{e}.w": torch.full((1024, 2048), i + e / 8)
+        for i in range(3)
+        for e in range(2)
+    }
+    save_file(tensors | {"embed": torch.zeros(4)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def resident_file_bytes() -> int:
+    """Mapped file pages that count as this process's memory."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"RssFile:\s+(\d+)", status)[1])
+
+
+def test_a_layer_that_was_read_is_let_go_of(layered):
+    checkpoint = open_checkpoint(layered)
+    before = resident_file_bytes()
+    for layer in range(3):
+        checkpoint.read_ahead(layer + 1)  # the last one does not exist
+        views = [checkpoint.get(f"model.layers.{layer}.experts.{e}.w") for e in range(2)]
+        assert [view.mean().item() for view in views] == [layer, layer + 1 / 8]
+        assert resident_file_bytes() > before + 12 * 2**20  # else the next line tests nothing
+        checkpoint.forget(layer)
+        checkpoint._paging.wait()
+        assert resident_file_bytes() < before + 6 * 2**20
+    assert views[1][-1, -1] == 2 + 1 / 8
+
+
+def test_tensors_that_a_file_does_not_align_are_read(tmp_path):
+    a = {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}
+    b = {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]}
+    header = json.dumps({"a": a, "b": b}).encode()
+    data = bytes([1, 2, 3]) + struct.pack("<2f", 0.5, -4.0)
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
+    assert open_checkpoint(tmp_path).get("b").tolist() == [0.5, -4.0]
 
 
 def test_a_missing_tensor_and_a_wrong_shape_are_named(sharded):

@@ -32,6 +32,8 @@ class Builder:
         self.rope = rope_table(config, plan.context_length)
         self._report = progress or (lambda _name, _done, _total: None)
         self._done, self._total = 0, checkpoint.nbytes()
+        checkpoint.read_ahead(0)
+        checkpoint.read_ahead(1)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A small tensor (norm weight, bias), copied in the activations' dtype."""
@@ -67,8 +69,9 @@ class Builder:
         return experts
 
     def layer_done(self, index: int) -> None:
-        """Between layers: lets go of the file pages that were read, and reports progress."""
-        self.checkpoint.release()
+        """Between layers: lets go of the file pages that were read, asks for those after next, reports progress."""
+        self.checkpoint.forget(index)
+        self.checkpoint.read_ahead(index + 2)
         self._report(f"layer {index + 1}/{self.config.layers}", min(self._done, self._total), self._total)
 
     def all_done(self) -> None:

@@ -1,0 +1,69 @@
+"""Mapped file pages: asked for before they are needed, let go of when they have been read.
+
+Mapping reads nothing; the first touch of a page waits for the disk. So while one layer is packed, the kernel is asked
+to read the next. Pages that were read count as this process's memory (RSS, as file pages) until they are forgotten;
+the kernel's page cache may keep them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+_PAGE = mmap.PAGESIZE
+_libc = ctypes.CDLL(None, use_errno=True)  # its calls do not hold the interpreter's lock, mmap.madvise does
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Pages(NamedTuple):
+    """A range of mapped memory, in bytes."""
+
+    address: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.address + self.nbytes
+
+
+def joined(ranges: Iterable[Pages]) -> list[Pages]:
+    """The same bytes in as few ranges as possible; gaps below a page are filled."""
+    merged: list[Pages] = []
+    for pages in sorted(ranges):
+        if merged and pages.address <= merged[-1].end + _PAGE:
+            start = merged[-1].address
+            merged[-1] = Pages(start, max(merged[-1].end, pages.end) - start)
+        else:
+            merged.append(pages)
+    return merged
+
+
+class Paging:
+    """Talks to the kernel on a thread of its own: asking for gigabytes takes as long as the disk's queue is full.
+
+    What it asks for are wishes: refused, pages are read when they are touched and stay until they are unmapped.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "tandem-paging")
+
+    def read_ahead(self, ranges: Iterable[Pages], owner: object) -> None:
+        """`owner` keeps the memory mapped until the kernel has been told."""
+        self._thread.submit(_advise, joined(ranges), mmap.MADV_WILLNEED, owner)
+
+    def forget(self, ranges: Iterable[Pages], owner: object) -> None:
+        """Only for file mappings that nobody wrote to: reading a forgotten page maps it again."""
+        self._thread.submit(_advise, joined(ranges), mmap.MADV_DONTNEED, owner)
+
+    def wait(self) -> None:
+        """Until everything asked for so far has been said to the kernel."""
+        self._thread.submit(lambda: None).result()
+
+
+def _advise(ranges: list[Pages], advice: int, _owner: object) -> None:
+    for pages in ranges:
+        begin = pages.address // _PAGE * _PAGE
+        _libc.madvise(begin, pages.end - begin, advice)

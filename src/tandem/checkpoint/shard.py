@@ -1,0 +1,80 @@
+"""`Shard`: one safetensors file, mapped. Knows where each tensor's bytes lie, so that they can be read ahead."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tandem.checkpoint.pages import Pages
+from tandem.errors import CheckpointError
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
+    "F64": torch.float64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor as the file's header has it; its bytes are [begin, end) of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Shard:
+    """Opening reads the header only. Raises CheckpointError naming the file when it is truncated or no safetensors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries = _entries(path)
+        with path.open("rb") as file:
+            # A private mapping: nothing is ever written through it, but torch warns of read-only buffers.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps `mapped` alive
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes.numel()
+
+    def get(self, name: str) -> Tensor:
+        """A view of the mapping, in the stored dtype (a copy where the file does not align it)."""
+        entry = self.entries[name]
+        raw, dtype = self._bytes[entry.begin : entry.end], TORCH_DTYPES[entry.dtype]
+        if entry.begin % dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(dtype).view(entry.shape)
+
+    def pages(self, name: str) -> Pages:
+        """Where the tensor lies in memory."""
+        entry = self.entries[name]
+        return Pages(self._bytes.data_ptr() + entry.begin, entry.end - entry.begin)
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    """The header, after the library has checked it: sizes, order, no gaps, no overlaps, nothing past the end."""
+    try:
+        with safe_open(str(path), framework="pt"):
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(length))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is truncated or not safetensors ({error}): copy it again") from error
+    start = 8 + length
+    return {
+        name: Entry(e["dtype"], tuple(e["shape"]), *(start + offset for offset in e["data_offsets"]))
+        for name, e in header.items()
+        if name != "__metadata__"
+    }
