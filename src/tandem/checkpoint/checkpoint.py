@@ -1,7 +1,8 @@
-"""`Checkpoint`: a directory of safetensors files as named tensors, mapped, not read.
+"""`Checkpoint`: a directory of safetensors files as named tensors and matrices, mapped, not read.
 
-Knows no model: which names exist and what they mean is `models/`' business. Only one thing is read out of a name: the
-number of its layer, so that a whole layer's bytes can be asked for before they are needed.
+Knows no model: which names exist and what they mean is `models/`' business. Names are Hugging Face's, however they are
+spelt in the files (`key_names.py`). Two things are read out of a name: which matrix the tensor is part of (`parts.py`),
+and the number of its layer, so that a whole layer's bytes can be asked for before they are needed.
 """
 
 from __future__ import annotations
@@ -14,10 +15,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.key_names import hugging_face_names
+from tandem.checkpoint.layouts import Stored, detect
 from tandem.checkpoint.pages import Pages, Paging
+from tandem.checkpoint.parts import Part, by_module, codes_part, one_expert
+from tandem.checkpoint.quant_hints import quant_hints
 from tandem.checkpoint.shard import Shard
 from tandem.config.json_keys import read_json
 from tandem.errors import CheckpointError
+from tandem.formats.codes import Weight
+from tandem.formats.cut import rows_of
+from tandem.formats.quant_format import QuantFormat
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -27,7 +35,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """A model directory: one or several `*.safetensors`, with or without an index.
 
     Opening reads only headers. Raises CheckpointError naming the file (and tensor): no such directory, no weights, a
-    missing or truncated shard, a tensor in two shards, an index that does not match.
+    missing or truncated shard, a tensor in two shards, an index that does not match, a quantised matrix whose scales
+    are missing or do not fit.
     """
     return Checkpoint(Path(path))
 
@@ -44,30 +53,59 @@ class Checkpoint:
             self._add(Shard(file))
         self._check_index()
         self._paging = Paging()
+        self._parts = {
+            name: self._header(stored) for name, stored in hugging_face_names(self._shard_of).items()
+        }
+        self._modules = by_module(self._parts.items())
+        self._hints = quant_hints(path)
+        self._check_matrices()
 
     def names(self) -> tuple[str, ...]:
-        return tuple(self._shard_of)
+        return tuple(self._parts)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._shard_of
+        return name in self._parts
+
+    def has_matrix(self, module: str) -> bool:
+        """Whether `weight(module)` (or `expert_weight`) would find something, however it is stored."""
+        return codes_part(self._modules.get(module, {})) is not None
 
     def dtype(self, name: str) -> torch.dtype:
         """Without loading. CheckpointError for a dtype we cannot compute with."""
-        stored = self._shard(name).entries[name].dtype
-        if stored not in DTYPES:
-            known = ", ".join(DTYPES)
-            raise CheckpointError(f"{self._where(name)} is stored as {stored}; readable are {known}")
-        return DTYPES[stored]
+        part = self._part(name)
+        if part.dtype not in DTYPES:
+            raise part.wrong(f"is stored as {part.dtype}; readable are {', '.join(DTYPES)}")
+        return DTYPES[part.dtype]
 
     def get(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """A view of the mapped file, in the stored dtype. CheckpointError when absent or not of `shape`."""
         self.dtype(name)
-        tensor = self._shard(name).get(name)
-        if shape is not None and tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"{self._where(name)} has shape {tuple(tensor.shape)}, but config.json implies {shape}"
-            )
-        return tensor
+        part = self._part(name)
+        if shape is not None and part.shape != shape:
+            raise part.wrong(f"has shape {part.shape}, but config.json implies {shape}")
+        return self._mapped(part)
+
+    def weight(self, module: str, shape: tuple[int, int]) -> Weight:
+        """The matrix [N, K] of `module` (a name without `.weight`), however it is stored.
+
+        Numbers are a view of the mapped file, codes are made from mapped parts by this call. CheckpointError when it is
+        absent, of another shape, or stored in a way that cannot be read.
+        """
+        parts = self._matrix_parts(module)
+        return detect(parts, self._hints, shape).read(lambda role: self._mapped(parts[role]))
+
+    def expert_weight(
+        self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = slice(None)
+    ) -> Weight:
+        """One expert of a fused 3-D tensor of `shape` [E, N, K], of its matrix `rows`; otherwise as `weight`."""
+        count, n, k = shape
+        parts = self._matrix_parts(module)
+        found = detect(one_expert(parts, count), self._hints, (n, k))
+        return rows_of(found.read(lambda role: self._mapped(parts[role])[expert]), rows)
+
+    def format(self, module: str) -> QuantFormat:
+        """How `module` is stored, from headers alone."""
+        return self._detected(module).format
 
     def nbytes(self) -> int:
         """Bytes of all files."""
@@ -135,11 +173,37 @@ class Checkpoint:
     def _pages(self, layer: int) -> list[Pages]:
         return [self._shard_of[name].pages(name) for name in self._layers.get(layer, ())]
 
-    def _shard(self, name: str) -> Shard:
+    # -- matrices ---
+
+    def _check_matrices(self) -> None:
+        """Every quantised matrix has its scales, of shapes that fit."""
+        for module, parts in self._modules.items():
+            part = codes_part(parts)
+            if part is not None and (len(parts) > 1 or part.dtype == "F8_E4M3"):
+                self._detected(module)
+
+    def _detected(self, module: str) -> Stored:
+        parts = self._matrix_parts(module)
+        part = codes_part(parts)
+        assert part is not None
+        fused = len(part.shape) > (3 if "blocks" in parts else 2)
+        return detect(one_expert(parts) if fused else parts, self._hints)
+
+    def _matrix_parts(self, module: str) -> dict[str, Part]:
+        if not self.has_matrix(module):
+            raise CheckpointError(f"{self.path} has no tensor {module}.weight")
+        return self._modules[module]
+
+    def _header(self, stored: str) -> Part:
+        shard = self._shard_of[stored]
+        entry = shard.entries[stored]
+        return Part(stored, shard.path, entry.dtype, entry.shape)
+
+    def _mapped(self, part: Part) -> Tensor:
+        return self._shard_of[part.name].get(part.name)
+
+    def _part(self, name: str) -> Part:
         try:
-            return self._shard_of[name]
+            return self._parts[name]
         except KeyError:
             raise CheckpointError(f"{self.path} has no tensor {name}") from None
-
-    def _where(self, name: str) -> str:
-        return f"{self._shard(name).path}: tensor {name}"

@@ -38,6 +38,10 @@ class WeightCodes:
         return self.codes.shape[0]
 
 
+Weight = Tensor | WeightCodes
+"""A matrix [N, K] as a checkpoint holds it: float32, float16 or bfloat16 numbers, or codes."""
+
+
 def _bytes(codes: Tensor) -> Tensor:
     return codes.detach().contiguous().view(torch.uint8)
 

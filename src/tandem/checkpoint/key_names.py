@@ -1,0 +1,76 @@
+"""Tensor names as stored → Hugging Face's names, which are the ones that the rest of the program knows.
+
+Two spellings are known beside Hugging Face's own: DeepSeek's inference names (`layers.3.ffn.experts.7.w1.weight`; the
+renaming of DeepSeek-V3's inference/convert.py, backwards) and language models inside multimodal ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+_DEEPSEEK_ROOTS = {"embed": "model.embed_tokens", "head": "lm_head", "norm": "model.norm"}
+_DEEPSEEK_BLOCKS = {
+    "attn": "self_attn", "ffn": "mlp", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+}  # fmt: skip
+_DEEPSEEK_ATTENTION = {
+    "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "wq_a": "q_a_proj", "wq_b": "q_b_proj",
+    "wkv_a": "kv_a_proj_with_mqa", "wkv_b": "kv_b_proj", "kv_norm": "kv_a_layernorm",
+}  # fmt: skip
+_DEEPSEEK_MLP = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_DEEPSEEK_LAYER = re.compile(r"layers\.\d+\.(attn|ffn)\.")
+_NESTED = ("language_model.model.", "model.language_model.", "language_model.")
+
+
+def hugging_face_names(stored: Iterable[str]) -> dict[str, str]:
+    """{Hugging Face name: stored name} of every tensor."""
+    names = tuple(stored)
+    rename = _renaming(names)
+    return {rename(name): name for name in names}
+
+
+def _renaming(names: tuple[str, ...]) -> Callable[[str], str]:
+    if any(_DEEPSEEK_LAYER.match(name) for name in names):
+        latent = any(".attn.wq_a." in name for name in names)
+        return lambda name: _from_deepseek(name, latent)
+    if "model.embed_tokens.weight" not in names:
+        for prefix in _NESTED:
+            if f"{prefix}embed_tokens.weight" in names or f"{prefix}model.embed_tokens.weight" in names:
+                return lambda name: _unnested(name, prefix)
+    return lambda name: name
+
+
+def _unnested(name: str, prefix: str) -> str:
+    """`language_model.model.layers.0…` → `model.layers.0…`; `language_model.lm_head.weight` → `lm_head.weight`."""
+    outside = "language_model." if prefix.startswith("language_model.") else prefix
+    inside = "" if prefix == "language_model." or prefix == "language_model.model." else "model."
+    return inside + name.removeprefix(outside) if name.startswith(outside) else name
+
+
+def _from_deepseek(name: str, latent: bool) -> str:
+    root, _, rest = name.partition(".")
+    if root in _DEEPSEEK_ROOTS:
+        return f"{_DEEPSEEK_ROOTS[root]}.{rest}"
+    parts = name.split(".")
+    if root != "layers" or len(parts) < 4:
+        return name
+    block, below = parts[2], parts[3:]
+    if block == "attn":
+        below = _attention(below, latent)
+    elif block == "ffn":
+        below = _mlp(below)
+    return ".".join(["model", "layers", parts[1], _DEEPSEEK_BLOCKS.get(block, block), *below])
+
+
+def _attention(parts: list[str], latent: bool) -> list[str]:
+    """With latent queries `q_norm` is the norm inside them; without, it is a norm of each head."""
+    module = (
+        "q_a_layernorm" if latent and parts[0] == "q_norm" else _DEEPSEEK_ATTENTION.get(parts[0], parts[0])
+    )
+    return [module, *parts[1:]]
+
+
+def _mlp(parts: list[str]) -> list[str]:
+    if parts == ["gate", "bias"]:
+        return ["gate", "e_score_correction_bias"]
+    return [_DEEPSEEK_MLP.get(part, part) for part in parts]

@@ -1,0 +1,77 @@
+"""Which tensors of a checkpoint belong to one matrix: `module.weight` and the scales, zero points, … beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tandem.errors import CheckpointError
+
+# What follows a module's name → what the tensor is. Fused 3-D tensors have no `.weight`, so theirs follow the name
+# itself. Longest first: `.weight_scale_inv` ends no name that `.weight_scale` ends.
+SUFFIXES = {
+    ".weight": "weight", ".weight_packed": "packed", ".qweight": "qweight",
+    ".weight_scale_inv": "scale", ".weight_scale": "scale", ".scales": "scale", ".scale": "scale",
+    ".weight_scale_2": "multiplier", ".weight_global_scale": "divisor",
+    ".weight_zero_point": "zeros", ".qzeros": "zeros", ".weight_g_idx": "order", ".g_idx": "order",
+    ".weight_shape": "shape",
+    "_blocks": "blocks", "_scales": "scale", "_scale_inv": "scale", "_scale": "scale", "_scale_2": "multiplier",
+    "_packed": "packed", "_global_scale": "divisor", "_zero_point": "zeros",
+}  # fmt: skip
+_LONGEST_FIRST = sorted(SUFFIXES, key=len, reverse=True)
+CODES = ("weight", "packed", "qweight", "blocks")
+"""Roles that hold the numbers themselves; a module has one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor's header. `name` and `file` are those of the file, for messages."""
+
+    name: str
+    file: Path
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+
+    def wrong(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.file}: tensor {self.name} {what}")
+
+
+Parts = Mapping[str, Part]  # by role
+
+
+def part_of(name: str) -> tuple[str, str]:
+    """A tensor's name → (module, role). A name without a known ending is a fused tensor: ("name", "weight")."""
+    for suffix in _LONGEST_FIRST:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix), SUFFIXES[suffix]
+    return name, "weight"
+
+
+def by_module(tensors: Iterable[tuple[str, Part]]) -> dict[str, dict[str, Part]]:
+    """Headers by Hugging Face name → {module: {role: header}}. CheckpointError when two tensors have one role."""
+    modules: dict[str, dict[str, Part]] = {}
+    for name, part in tensors:
+        module, role = part_of(name)
+        roles = modules.setdefault(module, {})
+        if role in roles:
+            raise part.wrong(f"and {roles[role].name} are both the {role} of {module}: remove one")
+        roles[role] = part
+    return modules
+
+
+def codes_part(parts: Parts) -> Part | None:
+    """The part that holds the numbers."""
+    return next((parts[role] for role in CODES if role in parts), None)
+
+
+def one_expert(parts: Parts, experts: int | None = None) -> dict[str, Part]:
+    """The parts of one expert of a fused tensor: without the leading dimension, which must be `experts` in all."""
+    cut = {}
+    for role, part in parts.items():
+        if not part.shape or (experts is not None and part.shape[0] != experts):
+            raise part.wrong(
+                f"has shape {part.shape}, but holds {experts} experts in its first dimension elsewhere"
+            )
+        cut[role] = replace(part, shape=part.shape[1:])
+    return cut
