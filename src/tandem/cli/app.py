@@ -11,6 +11,7 @@ from tandem.cli.bench import bench
 from tandem.cli.chat import chat
 from tandem.cli.demo import demo
 from tandem.cli.doctor import doctor
+from tandem.cli.quality import quality
 from tandem.cli.serve import serve
 from tandem.cli.version import version
 from tandem.errors import ConfigError, TandemError
@@ -33,6 +34,7 @@ app.command()(chat)
 app.command()(version)
 app.command()(doctor)
 app.command()(demo)
+app.command()(quality)
 app.add_typer(bench, name="bench")
 
 

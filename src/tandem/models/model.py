@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.kernels.ops import Linear
 from tandem.models.attention import KVPages
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
@@ -29,8 +30,7 @@ class Model:
         config = b.config
         self.config, self.ops, self.dtype = config, b.ops, b.dtype
         self.kv_layout = KVLayout(config.layers, config.attention.kv_heads, config.attention.head_dim)
-        head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
-        self.head = b.linear([head], [config.vocab], config.hidden)
+        self.head = head_of(b)
         self.final_norm = b.tensor("model.norm.weight", config.hidden)
         self.layers: list[DecoderLayer] = []
         for index in range(config.layers):
@@ -39,7 +39,7 @@ class Model:
         b.all_done()
         # Stays in the mapped file, in the stored dtype: a step reads a few rows of it. Mapped last, so that no other
         # tensor was read through the same mapping.
-        self.embedding = b.view("model.embed_tokens.weight", config.vocab, config.hidden)
+        self.embedding = embedding_of(b)
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVPages]) -> Tensor:
         """Runs T new tokens; writes their K and V into `kv`. Returns logits of batch.logits_rows, f32 [R, vocab]."""
@@ -55,3 +55,14 @@ class Model:
         if len(batch.logits_rows) != len(x):
             x, residual = x[batch.logits_rows], residual[batch.logits_rows]
         return self.head(norm(x, residual, self.final_norm, eps), torch.float32)
+
+
+def head_of(b: Builder) -> Linear:
+    """The matrix that makes logits; the embedding itself where the two are tied."""
+    name = "model.embed_tokens" if b.config.tied_embeddings else "lm_head"
+    return b.linear([name], [b.config.vocab], b.config.hidden)
+
+
+def embedding_of(b: Builder) -> Tensor:
+    """A view of the mapped file, in the stored dtype."""
+    return b.view("model.embed_tokens.weight", b.config.vocab, b.config.hidden)

@@ -1,0 +1,70 @@
+"""`kt quality`: what a format, a tier or another checkpoint does to a model's answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def quality(
+    model: Annotated[str, typer.Argument(help="model directory, or demo")],
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format", "--kt-method", help="expert format to measure: INT8, INT4, … [default: INT8 and INT4]"
+        ),
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="checkpoint to compare MODEL with [default: MODEL, as it is stored]")
+    ] = None,
+    reference_logits: Annotated[
+        Path | None, typer.Option(help="compare with logits saved before, not with a checkpoint")
+    ] = None,
+    save_logits: Annotated[Path | None, typer.Option(help="save the reference's logits")] = None,
+    keep: Annotated[int, typer.Option(min=0, help="logits saved per token, the largest; 0: all")] = 1024,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text [default: one that Tandem has]")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="how many tokens of the text")] = 4096,
+    window: Annotated[int, typer.Option(min=2, help="tokens that see each other")] = 512,
+    layer_kl: Annotated[
+        bool, typer.Option("--layer-kl", help="KL of each layer alone, too: time grows with layers²")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="of what is measured: auto, bfloat16 or float32")] = "auto",
+    reference_dtype: Annotated[str, typer.Option(help="of the reference")] = "auto",
+    kernel_tier: Annotated[str, typer.Option(help="of what is measured")] = "auto",
+    kt_cpuinfer: Annotated[
+        int | None, typer.Option(min=1, help="worker threads [default: usable physical cores]")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="write the result as JSON")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw errors by layer as PNG (needs matplotlib)")] = None,
+) -> None:
+    """Perplexity and KL divergence of a format or checkpoint, on a text, against a reference.
+
+    One layer is in memory at a time, so any model on disk can be measured. By layer: "own" is the mean relative
+    error of a token's hidden state after this layer if only this layer is measured, "total" if all up to it are.
+
+    Example: kt quality demo --format INT4 --out quality.json
+    """
+    from tandem.cli.quality_run import Request, run
+
+    run(
+        Request(
+            model=model,
+            methods=tuple(method or ()),
+            reference=reference,
+            reference_logits=reference_logits,
+            save_logits=save_logits,
+            keep=keep,
+            text=text,
+            tokens=tokens,
+            window=window,
+            layer_kl=layer_kl,
+            dtype=dtype,
+            reference_dtype=reference_dtype,
+            tier=kernel_tier,
+            threads=kt_cpuinfer,
+        ),
+        out,
+        plot,
+    )

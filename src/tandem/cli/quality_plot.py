@@ -1,0 +1,39 @@
+"""The picture of `kt quality --plot`: errors by layer, one line per format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tandem.errors import ConfigError
+from tandem.quality.compare import Measured
+
+
+def check_matplotlib() -> None:
+    """Raises ConfigError before anything is measured."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError('--plot needs matplotlib: pip install "tandem-moe[bench]"') from None
+
+
+def draw(path: Path, measured: tuple[Measured, ...]) -> None:
+    """Relative errors of hidden states over layers, logarithmic: "total" solid, "own" dashed."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    for each in measured:
+        layers = [error.layer for error in each.layers]
+        [line] = axes.plot(layers, [error.total for error in each.layers], label=f"{each.label}, total")
+        own = [error.own for error in each.layers]
+        axes.plot(
+            layers, own, linestyle="--", color=line.get_color(), label=f"{each.label}, this layer alone"
+        )
+    axes.set(yscale="log", xlabel="layer", ylabel="relative error of hidden states")
+    if measured:
+        axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, bbox_inches="tight", format="png")
+    pyplot.close(figure)

@@ -1,0 +1,255 @@
+"""What `kt quality` does: from flags to a comparison, and its result as tables and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tandem import __version__
+from tandem.checkpoint import demo_dir, resolve_model
+from tandem.cli.bench_kernels import commit
+from tandem.cli.demo import prepare_demo
+from tandem.config import Machine
+from tandem.engine.loader import use_one_torch_thread
+from tandem.engine.tokenizer import Tokenizer
+from tandem.errors import ConfigError
+from tandem.quality import text as texts
+from tandem.quality.compare import Candidate, Comparison, Measured
+from tandem.quality.saved_logits import Origin, SavedLogits, writing
+from tandem.quality.stream import LayerStream, Variant
+from tandem.quality.text import Windows
+
+DEFAULT_METHODS = ("INT8", "INT4")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the flags asked for."""
+
+    model: str
+    methods: tuple[str, ...] = ()
+    reference: str | None = None
+    reference_logits: Path | None = None
+    save_logits: Path | None = None
+    keep: int = 1024
+    text: Path | None = None
+    tokens: int = 4096
+    window: int = 512
+    layer_kl: bool = False
+    dtype: str = "auto"
+    reference_dtype: str = "auto"
+    tier: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.reference_logits and (self.reference or self.save_logits or self.layer_kl):
+            raise ConfigError(
+                "--reference-logits stands for the reference: leave out --reference, --save-logits and --layer-kl"
+            )
+
+    @property
+    def measured(self) -> tuple[str | None, ...]:
+        """Expert formats to measure; None: as stored. Saving logits alone measures nothing else."""
+        if self.methods:
+            return self.methods
+        if (
+            self.reference
+            or self.reference_logits
+            or self.dtype != self.reference_dtype
+            or self.tier != "auto"
+        ):
+            return (None,)
+        return () if self.save_logits else DEFAULT_METHODS
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The JSON of `--out`. KL in nats; errors by layer as fractions."""
+
+    model: str
+    reference: str
+    reference_perplexity: float | None
+    kl_is_exact: bool  # False: lower bounds, the saved reference had only its largest logits
+    measured: tuple[Measured, ...]
+    text: str
+    text_digest: str
+    predictions: int
+    window: int
+    machine: str
+    version: str
+    commit: str | None
+    command: str
+    date: str
+
+
+def run(request: Request, out: Path | None, plot: Path | None) -> Report:
+    if plot is not None:
+        from tandem.cli.quality_plot import check_matplotlib
+
+        check_matplotlib()
+    console = Console()
+    report = measure(request)
+    for table in tables(report):
+        console.print(table)
+    if out is not None:
+        _write(out, report)
+        console.print(f"Written to {out}")
+    if plot is not None:
+        from tandem.cli.quality_plot import draw
+
+        draw(plot, report.measured)
+        console.print(f"Drawn to {plot}")
+    return report
+
+
+def measure(request: Request) -> Report:
+    """Runs the comparison with a progress bar on stderr. Raises ConfigError, CheckpointError."""
+    use_one_torch_thread()
+    directory = _directory(request.model)
+    windows = texts.cut(Tokenizer.load(directory), _text(request), request.window, request.tokens)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("opening", total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        comparison = _comparison(request, directory, windows, report)
+        with _writer(request, comparison) as writer:
+            perplexity, measured = comparison.run(writer, request.keep)
+    return _report(request, windows, perplexity, measured, comparison)
+
+
+def _directory(name: str) -> Path:
+    directory = resolve_model(name)
+    return prepare_demo(directory) if directory == demo_dir() else directory
+
+
+def _text(request: Request) -> str:
+    return texts.default_text() if request.text is None else texts.read_text(request.text)
+
+
+def _comparison(request: Request, directory: Path, windows: Windows, report: Any) -> Comparison:
+    reference: LayerStream | SavedLogits
+    pool = None
+    if request.reference_logits is not None:
+        reference = SavedLogits(request.reference_logits)
+    else:
+        theirs = _directory(request.reference) if request.reference else directory
+        reference = LayerStream(
+            Variant(theirs, None, request.reference_dtype, "auto", request.threads), windows
+        )
+        pool = reference.ops.pool
+    candidates = []
+    for method in request.measured:
+        variant = Variant(directory, method, request.dtype, request.tier, request.threads)
+        stream = LayerStream(variant, windows, pool)
+        pool = stream.ops.pool
+        candidates.append(Candidate(method or "as stored", stream))
+    if isinstance(reference, SavedLogits):
+        reference.origin.check(windows, candidates[0].stream.config.vocab, reference.file)
+    return Comparison(windows, reference, candidates, layer_kl=request.layer_kl, progress=report)
+
+
+def _writer(request: Request, comparison: Comparison) -> Any:
+    if request.save_logits is None or comparison.reference is None:
+        return nullcontext()
+    vocab, windows = comparison.reference.config.vocab, comparison.windows
+    kept = min(request.keep or vocab, vocab)
+    origin = Origin(_reference_label(request), windows.digest, len(windows.predicting), vocab, kept)
+    return writing(request.save_logits, origin)
+
+
+def _reference_label(request: Request) -> str:
+    return request.reference or request.model
+
+
+def _report(
+    request: Request,
+    windows: Windows,
+    perplexity: float | None,
+    measured: list[Measured],
+    comparison: Comparison,
+) -> Report:
+    saved, machine = comparison.saved, Machine.detect()
+    return Report(
+        model=request.model,
+        reference=saved.origin.label if saved else _reference_label(request),
+        reference_perplexity=perplexity,
+        kl_is_exact=saved is None or saved.origin.complete,
+        measured=tuple(measured),
+        text=str(request.text or "default"),
+        text_digest=windows.digest,
+        predictions=len(windows.predicting),
+        window=request.window,
+        machine=f"{machine.cpu_model}, {request.threads or machine.max_threads} threads",
+        version=__version__,
+        commit=commit(),
+        command=" ".join(["kt", *sys.argv[1:]]),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _write(out: Path, report: Report) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.partial")
+    partial.write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
+    partial.replace(out)
+
+
+def tables(report: Report) -> list[Table]:
+    """The summary, then errors by layer where there is a reference model."""
+    made = [_summary(report)]
+    if any(each.layers for each in report.measured):
+        made.append(_layer_table(report.measured))
+    return made
+
+
+def _summary(report: Report) -> Table:
+    bound = "" if report.kl_is_exact else "; KL of the saved tokens, a lower bound"
+    table = Table(title=f"{report.predictions} predictions; KL in nats{bound}")
+    table.add_column("measured")
+    for name in ("perplexity", "change", "KL mean", "±", "median", "99 %", "same top"):
+        table.add_column(name, justify="right")
+    base = report.reference_perplexity
+    if base is not None:
+        table.add_row(f"reference: {report.reference}", f"{base:.4f}", *("",) * 6)
+    for each in report.measured:
+        change = "" if base is None else f"{each.perplexity / base - 1:+.2%}"
+        d = each.divergence
+        rest: tuple[str, ...] = ("",) * 5
+        if d is not None:
+            numbers = (d.mean, d.error, d.median, d.percentile_99)
+            rest = (*(f"{number:.5f}" for number in numbers), f"{d.same_top:.2%}")
+        table.add_row(each.label, f"{each.perplexity:.4f}", change, *rest)
+    return table
+
+
+def _layer_table(measured: tuple[Measured, ...]) -> Table:
+    table = Table(title="Relative error of hidden states by layer")
+    table.add_column("layer", justify="right")
+    for each in measured:
+        table.add_column(f"{each.label} own", justify="right")
+        table.add_column(f"{each.label} total", justify="right")
+        if each.layers and each.layers[0].kl is not None:
+            table.add_column(f"{each.label} KL alone", justify="right")
+    for index in range(max(len(each.layers) for each in measured)):
+        table.add_row(str(index), *(cell for each in measured for cell in _layer_cells(each, index)))
+    return table
+
+
+def _layer_cells(measured: Measured, index: int) -> list[str]:
+    error = measured.layers[index]
+    cells = [f"{error.own:.3%}", f"{error.total:.3%}"]
+    return cells if error.kl is None else [*cells, f"{error.kl:.6f}"]

@@ -1,0 +1,141 @@
+"""`LayerStream`: a model run over all windows one layer at a time, so that only one layer is ever packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem import _core
+from tandem.checkpoint import open_checkpoint
+from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
+from tandem.config.memory import gib
+from tandem.errors import ConfigError
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.ops import Linear
+from tandem.models import ARCHITECTURES, ForwardBatch
+from tandem.models.builder import Builder
+from tandem.models.layers import DecoderLayer
+from tandem.models.model import embedding_of, head_of
+from tandem.quality.text import Windows
+
+Tick = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A model and how it is held and computed; None and "auto": as `kt serve` would choose."""
+
+    directory: Path
+    method: str | None = None  # --kt-method
+    dtype: str = "auto"
+    tier: str = "auto"
+    threads: int | None = None
+
+    def plan(self, model: ModelConfig, machine: Machine, window: int) -> Plan:
+        """As the server's, but memory holds a layer and a window, not the model and its KV cache."""
+        if window > model.max_positions:
+            raise ConfigError(
+                f"windows of {window} tokens are too long: the model goes to {model.max_positions}; "
+                "give a smaller --window"
+            )
+        config = EngineConfig(
+            model=str(self.directory),
+            kt_method=self.method,
+            dtype=self.dtype,
+            kernel_tier=self.tier,
+            kt_cpuinfer=self.threads,
+            context_length=window,
+            max_total_tokens=window,
+            max_running_requests=1,
+        )
+        plan = resolve(config, model, replace(machine, available_memory=1 << 62, gpus=()))
+        _check_layer_fits(model, plan, machine)
+        return plan
+
+
+def _check_layer_fits(model: ModelConfig, plan: Plan, machine: Machine) -> None:
+    layers = max(1, len(model.moe.layers))
+    whole = model.weight_bytes(plan.dtype, plan.expert_format)
+    layer = whole // layers
+    if layer > machine.available_memory:
+        raise ConfigError(
+            f"one layer with {plan.expert_format} experts takes {gib(layer)}, and {gib(machine.available_memory)} "
+            "are free: measure a smaller --format, or free some memory"
+        )
+
+
+class LayerStream:
+    """Gives the same bits as `models.Model` does: the same operations on the same rows in the same order.
+
+    `hidden` is the residual stream of every row, [rows, hidden] in the plan's dtype; `advance` moves it one layer on.
+    """
+
+    def __init__(self, variant: Variant, windows: Windows, pool: _core.WorkerPool | None = None) -> None:
+        self.variant, self.windows = variant, windows
+        self.config = ModelConfig.load(variant.directory)
+        longest = max(map(len, windows.ids))
+        self.plan = variant.plan(self.config, Machine.detect(), longest)
+        self.ops = CpuOps(pool or _core.WorkerPool(list(self.plan.cpus)), self.plan.tier)
+        self._builder = Builder(self.config, self.plan, open_checkpoint(variant.directory), self.ops)
+        self._pages = self._new_pages(longest)
+        self._batches = [self._batch(window) for window in windows.ids]
+        self.hidden = self._embedded()
+
+    def layer(self, index: int) -> DecoderLayer:
+        """Reads and packs layer `index`; it lives as long as it is referenced."""
+        made = ARCHITECTURES[self.config.model_type](self._builder, index)
+        self._builder.layer_done(index)
+        return made
+
+    def advance(self, layer: DecoderLayer, hidden: Tensor, tick: Tick = lambda: None) -> None:
+        """`hidden` [rows, hidden] becomes what it is after `layer`, in place; `tick` is called after every window."""
+        with torch.inference_mode():
+            for span, batch in zip(self.windows.spans, self._batches, strict=True):
+                self._advance(layer, hidden[span], batch)
+                tick()
+
+    def head(self) -> Linear:
+        return head_of(self._builder)
+
+    def final_norm(self) -> Tensor:
+        return self._builder.tensor("model.norm.weight", self.config.hidden)
+
+    def _advance(self, layer: DecoderLayer, residual: Tensor, batch: ForwardBatch) -> None:
+        eps = self.config.rms_eps
+        x = self.ops.rms_norm(residual, layer.input_norm, eps)
+        x = self.ops.add_rms_norm(layer.attention(x, batch, self._pages), residual, layer.mlp_norm, eps)
+        residual.add_(layer.mlp(x))
+
+    def _embedded(self) -> Tensor:
+        largest = int(self.windows.tokens.max())
+        if largest >= self.config.vocab:
+            raise ConfigError(
+                f"{self.variant.directory} has {self.config.vocab} tokens, but the text has token {largest}: "
+                "its tokenizer is another model's"
+            )
+        rows = embedding_of(self._builder).index_select(0, self.windows.tokens)
+        return rows.to(getattr(torch, self.plan.dtype))
+
+    def _new_pages(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """One window of one layer: nothing is read that was not written just before."""
+        a, size = self.config.attention, self.plan.page_size
+        shape = (-(-tokens // size), size, a.kv_heads, a.head_dim)
+        k, v = torch.zeros(2, *shape, dtype=getattr(torch, self.plan.dtype)).unbind()
+        return k, v
+
+    def _batch(self, window: tuple[int, ...]) -> ForwardBatch:
+        rows = torch.arange(len(window))
+        pages = self._pages[0].shape[0]
+        return ForwardBatch(
+            input_ids=torch.tensor(window),
+            positions=rows,
+            cache_slots=rows,
+            query_starts=torch.tensor([0, len(window)], dtype=torch.int32),
+            seq_lens=torch.tensor([len(window)], dtype=torch.int32),
+            block_tables=torch.arange(pages, dtype=torch.int32)[None],
+            logits_rows=rows,
+        )
