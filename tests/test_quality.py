@@ -295,7 +295,7 @@ def test_mistakes_are_named_before_anything_runs(tiny_models, text_file: Path, t
         ({"reference": str(tiny_models["mixtral"].parent / "nowhere")}, "nowhere"),
     ]:
         with pytest.raises((ConfigError, CheckpointError), match=message):
-            measure(request(path, text_file, **({"tokens": 5000} | change)))
+            measure(replace(request(path, text_file, tokens=5000), **change))
 
 
 def test_models_of_different_shape_are_refused(tiny_models, text_file: Path, tmp_path: Path) -> None:
