@@ -36,7 +36,9 @@ class GGUFCheckpoint:
         self.model = model
         if model.architecture not in STEMS:
             known = ", ".join(sorted(STEMS))
-            raise CheckpointError(f"{model.path}: {model.architecture!r} is not supported; these are: {known}")
+            raise CheckpointError(
+                f"{model.path}: {model.architecture!r} is not supported; these are: {known}"
+            )
         self._places: dict[str, Place] = {}
         self._layers: dict[int | None, list[GGUFTensor]] = defaultdict(list)
         for tensor in model.tensors.values():
