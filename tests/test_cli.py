@@ -18,7 +18,7 @@ from tandem.config import Machine
 from tandem.config.engine_config import FLAGS
 from tandem.config.machine import Core
 
-COMMANDS = ["serve", "chat", "version", "doctor", "demo", "quality", "bench"]
+COMMANDS = ["serve", "chat", "convert", "version", "doctor", "demo", "quality", "bench"]
 MODEL = {
     "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "rms_norm_eps": 1e-6,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,

@@ -8,7 +8,7 @@ and the number of its layer, so that a whole layer's bytes can be asked for befo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from tandem.checkpoint.key_names import hugging_face_names
 from tandem.checkpoint.layouts import Stored, detect
 from tandem.checkpoint.pages import Pages, Paging
-from tandem.checkpoint.parts import Part, by_module, codes_part, one_expert
+from tandem.checkpoint.parts import Part, Parts, by_module, codes_part, one_expert
 from tandem.checkpoint.quant_hints import quant_hints
 from tandem.checkpoint.shard import Shard
 from tandem.config.json_keys import read_json
@@ -107,6 +107,28 @@ class Checkpoint:
         """How `module` is stored, from headers alone."""
         return self._detected(module).format
 
+    def part(self, name: str) -> Part:
+        """A tensor's header."""
+        return self._part(name)
+
+    def modules(self) -> Mapping[str, Parts]:
+        """Every module (a name without `.weight`): the headers of its tensors by their role."""
+        return self._modules
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """[N, K] of the matrix of `module`, as its tensors say."""
+        parts = self._matrix_parts(module)
+        if "shape" in parts:  # packed words alone do not say how many bits a code has
+            n, k = self._mapped(parts["shape"]).tolist()
+            return n, k
+        return self._detected(module).shape
+
+    def byte_range(self, name: str) -> tuple[int, int]:
+        """Where the tensor's bytes begin and end in the file of `part(name)`."""
+        stored = self._part(name).name
+        entry = self._shard_of[stored].entries[stored]
+        return entry.begin, entry.end
+
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(shard.nbytes for shard in set(self._shard_of.values()))
@@ -118,6 +140,14 @@ class Checkpoint:
     def forget(self, layer: int) -> None:
         """Lets go of the layer's pages, so that they stop counting as this process's memory. Views stay valid."""
         self._paging.forget(self._pages(layer), self)
+
+    def read_ahead_tensors(self, names: Iterable[str]) -> None:
+        """As `read_ahead`, for these."""
+        self._paging.read_ahead(self._pages_of(names), self)
+
+    def forget_tensors(self, names: Iterable[str]) -> None:
+        """As `forget`, for these."""
+        self._paging.forget(self._pages_of(names), self)
 
     def release(self) -> None:
         """`forget` for all that was read; waits until it is done."""
@@ -169,6 +199,10 @@ class Checkpoint:
             if number is not None:
                 layers[int(number)].append(name)
         return layers
+
+    def _pages_of(self, names: Iterable[str]) -> list[Pages]:
+        stored = [self._part(name).name for name in names]
+        return [self._shard_of[name].pages(name) for name in stored]
 
     def _pages(self, layer: int) -> list[Pages]:
         return [self._shard_of[name].pages(name) for name in self._layers.get(layer, ())]

@@ -9,6 +9,7 @@ import typer
 
 from tandem.cli.bench import bench
 from tandem.cli.chat import chat
+from tandem.cli.convert import convert
 from tandem.cli.demo import demo
 from tandem.cli.doctor import doctor
 from tandem.cli.quality import quality
@@ -31,6 +32,7 @@ app.command(
     add_help_option=False,
 )(serve)
 app.command()(chat)
+app.command()(convert)
 app.command()(version)
 app.command()(doctor)
 app.command()(demo)

@@ -1,0 +1,94 @@
+"""`kt convert`: a checkpoint with quantised experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from tandem.convert.layout import Layout
+
+
+def convert(
+    model: Annotated[str, typer.Argument(help="Model directory, or 'demo'.")],
+    out: Annotated[
+        Path, typer.Argument(help="New directory; one that an interrupted conversion left is finished.")
+    ],
+    method: Annotated[str, typer.Option(help="INT4, INT8, MXFP4 or FP8.")] = "INT4",
+    input_type: Annotated[
+        str, typer.Option(help="What the experts must be stored as: auto, bf16, fp16, fp8, fp4 or int4.")
+    ] = "auto",
+    group: Annotated[
+        int, typer.Option(help="Weights that share a scale, of INT4 and INT8: 32, 64 or 128.")
+    ] = 32,
+    dense: Annotated[
+        bool,
+        typer.Option(
+            "--dense", help="Convert attention, dense and shared layers, too; not heads and routers."
+        ),
+    ] = False,
+    no_merge_safetensor: Annotated[
+        bool,
+        typer.Option("--no-merge-safetensor", help="One file for each layer instead of files of one size."),
+    ] = False,
+    max_shard_gb: Annotated[
+        float, typer.Option(help="Size of the files; what a kill can cost is one of them.")
+    ] = 4.0,
+    workers: Annotated[int, typer.Option(help="Threads; 0: one for each core this process may use.")] = 0,
+) -> None:
+    """Quantise a model's routed experts into a compressed-tensors checkpoint that other engines read, too.
+
+    Runs file by file and never needs more memory than one layer + 1 GB. Killed at any point, the same command goes on
+    where it was. Everything else is copied as it is stored.
+
+    Example: kt convert DeepSeek-V3 DeepSeek-V3-INT4 --method INT4
+    """
+    from tandem.checkpoint import demo_dir, resolve_model
+    from tandem.cli.demo import prepare_demo
+    from tandem.convert import Conversion
+    from tandem.errors import ConfigError
+
+    directory = resolve_model(model)
+    if directory == demo_dir():
+        prepare_demo(directory)
+    if max_shard_gb <= 0 or workers < 0:
+        raise ConfigError("--max-shard-gb must be more than 0, --workers 0 or more")
+    wish = Conversion(
+        directory, out, method.upper(), group, input_type.lower(), dense, not no_merge_safetensor,
+        int(max_shard_gb * 1e9), workers,
+    )  # fmt: skip
+    layout = run_shown(wish)
+    typer.echo(
+        f"{out}: {len(layout.converted)} matrices as {wish.method}, {layout.output_bytes / 1e9:.2f} GB"
+    )
+
+
+def run_shown(wish: object) -> Layout:
+    """The conversion with a progress bar on stderr."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    from tandem.convert import Conversion
+    from tandem.convert import convert as run
+
+    assert isinstance(wish, Conversion)
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading headers", total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        return run(wish, report)

@@ -1,0 +1,121 @@
+"""The formats that `kt convert` writes, each as compressed-tensors spells it.
+
+A method rounds rows of a matrix to named parts. Every part's first dimension is the matrix's rows, so parts of row
+ranges are written where they belong, in any order; `weight_shape`, the exception, does not come from weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.errors import ConfigError
+from tandem.formats import rounding
+from tandem.formats.codes import join_nibbles
+
+GROUPS = (32, 64, 128)
+
+
+class Part(NamedTuple):
+    """A stored tensor: safetensors' name of its type, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """`scheme` is what quantization_config says of the weights, `format` which of its storage formats this is."""
+
+    name: str
+    format: str
+    group: int  # 0: one scale per row
+    scheme: Mapping[str, Any]
+    parts: Callable[[int, int], dict[str, Part]]  # of a matrix [N, K], by the suffix of the module's name
+    rounded: Callable[[Tensor], dict[str, Tensor]]  # rows float32 [n, K] → the same parts of these rows
+    activations: Mapping[str, Any] | None = None
+
+    def check(self, module: str, columns: int) -> None:
+        """Raises ConfigError when the groups do not fit a matrix of so many input columns."""
+        if self.group and columns % self.group:
+            fitting = [str(g) for g in GROUPS if columns % g == 0 and self.name.startswith("INT")]
+            advice = f"take --group {fitting[-1]}" if fitting else "take --method FP8"
+            raise ConfigError(f"{module} has {columns} input columns, no multiple of {self.group}: {advice}")
+
+
+def method_named(name: str, group: int) -> Method:
+    """Raises ConfigError naming the methods and groups that exist."""
+    if name not in METHODS:
+        raise ConfigError(f"--method {name!r} does not exist; these do: {', '.join(METHODS)}")
+    if group not in GROUPS:
+        raise ConfigError(f"--group {group} does not exist; these do: {', '.join(map(str, GROUPS))}")
+    return METHODS[name](group)
+
+
+def _integers(name: str, bits: int, grid: rounding.IntegerGrid) -> Callable[[int], Method]:
+    def make(group: int) -> Method:
+        def parts(n: int, k: int) -> dict[str, Part]:
+            return {
+                "weight_packed": Part("I32", (n, -(-k * bits // 32))),
+                "weight_scale": Part("BF16", (n, k // group)),
+                "weight_shape": Part("I64", (2,)),
+            }
+
+        def rounded(rows: Tensor) -> dict[str, Tensor]:
+            codes, scales = rounding.fit_groups(rows, grid, group)
+            return {"weight_packed": packed(codes, bits), "weight_scale": scales}
+
+        scheme = _scheme("int", bits, strategy="group", group_size=group)
+        return Method(name, "pack-quantized", group, scheme, parts, rounded)
+
+    return make
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """int8 codes [n, K] → int32 [n, ceil(K * bits / 32)], offset by half the range, the first k in the lowest bits."""
+    unsigned = (codes.view(torch.uint8) + (1 << bits - 1)) & ((1 << bits) - 1)
+    small = join_nibbles(unsigned) if bits == 4 else unsigned
+    return torch.nn.functional.pad(small, (0, -small.shape[1] % 4)).view(torch.int32)
+
+
+def _mxfp4(_group: int) -> Method:
+    def parts(n: int, k: int) -> dict[str, Part]:
+        return {"weight_packed": Part("U8", (n, k // 2)), "weight_scale": Part("U8", (n, k // 32))}
+
+    def rounded(rows: Tensor) -> dict[str, Tensor]:
+        codes, scales = rounding.fit_mxfp4(rows)
+        return {"weight_packed": codes, "weight_scale": scales}
+
+    scheme = _scheme("float", 4, strategy="group", group_size=32, scale_dtype="torch.uint8")
+    return Method("MXFP4", "mxfp4-pack-quantized", 32, scheme, parts, rounded)
+
+
+def _fp8(_group: int) -> Method:
+    def parts(n: int, k: int) -> dict[str, Part]:
+        return {"weight": Part("F8_E4M3", (n, k)), "weight_scale": Part("F32", (n, 1))}
+
+    def rounded(rows: Tensor) -> dict[str, Tensor]:
+        codes, scales = rounding.fit_fp8(rows)
+        return {"weight": codes, "weight_scale": scales}
+
+    # Engines that have no fp8 weights without fp8 activations read this; Tandem keeps activations in bf16.
+    activations = _scheme("float", 8, strategy="token") | {"dynamic": True}
+    return Method(
+        "FP8", "float-quantized", 0, _scheme("float", 8, strategy="channel"), parts, rounded, activations
+    )
+
+
+def _scheme(kind: str, bits: int, **more: object) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False, **more}
+
+
+METHODS: dict[str, Callable[[int], Method]] = {
+    "INT4": _integers("INT4", 4, rounding.INT4),
+    "INT8": _integers("INT8", 8, rounding.INT8),
+    "MXFP4": _mxfp4,
+    "FP8": _fp8,
+}
