@@ -158,9 +158,9 @@ def test_what_a_user_types_is_resolved(tmp_path, monkeypatch):
         resolve_model("Qwen/Qwen3-30B-A3B")
     with pytest.raises(CheckpointError, match="does not exist"):
         resolve_model(str(tmp_path / "absent"))
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(CheckpointError, match="give the directory"):
-        resolve_model(str(tmp_path / "model.gguf"))
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(CheckpointError, match="is not GGUF: give a GGUF file, or the directory"):
+        resolve_model(str(tmp_path / "model.bin"))
 
 
 def test_a_shard_of_a_real_model_that_lost_its_end_stops_the_load(tiny_models, tmp_path):

@@ -165,10 +165,10 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16_is(tiny_models
 
 def test_an_unknown_family_is_refused_with_the_known_ones(tiny_models):
     config = ModelConfig.load(tiny_models["olmoe"])
-    with pytest.raises(ConfigError, match="glm4_moe, mixtral, olmoe, qwen2_moe, qwen3_moe"):
-        ModelConfig.from_dict({"model_type": "llama"})
-    object.__setattr__(config, "model_type", "llama")
-    with pytest.raises(ConfigError, match="glm4_moe, mixtral, olmoe, qwen2_moe, qwen3_moe"):
+    with pytest.raises(ConfigError, match="glm4_moe, llama, mixtral, olmoe, qwen2_moe, qwen3_moe"):
+        ModelConfig.from_dict({"model_type": "gpt2"})
+    object.__setattr__(config, "model_type", "gpt2")
+    with pytest.raises(ConfigError, match="glm4_moe, llama, mixtral, olmoe, qwen2_moe, qwen3_moe"):
         build(config, plan(), open_checkpoint(tiny_models["olmoe"]), TorchOps())
 
 

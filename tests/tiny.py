@@ -69,6 +69,11 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         num_attention_heads=6, num_key_value_heads=6, num_experts=8, intermediate_size=28, norm_topk_prob=True,
         clip_qkv=0.7, attention_bias=True,
     )),
+    "llama": ("llama", settings(num_attention_heads=6, num_key_value_heads=2, intermediate_size=44)),
+    "llama-bias": ("llama", settings(
+        num_attention_heads=4, num_key_value_heads=4, head_dim=22, intermediate_size=44, attention_bias=True,
+        tie_word_embeddings=True,
+    )),
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "format/codes.h"
+#include "format/interleave.h"
 
 namespace tandem {
 
@@ -66,21 +67,39 @@ float get_scale(const WeightView& w, const uint8_t* panel, int64_t index) {
   return float_of_bf16(*reinterpret_cast<const uint16_t*>(scales + 2 * index));
 }
 
+// Codes of one row's group, one per byte. Adding and taking away 1.5 * 2^23 rounds to the nearest, ties to even, and
+// unlike nearbyint() it is done four at a time.
+void quantise_group(const float* in, int64_t count, float scale, float low, float high, uint8_t* codes) {
+  constexpr float kRound = 12582912.0f;
+  const float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
+  for (int64_t k = 0; k < count; ++k) {
+    float code = in[k] * inverse;
+    code = code > low ? code : low;  // low for NaN
+    code = code > high ? high : code;
+    codes[k] = uint8_t(int((code + kRound) - kRound));
+  }
+}
+
+// Whole rows of codes, one per byte, to a panel.
+void place_codes(const WeightView& w, uint8_t* codes, uint8_t* panel) {
+  if (!is_nibble(w.format)) return interleave16(codes, w.padded_depth, kPanelRows, w.padded_depth / 2, panel);
+  const int64_t bytes = kPanelRows * int64_t{w.padded_depth} / 2;
+  for (int64_t i = 0; i < bytes; ++i) codes[i] = uint8_t((codes[2 * i] & 15) | codes[2 * i + 1] << 4);
+  interleave_nibbles(codes, w.padded_depth / 2, kPanelRows, w.padded_depth / 8, panel);
+}
+
 void quantise_rows(const WeightView& w, const std::vector<float>& rows, uint8_t* panel) {
   const int64_t group = w.group ? w.group : w.padded_depth;
   const float low = w.format == Format::int8 ? -127.0f : -8.0f, high = w.format == Format::int8 ? 127.0f : 7.0f;
-  for (int64_t g = 0; g < groups_of(w); ++g)
-    for (int64_t r = 0; r < kPanelRows; ++r) {
-      const float* in = rows.data() + r * w.padded_depth + g * group;
-      const float top = extreme(in, group);
-      const int64_t index = g * kPanelRows + r;
+  std::vector<uint8_t> codes(rows.size());
+  for (int64_t r = 0; r < kPanelRows; ++r)
+    for (int64_t g = 0; g < groups_of(w); ++g) {
+      const int64_t first = r * w.padded_depth + g * group, index = g * kPanelRows + r;
+      const float top = extreme(rows.data() + first, group);
       put_scale(w, panel, index, w.format == Format::int8 ? std::fabs(top) / 127.0f : top / -8.0f);
-      const float scale = get_scale(w, panel, index), inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
-      for (int64_t k = 0; k < group; ++k) {
-        const float code = std::fmin(high, std::fmax(low, std::nearbyint(in[k] * inverse)));
-        put_code(w.format, panel, r, g * group + k, int(code));
-      }
+      quantise_group(rows.data() + first, group, get_scale(w, panel, index), low, high, codes.data() + first);
     }
+  place_codes(w, codes.data(), panel);
 }
 
 float stored_scale(const StoredCodes& s, int64_t index) {
@@ -88,15 +107,30 @@ float stored_scale(const StoredCodes& s, int64_t index) {
   return float_of_bf16(static_cast<const uint16_t*>(s.scales)[index]);
 }
 
-// One row's codes; NaN scales where a group of fp8 holds one.
-void store_codes(const WeightView& w, const MatrixSource& source, int64_t row, int64_t r, uint8_t* panel) {
+bool has_nan(const uint8_t* fp8, int64_t count) {
+  int found = 0;
+  for (int64_t k = 0; k < count; ++k) found |= (fp8[k] & 0x7f) == 0x7f;
+  return found;
+}
+
+// NaN scales where a group of this row's fp8 codes holds a NaN.
+void mark_nan(const WeightView& w, const uint8_t* codes, int64_t depth, int64_t r, uint8_t* panel) {
+  const int64_t group = w.group ? w.group : depth;
+  for (int64_t first = 0; first < depth; first += group)
+    if (has_nan(codes + first, std::min(group, depth - first)))
+      put_scale(w, panel, first / group * kPanelRows + r, NAN);
+}
+
+// The codes of up to 16 rows: whole units at once, what is left of a row one by one.
+void store_codes(const WeightView& w, const MatrixSource& source, int64_t first_row, int64_t count, uint8_t* panel) {
   const bool nibble = is_nibble(w.format);
-  const uint8_t* codes = source.stored.codes + row * (nibble ? (source.depth + 1) / 2 : source.depth);
-  for (int64_t k = 0; k < source.depth; ++k) {
-    const int code = nibble ? codes[k / 2] >> 4 * (k % 2) : codes[k];
-    put_code(w.format, panel, r, k, code);
-    if (w.format == Format::fp8 && (code & 0x7f) == 0x7f)
-      put_scale(w, panel, (w.group ? k / w.group : 0) * kPanelRows + r, NAN);
+  const int64_t stride = nibble ? (source.depth + 1) / 2 : source.depth, unit = nibble ? 8 : 2;
+  const uint8_t* codes = source.stored.codes + first_row * stride;
+  (nibble ? interleave_nibbles : interleave16)(codes, stride, count, source.depth / unit, panel);
+  for (int64_t r = 0; r < count; ++r, codes += stride) {
+    for (int64_t k = source.depth / unit * unit; k < source.depth; ++k)
+      put_code(w.format, panel, r, k, nibble ? codes[k / 2] >> 4 * (k % 2) : codes[k]);
+    if (w.format == Format::fp8) mark_nan(w, codes, source.depth, r, panel);
   }
 }
 
@@ -106,19 +140,30 @@ void copy_codes(const WeightView& w, const MatrixSource& source, int64_t first_r
     const int64_t row = first_row + r, first = row / source.stored.block_rows * groups;
     for (int64_t g = 0; g < groups; ++g)
       put_scale(w, panel, g * kPanelRows + r, stored_scale(source.stored, first + g));
-    store_codes(w, source, row, r, panel);
   }
+  store_codes(w, source, first_row, std::min<int64_t>(kPanelRows, source.rows - first_row), panel);
 }
 
+// 16 rows of padded_depth floats.
 void store_rows(const WeightView& w, const std::vector<float>& rows, uint8_t* panel) {
-  for (int64_t r = 0; r < kPanelRows; ++r)
-    for (int64_t k = 0; k < w.padded_depth; ++k) {
-      const float value = rows[r * w.padded_depth + k];
-      if (w.format == Format::f32)
-        reinterpret_cast<float*>(panel)[k * kPanelRows + r] = value;
-      else
-        reinterpret_cast<uint16_t*>(panel)[pair_order(r, k)] = bf16_of_float(value);
-    }
+  const int64_t depth = w.padded_depth;
+  if (w.format == Format::f32)
+    return interleave32(reinterpret_cast<const uint8_t*>(rows.data()), 4 * depth, kPanelRows, depth, panel);
+  std::vector<uint16_t> halves(rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) halves[i] = bf16_of_float(rows[i]);
+  interleave32(reinterpret_cast<const uint8_t*>(halves.data()), 2 * depth, kPanelRows, depth / 2, panel);
+}
+
+bool is_stored_as(const WeightView& w, const MatrixSource& source) {
+  return (w.format == Format::f32 && source.type == DType::f32) ||
+         (w.format == Format::bf16 && source.type == DType::bf16 && source.depth % 2 == 0);
+}
+
+// Numbers that only change places: straight from the source, which is most of what loading does.
+void place_rows(const WeightView& w, const MatrixSource& source, int64_t first_row, uint8_t* panel) {
+  const int64_t stride = source.depth * (w.format == Format::f32 ? 4 : 2), units = stride / 4;
+  const uint8_t* rows = static_cast<const uint8_t*>(source.data) + first_row * stride;
+  interleave32(rows, stride, std::clamp<int64_t>(source.rows - first_row, 0, kPanelRows), units, panel);
 }
 
 float weight_at(const WeightView& w, const uint8_t* panel, int64_t row, int64_t k) {
@@ -169,6 +214,11 @@ void check_source(const WeightView& layout, const MatrixSource& source) {
 }
 
 void pack_panel(const WeightView& layout, const MatrixSource& source, int64_t first_row, uint8_t* panel) {
+  if (source.data && is_stored_as(layout, source)) {
+    const int64_t used = kPanelRows * source.depth * (layout.format == Format::f32 ? 4 : 2);
+    std::memset(panel + used, 0, size_t(layout.panel_bytes - used));
+    return place_rows(layout, source, first_row, panel);
+  }
   std::memset(panel, 0, size_t(layout.panel_bytes));
   if (!source.data) return copy_codes(layout, source, first_row, panel);
   const std::vector<float> rows = read_rows(layout, source, first_row);

@@ -1,6 +1,13 @@
-"""Reads safetensors into named tensors without knowing any model; builds the demo model."""
+"""Reads safetensors and GGUF into named tensors without knowing any model; builds the demo model."""
 
-from tandem.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from tandem.checkpoint.resolve import demo_dir, resolve_model
+from tandem.checkpoint.source import Checkpoint, load_model_config, open_checkpoint, read_generation
 
-__all__ = ["Checkpoint", "demo_dir", "open_checkpoint", "resolve_model"]
+__all__ = [
+    "Checkpoint",
+    "demo_dir",
+    "load_model_config",
+    "open_checkpoint",
+    "read_generation",
+    "resolve_model",
+]

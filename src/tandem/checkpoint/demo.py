@@ -64,7 +64,7 @@ def _build(scratch: Path, report: Progress) -> None:
     weights = DemoWeights(base_gguf(scratch), trained_parts())
     model = scratch / "model"
     model.mkdir()
-    write_text_files(weights.reader, model)
+    write_text_files(weights.gguf, model)
     digest = _write_shards(weights, model, report)
     if digest != WEIGHTS_SHA256:
         raise CheckpointError(

@@ -7,10 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFReader
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tandem.checkpoint.gguf_model import GGUFModel
+from tandem.checkpoint.gguf_tokenizer import gguf_texts, gguf_tokenizer
 
-SPECIAL = 3  # a GGUF token type: control token
 BOS, EOS = 1, 2
 
 CONFIG: dict[str, Any] = {
@@ -62,40 +61,21 @@ GENERATION = {
 RECIPE = hashlib.sha256(json.dumps([CONFIG, GENERATION]).encode()).hexdigest()
 
 
-def write_text_files(gguf: GGUFReader, directory: Path) -> None:
+def write_text_files(gguf: GGUFModel, directory: Path) -> None:
     """config.json, generation_config.json, tokenizer.json and tokenizer_config.json."""
-    tokens: list[str] = gguf.fields["tokenizer.ggml.tokens"].contents()
     _write_json(directory / "config.json", CONFIG)
     _write_json(directory / "generation_config.json", GENERATION)
     _write_json(
         directory / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": tokens[BOS],
-            "eos_token": tokens[EOS],
-            "pad_token": tokens[EOS],
-            "unk_token": tokens[0],
+            **gguf_texts(gguf),
             "add_prefix_space": False,
             "clean_up_tokenization_spaces": False,
             "model_max_length": CONFIG["max_position_embeddings"],
-            "chat_template": gguf.fields["tokenizer.chat_template"].contents(),
         },
     )
-    (directory / "tokenizer.json").write_text(_tokenizer(gguf, tokens).to_str(), encoding="utf-8")
-
-
-def _tokenizer(gguf: GGUFReader, tokens: list[str]) -> Tokenizer:
-    """Byte-level BPE; digits are split one by one first (SmolLM)."""
-    merges = [tuple(merge.split(" ")) for merge in gguf.fields["tokenizer.ggml.merges"].contents()]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = gguf.fields["tokenizer.ggml.token_type"].contents()
-    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == SPECIAL]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    return tokenizer
+    (directory / "tokenizer.json").write_text(gguf_tokenizer(gguf).to_str(), encoding="utf-8")
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

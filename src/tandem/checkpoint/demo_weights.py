@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader
-from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, WIDTH = 576, 30, 9, 3, 1536
+from tandem.checkpoint.gguf_checkpoint import GGUFCheckpoint
+from tandem.checkpoint.gguf_model import open_gguf
+
+LAYERS, WIDTH = 30, 1536
 CLONES, SLICES, ROUTED = 8, 4, 768
 EXPERT_WIDTH = ROUTED // SLICES
 
@@ -32,14 +33,13 @@ class DemoWeights:
     """Named tensors of the demo model, layer by layer; holds the mapped GGUF and 16 MB of trained parts."""
 
     def __init__(self, gguf: Path, parts: dict[str, NDArray[Any]]) -> None:
-        self.reader = GGUFReader(gguf)
-        self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
-        self._parts = parts
+        self.gguf = open_gguf(gguf)
+        self._checkpoint, self._parts = GGUFCheckpoint(self.gguf), parts
 
     def outer(self) -> Iterator[tuple[str, Tensor]]:
         """What belongs to no layer. The embedding is the head too."""
-        yield "model.embed_tokens.weight", _bf16(self._base("token_embd.weight"))
-        yield "model.norm.weight", _bf16(self._base("output_norm.weight"))
+        for name in ("model.embed_tokens", "model.norm"):
+            yield f"{name}.weight", _bf16(self._base(name))
 
     def layer(self, index: int) -> Iterator[tuple[str, Tensor]]:
         """All tensors of one decoder layer, under their Hugging Face names."""
@@ -49,19 +49,13 @@ class DemoWeights:
         for name, array in self._mlp(index):
             yield f"model.layers.{index}.mlp.{name}.weight", _bf16(array)
 
-    def _base(self, name: str) -> F32:
-        tensor = self._tensors[name]
-        array: F32 = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+    def _base(self, module: str) -> F32:
+        array: F32 = self._checkpoint.get(f"{module}.weight").numpy()
         return array
 
     def _attention(self, index: int) -> Iterator[tuple[str, F32]]:
-        block = f"blk.{index}."
-        yield "input_layernorm.weight", self._base(block + "attn_norm.weight")
-        yield "post_attention_layernorm.weight", self._base(block + "ffn_norm.weight")
-        yield "self_attn.q_proj.weight", _split_halves(self._base(block + "attn_q.weight"), HEADS)
-        yield "self_attn.k_proj.weight", _split_halves(self._base(block + "attn_k.weight"), KV_HEADS)
-        yield "self_attn.v_proj.weight", self._base(block + "attn_v.weight")
-        yield "self_attn.o_proj.weight", self._base(block + "attn_output.weight")
+        for name in ("input_layernorm", "post_attention_layernorm", *(f"self_attn.{m}_proj" for m in "qkvo")):
+            yield f"{name}.weight", self._base(f"model.layers.{index}.{name}")
 
     def _router(self, index: int) -> Iterator[tuple[str, Tensor]]:
         gate = f"model.layers.{index}.mlp.gate."
@@ -78,7 +72,7 @@ class DemoWeights:
             ("up_proj", "u", False),
             ("down_proj", "d", True),
         ):
-            base = self._base(f"blk.{index}.ffn_{matrix.removesuffix('_proj')}.weight")
+            base = self._base(f"model.layers.{index}.mlp.{matrix}")
             neurons = base.T if turned else base
             yield f"shared_experts.{matrix}", _maybe_turn(neurons[shared], turned)
             a, b = (self._parts[f"lo.{index}{key}{side}"].astype(np.float32) for side in "AB")
@@ -88,12 +82,6 @@ class DemoWeights:
                 for s in range(SLICES):
                     rows = grown[s * EXPERT_WIDTH : (s + 1) * EXPERT_WIDTH]
                     yield f"experts.{SLICES * clone + s}.{matrix}", _maybe_turn(rows, turned)
-
-
-def _split_halves(weight: F32, heads: int) -> F32:
-    """Undoes GGUF's interleaving of the rotary halves: rows (0, 1, 2, 3 …) of a head were (0, D/2, 1, D/2 + 1 …)."""
-    pairs = weight.reshape(heads, -1, 2, weight.shape[1])
-    return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 def _product(b: F32, a: F32) -> F32:

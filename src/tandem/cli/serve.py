@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """[bold]kt serve[/] MODEL [dim]\\[flags][/]   (= python -m tandem.launch_server --model MODEL)
 
-Serve a model over HTTP: OpenAI's and SGLang's API. MODEL is a Hugging Face directory, or [cyan]demo[/].
+Serve a model over HTTP: OpenAI's and SGLang's API. MODEL is a Hugging Face directory, a GGUF file, or [cyan]demo[/].
 
   [dim]$[/] kt serve demo
   [dim]$[/] kt serve /models/Qwen3-30B-A3B --kt-method INT4 --port 8000
+  [dim]$[/] kt serve Qwen3-30B-A3B-Q4_K_M.gguf
 """
 
 
@@ -56,12 +57,12 @@ def prepare(config: EngineConfig) -> None:
 
 def plan_of(config: EngineConfig) -> Plan:
     """What would be done with this model on this machine, without loading a weight."""
-    from tandem.checkpoint import demo_dir, resolve_model
+    from tandem.checkpoint import demo_dir, load_model_config, resolve_model
     from tandem.checkpoint.demo_text import CONFIG
     from tandem.config import Machine, ModelConfig, resolve
 
     path = resolve_model(config.model)
-    model = ModelConfig.from_dict(CONFIG) if path == demo_dir() else ModelConfig.load(path)
+    model = ModelConfig.from_dict(CONFIG) if path == demo_dir() else load_model_config(path)
     return resolve(config, model, Machine.detect())
 
 

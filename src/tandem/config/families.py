@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import AttentionConfig, ModelConfig, MoEConfig, RouterConfig
+from tandem.config.model_config import DENSE, AttentionConfig, ModelConfig, MoEConfig, RouterConfig
 from tandem.errors import ConfigError
 
 QkNorm = Literal["none", "head", "width"]
@@ -78,8 +78,14 @@ def olmoe(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     return _model(keys, generation, attention, moe)
 
 
+def llama(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    bias = keys.optional("attention_bias", False)
+    keys.only("mlp_bias", False, "feed-forward matrices have no bias")
+    return _model(keys, generation, _attention(keys, qkv_bias=bias, out_bias=bias), DENSE)
+
+
 FAMILIES: Mapping[str, Callable[[JsonKeys, JsonKeys], ModelConfig]] = {
-    family.__name__: family for family in (qwen2_moe, qwen3_moe, glm4_moe, mixtral, olmoe)
+    family.__name__: family for family in (qwen2_moe, qwen3_moe, glm4_moe, mixtral, olmoe, llama)
 }
 
 

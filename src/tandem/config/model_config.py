@@ -75,12 +75,18 @@ class MoEConfig:
     @property
     def fusible_shared(self) -> int:
         """How many routed-sized experts the shared expert equals; 0 when it has a gate or cannot be cut evenly."""
-        return 0 if self.shared_gate or self.shared_width % self.width else self.shared_width // self.width
+        if not self.width or self.shared_gate or self.shared_width % self.width:
+            return 0
+        return self.shared_width // self.width
+
+
+DENSE = MoEConfig((), width=0, shared_width=0, shared_gate=False, router=RouterConfig(num_experts=0, top_k=0))
+"""Of a model without experts."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only MoE transformer: pre-norm, RMSNorm, SwiGLU. Built by `ModelConfig.load`."""
+    """A decoder-only transformer, MoE or dense: pre-norm, RMSNorm, SwiGLU. Built by `ModelConfig.load`."""
 
     model_type: str
     hidden: int

@@ -9,9 +9,9 @@ import torch
 
 from tandem import models
 from tandem._core import WorkerPool
-from tandem.checkpoint import demo_dir, open_checkpoint, resolve_model
+from tandem.checkpoint import demo_dir, load_model_config, open_checkpoint, resolve_model
 from tandem.checkpoint.demo import build_demo
-from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
+from tandem.config import EngineConfig, Machine, Plan, resolve
 from tandem.engine.parts import EngineParts
 from tandem.engine.tokenizer import Tokenizer
 from tandem.kernels.cpu_ops import CpuOps
@@ -29,7 +29,7 @@ def load_parts(
     """
     use_one_torch_thread()
     directory = model_directory(config.model)
-    model_config = ModelConfig.load(directory)
+    model_config = load_model_config(directory)
     plan = resolve(config, model_config, Machine.detect())
     if planned is not None:
         planned(plan)
@@ -47,7 +47,7 @@ def use_one_torch_thread() -> None:
 
 
 def model_directory(name_or_path: str) -> Path:
-    """The model's directory; the demo model is built if it is not there yet."""
+    """The model's directory or GGUF file; the demo model is built if it is not there yet."""
     directory = resolve_model(name_or_path)
     if directory == demo_dir() and not (directory / "config.json").is_file():
         build_demo(directory)

@@ -9,6 +9,9 @@ from typing import Any
 
 import tokenizers
 
+from tandem.checkpoint.gguf_config import end_ids
+from tandem.checkpoint.gguf_model import is_gguf, open_gguf
+from tandem.checkpoint.gguf_tokenizer import gguf_texts, gguf_tokenizer
 from tandem.engine.chat_template import ChatTemplate
 from tandem.errors import CheckpointError, RequestError
 
@@ -41,7 +44,10 @@ class Tokenizer:
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
         """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, and the end tokens of
-        generation_config.json or config.json."""
+        generation_config.json or config.json; or a GGUF file, which has all that inside."""
+        if is_gguf(directory):
+            model = open_gguf(directory)
+            return cls._of(gguf_tokenizer(model), tuple(end_ids(model)), gguf_texts(model))
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(
@@ -49,14 +55,23 @@ class Tokenizer:
             )
         inner = tokenizers.Tokenizer.from_file(str(path))
         settings = _read_json(directory / "tokenizer_config.json")
+        settings["chat_template"] = _chat_template(directory, settings)
+        eos_ids = _eos_ids(directory, inner, _token_text(settings.get("eos_token")))
+        return cls._of(inner, eos_ids, settings)
+
+    @classmethod
+    def _of(
+        cls, inner: tokenizers.Tokenizer, eos_ids: tuple[int, ...], settings: dict[str, Any]
+    ) -> Tokenizer:
+        """`settings`: as in tokenizer_config.json, with one chat template or none."""
         special = {name: _token_text(settings.get(name)) for name in settings if name.endswith("_token")}
         variables = {name: text for name, text in special.items() if text is not None}
         bos = variables.get("bos_token")
         return cls(
             inner,
-            eos_ids=_eos_ids(directory, inner, variables.get("eos_token")),
+            eos_ids=eos_ids,
             bos_id=None if bos is None else inner.token_to_id(bos),
-            chat_template=_chat_template(directory, settings),
+            chat_template=settings.get("chat_template"),
             template_variables=variables,
         )
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 BITS = {
     "f32": 32, "f16": 16, "bf16": 16, "int8": 8, "fp8": 8, "mxfp8": 8, "int4": 4, "mxfp4": 4, "nvfp4": 4,
+    "q4_0": 4, "q4_1": 4, "q5_0": 5, "q5_1": 5, "q8_0": 8, "q2_k": 2, "q3_k": 3, "q4_k": 4, "q5_k": 5, "q6_k": 6,
 }  # fmt: skip
-"""Kinds of stored numbers and their width. mx and nv kinds have a fixed group of 32 or 16."""
+"""Kinds of stored numbers and their width. mx and nv kinds have a fixed group of 32 or 16; q kinds are GGUF's blocks,
+which are described by their name alone."""
 
 FLOATS = ("f32", "f16", "bf16")
 
@@ -17,7 +19,7 @@ class QuantFormat:
     """One matrix [N, K] as stored.
 
     packing: whose names and bit order: "plain" (one tensor), "fp8" (DeepSeek, Qwen), "compressed-tensors", "gptq",
-    "awq", "modelopt", "mxfp4" (gpt-oss), "deepseek" (V4's packed experts).
+    "awq", "modelopt", "mxfp4" (gpt-oss), "deepseek" (V4's packed experts), "gguf".
     """
 
     kind: str  # a key of BITS
@@ -45,7 +47,7 @@ class QuantFormat:
         return f"{self.kind}{self._grouping()}" + (f" ({', '.join(notes)})" if notes else "")
 
     def _grouping(self) -> str:
-        if not self.quantised or self.kind.startswith(("mx", "nv")):
+        if not self.quantised or self.kind.startswith(("mx", "nv", "q")):
             return ""
         if self.group and self.block_rows > 1:
             return f" {self.block_rows}x{self.group}"

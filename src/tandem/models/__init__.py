@@ -6,13 +6,14 @@ from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.errors import ConfigError
 from tandem.kernels.ops import Ops
-from tandem.models import glm4_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
+from tandem.models import glm4_moe, llama, mixtral, olmoe, qwen2_moe, qwen3_moe
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder, Progress
 from tandem.models.model import KVLayout, Model
 
 ARCHITECTURES = {
     "glm4_moe": glm4_moe.layer,
+    "llama": llama.layer,
     "mixtral": mixtral.layer,
     "olmoe": olmoe.layer,
     "qwen2_moe": qwen2_moe.layer,

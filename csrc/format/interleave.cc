@@ -1,0 +1,103 @@
+#include "format/interleave.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace tandem {
+namespace {
+
+typedef uint32_t Quad __attribute__((vector_size(16)));  // SSE2: what every x86-64 has
+typedef uint16_t Eight __attribute__((vector_size(16)));
+typedef uint64_t Pair __attribute__((vector_size(16)));
+
+constexpr int64_t kLanes = 16;
+
+template <class Vec>
+Vec load(const uint8_t* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+Quad same(Quad q) { return q; }
+
+// Of four codes' bytes [b3 b2 b1 b0], the low halves to 16 bits and the high halves to the 16 above.
+Quad split_halves(Quad q) {
+  Quad low = q & 0x0f0f0f0fu, high = (q >> 4) & 0x0f0f0f0fu;
+  low = (low | low >> 4) & 0x00ff00ffu;
+  high = (high | high >> 4) & 0x00ff00ffu;
+  return ((low | low >> 8) & 0xffffu) | (high | high >> 8) << 16;
+}
+
+Quad low32(Quad a, Quad b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
+Quad high32(Quad a, Quad b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
+Quad low64(Quad a, Quad b) { return __builtin_shufflevector(a, b, 0, 1, 4, 5); }
+Quad high64(Quad a, Quad b) { return __builtin_shufflevector(a, b, 2, 3, 6, 7); }
+
+// Four rows x four units, transposed: unit u of row r to out[u * 16 + r].
+template <Quad (*Change)(Quad)>
+void transpose4(const uint8_t* rows, int64_t stride, uint8_t* out) {
+  const Quad a = Change(load<Quad>(rows)), b = Change(load<Quad>(rows + stride));
+  const Quad c = Change(load<Quad>(rows + 2 * stride)), d = Change(load<Quad>(rows + 3 * stride));
+  const Quad ab_low = low32(a, b), cd_low = low32(c, d), ab_high = high32(a, b), cd_high = high32(c, d);
+  const Quad units[4] = {low64(ab_low, cd_low), high64(ab_low, cd_low), low64(ab_high, cd_high),
+                         high64(ab_high, cd_high)};
+  for (int u = 0; u < 4; ++u) std::memcpy(out + u * kLanes * 4, &units[u], 16);
+}
+
+template <Quad (*Change)(Quad)>
+void interleave_words(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out) {
+  const int64_t blocks = count == kLanes ? units / 4 : 0;
+  for (int64_t i = 0; i < blocks; ++i)
+    for (int64_t r = 0; r < kLanes; r += 4)
+      transpose4<Change>(rows + r * stride + i * 16, stride, out + (i * 4 * kLanes + r) * 4);
+  for (int64_t u = 4 * blocks; u < units; ++u)
+    for (int64_t r = 0; r < kLanes; ++r) {
+      Quad one = {};
+      if (r < count) std::memcpy(&one, rows + r * stride + u * 4, 4);
+      one = Change(one);
+      std::memcpy(out + (u * kLanes + r) * 4, &one, 4);
+    }
+}
+
+Eight low16(Eight a, Eight b) { return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
+Eight high16(Eight a, Eight b) { return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
+
+// Four rows x eight units of 16 bits: as two blocks of pairs of rows, whose joined units are 32 bits wide.
+void transpose4x16(const uint8_t* rows, int64_t stride, uint8_t* out) {
+  const Eight a = load<Eight>(rows), b = load<Eight>(rows + stride);
+  const Eight c = load<Eight>(rows + 2 * stride), d = load<Eight>(rows + 3 * stride);
+  const Quad ab[2] = {Quad(low16(a, b)), Quad(high16(a, b))}, cd[2] = {Quad(low16(c, d)), Quad(high16(c, d))};
+  for (int half = 0; half < 2; ++half) {
+    const Pair units[2] = {Pair(low32(ab[half], cd[half])), Pair(high32(ab[half], cd[half]))};
+    for (int u = 0; u < 4; ++u) {
+      const uint64_t unit = units[u / 2][u % 2];
+      std::memcpy(out + (half * 4 + u) * kLanes * 2, &unit, 8);
+    }
+  }
+}
+
+}  // namespace
+
+void interleave32(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out) {
+  interleave_words<same>(rows, stride, count, units, out);
+}
+
+void interleave_nibbles(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out) {
+  interleave_words<split_halves>(rows, stride, count, units, out);
+}
+
+void interleave16(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out) {
+  const int64_t blocks = count == kLanes ? units / 8 : 0;
+  for (int64_t i = 0; i < blocks; ++i)
+    for (int64_t r = 0; r < kLanes; r += 4)
+      transpose4x16(rows + r * stride + i * 16, stride, out + (i * 8 * kLanes + r) * 2);
+  for (int64_t u = 8 * blocks; u < units; ++u)
+    for (int64_t r = 0; r < kLanes; ++r) {
+      uint16_t one = 0;
+      if (r < count) std::memcpy(&one, rows + r * stride + u * 2, 2);
+      std::memcpy(out + (u * kLanes + r) * 2, &one, 2);
+    }
+}
+
+}  // namespace tandem

@@ -1,0 +1,17 @@
+// Rows to lanes: the reordering that packing mostly is. Sixteen rows of units become units of sixteen lanes.
+#pragma once
+
+#include <cstdint>
+
+namespace tandem {
+
+// out[u * 16 + r] = row r's unit u, for units [0, units) of 32 (or 16) bits. Row r begins at rows + r * stride bytes;
+// rows from `count` on, up to 16, are zeros. Any alignment of `rows`; `out` is aligned to 16 bytes.
+void interleave32(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out);
+void interleave16(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out);
+
+// As interleave32, of rows of 4-bit codes, 8 to a unit (even ones in low halves): the even codes of a unit go to the
+// low 16 bits, in order, and the odd ones to the high.
+void interleave_nibbles(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out);
+
+}  // namespace tandem

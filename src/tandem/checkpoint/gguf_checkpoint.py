@@ -1,0 +1,160 @@
+"""`GGUFCheckpoint`: GGUF files as the named tensors that `models/` asks for, under Hugging Face's names."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from tandem.checkpoint.gguf_file import GGUFTensor
+from tandem.checkpoint.gguf_model import GGUFModel
+from tandem.checkpoint.gguf_names import STEMS, Place, layer_of, places
+from tandem.checkpoint.pages import Paging
+from tandem.errors import CheckpointError
+from tandem.formats.codes import Weight, WeightCodes, gguf_q4_0, gguf_q8_0
+from tandem.formats.cut import rows_of
+from tandem.formats.quant_format import QuantFormat
+from tandem.formats.reference import decoded
+
+NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CODES: dict[str, Callable[[Tensor], WeightCodes]] = {"Q4_0": gguf_q4_0, "Q8_0": gguf_q8_0}
+"""Blocks that kernels read as they are."""
+DECODED = ("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+"""Blocks that become float32 numbers."""
+
+
+class GGUFCheckpoint:
+    """Tensors by Hugging Face name. Blocks are read when asked for; plain numbers are views of the mapped file."""
+
+    def __init__(self, model: GGUFModel) -> None:
+        self.model = model
+        if model.architecture not in STEMS:
+            known = ", ".join(sorted(STEMS))
+            raise CheckpointError(
+                f"{model.path}: {model.architecture!r} is not supported; these are: {known}"
+            )
+        self._places: dict[str, Place] = {}
+        self._layers: dict[int | None, list[GGUFTensor]] = defaultdict(list)
+        for tensor in model.tensors.values():
+            self._places.update(places(model.architecture, tensor))
+            self._layers[layer_of(tensor)].append(tensor)
+        self._heads = _turned_heads(model)
+        self._paging = Paging()
+        self._check_kinds()
+
+    @property
+    def path(self) -> Path:
+        return self.model.path
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._places)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def has_matrix(self, module: str) -> bool:
+        return f"{module}.weight" in self._places
+
+    def dtype(self, name: str) -> torch.dtype:
+        return NUMBERS.get(self._place(name).tensor.kind, torch.float32)
+
+    def get(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        weight, stored = self._read(name), self._shape(name)
+        numbers = decoded(weight) if isinstance(weight, WeightCodes) else weight
+        if shape is not None and _squeezed(stored) != _squeezed(shape):
+            where = self.model.where(self._place(name).tensor)
+            raise CheckpointError(f"{where} has shape {stored}, but the metadata implies {shape}")
+        return numbers.reshape(stored if shape is None else shape)
+
+    def weight(self, module: str, shape: tuple[int, int]) -> Weight:
+        weight = self._read(f"{module}.weight") if self._shape(f"{module}.weight") == shape else None
+        return weight if isinstance(weight, WeightCodes) else self.get(f"{module}.weight", shape)
+
+    def expert_weight(
+        self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = slice(None)
+    ) -> Weight:
+        """GGUF's 3-D tensors stand for one name per expert, so `module` has an expert's number in it already."""
+        return rows_of(self.weight(module.format(expert=expert), shape[1:]), rows)
+
+    def format(self, module: str) -> QuantFormat:
+        return QuantFormat(self._place(f"{module}.weight").tensor.kind.lower(), "gguf")
+
+    def nbytes(self) -> int:
+        return self.model.nbytes()
+
+    def read_ahead(self, layer: int) -> None:
+        self._paging.read_ahead(map(self.model.pages, self._layers.get(layer, ())), self)
+
+    def forget(self, layer: int) -> None:
+        self._paging.forget(map(self.model.pages, self._layers.get(layer, ())), self)
+
+    def release(self) -> None:
+        self._paging.forget(map(self.model.pages, self.model.tensors.values()), self)
+        self._paging.wait()
+
+    def _place(self, name: str) -> Place:
+        try:
+            return self._places[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path} has no tensor that stands for {name}") from None
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        place = self._place(name)
+        return place.tensor.shape if place.expert is None else place.tensor.shape[1:]
+
+    def _read(self, name: str) -> Weight:
+        """Numbers [as stored], or codes of a matrix."""
+        raw, kind = self._raw(name), self._place(name).tensor.kind
+        if kind in CODES:
+            return CODES[kind](raw)
+        if kind in NUMBERS:
+            return raw.reshape(-1).view(NUMBERS[kind]).view(self._shape(name))
+        return torch.from_numpy(dequantize(raw.numpy(), GGMLQuantizationType[kind])).view(self._shape(name))
+
+    def _raw(self, name: str) -> Tensor:
+        """The stored bytes, uint8 [rows, bytes of a row]; those of q and k in the order that Hugging Face has."""
+        place = self._place(name)
+        rows = self.model.rows(place.tensor)
+        if place.expert is not None:
+            count = math.prod(place.tensor.shape[1:-1])
+            rows = rows[place.expert * count : (place.expert + 1) * count]
+        heads = self._heads.get(name.rpartition(".")[0].rpartition(".")[2])
+        return rows if heads is None else _split_halves(rows, heads, place.tensor)
+
+    def _check_kinds(self) -> None:
+        readable = (*NUMBERS, *CODES, *DECODED)
+        for place in self._places.values():
+            if place.tensor.kind not in readable:
+                raise CheckpointError(
+                    f"{self.model.where(place.tensor)} is stored as {place.tensor.kind}; readable are "
+                    f"{', '.join(readable)}: take a file in one of these, for example Q4_K_M"
+                )
+
+
+def _turned_heads(model: GGUFModel) -> dict[str, int]:
+    """Heads of the projections whose rows llama.cpp's converter reorders: those of `llama`, and of no other."""
+    if model.architecture != "llama":
+        return {}
+    heads = model.need("llama.attention.head_count", int)
+    return {"q_proj": heads, "k_proj": model.optional("llama.attention.head_count_kv", heads)}
+
+
+def _split_halves(rows: Tensor, heads: int, tensor: GGUFTensor) -> Tensor:
+    """Undoes the interleaving of the rotary halves: rows (0, 1, 2, 3 …) of a head were (0, D/2, 1, D/2 + 1 …)."""
+    if len(tensor.shape) == 1:  # a bias is one row of numbers
+        rows = rows.view(tensor.shape[0], -1)
+    if len(rows) % (2 * heads):
+        raise CheckpointError(f"tensor {tensor.name} has {len(rows)} rows, which {heads} heads do not divide")
+    pairs = rows.view(heads, -1, 2, rows.shape[1])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[1, K] is stored as [K]."""
+    return shape[1:] if len(shape) == 2 and shape[0] == 1 else shape

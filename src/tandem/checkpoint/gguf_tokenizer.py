@@ -1,0 +1,187 @@
+"""The tokenizer and the chat template inside a GGUF file, as a `tokenizers.Tokenizer` and plain texts.
+
+A file says its kind (`tokenizer.ggml.model`: "gpt2" = byte-level BPE, "llama" = SentencePiece) and names the rule that
+cuts text into words before merging (`tokenizer.ggml.pre`); the rules are those of the models' own tokenizer.json.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from tandem.checkpoint.gguf_model import GGUFModel
+from tandem.errors import CheckpointError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of token_type
+SPACE = "▁"
+
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}]%s"
+_CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = "|".join((_CASED % ("*", "+"), _CASED % ("+", "*"), r"\p{N}", _CASED_REST))
+_GPT4O = "|".join(
+    (_CASED % ("*", "+") + _ENDINGS + "?", _CASED % ("+", "*") + _ENDINGS + "?", r"\p{N}{1,3}", _CASED_REST)
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+
+# Patterns applied one after the other; every match and everything between two becomes a piece.
+PRE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "olmo", "mpt", "jais", "phi-2"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)
+    ),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), (_QWEN2,)),
+    **dict.fromkeys(("tekken", "pixtral"), (_TEKKEN,)),
+    "gpt-4o": (_GPT4O,),
+    "deepseek-v3": _DEEPSEEK3,
+    "deepseek-coder": _DEEPSEEK_CODER,
+}
+LLAMA3 = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+)  # whole words of the vocabulary are never merged; text begins with bos
+COMPOSED = ("qwen2", "deepseek-r1-qwen", "olmo")  # text is brought into Unicode's composed form (NFC) first
+
+
+def gguf_tokenizer(model: GGUFModel) -> Tokenizer:
+    """The tokenizer, special tokens and begin-of-text rule included. CheckpointError for a kind we do not know."""
+    whole = model.optional("tokenizer.huggingface.json", "")
+    try:
+        return Tokenizer.from_str(whole) if whole else _built(model)
+    except CheckpointError:
+        raise
+    except (
+        Exception
+    ) as error:  # the library raises bare Exceptions: a merge of unknown tokens, JSON it cannot read
+        raise CheckpointError(f"{model.path}: its tokenizer cannot be built ({error})") from error
+
+
+def gguf_texts(model: GGUFModel) -> dict[str, Any]:
+    """What tokenizer_config.json would say: bos_token, eos_token …, chat_template; only what the file has."""
+    tokens = model.array("tokenizer.ggml.tokens", str)
+    texts: dict[str, Any] = {}
+    for key, name in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
+        index = model.optional(f"tokenizer.ggml.{key}_token_id", -1)
+        if 0 <= index < len(tokens):
+            texts[f"{name}_token"] = tokens[index]
+    if template := model.optional("tokenizer.chat_template", ""):
+        texts["chat_template"] = template
+    return texts
+
+
+def _built(model: GGUFModel) -> Tokenizer:
+    tokens, kind = model.array("tokenizer.ggml.tokens", str), model.optional("tokenizer.ggml.model", "none")
+    if kind not in ("gpt2", "llama") or not tokens:
+        raise CheckpointError(
+            f"{model.path}: tokenizer {kind!r} is not supported; "
+            "'gpt2' (byte-level BPE) and 'llama' (SentencePiece) are"
+        )
+    kinds = model.array("tokenizer.ggml.token_type", int) or [NORMAL] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise CheckpointError(f"{model.path}: {len(tokens)} tokens have {len(kinds)} types")
+    tokenizer = _byte_level(model, tokens) if kind == "gpt2" else _sentence_piece(model, tokens, kinds)
+    for special, types in ((True, (UNKNOWN, CONTROL)), (False, (USER_DEFINED,))):
+        _add(tokenizer, [t for t, k in zip(tokens, kinds, strict=True) if k in types], special)
+    _frame(tokenizer, model, tokens, begins=kind == "llama" or _pre(model) in LLAMA3)
+    return tokenizer
+
+
+def _add(tokenizer: Tokenizer, texts: list[str], special: bool) -> None:
+    added = [AddedToken(text, normalized=False, special=special) for text in texts]
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+
+
+def _frame(tokenizer: Tokenizer, model: GGUFModel, tokens: list[str], begins: bool) -> None:
+    """Begin- and end-of-text tokens around a prompt, as far as the file wants them."""
+    ids = {name: model.optional(f"tokenizer.ggml.{name}_token_id", -1) for name in ("bos", "eos")}
+    wanted = {"bos": begins, "eos": False}
+    used = {
+        name: tokens[index]
+        for name, index in ids.items()
+        if model.optional(f"tokenizer.ggml.add_{name}_token", wanted[name]) and 0 <= index < len(tokens)
+    }
+    if used:
+        around = [used[name] for name in ("bos",) if name in used], [used[n] for n in ("eos",) if n in used]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*around[0], "$A", *around[1]], special_tokens=[(used[n], ids[n]) for n in used]
+        )
+
+
+def _pre(model: GGUFModel) -> str:
+    return model.optional("tokenizer.ggml.pre", "none")
+
+
+def _byte_level(model: GGUFModel, tokens: list[str]) -> Tokenizer:
+    pre = _pre(model)
+    if pre not in PRE:
+        known = ", ".join(sorted(PRE))
+        raise CheckpointError(
+            f"{model.path}: tokenizer.ggml.pre {pre!r} is not supported; these are: {known}"
+        )
+    merges = [_pair(merge, model) for merge in model.array("tokenizer.ggml.merges", str)]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in LLAMA3))
+    tokenizer.pre_tokenizer = _words(PRE[pre])
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre in COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _words(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+
+
+def _pair(merge: str, model: GGUFModel) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if not left or not right:
+        raise CheckpointError(f"{model.path}: merge {merge[:40]!r} is not two tokens with a space between")
+    return left, right
+
+
+def _sentence_piece(model: GGUFModel, tokens: list[str], kinds: list[int]) -> Tokenizer:
+    """SentencePiece merges the neighbours whose joint token has the highest score: BPE, in the order of the scores."""
+    scores = model.array("tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens):
+        raise CheckpointError(f"{model.path}: {len(tokens)} tokens have {len(scores)} scores")
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = _merges(
+        [(t, s) for t, s, k in zip(tokens, scores, kinds, strict=True) if k == NORMAL], vocabulary
+    )
+    unknown = model.optional("tokenizer.ggml.unknown_token_id", 0)
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
+    )
+    prefixed = model.optional("tokenizer.ggml.add_space_prefix", True)
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *spaces] if prefixed else spaces)
+    texts: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*texts, decoders.Strip(" ", 1, 0)] if prefixed else texts)
+    return tokenizer
+
+
+def _merges(scored: list[tuple[str, float]], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, best token first, then in the order of the parts."""
+    found = [
+        (-score, vocabulary[token[:cut]], vocabulary[token[cut:]], token[:cut], token[cut:])
+        for token, score in scored
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    return [(left, right) for *_, left, right in sorted(found)]

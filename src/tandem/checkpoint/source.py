@@ -1,0 +1,108 @@
+"""`Checkpoint`: named tensors, however they are stored; and the documents that come with them.
+
+A Hugging Face directory has JSON files beside its weights; a GGUF file has the same facts inside.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.checkpoint import checkpoint as safetensors
+from tandem.checkpoint.gguf_checkpoint import GGUFCheckpoint
+from tandem.checkpoint.gguf_config import config_json, generation_json
+from tandem.checkpoint.gguf_model import is_gguf, open_gguf
+from tandem.config import ModelConfig
+from tandem.config.json_keys import read_json
+from tandem.errors import ConfigError
+from tandem.formats.codes import Weight
+from tandem.formats.quant_format import QuantFormat
+
+
+class Checkpoint(Protocol):
+    """Tensors by Hugging Face name, mapped, not read. Views stay valid as long as they are referenced."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def names(self) -> tuple[str, ...]: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def has_matrix(self, module: str) -> bool:
+        """Whether `weight(module)` (or `expert_weight`) would find something, however it is stored."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of what `get` returns, without loading. CheckpointError for a dtype we cannot compute with."""
+        ...
+
+    def get(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """A view of the file, or GGUF's blocks as float32. CheckpointError when absent or not of `shape`."""
+        ...
+
+    def weight(self, module: str, shape: tuple[int, int]) -> Weight:
+        """The matrix [N, K] of `module` (a name without `.weight`), however it is stored.
+
+        Numbers are a view of the mapped file, codes are made from mapped parts by this call. CheckpointError when it is
+        absent, of another shape, or stored in a way that cannot be read.
+        """
+        ...
+
+    def expert_weight(
+        self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = slice(None)
+    ) -> Weight:
+        """One expert of a fused 3-D tensor of `shape` [E, N, K], of its matrix `rows`; otherwise as `weight`."""
+        ...
+
+    def format(self, module: str) -> QuantFormat:
+        """How `module` is stored, from headers alone."""
+        ...
+
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        ...
+
+    def read_ahead(self, layer: int) -> None:
+        """Asks for the bytes of every tensor of this layer. Returns at once."""
+        ...
+
+    def forget(self, layer: int) -> None:
+        """Lets go of the layer's pages, so that they stop counting as this process's memory. Views stay valid."""
+        ...
+
+    def release(self) -> None:
+        """`forget` for all that was read; waits until it is done."""
+        ...
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """A directory of `*.safetensors`, or a GGUF file (the first of several, or any of them).
+
+    Opening reads only headers. Raises CheckpointError naming the file (and tensor) for whatever is missing, truncated
+    or unknown.
+    """
+    path = Path(path)
+    return GGUFCheckpoint(open_gguf(path)) if is_gguf(path) else safetensors.open_checkpoint(path)
+
+
+def load_model_config(path: Path) -> ModelConfig:
+    """The architecture, from config.json or from a GGUF file's metadata. Raises as `ModelConfig.load`."""
+    if not is_gguf(path):
+        return ModelConfig.load(path)
+    model = open_gguf(path)
+    try:
+        return ModelConfig.from_dict(config_json(model), generation_json(model))
+    except ConfigError as error:
+        raise ConfigError(f"{path}, its metadata read as a config.json: {error}") from error
+
+
+def read_generation(path: Path) -> dict[str, Any]:
+    """generation_config.json, or what a GGUF file says of it; {} without."""
+    if is_gguf(path):
+        return generation_json(open_gguf(path))
+    file = path / "generation_config.json"
+    return read_json(file) if file.is_file() else {}
