@@ -18,4 +18,5 @@ NB_MODULE(_core, m) {
   tandem::bind_dense(m);
   tandem::bind_matrix(m);
   tandem::bind_experts(m);
+  tandem::bind_packed(m);
 }

@@ -29,42 +29,75 @@ ExpertLayer::ExpertLayer(std::shared_ptr<Workspace> workspace, const ExpertShape
   down_layout_ = packed_layout(shape.format, shape.hidden, shape.width);
   expert_bytes_ = packed_bytes(gate_up_layout_) + packed_bytes(down_layout_);
   memory_ = HugeBuffer(size_t(expert_bytes_) * shape.experts);
+  panels_ = memory_.data();
   loaded_.resize(size_t(shape.experts));
 }
 
 WeightView ExpertLayer::gate_up(int expert) const {
   WeightView view = gate_up_layout_;
-  view.panels = memory_.data() + expert * expert_bytes_;
+  view.panels = panels_ + expert * expert_bytes_;
   return view;
 }
 
 WeightView ExpertLayer::down(int expert) const {
   WeightView view = down_layout_;
-  view.panels = memory_.data() + expert * expert_bytes_ + packed_bytes(gate_up_layout_);
+  view.panels = panels_ + expert * expert_bytes_ + packed_bytes(gate_up_layout_);
   return view;
 }
 
-void ExpertLayer::load(int expert, const ExpertSource& source) {
-  if (expert < 0 || expert >= shape_.experts)
-    throw std::out_of_range("there is no expert " + std::to_string(expert) + " in a layer of " +
+void ExpertLayer::load(int expert, const ExpertSource& source) { load_all(expert, {source}); }
+
+void ExpertLayer::check_sources(int first, const std::vector<ExpertSource>& sources) const {
+  const int64_t last = first + int64_t(sources.size()) - 1;
+  if (first < 0 || last >= shape_.experts)
+    throw std::out_of_range("there is no expert " + std::to_string(first < 0 ? first : last) + " in a layer of " +
                             std::to_string(shape_.experts));
-  check_source(gate_up_layout_, source.gate);
-  check_source(gate_up_layout_, source.up);
-  check_source(down_layout_, source.down);
+  if (file_) throw std::invalid_argument("this layer's experts lie in a file; they cannot be loaded again");
+  for (const ExpertSource& source : sources) {
+    check_source(gate_up_layout_, source.gate);
+    check_source(gate_up_layout_, source.up);
+    check_source(down_layout_, source.down);
+  }
+}
+
+void ExpertLayer::load_all(int first, const std::vector<ExpertSource>& sources) {
+  check_sources(first, sources);
   const auto lock = workspace_->lock();
-  uint8_t* first = memory_.data() + expert * expert_bytes_;
-  uint8_t* second = first + packed_bytes(gate_up_layout_);
-  const int64_t gate_up_panels = 2 * gate_up_layout_.pairs, panels = gate_up_panels + 2 * down_layout_.pairs;
-  workspace_->pool().for_each(panels, [&](int64_t i, const Worker&) {
-    if (i < gate_up_panels)
-      pack_panel(gate_up_layout_, i % 2 ? source.up : source.gate, i / 2 * kPanelRows,
-                 first + i * gate_up_layout_.panel_bytes);
-    else
-      pack_panel(down_layout_, source.down, (i - gate_up_panels) * kPanelRows,
-                 second + (i - gate_up_panels) * down_layout_.panel_bytes);
+  const int64_t panels = 2 * gate_up_layout_.pairs + 2 * down_layout_.pairs;
+  workspace_->pool().for_each(panels * int64_t(sources.size()), [&](int64_t i, const Worker&) {
+    pack_panel_of(first + int(i / panels), sources[size_t(i / panels)], i % panels);
   });
-  pack_biases(expert, source);
-  loaded_[size_t(expert)] = true;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    pack_biases(first + int(i), sources[i]);
+    loaded_[size_t(first) + i] = true;
+  }
+}
+
+void ExpertLayer::pack_panel_of(int expert, const ExpertSource& source, int64_t panel) {
+  uint8_t* memory = memory_.data() + expert * expert_bytes_;
+  const int64_t gate_up_panels = 2 * gate_up_layout_.pairs, down_panel = panel - gate_up_panels;
+  if (down_panel < 0)
+    pack_panel(gate_up_layout_, panel % 2 ? source.up : source.gate, panel / 2 * kPanelRows,
+               memory + panel * gate_up_layout_.panel_bytes);
+  else
+    pack_panel(down_layout_, source.down, down_panel * kPanelRows,
+               memory + packed_bytes(gate_up_layout_) + down_panel * down_layout_.panel_bytes);
+}
+
+void ExpertLayer::adopt(std::shared_ptr<const MappedFile> file, int64_t offset, std::vector<float> gate_up_bias,
+                        std::vector<float> down_bias) {
+  const size_t gate_up = size_t(gate_up_layout_.pairs * kPairColumns) * loaded_.size(),
+               down = size_t(down_layout_.pairs * kPairColumns) * loaded_.size();
+  if (gate_up_bias.empty() != down_bias.empty() || (!down_bias.empty() && down_bias.size() != down) ||
+      (!gate_up_bias.empty() && gate_up_bias.size() != gate_up))
+    throw std::invalid_argument("the biases are not those of this layer");
+  const auto lock = workspace_->lock();
+  panels_ = file->at(offset, expert_bytes_ * shape_.experts);
+  file_ = std::move(file);
+  memory_ = HugeBuffer();
+  gate_up_bias_ = std::move(gate_up_bias);
+  down_bias_ = std::move(down_bias);
+  loaded_.assign(loaded_.size(), true);
 }
 
 void ExpertLayer::pack_biases(int expert, const ExpertSource& source) {

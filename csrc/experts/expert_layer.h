@@ -7,6 +7,7 @@
 #include "experts/routing_plan.h"
 #include "format/pack.h"
 #include "ops/workspace.h"
+#include "runtime/mapped_file.h"
 
 namespace tandem {
 
@@ -48,6 +49,18 @@ class ExpertLayer {
   // Packs one expert on the pool. Throws std::out_of_range for an expert that does not exist.
   void load(int expert, const ExpertSource& source);
 
+  // Packs experts first, first + 1, … in one parallel region, so that small experts share it.
+  void load_all(int first, const std::vector<ExpertSource>& sources);
+
+  // What `load` has packed: bytes_per_expert() for each expert, and the biases as they are added (null: none).
+  const uint8_t* packed() const { return panels_; }
+  const std::vector<float>& gate_up_bias() const { return gate_up_bias_; }
+  const std::vector<float>& down_bias() const { return down_bias_; }
+  // Takes them from before: the panels are read where they lie in `file`, the biases are copied. Throws
+  // std::invalid_argument if sizes do not fit.
+  void adopt(std::shared_ptr<const MappedFile> file, int64_t offset, std::vector<float> gate_up_bias,
+             std::vector<float> down_bias);
+
   // out[t] = sum over slots of weights[t, slot] * expert[ids[t, slot]](x[t]). A token's experts are added in the order
   // of their ids, so the result does not depend on the batch. Large batches run in chunks of fixed scratch. Throws
   // std::invalid_argument for an expert that has not been loaded.
@@ -56,6 +69,8 @@ class ExpertLayer {
  private:
   WeightView gate_up(int expert) const;
   WeightView down(int expert) const;
+  void check_sources(int first, const std::vector<ExpertSource>& sources) const;
+  void pack_panel_of(int expert, const ExpertSource& source, int64_t panel);
   void pack_biases(int expert, const ExpertSource& source);
   int64_t tokens_per_chunk(int64_t top_k) const;
   void check_loaded() const;
@@ -68,7 +83,9 @@ class ExpertLayer {
   WeightView gate_up_layout_;  // panels alternate: 16 columns of gate, the same 16 of up
   WeightView down_layout_;
   int64_t expert_bytes_;
-  HugeBuffer memory_;
+  HugeBuffer memory_;                       // the panels, or
+  std::shared_ptr<const MappedFile> file_;  // what they lie in
+  const uint8_t* panels_;
   std::vector<float> gate_up_bias_, down_bias_;  // padded, of all experts; empty: none has been loaded
   std::vector<bool> loaded_;                     // by expert
   RoutingPlan plan_;

@@ -27,13 +27,23 @@ PackedMatrix::PackedMatrix(std::shared_ptr<Workspace> workspace, const MatrixSou
   check_source(view_, source);
   memory_ = HugeBuffer(size_t(packed_bytes(view_)));
   view_.panels = memory_.data();
-  if (bias) {
-    bias_ = std::make_unique<float[]>(size_t(view_.pairs) * kPairColumns);
-    std::memcpy(bias_.get(), bias, size_t(view_.columns) * sizeof(float));
-  }
+  keep_bias(bias);
   workspace_->pool().for_each(2 * view_.pairs, [&](int64_t panel, const Worker&) {
     pack_panel(view_, source, panel * kPanelRows, memory_.data() + panel * view_.panel_bytes);
   });
+}
+
+PackedMatrix::PackedMatrix(std::shared_ptr<Workspace> workspace, const WeightFormat& format, int64_t rows,
+                           int64_t depth, std::shared_ptr<const MappedFile> file, int64_t offset, const float* bias)
+    : workspace_(std::move(workspace)), file_(std::move(file)), view_(packed_layout(format, rows, depth)) {
+  view_.panels = file_->at(offset, packed_bytes(view_));
+  keep_bias(bias);
+}
+
+void PackedMatrix::keep_bias(const float* bias) {
+  if (!bias) return;
+  bias_ = std::make_unique<float[]>(size_t(view_.pairs) * kPairColumns);
+  std::memcpy(bias_.get(), bias, size_t(view_.columns) * sizeof(float));
 }
 
 void PackedMatrix::dequantise(float* out) const {

@@ -5,6 +5,7 @@
 
 #include "format/pack.h"
 #include "ops/workspace.h"
+#include "runtime/mapped_file.h"
 
 namespace tandem {
 
@@ -13,9 +14,14 @@ class PackedMatrix {
   // Packs `source` [N, K] on the pool; `bias` [N] float or null. Neither is kept.
   PackedMatrix(std::shared_ptr<Workspace> workspace, const MatrixSource& source, const float* bias,
                const WeightFormat& format);
+  // A matrix [rows, depth] that was packed before: its panels are read where they lie in `file`. Throws
+  // std::invalid_argument if they do not fit there.
+  PackedMatrix(std::shared_ptr<Workspace> workspace, const WeightFormat& format, int64_t rows, int64_t depth,
+               std::shared_ptr<const MappedFile> file, int64_t offset, const float* bias);
 
   const WeightView& layout() const { return view_; }
   const Workspace& workspace() const { return *workspace_; }
+  const float* bias() const { return bias_.get(); }  // [N], or null
 
   // out [rows, N] = x [rows, K] times the transposed matrix, + bias.
   void multiply(const RowsView& x, void* out, DType out_type) const;
@@ -24,13 +30,15 @@ class PackedMatrix {
   void dequantise(float* out) const;
 
  private:
+  void keep_bias(const float* bias);
   void prepare(const RowsView& x, PreparedRows* rows) const;
   void multiply_tile(const PreparedRows& x, int64_t first_row, int64_t rows, int64_t first_pair, int64_t pairs,
                      void* out, DType out_type, WorkerScratch& scratch) const;
 
   std::shared_ptr<Workspace> workspace_;
-  HugeBuffer memory_;
-  std::unique_ptr<float[]> bias_;  // padded to whole pairs; null: none
+  HugeBuffer memory_;                       // the panels, or
+  std::shared_ptr<const MappedFile> file_;  // what they lie in
+  std::unique_ptr<float[]> bias_;           // padded to whole pairs; null: none
   WeightView view_;
 };
 

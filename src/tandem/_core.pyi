@@ -1,6 +1,7 @@
 """Tandem's C++ core."""
 
 from collections.abc import Sequence
+from typing import Annotated
 
 class WorkerPool:
     """
@@ -194,3 +195,50 @@ class ExpertLayer:
     def tier(self) -> str: ...
     @property
     def bytes_per_expert(self) -> int: ...
+
+class MappedFile:
+    """
+    A file mapped read-only; it stays mapped while packed weights lie in it.
+    """
+
+    def __init__(self, fd: int, bytes: int) -> None:
+        """Throws OSError."""
+
+    def __len__(self) -> int: ...
+    def view(
+        self, offset: int, length: int
+    ) -> Annotated[memoryview, dict(dtype="uint8", shape=(None,), writable=False)]: ...
+
+LAYOUT_VERSION: int = 1
+
+def block_checksums(pool: WorkerPool, data: object, block_bytes: int) -> list[int]:
+    """XXH64 of each block of the bytes, in parallel."""
+
+def xxh64(data: bytes) -> int: ...
+def matrix_bytes(matrix: PackedMatrix) -> tuple:
+    """Panels and bias (float32), as they lie in memory."""
+
+def matrix_format(matrix: PackedMatrix) -> tuple[str, int, str]:
+    """Format, group, scale type."""
+
+def adopt_matrix(
+    workspace: Workspace,
+    format: tuple[str, int, str],
+    rows: int,
+    depth: int,
+    file: MappedFile,
+    offset: int,
+    bias: object | None,
+) -> PackedMatrix:
+    """A matrix whose panels lie in the file; bias may be empty."""
+
+def expert_bytes(layer: ExpertLayer) -> tuple:
+    """Panels of all experts, biases of gate and up, of down."""
+
+def expert_formats(layer: ExpertLayer) -> tuple[tuple[str, int, str], tuple[str, int, str]]:
+    """Format, group, scale type of gate and up, and of down."""
+
+def adopt_experts(
+    layer: ExpertLayer, file: MappedFile, offset: int, gate_up_bias: object, down_bias: object
+) -> None:
+    """The layer's experts, as they lie in the file; biases may be empty."""

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tandem import _core
 from tandem._core import WorkerPool, Workspace
-from tandem.errors import KernelError
+from tandem.errors import CheckpointError, KernelError
 from tandem.formats.codes import WeightCodes
+from tandem.kernels.packed_file import PackedFile, Section
 
 __all__ = ["PackedExperts", "PackedMatrix", "WeightCodes", "WorkerPool", "Workspace"]
 
@@ -38,6 +39,15 @@ def _scale_type(dtype: torch.dtype | None, group: int) -> str:
     if dtype not in names:
         raise KernelError(f"scales cannot be {dtype}: take torch.float32 or torch.bfloat16")
     return names[dtype]
+
+
+FormatNames = tuple[str, int, str]
+"""Format, group, scale type of a packed matrix."""
+
+
+def _floats(data: memoryview) -> Tensor:
+    """A copy of float32 bytes, which may be none."""
+    return torch.frombuffer(bytearray(data), dtype=torch.float32) if data.nbytes else torch.empty(0)
 
 
 class PackedMatrix:
@@ -90,6 +100,37 @@ class PackedMatrix:
         out = torch.empty((self.out_features, self.in_features), dtype=torch.float32)
         self._core.dequantise(out)
         return out
+
+    # -- as bytes, see packed_cache.py ---
+
+    @classmethod
+    def adopt(cls, workspace: Workspace, file: PackedFile, section: Section) -> PackedMatrix:
+        """The matrix that was written as `section`; its panels stay in the mapped file."""
+        matrix = cls.__new__(cls)
+        matrix.out_features, matrix.in_features = rows, depth = section.shape
+        panels, bias = section.parts
+        floats = _floats(file.view(bias)) if bias.nbytes else None
+        core = _core.adopt_matrix(
+            workspace, section.formats[0], rows, depth, file.mapped, panels.offset, floats
+        )
+        matrix._keep(core)
+        return matrix
+
+    @property
+    def formats(self) -> tuple[FormatNames, ...]:
+        return (_core.matrix_format(self._core),)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.out_features, self.in_features
+
+    @property
+    def packed_bytes(self) -> int:
+        return self._core.packed_bytes
+
+    def parts(self) -> tuple[memoryview, ...]:
+        """Panels and bias as they lie in memory; valid as long as this object."""
+        return _core.matrix_bytes(self._core)
 
 
 class PackedExperts:
@@ -189,3 +230,30 @@ class PackedExperts:
     def bytes_per_expert(self) -> int:
         """Packed bytes of one expert, padding and scales included."""
         return self._core.bytes_per_expert
+
+    # -- as bytes, see packed_cache.py ---
+
+    def adopt(self, file: PackedFile, section: Section) -> None:
+        """Makes this layer, into which nothing was loaded, the one that was written as `section`."""
+        if (section.formats, section.shape) != (self.formats, self.shape):
+            raise CheckpointError(f"{file.path}: {section.name} is {section.formats}, not {self.formats}")
+        panels, gate_up, down = section.parts
+        biases = _floats(file.view(gate_up)), _floats(file.view(down))
+        _core.adopt_experts(self._core, file.mapped, panels.offset, *biases)
+
+    @property
+    def formats(self) -> tuple[FormatNames, ...]:
+        """Of gate and up, and of down."""
+        return _core.expert_formats(self._core)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.num_experts, self.hidden, self.width
+
+    @property
+    def packed_bytes(self) -> int:
+        return self.bytes_per_expert * self.num_experts
+
+    def parts(self) -> tuple[memoryview, ...]:
+        """Panels of all experts and both biases as they lie in memory; valid as long as this object."""
+        return _core.expert_bytes(self._core)

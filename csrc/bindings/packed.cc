@@ -1,0 +1,136 @@
+// Packed bytes out of and into matrices and expert layers, and the file they may lie in.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <system_error>
+
+#include "bindings/bindings.h"
+#include "bindings/names.h"
+#include "bindings/tensor.h"
+#include "experts/expert_layer.h"
+#include "ops/matrix.h"
+#include "runtime/checksum.h"
+#include "runtime/mapped_file.h"
+
+namespace nb = nanobind;
+
+namespace tandem {
+namespace {
+
+// To be raised whenever packed bytes change their meaning, so that files of packed weights are made anew.
+constexpr int kLayoutVersion = 1;
+
+using Bytes = nb::ndarray<nb::memview, const uint8_t, nb::ndim<1>>;
+using FormatNames = std::tuple<std::string, int, std::string>;
+
+Bytes view(const void* data, int64_t bytes, nb::handle owner) {
+  return Bytes(static_cast<const uint8_t*>(data), {size_t(bytes)}, owner);
+}
+
+Bytes view(const std::vector<float>& floats, nb::handle owner) {
+  return view(floats.data(), int64_t(floats.size() * sizeof(float)), owner);
+}
+
+FormatNames names_of(const WeightFormat& f) {
+  return {kFormatNames[int(f.format)], f.group, f.scale_type == DType::f32 ? "f32" : "bf16"};
+}
+
+WeightFormat format_of(const FormatNames& names) {
+  return {format_named(std::get<0>(names)), std::get<1>(names), scale_type_named(std::get<2>(names))};
+}
+
+std::shared_ptr<MappedFile> map_file(int fd, size_t bytes) {
+  try {
+    return std::make_shared<MappedFile>(fd, bytes);
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+}
+
+std::vector<uint64_t> checksums(WorkerPool& pool, nb::handle data, int64_t block_bytes) {
+  if (block_bytes < 1) throw std::invalid_argument("block_bytes must be at least 1");
+  const TensorView bytes = view_of(data, "data", {Element::byte}, {kAnySize});
+  const nb::gil_scoped_release unlocked;
+  return block_checksums(pool, static_cast<const uint8_t*>(bytes.data), bytes.shape[0], block_bytes);
+}
+
+uint64_t checksum(const nb::bytes& data) {
+  return xxh64(static_cast<const uint8_t*>(data.data()), int64_t(data.size()));
+}
+
+nb::tuple matrix_bytes(nb::handle_t<PackedMatrix> self) {
+  const PackedMatrix& m = nb::cast<const PackedMatrix&>(self);
+  const WeightView& w = m.layout();
+  return nb::make_tuple(view(w.panels, packed_bytes(w), self),
+                        view(m.bias(), m.bias() ? w.columns * int64_t(sizeof(float)) : 0, self));
+}
+
+FormatNames matrix_format(const PackedMatrix& m) {
+  return names_of({m.layout().format, m.layout().group, m.layout().scale_type});
+}
+
+std::unique_ptr<PackedMatrix> adopt_matrix(std::shared_ptr<Workspace> workspace, const FormatNames& format,
+                                           int64_t rows, int64_t depth, std::shared_ptr<MappedFile> file,
+                                           int64_t offset, nb::handle bias) {
+  TensorView view;
+  const float* floats = optional_floats(bias, "bias", rows, &view);
+  return std::make_unique<PackedMatrix>(std::move(workspace), format_of(format), rows, depth, std::move(file), offset,
+                                        floats);
+}
+
+nb::tuple expert_bytes(nb::handle_t<ExpertLayer> self) {
+  const ExpertLayer& layer = nb::cast<const ExpertLayer&>(self);
+  return nb::make_tuple(view(layer.packed(), layer.bytes_per_expert() * layer.shape().experts, self),
+                        view(layer.gate_up_bias(), self), view(layer.down_bias(), self));
+}
+
+std::pair<FormatNames, FormatNames> expert_formats(const ExpertLayer& layer) {
+  return {names_of(layer.shape().format), names_of(layer.shape().format)};
+}
+
+void adopt_experts(ExpertLayer& layer, std::shared_ptr<MappedFile> file, int64_t offset, nb::handle gate_up_bias,
+                   nb::handle down_bias) {
+  const auto copied = [](nb::handle array, const char* name) {
+    const TensorView v = view_of(array, name, {Element::f32}, {kAnySize});
+    const float* first = static_cast<const float*>(v.data);
+    return std::vector<float>(first, first + v.shape[0]);
+  };
+  layer.adopt(std::move(file), offset, copied(gate_up_bias, "gate_up_bias"), copied(down_bias, "down_bias"));
+}
+
+}  // namespace
+
+void bind_packed(nb::module_& m) {
+  nb::class_<MappedFile>(m, "MappedFile", "A file mapped read-only; it stays mapped while packed weights lie in it.")
+      .def(nb::new_(&map_file), nb::arg("fd"), nb::arg("bytes"), "Throws OSError.")
+      .def("__len__", &MappedFile::bytes)
+      .def(
+          "view",
+          [](nb::handle_t<MappedFile> self, int64_t offset, int64_t length) {
+            return view(nb::cast<const MappedFile&>(self).at(offset, length), length, self);
+          },
+          nb::arg("offset"), nb::arg("length"));
+  m.attr("LAYOUT_VERSION") = kLayoutVersion;
+  m.def("block_checksums", &checksums, nb::arg("pool"), nb::arg("data"), nb::arg("block_bytes"),
+        "XXH64 of each block of the bytes, in parallel.");
+  m.def("xxh64", &checksum, nb::arg("data"));
+  m.def("matrix_bytes", &matrix_bytes, nb::arg("matrix"), "Panels and bias (float32), as they lie in memory.");
+  m.def("matrix_format", &matrix_format, nb::arg("matrix"), "Format, group, scale type.");
+  m.def("adopt_matrix", &adopt_matrix, nb::arg("workspace"), nb::arg("format"), nb::arg("rows"), nb::arg("depth"),
+        nb::arg("file"), nb::arg("offset"), nb::arg("bias").none(),
+        "A matrix whose panels lie in the file; bias may be empty.");
+  m.def("expert_bytes", &expert_bytes, nb::arg("layer"), "Panels of all experts, biases of gate and up, of down.");
+  m.def("expert_formats", &expert_formats, nb::arg("layer"), "Format, group, scale type of gate and up, and of down.");
+  m.def("adopt_experts", &adopt_experts, nb::arg("layer"), nb::arg("file"), nb::arg("offset"), nb::arg("gate_up_bias"),
+        nb::arg("down_bias"), "The layer's experts, as they lie in the file; biases may be empty.");
+}
+
+}  // namespace tandem

@@ -1,0 +1,138 @@
+"""`PackedCache`: packed weights of one model on disk, so that the second start maps them and packs nothing.
+
+It is a convenience: whatever is wrong with it is said in one line, and the model is loaded from its checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Thread
+
+from tandem import _core
+from tandem.errors import CheckpointError
+from tandem.kernels.cpu import PackedExperts, PackedMatrix
+from tandem.kernels.packed_file import PackedFile, PackedWriter, Verified, read_ahead
+
+Say = Callable[[str], None]
+Packed = PackedMatrix | PackedExperts
+
+
+class PackedCache:
+    """Hands out what the file holds; what it lacks is kept with `keep` and written while loading goes on.
+
+    key: whatever decides the packed bytes. A file with another key, or a damaged one, is replaced.
+    """
+
+    def __init__(
+        self, path: Path, key: str, about: str, workspace: _core.Workspace, pool: _core.WorkerPool, say: Say
+    ) -> None:
+        self.path, self._key, self._about = path, key, about
+        self._workspace, self._pool, self._say = workspace, pool, say
+        self._file: PackedFile | None = None
+        self._adopted: dict[str, Packed] = {}
+        self._writing: _Writing | None = None
+
+    def open(self, progress: Verified) -> bool:
+        """Maps and verifies the file. False when there is none that can be used."""
+        if not self.path.exists():
+            return False
+        try:
+            self._file = self._verified(progress)
+        except (CheckpointError, OSError) as error:
+            reason = error if isinstance(error, CheckpointError) else f"{self.path}: {error.strerror}"
+            self._say(f"packed cache: {reason}; the model is packed again")
+        return self._file is not None
+
+    def _verified(self, progress: Verified) -> PackedFile:
+        file = PackedFile(self.path)
+        if file.table.key != self._key:
+            raise CheckpointError(f"{self.path} was made from {file.table.about}, not from {self._about}")
+        Thread(target=read_ahead, args=(self.path,), daemon=True).start()
+        file.verify(self._pool, progress)
+        return file
+
+    def matrix(self, name: str) -> PackedMatrix | None:
+        section = self._file.sections.get(name) if self._file else None
+        if self._file is None or section is None:
+            return None
+        matrix = PackedMatrix.adopt(self._workspace, self._file, section)
+        self._adopted[name] = matrix
+        return matrix
+
+    def fill(self, name: str, experts: PackedExperts) -> bool:
+        """Makes `experts`, a layer nothing was loaded into, the one that was kept as `name`. False if none was."""
+        section = self._file.sections.get(name) if self._file else None
+        if self._file is None or section is None:
+            return False
+        experts.adopt(self._file, section)
+        self._adopted[name] = experts
+        return True
+
+    def keep(self, name: str, packed: Packed) -> None:
+        """Writes it; returns at once. `packed` must not be loaded into any more."""
+        if self._writing is None:
+            self._writing = _Writing(self.path, self._pool, self._say)
+            if self._file is not None:
+                self._say(f"packed cache: {self.path} lacks {name}; it is written again")
+                for other, adopted in self._adopted.items():
+                    self._writing.add(other, adopted)
+        self._writing.add(name, packed)
+
+    def finish(self, progress: Verified) -> None:
+        """Waits until everything kept is on disk."""
+        if self._writing is not None:
+            self._writing.finish(self._key, self._about, progress)
+        self._adopted.clear()
+
+
+class _Writing:
+    """A thread that writes what it is given. After the first failure (a full disk) it says so and does nothing more."""
+
+    def __init__(self, path: Path, pool: _core.WorkerPool, say: Say) -> None:
+        self._path, self._pool, self._say = path, pool, say
+        self._thread = ThreadPoolExecutor(1, "tandem-packed-cache")
+        self._writer: PackedWriter | None = None
+        self._pending: list[tuple[int, Future[None]]] = []
+        self._failed = False
+
+    def add(self, name: str, packed: Packed) -> None:
+        self._pending.append(
+            (packed.packed_bytes, self._thread.submit(self._guarded, self._add, name, packed))
+        )
+
+    def finish(self, key: str, about: str, progress: Verified) -> None:
+        total, done = sum(nbytes for nbytes, _ in self._pending), 0
+        for nbytes, written in self._pending:
+            written.result()
+            done += nbytes
+            progress(done, total)
+        self._thread.submit(self._guarded, self._finish, key, about).result()
+        self._thread.shutdown()
+
+    def _add(self, name: str, packed: Packed) -> None:
+        if self._writer is None:
+            self._writer = PackedWriter(self._path, self._pool)
+        self._writer.add(name, packed.formats, packed.shape, *packed.parts())
+
+    def _finish(self, key: str, about: str) -> None:
+        if self._writer is not None:
+            nbytes = self._writer.finish(key, about)
+            self._say(f"packed cache: {nbytes / 1e9:.1f} GB written to {self._path}")
+
+    def _guarded(self, step: Callable[..., None], *arguments: object) -> None:
+        if self._failed:
+            return
+        try:
+            step(*arguments)
+        except BlockingIOError:
+            self._failed = True
+            self._say(f"packed cache: another process is writing {self._path}; this one does not")
+        except OSError as error:
+            self._failed = True
+            self._say(
+                f"packed cache: {self._path} cannot be written ({error.strerror}); serving goes on without"
+            )
+            if self._writer is not None:
+                self._writer.abandon()

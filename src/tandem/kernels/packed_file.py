@@ -1,0 +1,201 @@
+"""One file of packed weights: what matrices and expert layers hold in memory, byte for byte, to be mapped again.
+
+    0     magic, offset and length of the table, XXH64 of the table; zeros to 4096
+    4096  sections: each begins at a multiple of 2 MiB (64 bytes if it is smaller than that)
+    …     the table: msgpack of `Table`
+
+The head is written last, into a file of another name that is then renamed: a file of the right name is whole. Every
+byte of every section is covered by the checksum of its block, and all are checked before a byte is used.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from tandem import _core
+from tandem.errors import CheckpointError
+
+MAGIC = b"TANDEMPK"
+HEAD = struct.Struct("<8sQQQ")
+HEAD_BYTES = 4096
+BLOCK_BYTES = 4 << 20
+HUGE_PAGE, LINE = 2 << 20, 64
+VERIFY_BYTES = 1 << 30  # checked between two reports of progress
+READ_AHEAD_BYTES = 64 << 20
+
+Verified = Callable[[int, int], None]  # bytes checked, bytes in all
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A range of bytes of the file and the XXH64 of each BLOCK_BYTES of it."""
+
+    offset: int
+    nbytes: int
+    checksums: tuple[int, ...]
+
+
+class Section(msgspec.Struct, frozen=True):
+    """One packed object: what it is, and its parts (panels first, then biases)."""
+
+    name: str
+    formats: tuple[tuple[str, int, str], ...]  # format, group, scale type of each matrix
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+class Table(msgspec.Struct, frozen=True):
+    """What the file was made from (`key`, with `about` for people), and its sections."""
+
+    key: str
+    about: str
+    sections: tuple[Section, ...]
+
+
+class PackedFile:
+    """A packed file, mapped. Opening checks head and table; `verify` checks everything else.
+
+    Raises CheckpointError naming the file and what is wrong with it, OSError when it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            self.nbytes = os.fstat(file.fileno()).st_size
+            self.table = self._read_table(file)
+            self.mapped = _core.MappedFile(file.fileno(), self.nbytes)
+        self.sections = {section.name: section for section in self.table.sections}
+
+    def _read_table(self, file: BinaryIO) -> Table:
+        head = file.read(HEAD.size)
+        if len(head) < HEAD.size or not head.startswith(MAGIC):
+            raise self._wrong("is no file of packed weights")
+        _, offset, length, checksum = HEAD.unpack(head)
+        if offset > self.nbytes or length > self.nbytes - offset:
+            raise self._wrong(f"has {self.nbytes} bytes, but should have {offset + length}")
+        file.seek(offset)
+        data = file.read(length)
+        if checksum_of(data) != checksum:
+            raise self._wrong("has a damaged table")
+        try:
+            return msgspec.msgpack.decode(data, type=Table)
+        except msgspec.MsgspecError as error:
+            raise self._wrong(f"has a table of another version ({error})") from error
+
+    def verify(self, pool: _core.WorkerPool, progress: Verified) -> None:
+        """Reads every section once, on all workers, in the order of the file. CheckpointError for the first damage."""
+        parts = [part for section in self.table.sections for part in section.parts]
+        total, done = sum(part.nbytes for part in parts), 0
+        for part in parts:
+            for piece in _pieces(part):
+                self._verify(pool, piece)
+                done += piece.nbytes
+                progress(done, total)
+
+    def _verify(self, pool: _core.WorkerPool, part: Part) -> None:
+        found = checksums_of(pool, self.view(part))
+        for index, (a, b) in enumerate(zip(found, part.checksums, strict=False)):
+            if a != b:
+                raise self._wrong(f"is damaged at byte {part.offset + index * BLOCK_BYTES} or soon after")
+        if len(found) != len(part.checksums):
+            raise self._wrong("has a table that does not fit")
+
+    def view(self, part: Part) -> memoryview:
+        if part.offset < 0 or part.nbytes < 0 or part.nbytes > self.nbytes - part.offset:
+            raise self._wrong("has a table that points outside of it")
+        return self.mapped.view(part.offset, part.nbytes)
+
+    def _wrong(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} {what}")
+
+
+def _pieces(part: Part) -> Iterator[Part]:
+    """The part in pieces of at most VERIFY_BYTES; an empty part has none."""
+    blocks = VERIFY_BYTES // BLOCK_BYTES
+    for first in range(0, part.nbytes, VERIFY_BYTES):
+        index = first // BLOCK_BYTES
+        length = min(VERIFY_BYTES, part.nbytes - first)
+        yield Part(part.offset + first, length, part.checksums[index : index + blocks])
+
+
+def read_ahead(path: Path) -> None:
+    """Asks the kernel for the whole file, in order; returns when the disk's queue has taken all of it."""
+    with path.open("rb") as file:
+        for offset in range(0, os.fstat(file.fileno()).st_size, READ_AHEAD_BYTES):
+            os.posix_fadvise(file.fileno(), offset, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+
+
+def checksum_of(data: bytes) -> int:
+    return _core.xxh64(data)
+
+
+def checksums_of(pool: _core.WorkerPool, data: memoryview) -> list[int]:
+    return _core.block_checksums(pool, data, BLOCK_BYTES)
+
+
+class PackedWriter:
+    """Writes a packed file section by section. `path` appears with `finish`. OSErrors are the caller's."""
+
+    def __init__(self, path: Path, pool: _core.WorkerPool) -> None:
+        self.path, self.partial = path, path.with_name(path.name + ".partial")
+        self._pool = pool
+        self._sections: list[Section] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Not truncated before it is locked: another process may be writing it.
+        self._file = os.fdopen(os.open(self.partial, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
+        try:
+            self._lock()
+        except OSError:
+            self._file.close()
+            raise
+        self._file.truncate(0)
+        self._end = HEAD_BYTES
+
+    def _lock(self) -> None:
+        """Held until the file is closed. BlockingIOError when another process writes it, or has just renamed it."""
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not self.partial.exists() or not os.path.samestat(
+            self.partial.stat(), os.fstat(self._file.fileno())
+        ):
+            raise BlockingIOError(errno.EWOULDBLOCK, "another process has just written it")
+
+    def add(
+        self, name: str, formats: tuple[tuple[str, int, str], ...], shape: tuple[int, ...], *data: memoryview
+    ) -> None:
+        self._sections.append(Section(name, formats, shape, tuple(map(self._write_part, data))))
+
+    def _write_part(self, data: memoryview) -> Part:
+        boundary = HUGE_PAGE if data.nbytes >= HUGE_PAGE else LINE
+        offset = -(-self._end // boundary) * boundary
+        self._write(offset, data)
+        return Part(offset, data.nbytes, tuple(checksums_of(self._pool, data)))
+
+    def _write(self, offset: int, data: memoryview | bytes) -> None:
+        self._file.seek(offset)
+        rest = memoryview(data)
+        while rest.nbytes:
+            rest = rest[self._file.write(rest) :]
+        self._end = offset + len(data)
+
+    def finish(self, key: str, about: str) -> int:
+        """Table, head, rename. Returns the bytes of the file."""
+        table = msgspec.msgpack.encode(Table(key, about, tuple(self._sections)))
+        offset = self._end
+        self._write(offset, table)
+        end = self._end
+        self._write(0, HEAD.pack(MAGIC, offset, len(table), checksum_of(table)))
+        os.fsync(self._file.fileno())
+        self.partial.rename(self.path)
+        self._file.close()
+        return end
+
+    def abandon(self) -> None:
+        self.partial.unlink(missing_ok=True)
+        self._file.close()

@@ -1,0 +1,269 @@
+"""Packed weights on disk: the same bytes and the same answers, and no wrong answer from a file that is not whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem import _core
+from tandem.errors import CheckpointError
+from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
+from tandem.kernels.packed_cache import PackedCache
+from tandem.kernels.packed_file import BLOCK_BYTES, HEAD, HEAD_BYTES, HUGE_PAGE, PackedFile, PackedWriter
+
+POOL = WorkerPool([-1, -1])
+WORKSPACE = Workspace(POOL, "scalar")
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def xxh64(data: bytes) -> int:
+    """The specification (xxHash doc/xxhash_spec.md, "XXH64 algorithm description"), with Python's integers."""
+    mask, p1, p2, p3, p4, p5 = (
+        2**64 - 1, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5,
+    )  # fmt: skip
+
+    def turned(x: int, bits: int) -> int:
+        return (x << bits | x >> 64 - bits) & mask
+
+    def mixed(lane: int, word: int) -> int:
+        return turned((lane + word * p2) & mask, 31) * p1 & mask
+
+    def word(at: int, size: int) -> int:
+        return int.from_bytes(data[at : at + size], "little")
+
+    at, total = 0, p5
+    if len(data) >= 32:
+        lanes = [(p1 + p2) & mask, p2, 0, -p1 & mask]
+        while at + 32 <= len(data):
+            lanes = [mixed(lane, word(at + 8 * i, 8)) for i, lane in enumerate(lanes)]
+            at += 32
+        total = sum(turned(lane, bits) for lane, bits in zip(lanes, (1, 7, 12, 18), strict=True)) & mask
+        for lane in lanes:
+            total = ((total ^ mixed(0, lane)) * p1 + p4) & mask
+    total = (total + len(data)) & mask
+    for size, bits, step in ((8, 27, (p1, p4)), (4, 23, (p2, p3)), (1, 11, (p1, 0))):
+        while at + size <= len(data):
+            w = word(at, size)
+            w = mixed(0, w) if size == 8 else w * (p1 if size == 4 else p5) & mask
+            total = (turned(total ^ w, bits) * step[0] + step[1]) & mask
+            at += size
+    total = (total ^ total >> 33) * p2 & mask
+    total = (total ^ total >> 29) * p3 & mask
+    return total ^ total >> 32
+
+
+def test_checksums_are_xxh64() -> None:
+    assert _core.xxh64(b"") == 0xEF46DB3751D8E999  # values that the xxHash project publishes
+    assert _core.xxh64(b"abc") == 0x44BC2CF5AD770999
+    data = bytes(range(256)) * 2
+    for length in [*range(70), 255, 512]:
+        assert _core.xxh64(data[:length]) == xxh64(data[:length]), length
+
+
+def test_blocks_are_summed_apart() -> None:
+    data = os.urandom(1000)
+    sums = _core.block_checksums(POOL, memoryview(data), 300)
+    assert sums == [xxh64(data[i : i + 300]) for i in range(0, 1000, 300)]
+
+
+def experts_of(weights: tuple[torch.Tensor, ...] | None, fmt: str, bias: bool = False) -> PackedExperts:
+    layer = PackedExperts(WORKSPACE, 3, 96, 40, fmt)
+    for expert in range(3 if weights else 0):
+        biases = (
+            {f"{name}_bias": random(n) for name, n in (("gate", 40), ("up", 40), ("down", 96))}
+            if bias
+            else {}
+        )
+        layer.load(expert, *(w * (1 + expert) for w in weights), **biases)
+    return layer
+
+
+WEIGHTS = random(40, 96), random(40, 96) * 2, random(96, 40)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("fmt", ["f32", "bf16", "int8", "int4"])
+def test_what_is_written_is_mapped_again(tmp_path: Path, fmt: str, bias: bool) -> None:
+    matrix = PackedMatrix(WORKSPACE, random(75, 100), random(75) if bias else None, fmt)
+    experts = experts_of(WEIGHTS, fmt, bias)
+    writer = PackedWriter(tmp_path / "x.packed", POOL)
+    writer.add("matrix", matrix.formats, matrix.shape, *matrix.parts())
+    writer.add("experts", experts.formats, experts.shape, *experts.parts())
+    writer.finish("key", "a test")
+    assert [p.name for p in tmp_path.iterdir()] == ["x.packed"]
+
+    file = PackedFile(tmp_path / "x.packed")
+    file.verify(POOL, lambda _done, _total: None)
+    again = PackedMatrix.adopt(WORKSPACE, file, file.sections["matrix"])
+    layer = experts_of(None, fmt)
+    layer.adopt(file, file.sections["experts"])
+    x, ids, shares = random(5, 100), torch.tensor([[0, 2]] * 5, dtype=torch.int32), torch.rand(5, 2)
+    assert torch.equal(again(x), matrix(x))
+    y = random(5, 96)
+    del file, matrix  # the mapping lives as long as what lies in it
+    assert torch.equal(layer.forward(y, ids, shares), experts.forward(y, ids, shares))
+
+
+def test_a_layer_in_a_file_is_not_loaded_again(tmp_path: Path) -> None:
+    experts = experts_of(WEIGHTS, "bf16")
+    writer = PackedWriter(tmp_path / "x", POOL)
+    writer.add("experts", experts.formats, experts.shape, *experts.parts())
+    writer.finish("", "")
+    file, layer = PackedFile(tmp_path / "x"), experts_of(None, "bf16")
+    layer.adopt(file, file.sections["experts"])
+    with pytest.raises(Exception, match="cannot be loaded again"):
+        layer.load(0, *WEIGHTS)
+    with pytest.raises(CheckpointError, match="experts is .*bf16"):
+        experts_of(None, "int8").adopt(file, file.sections["experts"])
+
+
+class Told(list[str]):
+    """What the cache says."""
+
+    def cache(self, directory: Path, key: str = "k") -> PackedCache:
+        return PackedCache(directory / "m.packed", key, f"checkpoint {key}", WORKSPACE, POOL, self.append)
+
+
+def nothing(_done: int, _total: int) -> None:
+    pass
+
+
+MATRIX = random(160, 8192)  # 2.5 MB as bf16
+
+
+def fill(cache: PackedCache) -> torch.Tensor:
+    """What a loader does; the weights of the matrix it ends with."""
+    cache.open(nothing)
+    matrix = cache.matrix("m")
+    if matrix is None:
+        matrix = PackedMatrix(WORKSPACE, MATRIX, None, "bf16")
+        cache.keep("m", matrix)
+    cache.finish(nothing)
+    return matrix.dequantised()
+
+
+def test_the_second_start_packs_nothing(tmp_path: Path) -> None:
+    told = Told()
+    first = fill(told.cache(tmp_path / "new"))
+    assert len(told) == 1 and "written" in told[0]
+    cache = told.cache(tmp_path / "new")
+    assert cache.open(nothing)
+    assert torch.equal(cache.matrix("m").dequantised(), first)
+    assert len(told) == 1
+    offset = PackedFile(tmp_path / "new" / "m.packed").sections["m"].parts[0].offset
+    assert offset % HUGE_PAGE == 0
+
+
+def damaged(file: Path, where: str) -> None:
+    data = bytearray(file.read_bytes())
+    table = HEAD.unpack(data[: HEAD.size])[1]
+    if where == "cut":
+        data = data[:-1]
+    elif where == "empty":
+        data = bytearray()
+    else:
+        at = {"magic": 0, "table offset": 13, "table length": 18, "table": table + 9, "first weight": HUGE_PAGE,
+              "last weight": HUGE_PAGE + MATRIX.numel() * 2 - 1, "table sum": 30}[where]  # fmt: skip
+        data[at] ^= 16
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("where", [
+    "cut", "empty", "magic", "table offset", "table length", "table", "table sum", "first weight", "last weight",
+])  # fmt: skip
+def test_a_file_that_is_not_whole_is_named_and_made_anew(tmp_path: Path, where: str) -> None:
+    told = Told()
+    first = fill(told.cache(tmp_path))
+    damaged(tmp_path / "m.packed", where)
+    del told[:]
+    assert torch.equal(fill(told.cache(tmp_path)), first)
+    assert str(tmp_path / "m.packed") in told[0] and "packed again" in told[0]
+    assert "written" in told[1]
+    del told[:]
+    assert torch.equal(fill(told.cache(tmp_path)), first)
+    assert not told
+
+
+def test_every_byte_of_a_section_is_checked(tmp_path: Path) -> None:
+    told = Told()
+    fill(told.cache(tmp_path))
+    file = tmp_path / "m.packed"
+    whole, part = file.read_bytes(), PackedFile(tmp_path / "m.packed").sections["m"].parts[0]
+    assert part.nbytes == MATRIX.numel() * 2
+    for at in range(part.offset, part.offset + part.nbytes, part.nbytes // 7):
+        data = bytearray(whole)
+        data[at] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(CheckpointError, match="damaged at byte"):
+            PackedFile(file).verify(POOL, nothing)
+    assert part.nbytes < BLOCK_BYTES or len(part.checksums) > 1
+
+
+def test_a_file_of_another_model_is_named_and_replaced(tmp_path: Path) -> None:
+    told = Told()
+    fill(told.cache(tmp_path, "a"))
+    del told[:]
+    fill(told.cache(tmp_path, "b"))
+    assert "was made from checkpoint a, not from checkpoint b" in told[0]
+    assert PackedFile(tmp_path / "m.packed").table.key == "b"
+
+
+def test_a_file_that_lacks_a_matrix_is_completed(tmp_path: Path) -> None:
+    told = Told()
+    first = fill(told.cache(tmp_path))
+    cache = told.cache(tmp_path)
+    cache.open(nothing)
+    cache.matrix("m")
+    assert cache.matrix("other") is None
+    cache.keep("other", PackedMatrix(WORKSPACE, random(32, 32), None, "f32"))
+    cache.finish(nothing)
+    assert any("lacks other" in line for line in told)
+    cache = told.cache(tmp_path)
+    cache.open(nothing)
+    assert torch.equal(cache.matrix("other").dequantised(), random(32, 32))
+    assert torch.equal(cache.matrix("m").dequantised(), first)
+
+
+def test_a_full_disk_stops_only_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+    import signal
+
+    told, limits = Told(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then write() fails with EFBIG, as ENOSPC would
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (HEAD_BYTES + 2**20, limits[1]))
+        weights = fill(told.cache(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert torch.equal(weights, MATRIX.bfloat16().float())
+    assert len(told) == 1 and "cannot be written" in told[0] and "goes on" in told[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+    told, other = Told(), PackedWriter(tmp_path / "m.packed", POOL)
+    fill(told.cache(tmp_path))
+    assert told == [f"packed cache: another process is writing {tmp_path / 'm.packed'}; this one does not"]
+    other.finish("", "")
+    assert (tmp_path / "m.packed").exists()
+
+
+def test_a_writer_that_was_killed_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "m.packed.partial").write_bytes(b"half of a file")
+    told = Told()
+    fill(told.cache(tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["m.packed"]
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    told = Told()
+    fill(told.cache(tmp_path / "file"))
+    assert len(told) == 1 and "cannot be written" in told[0]
