@@ -1,8 +1,5 @@
-"""Greedy answers of the whole engine in float32 against Transformers on the same directory: 20 prompts x 64 tokens.
-
-Transformers needs minutes to generate them. It needs seconds to read each finished answer once, and its most likely
-token after every prefix is what it would have generated: equal at every place is equal as a whole.
-"""
+"""Greedy answers of the whole engine in float32 equal Transformers' `generate` on the same directory: 20 prompts x 64
+tokens, ours in one batch, theirs one by one. Theirs take two minutes on two cores."""
 
 from __future__ import annotations
 
@@ -36,7 +33,9 @@ def answers(demo_dir: Path) -> list[tuple[list[int], list[int]]]:
 
 @pytest.fixture(scope="module")
 def theirs(demo_dir: Path):
-    return AutoModelForCausalLM.from_pretrained(demo_dir, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(demo_dir, dtype=torch.float32)
+    model.generation_config.eos_token_id = None  # as ignore_eos
+    return model
 
 
 def test_prompts_are_tokenised_as_transformers_does(demo_dir, answers) -> None:
@@ -47,21 +46,13 @@ def test_prompts_are_tokenised_as_transformers_does(demo_dir, answers) -> None:
 
 
 @pytest.mark.slow
-def test_every_token_is_the_one_transformers_finds_most_likely(theirs, answers) -> None:
-    for prompt, answer in answers:
-        assert len(answer) == TOKENS
-        with torch.inference_mode():
-            logits = theirs(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        assert logits.argmax(-1).tolist() == answer
-
-
-@pytest.mark.slow
-def test_transformers_generates_the_same(theirs, answers) -> None:
-    """One answer in full, through their cache and their loop."""
-    prompt, answer = answers[1]
+@pytest.mark.parametrize("index", range(len(PROMPTS)))
+def test_transformers_generates_the_same(theirs, answers, index: int) -> None:
+    """The whole answer, through their cache and their loop."""
+    prompt, answer = answers[index]
     ids = torch.tensor([prompt])
-    theirs.generation_config.eos_token_id = None  # as ignore_eos
-    generated = theirs.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=2
-    )
+    with torch.inference_mode():
+        generated = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=2
+        )
     assert generated[0, len(prompt) :].tolist() == answer

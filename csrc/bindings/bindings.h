@@ -10,5 +10,6 @@ void bind_dense(nanobind::module_& m);    // dense.cc: BatchView, Heads, DenseOp
 void bind_matrix(nanobind::module_& m);   // matrix.cc: Workspace, PackedMatrix
 void bind_packed(nanobind::module_& m);   // packed.cc: MappedFile, packed bytes out of and into the two above
 void bind_experts(nanobind::module_& m);  // experts.cc: ExpertLayer
+void bind_recording(nanobind::module_& m);
 
 }  // namespace tandem

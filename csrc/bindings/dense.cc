@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 
 #include "bindings/bindings.h"
+#include "bindings/recording.h"
 #include "bindings/tensor.h"
 
 namespace nb = nanobind;
@@ -37,14 +38,21 @@ std::vector<T> copied(nb::handle array, const char* name, Element element, std::
 }
 
 // Runs every step, over a table of up to 2^18 pages: no Python object per entry.
-void make_batch(BatchView* self, nb::handle positions, nb::handle cache_slots, nb::handle query_starts,
-                nb::handle seq_lens, nb::handle block_tables, int64_t page_size, int64_t num_pages) {
-  new (self) BatchView(copied<int64_t>(positions, "positions", Element::i64, {kAnySize}),
-                       copied<int64_t>(cache_slots, "cache_slots", Element::i64, {kAnySize}),
-                       copied<int32_t>(query_starts, "query_starts", Element::i32, {kAnySize}),
-                       copied<int32_t>(seq_lens, "seq_lens", Element::i32, {kAnySize}),
-                       copied<int32_t>(block_tables, "block_tables", Element::i32, {kAnySize, kAnySize}), page_size,
-                       num_pages);
+BatchView make_batch(nb::handle positions, nb::handle cache_slots, nb::handle query_starts, nb::handle seq_lens,
+                     nb::handle block_tables, int64_t page_size, int64_t num_pages) {
+  return BatchView(copied<int64_t>(positions, "positions", Element::i64, {kAnySize}),
+                   copied<int64_t>(cache_slots, "cache_slots", Element::i64, {kAnySize}),
+                   copied<int32_t>(query_starts, "query_starts", Element::i32, {kAnySize}),
+                   copied<int32_t>(seq_lens, "seq_lens", Element::i32, {kAnySize}),
+                   copied<int32_t>(block_tables, "block_tables", Element::i32, {kAnySize, kAnySize}), page_size,
+                   num_pages);
+}
+
+// Recorded operations refer to `self` and to arrays of its number of rows, in a cache of its size.
+void become(BatchView& self, const BatchView& other) {
+  expect(other.rows() == self.rows() && other.num_pages == self.num_pages && other.page_size == self.page_size,
+         "batch: a recorded step was made for another number of rows, or for another cache");
+  self = other;
 }
 
 struct Ops {
@@ -56,8 +64,9 @@ struct Ops {
     const int64_t rows = in.shape[0], n = in.shape[1];
     const TensorView sum = residual.is_none() ? TensorView{} : like(in, residual, "residual", {rows, n}, true);
     const TensorView w = like(in, weight, "weight", {n}), y = like(in, out, "out", {rows, n}, true);
-    const nb::gil_scoped_release unlocked;
-    dense.rms_norm(in.data, sum.data, w.data, y.data, rows, n, eps, in.type());
+    perform(*this, [=, this, in = in.data, sum = sum.data, w = w.data, y = y.data, type = in.type()] {
+      dense.rms_norm(in, sum, w, y, rows, n, eps, type);
+    });
   }
 
   void rope_store(const BatchView& batch, const DenseOps::Heads& heads, nb::handle qkv, nb::handle cos, nb::handle sin,
@@ -72,10 +81,20 @@ struct Ops {
     const TensorView y = like(in, q, "q", {rows, heads.heads, d}, true);
     const TensorView qn = heads.q_norm_size ? like(in, q_norm, "q_norm", {heads.q_norm_size}) : TensorView{};
     const TensorView kn = heads.k_norm_size ? like(in, k_norm, "k_norm", {heads.k_norm_size}) : TensorView{};
-    const nb::gil_scoped_release unlocked;
-    dense.rope_store(batch, heads,
-                     {in.data, static_cast<float*>(c.data), static_cast<float*>(s.data), c.shape[0], c.shape[1],
-                      qn.data, kn.data, k.data, v.data, y.data, eps, in.type()});
+    const DenseOps::RopeStore call{in.data,
+                                   static_cast<float*>(c.data),
+                                   static_cast<float*>(s.data),
+                                   c.shape[0],
+                                   c.shape[1],
+                                   qn.data,
+                                   kn.data,
+                                   k.data,
+                                   v.data,
+                                   y.data,
+                                   eps,
+                                   in.type()};
+    if (Recording* recording = Recording::current()) recording->keep(nb::find(&batch));
+    perform(*this, [this, &batch, heads, call] { dense.rope_store(batch, heads, call); });
   }
 
   void attention(const BatchView& batch, const DenseOps::Heads& heads, nb::handle q, nb::handle k_pages,
@@ -83,8 +102,9 @@ struct Ops {
     const TensorView in = activations(q, "q", {batch.rows(), heads.heads, heads.head_dim});
     const TensorView k = pages(in, k_pages, "k_pages", batch, heads), v = pages(in, v_pages, "v_pages", batch, heads);
     const TensorView y = like(in, out, "out", {batch.rows(), heads.heads * heads.head_dim}, true);
-    const nb::gil_scoped_release unlocked;
-    dense.attention(batch, heads, {in.data, k.data, v.data, y.data, scale, window, in.type()});
+    const DenseOps::Attention call{in.data, k.data, v.data, y.data, scale, window, in.type()};
+    if (Recording* recording = Recording::current()) recording->keep(nb::find(&batch));
+    perform(*this, [this, &batch, heads, call] { dense.attention(batch, heads, call); });
   }
 
   void route(const DenseOps::Route& rule, nb::handle logits, nb::handle bias, nb::handle ids,
@@ -99,8 +119,7 @@ struct Ops {
     const TensorView w = view_of(weights, "weights", {Element::f32}, {in.shape[0], chosen}, true);
     args.ids = static_cast<int32_t*>(i.data);
     args.weights = static_cast<float*>(w.data);
-    const nb::gil_scoped_release unlocked;
-    dense.route(in.shape[0], args);
+    perform(*this, [this, rows = in.shape[0], args] { dense.route(rows, args); });
   }
 
   float read_memory(nb::handle data) const {
@@ -144,8 +163,9 @@ DenseOps::Route make_route(int64_t experts, int64_t top_k, int64_t groups, int64
 
 void bind_dense(nb::module_& m) {
   nb::class_<BatchView>(m, "BatchView", "A checked copy of a step's index arrays.")
-      .def("__init__", &make_batch, nb::arg("positions"), nb::arg("cache_slots"), nb::arg("query_starts"),
-           nb::arg("seq_lens"), nb::arg("block_tables"), nb::arg("page_size"), nb::arg("num_pages"));
+      .def(nb::new_(&make_batch), nb::arg("positions"), nb::arg("cache_slots"), nb::arg("query_starts"),
+           nb::arg("seq_lens"), nb::arg("block_tables"), nb::arg("page_size"), nb::arg("num_pages"))
+      .def("become", &become, nb::arg("other"), "Takes over the indices of another batch of as many rows.");
   nb::class_<DenseOps::Heads>(m, "Heads", "Head counts; a norm size of 0 means no q or k norm.")
       .def(nb::new_(&make_heads), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
            nb::arg("q_norm_size") = 0, nb::arg("k_norm_size") = 0);

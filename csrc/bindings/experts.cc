@@ -1,10 +1,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.h"
 #include "bindings/codes.h"
 #include "bindings/names.h"
+#include "bindings/recording.h"
 #include "bindings/tensor.h"
 #include "experts/expert_layer.h"
 
@@ -64,14 +66,14 @@ void forward(ExpertLayer& self, nb::handle x, nb::handle ids, nb::handle weights
   const TensorView i = view_of(ids, "ids", {Element::i32}, {in.shape[0], kAnySize});
   const TensorView w = view_of(weights, "weights", {Element::f32}, {in.shape[0], i.shape[1]});
   const TensorView y = view_of(out, "out", {Element::bf16, Element::f32}, {in.shape[0], hidden}, true);
-  const nb::gil_scoped_release unlocked;
-  self.forward({{in.data, in.type(), in.shape[0], hidden},
-                static_cast<const int32_t*>(i.data),
-                static_cast<const float*>(w.data),
-                i.shape[1],
-                y.data,
-                y.type(),
-                add});
+  const ExpertCall call{{in.data, in.type(), in.shape[0], hidden},
+                        static_cast<const int32_t*>(i.data),
+                        static_cast<const float*>(w.data),
+                        i.shape[1],
+                        y.data,
+                        y.type(),
+                        add};
+  perform(self, [&self, call] { self.forward(call); });
 }
 
 }  // namespace
@@ -89,6 +91,9 @@ void bind_experts(nb::module_& m) {
            nb::arg("gate_bias").none() = nb::none(), nb::arg("up_bias").none() = nb::none(),
            nb::arg("down_bias").none() = nb::none())
       .def("forward", &forward, nb::arg("x"), nb::arg("ids"), nb::arg("weights"), nb::arg("out"), nb::arg("add"))
+      .def("bytes", &ExpertLayer::bytes, nb::arg("first"), nb::arg("count"), "Of the experts [first, first + count).")
+      .def("read_next", &ExpertLayer::read_next, nb::arg("upcoming"),
+           "Weights that are read after this layer: idle workers fetch them.")
       .def_prop_ro("tier", [](const ExpertLayer& self) { return name_of(self.workspace().table().tier); })
       .def_prop_ro("bytes_per_expert", &ExpertLayer::bytes_per_expert);
 }

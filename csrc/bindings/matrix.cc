@@ -2,10 +2,12 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.h"
 #include "bindings/codes.h"
 #include "bindings/names.h"
+#include "bindings/recording.h"
 #include "bindings/tensor.h"
 #include "ops/matrix.h"
 
@@ -40,8 +42,8 @@ std::unique_ptr<PackedMatrix> matrix_from_codes(std::shared_ptr<Workspace> works
 void multiply(const PackedMatrix& self, nb::handle x, nb::handle out) {
   const TensorView in = view_of(x, "x", {Element::bf16, Element::f32}, {kAnySize, self.layout().depth});
   const TensorView y = view_of(out, "out", {Element::bf16, Element::f32}, {in.shape[0], self.layout().columns}, true);
-  const nb::gil_scoped_release unlocked;
-  self.multiply({in.data, in.type(), in.shape[0], in.shape[1]}, y.data, y.type());
+  const RowsView rows{in.data, in.type(), in.shape[0], in.shape[1]};
+  perform(self, [&self, rows, to = y.data, type = y.type()] { self.multiply(rows, to, type); });
 }
 
 void dequantise(const PackedMatrix& self, nb::handle out) {
@@ -85,6 +87,9 @@ void bind_matrix(nb::module_& m) {
                   nb::arg("block_rows"),
                   "Of codes and scales as they are: [rows, depth] bytes, or for 4 bits [rows, ceil(depth / 2)].")
       .def("multiply", &multiply, nb::arg("x"), nb::arg("out"), "out[T, N] = x[T, K] @ weight.T + bias")
+      .def_prop_ro("bytes", &PackedMatrix::bytes)
+      .def("read_next", &PackedMatrix::read_next, nb::arg("upcoming"),
+           "Weights that are read after this matrix: idle workers fetch them.")
       .def("dequantise", &dequantise, nb::arg("out"), "The weights that the codes stand for, float32 [N, K].")
       .def_prop_ro("tier", [](const PackedMatrix& self) { return name_of(self.workspace().table().tier); })
       .def_prop_ro("packed_bytes", [](const PackedMatrix& self) { return packed_bytes(self.layout()); })

@@ -19,4 +19,5 @@ NB_MODULE(_core, m) {
   tandem::bind_matrix(m);
   tandem::bind_experts(m);
   tandem::bind_packed(m);
+  tandem::bind_recording(m);
 }

@@ -12,6 +12,8 @@ namespace nb = nanobind;
 namespace tandem {
 
 void bind_runtime(nb::module_& m) {
+  m.attr("MAX_RANGES_AHEAD") = ReadAhead::kRanges;
+  nb::class_<ByteRange>(m, "ByteRange", "Packed weights somewhere in memory.").def_ro("bytes", &ByteRange::bytes);
   nb::class_<WorkerPool>(m, "WorkerPool",
                          "One pinned worker per entry of cpus (-1: not pinned); the caller is worker 0.")
       .def(nb::init<std::vector<int>, int>(), nb::arg("cpus"), nb::arg("spin_us") = 200)

@@ -1,5 +1,7 @@
 #include "bindings/tensor.h"
 
+#include "bindings/recording.h"
+
 namespace nb = nanobind;
 
 namespace tandem {
@@ -141,6 +143,7 @@ TensorView view_of(nb::handle array, const char* name, std::initializer_list<Ele
   const DlExchangeTable* table = exchange_table(Py_TYPE(array.ptr()));
   TensorView view = table ? through_table(*table, array, name) : through_protocol(array, name, writable);
   check(view, name, elements, shape);
+  if (Recording* recording = Recording::current()) recording->keep(array);
   return view;
 }
 

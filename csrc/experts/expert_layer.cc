@@ -45,6 +45,13 @@ WeightView ExpertLayer::down(int expert) const {
   return view;
 }
 
+ByteRange ExpertLayer::bytes(int first, int count) const {
+  if (first < 0 || count < 0 || first + count > shape_.experts)
+    throw std::out_of_range("a layer of " + std::to_string(shape_.experts) + " experts has no " +
+                            std::to_string(count) + " from " + std::to_string(first));
+  return {panels_ + first * expert_bytes_, count * expert_bytes_};
+}
+
 void ExpertLayer::load(int expert, const ExpertSource& source) { load_all(expert, {source}); }
 
 void ExpertLayer::check_sources(int first, const std::vector<ExpertSource>& sources) const {
@@ -148,6 +155,7 @@ void ExpertLayer::run_chunk(const ExpertCall& call, int64_t first, int64_t token
   part.weights = call.weights + first * call.top_k;
   plan_.build(part.ids, part.weights, tokens, call.top_k, shape_.experts);
   check_loaded();
+  workspace_->pool().announce(upcoming_);
   ExpertRun(*this, part).run();
 }
 

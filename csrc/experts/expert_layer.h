@@ -45,6 +45,11 @@ class ExpertLayer {
   const ExpertShape& shape() const { return shape_; }
   const Workspace& workspace() const { return *workspace_; }
   int64_t bytes_per_expert() const { return expert_bytes_; }
+  // Of the experts [first, first + count). Throws std::out_of_range.
+  ByteRange bytes(int first, int count) const;
+
+  // Weights that will be read after this layer: idle workers fetch them once it is computed.
+  void read_next(std::vector<ByteRange> upcoming) { upcoming_ = std::move(upcoming); }
 
   // Packs one expert on the pool. Throws std::out_of_range for an expert that does not exist.
   void load(int expert, const ExpertSource& source);
@@ -89,6 +94,7 @@ class ExpertLayer {
   std::vector<float> gate_up_bias_, down_bias_;  // padded, of all experts; empty: none has been loaded
   std::vector<bool> loaded_;                     // by expert
   RoutingPlan plan_;
+  std::vector<ByteRange> upcoming_;
 };
 
 }  // namespace tandem

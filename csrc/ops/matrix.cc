@@ -92,6 +92,7 @@ void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type) const 
   const auto lock = workspace_->lock();
   PreparedRows prepared;
   prepare(x, &prepared);
+  workspace_->pool().announce(upcoming_);
   const int64_t row_blocks = ceil_div(x.rows, kRowsPerCall), rows_per_task = ceil_div(x.rows, row_blocks);
   const int64_t pairs_each = pairs_per_task(view_, row_blocks, workspace_->pool().size());
   const int64_t column_blocks = ceil_div(view_.pairs, pairs_each);

@@ -22,6 +22,10 @@ class PackedMatrix {
   const WeightView& layout() const { return view_; }
   const Workspace& workspace() const { return *workspace_; }
   const float* bias() const { return bias_.get(); }  // [N], or null
+  ByteRange bytes() const { return {view_.panels, packed_bytes(view_)}; }
+
+  // Weights that will be read after this matrix: idle workers fetch them once it is multiplied.
+  void read_next(std::vector<ByteRange> upcoming) { upcoming_ = std::move(upcoming); }
 
   // out [rows, N] = x [rows, K] times the transposed matrix, + bias.
   void multiply(const RowsView& x, void* out, DType out_type) const;
@@ -40,6 +44,7 @@ class PackedMatrix {
   std::shared_ptr<const MappedFile> file_;  // what they lie in
   std::unique_ptr<float[]> bias_;           // padded to whole pairs; null: none
   WeightView view_;
+  std::vector<ByteRange> upcoming_;
 };
 
 }  // namespace tandem

@@ -63,22 +63,25 @@ struct Signal {
     if (sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(word);
   }
 
-  // `yields`: more threads than CPUs, so whoever polls keeps somebody else from running.
-  void wait_past(uint32_t seen, std::chrono::microseconds spin, bool yields) {
-    if (poll(seen, spin, yields)) return;
+  // `yields`: more threads than CPUs, so whoever polls keeps somebody else from running. `meanwhile` does a little
+  // useful work between two looks, or returns false.
+  template <class Meanwhile>
+  void wait_past(uint32_t seen, std::chrono::microseconds spin, bool yields, Meanwhile meanwhile) {
+    if (poll(seen, spin, yields, meanwhile)) return;
     sleepers.fetch_add(1, std::memory_order_seq_cst);
     while (word.load(std::memory_order_seq_cst) == seen) futex_wait(word, seen);
     sleepers.fetch_sub(1, std::memory_order_relaxed);
   }
 
  private:
-  bool poll(uint32_t seen, std::chrono::microseconds spin, bool yields) const {
+  template <class Meanwhile>
+  bool poll(uint32_t seen, std::chrono::microseconds spin, bool yields, Meanwhile meanwhile) const {
     constexpr int kPausesPerClock = 64;  // ~2 us between looks at the clock
     Clock::time_point give_up{};
     for (;;) {
       for (int i = 0; i < (yields ? 1 : kPausesPerClock); ++i) {
         if (load() != seen) return true;
-        cpu_pause();
+        if (!meanwhile()) cpu_pause();
       }
       const auto now = Clock::now();
       if (give_up == Clock::time_point{}) give_up = now + spin;
@@ -155,6 +158,12 @@ struct WorkerPool::State {
   alignas(64) std::atomic<int> at_barrier{0};
   Signal barrier;
 
+  ReadAhead read_ahead;
+
+  void wait_for_work(uint32_t seen) {
+    work.wait_past(seen, spin, yields, [this] { return read_ahead.fetch(); });
+  }
+
   void fail() {
     {
       std::lock_guard lock(error_mutex);
@@ -187,7 +196,7 @@ struct WorkerPool::State {
       at_barrier.store(0, std::memory_order_relaxed);  // ordered before the next arrivals by raise()
       barrier.raise();
     } else {
-      barrier.wait_past(seen, spin, yields);
+      barrier.wait_past(seen, spin, yields, [] { return false; });
     }
     if (failed.load(std::memory_order_acquire)) throw RegionAborted{};
   }
@@ -228,7 +237,7 @@ struct WorkerPool::State {
     for (;;) {
       const uint32_t seen = work.load();
       if (phases_done.load(std::memory_order_acquire)) break;
-      if (!help(caller)) work.wait_past(seen, spin, yields);
+      if (!help(caller)) wait_for_work(seen);
     }
     rethrow();
   }
@@ -245,7 +254,7 @@ struct WorkerPool::State {
     for (;;) {
       const uint32_t seen = work.load();
       if (working.load(std::memory_order_acquire) == 0) break;
-      work.wait_past(seen, spin, yields);
+      wait_for_work(seen);
     }
     rethrow();
   }
@@ -260,7 +269,7 @@ struct WorkerPool::State {
         guarded([&] { (*body)(worker); });
         if (working.fetch_sub(1, std::memory_order_acq_rel) == 1) work.raise();
       } else if (!help(worker)) {
-        work.wait_past(seen, spin, yields);
+        wait_for_work(seen);
       }
     }
   }
@@ -329,6 +338,10 @@ void WorkerPool::run_phases(std::initializer_list<Phase> phases) {
 }
 
 void WorkerPool::for_each(int64_t tasks, TaskBody body) { run_phases({{tasks, body}}); }
+
+void WorkerPool::announce(const std::vector<ByteRange>& upcoming) {
+  if (!upcoming.empty()) state_->read_ahead.announce(upcoming);
+}
 
 void Worker::barrier() const { pool->state_->wait_at_barrier(); }
 

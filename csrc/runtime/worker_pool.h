@@ -9,6 +9,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "runtime/read_ahead.h"
+
 namespace tandem {
 
 // A non-owning reference to a callable: no allocation per region.
@@ -66,6 +68,10 @@ class WorkerPool {
   // worker may lose its core for milliseconds, the others do its share. So a task must not wait for other tasks.
   // Called with the list in place, run_phases({{n, [&](int64_t i, const Worker&) {...}}, ...}): a Phase owns nothing.
   void run_phases(std::initializer_list<Phase> phases);
+
+  // What the operations after the next region will read first; whoever is idle from then on fetches it. Empty: what was
+  // announced before still holds.
+  void announce(const std::vector<ByteRange>& upcoming);
 
   // One phase.
   void for_each(int64_t tasks, TaskBody body);

@@ -3,6 +3,14 @@
 from collections.abc import Sequence
 from typing import Annotated
 
+MAX_RANGES_AHEAD: int = 4
+
+class ByteRange:
+    """Packed weights somewhere in memory."""
+
+    @property
+    def bytes(self) -> int: ...
+
 class WorkerPool:
     """
     One pinned worker per entry of cpus (-1: not pinned); the caller is worker 0.
@@ -32,6 +40,8 @@ class BatchView:
         page_size: int,
         num_pages: int,
     ) -> None: ...
+    def become(self, other: BatchView) -> None:
+        """Takes over the indices of another batch of as many rows."""
 
 class Heads:
     """Head counts; a norm size of 0 means no q or k norm."""
@@ -140,6 +150,11 @@ class PackedMatrix:
     def multiply(self, x: object, out: object) -> None:
         """out[T, N] = x[T, K] @ weight.T + bias"""
 
+    @property
+    def bytes(self) -> ByteRange: ...
+    def read_next(self, upcoming: Sequence[ByteRange]) -> None:
+        """Weights that are read after this matrix: idle workers fetch them."""
+
     def dequantise(self, out: object) -> None:
         """The weights that the codes stand for, float32 [N, K]."""
 
@@ -191,6 +206,12 @@ class ExpertLayer:
         down_bias: object | None = None,
     ) -> None: ...
     def forward(self, x: object, ids: object, weights: object, out: object, add: bool) -> None: ...
+    def bytes(self, first: int, count: int) -> ByteRange:
+        """Of the experts [first, first + count)."""
+
+    def read_next(self, upcoming: Sequence[ByteRange]) -> None:
+        """Weights that are read after this layer: idle workers fetch them."""
+
     @property
     def tier(self) -> str: ...
     @property
@@ -242,3 +263,13 @@ def adopt_experts(
     layer: ExpertLayer, file: MappedFile, offset: int, gate_up_bias: object, down_bias: object
 ) -> None:
     """The layer's experts, as they lie in the file; biases may be empty."""
+
+class Recording:
+    """Operations with their arrays, to be run again; made inside `with`."""
+
+    def __init__(self) -> None: ...
+    def __enter__(self) -> Recording: ...
+    def __exit__(self, arg0: object | None, arg1: object | None, arg2: object | None, /) -> None: ...
+    def __len__(self) -> int: ...
+    def run(self) -> None:
+        """All operations again, in order."""

@@ -204,6 +204,19 @@ void idle_workers_sleep(WorkerPool& pool) {
 
 }  // namespace
 
+// Hints are taken while nobody has work, torn ones too, and harm nothing.
+void announced_memory_is_fetched(WorkerPool& pool) {
+  std::vector<uint8_t> memory(1 << 20, 7);
+  const std::vector<tandem::ByteRange> known{{memory.data(), int64_t(memory.size())}, {memory.data(), 100}};
+  const std::vector<tandem::ByteRange> nowhere{{reinterpret_cast<const uint8_t*>(8), 1 << 20}};
+  for (int repeat = 0; repeat < 200; ++repeat) {
+    pool.announce(repeat % 3 ? known : nowhere);
+    std::atomic<int> done{0};
+    pool.for_each(5, [&](int64_t, const Worker&) { ++done; });
+    CHECK(done == 5);
+  }
+}
+
 int main() {
   bad_arguments_are_refused();
   // More threads than cores, one core shared by all, no spinning at all: every way of waiting.
@@ -220,6 +233,7 @@ int main() {
       tasks_wait_for_no_worker(pool);
       an_exception_frees_everybody(pool);
       callers_queue_up(pool);
+      announced_memory_is_fetched(pool);
       nested_regions_are_refused(pool);
 #if !defined(__SANITIZE_THREAD__)  // the sanitizer runs threads of its own
       a_forked_child_is_told(pool);

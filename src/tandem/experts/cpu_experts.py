@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tandem.kernels.ops import ExpertLayer, Routing
+from tandem.kernels.ops import ExpertLayer, Routing, SureRead
 
 ExpertMatrices = tuple[Tensor, Tensor, Tensor]
 """gate and up [width, hidden], down [hidden, width]."""
@@ -34,6 +34,10 @@ class CpuExperts:
         """Packs experts 0 … count - 1, one after the other: never more than one unpacked expert is held."""
         for expert in range(count):
             self._layer.load(expert, *matrices(expert))
+
+    def sure_read(self, experts: int) -> SureRead:
+        """The last `experts` of the layer, which every token chooses."""
+        return SureRead(self._layer, experts)
 
     def submit(self, x: Tensor, routing: Routing) -> Ticket:
         """x [T, hidden], routing [T, k]."""

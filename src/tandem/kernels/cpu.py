@@ -91,6 +91,15 @@ class PackedMatrix:
         return out
 
     @property
+    def bytes(self) -> _core.ByteRange:
+        """Where the packed weights lie."""
+        return self._core.bytes
+
+    def read_next(self, upcoming: list[_core.ByteRange]) -> None:
+        """What idle workers fetch while and after this matrix is multiplied."""
+        self._core.read_next(upcoming)
+
+    @property
     def tier(self) -> str:
         """The tier whose kernels this matrix runs on."""
         return self._core.tier
@@ -220,6 +229,14 @@ class PackedExperts:
             add = False
         self._forward(x, ids, weights, out, add)
         return out
+
+    def bytes(self, first: int, count: int) -> _core.ByteRange:
+        """Where the experts [first, first + count) lie."""
+        return self._core.bytes(first, count)
+
+    def read_next(self, upcoming: list[_core.ByteRange]) -> None:
+        """What idle workers fetch while and after this layer is computed."""
+        self._core.read_next(upcoming)
 
     @property
     def tier(self) -> str:

@@ -6,6 +6,8 @@ checks every array. What a step's layers share (checked indices, head counts, ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,12 +15,16 @@ from tandem import _core
 from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
 from tandem.kernels.cpu import PackedExperts, PackedMatrix
-from tandem.kernels.ops import BatchLayout, Rope, Routing
+from tandem.kernels.ops import BatchLayout, Recorded, Rope, Routing, Step, SureRead
+from tandem.kernels.recorded import OnlyAllocations, RecordedStep
 
 
 def _beside(x: Tensor, weight: Tensor | None) -> Tensor | None:
     """A norm's weight in x's dtype."""
     return weight if weight is None or weight.dtype is x.dtype else weight.to(x.dtype)
+
+
+AHEAD_BYTES_PER_WORKER = 1 << 20  # about an L2 cache
 
 
 class CpuOps:
@@ -33,7 +39,7 @@ class CpuOps:
         self._heads: dict[tuple[int, ...], _core.Heads] = {}
         self._rules: dict[tuple[int, int], tuple[RouterConfig, _core.Route]] = {}
         self._batch: BatchLayout | None = None
-        self._pages: tuple[int, ...] = ()
+        self._pages = (0, 0)  # their number, and rows of one
         self._view: _core.BatchView
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, fmt: str = "bf16") -> PackedMatrix:
@@ -43,6 +49,24 @@ class CpuOps:
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
     ) -> PackedExperts:
         return PackedExperts(self._workspace, num_experts, hidden, width, fmt, activation)
+
+    def read_in_order(self, reads: Sequence[SureRead]) -> None:
+        """Idle workers fetch the weights that follow, as many as their L2 caches hold."""
+        packed = [_packed(read) for read in reads]
+        limit = AHEAD_BYTES_PER_WORKER * len(self.pool)
+        for i, (weights, _) in enumerate(packed):
+            weights.read_next(_ahead([sure for _, sure in packed[i + 1 :]], limit))
+
+    def record(self, step: Step, x: Tensor, batch: BatchLayout) -> tuple[Tensor, Recorded | None]:
+        own, recording = x.clone(), _core.Recording()
+        self._batch = None
+        with recording, OnlyAllocations() as torch_calls:
+            result = step(own, batch)
+        pages, view = self._pages, self._view
+        self._batch = None  # the view is the recording's from now on
+        if torch_calls.others:
+            return result, None
+        return result, RecordedStep(recording, own, result, view, lambda other: _checked(other, *pages))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
@@ -109,13 +133,33 @@ class CpuOps:
 
     def _view_of(self, batch: BatchLayout, k_pages: Tensor) -> _core.BatchView:
         """The step's checked indices: every layer of a step asks for the same."""
-        if batch is not self._batch or k_pages.shape[:2] != self._pages:
-            self._pages = k_pages.shape[:2]
-            self._view, self._batch = _checked(batch, k_pages), batch
+        if batch is not self._batch or tuple(k_pages.shape[:2]) != self._pages:
+            self._pages = k_pages.shape[0], k_pages.shape[1]
+            self._view, self._batch = _checked(batch, *self._pages), batch
         return self._view
 
 
-def _checked(batch: BatchLayout, k_pages: Tensor) -> _core.BatchView:
+def _packed(read: SureRead) -> tuple[PackedMatrix | PackedExperts, _core.ByteRange]:
+    weights = read.weights
+    if isinstance(weights, PackedMatrix):
+        return weights, weights.bytes
+    assert isinstance(weights, PackedExperts), "weights of another Ops"
+    return weights, weights.bytes(weights.num_experts - read.experts, read.experts)
+
+
+def _ahead(following: Sequence[_core.ByteRange], limit: int) -> list[_core.ByteRange]:
+    """The first of them that are `limit` bytes together, or one more."""
+    total, ahead = 0, list[_core.ByteRange]()
+    for sure in following:
+        if total >= limit or len(ahead) == _core.MAX_RANGES_AHEAD:
+            break
+        if sure.bytes:
+            ahead.append(sure)
+            total += sure.bytes
+    return ahead
+
+
+def _checked(batch: BatchLayout, num_pages: int, page_size: int) -> _core.BatchView:
     """Raises KernelError when an index points outside the cache."""
     return _core.BatchView(
         positions=batch.positions,
@@ -123,8 +167,8 @@ def _checked(batch: BatchLayout, k_pages: Tensor) -> _core.BatchView:
         query_starts=batch.query_starts,
         seq_lens=batch.seq_lens,
         block_tables=batch.block_tables,
-        page_size=k_pages.shape[1],
-        num_pages=k_pages.shape[0],
+        page_size=page_size,
+        num_pages=num_pages,
     )
 
 

@@ -9,8 +9,9 @@ the last bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -83,6 +84,24 @@ class ExpertLayer(Protocol):
         ...
 
 
+Step = Callable[[Tensor, Any], Tensor]  # of an input and its batch
+
+
+class Recorded(Protocol):
+    """A step of a fixed number of rows, remembered by `Ops.record`."""
+
+    def __call__(self, x: Tensor, batch: BatchLayout) -> Tensor:
+        """The same operations on other values of the same shapes. The result is valid until the next call."""
+        ...
+
+
+class SureRead(NamedTuple):
+    """Weights that every step reads: a whole matrix, or the last `experts` experts of a layer (shared ones)."""
+
+    weights: Linear | ExpertLayer
+    experts: int = 0
+
+
 class Ops(Protocol):
     """The operations a model is written in. Shapes: T rows, H = heads, G = kv_heads, D = head_dim."""
 
@@ -94,6 +113,17 @@ class Ops(Protocol):
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
     ) -> ExpertLayer:
         """An empty expert layer; fill it with `load`."""
+        ...
+
+    def read_in_order(self, reads: Sequence[SureRead]) -> None:
+        """Tells in which order a step reads weights, so that the next ones are fetched while nothing else is."""
+        ...
+
+    def record(self, step: Step, x: Tensor, batch: BatchLayout) -> tuple[Tensor, Recorded | None]:
+        """Calls step(x, batch), which may change x, and remembers what it did, to do it again without Python.
+
+        None where that cannot be: the step used an operation that is not of this class.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,6 +6,8 @@ of that format must compute.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
 from tandem.formats.reference import dequantised
-from tandem.kernels.ops import BatchLayout, Rope, Routing
+from tandem.kernels.ops import BatchLayout, Recorded, Rope, Routing, Step, SureRead
 
 
 def round_to_format(weight: Tensor, fmt: str) -> Tensor:
@@ -83,6 +85,12 @@ class TorchOps:
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
     ) -> TorchExperts:
         return TorchExperts(num_experts, hidden, width, fmt, activation)
+
+    def read_in_order(self, reads: Sequence[SureRead]) -> None:
+        """Nothing to prepare: torch reads weights when it multiplies."""
+
+    def record(self, step: Step, x: Tensor, batch: BatchLayout) -> tuple[Tensor, Recorded | None]:
+        return step(x, batch), None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = x.float()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem.kernels.ops import SureRead
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 
@@ -28,6 +29,9 @@ class Attention:
             per_head = self.config.qk_norm == "head"
             self.q_norm = b.tensor(name + "q_norm.weight", self.config.head_dim if per_head else q)
             self.k_norm = b.tensor(name + "k_norm.weight", self.config.head_dim if per_head else kv)
+
+    def reads(self) -> list[SureRead]:
+        return [SureRead(self.qkv), SureRead(self.out)]
 
     def __call__(self, x: Tensor, batch: ForwardBatch, pages: KVPages) -> Tensor:
         a, qkv, norms = self.config, self.qkv(x), (self.q_norm, self.k_norm)

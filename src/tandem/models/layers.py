@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tandem.kernels.ops import SureRead
 from tandem.models.attention import Attention
 from tandem.models.builder import Builder
 from tandem.models.moe import DenseMLP, MoEBlock
@@ -14,6 +15,7 @@ from tandem.models.names import MoENames
 
 
 class MLP(Protocol):
+    def reads(self) -> list[SureRead]: ...
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
@@ -25,6 +27,10 @@ class DecoderLayer:
     attention: Attention
     mlp_norm: Tensor
     mlp: MLP
+
+    def reads(self) -> list[SureRead]:
+        """Weights in the order in which a step reads them."""
+        return self.attention.reads() + self.mlp.reads()
 
 
 def decoder_layer(b: Builder, index: int, moe_names: MoENames, dense_prefix: str = "mlp") -> DecoderLayer:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.experts import CpuExperts, ExpertMatrices
-from tandem.kernels.ops import Linear, Routing
+from tandem.kernels.ops import Linear, Routing, SureRead
 from tandem.models.builder import Builder
 from tandem.models.names import MoENames, mlp_matrices
 
@@ -19,10 +19,21 @@ class DenseMLP:
             return mlp_matrices(b.checkpoint, prefix, b.config.hidden, width)
 
         self.experts = b.experts(1, width, b.dense_format, matrices)
+        self._everyone = _everyone(64)
+
+    def reads(self) -> list[SureRead]:
+        return [self.experts.sure_read(1)]
 
     def __call__(self, x: Tensor) -> Tensor:
-        everyone = Routing(torch.zeros(len(x), 1, dtype=torch.int32), torch.ones(len(x), 1))
+        if len(x) > len(self._everyone.ids):
+            self._everyone = _everyone(len(x))
+        everyone = Routing(self._everyone.ids[: len(x)], self._everyone.weights[: len(x)])
         return self.experts.wait(self.experts.submit(x, everyone))
+
+
+def _everyone(rows: int) -> Routing:
+    """All rows choose expert 0."""
+    return Routing(torch.zeros(rows, 1, dtype=torch.int32), torch.ones(rows, 1))
 
 
 class MoEBlock:
@@ -47,6 +58,12 @@ class MoEBlock:
             self.shared = DenseMLP(b, layer + names.shared, moe.shared_width)
         if moe.shared_gate:
             self.shared_gate = b.linear([layer + names.shared_gate], [1], b.config.hidden)
+
+    def reads(self) -> list[SureRead]:
+        """Weights in the order of `__call__`."""
+        first = [] if self.shared_gate is None else [SureRead(self.shared_gate)]
+        routed = [SureRead(self.gate), self.experts.sure_read(self.fused)]
+        return first + routed + ([] if self.shared is None else self.shared.reads())
 
     def __call__(self, x: Tensor) -> Tensor:
         weight = None if self.shared_gate is None else self.shared_gate(x).sigmoid()
