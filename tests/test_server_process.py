@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -271,9 +272,16 @@ def test_the_plan_is_printed_before_anything_is_loaded(demo_dir: Path, monkeypat
 
 def test_loading_says_how_far_it_is(monkeypatch, capsys):
     monkeypatch.setattr(load_progress, "LINE_SECONDS", 0.0)
+    clock = iter(range(100, 200))
+    monkeypatch.setattr(load_progress, "monotonic", lambda: next(clock))
     with load_progress.LoadProgress() as progress:
-        progress("layer 3/30", 1_500_000_000, 30_000_000_000)
-    assert capsys.readouterr().out == "  loading: layer 3/30, 1.5 of 30.0 GB\n"
+        progress("loading layer 3/30", 1_500_000_000, 30_000_000_000)
+        progress("writing packed cache", 1_000_000_000, 3_000_000_000)
+        progress("writing packed cache", 2_000_000_000, 3_000_000_000)
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"  loading layer 3/30, 1\.5 of 30\.0 GB 0\.\d\d GB/s", lines[0])
+    assert lines[1] == "  writing packed cache, 1.0 of 3.0 GB "  # its start is not known
+    assert re.fullmatch(r"  writing packed cache, 2\.0 of 3\.0 GB 0\.\d\d GB/s", lines[2])
 
 
 def test_a_free_port_is_chosen_and_printed(tmp_path: Path):

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.identity import identity
 from tandem.checkpoint.key_names import hugging_face_names
 from tandem.checkpoint.layouts import Stored, detect
 from tandem.checkpoint.pages import Pages, Paging
@@ -132,6 +133,11 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(shard.nbytes for shard in set(self._shard_of.values()))
+
+    def identity(self) -> str:
+        """Changes whenever a file does: see `identity.py`."""
+        tensors = ((s.path.name, name, s.entries[name]) for name, s in self._shard_of.items())
+        return identity({shard.path for shard in self._shard_of.values()}, tensors)
 
     def read_ahead(self, layer: int) -> None:
         """Asks for the bytes of every tensor of this layer (the first number in its name). Returns at once."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from tandem.checkpoint.gguf_file import GGUFTensor
 from tandem.checkpoint.gguf_model import GGUFModel
 from tandem.checkpoint.gguf_names import STEMS, Place, layer_of, places
+from tandem.checkpoint.identity import identity
 from tandem.checkpoint.pages import Paging
 from tandem.errors import CheckpointError
 from tandem.formats.codes import Weight, WeightCodes, gguf_q4_0, gguf_q8_0
@@ -87,6 +88,9 @@ class GGUFCheckpoint:
 
     def nbytes(self) -> int:
         return self.model.nbytes()
+
+    def identity(self) -> str:
+        return identity((file.path for file in self.model.files), ((t,) for t in self.model.tensors.values()))
 
     def read_ahead(self, layer: int) -> None:
         self._paging.read_ahead(map(self.model.pages, self._layers.get(layer, ())), self)

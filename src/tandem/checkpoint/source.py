@@ -66,6 +66,10 @@ class Checkpoint(Protocol):
         """Bytes of all files."""
         ...
 
+    def identity(self) -> str:
+        """Changes whenever a file does. The weights are not read."""
+        ...
+
     def read_ahead(self, layer: int) -> None:
         """Asks for the bytes of every tensor of this layer. Returns at once."""
         ...

@@ -72,11 +72,13 @@ class Builder:
         """Between layers: lets go of the file pages that were read, asks for those after next, reports progress."""
         self.checkpoint.forget(index)
         self.checkpoint.read_ahead(index + 2)
-        self._report(f"layer {index + 1}/{self.config.layers}", min(self._done, self._total), self._total)
+        self._report(
+            f"loading layer {index + 1}/{self.config.layers}", min(self._done, self._total), self._total
+        )
 
     def all_done(self) -> None:
         self.checkpoint.release()
-        self._report("loaded", self._total, self._total)
+        self._report("loading", self._total, self._total)
 
     def _get(self, name: str, *shape: int) -> Tensor:
         tensor = self.checkpoint.get(name, shape)
