@@ -92,7 +92,6 @@ def test_wrong_values_name_the_flag(argv: list[str], says: str) -> None:
     ("argv", "says"),
     [
         (["--tp", "2"], "--tensor-parallel-size 2 is not available yet. Use 1"),
-        (["--kt-method", "FP8"], "--kt-method FP8 is not available yet. Use BF16, INT8 or INT4"),
         (["--kt-num-gpu-experts", "8"], "Use 0"),
         (["--kt-gpu-experts-ratio", "0.5"], "Use 0"),
         (["--speculative-algorithm", "EAGLE"], "not available yet. Leave it out"),

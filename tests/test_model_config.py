@@ -82,7 +82,6 @@ def test_a_missing_key_is_named_with_a_value_to_try(key):
         ("hidden_size", 0, "must be 1 to"),
         ("hidden_act", "gelu", "hidden_act = 'gelu' is not supported"),
         ("rope_scaling", {"type": "yarn", "factor": 4.0}, "rope type 'yarn'"),
-        ("quantization_config", {"quant_method": "fp8"}, "quantization_config"),
         ("num_key_value_heads", 7, "does not divide"),
         ("num_experts_per_tok", 129, "more than the 128 experts"),
         ("n_group", 3, "n_group 3, topk_group 1"),

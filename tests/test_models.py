@@ -6,6 +6,7 @@ lengths and phases in one batch; per-expert and fused checkpoints; shared expert
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -54,11 +55,10 @@ def plan(dtype: str = "float32", fuse: bool = True, context: int = 128) -> Plan:
 class Session:
     """A model with a KV cache; sequence s owns every third page, so neighbours in memory are strangers."""
 
-    def __init__(self, path, dtype="float32", fuse=True, ops=None, pages=PAGES) -> None:
+    def __init__(self, path, dtype="float32", fuse=True, ops=None, pages=PAGES, **changes) -> None:
         self.config = ModelConfig.load(path)
-        self.model = build(
-            self.config, plan(dtype, fuse, 4 * pages), open_checkpoint(path), ops or TorchOps()
-        )
+        chosen = replace(plan(dtype, fuse, 4 * pages), **changes)
+        self.model = build(self.config, chosen, open_checkpoint(path), ops or TorchOps())
         layers, kv_heads, head_dim = self.model.kv_layout
         shape = (3 * pages, PAGE_SIZE, kv_heads, head_dim)
         kind = getattr(torch, dtype)

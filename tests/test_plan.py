@@ -14,6 +14,8 @@ from tandem.config import (
     MoEConfig,
     Plan,
     RouterConfig,
+    StoredFormat,
+    StoredFormats,
     resolve,
 )
 from tandem.config.machine import TIERS, Core, Gpu
@@ -66,6 +68,56 @@ def test_kt_method_names_the_packed_format(method: str, fmt: str) -> None:
     p = plan(machine(), kt_method=method)
     assert p.expert_format == fmt
     assert method in reason(p, "expert format")
+
+
+INT4 = StoredFormat("int4 g32", True, 0.5625, ("RAWINT4", "INT4", "AMXINT4"), 32)
+FP8 = StoredFormat("fp8 128x128", True, 1.03, ("FP8",), 128)
+
+
+def stored_plan(experts: StoredFormat, shared: StoredFormat, dense: StoredFormat, **flags: object) -> Plan:
+    config = EngineConfig(model="demo", **flags)  # type: ignore[arg-type]
+    return resolve(config, MODEL, machine(), StoredFormats(experts, shared, dense))
+
+
+def test_quantised_weights_stay_as_they_are_stored() -> None:
+    p = stored_plan(INT4, StoredFormat(), FP8)
+    assert (p.expert_format, p.dense_codes, p.fuse_shared_experts) == ("stored", True, False)
+    shown = {d.name: d.value for d in p.decisions}
+    assert (shown["expert format"], shown["dense format"]) == ("int4 g32", "fp8 128x128")
+    for method in ("RAWINT4", "INT4", "AMXINT4"):
+        assert stored_plan(INT4, INT4, FP8, kt_method=method).expert_format == "stored"
+
+
+def test_stored_formats_are_converted_only_when_asked() -> None:
+    p = stored_plan(INT4, INT4, FP8, kt_method="INT8")
+    assert p.expert_format == "int8"
+    assert "int4 g32 is decoded and rounded again" in reason(p, "expert format")
+    p = stored_plan(INT4, INT4, FP8, dtype="float32")
+    assert (p.expert_format, p.dense_codes) == ("f32", False)
+    with pytest.raises(
+        ConfigError, match="--kt-method FP8: the checkpoint's experts are int4 g32; leave the flag out"
+    ):
+        stored_plan(INT4, INT4, FP8, kt_method="FP8")
+    with pytest.raises(ConfigError, match="--kt-method AWQ: the checkpoint's experts are bf16"):
+        plan(machine(), kt_method="AWQ")
+
+
+def test_shared_experts_of_the_same_format_are_fused_where_groups_are_not_cut() -> None:
+    assert stored_plan(INT4, INT4, FP8).fuse_shared_experts  # a width of 192 is 6 groups of 32
+    assert not stored_plan(FP8, FP8, FP8).fuse_shared_experts
+    assert not stored_plan(INT4, FP8, FP8).fuse_shared_experts
+
+
+def test_memory_counts_what_is_held() -> None:
+    sizes = StoredFormats(INT4, INT4, FP8)
+    experts = MODEL.routed_params * 0.5625
+    assert MODEL.weight_bytes("bfloat16", "stored", sizes) == pytest.approx(
+        experts + 1.03 * MODEL.dense_params
+    )
+    assert MODEL.weight_bytes("float32", "stored", sizes) == pytest.approx(experts + 4 * MODEL.dense_params)
+    model = big_model()
+    with pytest.raises(ConfigError, match=r"with int4 g32 experts take .* Free some memory"):
+        resolve(EngineConfig(model="demo"), model, machine(), sizes)
 
 
 def test_threads_never_exceed_cores() -> None:

@@ -22,6 +22,8 @@ from tandem.checkpoint.pages import Pages, Paging
 from tandem.checkpoint.parts import Part, Parts, by_module, codes_part, one_expert
 from tandem.checkpoint.quant_hints import quant_hints
 from tandem.checkpoint.shard import Shard
+from tandem.checkpoint.survey import stored_formats, survey
+from tandem.config import StoredFormats
 from tandem.config.json_keys import read_json
 from tandem.errors import CheckpointError
 from tandem.formats.codes import Weight
@@ -59,7 +61,7 @@ class Checkpoint:
         }
         self._modules = by_module(self._parts.items())
         self._hints = quant_hints(path)
-        self._check_matrices()
+        self._survey = survey(self._modules, self._hints)
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._parts)
@@ -106,7 +108,11 @@ class Checkpoint:
 
     def format(self, module: str) -> QuantFormat:
         """How `module` is stored, from headers alone."""
-        return self._detected(module).format
+        return self._surveyed(module).format
+
+    def formats(self) -> StoredFormats:
+        """What experts and dense matrices are stored as, for the planner."""
+        return stored_formats((module, stored.format, n) for module, (stored, n) in self._survey.items())
 
     def part(self, name: str) -> Part:
         """A tensor's header."""
@@ -122,7 +128,7 @@ class Checkpoint:
         if "shape" in parts:  # packed words alone do not say how many bits a code has
             n, k = self._mapped(parts["shape"]).tolist()
             return n, k
-        return self._detected(module).shape
+        return self._surveyed(module).shape
 
     def byte_range(self, name: str) -> tuple[int, int]:
         """Where the tensor's bytes begin and end in the file of `part(name)`."""
@@ -215,19 +221,10 @@ class Checkpoint:
 
     # -- matrices ---
 
-    def _check_matrices(self) -> None:
-        """Every quantised matrix has its scales, of shapes that fit."""
-        for module, parts in self._modules.items():
-            part = codes_part(parts)
-            if part is not None and (len(parts) > 1 or part.dtype == "F8_E4M3"):
-                self._detected(module)
-
-    def _detected(self, module: str) -> Stored:
-        parts = self._matrix_parts(module)
-        part = codes_part(parts)
-        assert part is not None
-        fused = len(part.shape) > (3 if "blocks" in parts else 2)
-        return detect(one_expert(parts) if fused else parts, self._hints)
+    def _surveyed(self, module: str) -> Stored:
+        if module not in self._survey:
+            raise CheckpointError(f"{self.path} has no matrix {module}.weight")
+        return self._survey[module][0]
 
     def _matrix_parts(self, module: str) -> dict[str, Part]:
         if not self.has_matrix(module):

@@ -17,6 +17,8 @@ from tandem.checkpoint.gguf_model import GGUFModel
 from tandem.checkpoint.gguf_names import STEMS, Place, layer_of, places
 from tandem.checkpoint.identity import identity
 from tandem.checkpoint.pages import Paging
+from tandem.checkpoint.survey import stored_formats
+from tandem.config import StoredFormats
 from tandem.errors import CheckpointError
 from tandem.formats.codes import Weight, WeightCodes, gguf_q4_0, gguf_q8_0
 from tandem.formats.cut import rows_of
@@ -85,6 +87,11 @@ class GGUFCheckpoint:
 
     def format(self, module: str) -> QuantFormat:
         return QuantFormat(self._place(f"{module}.weight").tensor.kind.lower(), "gguf")
+
+    def formats(self) -> StoredFormats:
+        names = (name for name in self._places if name.endswith(".weight") and len(self._shape(name)) == 2)
+        modules = ((name.removesuffix(".weight"), math.prod(self._shape(name))) for name in names)
+        return stored_formats((module, self.format(module), weights) for module, weights in modules)
 
     def nbytes(self) -> int:
         return self.model.nbytes()

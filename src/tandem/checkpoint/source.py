@@ -15,7 +15,7 @@ from tandem.checkpoint import checkpoint as safetensors
 from tandem.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from tandem.checkpoint.gguf_config import config_json, generation_json
 from tandem.checkpoint.gguf_model import is_gguf, open_gguf
-from tandem.config import ModelConfig
+from tandem.config import ModelConfig, StoredFormats
 from tandem.config.json_keys import read_json
 from tandem.errors import ConfigError
 from tandem.formats.codes import Weight
@@ -60,6 +60,10 @@ class Checkpoint(Protocol):
 
     def format(self, module: str) -> QuantFormat:
         """How `module` is stored, from headers alone."""
+        ...
+
+    def formats(self) -> StoredFormats:
+        """What experts and dense matrices are stored as, for the planner."""
         ...
 
     def nbytes(self) -> int:

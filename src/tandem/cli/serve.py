@@ -120,7 +120,7 @@ def _flag_table(flags: list[Flag]) -> Table:
 
 def _works(f: Flag) -> bool:
     """Whether some value of the flag changes something today."""
-    return (f.later is None or f.name in ("kt_method", "attention_backend")) and f.idle is None
+    return (f.later is None or f.name == "attention_backend") and f.idle is None
 
 
 def _default_text(f: Flag) -> str:

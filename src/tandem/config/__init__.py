@@ -4,6 +4,7 @@ from tandem.config.engine_config import EngineConfig
 from tandem.config.machine import Machine
 from tandem.config.model_config import AttentionConfig, ModelConfig, MoEConfig, RouterConfig
 from tandem.config.plan import Decision, Plan, resolve
+from tandem.config.stored import StoredFormat, StoredFormats
 
 __all__ = [
     "AttentionConfig",
@@ -14,5 +15,7 @@ __all__ = [
     "ModelConfig",
     "Plan",
     "RouterConfig",
+    "StoredFormat",
+    "StoredFormats",
     "resolve",
 ]

@@ -124,14 +124,12 @@ class EngineConfig:
         aliases=["--kt-amx-weight-path"],
     )  # fmt: skip
     kt_method: str | None = flag(
-        None, "Expert format: BF16, INT8, INT4; default: the checkpoint's.", group=CPU,
+        None, "Expert format: BF16, INT8, INT4, …; default: the checkpoint's.", group=CPU,
         aliases=["--kt-amx-method"], essential=True,
         choices=[
             "BF16", "INT8", "INT4", "AMXINT8", "AMXINT4", "FP8", "FP8_PERCHANNEL", "RAWINT4", "GPTQ_INT4", "AWQ",
             "MXFP4", "NVFP4", "GGUF",
         ],
-        later="Use BF16, INT8 or INT4 (AMXINT8 and AMXINT4 are the same formats).",
-        neutral=["BF16", "INT8", "INT4", "AMXINT8", "AMXINT4"],
     )  # fmt: skip
     kt_cpuinfer: int | None = flag(
         None, "CPU worker threads; default: physical cores available.", group=CPU, minimum=1, essential=True

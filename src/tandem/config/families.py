@@ -98,7 +98,6 @@ def _layers(keys: JsonKeys) -> int:
 
 def _model(keys: JsonKeys, generation: JsonKeys, attention: AttentionConfig, moe: MoEConfig) -> ModelConfig:
     keys.only("hidden_act", "silu", "experts are SwiGLU")
-    keys.only("quantization_config", None, "weights are read as bf16, fp16 or f32")
     return ModelConfig(
         model_type=keys["model_type"],
         hidden=keys.size("hidden_size", 2048),

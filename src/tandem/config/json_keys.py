@@ -18,7 +18,7 @@ HARMLESS = frozenset((
     "is_decoder", "is_encoder_decoder", "keys_to_ignore_at_inference", "label2id",
     "max_window_layers", "model_type", "num_mtp_layers", "num_nextn_predict_layers",
     "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
-    "problem_type", "return_dict", "rope_theta", "router_aux_loss_coef", "router_jitter_noise",
+    "problem_type", "quantization_config", "return_dict", "rope_theta", "router_aux_loss_coef", "router_jitter_noise",
     "torch_dtype", "transformers_version", "use_cache",
 ))  # fmt: skip
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.machine import Machine
-from tandem.config.model_config import ModelConfig
+from tandem.config.model_config import STORED, ModelConfig
+from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError
 
 GIB = 1 << 30
@@ -43,6 +44,7 @@ class MemoryRequest:
     dtype: str
     expert_format: str
     max_running_requests: int
+    stored: StoredFormats = UNQUANTISED
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -50,7 +52,15 @@ class MemoryRequest:
 
     @property
     def weight_bytes(self) -> int:
-        return self.model.weight_bytes(self.dtype, self.expert_format)
+        return self.bytes_with(self.expert_format)
+
+    def bytes_with(self, expert_format: str) -> int:
+        """Of all packed weights, with experts in that format."""
+        return self.model.weight_bytes(self.dtype, expert_format, self.stored)
+
+    @property
+    def experts_text(self) -> str:
+        return self.stored.experts.name if self.expert_format == STORED else self.expert_format
 
     @property
     def fraction(self) -> float:
@@ -115,7 +125,7 @@ def _check_fits(request: MemoryRequest, room: int, least: int) -> None:
         return
     needed = request.weight_bytes + WORKSPACE_BYTES + least * request.kv_bytes_per_token
     raise ConfigError(
-        f"the model does not fit: its weights with {request.expert_format} experts take {gib(request.weight_bytes)}, "
+        f"the model does not fit: its weights with {request.experts_text} experts take {gib(request.weight_bytes)}, "
         f"{gib(needed)} with workspace and the smallest KV cache; {gib(request.budget_bytes)} may be used "
         f"({request.fraction:g} of the {gib(request.machine.available_memory)} that are free of "
         f"{gib(request.machine.total_memory)}). {_way_out(request, needed)}"
@@ -124,12 +134,14 @@ def _check_fits(request: MemoryRequest, room: int, least: int) -> None:
 
 def _way_out(request: MemoryRequest, needed: int) -> str:
     for method in ("INT8", "INT4"):
-        smaller = request.model.weight_bytes(request.dtype, method.lower())
+        smaller = request.bytes_with(method.lower())
         if needed - request.weight_bytes + smaller <= request.budget_bytes:
             return f"--kt-method {method} fits: it takes {gib(smaller)}"
     if needed <= request.machine.available_memory * 0.99:
         return f"--mem-fraction-static {needed / request.machine.available_memory + 0.005:.2f} would just do"
-    least = request.model.weight_bytes(request.dtype, "int4")
+    least = request.bytes_with("int4")
+    if request.weight_bytes <= least:
+        return "Free some memory or use a larger machine"
     return f"Even with --kt-method INT4 it takes {gib(least)}: free some memory or use a larger machine"
 
 

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Literal
 
 from tandem.config.json_keys import JsonKeys, read_json
+from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
 from tandem.errors import ConfigError
 
 FORMAT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0625, "int4": 0.5625}
 """Bytes per weight as packed; int8 and int4 carry one bf16 scale per group of 32 weights."""
+
+STORED = "stored"  # the format that means: as the checkpoint has it
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -140,9 +143,10 @@ class ModelConfig:
         """Weights of one routed expert."""
         return 3 * self.hidden * self.moe.width
 
-    def expert_bytes(self, expert_format: str) -> int:
+    def expert_bytes(self, expert_format: str, stored: StoredFormat = UNQUANTISED.experts) -> int:
         """Packed bytes of one routed expert."""
-        return int(self.expert_params * FORMAT_BYTES[expert_format])
+        each = stored.bytes_per_weight if expert_format == STORED else FORMAT_BYTES[expert_format]
+        return int(self.expert_params * each)
 
     @property
     def routed_params(self) -> int:
@@ -159,8 +163,12 @@ class ModelConfig:
         norms = (2 * self.layers + 1) * self.hidden
         return attention * self.layers + moe * len(m.layers) + dense + norms + self.vocab * self.hidden
 
-    def weight_bytes(self, dtype: str, expert_format: str) -> int:
+    def dense_bytes(self, dtype: str, stored: StoredFormats = UNQUANTISED) -> int:
+        """Packed bytes of all other weights; those that are stored as codes stay so, unless dtype is float32."""
+        as_codes = stored.dense.quantised and dtype != "float32"
+        return int(self.dense_params * (stored.dense.bytes_per_weight if as_codes else DTYPE_BYTES[dtype]))
+
+    def weight_bytes(self, dtype: str, expert_format: str, stored: StoredFormats = UNQUANTISED) -> int:
         """Bytes of all packed weights; the embedding stays in the mapped file and is not counted."""
-        return self.dense_params * DTYPE_BYTES[dtype] + self.expert_bytes(expert_format) * (
-            self.moe.router.num_experts * len(self.moe.layers)
-        )
+        routed = self.moe.router.num_experts * len(self.moe.layers)
+        return self.dense_bytes(dtype, stored) + self.expert_bytes(expert_format, stored.experts) * routed

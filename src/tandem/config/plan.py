@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from tandem.config.engine_config import EngineConfig
 from tandem.config.machine import Machine, cpu_list_text
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, size_memory
-from tandem.config.model_config import ModelConfig
+from tandem.config.model_config import STORED, ModelConfig
+from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError
 
 DEFAULT_RUNNING_REQUESTS = 64  # decoded together; more would only slow each other down on a CPU
@@ -36,7 +37,9 @@ class Plan:
     """Everything the engine needs to know that the user may or may not have said. Immutable."""
 
     dtype: str  # "bfloat16" | "float32": activations, KV cache and dense weights
-    expert_format: str  # "bf16" | "f32" | "int8" | "int4": packed routed experts
+    expert_format: (
+        str  # packed routed experts: "bf16" | "f32" | "int8" | "int4", "stored": as the checkpoint has them
+    )
     tier: str  # kernel tier: "scalar" | "avx2" | "avx512" | "avx512_bf16" | "amx"
     cpus: tuple[int, ...]  # logical CPU of each pool thread, -1: not pinned; its length is the thread count
     context_length: int  # longest prompt + answer of one request, tokens
@@ -46,11 +49,16 @@ class Plan:
     max_step_tokens: int  # token budget of one step: decode tokens + prefill chunks
     radix_cache: bool  # share KV pages of equal prefixes
     fuse_shared_experts: bool  # compute shared experts as extra always-chosen routed experts
+    dense_codes: bool = (
+        False  # dense matrices that are stored as codes are computed from them, not from numbers
+    )
     decisions: tuple[Decision, ...] = field(default=())
     notices: tuple[str, ...] = field(default=())  # flags and keys that change nothing; start-up prints them
 
 
-def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Plan:
+def resolve(
+    config: EngineConfig, model: ModelConfig, machine: Machine, stored: StoredFormats = UNQUANTISED
+) -> Plan:
     """What was asked + what the checkpoint is + what the machine has → what will be done.
 
     Raises ConfigError naming the flag when a wish cannot be met, with the numbers when the model does not fit.
@@ -58,11 +66,12 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Plan:
     log: list[Decision] = []
     _log_device(machine, log)
     dtype = _dtype(config, log)
-    expert_format = _expert_format(config, dtype, log)
+    dense_codes = _dense_codes(dtype, stored, log)
+    expert_format = _expert_format(config, dtype, stored, log)
     tier = _tier(config, machine, log)
     cpus = _cpus(config, machine, log)
     running = _running(config, log)
-    memory = size_memory(MemoryRequest(config, model, machine, dtype, expert_format, running))
+    memory = size_memory(MemoryRequest(config, model, machine, dtype, expert_format, running, stored))
     num_pages = _pages(config, model, dtype, memory, log)
     return Plan(
         dtype=dtype,
@@ -75,7 +84,8 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Plan:
         max_running_requests=running,
         max_step_tokens=_step_tokens(config, memory.context_length, running, log),
         radix_cache=_radix(config, log),
-        fuse_shared_experts=_fuse_shared(config, model, expert_format == unrounded_format(dtype), log),
+        fuse_shared_experts=_fuse_shared(config, model, _alike(model, expert_format, dtype, stored), log),
+        dense_codes=dense_codes,
         decisions=tuple(log),
         notices=(*config.notices(), *_unread(model)),
     )
@@ -107,15 +117,56 @@ def _dtype(config: EngineConfig, log: list[Decision]) -> str:
     return "bfloat16"
 
 
-def _expert_format(config: EngineConfig, dtype: str, log: list[Decision]) -> str:
-    if config.kt_method is not None:
-        chosen, reason = EXPERT_FORMATS[config.kt_method], f"--kt-method {config.kt_method}"
-        if chosen in ("int8", "int4"):
-            reason += "; weights are rounded in groups of 32, activations are not"
-    else:
-        chosen, reason = unrounded_format(dtype), "nothing is rounded beyond the dtype"
-    log.append(Decision("expert format", chosen, reason))
+def _dense_codes(dtype: str, stored: StoredFormats, log: list[Decision]) -> bool:
+    if not stored.dense.quantised:
+        return False
+    if dtype == "float32":
+        log.append(
+            Decision(
+                "dense format", "f32", f"{stored.dense.name} in the checkpoint, decoded for --dtype float32"
+            )
+        )
+        return False
+    log.append(Decision("dense format", stored.dense.name, "as the checkpoint has it; nothing is rounded"))
+    return True
+
+
+def _expert_format(config: EngineConfig, dtype: str, stored: StoredFormats, log: list[Decision]) -> str:
+    chosen, reason = _stored_or_asked(config, dtype, stored)
+    log.append(Decision("expert format", stored.experts.name if chosen == STORED else chosen, reason))
     return chosen
+
+
+def _stored_or_asked(config: EngineConfig, dtype: str, stored: StoredFormats) -> tuple[str, str]:
+    method, experts = config.kt_method, stored.experts
+    if method is None:
+        if not experts.quantised:
+            return unrounded_format(dtype), "nothing is rounded beyond the dtype"
+        if dtype == "float32":
+            return "f32", f"{experts.name} in the checkpoint, decoded for --dtype float32"
+        return STORED, "as the checkpoint has it; nothing is rounded"
+    if experts.quantised and method in experts.methods:
+        return STORED, f"--kt-method {method}: as the checkpoint has it; nothing is rounded"
+    if method not in EXPERT_FORMATS:
+        raise ConfigError(
+            f"--kt-method {method}: the checkpoint's experts are {experts.name}; leave the flag out to take them as "
+            "they are, or give BF16, INT8 or INT4 to convert them while loading"
+        )
+    chosen, reason = EXPERT_FORMATS[method], f"--kt-method {method}"
+    reason += f"; the checkpoint's {experts.name} is decoded and rounded again" if experts.quantised else ""
+    if chosen in ("int8", "int4"):
+        reason += "; weights are rounded in groups of 32, activations are not"
+    return chosen, reason
+
+
+def _alike(model: ModelConfig, expert_format: str, dtype: str, stored: StoredFormats) -> bool:
+    """Whether routed and shared experts keep their own values in one and the same format."""
+    if expert_format != STORED:
+        return expert_format == unrounded_format(dtype) and (
+            dtype == "float32" or not stored.shared.quantised
+        )
+    experts = stored.experts
+    return stored.shared == experts and experts.group > 0 and model.moe.width % experts.group == 0
 
 
 def _tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> str:
@@ -209,7 +260,7 @@ def _radix(config: EngineConfig, log: list[Decision]) -> bool:
 
 
 def _fuse_shared(config: EngineConfig, model: ModelConfig, exact: bool, log: list[Decision]) -> bool:
-    """`exact`: routed experts keep the dtype's values, so the shared one would too."""
+    """`exact`: one format keeps the values of both."""
     moe = model.moe
     if moe.shared_width == 0:
         return False
@@ -217,7 +268,7 @@ def _fuse_shared(config: EngineConfig, model: ModelConfig, exact: bool, log: lis
         log.append(Decision("shared experts", "apart", "--disable-shared-experts-fusion"))
         return False
     if not exact:
-        log.append(Decision("shared experts", "apart", "only routed experts are rounded"))
+        log.append(Decision("shared experts", "apart", "routed experts have a format of their own"))
         return False
     if moe.fusible_shared == 0:
         why = "has its own gate" if moe.shared_gate else "is no multiple of a routed one"

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tandem.checkpoint import open_checkpoint
+from tandem.checkpoint.checkpoint import open_checkpoint
 from tandem.convert import record
 from tandem.convert.layout import Item, Layout, Shard, plan_layout
 from tandem.convert.methods import Method, method_named

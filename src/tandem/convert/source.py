@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.checkpoint import Checkpoint
+from tandem.checkpoint.checkpoint import Checkpoint
 from tandem.checkpoint.parts import Parts, codes_part
 from tandem.convert.methods import Part
 from tandem.errors import CheckpointError, ConfigError

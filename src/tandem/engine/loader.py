@@ -30,13 +30,14 @@ def load_parts(
     use_one_torch_thread()
     directory = model_directory(config.model)
     model_config = load_model_config(directory)
+    checkpoint = open_checkpoint(directory)
     plan = resolve(config, model_config, Machine.detect())
     if planned is not None:
         planned(plan)
     tokenizer = Tokenizer.load(directory)
     workers = WorkerPool(list(plan.cpus))
     ops = CpuOps(workers, plan.tier)
-    model = models.build(model_config, plan, open_checkpoint(directory), ops, progress)
+    model = models.build(model_config, plan, checkpoint, ops, progress)
     return EngineParts(plan, model_config, model, tokenizer, workers)
 
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tandem.formats.codes import Weight
+from tandem.formats.cut import numbers
 from tandem.kernels.ops import ExpertLayer, Routing, SureRead
 
-ExpertMatrices = tuple[Tensor, Tensor, Tensor]
+ExpertMatrices = tuple[Weight, Weight, Weight]
 """gate and up [width, hidden], down [hidden, width]."""
 
 
@@ -33,7 +35,8 @@ class CpuExperts:
     def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
         """Packs experts 0 … count - 1, one after the other: never more than one unpacked expert is held."""
         for expert in range(count):
-            self._layer.load(expert, *matrices(expert))
+            gate, up, down = map(numbers, matrices(expert))
+            self._layer.load(expert, gate, up, down)
 
     def sure_read(self, experts: int) -> SureRead:
         """The last `experts` of the layer, which every token chooses."""

@@ -1,4 +1,4 @@
-"""Rows, columns and stacks of weights, whatever they are stored as. Nothing is rounded."""
+"""Numbers, rows, columns and stacks of weights, whatever they are stored as. Nothing is rounded."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.reference import decoded
+
+
+def numbers(weight: Weight) -> Tensor:
+    """float32 [N, K] of codes; a tensor as it is."""
+    return decoded(weight) if isinstance(weight, WeightCodes) else weight
+
+
+def weight_bytes(weight: Weight) -> int:
+    """As stored, or nearly so: codes and scales."""
+    return weight.codes.nbytes + weight.scales.nbytes if isinstance(weight, WeightCodes) else weight.nbytes
 
 
 def rows_of(weight: Weight, rows: slice) -> Weight:

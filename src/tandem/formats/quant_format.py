@@ -11,6 +11,13 @@ BITS = {
 """Kinds of stored numbers and their width. mx and nv kinds have a fixed group of 32 or 16; q kinds are GGUF's blocks,
 which are described by their name alone."""
 
+GGUF_BYTES = {"q4_0": 0.625, "q8_0": 1.125}
+"""Bytes per weight of GGUF's blocks, once packed; other kinds become numbers of 2 bytes."""
+
+_METHODS = {
+    "f32": ("BF16",), "f16": ("BF16",), "bf16": ("BF16",), "fp8": ("FP8",), "mxfp8": ("FP8",),
+    "int8": ("INT8", "AMXINT8"), "int4": ("RAWINT4", "INT4", "AMXINT4"), "mxfp4": ("MXFP4",), "nvfp4": ("NVFP4",),
+}  # fmt: skip
 FLOATS = ("f32", "f16", "bf16")
 
 
@@ -38,6 +45,32 @@ class QuantFormat:
     def bits(self) -> int:
         """Of one code, without scales."""
         return BITS[self.kind]
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Once packed as it is: codes, and a scale for every group of every row."""
+        if self.packing == "gguf" and self.quantised:
+            return GGUF_BYTES.get(self.kind, 2.0)
+        if not self.quantised:
+            return 2.0 if self.bits == 16 else 4.0
+        if self.ordered:
+            return 2.0  # decoded: its groups are no blocks
+        offsets = 4 if self.zero_points else 0
+        scale = 2 if self.scale in ("BF16", "U8", "F8_E8M0") and not offsets else 4
+        return self.bits / 8 + ((scale + offsets) / self.group if self.group else 0)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What users call it: values of --kt-method."""
+        if self.packing == "gptq" and self.kind == "int4":
+            return ("GPTQ_INT4", "INT4")
+        if self.packing == "gguf" and self.quantised:
+            return ("GGUF",)
+        if self.packing == "awq":
+            return ("AWQ", "INT4")
+        if self.kind == "fp8" and self.group == 0:
+            return ("FP8_PERCHANNEL", "FP8")
+        return _METHODS[self.kind]
 
     def __str__(self) -> str:
         """As plans and messages show it: "fp8 128x128", "int4 g32 (gptq, zero points)"."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from tandem.kernels.ops import SureRead
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
+from tandem.models.linear import sure_reads
 
 KVPages = tuple[Tensor, Tensor]
 
@@ -31,7 +32,7 @@ class Attention:
             self.k_norm = b.tensor(name + "k_norm.weight", self.config.head_dim if per_head else kv)
 
     def reads(self) -> list[SureRead]:
-        return [SureRead(self.qkv), SureRead(self.out)]
+        return sure_reads(self.qkv, self.out)
 
     def __call__(self, x: Tensor, batch: ForwardBatch, pages: KVPages) -> Tensor:
         a, qkv, norms = self.config, self.qkv(x), (self.q_norm, self.k_norm)

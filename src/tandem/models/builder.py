@@ -9,8 +9,13 @@ from torch import Tensor
 
 from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig, Plan
+from tandem.config.model_config import STORED
+from tandem.errors import CheckpointError, KernelError
 from tandem.experts import CpuExperts, ExpertMatrices
+from tandem.formats.codes import Weight, WeightCodes
+from tandem.formats.cut import numbers, stacked, weight_bytes
 from tandem.kernels.ops import Linear, Ops, Rope
+from tandem.models.linear import SideBySide
 
 Progress = Callable[[str, int, int], None]  # what is being loaded, bytes done, bytes in all
 
@@ -29,6 +34,9 @@ class Builder:
         self.config, self.plan, self.checkpoint, self.ops = config, plan, checkpoint, ops
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
         self.dense_format = "f32" if self.dtype == torch.float32 else "bf16"
+        self.mlp_format = (
+            STORED if plan.dense_codes else self.dense_format
+        )  # of dense MLPs and shared experts
         self.rope = rope_table(config, plan.context_length)
         self._report = progress or (lambda _name, _done, _total: None)
         self._done, self._total = 0, checkpoint.nbytes()
@@ -48,24 +56,37 @@ class Builder:
         return self._get(name, *shape)
 
     def linear(self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool = False) -> Linear:
-        """The modules `names` (without `.weight`), stacked along their output rows, as one packed matrix."""
-        weights = [
-            self._get(f"{name}.weight", n, columns).to(self.dtype)
-            for name, n in zip(names, rows, strict=True)
+        """The modules `names` (without `.weight`), stacked along their output rows, as one packed matrix; side by side
+        where their formats differ."""
+        weights = [self._held(self._weight(name, n, columns)) for name, n in zip(names, rows, strict=True)]
+        biases = [
+            self.tensor(f"{name}.bias", n) if bias else None for name, n in zip(names, rows, strict=True)
         ]
-        biases = [self.tensor(f"{name}.bias", n) for name, n in zip(names, rows, strict=True)] if bias else []
-        return self.ops.linear(_stack(weights), _stack(biases) if bias else None, self.dense_format)
+        whole = stacked(weights)
+        if whole is not None:
+            given = [b for b in biases if b is not None]
+            return self.ops.linear(numbers(whole), torch.cat(given) if given else None, self.dense_format)
+        parts = [
+            self.ops.linear(numbers(w), b, self.dense_format) for w, b in zip(weights, biases, strict=True)
+        ]
+        return SideBySide(parts)
 
     def float_linear(self, name: str, rows: int, columns: int) -> Linear:
         """A matrix that is multiplied in float32 whatever the activations' dtype is (router gates)."""
-        return self.ops.linear(self.float_tensor(f"{name}.weight", rows, columns), None, "f32")
+        return self.ops.linear(numbers(self._weight(name, rows, columns)).float(), None, "f32")
 
     def experts(
         self, count: int, width: int, fmt: str, matrices: Callable[[int], ExpertMatrices]
     ) -> CpuExperts:
-        """A layer of `count` experts, packed from `matrices(expert)`."""
-        experts = CpuExperts(self.ops.experts(count, self.config.hidden, width, fmt, "silu"))
-        experts.load(count, lambda expert: self._counted(matrices(expert)))
+        """A layer of `count` experts, packed from `matrices(expert)`. fmt "stored": codes as they are stored."""
+        plain = self.dense_format if fmt == STORED else fmt
+        experts = CpuExperts(self.ops.experts(count, self.config.hidden, width, plain, "silu"))
+        try:
+            experts.load(count, lambda expert: self._packable(matrices(expert), as_codes=fmt == STORED))
+        except KernelError as error:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {error}; --kt-method BF16 decodes them"
+            ) from error
         return experts
 
     def layer_done(self, index: int) -> None:
@@ -85,11 +106,28 @@ class Builder:
         self._done += tensor.nbytes
         return tensor
 
-    def _counted(self, matrices: ExpertMatrices) -> ExpertMatrices:
-        self._done += sum(matrix.nbytes for matrix in matrices)
-        if matrices[0].dtype == torch.float16:  # exact in float32; the kernels pack from bf16 and f32
-            return matrices[0].float(), matrices[1].float(), matrices[2].float()
-        return matrices
+    def _weight(self, name: str, rows: int, columns: int) -> Weight:
+        weight = self.checkpoint.weight(name, (rows, columns))
+        self._done += weight_bytes(weight)
+        return weight
+
+    def _held(self, weight: Weight) -> Weight:
+        """Codes where the plan keeps them, else numbers in the activations' dtype."""
+        return weight if _stays(weight, self.plan.dense_codes) else numbers(weight).to(self.dtype)
+
+    def _packable(self, matrices: ExpertMatrices, as_codes: bool) -> ExpertMatrices:
+        """Counted, and as the kernels take them: float16 is exact in float32."""
+        self._done += sum(map(weight_bytes, matrices))
+        gate, up, down = (w if _stays(w, as_codes) else _wide(numbers(w)) for w in matrices)
+        return gate, up, down
+
+
+def _stays(weight: Weight, as_codes: bool) -> bool:
+    return as_codes and isinstance(weight, WeightCodes)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.float16 else tensor
 
 
 def rope_table(config: ModelConfig, positions: int) -> Rope:
@@ -98,7 +136,3 @@ def rope_table(config: ModelConfig, positions: int) -> Rope:
     inverse = 1.0 / config.attention.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse
     return Rope(angles.cos(), angles.sin())
-
-
-def _stack(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.experts import CpuExperts, ExpertMatrices
+from tandem.formats.cut import columns_of, rows_of
 from tandem.kernels.ops import Linear, Routing, SureRead
 from tandem.models.builder import Builder
 from tandem.models.names import MoENames, mlp_matrices
@@ -18,7 +19,7 @@ class DenseMLP:
         def matrices(_expert: int) -> ExpertMatrices:
             return mlp_matrices(b.checkpoint, prefix, b.config.hidden, width)
 
-        self.experts = b.experts(1, width, b.dense_format, matrices)
+        self.experts = b.experts(1, width, b.mlp_format, matrices)
         self._everyone = _everyone(64)
 
     def reads(self) -> list[SureRead]:
@@ -95,6 +96,6 @@ def _experts(b: Builder, layer: str, names: MoENames, fused: int) -> CpuExperts:
             return names.experts.read(b.checkpoint, layer, expert, (routed, hidden, moe.width))
         gate, up, down = mlp_matrices(b.checkpoint, layer + names.shared, hidden, moe.shared_width)
         cut = slice((expert - routed) * moe.width, (expert - routed + 1) * moe.width)
-        return gate[cut], up[cut], down[:, cut]
+        return rows_of(gate, cut), rows_of(up, cut), columns_of(down, cut)
 
     return b.experts(routed + fused, moe.width, b.plan.expert_format, matrices)

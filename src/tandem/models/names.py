@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from tandem.checkpoint import Checkpoint
 from tandem.errors import CheckpointError
 from tandem.experts import ExpertMatrices
+from tandem.formats.cut import rows_of
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names below `model.layers.{L}.`: one tensor per expert and matrix, or all experts in two 3-D tensors.
+    """Modules below `model.layers.{L}.`: one per expert and matrix, or all experts in two 3-D tensors.
 
     The fused form, as Transformers 5 holds it: gate_up [E, 2 width, hidden] (gate rows first), down [E, hidden, width].
     """
 
-    each: str = "mlp.experts.{expert}.{matrix}.weight"
+    each: str = "mlp.experts.{expert}.{matrix}"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     gate_up: str = "mlp.experts.gate_up_proj"
     down: str = "mlp.experts.down_proj"
@@ -24,28 +25,27 @@ class ExpertNames:
     def read(
         self, checkpoint: Checkpoint, layer: str, expert: int, sizes: tuple[int, int, int]
     ) -> ExpertMatrices:
-        """Views of one expert's matrices; `sizes` = (experts, hidden, width) that config.json implies."""
+        """One expert's matrices; `sizes` = (experts, hidden, width) that config.json implies."""
         count, hidden, width = sizes
-        if layer + self.gate_up in checkpoint:
-            both = checkpoint.get(layer + self.gate_up, (count, 2 * width, hidden))[expert]
-            return (
-                both[:width],
-                both[width:],
-                checkpoint.get(layer + self.down, (count, hidden, width))[expert],
+        if checkpoint.has_matrix(layer + self.gate_up):
+            both = checkpoint.expert_weight(layer + self.gate_up, expert, (count, 2 * width, hidden))
+            gate, up = rows_of(both, slice(0, width)), rows_of(both, slice(width, None))
+            return gate, up, checkpoint.expert_weight(layer + self.down, expert, (count, hidden, width))
+        names = [layer + self.each.format(expert=expert, matrix=m) for m in self.matrices]
+        if not checkpoint.has_matrix(names[0]):
+            raise CheckpointError(
+                f"{checkpoint.path} has neither {names[0]}.weight nor {layer + self.gate_up}"
             )
-        gate, up, down = (layer + self.each.format(expert=expert, matrix=m) for m in self.matrices)
-        if gate not in checkpoint:
-            raise CheckpointError(f"{checkpoint.path} has neither {gate} nor {layer + self.gate_up}")
         up_shape = (width, hidden)
         return (
-            checkpoint.get(gate, up_shape),
-            checkpoint.get(up, up_shape),
-            checkpoint.get(down, (hidden, width)),
+            checkpoint.weight(names[0], up_shape),
+            checkpoint.weight(names[1], up_shape),
+            checkpoint.weight(names[2], (hidden, width)),
         )
 
 
 PER_EXPERT = ExpertNames()
-MIXTRAL = ExpertNames("block_sparse_moe.experts.{expert}.{matrix}.weight", ("w1", "w3", "w2"))
+MIXTRAL = ExpertNames("block_sparse_moe.experts.{expert}.{matrix}", ("w1", "w3", "w2"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,6 @@ class MoENames:
 
 
 def mlp_matrices(checkpoint: Checkpoint, prefix: str, hidden: int, width: int) -> ExpertMatrices:
-    """Views of a dense MLP's gate, up and down."""
-    gate, up = (checkpoint.get(f"{prefix}.{m}_proj.weight", (width, hidden)) for m in ("gate", "up"))
-    return gate, up, checkpoint.get(f"{prefix}.down_proj.weight", (hidden, width))
+    """A dense MLP's gate, up and down."""
+    gate, up = (checkpoint.weight(f"{prefix}.{m}_proj", (width, hidden)) for m in ("gate", "up"))
+    return gate, up, checkpoint.weight(f"{prefix}.down_proj", (hidden, width))

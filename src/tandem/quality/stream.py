@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.checkpoint import open_checkpoint
-from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
+from tandem.checkpoint import load_model_config, open_checkpoint
+from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
 from tandem.config.memory import gib
 from tandem.errors import ConfigError
 from tandem.kernels.cpu_ops import CpuOps
@@ -35,7 +35,7 @@ class Variant:
     tier: str = "auto"
     threads: int | None = None
 
-    def plan(self, model: ModelConfig, machine: Machine, window: int) -> Plan:
+    def plan(self, model: ModelConfig, machine: Machine, window: int, stored: StoredFormats) -> Plan:
         """As the server's, but memory holds a layer and a window, not the model and its KV cache."""
         if window > model.max_positions:
             raise ConfigError(
@@ -52,14 +52,14 @@ class Variant:
             max_total_tokens=window,
             max_running_requests=1,
         )
-        plan = resolve(config, model, replace(machine, available_memory=1 << 62, gpus=()))
-        _check_layer_fits(model, plan, machine)
+        plan = resolve(config, model, replace(machine, available_memory=1 << 62, gpus=()), stored)
+        _check_layer_fits(model, plan, machine, stored)
         return plan
 
 
-def _check_layer_fits(model: ModelConfig, plan: Plan, machine: Machine) -> None:
+def _check_layer_fits(model: ModelConfig, plan: Plan, machine: Machine, stored: StoredFormats) -> None:
     layers = max(1, len(model.moe.layers))
-    whole = model.weight_bytes(plan.dtype, plan.expert_format)
+    whole = model.weight_bytes(plan.dtype, plan.expert_format, stored)
     layer = whole // layers
     if layer > machine.available_memory:
         raise ConfigError(
@@ -76,11 +76,11 @@ class LayerStream:
 
     def __init__(self, variant: Variant, windows: Windows, pool: _core.WorkerPool | None = None) -> None:
         self.variant, self.windows = variant, windows
-        self.config = ModelConfig.load(variant.directory)
+        self.config, checkpoint = load_model_config(variant.directory), open_checkpoint(variant.directory)
         longest = max(map(len, windows.ids))
-        self.plan = variant.plan(self.config, Machine.detect(), longest)
+        self.plan = variant.plan(self.config, Machine.detect(), longest, StoredFormats())
         self.ops = CpuOps(pool or _core.WorkerPool(list(self.plan.cpus)), self.plan.tier)
-        self._builder = Builder(self.config, self.plan, open_checkpoint(variant.directory), self.ops)
+        self._builder = Builder(self.config, self.plan, checkpoint, self.ops)
         self._pages = self._new_pages(longest)
         self._batches = [self._batch(window) for window in windows.ids]
         self.hidden = self._embedded()

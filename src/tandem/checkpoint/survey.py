@@ -1,0 +1,82 @@
+"""Every matrix of a checkpoint at once, from headers: checked when it is opened, and summed up for the planner."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+
+from tandem.checkpoint.layouts import FLOATS, Stored, detect
+from tandem.checkpoint.parts import Part, Parts, codes_part, one_expert
+from tandem.checkpoint.quant_hints import QuantHints
+from tandem.config.stored import StoredFormat, StoredFormats
+from tandem.formats.quant_format import QuantFormat
+
+Survey = Mapping[str, tuple[Stored, int]]
+"""Module → how one of its matrices is stored, and how many weights it has in all experts together."""
+
+
+def survey(modules: Mapping[str, Parts], hints: QuantHints) -> Survey:
+    """CheckpointError names the first matrix whose scales are missing or do not fit."""
+    found: dict[str, tuple[Stored, int]] = {}
+    alike: dict[object, Stored] = {}  # thousands of experts have the same few forms
+    for module, parts in modules.items():
+        part = codes_part(parts)
+        if part is None or not _is_matrix(part, parts):
+            continue
+        form = tuple((role, p.dtype, p.shape) for role, p in parts.items())
+        if form not in alike:
+            alike[form] = detect(_single(parts, part), hints)
+        count = part.shape[0] if _is_fused(part, parts) else 1
+        n, k = alike[form].shape
+        found[module] = alike[form], count * n * k
+    return found
+
+
+def _is_matrix(part: Part, parts: Parts) -> bool:
+    """Tables of integers, biases and the kernels of convolutions are none."""
+    if part.dtype in FLOATS:
+        return len(part.shape) in (2, 3)
+    return (
+        part.dtype == "F8_E4M3"
+        or len(parts) > 1
+        or (part.dtype in ("I8", "U8") and part.name.endswith(".weight"))
+    )
+
+
+def _is_fused(part: Part, parts: Parts) -> bool:
+    return len(part.shape) > (3 if "blocks" in parts else 2)
+
+
+def _single(parts: Parts, part: Part) -> Parts:
+    return one_expert(parts) if _is_fused(part, parts) else parts
+
+
+def stored_formats(matrices: Iterable[tuple[str, QuantFormat, int]]) -> StoredFormats:
+    """From (module, its format, its number of weights) of every matrix; weighed by numbers of weights."""
+    counts: dict[str, Counter[QuantFormat]] = defaultdict(Counter)
+    for module, fmt, weights in matrices:
+        counts[_kind(module)][fmt] += weights
+    return StoredFormats(**{kind: _summed(counts[kind]) for kind in ("experts", "shared", "dense")})
+
+
+def _kind(module: str) -> str:
+    if "shared_expert" in module:
+        return "shared"
+    if ".experts." in module:
+        return "experts"
+    return "embedding" if module.endswith("embed_tokens") else "dense"
+
+
+def _summed(counts: Counter[QuantFormat]) -> StoredFormat:
+    total = counts.total()
+    if not total:
+        return StoredFormat()
+    largest = counts.most_common(1)[0][0]
+    names = dict.fromkeys(str(fmt) for fmt, _ in counts.most_common())
+    return StoredFormat(
+        name=" + ".join(names),
+        quantised=any(fmt.quantised for fmt in counts),
+        bytes_per_weight=sum(fmt.bytes_per_weight * n for fmt, n in counts.items()) / total,
+        methods=largest.methods,
+        group=largest.group if len(names) == 1 else 0,
+    )

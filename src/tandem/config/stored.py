@@ -1,0 +1,28 @@
+"""`StoredFormats`: what the checkpoint's matrices are stored as, in the planner's words. `checkpoint/` fills it in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFormat:
+    """Of one kind of matrix. Several formats are named together and weighed by their numbers."""
+
+    name: str = "bf16"  # as people read it: "int4 g32", "fp8 128x128 + bf16"
+    quantised: bool = False
+    bytes_per_weight: float = 2.0  # once packed as it is
+    methods: tuple[str, ...] = ("BF16",)  # values of --kt-method that mean it
+    group: int = 0  # along K; 0: none, or several
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFormats:
+    """Routed experts, shared experts, and all other matrices (the embedding is none of them)."""
+
+    experts: StoredFormat = StoredFormat()
+    shared: StoredFormat = StoredFormat()
+    dense: StoredFormat = StoredFormat()
+
+
+UNQUANTISED = StoredFormats()

@@ -1,0 +1,28 @@
+"""`SideBySide`: several matrices of one input whose formats differ, so that they cannot be stacked into one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.ops import Linear, SureRead
+
+
+class SideBySide:
+    """`Linear` over the outputs of others, one after the other."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self.parts = tuple(parts)
+        self.out_features = sum(part.out_features for part in parts)
+        self.in_features = parts[0].in_features
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        return torch.cat([part(x, out_dtype) for part in self.parts], dim=1)
+
+
+def sure_reads(*matrices: Linear) -> list[SureRead]:
+    """Matrices that every step multiplies by, in order."""
+    parts = (m.parts if isinstance(m, SideBySide) else (m,) for m in matrices)
+    return [SureRead(part) for several in parts for part in several]

@@ -1,0 +1,100 @@
+"""Tiny models with quantised matrices, each beside a plain directory that holds the numbers they stand for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+import stored_formats as formats
+from tiny import file_tensors
+
+Choice = Callable[[str], str | None]
+"""A matrix's module → its format, a key of `stored_formats.MAKERS`; None: it stays as it is."""
+
+
+def is_matrix(name: str, tensor: Tensor) -> bool:
+    """Routers, embeddings and heads are never quantised in the checkpoints that people have."""
+    return (
+        tensor.dim() == 2
+        and not name.startswith(("model.embed", "lm_head"))
+        and not name.endswith("gate.weight")
+    )
+
+
+def experts_only(fmt: str) -> Choice:
+    return lambda module: fmt if ".experts." in module else None
+
+
+def everything(fmt: str) -> Choice:
+    return lambda module: fmt
+
+
+def save_quantised(
+    source: Path, target: Path, choice: Choice, *, with_config: bool = True
+) -> tuple[Path, Path]:
+    """(the quantised directory, the plain float32 one)."""
+    quantised, plain, configs = {}, {}, {}
+    for name, tensor in file_tensors(source).items():
+        module = name.removesuffix(".weight")
+        fmt = choice(module) if is_matrix(name, tensor) else None
+        if fmt is None:
+            quantised[name] = plain[name] = tensor
+            continue
+        made = formats.MAKERS[fmt](tensor.float())
+        quantised |= {module + suffix: part for suffix, part in made.tensors.items()}
+        plain[name], configs[fmt] = made.expected, made.config
+    quantization = _merged(configs) if with_config else None
+    return _save(source, target / "quantised", quantised, quantization), _save(
+        source, target / "plain", plain, None
+    )
+
+
+def _merged(configs: dict[str, dict[str, object]]) -> dict[str, object]:
+    """fp8 beside int4 is written as `linear_fp8_config`."""
+    both = list(configs.values())
+    first = next((c for c in both if c["quant_method"] != "fp8"), both[0])
+    fp8 = next((c for c in both if c["quant_method"] == "fp8"), None)
+    return first if fp8 is None or fp8 is first else {**first, "linear_fp8_config": fp8}
+
+
+def _save(
+    source: Path, target: Path, tensors: dict[str, Tensor], quantization: dict[str, object] | None
+) -> Path:
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.suffix == ".json" and not file.name.endswith("index.json"):
+            shutil.copy(file, target)
+    config = json.loads((target / "config.json").read_text())
+    if quantization:
+        config["quantization_config"] = quantization
+    (target / "config.json").write_text(json.dumps(config))
+    tensors = {k: v.contiguous().clone() for k, v in tensors.items()}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def save_deepseek_names(source: Path, target: Path) -> Path:
+    """The same tensors under DeepSeek's inference names."""
+    renamed = {deepseek_name(k): v for k, v in file_tensors(source).items()}
+    config = json.loads((source / "config.json").read_text())
+    return _save(source, target, renamed, config.get("quantization_config"))
+
+
+_DEEPSEEK = (
+    ("model.embed_tokens.", "embed."), ("lm_head.", "head."), ("model.", ""), ("self_attn.", "attn."),
+    ("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm"), ("mlp.", "ffn."),
+    (".q_proj.", ".wq."), (".k_proj.", ".wk."), (".v_proj.", ".wv."), (".o_proj.", ".wo."),
+    (".gate_proj.", ".w1."), (".down_proj.", ".w2."), (".up_proj.", ".w3."),
+    ("gate.e_score_correction_bias", "gate.bias"), ("weight_scale_inv", "scale"),
+)  # fmt: skip
+
+
+def deepseek_name(name: str) -> str:
+    for ours, theirs in _DEEPSEEK:
+        name = name.replace(ours, theirs)
+    return name

@@ -1,0 +1,117 @@
+"""Quantised checkpoints end to end: logits equal Transformers' on the numbers that the codes stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantised_models import everything, experts_only, save_deepseek_names, save_quantised
+from tandem import _core
+from tandem.checkpoint import open_checkpoint
+from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
+from tandem.config.machine import TIERS, Core
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.reference import TorchOps
+from test_models import Session, ours, reference, worst
+from tiny import VARIANTS, TinyModels, settings
+
+MACHINE = Machine("Test CPU", (Core(0, 0, 0),), TIERS[:2], 64 << 30, 64 << 30, None)
+BLOCKS = settings(
+    hidden_size=128, num_hidden_layers=2, moe_intermediate_size=128, intermediate_size=256, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=32, n_routed_experts=8, n_group=2, topk_group=1,
+)  # fmt: skip
+"""Multiples of 128: every format's blocks fit."""
+
+
+@pytest.fixture(scope="module", params=["torch", _core.supported_tiers()[-1]])
+def ops(request):
+    """Plain torch, and the C++ core in the widest tier that this machine runs."""
+    return TorchOps() if request.param == "torch" else CpuOps(_core.WorkerPool([-1, -1]), request.param)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """GLM: shared experts, a dense layer, a router that is chosen by group."""
+    family, changes = VARIANTS["glm4_moe"]
+    VARIANTS["glm4_moe-blocks"] = (family, changes | BLOCKS)
+    yield TinyModels(tmp_path_factory.mktemp("plain"))["glm4_moe-blocks"]
+    del VARIANTS["glm4_moe-blocks"]
+
+
+def mixed(module: str) -> str:
+    return "int4 packed g32" if ".experts." in module else "fp8 blocks"
+
+
+CHOICES = {
+    "all fp8": everything("fp8 blocks"),
+    "all fp8 per channel": everything("fp8 per channel"),
+    "all int8": everything("int8 per channel"),
+    "all gptq": everything("gptq"),
+    "all awq": everything("awq"),
+    "all mxfp4": everything("mxfp4 packed"),
+    "experts int4": experts_only("int4 packed g32"),
+    "experts mxfp4": experts_only("mxfp4 deepseek"),
+    "experts nvfp4": experts_only("nvfp4 modelopt"),
+    "fp8 + int4": mixed,
+}
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    made = {}
+
+    def get(name: str):
+        if name not in made:
+            made[name] = save_quantised(model, tmp_path_factory.mktemp("one"), CHOICES[name])
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_decoded_in_float32(saved, name):
+    quantised, plain = saved(name)
+    assert worst(ours(Session(quantised)), reference(plain)) < 1e-4
+
+
+def median(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return float((torch.cat(got) - torch.cat(expected)).abs().median())
+
+
+def planned(path) -> Plan:
+    """What the planner chooses for this checkpoint: codes stay codes."""
+    stored = open_checkpoint(path).formats()
+    return resolve(EngineConfig(model=str(path)), ModelConfig.load(path), MACHINE, stored)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_computed_from_codes_in_bfloat16(saved, ops, name):
+    """As close to float32 as Transformers is in bfloat16. Medians: where a router's near tie falls the other way, a
+    whole row differs, in theirs as in ours."""
+    quantised, plain = saved(name)
+    exact = reference(plain)
+    theirs = median(reference(plain, torch.bfloat16), exact)
+    chosen = planned(quantised)
+    session = Session(quantised, "bfloat16", chosen.fuse_shared_experts, ops, dense_codes=chosen.dense_codes,
+                      expert_format=chosen.expert_format)  # fmt: skip
+    assert chosen.expert_format == "stored" and chosen.dense_codes == name.startswith(("all", "fp8"))
+    assert median(ours(session), exact) < 1.5 * theirs
+
+
+def test_mixed_formats_need_no_configuration(model, tmp_path):
+    """fp8 dense layers + int4 experts, with and without `linear_fp8_config`, and with no configuration at all."""
+    with_key = save_quantised(model, tmp_path / "a", mixed)[0]
+    without = save_quantised(model, tmp_path / "b", mixed, with_config=False)[0]
+    assert "linear_fp8_config" in (with_key / "config.json").read_text()
+    assert "quantization_config" not in (without / "config.json").read_text()
+    for a, b in zip(ours(Session(with_key)), ours(Session(without)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["all fp8", "experts mxfp4", "fp8 + int4"])
+def test_deepseek_inference_names(saved, tmp_path, name):
+    quantised, _ = saved(name)
+    renamed = save_deepseek_names(quantised, tmp_path / "renamed")
+    assert "layers.1.ffn.experts.0.w1.weight" in str(sorted(open_checkpoint(renamed)._shard_of))
+    for a, b in zip(ours(Session(quantised)), ours(Session(renamed)), strict=True):
+        assert torch.equal(a, b)
