@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.formats.reference import STORED, stored
+from tandem.formats.reference import STORED, dequantised, magnitudes, stored
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
 
 TIERS = ["scalar", "avx2", "avx512", "avx512_bf16", "amx", "amx_standin"]
@@ -29,11 +29,14 @@ FORMATS = [
     ("mxfp8", 32),
     ("mxfp4", 32),
     ("nvfp4", 16),
+    ("int4_zeros", 32),
+    ("int4_zeros", 128),
 ]
 CODE_TYPES = {
     "mxfp8": "fp8",
     "mxfp4": "fp4",
     "nvfp4": "fp4",
+    "int4_zeros": "uint4",
 }  # what the core calls the format, where it differs
 ALGORITHMS = {"dot_rows": 1 << 30, "tile_mm": 0}  # as Workspace's tile_from_rows
 
@@ -67,22 +70,27 @@ def packed_matrix(
 def packed_experts(
     workspace: Workspace, experts: int, hidden: int, width: int, fmt: str, group: int
 ) -> PackedExperts:
-    if fmt not in STORED:
-        return PackedExperts(workspace, experts, hidden, width, fmt, group=group)
-    scale_dtype = stored(torch.ones(1, 1), fmt, group).scales.dtype
-    code_type = CODE_TYPES.get(fmt, fmt)
-    return PackedExperts(workspace, experts, hidden, width, code_type, group=group, scale_dtype=scale_dtype)
+    if fmt in STORED:
+        return PackedExperts(workspace, experts, hidden, width)  # the codes decide
+    return PackedExperts(workspace, experts, hidden, width, fmt, group=group)
 
 
 def load_expert(
-    layer: PackedExperts, expert: int, weights: tuple[Tensor, Tensor, Tensor], fmt: str, **biases: Tensor
+    layer: PackedExperts,
+    expert: int,
+    weights: tuple[Tensor, Tensor, Tensor],
+    fmt: str,
+    group: int,
+    **biases: Tensor,
 ) -> None:
     """gate, up and down, as numbers or as codes."""
-    if fmt in STORED:
-        gate, up, down = (stored(w, fmt, layer.group) for w in weights)
-        layer.load_codes(expert, gate, up, down, **biases)
-    else:
-        layer.load(expert, *weights, **biases)
+    gate, up, down = (stored(w, fmt, group) for w in weights) if fmt in STORED else weights
+    layer.load(expert, gate, up, down, **biases)
+
+
+def magnitude_of(weight: Tensor, fmt: str, group: int) -> Tensor:
+    """What a product's rounding errors are relative to, per weight."""
+    return magnitudes(stored(weight, fmt, group)) if fmt in STORED else dequantised(weight, fmt, group).abs()
 
 
 def product_bound(magnitude: Tensor, depth: int, fmt: str, group: int, tier: str) -> Tensor:

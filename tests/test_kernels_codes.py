@@ -14,8 +14,10 @@ import kernel_cases as cases
 from tandem.errors import KernelError
 from tandem.formats import codes as stored_codes
 from tandem.formats.codes import WeightCodes
-from tandem.formats.reference import decoded, stored
+from tandem.formats.reference import decoded, magnitudes, stored
 from tandem.kernels.cpu import PackedExperts, PackedMatrix
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.reference import TorchOps, round_to_format
 
 FP8 = torch.float8_e4m3fn
 each_way = pytest.mark.parametrize(
@@ -32,12 +34,14 @@ def all_codes(fmt: str, group: int) -> WeightCodes:
     codes = codes.to(torch.uint8)
     scales = torch.ones(17, 256 // group if group else 1)
     joined = codes if count == 256 else stored_codes.join_nibbles(codes)
-    return WeightCodes(joined, scales, fmt, group, 256)
+    offsets = -5 * scales if fmt == "uint4" else None
+    return WeightCodes(joined, scales, fmt, group, 256, offsets=offsets)
 
 
 @each_way
 @pytest.mark.parametrize(
-    ("fmt", "group"), [("fp8", 0), ("fp8", 128), ("fp4", 16), ("fp4", 32), ("int8", 16), ("int4", 32)]
+    ("fmt", "group"),
+    [("fp8", 0), ("fp8", 128), ("fp4", 16), ("fp4", 32), ("int8", 16), ("int4", 32), ("uint4", 64)],
 )
 def test_every_code_is_exact(fmt: str, group: int, tier: str, algorithm: str) -> None:
     """Rows of the identity pick single weights, subnormals included, out of the packed matrix."""
@@ -125,6 +129,85 @@ def test_gguf_weights_equal_ggufs_own_reading(
     assert (error <= cases.product_bound(magnitude, 320, "int8", 32, tier)).all()
 
 
+@pytest.mark.parametrize(
+    ("kind", "read", "halves"),
+    [
+        (gguf.GGMLQuantizationType.Q4_K, stored_codes.gguf_q4_k, (0, 2)),
+        (gguf.GGMLQuantizationType.Q6_K, stored_codes.gguf_q6_k, (208,)),
+    ],
+)
+@pytest.mark.parametrize("tier", cases.TIERS)
+def test_gguf_super_blocks_equal_ggufs_own_reading(
+    kind: gguf.GGMLQuantizationType,
+    read: Callable[[Tensor], WeightCodes],
+    halves: tuple[int, ...],
+    tier: str,
+) -> None:
+    """Random bytes, with sane halves: every layout of scales and codes."""
+    cases.require_tier(tier)
+    random = np.random.default_rng(1)
+    block_bytes = gguf.GGML_QUANT_SIZES[kind][1]
+    blocks = random.integers(0, 256, (33, 3, block_bytes), dtype=np.uint8)
+    for at in halves:
+        blocks[..., at : at + 2] = random.uniform(0.5, 1, (33, 3, 1)).astype(np.float16).view(np.uint8)
+    data = blocks.reshape(33, -1)
+    codes = read(torch.from_numpy(data))
+    expected = torch.from_numpy(gguf.dequantize(data, kind))
+    assert torch.equal(decoded(codes), expected)
+    matrix = PackedMatrix.from_codes(cases.workspace_of(tier), codes)
+    assert torch.equal(matrix.dequantised(), expected)
+    for rows in (3, 40):
+        x = cases.activations(rows, 768, "uint4")
+        magnitude = x.double().abs() @ magnitudes(codes).double().T
+        error = (matrix(x, torch.float32).double() - x.double() @ expected.double().T).abs()
+        assert (error <= cases.product_bound(magnitude, 768, "uint4", codes.group, tier)).all()
+
+
+def test_zero_points() -> None:
+    """weight = (code - zero) * scale, exactly, for all zeros and halves as scales."""
+    codes = torch.arange(256, dtype=torch.uint8)[None].repeat(16, 1)
+    scales, zeros = torch.rand(16, 16).half(), torch.arange(16)[:, None].repeat(1, 16)
+    matrix = PackedMatrix.from_codes(
+        cases.workspace_of("scalar"), stored_codes.int4_zeros(codes, scales, zeros, 32)
+    )
+    single = stored_codes.split_nibbles(codes, 512).float() - torch.arange(16)[:, None]
+    assert torch.equal(matrix.dequantised(), single * scales.float().repeat_interleave(32, 1))
+
+
+@each_way
+def test_down_may_have_another_format(tier: str, algorithm: str) -> None:
+    """As llama.cpp mixes them: gate and up in 4 bits with offsets, down in 8 bits with smaller groups; and numbers."""
+    cases.require_tier(tier)
+    gate, up = stored(torch.randn(96, 256), "int4_zeros", 32), stored(torch.randn(96, 256), "int4_zeros", 32)
+    coded = stored(torch.randn(256, 96), "nvfp4")
+    for fmt, down in (("bf16", coded), ("f32", torch.randn(256, 96)), ("int4", torch.randn(256, 96))):
+        mixed = PackedExperts(cases.workspace_of(tier, algorithm), 2, 256, 96, fmt)
+        mixed.load(1, gate, up, down)
+        ids, weights = torch.tensor([[1]] * 20, dtype=torch.int32), torch.ones(20, 1)
+        x = cases.activations(20, 256, "bf16")
+        y = mixed.forward(x, ids, weights, out=torch.empty(20, 256))
+        hidden = torch.nn.functional.silu(x.float() @ decoded(gate).T) * (x.float() @ decoded(up).T)
+        exact = down if fmt == "f32" else round_to_format(down, fmt).float()
+        rounding = 3 * cases.BF16_UNIT * hidden.abs().amax(1, keepdim=True) * exact.abs().sum(1)
+        assert ((y - hidden @ exact.T).abs() <= rounding).all(), fmt
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "mxfp4", "int4_zeros"])
+def test_both_ops_take_codes(fmt: str) -> None:
+    codes, x = stored(torch.randn(64, 128), fmt, 32 if fmt == "int4_zeros" else 128), torch.randn(3, 128).bfloat16()
+    cpu = CpuOps(cases.pool_of(1), "scalar")
+    expected = TorchOps().linear(codes)(x, torch.float32)
+    assert torch.allclose(cpu.linear(codes)(x, torch.float32), expected, rtol=1e-5, atol=1e-4)
+    layers = [ops.experts(1, 128, 64) for ops in (cpu, TorchOps())]
+    down = stored(torch.randn(128, 64), "mxfp8")
+    for layer in layers:
+        layer.load(0, codes, codes, down)
+    ids, weights = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
+    mine, theirs = (layer.forward(x, ids, weights, out=torch.empty(3, 128)) for layer in layers)
+    # TorchOps rounds gate, up and their product to bfloat16, CpuOps the product.
+    assert (mine - theirs).norm() <= 4 * cases.BF16_UNIT * theirs.norm()
+
+
 def test_fp8_blocks_that_do_not_fill_the_matrix() -> None:
     weight, scale = torch.randn(200, 300).to(FP8), torch.rand(2, 3)
     matrix = PackedMatrix.from_codes(cases.workspace_of("scalar"), stored_codes.fp8_blocks(weight, scale))
@@ -135,8 +218,10 @@ def test_fp8_blocks_that_do_not_fill_the_matrix() -> None:
 def refusals() -> dict[str, tuple[object, str]]:
     workspace = cases.workspace_of("scalar")
     fp8, fp4 = stored(torch.ones(40, 100), "fp8"), stored(torch.ones(40, 100), "mxfp4")
-    layer = PackedExperts(workspace, 4, 100, 40, "fp8", group=128)  # bfloat16 scales
     down = stored(torch.ones(100, 40), "fp8")
+    layer = PackedExperts(workspace, 4, 100, 40, "int8")
+    layer.load(0, fp8, fp8, down)
+    numbers = torch.ones(40, 100), torch.ones(40, 100), torch.ones(100, 40)
 
     def changed(**fields: object) -> object:
         values = {name: getattr(fp8, name) for name in fp8.__slots__} | fields
@@ -144,28 +229,43 @@ def refusals() -> dict[str, tuple[object, str]]:
 
     return {
         "scales": (changed(scales=torch.ones(2, 1)), r"scales has shape \[2, 1\]; expected \[1, 1\]"),
-        "float16": (changed(scales=torch.ones(1, 1).half()), "scales: element type"),
+        "float16": (changed(scales=torch.ones(1, 1).half()), "scales cannot be torch.float16"),
         "codes": (changed(codes=torch.ones(40, 100)), "codes is float32; expected int8 or uint8"),
         "depth": (changed(depth=99), "codes has shape"),
         "block rows": (changed(block_rows=0), "block_rows is 0"),
         "group": (changed(group=48), "group size 48 is not supported for fp8"),
         "fp4 rows": (changed(fmt="fp4", group=0), "fp4 needs a group"),
+        "no offsets": (changed(fmt="uint4", codes=fp4.codes), "offsets are missing: uint4"),
+        "offsets": (changed(offsets=torch.ones(1, 1)), "offsets are only for uint4"),
+        "offsets' shape": (
+            changed(fmt="uint4", codes=fp4.codes, offsets=torch.ones(1)),
+            "offsets has shape",
+        ),
+        "bfloat16 uint4": (
+            changed(
+                fmt="uint4", codes=fp4.codes, scales=torch.ones(1, 1).bfloat16(), offsets=torch.ones(1, 1)
+            ),
+            "uint4 needs float32 scales",
+        ),
         "no codes": (changed(fmt="bf16", group=0, scales=torch.ones(1, 1)), "bf16 weights have no codes"),
         "numbers": (
             lambda: PackedMatrix(workspace, torch.ones(4, 32), None, "fp8", 32),
             "from codes and scales",
         ),
         "experts from numbers": (
-            lambda: layer.load(0, torch.ones(40, 100), torch.ones(40, 100), torch.ones(100, 40)),
+            lambda: PackedExperts(workspace, 4, 100, 40, "fp8", group=128).load(0, *numbers),
             "from codes and scales",
         ),
-        "scale type": (lambda: layer.load_codes(0, fp8, fp8, down), "scales are not of the type .* bfloat16"),
-        "other format": (lambda: layer.load_codes(0, fp8, fp4, down), "up is fp4 in groups of 32"),
-        "expert shape": (lambda: layer.load_codes(0, fp8, fp8, fp8), "down has shape"),
-        "scale dtype": (
-            lambda: PackedExperts(workspace, 4, 100, 40, scale_dtype=torch.float16),
-            "scales cannot be torch.float16",
+        "numbers among codes": (
+            lambda: layer.load(1, *numbers),
+            "expert 1: gate and up are int8 in groups of 32 with bfloat16 scales.*holds fp8 in groups of 128",
         ),
+        "up's format": (
+            lambda: layer.load(0, fp8, fp4, down),
+            "expert 0: gate is fp8 .*, up is fp4 in groups of 32",
+        ),
+        "expert shape": (lambda: layer.load(0, fp8, fp8, fp8), "down codes has shape"),
+        "tensor among codes": (lambda: layer.load(0, fp8, fp8, numbers[2]), "down is int8"),
         "gguf": (lambda: stored_codes.gguf_q8_0(torch.zeros(4, 35, dtype=torch.uint8)), "GGUF rows must be"),
     }
 

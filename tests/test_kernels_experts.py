@@ -52,14 +52,16 @@ def activated(kind: str, gate: Tensor, up: Tensor) -> Tensor:
     return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
 
 
-def load(layer: PackedExperts, w: Weights, biased: bool = False, fmt: str = "bf16") -> PackedExperts:
+def load(
+    layer: PackedExperts, w: Weights, biased: bool = False, fmt: str = "bf16", group: int = 0
+) -> PackedExperts:
     for e in range(EXPERTS):
         biases = {
             "gate_bias": w.gate_bias[e],
             "up_bias": w.up_bias[e],
             "down_bias": w.down_bias[e],
         }
-        cases.load_expert(layer, e, (w.gate[e], w.up[e], w.down[e]), fmt, **(biases if biased else {}))
+        cases.load_expert(layer, e, (w.gate[e], w.up[e], w.down[e]), fmt, group, **(biases if biased else {}))
     return layer
 
 
@@ -83,11 +85,12 @@ def exact_and_bound(
     for e in range(EXPERTS):
         token, slot = torch.where(ids == e)
         row = x[token].double()
+        gate_m, up_m, down_m = (cases.magnitude_of(m[e], fmt, group).double() for m in (w.gate, w.up, w.down))
         gate_w, up_w, down_w = (dequantised(m[e], fmt, group).double() for m in (w.gate, w.up, w.down))
         b = [t[e].double() if biased else 0.0 for t in (w.gate_bias, w.up_bias, w.down_bias)]
         gate, up = row @ gate_w.T + b[0], row @ up_w.T + b[1]
-        gate_error = cases.product_bound(row.abs() @ gate_w.abs().T + 3.0, HIDDEN, fmt, group, tier)
-        up_error = cases.product_bound(row.abs() @ up_w.abs().T + 3.0, HIDDEN, fmt, group, tier)
+        gate_error = cases.product_bound(row.abs() @ gate_m.T + 3.0, HIDDEN, fmt, group, tier)
+        up_error = cases.product_bound(row.abs() @ up_m.T + 3.0, HIDDEN, fmt, group, tier)
         hidden = activated(kind, gate, up)
         slope = 1.3 * max(1.0, ALPHA)
         hidden_error = slope * (up.abs() + 1) * gate_error + (gate.abs() + 1) * up_error
@@ -97,7 +100,7 @@ def exact_and_bound(
             hidden_error = hidden_error + cases.BF16_UNIT * (hidden.abs() + hidden_error)
         y = hidden @ down_w.T + b[2]
         y_error = hidden_error @ down_w.abs().T
-        y_error += cases.product_bound(hidden.abs() @ down_w.abs().T + 3.0, WIDTH, fmt, group, tier)
+        y_error += cases.product_bound(hidden.abs() @ down_m.T + 3.0, WIDTH, fmt, group, tier)
         scale = weights[token, slot, None].double()
         out.index_add_(0, token, scale * y)
         bound.index_add_(0, token, scale.abs() * (y_error + 16 * cases.F32_UNIT * y.abs()))
@@ -117,7 +120,7 @@ def random_routing(rows: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def test_formats(fmt: str, group: int, tier: str, algorithm: str) -> None:
     cases.require_tier(tier)
     layer = cases.packed_experts(cases.workspace_of(tier, algorithm), EXPERTS, HIDDEN, WIDTH, fmt, group)
-    load(layer, weights_of(), fmt=fmt)
+    load(layer, weights_of(), fmt=fmt, group=group)
     assert layer.tier == tier
     for rows, k in ((1, 1), (1, 12), (3, 3), (150, 4)):
         x, (ids, weights) = cases.activations(rows, HIDDEN, fmt), random_routing(rows, k)

@@ -15,7 +15,7 @@ from tandem.kernels.cpu import PackedExperts, PackedMatrix
 N, K = 75, 1100
 EXPERTS, HIDDEN, WIDTH = 7, 150, 72
 
-CODED = (("fp8", 128), ("fp8", 0), ("mxfp4", 32), ("nvfp4", 16))
+CODED = (("fp8", 128), ("fp8", 0), ("mxfp4", 32), ("nvfp4", 16), ("int4_zeros", 64))
 
 quietly = settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -49,7 +49,7 @@ def layer_of(fmt: str, group: int, tier: str, algorithm: str = "auto", threads: 
     for expert in range(EXPERTS):
         gate, up = torch.randn(2, WIDTH, HIDDEN, generator=generator) / HIDDEN**0.5
         down = torch.randn(HIDDEN, WIDTH, generator=generator) / WIDTH**0.5
-        cases.load_expert(layer, expert, (gate, up, down), fmt)
+        cases.load_expert(layer, expert, (gate, up, down), fmt, group)
     return layer
 
 

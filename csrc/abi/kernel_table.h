@@ -38,7 +38,7 @@ struct MatmulArgs {
   const void* const* x_rows;  // `rows` pointers to prepared activations (see KernelTable::lane_type), padded_depth long
   float* y;                   // 64-byte aligned, room for `rows` rounded up to 16
   int64_t y_stride;           // floats
-  uint8_t* scratch;           // kMatmulScratchBytes, 64-byte aligned; dot_rows does not touch it
+  uint8_t* scratch;           // kMatmulScratchBytes, 64-byte aligned
   int32_t rows;
   int32_t first_pair;
   int32_t pairs;
@@ -47,6 +47,8 @@ struct MatmulArgs {
 using MatmulFn = void (*)(const MatmulArgs*);
 
 constexpr int64_t kMatmulScratchBytes = 512 * 1024;
+constexpr int64_t kMaxShiftedGroups =
+    32 * 1024;  // along K, where codes have offsets: sums of some rows fit the scratch
 constexpr int kMaxPairsPerCall = 8;
 constexpr int kMaxRowsPerCall = 256;
 

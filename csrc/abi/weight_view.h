@@ -10,10 +10,11 @@
 //   int4  [K/8][16][2] of 16  16-bit lane (row, parity); its nibble i holds the pair 4 * block + i
 //   fp8   as int8             OCP e4m3fn: bias 7, no infinities, 0x7f and 0xff are NaN
 //   fp4   as int4             OCP e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
+//   uint4 as int4             0 to 15; weight = code * scale + offset
 //
 // K is padded with zeros to a multiple of max(32, group); the number of panels is even (a "pair" of panels, 32 output
-// columns, is the unit of work everywhere). A panel's scales, [K/group][16], follow its payload, so that a panel is
-// one stream of memory.
+// columns, is the unit of work everywhere). A panel's scales, [K/group][16], follow its payload, and uint4's
+// offsets follow the scales, so that a panel is one stream of memory.
 #pragma once
 
 #include <stdint.h>
@@ -22,8 +23,8 @@ namespace tandem {
 
 enum class DType : int32_t { f32 = 0, bf16 = 1 };
 
-enum class Format : int32_t { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, fp8 = 4, fp4 = 5 };
-constexpr int kFormatCount = 6;
+enum class Format : int32_t { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, fp8 = 4, fp4 = 5, uint4 = 6 };
+constexpr int kFormatCount = 7;
 
 constexpr int kPanelRows = 16;
 constexpr int kPairColumns = 2 * kPanelRows;  // output columns of a pair of panels
@@ -33,6 +34,7 @@ struct WeightView {
   const uint8_t* panels;
   int64_t panel_bytes;   // from one panel to the next; a multiple of 64
   int64_t scale_offset;  // of the scales in a panel; 0: the format has none
+  int64_t shift_offset;  // of what is added after scaling; 0: nothing
   Format format;
   DType scale_type;
   int32_t group;    // k per scale; 0: one scale per output row (or none), applied after the sum over K

@@ -1,21 +1,30 @@
-// Codes and scales in arrays, as a source to pack from.
+// Weights in arrays, as a source to pack from: numbers, or codes and scales.
 #pragma once
+
+#include <string>
 
 #include "bindings/tensor.h"
 #include "format/pack.h"
 
 namespace tandem {
 
-struct CodeViews {
-  TensorView codes, scales;
-};
-struct CodeNames {
-  const char *codes, *scales;
+// What Python calls `Codes`: a quantised matrix's own arrays, checked when it is packed.
+struct CodeArrays {
+  nanobind::object codes, scales, offsets;  // offsets: None but for uint4
+  WeightFormat format;
+  int64_t block_rows;
 };
 
-// A source [rows, depth] of codes with the code type and group of `format`; `views` must outlive it. Throws KernelError
-// that names the array whose type or shape is wrong.
-MatrixSource codes_of(nanobind::handle codes, nanobind::handle scales, const CodeNames& names, int64_t rows,
-                      int64_t depth, const WeightFormat& format, int64_t block_rows, CodeViews* views);
+struct SourceViews {
+  TensorView numbers, codes, scales, offsets;
+};
+
+// The source [rows, depth] in `codes`; `views` must outlive it. Throws KernelError that names the array whose type or
+// shape is wrong, with `prefix` in front.
+MatrixSource source_of_codes(const CodeArrays& codes, const std::string& prefix, int64_t rows, int64_t depth,
+                             SourceViews* views);
+// Likewise of `weight`, called `name` in errors, which is an array or `Codes`.
+MatrixSource source_of(nanobind::handle weight, const std::string& name, int64_t rows, int64_t depth,
+                       SourceViews* views);
 
 }  // namespace tandem

@@ -16,46 +16,23 @@ namespace tandem {
 namespace {
 
 void make_layer(ExpertLayer* self, std::shared_ptr<Workspace> workspace, int experts, int hidden, int width,
-                const std::string& format, int group, const std::string& scale_type, const std::string& activation,
-                float alpha, float limit) {
-  const WeightFormat weights{format_named(format), group, scale_type_named(scale_type)};
+                const WeightFormat& gate_up, const WeightFormat& down, const std::string& activation, float alpha,
+                float limit) {
   const Activation act{activation_named(activation), alpha, limit};
-  new (self) ExpertLayer(std::move(workspace), {experts, hidden, width, weights, act});
+  new (self) ExpertLayer(std::move(workspace), {experts, hidden, width, gate_up, down, act});
 }
-
-MatrixSource source_of(const TensorView& w) { return {w.data, w.type(), w.shape[0], w.shape[1]}; }
 
 void load(ExpertLayer& self, int expert, nb::handle gate, nb::handle up, nb::handle down, nb::handle gate_bias,
           nb::handle up_bias, nb::handle down_bias) {
   const int64_t hidden = self.shape().hidden, width = self.shape().width;
+  SourceViews views[3];
   TensorView biases[3];
-  const TensorView g = view_of(gate, "gate", {Element::f32, Element::bf16}, {width, hidden});
-  const TensorView u = view_of(up, "up", {Element::f32, Element::bf16}, {width, hidden});
-  const TensorView d = view_of(down, "down", {Element::f32, Element::bf16}, {hidden, width});
-  const ExpertSource source{source_of(g),
-                            source_of(u),
-                            source_of(d),
+  const ExpertSource source{source_of(gate, "gate", width, hidden, &views[0]),
+                            source_of(up, "up", width, hidden, &views[1]),
+                            source_of(down, "down", hidden, width, &views[2]),
                             optional_floats(gate_bias, "gate_bias", width, &biases[0]),
                             optional_floats(up_bias, "up_bias", width, &biases[1]),
                             optional_floats(down_bias, "down_bias", hidden, &biases[2])};
-  const nb::gil_scoped_release unlocked;
-  self.load(expert, source);
-}
-
-void load_codes(ExpertLayer& self, int expert, nb::handle gate, nb::handle gate_scales, nb::handle up,
-                nb::handle up_scales, nb::handle down, nb::handle down_scales, int64_t block_rows, nb::handle gate_bias,
-                nb::handle up_bias, nb::handle down_bias) {
-  const int64_t hidden = self.shape().hidden, width = self.shape().width;
-  const WeightFormat& f = self.shape().format;
-  CodeViews views[3];
-  TensorView biases[3];
-  const ExpertSource source{
-      codes_of(gate, gate_scales, {"gate", "gate_scales"}, width, hidden, f, block_rows, &views[0]),
-      codes_of(up, up_scales, {"up", "up_scales"}, width, hidden, f, block_rows, &views[1]),
-      codes_of(down, down_scales, {"down", "down_scales"}, hidden, width, f, block_rows, &views[2]),
-      optional_floats(gate_bias, "gate_bias", width, &biases[0]),
-      optional_floats(up_bias, "up_bias", width, &biases[1]),
-      optional_floats(down_bias, "down_bias", hidden, &biases[2])};
   const nb::gil_scoped_release unlocked;
   self.load(expert, source);
 }
@@ -81,13 +58,8 @@ void forward(ExpertLayer& self, nb::handle x, nb::handle ids, nb::handle weights
 void bind_experts(nb::module_& m) {
   nb::class_<ExpertLayer>(m, "ExpertLayer", "The routed experts of one layer: gated MLPs of equal shape.")
       .def("__init__", &make_layer, nb::arg("workspace"), nb::arg("experts"), nb::arg("hidden"), nb::arg("width"),
-           nb::arg("format"), nb::arg("group"), nb::arg("scale_type"), nb::arg("activation"), nb::arg("alpha"),
-           nb::arg("limit"))
+           nb::arg("gate_up"), nb::arg("down"), nb::arg("activation"), nb::arg("alpha"), nb::arg("limit"))
       .def("load", &load, nb::arg("expert"), nb::arg("gate"), nb::arg("up"), nb::arg("down"),
-           nb::arg("gate_bias").none() = nb::none(), nb::arg("up_bias").none() = nb::none(),
-           nb::arg("down_bias").none() = nb::none())
-      .def("load_codes", &load_codes, nb::arg("expert"), nb::arg("gate"), nb::arg("gate_scales"), nb::arg("up"),
-           nb::arg("up_scales"), nb::arg("down"), nb::arg("down_scales"), nb::arg("block_rows"),
            nb::arg("gate_bias").none() = nb::none(), nb::arg("up_bias").none() = nb::none(),
            nb::arg("down_bias").none() = nb::none())
       .def("forward", &forward, nb::arg("x"), nb::arg("ids"), nb::arg("weights"), nb::arg("out"), nb::arg("add"))

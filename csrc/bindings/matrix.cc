@@ -17,26 +17,22 @@ namespace tandem {
 namespace {
 
 void make_matrix(PackedMatrix* self, std::shared_ptr<Workspace> workspace, nb::handle weight, nb::handle bias,
-                 const std::string& format, int group) {
+                 const WeightFormat& format) {
   const TensorView w = view_of(weight, "weight", {Element::f32, Element::bf16}, {kAnySize, kAnySize});
   TensorView b;
   const float* bias_data = optional_floats(bias, "bias", w.shape[0], &b);
-  const WeightFormat packed{format_named(format), group, usual_scale_type(group)};
   const nb::gil_scoped_release unlocked;
-  new (self) PackedMatrix(std::move(workspace), {w.data, w.type(), w.shape[0], w.shape[1]}, bias_data, packed);
+  new (self) PackedMatrix(std::move(workspace), {w.data, w.type(), w.shape[0], w.shape[1]}, bias_data, format);
 }
 
-std::unique_ptr<PackedMatrix> matrix_from_codes(std::shared_ptr<Workspace> workspace, nb::handle codes,
-                                                nb::handle scales, int64_t rows, int64_t depth, nb::handle bias,
-                                                const std::string& format, int group, int64_t block_rows) {
-  CodeViews views;
-  const WeightFormat unscaled{format_named(format), group, DType::f32};
-  const MatrixSource source = codes_of(codes, scales, {"codes", "scales"}, rows, depth, unscaled, block_rows, &views);
+std::unique_ptr<PackedMatrix> matrix_from_codes(std::shared_ptr<Workspace> workspace, const CodeArrays& codes,
+                                                int64_t rows, int64_t depth, nb::handle bias) {
+  SourceViews views;
+  const MatrixSource source = source_of_codes(codes, "", rows, depth, &views);
   TensorView b;
   const float* bias_data = optional_floats(bias, "bias", rows, &b);
-  const WeightFormat packed{unscaled.format, group, source.stored.scale_type};
   const nb::gil_scoped_release unlocked;
-  return std::make_unique<PackedMatrix>(std::move(workspace), source, bias_data, packed);
+  return std::make_unique<PackedMatrix>(std::move(workspace), source, bias_data, codes.format);
 }
 
 void multiply(const PackedMatrix& self, nb::handle x, nb::handle out) {
@@ -80,12 +76,9 @@ void bind_matrix(nb::module_& m) {
           nb::arg("rounds"), nb::arg("format"),
           "Multiply-adds in registers on all workers, in the format's compute type; returns the operations done.");
   nb::class_<PackedMatrix>(m, "PackedMatrix", "A packed weight matrix [N, K].")
-      .def("__init__", &make_matrix, nb::arg("workspace"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("format"),
-           nb::arg("group"))
-      .def_static("from_codes", &matrix_from_codes, nb::arg("workspace"), nb::arg("codes"), nb::arg("scales"),
-                  nb::arg("rows"), nb::arg("depth"), nb::arg("bias").none(), nb::arg("format"), nb::arg("group"),
-                  nb::arg("block_rows"),
-                  "Of codes and scales as they are: [rows, depth] bytes, or for 4 bits [rows, ceil(depth / 2)].")
+      .def("__init__", &make_matrix, nb::arg("workspace"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("format"))
+      .def_static("from_codes", &matrix_from_codes, nb::arg("workspace"), nb::arg("codes"), nb::arg("rows"),
+                  nb::arg("depth"), nb::arg("bias").none(), "Of codes and scales, as they are.")
       .def("multiply", &multiply, nb::arg("x"), nb::arg("out"), "out[T, N] = x[T, K] @ weight.T + bias")
       .def_prop_ro("bytes", &PackedMatrix::bytes)
       .def("read_next", &PackedMatrix::read_next, nb::arg("upcoming"),

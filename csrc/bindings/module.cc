@@ -15,6 +15,7 @@ NB_MODULE(_core, m) {
     }
   });
   tandem::bind_runtime(m);
+  tandem::bind_codes(m);
   tandem::bind_dense(m);
   tandem::bind_matrix(m);
   tandem::bind_experts(m);

@@ -93,7 +93,7 @@ nb::tuple expert_bytes(nb::handle_t<ExpertLayer> self) {
 }
 
 std::pair<FormatNames, FormatNames> expert_formats(const ExpertLayer& layer) {
-  return {names_of(layer.shape().format), names_of(layer.shape().format)};
+  return {names_of(layer.shape().gate_up), names_of(layer.shape().down)};
 }
 
 void adopt_experts(ExpertLayer& layer, std::shared_ptr<MappedFile> file, int64_t offset, nb::handle gate_up_bias,

@@ -25,11 +25,9 @@ ExpertLayer::ExpertLayer(std::shared_ptr<Workspace> workspace, const ExpertShape
   check_shape(shape);
   // Whole pairs of 16 gate and 16 up columns.
   const int64_t padded_width = (shape.width + kPanelRows - 1) / kPanelRows * int64_t{kPanelRows};
-  gate_up_layout_ = packed_layout(shape.format, 2 * padded_width, shape.hidden);
-  down_layout_ = packed_layout(shape.format, shape.hidden, shape.width);
+  gate_up_layout_ = packed_layout(shape.gate_up, 2 * padded_width, shape.hidden);
+  down_layout_ = packed_layout(shape.down, shape.hidden, shape.width);
   expert_bytes_ = packed_bytes(gate_up_layout_) + packed_bytes(down_layout_);
-  memory_ = HugeBuffer(size_t(expert_bytes_) * shape.experts);
-  panels_ = memory_.data();
   loaded_.resize(size_t(shape.experts));
 }
 
@@ -70,6 +68,8 @@ void ExpertLayer::check_sources(int first, const std::vector<ExpertSource>& sour
 void ExpertLayer::load_all(int first, const std::vector<ExpertSource>& sources) {
   check_sources(first, sources);
   const auto lock = workspace_->lock();
+  if (!memory_.data()) memory_ = HugeBuffer(size_t(expert_bytes_) * shape_.experts);
+  panels_ = memory_.data();
   const int64_t panels = 2 * gate_up_layout_.pairs + 2 * down_layout_.pairs;
   workspace_->pool().for_each(panels * int64_t(sources.size()), [&](int64_t i, const Worker&) {
     pack_panel_of(first + int(i / panels), sources[size_t(i / panels)], i % panels);
@@ -125,7 +125,7 @@ void ExpertLayer::pack_biases(int expert, const ExpertSource& source) {
 
 int64_t ExpertLayer::tokens_per_chunk(int64_t top_k) const {
   const int64_t row_bytes =
-      down_layout_.padded_depth * bytes_of(prepared_type(workspace_->table(), shape_.format.format));
+      down_layout_.padded_depth * bytes_of(prepared_type(workspace_->table(), shape_.down.format));
   return std::clamp<int64_t>(kIntermediateBytes / (row_bytes * std::max<int64_t>(top_k, 1)), 1, kMaxChunkTokens);
 }
 

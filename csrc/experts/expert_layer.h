@@ -15,7 +15,7 @@ struct ExpertShape {
   int experts;
   int hidden;
   int width;  // of one expert's intermediate activations
-  WeightFormat format;
+  WeightFormat gate_up, down;
   Activation activation;
 };
 
@@ -88,9 +88,9 @@ class ExpertLayer {
   WeightView gate_up_layout_;  // panels alternate: 16 columns of gate, the same 16 of up
   WeightView down_layout_;
   int64_t expert_bytes_;
-  HugeBuffer memory_;                       // the panels, or
+  HugeBuffer memory_;                       // the panels (none before the first load), or
   std::shared_ptr<const MappedFile> file_;  // what they lie in
-  const uint8_t* panels_;
+  const uint8_t* panels_ = nullptr;
   std::vector<float> gate_up_bias_, down_bias_;  // padded, of all experts; empty: none has been loaded
   std::vector<bool> loaded_;                     // by expert
   RoutingPlan plan_;

@@ -31,11 +31,11 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
       plan_(layer.plan_),
       workspace_(*layer.workspace_),
       table_(workspace_.table()),
-      type_(prepared_type(table_, layer.shape_.format.format)),
+      hidden_type_(prepared_type(table_, layer.shape_.down.format)),
       prepared_(is_prepared(table_, layer.gate_up_layout_, call.x)) {
-  x_.stride = layer.gate_up_layout_.padded_depth * bytes_of(type_);
+  x_.stride = layer.gate_up_layout_.padded_depth * bytes_of(prepared_type(table_, layer.shape_.gate_up.format));
   x_.data = prepared_ ? static_cast<const uint8_t*>(call.x.data) : workspace_.shared(0, call.x.rows * x_.stride);
-  hidden_.stride = layer.down_layout_.padded_depth * bytes_of(type_);
+  hidden_.stride = layer.down_layout_.padded_depth * bytes_of(hidden_type_);
   hidden_.data = workspace_.shared(1, int64_t(plan_.rows.size()) * hidden_.stride);
   list_gate_up_tasks();
   grid_ = down_grid();
@@ -124,16 +124,17 @@ void ExpertRun::gate_up(size_t index, WorkerScratch& scratch) {
   for (int r = 0; r < task.rows; ++r) {
     float* y = scratch.tile + r * kTileStride;
     if (bias) table_.add_row(y, bias, int64_t{task.pairs} * kPairColumns);
-    uint8_t* to =
-        const_cast<uint8_t*>(hidden_.data) + (task.first_row + r) * hidden_.stride + column / 2 * bytes_of(type_);
-    table_.activate_row(&layer_.shape_.activation, y, to, type_, weights.format != Format::f32, task.pairs);
+    uint8_t* to = const_cast<uint8_t*>(hidden_.data) + (task.first_row + r) * hidden_.stride +
+                  column / 2 * bytes_of(hidden_type_);
+    table_.activate_row(&layer_.shape_.activation, y, to, hidden_type_, layer_.shape_.down.format != Format::f32,
+                        task.pairs);
     if (task.first_pair + task.pairs == weights.pairs) clear_padding(task.first_row + r);
   }
 }
 
 // Padded weights are 0, but 0 times what an earlier call left here could be NaN.
 void ExpertRun::clear_padding(int64_t row) {
-  const int64_t used = int64_t{layer_.gate_up_layout_.pairs} * kPanelRows * bytes_of(type_);
+  const int64_t used = int64_t{layer_.gate_up_layout_.pairs} * kPanelRows * bytes_of(hidden_type_);
   std::memset(const_cast<uint8_t*>(hidden_.data) + row * hidden_.stride + used, 0, size_t(hidden_.stride - used));
 }
 

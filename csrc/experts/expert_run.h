@@ -44,8 +44,8 @@ class ExpertRun {
   const RoutingPlan& plan_;
   Workspace& workspace_;
   const KernelTable& table_;
-  DType type_;     // of prepared activations
-  bool prepared_;  // call_.x needs no conversion
+  DType hidden_type_;  // of prepared intermediate activations
+  bool prepared_;      // call_.x needs no conversion
   PreparedRows x_;
   PreparedRows hidden_;  // row i: intermediate activations of plan_.rows[i]
   std::vector<GateUpTask> tasks_;

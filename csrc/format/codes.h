@@ -8,7 +8,7 @@ namespace tandem {
 namespace {
 
 inline bool is_quantised(Format f) { return f != Format::f32 && f != Format::bf16; }
-inline bool is_nibble(Format f) { return f == Format::int4 || f == Format::fp4; }
+inline bool is_nibble(Format f) { return f == Format::int4 || f == Format::fp4 || f == Format::uint4; }
 
 inline int64_t bits_of(Format f) {
   if (f == Format::f32) return 32;
@@ -38,6 +38,7 @@ inline uint8_t get_code(Format format, const uint8_t* panel, int64_t row, int64_
 inline float value_of(Format format, uint8_t code) {
   if (format == Format::int8) return float(int8_t(code));
   if (format == Format::int4) return float(int(code ^ 8) - 8);
+  if (format == Format::uint4) return float(code);
   return format == Format::fp8 ? float_of_e4m3(code) : float_of_e2m1(code);
 }
 

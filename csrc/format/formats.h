@@ -54,6 +54,11 @@ struct Int4Format {
 };
 
 template <class Isa>
+struct Uint4Format : Int4Format<Isa> {
+  TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_uint4(block, index); }
+};
+
+template <class Isa>
 struct Fp8Format : Int8Format<Isa> {
   TANDEM_INLINE static auto decode(const uint8_t* block, int) { return Isa::decode_fp8(block); }
 };

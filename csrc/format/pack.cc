@@ -7,12 +7,13 @@
 #include <string>
 #include <vector>
 
+#include "abi/kernel_table.h"
 #include "format/codes.h"
 #include "format/interleave.h"
 
 namespace tandem {
 
-const char* const kFormatNames[kFormatCount] = {"f32", "bf16", "int8", "int4", "fp8", "fp4"};
+const char* const kFormatNames[kFormatCount] = {"f32", "bf16", "int8", "int4", "fp8", "fp4", "uint4"};
 
 namespace {
 
@@ -23,6 +24,8 @@ bool has_group_size(int group) { return group == 16 || group == 32 || group == 6
 void check_group(const WeightFormat& f) {
   if (!is_quantised(f.format)) return;
   const std::string name = kFormatNames[int(f.format)];
+  if (f.format == Format::uint4 && f.scale_type != DType::f32)
+    throw std::invalid_argument("uint4 needs float32 scales and offsets");
   if (is_nibble(f.format) && f.group == 0)
     throw std::invalid_argument(name + " needs a group size: 16, 32, 64, 128 or 256");
   if (f.group != 0 && !has_group_size(f.group))
@@ -103,7 +106,7 @@ void quantise_rows(const WeightView& w, const std::vector<float>& rows, uint8_t*
 }
 
 float stored_scale(const StoredCodes& s, int64_t index) {
-  if (s.scale_type == DType::f32) return static_cast<const float*>(s.scales)[index];
+  if (s.format.scale_type == DType::f32) return static_cast<const float*>(s.scales)[index];
   return float_of_bf16(static_cast<const uint16_t*>(s.scales)[index]);
 }
 
@@ -138,8 +141,11 @@ void copy_codes(const WeightView& w, const MatrixSource& source, int64_t first_r
   const int64_t groups = groups_along(source.depth, w.group);
   for (int64_t r = 0; r < kPanelRows && first_row + r < source.rows; ++r) {
     const int64_t row = first_row + r, first = row / source.stored.block_rows * groups;
-    for (int64_t g = 0; g < groups; ++g)
+    for (int64_t g = 0; g < groups; ++g) {
       put_scale(w, panel, g * kPanelRows + r, stored_scale(source.stored, first + g));
+      if (w.shift_offset)
+        std::memcpy(panel + w.shift_offset + 4 * (g * kPanelRows + r), source.stored.shifts + first + g, 4);
+    }
   }
   store_codes(w, source, first_row, std::min<int64_t>(kPanelRows, source.rows - first_row), panel);
 }
@@ -170,7 +176,10 @@ float weight_at(const WeightView& w, const uint8_t* panel, int64_t row, int64_t 
   if (w.format == Format::f32) return reinterpret_cast<const float*>(panel)[k * kPanelRows + row];
   if (w.format == Format::bf16) return float_of_bf16(reinterpret_cast<const uint16_t*>(panel)[pair_order(row, k)]);
   const int64_t group = w.group ? k / w.group : 0;
-  return value_of(w.format, get_code(w.format, panel, row, k)) * get_scale(w, panel, group * kPanelRows + row);
+  const int64_t index = group * kPanelRows + row;
+  float shift = 0.0f;
+  if (w.shift_offset) std::memcpy(&shift, panel + w.shift_offset + 4 * index, 4);
+  return value_of(w.format, get_code(w.format, panel, row, k)) * get_scale(w, panel, index) + shift;
 }
 
 }  // namespace
@@ -182,6 +191,8 @@ WeightView packed_layout(const WeightFormat& f, int64_t columns, int64_t depth) 
   if (columns < 1 || depth < 1 || columns > INT32_MAX / 2 || depth > INT32_MAX / 2)
     throw std::invalid_argument("a weight matrix of " + std::to_string(columns) + " x " + std::to_string(depth) +
                                 " cannot be packed");
+  if (f.format == Format::uint4 && depth > kMaxShiftedGroups * f.group)
+    throw std::invalid_argument("uint4 rows of " + std::to_string(depth) + " weights are too long");
   WeightView w{};
   const bool scaled = is_quantised(f.format);
   w.format = f.format;
@@ -194,8 +205,20 @@ WeightView packed_layout(const WeightFormat& f, int64_t columns, int64_t depth) 
   const int64_t payload = int64_t{kPanelRows} * w.padded_depth * bits_of(f.format) / 8;
   const int64_t scales = groups_of(w) * kPanelRows * (w.scale_type == DType::bf16 ? 2 : 4);
   w.scale_offset = scaled ? payload : 0;
-  w.panel_bytes = round_up(payload + (scaled ? scales : 0), kCacheLine);
+  w.shift_offset = f.format == Format::uint4 ? payload + scales : 0;
+  w.panel_bytes = round_up(payload + (scaled ? scales : 0) + (w.shift_offset ? scales : 0), kCacheLine);
   return w;
+}
+
+bool operator==(const WeightFormat& a, const WeightFormat& b) {
+  return a.format == b.format && a.group == b.group && a.scale_type == b.scale_type;
+}
+
+std::string described(const WeightFormat& f) {
+  std::string text = kFormatNames[int(f.format)];
+  if (!is_quantised(f.format)) return text;
+  text += f.group ? " in groups of " + std::to_string(f.group) : std::string(" by row");
+  return text + " with " + (f.scale_type == DType::f32 ? "float32" : "bfloat16") + " scales";
 }
 
 int64_t packed_bytes(const WeightView& layout) { return 2 * layout.pairs * layout.panel_bytes; }
@@ -208,9 +231,10 @@ void check_source(const WeightView& layout, const MatrixSource& source) {
     throw std::invalid_argument(name + " weights are packed from codes and scales, not from numbers");
   }
   if (number_format) throw std::invalid_argument(name + " weights have no codes: pass the numbers themselves");
-  if (source.stored.scale_type != layout.scale_type)
-    throw std::invalid_argument("the scales are not of the type that was chosen for these weights, which is " +
-                                std::string(layout.scale_type == DType::f32 ? "float32" : "bfloat16"));
+  const WeightFormat wanted{layout.format, layout.group, layout.scale_type};
+  if (!(source.stored.format == wanted))
+    throw std::invalid_argument("these weights are " + described(source.stored.format) + "; the matrix was made for " +
+                                described(wanted));
 }
 
 void pack_panel(const WeightView& layout, const MatrixSource& source, int64_t first_row, uint8_t* panel) {

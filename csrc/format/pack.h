@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "abi/weight_view.h"
 
@@ -11,12 +12,15 @@ namespace tandem {
 extern const char* const kFormatNames[kFormatCount];
 
 // A weight format is data: what a code is, how many k share a scale (16, 32, 64, 128 or 256; 0: one scale per output
-// row, not for 4-bit codes), and how a scale is stored. The last two mean nothing for f32 and bf16.
+// row, not for 4-bit codes), and how a scale is stored (uint4: as float). The last two mean nothing for f32 and bf16.
 struct WeightFormat {
   Format format;
   int group;
   DType scale_type;
 };
+
+bool operator==(const WeightFormat& a, const WeightFormat& b);
+std::string described(const WeightFormat& format);  // for errors
 
 // How weights that are quantised here store their scales: bf16 for groups, float for rows.
 inline DType usual_scale_type(int group) { return group ? DType::bf16 : DType::f32; }
@@ -24,9 +28,10 @@ inline DType usual_scale_type(int group) { return group ? DType::bf16 : DType::f
 // Weights as codes and scales, row-major and contiguous, which somebody else owns.
 struct StoredCodes {
   const uint8_t* codes;  // [rows, depth], or for 4 bits [rows, ceil(depth / 2)]: even k in the low half
-  const void* scales;    // [ceil(rows / block_rows), ceil(depth / group) or 1] of scale_type
-  DType scale_type;
-  int64_t block_rows;  // output rows that share a scale
+  const void* scales;    // [ceil(rows / block_rows), ceil(depth / group) or 1] of format.scale_type
+  WeightFormat format;
+  int64_t block_rows;   // output rows that share a scale
+  const float* shifts;  // as `scales`, added after scaling: uint4 has them, the others do not (null)
 };
 
 // A matrix [rows, depth], row-major and contiguous, that somebody else owns: numbers, or (`data` null) codes.

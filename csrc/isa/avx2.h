@@ -86,6 +86,10 @@ struct Avx2Isa {
     return {Vec{signed_field(a, even, 28), signed_field(b, even, 28)},
             Vec{signed_field(a, odd, 28), signed_field(b, odd, 28)}};
   }
+  TANDEM_INLINE static Pair decode_uint4(const uint8_t* p, int index) {
+    const __m256i a = load_bytes(p), b = load_bytes(p + 32);
+    return {Vec{nibble(a, 4 * index), nibble(b, 4 * index)}, Vec{nibble(a, 16 + 4 * index), nibble(b, 16 + 4 * index)}};
+  }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
     const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16));  // 16-bit lane: (even, odd)
@@ -121,6 +125,9 @@ struct Avx2Isa {
     const __m256 magnitude = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6), code);
     const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(code, 28), _mm256_set1_epi32(int(0x80000000u)));
     return _mm256_or_ps(magnitude, _mm256_castsi256_ps(sign));
+  }
+  TANDEM_INLINE static __m256 nibble(__m256i a, int shift) {
+    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(a, shift), _mm256_set1_epi32(15)));
   }
   TANDEM_INLINE static __m256 widen(const uint16_t* p) {
     const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

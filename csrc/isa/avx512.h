@@ -78,6 +78,11 @@ struct Avx512Isa {
     return {_mm512_permutexvar_ps(_mm512_srli_epi32(a, 4 * index), int4_values()),
             _mm512_permutexvar_ps(_mm512_srli_epi32(a, 16 + 4 * index), int4_values())};
   }
+  TANDEM_INLINE static Pair decode_uint4(const uint8_t* p, int index) {
+    const __m512i a = _mm512_loadu_si512(p);
+    return {_mm512_permutexvar_ps(_mm512_srli_epi32(a, 4 * index), uint4_values()),
+            _mm512_permutexvar_ps(_mm512_srli_epi32(a, 16 + 4 * index), uint4_values())};
+  }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
     const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));  // 16-bit lane: (even, odd)
     return {e4m3_on_top(_mm256_slli_epi16(a, 8)), e4m3_on_top(a)};
@@ -93,6 +98,9 @@ struct Avx512Isa {
  private:
   TANDEM_INLINE static Vec int4_values() {
     return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+  }
+  TANDEM_INLINE static Vec uint4_values() {
+    return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   }
   TANDEM_INLINE static Vec e2m1_values() {
     return _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);

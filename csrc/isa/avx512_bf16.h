@@ -58,6 +58,9 @@ struct Avx512Bf16Isa : Avx512Isa {
     // A 16-bit lookup reads 5 bits of each lane: the 16 values stand there twice, so the neighbour's bit is harmless.
     return {_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(p), 4 * index), int4_values())};
   }
+  TANDEM_INLINE static Pair decode_uint4(const uint8_t* p, int index) {
+    return {_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(p), 4 * index), uint4_values())};
+  }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
     const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     const __m512i twice = _mm512_permutexvar_epi8(doubled(), _mm512_castsi256_si512(codes));  // a lookup reads 7 bits
@@ -70,11 +73,11 @@ struct Avx512Bf16Isa : Avx512Isa {
   TANDEM_INLINE static Pair decode_fp4(const uint8_t* p, int index) {
     return {_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(p), 4 * index), e2m1_values())};
   }
-  // Each output row's pair times the row's scale, rounded to bf16 again.
-  TANDEM_INLINE static Lane::Line scale_line(Lane::Line a, Vec scale) {
+  // Each output row's pair times the row's scale, plus the row's offset, rounded to bf16 again.
+  TANDEM_INLINE static Lane::Line scale_line(Lane::Line a, Vec scale, Vec offset) {
     const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(a, 16));
     const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(int(0xffff0000u))));
-    const __m512i apart = __m512i(_mm512_cvtne2ps_pbh(_mm512_mul_ps(odd, scale), _mm512_mul_ps(even, scale)));
+    const __m512i apart = __m512i(_mm512_cvtne2ps_pbh(fma(odd, scale, offset), fma(even, scale, offset)));
     return _mm512_permutexvar_epi16(interleaved(), apart);
   }
 
@@ -98,6 +101,11 @@ struct Avx512Bf16Isa : Avx512Isa {
   TANDEM_INLINE static __m512i int4_values() {
     const __m256i values = _mm256_setr_epi16(0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, -0x3f00,
                                              -0x3f20, -0x3f40, -0x3f60, -0x3f80, -0x3fc0, -0x4000, -0x4080);
+    return _mm512_broadcast_i64x4(values);
+  }
+  TANDEM_INLINE static __m512i uint4_values() {
+    const __m256i values = _mm256_setr_epi16(0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100,
+                                             0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170);
     return _mm512_broadcast_i64x4(values);
   }
   TANDEM_INLINE static __m512i e2m1_values() {

@@ -114,6 +114,11 @@ struct ScalarIsa {
     const auto code = [=](int lane) { return float(int16_t(uint16_t(w[lane] << (12 - 4 * index))) >> 12); };
     return {each([=](int i) { return code(2 * i); }), each([=](int i) { return code(2 * i + 1); })};
   }
+  TANDEM_INLINE static Pair decode_uint4(const uint8_t* p, int index) {
+    const uint16_t* w = reinterpret_cast<const uint16_t*>(p);
+    const auto code = [=](int lane) { return float(w[lane] >> 4 * index & 15); };
+    return {each([=](int i) { return code(2 * i); }), each([=](int i) { return code(2 * i + 1); })};
+  }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
     return {each([=](int i) { return float_of_e4m3(p[2 * i]); }),
             each([=](int i) { return float_of_e4m3(p[2 * i + 1]); })};

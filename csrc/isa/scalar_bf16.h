@@ -41,10 +41,13 @@ struct ScalarBf16Isa : ScalarIsa {
   TANDEM_INLINE static Pair decode_int4(const uint8_t* p, int index) {
     return {join(ScalarIsa::decode_int4(p, index))};
   }
+  TANDEM_INLINE static Pair decode_uint4(const uint8_t* p, int index) {
+    return {join(ScalarIsa::decode_uint4(p, index))};
+  }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) { return {join(ScalarIsa::decode_fp8(p))}; }
   TANDEM_INLINE static Pair decode_fp4(const uint8_t* p, int index) { return {join(ScalarIsa::decode_fp4(p, index))}; }
-  TANDEM_INLINE static Lane::Line scale_line(Lane::Line a, Vec scale) {
-    for (int i = 0; i < 32; ++i) a.v[i] = bf16_of_float(float_of_bf16(a.v[i]) * scale.v[i / 2]);
+  TANDEM_INLINE static Lane::Line scale_line(Lane::Line a, Vec scale, Vec offset) {
+    for (int i = 0; i < 32; ++i) a.v[i] = bf16_of_float(float_of_bf16(a.v[i]) * scale.v[i / 2] + offset.v[i / 2]);
     return a;
   }
 

@@ -95,25 +95,63 @@ TANDEM_INLINE void store_sums(const Sums<Isa, R, P>& sums, float* y, int64_t str
     for (int p = 0; p < P; ++p) Isa::store(y + r * stride + 16 * p, sums.v[r][p]);
 }
 
-// y = scale * sums + (y or 0)
+struct Scales {
+  const uint8_t* panel[2];   // null: not scaled here
+  const uint8_t* shifts[2];  // as `panel`, of what is added to every weight after scaling; null: nothing
+  DType type;
+  int64_t pairs_per_group;
+  const float* x_sums = nullptr;  // [row][group]: activations summed over each group; only for shifts
+  int64_t sums_stride = 0;
+
+  // Those of panel p alone, for rows from `row` on.
+  TANDEM_INLINE Scales at(int p, int row) const {
+    return {{panel[p], panel[1]}, {shifts[p], shifts[1]},     type,
+            pairs_per_group,      x_sums + row * sums_stride, sums_stride};
+  }
+};
+
+// y = scale * sums + (y or 0), + shift * the sum of the group's activations: weight = code * scale + shift.
 template <class Isa, int R, int P>
-TANDEM_INLINE void add_scaled(const Sums<Isa, R, P>& sums, const typename Isa::Vec (&scale)[P], bool onto, float* y,
+TANDEM_INLINE void add_scaled(const Sums<Isa, R, P>& sums, const Scales& scales, int64_t group, float* y,
                               int64_t stride) {
+  typename Isa::Vec scale[P];
+  for (int p = 0; p < P; ++p) scale[p] = load_scales<Isa>(scales.panel[p], scales.type, group);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
     for (int p = 0; p < P; ++p) {
       float* out = y + r * stride + 16 * p;
-      Isa::store(out, Isa::fma(sums.v[r][p], scale[p], onto ? Isa::load(out) : Isa::zero()));
+      Isa::store(out, Isa::fma(sums.v[r][p], scale[p], group > 0 ? Isa::load(out) : Isa::zero()));
     }
 }
 
-struct Scales {
-  const uint8_t* panel[2];  // null: not scaled here
-  DType type;
-  int64_t pairs_per_group;
+template <class Isa, int R, int P>
+TANDEM_INLINE void add_shifts(const Scales& scales, int64_t group, float* y, int64_t stride) {
+  typename Isa::Vec shift[P];
+  for (int p = 0; p < P; ++p) shift[p] = load_scales<Isa>(scales.shifts[p], scales.type, group);
+  for (int r = 0; r < R; ++r) {
+    const typename Isa::Vec sum = Isa::set1(scales.x_sums[r * scales.sums_stride + group]);
+    for (int p = 0; p < P; ++p) {
+      float* out = y + r * stride + 16 * p;
+      Isa::store(out, Isa::fma(sum, shift[p], Isa::load(out)));
+    }
+  }
+}
 
-  TANDEM_INLINE Scales from(int p) const { return {{panel[p], panel[1]}, type, pairs_per_group}; }
-};
+// sums[row][group - first] of the activations of every group in [first, last): what shifts are multiplied with. Once
+// per call, not once per pair of panels.
+template <class Isa, class Lane>
+void sum_groups(const uint8_t* const* x, int rows, int64_t group_length, int64_t first, int64_t last, float* sums) {
+  constexpr int64_t kBytes = Lane::kType == DType::bf16 ? 2 : 4;
+  for (int r = 0; r < rows; ++r)
+    for (int64_t group = first; group < last; ++group) {
+      const uint8_t* at = x[r] + group * group_length * kBytes;
+      typename Isa::Vec sum = Isa::zero();
+      for (int64_t k = 0; k < group_length; k += 16, at += 16 * kBytes)
+        sum = Isa::add(sum, Lane::kType == DType::bf16 ? Isa::load_bf16(reinterpret_cast<const uint16_t*>(at))
+                                                       : Isa::load(reinterpret_cast<const float*>(at)));
+      *sums++ = Isa::reduce_add(sum);
+    }
+}
 
 // y (+)= x * panels over the pairs [first, last) of K; `onto`: y holds the sum over what came before `first`.
 // `source` counts pairs from `source_first`. Scaled: groups are summed apart, then scaled into y one after the other.
@@ -137,9 +175,8 @@ void block(const Source& source, int64_t source_first, const uint8_t* const* x, 
     const int64_t group = pair / scales.pairs_per_group, begin = pair - source_first;
     clear<Isa, R, kPanels>(sums);
     accumulate<Isa, Source, R>(source, rows, begin, begin + scales.pairs_per_group, sums);
-    typename Isa::Vec scale[kPanels];
-    for (int p = 0; p < kPanels; ++p) scale[p] = load_scales<Isa>(scales.panel[p], scales.type, group);
-    add_scaled<Isa, R, kPanels>(sums, scale, group > 0, y, stride);
+    add_scaled<Isa, R, kPanels>(sums, scales, group, y, stride);
+    if (scales.shifts[0]) add_shifts<Isa, R, kPanels>(scales, group, y, stride);
   }
 }
 
@@ -172,8 +209,12 @@ struct PairOfPanels {
 TANDEM_INLINE PairOfPanels pair_of_panels(const WeightView& w, int64_t pair) {
   const uint8_t* panel = w.panels + 2 * pair * w.panel_bytes;
   const uint8_t* scales = panel + w.scale_offset;
-  const Scales none{{nullptr, nullptr}, w.scale_type, 0};
-  const Scales found = w.scale_offset ? Scales{{scales, scales + w.panel_bytes}, w.scale_type, w.group / 2} : none;
+  const uint8_t* shifts = panel + w.shift_offset;
+  const Scales none{{nullptr, nullptr}, {nullptr, nullptr}, w.scale_type, 0};
+  Scales found = none;
+  if (w.scale_offset) found = {{scales, scales + w.panel_bytes}, {nullptr, nullptr}, w.scale_type, w.group / 2};
+  if (w.shift_offset)
+    for (int p = 0; p < 2; ++p) found.shifts[p] = shifts + p * w.panel_bytes;
   return {{panel, panel + w.panel_bytes}, w.group ? found : none, w.group ? none : found};
 }
 

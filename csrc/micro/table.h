@@ -14,7 +14,7 @@ namespace {
 // hardly ever pays. Those of amx belong to Intel machines: tiles take 16 rows whether there are that many or not.
 constexpr int32_t kNever = kMaxRowsPerCall + 1;
 struct TileFromRows {
-  int32_t f32, bf16, int8, int4, fp8, fp4;
+  int32_t f32, bf16, int8, int4, fp8, fp4, uint4;
 };
 
 template <class Isa, template <class> class Format>
@@ -34,6 +34,7 @@ constexpr KernelTable make_table(Tier tier, TileFromRows from) {
           vector_kernels<Isa, Int4Format>(from.int4),
           vector_kernels<Isa, Fp8Format>(from.fp8),
           vector_kernels<Isa, Fp4Format>(from.fp4),
+          vector_kernels<Isa, Uint4Format>(from.uint4),
       },
       prepare_row<Isa>,
       activate_row<Isa>,

@@ -22,11 +22,12 @@ void unpack_scaled_panel(const uint8_t* payload, const Scales& scales, int which
   for (int64_t pair = first; pair < last;) {
     const int64_t group = pair / scales.pairs_per_group, end = (group + 1) * scales.pairs_per_group;
     const auto scale = load_scales<Isa>(scales.panel[which], scales.type, group);
+    const auto offset = scales.shifts[which] ? load_scales<Isa>(scales.shifts[which], scales.type, group) : Isa::zero();
     for (const int64_t stop = end < last ? end : last; pair < stop; pair += Format::kPairsPerBlock) {
 #pragma GCC unroll 4
       for (int index = 0; index < Format::kPairsPerBlock; ++index, lines += kCacheLine) {
         const auto decoded = Format::decode(payload + pair * Format::kPairBytes, index);
-        Lane::store_line(lines, Isa::scale_line(decoded.line[0], scale));
+        Lane::store_line(lines, Isa::scale_line(decoded.line[0], scale, offset));
       }
     }
   }
@@ -120,6 +121,7 @@ constexpr KernelTable make_amx_table(Tier tier, KernelTable vectors) {
   table.formats[int(Format::fp8)].tile_mm = tile_mm_amx<Isa, Tiles, Fp8Format>;
   table.formats[int(Format::fp4)].tile_mm = tile_mm_amx<Isa, Tiles, Fp4Format>;
   table.peak = tile_peak<Tiles>;
+  table.formats[int(Format::uint4)].tile_mm = tile_mm_amx<Isa, Tiles, Uint4Format>;
   return table;
 }
 

@@ -10,6 +10,7 @@ namespace {
 // Bytes of one panel's lines that are unpacked at once: half of the smallest L1, so that they stay there while the
 // rows pass.
 constexpr int64_t kSliceBytes = 16 * 1024;
+constexpr int64_t kSumsAt = 4 * kSliceBytes;  // in the scratch: behind a slice of two panels, rounded up to groups
 
 // Equal slices of K instead of a full one and a rest; each a multiple of the group.
 template <class Isa, class Lane>
@@ -77,6 +78,17 @@ TANDEM_INLINE void prefetch_after(const MatmulArgs* args, int p, int64_t first, 
     prefetch_slice<Isa, Format>(pair_of_panels(w, args->first_pair), last, end < depth ? end : depth);
 }
 
+// The sums that a slice's shifts are multiplied with, so that they can be indexed by group and row; null: no shifts.
+template <class Isa, class Lane>
+const float* sums_of_slice(const MatmulArgs* args, int64_t first, int64_t last) {
+  const WeightView& w = args->weights;
+  if (!w.shift_offset) return nullptr;
+  float* sums = reinterpret_cast<float*>(args->scratch + kSumsAt);
+  const int64_t begin = 2 * first / w.group, end = 2 * last / w.group;
+  sum_groups<Isa, Lane>(reinterpret_cast<const uint8_t* const*>(args->x_rows), args->rows, w.group, begin, end, sums);
+  return sums - begin;
+}
+
 template <class Isa, template <class> class F>
 void tile_mm(const MatmulArgs* args) {
   using Format = F<Isa>;
@@ -88,8 +100,11 @@ void tile_mm(const MatmulArgs* args) {
   const int step = rows_per_block<Isa::kTileRows>(args->rows);
   for (int64_t first = 0; first < depth; first += slice) {
     const int64_t last = first + slice < depth ? first + slice : depth;
+    const float* sums = sums_of_slice<Isa, Lane>(args, first, last);
     for (int p = 0; p < args->pairs; ++p) {  // outside: a slice of one pair stays in L1 while the rows pass
-      const PairOfPanels panels = pair_of_panels(w, args->first_pair + p);
+      PairOfPanels panels = pair_of_panels(w, args->first_pair + p);
+      panels.scales.x_sums = sums;
+      panels.scales.sums_stride = sums ? 2 * (last - first) / w.group : 0;
       const ScratchSource<Lane> pair = slice_of<Isa, Format>(panels, first, last, args->scratch);
       if constexpr (Format::kPacked) prefetch_after<Isa, Format>(args, p, first, last);
       for (int q = 0; q < 2; q += Isa::kTilePanels) {
@@ -97,7 +112,7 @@ void tile_mm(const MatmulArgs* args) {
         float* y = args->y + kPairColumns * p + kPanelRows * q;
         for (int r = 0; r < args->rows; r += step)
           block_of<Isa, Source, Format::kScaled, Isa::kTileRows>(args->rows - r < step ? args->rows - r : step, source,
-                                                                 first, x + r, first, last, panels.scales.from(q),
+                                                                 first, x + r, first, last, panels.scales.at(q, r),
                                                                  y + r * args->y_stride, args->y_stride);
       }
       if (last == depth) scale_rows<Isa>(panels.row_scales, args->y + kPairColumns * p, args->y_stride, args->rows);

@@ -4,6 +4,7 @@
 
 namespace tandem {
 
-constexpr KernelTable kAvx512Table = make_table<Avx512Isa>(Tier::avx512, {kNever, kNever, kNever, kNever, 32, kNever});
+constexpr KernelTable kAvx512Table =
+    make_table<Avx512Isa>(Tier::avx512, {kNever, kNever, kNever, kNever, 32, kNever, kNever});
 
 }  // namespace tandem

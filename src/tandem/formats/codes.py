@@ -13,17 +13,18 @@ from torch import Tensor
 
 from tandem.errors import KernelError
 
-_NIBBLES = ("int4", "fp4")
+_NIBBLES = ("int4", "uint4", "fp4")
 _GGUF_GROUP = 32  # weights per block of Q8_0 and Q4_0 (ggml-common.h)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightCodes:
-    """A weight matrix [N, K]: weight = code * scale.
+    """A weight matrix [N, K]: weight = code * scale, with "uint4" + offset.
 
     codes: uint8 [N, K], or for 4 bits [N, ceil(K / 2)], even k in the low half. What a code is, `fmt` says: "int8" and
-    "int4" (two's complement), "fp8" (OCP e4m3fn), "fp4" (OCP e2m1).
+    "int4" (two's complement), "uint4" (0 to 15), "fp8" (OCP e4m3fn), "fp4" (OCP e2m1).
     scales: float32 or bfloat16 [ceil(N / block_rows), ceil(K / group)], or [.., 1] where group is 0.
+    offsets: for "uint4", float32 as scales, which are float32 too; otherwise None.
     """
 
     codes: Tensor
@@ -32,10 +33,16 @@ class WeightCodes:
     group: int
     depth: int  # K
     block_rows: int = 1
+    offsets: Tensor | None = None
 
     @property
     def rows(self) -> int:
         return self.codes.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K]."""
+        return self.rows, self.depth
 
 
 Weight = Tensor | WeightCodes
@@ -51,6 +58,10 @@ def _plain(scales: Tensor) -> Tensor:
     scales = scales.detach()
     exact = torch.bfloat16 if scales.dtype is torch.bfloat16 else torch.float32
     return scales.to(exact).contiguous()
+
+
+def _wide(scales: Tensor) -> Tensor:
+    return scales.detach().float().contiguous()
 
 
 def _exponents(scales: Tensor) -> Tensor:
@@ -88,26 +99,78 @@ def nvfp4(codes: Tensor, scale: Tensor, global_scale: Tensor | float) -> WeightC
     return WeightCodes(codes, _plain(scale.float() * global_scale), "fp4", 16, 2 * codes.shape[1])
 
 
-def _gguf_blocks(data: Tensor, block_bytes: int) -> tuple[Tensor, Tensor]:
-    """Rows of raw GGUF blocks, uint8 [N, bytes]: each block's scale, a half, and the bytes after it."""
+def int4_zeros(
+    codes: Tensor, scale: Tensor, zeros: Tensor, group: int, depth: int | None = None
+) -> WeightCodes:
+    """weight = (code - zero) * scale. Codes 0 to 15 joined as `join_nibbles`; scale and zeros [N, ceil(K / group)].
+
+    -zero * scale is exact in float32 for scales of 16 bits and zeros of up to 13.
+    """
+    codes, scales = _bytes(codes), _wide(scale)
+    depth = 2 * codes.shape[1] if depth is None else depth
+    return WeightCodes(codes, scales, "uint4", group, depth, offsets=-zeros.float() * scales)
+
+
+def _gguf_blocks(data: Tensor, block_bytes: int) -> Tensor:
+    """Rows of raw GGUF blocks, uint8 [N, bytes], as [N, blocks, block_bytes]."""
     if data.dim() != 2 or data.dtype is not torch.uint8 or data.shape[1] % block_bytes:
         raise KernelError(f"GGUF rows must be uint8 [N, blocks * {block_bytes}], not {list(data.shape)}")
-    blocks = data.view(data.shape[0], -1, block_bytes)
-    scales = blocks[..., :2].contiguous().view(torch.float16)[..., 0].float()
-    return scales, blocks[..., 2:]
+    return data.view(data.shape[0], -1, block_bytes)
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """The half at byte `at` of every block, float32 [N, blocks, 1]."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
 
 
 def gguf_q8_0(data: Tensor) -> WeightCodes:
     """GGUF Q8_0 [N, K / 32 * 34]: a half and 32 int8 per block."""
-    scales, codes = _gguf_blocks(data, 34)
-    return WeightCodes(codes.flatten(1).contiguous(), scales, "int8", _GGUF_GROUP, codes[0].numel())
+    blocks = _gguf_blocks(data, 34)
+    codes = blocks[..., 2:].flatten(1).contiguous()
+    return WeightCodes(codes, _half(blocks, 0).flatten(1), "int8", _GGUF_GROUP, codes.shape[1])
 
 
 def gguf_q4_0(data: Tensor) -> WeightCodes:
     """GGUF Q4_0 [N, K / 32 * 18]: a half and 16 bytes per block; low halves are k 0 to 15, high ones 16 to 31, + 8."""
-    scales, packed = _gguf_blocks(data, 18)
+    blocks = _gguf_blocks(data, 18)
+    packed = blocks[..., 2:]
     nibbles = torch.cat((packed & 15, packed >> 4), -1).flatten(1) ^ 8
-    return WeightCodes(join_nibbles(nibbles), scales, "int4", _GGUF_GROUP, nibbles.shape[1])
+    return WeightCodes(
+        join_nibbles(nibbles), _half(blocks, 0).flatten(1), "int4", _GGUF_GROUP, nibbles.shape[1]
+    )
+
+
+def gguf_q4_k(data: Tensor) -> WeightCodes:
+    """GGUF Q4_K [N, K / 256 * 144]: two halves, 8 scales and 8 minima of 6 bits in 12 bytes, 256 nibbles.
+
+    weight = d * scale * code - dmin * minimum, in groups of 32 (ggml-common.h, block_q4_K).
+    """
+    blocks = _gguf_blocks(data, 144)
+    low, high, mixed = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scale = torch.cat((low & 63, mixed & 15 | low >> 6 << 4), -1)
+    minimum = torch.cat((high & 63, mixed >> 4 | high >> 6 << 4), -1)
+    packed = blocks[..., 16:].unflatten(-1, (4, 1, 32))  # 64 weights: low halves, then high ones
+    nibbles = torch.cat((packed & 15, packed >> 4), -2).flatten(1)
+    scales, offsets = _half(blocks, 0) * scale, -_half(blocks, 2) * minimum
+    codes = join_nibbles(nibbles)
+    return WeightCodes(
+        codes, scales.flatten(1), "uint4", _GGUF_GROUP, nibbles.shape[1], offsets=offsets.flatten(1)
+    )
+
+
+def gguf_q6_k(data: Tensor) -> WeightCodes:
+    """GGUF Q6_K [N, K / 256 * 210]: 256 low nibbles, 256 upper pairs of bits, 16 int8 scales, a half.
+
+    Codes of 6 bits, - 32, in groups of 16 (ggml-common.h, block_q6_K); they are kept as int8.
+    """
+    blocks = _gguf_blocks(data, 210)
+    low = blocks[..., :128].unflatten(-1, (2, 1, 64))
+    low = torch.cat((low & 15, low >> 4), -2).flatten(2)
+    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32))
+    high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], -2).flatten(2)
+    codes = ((low | high << 4) - 32).flatten(1)  # wraps around to two's complement
+    scales = blocks[..., 192:208].contiguous().view(torch.int8) * _half(blocks, 208)
+    return WeightCodes(codes, scales.flatten(1), "int8", 16, codes.shape[1])
 
 
 def join_nibbles(nibbles: Tensor) -> Tensor:

@@ -29,10 +29,9 @@ def rows_of(weight: Weight, rows: slice) -> Weight:
     start, stop, step = rows.indices(weight.rows)
     block = weight.block_rows
     if step == 1 and start % block == 0 and (stop == weight.rows or stop % block == 0):
-        scales = weight.scales[start // block : -(-stop // block)]
-        return replace(weight, codes=weight.codes[rows].contiguous(), scales=scales.contiguous())
+        return _scales_cut(weight, slice(start // block, -(-stop // block)), codes=weight.codes[rows])
     apart = _row_scales(weight)
-    return replace(apart, codes=apart.codes[rows].contiguous(), scales=apart.scales[rows].contiguous())
+    return _scales_cut(apart, rows, codes=apart.codes[rows])
 
 
 def columns_of(weight: Weight, columns: slice) -> Weight:
@@ -44,9 +43,9 @@ def columns_of(weight: Weight, columns: slice) -> Weight:
     halves = 1 if width == weight.depth else 2
     if start % (group or halves) or (stop != weight.depth and stop % (group or halves)):
         return decoded(weight)[:, columns]
-    codes = weight.codes[:, start // halves : -(-stop // halves)].contiguous()
-    scales = weight.scales[:, start // group : -(-stop // group)] if group else weight.scales
-    return replace(weight, codes=codes, scales=scales.contiguous(), depth=stop - start)
+    codes = weight.codes[:, start // halves : -(-stop // halves)]
+    cut = slice(start // group, -(-stop // group)) if group else slice(None)
+    return replace(_scales_cut(weight, (slice(None), cut), codes=codes), depth=stop - start)
 
 
 def stacked(weights: Sequence[Weight]) -> Weight | None:
@@ -61,8 +60,9 @@ def stacked(weights: Sequence[Weight]) -> Weight | None:
         return None
     if not _blocks_line_up(codes):
         codes = [_row_scales(w) for w in codes]
+    offsets = None if codes[0].offsets is None else torch.cat([_offsets(w) for w in codes])
     both = torch.cat([w.codes for w in codes]), torch.cat([w.scales for w in codes])
-    return replace(codes[0], codes=both[0], scales=both[1])
+    return replace(codes[0], codes=both[0], scales=both[1], offsets=offsets)
 
 
 def _blocks_line_up(codes: Sequence[WeightCodes]) -> bool:
@@ -74,5 +74,17 @@ def _row_scales(weight: WeightCodes) -> WeightCodes:
     """The same weights with scales of their own for every row."""
     if weight.block_rows == 1:
         return weight
-    scales = weight.scales.repeat_interleave(weight.block_rows, 0)[: weight.rows].contiguous()
-    return replace(weight, scales=scales, block_rows=1)
+    apart = torch.arange(weight.rows) // weight.block_rows
+    return replace(_scales_cut(weight, apart, codes=weight.codes), block_rows=1)
+
+
+def _scales_cut(weight: WeightCodes, index: slice | tuple[slice, slice] | Tensor, codes: Tensor) -> WeightCodes:
+    """Other codes, and what `index` chooses of the scales and offsets."""
+    offsets = None if weight.offsets is None else weight.offsets[index].contiguous()
+    return replace(
+        weight, codes=codes.contiguous(), scales=weight.scales[index].contiguous(), offsets=offsets
+    )
+
+
+def _offsets(weight: WeightCodes) -> Tensor:
+    return torch.zeros_like(weight.scales) if weight.offsets is None else weight.offsets

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tandem.formats.codes import Weight, WeightCodes, join_nibbles, split_nibbles
+from tandem.formats.codes import Weight, WeightCodes, int4_zeros, join_nibbles, split_nibbles
 from tandem.formats.reference import decoded
 
 GROUPS = (256, 128, 64, 32, 16)  # along K, that kernels take
@@ -44,16 +44,17 @@ def signed(codes: Tensor, bits: int, scales: Tensor, group: int, depth: int) -> 
 def unsigned(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, group: int) -> Weight:
     """weight = (code - zero) * scale. codes uint8 [N, K]; scales and zeros [N or 1, groups]; no zeros: the middle.
 
-    Exact. Zero points that are all in the middle cost nothing; others make 4-bit codes 8 bits wide, 8-bit ones float32.
+    Exact. Zero points that are all in the middle cost nothing; others give 4-bit codes offsets and make 8-bit ones float32.
     """
     middle = 1 << (bits - 1)
     if zeros is None or bool((zeros == middle).all()):
         flipped = codes ^ middle
         stored = join_nibbles(flipped) if bits == 4 else flipped
         return signed(stored, bits, scales, group, codes.shape[1])
-    shifted = codes.to(torch.int16) - _spread(zeros.to(torch.int16), group, codes.shape)
     if bits == 4:
-        return signed(shifted.to(torch.int8).view(torch.uint8), 8, scales, group, codes.shape[1])
+        wide = zeros.expand(codes.shape[0], -1), scales.expand(codes.shape[0], -1)
+        return fitted(int4_zeros(join_nibbles(codes), wide[1], wide[0], group, codes.shape[1]))
+    shifted = codes.to(torch.int16) - _spread(zeros.to(torch.int16), group, codes.shape)
     return shifted.float() * _spread(scales.float(), group, codes.shape)
 
 
@@ -65,8 +66,12 @@ def fitted(codes: WeightCodes) -> Weight:
     group = next((g for g in GROUPS if whole % g == 0), 0)
     if not group:
         return decoded(codes)
-    scales = codes.scales.repeat_interleave(whole // group, 1)[:, : -(-codes.depth // group)]
-    return replace(codes, scales=scales.contiguous(), group=group)
+
+    def spread(values: Tensor) -> Tensor:
+        return values.repeat_interleave(whole // group, 1)[:, : -(-codes.depth // group)].contiguous()
+
+    offsets = None if codes.offsets is None else spread(codes.offsets)
+    return replace(codes, scales=spread(codes.scales), offsets=offsets, group=group)
 
 
 def reordered(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, order: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 int8: symmetric, scale = max|w| / 127. int4: codes -8 to 7, scale = (weight of the largest magnitude) / -8, which uses
 all 16 codes. Scales of groups are bfloat16 (codes are made with the rounded scale), scales of rows float32.
 
-fp8, mxfp8, mxfp4 and nvfp4 come from checkpoints as codes and scales; `stored` makes some for tests, `decoded` says
-what they mean.
+fp8, mxfp8, mxfp4, nvfp4 and int4 with zero points come from checkpoints as codes and scales; `stored` makes some for
+tests, `decoded` says what they mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.formats.codes import WeightCodes
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
-STORED = ("fp8", "mxfp8", "mxfp4", "nvfp4")
+STORED = ("fp8", "mxfp8", "mxfp4", "nvfp4", "int4_zeros")
 
 
 class Quantised(NamedTuple):
@@ -68,6 +68,8 @@ def _values(codes: WeightCodes) -> Tensor:
         return single.contiguous().view(torch.float8_e4m3fn).float()
     if codes.fmt == "fp4":
         return torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)])[single.long()]
+    if codes.fmt == "uint4":
+        return single.float()
     bits = 8 if codes.fmt == "int8" else 4
     return ((single.int() + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)).float()
 
@@ -77,7 +79,18 @@ def decoded(codes: WeightCodes) -> Tensor:
     scales = codes.scales.float().repeat_interleave(codes.block_rows, 0)[: codes.rows]
     if codes.group:
         scales = scales.repeat_interleave(codes.group, 1)[:, : codes.depth]
-    return _values(codes) * scales
+    if codes.offsets is None:
+        return _values(codes) * scales
+    offsets = codes.offsets.repeat_interleave(codes.block_rows, 0)[: codes.rows]
+    return _values(codes) * scales + offsets.repeat_interleave(codes.group, 1)[:, : codes.depth]
+
+
+def magnitudes(codes: WeightCodes) -> Tensor:
+    """What errors of a product are relative to: |code * scale| + |offset|, float32 [N, K]."""
+    positive = replace(codes, offsets=None)
+    if codes.offsets is None:
+        return decoded(positive).abs()
+    return decoded(replace(codes, scales=codes.scales.abs(), offsets=codes.offsets.abs()))
 
 
 def _block_extremes(weight: Tensor, rows: int, columns: int) -> Tensor:
@@ -123,10 +136,24 @@ def _stored_mx(weight: Tensor, fmt: str) -> WeightCodes:
     return stored_codes.mxfp4(_e2m1(scaled), biased)
 
 
+def _stored_int4_zeros(weight: Tensor, group: int) -> WeightCodes:
+    """Codes 0 to 15 from each group's smallest to its largest weight; the zero point is the code of 0."""
+    padded = F.pad(weight, (0, -weight.shape[1] % group)).view(weight.shape[0], -1, group)
+    low, high = padded.amin(-1).clamp(max=0), padded.amax(-1).clamp(min=0)
+    scales = ((high - low) / 15).clamp(min=2.0**-14).half()
+    zeros = (-low / scales.float()).round().clamp(0, 15)
+    codes = ((padded / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, 15)
+    nibbles = codes.flatten(1)[:, : weight.shape[1]].to(torch.uint8)
+    return stored_codes.int4_zeros(stored_codes.join_nibbles(nibbles), scales, zeros, group)
+
+
 def stored(weight: Tensor, fmt: str, group: int = 128) -> WeightCodes:
     """weight [N, K] as a checkpoint of this format has it. fp8: blocks of group x group, or rows where group is 0."""
     weight = weight.float()
     if fmt == "fp8":
         return _stored_fp8(weight, group)
-    made = _stored_nvfp4(weight) if fmt == "nvfp4" else _stored_mx(weight, fmt)
+    if fmt == "int4_zeros":
+        made = _stored_int4_zeros(weight, group)
+    else:
+        made = _stored_nvfp4(weight) if fmt == "nvfp4" else _stored_mx(weight, fmt)
     return replace(made, depth=weight.shape[1])  # odd in tests only

@@ -2,9 +2,9 @@
 
 Both run on a `Workspace`: a worker pool, one kernel tier, and scratch for one call at a time. Activations are bfloat16
 or float32; float32 ones are rounded to bfloat16 at the entry, except with f32 weights: there everything is float32.
-fp8 and fp4 weights come as codes (`formats/codes.py`), int8 and int4 as codes or as numbers. On every tier but AMX a
-row's result does not depend on the batch or the number of threads, to the bit. The arrays of `_core` itself may come
-from any library that speaks DLPack.
+Weights come as numbers, to be packed as f32, bf16, int8 or int4, or as codes (`formats/codes.py`), which are packed as
+they are. On every tier but AMX a row's result does not depend on the batch or the number of threads, to the bit. The
+arrays of `_core` itself may come from any library that speaks DLPack.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem import _core
 from tandem._core import WorkerPool, Workspace
 from tandem.errors import CheckpointError, KernelError
-from tandem.formats.codes import WeightCodes
+from tandem.formats.codes import Weight, WeightCodes
 from tandem.kernels.packed_file import PackedFile, Section
 
 __all__ = ["PackedExperts", "PackedMatrix", "WeightCodes", "WorkerPool", "Workspace"]
@@ -33,12 +33,21 @@ def _bias(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.detach().float().contiguous()
 
 
-def _scale_type(dtype: torch.dtype | None, group: int) -> str:
-    """The core's name of a scale's type; None: what weights quantised here get."""
-    names = {torch.float32: "f32", torch.bfloat16: "bf16", None: "bf16" if group else "f32"}
-    if dtype not in names:
-        raise KernelError(f"scales cannot be {dtype}: take torch.float32 or torch.bfloat16")
-    return names[dtype]
+_SCALE_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+def _codes(weight: WeightCodes) -> _core.Codes:
+    """The core's view of the same arrays."""
+    w = weight
+    if w.scales.dtype not in _SCALE_TYPES:
+        raise KernelError(f"scales cannot be {w.scales.dtype}: take torch.float32 or torch.bfloat16")
+    scale_type = _SCALE_TYPES[w.scales.dtype]
+    return _core.Codes(w.codes, w.scales, w.offsets, w.fmt, w.group, scale_type, w.block_rows)
+
+
+def _made_here(fmt: str, group: int) -> _core.WeightFormat:
+    """What numbers are packed as: groups have bfloat16 scales, rows float32 ones."""
+    return _core.WeightFormat(fmt, group, "bf16" if group else "f32")
 
 
 FormatNames = tuple[str, int, str]
@@ -66,17 +75,17 @@ class PackedMatrix:
         group: int = DEFAULT_GROUP,
     ) -> None:
         self.out_features, self.in_features = weight.shape
-        self._keep(_core.PackedMatrix(workspace, _packable(weight), _bias(bias), fmt, group))
+        self._keep(_core.PackedMatrix(workspace, _packable(weight), _bias(bias), _made_here(fmt, group)))
 
     @classmethod
     def from_codes(
         cls, workspace: Workspace, weight: WeightCodes, bias: Tensor | None = None
     ) -> PackedMatrix:
         """Packs codes and scales as they are, without rounding."""
-        w, matrix = weight, cls.__new__(cls)
-        matrix.out_features, matrix.in_features = w.rows, w.depth
+        matrix = cls.__new__(cls)
+        matrix.out_features, matrix.in_features = weight.rows, weight.depth
         core = _core.PackedMatrix.from_codes(
-            workspace, w.codes, w.scales, w.rows, w.depth, _bias(bias), w.fmt, w.group, w.block_rows
+            workspace, _codes(weight), weight.rows, weight.depth, _bias(bias)
         )
         matrix._keep(core)
         return matrix
@@ -146,8 +155,8 @@ class PackedExperts:
     """`ExpertLayer` on packed weights: the routed experts of one layer, gated MLPs of equal shape.
 
     activation: "silu", "gelu", "gelu_tanh", "swiglu_clamp" (gate <= limit, |up| <= limit) or "swiglu_oai" (gpt-oss:
-    clamped, gate * sigmoid(alpha * gate) * (up + 1)). fmt and group: as `PackedMatrix`, or those of the codes to load;
-    then scale_dtype is the type of their scales (otherwise bfloat16 for groups, float32 for rows).
+    clamped, gate * sigmoid(alpha * gate) * (up + 1)). fmt and group say how numbers are packed, as in `PackedMatrix`.
+    The first expert loaded decides what the layer holds: gate and up in one format, down in the same or another.
     """
 
     def __init__(
@@ -160,62 +169,53 @@ class PackedExperts:
         activation: str = "silu",
         *,
         group: int = DEFAULT_GROUP,
-        scale_dtype: torch.dtype | None = None,
         alpha: float = 1.702,
         limit: float = 7.0,
     ) -> None:
         self.num_experts, self.hidden, self.width = num_experts, hidden, width
-        self.fmt, self.group = fmt, group
-        self._core = _core.ExpertLayer(
-            workspace,
-            num_experts,
-            hidden,
-            width,
-            fmt,
-            group,
-            _scale_type(scale_dtype, group),
-            activation,
-            alpha,
-            limit,
-        )
+        self.numbers = _made_here(fmt, group)
+        self._workspace, self._activation = workspace, (activation, alpha, limit)
+        self._formats = self.numbers, self.numbers  # of gate and up, and of down
+        self._empty = True
+        self._make()
+
+    def _make(self) -> None:
+        sizes = self.num_experts, self.hidden, self.width
+        self._core = _core.ExpertLayer(self._workspace, *sizes, *self._formats, *self._activation)
         self._forward = self._core.forward
 
     def load(
         self,
         expert: int,
-        gate: Tensor,
-        up: Tensor,
-        down: Tensor,
+        gate: Weight,
+        up: Weight,
+        down: Weight,
         *,
         gate_bias: Tensor | None = None,
         up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
     ) -> None:
-        """Packs one expert: gate and up [width, hidden], down [hidden, width]. The tensors are not kept."""
-        weights = _packable(gate), _packable(up), _packable(down)
-        self._core.load(expert, *weights, _bias(gate_bias), _bias(up_bias), _bias(down_bias))
+        """Packs one expert: gate and up [width, hidden], down [hidden, width]. The weights are not kept."""
+        sources = [_codes(w) if isinstance(w, WeightCodes) else _packable(w) for w in (gate, up, down)]
+        self._agree(expert, *(s.format if isinstance(s, _core.Codes) else self.numbers for s in sources))
+        self._core.load(expert, *sources, _bias(gate_bias), _bias(up_bias), _bias(down_bias))
+        self._empty = False
 
-    def load_codes(
-        self,
-        expert: int,
-        gate: WeightCodes,
-        up: WeightCodes,
-        down: WeightCodes,
-        *,
-        gate_bias: Tensor | None = None,
-        up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
+    def _agree(
+        self, expert: int, gate: _core.WeightFormat, up: _core.WeightFormat, down: _core.WeightFormat
     ) -> None:
-        """As `load`, of codes and scales in the layer's fmt, group and scale_dtype, packed as they are."""
-        for name, w in (("gate", gate), ("up", up), ("down", down)):
-            if (w.fmt, w.group, w.block_rows) != (self.fmt, self.group, gate.block_rows):
-                raise KernelError(
-                    f"{name} is {w.fmt} in groups of {w.group} and blocks of {w.block_rows} rows; "
-                    f"the layer takes {self.fmt} in groups of {self.group} and blocks of {gate.block_rows}"
-                )
-        arrays = gate.codes, gate.scales, up.codes, up.scales, down.codes, down.scales
-        biases = _bias(gate_bias), _bias(up_bias), _bias(down_bias)
-        self._core.load_codes(expert, *arrays, gate.block_rows, *biases)
+        """All experts of a layer are packed alike; the first one decides."""
+        if gate != up:
+            raise KernelError(f"expert {expert}: gate is {gate}, up is {up}; both must have one format")
+        if (gate, down) == self._formats:
+            return
+        if not self._empty:
+            raise KernelError(
+                f"expert {expert}: gate and up are {gate}, down is {down}; "
+                f"the layer holds {self._formats[0]} and {self._formats[1]}"
+            )
+        self._formats = gate, down
+        self._make()
 
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None, add: bool = False
@@ -252,11 +252,15 @@ class PackedExperts:
 
     def adopt(self, file: PackedFile, section: Section) -> None:
         """Makes this layer, into which nothing was loaded, the one that was written as `section`."""
-        if (section.formats, section.shape) != (self.formats, self.shape):
-            raise CheckpointError(f"{file.path}: {section.name} is {section.formats}, not {self.formats}")
-        panels, gate_up, down = section.parts
-        biases = _floats(file.view(gate_up)), _floats(file.view(down))
+        if section.shape != self.shape:
+            raise CheckpointError(f"{file.path}: {section.name} is {section.shape}, not {self.shape}")
+        gate_up, down = section.formats
+        self._formats = _core.WeightFormat(*gate_up), _core.WeightFormat(*down)
+        self._make()
+        panels, *floats = section.parts
+        biases = _floats(file.view(floats[0])), _floats(file.view(floats[1]))
         _core.adopt_experts(self._core, file.mapped, panels.offset, *biases)
+        self._empty = False
 
     @property
     def formats(self) -> tuple[FormatNames, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from tandem import _core
 from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
+from tandem.formats.codes import Weight, WeightCodes
 from tandem.kernels.cpu import PackedExperts, PackedMatrix
 from tandem.kernels.ops import BatchLayout, Recorded, Rope, Routing, Step, SureRead
 from tandem.kernels.recorded import OnlyAllocations, RecordedStep
@@ -42,7 +43,9 @@ class CpuOps:
         self._pages = (0, 0)  # their number, and rows of one
         self._view: _core.BatchView
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, fmt: str = "bf16") -> PackedMatrix:
+    def linear(self, weight: Weight, bias: Tensor | None = None, fmt: str = "bf16") -> PackedMatrix:
+        if isinstance(weight, WeightCodes):
+            return PackedMatrix.from_codes(self._workspace, weight, bias)
         return PackedMatrix(self._workspace, weight, bias, fmt)
 
     def experts(

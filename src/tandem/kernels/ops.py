@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.model_config import RouterConfig
+from tandem.formats.codes import Weight
 
 
 class BatchLayout(Protocol):
@@ -70,8 +71,12 @@ class Linear(Protocol):
 class ExpertLayer(Protocol):
     """The routed experts of one layer: gated MLPs of equal shape."""
 
-    def load(self, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
-        """Packs one expert: gate and up [width, hidden], down [hidden, width]. The tensors are not kept."""
+    def load(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
+        """Packs one expert: gate and up [width, hidden], down [hidden, width]. The weights are not kept.
+
+        Numbers are packed as the layer's fmt, codes as they are. All experts of a layer must have the formats of the
+        first one: one for gate and up, one for down.
+        """
         ...
 
     def forward(
@@ -105,8 +110,8 @@ class SureRead(NamedTuple):
 class Ops(Protocol):
     """The operations a model is written in. Shapes: T rows, H = heads, G = kv_heads, D = head_dim."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, fmt: str = "bf16") -> Linear:
-        """Packs weight [N, K] once, as "bf16" | "f32" | "int8" | "int4". The tensor is not kept."""
+    def linear(self, weight: Weight, bias: Tensor | None = None, fmt: str = "bf16") -> Linear:
+        """Packs weight [N, K] once: numbers as "bf16" | "f32" | "int8" | "int4", codes as they are. It is not kept."""
         ...
 
     def experts(

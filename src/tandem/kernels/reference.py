@@ -14,12 +14,15 @@ from torch import Tensor
 
 from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
-from tandem.formats.reference import dequantised
+from tandem.formats.codes import Weight, WeightCodes
+from tandem.formats.reference import decoded, dequantised
 from tandem.kernels.ops import BatchLayout, Recorded, Rope, Routing, Step, SureRead
 
 
-def round_to_format(weight: Tensor, fmt: str) -> Tensor:
-    """weight [N, K] as `fmt` stores it: bf16 or f32 in that dtype; int8 and int4 dequantised, f32."""
+def round_to_format(weight: Weight, fmt: str) -> Tensor:
+    """weight [N, K] as it is held: bf16 or f32 in that dtype; int8, int4 and codes dequantised, f32."""
+    if isinstance(weight, WeightCodes):
+        return decoded(weight)
     if fmt in ("bf16", "f32"):
         return weight.to(torch.bfloat16 if fmt == "bf16" else torch.float32).clone()
     return dequantised(weight, fmt)
@@ -28,10 +31,10 @@ def round_to_format(weight: Tensor, fmt: str) -> Tensor:
 class TorchLinear:
     """`Linear` over `torch.nn.functional.linear`."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, fmt: str) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None, fmt: str) -> None:
         self.weight = round_to_format(weight, fmt)
         self.bias = None if bias is None else bias.float().clone()
-        self.out_features, self.in_features = weight.shape
+        self.out_features, self.in_features = self.weight.shape
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         out_dtype = out_dtype or x.dtype
@@ -49,9 +52,9 @@ class TorchExperts:
         self.hidden, self.width, self.fmt = hidden, width, fmt
         self._experts: list[tuple[TorchLinear, TorchLinear, TorchLinear] | None] = [None] * num_experts
 
-    def load(self, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
+    def load(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
         up_shape, down_shape = (self.width, self.hidden), (self.hidden, self.width)
-        if gate.shape != up_shape or up.shape != up_shape or down.shape != down_shape:
+        if (gate.shape, up.shape, down.shape) != (up_shape, up_shape, down_shape):
             raise KernelError(f"expert {expert}: gate and up must be {up_shape}, down {down_shape}")
         first, second, third = (TorchLinear(w, None, self.fmt) for w in (gate, up, down))
         self._experts[expert] = (first, second, third)
@@ -78,7 +81,7 @@ class TorchExperts:
 class TorchOps:
     """`Ops` in plain torch, any float dtype."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, fmt: str = "bf16") -> TorchLinear:
+    def linear(self, weight: Weight, bias: Tensor | None = None, fmt: str = "bf16") -> TorchLinear:
         return TorchLinear(weight, bias, fmt)
 
     def experts(
