@@ -194,7 +194,10 @@ def test_down_may_have_another_format(tier: str, algorithm: str) -> None:
 
 @pytest.mark.parametrize("fmt", ["fp8", "mxfp4", "int4_zeros"])
 def test_both_ops_take_codes(fmt: str) -> None:
-    codes, x = stored(torch.randn(64, 128), fmt, 32 if fmt == "int4_zeros" else 128), torch.randn(3, 128).bfloat16()
+    codes, x = (
+        stored(torch.randn(64, 128), fmt, 32 if fmt == "int4_zeros" else 128),
+        torch.randn(3, 128).bfloat16(),
+    )
     cpu = CpuOps(cases.pool_of(1), "scalar")
     expected = TorchOps().linear(codes)(x, torch.float32)
     assert torch.allclose(cpu.linear(codes)(x, torch.float32), expected, rtol=1e-5, atol=1e-4)

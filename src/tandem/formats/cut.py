@@ -78,7 +78,9 @@ def _row_scales(weight: WeightCodes) -> WeightCodes:
     return replace(_scales_cut(weight, apart, codes=weight.codes), block_rows=1)
 
 
-def _scales_cut(weight: WeightCodes, index: slice | tuple[slice, slice] | Tensor, codes: Tensor) -> WeightCodes:
+def _scales_cut(
+    weight: WeightCodes, index: slice | tuple[slice, slice] | Tensor, codes: Tensor
+) -> WeightCodes:
     """Other codes, and what `index` chooses of the scales and offsets."""
     offsets = None if weight.offsets is None else weight.offsets[index].contiguous()
     return replace(

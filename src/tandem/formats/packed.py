@@ -44,7 +44,7 @@ def signed(codes: Tensor, bits: int, scales: Tensor, group: int, depth: int) -> 
 def unsigned(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, group: int) -> Weight:
     """weight = (code - zero) * scale. codes uint8 [N, K]; scales and zeros [N or 1, groups]; no zeros: the middle.
 
-    Exact. Zero points that are all in the middle cost nothing; others give 4-bit codes offsets and make 8-bit ones float32.
+    Exact. Zero points all in the middle cost nothing; others give 4-bit codes offsets and make 8-bit ones numbers.
     """
     middle = 1 << (bits - 1)
     if zeros is None or bool((zeros == middle).all()):
