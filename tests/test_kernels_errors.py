@@ -66,9 +66,15 @@ def test_something_that_is_no_array() -> None:
 
 def test_numpy_arrays_are_taken() -> None:
     out = np.zeros((3, 40), dtype=np.float32)
-    core = _core.PackedMatrix(WORKSPACE, np.ones((40, 100), dtype=np.float32), None, "f32", 0)
+    numbers = _core.WeightFormat("f32", 0, "f32")
+    core = _core.PackedMatrix(WORKSPACE, np.ones((40, 100), dtype=np.float32), None, numbers)
     core.multiply(np.ones((3, 100), dtype=np.float32), out)
     assert (out == 100).all()
+    ones, twos = np.full((40, 128), 1, dtype=np.int8), np.full((40, 4), 2, dtype=np.float32)
+    codes = _core.Codes(ones, twos, None, "int8", 32, "f32")
+    core = _core.PackedMatrix.from_codes(WORKSPACE, codes, 40, 128, None)
+    core.multiply(np.ones((3, 128), dtype=np.float32), out)
+    assert (out == 256).all()
 
 
 class Lent:

@@ -53,7 +53,10 @@ void bind_codes(nb::module_& m) {
             new (self) WeightFormat{format_named(format), group, scale_type_named(scale_type)};
           },
           nb::arg("format"), nb::arg("group"), nb::arg("scale_type"))
-      .def("__eq__", [](const WeightFormat& a, const WeightFormat& b) { return a == b; })
+      .def("__eq__",
+           [](const WeightFormat& a, nb::handle b) {
+             return nb::isinstance<WeightFormat>(b) && a == nb::cast<const WeightFormat&>(b);
+           })
       .def("__str__", &described);
   nb::class_<CodeArrays>(m, "Codes", "A quantised matrix: codes and scales in arrays that this keeps alive.")
       .def("__init__", &make_codes, nb::arg("codes"), nb::arg("scales"), nb::arg("offsets").none(), nb::arg("format"),

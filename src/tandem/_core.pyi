@@ -27,6 +27,31 @@ def supported_tiers() -> list[str]:
 def cpu_model() -> str:
     """The CPU's own name for itself."""
 
+class WeightFormat:
+    """How a matrix is packed: what a code is, weights per scale, scale type."""
+
+    def __init__(self, format: str, group: int, scale_type: str) -> None: ...
+    def __eq__(self, arg: object, /) -> bool: ...
+    def __str__(self) -> str: ...
+
+class Codes:
+    """A quantised matrix: codes and scales in arrays that this keeps alive."""
+
+    def __init__(
+        self,
+        codes: object,
+        scales: object,
+        offsets: object | None,
+        format: str,
+        group: int,
+        scale_type: str,
+        block_rows: int = 1,
+    ) -> None:
+        """codes: bytes [rows, depth], or for 4 bits [rows, ceil(depth / 2)]."""
+
+    @property
+    def format(self) -> WeightFormat: ...
+
 class BatchView:
     """A checked copy of a step's index arrays."""
 
@@ -129,24 +154,13 @@ class PackedMatrix:
     """A packed weight matrix [N, K]."""
 
     def __init__(
-        self, workspace: Workspace, weight: object, bias: object | None, format: str, group: int
+        self, workspace: Workspace, weight: object, bias: object | None, format: WeightFormat
     ) -> None: ...
     @staticmethod
     def from_codes(
-        workspace: Workspace,
-        codes: object,
-        scales: object,
-        offsets: object | None,
-        rows: int,
-        depth: int,
-        bias: object | None,
-        format: str,
-        group: int,
-        block_rows: int,
+        workspace: Workspace, codes: Codes, rows: int, depth: int, bias: object | None
     ) -> PackedMatrix:
-        """
-        Of codes and scales as they are: [rows, depth] bytes, or for 4 bits [rows, ceil(depth / 2)].
-        """
+        """Of codes and scales, as they are."""
 
     def multiply(self, x: object, out: object) -> None:
         """out[T, N] = x[T, K] @ weight.T + bias"""
@@ -175,9 +189,8 @@ class ExpertLayer:
         experts: int,
         hidden: int,
         width: int,
-        format: str,
-        group: int,
-        scale_type: str,
+        gate_up: WeightFormat,
+        down: WeightFormat,
         activation: str,
         alpha: float,
         limit: float,
@@ -188,23 +201,6 @@ class ExpertLayer:
         gate: object,
         up: object,
         down: object,
-        gate_bias: object | None = None,
-        up_bias: object | None = None,
-        down_bias: object | None = None,
-    ) -> None: ...
-    def load_codes(
-        self,
-        expert: int,
-        gate: object,
-        gate_scales: object,
-        gate_offsets: object | None,
-        up: object,
-        up_scales: object,
-        up_offsets: object | None,
-        down: object,
-        down_scales: object,
-        down_offsets: object | None,
-        block_rows: int,
         gate_bias: object | None = None,
         up_bias: object | None = None,
         down_bias: object | None = None,

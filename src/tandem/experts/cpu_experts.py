@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tandem.formats.codes import Weight
-from tandem.formats.cut import numbers
 from tandem.kernels.ops import ExpertLayer, Routing, SureRead
 
 ExpertMatrices = tuple[Weight, Weight, Weight]
@@ -35,8 +34,7 @@ class CpuExperts:
     def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
         """Packs experts 0 … count - 1, one after the other: never more than one unpacked expert is held."""
         for expert in range(count):
-            gate, up, down = map(numbers, matrices(expert))
-            self._layer.load(expert, gate, up, down)
+            self._layer.load(expert, *matrices(expert))
 
     def sure_read(self, experts: int) -> SureRead:
         """The last `experts` of the layer, which every token chooses."""

@@ -45,6 +45,10 @@ def _codes(weight: WeightCodes) -> _core.Codes:
     return _core.Codes(w.codes, w.scales, w.offsets, w.fmt, w.group, scale_type, w.block_rows)
 
 
+def _source(weight: Weight) -> _core.Codes | Tensor:
+    return _codes(weight) if isinstance(weight, WeightCodes) else _packable(weight)
+
+
 def _made_here(fmt: str, group: int) -> _core.WeightFormat:
     """What numbers are packed as: groups have bfloat16 scales, rows float32 ones."""
     return _core.WeightFormat(fmt, group, "bf16" if group else "f32")
@@ -174,14 +178,17 @@ class PackedExperts:
     ) -> None:
         self.num_experts, self.hidden, self.width = num_experts, hidden, width
         self.numbers = _made_here(fmt, group)
-        self._workspace, self._activation = workspace, (activation, alpha, limit)
+        self._workspace, self._activation = workspace, activation
+        self._alpha, self._limit = alpha, limit
         self._formats = self.numbers, self.numbers  # of gate and up, and of down
         self._empty = True
         self._make()
 
     def _make(self) -> None:
-        sizes = self.num_experts, self.hidden, self.width
-        self._core = _core.ExpertLayer(self._workspace, *sizes, *self._formats, *self._activation)
+        sizes, (gate_up, down) = (self.num_experts, self.hidden, self.width), self._formats
+        self._core = _core.ExpertLayer(
+            self._workspace, *sizes, gate_up, down, self._activation, self._alpha, self._limit
+        )
         self._forward = self._core.forward
 
     def load(
@@ -196,8 +203,11 @@ class PackedExperts:
         down_bias: Tensor | None = None,
     ) -> None:
         """Packs one expert: gate and up [width, hidden], down [hidden, width]. The weights are not kept."""
-        sources = [_codes(w) if isinstance(w, WeightCodes) else _packable(w) for w in (gate, up, down)]
-        self._agree(expert, *(s.format if isinstance(s, _core.Codes) else self.numbers for s in sources))
+        sources = _source(gate), _source(up), _source(down)
+        gate_format, up_format, down_format = (
+            s.format if isinstance(s, _core.Codes) else self.numbers for s in sources
+        )
+        self._agree(expert, gate_format, up_format, down_format)
         self._core.load(expert, *sources, _bias(gate_bias), _bias(up_bias), _bias(down_bias))
         self._empty = False
 

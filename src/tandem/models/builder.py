@@ -65,9 +65,9 @@ class Builder:
         whole = stacked(weights)
         if whole is not None:
             given = [b for b in biases if b is not None]
-            return self.ops.linear(numbers(whole), torch.cat(given) if given else None, self.dense_format)
+            return self.ops.linear(whole, torch.cat(given) if given else None, self.dense_format)
         parts = [
-            self.ops.linear(numbers(w), b, self.dense_format) for w, b in zip(weights, biases, strict=True)
+            self.ops.linear(w, b, self.dense_format) for w, b in zip(weights, biases, strict=True)
         ]
         return SideBySide(parts)
 
