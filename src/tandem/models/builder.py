@@ -66,9 +66,7 @@ class Builder:
         if whole is not None:
             given = [b for b in biases if b is not None]
             return self.ops.linear(whole, torch.cat(given) if given else None, self.dense_format)
-        parts = [
-            self.ops.linear(w, b, self.dense_format) for w, b in zip(weights, biases, strict=True)
-        ]
+        parts = [self.ops.linear(w, b, self.dense_format) for w, b in zip(weights, biases, strict=True)]
         return SideBySide(parts)
 
     def float_linear(self, name: str, rows: int, columns: int) -> Linear:
