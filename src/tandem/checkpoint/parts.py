@@ -69,9 +69,9 @@ def one_expert(parts: Parts, experts: int | None = None) -> dict[str, Part]:
     """The parts of one expert of a fused tensor: without the leading dimension, which must be `experts` in all."""
     cut = {}
     for role, part in parts.items():
-        if not part.shape or (experts is not None and part.shape[0] != experts):
-            raise part.wrong(
-                f"has shape {part.shape}, but holds {experts} experts in its first dimension elsewhere"
-            )
+        if not part.shape:
+            raise part.wrong("is one number, but belongs to experts in one tensor: it must have one for each")
+        if experts is not None and part.shape[0] != experts:
+            raise part.wrong(f"has shape {part.shape}, but config.json implies {experts} experts")
         cut[role] = replace(part, shape=part.shape[1:])
     return cut
