@@ -56,14 +56,18 @@ def prepare(config: EngineConfig) -> None:
 
 
 def plan_of(config: EngineConfig) -> Plan:
-    """What would be done with this model on this machine, without loading a weight."""
-    from tandem.checkpoint import demo_dir, load_model_config, resolve_model
+    """What would be done with this model on this machine, without loading a weight. A directory without weights counts
+    as one of bfloat16 ones."""
+    from tandem.checkpoint import demo_dir, load_model_config, open_checkpoint, resolve_model
     from tandem.checkpoint.demo_text import CONFIG
-    from tandem.config import Machine, ModelConfig, resolve
+    from tandem.config import Machine, ModelConfig, StoredFormats, resolve
 
     path = resolve_model(config.model)
-    model = ModelConfig.from_dict(CONFIG) if path == demo_dir() else load_model_config(path)
-    return resolve(config, model, Machine.detect())
+    if path == demo_dir():
+        return resolve(config, ModelConfig.from_dict(CONFIG), Machine.detect())
+    has_weights = path.is_file() or any(path.glob("*.safetensors"))
+    stored = open_checkpoint(path).formats() if has_weights else StoredFormats()
+    return resolve(config, load_model_config(path), Machine.detect(), stored)
 
 
 def show_plan(plan: Plan) -> None:

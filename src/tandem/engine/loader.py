@@ -31,7 +31,7 @@ def load_parts(
     directory = model_directory(config.model)
     model_config = load_model_config(directory)
     checkpoint = open_checkpoint(directory)
-    plan = resolve(config, model_config, Machine.detect())
+    plan = resolve(config, model_config, Machine.detect(), checkpoint.formats())
     if planned is not None:
         planned(plan)
     tokenizer = Tokenizer.load(directory)

@@ -78,7 +78,7 @@ class LayerStream:
         self.variant, self.windows = variant, windows
         self.config, checkpoint = load_model_config(variant.directory), open_checkpoint(variant.directory)
         longest = max(map(len, windows.ids))
-        self.plan = variant.plan(self.config, Machine.detect(), longest, StoredFormats())
+        self.plan = variant.plan(self.config, Machine.detect(), longest, checkpoint.formats())
         self.ops = CpuOps(pool or _core.WorkerPool(list(self.plan.cpus)), self.plan.tier)
         self._builder = Builder(self.config, self.plan, checkpoint, self.ops)
         self._pages = self._new_pages(longest)
