@@ -11,14 +11,27 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tandem import _core
+from tandem.cli import bench_formats
 from tandem.cli.app import app
-from tandem.cli.bench_experts import Shape, TorchExperts, Workload, parse_shape, random_expert
+from tandem.cli.bench_experts import (
+    Shape,
+    TorchExperts,
+    Workload,
+    packed_layers,
+    parse_shape,
+    random_expert,
+)
 from tandem.cli.bench_kernels import ceiling_rows, ceilings_table, fit, result_tables
 from tandem.errors import ConfigError
 from tandem.kernels.ceilings import Ceilings, Roofs, last_level_cache_bytes
 from tandem.kernels.reference import TorchOps
 
 TINY = Shape("64x32x6x2", 64, 32, 6, 2)
+BITS = {  # packed, per weight
+    "bf16": 16, "f32": 32, "int8": 8.5, "int4": 4.5, "fp8": 8.25, "fp8-row": 8 + 32 * (2 * 256 + 512) / (3 * 512 * 256), "int4-g64": 4.25,
+    "int4-g128": 4.125, "int4-zeros": 4.5, "mxfp4": 4.5, "mxfp8": 8.5, "nvfp4": 6, "q4_0": 5, "q4_1": 6, "q8_0": 9,
+    "q4_k": 6, "q6_k": 10,
+}  # fmt: skip
 QUICK = ["bench", "kernels", "--shape", TINY.name, "--seconds", "0", "--working-set-mib", "1"]
 
 
@@ -84,7 +97,7 @@ def test_bad_flags_name_what_to_change() -> None:
     for flags, message in [
         (["--shape", "64x32"], "HIDDENxWIDTHxEXPERTSxTOPK"),
         (["--shape", "64x32x4x5"], "not above the number of experts"),
-        (["--format", "int3"], "bf16, int8, int4"),
+        (["--format", "int3"], "bf16, f32, int8, int4"),
         (["--tier", "mmx"], "scalar"),
         (["--threads", "100000"], "physical cores"),
     ]:
@@ -104,6 +117,23 @@ def test_what_is_read_and_computed() -> None:
     compute_bound = Ceilings(read_gbps=1e9, flops=1e9)
     row = work.result("b", "bf16", "t", 1e-3, compute_bound)
     assert (row.unit, row.share) == ("TFLOPS", pytest.approx(work.operations / 1e6))
+
+
+@pytest.mark.parametrize("fmt", bench_formats.FORMATS)
+def test_every_format_can_be_measured(fmt: str) -> None:
+    """And its size is what the core says that it packs."""
+    shape = Shape("s", 512, 256, 2, 2)
+    layers = packed_layers(shape, fmt, "scalar", _core.WorkerPool([-1], 20), 1)
+    y = layers[0](Workload(shape, 3).x, Workload(shape, 3).ids[0], Workload(shape, 3).weights)
+    assert y.isfinite().all() and y.any()
+    assert bench_formats.expert_bytes(512, 256, fmt) / shape.weights_per_expert * 8 == pytest.approx(
+        BITS[fmt]
+    )
+
+
+def test_block_formats_say_which_sizes_they_need() -> None:
+    with pytest.raises(ConfigError, match="q4_k: sizes must be multiples of 256, not 576"):
+        parse_shape("demo").expert_bytes("q4_k")
 
 
 def test_large_shapes_are_cut_to_the_memory() -> None:

@@ -7,6 +7,10 @@ from typing import Annotated
 
 import typer
 
+KERNEL_FORMATS = (
+    "bf16, f32, int8, int4, int4-g64, int4-g128, int4-zeros (GPTQ, AWQ), fp8 (128x128 blocks), fp8-row, mxfp4, mxfp8, "
+    "nvfp4; GGUF's q4_0, q4_1, q8_0, q4_k, q6_k"
+)
 bench = typer.Typer(
     help="Measure kernels and decoding on this machine, beside PyTorch and Transformers.\n\n"
     "Example: kt bench kernels",
@@ -20,7 +24,7 @@ def kernels(
         list[str] | None, typer.Option(help="demo, q3, ds3 or HIDDENxWIDTHxEXPERTSxTOPK [default: demo]")
     ] = None,
     fmt: Annotated[
-        list[str] | None, typer.Option("--format", help="bf16, int8, int4 or f32 [default: bf16]")
+        list[str] | None, typer.Option("--format", help=KERNEL_FORMATS + " [default: bf16]")
     ] = None,
     tier: Annotated[list[str] | None, typer.Option(help="kernel tier [default: this CPU's best]")] = None,
     tokens: Annotated[

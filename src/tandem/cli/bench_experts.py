@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem import _core
-from tandem.config.model_config import FORMAT_BYTES
+from tandem.cli import bench_formats
 from tandem.errors import ConfigError
 from tandem.kernels.ceilings import Ceilings, repeat_seconds
 from tandem.kernels.cpu_ops import CpuOps
@@ -34,8 +34,9 @@ class Shape:
     def weights_per_expert(self) -> int:
         return 3 * self.hidden * self.width
 
-    def expert_bytes(self, fmt: str) -> float:
-        return self.weights_per_expert * FORMAT_BYTES[fmt]
+    def expert_bytes(self, fmt: str) -> int:
+        """Packed, scales and padding included."""
+        return bench_formats.expert_bytes(self.hidden, self.width, fmt)
 
     def limited_to(self, expert_count: int) -> Shape:
         return Shape(self.name, self.hidden, self.width, min(self.experts, expert_count), self.top_k)
@@ -164,10 +165,11 @@ def time_layers(layers: list[Layer], work: Workload, min_seconds: float) -> floa
 
 def packed_layers(shape: Shape, fmt: str, tier: str, pool: _core.WorkerPool, count: int) -> list[Layer]:
     ops = CpuOps(pool, tier)
-    gate, up, down = random_expert(shape)
+    gate, up, down = (bench_formats.as_stored(w, fmt) for w in random_expert(shape))
+    numbers = fmt if fmt in bench_formats.NUMBERS else "bf16"
     layers: list[Layer] = []
     for _ in range(count):
-        layer = ops.experts(shape.experts, shape.hidden, shape.width, fmt)
+        layer = ops.experts(shape.experts, shape.hidden, shape.width, numbers)
         for expert in range(shape.experts):
             layer.load(expert, gate, up, down)
         layers.append(layer.forward)

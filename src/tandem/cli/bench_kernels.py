@@ -19,6 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tandem import __version__, _core
+from tandem.cli import bench_formats
 from tandem.cli.bench_experts import (
     Result,
     Shape,
@@ -31,7 +32,6 @@ from tandem.cli.bench_experts import (
 )
 from tandem.cli.bench_plot import draw_roofline
 from tandem.config.machine import Machine
-from tandem.config.model_config import FORMAT_BYTES
 from tandem.errors import ConfigError
 from tandem.kernels.ceilings import Roofs, last_level_cache_bytes
 
@@ -69,7 +69,7 @@ def run(
     machine = Machine.detect()
     request = Request(
         tuple(map(parse_shape, shapes)),
-        one_of("--format", formats, tuple(FORMAT_BYTES)),
+        one_of("--format", formats, bench_formats.FORMATS),
         one_of("--tier", tiers or [machine.tiers[-1]], machine.tiers),
         tuple(tokens),
         with_torch,

@@ -203,18 +203,21 @@ class PackedExperts:
         down_bias: Tensor | None = None,
     ) -> None:
         """Packs one expert: gate and up [width, hidden], down [hidden, width]. The weights are not kept."""
-        sources = _source(gate), _source(up), _source(down)
-        gate_format, up_format, down_format = (
-            s.format if isinstance(s, _core.Codes) else self.numbers for s in sources
-        )
-        self._agree(expert, gate_format, up_format, down_format)
-        self._core.load(expert, *sources, _bias(gate_bias), _bias(up_bias), _bias(down_bias))
+        self.hold(gate, up, down, expert)
+        biases = _bias(gate_bias), _bias(up_bias), _bias(down_bias)
+        self._core.load(expert, _source(gate), _source(up), _source(down), *biases)
         self._empty = False
+
+    def hold(self, gate: Weight, up: Weight, down: Weight, expert: int = 0) -> None:
+        """Makes this the layer that such experts are loaded into. All are packed alike; the first one decides."""
+        self._agree(expert, *(self._format_of(w) for w in (gate, up, down)))
+
+    def _format_of(self, weight: Weight) -> _core.WeightFormat:
+        return _codes(weight).format if isinstance(weight, WeightCodes) else self.numbers
 
     def _agree(
         self, expert: int, gate: _core.WeightFormat, up: _core.WeightFormat, down: _core.WeightFormat
     ) -> None:
-        """All experts of a layer are packed alike; the first one decides."""
         if gate != up:
             raise KernelError(f"expert {expert}: gate is {gate}, up is {up}; both must have one format")
         if (gate, down) == self._formats:

@@ -1,0 +1,92 @@
+"""Weights of every format for `kt bench kernels`, made the way a checkpoint would be read, and their packed size."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.errors import ConfigError
+from tandem.formats import codes as stored_codes
+from tandem.formats import reference
+from tandem.formats.codes import Weight, WeightCodes
+from tandem.kernels.cpu import PackedExperts, WorkerPool, Workspace
+
+SMALL_HALF = 0x1418  # 0.001: scales of random blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """GGUF blocks of random bytes: how many weights and bytes each has, where its halves are, and how it is read."""
+
+    weights: int
+    bytes: int
+    halves: tuple[int, ...]
+    read: Callable[[Tensor], WeightCodes]
+
+    def random(self, name: str, rows: int, depth: int) -> WeightCodes:
+        if depth % self.weights:
+            raise ConfigError(f"--format {name}: sizes must be multiples of {self.weights}, not {depth}")
+        random = torch.Generator().manual_seed(2)
+        shape = (rows, depth // self.weights, self.bytes)
+        blocks = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
+        for at in self.halves:
+            blocks[..., at], blocks[..., at + 1] = SMALL_HALF & 255, SMALL_HALF >> 8
+        return self.read(blocks.flatten(1))
+
+
+GGUF = {
+    "q4_0": Blocks(32, 18, (0,), stored_codes.gguf_q4_0),
+    "q4_1": Blocks(32, 20, (0, 2), stored_codes.gguf_q4_1),
+    "q8_0": Blocks(32, 34, (0,), stored_codes.gguf_q8_0),
+    "q4_k": Blocks(256, 144, (0, 2), stored_codes.gguf_q4_k),
+    "q6_k": Blocks(256, 210, (208,), stored_codes.gguf_q6_k),
+}
+NUMBERS = ("bf16", "f32", "int8", "int4")  # rounded by the packer; int8 and int4 in groups of 32
+CODES = {
+    "fp8": ("fp8", 128),  # blocks of 128 x 128
+    "fp8-row": ("fp8", 0),
+    "int4-g64": ("int4", 64),
+    "int4-g128": ("int4", 128),
+    "int4-zeros": ("int4_zeros", 128),  # GPTQ, AWQ
+    "mxfp4": ("mxfp4", 32),
+    "mxfp8": ("mxfp8", 32),
+    "nvfp4": ("nvfp4", 16),
+}
+FORMATS = (*NUMBERS, *CODES, *GGUF)
+
+
+def as_stored(weight: Tensor, name: str) -> Weight:
+    """weight [N, K] in a format of FORMATS; GGUF's blocks hold random numbers instead."""
+    if name in NUMBERS:
+        return weight
+    if name in GGUF:
+        return GGUF[name].random(name, *weight.shape)
+    fmt, group = CODES[name]
+    if fmt == "int4":
+        return _rounded(weight, fmt, group)
+    return reference.stored(weight, fmt, group)
+
+
+def _rounded(weight: Tensor, fmt: str, group: int) -> WeightCodes:
+    codes, scales = reference.quantise(weight, fmt, group)
+    nibbles = (codes.flatten(1)[:, : weight.shape[1]].int() & 15).to(torch.uint8)
+    joined = stored_codes.join_nibbles(nibbles)
+    return WeightCodes(joined, scales[..., 0].bfloat16(), fmt, group, weight.shape[1])
+
+
+@functools.cache
+def expert_bytes(hidden: int, width: int, name: str) -> int:
+    """What one expert takes once it is packed, scales and padding included: an empty layer is asked."""
+    layer = PackedExperts(_workspace(), 1, hidden, width, name if name in NUMBERS else "bf16")
+    if name not in NUMBERS:
+        layer.hold(*(as_stored(torch.ones(1, depth), name) for depth in (hidden, hidden, width)))
+    return layer.bytes_per_expert
+
+
+@functools.cache
+def _workspace() -> Workspace:
+    return Workspace(WorkerPool([-1]), "scalar")
