@@ -28,7 +28,7 @@ from tandem.kernels.reference import TorchOps
 
 TINY = Shape("64x32x6x2", 64, 32, 6, 2)
 BITS = {  # packed, per weight
-    "bf16": 16, "f32": 32, "int8": 8.5, "int4": 4.5, "fp8": 8.25, "fp8-row": 8 + 32 * (2 * 256 + 512) / (3 * 512 * 256), "int4-g64": 4.25,
+    "bf16": 16, "f32": 32, "int8": 8.5, "int4": 4.5, "fp8": 8.25, "fp8-row": 8 + 1 / 12, "int4-g64": 4.25,
     "int4-g128": 4.125, "int4-zeros": 4.5, "mxfp4": 4.5, "mxfp8": 8.5, "nvfp4": 6, "q4_0": 5, "q4_1": 6, "q8_0": 9,
     "q4_k": 6, "q6_k": 10,
 }  # fmt: skip

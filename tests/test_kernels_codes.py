@@ -111,6 +111,7 @@ def _power(code: Tensor) -> float:
     [
         (gguf.GGMLQuantizationType.Q8_0, stored_codes.gguf_q8_0),
         (gguf.GGMLQuantizationType.Q4_0, stored_codes.gguf_q4_0),
+        (gguf.GGMLQuantizationType.Q4_1, stored_codes.gguf_q4_1),
     ],
 )
 @pytest.mark.parametrize("tier", cases.TIERS)
@@ -124,7 +125,7 @@ def test_gguf_weights_equal_ggufs_own_reading(
     expected = torch.from_numpy(gguf.dequantize(data, kind))
     assert torch.equal(matrix.dequantised(), expected)
     x = cases.activations(9, 320, "int8")
-    magnitude = x.double().abs() @ expected.double().abs().T
+    magnitude = x.double().abs() @ magnitudes(read(torch.from_numpy(data))).double().T
     error = (matrix(x, torch.float32).double() - x.double() @ expected.double().T).abs()
     assert (error <= cases.product_bound(magnitude, 320, "int8", 32, tier)).all()
 

@@ -83,7 +83,8 @@ def expert_bytes(hidden: int, width: int, name: str) -> int:
     """What one expert takes once it is packed, scales and padding included: an empty layer is asked."""
     layer = PackedExperts(_workspace(), 1, hidden, width, name if name in NUMBERS else "bf16")
     if name not in NUMBERS:
-        layer.hold(*(as_stored(torch.ones(1, depth), name) for depth in (hidden, hidden, width)))
+        up, down = (as_stored(torch.ones(1, depth), name) for depth in (hidden, width))
+        layer.hold(up, up, down)
     return layer.bytes_per_expert
 
 
