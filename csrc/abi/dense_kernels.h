@@ -13,6 +13,18 @@ struct AttentionState {
   float sum;  // of exp(score - max)
 };
 
+// Integer codes low … high and bf16 scales of `groups` groups of `group` weights, one after the other.
+struct GroupFit {
+  const float* weights;
+  const float* importance;  // [groups_per_row * group], how much a column's squared error counts; or null: all alike
+  int64_t groups, groups_per_row, group;  // group: 16 to 256, a multiple of 16
+  float low, high;
+  const float* targets;  // first guesses of a scale: the code of the weight of the largest magnitude
+  int32_t target_count;
+  int8_t* codes;
+  uint16_t* scales;
+};
+
 struct DenseKernels {
   Tier tier;
 
@@ -39,6 +51,8 @@ struct DenseKernels {
 
   // (into, acc) += (from, from_acc): the other half of online softmax.
   void (*merge)(AttentionState* into, float* acc, const AttentionState* from, const float* from_acc, int64_t padded);
+
+  void (*fit_groups)(const GroupFit* fit);
 
   // A ceiling of the machine. Returns something computed from all that was read, so that nothing is optimised away.
   float (*read_memory)(const void* data, int64_t bytes);  // bytes: a multiple of 1024

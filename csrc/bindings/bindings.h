@@ -10,6 +10,7 @@ void bind_codes(nanobind::module_& m);    // codes.cc: Codes, WeightFormat
 void bind_dense(nanobind::module_& m);    // dense.cc: BatchView, Heads, DenseOps
 void bind_matrix(nanobind::module_& m);   // matrix.cc: Workspace, PackedMatrix
 void bind_packed(nanobind::module_& m);   // packed.cc: MappedFile, packed bytes out of and into the two above
+void bind_fit(nanobind::module_& m);      // fit.cc: fit_groups
 void bind_experts(nanobind::module_& m);  // experts.cc: ExpertLayer
 void bind_recording(nanobind::module_& m);
 

@@ -18,6 +18,7 @@ NB_MODULE(_core, m) {
   tandem::bind_codes(m);
   tandem::bind_dense(m);
   tandem::bind_matrix(m);
+  tandem::bind_fit(m);
   tandem::bind_experts(m);
   tandem::bind_packed(m);
   tandem::bind_recording(m);

@@ -180,6 +180,20 @@ class PackedMatrix:
     @property
     def shape(self) -> tuple: ...
 
+def fit_groups(
+    tier: str,
+    weights: object,
+    importance: object | None,
+    codes: object,
+    scales: object,
+    low: float,
+    high: float,
+    targets: Sequence[float],
+) -> None:
+    """
+    Fills codes int8 [n, K] and scales bfloat16 [n, K / group] for weights float32 [n, K], on the calling thread.
+    """
+
 class ExpertLayer:
     """The routed experts of one layer: gated MLPs of equal shape."""
 

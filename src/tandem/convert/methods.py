@@ -16,6 +16,7 @@ from torch import Tensor
 from tandem.errors import ConfigError
 from tandem.formats import rounding
 from tandem.formats.codes import join_nibbles
+from tandem.kernels.fit import fit_groups
 
 GROUPS = (32, 64, 128)
 
@@ -66,7 +67,7 @@ def _integers(name: str, bits: int, grid: rounding.IntegerGrid) -> Callable[[int
             }
 
         def rounded(rows: Tensor) -> dict[str, Tensor]:
-            codes, scales = rounding.fit_groups(rows, grid, group)
+            codes, scales = fit_groups(rows, grid, group)
             return {"weight_packed": packed(codes, bits), "weight_scale": scales}
 
         scheme = _scheme("int", bits, strategy="group", group_size=group)

@@ -14,30 +14,32 @@ from tandem.formats.codes import join_nibbles
 from tandem.formats.reference import E2M1_MAX, E4M3_MAX
 
 SCALES_TRIED = 16
-_TINY = 1e-30
 _E2M1_BOUNDARIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between neighbours
-_E2M1_DECODED = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_STEPS = (0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0)  # from a neighbour to the next
 
 
 class IntegerGrid(NamedTuple):
-    """Codes low … high. First guesses of a scale map the weight of largest magnitude to `first` … `last`.
+    """Codes low … high. First guesses of a scale give the weight of the largest magnitude the code `likely`, or one up
+    to `spread` away.
 
-    int4 uses all 16 codes: the extreme weight maps to a negative code, so a scale may be negative.
+    int4 uses all 16 codes: that weight's code is negative, so a scale may be negative.
     """
 
     low: int
     high: int
-    first: float
-    last: float
+    likely: float
+    spread: float
 
     @property
     def targets(self) -> tuple[float, ...]:
-        step = (self.last - self.first) / (SCALES_TRIED - 1)
-        return tuple(self.first + i * step for i in range(SCALES_TRIED))
+        """The likely one first: it is taken where others are no better."""
+        half = SCALES_TRIED // 2
+        steps = sorted(range(-half, half), key=abs)
+        return tuple(self.likely + self.spread * step / half for step in steps)
 
 
-INT4 = IntegerGrid(-8, 7, -6.4, -10.4)
-INT8 = IntegerGrid(-127, 127, 123.0, 131.0)
+INT4 = IntegerGrid(-8, 7, -8, 2.4)
+INT8 = IntegerGrid(-127, 127, 127, 4)
 
 
 def fit_groups(
@@ -51,19 +53,20 @@ def fit_groups(
     """
     groups = weight.view(len(weight), -1, group)
     share = torch.ones(group) if importance is None else importance.view(-1, group)
-    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    inverse = torch.where(extreme == 0, 0.0, 1 / extreme)
-    best = torch.zeros_like(extreme)
-    scales = torch.zeros_like(extreme)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    extreme = torch.where(high >= -low, high, low)
+    relative = groups / torch.where(extreme == 0, 1.0, extreme)
+    best, ratio = torch.zeros_like(extreme), torch.zeros_like(extreme)
     for target in grid.targets:
-        codes = (groups * (inverse * target)).round().clamp(grid.low, grid.high)
-        weighted = codes * share
-        along, square = ((weighted * v).sum(-1, keepdim=True) for v in (groups, codes))
-        gain = along * along / square.clamp(min=_TINY)
-        better = gain > best
-        best = torch.where(better, gain, best)
-        scales = torch.where(better, along / square.clamp(min=_TINY), scales)
-    scales = torch.where(scales == 0, 1.0, scales).to(torch.bfloat16)  # a group of zeros: any scale will do
+        codes = (relative * target).round().clamp(grid.low, grid.high)
+        counted = codes * share
+        along, square = ((counted * v).sum(-1, keepdim=True) for v in (relative, codes))
+        found = torch.where(square > 0, along / square, 0.0)
+        better = found * along > best
+        best = torch.where(better, found * along, best)
+        ratio = torch.where(better, found, ratio)
+    scales = (extreme * ratio).to(torch.bfloat16)
+    scales = torch.where(scales == 0, 1.0, scales)  # a group of zeros: any scale will do
     codes = (groups / scales.float()).round().clamp(grid.low, grid.high)
     return codes.to(torch.int8).flatten(1), scales.squeeze(-1)
 
@@ -78,17 +81,23 @@ def fit_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     exponent = torch.log2(largest / E2M1_MAX).ceil()
     (codes, error), (finer, finer_error) = (_e2m1(groups, e) for e in (exponent, exponent - 1))
     take = finer_error < error
-    codes = torch.where(take, finer, codes).to(torch.uint8)
+    codes = torch.where(take, finer, codes)
     exponent = torch.where(take, exponent - 1, exponent)
     return join_nibbles(codes.flatten(1)), (exponent + 127).to(torch.uint8).squeeze(-1)
 
 
 def _e2m1(groups: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
     """Nearest codes 0 … 15 on a scale of 2^exponent, and the squared error of every group."""
-    scaled = groups / exponent.exp2()
-    magnitude = torch.bucketize(scaled.abs(), torch.tensor(_E2M1_BOUNDARIES))
-    error = torch.tensor(_E2M1_DECODED)[magnitude] * exponent.exp2() - groups.abs()
-    return magnitude + 8 * (scaled < 0), error.square().sum(-1, keepdim=True)
+    scale = exponent.exp2()
+    size = (groups / scale).abs()
+    magnitude = torch.zeros_like(size, dtype=torch.uint8)
+    rounded = torch.zeros_like(size)
+    for boundary, step in zip(_E2M1_BOUNDARIES, _E2M1_STEPS, strict=True):
+        above = size > boundary
+        magnitude += above
+        rounded += above * step
+    error = ((rounded - size) * scale).square().sum(-1, keepdim=True)
+    return magnitude + 8 * (groups < 0).to(torch.uint8), error
 
 
 def fit_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
