@@ -36,7 +36,9 @@ class Pool:
         blocks = -(-n // BLOCK), -(-k // BLOCK)
         yield f"{name}.weight_scale_inv", torch.rand(blocks, generator=self.random).mul_(1e-4).add_(1e-4)
 
-    def plain(self, name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Tensor]]:
+    def plain(
+        self, name: str, *shape: int, dtype: torch.dtype = torch.bfloat16
+    ) -> Iterator[tuple[str, Tensor]]:
         yield f"{name}.weight", torch.randn(shape, generator=self.random).mul_(0.02).to(dtype)
 
 
@@ -89,7 +91,9 @@ def config(layers: int, experts: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--moe-layers", type=int, default=4)
     parser.add_argument("--experts", type=int, default=60)
