@@ -25,7 +25,7 @@ from tandem.convert.methods import Method, method_named
 from tandem.convert.output_config import copy_small_files, write_config, write_index
 from tandem.convert.shard_file import ShardFile
 from tandem.convert.source import Module, Source
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, ConfigError
 from tandem.formats.codes import Weight
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes of the source done, bytes in all
@@ -61,6 +61,8 @@ def convert(wish: Conversion, progress: Progress | None = None) -> Layout:
     Raises ConfigError when a wish cannot be met, CheckpointError when a file is broken or cannot be written; what is
     finished then stays, and calling again goes on from there.
     """
+    if wish.model.is_file():
+        raise ConfigError(f"{wish.model} is served as it is; a directory of safetensors can be converted")
     source = Source(open_checkpoint(wish.model))
     method = method_named(wish.method, wish.group)
     layout = plan_layout(source, method, wish.dense, wish.merge, wish.shard_bytes)
@@ -155,7 +157,7 @@ def _settings(wish: Conversion, source: Source) -> dict[str, Any]:
     """Everything that decides a byte of the output."""
     return {
         "version": VERSION,
-        "source": source.fingerprint(),
+        "source": source.checkpoint.identity(),
         "method": wish.method,
         "group": wish.group,
         "dense": wish.dense,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -138,14 +137,6 @@ class Source:
                     f"{module.name} is stored as {module.format} already: rounding it to {method} again could "
                     f"only lose. Serve it as it is, or take another --method"
                 )
-
-    def fingerprint(self) -> str:
-        """Changes when a file of weights does: names, sizes and times of modification."""
-        digest = hashlib.sha256()
-        for file in sorted({file for file, _ in self._names}):
-            stat = file.stat()
-            digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-        return digest.hexdigest()
 
     def fp8_schemes(self, modules: Iterable[Module]) -> list[tuple[dict[str, Any], list[Module]]]:
         """compressed-tensors' scheme of fp8 weights → those that have it."""
