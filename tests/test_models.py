@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tandem import _core
-from tandem.checkpoint import open_checkpoint
+from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.errors import ConfigError
 from tandem.kernels.cpu_ops import CpuOps
@@ -56,7 +56,7 @@ class Session:
     """A model with a KV cache; sequence s owns every third page, so neighbours in memory are strangers."""
 
     def __init__(self, path, dtype="float32", fuse=True, ops=None, pages=PAGES, **changes) -> None:
-        self.config = ModelConfig.load(path)
+        self.config = load_model_config(path)
         chosen = replace(plan(dtype, fuse, 4 * pages), **changes)
         self.model = build(self.config, chosen, open_checkpoint(path), ops or TorchOps())
         layers, kv_heads, head_dim = self.model.kv_layout

@@ -105,7 +105,6 @@ def _shared(keys: _Keys) -> Config:
         "max_position_embeddings": keys.need("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-5),
         "tie_word_embeddings": "output.weight" not in model.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in model.tensors,
         "rope_parameters": _rope(keys),
         "hidden_act": "silu",
     }
@@ -131,7 +130,7 @@ def _rope(keys: _Keys) -> Config:
 
 def _llama(keys: _Keys) -> Config:
     if not keys.optional("expert_count", 0):
-        return {"model_type": "llama"}
+        return {"model_type": "llama", "attention_bias": _has_bias(keys)}
     chosen = {
         "num_local_experts": keys.need("expert_count"),
         "num_experts_per_tok": keys.need("expert_used_count"),
@@ -142,7 +141,7 @@ def _llama(keys: _Keys) -> Config:
 def _qwen2_moe(keys: _Keys) -> Config:
     return {
         "model_type": "qwen2_moe",
-        "qkv_bias": "blk.0.attn_q.bias" in keys.model.tensors,
+        "qkv_bias": _has_bias(keys),
         "norm_topk_prob": keys.flag("expert_weights_norm", False),
         "moe_intermediate_size": _expert_width(keys),
         "shared_expert_intermediate_size": _rows(keys.model, "ffn_gate_shexp.weight"),
@@ -152,6 +151,7 @@ def _qwen2_moe(keys: _Keys) -> Config:
 def _qwen3_moe(keys: _Keys) -> Config:
     return {
         "model_type": "qwen3_moe",
+        "attention_bias": _has_bias(keys),
         "norm_topk_prob": keys.flag("expert_weights_norm", True),
         "moe_intermediate_size": _expert_width(keys),
     } | _qwen_experts(keys)
@@ -170,6 +170,7 @@ def _qwen_experts(keys: _Keys) -> Config:
 def _olmoe(keys: _Keys) -> Config:
     return {
         "model_type": "olmoe",
+        "attention_bias": _has_bias(keys),
         "num_experts": keys.need("expert_count"),
         "num_experts_per_tok": keys.need("expert_used_count"),
         "norm_topk_prob": keys.flag("expert_weights_norm", False),
@@ -186,6 +187,7 @@ def _glm4_moe(keys: _Keys) -> Config:
     head = keys.need("attention.key_length")
     return {
         "model_type": "glm4_moe",
+        "attention_bias": _has_bias(keys),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.model.tensors,
         "partial_rotary_factor": keys.optional("rope.dimension_count", head) / head,
         "n_routed_experts": keys.need("expert_count"),
@@ -207,6 +209,10 @@ ARCHITECTURES: dict[str, Callable[[_Keys], Config]] = {
     "qwen2moe": _qwen2_moe,
     "qwen3moe": _qwen3_moe,
 }
+
+
+def _has_bias(keys: _Keys) -> bool:
+    return "blk.0.attn_q.bias" in keys.model.tensors
 
 
 def _expert_width(keys: _Keys) -> int:

@@ -1,0 +1,180 @@
+"""Writes Hugging Face directories as GGUF files, with the `gguf` package: its writer, its names, its quantisers.
+
+What llama.cpp's converter does besides renaming is done here too: experts are stacked, rows of q and k of the llama
+architecture are reordered.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from tiny import file_tensors
+
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA, "mixtral": gguf.MODEL_ARCH.LLAMA, "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "olmoe": gguf.MODEL_ARCH.OLMOE, "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+}  # fmt: skip
+NORMAL, CONTROL = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
+
+Kind = gguf.GGMLQuantizationType
+ChooseKind = Callable[[str, np.ndarray], Kind]
+
+
+def only_f32(_name: str, _array: np.ndarray) -> Kind:
+    return Kind.F32
+
+
+def matrices_as(kind: Kind) -> ChooseKind:
+    """Matrices in `kind`, but routers and vectors in F32, as llama.cpp has it."""
+    return lambda name, array: kind if array.ndim > 1 and "ffn_gate_inp" not in name else Kind.F32
+
+
+def write_gguf(source: Path, path: Path, choose: ChooseKind = only_f32, pre: str = "gpt-2") -> Path:
+    """The model directory `source` as one GGUF file."""
+    config = json.loads((source / "config.json").read_text())
+    architecture = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    add_config(writer, config)
+    add_tokenizer(writer, source, pre)
+    for name, array in gguf_tensors(source, config):
+        add_tensor(writer, name, array, choose(name, array))
+    return finish(writer, path)
+
+
+def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: Kind) -> None:
+    if kind in (Kind.F32, Kind.F16):
+        writer.add_tensor(name, array.astype(np.float32 if kind == Kind.F32 else np.float16))
+    else:
+        data = gguf.quantize(array, kind) if kind in QUANTISED_HERE else random_blocks(array.shape, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+
+
+QUANTISED_HERE = (Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)
+# Places of the halves that scale a block of a k-quant (ggml-common.h).
+HALVES = {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
+# Scales that bring random codes of a k-quant to a standard deviation near 0.05.
+SIZES = {Kind.Q2_K: 4e-3, Kind.Q3_K: 1.5e-3, Kind.Q4_K: 2e-4, Kind.Q5_K: 1e-4, Kind.Q6_K: 4e-5}
+
+
+def random_blocks(shape: tuple[int, ...], kind: Kind) -> np.ndarray:
+    """Blocks of a k-quant with random codes and scales, which the package reads but cannot write."""
+    rows = gguf.quants.quant_shape_to_byte_shape(shape, kind)
+    random = np.random.default_rng(sum(shape))
+    data = random.integers(0, 256, rows, dtype=np.uint8)
+    blocks = data.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])
+    for at in HALVES[kind]:
+        size = random.uniform(0.5, 1.5, (len(blocks), 1)) * SIZES[kind]
+        blocks[:, at : at + 2] = size.astype(np.float16).view(np.uint8)
+    return data
+
+
+def gguf_tensors(source: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and float32 arrays as llama.cpp's converter makes them."""
+    names = gguf.get_tensor_name_map(ARCHITECTURES[config["model_type"]], config["num_hidden_layers"])
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, tensor in file_tensors(source).items():
+        array = tensor.to(torch.float32).numpy()
+        if found := re.fullmatch(r"(.*experts\.)(\d+)\.(\w+)\.weight", name):
+            experts.setdefault(found[1] + found[3], {})[int(found[2])] = array
+            continue
+        if "e_score_correction_bias" in name:
+            layer = name.split(".")[2]
+            yield f"blk.{layer}.exp_probs_b.bias", array
+            continue
+        if config["model_type"] in ("llama", "mixtral"):
+            array = reordered(name, array, config)
+        renamed = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert renamed is not None, name
+        yield renamed, array[0] if "shared_expert_gate" in name else array
+    for name, each in experts.items():
+        renamed = names.get_name(name)
+        assert renamed is not None, name
+        yield renamed + ".weight", np.stack([each[i] for i in range(len(each))])
+
+
+def reordered(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    """Rows of q and k with the two rotary halves of every head interleaved."""
+    counts = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    heads = next((count for part, count in counts.items() if part in name), 0)
+    if not heads:
+        return array
+    return array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+
+
+def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    rope = config.get("rope_parameters") or {}
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    if config.get("clip_qkv"):
+        writer.add_clamp_kqv(config["clip_qkv"])
+    if config["model_type"] != "llama":
+        add_experts(writer, config)
+
+
+def add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    kind = config["model_type"]
+    counts = (config.get(name) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+    writer.add_expert_count(next(count for count in counts if count))
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    if kind in ("qwen2_moe", "qwen3_moe", "glm4_moe"):
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if kind != "mixtral":
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if kind == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if kind == "glm4_moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, source: Path, pre: str) -> None:
+    """A byte-level BPE as tokenizer.json has it, with the vocabulary padded to the model's."""
+    parts = json.loads(Tokenizer.from_file(str(source / "tokenizer.json")).to_str())
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    size = json.loads((source / "config.json").read_text())["vocab_size"]
+    special = {token["id"]: token["content"] for token in parts["added_tokens"]}
+    by_id = {index: token for token, index in parts["model"]["vocab"].items()} | special
+    tokens = [by_id.get(i, f"[PAD{i}]") for i in range(size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    kinds = [
+        CONTROL if i in special else NORMAL if i in by_id else gguf.TokenType.UNUSED for i in range(size)
+    ]
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in parts["model"]["merges"]])
+    writer.add_chat_template(settings["chat_template"])
+    for name, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
+        add(tokens.index(settings[f"{name}_token"]))
