@@ -50,6 +50,24 @@ def write_gguf(source: Path, path: Path, choose: ChooseKind = only_f32, pre: str
     return finish(writer, path)
 
 
+def split(file: Path, directory: Path, count: int) -> list[Path]:
+    """The same model as `count` files, as llama.cpp's gguf-split names them; only the first has all metadata."""
+    reader = gguf.GGUFReader(file)
+    paths = [directory / f"{file.stem}-{i + 1:05}-of-{count:05}.gguf" for i in range(count)]
+    for i, path in enumerate(paths):
+        writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+        for field in reader.fields.values() if i == 0 else ():
+            if field.name != "general.architecture" and not field.name.startswith("GGUF."):
+                sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], sub_type)
+        writer.add_uint16("split.no", i)
+        writer.add_uint16("split.count", count)
+        for tensor in reader.tensors[i::count]:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        finish(writer, path)
+    return paths
+
+
 def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -88,6 +106,7 @@ def random_blocks(shape: tuple[int, ...], kind: Kind) -> np.ndarray:
 def gguf_tensors(source: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Names and float32 arrays as llama.cpp's converter makes them."""
     names = gguf.get_tensor_name_map(ARCHITECTURES[config["model_type"]], config["num_hidden_layers"])
+    dense = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in file_tensors(source).items():
         array = tensor.to(torch.float32).numpy()
@@ -100,7 +119,7 @@ def gguf_tensors(source: Path, config: dict[str, Any]) -> Iterator[tuple[str, np
             continue
         if config["model_type"] in ("llama", "mixtral"):
             array = reordered(name, array, config)
-        renamed = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        renamed = names.get_name(name, (".weight", ".bias")) or dense.get_name(name, (".weight",))
         assert renamed is not None, name
         yield renamed, array[0] if "shared_expert_gate" in name else array
     for name, each in experts.items():

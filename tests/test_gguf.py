@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import struct
@@ -13,23 +12,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gguf_files import (
-    ARCHITECTURES,
-    HALVES,
-    QUANTISED_HERE,
-    Kind,
-    gguf_tensors,
-    matrices_as,
-    only_f32,
-    reordered,
-    write_gguf,
-)
-from tandem.checkpoint import load_model_config, open_checkpoint, resolve_model
+from gguf_files import ARCHITECTURES, HALVES, QUANTISED_HERE, Kind, finish, matrices_as, split, write_gguf
+from tandem.checkpoint import load_model_config, open_checkpoint, read_generation, resolve_model
 from tandem.config import ModelConfig
 from tandem.engine.tokenizer import Tokenizer
-from tandem.errors import CheckpointError, ConfigError, TandemError
+from tandem.errors import CheckpointError, TandemError
 from test_models import Session, ours, prompts, worst
 from tiny import save_tokenizer, settings
 
@@ -118,11 +108,8 @@ def dequantised(file: Path, source: Path) -> dict[str, torch.Tensor]:
 def test_every_block_type_gives_the_logits_of_its_weights_in_transformers(wide, tmp_path, kind):
     """The weights as the `gguf` package dequantises them, in Transformers, float32."""
     file = write_gguf(wide, tmp_path / "model.gguf", matrices_as(kind))
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(wide))
     reference_dir = tmp_path / "reference"
     shutil.copytree(wide, reference_dir)
-    from safetensors.torch import save_file
-
     save_file(dequantised(file, wide), reference_dir / "model.safetensors", metadata={"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(reference_dir, dtype=torch.float32)
     with torch.inference_mode():
@@ -130,3 +117,134 @@ def test_every_block_type_gives_the_logits_of_its_weights_in_transformers(wide, 
     assert worst(ours(Session(file)), expected) < 1e-4
     module = "model.layers.0.mlp.experts.3.down_proj"
     assert str(open_checkpoint(file).format(module)) == kind.name.lower()
+
+
+# -- files as people have them ---
+
+
+def test_several_files_are_one_model(tiny_models, files, tmp_path):
+    parts = split(files("glm4_moe"), tmp_path, 3)
+    for path in (parts[0], parts[2], resolve_model(tmp_path)):
+        found, whole = open_checkpoint(path), open_checkpoint(files("glm4_moe"))
+        assert set(found.names()) == set(whole.names())
+        assert all(torch.equal(found.get(name), whole.get(name)) for name in whole.names())
+        assert load_model_config(path) == load_model_config(files("glm4_moe"))
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=r"00002-of-00003\.gguf is missing"):
+        open_checkpoint(parts[0])
+
+
+def test_a_part_that_lost_its_name_is_refused(files, tmp_path):
+    split(files("olmoe"), tmp_path, 2)[0].rename(tmp_path / "part.gguf")
+    with pytest.raises(CheckpointError, match="is one of 2 files: give them back their names"):
+        open_checkpoint(tmp_path / "part.gguf")
+
+
+def test_a_directory_with_one_gguf_model_is_that_model(files, tmp_path):
+    file = tmp_path / "a.gguf"
+    shutil.copy(files("llama"), file)
+    assert resolve_model(tmp_path) == file == resolve_model(file)
+    shutil.copy(files("llama"), tmp_path / "b.gguf")
+    with pytest.raises(CheckpointError, match=r"several models: .* a\.gguf, b\.gguf"):
+        resolve_model(tmp_path)
+
+
+def test_an_unnamed_file_is_gguf_by_its_first_bytes(files, tmp_path):
+    blob = tmp_path / "sha256-b179c9523d0e6a0f"
+    shutil.copy(files("llama"), blob)
+    assert load_model_config(resolve_model(blob)).model_type == "llama"
+
+
+def test_recommended_sampling_is_read(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_sampling_temp(0.6)
+    writer.add_sampling_top_k(20)
+    writer.add_eos_token_id(1)
+    writer.add_token_list(["a", "<|im_end|>", "<|endoftext|>"])
+    writer.add_token_types([gguf.TokenType.NORMAL, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL])
+    writer.add_tensor("output_norm.weight", np.ones(4, np.float32))
+    finish(writer, tmp_path / "m.gguf")
+    assert read_generation(tmp_path / "m.gguf") == {"eos_token_id": [1, 2], "temperature": 0.6, "top_k": 20}
+
+
+# -- what cannot be read ---
+
+
+def refused(tmp_path: Path, tensors: dict[str, tuple[np.ndarray, Kind]], **metadata: object) -> str:
+    """What is said of a file with these tensors and metadata."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", str(metadata.pop("architecture", "llama")))
+    for key, value in metadata.items():
+        writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
+    for name, (array, kind) in tensors.items():
+        writer.add_tensor(name, array, raw_dtype=kind)
+    finish(writer, tmp_path / "m.gguf")
+    with pytest.raises(TandemError) as caught:
+        load_model_config(tmp_path / "m.gguf")
+        open_checkpoint(tmp_path / "m.gguf")
+    return str(caught.value)
+
+
+ONE = {"token_embd.weight": (np.ones((2, 4), np.float32), Kind.F32)}
+SIZES = {
+    "llama__block_count": 1, "llama__embedding_length": 4, "llama__feed_forward_length": 8,
+    "llama__context_length": 16, "llama__attention__head_count": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "metadata, message",
+    [
+        ({"architecture": "rwkv7"}, "architecture 'rwkv7' is not supported; these are: glm4moe, llama"),
+        ({}, "lacks llama.attention.head_count: convert"),
+        (SIZES | {"llama__block_count": "x"}, "llama.block_count is 'x', not a int"),
+        (SIZES | {"llama__block_count": 0}, "num_hidden_layers is 0"),
+        (SIZES | {"llama__rope__scaling__type": "yarn"}, "rope type 'yarn' is not supported"),
+        (SIZES | {"llama__attention__head_count_kv": [1, 2]}, "head_count_kv differs between layers"),
+    ],
+)
+def test_metadata_that_cannot_be_served_is_named(tmp_path, metadata, message):
+    said = refused(tmp_path, ONE, **metadata)
+    assert message in said and "m.gguf" in said
+
+
+def test_a_block_type_that_cannot_be_read_is_named(tmp_path):
+    blocks = np.zeros((2, 66), np.uint8)
+    said = refused(tmp_path, {"token_embd.weight": (blocks, Kind.IQ2_XXS)}, **SIZES)
+    assert "tensor token_embd.weight is stored as IQ2_XXS; readable are F32" in said
+
+
+def test_absurd_counts_are_refused_without_allocating(files, tmp_path):
+    """Every 64-bit count of the header in turn becomes 2^60, and 2^63."""
+    data = files("llama").read_bytes()
+    start = data.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens") + 8
+    for at in (8, 16, 24, start):
+        for count in (1 << 60, (1 << 64) - 1, 1 << 40):
+            broken = tmp_path / "broken.gguf"
+            broken.write_bytes(data[:at] + struct.pack("<Q", count) + data[at + 8 :])
+            with pytest.raises(CheckpointError, match=r"broken\.gguf is truncated or not GGUF"):
+                open_checkpoint(broken)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.3, 0.99, 0.99999])
+def test_a_truncated_file_is_named(files, tmp_path, share):
+    data = files("qwen3_moe").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(CheckpointError, match=r"cut\.gguf"):
+        open_checkpoint(tmp_path / "cut.gguf")
+
+
+def test_flipped_bytes_in_the_header_give_an_error_or_a_model(files, tmp_path):
+    """Whatever byte is wrong: an error of ours, or a file that still reads; in bounded time."""
+    data, dice = files("qwen3_moe").read_bytes(), random.Random(7)
+    header, broken, refusals = data.index(b"blk.2.") + 200, tmp_path / "broken.gguf", 0
+    for _ in range(300):
+        at = dice.randrange(header)
+        broken.write_bytes(data[:at] + bytes([dice.randrange(256)]) + data[at + 1 :])
+        try:
+            config, checkpoint = load_model_config(broken), open_checkpoint(broken)
+            Tokenizer.load(broken)
+            assert config.hidden == 72 or checkpoint.names()
+        except TandemError as error:
+            assert "broken.gguf" in str(error), str(error)
+            refusals += 1
+    assert refusals > 30
