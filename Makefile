@@ -14,7 +14,7 @@ SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find src csrc -type f
 CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat test tsan fuzz lint format ext stub bench test-gpu clean
+.PHONY: help venv serve chat test test-peers tsan fuzz lint format ext stub bench test-gpu clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -60,6 +60,10 @@ tsan: $(STAMPS)/package $(STAMPS)/test ## the worker pool under the thread sanit
 
 fuzz: $(STAMPS)/package $(STAMPS)/test ## random routings through the expert layer, a few minutes at most
 	timeout 600 $(BIN)/python -m pytest tests/test_routing_fuzz.py --hypothesis-profile=fuzz $(ARGS)
+
+test-peers: $(STAMPS)/package $(STAMPS)/test ## GGUF files beside llama.cpp, which is built from source first
+	$(BIN)/python scripts/extras.py peers | $(PIP) install --requirement /dev/stdin
+	$(BIN)/python -m pytest tests/test_llama_cpp.py $(ARGS)
 
 lint: $(STAMPS)/package $(STAMPS)/lint ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check src tests benchmarks scripts

@@ -40,20 +40,18 @@ PRE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "olmo", "mpt", "jais", "phi-2"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)
+        ("llama-bpe", "llama3", "llama-v3", "pixtral", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), (_QWEN2,)),
-    **dict.fromkeys(("tekken", "pixtral"), (_TEKKEN,)),
+    "tekken": (_TEKKEN,),
     "gpt-4o": (_GPT4O,),
     "deepseek-v3": _DEEPSEEK3,
     "deepseek-coder": _DEEPSEEK_CODER,
 }
-LLAMA3 = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-)  # whole words of the vocabulary are never merged; text begins with bos
-COMPOSED = ("qwen2", "deepseek-r1-qwen", "olmo")  # text is brought into Unicode's composed form (NFC) first
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
+"""Words that are tokens are taken whole instead of merged; text begins with bos, unless a file says otherwise."""
+COMPOSED = ("qwen2", "deepseek-r1-qwen", "olmo")
+"""Text is brought into Unicode's composed form (NFC) first."""
 
 
 def gguf_tokenizer(model: GGUFModel) -> Tokenizer:
@@ -95,7 +93,7 @@ def _built(model: GGUFModel) -> Tokenizer:
     tokenizer = _byte_level(model, tokens) if kind == "gpt2" else _sentence_piece(model, tokens, kinds)
     for special, types in ((True, (UNKNOWN, CONTROL)), (False, (USER_DEFINED,))):
         _add(tokenizer, [t for t, k in zip(tokens, kinds, strict=True) if k in types], special)
-    _frame(tokenizer, model, tokens, begins=kind == "llama" or _pre(model) in LLAMA3)
+    _frame(tokenizer, model, tokens, begins=kind == "llama" or _pre(model) in WHOLE_WORDS)
     return tokenizer
 
 
@@ -133,7 +131,7 @@ def _byte_level(model: GGUFModel, tokens: list[str]) -> Tokenizer:
         )
     merges = [_pair(merge, model) for merge in model.array("tokenizer.ggml.merges", str)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in LLAMA3))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS))
     tokenizer.pre_tokenizer = _words(PRE[pre])
     tokenizer.decoder = decoders.ByteLevel()
     if pre in COMPOSED:
