@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,16 +19,14 @@ from tandem.checkpoint.pages import Paging
 from tandem.checkpoint.survey import stored_formats
 from tandem.config import StoredFormats
 from tandem.errors import CheckpointError
-from tandem.formats.codes import Weight, WeightCodes, gguf_q4_0, gguf_q8_0
+from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import rows_of
+from tandem.formats.gguf_blocks import GGUF_CODES
 from tandem.formats.quant_format import QuantFormat
 from tandem.formats.reference import decoded
 
 NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-CODES: dict[str, Callable[[Tensor], WeightCodes]] = {"Q4_0": gguf_q4_0, "Q8_0": gguf_q8_0}
-"""Blocks that kernels read as they are."""
-DECODED = ("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-"""Blocks that become float32 numbers."""
+DECODED = ("Q5_1", "Q5_K")  # become float32 numbers; all other blocks stay codes
 
 
 class GGUFCheckpoint:
@@ -122,8 +119,8 @@ class GGUFCheckpoint:
     def _read(self, name: str) -> Weight:
         """Numbers [as stored], or codes of a matrix."""
         raw, kind = self._raw(name), self._place(name).tensor.kind
-        if kind in CODES:
-            return CODES[kind](raw)
+        if kind in GGUF_CODES:
+            return GGUF_CODES[kind](raw)
         if kind in NUMBERS:
             return raw.reshape(-1).view(NUMBERS[kind]).view(self._shape(name))
         return torch.from_numpy(dequantize(raw.numpy(), GGMLQuantizationType[kind])).view(self._shape(name))
@@ -139,7 +136,7 @@ class GGUFCheckpoint:
         return rows if heads is None else _split_halves(rows, heads, place.tensor)
 
     def _check_kinds(self) -> None:
-        readable = (*NUMBERS, *CODES, *DECODED)
+        readable = (*NUMBERS, *GGUF_CODES, *DECODED)
         for place in self._places.values():
             if place.tensor.kind not in readable:
                 raise CheckpointError(

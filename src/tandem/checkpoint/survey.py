@@ -79,4 +79,5 @@ def _summed(counts: Counter[QuantFormat]) -> StoredFormat:
         bytes_per_weight=sum(fmt.bytes_per_weight * n for fmt, n in counts.items()) / total,
         methods=largest.methods,
         group=largest.group if len(names) == 1 else 0,
+        decoded=", ".join(str(fmt) for fmt in counts if fmt.quantised and not fmt.packable),
     )

@@ -8,7 +8,7 @@ from tandem.config.engine_config import EngineConfig
 from tandem.config.machine import Machine, cpu_list_text
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, size_memory
 from tandem.config.model_config import STORED, ModelConfig
-from tandem.config.stored import UNQUANTISED, StoredFormats
+from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
 from tandem.errors import ConfigError
 
 DEFAULT_RUNNING_REQUESTS = 64  # decoded together; more would only slow each other down on a CPU
@@ -127,7 +127,7 @@ def _dense_codes(dtype: str, stored: StoredFormats, log: list[Decision]) -> bool
             )
         )
         return False
-    log.append(Decision("dense format", stored.dense.name, "as the checkpoint has it; nothing is rounded"))
+    log.append(Decision("dense format", stored.dense.name, _as_stored(stored.dense, dtype)))
     return True
 
 
@@ -144,9 +144,9 @@ def _stored_or_asked(config: EngineConfig, dtype: str, stored: StoredFormats) ->
             return unrounded_format(dtype), "nothing is rounded beyond the dtype"
         if dtype == "float32":
             return "f32", f"{experts.name} in the checkpoint, decoded for --dtype float32"
-        return STORED, "as the checkpoint has it; nothing is rounded"
+        return STORED, _as_stored(experts, dtype)
     if experts.quantised and method in experts.methods:
-        return STORED, f"--kt-method {method}: as the checkpoint has it; nothing is rounded"
+        return STORED, f"--kt-method {method}: {_as_stored(experts, dtype)}"
     if method not in EXPERT_FORMATS:
         raise ConfigError(
             f"--kt-method {method}: the checkpoint's experts are {experts.name}; leave the flag out to take them as "
@@ -157,6 +157,13 @@ def _stored_or_asked(config: EngineConfig, dtype: str, stored: StoredFormats) ->
     if chosen in ("int8", "int4"):
         reason += "; weights are rounded in groups of 32, activations are not"
     return chosen, reason
+
+
+def _as_stored(stored: StoredFormat, dtype: str) -> str:
+    rounded = (
+        f"{stored.decoded} is decoded and rounded to {dtype}" if stored.decoded else "nothing is rounded"
+    )
+    return f"as the checkpoint has it; {rounded}"
 
 
 def _alike(model: ModelConfig, expert_format: str, dtype: str, stored: StoredFormats) -> bool:

@@ -14,6 +14,7 @@ class StoredFormat:
     bytes_per_weight: float = 2.0  # once packed as it is
     methods: tuple[str, ...] = ("BF16",)  # values of --kt-method that mean it
     group: int = 0  # along K; 0: none, or several
+    decoded: str = ""  # what of it has no packed form and becomes numbers: "q5_k"
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,32 +111,32 @@ def int4_zeros(
     return WeightCodes(codes, scales, "uint4", group, depth, offsets=-zeros.float() * scales)
 
 
-def _gguf_blocks(data: Tensor, block_bytes: int) -> Tensor:
+def gguf_rows(data: Tensor, block_bytes: int) -> Tensor:
     """Rows of raw GGUF blocks, uint8 [N, bytes], as [N, blocks, block_bytes]."""
     if data.dim() != 2 or data.dtype is not torch.uint8 or data.shape[1] % block_bytes:
         raise KernelError(f"GGUF rows must be uint8 [N, blocks * {block_bytes}], not {list(data.shape)}")
     return data.view(data.shape[0], -1, block_bytes)
 
 
-def _half(blocks: Tensor, at: int) -> Tensor:
+def half_at(blocks: Tensor, at: int) -> Tensor:
     """The half at byte `at` of every block, float32 [N, blocks, 1]."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
 
 
 def gguf_q8_0(data: Tensor) -> WeightCodes:
     """GGUF Q8_0 [N, K / 32 * 34]: a half and 32 int8 per block."""
-    blocks = _gguf_blocks(data, 34)
+    blocks = gguf_rows(data, 34)
     codes = blocks[..., 2:].flatten(1).contiguous()
-    return WeightCodes(codes, _half(blocks, 0).flatten(1), "int8", _GGUF_GROUP, codes.shape[1])
+    return WeightCodes(codes, half_at(blocks, 0).flatten(1), "int8", _GGUF_GROUP, codes.shape[1])
 
 
 def gguf_q4_0(data: Tensor) -> WeightCodes:
     """GGUF Q4_0 [N, K / 32 * 18]: a half and 16 bytes per block; low halves are k 0 to 15, high ones 16 to 31, + 8."""
-    blocks = _gguf_blocks(data, 18)
+    blocks = gguf_rows(data, 18)
     packed = blocks[..., 2:]
     nibbles = torch.cat((packed & 15, packed >> 4), -1).flatten(1) ^ 8
     return WeightCodes(
-        join_nibbles(nibbles), _half(blocks, 0).flatten(1), "int4", _GGUF_GROUP, nibbles.shape[1]
+        join_nibbles(nibbles), half_at(blocks, 0).flatten(1), "int4", _GGUF_GROUP, nibbles.shape[1]
     )
 
 
@@ -154,13 +154,13 @@ def gguf_q4_k(data: Tensor) -> WeightCodes:
 
     weight = d * scale * code - dmin * minimum, in groups of 32 (ggml-common.h, block_q4_K).
     """
-    blocks = _gguf_blocks(data, 144)
+    blocks = gguf_rows(data, 144)
     low, high, mixed = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scale = torch.cat((low & 63, mixed & 15 | low >> 6 << 4), -1)
     minimum = torch.cat((high & 63, mixed >> 4 | high >> 6 << 4), -1)
     packed = blocks[..., 16:].unflatten(-1, (4, 1, 32))  # 64 weights: low halves, then high ones
     nibbles = torch.cat((packed & 15, packed >> 4), -2).flatten(1)
-    scales, offsets = _half(blocks, 0) * scale, -_half(blocks, 2) * minimum
+    scales, offsets = half_at(blocks, 0) * scale, -half_at(blocks, 2) * minimum
     codes = join_nibbles(nibbles)
     return WeightCodes(
         codes, scales.flatten(1), "uint4", _GGUF_GROUP, nibbles.shape[1], offsets=offsets.flatten(1)
@@ -172,13 +172,13 @@ def gguf_q6_k(data: Tensor) -> WeightCodes:
 
     Codes of 6 bits, - 32, in groups of 16 (ggml-common.h, block_q6_K); they are kept as int8.
     """
-    blocks = _gguf_blocks(data, 210)
+    blocks = gguf_rows(data, 210)
     low = blocks[..., :128].unflatten(-1, (2, 1, 64))
     low = torch.cat((low & 15, low >> 4), -2).flatten(2)
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32))
     high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], -2).flatten(2)
     codes = ((low | high << 4) - 32).flatten(1)  # wraps around to two's complement
-    scales = blocks[..., 192:208].contiguous().view(torch.int8) * _half(blocks, 208)
+    scales = blocks[..., 192:208].contiguous().view(torch.int8) * half_at(blocks, 208)
     return WeightCodes(codes, scales.flatten(1), "int8", 16, codes.shape[1])
 
 

@@ -11,8 +11,10 @@ BITS = {
 """Kinds of stored numbers and their width. mx and nv kinds have a fixed group of 32 or 16; q kinds are GGUF's blocks,
 which are described by their name alone."""
 
-GGUF_BYTES = {"q4_0": 0.625, "q8_0": 1.125}
-"""Bytes per weight of GGUF's blocks, once packed; other kinds become numbers of 2 bytes."""
+GGUF_BYTES = {
+    "q2_k": 1.0, "q3_k": 0.75, "q4_0": 0.625, "q4_1": 0.75, "q4_k": 0.75, "q5_0": 1.125, "q6_k": 1.25, "q8_0": 1.125,
+}  # fmt: skip
+"""Bytes per weight of GGUF's blocks, once packed; the other kinds become numbers of 2 bytes."""
 
 _METHODS = {
     "f32": ("BF16",), "f16": ("BF16",), "bf16": ("BF16",), "fp8": ("FP8",), "mxfp8": ("FP8",),
@@ -45,6 +47,11 @@ class QuantFormat:
     def bits(self) -> int:
         """Of one code, without scales."""
         return BITS[self.kind]
+
+    @property
+    def packable(self) -> bool:
+        """Whether kernels have a form that holds it exactly; else it becomes numbers."""
+        return not (self.ordered or (self.packing == "gguf" and self.kind not in GGUF_BYTES))
 
     @property
     def bytes_per_weight(self) -> float:
