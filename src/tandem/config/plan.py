@@ -67,7 +67,7 @@ def resolve(
     _log_device(machine, log)
     dtype = _dtype(config, log)
     dense_codes = _dense_codes(dtype, stored, log)
-    expert_format = _expert_format(config, dtype, stored, log)
+    expert_format = _expert_format(config, dtype, stored, log if model.moe.layers else [])
     tier = _tier(config, machine, log)
     cpus = _cpus(config, machine, log)
     running = _running(config, log)
