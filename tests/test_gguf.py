@@ -15,12 +15,27 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gguf_files import ARCHITECTURES, HALVES, QUANTISED_HERE, Kind, finish, matrices_as, split, write_gguf
+from gguf_files import (
+    ARCHITECTURES,
+    HALVES,
+    QUANTISED_HERE,
+    Kind,
+    finish,
+    matrices_as,
+    random_blocks,
+    split,
+    write_gguf,
+)
+from tandem import LLM, SamplingParams, _core
 from tandem.checkpoint import load_model_config, open_checkpoint, read_generation, resolve_model
 from tandem.config import ModelConfig
+from tandem.config.model_config import STORED
 from tandem.engine.tokenizer import Tokenizer
 from tandem.errors import CheckpointError, TandemError
-from test_models import Session, ours, prompts, worst
+from tandem.formats.gguf_blocks import GGUF_CODES
+from tandem.formats.reference import decoded
+from tandem.kernels.cpu_ops import CpuOps
+from test_models import Session, ours, prompts, rms, worst
 from tiny import save_tokenizer, settings
 
 # All but those with a sliding window, which these architectures' metadata do not have.
@@ -117,6 +132,34 @@ def test_every_block_type_gives_the_logits_of_its_weights_in_transformers(wide, 
     assert worst(ours(Session(file)), expected) < 1e-4
     module = "model.layers.0.mlp.experts.3.down_proj"
     assert str(open_checkpoint(file).format(module)) == kind.name.lower()
+
+
+@pytest.mark.parametrize("kind", [Kind[name] for name in GGUF_CODES], ids=lambda kind: kind.name)
+def test_blocks_are_the_packages_own_numbers(kind):
+    weight = np.random.default_rng(1).standard_normal((7, 768), dtype=np.float32)
+    data = gguf.quantize(weight, kind) if kind in QUANTISED_HERE else random_blocks(weight.shape, kind)
+    found = decoded(GGUF_CODES[kind.name](torch.from_numpy(data)))
+    assert torch.equal(found, torch.from_numpy(gguf.dequantize(data, kind)))
+
+
+@pytest.mark.parametrize("kind", (Kind.Q4_1, Kind.Q2_K, Kind.Q6_K), ids=lambda kind: kind.name)
+def test_kernels_compute_from_the_blocks_themselves(wide, tmp_path, kind):
+    """As it is served: bfloat16 activations, weights kept as codes. No further off than with weights as bfloat16."""
+    file = write_gguf(wide, tmp_path / "model.gguf", matrices_as(kind))
+    ops = CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1])
+    exact = ours(Session(file))
+    codes = Session(file, "bfloat16", ops=ops, expert_format=STORED, dense_codes=True)
+    assert rms(ours(codes), exact) < 1.5 * rms(ours(Session(file, "bfloat16", ops=ops)), exact)
+    stored = open_checkpoint(file).formats()
+    assert stored.experts.name == stored.dense.name.split(" + ")[0] == kind.name.lower()
+    assert stored.experts.methods == ("GGUF",) and not stored.experts.decoded
+
+
+def test_a_file_is_served_alone(files):
+    """From metadata to text: plan, tokenizer, chat template, model and engine out of one file."""
+    llm = LLM(str(files("qwen3_moe")), max_total_tokens=256)
+    [answer] = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=5, temperature=0.0))
+    assert answer.prompt == "user: hi\n" and 1 <= len(answer.token_ids) <= 5
 
 
 # -- files as people have them ---

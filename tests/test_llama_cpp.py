@@ -24,6 +24,7 @@ from gguf_files import finish, write_gguf
 from tandem import _core
 from tandem.checkpoint.demo_source import base_gguf
 from tandem.checkpoint.gguf_tokenizer import COMPOSED, PRE
+from tandem.config.model_config import STORED
 from tandem.engine.tokenizer import Tokenizer
 from tandem.kernels.cpu_ops import CpuOps
 from test_models import PAGE_SIZE, Session
@@ -57,11 +58,12 @@ class Peer:
 
 
 class Here:
-    """The same file in our model code over the C++ kernels, as it is served: bfloat16."""
+    """The same file in our model code over the C++ kernels, as it is served: bfloat16 activations, blocks as codes."""
 
     def __init__(self, file: Path) -> None:
         self.ops = CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1])
-        self.session = Session(file, "bfloat16", ops=self.ops, pages=512 // PAGE_SIZE)
+        served = {"expert_format": STORED, "dense_codes": True}
+        self.session = Session(file, "bfloat16", ops=self.ops, pages=512 // PAGE_SIZE, **served)
 
     def begin(self) -> None:
         self.session.lengths = [0, 0, 0]

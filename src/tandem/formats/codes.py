@@ -142,10 +142,10 @@ def gguf_q4_0(data: Tensor) -> WeightCodes:
 
 def gguf_q4_1(data: Tensor) -> WeightCodes:
     """GGUF Q4_1 [N, K / 32 * 20]: two halves and 16 bytes per block, in Q4_0's order; weight = d * code + m."""
-    blocks = _gguf_blocks(data, 20)
+    blocks = gguf_rows(data, 20)
     packed = blocks[..., 4:]
     nibbles = torch.cat((packed & 15, packed >> 4), -1).flatten(1)
-    scales, offsets = _half(blocks, 0).flatten(1), _half(blocks, 2).flatten(1)
+    scales, offsets = half_at(blocks, 0).flatten(1), half_at(blocks, 2).flatten(1)
     return WeightCodes(join_nibbles(nibbles), scales, "uint4", _GGUF_GROUP, nibbles.shape[1], offsets=offsets)
 
 

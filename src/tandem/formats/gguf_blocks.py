@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.formats.codes import (
     WeightCodes,
     gguf_q4_0,
+    gguf_q4_1,
     gguf_q4_k,
     gguf_q6_k,
     gguf_q8_0,
@@ -23,15 +24,6 @@ from tandem.formats.codes import (
 
 _PAIRS = (0, 2, 4, 6)  # shifts of the four 2-bit codes in a byte
 _BITS = tuple(range(8))
-
-
-def gguf_q4_1(data: Tensor) -> WeightCodes:
-    """Q4_1 [N, K / 32 * 20]: two halves, scale and minimum; 16 bytes, low halves are k 0 to 15, high ones 16 to 31."""
-    blocks = gguf_rows(data, 20)
-    packed = blocks[..., 4:]
-    nibbles = torch.cat((packed & 15, packed >> 4), -1).flatten(1)
-    scales, offsets = half_at(blocks, 0).flatten(1), half_at(blocks, 2).flatten(1)
-    return WeightCodes(join_nibbles(nibbles), scales, "uint4", 32, nibbles.shape[1], offsets=offsets)
 
 
 def gguf_q5_0(data: Tensor) -> WeightCodes:
