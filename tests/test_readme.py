@@ -19,6 +19,8 @@ TEXT = {page: page.read_text() for page in PAGES}
 SERVE_FLAGS = {s for f in FLAGS for s in f.spellings} | {"--plan-only", "--help", "--help-all"}
 GROUP = typer.main.get_command(app)
 
+COMMAND_FLAGS = {s for c in GROUP.commands.values() for p in c.params for s in p.opts}  # type: ignore[attr-defined]
+
 
 def code(text: str) -> str:
     """Fenced blocks, indented lines and `spans`."""
@@ -47,8 +49,9 @@ def test_commands_exist(page: Path) -> None:
 def test_flags_exist() -> None:
     for page in PAGES[::2]:
         for line in code(TEXT[page]).splitlines():
+            known = SERVE_FLAGS if line.startswith("kt serve") else SERVE_FLAGS | COMMAND_FLAGS
             if line.startswith(("kt serve", "--")):
-                assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= SERVE_FLAGS, line
+                assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= known, line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from tandem.checkpoint.identity import identity
 from tandem.checkpoint.key_names import hugging_face_names
-from tandem.checkpoint.layouts import Stored, detect
+from tandem.checkpoint.layouts import detect
 from tandem.checkpoint.pages import Pages, Paging
 from tandem.checkpoint.parts import Part, Parts, by_module, codes_part, one_expert
 from tandem.checkpoint.quant_hints import quant_hints
 from tandem.checkpoint.shard import Shard
+from tandem.checkpoint.stored_matrix import Stored
 from tandem.checkpoint.survey import stored_formats, survey
 from tandem.config import StoredFormats
 from tandem.config.json_keys import read_json

@@ -30,6 +30,7 @@ class QuantHints:
     blocks: tuple[tuple[int, int], ...] = ()  # (rows, columns) of fp8 blocks
     groups: tuple[int, ...] = ()  # group sizes along K
     bits: int = 0  # of int codes
+    act_order: bool | None = None  # groups along K are permuted
     gptq_version: int = 0  # 1: zero points are stored less 1; 2: as they are
 
 
@@ -67,6 +68,7 @@ def parse_hints(config: object, where: str) -> QuantHints:
         blocks=tuple(dict.fromkeys(block for section in sections for block in _blocks(section))),
         groups=tuple(dict.fromkeys(group for section in sections for group in _groups(section))),
         bits=_bits(sections, where),
+        act_order=_act_order(sections),
         gptq_version=_gptq_version(config, method, where),
     )
 
@@ -101,6 +103,13 @@ def _bits(sections: Iterable[Mapping[str, Any]], where: str) -> int:
     for value in said - {4, 8}:
         raise CheckpointError(f"{where}: {value!r} bits cannot be read; 4 and 8 can")
     return int(said.pop()) if len(said) == 1 else 0
+
+
+def _act_order(sections: Iterable[Mapping[str, Any]]) -> bool | None:
+    """GPTQ's `desc_act`; compressed-tensors' `actorder`, where only "group" leaves the groups permuted."""
+    said = [s["desc_act"] is True for s in sections if "desc_act" in s]
+    said += [s["actorder"] in (True, "group", "dynamic") for s in sections if "actorder" in s]
+    return any(said) if said else None
 
 
 def _gptq_version(config: Mapping[str, Any], method: str, where: str) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
-from tandem.checkpoint.layouts import FLOATS, Stored, detect
+from tandem.checkpoint.layouts import detect
 from tandem.checkpoint.parts import Part, Parts, codes_part, one_expert
 from tandem.checkpoint.quant_hints import QuantHints
+from tandem.checkpoint.stored_matrix import FLOATS, Stored
 from tandem.config.stored import StoredFormat, StoredFormats
 from tandem.formats.quant_format import QuantFormat
 

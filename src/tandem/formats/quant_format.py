@@ -51,7 +51,9 @@ class QuantFormat:
     @property
     def packable(self) -> bool:
         """Whether kernels have a form that holds it exactly; else it becomes numbers."""
-        return not (self.ordered or (self.packing == "gguf" and self.kind not in GGUF_BYTES))
+        if self.packing == "gguf":
+            return self.kind in GGUF_BYTES
+        return not (self.ordered or self.group % 16 or (self.kind == "int8" and self.zero_points))
 
     @property
     def bytes_per_weight(self) -> float:
@@ -60,8 +62,8 @@ class QuantFormat:
             return GGUF_BYTES.get(self.kind, 2.0)
         if not self.quantised:
             return 2.0 if self.bits == 16 else 4.0
-        if self.ordered:
-            return 2.0  # decoded: its groups are no blocks
+        if not self.packable:
+            return 2.0
         offsets = 4 if self.zero_points else 0
         scale = 2 if self.scale in ("BF16", "U8", "F8_E8M0") and not offsets else 4
         return self.bits / 8 + ((scale + offsets) / self.group if self.group else 0)
