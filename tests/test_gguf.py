@@ -155,6 +155,17 @@ def test_kernels_compute_from_the_blocks_themselves(wide, tmp_path, kind):
     assert stored.experts.methods == ("GGUF",) and not stored.experts.decoded
 
 
+@pytest.mark.parametrize("kind", (Kind.F16, Kind.Q6_K, Kind.Q5_K), ids=lambda kind: kind.name)
+def test_embedded_tokens_are_read_one_by_one(wide, tmp_path, kind):
+    checkpoint = open_checkpoint(write_gguf(wide, tmp_path / "model.gguf", matrices_as(kind)))
+    name, shape, ids = "model.embed_tokens.weight", (263, 256), torch.tensor([5, 262, 5, 0])
+    assert torch.equal(checkpoint.lookup(name, shape)(ids), checkpoint.get(name, shape)[ids])
+    with pytest.raises(
+        CheckpointError, match=r"token_embd\.weight has shape \(263, 256\), but .* \(263, 512\)"
+    ):
+        checkpoint.lookup(name, (263, 512))
+
+
 def test_a_file_is_served_alone(files):
     """From metadata to text: plan, tokenizer, chat template, model and engine out of one file."""
     llm = LLM(str(files("qwen3_moe")), max_total_tokens=256)

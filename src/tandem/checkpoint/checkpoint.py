@@ -8,8 +8,8 @@ and the number of its layer, so that a whole layer's bytes can be asked for befo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -88,6 +88,10 @@ class Checkpoint:
         if shape is not None and part.shape != shape:
             raise part.wrong(f"has shape {part.shape}, but config.json implies {shape}")
         return self._mapped(part)
+
+    def lookup(self, name: str, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+        """Rows of a matrix by their numbers; it stays mapped as long as the function is referenced."""
+        return partial(self.get(name, shape).index_select, 0)
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         """The matrix [N, K] of `module` (a name without `.weight`), however it is stored.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,10 +21,9 @@ from tandem.checkpoint.survey import stored_formats
 from tandem.config import StoredFormats
 from tandem.errors import CheckpointError
 from tandem.formats.codes import Weight, WeightCodes
-from tandem.formats.cut import rows_of
+from tandem.formats.cut import numbers, rows_of
 from tandem.formats.gguf_blocks import GGUF_CODES
 from tandem.formats.quant_format import QuantFormat
-from tandem.formats.reference import decoded
 
 NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DECODED = ("Q5_1", "Q5_K")  # become float32 numbers; all other blocks stay codes
@@ -65,12 +65,14 @@ class GGUFCheckpoint:
         return NUMBERS.get(self._place(name).tensor.kind, torch.float32)
 
     def get(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        weight, stored = self._read(name), self._shape(name)
-        numbers = decoded(weight) if isinstance(weight, WeightCodes) else weight
-        if shape is not None and _squeezed(stored) != _squeezed(shape):
-            where = self.model.where(self._place(name).tensor)
-            raise CheckpointError(f"{where} has shape {stored}, but the metadata implies {shape}")
-        return numbers.reshape(stored if shape is None else shape)
+        stored = self._shape(name)
+        self._check_shape(name, stored if shape is None else shape)
+        return numbers(self._read(name)).reshape(stored if shape is None else shape)
+
+    def lookup(self, name: str, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+        self._check_shape(name, shape)
+        raw, kind = self._raw(name), self._place(name).tensor.kind
+        return lambda ids: numbers(_weights(raw.index_select(0, ids), kind))
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         weight = self._read(f"{module}.weight") if self._shape(f"{module}.weight") == shape else None
@@ -116,14 +118,14 @@ class GGUFCheckpoint:
         place = self._place(name)
         return place.tensor.shape if place.expert is None else place.tensor.shape[1:]
 
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        if _squeezed(stored := self._shape(name)) != _squeezed(shape):
+            where = self.model.where(self._place(name).tensor)
+            raise CheckpointError(f"{where} has shape {stored}, but the metadata implies {shape}")
+
     def _read(self, name: str) -> Weight:
-        """Numbers [as stored], or codes of a matrix."""
-        raw, kind = self._raw(name), self._place(name).tensor.kind
-        if kind in GGUF_CODES:
-            return GGUF_CODES[kind](raw)
-        if kind in NUMBERS:
-            return raw.reshape(-1).view(NUMBERS[kind]).view(self._shape(name))
-        return torch.from_numpy(dequantize(raw.numpy(), GGMLQuantizationType[kind])).view(self._shape(name))
+        """Numbers or codes [rows, K]."""
+        return _weights(self._raw(name), self._place(name).tensor.kind)
 
     def _raw(self, name: str) -> Tensor:
         """The stored bytes, uint8 [rows, bytes of a row]; those of q and k in the order that Hugging Face has."""
@@ -143,6 +145,15 @@ class GGUFCheckpoint:
                     f"{self.model.where(place.tensor)} is stored as {place.tensor.kind}; readable are "
                     f"{', '.join(readable)}: take a file in one of these, for example Q4_K_M"
                 )
+
+
+def _weights(raw: Tensor, kind: str) -> Weight:
+    """Rows of stored bytes, uint8 [N, bytes], as numbers or codes [N, K]."""
+    if kind in GGUF_CODES:
+        return GGUF_CODES[kind](raw)
+    if kind in NUMBERS:
+        return raw.contiguous().view(NUMBERS[kind])
+    return torch.from_numpy(dequantize(raw.numpy(), GGMLQuantizationType[kind]))
 
 
 def _turned_heads(model: GGUFModel) -> dict[str, int]:

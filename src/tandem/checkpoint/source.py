@@ -5,6 +5,7 @@ A Hugging Face directory has JSON files beside its weights; a GGUF file has the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,9 @@ from tandem.config.json_keys import read_json
 from tandem.errors import ConfigError
 from tandem.formats.codes import Weight
 from tandem.formats.quant_format import QuantFormat
+
+Lookup = Callable[[Tensor], Tensor]
+"""Ids, int64 [T] → rows [T, K], in the stored dtype, or float32 where codes are stored."""
 
 
 class Checkpoint(Protocol):
@@ -42,6 +46,10 @@ class Checkpoint(Protocol):
 
     def get(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """A view of the file, or GGUF's blocks as float32. CheckpointError when absent or not of `shape`."""
+        ...
+
+    def lookup(self, name: str, shape: tuple[int, int]) -> Lookup:
+        """The rows of a matrix [N, K] by their numbers, for embeddings: only rows asked for are read, every time."""
         ...
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:

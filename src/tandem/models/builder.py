@@ -51,9 +51,9 @@ class Builder:
         """A small tensor, copied in float32."""
         return self._get(name, *shape).to(torch.float32, copy=True)
 
-    def view(self, name: str, *shape: int) -> Tensor:
-        """The mapped tensor itself, in its stored dtype; it stays mapped as long as it is referenced."""
-        return self._get(name, *shape)
+    def lookup(self, name: str, rows: int, columns: int) -> Callable[[Tensor], Tensor]:
+        """Ids [T] → rows [T, columns] of a matrix that stays in the mapped file."""
+        return self.checkpoint.lookup(name, (rows, columns))
 
     def linear(self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool = False) -> Linear:
         """The modules `names` (without `.weight`), stacked along their output rows, as one packed matrix; side by side

@@ -46,13 +46,12 @@ class Model:
         self._recorded: dict[int, Recorded | None] = {}  # by rows; for one KV cache
         self._recorded_cache: Tensor | None = None
         b.all_done()
-        # Stays in the mapped file, in the stored dtype: a step reads a few rows of it. Mapped last, so that no other
-        # tensor was read through the same mapping.
+        # Stays in the mapped file, as it is stored: a step reads a few rows of it.
         self.embedding = embedding_of(b)
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVPages]) -> Tensor:
         """Runs T new tokens; writes their K and V into `kv`. Returns logits of batch.logits_rows, f32 [R, vocab]."""
-        embedded = self.embedding.index_select(0, batch.input_ids).to(self.dtype)
+        embedded = self.embedding(batch.input_ids).to(self.dtype)
         rows = len(embedded)
         one_each = rows == len(batch.seq_lens) == len(batch.logits_rows)
         run = self._recorded_layers if one_each and self._worth_recording(rows) else self._layers
@@ -93,6 +92,6 @@ def head_of(b: Builder) -> Linear:
     return b.linear([name], [b.config.vocab], b.config.hidden)
 
 
-def embedding_of(b: Builder) -> Tensor:
-    """A view of the mapped file, in the stored dtype."""
-    return b.view("model.embed_tokens.weight", b.config.vocab, b.config.hidden)
+def embedding_of(b: Builder) -> Callable[[Tensor], Tensor]:
+    """Ids [T] → rows [T, hidden] out of the mapped file, in the stored dtype or float32."""
+    return b.lookup("model.embed_tokens.weight", b.config.vocab, b.config.hidden)

@@ -117,7 +117,7 @@ class LayerStream:
                 f"{self.variant.directory} has {self.config.vocab} tokens, but the text has token {largest}: "
                 "its tokenizer is another model's"
             )
-        rows = embedding_of(self._builder).index_select(0, self.windows.tokens)
+        rows = embedding_of(self._builder)(self.windows.tokens)
         return rows.to(getattr(torch, self.plan.dtype))
 
     def _new_pages(self, tokens: int) -> tuple[Tensor, Tensor]:
