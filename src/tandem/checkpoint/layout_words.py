@@ -36,12 +36,9 @@ def _read_words(t: Tensors, bits: int, shape: Shape, s: Scaling, parts: Parts) -
     if "shape" in parts and tuple(t("shape").tolist()) != shape:
         raise parts["shape"].wrong(f"says {tuple(t('shape').tolist())}, but config.json implies {shape}")
     scales = s.matrix(as_numbers(t("scale")))
-    if bits == 4 and not {"zeros", "order"} & set(parts):  # the common case needs no unpacking
-        stored = t("packed").contiguous().view(torch.uint8)[:, : -(-k // 2)] ^ 0x88
-        return packed.signed(stored, 4, scales, s.group, k)
-    zeros = packed.packed_codes(t("zeros").T, bits, n).T if "zeros" in parts else None
-    words = packed.packed_codes(t("packed"), bits, k)
-    return _grouped(words, bits, scales, zeros, s.group, t, parts)
+    zeros = packed.gptq_zeros(t("zeros").T, bits, n, 0) if "zeros" in parts else None
+    words = packed.word_bytes(t("packed"), bits, k)
+    return _grouped(words, bits, scales, zeros, (k, s.group), t, parts)
 
 
 def gptq_or_awq(parts: Parts, hints: QuantHints, shape: Shape | None) -> Stored:
@@ -62,13 +59,13 @@ def gptq_or_awq(parts: Parts, hints: QuantHints, shape: Shape | None) -> Stored:
     ordered = not awq and _expect_order(parts, k, hints)
     found = QuantFormat(f"int{bits}", "awq" if awq else "gptq", group, 1, scale.dtype, True, ordered)
     if awq:
-        return Stored(found, (n, k), lambda t: _read_awq(t, group))
+        return Stored(found, (n, k), lambda t: _read_awq(t, group, k))
     return Stored(found, (n, k), lambda t: _read_gptq(t, bits, (n, k), group, hints, parts))
 
 
-def _read_awq(t: Tensors, group: int) -> Weight:
-    zeros = packed.awq_codes(t("zeros"))
-    return packed.unsigned(packed.awq_codes(t("qweight")), 4, t("scale").T, zeros, group)
+def _read_awq(t: Tensors, group: int, depth: int) -> Weight:
+    zeros = packed.single_codes(packed.awq_codes(t("zeros")), 4, len(t("zeros")))
+    return packed.unsigned(packed.awq_codes(t("qweight")), 4, t("scale").T, zeros, group, depth)
 
 
 def _read_gptq(t: Tensors, bits: int, shape: Shape, group: int, hints: QuantHints, parts: Parts) -> Weight:
@@ -78,7 +75,8 @@ def _read_gptq(t: Tensors, bits: int, shape: Shape, group: int, hints: QuantHint
     if offset < 0:
         offset = _gptq_offset(words, bits, parts["zeros"], hints)
     zeros = packed.gptq_zeros(words, bits, n, offset)
-    return _grouped(packed.gptq_codes(t("qweight"), bits, k), bits, t("scale").T, zeros, group, t, parts)
+    words = packed.word_bytes(t("qweight").T, bits, k)
+    return _grouped(words, bits, t("scale").T, zeros, (k, group), t, parts)
 
 
 def _gptq_offset(words: Tensor, bits: int, part: Part, hints: QuantHints) -> int:
@@ -94,17 +92,18 @@ def _gptq_offset(words: Tensor, bits: int, part: Part, hints: QuantHints) -> int
 
 
 def _grouped(
-    stored: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, group: int, t: Tensors, parts: Parts
+    words: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, along: Shape, t: Tensors, parts: Parts
 ) -> Weight:
-    """Groups in order, or act-order's."""
+    """Groups in order, or act-order's. `along`: (K, group)."""
+    depth, group = along
     if "order" not in parts:
-        return packed.unsigned(stored, bits, scales, zeros, group)
-    order, depth, count = t("order").long(), stored.shape[1], scales.shape[1]
+        return packed.unsigned(words, bits, scales, zeros, group, depth)
+    order, count = t("order").long(), scales.shape[1]
     if depth and (int(order.min()) < 0 or int(order.max()) >= count):
         raise parts["order"].wrong(f"must hold the group, 0 to {count - 1}, of each of {depth} inputs")
     if torch.equal(order, torch.arange(depth) // (group or depth)):
-        return packed.unsigned(stored, bits, scales, zeros, group)
-    return packed.reordered(stored, scales, zeros, bits, order)
+        return packed.unsigned(words, bits, scales, zeros, group, depth)
+    return packed.reordered(words, scales, zeros, bits, order)
 
 
 def _expect_order(parts: Parts, depth: int, hints: QuantHints) -> bool:

@@ -84,7 +84,8 @@ def _int8(parts: Parts, part: Part, hints: QuantHints, shape: Shape | None) -> S
 def _int8_codes(t: Tensors, s: Scaling, has_zeros: bool) -> Weight:
     stored = t("weight").contiguous().view(torch.uint8)
     zeros = s.matrix(t("zeros")).to(torch.int16) + 128 if has_zeros else None
-    return packed.unsigned(stored ^ 128, 8, s.matrix(as_numbers(t("scale"))), zeros, s.group)
+    scales = s.matrix(as_numbers(t("scale")))
+    return packed.unsigned(stored ^ 128, 8, scales, zeros, s.group, stored.shape[1])
 
 
 def _is_halved(part: Part, shape: Shape | None) -> bool:

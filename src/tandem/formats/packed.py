@@ -11,26 +11,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tandem.formats.codes import Weight, WeightCodes, int4_zeros, join_nibbles, split_nibbles
+from tandem.formats.codes import Weight, WeightCodes, int4_zeros, split_nibbles
 from tandem.formats.reference import decoded
 
 GROUPS = (256, 128, 64, 32, 16)  # along K, that kernels take
-AWQ_ORDER = (
-    0,
-    2,
-    4,
-    6,
-    1,
-    3,
-    5,
-    7,
-)  # column, within its 8, that a word's nibble i holds (AutoAWQ's gemm layout)
+# column, within its 8, that a word's nibble i holds (AutoAWQ's gemm layout)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_LOW_NIBBLES = 0x0F0F0F0F
 
 
-def packed_codes(words: Tensor, bits: int, count: int) -> Tensor:
-    """int32 [rows, words] → uint8 [rows, count], unsigned codes of 4 or 8 bits."""
-    codes = words.contiguous().view(torch.uint8)
-    return split_nibbles(codes, count) if bits == 4 else codes[:, :count]
+def word_bytes(words: Tensor, bits: int, count: int) -> Tensor:
+    """int32 [rows, words] → uint8 [rows, count], or for 4 bits [rows, ceil(count / 2)]: unsigned codes as `WeightCodes`
+    joins them."""
+    return words.contiguous().view(torch.uint8)[:, : -(-count * bits // 8)]
+
+
+def single_codes(joined: Tensor, bits: int, count: int) -> Tensor:
+    """What `word_bytes` returns, as one code per byte [rows, count]."""
+    return split_nibbles(joined, count) if bits == 4 else joined
 
 
 def signed(codes: Tensor, bits: int, scales: Tensor, group: int, depth: int) -> Weight:
@@ -41,19 +39,18 @@ def signed(codes: Tensor, bits: int, scales: Tensor, group: int, depth: int) -> 
     return fitted(found)
 
 
-def unsigned(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, group: int) -> Weight:
-    """weight = (code - zero) * scale. codes uint8 [N, K]; scales and zeros [N or 1, groups]; no zeros: the middle.
+def unsigned(
+    codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, group: int, depth: int
+) -> Weight:
+    """weight = (code - zero) * scale. codes as `word_bytes`; scales and zeros [N or 1, groups]; no zeros: the middle.
 
     Exact. Zero points all in the middle cost nothing; others give 4-bit codes offsets and make 8-bit ones numbers.
     """
-    middle = 1 << (bits - 1)
-    if zeros is None or bool((zeros == middle).all()):
-        flipped = codes ^ middle
-        stored = join_nibbles(flipped) if bits == 4 else flipped
-        return signed(stored, bits, scales, group, codes.shape[1])
+    if zeros is None or bool((zeros == 1 << (bits - 1)).all()):
+        return signed(codes ^ (0x88 if bits == 4 else 0x80), bits, scales, group, depth)
     if bits == 4:
         wide = zeros.expand(codes.shape[0], -1), scales.expand(codes.shape[0], -1)
-        return fitted(int4_zeros(join_nibbles(codes), wide[1], wide[0], group, codes.shape[1]))
+        return fitted(int4_zeros(codes, wide[1], wide[0], group, depth))
     shifted = codes.to(torch.int16) - _spread(zeros.to(torch.int16), group, codes.shape)
     return shifted.float() * _spread(scales.float(), group, codes.shape)
 
@@ -77,25 +74,27 @@ def fitted(codes: WeightCodes) -> Weight:
 def reordered(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, order: Tensor) -> Tensor:
     """Act-order: input k has the scale of group order[k], in no order. Float32, since such groups are no blocks."""
     zero = (1 << (bits - 1)) if zeros is None else zeros[:, order]
-    return (codes.float() - zero) * scales.float()[:, order]
-
-
-def gptq_codes(qweight: Tensor, bits: int, depth: int) -> Tensor:
-    """GPTQ's int32 [K / (32 / bits), N]: words run along K. → uint8 [N, K]."""
-    return packed_codes(qweight.T, bits, depth)
+    return (single_codes(codes, bits, len(order)).float() - zero) * scales.float()[:, order]
 
 
 def gptq_zeros(qzeros: Tensor, bits: int, columns: int, offset: int) -> Tensor:
     """int32 [groups, N / (32 / bits)] → [N, groups]; `offset` 1 for the first version, which stores zero - 1."""
-    return (packed_codes(qzeros, bits, columns).to(torch.int16) + offset).T
+    return (single_codes(word_bytes(qzeros, bits, columns), bits, columns).to(torch.int16) + offset).T
 
 
 def awq_codes(words: Tensor) -> Tensor:
-    """AWQ's int32 [rows, N / 8], words along N in an order of their own → uint8 [N, rows]."""
-    nibbles = packed_codes(words, 4, 8 * words.shape[1]).unflatten(1, (-1, 8))
-    plain = torch.empty_like(nibbles)
-    plain[..., list(AWQ_ORDER)] = nibbles
-    return plain.flatten(1).T.contiguous()
+    """AWQ's int32 [K, N / 8], words along N in an order of their own → joined codes, uint8 [N, ceil(K / 2)].
+
+    Works on whole words as long as it can: four bytes in one operation.
+    """
+    words = torch.nn.functional.pad(words, (0, 0, 0, words.shape[0] % 2))
+    even, odd = (words[i::2].T.contiguous() for i in range(2))  # [N / 8, K / 2]
+    low = even & _LOW_NIBBLES | (odd & _LOW_NIBBLES) << 4  # its byte i: nibble 2 i of both
+    high = even >> 4 & _LOW_NIBBLES | odd & ~_LOW_NIBBLES
+    joined = torch.empty(even.shape[0], 8, even.shape[1], dtype=torch.uint8)
+    for nibble, column in enumerate(AWQ_ORDER):
+        joined[:, column] = (high if nibble % 2 else low) >> 8 * (nibble // 2) & 255
+    return joined.flatten(0, 1)
 
 
 def _spread(values: Tensor, group: int, shape: torch.Size) -> Tensor:
