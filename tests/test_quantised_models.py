@@ -12,7 +12,8 @@ from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
 from tandem.config.machine import TIERS, Core
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
-from test_models import Session, ours, reference, worst
+from tandem.models.linear import SideBySide
+from test_models import Session, ours, prompts, reference, worst
 from tiny import VARIANTS, TinyModels, settings
 
 MACHINE = Machine("Test CPU", (Core(0, 0, 0),), TIERS[:2], 64 << 30, 64 << 30, None)
@@ -115,3 +116,18 @@ def test_deepseek_inference_names(saved, tmp_path, name):
     assert "layers.1.ffn.experts.0.w1.weight" in str(sorted(open_checkpoint(renamed)._shard_of))
     for a, b in zip(ours(Session(quantised)), ours(Session(renamed)), strict=True):
         assert torch.equal(a, b)
+
+
+def test_formats_that_cannot_be_stacked_are_computed_side_by_side(model, tmp_path, ops):
+    """q, k and v in three formats. One row at a time goes another way than several do (and may be recorded)."""
+    formats = {"q_proj": "fp8 blocks", "k_proj": "int8 per channel", "v_proj": None}
+    quantised, plain = save_quantised(model, tmp_path, lambda module: formats.get(module.rpartition(".")[2]))
+    session = Session(quantised, "bfloat16", ops=ops, dense_codes=True)
+    assert isinstance(session.model.layers[0].attention.qkv, SideBySide)
+    prompt = prompts()[2]
+    together = session.step([(0, prompt)])[0]
+    single = torch.cat([session.step([(1, [token])])[0] for token in prompt])
+    assert isinstance(ops, TorchOps) or session.model._recorded[1] is not None
+    exact, theirs = reference(plain)[2:], reference(plain, torch.bfloat16)[2:]
+    assert median([together], exact) < 1.5 * median(theirs, exact)
+    assert median([single], exact) < 1.5 * median(theirs, exact)

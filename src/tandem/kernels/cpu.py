@@ -98,8 +98,9 @@ class PackedMatrix:
         self._core = core
         self._multiply = core.multiply
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        out = x.new_empty((x.shape[0], self.out_features), dtype=out_dtype)
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = x.new_empty((x.shape[0], self.out_features), dtype=out_dtype)
         self._multiply(x, out)
         return out
 

@@ -63,8 +63,8 @@ class Linear(Protocol):
     out_features: int
     in_features: int
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """x [T, K] -> [T, N] in `out_dtype` (default: x's)."""
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        """x [T, K] -> [T, N] in `out_dtype` (default: x's), or written to `out`, contiguous, in its dtype."""
         ...
 
 

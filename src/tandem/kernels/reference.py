@@ -36,8 +36,11 @@ class TorchLinear:
         self.bias = None if bias is None else bias.float().clone()
         self.out_features, self.in_features = self.weight.shape
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        out_dtype = out_dtype or x.dtype
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        y = self._product(x, (out_dtype or x.dtype) if out is None else out.dtype)
+        return y if out is None else out.copy_(y)
+
+    def _product(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         if x.dtype == out_dtype == self.weight.dtype:
             return F.linear(x, self.weight, None if self.bias is None else self.bias.to(x.dtype))
         return F.linear(x.float(), self.weight.float(), self.bias).to(out_dtype)

@@ -18,8 +18,17 @@ class SideBySide:
         self.out_features = sum(part.out_features for part in parts)
         self.in_features = parts[0].in_features
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        return torch.cat([part(x, out_dtype) for part in self.parts], dim=1)
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        """One row is written in its place, which a recorded step can repeat; several are put together by torch."""
+        if out is None:
+            out = x.new_empty((len(x), self.out_features), dtype=out_dtype)
+        if len(x) != 1:
+            return torch.cat([part(x, out.dtype) for part in self.parts], dim=1, out=out)
+        start = 0
+        for part in self.parts:
+            part(x, out=out[:, start : start + part.out_features])
+            start += part.out_features
+        return out
 
 
 def sure_reads(*matrices: Linear) -> list[SureRead]:
