@@ -92,15 +92,11 @@ def test_wrong_values_name_the_flag(argv: list[str], says: str) -> None:
     ("argv", "says"),
     [
         (["--tp", "2"], "--tensor-parallel-size 2 is not available yet. Use 1"),
-        (["--kt-num-gpu-experts", "8"], "Use 0"),
-        (["--kt-gpu-experts-ratio", "0.5"], "Use 0"),
         (["--speculative-algorithm", "EAGLE"], "not available yet. Leave it out"),
-        (["--cuda-graph-bs", "1", "2", "4"], "--cuda-graph-bs 1 2 4 is not available yet"),
-        (["--attention-backend", "flashinfer"], "Use auto or torch"),
+        (["--attention-backend", "flashinfer"], "Use auto, triton or torch"),
         (["--tool-call-parser", "qwen"], "tool calls come as text"),
         (["--kt-enable-dynamic-expert-update"], "--kt-enable-dynamic-expert-update is not available yet"),
         (["--nnodes", "2"], "Use 1"),
-        (["--init-expert-location", "x.pt"], "not available yet"),
         (["--kt-weight-path", "/x"], "packed at start"),
     ],
 )
@@ -112,9 +108,9 @@ def test_missing_features_are_refused_with_what_works(argv: list[str], says: str
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--tp", "1"], ["--kt-num-gpu-experts", "0"], ["--kt-gpu-experts-ratio", "0"], ["--disable-cuda-graph"],
+        ["--tp", "1"], ["--attention-backend", "triton"],
         ["--trust-remote-code"], ["--enable-mixed-chunk"], ["--kt-threadpool-count", "1"], ["--nnodes", "1"],
-        ["--kt-expert-placement-strategy", "uniform"], ["--dist-init-addr", "a:1"], ["--attention-backend", "torch"],
+        ["--dist-init-addr", "a:1"], ["--attention-backend", "torch"],
         ["--kt-max-deferred-experts-per-token", "0"],
     ],
 )  # fmt: skip

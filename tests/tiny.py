@@ -45,6 +45,10 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         num_attention_heads=6, num_key_value_heads=3, head_dim=16, num_experts=7, moe_intermediate_size=36,
         intermediate_size=52, norm_topk_prob=False, tie_word_embeddings=True,
     )),
+    "qwen3_moe-gpu": ("qwen3_moe", settings(
+        num_attention_heads=8, num_key_value_heads=2, head_dim=32, num_experts=16, moe_intermediate_size=40,
+        intermediate_size=52, norm_topk_prob=True, mlp_only_layers=[1],
+    )),
     "glm4_moe": ("glm4_moe", settings(
         num_attention_heads=6, num_key_value_heads=2, head_dim=16, n_routed_experts=12, n_shared_experts=2,
         moe_intermediate_size=28, intermediate_size=60, first_k_dense_replace=1, n_group=4, topk_group=2,

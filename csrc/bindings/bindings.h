@@ -13,5 +13,6 @@ void bind_packed(nanobind::module_& m);   // packed.cc: MappedFile, packed bytes
 void bind_fit(nanobind::module_& m);      // fit.cc: fit_groups
 void bind_experts(nanobind::module_& m);  // experts.cc: ExpertLayer
 void bind_recording(nanobind::module_& m);
+void bind_mailbox(nanobind::module_& m);  // mailbox.cc: Mailbox
 
 }  // namespace tandem

@@ -3,6 +3,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+
 #include "bindings/bindings.h"
 #include "bindings/codes.h"
 #include "bindings/names.h"
@@ -53,6 +55,30 @@ void forward(ExpertLayer& self, nb::handle x, nb::handle ids, nb::handle weights
   perform(self, [&self, call] { self.forward(call); });
 }
 
+// (format, columns, depth, padded depth, panels, panel bytes, offset of the scales, bytes of a scale, group)
+nb::tuple layout_of(const WeightView& w) {
+  return nb::make_tuple(kFormatNames[int(w.format)], w.columns, w.depth, w.padded_depth, 2 * w.pairs, w.panel_bytes,
+                        w.scale_offset, int(bytes_of(w.scale_type)), w.group);
+}
+
+void check_expert(const ExpertLayer& self, int expert) {
+  if (expert < 0 || expert >= self.shape().experts)
+    throw KernelError("there is no expert " + std::to_string(expert) + " in this layer");
+}
+
+void load_packed(ExpertLayer& self, int expert, nb::handle bytes) {
+  check_expert(self, expert);
+  const TensorView from = view_of(bytes, "bytes", {Element::byte}, {self.bytes_per_expert()});
+  const nb::gil_scoped_release unlocked;
+  self.load_packed(expert, static_cast<const uint8_t*>(from.data));
+}
+
+void copy_packed(const ExpertLayer& self, int expert, nb::handle out) {
+  check_expert(self, expert);
+  const TensorView to = view_of(out, "out", {Element::byte}, {self.bytes_per_expert()}, true);
+  std::memcpy(to.data, self.packed(expert), size_t(self.bytes_per_expert()));
+}
+
 }  // namespace
 
 void bind_experts(nb::module_& m) {
@@ -66,6 +92,14 @@ void bind_experts(nb::module_& m) {
       .def("bytes", &ExpertLayer::bytes, nb::arg("first"), nb::arg("count"), "Of the experts [first, first + count).")
       .def("read_next", &ExpertLayer::read_next, nb::arg("upcoming"),
            "Weights that are read after this layer: idle workers fetch them.")
+      .def(
+          "layout",
+          [](const ExpertLayer& self) {
+            return nb::make_tuple(layout_of(self.gate_up_layout()), layout_of(self.down_layout()));
+          },
+          "Of gate_up and down, see layout_of in csrc/bindings/experts.cc.")
+      .def("load_packed", &load_packed, nb::arg("expert"), nb::arg("bytes"), "The inverse of copy_packed.")
+      .def("copy_packed", &copy_packed, nb::arg("expert"), nb::arg("out"), "The packed bytes of one expert.")
       .def_prop_ro("tier", [](const ExpertLayer& self) { return name_of(self.workspace().table().tier); })
       .def_prop_ro("bytes_per_expert", &ExpertLayer::bytes_per_expert);
 }

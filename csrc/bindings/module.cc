@@ -22,4 +22,5 @@ NB_MODULE(_core, m) {
   tandem::bind_experts(m);
   tandem::bind_packed(m);
   tandem::bind_recording(m);
+  tandem::bind_mailbox(m);
 }

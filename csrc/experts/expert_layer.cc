@@ -107,6 +107,12 @@ void ExpertLayer::adopt(std::shared_ptr<const MappedFile> file, int64_t offset, 
   loaded_.assign(loaded_.size(), true);
 }
 
+void ExpertLayer::load_packed(int expert, const uint8_t* bytes) {
+  const auto lock = workspace_->lock();
+  std::memcpy(memory_.data() + expert * expert_bytes_, bytes, size_t(expert_bytes_));
+  loaded_[size_t(expert)] = true;
+}
+
 void ExpertLayer::pack_biases(int expert, const ExpertSource& source) {
   const int64_t gate_up_length = gate_up_layout_.pairs * kPairColumns, down_length = down_layout_.pairs * kPairColumns;
   if (source.gate_bias || source.up_bias || source.down_bias) {
@@ -140,6 +146,11 @@ void ExpertLayer::forward(const ExpertCall& call) {
   }
 }
 
+// Nobody is routed here: a few zeros need no region of the pool.
+void ExpertLayer::leave_out(const ExpertCall& call) const {
+  if (!call.add) std::memset(call.out, 0, size_t(call.x.rows * shape_.hidden * bytes_of(call.out_type)));
+}
+
 void ExpertLayer::check_loaded() const {
   for (const RoutingPlan::Expert& expert : plan_.experts)
     if (!loaded_[size_t(expert.id)])
@@ -155,6 +166,7 @@ void ExpertLayer::run_chunk(const ExpertCall& call, int64_t first, int64_t token
   part.weights = call.weights + first * call.top_k;
   plan_.build(part.ids, part.weights, tokens, call.top_k, shape_.experts);
   check_loaded();
+  if (plan_.experts.empty()) return leave_out(part);
   workspace_->pool().announce(upcoming_);
   ExpertRun(*this, part).run();
 }

@@ -51,6 +51,13 @@ class ExpertLayer {
   // Weights that will be read after this layer: idle workers fetch them once it is computed.
   void read_next(std::vector<ByteRange> upcoming) { upcoming_ = std::move(upcoming); }
 
+  // The packed form, for whoever keeps or computes experts elsewhere: of an expert, first gate_up, then down.
+  const WeightView& gate_up_layout() const { return gate_up_layout_; }
+  const WeightView& down_layout() const { return down_layout_; }
+  const uint8_t* packed(int expert) const { return panels_ + expert * expert_bytes_; }
+  void load_packed(int expert, const uint8_t* bytes);  // bytes_per_expert() of them, as `packed` has them
+  int64_t experts_used() const { return int64_t(plan_.experts.size()); }  // by the last chunk of the last batch
+
   // Packs one expert on the pool. Throws std::out_of_range for an expert that does not exist.
   void load(int expert, const ExpertSource& source);
 
@@ -79,6 +86,7 @@ class ExpertLayer {
   void pack_biases(int expert, const ExpertSource& source);
   int64_t tokens_per_chunk(int64_t top_k) const;
   void check_loaded() const;
+  void leave_out(const ExpertCall& call) const;
   void run_chunk(const ExpertCall& call, int64_t first, int64_t tokens);
 
   friend class ExpertRun;

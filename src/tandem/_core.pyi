@@ -226,6 +226,15 @@ class ExpertLayer:
     def read_next(self, upcoming: Sequence[ByteRange]) -> None:
         """Weights that are read after this layer: idle workers fetch them."""
 
+    def layout(self) -> tuple:
+        """Of gate_up and down, see layout_of in csrc/bindings/experts.cc."""
+
+    def load_packed(self, expert: int, bytes: object) -> None:
+        """The inverse of copy_packed."""
+
+    def copy_packed(self, expert: int, out: object) -> None:
+        """The packed bytes of one expert."""
+
     @property
     def tier(self) -> str: ...
     @property
@@ -287,3 +296,27 @@ class Recording:
     def __len__(self) -> int: ...
     def run(self) -> None:
         """All operations again, in order."""
+
+class Mailbox:
+    """
+    The CPU's end of the hand-off from a CUDA stream, see csrc/experts/mailbox.h.
+    """
+
+    def __init__(self, memory: object, tokens: int, hidden: int, top_k: int) -> None: ...
+    def add(self, layer: ExpertLayer) -> int:
+        """Returns the number that posts call the layer by."""
+
+    def serve(self, posts: int, timeout_seconds: float) -> None:
+        """Answers the next posts; raises when none comes."""
+
+    @property
+    def posts(self) -> int: ...
+    @property
+    def experts_used(self) -> int:
+        """By all posts, each expert counted once per post."""
+
+    def reset(self) -> None:
+        """After a failure, when no kernel of the stream is running any more."""
+
+def mailbox_offsets(tokens: int, hidden: int, top_k: int) -> tuple:
+    """Bytes at which x, ids, weights and result begin, and the bytes in all."""

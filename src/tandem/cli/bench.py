@@ -18,6 +18,17 @@ bench = typer.Typer(
 )
 
 
+Synthetic = Annotated[
+    str | None,
+    typer.Option(help="on a GPU, with made-up weights: qwen3-30b-a3b, qwen3-235b-a22b, qwen3-512e"),
+]
+GpuShare = Annotated[
+    list[float] | None, typer.Option(min=0, max=1, help="of the experts, with --config [default: 0, 0.5, 1]")
+]
+Layers = Annotated[int | None, typer.Option(min=1, help="first layers only, with --config")]
+Context = Annotated[int, typer.Option(min=1, help="tokens of every sequence, with --config")]
+
+
 @bench.command()
 def kernels(
     shape: Annotated[
@@ -84,12 +95,23 @@ def decode(
     llama_cpp: Annotated[
         bool, typer.Option("--llama-cpp", help="llama-cpp-python on the dense base model beside ours")
     ] = False,
+    config: Synthetic = None,
+    gpu_share: GpuShare = None,
+    layers: Layers = None,
+    context: Context = 1024,
     out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
 ) -> None:
     """Measure decoding against the memory-bandwidth bound of the same run, and against other engines.
 
     Example: kt bench decode --transformers --out decode.json
     """
+    if config is not None:
+        from tandem.cli import bench_hybrid
+
+        shares = tuple(gpu_share or [0.0, 0.5, 1.0])
+        asked = (config, tuple(fmt or ["BF16"]), shares, tuple(batch or [1, 8]), layers, context)
+        bench_hybrid.run(bench_hybrid.Request(*asked, steps, repeats, threads, tier), out)
+        return
     from tandem.cli.bench_decode import Request, run
 
     request = Request(

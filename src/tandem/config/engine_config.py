@@ -26,7 +26,6 @@ STATS = "Expert statistics"
 _ALL_ON_CPU = "every expert is computed on the CPU"
 _LEAVE_OUT = "Leave it out"
 _NO_DRAFT = f"{_LEAVE_OUT}: each step decodes one token per sequence."
-_NO_CUDA_GRAPH = "the CPU engine has no CUDA graphs"
 _ONE_PROCESS = "Use 1: one engine process serves the model."
 
 
@@ -113,8 +112,9 @@ class EngineConfig:
         False, "Do not reuse the KV pages of equal prefixes.", group=MEMORY, essential=True
     )
     attention_backend: str = flag(
-        "auto", "Attention kernels: auto, torch.", group=MEMORY, later="Use auto or torch.",
-        neutral=["torch", "torch_native"], idle="attention always runs in Tandem's own CPU kernels",
+        "auto", "Attention kernels: auto, triton, torch.", group=MEMORY, later="Use auto, triton or torch.",
+        neutral=["torch", "torch_native", "triton"],
+        idle="attention always runs in Tandem's own kernels, on a GPU in Triton's",
     )  # fmt: skip
 
     # --- CPU experts
@@ -153,18 +153,23 @@ class EngineConfig:
         neutral=[0], idle="deferral is off",
     )  # fmt: skip
 
-    # --- GPU experts
+    # --- GPU
+    device: str = flag(
+        "auto",
+        "Where attention and dense layers run.",
+        group=GPU,
+        choices=["auto", "cuda", "cpu"],
+        essential=True,
+    )
     kt_num_gpu_experts: int | None = flag(
-        None, "GPU experts per MoE layer.", group=GPU, minimum=0, later=f"Use 0: {_ALL_ON_CPU}.",
-        neutral=[0], idle=_ALL_ON_CPU,
-    )  # fmt: skip
+        None, "GPU experts per MoE layer; default: what fits.", group=GPU, minimum=0, essential=True
+    )
     kt_gpu_experts_ratio: float | None = flag(
-        None, "Share of all experts on the GPU.", group=GPU, minimum=0.0, maximum=1.0,
-        later=f"Use 0: {_ALL_ON_CPU}.", neutral=[0.0], idle=_ALL_ON_CPU,
-    )  # fmt: skip
+        None, "Share of all experts on the GPU; beats the former.", group=GPU, minimum=0.0, maximum=1.0
+    )
     kt_expert_placement_strategy: str = flag(
         "uniform", "Which experts go to the GPU.", group=GPU,
-        choices=["uniform", "frequency", "front-loading", "random"], neutral=lambda _: True, idle=_ALL_ON_CPU,
+        choices=["uniform", "frequency", "front-loading", "random"],
     )  # fmt: skip
     kt_enable_dynamic_expert_update: bool = flag(
         False, "Placement follows the traffic.", group=GPU, later=f"{_LEAVE_OUT}: {_ALL_ON_CPU}."
@@ -196,19 +201,9 @@ class EngineConfig:
     )  # fmt: skip
 
     # --- CUDA
-    disable_cuda_graph: bool = flag(
-        False, "Run without CUDA graphs.", group=CUDA, neutral=[True], idle=_NO_CUDA_GRAPH
-    )
-    cuda_graph_bs: tuple[int, ...] | None = flag(
-        None, "Batch sizes to capture.", group=CUDA, minimum=1, later=f"{_LEAVE_OUT}: {_NO_CUDA_GRAPH}."
-    )
-    cuda_graph_max_bs: int | None = flag(
-        None,
-        "Largest batch size to capture.",
-        group=CUDA,
-        minimum=1,
-        later=f"{_LEAVE_OUT}: {_NO_CUDA_GRAPH}.",
-    )
+    disable_cuda_graph: bool = flag(False, "Run without CUDA graphs.", group=CUDA)
+    cuda_graph_bs: tuple[int, ...] | None = flag(None, "Batch sizes to capture.", group=CUDA, minimum=1)
+    cuda_graph_max_bs: int | None = flag(None, "Largest batch size to capture.", group=CUDA, minimum=1)
 
     # --- speculative decoding
     speculative_algorithm: str | None = flag(None, "EAGLE or NEXTN.", group=DRAFT, later=_NO_DRAFT)
@@ -225,9 +220,8 @@ class EngineConfig:
 
     # --- expert statistics
     init_expert_location: str = flag(
-        "trivial", "Activation statistics that place the experts.", group=STATS,
-        later=f"{_LEAVE_OUT}: {_ALL_ON_CPU}.", neutral=["trivial"], idle=_ALL_ON_CPU,
-    )  # fmt: skip
+        "trivial", "Activation statistics (.pt) that place the experts.", group=STATS
+    )
     expert_distribution_recorder_mode: str | None = flag(
         None, "Record expert activations.", group=STATS, later=f"{_LEAVE_OUT}: nothing is recorded.",
         choices=["stat", "stat_approx", "per_pass", "per_token"],
@@ -256,6 +250,10 @@ class EngineConfig:
         """From Python keywords, aliases included (`tp=1`, `kt_amx_method="INT4"`). Raises ConfigError."""
         given = flags.rename_keywords(FLAGS, keywords)
         return cls(model=str(model), **given, given=frozenset(given))
+
+    def given_flags(self, names: Sequence[str]) -> list[str]:
+        """Spellings of those of these fields that the user named or changed."""
+        return [f.spellings[0] for f in FLAGS if f.name in names and self._is_given(f)]
 
     def notices(self) -> list[str]:
         """One line per given flag that changes nothing; start-up prints them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import shutil
@@ -56,6 +57,7 @@ class Machine:
     available_memory: int  # what can be taken without swapping
     cpu_quota: float | None = None  # CPUs' worth of time of the control group; None: no limit
     gpus: tuple[Gpu, ...] = ()
+    gpu_missing: tuple[str, ...] = ()  # packages that a GPU needs and that are not installed
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -103,6 +105,7 @@ class Machine:
             available_memory=_least(available, limits.memory_free_bytes),
             cpu_quota=limits.cpu_quota,
             gpus=_gpus() if root == Path("/") else (),
+            gpu_missing=_missing_gpu_packages(),
         )
 
 
@@ -181,6 +184,21 @@ def _int_file(path: Path, default: int) -> int:
         return int(path.read_text())
     except (OSError, ValueError):
         return default
+
+
+def _missing_gpu_packages() -> tuple[str, ...]:
+    """Without importing any of them: torch takes seconds."""
+    missing = [name for name in ("triton", "cuda-core") if _version(name) is None]
+    if (_version("torch") or "+cpu").endswith("+cpu"):
+        missing.insert(0, "PyTorch built for CUDA")
+    return tuple(missing)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _gpus() -> tuple[Gpu, ...]:

@@ -77,7 +77,7 @@ class MemoryRequest:
 
 def size_memory(request: MemoryRequest) -> MemoryPlan:
     """Context length and KV tokens that fit. Raises ConfigError with the numbers when they do not."""
-    context, context_reason = _wanted_context(request)
+    context, context_reason = wanted_context(request)
     room = max(0, request.kv_room_bytes) // request.kv_bytes_per_token
     _check_fits(request, room, min(context, LEAST_CONTEXT))
     tokens, kv_reason = _kv_tokens(request, context, room)
@@ -88,7 +88,7 @@ def size_memory(request: MemoryRequest) -> MemoryPlan:
     return MemoryPlan(request.weight_bytes, request.budget_bytes, context, tokens, context_reason, kv_reason)
 
 
-def _wanted_context(request: MemoryRequest) -> tuple[int, str]:
+def wanted_context(request: MemoryRequest) -> tuple[int, str]:
     asked, limit = request.config.context_length, request.model.max_positions
     if asked is None:
         return limit, "the model's own limit"

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tandem.config.engine_config import EngineConfig
-from tandem.config.machine import Machine, cpu_list_text
+from tandem.config.gpu_plan import (
+    MAX_PATIENCE_SECONDS,
+    GpuPlan,
+    check_no_gpu_wishes,
+    expert_bytes,
+    graph_sizes,
+    size_gpu,
+    usable_gpu,
+)
+from tandem.config.machine import Gpu, Machine, cpu_list_text
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, size_memory
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
@@ -15,6 +24,7 @@ DEFAULT_RUNNING_REQUESTS = 64  # decoded together; more would only slow each oth
 DEFAULT_PREFILL_TOKENS = (
     512  # of one step: enough rows per expert for full speed, short enough for others' decode
 )
+GPU_PREFILL_TOKENS = 2048
 EXPERT_FORMATS = {"BF16": "bf16", "INT8": "int8", "INT4": "int4", "AMXINT8": "int8", "AMXINT4": "int4"}
 
 AMX_ROUNDING = (
@@ -54,6 +64,7 @@ class Plan:
     )
     decisions: tuple[Decision, ...] = field(default=())
     notices: tuple[str, ...] = field(default=())  # flags and keys that change nothing; start-up prints them
+    gpu: GpuPlan | None = None  # None: everything runs on the CPU
 
 
 def resolve(
@@ -64,14 +75,19 @@ def resolve(
     Raises ConfigError naming the flag when a wish cannot be met, with the numbers when the model does not fit.
     """
     log: list[Decision] = []
-    _log_device(machine, log)
+    gpu = _device(config, machine, log)
     dtype = _dtype(config, log)
-    dense_codes = _dense_codes(dtype, stored, log)
+    dense_codes = gpu is None and _dense_codes(dtype, stored, log)
     expert_format = _expert_format(config, dtype, stored, log if model.moe.layers else [])
     tier = _tier(config, machine, log)
     cpus = _cpus(config, machine, log)
     running = _running(config, log)
-    memory = size_memory(MemoryRequest(config, model, machine, dtype, expert_format, running, stored))
+    request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored)
+    gpu_plan = None
+    if gpu is None:
+        memory = size_memory(request)
+    else:
+        memory, gpu_plan = _on_gpu(request, gpu, log)
     num_pages = _pages(config, model, dtype, memory, log)
     return Plan(
         dtype=dtype,
@@ -82,12 +98,13 @@ def resolve(
         page_size=config.page_size,
         num_pages=num_pages,
         max_running_requests=running,
-        max_step_tokens=_step_tokens(config, memory.context_length, running, log),
+        max_step_tokens=_step_tokens(config, memory.context_length, running, gpu is not None, log),
         radix_cache=_radix(config, log),
         fuse_shared_experts=_fuse_shared(config, model, _alike(model, expert_format, dtype, stored), log),
         dense_codes=dense_codes,
         decisions=tuple(log),
-        notices=(*config.notices(), *_unread(model)),
+        notices=(*config.notices(), *_unread(model), *_idle_on_cpu(config, gpu)),
+        gpu=gpu_plan,
     )
 
 
@@ -100,9 +117,46 @@ def _unread(model: ModelConfig) -> list[str]:
     return [f"config.json: {key} is not understood and has no effect" for key in model.unread_keys]
 
 
-def _log_device(machine: Machine, log: list[Decision]) -> None:
-    reason = "GPUs are not used yet" if machine.gpus else "no GPU was found"
-    log.append(Decision("device", "cpu", reason))
+def _device(config: EngineConfig, machine: Machine, log: list[Decision]) -> Gpu | None:
+    gpu, reason = usable_gpu(config, machine)
+    if gpu is None:
+        check_no_gpu_wishes(config, reason)
+    log.append(Decision("device", "cpu" if gpu is None else "cuda", reason))
+    return gpu
+
+
+def _idle_on_cpu(config: EngineConfig, gpu: Gpu | None) -> list[str]:
+    if gpu is not None:
+        return []
+    graphs = config.given_flags(("disable_cuda_graph", "cuda_graph_bs", "cuda_graph_max_bs"))
+    names = (
+        "kt_num_gpu_experts", "kt_gpu_experts_ratio", "kt_expert_placement_strategy", "init_expert_location"
+    )  # fmt: skip
+    experts = config.given_flags(names)
+    lines = [f"{flag} changes nothing: the CPU engine has no CUDA graphs" for flag in graphs]
+    return lines + [f"{flag} changes nothing: every expert is computed on the CPU" for flag in experts]
+
+
+def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[MemoryPlan, GpuPlan]:
+    config, model = request.config, request.model
+    m = size_gpu(request, gpu)
+    everyone = model.moe.router.num_experts * len(model.moe.layers)
+    log.append(Decision("GPU experts", f"{m.experts} of {everyone}", m.expert_reason))
+    if 0 < m.experts < everyone:
+        log.append(
+            Decision("placement", config.kt_expert_placement_strategy, "--kt-expert-placement-strategy")
+        )
+    sizes, why = graph_sizes(config, request.max_running_requests), "decode steps are replayed whole"
+    if m.experts < everyone and "cuda-core" in request.machine.gpu_missing:
+        sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
+    why = "--disable-cuda-graph" if config.disable_cuda_graph else why
+    log.append(Decision("CUDA graphs", ", ".join(map(str, sizes)) or "off", why))
+    on_gpu = m.dense_bytes + m.experts * expert_bytes(request)
+    memory = MemoryPlan(on_gpu, m.budget_bytes, m.context_length, m.kv_tokens, m.context_reason, m.kv_reason)
+    statistics = None if config.init_expert_location == "trivial" else config.init_expert_location
+    patience = min(MAX_PATIENCE_SECONDS, config.watchdog_timeout / 3)
+    strategy = config.kt_expert_placement_strategy
+    return memory, GpuPlan(gpu.name, m.experts, strategy, statistics, sizes, patience)
 
 
 def _dtype(config: EngineConfig, log: list[Decision]) -> str:
@@ -242,9 +296,9 @@ def _pages(
     return pages
 
 
-def _step_tokens(config: EngineConfig, context: int, running: int, log: list[Decision]) -> int:
+def _step_tokens(config: EngineConfig, context: int, running: int, on_gpu: bool, log: list[Decision]) -> int:
     chunk, reason = (
-        DEFAULT_PREFILL_TOKENS,
+        GPU_PREFILL_TOKENS if on_gpu else DEFAULT_PREFILL_TOKENS,
         "default; longer prompts are cut into chunks, so that others go on",
     )
     if config.chunked_prefill_size is not None:

@@ -6,10 +6,12 @@ import logging
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from tandem.config import EngineConfig
 from tandem.engine.answer import Answer
 from tandem.engine.counters import Counters
+from tandem.engine.gpu_runner import GpuRunner, GraphPlan
 from tandem.engine.kv_cache import KVCache, allocate_layers
 from tandem.engine.limits import answer_limit, check_prompt_ids, validate
 from tandem.engine.logprobs import score_prompt
@@ -24,6 +26,32 @@ from tandem.errors import RequestError
 _log = logging.getLogger(__name__)
 
 _BAD_LOGITS = "the model returned NaN or infinite logits for this request"
+
+
+def _kv_pages(parts: EngineParts) -> list[tuple[Tensor, Tensor]]:
+    plan, layout = parts.plan, parts.model.kv_layout
+    dtype: torch.dtype = getattr(torch, plan.dtype)
+    if parts.handoff is None:
+        sizes = layout.layers, plan.num_pages, plan.page_size, layout.kv_heads, layout.head_dim
+        return allocate_layers(*sizes, dtype)
+    shape, device = (plan.num_pages, plan.page_size, layout.kv_heads, layout.head_dim), parts.handoff.device
+    return [
+        (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        for _ in range(layout.layers)
+    ]
+
+
+def _runner(parts: EngineParts, layers: list[tuple[Tensor, Tensor]]) -> ModelRunner | GpuRunner:
+    plan = parts.plan
+    if parts.handoff is None or plan.gpu is None:
+        return ModelRunner(
+            parts.model, layers, page_size=plan.page_size, max_step_tokens=plan.max_step_tokens
+        )
+    graphs = GraphPlan(plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size))
+    return GpuRunner(
+        parts.model, layers, parts.handoff, graphs,
+        page_size=plan.page_size, max_step_tokens=plan.max_step_tokens,
+    )  # fmt: skip
 
 
 class Engine:
@@ -46,18 +74,12 @@ class Engine:
         self.plan, self.model_config, self.tokenizer = plan, parts.model_config, parts.tokenizer
         self._workers = parts.workers
         self._eos_ids = frozenset((*parts.model_config.eos_ids, *parts.tokenizer.eos_ids))
-        layout = parts.model.kv_layout
-        dtype: torch.dtype = getattr(torch, plan.dtype)
-        layers = allocate_layers(
-            layout.layers, plan.num_pages, plan.page_size, layout.kv_heads, layout.head_dim, dtype
-        )
+        layers = _kv_pages(parts)
         self._kv = KVCache(layers, plan.num_pages, plan.page_size, prefix_cache=plan.radix_cache)
         self._scheduler = Scheduler(
             self._kv, max_step_tokens=plan.max_step_tokens, max_running=plan.max_running_requests
         )
-        self._runner = ModelRunner(
-            parts.model, layers, page_size=plan.page_size, max_step_tokens=plan.max_step_tokens
-        )
+        self._runner = _runner(parts, layers)
         self._answers: dict[str, list[Answer]] = {}
         self._notices: list[TokenOutput] = []  # outputs that no step made: aborts
         self._arrivals = 0

@@ -37,8 +37,14 @@ def load_parts(
     tokenizer = Tokenizer.load(directory)
     workers = WorkerPool(list(plan.cpus))
     ops = CpuOps(workers, plan.tier)
-    model = models.build(model_config, plan, checkpoint, ops, progress)
-    return EngineParts(plan, model_config, model, tokenizer, workers)
+    if plan.gpu is None:
+        model = models.build(model_config, plan, checkpoint, ops, progress)
+        return EngineParts(plan, model_config, model, tokenizer, workers)
+    from tandem.engine.gpu_side import gpu_side  # Triton is there only where a GPU is
+
+    gpu = gpu_side(plan, model_config, ops)
+    model = models.build(model_config, plan, checkpoint, gpu.ops, progress, gpu.store)
+    return EngineParts(plan, model_config, model, tokenizer, workers, gpu.handoff)
 
 
 def use_one_torch_thread() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from tandem.config import ModelConfig, Plan
 from tandem.engine.runner import KVModel
 from tandem.engine.tokenizer import Tokenizer
+from tandem.experts.handoff import Handoff
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +20,4 @@ class EngineParts:
     model: KVModel
     tokenizer: Tokenizer
     workers: Any = None  # the WorkerPool, kept alive as long as the engine
+    handoff: Handoff | None = None  # between a GPU and the experts in CPU memory; None: no GPU

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -12,6 +13,34 @@ from tandem.kernels.ops import ExpertLayer, Routing, SureRead
 
 ExpertMatrices = tuple[Weight, Weight, Weight]
 """gate and up [width, hidden], down [hidden, width]."""
+
+
+class Experts(Protocol):
+    """A layer's experts, wherever they live."""
+
+    def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
+        """Packs experts 0 ... count - 1, one after the other: never more than one unpacked expert is held."""
+        ...
+
+    def sure_read(self, experts: int) -> SureRead:
+        """The last `experts` of the layer, which every token chooses."""
+        ...
+
+    def submit(self, x: Tensor, routing: Routing) -> Any:
+        """x [T, hidden], routing [T, k] -> a ticket for `wait`."""
+        ...
+
+    def wait(self, ticket: Any) -> Tensor:
+        """sum over k of weight * expert(x), [T, hidden]."""
+        ...
+
+
+class ExpertStore(Protocol):
+    """Decides where each routed expert lives."""
+
+    def layer(self, index: int, count: int, width: int, fmt: str) -> Experts:
+        """The experts of the index-th MoE layer; ids beyond the routed ones are shared experts."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,9 @@ from tandem.kernels.packed_file import PackedFile, Section
 
 __all__ = ["PackedExperts", "PackedMatrix", "WeightCodes", "WorkerPool", "Workspace"]
 
+PanelLayout = tuple[str, int, int, int, int, int, int, int, int]
+"""format, columns, depth, padded depth, panels, panel bytes, offset of the scales, bytes of a scale, group."""
+
 DEFAULT_GROUP = 32  # weights along K that share one scale in int8 and int4
 
 
@@ -252,10 +255,30 @@ class PackedExperts:
         """What idle workers fetch while and after this layer is computed."""
         self._core.read_next(upcoming)
 
+    def load_packed(self, expert: int, packed: Tensor) -> None:
+        """The inverse of `packed`."""
+        self._core.load_packed(expert, packed)
+
+    @property
+    def core(self) -> _core.ExpertLayer:
+        """The layer in the C++ core."""
+        return self._core
+
     @property
     def tier(self) -> str:
         """The tier whose kernels this layer runs on."""
         return self._core.tier
+
+    def layout(self) -> tuple[PanelLayout, PanelLayout]:
+        """Of the packed gate_up, whose panels alternate 16 rows of gate and 16 of up, and of the down that follows."""
+        gate_up, down = self._core.layout()
+        return gate_up, down
+
+    def packed(self, expert: int) -> Tensor:
+        """A copy of one expert's packed bytes, uint8 [bytes_per_expert]."""
+        out = torch.empty(self.bytes_per_expert, dtype=torch.uint8)
+        self._core.copy_packed(expert, out)
+        return out
 
     @property
     def bytes_per_expert(self) -> int:

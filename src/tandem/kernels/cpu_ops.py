@@ -16,7 +16,7 @@ from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.kernels.cpu import PackedExperts, PackedMatrix
-from tandem.kernels.ops import BatchLayout, Recorded, Rope, Routing, Step, SureRead
+from tandem.kernels.ops import BatchLayout, Lookup, Recorded, Rope, Routing, Step, SureRead
 from tandem.kernels.recorded import OnlyAllocations, RecordedStep
 
 
@@ -42,6 +42,12 @@ class CpuOps:
         self._batch: BatchLayout | None = None
         self._pages = (0, 0)  # their number, and rows of one
         self._view: _core.BatchView
+
+    def resident(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def lookup(self, find: Lookup, rows: int) -> Lookup:
+        return find
 
     def linear(self, weight: Weight, bias: Tensor | None = None, fmt: str = "bf16") -> PackedMatrix:
         if isinstance(weight, WeightCodes):

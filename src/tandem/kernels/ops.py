@@ -89,6 +89,8 @@ class ExpertLayer(Protocol):
         ...
 
 
+Lookup = Callable[[Tensor], Tensor]  # ids [T] -> rows [T, columns] of a table
+
 Step = Callable[[Tensor, Any], Tensor]  # of an input and its batch
 
 
@@ -109,6 +111,14 @@ class SureRead(NamedTuple):
 
 class Ops(Protocol):
     """The operations a model is written in. Shapes: T rows, H = heads, G = kv_heads, D = head_dim."""
+
+    def resident(self, tensor: Tensor) -> Tensor:
+        """The tensor where the operations read it: the GPU's memory, or as it is."""
+        ...
+
+    def lookup(self, find: Lookup, rows: int) -> Lookup:
+        """`find` for ids where the operations are: a mapped file's rows as they are, or all `rows` in GPU memory."""
+        ...
 
     def linear(self, weight: Weight, bias: Tensor | None = None, fmt: str = "bf16") -> Linear:
         """Packs weight [N, K] once: numbers as "bf16" | "f32" | "int8" | "int4", codes as they are. It is not kept."""

@@ -16,7 +16,7 @@ from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.reference import decoded, dequantised
-from tandem.kernels.ops import BatchLayout, Recorded, Rope, Routing, Step, SureRead
+from tandem.kernels.ops import BatchLayout, Lookup, Recorded, Rope, Routing, Step, SureRead
 
 
 def round_to_format(weight: Weight, fmt: str) -> Tensor:
@@ -83,6 +83,12 @@ class TorchExperts:
 
 class TorchOps:
     """`Ops` in plain torch, any float dtype."""
+
+    def resident(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def lookup(self, find: Lookup, rows: int) -> Lookup:
+        return find
 
     def linear(self, weight: Weight, bias: Tensor | None = None, fmt: str = "bf16") -> TorchLinear:
         return TorchLinear(weight, bias, fmt)
@@ -169,7 +175,9 @@ class TorchOps:
             weights = weights / (weights.sum(-1, keepdim=True) + router.epsilon)
         ids, weights = ids.int(), weights * router.scale
         if shared:
-            always = torch.arange(router.num_experts, router.num_experts + shared, dtype=torch.int32)
+            always = torch.arange(
+                router.num_experts, router.num_experts + shared, dtype=torch.int32, device=ids.device
+            )
             ids = torch.cat((ids, always.expand(len(ids), shared)), dim=1)
             weights = torch.cat((weights, weights.new_ones(len(ids), shared)), dim=1)
         return Routing(ids, weights)

@@ -11,7 +11,7 @@ from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.config.model_config import STORED
 from tandem.errors import CheckpointError, KernelError
-from tandem.experts import CpuExperts, ExpertMatrices
+from tandem.experts import CpuExperts, ExpertMatrices, Experts, ExpertStore
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import numbers, stacked, weight_bytes
 from tandem.kernels.ops import Linear, Ops, Rope
@@ -30,14 +30,18 @@ class Builder:
         checkpoint: Checkpoint,
         ops: Ops,
         progress: Progress | None = None,
+        store: ExpertStore | None = None,
     ) -> None:
+        """store: where routed experts live; None: all of them where `ops` computes."""
         self.config, self.plan, self.checkpoint, self.ops = config, plan, checkpoint, ops
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
         self.dense_format = "f32" if self.dtype == torch.float32 else "bf16"
         self.mlp_format = (
             STORED if plan.dense_codes else self.dense_format
         )  # of dense MLPs and shared experts
-        self.rope = rope_table(config, plan.context_length)
+        table = rope_table(config, plan.context_length)
+        self.rope = Rope(ops.resident(table.cos), ops.resident(table.sin))
+        self._store = store
         self._report = progress or (lambda _name, _done, _total: None)
         self._done, self._total = 0, checkpoint.nbytes()
         checkpoint.read_ahead(0)
@@ -45,15 +49,15 @@ class Builder:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A small tensor (norm weight, bias), copied in the activations' dtype."""
-        return self._get(name, *shape).to(self.dtype, copy=True)
+        return self.ops.resident(self._get(name, *shape).to(self.dtype, copy=True))
 
     def float_tensor(self, name: str, *shape: int) -> Tensor:
         """A small tensor, copied in float32."""
-        return self._get(name, *shape).to(torch.float32, copy=True)
+        return self.ops.resident(self._get(name, *shape).to(torch.float32, copy=True))
 
     def lookup(self, name: str, rows: int, columns: int) -> Callable[[Tensor], Tensor]:
-        """Ids [T] → rows [T, columns] of a matrix that stays in the mapped file."""
-        return self.checkpoint.lookup(name, (rows, columns))
+        """Ids [T] → rows [T, columns] of a matrix that stays in the mapped file, or where `ops` computes."""
+        return self.ops.lookup(self.checkpoint.lookup(name, (rows, columns)), rows)
 
     def linear(self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool = False) -> Linear:
         """The modules `names` (without `.weight`), stacked along their output rows, as one packed matrix; side by side
@@ -73,12 +77,26 @@ class Builder:
         """A matrix that is multiplied in float32 whatever the activations' dtype is (router gates)."""
         return self.ops.linear(numbers(self._weight(name, rows, columns)).float(), None, "f32")
 
+    def mlp(self, width: int, matrices: Callable[[int], ExpertMatrices]) -> Experts:
+        """A dense MLP: a layer of one expert, which lives where `ops` computes."""
+        experts = CpuExperts(self.ops.experts(1, self.config.hidden, width, self.dense_format))
+        return self._loaded(experts, 1, self.mlp_format, matrices)
+
     def experts(
-        self, count: int, width: int, fmt: str, matrices: Callable[[int], ExpertMatrices]
-    ) -> CpuExperts:
-        """A layer of `count` experts, packed from `matrices(expert)`. fmt "stored": codes as they are stored."""
+        self, layer: int, count: int, width: int, fmt: str, matrices: Callable[[int], ExpertMatrices]
+    ) -> Experts:
+        """`count` experts of decoder layer `layer`, packed from `matrices(expert)`. fmt "stored": codes as they are
+        stored."""
         plain = self.dense_format if fmt == STORED else fmt
-        experts = CpuExperts(self.ops.experts(count, self.config.hidden, width, plain, "silu"))
+        if self._store is None:
+            experts: Experts = CpuExperts(self.ops.experts(count, self.config.hidden, width, plain, "silu"))
+        else:
+            experts = self._store.layer(self.config.moe.layers.index(layer), count, width, plain)
+        return self._loaded(experts, count, fmt, matrices)
+
+    def _loaded(
+        self, experts: Experts, count: int, fmt: str, matrices: Callable[[int], ExpertMatrices]
+    ) -> Experts:
         try:
             experts.load(count, lambda expert: self._packable(matrices(expert), as_codes=fmt == STORED))
         except KernelError as error:

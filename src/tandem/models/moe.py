@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.experts import CpuExperts, ExpertMatrices
+from tandem.experts import ExpertMatrices, Experts
 from tandem.formats.cut import columns_of, rows_of
 from tandem.kernels.ops import Linear, Routing, SureRead
 from tandem.models.builder import Builder
 from tandem.models.names import MoENames, mlp_matrices
+
+
+KEPT_ROWS = 256  # more than any recorded step or CUDA graph has
 
 
 class DenseMLP:
@@ -19,22 +22,24 @@ class DenseMLP:
         def matrices(_expert: int) -> ExpertMatrices:
             return mlp_matrices(b.checkpoint, prefix, b.config.hidden, width)
 
-        self.experts = b.experts(1, width, b.mlp_format, matrices)
-        self._everyone = _everyone(64)
+        self.experts = b.mlp(width, matrices)
+        self._everyone = _everyone(KEPT_ROWS, torch.device("cpu"))
 
     def reads(self) -> list[SureRead]:
         return [self.experts.sure_read(1)]
 
     def __call__(self, x: Tensor) -> Tensor:
-        if len(x) > len(self._everyone.ids):
-            self._everyone = _everyone(len(x))
-        everyone = Routing(self._everyone.ids[: len(x)], self._everyone.weights[: len(x)])
+        if x.device != self._everyone.ids.device:
+            self._everyone = _everyone(KEPT_ROWS, x.device)
+        # The kept ones are never replaced: recorded steps and CUDA graphs go on reading them.
+        all_rows = self._everyone if len(x) <= KEPT_ROWS else _everyone(len(x), x.device)
+        everyone = Routing(all_rows.ids[: len(x)], all_rows.weights[: len(x)])
         return self.experts.wait(self.experts.submit(x, everyone))
 
 
-def _everyone(rows: int) -> Routing:
+def _everyone(rows: int, device: torch.device) -> Routing:
     """All rows choose expert 0."""
-    return Routing(torch.zeros(rows, 1, dtype=torch.int32), torch.ones(rows, 1))
+    return Routing(torch.zeros(rows, 1, dtype=torch.int32, device=device), torch.ones(rows, 1, device=device))
 
 
 class MoEBlock:
@@ -53,7 +58,7 @@ class MoEBlock:
         if self.router.has_bias:
             bias = f"{layer}{names.router}.e_score_correction_bias"
             self.bias = b.float_tensor(bias, self.router.num_experts)
-        self.experts = _experts(b, layer, names, self.fused)
+        self.experts = _experts(b, index, names, self.fused)
         self.shared, self.shared_gate = None, None
         if moe.shared_width and not self.fused:
             self.shared = DenseMLP(b, layer + names.shared, moe.shared_width)
@@ -87,8 +92,9 @@ def _router_gate(b: Builder, name: str) -> Linear:
     return b.linear([name], [experts], hidden)
 
 
-def _experts(b: Builder, layer: str, names: MoENames, fused: int) -> CpuExperts:
+def _experts(b: Builder, index: int, names: MoENames, fused: int) -> Experts:
     """The routed experts, followed by the `fused` ones that the shared expert is cut into."""
+    layer = f"model.layers.{index}."
     moe, hidden, routed = b.config.moe, b.config.hidden, b.config.moe.router.num_experts
 
     def matrices(expert: int) -> ExpertMatrices:
@@ -98,4 +104,4 @@ def _experts(b: Builder, layer: str, names: MoENames, fused: int) -> CpuExperts:
         cut = slice((expert - routed) * moe.width, (expert - routed + 1) * moe.width)
         return rows_of(gate, cut), rows_of(up, cut), columns_of(down, cut)
 
-    return b.experts(routed + fused, moe.width, b.plan.expert_format, matrices)
+    return b.experts(index, routed + fused, moe.width, b.plan.expert_format, matrices)

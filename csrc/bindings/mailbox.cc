@@ -1,0 +1,46 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+
+#include "bindings/bindings.h"
+#include "bindings/tensor.h"
+#include "experts/mailbox.h"
+
+namespace nb = nanobind;
+
+namespace tandem {
+namespace {
+
+MailboxShape shape_of(int64_t tokens, int64_t hidden, int64_t top_k) {
+  if (tokens < 1 || hidden < 1 || top_k < 1) throw KernelError("a mailbox needs tokens, hidden and top_k >= 1");
+  return {tokens, hidden, top_k};
+}
+
+void make_mailbox(Mailbox* self, nb::handle memory, int64_t tokens, int64_t hidden, int64_t top_k) {
+  const MailboxShape shape = shape_of(tokens, hidden, top_k);
+  const TensorView view = view_of(memory, "memory", {Element::byte}, {mailbox_offsets(shape).bytes}, true);
+  if (reinterpret_cast<uintptr_t>(view.data) % 128 != 0) throw KernelError("memory is not aligned to 128 bytes");
+  new (self) Mailbox(static_cast<uint8_t*>(view.data), shape);
+}
+
+nb::tuple offsets(int64_t tokens, int64_t hidden, int64_t top_k) {
+  const MailboxOffsets at = mailbox_offsets(shape_of(tokens, hidden, top_k));
+  return nb::make_tuple(at.x, at.ids, at.weights, at.result, at.bytes);
+}
+
+}  // namespace
+
+void bind_mailbox(nb::module_& m) {
+  nb::class_<Mailbox>(m, "Mailbox", "The CPU's end of the hand-off from a CUDA stream, see csrc/experts/mailbox.h.")
+      .def("__init__", &make_mailbox, nb::arg("memory"), nb::arg("tokens"), nb::arg("hidden"), nb::arg("top_k"),
+           nb::keep_alive<1, 2>())
+      .def("add", &Mailbox::add, nb::arg("layer"), "Returns the number that posts call the layer by.")
+      .def("serve", &Mailbox::serve, nb::arg("posts"), nb::arg("timeout_seconds"),
+           nb::call_guard<nb::gil_scoped_release>(), "Answers the next posts; raises when none comes.")
+      .def_prop_ro("posts", &Mailbox::posts)
+      .def_prop_ro("experts_used", &Mailbox::experts_used, "By all posts, each expert counted once per post.")
+      .def("reset", &Mailbox::reset, "After a failure, when no kernel of the stream is running any more.");
+  m.def("mailbox_offsets", &offsets, nb::arg("tokens"), nb::arg("hidden"), nb::arg("top_k"),
+        "Bytes at which x, ids, weights and result begin, and the bytes in all.");
+}
+
+}  // namespace tandem

@@ -1,0 +1,104 @@
+#include "experts/mailbox.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace tandem {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+enum Word { kPosted = 0, kLayer = 1, kTokens = 2, kDone = 32, kFailed = 64, kGaveUp = 96 };
+constexpr int64_t kHeaderBytes = 512;
+constexpr int kPollsPerClock = 64;
+
+int64_t aligned(int64_t bytes) { return (bytes + 127) / 128 * 128; }
+
+std::atomic_ref<uint32_t> word(uint8_t* memory, Word index) {
+  return std::atomic_ref<uint32_t>(reinterpret_cast<uint32_t*>(memory)[index]);
+}
+
+inline void cpu_pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+}  // namespace
+
+MailboxOffsets mailbox_offsets(const MailboxShape& s) {
+  MailboxOffsets at;
+  at.x = kHeaderBytes;
+  at.ids = at.x + aligned(s.tokens * s.hidden * 2);
+  at.weights = at.ids + aligned(s.tokens * s.top_k * 4);
+  at.result = at.weights + aligned(s.tokens * s.top_k * 4);
+  at.bytes = at.result + aligned(s.tokens * s.hidden * 4);
+  return at;
+}
+
+Mailbox::Mailbox(uint8_t* memory, const MailboxShape& shape)
+    : memory_(memory), shape_(shape), at_(mailbox_offsets(shape)) {}
+
+int Mailbox::add(std::shared_ptr<ExpertLayer> layer) {
+  if (layer->shape().hidden != shape_.hidden)
+    throw std::invalid_argument("the layer's hidden size is " + std::to_string(layer->shape().hidden) +
+                                ", the mailbox's " + std::to_string(shape_.hidden));
+  layers_.push_back(std::move(layer));
+  return int(layers_.size()) - 1;
+}
+
+void Mailbox::serve(int64_t posts, double timeout_seconds) {
+  try {
+    for (int64_t i = 0; i < posts; ++i) {
+      wait_for(answered_ + 1, timeout_seconds);
+      answer();
+      word(memory_, kDone).store(++answered_, std::memory_order_release);
+    }
+  } catch (...) {
+    word(memory_, kFailed).store(1, std::memory_order_release);
+    throw;
+  }
+}
+
+void Mailbox::wait_for(uint32_t number, double timeout_seconds) {
+  Clock::time_point give_up{};
+  for (;;) {
+    for (int i = 0; i < kPollsPerClock; ++i) {
+      if (word(memory_, kPosted).load(std::memory_order_acquire) == number) return;
+      cpu_pause();
+    }
+    if (word(memory_, kGaveUp).load(std::memory_order_acquire))
+      throw std::runtime_error("the GPU waited too long for the CPU's experts and has given up");
+    const auto now = Clock::now();
+    if (give_up == Clock::time_point{}) give_up = now + std::chrono::microseconds(int64_t(timeout_seconds * 1e6));
+    if (now >= give_up)
+      throw std::runtime_error("the GPU asked for no experts for " + std::to_string(timeout_seconds) + " s");
+  }
+}
+
+void Mailbox::answer() {
+  const uint32_t layer = word(memory_, kLayer).load(std::memory_order_relaxed);
+  const uint32_t tokens = word(memory_, kTokens).load(std::memory_order_relaxed);
+  if (layer >= layers_.size() || int64_t(tokens) > shape_.tokens)
+    throw std::runtime_error("the GPU asked for layer " + std::to_string(layer) + " with " + std::to_string(tokens) +
+                             " tokens, which do not exist");
+  layers_[layer]->forward({{memory_ + at_.x, DType::bf16, int64_t(tokens), shape_.hidden},
+                           reinterpret_cast<const int32_t*>(memory_ + at_.ids),
+                           reinterpret_cast<const float*>(memory_ + at_.weights),
+                           shape_.top_k,
+                           memory_ + at_.result,
+                           DType::f32,
+                           false});
+  ++posts_;
+  experts_ += layers_[layer]->experts_used();
+}
+
+void Mailbox::reset() {
+  std::memset(memory_, 0, kHeaderBytes);
+  answered_ = 0;
+}
+
+}  // namespace tandem

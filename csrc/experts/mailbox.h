@@ -1,0 +1,65 @@
+// The CPU's end of a hand-off from a CUDA stream: a kernel of the stream posts a layer's tokens into memory that both
+// see and raises a number; here somebody polls for it, runs the layer, and answers with the same number, which another
+// kernel of the stream waits for. Neither side enters the driver, so it costs microseconds, inside CUDA graphs too.
+//
+//   words (32 bits)   0 posted, 1 layer, 2 tokens    written by the GPU; `posted` last
+//                     32 done                        written by the CPU
+//                     64 failed                      written by the CPU: no answer will come
+//                     96 gave_up                     written by the GPU: it waits no longer
+//   from byte 512     x [tokens, hidden] bf16, ids [tokens, top_k] i32, weights f32, result [tokens, hidden] f32,
+//                     each aligned to 128 bytes
+//
+// One post is under way at a time. Numbers count from 1 since the last reset, on both sides.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "experts/expert_layer.h"
+
+namespace tandem {
+
+struct MailboxShape {
+  int64_t tokens;  // at most, of one post
+  int64_t hidden;
+  int64_t top_k;
+};
+
+struct MailboxOffsets {
+  int64_t x, ids, weights, result, bytes;
+};
+
+MailboxOffsets mailbox_offsets(const MailboxShape& shape);
+
+class Mailbox {
+ public:
+  // memory: mailbox_offsets(shape).bytes, zeroed, aligned to 128 bytes, outlives this.
+  Mailbox(uint8_t* memory, const MailboxShape& shape);
+
+  // Returns the number that posts call the layer by.
+  int add(std::shared_ptr<ExpertLayer> layer);
+
+  // Answers the next `posts` posts. Throws std::runtime_error when none comes for `timeout_seconds` or the GPU has
+  // given up, and whatever a layer throws; then the GPU is told not to wait, and only `reset` makes this usable again.
+  void serve(int64_t posts, double timeout_seconds);
+
+  int64_t posts() const { return posts_; }           // answered since this was made
+  int64_t experts_used() const { return experts_; }  // by those, each counted once per post
+
+  // After a failure, when no kernel of the stream is running any more.
+  void reset();
+
+ private:
+  void wait_for(uint32_t number, double timeout_seconds);
+  void answer();
+
+  uint8_t* memory_;
+  MailboxShape shape_;
+  MailboxOffsets at_;
+  std::vector<std::shared_ptr<ExpertLayer>> layers_;
+  uint32_t answered_ = 0;
+  int64_t posts_ = 0, experts_ = 0;
+};
+
+}  // namespace tandem

@@ -1,0 +1,271 @@
+"""`kt bench decode --config`: decoding on a GPU with a share of the experts on it, beside what the hardware allows.
+
+A step is what the engine does for `batch` sequences at a given context: inputs to the GPU, the model, logits back, the
+most likely token of each. Its bound: the GPU's own step without routed experts, measured in the same run, plus the
+distinct experts' bytes that the step read from CPU memory ÷ DRAM bandwidth measured in the same run, plus those read
+from GPU memory ÷ its bandwidth (a large device-to-device copy). Experts on both sides are read at the same time, so the
+longer of the two counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tandem import _core, models
+from tandem.cli.bench_kernels import commit
+from tandem.cli.synthetic import SyntheticCheckpoint, SyntheticStore, named_config
+from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
+from tandem.engine.gpu_runner import GpuRunner, GraphPlan
+from tandem.engine.gpu_side import GpuSide, gpu_side
+from tandem.engine.loader import use_one_torch_thread
+from tandem.errors import ConfigError
+from tandem.kernels.ceilings import measure_read_gbps
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.ops import Routing
+from tandem.models import ForwardBatch
+
+WARM_STEPS = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What the flags asked for; context: tokens that every sequence has."""
+
+    config: str
+    formats: tuple[str, ...]
+    shares: tuple[float, ...]
+    batches: tuple[int, ...]
+    layers: int | None
+    context: int
+    steps: int
+    repeats: int
+    threads: int | None
+    tier: str = "auto"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Built:
+    """A model on the GPU with `share` of its experts, ready to decode."""
+
+    plan: Plan
+    config: ModelConfig
+    side: GpuSide
+    runner: GpuRunner
+    workers: _core.WorkerPool
+
+
+def run(request: Request, out: Path | None) -> None:
+    use_one_torch_thread()
+    if not Machine.detect().gpus:
+        raise ConfigError("--config measures a GPU, and there is none; without one: kt bench decode MODEL")
+    console, rows = Console(), []
+    for row in measure(request):
+        rows.append(row | _where(request))
+        console.print(json.dumps(row), highlight=False, soft_wrap=True)
+    console.print(table(rows))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(rows, indent=1) + "\n")
+        console.print(f"Written to {out}")
+
+
+def measure(request: Request) -> Iterator[dict[str, Any]]:
+    gpu_gbps = gpu_copy_gbps()
+    empty = build(request, request.formats[0], 0.0, empty=True)
+    yield {"bench": "handoff", "us": round(handoff_us(empty), 2), "layers": 48}
+    alone = {}
+    for batch in request.batches:
+        alone[batch] = step_seconds(empty, batch, request)
+        yield {"bench": "gpu_step", **_shape(request, batch), "ms": round(alone[batch] * 1e3, 3)}
+    del empty
+    for fmt in request.formats:
+        for share in request.shares:
+            yield from _decode_rows(request, fmt, share, alone, gpu_gbps)
+
+
+def _decode_rows(
+    request: Request, fmt: str, share: float, alone: dict[int, float], gpu_gbps: float
+) -> Iterator[dict[str, Any]]:
+    built = build(request, fmt, share)
+    for batch in request.batches:
+        dram = measure_read_gbps(built.workers, built.plan.tier)
+        before = built.side.handoff.used()
+        seconds = step_seconds(built, batch, request)
+        after = built.side.handoff.used()
+        used = _cpu_experts_per_step(built, before, after)
+        bound = alone[batch] + max(
+            _cpu_seconds(built, used, dram), _gpu_seconds(built, batch, used, gpu_gbps)
+        )
+        yield {
+            "bench": "decode", **_shape(request, batch), "format": built.plan.expert_format, "gpu_share": share,
+            "tok_s": round(batch / seconds, 2), "step_ms": round(seconds * 1e3, 3),
+            "bound_tok_s": round(batch / bound, 2), "share": round(bound / seconds, 4),
+            "cpu_experts_per_step": round(used, 1), "dram_gbps": round(dram, 1), "hbm_gbps": round(gpu_gbps, 0),
+        }  # fmt: skip
+
+
+def _shape(request: Request, batch: int) -> dict[str, Any]:
+    return {"config": request.config, "layers": request.layers, "batch": batch, "context": request.context}
+
+
+def _cpu_experts_per_step(built: Built, before: tuple[int, int], after: tuple[int, int]) -> float:
+    posts, experts = after[0] - before[0], after[1] - before[1]
+    return experts / posts * len(built.config.moe.layers) if posts else 0.0
+
+
+def _cpu_seconds(built: Built, experts: float, gbps: float) -> float:
+    return experts * built.config.expert_bytes(built.plan.expert_format) / (gbps * 1e9)
+
+
+def _gpu_seconds(built: Built, batch: int, cpu_experts: float, gbps: float) -> float:
+    """Experts that the step reads from GPU memory: one sequence's are known exactly; of several, those of a uniform
+    routing that are not on the CPU."""
+    router, layers = built.config.moe.router, len(built.config.moe.layers)
+    distinct = router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** batch) * layers
+    on_gpu = max(0.0, distinct - cpu_experts) if built.side.placement.total else 0.0
+    return on_gpu * built.config.expert_bytes(built.plan.expert_format) / (gbps * 1e9)
+
+
+def build(request: Request, fmt: str, share: float, empty: bool = False) -> Built:
+    config = named_config(request.config, request.layers)
+    asked = EngineConfig.from_keywords(
+        request.config, kt_method=fmt, kt_gpu_experts_ratio=0.0 if empty else share, kt_cpuinfer=request.threads,
+        kernel_tier=request.tier, max_running_requests=max(request.batches), cuda_graph_bs=request.batches,
+        context_length=request.context + 1024, max_total_tokens=max(request.batches) * (request.context + 1024),
+        device="cuda",
+    )  # fmt: skip
+    plan = resolve(asked, config, Machine.detect())
+    workers = _core.WorkerPool(list(plan.cpus))
+    side = gpu_side(plan, config, CpuOps(workers, plan.tier))
+    store = SyntheticStore(side.store, side.handoff, empty)
+    model = models.build(config, plan, SyntheticCheckpoint(), side.ops, None, store)  # type: ignore[arg-type]
+    return Built(plan, config, side, _runner(plan, config, model, side), workers)
+
+
+def _runner(plan: Plan, config: ModelConfig, model: models.Model, side: GpuSide) -> GpuRunner:
+    assert plan.gpu is not None
+    a, device = config.attention, side.ops.device
+    shape = (plan.num_pages, plan.page_size, a.kv_heads, a.head_dim)
+    kv = [
+        (
+            torch.randn(shape, device=device).to(torch.bfloat16),
+            torch.randn(shape, device=device).to(torch.bfloat16),
+        )
+        for _ in range(config.layers)
+    ]
+    graphs = GraphPlan(plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size))
+    return GpuRunner(
+        model, kv, side.handoff, graphs, page_size=plan.page_size, max_step_tokens=plan.max_step_tokens
+    )
+
+
+def step_seconds(built: Built, batch: int, request: Request) -> float:
+    """Median over `repeats` of the mean step."""
+    step = _decoder(built, batch, request.context)
+    times = []
+    for _ in range(request.repeats):
+        for _ in range(WARM_STEPS):
+            step()
+        started = perf_counter()
+        for _ in range(request.steps):
+            step()
+        times.append((perf_counter() - started) / request.steps)
+    return statistics.median(times)
+
+
+def _decoder(built: Built, batch: int, context: int) -> Callable[[], None]:
+    """One decode step after the other, each fed with the tokens of the last; the position stays."""
+    page, pages = built.plan.page_size, built.plan.num_pages // batch
+    tables = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
+    state = ForwardBatch(
+        input_ids=torch.arange(batch) * 7919 % built.config.vocab, positions=torch.full((batch,), context - 1),
+        cache_slots=tables[:, (context - 1) // page].long() * page + (context - 1) % page,
+        query_starts=torch.arange(batch + 1, dtype=torch.int32),
+        seq_lens=torch.full((batch,), context, dtype=torch.int32), block_tables=tables[:, : -(-context // page)],
+        logits_rows=torch.arange(batch),
+    )  # fmt: skip
+
+    def step() -> None:
+        with torch.inference_mode():
+            state.input_ids = torch.from_numpy(built.runner.logits(state).argmax(-1))
+
+    return step
+
+
+def handoff_us(built: Built, layers: int = 48) -> float:
+    """Microseconds that a layer's hand-off takes in a CUDA graph when the CPU has nothing to compute: both kernels,
+    both ways over PCIe, and an empty batch of the pool."""
+    side, config = built.side, built.config
+    device, k = side.ops.device, config.moe.router.top_k
+    cpu = side.ops.cpu.experts(1, config.hidden, config.moe.width)
+    number = side.handoff.add(cpu)
+    x = torch.zeros(1, config.hidden, dtype=torch.bfloat16, device=device)
+    ids = torch.zeros(1, k, dtype=torch.int32, device=device)
+    routing, slots = Routing(ids, torch.zeros(1, k, device=device)), ids  # slot 0: all of them are on the GPU
+    graph = torch.cuda.CUDAGraph()
+    with side.handoff.recording() as posted, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(layers):
+            side.handoff.post(number, x, routing, slots)
+            side.handoff.collect(1)
+
+    def replay() -> None:
+        graph.replay()
+        side.handoff.serve(len(posted))
+        torch.cuda.synchronize(device)
+
+    times = []
+    for _ in range(50):
+        started = perf_counter()
+        replay()
+        times.append(perf_counter() - started)
+    return statistics.median(times) / layers * 1e6
+
+
+def gpu_copy_gbps() -> float:
+    """GB/s of GPU memory: bytes read and written by a copy of 2 GiB."""
+    source = torch.ones(1 << 31, dtype=torch.uint8, device="cuda")
+    target, times = torch.empty_like(source), []
+    for _ in range(10):
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        target.copy_(source)
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last))
+    return float(2 * source.numel() / min(times) / 1e6)
+
+
+def _where(request: Request) -> dict[str, Any]:
+    machine = Machine.detect()
+    return {
+        "machine": f"{machine.gpus[0].name}; {machine.cpu_model}, {request.threads or machine.max_threads} threads",
+        "commit": commit(), "command": " ".join(["kt", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    made = Table(
+        title="Decoding with experts on GPU and CPU; bound = GPU step without experts + experts' bytes"
+    )
+    for name in ("format", "GPU share", "batch", "step ms", "tokens/s", "bound", "share"):
+        made.add_column(name, justify="right")
+    for r in rows:
+        if r["bench"] == "decode":
+            made.add_row(
+                r["format"], f"{r['gpu_share']:.0%}", str(r["batch"]), f"{r['step_ms']:.2f}", f"{r['tok_s']:.1f}",
+                f"{r['bound_tok_s']:.1f}", f"{r['share']:.0%}",
+            )  # fmt: skip
+    return made

@@ -1,0 +1,137 @@
+"""Models of a named architecture at full size with made-up weights, for measurements: what is computed means nothing,
+which bytes are read is as in the real one. Every expert of a layer has the same random weights, at an address of its
+own, so that filling memory takes a copy and not a quantisation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tandem.config import ModelConfig
+from tandem.errors import ConfigError
+from tandem.experts import ExpertMatrices, Experts
+from tandem.experts.handoff import Handoff
+from tandem.experts.hybrid_experts import HybridExperts
+from tandem.experts.hybrid_store import HybridStore
+from tandem.kernels.cpu import PackedExperts
+from tandem.kernels.gpu.experts import GpuExperts
+from tandem.kernels.ops import Lookup, Routing, SureRead
+
+POOL_WEIGHTS = 1 << 26
+WEIGHT_SIZE = 0.02  # standard deviation, as models are initialised
+
+
+def _qwen3(
+    hidden: int, layers: int, heads: int, kv_heads: int, experts: int, top_k: int, width: int
+) -> dict[str, object]:
+    return {
+        "model_type": "qwen3_moe", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": 128, "num_experts": experts, "num_experts_per_tok": top_k,
+        "moe_intermediate_size": width, "intermediate_size": 3 * hidden, "norm_topk_prob": True, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    }  # fmt: skip
+
+
+CONFIGS = {
+    "qwen3-30b-a3b": _qwen3(2048, 48, 32, 4, 128, 8, 768),
+    "qwen3-235b-a22b": _qwen3(4096, 94, 64, 4, 128, 8, 1536),
+    "qwen3-512e": _qwen3(2048, 48, 32, 4, 512, 10, 512),
+}
+
+
+def named_config(name: str, layers: int | None) -> ModelConfig:
+    """The architecture, with its first `layers` layers only."""
+    if name not in CONFIGS:
+        raise ConfigError(f"--config {name!r} is not known; these are: {', '.join(CONFIGS)}")
+    keys = CONFIGS[name] | ({} if layers is None else {"num_hidden_layers": layers})
+    return ModelConfig.from_dict(keys)
+
+
+class SyntheticCheckpoint:
+    """Answers for every tensor with random numbers, views of one pool where they fit."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._pool = (torch.randn(POOL_WEIGHTS, generator=generator) * WEIGHT_SIZE).to(torch.bfloat16)
+        self.path = Path("synthetic")
+
+    def has_matrix(self, module: str) -> bool:
+        return "gate_up_proj" not in module
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        size, first = math.prod(shape), hash(name) % 4096 * 64
+        if "norm" in name:
+            return torch.ones(shape, dtype=torch.bfloat16)
+        room = POOL_WEIGHTS - 4096 * 64
+        numbers = self._pool[first : first + min(size, room)]
+        return (numbers if size <= room else numbers.repeat(-(-size // room))[:size]).view(shape)
+
+    def weight(self, module: str, shape: tuple[int, int]) -> Tensor:
+        return self.get(module + ".weight", shape)
+
+    def lookup(self, name: str, shape: tuple[int, int]) -> Lookup:
+        table = self.get(name, shape)
+        return lambda ids: table.index_select(0, ids)
+
+    def nbytes(self) -> int:
+        return 0
+
+    def read_ahead(self, layer: int) -> None: ...
+
+    def forget(self, layer: int) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class SyntheticExperts(HybridExperts):
+    """One expert is packed; the others are copies of its bytes."""
+
+    def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
+        if self._cpu is not None:
+            self._fill_cpu(self._cpu, matrices(0))
+        if self._gpu is not None:
+            self._fill_gpu(self._gpu, matrices(0))
+
+    def _fill_cpu(self, layer: PackedExperts, matrices: ExpertMatrices) -> None:
+        mine = (self._slot_of < 0).nonzero().flatten().tolist()
+        layer.load(mine[0], *matrices)
+        packed = layer.packed(mine[0])
+        for expert in mine[1:]:
+            layer.load_packed(expert, packed)
+
+    def _fill_gpu(self, layer: GpuExperts, matrices: ExpertMatrices) -> None:
+        layer.load(int((layer.slot_of == 0).nonzero()[0]), *matrices)
+        layer.pool.view(layer.slots, -1).copy_(layer.packer.packed(0).to(layer.device)[None])
+
+
+class NoExperts:
+    """What a step costs without its routed experts."""
+
+    def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None: ...
+
+    def sure_read(self, experts: int) -> SureRead:
+        return SureRead(cast(Any, self), experts)
+
+    def submit(self, x: Tensor, routing: Routing) -> Tensor:
+        return x
+
+    def wait(self, ticket: Tensor) -> Tensor:
+        return ticket.clone()
+
+
+class SyntheticStore:
+    """As `HybridStore`, filled with copies; `empty`: no routed experts at all."""
+
+    def __init__(self, store: HybridStore, handoff: Handoff, empty: bool = False) -> None:
+        self._store, self._handoff, self._empty = store, handoff, empty
+
+    def layer(self, index: int, count: int, width: int, fmt: str) -> Experts:
+        if self._empty:
+            return NoExperts()
+        return self._store.layer(index, count, width, fmt, SyntheticExperts)

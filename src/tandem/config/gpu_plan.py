@@ -1,0 +1,175 @@
+"""What of a model goes to the GPU: the only place that divides GPU memory between weights, KV cache and experts.
+
+Dense weights and the embedding are always there. Then come the experts that were asked for; the rest is for the KV
+cache. Where nothing was asked, the KV cache takes a quarter of the room (at least one full context), experts the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.config.engine_config import EngineConfig
+from tandem.config.machine import Gpu, Machine
+from tandem.config.memory import DEFAULT_FRACTION, LEAST_CONTEXT, MemoryRequest, gib, wanted_context
+from tandem.config.model_config import DTYPE_BYTES, ModelConfig
+from tandem.errors import ConfigError
+
+GPU_FRACTION = 0.9  # of free GPU memory
+GPU_WORKSPACE_BYTES = 2 << 30  # activations, CUDA graphs, libraries
+KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
+DEFAULT_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+MAX_PATIENCE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan:
+    """experts: (layer, expert) pairs on the GPU; graph_sizes: batch sizes of CUDA graphs, () for none; statistics: file
+    of activation counts; patience_seconds: how long a kernel waits for the CPU's experts."""
+
+    name: str
+    experts: int
+    placement: str
+    statistics: str | None
+    graph_sizes: tuple[int, ...]
+    patience_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Bytes and tokens, and the reasons that the plan shows."""
+
+    dense_bytes: int
+    experts: int
+    expert_reason: str
+    budget_bytes: int
+    context_length: int
+    context_reason: str
+    kv_tokens: int
+    kv_reason: str
+
+
+def usable_gpu(config: EngineConfig, machine: Machine) -> tuple[Gpu | None, str]:
+    """The GPU to use and why, or None and why not. Raises ConfigError when one was asked for in vain."""
+    if config.device == "cpu":
+        return None, "--device cpu"
+    why_not = _why_no_gpu(config, machine)
+    if why_not and config.device == "cuda":
+        raise ConfigError(f"--device cuda: {why_not}; take --device cpu or auto")
+    if why_not:
+        return None, why_not
+    return machine.gpus[0], f"{machine.gpus[0].name}, {gib(machine.gpus[0].free_bytes)} free"
+
+
+def _why_no_gpu(config: EngineConfig, machine: Machine) -> str:
+    if not machine.gpus:
+        return "no GPU was found"
+    if missing := [name for name in machine.gpu_missing if name != "cuda-core"]:
+        return f"{machine.gpus[0].name} cannot be used: {' and '.join(missing)} is missing"
+    return "the GPU kernels compute in bfloat16, not float32" if config.dtype == "float32" else ""
+
+
+def check_no_gpu_wishes(config: EngineConfig, why: str) -> None:
+    """Raises ConfigError when experts on a GPU were asked for."""
+    for flag, value in (
+        ("--kt-num-gpu-experts", config.kt_num_gpu_experts),
+        ("--kt-gpu-experts-ratio", config.kt_gpu_experts_ratio),
+    ):
+        if value:
+            raise ConfigError(f"{flag} {value:g} needs a GPU, but {why}; leave it out, or give 0")
+
+
+def graph_sizes(config: EngineConfig, running: int) -> tuple[int, ...]:
+    """Ascending, none larger than the sequences that run together."""
+    if config.disable_cuda_graph:
+        return ()
+    largest = min(running, config.cuda_graph_max_bs or running)
+    asked = config.cuda_graph_bs or DEFAULT_GRAPH_SIZES
+    return tuple(sorted({size for size in asked if size <= largest}))
+
+
+def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
+    """Raises ConfigError with the numbers when the GPU or the CPU memory is too small."""
+    config, model = request.config, request.model
+    budget = int(gpu.free_bytes * (config.mem_fraction_static or GPU_FRACTION))
+    dense = dense_bytes(model, request.dtype)
+    room = budget - dense - GPU_WORKSPACE_BYTES
+    context, context_reason = wanted_context(request)
+    asked, expert_reason = asked_experts(config, model)
+    per_expert, per_token = max(1, expert_bytes(request)), request.kv_bytes_per_token
+    kv_room = room - (asked or 0) * per_expert
+    if kv_room < min(context, LEAST_CONTEXT) * per_token:
+        raise ConfigError(_too_small(gpu, budget, dense, room, asked or 0, per_expert))
+    tokens, kv_reason = _kv_tokens(request, context, kv_room)
+    if tokens < context:
+        if config.context_length is not None:
+            raise ConfigError(
+                f"--context-length {context} needs more KV cache than the {tokens} tokens that fit"
+            )
+        context, context_reason = tokens, f"what the KV cache holds (the model could do {context})"
+    if asked is None:
+        left, everyone = max(0, room - tokens * per_token), _all_experts(model)
+        asked, expert_reason = (
+            min(everyone, left // per_expert),
+            "what fits beside dense weights and KV cache",
+        )
+    _check_ram(request, asked)
+    return GpuMemory(dense, asked, expert_reason, budget, context, context_reason, tokens, kv_reason)
+
+
+def dense_bytes(model: ModelConfig, dtype: str) -> int:
+    """Weights that are always on the GPU, the embedding included."""
+    return (model.dense_params + model.vocab * model.hidden) * DTYPE_BYTES[dtype]
+
+
+def expert_bytes(request: MemoryRequest) -> int:
+    """Of one routed expert, as packed."""
+    return request.model.expert_bytes(request.expert_format, request.stored.experts)
+
+
+def _all_experts(model: ModelConfig) -> int:
+    return model.moe.router.num_experts * len(model.moe.layers)
+
+
+def asked_experts(config: EngineConfig, model: ModelConfig) -> tuple[int | None, str]:
+    """How many (layer, expert) pairs the flags put on the GPU; None: they do not say."""
+    everyone = _all_experts(model)
+    if config.kt_gpu_experts_ratio is not None:
+        return round(config.kt_gpu_experts_ratio * everyone), "--kt-gpu-experts-ratio"
+    if config.kt_num_gpu_experts is not None:
+        return min(everyone, config.kt_num_gpu_experts * len(model.moe.layers)), "--kt-num-gpu-experts"
+    return None, ""
+
+
+def _kv_tokens(request: MemoryRequest, context: int, room: int) -> tuple[int, str]:
+    per_token, asked = request.kv_bytes_per_token, request.config.max_total_tokens
+    if asked is not None:
+        if asked * per_token > room:
+            raise ConfigError(
+                f"--max-total-tokens {asked} needs {gib(asked * per_token)} of GPU memory; "
+                f"give at most {room // per_token}"
+            )
+        return asked, "--max-total-tokens"
+    useful = request.max_running_requests * context
+    share = room // KV_SHARE // per_token
+    reason = "a quarter of the GPU memory left, at least one full context"
+    return min(room // per_token, useful, max(share, context)), reason
+
+
+def _check_ram(request: MemoryRequest, on_gpu: int) -> None:
+    machine, fraction = request.machine, DEFAULT_FRACTION
+    needed = (_all_experts(request.model) - on_gpu) * expert_bytes(request)
+    if needed > machine.available_memory * fraction:
+        raise ConfigError(
+            f"the experts that stay in CPU memory take {gib(needed)}, but {gib(machine.available_memory * fraction)} "
+            f"may be used ({fraction:g} of what is free); put more of them on the GPU (--kt-gpu-experts-ratio), or "
+            "take a smaller --kt-method"
+        )
+
+
+def _too_small(gpu: Gpu, budget: int, dense: int, room: int, experts: int, per_expert: int) -> str:
+    most = max(0, room) // per_expert
+    return (
+        f"{gpu.name} is too small: {gib(budget)} may be used, dense weights take {gib(dense)}, workspace "
+        f"{gib(GPU_WORKSPACE_BYTES)}, {experts} experts {gib(experts * per_expert)}; at most {most} experts fit "
+        "without a KV cache: lower --kt-gpu-experts-ratio, or take --device cpu"
+    )

@@ -1,0 +1,168 @@
+"""`GpuRunner`: runs steps on a GPU; decode steps as one CUDA graph per batch size, CPU experts included."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engine.penalties import FloatRows
+from tandem.engine.runner import KVModel, ModelRunner
+from tandem.engine.sequence import Chunk
+from tandem.experts.handoff import Handoff
+from tandem.models.batch import ForwardBatch
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """sizes: batch sizes to capture, ascending; pages: of the longest sequence; warm_ups: runs before a capture, which
+    compile kernels and let libraries allocate."""
+
+    sizes: tuple[int, ...]
+    pages: int
+    warm_ups: int = 2
+
+
+class _Inputs:
+    """A graph's batch on the GPU and its image in pinned memory, each in two arrays, so that a step copies twice.
+
+    At first the rows read and write page 0, before anybody uses it.
+    """
+
+    def __init__(self, size: int, pages: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._size = size
+        self._host = (
+            torch.zeros(3, size, dtype=torch.int64, pin_memory=pinned),
+            torch.zeros(size * (1 + pages), dtype=torch.int32, pin_memory=pinned),
+        )
+        self._host[1][:size] = 1  # lengths
+        self._there = self._host[0].to(device, copy=True), self._host[1].to(device, copy=True)
+        self.batch, self._image = self._views(*self._there), self._views(*self._host)
+
+    def _views(self, wide: Tensor, narrow: Tensor) -> ForwardBatch:
+        size, device = self._size, wide.device
+        return ForwardBatch(
+            input_ids=wide[0], positions=wide[1], cache_slots=wide[2],
+            query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
+            seq_lens=narrow[:size], block_tables=narrow[size:].view(size, -1),
+            logits_rows=torch.arange(size, device=device),
+        )  # fmt: skip
+
+    def fill(self, source: ForwardBatch) -> None:
+        """The last row fills what is left over."""
+        rows, image, width = len(source.seq_lens), self._image, source.block_tables.shape[1]
+        for name in ("input_ids", "positions", "cache_slots", "seq_lens"):
+            to, values = getattr(image, name), getattr(source, name)
+            to[:rows] = values
+            to[rows:] = values[-1]
+        image.block_tables[:rows, :width] = source.block_tables
+        image.block_tables[rows:, :width] = source.block_tables[-1]
+        for there, here in zip(self._there, self._host, strict=True):
+            there.copy_(here, non_blocking=True)  # the step ends with a wait, so the image is free again
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    inputs: _Inputs
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+    posts: int  # hand-offs to the CPU's experts
+
+
+class GpuRunner:
+    """A step whose rows are all decode rows and fit a graph is replayed; others run kernel by kernel.
+
+    A batch smaller than its graph is filled up with copies of its last row: they compute and write the same.
+    """
+
+    def __init__(
+        self,
+        model: KVModel,
+        layers: list[tuple[Tensor, Tensor]],
+        handoff: Handoff,
+        graphs: GraphPlan,
+        *,
+        page_size: int,
+        max_step_tokens: int,
+    ) -> None:
+        self._model, self._layers, self._handoff, self._plan = model, layers, handoff, graphs
+        self._host = ModelRunner(model, layers, page_size=page_size, max_step_tokens=max_step_tokens)
+        self._device = handoff.device
+        self._graphs: dict[int, _Graph] = {}
+        self._answer = torch.empty(0)  # pinned, kept
+        with torch.inference_mode():
+            self._capture_all()
+
+    def run(self, chunks: Rows[Chunk]) -> FloatRows:
+        """Logits rows of all chunks, in order, as float32 [R, vocab]; valid until the model runs again."""
+        batch = self._host.batch(chunks)
+        with torch.inference_mode():
+            return self.logits(batch)
+
+    def logits(self, batch: ForwardBatch) -> FloatRows:
+        graph = self._graph_of(batch)
+        if graph is None:
+            return self._fetched(self._model.forward(self._moved(batch), self._layers))
+        graph.inputs.fill(batch)
+        graph.graph.replay()
+        self._handoff.serve(graph.posts)
+        return self._fetched(graph.logits[: len(batch.seq_lens)])
+
+    def _graph_of(self, batch: ForwardBatch) -> _Graph | None:
+        rows = len(batch.seq_lens)
+        if len(batch.input_ids) != rows or len(batch.logits_rows) != rows:
+            return None
+        size = next((size for size in self._graphs if size >= rows), None)
+        return None if size is None else self._graphs[size]
+
+    def _moved(self, batch: ForwardBatch) -> ForwardBatch:
+        def there(tensor: Tensor) -> Tensor:
+            return tensor.to(self._device, copy=True)
+
+        return ForwardBatch(
+            there(batch.input_ids), there(batch.positions), there(batch.cache_slots), there(batch.query_starts),
+            there(batch.seq_lens), there(batch.block_tables), there(batch.logits_rows),
+        )  # fmt: skip
+
+    def _fetched(self, logits: Tensor) -> FloatRows:
+        """In pinned memory: a copy from there is several times as fast."""
+        if self._answer.numel() < logits.numel():
+            self._answer = torch.empty(logits.numel(), pin_memory=self._device.type == "cuda")
+        out = self._answer[: logits.numel()].view(logits.shape)
+        out.copy_(logits, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        array: FloatRows = out.numpy()
+        return array
+
+    # -- graphs ---
+
+    def _capture_all(self) -> None:
+        pool = None
+        for size in reversed(self._plan.sizes):  # the largest first: the smaller ones fit into its memory
+            graph = self._captured(size, pool)
+            pool = pool or graph.graph.pool()
+            self._graphs[size] = graph
+        self._graphs = dict(sorted(self._graphs.items()))
+        if self._graphs:
+            _log.info("captured CUDA graphs for batch sizes %s", ", ".join(map(str, self._graphs)))
+
+    def _captured(self, size: int, pool: Any) -> _Graph:
+        inputs = _Inputs(size, self._plan.pages, self._device)
+        for _ in range(self._plan.warm_ups):
+            self._model.forward(inputs.batch, self._layers)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with (
+            self._handoff.recording() as posted,
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+        ):
+            logits = self._model.forward(inputs.batch, self._layers)
+        return _Graph(inputs, graph, logits, len(posted))

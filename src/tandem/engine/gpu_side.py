@@ -1,0 +1,50 @@
+"""`gpu_side`: the parts of an engine that a GPU adds. Imported only where one is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tandem.config import ModelConfig, Plan
+from tandem.config.gpu_plan import GpuPlan
+from tandem.errors import ConfigError
+from tandem.experts.handoff import Handoff, HandoffSizes
+from tandem.experts.hybrid_store import HybridStore
+from tandem.experts.placement import ExpertPlacement, load_counts, place
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.gpu.ops import GpuOps
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSide:
+    """The operations, where experts live, and the way between the two sides."""
+
+    ops: GpuOps
+    store: HybridStore
+    handoff: Handoff
+    placement: ExpertPlacement
+
+
+def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
+    """Raises ConfigError when PyTorch cannot use the GPU, or the placement's statistics do not fit the model."""
+    assert plan.gpu is not None
+    if not torch.cuda.is_available():
+        raise ConfigError(f"PyTorch cannot use {plan.gpu.name}: check its driver, or take --device cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    placement = expert_placement(plan.gpu, model)
+    ops, handoff = GpuOps(device, cpu), Handoff(handoff_sizes(plan, model), device, plan.gpu.patience_seconds)
+    return GpuSide(ops, HybridStore(ops, placement, handoff, model.hidden), handoff, placement)
+
+
+def handoff_sizes(plan: Plan, model: ModelConfig) -> HandoffSizes:
+    assert plan.gpu is not None
+    fused = model.moe.fusible_shared if plan.fuse_shared_experts else 0
+    largest = max(plan.gpu.graph_sizes, default=1)
+    return HandoffSizes(largest, plan.max_step_tokens, model.hidden, model.moe.router.top_k + fused)
+
+
+def expert_placement(gpu: GpuPlan, model: ModelConfig) -> ExpertPlacement:
+    layers, experts = len(model.moe.layers), model.moe.router.num_experts
+    counts = None if gpu.statistics is None else load_counts(gpu.statistics, layers, experts)
+    return place(gpu.placement, layers, experts, gpu.experts, counts)

@@ -1,0 +1,69 @@
+"""`HybridExperts`: one layer's experts, some on the GPU and some in CPU memory, computed at the same time.
+
+The only place that knows both sides. An expert is packed once and lives in one place: those on the GPU take no CPU
+memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.experts.cpu_experts import ExpertMatrices
+from tandem.experts.handoff import Handoff
+from tandem.kernels.cpu import PackedExperts
+from tandem.kernels.gpu.experts import GpuExperts
+from tandem.kernels.ops import Routing, SureRead
+
+
+@dataclass(frozen=True, slots=True)
+class HybridTicket:
+    """A batch under way: the GPU's weighted results per pair, and which pairs they are."""
+
+    slots: Tensor
+    partial: Tensor | None
+    dtype: torch.dtype
+
+
+class HybridExperts:
+    """`submit` hands the CPU its pairs and computes the GPU's; `wait` adds both sums."""
+
+    def __init__(
+        self, slot_of: Tensor, gpu: GpuExperts | None, cpu: PackedExperts | None, handoff: Handoff
+    ) -> None:
+        """slot_of int32 [experts]: the slot of those on the GPU, else -1. A side without experts is None."""
+        self._slot_of, self._gpu, self._cpu, self._handoff = slot_of, gpu, cpu, handoff
+        self._table = slot_of.to(handoff.device)
+        self._number = -1 if cpu is None else handoff.add(cpu)
+
+    def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
+        """Packs experts 0 ... count - 1, each where it lives."""
+        for expert in range(count):
+            side = self._cpu if self._slot_of[expert] < 0 else self._gpu
+            assert side is not None
+            side.load(expert, *matrices(expert))
+
+    def sure_read(self, experts: int) -> SureRead:
+        """For a GPU the order of reads means nothing; shared experts live there."""
+        layer = self._cpu if self._gpu is None else self._gpu
+        assert layer is not None
+        return SureRead(layer, experts)
+
+    def submit(self, x: Tensor, routing: Routing) -> HybridTicket:
+        """x bfloat16 [T, hidden], routing [T, k], on the GPU."""
+        slots = self._table[routing.ids]
+        if self._cpu is not None:
+            self._handoff.post(self._number, x, routing, slots)
+        partial = None if self._gpu is None else self._gpu.partial(x, slots, routing.weights)
+        return HybridTicket(slots, partial, x.dtype)
+
+    def wait(self, ticket: HybridTicket) -> Tensor:
+        """sum over k of weight * expert(x), [T, hidden]."""
+        elsewhere = None if self._cpu is None else self._handoff.collect(len(ticket.slots))
+        if self._gpu is not None and ticket.partial is not None:
+            return self._gpu.combine(ticket.partial, ticket.slots, elsewhere)
+        assert elsewhere is not None
+        return elsewhere.to(ticket.dtype)

@@ -1,0 +1,29 @@
+"""`HybridStore`: makes every layer's experts where an `ExpertPlacement` says."""
+
+from __future__ import annotations
+
+import torch
+
+from tandem.experts.handoff import Handoff
+from tandem.experts.hybrid_experts import HybridExperts
+from tandem.experts.placement import ExpertPlacement
+from tandem.kernels.gpu.ops import GpuOps
+
+
+class HybridStore:
+    """Shared experts that count as routed ones (ids past them) always live on the GPU: every token uses them."""
+
+    def __init__(self, ops: GpuOps, placement: ExpertPlacement, handoff: Handoff, hidden: int) -> None:
+        self._ops, self._placement, self._handoff, self._hidden = ops, placement, handoff, hidden
+
+    def layer(
+        self, index: int, count: int, width: int, fmt: str, kind: type[HybridExperts] = HybridExperts
+    ) -> HybridExperts:
+        slot_of = self._placement.slots(index)
+        first = int(slot_of.max()) + 1
+        shared = torch.arange(first, first + count - len(slot_of), dtype=torch.int32)
+        slot_of = torch.cat((slot_of, shared))
+        on_gpu, on_cpu = bool((slot_of >= 0).any()), bool((slot_of < 0).any())
+        gpu = self._ops.gpu_experts(slot_of, self._hidden, width, fmt) if on_gpu else None
+        cpu = self._ops.cpu.experts(count, self._hidden, width, fmt) if on_cpu else None
+        return kind(slot_of, gpu, cpu, self._handoff)

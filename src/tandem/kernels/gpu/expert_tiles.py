@@ -1,0 +1,162 @@
+"""Many rows: rows are sorted by expert, and a tile of them is multiplied by a tile of unpacked weights on the tensor
+cores. Scaled weights are rounded to bfloat16 once more, as the AMX tiles of the CPU do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.kernels.gpu.panels import Panels, halves, plane, views
+
+ROWS = 64  # of a tile
+COLUMNS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RowTiles:
+    """Pairs sorted by slot and cut into tiles of at most ROWS pairs of one slot; made without asking the GPU back."""
+
+    order: Tensor  # int64 [P]: pairs by slot, those with slot -1 first
+    slots: Tensor  # int32 [tiles]: -1 past the last
+    first: Tensor  # int64 [tiles]: in `order`
+    end: Tensor  # int64 [tiles]
+
+
+def row_tiles(slots: Tensor, num_slots: int) -> RowTiles:
+    """slots int32 [T, k]."""
+    by_slot, order = slots.flatten().sort(stable=True)
+    edges = torch.searchsorted(by_slot, torch.arange(num_slots + 1, device=slots.device, dtype=slots.dtype))
+    counts = edges[1:] - edges[:-1]
+    tiles_of = (counts + ROWS - 1) // ROWS
+    ends = tiles_of.cumsum(0)
+    tile = torch.arange(slots.numel() // ROWS + min(num_slots, slots.numel()), device=slots.device)
+    slot = torch.searchsorted(ends, tile, right=True)
+    real = slot < num_slots
+    slot = slot.clamp(max=num_slots - 1)
+    first = edges[slot] + (tile - (ends[slot] - tiles_of[slot])) * ROWS
+    return RowTiles(order, torch.where(real, slot, -1).int(), first, edges[slot + 1])
+
+
+@triton.jit
+def _scaled(
+    word, scales, at, blocks, j: tl.constexpr, FMT: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr
+):
+    """Plane j as bfloat16 [STEP, COLUMNS]; `scales` points at the scales of each column's panel row."""
+    value = plane(word, j, FMT)
+    if SCALED and GROUP:
+        s = tl.load(scales[None, :] + (at // GROUP)[:, None] * 16, (at < blocks)[:, None], other=0.0)
+        value *= s.to(tl.float32)
+    return value.to(tl.bfloat16)
+
+
+@triton.jit
+def _multiply(acc, x, real, words, scales, depth, blocks, FMT: tl.constexpr, CODES: tl.constexpr,
+              GROUP: tl.constexpr, SCALED: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    """acc += rows x (pointers to bfloat16 pairs, [ROWS]) times the columns `words` points at."""
+    b = tl.arange(0, STEP)
+    for start in range(0, blocks, STEP):
+        at = start + b
+        word = tl.load(words[None, :] + at[:, None] * 16, (at < blocks)[:, None], other=0)
+        for pair in tl.static_range(CODES // 2):
+            k = at * (CODES // 2) + pair
+            even, odd = halves(
+                tl.load(x[:, None] + k[None, :], real[:, None] & (k < depth // 2)[None, :], other=0)
+            )
+            acc = tl.dot(
+                even.to(tl.bfloat16), _scaled(word, scales, at, blocks, 2 * pair, FMT, GROUP, SCALED), acc
+            )
+            acc = tl.dot(
+                odd.to(tl.bfloat16), _scaled(word, scales, at, blocks, 2 * pair + 1, FMT, GROUP, SCALED), acc
+            )
+    if SCALED and not GROUP:
+        acc *= tl.load(scales)[None, :].to(tl.float32)
+    return acc
+
+
+@triton.jit
+def _gate_up(x, words, scales, order, slots, first, end, hidden, depth, blocks, width, word_stride, scale_stride,
+             panels, TOP_K: tl.constexpr, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
+             SCALED: tl.constexpr, PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr,
+             STEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    tile = tl.program_id(0)
+    slot = tl.load(slots + tile).to(tl.int64)
+    if slot < 0:
+        return
+    i = tl.load(first + tile) + tl.arange(0, BM)
+    real = i < tl.load(end + tile)
+    pair = tl.load(order + i, real, other=0)
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    panel = tl.minimum(2 * (column // 16), panels - 2)  # past the last: computed, not stored
+    w = words + slot * word_stride + panel * PANEL + column % 16
+    s = scales + slot * scale_stride + panel * SCALE_PANEL + SCALE_AT + column % 16
+    row = x + pair // TOP_K * (depth // 2)
+    zero = tl.zeros([BM, BN], tl.float32)
+    gate = _multiply(zero, row, real, w, s, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
+    up = _multiply(
+        zero, row, real, w + PANEL, s + SCALE_PANEL, depth, blocks, FMT, CODES, GROUP, SCALED, STEP
+    )
+    y = (gate * tl.sigmoid(gate) * up).to(tl.bfloat16)
+    tl.store(hidden + pair[:, None] * width + column[None, :], y, real[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def _down(hidden, words, scales, order, slots, first, end, weights, partial, depth, blocks, columns, word_stride,
+          scale_stride, panels, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
+          PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr, STEP: tl.constexpr,
+          BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    tile = tl.program_id(0)
+    slot = tl.load(slots + tile).to(tl.int64)
+    if slot < 0:
+        return
+    i = tl.load(first + tile) + tl.arange(0, BM)
+    real = i < tl.load(end + tile)
+    pair = tl.load(order + i, real, other=0)
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    panel = tl.minimum(column // 16, panels - 1)
+    w = words + slot * word_stride + panel * PANEL + column % 16
+    s = scales + slot * scale_stride + panel * SCALE_PANEL + SCALE_AT + column % 16
+    acc = tl.zeros([BM, BN], tl.float32)
+    y = _multiply(
+        acc, hidden + pair * (depth // 2), real, w, s, depth, blocks, FMT, CODES, GROUP, SCALED, STEP
+    )
+    y *= tl.load(weights + pair, real, other=0.0)[:, None]
+    tl.store(
+        partial + pair[:, None] * columns + column[None, :], y, real[:, None] & (column < columns)[None, :]
+    )
+
+
+def _step(panels: Panels) -> int:
+    return 16 if panels.codes == 8 else 32
+
+
+def gate_up(
+    x: Tensor, pool: Tensor, panels: Panels, stride: int, tiles: RowTiles, slots: Tensor, width: int
+) -> Tensor:
+    """As `expert_rows.gate_up`."""
+    words, scales = views(pool, 0, panels)
+    hidden = x.new_empty((slots.numel(), width))
+    _gate_up[(len(tiles.slots), triton.cdiv(width, COLUMNS))](
+        x.view(torch.int32), words, scales, tiles.order, tiles.slots, tiles.first, tiles.end, hidden, panels.depth,
+        panels.blocks, width, stride // panels.word_bytes, stride // panels.scale_bytes, panels.panels,
+        TOP_K=slots.shape[1], **panels.constants(), STEP=_step(panels), BM=ROWS, BN=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return hidden
+
+
+def down(
+    hidden: Tensor, pool: Tensor, offset: int, panels: Panels, stride: int, tiles: RowTiles, weights: Tensor
+) -> Tensor:
+    """As `expert_rows.down`."""
+    words, scales = views(pool, offset, panels)
+    partial = hidden.new_empty((weights.numel(), panels.columns), dtype=torch.float32)
+    _down[(len(tiles.slots), triton.cdiv(panels.columns, COLUMNS))](
+        hidden.view(torch.int32), words, scales, tiles.order, tiles.slots, tiles.first, tiles.end, weights, partial,
+        panels.depth, panels.blocks, panels.columns, stride // panels.word_bytes, stride // panels.scale_bytes,
+        panels.panels, **panels.constants(), STEP=_step(panels), BM=ROWS, BN=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return partial

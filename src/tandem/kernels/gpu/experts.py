@@ -1,0 +1,76 @@
+"""`GpuExperts`: `ExpertLayer` in GPU memory, over the packed bytes of the C++ core."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.errors import KernelError
+from tandem.formats.codes import Weight
+from tandem.kernels.cpu import PackedExperts
+from tandem.kernels.gpu import expert_rows, expert_tiles
+from tandem.kernels.gpu.panels import Panels
+
+FEW_TOKENS = 16  # up to here every (token, expert) pair streams its weights; from there on tiles share them
+
+
+class GpuExperts:
+    """The experts of one layer that live on the GPU, each as `packer` (a CPU layer of one expert) packs it.
+
+    slot_of int32 [num_experts]: where an expert lies, or -1. The first expert loaded decides the formats.
+    """
+
+    gate_up: Panels
+    down: Panels
+    pool: Tensor  # uint8 [slots * stride]
+
+    def __init__(self, packer: PackedExperts, slot_of: Tensor, device: torch.device) -> None:
+        self.packer, self.device = packer, device
+        self.hidden, self.width = packer.hidden, packer.width
+        self.slot_of = slot_of.to(torch.int32).cpu()
+        self.table = self.slot_of.to(device)
+        self.slots = int(self.slot_of.max()) + 1
+        self.stride = 0  # bytes of one expert; 0: none was loaded
+
+    def load(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
+        """Packs one expert on the CPU and copies its bytes to its slot."""
+        slot = int(self.slot_of[expert])
+        if slot < 0:
+            raise KernelError(f"expert {expert} has no slot on the GPU")
+        self.packer.load(0, gate, up, down)
+        self.place(slot, self.packer.packed(0))
+
+    def place(self, slot: int, packed: Tensor) -> None:
+        """packed uint8 [stride]: the bytes of one expert, as the packer has packed its last."""
+        if self.stride == 0:
+            self._open()
+        self.pool[slot * self.stride : (slot + 1) * self.stride].copy_(packed)
+
+    def _open(self) -> None:
+        gate_up, down = self.packer.layout()
+        self.gate_up, self.down = Panels(*gate_up), Panels(*down)
+        self.stride = self.packer.bytes_per_expert
+        self.pool = torch.empty(self.slots * self.stride, dtype=torch.uint8, device=self.device)
+
+    def partial(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        """Every pair's weighted result, float32 [T * k, hidden]; `combine` adds them up."""
+        offset, stride = self.gate_up.bytes, self.stride
+        if len(x) <= FEW_TOKENS:
+            h = expert_rows.gate_up(x, self.pool, self.gate_up, stride, slots, self.width)
+            return expert_rows.down(h, self.pool, offset, self.down, stride, slots, weights)
+        tiles = expert_tiles.row_tiles(slots, self.slots)
+        h = expert_tiles.gate_up(x, self.pool, self.gate_up, stride, tiles, slots, self.width)
+        return expert_tiles.down(h, self.pool, offset, self.down, stride, tiles, weights)
+
+    def combine(self, partial: Tensor, slots: Tensor, elsewhere: Tensor | None = None) -> Tensor:
+        """The sum over each token's experts, plus what other places computed; bfloat16 [T, hidden]."""
+        return expert_rows.combine(partial, slots, torch.bfloat16, elsewhere)
+
+    def forward(
+        self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        slots = self.table[ids]
+        result = self.combine(self.partial(x, slots, weights), slots)
+        if out is None:
+            return result
+        return out.add_(result) if add else out.copy_(result)

@@ -1,0 +1,32 @@
+"""`Linear` on the GPU: matrices of PyTorch (cuBLAS)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.errors import KernelError
+
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+
+
+class GpuLinear:
+    """Weights kept as bfloat16 or float32 in GPU memory; float32 ones multiply in full float32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, fmt: str, device: torch.device) -> None:
+        if fmt not in DTYPES:
+            raise KernelError(f"dense matrices on the GPU are {' or '.join(DTYPES)}, not {fmt}")
+        self.weight = weight.detach().to(device, DTYPES[fmt], copy=True)
+        self.bias = None if bias is None else bias.detach().to(device, torch.float32, copy=True)
+        self.out_features, self.in_features = weight.shape
+        self._bias = None if self.bias is None else self.bias.to(self.weight.dtype)
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        out_dtype = out_dtype or x.dtype
+        if x.dtype == out_dtype == self.weight.dtype:
+            return F.linear(x, self.weight, self._bias)
+        if x.dtype == self.weight.dtype and x.is_cuda:  # float32 sums of bfloat16 products, not rounded
+            y = torch.mm(x, self.weight.T, out_dtype=torch.float32)
+            return (y if self.bias is None else y + self.bias).to(out_dtype)
+        return F.linear(x.float(), self.weight.float(), self.bias).to(out_dtype)

@@ -1,0 +1,107 @@
+"""`GpuOps`: `Ops` on one GPU: Triton kernels, and PyTorch's matrices. Activations are bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.config.model_config import RouterConfig
+from tandem.errors import KernelError
+from tandem.formats.codes import Weight, WeightCodes
+from tandem.formats.reference import decoded
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.gpu import attention, norm, route
+from tandem.kernels.gpu import rope as rotation
+from tandem.kernels.gpu.experts import GpuExperts
+from tandem.kernels.gpu.linear import GpuLinear
+from tandem.kernels.ops import BatchLayout, Lookup, Recorded, Rope, Routing, Step, SureRead
+from tandem.kernels.reference import TorchOps
+
+
+LOOKUP_ROWS = 1 << 14  # of a table, copied at a time
+
+
+class GpuOps:
+    """`Ops` on `device`; `cpu` packs expert weights and runs the experts that stay in CPU memory."""
+
+    def __init__(self, device: torch.device, cpu: CpuOps) -> None:
+        self.device, self.cpu = device, cpu
+
+    def resident(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device)
+
+    def lookup(self, find: Lookup, rows: int) -> Lookup:
+        ids = torch.arange(rows)
+        table = torch.cat([find(part).to(self.device, torch.bfloat16) for part in ids.split(LOOKUP_ROWS)])
+        return lambda wanted: table.index_select(0, wanted)
+
+    def linear(self, weight: Weight, bias: Tensor | None = None, fmt: str = "bf16") -> GpuLinear:
+        matrix = decoded(weight) if isinstance(weight, WeightCodes) else weight
+        return GpuLinear(matrix, bias, fmt, self.device)
+
+    def experts(
+        self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
+    ) -> GpuExperts:
+        """All of them on the GPU."""
+        return self.gpu_experts(torch.arange(num_experts, dtype=torch.int32), hidden, width, fmt, activation)
+
+    def gpu_experts(
+        self, slot_of: Tensor, hidden: int, width: int, fmt: str, activation: str = "silu"
+    ) -> GpuExperts:
+        """Those whose slot is not -1."""
+        if activation != "silu":
+            raise KernelError(f"unknown activation {activation!r} on the GPU; silu exists")
+        return GpuExperts(self.cpu.experts(1, hidden, width, fmt, activation), slot_of, self.device)
+
+    def read_in_order(self, reads: Sequence[SureRead]) -> None:
+        """Nothing is fetched ahead: a GPU's kernels hide their reads themselves."""
+
+    def record(self, step: Step, x: Tensor, batch: BatchLayout) -> tuple[Tensor, Recorded | None]:
+        """Calls the step. It is remembered as a CUDA graph, by whoever knows all of it (`engine/gpu_runner.py`)."""
+        return step(x, batch), None
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm.rms_norm(x, weight, eps, residual)
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        rope: Rope,
+        batch: BatchLayout,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        counts = rotation.HeadCounts(heads, kv_heads, head_dim)
+        return rotation.rope_store(qkv, rope, batch, (k_pages, v_pages), counts, (q_norm, k_norm), eps)
+
+    def attention(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: BatchLayout,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        one_each = q.shape[0] == batch.seq_lens.shape[0]
+        run = attention.decode if one_each else attention.prefill
+        return run(q, k_pages, v_pages, batch, scale, window)
+
+    def route(
+        self, logits: Tensor, router: RouterConfig, bias: Tensor | None = None, shared: int = 0
+    ) -> Routing:
+        if router.num_groups > 1:
+            return TorchOps().route(logits, router, bias, shared)
+        return route.route(logits, router, bias, shared)

@@ -1,0 +1,110 @@
+"""How the packed panels of csrc/abi/weight_view.h are read on the GPU: the same bytes that the CPU kernels read.
+
+A panel holds 16 output rows. It is read in words: bf16, int4 and fp4 as 32 bits, [block][16 rows], int8 and fp8 as 16
+bits. A word holds `codes` consecutive k of one row; those of even k are in its low half, those of odd k in its high
+half. A plane is the same code of every word: k = codes * block + plane.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.errors import KernelError
+
+BF16, INT8, INT4, FP8, FP4 = range(5)
+KINDS = {"bf16": BF16, "int8": INT8, "int4": INT4, "fp8": FP8, "fp4": FP4}
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """One matrix [columns, depth] of a packed expert; sizes in bytes. Made from the C++ core's own layout."""
+
+    fmt: str
+    columns: int
+    depth: int
+    padded_depth: int
+    panels: int
+    panel_bytes: int
+    scale_offset: int  # of the scales in a panel; 0: the format has none
+    scale_bytes: int  # 2: bfloat16, 4: float32
+    group: int  # k per scale; 0: one per row
+
+    def __post_init__(self) -> None:
+        if self.fmt not in KINDS:
+            raise KernelError(f"the GPU kernels do not read {self.fmt} experts; they read {', '.join(KINDS)}")
+        if self.depth % 2:
+            raise KernelError(f"the GPU kernels read k in pairs: a depth of {self.depth} is odd")
+
+    @property
+    def bytes(self) -> int:
+        return self.panels * self.panel_bytes
+
+    @property
+    def codes(self) -> int:
+        """Of one word."""
+        return 8 if self.fmt in ("int4", "fp4") else 2
+
+    @property
+    def word_bytes(self) -> int:
+        return 2 if self.fmt in ("int8", "fp8") else 4
+
+    @property
+    def blocks(self) -> int:
+        """Words along k."""
+        return self.padded_depth // self.codes
+
+    @property
+    def word_type(self) -> torch.dtype:
+        return torch.int16 if self.word_bytes == 2 else torch.int32
+
+    @property
+    def scale_type(self) -> torch.dtype:
+        return torch.bfloat16 if self.scale_bytes == 2 else torch.float32
+
+    def constants(self) -> dict[str, int]:
+        """What every kernel over such panels is compiled with."""
+        return {
+            "FMT": KINDS[self.fmt], "CODES": self.codes, "GROUP": self.group // self.codes,
+            "SCALED": int(self.scale_offset > 0), "PANEL": self.panel_bytes // self.word_bytes,
+            "SCALE_PANEL": self.panel_bytes // self.scale_bytes, "SCALE_AT": self.scale_offset // self.scale_bytes,
+        }  # fmt: skip
+
+
+def views(pool: Tensor, offset: int, panels: Panels) -> tuple[Tensor, Tensor]:
+    """The words and the scales of a uint8 pool from byte `offset` on."""
+    return pool[offset:].view(panels.word_type), pool[offset:].view(panels.scale_type)
+
+
+@triton.jit
+def halves(word):
+    """A word of two bfloat16 as float32: even k, odd k."""
+    return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _half_of(bits):
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def plane(word, j: tl.constexpr, FMT: tl.constexpr):
+    """Plane j of a tile of words: each code's own number, float32, without its scale."""
+    shift: tl.constexpr = 4 * (j // 2) + 16 * (j % 2)
+    if FMT == 0:  # bf16
+        value = ((word << 16) if j == 0 else (word & -65536)).to(tl.float32, bitcast=True)
+    elif FMT == 1:  # int8
+        value = ((word.to(tl.int32) << (24 - 8 * j)) >> 24).to(tl.float32)
+    elif FMT == 2:  # int4: 2^23 + code + 8 in the mantissa; exact, and cheaper than a conversion
+        value = (((word ^ -2004318072) >> shift & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+    elif FMT == 3:  # fp8: the bits of a half 2^8 times smaller
+        byte = word.to(tl.int32) >> 8 * j
+        value = _half_of((byte & 0x80) << 8 | (byte & 0x7F) << 7) * 256.0
+    else:  # fp4, likewise 2^14
+        nibble = word >> shift
+        value = _half_of((nibble & 8) << 12 | (nibble & 7) << 9) * 16384.0
+    return value

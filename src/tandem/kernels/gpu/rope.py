@@ -1,0 +1,103 @@
+"""Norm of every q and k head, rotation, and the cache write of one layer in one kernel."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.kernels.ops import BatchLayout, Rope
+
+
+class HeadCounts(NamedTuple):
+    """Query heads, key/value heads and channels of each."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@triton.jit
+def _inverse_rms(row, size, eps, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    x = tl.load(row + columns, columns < size, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x) / size + eps)
+
+
+@triton.jit
+def _scaled(row, weight, at, inside, inverse, NORM: tl.constexpr):
+    """Elements `at` of a head, float32, rounded where Transformers rounds."""
+    x = tl.load(row + at, inside, other=0.0)
+    if NORM:
+        unit = (x.to(tl.float32) * inverse).to(x.dtype).to(tl.float32)
+        x = (unit * tl.load(weight + at, inside, other=0.0).to(tl.float32)).to(x.dtype)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _rotated(row, weight, cos, sin, inverse, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+             BLOCK: tl.constexpr):  # fmt: skip
+    d = tl.arange(0, BLOCK)
+    inside, turned = d < DIM, d < 2 * HALF
+    partner = tl.where(d < HALF, d + HALF, d - HALF)
+    kind = row.dtype.element_ty
+    own = _scaled(row, weight, d, inside, inverse, NORM)
+    other = _scaled(row, weight, partner, turned, inverse, NORM)
+    c = tl.load(cos + d % HALF, turned, other=1.0).to(kind).to(tl.float32)
+    s = tl.load(sin + d % HALF, turned, other=0.0).to(kind).to(tl.float32)
+    first, second = (own * c).to(kind).to(tl.float32), (other * s).to(kind).to(tl.float32)
+    both = tl.where(d < HALF, first - second, first + second)
+    return tl.where(turned, both, own).to(kind)
+
+
+@triton.jit
+def _rope_store(qkv, cos, sin, positions, slots, k_pages, v_pages, q, q_norm, k_norm, eps,
+                HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+                NORM: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    base = qkv + t * (HEADS + 2 * KV_HEADS) * DIM
+    row = base + h * DIM
+    d = tl.arange(0, BLOCK)
+    inside = d < DIM
+    if h >= HEADS + KV_HEADS:
+        to = v_pages + (tl.load(slots + t) * KV_HEADS + h - HEADS - KV_HEADS) * DIM
+        tl.store(to + d, tl.load(row + d, inside), inside)
+        return
+    angle = tl.load(positions + t) * HALF
+    is_q = h < HEADS
+    weight = q_norm if is_q else k_norm
+    inverse = 1.0
+    if NORM:
+        if WHOLE:  # over all q heads, or all k heads
+            inverse = _inverse_rms(
+                base if is_q else base + HEADS * DIM, (HEADS if is_q else KV_HEADS) * DIM, eps, WIDE
+            )
+            weight += (h if is_q else h - HEADS) * DIM
+        else:
+            inverse = _inverse_rms(row, DIM, eps, BLOCK)
+    y = _rotated(row, weight, cos + angle, sin + angle, inverse, DIM, HALF, NORM, BLOCK)
+    if is_q:
+        tl.store(q + (t * HEADS + h) * DIM + d, y, inside)
+    else:
+        tl.store(k_pages + (tl.load(slots + t) * KV_HEADS + h - HEADS) * DIM + d, y, inside)
+
+
+def rope_store(
+    qkv: Tensor, rope: Rope, batch: BatchLayout, pages: tuple[Tensor, Tensor], counts: HeadCounts,
+    norms: tuple[Tensor | None, Tensor | None], eps: float,
+) -> Tensor:  # fmt: skip
+    """As `Ops.rope_store`."""
+    heads, kv_heads, dim = counts
+    q = qkv.new_empty((qkv.shape[0], heads, dim))
+    q_norm, k_norm = norms
+    has_norm = q_norm is not None and k_norm is not None
+    _rope_store[(qkv.shape[0], heads + 2 * kv_heads)](
+        qkv, rope.cos, rope.sin, batch.positions, batch.cache_slots, *pages, q,
+        q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, eps,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=rope.rotary_dim // 2, NORM=has_norm,
+        WHOLE=q_norm is not None and q_norm.numel() != dim,
+        BLOCK=triton.next_power_of_2(dim), WIDE=triton.next_power_of_2(heads * dim), num_warps=1 if dim <= 128 else 4,
+    )  # fmt: skip
+    return q

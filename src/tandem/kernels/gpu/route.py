@@ -1,0 +1,60 @@
+"""From gate logits to the chosen experts and their weights in one kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.config.model_config import RouterConfig
+from tandem.kernels.ops import Routing
+
+
+@triton.jit
+def _route(logits, bias, ids, weights, experts, scale, epsilon, TOP_K: tl.constexpr, SHARED: tl.constexpr,
+           SIGMOID: tl.constexpr, BIAS: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK: tl.constexpr,
+           SLOTS: tl.constexpr):  # fmt: skip
+    t = tl.program_id(0)
+    e, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    inside = e < experts
+    x = tl.load(logits + t * experts + e, inside, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        scores = tl.sigmoid(x)
+    else:
+        scores = tl.exp(x - tl.max(x))
+        scores = scores / tl.sum(scores)
+    ranks = scores
+    if BIAS:
+        ranks += tl.load(bias + e, inside, other=0.0)
+    ranks = tl.where(inside, ranks, float("-inf"))
+    chosen, weight = (
+        slot + (experts - TOP_K),
+        tl.where(slot < TOP_K, 0.0, 1.0),
+    )  # the shared ones follow the routed
+    for i in tl.static_range(TOP_K):
+        best = tl.minimum(tl.argmax(ranks, 0, tie_break_left=True), experts - 1)  # within bounds even for NaN
+        chosen = tl.where(slot == i, best, chosen)
+        weight = tl.where(slot == i, tl.sum(tl.where(e == best, scores, 0.0)), weight)
+        ranks = tl.where(e == best, float("-inf"), ranks)
+    routed = slot < TOP_K
+    if NORMALIZE:
+        weight = tl.where(routed, weight / (tl.sum(tl.where(routed, weight, 0.0)) + epsilon), weight)
+    weight = tl.where(routed, weight * scale, weight)
+    out = t * (TOP_K + SHARED) + slot
+    tl.store(ids + out, chosen, slot < TOP_K + SHARED)
+    tl.store(weights + out, weight, slot < TOP_K + SHARED)
+
+
+def route(logits: Tensor, router: RouterConfig, bias: Tensor | None, shared: int) -> Routing:
+    """As `Ops.route`, for routers without groups."""
+    rows, slots = logits.shape[0], router.top_k + shared
+    ids = logits.new_empty((rows, slots), dtype=torch.int32)
+    weights = logits.new_empty((rows, slots), dtype=torch.float32)
+    _route[(rows,)](
+        logits, logits if bias is None else bias, ids, weights, router.num_experts, router.scale, router.epsilon,
+        TOP_K=router.top_k, SHARED=shared, SIGMOID=router.score == "sigmoid", BIAS=bias is not None,
+        NORMALIZE=router.normalize, BLOCK=triton.next_power_of_2(router.num_experts),
+        SLOTS=triton.next_power_of_2(slots), num_warps=1 if router.num_experts <= 128 else 4,
+    )  # fmt: skip
+    return Routing(ids, weights)

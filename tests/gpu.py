@@ -1,0 +1,17 @@
+"""Where the tests of the GPU kernels run: on a GPU, or, with TRITON_INTERPRET=1, in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+AVAILABLE = HAS_TRITON and (INTERPRETED or torch.cuda.is_available())
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+needs_triton = pytest.mark.skipif(not AVAILABLE, reason="no NVIDIA GPU (or Triton is not installed)")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")

@@ -1,0 +1,168 @@
+"""Placement changes where experts are computed, never what is computed.
+
+Teacher-forced logits of a small random model, on a GPU: all experts in CPU memory, 25 %, 50 %, all on the GPU, through
+CUDA graphs and kernel by kernel, one row at a time and eight together. The reference is the same model in float32;
+the tolerance is the error that bfloat16 has on the CPU (`CpuOps`), half as much again, since rounding points differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu import needs_cuda
+from tandem import _core
+from tandem.checkpoint import open_checkpoint
+from tandem.config import ModelConfig, Plan
+from tandem.config.gpu_plan import GpuPlan
+from tandem.errors import EngineError
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.models import ForwardBatch, build
+from tiny import VOCAB
+
+pytestmark = [pytest.mark.gpu, needs_cuda]
+PAGE, PAGES, ROWS, PROMPT, DECODED = 16, 4, 8, 21, 9
+SHARES = (0.0, 0.25, 0.5, 1.0)
+
+
+def plan(share: float, graphs: tuple[int, ...], experts: int, patience: float = 20.0) -> Plan:
+    return Plan(
+        dtype="bfloat16", expert_format="bf16", tier=_core.supported_tiers()[-1], cpus=(-1, -1), context_length=64,
+        page_size=PAGE, num_pages=ROWS * PAGES, max_running_requests=ROWS, max_step_tokens=256, radix_cache=False,
+        fuse_shared_experts=True,
+        gpu=GpuPlan("GPU", round(share * experts), "random", None, graphs, patience),
+    )  # fmt: skip
+
+
+class Session:
+    """Eight sequences of a prompt and teacher-forced tokens, on the GPU side that `share` and `graphs` say."""
+
+    def __init__(self, path: Path, share: float, graphs: tuple[int, ...], patience: float = 20.0) -> None:
+        from tandem.engine.gpu_runner import GpuRunner, GraphPlan
+        from tandem.engine.gpu_side import gpu_side
+
+        config = ModelConfig.load(path)
+        experts = config.moe.router.num_experts * len(config.moe.layers)
+        made = plan(share, graphs, experts, patience)
+        self.pool = _core.WorkerPool([-1, -1])
+        self.side = gpu_side(made, config, CpuOps(self.pool, made.tier))
+        self.model = build(config, made, open_checkpoint(path), self.side.ops, None, self.side.store)
+        layers, kv_heads, dim = self.model.kv_layout
+        shape = (ROWS * PAGES, PAGE, kv_heads, dim)
+        kv = [
+            tuple(torch.zeros(2, *shape, dtype=torch.bfloat16, device="cuda").unbind()) for _ in range(layers)
+        ]
+        self.runner = GpuRunner(
+            self.model, kv, self.side.handoff, GraphPlan(graphs, PAGES), page_size=PAGE, max_step_tokens=256
+        )
+
+    def step(self, rows: list[int], first: int, count: int) -> Tensor:
+        """Tokens first ... first + count - 1 of these sequences: logits [rows, count, vocab]."""
+        with torch.inference_mode():
+            logits = self.runner.logits(batch_of(rows, first, count))
+        return torch.from_numpy(logits).clone().view(len(rows), count, -1)
+
+    def logits(self, together: bool) -> Tensor:
+        """[ROWS, PROMPT + DECODED, vocab]: prompts, then decode steps of all rows, or of one after the other."""
+        groups = [list(range(ROWS))] if together else [[row] for row in range(ROWS)]
+        return torch.cat(
+            [torch.cat([self.step(group, 0, PROMPT), *self.decoded(group)], 1) for group in groups]
+        )
+
+    def decoded(self, group: list[int]) -> list[Tensor]:
+        return [self.step(group, PROMPT + i, 1) for i in range(DECODED)]
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCAB, (ROWS, PROMPT + DECODED), generator=torch.Generator().manual_seed(3))
+
+
+def batch_of(rows: list[int], first: int, count: int) -> ForwardBatch:
+    positions = torch.arange(first, first + count)
+    pages = torch.tensor([[page * ROWS + row for page in range(PAGES)] for row in rows], dtype=torch.int32)
+    slots = pages[:, positions // PAGE].long() * PAGE + positions % PAGE
+    return ForwardBatch(
+        input_ids=tokens()[rows, first : first + count].flatten(), positions=positions.repeat(len(rows)),
+        cache_slots=slots.flatten(), query_starts=torch.arange(len(rows) + 1, dtype=torch.int32) * count,
+        seq_lens=torch.full((len(rows),), first + count, dtype=torch.int32), block_tables=pages,
+        logits_rows=torch.arange(len(rows) * count),
+    )  # fmt: skip
+
+
+@cache
+def on_the_cpu(path: Path, dtype: str) -> Tensor:
+    config = ModelConfig.load(path)
+    fmt = "f32" if dtype == "float32" else "bf16"
+    made = replace(plan(0.0, (), 0), dtype=dtype, expert_format=fmt, gpu=None)
+    model = build(config, made, open_checkpoint(path), CpuOps(_core.WorkerPool([-1, -1]), made.tier))
+    layers, kv_heads, dim = model.kv_layout
+    shape = (ROWS * PAGES, PAGE, kv_heads, dim)
+    kv = [tuple(torch.zeros(2, *shape, dtype=getattr(torch, dtype)).unbind()) for _ in range(layers)]
+    with torch.inference_mode():
+        logits = model.forward(batch_of(list(range(ROWS)), 0, PROMPT + DECODED), kv)
+    return logits.view(ROWS, PROMPT + DECODED, -1)
+
+
+def rms(a: Tensor, b: Tensor) -> float:
+    return float((a - b).pow(2).mean().sqrt())
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["batch8", "batch1"])
+@pytest.mark.parametrize("graphs", [(), (1, 8)], ids=["kernels", "graphs"])
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("variant", ["qwen3_moe-gpu", "glm4_moe"])
+def test_placement_does_not_change_the_logits(tiny_models, variant, share, graphs, together) -> None:
+    path = tiny_models[variant]
+    exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
+    ours = Session(path, share, graphs).logits(together)
+    allowed = 1.5 * rms(theirs, exact)
+    print(
+        f"{variant} {share:.0%} graphs={graphs} together={together}: {rms(ours, exact):.2e} of {allowed:.2e}"
+    )
+    assert rms(ours, exact) < allowed
+
+
+def test_a_graph_fills_up_with_copies(tiny_models) -> None:
+    """Three rows in a graph of eight give the bits that they give alone in it."""
+    session = Session(tiny_models["qwen3_moe-gpu"], 0.5, (8,))
+    session.step(list(range(ROWS)), 0, PROMPT)
+    whole = session.step(list(range(ROWS)), PROMPT, 1)
+    assert torch.equal(session.step([0, 1, 2], PROMPT, 1), whole[:3])
+
+
+def test_a_cpu_that_never_answers_fails_the_step_and_the_next_one_works(tiny_models, monkeypatch) -> None:
+    session = Session(tiny_models["qwen3_moe-gpu"], 0.5, (8,), patience=1.0)
+    session.step(list(range(ROWS)), 0, PROMPT)
+    good = session.step(list(range(ROWS)), PROMPT, 1)
+    handoff = session.side.handoff
+    served = handoff.serve
+
+    def hung(posts: int) -> None:
+        torch.cuda.synchronize()  # ends although nobody answers: the kernels lose patience
+        served(posts)
+
+    monkeypatch.setattr(handoff, "serve", hung)
+    with pytest.raises(EngineError, match="given up"):
+        session.step(list(range(ROWS)), PROMPT, 1)
+    monkeypatch.undo()
+    assert torch.equal(session.step(list(range(ROWS)), PROMPT, 1), good)
+
+
+def test_an_exception_of_a_layer_fails_the_step_and_the_next_one_works(tiny_models, monkeypatch) -> None:
+    session = Session(tiny_models["qwen3_moe-gpu"], 0.5, (8,), patience=5.0)
+    session.step(list(range(ROWS)), 0, PROMPT)
+    good = session.step(list(range(ROWS)), PROMPT, 1)
+    handoff = session.side.handoff
+    served = handoff.serve
+    monkeypatch.setattr(
+        handoff, "serve", lambda posts: served(posts + 1)
+    )  # waits for a post that does not come
+    with pytest.raises(EngineError, match="no experts"):
+        session.step(list(range(ROWS)), PROMPT, 1)
+    monkeypatch.undo()
+    assert torch.equal(session.step(list(range(ROWS)), PROMPT, 1), good)

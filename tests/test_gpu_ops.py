@@ -1,0 +1,175 @@
+"""`GpuOps` against `TorchOps` (on a GPU, or interpreted).
+
+Tolerances: float32 sums of n terms in another order differ by about n * 2^-24 of their size; a bfloat16 result may
+round to the neighbour, 2^-7 of its size at most. Attention rounds its weights to bfloat16 (2^-8 of each term).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu import AVAILABLE, DEVICE, needs_triton
+from tandem import _core
+from tandem.config.model_config import RouterConfig
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.ops import Ops, Rope
+from tandem.kernels.reference import TorchOps
+from test_ops import Batch, make_batch, random_tables
+
+if AVAILABLE:
+    from tandem.kernels.gpu.experts import FEW_TOKENS
+    from tandem.kernels.gpu.ops import GpuOps
+
+pytestmark = [pytest.mark.gpu, needs_triton]
+PAGE = 16
+BF16_ULP = 2.0**-7
+
+
+@pytest.fixture(scope="module")
+def ops() -> Ops:
+    return GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1]))
+
+
+def there(batch: Batch) -> Batch:
+    return replace(batch, **{f.name: getattr(batch, f.name).to(DEVICE) for f in fields(batch)})
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(*shape).to(torch.bfloat16)
+
+
+def near(got: Tensor, expected: Tensor, rtol: float = BF16_ULP, atol: float = 0.0) -> None:
+    torch.testing.assert_close(got.cpu(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("shape", [(1, 2048), (3, 100)])
+def test_norm_adds_the_residual_and_normalises(ops: Ops, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x, residual, weight = bf16(*shape), bf16(*shape), bf16(shape[1])
+    kept = residual.clone().to(DEVICE)
+    near(
+        ops.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-6),
+        TorchOps().rms_norm(x, weight, 1e-6),
+        2 * BF16_ULP,
+    )
+    got = ops.add_rms_norm(x.to(DEVICE), kept, weight.to(DEVICE), 1e-6)
+    near(got, TorchOps().add_rms_norm(x, residual, weight, 1e-6), 2 * BF16_ULP)
+    assert torch.equal(kept.cpu(), residual)
+
+
+@pytest.mark.parametrize("norm", ["none", "head", "all"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), [(8, 2, 64, 64), (6, 3, 24, 12)])
+def test_rope_store(ops: Ops, norm: str, heads: int, kv_heads: int, dim: int, rotary: int) -> None:
+    torch.manual_seed(0)
+    tables, pages = random_tables(2, 50)
+    batch = make_batch([(0, 5), (49, 50)], tables)
+    angles = torch.rand(50, rotary // 2) * 6.3
+    qkv = bf16(6, (heads + 2 * kv_heads) * dim)
+    sizes = {"none": None, "head": (dim, dim), "all": (heads * dim, kv_heads * dim)}[norm]
+    norms = (None, None) if sizes is None else tuple(1 + 0.1 * bf16(n) for n in sizes)
+    results = []
+    for each, device in ((ops, DEVICE), (TorchOps(), torch.device("cpu"))):
+        k_pages, v_pages = (
+            torch.zeros(2, pages, PAGE, kv_heads, dim, dtype=torch.bfloat16).to(device).unbind()
+        )
+        q = each.rope_store(
+            qkv.to(device), Rope(angles.cos().to(device), angles.sin().to(device)),
+            there(batch) if each is ops else batch, k_pages, v_pages, heads=heads, kv_heads=kv_heads, head_dim=dim,
+            q_norm=None if norms[0] is None else norms[0].to(device),
+            k_norm=None if norms[1] is None else norms[1].to(device),
+        )  # fmt: skip
+        results.append((q, k_pages, v_pages))
+    for got, expected in zip(*results, strict=True):
+        near(got, expected, 4 * BF16_ULP, 4 * BF16_ULP)  # both norms' roundings, then two products
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 1, 64), (6, 2, 24)])
+@pytest.mark.parametrize("spans", [[(299, 300), (0, 1), (70, 71)], [(0, 37), (290, 300), (128, 129)]])
+def test_attention(
+    ops: Ops, window: int, heads: int, kv_heads: int, dim: int, spans: list[tuple[int, int]]
+) -> None:
+    torch.manual_seed(0)
+    tables, pages = random_tables(3, 300)
+    k, v = bf16(2, pages, PAGE, kv_heads, dim).unbind()
+    batch = make_batch(spans, tables)
+    q = bf16(len(batch.positions), heads, dim)
+    expected = TorchOps().attention(q, k, v, batch, dim**-0.5, window)
+    got = ops.attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), there(batch), dim**-0.5, window)
+    near(got, expected, 2 * BF16_ULP, BF16_ULP)  # weights sum to 1 over values of size 1
+
+
+def test_a_decoding_row_is_the_same_in_every_batch(ops: Ops) -> None:
+    torch.manual_seed(0)
+    tables, pages = random_tables(3, 300)
+    k, v = (t.to(DEVICE) for t in bf16(2, pages, PAGE, 2, 64).unbind())
+    q = bf16(3, 8, 64).to(DEVICE)
+    spans = [(299, 300), (10, 11), (70, 71)]
+    together = ops.attention(q, k, v, there(make_batch(spans, tables)), 0.125)
+    for s, span in enumerate(spans):
+        alone = ops.attention(
+            q[s : s + 1].contiguous(), k, v, there(make_batch([span], tables[s : s + 1])), 0.125
+        )
+        assert torch.equal(alone[0], together[s])
+
+
+@pytest.mark.parametrize("router", [
+    RouterConfig(128, 8), RouterConfig(12, 3, normalize=False, scale=1.7),
+    RouterConfig(60, 4, score="sigmoid", epsilon=1e-20, has_bias=True),
+    RouterConfig(16, 3, score="sigmoid", num_groups=4, top_groups=2, has_bias=True),
+])  # fmt: skip
+@pytest.mark.parametrize("shared", [0, 2])
+def test_route(ops: Ops, router: RouterConfig, shared: int) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(9, router.num_experts)
+    logits[0, 3:6] = 9.0  # ties: the lowest ids first
+    bias = torch.rand(router.num_experts) if router.has_bias else None
+    expected = TorchOps().route(logits, router, bias, shared)
+    got = ops.route(logits.to(DEVICE), router, None if bias is None else bias.to(DEVICE), shared)
+    assert torch.equal(got.ids.cpu(), expected.ids)
+    near(got.weights, expected.weights, 1e-5)
+
+
+SHAPES = [(64, 40, 6), (200, 72, 5)]
+
+
+def expert_case(tokens: int, hidden: int, width: int, experts: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    gate, up = torch.randn(2, experts, width, hidden) / hidden**0.5
+    down = torch.randn(experts, hidden, width) / width**0.5
+    x = bf16(tokens, hidden)
+    ids = torch.stack([torch.randperm(experts)[:3] for _ in range(tokens)]).int()
+    return gate, up, down, x, ids, torch.rand(tokens, 3)
+
+
+def check_experts(ops: Ops, case: tuple[Tensor, ...], matrices, fmt: str, **options: object) -> None:
+    """Against the CPU kernels on the same packed bytes, which are tested against float64."""
+    x, ids, weights = case[3:]
+    count, width, hidden = case[0].shape
+    slot_of = torch.tensor([i - 1 for i in range(count)])  # expert 0 lives elsewhere
+    ours = ops.gpu_experts(slot_of, hidden, width, fmt, **options)
+    theirs = ops.cpu.experts(count, hidden, width, fmt, **options)
+    for e in range(count):
+        theirs.load(e, *matrices(e))
+        if e:
+            ours.load(e, *matrices(e))
+    got = ours.forward(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+    expected = theirs.forward(x.float(), torch.where(ids == 0, -1, ids), weights)
+    # hidden activations and the sum are rounded to bf16, scaled weights of tiles as well; all of size 1 and below
+    near(got.float(), expected, 2 * BF16_ULP, 2.0**-6)
+    assert (got.cpu().float() - expected).norm() < 2.0**-8 * expected.norm() * 1.5
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("tokens", [1, 5, 150])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts_read_the_packed_bytes_of_the_cpu(
+    ops: Ops, fmt: str, tokens: int, shape: tuple[int, ...]
+) -> None:
+    case = expert_case(tokens, *shape)
+    assert (tokens <= FEW_TOKENS) == (tokens < 150)
+    check_experts(ops, case, lambda e: (case[0][e], case[1][e], case[2][e]), fmt)

@@ -1,0 +1,49 @@
+"""What a CUDA graph reads: every step's batch, filled up with copies of its last row."""
+
+from __future__ import annotations
+
+import torch
+
+from tandem.engine.gpu_runner import _Inputs
+from tandem.models import ForwardBatch
+
+SIZE, PAGES = 6, 5
+
+
+def batch(rows: int, pages: int, first: int) -> ForwardBatch:
+    count = torch.arange(first, first + rows)
+    return ForwardBatch(
+        input_ids=count, positions=count + 100, cache_slots=count + 200,
+        query_starts=torch.arange(rows + 1, dtype=torch.int32), seq_lens=(count + 101).int(),
+        block_tables=(count[:, None] * 10 + torch.arange(pages)).int(), logits_rows=torch.arange(rows),
+    )  # fmt: skip
+
+
+def check(inputs: _Inputs, source: ForwardBatch) -> None:
+    rows, width = source.block_tables.shape
+    index = torch.arange(SIZE).clamp(max=rows - 1)
+    for name in ("input_ids", "positions", "cache_slots", "seq_lens"):
+        assert torch.equal(getattr(inputs.batch, name), getattr(source, name)[index]), name
+    assert torch.equal(inputs.batch.block_tables[:, :width], source.block_tables[index])
+    assert torch.equal(inputs.batch.query_starts, torch.arange(SIZE + 1, dtype=torch.int32))
+
+
+def test_rows_that_are_left_over_copy_the_last_one() -> None:
+    inputs = _Inputs(SIZE, PAGES, torch.device("cpu"))
+    for rows, pages, first in ((6, 5, 0), (1, 2, 7), (4, 5, 20), (6, 1, 3)):
+        source = batch(rows, pages, first)
+        inputs.fill(source)
+        check(inputs, source)
+
+
+def test_memory_stays_where_a_graph_reads_it() -> None:
+    inputs = _Inputs(SIZE, PAGES, torch.device("cpu"))
+    before = [t.data_ptr() for t in (inputs.batch.input_ids, inputs.batch.seq_lens, inputs.batch.block_tables)]
+    inputs.fill(batch(3, 4, 1))
+    after = [t.data_ptr() for t in (inputs.batch.input_ids, inputs.batch.seq_lens, inputs.batch.block_tables)]
+    assert before == after
+
+
+def test_an_idle_graph_reads_one_token_of_page_0() -> None:
+    idle = _Inputs(SIZE, PAGES, torch.device("cpu")).batch
+    assert idle.seq_lens.eq(1).all() and idle.block_tables.eq(0).all() and idle.cache_slots.eq(0).all()

@@ -1,0 +1,147 @@
+"""The CPU's end of the hand-off, with a thread in the GPU's place that follows the same protocol."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tandem import _core
+from tandem.errors import KernelError
+from tandem.kernels.cpu import PackedExperts
+
+TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 4, 48, 32, 6, 3
+POSTED, LAYER, COUNT, DONE, FAILED, GAVE_UP = 0, 1, 2, 32, 64, 96
+PATIENCE = 20.0
+
+
+class FakeGpu:
+    """Posts and reads answers as the CUDA kernels do."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        *self.at, size = _core.mailbox_offsets(TOKENS, HIDDEN, TOP_K)
+        room = np.zeros(size + 128, dtype=np.uint8)
+        first = -room.ctypes.data % 128
+        self.memory = torch.from_numpy(room[first : first + size])
+        self.words = self.memory[:512].view(torch.int32)
+        self.mailbox = _core.Mailbox(self.memory, TOKENS, HIDDEN, TOP_K)
+        workspace = _core.Workspace(_core.WorkerPool([-1, -1]), "scalar")
+        self.layers = [self._layer(workspace) for _ in range(2)]
+        assert [self.mailbox.add(layer.core) for layer in self.layers] == [0, 1]
+
+    def _layer(self, workspace: _core.Workspace) -> PackedExperts:
+        layer = PackedExperts(workspace, EXPERTS, HIDDEN, WIDTH, "bf16")
+        for expert in range(EXPERTS - 1):  # the last one is missing
+            layer.load(
+                expert, torch.randn(WIDTH, HIDDEN), torch.randn(WIDTH, HIDDEN), torch.randn(HIDDEN, WIDTH)
+            )
+        return layer
+
+    def part(self, index: int, tokens: int, columns: int, dtype: torch.dtype) -> Tensor:
+        first, size = self.at[index], tokens * columns * dtype.itemsize
+        return self.memory[first : first + size].view(dtype).view(tokens, columns)
+
+    def post(self, number: int, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        tokens = len(x)
+        self.part(0, tokens, HIDDEN, torch.bfloat16).copy_(x)
+        self.part(1, tokens, TOP_K, torch.int32).copy_(ids)
+        self.part(2, tokens, TOP_K, torch.float32).copy_(weights)
+        self.words[LAYER], self.words[COUNT] = layer, tokens
+        self.words[POSTED] = number
+
+    def answer(self, number: int, tokens: int) -> Tensor:
+        until = time.monotonic() + PATIENCE
+        while int(self.words[DONE]) != number:
+            assert time.monotonic() < until
+            time.sleep(1e-4)
+        return self.part(3, tokens, HIDDEN, torch.float32).clone()
+
+
+def batch(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    ids = torch.stack([torch.randperm(EXPERTS - 1)[:TOP_K] for _ in range(tokens)]).int()
+    ids[0, 0] = -1  # lives elsewhere
+    return torch.randn(tokens, HIDDEN).bfloat16(), ids, torch.rand(tokens, TOP_K)
+
+
+def test_posts_are_answered_in_turn() -> None:
+    gpu = FakeGpu()
+    batches = [batch(tokens) for tokens in (1, 4, 2)]
+    got: list[Tensor] = []
+
+    def play() -> None:
+        for i, (x, ids, weights) in enumerate(batches):
+            gpu.post(i + 1, i % 2, x, ids, weights)
+            got.append(gpu.answer(i + 1, len(x)))
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    gpu.mailbox.serve(len(batches), PATIENCE)
+    thread.join()
+    for i, (x, ids, weights) in enumerate(batches):
+        expected = gpu.layers[i % 2].forward(x, ids, weights, torch.empty(len(x), HIDDEN))
+        assert torch.equal(got[i], expected)
+    assert gpu.mailbox.posts == 3
+    assert gpu.mailbox.experts_used == sum(len(set(ids[ids >= 0].tolist())) for _, ids, _ in batches)
+
+
+def test_a_batch_that_lives_elsewhere_is_zero() -> None:
+    gpu = FakeGpu()
+    x, ids, weights = batch(2)
+    gpu.part(3, 2, HIDDEN, torch.float32).fill_(7.0)
+    gpu.post(1, 0, x, torch.full_like(ids, -1), weights)
+    gpu.mailbox.serve(1, PATIENCE)
+    assert gpu.answer(1, 2).eq(0).all()
+
+
+def fails(gpu: FakeGpu, match: str, patience: float = PATIENCE) -> None:
+    with pytest.raises((RuntimeError, KernelError), match=match):
+        gpu.mailbox.serve(1, patience)
+    assert int(gpu.words[FAILED]) == 1  # the GPU need not wait
+
+
+def test_no_post_within_the_time_is_an_error() -> None:
+    fails(FakeGpu(), "asked for no experts for 0.05", 0.05)
+
+
+def test_a_gpu_that_gave_up_is_an_error() -> None:
+    gpu = FakeGpu()
+    gpu.words[GAVE_UP] = 1
+    fails(gpu, "given up")
+
+
+def test_what_a_layer_throws_arrives() -> None:
+    gpu = FakeGpu()
+    x, ids, weights = batch(1)
+    gpu.post(1, 0, x, torch.full_like(ids, EXPERTS - 1), weights)
+    fails(gpu, "routed to before it was loaded")
+
+
+@pytest.mark.parametrize(("layer", "tokens"), [(2, 1), (-1, 1), (0, TOKENS + 1), (0, -1)])
+def test_nonsense_is_refused(layer: int, tokens: int) -> None:
+    gpu = FakeGpu()
+    gpu.post(0, 0, *batch(1))
+    gpu.words[LAYER], gpu.words[COUNT], gpu.words[POSTED] = layer, tokens, 1
+    fails(gpu, "do not exist")
+
+
+def test_after_a_reset_it_works_again() -> None:
+    gpu = FakeGpu()
+    fails(gpu, "no experts", 0.01)
+    gpu.mailbox.reset()
+    assert gpu.words.eq(0).all()
+    gpu.post(1, 1, *batch(3))
+    gpu.mailbox.serve(1, PATIENCE)
+    assert int(gpu.words[DONE]) == 1
+
+
+def test_wrong_memory_is_refused() -> None:
+    size = _core.mailbox_offsets(TOKENS, HIDDEN, TOP_K)[-1]
+    with pytest.raises(KernelError, match="shape"):
+        _core.Mailbox(torch.zeros(size - 1, dtype=torch.uint8), TOKENS, HIDDEN, TOP_K)
+    with pytest.raises(KernelError, match=">= 1"):
+        _core.mailbox_offsets(0, HIDDEN, TOP_K)
