@@ -38,7 +38,9 @@ def test_rows_that_are_left_over_copy_the_last_one() -> None:
 
 def test_memory_stays_where_a_graph_reads_it() -> None:
     inputs = _Inputs(SIZE, PAGES, torch.device("cpu"))
-    before = [t.data_ptr() for t in (inputs.batch.input_ids, inputs.batch.seq_lens, inputs.batch.block_tables)]
+    before = [
+        t.data_ptr() for t in (inputs.batch.input_ids, inputs.batch.seq_lens, inputs.batch.block_tables)
+    ]
     inputs.fill(batch(3, 4, 1))
     after = [t.data_ptr() for t in (inputs.batch.input_ids, inputs.batch.seq_lens, inputs.batch.block_tables)]
     assert before == after

@@ -11,7 +11,6 @@ from tandem.kernels.ops import Linear, Routing, SureRead
 from tandem.models.builder import Builder
 from tandem.models.names import MoENames, mlp_matrices
 
-
 KEPT_ROWS = 256  # more than any recorded step or CUDA graph has
 
 

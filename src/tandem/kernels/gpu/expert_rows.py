@@ -93,7 +93,7 @@ def _combine(partial, slots, elsewhere, out, columns, TOP_K: tl.constexpr, HAS_M
 def _step(panels: Panels) -> int:
     """Words along k per step: a quarter of them was best or near it on an H200 (of 32 to 256, at 1 and 8 tokens, bf16
     and int4, Qwen3-30B-A3B's shapes): the loads of a step are in flight together."""
-    return min(256, max(32, triton.next_power_of_2(panels.blocks // 4)))
+    return min(256, max(32, int(triton.next_power_of_2(panels.blocks // 4))))
 
 
 def gate_up(x: Tensor, pool: Tensor, panels: Panels, stride: int, slots: Tensor, width: int) -> Tensor:
@@ -116,7 +116,8 @@ def down(
     partial = hidden.new_empty((slots.numel(), panels.columns), dtype=torch.float32)
     _down[(slots.numel(), panels.panels)](
         hidden.view(torch.int32), words, scales, slots, weights, partial, panels.depth, panels.blocks, panels.columns,
-        stride // panels.word_bytes, stride // panels.scale_bytes, **panels.constants(), STEP=_step(panels), num_warps=4,
+        stride // panels.word_bytes, stride // panels.scale_bytes, **panels.constants(), STEP=_step(panels),
+        num_warps=4,
     )  # fmt: skip
     return partial
 

@@ -19,7 +19,6 @@ from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.ops import BatchLayout, Lookup, Recorded, Rope, Routing, Step, SureRead
 from tandem.kernels.reference import TorchOps
 
-
 LOOKUP_ROWS = 1 << 14  # of a table, copied at a time
 
 
