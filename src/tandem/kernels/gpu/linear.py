@@ -22,8 +22,12 @@ class GpuLinear:
         self.out_features, self.in_features = weight.shape
         self._bias = None if self.bias is None else self.bias.to(self.weight.dtype)
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        out_dtype = out_dtype or x.dtype
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        if out is not None:
+            return out.copy_(self._times(x, out.dtype))
+        return self._times(x, out_dtype or x.dtype)
+
+    def _times(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         if x.dtype == out_dtype == self.weight.dtype:
             return F.linear(x, self.weight, self._bias)
         if x.dtype == self.weight.dtype and x.is_cuda:  # float32 sums of bfloat16 products, not rounded
