@@ -84,10 +84,10 @@ def test_unknown_keywords_name_the_nearest() -> None:
 
 def test_flags_that_change_nothing_are_named(tmp_path) -> None:
     with (
-        pytest.warns(UserWarning, match="--disable-cuda-graph changes nothing"),
+        pytest.warns(UserWarning, match="--trust-remote-code changes nothing"),
         pytest.raises(CheckpointError),
     ):
-        LLM(str(tmp_path), disable_cuda_graph=True)  # there is no model
+        LLM(str(tmp_path), trust_remote_code=True)  # there is no model
 
 
 def test_progress_shows_on_a_terminal_only(monkeypatch, capsys) -> None:

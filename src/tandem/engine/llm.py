@@ -67,6 +67,9 @@ class LLM:
         for notice in config.notices():
             warnings.warn(notice, stacklevel=2)
         self.engine = Engine(config)
+        for notice in self.engine.plan.notices:  # those that depend on the machine and the model
+            if notice not in config.notices():
+                warnings.warn(notice, stacklevel=2)
         self._requests = 0
 
     @classmethod

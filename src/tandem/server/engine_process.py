@@ -75,7 +75,9 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
 
     path = resolve_model(config.model)
     with LoadProgress() as progress:
-        engine = Engine.from_parts(load_parts(config, progress, print_plan))
+        engine = Engine.from_parts(
+            load_parts(config, progress, lambda plan: print_plan(plan, config.notices()))
+        )
     pin_main_thread(engine.plan.cpus[0])
     if not config.skip_server_warmup:
         warm_up(engine, engine.model_config.vocab)
@@ -90,9 +92,13 @@ def pin_main_thread(cpu: int) -> None:
         os.sched_setaffinity(0, {cpu})
 
 
-def print_plan(plan: Plan) -> None:
+def print_plan(plan: Plan, said: Sequence[str]) -> None:
+    """With the notices that were not said yet: those that depend on the machine and the model."""
     for decision in plan.decisions:
         print(f"  {decision.name:<24} {decision.value:<16} {decision.reason}", flush=True)
+    for notice in plan.notices:
+        if notice not in said:
+            print(f"note: {notice}", flush=True)
 
 
 def warm_up(engine: SteppedEngine, vocab_size: int) -> None:
