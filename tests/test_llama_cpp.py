@@ -44,7 +44,7 @@ class Peer:
 
     def __init__(self, file: Path) -> None:
         self.llama = llama_cpp.Llama(
-            str(file), n_ctx=512, n_batch=512, logits_all=True, n_threads=2, verbose=False
+            str(file), n_ctx=512, n_batch=512, logits_all=True, n_threads=1, n_threads_batch=1, verbose=False
         )
 
     def begin(self) -> None:
@@ -148,7 +148,7 @@ def test_smollm2_is_llama_cpps(smollm2):
 
 
 QWEN3 = settings(
-    hidden_size=256, num_hidden_layers=2, max_position_embeddings=512, num_experts_per_tok=2, num_attention_heads=4,
+    hidden_size=256, num_hidden_layers=2, max_position_embeddings=512, num_experts_per_tok=4, num_attention_heads=4,
     num_key_value_heads=2, head_dim=64, num_experts=8, moe_intermediate_size=256, intermediate_size=512,
     norm_topk_prob=True, initializer_range=0.065,
 )  # fmt: skip
@@ -169,7 +169,9 @@ def qwen3(tmp_path_factory) -> Path:
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.mlp.gate.weight.mul_(20)  # clear choices of experts, as trained routers make them
+            layer.mlp.gate.weight.mul_(
+                3
+            )  # the last chosen expert hardly counts: that it may be another hardly matters
     model.save_pretrained(path)
     return write_gguf(path, path / "f32.gguf", pre="qwen2")
 
