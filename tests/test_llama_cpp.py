@@ -191,7 +191,8 @@ def test_a_random_qwen3_moe_is_llama_cpps(qwen3, name):
     assert float(pair.expected.std()) > 1  # two models with nothing in common would be about 1 nat apart
     assert pair.divergence <= 0.01
     assert pair.check_sure_positions() > 0.05
-    assert pair.check_answers([pair.tokenizer.encode(text) for text in PROMPTS]) > 0  # most are close calls here
+    ids = [pair.tokenizer.encode(text) for text in PROMPTS]
+    assert pair.check_answers(ids) > 0  # most choices of a random model are close calls
 
 
 # -- tokens ---
