@@ -46,6 +46,19 @@ def test_product_matches_float64(fmt: str, group: int, tier: str, algorithm: str
             assert (error <= cases.product_bound(magnitude, k, fmt, group, tier)).all(), (n, k, rows)
 
 
+@pytest.mark.parametrize("tier", ["amx", "amx_standin"])
+@pytest.mark.parametrize(("fmt", "group"), [("bf16", 0), ("int4", 32), ("int8", 0), ("fp8", 128)])
+def test_tiles_over_several_slices_blocks_and_panels(fmt: str, group: int, tier: str) -> None:
+    """More rows than one call takes, three pairs of panels per task, K of several slices with a shorter last one."""
+    cases.require_tier(tier)
+    n, k, rows = 32 * 16, 590, 530
+    weight, x = random_weight(n, k), cases.activations(rows, k, fmt)
+    y = cases.packed_matrix(cases.workspace_of(tier, "tile_mm"), weight, None, fmt, group)(x, torch.float32)
+    exact, size = (f(weight, fmt, group).double().T for f in (dequantised, cases.magnitude_of))
+    bound = cases.product_bound(x.double().abs() @ size, k, fmt, group, tier)
+    assert ((y.double() - x.double() @ exact).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("tier", cases.TIERS)
 @pytest.mark.parametrize(("fmt", "group"), cases.FORMATS)
 def test_codes_equal_the_reference_bit_for_bit(fmt: str, group: int, tier: str) -> None:

@@ -49,8 +49,9 @@ using MatmulFn = void (*)(const MatmulArgs*);
 constexpr int64_t kMatmulScratchBytes = 512 * 1024;
 constexpr int64_t kMaxShiftedGroups =
     32 * 1024;  // along K, where codes have offsets: sums of some rows fit the scratch
-constexpr int kMaxPairsPerCall = 8;
-constexpr int kMaxRowsPerCall = 256;
+constexpr int kMaxPairsPerCall = 16;
+constexpr int kMaxRowsPerCall = 512;
+constexpr int kMaxSumFloats = 1024 * 1024;
 
 struct FormatKernels {
   MatmulFn dot_rows;       // few rows: weights are streamed once and decoded in registers
@@ -58,10 +59,19 @@ struct FormatKernels {
   int32_t tile_from_rows;  // from this many rows tile_mm is faster: measured
 };
 
+// How a tier's kernels want many rows divided.
+struct Blocking {
+  int32_t rows_per_call;   // at most kMaxRowsPerCall, and
+  int32_t pairs_per_call;  // at most kMaxPairsPerCall: the results stay in L2
+  int32_t sum_floats;      // weighted sums of one task of the MoE driver, at most kMaxSumFloats
+  int32_t many_rows;       // of an expert: from here on multiplying takes longer than streaming weights
+};
+
 struct KernelTable {
   Tier tier;
   DType lane_type;  // what "prepared" activations of bf16, int8 and int4 weights are made of; f32 weights: always f32.
                     // With f32 lanes the values are still rounded to bf16.
+  Blocking blocking;
   FormatKernels formats[kFormatCount];
 
   // Rows of `source` to prepared rows: rounded to bf16 where round_to_bf16, stored as `to`, padded with zeros.

@@ -7,20 +7,21 @@ namespace tandem {
 namespace {
 
 constexpr int64_t kTaskBytes = 192 * 1024;  // weights per task of few rows, unless there would be too few tasks
-constexpr int64_t kManyRows = 16;          // of an expert: from here on multiplying takes longer than streaming weights
-constexpr int64_t kTasksPerWorker = 4;     // at least, so that dynamic pick-up can even things out
-constexpr int64_t kPrepareRows = 8;        // per task; fewer are converted by the caller before the region
-constexpr int64_t kMinTokensPerTask = 64;  // splitting tokens finer would unpack the weights too often
-constexpr int64_t kDownRows = 128;         // of an expert per task of the down phase, likewise
+constexpr int64_t kTasksPerWorker = 4;      // at least, so that dynamic pick-up can even things out
+constexpr int64_t kPrepareRows = 8;         // per task; fewer are converted by the caller before the region
+constexpr int64_t kMinTokensPerTask = 64;   // splitting tokens finer would read the weights too often
+// What a task of many rows costs beside its multiplications, in columns and in rows that could be computed meanwhile:
+// gathering its rows does not depend on the columns, and unpacking its weights not on the rows.
+constexpr double kGatherColumns = 40, kUnpackRows = 40;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Pairs per task: long streams, but enough tasks for everyone. With many rows the streams are short beside the work,
 // and a wide task gathers its rows only once.
-int64_t pairs_per_task(int64_t all_pairs, int64_t pair_bytes, int workers, bool many_rows) {
-  const int64_t by_bytes = many_rows ? kMaxPairsPerCall : std::max<int64_t>(1, kTaskBytes / pair_bytes);
+int64_t pairs_per_task(int64_t all_pairs, int64_t pair_bytes, int workers, bool many_rows, int64_t most) {
+  const int64_t by_bytes = many_rows ? most : std::max<int64_t>(1, kTaskBytes / pair_bytes);
   const int64_t by_share = std::max<int64_t>(1, all_pairs / (kTasksPerWorker * workers));
-  return std::min<int64_t>({by_bytes, by_share, kMaxPairsPerCall});
+  return std::min<int64_t>({by_bytes, by_share, most});
 }
 
 }  // namespace
@@ -44,12 +45,13 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
 void ExpertRun::list_gate_up_tasks() {
   const WeightView& w = layer_.gate_up_layout_;
   int64_t all_pairs = 0;
-  for (const RoutingPlan::Expert& e : plan_.experts) all_pairs += w.pairs * ceil_div(e.count, kRowsPerCall);
-  const int64_t pairs_each =
-      pairs_per_task(all_pairs, 2 * w.panel_bytes, workspace_.pool().size(), mean_rows() >= kManyRows);
+  for (const RoutingPlan::Expert& e : plan_.experts)
+    all_pairs += w.pairs * ceil_div(e.count, table_.blocking.rows_per_call);
+  const int64_t pairs_each = pairs_per_task(all_pairs, 2 * w.panel_bytes, workspace_.pool().size(), has_many_rows(),
+                                            table_.blocking.pairs_per_call);
   for (size_t e = 0; e < plan_.experts.size(); ++e) {
     const RoutingPlan::Expert& expert = plan_.experts[e];
-    const int64_t blocks = ceil_div(expert.count, kRowsPerCall);
+    const int64_t blocks = ceil_div(expert.count, table_.blocking.rows_per_call);
     for (int64_t b = 0; b < blocks; ++b) {
       const int32_t begin = int32_t(expert.count * b / blocks), end = int32_t(expert.count * (b + 1) / blocks);
       for (int64_t pair = 0; pair < w.pairs; pair += pairs_each)
@@ -63,25 +65,52 @@ int64_t ExpertRun::mean_rows() const {
   return int64_t(plan_.rows.size()) / std::max<int64_t>(1, int64_t(plan_.experts.size()));
 }
 
+bool ExpertRun::has_many_rows() const { return mean_rows() >= table_.blocking.many_rows; }
+
 ExpertRun::Grid ExpertRun::down_grid() const {
+  Grid grid = has_many_rows() ? multiplying_grid() : streaming_grid();
+  grid.column_blocks = ceil_div(layer_.down_layout_.pairs, grid.pairs_each);
+  grid.tokens_each = ceil_div(call_.x.rows, grid.token_blocks);
+  grid.token_blocks = ceil_div(call_.x.rows, grid.tokens_each);
+  return grid;
+}
+
+// Few rows: long streams of weights, and tokens are only divided where their sums would not fit, or for more tasks.
+ExpertRun::Grid ExpertRun::streaming_grid() const {
   const int64_t workers = workspace_.pool().size(), pairs = layer_.down_layout_.pairs, tokens = call_.x.rows;
   const int64_t bytes = 2 * layer_.down_layout_.panel_bytes * std::max<int64_t>(1, int64_t(plan_.experts.size()));
-  Grid grid;
-  int64_t most_tokens = tokens;  // whose sums a worker holds at once
-  if (mean_rows() >= kManyRows)
-    most_tokens = std::clamp(tokens * kDownRows / mean_rows(), std::min(tokens, kMinTokensPerTask), tokens);
-  const int64_t by_sums = std::max<int64_t>(1, kSumFloats / (kPairColumns * most_tokens));
-  const int64_t token_blocks = ceil_div(tokens, most_tokens);
+  const int64_t by_sums = std::max<int64_t>(1, table_.blocking.sum_floats / (kPairColumns * tokens));
+  Grid grid{};
   grid.pairs_each = std::min(
-      pairs_per_task(pairs * token_blocks, std::min(bytes, kTaskBytes / 2), int(workers), mean_rows() >= kManyRows),
+      pairs_per_task(pairs, std::min(bytes, kTaskBytes / 2), int(workers), false, table_.blocking.pairs_per_call),
       by_sums);
-  grid.column_blocks = ceil_div(pairs, grid.pairs_each);
-  const int64_t wanted = ceil_div(kTasksPerWorker * workers, grid.column_blocks);
-  const int64_t finest = mean_rows() >= kManyRows ? token_blocks : tokens / kMinTokensPerTask;
-  grid.token_blocks = std::max(token_blocks, std::clamp<int64_t>(finest, 1, wanted));
-  grid.tokens_each = ceil_div(tokens, grid.token_blocks);
-  grid.token_blocks = ceil_div(tokens, grid.tokens_each);
+  const int64_t wanted = ceil_div(kTasksPerWorker * workers, ceil_div(pairs, grid.pairs_each));
+  const int64_t needed = ceil_div(tokens * kPairColumns, table_.blocking.sum_floats);
+  grid.token_blocks = std::max(needed, std::clamp<int64_t>(tokens / kMinTokensPerTask, 1, wanted));
   return grid;
+}
+
+// Many rows: the division into equal tasks that should take the least time. Weights are read once per block of tokens,
+// intermediate activations once per block of columns; what is left over at the end costs a quarter of a task.
+ExpertRun::Grid ExpertRun::multiplying_grid() const {
+  const int64_t workers = workspace_.pool().size(), pairs = layer_.down_layout_.pairs, tokens = call_.x.rows;
+  const int64_t sums = table_.blocking.sum_floats;
+  Grid best{};
+  double least = 0;
+  for (int64_t blocks = 1; blocks <= std::max<int64_t>(1, tokens / kMinTokensPerTask); ++blocks)
+    for (int64_t each = 1; each <= std::min<int64_t>(table_.blocking.pairs_per_call, pairs); ++each) {
+      const int64_t tokens_each = ceil_div(tokens, blocks);
+      if (tokens_each * each * kPairColumns > sums) continue;
+      const double rows = std::max(1.0, double(mean_rows()) / double(blocks));
+      const double task =
+          double(tokens_each * each) * (1 + kGatherColumns / double(kPairColumns * each) + kUnpackRows / rows);
+      const double time = task * (double(ceil_div(blocks * ceil_div(pairs, each), workers)) + 0.25);
+      if (best.pairs_each && time >= least) continue;
+      least = time;
+      best.pairs_each = each;
+      best.token_blocks = blocks;
+    }
+  return best;
 }
 
 void ExpertRun::run() {
@@ -172,8 +201,8 @@ void ExpertRun::down_expert(const RoutingPlan::Expert& expert, const WeightView&
   const float* bias = nullptr;
   if (!layer_.down_bias_.empty())
     bias = layer_.down_bias_.data() + (expert.id * int64_t{weights.pairs} + first_pair) * kPairColumns;
-  for (int64_t row = first_row; row < last_row; row += kRowsPerCall) {
-    const int64_t rows = std::min<int64_t>(kRowsPerCall, last_row - row);
+  for (int64_t row = first_row; row < last_row; row += table_.blocking.rows_per_call) {
+    const int64_t rows = std::min<int64_t>(table_.blocking.rows_per_call, last_row - row);
     for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = hidden_.row(row + r);
     const MatmulArgs args{weights,   scratch.rows,    scratch.tile, kTileStride, scratch.matmul,
                           int(rows), int(first_pair), int(pairs),   next_panel};

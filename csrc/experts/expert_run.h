@@ -29,7 +29,10 @@ class ExpertRun {
 
   void list_gate_up_tasks();
   int64_t mean_rows() const;  // per expert that has any
+  bool has_many_rows() const;
   Grid down_grid() const;
+  Grid streaming_grid() const;
+  Grid multiplying_grid() const;
   void prepare(int64_t task);
   const uint8_t* panels_of(size_t task) const;
   void gate_up(size_t task, WorkerScratch& scratch);

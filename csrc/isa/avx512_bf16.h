@@ -73,20 +73,18 @@ struct Avx512Bf16Isa : Avx512Isa {
   TANDEM_INLINE static Pair decode_fp4(const uint8_t* p, int index) {
     return {_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(p), 4 * index), e2m1_values())};
   }
-  // Each output row's pair times the row's scale, plus the row's offset, rounded to bf16 again.
-  TANDEM_INLINE static Lane::Line scale_line(Lane::Line a, Vec scale, Vec offset) {
-    const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(a, 16));
-    const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(int(0xffff0000u))));
-    const __m512i apart = __m512i(_mm512_cvtne2ps_pbh(fma(odd, scale, offset), fma(even, scale, offset)));
-    return _mm512_permutexvar_epi16(interleaved(), apart);
+  // The isa that decodes to floats, and two of its lines (even k, odd k) rounded to a line of bf16: to the nearest,
+  // ties away from zero. Shifts and one blend instead of vcvtne2ps2bf16 and a permutation: 1.7 against 1.8 ns a line of
+  // int4.
+  using Widened = Avx512Isa;
+  TANDEM_INLINE static Lane::Line line_of(Vec even, Vec odd) {
+    const __m512i half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32(int(0xffff0000u));
+    const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16);
+    const __m512i high = _mm512_add_epi32(_mm512_castps_si512(odd), half);
+    return _mm512_ternarylogic_epi32(high, upper, low, 0xea);  // (a & b) | c
   }
 
  private:
-  // 0, 16, 1, 17 ...: the words of the lower half and of the upper half in turn.
-  TANDEM_INLINE static __m512i interleaved() {
-    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(16)), 16));
-  }
   // 0, 0, 1, 1 ...: every byte of the lower half twice.
   TANDEM_INLINE static __m512i doubled() {
     const __m512i words =

@@ -46,10 +46,9 @@ struct ScalarBf16Isa : ScalarIsa {
   }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) { return {join(ScalarIsa::decode_fp8(p))}; }
   TANDEM_INLINE static Pair decode_fp4(const uint8_t* p, int index) { return {join(ScalarIsa::decode_fp4(p, index))}; }
-  TANDEM_INLINE static Lane::Line scale_line(Lane::Line a, Vec scale, Vec offset) {
-    for (int i = 0; i < 32; ++i) a.v[i] = bf16_of_float(float_of_bf16(a.v[i]) * scale.v[i / 2] + offset.v[i / 2]);
-    return a;
-  }
+
+  using Widened = ScalarIsa;
+  TANDEM_INLINE static Lane::Line line_of(Vec even, Vec odd) { return join({{even, odd}}); }
 
  private:
   TANDEM_INLINE static Lane::Line join(const ScalarIsa::Pair& pair) {

@@ -18,14 +18,14 @@ struct PortableTiles {
     float sums[32 * 32] = {};
     const uint8_t* const panels[2] = {operands + 2048 * kPeakSteps, operands + 3072 * kPeakSteps};
     for (int64_t i = 0; i < rounds; ++i) {
-      multiply<2>({operands, 64, 2048, 1024}, panels, kPeakSteps, sums, 32, true);
+      multiply<2>({operands, 64, 2048, 1024}, panels, kPeakSteps, sums, 32, true, [] {});
       __asm__ volatile("" : : "r"(sums) : "memory");
     }
   }
 
-  template <int kRowTiles>
-  static void multiply(const RowBlock& a, const uint8_t* const* b, int64_t steps, float* y, int64_t y_stride,
-                       bool onto) {
+  template <int kRowTiles, class Between>
+  static void multiply(const RowBlock& a, const uint8_t* const* b, int64_t steps, float* y, int64_t y_stride, bool onto,
+                       const Between& between) {
     for (int r = 0; r < 16 * kRowTiles; ++r)
       for (int column = 0; column < 32; ++column) {
         float* sum = y + r * y_stride + column;
@@ -37,6 +37,7 @@ struct PortableTiles {
           for (int i = 0; i < 2; ++i) *sum += float_of_bf16(x[i]) * float_of_bf16(w[32 * pair + i]);
         }
       }
+    for (int64_t s = 0; s < steps; ++s) between();
   }
 };
 

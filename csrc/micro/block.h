@@ -12,6 +12,7 @@ template <class Isa, class Format>
 struct PayloadSource {
   using Lane = typename Format::Lane;
   static constexpr int kPanels = 2;
+  static constexpr bool kStreamed = true;
   static constexpr int kLinesPerStep = Lane::kLinesPerPair;
   static constexpr int kStepsPerPair = 1;
   static constexpr int kStepsPerBlock = Format::kPairsPerBlock;
@@ -31,6 +32,7 @@ template <class L, int P = 2>
 struct ScratchSource {
   using Lane = L;
   static constexpr int kPanels = P;
+  static constexpr bool kStreamed = false;  // it is in cache
   struct Step {
     typename Lane::Line line[1];
   };
@@ -95,6 +97,8 @@ TANDEM_INLINE void store_sums(const Sums<Isa, R, P>& sums, float* y, int64_t str
     for (int p = 0; p < P; ++p) Isa::store(y + r * stride + 16 * p, sums.v[r][p]);
 }
 
+constexpr int64_t kScalesAhead = 1024;  // bytes: scales are streams of their own, prefetched as far ahead as payload
+
 struct Scales {
   const uint8_t* panel[2];   // null: not scaled here
   const uint8_t* shifts[2];  // as `panel`, of what is added to every weight after scaling; null: nothing
@@ -102,6 +106,10 @@ struct Scales {
   int64_t pairs_per_group;
   const float* x_sums = nullptr;  // [row][group]: activations summed over each group; only for shifts
   int64_t sums_stride = 0;
+
+  TANDEM_INLINE const uint8_t* of_group(int p, int64_t group) const {
+    return panel[p] + group * kPanelRows * (type == DType::bf16 ? 2 : 4);
+  }
 
   // Those of panel p alone, for rows from `row` on.
   TANDEM_INLINE Scales at(int p, int row) const {
@@ -175,6 +183,8 @@ void block(const Source& source, int64_t source_first, const uint8_t* const* x, 
     const int64_t group = pair / scales.pairs_per_group, begin = pair - source_first;
     clear<Isa, R, kPanels>(sums);
     accumulate<Isa, Source, R>(source, rows, begin, begin + scales.pairs_per_group, sums);
+    if constexpr (Source::kStreamed)
+      for (int p = 0; p < kPanels; ++p) Isa::prefetch(scales.of_group(p, group) + kScalesAhead);
     add_scaled<Isa, R, kPanels>(sums, scales, group, y, stride);
     if (scales.shifts[0]) add_shifts<Isa, R, kPanels>(scales, group, y, stride);
   }

@@ -13,6 +13,8 @@ namespace {
 // Zen 5, weights from DRAM and from cache; there decoding in registers hides behind AVX-512's multiply-adds, so tile_mm
 // hardly ever pays. Those of amx belong to Intel machines: tiles take 16 rows whether there are that many or not.
 constexpr int32_t kNever = kMaxRowsPerCall + 1;
+constexpr Blocking kVectorBlocking = {256, 8, 128 * 1024, 16};               // results: 256 KiB, sums: 512 KiB
+constexpr Blocking kTileBlocking = {kMaxRowsPerCall, 16, kMaxSumFloats, 4};  // 1 MiB, and 4 MiB, a row used per expert
 struct TileFromRows {
   int32_t f32, bf16, int8, int4, fp8, fp4, uint4;
 };
@@ -27,6 +29,7 @@ constexpr KernelTable make_table(Tier tier, TileFromRows from) {
   return {
       tier,
       Isa::Lane::kType,
+      kVectorBlocking,
       {
           vector_kernels<Isa, F32Format>(from.f32),
           vector_kernels<Isa, Bf16Format>(from.bf16),

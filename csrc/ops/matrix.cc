@@ -12,11 +12,14 @@ constexpr int64_t kTaskBytes = 128 * 1024;  // weights per task: long streams, y
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Pairs of panels per task.
-int64_t pairs_per_task(const WeightView& w, int64_t row_blocks, int workers) {
-  const int64_t by_bytes = std::max<int64_t>(1, kTaskBytes / (2 * w.panel_bytes));
+// Pairs of panels per task. With many rows the streams are short beside the work, and a wide task gathers its rows
+// once.
+int64_t pairs_per_task(const WeightView& w, const Blocking& blocking, int64_t rows, int workers) {
+  const bool many_rows = rows >= blocking.many_rows;
+  const int64_t row_blocks = ceil_div(rows, blocking.rows_per_call);
+  const int64_t by_bytes = many_rows ? blocking.pairs_per_call : std::max<int64_t>(1, kTaskBytes / (2 * w.panel_bytes));
   const int64_t by_share = std::max<int64_t>(1, w.pairs * row_blocks / (4 * workers));
-  return std::min<int64_t>({by_bytes, by_share, kMaxPairsPerCall});
+  return std::min<int64_t>({by_bytes, by_share, blocking.pairs_per_call});
 }
 
 }  // namespace
@@ -93,8 +96,10 @@ void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type) const 
   PreparedRows prepared;
   prepare(x, &prepared);
   workspace_->pool().announce(upcoming_);
-  const int64_t row_blocks = ceil_div(x.rows, kRowsPerCall), rows_per_task = ceil_div(x.rows, row_blocks);
-  const int64_t pairs_each = pairs_per_task(view_, row_blocks, workspace_->pool().size());
+  const Blocking& blocking = workspace_->table().blocking;
+  const int64_t rows_per_task = ceil_div(x.rows, ceil_div(x.rows, blocking.rows_per_call));
+  const int64_t row_blocks = ceil_div(x.rows, rows_per_task);
+  const int64_t pairs_each = pairs_per_task(view_, blocking, x.rows, workspace_->pool().size());
   const int64_t column_blocks = ceil_div(view_.pairs, pairs_each);
   const auto task = [&](int64_t index, int worker) {
     const int64_t row = index / column_blocks * rows_per_task, pair = index % column_blocks * pairs_each;

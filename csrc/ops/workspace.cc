@@ -41,7 +41,7 @@ Workspace::Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table,
     : pool_(std::move(pool)), table_(table), scratch_(size_t(pool_->size())) {
   for (FormatKernels& kernels : table_.formats)
     if (tile_from_rows >= 0) kernels.tile_from_rows = tile_from_rows;
-  constexpr int64_t kTileBytes = kRowsPerCall * kTileStride * 4, kSumBytes = kSumFloats * 4;
+  constexpr int64_t kTileBytes = kMaxRowsPerCall * kTileStride * 4, kSumBytes = int64_t{kMaxSumFloats} * 4;
   constexpr int64_t kWorkerBytes = kMatmulScratchBytes + kTileBytes + kSumBytes;
   scratch_memory_ = HugeBuffer(size_t(kWorkerBytes) * scratch_.size());
   uint8_t* memory = scratch_memory_.data();

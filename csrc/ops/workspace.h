@@ -13,21 +13,17 @@
 
 namespace tandem {
 
-// Rows of activations per kernel call: one worker's share of a tile of results then stays in its L2.
-constexpr int kRowsPerCall = kMaxRowsPerCall;
-
 // Throws std::invalid_argument if there is no such tier, or this host cannot execute it.
 const KernelTable& table_of_tier(const std::string& tier);
 
 // One worker's own scratch.
 struct WorkerScratch {
   uint8_t* matmul;  // kMatmulScratchBytes
-  float* tile;      // kRowsPerCall x (32 * kMaxPairsPerCall)
-  float* sums;      // kSumFloats: weighted sums of the MoE driver
-  const void* rows[kRowsPerCall];
+  float* tile;      // kMaxRowsPerCall x (32 * kMaxPairsPerCall)
+  float* sums;      // kMaxSumFloats: weighted sums of the MoE driver
+  const void* rows[kMaxRowsPerCall];
 };
 constexpr int64_t kTileStride = kPairColumns * kMaxPairsPerCall + 16;  // + one line: rows in different sets of L1
-constexpr int64_t kSumFloats = 128 * 1024;
 
 class Workspace {
  public:
