@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cstring>
 
 #include "bindings/bindings.h"
@@ -37,6 +38,21 @@ void load(ExpertLayer& self, int expert, nb::handle gate, nb::handle up, nb::han
                             optional_floats(down_bias, "down_bias", hidden, &biases[2])};
   const nb::gil_scoped_release unlocked;
   self.load(expert, source);
+}
+
+void load_all(ExpertLayer& self, int first, const nb::list& experts) {
+  const int64_t hidden = self.shape().hidden, width = self.shape().width;
+  std::vector<std::array<SourceViews, 3>> views(experts.size());
+  std::vector<ExpertSource> sources;
+  for (size_t i = 0; i < views.size(); ++i) {
+    const nb::tuple expert = nb::cast<nb::tuple>(experts[i]);
+    if (expert.size() != 3) throw KernelError("an expert is gate, up and down");
+    sources.push_back({source_of(expert[0], "gate", width, hidden, &views[i][0]),
+                       source_of(expert[1], "up", width, hidden, &views[i][1]),
+                       source_of(expert[2], "down", hidden, width, &views[i][2]), nullptr, nullptr, nullptr});
+  }
+  const nb::gil_scoped_release unlocked;
+  self.load_all(first, sources);
 }
 
 void forward(ExpertLayer& self, nb::handle x, nb::handle ids, nb::handle weights, nb::handle out, bool add) {
@@ -88,6 +104,8 @@ void bind_experts(nb::module_& m) {
       .def("load", &load, nb::arg("expert"), nb::arg("gate"), nb::arg("up"), nb::arg("down"),
            nb::arg("gate_bias").none() = nb::none(), nb::arg("up_bias").none() = nb::none(),
            nb::arg("down_bias").none() = nb::none())
+      .def("load_all", &load_all, nb::arg("first"), nb::arg("experts"),
+           "Experts first, first + 1, … from tuples of gate, up and down, in one parallel region.")
       .def("forward", &forward, nb::arg("x"), nb::arg("ids"), nb::arg("weights"), nb::arg("out"), nb::arg("add"))
       .def("bytes", &ExpertLayer::bytes, nb::arg("first"), nb::arg("count"), "Of the experts [first, first + count).")
       .def("read_next", &ExpertLayer::read_next, nb::arg("upcoming"),

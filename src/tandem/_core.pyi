@@ -219,6 +219,11 @@ class ExpertLayer:
         up_bias: object | None = None,
         down_bias: object | None = None,
     ) -> None: ...
+    def load_all(self, first: int, experts: list) -> None:
+        """
+        Experts first, first + 1, … from tuples of gate, up and down, in one parallel region.
+        """
+
     def forward(self, x: object, ids: object, weights: object, out: object, add: bool) -> None: ...
     def bytes(self, first: int, count: int) -> ByteRange:
         """Of the experts [first, first + count)."""

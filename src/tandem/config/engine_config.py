@@ -50,6 +50,9 @@ class EngineConfig:
     context_length: int | None = flag(
         None, "Longest prompt + answer, tokens; default: the model's.", group=MODEL, minimum=1, essential=True
     )
+    packed_cache: str | None = flag(
+        None, "Directory that keeps packed weights for the next start.", group=MODEL, essential=True
+    )
     trust_remote_code: bool = flag(
         False, "Accepted for compatibility.", group=MODEL,
         neutral=[True], idle="no code from a checkpoint is ever run",

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from tandem import models
-from tandem._core import WorkerPool
-from tandem.checkpoint import demo_dir, load_model_config, open_checkpoint, resolve_model
+from tandem._core import LAYOUT_VERSION, WorkerPool
+from tandem.checkpoint import Checkpoint, demo_dir, load_model_config, open_checkpoint, resolve_model
 from tandem.checkpoint.demo import build_demo
-from tandem.config import EngineConfig, Machine, Plan, resolve
+from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
 from tandem.engine.parts import EngineParts
 from tandem.engine.tokenizer import Tokenizer
 from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.packed_cache import PackedCache
 
 
 def load_parts(
@@ -38,13 +41,50 @@ def load_parts(
     workers = WorkerPool(list(plan.cpus))
     ops = CpuOps(workers, plan.tier)
     if plan.gpu is None:
-        model = models.build(model_config, plan, checkpoint, ops, progress)
+        kept = packed_cache(config, plan, model_config, checkpoint, ops)
+        if kept is not None:
+            kept.open(_verifying(progress))
+        model = models.build(model_config, plan, checkpoint, ops, progress, kept=kept)
         return EngineParts(plan, model_config, model, tokenizer, workers)
+    if config.packed_cache is not None:
+        _say("--packed-cache has no effect where a GPU is used: the model is packed at every start")
     from tandem.engine.gpu_side import gpu_side  # Triton is there only where a GPU is
 
     gpu = gpu_side(plan, model_config, ops)
     model = models.build(model_config, plan, checkpoint, gpu.ops, progress, gpu.store)
     return EngineParts(plan, model_config, model, tokenizer, workers, gpu.handoff)
+
+
+def packed_cache(
+    config: EngineConfig, plan: Plan, model: ModelConfig, checkpoint: Checkpoint, ops: CpuOps
+) -> PackedCache | None:
+    """Where --packed-cache keeps this model, as this plan packs it. The kernel tier is no part of that."""
+    if config.packed_cache is None:
+        return None
+    directory = checkpoint.path.resolve()
+    made_from = (
+        checkpoint.identity(), repr(model), plan.dtype, plan.expert_format, plan.dense_codes,
+        plan.fuse_shared_experts, LAYOUT_VERSION,
+    )  # fmt: skip
+    key = hashlib.sha256(repr(made_from).encode()).hexdigest()
+    place = hashlib.sha256(str(directory).encode()).hexdigest()[:8]
+    name = f"{directory.name}-{place}-{plan.expert_format}-{plan.dtype}.packed"
+    about = f"{directory} ({plan.expert_format} experts, files as of {key[:8]})"
+    return PackedCache(
+        Path(config.packed_cache).expanduser() / name, key, about, ops.workspace, ops.pool, _say
+    )
+
+
+def _say(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def _verifying(progress: models.Progress | None) -> Callable[[int, int], None]:
+    def report(done: int, total: int) -> None:
+        if progress is not None:
+            progress("verifying packed cache", done, total)
+
+    return report
 
 
 def use_one_torch_thread() -> None:

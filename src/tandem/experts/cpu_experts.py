@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from tandem.formats.codes import Weight
+from tandem.formats.cut import weight_bytes
 from tandem.kernels.ops import ExpertLayer, Routing, SureRead
+
+CHUNK_BYTES = 128 << 20  # of weights prepared ahead: milliseconds of packing, more than views take to make
 
 ExpertMatrices = tuple[Weight, Weight, Weight]
 """gate and up [width, hidden], down [hidden, width]."""
@@ -61,9 +65,27 @@ class CpuExperts:
         self._layer = layer
 
     def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
-        """Packs experts 0 … count - 1, one after the other: never more than one unpacked expert is held."""
-        for expert in range(count):
-            self._layer.load(expert, *matrices(expert))
+        """Packs experts 0 … count - 1 on all workers, while a thread asks `matrices` for those that follow.
+
+        What it gets is a view of the mapped file, or codes and numbers made from it: at most 2 * CHUNK_BYTES at a time,
+        unless one expert is larger.
+        """
+
+        def chunk(first: int) -> list[ExpertMatrices]:
+            experts: list[ExpertMatrices] = []
+            nbytes = 0
+            while first + len(experts) < count and nbytes < CHUNK_BYTES:
+                experts.append(matrices(first + len(experts)))
+                nbytes += sum(map(weight_bytes, experts[-1]))
+            return experts
+
+        with ThreadPoolExecutor(1, "tandem-load") as thread:
+            first, ahead = 0, thread.submit(chunk, 0)
+            while first < count:
+                experts = ahead.result()
+                ahead = thread.submit(chunk, first + len(experts))
+                self._layer.load_all(first, experts)
+                first += len(experts)
 
     def sure_read(self, experts: int) -> SureRead:
         """The last `experts` of the layer, which every token chooses."""

@@ -9,6 +9,8 @@ arrays of `_core` itself may come from any library that speaks DLPack.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -210,6 +212,13 @@ class PackedExperts:
         self.hold(gate, up, down, expert)
         biases = _bias(gate_bias), _bias(up_bias), _bias(down_bias)
         self._core.load(expert, _source(gate), _source(up), _source(down), *biases)
+        self._empty = False
+
+    def load_all(self, first: int, experts: Sequence[tuple[Weight, Weight, Weight]]) -> None:
+        """Packs experts first, first + 1, … in one parallel region, so that small ones share it."""
+        for expert, (gate, up, down) in enumerate(experts, first):
+            self.hold(gate, up, down, expert)
+        self._core.load_all(first, [(_source(g), _source(u), _source(d)) for g, u, d in experts])
         self._empty = False
 
     def hold(self, gate: Weight, up: Weight, down: Weight, expert: int = 0) -> None:

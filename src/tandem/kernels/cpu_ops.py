@@ -36,7 +36,7 @@ class CpuOps:
             raise KernelError(f"this CPU cannot run tier {tier!r}; it can run {', '.join(supported)}")
         self.pool, self.tier = pool, tier
         self._dense = _core.DenseOps(pool, tier)
-        self._workspace = _core.Workspace(pool, tier)
+        self.workspace = _core.Workspace(pool, tier)
         self._heads: dict[tuple[int, ...], _core.Heads] = {}
         self._rules: dict[tuple[int, int], tuple[RouterConfig, _core.Route]] = {}
         self._batch: BatchLayout | None = None
@@ -51,13 +51,13 @@ class CpuOps:
 
     def linear(self, weight: Weight, bias: Tensor | None = None, fmt: str = "bf16") -> PackedMatrix:
         if isinstance(weight, WeightCodes):
-            return PackedMatrix.from_codes(self._workspace, weight, bias)
-        return PackedMatrix(self._workspace, weight, bias, fmt)
+            return PackedMatrix.from_codes(self.workspace, weight, bias)
+        return PackedMatrix(self.workspace, weight, bias, fmt)
 
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
     ) -> PackedExperts:
-        return PackedExperts(self._workspace, num_experts, hidden, width, fmt, activation)
+        return PackedExperts(self.workspace, num_experts, hidden, width, fmt, activation)
 
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
         """Idle workers fetch the weights that follow, as many as their L2 caches hold."""

@@ -79,6 +79,10 @@ class ExpertLayer(Protocol):
         """
         ...
 
+    def load_all(self, first: int, experts: Sequence[tuple[Weight, Weight, Weight]]) -> None:
+        """`load` for experts first, first + 1, …"""
+        ...
+
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None, add: bool = False
     ) -> Tensor:

@@ -34,6 +34,11 @@ class PackedCache:
         self._adopted: dict[str, Packed] = {}
         self._writing: _Writing | None = None
 
+    @property
+    def mapped(self) -> bool:
+        """Whether there is a file to take weights from."""
+        return self._file is not None
+
     def open(self, progress: Verified) -> bool:
         """Maps and verifies the file. False when there is none that can be used."""
         if not self.path.exists():
@@ -61,17 +66,19 @@ class PackedCache:
         self._adopted[name] = matrix
         return matrix
 
-    def fill(self, name: str, experts: PackedExperts) -> bool:
+    def fill(self, name: str, experts: object) -> bool:
         """Makes `experts`, a layer nothing was loaded into, the one that was kept as `name`. False if none was."""
         section = self._file.sections.get(name) if self._file else None
-        if self._file is None or section is None:
+        if self._file is None or section is None or not isinstance(experts, PackedExperts):
             return False
         experts.adopt(self._file, section)
         self._adopted[name] = experts
         return True
 
-    def keep(self, name: str, packed: Packed) -> None:
-        """Writes it; returns at once. `packed` must not be loaded into any more."""
+    def keep(self, name: str, packed: object) -> None:
+        """Writes it; returns at once. `packed` must not be loaded into any more. What is not packed is not kept."""
+        if not isinstance(packed, PackedMatrix | PackedExperts):
+            return
         if self._writing is None:
             self._writing = _Writing(self.path, self._pool, self._say)
             if self._file is not None:

@@ -62,6 +62,10 @@ class TorchExperts:
         first, second, third = (TorchLinear(w, None, self.fmt) for w in (gate, up, down))
         self._experts[expert] = (first, second, third)
 
+    def load_all(self, first: int, experts: Sequence[tuple[Weight, Weight, Weight]]) -> None:
+        for expert, matrices in enumerate(experts, first):
+            self.load(expert, *matrices)
+
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None, add: bool = False
     ) -> Tensor:

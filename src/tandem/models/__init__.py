@@ -7,6 +7,7 @@ from tandem.config import ModelConfig, Plan
 from tandem.errors import ConfigError
 from tandem.experts import ExpertStore
 from tandem.kernels.ops import Ops
+from tandem.kernels.packed_cache import PackedCache
 from tandem.models import glm4_moe, llama, mixtral, olmoe, qwen2_moe, qwen3_moe
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder, Progress
@@ -29,17 +30,19 @@ def build(
     ops: Ops,
     progress: Progress | None = None,
     store: ExpertStore | None = None,
+    kept: PackedCache | None = None,
 ) -> Model:
     """Loads a model: reads and packs layer by layer, so the weights are never held twice.
 
-    `store` says where routed experts live, None: where `ops` computes.
-    `progress(what, bytes done, bytes in all)` is called after every layer. Raises CheckpointError naming file and
-    tensor, ConfigError for an unknown family.
+    `store` says where routed experts live, None: where `ops` computes. What `kept` holds is not packed again, and what
+    it lacks is written to it. `progress(what, bytes done, bytes in all)` is called after every layer. Raises
+    CheckpointError naming file and tensor, ConfigError for an unknown family.
     """
     if config.model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise ConfigError(f"model_type {config.model_type!r} is not supported; these are: {known}")
-    return Model(Builder(config, plan, checkpoint, ops, progress, store), ARCHITECTURES[config.model_type])
+    builder = Builder(config, plan, checkpoint, ops, progress, store, kept)
+    return Model(builder, ARCHITECTURES[config.model_type])
 
 
 __all__ = ["ARCHITECTURES", "ForwardBatch", "KVLayout", "Model", "Progress", "build"]

@@ -14,7 +14,8 @@ from tandem.errors import CheckpointError, KernelError
 from tandem.experts import CpuExperts, ExpertMatrices, Experts, ExpertStore
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import numbers, stacked, weight_bytes
-from tandem.kernels.ops import Linear, Ops, Rope
+from tandem.kernels.ops import ExpertLayer, Linear, Ops, Rope
+from tandem.kernels.packed_cache import PackedCache
 from tandem.models.linear import SideBySide
 
 Progress = Callable[[str, int, int], None]  # what is being loaded, bytes done, bytes in all
@@ -31,6 +32,7 @@ class Builder:
         ops: Ops,
         progress: Progress | None = None,
         store: ExpertStore | None = None,
+        kept: PackedCache | None = None,
     ) -> None:
         """store: where routed experts live; None: all of them where `ops` computes."""
         self.config, self.plan, self.checkpoint, self.ops = config, plan, checkpoint, ops
@@ -44,8 +46,10 @@ class Builder:
         self._store = store
         self._report = progress or (lambda _name, _done, _total: None)
         self._done, self._total = 0, checkpoint.nbytes()
-        checkpoint.read_ahead(0)
-        checkpoint.read_ahead(1)
+        self._kept = kept
+        if kept is None or not kept.mapped:
+            checkpoint.read_ahead(0)
+            checkpoint.read_ahead(1)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A small tensor (norm weight, bias), copied in the activations' dtype."""
@@ -62,6 +66,13 @@ class Builder:
     def linear(self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool = False) -> Linear:
         """The modules `names` (without `.weight`), stacked along their output rows, as one packed matrix; side by side
         where their formats differ."""
+        whole = self._packed("+".join(names))
+        if whole is not None:
+            return whole
+        parts = [part for part in map(self._packed, names) if part is not None]
+        return SideBySide(parts) if len(parts) == len(names) else self._linear(names, rows, columns, bias)
+
+    def _linear(self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Linear:
         weights = [self._held(self._weight(name, n, columns)) for name, n in zip(names, rows, strict=True)]
         biases = [
             self.tensor(f"{name}.bias", n) if bias else None for name, n in zip(names, rows, strict=True)
@@ -69,18 +80,22 @@ class Builder:
         whole = stacked(weights)
         if whole is not None:
             given = [b for b in biases if b is not None]
-            return self.ops.linear(whole, torch.cat(given) if given else None, self.dense_format)
-        parts = [self.ops.linear(w, b, self.dense_format) for w, b in zip(weights, biases, strict=True)]
-        return SideBySide(parts)
+            together = torch.cat(given) if given else None
+            return self._pack("+".join(names), whole, together, self.dense_format)
+        each = zip(names, weights, biases, strict=True)
+        return SideBySide([self._pack(name, w, b, self.dense_format) for name, w, b in each])
 
     def float_linear(self, name: str, rows: int, columns: int) -> Linear:
         """A matrix that is multiplied in float32 whatever the activations' dtype is (router gates)."""
-        return self.ops.linear(numbers(self._weight(name, rows, columns)).float(), None, "f32")
+        packed = self._packed(name)
+        if packed is not None:
+            return packed
+        return self._pack(name, numbers(self._weight(name, rows, columns)).float(), None, "f32")
 
-    def mlp(self, width: int, matrices: Callable[[int], ExpertMatrices]) -> Experts:
+    def mlp(self, name: str, width: int, matrices: Callable[[int], ExpertMatrices]) -> Experts:
         """A dense MLP: a layer of one expert, which lives where `ops` computes."""
-        experts = CpuExperts(self.ops.experts(1, self.config.hidden, width, self.dense_format))
-        return self._loaded(experts, 1, self.mlp_format, matrices)
+        layer = self.ops.experts(1, self.config.hidden, width, self.dense_format)
+        return self._own(f"{name} as an expert", layer, 1, self.mlp_format, matrices)
 
     def experts(
         self, layer: int, count: int, width: int, fmt: str, matrices: Callable[[int], ExpertMatrices]
@@ -88,11 +103,23 @@ class Builder:
         """`count` experts of decoder layer `layer`, packed from `matrices(expert)`. fmt "stored": codes as they are
         stored."""
         plain = self.dense_format if fmt == STORED else fmt
-        if self._store is None:
-            experts: Experts = CpuExperts(self.ops.experts(count, self.config.hidden, width, plain, "silu"))
-        else:
-            experts = self._store.layer(self.config.moe.layers.index(layer), count, width, plain)
-        return self._loaded(experts, count, fmt, matrices)
+        if self._store is not None:
+            stored = self._store.layer(self.config.moe.layers.index(layer), count, width, plain)
+            return self._loaded(stored, count, fmt, matrices)
+        packed = self.ops.experts(count, self.config.hidden, width, plain, "silu")
+        return self._own(f"model.layers.{layer}.experts", packed, count, fmt, matrices)
+
+    def _own(
+        self, name: str, layer: ExpertLayer, count: int, fmt: str, matrices: Callable[[int], ExpertMatrices]
+    ) -> Experts:
+        """Experts that live where `ops` computes, from an earlier start or from `matrices`."""
+        experts = CpuExperts(layer)
+        if self._kept is not None and self._kept.fill(name, layer):
+            return experts
+        self._loaded(experts, count, fmt, matrices)
+        if self._kept is not None:
+            self._kept.keep(name, layer)
+        return experts
 
     def _loaded(
         self, experts: Experts, count: int, fmt: str, matrices: Callable[[int], ExpertMatrices]
@@ -108,7 +135,8 @@ class Builder:
     def layer_done(self, index: int) -> None:
         """Between layers: lets go of the file pages that were read, asks for those after next, reports progress."""
         self.checkpoint.forget(index)
-        self.checkpoint.read_ahead(index + 2)
+        if self._kept is None or not self._kept.mapped:
+            self.checkpoint.read_ahead(index + 2)
         self._report(
             f"loading layer {index + 1}/{self.config.layers}", min(self._done, self._total), self._total
         )
@@ -116,6 +144,18 @@ class Builder:
     def all_done(self) -> None:
         self.checkpoint.release()
         self._report("loading", self._total, self._total)
+        if self._kept is not None:
+            self._kept.finish(lambda done, total: self._report("writing packed cache", done, total))
+
+    def _packed(self, name: str) -> Linear | None:
+        """The matrix that an earlier start packed."""
+        return None if self._kept is None else self._kept.matrix(name)
+
+    def _pack(self, name: str, weight: Weight, bias: Tensor | None, fmt: str) -> Linear:
+        linear = self.ops.linear(weight, bias, fmt)
+        if self._kept is not None:
+            self._kept.keep(name, linear)
+        return linear
 
     def _get(self, name: str, *shape: int) -> Tensor:
         tensor = self.checkpoint.get(name, shape)

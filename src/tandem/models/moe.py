@@ -21,7 +21,7 @@ class DenseMLP:
         def matrices(_expert: int) -> ExpertMatrices:
             return mlp_matrices(b.checkpoint, prefix, b.config.hidden, width)
 
-        self.experts = b.mlp(width, matrices)
+        self.experts = b.mlp(prefix, width, matrices)
         self._everyone = _everyone(KEPT_ROWS, torch.device("cpu"))
 
     def reads(self) -> list[SureRead]:

@@ -40,6 +40,10 @@ class GpuExperts:
         self.packer.load(0, gate, up, down)
         self.place(slot, self.packer.packed(0))
 
+    def load_all(self, first: int, experts: Sequence[tuple[Weight, Weight, Weight]]) -> None:
+        for expert, matrices in enumerate(experts, first):
+            self.load(expert, *matrices)
+
     def place(self, slot: int, packed: Tensor) -> None:
         """packed uint8 [stride]: the bytes of one expert, as the packer has packed its last."""
         if self.stride == 0:

@@ -1,0 +1,283 @@
+"""How fast a checkpoint is loaded, beside how fast its files can be read at all.
+
+    PYTHONPATH=src python benchmarks/load.py /dev/shm/load --layers 48
+    PYTHONPATH=src python benchmarks/load.py /dev/shm/load --layers 16 --packed-cache
+
+Writes a random Qwen3-30B-A3B (bf16, `--layers` of its 48) into the directory, reads its files with as many threads as
+loading uses, loads it in a process of its own, and removes everything. Two plain reads are measured: into one small
+buffer per thread (`read`, which touches each byte once), and into memory of the files' size that is new to the process
+(`read_into_memory`: what a loader must do at least). With --packed-cache the model is loaded three times: to write the
+packed file, from the packed file, and again. Nothing is dropped from the page cache, so with a directory on a disk the
+files come from memory too, if they fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CONFIG = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu",
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+CHUNK = 4 << 20
+Shapes = dict[str, tuple[int, ...]]
+
+
+def layer_shapes(index: int) -> Shapes:
+    h, w, heads, kv, d = 2048, 768, 32, 4, 128
+    p = f"model.layers.{index}."
+    shapes: Shapes = {p + n + ".weight": (h,) for n in ("input_layernorm", "post_attention_layernorm")}
+    a = p + "self_attn."
+    shapes |= {
+        a + "q_proj.weight": (heads * d, h),
+        a + "k_proj.weight": (kv * d, h),
+        a + "v_proj.weight": (kv * d, h),
+    }
+    shapes |= {a + "o_proj.weight": (h, heads * d), a + "q_norm.weight": (d,), a + "k_norm.weight": (d,)}
+    shapes[p + "mlp.gate.weight"] = (128, h)
+    for e in range(128):
+        x = f"{p}mlp.experts.{e}."
+        shapes |= {
+            x + "gate_proj.weight": (w, h),
+            x + "up_proj.weight": (w, h),
+            x + "down_proj.weight": (h, w),
+        }
+    return shapes
+
+
+def write_model(path: Path, layers: int, threads: int) -> None:
+    """One shard per layer and one for the rest, written in parallel."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+    rest: Shapes = {f"{n}.weight": (151936, 2048) for n in ("model.embed_tokens", "lm_head")}
+    rest["model.norm.weight"] = (2048,)
+    noise = (torch.randn(32 << 20) * 0.02).bfloat16().view(torch.uint8).numpy().data
+    with ThreadPoolExecutor(threads) as pool:
+        jobs = [
+            pool.submit(write_shard, path / f"layer-{i:03}.safetensors", layer_shapes(i), noise)
+            for i in range(layers)
+        ]
+        jobs.append(pool.submit(write_shard, path / "rest.safetensors", rest, noise))
+        for job in jobs:
+            job.result()
+
+
+def write_shard(file: Path, shapes: Shapes, noise: memoryview) -> None:
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * torch.Size(shape).numel()
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb", buffering=0) as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        while end:
+            end -= out.write(noise[: min(end, len(noise))])
+
+
+def chunks(files: list[Path]) -> Iterator[tuple[int, int, int]]:
+    """(descriptor, offset, place in the whole) of every CHUNK of the files."""
+    place = 0
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        for offset in range(0, file.stat().st_size, CHUNK):
+            yield descriptor, offset, place
+            place += CHUNK
+
+
+def read_seconds(files: list[Path], threads: int, memory: mmap.mmap | None = None) -> float:
+    """Reads everything once: into `memory`, or into a small buffer of each thread's own."""
+    work, lock = list(chunks(files)), threading.Lock()
+    todo = iter(work)
+
+    def run() -> None:
+        own = None if memory is not None else mmap.mmap(-1, CHUNK)
+        whole = memoryview(memory if memory is not None else own)
+        while True:
+            with lock:
+                job = next(todo, None)
+            if job is None:
+                return
+            descriptor, offset, place = job
+            os.preadv(descriptor, [whole[place : place + CHUNK] if memory is not None else whole], offset)
+
+    workers = [threading.Thread(target=run) for _ in range(threads)]
+    start = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    seconds = time.perf_counter() - start
+    for descriptor in {d for d, _, _ in work}:
+        os.close(descriptor)
+    return seconds
+
+
+def measure_reads(files: list[Path], threads: int, into_memory: bool) -> dict[str, Any]:
+    nbytes = sum(file.stat().st_size for file in files)
+    row: dict[str, Any] = {"gigabytes": nbytes / 1e9, "files": len(files), "threads": threads}
+    row["read_gb_per_s"] = [nbytes / 1e9 / read_seconds(files, threads) for _ in range(3)]
+    rates = []
+    for _ in range(2 if into_memory else 0):
+        memory = mmap.mmap(-1, nbytes + CHUNK * (len(files) + 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        rates.append(nbytes / 1e9 / read_seconds(files, threads, memory))
+        memory.close()
+    return row | {"read_into_memory_gb_per_s": rates}
+
+
+class Memory(threading.Thread):
+    """Peaks of this process's own memory and of mapped file pages, every 20 ms; bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak = {"RssAnon": 0, "RssFile": 0, "both": 0}
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopped.wait(0.02):
+            now = self.now()
+            self.peak = {key: max(self.peak[key], now[key]) for key in now}
+
+    @staticmethod
+    def now() -> dict[str, int]:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
+        return {
+            "RssAnon": sizes["RssAnon"],
+            "RssFile": sizes["RssFile"],
+            "both": sizes["RssAnon"] + sizes["RssFile"],
+        }
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+
+def load_once(model: str, cache: str | None) -> None:
+    """In a process of its own: loads as `kt serve` does and prints a line of JSON."""
+    from tandem.config import EngineConfig
+    from tandem.engine import loader
+
+    if not (
+        Path(model) / "tokenizer.json"
+    ).exists():  # a synthetic model has none, and it is not what is timed
+        loader.Tokenizer.load = classmethod(lambda *_: None)  # type: ignore[method-assign,assignment]
+    before, memory, marks = Memory.now(), Memory(), []
+    memory.start()
+    keywords = {"packed_cache": cache} if cache else {}
+    config = EngineConfig(model=model, context_length=256, mem_fraction_static=0.99, **keywords)
+    start = time.perf_counter()
+    parts = loader.load_parts(
+        config, lambda what, done, _all: marks.append((time.perf_counter() - start, what, done))
+    )
+    seconds = time.perf_counter() - start
+    memory.stop()
+    layers = [t for t, what, _ in marks if what.startswith("loading")]
+    print(json.dumps({
+        "seconds": seconds, "seconds_until_last_layer": layers[-1] if layers else None, "threads": len(parts.plan.cpus),
+        "tier": parts.plan.tier, "peak_anonymous_gb": (memory.peak["RssAnon"] - before["RssAnon"]) / 1e9,
+        "final_anonymous_gb": (Memory.now()["RssAnon"] - before["RssAnon"]) / 1e9,
+        "peak_mapped_file_gb": (memory.peak["RssFile"] - before["RssFile"]) / 1e9,
+        "peak_both_gb": (memory.peak["both"] - before["both"]) / 1e9,
+    }))  # fmt: skip
+
+
+def load(model: Path, cache: Path | None) -> dict[str, Any]:
+    command = [sys.executable, __file__, str(model), "--once"] + (
+        ["--cache-directory", str(cache)] if cache else []
+    )
+    done = subprocess.run(command, capture_output=True, text=True)
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        raise SystemExit(f"loading failed with {done.returncode}: {done.stdout}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
+    model, cache, threads = path / "model", path / "cache", options.threads
+    start = time.perf_counter()
+    write_model(model, options.layers, threads)
+    print(f"written in {time.perf_counter() - start:.1f} s", flush=True)
+    files = sorted(model.glob("*.safetensors"))
+    row = measure_reads(files, threads, into_memory=not options.packed_cache) | {"layers": options.layers}
+    kinds = (
+        ["load"] * options.repeat
+        if not options.packed_cache
+        else ["load_and_write_cache", "cached", "cached"]
+    )
+    row["loads"] = []
+    for kind in kinds:
+        if kind == "cached" and "packed_read" not in row:
+            row["packed_read"] = measure_reads(sorted(cache.glob("*.packed")), threads, into_memory=False)
+        found = load(model, cache if options.packed_cache else None)
+        gigabytes = row["packed_read"]["gigabytes"] if kind == "cached" else row["gigabytes"]
+        row["loads"].append({"kind": kind, "gb_per_s": gigabytes / found["seconds"], **found})
+        print(json.dumps(row["loads"][-1]), flush=True)
+    return row
+
+
+def machine() -> dict[str, Any]:
+    cpu = next(
+        (
+            x.split(":")[1].strip()
+            for x in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in x
+        ),
+        "",
+    )
+    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return {"cpu": cpu, "cpus": os.cpu_count(), "kernel": platform.release(), "torch": torch.__version__,
+            "huge_pages": huge.read_text().strip() if huge.exists() else ""}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "directory", type=Path, help="a directory that does not exist yet, e.g. below /dev/shm"
+    )
+    parser.add_argument("--layers", type=int, default=48, help="1.26 GB each, and 1.24 GB for the rest")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the plain reads")
+    parser.add_argument("--repeat", type=int, default=2, help="loads, each in a process of its own")
+    parser.add_argument("--packed-cache", action="store_true")
+    parser.add_argument("--json", type=Path, help="where the result is written")
+    parser.add_argument("--commit", default="", help="noted in the result")
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--cache-directory", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.once:
+        return load_once(str(options.directory), options.cache_directory)
+    try:
+        row = measure(options.directory, options)
+    finally:
+        shutil.rmtree(options.directory, ignore_errors=True)
+    result = {"command": " ".join(sys.argv), "commit": options.commit, "machine": machine(), **row}
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+    print(json.dumps({k: v for k, v in row.items() if k != "loads"}))
+
+
+if __name__ == "__main__":
+    main()
