@@ -163,11 +163,8 @@ class Memory(threading.Thread):
     def now() -> dict[str, int]:
         lines = Path("/proc/self/status").read_text().splitlines()
         sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
-        return {
-            "RssAnon": sizes["RssAnon"],
-            "RssFile": sizes["RssFile"],
-            "both": sizes["RssAnon"] + sizes["RssFile"],
-        }
+        own, mapped = sizes["RssAnon"], sizes["RssFile"] + sizes["RssShmem"]  # a tmpfs' files count as shared
+        return {"RssAnon": own, "RssFile": mapped, "both": own + mapped}
 
     def stop(self) -> None:
         self._stopped.set()
