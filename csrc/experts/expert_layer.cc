@@ -71,8 +71,14 @@ void ExpertLayer::load_all(int first, const std::vector<ExpertSource>& sources) 
   if (!memory_.data()) memory_ = HugeBuffer(size_t(expert_bytes_) * shape_.experts);
   panels_ = memory_.data();
   const int64_t panels = 2 * gate_up_layout_.pairs + 2 * down_layout_.pairs;
-  workspace_->pool().for_each(panels * int64_t(sources.size()), [&](int64_t i, const Worker&) {
-    pack_panel_of(first + int(i / panels), sources[size_t(i / panels)], i % panels);
+  uint8_t *const begin = memory_.data() + first * expert_bytes_, *const end =
+                                                                     begin + expert_bytes_ * int64_t(sources.size());
+  workspace_->pool().run_phases({
+      {HugeBuffer::touch_tasks(begin, end), [&](int64_t i, const Worker&) { HugeBuffer::touch(begin, end, i); }},
+      {panels * int64_t(sources.size()),
+       [&](int64_t i, const Worker&) {
+         pack_panel_of(first + int(i / panels), sources[size_t(i / panels)], i % panels);
+       }},
   });
   for (size_t i = 0; i < sources.size(); ++i) {
     pack_biases(first + int(i), sources[i]);

@@ -31,8 +31,13 @@ PackedMatrix::PackedMatrix(std::shared_ptr<Workspace> workspace, const MatrixSou
   memory_ = HugeBuffer(size_t(packed_bytes(view_)));
   view_.panels = memory_.data();
   keep_bias(bias);
-  workspace_->pool().for_each(2 * view_.pairs, [&](int64_t panel, const Worker&) {
-    pack_panel(view_, source, panel * kPanelRows, memory_.data() + panel * view_.panel_bytes);
+  uint8_t *const begin = memory_.data(), *const end = begin + memory_.bytes();
+  workspace_->pool().run_phases({
+      {HugeBuffer::touch_tasks(begin, end), [&](int64_t i, const Worker&) { HugeBuffer::touch(begin, end, i); }},
+      {2 * view_.pairs,
+       [&](int64_t panel, const Worker&) {
+         pack_panel(view_, source, panel * kPanelRows, begin + panel * view_.panel_bytes);
+       }},
   });
 }
 

@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <new>
 #include <utility>
 
@@ -23,6 +24,19 @@ HugeBuffer::HugeBuffer(size_t bytes) : bytes_(bytes) {
   const uintptr_t start = reinterpret_cast<uintptr_t>(mapping_);
   data_ = reinterpret_cast<uint8_t*>(huge ? (start + kHugePage - 1) & ~(kHugePage - 1) : start);
   if (huge) madvise(data_, bytes, MADV_HUGEPAGE);  // a wish: refused, the pages are small
+}
+
+int64_t HugeBuffer::touch_tasks(const uint8_t* begin, const uint8_t* end) {
+  const uintptr_t first = reinterpret_cast<uintptr_t>(begin) / kHugePage;
+  return end > begin ? int64_t((reinterpret_cast<uintptr_t>(end) - 1) / kHugePage - first + 1) : 0;
+}
+
+void HugeBuffer::touch(uint8_t* begin, uint8_t* end, int64_t task) {
+  constexpr size_t kSmallPage = 4096;
+  const uintptr_t first = reinterpret_cast<uintptr_t>(begin) / kHugePage + uintptr_t(task);
+  uint8_t* from = std::max(begin, reinterpret_cast<uint8_t*>(first * kHugePage));
+  uint8_t* const to = std::min(end, reinterpret_cast<uint8_t*>((first + 1) * kHugePage));
+  for (; from < to; from += kSmallPage) *static_cast<volatile uint8_t*>(from) = 0;
 }
 
 HugeBuffer::~HugeBuffer() {

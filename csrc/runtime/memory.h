@@ -14,6 +14,12 @@ class HugeBuffer {
   HugeBuffer(HugeBuffer&& other) noexcept;
   HugeBuffer& operator=(HugeBuffer&& other) noexcept;
 
+  // For a region's first phase: touches the memory of [begin, end) that is part of its `task`th huge page, so that
+  // each is cleared once. Threads that touch one together each clear it, and all but one throw their work away: with 16
+  // threads packing 96 KB pieces that was most of the time of loading.
+  static int64_t touch_tasks(const uint8_t* begin, const uint8_t* end);
+  static void touch(uint8_t* begin, uint8_t* end, int64_t task);
+
   uint8_t* data() const { return data_; }
   size_t bytes() const { return bytes_; }
 
