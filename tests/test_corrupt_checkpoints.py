@@ -16,9 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 import corrupt_checkpoints
+from gguf_files import write_gguf
 from tiny import file_tensors
 
 SEEDS = 170
+GGUF_SEEDS = 30
 
 
 def run(model: Path, scratch: Path, seeds: range) -> None:
@@ -50,3 +52,8 @@ def two_shards(tiny_models, tmp_path_factory) -> Path:
 
 def test_damaged_safetensors_are_named(two_shards: Path, tmp_path: Path) -> None:
     run(two_shards, tmp_path, range(SEEDS))
+
+
+def test_damaged_gguf_files_are_named(tiny_models, tmp_path: Path) -> None:
+    model = write_gguf(tiny_models["qwen3_moe"], tmp_path / "whole.gguf")
+    run(model, tmp_path, range(SEEDS, SEEDS + GGUF_SEEDS))
