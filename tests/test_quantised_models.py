@@ -85,7 +85,14 @@ def planned(path) -> Plan:
     return resolve(EngineConfig(model=str(path)), ModelConfig.load(path), MACHINE, stored)
 
 
-@pytest.mark.parametrize("name", CHOICES)
+TORCH = ("experts int4", "fp8 + int4")  # plain torch is slow, and the same code for all
+
+
+@pytest.mark.parametrize(
+    ("ops", "name"),
+    [("torch", name) for name in TORCH] + [(_core.supported_tiers()[-1], name) for name in CHOICES],
+    indirect=["ops"],
+)
 def test_computed_from_codes_in_bfloat16(saved, ops, name):
     """As close to float32 as Transformers is in bfloat16. Medians: where a router's near tie falls the other way, a
     whole row differs, in theirs as in ours."""
