@@ -18,7 +18,7 @@ CPP = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cc", 
 # Imports go from a higher number to a lower one, or stay inside a package.
 LAYERS = {
     "errors": 0, "_core": 0, "config": 1, "formats": 2, "checkpoint": 3, "kernels": 3, "experts": 4, "models": 5,
-    "convert": 6, "engine": 6, "quality": 7, "server": 7, "cli": 8, "launch_server": 9, "__main__": 9,
+    "engine": 6, "quality": 7, "server": 7, "convert": 8, "cli": 9, "launch_server": 10, "__main__": 10,
 }  # fmt: skip
 
 UPWARD_ALLOWED = {

@@ -9,13 +9,14 @@ import typer
 
 if TYPE_CHECKING:
     from tandem.convert.layout import Layout
+    from tandem.quality.text import Windows
+
+WINDOW = 512  # tokens of a calibration text that see each other
 
 
 def convert(
     model: Annotated[str, typer.Argument(help="Model directory, or 'demo'.")],
-    out: Annotated[
-        Path, typer.Argument(help="New directory; one that an interrupted conversion left is finished.")
-    ],
+    out: Annotated[Path, typer.Argument(help="New directory, or one to be finished.")],
     method: Annotated[str, typer.Option(help="INT4, INT8, MXFP4 or FP8.")] = "INT4",
     input_type: Annotated[
         str, typer.Option(help="What the experts must be stored as: auto, bf16, fp16, fp8, fp4 or int4.")
@@ -33,15 +34,17 @@ def convert(
         bool,
         typer.Option("--no-merge-safetensor", help="One file for each layer instead of files of one size."),
     ] = False,
-    max_shard_gb: Annotated[
-        float, typer.Option(help="Size of the files; what a kill can cost is one of them.")
-    ] = 4.0,
+    max_shard_gb: Annotated[float, typer.Option(help="Size of the files; a kill costs one at most.")] = 4.0,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="Text that says where errors may go (GPTQ); slower; INT4, INT8."),
+    ] = None,
+    calibrate_tokens: Annotated[int, typer.Option(min=2, help="How many tokens of it.")] = 16384,
     workers: Annotated[int, typer.Option(help="Threads; 0: one for each core this process may use.")] = 0,
 ) -> None:
     """Quantise a model's routed experts into a compressed-tensors checkpoint that other engines read, too.
 
-    Runs file by file and never needs more memory than one layer + 1 GB. Killed at any point, the same command goes on
-    where it was. Everything else is copied as it is stored.
+    The rest is copied. Never needs more memory than one layer + 1 GB; killed at any point, the same command goes on.
 
     Example: kt convert DeepSeek-V3 DeepSeek-V3-INT4 --method INT4
     """
@@ -57,12 +60,24 @@ def convert(
         raise ConfigError("--max-shard-gb must be more than 0, --workers 0 or more")
     wish = Conversion(
         directory, out, method.upper(), group, input_type.lower(), dense, not no_merge_safetensor,
-        int(max_shard_gb * 1e9), workers,
+        int(max_shard_gb * 1e9), workers, _windows(directory, calibrate, calibrate_tokens),
     )  # fmt: skip
     layout = run_shown(wish)
     typer.echo(
         f"{out}: {len(layout.converted)} matrices as {wish.method}, {layout.output_bytes / 1e9:.2f} GB"
     )
+
+
+def _windows(model: Path, text: Path | None, tokens: int) -> Windows | None:
+    """The calibration text as the model reads it."""
+    if text is None:
+        return None
+    from tandem.checkpoint import load_model_config
+    from tandem.engine.tokenizer import Tokenizer
+    from tandem.quality.text import cut, read_text
+
+    window = min(WINDOW, load_model_config(model).max_positions)
+    return cut(Tokenizer.load(model), read_text(text), window, tokens)
 
 
 def run_shown(wish: object) -> Layout:

@@ -17,16 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tandem.checkpoint.checkpoint import open_checkpoint
 from tandem.convert import record
+from tandem.convert.calibration import Calibration, LayerInputs, expert_of, siblings
+from tandem.convert.compensate import compensated
 from tandem.convert.layout import Item, Layout, Shard, plan_layout
-from tandem.convert.methods import Method, method_named
+from tandem.convert.methods import Method, integer_parts, method_named
 from tandem.convert.output_config import copy_small_files, write_config, write_index
 from tandem.convert.shard_file import ShardFile
 from tandem.convert.source import Module, Source
 from tandem.errors import CheckpointError, ConfigError
 from tandem.formats.codes import Weight
+from tandem.quality.text import Windows
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes of the source done, bytes in all
 
@@ -53,6 +57,9 @@ class Conversion:
     merge: bool = True
     shard_bytes: int = SHARD_BYTES
     workers: int = 0  # 0: one for each core this process may use
+    calibrate: Windows | None = (
+        None  # a text: rounding errors are made up for where its tokens would see them
+    )
 
 
 def convert(wish: Conversion, progress: Progress | None = None) -> Layout:
@@ -65,6 +72,10 @@ def convert(wish: Conversion, progress: Progress | None = None) -> Layout:
         raise ConfigError(f"{wish.model} is served as it is; a directory of safetensors can be converted")
     source = Source(open_checkpoint(wish.model))
     method = method_named(wish.method, wish.group)
+    if wish.calibrate is not None and method.grid is None:
+        raise ConfigError(
+            f"--calibrate is for INT4 and INT8: leave it out, or take one of them instead of {method.name}"
+        )
     layout = plan_layout(source, method, wish.dense, wish.merge, wish.shard_bytes)
     source.check_input(layout.converted, wish.input_type, method.name)
     with _named_disk_errors(wish.out), record.only_one(wish.out), _one_torch_thread():
@@ -84,6 +95,7 @@ class _Run:
         self.source, self.method, self.out = source, method, wish.out
         self.workers = wish.workers or len(os.sched_getaffinity(0))
         self.report = progress or (lambda _what, _done, _total: None)
+        self.calibration = Calibration(wish.model, wish.calibrate) if wish.calibrate else None
         self.done = self.total = 0
 
     def write(self, layout: Layout) -> None:
@@ -114,6 +126,9 @@ class _Run:
             return [pool.submit(self._copy, item.copied, file, *item.parts)]
         module = item.module
         weight = self.source.weight(module)
+        inputs = self.calibration.inputs(item.layer) if self.calibration and module.routed else None
+        if inputs is not None:
+            return [pool.submit(self._compensate, module, weight, inputs, file)]
         return [pool.submit(self._round, module, weight, rows, file) for rows in row_ranges(*module.shape)]
 
     def _finish(self, item: Item, futures: list[Future[None]]) -> None:
@@ -130,8 +145,23 @@ class _Run:
 
     def _round(self, module: Module, weight: Weight, rows: slice, file: ShardFile) -> None:
         numbers = self.source.rows(module, weight, rows)
-        for suffix, part in self.method.rounded(numbers).items():
-            file.put(f"{module.name}.{suffix}", rows.start, part)
+        self._put(module, self.method.rounded(numbers), rows.start, file)
+
+    def _compensate(self, module: Module, weight: Weight, inputs: LayerInputs, file: ShardFile) -> None:
+        assert self.method.grid is not None
+        names, whole = siblings(module.name), slice(0, None)
+        gate_up = None
+        if names is not None:
+            gate, up = (self.source.modules[name] for name in names)
+            gate_up = tuple(self.source.rows(m, self.source.weight(m), whole) for m in (gate, up))
+        products = inputs.products(expert_of(module.name), gate_up)
+        numbers = self.source.rows(module, weight, whole)
+        codes, scales = compensated(numbers, products, self.method.grid, self.method.group)
+        self._put(module, integer_parts(codes, scales, self.method.scheme["num_bits"]), 0, file)
+
+    def _put(self, module: Module, parts: dict[str, Tensor], first_row: int, file: ShardFile) -> None:
+        for suffix, part in parts.items():
+            file.put(f"{module.name}.{suffix}", first_row, part)
         if "weight_shape" in self.method.parts(*module.shape):
             file.put(f"{module.name}.weight_shape", 0, torch.tensor(module.shape))
 
@@ -163,6 +193,7 @@ def _settings(wish: Conversion, source: Source) -> dict[str, Any]:
         "dense": wish.dense,
         "merge": wish.merge,
         "shard_bytes": wish.shard_bytes,
+        "calibrate": wish.calibrate.digest if wish.calibrate else None,
     }
 
 

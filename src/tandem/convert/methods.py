@@ -38,6 +38,7 @@ class Method:
     scheme: Mapping[str, Any]
     parts: Callable[[int, int], dict[str, Part]]  # of a matrix [N, K], by the suffix of the module's name
     rounded: Callable[[Tensor], dict[str, Tensor]]  # rows float32 [n, K] → the same parts of these rows
+    grid: rounding.IntegerGrid | None = None  # of integer codes
     activations: Mapping[str, Any] | None = None
 
     def check(self, module: str, columns: int) -> None:
@@ -67,13 +68,17 @@ def _integers(name: str, bits: int, grid: rounding.IntegerGrid) -> Callable[[int
             }
 
         def rounded(rows: Tensor) -> dict[str, Tensor]:
-            codes, scales = fit_groups(rows, grid, group)
-            return {"weight_packed": packed(codes, bits), "weight_scale": scales}
+            return integer_parts(*fit_groups(rows, grid, group), bits)
 
         scheme = _scheme("int", bits, strategy="group", group_size=group)
-        return Method(name, "pack-quantized", group, scheme, parts, rounded)
+        return Method(name, "pack-quantized", group, scheme, parts, rounded, grid)
 
     return make
+
+
+def integer_parts(codes: Tensor, scales: Tensor, bits: int) -> dict[str, Tensor]:
+    """int8 codes [n, K] and bfloat16 scales [n, K / group] as pack-quantized stores them."""
+    return {"weight_packed": packed(codes, bits), "weight_scale": scales}
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
@@ -106,7 +111,13 @@ def _fp8(_group: int) -> Method:
     # Engines that have no fp8 weights without fp8 activations read this; Tandem keeps activations in bf16.
     activations = _scheme("float", 8, strategy="token") | {"dynamic": True}
     return Method(
-        "FP8", "float-quantized", 0, _scheme("float", 8, strategy="channel"), parts, rounded, activations
+        "FP8",
+        "float-quantized",
+        0,
+        _scheme("float", 8, strategy="channel"),
+        parts,
+        rounded,
+        activations=activations,
     )
 
 
