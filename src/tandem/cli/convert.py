@@ -44,7 +44,8 @@ def convert(
 ) -> None:
     """Quantise a model's routed experts into a compressed-tensors checkpoint that other engines read, too.
 
-    The rest is copied. Never needs more memory than one layer + 1 GB; killed at any point, the same command goes on.
+    The rest is copied. Memory stays below one layer + 1 GB (--calibrate: one packed layer more). Killed at any point,
+    the same command goes on.
 
     Example: kt convert DeepSeek-V3 DeepSeek-V3-INT4 --method INT4
     """
