@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tandem import _core
-from tandem.experts import CpuExperts
-from tandem.experts.cpu_experts import Ticket
-from tandem.kernels.ops import Routing
+from tandem.experts import ExpertMatrices
+from tandem.experts.cpu_experts import Experts
+from tandem.kernels.ops import Routing, SureRead
 from tandem.models.moe import MoEBlock
 from tandem.quality.stream import LayerStream, Variant
 from tandem.quality.text import Windows
@@ -30,16 +32,25 @@ _TYPICAL_TOKENS = (
 _SAMPLED = 256
 
 
-class RecordingExperts(CpuExperts):
+class RecordingExperts:
     """Experts that keep what they are asked."""
 
-    def __init__(self, experts: CpuExperts) -> None:
-        super().__init__(experts._layer)
+    def __init__(self, experts: Experts) -> None:
+        self._experts = experts
         self.asked: list[tuple[Tensor, Routing]] = []
 
-    def submit(self, x: Tensor, routing: Routing) -> Ticket:
+    def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
+        self._experts.load(count, matrices)
+
+    def sure_read(self, experts: int) -> SureRead:
+        return self._experts.sure_read(experts)
+
+    def submit(self, x: Tensor, routing: Routing) -> Any:
         self.asked.append((x.clone(), Routing(routing.ids.clone(), routing.weights.clone())))
-        return super().submit(x, routing)
+        return self._experts.submit(x, routing)
+
+    def wait(self, ticket: Any) -> Tensor:
+        return self._experts.wait(ticket)
 
 
 @dataclass(frozen=True)
