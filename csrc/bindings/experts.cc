@@ -91,6 +91,7 @@ void load_packed(ExpertLayer& self, int expert, nb::handle bytes) {
 
 void copy_packed(const ExpertLayer& self, int expert, nb::handle out) {
   check_expert(self, expert);
+  if (!self.is_loaded(expert)) throw KernelError("expert " + std::to_string(expert) + " has not been loaded");
   const TensorView to = view_of(out, "out", {Element::byte}, {self.bytes_per_expert()}, true);
   std::memcpy(to.data, self.packed(expert), size_t(self.bytes_per_expert()));
 }

@@ -57,7 +57,6 @@ void ExpertLayer::check_sources(int first, const std::vector<ExpertSource>& sour
   if (first < 0 || last >= shape_.experts)
     throw std::out_of_range("there is no expert " + std::to_string(first < 0 ? first : last) + " in a layer of " +
                             std::to_string(shape_.experts));
-  if (file_) throw std::invalid_argument("this layer's experts lie in a file; they cannot be loaded again");
   for (const ExpertSource& source : sources) {
     check_source(gate_up_layout_, source.gate);
     check_source(gate_up_layout_, source.up);
@@ -65,11 +64,16 @@ void ExpertLayer::check_sources(int first, const std::vector<ExpertSource>& sour
   }
 }
 
+void ExpertLayer::own_memory() {
+  if (file_) throw std::invalid_argument("this layer's experts lie in a file; they cannot be loaded again");
+  if (!memory_.data()) memory_ = HugeBuffer(size_t(expert_bytes_) * shape_.experts);
+  panels_ = memory_.data();
+}
+
 void ExpertLayer::load_all(int first, const std::vector<ExpertSource>& sources) {
   check_sources(first, sources);
   const auto lock = workspace_->lock();
-  if (!memory_.data()) memory_ = HugeBuffer(size_t(expert_bytes_) * shape_.experts);
-  panels_ = memory_.data();
+  own_memory();
   const int64_t panels = 2 * gate_up_layout_.pairs + 2 * down_layout_.pairs;
   uint8_t *const begin = memory_.data() + first * expert_bytes_, *const end =
                                                                      begin + expert_bytes_ * int64_t(sources.size());
@@ -115,6 +119,7 @@ void ExpertLayer::adopt(std::shared_ptr<const MappedFile> file, int64_t offset, 
 
 void ExpertLayer::load_packed(int expert, const uint8_t* bytes) {
   const auto lock = workspace_->lock();
+  own_memory();
   std::memcpy(memory_.data() + expert * expert_bytes_, bytes, size_t(expert_bytes_));
   loaded_[size_t(expert)] = true;
 }

@@ -55,6 +55,7 @@ class ExpertLayer {
   const WeightView& gate_up_layout() const { return gate_up_layout_; }
   const WeightView& down_layout() const { return down_layout_; }
   const uint8_t* packed(int expert) const { return panels_ + expert * expert_bytes_; }
+  bool is_loaded(int expert) const { return loaded_[size_t(expert)]; }
   void load_packed(int expert, const uint8_t* bytes);  // bytes_per_expert() of them, as `packed` has them
   int64_t experts_used() const { return int64_t(plan_.experts.size()); }  // by the last chunk of the last batch
 
@@ -83,6 +84,7 @@ class ExpertLayer {
   WeightView down(int expert) const;
   void check_sources(int first, const std::vector<ExpertSource>& sources) const;
   void pack_panel_of(int expert, const ExpertSource& source, int64_t panel);
+  void own_memory();  // of all experts, when the first is loaded; throws when they lie in a file
   void pack_biases(int expert, const ExpertSource& source);
   int64_t tokens_per_chunk(int64_t top_k) const;
   void check_loaded() const;
