@@ -26,6 +26,7 @@ class FakeLayout(NamedTuple):
     layers: int = 2
     kv_heads: int = 1
     head_dim: int = 1
+    one_tensor: bool = False
 
 
 class FakeModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -52,10 +53,63 @@ def test_parameters_are_counted_as_transformers_counts_them(variant):
     theirs = AutoConfig.for_model(model_type, **(COMMON | changes))
     config = ModelConfig.from_dict(json.loads(theirs.to_json_string(use_diff=False)))
     model = AutoModelForCausalLM.from_config(theirs)
-    small = ("bias", "q_norm", "k_norm", "shared_expert_gate")  # not counted: no planner needs them
+    small = (
+        "bias",
+        "q_norm",
+        "k_norm",
+        "shared_expert_gate",
+        "a_layernorm",
+    )  # not counted: no planner needs them
     counted = sum(p.numel() for n, p in model.named_parameters() if not any(s in n for s in small))
     embedding = 0 if config.tied_embeddings else config.vocab * config.hidden
     assert config.dense_params + config.routed_params + embedding == counted
+
+
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "ep_size": 1, "first_k_dense_replace": 3,
+    "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
+    "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+
+
+def test_deepseek_v3_is_what_its_authors_say_it_is():
+    """671 B parameters (arXiv 2412.19437), 576 numbers per token and layer in the cache, nothing left unread."""
+    config = ModelConfig.from_dict(DEEPSEEK)
+    assert round((config.dense_params + config.routed_params + config.vocab * config.hidden) / 1e9) == 671
+    assert config.kv_bytes_per_token("bfloat16") == 61 * 576 * 2
+    assert config.unread_keys == ()
+    attention = config.attention
+    assert attention.yarn.table_factor == 1.0
+    assert attention.softmax_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    kimi = ModelConfig.from_dict(DEEPSEEK | {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1})
+    assert kimi.moe.router.num_groups == 1 and kimi.attention == attention
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("topk_method", "greedy", "topk_method = 'greedy' is not supported .*'noaux_tc' is"),
+        ("rope_interleave", False, "rope_interleave = False is not supported"),
+        (
+            "rope_scaling",
+            {"type": "linear", "factor": 2},
+            "rope type 'linear' is not supported here; .*'yarn'",
+        ),
+        ("rope_scaling", {"type": "yarn", "factor": 4}, "lacks 'original_max_position_embeddings'"),
+        ("moe_layer_freq", 2, "moe_layer_freq = 2 is not supported"),
+        ("qk_rope_head_dim", 63, "qk_rope_head_dim 63 even; try 1536 and 64"),
+    ],
+)
+def test_deepseek_keys_that_mean_something_else_are_refused(key, value, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dict(DEEPSEEK | {key: value})
 
 
 def test_sizes_for_the_planner():
@@ -88,7 +142,7 @@ def test_a_missing_key_is_named_with_a_value_to_try(key):
         ("partial_rotary_factor", 0.01, "rotary channels"),
         ("first_k_dense_replace", 46, "no layer is MoE"),
         ("eos_token_id", "</s>", "eos_token_id is '</s>'"),
-        ("model_type", "gpt2", "'gpt2' is not supported; these are: glm4_moe, llama, mixtral"),
+        ("model_type", "gpt2", "'gpt2' is not supported; these are: deepseek_v2, deepseek_v3, glm4_moe"),
         ("model_type", None, "'None' is not supported"),
         ("model_type", ["a"], "is not supported"),
     ],

@@ -24,6 +24,7 @@ from tandem.models import ForwardBatch, build
 from tiny import VARIANTS, VOCAB
 
 PAGE_SIZE, PAGES = 4, 12
+KNOWN = "deepseek_v2, deepseek_v3, glm4_moe, kimi_k2, llama, mixtral, olmoe, qwen2_moe, qwen3_moe"
 PROMPT_LENGTHS = (23, 1, 14)
 
 
@@ -59,13 +60,14 @@ class Session:
         self.config = load_model_config(path)
         chosen = replace(plan(dtype, fuse, 4 * pages), **changes)
         self.model = build(self.config, chosen, open_checkpoint(path), ops or TorchOps())
-        layers, kv_heads, head_dim = self.model.kv_layout
+        layers, kv_heads, head_dim, one_tensor = self.model.kv_layout
         shape = (3 * pages, PAGE_SIZE, kv_heads, head_dim)
         kind = getattr(torch, dtype)
         nan = float("nan")  # a read of a row that was never written must show
-        self.kv = [
-            (torch.full(shape, nan, dtype=kind), torch.full(shape, nan, dtype=kind)) for _ in range(layers)
-        ]
+        self.kv = []
+        for _ in range(layers):
+            k = torch.full(shape, nan, dtype=kind)
+            self.kv.append((k, k if one_tensor else torch.full(shape, nan, dtype=kind)))
         self.lengths, self.pages = [0, 0, 0], pages
 
     def step(self, parts: list[tuple[int, list[int]]]) -> list[torch.Tensor]:
@@ -149,7 +151,7 @@ def test_fused_checkpoint_gives_the_same_bits(tiny_models, variant):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.startswith(("glm4", "qwen2"))])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.startswith(("glm4", "qwen2", "deepseek"))])
 def test_shared_experts_apart_equal_transformers(tiny_models, ops, variant):
     session = Session(tiny_models[variant], fuse=False, ops=ops)
     assert worst(ours(session), reference(tiny_models[variant])) < 1e-4
@@ -165,10 +167,10 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16_is(tiny_models
 
 def test_an_unknown_family_is_refused_with_the_known_ones(tiny_models):
     config = ModelConfig.load(tiny_models["olmoe"])
-    with pytest.raises(ConfigError, match="glm4_moe, llama, mixtral, olmoe, qwen2_moe, qwen3_moe"):
+    with pytest.raises(ConfigError, match=KNOWN):
         ModelConfig.from_dict({"model_type": "gpt2"})
     object.__setattr__(config, "model_type", "gpt2")
-    with pytest.raises(ConfigError, match="glm4_moe, llama, mixtral, olmoe, qwen2_moe, qwen3_moe"):
+    with pytest.raises(ConfigError, match=KNOWN):
         build(config, plan(), open_checkpoint(tiny_models["olmoe"]), TorchOps())
 
 

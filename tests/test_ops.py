@@ -127,7 +127,7 @@ def attend(ops: CpuOps | TorchOps, q: Tensor, k: Tensor, v: Tensor, batch: Batch
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 7, 100])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 1, 40), (2, 2, 18)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 1, 40), (2, 2, 18), (37, 1, 24)])
 def test_attention(
     ops: CpuOps, dtype: torch.dtype, window: int, heads: int, kv_heads: int, head_dim: int
 ) -> None:
@@ -138,6 +138,40 @@ def test_attention(
     got, expected = attend(ops, rows, k, v, batch, window), attend(TorchOps(), rows, k, v, batch, window)
     # Weights sum to 1 over values of size 1; scores of a few units carry their own sums' error into the exponent.
     assert_near(got, expected, 700 + 4 * head_dim, size=4.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_that_are_values_too(ops: CpuOps, dtype: torch.dtype) -> None:
+    """Latent attention's cache: one tensor is k_pages and v_pages, nothing else is stored or read."""
+    torch.manual_seed(0)
+    heads, head_dim, rotary, spans = 33, 52, 12, [(0, 37), (48, 49)]
+    tables, pages = random_tables(2, 50)
+    angles = torch.rand(50, rotary // 2) * 6.3
+    rope, batch = Rope(angles.cos(), angles.sin()), make_batch(spans, tables)
+    qk, results = torch.randn(38, (heads + 1) * head_dim).to(dtype), []
+    old = torch.randn(pages, PAGE, 1, head_dim).to(dtype)
+    for each in (ops, TorchOps()):
+        kv = old.clone()
+        q = each.rope_store(qk, rope, batch, kv, kv, heads=heads, kv_heads=1, head_dim=head_dim)
+        results.append((q, kv, each.attention(q, kv, kv, batch, head_dim**-0.5)))
+    (q, kv, got), (expected_q, expected_kv, expected) = results
+    assert torch.equal(q, expected_q) and torch.equal(kv, expected_kv)
+    assert_near(got, expected, 50 + 4 * head_dim, size=4.0)
+    apart = ops.attention(q, kv, kv.clone(), batch, head_dim**-0.5)
+    assert torch.equal(got, apart)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "rows", "depth"), [(5, 64, 18), (3, 22, 42), (1, 7, 130)])
+@pytest.mark.parametrize("tokens", [1, 3, 300])
+def test_per_head(ops: CpuOps, dtype: torch.dtype, heads: int, rows: int, depth: int, tokens: int) -> None:
+    torch.manual_seed(0)
+    weights, x = torch.randn(heads, rows, depth).to(dtype), torch.randn(tokens, heads, depth).to(dtype)
+    fmt = "f32" if dtype is torch.float32 else "bf16"
+    got = ops.per_head(weights, fmt)(x)
+    assert_near(got, TorchOps().per_head(weights, fmt)(x), depth, size=4 * depth**0.5)
+    for h in range(heads):  # the bits of each head's own matrix
+        assert torch.equal(got[:, h], ops.linear(weights[h], None, fmt)(x[:, h].contiguous()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

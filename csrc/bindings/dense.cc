@@ -73,11 +73,13 @@ struct Ops {
                   nb::handle q_norm, nb::handle k_norm, nb::handle k_pages, nb::handle v_pages, nb::handle q,
                   float eps) const {
     const int64_t rows = batch.rows(), d = heads.head_dim;
-    const TensorView in = activations(qkv, "qkv", {rows, (heads.heads + 2 * heads.kv_heads) * d});
+    const int64_t kinds = v_pages.is_none() ? 1 : 2;  // of what is cached; 1: keys are values, too
+    const TensorView in = activations(qkv, "qkv", {rows, (heads.heads + kinds * heads.kv_heads) * d});
     const TensorView c = view_of(cos, "rope.cos", {Element::f32}, {kAnySize, kAnySize});
     const TensorView s = view_of(sin, "rope.sin", {Element::f32}, {c.shape[0], c.shape[1]});
     expect(2 * c.shape[1] <= d, "rope_store: the rotary tables turn more elements than a head has");
-    const TensorView k = pages(in, k_pages, "k_pages", batch, heads), v = pages(in, v_pages, "v_pages", batch, heads);
+    const TensorView k = pages(in, k_pages, "k_pages", batch, heads);
+    const TensorView v = optional_pages(in, v_pages, "v_pages", batch, heads);
     const TensorView y = like(in, q, "q", {rows, heads.heads, d}, true);
     const TensorView qn = heads.q_norm_size ? like(in, q_norm, "q_norm", {heads.q_norm_size}) : TensorView{};
     const TensorView kn = heads.k_norm_size ? like(in, k_norm, "k_norm", {heads.k_norm_size}) : TensorView{};
@@ -100,7 +102,8 @@ struct Ops {
   void attention(const BatchView& batch, const DenseOps::Heads& heads, nb::handle q, nb::handle k_pages,
                  nb::handle v_pages, nb::handle out, float scale, int64_t window) const {
     const TensorView in = activations(q, "q", {batch.rows(), heads.heads, heads.head_dim});
-    const TensorView k = pages(in, k_pages, "k_pages", batch, heads), v = pages(in, v_pages, "v_pages", batch, heads);
+    const TensorView k = pages(in, k_pages, "k_pages", batch, heads);
+    const TensorView v = optional_pages(in, v_pages, "v_pages", batch, heads);
     const TensorView y = like(in, out, "out", {batch.rows(), heads.heads * heads.head_dim}, true);
     const DenseOps::Attention call{in.data, k.data, v.data, y.data, scale, window, in.type()};
     if (Recording* recording = Recording::current()) recording->keep(nb::find(&batch));
@@ -135,6 +138,10 @@ struct Ops {
   static TensorView pages(const TensorView& x, nb::handle array, const char* name, const BatchView& batch,
                           const DenseOps::Heads& heads) {
     return like(x, array, name, {batch.num_pages, batch.page_size, heads.kv_heads, heads.head_dim}, true);
+  }
+  static TensorView optional_pages(const TensorView& x, nb::handle array, const char* name, const BatchView& batch,
+                                   const DenseOps::Heads& heads) {
+    return array.is_none() ? TensorView{} : pages(x, array, name, batch, heads);
   }
 };
 
@@ -178,10 +185,10 @@ void bind_dense(nb::module_& m) {
       .def("rms_norm", &Ops::rms_norm, nb::arg("x"), nb::arg("residual").none(), nb::arg("weight"), nb::arg("out"),
            nb::arg("eps"))
       .def("rope_store", &Ops::rope_store, nb::arg("batch"), nb::arg("heads"), nb::arg("qkv"), nb::arg("cos"),
-           nb::arg("sin"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("k_pages"), nb::arg("v_pages"),
-           nb::arg("q"), nb::arg("eps"))
+           nb::arg("sin"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("k_pages"),
+           nb::arg("v_pages").none(), nb::arg("q"), nb::arg("eps"), "v_pages None: keys are values, too.")
       .def("attention", &Ops::attention, nb::arg("batch"), nb::arg("heads"), nb::arg("q"), nb::arg("k_pages"),
-           nb::arg("v_pages"), nb::arg("out"), nb::arg("scale"), nb::arg("window"))
+           nb::arg("v_pages").none(), nb::arg("out"), nb::arg("scale"), nb::arg("window"))
       .def("route", &Ops::route, nb::arg("rule"), nb::arg("logits"), nb::arg("bias").none(), nb::arg("ids"),
            nb::arg("weights"))
       .def("read_memory", &Ops::read_memory, nb::arg("data"), "Reads once with all workers; returns a checksum.");

@@ -42,6 +42,16 @@ void multiply(const PackedMatrix& self, nb::handle x, nb::handle out) {
   perform(self, [&self, rows, to = y.data, type = y.type()] { self.multiply(rows, to, type); });
 }
 
+void multiply_heads(const PackedMatrix& self, nb::handle x, nb::handle out) {
+  const TensorView in = view_of(x, "x", {Element::bf16, Element::f32}, {kAnySize, kAnySize, self.layout().depth});
+  const int64_t heads = in.shape[1], columns = heads ? self.layout().columns / heads : 0;
+  if (heads == 0 || columns * heads != self.layout().columns || columns % kPairColumns != 0)
+    throw std::invalid_argument("multiply_heads: every head needs as many rows, a multiple of 32");
+  const TensorView y = view_of(out, "out", {Element::bf16, Element::f32}, {in.shape[0], heads, columns}, true);
+  const RowsView rows{in.data, in.type(), in.shape[0] * heads, in.shape[2]};
+  perform(self, [&self, rows, heads, to = y.data, type = y.type()] { self.multiply_heads(rows, heads, to, type); });
+}
+
 void dequantise(const PackedMatrix& self, nb::handle out) {
   const TensorView y = view_of(out, "out", {Element::f32}, {self.layout().columns, self.layout().depth}, true);
   const nb::gil_scoped_release unlocked;
@@ -83,6 +93,8 @@ void bind_matrix(nb::module_& m) {
       .def_prop_ro("bytes", &PackedMatrix::bytes)
       .def("read_next", &PackedMatrix::read_next, nb::arg("upcoming"),
            "Weights that are read after this matrix: idle workers fetch them.")
+      .def("multiply_heads", &multiply_heads, nb::arg("x"), nb::arg("out"),
+           "out[T, H, N / H] = x[T, H, K], each head times its own N / H rows of the matrix")
       .def("dequantise", &dequantise, nb::arg("out"), "The weights that the codes stand for, float32 [N, K].")
       .def_prop_ro("tier", [](const PackedMatrix& self) { return name_of(self.workspace().table().tier); })
       .def_prop_ro("packed_bytes", [](const PackedMatrix& self) { return packed_bytes(self.layout()); })

@@ -1,5 +1,6 @@
-// Paged causal attention. Work is cut along (sequence, kv head, block of query rows), and along the keys where that
-// leaves workers idle. Every row sees the same key blocks in the same order, whatever the cut:
+// Paged causal attention. Work is cut along (sequence, kv head, block of query rows: tokens and heads that share the kv
+// head), and along the keys where that leaves workers idle. Every row sees the same key blocks in the same order,
+// whatever the cut:
 //
 //   keys     |<------ split 0: kSplitKeys ------>|<------ split 1 ------>| ...     partial results, merged in order
 //   block    |kBlockKeys|kBlockKeys|  ...        |                                 online softmax inside a split
@@ -17,10 +18,12 @@ namespace {
 constexpr int64_t kBlockKeys = 64;   // K and V of a block as f32: 32 KiB at head_dim 64
 constexpr int64_t kSplitKeys = 512;  // part of a row's arithmetic: changing it changes last bits
 constexpr int64_t kTokensPerTask = 16;
+constexpr int64_t kHeadsPerTask = 16;                  // latent attention has 128 heads over one kv head
 constexpr int64_t kPartialFloats = int64_t{16} << 20;  // partial results kept at a time: 64 MiB
 
 struct Task {
   int32_t sequence, kv_head, first_token, tokens;  // tokens: rows of the batch
+  int32_t first_head, heads;                       // of those that share the kv head
   int64_t first_split, splits;
 };
 
@@ -91,9 +94,10 @@ class AttentionCall {
     return end;
   }
 
-  int64_t floats_of(const Task& task) const { return task.tokens * group_ * (padded_ + 2); }
+  int64_t floats_of(const Task& task) const { return rows_of(task) * (padded_ + 2); }
+  int64_t rows_of(const Task& task) const { return int64_t{task.tokens} * task.heads; }
   RowSums sums(const Task& task, float* memory) const {
-    const int64_t count = task.tokens * group_;
+    const int64_t count = rows_of(task);
     return {count, padded_, reinterpret_cast<AttentionState*>(memory + count * padded_), memory};
   }
   RowSums empty_sums(const Task& task, float* memory) const {
@@ -115,14 +119,15 @@ class AttentionCall {
     int64_t longest = 0;
     for (int32_t s = 0; s < batch_.sequences(); ++s)
       for (int32_t first = batch_.query_starts[s]; first < batch_.query_starts[s + 1]; first += kTokensPerTask)
-        for (int32_t g = 0; g < h_.kv_heads; ++g) {
-          Task task{s, g, first, 0, 0, 0};
-          task.tokens = std::min<int32_t>(kTokensPerTask, batch_.query_starts[s + 1] - first);
-          task.first_split = first_key(last_key(task, 0)) / kSplitKeys;
-          task.splits = last_key(task, task.tokens - 1) / kSplitKeys + 1 - task.first_split;
-          longest = std::max(longest, task.splits);
-          tasks_.push_back(task);
-        }
+        for (int32_t g = 0; g < h_.kv_heads; ++g)
+          for (int32_t head = 0; head < group_; head += kHeadsPerTask) {
+            Task task{s, g, first, 0, head, static_cast<int32_t>(std::min(kHeadsPerTask, group_ - head)), 0, 0};
+            task.tokens = std::min<int32_t>(kTokensPerTask, batch_.query_starts[s + 1] - first);
+            task.first_split = first_key(last_key(task, 0)) / kSplitKeys;
+            task.splits = last_key(task, task.tokens - 1) / kSplitKeys + 1 - task.first_split;
+            longest = std::max(longest, task.splits);
+            tasks_.push_back(task);
+          }
     return workers == 1 || longest <= 1 || static_cast<int64_t>(tasks_.size()) >= 4 * workers;
   }
 
@@ -143,9 +148,10 @@ class AttentionCall {
   }
 
   void add_split(const Task& task, int64_t split, const RowSums& sums) const {
-    const int64_t rows = task.tokens * group_;
+    const int64_t rows = rows_of(task);
     float* q = scratch(kBlocks, (rows + 2 * kBlockKeys) * padded_ + kBlockKeys);
-    float *k = q + rows * padded_, *v = k + kBlockKeys * padded_, *scores = v + kBlockKeys * padded_;
+    float *k = q + rows * padded_, *scores = k + 2 * kBlockKeys * padded_;
+    float* v = a_.v_pages ? k + kBlockKeys * padded_ : k;
     load_queries(task, q);
     const int64_t end = std::min((split + 1) * kSplitKeys, last_key(task, task.tokens - 1) + 1);
     const int64_t oldest = first_key(last_key(task, 0)) / kBlockKeys * kBlockKeys;
@@ -153,19 +159,19 @@ class AttentionCall {
       const int64_t keys = std::min(kBlockKeys, end - block);
       load_keys(task, block, keys, k, v);
       for (int64_t r = 0; r < rows; ++r) {
-        const int64_t last = last_key(task, r / group_);
+        const int64_t last = last_key(task, r / task.heads);
         const int64_t from = std::max<int64_t>(0, first_key(last) - block), to = std::min(keys, last + 1 - block);
         kernels_.attend(q + r * padded_, k, v, from, to, padded_, scores, &sums.states[r], &sums.acc[r * padded_]);
       }
     }
   }
 
-  // Scaled queries of the task's tokens, [token][head of the group][padded].
+  // Scaled queries of the task's tokens, [token][head of the task][padded].
   void load_queries(const Task& task, float* q) const {
     const int64_t head = h_.head_dim * size_;
-    for (int64_t t = 0; t < task.tokens; ++t, q += group_ * padded_) {
-      const int64_t first = (task.first_token + t) * h_.heads + task.kv_head * group_;
-      kernels_.widen(static_cast<const char*>(a_.q) + first * head, head, group_, a_.scale, q, h_.head_dim, padded_,
+    for (int64_t t = 0; t < task.tokens; ++t, q += task.heads * padded_) {
+      const int64_t first = query_row(task, t);
+      kernels_.widen(static_cast<const char*>(a_.q) + first * head, head, task.heads, a_.scale, q, h_.head_dim, padded_,
                      a_.type);
     }
   }
@@ -178,18 +184,25 @@ class AttentionCall {
       const int64_t run = std::min(keys - j, batch_.page_size - row);
       const int64_t offset =
           (table[position / batch_.page_size] * batch_.page_size + row) * stride + task.kv_head * head;
-      const char *from_k = static_cast<const char*>(a_.k_pages) + offset,
-                 *from_v = static_cast<const char*>(a_.v_pages) + offset;
-      kernels_.widen(from_k, stride, run, 1.0f, k + j * padded_, h_.head_dim, padded_, a_.type);
-      kernels_.widen(from_v, stride, run, 1.0f, v + j * padded_, h_.head_dim, padded_, a_.type);
+      const auto load = [&](const void* pages, float* to) {
+        kernels_.widen(static_cast<const char*>(pages) + offset, stride, run, 1.0f, to + j * padded_, h_.head_dim,
+                       padded_, a_.type);
+      };
+      load(a_.k_pages, k);
+      if (v != k) load(a_.v_pages, v);
       j += run;
     }
   }
 
+  // Of the task's first head and its token t: a row of q and of the result.
+  int64_t query_row(const Task& task, int64_t t) const {
+    return (task.first_token + t) * h_.heads + task.kv_head * group_ + task.first_head;
+  }
+
   void finish(const Task& task, const RowSums& total) const {
     const int64_t head = h_.head_dim * size_;
-    for (int64_t r = 0; r < task.tokens * group_; ++r) {
-      const int64_t index = (task.first_token + r / group_) * h_.heads + task.kv_head * group_ + r % group_;
+    for (int64_t r = 0; r < rows_of(task); ++r) {
+      const int64_t index = query_row(task, r / task.heads) + r % task.heads;
       kernels_.narrow(&total.acc[r * padded_], 1.0f / total.states[r].sum, static_cast<char*>(a_.out) + index * head,
                       h_.head_dim, a_.type);
     }

@@ -42,11 +42,11 @@ struct DenseOps {
     int64_t q_norm_size, k_norm_size;  // 0: none; head_dim: per head; otherwise over all heads together
   };
   struct RopeStore {
-    const void* qkv;         // [rows, (heads + 2 * kv_heads) * head_dim]
+    const void* qkv;         // [rows, (heads + 2 * kv_heads) * head_dim]; without v_pages there is no v
     const float *cos, *sin;  // [table_rows, half]
     int64_t table_rows, half;
     const void *q_norm, *k_norm;
-    void *k_pages, *v_pages;  // [num_pages, page_size, kv_heads, head_dim]
+    void *k_pages, *v_pages;  // [num_pages, page_size, kv_heads, head_dim]; v_pages null: keys are values, too
     void* q;                  // [rows, heads * head_dim]
     float eps;
     DType type;
@@ -54,8 +54,8 @@ struct DenseOps {
   void rope_store(const BatchView& batch, const Heads& heads, const RopeStore& args) const;
 
   struct Attention {
-    const void *q, *k_pages, *v_pages;
-    void* out;  // [rows, heads * head_dim]
+    const void *q, *k_pages, *v_pages;  // v_pages null: keys are values, too
+    void* out;                          // [rows, heads * head_dim]
     float scale;
     int64_t window;  // 0: all keys
     DType type;

@@ -78,19 +78,22 @@ void PackedMatrix::prepare(const RowsView& x, PreparedRows* rows) const {
   });
 }
 
-void PackedMatrix::multiply_tile(const PreparedRows& x, int64_t first_row, int64_t rows, int64_t first_pair,
-                                 int64_t pairs, void* out, DType out_type, WorkerScratch& scratch) const {
+void PackedMatrix::multiply_tile(const PreparedRows& x, const Stretch& of, int64_t first_row, int64_t rows,
+                                 int64_t first_pair, int64_t pairs, void* out, DType out_type,
+                                 WorkerScratch& scratch) const {
   const KernelTable& table = workspace_->table();
-  for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = x.row(first_row + r);
+  const auto row_of = [&](int64_t r) { return of.first + (first_row + r) * of.step; };
+  for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = x.row(row_of(r));
   const MatmulArgs args{view_,     scratch.rows,    scratch.tile, kTileStride, scratch.matmul,
                         int(rows), int(first_pair), int(pairs),   nullptr};
   matmul_of(table, view_.format, rows)(&args);
   const int64_t column = first_pair * kPairColumns;
-  const int64_t length = std::min<int64_t>(pairs * kPairColumns, view_.columns - column);
+  const int64_t into_row = column - of.first_column;
+  const int64_t length = std::min<int64_t>(pairs * kPairColumns, of.columns - into_row);
   for (int64_t r = 0; r < rows; ++r) {
     float* y = scratch.tile + r * kTileStride;
     if (bias_) table.add_row(y, bias_.get() + column, pairs * kPairColumns);
-    const int64_t offset = ((first_row + r) * view_.columns + column) * bytes_of(out_type);
+    const int64_t offset = (row_of(r) * of.columns + into_row) * bytes_of(out_type);
     table.store_row(y, static_cast<uint8_t*>(out) + offset, out_type, false, length);
   }
 }
@@ -108,7 +111,7 @@ void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type) const 
   const int64_t column_blocks = ceil_div(view_.pairs, pairs_each);
   const auto task = [&](int64_t index, int worker) {
     const int64_t row = index / column_blocks * rows_per_task, pair = index % column_blocks * pairs_each;
-    multiply_tile(prepared, row, std::min(rows_per_task, x.rows - row), pair,
+    multiply_tile(prepared, {0, 1, 0, view_.columns}, row, std::min(rows_per_task, x.rows - row), pair,
                   std::min<int64_t>(pairs_each, view_.pairs - pair), out, out_type, workspace_->scratch(worker));
   };
   const int64_t tasks = row_blocks * column_blocks;
@@ -117,6 +120,24 @@ void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type) const 
   } else {
     workspace_->pool().for_each(tasks, [&](int64_t i, const Worker& worker) { task(i, worker.index); });
   }
+}
+
+void PackedMatrix::multiply_heads(const RowsView& x, int64_t heads, void* out, DType out_type) const {
+  if (x.rows == 0) return;
+  const auto lock = workspace_->lock();
+  PreparedRows prepared;
+  prepare(x, &prepared);
+  const int64_t tokens = x.rows / heads, columns = view_.columns / heads, head_pairs = columns / kPairColumns;
+  const int64_t row_blocks = ceil_div(tokens, kRowsPerCall), rows_per_task = ceil_div(tokens, row_blocks);
+  const int64_t pairs_each = std::min(head_pairs, pairs_per_task(view_, row_blocks, workspace_->pool().size()));
+  const int64_t column_blocks = ceil_div(head_pairs, pairs_each);
+  workspace_->pool().for_each(heads * row_blocks * column_blocks, [&](int64_t index, const Worker& worker) {
+    const int64_t head = index / (row_blocks * column_blocks), rest = index % (row_blocks * column_blocks);
+    const int64_t row = rest / column_blocks * rows_per_task, pair = rest % column_blocks * pairs_each;
+    multiply_tile(prepared, {head, heads, head * columns, columns}, row, std::min(rows_per_task, tokens - row),
+                  head * head_pairs + pair, std::min(pairs_each, head_pairs - pair), out, out_type,
+                  workspace_->scratch(worker.index));
+  });
 }
 
 }  // namespace tandem

@@ -30,14 +30,23 @@ class PackedMatrix {
   // out [rows, N] = x [rows, K] times the transposed matrix, + bias.
   void multiply(const RowsView& x, void* out, DType out_type) const;
 
+  // The matrices of `heads` heads, one after the other along N, each times its own row of x:
+  // out [T, heads, N / heads] = x [T, heads, K]; x counts T * heads rows. A head's rows must be whole pairs of panels.
+  void multiply_heads(const RowsView& x, int64_t heads, void* out, DType out_type) const;
+
   // The weights that the packed codes stand for, [N, K].
   void dequantise(float* out) const;
 
  private:
   void keep_bias(const float* bias);
   void prepare(const RowsView& x, PreparedRows* rows) const;
-  void multiply_tile(const PreparedRows& x, int64_t first_row, int64_t rows, int64_t first_pair, int64_t pairs,
-                     void* out, DType out_type, WorkerScratch& scratch) const;
+  // Which rows of x a stretch of columns is multiplied with: row r is row first + r * step of x and of the result,
+  // whose rows have `columns` columns; the stretch begins at `first_column` of the matrix.
+  struct Stretch {
+    int64_t first, step, first_column, columns;
+  };
+  void multiply_tile(const PreparedRows& x, const Stretch& of, int64_t first_row, int64_t rows, int64_t first_pair,
+                     int64_t pairs, void* out, DType out_type, WorkerScratch& scratch) const;
 
   std::shared_ptr<Workspace> workspace_;
   HugeBuffer memory_;                       // the panels, or

@@ -109,17 +109,19 @@ class DenseOps:
         q_norm: object | None,
         k_norm: object | None,
         k_pages: object,
-        v_pages: object,
+        v_pages: object | None,
         q: object,
         eps: float,
-    ) -> None: ...
+    ) -> None:
+        """v_pages None: keys are values, too."""
+
     def attention(
         self,
         batch: BatchView,
         heads: Heads,
         q: object,
         k_pages: object,
-        v_pages: object,
+        v_pages: object | None,
         out: object,
         scale: float,
         window: int,
@@ -169,6 +171,11 @@ class PackedMatrix:
     def bytes(self) -> ByteRange: ...
     def read_next(self, upcoming: Sequence[ByteRange]) -> None:
         """Weights that are read after this matrix: idle workers fetch them."""
+
+    def multiply_heads(self, x: object, out: object) -> None:
+        """
+        out[T, H, N / H] = x[T, H, K], each head times its own N / H rows of the matrix
+        """
 
     def dequantise(self, out: object) -> None:
         """The weights that the codes stand for, float32 [N, K]."""

@@ -7,9 +7,11 @@ since that is what the checkpoint was saved against. What we do not compute is r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 from tandem.config.json_keys import JsonKeys
+from tandem.config.latent import latent_config, latent_rope
 from tandem.config.model_config import DENSE, AttentionConfig, ModelConfig, MoEConfig, RouterConfig
 from tandem.errors import ConfigError
 
@@ -84,8 +86,36 @@ def llama(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     return _model(keys, generation, _attention(keys, qkv_bias=bias, out_bias=bias), DENSE)
 
 
+def deepseek_v2(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    keys.only("norm_topk_prob", False, "DeepSeek-V2 does not normalise")
+    keys.only("scoring_func", "softmax", "DeepSeek-V2's")
+    method = keys.optional("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ConfigError(
+            f"config.json: topk_method {method!r} is not DeepSeek-V2's; try 'group_limited_greedy'"
+        )
+    grouped = method == "group_limited_greedy"
+    router = replace(
+        _deepseek_router(keys, grouped), score="softmax", normalize=False, group_score="max", has_bias=False,
+        scale=keys.optional("routed_scaling_factor", 1.0),
+    )  # fmt: skip
+    return _deepseek(keys, generation, router, dense_layers=0, shared=2)
+
+
+def deepseek_v3(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    keys.only("scoring_func", "sigmoid", "DeepSeek-V3's")
+    keys.only("topk_method", "noaux_tc", "DeepSeek-V3's")
+    keys.only("rope_interleave", True, "rotary channels are pairs of neighbours")
+    return _deepseek(keys, generation, _deepseek_router(keys, True), dense_layers=3, shared=1)
+
+
+def kimi_k2(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    return deepseek_v3(keys, generation)
+
+
 FAMILIES: Mapping[str, Callable[[JsonKeys, JsonKeys], ModelConfig]] = {
-    family.__name__: family for family in (qwen2_moe, qwen3_moe, glm4_moe, mixtral, olmoe, llama)
+    family.__name__: family
+    for family in (qwen2_moe, qwen3_moe, glm4_moe, mixtral, olmoe, llama, deepseek_v2, deepseek_v3, kimi_k2)
 }
 
 
@@ -151,6 +181,50 @@ def _rope(keys: JsonKeys, head_dim: int, default_share: float) -> tuple[float, i
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ConfigError(f"config.json: {rotary_dim} rotary channels of {head_dim} must be even")
     return theta, rotary_dim
+
+
+def _deepseek(
+    keys: JsonKeys, generation: JsonKeys, router: RouterConfig, *, dense_layers: int, shared: int
+) -> ModelConfig:
+    """`dense_layers` and `shared`: what absent first_k_dense_replace and n_shared_experts mean."""
+    keys.only("moe_layer_freq", 1, "all layers after the dense ones are MoE")
+    first, width = (
+        keys.optional("first_k_dense_replace", dense_layers),
+        keys.size("moe_intermediate_size", 2048),
+    )
+    moe = _moe(keys, router, layers=tuple(range(first, _layers(keys))), width=width,
+               shared_width=width * keys.optional("n_shared_experts", shared))  # fmt: skip
+    return _model(keys, generation, _latent_attention(keys), moe)
+
+
+def _latent_attention(keys: JsonKeys) -> AttentionConfig:
+    heads, bias = keys.size("num_attention_heads", 128), keys.optional("attention_bias", False)
+    keys.get("num_key_value_heads")  # as many as heads, all made from one latent
+    latent, (theta, yarn) = latent_config(keys), latent_rope(keys)
+    return AttentionConfig(
+        heads, 1, latent.rope_dim + latent.kv_rank, latent.rope_dim, theta, bias, bias, "none",
+        windows=(0,) * _layers(keys), latent=latent, yarn=yarn,
+    )  # fmt: skip
+
+
+def _deepseek_router(keys: JsonKeys, grouped: bool) -> RouterConfig:
+    """DeepSeek-V3's: sigmoid, chosen with a bias, from the best groups."""
+    groups, kept = (
+        keys.optional("n_group", 8 if grouped else 1),
+        keys.optional("topk_group", 4 if grouped else 1),
+    )
+    return RouterConfig(
+        num_experts=keys.size("n_routed_experts", 256, "num_local_experts"),
+        top_k=keys.size("num_experts_per_tok", 8),
+        score="sigmoid",
+        normalize=keys.optional("norm_topk_prob", True),
+        scale=keys.optional("routed_scaling_factor", 2.5),
+        num_groups=groups if grouped else 1,
+        top_groups=kept if grouped else 1,
+        has_bias=True,
+        float32_logits=True,
+        epsilon=1e-20,
+    )
 
 
 def _softmax_router(keys: JsonKeys, experts_key: str, normalize: bool, *aliases: str) -> RouterConfig:

@@ -48,11 +48,11 @@ class GpuMemory:
     kv_reason: str
 
 
-def usable_gpu(config: EngineConfig, machine: Machine) -> tuple[Gpu | None, str]:
+def usable_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> tuple[Gpu | None, str]:
     """The GPU to use and why, or None and why not. Raises ConfigError when one was asked for in vain."""
     if config.device == "cpu":
         return None, "--device cpu"
-    why_not = _why_no_gpu(config, machine)
+    why_not = _why_no_gpu(config, model, machine)
     if why_not and config.device == "cuda":
         raise ConfigError(f"--device cuda: {why_not}; take --device cpu or auto")
     if why_not:
@@ -60,11 +60,13 @@ def usable_gpu(config: EngineConfig, machine: Machine) -> tuple[Gpu | None, str]
     return machine.gpus[0], f"{machine.gpus[0].name}, {gib(machine.gpus[0].free_bytes)} free"
 
 
-def _why_no_gpu(config: EngineConfig, machine: Machine) -> str:
+def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> str:
     if not machine.gpus:
         return "no GPU was found"
     if missing := [name for name in machine.gpu_missing if name != "cuda-core"]:
         return f"{machine.gpus[0].name} cannot be used: {' and '.join(missing)} is missing"
+    if model.attention.latent is not None:
+        return "latent attention runs on the CPU"
     return "the GPU kernels compute in bfloat16, not float32" if config.dtype == "float32" else ""
 
 

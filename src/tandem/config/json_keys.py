@@ -19,7 +19,7 @@ HARMLESS = frozenset((
     "max_window_layers", "model_type", "num_mtp_layers", "num_nextn_predict_layers",
     "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
     "problem_type", "quantization_config", "return_dict", "rope_theta", "router_aux_loss_coef", "router_jitter_noise",
-    "torch_dtype", "transformers_version", "use_cache",
+    "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux", "torch_dtype", "transformers_version", "use_cache",
 ))  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from tandem.config.json_keys import JsonKeys, read_json
+from tandem.config.latent import LatentConfig, YarnConfig
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
 from tandem.errors import ConfigError
 
@@ -24,7 +25,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Grouped-query attention; rotary positions, half-split, on the first `rotary_dim` channels of a head."""
+    """Grouped-query attention; rotary positions, half-split, on the first `rotary_dim` channels of a head.
+
+    With `latent`: what is cached is one kv head of the rotary key, then the latent; it is key and value in one.
+    """
 
     heads: int
     kv_heads: int
@@ -37,9 +41,24 @@ class AttentionConfig:
     windows: tuple[int, ...]  # per layer: how many last tokens a token sees (itself included); 0 = all
     clip_qkv: float = 0.0  # q, k, v are clamped to [-clip, clip]; 0 = not
 
+    latent: LatentConfig | None = None
+    yarn: YarnConfig | None = None
+
     @property
-    def qkv_width(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+    def softmax_scale(self) -> float:
+        width = self.head_dim if self.latent is None else self.latent.qk_dim
+        return float(width**-0.5) * (1.0 if self.yarn is None else self.yarn.softmax_factor)
+
+    @property
+    def cached_width(self) -> int:
+        """Numbers per token and layer in the KV cache."""
+        return self.kv_heads * self.head_dim * (2 if self.latent is None else 1)
+
+    def params(self, hidden: int) -> int:
+        """Weights of one layer."""
+        if self.latent is not None:
+            return self.latent.params(hidden, self.heads)
+        return hidden * 2 * (self.heads + self.kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +154,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of K and V of one token over all layers."""
-        a = self.attention
-        return 2 * self.layers * a.kv_heads * a.head_dim * DTYPE_BYTES[dtype]
+        return self.layers * self.attention.cached_width * DTYPE_BYTES[dtype]
 
     @property
     def expert_params(self) -> int:
@@ -156,8 +174,7 @@ class ModelConfig:
     @property
     def dense_params(self) -> int:
         """Weights that every token uses: attention, norms, routers, shared and dense MLPs, head; no embedding."""
-        a, m = self.attention, self.moe
-        attention = self.hidden * (a.qkv_width + a.heads * a.head_dim)
+        m, attention = self.moe, self.attention.params(self.hidden)
         moe = self.hidden * (m.router.num_experts + 3 * m.shared_width)
         dense = 3 * self.hidden * self.dense_width * (self.layers - len(m.layers))
         norms = (2 * self.layers + 1) * self.hidden

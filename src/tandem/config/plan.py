@@ -75,7 +75,7 @@ def resolve(
     Raises ConfigError naming the flag when a wish cannot be met, with the numbers when the model does not fit.
     """
     log: list[Decision] = []
-    gpu = _device(config, machine, log)
+    gpu = _device(config, model, machine, log)
     dtype = _dtype(config, log)
     dense_codes = gpu is None and _dense_codes(dtype, stored, log)
     expert_format = _expert_format(config, dtype, stored, log if model.moe.layers else [])
@@ -117,8 +117,8 @@ def _unread(model: ModelConfig) -> list[str]:
     return [f"config.json: {key} is not understood and has no effect" for key in model.unread_keys]
 
 
-def _device(config: EngineConfig, machine: Machine, log: list[Decision]) -> Gpu | None:
-    gpu, reason = usable_gpu(config, machine)
+def _device(config: EngineConfig, model: ModelConfig, machine: Machine, log: list[Decision]) -> Gpu | None:
+    gpu, reason = usable_gpu(config, model, machine)
     if gpu is None:
         check_no_gpu_wishes(config, reason)
     log.append(Decision("device", "cpu" if gpu is None else "cuda", reason))

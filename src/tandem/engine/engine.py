@@ -33,7 +33,7 @@ def _kv_pages(parts: EngineParts) -> list[tuple[Tensor, Tensor]]:
     dtype: torch.dtype = getattr(torch, plan.dtype)
     if parts.handoff is None:
         sizes = layout.layers, plan.num_pages, plan.page_size, layout.kv_heads, layout.head_dim
-        return allocate_layers(*sizes, dtype)
+        return allocate_layers(*sizes, dtype, one_tensor=layout.one_tensor)
     shape, device = (plan.num_pages, plan.page_size, layout.kv_heads, layout.head_dim), parts.handoff.device
     return [
         (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))

@@ -15,9 +15,16 @@ _STORAGE = {torch.bfloat16: np.uint16, torch.float16: np.uint16, torch.float32: 
 
 
 def allocate_layers(
-    num_layers: int, num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    num_layers: int,
+    num_pages: int,
+    page_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    one_tensor: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
-    """(k_pages, v_pages) per layer, each [num_pages, page_size, kv_heads, head_dim].
+    """(k_pages, v_pages) per layer, each [num_pages, page_size, kv_heads, head_dim]; `one_tensor`: the same one twice.
 
     Zeros from calloc, so that memory is taken when a page is first used, not at start-up (torch.zeros would touch it).
     """
@@ -26,7 +33,8 @@ def allocate_layers(
     def pages() -> Tensor:
         return torch.from_numpy(np.zeros(shape, dtype=_STORAGE[dtype])).view(dtype)
 
-    return [(pages(), pages()) for _ in range(num_layers)]
+    keys = [pages() for _ in range(num_layers)]
+    return [(k, k if one_tensor else pages()) for k in keys]
 
 
 class KVCache:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem import _core
@@ -20,11 +21,12 @@ from tandem.errors import CheckpointError, KernelError
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.kernels.packed_file import PackedFile, Section
 
-__all__ = ["PackedExperts", "PackedMatrix", "WeightCodes", "WorkerPool", "Workspace"]
+__all__ = ["PackedExperts", "PackedHeads", "PackedMatrix", "WeightCodes", "WorkerPool", "Workspace"]
 
 PanelLayout = tuple[str, int, int, int, int, int, int, int, int]
 """format, columns, depth, padded depth, panels, panel bytes, offset of the scales, bytes of a scale, group."""
 
+HEAD_ROWS = 32  # kernels compute this many output rows at a time: a head has a multiple of it
 DEFAULT_GROUP = 32  # weights along K that share one scale in int8 and int4
 
 
@@ -159,6 +161,21 @@ class PackedMatrix:
     def parts(self) -> tuple[memoryview, ...]:
         """Panels and bias as they lie in memory; valid as long as this object."""
         return _core.matrix_bytes(self._core)
+
+
+class PackedHeads:
+    """`PerHead` on packed weights [H, N, K]: one matrix per head, all in one parallel region."""
+
+    def __init__(self, workspace: Workspace, weights: Tensor, fmt: str = "bf16") -> None:
+        self.heads, self.out_features, depth = weights.shape
+        padded = F.pad(weights, (0, 0, 0, -self.out_features % HEAD_ROWS))
+        self._rows = padded.shape[1]
+        self._multiply = PackedMatrix(workspace, padded.reshape(-1, depth), None, fmt)._core.multiply_heads
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_empty((x.shape[0], self.heads, self._rows))
+        self._multiply(x, out)
+        return out[..., : self.out_features]
 
 
 class PackedExperts:

@@ -15,7 +15,7 @@ from tandem import _core
 from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
 from tandem.formats.codes import Weight, WeightCodes
-from tandem.kernels.cpu import PackedExperts, PackedMatrix
+from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
 from tandem.kernels.ops import BatchLayout, Lookup, Recorded, Rope, Routing, Step, SureRead
 from tandem.kernels.recorded import OnlyAllocations, RecordedStep
 
@@ -53,6 +53,9 @@ class CpuOps:
         if isinstance(weight, WeightCodes):
             return PackedMatrix.from_codes(self.workspace, weight, bias)
         return PackedMatrix(self.workspace, weight, bias, fmt)
+
+    def per_head(self, weights: Tensor, fmt: str = "bf16") -> PackedHeads:
+        return PackedHeads(self._workspace, weights, fmt)
 
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
@@ -106,7 +109,8 @@ class CpuOps:
         sizes = (0 if q_norm is None else q_norm.numel(), 0 if k_norm is None else k_norm.numel())
         shape, view = self._shape_of(heads, kv_heads, head_dim, *sizes), self._view_of(batch, k_pages)
         q = qkv.new_empty((qkv.shape[0], heads, head_dim))
-        self._dense.rope_store(view, shape, qkv, rope.cos, rope.sin, q_norm, k_norm, k_pages, v_pages, q, eps)
+        values = None if v_pages is k_pages else v_pages
+        self._dense.rope_store(view, shape, qkv, rope.cos, rope.sin, q_norm, k_norm, k_pages, values, q, eps)
         return q
 
     def attention(
@@ -121,7 +125,8 @@ class CpuOps:
         rows, heads, head_dim = q.shape
         shape, view = self._shape_of(heads, k_pages.shape[2], head_dim, 0, 0), self._view_of(batch, k_pages)
         out = q.new_empty((rows, heads * head_dim))
-        self._dense.attention(view, shape, q, k_pages, v_pages, out, scale, window)
+        values = None if v_pages is k_pages else v_pages
+        self._dense.attention(view, shape, q, k_pages, values, out, scale, window)
         return out
 
     def route(

@@ -68,6 +68,14 @@ class Linear(Protocol):
         ...
 
 
+class PerHead(Protocol):
+    """A packed matrix [N, K] of each of H heads. `per_head(x)` multiplies every head's row with its own."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, H, K] -> [T, H, N]."""
+        ...
+
+
 class ExpertLayer(Protocol):
     """The routed experts of one layer: gated MLPs of equal shape."""
 
@@ -128,6 +136,10 @@ class Ops(Protocol):
         """Packs weight [N, K] once: numbers as "bf16" | "f32" | "int8" | "int4", codes as they are. It is not kept."""
         ...
 
+    def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead:
+        """Packs weights [H, N, K] once. The tensor is not kept."""
+        ...
+
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
     ) -> ExpertLayer:
@@ -173,7 +185,8 @@ class Ops(Protocol):
         qkv is [T, (H + 2G) * D]: all q heads, then k, then v. q_norm and k_norm are [D] weights of an RMS
         norm over each head (Qwen3, GLM-4.6) or [H * D] and [G * D] over all heads together (OLMoE), before
         the rotation. K and V of row t go to row batch.cache_slots[t] of k_pages and v_pages ([num_pages,
-        page_size, G, D]). Returns q [T, H, D]. In bfloat16 the tables are rounded to bfloat16 first and each
+        page_size, G, D]). Where v_pages is k_pages, keys are values, too: qkv is [T, (H + G) * D], without v.
+        Returns q [T, H, D]. In bfloat16 the tables are rounded to bfloat16 first and each
         product and the sum are rounded, as Transformers does.
         """
         ...
@@ -187,7 +200,7 @@ class Ops(Protocol):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Causal attention over the pages of each row's own sequence; softmax in float32.
+        """Causal attention over the pages of each row's own sequence; softmax in float32. v_pages may be k_pages.
 
         q [T, H, D] -> [T, H * D]. Query head h reads kv head h // (H / G). `window` > 0: only the last
         `window` keys, the row's own included. A row's result depends neither on the batch nor on how its

@@ -46,6 +46,17 @@ class TorchLinear:
         return F.linear(x.float(), self.weight.float(), self.bias).to(out_dtype)
 
 
+class TorchPerHead:
+    """`PerHead` over `torch.einsum`."""
+
+    def __init__(self, weights: Tensor, fmt: str) -> None:
+        heads, rows, depth = weights.shape
+        self.weights = round_to_format(weights.reshape(heads * rows, depth), fmt).view(weights.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.einsum("thk,hnk->thn", x.float(), self.weights.float()).to(x.dtype)
+
+
 class TorchExperts:
     """`ExpertLayer` as a loop over the experts that were chosen."""
 
@@ -97,6 +108,9 @@ class TorchOps:
     def linear(self, weight: Weight, bias: Tensor | None = None, fmt: str = "bf16") -> TorchLinear:
         return TorchLinear(weight, bias, fmt)
 
+    def per_head(self, weights: Tensor, fmt: str = "bf16") -> TorchPerHead:
+        return TorchPerHead(weights, fmt)
+
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
     ) -> TorchExperts:
@@ -131,11 +145,13 @@ class TorchOps:
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
     ) -> Tensor:
-        q, k, v = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=-1)
+        values = 0 if v_pages is k_pages else kv_heads * head_dim
+        q, k, v = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, values], dim=-1)
         q, k = self._head_norm(q, q_norm, head_dim, eps), self._head_norm(k, k_norm, head_dim, eps)
         rows = batch.cache_slots
         k_pages.view(-1, kv_heads, head_dim)[rows] = _rotate(k, rope, batch.positions)
-        v_pages.view(-1, kv_heads, head_dim)[rows] = v.reshape(-1, kv_heads, head_dim)
+        if values:
+            v_pages.view(-1, kv_heads, head_dim)[rows] = v.reshape(-1, kv_heads, head_dim)
         return _rotate(q, rope, batch.positions)
 
     def _head_norm(self, x: Tensor, weight: Tensor | None, head_dim: int, eps: float) -> Tensor:

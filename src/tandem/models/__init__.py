@@ -8,13 +8,16 @@ from tandem.errors import ConfigError
 from tandem.experts import ExpertStore
 from tandem.kernels.ops import Ops
 from tandem.kernels.packed_cache import PackedCache
-from tandem.models import glm4_moe, llama, mixtral, olmoe, qwen2_moe, qwen3_moe
+from tandem.models import deepseek_v3, glm4_moe, llama, mixtral, olmoe, qwen2_moe, qwen3_moe
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder, Progress
 from tandem.models.model import KVLayout, Model
 
 ARCHITECTURES = {
+    "deepseek_v2": deepseek_v3.layer,
+    "deepseek_v3": deepseek_v3.layer,
     "glm4_moe": glm4_moe.layer,
+    "kimi_k2": deepseek_v3.layer,
     "llama": llama.layer,
     "mixtral": mixtral.layer,
     "olmoe": olmoe.layer,

@@ -11,6 +11,7 @@ from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 
 KVPages = tuple[Tensor, Tensor]
+"""k_pages and v_pages; the same tensor twice where keys are values, too (latent attention)."""
 
 
 class Attention:
@@ -19,7 +20,7 @@ class Attention:
     def __init__(self, b: Builder, index: int, prefix: str = "self_attn") -> None:
         self.config, self.ops, self.rope = b.config.attention, b.ops, b.rope
         self.eps, self.window = b.config.rms_eps, self.config.windows[index]
-        self.scale = self.config.head_dim**-0.5
+        self.scale = self.config.softmax_scale
         name = f"model.layers.{index}.{prefix}."
         q, kv = self.config.heads * self.config.head_dim, self.config.kv_heads * self.config.head_dim
         modules = [name + module for module in ("q_proj", "k_proj", "v_proj")]

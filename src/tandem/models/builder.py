@@ -187,8 +187,12 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def rope_table(config: ModelConfig, positions: int) -> Rope:
-    """cos and sin of position / theta^(2i / rotary_dim), float32 [positions, rotary_dim / 2] (RoFormer)."""
-    dim = config.attention.rotary_dim
-    inverse = 1.0 / config.attention.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    """cos and sin of position / theta^(2i / rotary_dim), float32 [positions, rotary_dim / 2] (RoFormer); or YaRN's."""
+    a = config.attention
+    factor = 1.0
+    if a.yarn is None:
+        inverse = 1.0 / a.rope_theta ** (torch.arange(0, a.rotary_dim, 2, dtype=torch.float32) / a.rotary_dim)
+    else:
+        inverse, factor = torch.tensor(a.yarn.frequencies(a.rope_theta, a.rotary_dim)), a.yarn.table_factor
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse
-    return Rope(angles.cos(), angles.sin())
+    return Rope(angles.cos() * factor, angles.sin() * factor)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from tandem.kernels.ops import SureRead
-from tandem.models.attention import Attention
+from tandem.models.attention import Attention, KVPages
+from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.moe import DenseMLP, MoEBlock
 from tandem.models.names import MoENames
@@ -19,12 +21,17 @@ class MLP(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+class SelfAttention(Protocol):
+    def reads(self) -> list[SureRead]: ...
+    def __call__(self, x: Tensor, batch: ForwardBatch, pages: KVPages) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     input_norm: Tensor
-    attention: Attention
+    attention: SelfAttention
     mlp_norm: Tensor
     mlp: MLP
 
@@ -33,7 +40,13 @@ class DecoderLayer:
         return self.attention.reads() + self.mlp.reads()
 
 
-def decoder_layer(b: Builder, index: int, moe_names: MoENames, dense_prefix: str = "mlp") -> DecoderLayer:
+def decoder_layer(
+    b: Builder,
+    index: int,
+    moe_names: MoENames,
+    dense_prefix: str = "mlp",
+    attention: Callable[[Builder, int], SelfAttention] = Attention,
+) -> DecoderLayer:
     """Layer `index`, dense or MoE as the configuration says."""
     layer, hidden = f"model.layers.{index}.", b.config.hidden
     mlp: MLP
@@ -43,7 +56,7 @@ def decoder_layer(b: Builder, index: int, moe_names: MoENames, dense_prefix: str
         mlp = DenseMLP(b, layer + dense_prefix, b.config.dense_width)
     return DecoderLayer(
         input_norm=b.tensor(layer + "input_layernorm.weight", hidden),
-        attention=Attention(b, index),
+        attention=attention(b, index),
         mlp_norm=b.tensor(layer + "post_attention_layernorm.weight", hidden),
         mlp=mlp,
     )

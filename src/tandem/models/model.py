@@ -21,11 +21,15 @@ RECORDED_ELEMENTS = 1 << 20  # rows * layers * hidden
 
 
 class KVLayout(NamedTuple):
-    """What the KV cache must hold: `layers` pairs of [num_pages, page_size, kv_heads, head_dim]."""
+    """What the KV cache must hold: `layers` pairs of [num_pages, page_size, kv_heads, head_dim].
+
+    `one_tensor`: keys are values, too, so that both of a pair are the same tensor.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
+    one_tensor: bool = False
 
 
 class Model:
@@ -34,7 +38,8 @@ class Model:
     def __init__(self, b: Builder, layer: Callable[[Builder, int], DecoderLayer]) -> None:
         config = b.config
         self.config, self.ops, self.dtype = config, b.ops, b.dtype
-        self.kv_layout = KVLayout(config.layers, config.attention.kv_heads, config.attention.head_dim)
+        a = config.attention
+        self.kv_layout = KVLayout(config.layers, a.kv_heads, a.head_dim, a.latent is not None)
         self.head = head_of(b)
         self.final_norm = b.tensor("model.norm.weight", config.hidden)
         self.layers: list[DecoderLayer] = []

@@ -124,8 +124,8 @@ class LayerStream:
         """One window of one layer: nothing is read that was not written just before."""
         a, size = self.config.attention, self.plan.page_size
         shape = (-(-tokens // size), size, a.kv_heads, a.head_dim)
-        k, v = torch.zeros(2, *shape, dtype=getattr(torch, self.plan.dtype)).unbind()
-        return k, v
+        k = torch.zeros(shape, dtype=getattr(torch, self.plan.dtype))
+        return k, k if a.latent is not None else torch.zeros_like(k)
 
     def _batch(self, window: tuple[int, ...]) -> ForwardBatch:
         rows = torch.arange(len(window))

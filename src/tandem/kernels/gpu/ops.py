@@ -16,7 +16,7 @@ from tandem.kernels.gpu import attention, norm, route
 from tandem.kernels.gpu import rope as rotation
 from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.gpu.linear import GpuLinear
-from tandem.kernels.ops import BatchLayout, Lookup, Recorded, Rope, Routing, Step, SureRead
+from tandem.kernels.ops import BatchLayout, Lookup, PerHead, Recorded, Rope, Routing, Step, SureRead
 from tandem.kernels.reference import TorchOps
 
 LOOKUP_ROWS = 1 << 14  # of a table, copied at a time
@@ -39,6 +39,9 @@ class GpuOps:
     def linear(self, weight: Weight, bias: Tensor | None = None, fmt: str = "bf16") -> GpuLinear:
         matrix = decoded(weight) if isinstance(weight, WeightCodes) else weight
         return GpuLinear(matrix, bias, fmt, self.device)
+
+    def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead:
+        raise KernelError("latent attention has no GPU kernels")
 
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"

@@ -1,0 +1,96 @@
+"""Multi-head latent attention in absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1), written in `Ops` only.
+
+Keys and values of a head are matrices times one latent per token: k = W_K c, v = W_V c. Since q·(W_K c) = (W_K' q)·c
+and sum p (W_V c) = W_V (sum p c), all heads attend to the latents themselves, and only those are cached: one kv head
+of [rotary key | latent], which is key and value in one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.formats.cut import numbers, rows_of
+from tandem.kernels.ops import Linear, PerHead, SureRead
+from tandem.models.attention import KVPages
+from tandem.models.batch import ForwardBatch
+from tandem.models.builder import Builder
+from tandem.models.linear import sure_reads
+
+LATENT_NORM_EPS = 1e-6  # Transformers' and DeepSeek's code leave rms_norm_eps out here
+
+
+class LatentAttention:
+    """Queries (through a latent of their own where the model has one), latents, attention, values, output."""
+
+    def __init__(self, b: Builder, index: int, prefix: str = "self_attn") -> None:
+        assert b.config.attention.latent is not None
+        self.config, self.shape, self.ops, self.rope = (
+            b.config.attention,
+            b.config.attention.latent,
+            b.ops,
+            b.rope,
+        )
+        name, bias = f"model.layers.{index}.{prefix}.", self.config.qkv_bias
+        s, heads, hidden = self.shape, self.config.heads, b.config.hidden
+        self.q_down, self.q_norm = self._query_latent(b, name, bias)
+        q = "q_b_proj" if s.q_rank else "q_proj"
+        self.query = b.linear([name + q], [heads * s.qk_dim], s.q_rank or hidden)
+        self.kv_down = b.linear([name + "kv_a_proj_with_mqa"], [s.kv_rank + s.rope_dim], hidden, bias=bias)
+        self.kv_norm = b.tensor(name + "kv_a_layernorm.weight", s.kv_rank)
+        self.absorb, self.values = self._absorbed(b, name + "kv_b_proj")
+        self.out = b.linear([name + "o_proj"], [hidden], heads * s.value_dim, bias=self.config.out_bias)
+
+    def reads(self) -> list[SureRead]:
+        down = () if self.q_down is None else (self.q_down,)
+        return sure_reads(*down, self.query, self.kv_down, self.out)
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, pages: KVPages) -> Tensor:
+        a, s = self.config, self.shape
+        q = self.ops.rope_store(
+            self._queries_and_key(x), self.rope, batch, *pages,
+            heads=a.heads, kv_heads=1, head_dim=a.head_dim,
+        )  # fmt: skip
+        seen = self.ops.attention(q, *pages, batch, a.softmax_scale).view(len(x), a.heads, a.head_dim)
+        return self.out(self.values(seen[..., s.rope_dim :].contiguous()).flatten(1))
+
+    def _queries_and_key(self, x: Tensor) -> Tensor:
+        """[T, (H + 1) * (rope + kv_rank)]: absorbed queries of all heads, then the key, all before the rotation."""
+        a, s = self.config, self.shape
+        both = x.new_empty((len(x), a.heads + 1, a.head_dim))
+        turned, latent = both[..., : s.rope_dim], both[..., s.rope_dim :]
+        q = self.query(self._query_input(x)).view(len(x), a.heads, s.qk_dim)
+        kv = self.kv_down(x)
+        turned[:, :-1] = _halves(q[..., s.nope_dim :])
+        turned[:, -1] = _halves(kv[:, s.kv_rank :])
+        latent[:, :-1] = self.absorb(q[..., : s.nope_dim].contiguous())
+        latent[:, -1] = self.ops.rms_norm(kv[:, : s.kv_rank].contiguous(), self.kv_norm, LATENT_NORM_EPS)
+        return both.flatten(1)
+
+    def _query_input(self, x: Tensor) -> Tensor:
+        if self.q_down is None or self.q_norm is None:
+            return x
+        return self.ops.rms_norm(self.q_down(x), self.q_norm, LATENT_NORM_EPS)
+
+    def _query_latent(self, b: Builder, name: str, bias: bool) -> tuple[Linear | None, Tensor | None]:
+        rank = self.shape.q_rank
+        if not rank:
+            return None, None
+        down = b.linear([name + "q_a_proj"], [rank], b.config.hidden, bias=bias)
+        return down, b.tensor(name + "q_a_layernorm.weight", rank)
+
+    def _absorbed(self, b: Builder, module: str) -> tuple[PerHead, PerHead]:
+        """Per head: W_K' [kv_rank, nope] and W_V [value, kv_rank], from rows (W_K, W_V) of kv_b_proj."""
+        s, heads = self.shape, self.config.heads
+        each = s.nope_dim + s.value_dim
+        both = b.checkpoint.weight(module, (heads * each, s.kv_rank))
+        parts = [rows_of(both, slice(h * each, (h + 1) * each)) for h in range(heads)]
+        held = [numbers(part).to(b.dtype) for part in parts]
+        absorb = torch.stack([w[: s.nope_dim].T for w in held])
+        values = torch.stack([w[s.nope_dim :] for w in held])
+        return self.ops.per_head(absorb, b.dense_format), self.ops.per_head(values, b.dense_format)
+
+
+def _halves(x: Tensor) -> Tensor:
+    """Rotary pairs of neighbours (0, 1), (2, 3) … as halves: 0, 2, … 1, 3, … (Transformers' rope_interleave)."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
