@@ -1,4 +1,5 @@
-"""Writes a random fp8 checkpoint of DeepSeek-V3's shape (hidden 7168, experts of 2048), a large input for `kt convert`.
+"""Writes a random fp8 checkpoint of DeepSeek-V3's shape (hidden 7168, experts of 2048), a large input for
+`kt convert` and `kt quality`.
 
 Example: python benchmarks/random_deepseek.py OUT --moe-layers 4 --experts 60      # 12 GB
 
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 HIDDEN, WIDTH, DENSE_WIDTH, HEADS, VOCAB = 7168, 2048, 18432, 128, 16384
@@ -41,6 +43,11 @@ class Pool:
     ) -> Iterator[tuple[str, Tensor]]:
         yield f"{name}.weight", torch.randn(shape, generator=self.random).mul_(0.02).to(dtype)
 
+    def norm(self, name: str, width: int) -> Iterator[tuple[str, Tensor]]:
+        """Around 1, so that hidden states have the size they have in a trained model."""
+        numbers = torch.randn(width, generator=self.random).mul_(0.1).add_(1)
+        yield f"{name}.weight", numbers.to(torch.bfloat16)
+
 
 def attention(pool: Pool, name: str) -> Iterator[tuple[str, Tensor]]:
     yield from pool.linear(f"{name}.q_a_proj", Q_RANK, HIDDEN)
@@ -48,8 +55,8 @@ def attention(pool: Pool, name: str) -> Iterator[tuple[str, Tensor]]:
     yield from pool.linear(f"{name}.kv_a_proj_with_mqa", KV_RANK + ROPE, HIDDEN)
     yield from pool.linear(f"{name}.kv_b_proj", HEADS * (NOPE + VALUE), KV_RANK)
     yield from pool.linear(f"{name}.o_proj", HIDDEN, HEADS * VALUE)
-    yield from pool.plain(f"{name}.q_a_layernorm", Q_RANK)
-    yield from pool.plain(f"{name}.kv_a_layernorm", KV_RANK)
+    yield from pool.norm(f"{name}.q_a_layernorm", Q_RANK)
+    yield from pool.norm(f"{name}.kv_a_layernorm", KV_RANK)
 
 
 def mlp(pool: Pool, name: str, width: int) -> Iterator[tuple[str, Tensor]]:
@@ -62,8 +69,8 @@ def layer(pool: Pool, index: int, experts: int) -> Iterator[tuple[str, Tensor]]:
     """Layer 0 is dense, the others have `experts` experts and a shared one."""
     name = f"model.layers.{index}"
     yield from attention(pool, f"{name}.self_attn")
-    yield from pool.plain(f"{name}.input_layernorm", HIDDEN)
-    yield from pool.plain(f"{name}.post_attention_layernorm", HIDDEN)
+    yield from pool.norm(f"{name}.input_layernorm", HIDDEN)
+    yield from pool.norm(f"{name}.post_attention_layernorm", HIDDEN)
     if index == 0:
         yield from mlp(pool, f"{name}.mlp", DENSE_WIDTH)
         return
@@ -90,6 +97,15 @@ def config(layers: int, experts: int) -> dict[str, object]:
     }  # fmt: skip
 
 
+def save_tokenizer(out: Path) -> None:
+    """One token per byte, for `kt quality`."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(out / "tokenizer.json"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -109,11 +125,12 @@ def main() -> None:
         print(name, flush=True)
 
     outer = [*pool.plain("model.embed_tokens", VOCAB, HIDDEN), *pool.plain("lm_head", VOCAB, HIDDEN)]
-    write("outer.safetensors", iter([*outer, *pool.plain("model.norm", HIDDEN)]))
+    write("outer.safetensors", iter([*outer, *pool.norm("model.norm", HIDDEN)]))
     for index in range(asked.moe_layers + 1):
         write(f"layer-{index:03}.safetensors", layer(pool, index, asked.experts))
     index_json = {"metadata": {}, "weight_map": weight_map}
     (asked.out / "model.safetensors.index.json").write_text(json.dumps(index_json))
+    save_tokenizer(asked.out)
     (asked.out / "config.json").write_text(json.dumps(config(asked.moe_layers + 1, asked.experts), indent=2))
 
 

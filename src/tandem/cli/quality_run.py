@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -218,13 +219,16 @@ def tables(report: Report) -> list[Table]:
 
 def _summary(report: Report) -> Table:
     bound = "" if report.kl_is_exact else "; KL of the saved tokens, a lower bound"
-    table = Table(title=f"{report.predictions} predictions; KL in nats{bound}")
+    title = (
+        f"{report.predictions} predictions of {report.model}; KL in nats against {report.reference}{bound}"
+    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("measured")
     for name in ("perplexity", "change", "KL mean", "±", "median", "99 %", "same top"):
         table.add_column(name, justify="right")
     base = report.reference_perplexity
     if base is not None:
-        table.add_row(f"reference: {report.reference}", f"{base:.4f}", *("",) * 6)
+        table.add_row("reference", f"{base:.4f}", *("",) * 6)
     for each in report.measured:
         change = "" if base is None else f"{each.perplexity / base - 1:+.2%}"
         d = each.divergence
@@ -237,7 +241,8 @@ def _summary(report: Report) -> Table:
 
 
 def _layer_table(measured: tuple[Measured, ...]) -> Table:
-    table = Table(title="Relative error of hidden states by layer")
+    title = "Relative error of hidden states by layer"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("layer", justify="right")
     for each in measured:
         table.add_column(f"{each.label} own", justify="right")
