@@ -128,8 +128,10 @@ void PackedMatrix::multiply_heads(const RowsView& x, int64_t heads, void* out, D
   PreparedRows prepared;
   prepare(x, &prepared);
   const int64_t tokens = x.rows / heads, columns = view_.columns / heads, head_pairs = columns / kPairColumns;
-  const int64_t row_blocks = ceil_div(tokens, kRowsPerCall), rows_per_task = ceil_div(tokens, row_blocks);
-  const int64_t pairs_each = std::min(head_pairs, pairs_per_task(view_, row_blocks, workspace_->pool().size()));
+  const Blocking& blocking = workspace_->table().blocking;
+  const int64_t rows_per_task = ceil_div(tokens, ceil_div(tokens, blocking.rows_per_call));
+  const int64_t row_blocks = ceil_div(tokens, rows_per_task);
+  const int64_t pairs_each = std::min(head_pairs, pairs_per_task(view_, blocking, tokens, workspace_->pool().size()));
   const int64_t column_blocks = ceil_div(head_pairs, pairs_each);
   workspace_->pool().for_each(heads * row_blocks * column_blocks, [&](int64_t index, const Worker& worker) {
     const int64_t head = index / (row_blocks * column_blocks), rest = index % (row_blocks * column_blocks);

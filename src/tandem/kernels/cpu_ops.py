@@ -55,7 +55,7 @@ class CpuOps:
         return PackedMatrix(self.workspace, weight, bias, fmt)
 
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> PackedHeads:
-        return PackedHeads(self._workspace, weights, fmt)
+        return PackedHeads(self.workspace, weights, fmt)
 
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
