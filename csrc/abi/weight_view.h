@@ -13,8 +13,9 @@
 //   uint4 as int4             0 to 15; weight = code * scale + offset
 //
 // K is padded with zeros to a multiple of max(32, group); the number of panels is even (a "pair" of panels, 32 output
-// columns, is the unit of work everywhere). A panel's scales, [K/group][16], follow its payload, and uint4's
-// offsets follow the scales, so that a panel is one stream of memory.
+// columns, is the unit of work everywhere). A panel's scales, [K/group][16], follow its payload, and what is added
+// after scaling (shifts), in the same form, follows the scales, so that a panel is one stream of memory. Any code may
+// have shifts: weight = code * scale + shift.
 #pragma once
 
 #include <stdint.h>
@@ -22,6 +23,10 @@
 namespace tandem {
 
 enum class DType : int32_t { f32 = 0, bf16 = 1 };
+
+// How a scale (or shift) is stored. The last two are GGUF's: a signed byte times a half that 256 k of a row share; per
+// 8 or 16 groups [16] halves, then [8 or 16][16] bytes.
+enum class ScaleType : int32_t { f32 = 0, bf16 = 1, f16 = 2, bytes8 = 3, bytes16 = 4 };
 
 enum class Format : int32_t { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, fp8 = 4, fp4 = 5, uint4 = 6 };
 constexpr int kFormatCount = 7;
@@ -36,7 +41,7 @@ struct WeightView {
   int64_t scale_offset;  // of the scales in a panel; 0: the format has none
   int64_t shift_offset;  // of what is added after scaling; 0: nothing
   Format format;
-  DType scale_type;
+  ScaleType scale_type;
   int32_t group;    // k per scale; 0: one scale per output row (or none), applied after the sum over K
   int32_t columns;  // N, without padding
   int32_t depth;    // K, without padding

@@ -12,10 +12,28 @@ namespace tandem {
 namespace {
 
 void make_codes(CodeArrays* self, nb::object codes, nb::object scales, nb::object offsets, const std::string& format,
-                int group, const std::string& scale_type, int64_t block_rows) {
+                int group, const std::string& scale_type, int64_t block_rows, nb::object halves,
+                nb::object offset_halves) {
   if (block_rows < 1) throw KernelError("block_rows is " + std::to_string(block_rows) + "; it must be at least 1");
-  const WeightFormat weights{format_named(format), group, scale_type_named(scale_type)};
-  new (self) CodeArrays{std::move(codes), std::move(scales), std::move(offsets), weights, block_rows};
+  const WeightFormat weights{format_named(format), group, scale_type_named(scale_type), !offsets.is_none()};
+  new (self) CodeArrays{std::move(codes),         std::move(scales), std::move(offsets), std::move(halves),
+                        std::move(offset_halves), weights,           block_rows};
+}
+
+Element element_of(ScaleType type) {
+  if (type == ScaleType::f32) return Element::f32;
+  if (type == ScaleType::bf16) return Element::bf16;
+  return type == ScaleType::f16 ? Element::f16 : Element::byte;
+}
+
+// Scales or offsets, [blocks, groups], and the halves that groups share.
+StoredScales scales_of(nb::handle values, nb::handle halves, const std::string& name, int64_t blocks, int64_t groups,
+                       ScaleType type, TensorView* view, TensorView* half_view) {
+  *view = view_of(values, name.c_str(), {element_of(type)}, {blocks, groups});
+  const int shared = groups_per_half(type);
+  if (shared)
+    *half_view = view_of(halves, (name + "' halves").c_str(), {Element::f16}, {blocks, (groups + shared - 1) / shared});
+  return {view->data, static_cast<const uint16_t*>(half_view->data)};
 }
 
 }  // namespace
@@ -25,16 +43,14 @@ MatrixSource source_of_codes(const CodeArrays& w, const std::string& prefix, int
   packed_layout(w.format, rows, depth);  // throws for sizes and groups that do not exist
   const int64_t width = is_nibble(w.format.format) ? (depth + 1) / 2 : depth;
   const int64_t blocks = (rows + w.block_rows - 1) / w.block_rows, groups = groups_along(depth, w.format.group);
-  const Element scale = w.format.scale_type == DType::f32 ? Element::f32 : Element::bf16;
   const std::string codes = prefix + "codes", scales = prefix + "scales", offsets = prefix + "offsets";
   views->codes = view_of(w.codes, codes.c_str(), {Element::byte}, {rows, width});
-  views->scales = view_of(w.scales, scales.c_str(), {scale}, {blocks, groups});
-  if (w.offsets.is_none() == (w.format.format == Format::uint4))
-    throw KernelError(offsets +
-                      (w.offsets.is_none() ? " are missing: uint4 weights need them" : " are only for uint4 weights"));
-  if (!w.offsets.is_none()) views->offsets = view_of(w.offsets, offsets.c_str(), {Element::f32}, {blocks, groups});
-  const StoredCodes stored{static_cast<const uint8_t*>(views->codes.data), views->scales.data, w.format, w.block_rows,
-                           static_cast<const float*>(views->offsets.data)};
+  const ScaleType type = w.format.scale_type;
+  StoredCodes stored{static_cast<const uint8_t*>(views->codes.data), {}, {}, w.format, w.block_rows};
+  stored.scales = scales_of(w.scales, w.halves, scales, blocks, groups, type, &views->scales, &views->halves);
+  if (w.format.shifted)
+    stored.shifts =
+        scales_of(w.offsets, w.offset_halves, offsets, blocks, groups, type, &views->offsets, &views->offset_halves);
   return {nullptr, DType::f32, rows, depth, stored};
 }
 
@@ -49,10 +65,10 @@ void bind_codes(nb::module_& m) {
   nb::class_<WeightFormat>(m, "WeightFormat", "How a matrix is packed: what a code is, weights per scale, scale type.")
       .def(
           "__init__",
-          [](WeightFormat* self, const std::string& format, int group, const std::string& scale_type) {
-            new (self) WeightFormat{format_named(format), group, scale_type_named(scale_type)};
+          [](WeightFormat* self, const std::string& format, int group, const std::string& scale_type, bool offsets) {
+            new (self) WeightFormat{format_named(format), group, scale_type_named(scale_type), offsets};
           },
-          nb::arg("format"), nb::arg("group"), nb::arg("scale_type"))
+          nb::arg("format"), nb::arg("group"), nb::arg("scale_type"), nb::arg("offsets") = false)
       .def("__eq__",
            [](const WeightFormat& a, nb::handle b) {
              return nb::isinstance<WeightFormat>(b) && a == nb::cast<const WeightFormat&>(b);
@@ -60,7 +76,8 @@ void bind_codes(nb::module_& m) {
       .def("__str__", &described);
   nb::class_<CodeArrays>(m, "Codes", "A quantised matrix: codes and scales in arrays that this keeps alive.")
       .def("__init__", &make_codes, nb::arg("codes"), nb::arg("scales"), nb::arg("offsets").none(), nb::arg("format"),
-           nb::arg("group"), nb::arg("scale_type"), nb::arg("block_rows") = 1,
+           nb::arg("group"), nb::arg("scale_type"), nb::arg("block_rows") = 1, nb::arg("halves").none() = nb::none(),
+           nb::arg("offset_halves").none() = nb::none(),
            "codes: bytes [rows, depth], or for 4 bits [rows, ceil(depth / 2)].")
       .def_ro("format", &CodeArrays::format);
 }

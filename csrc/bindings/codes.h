@@ -10,13 +10,14 @@ namespace tandem {
 
 // What Python calls `Codes`: a quantised matrix's own arrays, checked when it is packed.
 struct CodeArrays {
-  nanobind::object codes, scales, offsets;  // offsets: None but for uint4
+  nanobind::object codes, scales, offsets;  // offsets: None where nothing is added
+  nanobind::object halves, offset_halves;   // None but where groups share a half: see ScaleType
   WeightFormat format;
   int64_t block_rows;
 };
 
 struct SourceViews {
-  TensorView numbers, codes, scales, offsets;
+  TensorView numbers, codes, scales, offsets, halves, offset_halves;
 };
 
 // The source [rows, depth] in `codes`; `views` must outlive it. Throws KernelError that names the array whose type or

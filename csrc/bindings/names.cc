@@ -7,7 +7,6 @@
 namespace tandem {
 namespace {
 
-const char* const kScaleTypes[] = {"f32", "bf16"};
 const char* const kActivations[] = {"silu", "gelu", "gelu_tanh", "swiglu_clamp", "swiglu_oai"};
 const char* const kTiers[] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx", "amx_standin"};
 
@@ -29,7 +28,7 @@ ActivationKind activation_named(const std::string& name) {
   return ActivationKind(index_of(kActivations, name, "activation"));
 }
 
-DType scale_type_named(const std::string& name) { return DType(index_of(kScaleTypes, name, "scale type")); }
+ScaleType scale_type_named(const std::string& name) { return ScaleType(index_of(kScaleTypeNames, name, "scale type")); }
 
 const char* name_of(Tier tier) { return kTiers[int(tier)]; }
 

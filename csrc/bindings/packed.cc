@@ -24,7 +24,7 @@ namespace tandem {
 namespace {
 
 // To be raised whenever packed bytes change their meaning, so that files of packed weights are made anew.
-constexpr int kLayoutVersion = 1;
+constexpr int kLayoutVersion = 2;
 
 using Bytes = nb::ndarray<nb::memview, const uint8_t, nb::ndim<1>>;
 using FormatNames = std::tuple<std::string, int, std::string>;
@@ -37,12 +37,18 @@ Bytes view(const std::vector<float>& floats, nb::handle owner) {
   return view(floats.data(), int64_t(floats.size() * sizeof(float)), owner);
 }
 
+const std::string kShifted = "+offsets";  // in the name of a scale type
+
 FormatNames names_of(const WeightFormat& f) {
-  return {kFormatNames[int(f.format)], f.group, f.scale_type == DType::f32 ? "f32" : "bf16"};
+  return {kFormatNames[int(f.format)], f.group,
+          kScaleTypeNames[int(f.scale_type)] + std::string(f.shifted ? "+offsets" : "")};
 }
 
 WeightFormat format_of(const FormatNames& names) {
-  return {format_named(std::get<0>(names)), std::get<1>(names), scale_type_named(std::get<2>(names))};
+  std::string scales = std::get<2>(names);
+  const bool shifted = scales.ends_with(kShifted);
+  if (shifted) scales.resize(scales.size() - kShifted.size());
+  return {format_named(std::get<0>(names)), std::get<1>(names), scale_type_named(scales), shifted};
 }
 
 std::shared_ptr<MappedFile> map_file(int fd, size_t bytes) {
@@ -73,9 +79,7 @@ nb::tuple matrix_bytes(nb::handle_t<PackedMatrix> self) {
                         view(m.bias(), m.bias() ? w.columns * int64_t(sizeof(float)) : 0, self));
 }
 
-FormatNames matrix_format(const PackedMatrix& m) {
-  return names_of({m.layout().format, m.layout().group, m.layout().scale_type});
-}
+FormatNames matrix_format(const PackedMatrix& m) { return names_of(format_of(m.layout())); }
 
 std::unique_ptr<PackedMatrix> adopt_matrix(std::shared_ptr<Workspace> workspace, const FormatNames& format,
                                            int64_t rows, int64_t depth, std::shared_ptr<MappedFile> file,

@@ -51,7 +51,7 @@ const DlExchangeTable* exchange_table(PyTypeObject* type) {
 }
 
 const char* name_of(Element element) {
-  const char* const names[] = {"float32", "bfloat16", "int32", "int64", "int8 or uint8"};
+  const char* const names[] = {"float32", "bfloat16", "int32", "int64", "int8 or uint8", "float16"};
   return names[int(element)];
 }
 
@@ -60,6 +60,7 @@ const char* name_of(Element element) {
 Element element_of(int code, int bits, const char* name) {
   const auto is = [=](nb::dlpack::dtype_code c, int b) { return code == int(c) && bits == b; };
   if (is(nb::dlpack::dtype_code::Float, 32)) return Element::f32;
+  if (is(nb::dlpack::dtype_code::Float, 16)) return Element::f16;
   if (is(nb::dlpack::dtype_code::Bfloat, 16)) return Element::bf16;
   if (is(nb::dlpack::dtype_code::Int, 32)) return Element::i32;
   if (is(nb::dlpack::dtype_code::Int, 64)) return Element::i64;

@@ -19,7 +19,7 @@ struct KernelError : std::invalid_argument {
 
 constexpr int64_t kAnySize = -1;
 
-enum class Element { f32, bf16, i32, i64, byte };
+enum class Element { f32, bf16, i32, i64, byte, f16 };
 
 // A C-contiguous array in CPU memory. `owner` keeps borrowed memory alive where the array's library needs that.
 struct TensorView {

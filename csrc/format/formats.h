@@ -68,10 +68,24 @@ struct Fp4Format : Int4Format<Isa> {
   TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_fp4(block, index); }
 };
 
-// The 16 scales of one group of one panel.
+// Bytes of kGroups groups of scales and the halves in front of them.
+constexpr int64_t shared_scale_bytes(int groups) { return kPanelRows * (2 + groups); }
+
+template <class Isa, int kGroups>
+TANDEM_INLINE typename Isa::Vec load_shared_scales(const uint8_t* panel_scales, int64_t group) {
+  const uint8_t* block = panel_scales + group / kGroups * shared_scale_bytes(kGroups);
+  const typename Isa::Vec codes = Isa::load_int8(block + kPanelRows * (2 + group % kGroups));
+  return Isa::mul(codes, Isa::load_f16(reinterpret_cast<const uint16_t*>(block)));
+}
+
+// The 16 scales (or shifts) of one group of one panel.
 template <class Isa>
-TANDEM_INLINE typename Isa::Vec load_scales(const uint8_t* panel_scales, DType type, int64_t group) {
-  if (type == DType::bf16) return Isa::load_bf16(reinterpret_cast<const uint16_t*>(panel_scales) + 16 * group);
+TANDEM_INLINE typename Isa::Vec load_scales(const uint8_t* panel_scales, ScaleType type, int64_t group) {
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(panel_scales) + 16 * group;
+  if (type == ScaleType::bf16) return Isa::load_bf16(halves);
+  if (type == ScaleType::f16) return Isa::load_f16(halves);
+  if (type == ScaleType::bytes8) return load_shared_scales<Isa, 8>(panel_scales, group);
+  if (type == ScaleType::bytes16) return load_shared_scales<Isa, 16>(panel_scales, group);
   return Isa::load(reinterpret_cast<const float*>(panel_scales) + 16 * group);
 }
 

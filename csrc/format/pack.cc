@@ -14,6 +14,7 @@
 namespace tandem {
 
 const char* const kFormatNames[kFormatCount] = {"f32", "bf16", "int8", "int4", "fp8", "fp4", "uint4"};
+const char* const kScaleTypeNames[kScaleTypeCount] = {"f32", "bf16", "f16", "bytes8", "bytes16"};
 
 namespace {
 
@@ -21,17 +22,26 @@ int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit;
 
 bool has_group_size(int group) { return group == 16 || group == 32 || group == 64 || group == 128 || group == 256; }
 
+void check_scales(const WeightFormat& f, const std::string& name) {
+  const int shared = groups_per_half(f.scale_type);
+  if (shared && shared * f.group != 256)
+    throw std::invalid_argument("a half and bytes are scales of groups of " + std::to_string(256 / shared) + ", not " +
+                                std::to_string(f.group));
+  if (f.format == Format::fp8 && f.scale_type != ScaleType::f32 && f.scale_type != ScaleType::bf16)
+    throw std::invalid_argument("fp8 needs float32 or bfloat16 scales");
+  if (f.shifted && f.group == 0) throw std::invalid_argument(name + " with offsets needs a group size");
+}
+
 void check_group(const WeightFormat& f) {
   if (!is_quantised(f.format)) return;
   const std::string name = kFormatNames[int(f.format)];
-  if (f.format == Format::uint4 && f.scale_type != DType::f32)
-    throw std::invalid_argument("uint4 needs float32 scales and offsets");
   if (is_nibble(f.format) && f.group == 0)
     throw std::invalid_argument(name + " needs a group size: 16, 32, 64, 128 or 256");
   if (f.group != 0 && !has_group_size(f.group))
     throw std::invalid_argument("group size " + std::to_string(f.group) + " is not supported for " + name +
                                 ": take 16, 32, 64, 128 or 256" +
                                 (is_nibble(f.format) ? "" : ", or 0 for one scale per row"));
+  check_scales(f, name);
 }
 
 int64_t groups_of(const WeightView& w) { return w.group ? w.padded_depth / w.group : 1; }
@@ -56,18 +66,46 @@ float extreme(const float* w, int64_t n) {
   return *std::max_element(w, w + n, [](float a, float b) { return std::fabs(a) < std::fabs(b); });
 }
 
-void put_scale(const WeightView& w, uint8_t* panel, int64_t index, float scale) {
-  uint8_t* scales = panel + w.scale_offset;
-  if (w.scale_type == DType::f32)
-    std::memcpy(scales + 4 * index, &scale, 4);
-  else
-    *reinterpret_cast<uint16_t*>(scales + 2 * index) = bf16_of_float(scale);
+int64_t scale_bytes(ScaleType type) { return type == ScaleType::f32 ? 4 : 2; }
+
+// Of a panel's scales, or shifts.
+int64_t table_bytes(const WeightView& w) {
+  const int shared = groups_per_half(w.scale_type);
+  if (!shared) return groups_of(w) * kPanelRows * scale_bytes(w.scale_type);
+  return (groups_of(w) + shared - 1) / shared * kPanelRows * (2 + shared);
 }
 
-float get_scale(const WeightView& w, const uint8_t* panel, int64_t index) {
-  const uint8_t* scales = panel + w.scale_offset;
-  if (w.scale_type == DType::f32) return *reinterpret_cast<const float*>(scales + 4 * index);
-  return float_of_bf16(*reinterpret_cast<const uint16_t*>(scales + 2 * index));
+// Where a group's scale of row r lies in a table; for shared ones, its byte.
+int64_t scale_at(const WeightView& w, int64_t group, int64_t r) {
+  const int shared = groups_per_half(w.scale_type);
+  if (!shared) return (group * kPanelRows + r) * scale_bytes(w.scale_type);
+  return group / shared * kPanelRows * (2 + shared) + kPanelRows * (2 + group % shared) + r;
+}
+
+int64_t half_at(const WeightView& w, int64_t group, int64_t r) {
+  const int shared = groups_per_half(w.scale_type);
+  return group / shared * kPanelRows * (2 + shared) + 2 * r;
+}
+
+void put_scale(const WeightView& w, uint8_t* panel, int64_t group, int64_t r, float scale) {
+  uint8_t* to = panel + w.scale_offset + scale_at(w, group, r);
+  if (w.scale_type == ScaleType::f32)
+    std::memcpy(to, &scale, 4);
+  else
+    *reinterpret_cast<uint16_t*>(to) = bf16_of_float(scale);
+}
+
+float value_in(const WeightView& w, const uint8_t* table, int64_t group, int64_t r) {
+  const uint8_t* from = table + scale_at(w, group, r);
+  const auto half = [](const uint8_t* p) { return *reinterpret_cast<const uint16_t*>(p); };
+  if (w.scale_type == ScaleType::f32) return *reinterpret_cast<const float*>(from);
+  if (w.scale_type == ScaleType::bf16) return float_of_bf16(half(from));
+  if (w.scale_type == ScaleType::f16) return float_of_f16(half(from));
+  return float(int8_t(*from)) * float_of_f16(half(table + half_at(w, group, r)));
+}
+
+float get_scale(const WeightView& w, const uint8_t* panel, int64_t group, int64_t r) {
+  return value_in(w, panel + w.scale_offset, group, r);
 }
 
 // Codes of one row's group, one per byte. Adding and taking away 1.5 * 2^23 rounds to the nearest, ties to even, and
@@ -97,17 +135,25 @@ void quantise_rows(const WeightView& w, const std::vector<float>& rows, uint8_t*
   std::vector<uint8_t> codes(rows.size());
   for (int64_t r = 0; r < kPanelRows; ++r)
     for (int64_t g = 0; g < groups_of(w); ++g) {
-      const int64_t first = r * w.padded_depth + g * group, index = g * kPanelRows + r;
+      const int64_t first = r * w.padded_depth + g * group;
       const float top = extreme(rows.data() + first, group);
-      put_scale(w, panel, index, w.format == Format::int8 ? std::fabs(top) / 127.0f : top / -8.0f);
-      quantise_group(rows.data() + first, group, get_scale(w, panel, index), low, high, codes.data() + first);
+      put_scale(w, panel, g, r, w.format == Format::int8 ? std::fabs(top) / 127.0f : top / -8.0f);
+      quantise_group(rows.data() + first, group, get_scale(w, panel, g, r), low, high, codes.data() + first);
     }
   place_codes(w, codes.data(), panel);
 }
 
-float stored_scale(const StoredCodes& s, int64_t index) {
-  if (s.format.scale_type == DType::f32) return static_cast<const float*>(s.scales)[index];
-  return float_of_bf16(static_cast<const uint16_t*>(s.scales)[index]);
+// One row's scales or shifts, as they are, from row `block` of what is stored.
+void copy_scales(const WeightView& w, const StoredScales& stored, int64_t block, int64_t groups, int64_t r,
+                 uint8_t* table) {
+  const int shared = groups_per_half(w.scale_type);
+  const int64_t bytes = shared ? 1 : scale_bytes(w.scale_type);
+  const uint8_t* values = static_cast<const uint8_t*>(stored.values) + block * groups * bytes;
+  for (int64_t g = 0; g < groups; ++g) std::memcpy(table + scale_at(w, g, r), values + g * bytes, size_t(bytes));
+  if (!shared) return;
+  const int64_t count = (groups + shared - 1) / shared;
+  for (int64_t i = 0; i < count; ++i)
+    std::memcpy(table + half_at(w, i * shared, r), stored.halves + block * count + i, 2);
 }
 
 bool has_nan(const uint8_t* fp8, int64_t count) {
@@ -120,8 +166,7 @@ bool has_nan(const uint8_t* fp8, int64_t count) {
 void mark_nan(const WeightView& w, const uint8_t* codes, int64_t depth, int64_t r, uint8_t* panel) {
   const int64_t group = w.group ? w.group : depth;
   for (int64_t first = 0; first < depth; first += group)
-    if (has_nan(codes + first, std::min(group, depth - first)))
-      put_scale(w, panel, first / group * kPanelRows + r, NAN);
+    if (has_nan(codes + first, std::min(group, depth - first))) put_scale(w, panel, first / group, r, NAN);
 }
 
 // The codes of up to 16 rows: whole units at once, what is left of a row one by one.
@@ -140,12 +185,9 @@ void store_codes(const WeightView& w, const MatrixSource& source, int64_t first_
 void copy_codes(const WeightView& w, const MatrixSource& source, int64_t first_row, uint8_t* panel) {
   const int64_t groups = groups_along(source.depth, w.group);
   for (int64_t r = 0; r < kPanelRows && first_row + r < source.rows; ++r) {
-    const int64_t row = first_row + r, first = row / source.stored.block_rows * groups;
-    for (int64_t g = 0; g < groups; ++g) {
-      put_scale(w, panel, g * kPanelRows + r, stored_scale(source.stored, first + g));
-      if (w.shift_offset)
-        std::memcpy(panel + w.shift_offset + 4 * (g * kPanelRows + r), source.stored.shifts + first + g, 4);
-    }
+    const int64_t block = (first_row + r) / source.stored.block_rows;
+    copy_scales(w, source.stored.scales, block, groups, r, panel + w.scale_offset);
+    if (w.shift_offset) copy_scales(w, source.stored.shifts, block, groups, r, panel + w.shift_offset);
   }
   store_codes(w, source, first_row, std::min<int64_t>(kPanelRows, source.rows - first_row), panel);
 }
@@ -176,13 +218,16 @@ float weight_at(const WeightView& w, const uint8_t* panel, int64_t row, int64_t 
   if (w.format == Format::f32) return reinterpret_cast<const float*>(panel)[k * kPanelRows + row];
   if (w.format == Format::bf16) return float_of_bf16(reinterpret_cast<const uint16_t*>(panel)[pair_order(row, k)]);
   const int64_t group = w.group ? k / w.group : 0;
-  const int64_t index = group * kPanelRows + row;
-  float shift = 0.0f;
-  if (w.shift_offset) std::memcpy(&shift, panel + w.shift_offset + 4 * index, 4);
-  return value_of(w.format, get_code(w.format, panel, row, k)) * get_scale(w, panel, index) + shift;
+  const float shift = w.shift_offset ? value_in(w, panel + w.shift_offset, group, row) : 0.0f;
+  return value_of(w.format, get_code(w.format, panel, row, k)) * get_scale(w, panel, group, row) + shift;
 }
 
 }  // namespace
+
+int groups_per_half(ScaleType type) {
+  if (type == ScaleType::bytes8) return 8;
+  return type == ScaleType::bytes16 ? 16 : 0;
+}
 
 int64_t groups_along(int64_t depth, int group) { return group ? (depth + group - 1) / group : 1; }
 
@@ -191,34 +236,36 @@ WeightView packed_layout(const WeightFormat& f, int64_t columns, int64_t depth) 
   if (columns < 1 || depth < 1 || columns > INT32_MAX / 2 || depth > INT32_MAX / 2)
     throw std::invalid_argument("a weight matrix of " + std::to_string(columns) + " x " + std::to_string(depth) +
                                 " cannot be packed");
-  if (f.format == Format::uint4 && depth > kMaxShiftedGroups * f.group)
-    throw std::invalid_argument("uint4 rows of " + std::to_string(depth) + " weights are too long");
+  if (f.shifted && depth > kMaxShiftedGroups * f.group)
+    throw std::invalid_argument("rows of " + std::to_string(depth) + " weights with offsets are too long");
   WeightView w{};
   const bool scaled = is_quantised(f.format);
   w.format = f.format;
   w.group = scaled ? f.group : 0;
-  w.scale_type = scaled ? f.scale_type : DType::f32;
+  w.scale_type = scaled ? f.scale_type : ScaleType::f32;
   w.columns = int32_t(columns);
   w.depth = int32_t(depth);
   w.padded_depth = int32_t(round_up(depth, std::max(32, w.group)));
   w.pairs = int32_t(round_up(columns, kPairColumns) / kPairColumns);
   const int64_t payload = int64_t{kPanelRows} * w.padded_depth * bits_of(f.format) / 8;
-  const int64_t scales = groups_of(w) * kPanelRows * (w.scale_type == DType::bf16 ? 2 : 4);
+  const int64_t scales = scaled ? table_bytes(w) : 0;
   w.scale_offset = scaled ? payload : 0;
-  w.shift_offset = f.format == Format::uint4 ? payload + scales : 0;
-  w.panel_bytes = round_up(payload + (scaled ? scales : 0) + (w.shift_offset ? scales : 0), kCacheLine);
+  w.shift_offset = scaled && f.shifted ? payload + scales : 0;
+  w.panel_bytes = round_up(payload + scales + (w.shift_offset ? scales : 0), kCacheLine);
   return w;
 }
 
+WeightFormat format_of(const WeightView& w) { return {w.format, w.group, w.scale_type, w.shift_offset != 0}; }
+
 bool operator==(const WeightFormat& a, const WeightFormat& b) {
-  return a.format == b.format && a.group == b.group && a.scale_type == b.scale_type;
+  return a.format == b.format && a.group == b.group && a.scale_type == b.scale_type && a.shifted == b.shifted;
 }
 
 std::string described(const WeightFormat& f) {
   std::string text = kFormatNames[int(f.format)];
   if (!is_quantised(f.format)) return text;
   text += f.group ? " in groups of " + std::to_string(f.group) : std::string(" by row");
-  return text + " with " + (f.scale_type == DType::f32 ? "float32" : "bfloat16") + " scales";
+  return text + " with " + kScaleTypeNames[int(f.scale_type)] + (f.shifted ? " scales and offsets" : " scales");
 }
 
 int64_t packed_bytes(const WeightView& layout) { return 2 * layout.pairs * layout.panel_bytes; }
@@ -231,7 +278,7 @@ void check_source(const WeightView& layout, const MatrixSource& source) {
     throw std::invalid_argument(name + " weights are packed from codes and scales, not from numbers");
   }
   if (number_format) throw std::invalid_argument(name + " weights have no codes: pass the numbers themselves");
-  const WeightFormat wanted{layout.format, layout.group, layout.scale_type};
+  const WeightFormat wanted = format_of(layout);
   if (!(source.stored.format == wanted))
     throw std::invalid_argument("these weights are " + described(source.stored.format) + "; the matrix was made for " +
                                 described(wanted));

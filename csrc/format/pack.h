@@ -10,28 +10,39 @@ namespace tandem {
 
 // What the formats are called, in errors and in Python.
 extern const char* const kFormatNames[kFormatCount];
+constexpr int kScaleTypeCount = 5;
+extern const char* const kScaleTypeNames[kScaleTypeCount];
 
 // A weight format is data: what a code is, how many k share a scale (16, 32, 64, 128 or 256; 0: one scale per output
-// row, not for 4-bit codes), and how a scale is stored (uint4: as float). The last two mean nothing for f32 and bf16.
+// row, not for 4-bit codes), how a scale is stored, and whether something is added to each group after scaling. Only
+// the first means anything for f32 and bf16.
 struct WeightFormat {
   Format format;
   int group;
-  DType scale_type;
+  ScaleType scale_type;
+  bool shifted = false;
 };
 
+WeightFormat format_of(const WeightView& layout);
 bool operator==(const WeightFormat& a, const WeightFormat& b);
 std::string described(const WeightFormat& format);  // for errors
 
 // How weights that are quantised here store their scales: bf16 for groups, float for rows.
-inline DType usual_scale_type(int group) { return group ? DType::bf16 : DType::f32; }
+inline ScaleType usual_scale_type(int group) { return group ? ScaleType::bf16 : ScaleType::f32; }
+
+// Scales, or shifts, of a whole matrix: [ceil(rows / block_rows), groups along the depth, or 1] of a ScaleType, and for
+// shared ones [.., ceil(depth / 256)] halves.
+struct StoredScales {
+  const void* values;
+  const uint16_t* halves;
+};
 
 // Weights as codes and scales, row-major and contiguous, which somebody else owns.
 struct StoredCodes {
   const uint8_t* codes;  // [rows, depth], or for 4 bits [rows, ceil(depth / 2)]: even k in the low half
-  const void* scales;    // [ceil(rows / block_rows), ceil(depth / group) or 1] of format.scale_type
+  StoredScales scales, shifts;
   WeightFormat format;
-  int64_t block_rows;   // output rows that share a scale
-  const float* shifts;  // as `scales`, added after scaling: uint4 has them, the others do not (null)
+  int64_t block_rows;  // output rows that share a scale
 };
 
 // A matrix [rows, depth], row-major and contiguous, that somebody else owns: numbers, or (`data` null) codes.
@@ -47,6 +58,8 @@ struct MatrixSource {
 WeightView packed_layout(const WeightFormat& format, int64_t columns, int64_t depth);
 int64_t packed_bytes(const WeightView& layout);
 int64_t groups_along(int64_t depth, int group);  // scales of a row
+// Groups that share a half: 8 or 16, or 0 where a scale stands for itself.
+int groups_per_half(ScaleType type);
 
 // Throws std::invalid_argument if `source` cannot be packed as `layout` wants it.
 void check_source(const WeightView& layout, const MatrixSource& source);

@@ -43,6 +43,16 @@ struct Avx2Isa {
     _mm256_storeu_ps(p + 8, a.hi);
   }
   TANDEM_INLINE static Vec load_bf16(const uint16_t* p) { return {widen(p), widen(p + 8)}; }
+  TANDEM_INLINE static Vec load_f16(const uint16_t* p) {
+    const __m128i lo = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m128i hi = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8));
+    return {_mm256_cvtph_ps(lo), _mm256_cvtph_ps(hi)};
+  }
+  TANDEM_INLINE static Vec load_int8(const uint8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes)))};
+  }
   TANDEM_INLINE static void store_bf16(uint16_t* p, Vec a) {
     const __m256i packed = _mm256_packus_epi32(round_bf16(a.lo), round_bf16(a.hi));  // by 128-bit halves
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));

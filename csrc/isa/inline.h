@@ -30,6 +30,14 @@ TANDEM_INLINE uint16_t bf16_of_float(float f) {
   return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// IEEE half, exact.
+TANDEM_INLINE float float_of_f16(uint16_t h) {
+  const uint32_t sign = (h & 0x8000u) << 16, magnitude = h & 0x7fffu;
+  if (magnitude < 0x400) return (sign ? -0x1p-24f : 0x1p-24f) * float(magnitude);
+  if (magnitude >= 0x7c00) return float_of_bits(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  return float_of_bits(sign | ((magnitude << 13) + (112u << 23)));
+}
+
 // OCP 8-bit float e4m3fn, exact.
 TANDEM_INLINE float float_of_e4m3(uint8_t code) {
   const uint32_t sign = uint32_t{code & 0x80u} << 24, magnitude = code & 0x7fu;

@@ -54,6 +54,12 @@ struct ScalarIsa {
   TANDEM_INLINE static Vec load_bf16(const uint16_t* p) {
     return each([=](int i) { return float_of_bf16(p[i]); });
   }
+  TANDEM_INLINE static Vec load_f16(const uint16_t* p) {
+    return each([=](int i) { return float_of_f16(p[i]); });
+  }
+  TANDEM_INLINE static Vec load_int8(const uint8_t* p) {
+    return each([=](int i) { return float(int8_t(p[i])); });
+  }
   TANDEM_INLINE static void store_bf16(uint16_t* p, Vec a) {
     for (int i = 0; i < 16; ++i) p[i] = bf16_of_float(a.v[i]);
   }

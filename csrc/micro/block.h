@@ -102,7 +102,7 @@ constexpr int64_t kScalesAhead = 1024;  // bytes: scales are streams of their ow
 struct Scales {
   const uint8_t* panel[2];   // null: not scaled here
   const uint8_t* shifts[2];  // as `panel`, of what is added to every weight after scaling; null: nothing
-  DType type;
+  ScaleType type;
   int64_t pairs_per_group;
   const float* x_sums = nullptr;  // [row][group]: activations summed over each group; only for shifts
   int64_t sums_stride = 0;
