@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import gguf
 import numpy as np
 import pytest
@@ -13,7 +11,9 @@ from torch import Tensor
 import kernel_cases as cases
 from tandem.errors import KernelError
 from tandem.formats import codes as stored_codes
+from tandem.formats import gguf_blocks
 from tandem.formats.codes import WeightCodes
+from tandem.formats.cut import columns_of, rows_of, stacked
 from tandem.formats.reference import decoded, magnitudes, stored
 from tandem.kernels.cpu import PackedExperts, PackedMatrix
 from tandem.kernels.cpu_ops import CpuOps
@@ -106,53 +106,26 @@ def _power(code: Tensor) -> float:
     return 2.0 ** (int(code) - 127)
 
 
-@pytest.mark.parametrize(
-    ("kind", "read"),
-    [
-        (gguf.GGMLQuantizationType.Q8_0, stored_codes.gguf_q8_0),
-        (gguf.GGMLQuantizationType.Q4_0, stored_codes.gguf_q4_0),
-        (gguf.GGMLQuantizationType.Q4_1, stored_codes.gguf_q4_1),
-    ],
-)
-@pytest.mark.parametrize("tier", cases.TIERS)
-def test_gguf_weights_equal_ggufs_own_reading(
-    kind: gguf.GGMLQuantizationType, read: Callable[[Tensor], WeightCodes], tier: str
-) -> None:
-    cases.require_tier(tier)
-    weight = np.random.default_rng(0).standard_normal((33, 320)).astype(np.float32)
-    data = gguf.quantize(weight, kind)
-    matrix = PackedMatrix.from_codes(cases.workspace_of(tier), read(torch.from_numpy(data)))
-    expected = torch.from_numpy(gguf.dequantize(data, kind))
-    assert torch.equal(matrix.dequantised(), expected)
-    x = cases.activations(9, 320, "int8")
-    magnitude = x.double().abs() @ magnitudes(read(torch.from_numpy(data))).double().T
-    error = (matrix(x, torch.float32).double() - x.double() @ expected.double().T).abs()
-    assert (error <= cases.product_bound(magnitude, 320, "int8", 32, tier)).all()
+# Where the halves of a block lie.
+GGUF_HALVES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "read", "halves"),
-    [
-        (gguf.GGMLQuantizationType.Q4_K, stored_codes.gguf_q4_k, (0, 2)),
-        (gguf.GGMLQuantizationType.Q6_K, stored_codes.gguf_q6_k, (208,)),
-    ],
-)
 @pytest.mark.parametrize("tier", cases.TIERS)
-def test_gguf_super_blocks_equal_ggufs_own_reading(
-    kind: gguf.GGMLQuantizationType,
-    read: Callable[[Tensor], WeightCodes],
-    halves: tuple[int, ...],
-    tier: str,
-) -> None:
-    """Random bytes, with sane halves: every layout of scales and codes."""
+@pytest.mark.parametrize("name", gguf_blocks.GGUF_CODES)
+def test_gguf_weights_equal_ggufs_own_reading(name: str, tier: str) -> None:
+    """Random bytes, with sane halves: every layout of scales and codes, every code."""
     cases.require_tier(tier)
-    random = np.random.default_rng(1)
-    block_bytes = gguf.GGML_QUANT_SIZES[kind][1]
-    blocks = random.integers(0, 256, (33, 3, block_bytes), dtype=np.uint8)
-    for at in halves:
-        blocks[..., at : at + 2] = random.uniform(0.5, 1, (33, 3, 1)).astype(np.float16).view(np.uint8)
+    kind, random = gguf.GGMLQuantizationType[name], np.random.default_rng(1)
+    weights, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (33, 768 // weights, block_bytes), dtype=np.uint8)
+    for at in GGUF_HALVES[name]:
+        half = random.uniform(-1, 1, (*blocks.shape[:2], 1)).astype(np.float16)
+        blocks[..., at : at + 2] = half.view(np.uint8)
     data = blocks.reshape(33, -1)
-    codes = read(torch.from_numpy(data))
+    codes = gguf_blocks.GGUF_CODES[name](torch.from_numpy(data))
     expected = torch.from_numpy(gguf.dequantize(data, kind))
     assert torch.equal(decoded(codes), expected)
     matrix = PackedMatrix.from_codes(cases.workspace_of(tier), codes)
@@ -162,6 +135,23 @@ def test_gguf_super_blocks_equal_ggufs_own_reading(
         magnitude = x.double().abs() @ magnitudes(codes).double().T
         error = (matrix(x, torch.float32).double() - x.double() @ expected.double().T).abs()
         assert (error <= cases.product_bound(magnitude, 768, "uint4", codes.group, tier)).all()
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q5_1"])
+def test_cutting_and_stacking_keep_the_weights(name: str) -> None:
+    """Experts and fused matrices are rows, columns and stacks of what the file holds."""
+    weights, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    data = torch.randint(0, 120, (40, 1024 // weights * block_bytes), dtype=torch.uint8)
+    whole = gguf_blocks.GGUF_CODES[name](data)
+    parts = [rows_of(whole, slice(0, 16)), rows_of(whole, slice(16, 40))]
+    again = stacked(parts)
+    assert again is not None
+    for codes, same in ((again, whole), (columns_of(whole, slice(256, 768)), decoded(whole)[:, 256:768])):
+        matrix = PackedMatrix.from_codes(cases.workspace_of("scalar"), codes)  # type: ignore[arg-type]
+        exact = same if isinstance(same, Tensor) else decoded(same)
+        assert torch.equal(matrix.dequantised(), exact)
+    odd = columns_of(whole, slice(256, 256 + weights // 2))
+    assert torch.equal(odd, decoded(whole)[:, 256 : 256 + weights // 2])  # type: ignore[arg-type]
 
 
 def test_zero_points() -> None:
@@ -233,23 +223,29 @@ def refusals() -> dict[str, tuple[object, str]]:
 
     return {
         "scales": (changed(scales=torch.ones(2, 1)), r"scales has shape \[2, 1\]; expected \[1, 1\]"),
-        "float16": (changed(scales=torch.ones(1, 1).half()), "scales cannot be torch.float16"),
+        "int32": (changed(scales=torch.ones(1, 1).int()), "scales cannot be torch.int32"),
         "codes": (changed(codes=torch.ones(40, 100)), "codes is float32; expected int8 or uint8"),
         "depth": (changed(depth=99), "codes has shape"),
         "block rows": (changed(block_rows=0), "block_rows is 0"),
         "group": (changed(group=48), "group size 48 is not supported for fp8"),
         "fp4 rows": (changed(fmt="fp4", group=0), "fp4 needs a group"),
-        "no offsets": (changed(fmt="uint4", codes=fp4.codes), "offsets are missing: uint4"),
-        "offsets": (changed(offsets=torch.ones(1, 1)), "offsets are only for uint4"),
-        "offsets' shape": (
-            changed(fmt="uint4", codes=fp4.codes, offsets=torch.ones(1)),
-            "offsets has shape",
+        "offsets' shape": (changed(offsets=torch.ones(1)), "offsets has shape"),
+        "offsets' type": (
+            changed(offsets=torch.ones(1, 1).bfloat16()),
+            "offsets is bfloat16; expected float32",
         ),
-        "bfloat16 uint4": (
-            changed(
-                fmt="uint4", codes=fp4.codes, scales=torch.ones(1, 1).bfloat16(), offsets=torch.ones(1, 1)
-            ),
-            "uint4 needs float32 scales",
+        "offsets of rows": (
+            changed(group=0, scales=torch.ones(40, 1), block_rows=1, offsets=torch.ones(40, 1)),
+            "fp8 with offsets needs a group",
+        ),
+        "fp8 and halves": (changed(scales=torch.ones(1, 1).half()), "fp8 needs float32 or bfloat16 scales"),
+        "shared halves": (
+            changed(fmt="int8", group=16, scales=torch.ones(1, 7).char(), halves=torch.ones(1, 2).half()),
+            "scales' halves has shape",
+        ),
+        "groups of 64 with shared halves": (
+            changed(fmt="int8", group=64, scales=torch.ones(1, 2).char(), halves=torch.ones(1, 1).half()),
+            "scales of groups of 16, not 64",
         ),
         "no codes": (changed(fmt="bf16", group=0, scales=torch.ones(1, 1)), "bf16 weights have no codes"),
         "numbers": (
@@ -270,7 +266,7 @@ def refusals() -> dict[str, tuple[object, str]]:
         ),
         "expert shape": (lambda: layer.load(0, fp8, fp8, fp8), "down codes has shape"),
         "tensor among codes": (lambda: layer.load(0, fp8, fp8, numbers[2]), "down is int8"),
-        "gguf": (lambda: stored_codes.gguf_q8_0(torch.zeros(4, 35, dtype=torch.uint8)), "GGUF rows must be"),
+        "gguf": (lambda: gguf_blocks.gguf_q8_0(torch.zeros(4, 35, dtype=torch.uint8)), "GGUF rows must be"),
     }
 
 

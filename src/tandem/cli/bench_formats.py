@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.errors import ConfigError
 from tandem.formats import codes as stored_codes
-from tandem.formats import reference
+from tandem.formats import gguf_blocks, reference
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.kernels.cpu import PackedExperts, WorkerPool, Workspace
 
@@ -39,11 +39,11 @@ class Blocks:
 
 
 GGUF = {
-    "q4_0": Blocks(32, 18, (0,), stored_codes.gguf_q4_0),
-    "q4_1": Blocks(32, 20, (0, 2), stored_codes.gguf_q4_1),
-    "q8_0": Blocks(32, 34, (0,), stored_codes.gguf_q8_0),
-    "q4_k": Blocks(256, 144, (0, 2), stored_codes.gguf_q4_k),
-    "q6_k": Blocks(256, 210, (208,), stored_codes.gguf_q6_k),
+    "q4_0": Blocks(32, 18, (0,), gguf_blocks.gguf_q4_0),
+    "q4_1": Blocks(32, 20, (0, 2), gguf_blocks.gguf_q4_1),
+    "q8_0": Blocks(32, 34, (0,), gguf_blocks.gguf_q8_0),
+    "q4_k": Blocks(256, 144, (0, 2), gguf_blocks.gguf_q4_k),
+    "q6_k": Blocks(256, 210, (208,), gguf_blocks.gguf_q6_k),
 }
 NUMBERS = ("bf16", "f32", "int8", "int4")  # rounded by the packer; int8 and int4 in groups of 32
 CODES = {

@@ -1,7 +1,7 @@
 """Quantised weights as checkpoints store them, in the one form that the kernels pack: codes and scales, unchanged.
 
-Every function takes a checkpoint's own tensors and returns `WeightCodes`. Nothing is rounded: scales of 8 bits widen
-to bfloat16, halves to float32; only nvfp4's two scales are multiplied, in float32.
+Every function takes a checkpoint's own tensors and returns `WeightCodes`. Nothing is rounded: e8m0 scales widen to
+bfloat16; only nvfp4's two scales are multiplied, in float32.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.errors import KernelError
-
 _NIBBLES = ("int4", "uint4", "fp4")
-_GGUF_GROUP = 32  # weights per block of Q8_0 and Q4_0 (ggml-common.h)
+SHARING = 256  # weights along K whose scales share a half
 
 
 @dataclass(frozen=True, slots=True)
 class WeightCodes:
-    """A weight matrix [N, K]: weight = code * scale, with "uint4" + offset.
+    """A weight matrix [N, K]: weight = code * scale (+ offset).
 
     codes: uint8 [N, K], or for 4 bits [N, ceil(K / 2)], even k in the low half. What a code is, `fmt` says: "int8" and
     "int4" (two's complement), "uint4" (0 to 15), "fp8" (OCP e4m3fn), "fp4" (OCP e2m1).
-    scales: float32 or bfloat16 [ceil(N / block_rows), ceil(K / group)], or [.., 1] where group is 0.
-    offsets: for "uint4", float32 as scales, which are float32 too; otherwise None.
+    scales: float32, bfloat16 or float16 [ceil(N / block_rows), ceil(K / group)], or [.., 1] where group is 0. Or int8,
+    times `halves`, float16 [.., ceil(K / 256)] (GGUF's K-quants; groups of 16 or 32).
+    offsets: None, or as scales, whose type they have; with `offset_halves`.
     """
 
     codes: Tensor
@@ -34,6 +33,8 @@ class WeightCodes:
     depth: int  # K
     block_rows: int = 1
     offsets: Tensor | None = None
+    halves: Tensor | None = None
+    offset_halves: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -111,77 +112,6 @@ def int4_zeros(
     return WeightCodes(codes, scales, "uint4", group, depth, offsets=-zeros.float() * scales)
 
 
-def gguf_rows(data: Tensor, block_bytes: int) -> Tensor:
-    """Rows of raw GGUF blocks, uint8 [N, bytes], as [N, blocks, block_bytes]."""
-    if data.dim() != 2 or data.dtype is not torch.uint8 or data.shape[1] % block_bytes:
-        raise KernelError(f"GGUF rows must be uint8 [N, blocks * {block_bytes}], not {list(data.shape)}")
-    return data.view(data.shape[0], -1, block_bytes)
-
-
-def half_at(blocks: Tensor, at: int) -> Tensor:
-    """The half at byte `at` of every block, float32 [N, blocks, 1]."""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
-
-
-def gguf_q8_0(data: Tensor) -> WeightCodes:
-    """GGUF Q8_0 [N, K / 32 * 34]: a half and 32 int8 per block."""
-    blocks = gguf_rows(data, 34)
-    codes = blocks[..., 2:].flatten(1).contiguous()
-    return WeightCodes(codes, half_at(blocks, 0).flatten(1), "int8", _GGUF_GROUP, codes.shape[1])
-
-
-def gguf_q4_0(data: Tensor) -> WeightCodes:
-    """GGUF Q4_0 [N, K / 32 * 18]: a half and 16 bytes per block; low halves are k 0 to 15, high ones 16 to 31, + 8."""
-    blocks = gguf_rows(data, 18)
-    packed = blocks[..., 2:]
-    nibbles = torch.cat((packed & 15, packed >> 4), -1).flatten(1) ^ 8
-    return WeightCodes(
-        join_nibbles(nibbles), half_at(blocks, 0).flatten(1), "int4", _GGUF_GROUP, nibbles.shape[1]
-    )
-
-
-def gguf_q4_1(data: Tensor) -> WeightCodes:
-    """GGUF Q4_1 [N, K / 32 * 20]: two halves and 16 bytes per block, in Q4_0's order; weight = d * code + m."""
-    blocks = gguf_rows(data, 20)
-    packed = blocks[..., 4:]
-    nibbles = torch.cat((packed & 15, packed >> 4), -1).flatten(1)
-    scales, offsets = half_at(blocks, 0).flatten(1), half_at(blocks, 2).flatten(1)
-    return WeightCodes(join_nibbles(nibbles), scales, "uint4", _GGUF_GROUP, nibbles.shape[1], offsets=offsets)
-
-
-def gguf_q4_k(data: Tensor) -> WeightCodes:
-    """GGUF Q4_K [N, K / 256 * 144]: two halves, 8 scales and 8 minima of 6 bits in 12 bytes, 256 nibbles.
-
-    weight = d * scale * code - dmin * minimum, in groups of 32 (ggml-common.h, block_q4_K).
-    """
-    blocks = gguf_rows(data, 144)
-    low, high, mixed = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
-    scale = torch.cat((low & 63, mixed & 15 | low >> 6 << 4), -1)
-    minimum = torch.cat((high & 63, mixed >> 4 | high >> 6 << 4), -1)
-    packed = blocks[..., 16:].unflatten(-1, (4, 1, 32))  # 64 weights: low halves, then high ones
-    nibbles = torch.cat((packed & 15, packed >> 4), -2).flatten(1)
-    scales, offsets = half_at(blocks, 0) * scale, -half_at(blocks, 2) * minimum
-    codes = join_nibbles(nibbles)
-    return WeightCodes(
-        codes, scales.flatten(1), "uint4", _GGUF_GROUP, nibbles.shape[1], offsets=offsets.flatten(1)
-    )
-
-
-def gguf_q6_k(data: Tensor) -> WeightCodes:
-    """GGUF Q6_K [N, K / 256 * 210]: 256 low nibbles, 256 upper pairs of bits, 16 int8 scales, a half.
-
-    Codes of 6 bits, - 32, in groups of 16 (ggml-common.h, block_q6_K); they are kept as int8.
-    """
-    blocks = gguf_rows(data, 210)
-    low = blocks[..., :128].unflatten(-1, (2, 1, 64))
-    low = torch.cat((low & 15, low >> 4), -2).flatten(2)
-    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32))
-    high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], -2).flatten(2)
-    codes = ((low | high << 4) - 32).flatten(1)  # wraps around to two's complement
-    scales = blocks[..., 192:208].contiguous().view(torch.int8) * half_at(blocks, 208)
-    return WeightCodes(codes, scales.flatten(1), "int8", 16, codes.shape[1])
-
-
 def join_nibbles(nibbles: Tensor) -> Tensor:
     """uint8 [N, K] of 0 to 15 → [N, ceil(K / 2)], even k in the low half."""
     nibbles = torch.nn.functional.pad(nibbles, (0, nibbles.shape[1] % 2))
@@ -191,6 +121,34 @@ def join_nibbles(nibbles: Tensor) -> Tensor:
 def split_nibbles(codes: Tensor, depth: int) -> Tensor:
     """The inverse of `join_nibbles`, [N, depth]."""
     return torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :depth]
+
+
+def scale_tensors(codes: WeightCodes) -> dict[str, Tensor]:
+    """What there is beside the codes, by field."""
+    fields = {
+        "scales": codes.scales,
+        "offsets": codes.offsets,
+        "halves": codes.halves,
+        "offset_halves": codes.offset_halves,
+    }
+    return {name: tensor for name, tensor in fields.items() if tensor is not None}
+
+
+def group_scales(codes: WeightCodes) -> Tensor:
+    """float32 [blocks of rows, groups]."""
+    return _times_halves(codes.scales, codes.halves, codes.group)
+
+
+def group_offsets(codes: WeightCodes) -> Tensor | None:
+    """As `group_scales`."""
+    return None if codes.offsets is None else _times_halves(codes.offsets, codes.offset_halves, codes.group)
+
+
+def _times_halves(values: Tensor, halves: Tensor | None, group: int) -> Tensor:
+    if halves is None:
+        return values.float()
+    shared = halves.float().repeat_interleave(SHARING // group, 1)[:, : values.shape[1]]
+    return values.float() * shared
 
 
 def codes_per_weight(codes: WeightCodes) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tandem.formats.codes import Weight, WeightCodes
+from tandem.formats.codes import SHARING, Weight, WeightCodes, scale_tensors
 from tandem.formats.reference import decoded
 
 
@@ -41,11 +41,29 @@ def columns_of(weight: Weight, columns: slice) -> Weight:
     start, stop, _ = columns.indices(weight.depth)
     group, width = weight.group, weight.codes.shape[1]
     halves = 1 if width == weight.depth else 2
-    if start % (group or halves) or (stop != weight.depth and stop % (group or halves)):
+    unit = SHARING if weight.halves is not None else group or halves
+    if start % unit or (stop != weight.depth and stop % unit):
         return decoded(weight)[:, columns]
     codes = weight.codes[:, start // halves : -(-stop // halves)]
-    cut = slice(start // group, -(-stop // group)) if group else slice(None)
-    return replace(_scales_cut(weight, (slice(None), cut), codes=codes), depth=stop - start)
+    return _rebuilt(weight, codes, _scale_columns(weight, start, stop), stop - start)
+
+
+def _scale_columns(weight: WeightCodes, start: int, stop: int) -> dict[str, Tensor]:
+    """The scales, offsets and halves of columns [start, stop)."""
+    if weight.group == 0:
+        return scale_tensors(weight)
+    units = {"scales": weight.group, "offsets": weight.group, "halves": SHARING, "offset_halves": SHARING}
+    return {
+        name: tensor[:, start // units[name] : -(-stop // units[name])]
+        for name, tensor in scale_tensors(weight).items()
+    }
+
+
+def _rebuilt(like: WeightCodes, codes: Tensor, scales: dict[str, Tensor], depth: int) -> WeightCodes:
+    """Other codes and scales in the format of `like`."""
+    kept = {name: tensor.contiguous() for name, tensor in scales.items()}
+    codes, rest = codes.contiguous(), (kept.get("offsets"), kept.get("halves"), kept.get("offset_halves"))
+    return WeightCodes(codes, kept["scales"], like.fmt, like.group, depth, like.block_rows, *rest)
 
 
 def stacked(weights: Sequence[Weight]) -> Weight | None:
@@ -56,13 +74,12 @@ def stacked(weights: Sequence[Weight]) -> Weight | None:
     plain = [w for w in weights if not isinstance(w, WeightCodes)]
     if not codes:
         return torch.cat(plain) if len({w.dtype for w in plain}) == 1 else None
-    if plain or len({(w.fmt, w.group, w.scales.dtype, w.depth) for w in codes}) > 1:
+    if plain or len({(w.fmt, w.group, w.scales.dtype, w.depth, *scale_tensors(w)) for w in codes}) > 1:
         return None
     if not _blocks_line_up(codes):
         codes = [_row_scales(w) for w in codes]
-    offsets = None if codes[0].offsets is None else torch.cat([_offsets(w) for w in codes])
-    both = torch.cat([w.codes for w in codes]), torch.cat([w.scales for w in codes])
-    return replace(codes[0], codes=both[0], scales=both[1], offsets=offsets)
+    scales = {name: torch.cat([getattr(w, name) for w in codes]) for name in scale_tensors(codes[0])}
+    return _rebuilt(codes[0], torch.cat([w.codes for w in codes]), scales, codes[0].depth)
 
 
 def _blocks_line_up(codes: Sequence[WeightCodes]) -> bool:
@@ -78,15 +95,7 @@ def _row_scales(weight: WeightCodes) -> WeightCodes:
     return replace(_scales_cut(weight, apart, codes=weight.codes), block_rows=1)
 
 
-def _scales_cut(
-    weight: WeightCodes, index: slice | tuple[slice, slice] | Tensor, codes: Tensor
-) -> WeightCodes:
-    """Other codes, and what `index` chooses of the scales and offsets."""
-    offsets = None if weight.offsets is None else weight.offsets[index].contiguous()
-    return replace(
-        weight, codes=codes.contiguous(), scales=weight.scales[index].contiguous(), offsets=offsets
-    )
-
-
-def _offsets(weight: WeightCodes) -> Tensor:
-    return torch.zeros_like(weight.scales) if weight.offsets is None else weight.offsets
+def _scales_cut(weight: WeightCodes, index: slice | Tensor, codes: Tensor) -> WeightCodes:
+    """Other codes, and the rows of scales that `index` chooses."""
+    cut = {name: tensor[index] for name, tensor in scale_tensors(weight).items()}
+    return _rebuilt(weight, codes, cut, weight.depth)

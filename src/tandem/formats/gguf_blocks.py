@@ -1,6 +1,6 @@
-"""GGUF's block types → `WeightCodes`: which there are, and the older and smaller ones. Nothing is rounded.
+"""GGUF's block types → `WeightCodes`. Nothing is rounded: halves stay halves, bytes that share a half stay bytes.
 
-Layouts are ggml-common.h's. Q5_1 and Q5_K, codes of five bits with offsets, have no such form: they become numbers.
+Layouts are ggml-common.h's. Codes of 5 and 6 bits are kept in 8, those of 2 and 3 in 4.
 """
 
 from __future__ import annotations
@@ -10,30 +10,74 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tandem.formats.codes import (
-    WeightCodes,
-    gguf_q4_0,
-    gguf_q4_1,
-    gguf_q4_k,
-    gguf_q6_k,
-    gguf_q8_0,
-    gguf_rows,
-    half_at,
-    join_nibbles,
-)
+from tandem.errors import KernelError
+from tandem.formats.codes import WeightCodes, join_nibbles
 
 _PAIRS = (0, 2, 4, 6)  # shifts of the four 2-bit codes in a byte
 _BITS = tuple(range(8))
 
 
+def gguf_rows(data: Tensor, block_bytes: int) -> Tensor:
+    """Rows of raw GGUF blocks, uint8 [N, bytes], as [N, blocks, block_bytes]."""
+    if data.dim() != 2 or data.dtype is not torch.uint8 or data.shape[1] % block_bytes:
+        raise KernelError(f"GGUF rows must be uint8 [N, blocks * {block_bytes}], not {list(data.shape)}")
+    return data.view(data.shape[0], -1, block_bytes)
+
+
+def half_at(blocks: Tensor, at: int) -> Tensor:
+    """The half at byte `at` of every block, float16 [N, blocks]."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0].contiguous()
+
+
+def _halves_of_16(packed: Tensor) -> Tensor:
+    """Bytes [N, blocks, 16] → codes [N, blocks, 32]: low halves are k 0 to 15, high ones 16 to 31."""
+    return torch.cat((packed & 15, packed >> 4), -1)
+
+
+def _signed(scales: Tensor) -> Tensor:
+    """Bytes [N, blocks, groups] as int8 [N, all groups]."""
+    return scales.contiguous().view(torch.int8).flatten(1)
+
+
+def gguf_q8_0(data: Tensor) -> WeightCodes:
+    """Q8_0 [N, K / 32 * 34]: a half and 32 int8 per block."""
+    blocks = gguf_rows(data, 34)
+    codes = blocks[..., 2:].flatten(1).contiguous()
+    return WeightCodes(codes, half_at(blocks, 0), "int8", 32, codes.shape[1])
+
+
+def gguf_q4_0(data: Tensor) -> WeightCodes:
+    """Q4_0 [N, K / 32 * 18]: a half and 32 nibbles per block, + 8."""
+    blocks = gguf_rows(data, 18)
+    nibbles = _halves_of_16(blocks[..., 2:]).flatten(1) ^ 8
+    return WeightCodes(join_nibbles(nibbles), half_at(blocks, 0), "int4", 32, nibbles.shape[1])
+
+
+def gguf_q4_1(data: Tensor) -> WeightCodes:
+    """Q4_1 [N, K / 32 * 20]: two halves, scale and minimum, and 32 nibbles per block."""
+    blocks = gguf_rows(data, 20)
+    nibbles = _halves_of_16(blocks[..., 4:]).flatten(1)
+    codes, scales, offsets = join_nibbles(nibbles), half_at(blocks, 0), half_at(blocks, 2)
+    return WeightCodes(codes, scales, "uint4", 32, nibbles.shape[1], offsets=offsets)
+
+
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """[N, blocks, 4] → [N, blocks, 32], each 0 or 16."""
+    return torch.stack([packed >> bit & 1 for bit in _BITS], -1).flatten(2) << 4
+
+
 def gguf_q5_0(data: Tensor) -> WeightCodes:
-    """Q5_0 [N, K / 32 * 22]: a half, 32 upper bits, 16 bytes as Q4_0's; codes of 5 bits, - 16, kept as int8."""
+    """Q5_0 [N, K / 32 * 22]: a half, 32 upper bits, 32 nibbles; codes of 5 bits, - 16, kept as int8."""
     blocks = gguf_rows(data, 22)
-    packed = blocks[..., 6:]
-    low = torch.cat((packed & 15, packed >> 4), -1)
-    high = torch.stack([blocks[..., 2:6] >> bit & 1 for bit in _BITS], -1).flatten(2)
-    codes = ((low | high << 4) - 16).flatten(1)  # wraps around to two's complement
-    return WeightCodes(codes, half_at(blocks, 0).flatten(1), "int8", 32, codes.shape[1])
+    codes = ((_halves_of_16(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])) - 16).flatten(1)  # wraps around
+    return WeightCodes(codes, half_at(blocks, 0), "int8", 32, codes.shape[1])
+
+
+def gguf_q5_1(data: Tensor) -> WeightCodes:
+    """Q5_1 [N, K / 32 * 24]: two halves, scale and minimum, 32 upper bits, 32 nibbles; kept as int8."""
+    blocks = gguf_rows(data, 24)
+    codes = (_halves_of_16(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])).flatten(1)
+    return WeightCodes(codes, half_at(blocks, 0), "int8", 32, codes.shape[1], offsets=half_at(blocks, 2))
 
 
 def gguf_q2_k(data: Tensor) -> WeightCodes:
@@ -42,11 +86,10 @@ def gguf_q2_k(data: Tensor) -> WeightCodes:
     weight = d * scale * code - dmin * minimum, in groups of 16.
     """
     blocks = gguf_rows(data, 84)
-    packed, codes = blocks[..., :16], _pairs(blocks[..., 16:80]).flatten(1)
-    scales, offsets = half_at(blocks, 80) * (packed & 15), -half_at(blocks, 82) * (packed >> 4)
-    return WeightCodes(
-        join_nibbles(codes), scales.flatten(1), "uint4", 16, codes.shape[1], offsets=offsets.flatten(1)
-    )
+    packed, nibbles = blocks[..., :16], _pairs(blocks[..., 16:80]).flatten(1)
+    codes, scales, offsets = join_nibbles(nibbles), _signed(packed & 15), _signed(packed >> 4)
+    halves = half_at(blocks, 80), -half_at(blocks, 82)
+    return WeightCodes(codes, scales, "uint4", 16, nibbles.shape[1], 1, offsets, *halves)
 
 
 def gguf_q3_k(data: Tensor) -> WeightCodes:
@@ -56,9 +99,59 @@ def gguf_q3_k(data: Tensor) -> WeightCodes:
     """
     blocks = gguf_rows(data, 110)
     high = torch.stack([blocks[..., :32] >> bit & 1 for bit in _BITS], -2).flatten(2)
-    codes = ((_pairs(blocks[..., 32:96]) | high << 2) - 4 & 15).flatten(1)
-    scales = half_at(blocks, 108) * _q3_scales(blocks[..., 96:108])
-    return WeightCodes(join_nibbles(codes), scales.flatten(1), "int4", 16, codes.shape[1])
+    nibbles = ((_pairs(blocks[..., 32:96]) | high << 2) - 4 & 15).flatten(1)
+    scales = _q3_scales(blocks[..., 96:108]).flatten(1)
+    codes, halves = join_nibbles(nibbles), half_at(blocks, 108)
+    return WeightCodes(codes, scales, "int4", 16, nibbles.shape[1], halves=halves)
+
+
+def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Q4_K's and Q5_K's 8 scales and 8 minima of 6 bits in 12 bytes, int8 [N, all groups] each."""
+    low, high, mixed = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = torch.cat((low & 63, mixed & 15 | low >> 6 << 4), -1)
+    return _signed(scales), _signed(torch.cat((high & 63, mixed >> 4 | high >> 6 << 4), -1))
+
+
+def _halves_of_32(packed: Tensor) -> Tensor:
+    """Bytes [N, blocks, 128] → codes [N, blocks, 8, 32]: of each 32 bytes first the low halves, then the high ones."""
+    packed = packed.unflatten(-1, (4, 1, 32))
+    return torch.cat((packed & 15, packed >> 4), -2).flatten(2, 3)
+
+
+def gguf_q4_k(data: Tensor) -> WeightCodes:
+    """Q4_K [N, K / 256 * 144]: two halves, 8 scales and 8 minima of 6 bits in 12 bytes, 256 nibbles.
+
+    weight = d * scale * code - dmin * minimum, in groups of 32.
+    """
+    blocks = gguf_rows(data, 144)
+    nibbles, (scales, offsets) = _halves_of_32(blocks[..., 16:]).flatten(1), _six_bits(blocks[..., 4:16])
+    halves = half_at(blocks, 0), -half_at(blocks, 2)
+    return WeightCodes(join_nibbles(nibbles), scales, "uint4", 32, nibbles.shape[1], 1, offsets, *halves)
+
+
+def gguf_q5_k(data: Tensor) -> WeightCodes:
+    """Q5_K [N, K / 256 * 176]: as Q4_K, with 256 upper bits before the nibbles; kept as int8."""
+    blocks = gguf_rows(data, 176)
+    high = torch.stack([blocks[..., 16:48] >> bit & 1 for bit in _BITS], -2) << 4
+    codes, (scales, offsets) = (
+        (_halves_of_32(blocks[..., 48:]) | high).flatten(1),
+        _six_bits(blocks[..., 4:16]),
+    )
+    halves = half_at(blocks, 0), -half_at(blocks, 2)
+    return WeightCodes(codes, scales, "int8", 32, codes.shape[1], 1, offsets, *halves)
+
+
+def gguf_q6_k(data: Tensor) -> WeightCodes:
+    """Q6_K [N, K / 256 * 210]: 256 low nibbles, 256 upper pairs of bits, 16 int8 scales, a half.
+
+    Codes of 6 bits, - 32, in groups of 16; they are kept as int8.
+    """
+    blocks = gguf_rows(data, 210)
+    low = blocks[..., :128].unflatten(-1, (2, 1, 64))
+    low = torch.cat((low & 15, low >> 4), -2).flatten(2)
+    codes = ((low | _pairs(blocks[..., 128:192]) << 4) - 32).flatten(1)  # wraps around to two's complement
+    scales, halves = _signed(blocks[..., 192:208]), half_at(blocks, 208)
+    return WeightCodes(codes, scales, "int8", 16, codes.shape[1], halves=halves)
 
 
 def _q3_scales(packed: Tensor) -> Tensor:
@@ -81,6 +174,8 @@ GGUF_CODES: dict[str, Callable[[Tensor], WeightCodes]] = {
     "Q4_1": gguf_q4_1,
     "Q4_K": gguf_q4_k,
     "Q5_0": gguf_q5_0,
+    "Q5_1": gguf_q5_1,
+    "Q5_K": gguf_q5_k,
     "Q6_K": gguf_q6_k,
     "Q8_0": gguf_q8_0,
 }

@@ -12,7 +12,8 @@ BITS = {
 which are described by their name alone."""
 
 GGUF_BYTES = {
-    "q2_k": 1.0, "q3_k": 0.75, "q4_0": 0.625, "q4_1": 0.75, "q4_k": 0.75, "q5_0": 1.125, "q6_k": 1.25, "q8_0": 1.125,
+    "q4_0": 0.5625, "q4_1": 0.625, "q5_0": 1.0625, "q5_1": 1.125, "q8_0": 1.0625,
+    "q2_k": 0.640625, "q3_k": 0.5703125, "q4_k": 0.578125, "q5_k": 1.078125, "q6_k": 1.0703125,
 }  # fmt: skip
 """Bytes per weight of GGUF's blocks, once packed; the other kinds become numbers of 2 bytes."""
 
@@ -65,7 +66,7 @@ class QuantFormat:
         if not self.packable:
             return 2.0
         offsets = 4 if self.zero_points else 0
-        scale = 2 if self.scale in ("BF16", "U8", "F8_E8M0") and not offsets else 4
+        scale = 2 if self.scale in ("BF16", "F16", "U8", "F8_E8M0") and not offsets else 4
         return self.bits / 8 + ((scale + offsets) / self.group if self.group else 0)
 
     @property

@@ -76,21 +76,22 @@ def _values(codes: WeightCodes) -> Tensor:
 
 def decoded(codes: WeightCodes) -> Tensor:
     """The float32 [N, K] weights that codes and scales stand for."""
-    scales = codes.scales.float().repeat_interleave(codes.block_rows, 0)[: codes.rows]
-    if codes.group:
-        scales = scales.repeat_interleave(codes.group, 1)[:, : codes.depth]
-    if codes.offsets is None:
-        return _values(codes) * scales
-    offsets = codes.offsets.repeat_interleave(codes.block_rows, 0)[: codes.rows]
-    return _values(codes) * scales + offsets.repeat_interleave(codes.group, 1)[:, : codes.depth]
+    weights = _values(codes) * _spread(codes, stored_codes.group_scales(codes))
+    offsets = stored_codes.group_offsets(codes)
+    return weights if offsets is None else weights + _spread(codes, offsets)
+
+
+def _spread(codes: WeightCodes, groups: Tensor) -> Tensor:
+    """[blocks of rows, groups] → [N, K] (or [N, 1] for one group)."""
+    rows = groups.repeat_interleave(codes.block_rows, 0)[: codes.rows]
+    return rows.repeat_interleave(codes.group, 1)[:, : codes.depth] if codes.group else rows
 
 
 def magnitudes(codes: WeightCodes) -> Tensor:
     """What errors of a product are relative to: |code * scale| + |offset|, float32 [N, K]."""
-    positive = replace(codes, offsets=None)
-    if codes.offsets is None:
-        return decoded(positive).abs()
-    return decoded(replace(codes, scales=codes.scales.abs(), offsets=codes.offsets.abs()))
+    size = (_values(codes) * _spread(codes, stored_codes.group_scales(codes))).abs()
+    offsets = stored_codes.group_offsets(codes)
+    return size if offsets is None else size + _spread(codes, offsets).abs()
 
 
 def _block_extremes(weight: Tensor, rows: int, columns: int) -> Tensor:

@@ -40,16 +40,24 @@ def _bias(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.detach().float().contiguous()
 
 
-_SCALE_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_SCALE_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
-def _codes(weight: WeightCodes) -> _core.Codes:
-    """The core's view of the same arrays."""
-    w = weight
+def _scale_type(w: WeightCodes) -> str:
+    """The core's name for it."""
+    if w.halves is not None:
+        return "bytes8" if w.group == 32 else "bytes16"
     if w.scales.dtype not in _SCALE_TYPES:
-        raise KernelError(f"scales cannot be {w.scales.dtype}: take torch.float32 or torch.bfloat16")
-    scale_type = _SCALE_TYPES[w.scales.dtype]
-    return _core.Codes(w.codes, w.scales, w.offsets, w.fmt, w.group, scale_type, w.block_rows)
+        raise KernelError(
+            f"scales cannot be {w.scales.dtype}: take torch.float32, torch.bfloat16 or torch.float16"
+        )
+    return _SCALE_TYPES[w.scales.dtype]
+
+
+def _codes(w: WeightCodes) -> _core.Codes:
+    """The core's view of the same arrays."""
+    names = w.fmt, w.group, _scale_type(w), w.block_rows
+    return _core.Codes(w.codes, w.scales, w.offsets, *names, w.halves, w.offset_halves)
 
 
 def _source(weight: Weight) -> _core.Codes | Tensor:
