@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
 from torch import Tensor
 
 from tandem.checkpoint.gguf_file import GGUFTensor
@@ -26,7 +24,6 @@ from tandem.formats.gguf_blocks import GGUF_CODES
 from tandem.formats.quant_format import QuantFormat
 
 NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DECODED = ("Q5_1", "Q5_K")  # become float32 numbers; all other blocks stay codes
 
 
 class GGUFCheckpoint:
@@ -138,7 +135,7 @@ class GGUFCheckpoint:
         return rows if heads is None else _split_halves(rows, heads, place.tensor)
 
     def _check_kinds(self) -> None:
-        readable = (*NUMBERS, *GGUF_CODES, *DECODED)
+        readable = (*NUMBERS, *GGUF_CODES)
         for place in self._places.values():
             if place.tensor.kind not in readable:
                 raise CheckpointError(
@@ -151,9 +148,7 @@ def _weights(raw: Tensor, kind: str) -> Weight:
     """Rows of stored bytes, uint8 [N, bytes], as numbers or codes [N, K]."""
     if kind in GGUF_CODES:
         return GGUF_CODES[kind](raw)
-    if kind in NUMBERS:
-        return raw.contiguous().view(NUMBERS[kind])
-    return torch.from_numpy(dequantize(raw.numpy(), GGMLQuantizationType[kind]))
+    return raw.contiguous().view(NUMBERS[kind])
 
 
 def _turned_heads(model: GGUFModel) -> dict[str, int]:

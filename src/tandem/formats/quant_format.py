@@ -15,7 +15,7 @@ GGUF_BYTES = {
     "q4_0": 0.5625, "q4_1": 0.625, "q5_0": 1.0625, "q5_1": 1.125, "q8_0": 1.0625,
     "q2_k": 0.640625, "q3_k": 0.5703125, "q4_k": 0.578125, "q5_k": 1.078125, "q6_k": 1.0703125,
 }  # fmt: skip
-"""Bytes per weight of GGUF's blocks, once packed; the other kinds become numbers of 2 bytes."""
+"""Bytes per weight of GGUF's blocks, once packed."""
 
 _METHODS = {
     "f32": ("BF16",), "f16": ("BF16",), "bf16": ("BF16",), "fp8": ("FP8",), "mxfp8": ("FP8",),
@@ -53,14 +53,14 @@ class QuantFormat:
     def packable(self) -> bool:
         """Whether kernels have a form that holds it exactly; else it becomes numbers."""
         if self.packing == "gguf":
-            return self.kind in GGUF_BYTES
+            return True
         return not (self.ordered or self.group % 16 or (self.kind == "int8" and self.zero_points))
 
     @property
     def bytes_per_weight(self) -> float:
         """Once packed as it is: codes, and a scale for every group of every row."""
         if self.packing == "gguf" and self.quantised:
-            return GGUF_BYTES.get(self.kind, 2.0)
+            return GGUF_BYTES[self.kind]
         if not self.quantised:
             return 2.0 if self.bits == 16 else 4.0
         if not self.packable:
