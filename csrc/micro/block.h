@@ -107,8 +107,9 @@ struct Scales {
   const float* x_sums = nullptr;  // [row][group]: activations summed over each group; only for shifts
   int64_t sums_stride = 0;
 
+  // About where a group's scales lie: to prefetch them.
   TANDEM_INLINE const uint8_t* of_group(int p, int64_t group) const {
-    return panel[p] + group * kPanelRows * (type == DType::bf16 ? 2 : 4);
+    return panel[p] + group * kPanelRows * (type == ScaleType::f32 ? 4 : 2);
   }
 
   // Those of panel p alone, for rows from `row` on.
