@@ -30,7 +30,7 @@ def cpu_model() -> str:
 class WeightFormat:
     """How a matrix is packed: what a code is, weights per scale, scale type."""
 
-    def __init__(self, format: str, group: int, scale_type: str) -> None: ...
+    def __init__(self, format: str, group: int, scale_type: str, offsets: bool = False) -> None: ...
     def __eq__(self, arg: object, /) -> bool: ...
     def __str__(self) -> str: ...
 
@@ -46,6 +46,8 @@ class Codes:
         group: int,
         scale_type: str,
         block_rows: int = 1,
+        halves: object | None = None,
+        offset_halves: object | None = None,
     ) -> None:
         """codes: bytes [rows, depth], or for 4 bits [rows, ceil(depth / 2)]."""
 
@@ -265,7 +267,7 @@ class MappedFile:
         self, offset: int, length: int
     ) -> Annotated[memoryview, dict(dtype="uint8", shape=(None,), writable=False)]: ...
 
-LAYOUT_VERSION: int = 1
+LAYOUT_VERSION: int = 2
 
 def block_checksums(pool: WorkerPool, data: object, block_bytes: int) -> list[int]:
     """XXH64 of each block of the bytes, in parallel."""
