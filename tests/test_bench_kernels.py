@@ -127,7 +127,7 @@ def test_every_format_can_be_measured(fmt: str) -> None:
     y = layers[0](Workload(shape, 3).x, Workload(shape, 3).ids[0], Workload(shape, 3).weights)
     assert y.isfinite().all() and y.any()
     assert bench_formats.expert_bytes(512, 256, fmt) / shape.weights_per_expert * 8 == pytest.approx(
-        BITS[fmt]
+        BITS[fmt], rel=3e-3
     )
 
 
