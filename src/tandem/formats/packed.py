@@ -33,7 +33,7 @@ def single_codes(joined: Tensor, bits: int, count: int) -> Tensor:
 
 def signed(codes: Tensor, bits: int, scales: Tensor, group: int, depth: int) -> Weight:
     """Codes [N, K or K / 2] of 4 or 8 bits in two's complement, scales [N or 1, groups]: symmetric."""
-    kept = scales if scales.dtype in (torch.bfloat16, torch.float16) else scales.float()
+    kept = scales if scales.dtype is torch.bfloat16 else scales.float()
     rows = codes.shape[0] if scales.shape[0] == 1 else 1
     found = WeightCodes(codes.contiguous(), kept.contiguous(), f"int{bits}", group, depth, rows)
     return fitted(found)

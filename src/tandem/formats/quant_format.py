@@ -66,7 +66,7 @@ class QuantFormat:
         if not self.packable:
             return 2.0
         offsets = 4 if self.zero_points else 0
-        scale = 2 if self.scale in ("BF16", "F16", "U8", "F8_E8M0") and not offsets else 4
+        scale = 2 if self.scale in ("BF16", "U8", "F8_E8M0") and not offsets else 4
         return self.bits / 8 + ((scale + offsets) / self.group if self.group else 0)
 
     @property
