@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernel_cases as cases
-from tandem.formats.reference import dequantised
 from tandem.errors import KernelError
+from tandem.formats.reference import dequantised
 from tandem.kernels.cpu import PackedExperts
 
 EXPERTS, HIDDEN, WIDTH = 13, 100, 40  # width: half a pair of panels is padding
@@ -216,12 +216,17 @@ def test_an_earlier_calls_nan_does_not_leak_through_padding() -> None:
 def test_packed_bytes_move_from_layer_to_layer() -> None:
     w, x = weights_of(), torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
     source = load(PackedExperts(cases.workspace_of("scalar"), EXPERTS, HIDDEN, WIDTH), w)
-    copy = PackedExperts(cases.workspace_of("scalar"), EXPERTS, HIDDEN, WIDTH)  # nothing was loaded into it before
+    copy = PackedExperts(
+        cases.workspace_of("scalar"), EXPERTS, HIDDEN, WIDTH
+    )  # nothing was loaded into it before
     with pytest.raises(KernelError, match="has not been loaded"):
         copy.packed(0)
     for e in range(EXPERTS):
         copy.load_packed(e, source.packed(e))
-    ids, weights = torch.tensor([[0, 12], [3, 4], [5, 1], [2, 2], [9, 7]], dtype=torch.int32), torch.rand(5, 2)
+    ids, weights = (
+        torch.tensor([[0, 12], [3, 4], [5, 1], [2, 2], [9, 7]], dtype=torch.int32),
+        torch.rand(5, 2),
+    )
     assert torch.equal(copy.forward(x, ids, weights), source.forward(x, ids, weights))
     with pytest.raises(KernelError, match="no expert 13"):
         copy.load_packed(EXPERTS, source.packed(0))
