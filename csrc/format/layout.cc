@@ -1,0 +1,92 @@
+// What packed weights look like: names, what can be packed, sizes.
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "abi/kernel_table.h"
+#include "format/codes.h"
+#include "format/pack.h"
+#include "format/scale_table.h"
+
+namespace tandem {
+
+const char* const kFormatNames[kFormatCount] = {"f32", "bf16", "int8", "int4", "fp8", "fp4", "uint4"};
+const char* const kScaleTypeNames[kScaleTypeCount] = {"f32", "bf16", "f16", "bytes8", "bytes16"};
+
+namespace {
+
+int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+bool has_group_size(int group) { return group == 16 || group == 32 || group == 64 || group == 128 || group == 256; }
+
+void check_scales(const WeightFormat& f, const std::string& name) {
+  const int shared = groups_per_half(f.scale_type);
+  if (shared && shared * f.group != 256)
+    throw std::invalid_argument("a half and bytes are scales of groups of " + std::to_string(256 / shared) + ", not " +
+                                std::to_string(f.group));
+  if (f.format == Format::fp8 && f.scale_type != ScaleType::f32 && f.scale_type != ScaleType::bf16)
+    throw std::invalid_argument("fp8 needs float32 or bfloat16 scales");
+  if (f.shifted && f.group == 0) throw std::invalid_argument(name + " with offsets needs a group size");
+}
+
+void check_group(const WeightFormat& f) {
+  if (!is_quantised(f.format)) return;
+  const std::string name = kFormatNames[int(f.format)];
+  if (is_nibble(f.format) && f.group == 0)
+    throw std::invalid_argument(name + " needs a group size: 16, 32, 64, 128 or 256");
+  if (f.group != 0 && !has_group_size(f.group))
+    throw std::invalid_argument("group size " + std::to_string(f.group) + " is not supported for " + name +
+                                ": take 16, 32, 64, 128 or 256" +
+                                (is_nibble(f.format) ? "" : ", or 0 for one scale per row"));
+  check_scales(f, name);
+}
+
+}  // namespace
+
+int groups_per_half(ScaleType type) {
+  if (type == ScaleType::bytes8) return 8;
+  return type == ScaleType::bytes16 ? 16 : 0;
+}
+
+int64_t groups_along(int64_t depth, int group) { return group ? (depth + group - 1) / group : 1; }
+
+WeightView packed_layout(const WeightFormat& f, int64_t columns, int64_t depth) {
+  check_group(f);
+  if (columns < 1 || depth < 1 || columns > INT32_MAX / 2 || depth > INT32_MAX / 2)
+    throw std::invalid_argument("a weight matrix of " + std::to_string(columns) + " x " + std::to_string(depth) +
+                                " cannot be packed");
+  if (f.shifted && depth > kMaxShiftedGroups * f.group)
+    throw std::invalid_argument("rows of " + std::to_string(depth) + " weights with offsets are too long");
+  WeightView w{};
+  const bool scaled = is_quantised(f.format);
+  w.format = f.format;
+  w.group = scaled ? f.group : 0;
+  w.scale_type = scaled ? f.scale_type : ScaleType::f32;
+  w.columns = int32_t(columns);
+  w.depth = int32_t(depth);
+  w.padded_depth = int32_t(round_up(depth, std::max(32, w.group)));
+  w.pairs = int32_t(round_up(columns, kPairColumns) / kPairColumns);
+  const int64_t payload = int64_t{kPanelRows} * w.padded_depth * bits_of(f.format) / 8;
+  const int64_t scales = scaled ? table_bytes(w) : 0;
+  w.scale_offset = scaled ? payload : 0;
+  w.shift_offset = scaled && f.shifted ? payload + scales : 0;
+  w.panel_bytes = round_up(payload + scales + (w.shift_offset ? scales : 0), kCacheLine);
+  return w;
+}
+
+WeightFormat format_of(const WeightView& w) { return {w.format, w.group, w.scale_type, w.shift_offset != 0}; }
+
+bool operator==(const WeightFormat& a, const WeightFormat& b) {
+  return a.format == b.format && a.group == b.group && a.scale_type == b.scale_type && a.shifted == b.shifted;
+}
+
+std::string described(const WeightFormat& f) {
+  std::string text = kFormatNames[int(f.format)];
+  if (!is_quantised(f.format)) return text;
+  text += f.group ? " in groups of " + std::to_string(f.group) : std::string(" by row");
+  return text + " with " + kScaleTypeNames[int(f.scale_type)] + (f.shifted ? " scales and offsets" : " scales");
+}
+
+int64_t packed_bytes(const WeightView& layout) { return 2 * layout.pairs * layout.panel_bytes; }
+
+}  // namespace tandem

@@ -1,0 +1,191 @@
+"""`PackedExperts`: a layer's routed experts on packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem import _core
+from tandem._core import Workspace
+from tandem.errors import CheckpointError, KernelError
+from tandem.formats.codes import Weight, WeightCodes
+from tandem.kernels.packable import (
+    DEFAULT_GROUP,
+    FormatNames,
+    bias_of,
+    core_codes,
+    core_source,
+    floats_of,
+    made_here,
+)
+from tandem.kernels.packed_file import PackedFile, Section
+
+PanelLayout = tuple[str, int, int, int, int, int, int, int, int]
+"""format, columns, depth, padded depth, panels, panel bytes, offset of the scales, bytes of a scale, group."""
+
+
+class PackedExperts:
+    """`ExpertLayer` on packed weights: the routed experts of one layer, gated MLPs of equal shape.
+
+    activation: "silu", "gelu", "gelu_tanh", "swiglu_clamp" (gate <= limit, |up| <= limit) or "swiglu_oai" (gpt-oss:
+    clamped, gate * sigmoid(alpha * gate) * (up + 1)). fmt and group say how numbers are packed, as in `PackedMatrix`.
+    The first expert loaded decides what the layer holds: gate and up in one format, down in the same or another.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        num_experts: int,
+        hidden: int,
+        width: int,
+        fmt: str = "bf16",
+        activation: str = "silu",
+        *,
+        group: int = DEFAULT_GROUP,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+    ) -> None:
+        self.num_experts, self.hidden, self.width = num_experts, hidden, width
+        self.numbers = made_here(fmt, group)
+        self._workspace, self._activation = workspace, activation
+        self._alpha, self._limit = alpha, limit
+        self._formats = self.numbers, self.numbers  # of gate and up, and of down
+        self._empty = True
+        self._make()
+
+    def _make(self) -> None:
+        sizes, (gate_up, down) = (self.num_experts, self.hidden, self.width), self._formats
+        self._core = _core.ExpertLayer(
+            self._workspace, *sizes, gate_up, down, self._activation, self._alpha, self._limit
+        )
+        self._forward = self._core.forward
+
+    def load(
+        self,
+        expert: int,
+        gate: Weight,
+        up: Weight,
+        down: Weight,
+        *,
+        gate_bias: Tensor | None = None,
+        up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> None:
+        """Packs one expert: gate and up [width, hidden], down [hidden, width]. The weights are not kept."""
+        self.hold(gate, up, down, expert)
+        biases = bias_of(gate_bias), bias_of(up_bias), bias_of(down_bias)
+        self._core.load(expert, core_source(gate), core_source(up), core_source(down), *biases)
+        self._empty = False
+
+    def load_all(self, first: int, experts: Sequence[tuple[Weight, Weight, Weight]]) -> None:
+        """Packs experts first, first + 1, … in one parallel region, so that small ones share it."""
+        for expert, (gate, up, down) in enumerate(experts, first):
+            self.hold(gate, up, down, expert)
+        self._core.load_all(first, [(core_source(g), core_source(u), core_source(d)) for g, u, d in experts])
+        self._empty = False
+
+    def hold(self, gate: Weight, up: Weight, down: Weight, expert: int = 0) -> None:
+        """Makes this the layer that such experts are loaded into. All are packed alike; the first one decides."""
+        self._agree(expert, *(self._format_of(w) for w in (gate, up, down)))
+
+    def _format_of(self, weight: Weight) -> _core.WeightFormat:
+        return core_codes(weight).format if isinstance(weight, WeightCodes) else self.numbers
+
+    def _agree(
+        self, expert: int, gate: _core.WeightFormat, up: _core.WeightFormat, down: _core.WeightFormat
+    ) -> None:
+        if gate != up:
+            raise KernelError(f"expert {expert}: gate is {gate}, up is {up}; both must have one format")
+        if (gate, down) == self._formats:
+            return
+        if not self._empty:
+            raise KernelError(
+                f"expert {expert}: gate and up are {gate}, down is {down}; "
+                f"the layer holds {self._formats[0]} and {self._formats[1]}"
+            )
+        self._formats = gate, down
+        self._make()
+
+    def forward(
+        self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        """sum over k of weights[t, k] * expert[ids[t, k]](x[t]), [T, hidden]; ids outside [0, E) are skipped.
+
+        ids int32 [T, k], weights float32 [T, k]. `out` may be bfloat16 or float32; `add` adds to it.
+        """
+        if out is None:
+            out = x.new_empty((x.shape[0], self.hidden))
+            add = False
+        self._forward(x, ids, weights, out, add)
+        return out
+
+    def bytes(self, first: int, count: int) -> _core.ByteRange:
+        """Where the experts [first, first + count) lie."""
+        return self._core.bytes(first, count)
+
+    def read_next(self, upcoming: list[_core.ByteRange]) -> None:
+        """What idle workers fetch while and after this layer is computed."""
+        self._core.read_next(upcoming)
+
+    def load_packed(self, expert: int, packed: Tensor) -> None:
+        """The inverse of `packed`."""
+        self._core.load_packed(expert, packed)
+
+    @property
+    def core(self) -> _core.ExpertLayer:
+        """The layer in the C++ core."""
+        return self._core
+
+    @property
+    def tier(self) -> str:
+        """The tier whose kernels this layer runs on."""
+        return self._core.tier
+
+    def layout(self) -> tuple[PanelLayout, PanelLayout]:
+        """Of the packed gate_up, whose panels alternate 16 rows of gate and 16 of up, and of the down that follows."""
+        gate_up, down = self._core.layout()
+        return gate_up, down
+
+    def packed(self, expert: int) -> Tensor:
+        """A copy of one expert's packed bytes, uint8 [bytes_per_expert]."""
+        out = torch.empty(self.bytes_per_expert, dtype=torch.uint8)
+        self._core.copy_packed(expert, out)
+        return out
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Packed bytes of one expert, padding and scales included."""
+        return self._core.bytes_per_expert
+
+    # -- as bytes, see packed_cache.py ---
+
+    def adopt(self, file: PackedFile, section: Section) -> None:
+        """Makes this layer, into which nothing was loaded, the one that was written as `section`."""
+        if section.shape != self.shape:
+            raise CheckpointError(f"{file.path}: {section.name} is {section.shape}, not {self.shape}")
+        gate_up, down = section.formats
+        self._formats = _core.WeightFormat(*gate_up), _core.WeightFormat(*down)
+        self._make()
+        panels, *floats = section.parts
+        biases = floats_of(file.view(floats[0])), floats_of(file.view(floats[1]))
+        _core.adopt_experts(self._core, file.mapped, panels.offset, *biases)
+        self._empty = False
+
+    @property
+    def formats(self) -> tuple[FormatNames, ...]:
+        """Of gate and up, and of down."""
+        return _core.expert_formats(self._core)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.num_experts, self.hidden, self.width
+
+    @property
+    def packed_bytes(self) -> int:
+        return self.bytes_per_expert * self.num_experts
+
+    def parts(self) -> tuple[memoryview, ...]:
+        """Panels of all experts and both biases as they lie in memory; valid as long as this object."""
+        return _core.expert_bytes(self._core)
