@@ -21,6 +21,7 @@ from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_plan import GpuPlan
 from tandem.errors import EngineError
+from tandem.experts.usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.models import ForwardBatch, build
 from tiny import VOCAB
@@ -51,15 +52,23 @@ class Session:
         made = plan(share, graphs, experts, patience)
         self.pool = _core.WorkerPool([-1, -1])
         self.side = gpu_side(made, config, CpuOps(self.pool, made.tier))
-        self.model = build(config, made, open_checkpoint(path), self.side.ops, None, self.side.store)
+        self.usage = ExpertUsage(
+            len(config.moe.layers), config.moe.router.num_experts,
+            device=self.side.ops.device, padded=True, on_gpu=self.side.placement.on_gpu,
+            chosen=(256, config.moe.router.top_k),
+        )  # fmt: skip
+        self.model = build(
+            config, made, open_checkpoint(path), self.side.ops, None, self.side.store, usage=self.usage
+        )
         layers, kv_heads, dim = self.model.kv_layout
         shape = (ROWS * PAGES, PAGE, kv_heads, dim)
         kv = [
             tuple(torch.zeros(2, *shape, dtype=torch.bfloat16, device="cuda").unbind()) for _ in range(layers)
         ]
         self.runner = GpuRunner(
-            self.model, kv, self.side.handoff, GraphPlan(graphs, PAGES), page_size=PAGE, max_step_tokens=256
-        )
+            self.model, kv, self.side.handoff, GraphPlan(graphs, PAGES), page_size=PAGE, max_step_tokens=256,
+            usage=self.usage,
+        )  # fmt: skip
 
     def step(self, rows: list[int], first: int, count: int) -> Tensor:
         """Tokens first ... first + count - 1 of these sequences: logits [rows, count, vocab]."""
@@ -133,6 +142,29 @@ def test_a_graph_fills_up_with_copies(tiny_models) -> None:
     session.step(list(range(ROWS)), 0, PROMPT)
     whole = session.step(list(range(ROWS)), PROMPT, 1)
     assert torch.equal(session.step([0, 1, 2], PROMPT, 1), whole[:3])
+
+
+@pytest.mark.parametrize(
+    "variant", ["qwen3_moe-gpu", "glm4_moe"]
+)  # glm4_moe has groups and fused shared experts
+def test_graphs_count_the_rows_that_are_real(tiny_models, variant) -> None:
+    """Captures and warm-ups count nothing; of a graph of eight with three sequences, three rows count."""
+    session = Session(tiny_models[variant], 0.5, (8,))
+    assert session.usage.read().tokens.eq(0).all()
+    top_k = session.model.config.moe.router.top_k
+    session.step(list(range(ROWS)), 0, PROMPT)
+    prompt = session.usage.read().tokens
+    assert prompt.sum(1).eq(ROWS * PROMPT * top_k).all()
+    session.step([0, 1, 2], PROMPT, 1)
+    totals = session.usage.read()
+    step, chosen = totals.tokens - prompt, session.usage.chosen(3).long()
+    for layer in range(len(step)):
+        expected = torch.bincount(chosen[:, layer].flatten(), minlength=step.shape[1])
+        assert torch.equal(step[layer], expected)
+    assert torch.equal(totals.reads, (prompt > 0).long() + (step > 0))
+    gpu, cpu, gpu_bytes, cpu_bytes = session.usage.sides()
+    assert torch.equal(gpu + cpu, totals.tokens.sum(1)) and gpu.sum() > 0 and cpu.sum() > 0
+    assert gpu_bytes.sum() > 0 and cpu_bytes.sum() > 0
 
 
 def test_a_cpu_that_never_answers_fails_the_step_and_the_next_one_works(tiny_models, monkeypatch) -> None:

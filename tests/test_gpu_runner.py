@@ -25,6 +25,7 @@ def check(inputs: _Inputs, source: ForwardBatch) -> None:
     for name in ("input_ids", "positions", "cache_slots", "seq_lens"):
         assert torch.equal(getattr(inputs.batch, name), getattr(source, name)[index]), name
     assert torch.equal(inputs.batch.block_tables[:, :width], source.block_tables[index])
+    assert inputs.counted.tolist() == [rows]
     assert torch.equal(inputs.batch.query_starts, torch.arange(SIZE + 1, dtype=torch.int32))
 
 
@@ -47,5 +48,7 @@ def test_memory_stays_where_a_graph_reads_it() -> None:
 
 
 def test_an_idle_graph_reads_one_token_of_page_0() -> None:
-    idle = _Inputs(SIZE, PAGES, torch.device("cpu")).batch
+    inputs = _Inputs(SIZE, PAGES, torch.device("cpu"))
+    idle = inputs.batch
+    assert inputs.counted.tolist() == [0]
     assert idle.seq_lens.eq(1).all() and idle.block_tables.eq(0).all() and idle.cache_slots.eq(0).all()

@@ -17,6 +17,7 @@ from tandem import _core
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.errors import ConfigError
+from tandem.experts.usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
 from tandem.kernels.reference import TorchOps
@@ -56,10 +57,14 @@ def plan(dtype: str = "float32", fuse: bool = True, context: int = 128) -> Plan:
 class Session:
     """A model with a KV cache; sequence s owns every third page, so neighbours in memory are strangers."""
 
-    def __init__(self, path, dtype="float32", fuse=True, ops=None, pages=PAGES, **changes) -> None:
+    def __init__(
+        self, path, dtype="float32", fuse=True, ops=None, pages=PAGES, counted=False, **changes
+    ) -> None:
         self.config = load_model_config(path)
         chosen = replace(plan(dtype, fuse, 4 * pages), **changes)
-        self.model = build(self.config, chosen, open_checkpoint(path), ops or TorchOps())
+        moe = self.config.moe
+        self.usage = ExpertUsage(len(moe.layers), moe.router.num_experts) if counted else None
+        self.model = build(self.config, chosen, open_checkpoint(path), ops or TorchOps(), usage=self.usage)
         layers, kv_heads, head_dim, one_tensor = self.model.kv_layout
         shape = (3 * pages, PAGE_SIZE, kv_heads, head_dim)
         kind = getattr(torch, dtype)

@@ -110,18 +110,25 @@ struct Ops {
     perform(*this, [this, &batch, heads, call] { dense.attention(batch, heads, call); });
   }
 
-  void route(const DenseOps::Route& rule, nb::handle logits, nb::handle bias, nb::handle ids,
-             nb::handle weights) const {
+  void route(const DenseOps::Route& rule, nb::handle logits, nb::handle bias, nb::handle ids, nb::handle weights,
+             nb::handle tokens, nb::handle seen, nb::handle chosen) const {
     DenseOps::Route args = rule;
     TensorView b;
     const TensorView in = view_of(logits, "logits", {Element::f32}, {kAnySize, rule.experts});
-    const int64_t chosen = rule.top_k + rule.shared;
+    const int64_t slots = rule.top_k + rule.shared;
     args.logits = static_cast<float*>(in.data);
     args.bias = optional_floats(bias, "bias", rule.experts, &b);
-    const TensorView i = view_of(ids, "ids", {Element::i32}, {in.shape[0], chosen}, true);
-    const TensorView w = view_of(weights, "weights", {Element::f32}, {in.shape[0], chosen}, true);
+    const TensorView i = view_of(ids, "ids", {Element::i32}, {in.shape[0], slots}, true);
+    const TensorView w = view_of(weights, "weights", {Element::f32}, {in.shape[0], slots}, true);
     args.ids = static_cast<int32_t*>(i.data);
     args.weights = static_cast<float*>(w.data);
+    const TensorView t = optional(tokens, "tokens", Element::i64, {rule.experts});
+    const TensorView s = optional(seen, "seen", Element::i64, {rule.experts});
+    const TensorView c = optional(chosen, "chosen", Element::i32, {kAnySize, rule.top_k});
+    expect(!c.data || c.shape[0] >= in.shape[0], "chosen has fewer rows than the logits");
+    args.tokens = static_cast<int64_t*>(t.data);
+    args.seen = static_cast<int64_t*>(s.data);
+    args.chosen = static_cast<int32_t*>(c.data);
     perform(*this, [this, rows = in.shape[0], args] { dense.route(rows, args); });
   }
 
@@ -143,6 +150,10 @@ struct Ops {
                                    const DenseOps::Heads& heads) {
     return array.is_none() ? TensorView{} : pages(x, array, name, batch, heads);
   }
+  static TensorView optional(nb::handle array, const char* name, Element element,
+                             std::initializer_list<int64_t> shape) {
+    return array.is_none() ? TensorView{} : view_of(array, name, {element}, shape, true);
+  }
 };
 
 DenseOps::Heads make_heads(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t q_norm_size,
@@ -162,8 +173,8 @@ DenseOps::Route make_route(int64_t experts, int64_t top_k, int64_t groups, int64
   expect(groups >= 1 && experts % groups == 0 && 1 <= top_groups && top_groups <= groups &&
              top_groups * (experts / groups) >= top_k,
          "route: the groups do not fit the experts");
-  return {nullptr,    nullptr, nullptr, nullptr,   experts,       top_k, groups,
-          top_groups, shared,  sigmoid, normalize, group_by_top2, scale, epsilon};
+  return {nullptr, nullptr,   nullptr,       nullptr, experts, top_k,   groups,  top_groups, shared,
+          sigmoid, normalize, group_by_top2, scale,   epsilon, nullptr, nullptr, nullptr};
 }
 
 }  // namespace
@@ -190,7 +201,8 @@ void bind_dense(nb::module_& m) {
       .def("attention", &Ops::attention, nb::arg("batch"), nb::arg("heads"), nb::arg("q"), nb::arg("k_pages"),
            nb::arg("v_pages").none(), nb::arg("out"), nb::arg("scale"), nb::arg("window"))
       .def("route", &Ops::route, nb::arg("rule"), nb::arg("logits"), nb::arg("bias").none(), nb::arg("ids"),
-           nb::arg("weights"))
+           nb::arg("weights"), nb::arg("tokens") = nb::none(), nb::arg("seen") = nb::none(),
+           nb::arg("chosen") = nb::none())
       .def("read_memory", &Ops::read_memory, nb::arg("data"), "Reads once with all workers; returns a checksum.");
 }
 

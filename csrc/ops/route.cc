@@ -72,10 +72,23 @@ void route_row(const DenseOps::Route& a, int64_t row) {
   }
 }
 
+// A few additions per row, so one thread does it: batch 1 of 8 experts takes nanoseconds.
+void count(const DenseOps::Route& a, int64_t rows) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const int32_t* ids = a.ids + row * (a.top_k + a.shared);
+    for (int64_t i = 0; i < a.top_k; ++i) {
+      if (a.tokens) ++a.tokens[ids[i]];
+      if (a.seen) a.seen[ids[i]] = 1;
+    }
+    if (a.chosen) std::copy_n(ids, a.top_k, a.chosen + row * a.top_k);
+  }
+}
+
 }  // namespace
 
 void DenseOps::route(int64_t rows, const Route& args) const {
   for_rows(pool, rows, 8 * args.experts, [&](int64_t row) { route_row(args, row); });
+  if (args.tokens || args.seen || args.chosen) count(args, rows);
 }
 
 }  // namespace tandem

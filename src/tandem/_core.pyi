@@ -129,7 +129,15 @@ class DenseOps:
         window: int,
     ) -> None: ...
     def route(
-        self, rule: Route, logits: object, bias: object | None, ids: object, weights: object
+        self,
+        rule: Route,
+        logits: object,
+        bias: object | None,
+        ids: object,
+        weights: object,
+        tokens: object | None = None,
+        seen: object | None = None,
+        chosen: object | None = None,
     ) -> None: ...
     def read_memory(self, data: object) -> float:
         """Reads once with all workers; returns a checksum."""

@@ -113,6 +113,8 @@ class SyntheticExperts(HybridExperts):
 class NoExperts:
     """What a step costs without its routed experts."""
 
+    expert_bytes = 0
+
     def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None: ...
 
     def sure_read(self, experts: int) -> SureRead:

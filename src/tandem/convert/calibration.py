@@ -42,6 +42,10 @@ class RecordingExperts:
     def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
         self._experts.load(count, matrices)
 
+    @property
+    def expert_bytes(self) -> int:
+        return self._experts.expert_bytes
+
     def sure_read(self, experts: int) -> SureRead:
         return self._experts.sure_read(experts)
 

@@ -45,12 +45,16 @@ def _runner(parts: EngineParts, layers: list[tuple[Tensor, Tensor]]) -> ModelRun
     plan = parts.plan
     if parts.handoff is None or plan.gpu is None:
         return ModelRunner(
-            parts.model, layers, page_size=plan.page_size, max_step_tokens=plan.max_step_tokens
+            parts.model,
+            layers,
+            page_size=plan.page_size,
+            max_step_tokens=plan.max_step_tokens,
+            usage=parts.usage,
         )
     graphs = GraphPlan(plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size))
     return GpuRunner(
         parts.model, layers, parts.handoff, graphs,
-        page_size=plan.page_size, max_step_tokens=plan.max_step_tokens,
+        page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=parts.usage,
     )  # fmt: skip
 
 

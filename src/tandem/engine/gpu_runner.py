@@ -14,6 +14,7 @@ from tandem.engine.penalties import FloatRows
 from tandem.engine.runner import KVModel, ModelRunner
 from tandem.engine.sequence import Chunk
 from tandem.experts.handoff import Handoff
+from tandem.experts.usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
 
 _log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class GraphPlan:
 class _Inputs:
     """A graph's batch on the GPU and its image in pinned memory, each in two arrays, so that a step copies twice.
 
-    At first the rows read and write page 0, before anybody uses it.
+    At first the rows read and write page 0, before anybody uses it, and none of them counts.
     """
 
     def __init__(self, size: int, pages: int, device: torch.device) -> None:
@@ -40,18 +41,19 @@ class _Inputs:
         self._size = size
         self._host = (
             torch.zeros(3, size, dtype=torch.int64, pin_memory=pinned),
-            torch.zeros(size * (1 + pages), dtype=torch.int32, pin_memory=pinned),
+            torch.zeros(size * (1 + pages) + 1, dtype=torch.int32, pin_memory=pinned),
         )
         self._host[1][:size] = 1  # lengths
         self._there = self._host[0].to(device, copy=True), self._host[1].to(device, copy=True)
         self.batch, self._image = self._views(*self._there), self._views(*self._host)
+        self.counted = self._there[1][-1:]  # rows that are not copies
 
     def _views(self, wide: Tensor, narrow: Tensor) -> ForwardBatch:
         size, device = self._size, wide.device
         return ForwardBatch(
             input_ids=wide[0], positions=wide[1], cache_slots=wide[2],
             query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
-            seq_lens=narrow[:size], block_tables=narrow[size:].view(size, -1),
+            seq_lens=narrow[:size], block_tables=narrow[size:-1].view(size, -1),
             logits_rows=torch.arange(size, device=device),
         )  # fmt: skip
 
@@ -64,6 +66,7 @@ class _Inputs:
             to[rows:] = values[-1]
         image.block_tables[:rows, :width] = source.block_tables
         image.block_tables[rows:, :width] = source.block_tables[-1]
+        self._host[1][-1] = rows
         for there, here in zip(self._there, self._host, strict=True):
             there.copy_(here, non_blocking=True)  # the step ends with a wait, so the image is free again
 
@@ -91,8 +94,10 @@ class GpuRunner:
         *,
         page_size: int,
         max_step_tokens: int,
+        usage: ExpertUsage | None = None,
     ) -> None:
         self._model, self._layers, self._handoff, self._plan = model, layers, handoff, graphs
+        self._usage = usage
         self._host = ModelRunner(model, layers, page_size=page_size, max_step_tokens=max_step_tokens)
         self._device = handoff.device
         self._graphs: dict[int, _Graph] = {}
@@ -109,11 +114,17 @@ class GpuRunner:
     def logits(self, batch: ForwardBatch) -> FloatRows:
         graph = self._graph_of(batch)
         if graph is None:
-            return self._fetched(self._model.forward(self._moved(batch), self._layers))
+            return self._fetched(self._forward(self._moved(batch), len(batch.input_ids)))
         graph.inputs.fill(batch)
         graph.graph.replay()
         self._handoff.serve(graph.posts)
         return self._fetched(graph.logits[: len(batch.seq_lens)])
+
+    def _forward(self, batch: ForwardBatch, counted: int | Tensor) -> Tensor:
+        """counted: how many of the first rows `ExpertUsage` counts."""
+        if self._usage is not None:
+            self._usage.begin(counted)
+        return self._model.forward(batch, self._layers)
 
     def _graph_of(self, batch: ForwardBatch) -> _Graph | None:
         rows = len(batch.seq_lens)
@@ -157,12 +168,12 @@ class GpuRunner:
     def _captured(self, size: int, pool: Any) -> _Graph:
         inputs = _Inputs(size, self._plan.pages, self._device)
         for _ in range(self._plan.warm_ups):
-            self._model.forward(inputs.batch, self._layers)
+            self._forward(inputs.batch, inputs.counted)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with (
             self._handoff.recording() as posted,
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):
-            logits = self._model.forward(inputs.batch, self._layers)
+            logits = self._forward(inputs.batch, inputs.counted)
         return _Graph(inputs, graph, logits, len(posted))

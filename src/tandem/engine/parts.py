@@ -9,6 +9,7 @@ from tandem.config import ModelConfig, Plan
 from tandem.engine.runner import KVModel
 from tandem.engine.tokenizer import Tokenizer
 from tandem.experts.handoff import Handoff
+from tandem.experts.usage import ExpertUsage
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,4 +21,5 @@ class EngineParts:
     model: KVModel
     tokenizer: Tokenizer
     workers: Any = None  # the WorkerPool, kept alive as long as the engine
+    usage: ExpertUsage | None = None  # which experts are chosen; None: nobody counts
     handoff: Handoff | None = None  # between a GPU and the experts in CPU memory; None: no GPU

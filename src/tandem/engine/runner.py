@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.engine.penalties import FloatRows
 from tandem.engine.sequence import Chunk
+from tandem.experts.usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
 
 
@@ -50,9 +51,11 @@ class ModelRunner:
         *,
         page_size: int,
         max_step_tokens: int,
+        usage: ExpertUsage | None = None,
     ) -> None:
         self._model = model
         self._layers = layers
+        self._usage = usage
         self._page_size = page_size
         self._input_ids = np.zeros(max_step_tokens, dtype=np.int64)
         self._positions = np.zeros(max_step_tokens, dtype=np.int64)
@@ -65,8 +68,11 @@ class ModelRunner:
 
     def run(self, chunks: Rows[Chunk]) -> FloatRows:
         """Logits rows of all chunks, in order, as float32 [R, vocab]; valid until the model runs again."""
+        batch = self.batch(chunks)
         with torch.inference_mode():
-            logits = self._model.forward(self.batch(chunks), self._layers)
+            if self._usage is not None:
+                self._usage.begin(len(batch.input_ids))
+            logits = self._model.forward(batch, self._layers)
             array: FloatRows = logits.to(device="cpu", dtype=torch.float32).numpy()
         return array
 

@@ -26,6 +26,11 @@ class Experts(Protocol):
         """Packs experts 0 ... count - 1, one after the other: never more than one unpacked expert is held."""
         ...
 
+    @property
+    def expert_bytes(self) -> int:
+        """Packed bytes of one expert."""
+        ...
+
     def sure_read(self, experts: int) -> SureRead:
         """The last `experts` of the layer, which every token chooses."""
         ...
@@ -86,6 +91,11 @@ class CpuExperts:
                 ahead = thread.submit(chunk, first + len(experts))
                 self._layer.load_all(first, experts)
                 first += len(experts)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Packed bytes of one expert."""
+        return self._layer.bytes_per_expert
 
     def sure_read(self, experts: int) -> SureRead:
         """The last `experts` of the layer, which every token chooses."""

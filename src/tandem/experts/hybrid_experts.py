@@ -46,6 +46,13 @@ class HybridExperts:
             assert side is not None
             side.load(expert, *matrices(expert))
 
+    @property
+    def expert_bytes(self) -> int:
+        """Packed bytes of one expert."""
+        layer = self._cpu if self._gpu is None else self._gpu
+        assert layer is not None
+        return layer.bytes_per_expert
+
     def sure_read(self, experts: int) -> SureRead:
         """For a GPU the order of reads means nothing; shared experts live there."""
         layer = self._cpu if self._gpu is None else self._gpu

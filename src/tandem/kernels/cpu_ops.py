@@ -16,7 +16,7 @@ from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
-from tandem.kernels.ops import BatchLayout, Lookup, Recorded, Rope, Routing, Step, SureRead
+from tandem.kernels.ops import BatchLayout, Lookup, Recorded, Rope, Routing, Step, SureRead, Tally
 from tandem.kernels.recorded import OnlyAllocations, RecordedStep
 
 
@@ -130,14 +130,20 @@ class CpuOps:
         return out
 
     def route(
-        self, logits: Tensor, router: RouterConfig, bias: Tensor | None = None, shared: int = 0
+        self,
+        logits: Tensor,
+        router: RouterConfig,
+        bias: Tensor | None = None,
+        shared: int = 0,
+        tally: Tally | None = None,
     ) -> Routing:
         key = (id(router), shared)
         if key not in self._rules:
             self._rules[key] = (router, _rule(router, shared))  # holds the router: its id stays its own
         shape = (logits.shape[0], router.top_k + shared)
         ids, weights = logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
-        self._dense.route(self._rules[key][1], logits, bias, ids, weights)
+        counted = () if tally is None else (tally.tokens, tally.seen, tally.chosen)
+        self._dense.route(self._rules[key][1], logits, bias, ids, weights, *counted)
         return Routing(ids, weights)
 
     def _shape_of(self, *sizes: int) -> _core.Heads:

@@ -57,6 +57,15 @@ class Routing(NamedTuple):
     weights: Tensor
 
 
+class Tally(NamedTuple):
+    """Where `Ops.route` counts one layer's choices, E experts; `experts/usage.py` owns it and reads it."""
+
+    tokens: Tensor  # int64 [E], on a GPU int32: += rows that chose the expert
+    seen: Tensor  # of the same kind: = 1 where a row chose it
+    chosen: Tensor | None = None  # int32 [rows at most, k]: a copy of the ids
+    rows: Tensor | None = None  # int32 [1] on a GPU: only so many first rows are counted; None: all
+
+
 class Linear(Protocol):
     """A packed weight matrix [N, K]. `linear(x)` is x @ weight.T + bias, [T, N]."""
 
@@ -78,6 +87,9 @@ class PerHead(Protocol):
 
 class ExpertLayer(Protocol):
     """The routed experts of one layer: gated MLPs of equal shape."""
+
+    @property
+    def bytes_per_expert(self) -> int: ...
 
     def load(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
         """Packs one expert: gate and up [width, hidden], down [hidden, width]. The weights are not kept.
@@ -209,10 +221,16 @@ class Ops(Protocol):
         ...
 
     def route(
-        self, logits: Tensor, router: RouterConfig, bias: Tensor | None = None, shared: int = 0
+        self,
+        logits: Tensor,
+        router: RouterConfig,
+        bias: Tensor | None = None,
+        shared: int = 0,
+        tally: Tally | None = None,
     ) -> Routing:
         """float32 logits [T, E] (and score bias [E]) -> the top-k experts and their weights.
 
-        `shared` experts, ids E … E + shared - 1, are appended to every row's choice with weight 1.
+        `shared` experts, ids E … E + shared - 1, are appended to every row's choice with weight 1; `tally` does not
+        count them.
         """
         ...

@@ -16,7 +16,7 @@ from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.reference import decoded, dequantised
-from tandem.kernels.ops import BatchLayout, Lookup, Recorded, Rope, Routing, Step, SureRead
+from tandem.kernels.ops import BatchLayout, Lookup, Recorded, Rope, Routing, Step, SureRead, Tally
 
 
 def round_to_format(weight: Weight, fmt: str) -> Tensor:
@@ -65,6 +65,11 @@ class TorchExperts:
             raise KernelError(f"unknown activation {activation!r}; silu exists")
         self.hidden, self.width, self.fmt = hidden, width, fmt
         self._experts: list[tuple[TorchLinear, TorchLinear, TorchLinear] | None] = [None] * num_experts
+
+    @property
+    def bytes_per_expert(self) -> int:
+        loaded = next((mlp for mlp in self._experts if mlp is not None), ())
+        return sum(matrix.weight.nbytes for matrix in loaded)
 
     def load(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
         up_shape, down_shape = (self.width, self.hidden), (self.hidden, self.width)
@@ -183,7 +188,12 @@ class TorchOps:
         return out.flatten(1)
 
     def route(
-        self, logits: Tensor, router: RouterConfig, bias: Tensor | None = None, shared: int = 0
+        self,
+        logits: Tensor,
+        router: RouterConfig,
+        bias: Tensor | None = None,
+        shared: int = 0,
+        tally: Tally | None = None,
     ) -> Routing:
         scores = logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()
         ranks = scores if bias is None else scores + bias
@@ -194,6 +204,8 @@ class TorchOps:
         if router.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + router.epsilon)
         ids, weights = ids.int(), weights * router.scale
+        if tally is not None:
+            _count(tally, ids)
         if shared:
             always = torch.arange(
                 router.num_experts, router.num_experts + shared, dtype=torch.int32, device=ids.device
@@ -201,6 +213,18 @@ class TorchOps:
             ids = torch.cat((ids, always.expand(len(ids), shared)), dim=1)
             weights = torch.cat((weights, weights.new_ones(len(ids), shared)), dim=1)
         return Routing(ids, weights)
+
+
+def _count(tally: Tally, ids: Tensor) -> None:
+    """ids [T, k] of routed experts. Nothing here waits for a GPU."""
+    flat, kind = ids.flatten().long(), tally.tokens.dtype
+    counts = torch.ones_like(flat, dtype=kind)
+    if tally.rows is not None:
+        counts = (torch.arange(len(ids), device=ids.device) < tally.rows).repeat_interleave(ids.shape[1])
+    tally.tokens.scatter_add_(0, flat, counts.to(kind))
+    tally.seen.scatter_reduce_(0, flat, counts.to(kind), "amax")
+    if tally.chosen is not None:
+        tally.chosen[: len(ids)].copy_(ids)
 
 
 def _descending(ranks: Tensor) -> Tensor:

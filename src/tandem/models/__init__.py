@@ -6,6 +6,7 @@ from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.errors import ConfigError
 from tandem.experts import ExpertStore
+from tandem.experts.usage import ExpertUsage
 from tandem.kernels.ops import Ops
 from tandem.kernels.packed_cache import PackedCache
 from tandem.models import deepseek_v3, glm4_moe, llama, mixtral, olmoe, qwen2_moe, qwen3_moe
@@ -34,17 +35,18 @@ def build(
     progress: Progress | None = None,
     store: ExpertStore | None = None,
     kept: PackedCache | None = None,
+    usage: ExpertUsage | None = None,
 ) -> Model:
     """Loads a model: reads and packs layer by layer, so the weights are never held twice.
 
     `store` says where routed experts live, None: where `ops` computes. What `kept` holds is not packed again, and what
-    it lacks is written to it. `progress(what, bytes done, bytes in all)` is called after every layer. Raises
-    CheckpointError naming file and tensor, ConfigError for an unknown family.
+    it lacks is written to it. `usage` counts which experts are chosen. `progress(what, bytes done, bytes in all)` is
+    called after every layer. Raises CheckpointError naming file and tensor, ConfigError for an unknown family.
     """
     if config.model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise ConfigError(f"model_type {config.model_type!r} is not supported; these are: {known}")
-    builder = Builder(config, plan, checkpoint, ops, progress, store, kept)
+    builder = Builder(config, plan, checkpoint, ops, progress, store, kept, usage)
     return Model(builder, ARCHITECTURES[config.model_type])
 
 

@@ -12,9 +12,10 @@ from tandem.config import ModelConfig, Plan
 from tandem.config.model_config import STORED
 from tandem.errors import CheckpointError, KernelError
 from tandem.experts import CpuExperts, ExpertMatrices, Experts, ExpertStore
+from tandem.experts.usage import ExpertUsage
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import numbers, stacked, weight_bytes
-from tandem.kernels.ops import ExpertLayer, Linear, Ops, Rope
+from tandem.kernels.ops import ExpertLayer, Linear, Ops, Rope, Tally
 from tandem.kernels.packed_cache import PackedCache
 from tandem.models.linear import SideBySide
 
@@ -33,8 +34,9 @@ class Builder:
         progress: Progress | None = None,
         store: ExpertStore | None = None,
         kept: PackedCache | None = None,
+        usage: ExpertUsage | None = None,
     ) -> None:
-        """store: where routed experts live; None: all of them where `ops` computes."""
+        """store: where routed experts live; None: all of them where `ops` computes. usage: counts who was chosen."""
         self.config, self.plan, self.checkpoint, self.ops = config, plan, checkpoint, ops
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
         self.dense_format = "f32" if self.dtype == torch.float32 else "bf16"
@@ -46,7 +48,7 @@ class Builder:
         self._store = store
         self._report = progress or (lambda _name, _done, _total: None)
         self._done, self._total = 0, checkpoint.nbytes()
-        self._kept = kept
+        self._kept, self._usage = kept, usage
         if kept is None or not kept.mapped:
             checkpoint.read_ahead(0)
             checkpoint.read_ahead(1)
@@ -102,12 +104,20 @@ class Builder:
     ) -> Experts:
         """`count` experts of decoder layer `layer`, packed from `matrices(expert)`. fmt "stored": codes as they are
         stored."""
-        plain = self.dense_format if fmt == STORED else fmt
+        plain, index = self.dense_format if fmt == STORED else fmt, self.config.moe.layers.index(layer)
         if self._store is not None:
-            stored = self._store.layer(self.config.moe.layers.index(layer), count, width, plain)
-            return self._loaded(stored, count, fmt, matrices)
-        packed = self.ops.experts(count, self.config.hidden, width, plain, "silu")
-        return self._own(f"model.layers.{layer}.experts", packed, count, fmt, matrices)
+            stored = self._store.layer(index, count, width, plain)
+            experts = self._loaded(stored, count, fmt, matrices)
+        else:
+            packed = self.ops.experts(count, self.config.hidden, width, plain, "silu")
+            experts = self._own(f"model.layers.{layer}.experts", packed, count, fmt, matrices)
+        if self._usage is not None:
+            self._usage.weigh(index, experts.expert_bytes)
+        return experts
+
+    def tally(self, layer: int) -> Tally | None:
+        """Where decoder layer `layer` counts who was chosen."""
+        return None if self._usage is None else self._usage.tally(self.config.moe.layers.index(layer))
 
     def _own(
         self, name: str, layer: ExpertLayer, count: int, fmt: str, matrices: Callable[[int], ExpertMatrices]

@@ -53,6 +53,7 @@ class MoEBlock:
         self.ops, self.router = b.ops, moe.router
         self.fused = moe.fusible_shared if b.plan.fuse_shared_experts else 0
         self.gate = _router_gate(b, layer + names.router)
+        self.tally = b.tally(index)
         self.bias = None
         if self.router.has_bias:
             bias = f"{layer}{names.router}.e_score_correction_bias"
@@ -81,7 +82,7 @@ class MoEBlock:
 
     def _route(self, x: Tensor) -> Routing:
         logits = self.gate(x, torch.float32) if self.router.float32_logits else self.gate(x).float()
-        return self.ops.route(logits, self.router, self.bias, self.fused)
+        return self.ops.route(logits, self.router, self.bias, self.fused, self.tally)
 
 
 def _router_gate(b: Builder, name: str) -> Linear:

@@ -58,6 +58,11 @@ class GpuExperts:
         self.stride = self.packer.bytes_per_expert
         self.pool = torch.empty(self.slots * self.stride, dtype=torch.uint8, device=self.device)
 
+    @property
+    def bytes_per_expert(self) -> int:
+        """Packed bytes of one expert; 0 while none was loaded."""
+        return self.stride
+
     def partial(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
         """Every pair's weighted result, float32 [T * k, hidden]; `combine` adds them up."""
         offset, stride = self.gate_up.bytes, self.stride

@@ -16,7 +16,7 @@ from tandem.kernels.gpu import attention, norm, route
 from tandem.kernels.gpu import rope as rotation
 from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.gpu.linear import GpuLinear
-from tandem.kernels.ops import BatchLayout, Lookup, PerHead, Recorded, Rope, Routing, Step, SureRead
+from tandem.kernels.ops import BatchLayout, Lookup, PerHead, Recorded, Rope, Routing, Step, SureRead, Tally
 from tandem.kernels.reference import TorchOps
 
 LOOKUP_ROWS = 1 << 14  # of a table, copied at a time
@@ -102,8 +102,13 @@ class GpuOps:
         return run(q, k_pages, v_pages, batch, scale, window)
 
     def route(
-        self, logits: Tensor, router: RouterConfig, bias: Tensor | None = None, shared: int = 0
+        self,
+        logits: Tensor,
+        router: RouterConfig,
+        bias: Tensor | None = None,
+        shared: int = 0,
+        tally: Tally | None = None,
     ) -> Routing:
         if router.num_groups > 1:
-            return TorchOps().route(logits, router, bias, shared)
-        return route.route(logits, router, bias, shared)
+            return TorchOps().route(logits, router, bias, shared, tally)
+        return route.route(logits, router, bias, shared, tally)

@@ -8,13 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.config.model_config import RouterConfig
-from tandem.kernels.ops import Routing
+from tandem.errors import KernelError
+from tandem.kernels.ops import Routing, Tally
 
 
 @triton.jit
-def _route(logits, bias, ids, weights, experts, scale, epsilon, TOP_K: tl.constexpr, SHARED: tl.constexpr,
-           SIGMOID: tl.constexpr, BIAS: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK: tl.constexpr,
-           SLOTS: tl.constexpr):  # fmt: skip
+def _route(logits, bias, ids, weights, tokens, seen, rows, experts, scale, epsilon, TOP_K: tl.constexpr,
+           SHARED: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, NORMALIZE: tl.constexpr,
+           COUNT: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0)
     e, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     inside = e < experts
@@ -44,17 +45,34 @@ def _route(logits, bias, ids, weights, experts, scale, epsilon, TOP_K: tl.conste
     out = t * (TOP_K + SHARED) + slot
     tl.store(ids + out, chosen, slot < TOP_K + SHARED)
     tl.store(weights + out, weight, slot < TOP_K + SHARED)
+    if COUNT:  # no result is waited for
+        counted = routed & (t < tl.load(rows))
+        tl.atomic_add(tokens + chosen, 1, counted, sem="relaxed")
+        tl.store(seen + chosen, 1, counted)
 
 
-def route(logits: Tensor, router: RouterConfig, bias: Tensor | None, shared: int) -> Routing:
+def route(
+    logits: Tensor, router: RouterConfig, bias: Tensor | None, shared: int, tally: Tally | None
+) -> Routing:
     """As `Ops.route`, for routers without groups."""
     rows, slots = logits.shape[0], router.top_k + shared
     ids = logits.new_empty((rows, slots), dtype=torch.int32)
     weights = logits.new_empty((rows, slots), dtype=torch.float32)
     _route[(rows,)](
-        logits, logits if bias is None else bias, ids, weights, router.num_experts, router.scale, router.epsilon,
+        logits, logits if bias is None else bias, ids, weights, *_counted(tally, ids),
+        router.num_experts, router.scale, router.epsilon,
         TOP_K=router.top_k, SHARED=shared, SIGMOID=router.score == "sigmoid", BIAS=bias is not None,
-        NORMALIZE=router.normalize, BLOCK=triton.next_power_of_2(router.num_experts),
+        NORMALIZE=router.normalize, COUNT=tally is not None, BLOCK=triton.next_power_of_2(router.num_experts),
         SLOTS=triton.next_power_of_2(slots), num_warps=1 if router.num_experts <= 128 else 4,
     )  # fmt: skip
+    if tally is not None and tally.chosen is not None:
+        tally.chosen[:rows].copy_(ids[:, : router.top_k])
     return Routing(ids, weights)
+
+
+def _counted(tally: Tally | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if tally is None:
+        return unused, unused, unused
+    if tally.rows is None or tally.tokens.dtype != torch.int32:
+        raise KernelError("on a GPU a tally is int32 and says how many rows count")
+    return tally.tokens, tally.seen, tally.rows
