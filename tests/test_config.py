@@ -109,7 +109,7 @@ def test_missing_features_are_refused_with_what_works(argv: list[str], says: str
     "argv",
     [
         ["--tp", "1"], ["--attention-backend", "triton"],
-        ["--trust-remote-code"], ["--enable-mixed-chunk"], ["--kt-threadpool-count", "1"], ["--nnodes", "1"],
+        ["--trust-remote-code"], ["--enable-mixed-chunk"], ["--nnodes", "1"],
         ["--dist-init-addr", "a:1"], ["--attention-backend", "torch"],
         ["--kt-max-deferred-experts-per-token", "0"],
     ],

@@ -144,6 +144,26 @@ def test_numa_nodes() -> None:
         plan(two, kt_numa_nodes=(2,))
 
 
+def test_weights_are_divided_among_the_nodes_of_pinned_threads() -> None:
+    two = machine(cores=8, nodes=2)
+    assert plan(two, kt_cpuinfer=3).memory_nodes == (0, 0, 1)
+    assert "divided among 2 NUMA nodes" in reason(plan(two), "threads")
+    assert plan(two, kt_threadpool_count=2).memory_nodes == (0,) * 4 + (1,) * 4
+    assert plan(two, kt_threadpool_count=1).memory_nodes == ()
+    assert plan(two, kt_numa_nodes=(1,)).memory_nodes == ()
+    assert plan(machine(cores=8, nodes=2, quota=4.0)).memory_nodes == ()
+    with pytest.raises(
+        ConfigError, match="count 3: the threads' cores are on NUMA nodes 0-1; leave the flag out"
+    ):
+        plan(two, kt_threadpool_count=3)
+    with pytest.raises(ConfigError, match="under the CPU quota threads are not pinned"):
+        plan(machine(cores=8, nodes=2, quota=4.0), kt_threadpool_count=2)
+    # One node: as on a host with several, to try it out.
+    assert plan(machine(cores=4), kt_threadpool_count=2).memory_nodes == (0, 0, 1, 1)
+    with pytest.raises(ConfigError, match="only 4 threads"):
+        plan(machine(cores=4), kt_threadpool_count=5)
+
+
 def test_kernel_tier() -> None:
     assert plan(machine(), kernel_tier="scalar").tier == "scalar"
     with pytest.raises(ConfigError, match="this CPU cannot run it; it can: scalar, avx2"):

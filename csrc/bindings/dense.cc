@@ -132,6 +132,12 @@ struct Ops {
     perform(*this, [this, rows = in.shape[0], args] { dense.route(rows, args); });
   }
 
+  void fill_memory(nb::handle data, float value) const {
+    const TensorView out = view_of(data, "data", {Element::f32}, {kAnySize}, true);
+    const nb::gil_scoped_release unlocked;
+    dense.fill_memory(static_cast<float*>(out.data), 4 * out.shape[0], value);
+  }
+
   float read_memory(nb::handle data) const {
     const TensorView in = view_of(data, "data", {Element::f32}, {kAnySize});
     const nb::gil_scoped_release unlocked;
@@ -203,6 +209,7 @@ void bind_dense(nb::module_& m) {
       .def("route", &Ops::route, nb::arg("rule"), nb::arg("logits"), nb::arg("bias").none(), nb::arg("ids"),
            nb::arg("weights"), nb::arg("tokens") = nb::none(), nb::arg("seen") = nb::none(),
            nb::arg("chosen") = nb::none())
+      .def("fill_memory", &Ops::fill_memory, nb::arg("data"), nb::arg("value"), "What read_memory is to read.")
       .def("read_memory", &Ops::read_memory, nb::arg("data"), "Reads once with all workers; returns a checksum.");
 }
 

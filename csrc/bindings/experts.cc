@@ -97,7 +97,7 @@ void copy_packed(const ExpertLayer& self, int expert, nb::handle out) {
   check_expert(self, expert);
   if (!self.is_loaded(expert)) throw KernelError("expert " + std::to_string(expert) + " has not been loaded");
   const TensorView to = view_of(out, "out", {Element::byte}, {self.bytes_per_expert()}, true);
-  std::memcpy(to.data, self.packed(expert), size_t(self.bytes_per_expert()));
+  self.copy_packed(expert, static_cast<uint8_t*>(to.data));
 }
 
 }  // namespace
@@ -112,7 +112,8 @@ void bind_experts(nb::module_& m) {
       .def("load_all", &load_all, nb::arg("first"), nb::arg("experts"),
            "Experts first, first + 1, … from tuples of gate, up and down, in one parallel region.")
       .def("forward", &forward, nb::arg("x"), nb::arg("ids"), nb::arg("weights"), nb::arg("out"), nb::arg("add"))
-      .def("bytes", &ExpertLayer::bytes, nb::arg("first"), nb::arg("count"), "Of the experts [first, first + count).")
+      .def("bytes", &ExpertLayer::bytes, nb::arg("first"), nb::arg("count"),
+           "Of the experts [first, first + count), for each memory node.")
       .def("read_next", &ExpertLayer::read_next, nb::arg("upcoming"),
            "Weights that are read after this layer: idle workers fetch them.")
       .def(

@@ -92,8 +92,8 @@ std::unique_ptr<PackedMatrix> adopt_matrix(std::shared_ptr<Workspace> workspace,
 
 nb::tuple expert_bytes(nb::handle_t<ExpertLayer> self) {
   const ExpertLayer& layer = nb::cast<const ExpertLayer&>(self);
-  return nb::make_tuple(view(layer.packed(), layer.bytes_per_expert() * layer.shape().experts, self),
-                        view(layer.gate_up_bias(), self), view(layer.down_bias(), self));
+  return nb::make_tuple(view(layer.packed().data, layer.packed().bytes, self), view(layer.gate_up_bias(), self),
+                        view(layer.down_bias(), self));
 }
 
 std::pair<FormatNames, FormatNames> expert_formats(const ExpertLayer& layer) {

@@ -28,26 +28,35 @@ ExpertLayer::ExpertLayer(std::shared_ptr<Workspace> workspace, const ExpertShape
   gate_up_layout_ = packed_layout(shape.gate_up, 2 * padded_width, shape.hidden);
   down_layout_ = packed_layout(shape.down, shape.hidden, shape.width);
   expert_bytes_ = packed_bytes(gate_up_layout_) + packed_bytes(down_layout_);
+  slices_ = cut_by_node(gate_up_layout_, down_layout_, shape_.experts, workspace_->pool());
   loaded_.resize(size_t(shape.experts));
 }
 
-WeightView ExpertLayer::gate_up(int expert) const {
+WeightView ExpertLayer::gate_up(int expert, size_t node) const {
+  const NodeSlice& slice = slices_[node];
   WeightView view = gate_up_layout_;
-  view.panels = panels_ + expert * expert_bytes_;
+  view.panels = panels_ + slice.offset + expert * slice.expert_bytes;
+  view.pairs = int32_t(slice.gate_up_pairs);
   return view;
 }
 
-WeightView ExpertLayer::down(int expert) const {
+WeightView ExpertLayer::down(int expert, size_t node) const {
+  const NodeSlice& slice = slices_[node];
   WeightView view = down_layout_;
-  view.panels = panels_ + expert * expert_bytes_ + packed_bytes(gate_up_layout_);
+  view.panels =
+      panels_ + slice.offset + expert * slice.expert_bytes + 2 * slice.gate_up_pairs * gate_up_layout_.panel_bytes;
+  view.pairs = int32_t(slice.down_pairs);
   return view;
 }
 
-ByteRange ExpertLayer::bytes(int first, int count) const {
+std::vector<ByteRange> ExpertLayer::bytes(int first, int count) const {
   if (first < 0 || count < 0 || first + count > shape_.experts)
     throw std::out_of_range("a layer of " + std::to_string(shape_.experts) + " experts has no " +
                             std::to_string(count) + " from " + std::to_string(first));
-  return {panels_ + first * expert_bytes_, count * expert_bytes_};
+  std::vector<ByteRange> ranges;
+  for (const NodeSlice& slice : slices_)
+    ranges.push_back({panels_ + slice.offset + first * slice.expert_bytes, count * slice.expert_bytes});
+  return ranges;
 }
 
 void ExpertLayer::load(int expert, const ExpertSource& source) { load_all(expert, {source}); }
@@ -66,39 +75,60 @@ void ExpertLayer::check_sources(int first, const std::vector<ExpertSource>& sour
 
 void ExpertLayer::own_memory() {
   if (file_) throw std::invalid_argument("this layer's experts lie in a file; they cannot be loaded again");
-  if (!memory_.data()) memory_ = HugeBuffer(size_t(expert_bytes_) * shape_.experts);
-  panels_ = memory_.data();
+  if (!memory_.data()) {
+    memory_ = HugeBuffer(size_t(packed().bytes));
+    panels_ = memory_.data();
+    for (size_t n = 0; slices_.size() > 1 && n < slices_.size(); ++n) {
+      uint8_t* begin = memory_.data() + slices_[n].offset;
+      HugeBuffer::prefer_node(begin, begin + slices_[n].expert_bytes * shape_.experts,
+                              workspace_->pool().memory_node(int(n)));
+    }
+  }
 }
 
 void ExpertLayer::load_all(int first, const std::vector<ExpertSource>& sources) {
   check_sources(first, sources);
   const auto lock = workspace_->lock();
   own_memory();
-  const int64_t panels = 2 * gate_up_layout_.pairs + 2 * down_layout_.pairs;
-  uint8_t *const begin = memory_.data() + first * expert_bytes_, *const end =
-                                                                     begin + expert_bytes_ * int64_t(sources.size());
-  workspace_->pool().run_phases({
-      {HugeBuffer::touch_tasks(begin, end), [&](int64_t i, const Worker&) { HugeBuffer::touch(begin, end, i); }},
-      {panels * int64_t(sources.size()),
-       [&](int64_t i, const Worker&) {
-         pack_panel_of(first + int(i / panels), sources[size_t(i / panels)], i % panels);
-       }},
-  });
+  const int64_t count = int64_t(sources.size());
+  const auto memory_of = [&](const NodeSlice& slice) {
+    uint8_t* begin = memory_.data() + slice.offset + first * slice.expert_bytes;
+    return std::pair{begin, begin + count * slice.expert_bytes};
+  };
+  NodeTasks touching, packing;  // by the node's own workers, so that memory is theirs even where it is not asked for
+  for (const NodeSlice& slice : slices_) {
+    const auto [begin, end] = memory_of(slice);
+    touching.add(HugeBuffer::touch_tasks(begin, end));
+    packing.add(2 * (slice.gate_up_pairs + slice.down_pairs) * count);
+  }
+  const auto touch = [&](int64_t i, const Worker&) {
+    const auto [node, task] = touching.at(i);
+    const auto [begin, end] = memory_of(slices_[node]);
+    HugeBuffer::touch(begin, end, task);
+  };
+  const auto pack = [&](int64_t i, const Worker&) {
+    const auto [node, task] = packing.at(i);
+    const NodeSlice& slice = slices_[node];
+    const int64_t panels = 2 * (slice.gate_up_pairs + slice.down_pairs);
+    pack_panel_of(first + int(task / panels), sources[size_t(task / panels)], slice, task % panels);
+  };
+  workspace_->pool().run_phases(
+      {{touching.count(), touch, touching.of_node()}, {packing.count(), pack, packing.of_node()}});
   for (size_t i = 0; i < sources.size(); ++i) {
     pack_biases(first + int(i), sources[i]);
     loaded_[size_t(first) + i] = true;
   }
 }
 
-void ExpertLayer::pack_panel_of(int expert, const ExpertSource& source, int64_t panel) {
-  uint8_t* memory = memory_.data() + expert * expert_bytes_;
-  const int64_t gate_up_panels = 2 * gate_up_layout_.pairs, down_panel = panel - gate_up_panels;
+void ExpertLayer::pack_panel_of(int expert, const ExpertSource& source, const NodeSlice& slice, int64_t panel) {
+  uint8_t* memory = memory_.data() + slice.offset + expert * slice.expert_bytes;
+  const int64_t gate_up_panels = 2 * slice.gate_up_pairs, down_panel = panel - gate_up_panels;
   if (down_panel < 0)
-    pack_panel(gate_up_layout_, panel % 2 ? source.up : source.gate, panel / 2 * kPanelRows,
+    pack_panel(gate_up_layout_, panel % 2 ? source.up : source.gate, (slice.first_gate_up + panel / 2) * kPanelRows,
                memory + panel * gate_up_layout_.panel_bytes);
   else
-    pack_panel(down_layout_, source.down, down_panel * kPanelRows,
-               memory + packed_bytes(gate_up_layout_) + down_panel * down_layout_.panel_bytes);
+    pack_panel(down_layout_, source.down, (2 * slice.first_down + down_panel) * kPanelRows,
+               memory + gate_up_panels * gate_up_layout_.panel_bytes + down_panel * down_layout_.panel_bytes);
 }
 
 void ExpertLayer::adopt(std::shared_ptr<const MappedFile> file, int64_t offset, std::vector<float> gate_up_bias,
@@ -109,7 +139,7 @@ void ExpertLayer::adopt(std::shared_ptr<const MappedFile> file, int64_t offset, 
       (!gate_up_bias.empty() && gate_up_bias.size() != gate_up))
     throw std::invalid_argument("the biases are not those of this layer");
   const auto lock = workspace_->lock();
-  panels_ = file->at(offset, expert_bytes_ * shape_.experts);
+  panels_ = file->at(offset, packed().bytes);
   file_ = std::move(file);
   memory_ = HugeBuffer();
   gate_up_bias_ = std::move(gate_up_bias);
@@ -117,10 +147,30 @@ void ExpertLayer::adopt(std::shared_ptr<const MappedFile> file, int64_t offset, 
   loaded_.assign(loaded_.size(), true);
 }
 
-void ExpertLayer::load_packed(int expert, const uint8_t* bytes) {
+// copy(whole, here, bytes) for each of the expert's pieces: where it is in the whole expert, and where in a slice.
+template <class Copy>
+void ExpertLayer::for_pieces(int expert, Copy copy) const {
+  for (const NodeSlice& slice : slices_) {
+    const int64_t here = slice.offset + expert * slice.expert_bytes, panel = gate_up_layout_.panel_bytes;
+    const int64_t gate_up = 2 * slice.gate_up_pairs * panel;
+    copy(2 * slice.first_gate_up * panel, here, gate_up);
+    copy(packed_bytes(gate_up_layout_) + 2 * slice.first_down * down_layout_.panel_bytes, here + gate_up,
+         slice.expert_bytes - gate_up);
+  }
+}
+
+void ExpertLayer::copy_packed(int expert, uint8_t* to) const {
+  for_pieces(expert, [&](int64_t whole, int64_t here, int64_t bytes) {
+    std::memcpy(to + whole, panels_ + here, size_t(bytes));
+  });
+}
+
+void ExpertLayer::load_packed(int expert, const uint8_t* from) {
   const auto lock = workspace_->lock();
   own_memory();
-  std::memcpy(memory_.data() + expert * expert_bytes_, bytes, size_t(expert_bytes_));
+  for_pieces(expert, [&](int64_t whole, int64_t here, int64_t bytes) {
+    std::memcpy(memory_.data() + here, from + whole, size_t(bytes));
+  });
   loaded_[size_t(expert)] = true;
 }
 

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "experts/node_slices.h"
 #include "experts/routing_plan.h"
 #include "format/pack.h"
 #include "ops/workspace.h"
@@ -45,8 +46,8 @@ class ExpertLayer {
   const ExpertShape& shape() const { return shape_; }
   const Workspace& workspace() const { return *workspace_; }
   int64_t bytes_per_expert() const { return expert_bytes_; }
-  // Of the experts [first, first + count). Throws std::out_of_range.
-  ByteRange bytes(int first, int count) const;
+  // Of the experts [first, first + count), for each memory node. Throws std::out_of_range.
+  std::vector<ByteRange> bytes(int first, int count) const;
 
   // Weights that will be read after this layer: idle workers fetch them once it is computed.
   void read_next(std::vector<ByteRange> upcoming) { upcoming_ = std::move(upcoming); }
@@ -54,9 +55,9 @@ class ExpertLayer {
   // The packed form, for whoever keeps or computes experts elsewhere: of an expert, first gate_up, then down.
   const WeightView& gate_up_layout() const { return gate_up_layout_; }
   const WeightView& down_layout() const { return down_layout_; }
-  const uint8_t* packed(int expert) const { return panels_ + expert * expert_bytes_; }
   bool is_loaded(int expert) const { return loaded_[size_t(expert)]; }
-  void load_packed(int expert, const uint8_t* bytes);  // bytes_per_expert() of them, as `packed` has them
+  void copy_packed(int expert, uint8_t* to) const;     // bytes_per_expert() of them, of all memory nodes
+  void load_packed(int expert, const uint8_t* bytes);  // the inverse
   int64_t experts_used() const { return int64_t(plan_.experts.size()); }  // by the last chunk of the last batch
 
   // Packs one expert on the pool. Throws std::out_of_range for an expert that does not exist.
@@ -65,12 +66,12 @@ class ExpertLayer {
   // Packs experts first, first + 1, … in one parallel region, so that small experts share it.
   void load_all(int first, const std::vector<ExpertSource>& sources);
 
-  // What `load` has packed: bytes_per_expert() for each expert, and the biases as they are added (null: none).
-  const uint8_t* packed() const { return panels_; }
+  // What `load` has packed, as it lies in memory (see NodeSlice), and the biases as they are added (null: none).
+  ByteRange packed() const { return {panels_, bytes_of(slices_, shape_.experts)}; }
   const std::vector<float>& gate_up_bias() const { return gate_up_bias_; }
   const std::vector<float>& down_bias() const { return down_bias_; }
-  // Takes them from before: the panels are read where they lie in `file`, the biases are copied. Throws
-  // std::invalid_argument if sizes do not fit.
+  // Takes them from before, from a layer with as many nodes and workers: the panels are read where they lie in `file`,
+  // the biases are copied. Throws std::invalid_argument if sizes do not fit.
   void adopt(std::shared_ptr<const MappedFile> file, int64_t offset, std::vector<float> gate_up_bias,
              std::vector<float> down_bias);
 
@@ -80,10 +81,12 @@ class ExpertLayer {
   void forward(const ExpertCall& call);
 
  private:
-  WeightView gate_up(int expert) const;
-  WeightView down(int expert) const;
+  WeightView gate_up(int expert, size_t node) const;  // what a node has of it
+  WeightView down(int expert, size_t node) const;
   void check_sources(int first, const std::vector<ExpertSource>& sources) const;
-  void pack_panel_of(int expert, const ExpertSource& source, int64_t panel);
+  void pack_panel_of(int expert, const ExpertSource& source, const NodeSlice& slice, int64_t panel);
+  template <class Copy>
+  void for_pieces(int expert, Copy copy) const;
   void own_memory();  // of all experts, when the first is loaded; throws when they lie in a file
   void pack_biases(int expert, const ExpertSource& source);
   int64_t tokens_per_chunk(int64_t top_k) const;
@@ -98,6 +101,7 @@ class ExpertLayer {
   WeightView gate_up_layout_;  // panels alternate: 16 columns of gate, the same 16 of up
   WeightView down_layout_;
   int64_t expert_bytes_;
+  std::vector<NodeSlice> slices_;           // by memory node
   HugeBuffer memory_;                       // the panels (none before the first load), or
   std::shared_ptr<const MappedFile> file_;  // what they lie in
   const uint8_t* panels_ = nullptr;

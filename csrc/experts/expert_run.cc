@@ -40,6 +40,7 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
   hidden_.data = workspace_.shared(1, int64_t(plan_.rows.size()) * hidden_.stride);
   list_gate_up_tasks();
   grid_ = down_grid();
+  for (const NodeSlice& slice : layer_.slices_) down_tasks_.add(grid_.token_blocks * column_blocks(slice));
 }
 
 void ExpertRun::list_gate_up_tasks() {
@@ -49,15 +50,21 @@ void ExpertRun::list_gate_up_tasks() {
     all_pairs += w.pairs * ceil_div(e.count, table_.blocking.rows_per_call);
   const int64_t pairs_each = pairs_per_task(all_pairs, 2 * w.panel_bytes, workspace_.pool().size(), has_many_rows(),
                                             table_.blocking.pairs_per_call);
-  for (size_t e = 0; e < plan_.experts.size(); ++e) {
-    const RoutingPlan::Expert& expert = plan_.experts[e];
-    const int64_t blocks = ceil_div(expert.count, table_.blocking.rows_per_call);
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int32_t begin = int32_t(expert.count * b / blocks), end = int32_t(expert.count * (b + 1) / blocks);
-      for (int64_t pair = 0; pair < w.pairs; pair += pairs_each)
-        tasks_.push_back({int32_t(e), expert.first + begin, end - begin, int32_t(pair),
-                          int32_t(std::min<int64_t>(pairs_each, w.pairs - pair))});
-    }
+  for (const NodeSlice& slice : layer_.slices_) {
+    const size_t before = tasks_.size();
+    for (size_t e = 0; e < plan_.experts.size(); ++e) list_gate_up_tasks(int32_t(e), slice.gate_up_pairs, pairs_each);
+    gate_up_tasks_.add(int64_t(tasks_.size() - before));
+  }
+}
+
+void ExpertRun::list_gate_up_tasks(int32_t e, int64_t pairs, int64_t pairs_each) {
+  const RoutingPlan::Expert& expert = plan_.experts[size_t(e)];
+  const int64_t blocks = ceil_div(expert.count, table_.blocking.rows_per_call);
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int32_t begin = int32_t(expert.count * b / blocks), end = int32_t(expert.count * (b + 1) / blocks);
+    for (int64_t pair = 0; pair < pairs; pair += pairs_each)
+      tasks_.push_back(
+          {e, expert.first + begin, end - begin, int32_t(pair), int32_t(std::min<int64_t>(pairs_each, pairs - pair))});
   }
 }
 
@@ -69,11 +76,12 @@ bool ExpertRun::has_many_rows() const { return mean_rows() >= table_.blocking.ma
 
 ExpertRun::Grid ExpertRun::down_grid() const {
   Grid grid = has_many_rows() ? multiplying_grid() : streaming_grid();
-  grid.column_blocks = ceil_div(layer_.down_layout_.pairs, grid.pairs_each);
   grid.tokens_each = ceil_div(call_.x.rows, grid.token_blocks);
   grid.token_blocks = ceil_div(call_.x.rows, grid.tokens_each);
   return grid;
 }
+
+int64_t ExpertRun::column_blocks(const NodeSlice& slice) const { return ceil_div(slice.down_pairs, grid_.pairs_each); }
 
 // Few rows: long streams of weights, and tokens are only divided where their sums would not fit, or for more tasks.
 ExpertRun::Grid ExpertRun::streaming_grid() const {
@@ -93,7 +101,8 @@ ExpertRun::Grid ExpertRun::streaming_grid() const {
 // Many rows: the division into equal tasks that should take the least time. Weights are read once per block of tokens,
 // intermediate activations once per block of columns; what is left over at the end costs a quarter of a task.
 ExpertRun::Grid ExpertRun::multiplying_grid() const {
-  const int64_t workers = workspace_.pool().size(), pairs = layer_.down_layout_.pairs, tokens = call_.x.rows;
+  const int64_t nodes = workspace_.pool().nodes(), workers = std::max<int64_t>(1, workspace_.pool().size() / nodes);
+  const int64_t pairs = ceil_div(layer_.down_layout_.pairs, nodes), tokens = call_.x.rows;  // a node's
   const int64_t sums = table_.blocking.sum_floats;
   Grid best{};
   double least = 0;
@@ -121,9 +130,8 @@ void ExpertRun::run() {
   const auto scratch = [this](const Worker& w) -> WorkerScratch& { return workspace_.scratch(w.index); };
   workspace_.pool().run_phases({
       {prepared_ ? 0 : ceil_div(call_.x.rows, kPrepareRows), [this](int64_t i, const Worker&) { prepare(i); }},
-      {int64_t(tasks_.size()), [&](int64_t i, const Worker& w) { gate_up(size_t(i), scratch(w)); }},
-      {grid_.token_blocks * grid_.column_blocks,
-       [&](int64_t i, const Worker& w) { down(i / grid_.column_blocks, i % grid_.column_blocks, scratch(w)); }},
+      {gate_up_tasks_.count(), [&](int64_t i, const Worker& w) { gate_up(i, scratch(w)); }, gate_up_tasks_.of_node()},
+      {down_tasks_.count(), [&](int64_t i, const Worker& w) { down(i, scratch(w)); }, down_tasks_.of_node()},
   });
 }
 
@@ -132,23 +140,30 @@ void ExpertRun::prepare(int64_t task) {
   prepare_rows(table_, layer_.gate_up_layout_, call_.x, first, last, const_cast<uint8_t*>(x_.data));
 }
 
-// Where the weights of task i begin; null past the last.
-const uint8_t* ExpertRun::panels_of(size_t i) const {
-  if (i >= tasks_.size()) return nullptr;
-  const WeightView weights = layer_.gate_up(plan_.experts[size_t(tasks_[i].expert)].id);
-  return weights.panels + 2 * tasks_[i].first_pair * weights.panel_bytes;
+// Where the weights of a node's task begin; null past its last.
+const uint8_t* ExpertRun::panels_of(size_t node, int64_t task) const {
+  if (task >= gate_up_tasks_.of_node()[node]) return nullptr;
+  int64_t before = 0;
+  for (size_t n = 0; n < node; ++n) before += gate_up_tasks_.of_node()[n];
+  const GateUpTask& t = tasks_[size_t(before + task)];
+  const WeightView weights = layer_.gate_up(plan_.experts[size_t(t.expert)].id, node);
+  return weights.panels + 2 * t.first_pair * weights.panel_bytes;
 }
 
-void ExpertRun::gate_up(size_t index, WorkerScratch& scratch) {
-  const GateUpTask& task = tasks_[index];
+void ExpertRun::gate_up(int64_t index, WorkerScratch& scratch) {
+  const auto [node, of_node] = gate_up_tasks_.at(index);
+  const NodeSlice& slice = layer_.slices_[node];
+  const GateUpTask& task = tasks_[size_t(index)];
   const int id = plan_.experts[size_t(task.expert)].id;
-  const WeightView weights = layer_.gate_up(id);
+  const WeightView weights = layer_.gate_up(id, node);
   for (int r = 0; r < task.rows; ++r) scratch.rows[r] = x_.row(plan_.rows[size_t(task.first_row + r)].token);
-  const MatmulArgs args{weights,         scratch.rows,   scratch.tile,
-                        kTileStride,     scratch.matmul, task.rows,
-                        task.first_pair, task.pairs,     panels_of(index + size_t(workspace_.pool().size()))};
+  const MatmulArgs args{
+      weights,         scratch.rows,   scratch.tile,
+      kTileStride,     scratch.matmul, task.rows,
+      task.first_pair, task.pairs,     panels_of(node, of_node + workspace_.pool().workers_of(int(node)))};
   matmul_of(table_, weights.format, task.rows)(&args);
-  const int64_t length = int64_t{weights.pairs} * kPairColumns, column = int64_t{task.first_pair} * kPairColumns;
+  const int64_t length = int64_t{layer_.gate_up_layout_.pairs} * kPairColumns;
+  const int64_t pair = slice.first_gate_up + task.first_pair, column = pair * kPairColumns;
   const float* bias = layer_.gate_up_bias_.empty() ? nullptr : layer_.gate_up_bias_.data() + id * length + column;
   for (int r = 0; r < task.rows; ++r) {
     float* y = scratch.tile + r * kTileStride;
@@ -157,7 +172,7 @@ void ExpertRun::gate_up(size_t index, WorkerScratch& scratch) {
                   column / 2 * bytes_of(hidden_type_);
     table_.activate_row(&layer_.shape_.activation, y, to, hidden_type_, layer_.shape_.down.format != Format::f32,
                         task.pairs);
-    if (task.first_pair + task.pairs == weights.pairs) clear_padding(task.first_row + r);
+    if (pair + task.pairs == layer_.gate_up_layout_.pairs) clear_padding(task.first_row + r);
   }
 }
 
@@ -167,51 +182,54 @@ void ExpertRun::clear_padding(int64_t row) {
   std::memset(const_cast<uint8_t*>(hidden_.data) + row * hidden_.stride + used, 0, size_t(hidden_.stride - used));
 }
 
-void ExpertRun::down(int64_t token_block, int64_t column_block, WorkerScratch& scratch) {
-  const int64_t first_token = token_block * grid_.tokens_each;
-  const int64_t tokens = std::min(grid_.tokens_each, call_.x.rows - first_token);
-  const int64_t first_pair = column_block * grid_.pairs_each;
-  const int64_t pairs = std::min(grid_.pairs_each, layer_.down_layout_.pairs - first_pair);
-  const int64_t columns = pairs * kPairColumns, first_column = first_pair * kPairColumns;
-  std::fill_n(scratch.sums, tokens * columns, 0.0f);
+void ExpertRun::down(int64_t index, WorkerScratch& scratch) {
+  const auto [node, task] = down_tasks_.at(index);
+  const NodeSlice& slice = layer_.slices_[node];
+  const int64_t across = column_blocks(slice), first_token = task / across * grid_.tokens_each;
+  const int64_t first_pair = task % across * grid_.pairs_each;
+  const DownBlock block{node, first_token, std::min(grid_.tokens_each, call_.x.rows - first_token), first_pair,
+                        std::min(grid_.pairs_each, slice.down_pairs - first_pair)};
+  const int64_t columns = block.pairs * kPairColumns, first_column = (slice.first_down + first_pair) * kPairColumns;
+  std::fill_n(scratch.sums, block.tokens * columns, 0.0f);
   const auto before = [](const RoutedRow& row, int64_t token) { return row.token < token; };
   for (size_t e = 0; e < plan_.experts.size(); ++e) {
     const RoutingPlan::Expert& expert = plan_.experts[e];
     const auto begin = plan_.rows.begin() + expert.first, end = begin + expert.count;
     const auto from = std::lower_bound(begin, end, first_token, before);
-    const auto to = std::lower_bound(from, end, first_token + tokens, before);
+    const auto to = std::lower_bound(from, end, first_token + block.tokens, before);
     const uint8_t* next = nullptr;
     if (e + 1 < plan_.experts.size())
-      next = layer_.down(plan_.experts[e + 1].id).panels + 2 * first_pair * layer_.down_layout_.panel_bytes;
-    down_expert(expert, layer_.down(expert.id), next, from - plan_.rows.begin(), to - plan_.rows.begin(), first_token,
-                first_pair, pairs, scratch);
+      next = layer_.down(plan_.experts[e + 1].id, node).panels + 2 * first_pair * layer_.down_layout_.panel_bytes;
+    down_expert(expert, block, next, from - plan_.rows.begin(), to - plan_.rows.begin(), scratch);
   }
   const int64_t length = std::min<int64_t>(columns, layer_.shape_.hidden - first_column);
-  for (int64_t t = 0; t < tokens; ++t) {
+  for (int64_t t = 0; t < block.tokens; ++t) {
     const int64_t offset = (first_token + t) * layer_.shape_.hidden + first_column;
     table_.store_row(scratch.sums + t * columns, static_cast<uint8_t*>(call_.out) + offset * bytes_of(call_.out_type),
                      call_.out_type, call_.add, length);
   }
 }
 
-void ExpertRun::down_expert(const RoutingPlan::Expert& expert, const WeightView& weights, const uint8_t* next_panel,
-                            int64_t first_row, int64_t last_row, int64_t first_token, int64_t first_pair, int64_t pairs,
-                            WorkerScratch& scratch) {
-  const int64_t columns = pairs * kPairColumns;
+void ExpertRun::down_expert(const RoutingPlan::Expert& expert, const DownBlock& block, const uint8_t* next_panel,
+                            int64_t first_row, int64_t last_row, WorkerScratch& scratch) {
+  const WeightView weights = layer_.down(expert.id, block.node);
+  const int64_t columns = block.pairs * kPairColumns;
   const float* bias = nullptr;
   if (!layer_.down_bias_.empty())
-    bias = layer_.down_bias_.data() + (expert.id * int64_t{weights.pairs} + first_pair) * kPairColumns;
+    bias = layer_.down_bias_.data() +
+           (expert.id * int64_t{layer_.down_layout_.pairs} + layer_.slices_[block.node].first_down + block.first_pair) *
+               kPairColumns;
   for (int64_t row = first_row; row < last_row; row += table_.blocking.rows_per_call) {
     const int64_t rows = std::min<int64_t>(table_.blocking.rows_per_call, last_row - row);
     for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = hidden_.row(row + r);
-    const MatmulArgs args{weights,   scratch.rows,    scratch.tile, kTileStride, scratch.matmul,
-                          int(rows), int(first_pair), int(pairs),   next_panel};
+    const MatmulArgs args{weights,   scratch.rows,          scratch.tile,     kTileStride, scratch.matmul,
+                          int(rows), int(block.first_pair), int(block.pairs), next_panel};
     matmul_of(table_, weights.format, rows)(&args);
     for (int64_t r = 0; r < rows; ++r) {
       const RoutedRow& routed = plan_.rows[size_t(row + r)];
       float* y = scratch.tile + r * kTileStride;
       if (bias) table_.add_row(y, bias, columns);
-      table_.add_scaled_row(scratch.sums + (routed.token - first_token) * columns, y, routed.weight, columns);
+      table_.add_scaled_row(scratch.sums + (routed.token - block.first_token) * columns, y, routed.weight, columns);
     }
   }
 }

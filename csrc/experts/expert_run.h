@@ -18,29 +18,35 @@ class ExpertRun {
 
  private:
   struct GateUpTask {
-    int32_t expert;           // index in the plan
-    int32_t first_row, rows;  // of the plan
-    int32_t first_pair, pairs;
+    int32_t expert;             // index in the plan
+    int32_t first_row, rows;    // of the plan
+    int32_t first_pair, pairs;  // of the node's
   };
   struct Grid {  // of phase 3
     int64_t tokens_each, token_blocks;
-    int64_t pairs_each, column_blocks;
+    int64_t pairs_each;
   };
 
   void list_gate_up_tasks();
+  void list_gate_up_tasks(int32_t expert, int64_t pairs, int64_t pairs_each);
   int64_t mean_rows() const;  // per expert that has any
   bool has_many_rows() const;
   Grid down_grid() const;
   Grid streaming_grid() const;
   Grid multiplying_grid() const;
   void prepare(int64_t task);
-  const uint8_t* panels_of(size_t task) const;
-  void gate_up(size_t task, WorkerScratch& scratch);
+  const uint8_t* panels_of(size_t node, int64_t task) const;
+  void gate_up(int64_t index, WorkerScratch& scratch);
   void clear_padding(int64_t row);
-  void down(int64_t token_block, int64_t column_block, WorkerScratch& scratch);
-  void down_expert(const RoutingPlan::Expert& expert, const WeightView& weights, const uint8_t* next_panel,
-                   int64_t first_row, int64_t last_row, int64_t first_token, int64_t first_pair, int64_t pairs,
-                   WorkerScratch& scratch);
+  int64_t column_blocks(const NodeSlice& slice) const;
+  void down(int64_t index, WorkerScratch& scratch);
+  struct DownBlock {  // a task of phase 3
+    size_t node;
+    int64_t first_token, tokens;
+    int64_t first_pair, pairs;  // of the node's
+  };
+  void down_expert(const RoutingPlan::Expert& expert, const DownBlock& block, const uint8_t* next_panel,
+                   int64_t first_row, int64_t last_row, WorkerScratch& scratch);
 
   ExpertLayer& layer_;
   const ExpertCall& call_;
@@ -50,8 +56,9 @@ class ExpertRun {
   DType hidden_type_;  // of prepared intermediate activations
   bool prepared_;      // call_.x needs no conversion
   PreparedRows x_;
-  PreparedRows hidden_;  // row i: intermediate activations of plan_.rows[i]
-  std::vector<GateUpTask> tasks_;
+  PreparedRows hidden_;            // row i: intermediate activations of plan_.rows[i]
+  std::vector<GateUpTask> tasks_;  // node after node
+  NodeTasks gate_up_tasks_, down_tasks_;
   Grid grid_;
 };
 

@@ -62,11 +62,25 @@ BatchView::BatchView(std::vector<int64_t> positions_, std::vector<int64_t> cache
   }
 }
 
-float DenseOps::read_memory(const void* data, int64_t bytes) const {
+namespace {
+// Each worker's part of a buffer: the same whenever it is written and read, so that it lies in its own node's memory.
+int64_t share_of(const Worker& worker, int64_t bytes) {
   constexpr int64_t kPage = 4096;
+  return bytes / worker.count / kPage * kPage;
+}
+}  // namespace
+
+void DenseOps::fill_memory(float* data, int64_t bytes, float value) const {
+  pool.run([&](const Worker& w) {
+    const int64_t share = share_of(w, bytes) / int64_t(sizeof(float));
+    std::fill_n(data + w.index * share, share, value);
+  });
+}
+
+float DenseOps::read_memory(const void* data, int64_t bytes) const {
   std::vector<float> sums(pool.size());
   pool.run([&](const Worker& w) {
-    const int64_t share = bytes / w.count / kPage * kPage;
+    const int64_t share = share_of(w, bytes);
     sums[w.index] = kernels.read_memory(static_cast<const char*>(data) + w.index * share, share);
   });
   return std::accumulate(sums.begin(), sums.end(), 0.0f);

@@ -80,6 +80,8 @@ struct DenseOps {
   // A ceiling of this machine: reads `bytes` (rounded down to 4 KiB per worker) once, shared out over all workers;
   // returns the sum of the bytes as floats so that the reads happen.
   float read_memory(const void* data, int64_t bytes) const;
+  // Writes it, each worker what it will read: so memory that was never touched comes from the worker's own node.
+  void fill_memory(float* data, int64_t bytes, float value) const;
 };
 
 }  // namespace tandem

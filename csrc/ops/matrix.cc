@@ -22,6 +22,14 @@ int64_t pairs_per_task(const WeightView& w, const Blocking& blocking, int64_t ro
   return std::min<int64_t>({by_bytes, by_share, blocking.pairs_per_call});
 }
 
+// `tasks` in order, in proportion to the nodes' workers.
+NodeTasks shared_out(const WorkerPool& pool, int64_t tasks) {
+  NodeTasks shares;
+  for (int node = 0; node < pool.nodes(); ++node)
+    shares.add(pool.first_of(node + 1, tasks) - pool.first_of(node, tasks));
+  return shares;
+}
+
 }  // namespace
 
 PackedMatrix::PackedMatrix(std::shared_ptr<Workspace> workspace, const MatrixSource& source, const float* bias,
@@ -32,13 +40,26 @@ PackedMatrix::PackedMatrix(std::shared_ptr<Workspace> workspace, const MatrixSou
   view_.panels = memory_.data();
   keep_bias(bias);
   uint8_t *const begin = memory_.data(), *const end = begin + memory_.bytes();
+  prefer_nodes();
+  const int64_t pages = HugeBuffer::touch_tasks(begin, end), panels = 2 * view_.pairs;
+  const NodeTasks touching = shared_out(workspace_->pool(), pages), packing = shared_out(workspace_->pool(), panels);
+  const auto pack = [&](int64_t panel, const Worker&) {
+    pack_panel(view_, source, panel * kPanelRows, begin + panel * view_.panel_bytes);
+  };
   workspace_->pool().run_phases({
-      {HugeBuffer::touch_tasks(begin, end), [&](int64_t i, const Worker&) { HugeBuffer::touch(begin, end, i); }},
-      {2 * view_.pairs,
-       [&](int64_t panel, const Worker&) {
-         pack_panel(view_, source, panel * kPanelRows, begin + panel * view_.panel_bytes);
-       }},
+      {pages, [&](int64_t i, const Worker&) { HugeBuffer::touch(begin, end, i); }, touching.of_node()},
+      {panels, pack, packing.of_node()},
   });
+}
+
+// A node's panels lie in its own memory, and its workers compute their columns.
+void PackedMatrix::prefer_nodes() {
+  const WorkerPool& pool = workspace_->pool();
+  const auto at = [&](int node) {
+    return memory_.data() + 2 * pool.first_of(node, view_.pairs) * int64_t{view_.panel_bytes};
+  };
+  for (int node = 0; pool.nodes() > 1 && node < pool.nodes(); ++node)
+    HugeBuffer::prefer_node(at(node), at(node + 1), pool.memory_node(node));
 }
 
 PackedMatrix::PackedMatrix(std::shared_ptr<Workspace> workspace, const WeightFormat& format, int64_t rows,
@@ -108,17 +129,24 @@ void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type) const 
   const int64_t rows_per_task = ceil_div(x.rows, ceil_div(x.rows, blocking.rows_per_call));
   const int64_t row_blocks = ceil_div(x.rows, rows_per_task);
   const int64_t pairs_each = pairs_per_task(view_, blocking, x.rows, workspace_->pool().size());
-  const int64_t column_blocks = ceil_div(view_.pairs, pairs_each);
+  WorkerPool& pool = workspace_->pool();
+  const auto first_pair = [&](size_t node) { return pool.first_of(int(node), view_.pairs); };
+  const auto column_blocks = [&](size_t node) { return ceil_div(first_pair(node + 1) - first_pair(node), pairs_each); };
+  NodeTasks tasks;
+  for (int node = 0; node < pool.nodes(); ++node) tasks.add(row_blocks * column_blocks(size_t(node)));
   const auto task = [&](int64_t index, int worker) {
-    const int64_t row = index / column_blocks * rows_per_task, pair = index % column_blocks * pairs_each;
+    const auto [node, i] = tasks.at(index);
+    const int64_t across = column_blocks(node), row = i / across * rows_per_task;
+    const int64_t pair = first_pair(node) + i % across * pairs_each;
     multiply_tile(prepared, {0, 1, 0, view_.columns}, row, std::min(rows_per_task, x.rows - row), pair,
-                  std::min<int64_t>(pairs_each, view_.pairs - pair), out, out_type, workspace_->scratch(worker));
+                  std::min<int64_t>(pairs_each, first_pair(node + 1) - pair), out, out_type,
+                  workspace_->scratch(worker));
   };
-  const int64_t tasks = row_blocks * column_blocks;
   if (packed_bytes(view_) * x.rows <= kSerialBytes) {
-    for (int64_t i = 0; i < tasks; ++i) task(i, 0);
+    for (int64_t i = 0; i < tasks.count(); ++i) task(i, 0);
   } else {
-    workspace_->pool().for_each(tasks, [&](int64_t i, const Worker& worker) { task(i, worker.index); });
+    const auto body = [&](int64_t i, const Worker& worker) { task(i, worker.index); };
+    pool.run_phases({{tasks.count(), body, tasks.of_node()}});
   }
 }
 
@@ -133,13 +161,15 @@ void PackedMatrix::multiply_heads(const RowsView& x, int64_t heads, void* out, D
   const int64_t row_blocks = ceil_div(tokens, rows_per_task);
   const int64_t pairs_each = std::min(head_pairs, pairs_per_task(view_, blocking, tokens, workspace_->pool().size()));
   const int64_t column_blocks = ceil_div(head_pairs, pairs_each);
-  workspace_->pool().for_each(heads * row_blocks * column_blocks, [&](int64_t index, const Worker& worker) {
+  const auto body = [&](int64_t index, const Worker& worker) {
     const int64_t head = index / (row_blocks * column_blocks), rest = index % (row_blocks * column_blocks);
     const int64_t row = rest / column_blocks * rows_per_task, pair = rest % column_blocks * pairs_each;
     multiply_tile(prepared, {head, heads, head * columns, columns}, row, std::min(rows_per_task, tokens - row),
                   head * head_pairs + pair, std::min(pairs_each, head_pairs - pair), out, out_type,
                   workspace_->scratch(worker.index));
-  });
+  };
+  const int64_t tasks = heads * row_blocks * column_blocks;  // head after head, as their weights lie
+  workspace_->pool().run_phases({{tasks, body, shared_out(workspace_->pool(), tasks).of_node()}});
 }
 
 }  // namespace tandem

@@ -39,6 +39,7 @@ class PackedMatrix {
 
  private:
   void keep_bias(const float* bias);
+  void prefer_nodes();
   void prepare(const RowsView& x, PreparedRows* rows) const;
   // Which rows of x a stretch of columns is multiplied with: row r is row first + r * step of x and of the result,
   // whose rows have `columns` columns; the stretch begins at `first_column` of the matrix.

@@ -1,6 +1,9 @@
 #include "runtime/memory.h"
 
+#include <linux/mempolicy.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <new>
@@ -37,6 +40,17 @@ void HugeBuffer::touch(uint8_t* begin, uint8_t* end, int64_t task) {
   uint8_t* from = std::max(begin, reinterpret_cast<uint8_t*>(first * kHugePage));
   uint8_t* const to = std::min(end, reinterpret_cast<uint8_t*>((first + 1) * kHugePage));
   for (; from < to; from += kSmallPage) *static_cast<volatile uint8_t*>(from) = 0;
+}
+
+void HugeBuffer::prefer_node(uint8_t* begin, uint8_t* end, int node) {
+  constexpr uintptr_t kSmallPage = 4096;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kSmallPage - 1) & ~(kSmallPage - 1);
+  const uintptr_t last = reinterpret_cast<uintptr_t>(end) & ~(kSmallPage - 1);
+  if (first >= last || node < 0 || node >= 64) return;
+  const unsigned long nodes = 1ul << node;
+  // The kernel reads one bit less than it is told. What it answers does not matter: without the policy, pages come
+  // from the node of whoever touches them first, and that is one of the node's workers.
+  syscall(SYS_mbind, first, last - first, MPOL_PREFERRED, &nodes, sizeof nodes * 8 + 1, 0);
 }
 
 HugeBuffer::~HugeBuffer() {

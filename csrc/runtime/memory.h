@@ -20,6 +20,10 @@ class HugeBuffer {
   static int64_t touch_tasks(const uint8_t* begin, const uint8_t* end);
   static void touch(uint8_t* begin, uint8_t* end, int64_t task);
 
+  // Asks for the pages that lie in [begin, end) to come from a memory node (as the system numbers it) when they are
+  // first touched. A wish: a node without room, or a system that refuses, gives other memory.
+  static void prefer_node(uint8_t* begin, uint8_t* end, int node);
+
   uint8_t* data() const { return data_; }
   size_t bytes() const { return bytes_; }
 

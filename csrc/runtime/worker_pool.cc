@@ -12,6 +12,7 @@
 #include <climits>
 #include <exception>
 #include <mutex>
+#include <numeric>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -111,26 +112,33 @@ void pin(std::thread& thread, int worker, int cpu) {
                                 ": this process may not use it (see taskset -pc, cpuset)");
 }
 
+// Of each worker, counted from 0. `memory_nodes` is sorted.
+std::vector<int> node_indices(const std::vector<int>& memory_nodes, size_t workers) {
+  std::vector<int> indices(workers, 0);
+  if (memory_nodes.empty()) return indices;
+  if (memory_nodes.size() != workers) throw std::invalid_argument("memory_nodes needs an entry for each worker");
+  for (size_t i = 1; i < workers; ++i) {
+    if (memory_nodes[i] < memory_nodes[i - 1]) throw std::invalid_argument("workers must be sorted by memory node");
+    indices[i] = indices[i - 1] + (memory_nodes[i] > memory_nodes[i - 1]);
+  }
+  if (indices.back() >= kMaxNodes)
+    throw std::invalid_argument("at most " + std::to_string(kMaxNodes) + " memory nodes can be used");
+  return indices;
+}
+
 }  // namespace
 
-constexpr size_t kMaxPhases = 15;
-
-// The tasks of a region that nobody has taken yet, in one word, so that one compare-and-swap takes a task of exactly
-// this phase of exactly this region: [28 bits region][4 bits phase][32 bits remaining].
-struct Ticket {
-  uint64_t word;
-  uint32_t remaining() const { return static_cast<uint32_t>(word); }
-  int phase() const { return static_cast<int>(word >> 32 & 0xf); }
-  Ticket next_phase(int phase, int64_t tasks) const {
-    return {(word >> 36 << 36) | static_cast<uint64_t>(phase) << 32 | static_cast<uint64_t>(tasks)};
-  }
-  Ticket next_region() const { return {((word >> 36) + 1) << 36}; }
-};
-
 struct WorkerPool::State {
-  State(int workers, std::chrono::microseconds spin_time, bool yield)
-      : count(workers), spin(spin_time), yields(yield), generation(fork_generation.load()) {}
+  State(std::vector<int> node_of_worker, std::chrono::microseconds spin_time, bool yield)
+      : nodes(std::move(node_of_worker)),
+        count(static_cast<int>(nodes.size())),
+        spin(spin_time),
+        yields(yield),
+        generation(fork_generation.load()),
+        queues(nodes.back() + 1) {}
 
+  const std::vector<int> nodes;   // of each worker
+  std::vector<int> memory_nodes;  // of each node
   const int count;
   const std::chrono::microseconds spin;
   const bool yields;
@@ -145,7 +153,7 @@ struct WorkerPool::State {
   std::exception_ptr error;  // the first
 
   // A region of phases.
-  alignas(64) std::atomic<uint64_t> ticket{0};
+  TaskQueues queues;
   alignas(64) std::atomic<int64_t> unfinished{0};  // tasks of the current phase that are not done
   std::atomic<bool> phases_done{true};
   const Phase* phases = nullptr;  // read only by who holds a task, which keeps the region alive
@@ -159,6 +167,8 @@ struct WorkerPool::State {
   Signal barrier;
 
   ReadAhead read_ahead;
+
+  Worker worker(int index, WorkerPool* pool) const { return {index, count, nodes[static_cast<size_t>(index)], pool}; }
 
   void wait_for_work(uint32_t seen) {
     work.wait_past(seen, spin, yields, [this] { return read_ahead.fetch(); });
@@ -203,13 +213,10 @@ struct WorkerPool::State {
 
   // Takes and does one task; false if there is none to take now.
   bool help(const Worker& worker) {
-    Ticket t{ticket.load(std::memory_order_acquire)};
-    do {
-      if (t.remaining() == 0) return false;
-    } while (!ticket.compare_exchange_weak(t.word, t.word - 1, std::memory_order_acq_rel, std::memory_order_acquire));
-    const Phase& phase = phases[t.phase()];
-    if (!failed.load(std::memory_order_relaxed)) guarded([&] { phase.body(phase.tasks - t.remaining(), worker); });
-    if (unfinished.fetch_sub(1, std::memory_order_acq_rel) == 1) begin_phase(t.phase() + 1);
+    const TaskQueues::Task task = queues.take(worker.node);
+    if (task.phase < 0) return false;
+    if (!failed.load(std::memory_order_relaxed)) guarded([&] { phases[task.phase].body(task.index, worker); });
+    if (unfinished.fetch_sub(1, std::memory_order_acq_rel) == 1) begin_phase(task.phase + 1);
     return true;
   }
 
@@ -220,8 +227,7 @@ struct WorkerPool::State {
       phases_done.store(true, std::memory_order_release);
     } else {
       unfinished.store(phases[phase].tasks, std::memory_order_relaxed);
-      const Ticket current{ticket.load(std::memory_order_relaxed)};
-      ticket.store(current.next_phase(phase, phases[phase].tasks).word, std::memory_order_release);
+      queues.begin_phase(phase, phases[phase].tasks, phases[phase].of_node);
     }
     work.raise();
   }
@@ -232,7 +238,7 @@ struct WorkerPool::State {
     phases = all;
     phase_count = phases_in_all;
     phases_done.store(false, std::memory_order_relaxed);
-    ticket.store(Ticket{ticket.load(std::memory_order_relaxed)}.next_region().word, std::memory_order_relaxed);
+    queues.begin_region();
     begin_phase(0);
     for (;;) {
       const uint32_t seen = work.load();
@@ -288,18 +294,22 @@ struct WorkerPool::State {
   }
 };
 
-WorkerPool::WorkerPool(std::vector<int> cpus, int spin_us) {
+WorkerPool::WorkerPool(std::vector<int> cpus, int spin_us, std::vector<int> memory_nodes) {
   if (cpus.empty()) throw std::invalid_argument("a WorkerPool needs at least one worker");
   if (spin_us < 0) throw std::invalid_argument("spin_us must be 0 or more");
   count_forks();
   const int count = static_cast<int>(cpus.size());
-  state_ = std::make_unique<State>(count, std::chrono::microseconds(spin_us), more_workers_than_cpus(cpus));
+  state_ = std::make_unique<State>(node_indices(memory_nodes, cpus.size()), std::chrono::microseconds(spin_us),
+                                   more_workers_than_cpus(cpus));
+  state_->memory_nodes = std::move(memory_nodes);
+  auto& distinct = state_->memory_nodes;
+  distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
   sigset_t all, before;  // signals are the application's business, so they go to its own threads
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
     for (int i = 1; i < count; ++i) {
-      state_->threads.emplace_back([state = state_.get(), worker = Worker{i, count, this}] { state->serve(worker); });
+      state_->threads.emplace_back([state = state_.get(), worker = state_->worker(i, this)] { state->serve(worker); });
       pthread_setname_np(state_->threads.back().native_handle(), ("tandem-" + std::to_string(i)).c_str());
       pin(state_->threads.back(), i, cpus[i]);
     }
@@ -322,19 +332,37 @@ WorkerPool::~WorkerPool() {
 
 int WorkerPool::size() const { return state_->count; }
 
+int WorkerPool::nodes() const { return state_->nodes.back() + 1; }
+
+int WorkerPool::workers_of(int node) const {
+  return static_cast<int>(std::count(state_->nodes.begin(), state_->nodes.end(), node));
+}
+
+int64_t WorkerPool::first_of(int node, int64_t count) const {
+  const auto before = std::lower_bound(state_->nodes.begin(), state_->nodes.end(), node) - state_->nodes.begin();
+  return count * before / state_->count;
+}
+
+int WorkerPool::memory_node(int node) const {
+  return state_->memory_nodes.empty() ? 0 : state_->memory_nodes[static_cast<size_t>(node)];
+}
+
 void WorkerPool::run(FunctionRef<void(const Worker&)> body) {
   state_->check_caller();
   std::lock_guard lock(state_->region);
-  state_->do_full_region(body, Worker{0, size(), this});
+  state_->do_full_region(body, state_->worker(0, this));
 }
 
 void WorkerPool::run_phases(std::initializer_list<Phase> phases) {
   state_->check_caller();
-  if (phases.size() > kMaxPhases) throw std::invalid_argument("a region has at most 15 phases");
-  for (const Phase& phase : phases)
+  if (phases.size() > TaskQueues::kMaxPhases) throw std::invalid_argument("a region has at most 15 phases");
+  for (const Phase& phase : phases) {
     if (phase.tasks > UINT32_MAX) throw std::invalid_argument("a phase has at most 2^32 - 1 tasks");
+    if (phase.of_node && std::accumulate(phase.of_node, phase.of_node + nodes(), int64_t{0}) != phase.tasks)
+      throw std::invalid_argument("the nodes' tasks are not all of the phase's");
+  }
   std::lock_guard lock(state_->region);
-  state_->do_phases(phases.begin(), static_cast<int>(phases.size()), Worker{0, size(), this});
+  state_->do_phases(phases.begin(), static_cast<int>(phases.size()), state_->worker(0, this));
 }
 
 void WorkerPool::for_each(int64_t tasks, TaskBody body) { run_phases({{tasks, body}}); }

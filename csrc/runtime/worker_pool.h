@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "runtime/read_ahead.h"
+#include "runtime/task_queues.h"
 
 namespace tandem {
 
@@ -36,6 +37,7 @@ class WorkerPool;
 struct Worker {
   int index;  // 0 .. count-1; 0 is the calling thread
   int count;
+  int node;  // 0 .. pool->nodes()-1
   WorkerPool* pool;
 
   // Waits for all workers. Throws on every worker when one of them has thrown, so nobody waits for ever.
@@ -46,12 +48,19 @@ class WorkerPool {
  public:
   // One worker per entry of `cpus`; entry i is the logical CPU worker i is pinned to, -1 = not pinned. The calling
   // thread (worker 0) is never pinned by the pool. `spin_us`: how long an idle worker polls before it sleeps.
-  explicit WorkerPool(std::vector<int> cpus, int spin_us = 200);
+  // memory_nodes[i]: the memory node of worker i, as the system numbers it, ascending; empty: all have the same.
+  explicit WorkerPool(std::vector<int> cpus, int spin_us = 200, std::vector<int> memory_nodes = {});
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
   int size() const;
+  int nodes() const;               // distinct memory nodes of its workers, at most kMaxNodes
+  int workers_of(int node) const;  // `node` counts from 0
+  // The first of `count` things that a node gets when they are divided in proportion to workers; of node nodes():
+  // count.
+  int64_t first_of(int node, int64_t count) const;
+  int memory_node(int node) const;  // as the system numbers it
 
   // Runs body once on every worker and returns when all are done; rethrows the first exception. Regions of several
   // calling threads queue up behind each other. A region inside a region is an error (std::logic_error).
@@ -61,6 +70,8 @@ class WorkerPool {
   struct Phase {
     int64_t tasks;  // below 2^32
     TaskBody body;
+    const int64_t* of_node = nullptr;  // how many of them are each node's, in the order of their indices: its workers
+                                       // do those first, and others' only then. Null: they are nobody's
   };
 
   // One region of phases: body(i) of a phase for i in [0, tasks), each exactly once, by whoever is free; a phase begins

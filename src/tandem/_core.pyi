@@ -16,8 +16,16 @@ class WorkerPool:
     One pinned worker per entry of cpus (-1: not pinned); the caller is worker 0.
     """
 
-    def __init__(self, cpus: Sequence[int], spin_us: int = 200) -> None: ...
+    def __init__(self, cpus: Sequence[int], spin_us: int = 200, memory_nodes: Sequence[int] = []) -> None:
+        """
+        memory_nodes: of each worker, ascending; weights are divided among them. Empty: there is one.
+        """
+
     def __len__(self) -> int: ...
+    @property
+    def nodes(self) -> int:
+        """How many memory nodes its workers belong to."""
+
     def start_latency(self, repeats: int) -> float:
         """Seconds an empty parallel region takes, mean over repeats."""
 
@@ -139,6 +147,9 @@ class DenseOps:
         seen: object | None = None,
         chosen: object | None = None,
     ) -> None: ...
+    def fill_memory(self, data: object, value: float) -> None:
+        """What read_memory is to read."""
+
     def read_memory(self, data: object) -> float:
         """Reads once with all workers; returns a checksum."""
 
@@ -242,8 +253,8 @@ class ExpertLayer:
         """
 
     def forward(self, x: object, ids: object, weights: object, out: object, add: bool) -> None: ...
-    def bytes(self, first: int, count: int) -> ByteRange:
-        """Of the experts [first, first + count)."""
+    def bytes(self, first: int, count: int) -> list[ByteRange]:
+        """Of the experts [first, first + count), for each memory node."""
 
     def read_next(self, upcoming: Sequence[ByteRange]) -> None:
         """Weights that are read after this layer: idle workers fetch them."""

@@ -102,6 +102,52 @@ void a_throwing_task_ends_the_region(WorkerPool& pool) {
   CHECK(later == 0);
 }
 
+// Tasks of nodes are done once each whoever does them, phase after phase; a worker begins with its own node's.
+void nodes_have_their_own_tasks() {
+  WorkerPool pool({-1, -1, -1, -1}, 50, {0, 0, 2, 5});
+  CHECK(pool.nodes() == 3 && pool.workers_of(0) == 2 && pool.workers_of(2) == 1);
+  CHECK(pool.first_of(1, 10) == 5 && pool.first_of(2, 10) == 7 && pool.first_of(3, 10) == 10);
+  CHECK(pool.memory_node(1) == 2 && pool.memory_node(2) == 5);
+  for (int repeat = 0; repeat < 300; ++repeat) {
+    const int64_t counts[] = {repeat % 5, 20, repeat % 2}, none[] = {0, 0, 3};
+    const int64_t tasks = counts[0] + counts[1] + counts[2];
+    std::vector<int> hits(tasks, 0);
+    int later = 0;
+    pool.run_phases({
+        {tasks, [&](int64_t i, const Worker&) { ++hits[i]; }, counts},
+        {3,
+         [&](int64_t i, const Worker&) {
+           if (i == 1) later = std::accumulate(hits.begin(), hits.end(), 0);
+         },
+         none},
+    });
+    for (int n : hits) CHECK(n == 1);
+    CHECK(later == tasks);
+  }
+  WorkerPool caller({-1}, 50, {3});
+  CHECK(caller.nodes() == 1 && caller.memory_node(0) == 3);
+  const int64_t wrong[] = {1};
+  CHECK(message_of<std::invalid_argument>([&] { caller.run_phases({{2, [](int64_t, const Worker&) {}, wrong}}); }) ==
+        "the nodes' tasks are not all of the phase's");
+  CHECK(message_of<std::invalid_argument>([] { WorkerPool({-1, -1}, 0, {1, 0}); }) ==
+        "workers must be sorted by memory node");
+  CHECK(message_of<std::invalid_argument>([] { WorkerPool({-1, -1}, 0, {1}); }) ==
+        "memory_nodes needs an entry for each worker");
+}
+
+// Which queue a worker looks at first, without threads.
+void own_tasks_come_first() {
+  tandem::TaskQueues queues(3);
+  const int64_t counts[] = {2, 1, 1};
+  queues.begin_region();
+  queues.begin_phase(4, 4, counts);
+  const auto taken = [&](int node) {
+    const auto task = queues.take(node);
+    return task.phase < 0 ? -1 : 10 * task.phase + static_cast<int>(task.index);
+  };
+  CHECK(taken(1) == 42 && taken(1) == 43 && taken(1) == 40 && taken(2) == 41 && taken(0) == -1);
+}
+
 // A worker that is kept busy elsewhere holds up nobody: here, inside a task of this very region's first phase, the
 // caller and the others finish everything else first.
 void tasks_wait_for_no_worker(WorkerPool& pool) {
@@ -219,6 +265,8 @@ void announced_memory_is_fetched(WorkerPool& pool) {
 
 int main() {
   bad_arguments_are_refused();
+  own_tasks_come_first();
+  nodes_have_their_own_tasks();
   // More threads than cores, one core shared by all, no spinning at all: every way of waiting.
   const std::vector<std::vector<int>> shapes = {{-1}, {-1, -1}, {0, 0, 0}, {-1, -1, -1, -1, -1, -1, -1}};
   for (const auto& cpus : shapes)

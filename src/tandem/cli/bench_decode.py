@@ -14,7 +14,6 @@ from time import perf_counter
 from rich.console import Console
 from rich.table import Table
 
-from tandem import _core
 from tandem.cli.bench_kernels import commit
 from tandem.cli.bench_peers import check_installed, llama_cpp_rate, transformers_rate
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan
@@ -24,6 +23,7 @@ from tandem.engine.loader import load_parts, model_directory
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import ConfigError
 from tandem.kernels.ceilings import measure_read_gbps
+from tandem.kernels.workers import planned_pool
 
 PROMPT_TOKENS = 32
 WARM_STEPS = 4  # before each timed run
@@ -110,7 +110,7 @@ def _own_rows(request: Request, fmt: str) -> Iterator[Row]:
 
 def _read_gbps(plan: Plan) -> float:
     """On a pool of its own: the engine's spins between steps, not between benchmarks."""
-    return measure_read_gbps(_core.WorkerPool(list(plan.cpus)), plan.tier)
+    return measure_read_gbps(planned_pool(plan), plan.tier)
 
 
 def decode_rate(engine: Engine, vocab: int, batch: int, request: Request) -> tuple[float, float]:

@@ -34,6 +34,7 @@ from tandem.errors import ConfigError
 from tandem.kernels.ceilings import measure_read_gbps
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
+from tandem.kernels.workers import planned_pool
 from tandem.models import ForwardBatch
 
 WARM_STEPS = 5
@@ -147,7 +148,7 @@ def build(request: Request, fmt: str, share: float, empty: bool = False) -> Buil
         device="cuda",
     )  # fmt: skip
     plan = resolve(asked, config, Machine.detect())
-    workers = _core.WorkerPool(list(plan.cpus))
+    workers = planned_pool(plan)
     side = gpu_side(plan, config, CpuOps(workers, plan.tier))
     store = SyntheticStore(side.store, side.handoff, empty)
     model = models.build(config, plan, SyntheticCheckpoint(), side.ops, None, store)  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ from tandem.cli.bench_plot import draw_roofline
 from tandem.config.machine import Machine
 from tandem.errors import ConfigError
 from tandem.kernels.ceilings import Roofs, last_level_cache_bytes
+from tandem.kernels.workers import machine_pool
 
 CEILING_SECONDS = 0.5  # of measuring per ceiling, before the rows and again after them
 MEMORY_SHARE = 0.25  # of the available memory that one set of layers may take
@@ -94,7 +95,7 @@ def pools_of(machine: Machine, threads: int | None) -> list[_core.WorkerPool]:
     if count > len(machine.cores):
         raise ConfigError(f"--threads {count}: this process may use {len(machine.cores)} physical cores")
     counts = sorted({1, max(1, count // 2), count})
-    return [_core.WorkerPool(list(machine.pinned(machine.spread(n, machine.nodes)))) for n in counts]
+    return [machine_pool(machine, n) for n in counts]
 
 
 def one_of(flag: str, values: list[str], known: tuple[str, ...]) -> tuple[str, ...]:

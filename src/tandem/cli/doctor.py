@@ -114,15 +114,15 @@ def measured(machine: Machine) -> Iterator[Finding]:
     """Measured now, with one thread on each core that this process may use."""
     if not kernels_are_built():
         return
-    from tandem import _core
     from tandem.kernels.ceilings import measure_ceilings
+    from tandem.kernels.workers import machine_pool
 
-    cores = machine.spread(machine.max_threads, machine.nodes)
-    ceilings = measure_ceilings(_core.WorkerPool(list(machine.pinned(cores))), machine.tiers[-1])
+    pool = machine_pool(machine, machine.max_threads)
+    ceilings = measure_ceilings(pool, machine.tiers[-1])
     fix = "decoding is bound by it: fill all memory channels, and end other programs"
     low = ceilings.read_gbps < LOW_BANDWIDTH
     yield Finding(
-        "memory speed", f"{ceilings.read_gbps:.1f} GB/s read, {len(cores)} threads", fix if low else ""
+        "memory speed", f"{ceilings.read_gbps:.1f} GB/s read, {len(pool)} threads", fix if low else ""
     )
     yield Finding("compute", f"{ceilings.flops / 1e9:.0f} GFLOP/s in bf16 with {machine.tiers[-1]}")
 

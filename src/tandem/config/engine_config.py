@@ -138,9 +138,8 @@ class EngineConfig:
         None, "CPU worker threads; default: physical cores available.", group=CPU, minimum=1, essential=True
     )
     kt_threadpool_count: int | None = flag(
-        None, "Worker pools.", group=CPU, minimum=1, later="Use 1: one pool serves all NUMA nodes.",
-        neutral=[1], idle="there is one pool",
-    )  # fmt: skip
+        None, "Parts to divide weights into; default: one per NUMA node used.", group=CPU, minimum=1
+    )
     kt_numa_nodes: tuple[int, ...] | None = flag(
         None, "NUMA nodes whose cores are used; default: all.", group=CPU, minimum=0
     )

@@ -14,10 +14,11 @@ from tandem.config.gpu_plan import (
     size_gpu,
     usable_gpu,
 )
-from tandem.config.machine import Gpu, Machine, cpu_list_text
+from tandem.config.machine import Gpu, Machine
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, size_memory
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
+from tandem.config.threads import plan_threads
 from tandem.errors import ConfigError
 
 DEFAULT_RUNNING_REQUESTS = 64  # decoded together; more would only slow each other down on a CPU
@@ -62,6 +63,7 @@ class Plan:
     dense_codes: bool = (
         False  # dense matrices that are stored as codes are computed from them, not from numbers
     )
+    memory_nodes: tuple[int, ...] = ()  # the NUMA node of each pool thread; (): weights are not divided
     decisions: tuple[Decision, ...] = field(default=())
     notices: tuple[str, ...] = field(default=())  # flags and keys that change nothing; start-up prints them
     gpu: GpuPlan | None = None  # None: everything runs on the CPU
@@ -80,7 +82,8 @@ def resolve(
     dense_codes = gpu is None and _dense_codes(dtype, stored, log)
     expert_format = _expert_format(config, dtype, stored, log if model.moe.layers else [])
     tier = _tier(config, machine, log)
-    cpus = _cpus(config, machine, log)
+    threads = plan_threads(config, machine)
+    log.append(Decision("threads", str(len(threads.cpus)), threads.reason))
     running = _running(config, log)
     request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored)
     gpu_plan = None
@@ -93,7 +96,8 @@ def resolve(
         dtype=dtype,
         expert_format=expert_format,
         tier=tier,
-        cpus=cpus,
+        cpus=threads.cpus,
+        memory_nodes=threads.memory_nodes,
         context_length=memory.context_length,
         page_size=config.page_size,
         num_pages=num_pages,
@@ -239,40 +243,6 @@ def _tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> str:
         raise ConfigError(f"--kernel-tier {tier}: this CPU cannot run it; it can: {', '.join(usable)}")
     log.append(Decision("kernel tier", tier, reason + (AMX_ROUNDING if tier == "amx" else "")))
     return tier
-
-
-def _cpus(config: EngineConfig, machine: Machine, log: list[Decision]) -> tuple[int, ...]:
-    nodes = _nodes(config, machine)
-    usable = machine.spread(len(machine.cores), nodes)
-    limit = min(machine.max_threads, len(usable))
-    asked = config.kt_cpuinfer
-    count = limit if asked is None else min(asked, limit)
-    cpus = machine.pinned(machine.spread(count, nodes))
-    log.append(Decision("threads", str(count), _thread_reason(machine, asked, limit, cpus)))
-    return cpus
-
-
-def _nodes(config: EngineConfig, machine: Machine) -> tuple[int, ...]:
-    if config.kt_numa_nodes is None:
-        return machine.nodes
-    missing = set(config.kt_numa_nodes) - set(machine.nodes)
-    if missing:
-        here = ", ".join(map(str, machine.nodes))
-        raise ConfigError(
-            f"--kt-numa-nodes: node {min(missing)} has no core this process may use; these have: {here}"
-        )
-    return tuple(sorted(set(config.kt_numa_nodes)))
-
-
-def _thread_reason(machine: Machine, asked: int | None, limit: int, cpus: tuple[int, ...]) -> str:
-    room = f"{limit} physical cores may be used"
-    if machine.cpu_quota is not None and machine.max_threads < len(machine.cores):
-        room = f"the control group's quota is {machine.cpu_quota:g} CPUs"
-    pinned = "not pinned" if -1 in cpus else f"pinned to CPUs {cpu_list_text(cpus)}"
-    if asked is None:
-        return f"{room}; {pinned}"
-    more = f"--kt-cpuinfer {asked}" + (f", but {room}" if asked > limit else "")
-    return f"{more}; {pinned}"
 
 
 def _running(config: EngineConfig, log: list[Decision]) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tandem import models
-from tandem._core import LAYOUT_VERSION, WorkerPool
+from tandem._core import LAYOUT_VERSION
 from tandem.checkpoint import Checkpoint, demo_dir, load_model_config, open_checkpoint, resolve_model
 from tandem.checkpoint.demo import build_demo
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
@@ -19,6 +19,7 @@ from tandem.engine.tokenizer import Tokenizer
 from tandem.experts.usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.packed_cache import PackedCache
+from tandem.kernels.workers import planned_pool
 
 
 def load_parts(
@@ -39,7 +40,7 @@ def load_parts(
     if planned is not None:
         planned(plan)
     tokenizer = Tokenizer.load(directory)
-    workers = WorkerPool(list(plan.cpus))
+    workers = planned_pool(plan)
     ops = CpuOps(workers, plan.tier)
     if plan.gpu is None:
         kept = packed_cache(config, plan, model_config, checkpoint, ops)
@@ -85,7 +86,7 @@ def packed_cache(
     directory = checkpoint.path.resolve()
     made_from = (
         checkpoint.identity(), repr(model), plan.dtype, plan.expert_format, plan.dense_codes,
-        plan.fuse_shared_experts, LAYOUT_VERSION,
+        plan.fuse_shared_experts, plan.memory_nodes, LAYOUT_VERSION,
     )  # fmt: skip
     key = hashlib.sha256(repr(made_from).encode()).hexdigest()
     place = hashlib.sha256(str(directory).encode()).hexdigest()[:8]

@@ -64,8 +64,9 @@ def measure_read_gbps(
 ) -> float:
     """GB/s of reading a buffer of four times the last-level cache (so that none of it is still cached)."""
     size = buffer_bytes or 4 * last_level_cache_bytes()
-    data = torch.full((size // 4,), 1.0)  # written, or every page would be the same page of zeros
+    data = torch.empty(size // 4)
     dense = _core.DenseOps(pool, tier)
+    dense.fill_memory(data, 1.0)  # or every page would be the same page of zeros; by those who read it
     return size / min(repeat_seconds(lambda: dense.read_memory(data), min_seconds)) / 1e9
 
 

@@ -67,7 +67,7 @@ class CpuOps:
         packed = [_packed(read) for read in reads]
         limit = AHEAD_BYTES_PER_WORKER * len(self.pool)
         for i, (weights, _) in enumerate(packed):
-            weights.read_next(_ahead([sure for _, sure in packed[i + 1 :]], limit))
+            weights.read_next(_ahead([sure for _, ranges in packed[i + 1 :] for sure in ranges], limit))
 
     def record(self, step: Step, x: Tensor, batch: BatchLayout) -> tuple[Tensor, Recorded | None]:
         own, recording = x.clone(), _core.Recording()
@@ -159,10 +159,10 @@ class CpuOps:
         return self._view
 
 
-def _packed(read: SureRead) -> tuple[PackedMatrix | PackedExperts, _core.ByteRange]:
+def _packed(read: SureRead) -> tuple[PackedMatrix | PackedExperts, list[_core.ByteRange]]:
     weights = read.weights
     if isinstance(weights, PackedMatrix):
-        return weights, weights.bytes
+        return weights, [weights.bytes]
     assert isinstance(weights, PackedExperts), "weights of another Ops"
     return weights, weights.bytes(weights.num_experts - read.experts, read.experts)
 

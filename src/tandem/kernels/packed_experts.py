@@ -121,8 +121,8 @@ class PackedExperts:
         self._forward(x, ids, weights, out, add)
         return out
 
-    def bytes(self, first: int, count: int) -> _core.ByteRange:
-        """Where the experts [first, first + count) lie."""
+    def bytes(self, first: int, count: int) -> list[_core.ByteRange]:
+        """Where the experts [first, first + count) lie, for each memory node."""
         return self._core.bytes(first, count)
 
     def read_next(self, upcoming: list[_core.ByteRange]) -> None:
@@ -184,7 +184,7 @@ class PackedExperts:
 
     @property
     def packed_bytes(self) -> int:
-        return self.bytes_per_expert * self.num_experts
+        return len(self.parts()[0])
 
     def parts(self) -> tuple[memoryview, ...]:
         """Panels of all experts and both biases as they lie in memory; valid as long as this object."""

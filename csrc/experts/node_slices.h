@@ -1,0 +1,29 @@
+// How a layer's experts are divided among the memory nodes of a host: each node holds some of every expert's columns of
+// gate and up, and some of down's output columns, and its workers compute those. So all nodes read their own memory at
+// the same time, whichever experts a token needs; only activations cross, and every sum is made by one worker as on one
+// node: results have the same bits for any number of nodes.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "abi/weight_view.h"
+#include "runtime/worker_pool.h"
+
+namespace tandem {
+
+struct NodeSlice {
+  int64_t first_gate_up, gate_up_pairs;  // pairs of panels
+  int64_t first_down, down_pairs;
+  int64_t offset;        // of its first expert, from where the layer's memory begins: a multiple of a huge page
+  int64_t expert_bytes;  // of one expert here: panels of gate_up, then of down
+};
+
+// Columns are divided in proportion to the nodes' workers. With one node, experts lie one after the other, whole.
+std::vector<NodeSlice> cut_by_node(const WeightView& gate_up, const WeightView& down, int experts,
+                                   const WorkerPool& pool);
+
+// Of the memory that slices describe.
+int64_t bytes_of(const std::vector<NodeSlice>& slices, int experts);
+
+}  // namespace tandem

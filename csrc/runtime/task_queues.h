@@ -1,0 +1,97 @@
+// The tasks of a region's phase by memory node: which node each is for, and those that nobody has taken yet.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <numeric>
+
+namespace tandem {
+
+constexpr int kMaxNodes = 16;
+
+// A phase's tasks, listed node after node.
+class NodeTasks {
+ public:
+  void add(int64_t tasks) { of_node_[size_t(nodes_++)] = tasks; }
+  int64_t count() const { return std::accumulate(of_node_.begin(), of_node_.end(), int64_t{0}); }
+  const int64_t* of_node() const { return of_node_.data(); }
+
+  struct Place {
+    size_t node;
+    int64_t task;  // of the node's
+  };
+  Place at(int64_t index) const {
+    size_t node = 0;
+    for (; index >= of_node_[node]; ++node) index -= of_node_[node];
+    return {node, index};
+  }
+
+ private:
+  std::array<int64_t, kMaxNodes> of_node_{};
+  int nodes_ = 0;
+};
+
+// What nobody has taken yet: a queue per node, each one atomic word.
+class TaskQueues {
+ public:
+  static constexpr int kMaxPhases = 15;
+
+  struct Task {
+    int phase = -1;  // -1: there is none to take now
+    int64_t index = 0;
+  };
+
+  explicit TaskQueues(int nodes) : nodes_(nodes) {}
+
+  // By the region's owner, when all tasks are done. Whoever still looks at a queue takes nothing of the new region
+  // unless it sees the new ticket.
+  void begin_region() {
+    for (int n = 0; n < nodes_; ++n) {
+      std::atomic<uint64_t>& ticket = queues_[size_t(n)].ticket;
+      ticket.store(((ticket.load(std::memory_order_relaxed) >> 36) + 1) << 36, std::memory_order_relaxed);
+    }
+  }
+
+  // By whoever did the last task of the phase before. of_node[n]: how many of the tasks are node n's, in the order of
+  // their indices; null: all are the first's.
+  void begin_phase(int phase, int64_t tasks, const int64_t* of_node) {
+    int64_t end = 0;
+    for (int n = 0; n < nodes_; ++n) {
+      const int64_t count = of_node ? of_node[n] : n == 0 ? tasks : 0;
+      queues_[size_t(n)].end = end += count;
+      std::atomic<uint64_t>& ticket = queues_[size_t(n)].ticket;
+      const uint64_t region = ticket.load(std::memory_order_relaxed) >> 36 << 36;
+      ticket.store(region | uint64_t(phase) << 32 | uint64_t(count), std::memory_order_release);
+    }
+  }
+
+  // One of `node`'s tasks, or where it has none left, another's: a task done far from its memory is better than
+  // waiting.
+  Task take(int node) {
+    for (int n = 0; n < nodes_; ++n)
+      if (const Task task = take_from(queues_[size_t((node + n) % nodes_)]); task.phase >= 0) return task;
+    return {};
+  }
+
+ private:
+  // [28 bits region][4 bits phase][32 bits remaining]: one compare-and-swap takes a task of exactly this phase of
+  // exactly this region.
+  struct alignas(64) Queue {
+    std::atomic<uint64_t> ticket{0};
+    int64_t end = 0;  // one past its last task; read only by who holds one, which keeps the phase alive
+  };
+
+  static Task take_from(Queue& queue) {
+    uint64_t seen = queue.ticket.load(std::memory_order_acquire);
+    do {
+      if (uint32_t(seen) == 0) return {};
+    } while (!queue.ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire));
+    return {int(seen >> 32 & 0xf), queue.end - int64_t(uint32_t(seen))};
+  }
+
+  const int nodes_;
+  std::array<Queue, kMaxNodes> queues_;
+};
+
+}  // namespace tandem

@@ -1,0 +1,18 @@
+"""Worker pools as a plan or a machine wants them."""
+
+from __future__ import annotations
+
+from tandem._core import WorkerPool
+from tandem.config.machine import Machine
+from tandem.config.plan import Plan
+
+
+def planned_pool(plan: Plan) -> WorkerPool:
+    """One worker per thread of the plan."""
+    return WorkerPool(list(plan.cpus), memory_nodes=list(plan.memory_nodes))
+
+
+def machine_pool(machine: Machine, count: int) -> WorkerPool:
+    """`count` workers, on as many cores of each NUMA node as possible."""
+    cores = machine.spread(count, machine.nodes)
+    return WorkerPool(list(machine.pinned(cores)), memory_nodes=list(machine.memory_nodes(cores)))

@@ -1,0 +1,112 @@
+"""Weights divided among memory nodes (simulated: this host may have one): the same bits as undivided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernel_cases as cases
+from tandem import _core
+from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
+from tandem.kernels.packed_file import PackedFile, PackedWriter
+
+EXPERTS, HIDDEN, WIDTH, TOP_K = (
+    7,
+    224,
+    112,
+    3,
+)  # 7 pairs of panels of gate and up, 7 of down: halves are uneven
+DIVISIONS = [
+    (0, 1),
+    (0, 0, 1),
+    (0, 2, 2, 3),
+    (0, 1, 2, 3, 4, 5, 6, 7, 8),
+]  # the last: nodes without any columns
+
+
+def workspace(nodes: tuple[int, ...], tier: str) -> Workspace:
+    return Workspace(WorkerPool([-1] * max(2, len(nodes)), 20, list(nodes)), tier)
+
+
+def loaded(where: Workspace, fmt: str, group: int) -> PackedExperts:
+    g = torch.Generator().manual_seed(1)
+    layer = PackedExperts(where, EXPERTS, HIDDEN, WIDTH, fmt, group=group)
+    for e in range(EXPERTS):
+        gate, up = torch.randn(2, WIDTH, HIDDEN, generator=g) / HIDDEN**0.5
+        down = torch.randn(HIDDEN, WIDTH, generator=g) / WIDTH**0.5
+        biases = {
+            "gate_bias": torch.randn(WIDTH, generator=g),
+            "up_bias": torch.randn(WIDTH, generator=g),
+            "down_bias": torch.randn(HIDDEN, generator=g),
+        }
+        layer.load(e, gate, up, down, **biases)
+    return layer
+
+
+def run(layer: PackedExperts, tokens: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=g).bfloat16()
+    ids = torch.stack([torch.randperm(EXPERTS, generator=g)[:TOP_K] for _ in range(tokens)]).int()
+    return layer.forward(x, ids, torch.rand(tokens, TOP_K, generator=g), torch.empty(tokens, HIDDEN))
+
+
+@pytest.mark.parametrize("tier", ["scalar", "avx2", "avx512_bf16", "amx", "amx_standin"])
+@pytest.mark.parametrize(("fmt", "group"), [("bf16", 0), ("int4", 32), ("int8", 0)])
+def test_divided_experts_give_the_same_bits(tier: str, fmt: str, group: int) -> None:
+    cases.require_tier(tier)
+    whole = loaded(workspace((), tier), fmt, group)
+    for nodes in DIVISIONS:
+        divided = loaded(workspace(nodes, tier), fmt, group)
+        for tokens in (1, 3, 150):
+            assert torch.equal(run(divided, tokens), run(whole, tokens)), (nodes, tokens)
+        for e in range(EXPERTS):
+            assert torch.equal(divided.packed(e), whole.packed(e))
+        assert sum(r.bytes for r in divided.bytes(0, EXPERTS)) == EXPERTS * whole.bytes_per_expert
+
+
+def test_packed_experts_go_into_divided_memory_and_back() -> None:
+    whole, divided = (
+        loaded(workspace((), "scalar"), "bf16", 0),
+        loaded(workspace((0, 1), "scalar"), "bf16", 0),
+    )
+    order = torch.randperm(EXPERTS).tolist()
+    for to, come in enumerate(order):
+        divided.load_packed(to, whole.packed(come))
+    for to, come in enumerate(order):
+        assert torch.equal(divided.packed(to), whole.packed(come))
+
+
+@pytest.mark.parametrize("tier", ["scalar", "avx2", "avx512_bf16", "amx", "amx_standin"])
+def test_divided_matrices_give_the_same_bits(tier: str) -> None:
+    cases.require_tier(tier)
+    g = torch.Generator().manual_seed(2)
+    weight, bias = torch.randn(300, HIDDEN, generator=g), torch.randn(300, generator=g)
+    whole = PackedMatrix(workspace((), tier), weight, bias)
+    for nodes in DIVISIONS:
+        divided = PackedMatrix(workspace(nodes, tier), weight, bias)
+        for rows in (1, 5, 700):
+            x = torch.randn(rows, HIDDEN, generator=g).bfloat16()
+            assert torch.equal(divided(x), whole(x)), (nodes, rows)
+
+
+def test_a_file_of_divided_experts_is_read_as_it_was_divided(tmp_path: Path) -> None:
+    where = workspace((0, 0, 1), "avx2")
+    divided, path = loaded(where, "bf16", 0), tmp_path / "packed"
+    writer = PackedWriter(path, where_pool := WorkerPool([-1]))
+    writer.add("experts", divided.formats, divided.shape, *divided.parts())
+    writer.finish("key", "about")
+    file = PackedFile(path)
+    file.verify(where_pool, lambda _done, _all: None)
+    adopted = PackedExperts(where, EXPERTS, HIDDEN, WIDTH)
+    adopted.adopt(file, file.sections["experts"])
+    assert torch.equal(run(adopted, 40), run(divided, 40))
+
+
+def test_pools_say_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="sorted by memory node"):
+        _core.WorkerPool([-1, -1], 20, [1, 0])
+    with pytest.raises(ValueError, match="at most 16"):
+        _core.WorkerPool([-1] * 17, 20, list(range(17)))
+    assert _core.WorkerPool([-1] * 3, 20, [0, 4, 4]).nodes == 2
