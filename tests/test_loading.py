@@ -47,6 +47,19 @@ def test_the_second_start_answers_the_same_and_packs_nothing(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("variant", ["qwen2_moe", "glm4_moe"])
+def test_a_model_divided_among_memory_nodes_answers_the_same(
+    tiny_models, tmp_path: Path, capsys, variant: str
+) -> None:
+    model, flags = tiny_models[variant], {"packed_cache": str(tmp_path)}
+    whole = answer(model, **flags)
+    capsys.readouterr()
+    assert answer(model, kt_threadpool_count=2, **flags) == whole
+    assert "the model is packed again" in capsys.readouterr().err  # bytes lie in another order
+    assert answer(model, kt_threadpool_count=2, **flags) == whole
+    assert capsys.readouterr().err == ""
+
+
 def test_a_cache_of_an_older_checkpoint_is_named_and_replaced(tiny_models, tmp_path: Path, capsys) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_models["olmoe"], model)
