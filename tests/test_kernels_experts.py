@@ -230,3 +230,53 @@ def test_packed_bytes_move_from_layer_to_layer() -> None:
     assert torch.equal(copy.forward(x, ids, weights), source.forward(x, ids, weights))
     with pytest.raises(KernelError, match="no expert 13"):
         copy.load_packed(EXPERTS, source.packed(0))
+
+
+def test_experts_that_live_elsewhere_take_no_place() -> None:
+    """Five places for thirteen experts: what is there computes as in a full layer, wherever it lies."""
+    x, full = cases.activations(6, HIDDEN, "bf16"), plain_layer()
+    some = PackedExperts(cases.workspace_of("scalar"), EXPERTS, HIDDEN, WIDTH, places=5)
+    held = [1, 4, 7, 8, 12]
+    for expert in held:
+        some.load_packed(expert, full.packed(expert))
+    some.forget(7)
+    some.load_packed(2, full.packed(2))
+    some.forget(1)
+    some.load_packed(11, full.packed(11))
+    assert some.loaded == 5
+    ids = torch.tensor([[2, 4], [8, 11], [12, 2], [11, -1], [4, 8], [2, 12]], dtype=torch.int32)
+    weights = torch.rand(6, 2)
+    assert torch.equal(some.forward(x, ids, weights), full.forward(x, ids, weights))
+    for expert in (2, 4, 8, 11, 12):
+        assert torch.equal(some.packed(expert), full.packed(expert))
+    with pytest.raises(ValueError, match="expert 7 was routed to before it was loaded"):
+        some.forward(x[:1], torch.tensor([[7]], dtype=torch.int32), torch.ones(1, 1))
+
+
+def test_a_full_layer_takes_nothing_more_and_keeps_what_it_has() -> None:
+    full = plain_layer()
+    some = PackedExperts(cases.workspace_of("scalar"), EXPERTS, HIDDEN, WIDTH, places=3)
+    w = weights_of()
+    matrices = list(zip(w.gate, w.up, w.down, strict=True))
+    some.load_all(4, matrices[4:6])
+    with pytest.raises(ValueError, match="no place is left for expert 5 in a layer that has 3"):
+        some.load_all(5, matrices[5:8])
+    assert some.loaded == 2
+    some.load_packed(0, full.packed(0))
+    with pytest.raises(ValueError, match="no place is left"):
+        some.load_packed(1, full.packed(1))
+    some.load_packed(4, full.packed(4))  # again, in its own place
+    assert torch.equal(some.packed(5), full.packed(5))
+    some.forget(5)
+    with pytest.raises(ValueError, match="expert 5 is not loaded"):
+        some.forget(5)
+    with pytest.raises(ValueError, match="do not lie side by side"):
+        some.bytes(4, 2)
+    with pytest.raises(ValueError, match="only some of its experts"):
+        some.parts()
+
+
+@pytest.mark.parametrize("places", [-1, EXPERTS + 1])
+def test_wrong_numbers_of_places_are_refused(places: int) -> None:
+    with pytest.raises(ValueError, match="places for them"):
+        PackedExperts(cases.workspace_of("scalar"), EXPERTS, HIDDEN, WIDTH, places=places)

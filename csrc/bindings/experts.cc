@@ -20,9 +20,9 @@ namespace {
 
 void make_layer(ExpertLayer* self, std::shared_ptr<Workspace> workspace, int experts, int hidden, int width,
                 const WeightFormat& gate_up, const WeightFormat& down, const std::string& activation, float alpha,
-                float limit) {
+                float limit, int places) {
   const Activation act{activation_named(activation), alpha, limit};
-  new (self) ExpertLayer(std::move(workspace), {experts, hidden, width, gate_up, down, act});
+  new (self) ExpertLayer(std::move(workspace), {experts, hidden, width, gate_up, down, act, places});
 }
 
 void load(ExpertLayer& self, int expert, nb::handle gate, nb::handle up, nb::handle down, nb::handle gate_bias,
@@ -97,7 +97,13 @@ void copy_packed(const ExpertLayer& self, int expert, nb::handle out) {
   check_expert(self, expert);
   if (!self.is_loaded(expert)) throw KernelError("expert " + std::to_string(expert) + " has not been loaded");
   const TensorView to = view_of(out, "out", {Element::byte}, {self.bytes_per_expert()}, true);
+  const nb::gil_scoped_release unlocked;
   self.copy_packed(expert, static_cast<uint8_t*>(to.data));
+}
+
+void forget(ExpertLayer& self, int expert) {
+  check_expert(self, expert);
+  self.forget(expert);
 }
 
 }  // namespace
@@ -105,7 +111,8 @@ void copy_packed(const ExpertLayer& self, int expert, nb::handle out) {
 void bind_experts(nb::module_& m) {
   nb::class_<ExpertLayer>(m, "ExpertLayer", "The routed experts of one layer: gated MLPs of equal shape.")
       .def("__init__", &make_layer, nb::arg("workspace"), nb::arg("experts"), nb::arg("hidden"), nb::arg("width"),
-           nb::arg("gate_up"), nb::arg("down"), nb::arg("activation"), nb::arg("alpha"), nb::arg("limit"))
+           nb::arg("gate_up"), nb::arg("down"), nb::arg("activation"), nb::arg("alpha"), nb::arg("limit"),
+           nb::arg("places") = 0)
       .def("load", &load, nb::arg("expert"), nb::arg("gate"), nb::arg("up"), nb::arg("down"),
            nb::arg("gate_bias").none() = nb::none(), nb::arg("up_bias").none() = nb::none(),
            nb::arg("down_bias").none() = nb::none())
@@ -124,6 +131,8 @@ void bind_experts(nb::module_& m) {
           "Of gate_up and down, see layout_of in csrc/bindings/experts.cc.")
       .def("load_packed", &load_packed, nb::arg("expert"), nb::arg("bytes"), "The inverse of copy_packed.")
       .def("copy_packed", &copy_packed, nb::arg("expert"), nb::arg("out"), "The packed bytes of one expert.")
+      .def("forget", &forget, nb::arg("expert"), "It lives elsewhere from now on; its place is free.")
+      .def_prop_ro("loaded", &ExpertLayer::loaded, "How many experts are here.")
       .def_prop_ro("tier", [](const ExpertLayer& self) { return name_of(self.workspace().table().tier); })
       .def_prop_ro("bytes_per_expert", &ExpertLayer::bytes_per_expert);
 }

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kIntermediateBytes = int64_t{128} << 20;  // scratch for the experts' intermediate activations
 constexpr int64_t kMaxChunkTokens = 4096;
+constexpr int64_t kCopyBytes = int64_t{512} << 10;  // of packed bytes, per task
 
 void check_shape(const ExpertShape& shape) {
   if (shape.experts < 1 || shape.hidden < 1 || shape.width < 1)
@@ -21,21 +22,22 @@ void check_shape(const ExpertShape& shape) {
 }  // namespace
 
 ExpertLayer::ExpertLayer(std::shared_ptr<Workspace> workspace, const ExpertShape& shape)
-    : workspace_(std::move(workspace)), shape_(shape) {
+    : workspace_(std::move(workspace)),
+      shape_(shape),
+      places_(std::max(shape.experts, 1), shape.places ? shape.places : std::max(shape.experts, 1)) {
   check_shape(shape);
   // Whole pairs of 16 gate and 16 up columns.
   const int64_t padded_width = (shape.width + kPanelRows - 1) / kPanelRows * int64_t{kPanelRows};
   gate_up_layout_ = packed_layout(shape.gate_up, 2 * padded_width, shape.hidden);
   down_layout_ = packed_layout(shape.down, shape.hidden, shape.width);
   expert_bytes_ = packed_bytes(gate_up_layout_) + packed_bytes(down_layout_);
-  slices_ = cut_by_node(gate_up_layout_, down_layout_, shape_.experts, workspace_->pool());
-  loaded_.resize(size_t(shape.experts));
+  slices_ = cut_by_node(gate_up_layout_, down_layout_, places_.count(), workspace_->pool());
 }
 
 WeightView ExpertLayer::gate_up(int expert, size_t node) const {
   const NodeSlice& slice = slices_[node];
   WeightView view = gate_up_layout_;
-  view.panels = panels_ + slice.offset + expert * slice.expert_bytes;
+  view.panels = panels_ + slice.offset + places_.of(expert) * slice.expert_bytes;
   view.pairs = int32_t(slice.gate_up_pairs);
   return view;
 }
@@ -43,8 +45,8 @@ WeightView ExpertLayer::gate_up(int expert, size_t node) const {
 WeightView ExpertLayer::down(int expert, size_t node) const {
   const NodeSlice& slice = slices_[node];
   WeightView view = down_layout_;
-  view.panels =
-      panels_ + slice.offset + expert * slice.expert_bytes + 2 * slice.gate_up_pairs * gate_up_layout_.panel_bytes;
+  view.panels = panels_ + slice.offset + places_.of(expert) * slice.expert_bytes +
+                2 * slice.gate_up_pairs * gate_up_layout_.panel_bytes;
   view.pairs = int32_t(slice.down_pairs);
   return view;
 }
@@ -53,10 +55,20 @@ std::vector<ByteRange> ExpertLayer::bytes(int first, int count) const {
   if (first < 0 || count < 0 || first + count > shape_.experts)
     throw std::out_of_range("a layer of " + std::to_string(shape_.experts) + " experts has no " +
                             std::to_string(count) + " from " + std::to_string(first));
+  const int32_t place = places_.for_all() || count == 0 ? first : places_.of(first);
+  for (int i = 0; i < count && !places_.for_all(); ++i)
+    if (place < 0 || places_.of(first + i) != place + i)
+      throw std::invalid_argument("the experts " + std::to_string(first) + " to " + std::to_string(first + count - 1) +
+                                  " do not lie side by side");
   std::vector<ByteRange> ranges;
   for (const NodeSlice& slice : slices_)
-    ranges.push_back({panels_ + slice.offset + first * slice.expert_bytes, count * slice.expert_bytes});
+    ranges.push_back({panels_ + slice.offset + place * slice.expert_bytes, count * slice.expert_bytes});
   return ranges;
+}
+
+ByteRange ExpertLayer::packed() const {
+  if (!places_.for_all()) throw std::invalid_argument("this layer holds only some of its experts");
+  return {panels_, memory_bytes()};
 }
 
 void ExpertLayer::load(int expert, const ExpertSource& source) { load_all(expert, {source}); }
@@ -71,16 +83,17 @@ void ExpertLayer::check_sources(int first, const std::vector<ExpertSource>& sour
     check_source(gate_up_layout_, source.up);
     check_source(down_layout_, source.down);
   }
+  places_.check_room(first, int(sources.size()));
 }
 
 void ExpertLayer::own_memory() {
   if (file_) throw std::invalid_argument("this layer's experts lie in a file; they cannot be loaded again");
   if (!memory_.data()) {
-    memory_ = HugeBuffer(size_t(packed().bytes));
+    memory_ = HugeBuffer(size_t(memory_bytes()));
     panels_ = memory_.data();
     for (size_t n = 0; slices_.size() > 1 && n < slices_.size(); ++n) {
       uint8_t* begin = memory_.data() + slices_[n].offset;
-      HugeBuffer::prefer_node(begin, begin + slices_[n].expert_bytes * shape_.experts,
+      HugeBuffer::prefer_node(begin, begin + slices_[n].expert_bytes * places_.count(),
                               workspace_->pool().memory_node(int(n)));
     }
   }
@@ -91,9 +104,13 @@ void ExpertLayer::load_all(int first, const std::vector<ExpertSource>& sources) 
   const auto lock = workspace_->lock();
   own_memory();
   const int64_t count = int64_t(sources.size());
+  std::vector<int32_t> places;
+  for (int i = 0; i < int(count); ++i) places.push_back(places_.take(first + i));
+  // Touching clears, so only memory that is all theirs is touched; while a layer is filled, that is always so.
+  const bool together = count && places.back() == places.front() + count - 1;
   const auto memory_of = [&](const NodeSlice& slice) {
-    uint8_t* begin = memory_.data() + slice.offset + first * slice.expert_bytes;
-    return std::pair{begin, begin + count * slice.expert_bytes};
+    uint8_t* begin = memory_.data() + slice.offset + (together ? places.front() : 0) * slice.expert_bytes;
+    return std::pair{begin, begin + (together ? count : 0) * slice.expert_bytes};
   };
   NodeTasks touching, packing;  // by the node's own workers, so that memory is theirs even where it is not asked for
   for (const NodeSlice& slice : slices_) {
@@ -110,18 +127,15 @@ void ExpertLayer::load_all(int first, const std::vector<ExpertSource>& sources) 
     const auto [node, task] = packing.at(i);
     const NodeSlice& slice = slices_[node];
     const int64_t panels = 2 * (slice.gate_up_pairs + slice.down_pairs);
-    pack_panel_of(first + int(task / panels), sources[size_t(task / panels)], slice, task % panels);
+    pack_panel_of(places[size_t(task / panels)], sources[size_t(task / panels)], slice, task % panels);
   };
   workspace_->pool().run_phases(
       {{touching.count(), touch, touching.of_node()}, {packing.count(), pack, packing.of_node()}});
-  for (size_t i = 0; i < sources.size(); ++i) {
-    pack_biases(first + int(i), sources[i]);
-    loaded_[size_t(first) + i] = true;
-  }
+  for (size_t i = 0; i < sources.size(); ++i) pack_biases(first + int(i), sources[i]);
 }
 
-void ExpertLayer::pack_panel_of(int expert, const ExpertSource& source, const NodeSlice& slice, int64_t panel) {
-  uint8_t* memory = memory_.data() + slice.offset + expert * slice.expert_bytes;
+void ExpertLayer::pack_panel_of(int32_t place, const ExpertSource& source, const NodeSlice& slice, int64_t panel) {
+  uint8_t* memory = memory_.data() + slice.offset + place * slice.expert_bytes;
   const int64_t gate_up_panels = 2 * slice.gate_up_pairs, down_panel = panel - gate_up_panels;
   if (down_panel < 0)
     pack_panel(gate_up_layout_, panel % 2 ? source.up : source.gate, (slice.first_gate_up + panel / 2) * kPanelRows,
@@ -133,8 +147,8 @@ void ExpertLayer::pack_panel_of(int expert, const ExpertSource& source, const No
 
 void ExpertLayer::adopt(std::shared_ptr<const MappedFile> file, int64_t offset, std::vector<float> gate_up_bias,
                         std::vector<float> down_bias) {
-  const size_t gate_up = size_t(gate_up_layout_.pairs * kPairColumns) * loaded_.size(),
-               down = size_t(down_layout_.pairs * kPairColumns) * loaded_.size();
+  const size_t gate_up = size_t(gate_up_layout_.pairs * kPairColumns) * size_t(shape_.experts),
+               down = size_t(down_layout_.pairs * kPairColumns) * size_t(shape_.experts);
   if (gate_up_bias.empty() != down_bias.empty() || (!down_bias.empty() && down_bias.size() != down) ||
       (!gate_up_bias.empty() && gate_up_bias.size() != gate_up))
     throw std::invalid_argument("the biases are not those of this layer");
@@ -144,34 +158,54 @@ void ExpertLayer::adopt(std::shared_ptr<const MappedFile> file, int64_t offset, 
   memory_ = HugeBuffer();
   gate_up_bias_ = std::move(gate_up_bias);
   down_bias_ = std::move(down_bias);
-  loaded_.assign(loaded_.size(), true);
+  places_.take_all();
 }
 
-// copy(whole, here, bytes) for each of the expert's pieces: where it is in the whole expert, and where in a slice.
+// copy(whole, here, bytes), on all workers, for each part of the expert's pieces: where it is in the whole expert, and
+// where in this layer's memory.
 template <class Copy>
-void ExpertLayer::for_pieces(int expert, Copy copy) const {
+void ExpertLayer::copy_pieces(int expert, Copy copy) const {
+  struct Piece {
+    int64_t whole, here, bytes;
+  };
+  std::vector<Piece> parts;
+  const auto add = [&](int64_t whole, int64_t here, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += kCopyBytes)
+      parts.push_back({whole + at, here + at, std::min(kCopyBytes, bytes - at)});
+  };
   for (const NodeSlice& slice : slices_) {
-    const int64_t here = slice.offset + expert * slice.expert_bytes, panel = gate_up_layout_.panel_bytes;
+    const int64_t here = slice.offset + places_.of(expert) * slice.expert_bytes, panel = gate_up_layout_.panel_bytes;
     const int64_t gate_up = 2 * slice.gate_up_pairs * panel;
-    copy(2 * slice.first_gate_up * panel, here, gate_up);
-    copy(packed_bytes(gate_up_layout_) + 2 * slice.first_down * down_layout_.panel_bytes, here + gate_up,
-         slice.expert_bytes - gate_up);
+    add(2 * slice.first_gate_up * panel, here, gate_up);
+    add(packed_bytes(gate_up_layout_) + 2 * slice.first_down * down_layout_.panel_bytes, here + gate_up,
+        slice.expert_bytes - gate_up);
   }
+  workspace_->pool().run_phases({{int64_t(parts.size()), [&](int64_t i, const Worker&) {
+                                    const Piece& part = parts[size_t(i)];
+                                    copy(part.whole, part.here, size_t(part.bytes));
+                                  }}});
 }
 
 void ExpertLayer::copy_packed(int expert, uint8_t* to) const {
-  for_pieces(expert, [&](int64_t whole, int64_t here, int64_t bytes) {
-    std::memcpy(to + whole, panels_ + here, size_t(bytes));
-  });
+  const auto lock = workspace_->lock();
+  copy_pieces(expert,
+              [&](int64_t whole, int64_t here, size_t bytes) { std::memcpy(to + whole, panels_ + here, bytes); });
 }
 
 void ExpertLayer::load_packed(int expert, const uint8_t* from) {
   const auto lock = workspace_->lock();
   own_memory();
-  for_pieces(expert, [&](int64_t whole, int64_t here, int64_t bytes) {
-    std::memcpy(memory_.data() + here, from + whole, size_t(bytes));
+  places_.check_room(expert, 1);
+  places_.take(expert);
+  copy_pieces(expert, [&](int64_t whole, int64_t here, size_t bytes) {
+    std::memcpy(memory_.data() + here, from + whole, bytes);
   });
-  loaded_[size_t(expert)] = true;
+}
+
+void ExpertLayer::forget(int expert) {
+  const auto lock = workspace_->lock();
+  if (file_) throw std::invalid_argument("this layer's experts lie in a file; they cannot be taken out of it");
+  places_.give_back(expert);
 }
 
 void ExpertLayer::pack_biases(int expert, const ExpertSource& source) {
@@ -214,7 +248,7 @@ void ExpertLayer::leave_out(const ExpertCall& call) const {
 
 void ExpertLayer::check_loaded() const {
   for (const RoutingPlan::Expert& expert : plan_.experts)
-    if (!loaded_[size_t(expert.id)])
+    if (!is_loaded(expert.id))
       throw std::invalid_argument("expert " + std::to_string(expert.id) + " was routed to before it was loaded");
 }
 

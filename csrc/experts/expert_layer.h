@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "experts/node_slices.h"
+#include "experts/places.h"
 #include "experts/routing_plan.h"
 #include "format/pack.h"
 #include "ops/workspace.h"
@@ -18,6 +19,7 @@ struct ExpertShape {
   int width;  // of one expert's intermediate activations
   WeightFormat gate_up, down;
   Activation activation;
+  int places = 0;  // experts that there is memory for; 0: all of them
 };
 
 // Weights of one expert as the checkpoint has them; biases (float) may be null.
@@ -46,7 +48,8 @@ class ExpertLayer {
   const ExpertShape& shape() const { return shape_; }
   const Workspace& workspace() const { return *workspace_; }
   int64_t bytes_per_expert() const { return expert_bytes_; }
-  // Of the experts [first, first + count), for each memory node. Throws std::out_of_range.
+  // Of the experts [first, first + count), for each memory node. Throws std::out_of_range, and
+  // std::invalid_argument if they do not lie side by side.
   std::vector<ByteRange> bytes(int first, int count) const;
 
   // Weights that will be read after this layer: idle workers fetch them once it is computed.
@@ -55,9 +58,12 @@ class ExpertLayer {
   // The packed form, for whoever keeps or computes experts elsewhere: of an expert, first gate_up, then down.
   const WeightView& gate_up_layout() const { return gate_up_layout_; }
   const WeightView& down_layout() const { return down_layout_; }
-  bool is_loaded(int expert) const { return loaded_[size_t(expert)]; }
+  bool is_loaded(int expert) const { return places_.has(expert); }
+  int loaded() const { return places_.taken(); }       // experts that are
   void copy_packed(int expert, uint8_t* to) const;     // bytes_per_expert() of them, of all memory nodes
   void load_packed(int expert, const uint8_t* bytes);  // the inverse
+  // The expert lives elsewhere from now on, and its place is free. Throws std::invalid_argument if it is not loaded.
+  void forget(int expert);
   int64_t experts_used() const { return int64_t(plan_.experts.size()); }  // by the last chunk of the last batch
 
   // Packs one expert on the pool. Throws std::out_of_range for an expert that does not exist.
@@ -66,8 +72,9 @@ class ExpertLayer {
   // Packs experts first, first + 1, … in one parallel region, so that small experts share it.
   void load_all(int first, const std::vector<ExpertSource>& sources);
 
-  // What `load` has packed, as it lies in memory (see NodeSlice), and the biases as they are added (null: none).
-  ByteRange packed() const { return {panels_, bytes_of(slices_, shape_.experts)}; }
+  // What `load` has packed, as it lies in memory (see NodeSlice), and the biases as they are added (null: none). Throws
+  // std::invalid_argument for a layer that has no place for some of its experts.
+  ByteRange packed() const;
   const std::vector<float>& gate_up_bias() const { return gate_up_bias_; }
   const std::vector<float>& down_bias() const { return down_bias_; }
   // Takes them from before, from a layer with as many nodes and workers: the panels are read where they lie in `file`,
@@ -84,10 +91,11 @@ class ExpertLayer {
   WeightView gate_up(int expert, size_t node) const;  // what a node has of it
   WeightView down(int expert, size_t node) const;
   void check_sources(int first, const std::vector<ExpertSource>& sources) const;
-  void pack_panel_of(int expert, const ExpertSource& source, const NodeSlice& slice, int64_t panel);
+  void pack_panel_of(int32_t place, const ExpertSource& source, const NodeSlice& slice, int64_t panel);
   template <class Copy>
-  void for_pieces(int expert, Copy copy) const;
-  void own_memory();  // of all experts, when the first is loaded; throws when they lie in a file
+  void copy_pieces(int expert, Copy copy) const;
+  int64_t memory_bytes() const { return bytes_of(slices_, places_.count()); }
+  void own_memory();  // of all places, when the first is loaded; throws when they lie in a file
   void pack_biases(int expert, const ExpertSource& source);
   int64_t tokens_per_chunk(int64_t top_k) const;
   void check_loaded() const;
@@ -106,7 +114,7 @@ class ExpertLayer {
   std::shared_ptr<const MappedFile> file_;  // what they lie in
   const uint8_t* panels_ = nullptr;
   std::vector<float> gate_up_bias_, down_bias_;  // padded, of all experts; empty: none has been loaded
-  std::vector<bool> loaded_;                     // by expert
+  Places places_;
   RoutingPlan plan_;
   std::vector<ByteRange> upcoming_;
 };

@@ -236,6 +236,7 @@ class ExpertLayer:
         activation: str,
         alpha: float,
         limit: float,
+        places: int = 0,
     ) -> None: ...
     def load(
         self,
@@ -267,6 +268,13 @@ class ExpertLayer:
 
     def copy_packed(self, expert: int, out: object) -> None:
         """The packed bytes of one expert."""
+
+    def forget(self, expert: int) -> None:
+        """It lives elsewhere from now on; its place is free."""
+
+    @property
+    def loaded(self) -> int:
+        """How many experts are here."""
 
     @property
     def tier(self) -> str: ...

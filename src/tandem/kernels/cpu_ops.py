@@ -58,9 +58,16 @@ class CpuOps:
         return PackedHeads(self.workspace, weights, fmt)
 
     def experts(
-        self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
+        self,
+        num_experts: int,
+        hidden: int,
+        width: int,
+        fmt: str = "bf16",
+        activation: str = "silu",
+        places: int = 0,
     ) -> PackedExperts:
-        return PackedExperts(self.workspace, num_experts, hidden, width, fmt, activation)
+        """places: experts that there is memory for, 0: all."""
+        return PackedExperts(self.workspace, num_experts, hidden, width, fmt, activation, places=places)
 
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
         """Idle workers fetch the weights that follow, as many as their L2 caches hold."""

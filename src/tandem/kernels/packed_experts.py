@@ -32,6 +32,7 @@ class PackedExperts:
     activation: "silu", "gelu", "gelu_tanh", "swiglu_clamp" (gate <= limit, |up| <= limit) or "swiglu_oai" (gpt-oss:
     clamped, gate * sigmoid(alpha * gate) * (up + 1)). fmt and group say how numbers are packed, as in `PackedMatrix`.
     The first expert loaded decides what the layer holds: gate and up in one format, down in the same or another.
+    places: how many experts there is memory for, when the others live elsewhere; 0: for all.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class PackedExperts:
         group: int = DEFAULT_GROUP,
         alpha: float = 1.702,
         limit: float = 7.0,
+        places: int = 0,
     ) -> None:
-        self.num_experts, self.hidden, self.width = num_experts, hidden, width
+        self.num_experts, self.hidden, self.width, self.places = num_experts, hidden, width, places
         self.numbers = made_here(fmt, group)
         self._workspace, self._activation = workspace, activation
         self._alpha, self._limit = alpha, limit
@@ -58,7 +60,7 @@ class PackedExperts:
     def _make(self) -> None:
         sizes, (gate_up, down) = (self.num_experts, self.hidden, self.width), self._formats
         self._core = _core.ExpertLayer(
-            self._workspace, *sizes, gate_up, down, self._activation, self._alpha, self._limit
+            self._workspace, *sizes, gate_up, down, self._activation, self._alpha, self._limit, self.places
         )
         self._forward = self._core.forward
 
@@ -133,6 +135,10 @@ class PackedExperts:
         """The inverse of `packed`."""
         self._core.load_packed(expert, packed)
 
+    def forget(self, expert: int) -> None:
+        """The expert lives elsewhere from now on: its place is free for another."""
+        self._core.forget(expert)
+
     @property
     def core(self) -> _core.ExpertLayer:
         """The layer in the C++ core."""
@@ -151,8 +157,17 @@ class PackedExperts:
     def packed(self, expert: int) -> Tensor:
         """A copy of one expert's packed bytes, uint8 [bytes_per_expert]."""
         out = torch.empty(self.bytes_per_expert, dtype=torch.uint8)
-        self._core.copy_packed(expert, out)
+        self.copy_packed(expert, out)
         return out
+
+    def copy_packed(self, expert: int, out: Tensor) -> None:
+        """One expert's packed bytes, on all workers, into uint8 [bytes_per_expert]."""
+        self._core.copy_packed(expert, out)
+
+    @property
+    def loaded(self) -> int:
+        """How many experts are here."""
+        return self._core.loaded
 
     @property
     def bytes_per_expert(self) -> int:

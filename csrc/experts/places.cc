@@ -1,0 +1,48 @@
+#include "experts/places.h"
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+namespace tandem {
+
+Places::Places(int experts, int places) : count_(places), of_(size_t(experts), -1) {
+  if (places < 1 || places > experts)
+    throw std::invalid_argument("a layer of " + std::to_string(experts) + " experts cannot have " +
+                                std::to_string(places) + " places for them");
+  if (!for_all())
+    for (int32_t place = places; place-- > 0;) free_.push_back(place);
+}
+
+int Places::taken() const {
+  return int(std::count_if(of_.begin(), of_.end(), [](int32_t place) { return place >= 0; }));
+}
+
+void Places::check_room(int first, int count) const {
+  const auto begin = of_.begin() + first;
+  const auto needed = std::count_if(begin, begin + count, [](int32_t place) { return place < 0; });
+  if (!for_all() && needed > int64_t(free_.size()))
+    throw std::invalid_argument("no place is left for expert " + std::to_string(first + count - 1) +
+                                " in a layer that has " + std::to_string(count_));
+}
+
+int32_t Places::take(int expert) {
+  int32_t& place = of_[size_t(expert)];
+  if (place < 0 && for_all()) place = expert;
+  if (place < 0) {
+    place = free_.back();
+    free_.pop_back();
+  }
+  return place;
+}
+
+void Places::take_all() { std::iota(of_.begin(), of_.end(), 0); }
+
+void Places::give_back(int expert) {
+  if (!has(expert)) throw std::invalid_argument("expert " + std::to_string(expert) + " is not loaded");
+  if (!for_all()) free_.push_back(of(expert));
+  of_[size_t(expert)] = -1;
+}
+
+}  // namespace tandem

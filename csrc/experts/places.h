@@ -1,0 +1,33 @@
+// Where the experts of a layer lie in its memory. A layer whose experts live partly elsewhere has places for the others
+// only, and experts that come and go take whichever is free.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace tandem {
+
+class Places {
+ public:
+  // As many places as experts: each has its own, which is its number.
+  Places(int experts, int places);
+
+  int count() const { return count_; }
+  bool for_all() const { return count_ == int(of_.size()); }
+  bool has(int expert) const { return of_[size_t(expert)] >= 0; }
+  int32_t of(int expert) const { return of_[size_t(expert)]; }  // -1: it has none
+  int taken() const;
+
+  // Throws std::invalid_argument if not all experts of [first, first + count) would have a place.
+  void check_room(int first, int count) const;
+  int32_t take(int expert);  // its place, from now on if it had none; there is room
+  void take_all();
+  void give_back(int expert);  // throws std::invalid_argument if it has none
+
+ private:
+  int count_;
+  std::vector<int32_t> of_;    // by expert
+  std::vector<int32_t> free_;  // the lowest last; empty if every expert has its own
+};
+
+}  // namespace tandem
