@@ -23,7 +23,7 @@ class HybridStore:
         first = int(slot_of.max()) + 1
         shared = torch.arange(first, first + count - len(slot_of), dtype=torch.int32)
         slot_of = torch.cat((slot_of, shared))
-        on_gpu, on_cpu = bool((slot_of >= 0).any()), bool((slot_of < 0).any())
+        on_gpu, on_cpu = int((slot_of >= 0).sum()), int((slot_of < 0).sum())
         gpu = self._ops.gpu_experts(slot_of, self._hidden, width, fmt) if on_gpu else None
-        cpu = self._ops.cpu.experts(count, self._hidden, width, fmt) if on_cpu else None
+        cpu = self._ops.cpu.experts(count, self._hidden, width, fmt, places=on_cpu) if on_cpu else None
         return kind(slot_of, gpu, cpu, self._handoff)
