@@ -259,7 +259,7 @@ def test_a_full_layer_takes_nothing_more_and_keeps_what_it_has() -> None:
     w = weights_of()
     matrices = list(zip(w.gate, w.up, w.down, strict=True))
     some.load_all(4, matrices[4:6])
-    with pytest.raises(ValueError, match="no place is left for expert 5 in a layer that has 3"):
+    with pytest.raises(ValueError, match="no place is left for expert 7 in a layer that has 3"):
         some.load_all(5, matrices[5:8])
     assert some.loaded == 2
     some.load_packed(0, full.packed(0))

@@ -2,6 +2,8 @@
 // only, and experts that come and go take whichever is free.
 #pragma once
 
+#include <stddef.h>
+
 #include <cstdint>
 #include <vector>
 
