@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 
 from tandem.config import EngineConfig, Plan
-from tandem.engine.protocol import EngineStats, GenerateRequest, TokenOutput
+from tandem.engine.protocol import EngineStats, ExpertsRecorded, GenerateRequest, TokenOutput
 from tandem.errors import ConfigError
 from tandem.server.engine_process import LoadedEngine
 
@@ -52,6 +53,10 @@ class IdleEngine:
 
     def flush_cache(self) -> int:
         return 0
+
+    def record_experts(self, action: str) -> Future[ExpertsRecorded]:
+        """Never finishes, as on a disk that hangs."""
+        return Future()
 
 
 def load(config: EngineConfig) -> LoadedEngine:

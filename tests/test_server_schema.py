@@ -61,6 +61,7 @@ def test_every_route_is_documented():
     routes = {
         "/v1/models", "/v1/models/{model_id}", "/v1/chat/completions", "/v1/completions", "/generate", "/health",
         "/health_generate", "/get_model_info", "/get_server_info", "/flush_cache", "/abort_request", "/metrics", "/",
+        *(f"/{action}_expert_distribution_record" for action in ("start", "stop", "dump")),
     }  # fmt: skip
     assert set(paths) == routes
     for path in ("/v1/chat/completions", "/v1/completions", "/generate", "/abort_request"):

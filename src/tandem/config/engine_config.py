@@ -180,9 +180,6 @@ class EngineConfig:
         None, "Chunk size from which prefill uses the GPU.", group=GPU, minimum=0,
         later=f"{_LEAVE_OUT}: {_ALL_ON_CPU}.",
     )  # fmt: skip
-    record_kt_gpu_expert_distribution: bool = flag(
-        False, "Record which experts were on the GPU.", group=GPU, later=f"{_LEAVE_OUT}: {_ALL_ON_CPU}."
-    )
 
     # --- several GPUs and hosts
     tensor_parallel_size: int = flag(
@@ -225,9 +222,23 @@ class EngineConfig:
         "trivial", "Activation statistics (.pt) that place the experts.", group=STATS
     )
     expert_distribution_recorder_mode: str | None = flag(
-        None, "Record expert activations.", group=STATS, later=f"{_LEAVE_OUT}: nothing is recorded.",
+        None, "What is recorded: sums (default), steps or tokens.", group=STATS,
         choices=["stat", "stat_approx", "per_pass", "per_token"],
     )  # fmt: skip
+    expert_distribution_recorder_buffer_size: int = flag(
+        1000, "Steps that per_pass and per_token keep; -1: all.", group=STATS, minimum=-1
+    )
+    expert_distribution_recorder_dir: str | None = flag(None, "Directory of the files.", group=STATS)
+    record_kt_gpu_expert_distribution: bool = flag(
+        False, "Record which experts were on the GPU, too.", group=STATS
+    )
+    enable_expert_distribution_metrics: bool = flag(
+        False,
+        "Accepted for compatibility.",
+        group=STATS,
+        neutral=[True],
+        idle="/metrics always counts experts",
+    )
 
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # fields named by the user
 
@@ -238,6 +249,10 @@ class EngineConfig:
             object.__setattr__(self, f.name, value)
         if self.chunked_prefill_size == 0:
             raise ConfigError("--chunked-prefill-size is 0; give a number of tokens, or -1 for whole prompts")
+        if self.expert_distribution_recorder_buffer_size == 0:
+            raise ConfigError(
+                "--expert-distribution-recorder-buffer-size is 0; give a number of steps, or -1 for all"
+            )
 
     @classmethod
     def from_args(cls, argv: Sequence[str]) -> EngineConfig:

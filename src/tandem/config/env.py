@@ -1,12 +1,13 @@
 """The only file that reads the environment. Nothing here decides a result: flags do.
 
 Variables that tutorials of other engines export (SGLANG_…, FLASHINFER_CUDA_ARCH_LIST, PYTORCH_CUDA_ALLOC_CONF,
-AMX_METHOD, …) are never read, so they are harmless.
+AMX_METHOD, …) are not read, so they are harmless; one says where files go: SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -17,3 +18,9 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".cache") / "tandem"
+
+
+def recorder_dir() -> Path:
+    """Where expert statistics are written unless a flag says so, as in SGLang."""
+    chosen = os.environ.get("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR")
+    return Path(chosen).expanduser() if chosen else Path(tempfile.gettempdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from time import perf_counter
 
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor
 from tandem.config import EngineConfig
 from tandem.engine.answer import Answer
 from tandem.engine.counters import Counters
+from tandem.engine.expert_statistics import perform, rows_of
 from tandem.engine.gpu_runner import GpuRunner, GraphPlan
 from tandem.engine.kv_cache import KVCache, allocate_layers
 from tandem.engine.limits import answer_limit, check_prompt_ids, validate
 from tandem.engine.logprobs import score_prompt
 from tandem.engine.parts import EngineParts
-from tandem.engine.protocol import EngineStats, GenerateRequest, TokenOutput
+from tandem.engine.protocol import EngineStats, ExpertsRecorded, GenerateRequest, TokenOutput
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling import Sampled, fresh_seed, sample
 from tandem.engine.scheduler import Scheduler
@@ -84,6 +86,7 @@ class Engine:
             self._kv, max_step_tokens=plan.max_step_tokens, max_running=plan.max_running_requests
         )
         self._runner = _runner(parts, layers)
+        self._recorder = parts.recorder
         self._answers: dict[str, list[Answer]] = {}
         self._notices: list[TokenOutput] = []  # outputs that no step made: aborts
         self._arrivals = 0
@@ -127,6 +130,8 @@ class Engine:
             outputs += self._run(chunks)
         except Exception as error:  # whatever it was: the engine goes on
             _log.exception("a step of %d sequences failed", len(chunks))
+            if self._recorder is not None:
+                self._recorder.after_failure()
             outputs += [self._fail(chunk, error) for chunk in chunks]
         seconds = perf_counter() - started
         self._scheduler.pace.observe(sum(chunk.length for chunk in chunks), seconds)
@@ -137,6 +142,10 @@ class Engine:
     def flush_cache(self) -> int:
         """Forgets all cached prefixes that no running request uses; returns the number of pages freed."""
         return self._kv.flush()
+
+    def record_experts(self, action: str) -> Future[ExpertsRecorded]:
+        """action "start", "stop" or "dump" (`ExpertRecorder`). The future has a RequestError or EngineError instead."""
+        return perform(self._recorder, action)
 
     def stats(self) -> EngineStats:
         c, scheduler = self._counters, self._scheduler
@@ -171,6 +180,8 @@ class Engine:
 
     def _run(self, chunks: list[Chunk]) -> list[TokenOutput]:
         logits = self._runner.run(chunks)
+        if self._recorder is not None:
+            self._recorder.after_step(rows_of(chunks))
         rows, last = [], 0
         for chunk in chunks:
             last += chunk.logits

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from tandem.config import ModelConfig, Plan
-from tandem.config.gpu_plan import GpuPlan
+from tandem.engine.expert_statistics import expert_placement
 from tandem.errors import ConfigError
 from tandem.experts.handoff import Handoff, HandoffSizes
 from tandem.experts.hybrid_store import HybridStore
-from tandem.experts.placement import ExpertPlacement, load_counts, place
+from tandem.experts.placement import ExpertPlacement
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu.ops import GpuOps
 
@@ -42,9 +42,3 @@ def handoff_sizes(plan: Plan, model: ModelConfig) -> HandoffSizes:
     fused = model.moe.fusible_shared if plan.fuse_shared_experts else 0
     largest = max(plan.gpu.graph_sizes, default=1)
     return HandoffSizes(largest, plan.max_step_tokens, model.hidden, model.moe.router.top_k + fused)
-
-
-def expert_placement(gpu: GpuPlan, model: ModelConfig) -> ExpertPlacement:
-    layers, experts = len(model.moe.layers), model.moe.router.num_experts
-    counts = None if gpu.statistics is None else load_counts(gpu.statistics, layers, experts)
-    return place(gpu.placement, layers, experts, gpu.experts, counts)

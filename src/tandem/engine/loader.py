@@ -14,9 +14,9 @@ from tandem._core import LAYOUT_VERSION
 from tandem.checkpoint import Checkpoint, demo_dir, load_model_config, open_checkpoint, resolve_model
 from tandem.checkpoint.demo import build_demo
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
+from tandem.engine.expert_statistics import expert_recorder, expert_usage
 from tandem.engine.parts import EngineParts
 from tandem.engine.tokenizer import Tokenizer
-from tandem.experts.usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.packed_cache import PackedCache
 from tandem.kernels.workers import planned_pool
@@ -48,7 +48,8 @@ def load_parts(
             kept.open(_verifying(progress))
         usage = expert_usage(config, plan, model_config)
         model = models.build(model_config, plan, checkpoint, ops, progress, kept=kept, usage=usage)
-        return EngineParts(plan, model_config, model, tokenizer, workers, usage)
+        recorder = expert_recorder(config, model_config, usage)
+        return EngineParts(plan, model_config, model, tokenizer, workers, usage, recorder)
     if config.packed_cache is not None:
         _say("--packed-cache has no effect where a GPU is used: the model is packed at every start")
     from tandem.engine.gpu_side import gpu_side  # Triton is there only where a GPU is
@@ -56,25 +57,8 @@ def load_parts(
     gpu = gpu_side(plan, model_config, ops)
     usage = expert_usage(config, plan, model_config, gpu.ops.device, gpu.placement.on_gpu)
     model = models.build(model_config, plan, checkpoint, gpu.ops, progress, gpu.store, usage=usage)
-    return EngineParts(plan, model_config, model, tokenizer, workers, usage, gpu.handoff)
-
-
-def expert_usage(
-    config: EngineConfig,
-    plan: Plan,
-    model: ModelConfig,
-    device: torch.device | None = None,
-    on_gpu: torch.Tensor | None = None,
-) -> ExpertUsage | None:
-    """Counts of the routed experts; None for a dense model."""
-    if not model.moe.layers:
-        return None
-    router, layers = model.moe.router, len(model.moe.layers)
-    per_token = config.expert_distribution_recorder_mode == "per_token"
-    chosen = (plan.max_step_tokens, router.top_k) if per_token else None
-    return ExpertUsage(
-        layers, router.num_experts, device=device, padded=device is not None, on_gpu=on_gpu, chosen=chosen
-    )
+    recorder = expert_recorder(config, model_config, usage)
+    return EngineParts(plan, model_config, model, tokenizer, workers, usage, recorder, gpu.handoff)
 
 
 def packed_cache(

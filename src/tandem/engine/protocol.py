@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -70,6 +72,24 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
     prompt_tokens: int = 0
     completion_tokens: int = 0  # of this answer so far
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+
+
+class RecordExperts(msgspec.Struct, frozen=True, kw_only=True, tag="record_experts"):
+    """Start, stop or write the record of which experts are used; answered by one `ExpertsRecorded`."""
+
+    action: Literal["start", "stop", "dump"]
+
+
+class ExpertsRecorded(msgspec.Struct, frozen=True, kw_only=True, tag="experts_recorded"):
+    """Whether the engine records now, and how much: of the file, if one was written."""
+
+    recording: bool = False
+    mode: str = ""
+    passes: int = 0
+    tokens: int = 0
+    file: str | None = None
+    error: str | None = None
+    fault: str | None = None  # with an error, whose it is: "request" or "engine"
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):

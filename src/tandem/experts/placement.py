@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError
+from tandem.experts.usage_file import read_usage
 
 RANDOM_SEED = 42
 
@@ -75,18 +75,20 @@ _ORDERS: dict[str, Callable[[int, int, Tensor | None], Tensor]] = {
 }
 
 
-def load_counts(path: str, layers: int, experts: int) -> Tensor:
-    """Activation statistics, float64 [layers, experts]: a tensor [.., layers, experts] or a dict with `logical_count`,
-    read without executing pickled code. Raises ConfigError."""
+def load_counts(
+    path: str, layers: int, experts: int, moe_layers: Sequence[int] = (), decoder_layers: int = 0
+) -> Tensor:
+    """Activation statistics, float64 [layers, experts], of a file that `read_usage` takes; one with a row for each of
+    `decoder_layers` has those of `moe_layers`, too. Raises ConfigError."""
     try:
-        stored = torch.load(Path(path), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch finds wrong with the file
-        raise ConfigError(f"--init-expert-location {path} cannot be read: {error}") from error
-    counts = stored.get("logical_count") if isinstance(stored, dict) else stored
-    if not isinstance(counts, Tensor) or counts.dim() < 2 or counts.shape[-2:] != (layers, experts):
-        found = list(counts.shape) if isinstance(counts, Tensor) else type(counts).__name__
+        counts = read_usage(path).total
+    except ConfigError as error:
+        raise ConfigError(f"--init-expert-location {error}") from error
+    if counts.shape == (decoder_layers, experts) and len(moe_layers) == layers:
+        return counts[list(moe_layers)]
+    if counts.shape != (layers, experts):
         raise ConfigError(
-            f"--init-expert-location {path} holds {found}; expected a tensor [.., {layers}, {experts}] (MoE layers, "
-            "experts) or a dict with it as logical_count"
+            f"--init-expert-location {path} holds counts of {list(counts.shape)}; this model has {[layers, experts]} "
+            "(MoE layers, experts)"
         )
-    return counts.double().flatten(0, -3).sum(0) if counts.dim() > 2 else counts.double()
+    return counts

@@ -6,12 +6,20 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from tandem.engine.protocol import AbortRequest, EngineStats, GenerateRequest, TokenOutput
+from tandem.engine.protocol import (
+    AbortRequest,
+    EngineStats,
+    ExpertsRecorded,
+    GenerateRequest,
+    RecordExperts,
+    TokenOutput,
+)
 from tandem.errors import EngineError, RequestError, TandemError
+from tandem.server.errors import ApiError
 from tandem.server.messages import CacheFlushed, FlushCache, FromEngine, RequestRefused, StepOutputs, ToEngine
 
 
@@ -137,6 +145,7 @@ class EngineClient:
         self._serials: dict[str, str] = {}  # of the client's request ids
         self._routes: dict[str, _Route] = {}  # by serial
         self._flushes: list[asyncio.Future[None]] = []
+        self._recordings: list[asyncio.Future[ExpertsRecorded]] = []
 
     @property
     def ready(self) -> bool:
@@ -165,12 +174,13 @@ class EngineClient:
         self.stats = EngineStats()
         streams = self._all_streams()
         self._routes, self._serials = {}, {}
-        flushes, self._flushes = self._flushes, []
+        waiting: list[asyncio.Future[Any]] = [*self._flushes, *self._recordings]
+        self._flushes, self._recordings = [], []
         for stream in streams:
             stream.fail(EngineError(why))
-        for flush in flushes:
-            if not flush.done():
-                flush.set_exception(EngineError(why))
+        for answer in waiting:
+            if not answer.done():
+                answer.set_exception(EngineError(why))
 
     def submit(self, requests: Sequence[GenerateRequest]) -> RequestStream:
         """Raises EngineError when no engine is ready, RequestError when an id is already in use."""
@@ -214,6 +224,18 @@ class EngineClient:
         self._flushes.append(done)
         await done
 
+    async def record_experts(self, action: Literal["start", "stop", "dump"]) -> ExpertsRecorded:
+        """Raises RequestError (nothing is recorded), ApiError 500 (a file cannot be written), EngineError."""
+        done: asyncio.Future[ExpertsRecorded] = asyncio.get_running_loop().create_future()
+        self._tell(RecordExperts(action=action))
+        self._recordings.append(done)
+        answer = await done
+        if answer.error is None:
+            return answer
+        if answer.fault == "request":
+            raise RequestError(answer.error)
+        raise ApiError(500, answer.error, kind="server_error", code="not_recorded")
+
     def deliver(self, message: FromEngine) -> None:
         """Take one message from the engine."""
         match message:
@@ -230,6 +252,10 @@ class EngineClient:
                 flush = self._flushes.pop(0)
                 if not flush.done():  # its client may have left
                     flush.set_result(None)
+            case ExpertsRecorded():
+                recording = self._recordings.pop(0)
+                if not recording.done():
+                    recording.set_result(message)
             case _:
                 raise EngineError(f"unexpected message from the engine: {type(message).__name__}")
 

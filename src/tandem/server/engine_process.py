@@ -14,7 +14,9 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -23,7 +25,15 @@ import zmq
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.plan import Plan
-from tandem.engine.protocol import AbortRequest, EngineStats, GenerateRequest, SamplingParams, TokenOutput
+from tandem.engine.protocol import (
+    AbortRequest,
+    EngineStats,
+    ExpertsRecorded,
+    GenerateRequest,
+    RecordExperts,
+    SamplingParams,
+    TokenOutput,
+)
 from tandem.errors import EngineError, RequestError, TandemError
 from tandem.server.load_progress import LoadProgress
 from tandem.server.messages import (
@@ -41,6 +51,7 @@ from tandem.server.messages import (
 
 HEARTBEAT_SECONDS = 1.0  # an idle engine reports this often
 STATS_SECONDS = 0.25  # a busy engine reports at most this often
+FILE_SECONDS = 0.02  # how often an idle engine looks whether a file is written
 START_MESSAGE_SECONDS = 60.0  # the supervisor sends StartEngine at once; without it there is nobody to serve
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -54,6 +65,7 @@ class SteppedEngine(Protocol):
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
     def flush_cache(self) -> object: ...
+    def record_experts(self, action: str) -> Future[ExpertsRecorded]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +132,7 @@ class EngineLoop:
         self._encoder = msgspec.msgpack.Encoder()
         self._stopping = False
         self._stats_at = 0.0
+        self._recordings: deque[Future[ExpertsRecorded]] = deque()  # answered in this order
 
     def has_work(self) -> bool:
         return self._engine.has_work()
@@ -127,7 +140,7 @@ class EngineLoop:
     def run(self) -> None:
         while not self._stopping:
             if not self.has_work():
-                self._socket.poll(int(HEARTBEAT_SECONDS * 1000))
+                self._socket.poll(int(1000 * (FILE_SECONDS if self._recordings else HEARTBEAT_SECONDS)))
             self.turn()
 
     def turn(self) -> None:
@@ -135,6 +148,7 @@ class EngineLoop:
         changed = self._receive()
         if self.has_work():
             self._step()
+        self._answer_recordings()
         self._report(force=changed or not self.has_work())
 
     def _receive(self) -> bool:
@@ -157,6 +171,8 @@ class EngineLoop:
             case FlushCache():
                 self._engine.flush_cache()
                 self._send(CacheFlushed())
+            case RecordExperts(action=action):
+                self._recordings.append(self._engine.record_experts(action))
             case StopEngine():
                 self._stopping = True
             case StartEngine():
@@ -178,6 +194,10 @@ class EngineLoop:
         if outputs:
             self._send(StepOutputs(outputs=list(outputs)))
 
+    def _answer_recordings(self) -> None:
+        while self._recordings and self._recordings[0].done():
+            self._send(_recorded(self._recordings.popleft()))
+
     def _report(self, force: bool) -> None:
         now = time.monotonic()
         if force or now - self._stats_at >= STATS_SECONDS:
@@ -186,6 +206,15 @@ class EngineLoop:
 
     def _send(self, message: FromEngine) -> None:
         self._socket.send(self._encoder.encode(message))
+
+
+def _recorded(done: Future[ExpertsRecorded]) -> ExpertsRecorded:
+    error = done.exception()
+    if error is None:
+        return done.result()
+    return ExpertsRecorded(
+        error=describe(error), fault="request" if isinstance(error, RequestError) else "engine"
+    )
 
 
 def describe(error: BaseException) -> str:

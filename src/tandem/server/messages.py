@@ -6,7 +6,14 @@ import msgspec
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.plan import Plan
-from tandem.engine.protocol import AbortRequest, EngineStats, GenerateRequest, TokenOutput
+from tandem.engine.protocol import (
+    AbortRequest,
+    EngineStats,
+    ExpertsRecorded,
+    GenerateRequest,
+    RecordExperts,
+    TokenOutput,
+)
 
 
 class StartEngine(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
@@ -61,5 +68,7 @@ class CacheFlushed(msgspec.Struct, frozen=True, kw_only=True, tag="flushed"):
     """Answer to `FlushCache`."""
 
 
-ToEngine = StartEngine | GenerateRequest | AbortRequest | FlushCache | StopEngine
-FromEngine = EngineReady | StartFailed | StepOutputs | RequestRefused | CacheFlushed | EngineStats
+ToEngine = StartEngine | GenerateRequest | AbortRequest | FlushCache | RecordExperts | StopEngine
+FromEngine = (
+    EngineReady | StartFailed | StepOutputs | RequestRefused | CacheFlushed | ExpertsRecorded | EngineStats
+)

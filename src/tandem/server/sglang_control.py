@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -22,6 +22,7 @@ from tandem.server.sglang_schema import AbortBody
 from tandem.server.state import ServerState
 
 _SECRET_FIELDS = {"api_key", "given"}
+_RECORDER_FIELDS = ("recording", "mode", "passes", "tokens", "file")
 
 
 def routes(state: ServerState) -> APIRouter:
@@ -50,6 +51,20 @@ def routes(state: ServerState) -> APIRouter:
     async def flush_cache() -> Response:
         await state.client.flush_cache()
         return Response("The prefix cache is empty.\n", media_type="text/plain")
+
+    def add_recorder_route(action: Literal["start", "stop", "dump"], summary: str) -> None:
+        path = f"/{action}_expert_distribution_record"
+
+        @router.get(path, summary=summary, operation_id=f"get_{action}_record")
+        @router.post(path, summary=summary, operation_id=f"post_{action}_record")
+        async def record() -> Response:
+            state.check_up()
+            done = await state.client.record_experts(action)
+            return _json({name: getattr(done, name) for name in _RECORDER_FIELDS})
+
+    add_recorder_route("start", "Record which experts are used, from zero")
+    add_recorder_route("stop", "Stop recording")
+    add_recorder_route("dump", "Write what was recorded to a file, and go on from zero")
 
     @router.post("/abort_request", openapi_extra=body_schema(AbortBody))
     async def abort_request(http: Request) -> Response:

@@ -1,0 +1,109 @@
+"""What an engine counts and records of its routed experts, and what it makes of what was recorded before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tandem.config import EngineConfig, ModelConfig, Plan
+from tandem.config.env import recorder_dir
+from tandem.config.gpu_plan import GpuPlan
+from tandem.engine.protocol import ExpertsRecorded
+from tandem.engine.sequence import Chunk
+from tandem.errors import RequestError
+from tandem.experts.placement import ExpertPlacement, load_counts, place
+from tandem.experts.recorder import ExpertRecorder, RecorderOptions, Rows
+from tandem.experts.usage import ExpertUsage
+
+
+def expert_usage(
+    config: EngineConfig,
+    plan: Plan,
+    model: ModelConfig,
+    device: torch.device | None = None,
+    on_gpu: Tensor | None = None,
+) -> ExpertUsage | None:
+    """device: the GPU, on_gpu: its experts, bool [MoE layers, experts]. None for a dense model."""
+    if not model.moe.layers:
+        return None
+    router, layers = model.moe.router, len(model.moe.layers)
+    per_token = config.expert_distribution_recorder_mode == "per_token"
+    chosen = (plan.max_step_tokens, router.top_k) if per_token else None
+    return ExpertUsage(
+        layers, router.num_experts, device=device, padded=device is not None, on_gpu=on_gpu, chosen=chosen
+    )
+
+
+def expert_placement(gpu: GpuPlan, model: ModelConfig) -> ExpertPlacement:
+    """By the plan's strategy and statistics. Raises ConfigError when those do not fit the model."""
+    moe, counts = model.moe, None
+    layers, experts = len(moe.layers), moe.router.num_experts
+    if gpu.statistics is not None:
+        counts = load_counts(gpu.statistics, layers, experts, moe.layers, model.layers)
+    return place(gpu.placement, layers, experts, gpu.experts, counts)
+
+
+def expert_recorder(
+    config: EngineConfig, model: ModelConfig, usage: ExpertUsage | None
+) -> ExpertRecorder | None:
+    if usage is None:
+        return None
+    directory, kept = (
+        config.expert_distribution_recorder_dir,
+        config.expert_distribution_recorder_buffer_size,
+    )
+    options = RecorderOptions(
+        recorder_dir() if directory is None else Path(directory).expanduser(),
+        config.expert_distribution_recorder_mode or "stat",
+        None if kept < 0 else kept,
+        config.record_kt_gpu_expert_distribution,
+    )
+    return ExpertRecorder(
+        usage, model.moe.layers, options, config.served_model_name or Path(config.model).name
+    )
+
+
+def rows_of(chunks: Sequence[Chunk]) -> list[Rows]:
+    """Before the chunks are advanced."""
+    return [Rows(c.sequence.arrival[0], c.sequence.computed_len, c.length) for c in chunks]
+
+
+def perform(recorder: ExpertRecorder | None, action: str) -> Future[ExpertsRecorded]:
+    """action: of `protocol.RecordExperts`. The future has what `ExpertRecorder` raises instead."""
+    done: Future[ExpertsRecorded] = Future()
+    try:
+        if recorder is None:
+            raise RequestError("this model has no routed experts, so there is nothing to record")
+        if action == "dump":
+            return _dumped(recorder, done)
+        recorder.start() if action == "start" else recorder.stop()
+        done.set_result(_state(recorder))
+    except Exception as error:
+        done.set_exception(error)
+    return done
+
+
+def _state(recorder: ExpertRecorder) -> ExpertsRecorded:
+    passes, tokens = recorder.extent
+    mode = recorder.options.mode
+    return ExpertsRecorded(recording=recorder.recording, mode=mode, passes=passes, tokens=tokens)
+
+
+def _dumped(recorder: ExpertRecorder, done: Future[ExpertsRecorded]) -> Future[ExpertsRecorded]:
+    """Resolved on the recorder's thread."""
+    state = _state(recorder)
+
+    def settle(written: Future[Path]) -> None:
+        error = written.exception()
+        if error is None:
+            done.set_result(msgspec.structs.replace(state, file=str(written.result())))
+        else:
+            done.set_exception(error)
+
+    recorder.dump().add_done_callback(settle)
+    return done
