@@ -74,7 +74,8 @@ class Session:
         """Tokens first ... first + count - 1 of these sequences: logits [rows, count, vocab]."""
         with torch.inference_mode():
             logits = self.runner.logits(batch_of(rows, first, count))
-        return torch.from_numpy(logits).clone().view(len(rows), count, -1)
+        assert torch.equal(logits.best[:, 0].long(), logits.logits.argmax(1).cpu())
+        return logits.logits.cpu().clone().view(len(rows), count, -1)
 
     def logits(self, together: bool) -> Tensor:
         """[ROWS, PROMPT + DECODED, vocab]: prompts, then decode steps of all rows, or of one after the other."""

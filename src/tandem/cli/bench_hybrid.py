@@ -200,7 +200,7 @@ def _decoder(built: Built, batch: int, context: int) -> Callable[[], None]:
 
     def step() -> None:
         with torch.inference_mode():
-            state.input_ids = torch.from_numpy(built.runner.logits(state).argmax(-1))
+            state.input_ids = built.runner.logits(state).best[:, 0].long()
 
     return step
 

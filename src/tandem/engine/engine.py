@@ -20,7 +20,7 @@ from tandem.engine.logprobs import score_prompt
 from tandem.engine.parts import EngineParts
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, GenerateRequest, TokenOutput
 from tandem.engine.runner import ModelRunner
-from tandem.engine.sampling import Sampled, fresh_seed, sample
+from tandem.engine.sampling import Sampled, fresh_seed
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk, Sequence, Status
 from tandem.errors import RequestError
@@ -186,12 +186,11 @@ class Engine:
         for chunk in chunks:
             last += chunk.logits
             if chunk.sequence.scores_prompt:
-                score_prompt(chunk, logits[last - chunk.logits : last])
+                score_prompt(chunk, logits.fetched(slice(last - chunk.logits, last)))
             if chunk.samples:
                 rows.append(last - 1)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        wanted = logits if len(rows) == len(logits) else logits[rows]
-        tokens = iter(sample(wanted, sampling, self._eos_ids))
+        tokens = iter(logits.chosen(rows, sampling, self._eos_ids))
         outputs = [self._settle(chunk, next(tokens) if chunk.samples else None) for chunk in chunks]
         return [output for output in outputs if output is not None]
 

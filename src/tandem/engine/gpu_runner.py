@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine.penalties import FloatRows
+from tandem.engine.logits import DeviceLogits, best_of
 from tandem.engine.runner import KVModel, ModelRunner
 from tandem.engine.sequence import Chunk
 from tandem.experts.handoff import Handoff
@@ -76,6 +76,7 @@ class _Graph:
     inputs: _Inputs
     graph: torch.cuda.CUDAGraph
     logits: Tensor
+    best: Tensor  # of logits
     posts: int  # hand-offs to the CPU's experts
 
 
@@ -101,24 +102,30 @@ class GpuRunner:
         self._host = ModelRunner(model, layers, page_size=page_size, max_step_tokens=max_step_tokens)
         self._device = handoff.device
         self._graphs: dict[int, _Graph] = {}
-        self._answer = torch.empty(0)  # pinned, kept
         with torch.inference_mode():
             self._capture_all()
 
-    def run(self, chunks: Rows[Chunk]) -> FloatRows:
-        """Logits rows of all chunks, in order, as float32 [R, vocab]; valid until the model runs again."""
+    def run(self, chunks: Rows[Chunk]) -> DeviceLogits:
+        """Logits rows of all chunks, in order; valid until the model runs again."""
         batch = self._host.batch(chunks)
         with torch.inference_mode():
             return self.logits(batch)
 
-    def logits(self, batch: ForwardBatch) -> FloatRows:
-        graph = self._graph_of(batch)
+    def logits(self, batch: ForwardBatch) -> DeviceLogits:
+        graph, rows = self._graph_of(batch), len(batch.seq_lens)
         if graph is None:
-            return self._fetched(self._forward(self._moved(batch), len(batch.input_ids)))
+            logits = self._forward(self._moved(batch), len(batch.input_ids))
+            return self._done(logits, best_of(logits))
         graph.inputs.fill(batch)
         graph.graph.replay()
         self._handoff.serve(graph.posts)
-        return self._fetched(graph.logits[: len(batch.seq_lens)])
+        return self._done(graph.logits[:rows], graph.best[:rows])
+
+    def _done(self, logits: Tensor, best: Tensor) -> DeviceLogits:
+        """At the end of the step: so its time is known, and the pinned images are free again."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return DeviceLogits(logits, best)
 
     def _forward(self, batch: ForwardBatch, counted: int | Tensor) -> Tensor:
         """counted: how many of the first rows `ExpertUsage` counts."""
@@ -141,17 +148,6 @@ class GpuRunner:
             there(batch.input_ids), there(batch.positions), there(batch.cache_slots), there(batch.query_starts),
             there(batch.seq_lens), there(batch.block_tables), there(batch.logits_rows),
         )  # fmt: skip
-
-    def _fetched(self, logits: Tensor) -> FloatRows:
-        """In pinned memory: a copy from there is several times as fast."""
-        if self._answer.numel() < logits.numel():
-            self._answer = torch.empty(logits.numel(), pin_memory=self._device.type == "cuda")
-        out = self._answer[: logits.numel()].view(logits.shape)
-        out.copy_(logits, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        array: FloatRows = out.numpy()
-        return array
 
     # -- graphs ---
 
@@ -176,4 +172,5 @@ class GpuRunner:
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):
             logits = self._forward(inputs.batch, inputs.counted)
-        return _Graph(inputs, graph, logits, len(posted))
+            best = best_of(logits)
+        return _Graph(inputs, graph, logits, best, len(posted))

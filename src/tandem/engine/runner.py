@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.engine.penalties import FloatRows
+from tandem.engine.logits import HostLogits
 from tandem.engine.sequence import Chunk
 from tandem.experts.usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
@@ -66,15 +66,14 @@ class ModelRunner:
         self._block_tables = np.zeros(0, dtype=np.int32)
         self._counting = np.arange(max_step_tokens, dtype=np.int64)
 
-    def run(self, chunks: Rows[Chunk]) -> FloatRows:
-        """Logits rows of all chunks, in order, as float32 [R, vocab]; valid until the model runs again."""
+    def run(self, chunks: Rows[Chunk]) -> HostLogits:
+        """Logits rows of all chunks, in order; valid until the model runs again."""
         batch = self.batch(chunks)
         with torch.inference_mode():
             if self._usage is not None:
                 self._usage.begin(len(batch.input_ids))
             logits = self._model.forward(batch, self._layers)
-            array: FloatRows = logits.to(device="cpu", dtype=torch.float32).numpy()
-        return array
+            return HostLogits(logits.to(device="cpu", dtype=torch.float32).numpy())
 
     def batch(self, chunks: Rows[Chunk]) -> ForwardBatch:
         tables = self._tables(chunks)

@@ -47,6 +47,10 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (word >> 11) * 2.0**-53
 
 
+def is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < _GREEDY_BELOW or params.top_k == 1
+
+
 def sample(logits: FloatRows, sequences: Rows[Sequence], eos_ids: Collection[int]) -> list[Sampled]:
     """logits [R, vocab], row r belongs to sequences[r]. Log-probabilities are those of the unmodified logits."""
     best = logits.argmax(axis=1)
@@ -65,7 +69,7 @@ def _sample_row(logits: FloatRow, best: int, sequence: Sequence, eos_ids: Collec
         best = int(row.argmax())
         if not np.isfinite(row[best]):
             return Sampled(-1, None)
-    if params.temperature < _GREEDY_BELOW or params.top_k == 1:
+    if is_greedy(params):
         token_id = best
     else:
         token_id = draw(row, params, uniform(sequence.seed, sequence.index, sequence.total_len), row[best])
@@ -81,10 +85,10 @@ def draw(row: FloatRow, params: SamplingParams, u: float, best: np.float32) -> i
     ids = _kept_ids(scaled, params)
     if ids is None:
         return _invert_in_blocks(np.exp(scaled, out=scaled), u)
-    return int(ids[_invert(np.exp(scaled[ids]), u)])
+    return int(ids[invert(np.exp(scaled[ids]), u)])
 
 
-def _invert(weights: FloatRow, u: float) -> int:
+def invert(weights: FloatRow, u: float) -> int:
     """First place whose cumulative weight exceeds u times the total."""
     cumulative = np.cumsum(weights, dtype=np.float64)
     return _place(cumulative, u * float(cumulative[-1]))
@@ -100,7 +104,7 @@ def _place(cumulative: npt.NDArray[np.float64], target: float) -> int:
 
 
 def _invert_in_blocks(weights: FloatRow, u: float) -> int:
-    """`_invert`, first to a block, then inside it."""
+    """`invert`, first to a block, then inside it."""
     sums = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK))
     cumulative = np.cumsum(sums, dtype=np.float64)
     target = u * float(cumulative[-1])
@@ -137,20 +141,16 @@ def _truncated(scaled: FloatRow, limit: int, top_p: float) -> npt.NDArray[np.int
     if top_p < 1.0:  # the token that reaches top_p is in
         cumulative = np.cumsum(np.exp(falling), dtype=np.float64)
         count = min(count, int(np.searchsorted(cumulative, mass, side="left")) + 1)
-    return _largest(scaled, ids, count, falling[count - 1])
+    return ids[largest(scaled[ids], count, falling[count - 1])]
 
 
-def _largest(
-    scaled: FloatRow, ids: npt.NDArray[np.intp], count: int, smallest: np.float32
-) -> npt.NDArray[np.intp]:
-    """The `count` ids of the largest values, `smallest` being the last of these; of equals, the lowest ids."""
-    values = scaled[ids]
-    kept = ids[values >= smallest]
+def largest(values: FloatRow, count: int, smallest: np.float32) -> npt.NDArray[np.intp]:
+    """Places of the `count` largest, ascending, `smallest` being the last of these; of equals, the first."""
+    kept = np.flatnonzero(values >= smallest)
     if len(kept) == count:
         return kept
-    above = ids[values > smallest]
-    equal = ids[values == smallest][: count - len(above)]
-    return np.sort(np.concatenate((above, equal)))
+    above, equal = np.flatnonzero(values > smallest), np.flatnonzero(values == smallest)
+    return np.sort(np.concatenate((above, equal[: count - len(above)])))
 
 
 def _near(scaled: FloatRow) -> Iterator[npt.NDArray[np.intp]]:

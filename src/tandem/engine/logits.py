@@ -1,0 +1,75 @@
+"""A step's logits, in host memory or on the device that made them, and the tokens chosen from them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Rows
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.engine.device_sampling import choose
+from tandem.engine.penalties import FloatRows, changes_logits
+from tandem.engine.sampling import Sampled, sample
+from tandem.engine.sequence import Sequence
+
+
+class Logits(Protocol):
+    """float32 [R, vocab]; valid until the model runs again."""
+
+    def fetched(self, rows: slice) -> FloatRows:
+        """In host memory."""
+        ...
+
+    def chosen(self, rows: Rows[int], sequences: Rows[Sequence], eos_ids: Collection[int]) -> list[Sampled]:
+        """rows[i] belongs to sequences[i]."""
+        ...
+
+
+class HostLogits:
+    """`Logits` in host memory."""
+
+    def __init__(self, array: FloatRows) -> None:
+        self._array = array
+
+    def fetched(self, rows: slice) -> FloatRows:
+        return self._array[rows]
+
+    def chosen(self, rows: Rows[int], sequences: Rows[Sequence], eos_ids: Collection[int]) -> list[Sampled]:
+        wanted = self._array if len(rows) == len(self._array) else self._array[list(rows)]
+        return sample(wanted, sequences, eos_ids)
+
+
+def best_of(logits: Tensor) -> Tensor:
+    """float64 [R, 2]: every row's best id and its logit; NaN if there is one. Both are exact in float64."""
+    ids = logits.argmax(1, keepdim=True)
+    return torch.cat((ids.double(), logits.gather(1, ids).double()), 1)
+
+
+class DeviceLogits:
+    """`Logits` that stay where they are: only what decides is fetched, and rows that penalties and biases change."""
+
+    def __init__(self, logits: Tensor, best: Tensor) -> None:
+        """best: of the same rows, see `best_of`. Waits for the device."""
+        self.logits, self.best = logits, best.cpu()
+
+    def fetched(self, rows: slice) -> FloatRows:
+        array: FloatRows = self.logits[rows].cpu().numpy()
+        return array
+
+    def chosen(self, rows: Rows[int], sequences: Rows[Sequence], eos_ids: Collection[int]) -> list[Sampled]:
+        def on_host(i: int) -> Sampled:
+            return sample(self.fetched(slice(rows[i], rows[i] + 1)), [sequences[i]], eos_ids)[0]
+
+        here = [i for i, s in enumerate(sequences) if not changes_logits(s)]
+        free = [rows[i] for i in here]
+        logits, best = _part(self.logits, free), self.best[free].numpy()
+        made = dict(zip(here, choose(logits, best, [sequences[i] for i in here]), strict=True))
+        return [made.get(i) or on_host(i) for i in range(len(rows))]
+
+
+def _part(tensor: Tensor, rows: list[int]) -> Tensor:
+    if rows == list(range(len(tensor))):
+        return tensor
+    return tensor[torch.tensor(rows, dtype=torch.int64, device=tensor.device)]
