@@ -14,10 +14,9 @@ from tandem.engine.logits import DeviceLogits, HostLogits, best_of
 from tandem.engine.protocol import SamplingParams
 from tandem.engine.sequence import Sequence
 
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")),
-]
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
+
 VOCAB, EOS = 3000, (2,)
 
 
