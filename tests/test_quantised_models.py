@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -113,6 +117,46 @@ def test_mixed_formats_need_no_configuration(model, tmp_path):
     assert "linear_fp8_config" in (with_key / "config.json").read_text()
     assert "quantization_config" not in (without / "config.json").read_text()
     for a, b in zip(ours(Session(with_key)), ours(Session(without)), strict=True):
+        assert torch.equal(a, b)
+
+
+def edit_quantization(path: Path, change: Callable[[dict[str, object]], None]) -> None:
+    config = json.loads((path / "config.json").read_text())
+    change(config["quantization_config"])
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("said", ["both", "int4 alone", "nothing"])
+def test_fp8_dense_layers_and_int4_experts_in_every_spelling(model, tmp_path, ops, said):
+    """`linear_fp8_config` there or not: codes stay codes, and the model is that of the numbers they stand for."""
+    quantised, plain = save_quantised(model, tmp_path, mixed, with_config=said != "nothing")
+    if said == "int4 alone":
+        edit_quantization(quantised, lambda config: config.pop("linear_fp8_config"))
+    stored = open_checkpoint(quantised).formats()
+    assert stored.experts.name == "int4 g32" and stored.dense.name.split(" + ")[0] == "fp8 128x128"
+    assert worst(ours(Session(quantised)), reference(plain)) < 1e-4
+    exact, theirs = reference(plain), reference(plain, torch.bfloat16)
+    chosen = planned(quantised)
+    assert chosen.expert_format == "stored" and chosen.dense_codes
+    session = Session(
+        quantised, "bfloat16", chosen.fuse_shared_experts, ops, dense_codes=True, expert_format="stored"
+    )
+    assert median(ours(session), exact) < 1.5 * median(theirs, exact)
+
+
+def test_a_configuration_of_fp8_that_no_weight_has_changes_nothing(model, tmp_path, ops):
+    """`linear_fp8_config` in config.json, but the dense weights are bf16: they are computed as what they are."""
+    quantised, plain = save_quantised(model, tmp_path, experts_only("int4 packed g32"))
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    as_planned = (planned(quantised).fuse_shared_experts, ops)
+    without = ours(Session(quantised, "bfloat16", *as_planned, expert_format="stored"))
+    edit_quantization(quantised, lambda config: config.update(linear_fp8_config=fp8))
+    chosen = planned(quantised)
+    assert chosen.expert_format == "stored" and not chosen.dense_codes
+    assert worst(ours(Session(quantised)), reference(plain)) < 1e-4
+    for a, b in zip(
+        ours(Session(quantised, "bfloat16", *as_planned, expert_format="stored")), without, strict=True
+    ):
         assert torch.equal(a, b)
 
 
