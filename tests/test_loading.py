@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tandem import LLM, SamplingParams
+from tandem.checkpoint import open_checkpoint
+from tandem.errors import CheckpointError
 from tandem.experts import CpuExperts, cpu_experts
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
 
@@ -108,8 +113,22 @@ def test_experts_are_asked_for_in_chunks_by_another_thread(monkeypatch) -> None:
     CpuExperts(whole).load(8, matrices)
     for expert, matrices_of in enumerate(weights):
         apart.load(expert, *matrices_of)
-    assert asked == list(range(8))
+    assert sorted(asked) == list(range(8))
     assert [bytes(part) for part in whole.parts()] == [bytes(part) for part in apart.parts()]
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int8"])
+def test_many_huge_pages_are_filled_as_a_few_are(fmt: str) -> None:
+    """One worker clears and fills a huge page; panels that lie across two are whole."""
+    workspace = Workspace(WorkerPool([-1, -1, -1]), "scalar")
+    gate = torch.randn(16, 704, 1000).bfloat16()
+    experts = [(g, g.flip(0), g.T.contiguous()) for g in gate]
+    together, apart = (PackedExperts(workspace, 16, 1000, 704, fmt) for _ in range(2))
+    together.load_all(0, experts)
+    assert together.packed_bytes > 8 * 3 * (2 << 20) or fmt == "int8"
+    for expert, matrices in enumerate(experts):
+        apart.load(expert, *matrices)
+    assert [bytes(part) for part in together.parts()] == [bytes(part) for part in apart.parts()]
 
 
 def test_an_error_of_one_expert_is_the_error_of_loading() -> None:
@@ -122,3 +141,77 @@ def test_an_error_of_one_expert_is_the_error_of_loading() -> None:
 
     with pytest.raises(ValueError, match="expert 2"):
         layer.load(4, matrices)
+
+
+LAYERS, LAYER_EXPERTS, HIDDEN, WIDTH = 6, 32, 512, 256
+LOADING = """
+import sys
+from pathlib import Path
+from tandem.config import EngineConfig
+from tandem.engine import loader
+
+def resident(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+loader.Tokenizer.load = classmethod(lambda *_: None)
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+parts = loader.load_parts(EngineConfig(model=sys.argv[1], context_length=64, kt_cpuinfer=2))
+print(resident("VmHWM") - resident("VmRSS"))
+"""
+
+
+def save_large_layers(directory: Path) -> int:
+    """A Qwen3-MoE whose layers outweigh what Python allocates meanwhile; bytes of one."""
+    from transformers import Qwen3MoeConfig
+
+    Qwen3MoeConfig(
+        hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
+        num_experts=LAYER_EXPERTS, num_experts_per_tok=4, moe_intermediate_size=WIDTH, vocab_size=512,
+        architectures=["Qwen3MoeForCausalLM"],
+    ).save_pretrained(directory)  # fmt: skip
+    noise, total = torch.randn(LAYER_EXPERTS * WIDTH, HIDDEN, dtype=torch.float32).bfloat16() * 0.02, 0
+    outer = {
+        "model.embed_tokens.weight": noise[:512],
+        "lm_head.weight": noise[:512],
+        "model.norm.weight": noise[0],
+    }
+    for i in range(LAYERS):
+        p = f"model.layers.{i}."
+        a, tensors = p + "self_attn.", {}
+        shapes = {
+            "q_proj": (512, HIDDEN),
+            "k_proj": (256, HIDDEN),
+            "v_proj": (256, HIDDEN),
+            "o_proj": (HIDDEN, 512),
+        }
+        tensors |= {f"{a}{name}.weight": noise[: shape[0], : shape[1]] for name, shape in shapes.items()}
+        tensors |= {f"{a}{name}.weight": noise[0, :128] for name in ("q_norm", "k_norm")}
+        tensors |= {f"{p}{name}.weight": noise[0] for name in ("input_layernorm", "post_attention_layernorm")}
+        tensors[p + "mlp.gate.weight"] = noise[:LAYER_EXPERTS]
+        for e in range(LAYER_EXPERTS):
+            mine = noise[e * WIDTH : (e + 1) * WIDTH]
+            matrices = {"gate_proj": mine, "up_proj": mine, "down_proj": mine.view(HIDDEN, WIDTH)}
+            tensors |= {f"{p}mlp.experts.{e}.{name}.weight": matrix for name, matrix in matrices.items()}
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        outer |= tensors
+    save_file({name: tensor.clone() for name, tensor in outer.items()}, directory / "model.safetensors")
+    return total
+
+
+def test_peak_memory_is_the_final_one_and_two_layers(tmp_path: Path) -> None:
+    """Mapped file pages included: experts are read straight into their packed place."""
+    layer = save_large_layers(tmp_path)
+    done = subprocess.run([sys.executable, "-c", LOADING, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert layer > 25e6 and int(done.stdout) < 2 * layer
+
+
+def test_a_file_that_is_cut_short_while_it_is_loaded_is_an_error(tmp_path: Path) -> None:
+    save_large_layers(tmp_path)
+    file = tmp_path / "model.safetensors"
+    checkpoint = open_checkpoint(tmp_path)
+    weight = checkpoint.weight("model.layers.5.mlp.experts.31.up_proj", (WIDTH, HIDDEN))
+    os.truncate(file, 1 << 20)
+    with pytest.raises(CheckpointError, match="became shorter while it was read"):
+        PackedMatrix(Workspace(WorkerPool([-1]), "scalar"), weight)

@@ -1,6 +1,7 @@
 #include <stdexcept>
 
 #include "bindings/bindings.h"
+#include "runtime/readable_file.h"
 
 NB_MODULE(_core, m) {
   m.doc() = "Tandem's C++ core.";
@@ -11,6 +12,9 @@ NB_MODULE(_core, m) {
       std::rethrow_exception(p);
     } catch (const std::invalid_argument& e) {
       const nanobind::object type = nanobind::module_::import_("tandem.errors").attr("KernelError");
+      PyErr_SetString(type.ptr(), e.what());
+    } catch (const tandem::UnreadableFile& e) {
+      const nanobind::object type = nanobind::module_::import_("tandem.errors").attr("CheckpointError");
       PyErr_SetString(type.ptr(), e.what());
     }
   });

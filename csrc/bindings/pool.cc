@@ -5,6 +5,7 @@
 
 #include "bindings/bindings.h"
 #include "runtime/cpu_features.h"
+#include "runtime/readable_file.h"
 #include "runtime/worker_pool.h"
 
 namespace nb = nanobind;
@@ -23,6 +24,14 @@ void bind_runtime(nb::module_& m) {
       .def_prop_ro("nodes", &WorkerPool::nodes, "How many memory nodes its workers belong to.")
       .def("start_latency", &region_start_latency, nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>(),
            "Seconds an empty parallel region takes, mean over repeats.");
+  nb::class_<ReadableFile>(m, "ReadableFile",
+                           "While it lives, packing reads what is mapped at `address` from the open file `fd`.")
+      .def(
+          "__init__",
+          [](ReadableFile* self, int fd, uintptr_t address, size_t bytes) {
+            new (self) ReadableFile(fd, reinterpret_cast<const uint8_t*>(address), bytes);
+          },
+          nb::arg("fd"), nb::arg("address"), nb::arg("bytes"));
   m.def("supported_tiers", &supported_tiers, "Kernel tiers this host can run, slowest first.");
   m.def("cpu_model", [] { return cpu_features().model; }, "The CPU's own name for itself.");
 }

@@ -6,6 +6,8 @@
 #include <string>
 
 #include "experts/expert_run.h"
+#include "format/staged.h"
+#include "runtime/fill.h"
 
 namespace tandem {
 namespace {
@@ -18,6 +20,8 @@ void check_shape(const ExpertShape& shape) {
   if (shape.experts < 1 || shape.hidden < 1 || shape.width < 1)
     throw std::invalid_argument("an expert layer needs at least one expert, hidden and width >= 1");
 }
+
+int64_t panels_of(const NodeSlice& slice) { return 2 * (slice.gate_up_pairs + slice.down_pairs); }
 
 }  // namespace
 
@@ -106,43 +110,49 @@ void ExpertLayer::load_all(int first, const std::vector<ExpertSource>& sources) 
   const int64_t count = int64_t(sources.size());
   std::vector<int32_t> places;
   for (int i = 0; i < int(count); ++i) places.push_back(places_.take(first + i));
-  // Touching clears, so only memory that is all theirs is touched; while a layer is filled, that is always so.
+  // While a layer is filled, places follow each other, and so does their memory.
   const bool together = count && places.back() == places.front() + count - 1;
-  const auto memory_of = [&](const NodeSlice& slice) {
-    uint8_t* begin = memory_.data() + slice.offset + (together ? places.front() : 0) * slice.expert_bytes;
-    return std::pair{begin, begin + (together ? count : 0) * slice.expert_bytes};
-  };
-  NodeTasks touching, packing;  // by the node's own workers, so that memory is theirs even where it is not asked for
-  for (const NodeSlice& slice : slices_) {
-    const auto [begin, end] = memory_of(slice);
-    touching.add(HugeBuffer::touch_tasks(begin, end));
-    packing.add(2 * (slice.gate_up_pairs + slice.down_pairs) * count);
-  }
-  const auto touch = [&](int64_t i, const Worker&) {
-    const auto [node, task] = touching.at(i);
-    const auto [begin, end] = memory_of(slices_[node]);
-    HugeBuffer::touch(begin, end, task);
-  };
-  const auto pack = [&](int64_t i, const Worker&) {
-    const auto [node, task] = packing.at(i);
+  const auto pack = [&](size_t node, int64_t i) {
     const NodeSlice& slice = slices_[node];
-    const int64_t panels = 2 * (slice.gate_up_pairs + slice.down_pairs);
-    pack_panel_of(places[size_t(task / panels)], sources[size_t(task / panels)], slice, task % panels);
+    const size_t expert = size_t(i / panels_of(slice));
+    pack_panel_of(places[expert], sources[expert], slice, i % panels_of(slice));
   };
-  workspace_->pool().run_phases(
-      {{touching.count(), touch, touching.of_node()}, {packing.count(), pack, packing.of_node()}});
+  const auto first_from = [&](size_t node, int64_t offset) {
+    const NodeSlice& slice = slices_[node];
+    if (slice.expert_bytes == 0) return int64_t{0};
+    return offset / slice.expert_bytes * panels_of(slice) + first_panel_from(slice, offset % slice.expert_bytes);
+  };
+  std::vector<NewMemory> memory;  // elsewhere only its size is right: pieces are given out one by one
+  for (const NodeSlice& slice : slices_) {
+    uint8_t* begin = memory_.data() + slice.offset + (together ? places.front() : 0) * slice.expert_bytes;
+    memory.push_back({begin, begin + slice.expert_bytes * count});
+  }
+  if (together)
+    fill_new(workspace_->pool(), memory, first_from, pack);
+  else
+    fill_known(workspace_->pool(), memory, first_from, pack);
   for (size_t i = 0; i < sources.size(); ++i) pack_biases(first + int(i), sources[i]);
+}
+
+int64_t ExpertLayer::first_panel_from(const NodeSlice& slice, int64_t offset) const {
+  const int64_t gate_up = 2 * slice.gate_up_pairs * gate_up_layout_.panel_bytes;
+  const int64_t beyond = std::max<int64_t>(0, offset - gate_up);
+  const auto panels = [](int64_t bytes, const WeightView& w) { return (bytes + w.panel_bytes - 1) / w.panel_bytes; };
+  return panels(offset - beyond, gate_up_layout_) + panels(beyond, down_layout_);
 }
 
 void ExpertLayer::pack_panel_of(int32_t place, const ExpertSource& source, const NodeSlice& slice, int64_t panel) {
   uint8_t* memory = memory_.data() + slice.offset + place * slice.expert_bytes;
   const int64_t gate_up_panels = 2 * slice.gate_up_pairs, down_panel = panel - gate_up_panels;
-  if (down_panel < 0)
-    pack_panel(gate_up_layout_, panel % 2 ? source.up : source.gate, (slice.first_gate_up + panel / 2) * kPanelRows,
+  if (down_panel < 0) {
+    const int64_t row = (slice.first_gate_up + panel / 2) * kPanelRows;
+    pack_panel(gate_up_layout_, staged(panel % 2 ? source.up : source.gate, row), row,
                memory + panel * gate_up_layout_.panel_bytes);
-  else
-    pack_panel(down_layout_, source.down, (2 * slice.first_down + down_panel) * kPanelRows,
+  } else {
+    const int64_t row = (2 * slice.first_down + down_panel) * kPanelRows;
+    pack_panel(down_layout_, staged(source.down, row), row,
                memory + gate_up_panels * gate_up_layout_.panel_bytes + down_panel * down_layout_.panel_bytes);
+  }
 }
 
 void ExpertLayer::adopt(std::shared_ptr<const MappedFile> file, int64_t offset, std::vector<float> gate_up_bias,

@@ -96,6 +96,8 @@ class ExpertLayer {
   void copy_pieces(int expert, Copy copy) const;
   int64_t memory_bytes() const { return bytes_of(slices_, places_.count()); }
   void own_memory();  // of all places, when the first is loaded; throws when they lie in a file
+  // The first panel that begins there or later in an expert's bytes of that node.
+  int64_t first_panel_from(const NodeSlice& slice, int64_t offset) const;
   void pack_biases(int expert, const ExpertSource& source);
   int64_t tokens_per_chunk(int64_t top_k) const;
   void check_loaded() const;

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "format/staged.h"
+#include "runtime/fill.h"
+
 namespace tandem {
 namespace {
 
@@ -39,27 +42,28 @@ PackedMatrix::PackedMatrix(std::shared_ptr<Workspace> workspace, const MatrixSou
   memory_ = HugeBuffer(size_t(packed_bytes(view_)));
   view_.panels = memory_.data();
   keep_bias(bias);
-  uint8_t *const begin = memory_.data(), *const end = begin + memory_.bytes();
   prefer_nodes();
-  const int64_t pages = HugeBuffer::touch_tasks(begin, end), panels = 2 * view_.pairs;
-  const NodeTasks touching = shared_out(workspace_->pool(), pages), packing = shared_out(workspace_->pool(), panels);
-  const auto pack = [&](int64_t panel, const Worker&) {
-    pack_panel(view_, source, panel * kPanelRows, begin + panel * view_.panel_bytes);
-  };
-  workspace_->pool().run_phases({
-      {pages, [&](int64_t i, const Worker&) { HugeBuffer::touch(begin, end, i); }, touching.of_node()},
-      {panels, pack, packing.of_node()},
-  });
+  const WorkerPool& pool = workspace_->pool();
+  std::vector<NewMemory> memory;
+  for (int node = 0; node < pool.nodes(); ++node) memory.push_back({panels_of_node(node), panels_of_node(node + 1)});
+  fill_new(
+      workspace_->pool(), memory, [&](size_t, int64_t offset) { return ceil_div(offset, view_.panel_bytes); },
+      [&](size_t node, int64_t panel) {
+        uint8_t* const to = memory[node].begin + panel * view_.panel_bytes;
+        const int64_t row = (to - memory_.data()) / view_.panel_bytes * kPanelRows;
+        pack_panel(view_, staged(source, row), row, to);
+      });
 }
 
 // A node's panels lie in its own memory, and its workers compute their columns.
 void PackedMatrix::prefer_nodes() {
   const WorkerPool& pool = workspace_->pool();
-  const auto at = [&](int node) {
-    return memory_.data() + 2 * pool.first_of(node, view_.pairs) * int64_t{view_.panel_bytes};
-  };
   for (int node = 0; pool.nodes() > 1 && node < pool.nodes(); ++node)
-    HugeBuffer::prefer_node(at(node), at(node + 1), pool.memory_node(node));
+    HugeBuffer::prefer_node(panels_of_node(node), panels_of_node(node + 1), pool.memory_node(node));
+}
+
+uint8_t* PackedMatrix::panels_of_node(int node) {
+  return memory_.data() + 2 * workspace_->pool().first_of(node, view_.pairs) * int64_t{view_.panel_bytes};
 }
 
 PackedMatrix::PackedMatrix(std::shared_ptr<Workspace> workspace, const WeightFormat& format, int64_t rows,

@@ -40,6 +40,7 @@ class PackedMatrix {
  private:
   void keep_bias(const float* bias);
   void prefer_nodes();
+  uint8_t* panels_of_node(int node);  // where they begin, in memory of its own
   void prepare(const RowsView& x, PreparedRows* rows) const;
   // Which rows of x a stretch of columns is multiplied with: row r is row first + r * step of x and of the result,
   // whose rows have `columns` columns; the stretch begins at `first_column` of the matrix.

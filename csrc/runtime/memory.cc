@@ -29,17 +29,22 @@ HugeBuffer::HugeBuffer(size_t bytes) : bytes_(bytes) {
   if (huge) madvise(data_, bytes, MADV_HUGEPAGE);  // a wish: refused, the pages are small
 }
 
-int64_t HugeBuffer::touch_tasks(const uint8_t* begin, const uint8_t* end) {
+int64_t HugeBuffer::parts(const uint8_t* begin, const uint8_t* end) {
   const uintptr_t first = reinterpret_cast<uintptr_t>(begin) / kHugePage;
   return end > begin ? int64_t((reinterpret_cast<uintptr_t>(end) - 1) / kHugePage - first + 1) : 0;
 }
 
-void HugeBuffer::touch(uint8_t* begin, uint8_t* end, int64_t task) {
-  constexpr size_t kSmallPage = 4096;
-  const uintptr_t first = reinterpret_cast<uintptr_t>(begin) / kHugePage + uintptr_t(task);
-  uint8_t* from = std::max(begin, reinterpret_cast<uint8_t*>(first * kHugePage));
-  uint8_t* const to = std::min(end, reinterpret_cast<uint8_t*>((first + 1) * kHugePage));
-  for (; from < to; from += kSmallPage) *static_cast<volatile uint8_t*>(from) = 0;
+HugeBuffer::Part HugeBuffer::part(uint8_t* begin, uint8_t* end, int64_t index) {
+  const uintptr_t first = reinterpret_cast<uintptr_t>(begin) / kHugePage + uintptr_t(index);
+  return {std::max(begin, reinterpret_cast<uint8_t*>(first * kHugePage)),
+          std::min(end, reinterpret_cast<uint8_t*>((first + 1) * kHugePage))};
+}
+
+void HugeBuffer::Part::touch() const {
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14; without it pages come when they are written
+  constexpr uintptr_t kSmallPage = 4096;
+  const uintptr_t first = reinterpret_cast<uintptr_t>(begin) & ~(kSmallPage - 1);
+  if (begin < end) madvise(reinterpret_cast<void*>(first), reinterpret_cast<uintptr_t>(end) - first, kPopulateWrite);
 }
 
 void HugeBuffer::prefer_node(uint8_t* begin, uint8_t* end, int node) {

@@ -14,11 +14,18 @@ class HugeBuffer {
   HugeBuffer(HugeBuffer&& other) noexcept;
   HugeBuffer& operator=(HugeBuffer&& other) noexcept;
 
-  // For a region's first phase: touches the memory of [begin, end) that is part of its `task`th huge page, so that
-  // each is cleared once. Threads that touch one together each clear it, and all but one throw their work away: with 16
-  // threads packing 96 KB pieces that was most of the time of loading.
-  static int64_t touch_tasks(const uint8_t* begin, const uint8_t* end);
-  static void touch(uint8_t* begin, uint8_t* end, int64_t task);
+  // A part of new memory that one worker fills. Its huge page is cleared when it is touched first; by one thread alone
+  // if parts are given out as they are here: threads that touch a page together each clear it, and all but one throw
+  // their work away (with 16 threads packing 96 KB pieces that was most of the time of loading). Bytes that are there
+  // already stay: the end of what begins in the part before may be written first.
+  struct Part {
+    uint8_t *begin, *end;
+    void touch() const;
+  };
+
+  // The huge pages of [begin, end), cut at its ends.
+  static int64_t parts(const uint8_t* begin, const uint8_t* end);
+  static Part part(uint8_t* begin, uint8_t* end, int64_t index);
 
   // Asks for the pages that lie in [begin, end) to come from a memory node (as the system numbers it) when they are
   // first touched. A wish: a node without room, or a system that refuses, gives other memory.

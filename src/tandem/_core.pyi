@@ -29,6 +29,13 @@ class WorkerPool:
     def start_latency(self, repeats: int) -> float:
         """Seconds an empty parallel region takes, mean over repeats."""
 
+class ReadableFile:
+    """
+    While it lives, packing reads what is mapped at `address` from the open file `fd`.
+    """
+
+    def __init__(self, fd: int, address: int, bytes: int) -> None: ...
+
 def supported_tiers() -> list[str]:
     """Kernel tiers this host can run, slowest first."""
 

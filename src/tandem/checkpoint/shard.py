@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tandem import _core
 from tandem.checkpoint.pages import Pages
 from tandem.errors import CheckpointError
 
@@ -42,7 +43,9 @@ class Shard:
         with path.open("rb") as file:
             # A private mapping: nothing is ever written through it, but torch warns of read-only buffers.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps `mapped` alive
+            whole = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps `mapped` alive
+            self._readable = _core.ReadableFile(file.fileno(), whole.data_ptr(), whole.numel())
+        self._bytes = whole  # after it, so that the mapping is never gone while it is taken for the file
 
     @property
     def nbytes(self) -> int:

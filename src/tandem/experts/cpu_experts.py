@@ -9,11 +9,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tandem.formats.codes import Weight
+from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import weight_bytes
 from tandem.kernels.ops import ExpertLayer, Routing, SureRead
 
-CHUNK_BYTES = 128 << 20  # of weights prepared ahead: milliseconds of packing, more than views take to make
+CHUNK_BYTES = 256 << 20  # of weights prepared ahead: milliseconds of packing, more than views take to make
+PREPARING_THREADS = 8  # codes are unpacked and reordered at some GB/s by one thread, which packing outruns
+MADE_BYTES = 4 << 20  # of an expert whose codes take longer than Python's part of making them
 
 ExpertMatrices = tuple[Weight, Weight, Weight]
 """gate and up [width, hidden], down [hidden, width]."""
@@ -59,6 +61,17 @@ class Ticket:
     result: Tensor
 
 
+def _prepared(
+    threads: ThreadPoolExecutor, matrices: Callable[[int], ExpertMatrices], experts: range, made: bool
+) -> Callable[[], list[ExpertMatrices]]:
+    """Begins to ask for these; the result waits for them. Views and small codes are made by one thread: they
+    are Python's work, in which more threads would only take turns."""
+    if made:
+        each = [threads.submit(matrices, expert) for expert in experts]
+        return lambda: [future.result() for future in each]
+    return threads.submit(lambda: [matrices(expert) for expert in experts]).result
+
+
 class CpuExperts:
     """`submit` a batch, do something else, `wait` for its sum.
 
@@ -70,27 +83,27 @@ class CpuExperts:
         self._layer = layer
 
     def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
-        """Packs experts 0 … count - 1 on all workers, while a thread asks `matrices` for those that follow.
+        """Packs experts 0 … count - 1 on all workers, while threads ask `matrices` for those that follow.
 
-        What it gets is a view of the mapped file, or codes and numbers made from it: at most 2 * CHUNK_BYTES at a time,
-        unless one expert is larger.
+        What they get is a view of the mapped file, or codes and numbers made from it: at most 2 * CHUNK_BYTES at a
+        time, unless one expert is larger.
         """
+        with ThreadPoolExecutor(PREPARING_THREADS, "tandem-load") as threads:
+            example = threads.submit(matrices, 0).result()
+            size = sum(map(weight_bytes, example))
+            made = size > MADE_BYTES and any(isinstance(w, WeightCodes) for w in example)
+            step = max(1, CHUNK_BYTES // max(1, size))
 
-        def chunk(first: int) -> list[ExpertMatrices]:
-            experts: list[ExpertMatrices] = []
-            nbytes = 0
-            while first + len(experts) < count and nbytes < CHUNK_BYTES:
-                experts.append(matrices(first + len(experts)))
-                nbytes += sum(map(weight_bytes, experts[-1]))
-            return experts
+            def chunk(first: int) -> Callable[[], list[ExpertMatrices]]:
+                return _prepared(threads, matrices, range(first, min(first + step, count)), made)
 
-        with ThreadPoolExecutor(1, "tandem-load") as thread:
-            first, ahead = 0, thread.submit(chunk, 0)
-            while first < count:
-                experts = ahead.result()
-                ahead = thread.submit(chunk, first + len(experts))
-                self._layer.load_all(first, experts)
-                first += len(experts)
+            first, ready = 1, [example]
+            ahead = chunk(first)
+            while ready:
+                self._layer.load_all(first - len(ready), ready)
+                ready = ahead()
+                first += len(ready)
+                ahead = chunk(first)
 
     @property
     def expert_bytes(self) -> int:
