@@ -14,6 +14,7 @@ from tandem.cli.demo import demo
 from tandem.cli.doctor import doctor
 from tandem.cli.quality import quality
 from tandem.cli.serve import serve
+from tandem.cli.stats import stats
 from tandem.cli.version import version
 from tandem.errors import ConfigError, TandemError
 
@@ -37,6 +38,7 @@ app.command()(version)
 app.command()(doctor)
 app.command()(demo)
 app.command()(quality)
+app.command()(stats)
 app.add_typer(bench, name="bench")
 
 

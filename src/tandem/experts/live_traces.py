@@ -116,8 +116,9 @@ def expert_counts(trace: Tensor, experts: int) -> Tensor:
 def load_trace(path: str, shape: TraceShape) -> Tensor:
     """A recorded stream (`--expert-distribution-recorder-mode per_token`), repeated or cut to shape.tokens.
 
-    The file: a tensor [tokens, layers, k], or a dict whose `records` hold `topk_ids_of_layer` [layers, tokens, k]. Read
-    without executing pickled code. Ids below 0 (padding) drop their token. Raises ConfigError.
+    The file: a tensor [tokens, layers, k], a dict with it as `topk_ids`, or one whose `records` hold
+    `topk_ids_of_layer` [layers, tokens, k], as SGLang's do. Read without executing pickled code. Ids below 0 (padding)
+    drop their token. Raises ConfigError.
     """
     try:
         stored = torch.load(Path(path), map_location="cpu", weights_only=True)
@@ -137,6 +138,8 @@ def load_trace(path: str, shape: TraceShape) -> Tensor:
 
 
 def _joined(stored: object) -> Tensor | None:
+    if isinstance(stored, dict) and "topk_ids" in stored:
+        stored = stored["topk_ids"]
     if isinstance(stored, dict) and isinstance(stored.get("records"), list):
         found = [record.get("topk_ids_of_layer") for record in stored["records"] if isinstance(record, dict)]
         parts = [ids.transpose(0, 1) for ids in found if isinstance(ids, Tensor) and ids.dim() == 3]

@@ -1,0 +1,82 @@
+"""The picture of `kt stats --png`: heat map and cumulative shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tandem.errors import ConfigError
+from tandem.experts.usage_file import UsageRecord
+from tandem.experts.usage_summary import UsageSummary, by_chance, cumulative
+
+LEAST, MOST = 1 / 16, 16.0  # of even use: the ends of the colours
+
+
+def check_matplotlib() -> None:
+    """Raises ConfigError before anything is read."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError('--png needs matplotlib: pip install "tandem-moe[bench]"') from None
+
+
+def draw(path: Path, record: UsageRecord, found: UsageSummary) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    layers = len(found.layers)
+    height = min(14.0, max(3.6, 0.16 * layers + 1.4))
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(14, height), width_ratios=(2.2, 1), layout="constrained"
+    )
+    _heat(figure, left, found)
+    _curves(right, record, found)
+    figure.suptitle(_title(record, found), fontsize="medium")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, format="png")
+    pyplot.close(figure)
+
+
+def _title(record: UsageRecord, found: UsageSummary) -> str:
+    tokens = f", {record.tokens:,} tokens" if record.tokens else ""
+    return f"{record.model or 'expert usage'}{tokens}: {found.effective:.1f} of {found.experts} experts effective"
+
+
+def _heat(figure, axes, found: UsageSummary) -> None:  # type: ignore[no-untyped-def]
+    from matplotlib.colors import LogNorm
+
+    image = axes.imshow(
+        found.relative.clamp(LEAST, MOST).numpy(),
+        aspect="auto",
+        interpolation="nearest",
+        norm=LogNorm(LEAST, MOST),
+    )
+    bar = figure.colorbar(image, ax=axes, pad=0.01, label="use, even use = 1")
+    ticks = [2.0**i for i in range(-4, 5, 2)]
+    bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    bar.minorticks_off()
+    shown = range(0, len(found.layers), max(1, len(found.layers) // 16))
+    axes.set_yticks(list(shown), labels=[str(found.layers[i].layer) for i in shown])
+    axes.set(xlabel="expert", ylabel="layer")
+
+
+def _curves(axes, record: UsageRecord, found: UsageSummary) -> None:  # type: ignore[no-untyped-def]
+    counts = record.total
+    share = ((torch.arange(counts.numel()) + 1) / counts.numel() * 100).numpy()
+    each = ((torch.arange(found.experts) + 1) / found.experts * 100).numpy()
+    for row in counts:
+        if bool(row.any()):
+            axes.plot(each, (cumulative(row) * 100).numpy(), color="tab:blue", alpha=0.12, linewidth=0.8)
+    axes.plot(share, (cumulative(counts) * 100).numpy(), color="tab:blue", label="all layers (thin: each)")
+    chance = by_chance(counts)
+    if bool(chance.any()):
+        axes.plot(
+            share, (cumulative(chance) * 100).numpy(), "--", color="tab:grey", label="even use, by chance"
+        )
+    axes.plot([0, 100], [0, 100], ":", color="tab:grey", label="even use")
+    axes.set(xlabel="hottest experts, %", ylabel="routed tokens, %", xlim=(0, 100), ylim=(0, 100))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", loc="lower right")

@@ -1,0 +1,128 @@
+"""What `kt stats` shows in the terminal and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from tandem.errors import ConfigError
+from tandem.experts.usage_file import UsageRecord, read_usage
+from tandem.experts.usage_summary import UsageSummary, summary
+
+# Use relative to even use: up to the bound, a sign for terminals without colours, and a colour (viridis).
+LEVELS = (
+    (0.05, " ", "#440154"), (0.25, "·", "#46327e"), (0.5, ":", "#365c8d"), (1.0, "░", "#277f8e"),
+    (2.0, "▒", "#1fa187"), (4.0, "▓", "#4ac16d"), (8.0, "█", "#a0da39"), (float("inf"), "█", "#fde725"),
+)  # fmt: skip
+FIXED_COLUMNS = 36  # what the table needs beside the heat map
+LEAST_COLUMNS = 16
+
+
+def run(file: Path, png: Path | None, as_json: bool) -> None:
+    if png is not None:
+        from tandem.cli.stats_plot import check_matplotlib
+
+        check_matplotlib()
+    record = read_usage(file)
+    try:
+        found = summary(record)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    if as_json:
+        print(json.dumps(as_dict(file, record, found), indent=1))
+    else:
+        show(Console(), record, found)
+    if png is not None:
+        from tandem.cli.stats_plot import draw
+
+        draw(png, record, found)
+        if not as_json:
+            print(f"Written to {png}")
+
+
+def as_dict(file: Path, record: UsageRecord, found: UsageSummary) -> dict[str, Any]:
+    return {
+        "file": str(file), "model": record.model, "mode": record.mode, "passes": record.passes,
+        "tokens": record.tokens, "experts": found.experts, "effective": round(found.effective, 3),
+        "gpu_experts": found.gpu_experts, "gpu_tokens": found.gpu_tokens,
+        "curve": [dataclasses.asdict(point) for point in found.curve],
+        "layers": [dataclasses.asdict(layer) for layer in found.layers],
+    }  # fmt: skip
+
+
+def show(console: Console, record: UsageRecord, found: UsageSummary) -> None:
+    console.print(headline(record, found), highlight=False)
+    console.print(heat_map(found, console.width))
+    console.print(legend(found, console.width))
+    console.print(curve(found))
+    if found.gpu_experts is not None and found.gpu_tokens is not None:
+        console.print(
+            f"On the GPU: {found.gpu_experts:.1%} of the experts, {found.gpu_tokens:.1%} of the routed tokens.",
+            highlight=False,
+        )
+
+
+def headline(record: UsageRecord, found: UsageSummary) -> str:
+    parts = [record.model or "model not named", f"{len(found.layers)} MoE layers of {found.experts} experts"]
+    if record.tokens:
+        parts.append(f"{record.tokens:,} tokens in {record.passes:,} steps")
+    parts.append(f"{found.effective:.1f} effective experts a layer")
+    return ", ".join(parts)
+
+
+def heat_map(found: UsageSummary, width: int) -> Table:
+    made = Table(box=None, pad_edge=False, collapse_padding=True)
+    for name in ("layer", "effective", "hottest 10 %", "unused"):
+        made.add_column(name, justify="right", no_wrap=True)
+    made.add_column(f"experts 0 to {found.experts - 1}", no_wrap=True)
+    for layer, row in zip(found.layers, found.relative, strict=True):
+        made.add_row(
+            str(layer.layer), f"{layer.effective:.1f}", f"{layer.hottest_tenth:.0%}", str(layer.unused),
+            cells(row, room(width)),
+        )  # fmt: skip
+    return made
+
+
+def room(width: int) -> int:
+    """Columns of the heat map."""
+    return max(LEAST_COLUMNS, width - FIXED_COLUMNS)
+
+
+def per_cell(experts: int, columns: int) -> int:
+    return -(-experts // columns)
+
+
+def cells(row: Tensor, columns: int) -> Text:
+    """One layer; a cell shows the most used of its experts."""
+    text, step = Text(), per_cell(len(row), columns)
+    for first in range(0, len(row), step):
+        value = float(row[first : first + step].max())
+        _, sign, colour = next(level for level in LEVELS if value <= level[0])
+        text.append(sign, style=f"{colour} on {colour}" if sign == " " else colour)
+    return text
+
+
+def legend(found: UsageSummary, width: int) -> Text:
+    step = per_cell(found.experts, room(width))
+    text = Text("Beside even use, at most: ")
+    for bound, sign, colour in LEVELS[:-1]:
+        text.append(sign, style=f"{colour} on {colour}" if sign == " " else colour)
+        text.append(f" {bound:g}×  ")
+    text.append("and more." if step == 1 else f"and more. A cell is the most used of {step} experts.")
+    return text
+
+
+def curve(found: UsageSummary) -> Table:
+    made = Table(title="The hottest experts of all layers serve", title_justify="left", box=None)
+    for name in ("of the experts", "of the routed tokens", "by chance alone"):
+        made.add_column(name, justify="right")
+    for point in found.curve:
+        made.add_row(f"{point.experts:.0%}", f"{point.tokens:.1%}", f"{point.chance:.1%}")
+    return made
