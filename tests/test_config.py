@@ -97,7 +97,6 @@ def test_wrong_values_name_the_flag(argv: list[str], says: str) -> None:
         (["--tool-call-parser", "qwen"], "tool calls come as text"),
         (["--kt-enable-dynamic-expert-update"], "--kt-enable-dynamic-expert-update is not available yet"),
         (["--nnodes", "2"], "Use 1"),
-        (["--kt-weight-path", "/x"], "packed at start"),
     ],
 )
 def test_missing_features_are_refused_with_what_works(argv: list[str], says: str) -> None:

@@ -1,5 +1,6 @@
 """Reads safetensors and GGUF into named tensors without knowing any model; builds the demo model."""
 
+from tandem.checkpoint.experts_elsewhere import with_experts
 from tandem.checkpoint.resolve import demo_dir, resolve_model
 from tandem.checkpoint.source import Checkpoint, load_model_config, open_checkpoint, read_generation
 
@@ -10,4 +11,5 @@ __all__ = [
     "open_checkpoint",
     "read_generation",
     "resolve_model",
+    "with_experts",
 ]

@@ -19,7 +19,7 @@ from tandem.checkpoint.identity import identity
 from tandem.checkpoint.key_names import hugging_face_names
 from tandem.checkpoint.layouts import detect
 from tandem.checkpoint.pages import Pages, Paging
-from tandem.checkpoint.parts import Part, Parts, by_module, codes_part, one_expert
+from tandem.checkpoint.parts import Part, Parts, by_module, codes_part, is_expert, one_expert
 from tandem.checkpoint.quant_hints import quant_hints
 from tandem.checkpoint.shard import Shard
 from tandem.checkpoint.stored_matrix import Stored
@@ -63,6 +63,10 @@ class Checkpoint:
         self._modules = by_module(self._parts.items())
         self._hints = quant_hints(path)
         self._survey = survey(self._modules, self._hints)
+
+    def path_of(self, module: str) -> Path:
+        """Which directory has it, or should have it."""
+        return self.path
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._parts)
@@ -141,18 +145,20 @@ class Checkpoint:
         entry = self._shard_of[stored].entries[stored]
         return entry.begin, entry.end
 
-    def nbytes(self) -> int:
-        """Bytes of all files."""
-        return sum(shard.nbytes for shard in set(self._shard_of.values()))
+    def nbytes(self, experts: bool | None = None) -> int:
+        """Bytes of all tensors, of routed experts only (True), or of everything else (False)."""
+        wanted = (name for name in self._shard_of if experts in (None, is_expert(name)))
+        entries = (self._shard_of[name].entries[name] for name in wanted)
+        return sum(entry.end - entry.begin for entry in entries)
 
     def identity(self) -> str:
         """Changes whenever a file does: see `identity.py`."""
         tensors = ((s.path.name, name, s.entries[name]) for name, s in self._shard_of.items())
         return identity({shard.path for shard in self._shard_of.values()}, tensors)
 
-    def read_ahead(self, layer: int) -> None:
+    def read_ahead(self, layer: int, experts: bool | None = None) -> None:
         """Asks for the bytes of every tensor of this layer (the first number in its name). Returns at once."""
-        self._paging.read_ahead(self._pages(layer), self)
+        self._paging.read_ahead(self._pages(layer, experts), self)
 
     def forget(self, layer: int) -> None:
         """Lets go of the layer's pages, so that they stop counting as this process's memory. Views stay valid."""
@@ -221,8 +227,9 @@ class Checkpoint:
         stored = [self._part(name).name for name in names]
         return [self._shard_of[name].pages(name) for name in stored]
 
-    def _pages(self, layer: int) -> list[Pages]:
-        return [self._shard_of[name].pages(name) for name in self._layers.get(layer, ())]
+    def _pages(self, layer: int, experts: bool | None = None) -> list[Pages]:
+        wanted = (name for name in self._layers.get(layer, ()) if experts in (None, is_expert(name)))
+        return [self._shard_of[name].pages(name) for name in wanted]
 
     # -- matrices ---
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.checkpoint.gguf_file import GGUFTensor
 from tandem.checkpoint.gguf_model import GGUFModel
-from tandem.checkpoint.gguf_names import STEMS, Place, layer_of, places
+from tandem.checkpoint.gguf_names import STEMS, Place, holds_experts, layer_of, places
 from tandem.checkpoint.identity import identity
 from tandem.checkpoint.pages import Paging
 from tandem.checkpoint.survey import stored_formats
@@ -48,6 +48,9 @@ class GGUFCheckpoint:
     @property
     def path(self) -> Path:
         return self.model.path
+
+    def path_of(self, module: str) -> Path:
+        return self.path
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._places)
@@ -89,14 +92,16 @@ class GGUFCheckpoint:
         modules = ((name.removesuffix(".weight"), math.prod(self._shape(name))) for name in names)
         return stored_formats((module, self.format(module), weights) for module, weights in modules)
 
-    def nbytes(self) -> int:
-        return self.model.nbytes()
+    def nbytes(self, experts: bool | None = None) -> int:
+        wanted = (t for t in self.model.tensors.values() if experts in (None, holds_experts(t)))
+        return sum(tensor.nbytes for tensor in wanted)
 
     def identity(self) -> str:
         return identity((file.path for file in self.model.files), ((t,) for t in self.model.tensors.values()))
 
-    def read_ahead(self, layer: int) -> None:
-        self._paging.read_ahead(map(self.model.pages, self._layers.get(layer, ())), self)
+    def read_ahead(self, layer: int, experts: bool | None = None) -> None:
+        wanted = (t for t in self._layers.get(layer, ()) if experts in (None, holds_experts(t)))
+        self._paging.read_ahead(map(self.model.pages, wanted), self)
 
     def forget(self, layer: int) -> None:
         self._paging.forget(map(self.model.pages, self._layers.get(layer, ())), self)

@@ -69,9 +69,6 @@ class GGUFModel:
     def where(self, tensor: GGUFTensor) -> str:
         return f"{self._file_of[tensor.name].path}: tensor {tensor.name}"
 
-    def nbytes(self) -> int:
-        return sum(file.size for file in self.files)
-
     def pages(self, tensor: GGUFTensor) -> Pages:
         return self._file_of[tensor.name].pages(tensor)
 

@@ -78,6 +78,11 @@ def places(architecture: str, tensor: GGUFTensor) -> Iterator[tuple[str, Place]]
         yield f"{full}.{ending}", Place(tensor)
 
 
+def holds_experts(tensor: GGUFTensor) -> bool:
+    """Whether it has a layer's routed experts."""
+    return "_exps." in tensor.name
+
+
 def layer_of(tensor: GGUFTensor) -> int | None:
     """The number of its layer; None for what belongs to none."""
     block, _, rest = tensor.name.partition(".")

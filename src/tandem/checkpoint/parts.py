@@ -40,6 +40,11 @@ class Part:
 Parts = Mapping[str, Part]  # by role
 
 
+def is_expert(name: str) -> bool:
+    """Of a routed expert; shared ones belong to the dense layers."""
+    return ".experts." in name
+
+
 def part_of(name: str) -> tuple[str, str]:
     """A tensor's name → (module, role). A name without a known ending is a fused tensor: ("name", "weight")."""
     for suffix in _LONGEST_FIRST:

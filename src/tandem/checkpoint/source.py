@@ -32,6 +32,10 @@ class Checkpoint(Protocol):
     @property
     def path(self) -> Path: ...
 
+    def path_of(self, module: str) -> Path:
+        """Which directory or file has this module, or should have it."""
+        ...
+
     def names(self) -> tuple[str, ...]: ...
 
     def __contains__(self, name: str) -> bool: ...
@@ -74,16 +78,16 @@ class Checkpoint(Protocol):
         """What experts and dense matrices are stored as, for the planner."""
         ...
 
-    def nbytes(self) -> int:
-        """Bytes of all files."""
+    def nbytes(self, experts: bool | None = None) -> int:
+        """Bytes of all tensors, of routed experts only (True), or of everything else (False)."""
         ...
 
     def identity(self) -> str:
         """Changes whenever a file does. The weights are not read."""
         ...
 
-    def read_ahead(self, layer: int) -> None:
-        """Asks for the bytes of every tensor of this layer. Returns at once."""
+    def read_ahead(self, layer: int, experts: bool | None = None) -> None:
+        """Asks for the bytes of every tensor of this layer, `experts` as in `nbytes`. Returns at once."""
         ...
 
     def forget(self, layer: int) -> None:

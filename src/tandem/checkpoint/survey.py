@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 from tandem.checkpoint.layouts import detect
-from tandem.checkpoint.parts import Part, Parts, codes_part, one_expert
+from tandem.checkpoint.parts import Part, Parts, codes_part, is_expert, one_expert
 from tandem.checkpoint.quant_hints import QuantHints
 from tandem.checkpoint.stored_matrix import FLOATS, Stored
 from tandem.config.stored import StoredFormat, StoredFormats
@@ -63,7 +63,7 @@ def stored_formats(matrices: Iterable[tuple[str, QuantFormat, int]]) -> StoredFo
 def _kind(module: str) -> str:
     if "shared_expert" in module:
         return "shared"
-    if ".experts." in module:
+    if is_expert(module):
         return "experts"
     return "embedding" if module.endswith("embed_tokens") else "dense"
 

@@ -58,16 +58,19 @@ def prepare(config: EngineConfig) -> None:
 def plan_of(config: EngineConfig) -> Plan:
     """What would be done with this model on this machine, without loading a weight. A directory without weights counts
     as one of bfloat16 ones."""
-    from tandem.checkpoint import demo_dir, load_model_config, open_checkpoint, resolve_model
+    from tandem.checkpoint import demo_dir, load_model_config, open_checkpoint, resolve_model, with_experts
     from tandem.checkpoint.demo_text import CONFIG
     from tandem.config import Machine, ModelConfig, StoredFormats, resolve
 
     path = resolve_model(config.model)
-    if path == demo_dir():
+    if path == demo_dir() and not (path / "config.json").is_file():
         return resolve(config, ModelConfig.from_dict(CONFIG), Machine.detect())
     has_weights = path.is_file() or any(path.glob("*.safetensors"))
-    stored = open_checkpoint(path).formats() if has_weights else StoredFormats()
-    return resolve(config, load_model_config(path), Machine.detect(), stored)
+    model = load_model_config(path)
+    if not has_weights:
+        return resolve(config, model, Machine.detect(), StoredFormats())
+    checkpoint = with_experts(open_checkpoint(path), config.kt_weight_path, model)
+    return resolve(config, model, Machine.detect(), checkpoint.formats())
 
 
 def show_plan(plan: Plan) -> None:

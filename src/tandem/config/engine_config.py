@@ -122,8 +122,7 @@ class EngineConfig:
 
     # --- CPU experts
     kt_weight_path: str | None = flag(
-        None, "Directory of CPU expert weights; default: the model's.", group=CPU,
-        later=f"{_LEAVE_OUT}: experts are read from the model directory and packed at start.",
+        None, "Directory or GGUF file that the experts come from; default: the model's.", group=CPU,
         aliases=["--kt-amx-weight-path"],
     )  # fmt: skip
     kt_method: str | None = flag(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpu_plan import (
@@ -192,6 +193,9 @@ def _dense_codes(dtype: str, stored: StoredFormats, log: list[Decision]) -> bool
 def _expert_format(config: EngineConfig, dtype: str, stored: StoredFormats, log: list[Decision]) -> str:
     chosen, reason = _stored_or_asked(config, dtype, stored)
     log.append(Decision("expert format", stored.experts.name if chosen == STORED else chosen, reason))
+    if config.kt_weight_path is not None:
+        name = Path(config.kt_weight_path).name
+        log.append(Decision("expert weights", name, "--kt-weight-path; everything else is --model's"))
     return chosen
 
 

@@ -11,7 +11,14 @@ import torch
 
 from tandem import models
 from tandem._core import LAYOUT_VERSION
-from tandem.checkpoint import Checkpoint, demo_dir, load_model_config, open_checkpoint, resolve_model
+from tandem.checkpoint import (
+    Checkpoint,
+    demo_dir,
+    load_model_config,
+    open_checkpoint,
+    resolve_model,
+    with_experts,
+)
 from tandem.checkpoint.demo import build_demo
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
@@ -35,7 +42,7 @@ def load_parts(
     use_one_torch_thread()
     directory = model_directory(config.model)
     model_config = load_model_config(directory)
-    checkpoint = open_checkpoint(directory)
+    checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model_config)
     plan = resolve(config, model_config, Machine.detect(), checkpoint.formats())
     if planned is not None:
         planned(plan)
@@ -73,7 +80,7 @@ def packed_cache(
         plan.fuse_shared_experts, plan.memory_nodes, LAYOUT_VERSION,
     )  # fmt: skip
     key = hashlib.sha256(repr(made_from).encode()).hexdigest()
-    place = hashlib.sha256(str(directory).encode()).hexdigest()[:8]
+    place = hashlib.sha256(f"{directory}{config.kt_weight_path or ''}".encode()).hexdigest()[:8]
     name = f"{directory.name}-{place}-{plan.expert_format}-{plan.dtype}.packed"
     about = f"{directory} ({plan.expert_format} experts, files as of {key[:8]})"
     return PackedCache(

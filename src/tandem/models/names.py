@@ -34,7 +34,7 @@ class ExpertNames:
         names = [layer + self.each.format(expert=expert, matrix=m) for m in self.matrices]
         if not checkpoint.has_matrix(names[0]):
             raise CheckpointError(
-                f"{checkpoint.path} has neither {names[0]}.weight nor {layer + self.gate_up}"
+                f"{checkpoint.path_of(names[0])} has neither {names[0]}.weight nor {layer + self.gate_up}"
             )
         up_shape = (width, hidden)
         return (
