@@ -122,7 +122,7 @@ class EngineConfig:
 
     # --- CPU experts
     kt_weight_path: str | None = flag(
-        None, "Directory or GGUF file that the experts come from; default: the model's.", group=CPU,
+        None, "Directory or GGUF file with the experts; default: the model's.", group=CPU,
         aliases=["--kt-amx-weight-path"],
     )  # fmt: skip
     kt_method: str | None = flag(
