@@ -31,6 +31,8 @@ FORMATS = [
     ("nvfp4", 16),
     ("int4_zeros", 32),
     ("int4_zeros", 128),
+    ("int6", 16),
+    ("int6", 128),
 ]
 CODE_TYPES = {
     "mxfp8": "fp8",

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu import AVAILABLE, DEVICE, needs_triton
+from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from tandem import _core
 from tandem.config.model_config import RouterConfig
+from tandem.formats.codes import WeightCodes
+from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops, Rope
 from tandem.kernels.reference import TorchOps
@@ -161,7 +163,8 @@ def check_experts(ops: Ops, case: tuple[Tensor, ...], matrices, fmt: str, **opti
     expected = theirs.forward(x.float(), torch.where(ids == 0, -1, ids), weights)
     # hidden activations and the sum are rounded to bf16, scaled weights of tiles as well; all of size 1 and below
     near(got.float(), expected, 2 * BF16_ULP, 2.0**-6)
-    assert (got.cpu().float() - expected).norm() < 2.0**-8 * expected.norm() * 1.5
+    # Triton's interpreter does not round to bfloat16 but cuts off, which loses up to twice as much.
+    assert (got.cpu().float() - expected).norm() < 2.0**-8 * expected.norm() * (3.0 if INTERPRETED else 1.5)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8", "int4"])
@@ -173,3 +176,18 @@ def test_experts_read_the_packed_bytes_of_the_cpu(
     case = expert_case(tokens, *shape)
     assert (tokens <= FEW_TOKENS) == (tokens < 150)
     check_experts(ops, case, lambda e: (case[0][e], case[1][e], case[2][e]), fmt)
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "mxfp8", "mxfp4", "nvfp4", "int4 f16"])
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_experts_read_scales_of_every_type(ops: Ops, fmt: str, tokens: int) -> None:
+    """float32, e8m0, e4m3 times a factor, float16: as they lie in the checkpoint."""
+    case = expert_case(tokens, 256, 128, 4)
+
+    def coded(weight: Tensor) -> WeightCodes:
+        if fmt != "int4 f16":
+            return stored(weight, fmt)
+        made = stored(weight, "int4_zeros", 32)
+        return WeightCodes(made.codes, made.scales, "int4", 32, made.depth)
+
+    check_experts(ops, case, lambda e: tuple(coded(m[e]) for m in case[:3]), "bf16")

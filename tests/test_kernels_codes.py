@@ -27,21 +27,31 @@ each_way = pytest.mark.parametrize(
 
 def all_codes(fmt: str, group: int) -> WeightCodes:
     """Every code (but NaN) in 17 rows, each shifted by one, with scales 1."""
-    count = 256 if fmt in ("fp8", "int8") else 16
+    count = {"fp8": 256, "int8": 256, "int6": 64}.get(fmt, 16)
     codes = (torch.arange(256)[None] + torch.arange(17)[:, None]) % count
     if fmt == "fp8":
         codes[codes % 128 == 127] = 0
     codes = codes.to(torch.uint8)
     scales = torch.ones(17, 256 // group if group else 1)
-    joined = codes if count == 256 else stored_codes.join_nibbles(codes)
-    offsets = -5 * scales if fmt == "uint4" else None
-    return WeightCodes(joined, scales, fmt, group, 256, offsets=offsets)
+    joined = codes if count > 16 else stored_codes.join_nibbles(codes)
+    zeros = 5 * torch.ones(scales.shape, dtype=torch.int8) if fmt == "uint4" else None
+    return WeightCodes(joined, scales, fmt, group, 256, zeros=zeros)
 
 
 @each_way
 @pytest.mark.parametrize(
     ("fmt", "group"),
-    [("fp8", 0), ("fp8", 128), ("fp4", 16), ("fp4", 32), ("int8", 16), ("int4", 32), ("uint4", 64)],
+    [
+        ("fp8", 0),
+        ("fp8", 128),
+        ("fp4", 16),
+        ("fp4", 32),
+        ("int8", 16),
+        ("int6", 16),
+        ("int6", 128),
+        ("int4", 32),
+        ("uint4", 64),
+    ],
 )
 def test_every_code_is_exact(fmt: str, group: int, tier: str, algorithm: str) -> None:
     """Rows of the identity pick single weights, subnormals included, out of the packed matrix."""
@@ -75,14 +85,32 @@ def test_the_core_decodes_as_torch_does() -> None:
     assert torch.equal(matrix.dequantised(), codes.view(FP8).float())
 
 
-def test_e8m0_scales_are_exact() -> None:
-    """All 255 powers of two, NaN for 255, in the bfloat16 that they are stored as."""
+@each_way
+def test_e8m0_scales_are_exact(tier: str, algorithm: str) -> None:
+    """All 255 powers of two, and NaN for 255, applied to a code that is 1 in row and group."""
+    cases.require_tier(tier)
     scales = torch.arange(256, dtype=torch.uint8)[:, None]
-    got = stored_codes.mxfp4(torch.zeros(256, 16, dtype=torch.uint8), scales).scales
-    assert got.dtype is torch.bfloat16
-    assert torch.equal(got[:255, 0].double(), 2.0 ** (torch.arange(255).double() - 127))
-    assert got[255].isnan()
-    assert torch.equal(got[:255], scales.view(torch.float8_e8m0fnu)[:255].to(torch.bfloat16))
+    codes = stored_codes.mxfp4(torch.full((256, 16), 0x22, dtype=torch.uint8), scales)
+    assert codes.scales.element_size() == 1
+    matrix = PackedMatrix.from_codes(cases.workspace_of(tier, algorithm), codes)
+    first = torch.eye(32)[:2]
+    for got in (matrix(first)[1], matrix.dequantised()[:, 1]):
+        assert torch.equal(got[:255].double(), 2.0 ** (torch.arange(255).double() - 127))
+        assert got[255].isnan()
+
+
+@each_way
+def test_e4m3_scales_are_exact(tier: str, algorithm: str) -> None:
+    """All 254 numbers times the matrix's factor in float32; a NaN makes its row NaN."""
+    cases.require_tier(tier)
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].view(FP8)
+    codes = stored_codes.nvfp4(torch.full((256, 8), 0x22, dtype=torch.uint8), scales, 0.375)
+    matrix = PackedMatrix.from_codes(cases.workspace_of(tier, algorithm), codes)
+    expected = scales.float()[:, 0] * torch.tensor(0.375)
+    assert expected.isnan().sum() == 2
+    first = torch.eye(16)[:2]
+    for got in (matrix(first)[1], matrix.dequantised()[:, 1]):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_mxfp4_takes_the_blocks_of_gpt_oss() -> None:
@@ -155,14 +183,30 @@ def test_cutting_and_stacking_keep_the_weights(name: str) -> None:
 
 
 def test_zero_points() -> None:
-    """weight = (code - zero) * scale, exactly, for all zeros and halves as scales."""
-    codes = torch.arange(256, dtype=torch.uint8)[None].repeat(16, 1)
-    scales, zeros = torch.rand(16, 16).half(), torch.arange(16)[:, None].repeat(1, 16)
-    matrix = PackedMatrix.from_codes(
-        cases.workspace_of("scalar"), stored_codes.int4_zeros(codes, scales, zeros, 32)
-    )
-    single = stored_codes.split_nibbles(codes, 512).float() - torch.arange(16)[:, None]
+    """weight = (code - zero) * scale, exactly, for all zeros (GPTQ has 16 too) and halves as scales."""
+    codes = torch.arange(256, dtype=torch.uint8)[None].repeat(17, 1)
+    scales, zeros = torch.rand(17, 16).half(), torch.arange(17)[:, None].repeat(1, 16)
+    packed = stored_codes.int4_zeros(codes, scales, zeros, 32)
+    assert packed.scales.element_size() + packed.zeros.element_size() == 3  # type: ignore[union-attr]
+    matrix = PackedMatrix.from_codes(cases.workspace_of("scalar"), packed)
+    single = stored_codes.split_nibbles(codes, 512).float() - torch.arange(17)[:, None]
     assert torch.equal(matrix.dequantised(), single * scales.float().repeat_interleave(32, 1))
+
+
+@each_way
+def test_zero_points_of_bytes(tier: str, algorithm: str) -> None:
+    """int8 codes whose zero is anywhere: exact where products are."""
+    cases.require_tier(tier)
+    codes, zeros = (
+        torch.arange(256, dtype=torch.uint8).repeat(40, 1),
+        torch.arange(-128, 128)[None].repeat(40, 1),
+    )
+    halves = torch.full((40, 8), 0.5, dtype=torch.float16)
+    packed = WeightCodes(codes, halves, "int8", 32, 256, zeros=zeros[:, ::32].to(torch.int8).contiguous())
+    matrix = PackedMatrix.from_codes(cases.workspace_of(tier, algorithm), packed)
+    exact = (codes.view(torch.int8).float() - zeros[:, ::32].repeat_interleave(32, 1)) * 0.5
+    assert torch.equal(matrix.dequantised(), exact)
+    assert torch.equal(matrix(torch.eye(256)).T, exact)
 
 
 @each_way
@@ -238,7 +282,10 @@ def refusals() -> dict[str, tuple[object, str]]:
             changed(group=0, scales=torch.ones(40, 1), block_rows=1, offsets=torch.ones(40, 1)),
             "fp8 with offsets needs a group",
         ),
-        "fp8 and halves": (changed(scales=torch.ones(1, 1).half()), "fp8 needs float32 or bfloat16 scales"),
+        "fp8 and halves": (
+            changed(scales=torch.ones(1, 1).half()),
+            "fp8 needs float32, bfloat16 or e8m0 scales",
+        ),
         "shared halves": (
             changed(fmt="int8", group=16, scales=torch.ones(1, 7).char(), halves=torch.ones(1, 2).half()),
             "scales' halves has shape",

@@ -10,12 +10,15 @@
 //   int4  [K/8][16][2] of 16  16-bit lane (row, parity); its nibble i holds the pair 4 * block + i
 //   fp8   as int8             OCP e4m3fn: bias 7, no infinities, 0x7f and 0xff are NaN
 //   fp4   as int4             OCP e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
-//   uint4 as int4             0 to 15; weight = code * scale + offset
+//   uint4 as int4             0 to 15
+//   int6  [K/8] of 96 bytes   64 as int4, of the lower 4 bits, then [16][2] bytes: bits 2 i and 2 i + 1 of (row,
+//   parity)
+//                             are the upper 2 bits of the pair 4 * block + i; two's complement
 //
 // K is padded with zeros to a multiple of max(32, group); the number of panels is even (a "pair" of panels, 32 output
 // columns, is the unit of work everywhere). A panel's scales, [K/group][16], follow its payload, and what is added
-// after scaling (shifts), in the same form, follows the scales, so that a panel is one stream of memory. Any code may
-// have shifts: weight = code * scale + shift.
+// after scaling (shifts) follows the scales, so that a panel is one stream of memory. Any code may have shifts:
+// weight = code * scale + shift.
 #pragma once
 
 #include <stdint.h>
@@ -24,12 +27,18 @@ namespace tandem {
 
 enum class DType : int32_t { f32 = 0, bf16 = 1 };
 
-// How a scale (or shift) is stored. The last two are GGUF's: a signed byte times a half that 256 k of a row share; per
-// 8 or 16 groups [16] halves, then [8 or 16][16] bytes.
-enum class ScaleType : int32_t { f32 = 0, bf16 = 1, f16 = 2, bytes8 = 3, bytes16 = 4 };
+// How a scale (or shift) is stored. bytes8 and bytes16 are GGUF's: a signed byte times a half that 256 k of a row
+// share; per 8 or 16 groups [16] halves, then [8 or 16][16] bytes. e8m0 is OCP's byte of an exponent: 2^(code - 127),
+// 255 is NaN. e4m3 is a byte times a float of its row: [16] floats before all groups.
+enum class ScaleType : int32_t { f32 = 0, bf16 = 1, f16 = 2, bytes8 = 3, bytes16 = 4, e8m0 = 5, e4m3 = 6 };
+constexpr int kScaleTypeCount = 7;
 
-enum class Format : int32_t { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, fp8 = 4, fp4 = 5, uint4 = 6 };
-constexpr int kFormatCount = 7;
+// What is added after scaling: numbers that are stored as the scales are, or -zero * scale, where zeros (the codes that
+// stand for 0) are signed bytes [K/group][16].
+enum class ShiftType : int32_t { none = 0, as_scales = 1, zeros = 2 };
+
+enum class Format : int32_t { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, fp8 = 4, fp4 = 5, uint4 = 6, int6 = 7 };
+constexpr int kFormatCount = 8;
 
 constexpr int kPanelRows = 16;
 constexpr int kPairColumns = 2 * kPanelRows;  // output columns of a pair of panels
@@ -42,6 +51,7 @@ struct WeightView {
   int64_t shift_offset;  // of what is added after scaling; 0: nothing
   Format format;
   ScaleType scale_type;
+  ShiftType shift_type;
   int32_t group;    // k per scale; 0: one scale per output row (or none), applied after the sum over K
   int32_t columns;  // N, without padding
   int32_t depth;    // K, without padding

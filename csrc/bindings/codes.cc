@@ -13,11 +13,21 @@ namespace {
 
 void make_codes(CodeArrays* self, nb::object codes, nb::object scales, nb::object offsets, const std::string& format,
                 int group, const std::string& scale_type, int64_t block_rows, nb::object halves,
-                nb::object offset_halves) {
+                nb::object offset_halves, nb::object zeros, nb::object factors) {
   if (block_rows < 1) throw KernelError("block_rows is " + std::to_string(block_rows) + "; it must be at least 1");
-  const WeightFormat weights{format_named(format), group, scale_type_named(scale_type), !offsets.is_none()};
-  new (self) CodeArrays{std::move(codes),         std::move(scales), std::move(offsets), std::move(halves),
-                        std::move(offset_halves), weights,           block_rows};
+  if (!offsets.is_none() && !zeros.is_none()) throw KernelError("weights have offsets or zero points, not both");
+  ShiftType shift_type = offsets.is_none() ? ShiftType::none : ShiftType::as_scales;
+  if (!zeros.is_none()) shift_type = ShiftType::zeros;
+  const WeightFormat weights{format_named(format), group, scale_type_named(scale_type), shift_type};
+  new (self) CodeArrays{std::move(codes),
+                        std::move(scales),
+                        std::move(offsets),
+                        std::move(halves),
+                        std::move(offset_halves),
+                        std::move(zeros),
+                        std::move(factors),
+                        weights,
+                        block_rows};
 }
 
 Element element_of(ScaleType type) {
@@ -33,7 +43,7 @@ StoredScales scales_of(nb::handle values, nb::handle halves, const std::string& 
   const int shared = groups_per_half(type);
   if (shared)
     *half_view = view_of(halves, (name + "' halves").c_str(), {Element::f16}, {blocks, (groups + shared - 1) / shared});
-  return {view->data, static_cast<const uint16_t*>(half_view->data)};
+  return {view->data, static_cast<const uint16_t*>(half_view->data), nullptr};
 }
 
 }  // namespace
@@ -48,7 +58,15 @@ MatrixSource source_of_codes(const CodeArrays& w, const std::string& prefix, int
   const ScaleType type = w.format.scale_type;
   StoredCodes stored{static_cast<const uint8_t*>(views->codes.data), {}, {}, w.format, w.block_rows};
   stored.scales = scales_of(w.scales, w.halves, scales, blocks, groups, type, &views->scales, &views->halves);
-  if (w.format.shifted)
+  if (type == ScaleType::e4m3) {
+    views->factors = view_of(w.factors, (prefix + "factors").c_str(), {Element::f32}, {blocks});
+    stored.scales.factors = static_cast<const float*>(views->factors.data);
+  }
+  if (w.format.shift_type == ShiftType::zeros) {
+    views->offsets = view_of(w.zeros, (prefix + "zeros").c_str(), {Element::byte}, {blocks, groups});
+    stored.shifts.values = views->offsets.data;
+  }
+  if (w.format.shift_type == ShiftType::as_scales)
     stored.shifts =
         scales_of(w.offsets, w.offset_halves, offsets, blocks, groups, type, &views->offsets, &views->offset_halves);
   return {nullptr, DType::f32, rows, depth, stored};
@@ -65,10 +83,11 @@ void bind_codes(nb::module_& m) {
   nb::class_<WeightFormat>(m, "WeightFormat", "How a matrix is packed: what a code is, weights per scale, scale type.")
       .def(
           "__init__",
-          [](WeightFormat* self, const std::string& format, int group, const std::string& scale_type, bool offsets) {
-            new (self) WeightFormat{format_named(format), group, scale_type_named(scale_type), offsets};
+          [](WeightFormat* self, const std::string& format, int group, const std::string& scales) {
+            new (self) WeightFormat(weight_format_named(format, group, scales));
           },
-          nb::arg("format"), nb::arg("group"), nb::arg("scale_type"), nb::arg("offsets") = false)
+          nb::arg("format"), nb::arg("group"), nb::arg("scales"),
+          "scales: their type, with +offsets or +zeros behind it where something is added.")
       .def("__eq__",
            [](const WeightFormat& a, nb::handle b) {
              return nb::isinstance<WeightFormat>(b) && a == nb::cast<const WeightFormat&>(b);
@@ -77,8 +96,8 @@ void bind_codes(nb::module_& m) {
   nb::class_<CodeArrays>(m, "Codes", "A quantised matrix: codes and scales in arrays that this keeps alive.")
       .def("__init__", &make_codes, nb::arg("codes"), nb::arg("scales"), nb::arg("offsets").none(), nb::arg("format"),
            nb::arg("group"), nb::arg("scale_type"), nb::arg("block_rows") = 1, nb::arg("halves").none() = nb::none(),
-           nb::arg("offset_halves").none() = nb::none(),
-           "codes: bytes [rows, depth], or for 4 bits [rows, ceil(depth / 2)].")
+           nb::arg("offset_halves").none() = nb::none(), nb::arg("zeros").none() = nb::none(),
+           nb::arg("factors").none() = nb::none(), "codes: bytes [rows, depth], or for 4 bits [rows, ceil(depth / 2)].")
       .def_ro("format", &CodeArrays::format);
 }
 

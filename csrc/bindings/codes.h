@@ -12,12 +12,14 @@ namespace tandem {
 struct CodeArrays {
   nanobind::object codes, scales, offsets;  // offsets: None where nothing is added
   nanobind::object halves, offset_halves;   // None but where groups share a half: see ScaleType
+  nanobind::object zeros;                   // None, or in place of offsets: see ShiftType
+  nanobind::object factors;                 // None but where scales are e4m3
   WeightFormat format;
   int64_t block_rows;
 };
 
 struct SourceViews {
-  TensorView numbers, codes, scales, offsets, halves, offset_halves;
+  TensorView numbers, codes, scales, offsets, halves, offset_halves, factors;
 };
 
 // The source [rows, depth] in `codes`; `views` must outlive it. Throws KernelError that names the array whose type or

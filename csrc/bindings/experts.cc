@@ -71,14 +71,13 @@ void forward(ExpertLayer& self, nb::handle x, nb::handle ids, nb::handle weights
   perform(self, [&self, call] { self.forward(call); });
 }
 
-// (format, columns, depth, padded depth, panels, panel bytes, offset of the scales, bytes of a scale, group)
+// (format, columns, depth, padded depth, panels, panel bytes, offset of the scales, their type, group)
 nb::tuple layout_of(const WeightView& w) {
-  const bool read = w.scale_type == ScaleType::f32 || w.scale_type == ScaleType::bf16;
-  if (!read || w.shift_offset)
+  if (groups_per_half(w.scale_type) || w.shift_offset)
     throw KernelError("the GPU kernels do not read experts that are " + described(format_of(w)) +
                       "; keep them on the CPU");
   return nb::make_tuple(kFormatNames[int(w.format)], w.columns, w.depth, w.padded_depth, 2 * w.pairs, w.panel_bytes,
-                        w.scale_offset, w.scale_type == ScaleType::f32 ? 4 : 2, w.group);
+                        w.scale_offset, kScaleTypeNames[int(w.scale_type)], w.group);
 }
 
 void check_expert(const ExpertLayer& self, int expert) {

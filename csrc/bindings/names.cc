@@ -2,12 +2,11 @@
 
 #include <stdexcept>
 
-#include "format/pack.h"
-
 namespace tandem {
 namespace {
 
 const char* const kActivations[] = {"silu", "gelu", "gelu_tanh", "swiglu_clamp", "swiglu_oai"};
+const char* const kShiftNames[] = {"", "+offsets", "+zeros"};  // after the name of a scale type
 const char* const kTiers[] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx", "amx_standin"};
 
 template <size_t N>
@@ -29,6 +28,17 @@ ActivationKind activation_named(const std::string& name) {
 }
 
 ScaleType scale_type_named(const std::string& name) { return ScaleType(index_of(kScaleTypeNames, name, "scale type")); }
+
+std::string scales_name_of(const WeightFormat& f) {
+  return kScaleTypeNames[int(f.scale_type)] + std::string(kShiftNames[int(f.shift_type)]);
+}
+
+WeightFormat weight_format_named(const std::string& format, int group, const std::string& scales) {
+  const size_t plus = scales.find('+');
+  const std::string shifts = plus == std::string::npos ? "" : scales.substr(plus);
+  const ShiftType shift_type = ShiftType(index_of(kShiftNames, shifts, "kind of offsets"));
+  return {format_named(format), group, scale_type_named(scales.substr(0, plus)), shift_type};
+}
 
 const char* name_of(Tier tier) { return kTiers[int(tier)]; }
 

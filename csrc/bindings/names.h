@@ -4,6 +4,7 @@
 #include <string>
 
 #include "abi/kernel_table.h"
+#include "format/pack.h"
 
 namespace tandem {
 
@@ -12,5 +13,9 @@ Format format_named(const std::string& name);
 ScaleType scale_type_named(const std::string& name);
 ActivationKind activation_named(const std::string& name);
 const char* name_of(Tier tier);
+
+// Scale type and what is added, in one name: "f16", "bytes8+offsets", "f16+zeros".
+std::string scales_name_of(const WeightFormat& format);
+WeightFormat weight_format_named(const std::string& format, int group, const std::string& scales);
 
 }  // namespace tandem

@@ -24,7 +24,7 @@ namespace tandem {
 namespace {
 
 // To be raised whenever packed bytes change their meaning, so that files of packed weights are made anew.
-constexpr int kLayoutVersion = 2;
+constexpr int kLayoutVersion = 3;
 
 using Bytes = nb::ndarray<nb::memview, const uint8_t, nb::ndim<1>>;
 using FormatNames = std::tuple<std::string, int, std::string>;
@@ -37,18 +37,10 @@ Bytes view(const std::vector<float>& floats, nb::handle owner) {
   return view(floats.data(), int64_t(floats.size() * sizeof(float)), owner);
 }
 
-const std::string kShifted = "+offsets";  // in the name of a scale type
-
-FormatNames names_of(const WeightFormat& f) {
-  return {kFormatNames[int(f.format)], f.group,
-          kScaleTypeNames[int(f.scale_type)] + std::string(f.shifted ? "+offsets" : "")};
-}
+FormatNames names_of(const WeightFormat& f) { return {kFormatNames[int(f.format)], f.group, scales_name_of(f)}; }
 
 WeightFormat format_of(const FormatNames& names) {
-  std::string scales = std::get<2>(names);
-  const bool shifted = scales.ends_with(kShifted);
-  if (shifted) scales.resize(scales.size() - kShifted.size());
-  return {format_named(std::get<0>(names)), std::get<1>(names), scale_type_named(scales), shifted};
+  return weight_format_named(std::get<0>(names), std::get<1>(names), std::get<2>(names));
 }
 
 std::shared_ptr<MappedFile> map_file(int fd, size_t bytes) {

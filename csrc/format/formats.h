@@ -59,6 +59,12 @@ struct Uint4Format : Int4Format<Isa> {
 };
 
 template <class Isa>
+struct Int6Format : Int4Format<Isa> {
+  static constexpr int kPairBytes = 24;
+  TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_int6(block, index); }
+};
+
+template <class Isa>
 struct Fp8Format : Int8Format<Isa> {
   TANDEM_INLINE static auto decode(const uint8_t* block, int) { return Isa::decode_fp8(block); }
 };
@@ -78,15 +84,35 @@ TANDEM_INLINE typename Isa::Vec load_shared_scales(const uint8_t* panel_scales, 
   return Isa::mul(codes, Isa::load_f16(reinterpret_cast<const uint16_t*>(block)));
 }
 
-// The 16 scales (or shifts) of one group of one panel.
+constexpr int64_t kFactorBytes = kPanelRows * int64_t(sizeof(float));  // of e4m3's factors, before the groups
+
+// The 16 scales (or shifts that are stored as they are) of one group of one panel.
 template <class Isa>
 TANDEM_INLINE typename Isa::Vec load_scales(const uint8_t* panel_scales, ScaleType type, int64_t group) {
   const uint16_t* halves = reinterpret_cast<const uint16_t*>(panel_scales) + 16 * group;
   if (type == ScaleType::bf16) return Isa::load_bf16(halves);
   if (type == ScaleType::f16) return Isa::load_f16(halves);
+  if (type == ScaleType::e8m0) return Isa::load_e8m0(panel_scales + kPanelRows * group);
+  if (type == ScaleType::e4m3)
+    return Isa::mul(Isa::load_e4m3(panel_scales + kFactorBytes + kPanelRows * group),
+                    Isa::load(reinterpret_cast<const float*>(panel_scales)));
   if (type == ScaleType::bytes8) return load_shared_scales<Isa, 8>(panel_scales, group);
   if (type == ScaleType::bytes16) return load_shared_scales<Isa, 16>(panel_scales, group);
   return Isa::load(reinterpret_cast<const float*>(panel_scales) + 16 * group);
+}
+
+// Bytes of a panel's scales per group, or nearly so: to prefetch them.
+constexpr int64_t group_bytes(ScaleType type) {
+  if (type == ScaleType::f32) return kPanelRows * 4;
+  return kPanelRows * (type == ScaleType::bf16 || type == ScaleType::f16 ? 2 : 1);
+}
+
+// The 16 shifts of one group of one panel, whose scales are `scale`.
+template <class Isa>
+TANDEM_INLINE typename Isa::Vec load_shifts(const uint8_t* panel_shifts, ScaleType scale_type, ShiftType type,
+                                            int64_t group, typename Isa::Vec scale) {
+  if (type != ShiftType::zeros) return load_scales<Isa>(panel_shifts, scale_type, group);
+  return Isa::sub(Isa::zero(), Isa::mul(Isa::load_int8(panel_shifts + kPanelRows * group), scale));
 }
 
 }  // namespace

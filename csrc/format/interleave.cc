@@ -77,7 +77,36 @@ void transpose4x16(const uint8_t* rows, int64_t stride, uint8_t* out) {
   }
 }
 
+// Of 8 codes, one a byte: the lower 4 bits of the even and of the odd ones, and their upper 2 bits.
+struct SixBits {
+  uint32_t low;
+  uint16_t high;
+};
+
+SixBits split_sixes(uint64_t codes) {
+  uint64_t low = codes & 0x0f0f0f0f0f0f0f0fu, high = codes >> 4 & 0x0303030303030303u;
+  // Bytes (even 0, odd 0, even 1, ..) to halves (even, odd): every step joins two neighbours.
+  low = (low | low >> 12) & 0x0000ffff0000ffffu;
+  high = (high | high >> 14) & 0x00000f0f00000f0fu;
+  const uint32_t even = uint32_t(low & 0xff) | uint32_t(low >> 32 & 0xff) << 8;
+  const uint32_t odd = uint32_t(low >> 8 & 0xff) | uint32_t(low >> 40 & 0xff) << 8;
+  const uint64_t joined = high | high >> 28;
+  return {even | odd << 16, uint16_t(joined)};
+}
+
 }  // namespace
+
+void interleave_sixes(const uint8_t* rows, int64_t stride, int64_t count, int64_t blocks, uint8_t* out) {
+  constexpr int64_t kBlock = 96, kHigh = 64;
+  for (int64_t b = 0; b < blocks; ++b)
+    for (int64_t r = 0; r < count; ++r) {
+      uint64_t codes;
+      std::memcpy(&codes, rows + r * stride + 8 * b, sizeof codes);
+      const SixBits bits = split_sixes(codes);
+      std::memcpy(out + b * kBlock + 4 * r, &bits.low, sizeof bits.low);
+      std::memcpy(out + b * kBlock + kHigh + 2 * r, &bits.high, sizeof bits.high);
+    }
+}
 
 void interleave32(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out) {
   interleave_words<same>(rows, stride, count, units, out);

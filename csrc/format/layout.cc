@@ -10,8 +10,8 @@
 
 namespace tandem {
 
-const char* const kFormatNames[kFormatCount] = {"f32", "bf16", "int8", "int4", "fp8", "fp4", "uint4"};
-const char* const kScaleTypeNames[kScaleTypeCount] = {"f32", "bf16", "f16", "bytes8", "bytes16"};
+const char* const kFormatNames[kFormatCount] = {"f32", "bf16", "int8", "int4", "fp8", "fp4", "uint4", "int6"};
+const char* const kScaleTypeNames[kScaleTypeCount] = {"f32", "bf16", "f16", "bytes8", "bytes16", "e8m0", "e4m3"};
 
 namespace {
 
@@ -19,14 +19,20 @@ int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit;
 
 bool has_group_size(int group) { return group == 16 || group == 32 || group == 64 || group == 128 || group == 256; }
 
+// Whether a group can be made NaN through its scale, as pack_panel does for fp8.
+bool can_be_nan(ScaleType type) { return type == ScaleType::f32 || type == ScaleType::bf16 || type == ScaleType::e8m0; }
+
 void check_scales(const WeightFormat& f, const std::string& name) {
   const int shared = groups_per_half(f.scale_type);
   if (shared && shared * f.group != 256)
     throw std::invalid_argument("a half and bytes are scales of groups of " + std::to_string(256 / shared) + ", not " +
                                 std::to_string(f.group));
-  if (f.format == Format::fp8 && f.scale_type != ScaleType::f32 && f.scale_type != ScaleType::bf16)
-    throw std::invalid_argument("fp8 needs float32 or bfloat16 scales");
-  if (f.shifted && f.group == 0) throw std::invalid_argument(name + " with offsets needs a group size");
+  if (f.format == Format::fp8 && !can_be_nan(f.scale_type))
+    throw std::invalid_argument("fp8 needs float32, bfloat16 or e8m0 scales");
+  if (f.scale_type == ScaleType::e4m3 && f.shift_type == ShiftType::as_scales)
+    throw std::invalid_argument("e4m3 scales go without offsets");
+  if (f.shift_type != ShiftType::none && f.group == 0)
+    throw std::invalid_argument(name + " with offsets needs a group size");
 }
 
 void check_group(const WeightFormat& f) {
@@ -55,7 +61,7 @@ WeightView packed_layout(const WeightFormat& f, int64_t columns, int64_t depth) 
   if (columns < 1 || depth < 1 || columns > INT32_MAX / 2 || depth > INT32_MAX / 2)
     throw std::invalid_argument("a weight matrix of " + std::to_string(columns) + " x " + std::to_string(depth) +
                                 " cannot be packed");
-  if (f.shifted && depth > kMaxShiftedGroups * f.group)
+  if (f.shift_type != ShiftType::none && depth > kMaxShiftedGroups * f.group)
     throw std::invalid_argument("rows of " + std::to_string(depth) + " weights with offsets are too long");
   WeightView w{};
   const bool scaled = is_quantised(f.format);
@@ -67,24 +73,26 @@ WeightView packed_layout(const WeightFormat& f, int64_t columns, int64_t depth) 
   w.padded_depth = int32_t(round_up(depth, std::max(32, w.group)));
   w.pairs = int32_t(round_up(columns, kPairColumns) / kPairColumns);
   const int64_t payload = int64_t{kPanelRows} * w.padded_depth * bits_of(f.format) / 8;
+  w.shift_type = scaled ? f.shift_type : ShiftType::none;
   const int64_t scales = scaled ? table_bytes(w) : 0;
   w.scale_offset = scaled ? payload : 0;
-  w.shift_offset = scaled && f.shifted ? payload + scales : 0;
-  w.panel_bytes = round_up(payload + scales + (w.shift_offset ? scales : 0), kCacheLine);
+  w.shift_offset = w.shift_type != ShiftType::none ? payload + scales : 0;
+  w.panel_bytes = round_up(payload + scales + shift_table_bytes(w), kCacheLine);
   return w;
 }
 
-WeightFormat format_of(const WeightView& w) { return {w.format, w.group, w.scale_type, w.shift_offset != 0}; }
+WeightFormat format_of(const WeightView& w) { return {w.format, w.group, w.scale_type, w.shift_type}; }
 
 bool operator==(const WeightFormat& a, const WeightFormat& b) {
-  return a.format == b.format && a.group == b.group && a.scale_type == b.scale_type && a.shifted == b.shifted;
+  return a.format == b.format && a.group == b.group && a.scale_type == b.scale_type && a.shift_type == b.shift_type;
 }
 
 std::string described(const WeightFormat& f) {
   std::string text = kFormatNames[int(f.format)];
   if (!is_quantised(f.format)) return text;
   text += f.group ? " in groups of " + std::to_string(f.group) : std::string(" by row");
-  return text + " with " + kScaleTypeNames[int(f.scale_type)] + (f.shifted ? " scales and offsets" : " scales");
+  const char* const shifts[] = {" scales", " scales and offsets", " scales and zero points"};
+  return text + " with " + kScaleTypeNames[int(f.scale_type)] + shifts[int(f.shift_type)];
 }
 
 int64_t packed_bytes(const WeightView& layout) { return 2 * layout.pairs * layout.panel_bytes; }

@@ -10,17 +10,16 @@ namespace tandem {
 
 // What the formats are called, in errors and in Python.
 extern const char* const kFormatNames[kFormatCount];
-constexpr int kScaleTypeCount = 5;
 extern const char* const kScaleTypeNames[kScaleTypeCount];
 
 // A weight format is data: what a code is, how many k share a scale (16, 32, 64, 128 or 256; 0: one scale per output
-// row, not for 4-bit codes), how a scale is stored, and whether something is added to each group after scaling. Only
+// row, not for 4-bit codes), how a scale is stored, and what is added to each group after scaling. Only
 // the first means anything for f32 and bf16.
 struct WeightFormat {
   Format format;
   int group;
   ScaleType scale_type;
-  bool shifted = false;
+  ShiftType shift_type = ShiftType::none;
 };
 
 WeightFormat format_of(const WeightView& layout);
@@ -31,16 +30,17 @@ std::string described(const WeightFormat& format);  // for errors
 inline ScaleType usual_scale_type(int group) { return group ? ScaleType::bf16 : ScaleType::f32; }
 
 // Scales, or shifts, of a whole matrix: [ceil(rows / block_rows), groups along the depth, or 1] of a ScaleType, and for
-// shared ones [.., ceil(depth / 256)] halves.
+// shared ones [.., ceil(depth / 256)] halves; for e4m3 [ceil(rows / block_rows)] factors.
 struct StoredScales {
   const void* values;
   const uint16_t* halves;
+  const float* factors;
 };
 
 // Weights as codes and scales, row-major and contiguous, which somebody else owns.
 struct StoredCodes {
-  const uint8_t* codes;  // [rows, depth], or for 4 bits [rows, ceil(depth / 2)]: even k in the low half
-  StoredScales scales, shifts;
+  const uint8_t* codes;         // [rows, depth], or for 4 bits [rows, ceil(depth / 2)]: even k in the low half
+  StoredScales scales, shifts;  // shifts may be zeros: bytes
   WeightFormat format;
   int64_t block_rows;  // output rows that share a scale
 };

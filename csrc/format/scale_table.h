@@ -7,7 +7,8 @@ namespace tandem {
 
 inline int64_t groups_of(const WeightView& w) { return w.group ? w.padded_depth / w.group : 1; }
 
-int64_t table_bytes(const WeightView& w);  // of a panel's scales, or shifts
+int64_t table_bytes(const WeightView& w);        // of a panel's scales
+int64_t shift_table_bytes(const WeightView& w);  // of a panel's shifts
 
 void put_scale(const WeightView& w, uint8_t* panel, int64_t group, int64_t r, float scale);
 float get_scale(const WeightView& w, const uint8_t* panel, int64_t group, int64_t r);

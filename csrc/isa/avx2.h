@@ -53,6 +53,14 @@ struct Avx2Isa {
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes)))};
   }
+  TANDEM_INLINE static Vec load_e8m0(const uint8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {exponent_byte(bytes), exponent_byte(_mm_unpackhi_epi64(bytes, bytes))};
+  }
+  TANDEM_INLINE static Vec load_e4m3(const uint8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), zero = _mm_setzero_si128();
+    return {e4m3_on_top(_mm_unpacklo_epi8(zero, bytes)), e4m3_on_top(_mm_unpackhi_epi8(zero, bytes))};
+  }
   TANDEM_INLINE static void store_bf16(uint16_t* p, Vec a) {
     const __m256i packed = _mm256_packus_epi32(round_bf16(a.lo), round_bf16(a.hi));  // by 128-bit halves
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
@@ -100,6 +108,9 @@ struct Avx2Isa {
     const __m256i a = load_bytes(p), b = load_bytes(p + 32);
     return {Vec{nibble(a, 4 * index), nibble(b, 4 * index)}, Vec{nibble(a, 16 + 4 * index), nibble(b, 16 + 4 * index)}};
   }
+  TANDEM_INLINE static Pair decode_int6(const uint8_t* p, int index) {
+    return six_bits(six_on_top(p, p + 64, index), six_on_top(p + 32, p + 80, index));
+  }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
     const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16));  // 16-bit lane: (even, odd)
@@ -115,6 +126,23 @@ struct Avx2Isa {
   TANDEM_INLINE static void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
  private:
+  // 8 rows' codes of pair `index`, in the upper 6 bits of 16-bit lanes: lower bits at `low`, a byte of upper ones at
+  // `high`.
+  TANDEM_INLINE static __m256i six_on_top(const uint8_t* low, const uint8_t* high, int index) {
+    const __m256i four = load_bytes(low), two = widen_bytes(high);
+    const __m256i lower = index == 3 ? _mm256_srli_epi16(four, 2) : _mm256_slli_epi16(four, 10 - 4 * index);
+    const __m256i upper = _mm256_slli_epi16(two, 14 - 2 * index), mask = _mm256_set1_epi16(int16_t(0xc000));
+    return _mm256_or_si256(_mm256_andnot_si256(mask, lower), _mm256_and_si256(mask, upper));
+  }
+  TANDEM_INLINE static Pair six_bits(__m256i a, __m256i b) {
+    return {Vec{signed_field(a, 16, 26), signed_field(b, 16, 26)}, Vec{signed_field(a, 0, 26), signed_field(b, 0, 26)}};
+  }
+  // The lower 8 bytes: see float_of_e8m0.
+  TANDEM_INLINE static __m256 exponent_byte(__m128i bytes) {
+    const __m256i code = _mm256_cvtepu8_epi32(bytes), half = _mm256_set1_epi32(0x00400000);
+    const __m256i nan = _mm256_and_si256(_mm256_cmpeq_epi32(code, _mm256_set1_epi32(255)), half);
+    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_max_epi32(_mm256_slli_epi32(code, 23), half), nan));
+  }
   TANDEM_INLINE static __m256i load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
   TANDEM_INLINE static __m256i widen_bytes(const uint8_t* p) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

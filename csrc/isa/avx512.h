@@ -44,6 +44,16 @@ struct Avx512Isa {
   TANDEM_INLINE static Vec load_int8(const uint8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
   }
+  TANDEM_INLINE static Vec load_e8m0(const uint8_t* p) {
+    const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m512i half = _mm512_set1_epi32(0x00400000), bits = _mm512_max_epi32(_mm512_slli_epi32(code, 23), half);
+    const __mmask16 nan = _mm512_cmpeq_epi32_mask(code, _mm512_set1_epi32(255));
+    return _mm512_castsi512_ps(_mm512_mask_or_epi32(bits, nan, bits, half));
+  }
+  TANDEM_INLINE static Vec load_e4m3(const uint8_t* p) {
+    const __m256i code = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return e4m3_on_top(_mm256_slli_epi16(code, 8));
+  }
   TANDEM_INLINE static void store_bf16(uint16_t* p, Vec a) {
     const __m512i bits = _mm512_castps_si512(a);
     const __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -89,6 +99,11 @@ struct Avx512Isa {
     return {_mm512_permutexvar_ps(_mm512_srli_epi32(a, 4 * index), uint4_values()),
             _mm512_permutexvar_ps(_mm512_srli_epi32(a, 16 + 4 * index), uint4_values())};
   }
+  TANDEM_INLINE static Pair decode_int6(const uint8_t* p, int index) {
+    const __m512i code = six_on_top(p, index);
+    return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(code, 16), 26)),
+            _mm512_cvtepi32_ps(_mm512_srai_epi32(code, 26))};
+  }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
     const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));  // 16-bit lane: (even, odd)
     return {e4m3_on_top(_mm256_slli_epi16(a, 8)), e4m3_on_top(a)};
@@ -100,6 +115,15 @@ struct Avx512Isa {
   }
   TANDEM_INLINE static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
   TANDEM_INLINE static void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+
+  // 6-bit codes of pair `index` in the upper bits of 16-bit lanes; the lower 10 bits are of no meaning.
+  TANDEM_INLINE static __m512i six_on_top(const uint8_t* p, int index) {
+    const __m512i four = _mm512_loadu_si512(p);
+    const __m512i two = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 64)));
+    const __m512i lower = index == 3 ? _mm512_srli_epi16(four, 2) : _mm512_slli_epi16(four, 10 - 4 * index);
+    const __m512i upper = _mm512_slli_epi16(two, 14 - 2 * index), mask = _mm512_set1_epi16(int16_t(0xc000));
+    return _mm512_ternarylogic_epi32(mask, upper, lower, 0xca);  // a ? b : c
+  }
 
  private:
   TANDEM_INLINE static Vec int4_values() {

@@ -30,6 +30,24 @@ constexpr E4m3Bytes e4m3_bytes() {
 }
 constexpr E4m3Bytes kE4m3Bytes = e4m3_bytes();
 
+// The bf16 number of each signed 6-bit code.
+struct SixBitTable {
+  alignas(64) uint16_t bf16[64];
+};
+
+constexpr SixBitTable six_bit_table() {
+  SixBitTable table{};
+  for (int code = 1; code < 64; ++code) {
+    const int size = code < 32 ? code : 64 - code;
+    int exponent = 127, mantissa = size;
+    for (int rest = size; rest > 1; rest /= 2) ++exponent;
+    while (mantissa < 128) mantissa *= 2;
+    table.bf16[code] = uint16_t((code < 32 ? 0 : 0x8000) | exponent << 7 | (mantissa - 128));
+  }
+  return table;
+}
+constexpr SixBitTable kSixBits = six_bit_table();
+
 struct Avx512Bf16Isa : Avx512Isa {
   struct Lane {
     static constexpr DType kType = DType::bf16;
@@ -60,6 +78,15 @@ struct Avx512Bf16Isa : Avx512Isa {
   }
   TANDEM_INLINE static Pair decode_uint4(const uint8_t* p, int index) {
     return {_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(p), 4 * index), uint4_values())};
+  }
+  TANDEM_INLINE static Pair decode_int6(const uint8_t* p, int index) {
+    const __m512i four = _mm512_loadu_si512(p);
+    const __m512i two = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 64)));
+    const __m512i lower = _mm512_srli_epi16(four, 4 * index);
+    const __m512i upper = index == 3 ? _mm512_srli_epi16(two, 2) : _mm512_slli_epi16(two, 4 - 2 * index);
+    // A lookup reads 6 bits.
+    const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), lower, upper, 0xca);  // a ? b : c
+    return {_mm512_permutex2var_epi16(_mm512_load_si512(kSixBits.bf16), code, _mm512_load_si512(kSixBits.bf16 + 32))};
   }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
     const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

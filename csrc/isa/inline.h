@@ -46,6 +46,12 @@ TANDEM_INLINE float float_of_e4m3(uint8_t code) {
   return float_of_bits(sign | ((magnitude << 20) + (120u << 23)));
 }
 
+// OCP 8-bit exponent e8m0, exact: 2^(code - 127), of which 0 gives a subnormal; 255 is NaN.
+TANDEM_INLINE float float_of_e8m0(uint8_t code) {
+  const uint32_t ends = code == 0 || code == 255 ? 0x00400000u : 0;
+  return float_of_bits(uint32_t{code} << 23 | ends);
+}
+
 // OCP 4-bit float e2m1, exact; the low 4 bits count.
 TANDEM_INLINE float float_of_e2m1(uint8_t code) {
   const uint32_t sign = (code & 8u) << 28, exponent = code >> 1 & 3u, half = code & 1u;

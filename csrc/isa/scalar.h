@@ -60,6 +60,13 @@ struct ScalarIsa {
   TANDEM_INLINE static Vec load_int8(const uint8_t* p) {
     return each([=](int i) { return float(int8_t(p[i])); });
   }
+  TANDEM_INLINE static Vec load_e8m0(const uint8_t* p) {
+    return each([=](int i) { return float_of_e8m0(p[i]); });
+  }
+  // Without NaNs: see format/scale_table.cc.
+  TANDEM_INLINE static Vec load_e4m3(const uint8_t* p) {
+    return each([=](int i) { return float_of_e4m3(p[i]); });
+  }
   TANDEM_INLINE static void store_bf16(uint16_t* p, Vec a) {
     for (int i = 0; i < 16; ++i) p[i] = bf16_of_float(a.v[i]);
   }
@@ -123,6 +130,15 @@ struct ScalarIsa {
   TANDEM_INLINE static Pair decode_uint4(const uint8_t* p, int index) {
     const uint16_t* w = reinterpret_cast<const uint16_t*>(p);
     const auto code = [=](int lane) { return float(w[lane] >> 4 * index & 15); };
+    return {each([=](int i) { return code(2 * i); }), each([=](int i) { return code(2 * i + 1); })};
+  }
+  // Likewise of a 96-byte block of signed 6-bit codes.
+  TANDEM_INLINE static Pair decode_int6(const uint8_t* p, int index) {
+    const uint16_t* w = reinterpret_cast<const uint16_t*>(p);
+    const auto code = [=](int lane) {
+      const int bits = (w[lane] >> 4 * index & 15) | (p[64 + lane] >> 2 * index & 3) << 4;
+      return float((bits ^ 32) - 32);
+    };
     return {each([=](int i) { return code(2 * i); }), each([=](int i) { return code(2 * i + 1); })};
   }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {

@@ -44,6 +44,9 @@ struct ScalarBf16Isa : ScalarIsa {
   TANDEM_INLINE static Pair decode_uint4(const uint8_t* p, int index) {
     return {join(ScalarIsa::decode_uint4(p, index))};
   }
+  TANDEM_INLINE static Pair decode_int6(const uint8_t* p, int index) {
+    return {join(ScalarIsa::decode_int6(p, index))};
+  }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) { return {join(ScalarIsa::decode_fp8(p))}; }
   TANDEM_INLINE static Pair decode_fp4(const uint8_t* p, int index) { return {join(ScalarIsa::decode_fp4(p, index))}; }
 

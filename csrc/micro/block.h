@@ -21,8 +21,9 @@ struct PayloadSource {
 
   TANDEM_INLINE auto decode(int p, int64_t pair, int index) const {
     const uint8_t* block = panel[p] + pair * Format::kPairBytes;  // `pair` begins a block
-    if (index == 0) Isa::prefetch(block + ahead);
-    if (Format::kPairBytes > kCacheLine) Isa::prefetch(block + kCacheLine + ahead);
+    if (index == 0)
+      for (int i = 0; i < Format::kPairBytes * Format::kPairsPerBlock; i += kCacheLine)
+        Isa::prefetch(block + i + ahead);
     return Format::decode(block, index);
   }
 };
@@ -103,18 +104,17 @@ struct Scales {
   const uint8_t* panel[2];   // null: not scaled here
   const uint8_t* shifts[2];  // as `panel`, of what is added to every weight after scaling; null: nothing
   ScaleType type;
+  ShiftType shift_type;
   int64_t pairs_per_group;
   const float* x_sums = nullptr;  // [row][group]: activations summed over each group; only for shifts
   int64_t sums_stride = 0;
 
   // About where a group's scales lie: to prefetch them.
-  TANDEM_INLINE const uint8_t* of_group(int p, int64_t group) const {
-    return panel[p] + group * kPanelRows * (type == ScaleType::f32 ? 4 : 2);
-  }
+  TANDEM_INLINE const uint8_t* of_group(int p, int64_t group) const { return panel[p] + group * group_bytes(type); }
 
   // Those of panel p alone, for rows from `row` on.
   TANDEM_INLINE Scales at(int p, int row) const {
-    return {{panel[p], panel[1]}, {shifts[p], shifts[1]},     type,
+    return {{panel[p], panel[1]}, {shifts[p], shifts[1]},     type,       shift_type,
             pairs_per_group,      x_sums + row * sums_stride, sums_stride};
   }
 };
@@ -136,7 +136,9 @@ TANDEM_INLINE void add_scaled(const Sums<Isa, R, P>& sums, const Scales& scales,
 template <class Isa, int R, int P>
 TANDEM_INLINE void add_shifts(const Scales& scales, int64_t group, float* y, int64_t stride) {
   typename Isa::Vec shift[P];
-  for (int p = 0; p < P; ++p) shift[p] = load_scales<Isa>(scales.shifts[p], scales.type, group);
+  for (int p = 0; p < P; ++p)
+    shift[p] = load_shifts<Isa>(scales.shifts[p], scales.type, scales.shift_type, group,
+                                load_scales<Isa>(scales.panel[p], scales.type, group));
   for (int r = 0; r < R; ++r) {
     const typename Isa::Vec sum = Isa::set1(scales.x_sums[r * scales.sums_stride + group]);
     for (int p = 0; p < P; ++p) {
@@ -221,9 +223,10 @@ TANDEM_INLINE PairOfPanels pair_of_panels(const WeightView& w, int64_t pair) {
   const uint8_t* panel = w.panels + 2 * pair * w.panel_bytes;
   const uint8_t* scales = panel + w.scale_offset;
   const uint8_t* shifts = panel + w.shift_offset;
-  const Scales none{{nullptr, nullptr}, {nullptr, nullptr}, w.scale_type, 0};
+  const Scales none{{nullptr, nullptr}, {nullptr, nullptr}, w.scale_type, w.shift_type, 0};
   Scales found = none;
-  if (w.scale_offset) found = {{scales, scales + w.panel_bytes}, {nullptr, nullptr}, w.scale_type, w.group / 2};
+  if (w.scale_offset)
+    found = {{scales, scales + w.panel_bytes}, {nullptr, nullptr}, w.scale_type, w.shift_type, w.group / 2};
   if (w.shift_offset)
     for (int p = 0; p < 2; ++p) found.shifts[p] = shifts + p * w.panel_bytes;
   return {{panel, panel + w.panel_bytes}, w.group ? found : none, w.group ? none : found};

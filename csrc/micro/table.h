@@ -16,7 +16,7 @@ constexpr int32_t kNever = kMaxRowsPerCall + 1;
 constexpr Blocking kVectorBlocking = {256, 8, 128 * 1024, 16};               // results: 256 KiB, sums: 512 KiB
 constexpr Blocking kTileBlocking = {kMaxRowsPerCall, 16, kMaxSumFloats, 4};  // 1 MiB, and 4 MiB, a row used per expert
 struct TileFromRows {
-  int32_t f32, bf16, int8, int4, fp8, fp4, uint4;
+  int32_t f32, bf16, int8, int4, fp8, fp4, uint4, int6;
 };
 
 template <class Isa, template <class> class Format>
@@ -38,6 +38,7 @@ constexpr KernelTable make_table(Tier tier, TileFromRows from) {
           vector_kernels<Isa, Fp8Format>(from.fp8),
           vector_kernels<Isa, Fp4Format>(from.fp4),
           vector_kernels<Isa, Uint4Format>(from.uint4),
+          vector_kernels<Isa, Int6Format>(from.int6),
       },
       prepare_row<Isa>,
       activate_row<Isa>,

@@ -30,7 +30,8 @@ TANDEM_INLINE void unpack_unit(const PairOfPanels& panels, int which, int64_t pa
   if (scaled) {
     const int64_t group = pair >> group_shift;
     scale = load_scales<Isa>(scales.panel[which], scales.type, group);
-    if (scales.shifts[which]) offset = load_scales<Isa>(scales.shifts[which], scales.type, group);
+    if (scales.shifts[which])
+      offset = load_shifts<Isa>(scales.shifts[which], scales.type, scales.shift_type, group, scale);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < kUnitPairs; ++i, lines += kCacheLine) {

@@ -7,6 +7,6 @@
 namespace tandem {
 
 constexpr KernelTable kAmxTable =
-    make_amx_table<Avx512Bf16Isa, AmxTiles>(Tier::amx, make_table<Avx512Bf16Isa>(Tier::amx, {8, 6, 4, 4, 5, 4, 4}));
+    make_amx_table<Avx512Bf16Isa, AmxTiles>(Tier::amx, make_table<Avx512Bf16Isa>(Tier::amx, {8, 6, 4, 4, 5, 4, 4, 4}));
 
 }  // namespace tandem

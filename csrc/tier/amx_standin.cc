@@ -8,6 +8,6 @@
 namespace tandem {
 
 constexpr KernelTable kAmxStandinTable = make_amx_table<ScalarBf16Isa, PortableTiles>(
-    Tier::amx_standin, make_table<ScalarBf16Isa>(Tier::amx_standin, {8, 6, 4, 4, 5, 4, 4}));
+    Tier::amx_standin, make_table<ScalarBf16Isa>(Tier::amx_standin, {8, 6, 4, 4, 5, 4, 4, 4}));
 
 }  // namespace tandem

@@ -4,6 +4,6 @@
 
 namespace tandem {
 
-constexpr KernelTable kAvx2Table = make_table<Avx2Isa>(Tier::avx2, {64, 6, 8, 8, 5, 5, 8});
+constexpr KernelTable kAvx2Table = make_table<Avx2Isa>(Tier::avx2, {64, 6, 8, 8, 5, 5, 8, 8});
 
 }  // namespace tandem

@@ -5,6 +5,6 @@
 namespace tandem {
 
 constexpr KernelTable kAvx512Table =
-    make_table<Avx512Isa>(Tier::avx512, {kNever, kNever, kNever, kNever, 32, kNever, kNever});
+    make_table<Avx512Isa>(Tier::avx512, {kNever, kNever, kNever, kNever, 32, kNever, kNever, kNever});
 
 }  // namespace tandem

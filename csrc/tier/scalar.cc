@@ -4,6 +4,6 @@
 
 namespace tandem {
 
-constexpr KernelTable kScalarTable = make_table<ScalarIsa>(Tier::scalar, {8, 8, 8, 8, 8, 8, 8});
+constexpr KernelTable kScalarTable = make_table<ScalarIsa>(Tier::scalar, {8, 8, 8, 8, 8, 8, 8, 8});
 
 }  // namespace tandem

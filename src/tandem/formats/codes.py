@@ -1,7 +1,7 @@
 """Quantised weights as checkpoints store them, in the one form that the kernels pack: codes and scales, unchanged.
 
-Every function takes a checkpoint's own tensors and returns `WeightCodes`. Nothing is rounded: e8m0 scales widen to
-bfloat16; only nvfp4's two scales are multiplied, in float32.
+Every function takes a checkpoint's own tensors and returns `WeightCodes`. Nothing is rounded and nothing widened: bytes
+of scales and zero points stay bytes. What nvfp4's two scales stand for is their product in float32.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ SHARING = 256  # weights along K whose scales share a half
 
 @dataclass(frozen=True, slots=True)
 class WeightCodes:
-    """A weight matrix [N, K]: weight = code * scale (+ offset).
+    """A weight matrix [N, K]: weight = code * scale (+ offset), or (code - zero) * scale.
 
-    codes: uint8 [N, K], or for 4 bits [N, ceil(K / 2)], even k in the low half. What a code is, `fmt` says: "int8" and
-    "int4" (two's complement), "uint4" (0 to 15), "fp8" (OCP e4m3fn), "fp4" (OCP e2m1).
-    scales: float32, bfloat16 or float16 [ceil(N / block_rows), ceil(K / group)], or [.., 1] where group is 0. Or int8,
-    times `halves`, float16 [.., ceil(K / 256)] (GGUF's K-quants; groups of 16 or 32).
+    codes: uint8 [N, K], or for 4 bits [N, ceil(K / 2)], even k in the low half. What a code is, `fmt` says: "int8",
+    "int6" and "int4" (two's complement), "uint4" (0 to 15), "fp8" (OCP e4m3fn), "fp4" (OCP e2m1).
+    scales: float32, bfloat16, float16 or float8_e8m0fnu [ceil(N / block_rows), ceil(K / group)], or [.., 1] where group
+    is 0. Or float8_e4m3fn, times `factors`, float32 [ceil(N / block_rows)] (nvfp4). Or int8, times `halves`, float16
+    [.., ceil(K / 256)] (GGUF's K-quants; groups of 16 or 32).
     offsets: None, or as scales, whose type they have; with `offset_halves`.
+    zeros: None, or int8, of the scales' shape: the code that stands for 0.
     """
 
     codes: Tensor
@@ -35,6 +37,8 @@ class WeightCodes:
     offsets: Tensor | None = None
     halves: Tensor | None = None
     offset_halves: Tensor | None = None
+    zeros: Tensor | None = None
+    factors: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -55,21 +59,22 @@ def _bytes(codes: Tensor) -> Tensor:
 
 
 def _plain(scales: Tensor) -> Tensor:
-    """Scales in a type that kernels read and that holds them exactly."""
+    """fp8's scales in a type that kernels read and that holds them exactly."""
     scales = scales.detach()
-    exact = torch.bfloat16 if scales.dtype is torch.bfloat16 else torch.float32
-    return scales.to(exact).contiguous()
+    kept = scales.dtype in (torch.bfloat16, torch.float8_e8m0fnu)
+    return scales.to(scales.dtype if kept else torch.float32).contiguous()
 
 
-def _wide(scales: Tensor) -> Tensor:
-    return scales.detach().float().contiguous()
+def kept_scales(scales: Tensor) -> Tensor:
+    """Scales of integer codes likewise."""
+    scales = scales.detach()
+    kept = scales.dtype in (torch.bfloat16, torch.float16)
+    return scales.to(scales.dtype if kept else torch.float32).contiguous()
 
 
 def _exponents(scales: Tensor) -> Tensor:
-    """e8m0 (uint8 or float8_e8m0fnu): 2^(code - 127), all of which bfloat16 has; 255 is NaN."""
-    bits = _bytes(scales).to(torch.int16) << 7
-    bits = torch.where(bits == 0, 0x40, bits)  # 2^-127 is a subnormal
-    return torch.where(bits == 255 << 7, 0x7FC0, bits).to(torch.int16).view(torch.bfloat16)
+    """e8m0 (uint8 or float8_e8m0fnu): 2^(code - 127); 255 is NaN."""
+    return _bytes(scales).view(torch.float8_e8m0fnu)
 
 
 def fp8_blocks(weight: Tensor, scale: Tensor, block: tuple[int, int] = (128, 128)) -> WeightCodes:
@@ -96,20 +101,18 @@ def mxfp4(codes: Tensor, scale: Tensor) -> WeightCodes:
 
 def nvfp4(codes: Tensor, scale: Tensor, global_scale: Tensor | float) -> WeightCodes:
     """NVFP4: uint8 [N, K / 2], scale float8_e4m3fn [N, K / 16], times one number of the whole matrix."""
-    codes = _bytes(codes)
-    return WeightCodes(codes, _plain(scale.float() * global_scale), "fp4", 16, 2 * codes.shape[1])
+    codes, scales = _bytes(codes), scale.detach().contiguous()
+    factors = torch.as_tensor(global_scale).float().reshape(-1)[:1].repeat(codes.shape[0])
+    return WeightCodes(codes, scales, "fp4", 16, 2 * codes.shape[1], factors=factors)
 
 
 def int4_zeros(
     codes: Tensor, scale: Tensor, zeros: Tensor, group: int, depth: int | None = None
 ) -> WeightCodes:
-    """weight = (code - zero) * scale. Codes 0 to 15 joined as `join_nibbles`; scale and zeros [N, ceil(K / group)].
-
-    -zero * scale is exact in float32 for scales of 16 bits and zeros of up to 13.
-    """
-    codes, scales = _bytes(codes), _wide(scale)
+    """weight = (code - zero) * scale. Codes 0 to 15 joined as `join_nibbles`; scale and zeros [N, ceil(K / group)]."""
+    codes, scales = _bytes(codes), kept_scales(scale)
     depth = 2 * codes.shape[1] if depth is None else depth
-    return WeightCodes(codes, scales, "uint4", group, depth, offsets=-zeros.float() * scales)
+    return WeightCodes(codes, scales, "uint4", group, depth, zeros=zeros.to(torch.int8).contiguous())
 
 
 def join_nibbles(nibbles: Tensor) -> Tensor:
@@ -130,17 +133,22 @@ def scale_tensors(codes: WeightCodes) -> dict[str, Tensor]:
         "offsets": codes.offsets,
         "halves": codes.halves,
         "offset_halves": codes.offset_halves,
+        "zeros": codes.zeros,
+        "factors": codes.factors,
     }
     return {name: tensor for name, tensor in fields.items() if tensor is not None}
 
 
 def group_scales(codes: WeightCodes) -> Tensor:
     """float32 [blocks of rows, groups]."""
-    return _times_halves(codes.scales, codes.halves, codes.group)
+    scales = _times_halves(codes.scales, codes.halves, codes.group)
+    return scales if codes.factors is None else scales * codes.factors[:, None]
 
 
 def group_offsets(codes: WeightCodes) -> Tensor | None:
-    """As `group_scales`."""
+    """As `group_scales`; of zero points -zero * scale, which is exact for scales of 16 bits."""
+    if codes.zeros is not None:
+        return -codes.zeros.float() * group_scales(codes)
     return None if codes.offsets is None else _times_halves(codes.offsets, codes.offset_halves, codes.group)
 
 

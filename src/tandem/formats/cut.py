@@ -49,21 +49,23 @@ def columns_of(weight: Weight, columns: slice) -> Weight:
 
 
 def _scale_columns(weight: WeightCodes, start: int, stop: int) -> dict[str, Tensor]:
-    """The scales, offsets and halves of columns [start, stop)."""
+    """Scales and what goes with them, of columns [start, stop)."""
     if weight.group == 0:
         return scale_tensors(weight)
-    units = {"scales": weight.group, "offsets": weight.group, "halves": SHARING, "offset_halves": SHARING}
-    return {
-        name: tensor[:, start // units[name] : -(-stop // units[name])]
-        for name, tensor in scale_tensors(weight).items()
-    }
+    units = {"halves": SHARING, "offset_halves": SHARING}
+
+    def cut(name: str, tensor: Tensor) -> Tensor:
+        unit = units.get(name, weight.group)
+        return tensor if name == "factors" else tensor[:, start // unit : -(-stop // unit)]
+
+    return {name: cut(name, tensor) for name, tensor in scale_tensors(weight).items()}
 
 
 def _rebuilt(like: WeightCodes, codes: Tensor, scales: dict[str, Tensor], depth: int) -> WeightCodes:
     """Other codes and scales in the format of `like`."""
     kept = {name: tensor.contiguous() for name, tensor in scales.items()}
-    codes, rest = codes.contiguous(), (kept.get("offsets"), kept.get("halves"), kept.get("offset_halves"))
-    return WeightCodes(codes, kept["scales"], like.fmt, like.group, depth, like.block_rows, *rest)
+    scale = kept.pop("scales")
+    return WeightCodes(codes.contiguous(), scale, like.fmt, like.group, depth, like.block_rows, **kept)
 
 
 def stacked(weights: Sequence[Weight]) -> Weight | None:

@@ -1,6 +1,6 @@
 """GGUF's block types → `WeightCodes`. Nothing is rounded: halves stay halves, bytes that share a half stay bytes.
 
-Layouts are ggml-common.h's. Codes of 5 and 6 bits are kept in 8, those of 2 and 3 in 4.
+Layouts are ggml-common.h's. Codes of 5 bits are kept in 6, those of 2 and 3 in 4.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ def _fifth_bits(packed: Tensor) -> Tensor:
 
 
 def gguf_q5_0(data: Tensor) -> WeightCodes:
-    """Q5_0 [N, K / 32 * 22]: a half, 32 upper bits, 32 nibbles; codes of 5 bits, - 16, kept as int8."""
+    """Q5_0 [N, K / 32 * 22]: a half, 32 upper bits, 32 nibbles; codes of 5 bits, - 16, kept as int6."""
     blocks = gguf_rows(data, 22)
     codes = ((_halves_of_16(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])) - 16).flatten(1)  # wraps around
-    return WeightCodes(codes, half_at(blocks, 0), "int8", 32, codes.shape[1])
+    return WeightCodes(codes, half_at(blocks, 0), "int6", 32, codes.shape[1])
 
 
 def gguf_q5_1(data: Tensor) -> WeightCodes:
-    """Q5_1 [N, K / 32 * 24]: two halves, scale and minimum, 32 upper bits, 32 nibbles; kept as int8."""
+    """Q5_1 [N, K / 32 * 24]: two halves, scale and minimum, 32 upper bits, 32 nibbles; kept as int6."""
     blocks = gguf_rows(data, 24)
     codes = (_halves_of_16(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])).flatten(1)
-    return WeightCodes(codes, half_at(blocks, 0), "int8", 32, codes.shape[1], offsets=half_at(blocks, 2))
+    return WeightCodes(codes, half_at(blocks, 0), "int6", 32, codes.shape[1], offsets=half_at(blocks, 2))
 
 
 def gguf_q2_k(data: Tensor) -> WeightCodes:
@@ -130,7 +130,7 @@ def gguf_q4_k(data: Tensor) -> WeightCodes:
 
 
 def gguf_q5_k(data: Tensor) -> WeightCodes:
-    """Q5_K [N, K / 256 * 176]: as Q4_K, with 256 upper bits before the nibbles; kept as int8."""
+    """Q5_K [N, K / 256 * 176]: as Q4_K, with 256 upper bits before the nibbles; kept as int6."""
     blocks = gguf_rows(data, 176)
     high = torch.stack([blocks[..., 16:48] >> bit & 1 for bit in _BITS], -2) << 4
     codes, (scales, offsets) = (
@@ -138,20 +138,20 @@ def gguf_q5_k(data: Tensor) -> WeightCodes:
         _six_bits(blocks[..., 4:16]),
     )
     halves = half_at(blocks, 0), -half_at(blocks, 2)
-    return WeightCodes(codes, scales, "int8", 32, codes.shape[1], 1, offsets, *halves)
+    return WeightCodes(codes, scales, "int6", 32, codes.shape[1], 1, offsets, *halves)
 
 
 def gguf_q6_k(data: Tensor) -> WeightCodes:
     """Q6_K [N, K / 256 * 210]: 256 low nibbles, 256 upper pairs of bits, 16 int8 scales, a half.
 
-    Codes of 6 bits, - 32, in groups of 16; they are kept as int8.
+    Codes of 6 bits, - 32, in groups of 16.
     """
     blocks = gguf_rows(data, 210)
     low = blocks[..., :128].unflatten(-1, (2, 1, 64))
     low = torch.cat((low & 15, low >> 4), -2).flatten(2)
     codes = ((low | _pairs(blocks[..., 128:192]) << 4) - 32).flatten(1)  # wraps around to two's complement
     scales, halves = _signed(blocks[..., 192:208]), half_at(blocks, 208)
-    return WeightCodes(codes, scales, "int8", 16, codes.shape[1], halves=halves)
+    return WeightCodes(codes, scales, "int6", 16, codes.shape[1], halves=halves)
 
 
 def _q3_scales(packed: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tandem.formats.codes import Weight, WeightCodes, int4_zeros, split_nibbles
+from tandem.formats.codes import Weight, WeightCodes, int4_zeros, kept_scales, split_nibbles
 from tandem.formats.reference import decoded
 
 GROUPS = (256, 128, 64, 32, 16)  # along K, that kernels take
@@ -33,9 +33,8 @@ def single_codes(joined: Tensor, bits: int, count: int) -> Tensor:
 
 def signed(codes: Tensor, bits: int, scales: Tensor, group: int, depth: int) -> Weight:
     """Codes [N, K or K / 2] of 4 or 8 bits in two's complement, scales [N or 1, groups]: symmetric."""
-    kept = scales if scales.dtype is torch.bfloat16 else scales.float()
     rows = codes.shape[0] if scales.shape[0] == 1 else 1
-    found = WeightCodes(codes.contiguous(), kept.contiguous(), f"int{bits}", group, depth, rows)
+    found = WeightCodes(codes.contiguous(), kept_scales(scales), f"int{bits}", group, depth, rows)
     return fitted(found)
 
 
@@ -44,15 +43,19 @@ def unsigned(
 ) -> Weight:
     """weight = (code - zero) * scale. codes as `word_bytes`; scales and zeros [N or 1, groups]; no zeros: the middle.
 
-    Exact. Zero points all in the middle cost nothing; others give 4-bit codes offsets and make 8-bit ones numbers.
+    Exact. Zero points all in the middle cost nothing; others are kept as bytes.
     """
     if zeros is None or bool((zeros == 1 << (bits - 1)).all()):
         return signed(codes ^ (0x88 if bits == 4 else 0x80), bits, scales, group, depth)
     if bits == 4:
         wide = zeros.expand(codes.shape[0], -1), scales.expand(codes.shape[0], -1)
         return fitted(int4_zeros(codes, wide[1], wide[0], group, depth))
-    shifted = codes.to(torch.int16) - _spread(zeros.to(torch.int16), group, codes.shape)
-    return shifted.float() * _spread(scales.float(), group, codes.shape)
+    wide = zeros.to(torch.int16).expand(codes.shape[0], -1) - 128, scales.expand(codes.shape[0], -1)
+    if bool((wide[0] > 127).any()):  # GPTQ's first version can say 256
+        shifted = codes.to(torch.int16) - _spread(zeros.to(torch.int16), group, codes.shape)
+        return shifted.float() * _spread(scales.float(), group, codes.shape)
+    kept, bytes_of_zeros = kept_scales(wide[1]), wide[0].to(torch.int8).contiguous()
+    return fitted(WeightCodes((codes ^ 0x80).contiguous(), kept, "int8", group, depth, zeros=bytes_of_zeros))
 
 
 def fitted(codes: WeightCodes) -> Weight:
@@ -67,8 +70,9 @@ def fitted(codes: WeightCodes) -> Weight:
     def spread(values: Tensor) -> Tensor:
         return values.repeat_interleave(whole // group, 1)[:, : -(-codes.depth // group)].contiguous()
 
+    zeros = None if codes.zeros is None else spread(codes.zeros)
     offsets = None if codes.offsets is None else spread(codes.offsets)
-    return replace(codes, scales=spread(codes.scales), offsets=offsets, group=group)
+    return replace(codes, scales=spread(codes.scales), offsets=offsets, zeros=zeros, group=group)
 
 
 def reordered(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, order: Tensor) -> Tensor:

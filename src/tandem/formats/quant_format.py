@@ -12,10 +12,16 @@ BITS = {
 which are described by their name alone."""
 
 GGUF_BYTES = {
-    "q4_0": 0.5625, "q4_1": 0.625, "q5_0": 1.0625, "q5_1": 1.125, "q8_0": 1.0625,
-    "q2_k": 0.640625, "q3_k": 0.5703125, "q4_k": 0.578125, "q5_k": 1.078125, "q6_k": 1.0703125,
+    "q4_0": 0.5625, "q4_1": 0.625, "q5_0": 0.8125, "q5_1": 0.875, "q8_0": 1.0625,
+    "q2_k": 0.640625, "q3_k": 0.5703125, "q4_k": 0.578125, "q5_k": 0.828125, "q6_k": 0.8203125,
 }  # fmt: skip
 """Bytes per weight of GGUF's blocks, once packed."""
+GGUF_FILE_BYTES = {
+    "q4_0": 18 / 32, "q4_1": 20 / 32, "q5_0": 22 / 32, "q5_1": 24 / 32, "q8_0": 34 / 32,
+    "q2_k": 84 / 256, "q3_k": 110 / 256, "q4_k": 144 / 256, "q5_k": 176 / 256, "q6_k": 210 / 256,
+}  # fmt: skip
+"""As they are in the file."""
+SCALE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E8M0": 1, "F8_E4M3": 1}
 
 _METHODS = {
     "f32": ("BF16",), "f16": ("BF16",), "bf16": ("BF16",), "fp8": ("FP8",), "mxfp8": ("FP8",),
@@ -54,7 +60,7 @@ class QuantFormat:
         """Whether kernels have a form that holds it exactly; else it becomes numbers."""
         if self.packing == "gguf":
             return True
-        return not (self.ordered or self.group % 16 or (self.kind == "int8" and self.zero_points))
+        return not (self.ordered or self.group % 16)
 
     @property
     def bytes_per_weight(self) -> float:
@@ -65,9 +71,19 @@ class QuantFormat:
             return 2.0 if self.bits == 16 else 4.0
         if not self.packable:
             return 2.0
-        offsets = 4 if self.zero_points else 0
-        scale = 2 if self.scale in ("BF16", "U8", "F8_E8M0") and not offsets else 4
-        return self.bits / 8 + ((scale + offsets) / self.group if self.group else 0)
+        widened = self.scale == "F16" and self.kind == "fp8"
+        scale = 4 if widened else SCALE_BYTES.get(self.scale, 4)
+        return self.bits / 8 + ((scale + self.zero_points) / self.group if self.group else 0)
+
+    @property
+    def file_bytes_per_weight(self) -> float:
+        """As the checkpoint has it, but for what a whole row or matrix shares."""
+        if self.packing == "gguf" and self.quantised:
+            return GGUF_FILE_BYTES[self.kind]
+        if not self.quantised or not self.group or not self.block_rows:
+            return self.bits / 8
+        zero = self.bits / 8 if self.zero_points else 0
+        return self.bits / 8 + (SCALE_BYTES.get(self.scale, 4) + zero) / (self.group * self.block_rows)
 
     @property
     def methods(self) -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 int8: symmetric, scale = max|w| / 127. int4: codes -8 to 7, scale = (weight of the largest magnitude) / -8, which uses
 all 16 codes. Scales of groups are bfloat16 (codes are made with the rounded scale), scales of rows float32.
 
-fp8, mxfp8, mxfp4, nvfp4 and int4 with zero points come from checkpoints as codes and scales; `stored` makes some for
-tests, `decoded` says what they mean.
+fp8, mxfp8, mxfp4, nvfp4, int4 with zero points and int6 come from checkpoints as codes and scales; `stored` makes some
+for tests, `decoded` says what they mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.formats.codes import WeightCodes
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
-STORED = ("fp8", "mxfp8", "mxfp4", "nvfp4", "int4_zeros")
+STORED = ("fp8", "mxfp8", "mxfp4", "nvfp4", "int4_zeros", "int6")
 
 
 class Quantised(NamedTuple):
@@ -70,7 +70,7 @@ def _values(codes: WeightCodes) -> Tensor:
         return torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)])[single.long()]
     if codes.fmt == "uint4":
         return single.float()
-    bits = 8 if codes.fmt == "int8" else 4
+    bits = int(codes.fmt.removeprefix("int"))
     return ((single.int() + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)).float()
 
 
@@ -148,11 +148,22 @@ def _stored_int4_zeros(weight: Tensor, group: int) -> WeightCodes:
     return stored_codes.int4_zeros(stored_codes.join_nibbles(nibbles), scales, zeros, group)
 
 
+def _stored_int6(weight: Tensor, group: int) -> WeightCodes:
+    """Scales as halves, two's complement in a byte."""
+    groups = F.pad(weight, (0, -weight.shape[1] % group)).unflatten(1, (-1, group))
+    scales = (groups.abs().amax(-1) / 31).clamp(min=2.0**-14).half()
+    codes = (groups / scales.float()[..., None]).round().clamp(-32, 31).to(torch.int8)
+    kept = codes.flatten(1)[:, : weight.shape[1]].contiguous().view(torch.uint8)
+    return WeightCodes(kept, scales, "int6", group, weight.shape[1])
+
+
 def stored(weight: Tensor, fmt: str, group: int = 128) -> WeightCodes:
     """weight [N, K] as a checkpoint of this format has it. fp8: blocks of group x group, or rows where group is 0."""
     weight = weight.float()
     if fmt == "fp8":
         return _stored_fp8(weight, group)
+    if fmt == "int6":
+        return _stored_int6(weight, group)
     if fmt == "int4_zeros":
         made = _stored_int4_zeros(weight, group)
     else:

@@ -22,7 +22,13 @@ def bias_of(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.detach().float().contiguous()
 
 
-_SCALE_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+_SCALE_TYPES = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float8_e8m0fnu: "e8m0",
+    torch.float8_e4m3fn: "e4m3",
+}
 
 
 def scale_type(w: WeightCodes) -> str:
@@ -30,16 +36,16 @@ def scale_type(w: WeightCodes) -> str:
     if w.halves is not None:
         return "bytes8" if w.group == 32 else "bytes16"
     if w.scales.dtype not in _SCALE_TYPES:
-        raise KernelError(
-            f"scales cannot be {w.scales.dtype}: take torch.float32, torch.bfloat16 or torch.float16"
-        )
+        known = ", ".join(str(dtype) for dtype in _SCALE_TYPES)
+        raise KernelError(f"scales cannot be {w.scales.dtype}: take one of {known}")
     return _SCALE_TYPES[w.scales.dtype]
 
 
 def core_codes(w: WeightCodes) -> _core.Codes:
     """The core's view of the same arrays."""
     names = w.fmt, w.group, scale_type(w), w.block_rows
-    return _core.Codes(w.codes, w.scales, w.offsets, *names, w.halves, w.offset_halves)
+    scales = w.scales.view(torch.uint8) if w.scales.element_size() == 1 else w.scales
+    return _core.Codes(w.codes, scales, w.offsets, *names, w.halves, w.offset_halves, w.zeros, w.factors)
 
 
 def core_source(weight: Weight) -> _core.Codes | Tensor:

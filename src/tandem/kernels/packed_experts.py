@@ -22,8 +22,8 @@ from tandem.kernels.packable import (
 )
 from tandem.kernels.packed_file import PackedFile, Section
 
-PanelLayout = tuple[str, int, int, int, int, int, int, int, int]
-"""format, columns, depth, padded depth, panels, panel bytes, offset of the scales, bytes of a scale, group."""
+PanelLayout = tuple[str, int, int, int, int, int, int, str, int]
+"""format, columns, depth, padded depth, panels, panel bytes, offset of the scales, their type, group."""
 
 
 class PackedExperts:

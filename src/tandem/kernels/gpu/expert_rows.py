@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.panels import Panels, halves, plane, views
+from tandem.kernels.gpu.panels import Panels, halves, plane, row_factor, scale_value, views
 
 
 @triton.jit
@@ -30,13 +30,14 @@ def _dot_panel(x, words, scales, depth, blocks, FMT: tl.constexpr, CODES: tl.con
             part += even[:, None] * plane(word, 2 * pair, FMT)
             part += odd[:, None] * plane(word, 2 * pair + 1, FMT)
         if SCALED and GROUP:
-            part *= tl.load(
-                scales + (at // GROUP)[:, None] * 16 + r[None, :], (at < blocks)[:, None], other=0.0
-            ).to(tl.float32)
+            raw = tl.load(scales + (at // GROUP)[:, None] * 16 + r[None, :], (at < blocks)[:, None], other=0)
+            part *= scale_value(raw, SCALED)
         acc += part
     y = tl.sum(acc, 0)
     if SCALED and not GROUP:
-        y *= tl.load(scales + r).to(tl.float32)
+        y *= scale_value(tl.load(scales + r), SCALED)
+    if SCALED == 3:
+        y *= row_factor(scales, r)
     return y
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.kernels.gpu.panels import Panels, halves, plane, views
+from tandem.kernels.gpu.panels import Panels, halves, plane, row_factor, scale_value, views
 
 ROWS = 64  # of a tile
 COLUMNS = 64
@@ -49,15 +49,15 @@ def _scaled(
     """Plane j as bfloat16 [STEP, COLUMNS]; `scales` points at the scales of each column's panel row."""
     value = plane(word, j, FMT)
     if SCALED and GROUP:
-        s = tl.load(scales[None, :] + (at // GROUP)[:, None] * 16, (at < blocks)[:, None], other=0.0)
-        value *= s.to(tl.float32)
+        raw = tl.load(scales[None, :] + (at // GROUP)[:, None] * 16, (at < blocks)[:, None], other=0)
+        value *= scale_value(raw, SCALED)
     return value.to(tl.bfloat16)
 
 
 @triton.jit
-def _multiply(acc, x, real, words, scales, depth, blocks, FMT: tl.constexpr, CODES: tl.constexpr,
+def _multiply(acc, x, real, words, scales, lane, depth, blocks, FMT: tl.constexpr, CODES: tl.constexpr,
               GROUP: tl.constexpr, SCALED: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
-    """acc += rows x (pointers to bfloat16 pairs, [ROWS]) times the columns `words` points at."""
+    """acc += rows x (pointers to bfloat16 pairs, [ROWS]) times the columns `words` points at; lane: column % 16."""
     b = tl.arange(0, STEP)
     for start in range(0, blocks, STEP):
         at = start + b
@@ -74,7 +74,9 @@ def _multiply(acc, x, real, words, scales, depth, blocks, FMT: tl.constexpr, COD
                 odd.to(tl.bfloat16), _scaled(word, scales, at, blocks, 2 * pair + 1, FMT, GROUP, SCALED), acc
             )
     if SCALED and not GROUP:
-        acc *= tl.load(scales)[None, :].to(tl.float32)
+        acc *= scale_value(tl.load(scales), SCALED)[None, :]
+    if SCALED == 3:
+        acc *= row_factor(scales - lane, lane)[None, :]
     return acc
 
 
@@ -96,9 +98,21 @@ def _gate_up(x, words, scales, order, slots, first, end, hidden, depth, blocks, 
     s = scales + slot * scale_stride + panel * SCALE_PANEL + SCALE_AT + column % 16
     row = x + pair // TOP_K * (depth // 2)
     zero = tl.zeros([BM, BN], tl.float32)
-    gate = _multiply(zero, row, real, w, s, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
+    gate = _multiply(zero, row, real, w, s, column % 16, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
     up = _multiply(
-        zero, row, real, w + PANEL, s + SCALE_PANEL, depth, blocks, FMT, CODES, GROUP, SCALED, STEP
+        zero,
+        row,
+        real,
+        w + PANEL,
+        s + SCALE_PANEL,
+        column % 16,
+        depth,
+        blocks,
+        FMT,
+        CODES,
+        GROUP,
+        SCALED,
+        STEP,
     )
     y = (gate * tl.sigmoid(gate) * up).to(tl.bfloat16)
     tl.store(hidden + pair[:, None] * width + column[None, :], y, real[:, None] & (column < width)[None, :])
@@ -122,7 +136,19 @@ def _down(hidden, words, scales, order, slots, first, end, weights, partial, dep
     s = scales + slot * scale_stride + panel * SCALE_PANEL + SCALE_AT + column % 16
     acc = tl.zeros([BM, BN], tl.float32)
     y = _multiply(
-        acc, hidden + pair * (depth // 2), real, w, s, depth, blocks, FMT, CODES, GROUP, SCALED, STEP
+        acc,
+        hidden + pair * (depth // 2),
+        real,
+        w,
+        s,
+        column % 16,
+        depth,
+        blocks,
+        FMT,
+        CODES,
+        GROUP,
+        SCALED,
+        STEP,
     )
     y *= tl.load(weights + pair, real, other=0.0)[:, None]
     tl.store(

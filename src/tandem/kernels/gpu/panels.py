@@ -18,6 +18,16 @@ from tandem.errors import KernelError
 
 BF16, INT8, INT4, FP8, FP4 = range(5)
 KINDS = {"bf16": BF16, "int8": INT8, "int4": INT4, "fp8": FP8, "fp4": FP4}
+SCALE_TYPES = {
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "e8m0": torch.uint8,
+    "e4m3": torch.uint8,
+}
+# what SCALED says: 0 for no scales
+NUMBERS, E8M0, E4M3 = 1, 2, 3
+FACTOR_BYTES = 64  # of e4m3's 16 factors, before the groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +41,15 @@ class Panels:
     panels: int
     panel_bytes: int
     scale_offset: int  # of the scales in a panel; 0: the format has none
-    scale_bytes: int  # 2: bfloat16, 4: float32
+    scale: str  # their type, a key of SCALE_TYPES
     group: int  # k per scale; 0: one per row
 
     def __post_init__(self) -> None:
         if self.fmt not in KINDS:
             raise KernelError(f"the GPU kernels do not read {self.fmt} experts; they read {', '.join(KINDS)}")
+        if self.scale not in SCALE_TYPES:
+            known = ", ".join(SCALE_TYPES)
+            raise KernelError(f"the GPU kernels do not read {self.scale} scales; they read {known}")
         if self.depth % 2:
             raise KernelError(f"the GPU kernels read k in pairs: a depth of {self.depth} is odd")
 
@@ -64,14 +77,20 @@ class Panels:
 
     @property
     def scale_type(self) -> torch.dtype:
-        return torch.bfloat16 if self.scale_bytes == 2 else torch.float32
+        return SCALE_TYPES[self.scale]
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.scale_type.itemsize
 
     def constants(self) -> dict[str, int]:
         """What every kernel over such panels is compiled with."""
+        scaled = {"e8m0": E8M0, "e4m3": E4M3}.get(self.scale, NUMBERS) if self.scale_offset else 0
+        scale_at = self.scale_offset + (FACTOR_BYTES if scaled == E4M3 else 0)
         return {
             "FMT": KINDS[self.fmt], "CODES": self.codes, "GROUP": self.group // self.codes,
-            "SCALED": int(self.scale_offset > 0), "PANEL": self.panel_bytes // self.word_bytes,
-            "SCALE_PANEL": self.panel_bytes // self.scale_bytes, "SCALE_AT": self.scale_offset // self.scale_bytes,
+            "SCALED": scaled, "PANEL": self.panel_bytes // self.word_bytes,
+            "SCALE_PANEL": self.panel_bytes // self.scale_bytes, "SCALE_AT": scale_at // self.scale_bytes,
         }  # fmt: skip
 
 
@@ -89,6 +108,30 @@ def halves(word):
 @triton.jit
 def _half_of(bits):
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def scale_value(raw, SCALED: tl.constexpr):
+    """Scales as loaded, as float32; e4m3 without its row's factor."""
+    if SCALED == 2:  # e8m0: 0 is a subnormal, 255 NaN
+        byte = raw.to(tl.int32)
+        ends = tl.where((byte == 0) | (byte == 255), 0x400000, 0)
+        value = (byte << 23 | ends).to(tl.float32, bitcast=True)
+    elif SCALED == 3:
+        byte = raw.to(tl.int32)
+        value = _half_of((byte & 0x80) << 8 | (byte & 0x7F) << 7) * 256.0
+    else:
+        value = raw.to(tl.float32)
+    return value
+
+
+@triton.jit
+def row_factor(scales, lane):
+    """e4m3: the float32 factors of the rows `lane` of a panel; `scales` points at its first group."""
+    bits = tl.zeros(lane.shape, tl.int32)
+    for i in tl.static_range(4):
+        bits |= tl.load(scales + (4 * lane + i - 64)).to(tl.int32) << 8 * i
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
