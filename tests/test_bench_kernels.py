@@ -29,8 +29,8 @@ from tandem.kernels.reference import TorchOps
 TINY = Shape("64x32x6x2", 64, 32, 6, 2)
 BITS = {  # packed, per weight
     "bf16": 16, "f32": 32, "int8": 8.5, "int4": 4.5, "fp8": 8.25, "fp8-row": 8 + 1 / 12, "int4-g64": 4.25,
-    "int4-g128": 4.125, "int4-zeros": 4.5, "mxfp4": 4.5, "mxfp8": 8.5, "nvfp4": 6, "q4_0": 4.5, "q4_1": 5, "q8_0": 8.5,
-    "q4_k": 4.625, "q6_k": 8.5625,
+    "int4-g128": 4.125, "int4-zeros": 4.1875 + 1 / 48, "mxfp4": 4.25, "mxfp8": 8.25, "nvfp4": 4.5 + 1 / 12,
+    "q4_0": 4.5, "q4_1": 5, "q8_0": 8.5, "q4_k": 4.625, "q6_k": 6.5625 + 1 / 48,
 }  # fmt: skip
 QUICK = ["bench", "kernels", "--shape", TINY.name, "--seconds", "0", "--working-set-mib", "1"]
 

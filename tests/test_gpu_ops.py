@@ -15,8 +15,8 @@ from torch import Tensor
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from tandem import _core
 from tandem.config.model_config import RouterConfig
-from tandem.formats.codes import WeightCodes
-from tandem.formats.reference import stored
+from tandem.formats.codes import WeightCodes, join_nibbles
+from tandem.formats.reference import quantise, stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops, Rope
 from tandem.kernels.reference import TorchOps
@@ -151,6 +151,8 @@ def expert_case(tokens: int, hidden: int, width: int, experts: int) -> tuple[Ten
 def check_experts(ops: Ops, case: tuple[Tensor, ...], matrices, fmt: str, **options: object) -> None:
     """Against the CPU kernels on the same packed bytes, which are tested against float64."""
     x, ids, weights = case[3:]
+    if INTERPRETED and len(x) > FEW_TOKENS:
+        pytest.skip("tiles multiply bfloat16, which Triton's interpreter takes for integers")
     count, width, hidden = case[0].shape
     slot_of = torch.tensor([i - 1 for i in range(count)])  # expert 0 lives elsewhere
     ours = ops.gpu_experts(slot_of, hidden, width, fmt, **options)
@@ -187,7 +189,8 @@ def test_experts_read_scales_of_every_type(ops: Ops, fmt: str, tokens: int) -> N
     def coded(weight: Tensor) -> WeightCodes:
         if fmt != "int4 f16":
             return stored(weight, fmt)
-        made = stored(weight, "int4_zeros", 32)
-        return WeightCodes(made.codes, made.scales, "int4", 32, made.depth)
+        codes, scales = quantise(weight, "int4", 32)
+        joined = join_nibbles((codes.flatten(1).int() & 15).to(torch.uint8))
+        return WeightCodes(joined, scales[..., 0].half(), "int4", 32, weight.shape[1])
 
     check_experts(ops, case, lambda e: tuple(coded(m[e]) for m in case[:3]), "bf16")

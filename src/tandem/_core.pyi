@@ -45,7 +45,11 @@ def cpu_model() -> str:
 class WeightFormat:
     """How a matrix is packed: what a code is, weights per scale, scale type."""
 
-    def __init__(self, format: str, group: int, scale_type: str, offsets: bool = False) -> None: ...
+    def __init__(self, format: str, group: int, scales: str) -> None:
+        """
+        scales: their type, with +offsets or +zeros behind it where something is added.
+        """
+
     def __eq__(self, arg: object, /) -> bool: ...
     def __str__(self) -> str: ...
 
@@ -63,6 +67,8 @@ class Codes:
         block_rows: int = 1,
         halves: object | None = None,
         offset_halves: object | None = None,
+        zeros: object | None = None,
+        factors: object | None = None,
     ) -> None:
         """codes: bytes [rows, depth], or for 4 bits [rows, ceil(depth / 2)]."""
 
@@ -301,7 +307,7 @@ class MappedFile:
         self, offset: int, length: int
     ) -> Annotated[memoryview, dict(dtype="uint8", shape=(None,), writable=False)]: ...
 
-LAYOUT_VERSION: int = 2
+LAYOUT_VERSION: int = 3
 
 def block_checksums(pool: WorkerPool, data: object, block_bytes: int) -> list[int]:
     """XXH64 of each block of the bytes, in parallel."""
