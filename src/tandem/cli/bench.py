@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ Synthetic = Annotated[
 GpuShare = Annotated[
     list[float] | None, typer.Option(min=0, max=1, help="of the experts, with --config [default: 0, 0.5, 1]")
 ]
+Lengths = Annotated[int, typer.Option(min=1, help="tokens, on average")]
 Layers = Annotated[int | None, typer.Option(min=1, help="first layers only, with --config")]
 Context = Annotated[int, typer.Option(min=1, help="tokens of every sequence, with --config")]
 
@@ -126,3 +128,42 @@ def decode(
         tier=tier,
     )
     run(request, out)
+
+
+@bench.command()
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="model directory, GGUF file, or demo, served for the time")
+    ] = "demo",
+    url: Annotated[
+        str | None,
+        typer.Option(help="measure this running server instead; any with OpenAI's completions API"),
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, help="requests in flight [default: 1, 8]")
+    ] = None,
+    rate: Annotated[
+        list[float] | None, typer.Option(min=0.001, help="requests per second at random times instead")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="requests per row")] = 32,
+    input_len: Lengths = 256,
+    output_len: Lengths = 64,
+    spread: Annotated[float, typer.Option(min=0, max=1, help="0.5: lengths vary by half both ways")] = 0.0,
+    shared_prefix: Annotated[int, typer.Option(min=0, help="first tokens that all prompts share")] = 0,
+    seed: Annotated[int, typer.Option(help="of prompts, lengths and times")] = 0,
+    api_key: Annotated[str | None, typer.Option(help="if the server wants one")] = None,
+    flag: Annotated[list[str] | None, typer.Option(help="for kt serve, as --flag='--kt-method INT4'")] = None,
+    out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
+) -> None:
+    """Measure a server under load: throughput, time to the first token, time per token.
+
+    Example: kt bench serve demo --concurrency 1 --concurrency 8 --out serve.json
+    """
+    from tandem.cli.bench_serve import Request, run
+    from tandem.cli.load_client import Load
+
+    loads = [Load(requests, input_len, output_len, None, r, spread, shared_prefix, seed) for r in rate or ()]
+    in_flight = concurrency or ([] if rate else [1, 8])
+    loads += [Load(requests, input_len, output_len, c, None, spread, shared_prefix, seed) for c in in_flight]
+    flags = tuple(word for text in flag or () for word in shlex.split(text))
+    run(Request(model, url, tuple(loads), api_key, flags), out)

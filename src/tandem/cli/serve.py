@@ -16,7 +16,7 @@ from tandem.config.flags import Flag
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tandem.config import Plan
+    from tandem.config import ModelConfig, Plan
 
 _EXAMPLES = """[bold]kt serve[/] MODEL [dim]\\[flags][/]   (= python -m tandem.launch_server --model MODEL)
 
@@ -58,19 +58,25 @@ def prepare(config: EngineConfig) -> None:
 def plan_of(config: EngineConfig) -> Plan:
     """What would be done with this model on this machine, without loading a weight. A directory without weights counts
     as one of bfloat16 ones."""
-    from tandem.checkpoint import demo_dir, load_model_config, open_checkpoint, resolve_model, with_experts
-    from tandem.checkpoint.demo_text import CONFIG
-    from tandem.config import Machine, ModelConfig, StoredFormats, resolve
+    from tandem.checkpoint import open_checkpoint, resolve_model, with_experts
+    from tandem.config import Machine, StoredFormats, resolve
 
-    path = resolve_model(config.model)
-    if path == demo_dir() and not (path / "config.json").is_file():
-        return resolve(config, ModelConfig.from_dict(CONFIG), Machine.detect())
-    has_weights = path.is_file() or any(path.glob("*.safetensors"))
-    model = load_model_config(path)
-    if not has_weights:
+    path, model = resolve_model(config.model), model_of(config)
+    if not path.is_file() and not any(path.glob("*.safetensors")):
         return resolve(config, model, Machine.detect(), StoredFormats())
     checkpoint = with_experts(open_checkpoint(path), config.kt_weight_path, model)
     return resolve(config, model, Machine.detect(), checkpoint.formats())
+
+
+def model_of(config: EngineConfig) -> ModelConfig:
+    """What config.json says; the demo model need not have been built."""
+    from tandem.checkpoint import demo_dir, load_model_config, resolve_model
+    from tandem.checkpoint.demo_text import CONFIG
+    from tandem.config import ModelConfig
+
+    path = resolve_model(config.model)
+    built = path != demo_dir() or (path / "config.json").is_file()
+    return load_model_config(path) if built else ModelConfig.from_dict(CONFIG)
 
 
 def show_plan(plan: Plan) -> None:

@@ -1,0 +1,174 @@
+"""Load on a server with OpenAI's completions API: many requests at once, and when their tokens came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import httpx
+
+from tandem.errors import TandemError
+
+# A queued request may wait for all those before it.
+_TIMEOUT = httpx.Timeout(30.0, read=3600.0)
+FIRST_ID, LAST_ID = 200, 10_000  # of prompt tokens: words in every vocabulary, no control tokens
+
+
+class LoadError(TandemError):
+    """The server could not be measured; the text says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent. Lengths are tokens; spread 0.5: between half and one and a half times as many. concurrency:
+    requests in flight, a new one when one ends; or rate: requests per second, at random times (Poisson)."""
+
+    requests: int
+    input_len: int
+    output_len: int
+    concurrency: int | None = None
+    rate: float | None = None
+    spread: float = 0.0
+    shared_prefix: int = 0  # first tokens that all prompts have in common
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request: seconds after the start of the run at which it was sent and its pieces came."""
+
+    sent: float
+    prompt_tokens: int
+    pieces: list[float] = field(default_factory=list)
+    ended: float = 0.0
+    tokens: int = 0
+    error: str | None = None
+
+    @property
+    def first_token_seconds(self) -> float:
+        return self.pieces[0] - self.sent
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Of decoding: the first token's time is the prompt's."""
+        return (self.pieces[-1] - self.pieces[0]) / (self.tokens - 1) if self.tokens > 1 else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between pieces of the answer, as a reader sees them."""
+        return [later - earlier for earlier, later in zip(self.pieces, self.pieces[1:], strict=False)]
+
+
+def prompts_of(load: Load) -> list[tuple[list[int], int]]:
+    """(prompt ids, answer length) of every request; the same for a seed."""
+    dice = random.Random(load.seed)
+    prefix = [dice.randint(FIRST_ID, LAST_ID) for _ in range(load.shared_prefix)]
+
+    def length(mean: int) -> int:
+        return max(1, round(mean * dice.uniform(1 - load.spread, 1 + load.spread)))
+
+    return [
+        (
+            prefix + [dice.randint(FIRST_ID, LAST_ID) for _ in range(length(load.input_len))],
+            length(load.output_len),
+        )
+        for _ in range(load.requests)
+    ]
+
+
+class LoadClient:
+    """`run` sends a load and collects the answers; a failed request is an answer with an error."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def model_name(self) -> str:
+        """Raises LoadError when there is no such server."""
+        try:
+            answer = httpx.get(f"{self._url}/v1/models", headers=self._headers, timeout=10.0, trust_env=False)
+            answer.raise_for_status()
+            return str(answer.json()["data"][0]["id"])
+        except httpx.HTTPStatusError as error:
+            hint = "give --api-key" if error.response.status_code in (401, 403) else "is it an OpenAI server?"
+            raise LoadError(f"{self._url}/v1/models answers {error.response.status_code}; {hint}") from error
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+            raise LoadError(
+                f"no OpenAI server answers at {self._url} ({error}); start one with kt serve, or give another --url"
+            ) from error
+
+    def run(self, model: str, load: Load, done: Callable[[int], None]) -> tuple[list[Answer], float]:
+        """All answers and the seconds from the first request to the last token. `done(n)` after each answer."""
+        return asyncio.run(self._run(model, load, done))
+
+    async def _run(self, model: str, load: Load, done: Callable[[int], None]) -> tuple[list[Answer], float]:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        async with httpx.AsyncClient(
+            base_url=self._url, headers=self._headers, timeout=_TIMEOUT, limits=limits, trust_env=False
+        ) as http:
+            answers: list[Answer] = []
+            gate = asyncio.Semaphore(load.concurrency or load.requests)
+            started = perf_counter()
+
+            async def one(prompt: list[int], length: int) -> None:
+                async with gate:
+                    answers.append(await _answer(http, _body(model, prompt, length), len(prompt), started))
+                done(len(answers))
+
+            async with asyncio.TaskGroup() as group:
+                async for prompt, length in _timed(load):
+                    group.create_task(one(prompt, length))
+        return answers, max((a.ended for a in answers), default=0.0)
+
+
+async def _timed(load: Load) -> AsyncIterator[tuple[list[int], int]]:
+    dice = random.Random(load.seed + 1)
+    for request in prompts_of(load):
+        yield request
+        if load.rate is not None:
+            await asyncio.sleep(dice.expovariate(load.rate))
+
+
+def _body(model: str, prompt: list[int], length: int) -> dict[str, Any]:
+    return {
+        "model": model, "prompt": prompt, "max_tokens": length, "temperature": 0.0, "ignore_eos": True,
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+
+
+async def _answer(
+    http: httpx.AsyncClient, body: dict[str, Any], prompt_tokens: int, started: float
+) -> Answer:
+    answer = Answer(perf_counter() - started, prompt_tokens)
+    try:
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                answer.error = f"{response.status_code}: {text[:300]}"
+            else:
+                await _read(response, answer, started)
+    except httpx.HTTPError as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    answer.ended = perf_counter() - started
+    if answer.error is None and not answer.tokens:
+        answer.error = "the server sent no usage, so its tokens cannot be counted"
+    return answer
+
+
+async def _read(response: httpx.Response, answer: Answer, started: float) -> None:
+    async for line in response.aiter_lines():
+        data = line.removeprefix("data:").strip()
+        if not line.startswith("data:") or data == "[DONE]":
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            answer.error = str(event["error"])[:300]
+            return
+        if any(choice.get("text") is not None for choice in event.get("choices", ())):
+            answer.pieces.append(perf_counter() - started)
+        answer.tokens = (event.get("usage") or {}).get("completion_tokens", answer.tokens)
