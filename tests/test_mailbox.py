@@ -12,7 +12,9 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.errors import KernelError
+from tandem.experts.handoff import Handoff, HandoffSizes, HandoffTimes
 from tandem.kernels.cpu import PackedExperts
+from tandem.kernels.ops import Routing
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 4, 48, 32, 6, 3
 POSTED, LAYER, COUNT, DONE, FAILED, GAVE_UP = 0, 1, 2, 32, 64, 96
@@ -145,3 +147,33 @@ def test_wrong_memory_is_refused() -> None:
         _core.Mailbox(torch.zeros(size - 1, dtype=torch.uint8), TOKENS, HIDDEN, TOP_K)
     with pytest.raises(KernelError, match=">= 1"):
         _core.mailbox_offsets(0, HIDDEN, TOP_K)
+
+
+def test_waiting_and_computing_are_timed_apart() -> None:
+    gpu, (x, ids, weights) = FakeGpu(), batch(2)
+    assert (gpu.mailbox.posts, gpu.mailbox.wait_seconds, gpu.mailbox.serve_seconds) == (0, 0.0, 0.0)
+
+    def play() -> None:
+        time.sleep(0.05)
+        gpu.post(1, 0, x, ids, weights)
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    started = time.monotonic()
+    gpu.mailbox.serve(1, PATIENCE)
+    took = time.monotonic() - started
+    thread.join()
+    waited, served = gpu.mailbox.wait_seconds, gpu.mailbox.serve_seconds
+    assert waited > 0 and served > 0 and waited + served <= took
+
+
+def test_batches_outside_graphs_are_timed_too() -> None:
+    gpu, (x, ids, weights) = FakeGpu(), batch(3)
+    handoff = Handoff(HandoffSizes(TOKENS, TOKENS, HIDDEN, TOP_K), torch.device("cpu"), PATIENCE)
+    assert handoff.times() == HandoffTimes()
+    number, slots = handoff.add(gpu.layers[1]), torch.full_like(ids, -1)
+    for _ in range(2):
+        handoff.post(number, x, Routing(ids, weights), slots)
+        handoff.collect(3)
+    times = handoff.times()
+    assert times.posts == 2 and times.wait_seconds >= 0 and times.serve_seconds > 0

@@ -120,6 +120,50 @@ async def test_an_engine_without_experts_and_one_that_dies() -> None:
         assert (await server.client.post(START)).status_code == 503
 
 
+def value_of(metrics: str, name: str) -> float:
+    (line,) = (line for line in metrics.splitlines() if line.startswith(name + " "))
+    return float(line.split()[-1])
+
+
+@in_a_loop
+async def test_metrics_of_the_experts(tiny_models, tmp_path: Path) -> None:
+    """Three tokens at once, then three one by one: so often each chosen expert is read."""
+    engine = tiny_engine(tiny_models["glm4_moe"], tmp_path, expert_distribution_recorder_mode="per_token")
+    moe = engine.model_config.moe
+    async with local_server(LoadedEngine(engine, engine.plan, "x", "tiny", 263)) as server:
+        await server.client.post(START)
+        sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
+        await server.post("/generate", input_ids=[5, 6, 7], sampling_params=sampling)
+        record = read_usage((await server.client.post(DUMP)).json()["file"])
+        metrics = (await server.client.get("/metrics")).text
+        stats = (await server.client.get("/get_server_info")).json()["stats"]["experts"]
+    assert stats["layers"] == list(moe.layers) == [1, 2]
+    assert stats["cpu_tokens"] == [6 * moe.router.top_k] * 2 and stats["gpu_tokens"] == [0, 0]
+    expert_bytes = engine._meter._usage.expert_bytes.tolist()
+    assert min(expert_bytes) >= 3 * 28 * 72 * 4
+    for i, layer in enumerate(moe.layers):
+        reads = int((record.counts[:, i] > 0).sum())
+        assert stats["cpu_bytes"][i] == reads * expert_bytes[i]
+        for side, tokens, nbytes in (("cpu", 6 * moe.router.top_k, reads * expert_bytes[i]), ("gpu", 0, 0)):
+            where = f'{{layer="{layer}",side="{side}"}}'
+            assert value_of(metrics, "tandem_routed_tokens_total" + where) == tokens
+            assert value_of(metrics, "tandem_expert_read_bytes_total" + where) == nbytes
+    for name in (
+        "expert_hit_rate",
+        "expert_swaps_total",
+        "handoff_posts_total",
+        "handoff_wait_seconds_total",
+    ):
+        assert value_of(metrics, f"tandem_{name}") == 0
+
+
+@in_a_loop
+async def test_a_dense_model_has_no_metrics_of_experts() -> None:
+    async with local_server() as server:
+        assert "routed_tokens" not in (await server.client.get("/metrics")).text
+        assert (await server.client.get("/get_server_info")).json()["stats"]["experts"] is None
+
+
 def ask(server: ServerProcess, text: str) -> None:
     sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
     body = {"text": text, "sampling_params": sampling}

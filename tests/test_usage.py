@@ -9,7 +9,10 @@ from torch import Tensor
 from gpu import DEVICE, needs_triton
 from tandem import _core
 from tandem.config import RouterConfig
+from tandem.engine import expert_statistics
+from tandem.engine.expert_statistics import ExpertMeter
 from tandem.errors import KernelError
+from tandem.experts.handoff import HandoffTimes
 from tandem.experts.usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops, Tally
@@ -169,10 +172,14 @@ def test_totals_of_a_padded_batch_by_side() -> None:
     assert totals.reads.tolist() == [[2, 2, 1, 0, 0], [0, 0, 0, 2, 2]]
     assert [t.tolist() for t in usage.sides()] == [[3, 6], [3, 0], [200, 28], [300, 0]]
     assert usage.chosen(2).tolist() == [[[0, 1], [3, 4]], [[0, 2], [3, 4]]]
+    before = usage.sides()
+    assert before.hit_rate == 9 / 12
     usage.place(~on_gpu, swaps=3)
     fake_step(usage, ids, 2)
     usage.read()
     assert [t.tolist() for t in usage.sides()] == [[5, 6], [5, 4], [400, 28], [400, 14]]
+    new = usage.sides().since(before)
+    assert [t.tolist() for t in new] == [[2, 0], [2, 4], [200, 0], [100, 14]] and new.hit_rate == 2 / 8
     assert usage.swaps == 3
 
 
@@ -184,3 +191,27 @@ def test_counts_of_32_bits_may_overflow() -> None:
         tally.tokens.add_(torch.tensor([already, 1], dtype=torch.int32))
         tokens = usage.read().tokens
     assert tokens.tolist() == [[5 * 2**30, 5]]
+
+
+class FakeHandoff:
+    def times(self) -> HandoffTimes:
+        return HandoffTimes(7, 0.5, 0.25)
+
+
+def test_counts_on_a_gpu_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, readings = [100.0], []
+    monkeypatch.setattr(expert_statistics, "monotonic", lambda: clock[0])
+    on_gpu = torch.tensor([[True, False]])
+    usage = ExpertUsage(1, 2, padded=True, on_gpu=on_gpu)
+    usage.weigh(0, 10)
+    meter = ExpertMeter(usage, (4,), FakeHandoff())
+    for clock[0], idle in ((100.0, False), (100.5, False), (100.99, True), (101.5, False), (102.5, False)):
+        fake_step(usage, torch.tensor([[[0], [0], [1], [0]]]), 4)
+        readings.append(meter.stats(idle))
+    assert [r.gpu_tokens for r in readings] == [[3], [3], [9], [9], [15]]
+    assert [r.cpu_tokens for r in readings] == [[1], [1], [3], [3], [5]]
+    last = readings[-1]
+    assert (last.layers, last.gpu_bytes, last.cpu_bytes, last.hit_rate) == ([4], [50], [50], 0.75)
+    assert (last.handoff_posts, last.handoff_wait_seconds, last.handoff_serve_seconds) == (7, 0.5, 0.25)
+    usage.place(~on_gpu, swaps=1)
+    assert meter.stats(True).swaps == 1

@@ -38,6 +38,8 @@ void bind_mailbox(nb::module_& m) {
            nb::call_guard<nb::gil_scoped_release>(), "Answers the next posts; raises when none comes.")
       .def_prop_ro("posts", &Mailbox::posts)
       .def_prop_ro("experts_used", &Mailbox::experts_used, "By all posts, each expert counted once per post.")
+      .def_prop_ro("wait_seconds", &Mailbox::wait_seconds, "Time spent until posts came.")
+      .def_prop_ro("serve_seconds", &Mailbox::serve_seconds, "Time from posts to their answers.")
       .def("reset", &Mailbox::reset, "After a failure, when no kernel of the stream is running any more.");
   m.def("mailbox_offsets", &offsets, nb::arg("tokens"), nb::arg("hidden"), nb::arg("top_k"),
         "Bytes at which x, ids, weights and result begin, and the bytes in all.");

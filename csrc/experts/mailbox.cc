@@ -21,6 +21,8 @@ std::atomic_ref<uint32_t> word(uint8_t* memory, Word index) {
   return std::atomic_ref<uint32_t>(reinterpret_cast<uint32_t*>(memory)[index]);
 }
 
+double seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
+
 inline void cpu_pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -52,10 +54,15 @@ int Mailbox::add(std::shared_ptr<ExpertLayer> layer) {
 
 void Mailbox::serve(int64_t posts, double timeout_seconds) {
   try {
+    auto ready = Clock::now();
     for (int64_t i = 0; i < posts; ++i) {
       wait_for(answered_ + 1, timeout_seconds);
+      const auto posted = Clock::now();
+      wait_seconds_ += seconds(posted - ready);
       answer();
       word(memory_, kDone).store(++answered_, std::memory_order_release);
+      ready = Clock::now();
+      serve_seconds_ += seconds(ready - posted);
     }
   } catch (...) {
     word(memory_, kFailed).store(1, std::memory_order_release);

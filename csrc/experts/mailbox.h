@@ -44,8 +44,10 @@ class Mailbox {
   // given up, and whatever a layer throws; then the GPU is told not to wait, and only `reset` makes this usable again.
   void serve(int64_t posts, double timeout_seconds);
 
-  int64_t posts() const { return posts_; }           // answered since this was made
-  int64_t experts_used() const { return experts_; }  // by those, each counted once per post
+  int64_t posts() const { return posts_; }                 // answered since this was made
+  int64_t experts_used() const { return experts_; }        // by those, each counted once per post
+  double wait_seconds() const { return wait_seconds_; }    // until a post came
+  double serve_seconds() const { return serve_seconds_; }  // from there to its answer
 
   // After a failure, when no kernel of the stream is running any more.
   void reset();
@@ -60,6 +62,7 @@ class Mailbox {
   std::vector<std::shared_ptr<ExpertLayer>> layers_;
   uint32_t answered_ = 0;
   int64_t posts_ = 0, experts_ = 0;
+  double wait_seconds_ = 0, serve_seconds_ = 0;
 };
 
 }  // namespace tandem

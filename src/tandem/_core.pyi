@@ -369,6 +369,14 @@ class Mailbox:
     def experts_used(self) -> int:
         """By all posts, each expert counted once per post."""
 
+    @property
+    def wait_seconds(self) -> float:
+        """Time spent until posts came."""
+
+    @property
+    def serve_seconds(self) -> float:
+        """Time from posts to their answers."""
+
     def reset(self) -> None:
         """After a failure, when no kernel of the stream is running any more."""
 

@@ -27,10 +27,12 @@ from tandem import _core, models
 from tandem.cli.bench_kernels import commit
 from tandem.cli.synthetic import SyntheticCheckpoint, SyntheticStore, named_config
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
+from tandem.engine.expert_statistics import expert_usage
 from tandem.engine.gpu_runner import GpuRunner, GraphPlan
 from tandem.engine.gpu_side import GpuSide, gpu_side
 from tandem.engine.loader import use_one_torch_thread
 from tandem.errors import ConfigError
+from tandem.experts.usage import ExpertUsage, SideTotals
 from tandem.kernels.ceilings import measure_read_gbps
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
@@ -65,6 +67,12 @@ class Built:
     side: GpuSide
     runner: GpuRunner
     workers: _core.WorkerPool
+    usage: ExpertUsage
+
+    def sides(self) -> SideTotals:
+        """What was routed and read on either side so far."""
+        self.usage.read()
+        return self.usage.sides()
 
 
 def run(request: Request, out: Path | None) -> None:
@@ -102,9 +110,9 @@ def _decode_rows(
     built = build(request, fmt, share)
     for batch in request.batches:
         dram = measure_read_gbps(built.workers, built.plan.tier)
-        before = built.side.handoff.used()
+        before, sides = built.side.handoff.used(), built.sides()
         seconds = step_seconds(built, batch, request)
-        after = built.side.handoff.used()
+        after, sides = built.side.handoff.used(), built.sides().since(sides)
         used = _cpu_experts_per_step(built, before, after)
         bound = alone[batch] + max(
             _cpu_seconds(built, used, dram), _gpu_seconds(built, batch, used, gpu_gbps)
@@ -113,8 +121,19 @@ def _decode_rows(
             "bench": "decode", **_shape(request, batch), "format": built.plan.expert_format, "gpu_share": share,
             "tok_s": round(batch / seconds, 2), "step_ms": round(seconds * 1e3, 3),
             "bound_tok_s": round(batch / bound, 2), "share": round(bound / seconds, 4),
+            **_side_columns(sides, request.repeats * (WARM_STEPS + request.steps)),
             "cpu_experts_per_step": round(used, 1), "dram_gbps": round(dram, 1), "hbm_gbps": round(gpu_gbps, 0),
         }  # fmt: skip
+
+
+def _side_columns(sides: SideTotals, steps: int) -> dict[str, Any]:
+    """hit: share of the routed tokens whose expert is on the GPU. Bytes of routed experts, each once per step."""
+    cpu, gpu = (int(nbytes.sum()) / steps for nbytes in (sides.cpu_bytes, sides.gpu_bytes))
+    return {
+        "hit": round(sides.hit_rate, 4),
+        "cpu_bytes_per_step": round(cpu),
+        "gpu_bytes_per_step": round(gpu),
+    }
 
 
 def _shape(request: Request, batch: int) -> dict[str, Any]:
@@ -151,11 +170,16 @@ def build(request: Request, fmt: str, share: float, empty: bool = False) -> Buil
     workers = planned_pool(plan)
     side = gpu_side(plan, config, CpuOps(workers, plan.tier))
     store = SyntheticStore(side.store, side.handoff, empty)
-    model = models.build(config, plan, SyntheticCheckpoint(), side.ops, None, store)  # type: ignore[arg-type]
-    return Built(plan, config, side, _runner(plan, config, model, side), workers)
+    usage = expert_usage(asked, plan, config, side.ops.device, side.placement.on_gpu)
+    assert usage is not None
+    checkpoint: Any = SyntheticCheckpoint()
+    model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
+    return Built(plan, config, side, _runner(plan, config, model, side, usage), workers, usage)
 
 
-def _runner(plan: Plan, config: ModelConfig, model: models.Model, side: GpuSide) -> GpuRunner:
+def _runner(
+    plan: Plan, config: ModelConfig, model: models.Model, side: GpuSide, usage: ExpertUsage
+) -> GpuRunner:
     assert plan.gpu is not None
     a, device = config.attention, side.ops.device
     shape = (plan.num_pages, plan.page_size, a.kv_heads, a.head_dim)
@@ -168,8 +192,9 @@ def _runner(plan: Plan, config: ModelConfig, model: models.Model, side: GpuSide)
     ]
     graphs = GraphPlan(plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size))
     return GpuRunner(
-        model, kv, side.handoff, graphs, page_size=plan.page_size, max_step_tokens=plan.max_step_tokens
-    )
+        model, kv, side.handoff, graphs,
+        page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=usage,
+    )  # fmt: skip
 
 
 def step_seconds(built: Built, batch: int, request: Request) -> float:
@@ -259,14 +284,27 @@ def _where(request: Request) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     made = Table(
-        title="Decoding with experts on GPU and CPU; bound = GPU step without experts + experts' bytes"
+        title="Decoding with experts on GPU and CPU; hit = share of routed tokens on the GPU, MB = experts read per step,\n"
+        "bound = GPU step without experts + experts' bytes"
     )
-    for name in ("format", "GPU share", "batch", "step ms", "tokens/s", "bound", "share"):
+    for name in (
+        "format",
+        "GPU share",
+        "hit",
+        "CPU MB",
+        "GPU MB",
+        "batch",
+        "step ms",
+        "tokens/s",
+        "bound",
+        "share",
+    ):
         made.add_column(name, justify="right")
     for r in rows:
         if r["bench"] == "decode":
             made.add_row(
-                r["format"], f"{r['gpu_share']:.0%}", str(r["batch"]), f"{r['step_ms']:.2f}", f"{r['tok_s']:.1f}",
+                r["format"], f"{r['gpu_share']:.0%}", f"{r['hit']:.0%}", f"{r['cpu_bytes_per_step'] / 1e6:.0f}",
+                f"{r['gpu_bytes_per_step'] / 1e6:.0f}", str(r["batch"]), f"{r['step_ms']:.2f}", f"{r['tok_s']:.1f}",
                 f"{r['bound_tok_s']:.1f}", f"{r['share']:.0%}",
             )  # fmt: skip
     return made

@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.config import EngineConfig
 from tandem.engine.answer import Answer
 from tandem.engine.counters import Counters
-from tandem.engine.expert_statistics import perform, rows_of
+from tandem.engine.expert_statistics import ExpertMeter, perform, rows_of
 from tandem.engine.gpu_runner import GpuRunner, GraphPlan
 from tandem.engine.kv_cache import KVCache, allocate_layers
 from tandem.engine.limits import answer_limit, check_prompt_ids, validate
@@ -87,6 +87,9 @@ class Engine:
         )
         self._runner = _runner(parts, layers)
         self._recorder = parts.recorder
+        self._meter: ExpertMeter | None = None
+        if parts.usage is not None:
+            self._meter = ExpertMeter(parts.usage, parts.model_config.moe.layers, parts.handoff)
         self._answers: dict[str, list[Answer]] = {}
         self._notices: list[TokenOutput] = []  # outputs that no step made: aborts
         self._arrivals = 0
@@ -164,6 +167,7 @@ class Engine:
             preemptions=scheduler.preemptions,
             steps=c.steps,
             step_seconds=c.step_seconds,
+            experts=None if self._meter is None else self._meter.stats(idle=not self.has_work()),
         )
 
     def _sequences(self, request: GenerateRequest, max_len: int) -> list[Sequence]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from time import monotonic
 
 import msgspec
 import torch
@@ -13,12 +15,15 @@ from torch import Tensor
 from tandem.config import EngineConfig, ModelConfig, Plan
 from tandem.config.env import recorder_dir
 from tandem.config.gpu_plan import GpuPlan
-from tandem.engine.protocol import ExpertsRecorded
+from tandem.engine.protocol import ExpertsRecorded, ExpertStats
 from tandem.engine.sequence import Chunk
 from tandem.errors import RequestError
+from tandem.experts.handoff import Handoff, HandoffTimes
 from tandem.experts.placement import ExpertPlacement, load_counts, place
 from tandem.experts.recorder import ExpertRecorder, RecorderOptions, Rows
 from tandem.experts.usage import ExpertUsage
+
+READ_SECONDS = 1.0
 
 
 def expert_usage(
@@ -66,6 +71,35 @@ def expert_recorder(
     return ExpertRecorder(
         usage, model.moe.layers, options, config.served_model_name or Path(config.model).name
     )
+
+
+class ExpertMeter:
+    """`ExpertStats` for whoever asks. Counts on a GPU are read once a second at most while it works."""
+
+    def __init__(self, usage: ExpertUsage, layers: Sequence[int], handoff: Handoff | None) -> None:
+        self._usage, self._layers, self._handoff = usage, list(layers), handoff
+        self._read_at = -math.inf
+
+    def stats(self, idle: bool) -> ExpertStats:
+        """idle: no step is to come, so this is the last reading for a while."""
+        now = monotonic()
+        if idle or self._handoff is None or now - self._read_at >= READ_SECONDS:
+            self._read_at = now
+            self._usage.read()
+        sides = self._usage.sides()
+        times = HandoffTimes() if self._handoff is None else self._handoff.times()
+        return ExpertStats(
+            layers=self._layers,
+            gpu_tokens=sides.gpu_tokens.tolist(),
+            cpu_tokens=sides.cpu_tokens.tolist(),
+            gpu_bytes=sides.gpu_bytes.tolist(),
+            cpu_bytes=sides.cpu_bytes.tolist(),
+            hit_rate=sides.hit_rate,
+            swaps=self._usage.swaps,
+            handoff_posts=times.posts,
+            handoff_wait_seconds=times.wait_seconds,
+            handoff_serve_seconds=times.serve_seconds,
+        )
 
 
 def rows_of(chunks: Sequence[Chunk]) -> list[Rows]:

@@ -92,6 +92,22 @@ class ExpertsRecorded(msgspec.Struct, frozen=True, kw_only=True, tag="experts_re
     fault: str | None = None  # with an error, whose it is: "request" or "engine"
 
 
+class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of routed tokens, since start: lists have an entry for each MoE layer. A token counts once for each
+    expert it was routed to; bytes are those of expert weights, counted once per step and expert that was used."""
+
+    layers: list[int]  # decoder layers
+    gpu_tokens: list[int]
+    cpu_tokens: list[int]
+    gpu_bytes: list[int]
+    cpu_bytes: list[int]
+    hit_rate: float = 0.0  # share of the tokens whose expert was on the GPU
+    swaps: int = 0  # experts that came to the GPU while serving
+    handoff_posts: int = 0  # batches that the GPU handed to the CPU
+    handoff_wait_seconds: float = 0.0  # the CPU waited for them
+    handoff_serve_seconds: float = 0.0  # the CPU computed them
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """A snapshot of counters and gauges, for /metrics and /get_server_info."""
 
@@ -108,3 +124,4 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     preemptions: int = 0
     steps: int = 0
     step_seconds: float = 0.0
+    experts: ExpertStats | None = None  # None: a dense model

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +39,21 @@ class HandoffSizes:
     tokens: int
     hidden: int
     top_k: int
+
+
+class HandoffTimes(NamedTuple):
+    """Batches handed to the CPU, and its time: waiting until they came, and computing them."""
+
+    posts: int = 0
+    wait_seconds: float = 0.0
+    serve_seconds: float = 0.0
+
+    def plus(self, other: HandoffTimes) -> HandoffTimes:
+        return HandoffTimes(
+            self.posts + other.posts,
+            self.wait_seconds + other.wait_seconds,
+            self.serve_seconds + other.serve_seconds,
+        )
 
 
 class Handoff:
@@ -88,6 +105,12 @@ class Handoff:
         """Posts of graphs answered so far, and experts that they used, each counted once per post."""
         return (0, 0) if self._mailbox is None else self._mailbox.used()
 
+    def times(self) -> HandoffTimes:
+        """Since the start, inside graphs and outside."""
+        outside = HandoffTimes() if self._copies is None else self._copies.times
+        inside = HandoffTimes() if self._mailbox is None else self._mailbox.times()
+        return outside.plus(inside)
+
     def serve(self, posts: int) -> None:
         """After a graph was replayed: answers its posts. Raises EngineError when that fails; the stream goes on."""
         if posts and self._mailbox is not None:
@@ -103,6 +126,7 @@ class _Copies:
     """Pinned buffers for steps outside graphs."""
 
     def __init__(self, sizes: HandoffSizes, device: torch.device) -> None:
+        self.times = HandoffTimes()
         pinned = device.type == "cuda"
         t, h, k = sizes.tokens, sizes.hidden, sizes.top_k
         self._x = torch.empty(t, h, dtype=torch.bfloat16, pin_memory=pinned)
@@ -122,12 +146,15 @@ class _Copies:
             self._event.record()
 
     def collect(self, tokens: int) -> Tensor:
+        started = perf_counter()
         if self._event is not None:
             self._event.synchronize()
+        posted = perf_counter()
         rows = slice(tokens)
         x = _plain(self._x[rows].view(torch.int16)).view(torch.bfloat16)
         ids, weights, result = (_plain(t[rows]) for t in (self._ids, self._weights, self._result))
         self._layer.forward(x, ids, weights, result)
+        self.times = self.times.plus(HandoffTimes(1, posted - started, perf_counter() - posted))
         return self._there[rows].copy_(self._result[rows], non_blocking=True)
 
 
@@ -191,6 +218,9 @@ class _Mailbox:
 
     def used(self) -> tuple[int, int]:
         return self._core.posts, self._core.experts_used
+
+    def times(self) -> HandoffTimes:
+        return HandoffTimes(self._core.posts, self._core.wait_seconds, self._core.serve_seconds)
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)

@@ -31,6 +31,15 @@ class SideTotals(NamedTuple):
     gpu_bytes: Tensor  # of expert weights that were read
     cpu_bytes: Tensor
 
+    @property
+    def hit_rate(self) -> float:
+        """Share of the routed tokens whose expert was on the GPU; 0 where there are none."""
+        gpu, cpu = int(self.gpu_tokens.sum()), int(self.cpu_tokens.sum())
+        return gpu / max(1, gpu + cpu)
+
+    def since(self, before: SideTotals) -> SideTotals:
+        return SideTotals(*(now - then for now, then in zip(self, before, strict=True)))
+
 
 class ExpertUsage:
     """Counts of one model. One thread runs steps and reads.

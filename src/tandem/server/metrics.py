@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tandem.engine.protocol import EngineStats
+from tandem.engine.protocol import EngineStats, ExpertStats
 
 _TTFT_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _ITL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 5)
@@ -27,6 +27,17 @@ _COUNTERS = {
     "preemptions": "Sequences pushed out because pages ran out",
     "steps": "Engine steps",
     "step_seconds": "Time spent in engine steps",
+}
+
+
+_HANDOFF = {
+    "swaps": ("expert_swaps", "Experts that came to the GPU while serving"),
+    "handoff_posts": ("handoff_posts", "Batches that the GPU handed to the CPU's experts"),
+    "handoff_wait_seconds": (
+        "handoff_wait_seconds",
+        "Time that the CPU waited for such batches during steps",
+    ),
+    "handoff_serve_seconds": ("handoff_serve_seconds", "Time that the CPU computed such batches"),
 }
 
 
@@ -50,6 +61,31 @@ class EngineCollector:
             yield GaugeMetricFamily(f"tandem_{name}", text, getattr(stats, name))
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"tandem_{name}", text, getattr(stats, name))
+        if stats.experts is not None:
+            yield from _of_experts(stats.experts)
+
+
+def _of_experts(stats: ExpertStats) -> Iterator[Metric]:
+    tokens = CounterMetricFamily(
+        "tandem_routed_tokens",
+        "Tokens routed to experts, once for each expert, by where it was",
+        labels=["side", "layer"],
+    )
+    nbytes = CounterMetricFamily(
+        "tandem_expert_read_bytes",
+        "Expert weights read, once per step and expert, by memory",
+        labels=["side", "layer"],
+    )
+    for side in ("gpu", "cpu"):
+        for family, kind in ((tokens, "tokens"), (nbytes, "bytes")):
+            for layer, value in zip(stats.layers, getattr(stats, f"{side}_{kind}"), strict=True):
+                family.add_metric([side, str(layer)], value)
+    yield tokens
+    yield nbytes
+    text = "Share of the routed tokens, since start, whose expert was on the GPU"
+    yield GaugeMetricFamily("tandem_expert_hit_rate", text, stats.hit_rate)
+    for field, (name, text) in _HANDOFF.items():
+        yield CounterMetricFamily(f"tandem_{name}", text, getattr(stats, field))
 
 
 class ServerMetrics:
