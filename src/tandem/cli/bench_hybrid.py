@@ -284,7 +284,7 @@ def _where(request: Request) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     made = Table(
-        title="Decoding with experts on GPU and CPU; hit = share of routed tokens on the GPU, MB = experts read per step,\n"
+        title="Decoding with experts on GPU and CPU; hit = routed tokens on the GPU, MB = experts read per step,\n"
         "bound = GPU step without experts + experts' bytes"
     )
     for name in (
