@@ -25,6 +25,7 @@ from rich.table import Table
 
 from tandem import _core, models
 from tandem.cli.bench_kernels import commit
+from tandem.cli.memory_ledger import Taken, memory_columns, planned
 from tandem.cli.synthetic import SyntheticCheckpoint, SyntheticStore, named_config
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
 from tandem.engine.expert_statistics import expert_usage
@@ -107,7 +108,11 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
 def _decode_rows(
     request: Request, fmt: str, share: float, alone: dict[int, float], gpu_gbps: float
 ) -> Iterator[dict[str, Any]]:
+    empty = Taken.now()
     built = build(request, fmt, share)
+    taken = memory_columns(planned(built.plan, built.config), Taken.now().since(empty))
+    where = {"config": request.config, "layers": request.layers, "format": built.plan.expert_format}
+    yield {"bench": "memory", **where, "gpu_share": share, **taken}
     for batch in request.batches:
         dram = measure_read_gbps(built.workers, built.plan.tier)
         before, sides = built.side.handoff.used(), built.sides()

@@ -1,0 +1,69 @@
+"""What plans predict of memory, beside what packed weights take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fake_model import fake_plan
+from tandem import _core
+from tandem.cli.memory_ledger import Taken, anonymous_bytes, memory_columns, planned
+from tandem.config import ModelConfig
+from tandem.config.gpu_plan import GpuPlan, dense_bytes
+from tandem.kernels.cpu import PackedExperts, Workspace
+
+MIB = 1 << 20
+SHAPES = [(2048, 768), (4096, 1536), (7168, 2048), (2048, 512)]  # hidden, expert width of models people serve
+
+
+def qwen3(hidden: int, width: int, layers: int = 1) -> ModelConfig:
+    return ModelConfig.from_dict(
+        {
+            "model_type": "qwen3_moe", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 32,
+            "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+            "moe_intermediate_size": width, "intermediate_size": 3 * hidden, "norm_topk_prob": True,
+            "vocab_size": 1000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("hidden", "width"), SHAPES)
+@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4"])
+def test_experts_take_what_is_planned(hidden: int, width: int, fmt: str) -> None:
+    config = qwen3(hidden, width)
+    layer = PackedExperts(
+        Workspace(_core.WorkerPool([-1]), "scalar"), 1, config.hidden, config.moe.width, fmt
+    )
+    assert layer.bytes_per_expert == pytest.approx(config.expert_bytes(fmt), rel=0.03)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
+def test_experts_on_the_gpu_are_not_planned_in_ram(ratio: float) -> None:
+    config = qwen3(2048, 768, layers=2)
+    plan = fake_plan(dtype="bfloat16", expert_format="int4", num_pages=100, page_size=16)
+    everyone = 2 * 128
+    gpu = GpuPlan("a GPU", round(ratio * everyone), "uniform", None, (), 1.0)
+    there = planned(replace(plan, gpu=gpu), config)
+    expert, kv = config.expert_bytes("int4"), 1600 * config.kv_bytes_per_token("bfloat16")
+    assert there.ram == (1 - ratio) * everyone * expert
+    assert there.gpu == dense_bytes(config, "bfloat16") + ratio * everyone * expert + kv
+    here = planned(plan, config)
+    assert here == Taken(config.weight_bytes("bfloat16", "int4"), 0)
+
+
+def test_memory_is_seen() -> None:
+    before = Taken.now()
+    held = torch.ones(64 * MIB // 4)
+    used = Taken.now().since(before)
+    assert used.ram == pytest.approx(64 * MIB, rel=0.05)
+    columns = memory_columns(Taken(64 * MIB, 0), used)
+    assert columns["ram_ratio"] == pytest.approx(1, abs=0.05) and columns["gpu_ratio"] is None
+    del held
+
+
+def test_status_is_read(tmp_path) -> None:
+    file = tmp_path / "status"
+    file.write_text("Name:\tkt\nVmRSS:\t  999 kB\nRssAnon:\t   512 kB\nRssFile:\t   1 kB\n")
+    assert anonymous_bytes(file) == 512 << 10
