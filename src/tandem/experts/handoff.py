@@ -117,7 +117,7 @@ class Handoff:
             self._mailbox.serve(posts)
 
 
-def _plain(pinned: Tensor) -> Tensor:
+def plain(pinned: Tensor) -> Tensor:
     """The same memory as an ordinary CPU tensor of bytes."""
     return torch.from_numpy(pinned.numpy())
 
@@ -151,8 +151,8 @@ class _Copies:
             self._event.synchronize()
         posted = perf_counter()
         rows = slice(tokens)
-        x = _plain(self._x[rows].view(torch.int16)).view(torch.bfloat16)
-        ids, weights, result = (_plain(t[rows]) for t in (self._ids, self._weights, self._result))
+        x = plain(self._x[rows].view(torch.int16)).view(torch.bfloat16)
+        ids, weights, result = (plain(t[rows]) for t in (self._ids, self._weights, self._result))
         self._layer.forward(x, ids, weights, result)
         self.times = self.times.plus(HandoffTimes(1, posted - started, perf_counter() - posted))
         return self._there[rows].copy_(self._result[rows], non_blocking=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tandem.experts.cpu_experts import ExpertMatrices
 from tandem.experts.handoff import Handoff
+from tandem.experts.live_exchange import LiveLayer
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.ops import Routing, SureRead
@@ -36,7 +37,7 @@ class HybridExperts:
     ) -> None:
         """slot_of int32 [experts]: the slot of those on the GPU, else -1. A side without experts is None."""
         self._slot_of, self._gpu, self._cpu, self._handoff = slot_of, gpu, cpu, handoff
-        self._table = slot_of.to(handoff.device)
+        self._table = slot_of.to(handoff.device) if gpu is None else gpu.table
         self._number = -1 if cpu is None else handoff.add(cpu)
 
     def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
@@ -45,6 +46,11 @@ class HybridExperts:
             side = self._cpu if self._slot_of[expert] < 0 else self._gpu
             assert side is not None
             side.load(expert, *matrices(expert))
+
+    @property
+    def sides(self) -> LiveLayer | None:
+        """What an exchange between them needs; None where one side has no experts."""
+        return None if self._gpu is None or self._cpu is None else LiveLayer(self._gpu, self._cpu)
 
     @property
     def expert_bytes(self) -> int:

@@ -13,8 +13,13 @@ from tandem.kernels.gpu.ops import GpuOps
 class HybridStore:
     """Shared experts that count as routed ones (ids past them) always live on the GPU: every token uses them."""
 
-    def __init__(self, ops: GpuOps, placement: ExpertPlacement, handoff: Handoff, hidden: int) -> None:
+    def __init__(
+        self, ops: GpuOps, placement: ExpertPlacement, handoff: Handoff, hidden: int, live: bool = False
+    ) -> None:
+        """live: experts may move later, for which every layer has a spare place in CPU memory."""
         self._ops, self._placement, self._handoff, self._hidden = ops, placement, handoff, hidden
+        self._spare = int(live)
+        self.layers: dict[int, HybridExperts] = {}  # by MoE layer, as they are made
 
     def layer(
         self, index: int, count: int, width: int, fmt: str, kind: type[HybridExperts] = HybridExperts
@@ -25,5 +30,7 @@ class HybridStore:
         slot_of = torch.cat((slot_of, shared))
         on_gpu, on_cpu = int((slot_of >= 0).sum()), int((slot_of < 0).sum())
         gpu = self._ops.gpu_experts(slot_of, self._hidden, width, fmt) if on_gpu else None
-        cpu = self._ops.cpu.experts(count, self._hidden, width, fmt, places=on_cpu) if on_cpu else None
-        return kind(slot_of, gpu, cpu, self._handoff)
+        places = min(count, on_cpu + self._spare)
+        cpu = self._ops.cpu.experts(count, self._hidden, width, fmt, places=places) if on_cpu else None
+        self.layers[index] = kind(slot_of, gpu, cpu, self._handoff)
+        return self.layers[index]

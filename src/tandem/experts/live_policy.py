@@ -20,6 +20,8 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
+MOST_PER_LAYER = 8  # exchanges of one decision: looking for more takes longer and finds little
+
 
 class Exchange(NamedTuple):
     """`leaving` is in `slot` of the layer's GPU slots, `coming` in CPU memory; they are to change places."""
@@ -39,7 +41,7 @@ class PolicySettings:
     factor: float = 1.25  # by which a newcomer's count beats the one that leaves
     touches: float = 1.5  # least decayed count of a newcomer: more than one use
     dwell_steps: int = 32  # that a newcomer stays at least
-    interval_steps: int = 4  # between two decisions
+    interval_steps: int = 8  # between two decisions, which take about 0.5 ms at 48 x 512 experts
     bytes_per_step: int = 48 << 20  # both directions together: 0.9 ms of PCIe 5 x16, less once it has settled
     window: int = 64  # after which the gain is judged
     shortest_rest: int = 16  # windows that moving pauses when it did not pay; doubles each time
@@ -57,6 +59,7 @@ class LivePolicy:
         self._slot_of, self._home = slot_of.long().clone(), slot_of >= 0
         self._counts = torch.zeros(slot_of.shape, dtype=torch.float32)
         self._fixed = torch.zeros(slot_of.shape, dtype=torch.bool)  # under way
+        self._closed = torch.zeros(len(slot_of), 1, dtype=torch.bool)
         self._came = torch.full(slot_of.shape, -settings.dwell_steps, dtype=torch.long)
         per_decision = settings.bytes_per_step * settings.interval_steps / (2 * expert_bytes)
         self._allowance, self._per_decision = 0.0, per_decision
@@ -113,6 +116,11 @@ class LivePolicy:
         """It was not made: everything is where it was."""
         self._mark(exchange, False)
 
+    def stranded(self, exchange: Exchange) -> None:
+        """The leaving expert is in CPU memory, and so is the other; the slot is lost, the layer stays as it is."""
+        self._slot_of[exchange.layer, exchange.leaving] = -1
+        self._closed[exchange.layer] = True
+
     def _mark(self, exchange: Exchange, fixed: bool) -> None:
         layer, _, leaving, coming = exchange
         self._fixed[layer, leaving] = self._fixed[layer, coming] = fixed
@@ -133,9 +141,10 @@ class LivePolicy:
         s, here = self.settings, self._slot_of >= 0
         young = (self._step - self._came < s.dwell_steps) & (not self.resting)
         infinite = torch.tensor(torch.inf)
-        each = min(room, scores.shape[1])
-        cold = scores.where(here & ~self._fixed & ~young, infinite).topk(each, 1, largest=False)
-        hot = scores.where(~here & ~self._fixed, -infinite).topk(each, 1)
+        each = min(room, MOST_PER_LAYER, scores.shape[1])
+        free = ~(self._fixed | self._closed)
+        cold = scores.where(here & free & ~young, infinite).topk(each, 1, largest=False)
+        hot = scores.where(~here & free, -infinite).topk(each, 1)
         gain = hot.values - cold.values
         least = torch.maximum(margin, cold.values * (s.factor - 1))
         pays = (gain >= least) & gain.isfinite() & ((hot.values >= s.touches) | self.resting)

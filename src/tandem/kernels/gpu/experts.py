@@ -29,8 +29,8 @@ class GpuExperts:
     def __init__(self, packer: PackedExperts, slot_of: Tensor, device: torch.device) -> None:
         self.packer, self.device = packer, device
         self.hidden, self.width = packer.hidden, packer.width
-        self.slot_of = slot_of.to(torch.int32).cpu()
-        self.table = self.slot_of.to(device)
+        self.slot_of = slot_of.to(torch.int32).to("cpu", copy=True)
+        self.table = self.slot_of.to(device, copy=True)
         self.slots = int(self.slot_of.max()) + 1
         self.stride = 0  # bytes of one expert; 0: none was loaded
 
@@ -50,13 +50,25 @@ class GpuExperts:
         """packed uint8 [stride]: the bytes of one expert, as the packer has packed its last."""
         if self.stride == 0:
             self._open()
-        self.pool[slot * self.stride : (slot + 1) * self.stride].copy_(packed)
+        self.slot(slot).copy_(packed)
 
     def _open(self) -> None:
         gate_up, down = self.packer.layout()
         self.gate_up, self.down = Panels(*gate_up), Panels(*down)
         self.stride = self.packer.bytes_per_expert
         self.pool = torch.empty(self.slots * self.stride, dtype=torch.uint8, device=self.device)
+
+    def slot(self, index: int) -> Tensor:
+        """uint8 [stride], where it lies."""
+        return self.pool[index * self.stride : (index + 1) * self.stride]
+
+    def point(self, expert: int, slot: int) -> None:
+        """From the next kernel on, in captured graphs too, the expert is in `slot`; -1: not on the GPU."""
+        self.table[expert] = slot
+        self.slot_of[expert] = slot
+
+    def slot_of_expert(self, expert: int) -> int:
+        return int(self.slot_of[expert])
 
     @property
     def bytes_per_expert(self) -> int:
