@@ -95,7 +95,6 @@ def test_wrong_values_name_the_flag(argv: list[str], says: str) -> None:
         (["--speculative-algorithm", "EAGLE"], "not available yet. Leave it out"),
         (["--attention-backend", "flashinfer"], "Use auto, triton or torch"),
         (["--tool-call-parser", "qwen"], "tool calls come as text"),
-        (["--kt-enable-dynamic-expert-update"], "--kt-enable-dynamic-expert-update is not available yet"),
         (["--nnodes", "2"], "Use 1"),
     ],
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,35 +22,71 @@ from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_plan import GpuPlan
 from tandem.errors import EngineError
+from tandem.experts.live_copies import CudaCopies
+from tandem.experts.live_exchange import LiveExchange
+from tandem.experts.live_experts import LiveExperts
+from tandem.experts.live_policy import Exchange, LivePolicy, PolicySettings
 from tandem.experts.usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.models import ForwardBatch, build
 from tiny import VOCAB
+
+if TYPE_CHECKING:
+    from tandem.engine.gpu_side import GpuSide
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 PAGE, PAGES, ROWS, PROMPT, DECODED = 16, 4, 8, 21, 9
 SHARES = (0.0, 0.25, 0.5, 1.0)
 
 
-def plan(share: float, graphs: tuple[int, ...], experts: int, patience: float = 20.0) -> Plan:
+def plan(
+    share: float, graphs: tuple[int, ...], experts: int, patience: float = 20.0, live: bool = False
+) -> Plan:
     return Plan(
         dtype="bfloat16", expert_format="bf16", tier=_core.supported_tiers()[-1], cpus=(-1, -1), context_length=64,
         page_size=PAGE, num_pages=ROWS * PAGES, max_running_requests=ROWS, max_step_tokens=256, radix_cache=False,
         fuse_shared_experts=True,
-        gpu=GpuPlan("GPU", round(share * experts), "random", None, graphs, patience),
+        gpu=GpuPlan("GPU", round(share * experts), "random", None, graphs, patience, live),
     )  # fmt: skip
+
+
+class Restless(LivePolicy):
+    """Moves an expert of every layer at every decision, the next one of each side."""
+
+    turn = 0
+
+    def wanted(self) -> list[Exchange]:
+        self.turn += 1
+        found = []
+        for layer, slots in enumerate(self.slot_of):
+            there, elsewhere = (slots >= 0).nonzero().flatten(), (slots < 0).nonzero().flatten()
+            if self._fixed[layer].any() or not len(there) or not len(elsewhere):
+                continue
+            leaving, coming = there[self.turn % len(there)], elsewhere[self.turn % len(elsewhere)]
+            found.append(Exchange(layer, int(slots[leaving]), int(leaving), int(coming)))
+            self._mark(found[-1], True)
+        return found
+
+
+def restless(side: GpuSide, usage: ExpertUsage) -> LiveExperts:
+    layers = [experts.sides for _, experts in sorted(side.store.layers.items())]
+    slot_of = torch.stack([side.placement.slots(layer) for layer in range(len(layers))])
+    policy = Restless(slot_of, 1.0, 1.0, PolicySettings(interval_steps=1))
+    return LiveExperts(policy, LiveExchange(layers, CudaCopies(side.ops.device), 1 << 30), usage)
 
 
 class Session:
     """Eight sequences of a prompt and teacher-forced tokens, on the GPU side that `share` and `graphs` say."""
 
-    def __init__(self, path: Path, share: float, graphs: tuple[int, ...], patience: float = 20.0) -> None:
+    def __init__(
+        self, path: Path, share: float, graphs: tuple[int, ...], patience: float = 20.0, moving: bool = False
+    ) -> None:
         from tandem.engine.gpu_runner import GpuRunner, GraphPlan
         from tandem.engine.gpu_side import gpu_side
 
         config = ModelConfig.load(path)
         experts = config.moe.router.num_experts * len(config.moe.layers)
-        made = plan(share, graphs, experts, patience)
+        made = plan(share, graphs, experts, patience, moving)
         self.pool = _core.WorkerPool([-1, -1])
         self.side = gpu_side(made, config, CpuOps(self.pool, made.tier))
         self.usage = ExpertUsage(
@@ -67,11 +104,12 @@ class Session:
         ]
         self.runner = GpuRunner(
             self.model, kv, self.side.handoff, GraphPlan(graphs, PAGES), page_size=PAGE, max_step_tokens=256,
-            usage=self.usage,
+            usage=self.usage, live=restless(self.side, self.usage) if moving else None,
         )  # fmt: skip
 
     def step(self, rows: list[int], first: int, count: int) -> Tensor:
         """Tokens first ... first + count - 1 of these sequences: logits [rows, count, vocab]."""
+        torch.cuda.synchronize()  # copies of an exchange have arrived: it ends after this step
         with torch.inference_mode():
             logits = self.runner.logits(batch_of(rows, first, count))
         assert torch.equal(logits.best[:, 0].long(), logits.logits.argmax(1).cpu())
@@ -135,6 +173,33 @@ def test_placement_does_not_change_the_logits(tiny_models, variant, share, graph
         f"{variant} {share:.0%} graphs={graphs} together={together}: {rms(ours, exact):.2e} of {allowed:.2e}"
     )
     assert rms(ours, exact) < allowed
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["batch8", "batch1"])
+@pytest.mark.parametrize("graphs", [(), (1, 8)], ids=["kernels", "graphs"])
+@pytest.mark.parametrize("share", [0.25, 0.5])
+@pytest.mark.parametrize("variant", ["qwen3_moe-gpu", "glm4_moe"])
+def test_experts_that_move_at_every_step_do_not_change_the_logits(
+    tiny_models, variant, share, graphs, together
+) -> None:
+    path = tiny_models[variant]
+    exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
+    session = Session(path, share, graphs, moving=True)
+    before = session.side.placement.on_gpu
+    ours = session.logits(together)
+    allowed = 1.5 * rms(theirs, exact)
+    print(
+        f"{variant} {share:.0%} graphs={graphs}: {rms(ours, exact):.2e} of {allowed:.2e}, {session.usage.swaps}"
+    )
+    assert rms(ours, exact) < allowed
+    both_sides = int((before.any(1) & ~before.all(1)).sum())
+    steps = (1 + DECODED) * (1 if together else ROWS)
+    assert session.usage.swaps >= both_sides * (steps // 2 - 1)  # begun after one step, ended after the next
+    assert torch.equal(session.usage.on_gpu.sum(1), before.sum(1))
+    for layer, experts in session.side.store.layers.items():
+        if experts.sides is not None:
+            slots = experts.sides.gpu.table.cpu()[: before.shape[1]]
+            assert torch.equal(slots >= 0, session.usage.on_gpu[layer])
 
 
 def test_a_graph_fills_up_with_copies(tiny_models) -> None:

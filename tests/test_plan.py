@@ -20,7 +20,7 @@ from tandem.config import (
     resolve,
 )
 from tandem.config.machine import TIERS, Core, Gpu
-from tandem.config.memory import DEFAULT_KV_BYTES, WORKSPACE_BYTES
+from tandem.config.memory import DEFAULT_FRACTION, DEFAULT_KV_BYTES, WORKSPACE_BYTES
 from tandem.errors import ConfigError
 
 GIB = 1 << 30
@@ -285,6 +285,11 @@ def test_experts_on_a_gpu_need_one(flags: dict[str, object]) -> None:
         plan(machine(), **flags)
 
 
+def test_moving_experts_needs_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="could move to, but no GPU was found; leave it out"):
+        plan(machine(), kt_enable_dynamic_expert_update=True)
+
+
 def with_gpu(free: int = 16 * GIB, missing: tuple[str, ...] = ()) -> Machine:
     return replace(machine(), gpus=(Gpu("H100", 2 * free, free, "gen5 x16"),), gpu_missing=missing)
 
@@ -363,3 +368,29 @@ def test_experts_in_cpu_memory_need_a_package_inside_graphs() -> None:
     p = plan(with_gpu(missing=("cuda-core",)), kt_gpu_experts_ratio=0.5)
     assert p.gpu is not None and p.gpu.graph_sizes == () and "cuda-core" in reason(p, "CUDA graphs")
     assert plan(with_gpu(missing=("cuda-core",)), kt_gpu_experts_ratio=1.0).gpu.graph_sizes  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "live", "why"),
+    [
+        (0.5, True, "--kt-enable-dynamic"),
+        (0.0, False, "no expert is on the GPU"),
+        (1.0, False, "every expert"),
+    ],
+)
+def test_experts_move_only_between_two_sides(ratio: float, live: bool, why: str) -> None:
+    p = plan(with_gpu(), kt_gpu_experts_ratio=ratio, kt_enable_dynamic_expert_update=True)
+    assert p.gpu is not None and p.gpu.live == live
+    assert why in reason(p, "live placement")
+    still = plan(with_gpu(), kt_gpu_experts_ratio=ratio).gpu
+    assert still is not None and not still.live
+
+
+def test_moving_experts_takes_a_spare_place_per_layer() -> None:
+    """30 layers of 32 experts, all but a spare place's worth of them fitting."""
+    per_expert = MODEL.expert_bytes("bf16")
+    exactly = replace(with_gpu(), available_memory=int((30 * 16 + 15) * per_expert / DEFAULT_FRACTION))
+    flags = {"kt_gpu_experts_ratio": 0.5}
+    assert plan(exactly, **flags).gpu is not None
+    with pytest.raises(ConfigError, match="the experts that stay in CPU memory take"):
+        plan(exactly, **flags, kt_enable_dynamic_expert_update=True)

@@ -173,7 +173,7 @@ class EngineConfig:
         choices=["uniform", "frequency", "front-loading", "random"],
     )  # fmt: skip
     kt_enable_dynamic_expert_update: bool = flag(
-        False, "Placement follows the traffic.", group=GPU, later=f"{_LEAVE_OUT}: {_ALL_ON_CPU}."
+        False, "Experts move to the GPU, and back, as the traffic uses them.", group=GPU
     )
     kt_gpu_prefill_token_threshold: int | None = flag(
         None, "Chunk size from which prefill uses the GPU.", group=GPU, minimum=0,

@@ -24,7 +24,8 @@ MAX_PATIENCE_SECONDS = 30.0
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
     """experts: (layer, expert) pairs on the GPU; graph_sizes: batch sizes of CUDA graphs, () for none; statistics: file
-    of activation counts; patience_seconds: how long a kernel waits for the CPU's experts."""
+    of activation counts; patience_seconds: how long a kernel waits for the CPU's experts; live: experts move while
+    serving."""
 
     name: str
     experts: int
@@ -32,6 +33,7 @@ class GpuPlan:
     statistics: str | None
     graph_sizes: tuple[int, ...]
     patience_seconds: float
+    live: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,21 @@ def check_no_gpu_wishes(config: EngineConfig, why: str) -> None:
     ):
         if value:
             raise ConfigError(f"{flag} {value:g} needs a GPU, but {why}; leave it out, or give 0")
+    if config.kt_enable_dynamic_expert_update:
+        raise ConfigError(
+            f"--kt-enable-dynamic-expert-update needs a GPU that experts could move to, but {why}; leave it out"
+        )
+
+
+def live_placement(config: EngineConfig, on_gpu: int, model: ModelConfig) -> tuple[bool, str]:
+    """Whether experts move while serving, and why (not)."""
+    if not config.kt_enable_dynamic_expert_update:
+        return False, "--kt-enable-dynamic-expert-update is not given"
+    if on_gpu == 0:
+        return False, "no expert is on the GPU, so there is no slot to move into"
+    if on_gpu >= _all_experts(model):
+        return False, "every expert is on the GPU already"
+    return True, "--kt-enable-dynamic-expert-update"
 
 
 def graph_sizes(config: EngineConfig, running: int) -> tuple[int, ...]:
@@ -159,7 +176,8 @@ def _kv_tokens(request: MemoryRequest, context: int, room: int) -> tuple[int, st
 
 def _check_ram(request: MemoryRequest, on_gpu: int) -> None:
     machine, fraction = request.machine, DEFAULT_FRACTION
-    needed = (_all_experts(request.model) - on_gpu) * expert_bytes(request)
+    spare = len(request.model.moe.layers) if request.config.kt_enable_dynamic_expert_update else 0
+    needed = (_all_experts(request.model) - on_gpu + spare) * expert_bytes(request)
     if needed > machine.available_memory * fraction:
         raise ConfigError(
             f"the experts that stay in CPU memory take {gib(needed)}, but {gib(machine.available_memory * fraction)} "

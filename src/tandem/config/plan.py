@@ -12,6 +12,7 @@ from tandem.config.gpu_plan import (
     check_no_gpu_wishes,
     expert_bytes,
     graph_sizes,
+    live_placement,
     size_gpu,
     usable_gpu,
 )
@@ -161,7 +162,10 @@ def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memo
     statistics = None if config.init_expert_location == "trivial" else config.init_expert_location
     patience = min(MAX_PATIENCE_SECONDS, config.watchdog_timeout / 3)
     strategy = config.kt_expert_placement_strategy
-    return memory, GpuPlan(gpu.name, m.experts, strategy, statistics, sizes, patience)
+    live, reason = live_placement(config, m.experts, model)
+    if config.kt_enable_dynamic_expert_update:
+        log.append(Decision("live placement", "on" if live else "off", reason))
+    return memory, GpuPlan(gpu.name, m.experts, strategy, statistics, sizes, patience, live)
 
 
 def _dtype(config: EngineConfig, log: list[Decision]) -> str:

@@ -56,7 +56,7 @@ def _runner(parts: EngineParts, layers: list[tuple[Tensor, Tensor]]) -> ModelRun
     graphs = GraphPlan(plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size))
     return GpuRunner(
         parts.model, layers, parts.handoff, graphs,
-        page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=parts.usage,
+        page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=parts.usage, live=parts.live,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from tandem.engine.logits import DeviceLogits, best_of
 from tandem.engine.runner import KVModel, ModelRunner
 from tandem.engine.sequence import Chunk
 from tandem.experts.handoff import Handoff
+from tandem.experts.live_experts import LiveExperts
 from tandem.experts.usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
 
@@ -96,9 +97,10 @@ class GpuRunner:
         page_size: int,
         max_step_tokens: int,
         usage: ExpertUsage | None = None,
+        live: LiveExperts | None = None,
     ) -> None:
         self._model, self._layers, self._handoff, self._plan = model, layers, handoff, graphs
-        self._usage = usage
+        self._usage, self._live = usage, live
         self._host = ModelRunner(model, layers, page_size=page_size, max_step_tokens=max_step_tokens)
         self._device = handoff.device
         self._graphs: dict[int, _Graph] = {}
@@ -115,16 +117,18 @@ class GpuRunner:
         graph, rows = self._graph_of(batch), len(batch.seq_lens)
         if graph is None:
             logits = self._forward(self._moved(batch), len(batch.input_ids))
-            return self._done(logits, best_of(logits))
+            return self._done(logits, best_of(logits), len(batch.input_ids))
         graph.inputs.fill(batch)
         graph.graph.replay()
         self._handoff.serve(graph.posts)
-        return self._done(graph.logits[:rows], graph.best[:rows])
+        return self._done(graph.logits[:rows], graph.best[:rows], rows)
 
-    def _done(self, logits: Tensor, best: Tensor) -> DeviceLogits:
-        """At the end of the step: so its time is known, and the pinned images are free again."""
+    def _done(self, logits: Tensor, best: Tensor, tokens: int) -> DeviceLogits:
+        """At the end of the step: so its time is known, the pinned images are free again, and experts may move."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        if self._live is not None:
+            self._live.after_step(tokens)
         return DeviceLogits(logits, best)
 
     def _forward(self, batch: ForwardBatch, counted: int | Tensor) -> Tensor:

@@ -11,7 +11,12 @@ from tandem.engine.expert_statistics import expert_placement
 from tandem.errors import ConfigError
 from tandem.experts.handoff import Handoff, HandoffSizes
 from tandem.experts.hybrid_store import HybridStore
+from tandem.experts.live_copies import CudaCopies
+from tandem.experts.live_exchange import LiveExchange
+from tandem.experts.live_experts import HITS_PER_EXCHANGE, LiveExperts
+from tandem.experts.live_policy import LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement
+from tandem.experts.usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu.ops import GpuOps
 
@@ -34,7 +39,21 @@ def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
     device = torch.device("cuda", torch.cuda.current_device())
     placement = expert_placement(plan.gpu, model)
     ops, handoff = GpuOps(device, cpu), Handoff(handoff_sizes(plan, model), device, plan.gpu.patience_seconds)
-    return GpuSide(ops, HybridStore(ops, placement, handoff, model.hidden), handoff, placement)
+    store = HybridStore(ops, placement, handoff, model.hidden, plan.gpu.live)
+    return GpuSide(ops, store, handoff, placement)
+
+
+def live_experts(plan: Plan, side: GpuSide, usage: ExpertUsage | None) -> LiveExperts | None:
+    """After the model was built; None where experts stay where they are."""
+    if plan.gpu is None or not plan.gpu.live or usage is None:
+        return None
+    layers = [experts.sides for _, experts in sorted(side.store.layers.items())]
+    settings = PolicySettings()
+    slot_of = torch.stack([side.placement.slots(layer) for layer in range(len(layers))])
+    largest = max(layer.gpu.bytes_per_expert for layer in layers if layer)
+    policy = LivePolicy(slot_of, largest, HITS_PER_EXCHANGE, settings)
+    exchange = LiveExchange(layers, CudaCopies(side.ops.device), settings.bytes_per_step)
+    return LiveExperts(policy, exchange, usage)
 
 
 def handoff_sizes(plan: Plan, model: ModelConfig) -> HandoffSizes:

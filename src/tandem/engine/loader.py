@@ -59,13 +59,14 @@ def load_parts(
         return EngineParts(plan, model_config, model, tokenizer, workers, usage, recorder)
     if config.packed_cache is not None:
         _say("--packed-cache has no effect where a GPU is used: the model is packed at every start")
-    from tandem.engine.gpu_side import gpu_side  # Triton is there only where a GPU is
+    from tandem.engine.gpu_side import gpu_side, live_experts  # Triton is there only where a GPU is
 
     gpu = gpu_side(plan, model_config, ops)
     usage = expert_usage(config, plan, model_config, gpu.ops.device, gpu.placement.on_gpu)
     model = models.build(model_config, plan, checkpoint, gpu.ops, progress, gpu.store, usage=usage)
     recorder = expert_recorder(config, model_config, usage)
-    return EngineParts(plan, model_config, model, tokenizer, workers, usage, recorder, gpu.handoff)
+    live = live_experts(plan, gpu, usage)
+    return EngineParts(plan, model_config, model, tokenizer, workers, usage, recorder, live, gpu.handoff)
 
 
 def packed_cache(

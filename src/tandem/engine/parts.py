@@ -9,6 +9,7 @@ from tandem.config import ModelConfig, Plan
 from tandem.engine.runner import KVModel
 from tandem.engine.tokenizer import Tokenizer
 from tandem.experts.handoff import Handoff
+from tandem.experts.live_experts import LiveExperts
 from tandem.experts.recorder import ExpertRecorder
 from tandem.experts.usage import ExpertUsage
 
@@ -24,4 +25,5 @@ class EngineParts:
     workers: Any = None  # the WorkerPool, kept alive as long as the engine
     usage: ExpertUsage | None = None  # which experts are chosen; None: nobody counts
     recorder: ExpertRecorder | None = None  # of `usage`
+    live: LiveExperts | None = None  # moves experts between steps; None: they stay where they are
     handoff: Handoff | None = None  # between a GPU and the experts in CPU memory; None: no GPU
