@@ -22,6 +22,7 @@ from tiny import file_tensors
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA, "mixtral": gguf.MODEL_ARCH.LLAMA, "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "olmoe": gguf.MODEL_ARCH.OLMOE, "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2, "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
 }  # fmt: skip
 NORMAL, CONTROL = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
 
@@ -38,14 +39,20 @@ def matrices_as(kind: Kind) -> ChooseKind:
     return lambda name, array: kind if array.ndim > 1 and "ffn_gate_inp" not in name else Kind.F32
 
 
-def write_gguf(source: Path, path: Path, choose: ChooseKind = only_f32, pre: str = "gpt-2") -> Path:
-    """The model directory `source` as one GGUF file."""
+def write_gguf(
+    source: Path, path: Path, choose: ChooseKind = only_f32, pre: str = "gpt-2", whole_kv_b: bool = False
+) -> Path:
+    """The model directory `source` as one GGUF file. whole_kv_b: as llama.cpp's converter wrote DeepSeek's models
+    before it divided kv_b."""
     config = json.loads((source / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
-    add_config(writer, config)
+    if architecture == gguf.MODEL_ARCH.DEEPSEEK2:
+        add_deepseek(writer, config, whole_kv_b)
+    else:
+        add_config(writer, config)
     add_tokenizer(writer, source, pre)
-    for name, array in gguf_tensors(source, config):
+    for name, array in gguf_tensors(source, config, whole_kv_b):
         add_tensor(writer, name, array, choose(name, array))
     return finish(writer, path)
 
@@ -103,7 +110,9 @@ def random_blocks(shape: tuple[int, ...], kind: Kind) -> np.ndarray:
     return data
 
 
-def gguf_tensors(source: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+def gguf_tensors(
+    source: Path, config: dict[str, Any], whole_kv_b: bool = False
+) -> Iterator[tuple[str, np.ndarray]]:
     """Names and float32 arrays as llama.cpp's converter makes them."""
     names = gguf.get_tensor_name_map(ARCHITECTURES[config["model_type"]], config["num_hidden_layers"])
     dense = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
@@ -116,6 +125,9 @@ def gguf_tensors(source: Path, config: dict[str, Any]) -> Iterator[tuple[str, np
         if "e_score_correction_bias" in name:
             layer = name.split(".")[2]
             yield f"blk.{layer}.exp_probs_b.bias", array
+            continue
+        if "kv_b_proj" in name and not whole_kv_b:
+            yield from divided(name.split(".")[2], array, config)
             continue
         if config["model_type"] in ("llama", "mixtral"):
             array = reordered(name, array, config)
@@ -135,6 +147,64 @@ def reordered(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarra
     if not heads:
         return array
     return array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+
+
+def divided(layer: str, kv_b: np.ndarray, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """kv_b as newer files have it: per head, the rows that make keys, transposed, and those that make values."""
+    nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+    heads = kv_b.reshape(-1, nope + value, kv_b.shape[1])
+    yield f"blk.{layer}.attn_k_b.weight", np.ascontiguousarray(heads[:, :nope].swapaxes(1, 2))
+    yield f"blk.{layer}.attn_v_b.weight", np.ascontiguousarray(heads[:, nope:])
+
+
+def add_deepseek(writer: gguf.GGUFWriter, config: dict[str, Any], whole_kv_b: bool) -> None:
+    key, rope = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["rope_parameters"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_attention_heads"] if whole_kv_b else 1)
+    writer.add_key_length(key if whole_kv_b else config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    writer.add_value_length(config["v_head_dim"] if whole_kv_b else config["kv_lora_rank"])
+    if not whole_kv_b:
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(config["v_head_dim"])
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    if rope["rope_type"] == "yarn":
+        add_yarn(writer, rope)
+    add_deepseek_experts(writer, config)
+
+
+def add_yarn(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def add_deepseek_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config.get("n_group"):
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+    if config["model_type"] == "deepseek_v3":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        if config["norm_topk_prob"]:
+            writer.add_expert_weights_norm(True)
 
 
 def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

@@ -248,7 +248,10 @@ SIZES = {
 @pytest.mark.parametrize(
     "metadata, message",
     [
-        ({"architecture": "rwkv7"}, "architecture 'rwkv7' is not supported; these are: glm4moe, llama"),
+        (
+            {"architecture": "rwkv7"},
+            "architecture 'rwkv7' is not supported; these are: deepseek2, glm4moe, llama",
+        ),
         ({}, "lacks llama.attention.head_count: convert"),
         (SIZES | {"llama__block_count": "x"}, "llama.block_count is 'x', not a int"),
         (SIZES | {"llama__block_count": 0}, "num_hidden_layers is 0"),

@@ -155,25 +155,43 @@ QWEN3 = settings(
 FTYPES = {"Q8_0": 7, "Q4_K_M": 15, "Q6_K": 18}  # enum llama_ftype
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory) -> Path:
-    """A random Qwen3-MoE in F32 with a small trained tokenizer."""
-    path = tmp_path_factory.mktemp("qwen3")
+DEEPSEEK3 = settings(
+    hidden_size=256, num_hidden_layers=2, max_position_embeddings=512, num_experts_per_tok=4, num_attention_heads=4,
+    num_key_value_heads=4, q_lora_rank=256, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64,
+    n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=256, intermediate_size=512, first_k_dense_replace=1,
+    n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.5, num_mtp_layers=0, initializer_range=0.065,
+    rope_parameters=settings(rope_type="yarn", rope_theta=10000.0, factor=4.0, mscale=1.0, mscale_all_dim=1.0,
+                             original_max_position_embeddings=128, beta_fast=32, beta_slow=1),
+)  # fmt: skip
+DEEPSEEK2 = DEEPSEEK3 | settings(
+    topk_method="greedy", n_group=1, topk_group=1, norm_topk_prob=False, q_lora_rank=None,
+    rope_parameters=settings(rope_type="default", rope_theta=10000.0),
+)  # fmt: skip
+
+
+def random_model(path: Path, family: str, sizes: dict[str, object], pre: str, **more: Any) -> Path:
+    """A random model in F32 with a small trained tokenizer."""
     library = byte_level()
     library.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(
         '{"bos_token": "<|bos|>", "eos_token": "<|eos|>", "chat_template": "{{ messages[0].content }}"}'
     )
     torch.manual_seed(11)
-    config = AutoConfig.for_model("qwen3_moe", vocab_size=library.get_vocab_size(), **QWEN3)
+    config = AutoConfig.for_model(family, vocab_size=library.get_vocab_size(), **sizes)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.mlp.gate.weight.mul_(
-                3
-            )  # the last chosen expert hardly counts: that it may be another hardly matters
+            if hasattr(
+                layer.mlp, "gate"
+            ):  # the last chosen expert hardly counts: that it may be another hardly matters
+                layer.mlp.gate.weight.mul_(3)
     model.save_pretrained(path)
-    return write_gguf(path, path / "f32.gguf", pre="qwen2")
+    return write_gguf(path, path / "f32.gguf", pre=pre, **more)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory) -> Path:
+    return random_model(tmp_path_factory.mktemp("qwen3"), "qwen3_moe", QWEN3, "qwen2")
 
 
 def quantised(file: Path, name: str) -> Path:
@@ -193,6 +211,21 @@ def test_a_random_qwen3_moe_is_llama_cpps(qwen3, name):
     assert pair.check_sure_positions() > 0.05
     ids = [pair.tokenizer.encode(text) for text in PROMPTS]
     assert pair.check_answers(ids) > 0  # most choices of a random model are close calls
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["divided", "whole"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2"])
+def test_a_random_deepseek_is_llama_cpps(tmp_path, family, whole):
+    """Latent attention, YaRN and groups of experts (V3), a query without a latent (V2: llama.cpp knows that by 27
+    layers)."""
+    sizes = (
+        DEEPSEEK3
+        if family == "deepseek_v3"
+        else DEEPSEEK2 | {"num_hidden_layers": 27, "initializer_range": 0.045}
+    )
+    pair = Pair(quantised(random_model(tmp_path, family, sizes, "deepseek-v3", whole_kv_b=whole), "Q8_0"))
+    assert pair.divergence <= 0.01
+    assert pair.check_sure_positions() > 0.05
 
 
 # -- tokens ---
@@ -259,6 +292,7 @@ MARKS_APART = (
     "gpt-4o",
     "tekken",
     "pixtral",
+    "kimi-k2",
 )  # llama.cpp's own patterns for these leave combining marks out of words
 
 

@@ -117,8 +117,12 @@ class GGUFCheckpoint:
             raise CheckpointError(f"{self.path} has no tensor that stands for {name}") from None
 
     def _shape(self, name: str) -> tuple[int, ...]:
+        """Heads' matrices in one tensor count as one matrix."""
         place = self._place(name)
-        return place.tensor.shape if place.expert is None else place.tensor.shape[1:]
+        if place.expert is not None:
+            return place.tensor.shape[1:]
+        *outer, columns = place.tensor.shape
+        return (math.prod(outer), columns) if len(outer) > 1 else place.tensor.shape
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         if _squeezed(stored := self._shape(name)) != _squeezed(shape):

@@ -42,6 +42,9 @@ class _Keys:
     def flag(self, key: str, default: bool) -> bool:
         return self.model.optional(self.prefix + key, default)
 
+    def has(self, key: str) -> bool:
+        return self.prefix + key in self.model.metadata
+
     def _is_list(self, key: str) -> bool:
         return isinstance(self.model.metadata.get(self.prefix + key), list)
 
@@ -202,7 +205,49 @@ def _glm4_moe(keys: _Keys) -> Config:
     }
 
 
+def _deepseek2(keys: _Keys) -> Config:
+    """DeepSeek-V2 and V3, which their routers' scores tell apart; files that do not name the scores are V2.
+
+    The multi-head sizes are the plain ones in files with `kv_b` whole, and have names of their own in newer ones.
+    """
+    sigmoid = keys.optional("expert_gating_func", 1) == SIGMOID
+    rope_dim, groups = keys.need("rope.dimension_count"), keys.optional("expert_group_count", 1)
+    value = keys.optional("attention.value_length_mla", 0) or keys.need("attention.value_length")
+    key = keys.optional("attention.key_length_mla", 0) or keys.need("attention.key_length")
+    return {
+        "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
+        "q_lora_rank": keys.optional("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": keys.need("attention.kv_lora_rank"),
+        "qk_nope_head_dim": key - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": value,
+        "n_routed_experts": keys.need("expert_count"),
+        "num_experts_per_tok": keys.need("expert_used_count"),
+        "n_shared_experts": keys.optional("expert_shared_count", 0),
+        "moe_intermediate_size": _expert_width(keys),
+        "first_k_dense_replace": keys.optional("leading_dense_block_count", 0),
+        "norm_topk_prob": keys.flag("expert_weights_norm", False),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "n_group": groups,
+        "topk_group": keys.optional("expert_group_used_count", 1),
+        "rope_parameters": _rope(keys) | _deepseek_yarn(keys),
+    } | ({} if sigmoid else {"topk_method": "group_limited_greedy" if groups > 1 else "greedy"})
+
+
+def _deepseek_yarn(keys: _Keys) -> Config:
+    """YaRN's further values. mscale_all_dim is stored as a tenth of it; mscale is not stored: it is the same in every
+    DeepSeek model, and llama.cpp takes it to be."""
+    yarn: Config = {}
+    for name in ("beta_fast", "beta_slow"):
+        if keys.has(f"rope.scaling.yarn_{name}"):
+            yarn[name] = keys.number(f"rope.scaling.yarn_{name}", 0.0)
+    if keys.has("rope.scaling.yarn_log_multiplier"):
+        yarn["mscale"] = yarn["mscale_all_dim"] = 10 * keys.number("rope.scaling.yarn_log_multiplier", 0.1)
+    return yarn
+
+
 ARCHITECTURES: dict[str, Callable[[_Keys], Config]] = {
+    "deepseek2": _deepseek2,
     "glm4moe": _glm4_moe,
     "llama": _llama,
     "olmoe": _olmoe,

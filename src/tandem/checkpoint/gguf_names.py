@@ -42,13 +42,26 @@ GLM4_MOE = DECODER | {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+DEEPSEEK2 = GLM4_MOE | {  # latent attention; newer files have kv_b in two, k_b transposed per head
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
 LLAMA = DECODER | {  # without experts this is Llama, with them Mixtral
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
     "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
 }
-STEMS = {"glm4moe": GLM4_MOE, "llama": LLAMA, "olmoe": DECODER, "qwen2moe": QWEN2_MOE, "qwen3moe": DECODER}
+STEMS = {
+    "deepseek2": DEEPSEEK2, "glm4moe": GLM4_MOE, "llama": LLAMA, "olmoe": DECODER, "qwen2moe": QWEN2_MOE,
+    "qwen3moe": DECODER,
+}  # fmt: skip
 PLAIN = ("mlp.gate.e_score_correction_bias",)  # Hugging Face names without `.weight` or `.bias`
 
 

@@ -26,6 +26,13 @@ _TEKKEN = "|".join((_CASED % ("*", "+"), _CASED % ("+", "*"), r"\p{N}", _CASED_R
 _GPT4O = "|".join(
     (_CASED % ("*", "+") + _ENDINGS + "?", _CASED % ("+", "*") + _ENDINGS + "?", r"\p{N}{1,3}", _CASED_REST)
 )
+_CASED_NOT_HAN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]%s"
+)
+_KIMI_K2 = "|".join(
+    (r"\p{Han}+", _CASED_NOT_HAN % ("*", "+") + _ENDINGS + "?", _CASED_NOT_HAN % ("+", "*") + _ENDINGS + "?",
+     r"\p{N}{1,3}", _REST)
+)  # fmt: skip
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
@@ -46,6 +53,7 @@ PRE: dict[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN,),
     "gpt-4o": (_GPT4O,),
     "deepseek-v3": _DEEPSEEK3,
+    "kimi-k2": (_KIMI_K2,),
     "deepseek-coder": _DEEPSEEK_CODER,
 }
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")

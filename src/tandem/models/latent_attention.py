@@ -38,7 +38,7 @@ class LatentAttention:
         self.query = b.linear([name + q], [heads * s.qk_dim], s.q_rank or hidden)
         self.kv_down = b.linear([name + "kv_a_proj_with_mqa"], [s.kv_rank + s.rope_dim], hidden, bias=bias)
         self.kv_norm = b.tensor(name + "kv_a_layernorm.weight", s.kv_rank)
-        self.absorb, self.values = self._absorbed(b, name + "kv_b_proj")
+        self.absorb, self.values = self._absorbed(b, name)
         self.out = b.linear([name + "o_proj"], [hidden], heads * s.value_dim, bias=self.config.out_bias)
 
     def reads(self) -> list[SureRead]:
@@ -79,16 +79,28 @@ class LatentAttention:
         down = b.linear([name + "q_a_proj"], [rank], b.config.hidden, bias=bias)
         return down, b.tensor(name + "q_a_layernorm.weight", rank)
 
-    def _absorbed(self, b: Builder, module: str) -> tuple[PerHead, PerHead]:
-        """Per head: W_K' [kv_rank, nope] and W_V [value, kv_rank], from rows (W_K, W_V) of kv_b_proj."""
-        s, heads = self.shape, self.config.heads
-        each = s.nope_dim + s.value_dim
-        both = b.checkpoint.weight(module, (heads * each, s.kv_rank))
-        parts = [rows_of(both, slice(h * each, (h + 1) * each)) for h in range(heads)]
-        held = [numbers(part).to(b.dtype) for part in parts]
-        absorb = torch.stack([w[: s.nope_dim].T for w in held])
-        values = torch.stack([w[s.nope_dim :] for w in held])
+    def _absorbed(self, b: Builder, name: str) -> tuple[PerHead, PerHead]:
+        """Per head: W_K' [kv_rank, nope] and W_V [value, kv_rank]. They are the rows (W_K, W_V) of kv_b_proj, or what
+        GGUF files call k_b and v_b."""
+        s = self.shape
+        if not b.checkpoint.has_matrix(name + "kv_b_proj"):
+            absorb = self._heads_of(b, name + "k_b_proj", s.kv_rank, s.nope_dim)
+            values = self._heads_of(b, name + "v_b_proj", s.value_dim, s.kv_rank)
+        else:
+            both = self._heads_of(b, name + "kv_b_proj", s.nope_dim + s.value_dim, s.kv_rank)
+            absorb, values = (
+                both[:, : s.nope_dim].transpose(1, 2).contiguous(),
+                both[:, s.nope_dim :].contiguous(),
+            )
         return self.ops.per_head(absorb, b.dense_format), self.ops.per_head(values, b.dense_format)
+
+    def _heads_of(self, b: Builder, module: str, rows: int, depth: int) -> Tensor:
+        """Every head's rows of a matrix, [H, rows, depth], decoded head by head."""
+        heads = self.config.heads
+        whole = b.checkpoint.weight(module, (heads * rows, depth))
+        return torch.stack(
+            [numbers(rows_of(whole, slice(h * rows, (h + 1) * rows))).to(b.dtype) for h in range(heads)]
+        )
 
 
 def _halves(x: Tensor) -> Tensor:
