@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.loader import load_parts
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import ConfigError, EngineError, RequestError
+from tandem.experts import recorder
 from tandem.experts.placement import load_counts
 from tandem.experts.recorder import ExpertRecorder, RecorderOptions, Rows
 from tandem.experts.usage import ExpertUsage
@@ -163,6 +165,25 @@ def test_a_disk_that_is_full_loses_nothing(tmp_path: Path, mode: str) -> None:
     record = steps.dumped()
     assert torch.equal(record.total, counts_of(torch.cat(ids)).double()) and record.tokens == 6
     assert mode == "stat" or record.positions.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_start_forgets_what_is_still_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, go_on = Steps(tmp_path), Event()
+
+    def hangs(path: Path, record: UsageRecord) -> None:
+        assert go_on.wait(60)
+        raise OSError(errno.EIO, "the disk is gone")
+
+    steps.recorder.start()
+    steps.run(Rows(0, 0, 4))
+    monkeypatch.setattr(recorder, "write_usage", hangs)
+    writing = steps.recorder.dump()
+    steps.recorder.start()
+    ids = steps.run(Rows(1, 0, 2))  # goes on meanwhile
+    go_on.set()
+    assert "the disk is gone" in str(writing.exception(60))
+    monkeypatch.undo()
+    assert torch.equal(steps.dumped().total, counts_of(ids).double())
 
 
 def test_a_directory_that_cannot_be_is_refused_before_the_work(tmp_path: Path) -> None:

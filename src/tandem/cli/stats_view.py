@@ -23,6 +23,7 @@ LEVELS = (
 )  # fmt: skip
 FIXED_COLUMNS = 36  # what the table needs beside the heat map
 LEAST_COLUMNS = 16
+WIDEST_CELL = 4  # of few experts
 
 
 def run(file: Path, png: Path | None, as_json: bool) -> None:
@@ -102,10 +103,11 @@ def per_cell(experts: int, columns: int) -> int:
 def cells(row: Tensor, columns: int) -> Text:
     """One layer; a cell shows the most used of its experts."""
     text, step = Text(), per_cell(len(row), columns)
+    wide = max(1, min(WIDEST_CELL, columns // len(row)))
     for first in range(0, len(row), step):
         value = float(row[first : first + step].max())
         _, sign, colour = next(level for level in LEVELS if value <= level[0])
-        text.append(sign, style=f"{colour} on {colour}" if sign == " " else colour)
+        text.append(sign * wide, style=f"{colour} on {colour}" if sign == " " else colour)
     return text
 
 

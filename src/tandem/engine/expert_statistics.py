@@ -38,7 +38,8 @@ def expert_usage(
         return None
     router, layers = model.moe.router, len(model.moe.layers)
     per_token = config.expert_distribution_recorder_mode == "per_token"
-    chosen = (plan.max_step_tokens, router.top_k) if per_token else None
+    graphs = () if plan.gpu is None else plan.gpu.graph_sizes
+    chosen = (max(plan.max_step_tokens, *graphs, 0), router.top_k) if per_token else None
     return ExpertUsage(
         layers, router.num_experts, device=device, padded=device is not None, on_gpu=on_gpu, chosen=chosen
     )

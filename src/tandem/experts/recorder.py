@@ -81,6 +81,7 @@ class ExpertRecorder:
         self.recording = False
         self._book: _Book | None = None
         self._failed: _Book | None = None  # from the thread
+        self._session = 0  # a start makes a new one
         self._lock, self._thread = Lock(), ThreadPoolExecutor(1, "tandem-recorder")
 
     @property
@@ -92,7 +93,7 @@ class ExpertRecorder:
         """From zero, also while it records. Raises EngineError if files could not be written."""
         check_writable(self.options.directory)
         with self._lock:
-            self._failed = None
+            self._failed, self._session = None, self._session + 1
         self._book, self.recording = self._fresh(), True
 
     def stop(self) -> None:
@@ -131,7 +132,7 @@ class ExpertRecorder:
         if whole is None:
             raise RequestError("nothing has been recorded; call /start_expert_distribution_record first")
         self._book = self._fresh() if self.recording else None
-        return self._thread.submit(self._write, whole, self._usage.on_gpu)
+        return self._thread.submit(self._write, whole, self._usage.on_gpu, self._session)
 
     def _fresh(self) -> _Book:
         self._seen = self._usage.read().tokens
@@ -152,14 +153,15 @@ class ExpertRecorder:
         first.add(second)
         return first
 
-    def _write(self, book: _Book, on_gpu: Tensor) -> Path:
+    def _write(self, book: _Book, on_gpu: Tensor, session: int) -> Path:
         directory = self.options.directory
         path = directory / f"{FILE_PREFIX}{time.time():.6f}.pt"
         try:
             write_usage(path, self._record(book, on_gpu))
         except Exception as error:
             with self._lock:
-                self._failed = book if self._failed is None else self._together(self._failed, book)
+                if session == self._session:
+                    self._failed = book if self._failed is None else self._together(self._failed, book)
             raise EngineError(_unwritable(directory, error)) from error
         return path
 
@@ -175,7 +177,6 @@ class ExpertRecorder:
 
 def _by_pass(whole: UsageRecord, steps: Sequence[_Pass]) -> UsageRecord:
     """With one entry for each step instead of their sum, and what is known of each token."""
-    rows = [row for step in steps for row in step.rows]
     by_pass = replace(
         whole,
         counts=torch.stack([step.counts for step in steps]),
@@ -185,11 +186,15 @@ def _by_pass(whole: UsageRecord, steps: Sequence[_Pass]) -> UsageRecord:
     chosen = [step.chosen for step in steps if step.chosen is not None]
     if not chosen:
         return by_pass
+    rows = torch.tensor([row for step in steps for row in step.rows], dtype=torch.int32)
+    requests, first, lengths = rows.unbind(1)
+    begins = lengths.cumsum(0, dtype=torch.int32) - lengths  # of the rows of each sequence, in the file
     return replace(
         by_pass,
         topk_ids=torch.cat(chosen),
-        requests=torch.cat([torch.full((r.length,), r.request, dtype=torch.int32) for r in rows]),
-        positions=torch.cat([torch.arange(r.first, r.first + r.length, dtype=torch.int32) for r in rows]),
+        requests=requests.repeat_interleave(lengths),
+        positions=(first - begins).repeat_interleave(lengths)
+        + torch.arange(int(lengths.sum()), dtype=torch.int32),
     )
 
 
