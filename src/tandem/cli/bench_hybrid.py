@@ -68,10 +68,11 @@ class Built:
     side: GpuSide
     runner: GpuRunner
     workers: _core.WorkerPool
-    usage: ExpertUsage
+    usage: ExpertUsage | None
 
     def sides(self) -> SideTotals:
         """What was routed and read on either side so far."""
+        assert self.usage is not None
         self.usage.read()
         return self.usage.sides()
 
@@ -163,7 +164,8 @@ def _gpu_seconds(built: Built, batch: int, cpu_experts: float, gbps: float) -> f
     return on_gpu * built.config.expert_bytes(built.plan.expert_format) / (gbps * 1e9)
 
 
-def build(request: Request, fmt: str, share: float, empty: bool = False) -> Built:
+def build(request: Request, fmt: str, share: float, empty: bool = False, counted: bool = True) -> Built:
+    """empty: without routed experts. counted: as in the server, `ExpertUsage` counts who is chosen."""
     config = named_config(request.config, request.layers)
     asked = EngineConfig.from_keywords(
         request.config, kt_method=fmt, kt_gpu_experts_ratio=0.0 if empty else share, kt_cpuinfer=request.threads,
@@ -176,14 +178,14 @@ def build(request: Request, fmt: str, share: float, empty: bool = False) -> Buil
     side = gpu_side(plan, config, CpuOps(workers, plan.tier))
     store = SyntheticStore(side.store, side.handoff, empty)
     usage = expert_usage(asked, plan, config, side.ops.device, side.placement.on_gpu)
-    assert usage is not None
+    usage = usage if counted else None
     checkpoint: Any = SyntheticCheckpoint()
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
     return Built(plan, config, side, _runner(plan, config, model, side, usage), workers, usage)
 
 
 def _runner(
-    plan: Plan, config: ModelConfig, model: models.Model, side: GpuSide, usage: ExpertUsage
+    plan: Plan, config: ModelConfig, model: models.Model, side: GpuSide, usage: ExpertUsage | None
 ) -> GpuRunner:
     assert plan.gpu is not None
     a, device = config.attention, side.ops.device
