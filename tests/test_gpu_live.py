@@ -16,11 +16,15 @@ from tandem import _core
 from tandem.experts.live_copies import Copies, CudaCopies
 from tandem.experts.live_exchange import LiveExchange
 from tandem.experts.live_policy import Exchange
+from tandem.experts.live_traces import TraceShape, Zipf, expert_counts, generate
 from tandem.experts.placement import place
+from tandem.experts.usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
 
 if AVAILABLE:
+    from tandem.cli.bench_placement_gpu import TraceUsage
+    from tandem.cli.synthetic import SyntheticStore
     from tandem.experts.handoff import Handoff, HandoffSizes
     from tandem.experts.hybrid_store import HybridStore
     from tandem.kernels.gpu.ops import GpuOps
@@ -40,14 +44,18 @@ def arrive(made: Copies) -> None:
         torch.cuda.synchronize()
 
 
+def sides() -> tuple[GpuOps, HybridStore]:
+    ops = GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1]))
+    handoff = Handoff(HandoffSizes(TOKENS, TOKENS, HIDDEN, TOP_K), DEVICE, 20.0)
+    return ops, HybridStore(ops, place("uniform", 1, EXPERTS, 3), handoff, HIDDEN, live=True)
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "int4"])
 def test_exchanges_do_not_change_what_a_layer_computes(fmt: str) -> None:
     torch.manual_seed(0)
     gate, up = torch.randn(2, EXPERTS, WIDTH, HIDDEN) / HIDDEN**0.5
     down = torch.randn(EXPERTS, HIDDEN, WIDTH) / WIDTH**0.5
-    ops = GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1]))
-    handoff = Handoff(HandoffSizes(TOKENS, TOKENS, HIDDEN, TOP_K), DEVICE, 20.0)
-    store = HybridStore(ops, place("uniform", 1, EXPERTS, 3), handoff, HIDDEN, live=True)
+    ops, store = sides()
     layer = store.layer(0, EXPERTS, WIDTH, fmt)
     layer.load(EXPERTS, lambda e: (gate[e], up[e], down[e]))
     static = ops.cpu.experts(EXPERTS, HIDDEN, WIDTH, fmt)
@@ -76,3 +84,30 @@ def test_exchanges_do_not_change_what_a_layer_computes(fmt: str) -> None:
         assert exchange.advance().done == [wanted]
         where[slot] = coming
     assert layer.sides is not None and layer.sides.cpu.loaded == EXPERTS - 3
+
+
+def test_a_replayed_layer_computes_what_the_trace_chose() -> None:
+    """All experts of a synthetic layer are alike, so it is the CPU's share of the pairs that tells them apart."""
+    _, store = sides()
+    chosen = torch.tensor([[[7, 6, 5], [0, 1, 2]]], dtype=torch.int32, device=DEVICE)
+    layer = SyntheticStore(store, store._handoff, chosen=chosen).layer(0, EXPERTS, WIDTH, "bf16")
+    shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    layer.load(EXPERTS, lambda _: tuple(torch.randn(shape) / 8 for shape in shapes))
+    router = Routing(torch.full((2, 3), 4, dtype=torch.int32, device=DEVICE), torch.rand(2, 3, device=DEVICE))
+    ticket = layer.submit(torch.randn(2, HIDDEN).bfloat16().to(DEVICE), router)
+    assert ticket.slots.tolist() == [[-1, -1, -1], [0, 1, 2]]
+    chosen[0, 0] = torch.tensor([2, 3, 0], dtype=torch.int32)
+    assert layer.submit(torch.randn(2, HIDDEN).bfloat16().to(DEVICE), router).slots.tolist()[0] == [2, -1, 0]
+
+
+def test_a_replayed_trace_counts_hits_where_experts_were() -> None:
+    trace = generate(TraceShape(30, 2, EXPERTS, TOP_K), Zipf(), 1)
+    first, second = (place(name, 2, EXPERTS, 6).on_gpu for name in ("uniform", "random"))
+    usage = TraceUsage(ExpertUsage(2, EXPERTS, device=DEVICE, padded=True, on_gpu=first), trace, first)
+    usage.tokens = 12
+    assert torch.equal(usage.read().tokens, expert_counts(trace[:12], EXPERTS))
+    usage.place(second, 3)
+    usage.tokens = 30
+    assert torch.equal(usage.read().tokens, expert_counts(trace, EXPERTS))
+    parts = (expert_counts(trace[:12], EXPERTS) * first, expert_counts(trace[12:], EXPERTS) * second)
+    assert usage.hits == int(sum(part.sum() for part in parts)) and usage.swaps == 3

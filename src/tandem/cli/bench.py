@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from tandem.cli.architectures import NAMES
+
 KERNEL_FORMATS = (
     "bf16, f32, int8, int4, int4-g64, int4-g128, int4-zeros (GPTQ, AWQ), fp8 (128x128 blocks), fp8-row, mxfp4, mxfp8, "
     "nvfp4; GGUF's q4_0, q4_1, q8_0, q4_k, q6_k"
@@ -21,7 +23,7 @@ bench = typer.Typer(
 
 Synthetic = Annotated[
     str | None,
-    typer.Option(help="on a GPU, with made-up weights: qwen3-30b-a3b, qwen3-235b-a22b, qwen3-512e"),
+    typer.Option(help="on a GPU, with made-up weights: " + NAMES),
 ]
 GpuShare = Annotated[
     list[float] | None, typer.Option(min=0, max=1, help="of the experts, with --config [default: 0, 0.5, 1]")
@@ -167,3 +169,52 @@ def serve(
     loads += [Load(requests, input_len, output_len, c, None, spread, shared_prefix, seed) for c in in_flight]
     flags = tuple(word for text in flag or () for word in shlex.split(text))
     run(Request(model, url, tuple(loads), api_key, flags), out)
+
+
+@bench.command()
+def experts(
+    config: Annotated[str, typer.Option(help="dimensions: " + NAMES)] = "qwen3-512e",
+    routing: Annotated[
+        str,
+        typer.Option(
+            help="zipf (drifts), uniform, adversarial (shuffled every 100 tokens), or a recorded file"
+        ),
+    ] = "zipf",
+    shares: Annotated[
+        str, typer.Option(help="of the experts on the GPU, percent")
+    ] = "0,10,20,30,40,50,60,70,80,90,100",
+    strategies: Annotated[
+        str, typer.Option(help="of random, uniform, front-loading, frequency and dynamic (starts as uniform)")
+    ] = "random,uniform,front-loading,frequency,dynamic",
+    fmt: Annotated[str, typer.Option("--format", help="expert format: BF16, INT8 or INT4")] = "INT4",
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="cost model instead of a GPU; without a GPU always")
+    ] = False,
+    tokens: Annotated[int, typer.Option(min=1, help="decoded per row, one per step")] = 1000,
+    layers: Layers = None,
+    context: Context = 1024,
+    seed: Annotated[int, typer.Option(min=0, help="of the requests")] = 0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="worker threads [default: usable physical cores]")
+    ] = None,
+    tier: Annotated[str, typer.Option(help="kernel tier")] = "auto",
+    dram_gbps: Annotated[float, typer.Option(min=1, help="cost model: CPU memory")] = 130.0,
+    pcie_gbps: Annotated[float, typer.Option(min=1, help="cost model: PCIe")] = 55.0,
+    hbm_gbps: Annotated[float, typer.Option(min=1, help="cost model: experts in GPU memory")] = 2150.0,
+    gpu_step_ms: Annotated[
+        float | None, typer.Option(min=0, help="cost model: a GPU step without experts [default: estimated]")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw as PNG (needs matplotlib)")] = None,
+) -> None:
+    """Compare where experts live: tokens per second by share on the GPU and by strategy.
+
+    Example: kt bench experts --config qwen3-512e --shares 0,10,50,100 --simulate --plot experts.png
+    """
+    from tandem.cli import bench_placement, placement_request
+
+    request = placement_request.Request(
+        config, routing, placement_request.numbers(shares), tuple(strategies.split(",")), fmt.upper(), layers, tokens,
+        seed, context, threads, tier, dram_gbps, pcie_gbps, hbm_gbps, gpu_step_ms,
+    )  # fmt: skip
+    bench_placement.run(request, simulate, out, plot)

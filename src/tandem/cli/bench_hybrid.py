@@ -22,17 +22,20 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from tandem import _core, models
+from tandem.cli.architectures import named_config
 from tandem.cli.bench_kernels import commit
 from tandem.cli.memory_ledger import Taken, memory_columns, planned
-from tandem.cli.synthetic import SyntheticCheckpoint, SyntheticStore, named_config
+from tandem.cli.synthetic import SyntheticCheckpoint, SyntheticStore
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
 from tandem.engine.expert_statistics import expert_usage
 from tandem.engine.gpu_runner import GpuRunner, GraphPlan
 from tandem.engine.gpu_side import GpuSide, gpu_side
 from tandem.engine.loader import use_one_torch_thread
 from tandem.errors import ConfigError
+from tandem.experts.live_experts import LiveExperts
 from tandem.experts.usage import ExpertUsage, SideTotals
 from tandem.kernels.ceilings import measure_read_gbps
 from tandem.kernels.cpu_ops import CpuOps
@@ -164,28 +167,48 @@ def _gpu_seconds(built: Built, batch: int, cpu_experts: float, gbps: float) -> f
     return on_gpu * built.config.expert_bytes(built.plan.expert_format) / (gbps * 1e9)
 
 
-def build(request: Request, fmt: str, share: float, empty: bool = False, counted: bool = True) -> Built:
-    """empty: without routed experts. counted: as in the server, `ExpertUsage` counts who is chosen."""
+MakeLive = Callable[[Plan, GpuSide, ExpertUsage], LiveExperts | None]
+
+
+def build(
+    request: Request,
+    fmt: str,
+    share: float,
+    *,
+    empty: bool = False,
+    counted: bool = True,
+    chosen: Tensor | None = None,
+    live: MakeLive | None = None,
+    **flags: Any,
+) -> Built:
+    """empty: without routed experts. counted: as in the server, `ExpertUsage` counts who is chosen. chosen: what is
+    computed instead, as in `SyntheticStore`. flags: more of `EngineConfig`'s."""
     config = named_config(request.config, request.layers)
     asked = EngineConfig.from_keywords(
         request.config, kt_method=fmt, kt_gpu_experts_ratio=0.0 if empty else share, kt_cpuinfer=request.threads,
         kernel_tier=request.tier, max_running_requests=max(request.batches), cuda_graph_bs=request.batches,
         context_length=request.context + 1024, max_total_tokens=max(request.batches) * (request.context + 1024),
-        device="cuda",
+        device="cuda", **flags,
     )  # fmt: skip
     plan = resolve(asked, config, Machine.detect())
     workers = planned_pool(plan)
     side = gpu_side(plan, config, CpuOps(workers, plan.tier))
-    store = SyntheticStore(side.store, side.handoff, empty)
+    store = SyntheticStore(side.store, side.handoff, empty, chosen)
     usage = expert_usage(asked, plan, config, side.ops.device, side.placement.on_gpu)
     usage = usage if counted else None
     checkpoint: Any = SyntheticCheckpoint()
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
-    return Built(plan, config, side, _runner(plan, config, model, side, usage), workers, usage)
+    moving = None if live is None or usage is None else live(plan, side, usage)
+    return Built(plan, config, side, _runner(plan, config, model, side, usage, moving), workers, usage)
 
 
 def _runner(
-    plan: Plan, config: ModelConfig, model: models.Model, side: GpuSide, usage: ExpertUsage | None
+    plan: Plan,
+    config: ModelConfig,
+    model: models.Model,
+    side: GpuSide,
+    usage: ExpertUsage | None,
+    live: LiveExperts | None,
 ) -> GpuRunner:
     assert plan.gpu is not None
     a, device = config.attention, side.ops.device
@@ -200,13 +223,13 @@ def _runner(
     graphs = GraphPlan(plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size))
     return GpuRunner(
         model, kv, side.handoff, graphs,
-        page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=usage,
+        page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=usage, live=live,
     )  # fmt: skip
 
 
 def step_seconds(built: Built, batch: int, request: Request) -> float:
     """Median over `repeats` of the mean step."""
-    step = _decoder(built, batch, request.context)
+    step = decoder(built, batch, request.context)
     times = []
     for _ in range(request.repeats):
         for _ in range(WARM_STEPS):
@@ -218,7 +241,7 @@ def step_seconds(built: Built, batch: int, request: Request) -> float:
     return statistics.median(times)
 
 
-def _decoder(built: Built, batch: int, context: int) -> Callable[[], None]:
+def decoder(built: Built, batch: int, context: int) -> Callable[[], None]:
     """One decode step after the other, each fed with the tokens of the last; the position stays."""
     page, pages = built.plan.page_size, built.plan.num_pages // batch
     tables = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)

@@ -13,11 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tandem.config import ModelConfig
-from tandem.errors import ConfigError
 from tandem.experts import ExpertMatrices, Experts
 from tandem.experts.handoff import Handoff
-from tandem.experts.hybrid_experts import HybridExperts
+from tandem.experts.hybrid_experts import HybridExperts, HybridTicket
 from tandem.experts.hybrid_store import HybridStore
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.gpu.experts import GpuExperts
@@ -25,32 +23,6 @@ from tandem.kernels.ops import Lookup, Routing, SureRead
 
 POOL_WEIGHTS = 1 << 26
 WEIGHT_SIZE = 0.02  # standard deviation, as models are initialised
-
-
-def _qwen3(
-    hidden: int, layers: int, heads: int, kv_heads: int, experts: int, top_k: int, width: int
-) -> dict[str, object]:
-    return {
-        "model_type": "qwen3_moe", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "head_dim": 128, "num_experts": experts, "num_experts_per_tok": top_k,
-        "moe_intermediate_size": width, "intermediate_size": 3 * hidden, "norm_topk_prob": True, "vocab_size": 151936,
-        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-    }  # fmt: skip
-
-
-CONFIGS = {
-    "qwen3-30b-a3b": _qwen3(2048, 48, 32, 4, 128, 8, 768),
-    "qwen3-235b-a22b": _qwen3(4096, 94, 64, 4, 128, 8, 1536),
-    "qwen3-512e": _qwen3(2048, 48, 32, 4, 512, 10, 512),
-}
-
-
-def named_config(name: str, layers: int | None) -> ModelConfig:
-    """The architecture, with its first `layers` layers only."""
-    if name not in CONFIGS:
-        raise ConfigError(f"--config {name!r} is not known; these are: {', '.join(CONFIGS)}")
-    keys = CONFIGS[name] | ({} if layers is None else {"num_hidden_layers": layers})
-    return ModelConfig.from_dict(keys)
 
 
 class SyntheticCheckpoint:
@@ -110,6 +82,17 @@ class SyntheticExperts(HybridExperts):
         layer.pool.view(layer.slots, -1).copy_(layer.packer.packed(0).to(layer.device)[None])
 
 
+class ReplayedExperts(SyntheticExperts):
+    """Routed as a trace says, whatever the router chooses; its weights are kept."""
+
+    chosen: Tensor  # int32 [tokens, k] on the device, filled before every step
+
+    def submit(self, x: Tensor, routing: Routing) -> HybridTicket:
+        shared = routing.ids[:, self.chosen.shape[1] :]
+        ids = torch.cat((self.chosen[: len(x)], shared), 1)
+        return super().submit(x, Routing(ids, routing.weights))
+
+
 class NoExperts:
     """What a step costs without its routed experts."""
 
@@ -128,12 +111,20 @@ class NoExperts:
 
 
 class SyntheticStore:
-    """As `HybridStore`, filled with copies; `empty`: no routed experts at all."""
+    """As `HybridStore`, filled with copies; `empty`: no routed experts at all; `chosen` int32 [MoE layers, tokens, k]:
+    where experts find what to compute, instead of the router's choice."""
 
-    def __init__(self, store: HybridStore, handoff: Handoff, empty: bool = False) -> None:
-        self._store, self._handoff, self._empty = store, handoff, empty
+    def __init__(
+        self, store: HybridStore, handoff: Handoff, empty: bool = False, chosen: Tensor | None = None
+    ) -> None:
+        self._store, self._handoff, self._empty, self._chosen = store, handoff, empty, chosen
 
     def layer(self, index: int, count: int, width: int, fmt: str) -> Experts:
         if self._empty:
             return NoExperts()
-        return self._store.layer(index, count, width, fmt, SyntheticExperts)
+        if self._chosen is None:
+            return self._store.layer(index, count, width, fmt, SyntheticExperts)
+        made = self._store.layer(index, count, width, fmt, ReplayedExperts)
+        assert isinstance(made, ReplayedExperts)
+        made.chosen = self._chosen[index]
+        return made

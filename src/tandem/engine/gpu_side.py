@@ -13,10 +13,9 @@ from tandem.experts.handoff import Handoff, HandoffSizes
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live_copies import CudaCopies
 from tandem.experts.live_exchange import LiveExchange
-from tandem.experts.live_experts import HITS_PER_EXCHANGE, LiveExperts
+from tandem.experts.live_experts import HITS_PER_EXCHANGE, LiveExperts, Usage
 from tandem.experts.live_policy import LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement
-from tandem.experts.usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu.ops import GpuOps
 
@@ -43,7 +42,7 @@ def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
     return GpuSide(ops, store, handoff, placement)
 
 
-def live_experts(plan: Plan, side: GpuSide, usage: ExpertUsage | None) -> LiveExperts | None:
+def live_experts(plan: Plan, side: GpuSide, usage: Usage | None) -> LiveExperts | None:
     """After the model was built; None where experts stay where they are."""
     if plan.gpu is None or not plan.gpu.live or usage is None:
         return None

@@ -1,0 +1,112 @@
+"""The measured part of `kt bench experts`: a model with made-up weights decodes, one token a step, through its CUDA
+graph, with experts chosen by a trace."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.cli import bench_hybrid
+from tandem.cli.placement_request import MEASURED, Request, Traffic, shape_columns
+from tandem.config import ModelConfig, Plan
+from tandem.engine.gpu_side import GpuSide, live_experts
+from tandem.engine.loader import use_one_torch_thread
+from tandem.experts.live_experts import LiveExperts
+from tandem.experts.live_traces import expert_counts
+from tandem.experts.usage import ExpertUsage, UsageTotals
+
+WARM_TOKENS = 20  # decoded before the clock starts; what is measured begins at the trace's first token
+
+
+class TraceUsage:
+    """Counts what the trace chose, where `ExpertUsage` counts what the router would have. It is read as well, so that
+    a reading takes its time. Hits are counted by where experts are when they are used."""
+
+    def __init__(self, real: ExpertUsage, trace: Tensor, on_gpu: Tensor) -> None:
+        self._real, self._trace, self._on_gpu = real, trace, on_gpu
+        self.tokens = 0  # of the trace, decoded so far
+        self._counted = 0
+        self._totals = torch.zeros(on_gpu.shape, dtype=torch.int64)
+        self.hits = self.swaps = 0
+
+    def read(self) -> UsageTotals:
+        self._real.read()
+        new = expert_counts(self._trace[self._counted : self.tokens], self._on_gpu.shape[1])
+        self._counted = self.tokens
+        self._totals = self._totals + new
+        self.hits += int((new * self._on_gpu).sum())
+        return UsageTotals(self._totals, self._totals)
+
+    def place(self, on_gpu: Tensor, swaps: int) -> None:
+        self._real.place(on_gpu, swaps)
+        self._on_gpu = on_gpu.clone()
+        self.swaps += swaps
+
+
+def measured_rows(request: Request, config: ModelConfig, seen: Traffic) -> Iterator[dict[str, Any]]:
+    use_one_torch_thread()
+    with tempfile.TemporaryDirectory() as folder:
+        counts = Path(folder) / "counts.pt"
+        torch.save(seen.counts, counts)
+        for share in request.shares:
+            for strategy in request.strategies:
+                yield _row(request, config, seen.trace, str(counts), strategy, share)
+
+
+def _row(
+    request: Request, config: ModelConfig, trace: Tensor, counts: str, strategy: str, share: float
+) -> dict[str, Any]:
+    layers, k = trace.shape[1], trace.shape[2]
+    chosen = torch.zeros(layers, 1, k, dtype=torch.int32, device="cuda")
+    usages: list[TraceUsage] = []
+
+    def follow(plan: Plan, side: GpuSide, usage: ExpertUsage) -> LiveExperts | None:
+        usages.append(TraceUsage(usage, trace, side.placement.on_gpu))
+        return live_experts(plan, side, usages[0])
+
+    built = bench_hybrid.build(
+        _shape(request, share), request.fmt, share, chosen=chosen, live=follow, **_flags(strategy, counts)
+    )
+    seconds = _seconds(built, request, chosen, trace, usages[0])
+    usages[0].read()
+    return {
+        **shape_columns(request, MEASURED, strategy, share), "tok_s": round(len(trace) / seconds, 2),
+        "hit": round(usages[0].hits / trace.numel(), 4), "swaps": usages[0].swaps,
+    }  # fmt: skip
+
+
+def _flags(strategy: str, counts: str) -> dict[str, Any]:
+    flags: dict[str, Any] = {
+        "kt_expert_placement_strategy": "uniform" if strategy == "dynamic" else strategy,
+        "kt_enable_dynamic_expert_update": strategy == "dynamic",
+    }
+    return flags | ({"init_expert_location": counts} if strategy == "frequency" else {})
+
+
+def _shape(request: Request, share: float) -> bench_hybrid.Request:
+    return bench_hybrid.Request(
+        request.config, (request.fmt,), (share,), (1,), request.layers, request.context, request.tokens, 1,
+        request.threads, request.tier,
+    )  # fmt: skip
+
+
+def _seconds(
+    built: bench_hybrid.Built, request: Request, chosen: Tensor, trace: Tensor, usage: TraceUsage
+) -> float:
+    """For the whole trace. Experts move from its first token on, not before."""
+    step = bench_hybrid.decoder(built, 1, request.context)
+    there = trace.to("cuda", torch.int32)[:, :, None]
+    for _ in range(WARM_TOKENS):
+        step()
+    started = perf_counter()
+    for token in there:
+        chosen.copy_(token)
+        usage.tokens += 1
+        step()
+    return perf_counter() - started

@@ -1,0 +1,41 @@
+"""The picture of `kt bench experts --plot`: tokens per second and hit rate over the share of experts on the GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import ConfigError
+
+
+def check_matplotlib() -> None:
+    """Raises ConfigError before anything is measured."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError('--plot needs matplotlib: pip install "tandem-moe[bench]"') from None
+
+
+def draw(path: Path, rows: list[dict[str, Any]]) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    first = rows[0]
+    simulated = first["bench"] == "experts_simulated"
+    figure, (speed, hits) = pyplot.subplots(1, 2, figsize=(12, 5))
+    for strategy in dict.fromkeys(row["strategy"] for row in rows):
+        mine = sorted((r for r in rows if r["strategy"] == strategy), key=lambda r: r["gpu_share"])
+        shares = [100 * r["gpu_share"] for r in mine]
+        speed.plot(shares, [r["tok_s"] for r in mine], marker="o", label=strategy)
+        hits.plot(shares, [100 * r["hit"] for r in mine], marker="o", label=strategy)
+    label = "tokens/s, simulated by a cost model" if simulated else "tokens/s"
+    speed.set(xlabel="% of experts on the GPU", ylabel=label, ylim=(0, None))
+    hits.set(xlabel="% of experts on the GPU", ylabel="% of routed tokens computed there", ylim=(0, 100))
+    speed.legend()
+    how = "SIMULATED" if simulated else first["machine"]
+    figure.suptitle(f"{first['config']}, {first['format']}, {first['routing']} routing: {how}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, bbox_inches="tight", format="png")
+    pyplot.close(figure)
