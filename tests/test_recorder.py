@@ -55,7 +55,7 @@ class Steps:
         return torch.stack(ids, 1)
 
     def dumped(self) -> UsageRecord:
-        return read_usage(self.recorder.dump().result(10))
+        return read_usage(self.recorder.dump().result(120))
 
 
 def counts_of(ids: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def test_what_cannot_be_done_says_what_to_call(tmp_path: Path) -> None:
     recorder.stop()
     with pytest.raises(RequestError):
         recorder.stop()
-    recorder.dump().result(10)
+    recorder.dump().result(120)
     with pytest.raises(RequestError):
         recorder.dump()
 
@@ -157,7 +157,7 @@ def test_a_disk_that_is_full_loses_nothing(tmp_path: Path, mode: str) -> None:
     steps.recorder.start()
     ids = [steps.run(Rows(0, 0, 4))]
     with files_of_at_most(512):
-        failed = steps.recorder.dump().exception(10)
+        failed = steps.recorder.dump().exception(120)
     assert isinstance(failed, EngineError) and "--expert-distribution-recorder-dir" in str(failed)
     assert isinstance(failed.__cause__, OSError) and failed.__cause__.errno == errno.EFBIG
     assert list(tmp_path.iterdir()) == []
@@ -171,7 +171,7 @@ def test_a_start_forgets_what_is_still_being_written(tmp_path: Path, monkeypatch
     steps, go_on = Steps(tmp_path), Event()
 
     def hangs(path: Path, record: UsageRecord) -> None:
-        assert go_on.wait(60)
+        assert go_on.wait(120)
         raise OSError(errno.EIO, "the disk is gone")
 
     steps.recorder.start()
@@ -181,7 +181,7 @@ def test_a_start_forgets_what_is_still_being_written(tmp_path: Path, monkeypatch
     steps.recorder.start()
     ids = steps.run(Rows(1, 0, 2))  # goes on meanwhile
     go_on.set()
-    assert "the disk is gone" in str(writing.exception(60))
+    assert "the disk is gone" in str(writing.exception(120))
     monkeypatch.undo()
     assert torch.equal(steps.dumped().total, counts_of(ids).double())
 
@@ -292,10 +292,10 @@ def test_the_engine_records_each_token_once(tiny_models, tmp_path: Path, variant
         expert_distribution_recorder_mode="per_token",
         disable_radix_cache=True,
     )
-    engine.record_experts("start").result(1)
+    engine.record_experts("start").result(120)
     generate(engine, list(range(20)), [7])
-    engine.record_experts("stop").result(1)
-    answer = engine.record_experts("dump").result(10)
+    engine.record_experts("stop").result(120)
+    answer = engine.record_experts("dump").result(120)
     record, moe = read_usage(answer.file), engine.model_config.moe
     assert (answer.recording, answer.mode, answer.tokens) == (False, "per_token", 20 + 5 + 1 + 5)
     assert record.layers == moe.layers and record.model == variant and record.passes == answer.passes
@@ -314,7 +314,7 @@ def test_the_engine_records_each_token_once(tiny_models, tmp_path: Path, variant
 def test_a_dense_model_has_nothing_to_record(tiny_models, tmp_path: Path) -> None:
     engine = tiny_engine(tiny_models["llama"], tmp_path)
     with pytest.raises(RequestError, match="no routed experts"):
-        engine.record_experts("start").result(1)
+        engine.record_experts("start").result(120)
 
 
 def test_the_directory_comes_from_the_environment_unless_a_flag_says_it(
@@ -323,6 +323,6 @@ def test_the_directory_comes_from_the_environment_unless_a_flag_says_it(
     monkeypatch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(tmp_path / "environment"))
     for flag, name in ((None, "environment"), (str(tmp_path / "flag"), "flag")):
         engine = tiny_engine(tiny_models["mixtral"], tmp_path, expert_distribution_recorder_dir=flag)
-        engine.record_experts("start").result(1)
+        engine.record_experts("start").result(120)
         generate(engine, [1, 2])
-        assert Path(engine.record_experts("dump").result(10).file).parent == tmp_path / name
+        assert Path(engine.record_experts("dump").result(120).file).parent == tmp_path / name

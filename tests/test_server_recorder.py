@@ -27,7 +27,7 @@ START, STOP, DUMP = ROUTES
 def in_a_loop(test):
     @functools.wraps(test)
     def run(*args, **kwargs) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 120))
 
     return run
 
@@ -197,9 +197,9 @@ def test_the_engine_places_experts_as_they_were_recorded(tiny_models, tmp_path: 
     """What a GPU's side of the engine makes of such a file."""
     engine = tiny_engine(tiny_models["mixtral"], tmp_path)
     config = engine.model_config
-    engine.record_experts("start").result(1)
+    engine.record_experts("start").result(120)
     generate(engine, list(range(30)))
-    file = engine.record_experts("dump").result(10).file
+    file = engine.record_experts("dump").result(120).file
     gpu = GpuPlan("GPU", 4, "frequency", file, (), 1.0)
     placement, counts = expert_placement(gpu, config), read_usage(file).total
     assert placement.total == 4

@@ -113,7 +113,7 @@ def test_json_and_picture(tmp_path: Path) -> None:
     steps = Steps(tmp_path, mode="per_token", gpu_experts=True)
     steps.recorder.start()
     ids = torch.cat([steps.run(Rows(0, 0, 8)), steps.run(Rows(0, 8, 3))])
-    file = steps.recorder.dump().result(10)
+    file = steps.recorder.dump().result(120)
     shown = show(file, "--json", "--png", tmp_path / "out" / "x.png")
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.output)
@@ -139,5 +139,5 @@ def test_a_recorded_stream_is_a_trace(tmp_path: Path) -> None:
     steps = Steps(tmp_path, mode="per_token")
     steps.recorder.start()
     ids = torch.cat([steps.run(Rows(0, 0, 8)), steps.run(Rows(0, 8, 3))])
-    file = steps.recorder.dump().result(10)
+    file = steps.recorder.dump().result(120)
     assert torch.equal(load_trace(str(file), TraceShape(11, 3, 7, 2)), ids.short())

@@ -126,7 +126,7 @@ def _flag_table(flags: list[Flag]) -> Table:
     table.add_column()
     for f in flags:
         names = ", ".join(f.spellings)
-        text = f.help if _works(f) else f"{f.help} Not available yet."
+        text = f.help if _works(f) else f"{f.help} {_why_not(f)}"
         table.add_row(Text("  " + names), Text(text + _default_text(f), style="" if _works(f) else "dim"))
     return table
 
@@ -134,6 +134,10 @@ def _flag_table(flags: list[Flag]) -> Table:
 def _works(f: Flag) -> bool:
     """Whether some value of the flag changes something today."""
     return (f.later is None or f.name == "attention_backend") and f.idle is None
+
+
+def _why_not(f: Flag) -> str:
+    return "Not available yet." if f.later is not None else f"It changes nothing: {f.idle}."
 
 
 def _default_text(f: Flag) -> str:

@@ -21,7 +21,7 @@ def stats(
 
     "effective" is how many evenly used experts would be as uncertain (exp of the entropy).
 
-    Example: kt stats /tmp/expert_distribution_recorder_1795274790.677835.pt --png experts.png
+    Example: kt stats expert_distribution_recorder_1795274790.pt --png experts.png
     """
     from tandem.cli.stats_view import run
 

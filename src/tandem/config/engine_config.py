@@ -227,7 +227,9 @@ class EngineConfig:
     expert_distribution_recorder_buffer_size: int = flag(
         1000, "Steps that per_pass and per_token keep; -1: all.", group=STATS, minimum=-1
     )
-    expert_distribution_recorder_dir: str | None = flag(None, "Directory of the files.", group=STATS)
+    expert_distribution_recorder_dir: str | None = flag(
+        None, "Directory of the files; default: the temporary one.", group=STATS
+    )
     record_kt_gpu_expert_distribution: bool = flag(
         False, "Record which experts were on the GPU, too.", group=STATS
     )
