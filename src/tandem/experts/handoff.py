@@ -75,13 +75,15 @@ class Handoff:
 
     @contextmanager
     def recording(self) -> Iterator[list[int]]:
-        """Within a capture: posts go through the mailbox. The list is filled with the layers that were posted."""
-        self._mailbox = self._mailbox or _Mailbox(
-            self.sizes, self.device, self._layers, self.patience_seconds
-        )
-        self._in_graph, self._mailbox.posted = True, []
+        """Around a capture: posts go through the mailbox. The list is filled with the layers that were posted."""
+        if self._mailbox is None and self._layers:
+            self._mailbox = _Mailbox(self.sizes, self.device, self._layers, self.patience_seconds)
+        posted: list[int] = []
+        if self._mailbox is not None:
+            self._mailbox.posted = posted
+        self._in_graph = True
         try:
-            yield self._mailbox.posted
+            yield posted
         finally:
             self._in_graph = False
 
@@ -164,6 +166,8 @@ class _Mailbox:
     def __init__(
         self, sizes: HandoffSizes, device: torch.device, layers: list[PackedExperts], patience: float
     ) -> None:
+        # Before a capture: compiling and loading a module may allocate and synchronise.
+        self._kernels = kernels(device.index)
         shape = (sizes.mailbox_tokens, sizes.hidden, sizes.top_k)
         *self._at, size = _core.mailbox_offsets(*shape)
         # Pinned memory is mapped into the GPU's address space at the same address (unified addressing).
@@ -190,7 +194,7 @@ class _Mailbox:
         base = self._memory.data_ptr()
         numbers = [np.int32(n) for n in (x.numel() // 8, slots.numel(), layer, tokens)]
         launch(
-            kernels()[0], 1, POST_THREADS, self._stream(), base, self._state.data_ptr(), x.data_ptr(),
+            self._kernels[0], 1, POST_THREADS, self._stream(), base, self._state.data_ptr(), x.data_ptr(),
             routing.ids.data_ptr(), slots.data_ptr(), routing.weights.data_ptr(), base + mail_x, base + mail_ids,
             base + mail_weights, *numbers,
         )  # fmt: skip
@@ -201,8 +205,8 @@ class _Mailbox:
         units = out.numel() // 4
         base, patience = self._memory.data_ptr(), np.uint64(self._patience * 1e9)
         launch(
-            kernels()[1], -(-units // UNITS_PER_BLOCK), COLLECT_THREADS, self._stream(), base, self._state.data_ptr(),
-            base + self._at[3], out.data_ptr(), np.int32(units), patience,
+            self._kernels[1], -(-units // UNITS_PER_BLOCK), COLLECT_THREADS, self._stream(), base,
+            self._state.data_ptr(), base + self._at[3], out.data_ptr(), np.int32(units), patience,
         )  # fmt: skip
         return out
 

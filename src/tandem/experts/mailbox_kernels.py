@@ -77,11 +77,11 @@ extern "C" __global__ void collect(u32* header, u32* state, const float4* mail_r
 
 
 @cache
-def kernels() -> tuple[Any, Any]:
-    """post and collect, compiled for the current device."""
+def kernels(device_index: int | None) -> tuple[Any, Any]:
+    """post and collect, compiled for a device and loaded there; None: the current one."""
     from cuda.core import Device, Program, ProgramOptions
 
-    device = Device()
+    device = Device(device_index)
     device.set_current()
     program = Program(SOURCE, "c++", options=ProgramOptions(std="c++17", arch=f"sm_{device.arch}"))
     module = program.compile("cubin")
