@@ -251,6 +251,27 @@ def test_a_cpu_that_never_answers_fails_the_step_and_the_next_one_works(tiny_mod
     assert torch.equal(session.step(list(range(ROWS)), PROMPT, 1), good)
 
 
+def test_patience_that_ends_in_the_last_layer_fails_that_step_and_the_next_one_works(
+    tiny_models, monkeypatch
+) -> None:
+    session = Session(tiny_models["qwen3_moe-gpu"], 0.5, (8,), patience=1.0)
+    session.step(list(range(ROWS)), 0, PROMPT)
+    good = session.step(list(range(ROWS)), PROMPT, 1)
+    handoff = session.side.handoff
+    served = handoff.serve
+
+    def late(posts: int) -> None:
+        served(posts - 1)
+        torch.cuda.synchronize()  # the last `collect` loses patience
+        served(1)  # which the CPU does not notice: the post is there
+
+    monkeypatch.setattr(handoff, "serve", late)
+    with pytest.raises(EngineError, match="given up"):
+        session.step(list(range(ROWS)), PROMPT, 1)
+    monkeypatch.undo()
+    assert torch.equal(session.step(list(range(ROWS)), PROMPT, 1), good)
+
+
 def test_an_exception_of_a_layer_fails_the_step_and_the_next_one_works(tiny_models, monkeypatch) -> None:
     session = Session(tiny_models["qwen3_moe-gpu"], 0.5, (8,), patience=5.0)
     session.step(list(range(ROWS)), 0, PROMPT)

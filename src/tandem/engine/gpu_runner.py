@@ -127,6 +127,7 @@ class GpuRunner:
         """At the end of the step: so its time is known, the pinned images are free again, and experts may move."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        self._handoff.check()
         if self._live is not None:
             self._live.after_step(tokens)
         return DeviceLogits(logits, best)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.errors import EngineError
-from tandem.experts.mailbox_kernels import kernels, launch
+from tandem.experts.mailbox_kernels import GAVE_UP, kernels, launch
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import Routing
 
@@ -118,6 +118,11 @@ class Handoff:
         if posts and self._mailbox is not None:
             self._mailbox.serve(posts)
 
+    def check(self) -> None:
+        """After the stream has ended a graph: raises EngineError if the GPU did not wait for an answer."""
+        if self._mailbox is not None:
+            self._mailbox.check()
+
 
 def plain(pinned: Tensor) -> Tensor:
     """The same memory as an ordinary CPU tensor of bytes."""
@@ -171,7 +176,8 @@ class _Mailbox:
         shape = (sizes.mailbox_tokens, sizes.hidden, sizes.top_k)
         *self._at, size = _core.mailbox_offsets(*shape)
         # Pinned memory is mapped into the GPU's address space at the same address (unified addressing).
-        self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._words = self._memory.numpy().view(np.uint32)
         self._core = _core.Mailbox(self._memory.numpy(), *shape)
         for layer in layers:
             self.add(layer)
@@ -214,11 +220,26 @@ class _Mailbox:
         try:
             self._core.serve(posts, self._patience)
         except Exception as error:
-            torch.cuda.synchronize(self._device)  # ends within the kernels' patience
-            self._state.zero_()
-            torch.cuda.synchronize(self._device)
-            self._core.reset()
+            self._recover()
             raise EngineError(f"the experts in CPU memory failed: {error}") from error
+
+    def check(self) -> None:
+        """Patience may end in the last `collect`, while the CPU computes: `serve` answers and sees nothing of it."""
+        if self._words[GAVE_UP]:
+            self._recover()
+            raise EngineError(
+                f"the experts in CPU memory took longer than {self._patience:g} s: the GPU has given up"
+            )
+
+    def _recover(self) -> None:
+        self._synchronize()  # ends within the kernels' patience
+        self._state.zero_()
+        self._synchronize()
+        self._core.reset()
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def used(self) -> tuple[int, int]:
         return self._core.posts, self._core.experts_used

@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+GAVE_UP = 96  # the word of the header by which the GPU says so
+
 SOURCE = r"""
 typedef unsigned int u32;
 typedef unsigned long long u64;

@@ -1,0 +1,131 @@
+"""The hand-off's Python side without a GPU: when the mailbox is made, and what a GPU that gave up does to a step. The
+CUDA kernels are played by the test, which writes what they would write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tandem import _core
+from tandem.errors import EngineError
+from tandem.experts import handoff as module
+from tandem.experts.handoff import Handoff, HandoffSizes
+from tandem.experts.mailbox_kernels import GAVE_UP, SOURCE
+from tandem.kernels.cpu import PackedExperts
+from tandem.kernels.ops import Routing
+
+TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 4, 48, 32, 6, 3
+SIZES = HandoffSizes(TOKENS, TOKENS, HIDDEN, TOP_K)
+POSTED, LAYER, COUNT, DONE = 0, 1, 2, 32
+
+
+class Replay:
+    """One layer behind a hand-off whose `launch` records what a graph would run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.compiled: list[int | None] = []
+        self.launched: list[Any] = []
+        monkeypatch.setattr(module, "kernels", self._kernels)
+        monkeypatch.setattr(module, "launch", lambda kernel, *rest: self.launched.append((kernel, rest)))
+        monkeypatch.setattr(module._Mailbox, "_stream", lambda _self: 0)
+        monkeypatch.setattr(module.torch, "zeros", aligned_zeros(torch.zeros))
+        self.handoff = Handoff(SIZES, torch.device("cpu"), 20.0)
+
+    def _kernels(self, device_index: int | None) -> tuple[str, str]:
+        self.compiled.append(device_index)
+        return "post", "collect"
+
+    def layer(self) -> PackedExperts:
+        layer = PackedExperts(
+            _core.Workspace(_core.WorkerPool([-1, -1]), "scalar"), EXPERTS, HIDDEN, WIDTH, "bf16"
+        )
+        for expert in range(EXPERTS):
+            layer.load(
+                expert, torch.randn(WIDTH, HIDDEN), torch.randn(WIDTH, HIDDEN), torch.randn(HIDDEN, WIDTH)
+            )
+        return layer
+
+    @property
+    def mailbox(self) -> module._Mailbox:
+        assert self.handoff._mailbox is not None
+        return self.handoff._mailbox
+
+    def post(self, number: int, x: Tensor, routing: Routing) -> None:
+        """As the kernel does it."""
+        at_x, at_ids, at_weights, _ = self.mailbox._at
+        for at, values in ((at_x, x.view(torch.int16)), (at_ids, routing.ids), (at_weights, routing.weights)):
+            size = values.numel() * values.element_size()
+            self.mailbox._memory[at : at + size].view(values.dtype).copy_(values.flatten())
+        words = self.mailbox._words
+        words[LAYER], words[COUNT], words[POSTED] = 0, len(x), number
+
+
+def aligned_zeros(zeros: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Pinned memory begins at a page; the mailbox wants 128 bytes at least."""
+
+    def made(*shape: Any, pin_memory: bool | None = None, **options: Any) -> Tensor:
+        if pin_memory is None:
+            return zeros(*shape, **options)
+        assert not pin_memory
+        room = np.zeros(shape[0] + 128, dtype=np.uint8)
+        first = -room.ctypes.data % 128
+        return torch.from_numpy(room[first : first + shape[0]])
+
+    return made
+
+
+def batch(tokens: int) -> tuple[Tensor, Routing]:
+    ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(tokens)]).int()
+    return torch.randn(tokens, HIDDEN).bfloat16(), Routing(ids, torch.rand(tokens, TOP_K))
+
+
+def test_kernels_are_compiled_before_anything_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = Replay(monkeypatch)
+    number = replay.handoff.add(replay.layer())
+    x, routing = batch(2)
+    with replay.handoff.recording() as posted:
+        assert replay.compiled == [None] and not replay.launched
+        replay.handoff.post(number, x, routing, torch.full_like(routing.ids, -1))
+        replay.handoff.collect(2)
+        assert posted == [number]
+    assert replay.compiled == [None] and [kernel for kernel, _ in replay.launched] == ["post", "collect"]
+
+
+def test_without_experts_in_cpu_memory_no_mailbox_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuda-core need not be installed then."""
+    replay = Replay(monkeypatch)
+    with replay.handoff.recording() as posted:
+        pass
+    assert posted == [] and replay.compiled == []
+    replay.handoff.serve(0)
+    replay.handoff.check()
+
+
+def test_a_gpu_that_gave_up_while_the_cpu_computed_fails_this_step_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replay = Replay(monkeypatch)
+    replay.handoff.add(replay.layer())
+    with replay.handoff.recording():
+        pass
+    mailbox, (x, routing) = replay.mailbox, batch(3)
+    replay.post(1, x, routing)
+    replay.handoff.serve(1)  # answers: it looks at GAVE_UP only while nothing is posted
+    mailbox._state[1], mailbox._words[GAVE_UP] = 1, 1  # what `collect` does when its patience ends
+    with pytest.raises(EngineError, match="took longer than 20 s: the GPU has given up"):
+        replay.handoff.check()
+    assert mailbox._state.eq(0).all() and not mailbox._words[:128].any()
+    replay.handoff.check()
+    replay.post(1, x, routing)  # numbers begin anew on both sides
+    replay.handoff.serve(1)
+    assert mailbox._words[DONE] == 1
+    replay.handoff.check()
+
+
+def test_both_ends_mean_the_same_word() -> None:
+    assert f"GAVE_UP = {GAVE_UP} " in SOURCE
