@@ -180,6 +180,17 @@ def test_experts_read_the_packed_bytes_of_the_cpu(
     check_experts(ops, case, lambda e: (case[0][e], case[1][e], case[2][e]), fmt)
 
 
+def test_ids_that_no_expert_has_are_skipped(ops: Ops) -> None:
+    gate, up, down, x, ids, weights = expert_case(4, 64, 40, 6)
+    ours, theirs = (make.experts(6, 64, 40, "bf16") for make in (ops, ops.cpu))
+    for layer in (ours, theirs):
+        layer.load_all(0, list(zip(gate, up, down, strict=True)))
+    ids[0, 0], ids[1, 1], ids[2], ids[3, 2] = -1, 6, -7, 1 << 30
+    got = ours.forward(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)).cpu()
+    near(got.float(), theirs.forward(x.float(), ids, weights), 2 * BF16_ULP, 2.0**-6)
+    assert got[2].eq(0).all()
+
+
 @pytest.mark.parametrize("fmt", ["fp8", "mxfp8", "mxfp4", "nvfp4", "int4 f16"])
 @pytest.mark.parametrize("tokens", [2, 20])
 def test_experts_read_scales_of_every_type(ops: Ops, fmt: str, tokens: int) -> None:

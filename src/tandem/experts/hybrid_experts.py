@@ -66,7 +66,7 @@ class HybridExperts:
         return SureRead(layer, experts)
 
     def submit(self, x: Tensor, routing: Routing) -> HybridTicket:
-        """x bfloat16 [T, hidden], routing [T, k], on the GPU."""
+        """x bfloat16 [T, hidden], routing [T, k], on the GPU; ids in [0, experts), as a router chooses them."""
         slots = self._table[routing.ids]
         if self._cpu is not None:
             self._handoff.post(self._number, x, routing, slots)

@@ -92,8 +92,13 @@ class GpuExperts:
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None, add: bool = False
     ) -> Tensor:
-        slots = self.table[ids]
+        slots = self._slots(ids)
         result = self.combine(self.partial(x, slots, weights), slots)
         if out is None:
             return result
         return out.add_(result) if add else out.copy_(result)
+
+    def _slots(self, ids: Tensor) -> Tensor:
+        """Where each lies, int32; -1 for ids that no expert has."""
+        last = len(self.table) - 1
+        return torch.where((ids >= 0) & (ids <= last), self.table[ids.clamp(0, last)], -1)
