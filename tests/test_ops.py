@@ -17,7 +17,7 @@ from tandem import _core
 from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import Rope
+from tandem.kernels.ops import ColumnRun, Rope
 from tandem.kernels.reference import TorchOps
 
 F32_ULP, BF16_ULP = 2.0**-23, 2.0**-7
@@ -159,6 +159,36 @@ def test_keys_that_are_values_too(ops: CpuOps, dtype: torch.dtype) -> None:
     assert_near(got, expected, 50 + 4 * head_dim, size=4.0)
     apart = ops.attention(q, kv, kv.clone(), batch, head_dim**-0.5)
     assert torch.equal(got, apart)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 300])
+def test_columns(ops: CpuOps, dtype: torch.dtype, tokens: int) -> None:
+    """Whole runs, every second column, and columns that nothing is copied to."""
+    runs = [
+        ColumnRun(3, 10, 64),
+        ColumnRun(70, 0, 5, step=2),
+        ColumnRun(71, 5, 5, step=2),
+        ColumnRun(0, 80, 1),
+    ]
+    x, out = torch.randn(tokens, 90).to(dtype), torch.randn(tokens, 100).to(dtype)
+    expected = out.clone()
+    TorchOps().columns(runs)(x, expected)
+    ops.columns(runs)(x, out)
+    assert torch.equal(out, expected)
+    assert torch.equal(out[:, 10:74], x[:, 3:67]) and torch.equal(out[:, 5:10], x[:, 71:81:2])
+
+
+def test_columns_that_are_not_there_are_refused(ops: CpuOps) -> None:
+    copy = ops.columns([ColumnRun(0, 4, 3, step=2)])
+    for x, out in ((torch.zeros(2, 4), torch.zeros(2, 7)), (torch.zeros(2, 5), torch.zeros(2, 6))):
+        with pytest.raises(KernelError, match="fewer columns than are copied"):
+            copy(x, out)
+    with pytest.raises(KernelError, match="float32|bfloat16|dtype|type"):
+        copy(torch.zeros(2, 5), torch.zeros(2, 7, dtype=torch.bfloat16))
+    for run in (ColumnRun(-1, 0, 1), ColumnRun(0, -1, 1), ColumnRun(0, 0, 0), ColumnRun(0, 0, 1, step=0)):
+        with pytest.raises(KernelError, match="a run needs"):
+            ops.columns([run])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from tandem.errors import KernelError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.models import model as decoder
 from test_models import PAGES, Session
+from tiny import VARIANTS, save_tiny, settings
 
 TIER = _core.supported_tiers()[-1]
 
@@ -31,13 +34,34 @@ def steps_of(session: Session) -> list[object]:
     return list(session.model._recorded.values())
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory) -> dict[str, Path]:
+    """DeepSeek models whose heads are whole panels, as those that people have: nothing between them is padded."""
+    sizes = settings(kv_lora_rank=64, v_head_dim=32, qk_nope_head_dim=32, qk_rope_head_dim=16)
+    made = {}
+    for name in ("deepseek_v3", "deepseek_v2-greedy"):
+        family, changes = VARIANTS[name]
+        VARIANTS[f"{name}-panels"] = (family, changes | sizes)
+        made[f"{name}-panels"] = tmp_path_factory.mktemp("latent") / name
+        save_tiny(f"{name}-panels", made[f"{name}-panels"])
+        del VARIANTS[f"{name}-panels"]
+    return made
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3-panels", "deepseek_v2-greedy-panels"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_latent_attention_is_recorded(latent, monkeypatch, variant: str, dtype: str) -> None:
+    test_a_recorded_step_gives_the_same_bits(latent, monkeypatch, variant, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32"])
 @pytest.mark.parametrize("variant", ["glm4_moe", "qwen3_moe-tied", "mixtral-window"])
-def test_a_recorded_step_gives_the_same_bits(tiny_models, monkeypatch, variant: str) -> None:
-    recorded = Session(tiny_models[variant], ops=ops())
+def test_a_recorded_step_gives_the_same_bits(tiny_models, monkeypatch, variant: str, dtype: str) -> None:
+    recorded = Session(tiny_models[variant], dtype, ops=ops())
     got = decode(recorded)
     assert len(steps_of(recorded)) == 1 and None not in steps_of(recorded)
     monkeypatch.setattr(decoder, "RECORDED_ROWS", 0)
-    plain = Session(tiny_models[variant], ops=ops())
+    plain = Session(tiny_models[variant], dtype, ops=ops())
     expected = decode(plain)
     assert not steps_of(plain)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

@@ -21,6 +21,7 @@ NB_MODULE(_core, m) {
   tandem::bind_runtime(m);
   tandem::bind_codes(m);
   tandem::bind_dense(m);
+  tandem::bind_columns(m);
   tandem::bind_matrix(m);
   tandem::bind_fit(m);
   tandem::bind_experts(m);

@@ -166,6 +166,17 @@ class DenseOps:
     def read_memory(self, data: object) -> float:
         """Reads once with all workers; returns a checksum."""
 
+class Columns:
+    """
+    Runs (source, step, target, count) of columns, from one array to another.
+    """
+
+    def __init__(self, pool: WorkerPool, runs: Sequence[tuple[int, int, int, int]]) -> None: ...
+    def copy(self, x: object, out: object) -> None:
+        """
+        out[:, target + i] = x[:, source + i * step], i < count; other columns of out stay as they are.
+        """
+
 class Workspace:
     """
     A worker pool, the kernels of a tier, and scratch for one call at a time.

@@ -16,7 +16,18 @@ from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
-from tandem.kernels.ops import BatchLayout, Lookup, Recorded, Rope, Routing, Step, SureRead, Tally
+from tandem.kernels.ops import (
+    BatchLayout,
+    ColumnRun,
+    Columns,
+    Lookup,
+    Recorded,
+    Rope,
+    Routing,
+    Step,
+    SureRead,
+    Tally,
+)
 from tandem.kernels.recorded import OnlyAllocations, RecordedStep
 
 
@@ -56,6 +67,9 @@ class CpuOps:
 
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> PackedHeads:
         return PackedHeads(self.workspace, weights, fmt)
+
+    def columns(self, runs: Sequence[ColumnRun]) -> Columns:
+        return _core.Columns(self.pool, [(r.source, r.step, r.target, r.width) for r in runs]).copy
 
     def experts(
         self,

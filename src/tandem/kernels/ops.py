@@ -85,6 +85,23 @@ class PerHead(Protocol):
         ...
 
 
+class ColumnRun(NamedTuple):
+    """Columns target … target + width - 1 are columns source, source + step, …"""
+
+    source: int
+    target: int
+    width: int
+    step: int = 1
+
+
+class Columns(Protocol):
+    """Columns of one array as columns of another. `columns(x, out)`; other columns of `out` stay as they are."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """x [T, N], out [T, M], both contiguous and of one dtype."""
+        ...
+
+
 class ExpertLayer(Protocol):
     """The routed experts of one layer: gated MLPs of equal shape."""
 
@@ -150,6 +167,10 @@ class Ops(Protocol):
 
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead:
         """Packs weights [H, N, K] once. The tensor is not kept."""
+        ...
+
+    def columns(self, runs: Sequence[ColumnRun]) -> Columns:
+        """Copies these columns wherever it is called."""
         ...
 
     def experts(

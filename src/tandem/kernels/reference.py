@@ -16,7 +16,18 @@ from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.reference import decoded, dequantised
-from tandem.kernels.ops import BatchLayout, Lookup, Recorded, Rope, Routing, Step, SureRead, Tally
+from tandem.kernels.ops import (
+    BatchLayout,
+    ColumnRun,
+    Columns,
+    Lookup,
+    Recorded,
+    Rope,
+    Routing,
+    Step,
+    SureRead,
+    Tally,
+)
 
 
 def round_to_format(weight: Weight, fmt: str) -> Tensor:
@@ -115,6 +126,15 @@ class TorchOps:
 
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> TorchPerHead:
         return TorchPerHead(weights, fmt)
+
+    def columns(self, runs: Sequence[ColumnRun]) -> Columns:
+        sources = torch.cat([run.source + run.step * torch.arange(run.width) for run in runs])
+        targets = torch.cat([run.target + torch.arange(run.width) for run in runs])
+
+        def copy(x: Tensor, out: Tensor) -> None:
+            out[:, targets] = x[:, sources]
+
+        return copy
 
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"

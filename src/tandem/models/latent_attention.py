@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem.config.latent import LatentConfig
 from tandem.formats.cut import numbers, rows_of
-from tandem.kernels.ops import Linear, PerHead, SureRead
+from tandem.kernels.ops import ColumnRun, Linear, Ops, PerHead, SureRead
 from tandem.models.attention import KVPages
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
@@ -39,6 +40,7 @@ class LatentAttention:
         self.kv_down = b.linear([name + "kv_a_proj_with_mqa"], [s.kv_rank + s.rope_dim], hidden, bias=bias)
         self.kv_norm = b.tensor(name + "kv_a_layernorm.weight", s.kv_rank)
         self.absorb, self.values = self._absorbed(b, name)
+        self.moves = _Moves(b.ops, s, heads)
         self.out = b.linear([name + "o_proj"], [hidden], heads * s.value_dim, bias=self.config.out_bias)
 
     def reads(self) -> list[SureRead]:
@@ -51,21 +53,24 @@ class LatentAttention:
             self._queries_and_key(x), self.rope, batch, *pages,
             heads=a.heads, kv_heads=1, head_dim=a.head_dim,
         )  # fmt: skip
-        seen = self.ops.attention(q, *pages, batch, a.softmax_scale).view(len(x), a.heads, a.head_dim)
-        return self.out(self.values(seen[..., s.rope_dim :].contiguous()).flatten(1))
+        seen = x.new_empty((len(x), a.heads * s.kv_rank))
+        self.moves.seen(self.ops.attention(q, *pages, batch, a.softmax_scale), seen)
+        return self.out(self.values(seen.view(len(x), a.heads, s.kv_rank)).flatten(1))
 
     def _queries_and_key(self, x: Tensor) -> Tensor:
         """[T, (H + 1) * (rope + kv_rank)]: absorbed queries of all heads, then the key, all before the rotation."""
-        a, s = self.config, self.shape
-        both = x.new_empty((len(x), a.heads + 1, a.head_dim))
-        turned, latent = both[..., : s.rope_dim], both[..., s.rope_dim :]
-        q = self.query(self._query_input(x)).view(len(x), a.heads, s.qk_dim)
-        kv = self.kv_down(x)
-        turned[:, :-1] = _halves(q[..., s.nope_dim :])
-        turned[:, -1] = _halves(kv[:, s.kv_rank :])
-        latent[:, :-1] = self.absorb(q[..., : s.nope_dim].contiguous())
-        latent[:, -1] = self.ops.rms_norm(kv[:, : s.kv_rank].contiguous(), self.kv_norm, LATENT_NORM_EPS)
-        return both.flatten(1)
+        a, s, rows = self.config, self.shape, len(x)
+        both = x.new_empty((rows, (a.heads + 1) * a.head_dim))
+        straight, latent = x.new_empty((rows, a.heads * s.nope_dim)), x.new_empty((rows, s.kv_rank))
+        q, kv = self.query(self._query_input(x)), self.kv_down(x)
+        self.moves.straight(q, straight)
+        self.moves.turned(q, both)
+        self.moves.turned_key(kv, both)
+        self.moves.latent(kv, latent)
+        absorbed = self.absorb(straight.view(rows, a.heads, s.nope_dim))
+        self.moves.absorbed(absorbed.flatten(1), both)
+        self.moves.key(self.ops.rms_norm(latent, self.kv_norm, LATENT_NORM_EPS), both)
+        return both
 
     def _query_input(self, x: Tensor) -> Tensor:
         if self.q_down is None or self.q_norm is None:
@@ -103,6 +108,23 @@ class LatentAttention:
         )
 
 
-def _halves(x: Tensor) -> Tensor:
+class _Moves:
+    """What goes where between the matrices. A row of queries and key is H + 1 times [rotary | latent]."""
+
+    def __init__(self, ops: Ops, s: LatentConfig, heads: int) -> None:
+        row, each = s.rope_dim + s.kv_rank, range(heads)
+        self.straight = ops.columns([ColumnRun(h * s.qk_dim, h * s.nope_dim, s.nope_dim) for h in each])
+        self.turned = ops.columns(
+            [run for h in each for run in _halves(h * s.qk_dim + s.nope_dim, h * row, s.rope_dim)]
+        )
+        self.turned_key = ops.columns(_halves(s.kv_rank, heads * row, s.rope_dim))
+        self.latent = ops.columns([ColumnRun(0, 0, s.kv_rank)])
+        self.absorbed = ops.columns([ColumnRun(h * s.kv_rank, h * row + s.rope_dim, s.kv_rank) for h in each])
+        self.key = ops.columns([ColumnRun(0, heads * row + s.rope_dim, s.kv_rank)])
+        self.seen = ops.columns([ColumnRun(h * row + s.rope_dim, h * s.kv_rank, s.kv_rank) for h in each])
+
+
+def _halves(source: int, target: int, width: int) -> list[ColumnRun]:
     """Rotary pairs of neighbours (0, 1), (2, 3) … as halves: 0, 2, … 1, 3, … (Transformers' rope_interleave)."""
-    return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+    half = width // 2
+    return [ColumnRun(source + i, target + i * half, half, step=2) for i in (0, 1)]

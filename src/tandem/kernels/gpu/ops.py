@@ -16,7 +16,19 @@ from tandem.kernels.gpu import attention, norm, route
 from tandem.kernels.gpu import rope as rotation
 from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.gpu.linear import GpuLinear
-from tandem.kernels.ops import BatchLayout, Lookup, PerHead, Recorded, Rope, Routing, Step, SureRead, Tally
+from tandem.kernels.ops import (
+    BatchLayout,
+    ColumnRun,
+    Columns,
+    Lookup,
+    PerHead,
+    Recorded,
+    Rope,
+    Routing,
+    Step,
+    SureRead,
+    Tally,
+)
 from tandem.kernels.reference import TorchOps
 
 LOOKUP_ROWS = 1 << 14  # of a table, copied at a time
@@ -41,6 +53,9 @@ class GpuOps:
         return GpuLinear(matrix, bias, fmt, self.device)
 
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead:
+        raise KernelError("latent attention has no GPU kernels")
+
+    def columns(self, runs: Sequence[ColumnRun]) -> Columns:
         raise KernelError("latent attention has no GPU kernels")
 
     def experts(
