@@ -7,6 +7,8 @@ interpreter, which cuts bits off.
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ from tandem.experts.placement import place
 from tandem.experts.usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
+from tandem.kernels.packed_experts import PackedExperts
 
 if AVAILABLE:
     from tandem.cli.bench_placement_gpu import TraceUsage
@@ -111,3 +114,21 @@ def test_a_replayed_trace_counts_hits_where_experts_were() -> None:
     assert torch.equal(usage.read().tokens, expert_counts(trace, EXPERTS))
     parts = (expert_counts(trace[:12], EXPERTS) * first, expert_counts(trace[12:], EXPERTS) * second)
     assert usage.hits == int(sum(part.sum() for part in parts)) and usage.swaps == 3
+
+
+def test_after_loading_nothing_of_the_gpu_s_experts_is_in_cpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops, store = sides()
+    made, make = [], ops.cpu.experts
+
+    def noted(count: int, *sizes: object, **options: object) -> PackedExperts:
+        layer = make(count, *sizes, **options)
+        if count == 1:
+            made.append(weakref.ref(layer))
+        return layer
+
+    monkeypatch.setattr(ops.cpu, "experts", noted)
+    layer = store.layer(0, EXPERTS, WIDTH, "bf16")
+    shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    layer.load(EXPERTS, lambda _: tuple(torch.randn(shape) for shape in shapes))
+    assert len(made) == 1 and made[0]() is None
+    assert layer.sides is not None and layer.sides.cpu.loaded == EXPERTS - 3

@@ -79,7 +79,8 @@ class SyntheticExperts(HybridExperts):
 
     def _fill_gpu(self, layer: GpuExperts, matrices: ExpertMatrices) -> None:
         layer.load(int((layer.slot_of == 0).nonzero()[0]), *matrices)
-        layer.pool.view(layer.slots, -1).copy_(layer.packer.packed(0).to(layer.device)[None])
+        layer.all_loaded()
+        layer.pool.view(layer.slots, -1)[1:] = layer.slot(0)
 
 
 class ReplayedExperts(SyntheticExperts):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ class Experts(Protocol):
     """A layer's experts, wherever they live."""
 
     def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
-        """Packs experts 0 ... count - 1, one after the other: never more than one unpacked expert is held."""
+        """Packs experts 0 ... count - 1, with few of them unpacked at a time (`runs`)."""
         ...
 
     @property
@@ -72,6 +72,30 @@ def _prepared(
     return threads.submit(lambda: [matrices(expert) for expert in experts]).result
 
 
+def runs(count: int, matrices: Callable[[int], ExpertMatrices]) -> Iterator[tuple[int, list[ExpertMatrices]]]:
+    """Experts 0 … count - 1 as (first, their matrices), while threads ask `matrices` for those that follow.
+
+    What they get is a view of the mapped file, or codes and numbers made from it: at most 2 * CHUNK_BYTES at a
+    time, unless one expert is larger.
+    """
+    with ThreadPoolExecutor(PREPARING_THREADS, "tandem-load") as threads:
+        example = threads.submit(matrices, 0).result()
+        size = sum(map(weight_bytes, example))
+        made = size > MADE_BYTES and any(isinstance(w, WeightCodes) for w in example)
+        step = max(1, CHUNK_BYTES // max(1, size))
+
+        def chunk(first: int) -> Callable[[], list[ExpertMatrices]]:
+            return _prepared(threads, matrices, range(first, min(first + step, count)), made)
+
+        first, ready = 1, [example]
+        ahead = chunk(first)
+        while ready:
+            yield first - len(ready), ready
+            ready = ahead()
+            first += len(ready)
+            ahead = chunk(first)
+
+
 class CpuExperts:
     """`submit` a batch, do something else, `wait` for its sum.
 
@@ -83,27 +107,9 @@ class CpuExperts:
         self._layer = layer
 
     def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
-        """Packs experts 0 … count - 1 on all workers, while threads ask `matrices` for those that follow.
-
-        What they get is a view of the mapped file, or codes and numbers made from it: at most 2 * CHUNK_BYTES at a
-        time, unless one expert is larger.
-        """
-        with ThreadPoolExecutor(PREPARING_THREADS, "tandem-load") as threads:
-            example = threads.submit(matrices, 0).result()
-            size = sum(map(weight_bytes, example))
-            made = size > MADE_BYTES and any(isinstance(w, WeightCodes) for w in example)
-            step = max(1, CHUNK_BYTES // max(1, size))
-
-            def chunk(first: int) -> Callable[[], list[ExpertMatrices]]:
-                return _prepared(threads, matrices, range(first, min(first + step, count)), made)
-
-            first, ready = 1, [example]
-            ahead = chunk(first)
-            while ready:
-                self._layer.load_all(first - len(ready), ready)
-                ready = ahead()
-                first += len(ready)
-                ahead = chunk(first)
+        """Packs experts 0 … count - 1 on all workers."""
+        for first, run in runs(count, matrices):
+            self._layer.load_all(first, run)
 
     @property
     def expert_bytes(self) -> int:

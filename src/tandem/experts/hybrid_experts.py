@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tandem.experts.cpu_experts import ExpertMatrices
+from tandem.experts.cpu_experts import ExpertMatrices, runs
 from tandem.experts.handoff import Handoff
 from tandem.experts.live_exchange import LiveLayer
 from tandem.kernels.cpu import PackedExperts
-from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.ops import Routing, SureRead
+
+if TYPE_CHECKING:
+    from tandem.kernels.gpu.experts import GpuExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +46,17 @@ class HybridExperts:
 
     def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
         """Packs experts 0 ... count - 1, each where it lives."""
-        for expert in range(count):
-            side = self._cpu if self._slot_of[expert] < 0 else self._gpu
-            assert side is not None
-            side.load(expert, *matrices(expert))
+        for first, run in runs(count, matrices):
+            for here, experts in groupby(range(first, first + len(run)), self._on_gpu):
+                each = list(experts)
+                side = self._gpu if here else self._cpu
+                assert side is not None
+                side.load_all(each[0], run[each[0] - first : each[-1] + 1 - first])
+        if self._gpu is not None:
+            self._gpu.all_loaded()
+
+    def _on_gpu(self, expert: int) -> bool:
+        return int(self._slot_of[expert]) >= 0
 
     @property
     def sides(self) -> LiveLayer | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ FEW_TOKENS = 16  # up to here every (token, expert) pair streams its weights; fr
 
 
 class GpuExperts:
-    """The experts of one layer that live on the GPU, each as `packer` (a CPU layer of one expert) packs it.
+    """The experts of one layer that live on the GPU, each as a CPU layer of one expert packs it.
 
     slot_of int32 [num_experts]: where an expert lies, or -1. The first expert loaded decides the formats.
     """
@@ -26,9 +26,13 @@ class GpuExperts:
     down: Panels
     pool: Tensor  # uint8 [slots * stride]
 
-    def __init__(self, packer: PackedExperts, slot_of: Tensor, device: torch.device) -> None:
-        self.packer, self.device = packer, device
-        self.hidden, self.width = packer.hidden, packer.width
+    def __init__(
+        self, new_packer: Callable[[], PackedExperts], width: int, slot_of: Tensor, device: torch.device
+    ) -> None:
+        """new_packer: makes an empty CPU layer of one expert of that width; it lives from the first `load` to
+        `all_loaded`."""
+        self._new_packer, self.width, self.device = new_packer, width, device
+        self._packer: PackedExperts | None = None
         self.slot_of = slot_of.to(torch.int32).to("cpu", copy=True)
         self.table = self.slot_of.to(device, copy=True)
         self.slots = int(self.slot_of.max()) + 1
@@ -39,23 +43,26 @@ class GpuExperts:
         slot = int(self.slot_of[expert])
         if slot < 0:
             raise KernelError(f"expert {expert} has no slot on the GPU")
-        self.packer.load(0, gate, up, down)
-        self.place(slot, self.packer.packed(0))
+        if self._packer is None:
+            self._packer = self._new_packer()
+        self._packer.hold(gate, up, down, expert)
+        self._packer.load(0, gate, up, down)
+        if self.stride == 0:
+            self._open(self._packer)
+        self.slot(slot).copy_(self._packer.packed(0))
 
     def load_all(self, first: int, experts: Sequence[tuple[Weight, Weight, Weight]]) -> None:
         for expert, matrices in enumerate(experts, first):
             self.load(expert, *matrices)
 
-    def place(self, slot: int, packed: Tensor) -> None:
-        """packed uint8 [stride]: the bytes of one expert, as the packer has packed its last."""
-        if self.stride == 0:
-            self._open()
-        self.slot(slot).copy_(packed)
+    def all_loaded(self) -> None:
+        """Frees the memory that packing took; nothing of these experts is left in CPU memory."""
+        self._packer = None
 
-    def _open(self) -> None:
-        gate_up, down = self.packer.layout()
+    def _open(self, packer: PackedExperts) -> None:
+        gate_up, down = packer.layout()
         self.gate_up, self.down = Panels(*gate_up), Panels(*down)
-        self.stride = self.packer.bytes_per_expert
+        self.stride = packer.bytes_per_expert
         self.pool = torch.empty(self.slots * self.stride, dtype=torch.uint8, device=self.device)
 
     def slot(self, index: int) -> Tensor:

@@ -29,6 +29,7 @@ from tandem.kernels.ops import (
     SureRead,
     Tally,
 )
+from tandem.kernels.packed_experts import PackedExperts
 from tandem.kernels.reference import TorchOps
 
 LOOKUP_ROWS = 1 << 14  # of a table, copied at a time
@@ -70,7 +71,11 @@ class GpuOps:
         """Those whose slot is not -1."""
         if activation != "silu":
             raise KernelError(f"unknown activation {activation!r} on the GPU; silu exists")
-        return GpuExperts(self.cpu.experts(1, hidden, width, fmt, activation), slot_of, self.device)
+
+        def packer() -> PackedExperts:
+            return self.cpu.experts(1, hidden, width, fmt, activation)
+
+        return GpuExperts(packer, width, slot_of, self.device)
 
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
         """Nothing is fetched ahead: a GPU's kernels hide their reads themselves."""
