@@ -19,8 +19,8 @@ from tandem.config import (
     StoredFormats,
     resolve,
 )
-from tandem.config.machine import TIERS, Core, Gpu
-from tandem.config.memory import DEFAULT_FRACTION, DEFAULT_KV_BYTES, WORKSPACE_BYTES
+from tandem.config.machine import TIERS, Core
+from tandem.config.memory import DEFAULT_KV_BYTES, WORKSPACE_BYTES
 from tandem.errors import ConfigError
 
 GIB = 1 << 30
@@ -288,109 +288,3 @@ def test_experts_on_a_gpu_need_one(flags: dict[str, object]) -> None:
 def test_moving_experts_needs_a_gpu() -> None:
     with pytest.raises(ConfigError, match="could move to, but no GPU was found; leave it out"):
         plan(machine(), kt_enable_dynamic_expert_update=True)
-
-
-def with_gpu(free: int = 16 * GIB, missing: tuple[str, ...] = ()) -> Machine:
-    return replace(machine(), gpus=(Gpu("H100", 2 * free, free, "gen5 x16"),), gpu_missing=missing)
-
-
-def test_a_gpu_is_used_and_filled() -> None:
-    p = plan(with_gpu())
-    assert p.gpu is not None and "H100" in reason(p, "device")
-    assert p.gpu.experts == 30 * 32  # a small model: all of them
-    assert p.gpu.graph_sizes[0] == 1 and p.gpu.placement == "uniform"
-    assert all(d.value and d.reason for d in p.decisions)
-
-
-@pytest.mark.parametrize(
-    ("machine_", "flags", "why"),
-    [
-        (with_gpu(), {"device": "cpu"}, "--device cpu"),
-        (with_gpu(), {"dtype": "float32"}, "not float32"),
-        (with_gpu(missing=("triton",)), {}, "triton is missing"),
-    ],
-)
-def test_a_gpu_that_is_not_used_is_explained(machine_: Machine, flags: dict[str, object], why: str) -> None:
-    p = plan(machine_, **flags)
-    assert p.gpu is None and why in reason(p, "device")
-
-
-def test_a_gpu_asked_for_in_vain_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="--device cuda: no GPU was found; take --device cpu"):
-        plan(machine(), device="cuda")
-
-
-@pytest.mark.parametrize(
-    ("flags", "experts"),
-    [
-        ({"kt_num_gpu_experts": 8}, 8 * 30),
-        ({"kt_gpu_experts_ratio": 0.25}, 240),
-        ({"kt_gpu_experts_ratio": 0.0, "kt_num_gpu_experts": 8}, 0),
-        ({"kt_num_gpu_experts": 1000}, 960),
-    ],
-)
-def test_experts_asked_for_are_placed(flags: dict[str, object], experts: int) -> None:
-    p = plan(with_gpu(), **flags)
-    assert p.gpu is not None and p.gpu.experts == experts
-
-
-def test_a_gpu_too_small_says_what_fits() -> None:
-    with pytest.raises(ConfigError, match="at most [0-9]+ experts fit"):
-        plan(with_gpu(free=2 * GIB + GIB // 2), kt_gpu_experts_ratio=1.0)
-
-
-def test_what_fits_a_small_gpu_is_chosen_by_itself() -> None:
-    p = plan(with_gpu(free=2 * GIB + GIB), context_length=512, max_running_requests=2)
-    assert p.gpu is not None and 0 < p.gpu.experts < 960
-
-
-def test_experts_in_cpu_memory_must_fit_there() -> None:
-    short = replace(with_gpu(), available_memory=GIB // 4)
-    with pytest.raises(ConfigError, match="--kt-gpu-experts-ratio"):
-        plan(short, kt_gpu_experts_ratio=0.0)
-
-
-@pytest.mark.parametrize(
-    ("flags", "sizes"),
-    [
-        ({"disable_cuda_graph": True}, ()),
-        ({"cuda_graph_bs": (8, 2)}, (2, 8)),
-        ({"cuda_graph_max_bs": 3}, (1, 2, 3)),
-        ({"max_running_requests": 2}, (1, 2)),
-    ],
-)
-def test_graph_sizes(flags: dict[str, object], sizes: tuple[int, ...]) -> None:
-    p = plan(with_gpu(), **flags)
-    assert p.gpu is not None and p.gpu.graph_sizes == sizes
-
-
-def test_experts_in_cpu_memory_need_a_package_inside_graphs() -> None:
-    p = plan(with_gpu(missing=("cuda-core",)), kt_gpu_experts_ratio=0.5)
-    assert p.gpu is not None and p.gpu.graph_sizes == () and "cuda-core" in reason(p, "CUDA graphs")
-    assert plan(with_gpu(missing=("cuda-core",)), kt_gpu_experts_ratio=1.0).gpu.graph_sizes  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("ratio", "live", "why"),
-    [
-        (0.5, True, "--kt-enable-dynamic"),
-        (0.0, False, "no expert is on the GPU"),
-        (1.0, False, "every expert"),
-    ],
-)
-def test_experts_move_only_between_two_sides(ratio: float, live: bool, why: str) -> None:
-    p = plan(with_gpu(), kt_gpu_experts_ratio=ratio, kt_enable_dynamic_expert_update=True)
-    assert p.gpu is not None and p.gpu.live == live
-    assert why in reason(p, "live placement")
-    still = plan(with_gpu(), kt_gpu_experts_ratio=ratio).gpu
-    assert still is not None and not still.live
-
-
-def test_moving_experts_takes_a_spare_place_per_layer() -> None:
-    """30 layers of 32 experts, all but a spare place's worth of them fitting."""
-    per_expert = MODEL.expert_bytes("bf16")
-    exactly = replace(with_gpu(), available_memory=int((30 * 16 + 15) * per_expert / DEFAULT_FRACTION))
-    flags = {"kt_gpu_experts_ratio": 0.5}
-    assert plan(exactly, **flags).gpu is not None
-    with pytest.raises(ConfigError, match="the experts that stay in CPU memory take"):
-        plan(exactly, **flags, kt_enable_dynamic_expert_update=True)

@@ -57,7 +57,8 @@ def gptq_or_awq(parts: Parts, hints: QuantHints, shape: Shape | None) -> Stored:
     group = scaling(scale, (n, k), hints, transposed=True).group
     expect(zeros, (scale.shape[0], -(-n * bits // 32)), "I32")
     ordered = not awq and _expect_order(parts, k, hints)
-    found = QuantFormat(f"int{bits}", "awq" if awq else "gptq", group, 1, scale.dtype, True, ordered)
+    packing, shifted = "awq" if awq else "gptq", not hints.symmetric
+    found = QuantFormat(f"int{bits}", packing, group, 1, scale.dtype, shifted, ordered)
     if awq:
         return Stored(found, (n, k), lambda t: _read_awq(t, group, k))
     return Stored(found, (n, k), lambda t: _read_gptq(t, bits, (n, k), group, hints, parts))

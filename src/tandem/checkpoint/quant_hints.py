@@ -32,6 +32,7 @@ class QuantHints:
     bits: int = 0  # of int codes
     act_order: bool | None = None  # groups along K are permuted
     gptq_version: int = 0  # 1: zero points are stored less 1; 2: as they are
+    symmetric: bool = False  # GPTQ's and AWQ's zero points are all in the middle
 
 
 def quant_hints(directory: Path) -> QuantHints:
@@ -70,6 +71,7 @@ def parse_hints(config: object, where: str) -> QuantHints:
         bits=_bits(sections, where),
         act_order=_act_order(sections),
         gptq_version=_gptq_version(config, method, where),
+        symmetric=config.get("sym") is True or config.get("zero_point") is False,
     )
 
 

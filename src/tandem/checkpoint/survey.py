@@ -81,4 +81,5 @@ def _summed(counts: Counter[QuantFormat]) -> StoredFormat:
         methods=largest.methods,
         group=largest.group if len(names) == 1 else 0,
         decoded=", ".join(str(fmt) for fmt in counts if fmt.quantised and not fmt.packable),
+        not_on_gpu=", ".join(str(fmt) for fmt in counts if not fmt.gpu_readable),
     )

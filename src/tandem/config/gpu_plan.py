@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from tandem.config.engine_config import EngineConfig
 from tandem.config.machine import Gpu, Machine
 from tandem.config.memory import DEFAULT_FRACTION, LEAST_CONTEXT, MemoryRequest, gib, wanted_context
-from tandem.config.model_config import DTYPE_BYTES, ModelConfig
+from tandem.config.model_config import DTYPE_BYTES, STORED, ModelConfig
+from tandem.config.stored import StoredFormats
 from tandem.errors import ConfigError
 
 GPU_FRACTION = 0.9  # of free GPU memory
@@ -69,7 +70,17 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
         return f"{machine.gpus[0].name} cannot be used: {' and '.join(missing)} is missing"
     if model.attention.latent is not None:
         return "latent attention runs on the CPU"
-    return "the GPU kernels compute in bfloat16, not float32" if config.dtype == "float32" else ""
+    if config.dtype == "float32":
+        return "the GPU kernels compute in bfloat16, not float32"
+    return _odd_sizes(model)
+
+
+def _odd_sizes(model: ModelConfig) -> str:
+    """Rows are handed to the CPU 16 bytes at a time; MLPs read their inputs in pairs."""
+    if model.hidden % 8:
+        return f"the GPU kernels need a hidden size that is a multiple of 8, not {model.hidden}"
+    odd = next((width for width in (model.dense_width, model.moe.shared_width) if width % 2), 0)
+    return f"the GPU kernels need MLPs of an even width, not {odd}" if odd else ""
 
 
 def check_no_gpu_wishes(config: EngineConfig, why: str) -> None:
@@ -106,6 +117,15 @@ def graph_sizes(config: EngineConfig, running: int) -> tuple[int, ...]:
     return tuple(sorted({size for size in asked if size <= largest}))
 
 
+def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredFormats) -> str:
+    """Why no expert can be on the GPU; "" where they can."""
+    if expert_format == STORED and stored.experts.not_on_gpu:
+        return f"the GPU kernels do not read {stored.experts.not_on_gpu}"
+    if model.moe.width % 2:
+        return f"the GPU kernels need experts of an even width, not {model.moe.width}"
+    return ""
+
+
 def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises ConfigError with the numbers when the GPU or the CPU memory is too small."""
     config, model = request.config, request.model
@@ -113,7 +133,7 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     dense = dense_bytes(model, request.dtype)
     room = budget - dense - GPU_WORKSPACE_BYTES
     context, context_reason = wanted_context(request)
-    asked, expert_reason = asked_experts(config, model)
+    asked, expert_reason = _experts_asked(request)
     per_expert, per_token = max(1, expert_bytes(request)), request.kv_bytes_per_token
     kv_room = room - (asked or 0) * per_expert
     if kv_room < min(context, LEAST_CONTEXT) * per_token:
@@ -157,6 +177,18 @@ def asked_experts(config: EngineConfig, model: ModelConfig) -> tuple[int | None,
     if config.kt_num_gpu_experts is not None:
         return min(everyone, config.kt_num_gpu_experts * len(model.moe.layers)), "--kt-num-gpu-experts"
     return None, ""
+
+
+def _experts_asked(request: MemoryRequest) -> tuple[int | None, str]:
+    """0 where the GPU cannot have any. Raises ConfigError if it should."""
+    asked, reason = asked_experts(request.config, request.model)
+    why_not = experts_kept_off(request.model, request.expert_format, request.stored)
+    if why_not and asked:
+        raise ConfigError(
+            f"{reason}: {why_not}; leave the flag out to have the experts computed on the CPU, or convert them while "
+            "loading with --kt-method INT8 or INT4"
+        )
+    return (0, f"{why_not}, so the CPU computes them") if why_not else (asked, reason)
 
 
 def _kv_tokens(request: MemoryRequest, context: int, room: int) -> tuple[int, str]:

@@ -11,6 +11,7 @@ from tandem.config.gpu_plan import (
     GpuPlan,
     check_no_gpu_wishes,
     expert_bytes,
+    experts_kept_off,
     graph_sizes,
     live_placement,
     size_gpu,
@@ -106,7 +107,7 @@ def resolve(
         max_running_requests=running,
         max_step_tokens=_step_tokens(config, memory.context_length, running, gpu is not None, log),
         radix_cache=_radix(config, log),
-        fuse_shared_experts=_fuse_shared(config, model, _alike(model, expert_format, dtype, stored), log),
+        fuse_shared_experts=_fuse_shared(request, gpu is not None, log),
         dense_codes=dense_codes,
         decisions=tuple(log),
         notices=(*config.notices(), *_unread(model), *_idle_on_cpu(config, gpu)),
@@ -298,20 +299,27 @@ def _radix(config: EngineConfig, log: list[Decision]) -> bool:
     return on
 
 
-def _fuse_shared(config: EngineConfig, model: ModelConfig, exact: bool, log: list[Decision]) -> bool:
-    """`exact`: one format keeps the values of both."""
-    moe = model.moe
-    if moe.shared_width == 0:
+def _fuse_shared(request: MemoryRequest, on_gpu: bool, log: list[Decision]) -> bool:
+    if request.model.moe.shared_width == 0:
         return False
-    if config.disable_shared_experts_fusion:
-        log.append(Decision("shared experts", "apart", "--disable-shared-experts-fusion"))
-        return False
-    if not exact:
-        log.append(Decision("shared experts", "apart", "routed experts have a format of their own"))
-        return False
-    if moe.fusible_shared == 0:
-        why = "has its own gate" if moe.shared_gate else "is no multiple of a routed one"
-        log.append(Decision("shared experts", "apart", f"the shared expert {why}"))
-        return False
-    log.append(Decision("shared experts", "fused", "computed with the routed ones in one parallel region"))
-    return True
+    why = _why_apart(request, on_gpu)
+    if why:
+        log.append(Decision("shared experts", "apart", why))
+    else:
+        log.append(
+            Decision("shared experts", "fused", "computed with the routed ones in one parallel region")
+        )
+    return not why
+
+
+def _why_apart(request: MemoryRequest, on_gpu: bool) -> str:
+    """Shared experts that count as routed ones are where every token is computed: on the GPU, if there is one."""
+    model, fmt, stored = request.model, request.expert_format, request.stored
+    if request.config.disable_shared_experts_fusion:
+        return "--disable-shared-experts-fusion"
+    if not _alike(model, fmt, request.dtype, stored):
+        return "routed experts have a format of their own"
+    if model.moe.fusible_shared == 0:
+        why = "has its own gate" if model.moe.shared_gate else "is no multiple of a routed one"
+        return f"the shared expert {why}"
+    return experts_kept_off(model, fmt, stored) if on_gpu else ""

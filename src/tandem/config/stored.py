@@ -15,6 +15,7 @@ class StoredFormat:
     methods: tuple[str, ...] = ("BF16",)  # values of --kt-method that mean it
     group: int = 0  # along K; 0: none, or several
     decoded: str = ""  # what of it has no packed form and becomes numbers: "q5_k"
+    not_on_gpu: str = ""  # what of it the GPU kernels do not read: "q4_k, q6_k"
 
 
 @dataclass(frozen=True, slots=True)

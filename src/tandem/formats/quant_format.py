@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.formats.gpu_reading import kind_is_read
+
 BITS = {
     "f32": 32, "f16": 16, "bf16": 16, "int8": 8, "fp8": 8, "mxfp8": 8, "int4": 4, "mxfp4": 4, "nvfp4": 4,
     "q4_0": 4, "q4_1": 4, "q5_0": 5, "q5_1": 5, "q8_0": 8, "q2_k": 2, "q3_k": 3, "q4_k": 4, "q5_k": 5, "q6_k": 6,
@@ -61,6 +63,13 @@ class QuantFormat:
         if self.packing == "gguf":
             return True
         return not (self.ordered or self.group % 16)
+
+    @property
+    def gpu_readable(self) -> bool:
+        """Whether the GPU kernels read it as it is packed; numbers they do."""
+        if not self.quantised or not self.packable:
+            return True
+        return kind_is_read(self.kind, self.zero_points)
 
     @property
     def bytes_per_weight(self) -> float:

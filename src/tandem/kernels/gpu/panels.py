@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.errors import KernelError
+from tandem.formats.gpu_reading import GPU_CODES, refusal
 
-BF16, INT8, INT4, FP8, FP4 = range(5)
-KINDS = {"bf16": BF16, "int8": INT8, "int4": INT4, "fp8": FP8, "fp4": FP4}
+KINDS = {name: kind for kind, name in enumerate(GPU_CODES)}  # what FMT says
 SCALE_TYPES = {
     "f32": torch.float32,
     "bf16": torch.bfloat16,
@@ -45,13 +45,8 @@ class Panels:
     group: int  # k per scale; 0: one per row
 
     def __post_init__(self) -> None:
-        if self.fmt not in KINDS:
-            raise KernelError(f"the GPU kernels do not read {self.fmt} experts; they read {', '.join(KINDS)}")
-        if self.scale not in SCALE_TYPES:
-            known = ", ".join(SCALE_TYPES)
-            raise KernelError(f"the GPU kernels do not read {self.scale} scales; they read {known}")
-        if self.depth % 2:
-            raise KernelError(f"the GPU kernels read k in pairs: a depth of {self.depth} is odd")
+        if why := refusal(self.fmt, self.scale, self.depth):
+            raise KernelError(why)
 
     @property
     def bytes(self) -> int:

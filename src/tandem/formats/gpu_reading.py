@@ -1,0 +1,30 @@
+"""What the GPU kernels read of what the CPU kernels pack. The planner asks here before anything is loaded
+(`QuantFormat.gpu_readable`), the kernels once they see packed bytes (`kernels/gpu/panels.py`)."""
+
+from __future__ import annotations
+
+GPU_CODES = ("bf16", "int8", "int4", "fp8", "fp4")
+GPU_SCALES = ("f32", "bf16", "f16", "e8m0", "e4m3")
+
+PACKED_KINDS = {
+    "int8": ("int8", ""), "int4": ("int4", ""), "fp8": ("fp8", ""),
+    "mxfp8": ("fp8", "e8m0"), "mxfp4": ("fp4", "e8m0"), "nvfp4": ("fp4", "e4m3"),
+    "q4_0": ("int4", "f16"), "q4_1": ("uint4", "f16"), "q5_0": ("int6", "f16"), "q5_1": ("int6", "f16"),
+    "q8_0": ("int8", "f16"), "q2_k": ("uint4", "bytes16"), "q3_k": ("int4", "bytes16"),
+    "q4_k": ("uint4", "bytes8"), "q5_k": ("int6", "bytes8"), "q6_k": ("int6", "bytes16"),
+}  # fmt: skip
+"""Kind of `QuantFormat` → codes and scales as packed; "": scales of a type of their own, all of which are read."""
+
+
+def refusal(codes: str, scale: str, depth: int = 0) -> str:
+    """Why experts of these packed codes, scales and number of inputs are not read; "" when they are."""
+    if codes not in GPU_CODES:
+        return f"the GPU kernels do not read {codes} experts; they read {', '.join(GPU_CODES)}"
+    if scale and scale not in GPU_SCALES:
+        return f"the GPU kernels do not read {scale} scales; they read {', '.join(GPU_SCALES)}"
+    return f"the GPU kernels read k in pairs: a depth of {depth} is odd" if depth % 2 else ""
+
+
+def kind_is_read(kind: str, shifted: bool) -> bool:
+    """Of a stored kind that is packed as it is. shifted: with zero points, which none of the GPU kernels adds."""
+    return not shifted and not refusal(*PACKED_KINDS[kind])
