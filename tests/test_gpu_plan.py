@@ -62,6 +62,28 @@ def test_a_gpu_too_small_says_what_fits() -> None:
         plan(with_gpu(free=2 * GIB + GIB // 2), kt_gpu_experts_ratio=1.0)
 
 
+def test_auto_does_without_a_gpu_that_is_too_small() -> None:
+    p = plan(with_gpu(free=2 * GIB))
+    assert p.gpu is None and "H100 is too small: 1.8 GiB may be used" in reason(p, "device")
+    assert p == replace(plan(machine()), decisions=p.decisions)
+    assert plan(with_gpu(free=2 * GIB), kt_gpu_experts_ratio=0.0).gpu is None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"device": "cuda"}, {"kt_num_gpu_experts": 1}, {"kt_enable_dynamic_expert_update": True}],
+)
+def test_a_gpu_that_is_too_small_and_was_asked_for_is_an_error(flags: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"^--[a-z -]+: H100 is too small: .* take --device cpu"):
+        plan(with_gpu(free=2 * GIB), **flags)
+
+
+def test_too_little_of_both_memories_says_so_of_both() -> None:
+    small = replace(with_gpu(free=2 * GIB), available_memory=GIB // 4)
+    with pytest.raises(ConfigError, match=r"H100 is too small: .* Without the GPU: the model does not fit"):
+        plan(small)
+
+
 def test_what_fits_a_small_gpu_is_chosen_by_itself() -> None:
     p = plan(with_gpu(free=2 * GIB + GIB), context_length=512, max_running_requests=2)
     assert p.gpu is not None and 0 < p.gpu.experts < 960

@@ -2,6 +2,7 @@
 
 TandemError
 ├── ConfigError        a flag, a value or a combination of them
+│   └── GpuTooSmall    what was to be on the GPU, or beside it in CPU memory, does not fit
 ├── CheckpointError    a file of the model: missing, truncated, wrong shape, unknown format
 ├── RequestError       one request is wrong; the others go on        (HTTP 400)
 ├── EngineError        the engine failed or died while it had work   (HTTP 503)
@@ -15,6 +16,10 @@ class TandemError(Exception):
 
 class ConfigError(TandemError, ValueError):
     """A flag, a value or a combination of them cannot work."""
+
+
+class GpuTooSmall(ConfigError):
+    """What was to be on the GPU, or beside it in CPU memory, does not fit. `--device auto` then does without it."""
 
 
 class CheckpointError(TandemError):

@@ -13,7 +13,7 @@ from tandem.config.machine import Gpu, Machine
 from tandem.config.memory import DEFAULT_FRACTION, LEAST_CONTEXT, MemoryRequest, gib, wanted_context
 from tandem.config.model_config import DTYPE_BYTES, STORED, ModelConfig
 from tandem.config.stored import StoredFormats
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, GpuTooSmall
 
 GPU_FRACTION = 0.9  # of free GPU memory
 GPU_WORKSPACE_BYTES = 2 << 30  # activations, CUDA graphs, libraries
@@ -83,6 +83,17 @@ def _odd_sizes(model: ModelConfig) -> str:
     return f"the GPU kernels need MLPs of an even width, not {odd}" if odd else ""
 
 
+def needs_gpu(config: EngineConfig) -> str:
+    """The first flag that only a GPU can meet; "" where none was given."""
+    wishes = {
+        "--device cuda": config.device == "cuda",
+        "--kt-num-gpu-experts": config.kt_num_gpu_experts,
+        "--kt-gpu-experts-ratio": config.kt_gpu_experts_ratio,
+        "--kt-enable-dynamic-expert-update": config.kt_enable_dynamic_expert_update,
+    }
+    return next((flag for flag, wish in wishes.items() if wish), "")
+
+
 def check_no_gpu_wishes(config: EngineConfig, why: str) -> None:
     """Raises ConfigError when experts on a GPU were asked for."""
     for flag, value in (
@@ -127,7 +138,7 @@ def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredForma
 
 
 def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
-    """Raises ConfigError with the numbers when the GPU or the CPU memory is too small."""
+    """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
     config, model = request.config, request.model
     budget = int(gpu.free_bytes * (config.mem_fraction_static or GPU_FRACTION))
     dense = dense_bytes(model, request.dtype)
@@ -137,7 +148,7 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     per_expert, per_token = max(1, expert_bytes(request)), request.kv_bytes_per_token
     kv_room = room - (asked or 0) * per_expert
     if kv_room < min(context, LEAST_CONTEXT) * per_token:
-        raise ConfigError(_too_small(gpu, budget, dense, room, asked or 0, per_expert))
+        raise GpuTooSmall(_too_small(gpu, budget, dense, room, asked or 0, per_expert))
     tokens, kv_reason = _kv_tokens(request, context, kv_room)
     if tokens < context:
         if config.context_length is not None:
@@ -211,7 +222,7 @@ def _check_ram(request: MemoryRequest, on_gpu: int) -> None:
     spare = len(request.model.moe.layers) if request.config.kt_enable_dynamic_expert_update else 0
     needed = (_all_experts(request.model) - on_gpu + spare) * expert_bytes(request)
     if needed > machine.available_memory * fraction:
-        raise ConfigError(
+        raise GpuTooSmall(
             f"the experts that stay in CPU memory take {gib(needed)}, but {gib(machine.available_memory * fraction)} "
             f"may be used ({fraction:g} of what is free); put more of them on the GPU (--kt-gpu-experts-ratio), or "
             "take a smaller --kt-method"
@@ -223,5 +234,5 @@ def _too_small(gpu: Gpu, budget: int, dense: int, room: int, experts: int, per_e
     return (
         f"{gpu.name} is too small: {gib(budget)} may be used, dense weights take {gib(dense)}, workspace "
         f"{gib(GPU_WORKSPACE_BYTES)}, {experts} experts {gib(experts * per_expert)}; at most {most} experts fit "
-        "without a KV cache: lower --kt-gpu-experts-ratio, or take --device cpu"
+        "without a KV cache"
     )

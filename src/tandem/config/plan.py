@@ -14,6 +14,7 @@ from tandem.config.gpu_plan import (
     experts_kept_off,
     graph_sizes,
     live_placement,
+    needs_gpu,
     size_gpu,
     usable_gpu,
 )
@@ -22,7 +23,7 @@ from tandem.config.memory import MemoryPlan, MemoryRequest, gib, size_memory
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
 from tandem.config.threads import plan_threads
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, GpuTooSmall
 
 DEFAULT_RUNNING_REQUESTS = 64  # decoded together; more would only slow each other down on a CPU
 DEFAULT_PREFILL_TOKENS = (
@@ -79,8 +80,29 @@ def resolve(
 
     Raises ConfigError naming the flag when a wish cannot be met, with the numbers when the model does not fit.
     """
+    gpu, why = usable_gpu(config, model, machine)
+    try:
+        return _resolved(config, model, machine, stored, (gpu, why))
+    except GpuTooSmall as error:
+        if flag := needs_gpu(config):
+            raise ConfigError(f"{flag}: {error}; ask for less, or take --device cpu") from error
+        why = str(error)
+    try:
+        return _resolved(config, model, machine, stored, (None, why))
+    except ConfigError as error:
+        raise ConfigError(f"{why}. Without the GPU: {error}") from error
+
+
+def _resolved(
+    config: EngineConfig,
+    model: ModelConfig,
+    machine: Machine,
+    stored: StoredFormats,
+    device: tuple[Gpu | None, str],
+) -> Plan:
+    """device: the GPU, None for none, and why."""
     log: list[Decision] = []
-    gpu = _device(config, model, machine, log)
+    gpu = _device(config, *device, log)
     dtype = _dtype(config, log)
     dense_codes = gpu is None and _dense_codes(dtype, stored, log)
     expert_format = _expert_format(config, dtype, stored, log if model.moe.layers else [])
@@ -124,8 +146,7 @@ def _unread(model: ModelConfig) -> list[str]:
     return [f"config.json: {key} is not understood and has no effect" for key in model.unread_keys]
 
 
-def _device(config: EngineConfig, model: ModelConfig, machine: Machine, log: list[Decision]) -> Gpu | None:
-    gpu, reason = usable_gpu(config, model, machine)
+def _device(config: EngineConfig, gpu: Gpu | None, reason: str, log: list[Decision]) -> Gpu | None:
     if gpu is None:
         check_no_gpu_wishes(config, reason)
     log.append(Decision("device", "cpu" if gpu is None else "cuda", reason))
