@@ -78,6 +78,17 @@ def int8(weight: Tensor, strategy: str) -> Made:
     return _compressed(weight, "int-quantized", args, weight_scale=extreme / 127)
 
 
+def int4_bytes(weight: Tensor) -> Made:
+    """W4AFP8 (written out): two's complement codes of 4 bits, even columns in low halves, scales of 128 columns."""
+    scale = (_extremes(weight, 128) / 7).to(torch.bfloat16).float()
+    codes = (weight / scale.repeat_interleave(128, 1)).round().clamp(-8, 7)
+    low, high = codes[:, ::2].to(torch.int64) & 15, codes[:, 1::2].to(torch.int64) & 15
+    joined = (low | high << 4).to(torch.uint8).view(torch.int8)
+    expected = codes * scale.repeat_interleave(128, 1)
+    tensors = {".weight": joined, ".weight_scale_inv": scale.to(torch.bfloat16)}
+    return Made(tensors, expected, {"quant_method": "w4afp8", "weight_block_size": [128, 128]})
+
+
 def float8(weight: Tensor, strategy: str) -> Made:
     args: dict[str, object] = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
     extreme = weight.abs().amax(1, keepdim=True) if strategy == "channel" else weight.abs().max()[None]
@@ -240,6 +251,7 @@ MAKERS: dict[str, Callable[[Tensor], Made]] = {
     "int4 packed g128 f16": lambda w: packed_int(w, 4, 128, torch.float16),
     "int4 packed per channel": lambda w: packed_int(w, 4, 0),
     "int4 packed zeros": lambda w: packed_int_zeros(w, 4),
+    "int4 bytes": int4_bytes,
     "mxfp4 packed": lambda w: mx(w, 4),
     "mxfp4 deepseek": fp4_deepseek,
     "nvfp4 packed": nvfp4_compressed,

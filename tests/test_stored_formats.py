@@ -89,3 +89,12 @@ def test_gpt_oss_blocks(tmp_path):
         checkpoint = save(tmp_path, tensors, config)
         for i, expert in enumerate(experts):
             assert torch.equal(numbers(checkpoint.expert_weight(module, i, (2, N, K))), expert.expected)
+
+
+def test_int4_in_bytes_is_known_before_sizes_are(tmp_path):
+    """W4AFP8, for the planner: the configuration says what [N, K / 2] bytes are."""
+    one, module = made("int4 bytes"), "model.layers.3.mlp.experts.7.gate_proj"
+    tensors = {module + k: v for k, v in one.tensors.items()}
+    assert save(tmp_path, tensors, one.config).formats().experts.name == "int4 g128"
+    assert "RAWINT4" in save(tmp_path, tensors, one.config).formats().experts.methods
+    assert save(tmp_path, tensors, one.config).shape(module) == (N, K)

@@ -71,7 +71,7 @@ def _fp8_codes(weight: Tensor, scale: Tensor, s: Scaling) -> Weight:
 def _int8(parts: Parts, part: Part, hints: QuantHints, shape: Shape | None) -> Stored:
     """int8; or two codes of 4 bits per byte: MXFP4 (DeepSeek-V4's experts), int4 (w4afp8)."""
     scale = needed(parts, "scale")
-    if scale.dtype in E8M0 or _is_halved(part, shape):
+    if scale.dtype in E8M0 or _is_halved(part, hints, shape):
         return _fp4(parts, part, hints, shape)
     n, k = agreed(part, part.shape, shape)
     s = scaling(scale, (n, k), hints)
@@ -88,8 +88,11 @@ def _int8_codes(t: Tensors, s: Scaling, has_zeros: bool) -> Weight:
     return packed.unsigned(stored ^ 128, 8, scales, zeros, s.group, stored.shape[1])
 
 
-def _is_halved(part: Part, shape: Shape | None) -> bool:
-    return shape is not None and part.shape == (shape[0], shape[1] // 2)
+def _is_halved(part: Part, hints: QuantHints, shape: Shape | None) -> bool:
+    """Two codes per byte: as the model's sizes say, or before those are known, as the configuration does."""
+    if shape is None:
+        return hints.method == "w4afp8"
+    return part.shape == (shape[0], shape[1] // 2)
 
 
 def _fp4(parts: Parts, part: Part, hints: QuantHints, shape: Shape | None) -> Stored:
