@@ -202,6 +202,27 @@ def test_experts_that_move_at_every_step_do_not_change_the_logits(
             assert torch.equal(slots >= 0, session.usage.on_gpu[layer])
 
 
+@pytest.mark.parametrize("variant", ["qwen3_moe-gpu", "glm4_moe"])
+def test_rows_decode_beside_a_prompt(tiny_models, variant) -> None:
+    """Three sequences with one row each, a fourth with many, in one step."""
+    path = tiny_models[variant]
+    session = Session(path, 0.5, ())
+    session.step(list(range(ROWS)), 0, PROMPT)
+    one, many = batch_of([0, 1, 2], PROMPT, 1), batch_of([3], PROMPT, DECODED)
+    names = ("input_ids", "positions", "cache_slots", "seq_lens", "block_tables")
+    parts = {name: torch.cat((getattr(one, name), getattr(many, name))) for name in names}
+    starts = torch.cat((one.query_starts, many.query_starts[1:] + 3))
+    batch = ForwardBatch(**parts, query_starts=starts, logits_rows=torch.arange(3 + DECODED), single_rows=3)
+    with torch.inference_mode():
+        ours = session.runner.logits(batch).logits.cpu()
+
+    def rows(logits: Tensor) -> Tensor:
+        return torch.cat((logits[:3, PROMPT], logits[3, PROMPT:]))
+
+    exact, theirs = rows(on_the_cpu(path, "float32")), rows(on_the_cpu(path, "bfloat16"))
+    assert rms(ours, exact) < 1.5 * rms(theirs, exact)
+
+
 def test_a_graph_fills_up_with_copies(tiny_models) -> None:
     """Three rows in a graph of eight give the bits that they give alone in it."""
     session = Session(tiny_models["qwen3_moe-gpu"], 0.5, (8,))

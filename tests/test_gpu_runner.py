@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
 import torch
 
 from tandem.engine.gpu_runner import _Inputs
+from tandem.engine.runner import ModelRunner
+from tandem.engine.sequence import Chunk
 from tandem.models import ForwardBatch
 
 SIZE, PAGES = 6, 5
@@ -52,3 +59,20 @@ def test_an_idle_graph_reads_one_token_of_page_0() -> None:
     idle = inputs.batch
     assert inputs.counted.tolist() == [0]
     assert idle.seq_lens.eq(1).all() and idle.block_tables.eq(0).all() and idle.cache_slots.eq(0).all()
+
+
+def chunk(computed: int, length: int) -> Chunk:
+    sequence = SimpleNamespace(
+        computed_len=computed, tokens=np.arange(64), page_table=np.arange(4, dtype=np.int32), num_pages=4
+    )
+    return Chunk(cast(Any, sequence), length, 1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "single"), [((1, 1, 1), 3), ((1, 1, 7, 1, 3), 2), ((5, 1), 0), ((1, 9), 1), ((4,), 0)]
+)
+def test_a_batch_says_how_many_rows_decode(lengths: tuple[int, ...], single: int) -> None:
+    runner = ModelRunner(cast(Any, None), [], page_size=16, max_step_tokens=64)
+    made = runner.batch([chunk(10 * i, length) for i, length in enumerate(lengths)])
+    assert made.single_rows == single
+    assert made.query_starts.diff()[:single].eq(1).all()

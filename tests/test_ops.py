@@ -37,6 +37,7 @@ class Batch:
     query_starts: Tensor
     seq_lens: Tensor
     block_tables: Tensor
+    single_rows: int = 0
 
 
 def make_batch(spans: list[tuple[int, int]], tables: Tensor) -> Batch:

@@ -152,6 +152,7 @@ class GpuRunner:
         return ForwardBatch(
             there(batch.input_ids), there(batch.positions), there(batch.cache_slots), there(batch.query_starts),
             there(batch.seq_lens), there(batch.block_tables), there(batch.logits_rows),
+            batch.single_rows,
         )  # fmt: skip
 
     # -- graphs ---

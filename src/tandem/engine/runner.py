@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
@@ -94,6 +95,7 @@ class ModelRunner:
             seq_lens=torch.from_numpy(self._seq_lens[: len(chunks)]),
             block_tables=torch.from_numpy(tables),
             logits_rows=torch.from_numpy(self._logits_rows[:logits]),
+            single_rows=sum(1 for _ in takewhile(lambda chunk: chunk.length == 1, chunks)),
         )
 
     def _fill(self, row: int, chunk: Chunk) -> None:

@@ -33,6 +33,8 @@ class BatchLayout(Protocol):
     def seq_lens(self) -> Tensor: ...  # int32 [S]
     @property
     def block_tables(self) -> Tensor: ...  # int32 [S, P]
+    @property
+    def single_rows(self) -> int: ...  # so many first sequences surely have one row each
 
 
 @dataclass(frozen=True, slots=True)

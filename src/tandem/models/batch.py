@@ -22,3 +22,6 @@ class ForwardBatch:
     seq_lens: Tensor  # int32 [S]: cached + new tokens
     block_tables: Tensor  # int32 [S, P]: padded with 0
     logits_rows: Tensor  # int64 [R]: rows of [0, T) whose logits are wanted
+    single_rows: int = (
+        0  # so many first sequences have one row each, as a step's decoding ones do; 0: not known
+    )

@@ -17,6 +17,9 @@ from tandem.kernels.ops import BatchLayout
 SPLITS = 32  # parts of a decoding row's keys: x 4 key heads they fill a large GPU with one sequence
 KEYS = 64  # keys per step of the loop
 QUERY_ROWS = 64  # rows (queries x heads of a group) of a prefill tile
+SEQUENCES = 128  # looked through at a time by a prefill tile that asks whose it is
+# Differ between steps: Triton would compile anew for 1 and for multiples of 16, a second or more while serving.
+VARYING = ["window", "table_width", "first", "sequences"]
 
 
 @triton.jit
@@ -37,7 +40,7 @@ def _page_rows(table, keys, inside, PAGE: tl.constexpr):
     return tl.load(table + keys // PAGE, inside, other=0).to(tl.int64) * PAGE + keys % PAGE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING[:2])
 def _decode(q, k_pages, v_pages, tables, lens, partial, stats, scale, window, table_width,
             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
             ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -83,22 +86,28 @@ def _merge(partial, stats, out, DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def _sequence_of(starts, sequences, block, QUERIES: tl.constexpr, SEQUENCES: tl.constexpr):
+def _sequence_of(starts, sequences, block, QUERIES: tl.constexpr, AT_ONCE: tl.constexpr):
     """Which sequence block `block` of queries belongs to, and its number there; (sequences, 0) past the last."""
-    s = tl.arange(0, SEQUENCES)
-    inside = s < sequences
-    rows = tl.load(starts + s + 1, inside, other=0) - tl.load(starts + s, inside, other=0)
-    blocks = tl.where(inside, (rows + QUERIES - 1) // QUERIES, 0)
-    sequence = tl.sum((inside & (tl.cumsum(blocks, 0) <= block)).to(tl.int32))
-    return sequence, block - tl.sum(tl.where(s < sequence, blocks, 0))
+    sequence, skipped, before = 0, 0, 0
+    for first in range(0, sequences, AT_ONCE):
+        s = first + tl.arange(0, AT_ONCE)
+        inside = s < sequences
+        rows = tl.load(starts + s + 1, inside, other=0) - tl.load(starts + s, inside, other=0)
+        blocks = tl.where(inside, (rows + QUERIES - 1) // QUERIES, 0)
+        passed = inside & (before + tl.cumsum(blocks, 0) <= block)
+        sequence += tl.sum(passed.to(tl.int32))
+        skipped += tl.sum(tl.where(passed, blocks, 0))
+        before += tl.sum(blocks)
+    return sequence, block - skipped
 
 
-@triton.jit
-def _prefill(q, k_pages, v_pages, tables, starts, positions, out, scale, window, table_width, sequences,
+@triton.jit(do_not_specialize=VARYING)
+def _prefill(q, k_pages, v_pages, tables, starts, positions, out, scale, window, table_width, first, sequences,
              HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
              QUERIES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-             SEQUENCES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    s, block = _sequence_of(starts, sequences, tl.program_id(0), QUERIES, SEQUENCES)
+             AT_ONCE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    s, block = _sequence_of(starts + first, sequences - first, tl.program_id(0), QUERIES, AT_ONCE)
+    s += first
     if s >= sequences:
         return
     g = tl.program_id(1)
@@ -141,14 +150,36 @@ def _common(q: Tensor, k_pages: Tensor) -> dict[str, int | str]:
     }  # fmt: skip
 
 
-def decode(
+def attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: BatchLayout, scale: float, window: int
 ) -> Tensor:
-    """One new token of every sequence: q [S, H, D] -> [S, H * D]."""
-    rows, heads, dim = q.shape
+    """Any mixture of chunks: q [T, H, D] -> [T, H * D]. The first sequences with one row each are decoded: a tile of
+    queries would walk all keys of such a row alone."""
+    rows, sequences = q.shape[0], batch.seq_lens.shape[0]
+    single = sequences if rows == sequences else batch.single_rows
+    out = q.new_empty((rows, q.shape[1] * q.shape[2]))
+    pages = k_pages, v_pages
+    if single:
+        _run_decode(q, pages, batch, scale, window, single, out)
+    if single < sequences:
+        _run_prefill(q, pages, batch, scale, window, single, out)
+    return out
+
+
+def _run_decode(
+    q: Tensor,
+    pages: tuple[Tensor, Tensor],
+    batch: BatchLayout,
+    scale: float,
+    window: int,
+    rows: int,
+    out: Tensor,
+) -> None:
+    """One new token of each of the first `rows` sequences."""
+    k_pages, v_pages = pages
+    heads, dim = q.shape[1:]
     partial = q.new_empty((rows, heads, SPLITS, dim), dtype=torch.float32)
     stats = q.new_empty((rows, heads, SPLITS, 2), dtype=torch.float32)
-    out = q.new_empty((rows, heads * dim))
     share = heads // k_pages.shape[2]
     _decode[(rows, k_pages.shape[2], SPLITS)](
         q, k_pages, v_pages, batch.block_tables, batch.seq_lens, partial, stats, scale, window,
@@ -158,21 +189,24 @@ def decode(
     _merge[(rows * heads,)](
         partial, stats, out, DIM=dim, PARTS=SPLITS, BLOCK=triton.next_power_of_2(dim), num_warps=4
     )
-    return out
 
 
-def prefill(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: BatchLayout, scale: float, window: int
-) -> Tensor:
-    """Any mixture of chunks: q [T, H, D] -> [T, H * D]."""
-    rows, heads, dim = q.shape
-    sequences = batch.seq_lens.shape[0]
-    group = triton.next_power_of_2(heads // k_pages.shape[2])
+def _run_prefill(
+    q: Tensor,
+    pages: tuple[Tensor, Tensor],
+    batch: BatchLayout,
+    scale: float,
+    window: int,
+    first: int,
+    out: Tensor,
+) -> None:
+    """All sequences from `first` on; those before have one row each."""
+    k_pages, v_pages = pages
+    rows, sequences = q.shape[0] - first, batch.seq_lens.shape[0]
+    group = triton.next_power_of_2(q.shape[1] // k_pages.shape[2])
     queries = max(1, QUERY_ROWS // group)
-    out = q.new_empty((rows, heads * dim))
-    _prefill[(rows // queries + sequences, k_pages.shape[2])](
+    _prefill[(rows // queries + sequences - first, k_pages.shape[2])](
         q, k_pages, v_pages, batch.block_tables, batch.query_starts, batch.positions, out, scale, window,
-        batch.block_tables.shape[1], sequences, QUERIES=queries, GROUP=group,
-        SEQUENCES=triton.next_power_of_2(sequences), **_common(q, k_pages), num_warps=4, num_stages=2,
+        batch.block_tables.shape[1], first, sequences, QUERIES=queries, GROUP=group, AT_ONCE=SEQUENCES,
+        **_common(q, k_pages), num_warps=4, num_stages=2,
     )  # fmt: skip
-    return out

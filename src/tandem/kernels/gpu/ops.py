@@ -117,9 +117,7 @@ class GpuOps:
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        one_each = q.shape[0] == batch.seq_lens.shape[0]
-        run = attention.decode if one_each else attention.prefill
-        return run(q, k_pages, v_pages, batch, scale, window)
+        return attention.attention(q, k_pages, v_pages, batch, scale, window)
 
     def route(
         self,
