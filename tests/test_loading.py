@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tandem import LLM, SamplingParams
+from tandem import LLM, SamplingParams, _core
 from tandem.checkpoint import open_checkpoint
 from tandem.errors import CheckpointError
 from tandem.experts import CpuExperts, cpu_experts
@@ -205,6 +205,30 @@ def test_peak_memory_is_the_final_one_and_two_layers(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", LOADING, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert layer > 25e6 and int(done.stdout) < 2 * layer
+
+
+def test_without_a_file_to_read_the_mapping_is_read() -> None:
+    """As where there are too many open files."""
+    weight, workspace = torch.randn(64, 96).bfloat16(), Workspace(WorkerPool([-1]), "scalar")
+    expected = PackedMatrix(workspace, weight).dequantised()
+    known = _core.ReadableFile(-1, weight.data_ptr(), weight.nbytes)
+    assert torch.equal(PackedMatrix(workspace, weight).dequantised(), expected)
+    del known
+
+
+def test_a_file_is_read_only_while_it_is_known(tmp_path: Path) -> None:
+    """Other bytes in the file than at the address: whose are packed says what was read."""
+    here, there, workspace = (
+        torch.ones(64, 96).bfloat16(),
+        torch.zeros(64, 96),
+        Workspace(WorkerPool([-1]), "scalar"),
+    )
+    (tmp_path / "file").write_bytes(there.bfloat16().view(torch.uint8).numpy().tobytes())
+    with (tmp_path / "file").open("rb") as file:
+        known = _core.ReadableFile(file.fileno(), here.data_ptr(), here.nbytes)
+    assert torch.equal(PackedMatrix(workspace, here).dequantised(), there)
+    del known
+    assert torch.equal(PackedMatrix(workspace, here).dequantised(), here.float())
 
 
 def test_a_file_that_is_cut_short_while_it_is_loaded_is_an_error(tmp_path: Path) -> None:

@@ -35,12 +35,13 @@ std::string system_message(int error) { return std::generic_category().message(e
 
 ReadableFile::ReadableFile(int fd, const uint8_t* begin, size_t bytes)
     : begin_(begin), bytes_(bytes), fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)) {
-  if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "keeping the file open");
+  if (fd_ < 0) return;
   const std::unique_lock lock(guard());
   known()[reinterpret_cast<uintptr_t>(begin_)] = {bytes_, fd_};
 }
 
 ReadableFile::~ReadableFile() {
+  if (fd_ < 0) return;
   {
     const std::unique_lock lock(guard());
     const auto own = known().find(reinterpret_cast<uintptr_t>(begin_));

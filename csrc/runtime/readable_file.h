@@ -17,7 +17,7 @@ struct UnreadableFile : std::runtime_error {
 // While this lives, addresses [begin, begin + bytes) are known to be the first bytes of a file.
 class ReadableFile {
  public:
-  // `fd` is duplicated. Throws std::system_error.
+  // `fd` is duplicated. Where that cannot be (too many open files), the mapping is all there is: read() is false.
   ReadableFile(int fd, const uint8_t* begin, size_t bytes);
   ~ReadableFile();
   ReadableFile(const ReadableFile&) = delete;
