@@ -23,6 +23,7 @@ from tandem.kernels.reference import TorchOps
 from test_ops import Batch, make_batch, random_tables
 
 if AVAILABLE:
+    from tandem.kernels.gpu import experts
     from tandem.kernels.gpu.experts import FEW_TOKENS
     from tandem.kernels.gpu.ops import GpuOps
 
@@ -207,6 +208,40 @@ def test_experts_read_the_packed_bytes_of_the_cpu(
     case = expert_case(tokens, *shape)
     assert (tokens <= FEW_TOKENS) == (tokens < 150)
     check_experts(ops, case, lambda e: (case[0][e], case[1][e], case[2][e]), fmt)
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_a_long_step_in_pieces_gives_the_same_bits(
+    ops: Ops, monkeypatch: pytest.MonkeyPatch, more: bool
+) -> None:
+    """Pieces of 64 tokens and one of 22; with what the CPU adds, and without."""
+    gate, up, down, x, ids, weights = (t.to(DEVICE) for t in expert_case(150, 64, 40, 6))
+    layer = ops.gpu_experts(torch.tensor([i - 1 for i in range(6)]), 64, 40, "bf16")
+    for e in range(1, 6):
+        layer.load(e, gate[e].cpu(), up[e].cpu(), down[e].cpu())
+    sizes: list[int] = []
+
+    def pairs(x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        """Stands in for tiles in Triton's interpreter, which takes bfloat16 for integers there."""
+        sizes.append(len(x))
+        factors = torch.where(slots < 0, torch.nan, weights * (slots + 1))
+        return (factors[..., None] * x[:, None].float()).view(-1, 64)
+
+    if INTERPRETED:
+        monkeypatch.setattr(layer, "_tiled", pairs)
+    slots = layer.table[ids]
+    elsewhere = torch.randn(150, 64, device=DEVICE) if more else None
+    kept = None if elsewhere is None else elsewhere.clone()
+    whole = layer.combine(layer.partial(x, slots, weights), kept)
+    monkeypatch.setattr(experts, "SCRATCH_BYTES", 3 * (64 * 4 + 40 * 2) * 100)
+    in_pieces = layer.partial(x, slots, weights)
+    assert in_pieces.slots is None and in_pieces.values.shape == x.shape
+    got = layer.combine(in_pieces, elsewhere)
+    if INTERPRETED:  # Triton's interpreter cuts off where PyTorch rounds to bfloat16
+        near(got.float(), whole.float(), BF16_ULP)
+        assert sizes == [150, 64, 64, 22]
+    else:
+        assert torch.equal(got, whole)
 
 
 def test_ids_that_no_expert_has_are_skipped(ops: Ops) -> None:

@@ -21,15 +21,15 @@ from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import Routing, SureRead
 
 if TYPE_CHECKING:
-    from tandem.kernels.gpu.experts import GpuExperts
+    from tandem.kernels.gpu.experts import GpuExperts, PartialSums
 
 
 @dataclass(frozen=True, slots=True)
 class HybridTicket:
-    """A batch under way: the GPU's weighted results per pair, and which pairs they are."""
+    """A batch under way: each pair's slot on the GPU or -1, and what the GPU's experts add."""
 
     slots: Tensor
-    partial: Tensor | None
+    partial: PartialSums | None
     dtype: torch.dtype
 
 
@@ -88,6 +88,6 @@ class HybridExperts:
         """sum over k of weight * expert(x), [T, hidden]."""
         elsewhere = None if self._cpu is None else self._handoff.collect(len(ticket.slots))
         if self._gpu is not None and ticket.partial is not None:
-            return self._gpu.combine(ticket.partial, ticket.slots, elsewhere)
+            return self._gpu.combine(ticket.partial, elsewhere)
         assert elsewhere is not None
         return elsewhere.to(ticket.dtype)

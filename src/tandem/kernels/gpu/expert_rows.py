@@ -123,10 +123,9 @@ def down(
     return partial
 
 
-def combine(partial: Tensor, slots: Tensor, dtype: torch.dtype, elsewhere: Tensor | None = None) -> Tensor:
-    """The sum of a token's pairs, plus `elsewhere` (float32 [T, columns]): [T, columns]."""
+def combine(partial: Tensor, slots: Tensor, out: Tensor, elsewhere: Tensor | None = None) -> Tensor:
+    """The sum of a token's pairs, plus `elsewhere` (float32 [T, columns]), into out [T, columns]."""
     columns = partial.shape[1]
-    out = partial.new_empty((slots.shape[0], columns), dtype=dtype)
     _combine[(slots.shape[0], triton.cdiv(columns, 1024))](
         partial, slots, partial if elsewhere is None else elsewhere, out, columns,
         TOP_K=slots.shape[1], HAS_MORE=elsewhere is not None, BLOCK=1024, num_warps=4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,16 @@ from tandem.kernels.gpu import expert_rows, expert_tiles
 from tandem.kernels.gpu.panels import Panels
 
 FEW_TOKENS = 16  # up to here every (token, expert) pair streams its weights; from there on tiles share them
+SCRATCH_BYTES = 512 << 20  # of a step's pairs at a time: thousands of tokens, so that tiles are full
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSums:
+    """What a layer's GPU experts add: a weighted result per pair, float32 [T * k, hidden], unwritten where the slot is
+    below 0; without `slots` their sums, float32 [T, hidden]."""
+
+    values: Tensor
+    slots: Tensor | None
 
 
 class GpuExperts:
@@ -82,25 +93,50 @@ class GpuExperts:
         """Packed bytes of one expert; 0 while none was loaded."""
         return self.stride
 
-    def partial(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-        """Every pair's weighted result, float32 [T * k, hidden]; `combine` adds them up."""
-        offset, stride = self.gate_up.bytes, self.stride
+    def partial(self, x: Tensor, slots: Tensor, weights: Tensor) -> PartialSums:
+        """x bfloat16 [T, hidden], slots and weights [T, k]; `combine` ends it. A long step is taken in pieces, each
+        added up before the next, so that its memory is bounded; a row's bits are the same."""
         if len(x) <= FEW_TOKENS:
-            h = expert_rows.gate_up(x, self.pool, self.gate_up, stride, slots, self.width)
-            return expert_rows.down(h, self.pool, offset, self.down, stride, slots, weights)
+            return PartialSums(self._streamed(x, slots, weights), slots)
+        each = self._tokens_at_once(x.shape[1], slots.shape[1])
+        if len(x) <= each:
+            return PartialSums(self._tiled(x, slots, weights), slots)
+        sums = torch.empty_like(x, dtype=torch.float32)
+        for first in range(0, len(x), each):
+            part = slice(first, first + each)
+            pairs = self._tiled(x[part], slots[part], weights[part])
+            expert_rows.combine(pairs, slots[part], sums[part])
+        return PartialSums(sums, None)
+
+    def combine(self, partial: PartialSums, elsewhere: Tensor | None = None) -> Tensor:
+        """The sum over each token's experts, plus what other places computed, which may be changed: bfloat16
+        [T, hidden]."""
+        if partial.slots is None:
+            total = partial.values if elsewhere is None else elsewhere.add_(partial.values)
+            return total.to(torch.bfloat16)
+        shape = len(partial.slots), partial.values.shape[1]
+        out = partial.values.new_empty(shape, dtype=torch.bfloat16)
+        return expert_rows.combine(partial.values, partial.slots, out, elsewhere)
+
+    def _tokens_at_once(self, hidden: int, top_k: int) -> int:
+        per_token = top_k * (hidden * 4 + self.width * 2)
+        return max(1, SCRATCH_BYTES // per_token // expert_tiles.ROWS) * expert_tiles.ROWS
+
+    def _streamed(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        offset, stride = self.gate_up.bytes, self.stride
+        h = expert_rows.gate_up(x, self.pool, self.gate_up, stride, slots, self.width)
+        return expert_rows.down(h, self.pool, offset, self.down, stride, slots, weights)
+
+    def _tiled(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        offset, stride = self.gate_up.bytes, self.stride
         tiles = expert_tiles.row_tiles(slots, self.slots)
         h = expert_tiles.gate_up(x, self.pool, self.gate_up, stride, tiles, slots, self.width)
         return expert_tiles.down(h, self.pool, offset, self.down, stride, tiles, weights)
 
-    def combine(self, partial: Tensor, slots: Tensor, elsewhere: Tensor | None = None) -> Tensor:
-        """The sum over each token's experts, plus what other places computed; bfloat16 [T, hidden]."""
-        return expert_rows.combine(partial, slots, torch.bfloat16, elsewhere)
-
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None, add: bool = False
     ) -> Tensor:
-        slots = self._slots(ids)
-        result = self.combine(self.partial(x, slots, weights), slots)
+        result = self.combine(self.partial(x, self._slots(ids), weights))
         if out is None:
             return result
         return out.add_(result) if add else out.copy_(result)
