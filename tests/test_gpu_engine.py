@@ -97,7 +97,7 @@ class Session:
         self.model = build(
             config, made, open_checkpoint(path), self.side.ops, None, self.side.store, usage=self.usage
         )
-        layers, kv_heads, dim = self.model.kv_layout
+        layers, kv_heads, dim, *_ = self.model.kv_layout
         shape = (ROWS * PAGES, PAGE, kv_heads, dim)
         kv = [
             tuple(torch.zeros(2, *shape, dtype=torch.bfloat16, device="cuda").unbind()) for _ in range(layers)
@@ -148,7 +148,7 @@ def on_the_cpu(path: Path, dtype: str) -> Tensor:
     fmt = "f32" if dtype == "float32" else "bf16"
     made = replace(plan(0.0, (), 0), dtype=dtype, expert_format=fmt, gpu=None)
     model = build(config, made, open_checkpoint(path), CpuOps(_core.WorkerPool([-1, -1]), made.tier))
-    layers, kv_heads, dim = model.kv_layout
+    layers, kv_heads, dim, *_ = model.kv_layout
     shape = (ROWS * PAGES, PAGE, kv_heads, dim)
     kv = [tuple(torch.zeros(2, *shape, dtype=getattr(torch, dtype)).unbind()) for _ in range(layers)]
     with torch.inference_mode():

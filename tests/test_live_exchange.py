@@ -217,7 +217,7 @@ class Usage:
     def __init__(self) -> None:
         self.tokens = torch.zeros(2, EXPERTS, dtype=torch.int64)
         self.on_gpu = torch.zeros(2, EXPERTS, dtype=torch.bool)
-        self.swaps = 0
+        self.swaps = self.swap_rests = 0
 
     def read(self) -> UsageTotals:
         return UsageTotals(self.tokens.clone(), self.tokens)
@@ -227,10 +227,12 @@ class Usage:
         self.swaps += swaps
 
 
-def live(layers: list[Layer], copies: FakeCopies, usage: Usage) -> LiveExperts:
-    s = PolicySettings(interval_steps=2, dwell_steps=0, bytes_per_step=PLENTY)
+def live(
+    layers: list[Layer], copies: FakeCopies, usage: Usage, cost: float = 1.0, horizon: float = 100.0
+) -> LiveExperts:
+    s = PolicySettings(interval_steps=2, dwell_steps=0, bytes_per_step=PLENTY, horizon_tokens=horizon)
     slot_of = torch.stack([layer.gpu.table for layer in layers])
-    policy = LivePolicy(slot_of, layers[0].cpu.bytes_per_expert, 1.0, s)
+    policy = LivePolicy(slot_of, layers[0].cpu.bytes_per_expert, cost, s)
     return LiveExperts(policy, made(layers, copies, s.bytes_per_step), usage)
 
 
@@ -249,6 +251,21 @@ def test_what_is_used_comes_to_the_gpu() -> None:
     assert usage.swaps == 5
     for index, layer in enumerate(layers):
         assert torch.equal(layer.gpu.table >= 0, usage.on_gpu[index])
+
+
+def test_moving_that_does_not_pay_is_paused_and_counted() -> None:
+    layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
+    experts = live(
+        layers, copies, usage, cost=20.0, horizon=1e9
+    )  # moves at once, and each costs more than it gains
+    for step in range(400):  # every few tokens another expert
+        usage.tokens[:, 3 + step // 8 % 4] += 1
+        with torch.inference_mode():  # as the engine's steps are
+            experts.after_step(1)
+        copies.arrive(1.0)
+    assert usage.swap_rests > 0
+    for layer in layers:
+        layer.check()
 
 
 def test_moving_that_always_fails_ends_and_fails_no_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -110,3 +110,23 @@ def test_pools_say_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="at most 16"):
         _core.WorkerPool([-1] * 17, 20, list(range(17)))
     assert _core.WorkerPool([-1] * 3, 20, [0, 4, 4]).nodes == 2
+
+
+@pytest.mark.parametrize("nodes", DIVISIONS)
+def test_divided_experts_come_and_go(nodes: tuple[int, ...]) -> None:
+    """Places for four of seven experts, each divided among the nodes; bytes are those of an undivided one."""
+    whole, where = loaded(workspace((), "scalar"), "int4", 32), workspace(nodes, "scalar")
+    some = PackedExperts(where, EXPERTS, HIDDEN, WIDTH, "int4", group=32, places=4)
+    for expert in (0, 2, 4, 6):
+        some.load_packed(expert, whole.packed(expert))
+    for leaving, coming in ((2, 1), (0, 5), (1, 2)):
+        some.forget(leaving)
+        some.load_packed(coming, whole.packed(coming))
+    assert some.loaded == 4
+    for expert in (2, 4, 5, 6):
+        assert torch.equal(some.packed(expert), whole.packed(expert))
+    plain = PackedExperts(workspace((), "scalar"), EXPERTS, HIDDEN, WIDTH, "int4", group=32)
+    for expert in range(EXPERTS):
+        plain.load_packed(expert, whole.packed(expert))
+    x, ids = torch.randn(3, HIDDEN).bfloat16(), torch.tensor([[2, 4], [5, 6], [6, 2]], dtype=torch.int32)
+    assert torch.equal(some.forward(x, ids, torch.ones(3, 2)), plain.forward(x, ids, torch.ones(3, 2)))

@@ -33,7 +33,7 @@ class TraceUsage:
         self.tokens = 0  # of the trace, decoded so far
         self._counted = 0
         self._totals = torch.zeros(on_gpu.shape, dtype=torch.int64)
-        self.hits = self.swaps = 0
+        self.hits = self.swaps = self.swap_rests = 0
 
     def read(self) -> UsageTotals:
         self._real.read()
@@ -77,7 +77,7 @@ def _row(
     usages[0].read()
     return {
         **shape_columns(request, MEASURED, strategy, share), "tok_s": round(len(trace) / seconds, 2),
-        "hit": round(usages[0].hits / trace.numel(), 4), "swaps": usages[0].swaps,
+        "hit": round(usages[0].hits / trace.numel(), 4), "swaps": usages[0].swaps, "rests": usages[0].swap_rests,
     }  # fmt: skip
 
 

@@ -97,6 +97,7 @@ class ExpertMeter:
             cpu_bytes=sides.cpu_bytes.tolist(),
             hit_rate=sides.hit_rate,
             swaps=self._usage.swaps,
+            swap_rests=self._usage.swap_rests,
             handoff_posts=times.posts,
             handoff_wait_seconds=times.wait_seconds,
             handoff_serve_seconds=times.serve_seconds,

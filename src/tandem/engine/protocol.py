@@ -103,6 +103,7 @@ class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
     cpu_bytes: list[int]
     hit_rate: float = 0.0  # share of the tokens whose expert was on the GPU
     swaps: int = 0  # experts that came to the GPU while serving
+    swap_rests: int = 0  # how often that was paused because it did not pay
     handoff_posts: int = 0  # batches that the GPU handed to the CPU
     handoff_wait_seconds: float = 0.0  # the CPU waited for them
     handoff_serve_seconds: float = 0.0  # the CPU computed them

@@ -29,6 +29,8 @@ class Totals(Protocol):
 class Usage(Protocol):
     """What `experts.usage.ExpertUsage` offers: counts since the start, int64 [layers, experts]; where experts are."""
 
+    swap_rests: int
+
     def read(self) -> Totals: ...
 
     def place(self, on_gpu: Tensor, swaps: int) -> None: ...
@@ -86,4 +88,5 @@ class LiveExperts:
         used = self._usage.read().tokens
         self._policy.observe(used - self._seen, self._tokens, self._steps)
         self._seen, self._tokens, self._steps = used, 0, 0
+        self._usage.swap_rests = self._policy.rests
         self._exchange.add(self._policy.wanted())

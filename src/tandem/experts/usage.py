@@ -72,6 +72,7 @@ class ExpertUsage:
         self.on_gpu = torch.zeros(layers, experts, dtype=torch.bool) if on_gpu is None else on_gpu
         self.expert_bytes = torch.zeros(layers, dtype=torch.int64)
         self.swaps = 0
+        self.swap_rests = 0  # how often live placement paused because it did not pay
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -32,6 +32,7 @@ _COUNTERS = {
 
 _HANDOFF = {
     "swaps": ("expert_swaps", "Experts that came to the GPU while serving"),
+    "swap_rests": ("expert_swap_rests", "Times that this was paused because it did not pay"),
     "handoff_posts": ("handoff_posts", "Batches that the GPU handed to the CPU's experts"),
     "handoff_wait_seconds": (
         "handoff_wait_seconds",
