@@ -1,13 +1,15 @@
 """The real engine around a model that repeats its prompt: the fast double for tests of the server.
 
 Text is bytes (token = byte), END closes every prompt, EOS follows the repetition. A prompt may start with a command:
-"crash!" kills the process, "stuck!" sleeps, "raise!" fails the step. Answers of token-id prompts count up from "a".
+"crash!" kills the process, "stuck!" sleeps, "raise!" fails the step, "gpu is" does so for good. Answers of token-id
+prompts count up from "a".
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from fake_model import FakeLayout, fake_config, fake_plan
 from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.parts import EngineParts
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, EngineError
 from tandem.server.engine_process import LoadedEngine
 
 PAGES, CONTEXT = 2048, 4096
@@ -68,8 +70,19 @@ def _obey(command: bytes) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if command == b"stuck!":
         time.sleep(3600)
+    if command == b"gpu is":
+        raise DeadGpu("an illegal memory access was encountered")
     if command == b"raise!":
         raise RuntimeError("the echo model was told to fail")
+
+
+class DeadGpu(RuntimeError):
+    """As `GpuRunner.after_failure` finds out."""
+
+
+def after_failure() -> None:
+    if isinstance(sys.exc_info()[1], DeadGpu):
+        raise EngineError("the GPU stopped working")
 
 
 def build(seconds_per_step: float = 0.0, context_length: int = CONTEXT) -> LoadedEngine:
@@ -80,6 +93,7 @@ def build(seconds_per_step: float = 0.0, context_length: int = CONTEXT) -> Loade
     object.__setattr__(config, "vocab", VOCAB)
     object.__setattr__(config, "eos_ids", (EOS,))
     engine = Engine.from_parts(EngineParts(plan, config, EchoModel(seconds_per_step), EchoTokenizer()))
+    engine._runner.after_failure = after_failure
     return LoadedEngine(engine, plan, "echo", "echo", VOCAB)
 
 

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fake_model import fake_config, fake_plan
+from fake_model import VOCAB, FakeModel, fake_config, fake_engine, fake_plan
 from tandem.config import EngineConfig
-from tandem.server.engine_process import load_engine
+from tandem.errors import EngineError
+from tandem.server.engine_process import load_engine, warm_up
 
 
 @pytest.fixture
@@ -38,3 +39,20 @@ def test_the_main_thread_runs_where_worker_0_belongs(monkeypatch, allowed) -> No
 def test_without_pinning_it_runs_anywhere(monkeypatch, allowed) -> None:
     load_with_cpus(monkeypatch, (-1, -1))
     assert os.sched_getaffinity(0) == allowed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [("fail_on", "RuntimeError: the fake model was told to fail"), ("nan_on", "NaN or infinite")],
+)
+def test_a_first_step_that_fails_ends_the_start(wrong: str, why: str) -> None:
+    model = FakeModel()
+    setattr(model, wrong, {VOCAB // 2})
+    with pytest.raises(EngineError, match=f"the first step failed: .*{why}"):
+        warm_up(fake_engine(model), VOCAB)
+
+
+def test_a_first_step_that_works_leaves_nothing_behind() -> None:
+    engine = fake_engine()
+    warm_up(engine, VOCAB)
+    assert not engine.has_work() and engine.stats().pages_cached == 0

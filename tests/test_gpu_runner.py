@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.gpu_runner import _Inputs
+from tandem.engine.gpu_runner import GpuRunner, _Inputs
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sequence import Chunk
+from tandem.errors import EngineError
 from tandem.models import ForwardBatch
 
 SIZE, PAGES = 6, 5
@@ -76,3 +77,26 @@ def test_a_batch_says_how_many_rows_decode(lengths: tuple[int, ...], single: int
     made = runner.batch([chunk(10 * i, length) for i, length in enumerate(lengths)])
     assert made.single_rows == single
     assert made.query_starts.diff()[:single].eq(1).all()
+
+
+def runner_on(device: str) -> GpuRunner:
+    runner = GpuRunner.__new__(GpuRunner)
+    runner._device = torch.device(device)
+    return runner
+
+
+def test_a_gpu_that_works_again_lets_the_engine_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    runner_on("cuda").after_failure()
+    runner_on("cpu").after_failure()
+    assert waited == [torch.device("cuda")]
+
+
+def test_a_gpu_that_does_not_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    with pytest.raises(EngineError, match="the GPU stopped working: CUDA error: an illegal"):
+        runner_on("cuda").after_failure()

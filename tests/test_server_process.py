@@ -99,6 +99,14 @@ def test_a_request_that_kills_the_engine_again_and_again(echo: ServerProcess):
     assert ask(echo, "still here") == "still here"
 
 
+def test_a_gpu_that_stopped_working_is_a_new_engine(echo: ServerProcess):
+    pid = echo.engine_pid()
+    assert post(echo, "/v1/completions", {"prompt": "gpu is gone"}).status_code == 503
+    echo.wait_until_ready()
+    assert echo.engine_pid() != pid and ask(echo, "after") == "after"
+    assert "EngineError: the GPU stopped working" in echo.log.read_text()
+
+
 def test_a_stuck_engine_is_killed(tmp_path: Path):
     with running(spawn_echo(tmp_path / "server.log", watchdog_timeout=5.0)) as server:
         response = post(server, "/v1/completions", {"prompt": "stuck!"})

@@ -123,7 +123,8 @@ class Engine:
 
     def step(self) -> list[TokenOutput]:
         """Runs the model once for as many sequences as fit; returns what became of them. An error in here fails the
-        requests of this step, with finish_reason "error", and leaves the others alone."""
+        requests of this step, with finish_reason "error", and leaves the others alone. Raises EngineError when no later
+        step could work either; then the process has to end."""
         started = perf_counter()
         outputs, self._notices = self._notices, []
         chunks = self._scheduler.next()
@@ -133,6 +134,7 @@ class Engine:
             outputs += self._run(chunks)
         except Exception as error:  # whatever it was: the engine goes on
             _log.exception("a step of %d sequences failed", len(chunks))
+            self._runner.after_failure()
             if self._recorder is not None:
                 self._recorder.after_failure()
             outputs += [self._fail(chunk, error) for chunk in chunks]

@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.engine.logits import DeviceLogits, best_of
 from tandem.engine.runner import KVModel, ModelRunner
 from tandem.engine.sequence import Chunk
+from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
 from tandem.experts.live_experts import LiveExperts
 from tandem.experts.usage import ExpertUsage
@@ -112,6 +113,16 @@ class GpuRunner:
         batch = self._host.batch(chunks)
         with torch.inference_mode():
             return self.logits(batch)
+
+    def after_failure(self) -> None:
+        """Raises EngineError when the GPU cannot go on: after an illegal access or a memory error every later call
+        fails, too, and only a new process helps."""
+        if self._device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self._device)
+        except Exception as error:
+            raise EngineError(f"the GPU stopped working: {error}") from error
 
     def logits(self, batch: ForwardBatch) -> DeviceLogits:
         graph, rows = self._graph_of(batch), len(batch.seq_lens)

@@ -76,6 +76,9 @@ class ModelRunner:
             logits = self._model.forward(batch, self._layers)
             return HostLogits(logits.to(device="cpu", dtype=torch.float32).numpy())
 
+    def after_failure(self) -> None:
+        """Nothing that a step leaves behind keeps the next one from working."""
+
     def batch(self, chunks: Rows[Chunk]) -> ForwardBatch:
         tables = self._tables(chunks)
         row = logits = 0

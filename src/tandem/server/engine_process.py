@@ -114,11 +114,14 @@ def print_plan(plan: Plan, said: Sequence[str]) -> None:
 
 
 def warm_up(engine: SteppedEngine, vocab_size: int) -> None:
-    """A first request, whose answer nobody sees: first uses of memory and libraries are slow."""
+    """A first request, whose answer nobody sees: first uses of memory and libraries are slow. Raises EngineError if it
+    fails: an engine that cannot answer must not count as ready."""
     sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     engine.add(GenerateRequest(id="warm-up", prompt_ids=[vocab_size // 2] * 2, sampling=sampling))
     while engine.has_work():
-        engine.step()
+        for output in engine.step():
+            if output.finish_reason == "error":
+                raise EngineError(f"the first step failed: {output.error}")
     engine.flush_cache()
 
 
