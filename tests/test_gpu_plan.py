@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormat, StoredFormats, resolve
+from tandem.config.gpu_plan import SMALL_GRAPH_SIZES as SMALL
+from tandem.config.gpu_plan import dense_bytes
 from tandem.config.machine import Gpu
 from tandem.config.memory import DEFAULT_FRACTION
 from tandem.errors import ConfigError
@@ -102,11 +104,79 @@ def test_experts_in_cpu_memory_must_fit_there() -> None:
         ({"cuda_graph_bs": (8, 2)}, (2, 8)),
         ({"cuda_graph_max_bs": 3}, (1, 2, 3)),
         ({"max_running_requests": 2}, (1, 2)),
+        ({}, (*SMALL, 40, 48, 56, 64)),
+        ({"cuda_graph_max_bs": 50}, (*SMALL, 40, 48, 50)),
+        ({"cuda_graph_max_bs": 128}, (*SMALL, 40, 48, 56, 64)),
+        ({"cuda_graph_max_bs": 40, "max_running_requests": 256}, (*SMALL, 40)),
+        (
+            {"max_running_requests": 200},
+            (*SMALL, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 200),
+        ),
     ],
 )
 def test_graph_sizes(flags: dict[str, object], sizes: tuple[int, ...]) -> None:
     p = plan(with_gpu(), **flags)
     assert p.gpu is not None and p.gpu.graph_sizes == sizes
+
+
+def test_graphs_larger_than_what_runs_together_are_explained() -> None:
+    assert "no more than 64 requests" in reason(plan(with_gpu(), cuda_graph_max_bs=128), "CUDA graphs")
+    assert "no more than 8" in reason(
+        plan(with_gpu(), cuda_graph_bs=(16,), max_running_requests=8), "CUDA graphs"
+    )
+    assert "no more" not in reason(plan(with_gpu(), cuda_graph_max_bs=64), "CUDA graphs")
+
+
+# Qwen3-30B-A3B: 3.1 GiB of dense weights, 6144 experts of 9 MiB in bf16, 96 KiB of KV cache per token.
+QWEN3 = ModelConfig.from_dict(
+    {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True, "vocab_size": 151936,
+        "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_theta": 1e7,
+    }
+)  # fmt: skip
+QWEN3_KV = QWEN3.kv_bytes_per_token("bfloat16")
+
+
+def qwen3(gpu_gib: int, positions: int = 262144, **flags: object) -> Plan:
+    roomy = replace(with_gpu(free=gpu_gib * GIB), available_memory=250 * GIB)
+    return plan(roomy, replace(QWEN3, max_positions=positions), **flags)
+
+
+@pytest.mark.parametrize("gpu_gib", [16, 24, 32, 80])
+def test_a_long_context_leaves_room_for_experts(gpu_gib: int) -> None:
+    """Most of what is left beside the dense weights, without a flag; and nearly all of it is used."""
+    p = qwen3(gpu_gib)
+    assert p.gpu is not None
+    room = 0.9 * gpu_gib * GIB - 2 * GIB - dense_bytes(QWEN3, "bfloat16")
+    experts, kv = p.gpu.experts * QWEN3.expert_bytes("bf16"), p.num_pages * p.page_size * QWEN3_KV
+    assert experts > 0.6 * room and room - 10 * 2**20 < experts + kv < room + 2**21
+    assert p.context_length >= (32768 if gpu_gib > 16 else 16384)
+    assert "the model could do 262144); --context-length" in reason(p, "context length") or gpu_gib == 80
+
+
+def test_a_context_asked_for_takes_its_memory_from_experts() -> None:
+    p = qwen3(24, context_length=131072)
+    assert p.gpu is not None and p.context_length == 131072
+    assert 0 < p.gpu.experts < qwen3(24).gpu.experts  # type: ignore[union-attr]
+    with pytest.raises(
+        ConfigError, match="--context-length 262144 needs more KV cache than the [0-9]+ tokens"
+    ):
+        qwen3(24, context_length=262144)
+
+
+def test_what_experts_leave_is_the_kv_cache_s() -> None:
+    """Where experts cannot use the memory, the context is as long as ever."""
+    assert qwen3(32, kt_num_gpu_experts=0, positions=131072).context_length == 131072
+    p = qwen3(80, kt_method="INT4")
+    assert p.gpu is not None and (p.gpu.experts, p.context_length) == (6144, 262144)
+
+
+def test_a_short_context_is_kept_whole() -> None:
+    p = qwen3(24, positions=8192)
+    assert p.gpu is not None and p.context_length == 8192
+    assert p.num_pages * p.page_size * QWEN3_KV > 3 * GIB  # still a quarter: of several requests
 
 
 def test_experts_in_cpu_memory_need_a_package_inside_graphs() -> None:

@@ -1,7 +1,8 @@
 """What of a model goes to the GPU: the only place that divides GPU memory between weights, KV cache and experts.
 
 Dense weights and the embedding are always there. Then come the experts that were asked for; the rest is for the KV
-cache. Where nothing was asked, the KV cache takes a quarter of the room (at least one full context), experts the rest.
+cache. Where nothing was asked, the KV cache takes a quarter of the room, at least one request of 32768 tokens (or what
+--context-length says) but no more than half for that, experts the rest; what they leave is the KV cache's, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from tandem.errors import ConfigError, GpuTooSmall
 GPU_FRACTION = 0.9  # of free GPU memory
 GPU_WORKSPACE_BYTES = 2 << 30  # activations, CUDA graphs, libraries
 KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
-DEFAULT_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+DEFAULT_CONTEXT = 32768  # tokens: experts do not make room for more unless --context-length asks for it
+SMALL_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the small ones: steps between graphs
 MAX_PATIENCE_SECONDS = 30.0
 
 
@@ -124,8 +127,25 @@ def graph_sizes(config: EngineConfig, running: int) -> tuple[int, ...]:
     if config.disable_cuda_graph:
         return ()
     largest = min(running, config.cuda_graph_max_bs or running)
-    asked = config.cuda_graph_bs or DEFAULT_GRAPH_SIZES
+    asked = config.cuda_graph_bs or (*_sizes_to(largest), largest)
     return tuple(sorted({size for size in asked if size <= largest}))
+
+
+def _sizes_to(largest: int) -> list[int]:
+    """A batch between two sizes is filled up, so the steps between them grow with the sizes."""
+    sizes = [size for size in SMALL_GRAPH_SIZES if size <= largest]
+    for end, step in GRAPH_STEPS:
+        sizes += range(sizes[-1] + step, min(end, largest) + 1, step)
+    return sizes
+
+
+def graph_reason(config: EngineConfig, running: int) -> str:
+    if config.disable_cuda_graph:
+        return "--disable-cuda-graph"
+    asked = max((config.cuda_graph_max_bs or 0, *(config.cuda_graph_bs or ())))
+    if asked > running:
+        return f"decode steps are replayed whole; no more than {running} requests run together"
+    return "decode steps are replayed whole"
 
 
 def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredFormats) -> str:
@@ -149,19 +169,15 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     kv_room = room - (asked or 0) * per_expert
     if kv_room < min(context, LEAST_CONTEXT) * per_token:
         raise GpuTooSmall(_too_small(gpu, budget, dense, room, asked or 0, per_expert))
-    tokens, kv_reason = _kv_tokens(request, context, kv_room)
-    if tokens < context:
-        if config.context_length is not None:
-            raise ConfigError(
-                f"--context-length {context} needs more KV cache than the {tokens} tokens that fit"
-            )
-        context, context_reason = tokens, f"what the KV cache holds (the model could do {context})"
+    least, way_out = _least_tokens(request, context, kv_room), ""
     if asked is None:
-        left, everyone = max(0, room - tokens * per_token), _all_experts(model)
-        asked, expert_reason = (
-            min(everyone, left // per_expert),
-            "what fits beside dense weights and KV cache",
-        )
+        way_out = "; --context-length takes it from experts"
+        asked = min(_all_experts(model), (kv_room - least * per_token) // per_expert)
+        expert_reason = "what fits beside dense weights and KV cache"
+        kv_room -= asked * per_expert
+    tokens, kv_reason = _kv_tokens(request, context, kv_room, least)
+    if tokens < context:
+        context, context_reason = tokens, _shortened(request, context, tokens) + way_out
     _check_ram(request, asked)
     return GpuMemory(dense, asked, expert_reason, budget, context, context_reason, tokens, kv_reason)
 
@@ -202,7 +218,8 @@ def _experts_asked(request: MemoryRequest) -> tuple[int | None, str]:
     return (0, f"{why_not}, so the CPU computes them") if why_not else (asked, reason)
 
 
-def _kv_tokens(request: MemoryRequest, context: int, room: int) -> tuple[int, str]:
+def _least_tokens(request: MemoryRequest, context: int, room: int) -> int:
+    """Of the KV cache, before there are experts. Raises ConfigError when it was asked for and does not fit."""
     per_token, asked = request.kv_bytes_per_token, request.config.max_total_tokens
     if asked is not None:
         if asked * per_token > room:
@@ -210,11 +227,34 @@ def _kv_tokens(request: MemoryRequest, context: int, room: int) -> tuple[int, st
                 f"--max-total-tokens {asked} needs {gib(asked * per_token)} of GPU memory; "
                 f"give at most {room // per_token}"
             )
-        return asked, "--max-total-tokens"
-    useful = request.max_running_requests * context
-    share = room // KV_SHARE // per_token
-    reason = "a quarter of the GPU memory left, at least one full context"
-    return min(room // per_token, useful, max(share, context)), reason
+        return asked
+    one = context
+    if request.config.context_length is None:
+        one = min(context, DEFAULT_CONTEXT, room // 2 // per_token)
+    return min(room // per_token, _useful(request, context), max(room // KV_SHARE // per_token, one))
+
+
+def _useful(request: MemoryRequest, context: int) -> int:
+    return request.max_running_requests * context
+
+
+def _kv_tokens(request: MemoryRequest, context: int, room: int, least: int) -> tuple[int, str]:
+    """What experts left: up to one full context, if `least` is not that much."""
+    if request.config.max_total_tokens is not None:
+        return least, "--max-total-tokens"
+    reason = (
+        "a quarter of the GPU memory beside the dense weights, or one request; more where experts leave it"
+    )
+    return min(room // request.kv_bytes_per_token, _useful(request, context), max(least, context)), reason
+
+
+def _shortened(request: MemoryRequest, context: int, tokens: int) -> str:
+    """Why a context is only `tokens` long. Raises ConfigError if more was asked for."""
+    if request.config.context_length is not None:
+        raise ConfigError(
+            f"--context-length {context} needs more KV cache than the {tokens} tokens that fit; give at most that"
+        )
+    return f"what the KV cache holds (the model could do {context})"
 
 
 def _check_ram(request: MemoryRequest, on_gpu: int) -> None:

@@ -12,6 +12,7 @@ from tandem.config.gpu_plan import (
     check_no_gpu_wishes,
     expert_bytes,
     experts_kept_off,
+    graph_reason,
     graph_sizes,
     live_placement,
     needs_gpu,
@@ -174,10 +175,10 @@ def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memo
         log.append(
             Decision("placement", config.kt_expert_placement_strategy, "--kt-expert-placement-strategy")
         )
-    sizes, why = graph_sizes(config, request.max_running_requests), "decode steps are replayed whole"
-    if m.experts < everyone and "cuda-core" in request.machine.gpu_missing:
+    running = request.max_running_requests
+    sizes, why = graph_sizes(config, running), graph_reason(config, running)
+    if sizes and m.experts < everyone and "cuda-core" in request.machine.gpu_missing:
         sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
-    why = "--disable-cuda-graph" if config.disable_cuda_graph else why
     log.append(Decision("CUDA graphs", ", ".join(map(str, sizes)) or "off", why))
     on_gpu = m.dense_bytes + m.experts * expert_bytes(request)
     memory = MemoryPlan(on_gpu, m.budget_bytes, m.context_length, m.kv_tokens, m.context_reason, m.kv_reason)
