@@ -40,6 +40,11 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+# DeepSeek-V2. Its own list of cased letters is that of an older Unicode, but for letters of mathematics and the like.
+_DEEPSEEK_LLM = (
+    r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$",
+    r"[一-龥ࠀ-一가-퟿]+", r"\p{N}+",
+)  # fmt: skip
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")
 
 # Patterns applied one after the other; every match and everything between two becomes a piece.
@@ -53,6 +58,7 @@ PRE: dict[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN,),
     "gpt-4o": (_GPT4O,),
     "deepseek-v3": _DEEPSEEK3,
+    "deepseek-llm": _DEEPSEEK_LLM,
     "kimi-k2": (_KIMI_K2,),
     "deepseek-coder": _DEEPSEEK_CODER,
 }
