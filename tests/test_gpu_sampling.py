@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.engine import device_sampling
-from tandem.engine.logits import DeviceLogits, HostLogits, best_of
+from tandem.engine.logits import DeviceLogits, HostLogits, HostRows, best_of
 from tandem.engine.protocol import SamplingParams
 from tandem.engine.sequence import Sequence
 
@@ -42,7 +42,7 @@ def sequences_of(count: int, *params: SamplingParams) -> list[Sequence]:
 def both(logits: torch.Tensor, sequences: list[Sequence], device: str) -> tuple[list, list]:
     rows = list(range(len(sequences)))
     there = logits.to(device)
-    ours = DeviceLogits(there, best_of(there)).chosen(rows, sequences, EOS)
+    ours = DeviceLogits(there, best_of(there), HostRows(there.device)).chosen(rows, sequences, EOS)
     return ours, HostLogits(logits.numpy()).chosen(rows, sequences, EOS)
 
 
@@ -77,6 +77,16 @@ def test_log_probabilities(device, coarse) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_more_equal_tokens_than_candidates(device) -> None:
+    logits = rows_of(8, 8)
+    logits[::2], logits[1] = 0.5, torch.where(logits[1] > 0, 3.0, 0.0)
+    params = [SamplingParams(temperature=t, top_k=k, logprobs=3) for t in (0.0, 1.0) for k in (-1, 10)]
+    ours, theirs = both(logits, sequences_of(8, *params), device)
+    assert [s.token_id for s in ours] == [s.token_id for s in theirs]
+    assert [[i for i, _ in s.logprob.top] for s in ours] == [[i for i, _ in s.logprob.top] for s in theirs]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_something_changes_are_chosen_on_the_host(device) -> None:
     params = [
         SamplingParams(temperature=0.0),
@@ -102,7 +112,7 @@ def test_rows_without_a_maximum_choose_nothing_and_leave_the_others_alone(device
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_are_picked_and_fetched(device) -> None:
     logits = rows_of(9, 6).to(device)
-    made = DeviceLogits(logits, best_of(logits))
+    made = DeviceLogits(logits, best_of(logits), HostRows(logits.device))
     np.testing.assert_array_equal(made.fetched(slice(2, 5)), logits[2:5].cpu().numpy())
     chosen = made.chosen([4, 8], sequences_of(2, SamplingParams(temperature=0.0)), EOS)
     assert [s.token_id for s in chosen] == logits[[4, 8]].argmax(1).tolist()

@@ -134,3 +134,11 @@ def test_read_only_output_is_refused() -> None:
     with pytest.raises(TypeError, match="out is not a writable array"):
         MATRIX._core.multiply(np.ones((3, 100), dtype=np.float32), out)
     MATRIX._core.multiply(np.ones((3, 100), dtype=np.float32), np.zeros((3, 40), dtype=np.float32))
+
+
+@pytest.mark.parametrize("scales", ["f16", "e4m3", "e8m0", "bytes8"])
+def test_numbers_are_not_packed_with_scales_that_nobody_writes(scales: str) -> None:
+    workspace = _core.Workspace(_core.WorkerPool([-1]), "scalar")
+    fmt = _core.WeightFormat("int8", 32, scales)
+    with pytest.raises(ValueError, match="numbers are packed with f32 or bf16 scales"):
+        _core.PackedMatrix(workspace, torch.ones(32, 64), None, fmt)

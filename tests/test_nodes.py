@@ -21,7 +21,7 @@ EXPERTS, HIDDEN, WIDTH, TOP_K = (
 DIVISIONS = [
     (0, 1),
     (0, 0, 1),
-    (0, 2, 2, 3),
+    (0, 1, 1, 2),
     (0, 1, 2, 3, 4, 5, 6, 7, 8),
 ]  # the last: nodes without any columns
 
@@ -105,11 +105,11 @@ def test_a_file_of_divided_experts_is_read_as_it_was_divided(tmp_path: Path) -> 
 
 
 def test_pools_say_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match="sorted by memory node"):
+    with pytest.raises(ValueError, match="sorted by node"):
         _core.WorkerPool([-1, -1], 20, [1, 0])
     with pytest.raises(ValueError, match="at most 16"):
         _core.WorkerPool([-1] * 17, 20, list(range(17)))
-    assert _core.WorkerPool([-1] * 3, 20, [0, 4, 4]).nodes == 2
+    assert _core.WorkerPool([-1] * 3, 20, [0, 1, 1], [0, 4]).nodes == 2
 
 
 @pytest.mark.parametrize("nodes", DIVISIONS)

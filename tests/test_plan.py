@@ -146,12 +146,13 @@ def test_numa_nodes() -> None:
 
 def test_weights_are_divided_among_the_nodes_of_pinned_threads() -> None:
     two = machine(cores=8, nodes=2)
-    assert plan(two, kt_cpuinfer=3).memory_nodes == (0, 0, 1)
-    assert "divided among 2 NUMA nodes" in reason(plan(two), "threads")
-    assert plan(two, kt_threadpool_count=2).memory_nodes == (0,) * 4 + (1,) * 4
-    assert plan(two, kt_threadpool_count=1).memory_nodes == ()
-    assert plan(two, kt_numa_nodes=(1,)).memory_nodes == ()
-    assert plan(machine(cores=8, nodes=2, quota=4.0)).memory_nodes == ()
+    assert plan(two, kt_cpuinfer=3).parts == (0, 0, 1)
+    assert "weights in 2 parts" in reason(plan(two), "threads")
+    p = plan(two, kt_threadpool_count=2)
+    assert (p.parts, p.part_nodes) == ((0,) * 4 + (1,) * 4, (0, 1))
+    assert plan(two, kt_threadpool_count=1).parts == ()
+    assert plan(two, kt_numa_nodes=(1,)).parts == ()
+    assert plan(machine(cores=8, nodes=2, quota=4.0)).parts == ()
     with pytest.raises(
         ConfigError, match="count 3: the threads' cores are on NUMA nodes 0-1; leave the flag out"
     ):
@@ -159,7 +160,10 @@ def test_weights_are_divided_among_the_nodes_of_pinned_threads() -> None:
     with pytest.raises(ConfigError, match="under the CPU quota threads are not pinned"):
         plan(machine(cores=8, nodes=2, quota=4.0), kt_threadpool_count=2)
     # One node: as on a host with several, to try it out.
-    assert plan(machine(cores=4), kt_threadpool_count=2).memory_nodes == (0, 0, 1, 1)
+    p = plan(machine(cores=4), kt_threadpool_count=2)
+    assert (p.parts, p.part_nodes) == ((0, 0, 1, 1), ())
+    p = plan(two, kt_numa_nodes=(1,), kt_threadpool_count=2)  # nothing is asked of a node that was not named
+    assert (p.parts, p.part_nodes) == ((0, 0, 1, 1), ())
     with pytest.raises(ConfigError, match="only 4 threads"):
         plan(machine(cores=4), kt_threadpool_count=5)
 

@@ -17,9 +17,10 @@ void bind_runtime(nb::module_& m) {
   nb::class_<ByteRange>(m, "ByteRange", "Packed weights somewhere in memory.").def_ro("bytes", &ByteRange::bytes);
   nb::class_<WorkerPool>(m, "WorkerPool",
                          "One pinned worker per entry of cpus (-1: not pinned); the caller is worker 0.")
-      .def(nb::init<std::vector<int>, int, std::vector<int>>(), nb::arg("cpus"), nb::arg("spin_us") = 200,
+      .def(nb::init<std::vector<int>, int, std::vector<int>, std::vector<int>>(), nb::arg("cpus"),
+           nb::arg("spin_us") = 200, nb::arg("nodes") = std::vector<int>{},
            nb::arg("memory_nodes") = std::vector<int>{},
-           "memory_nodes: of each worker, ascending; weights are divided among them. Empty: there is one.")
+           "nodes: of each worker, from 0. memory_nodes: where each node's memory is; empty: anywhere.")
       .def("__len__", &WorkerPool::size)
       .def_prop_ro("nodes", &WorkerPool::nodes, "How many memory nodes its workers belong to.")
       .def("start_latency", &region_start_latency, nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>(),

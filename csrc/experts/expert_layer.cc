@@ -109,7 +109,8 @@ void ExpertLayer::load_all(int first, const std::vector<ExpertSource>& sources) 
   own_memory();
   const int64_t count = int64_t(sources.size());
   std::vector<int32_t> places;
-  for (int i = 0; i < int(count); ++i) places.push_back(places_.take(first + i));
+  NewPlaces taken(places_);
+  for (int i = 0; i < int(count); ++i) places.push_back(taken.take(first + i));
   // While a layer is filled, places follow each other, and so does their memory.
   const bool together = count && places.back() == places.front() + count - 1;
   const auto pack = [&](size_t node, int64_t i) {
@@ -132,6 +133,7 @@ void ExpertLayer::load_all(int first, const std::vector<ExpertSource>& sources) 
   else
     fill_known(workspace_->pool(), memory, first_from, pack);
   for (size_t i = 0; i < sources.size(); ++i) pack_biases(first + int(i), sources[i]);
+  taken.keep();
 }
 
 int64_t ExpertLayer::first_panel_from(const NodeSlice& slice, int64_t offset) const {

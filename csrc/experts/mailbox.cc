@@ -92,8 +92,11 @@ void Mailbox::answer() {
   if (layer >= layers_.size() || int64_t(tokens) > shape_.tokens)
     throw std::runtime_error("the GPU asked for layer " + std::to_string(layer) + " with " + std::to_string(tokens) +
                              " tokens, which do not exist");
+  // A GPU that has given up posts on: what is counted and then used must not change in between.
+  const int32_t* ids = reinterpret_cast<const int32_t*>(memory_ + at_.ids);
+  ids_.assign(ids, ids + tokens * shape_.top_k);
   layers_[layer]->forward({{memory_ + at_.x, DType::bf16, int64_t(tokens), shape_.hidden},
-                           reinterpret_cast<const int32_t*>(memory_ + at_.ids),
+                           ids_.data(),
                            reinterpret_cast<const float*>(memory_ + at_.weights),
                            shape_.top_k,
                            memory_ + at_.result,

@@ -59,6 +59,7 @@ class Mailbox {
   uint8_t* memory_;
   MailboxShape shape_;
   MailboxOffsets at_;
+  std::vector<int32_t> ids_;  // of the post that is answered
   std::vector<std::shared_ptr<ExpertLayer>> layers_;
   uint32_t answered_ = 0;
   int64_t posts_ = 0, experts_ = 0;

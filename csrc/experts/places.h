@@ -32,4 +32,26 @@ class Places {
   std::vector<int32_t> free_;  // the lowest last; empty if every expert has its own
 };
 
+// What experts take while they are loaded; given back unless all of it is kept: an expert whose loading threw is not
+// one.
+class NewPlaces {
+ public:
+  explicit NewPlaces(Places& places) : places_(places) {}
+  ~NewPlaces() {
+    for (const int expert : new_) places_.give_back(expert);
+  }
+  NewPlaces(const NewPlaces&) = delete;
+  NewPlaces& operator=(const NewPlaces&) = delete;
+
+  int32_t take(int expert) {
+    if (!places_.has(expert)) new_.push_back(expert);
+    return places_.take(expert);
+  }
+  void keep() { new_.clear(); }
+
+ private:
+  Places& places_;
+  std::vector<int> new_;
+};
+
 }  // namespace tandem

@@ -103,8 +103,14 @@ void check_source(const WeightView& layout, const MatrixSource& source) {
   const std::string name = kFormatNames[int(layout.format)];
   const bool number_format = !is_quantised(layout.format);
   if (source.data) {
-    if (number_format || layout.format == Format::int8 || layout.format == Format::int4) return;
-    throw std::invalid_argument(name + " weights are packed from codes and scales, not from numbers");
+    if (number_format) return;
+    if (layout.format != Format::int8 && layout.format != Format::int4)
+      throw std::invalid_argument(name + " weights are packed from codes and scales, not from numbers");
+    const bool written = layout.scale_type == ScaleType::f32 || layout.scale_type == ScaleType::bf16;
+    if (!written || layout.shift_type != ShiftType::none)
+      throw std::invalid_argument("numbers are packed with f32 or bf16 scales and nothing added, not as " +
+                                  described(format_of(layout)));
+    return;
   }
   if (number_format) throw std::invalid_argument(name + " weights have no codes: pass the numbers themselves");
   const WeightFormat wanted = format_of(layout);

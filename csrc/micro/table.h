@@ -30,15 +30,10 @@ constexpr KernelTable make_table(Tier tier, TileFromRows from) {
       tier,
       Isa::Lane::kType,
       kVectorBlocking,
-      {
-          vector_kernels<Isa, F32Format>(from.f32),
-          vector_kernels<Isa, Bf16Format>(from.bf16),
-          vector_kernels<Isa, Int8Format>(from.int8),
-          vector_kernels<Isa, Int4Format>(from.int4),
-          vector_kernels<Isa, Fp8Format>(from.fp8),
-          vector_kernels<Isa, Fp4Format>(from.fp4),
-          vector_kernels<Isa, Uint4Format>(from.uint4),
-          vector_kernels<Isa, Int6Format>(from.int6),
+      {vector_kernels<Isa, F32Format>(from.f32),
+#define TANDEM_VECTOR_KERNELS(name, F) vector_kernels<Isa, F>(from.name),
+       TANDEM_FORMATS(TANDEM_VECTOR_KERNELS)
+#undef TANDEM_VECTOR_KERNELS
       },
       prepare_row<Isa>,
       activate_row<Isa>,

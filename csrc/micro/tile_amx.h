@@ -150,12 +150,9 @@ constexpr KernelTable make_amx_table(Tier tier, KernelTable vectors) {
   KernelTable table = vectors;
   table.tier = tier;
   table.blocking = kTileBlocking;
-  table.formats[int(Format::bf16)].tile_mm = tile_mm_amx<Isa, Tiles, Bf16Format>;
-  table.formats[int(Format::int8)].tile_mm = tile_mm_amx<Isa, Tiles, Int8Format>;
-  table.formats[int(Format::int4)].tile_mm = tile_mm_amx<Isa, Tiles, Int4Format>;
-  table.formats[int(Format::uint4)].tile_mm = tile_mm_amx<Isa, Tiles, Uint4Format>;
-  table.formats[int(Format::fp8)].tile_mm = tile_mm_amx<Isa, Tiles, Fp8Format>;
-  table.formats[int(Format::fp4)].tile_mm = tile_mm_amx<Isa, Tiles, Fp4Format>;
+#define TANDEM_TILES(name, F) table.formats[int(Format::name)].tile_mm = tile_mm_amx<Isa, Tiles, F>;
+  TANDEM_FORMATS(TANDEM_TILES)
+#undef TANDEM_TILES
   table.peak = tile_peak<Tiles>;
   return table;
 }

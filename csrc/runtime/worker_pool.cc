@@ -112,18 +112,17 @@ void pin(std::thread& thread, int worker, int cpu) {
                                 ": this process may not use it (see taskset -pc, cpuset)");
 }
 
-// Of each worker, counted from 0. `memory_nodes` is sorted.
-std::vector<int> node_indices(const std::vector<int>& memory_nodes, size_t workers) {
-  std::vector<int> indices(workers, 0);
-  if (memory_nodes.empty()) return indices;
-  if (memory_nodes.size() != workers) throw std::invalid_argument("memory_nodes needs an entry for each worker");
-  for (size_t i = 1; i < workers; ++i) {
-    if (memory_nodes[i] < memory_nodes[i - 1]) throw std::invalid_argument("workers must be sorted by memory node");
-    indices[i] = indices[i - 1] + (memory_nodes[i] > memory_nodes[i - 1]);
-  }
-  if (indices.back() >= kMaxNodes)
+std::vector<int> checked_nodes(std::vector<int> nodes, size_t workers, size_t memory_nodes) {
+  if (nodes.empty()) nodes.assign(workers, 0);
+  if (nodes.size() != workers) throw std::invalid_argument("nodes needs an entry for each worker");
+  for (size_t i = 0; i < workers; ++i)
+    if (const int before = i ? nodes[i - 1] : 0; nodes[i] < before || nodes[i] > before + (i > 0))
+      throw std::invalid_argument("nodes are counted from 0, and workers sorted by node");
+  if (nodes.back() >= kMaxNodes)
     throw std::invalid_argument("at most " + std::to_string(kMaxNodes) + " memory nodes can be used");
-  return indices;
+  if (memory_nodes && memory_nodes != size_t(nodes.back()) + 1)
+    throw std::invalid_argument("memory_nodes needs an entry for each node");
+  return nodes;
 }
 
 }  // namespace
@@ -294,16 +293,14 @@ struct WorkerPool::State {
   }
 };
 
-WorkerPool::WorkerPool(std::vector<int> cpus, int spin_us, std::vector<int> memory_nodes) {
+WorkerPool::WorkerPool(std::vector<int> cpus, int spin_us, std::vector<int> nodes, std::vector<int> memory_nodes) {
   if (cpus.empty()) throw std::invalid_argument("a WorkerPool needs at least one worker");
   if (spin_us < 0) throw std::invalid_argument("spin_us must be 0 or more");
   count_forks();
   const int count = static_cast<int>(cpus.size());
-  state_ = std::make_unique<State>(node_indices(memory_nodes, cpus.size()), std::chrono::microseconds(spin_us),
-                                   more_workers_than_cpus(cpus));
+  state_ = std::make_unique<State>(checked_nodes(std::move(nodes), cpus.size(), memory_nodes.size()),
+                                   std::chrono::microseconds(spin_us), more_workers_than_cpus(cpus));
   state_->memory_nodes = std::move(memory_nodes);
-  auto& distinct = state_->memory_nodes;
-  distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
   sigset_t all, before;  // signals are the application's business, so they go to its own threads
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -344,7 +341,7 @@ int64_t WorkerPool::first_of(int node, int64_t count) const {
 }
 
 int WorkerPool::memory_node(int node) const {
-  return state_->memory_nodes.empty() ? 0 : state_->memory_nodes[static_cast<size_t>(node)];
+  return state_->memory_nodes.empty() ? -1 : state_->memory_nodes[static_cast<size_t>(node)];
 }
 
 void WorkerPool::run(FunctionRef<void(const Worker&)> body) {

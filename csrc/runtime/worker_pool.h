@@ -48,8 +48,10 @@ class WorkerPool {
  public:
   // One worker per entry of `cpus`; entry i is the logical CPU worker i is pinned to, -1 = not pinned. The calling
   // thread (worker 0) is never pinned by the pool. `spin_us`: how long an idle worker polls before it sleeps.
-  // memory_nodes[i]: the memory node of worker i, as the system numbers it, ascending; empty: all have the same.
-  explicit WorkerPool(std::vector<int> cpus, int spin_us = 200, std::vector<int> memory_nodes = {});
+  // nodes[i]: the node of worker i, counted from 0, ascending; weights are divided among nodes; empty: there is one.
+  // memory_nodes[n]: where node n's memory is, as the system numbers it; empty: that does not matter.
+  explicit WorkerPool(std::vector<int> cpus, int spin_us = 200, std::vector<int> nodes = {},
+                      std::vector<int> memory_nodes = {});
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
@@ -60,7 +62,7 @@ class WorkerPool {
   // The first of `count` things that a node gets when they are divided in proportion to workers; of node nodes():
   // count.
   int64_t first_of(int node, int64_t count) const;
-  int memory_node(int node) const;  // as the system numbers it
+  int memory_node(int node) const;  // as the system numbers it; -1: it does not matter
 
   // Runs body once on every worker and returns when all are done; rethrows the first exception. Regions of several
   // calling threads queue up behind each other. A region inside a region is an error (std::logic_error).

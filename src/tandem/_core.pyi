@@ -16,9 +16,15 @@ class WorkerPool:
     One pinned worker per entry of cpus (-1: not pinned); the caller is worker 0.
     """
 
-    def __init__(self, cpus: Sequence[int], spin_us: int = 200, memory_nodes: Sequence[int] = []) -> None:
+    def __init__(
+        self,
+        cpus: Sequence[int],
+        spin_us: int = 200,
+        nodes: Sequence[int] = [],
+        memory_nodes: Sequence[int] = [],
+    ) -> None:
         """
-        memory_nodes: of each worker, ascending; weights are divided among them. Empty: there is one.
+        nodes: of each worker, from 0. memory_nodes: where each node's memory is; empty: anywhere.
         """
 
     def __len__(self) -> int: ...

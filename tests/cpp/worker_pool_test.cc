@@ -104,7 +104,7 @@ void a_throwing_task_ends_the_region(WorkerPool& pool) {
 
 // Tasks of nodes are done once each whoever does them, phase after phase; a worker begins with its own node's.
 void nodes_have_their_own_tasks() {
-  WorkerPool pool({-1, -1, -1, -1}, 50, {0, 0, 2, 5});
+  WorkerPool pool({-1, -1, -1, -1}, 50, {0, 0, 1, 2}, {0, 2, 5});
   CHECK(pool.nodes() == 3 && pool.workers_of(0) == 2 && pool.workers_of(2) == 1);
   CHECK(pool.first_of(1, 10) == 5 && pool.first_of(2, 10) == 7 && pool.first_of(3, 10) == 10);
   CHECK(pool.memory_node(1) == 2 && pool.memory_node(2) == 5);
@@ -124,15 +124,20 @@ void nodes_have_their_own_tasks() {
     for (int n : hits) CHECK(n == 1);
     CHECK(later == tasks);
   }
-  WorkerPool caller({-1}, 50, {3});
+  WorkerPool caller({-1}, 50, {0}, {3});
   CHECK(caller.nodes() == 1 && caller.memory_node(0) == 3);
+  CHECK(WorkerPool({-1, -1}, 0, {0, 1}).memory_node(1) == -1);
+  CHECK(message_of<std::invalid_argument>([] { WorkerPool({-1, -1}, 0, {0, 2}); }) ==
+        "nodes are counted from 0, and workers sorted by node");
+  CHECK(message_of<std::invalid_argument>([] { WorkerPool({-1, -1}, 0, {0, 1}, {4}); }) ==
+        "memory_nodes needs an entry for each node");
   const int64_t wrong[] = {1};
   CHECK(message_of<std::invalid_argument>([&] { caller.run_phases({{2, [](int64_t, const Worker&) {}, wrong}}); }) ==
         "the nodes' tasks are not all of the phase's");
   CHECK(message_of<std::invalid_argument>([] { WorkerPool({-1, -1}, 0, {1, 0}); }) ==
-        "workers must be sorted by memory node");
+        "nodes are counted from 0, and workers sorted by node");
   CHECK(message_of<std::invalid_argument>([] { WorkerPool({-1, -1}, 0, {1}); }) ==
-        "memory_nodes needs an entry for each worker");
+        "nodes needs an entry for each worker");
 }
 
 // Which queue a worker looks at first, without threads.

@@ -91,9 +91,9 @@ class Machine:
         return tuple(-1 if quota_rules else core.cpu for core in cores)
 
     def memory_nodes(self, cores: tuple[Core, ...]) -> tuple[int, ...]:
-        """The NUMA node of each core's thread; () if there is only one, or threads float and belong to none."""
-        nodes = tuple(core.node for core in cores)
-        return nodes if len(set(nodes)) > 1 and -1 not in self.pinned(cores) else ()
+        """The NUMA nodes of these cores, ascending; () if there is only one, or threads float and belong to none."""
+        nodes = tuple(sorted({core.node for core in cores}))
+        return nodes if len(nodes) > 1 and -1 not in self.pinned(cores) else ()
 
     @classmethod
     def detect(cls, root: Path = Path("/"), affinity: Iterable[int] | None = None) -> Machine:

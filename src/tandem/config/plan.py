@@ -68,7 +68,8 @@ class Plan:
     dense_codes: bool = (
         False  # dense matrices that are stored as codes are computed from them, not from numbers
     )
-    memory_nodes: tuple[int, ...] = ()  # the NUMA node of each pool thread; (): weights are not divided
+    parts: tuple[int, ...] = ()  # which part of the weights each pool thread reads; (): they are not divided
+    part_nodes: tuple[int, ...] = ()  # the NUMA node whose memory each part is in; (): any
     decisions: tuple[Decision, ...] = field(default=())
     notices: tuple[str, ...] = field(default=())  # flags and keys that change nothing; start-up prints them
     gpu: GpuPlan | None = None  # None: everything runs on the CPU
@@ -123,7 +124,8 @@ def _resolved(
         expert_format=expert_format,
         tier=tier,
         cpus=threads.cpus,
-        memory_nodes=threads.memory_nodes,
+        parts=threads.parts,
+        part_nodes=threads.part_nodes,
         context_length=memory.context_length,
         page_size=config.page_size,
         num_pages=num_pages,

@@ -11,11 +11,12 @@ from tandem.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """cpus: the logical CPU of each pool thread, -1: not pinned. memory_nodes: the NUMA node of each, ascending;
-    weights are divided among them; (): they are not divided."""
+    """cpus: the logical CPU of each pool thread, -1: not pinned. parts: which part of the weights each reads, from 0,
+    ascending; (): they are not divided. part_nodes: the NUMA node whose memory a part is in; (): any."""
 
     cpus: tuple[int, ...]
-    memory_nodes: tuple[int, ...]
+    parts: tuple[int, ...]
+    part_nodes: tuple[int, ...]
     reason: str
 
 
@@ -27,9 +28,9 @@ def plan_threads(config: EngineConfig, machine: Machine) -> Threads:
     asked = config.kt_cpuinfer
     cores = machine.spread(limit if asked is None else min(asked, limit), nodes)
     cpus = machine.pinned(cores)
-    memory_nodes = _memory_nodes(config, machine, cores)
-    reason = f"{_reason(machine, asked, limit, cpus)}{_division(memory_nodes)}"
-    return Threads(cpus, memory_nodes, reason)
+    parts, part_nodes = _parts(config, machine, cores)
+    reason = f"{_reason(machine, asked, limit, cpus)}{_division(parts)}"
+    return Threads(cpus, parts, part_nodes, reason)
 
 
 def _nodes(config: EngineConfig, machine: Machine) -> tuple[int, ...]:
@@ -44,24 +45,24 @@ def _nodes(config: EngineConfig, machine: Machine) -> tuple[int, ...]:
     return tuple(sorted(set(config.kt_numa_nodes)))
 
 
-def _memory_nodes(config: EngineConfig, machine: Machine, cores: tuple[Core, ...]) -> tuple[int, ...]:
-    nodes, parts = machine.memory_nodes(cores), config.kt_threadpool_count
-    if parts is None:
-        return nodes
-    if parts == 1:
-        return ()
-    if len({core.node for core in cores}) == 1:  # as on a host with several nodes, to try it out
-        if parts > len(cores):
-            raise ConfigError(f"--kt-threadpool-count {parts}: there are only {len(cores)} threads")
-        return tuple(i * parts // len(cores) for i in range(len(cores)))
-    if parts != len(set(nodes)):
-        here = cpu_list_text({core.node for core in cores})
+def _parts(
+    config: EngineConfig, machine: Machine, cores: tuple[Core, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    nodes, asked = machine.memory_nodes(cores), config.kt_threadpool_count
+    if asked == 1 or (asked is None and not nodes):
+        return (), ()
+    if asked in (None, len(nodes)):
+        return tuple(nodes.index(core.node) for core in cores), nodes
+    here = {core.node for core in cores}
+    if len(here) > 1 or asked is None:
         raise ConfigError(
-            f"--kt-threadpool-count {parts}: the threads' cores are on NUMA nodes {here}"
+            f"--kt-threadpool-count {asked}: the threads' cores are on NUMA nodes {cpu_list_text(here)}"
             f"{'' if nodes else ', but under the CPU quota threads are not pinned to them'}; "
             "leave the flag out, or take 1: weights are not divided then"
         )
-    return nodes
+    if asked > len(cores):
+        raise ConfigError(f"--kt-threadpool-count {asked}: there are only {len(cores)} threads")
+    return tuple(i * asked // len(cores) for i in range(len(cores))), ()  # one node: to try it out
 
 
 def _reason(machine: Machine, asked: int | None, limit: int, cpus: tuple[int, ...]) -> str:
@@ -75,7 +76,5 @@ def _reason(machine: Machine, asked: int | None, limit: int, cpus: tuple[int, ..
     return f"{more}; {pinned}"
 
 
-def _division(memory_nodes: tuple[int, ...]) -> str:
-    if not memory_nodes:
-        return ""
-    return f"; weights divided among {len(set(memory_nodes))} NUMA nodes, each read by its own threads"
+def _division(parts: tuple[int, ...]) -> str:
+    return f"; weights in {parts[-1] + 1} parts, each read by its own threads" if parts else ""

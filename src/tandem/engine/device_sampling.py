@@ -28,14 +28,16 @@ Ids = npt.NDArray[np.int64]
 class Candidates:
     """A row's most probable tokens, best first, and what was summed over all of them.
 
-    mass: sum of exp((logit - best) / temperature); norm: logsumexp of the logits; drawn: a token of the unfiltered
-    distribution (after min_p) and its logit.
+    mass: sum of exp((logit - best) / temperature); norm: logsumexp of the logits; best: the token of the largest logit,
+    which need not be the first here if others have the same; drawn: a token of the unfiltered distribution (after
+    min_p); both with their logits.
     """
 
     ids: Ids
     logits: FloatRow
     mass: float
     norm: float
+    best: tuple[int, float]
     drawn: tuple[int, float]
     complete: bool  # these are all tokens
 
@@ -50,9 +52,8 @@ def choose(logits: Tensor, found: npt.NDArray[np.float64], sequences: Rows[Seque
     rows = [r for r, s in enumerate(sequences) if _needs_more(s.sampling) and math.isfinite(found[r, 1])]
     if rows:
         some = logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
-        candidates = _candidates(some, found[rows, 1], [sequences[r] for r in rows])
-        for r, row in zip(rows, candidates, strict=True):
-            chosen[r] = _chosen(row, sequences[r], int(found[r, 0]))
+        for r, row in zip(rows, _candidates(some, found[rows], [sequences[r] for r in rows]), strict=True):
+            chosen[r] = _chosen(row, sequences[r])
     return chosen
 
 
@@ -65,7 +66,7 @@ def _candidates(logits: Tensor, best: npt.NDArray[np.float64], sequences: Rows[S
     count, vocab = min(CANDIDATES, logits.shape[1]), logits.shape[1]
     numbers = torch.tensor([_numbers(s) for s in sequences], dtype=torch.float64, device=logits.device)
     inverse, least, u = numbers.unbind(1)
-    scaled = (logits - torch.from_numpy(best).to(logits)[:, None]) * inverse.float()[:, None]
+    scaled = (logits - torch.from_numpy(best[:, 1:]).to(logits)) * inverse.float()[:, None]
     weights = scaled.exp()
     mass, norm = weights.sum(1, dtype=torch.float64), logits.double().logsumexp(1)
     drawn = _drawn(torch.where(scaled >= least.float()[:, None], weights, 0), u)
@@ -75,9 +76,9 @@ def _candidates(logits: Tensor, best: npt.NDArray[np.float64], sequences: Rows[S
     return [
         Candidates(
             row[4 : 4 + count].astype(np.int64), row[4 + count :].astype(np.float32),
-            float(row[0]), float(row[1]), (int(row[2]), float(row[3])), count == vocab,
+            float(row[0]), float(row[1]), (int(first), float(value)), (int(row[2]), float(row[3])), count == vocab,
         )
-        for row in fetched
+        for row, (first, value) in zip(fetched, best, strict=True)
     ]  # fmt: skip
 
 
@@ -99,9 +100,9 @@ def _drawn(weights: Tensor, u: Tensor) -> Tensor:
     )  # rounding: the last one with any weight
 
 
-def _chosen(row: Candidates, sequence: Sequence, best: int) -> Sampled | None:
+def _chosen(row: Candidates, sequence: Sequence) -> Sampled | None:
     params = sequence.sampling
-    token_id: int | None = best
+    token_id: int | None = row.best[0]
     if not is_greedy(params):
         u = uniform(sequence.seed, sequence.index, sequence.total_len)
         token_id = row.drawn[0] if _unfiltered(params, row) else _among(row, params, u)
@@ -160,6 +161,7 @@ def _logprob(row: Candidates, token_id: int, top: int) -> TokenLogprob | None:
 
 
 def _logit(row: Candidates, token_id: int) -> float:
-    if token_id == row.drawn[0]:
-        return row.drawn[1]
+    for known, logit in (row.best, row.drawn):
+        if token_id == known:
+            return logit
     return float(row.logits[int(np.flatnonzero(row.ids == token_id)[0])])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine.logits import DeviceLogits, best_of
+from tandem.engine.logits import DeviceLogits, HostRows, best_of
 from tandem.engine.runner import KVModel, ModelRunner
 from tandem.engine.sequence import Chunk
 from tandem.errors import EngineError
@@ -105,6 +105,7 @@ class GpuRunner:
         self._host = ModelRunner(model, layers, page_size=page_size, max_step_tokens=max_step_tokens)
         self._device = handoff.device
         self._graphs: dict[int, _Graph] = {}
+        self._rows = HostRows(handoff.device)
         with torch.inference_mode():
             self._capture_all()
 
@@ -141,7 +142,7 @@ class GpuRunner:
         self._handoff.check()
         if self._live is not None:
             self._live.after_step(tokens)
-        return DeviceLogits(logits, best)
+        return DeviceLogits(logits, best, self._rows)
 
     def _forward(self, batch: ForwardBatch, counted: int | Tensor) -> Tensor:
         """counted: how many of the first rows `ExpertUsage` counts."""

@@ -78,7 +78,7 @@ def packed_cache(
     directory = checkpoint.path.resolve()
     made_from = (
         checkpoint.identity(), repr(model), plan.dtype, plan.expert_format, plan.dense_codes,
-        plan.fuse_shared_experts, plan.memory_nodes, LAYOUT_VERSION,
+        plan.fuse_shared_experts, plan.parts, LAYOUT_VERSION,
     )  # fmt: skip
     key = hashlib.sha256(repr(made_from).encode()).hexdigest()
     place = hashlib.sha256(f"{directory}{config.kt_weight_path or ''}".encode()).hexdigest()[:8]

@@ -47,26 +47,47 @@ def best_of(logits: Tensor) -> Tensor:
     return torch.cat((ids.double(), logits.gather(1, ids).double()), 1)
 
 
+class HostRows:
+    """Host memory that rows are fetched into, kept from step to step: pinned where the device is a GPU, since a copy
+    there is several times as fast."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._memory = device, torch.empty(0)
+
+    def copy_of(self, rows: Tensor) -> FloatRows:
+        """Valid until the next copy."""
+        pinned = self._device.type == "cuda"
+        if self._memory.numel() < rows.numel():
+            self._memory = torch.empty(rows.numel(), pin_memory=pinned)
+        out = self._memory[: rows.numel()].view(rows.shape)
+        out.copy_(rows, non_blocking=True)
+        if pinned:
+            torch.cuda.current_stream(self._device).synchronize()
+        array: FloatRows = out.numpy()
+        return array
+
+
 class DeviceLogits:
     """`Logits` that stay where they are: only what decides is fetched, and rows that penalties and biases change."""
 
-    def __init__(self, logits: Tensor, best: Tensor) -> None:
+    def __init__(self, logits: Tensor, best: Tensor, host: HostRows) -> None:
         """best: of the same rows, see `best_of`. Waits for the device."""
-        self.logits, self.best = logits, best.cpu()
+        self.logits, self.best, self._host = logits, best.cpu(), host
 
     def fetched(self, rows: slice) -> FloatRows:
-        array: FloatRows = self.logits[rows].cpu().numpy()
-        return array
+        return self._host.copy_of(self.logits[rows])
 
     def chosen(self, rows: Rows[int], sequences: Rows[Sequence], eos_ids: Collection[int]) -> list[Sampled]:
-        def on_host(i: int) -> Sampled:
-            return sample(self.fetched(slice(rows[i], rows[i] + 1)), [sequences[i]], eos_ids)[0]
-
         here = [i for i, s in enumerate(sequences) if not changes_logits(s)]
         free = [rows[i] for i in here]
         logits, best = _part(self.logits, free), self.best[free].numpy()
-        made = dict(zip(here, choose(logits, best, [sequences[i] for i in here]), strict=True))
-        return [made.get(i) or on_host(i) for i in range(len(rows))]
+        chosen = zip(here, choose(logits, best, [sequences[i] for i in here]), strict=True)
+        made = {i: sampled for i, sampled in chosen if sampled is not None}
+        rest = [i for i in range(len(rows)) if i not in made]
+        if rest:
+            whole = self._host.copy_of(_part(self.logits, [rows[i] for i in rest]))
+            made |= zip(rest, sample(whole, [sequences[i] for i in rest], eos_ids), strict=True)
+        return [made[i] for i in range(len(rows))]
 
 
 def _part(tensor: Tensor, rows: list[int]) -> Tensor:

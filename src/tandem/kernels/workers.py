@@ -9,10 +9,12 @@ from tandem.config.plan import Plan
 
 def planned_pool(plan: Plan) -> WorkerPool:
     """One worker per thread of the plan."""
-    return WorkerPool(list(plan.cpus), memory_nodes=list(plan.memory_nodes))
+    return WorkerPool(list(plan.cpus), nodes=list(plan.parts), memory_nodes=list(plan.part_nodes))
 
 
 def machine_pool(machine: Machine, count: int) -> WorkerPool:
     """`count` workers, on as many cores of each NUMA node as possible."""
     cores = machine.spread(count, machine.nodes)
-    return WorkerPool(list(machine.pinned(cores)), memory_nodes=list(machine.memory_nodes(cores)))
+    nodes = machine.memory_nodes(cores)
+    parts = [nodes.index(core.node) for core in cores] if nodes else []
+    return WorkerPool(list(machine.pinned(cores)), nodes=parts, memory_nodes=list(nodes))
