@@ -24,6 +24,7 @@ from test_ops import Batch, make_batch, random_tables
 
 if AVAILABLE:
     from tandem.kernels.gpu import experts
+    from tandem.kernels.gpu import mlp as mlp_module
     from tandem.kernels.gpu.experts import FEW_TOKENS
     from tandem.kernels.gpu.ops import GpuOps
 
@@ -269,3 +270,21 @@ def test_experts_read_scales_of_every_type(ops: Ops, fmt: str, tokens: int) -> N
         return WeightCodes(joined, scales[..., 0].half(), "int4", 32, weight.shape[1])
 
     check_experts(ops, case, lambda e: tuple(coded(m[e]) for m in case[:3]), "bf16")
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize(("tokens", "scratch"), [(1, 1 << 29), (5, 1 << 29), (150, 1 << 29), (150, 1)])
+def test_dense_mlp(ops: Ops, monkeypatch: pytest.MonkeyPatch, tokens: int, scratch: int, coded: bool) -> None:
+    """At once and in pieces of 64 rows, of numbers and of codes."""
+    monkeypatch.setattr(mlp_module, "SCRATCH_BYTES", scratch)
+    gate, up, down, x, _, _ = expert_case(tokens, 128, 256, 1)
+    matrices = [stored(m[0], "fp8") if coded else m[0] for m in (gate, up, down)]
+    ours, theirs = ops.mlp(128, 256), ops.cpu.mlp(128, 256)
+    for mlp in (ours, theirs):
+        mlp.load(*matrices)
+    expected = theirs(x.float())
+    # as for experts; decoded codes are rounded to bfloat16 as well
+    got = ours(x.to(DEVICE)).cpu()
+    near(got.float(), expected, 2 * BF16_ULP, 2.0**-6)
+    assert (got.float() - expected).norm() < 2.0**-8 * expected.norm() * (3.0 if INTERPRETED else 1.5)
+    assert ours.packed is None and [read.weights.in_features for read in ours.reads()] == [128, 256]

@@ -315,3 +315,19 @@ def test_bad_input_is_an_error_that_names_it(ops: CpuOps) -> None:
         attend(ops, q[0, :20].bfloat16(), k, v, make_batch([(0, 20)], tables[:1]), 0)
     with pytest.raises(KernelError, match="this CPU cannot run tier 'sse9'"):
         CpuOps(ops.pool, "sse9")
+
+
+@pytest.mark.parametrize("rows", [1, 256, 257, 600])
+def test_a_dense_mlp_is_an_expert_that_every_row_chooses(ops: CpuOps, rows: int) -> None:
+    torch.manual_seed(0)
+    gate, up, down = torch.randn(32, 48), torch.randn(32, 48), torch.randn(48, 32)
+    mlp, experts, x = ops.mlp(48, 32), ops.experts(1, 48, 32), torch.randn(rows, 48).bfloat16()
+    mlp.load(gate, up, down)
+    experts.load(0, gate, up, down)
+    everyone = torch.zeros(rows, 1, dtype=torch.int32), torch.ones(rows, 1)
+    assert torch.equal(mlp(x), experts.forward(x, *everyone))
+    theirs = TorchOps().mlp(48, 32)
+    theirs.load(gate, up, down)
+    expected = theirs(x).float()
+    assert (mlp(x).float() - expected).norm() < 4 * BF16_ULP * expected.norm()
+    assert [read.experts for read in mlp.reads()] == [1]

@@ -16,6 +16,7 @@ from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
+from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
     BatchLayout,
     ColumnRun,
@@ -82,6 +83,9 @@ class CpuOps:
     ) -> PackedExperts:
         """places: experts that there is memory for, 0: all."""
         return PackedExperts(self.workspace, num_experts, hidden, width, fmt, activation, places=places)
+
+    def mlp(self, hidden: int, width: int, fmt: str = "bf16") -> OneExpert:
+        return OneExpert(self.experts(1, hidden, width, fmt))
 
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
         """Idle workers fetch the weights that follow, as many as their L2 caches hold."""

@@ -132,6 +132,27 @@ class ExpertLayer(Protocol):
         ...
 
 
+class MLP(Protocol):
+    """A dense feed-forward block: down(silu(gate(x)) * up(x))."""
+
+    @property
+    def packed(self) -> object:
+        """Of which a packed cache may keep the bytes; None: of nothing."""
+        ...
+
+    def load(self, gate: Weight, up: Weight, down: Weight) -> None:
+        """As `ExpertLayer.load`."""
+        ...
+
+    def reads(self) -> list[SureRead]:
+        """Weights in the order in which a call reads them."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        ...
+
+
 Lookup = Callable[[Tensor], Tensor]  # ids [T] -> rows [T, columns] of a table
 
 Step = Callable[[Tensor, Any], Tensor]  # of an input and its batch
@@ -179,6 +200,10 @@ class Ops(Protocol):
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
     ) -> ExpertLayer:
         """An empty expert layer; fill it with `load`."""
+        ...
+
+    def mlp(self, hidden: int, width: int, fmt: str = "bf16") -> MLP:
+        """An empty dense MLP; fill it with `load`."""
         ...
 
     def read_in_order(self, reads: Sequence[SureRead]) -> None:

@@ -16,6 +16,7 @@ from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.reference import decoded, dequantised
+from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
     BatchLayout,
     ColumnRun,
@@ -140,6 +141,9 @@ class TorchOps:
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
     ) -> TorchExperts:
         return TorchExperts(num_experts, hidden, width, fmt, activation)
+
+    def mlp(self, hidden: int, width: int, fmt: str = "bf16") -> OneExpert:
+        return OneExpert(self.experts(1, hidden, width, fmt))
 
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
         """Nothing to prepare: torch reads weights when it multiplies."""

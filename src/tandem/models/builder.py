@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from tandem.experts import CpuExperts, ExpertMatrices, Experts, ExpertStore
 from tandem.experts.usage import ExpertUsage
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import numbers, stacked, weight_bytes
-from tandem.kernels.ops import ExpertLayer, Linear, Ops, Rope, Tally
+from tandem.kernels.ops import MLP, ExpertLayer, Linear, Ops, Rope, Tally
 from tandem.kernels.packed_cache import PackedCache
 from tandem.models.linear import SideBySide
 
@@ -94,10 +95,16 @@ class Builder:
             return packed
         return self._pack(name, numbers(self._weight(name, rows, columns)).float(), None, "f32")
 
-    def mlp(self, name: str, width: int, matrices: Callable[[int], ExpertMatrices]) -> Experts:
-        """A dense MLP: a layer of one expert, which lives where `ops` computes."""
-        layer = self.ops.experts(1, self.config.hidden, width, self.dense_format)
-        return self._own(f"{name} as an expert", layer, 1, self.mlp_format, matrices)
+    def mlp(self, name: str, width: int, matrices: Callable[[], ExpertMatrices]) -> MLP:
+        """A dense MLP, which lives where `ops` computes, from an earlier start or from `matrices`."""
+        mlp, kept = self.ops.mlp(self.config.hidden, width, self.dense_format), f"{name} as an expert"
+        if self._kept is not None and self._kept.fill(kept, mlp.packed):
+            return mlp
+        with self._named_errors():
+            mlp.load(*self._packable(matrices(), as_codes=self.mlp_format == STORED))
+        if self._kept is not None:
+            self._kept.keep(kept, mlp.packed)
+        return mlp
 
     def experts(
         self, layer: int, count: int, width: int, fmt: str, matrices: Callable[[int], ExpertMatrices]
@@ -134,13 +141,19 @@ class Builder:
     def _loaded(
         self, experts: Experts, count: int, fmt: str, matrices: Callable[[int], ExpertMatrices]
     ) -> Experts:
-        try:
+        with self._named_errors():
             experts.load(count, lambda expert: self._packable(matrices(expert), as_codes=fmt == STORED))
+        return experts
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """What cannot be packed is the checkpoint's."""
+        try:
+            yield
         except KernelError as error:
             raise CheckpointError(
                 f"{self.checkpoint.path}: {error}; --kt-method BF16 decodes them"
             ) from error
-        return experts
 
     def layer_done(self, index: int) -> None:
         """Between layers: lets go of the file pages that were read, asks for those after next, reports progress."""

@@ -12,7 +12,7 @@ from tandem.kernels.ops import SureRead
 from tandem.models.attention import Attention, KVPages
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
-from tandem.models.moe import DenseMLP, MoEBlock
+from tandem.models.moe import MoEBlock, dense_mlp
 from tandem.models.names import MoENames
 
 
@@ -53,7 +53,7 @@ def decoder_layer(
     if index in b.config.moe_layers:
         mlp = MoEBlock(b, index, moe_names)
     else:
-        mlp = DenseMLP(b, layer + dense_prefix, b.config.dense_width)
+        mlp = dense_mlp(b, layer + dense_prefix, b.config.dense_width)
     return DecoderLayer(
         input_norm=b.tensor(layer + "input_layernorm.weight", hidden),
         attention=attention(b, index),

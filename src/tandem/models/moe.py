@@ -7,38 +7,14 @@ from torch import Tensor
 
 from tandem.experts import ExpertMatrices, Experts
 from tandem.formats.cut import columns_of, rows_of
-from tandem.kernels.ops import Linear, Routing, SureRead
+from tandem.kernels.ops import MLP, Linear, Routing, SureRead
 from tandem.models.builder import Builder
 from tandem.models.names import MoENames, mlp_matrices
 
-KEPT_ROWS = 256  # more than any recorded step or CUDA graph has
 
-
-class DenseMLP:
-    """SwiGLU for every token: a layer of one expert, which every token chooses with weight 1."""
-
-    def __init__(self, b: Builder, prefix: str, width: int) -> None:
-        def matrices(_expert: int) -> ExpertMatrices:
-            return mlp_matrices(b.checkpoint, prefix, b.config.hidden, width)
-
-        self.experts = b.mlp(prefix, width, matrices)
-        self._everyone = _everyone(KEPT_ROWS, torch.device("cpu"))
-
-    def reads(self) -> list[SureRead]:
-        return [self.experts.sure_read(1)]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.device != self._everyone.ids.device:
-            self._everyone = _everyone(KEPT_ROWS, x.device)
-        # The kept ones are never replaced: recorded steps and CUDA graphs go on reading them.
-        all_rows = self._everyone if len(x) <= KEPT_ROWS else _everyone(len(x), x.device)
-        everyone = Routing(all_rows.ids[: len(x)], all_rows.weights[: len(x)])
-        return self.experts.wait(self.experts.submit(x, everyone))
-
-
-def _everyone(rows: int, device: torch.device) -> Routing:
-    """All rows choose expert 0."""
-    return Routing(torch.zeros(rows, 1, dtype=torch.int32, device=device), torch.ones(rows, 1, device=device))
+def dense_mlp(b: Builder, prefix: str, width: int) -> MLP:
+    """SwiGLU for every token."""
+    return b.mlp(prefix, width, lambda: mlp_matrices(b.checkpoint, prefix, b.config.hidden, width))
 
 
 class MoEBlock:
@@ -59,9 +35,10 @@ class MoEBlock:
             bias = f"{layer}{names.router}.e_score_correction_bias"
             self.bias = b.float_tensor(bias, self.router.num_experts)
         self.experts = _experts(b, index, names, self.fused)
-        self.shared, self.shared_gate = None, None
+        self.shared: MLP | None = None
+        self.shared_gate: Linear | None = None
         if moe.shared_width and not self.fused:
-            self.shared = DenseMLP(b, layer + names.shared, moe.shared_width)
+            self.shared = dense_mlp(b, layer + names.shared, moe.shared_width)
         if moe.shared_gate:
             self.shared_gate = b.linear([layer + names.shared_gate], [1], b.config.hidden)
 

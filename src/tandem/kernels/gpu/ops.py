@@ -16,6 +16,7 @@ from tandem.kernels.gpu import attention, norm, route
 from tandem.kernels.gpu import rope as rotation
 from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.gpu.linear import GpuLinear
+from tandem.kernels.gpu.mlp import GpuMLP
 from tandem.kernels.ops import (
     BatchLayout,
     ColumnRun,
@@ -76,6 +77,9 @@ class GpuOps:
             return self.cpu.experts(1, hidden, width, fmt, activation)
 
         return GpuExperts(packer, width, slot_of, self.device)
+
+    def mlp(self, hidden: int, width: int, fmt: str = "bf16") -> GpuMLP:
+        return GpuMLP(fmt, self.device)
 
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
         """Nothing is fetched ahead: a GPU's kernels hide their reads themselves."""
