@@ -9,7 +9,7 @@ import pytest
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormat, StoredFormats, resolve
 from tandem.config.gpu_plan import SMALL_GRAPH_SIZES as SMALL
 from tandem.config.gpu_plan import dense_bytes
-from tandem.config.machine import Gpu
+from tandem.config.gpus import Gpu
 from tandem.config.memory import DEFAULT_FRACTION
 from tandem.errors import ConfigError
 from test_plan import GIB, INT4, MODEL, MOE, machine, plan, reason
@@ -38,6 +38,23 @@ def test_a_gpu_is_used_and_filled() -> None:
 def test_a_gpu_that_is_not_used_is_explained(machine_: Machine, flags: dict[str, object], why: str) -> None:
     p = plan(machine_, **flags)
     assert p.gpu is None and why in reason(p, "device")
+
+
+def test_the_first_gpu_that_is_new_enough_is_used() -> None:
+    old, new = (
+        replace(with_gpu().gpus[0], capability=c, uuid=f"GPU-{c}", number=c[0]) for c in ((7, 5), (8, 0))
+    )
+    p = plan(replace(machine(), gpus=(old, new)))
+    assert p.gpu is not None and p.gpu.uuid == new.uuid and reason(p, "device").startswith("GPU 8, H100")
+    p = plan(replace(machine(), gpus=(old,)))
+    assert p.gpu is None and "compute capability 7.5; the GPU kernels need 8.0" in reason(p, "device")
+    with pytest.raises(ConfigError, match="--device cuda: H100 has compute capability 7.5"):
+        plan(replace(machine(), gpus=(old,)), device="cuda")
+
+
+def test_gpus_that_are_hidden_are_explained() -> None:
+    hidden = replace(machine(), no_gpu="CUDA_VISIBLE_DEVICES= hides every GPU")
+    assert reason(plan(hidden), "device") == hidden.no_gpu
 
 
 def test_a_gpu_asked_for_in_vain_is_an_error() -> None:

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tandem import _core
 from tandem.config.machine import (
     TIERS,
     Core,
     Machine,
     cpu_list_text,
     parse_cpu_list,
-    parse_nvidia_smi,
     tiers_of,
 )
+from tandem.kernels.this_machine import this_machine
 
 GIB = 1 << 30
 AVX2 = "fpu sse2 avx avx2 fma f16c bmi1 bmi2"
@@ -138,9 +139,12 @@ def test_kernel_lists() -> None:
     assert cpu_list_text([11, 0, 1, 2, 8, 10]) == "0-2,8,10-11"
 
 
-def test_nvidia_smi_lines() -> None:
-    (gpu,) = parse_nvidia_smi("NVIDIA H100 80GB HBM3, 81559, 81000, 5, 16\nbroken line\nX, [N/A], 1, 2, 3\n")
-    assert (gpu.name, gpu.memory_bytes, gpu.pcie) == ("NVIDIA H100 80GB HBM3", 81559 << 20, "gen5 x16")
+def test_tiers_that_a_process_may_not_use_are_left_out() -> None:
+    """AMX is in /proc/cpuinfo, but a sandbox refuses tile registers: the next best tier is planned."""
+    machine = Machine("Test CPU", (Core(0, 0, 0),), TIERS, GIB, GIB)
+    assert machine.limited_to(("scalar", "avx2", "avx512", "avx512_bf16")).tiers == TIERS[:-1]
+    assert machine.limited_to((*TIERS, "another")) == machine
+    assert set(this_machine().tiers) <= set(_core.supported_tiers())
 
 
 def test_this_machine_is_plausible() -> None:

@@ -40,6 +40,7 @@ from tandem.experts.usage import ExpertUsage, SideTotals
 from tandem.kernels.ceilings import measure_read_gbps
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
+from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
 from tandem.models import ForwardBatch
 
@@ -190,7 +191,7 @@ def build(
         context_length=request.context + 1024, max_total_tokens=max(request.batches) * (request.context + 1024),
         device="cuda", **flags,
     )  # fmt: skip
-    plan = resolve(asked, config, Machine.detect())
+    plan = resolve(asked, config, this_machine())
     workers = planned_pool(plan)
     side = gpu_side(plan, config, CpuOps(workers, plan.tier))
     store = SyntheticStore(side.store, side.handoff, empty, chosen)

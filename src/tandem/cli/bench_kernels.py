@@ -34,6 +34,7 @@ from tandem.cli.bench_plot import draw_roofline
 from tandem.config.machine import Machine
 from tandem.errors import ConfigError
 from tandem.kernels.ceilings import Roofs, last_level_cache_bytes
+from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import machine_pool
 
 CEILING_SECONDS = 0.5  # of measuring per ceiling, before the rows and again after them
@@ -67,7 +68,7 @@ def run(
     plot: Path | None,
 ) -> None:
     """Checks the flags, measures, prints, and writes what was asked for. No tiers: the best of this machine."""
-    machine = Machine.detect()
+    machine = this_machine()
     request = Request(
         tuple(map(parse_shape, shapes)),
         one_of("--format", formats, bench_formats.FORMATS),

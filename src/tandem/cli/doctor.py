@@ -104,10 +104,10 @@ def _memory(machine: Machine) -> Finding:
 
 def _gpus(machine: Machine) -> Iterator[Finding]:
     if not machine.gpus:
-        yield Finding("GPU", "none found; everything runs on the CPU")
-    for number, gpu in enumerate(machine.gpus):
+        yield Finding("GPU", f"{machine.no_gpu}; everything runs on the CPU")
+    for gpu in machine.gpus:
         free = f"{gib(gpu.free_bytes)} free of {gib(gpu.memory_bytes)}"
-        yield Finding(f"GPU {number}", f"{gpu.name}, {free}, PCIe {gpu.pcie}; not used yet")
+        yield Finding(f"GPU {gpu.number}", f"{gpu.name}, {free}, PCIe {gpu.pcie}")
 
 
 def measured(machine: Machine) -> Iterator[Finding]:
@@ -115,16 +115,18 @@ def measured(machine: Machine) -> Iterator[Finding]:
     if not kernels_are_built():
         return
     from tandem.kernels.ceilings import measure_ceilings
+    from tandem.kernels.this_machine import this_machine
     from tandem.kernels.workers import machine_pool
 
     pool = machine_pool(machine, machine.max_threads)
-    ceilings = measure_ceilings(pool, machine.tiers[-1])
+    tier = this_machine().tiers[-1]
+    ceilings = measure_ceilings(pool, tier)
     fix = "decoding is bound by it: fill all memory channels, and end other programs"
     low = ceilings.read_gbps < LOW_BANDWIDTH
     yield Finding(
         "memory speed", f"{ceilings.read_gbps:.1f} GB/s read, {len(pool)} threads", fix if low else ""
     )
-    yield Finding("compute", f"{ceilings.flops / 1e9:.0f} GFLOP/s in bf16 with {machine.tiers[-1]}")
+    yield Finding("compute", f"{ceilings.flops / 1e9:.0f} GFLOP/s in bf16 with {tier}")
 
 
 def storage(home: Path) -> Iterator[Finding]:

@@ -59,13 +59,14 @@ def plan_of(config: EngineConfig) -> Plan:
     """What would be done with this model on this machine, without loading a weight. A directory without weights counts
     as one of bfloat16 ones."""
     from tandem.checkpoint import open_checkpoint, resolve_model, with_experts
-    from tandem.config import Machine, StoredFormats, resolve
+    from tandem.config import StoredFormats, resolve
+    from tandem.kernels.this_machine import this_machine
 
     path, model = resolve_model(config.model), model_of(config)
     if not path.is_file() and not any(path.glob("*.safetensors")):
-        return resolve(config, model, Machine.detect(), StoredFormats())
+        return resolve(config, model, this_machine(), StoredFormats())
     checkpoint = with_experts(open_checkpoint(path), config.kt_weight_path, model)
-    return resolve(config, model, Machine.detect(), checkpoint.formats())
+    return resolve(config, model, this_machine(), checkpoint.formats())
 
 
 def model_of(config: EngineConfig) -> ModelConfig:

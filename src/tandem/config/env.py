@@ -1,4 +1,5 @@
-"""The only file that reads the environment. Nothing here decides a result: flags do.
+"""The only file that reads the environment. Nothing here decides a result: flags do. Which GPUs there are, CUDA's own
+variables say.
 
 Variables that tutorials of other engines export (SGLANG_…, FLASHINFER_CUDA_ARCH_LIST, PYTORCH_CUDA_ALLOC_CONF,
 AMX_METHOD, …) are not read, so they are harmless; one says where files go: SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR.
@@ -24,3 +25,13 @@ def recorder_dir() -> Path:
     """Where expert statistics are written unless a flag says so, as in SGLang."""
     chosen = os.environ.get("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR")
     return Path(chosen).expanduser() if chosen else Path(tempfile.gettempdir())
+
+
+def visible_gpus() -> str | None:
+    """CUDA_VISIBLE_DEVICES; None where it is not set, "" where no GPU is to be used."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def number_gpus_by_slot() -> None:
+    """CUDA, once it starts in this process, will number GPUs as nvidia-smi does, unless it was told how."""
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")

@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.config.engine_config import EngineConfig
-from tandem.config.machine import Gpu, Machine
+from tandem.config.gpus import Gpu
+from tandem.config.machine import Machine
 from tandem.config.memory import DEFAULT_FRACTION, LEAST_CONTEXT, MemoryRequest, gib, wanted_context
 from tandem.config.model_config import DTYPE_BYTES, STORED, ModelConfig
 from tandem.config.stored import StoredFormats
 from tandem.errors import ConfigError, GpuTooSmall
 
+LEAST_CAPABILITY = (8, 0)  # Ampere: the kernels multiply bfloat16
 GPU_FRACTION = 0.9  # of free GPU memory
 GPU_WORKSPACE_BYTES = 2 << 30  # activations, CUDA graphs, libraries
 KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
@@ -29,7 +31,7 @@ MAX_PATIENCE_SECONDS = 30.0
 class GpuPlan:
     """experts: (layer, expert) pairs on the GPU; graph_sizes: batch sizes of CUDA graphs, () for none; statistics: file
     of activation counts; patience_seconds: how long a kernel waits for the CPU's experts; live: experts move while
-    serving."""
+    serving; uuid: of the GPU, "" for any."""
 
     name: str
     experts: int
@@ -38,6 +40,7 @@ class GpuPlan:
     graph_sizes: tuple[int, ...]
     patience_seconds: float
     live: bool = False
+    uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +61,25 @@ def usable_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> tu
     """The GPU to use and why, or None and why not. Raises ConfigError when one was asked for in vain."""
     if config.device == "cpu":
         return None, "--device cpu"
+    gpu = next(filter(_is_new_enough, machine.gpus), None)
     why_not = _why_no_gpu(config, model, machine)
     if why_not and config.device == "cuda":
         raise ConfigError(f"--device cuda: {why_not}; take --device cpu or auto")
-    if why_not:
+    if gpu is None or why_not:
         return None, why_not
-    return machine.gpus[0], f"{machine.gpus[0].name}, {gib(machine.gpus[0].free_bytes)} free"
+    number = f"GPU {gpu.number}, " if gpu.number or len(machine.gpus) > 1 else ""
+    return gpu, f"{number}{gpu.name}, {gib(gpu.free_bytes)} free"
+
+
+def _is_new_enough(gpu: Gpu) -> bool:
+    return gpu.capability is None or gpu.capability >= LEAST_CAPABILITY
 
 
 def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> str:
     if not machine.gpus:
-        return "no GPU was found"
+        return machine.no_gpu
+    if not any(map(_is_new_enough, machine.gpus)):
+        return _too_old(machine.gpus[0])
     if missing := [name for name in machine.gpu_missing if name != "cuda-core"]:
         return f"{machine.gpus[0].name} cannot be used: {' and '.join(missing)} is missing"
     if model.attention.latent is not None:
@@ -76,6 +87,11 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
     if config.dtype == "float32":
         return "the GPU kernels compute in bfloat16, not float32"
     return _odd_sizes(model)
+
+
+def _too_old(gpu: Gpu) -> str:
+    has, least = (".".join(map(str, pair)) for pair in (gpu.capability or (0, 0), LEAST_CAPABILITY))
+    return f"{gpu.name} has compute capability {has}; the GPU kernels need {least} (Ampere, for bfloat16) or newer"
 
 
 def _odd_sizes(model: ModelConfig) -> str:

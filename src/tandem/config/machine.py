@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shutil
-import subprocess
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
 from tandem.config.cgroup import read_cgroup_limits
+from tandem.config.gpus import Gpu, detect_gpus
 
 _TIER_FEATURES = {
     "scalar": (),
@@ -24,7 +23,6 @@ _TIER_FEATURES = {
 """What each kernel tier needs, as /proc/cpuinfo names it, beyond the tier before it (CMakeLists.txt compiles these)."""
 
 TIERS = tuple(_TIER_FEATURES)
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +35,6 @@ class Core:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
-    """One NVIDIA GPU as the driver reports it."""
-
-    name: str
-    memory_bytes: int
-    free_bytes: int
-    pcie: str  # "gen5 x16": the widest link it can have
-
-
-@dataclass(frozen=True, slots=True)
 class Machine:
     """Sizes are bytes; `cores` is sorted by NUMA node. Nothing here is measured (`kt doctor` measures)."""
 
@@ -56,7 +44,8 @@ class Machine:
     total_memory: int  # of the machine, or the control group's limit if that is less
     available_memory: int  # what can be taken without swapping
     cpu_quota: float | None = None  # CPUs' worth of time of the control group; None: no limit
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[Gpu, ...] = ()  # the one to take first
+    no_gpu: str = "no GPU was found"  # why, where there are none
     gpu_missing: tuple[str, ...] = ()  # packages that a GPU needs and that are not installed
 
     @property
@@ -95,6 +84,10 @@ class Machine:
         nodes = tuple(sorted({core.node for core in cores}))
         return nodes if len(nodes) > 1 and -1 not in self.pinned(cores) else ()
 
+    def limited_to(self, tiers: Iterable[str]) -> Machine:
+        """Without the tiers that are not among these."""
+        return replace(self, tiers=tuple(tier for tier in self.tiers if tier in set(tiers)))
+
     @classmethod
     def detect(cls, root: Path = Path("/"), affinity: Iterable[int] | None = None) -> Machine:
         """This machine. `root` and `affinity` replace `/` and the process's CPU mask in tests."""
@@ -102,6 +95,7 @@ class Machine:
         total, available = _memory(root)
         limits = read_cgroup_limits(root)
         info = _cpuinfo(root)
+        gpus, no_gpu = detect_gpus() if root == Path("/") else ((), "no GPU was found")
         return cls(
             cpu_model=info.get("model name", platform.machine()),
             cores=_cores(root, allowed),
@@ -109,7 +103,8 @@ class Machine:
             total_memory=_least(total, limits.memory_bytes),
             available_memory=_least(available, limits.memory_free_bytes),
             cpu_quota=limits.cpu_quota,
-            gpus=_gpus() if root == Path("/") else (),
+            gpus=gpus,
+            no_gpu=no_gpu,
             gpu_missing=_missing_gpu_packages(),
         )
 
@@ -204,27 +199,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _gpus() -> tuple[Gpu, ...]:
-    """From nvidia-smi, which answers without creating a CUDA context in this process; () when there is none."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ()
-    query = "--query-gpu=name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max"
-    command = [program, query, "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return ()  # a driver that does not answer is a machine without usable GPUs
-    return parse_nvidia_smi(answer.stdout)
-
-
-def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
-    """Lines of "name, total MiB, free MiB, PCIe generation, PCIe width"."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return tuple(
-        Gpu(row[0], int(row[1]) * MIB, int(row[2]) * MIB, f"gen{row[3]} x{row[4]}")
-        for row in rows
-        if len(row) == 5 and row[1].isdigit() and row[2].isdigit()
-    )

@@ -19,7 +19,8 @@ from tandem.config.gpu_plan import (
     size_gpu,
     usable_gpu,
 )
-from tandem.config.machine import Gpu, Machine
+from tandem.config.gpus import Gpu
+from tandem.config.machine import Machine
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, size_memory
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
@@ -190,7 +191,7 @@ def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memo
     live, reason = live_placement(config, m.experts, model)
     if config.kt_enable_dynamic_expert_update:
         log.append(Decision("live placement", "on" if live else "off", reason))
-    return memory, GpuPlan(gpu.name, m.experts, strategy, statistics, sizes, patience, live)
+    return memory, GpuPlan(gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid)
 
 
 def _dtype(config: EngineConfig, log: list[Decision]) -> str:
@@ -271,7 +272,7 @@ def _tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> str:
     usable = machine.tiers
     tier, reason = config.kernel_tier, "--kernel-tier"
     if tier == "auto":
-        tier, reason = usable[-1], f"the widest this CPU has ({', '.join(usable)})"
+        tier, reason = usable[-1], f"the widest that can run here ({', '.join(usable)})"
     if tier not in usable:
         raise ConfigError(f"--kernel-tier {tier}: this CPU cannot run it; it can: {', '.join(usable)}")
     log.append(Decision("kernel tier", tier, reason + (AMX_ROUNDING if tier == "amx" else "")))

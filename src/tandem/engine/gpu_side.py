@@ -8,7 +8,7 @@ import torch
 
 from tandem.config import ModelConfig, Plan
 from tandem.engine.expert_statistics import expert_placement
-from tandem.errors import ConfigError
+from tandem.engine.gpu_device import planned_device
 from tandem.experts.handoff import Handoff, HandoffSizes
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live_copies import CudaCopies
@@ -33,9 +33,7 @@ class GpuSide:
 def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
     """Raises ConfigError when PyTorch cannot use the GPU, or the placement's statistics do not fit the model."""
     assert plan.gpu is not None
-    if not torch.cuda.is_available():
-        raise ConfigError(f"PyTorch cannot use {plan.gpu.name}: check its driver, or take --device cpu")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = planned_device(plan.gpu)
     placement = expert_placement(plan.gpu, model)
     ops, handoff = GpuOps(device, cpu), Handoff(handoff_sizes(plan, model), device, plan.gpu.patience_seconds)
     store = HybridStore(ops, placement, handoff, model.hidden, plan.gpu.live)

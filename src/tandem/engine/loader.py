@@ -20,12 +20,13 @@ from tandem.checkpoint import (
     with_experts,
 )
 from tandem.checkpoint.demo import build_demo
-from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
+from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
 from tandem.engine.parts import EngineParts
 from tandem.engine.tokenizer import Tokenizer
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.packed_cache import PackedCache
+from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
 
 
@@ -43,7 +44,7 @@ def load_parts(
     directory = model_directory(config.model)
     model_config = load_model_config(directory)
     checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model_config)
-    plan = resolve(config, model_config, Machine.detect(), checkpoint.formats())
+    plan = resolve(config, model_config, this_machine(), checkpoint.formats())
     if planned is not None:
         planned(plan)
     tokenizer = Tokenizer.load(directory)

@@ -16,6 +16,7 @@ from tandem.config.memory import gib
 from tandem.errors import ConfigError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Linear
+from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
 from tandem.models import ARCHITECTURES, ForwardBatch
 from tandem.models.builder import Builder
@@ -79,7 +80,7 @@ class LayerStream:
         self.variant, self.windows = variant, windows
         self.config, checkpoint = load_model_config(variant.directory), open_checkpoint(variant.directory)
         longest = max(map(len, windows.ids))
-        self.plan = variant.plan(self.config, Machine.detect(), longest, checkpoint.formats())
+        self.plan = variant.plan(self.config, this_machine(), longest, checkpoint.formats())
         self.ops = CpuOps(pool or planned_pool(self.plan), self.plan.tier)
         self._builder = Builder(self.config, self.plan, checkpoint, self.ops)
         self._pages = self._new_pages(longest)

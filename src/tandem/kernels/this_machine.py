@@ -1,0 +1,12 @@
+"""`this_machine`: `Machine.detect`, with the kernel tiers that this very process can run."""
+
+from __future__ import annotations
+
+from tandem import _core
+from tandem.config.machine import Machine
+
+
+def this_machine() -> Machine:
+    """/proc/cpuinfo says what the CPU has. Tile registers (AMX) a process must ask for, too, and a sandbox or an old
+    kernel may refuse them; the core has asked."""
+    return Machine.detect().limited_to(_core.supported_tiers())
