@@ -267,10 +267,5 @@ def test_sizes_that_the_gpu_kernels_do_not_take() -> None:
     odd_experts = replace(MODEL, moe=replace(MOE, width=191, shared_width=0))
     p = plan(with_gpu(), odd_experts)
     assert p.gpu is not None and p.gpu.experts == 0 and "even width, not 191" in reason(p, "GPU experts")
-    for model, why in (
-        (replace(MODEL, hidden=580), "multiple of 8, not 580"),
-        (replace(MODEL, dense_width=1537), "even width, not 1537"),
-        (replace(MODEL, moe=replace(MOE, shared_width=191)), "even width, not 191"),
-    ):
-        p = plan(with_gpu(), model)
-        assert p.gpu is None and why in reason(p, "device")
+    p = plan(with_gpu(), replace(MODEL, hidden=580))
+    assert p.gpu is None and "multiple of 8, not 580" in reason(p, "device")

@@ -86,20 +86,14 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
         return "latent attention runs on the CPU"
     if config.dtype == "float32":
         return "the GPU kernels compute in bfloat16, not float32"
-    return _odd_sizes(model)
+    if model.hidden % 8:  # rows are handed to the CPU 16 bytes at a time
+        return f"the GPU kernels need a hidden size that is a multiple of 8, not {model.hidden}"
+    return ""
 
 
 def _too_old(gpu: Gpu) -> str:
     has, least = (".".join(map(str, pair)) for pair in (gpu.capability or (0, 0), LEAST_CAPABILITY))
     return f"{gpu.name} has compute capability {has}; the GPU kernels need {least} (Ampere, for bfloat16) or newer"
-
-
-def _odd_sizes(model: ModelConfig) -> str:
-    """Rows are handed to the CPU 16 bytes at a time; MLPs read their inputs in pairs."""
-    if model.hidden % 8:
-        return f"the GPU kernels need a hidden size that is a multiple of 8, not {model.hidden}"
-    odd = next((width for width in (model.dense_width, model.moe.shared_width) if width % 2), 0)
-    return f"the GPU kernels need MLPs of an even width, not {odd}" if odd else ""
 
 
 def needs_gpu(config: EngineConfig) -> str:

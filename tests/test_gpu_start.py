@@ -1,0 +1,62 @@
+"""The whole program on a GPU: what starts without a flag, on which GPU, and what happens when that GPU breaks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu import needs_cuda
+from quantised_models import experts_only, save_quantised
+from tandem import LLM, SamplingParams
+from tiny import VARIANTS, TinyModels, settings
+
+pytestmark = [pytest.mark.gpu, needs_cuda]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+SMALL = {"kt_cpuinfer": 2, "max_total_tokens": 128, "max_running_requests": 2}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(AWQ experts, the same numbers as float32)."""
+    family, changes = VARIANTS["qwen3_moe-gpu"]
+    VARIANTS["qwen3_moe-awq"] = (family, changes | settings(hidden_size=128, moe_intermediate_size=64))
+    plain = TinyModels(tmp_path_factory.mktemp("plain"))["qwen3_moe-awq"]
+    del VARIANTS["qwen3_moe-awq"]
+    return save_quantised(plain, tmp_path_factory.mktemp("awq"), experts_only("awq"))
+
+
+def test_experts_that_the_gpu_does_not_read_are_served_without_a_flag(directories) -> None:
+    llm = LLM(str(directories[0]), **SMALL)
+    assert llm.engine.plan.gpu is not None and llm.engine.plan.gpu.experts == 0
+    (answer,) = llm.generate(["Hello"], GREEDY)
+    assert len(answer.token_ids) == 6
+
+
+def test_the_gpu_of_the_plan_is_the_one_that_computes(directories) -> None:
+    llm = LLM(str(directories[1]), **SMALL)
+    gpu = llm.engine.plan.gpu
+    assert gpu is not None and gpu.experts > 0
+    current = torch.cuda.get_device_properties(torch.cuda.current_device())
+    assert gpu.uuid.lower() == f"gpu-{current.uuid}".lower()
+    assert len(llm.generate(["Hello"], GREEDY)[0].token_ids) == 6
+
+
+BROKEN = """
+import sys, torch
+from tandem import LLM, SamplingParams
+llm = LLM(sys.argv[1], kt_cpuinfer=2, max_total_tokens=128, max_running_requests=2)
+torch.zeros(2, device="cuda")[torch.tensor([5], device="cuda")]  # a device assert: nothing works any more
+llm.generate(["Hello"], SamplingParams(max_tokens=2))
+"""
+
+
+def test_a_gpu_that_broke_ends_the_engine(directories) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN, str(directories[1])], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode != 0
+    assert "EngineError: the GPU stopped working" in done.stderr
