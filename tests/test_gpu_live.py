@@ -129,6 +129,13 @@ def test_after_loading_nothing_of_the_gpu_s_experts_is_in_cpu_memory(monkeypatch
     monkeypatch.setattr(ops.cpu, "experts", noted)
     layer = store.layer(0, EXPERTS, WIDTH, "bf16")
     shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
-    layer.load(EXPERTS, lambda _: tuple(torch.randn(shape) for shape in shapes))
+    given = [tuple(torch.randn(shape) for shape in shapes) for _ in range(EXPERTS)]
+    layer.load(EXPERTS, lambda e: given[e])
     assert len(made) == 1 and made[0]() is None
     assert layer.sides is not None and layer.sides.cpu.loaded == EXPERTS - 3
+    whole = make(EXPERTS, HIDDEN, WIDTH, "bf16")
+    whole.load_all(0, given)
+    for e in range(EXPERTS):
+        slot = layer.sides.gpu.slot_of_expert(e)
+        if slot >= 0:
+            assert torch.equal(layer.sides.gpu.slot(slot).cpu(), whole.packed(e))

@@ -13,6 +13,7 @@ from tandem.errors import KernelError
 from tandem.experts import cpu_experts
 from tandem.experts.handoff import Handoff, HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
+from tandem.kernels.gpu.uploads import Uploads
 from tandem.kernels.packed_experts import PackedExperts
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 11, 48, 32, 3
@@ -75,3 +76,20 @@ def test_an_expert_that_cannot_be_read_ends_the_load() -> None:
     experts, _, _ = made(SLOTS)
     with pytest.raises(KernelError, match="expert 5 is torn"):
         experts.load(EXPERTS, broken)
+
+
+def test_uploads_take_their_buffers_in_turn() -> None:
+    """Five experts through two buffers and one packer; each target has its own expert's bytes."""
+    packer = PackedExperts(cases.workspace_of("scalar"), 1, HIDDEN, WIDTH, "int4")
+    whole = PackedExperts(cases.workspace_of("scalar"), 5, HIDDEN, WIDTH, "int4")
+    uploads, targets = None, []
+    for expert in range(5):
+        packer.load(0, *matrices(expert))
+        whole.load(expert, *matrices(expert))
+        uploads = uploads or Uploads(packer.bytes_per_expert, torch.device("cpu"))
+        targets.append(torch.zeros(packer.bytes_per_expert, dtype=torch.uint8))
+        uploads.send(packer, targets[-1])
+    assert uploads is not None
+    uploads.finish()
+    for expert, target in enumerate(targets):
+        assert torch.equal(target, whole.packed(expert))

@@ -1,7 +1,7 @@
 """Attention over paged keys and values: split over the keys for decoding, blocks of queries for prefill.
 
 Online softmax in float32; the query heads that share a key head are rows of one tile. A row's result depends on its own
-length only, and on whether it decodes, not on the batch: decoding cuts its keys into SPLITS parts by that length, prefill
+length and on whether it decodes, not on the batch: decoding cuts its keys into SPLITS parts by that length, prefill
 always starts at block boundaries.
 """
 

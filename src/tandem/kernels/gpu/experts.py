@@ -13,6 +13,7 @@ from tandem.formats.codes import Weight
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.gpu import expert_rows, expert_tiles
 from tandem.kernels.gpu.panels import Panels
+from tandem.kernels.gpu.uploads import Uploads
 
 FEW_TOKENS = 16  # up to here every (token, expert) pair streams its weights; from there on tiles share them
 SCRATCH_BYTES = 512 << 20  # of a step's pairs at a time: thousands of tokens, so that tiles are full
@@ -44,6 +45,7 @@ class GpuExperts:
         `all_loaded`."""
         self._new_packer, self.width, self.device = new_packer, width, device
         self._packer: PackedExperts | None = None
+        self._uploads: Uploads | None = None
         self.slot_of = slot_of.to(torch.int32).to("cpu", copy=True)
         self.table = self.slot_of.to(device, copy=True)
         self.slots = int(self.slot_of.max()) + 1
@@ -60,15 +62,19 @@ class GpuExperts:
         self._packer.load(0, gate, up, down)
         if self.stride == 0:
             self._open(self._packer)
-        self.slot(slot).copy_(self._packer.packed(0))
+        if self._uploads is None:
+            self._uploads = Uploads(self.stride, self.device)
+        self._uploads.send(self._packer, self.slot(slot))
 
     def load_all(self, first: int, experts: Sequence[tuple[Weight, Weight, Weight]]) -> None:
         for expert, matrices in enumerate(experts, first):
             self.load(expert, *matrices)
 
     def all_loaded(self) -> None:
-        """Frees the memory that packing took; nothing of these experts is left in CPU memory."""
-        self._packer = None
+        """Frees the memory that loading took; nothing of these experts is left in CPU memory."""
+        if self._uploads is not None:
+            self._uploads.finish()
+        self._packer = self._uploads = None
 
     def _open(self, packer: PackedExperts) -> None:
         gate_up, down = packer.layout()
