@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormat, StoredFormats, resolve
+from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, dense_bytes
 from tandem.config.gpu_plan import SMALL_GRAPH_SIZES as SMALL
-from tandem.config.gpu_plan import dense_bytes
 from tandem.config.gpus import Gpu
 from tandem.config.memory import DEFAULT_FRACTION
 from tandem.errors import ConfigError
@@ -125,6 +125,8 @@ def test_experts_in_cpu_memory_must_fit_there() -> None:
         ({"cuda_graph_max_bs": 50}, (*SMALL, 40, 48, 50)),
         ({"cuda_graph_max_bs": 128}, (*SMALL, 40, 48, 56, 64)),
         ({"cuda_graph_max_bs": 40, "max_running_requests": 256}, (*SMALL, 40)),
+        ({"max_running_requests": 1000, "cuda_graph_bs": (1000, 4)}, (4, 1000)),
+        ({"max_running_requests": 1000, "cuda_graph_bs": (1000, 4), "cuda_graph_max_bs": 500}, (4,)),
         (
             {"max_running_requests": 200},
             (*SMALL, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 200),
@@ -142,6 +144,9 @@ def test_graphs_larger_than_what_runs_together_are_explained() -> None:
         plan(with_gpu(), cuda_graph_bs=(16,), max_running_requests=8), "CUDA graphs"
     )
     assert "no more" not in reason(plan(with_gpu(), cuda_graph_max_bs=64), "CUDA graphs")
+    many = plan(with_gpu(), max_running_requests=1000)
+    assert many.gpu is not None and many.gpu.graph_sizes[-1] == 256
+    assert "larger ones only with --cuda-graph-max-bs" in reason(many, "CUDA graphs")
 
 
 # Qwen3-30B-A3B: 3.1 GiB of dense weights, 6144 experts of 9 MiB in bf16, 96 KiB of KV cache per token.
@@ -166,7 +171,8 @@ def test_a_long_context_leaves_room_for_experts(gpu_gib: int) -> None:
     """Most of what is left beside the dense weights, without a flag; and nearly all of it is used."""
     p = qwen3(gpu_gib)
     assert p.gpu is not None
-    room = 0.9 * gpu_gib * GIB - 2 * GIB - dense_bytes(QWEN3, "bfloat16")
+    workspace = GPU_WORKSPACE_BYTES + sum(p.gpu.graph_sizes) * 151936 * 4
+    room = 0.9 * gpu_gib * GIB - workspace - dense_bytes(QWEN3, "bfloat16")
     experts, kv = p.gpu.experts * QWEN3.expert_bytes("bf16"), p.num_pages * p.page_size * QWEN3_KV
     assert experts > 0.6 * room and room - 10 * 2**20 < experts + kv < room + 2**21
     assert p.context_length >= (32768 if gpu_gib > 16 else 16384)

@@ -19,10 +19,11 @@ from tandem.errors import ConfigError, GpuTooSmall
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: the kernels multiply bfloat16
 GPU_FRACTION = 0.9  # of free GPU memory
-GPU_WORKSPACE_BYTES = 2 << 30  # activations, CUDA graphs, libraries
+GPU_WORKSPACE_BYTES = 2 << 30  # activations, libraries, CUDA graphs but for their logits
 KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
 DEFAULT_CONTEXT = 32768  # tokens: experts do not make room for more unless --context-length asks for it
 SMALL_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+DEFAULT_LARGEST_GRAPH = 256  # each graph keeps its logits; larger ones have to be asked for
 GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the small ones: steps between graphs
 MAX_PATIENCE_SECONDS = 30.0
 
@@ -136,8 +137,9 @@ def graph_sizes(config: EngineConfig, running: int) -> tuple[int, ...]:
     """Ascending, none larger than the sequences that run together."""
     if config.disable_cuda_graph:
         return ()
-    largest = min(running, config.cuda_graph_max_bs or running)
-    asked = config.cuda_graph_bs or (*_sizes_to(largest), largest)
+    asked = config.cuda_graph_bs
+    largest = min(running, config.cuda_graph_max_bs or (running if asked else DEFAULT_LARGEST_GRAPH))
+    asked = asked or (*_sizes_to(largest), largest)
     return tuple(sorted({size for size in asked if size <= largest}))
 
 
@@ -152,6 +154,8 @@ def _sizes_to(largest: int) -> list[int]:
 def graph_reason(config: EngineConfig, running: int) -> str:
     if config.disable_cuda_graph:
         return "--disable-cuda-graph"
+    if running > DEFAULT_LARGEST_GRAPH and not (config.cuda_graph_max_bs or config.cuda_graph_bs):
+        return "decode steps are replayed whole; larger ones only with --cuda-graph-max-bs"
     asked = max((config.cuda_graph_max_bs or 0, *(config.cuda_graph_bs or ())))
     if asked > running:
         return f"decode steps are replayed whole; no more than {running} requests run together"
@@ -172,13 +176,14 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     config, model = request.config, request.model
     budget = int(gpu.free_bytes * (config.mem_fraction_static or GPU_FRACTION))
     dense = dense_bytes(model, request.dtype)
-    room = budget - dense - GPU_WORKSPACE_BYTES
+    workspace = workspace_bytes(request)
+    room = budget - dense - workspace
     context, context_reason = wanted_context(request)
     asked, expert_reason = _experts_asked(request)
     per_expert, per_token = max(1, expert_bytes(request)), request.kv_bytes_per_token
     kv_room = room - (asked or 0) * per_expert
     if kv_room < min(context, LEAST_CONTEXT) * per_token:
-        raise GpuTooSmall(_too_small(gpu, budget, dense, room, asked or 0, per_expert))
+        raise GpuTooSmall(_too_small(gpu, budget, (dense, workspace, room), asked or 0, per_expert))
     least, way_out = _least_tokens(request, context, kv_room), ""
     if asked is None:
         way_out = "; --context-length takes it from experts"
@@ -195,6 +200,12 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
 def dense_bytes(model: ModelConfig, dtype: str) -> int:
     """Weights that are always on the GPU, the embedding included."""
     return (model.dense_params + model.vocab * model.hidden) * DTYPE_BYTES[dtype]
+
+
+def workspace_bytes(request: MemoryRequest) -> int:
+    """Of steps, and the float32 logits that every graph keeps."""
+    rows = sum(graph_sizes(request.config, request.max_running_requests))
+    return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4
 
 
 def expert_bytes(request: MemoryRequest) -> int:
@@ -279,10 +290,11 @@ def _check_ram(request: MemoryRequest, on_gpu: int) -> None:
         )
 
 
-def _too_small(gpu: Gpu, budget: int, dense: int, room: int, experts: int, per_expert: int) -> str:
+def _too_small(gpu: Gpu, budget: int, sizes: tuple[int, int, int], experts: int, per_expert: int) -> str:
+    dense, workspace, room = sizes
     most = max(0, room) // per_expert
     return (
         f"{gpu.name} is too small: {gib(budget)} may be used, dense weights take {gib(dense)}, workspace "
-        f"{gib(GPU_WORKSPACE_BYTES)}, {experts} experts {gib(experts * per_expert)}; at most {most} experts fit "
+        f"{gib(workspace)}, {experts} experts {gib(experts * per_expert)}; at most {most} experts fit "
         "without a KV cache"
     )
