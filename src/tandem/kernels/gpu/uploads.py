@@ -8,16 +8,16 @@ from torch import Tensor
 from tandem.kernels.packed_experts import PackedExperts
 
 BUFFERS = 2  # one is filled while the other travels
+PINNED_BYTES = 64 << 20  # at most, of a buffer: PyTorch keeps pinned memory for the next who asks
 
 
 class Uploads:
-    """Pinned buffers of one packed expert each, taken in turn. On a CPU (tests) they are ordinary memory."""
+    """Buffers of one packed expert each, taken in turn; pinned unless large, or on a CPU (tests)."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._buffers = [
-            torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(BUFFERS)
-        ]
+        pinned = self._on_gpu and nbytes <= PINNED_BYTES
+        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(BUFFERS)]
         self._plain = [torch.from_numpy(buffer.numpy()) for buffer in self._buffers]  # what the core takes
         self._arrived = [torch.cuda.Event() for _ in self._buffers] if self._on_gpu else []
         self._turn = 0
