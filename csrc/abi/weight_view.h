@@ -11,9 +11,9 @@
 //   fp8   as int8             OCP e4m3fn: bias 7, no infinities, 0x7f and 0xff are NaN
 //   fp4   as int4             OCP e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
 //   uint4 as int4             0 to 15
-//   int6  [K/8] of 96 bytes   64 as int4, of the lower 4 bits, then [16][2] bytes: bits 2 i and 2 i + 1 of (row,
-//   parity)
-//                             are the upper 2 bits of the pair 4 * block + i; two's complement
+//   int6  [K/16] of 192 bytes 128 as int4, of the lower 4 bits, then [16][2] of 16 bits: the upper 2 bits of 8 pairs;
+//                             in the lower byte those of pairs 0, 1, 4, 5, in the upper one 2, 3, 6, 7; two's
+//                             complement
 //
 // K is padded with zeros to a multiple of max(32, group); the number of panels is even (a "pair" of panels, 32 output
 // columns, is the unit of work everywhere). A panel's scales, [K/group][16], follow its payload, and what is added

@@ -17,8 +17,18 @@ inline int64_t bits_of(Format f) {
   return is_nibble(f) ? 4 : 8;
 }
 
-// Of 8 k of a panel of 4-bit or 6-bit codes.
-inline int64_t block_bytes(Format f) { return 16 * bits_of(f); }
+// Where code (row, k) of 4 or 6 bits lies in a panel: its lower 4 bits, and the upper 2.
+struct CodePlace {
+  int64_t low, high;  // bytes from the panel's beginning, of 16-bit lanes
+  int low_bit, high_bit;
+};
+inline CodePlace place_of(Format f, int64_t row, int64_t k) {
+  const int64_t lane = 2 * (row * 2 + k % 2), pair = k % 8 / 2, half = k % 16 / 8;
+  const bool six = f == Format::int6;
+  const int64_t low = six ? k / 16 * 3 * kCacheLine + half * kCacheLine : k / 8 * kCacheLine;
+  return {low + lane, k / 16 * 3 * kCacheLine + 2 * kCacheLine + lane, int(4 * pair),
+          int(8 * (pair / 2) + 2 * (pair % 2 + 2 * half))};
+}
 
 // Index of weight (row, k) in a panel's payload, in units of one weight.
 inline int64_t pair_order(int64_t row, int64_t k) { return (k / 2 * kPanelRows + row) * 2 + k % 2; }
@@ -29,21 +39,20 @@ inline void put_code(Format format, uint8_t* panel, int64_t row, int64_t k, int 
     panel[pair_order(row, k)] = uint8_t(code);
     return;
   }
-  uint8_t* block = panel + k / 8 * block_bytes(format);
-  const int64_t lane = row * 2 + k % 2, pair = k % 8 / 2;
-  uint16_t* low = reinterpret_cast<uint16_t*>(block) + lane;
-  *low = uint16_t(*low | (code & 15) << 4 * pair);
-  if (format == Format::int6)
-    block[kCacheLine + lane] = uint8_t(block[kCacheLine + lane] | (code >> 4 & 3) << 2 * pair);
+  const CodePlace at = place_of(format, row, k);
+  uint16_t* low = reinterpret_cast<uint16_t*>(panel + at.low);
+  *low = uint16_t(*low | (code & 15) << at.low_bit);
+  if (format != Format::int6) return;
+  uint16_t* high = reinterpret_cast<uint16_t*>(panel + at.high);
+  *high = uint16_t(*high | (code >> 4 & 3) << at.high_bit);
 }
 
 inline uint8_t get_code(Format format, const uint8_t* panel, int64_t row, int64_t k) {
   if (!is_nibble(format) && format != Format::int6) return panel[pair_order(row, k)];
-  const uint8_t* block = panel + k / 8 * block_bytes(format);
-  const int64_t lane = row * 2 + k % 2, pair = k % 8 / 2;
-  const int low = reinterpret_cast<const uint16_t*>(block)[lane] >> 4 * pair & 15;
-  const int high = format == Format::int6 ? block[kCacheLine + lane] >> 2 * pair & 3 : 0;
-  return uint8_t(low | high << 4);
+  const CodePlace at = place_of(format, row, k);
+  const int low = *reinterpret_cast<const uint16_t*>(panel + at.low) >> at.low_bit & 15;
+  if (format != Format::int6) return uint8_t(low);
+  return uint8_t(low | (*reinterpret_cast<const uint16_t*>(panel + at.high) >> at.high_bit & 3) << 4);
 }
 
 inline float value_of(Format format, uint8_t code) {

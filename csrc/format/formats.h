@@ -25,6 +25,7 @@ struct F32Format {
   static constexpr int kPairsPerBlock = 1;  // pairs of k that share a block of payload
   static constexpr bool kScaled = false;
   static constexpr bool kPacked = false;  // false: the payload already consists of the lane's lines
+  static constexpr float kUnit = 1.0f;    // what a decoded code counts: scales are multiplied by it
   TANDEM_INLINE static Pair decode(const uint8_t* block, int) {
     return {Lane::load_line(block), Lane::load_line(block + 64)};
   }
@@ -37,6 +38,7 @@ struct Bf16Format {
   static constexpr int kPairsPerBlock = 1;
   static constexpr bool kScaled = false;
   static constexpr bool kPacked = Lane::kType != DType::bf16;
+  static constexpr float kUnit = 1.0f;
   TANDEM_INLINE static auto decode(const uint8_t* block, int) { return Isa::decode_bf16(block); }
 };
 
@@ -47,6 +49,7 @@ struct Int8Format {
   static constexpr int kPairsPerBlock = 1;
   static constexpr bool kScaled = true;
   static constexpr bool kPacked = true;
+  static constexpr float kUnit = 1.0f;
   TANDEM_INLINE static auto decode(const uint8_t* block, int) { return Isa::decode_int8(block); }
 };
 
@@ -57,6 +60,7 @@ struct Int4Format {
   static constexpr int kPairsPerBlock = 4;
   static constexpr bool kScaled = true;
   static constexpr bool kPacked = true;
+  static constexpr float kUnit = 1.0f;
   TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_int4(block, index); }
 };
 
@@ -68,6 +72,8 @@ struct Uint4Format : Int4Format<Isa> {
 template <class Isa>
 struct Int6Format : Int4Format<Isa> {
   static constexpr int kPairBytes = 24;
+  static constexpr float kUnit = Isa::kInt6Unit;
+  static constexpr int kPairsPerBlock = 8;
   TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_int6(block, index); }
 };
 

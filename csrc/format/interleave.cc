@@ -80,7 +80,7 @@ void transpose4x16(const uint8_t* rows, int64_t stride, uint8_t* out) {
 // Of 8 codes, one a byte: the lower 4 bits of the even and of the odd ones, and their upper 2 bits.
 struct SixBits {
   uint32_t low;
-  uint16_t high;
+  uint32_t high;  // bytes of even and of odd ones
 };
 
 SixBits split_sixes(uint64_t codes) {
@@ -91,20 +91,25 @@ SixBits split_sixes(uint64_t codes) {
   const uint32_t even = uint32_t(low & 0xff) | uint32_t(low >> 32 & 0xff) << 8;
   const uint32_t odd = uint32_t(low >> 8 & 0xff) | uint32_t(low >> 40 & 0xff) << 8;
   const uint64_t joined = high | high >> 28;
-  return {even | odd << 16, uint16_t(joined)};
+  return {even | odd << 16, uint32_t(joined & 0xffff)};
 }
 
 }  // namespace
 
 void interleave_sixes(const uint8_t* rows, int64_t stride, int64_t count, int64_t blocks, uint8_t* out) {
-  constexpr int64_t kBlock = 96, kHigh = 64;
+  constexpr int64_t kBlock = 192, kLine = 64;
   for (int64_t b = 0; b < blocks; ++b)
     for (int64_t r = 0; r < count; ++r) {
-      uint64_t codes;
-      std::memcpy(&codes, rows + r * stride + 8 * b, sizeof codes);
-      const SixBits bits = split_sixes(codes);
-      std::memcpy(out + b * kBlock + 4 * r, &bits.low, sizeof bits.low);
-      std::memcpy(out + b * kBlock + kHigh + 2 * r, &bits.high, sizeof bits.high);
+      uint64_t codes[2];
+      std::memcpy(codes, rows + r * stride + 16 * b, sizeof codes);
+      const SixBits one = split_sixes(codes[0]), two = split_sixes(codes[1]);
+      const uint32_t lower = (one.high & 0x0f0f) | (two.high & 0x0f0f) << 4;  // pairs 0, 1, 4, 5 of even, odd
+      const uint32_t upper = (one.high & 0xf0f0) >> 4 | (two.high & 0xf0f0);
+      const uint32_t high = (lower & 0xff) | (upper & 0xff) << 8 | (lower & 0xff00) << 8 | (upper & 0xff00) << 16;
+      uint8_t* to = out + b * kBlock + 4 * r;
+      std::memcpy(to, &one.low, sizeof one.low);
+      std::memcpy(to + kLine, &two.low, sizeof two.low);
+      std::memcpy(to + 2 * kLine, &high, sizeof high);
     }
 }
 

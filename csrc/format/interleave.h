@@ -14,7 +14,7 @@ void interleave16(const uint8_t* rows, int64_t stride, int64_t count, int64_t un
 // low 16 bits, in order, and the odd ones to the high.
 void interleave_nibbles(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out);
 
-// Rows of 6-bit codes, one a byte, to blocks of 96 bytes for 8 k, [0, blocks): see Format::int6.
+// Rows of 6-bit codes, one a byte, to blocks of 192 bytes for 16 k, [0, blocks): see Format::int6.
 void interleave_sixes(const uint8_t* rows, int64_t stride, int64_t count, int64_t blocks, uint8_t* out);
 
 }  // namespace tandem

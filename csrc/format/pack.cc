@@ -47,7 +47,7 @@ void mark_nan(const WeightView& w, const uint8_t* codes, int64_t depth, int64_t 
 // The codes of up to 16 rows: whole units at once, what is left of a row one by one.
 void store_codes(const WeightView& w, const MatrixSource& source, int64_t first_row, int64_t count, uint8_t* panel) {
   const bool nibble = is_nibble(w.format), six = w.format == Format::int6;
-  const int64_t stride = nibble ? (source.depth + 1) / 2 : source.depth, unit = nibble || six ? 8 : 2;
+  const int64_t stride = nibble ? (source.depth + 1) / 2 : source.depth, unit = six ? 16 : nibble ? 8 : 2;
   const uint8_t* codes = source.stored.codes + first_row * stride;
   const auto interleave = six ? interleave_sixes : nibble ? interleave_nibbles : interleave16;
   interleave(codes, stride, count, source.depth / unit, panel);

@@ -108,8 +108,12 @@ struct Avx2Isa {
     const __m256i a = load_bytes(p), b = load_bytes(p + 32);
     return {Vec{nibble(a, 4 * index), nibble(b, 4 * index)}, Vec{nibble(a, 16 + 4 * index), nibble(b, 16 + 4 * index)}};
   }
+  // 2^26 times too large: only the upper 6 bits of 32-bit lanes are used, so that nothing need be shifted down.
+  static constexpr float kInt6Unit = 1.0f / (1 << 26);
   TANDEM_INLINE static Pair decode_int6(const uint8_t* p, int index) {
-    return six_bits(six_on_top(p, p + 64, index), six_on_top(p + 32, p + 80, index));
+    const __m256i a = six_bytes(p, index), b = six_bytes(p + 32, index);  // rows 0 to 7, 8 to 15
+    return {Vec{top_byte(a, index % 4 / 2), top_byte(b, index % 4 / 2)},
+            Vec{top_byte(a, 2 + index % 4 / 2), top_byte(b, 2 + index % 4 / 2)}};
   }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
     const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -126,16 +130,22 @@ struct Avx2Isa {
   TANDEM_INLINE static void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
  private:
-  // 8 rows' codes of pair `index`, in the upper 6 bits of 16-bit lanes: lower bits at `low`, a byte of upper ones at
-  // `high`.
-  TANDEM_INLINE static __m256i six_on_top(const uint8_t* low, const uint8_t* high, int index) {
-    const __m256i four = load_bytes(low), two = widen_bytes(high);
-    const __m256i lower = index == 3 ? _mm256_srli_epi16(four, 2) : _mm256_slli_epi16(four, 10 - 4 * index);
-    const __m256i upper = _mm256_slli_epi16(two, 14 - 2 * index), mask = _mm256_set1_epi16(int16_t(0xc000));
-    return _mm256_or_si256(_mm256_andnot_si256(mask, lower), _mm256_and_si256(mask, upper));
+  // 8 rows' codes of pairs i and i + 2 (one of them `index`), each in the upper 6 bits of a byte: even k of i, even k
+  // of i + 2, odd k of both.
+  TANDEM_INLINE static __m256i six_bytes(const uint8_t* p, int index) {
+    const __m256i four = load_bytes(p + 64 * (index / 4)), two = load_bytes(p + 128), mask = _mm256_set1_epi8(0x3c);
+    const __m256i lower = index % 2 ? _mm256_srli_epi16(four, 2) : _mm256_slli_epi16(four, 2);
+    const __m256i upper = _mm256_slli_epi16(two, 6 - 2 * (index % 2 + 2 * (index / 4)));
+    return _mm256_or_si256(_mm256_and_si256(mask, lower), _mm256_and_si256(_mm256_set1_epi8(int8_t(0xc0)), upper));
   }
-  TANDEM_INLINE static Pair six_bits(__m256i a, __m256i b) {
-    return {Vec{signed_field(a, 16, 26), signed_field(b, 16, 26)}, Vec{signed_field(a, 0, 26), signed_field(b, 0, 26)}};
+  // Byte `at` of every 32-bit lane, moved to its top, as float.
+  TANDEM_INLINE static __m256 top_byte(__m256i a, int at) {
+    if (at == 0) return _mm256_cvtepi32_ps(_mm256_slli_epi32(a, 24));
+    if (at == 3) return _mm256_cvtepi32_ps(_mm256_and_si256(a, _mm256_set1_epi32(int(0xff000000u))));
+    const __m256i lanes = _mm256_set_epi32(12, 8, 4, 0, 12, 8, 4, 0);
+    const __m256i order = _mm256_or_si256(_mm256_slli_epi32(_mm256_add_epi32(lanes, _mm256_set1_epi32(at)), 24),
+                                          _mm256_set1_epi32(0x00808080));
+    return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(a, order));
   }
   // The lower 8 bytes: see float_of_e8m0.
   TANDEM_INLINE static __m256 exponent_byte(__m128i bytes) {

@@ -99,6 +99,7 @@ struct Avx512Isa {
     return {_mm512_permutexvar_ps(_mm512_srli_epi32(a, 4 * index), uint4_values()),
             _mm512_permutexvar_ps(_mm512_srli_epi32(a, 16 + 4 * index), uint4_values())};
   }
+  static constexpr float kInt6Unit = 1.0f;
   TANDEM_INLINE static Pair decode_int6(const uint8_t* p, int index) {
     const __m512i code = six_on_top(p, index);
     return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(code, 16), 26)),
@@ -118,11 +119,14 @@ struct Avx512Isa {
 
   // 6-bit codes of pair `index` in the upper bits of 16-bit lanes; the lower 10 bits are of no meaning.
   TANDEM_INLINE static __m512i six_on_top(const uint8_t* p, int index) {
-    const __m512i four = _mm512_loadu_si512(p);
-    const __m512i two = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 64)));
-    const __m512i lower = index == 3 ? _mm512_srli_epi16(four, 2) : _mm512_slli_epi16(four, 10 - 4 * index);
-    const __m512i upper = _mm512_slli_epi16(two, 14 - 2 * index), mask = _mm512_set1_epi16(int16_t(0xc000));
+    const __m512i four = _mm512_loadu_si512(p + 64 * (index / 4)), two = _mm512_loadu_si512(p + 128);
+    const __m512i lower = shifted_left(four, 10 - 4 * (index % 4)), upper = shifted_left(two, 14 - six_bit(index));
+    const __m512i mask = _mm512_set1_epi16(int16_t(0xc000));
     return _mm512_ternarylogic_epi32(mask, upper, lower, 0xca);  // a ? b : c
+  }
+  // `by` may be negative.
+  TANDEM_INLINE static __m512i shifted_left(__m512i a, int by) {
+    return by < 0 ? _mm512_srli_epi16(a, unsigned(-by)) : _mm512_slli_epi16(a, unsigned(by));
   }
 
  private:

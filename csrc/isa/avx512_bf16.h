@@ -80,10 +80,8 @@ struct Avx512Bf16Isa : Avx512Isa {
     return {_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(p), 4 * index), uint4_values())};
   }
   TANDEM_INLINE static Pair decode_int6(const uint8_t* p, int index) {
-    const __m512i four = _mm512_loadu_si512(p);
-    const __m512i two = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 64)));
-    const __m512i lower = _mm512_srli_epi16(four, 4 * index);
-    const __m512i upper = index == 3 ? _mm512_srli_epi16(two, 2) : _mm512_slli_epi16(two, 4 - 2 * index);
+    const __m512i four = _mm512_loadu_si512(p + 64 * (index / 4)), two = _mm512_loadu_si512(p + 128);
+    const __m512i lower = _mm512_srli_epi16(four, 4 * (index % 4)), upper = shifted_left(two, 4 - six_bit(index));
     // A lookup reads 6 bits.
     const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), lower, upper, 0xca);  // a ? b : c
     return {_mm512_permutex2var_epi16(_mm512_load_si512(kSixBits.bf16), code, _mm512_load_si512(kSixBits.bf16 + 32))};

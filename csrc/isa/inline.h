@@ -30,6 +30,9 @@ TANDEM_INLINE uint16_t bf16_of_float(float f) {
   return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// Where the upper bits of pair `index` lie in the 16-bit lanes of a block of 6-bit codes: see Format::int6.
+constexpr int six_bit(int index) { return 8 * (index % 4 / 2) + 2 * (index % 2 + 2 * (index / 4)); }
+
 // IEEE half, exact.
 TANDEM_INLINE float float_of_f16(uint16_t h) {
   const uint32_t sign = (h & 0x8000u) << 16, magnitude = h & 0x7fffu;

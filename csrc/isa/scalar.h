@@ -132,11 +132,13 @@ struct ScalarIsa {
     const auto code = [=](int lane) { return float(w[lane] >> 4 * index & 15); };
     return {each([=](int i) { return code(2 * i); }), each([=](int i) { return code(2 * i + 1); })};
   }
-  // Likewise of a 96-byte block of signed 6-bit codes.
+  // Pair `index` (0 to 7) of a 192-byte block of signed 6-bit codes, kInt6Unit of which are 1.
+  static constexpr float kInt6Unit = 1.0f;
   TANDEM_INLINE static Pair decode_int6(const uint8_t* p, int index) {
     const uint16_t* w = reinterpret_cast<const uint16_t*>(p);
     const auto code = [=](int lane) {
-      const int bits = (w[lane] >> 4 * index & 15) | (p[64 + lane] >> 2 * index & 3) << 4;
+      const int low = w[32 * (index / 4) + lane] >> 4 * (index % 4), high = w[64 + lane] >> six_bit(index);
+      const int bits = (low & 15) | (high & 3) << 4;
       return float((bits ^ 32) - 32);
     };
     return {each([=](int i) { return code(2 * i); }), each([=](int i) { return code(2 * i + 1); })};

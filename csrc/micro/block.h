@@ -16,6 +16,7 @@ struct PayloadSource {
   static constexpr int kLinesPerStep = Lane::kLinesPerPair;
   static constexpr int kStepsPerPair = 1;
   static constexpr int kStepsPerBlock = Format::kPairsPerBlock;
+  static constexpr float kUnit = Format::kUnit;
   const uint8_t* panel[2];
   int64_t ahead;  // bytes from here to what is prefetched
 
@@ -40,6 +41,7 @@ struct ScratchSource {
   static constexpr int kLinesPerStep = 1;
   static constexpr int kStepsPerPair = Lane::kLinesPerPair;
   static constexpr int kStepsPerBlock = 1;
+  static constexpr float kUnit = 1.0f;
   const uint8_t* panel[P];
 
   TANDEM_INLINE Step decode(int p, int64_t step, int) const { return {Lane::load_line(panel[p] + step * kCacheLine)}; }
@@ -61,7 +63,7 @@ TANDEM_INLINE void accumulate(const Source& source, const uint8_t* const* x, int
   for (int r = 0; r < R; ++r) row[r] = x[r];
   const int64_t end = last * Source::kStepsPerPair;
   for (int64_t step = first * Source::kStepsPerPair; step < end; step += Source::kStepsPerBlock) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int index = 0; index < Source::kStepsPerBlock; ++index) {
       const auto a = source.decode(0, step, index), b = source.decode(kPanels - 1, step, index);
 #pragma GCC unroll 2
@@ -119,12 +121,20 @@ struct Scales {
   }
 };
 
+// The scales of one group for sums of what the source decodes.
+template <class Isa, class Source>
+TANDEM_INLINE typename Isa::Vec scales_for(const uint8_t* panel_scales, ScaleType type, int64_t group) {
+  const typename Isa::Vec scale = load_scales<Isa>(panel_scales, type, group);
+  if constexpr (Source::kUnit == 1.0f) return scale;
+  return Isa::mul(scale, Isa::set1(Source::kUnit));
+}
+
 // y = scale * sums + (y or 0), + shift * the sum of the group's activations: weight = code * scale + shift.
-template <class Isa, int R, int P>
+template <class Isa, class Source, int R, int P>
 TANDEM_INLINE void add_scaled(const Sums<Isa, R, P>& sums, const Scales& scales, int64_t group, float* y,
                               int64_t stride) {
   typename Isa::Vec scale[P];
-  for (int p = 0; p < P; ++p) scale[p] = load_scales<Isa>(scales.panel[p], scales.type, group);
+  for (int p = 0; p < P; ++p) scale[p] = scales_for<Isa, Source>(scales.panel[p], scales.type, group);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
     for (int p = 0; p < P; ++p) {
@@ -137,8 +147,10 @@ template <class Isa, int R, int P>
 TANDEM_INLINE void add_shifts(const Scales& scales, int64_t group, float* y, int64_t stride) {
   typename Isa::Vec shift[P];
   for (int p = 0; p < P; ++p)
-    shift[p] = load_shifts<Isa>(scales.shifts[p], scales.type, scales.shift_type, group,
-                                load_scales<Isa>(scales.panel[p], scales.type, group));
+    shift[p] = scales.shift_type == ShiftType::zeros
+                   ? load_shifts<Isa>(scales.shifts[p], scales.type, ShiftType::zeros, group,
+                                      load_scales<Isa>(scales.panel[p], scales.type, group))
+                   : load_scales<Isa>(scales.shifts[p], scales.type, group);
   for (int r = 0; r < R; ++r) {
     const typename Isa::Vec sum = Isa::set1(scales.x_sums[r * scales.sums_stride + group]);
     for (int p = 0; p < P; ++p) {
@@ -188,7 +200,7 @@ void block(const Source& source, int64_t source_first, const uint8_t* const* x, 
     accumulate<Isa, Source, R>(source, rows, begin, begin + scales.pairs_per_group, sums);
     if constexpr (Source::kStreamed)
       for (int p = 0; p < kPanels; ++p) Isa::prefetch(scales.of_group(p, group) + kScalesAhead);
-    add_scaled<Isa, R, kPanels>(sums, scales, group, y, stride);
+    add_scaled<Isa, Source, R, kPanels>(sums, scales, group, y, stride);
     if (scales.shifts[0]) add_shifts<Isa, R, kPanels>(scales, group, y, stride);
   }
 }
@@ -232,11 +244,11 @@ TANDEM_INLINE PairOfPanels pair_of_panels(const WeightView& w, int64_t pair) {
   return {{panel, panel + w.panel_bytes}, w.group ? found : none, w.group ? none : found};
 }
 
-template <class Isa>
+template <class Isa, class Source>
 TANDEM_INLINE void scale_rows(const Scales& scales, float* y, int64_t stride, int rows) {
   if (!scales.panel[0]) return;
-  const typename Isa::Vec s0 = load_scales<Isa>(scales.panel[0], scales.type, 0);
-  const typename Isa::Vec s1 = load_scales<Isa>(scales.panel[1], scales.type, 0);
+  const typename Isa::Vec s0 = scales_for<Isa, Source>(scales.panel[0], scales.type, 0);
+  const typename Isa::Vec s1 = scales_for<Isa, Source>(scales.panel[1], scales.type, 0);
   for (int r = 0; r < rows; ++r, y += stride) {
     Isa::store(y, Isa::mul(Isa::load(y), s0));
     Isa::store(y + 16, Isa::mul(Isa::load(y + 16), s1));

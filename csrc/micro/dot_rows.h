@@ -47,7 +47,7 @@ void dot_some_rows(const MatmulArgs* args, int first, int rows, const float* sum
       source.ahead = next - panels.payload[0] + kPrefetchBytes - w.panel_bytes;
       part(turn, depth);
     }
-    scale_rows<Isa>(panels.row_scales, y, args->y_stride, rows);
+    scale_rows<Isa, Source>(panels.row_scales, y, args->y_stride, rows);
   }
 }
 

@@ -140,8 +140,8 @@ void tile_mm_amx(const MatmulArgs* args) {
   TileProduct<Isa, Tiles, F>(args).run();
   Tiles::end();
   for (int p = 0; p < args->pairs; ++p)
-    scale_rows<Isa>(pair_of_panels(args->weights, args->first_pair + p).row_scales, args->y + kPairColumns * p,
-                    args->y_stride, args->rows);
+    scale_rows<Isa, ScratchSource<typename Isa::Lane>>(pair_of_panels(args->weights, args->first_pair + p).row_scales,
+                                                       args->y + kPairColumns * p, args->y_stride, args->rows);
 }
 
 // The tier's vector kernels for few rows, tiles for many. float32 weights have no tiles.

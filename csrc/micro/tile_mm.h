@@ -25,9 +25,11 @@ template <class Isa, class Format>
 void unpack_panel(const uint8_t* payload, int64_t first, int64_t last, uint8_t* lines) {
   using Lane = typename Format::Lane;
   for (int64_t pair = first; pair < last; pair += Format::kPairsPerBlock) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int index = 0; index < Format::kPairsPerBlock; ++index) {
-      const auto decoded = Format::decode(payload + pair * Format::kPairBytes, index);
+      auto decoded = Format::decode(payload + pair * Format::kPairBytes, index);
+      if constexpr (Format::kUnit != 1.0f)
+        for (auto& line : decoded.line) line = Isa::mul(line, Isa::set1(Format::kUnit));
 #pragma GCC unroll 2
       for (int i = 0; i < Lane::kLinesPerPair; ++i, lines += kCacheLine) Lane::store_line(lines, decoded.line[i]);
     }
@@ -115,7 +117,8 @@ void tile_mm(const MatmulArgs* args) {
                                                                  first, x + r, first, last, panels.scales.at(q, r),
                                                                  y + r * args->y_stride, args->y_stride);
       }
-      if (last == depth) scale_rows<Isa>(panels.row_scales, args->y + kPairColumns * p, args->y_stride, args->rows);
+      if (last == depth)
+        scale_rows<Isa, Source>(panels.row_scales, args->y + kPairColumns * p, args->y_stride, args->rows);
     }
   }
 }

@@ -8,7 +8,7 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kUnitPairs = 4;  // pairs of k unpacked at a time: divides every group, holds whole blocks of nibbles
+constexpr int64_t kUnitPairs = 4;  // pairs of k unpacked at a time: divides every group
 
 // One slice of K of a pair of panels, and the one that will be unpacked after it.
 struct PanelSlice {
@@ -20,10 +20,13 @@ struct PanelSlice {
 };
 
 // kUnitPairs pairs of k of one panel as bf16 lines, group scales and offsets multiplied in.
-template <class Isa, template <class> class F>
+template <class Isa, template <class> class F, int kFirst = 0>
 TANDEM_INLINE void unpack_unit(const PairOfPanels& panels, int which, int64_t pair, int group_shift, uint8_t* lines) {
   using Format = F<Isa>;
-  const uint8_t* payload = panels.payload[which] + pair * Format::kPairBytes;
+  if constexpr (Format::kPairsPerBlock > kUnitPairs && kFirst == 0) {  // a block of two units
+    if (pair % Format::kPairsPerBlock) return unpack_unit<Isa, F, kUnitPairs>(panels, which, pair, group_shift, lines);
+  }
+  const uint8_t* payload = panels.payload[which] + (pair - kFirst) * Format::kPairBytes;
   const Scales& scales = panels.scales;
   const bool scaled = scales.panel[which] != nullptr;
   typename Isa::Vec scale = Isa::zero(), offset = Isa::zero();
@@ -35,8 +38,8 @@ TANDEM_INLINE void unpack_unit(const PairOfPanels& panels, int which, int64_t pa
   }
 #pragma GCC unroll 4
   for (int i = 0; i < kUnitPairs; ++i, lines += kCacheLine) {
-    const uint8_t* block = payload + i / Format::kPairsPerBlock * Format::kPairsPerBlock * Format::kPairBytes;
-    const int index = i % Format::kPairsPerBlock;
+    const int at = kFirst + i, index = at % Format::kPairsPerBlock;
+    const uint8_t* block = payload + (at - index) * Format::kPairBytes;
     if (scaled) {
       const auto wide = F<typename Isa::Widened>::decode(block, index);
       Isa::Lane::store_line(lines, Isa::line_of(Isa::fma(wide.line[0], scale, offset),  //
