@@ -4,10 +4,9 @@
 
 // Every format but f32, in the order of the enum, and what decodes it: whoever has something for each lists them by
 // this.
-#define TANDEM_FORMATS(X)                                                                           \
-  X(bf16, Bf16Format)                                                                               \
-  X(int8, Int8Format) X(int4, Int4Format) X(fp8, Fp8Format) X(fp4, Fp4Format) X(uint4, Uint4Format) \
-      X(int6, Int6Format)
+#define TANDEM_FORMATS(X) \
+  X(bf16, Bf16Format)     \
+  X(int8, Int8Format) X(int4, Int4Format) X(fp8, Fp8Format) X(fp4, Fp4Format) X(uint4, Uint4Format) X(int6, Int6Format)
 
 #include "abi/weight_view.h"
 #include "isa/inline.h"
