@@ -87,10 +87,11 @@ def kt_chat(port: int, *flags: str) -> Iterator[Terminal]:
 
 
 def _own_terminal() -> None:
-    """Makes the pty the controlling terminal, so that Ctrl+C becomes SIGINT."""
+    """Makes the pty the controlling terminal, so that Ctrl+C becomes SIGINT; nohup and `&` have it ignored."""
     import fcntl
     import termios
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 
 import pytest
-import torch
 
 from fake_model import fake_plan
 from tandem import _core
@@ -55,12 +55,15 @@ def test_experts_on_the_gpu_are_not_planned_in_ram(ratio: float) -> None:
 
 def test_memory_is_seen() -> None:
     before = Taken.now()
-    held = torch.ones(64 * MIB // 4)
+    held = mmap.mmap(
+        -1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # not from the allocator, which may have kept as much
+    held.write(bytes(64 * MIB))
     used = Taken.now().since(before)
     assert used.ram == pytest.approx(64 * MIB, rel=0.05)
     columns = memory_columns(Taken(64 * MIB, 0), used)
     assert columns["ram_ratio"] == pytest.approx(1, abs=0.05) and columns["gpu_ratio"] is None
-    del held
+    held.close()
 
 
 def test_status_is_read(tmp_path) -> None:

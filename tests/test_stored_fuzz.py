@@ -13,7 +13,7 @@ from tandem.checkpoint import open_checkpoint
 from tandem.errors import CheckpointError
 from tandem.formats.cut import numbers
 
-N, K, ROUNDS = 32, 64, 25
+N, K, ROUNDS = 32, 128, 25
 DTYPES = (
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
