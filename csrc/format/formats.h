@@ -113,11 +113,9 @@ TANDEM_INLINE typename Isa::Vec load_scales(const uint8_t* panel_scales, ScaleTy
   return Isa::load(reinterpret_cast<const float*>(panel_scales) + 16 * group);
 }
 
-// Bytes of a panel's scales per group, or nearly so: to prefetch them.
-constexpr int64_t group_bytes(ScaleType type) {
-  if (type == ScaleType::f32) return kPanelRows * 4;
-  return kPanelRows * (type == ScaleType::bf16 || type == ScaleType::f16 ? 2 : 1);
-}
+// How far a group's scales are from the next one's, to prefetch them; twice as far where they are single bytes, since
+// shifts lie behind them and are wanted as well (Q4_K on AVX2, Zen 5: 0.94 instead of 1.10 ms).
+constexpr int64_t group_bytes(ScaleType type) { return kPanelRows * (type == ScaleType::f32 ? 4 : 2); }
 
 // The 16 shifts of one group of one panel, whose scales are `scale`.
 template <class Isa>
