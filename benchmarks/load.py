@@ -10,22 +10,27 @@ buffer per thread (`read`, which touches each byte once), and into memory of the
 packed file, from the packed file, and again. Nothing is dropped from the page cache, so with a directory on a disk the
 files come from memory too, if they fit. In a virtual machine memory that is new to the guest costs several times as
 much as clearing it; `--again N` loads N times more in the same process, whose memory is then known (`seconds_again`).
+`--profile` loads once more, under Python's profiler, and prints where the main thread was. What the parts of loading
+cost on a machine (reading, new memory, page faults, checksums) is measured by benchmarks/probes/loading.cc.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import mmap
 import os
 import platform
+import pstats
+import resource
 import shutil
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -172,7 +177,20 @@ class Memory(threading.Thread):
         self.join()
 
 
-def load_once(model: str, cache: str | None, again: int) -> None:
+def spent() -> tuple[float, float, int]:
+    """Of this process: seconds of all threads in the kernel and outside of it, page faults."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_stime, usage.ru_utime, usage.ru_minflt
+
+
+def print_profile(load: Callable[[], object], rows: int = 16) -> None:
+    """Where the main thread is, which packs as worker 0."""
+    profile = cProfile.Profile()
+    profile.runcall(load)
+    pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(rows)
+
+
+def load_once(model: str, cache: str | None, again: int, profile: bool) -> None:
     """In a process of its own: loads as `kt serve` does and prints a line of JSON."""
     import gc
 
@@ -187,11 +205,12 @@ def load_once(model: str, cache: str | None, again: int) -> None:
     memory.start()
     keywords = {"packed_cache": cache} if cache else {}
     config = EngineConfig(model=model, context_length=256, mem_fraction_static=0.99, **keywords)
-    start = time.perf_counter()
+    used, start = spent(), time.perf_counter()
     parts = loader.load_parts(
         config, lambda what, done, _all: marks.append((time.perf_counter() - start, what, done))
     )
     seconds = time.perf_counter() - start
+    used = tuple(now - then for now, then in zip(spent(), used, strict=True))
     memory.stop()
     held = [parts]
     del parts
@@ -202,9 +221,14 @@ def load_once(model: str, cache: str | None, again: int) -> None:
         start = time.perf_counter()
         held.append(loader.load_parts(config))
         repeated.append(time.perf_counter() - start)
+    if profile:
+        held.clear()
+        gc.collect()
+        print_profile(lambda: loader.load_parts(config))
     layers = [t for t, what, _ in marks if what.startswith("loading")]
     print(json.dumps({
         "seconds": seconds, "seconds_again": repeated,
+        "system_seconds": used[0], "user_seconds": used[1], "page_faults": used[2],
         "seconds_until_last_layer": layers[-1] if layers else None, "threads": len(plan.cpus),
         "tier": plan.tier, "peak_anonymous_gb": (memory.peak["RssAnon"] - before["RssAnon"]) / 1e9,
         "final_anonymous_gb": final / 1e9,
@@ -213,8 +237,9 @@ def load_once(model: str, cache: str | None, again: int) -> None:
     }))  # fmt: skip
 
 
-def load(model: Path, cache: Path | None, again: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, str(model), "--once", "--again", str(again)]
+def load(model: Path, cache: Path | None, options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, __file__, str(model), "--once", "--again", str(options.again)]
+    command += ["--profile"] if options.profile else []
     command += ["--cache-directory", str(cache)] if cache else []
     done = subprocess.run(command, capture_output=True, text=True)
     sys.stderr.write(done.stderr)
@@ -239,7 +264,7 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     for kind in kinds:
         if kind == "cached" and "packed_read" not in row:
             row["packed_read"] = measure_reads(sorted(cache.glob("*.packed")), threads, into_memory=False)
-        found = load(model, cache if options.packed_cache else None, options.again)
+        found = load(model, cache if options.packed_cache else None, options)
         gigabytes = row["packed_read"]["gigabytes"] if kind == "cached" else row["gigabytes"]
         row["loads"].append({"kind": kind, "gb_per_s": gigabytes / found["seconds"], **found})
         print(json.dumps(row["loads"][-1]), flush=True)
@@ -272,13 +297,14 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=2, help="loads, each in a process of its own")
     parser.add_argument("--again", type=int, default=0, help="further loads in each process")
     parser.add_argument("--packed-cache", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="one more load in each process, profiled")
     parser.add_argument("--json", type=Path, help="where the result is written")
     parser.add_argument("--commit", default="", help="noted in the result")
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cache-directory", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:
-        return load_once(str(options.directory), options.cache_directory, options.again)
+        return load_once(str(options.directory), options.cache_directory, options.again, options.profile)
     try:
         row = measure(options.directory, options)
     finally:
