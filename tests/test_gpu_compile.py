@@ -128,4 +128,4 @@ def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:
             *pools, heads=32, kv_heads=4, head_dim=128, q_norm=norm, k_norm=norm,
         )  # fmt: skip
     counts = {name: len(variants) for name, variants in compiler.variants.items()}
-    assert counts == {"_rms_norm": 2, "_silu_mul": 1, "_route": 1, "_rope_store": 1}
+    assert counts == {"_rms_norm": 2, "_silu_mul": 1, "_route": 1, "_rope_store": 1, "_one_row": 2}

@@ -216,11 +216,14 @@ def test_rows_decode_beside_a_prompt(tiny_models, variant) -> None:
     with torch.inference_mode():
         ours = session.runner.logits(batch).logits.cpu()
 
-    def rows(logits: Tensor) -> Tensor:
-        return torch.cat((logits[:3, PROMPT], logits[3, PROMPT:]))
-
-    exact, theirs = rows(on_the_cpu(path, "float32")), rows(on_the_cpu(path, "bfloat16"))
-    assert rms(ours, exact) < 1.5 * rms(theirs, exact)
+    exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
+    wanted = torch.cat((exact[:3, PROMPT], exact[3, PROMPT:]))
+    # So few rows say little together: bfloat16 flips an expert's choice in some. Each is compared with the worst of all
+    # rows on the CPU; a row at a wrong place would be off by the logits' own size.
+    allowed = 1.5 * (theirs - exact).pow(2).mean(-1).sqrt().max()
+    worst = (ours - wanted).pow(2).mean(-1).sqrt().max()
+    print(f"{variant}: {worst:.2e} of {allowed:.2e}; logits {wanted.pow(2).mean().sqrt():.2e}")
+    assert worst < allowed < 0.25 * wanted.pow(2).mean().sqrt()
 
 
 def test_a_graph_fills_up_with_copies(tiny_models) -> None:

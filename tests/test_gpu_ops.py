@@ -162,10 +162,16 @@ def test_route(ops: Ops, router: RouterConfig, shared: int) -> None:
     logits = torch.randn(9, router.num_experts)
     logits[0, 3:6] = 9.0  # ties: the lowest ids first
     bias = torch.rand(router.num_experts) if router.has_bias else None
-    expected = TorchOps().route(logits, router, bias, shared)
-    got = ops.route(logits.to(DEVICE), router, None if bias is None else bias.to(DEVICE), shared)
+    places = torch.randperm(router.num_experts + shared).int() - 3
+    expected = TorchOps().route(logits, router, bias, shared, places=places)
+    got = ops.route(
+        logits.to(DEVICE), router, None if bias is None else bias.to(DEVICE), shared, places=places.to(DEVICE)
+    )
     assert torch.equal(got.ids.cpu(), expected.ids)
+    assert got.slots is not None and torch.equal(got.slots.cpu(), places[expected.ids])
     near(got.weights, expected.weights, 1e-5)
+    rounded = logits.bfloat16()
+    assert torch.equal(ops.route(rounded.to(DEVICE), router).ids.cpu(), TorchOps().route(rounded, router).ids)
 
 
 SHAPES = [(64, 40, 6), (200, 72, 5)]
@@ -271,6 +277,24 @@ def test_experts_read_scales_of_every_type(ops: Ops, fmt: str, tokens: int) -> N
         return WeightCodes(joined, scales[..., 0].half(), "int4", 32, weight.shape[1])
 
     check_experts(ops, case, lambda e: tuple(coded(m[e]) for m in case[:3]), "bf16")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("columns", "depth"), [(7, 40), (128, 2048), (1500, 1100)])
+@pytest.mark.parametrize("fmt", ["bf16", "f32"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_dense_matrix(ops: Ops, rows: int, columns: int, depth: int, fmt: str, biased: bool) -> None:
+    """One row has a kernel of its own."""
+    torch.manual_seed(0)
+    x, weight = bf16(rows, depth), torch.randn(columns, depth) / depth**0.5
+    weight = weight.bfloat16() if fmt == "bf16" else weight
+    bias = torch.randn(columns).bfloat16() if biased else None
+    linear = ops.linear(weight, bias, fmt)
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    size = x.double().abs() @ weight.double().abs().T  # float32 sums of `depth` products, in any order
+    got = linear(x.to(DEVICE), torch.float32).cpu()
+    assert ((got - expected).abs() <= depth * 2.0**-23 * size + 2.0**-22 * expected.abs()).all()
+    near(linear(x.to(DEVICE)).cpu().float(), expected.float(), 2 * BF16_ULP, 2.0**-20)
 
 
 @pytest.mark.parametrize("coded", [False, True])

@@ -37,7 +37,7 @@ from tandem.engine.loader import use_one_torch_thread
 from tandem.errors import ConfigError
 from tandem.experts.live_experts import LiveExperts
 from tandem.experts.usage import ExpertUsage, SideTotals
-from tandem.kernels.ceilings import measure_read_gbps
+from tandem.kernels.ceilings import DramReader
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
 from tandem.kernels.this_machine import this_machine
@@ -45,6 +45,7 @@ from tandem.kernels.workers import planned_pool
 from tandem.models import ForwardBatch
 
 WARM_STEPS = 5
+READ_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
     yield {"bench": "handoff", "us": round(handoff_us(empty), 2), "layers": 48}
     alone = {}
     for batch in request.batches:
-        alone[batch] = step_seconds(empty, batch, request)
+        alone[batch] = statistics.median(step_times(empty, batch, request))
         yield {"bench": "gpu_step", **_shape(request, batch), "ms": round(alone[batch] * 1e3, 3)}
     del empty
     for fmt in request.formats:
@@ -118,10 +119,10 @@ def _decode_rows(
     taken = memory_columns(planned(built.plan, built.config), Taken.now().since(empty))
     where = {"config": request.config, "layers": request.layers, "format": built.plan.expert_format}
     yield {"bench": "memory", **where, "gpu_share": share, **taken}
+    reader = DramReader(built.workers, built.plan.tier)
     for batch in request.batches:
-        dram = measure_read_gbps(built.workers, built.plan.tier)
         before, sides = built.side.handoff.used(), built.sides()
-        seconds = step_seconds(built, batch, request)
+        seconds, dram = _step_and_read(built, batch, request, reader)
         after, sides = built.side.handoff.used(), built.sides().since(sides)
         used = _cpu_experts_per_step(built, before, after)
         bound = alone[batch] + max(
@@ -228,18 +229,26 @@ def _runner(
     )  # fmt: skip
 
 
-def step_seconds(built: Built, batch: int, request: Request) -> float:
-    """Median over `repeats` of the mean step."""
+def _step_and_read(built: Built, batch: int, request: Request, reader: DramReader) -> tuple[float, float]:
+    """Median seconds of a step and median GB/s of reading DRAM, measured in turn, so that both see the same machine
+    when others share it."""
+    gbps, times = [], []
+    for seconds in step_times(built, batch, request):
+        times.append(seconds)
+        gbps.append(reader.gbps(READ_SECONDS))
+    return statistics.median(times), statistics.median(gbps)
+
+
+def step_times(built: Built, batch: int, request: Request) -> Iterator[float]:
+    """Seconds of the mean step, once per repeat."""
     step = decoder(built, batch, request.context)
-    times = []
     for _ in range(request.repeats):
         for _ in range(WARM_STEPS):
             step()
         started = perf_counter()
         for _ in range(request.steps):
             step()
-        times.append((perf_counter() - started) / request.steps)
-    return statistics.median(times)
+        yield (perf_counter() - started) / request.steps
 
 
 def decoder(built: Built, batch: int, context: int) -> Callable[[], None]:

@@ -33,7 +33,7 @@ from tandem.cli.bench_experts import (
 from tandem.cli.bench_plot import draw_roofline
 from tandem.config.machine import Machine
 from tandem.errors import ConfigError
-from tandem.kernels.ceilings import Roofs, last_level_cache_bytes
+from tandem.kernels.ceilings import Roofs, beyond_caches_bytes
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import machine_pool
 
@@ -76,7 +76,7 @@ def run(
         tuple(tokens),
         with_torch,
         seconds,
-        4 * last_level_cache_bytes() if working_set_mib is None else working_set_mib << 20,
+        beyond_caches_bytes() if working_set_mib is None else working_set_mib << 20,
     )
     bench = Bench(request, machine, pools_of(machine, threads))
     results = bench.run()

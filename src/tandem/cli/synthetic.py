@@ -98,6 +98,7 @@ class NoExperts:
     """What a step costs without its routed experts."""
 
     expert_bytes = 0
+    places = None
 
     def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None: ...
 

@@ -39,6 +39,10 @@ class RecordingExperts:
         self._experts = experts
         self.asked: list[tuple[Tensor, Routing]] = []
 
+    @property
+    def places(self) -> Tensor | None:
+        return self._experts.places
+
     def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
         self._experts.load(count, matrices)
 

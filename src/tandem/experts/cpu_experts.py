@@ -33,6 +33,11 @@ class Experts(Protocol):
         """Packed bytes of one expert."""
         ...
 
+    @property
+    def places(self) -> Tensor | None:
+        """int32 [experts]: the slot on the GPU, or -1; what `submit` likes to find in its routing. None: no GPU."""
+        ...
+
     def sure_read(self, experts: int) -> SureRead:
         """The last `experts` of the layer, which every token chooses."""
         ...
@@ -102,6 +107,8 @@ class CpuExperts:
     On a machine without a GPU there is nothing else to do: the calling thread is a worker of the pool, and `submit`
     returns when the work is done.
     """
+
+    places = None
 
     def __init__(self, layer: ExpertLayer) -> None:
         self._layer = layer

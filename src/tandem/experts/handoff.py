@@ -23,8 +23,9 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.errors import EngineError
-from tandem.experts.mailbox_kernels import GAVE_UP, kernels, launch
+from tandem.experts.mailbox_kernels import GAVE_UP, kernels
 from tandem.kernels.cpu import PackedExperts
+from tandem.kernels.gpu.nvrtc import launch
 from tandem.kernels.ops import Routing
 
 POST_THREADS, COLLECT_THREADS = 1024, 512

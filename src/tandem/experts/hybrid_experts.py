@@ -64,6 +64,11 @@ class HybridExperts:
         return None if self._gpu is None or self._cpu is None else LiveLayer(self._gpu, self._cpu)
 
     @property
+    def places(self) -> Tensor:
+        """int32 [experts] on the GPU: where each lies there, or -1. Exchanges change it in place."""
+        return self._table
+
+    @property
     def expert_bytes(self) -> int:
         """Packed bytes of one expert."""
         layer = self._cpu if self._gpu is None else self._gpu
@@ -78,7 +83,9 @@ class HybridExperts:
 
     def submit(self, x: Tensor, routing: Routing) -> HybridTicket:
         """x bfloat16 [T, hidden], routing [T, k], on the GPU; ids in [0, experts), as a router chooses them."""
-        slots = self._table[routing.ids]
+        slots = routing.slots
+        if slots is None:
+            slots = self._table.index_select(0, routing.ids.flatten()).view_as(routing.ids)
         if self._cpu is not None:
             self._handoff.post(self._number, x, routing, slots)
         partial = None if self._gpu is None else self._gpu.partial(x, slots, routing.weights)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from tandem.kernels.gpu.nvrtc import compiled
+
 GAVE_UP = 96  # the word of the header by which the GPU says so
 
 SOURCE = r"""
@@ -79,20 +81,6 @@ extern "C" __global__ void collect(u32* header, u32* state, const float4* mail_r
 
 
 @cache
-def kernels(device_index: int | None) -> tuple[Any, Any]:
-    """post and collect, compiled for a device and loaded there; None: the current one."""
-    from cuda.core import Device, Program, ProgramOptions
-
-    device = Device(device_index)
-    device.set_current()
-    program = Program(SOURCE, "c++", options=ProgramOptions(std="c++17", arch=f"sm_{device.arch}"))
-    module = program.compile("cubin")
-    return module.get_kernel("post"), module.get_kernel("collect")
-
-
-def launch(kernel: Any, blocks: int, threads: int, stream: int, *arguments: Any) -> None:
-    """On a stream given by its handle, inside a capture too. Python ints are pointers."""
-    from cuda.core import LaunchConfig, Stream
-    from cuda.core import launch as start
-
-    start(Stream.from_handle(stream), LaunchConfig(grid=blocks, block=threads), kernel, *arguments)
+def kernels(device_index: int | None) -> list[Any]:
+    """post and collect, on a device; None: the current one."""
+    return compiled(SOURCE, ("post", "collect"), device_index)

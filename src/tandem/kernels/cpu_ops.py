@@ -161,7 +161,9 @@ class CpuOps:
         bias: Tensor | None = None,
         shared: int = 0,
         tally: Tally | None = None,
+        places: Tensor | None = None,
     ) -> Routing:
+        logits = logits.float()
         key = (id(router), shared)
         if key not in self._rules:
             self._rules[key] = (router, _rule(router, shared))  # holds the router: its id stays its own
@@ -169,7 +171,7 @@ class CpuOps:
         ids, weights = logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
         counted = () if tally is None else (tally.tokens, tally.seen, tally.chosen)
         self._dense.route(self._rules[key][1], logits, bias, ids, weights, *counted)
-        return Routing(ids, weights)
+        return Routing(ids, weights, None if places is None else places[ids])
 
     def _shape_of(self, *sizes: int) -> _core.Heads:
         if sizes not in self._heads:

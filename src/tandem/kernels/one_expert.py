@@ -25,7 +25,7 @@ class OneExpert:
 
     def __call__(self, x: Tensor) -> Tensor:
         # The kept ones are never replaced: recorded steps go on reading them.
-        ids, weights = self._everyone if len(x) <= KEPT_ROWS else _everyone(len(x))
+        ids, weights, _ = self._everyone if len(x) <= KEPT_ROWS else _everyone(len(x))
         return self.packed.forward(x, ids[: len(x)], weights[: len(x)])
 
 

@@ -53,10 +53,12 @@ class Rope:
 
 
 class Routing(NamedTuple):
-    """One layer's chosen experts: ids int32 [T, k], weights float32 [T, k]; best first, ties by lowest id."""
+    """One layer's chosen experts: ids int32 [T, k], weights float32 [T, k]; best first, ties by lowest id. slots int32
+    [T, k]: where they lie, as `places` says; None where nobody asked."""
 
     ids: Tensor
     weights: Tensor
+    slots: Tensor | None = None
 
 
 class Tally(NamedTuple):
@@ -275,10 +277,11 @@ class Ops(Protocol):
         bias: Tensor | None = None,
         shared: int = 0,
         tally: Tally | None = None,
+        places: Tensor | None = None,
     ) -> Routing:
-        """float32 logits [T, E] (and score bias [E]) -> the top-k experts and their weights.
+        """Logits [T, E], float32 or bfloat16 (and score bias [E]) -> the top-k experts and their weights in float32.
 
         `shared` experts, ids E … E + shared - 1, are appended to every row's choice with weight 1; `tally` does not
-        count them.
+        count them. places int32 [E + shared]: something about every expert that is looked up for the chosen ones.
         """
         ...

@@ -218,7 +218,9 @@ class TorchOps:
         bias: Tensor | None = None,
         shared: int = 0,
         tally: Tally | None = None,
+        places: Tensor | None = None,
     ) -> Routing:
+        logits = logits.float()
         scores = logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()
         ranks = scores if bias is None else scores + bias
         if router.num_groups > 1:
@@ -236,7 +238,7 @@ class TorchOps:
             )
             ids = torch.cat((ids, always.expand(len(ids), shared)), dim=1)
             weights = torch.cat((weights, weights.new_ones(len(ids), shared)), dim=1)
-        return Routing(ids, weights)
+        return Routing(ids, weights, None if places is None else places[ids])
 
 
 def _count(tally: Tally, ids: Tensor) -> None:

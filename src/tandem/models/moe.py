@@ -58,8 +58,8 @@ class MoEBlock:
         return routed.add_(shared if weight is None else shared * weight)
 
     def _route(self, x: Tensor) -> Routing:
-        logits = self.gate(x, torch.float32) if self.router.float32_logits else self.gate(x).float()
-        return self.ops.route(logits, self.router, self.bias, self.fused, self.tally)
+        logits = self.gate(x, torch.float32) if self.router.float32_logits else self.gate(x)
+        return self.ops.route(logits, self.router, self.bias, self.fused, self.tally, self.experts.places)
 
 
 def _router_gate(b: Builder, name: str) -> Linear:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.errors import KernelError
 from tandem.formats.codes import Weight
 from tandem.kernels.cpu import PackedExperts
-from tandem.kernels.gpu import expert_rows, expert_tiles
+from tandem.kernels.gpu import expert_mma, expert_rows, expert_tiles
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.uploads import Uploads
 
@@ -80,6 +80,7 @@ class GpuExperts:
         gate_up, down = packer.layout()
         self.gate_up, self.down = Panels(*gate_up), Panels(*down)
         self.stride = packer.bytes_per_expert
+        self._mma = all(expert_mma.reads(panels, self.device) for panels in (self.gate_up, self.down))
         self.pool = torch.empty(self.slots * self.stride, dtype=torch.uint8, device=self.device)
 
     def slot(self, index: int) -> Tensor:
@@ -130,8 +131,11 @@ class GpuExperts:
 
     def _streamed(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
         offset, stride = self.gate_up.bytes, self.stride
-        h = expert_rows.gate_up(x, self.pool, self.gate_up, stride, slots, self.width)
-        return expert_rows.down(h, self.pool, offset, self.down, stride, slots, weights)
+        gate_up, down = expert_rows.gate_up, expert_rows.down
+        if self._mma:
+            gate_up, down = expert_mma.gate_up, expert_mma.down
+        h = gate_up(x.contiguous(), self.pool, self.gate_up, stride, slots, self.width)
+        return down(h, self.pool, offset, self.down, stride, slots, weights)
 
     def _tiled(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
         offset, stride = self.gate_up.bytes, self.stride

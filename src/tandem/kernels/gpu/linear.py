@@ -1,4 +1,4 @@
-"""`Linear` on the GPU: matrices of PyTorch (cuBLAS)."""
+"""`Linear` on the GPU: matrices of PyTorch (cuBLAS), and a kernel of ours for one row."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import KernelError
+from tandem.kernels.gpu.one_row import LARGE_ELEMENTS, one_row
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
@@ -28,6 +29,8 @@ class GpuLinear:
         return self._times(x, out_dtype or x.dtype)
 
     def _times(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        if len(x) == 1 and self.weight.numel() < LARGE_ELEMENTS:
+            return one_row(x.contiguous(), self.weight, self.bias, out_dtype)
         if x.dtype == out_dtype == self.weight.dtype:
             return F.linear(x, self.weight, self._bias)
         if x.dtype == self.weight.dtype and x.is_cuda:  # float32 sums of bfloat16 products, not rounded

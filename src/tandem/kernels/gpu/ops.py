@@ -130,7 +130,8 @@ class GpuOps:
         bias: Tensor | None = None,
         shared: int = 0,
         tally: Tally | None = None,
+        places: Tensor | None = None,
     ) -> Routing:
         if router.num_groups > 1:
-            return TorchOps().route(logits, router, bias, shared, tally)
-        return route.route(logits, router, bias, shared, tally)
+            return TorchOps().route(logits, router, bias, shared, tally, places)
+        return route.route(logits, router, bias, shared, tally, places)

@@ -13,9 +13,10 @@ from tandem.kernels.ops import Routing, Tally
 
 
 @triton.jit
-def _route(logits, bias, ids, weights, tokens, seen, rows, experts, scale, epsilon, TOP_K: tl.constexpr,
-           SHARED: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, NORMALIZE: tl.constexpr,
-           COUNT: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+def _route(logits, bias, ids, weights, places, found, tokens, seen, rows, experts, scale, epsilon,
+           TOP_K: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
+           NORMALIZE: tl.constexpr, PLACED: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+           SLOTS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0)
     e, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     inside = e < experts
@@ -45,6 +46,8 @@ def _route(logits, bias, ids, weights, tokens, seen, rows, experts, scale, epsil
     out = t * (TOP_K + SHARED) + slot
     tl.store(ids + out, chosen, slot < TOP_K + SHARED)
     tl.store(weights + out, weight, slot < TOP_K + SHARED)
+    if PLACED:
+        tl.store(found + out, tl.load(places + chosen, slot < TOP_K + SHARED), slot < TOP_K + SHARED)
     if COUNT:  # no result is waited for
         counted = routed & (t < tl.load(rows))
         tl.atomic_add(tokens + chosen, 1, counted, sem="relaxed")
@@ -52,22 +55,30 @@ def _route(logits, bias, ids, weights, tokens, seen, rows, experts, scale, epsil
 
 
 def route(
-    logits: Tensor, router: RouterConfig, bias: Tensor | None, shared: int, tally: Tally | None
+    logits: Tensor,
+    router: RouterConfig,
+    bias: Tensor | None,
+    shared: int,
+    tally: Tally | None,
+    places: Tensor | None = None,
 ) -> Routing:
     """As `Ops.route`, for routers without groups."""
     rows, slots = logits.shape[0], router.top_k + shared
     ids = logits.new_empty((rows, slots), dtype=torch.int32)
     weights = logits.new_empty((rows, slots), dtype=torch.float32)
+    found = None if places is None else torch.empty_like(ids)
     _route[(rows,)](
-        logits, logits if bias is None else bias, ids, weights, *_counted(tally, ids),
+        logits, logits if bias is None else bias, ids, weights, ids if places is None else places,
+        ids if found is None else found, *_counted(tally, ids),
         router.num_experts, router.scale, router.epsilon,
         TOP_K=router.top_k, SHARED=shared, SIGMOID=router.score == "sigmoid", BIAS=bias is not None,
-        NORMALIZE=router.normalize, COUNT=tally is not None, BLOCK=triton.next_power_of_2(router.num_experts),
+        NORMALIZE=router.normalize, PLACED=places is not None,
+        COUNT=tally is not None, BLOCK=triton.next_power_of_2(router.num_experts),
         SLOTS=triton.next_power_of_2(slots), num_warps=1 if router.num_experts <= 128 else 4,
     )  # fmt: skip
     if tally is not None and tally.chosen is not None:
         tally.chosen[:rows].copy_(ids[:, : router.top_k])
-    return Routing(ids, weights)
+    return Routing(ids, weights, found)
 
 
 def _counted(tally: Tally | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
