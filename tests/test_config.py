@@ -93,7 +93,6 @@ def test_wrong_values_name_the_flag(argv: list[str], says: str) -> None:
     [
         (["--tp", "2"], "--tensor-parallel-size 2 is not available yet. Use 1"),
         (["--speculative-algorithm", "EAGLE"], "not available yet. Leave it out"),
-        (["--attention-backend", "flashinfer"], "Use auto, triton or torch"),
         (["--tool-call-parser", "qwen"], "tool calls come as text"),
         (["--nnodes", "2"], "Use 1"),
     ],
@@ -106,9 +105,9 @@ def test_missing_features_are_refused_with_what_works(argv: list[str], says: str
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--tp", "1"], ["--attention-backend", "triton"],
+        ["--tp", "1"],
         ["--trust-remote-code"], ["--enable-mixed-chunk"], ["--nnodes", "1"],
-        ["--dist-init-addr", "a:1"], ["--attention-backend", "torch"],
+        ["--dist-init-addr", "a:1"],
         ["--kt-max-deferred-experts-per-token", "0"],
     ],
 )  # fmt: skip

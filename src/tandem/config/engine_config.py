@@ -115,9 +115,8 @@ class EngineConfig:
         False, "Do not reuse the KV pages of equal prefixes.", group=MEMORY, essential=True
     )
     attention_backend: str = flag(
-        "auto", "Attention kernels: auto, triton, torch.", group=MEMORY, later="Use auto, triton or torch.",
-        neutral=["torch", "torch_native", "triton"],
-        idle="attention always runs in Tandem's own kernels, on a GPU in Triton's",
+        "auto", "Attention kernels on a GPU; torch needs pages of 256 tokens.", group=MEMORY,
+        choices=["auto", "triton", "torch", "torch_native"],
     )  # fmt: skip
 
     # --- CPU experts

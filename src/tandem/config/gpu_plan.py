@@ -32,7 +32,7 @@ MAX_PATIENCE_SECONDS = 30.0
 class GpuPlan:
     """experts: (layer, expert) pairs on the GPU; graph_sizes: batch sizes of CUDA graphs, () for none; statistics: file
     of activation counts; patience_seconds: how long a kernel waits for the CPU's experts; live: experts move while
-    serving; uuid: of the GPU, "" for any."""
+    serving; uuid: of the GPU, "" for any; attention: whose kernels compute it, "triton" or "torch"."""
 
     name: str
     experts: int
@@ -42,6 +42,7 @@ class GpuPlan:
     patience_seconds: float
     live: bool = False
     uuid: str = ""
+    attention: str = "triton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +105,13 @@ def needs_gpu(config: EngineConfig) -> str:
         "--kt-num-gpu-experts": config.kt_num_gpu_experts,
         "--kt-gpu-experts-ratio": config.kt_gpu_experts_ratio,
         "--kt-enable-dynamic-expert-update": config.kt_enable_dynamic_expert_update,
+        f"--attention-backend {config.attention_backend}": config.attention_backend != "auto",
     }
     return next((flag for flag, wish in wishes.items() if wish), "")
 
 
 def check_no_gpu_wishes(config: EngineConfig, why: str) -> None:
-    """Raises ConfigError when experts on a GPU were asked for."""
+    """Raises ConfigError when experts or attention kernels of a GPU were asked for."""
     for flag, value in (
         ("--kt-num-gpu-experts", config.kt_num_gpu_experts),
         ("--kt-gpu-experts-ratio", config.kt_gpu_experts_ratio),
@@ -119,6 +121,11 @@ def check_no_gpu_wishes(config: EngineConfig, why: str) -> None:
     if config.kt_enable_dynamic_expert_update:
         raise ConfigError(
             f"--kt-enable-dynamic-expert-update needs a GPU that experts could move to, but {why}; leave it out"
+        )
+    if config.attention_backend != "auto":
+        raise ConfigError(
+            f"--attention-backend {config.attention_backend} needs a GPU, but {why}; leave it out: on a CPU attention "
+            "always runs in Tandem's own kernel"
         )
 
 

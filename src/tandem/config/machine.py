@@ -47,6 +47,7 @@ class Machine:
     gpus: tuple[Gpu, ...] = ()  # the one to take first
     no_gpu: str = "no GPU was found"  # why, where there are none
     gpu_missing: tuple[str, ...] = ()  # packages that a GPU needs and that are not installed
+    torch: str = ""  # its version; "": not known
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -106,6 +107,7 @@ class Machine:
             gpus=gpus,
             no_gpu=no_gpu,
             gpu_missing=_missing_gpu_packages(),
+            torch=_version("torch") or "",
         )
 
 

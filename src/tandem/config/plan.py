@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem.config.attention_backend import attention_backend
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpu_plan import (
     MAX_PATIENCE_SECONDS,
@@ -186,12 +187,16 @@ def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memo
     on_gpu = m.dense_bytes + m.experts * expert_bytes(request)
     memory = MemoryPlan(on_gpu, m.budget_bytes, m.context_length, m.kv_tokens, m.context_reason, m.kv_reason)
     statistics = None if config.init_expert_location == "trivial" else config.init_expert_location
+    kernels, origin = attention_backend(config, model.attention, request.machine)
+    log.append(Decision("attention", kernels, origin))
     patience = min(MAX_PATIENCE_SECONDS, config.watchdog_timeout / 3)
     strategy = config.kt_expert_placement_strategy
     live, reason = live_placement(config, m.experts, model)
     if config.kt_enable_dynamic_expert_update:
         log.append(Decision("live placement", "on" if live else "off", reason))
-    return memory, GpuPlan(gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid)
+    return memory, GpuPlan(
+        gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels
+    )
 
 
 def _dtype(config: EngineConfig, log: list[Decision]) -> str:

@@ -17,6 +17,7 @@ from tandem.experts.live_experts import HITS_PER_EXCHANGE, LiveExperts, Usage
 from tandem.experts.live_policy import LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement
 from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.gpu.attention_backends import attention_of
 from tandem.kernels.gpu.ops import GpuOps
 
 
@@ -35,7 +36,8 @@ def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
     assert plan.gpu is not None
     device = planned_device(plan.gpu)
     placement = expert_placement(plan.gpu, model)
-    ops, handoff = GpuOps(device, cpu), Handoff(handoff_sizes(plan, model), device, plan.gpu.patience_seconds)
+    ops = GpuOps(device, cpu, attention_of(plan.gpu.attention))
+    handoff = Handoff(handoff_sizes(plan, model), device, plan.gpu.patience_seconds)
     store = HybridStore(ops, placement, handoff, model.hidden, plan.gpu.live)
     return GpuSide(ops, store, handoff, placement)
 

@@ -12,8 +12,9 @@ from tandem.errors import KernelError
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.reference import decoded
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.gpu import attention, norm, route
+from tandem.kernels.gpu import norm, route
 from tandem.kernels.gpu import rope as rotation
+from tandem.kernels.gpu.attention_backends import Attention, attention_of
 from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.mlp import GpuMLP
@@ -39,8 +40,10 @@ LOOKUP_ROWS = 1 << 14  # of a table, copied at a time
 class GpuOps:
     """`Ops` on `device`; `cpu` packs expert weights and runs the experts that stay in CPU memory."""
 
-    def __init__(self, device: torch.device, cpu: CpuOps) -> None:
+    def __init__(self, device: torch.device, cpu: CpuOps, attention: Attention | None = None) -> None:
+        """attention: Triton's where none is given."""
         self.device, self.cpu = device, cpu
+        self._attention = attention or attention_of("triton")
 
     def resident(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
@@ -121,7 +124,7 @@ class GpuOps:
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        return attention.attention(q, k_pages, v_pages, batch, scale, window)
+        return self._attention(q, k_pages, v_pages, batch, scale, window)
 
     def route(
         self,

@@ -1,0 +1,50 @@
+"""Which kernels compute attention on a GPU: the only place that chooses, and that says what is missing."""
+
+from __future__ import annotations
+
+import re
+
+from tandem.config.engine_config import EngineConfig
+from tandem.config.machine import Machine
+from tandem.config.model_config import AttentionConfig
+from tandem.errors import ConfigError
+
+FLAG = "--attention-backend"
+TORCH_LEAST = (2, 13)  # whose torch.nn.attention.varlen reads pages through a block table
+TORCH_PAGE = 256  # tokens: a page must be a multiple of this many (PyTorch's flash_api.cpp)
+TORCH_LARGEST_HEAD = 256
+
+
+def attention_backend(config: EngineConfig, attention: AttentionConfig, machine: Machine) -> tuple[str, str]:
+    """ "triton" or "torch", and why. Raises ConfigError when what was asked for cannot run."""
+    asked = "torch" if config.attention_backend == "torch_native" else config.attention_backend
+    if asked == "torch":
+        _check_torch(config, attention, machine.torch)
+    if asked == "auto":
+        return "triton", "Tandem's own kernels; any page size"
+    return asked, FLAG
+
+
+def _check_torch(config: EngineConfig, attention: AttentionConfig, version: str) -> None:
+    if release(version) < TORCH_LEAST:
+        least = ".".join(map(str, TORCH_LEAST))
+        raise ConfigError(
+            f"{FLAG} torch needs PyTorch {least} or newer (torch.nn.attention.varlen with a block table), this is "
+            f"{version or 'an unknown version'}; pip install 'torch>={least}', or take {FLAG} triton"
+        )
+    if config.page_size % TORCH_PAGE:
+        raise ConfigError(
+            f"{FLAG} torch reads pages of a multiple of {TORCH_PAGE} tokens, not {config.page_size}; "
+            f"give --page-size {TORCH_PAGE}, or take {FLAG} triton"
+        )
+    if attention.head_dim % 8 or attention.head_dim > TORCH_LARGEST_HEAD:
+        raise ConfigError(
+            f"{FLAG} torch needs heads of a multiple of 8 and at most {TORCH_LARGEST_HEAD} channels, not "
+            f"{attention.head_dim}; take {FLAG} triton"
+        )
+
+
+def release(version: str) -> tuple[int, int]:
+    """(2, 13) of "2.13.0+cu130"; (0, 0) of what is no version."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
