@@ -1,0 +1,80 @@
+"""SGLang's /generate and /abort_request, in-process over ASGI, on the real engine with the echo model."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+from echo_tokenizer import EOS
+from server_harness import LocalServer
+from server_requests import error_of, events, pages_are_back, run
+
+
+def test_generate():
+    async def scenario(server: LocalServer):
+        body = (await server.post("/generate", text="hello", rid="mine")).json()
+        assert body["text"] == "hello"
+        assert body["output_ids"] == [*b"hello", EOS]
+        meta = body["meta_info"]
+        assert meta["id"] == "mine" and meta["finish_reason"]["type"] == "stop"
+        assert meta["prompt_tokens"] == 6 and meta["completion_tokens"] == 6
+        batch = (
+            await server.post("/generate", text=["ab", "cd"], sampling_params={"max_new_tokens": 1})
+        ).json()
+        assert [b["text"] for b in batch] == ["a", "c"]
+        assert batch[0]["meta_info"]["finish_reason"] == {"type": "length", "length": 1}
+        ids = (await server.post("/generate", input_ids=[[97, 257], [98, 257]])).json()
+        assert [b["text"] for b in ids] == ["a", "b"]
+        several = (await server.post("/generate", text="ab", sampling_params={"n": 2})).json()
+        assert [b["text"] for b in several] == ["ab", "ab"]
+
+    run(scenario)
+
+
+def test_generate_stream_is_cumulative():
+    async def scenario(server: LocalServer):
+        chunks = events((await server.post("/generate", text="hello", stream=True)).text)
+        texts = [c["text"] for c in chunks]
+        assert texts[-1] == "hello" and all(b.startswith(a) for a, b in itertools.pairwise(texts))
+        assert chunks[-1]["meta_info"]["finish_reason"]["type"] == "stop"
+        assert all(c["meta_info"]["finish_reason"] is None for c in chunks[:-1])
+
+    run(scenario)
+
+
+def test_generate_logprobs():
+    async def scenario(server: LocalServer):
+        body = (
+            await server.post(
+                "/generate", text="abc", return_logprob=True, logprob_start_len=0, top_logprobs_num=2,
+                return_text_in_logprobs=True, sampling_params={"temperature": 0},
+            )
+        ).json()  # fmt: skip
+        meta = body["meta_info"]
+        assert [entry[1] for entry in meta["input_token_logprobs"]] == [97, 98, 99, 257]
+        assert meta["input_token_logprobs"][0][0] is None
+        assert [entry[2] for entry in meta["output_token_logprobs"]] == ["a", "b", "c", "<256>"]
+        assert len(meta["output_top_logprobs"][0]) == 2
+        only_output = await server.post("/generate", text="abc", return_logprob=True)
+        assert only_output.json()["meta_info"]["input_token_logprobs"] == []
+
+    run(scenario)
+
+
+def test_abort_by_id_ends_the_stream():
+    async def scenario(server: LocalServer):
+        sampling = {"max_new_tokens": 3000, "ignore_eos": True}
+        task = asyncio.create_task(
+            server.post("/generate", input_ids=[97], rid="long", sampling_params=sampling)
+        )
+        while not server.state.client.stats.running:
+            await asyncio.sleep(0.01)
+        duplicate = await server.post("/generate", text="x", rid="long")
+        assert error_of(duplicate, 400)["param"] == "rid"
+        assert (await server.post("/abort_request", rid="long")).json() == {"aborted": True}
+        body = (await task).json()
+        assert body["meta_info"]["finish_reason"]["type"] == "abort"
+        assert (await server.post("/abort_request", rid="long")).json() == {"aborted": False}
+        await pages_are_back(server)
+
+    run(scenario)

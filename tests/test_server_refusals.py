@@ -1,0 +1,154 @@
+"""Every refusal of every dialect has its status and OpenAI's error body."""
+
+from __future__ import annotations
+
+import pytest
+
+from server_harness import LocalServer
+from server_requests import CHAT, error_of, run, user
+from tandem.server.limits import MAX_BODY_BYTES
+
+BAD_CHAT = {
+    "empty messages": ({"messages": []}, 400),
+    "no messages": ({}, 400),
+    "messages is a string": ({"messages": "hi"}, 400),
+    "unknown role": ({"messages": [{"role": "wizard", "content": "x"}]}, 400),
+    "tool role": ({"messages": [{"role": "tool", "content": "x"}]}, 400),
+    "null content": ({"messages": [{"role": "user", "content": None}]}, 400),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        400,
+    ),
+    "unknown model": ({"model": "gpt-99"}, 404),
+    "n = 0": ({"n": 0}, 400),
+    "n is huge": ({"n": 10**18}, 400),
+    "n is a string": ({"n": "3"}, 400),
+    "negative max_tokens": ({"max_tokens": -1}, 400),
+    "max_tokens beyond the context": ({"max_tokens": 10**6}, 400),
+    "temperature 1e9": ({"temperature": 1e9}, 400),
+    "negative temperature": ({"temperature": -0.1}, 400),
+    "top_p 0": ({"top_p": 0}, 400),
+    "huge integer": ({"seed": 10**40}, 400),
+    "10,000 stop strings": ({"stop": ["x"] * 10_000}, 400),
+    "empty stop string": ({"stop": ""}, 400),
+    "logit_bias key": ({"logit_bias": {"abc": 1}}, 400),
+    "logit_bias id": ({"logit_bias": {"999999": 1}}, 400),
+    "logit_bias value": ({"logit_bias": {"1": 1000}}, 400),
+    "stop token": ({"stop_token_ids": [10**6]}, 400),
+    "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400),
+    "response_format": ({"response_format": {"type": "json_object"}}, 400),
+    "regex": ({"regex": "a+"}, 400),
+    "top_logprobs alone": ({"top_logprobs": 2}, 400),
+    "top_logprobs 21": ({"logprobs": True, "top_logprobs": 21}, 400),
+    "stream_options alone": ({"stream_options": {"include_usage": True}}, 400),
+    "prompt too long": ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400),
+    "template kwargs": ({"chat_template_kwargs": {"messages": []}}, 400),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHAT)
+def test_bad_chat_requests(name):
+    body, status = BAD_CHAT[name]
+
+    async def scenario(server: LocalServer):
+        for stream in (False,) if name == "stream_options alone" else (False, True):
+            fields = ({"messages": user("x"), "stream": stream} if name != "no messages" else {}) | body
+            error_of(await server.client.post(CHAT, json=fields), status)
+
+    run(scenario)
+
+
+BAD_BYTES = {
+    "not JSON": b"{messages: []}",
+    "empty": b"",
+    "a list": b"[]",
+    "NaN": b'{"messages": [], "temperature": NaN}',
+    "Infinity": b'{"messages": [], "temperature": Infinity}',
+    "1e999": b'{"messages": [], "temperature": 1e999}',
+    "invalid UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+    "lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    "surrogates swapped": b'{"messages": [{"role": "user", "content": "\\udc00\\ud800"}]}',
+    "deep nesting": b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "long integer": b'{"messages": [], "seed": 1' + b"0" * 5000 + b"}",
+    "surrogate key": b'{"\\ud800": 1, "messages": [{"role": "user", "content": "a"}]}',
+}
+
+
+@pytest.mark.parametrize("name", BAD_BYTES)
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/generate", "/abort_request"])
+def test_bad_bytes(name, path):
+    async def scenario(server: LocalServer):
+        error_of(await server.client.post(path, content=BAD_BYTES[name]), 400)
+
+    run(scenario)
+
+
+BAD_COMPLETIONS = {
+    "no prompt": {},
+    "empty prompt": {"prompt": ""},
+    "empty list": {"prompt": []},
+    "mixed": {"prompt": [1, "a"]},
+    "empty ids": {"prompt": [[]]},
+    "id beyond the vocabulary": {"prompt": [10**6]},
+    "echo of a bad id": {"prompt": [10**6], "echo": True},
+    "negative id": {"prompt": [-1]},
+    "1000 prompts": {"prompt": ["a"] * 1000},
+    "suffix": {"prompt": "a", "suffix": "b"},
+    "best_of": {"prompt": "a", "best_of": 3},
+    "max_tokens 0": {"prompt": "a", "max_tokens": 0},
+}
+
+
+@pytest.mark.parametrize("name", BAD_COMPLETIONS)
+def test_bad_completions(name):
+    async def scenario(server: LocalServer):
+        error_of(await server.client.post("/v1/completions", json=BAD_COMPLETIONS[name]), 400)
+
+    run(scenario)
+
+
+BAD_GENERATE = {
+    "nothing": {},
+    "both": {"text": "a", "input_ids": [1]},
+    "params count": {"text": ["a", "b"], "sampling_params": [{}]},
+    "same rids": {"text": ["a", "b"], "rid": ["x", "x"]},
+    "regex": {"text": "a", "sampling_params": {"regex": "a"}},
+    "temperature": {"text": "a", "sampling_params": {"temperature": 1e9}},
+    "image": {"text": "a", "image_data": "x"},
+    "rid type": {"text": "a", "rid": 3},
+    "start type": {"text": "a", "logprob_start_len": "0"},
+}
+
+
+@pytest.mark.parametrize("name", BAD_GENERATE)
+def test_bad_generate(name):
+    async def scenario(server: LocalServer):
+        error_of(await server.client.post("/generate", json=BAD_GENERATE[name]), 400)
+
+    run(scenario)
+
+
+def test_routes_and_methods():
+    async def scenario(server: LocalServer):
+        assert error_of(await server.client.get("/nope"), 404)["code"] == "unknown_route"
+        assert error_of(await server.client.get(CHAT), 405)["code"] == "method_not_allowed"
+        assert error_of(await server.client.get("/v1/models/other"), 404)["code"] == "model_not_found"
+        error_of(await server.client.post("/abort_request", json={}), 400)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_huge_body_is_refused(declared):
+    async def scenario(server: LocalServer):
+        piece = b" " * (1 << 20)
+
+        async def pieces():
+            for _ in range(MAX_BODY_BYTES // len(piece) + 4):
+                yield piece
+
+        headers = {"content-length": str(100 << 20)} if declared else {}
+        response = await server.client.post(CHAT, content=pieces(), headers=headers)
+        assert error_of(response, 413)["code"] == "body_too_large"
+
+    run(scenario)
