@@ -128,6 +128,63 @@ def test_bad_generate(name):
     run(scenario)
 
 
+WOULD_CHANGE_THE_ANSWER = {
+    CHAT: {
+        "function_call": {"name": "f"}, "guided_json": {}, "continue_final_message": True, "bad_words": ["x"],
+        "echo": True, "lora_path": "x", "chat_template": "x", "modalities": ["audio"],
+    },
+    "/v1/completions": {"guided_regex": "a", "use_beam_search": True, "suffix": "x"},
+    "/generate": {"lora_path": "x", "session_params": {"id": "x"}, "input_embeds": [[0.5]], "stop_regex": "x"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", WOULD_CHANGE_THE_ANSWER)
+def test_fields_that_would_change_the_answer_are_refused(path):
+    prompt = {CHAT: {"messages": user("x")}, "/v1/completions": {"prompt": "x"}, "/generate": {"text": "x"}}
+
+    async def scenario(server: LocalServer):
+        for name, value in WOULD_CHANGE_THE_ANSWER[path].items():
+            response = await server.post(path, **prompt[path], **{name: value})
+            error = error_of(response, 400)
+            assert (error["code"], error["param"]) == ("not_available", name)
+
+    run(scenario)
+
+
+def test_the_same_fields_with_values_that_change_nothing_are_taken():
+    async def scenario(server: LocalServer):
+        neutral = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "regex": None}
+        response = await server.post(CHAT, messages=user("x"), **neutral, echo=False, lora_path=None)
+        assert response.status_code == 200
+
+    run(scenario)
+
+
+def test_sampling_params_must_be_spelt_right():
+    async def scenario(server: LocalServer):
+        for given, param in [
+            ({"max_tokens": 3}, "sampling_params.max_tokens"),
+            ([{"temprature": 0}], "sampling_params.temprature"),
+            ({"stop_regex": "a|b"}, "sampling_params.stop_regex"),
+        ]:
+            text = ["x"] if isinstance(given, list) else "x"
+            error = error_of(await server.post("/generate", text=text, sampling_params=given), 400)
+            assert error["param"] == param
+        assert (
+            "'temperature'"
+            in error_of(await server.post("/generate", text="x", sampling_params={"temprature": 0}), 400)[
+                "message"
+            ]
+        )
+        harmless = {"spaces_between_special_tokens": True, "regex": None}
+        response = await server.post("/generate", text="x", sampling_params=harmless)
+        assert response.status_code == 200
+        names = "sampling_params.regex, sampling_params.spaces_between_special_tokens"
+        assert response.headers["x-tandem-ignored"] == names
+
+    run(scenario)
+
+
 def test_routes_and_methods():
     async def scenario(server: LocalServer):
         assert error_of(await server.client.get("/nope"), 404)["code"] == "unknown_route"

@@ -7,7 +7,7 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from tandem.server.errors import ApiError, ClientGone
@@ -15,10 +15,7 @@ from tandem.server.limits import DISCARD_BYTES, DISCARD_SECONDS, MAX_BODY_BYTES
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-IGNORED_HEADER = "x-tandem-ignored"  # names of top-level fields that the server does not know
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>key in )?`\$(?P<path>.*)`)?$", re.DOTALL)
-_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MAX_NAMES = 16
 
 
 async def read_body(request: Request) -> bytes:
@@ -88,21 +85,6 @@ def _complaint(text: str) -> ApiError:
     param = (path or "").lstrip(".") or None
     what = what[:1].lower() + what[1:]
     return ApiError(400, f"{param or 'the body'}: {what}", param=param, code="invalid_type")
-
-
-def unknown_fields(body: bytes, kind: type[msgspec.Struct]) -> list[str]:
-    """Top-level names in a body (already decoded once as `kind`) that `kind` does not have."""
-    given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    known = {f.encode_name for f in msgspec.structs.fields(kind)}
-    return [name for name in given if name not in known]
-
-
-def name_ignored(response: Response, ignored: list[str]) -> Response:
-    """Unknown fields are ignored as OpenAI does, but the client can see which."""
-    names = [name for name in ignored if _FIELD_NAME.fullmatch(name)]
-    if names:
-        response.headers[IGNORED_HEADER] = ", ".join(names[:_MAX_NAMES])
-    return response
 
 
 def body_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:

@@ -68,10 +68,9 @@ def overloaded(message: str) -> ApiError:
     return ApiError(429, message, kind="rate_limit_error", code="overloaded", headers=headers)
 
 
-def not_available(feature: str, param: str) -> ApiError:
-    return ApiError(
-        400, f"{feature} is not available yet; leave {param!r} out", param=param, code="not_available"
-    )
+def not_available(param: str) -> ApiError:
+    """`param` asks for what the server cannot do yet; ignoring it would change the answer."""
+    return ApiError(400, f"{param} is not available yet; leave it out", param=param, code="not_available")
 
 
 def as_api_error(error: Exception) -> ApiError:

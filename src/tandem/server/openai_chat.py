@@ -11,15 +11,15 @@ from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import RequestError
-from tandem.server.body import decode, name_ignored, read_body, unknown_fields
-from tandem.server.errors import ApiError, not_available
+from tandem.server.body import decode, read_body
+from tandem.server.errors import ApiError
+from tandem.server.fields import name_ignored, unknown_fields
 from tandem.server.generation import DONE, Answer, Generation, TokenCount, frame, usage_of
 from tandem.server.limits import INLINE_TOKENIZE_CHARS
 from tandem.server.logprobs import chat_logprobs
 from tandem.server.openai_sampling import (
     check_stream_options,
     new_id,
-    refuse_unavailable,
     sampling_of,
     wants_usage,
 )
@@ -44,8 +44,10 @@ async def chat(state: ServerState, http: Request) -> Response:
     raw = await read_body(http)
     body = decode(raw, ChatRequest)
     state.check_model(body.model)
-    _refuse_unavailable(body)
+    ignored = unknown_fields(raw, ChatRequest)
     check_stream_options(body)
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     state.admit()
     prompt_ids = await _prompt_ids(state, body)
     request = GenerateRequest(id=new_id("chatcmpl"), prompt_ids=prompt_ids, sampling=_sampling(state, body))
@@ -56,19 +58,7 @@ async def chat(state: ServerState, http: Request) -> Response:
     else:
         answers = await generation.collect()
         response = Response(msgspec.json.encode(writer.whole(answers[0])), media_type="application/json")
-    return name_ignored(response, unknown_fields(raw, ChatRequest))
-
-
-def _refuse_unavailable(body: ChatRequest) -> None:
-    refuse_unavailable(body)
-    if body.tools:
-        raise not_available("tools", "tools")
-    if body.functions:
-        raise not_available("functions", "functions")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise not_available("tool_choice", "tool_choice")
-    if body.top_logprobs and not body.logprobs:
-        raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+    return name_ignored(response, ignored)
 
 
 def _sampling(state: ServerState, body: ChatRequest) -> SamplingParams:

@@ -12,15 +12,15 @@ from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenLogprob, TokenOutput
 from tandem.errors import RequestError
-from tandem.server.body import decode, name_ignored, read_body, unknown_fields
+from tandem.server.body import decode, read_body
 from tandem.server.errors import not_available
+from tandem.server.fields import name_ignored, unknown_fields
 from tandem.server.generation import DONE, Answer, Generation, TokenCount, frame, usage_of
 from tandem.server.limits import MAX_PROMPTS
 from tandem.server.logprobs import CompletionOffsets
 from tandem.server.openai_sampling import (
     check_stream_options,
     new_id,
-    refuse_unavailable,
     sampling_of,
     wants_usage,
 )
@@ -40,7 +40,8 @@ async def complete(state: ServerState, http: Request) -> Response:
     raw = await read_body(http)
     body = decode(raw, CompletionRequest)
     state.check_model(body.model)
-    _refuse_unavailable(body)
+    ignored = unknown_fields(raw, CompletionRequest)
+    _check_counts(body)
     check_stream_options(body)
     state.admit()
     prompts = await _read_prompts(state, _split(body.prompt), bool(body.echo))
@@ -52,15 +53,12 @@ async def complete(state: ServerState, http: Request) -> Response:
     else:
         whole = writer.whole(await generation.collect())
         response = Response(msgspec.json.encode(whole), media_type="application/json")
-    return name_ignored(response, unknown_fields(raw, CompletionRequest))
+    return name_ignored(response, ignored)
 
 
-def _refuse_unavailable(body: CompletionRequest) -> None:
-    refuse_unavailable(body)
-    if body.suffix:
-        raise not_available("suffix", "suffix")
+def _check_counts(body: CompletionRequest) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise not_available("best_of other than n", "best_of")
+        raise not_available("best_of")
     if body.max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens must be at least 1 (0 only with echo: true)", "max_tokens")
 

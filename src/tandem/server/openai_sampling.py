@@ -1,4 +1,4 @@
-"""OpenAI sampling fields → `SamplingParams`; what is not available yet is refused."""
+"""OpenAI sampling fields → `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from tandem.engine.protocol import SamplingParams
 from tandem.errors import RequestError
-from tandem.server.errors import not_available
 from tandem.server.openai_schema import SamplingBody, StreamOptions
 
 _SAME_NAME = (
@@ -46,15 +45,6 @@ def logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
         if not (key.isascii() and key.isdigit() and len(key) <= 9):
             raise RequestError(f"logit_bias: {key[:40]!r} is not a token id", "logit_bias")
     return {int(key): value for key, value in (bias or {}).items()}
-
-
-def refuse_unavailable(body: SamplingBody) -> None:
-    """Fields that would change the answer. Raises ApiError 400."""
-    if body.response_format is not None and body.response_format.type != "text":
-        raise not_available(f"response_format {body.response_format.type[:40]!r}", "response_format")
-    for name in ("regex", "ebnf", "json_schema"):
-        if getattr(body, name) is not None:
-            raise not_available("constrained output", name)
 
 
 def wants_usage(options: StreamOptions | None) -> bool:

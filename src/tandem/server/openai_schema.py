@@ -1,7 +1,6 @@
 """Bodies of the OpenAI routes. Fields and defaults: https://platform.openai.com/docs/api-reference and SGLang's extras.
 
-A request field that is not here is ignored and named in the response header `x-tandem-ignored`; one that would change
-the answer but is not available yet is refused (`not_available`).
+What becomes of fields that are not here, `fields.py` says.
 """
 
 from __future__ import annotations
@@ -20,10 +19,6 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
-
-
-class ResponseFormat(msgspec.Struct, frozen=True):
-    type: str = "text"
 
 
 class SamplingBody(msgspec.Struct, kw_only=True):
@@ -50,11 +45,6 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    # not available yet
-    response_format: ResponseFormat | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    json_schema: Any = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -77,9 +67,6 @@ class ChatRequest(SamplingBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
 
 
 class CompletionRequest(SamplingBody, kw_only=True):
@@ -88,7 +75,6 @@ class CompletionRequest(SamplingBody, kw_only=True):
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
-    suffix: str | None = None
     best_of: Int64 | None = None
 
 

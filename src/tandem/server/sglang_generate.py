@@ -12,8 +12,8 @@ from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import RequestError
-from tandem.server.body import decode, name_ignored, read_body, unknown_fields
-from tandem.server.errors import not_available
+from tandem.server.body import decode, read_body
+from tandem.server.fields import name_ignored, unknown_fields, unknown_sampling
 from tandem.server.generation import DONE, Answer, Generation, frame
 from tandem.server.limits import MAX_PROMPTS
 from tandem.server.logprobs import sglang_logprobs, sglang_top_logprobs
@@ -39,7 +39,7 @@ class _Ask:
 async def generate(state: ServerState, http: Request) -> Response:
     raw = await read_body(http)
     body = decode(raw, SglangRequest)
-    _refuse_unavailable(body)
+    ignored = unknown_fields(raw, SglangRequest) + unknown_sampling(raw, SglangSampling)
     state.admit()
     asks, batched = await _asks(state, body)
     generation = Generation(state, http, [ask.request for ask in asks])
@@ -49,17 +49,7 @@ async def generate(state: ServerState, http: Request) -> Response:
     else:
         whole = writer.whole(await generation.collect())
         response = Response(msgspec.json.encode(whole), media_type="application/json")
-    return name_ignored(response, unknown_fields(raw, SglangRequest))
-
-
-def _refuse_unavailable(body: SglangRequest) -> None:
-    if body.image_data is not None:
-        raise not_available("image input", "image_data")
-    each = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params]
-    for params in each:
-        for name in ("json_schema", "regex", "ebnf", "structural_tag"):
-            if params is not None and getattr(params, name) is not None:
-                raise not_available("constrained output", f"sampling_params.{name}")
+    return name_ignored(response, ignored)
 
 
 async def _asks(state: ServerState, body: SglangRequest) -> tuple[list[_Ask], bool]:

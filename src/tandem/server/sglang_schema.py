@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -34,11 +34,6 @@ class SglangSampling(msgspec.Struct, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     n: Int64 = 1
-    # not available yet
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    structural_tag: Any = None
 
 
 class SglangRequest(msgspec.Struct, kw_only=True):
@@ -53,7 +48,6 @@ class SglangRequest(msgspec.Struct, kw_only=True):
     logprob_start_len: Int64 | list[Int64] | None = None
     top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
     return_text_in_logprobs: bool = False
-    image_data: Any = None
 
 
 class AbortBody(msgspec.Struct, kw_only=True):
