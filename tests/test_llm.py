@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from fake_model import EOS, FakeModel, FakeTokenizer, fake_engine, greedy_reference
@@ -41,6 +42,55 @@ def test_several_answers_per_prompt() -> None:
     llm = LLM.from_engine(fake_engine())
     [result] = llm.generate("BC", SamplingParams(n=3, max_tokens=5, seed=1, temperature=1.5))
     assert len(result.answers) == 3 and len({answer.text for answer in result.answers}) > 1
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [{"prompt": "BC"}, ["BC", 5], [["B"]], [[1.5]], [None], None, b"BC", [{"prompt_token_ids": [2]}], [True]],
+)
+def test_what_is_no_prompt_is_refused(prompts) -> None:
+    with pytest.raises(RequestError, match="a prompt is a text or a list of token ids"):
+        LLM.from_engine(fake_engine()).generate(prompts, GREEDY)
+
+
+def test_token_ids_may_be_numpys() -> None:
+    llm = LLM.from_engine(fake_engine())
+    for prompts in (np.array([2, 3]), [np.array([2, 3])], [(np.int32(2), 3)]):
+        assert llm.generate(prompts, GREEDY)[0].prompt_ids == [2, 3]
+
+
+def test_a_stop_string_may_come_alone_or_in_a_list() -> None:
+    llm = LLM.from_engine(fake_engine())
+    text = llm.generate("BC", SamplingParams(temperature=0, max_tokens=12))[0].text
+    stop = text[4:6]
+    for given in (stop, [stop], (stop,)):
+        [result] = llm.generate("BC", SamplingParams(temperature=0, max_tokens=12, stop=given))
+        assert result.text == text[: text.index(stop)] and result.answers[0].stop_match == stop
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"top_k": 20.5}, {"stop": 5}, {"n": None}, None])
+def test_sampling_of_a_wrong_type_is_refused_and_leaves_nothing_behind(wrong) -> None:
+    llm = LLM.from_engine(fake_engine())
+    bad = {"max_tokens": 3} if wrong is None else SamplingParams(**wrong)
+    with pytest.raises(RequestError, match="SamplingParams"):
+        llm.generate(["BC", "BC"], [GREEDY, bad])
+    assert llm.generate("BC", SamplingParams(temperature=np.float32(0), max_tokens=6)) == llm.generate(
+        "BC", GREEDY
+    )
+
+
+def test_a_bug_while_adding_leaves_nothing_behind(monkeypatch) -> None:
+    llm = LLM.from_engine(fake_engine())
+    monkeypatch.setattr("tandem.engine.engine.check_prompt_ids", lambda ids, vocab: 1 // (3 - len(ids)))
+    with pytest.raises(ZeroDivisionError):
+        llm.generate(["BC", "BCD"], GREEDY)
+    assert [result.prompt for result in llm.generate("BC", GREEDY)] == ["BC"]
+
+
+@pytest.mark.parametrize("messages", ["hi", {"role": "user", "content": "x"}, [["x"]], ["x"]])
+def test_what_is_no_conversation_is_refused(messages) -> None:
+    with pytest.raises(RequestError, match="messages are dicts"):
+        LLM.from_engine(fake_engine()).chat(messages)
 
 
 def test_chat_renders_the_template() -> None:

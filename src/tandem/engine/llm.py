@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
+from tandem.engine.llm_input import (
+    Message,
+    Prompt,
+    Sampling,
+    listed_conversations,
+    listed_prompts,
+    sampling_for_each,
+)
 from tandem.engine.progress import Progress
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenLogprob, TokenOutput
-from tandem.errors import EngineError, RequestError
-
-Prompt = str | list[int]
-Message = Mapping[str, Any]
+from tandem.errors import EngineError
 
 
 @dataclass(slots=True)
@@ -81,22 +86,22 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling: Sampling = None,
         *,
         progress: bool = True,
     ) -> list[Generation]:
         """One result per prompt (text or token ids), in their order. Raises RequestError if a prompt or a parameter is
         impossible, before anything runs; EngineError if the model fails."""
-        listed = _listed(prompts)
-        params = _per_prompt(sampling, len(listed))
+        listed = listed_prompts(prompts)
+        params = sampling_for_each(sampling, len(listed))
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
-        ids = [self.engine.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in listed]
+        ids = [self.engine.tokenizer.encode(p) if isinstance(p, str) else p for p in listed]
         return self._run(texts, ids, params, progress)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling: Sampling = None,
         *,
         progress: bool = True,
         **template_variables: Any,
@@ -105,10 +110,10 @@ class LLM:
         tokenizer = self.engine.tokenizer
         texts = [
             tokenizer.apply_chat_template([dict(m) for m in conversation], **template_variables)
-            for conversation in _conversations(messages)
+            for conversation in listed_conversations(messages)
         ]
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self._run(texts, ids, _per_prompt(sampling, len(texts)), progress)
+        return self._run(texts, ids, sampling_for_each(sampling, len(texts)), progress)
 
     def _run(
         self, texts: Sequence[str | None], ids: list[list[int]], params: list[SamplingParams], progress: bool
@@ -123,9 +128,8 @@ class LLM:
                 for output in self._outputs():
                     _collect(results[output.id], output)
                     bar.advance(tokens=len(output.token_ids), answers=output.finish_reason is not None)
-        except BaseException:  # also Ctrl+C: the engine must be empty for the next call
-            self.engine.abort("")
-            self.engine.step()
+        except BaseException:  # also Ctrl+C
+            self._empty()
             raise
         return list(results.values())
 
@@ -136,45 +140,19 @@ class LLM:
             names.append(str(self._requests))
             try:
                 self.engine.add(GenerateRequest(id=names[-1], prompt_ids=prompt_ids, sampling=one))
-            except RequestError:
-                self.engine.abort("")
-                self.engine.step()
+            except BaseException:
+                self._empty()
                 raise
         return names
+
+    def _empty(self) -> None:
+        """For the next call."""
+        self.engine.abort("")
+        self.engine.step()
 
     def _outputs(self) -> Iterator[TokenOutput]:
         while self.engine.has_work():
             yield from self.engine.step()
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [[int(item) for item in prompts if isinstance(item, int)]]
-    return [prompt for prompt in prompts if not isinstance(prompt, int)]
-
-
-def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
-    single = [item for item in messages if isinstance(item, Mapping)]
-    several = [list(item) for item in messages if not isinstance(item, Mapping)]
-    if single and several:
-        raise RequestError(
-            "messages must be one conversation or a list of conversations, not both", "messages"
-        )
-    return [single] if single else several
-
-
-def _per_prompt(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * count
-    if len(sampling) != count:
-        raise RequestError(
-            f"{count} prompts need {count} SamplingParams or one, not {len(sampling)}", "sampling"
-        )
-    return list(sampling)
 
 
 def _collect(result: Generation, output: TokenOutput) -> None:

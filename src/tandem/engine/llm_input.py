@@ -1,0 +1,100 @@
+"""What callers of `tandem.LLM` give, checked as strictly as the server checks JSON: nothing is guessed or dropped."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tandem.engine.protocol import SamplingParams
+from tandem.errors import RequestError
+
+Prompt = str | list[int]
+Message = Mapping[str, Any]
+Sampling = SamplingParams | Sequence[SamplingParams] | None
+
+
+def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several. Raises RequestError for what is neither text nor token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = _items(prompts)
+    if items and all(_is_id(item) for item in items):
+        return [_ids(items)]
+    return [item if isinstance(item, str) else _ids(_items(item)) for item in items]
+
+
+def _items(given: Any) -> list[Any]:
+    if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__iter__"):
+        raise _bad_prompt(given)
+    return list(given)
+
+
+def _ids(items: list[Any]) -> list[int]:
+    for item in items:
+        if not _is_id(item):
+            raise _bad_prompt(item)
+    return [operator.index(item) for item in items]
+
+
+def _is_id(item: Any) -> bool:
+    return isinstance(item, int | np.integer) and not isinstance(item, bool)
+
+
+def _bad_prompt(given: Any) -> RequestError:
+    return RequestError(f"a prompt is a text or a list of token ids, not {given!r:.80}", "prompts")
+
+
+def listed_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
+    """One conversation or several. Raises RequestError."""
+    if isinstance(messages, str | Mapping):
+        raise _bad_messages(messages)
+    single = [item for item in messages if isinstance(item, Mapping)]
+    several = [list(item) for item in messages if not isinstance(item, Mapping)]
+    if single and several:
+        raise RequestError(
+            "messages must be one conversation or a list of conversations, not both", "messages"
+        )
+    for message in (message for conversation in several for message in conversation):
+        if not isinstance(message, Mapping):
+            raise _bad_messages(message)
+    return [single] if single else several
+
+
+def _bad_messages(given: Any) -> RequestError:
+    text = f'messages are dicts such as {{"role": "user", "content": "Hi"}}, not {given!r:.80}'
+    return RequestError(text, "messages")
+
+
+def sampling_for_each(sampling: Sampling, count: int) -> list[SamplingParams]:
+    """One for every prompt, all of the right types. Raises RequestError."""
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [_typed(sampling or SamplingParams())] * count
+    if isinstance(sampling, str | Mapping):
+        raise RequestError(f"sampling is SamplingParams, not {sampling!r:.80}", "sampling")
+    if len(sampling) != count:
+        raise RequestError(
+            f"{count} prompts need {count} SamplingParams or one, not {len(sampling)}", "sampling"
+        )
+    return [_typed(one) for one in sampling]
+
+
+def _typed(params: SamplingParams) -> SamplingParams:
+    """A struct takes values of any type; from here on they are what they are declared as. A stop string may come
+    alone, and several in a list."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling is SamplingParams, not {params!r:.80}", "sampling")
+    given = {name: _plain(value) for name, value in msgspec.structs.asdict(params).items()}
+    if isinstance(given["stop"], str):
+        given["stop"] = (given["stop"],)
+    try:
+        return msgspec.convert(given, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"SamplingParams: {error}", "sampling") from error
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
