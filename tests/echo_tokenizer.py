@@ -23,6 +23,9 @@ class EchoTokenizer:
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id]) if token_id < 256 else f"<{token_id}>"
 
+    def is_special(self, token_id: int) -> bool:
+        return token_id >= 256
+
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
 

@@ -55,8 +55,31 @@ def test_completion_echo_and_logprobs(stream):
         assert tokens == ["a", "b", "c", "<257>", "a", "b", "c", "<256>"]
         values = [v for p in parts for v in p["token_logprobs"]]
         assert values[0] is None and all(v is not None for v in values[1:])
-        assert [t for p in parts for t in p["text_offset"]] == [0, 1, 2, 3, 8, 9, 10, 11]
+        assert [t for p in parts for t in p["text_offset"]] == [0, 1, 2, 3, 3, 4, 5, 6]
         assert next(t for p in parts for t in p["top_logprobs"]) is None
+
+    run(scenario)
+
+
+def test_text_offsets_count_characters_not_tokens():
+    async def scenario(server: LocalServer):
+        body = (
+            await server.post("/v1/completions", prompt="aß€b", echo=True, logprobs=0, temperature=0)
+        ).json()
+        choice = body["choices"][0]
+        assert choice["text"] == "aß€baß€b"
+        assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2, 2, 3, 4, 4, 5, 5, 6, 6, 6, 7, 8]
+
+    run(scenario)
+
+
+def test_a_scored_prompt_counts_no_answer_in_a_stream_either():
+    async def scenario(server: LocalServer):
+        response = await server.post(
+            "/v1/completions", prompt="abc", echo=True, logprobs=0, max_tokens=0, stream=True,
+            stream_options={"include_usage": True},
+        )  # fmt: skip
+        assert events(response.text)[-1]["usage"]["completion_tokens"] == 0
 
     run(scenario)
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from fake_model import EOS, fake_engine, greedy_reference, request, run, text, token_ids
 from tandem.engine.chat_template import ChatTemplate
 from tandem.engine.detokenizer import IncrementalDecoder, TextStream
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingParams, TokenLogprob
 from tandem.engine.stop_strings import StopMatcher
 from tandem.engine.tokenizer import Tokenizer
 from tandem.errors import CheckpointError, RequestError
+from tandem.server.logprobs import CompletionOffsets
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
@@ -62,6 +63,23 @@ def test_spaces_between_words() -> None:
     stream = IncrementalDecoder(tokenizer, [1], True)
     assert [stream.push(i) for i in (2, 3, 4)] == [" big", " world", "s"]
     assert IncrementalDecoder(tokenizer, [], True).push(1) == "Hello"
+
+
+def test_a_token_s_text_is_what_it_adds_to_a_text() -> None:
+    """Also where decoding strips the space at the beginning: Llama's and Mixtral's vocabularies."""
+    tokenizer = Tokenizer(word_tokenizer())
+    assert [tokenizer.token_text(i) for i in (1, 2, 4, 5)] == [" Hello", " big", "s", " "]
+    assert tokenizer.token_bytes(2) == b" big"
+
+
+def test_offsets_of_an_echoed_prompt() -> None:
+    """The begin token and the first space are none of the prompt's text."""
+    inner = word_tokenizer()
+    inner.add_special_tokens(["<s>"])
+    tokenizer = Tokenizer(inner)
+    offsets = CompletionOffsets(tokenizer, "Hello  big")
+    tokens = [TokenLogprob(i, -1.0) for i in (tokenizer.encode("<s>")[0], 1, 5, 2, 3, 4)]
+    assert offsets.build(tokens, with_top=False).text_offset == [0, 0, 5, 6, 10, 16]
 
 
 def test_special_tokens_are_skipped_or_shown() -> None:

@@ -37,9 +37,11 @@ class Tokenizer:
         self.bos_id = bos_id
         self._template = ChatTemplate(chat_template) if chat_template else None
         self._template_variables = template_variables or {}
-        self._text_of = lru_cache(_CACHED_TOKENS)(
-            self._token_text
-        )  # log-probabilities name the same tokens often
+        self._before = inner.encode("a", add_special_tokens=False).ids[-1:]
+        self._text_before = self.decode(self._before)
+        self._special = {i for i, token in inner.get_added_tokens_decoder().items() if token.special}
+        # log-probabilities name the same tokens often
+        self._text_of = lru_cache(_CACHED_TOKENS)(self._token_text)
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
@@ -88,15 +90,20 @@ class Tokenizer:
         return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, special tokens included; part of a character decodes to U+FFFD."""
+        """What one token adds to a text, special tokens included; part of a character decodes to U+FFFD."""
         return self._text_of(token_id)
 
     def _token_text(self, token_id: int) -> str:
-        return self.decode([token_id], skip_special_tokens=False)
+        """Behind a letter: by itself it would begin the text, where decoders of SentencePiece's kind strip a space."""
+        return self.decode([*self._before, token_id], skip_special_tokens=False)[len(self._text_before) :]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for, also where they are only part of a character."""
+        """The bytes one token adds to a text, also where they are only part of a character."""
         return token_bytes(self._inner.id_to_token(token_id), self.token_text(token_id))
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves it out."""
+        return token_id in self._special
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any

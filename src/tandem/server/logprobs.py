@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 from tandem.engine.protocol import TokenLogprob
@@ -38,9 +39,13 @@ def _chat_token(tokenizer: TextTokenizer, token: TokenLogprob) -> ChatLogprob:
 class CompletionOffsets:
     """Builds completion logprobs chunk by chunk; `text_offset` counts characters of the returned text."""
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer, echoed: str = "", skip_special_tokens: bool = True) -> None:
+        """echoed: the prompt's text, if the answer begins with it."""
         self._tokenizer = tokenizer
+        self._echoed = echoed
+        self._skip_special = skip_special_tokens
         self._offset = 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be several tokens
 
     def build(self, tokens: Sequence[TokenLogprob], with_top: bool) -> CompletionLogprobs:
         texts = [_token(self._tokenizer, token.token_id) for token in tokens]
@@ -57,8 +62,21 @@ class CompletionOffsets:
 
     def _advance(self, token: TokenLogprob) -> int:
         at = self._offset
-        self._offset += len(self._tokenizer.token_text(token.token_id))
+        self._offset += self._length(token.token_id, at)
         return at
+
+    def _length(self, token_id: int, at: int) -> int:
+        """Characters that a token adds to the text. The begin token is none of an echoed text, nor is the space that
+        SentencePiece puts before it."""
+        piece = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        if self._echoed.startswith(piece, at):
+            return len(piece)
+        hidden = self._skip_special or at < len(self._echoed)
+        if hidden and self._tokenizer.is_special(token_id):
+            return 0
+        if at == 0 and piece[:1] == " " and self._echoed.startswith(piece[1:]):
+            return len(piece) - 1
+        return len(piece)
 
 
 SglangLogprob = tuple[float | None, int, str | None]  # logprob, token id, text if asked for

@@ -138,6 +138,7 @@ class _CompletionWriter:
         self._n = body.n or 1
         self._prompts = prompts
         self._echo = bool(body.echo)
+        self._skip_special = body.skip_special_tokens is not False
         self._prompt_only = body.max_tokens == 0
         self._top = body.logprobs
         self._with_usage = wants_usage(body.stream_options)
@@ -171,19 +172,24 @@ class _CompletionWriter:
     def _logprobs(self, number: int, tokens: list[TokenLogprob]) -> CompletionLogprobs | None:
         if self._top is None:
             return None
-        offsets = self._offsets.setdefault(number, CompletionOffsets(self._tokenizer))
-        return offsets.build(tokens, with_top=self._top > 0)
+        return self._offsets_of(number).build(tokens, with_top=self._top > 0)
+
+    def _offsets_of(self, number: int) -> CompletionOffsets:
+        if number not in self._offsets:
+            echoed = self._prompts[number // self._n].text if self._echo else ""
+            self._offsets[number] = CompletionOffsets(self._tokenizer, echoed, self._skip_special)
+        return self._offsets[number]
 
     def frames(self, outputs: list[TokenOutput]) -> bytes:
         return b"".join([self._frame(output) for output in outputs])
 
     def _frame(self, output: TokenOutput) -> bytes:
-        self._count.add(output)
+        self._count.add(msgspec.structs.replace(output, completion_tokens=0) if self._prompt_only else output)
         prompt = self._prompt_of(output.id)
         number = prompt * self._n + output.index
         text, tokens = ("", []) if self._prompt_only else (output.text, output.logprobs or [])
         if self._echo and number not in self._offsets:
-            self._offsets[number] = CompletionOffsets(self._tokenizer)
+            self._offsets_of(number)
             first = output.prompt_logprobs or self._prompt_logprobs.get(prompt, [])
             self._prompt_logprobs[prompt] = first
             text, tokens = self._prompts[prompt].text + text, [*first, *tokens]
