@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tandem.errors import CheckpointError
 from tandem.server.openai_sampling import sampling_of
 from tandem.server.openai_schema import ChatRequest
 from tandem.server.sampling_defaults import read_sampling_defaults
@@ -32,6 +33,20 @@ def test_without_a_recommendation_openai_s_values_hold(tmp_path, content) -> Non
         (tmp_path / "generation_config.json").write_text(content)
     assert read_sampling_defaults(tmp_path) == {}
     assert sampling_of(request(), {}).temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    "wrong", ['"top_p": 7', '"temperature": NaN', '"temperature": true', '"top_k": 20.5', '"min_p": "0.1"']
+)
+def test_a_recommendation_that_cannot_be_is_an_error_of_the_checkpoint(tmp_path, wrong) -> None:
+    (tmp_path / "generation_config.json").write_text("{" + wrong + "}")
+    with pytest.raises(CheckpointError, match=f"{wrong.split(chr(34))[1]}.*--sampling-defaults openai"):
+        read_sampling_defaults(tmp_path)
+
+
+def test_whole_numbers_may_be_written_as_floats(tmp_path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"top_k": 20.0}')
+    assert repr(read_sampling_defaults(tmp_path)) == "{'top_k': 20}"
 
 
 def test_the_demo_recommends_what_its_base_does(demo_dir) -> None:

@@ -61,6 +61,34 @@ def test_overload_and_drain(monkeypatch):
     run(scenario)
 
 
+def test_a_busy_engine_is_healthy(monkeypatch):
+    """Its turn does not come in time, but others' tokens do."""
+    monkeypatch.setattr("tandem.server.sglang_control.HEALTH_SECONDS", 0.5)
+
+    async def scenario(server: LocalServer):
+        sampling = {"max_new_tokens": 3000, "ignore_eos": True, "n": 64}  # as many as may run
+        long = asyncio.create_task(
+            server.post("/generate", input_ids=[97], rid="long", sampling_params=sampling)
+        )
+        while server.state.client.stats.running < 64:
+            await asyncio.sleep(0.01)
+        assert (await server.client.get("/health_generate")).status_code == 200
+        await server.post("/abort_request", rid="long")
+        await long
+
+    run(scenario)
+
+
+def test_an_engine_that_makes_nothing_is_not_healthy(monkeypatch):
+    monkeypatch.setattr("tandem.server.sglang_control.HEALTH_SECONDS", 0.2)
+
+    async def scenario(server: LocalServer):
+        server.state.client.attach(lambda message: None)  # nobody there
+        error_of(await server.client.get("/health_generate"), 503)
+
+    run(scenario)
+
+
 def test_every_answer_of_a_batch_counts(monkeypatch):
     async def scenario(server: LocalServer):
         monkeypatch.setattr("tandem.server.state.MAX_OPEN_ANSWERS", 8)

@@ -48,6 +48,7 @@ from tandem.server.messages import (
     StopEngine,
     ToEngine,
 )
+from tandem.server.sampling_defaults import read_sampling_defaults
 
 HEARTBEAT_SECONDS = 1.0  # an idle engine reports this often
 STATS_SECONDS = 0.25  # a busy engine reports at most this often
@@ -86,6 +87,10 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     from tandem.engine.loader import load_parts
 
     path = resolve_model(config.model)
+    if config.sampling_defaults == "model":
+        read_sampling_defaults(
+            path
+        )  # the API process wants them; what is wrong is said before the model is loaded
     with LoadProgress() as progress:
         engine = Engine.from_parts(
             load_parts(config, progress, lambda plan: print_plan(plan, config.notices()))
