@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+import pytest
+
 from echo_tokenizer import EOS
 from server_harness import LocalServer
 from server_requests import error_of, events, pages_are_back, run
@@ -57,6 +59,38 @@ def test_generate_logprobs():
         assert len(meta["output_top_logprobs"][0]) == 2
         only_output = await server.post("/generate", text="abc", return_logprob=True)
         assert only_output.json()["meta_info"]["input_token_logprobs"] == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_abort_takes_the_name_of_a_batch(path):
+    async def scenario(server: LocalServer):
+        ids = [[97], [98]]
+        if path == "/generate":
+            sampling = {"max_new_tokens": 3000, "ignore_eos": True}
+            body = {"input_ids": ids, "rid": "both", "sampling_params": sampling, "stream": True}
+        else:
+            body = {"prompt": ids, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        names = []
+
+        async def abort_at_first(server: LocalServer) -> None:
+            while len(server.state.client._routes) < 2:
+                await asyncio.sleep(0.01)
+            [name] = {route.stream.name for route in server.state.client._routes.values()}
+            names.append(name)
+            assert (await server.post("/abort_request", rid=name)).json() == {"aborted": True}
+
+        aborting = asyncio.create_task(abort_at_first(server))
+        chunks = events((await server.post(path, **body)).text)
+        await aborting
+        if path == "/generate":
+            ended = [c["meta_info"]["finish_reason"] for c in chunks if c["meta_info"]["finish_reason"]]
+            assert names == ["both"] and [e["type"] for e in ended] == ["abort", "abort"]
+        else:
+            assert names == [chunks[0]["id"]]
+            assert [c["choices"][0]["finish_reason"] for c in chunks].count("abort") == 2
+        await pages_are_back(server)
 
     run(scenario)
 

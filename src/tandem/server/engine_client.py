@@ -46,7 +46,9 @@ class RequestStream:
     `next` returns what has come since the last call (at least one output), or [] when all answers are finished.
     """
 
-    def __init__(self, requests: Sequence[GenerateRequest], observer: StreamObserver) -> None:
+    def __init__(self, requests: Sequence[GenerateRequest], observer: StreamObserver, name: str = "") -> None:
+        """name: what the client calls all of `requests` together, if it does."""
+        self.name = name
         self.position = {request.id: index for index, request in enumerate(requests)}
         self.submitted_at = time.monotonic()
         self._open = {(r.id, i): _Answer() for r in requests for i in range(r.sampling.n)}
@@ -182,12 +184,13 @@ class EngineClient:
             if not answer.done():
                 answer.set_exception(EngineError(why))
 
-    def submit(self, requests: Sequence[GenerateRequest]) -> RequestStream:
-        """Raises EngineError when no engine is ready, RequestError when an id is already in use."""
+    def submit(self, requests: Sequence[GenerateRequest], name: str = "") -> RequestStream:
+        """`abort` then takes `name` for all of them. Raises EngineError when no engine is ready, RequestError when an
+        id is already in use."""
         for request in requests:
             if request.id in self._serials:
                 raise RequestError(f"the request id {request.id!r} is in use; send another", "rid")
-        stream = RequestStream(requests, self._observer)
+        stream = RequestStream(requests, self._observer, name)
         for request in requests:
             serial = str(next(self._numbers))
             self._tell(msgspec.structs.replace(request, id=serial))
@@ -208,9 +211,11 @@ class EngineClient:
             self._observer.finished("abort", time.monotonic() - stream.submitted_at)
 
     def abort(self, request_id: str) -> bool:
-        """Stop one request by id, or all with "". Its reader sees finish_reason "abort". False: no such id."""
-        ids = list(self._serials) if request_id == "" else [request_id]
-        found = [i for i in ids if i in self._serials]
+        """Stop one request by id, those submitted by one name, or all with "". Their readers see finish_reason "abort".
+        False: there is none."""
+        found = [
+            i for i in self._serials if request_id in ("", i, self._routes[self._serials[i]].stream.name)
+        ]
         for i in found:
             self._tell(AbortRequest(id=self._serials[i]))
             stream = self._routes[self._serials[i]].stream

@@ -83,10 +83,13 @@ class Generation:
     Whoever makes one calls `close`, which aborts what still runs.
     """
 
-    def __init__(self, state: ServerState, http: Request, requests: Sequence[GenerateRequest]) -> None:
+    def __init__(
+        self, state: ServerState, http: Request, requests: Sequence[GenerateRequest], name: str = ""
+    ) -> None:
+        """name: by which `/abort_request` stops all of them."""
         self.requests = requests
         self._client = state.client
-        self._stream = state.submit(requests)
+        self._stream = state.submit(requests, name)
         self._watch = asyncio.create_task(self._watch_connection(http))
 
     def position(self, output: TokenOutput) -> int:

@@ -46,7 +46,7 @@ async def complete(state: ServerState, http: Request) -> Response:
     state.admit()
     prompts = await _read_prompts(state, _split(body.prompt), bool(body.echo))
     completion_id = new_id("cmpl")
-    generation = Generation(state, http, _requests(state, body, prompts, completion_id))
+    generation = Generation(state, http, _requests(state, body, prompts, completion_id), completion_id)
     writer = _CompletionWriter(state, body, prompts, completion_id)
     if body.stream:
         response: Response = await generation.events(writer.frames, writer.last)
@@ -95,7 +95,7 @@ def _read_ids(state: ServerState, prompt: list[int], echo: bool) -> _Prompt:
 def _requests(
     state: ServerState, body: CompletionRequest, prompts: Sequence[_Prompt], completion_id: str
 ) -> list[GenerateRequest]:
-    """A single prompt has the response's own id, so that `/abort_request` takes it; others a numbered one."""
+    """A single prompt has the response's own id, others a numbered one."""
     ids = [completion_id] if len(prompts) == 1 else [f"{completion_id}-{i}" for i in range(len(prompts))]
     limits = [_limit(state, body, len(prompt.ids)) for prompt in prompts]
     sampling = {limit: _sampling(state, body, limit) for limit in set(limits)}

@@ -42,7 +42,8 @@ async def generate(state: ServerState, http: Request) -> Response:
     ignored = unknown_fields(raw, SglangRequest) + unknown_sampling(raw, SglangSampling)
     state.admit()
     asks, batched = await _asks(state, body)
-    generation = Generation(state, http, [ask.request for ask in asks])
+    name = body.rid if isinstance(body.rid, str) else ""
+    generation = Generation(state, http, [ask.request for ask in asks], name)
     writer = _Writer(state, body, asks, generation, batched)
     if body.stream:
         response: Response = await generation.events(writer.frames, lambda: DONE)

@@ -140,11 +140,11 @@ class ServerState:
             self.check_ids(request.prompt_ids)
             engine_limits.answer_limit(request, plan.context_length, plan.num_pages * plan.page_size)
 
-    def submit(self, requests: Sequence[GenerateRequest]) -> RequestStream:
-        """Raises RequestError, EngineError, ApiError 503 and 429."""
+    def submit(self, requests: Sequence[GenerateRequest], name: str = "") -> RequestStream:
+        """name: of all of them. Raises RequestError, EngineError, ApiError 503 and 429."""
         self.check(requests)
         answers = sum(request.sampling.n for request in requests)
         if answers > MAX_OPEN_ANSWERS:  # there will never be room
             raise RequestError(f"at most {MAX_OPEN_ANSWERS} answers in one request, not {answers}", "n")
         self.admit(answers)
-        return self.client.submit(requests)
+        return self.client.submit(requests, name)
