@@ -116,6 +116,21 @@ def test_a_stuck_engine_is_killed(tmp_path: Path):
         assert "stuck" in server.log.read_text()
 
 
+def test_standing_still_together_is_not_being_stuck(tmp_path: Path):
+    """Ctrl+Z and fg, docker pause."""
+    with running(spawn_echo(tmp_path / "server.log", watchdog_timeout=5.0)) as server:
+        engine = server.engine_pid()
+        for pid in (server.process.pid, engine):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(6.0)
+        os.kill(server.process.pid, signal.SIGCONT)
+        assert server.healthy()  # it looks at its watch before the engine speaks
+        time.sleep(1.5)
+        os.kill(engine, signal.SIGCONT)
+        assert ask(server, "again") == "again"
+        assert server.engine_pid() == engine
+
+
 def test_sigterm_drains(tmp_path: Path):
     """Running requests finish, new ones get 503, the exit code is 0 and no engine is left."""
     with (

@@ -7,13 +7,10 @@ import contextlib
 import enum
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 import zmq.asyncio
@@ -21,6 +18,7 @@ import zmq.asyncio
 from tandem.config.engine_config import EngineConfig
 from tandem.errors import EngineError, TandemError
 from tandem.server import engine_client
+from tandem.server.endpoint import private_endpoint
 from tandem.server.engine_client import EngineClient
 from tandem.server.messages import EngineReady, StartEngine, StartFailed, StopEngine, ToEngine
 
@@ -106,18 +104,16 @@ class EngineSupervisor:
             await asyncio.wait_for(self._stopping.wait(), seconds)
 
     async def _one_life(self) -> _Life:
-        folder = Path(tempfile.mkdtemp(prefix="tandem-"))  # mode 700: nobody else can connect
         socket = self._context.socket(zmq.DEALER)
         socket.set_hwm(0)
         try:
-            endpoint = f"ipc://{folder}/engine"
-            socket.bind(endpoint)
-            self._process = await self._spawn(endpoint)
-            return await self._attend(socket, self._process)
+            with private_endpoint() as endpoint:
+                socket.bind(endpoint)
+                self._process = await self._spawn(endpoint)
+                return await self._attend(socket, self._process)
         finally:
             self._send = None
             socket.close(linger=0)
-            shutil.rmtree(folder, ignore_errors=True)
 
     async def _spawn(self, endpoint: str) -> asyncio.subprocess.Process:
         """The child shares the terminal, so its progress and plan lines are seen as they come."""
@@ -189,10 +185,15 @@ class EngineSupervisor:
                     self._client.deliver(message)
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Kill an engine that was ready and has said nothing for `--watchdog-timeout`."""
+        """Kill an engine that was ready and has said nothing for `--watchdog-timeout`. Time in which this process stood
+        still (Ctrl+Z, a container that is paused) does not count: the engine stood still, too."""
         limit = self._config.watchdog_timeout
+        pause = min(1.0, limit / 4)
         while True:
-            await asyncio.sleep(min(1.0, limit / 4))
+            slept_at = time.monotonic()
+            await asyncio.sleep(pause)
+            late = time.monotonic() - slept_at - pause
+            self._heard_at += late if late > pause else 0.0
             silent = time.monotonic() - self._heard_at
             if self._client.ready and silent > limit:
                 log.error(

@@ -1,0 +1,49 @@
+"""`private_endpoint`: where the API process and its engine meet."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import zmq
+
+from tandem.errors import EngineError
+
+_FALLBACKS = ("/tmp", "/dev/shm")  # where the temporary folder cannot be used
+_NAME = "engine"
+_RANDOM_CHARS = 16  # of mkdtemp, and its prefix
+
+
+@contextlib.contextmanager
+def private_endpoint() -> Iterator[str]:
+    """ZeroMQ address of a socket in a new folder of mode 700: nobody else can connect. Raises EngineError."""
+    folder = _new_folder()
+    try:
+        yield f"ipc://{folder}/{_NAME}"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _new_folder() -> Path:
+    """In the first folder whose path leaves room for a socket's name: the system allows 107 characters in all."""
+    said: OSError | str = "their names are too long"
+    for parent in _parents():
+        if len(f"{parent}/{_NAME}") + _RANDOM_CHARS > zmq.IPC_PATH_MAX_LEN:
+            continue
+        try:
+            return Path(tempfile.mkdtemp(prefix="tandem-", dir=parent))
+        except OSError as error:
+            said = error
+    raise EngineError(
+        f"no socket can be made in {', '.join(_parents())} ({said}); set TMPDIR to a folder that can be written"
+    )
+
+
+def _parents() -> list[str]:
+    try:
+        return [tempfile.gettempdir(), *_FALLBACKS]
+    except OSError:  # it tries all that the system knows
+        return list(_FALLBACKS)

@@ -1,0 +1,42 @@
+"""Where the API process and its engine meet."""
+
+from __future__ import annotations
+
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tandem.errors import EngineError
+from tandem.server import endpoint
+from tandem.server.endpoint import private_endpoint
+
+
+def folder_of(address: str) -> Path:
+    return Path(address.removeprefix("ipc://")).parent
+
+
+def test_the_folder_is_private_and_goes():
+    with private_endpoint() as address:
+        assert stat.S_IMODE(folder_of(address).stat().st_mode) == 0o700
+    assert not folder_of(address).exists()
+
+
+@pytest.mark.parametrize("length", [90, 200])
+def test_a_long_temporary_folder_does_not_matter(length, monkeypatch, tmp_path):
+    """As batch systems make them for each job."""
+    long = tmp_path / ("x" * length)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with private_endpoint() as address, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.bind(address)
+        assert folder_of(address).parent != long
+
+
+def test_where_no_folder_can_be_made_the_error_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    monkeypatch.setattr(endpoint, "_FALLBACKS", ("/dev/null/x",))
+    with pytest.raises(EngineError, match="TMPDIR"), private_endpoint():
+        pass
