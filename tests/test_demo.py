@@ -6,9 +6,11 @@ import hashlib
 import json
 import math
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -121,6 +123,27 @@ def test_a_failed_build_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="no network"):
         demo.build_demo(tmp_path / "demo")
     assert [p.name for p in tmp_path.iterdir()] == [".demo.lock"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error")])
+def test_a_full_disk_is_named(error, tmp_path, monkeypatch):
+    def full(scratch):
+        raise error
+
+    monkeypatch.setattr(demo, "base_gguf", full)
+    with pytest.raises(CheckpointError, match=f"cannot be written to {tmp_path / 'demo'}.*TANDEM_CACHE_DIR"):
+        demo.build_demo(tmp_path / "demo")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        demo.build_demo(Path("/dev/null/demo"))
+
+
+def test_a_whole_model_is_found_where_nothing_can_be_written(tmp_path, monkeypatch):
+    def read_only(file):
+        raise PermissionError("read-only")
+
+    fake_model(tmp_path / "demo")
+    monkeypatch.setattr(demo, "_locked", read_only)
+    assert demo.build_demo(tmp_path / "demo") == tmp_path / "demo"
 
 
 def test_the_base_weights_are_found_in_the_installed_package_and_checked(tmp_path, monkeypatch):

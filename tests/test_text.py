@@ -82,6 +82,33 @@ def test_offsets_of_an_echoed_prompt() -> None:
     assert offsets.build(tokens, with_top=False).text_offset == [0, 0, 5, 6, 10, 16]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokenizer.json", b"{bad", "tokenizer.json is no tokenizer"),
+        ("tokenizer.json", b"{}", "tokenizer.json is no tokenizer"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
+        ("tokenizer_config.json", b'{"chat_template": "{% if %}"}', "chat template is not valid Jinja"),
+        ("tokenizer_config.json", b"[1", "tokenizer_config.json is not valid JSON"),
+    ],
+)
+def test_damaged_files_are_named(name, content, says, tmp_path) -> None:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=says):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "templates", [["x"], [{"name": "default"}], [{"template": "x"}], [{"name": "tool_use"}]]
+)
+def test_a_list_of_templates_without_a_default_is_none(templates, tmp_path) -> None:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    with pytest.raises(RequestError, match="no chat template"):
+        Tokenizer.load(tmp_path).apply_chat_template([])
+
+
 def test_special_tokens_are_skipped_or_shown() -> None:
     tokenizer = Tokenizer(byte_tokenizer())
     end = tokenizer.encode("<|end|>")[0]

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,16 +36,31 @@ def build_demo(out_dir: str | Path, progress: Progress | None = None) -> Path:
     """Builds the demo model in `out_dir`, unless it is there and whole; returns the directory.
 
     Atomic: built beside `out_dir` and renamed. Two builders at once: one waits for the other. Raises
-    CheckpointError when the base weights cannot be had or the result is not what it should be.
+    CheckpointError when the base weights cannot be had, the files cannot be written or the result is not what it
+    should be.
     """
     out, report = Path(out_dir), progress or (lambda _name, _done, _total: None)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(out.with_name(f".{out.name}.lock")):
-        if not demo_is_whole(out):
-            with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
-                _build(Path(scratch), report)
-                _put_in_place(Path(scratch) / "model", out)
+    if demo_is_whole(out):  # perhaps where this process may only read
+        return out
+    with _write_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(out.with_name(f".{out.name}.lock")):
+            if not demo_is_whole(out):
+                with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
+                    _build(Path(scratch), report)
+                    _put_in_place(Path(scratch) / "model", out)
     return out
+
+
+@contextmanager
+def _write_errors(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the demo model cannot be written to {out}: {error}; it needs 2 GB there (TANDEM_CACHE_DIR, or kt demo "
+            "--out, names another place)"
+        ) from error
 
 
 def demo_is_whole(directory: Path) -> bool:
@@ -105,10 +121,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 def _put_in_place(model: Path, out: Path) -> None:
     if out.exists():
         out.rename(model.parent / "replaced")
-    try:
-        model.rename(out)
-    except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error}") from error
+    model.rename(out)
     shutil.rmtree(model.parent / "replaced", ignore_errors=True)
 
 

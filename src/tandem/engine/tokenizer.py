@@ -55,7 +55,7 @@ class Tokenizer:
             raise CheckpointError(
                 f"{directory} has no tokenizer.json; save one with transformers' AutoTokenizer(...).save_pretrained()"
             )
-        inner = tokenizers.Tokenizer.from_file(str(path))
+        inner = _read_tokenizer(path)
         settings = _read_json(directory / "tokenizer_config.json")
         settings["chat_template"] = _chat_template(directory, settings)
         eos_ids = _eos_ids(directory, inner, _token_text(settings.get("eos_token")))
@@ -137,6 +137,15 @@ def token_bytes(piece: str | None, text: str) -> bytes:
     return text.encode()
 
 
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more special
+        raise CheckpointError(
+            f"{path} is no tokenizer that can be read ({error}); fetch the file again"
+        ) from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
@@ -166,9 +175,12 @@ def _eos_ids(directory: Path, inner: tokenizers.Tokenizer, eos_token: str | None
 def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is not UTF-8: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+        template = named[0].get("template") if named else None
     return template if isinstance(template, str) else None
