@@ -26,6 +26,7 @@ if HAS_TRITON and not INTERPRETED:
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
+    from tandem.kernels.gpu import overlap
     from tandem.kernels.gpu.ops import GpuOps
 
 pytestmark = [
@@ -68,6 +69,7 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         made.run(function, *args, **options)
 
     monkeypatch.setattr(JITFunction, "run", launch)
+    monkeypatch.setattr(overlap, "can_overlap", lambda _: request.param >= 90)
     return made
 
 

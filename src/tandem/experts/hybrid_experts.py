@@ -88,7 +88,8 @@ class HybridExperts:
             slots = self._table.index_select(0, routing.ids.flatten()).view_as(routing.ids)
         if self._cpu is not None:
             self._handoff.post(self._number, x, routing, slots)
-        partial = None if self._gpu is None else self._gpu.partial(x, slots, routing.weights)
+        alone = self._cpu is None
+        partial = None if self._gpu is None else self._gpu.partial(x, slots, routing.weights, alone)
         return HybridTicket(slots, partial, x.dtype)
 
     def wait(self, ticket: HybridTicket) -> Tensor:

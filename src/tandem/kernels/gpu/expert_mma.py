@@ -4,8 +4,7 @@ weight, takes longer than reading the weights.
 Two codes become a pair of bfloat16 in three instructions: their bits under the exponent of 128 are 128 + code + 8, of
 which 136 is taken away. Codes, activations and the products of `mma.m16n8k16` are exact and its sums float32; the sum
 over a group of k is scaled on its own. The row is one of the tile's eight columns; the others are zeros, which cost
-nothing: the kernel waits for memory. An H200 takes 7.4 us where `expert_rows` takes 13.1 (gate and up of 8 of
-Qwen3-30B-A3B's experts).
+nothing: the kernel waits for memory. `down` adds up a token's experts as well.
 """
 
 from __future__ import annotations
@@ -18,9 +17,14 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.gpu.nvrtc import compiled, launch
+from tandem.kernels.gpu.overlap import can_overlap
 from tandem.kernels.gpu.panels import Panels
 
-STEP = 32  # k of two mma; scales are of as many, or of a multiple
+STEP = 32  # k of two mma
+GROUPS = (32, 64, 128, 256)  # k per scale
+SHARING_WARPS = 4  # of a block of gate_up
+MAX_WARPS = 32  # of a block of down, which takes all experts of a token, some warps for each
+DOWN_STEPS = 12  # steps of K that a warp of it should have at most
 
 SOURCE = r"""
 typedef unsigned int u32;
@@ -49,10 +53,10 @@ __device__ inline u16 rounded(float v) {
   return u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// One matrix of a packed expert (kernels/gpu/panels.py): sizes in bytes, steps of 32 k, and steps per group of a scale.
+// One matrix of a packed expert (kernels/gpu/panels.py): sizes in bytes, steps of 32 k, 2^group_shift steps per scale.
 struct Matrix {
   u64 panel_bytes, scale_at;
-  int depth, steps, group_steps, columns;
+  int depth, steps, group_shift, columns;
 };
 
 // The words of rows 2 g and 2 g + 1 of a step's block t, and the scales of both rows.
@@ -64,7 +68,7 @@ struct Words {
 __device__ inline Words words_of(const u8* panel, const Matrix& m, int step, int g, int t) {
   Words w;
   w.codes = *reinterpret_cast<const uint2*>(panel + 64 * (4 * step + t) + 8 * g);
-  w.scales = *reinterpret_cast<const u32*>(panel + m.scale_at + 32 * (step / m.group_steps) + 4 * g);
+  w.scales = *reinterpret_cast<const u32*>(panel + m.scale_at + 32 * (step >> m.group_shift) + 4 * g);
   return w;
 }
 
@@ -84,11 +88,12 @@ __device__ inline void add_step(float (&sums)[2], const Words& w, const uint4& x
   sums[1] += c[2] * high_half(w.scales);
 }
 
-// This warp's part of K, times one row.
-template <int PANELS, int WARPS>
-__device__ inline void dot_panels(const u8* panel, const Matrix& m, const u16* row, float (&sums)[PANELS][2]) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
-  const int first = m.steps * warp / WARPS, last = m.steps * (warp + 1) / WARPS;
+// Part `part` of `parts` of K, times one row.
+template <int PANELS>
+__device__ inline void dot_panels(const u8* panel, const Matrix& m, const u16* row, int part, int parts,
+                                  float (&sums)[PANELS][2]) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int first = m.steps * part / parts, last = m.steps * (part + 1) / parts;
   for (int begin = first; begin < last; begin += kAhead) {
     Words words[PANELS][kAhead];
     uint4 x[kAhead];
@@ -108,118 +113,125 @@ __device__ inline void dot_panels(const u8* panel, const Matrix& m, const u16* r
   }
 }
 
-// The 16 sums of every panel over all warps, in `parts[0]`; in the order of the warps.
-template <int PANELS, int WARPS>
-__device__ inline void add_warps(float (&parts)[WARPS][PANELS * 16], const float (&sums)[PANELS][2]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+// The 16 sums of every panel over all warps of the block, in their order, in `parts[0]` of the first threads.
+template <int PANELS>
+__device__ inline void add_warps(float (*parts)[PANELS * 16], const float (&sums)[PANELS][2]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   if (lane % 4 == 0)
     for (int p = 0; p < PANELS; ++p)
       for (int row = 0; row < 2; ++row) parts[warp][16 * p + lane / 4 * 2 + row] = sums[p][row];
   __syncthreads();
   if (threadIdx.x < PANELS * 16)
-    for (int w = 1; w < WARPS; ++w) parts[0][threadIdx.x] += parts[w][threadIdx.x];
+    for (int w = 1; w < warps; ++w) parts[0][threadIdx.x] += parts[w][threadIdx.x];
   __syncwarp();
 }
 
-// Grid (token-expert pairs, pairs of panels): silu(gate) * up, bf16 [pairs, width].
-template <int WARPS>
-__device__ inline void gate_up(const u16* x, const u8* pool, const int* slots, u16* hidden, const Matrix& m, int top_k,
-                               u64 stride) {
-  __shared__ float parts[WARPS][32];
+// Lets the next kernel start, and waits for the end of the one before (kernels/gpu/overlap.py).
+__device__ inline void begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+
+// Grid (token-expert pairs, pairs of panels), warps share K: silu(gate) * up, bf16 [pairs, width].
+extern "C" __global__ void gate_up(const u16* x, const u8* pool, const int* slots, u16* hidden, int top_k, u64 stride,
+                                   u64 panel_bytes, u64 scale_at, int depth, int steps, int group_shift, int columns) {
+  __shared__ float parts[8][32];
+  begin();
+  const Matrix m = {panel_bytes, scale_at, depth, steps, group_shift, columns};
   const int pair = blockIdx.x, panel = blockIdx.y, slot = slots[pair];
   if (slot < 0) return;
   float sums[2][2] = {};
-  dot_panels<2, WARPS>(pool + slot * stride + 2 * panel * m.panel_bytes, m, x + u64(pair / top_k) * m.depth, sums);
-  add_warps<2, WARPS>(parts, sums);
+  dot_panels<2>(pool + slot * stride + 2 * panel * m.panel_bytes, m, x + u64(pair / top_k) * m.depth, threadIdx.x / 32,
+                blockDim.x / 32, sums);
+  add_warps<2>(parts, sums);
   const int row = threadIdx.x, column = 16 * panel + row;
   if (row >= 16 || column >= m.columns) return;
   const float gate = parts[0][row], up = parts[0][16 + row];
   hidden[u64(pair) * m.columns + column] = rounded(gate / (1.0f + expf(-gate)) * up);
 }
 
-// Grid (token-expert pairs, panels): weight * result, float32 [pairs, columns].
-template <int WARPS>
-__device__ inline void down(const u16* hidden, const u8* pool, const int* slots, const float* weights, float* partial,
-                            const Matrix& m, u64 stride) {
-  __shared__ float parts[WARPS][16];
-  const int pair = blockIdx.x, panel = blockIdx.y, slot = slots[pair];
-  if (slot < 0) return;
+// Grid (tokens, panels): the weighted sum of a token's experts, float32 or bf16 [tokens, columns]. `each` warps share
+// the K of one expert.
+extern "C" __global__ void down(const u16* hidden, const u8* pool, const int* slots, const float* weights, void* out,
+                                int out_bf16, int top_k, int each, u64 stride, u64 panel_bytes, u64 scale_at, int depth,
+                                int steps, int group_shift, int columns) {
+  __shared__ float parts[32][16];
+  begin();
+  const Matrix m = {panel_bytes, scale_at, depth, steps, group_shift, columns};
+  const int token = blockIdx.x, panel = blockIdx.y;
   float sums[1][2] = {};
-  dot_panels<1, WARPS>(pool + slot * stride + panel * m.panel_bytes, m, hidden + u64(pair) * m.depth, sums);
-  add_warps<1, WARPS>(parts, sums);
-  const int row = threadIdx.x, column = 16 * panel + row;
-  if (row < 16 && column < m.columns) partial[u64(pair) * m.columns + column] = parts[0][row] * weights[pair];
-}
-
-#define KERNELS(WARPS)                                                                                               \
-  extern "C" __global__ void gate_up_##WARPS(const u16* x, const u8* pool, const int* slots, u16* hidden, int top_k, \
-                                             u64 stride, u64 panel_bytes, u64 scale_at, int depth, int steps,        \
-                                             int group_steps, int columns) {                                         \
-    gate_up<WARPS>(x, pool, slots, hidden, {panel_bytes, scale_at, depth, steps, group_steps, columns}, top_k,       \
-                   stride);                                                                                          \
-  }                                                                                                                  \
-  extern "C" __global__ void down_##WARPS(const u16* hidden, const u8* pool, const int* slots, const float* weights, \
-                                          float* partial, u64 stride, u64 panel_bytes, u64 scale_at, int depth,      \
-                                          int steps, int group_steps, int columns) {                                 \
-    down<WARPS>(hidden, pool, slots, weights, partial, {panel_bytes, scale_at, depth, steps, group_steps, columns},  \
-                stride);                                                                                             \
+  for (int unit = threadIdx.x / 32; unit < top_k * each; unit += blockDim.x / 32) {
+    const int pair = token * top_k + unit / each, slot = slots[pair];
+    if (slot < 0) continue;
+    float part[1][2] = {};
+    const u8* matrix = pool + slot * stride;
+    dot_panels<1>(matrix + panel * m.panel_bytes, m, hidden + u64(pair) * m.depth, unit % each, each, part);
+    for (int row = 0; row < 2; ++row) sums[0][row] += part[0][row] * weights[pair];
   }
-KERNELS(4)
-KERNELS(8)
+  add_warps<1>(parts, sums);
+  const int row = threadIdx.x, column = 16 * panel + row;
+  if (row >= 16 || column >= m.columns) return;
+  const u64 at = u64(token) * m.columns + column;
+  if (out_bf16)
+    static_cast<u16*>(out)[at] = rounded(parts[0][row]);
+  else
+    static_cast<float*>(out)[at] = parts[0][row];
+}
 """
 
 
 def reads(panels: Panels, device: torch.device) -> bool:
     """Whether these kernels read such a matrix on this device: int4 with bf16 scales, rows of 16-byte units."""
     wanted = panels.fmt == "int4" and panels.scale == "bf16" and panels.scale_offset > 0
-    sizes = (
-        panels.group > 0 and panels.group % STEP == 0 and panels.padded_depth % STEP == panels.depth % 8 == 0
-    )
+    sizes = panels.group in GROUPS and panels.padded_depth % STEP == panels.depth % 8 == 0
     return wanted and sizes and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache
-def kernels(device_index: int | None) -> dict[str, Any]:
-    """By name, compiled on first use."""
-    names = [f"{kind}_{warps}" for kind in ("gate_up", "down") for warps in (4, 8)]
-    return dict(zip(names, compiled(SOURCE, names, device_index), strict=True))
+def kernels(device_index: int | None) -> tuple[Any, Any]:
+    """gate_up and down, compiled on first use."""
+    gate_up, down = compiled(SOURCE, ("gate_up", "down"), device_index)
+    return gate_up, down
 
 
 def gate_up(x: Tensor, pool: Tensor, panels: Panels, stride: int, slots: Tensor, width: int) -> Tensor:
     """As `expert_rows.gate_up`."""
     hidden = x.new_empty((slots.numel(), width))
     launch(
-        _kernel("gate_up", panels, x.device), (slots.numel(), panels.panels // 2), 32 * _warps(panels), _stream(x),
+        kernels(x.device.index)[0], (slots.numel(), panels.panels // 2), 32 * SHARING_WARPS, _stream(x),
         x.data_ptr(), pool.data_ptr(), slots.data_ptr(), hidden.data_ptr(), np.int32(slots.shape[1]),
-        np.uint64(stride), *_matrix(panels, width),
+        np.uint64(stride), *_matrix(panels, width), overlap=can_overlap(x.device),
     )  # fmt: skip
     return hidden
 
 
 def down(
-    hidden: Tensor, pool: Tensor, offset: int, panels: Panels, stride: int, slots: Tensor, weights: Tensor
+    hidden: Tensor,
+    pool: Tensor,
+    offset: int,
+    panels: Panels,
+    stride: int,
+    slots: Tensor,
+    weights: Tensor,
+    out: Tensor,
 ) -> Tensor:
-    """As `expert_rows.down`."""
-    partial = hidden.new_empty((slots.numel(), panels.columns), dtype=torch.float32)
+    """The weighted sum over a token's experts, those below slot 0 left out: out float32 or bfloat16 [T, columns]."""
+    tokens, top_k = slots.shape
+    each = max(1, min(MAX_WARPS // top_k, -(-panels.padded_depth // (STEP * DOWN_STEPS))))
     launch(
-        _kernel("down", panels, hidden.device), (slots.numel(), panels.panels), 32 * _warps(panels), _stream(hidden),
-        hidden.data_ptr(), pool.data_ptr() + offset, slots.data_ptr(), weights.data_ptr(), partial.data_ptr(),
-        np.uint64(stride), *_matrix(panels, panels.columns),
+        kernels(out.device.index)[1], (tokens, panels.panels), 32 * min(MAX_WARPS, top_k * each), _stream(out),
+        hidden.data_ptr(), pool.data_ptr() + offset, slots.data_ptr(), weights.data_ptr(), out.data_ptr(),
+        *map(np.int32, (out.dtype is torch.bfloat16, top_k, each)), np.uint64(stride),
+        *_matrix(panels, panels.columns), overlap=can_overlap(out.device),
     )  # fmt: skip
-    return partial
-
-
-def _warps(panels: Panels) -> int:
-    """They share K; so many that each has about one round of loads."""
-    return 8 if panels.padded_depth >= 8 * 4 * STEP else 4
-
-
-def _kernel(kind: str, panels: Panels, device: torch.device) -> Any:
-    return kernels(device.index)[f"{kind}_{_warps(panels)}"]
+    return out
 
 
 def _matrix(panels: Panels, columns: int) -> tuple[Any, ...]:
-    sizes = panels.depth, panels.padded_depth // STEP, panels.group // STEP, columns
+    group_shift = (panels.group // STEP).bit_length() - 1
+    sizes = panels.depth, panels.padded_depth // STEP, group_shift, columns
     return np.uint64(panels.panel_bytes), np.uint64(panels.scale_offset), *map(np.int32, sizes)
 
 

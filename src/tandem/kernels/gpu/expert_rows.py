@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.panels import Panels, halves, plane, row_factor, scale_value, views
 
 
@@ -44,7 +45,9 @@ def _dot_panel(x, words, scales, depth, blocks, FMT: tl.constexpr, CODES: tl.con
 @triton.jit
 def _gate_up(x, words, scales, slots, hidden, depth, blocks, width, word_stride, scale_stride,
              TOP_K: tl.constexpr, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
-             PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+             PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr, STEP: tl.constexpr,
+             OVERLAP: tl.constexpr):  # fmt: skip
+    begin(OVERLAP)
     pair, panel = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + pair).to(tl.int64)
     if slot < 0:
@@ -62,7 +65,9 @@ def _gate_up(x, words, scales, slots, hidden, depth, blocks, width, word_stride,
 @triton.jit
 def _down(hidden, words, scales, slots, weights, partial, depth, blocks, columns, word_stride, scale_stride,
           FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
-          PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+          PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr, STEP: tl.constexpr,
+             OVERLAP: tl.constexpr):  # fmt: skip
+    begin(OVERLAP)
     pair, panel = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + pair).to(tl.int64)
     if slot < 0:
@@ -77,14 +82,17 @@ def _down(hidden, words, scales, slots, weights, partial, depth, blocks, columns
 
 
 @triton.jit
-def _combine(partial, slots, elsewhere, out, columns, TOP_K: tl.constexpr, HAS_MORE: tl.constexpr,
-             BLOCK: tl.constexpr):  # fmt: skip
+def _combine(partial, slots, elsewhere, out, columns, TOP_K: tl.constexpr, PAIRS: tl.constexpr, HAS_MORE: tl.constexpr,
+             BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    begin(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
-        here = inside & (tl.load(slots + t * TOP_K + k) >= 0)
+        here = inside
+        if PAIRS:
+            here = inside & (tl.load(slots + t * TOP_K + k) >= 0)
         total += tl.load(partial + (t * TOP_K + k) * columns + column, here, other=0.0)
     if HAS_MORE:
         total += tl.load(elsewhere + t * columns + column, inside, other=0.0)
@@ -105,6 +113,7 @@ def gate_up(x: Tensor, pool: Tensor, panels: Panels, stride: int, slots: Tensor,
         x.view(torch.int32), words, scales, slots, hidden, panels.depth, panels.blocks, width,
         stride // panels.word_bytes, stride // panels.scale_bytes,
         TOP_K=slots.shape[1], **panels.constants(), STEP=_step(panels), num_warps=4,
+        **overlapped(x.device),
     )  # fmt: skip
     return hidden
 
@@ -118,16 +127,18 @@ def down(
     _down[(slots.numel(), panels.panels)](
         hidden.view(torch.int32), words, scales, slots, weights, partial, panels.depth, panels.blocks, panels.columns,
         stride // panels.word_bytes, stride // panels.scale_bytes, **panels.constants(), STEP=_step(panels),
-        num_warps=4,
+        num_warps=4, **overlapped(hidden.device),
     )  # fmt: skip
     return partial
 
 
-def combine(partial: Tensor, slots: Tensor, out: Tensor, elsewhere: Tensor | None = None) -> Tensor:
-    """The sum of a token's pairs, plus `elsewhere` (float32 [T, columns]), into out [T, columns]."""
-    columns = partial.shape[1]
-    _combine[(slots.shape[0], triton.cdiv(columns, 1024))](
-        partial, slots, partial if elsewhere is None else elsewhere, out, columns,
-        TOP_K=slots.shape[1], HAS_MORE=elsewhere is not None, BLOCK=1024, num_warps=4,
+def combine(partial: Tensor, slots: Tensor | None, out: Tensor, elsewhere: Tensor | None = None) -> Tensor:
+    """The sum of a token's pairs, or what is one already, plus `elsewhere` (float32 [T, columns]), into out
+    [T, columns]."""
+    rows, columns = out.shape
+    _combine[(rows, triton.cdiv(columns, 1024))](
+        partial, partial if slots is None else slots, partial if elsewhere is None else elsewhere, out, columns,
+        TOP_K=1 if slots is None else slots.shape[1], PAIRS=slots is not None, HAS_MORE=elsewhere is not None,
+        BLOCK=1024, num_warps=4, **overlapped(out.device),
     )  # fmt: skip
     return out

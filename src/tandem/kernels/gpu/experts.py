@@ -22,7 +22,7 @@ SCRATCH_BYTES = 512 << 20  # of a step's pairs at a time: thousands of tokens, s
 @dataclass(frozen=True, slots=True)
 class PartialSums:
     """What a layer's GPU experts add: a weighted result per pair, float32 [T * k, hidden], unwritten where the slot is
-    below 0; without `slots` their sums, float32 [T, hidden]."""
+    below 0; without `slots` their sums, float32 [T, hidden], or bfloat16 where nothing is added to them."""
 
     values: Tensor
     slots: Tensor | None
@@ -100,9 +100,12 @@ class GpuExperts:
         """Packed bytes of one expert; 0 while none was loaded."""
         return self.stride
 
-    def partial(self, x: Tensor, slots: Tensor, weights: Tensor) -> PartialSums:
+    def partial(self, x: Tensor, slots: Tensor, weights: Tensor, alone: bool = False) -> PartialSums:
         """x bfloat16 [T, hidden], slots and weights [T, k]; `combine` ends it. A long step is taken in pieces, each
-        added up before the next, so that its memory is bounded; a row's bits are the same."""
+        added up before the next, so that its memory is bounded; a row's bits are the same. alone: nothing will be
+        added to the sums, so they may be rounded."""
+        if len(x) <= FEW_TOKENS and self._mma:
+            return PartialSums(self._multiplied(x.contiguous(), slots, weights, alone), None)
         if len(x) <= FEW_TOKENS:
             return PartialSums(self._streamed(x, slots, weights), slots)
         each = self._tokens_at_once(x.shape[1], slots.shape[1])
@@ -116,26 +119,26 @@ class GpuExperts:
         return PartialSums(sums, None)
 
     def combine(self, partial: PartialSums, elsewhere: Tensor | None = None) -> Tensor:
-        """The sum over each token's experts, plus what other places computed, which may be changed: bfloat16
-        [T, hidden]."""
-        if partial.slots is None:
-            total = partial.values if elsewhere is None else elsewhere.add_(partial.values)
-            return total.to(torch.bfloat16)
-        shape = len(partial.slots), partial.values.shape[1]
-        out = partial.values.new_empty(shape, dtype=torch.bfloat16)
+        """The sum over each token's experts, plus what other places computed: bfloat16 [T, hidden]."""
+        if partial.slots is None and elsewhere is None:
+            return partial.values.to(torch.bfloat16)
+        rows = len(partial.values) if partial.slots is None else len(partial.slots)
+        out = partial.values.new_empty((rows, partial.values.shape[1]), dtype=torch.bfloat16)
         return expert_rows.combine(partial.values, partial.slots, out, elsewhere)
 
     def _tokens_at_once(self, hidden: int, top_k: int) -> int:
         per_token = top_k * (hidden * 4 + self.width * 2)
         return max(1, SCRATCH_BYTES // per_token // expert_tiles.ROWS) * expert_tiles.ROWS
 
+    def _multiplied(self, x: Tensor, slots: Tensor, weights: Tensor, alone: bool) -> Tensor:
+        out = torch.empty_like(x, dtype=torch.bfloat16 if alone else torch.float32)
+        h = expert_mma.gate_up(x, self.pool, self.gate_up, self.stride, slots, self.width)
+        return expert_mma.down(h, self.pool, self.gate_up.bytes, self.down, self.stride, slots, weights, out)
+
     def _streamed(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
         offset, stride = self.gate_up.bytes, self.stride
-        gate_up, down = expert_rows.gate_up, expert_rows.down
-        if self._mma:
-            gate_up, down = expert_mma.gate_up, expert_mma.down
-        h = gate_up(x.contiguous(), self.pool, self.gate_up, stride, slots, self.width)
-        return down(h, self.pool, offset, self.down, stride, slots, weights)
+        h = expert_rows.gate_up(x, self.pool, self.gate_up, stride, slots, self.width)
+        return expert_rows.down(h, self.pool, offset, self.down, stride, slots, weights)
 
     def _tiled(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
         offset, stride = self.gate_up.bytes, self.stride
@@ -146,7 +149,7 @@ class GpuExperts:
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None, add: bool = False
     ) -> Tensor:
-        result = self.combine(self.partial(x, self._slots(ids), weights))
+        result = self.combine(self.partial(x, self._slots(ids), weights, alone=True))
         if out is None:
             return result
         return out.add_(result) if add else out.copy_(result)

@@ -7,9 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.gpu.overlap import begin, overlapped
+
 
 @triton.jit
-def _rms_norm(x, residual, weight, out, n, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(
+    x, residual, weight, out, n, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * n
     columns = tl.arange(0, BLOCK)
     inside = columns < n
@@ -32,6 +37,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     rest = x if residual is None else residual
     warps = min(16, max(1, block // 256))
     _rms_norm[(x.numel() // n,)](
-        x, rest, weight, out, n, eps, ADD=residual is not None, BLOCK=block, num_warps=warps
+        x,
+        rest,
+        weight,
+        out,
+        n,
+        eps,
+        ADD=residual is not None,
+        BLOCK=block,
+        num_warps=warps,
+        **overlapped(x.device),
     )
     return out

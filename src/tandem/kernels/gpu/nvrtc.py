@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 
@@ -18,9 +19,26 @@ def compiled(source: str, names: Sequence[str], device_index: int | None) -> lis
     return [module.get_kernel(name) for name in names]
 
 
-def launch(kernel: Any, blocks: int | tuple[int, int], threads: int, stream: int, *arguments: Any) -> None:
-    """On a stream given by its handle. Python ints are pointers."""
-    from cuda.core import LaunchConfig, Stream
+def launch(
+    kernel: Any,
+    blocks: int | tuple[int, int],
+    threads: int,
+    stream: int,
+    *arguments: Any,
+    overlap: bool = False,
+) -> None:
+    """On a stream given by its handle. Python ints are pointers. overlap: the kernel may start while the one before
+    runs, for which it waits itself (`overlap.py`)."""
+    from cuda.core import Stream
     from cuda.core import launch as start
 
-    start(Stream.from_handle(stream), LaunchConfig(grid=blocks, block=threads), kernel, *arguments)
+    start(Stream.from_handle(stream), _shape(blocks, threads, overlap), kernel, *arguments)
+
+
+@cache
+def _shape(blocks: int | tuple[int, int], threads: int, overlap: bool) -> Any:
+    from cuda.core import LaunchConfig
+
+    if overlap and hasattr(LaunchConfig, "programmatic_stream_serialization"):
+        return LaunchConfig(grid=blocks, block=threads, programmatic_stream_serialization=True)
+    return LaunchConfig(grid=blocks, block=threads)

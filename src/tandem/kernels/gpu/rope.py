@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.ops import BatchLayout, Rope
 
 
@@ -55,7 +56,9 @@ def _rotated(row, weight, cos, sin, inverse, DIM: tl.constexpr, HALF: tl.constex
 @triton.jit
 def _rope_store(qkv, cos, sin, positions, slots, k_pages, v_pages, q, q_norm, k_norm, eps,
                 HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-                NORM: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+                NORM: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+                OVERLAP: tl.constexpr):  # fmt: skip
+    begin(OVERLAP)
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base = qkv + t * (HEADS + 2 * KV_HEADS) * DIM
     row = base + h * DIM
@@ -99,5 +102,6 @@ def rope_store(
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=rope.rotary_dim // 2, NORM=has_norm,
         WHOLE=q_norm is not None and q_norm.numel() != dim,
         BLOCK=triton.next_power_of_2(dim), WIDE=triton.next_power_of_2(heads * dim), num_warps=1 if dim <= 128 else 4,
+        **overlapped(qkv.device),
     )  # fmt: skip
     return q

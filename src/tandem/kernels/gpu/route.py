@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
+from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.ops import Routing, Tally
 
 
@@ -16,7 +17,8 @@ from tandem.kernels.ops import Routing, Tally
 def _route(logits, bias, ids, weights, places, found, tokens, seen, rows, experts, scale, epsilon,
            TOP_K: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
            NORMALIZE: tl.constexpr, PLACED: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
-           SLOTS: tl.constexpr):  # fmt: skip
+           SLOTS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    begin(OVERLAP)
     t = tl.program_id(0)
     e, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     inside = e < experts
@@ -75,6 +77,7 @@ def route(
         NORMALIZE=router.normalize, PLACED=places is not None,
         COUNT=tally is not None, BLOCK=triton.next_power_of_2(router.num_experts),
         SLOTS=triton.next_power_of_2(slots), num_warps=1 if router.num_experts <= 128 else 4,
+        **overlapped(logits.device),
     )  # fmt: skip
     if tally is not None and tally.chosen is not None:
         tally.chosen[:rows].copy_(ids[:, : router.top_k])

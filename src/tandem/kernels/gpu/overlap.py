@@ -1,0 +1,34 @@
+"""Kernels that start while the one before still runs (programmatic dependent launch, compute capability 9.0 and up).
+
+A decode step is some six hundred short kernels, each of which would start only after the last block of the one before
+has left. So a kernel calls `begin` first: it lets the next one start, and waits until the one before has finished, all
+its writes included. Everything before `begin` may read only what no kernel writes; weights can be fetched there. As
+every kernel of ours waits, waiting for the one before is waiting for all before it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def begin(OVERLAP: tl.constexpr):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+def overlapped(device: torch.device) -> dict[str, Any]:
+    """What a Triton kernel that calls `begin` is launched with on a device."""
+    return {"OVERLAP": True, "launch_pdl": True} if can_overlap(device) else {"OVERLAP": False}
+
+
+@cache
+def can_overlap(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
