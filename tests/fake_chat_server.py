@@ -55,7 +55,8 @@ def _handler(fake: FakeChatServer) -> type[BaseHTTPRequestHandler]:
             if not self._may():
                 return self._refuse()
             if fake.fails == "400":
-                return self._json(400, {"error": {"message": "the prompt is too long"}})
+                error = {"message": "the prompt is too long", "code": "context_length_exceeded"}
+                return self._json(400, {"error": error})
             fake.bodies.append(body)
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")

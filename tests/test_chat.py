@@ -150,7 +150,7 @@ def test_errors_are_shown_and_the_chat_goes_on() -> None:
     with fake_chat_server(fails="400") as server, kt_chat(server.port) as terminal:
         terminal.expect("you ›")
         terminal.type("too much\r")
-        terminal.expect("error: the prompt is too long")
+        terminal.expect("error: the prompt is too long; /reset forgets what was said")
         server.fails = "midway"
         terminal.type("hello\r")
         terminal.expect("m1")  # the refused question was taken back

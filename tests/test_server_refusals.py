@@ -128,6 +128,38 @@ def test_bad_generate(name):
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        (CHAT, {"messages": user("x" * 5000)}, "messages", "context_length_exceeded"),
+        (CHAT, {"messages": user("x"), "max_tokens": 5000}, "max_tokens", "context_length_exceeded"),
+        (CHAT, {"messages": user("x"), "max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
+        ("/v1/completions", {"prompt": "x" * 5000}, "prompt", "context_length_exceeded"),
+        ("/generate", {"text": "x" * 5000}, "text", "context_length_exceeded"),
+        ("/generate", {"input_ids": [10**6]}, "input_ids", "invalid_value"),
+        (
+            "/generate",
+            {"text": "x", "sampling_params": {"max_new_tokens": -1}},
+            "max_new_tokens",
+            "invalid_value",
+        ),
+        (
+            "/generate",
+            {"text": "x", "sampling_params": {"min_new_tokens": 500}},
+            "min_new_tokens",
+            "invalid_value",
+        ),
+    ],
+)
+def test_refusals_use_the_dialect_s_names(path, body, param, code):
+    async def scenario(server: LocalServer):
+        error = error_of(await server.post(path, **body), 400)
+        assert (error["param"], error["code"]) == (param, code)
+        assert param in error["message"] or param in ("messages", "prompt", "text", "input_ids")
+
+    run(scenario)
+
+
 WOULD_CHANGE_THE_ANSWER = {
     CHAT: {
         "function_call": {"name": "f"}, "guided_json": {}, "continue_final_message": True, "bad_words": ["x"],

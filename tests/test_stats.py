@@ -128,10 +128,15 @@ def test_json_and_picture(tmp_path: Path) -> None:
 def test_files_that_hold_something_else(tmp_path: Path) -> None:
     torch.save({"weights": torch.zeros(3)}, tmp_path / "x.pt")
     torch.save(torch.zeros(3, 4), tmp_path / "empty.pt")
-    for name, why in (("x.pt", "logical_count"), ("empty.pt", "no tokens"), ("absent.pt", "cannot be read")):
+    (tmp_path / "code.py").write_text("print('no pickle')")
+    for name, why in (
+        ("x.pt", "logical_count"), ("empty.pt", "no tokens"), ("absent.pt", "cannot be read: No such file"),
+        ("code.py", "no file of torch.save"),
+    ):  # fmt: skip
         shown = show(tmp_path / name)
         assert isinstance(shown.exception, ConfigError)
         assert name in str(shown.exception) and why in str(shown.exception)
+        assert "weights_only" not in str(shown.exception)  # torch's advice is to execute what is in the file
 
 
 def test_a_recorded_stream_is_a_trace(tmp_path: Path) -> None:

@@ -27,11 +27,12 @@ class CheckpointError(TandemError):
 
 
 class RequestError(TandemError, ValueError):
-    """One request is wrong. `param` is the request's field, as OpenAI reports it."""
+    """One request is wrong. `param` is the request's field and `code` a word for programs, as OpenAI reports them."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
 
 
 class EngineError(TandemError):

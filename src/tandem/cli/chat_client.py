@@ -152,6 +152,8 @@ def _texts(event: dict[str, Any]) -> Iterator[str]:
 
 def _error_text(answer: httpx.Response) -> str:
     try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        error = answer.json()["error"]
+        hint = "; /reset forgets what was said" if error.get("code") == "context_length_exceeded" else ""
+        return f"{error['message']}{hint}"
+    except (ValueError, KeyError, TypeError, AttributeError):
         return f"the server answered {answer.status_code}"

@@ -23,7 +23,6 @@ CUDA = "CUDA"
 DRAFT = "Speculative decoding"
 STATS = "Expert statistics"
 
-_ALL_ON_CPU = "every expert is computed on the CPU"
 _LEAVE_OUT = "Leave it out"
 _NO_DRAFT = f"{_LEAVE_OUT}: each step decodes one token per sequence."
 _ONE_PROCESS = "Use 1: one engine process serves the model."
@@ -176,7 +175,7 @@ class EngineConfig:
     )
     kt_gpu_prefill_token_threshold: int | None = flag(
         None, "Chunk size from which prefill uses the GPU.", group=GPU, minimum=0,
-        later=f"{_LEAVE_OUT}: {_ALL_ON_CPU}.",
+        later=f"{_LEAVE_OUT}: prompts are computed where their experts are, on both sides at once.",
     )  # fmt: skip
 
     # --- several GPUs and hosts

@@ -13,6 +13,7 @@ MAX_STOP_STRINGS = 256
 MAX_STOP_CHARS = 4096
 MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIAS = 4096
+TOO_LONG = "context_length_exceeded"  # OpenAI's word, which clients look for
 
 # field: (lowest, highest, whether the lowest itself is allowed)
 _RANGES: dict[str, tuple[float, float, bool]] = {
@@ -60,13 +61,16 @@ def answer_limit(request: GenerateRequest, context_length: int, cache_tokens: in
         raise RequestError("the prompt is empty; send at least one token", "prompt")
     if prompt >= limit:
         raise RequestError(
-            f"the prompt has {prompt} tokens; with one token of answer at most {limit} fit ({name})", "prompt"
+            f"the prompt has {prompt} tokens; with one token of answer at most {limit} fit ({name})",
+            "prompt",
+            TOO_LONG,
         )
     if asked is not None and prompt + asked > limit:
         raise RequestError(
             f"prompt ({prompt} tokens) and max_tokens ({asked}) exceed {limit} ({name}); "
             f"ask for at most {limit - prompt}",
             "max_tokens",
+            TOO_LONG,
         )
     return limit if asked is None else prompt + asked
 

@@ -7,12 +7,12 @@ k experts of a layer are distinct.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError
+from tandem.experts.usage_file import load_plain
 
 CHUNK_DRAWS = 1 << 22  # random numbers made at a time
 
@@ -120,11 +120,7 @@ def load_trace(path: str, shape: TraceShape) -> Tensor:
     `topk_ids_of_layer` [layers, tokens, k], as SGLang's do. Read without executing pickled code. Ids below 0 (padding)
     drop their token. Raises ConfigError.
     """
-    try:
-        stored = torch.load(Path(path), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch finds wrong with the file
-        raise ConfigError(f"--routing {path} cannot be read: {error}") from error
-    trace = _joined(stored)
+    trace = _joined(load_plain(path))
     if trace is None or trace.shape[1:] != (shape.layers, shape.top_k):
         found = (
             "no tokens" if trace is None else f"{trace.shape[1]} layers, {trace.shape[2]} experts per token"

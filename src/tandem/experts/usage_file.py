@@ -73,15 +73,24 @@ def _stored(record: UsageRecord) -> dict[str, Any]:
 
 def read_usage(path: str | Path) -> UsageRecord:
     """Ours, SGLang's, or a bare tensor [.., layers, experts]. Raises ConfigError."""
-    try:
-        stored = torch.load(Path(path), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch finds wrong with the file
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    stored = load_plain(path)
     if isinstance(stored, dict) and _is_detailed(stored.get("records")):
         return _detailed(path, stored)
     found = stored.get("logical_count") if isinstance(stored, dict) else stored
     counts = _checked(path, found)
     return _described(path, counts, stored) if isinstance(stored, dict) else UsageRecord(counts)
+
+
+def load_plain(path: str | Path) -> Any:
+    """What torch.save wrote, without executing pickled code. Raises ConfigError."""
+    try:
+        return torch.load(Path(path), map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # what torch says of it ends in the advice to execute the file
+        raise ConfigError(
+            f"{path} cannot be read: it is no file of torch.save, or holds more than tensors, numbers and texts"
+        ) from error
 
 
 def _is_detailed(records: object) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -73,13 +75,23 @@ def not_available(param: str) -> ApiError:
     return ApiError(400, f"{param} is not available yet; leave it out", param=param, code="not_available")
 
 
+@contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Complaints about the engine's fields (`SamplingParams`, "prompt") get the names that the client knows."""
+    try:
+        yield
+    except RequestError as error:
+        text = re.sub(r"\w+_\w+|seed", lambda word: names.get(word[0], word[0]), str(error))
+        raise RequestError(text, names.get(error.param or "", error.param), error.code) from error
+
+
 def as_api_error(error: Exception) -> ApiError:
     """The one translation of our error tree (and of surprises) into HTTP."""
     match error:
         case ApiError():
             return error
         case RequestError():
-            return ApiError(400, str(error), param=error.param, code="invalid_value")
+            return ApiError(400, str(error), param=error.param, code=error.code)
         case EngineError():
             return unavailable(str(error))
         case ClientGone():

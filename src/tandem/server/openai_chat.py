@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import RequestError
 from tandem.server.body import decode, read_body
-from tandem.server.errors import ApiError
+from tandem.server.errors import ApiError, named
 from tandem.server.fields import name_ignored, unknown_fields
 from tandem.server.generation import DONE, Answer, Generation, TokenCount, frame, usage_of
 from tandem.server.limits import INLINE_TOKENIZE_CHARS
@@ -51,7 +51,8 @@ async def chat(state: ServerState, http: Request) -> Response:
     state.admit()
     prompt_ids = await _prompt_ids(state, body)
     request = GenerateRequest(id=new_id("chatcmpl"), prompt_ids=prompt_ids, sampling=_sampling(state, body))
-    generation = Generation(state, http, [request])
+    with named(_names(body)):
+        generation = Generation(state, http, [request])
     writer = _ChatWriter(state, body, request.id)
     if body.stream:
         response: Response = await generation.events(writer.frames, writer.last)
@@ -59,6 +60,11 @@ async def chat(state: ServerState, http: Request) -> Response:
         answers = await generation.collect()
         response = Response(msgspec.json.encode(writer.whole(answers[0])), media_type="application/json")
     return name_ignored(response, ignored)
+
+
+def _names(body: ChatRequest) -> dict[str, str]:
+    longest = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    return {"prompt": "messages", "max_tokens": longest}
 
 
 def _sampling(state: ServerState, body: ChatRequest) -> SamplingParams:

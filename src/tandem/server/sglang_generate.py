@@ -13,6 +13,7 @@ from fastapi import Request, Response
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import RequestError
 from tandem.server.body import decode, read_body
+from tandem.server.errors import named
 from tandem.server.fields import name_ignored, unknown_fields, unknown_sampling
 from tandem.server.generation import DONE, Answer, Generation, frame
 from tandem.server.limits import MAX_PROMPTS
@@ -24,6 +25,7 @@ from tandem.server.state import ServerState
 T = TypeVar("T")
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}  # SGLang's
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ async def generate(state: ServerState, http: Request) -> Response:
     state.admit()
     asks, batched = await _asks(state, body)
     name = body.rid if isinstance(body.rid, str) else ""
-    generation = Generation(state, http, [ask.request for ask in asks], name)
+    with named(_NAMES | {"prompt": "text" if body.input_ids is None else "input_ids"}):
+        generation = Generation(state, http, [ask.request for ask in asks], name)
     writer = _Writer(state, body, asks, generation, batched)
     if body.stream:
         response: Response = await generation.events(writer.frames, lambda: DONE)
