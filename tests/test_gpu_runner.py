@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.gpu_runner import GpuRunner, _Inputs
-from tandem.engine.runner import ModelRunner
 from tandem.engine.sequence import Chunk
 from tandem.errors import EngineError
 from tandem.models import ForwardBatch
@@ -73,8 +73,7 @@ def chunk(computed: int, length: int) -> Chunk:
     ("lengths", "single"), [((1, 1, 1), 3), ((1, 1, 7, 1, 3), 2), ((5, 1), 0), ((1, 9), 1), ((4,), 0)]
 )
 def test_a_batch_says_how_many_rows_decode(lengths: tuple[int, ...], single: int) -> None:
-    runner = ModelRunner(cast(Any, None), [], page_size=16, max_step_tokens=64)
-    made = runner.batch([chunk(10 * i, length) for i, length in enumerate(lengths)])
+    made = BatchArrays(16, 64).fill([chunk(10 * i, length) for i, length in enumerate(lengths)])
     assert made.single_rows == single
     assert made.query_starts.diff()[:single].eq(1).all()
 

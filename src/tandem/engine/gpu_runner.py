@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.logits import DeviceLogits, HostRows, best_of
-from tandem.engine.runner import KVModel, ModelRunner
+from tandem.engine.runner import KVModel
 from tandem.engine.sequence import Chunk
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
@@ -102,7 +103,7 @@ class GpuRunner:
     ) -> None:
         self._model, self._layers, self._handoff, self._plan = model, layers, handoff, graphs
         self._usage, self._live = usage, live
-        self._host = ModelRunner(model, layers, page_size=page_size, max_step_tokens=max_step_tokens)
+        self._arrays = BatchArrays(page_size, max_step_tokens)
         self._device = handoff.device
         self._graphs: dict[int, _Graph] = {}
         self._rows = HostRows(handoff.device)
@@ -111,7 +112,7 @@ class GpuRunner:
 
     def run(self, chunks: Rows[Chunk]) -> DeviceLogits:
         """Logits rows of all chunks, in order; valid until the model runs again."""
-        batch = self._host.batch(chunks)
+        batch = self._arrays.fill(chunks)
         with torch.inference_mode():
             return self.logits(batch)
 

@@ -1,16 +1,14 @@
-"""`ModelRunner`: turns the step's chunks into a `ForwardBatch` and runs the model."""
+"""`ModelRunner`: runs a step's chunks through the model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from itertools import takewhile
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.logits import HostLogits
 from tandem.engine.sequence import Chunk
 from tandem.experts.usage import ExpertUsage
@@ -40,10 +38,7 @@ class KVModel(Protocol):
 
 
 class ModelRunner:
-    """The batch's arrays are allocated once and refilled: a decode step costs some microseconds per sequence here.
-
-    A ForwardBatch is therefore valid only until the next `run`.
-    """
+    """Runs the model where this process computes."""
 
     def __init__(
         self,
@@ -54,22 +49,12 @@ class ModelRunner:
         max_step_tokens: int,
         usage: ExpertUsage | None = None,
     ) -> None:
-        self._model = model
-        self._layers = layers
-        self._usage = usage
-        self._page_size = page_size
-        self._input_ids = np.zeros(max_step_tokens, dtype=np.int64)
-        self._positions = np.zeros(max_step_tokens, dtype=np.int64)
-        self._cache_slots = np.zeros(max_step_tokens, dtype=np.int64)
-        self._logits_rows = np.zeros(max_step_tokens, dtype=np.int64)
-        self._query_starts = np.zeros(max_step_tokens + 1, dtype=np.int32)
-        self._seq_lens = np.zeros(max_step_tokens, dtype=np.int32)
-        self._block_tables = np.zeros(0, dtype=np.int32)
-        self._counting = np.arange(max_step_tokens, dtype=np.int64)
+        self._model, self._layers, self._usage = model, layers, usage
+        self._arrays = BatchArrays(page_size, max_step_tokens)
 
     def run(self, chunks: Rows[Chunk]) -> HostLogits:
         """Logits rows of all chunks, in order; valid until the model runs again."""
-        batch = self.batch(chunks)
+        batch = self._arrays.fill(chunks)
         with torch.inference_mode():
             if self._usage is not None:
                 self._usage.begin(len(batch.input_ids))
@@ -78,49 +63,3 @@ class ModelRunner:
 
     def after_failure(self) -> None:
         """Nothing that a step leaves behind keeps the next one from working."""
-
-    def batch(self, chunks: Rows[Chunk]) -> ForwardBatch:
-        tables = self._tables(chunks)
-        row = logits = 0
-        for s, chunk in enumerate(chunks):
-            self._fill(row, chunk)
-            row += chunk.length
-            self._query_starts[s + 1] = row
-            self._seq_lens[s] = chunk.sequence.computed_len + chunk.length
-            tables[s, : chunk.sequence.num_pages] = chunk.sequence.page_table[: chunk.sequence.num_pages]
-            self._logits_rows[logits : logits + chunk.logits] = self._counting[row - chunk.logits : row]
-            logits += chunk.logits
-        return ForwardBatch(
-            input_ids=torch.from_numpy(self._input_ids[:row]),
-            positions=torch.from_numpy(self._positions[:row]),
-            cache_slots=torch.from_numpy(self._cache_slots[:row]),
-            query_starts=torch.from_numpy(self._query_starts[: len(chunks) + 1]),
-            seq_lens=torch.from_numpy(self._seq_lens[: len(chunks)]),
-            block_tables=torch.from_numpy(tables),
-            logits_rows=torch.from_numpy(self._logits_rows[:logits]),
-            single_rows=sum(1 for _ in takewhile(lambda chunk: chunk.length == 1, chunks)),
-        )
-
-    def _fill(self, row: int, chunk: Chunk) -> None:
-        sequence, first, size = chunk.sequence, chunk.sequence.computed_len, self._page_size
-        end, rows = first + chunk.length, slice(row, row + chunk.length)
-        self._input_ids[rows] = sequence.tokens[first:end]
-        if chunk.length == 1:
-            self._positions[row] = first
-            self._cache_slots[row] = int(sequence.page_table[first // size]) * size + first % size
-            return
-        positions = np.arange(first, end)
-        self._positions[rows] = positions
-        self._cache_slots[rows] = (
-            sequence.page_table[positions // size].astype(np.int64) * size + positions % size
-        )
-
-    def _tables(self, chunks: Rows[Chunk]) -> npt.NDArray[np.int32]:
-        """[S, P] zeros, P the most pages any of these sequences has; the memory grows but is kept."""
-        width = max(chunk.sequence.num_pages for chunk in chunks)
-        needed = len(chunks) * width
-        if len(self._block_tables) < needed:
-            self._block_tables = np.zeros(2 * needed, dtype=np.int32)
-        tables = self._block_tables[:needed].reshape(len(chunks), width)
-        tables.fill(0)
-        return tables

@@ -1,0 +1,75 @@
+"""`BatchArrays`: the memory of a step's `ForwardBatch`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from itertools import takewhile
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tandem.engine.sequence import Chunk
+from tandem.models.batch import ForwardBatch
+
+
+class BatchArrays:
+    """The arrays are allocated once and refilled: a decode step costs some microseconds per sequence here."""
+
+    def __init__(self, page_size: int, max_step_tokens: int) -> None:
+        self._page_size = page_size
+        self._input_ids = np.zeros(max_step_tokens, dtype=np.int64)
+        self._positions = np.zeros(max_step_tokens, dtype=np.int64)
+        self._cache_slots = np.zeros(max_step_tokens, dtype=np.int64)
+        self._logits_rows = np.zeros(max_step_tokens, dtype=np.int64)
+        self._query_starts = np.zeros(max_step_tokens + 1, dtype=np.int32)
+        self._seq_lens = np.zeros(max_step_tokens, dtype=np.int32)
+        self._block_tables = np.zeros(0, dtype=np.int32)
+        self._counting = np.arange(max_step_tokens, dtype=np.int64)
+
+    def fill(self, chunks: Rows[Chunk]) -> ForwardBatch:
+        """The chunks in host memory; valid until the next `fill`."""
+        tables = self._tables(chunks)
+        row = logits = 0
+        for s, chunk in enumerate(chunks):
+            self._place(row, chunk)
+            row += chunk.length
+            self._query_starts[s + 1] = row
+            self._seq_lens[s] = chunk.sequence.computed_len + chunk.length
+            tables[s, : chunk.sequence.num_pages] = chunk.sequence.page_table[: chunk.sequence.num_pages]
+            self._logits_rows[logits : logits + chunk.logits] = self._counting[row - chunk.logits : row]
+            logits += chunk.logits
+        return ForwardBatch(
+            input_ids=torch.from_numpy(self._input_ids[:row]),
+            positions=torch.from_numpy(self._positions[:row]),
+            cache_slots=torch.from_numpy(self._cache_slots[:row]),
+            query_starts=torch.from_numpy(self._query_starts[: len(chunks) + 1]),
+            seq_lens=torch.from_numpy(self._seq_lens[: len(chunks)]),
+            block_tables=torch.from_numpy(tables),
+            logits_rows=torch.from_numpy(self._logits_rows[:logits]),
+            single_rows=sum(1 for _ in takewhile(lambda chunk: chunk.length == 1, chunks)),
+        )
+
+    def _place(self, row: int, chunk: Chunk) -> None:
+        sequence, first, size = chunk.sequence, chunk.sequence.computed_len, self._page_size
+        end, rows = first + chunk.length, slice(row, row + chunk.length)
+        self._input_ids[rows] = sequence.tokens[first:end]
+        if chunk.length == 1:
+            self._positions[row] = first
+            self._cache_slots[row] = int(sequence.page_table[first // size]) * size + first % size
+            return
+        positions = np.arange(first, end)
+        self._positions[rows] = positions
+        self._cache_slots[rows] = (
+            sequence.page_table[positions // size].astype(np.int64) * size + positions % size
+        )
+
+    def _tables(self, chunks: Rows[Chunk]) -> npt.NDArray[np.int32]:
+        """[S, P] zeros, P the most pages any of these sequences has; the memory grows but is kept."""
+        width = max(chunk.sequence.num_pages for chunk in chunks)
+        needed = len(chunks) * width
+        if len(self._block_tables) < needed:
+            self._block_tables = np.zeros(2 * needed, dtype=np.int32)
+        tables = self._block_tables[:needed].reshape(len(chunks), width)
+        tables.fill(0)
+        return tables
