@@ -12,6 +12,7 @@ import typer.main
 import tandem
 from tandem.cli.app import app
 from tandem.config.engine_config import FLAGS
+from tandem.models import ARCHITECTURES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "commands.md"]
@@ -67,6 +68,11 @@ def test_make_installs_what_a_build_without_isolation_needs() -> None:
     assert isolated and installed
     names = {re.split(r"[>=]", word)[0] for word in re.findall(r"[\w.>=-]+", isolated[1])}
     assert {*names, "cmake", "ninja"} <= set(re.findall(r"[a-z-]{4,}", installed[1]))
+
+
+def test_every_family_is_named() -> None:
+    dense = {"llama"}
+    assert all(f"`{name}`" in TEXT[ROOT / "README.md"] for name in set(ARCHITECTURES) - dense)
 
 
 def test_python_example_uses_what_is_there() -> None:
