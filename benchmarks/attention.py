@@ -33,6 +33,7 @@ HEADS, KV_HEADS, DIM, LAYERS = 32, 4, 128, 48
 PAGES = {"triton": 16, "torch": 256}  # tokens per page
 TOKEN_BYTES = 2 * KV_HEADS * DIM * 2  # keys and values of a layer, bfloat16
 COLD_BYTES = 256 << 20  # a GPU's L2 cache holds 50 to 126 MB
+COPIES = 10
 GRAPH_BYTES = 16 << 30  # read by one replay, at most
 PREFILLS = ((512, 512), (4096, 4096), (512, 32768))  # new tokens, tokens in all
 DEVICE = torch.device("cuda")
@@ -90,9 +91,18 @@ def _replayed(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def copy_rate(pool: Pool) -> float:
-    """GB/s, bytes read and written, of a copy of the pool's keys over its values."""
-    v = torch.empty_like(pool.v)
-    return 2 * v.nbytes / microseconds([lambda: v.copy_(pool.k)] * 2) / 1e3
+    """GB/s, bytes read and written, of a copy of the pool's keys; for a second first, so that clocks have risen."""
+    to, ends = torch.empty_like(pool.k), time.monotonic() + 1.0
+    while time.monotonic() < ends:
+        to.copy_(pool.k)
+        torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(COPIES):
+        to.copy_(pool.k)
+    end.record()
+    end.synchronize()
+    return COPIES * 2 * to.nbytes / begin.elapsed_time(end) / 1e6
 
 
 def decode(backend: Attention, pool: Pool, page: int, batch: int, context: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from tandem.kernels.reference import TorchOps
 from test_ops import Batch, make_batch, random_tables
 
 if AVAILABLE:
-    from tandem.kernels.gpu import experts
+    from tandem.kernels.gpu import attention_decode, experts
     from tandem.kernels.gpu import mlp as mlp_module
     from tandem.kernels.gpu.experts import FEW_TOKENS
     from tandem.kernels.gpu.ops import GpuOps
@@ -137,6 +137,51 @@ def test_a_decoding_row_is_the_same_in_every_batch(ops: Ops) -> None:
             q[s : s + 1].contiguous(), k, v, there(make_batch([span], tables[s : s + 1])), 0.125
         )
         assert torch.equal(alone[0], together[s])
+
+
+@pytest.mark.parametrize("window", [0, 1500])
+def test_a_long_row_takes_several_turns(ops: Ops, window: int) -> None:
+    """More blocks of keys than programs."""
+    torch.manual_seed(0)
+    length = attention_decode.PARTS * attention_decode.STEP + 300
+    tables, pages = random_tables(1, length)
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    k, v = torch.randn(2, pages, PAGE, 1, 16).to(dtype).unbind()
+    q, batch = torch.randn(1, 4, 16).to(dtype), make_batch([(length - 1, length)], tables)
+    got = ops.attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), there(batch), 0.25, window)
+    expected = TorchOps().attention(q.double(), k.double(), v.double(), batch, 0.25, window)
+    ulp = 2.0**-14 if INTERPRETED else BF16_ULP  # sums of some 2000 terms of size 1
+    near(got.cpu().double(), expected, 2 * ulp, ulp)
+
+
+@pytest.mark.parametrize("spans", [[(69, 70), (30, 31)], [(0, 70), (20, 31)]])
+def test_what_others_left_in_a_page_does_not_matter(ops: Ops, spans: list[tuple[int, int]]) -> None:
+    """NaN in rows of pages that no sequence has reached, as a request that failed may leave."""
+    torch.manual_seed(0)
+    tables, pages = random_tables(2, 80)
+    k, v = torch.full((2, pages, PAGE, 1, 16), torch.nan).unbind()
+    for table, (_, end) in zip(tables.long(), spans, strict=True):
+        at = torch.arange(end)
+        for pool in (k, v):
+            pool[table[at // PAGE], at % PAGE] = torch.randn(end, 1, 16)
+    batch = make_batch(spans, tables)
+    q = torch.randn(len(batch.positions), 4, 16)
+    got = ops.attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), there(batch), 0.25)
+    finite = (t.nan_to_num() for t in (k, v))
+    near(got, TorchOps().attention(q, *finite, batch, 0.25), 2.0**-15, 2.0**-15)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="NumPy's products may differ by the number of rows")
+@pytest.mark.parametrize("window", [0, 100])
+def test_a_prompts_rows_are_the_same_wherever_it_is_cut(ops: Ops, window: int) -> None:
+    torch.manual_seed(0)
+    tables, pages = random_tables(1, 400)
+    k, v = (t.to(DEVICE) for t in bf16(2, pages, PAGE, 2, 128).unbind())
+    q = bf16(400, 16, 128).to(DEVICE)
+    whole = ops.attention(q, k, v, there(make_batch([(0, 400)], tables)), 0.1, window)
+    for begin, end in [(0, 37), (37, 300), (300, 400)]:
+        chunk = there(make_batch([(begin, end)], tables))
+        assert torch.equal(ops.attention(q[begin:end], k, v, chunk, 0.1, window), whole[begin:end])
 
 
 def test_more_sequences_than_a_tile_looks_through_at_a_time(ops: Ops) -> None:

@@ -1,0 +1,161 @@
+"""Chunks of several rows: blocks of queries, the heads of a group beside each other, walk the keys from the first on.
+
+A row adds its keys in blocks of STEP from position 0 (or the window's first block), by the same operations whether all
+of its tile sees a block or not: its result depends neither on the batch nor on where its prompt was cut.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.kernels.gpu.attention_decode import LOG2_E
+from tandem.kernels.gpu.shared_memory import shared_bytes
+from tandem.kernels.ops import BatchLayout
+
+STEP = 64  # keys per turn of the loop
+SEQUENCES = 128  # looked through at a time by a tile that asks whose it is
+# Differ between steps: Triton would compile anew for 1 and for multiples of 16, a second or more while serving.
+VARYING = ["window", "table_width", "first", "sequences"]
+
+
+class Tile(NamedTuple):
+    """rows: queries x heads of a group; stages: blocks of keys in shared memory at a time."""
+
+    rows: int
+    warps: int
+    stages: int
+
+    def shared_bytes(self, dim: int) -> int:
+        """Queries, keys and values in bfloat16, and what reductions take."""
+        return 2 * dim * (self.rows + self.stages * 2 * STEP) + (1 << 10)
+
+
+TILES = (
+    Tile(128, 8, 3),
+    Tile(64, 4, 2),
+    Tile(64, 4, 1),
+)  # the fastest first; 129, 81 and 49 KB with heads of 128
+
+
+@triton.jit
+def _sequence_of(starts, sequences, block, QUERIES: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Which sequence block `block` of queries belongs to, and its number there; (sequences, 0) past the last."""
+    sequence, skipped, before = 0, 0, 0
+    for first in range(0, sequences, AT_ONCE):
+        s = first + tl.arange(0, AT_ONCE)
+        inside = s < sequences
+        rows = tl.load(starts + s + 1, inside, other=0) - tl.load(starts + s, inside, other=0)
+        blocks = tl.where(inside, (rows + QUERIES - 1) // QUERIES, 0)
+        passed = inside & (before + tl.cumsum(blocks, 0) <= block)
+        sequence += tl.sum(passed.to(tl.int32))
+        skipped += tl.sum(tl.where(passed, blocks, 0))
+        before += tl.sum(blocks)
+    return sequence, block - skipped
+
+
+@triton.jit
+def _attend(x, k, v, visible, m, total, acc, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds one block of keys: x [M, D], k and v [N, D], visible [M, N] if MASKED."""
+    scores = tl.dot(x, tl.trans(k), input_precision=PRECISION)
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    top = tl.maximum(m, tl.max(scores, 1) * scale)
+    safe = tl.where(top == float("-inf"), 0.0, top) if MASKED else top  # a row that sees nothing yet
+    p = tl.exp2(tl.fma(scores, scale, -safe[:, None]))  # fma by name: masked or not, the same rounding
+    shrink = tl.exp2(m - safe)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return top, total * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _walk(x, k_pages, v_pages, table, position, begin, end, last, m, total, acc, scale, window, g,
+          KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+          MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Keys begin … end - 1; `last` is past the last key that there is."""
+    d = tl.arange(0, BLOCK)
+    ahead = begin + tl.arange(0, STEP)
+    page = tl.load(table + ahead // PAGE, ahead < last, other=0)
+    for start in range(begin, end, STEP):
+        keys = start + tl.arange(0, STEP)
+        rows = ((page.to(tl.int64) * PAGE + keys % PAGE) * KV_HEADS + g) * DIM
+        ahead = keys + STEP
+        page = tl.load(table + ahead // PAGE, ahead < last, other=0)  # a turn early, as in decoding
+        at, there = rows[:, None] + d[None, :], (d < DIM)[None, :]
+        visible = True
+        if MASKED:
+            there = (keys < last)[:, None] & there
+            age = position[:, None] - keys[None, :]
+            visible = (age >= 0) & ((window <= 0) | (age < window))
+        k, v = tl.load(k_pages + at, there, other=0.0), tl.load(v_pages + at, there, other=0.0)
+        m, total, acc = _attend(x, k, v, visible, m, total, acc, scale, MASKED, PRECISION)
+    return m, total, acc
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _prefill(q, k_pages, v_pages, tables, starts, positions, out, scale, window, table_width, first, sequences,
+             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+             QUERIES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+             AT_ONCE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    block = (
+        tl.num_programs(0) - 1 - tl.program_id(0)
+    )  # the longest first: the short ones fill the gaps at the end
+    s, block = _sequence_of(starts + first, sequences - first, block, QUERIES, AT_ONCE)
+    s += first
+    if s >= sequences:
+        return
+    g = tl.program_id(1)
+    SHARE: tl.constexpr = HEADS // KV_HEADS
+    r, d = tl.arange(0, QUERIES * GROUP), tl.arange(0, BLOCK)
+    t = tl.load(starts + s) + block * QUERIES + r // GROUP
+    ok = (t < tl.load(starts + s + 1)) & (r % GROUP < SHARE)
+    at = (t.to(tl.int64) * HEADS + g * SHARE + r % GROUP)[:, None] * DIM + d[None, :]
+    real = ok[:, None] & (d < DIM)[None, :]
+    x = tl.load(q + at, real, other=0.0)
+    position = tl.load(positions + t, ok, other=-1).to(tl.int32)
+    end = tl.max(position) + 1
+    lowest = tl.min(tl.where(ok, position, end))
+    begin = tl.where(window > 0, tl.maximum(lowest - window + 1, 0) // STEP * STEP, 0)
+    seen = tl.where(window > 0, begin, (lowest + 1) // STEP * STEP)  # all rows see all keys before it
+    table = tables + s.to(tl.int64) * table_width
+    m = tl.full([QUERIES * GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES * GROUP], tl.float32)
+    acc = tl.zeros([QUERIES * GROUP, BLOCK], tl.float32)
+    m, total, acc = _walk(x, k_pages, v_pages, table, position, begin, seen, end, m, total, acc, scale, window, g,
+                          KV_HEADS, DIM, PAGE, BLOCK, STEP, False, PRECISION)  # fmt: skip
+    m, total, acc = _walk(x, k_pages, v_pages, table, position, seen, end, end, m, total, acc, scale, window, g,
+                          KV_HEADS, DIM, PAGE, BLOCK, STEP, True, PRECISION)  # fmt: skip
+    tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), real)
+
+
+def tile_of(device: torch.device, dim: int) -> Tile:
+    """The fastest tile that fits the GPU; the last one if none does."""
+    return next((tile for tile in TILES if tile.shared_bytes(dim) <= shared_bytes(device)), TILES[-1])
+
+
+def prefill(
+    q: Tensor,
+    pages: tuple[Tensor, Tensor],
+    batch: BatchLayout,
+    scale: float,
+    window: int,
+    first: int,
+    out: Tensor,
+) -> None:
+    """All sequences from `first` on; those before have one row each. scale > 0."""
+    heads, dim = q.shape[1:]
+    _, page, kv_heads, _ = pages[0].shape
+    rows, sequences = q.shape[0] - first, batch.seq_lens.shape[0]
+    block, group = max(16, triton.next_power_of_2(dim)), triton.next_power_of_2(heads // kv_heads)
+    tile = tile_of(q.device, block)
+    queries = max(1, tile.rows // group)
+    _prefill[(rows // queries + sequences - first, kv_heads)](
+        q, *pages, batch.block_tables, batch.query_starts, batch.positions, out, scale * LOG2_E, window,
+        batch.block_tables.shape[1], first, sequences, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page,
+        QUERIES=queries, GROUP=group, BLOCK=block, STEP=STEP, AT_ONCE=SEQUENCES,
+        PRECISION="ieee" if q.dtype is torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
