@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.formats.reference import STORED, dequantised, magnitudes, stored
+from tandem.formats.reference import STORED, magnitudes, stored
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
+from tandem.kernels.fit import as_packed
 
 TIERS = ["scalar", "avx2", "avx512", "avx512_bf16", "amx", "amx_standin"]
 # Row results do not depend on the batch; AMX sums in the tile's own order.
@@ -92,7 +93,7 @@ def load_expert(
 
 def magnitude_of(weight: Tensor, fmt: str, group: int) -> Tensor:
     """What a product's rounding errors are relative to, per weight."""
-    return magnitudes(stored(weight, fmt, group)) if fmt in STORED else dequantised(weight, fmt, group).abs()
+    return magnitudes(stored(weight, fmt, group)) if fmt in STORED else as_packed(weight, fmt, group).abs()
 
 
 def product_bound(magnitude: Tensor, depth: int, fmt: str, group: int, tier: str) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import kernel_cases as cases
 from tandem.errors import KernelError
-from tandem.formats.reference import dequantised
 from tandem.kernels.cpu import PackedExperts
+from tandem.kernels.fit import as_packed
 
 EXPERTS, HIDDEN, WIDTH = 13, 100, 40  # width: half a pair of panels is padding
 ALPHA, LIMIT = 1.702, 1.0  # a limit that cuts many values
@@ -87,7 +87,7 @@ def exact_and_bound(
         token, slot = torch.where(ids == e)
         row = x[token].double()
         gate_m, up_m, down_m = (cases.magnitude_of(m[e], fmt, group).double() for m in (w.gate, w.up, w.down))
-        gate_w, up_w, down_w = (dequantised(m[e], fmt, group).double() for m in (w.gate, w.up, w.down))
+        gate_w, up_w, down_w = (as_packed(m[e], fmt, group).double() for m in (w.gate, w.up, w.down))
         b = [t[e].double() if biased else 0.0 for t in (w.gate_bias, w.up_bias, w.down_bias)]
         gate, up = row @ gate_w.T + b[0], row @ up_w.T + b[1]
         gate_error = cases.product_bound(row.abs() @ gate_m.T + 3.0, HIDDEN, fmt, group, tier)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from tandem import _core
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, KernelError
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
 from tandem.kernels.packed_cache import PackedCache
 from tandem.kernels.packed_file import BLOCK_BYTES, HEAD, HEAD_BYTES, HUGE_PAGE, PackedFile, PackedWriter
@@ -22,54 +23,34 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def xxh64(data: bytes) -> int:
-    """The specification (xxHash doc/xxhash_spec.md, "XXH64 algorithm description"), with Python's integers."""
-    mask, p1, p2, p3, p4, p5 = (
-        2**64 - 1, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5,
-    )  # fmt: skip
-
-    def turned(x: int, bits: int) -> int:
-        return (x << bits | x >> 64 - bits) & mask
-
-    def mixed(lane: int, word: int) -> int:
-        return turned((lane + word * p2) & mask, 31) * p1 & mask
-
-    def word(at: int, size: int) -> int:
-        return int.from_bytes(data[at : at + size], "little")
-
-    at, total = 0, p5
-    if len(data) >= 32:
-        lanes = [(p1 + p2) & mask, p2, 0, -p1 & mask]
-        while at + 32 <= len(data):
-            lanes = [mixed(lane, word(at + 8 * i, 8)) for i, lane in enumerate(lanes)]
-            at += 32
-        total = sum(turned(lane, bits) for lane, bits in zip(lanes, (1, 7, 12, 18), strict=True)) & mask
-        for lane in lanes:
-            total = ((total ^ mixed(0, lane)) * p1 + p4) & mask
-    total = (total + len(data)) & mask
-    for size, bits, step in ((8, 27, (p1, p4)), (4, 23, (p2, p3)), (1, 11, (p1, 0))):
-        while at + size <= len(data):
-            w = word(at, size)
-            w = mixed(0, w) if size == 8 else w * (p1 if size == 4 else p5) & mask
-            total = (turned(total ^ w, bits) * step[0] + step[1]) & mask
-            at += size
-    total = (total ^ total >> 33) * p2 & mask
-    total = (total ^ total >> 29) * p3 & mask
-    return total ^ total >> 32
+def checksum(block: bytes) -> int:
+    """The xxHash project's own code."""
+    return xxhash.xxh64_intdigest(block) if len(block) <= 240 else xxhash.xxh3_64_intdigest(block)
 
 
-def test_checksums_are_xxh64() -> None:
-    assert _core.xxh64(b"") == 0xEF46DB3751D8E999  # values that the xxHash project publishes
-    assert _core.xxh64(b"abc") == 0x44BC2CF5AD770999
-    data = bytes(range(256)) * 2
+def test_checksums_are_xxhash() -> None:
+    """Blocks and stripes that are full, begun and just ended; every alignment."""
+    data = os.urandom(9000)
     for length in [*range(70), 255, 512]:
-        assert _core.xxh64(data[:length]) == xxh64(data[:length]), length
+        assert _core.xxh64(data[:length]) == xxhash.xxh64_intdigest(data[:length]), length
+    for length in [1, 240, 241, 256, 257, 1023, 1024, 1025, 1088, 2047, 2048, 2049, 4111, 8192]:
+        view = memoryview(data)[length % 64 : length % 64 + length]
+        assert _core.block_checksums(POOL, view, 1 << 20) == [checksum(bytes(view))], length
+
+
+@pytest.mark.parametrize("tier", _core.supported_tiers())
+def test_every_tier_has_the_same_checksum(tier: str) -> None:
+    data = os.urandom(5000)
+    for length in (241, 1024, 1025, 5000):
+        assert _core.xxh3(data[:length], tier) == xxhash.xxh3_64_intdigest(data[:length])
+    with pytest.raises(KernelError, match="more than 240"):
+        _core.xxh3(data[:240], tier)
 
 
 def test_blocks_are_summed_apart() -> None:
-    data = os.urandom(1000)
-    sums = _core.block_checksums(POOL, memoryview(data), 300)
-    assert sums == [xxh64(data[i : i + 300]) for i in range(0, 1000, 300)]
+    data = os.urandom(5000)
+    sums = _core.block_checksums(POOL, memoryview(data), 1200)
+    assert sums == [checksum(data[i : i + 1200]) for i in range(0, 5000, 1200)]
 
 
 def experts_of(weights: tuple[torch.Tensor, ...] | None, fmt: str, bias: bool = False) -> PackedExperts:

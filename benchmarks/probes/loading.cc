@@ -156,7 +156,8 @@ static void mappings() {
     madvise(p + at, kHuge, kPopulateRead);
     sink += sse2_sum(p + at, kHuge);
   });
-  measure("  letting go of 64 MiB at a time", 64 << 20, [&](int, int64_t at) { madvise(p + at, 64 << 20, MADV_DONTNEED); });
+  measure("  letting go of 64 MiB at a time", 64 << 20,
+          [&](int, int64_t at) { madvise(p + at, 64 << 20, MADV_DONTNEED); });
   unmap(p);
 }
 

@@ -13,17 +13,36 @@ struct AttentionState {
   float sum;  // of exp(score - max)
 };
 
-// Integer codes low … high and bf16 scales of `groups` groups of `group` weights, one after the other.
+// Integer codes low … high, and first guesses of a scale: the code of the weight of the largest magnitude.
+struct FitGrid {
+  float low, high;
+  const float* targets;
+  int32_t target_count;
+};
+
+// Codes and bf16 scales of `groups` groups of `group` weights, one after the other.
 struct GroupFit {
   const float* weights;
   const float* importance;  // [groups_per_row * group], how much a column's squared error counts; or null: all alike
   int64_t groups, groups_per_row, group;  // group: 16 to 256, a multiple of 16
-  float low, high;
-  const float* targets;  // first guesses of a scale: the code of the weight of the largest magnitude
-  int32_t target_count;
+  FitGrid grid;
   int8_t* codes;
   uint16_t* scales;
 };
+
+// The same of 16 rows, whose weights lie side by side: weights and codes [groups * group][16], scales [groups][16].
+struct PanelFit {
+  const void* weights;
+  DType type;
+  int64_t groups, group;  // group: 16 to 256
+  FitGrid grid;
+  int8_t* codes;
+  uint16_t* scales;
+};
+
+// XXH3: stripes of a block, and how far each moves on in the secret.
+constexpr int64_t kXxh3StripeBytes = 64, kXxh3Stripes = 16, kXxh3BlockBytes = kXxh3Stripes * kXxh3StripeBytes;
+constexpr int64_t kXxh3SecretStep = 8, kXxh3SecretBytes = 192;
 
 struct DenseKernels {
   Tier tier;
@@ -53,6 +72,10 @@ struct DenseKernels {
   void (*merge)(AttentionState* into, float* acc, const AttentionState* from, const float* from_acc, int64_t padded);
 
   void (*fit_groups)(const GroupFit* fit);
+  void (*fit_panel)(const PanelFit* fit);
+
+  // Adds whole blocks to the eight sums of XXH3.
+  void (*xxh3_blocks)(uint64_t* sums, const uint8_t* data, int64_t blocks, const uint8_t* secret);
 
   // A ceiling of the machine. Returns something computed from all that was read, so that nothing is optimised away.
   float (*read_memory)(const void* data, int64_t bytes);  // bytes: a multiple of 1024

@@ -29,10 +29,7 @@ void fit_groups(const std::string& tier, nb::handle weights, nb::handle importan
                      rows * per_row,
                      per_row,
                      group,
-                     low,
-                     high,
-                     targets.data(),
-                     int32_t(targets.size()),
+                     {low, high, targets.data(), int32_t(targets.size())},
                      static_cast<int8_t*>(q.data),
                      static_cast<uint16_t*>(s.data)};
   const nb::gil_scoped_release unlocked;

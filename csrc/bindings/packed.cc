@@ -14,6 +14,7 @@
 #include "bindings/names.h"
 #include "bindings/tensor.h"
 #include "experts/expert_layer.h"
+#include "ops/dense.h"
 #include "ops/matrix.h"
 #include "runtime/checksum.h"
 #include "runtime/mapped_file.h"
@@ -24,7 +25,7 @@ namespace tandem {
 namespace {
 
 // To be raised whenever packed bytes change their meaning, so that files of packed weights are made anew.
-constexpr int kLayoutVersion = 4;
+constexpr int kLayoutVersion = 5;
 
 using Bytes = nb::ndarray<nb::memview, const uint8_t, nb::ndim<1>>;
 using FormatNames = std::tuple<std::string, int, std::string>;
@@ -62,6 +63,10 @@ std::vector<uint64_t> checksums(WorkerPool& pool, nb::handle data, int64_t block
 
 uint64_t checksum(const nb::bytes& data) {
   return xxh64(static_cast<const uint8_t*>(data.data()), int64_t(data.size()));
+}
+
+uint64_t large_checksum(const nb::bytes& data, const std::string& tier) {
+  return xxh3(static_cast<const uint8_t*>(data.data()), int64_t(data.size()), dense_kernels(tier));
 }
 
 nb::tuple matrix_bytes(nb::handle_t<PackedMatrix> self) {
@@ -116,8 +121,9 @@ void bind_packed(nb::module_& m) {
           nb::arg("offset"), nb::arg("length"));
   m.attr("LAYOUT_VERSION") = kLayoutVersion;
   m.def("block_checksums", &checksums, nb::arg("pool"), nb::arg("data"), nb::arg("block_bytes"),
-        "XXH64 of each block of the bytes, in parallel.");
+        "XXH3 of each block of the bytes (XXH64 of one below 241), in parallel.");
   m.def("xxh64", &checksum, nb::arg("data"));
+  m.def("xxh3", &large_checksum, nb::arg("data"), nb::arg("tier"), "Of more than 240 bytes.");
   m.def("matrix_bytes", &matrix_bytes, nb::arg("matrix"), "Panels and bias (float32), as they lie in memory.");
   m.def("matrix_format", &matrix_format, nb::arg("matrix"), "Format, group, scale type.");
   m.def("adopt_matrix", &adopt_matrix, nb::arg("workspace"), nb::arg("format"), nb::arg("rows"), nb::arg("depth"),

@@ -94,7 +94,43 @@ SixBits split_sixes(uint64_t codes) {
   return {even | odd << 16, uint32_t(joined & 0xffff)};
 }
 
+typedef uint8_t Sixteen __attribute__((vector_size(16)));
+
+Sixteen low8(Sixteen a, Sixteen b) {
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+Sixteen high8(Sixteen a, Sixteen b) {
+  return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
+// Of two lines of codes, `a` in the low halves of bytes.
+Sixteen joined(Sixteen a, Sixteen b) { return (a & 15) | Sixteen(Eight(b & 15) << 4); }
+
 }  // namespace
+
+void join_bytes(const int8_t* lanes, int64_t count, uint8_t* out) {
+  for (int64_t k = 0; k < count; k += 2) {
+    const uint8_t* line = reinterpret_cast<const uint8_t*>(lanes) + k * kLanes;
+    const Sixteen even = load<Sixteen>(line), odd = load<Sixteen>(line + kLanes);
+    const Sixteen pairs[2] = {low8(even, odd), high8(even, odd)};
+    std::memcpy(out + k * kLanes, pairs, sizeof pairs);
+  }
+}
+
+void join_nibbles(const int8_t* lanes, int64_t count, uint8_t* out) {
+  for (int64_t k = 0; k < count; k += 8) {
+    const uint8_t* line = reinterpret_cast<const uint8_t*>(lanes) + k * kLanes;
+    const auto of = [&](int first) {
+      return joined(load<Sixteen>(line + first * kLanes), load<Sixteen>(line + (first + 2) * kLanes));
+    };
+    const Sixteen even_low = of(0), odd_low = of(1), even_high = of(4), odd_high = of(5);
+    const Eight even[2] = {Eight(low8(even_low, even_high)), Eight(high8(even_low, even_high))};
+    const Eight odd[2] = {Eight(low8(odd_low, odd_high)), Eight(high8(odd_low, odd_high))};
+    const Eight rows[4] = {low16(even[0], odd[0]), high16(even[0], odd[0]), low16(even[1], odd[1]),
+                           high16(even[1], odd[1])};
+    std::memcpy(out + k * kLanes / 2, rows, sizeof rows);
+  }
+}
 
 void interleave_sixes(const uint8_t* rows, int64_t stride, int64_t count, int64_t blocks, uint8_t* out) {
   constexpr int64_t kBlock = 192, kLine = 64;

@@ -14,6 +14,11 @@ void interleave16(const uint8_t* rows, int64_t stride, int64_t count, int64_t un
 // low 16 bits, in order, and the odd ones to the high.
 void interleave_nibbles(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out);
 
+// Codes that lie as lanes already, [k][16] of one byte each, to a panel's pairs of k (int8), or to its blocks of 8 k
+// (int4): see Format. `count` of k, a multiple of 8.
+void join_bytes(const int8_t* lanes, int64_t count, uint8_t* out);
+void join_nibbles(const int8_t* lanes, int64_t count, uint8_t* out);
+
 // Rows of 6-bit codes, one a byte, to blocks of 192 bytes for 16 k, [0, blocks): see Format::int6.
 void interleave_sixes(const uint8_t* rows, int64_t stride, int64_t count, int64_t blocks, uint8_t* out);
 

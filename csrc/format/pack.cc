@@ -127,11 +127,8 @@ void pack_panel(const WeightView& layout, const MatrixSource& source, int64_t fi
   }
   std::memset(panel, 0, size_t(layout.panel_bytes));
   if (!source.data) return copy_codes(layout, source, first_row, panel);
-  const std::vector<float> rows = read_rows(layout, source, first_row);
-  if (is_quantised(layout.format))
-    quantise_rows(layout, rows, panel);
-  else
-    store_rows(layout, rows, panel);
+  if (is_quantised(layout.format)) return quantise_rows(layout, source, first_row, panel);
+  store_rows(layout, read_rows(layout, source, first_row), panel);
 }
 
 void unpack_panel_rows(const WeightView& layout, const uint8_t* panel, float* rows) {

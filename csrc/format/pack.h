@@ -69,9 +69,9 @@ void check_source(const WeightView& layout, const MatrixSource& source);
 // Codes and scales are taken as they are. A scale whose group holds an fp8 NaN becomes NaN, and with it every product
 // of that row, as it would anyway: so the kernels need not look for NaN codes.
 //
-// Numbers can become f32, bf16, int8 or int4. int8: code = round(w / scale), scale = max|w| / 127. int4: scale =
-// extreme / -8, so that the weight of the largest magnitude is met by code -8. Codes are made with the scale as it is
-// stored, so its rounding costs no accuracy.
+// Numbers can become f32, bf16, int8 or int4, in groups with the scale of the least squared error that a search finds
+// (micro/fit.h; the same that `kt convert` writes), or int8 by row with that of the largest weight. Codes are made with
+// the scale as it is stored, so its rounding costs no accuracy.
 void pack_panel(const WeightView& layout, const MatrixSource& source, int64_t first_row, uint8_t* panel);
 
 // The 16 x depth weights that a panel stands for, row-major in `rows`.

@@ -1,13 +1,11 @@
-// Numbers to int8 and int4 codes, as pack.h says it. Compiled at baseline.
+// Numbers to int8 and int4 codes, as pack.h says it.
 #pragma once
-
-#include <vector>
 
 #include "format/pack.h"
 
 namespace tandem {
 
-// Codes and scales of 16 rows of padded_depth floats to a panel.
-void quantise_rows(const WeightView& w, const std::vector<float>& rows, uint8_t* panel);
+// Codes and scales of the 16 rows of `source` from `first_row` to a panel, which is all zeros.
+void quantise_rows(const WeightView& w, const MatrixSource& source, int64_t first_row, uint8_t* panel);
 
 }  // namespace tandem

@@ -65,17 +65,41 @@ struct Avx2Isa {
     const __m256i packed = _mm256_packus_epi32(round_bf16(a.lo), round_bf16(a.hi));  // by 128-bit halves
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
   }
+  TANDEM_INLINE static void store_int8(uint8_t* p, Vec a) {
+    const __m256i halves = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));  // by 128-bit halves
+    const __m256i order = _mm256_permute4x64_epi64(halves, 0xd8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm_packs_epi16(_mm256_castsi256_si128(order), _mm256_extracti128_si256(order, 1)));
+  }
   TANDEM_INLINE static Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
   TANDEM_INLINE static Vec sub(Vec a, Vec b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
   TANDEM_INLINE static Vec mul(Vec a, Vec b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
   TANDEM_INLINE static Vec div(Vec a, Vec b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
   TANDEM_INLINE static Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
   TANDEM_INLINE static Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+  TANDEM_INLINE static Vec where_greater(Vec a, Vec b, Vec x, Vec y) {
+    return {_mm256_blendv_ps(y.lo, x.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ)),
+            _mm256_blendv_ps(y.hi, x.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ))};
+  }
   TANDEM_INLINE static Vec fma(Vec a, Vec b, Vec c) {
     return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
   }
   TANDEM_INLINE static Vec round(Vec a) { return {nearest(a.lo), nearest(a.hi)}; }
   TANDEM_INLINE static Vec pow2(Vec n) { return {exponent(n.lo), exponent(n.hi)}; }
+  struct Sums {
+    __m256i lo, hi;
+  };
+  TANDEM_INLINE static Sums load_sums(const uint64_t* p) { return {load_bytes(p), load_bytes(p + 4)}; }
+  TANDEM_INLINE static void store_sums(uint64_t* p, Sums a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.lo);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 4), a.hi);
+  }
+  TANDEM_INLINE static Sums mix(Sums a, const uint8_t* data, const uint8_t* secret) {
+    return {mix_half(a.lo, data, secret), mix_half(a.hi, data + 32, secret + 32)};
+  }
+  TANDEM_INLINE static Sums scramble(Sums a, const uint8_t* secret) {
+    return {scramble_half(a.lo, secret), scramble_half(a.hi, secret + 32)};
+  }
   TANDEM_INLINE static float reduce_add(Vec a) {
     const __m256 s8 = _mm256_add_ps(a.lo, a.hi);
     const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
@@ -130,6 +154,17 @@ struct Avx2Isa {
   TANDEM_INLINE static void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
  private:
+  TANDEM_INLINE static __m256i mix_half(__m256i a, const uint8_t* data, const uint8_t* secret) {
+    const __m256i words = load_bytes(data), keyed = _mm256_xor_si256(words, load_bytes(secret));
+    const __m256i products = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
+    return _mm256_add_epi64(_mm256_add_epi64(a, _mm256_shuffle_epi32(words, 0x4e)), products);
+  }
+  TANDEM_INLINE static __m256i scramble_half(__m256i a, const uint8_t* secret) {
+    const __m256i mixed = _mm256_xor_si256(_mm256_xor_si256(a, _mm256_srli_epi64(a, 47)), load_bytes(secret));
+    const __m256i prime = _mm256_set1_epi32(int(0x9e3779b1u));
+    const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);
+    return _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(high, 32));
+  }
   // 8 rows' codes of pairs i and i + 2 (one of them `index`), each in the upper 6 bits of a byte: even k of i, even k
   // of i + 2, odd k of both.
   TANDEM_INLINE static __m256i six_bytes(const uint8_t* p, int index) {

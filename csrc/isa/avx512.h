@@ -62,12 +62,18 @@ struct Avx512Isa {
     const __m512i kept = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
   }
+  TANDEM_INLINE static void store_int8(uint8_t* p, Vec a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a)));
+  }
   TANDEM_INLINE static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
   TANDEM_INLINE static Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
   TANDEM_INLINE static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
   TANDEM_INLINE static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
   TANDEM_INLINE static Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
   TANDEM_INLINE static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+  TANDEM_INLINE static Vec where_greater(Vec a, Vec b, Vec x, Vec y) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x);
+  }
   TANDEM_INLINE static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
   TANDEM_INLINE static Vec round(Vec a) {
     return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -75,6 +81,20 @@ struct Avx512Isa {
   TANDEM_INLINE static Vec pow2(Vec n) {
     const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
     return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
+  }
+  using Sums = __m512i;
+  TANDEM_INLINE static Sums load_sums(const uint64_t* p) { return _mm512_loadu_si512(p); }
+  TANDEM_INLINE static void store_sums(uint64_t* p, Sums a) { _mm512_storeu_si512(p, a); }
+  TANDEM_INLINE static Sums mix(Sums a, const uint8_t* data, const uint8_t* secret) {
+    const __m512i words = _mm512_loadu_si512(data), keyed = _mm512_xor_si512(words, _mm512_loadu_si512(secret));
+    const __m512i products = _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32));
+    return _mm512_add_epi64(_mm512_add_epi64(a, _mm512_shuffle_epi32(words, _MM_PERM_BADC)), products);
+  }
+  TANDEM_INLINE static Sums scramble(Sums a, const uint8_t* secret) {
+    const __m512i mixed = _mm512_ternarylogic_epi64(a, _mm512_srli_epi64(a, 47), _mm512_loadu_si512(secret), 0x96);
+    const __m512i prime = _mm512_set1_epi32(int(0x9e3779b1u));  // a 64-bit product takes three times as long
+    const __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(mixed, 32), prime);
+    return _mm512_add_epi64(_mm512_mul_epu32(mixed, prime), _mm512_slli_epi64(high, 32));
   }
   TANDEM_INLINE static float reduce_add(Vec a) { return _mm512_reduce_add_ps(a); }
   TANDEM_INLINE static float reduce_max(Vec a) { return _mm512_reduce_max_ps(a); }

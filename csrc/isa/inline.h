@@ -21,6 +21,12 @@ TANDEM_INLINE uint32_t bits_of_float(float f) {
   return bits;
 }
 
+TANDEM_INLINE uint64_t word64(const uint8_t* p) {
+  uint64_t word;
+  __builtin_memcpy(&word, p, 8);
+  return word;
+}
+
 TANDEM_INLINE float float_of_bf16(uint16_t b) { return float_of_bits(uint32_t{b} << 16); }
 
 // Round to nearest even; NaN stays NaN.

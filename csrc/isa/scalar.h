@@ -70,6 +70,10 @@ struct ScalarIsa {
   TANDEM_INLINE static void store_bf16(uint16_t* p, Vec a) {
     for (int i = 0; i < 16; ++i) p[i] = bf16_of_float(a.v[i]);
   }
+  // Whole numbers from -128 to 127.
+  TANDEM_INLINE static void store_int8(uint8_t* p, Vec a) {
+    for (int i = 0; i < 16; ++i) p[i] = uint8_t(int8_t(a.v[i]));
+  }
   TANDEM_INLINE static Vec add(Vec a, Vec b) {
     return each([=](int i) { return a.v[i] + b.v[i]; });
   }
@@ -88,6 +92,10 @@ struct ScalarIsa {
   TANDEM_INLINE static Vec max(Vec a, Vec b) {
     return each([=](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
   }
+  // x where a > b, y elsewhere.
+  TANDEM_INLINE static Vec where_greater(Vec a, Vec b, Vec x, Vec y) {
+    return each([=](int i) { return a.v[i] > b.v[i] ? x.v[i] : y.v[i]; });
+  }
   // a * b + c. Two roundings here: without an FMA instruction, fmaf is a slow library call. Where a and b are bf16
   // values the product is exact and there is only one rounding all the same.
   TANDEM_INLINE static Vec fma(Vec a, Vec b, Vec c) {
@@ -99,6 +107,24 @@ struct ScalarIsa {
   // 2^n for integral n in [-126, 127].
   TANDEM_INLINE static Vec pow2(Vec n) {
     return each([=](int i) { return float_of_bits((int32_t(n.v[i]) + 127) << 23); });
+  }
+  // The eight sums of XXH3, of which a stripe of 64 bytes goes into every one, and what ends a block of stripes.
+  struct Sums {
+    uint64_t v[8];
+  };
+  TANDEM_INLINE static Sums load_sums(const uint64_t* p) { return *reinterpret_cast<const Sums*>(p); }
+  TANDEM_INLINE static void store_sums(uint64_t* p, Sums a) { *reinterpret_cast<Sums*>(p) = a; }
+  TANDEM_INLINE static Sums mix(Sums a, const uint8_t* data, const uint8_t* secret) {
+    for (int i = 0; i < 8; ++i) {
+      const uint64_t word = word64(data + 8 * i), keyed = word ^ word64(secret + 8 * i);
+      a.v[i ^ 1] += word;
+      a.v[i] += (keyed & 0xffffffffu) * (keyed >> 32);
+    }
+    return a;
+  }
+  TANDEM_INLINE static Sums scramble(Sums a, const uint8_t* secret) {
+    for (int i = 0; i < 8; ++i) a.v[i] = (a.v[i] ^ a.v[i] >> 47 ^ word64(secret + 8 * i)) * 0x9e3779b1u;
+    return a;
   }
   TANDEM_INLINE static float reduce_add(Vec a) {
     for (int step = 8; step > 0; step /= 2)

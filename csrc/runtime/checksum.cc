@@ -2,6 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
+
+#include "isa/inline.h"
+#include "runtime/widest.h"
 
 namespace tandem {
 namespace {
@@ -11,12 +15,6 @@ constexpr uint64_t kPrime1 = 0x9E3779B185EBCA87, kPrime2 = 0xC2B2AE3D27D4EB4F, k
 constexpr int64_t kStripe = 32;
 
 uint64_t turned(uint64_t x, int bits) { return x << bits | x >> (64 - bits); }
-
-uint64_t word64(const uint8_t* p) {
-  uint64_t w;
-  std::memcpy(&w, p, sizeof w);
-  return w;
-}
 
 uint64_t word32(const uint8_t* p) {
   uint32_t w;
@@ -40,7 +38,52 @@ uint64_t stripes(const uint8_t*& p, int64_t count) {
   return sum;
 }
 
+constexpr uint64_t kPrime32_1 = 0x9E3779B1, kPrime32_2 = 0x85EBCA77, kPrime32_3 = 0xC2B2AE3D;
+
+// XXH3's default secret.
+alignas(64) constexpr uint8_t kSecret[kXxh3SecretBytes] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c, 0xde, 0xd4,
+    0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f, 0xcb, 0x79, 0xe6, 0x4e,
+    0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21, 0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43,
+    0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c, 0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb,
+    0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3, 0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19,
+    0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8, 0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7,
+    0xc7, 0x0b, 0x4f, 0x1d, 0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78,
+    0x73, 0x64, 0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e, 0x2b, 0x16,
+    0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce, 0x45, 0xcb, 0x3a, 0x8f,
+    0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e};
+
+void mix_stripe(uint64_t* sums, const uint8_t* data, const uint8_t* secret) {
+  for (int i = 0; i < 8; ++i) {
+    const uint64_t word = word64(data + 8 * i), keyed = word ^ word64(secret + 8 * i);
+    sums[i ^ 1] += word;
+    sums[i] += (keyed & 0xffffffff) * (keyed >> 32);
+  }
+}
+
+uint64_t folded(uint64_t a, uint64_t b) {
+  const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+  return uint64_t(product) ^ uint64_t(product >> 64);
+}
+
 }  // namespace
+
+uint64_t xxh3(const uint8_t* p, int64_t bytes, const DenseKernels& kernels) {
+  if (bytes < kXxh3Least) throw std::invalid_argument("xxh3 is there for more than 240 bytes only");
+  uint64_t sums[8] = {kPrime32_3, kPrime1, kPrime2, kPrime3, kPrime4, kPrime32_2, kPrime5, kPrime32_1};
+  const int64_t blocks = (bytes - 1) / kXxh3BlockBytes, rest = blocks * kXxh3BlockBytes;
+  kernels.xxh3_blocks(sums, p, blocks, kSecret);
+  for (int64_t i = 0; i < (bytes - 1 - rest) / kXxh3StripeBytes; ++i)
+    mix_stripe(sums, p + rest + i * kXxh3StripeBytes, kSecret + i * kXxh3SecretStep);
+  constexpr int64_t kLast = kXxh3SecretBytes - kXxh3StripeBytes - 7, kMerge = 11;  // where in the secret
+  mix_stripe(sums, p + bytes - kXxh3StripeBytes, kSecret + kLast);
+  uint64_t sum = uint64_t(bytes) * kPrime1;
+  for (int i = 0; i < 8; i += 2)
+    sum += folded(sums[i] ^ word64(kSecret + kMerge + 8 * i), sums[i + 1] ^ word64(kSecret + kMerge + 8 * i + 8));
+  sum = (sum ^ sum >> 37) * 0x165667919E3779F9;
+  return sum ^ sum >> 32;
+}
 
 uint64_t xxh64(const uint8_t* p, int64_t bytes) {
   const uint8_t* const end = p + bytes;
@@ -57,7 +100,8 @@ std::vector<uint64_t> block_checksums(WorkerPool& pool, const uint8_t* data, int
   std::vector<uint64_t> sums(size_t((bytes + block_bytes - 1) / block_bytes));
   pool.for_each(int64_t(sums.size()), [&](int64_t i, const Worker&) {
     const int64_t first = i * block_bytes;
-    sums[size_t(i)] = xxh64(data + first, std::min(block_bytes, bytes - first));
+    const int64_t count = std::min(block_bytes, bytes - first);
+    sums[size_t(i)] = count < kXxh3Least ? xxh64(data + first, count) : xxh3(data + first, count, widest_kernels());
   });
   return sums;
 }

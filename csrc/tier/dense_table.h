@@ -3,13 +3,24 @@
 
 #include "micro/attention.h"
 #include "micro/ceilings.h"
+#include "micro/checksum.h"
 #include "micro/fit.h"
 #include "micro/norm_rope.h"
 
-#define TANDEM_DENSE_TABLE(name, tier, Isa)                                                                          \
-  namespace tandem {                                                                                                 \
-  const DenseKernels name = {                                                                                        \
-      tier,        rms_norm<Isa>,          rotate_head<Isa>,      inverse_rms<Isa>,      widen<Isa>,                 \
-      narrow<Isa>, Attention<Isa>::attend, Attention<Isa>::merge, GroupFitter<Isa>::fit, Ceilings<Isa>::read_memory, \
-  };                                                                                                                 \
+#define TANDEM_DENSE_TABLE(name, tier, Isa) \
+  namespace tandem {                        \
+  const DenseKernels name = {               \
+      tier,                                 \
+      rms_norm<Isa>,                        \
+      rotate_head<Isa>,                     \
+      inverse_rms<Isa>,                     \
+      widen<Isa>,                           \
+      narrow<Isa>,                          \
+      Attention<Isa>::attend,               \
+      Attention<Isa>::merge,                \
+      fit_groups<Isa>,                      \
+      fit_panel<Isa>,                       \
+      xxh3_blocks<Isa>,                     \
+      Ceilings<Isa>::read_memory,           \
+  };                                        \
   }

@@ -324,12 +324,15 @@ class MappedFile:
         self, offset: int, length: int
     ) -> Annotated[memoryview, dict(dtype="uint8", shape=(None,), writable=False)]: ...
 
-LAYOUT_VERSION: int = 3
+LAYOUT_VERSION: int = 5
 
 def block_checksums(pool: WorkerPool, data: object, block_bytes: int) -> list[int]:
-    """XXH64 of each block of the bytes, in parallel."""
+    """XXH3 of each block of the bytes (XXH64 of one below 241), in parallel."""
 
 def xxh64(data: bytes) -> int: ...
+def xxh3(data: bytes, tier: str) -> int:
+    """Of more than 240 bytes."""
+
 def matrix_bytes(matrix: PackedMatrix) -> tuple:
     """Panels and bias (float32), as they lie in memory."""
 

@@ -14,6 +14,7 @@ from tandem.formats.codes import join_nibbles
 from tandem.formats.reference import E2M1_MAX, E4M3_MAX
 
 SCALES_TRIED = 16
+_NOTHING = 2.0**-120  # groups of smaller weights are zeros: one over them is infinite soon
 _E2M1_BOUNDARIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between neighbours
 _E2M1_STEPS = (0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0)  # from a neighbour to the next
 
@@ -55,7 +56,7 @@ def fit_groups(
     share = torch.ones(group) if importance is None else importance.view(-1, group)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     extreme = torch.where(high >= -low, high, low)
-    relative = groups / torch.where(extreme == 0, 1.0, extreme)
+    relative = groups * torch.where(extreme.abs() < _NOTHING, 0.0, 1 / extreme)
     best, ratio = torch.zeros_like(extreme), torch.zeros_like(extreme)
     for target in grid.targets:
         codes = (relative * target).round().clamp(grid.low, grid.high)
@@ -67,7 +68,7 @@ def fit_groups(
         ratio = torch.where(better, found, ratio)
     scales = (extreme * ratio).to(torch.bfloat16)
     scales = torch.where(scales == 0, 1.0, scales)  # a group of zeros: any scale will do
-    codes = (groups / scales.float()).round().clamp(grid.low, grid.high)
+    codes = (groups * (1 / scales.float())).round().clamp(grid.low, grid.high)
     return codes.to(torch.int8).flatten(1), scales.squeeze(-1)
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem import _core
-from tandem.formats.rounding import IntegerGrid
+from tandem.formats.reference import dequantised
+from tandem.formats.rounding import INT4, INT8, IntegerGrid
+
+_GRIDS = {"int4": INT4, "int8": INT8}
 
 
 def fit_groups(
@@ -22,3 +26,13 @@ def fit_groups(
     tier = tier or _core.supported_tiers()[-1]
     _core.fit_groups(tier, weight.contiguous(), importance, codes, scales, grid.low, grid.high, grid.targets)
     return codes, scales
+
+
+def as_packed(weight: Tensor, fmt: str, group: int = 32) -> Tensor:
+    """The float32 [N, K] numbers that `weight` stands for once it is packed as `fmt`, to the bit."""
+    if fmt not in _GRIDS or group == 0:
+        return dequantised(weight, fmt, group)
+    columns = weight.shape[1]
+    padded = F.pad(weight.float(), (0, -columns % group))
+    codes, scales = fit_groups(padded, _GRIDS[fmt], group)
+    return (codes * scales.float().repeat_interleave(group, 1))[:, :columns].contiguous()

@@ -4,7 +4,7 @@
     4096  sections: each begins at a multiple of 2 MiB (64 bytes if it is smaller than that)
     …     the table: msgpack of `Table`
 
-The head is written last, into a file of another name that is then renamed: a file of the right name is whole. Every
+A block's checksum is its XXH3, that of one below 241 bytes its XXH64. The head is written last, into a file of another name that is then renamed: a file of the right name is whole. Every
 byte of every section is covered by the checksum of its block, and all are checked before a byte is used.
 """
 
@@ -35,7 +35,7 @@ Verified = Callable[[int, int], None]  # bytes checked, bytes in all
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A range of bytes of the file and the XXH64 of each BLOCK_BYTES of it."""
+    """A range of bytes of the file and the checksum of each BLOCK_BYTES of it."""
 
     offset: int
     nbytes: int

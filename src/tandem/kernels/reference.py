@@ -15,7 +15,8 @@ from torch import Tensor
 from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
 from tandem.formats.codes import Weight, WeightCodes
-from tandem.formats.reference import decoded, dequantised
+from tandem.formats.reference import decoded
+from tandem.kernels.fit import as_packed
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
     BatchLayout,
@@ -37,7 +38,7 @@ def round_to_format(weight: Weight, fmt: str) -> Tensor:
         return decoded(weight)
     if fmt in ("bf16", "f32"):
         return weight.to(torch.bfloat16 if fmt == "bf16" else torch.float32).clone()
-    return dequantised(weight, fmt)
+    return as_packed(weight, fmt)
 
 
 class TorchLinear:
