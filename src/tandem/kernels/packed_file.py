@@ -4,8 +4,9 @@
     4096  sections: each begins at a multiple of 2 MiB (64 bytes if it is smaller than that)
     …     the table: msgpack of `Table`
 
-A block's checksum is its XXH3, that of one below 241 bytes its XXH64. The head is written last, into a file of another name that is then renamed: a file of the right name is whole. Every
-byte of every section is covered by the checksum of its block, and all are checked before a byte is used.
+A block's checksum is its XXH3, that of one below 241 bytes its XXH64. The head is written last, into a file of another
+name that is then renamed: a file of the right name is whole. Every byte of every section is covered by the checksum of
+its block, and all are checked before a byte is used.
 """
 
 from __future__ import annotations
