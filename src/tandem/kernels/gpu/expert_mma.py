@@ -23,8 +23,9 @@ from tandem.kernels.gpu.panels import Panels
 STEP = 32  # k of two mma
 GROUPS = (32, 64, 128, 256)  # k per scale
 SHARING_WARPS = 4  # of a block of gate_up
-MAX_WARPS = 32  # of a block of down, which takes all experts of a token, some warps for each
-DOWN_STEPS = 12  # steps of K that a warp of it should have at most
+ROW_UNITS = 2048  # its row is copied by so many numbers
+MAX_WARPS = 16  # of a block of down, which takes all experts of a token, some warps for each
+AHEAD = {"GATE_UP_AHEAD": 16, "DOWN_AHEAD": 12}  # steps of K whose words a warp has in flight together
 
 SOURCE = r"""
 typedef unsigned int u32;
@@ -32,7 +33,7 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef unsigned long long u64;
 
-enum { kAhead = 8 };  // steps of 32 k whose words are in flight together
+enum { kGateUpAhead = GATE_UP_AHEAD, kDownAhead = DOWN_AHEAD };
 
 __device__ inline u32 minus_136(u32 pair) {
   u32 d;
@@ -88,29 +89,44 @@ __device__ inline void add_step(float (&sums)[2], const Words& w, const uint4& x
   sums[1] += c[2] * high_half(w.scales);
 }
 
-// Part `part` of `parts` of K, times one row.
-template <int PANELS>
-__device__ inline void dot_panels(const u8* panel, const Matrix& m, const u16* row, int part, int parts,
-                                  float (&sums)[PANELS][2]) {
+// The words of AHEAD steps from `begin` on, in flight together; zeros from `last` on.
+template <int PANELS, int AHEAD>
+__device__ inline void load_steps(Words (&words)[PANELS][AHEAD], const u8* panel, const Matrix& m, int begin,
+                                  int last) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int first = m.steps * part / parts, last = m.steps * (part + 1) / parts;
-  for (int begin = first; begin < last; begin += kAhead) {
-    Words words[PANELS][kAhead];
-    uint4 x[kAhead];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int step = begin + i, k = 32 * step + 8 * t;
-      x[i] = make_uint4(0, 0, 0, 0);
-      if (step < last && g == 0 && k < m.depth) x[i] = *reinterpret_cast<const uint4*>(row + k);
+  for (int i = 0; i < AHEAD; ++i)
 #pragma unroll
-      for (int p = 0; p < PANELS; ++p)
-        words[p][i] = step < last ? words_of(panel + p * m.panel_bytes, m, step, g, t) : Words{{0, 0}, 0};
-    }
+    for (int p = 0; p < PANELS; ++p)
+      words[p][i] = begin + i < last ? words_of(panel + p * m.panel_bytes, m, begin + i, g, t) : Words{{0, 0}, 0};
+}
+
+// Adds these steps, times a row that lies in shared memory from step `begin` on, in units of 8 numbers: lanes with g = 0
+// take them.
+template <int PANELS, int AHEAD>
+__device__ inline void add_steps(float (&sums)[PANELS][2], const Words (&words)[PANELS][AHEAD], const uint4* row,
+                                 int steps) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i)
+  for (int i = 0; i < AHEAD; ++i) {
+    const uint4 x = i < steps && lane < 4 ? row[4 * i + lane] : make_uint4(0, 0, 0, 0);
 #pragma unroll
-      for (int p = 0; p < PANELS; ++p) add_step(sums[p], words[p][i], x[i]);
+    for (int p = 0; p < PANELS; ++p) add_step(sums[p], words[p][i], x);
   }
+}
+
+// COUNT units of 8 numbers of a row, zeros past those given, by THREADS of which this is number `thread`.
+template <int COUNT, int THREADS>
+__device__ inline void copy_row(uint4* to, const uint4* from, int given, int thread) {
+  uint4 units[(COUNT + THREADS - 1) / THREADS];
+#pragma unroll
+  for (int i = 0; i * THREADS < COUNT; ++i) {
+    const int unit = i * THREADS + thread;
+    units[i] = unit < given ? from[unit] : make_uint4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int i = 0; i * THREADS < COUNT; ++i)
+    if (i * THREADS + thread < COUNT) to[i * THREADS + thread] = units[i];
 }
 
 // The 16 sums of every panel over all warps of the block, in their order, in `parts[0]` of the first threads.
@@ -126,58 +142,98 @@ __device__ inline void add_warps(float (*parts)[PANELS * 16], const float (&sums
   __syncwarp();
 }
 
-// Lets the next kernel start, and waits for the end of the one before (kernels/gpu/overlap.py).
-__device__ inline void begin() {
+// Overlapping kernels (kernels/gpu/overlap.py).
+__device__ inline void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" : : : "memory");
 #endif
 }
+__device__ inline void start_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
+#endif
+}
+// From L2: written by a kernel that has ended, perhaps while this block's SM was already at work.
+__device__ inline int read(const int* p) {
+  int v;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 
-// Grid (token-expert pairs, pairs of panels), warps share K: silu(gate) * up, bf16 [pairs, width].
-extern "C" __global__ void gate_up(const u16* x, const u8* pool, const int* slots, u16* hidden, int top_k, u64 stride,
-                                   u64 panel_bytes, u64 scale_at, int depth, int steps, int group_shift, int columns) {
-  __shared__ float parts[8][32];
-  begin();
+// Grid (token-expert pairs, pairs of panels), warps share K: silu(gate) * up, bf16 [pairs, width]. Shared memory: a row.
+extern "C" __global__ void __launch_bounds__(128, 3)
+gate_up(const uint4* x, const u8* pool, const int* slots, u16* hidden, int top_k, u64 stride, u64 panel_bytes,
+        u64 scale_at, int depth, int steps, int group_shift, int columns) {
+  extern __shared__ uint4 row[];
+  __shared__ float parts[4][32];
+  // In this order: when blocks of `down` start, the slots have been written, and they read them before this ends.
+  wait_for_previous();
+  start_next();
   const Matrix m = {panel_bytes, scale_at, depth, steps, group_shift, columns};
-  const int pair = blockIdx.x, panel = blockIdx.y, slot = slots[pair];
+  const int pair = blockIdx.x, panel = blockIdx.y, slot = read(slots + pair);
   if (slot < 0) return;
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, units = depth / 8;
+  const int first = steps * warp / warps, last = steps * (warp + 1) / warps;
+  const u8* at = pool + slot * stride + 2 * panel * panel_bytes;
+  Words words[2][kGateUpAhead];
+  load_steps(words, at, m, first, last);
+  for (int i = 0; i < 4 * steps; i += 256)
+    copy_row<256, 128>(row + i, x + u64(pair / top_k) * units + i, units - i, threadIdx.x);
+  __syncthreads();
   float sums[2][2] = {};
-  dot_panels<2>(pool + slot * stride + 2 * panel * m.panel_bytes, m, x + u64(pair / top_k) * m.depth, threadIdx.x / 32,
-                blockDim.x / 32, sums);
+  for (int begin = first; begin < last; begin += kGateUpAhead) {
+    if (begin > first) load_steps(words, at, m, begin, last);
+    add_steps(sums, words, row + 4 * begin, last - begin);
+  }
   add_warps<2>(parts, sums);
-  const int row = threadIdx.x, column = 16 * panel + row;
-  if (row >= 16 || column >= m.columns) return;
-  const float gate = parts[0][row], up = parts[0][16 + row];
-  hidden[u64(pair) * m.columns + column] = rounded(gate / (1.0f + expf(-gate)) * up);
+  const int r = threadIdx.x, column = 16 * panel + r;
+  if (r >= 16 || column >= columns) return;
+  const float gate = parts[0][r], up = parts[0][16 + r];
+  hidden[u64(pair) * columns + column] = rounded(gate / (1.0f + expf(-gate)) * up);
 }
 
 // Grid (tokens, panels): the weighted sum of a token's experts, float32 or bf16 [tokens, columns]. `each` warps share
-// the K of one expert.
-extern "C" __global__ void down(const u16* hidden, const u8* pool, const int* slots, const float* weights, void* out,
-                                int out_bf16, int top_k, int each, u64 stride, u64 panel_bytes, u64 scale_at, int depth,
-                                int steps, int group_shift, int columns) {
-  __shared__ float parts[32][16];
-  begin();
+// the K of one expert. The first words are read while `gate_up` still runs.
+extern "C" __global__ void __launch_bounds__(512)
+down(const uint4* hidden, const u8* pool, const int* slots, const float* weights, void* out, int out_bf16, int top_k,
+     int each, u64 stride, u64 panel_bytes, u64 scale_at, int depth, int steps, int group_shift, int columns) {
+  __shared__ float parts[16][16];
+  __shared__ uint4 rows[16][4 * kDownAhead];
+  start_next();
   const Matrix m = {panel_bytes, scale_at, depth, steps, group_shift, columns};
-  const int token = blockIdx.x, panel = blockIdx.y;
+  const int token = blockIdx.x, panel = blockIdx.y, units = top_k * each;
+  int unit = threadIdx.x / 32;
+  Words words[1][kDownAhead];
   float sums[1][2] = {};
-  for (int unit = threadIdx.x / 32; unit < top_k * each; unit += blockDim.x / 32) {
-    const int pair = token * top_k + unit / each, slot = slots[pair];
-    if (slot < 0) continue;
-    float part[1][2] = {};
-    const u8* matrix = pool + slot * stride;
-    dot_panels<1>(matrix + panel * m.panel_bytes, m, hidden + u64(pair) * m.depth, unit % each, each, part);
-    for (int row = 0; row < 2; ++row) sums[0][row] += part[0][row] * weights[pair];
+  for (bool waited = false;; unit += blockDim.x / 32) {
+    const int pair = token * top_k + unit / each, part = unit % each;
+    const int slot = unit < units ? read(slots + pair) : -1;
+    const u8* at = pool + slot * stride + panel * panel_bytes;
+    const int first = steps * part / each, last = slot < 0 ? first : steps * (part + 1) / each;
+    load_steps(words, at, m, first, last);
+    if (!waited) wait_for_previous();
+    waited = true;
+    float sum[1][2] = {};
+    for (int begin = first; begin < last; begin += kDownAhead) {
+      if (begin > first) load_steps(words, at, m, begin, last);
+      const uint4* from = hidden + u64(pair) * (depth / 8) + 4 * begin;
+      __syncwarp();
+      copy_row<4 * kDownAhead, 32>(rows[threadIdx.x / 32], from, depth / 8 - 4 * begin, threadIdx.x % 32);
+      __syncwarp();
+      add_steps(sum, words, rows[threadIdx.x / 32], last - begin);
+    }
+    if (slot >= 0)
+      for (int r = 0; r < 2; ++r) sums[0][r] += sum[0][r] * weights[pair];
+    if (unit + blockDim.x / 32 >= units) break;
   }
   add_warps<1>(parts, sums);
-  const int row = threadIdx.x, column = 16 * panel + row;
-  if (row >= 16 || column >= m.columns) return;
-  const u64 at = u64(token) * m.columns + column;
+  const int r = threadIdx.x, column = 16 * panel + r;
+  if (r >= 16 || column >= columns) return;
+  const u64 at = u64(token) * columns + column;
   if (out_bf16)
-    static_cast<u16*>(out)[at] = rounded(parts[0][row]);
+    static_cast<u16*>(out)[at] = rounded(parts[0][r]);
   else
-    static_cast<float*>(out)[at] = parts[0][row];
+    static_cast<float*>(out)[at] = parts[0][r];
 }
 """
 
@@ -192,7 +248,10 @@ def reads(panels: Panels, device: torch.device) -> bool:
 @cache
 def kernels(device_index: int | None) -> tuple[Any, Any]:
     """gate_up and down, compiled on first use."""
-    gate_up, down = compiled(SOURCE, ("gate_up", "down"), device_index)
+    source = SOURCE
+    for name, steps in AHEAD.items():
+        source = source.replace(name, str(steps))
+    gate_up, down = compiled(source, ("gate_up", "down"), device_index)
     return gate_up, down
 
 
@@ -202,7 +261,7 @@ def gate_up(x: Tensor, pool: Tensor, panels: Panels, stride: int, slots: Tensor,
     launch(
         kernels(x.device.index)[0], (slots.numel(), panels.panels // 2), 32 * SHARING_WARPS, _stream(x),
         x.data_ptr(), pool.data_ptr(), slots.data_ptr(), hidden.data_ptr(), np.int32(slots.shape[1]),
-        np.uint64(stride), *_matrix(panels, width), overlap=can_overlap(x.device),
+        np.uint64(stride), *_matrix(panels, width), overlap=can_overlap(x.device), shared_bytes=-(-panels.padded_depth // ROW_UNITS) * ROW_UNITS * 2,
     )  # fmt: skip
     return hidden
 
@@ -219,7 +278,7 @@ def down(
 ) -> Tensor:
     """The weighted sum over a token's experts, those below slot 0 left out: out float32 or bfloat16 [T, columns]."""
     tokens, top_k = slots.shape
-    each = max(1, min(MAX_WARPS // top_k, -(-panels.padded_depth // (STEP * DOWN_STEPS))))
+    each = max(1, min(MAX_WARPS // top_k, -(-panels.padded_depth // (STEP * AHEAD["DOWN_AHEAD"]))))
     launch(
         kernels(out.device.index)[1], (tokens, panels.panels), 32 * min(MAX_WARPS, top_k * each), _stream(out),
         hidden.data_ptr(), pool.data_ptr() + offset, slots.data_ptr(), weights.data_ptr(), out.data_ptr(),

@@ -26,19 +26,21 @@ def launch(
     stream: int,
     *arguments: Any,
     overlap: bool = False,
+    shared_bytes: int = 0,
 ) -> None:
     """On a stream given by its handle. Python ints are pointers. overlap: the kernel may start while the one before
     runs, for which it waits itself (`overlap.py`)."""
     from cuda.core import Stream
     from cuda.core import launch as start
 
-    start(Stream.from_handle(stream), _shape(blocks, threads, overlap), kernel, *arguments)
+    start(Stream.from_handle(stream), _shape(blocks, threads, overlap, shared_bytes), kernel, *arguments)
 
 
 @cache
-def _shape(blocks: int | tuple[int, int], threads: int, overlap: bool) -> Any:
+def _shape(blocks: int | tuple[int, int], threads: int, overlap: bool, shared_bytes: int) -> Any:
     from cuda.core import LaunchConfig
 
-    if overlap and hasattr(LaunchConfig, "programmatic_stream_serialization"):
-        return LaunchConfig(grid=blocks, block=threads, programmatic_stream_serialization=True)
-    return LaunchConfig(grid=blocks, block=threads)
+    more = {}
+    if overlap and hasattr(LaunchConfig, "programmatic_stream_serialization"):  # cuda.core 1.2 has it
+        more["programmatic_stream_serialization"] = True
+    return LaunchConfig(grid=blocks, block=threads, shmem_size=shared_bytes, **more)
