@@ -101,8 +101,8 @@ __device__ inline void load_steps(Words (&words)[PANELS][AHEAD], const u8* panel
       words[p][i] = begin + i < last ? words_of(panel + p * m.panel_bytes, m, begin + i, g, t) : Words{{0, 0}, 0};
 }
 
-// Adds these steps, times a row that lies in shared memory from step `begin` on, in units of 8 numbers: lanes with g = 0
-// take them.
+// Adds these steps, times a row that lies in shared memory from their first k on, in units of 8 numbers: lanes with
+// g = 0 take them.
 template <int PANELS, int AHEAD>
 __device__ inline void add_steps(float (&sums)[PANELS][2], const Words (&words)[PANELS][AHEAD], const uint4* row,
                                  int steps) {
@@ -160,7 +160,8 @@ __device__ inline int read(const int* p) {
   return v;
 }
 
-// Grid (token-expert pairs, pairs of panels), warps share K: silu(gate) * up, bf16 [pairs, width]. Shared memory: a row.
+// Grid (token-expert pairs, pairs of panels), warps share K: silu(gate) * up, bf16 [pairs, width]. In shared memory: a
+// row.
 extern "C" __global__ void __launch_bounds__(128, 3)
 gate_up(const uint4* x, const u8* pool, const int* slots, u16* hidden, int top_k, u64 stride, u64 panel_bytes,
         u64 scale_at, int depth, int steps, int group_shift, int columns) {
@@ -261,7 +262,8 @@ def gate_up(x: Tensor, pool: Tensor, panels: Panels, stride: int, slots: Tensor,
     launch(
         kernels(x.device.index)[0], (slots.numel(), panels.panels // 2), 32 * SHARING_WARPS, _stream(x),
         x.data_ptr(), pool.data_ptr(), slots.data_ptr(), hidden.data_ptr(), np.int32(slots.shape[1]),
-        np.uint64(stride), *_matrix(panels, width), overlap=can_overlap(x.device), shared_bytes=-(-panels.padded_depth // ROW_UNITS) * ROW_UNITS * 2,
+        np.uint64(stride), *_matrix(panels, width), overlap=can_overlap(x.device),
+        shared_bytes=-(-panels.padded_depth // ROW_UNITS) * ROW_UNITS * 2,
     )  # fmt: skip
     return hidden
 
