@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from tandem import __version__
@@ -90,6 +91,17 @@ def test_errors_are_one_line(
     assert shown.startswith("error: ")
     assert says in shown
     assert len(shown.splitlines()) == 1
+
+
+def test_files_that_cannot_be_written_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"logical_count": torch.ones(1, 3, 8)}, tmp_path / "counts.pt")
+    with pytest.raises(SystemExit) as left:
+        run(["stats", str(tmp_path / "counts.pt"), "--png", str(tmp_path)])
+    shown = capsys.readouterr().err
+    assert left.value.code == 1
+    assert shown == f"error: {tmp_path}: Is a directory\n"
 
 
 @pytest.mark.parametrize("module", ["tandem.launch_server", "tandem serve", "tandem.cli serve"])

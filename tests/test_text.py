@@ -109,6 +109,11 @@ def test_a_list_of_templates_without_a_default_is_none(templates, tmp_path) -> N
         Tokenizer.load(tmp_path).apply_chat_template([])
 
 
+def test_whatever_a_template_does_is_the_request_s_error() -> None:
+    with pytest.raises(RequestError, match="division"):
+        ChatTemplate("{{ 1 // messages|length }}").render([])
+
+
 def test_special_tokens_are_skipped_or_shown() -> None:
     tokenizer = Tokenizer(byte_tokenizer())
     end = tokenizer.encode("<|end|>")[0]

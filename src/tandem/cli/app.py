@@ -50,9 +50,11 @@ def run(argv: Sequence[str] | None = None) -> None:
         fail(error, 2)
     except TandemError as error:
         fail(error, 1)
+    except OSError as error:  # a full disk, a folder that may not be written
+        fail(f"{error.filename or 'output'}: {error.strerror or error}", 1)
 
 
-def fail(error: TandemError, status: int) -> None:
+def fail(error: TandemError | str, status: int) -> None:
     """One line that names what to change, instead of a traceback."""
     print(f"error: {error}", file=sys.stderr)
     sys.exit(status)

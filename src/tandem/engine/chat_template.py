@@ -53,7 +53,7 @@ class ChatTemplate:
         """RequestError with the template's own complaint, e.g. about the order of roles."""
         try:
             return self._template.render(messages=messages, **variables)
-        except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
+        except Exception as error:  # a template may do whatever Jinja can
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", "messages"
             ) from error

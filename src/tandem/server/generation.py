@@ -144,7 +144,8 @@ class EventStream(StreamingResponse):
         frames: Callable[[list[TokenOutput]], bytes],
         last: Callable[[], bytes],
     ) -> None:
-        super().__init__(iter(()), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would collect events
+        super().__init__(iter(()), media_type="text/event-stream", headers=headers)
         self._generation = generation
         self._first = first
         self._frames = frames
