@@ -79,7 +79,8 @@ def test_engine_killed(echo: ServerProcess):
         for stream in streams:
             *_, error, done = [part for part in stream.result().text.split("\n\n") if part]
             assert done == "data: [DONE]"
-            assert "SIGKILL" in json.loads(error.removeprefix("data: "))["error"]["message"]
+            message = json.loads(error.removeprefix("data: "))["error"]["message"]
+            assert "SIGKILL: perhaps memory ran out" in message
         assert time.monotonic() - killed < 2.0
     assert echo.get("/health").status_code == 503
     refused = post(echo, "/generate", {"text": "x"})
@@ -87,6 +88,7 @@ def test_engine_killed(echo: ServerProcess):
     echo.wait_until_ready()
     assert echo.engine_pid() != pid
     assert ask(echo, "after") == "after"
+    assert "the engine is ready again" in echo.log.read_text()
     restarts = echo.info()["engine_restarts"]
     assert restarts >= 1
     assert f"tandem_engine_restarts_total {restarts:.1f}" in echo.get("/metrics").text

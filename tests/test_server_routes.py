@@ -20,6 +20,7 @@ def test_information_routes():
     async def scenario(server: LocalServer):
         get = server.client.get
         assert (await get("/health")).status_code == 200
+        assert (await server.client.head("/health")).status_code == 200
         assert (await get("/health_generate")).status_code == 200
         assert (await get("/v1/models")).json()["data"][0]["id"] == "echo"
         assert (await get("/v1/models/echo")).json()["max_model_len"] == echo_engine.CONTEXT

@@ -28,6 +28,7 @@ _RECORDER_FIELDS = ("recording", "mode", "passes", "tokens", "file")
 def routes(state: ServerState) -> APIRouter:
     router = APIRouter()
 
+    @router.head("/health", include_in_schema=False)  # what some load balancers ask
     @router.get("/health", summary="200 when the engine takes requests, else 503")
     async def health() -> Response:
         state.check_up()

@@ -179,6 +179,8 @@ class EngineSupervisor:
                     self._loaded = True
                     if self._send is not None:
                         self._client.attach(self._send)
+                    if self.restarts:
+                        log.info("the engine is ready again")
                 case StartFailed(message=text):
                     self._start_error = text
                 case _:
@@ -219,5 +221,12 @@ def _exit_reason(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):
-        return signal.Signals(-code).name
+        name = signal.Signals(-code).name
+        return f"{name}: {_LIKELY[name]}" if name in _LIKELY else name
     return f"signal {-code}"
+
+
+_LIKELY = {
+    "SIGKILL": "perhaps memory ran out, see dmesg",
+    "SIGBUS": "perhaps a file of the model was changed or cannot be read",
+}
