@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormat, StoredFormats, resolve
+from tandem.config.cuda_graphs import SMALL_GRAPH_SIZES as SMALL
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, dense_bytes
-from tandem.config.gpu_plan import SMALL_GRAPH_SIZES as SMALL
 from tandem.config.gpus import Gpu
 from tandem.config.memory import DEFAULT_FRACTION
 from tandem.errors import ConfigError

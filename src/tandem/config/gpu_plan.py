@@ -9,10 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.config.cuda_graphs import graph_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpus import Gpu
 from tandem.config.machine import Machine
-from tandem.config.memory import DEFAULT_FRACTION, LEAST_CONTEXT, MemoryRequest, gib, wanted_context
+from tandem.config.memory import (
+    DEFAULT_FRACTION,
+    LEAST_CONTEXT,
+    MemoryPlan,
+    MemoryRequest,
+    gib,
+    wanted_context,
+)
 from tandem.config.model_config import DTYPE_BYTES, STORED, ModelConfig
 from tandem.config.stored import StoredFormats
 from tandem.errors import ConfigError, GpuTooSmall
@@ -22,9 +30,6 @@ GPU_FRACTION = 0.9  # of free GPU memory
 GPU_WORKSPACE_BYTES = 2 << 30  # activations, libraries, CUDA graphs but for their logits
 KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
 DEFAULT_CONTEXT = 32768  # tokens: experts do not make room for more unless --context-length asks for it
-SMALL_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-DEFAULT_LARGEST_GRAPH = 256  # each graph keeps its logits; larger ones have to be asked for
-GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the small ones: steps between graphs
 MAX_PATIENCE_SECONDS = 30.0
 
 
@@ -47,16 +52,11 @@ class GpuPlan:
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """Bytes and tokens, and the reasons that the plan shows."""
+    """experts: (layer, expert) pairs on the GPU; memory: the GPU's, these included."""
 
-    dense_bytes: int
     experts: int
     expert_reason: str
-    budget_bytes: int
-    context_length: int
-    context_reason: str
-    kv_tokens: int
-    kv_reason: str
+    memory: MemoryPlan
 
 
 def usable_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> tuple[Gpu | None, str]:
@@ -140,35 +140,6 @@ def live_placement(config: EngineConfig, on_gpu: int, model: ModelConfig) -> tup
     return True, "--kt-enable-dynamic-expert-update"
 
 
-def graph_sizes(config: EngineConfig, running: int) -> tuple[int, ...]:
-    """Ascending, none larger than the sequences that run together."""
-    if config.disable_cuda_graph:
-        return ()
-    asked = config.cuda_graph_bs
-    largest = min(running, config.cuda_graph_max_bs or (running if asked else DEFAULT_LARGEST_GRAPH))
-    asked = asked or (*_sizes_to(largest), largest)
-    return tuple(sorted({size for size in asked if size <= largest}))
-
-
-def _sizes_to(largest: int) -> list[int]:
-    """A batch between two sizes is filled up, so the steps between them grow with the sizes."""
-    sizes = [size for size in SMALL_GRAPH_SIZES if size <= largest]
-    for end, step in GRAPH_STEPS:
-        sizes += range(sizes[-1] + step, min(end, largest) + 1, step)
-    return sizes
-
-
-def graph_reason(config: EngineConfig, running: int) -> str:
-    if config.disable_cuda_graph:
-        return "--disable-cuda-graph"
-    if running > DEFAULT_LARGEST_GRAPH and not (config.cuda_graph_max_bs or config.cuda_graph_bs):
-        return "decode steps are replayed whole; larger ones only with --cuda-graph-max-bs"
-    asked = max((config.cuda_graph_max_bs or 0, *(config.cuda_graph_bs or ())))
-    if asked > running:
-        return f"decode steps are replayed whole; no more than {running} requests run together"
-    return "decode steps are replayed whole"
-
-
 def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredFormats) -> str:
     """Why no expert can be on the GPU; "" where they can."""
     if expert_format == STORED and stored.experts.not_on_gpu:
@@ -201,7 +172,9 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     if tokens < context:
         context, context_reason = tokens, _shortened(request, context, tokens) + way_out
     _check_ram(request, asked)
-    return GpuMemory(dense, asked, expert_reason, budget, context, context_reason, tokens, kv_reason)
+    weights = dense + asked * expert_bytes(request)
+    memory = MemoryPlan(weights, budget, context, tokens, context_reason, kv_reason)
+    return GpuMemory(asked, expert_reason, memory)
 
 
 def dense_bytes(model: ModelConfig, dtype: str) -> int:

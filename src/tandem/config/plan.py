@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.config.attention_backend import attention_backend
+from tandem.config.cuda_graphs import graph_reason, graph_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpu_plan import (
     MAX_PATIENCE_SECONDS,
     GpuPlan,
     check_no_gpu_wishes,
-    expert_bytes,
     experts_kept_off,
-    graph_reason,
-    graph_sizes,
     live_placement,
     needs_gpu,
     size_gpu,
@@ -184,8 +182,6 @@ def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memo
     if sizes and m.experts < everyone and "cuda-core" in request.machine.gpu_missing:
         sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
     log.append(Decision("CUDA graphs", ", ".join(map(str, sizes)) or "off", why))
-    on_gpu = m.dense_bytes + m.experts * expert_bytes(request)
-    memory = MemoryPlan(on_gpu, m.budget_bytes, m.context_length, m.kv_tokens, m.context_reason, m.kv_reason)
     statistics = None if config.init_expert_location == "trivial" else config.init_expert_location
     kernels, origin = attention_backend(config, model.attention, request.machine)
     log.append(Decision("attention", kernels, origin))
@@ -194,7 +190,7 @@ def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memo
     live, reason = live_placement(config, m.experts, model)
     if config.kt_enable_dynamic_expert_update:
         log.append(Decision("live placement", "on" if live else "off", reason))
-    return memory, GpuPlan(
+    return m.memory, GpuPlan(
         gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels
     )
 

@@ -1,0 +1,38 @@
+"""Which batch sizes of decode steps are captured as CUDA graphs."""
+
+from __future__ import annotations
+
+from tandem.config.engine_config import EngineConfig
+
+SMALL_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+DEFAULT_LARGEST_GRAPH = 256  # each graph keeps its logits; larger ones have to be asked for
+GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the small ones: steps between graphs
+
+
+def graph_sizes(config: EngineConfig, running: int) -> tuple[int, ...]:
+    """Ascending, none larger than the sequences that run together."""
+    if config.disable_cuda_graph:
+        return ()
+    asked = config.cuda_graph_bs
+    largest = min(running, config.cuda_graph_max_bs or (running if asked else DEFAULT_LARGEST_GRAPH))
+    asked = asked or (*_sizes_to(largest), largest)
+    return tuple(sorted({size for size in asked if size <= largest}))
+
+
+def _sizes_to(largest: int) -> list[int]:
+    """A batch between two sizes is filled up, so the steps between them grow with the sizes."""
+    sizes = [size for size in SMALL_GRAPH_SIZES if size <= largest]
+    for end, step in GRAPH_STEPS:
+        sizes += range(sizes[-1] + step, min(end, largest) + 1, step)
+    return sizes
+
+
+def graph_reason(config: EngineConfig, running: int) -> str:
+    if config.disable_cuda_graph:
+        return "--disable-cuda-graph"
+    if running > DEFAULT_LARGEST_GRAPH and not (config.cuda_graph_max_bs or config.cuda_graph_bs):
+        return "decode steps are replayed whole; larger ones only with --cuda-graph-max-bs"
+    asked = max((config.cuda_graph_max_bs or 0, *(config.cuda_graph_bs or ())))
+    if asked > running:
+        return f"decode steps are replayed whole; no more than {running} requests run together"
+    return "decode steps are replayed whole"
