@@ -29,6 +29,7 @@ from tandem.convert import METHODS, Conversion, convert
 from tandem.errors import CheckpointError, ConfigError
 from tandem.formats.codes import WeightCodes
 from tandem.formats.reference import decoded, dequantised
+from tandem.kernels.cpu import PackedMatrix, WorkerPool, Workspace
 from tiny import file_tensors
 
 
@@ -95,6 +96,15 @@ def test_the_error_is_smaller_than_that_of_plain_rounding(method, fmt, group, tm
         weight = plain_tensors()[f"{module}.weight"].float()
         searched = (ours(tmp_path / "out", module) - weight).square().sum()
         assert searched < 0.95 * (dequantised(weight, fmt, group) - weight).square().sum()
+
+
+@pytest.mark.parametrize("method, fmt", [("INT4", "int4"), ("INT8", "int8")])
+def test_rounding_while_loading_gives_the_same_weights(method, fmt, tmp_path):
+    convert(Conversion(save_plain(tmp_path / "in"), tmp_path / "out", method, 32))
+    workspace = Workspace(WorkerPool([-1, -1]), "scalar")
+    for module in expert_modules():
+        loaded = PackedMatrix(workspace, plain_tensors()[f"{module}.weight"], fmt=fmt).dequantised()
+        assert torch.equal(loaded, ours(tmp_path / "out", module)), module
 
 
 def test_everything_else_is_copied_bit_by_bit(tmp_path):

@@ -153,8 +153,8 @@ class Checkpoint:
 
     def identity(self) -> str:
         """Changes whenever a file does: see `identity.py`."""
-        tensors = ((s.path.name, name, s.entries[name]) for name, s in self._shard_of.items())
-        return identity({shard.path for shard in self._shard_of.values()}, tensors)
+        shards = self._shards()
+        return identity([s.path for s in shards], ((s.path.name, s.header_digest) for s in shards))
 
     def read_ahead(self, layer: int, experts: bool | None = None) -> None:
         """Asks for the bytes of every tensor of this layer (the first number in its name). Returns at once."""
@@ -174,8 +174,7 @@ class Checkpoint:
 
     def release(self) -> None:
         """`forget` for all that was read; waits until it is done."""
-        pages = (shard.pages(name) for name, shard in self._shard_of.items())
-        self._paging.forget(pages, self)
+        self._paging.forget(self._pages_of_stored(self._shard_of), self)
         self._paging.wait()
 
     # -- reading ---
@@ -224,12 +223,21 @@ class Checkpoint:
         return layers
 
     def _pages_of(self, names: Iterable[str]) -> list[Pages]:
-        stored = [self._part(name).name for name in names]
-        return [self._shard_of[name].pages(name) for name in stored]
+        return self._pages_of_stored(self._part(name).name for name in names)
 
     def _pages(self, layer: int, experts: bool | None = None) -> list[Pages]:
-        wanted = (name for name in self._layers.get(layer, ()) if experts in (None, is_expert(name)))
-        return [self._shard_of[name].pages(name) for name in wanted]
+        names = self._layers.get(layer, ())
+        wanted = names if experts is None else [name for name in names if experts == is_expert(name)]
+        return self._pages_of_stored(wanted)
+
+    def _pages_of_stored(self, names: Iterable[str]) -> list[Pages]:
+        by_shard: dict[Shard, list[str]] = defaultdict(list)
+        for name in names:
+            by_shard[self._shard_of[name]].append(name)
+        return [pages for shard, own in by_shard.items() for pages in shard.pages(own)]
+
+    def _shards(self) -> list[Shard]:
+        return list(dict.fromkeys(self._shard_of.values()))
 
     # -- matrices ---
 

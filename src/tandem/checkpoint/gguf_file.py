@@ -80,7 +80,8 @@ class GGUFFile:
 
     def pages(self, tensor: GGUFTensor) -> Pages:
         """Where the tensor lies in memory."""
-        return Pages(self._bytes.data_ptr() + tensor.start, tensor.nbytes)
+        begin = self._bytes.data_ptr() + tensor.start
+        return begin, begin + tensor.nbytes
 
     def _read(self, header: _Header) -> None:
         tensors, pairs = header.counts()

@@ -11,34 +11,27 @@ import ctypes
 import mmap
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 _PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls do not hold the interpreter's lock, mmap.madvise does
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class Pages(NamedTuple):
-    """A range of mapped memory, in bytes."""
-
-    address: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        return self.address + self.nbytes
+Pages = tuple[int, int]
+"""Addresses [begin, end) of mapped memory. Tuples: there may be a hundred thousand."""
 
 
 def joined(ranges: Iterable[Pages]) -> list[Pages]:
     """The same bytes in as few ranges as possible; gaps below a page are filled."""
     merged: list[Pages] = []
-    for pages in sorted(ranges):
-        if merged and pages.address <= merged[-1].end + _PAGE:
-            start = merged[-1].address
-            merged[-1] = Pages(start, max(merged[-1].end, pages.end) - start)
-        else:
-            merged.append(pages)
-    return merged
+    first, last = 0, -_PAGE - 1
+    for begin, end in sorted(ranges):
+        if begin > last + _PAGE:
+            merged.append((first, last))
+            first = begin
+        last = max(last, end)
+    merged.append((first, last))
+    return merged[1:]
 
 
 class Paging:
@@ -64,6 +57,6 @@ class Paging:
 
 
 def _advise(ranges: list[Pages], advice: int, _owner: object) -> None:
-    for pages in ranges:
-        begin = pages.address // _PAGE * _PAGE
-        _libc.madvise(begin, pages.end - begin, advice)
+    for first, end in ranges:
+        begin = first // _PAGE * _PAGE
+        _libc.madvise(begin, end - begin, advice)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from tandem.errors import CheckpointError
 
-# What follows a module's name → what the tensor is. Fused 3-D tensors have no `.weight`, so theirs follow the name
-# itself. Longest first: `.weight_scale_inv` ends no name that `.weight_scale` ends.
+# What follows a module's name → what the tensor is: its whole last part or, since fused 3-D tensors have no `.weight`,
+# the end of it.
 SUFFIXES = {
     ".weight": "weight", ".weight_packed": "packed", ".qweight": "qweight",
     ".weight_scale_inv": "scale", ".weight_scale": "scale", ".scales": "scale", ".scale": "scale",
@@ -19,13 +19,12 @@ SUFFIXES = {
     "_blocks": "blocks", "_scales": "scale", "_scale_inv": "scale", "_scale": "scale", "_scale_2": "multiplier",
     "_packed": "packed", "_global_scale": "divisor", "_zero_point": "zeros",
 }  # fmt: skip
-_LONGEST_FIRST = sorted(SUFFIXES, key=len, reverse=True)
+_LONGEST_FIRST = sorted((suffix for suffix in SUFFIXES if suffix[0] == "_"), key=len, reverse=True)
 CODES = ("weight", "packed", "qweight", "blocks")
 """Roles that hold the numbers themselves; a module has one of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A tensor's header. `name` and `file` are those of the file, for messages."""
 
     name: str
@@ -47,6 +46,9 @@ def is_expert(name: str) -> bool:
 
 def part_of(name: str) -> tuple[str, str]:
     """A tensor's name → (module, role). A name without a known ending is a fused tensor: ("name", "weight")."""
+    module, dot, last = name.rpartition(".")
+    if dot + last in SUFFIXES:  # nearly all, and there may be a hundred thousand
+        return module, SUFFIXES[dot + last]
     for suffix in _LONGEST_FIRST:
         if name.endswith(suffix):
             return name.removesuffix(suffix), SUFFIXES[suffix]
@@ -67,7 +69,10 @@ def by_module(tensors: Iterable[tuple[str, Part]]) -> dict[str, dict[str, Part]]
 
 def codes_part(parts: Parts) -> Part | None:
     """The part that holds the numbers."""
-    return next((parts[role] for role in CODES if role in parts), None)
+    for role in CODES:
+        if role in parts:
+            return parts[role]
+    return None
 
 
 def one_expert(parts: Parts, experts: int | None = None) -> dict[str, Part]:
@@ -78,5 +83,5 @@ def one_expert(parts: Parts, experts: int | None = None) -> dict[str, Part]:
             raise part.wrong("is one number, but belongs to experts in one tensor: it must have one for each")
         if experts is not None and part.shape[0] != experts:
             raise part.wrong(f"has shape {part.shape}, but config.json implies {experts} experts")
-        cut[role] = replace(part, shape=part.shape[1:])
+        cut[role] = part._replace(shape=part.shape[1:])
     return cut

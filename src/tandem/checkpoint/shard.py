@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,8 +25,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor as the file's header has it; its bytes are [begin, end) of the file."""
 
     dtype: str
@@ -39,7 +39,7 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.entries = _entries(path)
+        self.entries, self.header_digest = _entries(path)
         with path.open("rb") as file:
             # A private mapping: nothing is ever written through it, but torch warns of read-only buffers.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -59,25 +59,28 @@ class Shard:
             raw = raw.clone()
         return raw.view(dtype).view(entry.shape)
 
-    def pages(self, name: str) -> Pages:
-        """Where the tensor lies in memory."""
-        entry = self.entries[name]
-        return Pages(self._bytes.data_ptr() + entry.begin, entry.end - entry.begin)
+    def pages(self, names: Iterable[str]) -> list[Pages]:
+        """Where these tensors lie in memory."""
+        entries, first = self.entries, self._bytes.data_ptr()
+        return [(first + entries[name].begin, first + entries[name].end) for name in names]
 
 
-def _entries(path: Path) -> dict[str, Entry]:
-    """The header, after the library has checked it: sizes, order, no gaps, no overlaps, nothing past the end."""
+def _entries(path: Path) -> tuple[dict[str, Entry], bytes]:
+    """The header, after the library has checked it: sizes, order, no gaps, no overlaps, nothing past the end; and its
+    digest."""
     try:
         with safe_open(str(path), framework="pt"):
             pass
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(length))
+            text = file.read(length)
+        header: dict[str, Any] = json.loads(text)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is truncated or not safetensors ({error}): copy it again") from error
     start = 8 + length
-    return {
-        name: Entry(e["dtype"], tuple(e["shape"]), *(start + offset for offset in e["data_offsets"]))
+    header.pop("__metadata__", None)
+    entries = {
+        name: Entry(e["dtype"], tuple(e["shape"]), start + e["data_offsets"][0], start + e["data_offsets"][1])
         for name, e in header.items()
-        if name != "__metadata__"
     }
+    return entries, hashlib.sha256(text).digest()

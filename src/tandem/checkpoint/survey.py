@@ -19,18 +19,27 @@ Survey = Mapping[str, tuple[Stored, int]]
 def survey(modules: Mapping[str, Parts], hints: QuantHints) -> Survey:
     """CheckpointError names the first matrix whose scales are missing or do not fit."""
     found: dict[str, tuple[Stored, int]] = {}
-    alike: dict[object, Stored] = {}  # thousands of experts have the same few forms
+    alike: dict[object, tuple[Stored, int] | None] = {}  # thousands of experts have the same few forms
     for module, parts in modules.items():
         part = codes_part(parts)
-        if part is None or not _is_matrix(part, parts):
+        if part is None:
             continue
-        form = tuple((role, p.dtype, p.shape) for role, p in parts.items())
+        form = part.name[-7:], *((role, p.dtype, p.shape) for role, p in parts.items())
         if form not in alike:
-            alike[form] = detect(_single(parts, part), hints)
-        count = part.shape[0] if _is_fused(part, parts) else 1
-        n, k = alike[form].shape
-        found[module] = alike[form], count * n * k
+            alike[form] = _surveyed(part, parts, hints)
+        one = alike[form]
+        if one is not None:
+            found[module] = one
     return found
+
+
+def _surveyed(part: Part, parts: Parts, hints: QuantHints) -> tuple[Stored, int] | None:
+    """None for what is no matrix."""
+    if not _is_matrix(part, parts):
+        return None
+    stored = detect(_single(parts, part), hints)
+    n, k = stored.shape
+    return stored, (part.shape[0] if _is_fused(part, parts) else 1) * n * k
 
 
 def _is_matrix(part: Part, parts: Parts) -> bool:
@@ -55,8 +64,14 @@ def _single(parts: Parts, part: Part) -> Parts:
 def stored_formats(matrices: Iterable[tuple[str, QuantFormat, int]]) -> StoredFormats:
     """From (module, its format, its number of weights) of every matrix; weighed by numbers of weights."""
     counts: dict[str, Counter[QuantFormat]] = defaultdict(Counter)
+    sums: dict[
+        tuple[str, int], tuple[QuantFormat, int]
+    ] = {}  # few formats, many matrices: told apart by identity first
     for module, fmt, weights in matrices:
-        counts[_kind(module)][fmt] += weights
+        which = _kind(module), id(fmt)
+        sums[which] = fmt, weights + (sums[which][1] if which in sums else 0)
+    for (kind, _), (fmt, weights) in sums.items():
+        counts[kind][fmt] += weights
     return StoredFormats(**{kind: _summed(counts[kind]) for kind in ("experts", "shared", "dense")})
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -30,6 +32,20 @@ from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
 
 
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """A checkpoint's headers are hundreds of thousands of objects, all of which stay: looking for garbage among them, as
+    Python does when many are made, took as long as making them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@without_collections()
 def load_parts(
     config: EngineConfig,
     progress: models.Progress | None = None,

@@ -157,8 +157,8 @@ class Builder:
 
     def layer_done(self, index: int) -> None:
         """Between layers: lets go of the file pages that were read, asks for those after next, reports progress."""
-        self.checkpoint.forget(index)
         if self._kept is None or not self._kept.mapped:
+            self.checkpoint.forget(index)
             self.checkpoint.read_ahead(index + 2)
         self._report(
             f"loading layer {index + 1}/{self.config.layers}", min(self._done, self._total), self._total
