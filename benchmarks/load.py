@@ -190,7 +190,7 @@ def print_profile(load: Callable[[], object], rows: int = 16) -> None:
     pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(rows)
 
 
-def load_once(model: str, cache: str | None, again: int, profile: bool) -> None:
+def load_once(model: str, cache: str | None, options: argparse.Namespace) -> None:
     """In a process of its own: loads as `kt serve` does and prints a line of JSON."""
     import gc
 
@@ -203,7 +203,7 @@ def load_once(model: str, cache: str | None, again: int, profile: bool) -> None:
         loader.Tokenizer.load = classmethod(lambda *_: None)  # type: ignore[method-assign,assignment]
     before, memory, marks = Memory.now(), Memory(), []
     memory.start()
-    keywords = {"packed_cache": cache} if cache else {}
+    keywords = {"packed_cache": cache, "kt_method": options.kt_method}
     config = EngineConfig(model=model, context_length=256, mem_fraction_static=0.99, **keywords)
     used, start = spent(), time.perf_counter()
     parts = loader.load_parts(
@@ -215,13 +215,13 @@ def load_once(model: str, cache: str | None, again: int, profile: bool) -> None:
     held = [parts]
     del parts
     final, plan, repeated = Memory.now()["RssAnon"] - before["RssAnon"], held[0].plan, []
-    for _ in range(again):
+    for _ in range(options.again):
         held.clear()
         gc.collect()
         start = time.perf_counter()
         held.append(loader.load_parts(config))
         repeated.append(time.perf_counter() - start)
-    if profile:
+    if options.profile:
         held.clear()
         gc.collect()
         print_profile(lambda: loader.load_parts(config))
@@ -240,6 +240,7 @@ def load_once(model: str, cache: str | None, again: int, profile: bool) -> None:
 def load(model: Path, cache: Path | None, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, str(model), "--once", "--again", str(options.again)]
     command += ["--profile"] if options.profile else []
+    command += ["--kt-method", options.kt_method] if options.kt_method else []
     command += ["--cache-directory", str(cache)] if cache else []
     done = subprocess.run(command, capture_output=True, text=True)
     sys.stderr.write(done.stderr)
@@ -297,6 +298,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=2, help="loads, each in a process of its own")
     parser.add_argument("--again", type=int, default=0, help="further loads in each process")
     parser.add_argument("--packed-cache", action="store_true")
+    parser.add_argument("--kt-method", help="rounds experts while loading: INT8 or INT4")
     parser.add_argument("--profile", action="store_true", help="one more load in each process, profiled")
     parser.add_argument("--json", type=Path, help="where the result is written")
     parser.add_argument("--commit", default="", help="noted in the result")
@@ -304,7 +306,7 @@ def main() -> None:
     parser.add_argument("--cache-directory", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:
-        return load_once(str(options.directory), options.cache_directory, options.again, options.profile)
+        return load_once(str(options.directory), options.cache_directory, options)
     try:
         row = measure(options.directory, options)
     finally:

@@ -34,8 +34,8 @@ from tandem.kernels.workers import planned_pool
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """A checkpoint's headers are hundreds of thousands of objects, all of which stay: looking for garbage among them, as
-    Python does when many are made, took as long as making them."""
+    """A checkpoint's headers are hundreds of thousands of objects, all of which stay: looking for garbage among them,
+    as Python does when many are made, took as long as making them."""
     enabled = gc.isenabled()
     gc.disable()
     try:
