@@ -186,7 +186,7 @@ def test_fields_that_would_change_the_answer_are_refused(path):
 def test_the_same_fields_with_values_that_change_nothing_are_taken():
     async def scenario(server: LocalServer):
         neutral = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "regex": None}
-        response = await server.post(CHAT, messages=user("x"), **neutral, echo=False, lora_path=None)
+        response = await server.post(CHAT, messages=user("x"), **neutral, echo=False, lora_path="")
         assert response.status_code == 200
 
     run(scenario)

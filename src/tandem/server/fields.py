@@ -18,22 +18,24 @@ IGNORED_HEADER = "x-tandem-ignored"
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_NAMES = 16
 
-# Fields of OpenAI, SGLang and vLLM that would change the answer, each with the values that would not (null never does).
+# Fields of OpenAI, SGLang and vLLM that would change the answer, each with the values that would not. Nor do null,
+# false and what is empty: clients send those for what they do not use.
 _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     # tools
-    "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
+    "tools": (), "functions": (), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
     # what the answer must look like
     "response_format": ({"type": "text"},), "regex": (), "ebnf": (), "json_schema": (), "structural_tag": (),
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
     # which tokens are chosen, and when to stop
-    "stop_regex": ([],), "bad_words": ([],), "allowed_token_ids": (), "use_beam_search": (False,),
-    "custom_logit_processor": (), "logits_processors": ([],), "length_penalty": (1, 1.0),
+    "stop_regex": (), "bad_words": (), "allowed_token_ids": (), "use_beam_search": (), "custom_logit_processor": (),
+    "logits_processors": (), "include_stop_str_in_output": (),
     # another prompt, other weights, another kind of answer
-    "suffix": ("",), "echo": (False,), "chat_template": (), "documents": ([],), "add_generation_prompt": (True,),
-    "continue_final_message": (False,), "truncate_prompt_tokens": (), "input_embeds": (), "image_data": (),
-    "video_data": (), "audio_data": (), "modalities": (["text"],), "audio": (), "lora_path": (), "lora_request": (),
-    "session_params": (), "return_hidden_states": (False,), "prompt_logprobs": (),
+    "suffix": (), "echo": (), "chat_template": (), "documents": (), "continue_final_message": (),
+    "truncate_prompt_tokens": (-1,), "input_embeds": (), "image_data": (), "video_data": (), "audio_data": (),
+    "modalities": (["text"],), "audio": (), "lora_path": (), "lora_request": (), "session_params": (),
+    "return_hidden_states": (), "prompt_logprobs": (),
 }  # fmt: skip
+_EMPTY = (None, False, "", [])
 # Of `sampling_params`: they change nothing here.
 _HARMLESS = {"spaces_between_special_tokens", "stream_interval", "custom_params"}
 
@@ -77,7 +79,7 @@ def _known(kind: type[msgspec.Struct]) -> set[str]:
 def _unknown(given: Mapping[str, msgspec.Raw], known: set[str], prefix: str) -> list[str]:
     names = [name for name in given if name not in known]
     for name in names:
-        if name in _UNAVAILABLE and msgspec.json.decode(given[name]) not in (None, *_UNAVAILABLE[name]):
+        if name in _UNAVAILABLE and msgspec.json.decode(given[name]) not in (*_EMPTY, *_UNAVAILABLE[name]):
             raise not_available(prefix + name)
     return [prefix + name for name in names]
 
