@@ -35,7 +35,7 @@ _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],), "audio": (), "lora_path": (), "lora_request": (), "session_params": (),
     "return_hidden_states": (), "prompt_logprobs": (),
 }  # fmt: skip
-_EMPTY = (None, False, "", [])
+_EMPTY: tuple[Any, ...] = (None, False, "", [])
 # Of `sampling_params`: they change nothing here.
 _HARMLESS = {"spaces_between_special_tokens", "stream_interval", "custom_params"}
 
