@@ -3,9 +3,9 @@
     PYTHONPATH=src python benchmarks/attention.py --json attention.json
     PYTHONPATH=src python benchmarks/attention.py --backend triton --batch 1 --context 1024
 
-Decode: a CUDA graph of many calls; each has pages of its own, scattered over the pool, and all of them together are
-several times as large as an L2 cache. GB/s counts the keys and values that a call must read, its share is of what a
-copy inside the GPU memory moves (bytes read and written) in the same run. Prefill: whole prompts, and the last 512
+Decode: a CUDA graph of many layers; each has keys and values of its own, in scattered pages, and all of them together
+are several times as large as an L2 cache. GB/s counts the keys and values that a layer must read, its share is of what
+a copy inside the GPU memory moves (bytes read and written) in the same run. Prefill: whole prompts, and the last 512
 tokens of a long one; only keys that a token sees count as work. Backends that cannot run here are named and left out.
 """
 
@@ -16,8 +16,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ from torch import Tensor
 from tandem.cli.bench_kernels import commit
 from tandem.errors import TandemError
 from tandem.kernels.gpu.attention_backends import Attention, attention_of
+from tandem.kernels.gpu.attention_flashinfer import AttentionShape
 from tandem.models.batch import ForwardBatch
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 4, 128, 48
-PAGES = {"triton": 16, "torch": 256}  # tokens per page
+PAGES = {"triton": 16, "torch": 256, "flashinfer": 16}  # tokens per page
 TOKEN_BYTES = 2 * KV_HEADS * DIM * 2  # keys and values of a layer, bfloat16
 COLD_BYTES = 256 << 20  # a GPU's L2 cache holds 50 to 126 MB
-COPIES = 10
+COPIES, REPLAYS = 10, 7
 GRAPH_BYTES = 16 << 30  # read by one replay, at most
 PREFILLS = ((512, 512), (4096, 4096), (512, 32768))  # new tokens, tokens in all
 DEVICE = torch.device("cuda")
@@ -41,44 +42,46 @@ DEVICE = torch.device("cuda")
 
 @dataclass(frozen=True)
 class Pool:
-    """Keys and values of one layer's size or more: pages are handed out at random."""
+    """Keys and values of many layers, or of one long step."""
 
     k: Tensor
     v: Tensor
 
-    def paged(self, page: int) -> tuple[Tensor, Tensor]:
-        shape = (-1, page, KV_HEADS, DIM)
-        return self.k.view(shape), self.v.view(shape)
-
-    def tables(self, page: int, calls: int, batch: int, context: int) -> Iterator[Tensor]:
-        """Of each call; calls have no page in common until the pool is used up."""
-        total, width = len(self.k) // page, -(-context // page)
-        apart = max(1, min(calls, total // (batch * width)))
-        pages = torch.randperm(total, device=DEVICE)[: apart * batch * width].int()
-        made = pages.view(apart, batch, width)
-        return (made[i % apart] for i in range(calls))
+    def layers(self, page: int, count: int, tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """Pages of `count` layers; they have none in common until the pool is used up."""
+        each = -(-tokens // page) * page
+        apart = len(self.k) // each
+        starts = [i % apart * each for i in range(count)]
+        return [
+            tuple(t[at : at + each].view(-1, page, KV_HEADS, DIM) for t in (self.k, self.v)) for at in starts
+        ]
 
 
-def batch_of(tables: Tensor, context: int, new: int) -> ForwardBatch:
-    """Sequences of `context` tokens, the last `new` of which are this step's."""
-    count = len(tables)
+def batch_of(page: int, count: int, context: int, new: int) -> ForwardBatch:
+    """Sequences of `context` tokens, the last `new` of which are this step's, in scattered pages."""
+    width = -(-context // page)
+    tables = torch.randperm(count * width, device=DEVICE).view(count, width).int()
     positions = torch.arange(context - new, context, device=DEVICE).repeat(count)
     starts = torch.arange(count + 1, dtype=torch.int32, device=DEVICE) * new
     lens = torch.full((count,), context, dtype=torch.int32, device=DEVICE)
     return ForwardBatch(positions, positions, positions, starts, lens, tables, positions[:1])
 
 
-def microseconds(calls: list[Callable[[], object]], replays: int = 7) -> float:
-    """Of one call: the median over replays of one CUDA graph of all of them."""
-    for call in calls[:2]:
-        call()
+def attended(
+    backend: Attention, q: Tensor, layers: list[tuple[Tensor, Tensor]], batch: ForwardBatch
+) -> float:
+    """Microseconds of one layer: the median over replays of a CUDA graph of all of them."""
+    on_cpu = {name: getattr(batch, name).cpu() for name in ("query_starts", "seq_lens", "block_tables")}
+    backend.begin(replace(batch, **on_cpu), len(q) == len(batch.seq_lens))
+    for pages in layers[:2]:
+        backend(q, *pages, batch, DIM**-0.5, 0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+        for pages in layers:
+            backend(q, *pages, batch, DIM**-0.5, 0)
     graph.replay()
-    return statistics.median(_replayed(graph) for _ in range(replays)) * 1e3 / len(calls)
+    return statistics.median(_replayed(graph) for _ in range(REPLAYS)) * 1e3 / len(layers)
 
 
 def _replayed(graph: torch.cuda.CUDAGraph) -> float:
@@ -108,24 +111,27 @@ def copy_rate(pool: Pool) -> float:
 def decode(backend: Attention, pool: Pool, page: int, batch: int, context: int) -> dict[str, Any]:
     read = batch * context * TOKEN_BYTES
     count = max(2, min(LAYERS, GRAPH_BYTES // read), min(4 * LAYERS, COLD_BYTES // read))
-    q, pages = torch.randn(batch, HEADS, DIM, device=DEVICE).bfloat16(), pool.paged(page)
-    batches = [batch_of(tables, context, 1) for tables in pool.tables(page, count, batch, context)]
-    us = microseconds([lambda b=b: backend(q, *pages, b, DIM**-0.5, 0) for b in batches])  # type: ignore[misc]
+    q, layers = queries(batch), pool.layers(page, count, batch * (-(-context // page) * page))
+    us = attended(backend, q, layers, batch_of(page, batch, context, 1))
     return {"us": round(us, 2), "calls": count, "gb_s": round(read / us / 1e3, 1)}
 
 
 def prefill(backend: Attention, pool: Pool, page: int, new: int, context: int) -> dict[str, Any]:
-    q, pages = torch.randn(new, HEADS, DIM, device=DEVICE).bfloat16(), pool.paged(page)
-    batch = batch_of(next(pool.tables(page, 1, 1, context)), context, new)
-    us = microseconds([lambda: backend(q, *pages, batch, DIM**-0.5, 0)] * 4)
+    us = attended(backend, queries(new), pool.layers(page, 4, context), batch_of(page, 1, context, new))
     seen = new * (context - new) + new * (new + 1) / 2
     return {"us": round(us, 1), "tflops": round(4 * HEADS * DIM * seen / us / 1e6, 1)}
+
+
+def queries(rows: int) -> Tensor:
+    return torch.randn(rows, HEADS, DIM, device=DEVICE).bfloat16()
 
 
 def measure(
     name: str, pool: Pool, rate: float, batches: list[int], contexts: list[int]
 ) -> Iterator[dict[str, Any]]:
-    backend, page = attention_of(name), PAGES[name]
+    page = PAGES[name]
+    shape = AttentionShape(HEADS, KV_HEADS, DIM, DIM**-0.5, 0, page, -(-max(contexts) // page))
+    backend = attention_of(name, shape, DEVICE)
     about = {"bench": "attention", "backend": name, "page_size": page}
     for batch in batches:
         for context in contexts:
@@ -150,7 +156,8 @@ def main() -> None:
         sys.exit("an NVIDIA GPU is needed")
     batches, contexts = options.batch or [1, 8, 32], options.context or [1024, 8192, 32768, 131072]
     torch.manual_seed(0)
-    tokens = max(COLD_BYTES // TOKEN_BYTES, max(batches) * max(contexts), PREFILLS[-1][1])
+    longest = [max(batches) * max(contexts), PREFILLS[-1][1], COLD_BYTES // TOKEN_BYTES]
+    tokens = -(-max(longest) // max(PAGES.values())) * max(PAGES.values())
     k = torch.empty(tokens, KV_HEADS, DIM, dtype=torch.bfloat16, device=DEVICE).normal_()
     pool = Pool(k, torch.empty_like(k).normal_())
     rate, rows = copy_rate(pool), []

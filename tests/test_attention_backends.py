@@ -1,12 +1,14 @@
-"""Which attention kernels are chosen, what is said where they cannot run, and PyTorch's over our pages.
+"""Which attention kernels are chosen, what is said where they cannot run; PyTorch's and FlashInfer's over our pages.
 
-PyTorch's function runs on GPUs only; elsewhere a stand-in computes what its documentation says, in float64, and
-PyTorch's own shape function (for tensors without memory) checks how it is called.
+Both run on GPUs only; elsewhere stand-ins compute what their documentation says, in float64, and PyTorch's own shape
+function (for tensors without memory) checks how it is called.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import sys
 from dataclasses import fields, replace
 from typing import Any
 
@@ -17,8 +19,9 @@ from torch.nn.attention import varlen
 
 from gpu import DEVICE
 from tandem.config.attention_backend import release
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, KernelError
 from tandem.kernels.gpu.attention_backends import attention_of
+from tandem.kernels.gpu.attention_flashinfer import AttentionShape, FlashInferAttention
 from tandem.kernels.gpu.attention_torch import TorchAttention
 from tandem.kernels.reference import TorchOps
 from test_gpu_plan import with_gpu
@@ -61,7 +64,28 @@ def test_heads_that_pytorchs_kernels_do_not_have() -> None:
         plan(replace(with_gpu(), torch="2.14.0"), model, attention_backend="torch", page_size=256)
 
 
-@pytest.mark.parametrize("asked", ["triton", "torch"])
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        ("", r"which is not installed; pip install 'flashinfer-python>=0\.5'"),
+        ("0.2.5", r"this is 0\.2\.5; pip"),
+    ],
+)
+def test_a_missing_flashinfer_is_named(version: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan(replace(with_gpu(), flashinfer=version), attention_backend="flashinfer")
+
+
+def test_flashinfer_is_taken_when_asked_for() -> None:
+    there = replace(with_gpu(), flashinfer="0.6.0")
+    p = plan(there, attention_backend="flashinfer")
+    assert p.gpu is not None and p.gpu.attention == "flashinfer"
+    for wrong in (replace(ATTENTION, head_dim=48), replace(ATTENTION, windows=(0, 128) * 15)):
+        with pytest.raises(ConfigError, match="take --attention-backend triton"):
+            plan(there, replace(MODEL, attention=wrong), attention_backend="flashinfer")
+
+
+@pytest.mark.parametrize("asked", ["triton", "torch", "flashinfer"])
 def test_a_cpu_has_kernels_of_its_own(asked: str) -> None:
     with pytest.raises(ConfigError, match=f"--attention-backend {asked} needs a GPU, but .*; leave it out"):
         plan(machine(), attention_backend=asked)
@@ -86,6 +110,12 @@ def test_a_pytorch_without_pages_says_what_to_install(monkeypatch: pytest.Monkey
         attention_of("torch")
     with pytest.raises(ConfigError, match="unknown attention backend 'other'"):
         attention_of("other")
+
+
+def test_a_flashinfer_that_cannot_be_imported_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(ConfigError, match="--attention-backend flashinfer: .*pip install flashinfer-python"):
+        attention_of("flashinfer", SHAPE, torch.device("cpu"))
 
 
 def paged(spans: list[tuple[int, int]], single: int) -> tuple[Batch, int]:
@@ -157,6 +187,84 @@ def test_pytorchs_function_takes_these_arguments() -> None:
     assert TorchAttention()(q, k, k, replace(batch, **there), 0.1, 40).shape == (len(q), 8 * 64)
 
 
+class Paged:
+    """FlashInfer's wrapper for chunks, after its documentation: plans in CPU memory, or in the buffers of a graph."""
+
+    def __init__(
+        self,
+        workspace: Tensor,
+        layout: str,
+        use_cuda_graph: bool = False,
+        backend: str = "auto",
+        **kept: Tensor,
+    ) -> None:
+        assert layout == "NHD" and len(kept) == (4 if use_cuda_graph else 0)
+        self.kept, self.plans = kept, 0
+
+    def plan(
+        self, starts: Tensor, first: Tensor, pages: Tensor, last: Tensor, *shape: int, **options: Any
+    ) -> None:
+        self.plans += 1
+        assert all(t.dtype is torch.int32 and t.device.type == "cpu" for t in (starts, first, pages, last))
+        assert shape == (SHAPE.heads, SHAPE.kv_heads, SHAPE.head_dim, SHAPE.page_size) and options["causal"]
+        assert len(pages) == first[-1] and len(last) == len(first) - 1
+        self.options = options
+        self.arrays = [starts, first, pages, last]
+        if self.kept:
+            assert starts.diff().eq(1).all(), "a graph has one row of each sequence"
+            for buffer, values in zip(self.kept.values(), self.arrays, strict=True):
+                buffer[: len(values)] = values
+            self.arrays = list(self.kept.values())
+
+    def run(self, q: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
+        starts, first, indices, last = self.arrays
+        lens = (first.diff() - 1) * SHAPE.page_size + last
+        tables = torch.zeros(len(lens), int(first.diff().max()), dtype=torch.int32)
+        for s in range(len(lens)):
+            tables[s, : first[s + 1] - first[s]] = indices[first[s] : first[s + 1]]
+        positions = torch.cat(
+            [torch.arange(n - rows, n) for n, rows in zip(lens, starts.diff(), strict=True)]
+        )
+        batch = Batch(positions, positions, starts, lens, tables)
+        assert self.options["window_left"] == SHAPE.window - 1
+        return TorchOps().attention(q, *pages, batch, self.options["sm_scale"], SHAPE.window).view(q.shape)
+
+
+SHAPE = AttentionShape(heads=6, kv_heads=2, head_dim=16, scale=0.25, window=40, page_size=PAGE, pages=3)
+
+
+@pytest.mark.parametrize(("spans", "single"), SPANS)
+def test_flashinfer_plans_before_a_step(spans: list[tuple[int, int]], single: int) -> None:
+    torch.manual_seed(0)
+    batch, pages = paged(spans, single)
+    k, v = torch.randn(2, pages, PAGE, 2, 16).unbind()
+    q = torch.randn(len(batch.positions), 6, 16)
+    attend = FlashInferAttention(SHAPE, torch.device("cpu"), Paged)
+    attend.begin(batch, False)
+    assert torch.equal(attend(q, k, v, batch, 0.25, 40), TorchOps().attention(q, k, v, batch, 0.25, 40))
+    with pytest.raises(KernelError, match="not 0.25, 0"):
+        attend(q, k, v, batch, 0.25, 0)
+
+
+def test_a_graphs_plan_is_made_anew_in_the_same_memory() -> None:
+    torch.manual_seed(0)
+    made: list[Paged] = []
+
+    def wrapper(*arguments: Any, **options: Any) -> Paged:
+        made.append(Paged(*arguments, **options))
+        return made[-1]
+
+    attend = FlashInferAttention(SHAPE, torch.device("cpu"), wrapper)
+    for lens in ((1, 1, 1), (600, 3, 257), (2, 768, 5)):
+        batch, pages = paged([(n - 1, n) for n in lens], 3)
+        k, v = torch.randn(2, pages, PAGE, 2, 16).unbind()
+        q = torch.randn(3, 6, 16)
+        attend.begin(batch, True)
+        assert torch.equal(attend(q, k, v, batch, 0.25, 40), TorchOps().attention(q, k, v, batch, 0.25, 40))
+    attend.begin(paged([(4, 5)], 1)[0], True)
+    assert [each.plans for each in made] == [0, 3, 1]  # outside graphs, of three rows, of one
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not READS_PAGES or not torch.cuda.is_available(), reason="no NVIDIA GPU, or PyTorch before 2.13"
@@ -173,3 +281,23 @@ def test_pytorchs_kernels(spans: list[tuple[int, int]], single: int, window: int
     expected = TorchOps().attention(q.double(), k.double(), v.double(), batch, 0.125, window)
     # weights are rounded to bfloat16 and sum to 1 over values of size 1; so is the result
     torch.testing.assert_close(got.cpu().double(), expected, rtol=2.0**-6, atol=2.0**-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    importlib.util.find_spec("flashinfer") is None or not torch.cuda.is_available(),
+    reason="no NVIDIA GPU, or FlashInfer is not installed",
+)
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize(("spans", "single"), SPANS)
+def test_flashinfers_kernels(spans: list[tuple[int, int]], single: int, window: int) -> None:
+    torch.manual_seed(0)
+    batch, pages = paged(spans, single)
+    k, v = torch.randn(2, pages, PAGE, 2, 64).to(torch.bfloat16).unbind()
+    q = torch.randn(len(batch.positions), 8, 64).to(torch.bfloat16)
+    attend = attention_of("flashinfer", AttentionShape(8, 2, 64, 0.125, window, PAGE, 3), DEVICE)
+    expected = TorchOps().attention(q.double(), k.double(), v.double(), batch, 0.125, window)
+    for captured in [False, True] if len(q) == len(spans) else [False]:
+        attend.begin(batch, captured)
+        got = attend(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), batch, 0.125, window)
+        torch.testing.assert_close(got.cpu().double(), expected, rtol=2.0**-6, atol=2.0**-7)  # as above

@@ -99,3 +99,22 @@ def test_a_gpu_that_does_not_ends_the_engine(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
     with pytest.raises(EngineError, match="the GPU stopped working: CUDA error: an illegal"):
         runner_on("cuda").after_failure()
+
+
+def test_what_is_planned_outside_graphs_knows_the_steps_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph's rows, copies included, before it is replayed; a step's own where there is no graph."""
+    begun: list[tuple[list[int], bool]] = []
+    runner, inputs = runner_on("cpu"), _Inputs(SIZE, PAGES, torch.device("cpu"))
+    runner._begin_step = lambda batch, captured: begun.append((batch.seq_lens.tolist(), captured))
+    replayed = SimpleNamespace(replay=lambda: begun.append(([], True)))
+    runner._graphs = {
+        SIZE: cast(Any, SimpleNamespace(inputs=inputs, graph=replayed, posts=0, logits=[], best=[]))
+    }
+    runner._handoff = cast(Any, SimpleNamespace(serve=lambda posts: None))
+    monkeypatch.setattr(runner, "_done", lambda *result: None)
+    monkeypatch.setattr(runner, "_forward", lambda batch, counted: torch.zeros(1, 4))
+    runner.logits(batch(4, 2, 7))
+    assert begun == [([108, 109, 110, 111, 111, 111], True), ([], True)]
+    begun.clear()
+    runner.logits(batch(7, 2, 0))
+    assert begun == [(list(range(101, 108)), False)]

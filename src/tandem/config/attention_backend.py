@@ -13,13 +13,17 @@ FLAG = "--attention-backend"
 TORCH_LEAST = (2, 13)  # whose torch.nn.attention.varlen reads pages through a block table
 TORCH_PAGE = 256  # tokens: a page must be a multiple of this many (PyTorch's flash_api.cpp)
 TORCH_LARGEST_HEAD = 256
+FLASHINFER_LEAST = (0, 5)
+FLASHINFER_HEADS = (64, 128, 256)
 
 
 def attention_backend(config: EngineConfig, attention: AttentionConfig, machine: Machine) -> tuple[str, str]:
-    """ "triton" or "torch", and why. Raises ConfigError when what was asked for cannot run."""
+    """The backend's name, and why. Raises ConfigError when what was asked for cannot run."""
     asked = "torch" if config.attention_backend == "torch_native" else config.attention_backend
     if asked == "torch":
         _check_torch(config, attention, machine.torch)
+    if asked == "flashinfer":
+        _check_flashinfer(attention, machine.flashinfer)
     if asked == "auto":
         return "triton", "Tandem's own kernels; any page size"
     return asked, FLAG
@@ -41,6 +45,23 @@ def _check_torch(config: EngineConfig, attention: AttentionConfig, version: str)
         raise ConfigError(
             f"{FLAG} torch needs heads of a multiple of 8 and at most {TORCH_LARGEST_HEAD} channels, not "
             f"{attention.head_dim}; take {FLAG} triton"
+        )
+
+
+def _check_flashinfer(attention: AttentionConfig, version: str) -> None:
+    if release(version) < FLASHINFER_LEAST:
+        least = ".".join(map(str, FLASHINFER_LEAST))
+        state = f"this is {version}" if version else "which is not installed"
+        raise ConfigError(
+            f"{FLAG} flashinfer needs the package flashinfer-python {least} or newer, {state}; pip install "
+            f"'flashinfer-python>={least}' (its kernels are compiled at the first start, which takes nvcc and ninja), "
+            f"or take {FLAG} triton"
+        )
+    windows = sorted(set(attention.windows))
+    if attention.head_dim not in FLASHINFER_HEADS or len(windows) > 1:
+        raise ConfigError(
+            f"{FLAG} flashinfer needs heads of {' or '.join(map(str, FLASHINFER_HEADS))} channels and one window for "
+            f"all layers; this model has heads of {attention.head_dim} and windows of {windows}; take {FLAG} triton"
         )
 
 

@@ -115,7 +115,7 @@ class EngineConfig:
     )
     attention_backend: str = flag(
         "auto", "Attention kernels on a GPU; torch needs pages of 256 tokens.", group=MEMORY,
-        choices=["auto", "triton", "torch", "torch_native"],
+        choices=["auto", "triton", "torch", "torch_native", "flashinfer"],
     )  # fmt: skip
 
     # --- CPU experts

@@ -37,7 +37,8 @@ MAX_PATIENCE_SECONDS = 30.0
 class GpuPlan:
     """experts: (layer, expert) pairs on the GPU; graph_sizes: batch sizes of CUDA graphs, () for none; statistics: file
     of activation counts; patience_seconds: how long a kernel waits for the CPU's experts; live: experts move while
-    serving; uuid: of the GPU, "" for any; attention: whose kernels compute it, "triton" or "torch"."""
+    serving; uuid: of the GPU, "" for any; attention: whose kernels compute it, "triton", "torch"
+    or "flashinfer"."""
 
     name: str
     experts: int

@@ -48,6 +48,7 @@ class Machine:
     no_gpu: str = "no GPU was found"  # why, where there are none
     gpu_missing: tuple[str, ...] = ()  # packages that a GPU needs and that are not installed
     torch: str = ""  # its version; "": not known
+    flashinfer: str = ""  # its version; "": not installed
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -108,6 +109,7 @@ class Machine:
             no_gpu=no_gpu,
             gpu_missing=_missing_gpu_packages(),
             torch=_version("torch") or "",
+            flashinfer=_version("flashinfer-python") or "",
         )
 
 

@@ -57,6 +57,7 @@ def _runner(parts: EngineParts, layers: list[tuple[Tensor, Tensor]]) -> ModelRun
     return GpuRunner(
         parts.model, layers, parts.handoff, graphs,
         page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=parts.usage, live=parts.live,
+        begin_step=parts.begin_step,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from tandem.experts.handoff import Handoff
 from tandem.experts.live_experts import LiveExperts
 from tandem.experts.usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
+
+BeginStep = Callable[[ForwardBatch, bool], None]
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ class _Inputs:
         )
         self._host[1][:size] = 1  # lengths
         self._there = self._host[0].to(device, copy=True), self._host[1].to(device, copy=True)
-        self.batch, self._image = self._views(*self._there), self._views(*self._host)
+        self.batch, self.image = self._views(*self._there), self._views(*self._host)
         self.counted = self._there[1][-1:]  # rows that are not copies
 
     def _views(self, wide: Tensor, narrow: Tensor) -> ForwardBatch:
@@ -62,7 +65,7 @@ class _Inputs:
 
     def fill(self, source: ForwardBatch) -> None:
         """The last row fills what is left over."""
-        rows, image, width = len(source.seq_lens), self._image, source.block_tables.shape[1]
+        rows, image, width = len(source.seq_lens), self.image, source.block_tables.shape[1]
         for name in ("input_ids", "positions", "cache_slots", "seq_lens"):
             to, values = getattr(image, name), getattr(source, name)
             to[:rows] = values
@@ -72,6 +75,10 @@ class _Inputs:
         self._host[1][-1] = rows
         for there, here in zip(self._there, self._host, strict=True):
             there.copy_(here, non_blocking=True)  # the step ends with a wait, so the image is free again
+
+
+def _nothing(batch: ForwardBatch, captured: bool) -> None:
+    """Where no backend plans its steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +107,11 @@ class GpuRunner:
         max_step_tokens: int,
         usage: ExpertUsage | None = None,
         live: LiveExperts | None = None,
+        begin_step: BeginStep | None = None,
     ) -> None:
+        """begin_step: called before the layers of a step run, and before a graph is captured (True) or replayed."""
         self._model, self._layers, self._handoff, self._plan = model, layers, handoff, graphs
-        self._usage, self._live = usage, live
+        self._usage, self._live, self._begin_step = usage, live, begin_step or _nothing
         self._arrays = BatchArrays(page_size, max_step_tokens)
         self._device = handoff.device
         self._graphs: dict[int, _Graph] = {}
@@ -129,9 +138,11 @@ class GpuRunner:
     def logits(self, batch: ForwardBatch) -> DeviceLogits:
         graph, rows = self._graph_of(batch), len(batch.seq_lens)
         if graph is None:
+            self._begin_step(batch, False)
             logits = self._forward(self._moved(batch), len(batch.input_ids))
             return self._done(logits, best_of(logits), len(batch.input_ids))
         graph.inputs.fill(batch)
+        self._begin_step(graph.inputs.image, True)
         graph.graph.replay()
         self._handoff.serve(graph.posts)
         return self._done(graph.logits[:rows], graph.best[:rows], rows)
@@ -182,6 +193,7 @@ class GpuRunner:
 
     def _captured(self, size: int, pool: Any) -> _Graph:
         inputs = _Inputs(size, self._plan.pages, self._device)
+        self._begin_step(inputs.image, True)
         for _ in range(self._plan.warm_ups):
             self._forward(inputs.batch, inputs.counted)
         torch.cuda.synchronize(self._device)

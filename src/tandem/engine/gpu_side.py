@@ -18,6 +18,7 @@ from tandem.experts.live_policy import LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu.attention_backends import attention_of
+from tandem.kernels.gpu.attention_flashinfer import AttentionShape
 from tandem.kernels.gpu.ops import GpuOps
 
 
@@ -36,10 +37,18 @@ def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
     assert plan.gpu is not None
     device = planned_device(plan.gpu)
     placement = expert_placement(plan.gpu, model)
-    ops = GpuOps(device, cpu, attention_of(plan.gpu.attention))
+    ops = GpuOps(device, cpu, attention_of(plan.gpu.attention, attention_shape(plan, model), device))
     handoff = Handoff(handoff_sizes(plan, model), device, plan.gpu.patience_seconds)
     store = HybridStore(ops, placement, handoff, model.hidden, plan.gpu.live)
     return GpuSide(ops, store, handoff, placement)
+
+
+def attention_shape(plan: Plan, model: ModelConfig) -> AttentionShape:
+    """Of the first layer; a backend that needs one for all layers is refused where they differ."""
+    a, pages = model.attention, -(-plan.context_length // plan.page_size)
+    return AttentionShape(
+        a.heads, a.kv_heads, a.head_dim, a.softmax_scale, a.windows[0], plan.page_size, pages
+    )
 
 
 def live_experts(plan: Plan, side: GpuSide, usage: Usage | None) -> LiveExperts | None:

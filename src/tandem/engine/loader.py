@@ -83,7 +83,9 @@ def load_parts(
     model = models.build(model_config, plan, checkpoint, gpu.ops, progress, gpu.store, usage=usage)
     recorder = expert_recorder(config, model_config, usage)
     live = live_experts(plan, gpu, usage)
-    return EngineParts(plan, model_config, model, tokenizer, workers, usage, recorder, live, gpu.handoff)
+    return EngineParts(
+        plan, model_config, model, tokenizer, workers, usage, recorder, live, gpu.handoff, gpu.ops.begin_step
+    )
 
 
 def packed_cache(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.config import ModelConfig, Plan
+from tandem.engine.gpu_runner import BeginStep
 from tandem.engine.runner import KVModel
 from tandem.engine.tokenizer import Tokenizer
 from tandem.experts.handoff import Handoff
@@ -27,3 +28,4 @@ class EngineParts:
     recorder: ExpertRecorder | None = None  # of `usage`
     live: LiveExperts | None = None  # moves experts between steps; None: they stay where they are
     handoff: Handoff | None = None  # between a GPU and the experts in CPU memory; None: no GPU
+    begin_step: BeginStep | None = None  # on a GPU: what its operations prepare outside CUDA graphs

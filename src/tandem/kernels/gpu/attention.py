@@ -13,16 +13,22 @@ from tandem.kernels.gpu.attention_prefill import prefill
 from tandem.kernels.ops import BatchLayout
 
 
-def attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: BatchLayout, scale: float, window: int
-) -> Tensor:
-    """Any mixture of chunks: q [T, H, D] -> [T, H * D]. The first sequences with one row each are decoded: a tile of
-    queries would walk all keys of such a row alone."""
-    rows, sequences = q.shape[0], batch.seq_lens.shape[0]
-    single = sequences if rows == sequences else batch.single_rows
-    out = q.new_empty((rows, q.shape[1] * q.shape[2]))
-    if single:
-        decode(q, (k_pages, v_pages), batch, scale, window, single, out)
-    if single < sequences:
-        prefill(q, (k_pages, v_pages), batch, scale, window, single, out)
-    return out
+class TritonAttention:
+    """Tandem's own kernels."""
+
+    def begin(self, batch: BatchLayout, captured: bool) -> None:
+        """Nothing is planned."""
+
+    def __call__(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: BatchLayout, scale: float, window: int
+    ) -> Tensor:
+        """Any mixture of chunks: q [T, H, D] -> [T, H * D]. The first sequences with one row each are decoded: a tile
+        of queries would walk all keys of such a row alone."""
+        rows, sequences = q.shape[0], batch.seq_lens.shape[0]
+        single = sequences if rows == sequences else batch.single_rows
+        out = q.new_empty((rows, q.shape[1] * q.shape[2]))
+        if single:
+            decode(q, (k_pages, v_pages), batch, scale, window, single, out)
+        if single < sequences:
+            prefill(q, (k_pages, v_pages), batch, scale, window, single, out)
+        return out

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError
+from tandem.kernels.gpu.attention_flashinfer import AttentionShape, FlashInferAttention
+from tandem.kernels.gpu.attention_torch import TorchAttention
 from tandem.kernels.ops import BatchLayout
 
 
 class Attention(Protocol):
     """Attention over paged keys and values, as `Ops.attention`."""
+
+    def begin(self, batch: BatchLayout, captured: bool) -> None:
+        """Before a step's layers run; captured: before a CUDA graph of so many rows is captured or replayed. The batch
+        is the step's, in CPU memory."""
+        ...
 
     def __call__(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: BatchLayout, scale: float, window: int
@@ -21,14 +29,16 @@ class Attention(Protocol):
         ...
 
 
-def attention_of(name: str) -> Attention:
-    """Raises ConfigError when the backend's package cannot be used."""
-    if name == "triton":
-        from tandem.kernels.gpu.attention import attention
+def attention_of(
+    name: str, shape: AttentionShape | None = None, device: torch.device | None = None
+) -> Attention:
+    """shape and device: for those that plan. Raises ConfigError when the backend's package cannot be used."""
+    if name == "triton":  # imported where it is used: Triton may be missing
+        from tandem.kernels.gpu.attention import TritonAttention
 
-        return attention
+        return TritonAttention()
     if name == "torch":
-        from tandem.kernels.gpu.attention_torch import TorchAttention
-
         return TorchAttention()
-    raise ConfigError(f"unknown attention backend {name!r}; triton and torch exist")
+    if name == "flashinfer" and shape is not None and device is not None:
+        return FlashInferAttention(shape, device)
+    raise ConfigError(f"unknown attention backend {name!r}; triton, torch and flashinfer exist")

@@ -28,6 +28,9 @@ class TorchAttention:
         """Raises ConfigError where PyTorch's function is missing or reads no pages."""
         self._attend = attend or _varlen_attn()
 
+    def begin(self, batch: BatchLayout, captured: bool) -> None:
+        """Nothing is planned."""
+
     def __call__(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: BatchLayout, scale: float, window: int
     ) -> Tensor:

@@ -45,6 +45,10 @@ class GpuOps:
         self.device, self.cpu = device, cpu
         self._attention = attention or attention_of("triton")
 
+    def begin_step(self, batch: BatchLayout, captured: bool) -> None:
+        """As `Attention.begin`."""
+        self._attention.begin(batch, captured)
+
     def resident(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
 
