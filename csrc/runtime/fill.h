@@ -33,7 +33,7 @@ void fill_known(WorkerPool& pool, const std::vector<NewMemory>& memory, const Fi
 // The same of memory that is new. One entry per node.
 template <class FirstFrom, class Fill>
 void fill_new(WorkerPool& pool, const std::vector<NewMemory>& memory, const FirstFrom& first_from, const Fill& fill) {
-  constexpr int64_t kPartsPerWorker = 8;  // fewer cannot be shared out evenly: then pieces are given out one by one
+  constexpr int64_t kPartsPerWorker = 4;  // fewer cannot be shared out evenly: then pieces are given out one by one
   NodeTasks parts;
   for (const NewMemory& m : memory) parts.add(HugeBuffer::parts(m.begin, m.end));
   const auto part_of = [&](NodeTasks::Place place) {

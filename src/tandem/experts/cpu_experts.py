@@ -7,13 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import weight_bytes
 from tandem.kernels.ops import ExpertLayer, Routing, SureRead
 
-CHUNK_BYTES = 256 << 20  # of weights prepared ahead: milliseconds of packing, more than views take to make
+CHUNK_BYTES = 256 << 20  # of weights made ahead
+VIEW_CHUNKS = (
+    4  # as many may be views, which take no memory: workers share a long run more evenly than short ones
+)
+GROWTH = 4  # from one run to the next: the first ones are there soon
 PREPARING_THREADS = 8  # codes are unpacked and reordered at some GB/s by one thread, which packing outruns
 MADE_BYTES = 4 << 20  # of an expert whose codes take longer than Python's part of making them
 
@@ -80,25 +85,30 @@ def _prepared(
 def runs(count: int, matrices: Callable[[int], ExpertMatrices]) -> Iterator[tuple[int, list[ExpertMatrices]]]:
     """Experts 0 … count - 1 as (first, their matrices), while threads ask `matrices` for those that follow.
 
-    What they get is a view of the mapped file, or codes and numbers made from it: at most 2 * CHUNK_BYTES at a
-    time, unless one expert is larger.
+    What they get is a view of the mapped file, or codes and numbers made from it: at most 2 * CHUNK_BYTES of those at
+    a time, unless one expert is larger.
     """
     with ThreadPoolExecutor(PREPARING_THREADS, "tandem-load") as threads:
         example = threads.submit(matrices, 0).result()
-        size = sum(map(weight_bytes, example))
+        size = max(1, sum(map(weight_bytes, example)))
         made = size > MADE_BYTES and any(isinstance(w, WeightCodes) for w in example)
-        step = max(1, CHUNK_BYTES // max(1, size))
+        most = max(1, CHUNK_BYTES * (VIEW_CHUNKS if _are_views(example) else 1) // size)
 
-        def chunk(first: int) -> Callable[[], list[ExpertMatrices]]:
-            return _prepared(threads, matrices, range(first, min(first + step, count)), made)
+        def chunk(first: int, length: int) -> Callable[[], list[ExpertMatrices]]:
+            return _prepared(threads, matrices, range(first, min(first + min(length, most), count)), made)
 
         first, ready = 1, [example]
-        ahead = chunk(first)
+        ahead = chunk(first, GROWTH)
         while ready:
             yield first - len(ready), ready
             ready = ahead()
             first += len(ready)
-            ahead = chunk(first)
+            ahead = chunk(first, GROWTH * len(ready))
+
+
+def _are_views(matrices: ExpertMatrices) -> bool:
+    """Numbers as most files hold them; whatever else there is, is made of what they hold."""
+    return all(isinstance(w, Tensor) and w.dtype == torch.bfloat16 and w.is_contiguous() for w in matrices)
 
 
 class CpuExperts:
