@@ -59,6 +59,25 @@ struct FormatKernels {
   int32_t tile_from_rows;  // from this many rows tile_mm is faster: measured
 };
 
+// A row of activations to be rounded to int8 for weights of this layout: see format/int8_row.h.
+struct Int8RowArgs {
+  WeightView weights;  // only sizes count
+  const void* source;  // weights.depth numbers
+  DType from;
+  uint8_t* to;
+  int32_t offset;  // as in Int8Kernels
+  bool split;
+};
+
+// What a tier has for int8 activations, for one format; MatmulArgs::x_rows are rows that round_row has made.
+struct Int8Kernels {
+  MatmulFn rows;           // any number of rows; null: this format goes with bf16 activations only
+  MatmulFn tiles;          // many rows on matrix tiles; null: the tier has none
+  int32_t tile_from_rows;  // from this many rows tiles are faster
+  int32_t offset;          // of the codes that weights are decoded to
+  bool split;              // which order codes of activations have: see kSplitOrder
+};
+
 // How a tier's kernels want many rows divided.
 struct Blocking {
   int32_t rows_per_call;   // at most kMaxRowsPerCall, and
@@ -89,6 +108,10 @@ struct KernelTable {
   // (AMX: tiles from L1). Returns the floating-point operations done. scratch: kMatmulScratchBytes, 64-byte aligned.
   int64_t (*peak)(int64_t rounds, uint8_t* scratch);
   int64_t (*peak_f32)(int64_t rounds, uint8_t* scratch);
+
+  Int8Kernels int8[kFormatCount];
+  void (*round_row)(const Int8RowArgs* args);
+  int64_t (*peak_int8)(int64_t rounds, uint8_t* scratch);  // multiplications and additions of integers
 };
 
 }  // namespace tandem

@@ -20,9 +20,9 @@ namespace {
 
 void make_layer(ExpertLayer* self, std::shared_ptr<Workspace> workspace, int experts, int hidden, int width,
                 const WeightFormat& gate_up, const WeightFormat& down, const std::string& activation, float alpha,
-                float limit, int places) {
+                float limit, int places, bool int8_activations) {
   const Activation act{activation_named(activation), alpha, limit};
-  new (self) ExpertLayer(std::move(workspace), {experts, hidden, width, gate_up, down, act, places});
+  new (self) ExpertLayer(std::move(workspace), {experts, hidden, width, gate_up, down, act, places, int8_activations});
 }
 
 void load(ExpertLayer& self, int expert, nb::handle gate, nb::handle up, nb::handle down, nb::handle gate_bias,
@@ -111,7 +111,7 @@ void bind_experts(nb::module_& m) {
   nb::class_<ExpertLayer>(m, "ExpertLayer", "The routed experts of one layer: gated MLPs of equal shape.")
       .def("__init__", &make_layer, nb::arg("workspace"), nb::arg("experts"), nb::arg("hidden"), nb::arg("width"),
            nb::arg("gate_up"), nb::arg("down"), nb::arg("activation"), nb::arg("alpha"), nb::arg("limit"),
-           nb::arg("places") = 0)
+           nb::arg("places") = 0, nb::arg("int8_activations") = false)
       .def("load", &load, nb::arg("expert"), nb::arg("gate"), nb::arg("up"), nb::arg("down"),
            nb::arg("gate_bias").none() = nb::none(), nb::arg("up_bias").none() = nb::none(),
            nb::arg("down_bias").none() = nb::none())

@@ -35,11 +35,13 @@ std::unique_ptr<PackedMatrix> matrix_from_codes(std::shared_ptr<Workspace> works
   return std::make_unique<PackedMatrix>(std::move(workspace), source, bias_data, codes.format);
 }
 
-void multiply(const PackedMatrix& self, nb::handle x, nb::handle out) {
+void multiply(const PackedMatrix& self, nb::handle x, nb::handle out, bool int8_activations) {
   const TensorView in = view_of(x, "x", {Element::bf16, Element::f32}, {kAnySize, self.layout().depth});
   const TensorView y = view_of(out, "out", {Element::bf16, Element::f32}, {in.shape[0], self.layout().columns}, true);
   const RowsView rows{in.data, in.type(), in.shape[0], in.shape[1]};
-  perform(self, [&self, rows, to = y.data, type = y.type()] { self.multiply(rows, to, type); });
+  perform(self, [&self, rows, to = y.data, type = y.type(), int8_activations] {
+    self.multiply(rows, to, type, int8_activations);
+  });
 }
 
 void multiply_heads(const PackedMatrix& self, nb::handle x, nb::handle out) {
@@ -78,18 +80,20 @@ void bind_matrix(nb::module_& m) {
           nb::arg("format"), "From this many rows on, tile_mm is used.")
       .def(
           "multiply_add",
-          [](Workspace& self, int64_t rounds, const std::string& format) {
+          [](Workspace& self, int64_t rounds, const std::string& format, bool int8_activations) {
             const Format known = format_named(format);
             const nb::gil_scoped_release unlocked;
-            return self.multiply_add(rounds, known);
+            return self.multiply_add(rounds, known, int8_activations);
           },
-          nb::arg("rounds"), nb::arg("format"),
-          "Multiply-adds in registers on all workers, in the format's compute type; returns the operations done.");
+          nb::arg("rounds"), nb::arg("format"), nb::arg("int8_activations") = false,
+          "Multiply-adds in registers on all workers, in the format's compute type, or of integers; returns the "
+          "operations done.");
   nb::class_<PackedMatrix>(m, "PackedMatrix", "A packed weight matrix [N, K].")
       .def("__init__", &make_matrix, nb::arg("workspace"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("format"))
       .def_static("from_codes", &matrix_from_codes, nb::arg("workspace"), nb::arg("codes"), nb::arg("rows"),
                   nb::arg("depth"), nb::arg("bias").none(), "Of codes and scales, as they are.")
-      .def("multiply", &multiply, nb::arg("x"), nb::arg("out"), "out[T, N] = x[T, K] @ weight.T + bias")
+      .def("multiply", &multiply, nb::arg("x"), nb::arg("out"), nb::arg("int8_activations") = false,
+           "out[T, N] = x[T, K] @ weight.T + bias")
       .def_prop_ro("bytes", &PackedMatrix::bytes)
       .def("read_next", &PackedMatrix::read_next, nb::arg("upcoming"),
            "Weights that are read after this matrix: idle workers fetch them.")

@@ -7,6 +7,7 @@
 
 #include "experts/expert_run.h"
 #include "format/staged.h"
+#include "ops/int8_rows.h"
 #include "runtime/fill.h"
 
 namespace tandem {
@@ -90,7 +91,14 @@ void ExpertLayer::check_sources(int first, const std::vector<ExpertSource>& sour
   places_.check_room(first, int(sources.size()));
 }
 
+void ExpertLayer::check_activations() const {
+  if (!shape_.int8_activations) return;
+  check_int8(workspace_->table(), gate_up_layout_);
+  check_int8(workspace_->table(), down_layout_);
+}
+
 void ExpertLayer::own_memory() {
+  check_activations();
   if (file_) throw std::invalid_argument("this layer's experts lie in a file; they cannot be loaded again");
   if (!memory_.data()) {
     memory_ = HugeBuffer(size_t(memory_bytes()));
@@ -164,6 +172,7 @@ void ExpertLayer::adopt(std::shared_ptr<const MappedFile> file, int64_t offset, 
   if (gate_up_bias.empty() != down_bias.empty() || (!down_bias.empty() && down_bias.size() != down) ||
       (!gate_up_bias.empty() && gate_up_bias.size() != gate_up))
     throw std::invalid_argument("the biases are not those of this layer");
+  check_activations();
   const auto lock = workspace_->lock();
   panels_ = file->at(offset, packed().bytes);
   file_ = std::move(file);
@@ -237,8 +246,9 @@ void ExpertLayer::pack_biases(int expert, const ExpertSource& source) {
 }
 
 int64_t ExpertLayer::tokens_per_chunk(int64_t top_k) const {
+  const int64_t codes = shape_.int8_activations ? int8_row_bytes(down_layout_) : 0;
   const int64_t row_bytes =
-      down_layout_.padded_depth * bytes_of(prepared_type(workspace_->table(), shape_.down.format));
+      down_layout_.padded_depth * bytes_of(prepared_type(workspace_->table(), shape_.down.format)) + codes;
   return std::clamp<int64_t>(kIntermediateBytes / (row_bytes * std::max<int64_t>(top_k, 1)), 1, kMaxChunkTokens);
 }
 

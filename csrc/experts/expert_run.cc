@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "ops/int8_rows.h"
+
 namespace tandem {
 namespace {
 
@@ -33,11 +35,18 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
       workspace_(*layer.workspace_),
       table_(workspace_.table()),
       hidden_type_(prepared_type(table_, layer.shape_.down.format)),
-      prepared_(is_prepared(table_, layer.gate_up_layout_, call.x)) {
-  x_.stride = layer.gate_up_layout_.padded_depth * bytes_of(prepared_type(table_, layer.shape_.gate_up.format));
+      int8_(layer.shape_.int8_activations),
+      prepared_(!int8_ && is_prepared(table_, layer.gate_up_layout_, call.x)) {
+  x_.stride = int8_ ? int8_row_bytes(layer.gate_up_layout_)
+                    : layer.gate_up_layout_.padded_depth * bytes_of(prepared_type(table_, layer.shape_.gate_up.format));
   x_.data = prepared_ ? static_cast<const uint8_t*>(call.x.data) : workspace_.shared(0, call.x.rows * x_.stride);
   hidden_.stride = layer.down_layout_.padded_depth * bytes_of(hidden_type_);
   hidden_.data = workspace_.shared(1, int64_t(plan_.rows.size()) * hidden_.stride);
+  codes_ = hidden_;
+  if (int8_) {
+    codes_.stride = int8_row_bytes(layer.down_layout_);
+    codes_.data = workspace_.shared(2, int64_t(plan_.rows.size()) * codes_.stride);
+  }
   list_gate_up_tasks();
   grid_ = down_grid();
   for (const NodeSlice& slice : layer_.slices_) down_tasks_.add(grid_.token_blocks * column_blocks(slice));
@@ -123,21 +132,47 @@ ExpertRun::Grid ExpertRun::multiplying_grid() const {
 }
 
 void ExpertRun::run() {
-  if (!prepared_ && call_.x.rows <= kPrepareRows) {
-    prepare_rows(table_, layer_.gate_up_layout_, call_.x, 0, call_.x.rows, const_cast<uint8_t*>(x_.data));
+  if (!prepared_ && call_.x.rows <= rows_each(call_.x.rows)) {
+    prepare_some(0, call_.x.rows);
     prepared_ = true;
   }
   const auto scratch = [this](const Worker& w) -> WorkerScratch& { return workspace_.scratch(w.index); };
+  const int64_t rows = int64_t(plan_.rows.size());
   workspace_.pool().run_phases({
-      {prepared_ ? 0 : ceil_div(call_.x.rows, kPrepareRows), [this](int64_t i, const Worker&) { prepare(i); }},
+      {prepared_ ? 0 : ceil_div(call_.x.rows, rows_each(call_.x.rows)),
+       [this](int64_t i, const Worker&) { prepare(i); }},
       {gate_up_tasks_.count(), [&](int64_t i, const Worker& w) { gate_up(i, scratch(w)); }, gate_up_tasks_.of_node()},
+      {int8_ ? ceil_div(rows, rows_each(rows)) : 0, [this](int64_t i, const Worker&) { round(i); }},
       {down_tasks_.count(), [&](int64_t i, const Worker& w) { down(i, scratch(w)); }, down_tasks_.of_node()},
   });
 }
 
+// Rounding takes longer than converting.
+int64_t ExpertRun::rows_each(int64_t rows) const {
+  return int8_ ? std::clamp<int64_t>(rows / (kTasksPerWorker * workspace_.pool().size()), 1, kPrepareRows)
+               : kPrepareRows;
+}
+
 void ExpertRun::prepare(int64_t task) {
-  const int64_t first = task * kPrepareRows, last = std::min(call_.x.rows, first + kPrepareRows);
-  prepare_rows(table_, layer_.gate_up_layout_, call_.x, first, last, const_cast<uint8_t*>(x_.data));
+  const int64_t each = rows_each(call_.x.rows), first = task * each;
+  prepare_some(first, std::min(call_.x.rows, first + each));
+}
+
+void ExpertRun::prepare_some(int64_t first, int64_t last) {
+  uint8_t* to = const_cast<uint8_t*>(x_.data);
+  if (!int8_) return prepare_rows(table_, layer_.gate_up_layout_, call_.x, first, last, to);
+  const PreparedRows from{static_cast<const uint8_t*>(call_.x.data), call_.x.length * bytes_of(call_.x.type)};
+  round_rows(table_, layer_.gate_up_layout_, from, call_.x.type, first, last, to);
+}
+
+void ExpertRun::round(int64_t task) {
+  const int64_t rows = int64_t(plan_.rows.size()), each = rows_each(rows), first = task * each;
+  round_rows(table_, layer_.down_layout_, hidden_, hidden_type_, first, std::min(rows, first + each),
+             const_cast<uint8_t*>(codes_.data));
+}
+
+MatmulFn ExpertRun::kernel_for(const WeightView& weights, int64_t rows) const {
+  return int8_ ? int8_matmul_of(table_, weights.format, rows) : matmul_of(table_, weights.format, rows);
 }
 
 // Where the weights of a node's task begin; null past its last.
@@ -161,7 +196,7 @@ void ExpertRun::gate_up(int64_t index, WorkerScratch& scratch) {
       weights,         scratch.rows,   scratch.tile,
       kTileStride,     scratch.matmul, task.rows,
       task.first_pair, task.pairs,     panels_of(node, of_node + workspace_.pool().workers_of(int(node)))};
-  matmul_of(table_, weights.format, task.rows)(&args);
+  kernel_for(weights, task.rows)(&args);
   const int64_t length = int64_t{layer_.gate_up_layout_.pairs} * kPairColumns;
   const int64_t pair = slice.first_gate_up + task.first_pair, column = pair * kPairColumns;
   const float* bias = layer_.gate_up_bias_.empty() ? nullptr : layer_.gate_up_bias_.data() + id * length + column;
@@ -221,10 +256,10 @@ void ExpertRun::down_expert(const RoutingPlan::Expert& expert, const DownBlock& 
                kPairColumns;
   for (int64_t row = first_row; row < last_row; row += table_.blocking.rows_per_call) {
     const int64_t rows = std::min<int64_t>(table_.blocking.rows_per_call, last_row - row);
-    for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = hidden_.row(row + r);
+    for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = codes_.row(row + r);
     const MatmulArgs args{weights,   scratch.rows,          scratch.tile,     kTileStride, scratch.matmul,
                           int(rows), int(block.first_pair), int(block.pairs), next_panel};
-    matmul_of(table_, weights.format, rows)(&args);
+    kernel_for(weights, rows)(&args);
     for (int64_t r = 0; r < rows; ++r) {
       const RoutedRow& routed = plan_.rows[size_t(row + r)];
       float* y = scratch.tile + r * kTileStride;

@@ -39,6 +39,9 @@ TANDEM_INLINE uint16_t bf16_of_float(float f) {
 // Where the upper bits of pair `index` lie in the 16-bit lanes of a block of 6-bit codes: see Format::int6.
 constexpr int six_bit(int index) { return 8 * (index % 4 / 2) + 2 * (index % 2 + 2 * (index / 4)); }
 
+// k of the bytes of a block of 8 k in 4-bit codes, [16][2] lanes of 16 bits: of their lower nibbles, then of the upper.
+constexpr int kSplitOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+
 // IEEE half, exact.
 TANDEM_INLINE float float_of_f16(uint16_t h) {
   const uint32_t sign = (h & 0x8000u) << 16, magnitude = h & 0x7fffu;

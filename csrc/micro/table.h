@@ -42,6 +42,9 @@ constexpr KernelTable make_table(Tier tier, TileFromRows from) {
       store_row<Isa>,
       lane_peak<Isa, typename Isa::Lane>,
       lane_peak<Isa, typename Isa::FloatLane>,
+      {},  // int8 activations: see with_int8
+      nullptr,
+      nullptr,
   };
 }
 

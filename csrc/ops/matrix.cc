@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "format/staged.h"
+#include "ops/int8_rows.h"
 #include "runtime/fill.h"
 
 namespace tandem {
@@ -88,30 +89,41 @@ void PackedMatrix::dequantise(float* out) const {
   });
 }
 
-void PackedMatrix::prepare(const RowsView& x, PreparedRows* rows) const {
+PreparedRows PackedMatrix::prepared(const RowsView& x, bool int8) const {
   const KernelTable& table = workspace_->table();
-  rows->stride = view_.padded_depth * bytes_of(prepared_type(table, view_.format));
-  if (is_prepared(table, view_, x)) {
-    rows->data = static_cast<const uint8_t*>(x.data);
-    return;
-  }
-  uint8_t* to = workspace_->shared(0, x.rows * rows->stride);
-  rows->data = to;
-  if (x.rows <= 8) return prepare_rows(table, view_, x, 0, x.rows, to);
-  workspace_->pool().for_each(ceil_div(x.rows, 8), [&](int64_t task, const Worker&) {
-    prepare_rows(table, view_, x, 8 * task, std::min(x.rows, 8 * task + 8), to);
-  });
+  const PreparedRows given{static_cast<const uint8_t*>(x.data), x.length * bytes_of(x.type)};
+  if (!int8 && is_prepared(table, view_, x)) return given;
+  const int64_t stride =
+      int8 ? int8_row_bytes(view_) : view_.padded_depth * bytes_of(prepared_type(table, view_.format));
+  uint8_t* to = workspace_->shared(0, x.rows * stride);
+  const auto some = [&](int64_t first, int64_t last) {
+    if (int8)
+      round_rows(table, view_, given, x.type, first, last, to);
+    else
+      prepare_rows(table, view_, x, first, last, to);
+  };
+  if (x.rows <= 8)
+    some(0, x.rows);
+  else
+    workspace_->pool().for_each(ceil_div(x.rows, 8),
+                                [&](int64_t task, const Worker&) { some(8 * task, std::min(x.rows, 8 * task + 8)); });
+  return {to, stride};
 }
 
-void PackedMatrix::multiply_tile(const PreparedRows& x, const Stretch& of, int64_t first_row, int64_t rows,
-                                 int64_t first_pair, int64_t pairs, void* out, DType out_type,
+MatmulFn PackedMatrix::kernel_for(int64_t rows, bool int8) const {
+  const KernelTable& table = workspace_->table();
+  return int8 ? int8_matmul_of(table, view_.format, rows) : matmul_of(table, view_.format, rows);
+}
+
+void PackedMatrix::multiply_tile(MatmulFn kernel, const PreparedRows& x, const Stretch& of, int64_t first_row,
+                                 int64_t rows, int64_t first_pair, int64_t pairs, void* out, DType out_type,
                                  WorkerScratch& scratch) const {
   const KernelTable& table = workspace_->table();
   const auto row_of = [&](int64_t r) { return of.first + (first_row + r) * of.step; };
   for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = x.row(row_of(r));
   const MatmulArgs args{view_,     scratch.rows,    scratch.tile, kTileStride, scratch.matmul,
                         int(rows), int(first_pair), int(pairs),   nullptr};
-  matmul_of(table, view_.format, rows)(&args);
+  kernel(&args);
   const int64_t column = first_pair * kPairColumns;
   const int64_t into_row = column - of.first_column;
   const int64_t length = std::min<int64_t>(pairs * kPairColumns, of.columns - into_row);
@@ -123,11 +135,11 @@ void PackedMatrix::multiply_tile(const PreparedRows& x, const Stretch& of, int64
   }
 }
 
-void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type) const {
+void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type, bool int8_activations) const {
+  if (int8_activations) check_int8(workspace_->table(), view_);
   if (x.rows == 0) return;
   const auto lock = workspace_->lock();
-  PreparedRows prepared;
-  prepare(x, &prepared);
+  const PreparedRows rows_of_x = prepared(x, int8_activations);
   workspace_->pool().announce(upcoming_);
   const Blocking& blocking = workspace_->table().blocking;
   const int64_t rows_per_task = ceil_div(x.rows, ceil_div(x.rows, blocking.rows_per_call));
@@ -142,7 +154,8 @@ void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type) const 
     const auto [node, i] = tasks.at(index);
     const int64_t across = column_blocks(node), row = i / across * rows_per_task;
     const int64_t pair = first_pair(node) + i % across * pairs_each;
-    multiply_tile(prepared, {0, 1, 0, view_.columns}, row, std::min(rows_per_task, x.rows - row), pair,
+    const int64_t rows = std::min(rows_per_task, x.rows - row);
+    multiply_tile(kernel_for(rows, int8_activations), rows_of_x, {0, 1, 0, view_.columns}, row, rows, pair,
                   std::min<int64_t>(pairs_each, first_pair(node + 1) - pair), out, out_type,
                   workspace_->scratch(worker));
   };
@@ -157,8 +170,7 @@ void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type) const 
 void PackedMatrix::multiply_heads(const RowsView& x, int64_t heads, void* out, DType out_type) const {
   if (x.rows == 0) return;
   const auto lock = workspace_->lock();
-  PreparedRows prepared;
-  prepare(x, &prepared);
+  const PreparedRows rows_of_x = prepared(x, false);
   const int64_t tokens = x.rows / heads, columns = view_.columns / heads, head_pairs = columns / kPairColumns;
   const Blocking& blocking = workspace_->table().blocking;
   const int64_t rows_per_task = ceil_div(tokens, ceil_div(tokens, blocking.rows_per_call));
@@ -168,7 +180,8 @@ void PackedMatrix::multiply_heads(const RowsView& x, int64_t heads, void* out, D
   const auto body = [&](int64_t index, const Worker& worker) {
     const int64_t head = index / (row_blocks * column_blocks), rest = index % (row_blocks * column_blocks);
     const int64_t row = rest / column_blocks * rows_per_task, pair = rest % column_blocks * pairs_each;
-    multiply_tile(prepared, {head, heads, head * columns, columns}, row, std::min(rows_per_task, tokens - row),
+    const int64_t rows = std::min(rows_per_task, tokens - row);
+    multiply_tile(kernel_for(rows, false), rows_of_x, {head, heads, head * columns, columns}, row, rows,
                   head * head_pairs + pair, std::min(pairs_each, head_pairs - pair), out, out_type,
                   workspace_->scratch(worker.index));
   };

@@ -27,8 +27,9 @@ class PackedMatrix {
   // Weights that will be read after this matrix: idle workers fetch them once it is multiplied.
   void read_next(std::vector<ByteRange> upcoming) { upcoming_ = std::move(upcoming); }
 
-  // out [rows, N] = x [rows, K] times the transposed matrix, + bias.
-  void multiply(const RowsView& x, void* out, DType out_type) const;
+  // out [rows, N] = x [rows, K] times the transposed matrix, + bias. With int8_activations x is rounded to int8 before;
+  // throws std::invalid_argument if such kernels do not exist for the format.
+  void multiply(const RowsView& x, void* out, DType out_type, bool int8_activations = false) const;
 
   // The matrices of `heads` heads, one after the other along N, each times its own row of x:
   // out [T, heads, N / heads] = x [T, heads, K]; x counts T * heads rows. A head's rows must be whole pairs of panels.
@@ -41,14 +42,15 @@ class PackedMatrix {
   void keep_bias(const float* bias);
   void prefer_nodes();
   uint8_t* panels_of_node(int node);  // where they begin, in memory of its own
-  void prepare(const RowsView& x, PreparedRows* rows) const;
+  PreparedRows prepared(const RowsView& x, bool int8) const;
+  MatmulFn kernel_for(int64_t rows, bool int8) const;
   // Which rows of x a stretch of columns is multiplied with: row r is row first + r * step of x and of the result,
   // whose rows have `columns` columns; the stretch begins at `first_column` of the matrix.
   struct Stretch {
     int64_t first, step, first_column, columns;
   };
-  void multiply_tile(const PreparedRows& x, const Stretch& of, int64_t first_row, int64_t rows, int64_t first_pair,
-                     int64_t pairs, void* out, DType out_type, WorkerScratch& scratch) const;
+  void multiply_tile(MatmulFn kernel, const PreparedRows& x, const Stretch& of, int64_t first_row, int64_t rows,
+                     int64_t first_pair, int64_t pairs, void* out, DType out_type, WorkerScratch& scratch) const;
 
   std::shared_ptr<Workspace> workspace_;
   HugeBuffer memory_;                       // the panels, or

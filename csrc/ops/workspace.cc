@@ -41,6 +41,8 @@ Workspace::Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table,
     : pool_(std::move(pool)), table_(table), scratch_(size_t(pool_->size())) {
   for (FormatKernels& kernels : table_.formats)
     if (tile_from_rows >= 0) kernels.tile_from_rows = tile_from_rows;
+  for (Int8Kernels& kernels : table_.int8)
+    if (tile_from_rows >= 0) kernels.tile_from_rows = tile_from_rows;
   constexpr int64_t kTileBytes = kMaxRowsPerCall * kTileStride * 4, kSumBytes = int64_t{kMaxSumFloats} * 4;
   constexpr int64_t kWorkerBytes = kMatmulScratchBytes + kTileBytes + kSumBytes;
   scratch_memory_ = HugeBuffer(size_t(kWorkerBytes) * scratch_.size());
@@ -58,10 +60,11 @@ uint8_t* Workspace::shared(int slot, int64_t bytes) {
   return shared_[slot].data();
 }
 
-int64_t Workspace::multiply_add(int64_t rounds, Format format) {
+int64_t Workspace::multiply_add(int64_t rounds, Format format, bool int8_activations) {
   const auto held = lock();
   std::vector<int64_t> operations(scratch_.size());
-  const auto peak = format == Format::f32 ? table_.peak_f32 : table_.peak;
+  const auto usual = format == Format::f32 ? table_.peak_f32 : table_.peak;
+  const auto peak = int8_activations ? table_.peak_int8 : usual;
   pool_->run([&](const Worker& w) { operations[size_t(w.index)] = peak(rounds, scratch_[size_t(w.index)].matmul); });
   return std::accumulate(operations.begin(), operations.end(), int64_t{0});
 }

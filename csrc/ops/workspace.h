@@ -37,9 +37,9 @@ class Workspace {
   // Scratch that all workers share; it grows to what the largest call needed and is kept.
   uint8_t* shared(int slot, int64_t bytes);
 
-  // A ceiling of this tier: multiply-adds on every worker at once, in the compute type of `format`. Returns the
-  // floating-point operations done.
-  int64_t multiply_add(int64_t rounds, Format format);
+  // A ceiling of this tier: multiply-adds on every worker at once, in the compute type of `format`, or of integers.
+  // Returns the operations done.
+  int64_t multiply_add(int64_t rounds, Format format, bool int8_activations = false);
 
   // A call owns all of this; calls of several threads queue up.
   std::unique_lock<std::mutex> lock() { return std::unique_lock<std::mutex>(mutex_); }
@@ -49,7 +49,7 @@ class Workspace {
   KernelTable table_;
   std::vector<WorkerScratch> scratch_;
   HugeBuffer scratch_memory_;
-  HugeBuffer shared_[2];
+  HugeBuffer shared_[3];
   std::mutex mutex_;
 };
 

@@ -1,12 +1,14 @@
 #include "abi/tiers.h"
 #include "isa/avx512_bf16.h"
+#include "isa/int8_vnni.h"
 #include "isa/tiles_amx.h"
+#include "micro/int8_rows.h"
 #include "micro/table.h"
 #include "micro/tile_amx.h"
 
 namespace tandem {
 
-constexpr KernelTable kAmxTable =
-    make_amx_table<Avx512Bf16Isa, AmxTiles>(Tier::amx, make_table<Avx512Bf16Isa>(Tier::amx, {8, 6, 4, 4, 5, 4, 4, 4}));
+constexpr KernelTable kAmxTable = make_amx_table<Avx512Bf16Isa, AmxTiles>(
+    Tier::amx, with_int8<VnniInts>(make_table<Avx512Bf16Isa>(Tier::amx, {8, 6, 4, 4, 5, 4, 4, 4})));
 
 }  // namespace tandem

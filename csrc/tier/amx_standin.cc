@@ -1,13 +1,15 @@
 // Not a tier for users: AMX's blocking on portable code, for tests.
 #include "abi/tiers.h"
+#include "isa/int8_scalar.h"
 #include "isa/scalar_bf16.h"
 #include "isa/tiles_portable.h"
+#include "micro/int8_rows.h"
 #include "micro/table.h"
 #include "micro/tile_amx.h"
 
 namespace tandem {
 
 constexpr KernelTable kAmxStandinTable = make_amx_table<ScalarBf16Isa, PortableTiles>(
-    Tier::amx_standin, make_table<ScalarBf16Isa>(Tier::amx_standin, {8, 6, 4, 4, 5, 4, 4, 4}));
+    Tier::amx_standin, with_int8<ScalarInts>(make_table<ScalarBf16Isa>(Tier::amx_standin, {8, 6, 4, 4, 5, 4, 4, 4})));
 
 }  // namespace tandem

@@ -1,10 +1,12 @@
 #include "isa/avx512.h"
 #include "abi/tiers.h"
+#include "isa/int8_avx512.h"
+#include "micro/int8_rows.h"
 #include "micro/table.h"
 
 namespace tandem {
 
-constexpr KernelTable kAvx512Table =
-    make_table<Avx512Isa>(Tier::avx512, {kNever, kNever, kNever, kNever, 32, kNever, kNever, kNever});
+constexpr KernelTable kAvx512Table = with_int8<Avx512Ints>(
+    make_table<Avx512Isa>(Tier::avx512, {kNever, kNever, kNever, kNever, 32, kNever, kNever, kNever}));
 
 }  // namespace tandem

@@ -1,9 +1,12 @@
 #include "isa/scalar.h"
 #include "abi/tiers.h"
+#include "isa/int8_scalar.h"
+#include "micro/int8_rows.h"
 #include "micro/table.h"
 
 namespace tandem {
 
-constexpr KernelTable kScalarTable = make_table<ScalarIsa>(Tier::scalar, {8, 8, 8, 8, 8, 8, 8, 8});
+constexpr KernelTable kScalarTable =
+    with_int8<ScalarInts>(make_table<ScalarIsa>(Tier::scalar, {8, 8, 8, 8, 8, 8, 8, 8}));
 
 }  // namespace tandem

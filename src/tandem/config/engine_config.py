@@ -147,6 +147,9 @@ class EngineConfig:
     disable_shared_experts_fusion: bool = flag(
         False, "Compute shared experts apart from the routed ones.", group=CPU
     )
+    kt_int8_activations: bool = flag(
+        False, "Faster, lossy: activations of CPU experts are rounded to int8.", group=CPU
+    )
     kt_max_deferred_experts_per_token: int | None = flag(
         None, "Experts added one layer later (lossy).", group=CPU, minimum=0, later="Use 0.",
         neutral=[0], idle="deferral is off",

@@ -73,6 +73,7 @@ class Plan:
     decisions: tuple[Decision, ...] = field(default=())
     notices: tuple[str, ...] = field(default=())  # flags and keys that change nothing; start-up prints them
     gpu: GpuPlan | None = None  # None: everything runs on the CPU
+    int8_activations: bool = False  # of CPU experts: rounded before each product
 
 
 def resolve(
@@ -108,6 +109,7 @@ def _resolved(
     dtype = _dtype(config, log)
     dense_codes = gpu is None and _dense_codes(dtype, stored, log)
     expert_format = _expert_format(config, dtype, stored, log if model.moe.layers else [])
+    _check_activations(config, expert_format, log)
     tier = _tier(config, machine, log)
     threads = plan_threads(config, machine)
     log.append(Decision("threads", str(len(threads.cpus)), threads.reason))
@@ -137,6 +139,7 @@ def _resolved(
         decisions=tuple(log),
         notices=(*config.notices(), *_unread(model), *_idle_on_cpu(config, gpu)),
         gpu=gpu_plan,
+        int8_activations=config.kt_int8_activations,
     )
 
 
@@ -250,6 +253,17 @@ def _stored_or_asked(config: EngineConfig, dtype: str, stored: StoredFormats) ->
     if chosen in ("int8", "int4"):
         reason += "; weights are rounded in groups of 32, activations are not"
     return chosen, reason
+
+
+def _check_activations(config: EngineConfig, expert_format: str, log: list[Decision]) -> None:
+    if not config.kt_int8_activations:
+        return
+    if expert_format in ("bf16", "f32"):
+        raise ConfigError(
+            f"--kt-int8-activations: the experts are {expert_format}, and integer products need codes; "
+            "add --kt-method INT8 or INT4, or leave the flag out"
+        )
+    log.append(Decision("expert activations", "int8", "--kt-int8-activations, lossy: see docs/quality.md"))
 
 
 def _as_stored(stored: StoredFormat, dtype: str) -> str:

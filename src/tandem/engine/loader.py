@@ -65,7 +65,7 @@ def load_parts(
         planned(plan)
     tokenizer = Tokenizer.load(directory)
     workers = planned_pool(plan)
-    ops = CpuOps(workers, plan.tier)
+    ops = CpuOps(workers, plan.tier, plan.int8_activations)
     if plan.gpu is None:
         kept = packed_cache(config, plan, model_config, checkpoint, ops)
         if kept is not None:

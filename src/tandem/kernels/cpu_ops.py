@@ -41,12 +41,15 @@ AHEAD_BYTES_PER_WORKER = 1 << 20  # about an L2 cache
 
 
 class CpuOps:
-    """`Ops` over one worker pool and one kernel tier. A batch must not change after its first use."""
+    """`Ops` over one worker pool and one kernel tier. A batch must not change after its first use.
 
-    def __init__(self, pool: _core.WorkerPool, tier: str) -> None:
+    int8_activations: layers of experts (not dense MLPs) round activations to int8, see `PackedExperts`.
+    """
+
+    def __init__(self, pool: _core.WorkerPool, tier: str, int8_activations: bool = False) -> None:
         if tier not in (supported := _core.supported_tiers()):
             raise KernelError(f"this CPU cannot run tier {tier!r}; it can run {', '.join(supported)}")
-        self.pool, self.tier = pool, tier
+        self.pool, self.tier, self.int8_activations = pool, tier, int8_activations
         self._dense = _core.DenseOps(pool, tier)
         self.workspace = _core.Workspace(pool, tier)
         self._heads: dict[tuple[int, ...], _core.Heads] = {}
@@ -82,10 +85,13 @@ class CpuOps:
         places: int = 0,
     ) -> PackedExperts:
         """places: experts that there is memory for, 0: all."""
-        return PackedExperts(self.workspace, num_experts, hidden, width, fmt, activation, places=places)
+        return PackedExperts(
+            self.workspace, num_experts, hidden, width, fmt, activation, places=places,
+            int8_activations=self.int8_activations,
+        )  # fmt: skip
 
     def mlp(self, hidden: int, width: int, fmt: str = "bf16") -> OneExpert:
-        return OneExpert(self.experts(1, hidden, width, fmt))
+        return OneExpert(PackedExperts(self.workspace, 1, hidden, width, fmt))
 
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
         """Idle workers fetch the weights that follow, as many as their L2 caches hold."""

@@ -33,6 +33,8 @@ class PackedExperts:
     clamped, gate * sigmoid(alpha * gate) * (up + 1)). fmt and group say how numbers are packed, as in `PackedMatrix`.
     The first expert loaded decides what the layer holds: gate and up in one format, down in the same or another.
     places: how many experts there is memory for, when the others live elsewhere; 0: for all.
+    int8_activations: x, and the activations between the two products, are rounded to int8 (`int8_activations.py`);
+    loading weights that have no such kernels then raises KernelError. The packed bytes are the same.
     """
 
     def __init__(
@@ -48,19 +50,22 @@ class PackedExperts:
         alpha: float = 1.702,
         limit: float = 7.0,
         places: int = 0,
+        int8_activations: bool = False,
     ) -> None:
         self.num_experts, self.hidden, self.width, self.places = num_experts, hidden, width, places
         self.numbers = made_here(fmt, group)
         self._workspace, self._activation = workspace, activation
         self._alpha, self._limit = alpha, limit
+        self.int8_activations = int8_activations
         self._formats = self.numbers, self.numbers  # of gate and up, and of down
         self._empty = True
         self._make()
 
     def _make(self) -> None:
         sizes, (gate_up, down) = (self.num_experts, self.hidden, self.width), self._formats
+        act = self._activation, self._alpha, self._limit
         self._core = _core.ExpertLayer(
-            self._workspace, *sizes, gate_up, down, self._activation, self._alpha, self._limit, self.places
+            self._workspace, *sizes, gate_up, down, *act, self.places, self.int8_activations
         )
         self._forward = self._core.forward
 

@@ -36,6 +36,7 @@ class Variant:
     dtype: str = "auto"
     tier: str = "auto"
     threads: int | None = None
+    int8_activations: bool = False
 
     def plan(self, model: ModelConfig, machine: Machine, window: int, stored: StoredFormats) -> Plan:
         """As the server's, but memory holds a layer and a window, not the model and its KV cache."""
@@ -50,6 +51,7 @@ class Variant:
             dtype=self.dtype,
             kernel_tier=self.tier,
             kt_cpuinfer=self.threads,
+            kt_int8_activations=self.int8_activations,
             context_length=window,
             max_total_tokens=window,
             max_running_requests=1,
@@ -81,7 +83,7 @@ class LayerStream:
         self.config, checkpoint = load_model_config(variant.directory), open_checkpoint(variant.directory)
         longest = max(map(len, windows.ids))
         self.plan = variant.plan(self.config, this_machine(), longest, checkpoint.formats())
-        self.ops = CpuOps(pool or planned_pool(self.plan), self.plan.tier)
+        self.ops = CpuOps(pool or planned_pool(self.plan), self.plan.tier, self.plan.int8_activations)
         self._builder = Builder(self.config, self.plan, checkpoint, self.ops)
         self._pages = self._new_pages(longest)
         self._batches = [self._batch(window) for window in windows.ids]

@@ -1,0 +1,110 @@
+// Integer products with AVX2. vpmaddubsw adds two products to 16 bits and saturates: with codes below 64 two of its
+// results still fit together (4 * 63 * 127), and int8 is multiplied as magnitude times activation with the weight's
+// sign (2 * 128 * 127), so every sum is exact.
+#pragma once
+
+#include "isa/avx2.h"
+
+namespace tandem {
+namespace {
+
+struct Avx2Ints {
+  using Isa = Avx2Isa;
+  struct Sum {
+    __m256i lo, hi;
+  };
+  using Line = Sum;
+  struct Lines {
+    Line a, b;
+  };
+  using X = __m256i;
+  static constexpr int kRows = 3;
+  static constexpr int kPanels = 1;
+  static constexpr int kByteOffset = 0;  // signed bytes
+
+  TANDEM_INLINE static Sum start(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
+  TANDEM_INLINE static void keep(Sum& s) {
+    __asm__ volatile("" : "+x"(s.lo), "+x"(s.hi));
+  }  // or it would be folded away
+  TANDEM_INLINE static X x(const uint8_t* p) {
+    int32_t four;
+    __builtin_memcpy(&four, p, sizeof four);
+    return _mm256_set1_epi32(four);
+  }
+  TANDEM_INLINE static Isa::Vec floats(Sum s) { return {_mm256_cvtepi32_ps(s.lo), _mm256_cvtepi32_ps(s.hi)}; }
+
+  // Columns 0 to 3 and 8 to 11 in the lower half, the others in the upper one: in 128-bit lanes it takes one shuffle.
+  TANDEM_INLINE static Lines bytes(const uint8_t* p) { return {joined(p), joined(p + 64)}; }
+  TANDEM_INLINE static Sum dot_bytes(Sum s, const Lines& w, X a, X b) {
+    s.lo = _mm256_add_epi32(s.lo, signed_products(w.a.lo, a));
+    s.hi = _mm256_add_epi32(s.hi, signed_products(w.a.hi, a));
+    s.lo = _mm256_add_epi32(s.lo, signed_products(w.b.lo, b));
+    s.hi = _mm256_add_epi32(s.hi, signed_products(w.b.hi, b));
+    return s;
+  }
+  TANDEM_INLINE static Isa::Vec byte_floats(Sum s) {
+    return floats({_mm256_permute2x128_si256(s.lo, s.hi, 0x20), _mm256_permute2x128_si256(s.lo, s.hi, 0x31)});
+  }
+
+  TANDEM_INLINE static Lines nibbles(const uint8_t* p) {
+    const __m256i lo = load(p), hi = load(p + 32);
+    return {{low4(lo), low4(hi)}, {low4(_mm256_srli_epi16(lo, 4)), low4(_mm256_srli_epi16(hi, 4))}};
+  }
+  template <int at>
+  TANDEM_INLINE static Lines sixes(const uint8_t* low, const uint8_t* high) {
+    const Lines w = nibbles(low);
+    const __m256i lo = load(high), hi = load(high + 32);
+    return {{with_bits<at>(w.a.lo, lo), with_bits<at>(w.a.hi, hi)},
+            {with_bits<at + 2>(w.b.lo, lo), with_bits<at + 2>(w.b.hi, hi)}};
+  }
+  TANDEM_INLINE static Lines flipped(Lines w, int sign) {
+    const __m256i bit = _mm256_set1_epi8(int8_t(sign));
+    return {{_mm256_xor_si256(w.a.lo, bit), _mm256_xor_si256(w.a.hi, bit)},
+            {_mm256_xor_si256(w.b.lo, bit), _mm256_xor_si256(w.b.hi, bit)}};
+  }
+  TANDEM_INLINE static Lines twice_e2m1(Lines w) {
+    const __m256i values =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    return {{_mm256_shuffle_epi8(values, w.a.lo), _mm256_shuffle_epi8(values, w.a.hi)},
+            {_mm256_shuffle_epi8(values, w.b.lo), _mm256_shuffle_epi8(values, w.b.hi)}};
+  }
+  TANDEM_INLINE static Sum dot_small(Sum s, const Lines& w, X a, X b) {
+    return {_mm256_add_epi32(s.lo, small_products(w.a.lo, w.b.lo, a, b)),
+            _mm256_add_epi32(s.hi, small_products(w.a.hi, w.b.hi, a, b))};
+  }
+
+  TANDEM_INLINE static void store_codes(uint8_t* p, Isa::Vec q, bool split) {
+    const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(q.lo), _mm256_cvtps_epi32(q.hi));  // by 128-bit halves
+    const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+    const __m128i codes = _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
+    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), split ? _mm_shuffle_epi8(codes, order) : codes);
+  }
+
+ private:
+  TANDEM_INLINE static __m256i load(const uint8_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  TANDEM_INLINE static __m256i low4(__m256i a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
+  // Two pairs of k, [2][16][2], as 4 bytes of every column.
+  TANDEM_INLINE static Line joined(const uint8_t* p) {
+    const __m256i first = load(p), second = load(p + 32);
+    return {_mm256_unpacklo_epi16(first, second), _mm256_unpackhi_epi16(first, second)};
+  }
+  // Bits at, at + 1 of every byte become bits 4, 5. No bit comes from a neighbouring byte that the mask would keep.
+  template <int at>
+  TANDEM_INLINE static __m256i with_bits(__m256i low, __m256i high) {
+    const __m256i moved = at < 4 ? _mm256_slli_epi16(high, 4 - at) : _mm256_srli_epi16(high, at - 4);
+    return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(0x30)));
+  }
+  TANDEM_INLINE static __m256i four_at_once(__m256i words) { return _mm256_madd_epi16(words, _mm256_set1_epi16(1)); }
+  TANDEM_INLINE static __m256i signed_products(__m256i w, __m256i x) {
+    return four_at_once(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)));
+  }
+  TANDEM_INLINE static __m256i small_products(__m256i wa, __m256i wb, __m256i a, __m256i b) {
+    return four_at_once(_mm256_add_epi16(_mm256_maddubs_epi16(wa, a), _mm256_maddubs_epi16(wb, b)));
+  }
+};
+
+}  // namespace
+}  // namespace tandem

@@ -1,0 +1,86 @@
+// Integer products with AVX-512, without and with VNNI; see int8_avx2.h for why sums of 16 bits are exact.
+#pragma once
+
+#include "isa/avx512.h"
+
+namespace tandem {
+namespace {
+
+struct Avx512Ints {
+  using Isa = Avx512Isa;
+  using Sum = __m512i;
+  using Line = __m512i;
+  struct Lines {
+    Line a, b;
+  };
+  using X = __m512i;
+  static constexpr int kRows = 8;
+  static constexpr int kPanels = 2;
+  static constexpr int kByteOffset = 0;  // signed bytes
+
+  TANDEM_INLINE static Sum start(int32_t value) { return _mm512_set1_epi32(value); }
+  TANDEM_INLINE static void keep(Sum& s) { __asm__ volatile("" : "+v"(s)); }  // or it would be folded away
+  TANDEM_INLINE static X x(const uint8_t* p) {
+    int32_t four;
+    __builtin_memcpy(&four, p, sizeof four);
+    return _mm512_set1_epi32(four);
+  }
+  TANDEM_INLINE static Isa::Vec floats(Sum s) { return _mm512_cvtepi32_ps(s); }
+
+  TANDEM_INLINE static Lines bytes(const uint8_t* p) { return {joined(p), joined(p + 64)}; }
+  TANDEM_INLINE static Sum dot_bytes(Sum s, const Lines& w, X a, X b) {
+    return _mm512_add_epi32(_mm512_add_epi32(s, signed_products(w.a, a)), signed_products(w.b, b));
+  }
+  TANDEM_INLINE static Isa::Vec byte_floats(Sum s) { return floats(s); }
+
+  TANDEM_INLINE static Lines nibbles(const uint8_t* p) {
+    const __m512i both = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
+    return {_mm512_and_si512(both, mask), _mm512_and_si512(_mm512_srli_epi16(both, 4), mask)};
+  }
+  template <int at>
+  TANDEM_INLINE static Lines sixes(const uint8_t* low, const uint8_t* high) {
+    const Lines w = nibbles(low);
+    const __m512i bits = _mm512_loadu_si512(high);
+    return {with_bits<at>(w.a, bits), with_bits<at + 2>(w.b, bits)};
+  }
+  TANDEM_INLINE static Lines flipped(Lines w, int sign) {
+    const __m512i bit = _mm512_set1_epi8(int8_t(sign));
+    return {_mm512_xor_si512(w.a, bit), _mm512_xor_si512(w.b, bit)};
+  }
+  TANDEM_INLINE static Lines twice_e2m1(Lines w) {
+    const __m512i values =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    return {_mm512_shuffle_epi8(values, w.a), _mm512_shuffle_epi8(values, w.b)};
+  }
+  TANDEM_INLINE static Sum dot_small(Sum s, const Lines& w, X a, X b) {
+    const __m512i words = _mm512_add_epi16(_mm512_maddubs_epi16(w.a, a), _mm512_maddubs_epi16(w.b, b));
+    return _mm512_add_epi32(s, four_at_once(words));
+  }
+
+  TANDEM_INLINE static void store_codes(uint8_t* p, Isa::Vec q, bool split) {
+    const __m128i codes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(q));
+    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), split ? _mm_shuffle_epi8(codes, order) : codes);
+  }
+
+ private:
+  // Two pairs of k, [2][16][2], as 4 bytes of every column.
+  TANDEM_INLINE static Line joined(const uint8_t* p) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, _mm512_loadu_si512(p));
+  }
+  template <int at>
+  TANDEM_INLINE static __m512i with_bits(__m512i low, __m512i high) {
+    const __m512i moved = Isa::shifted_left(high, 4 - at);
+    return _mm512_or_si512(low, _mm512_and_si512(moved, _mm512_set1_epi8(0x30)));
+  }
+  TANDEM_INLINE static __m512i four_at_once(__m512i words) { return _mm512_madd_epi16(words, _mm512_set1_epi16(1)); }
+  TANDEM_INLINE static __m512i signed_products(__m512i w, __m512i x) {
+    const __m512i turned = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
+    return four_at_once(_mm512_maddubs_epi16(_mm512_abs_epi8(w), turned));
+  }
+};
+
+}  // namespace
+}  // namespace tandem

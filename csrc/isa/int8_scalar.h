@@ -1,0 +1,99 @@
+// Integer products in portable C++, and the meaning of every primitive. A Sum is 16 exact 32-bit sums, a Line 16
+// columns x 4 k of bytes, an X the 4 bytes of activations that belong to it.
+#pragma once
+
+#include "isa/scalar.h"
+
+namespace tandem {
+namespace {
+
+struct ScalarInts {
+  using Isa = ScalarIsa;
+  struct Sum {
+    int32_t v[16];
+  };
+  struct Line {
+    uint8_t v[64];
+  };
+  struct Lines {  // the first 4 bytes of a block of 8 k, and the others
+    Line a, b;
+  };
+  struct X {
+    int8_t v[4];
+  };
+  static constexpr int kRows = 4;    // rows per pass
+  static constexpr int kPanels = 2;  // panels per pass
+  static constexpr int kByteOffset = 128;
+
+  TANDEM_INLINE static Sum start(int32_t value) {
+    Sum s;
+    for (int i = 0; i < 16; ++i) s.v[i] = value;
+    return s;
+  }
+  TANDEM_INLINE static void keep(Sum& s) { __asm__ volatile("" : "+m"(s)); }  // or it would be folded away
+  TANDEM_INLINE static X x(const uint8_t* p) {
+    X a;
+    __builtin_memcpy(&a, p, sizeof a);
+    return a;
+  }
+  TANDEM_INLINE static Isa::Vec floats(Sum s) {
+    return Isa::each([&](int i) { return float(s.v[i]); });
+  }
+
+  // int8: 4 pairs of k, [4][16][2], to code + kByteOffset. Their sums may be in an order of their own until
+  // byte_floats.
+  TANDEM_INLINE static Lines bytes(const uint8_t* p) {
+    Lines w;
+    for (int i = 0; i < 64; ++i) {
+      const int at = i % 4 / 2 * 32 + i / 4 * 2 + i % 2;
+      w.a.v[i] = p[at] ^ 0x80;
+      w.b.v[i] = p[64 + at] ^ 0x80;
+    }
+    return w;
+  }
+  TANDEM_INLINE static Sum dot_bytes(Sum s, const Lines& w, X a, X b) { return dot_small(s, w, a, b); }
+  TANDEM_INLINE static Isa::Vec byte_floats(Sum s) { return floats(s); }
+
+  // Lower and upper nibbles of 64 bytes.
+  TANDEM_INLINE static Lines nibbles(const uint8_t* p) {
+    Lines w;
+    for (int i = 0; i < 64; ++i) w.a.v[i] = p[i] & 15, w.b.v[i] = p[i] >> 4;
+    return w;
+  }
+  // Nibbles, and above each of them two bits of `high`: bits at, at + 1 for the lower ones, the next two for the upper.
+  template <int at>
+  TANDEM_INLINE static Lines sixes(const uint8_t* low, const uint8_t* high) {
+    Lines w = nibbles(low);
+    for (int i = 0; i < 64; ++i) {
+      w.a.v[i] = uint8_t(w.a.v[i] | (high[i] >> at & 3) << 4);
+      w.b.v[i] = uint8_t(w.b.v[i] | (high[i] >> (at + 2) & 3) << 4);
+    }
+    return w;
+  }
+  // Two's complement to code + offset: its sign bit is the other way round.
+  TANDEM_INLINE static Lines flipped(Lines w, int sign) {
+    for (int i = 0; i < 64; ++i) w.a.v[i] = uint8_t(w.a.v[i] ^ sign), w.b.v[i] = uint8_t(w.b.v[i] ^ sign);
+    return w;
+  }
+  // 2 * e2m1 + 12
+  TANDEM_INLINE static Lines twice_e2m1(Lines w) {
+    for (int i = 0; i < 64; ++i) {
+      w.a.v[i] = uint8_t(12 + int(2 * float_of_e2m1(w.a.v[i])));
+      w.b.v[i] = uint8_t(12 + int(2 * float_of_e2m1(w.b.v[i])));
+    }
+    return w;
+  }
+  // Unsigned bytes below 64 times signed ones of magnitude 127 at most.
+  TANDEM_INLINE static Sum dot_small(Sum s, const Lines& w, X a, X b) {
+    for (int i = 0; i < 64; ++i) s.v[i / 4] += w.a.v[i] * a.v[i % 4] + w.b.v[i] * b.v[i % 4];
+    return s;
+  }
+
+  // 16 integral values as signed bytes, two blocks of 8, each in kSplitOrder where `split`.
+  TANDEM_INLINE static void store_codes(uint8_t* p, Isa::Vec q, bool split) {
+    for (int i = 0; i < 16; ++i) p[i] = uint8_t(int8_t(q.v[split ? i / 8 * 8 + kSplitOrder[i % 8] : i]));
+  }
+};
+
+}  // namespace
+}  // namespace tandem
