@@ -86,8 +86,7 @@ void bind_matrix(nb::module_& m) {
             return self.multiply_add(rounds, known, int8_activations);
           },
           nb::arg("rounds"), nb::arg("format"), nb::arg("int8_activations") = false,
-          "Multiply-adds in registers on all workers, in the format's compute type, or of integers; returns the "
-          "operations done.");
+          "Multiply-adds in registers on all workers, in the format's compute type or of integers: how many.");
   nb::class_<PackedMatrix>(m, "PackedMatrix", "A packed weight matrix [N, K].")
       .def("__init__", &make_matrix, nb::arg("workspace"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("format"))
       .def_static("from_codes", &matrix_from_codes, nb::arg("workspace"), nb::arg("codes"), nb::arg("rows"),

@@ -19,7 +19,7 @@ struct ExpertShape {
   int width;  // of one expert's intermediate activations
   WeightFormat gate_up, down;
   Activation activation;
-  int places = 0;  // experts that there is memory for; 0: all of them
+  int places = 0;                 // experts that there is memory for; 0: all of them
   bool int8_activations = false;  // rounded before both products: an explicit choice that costs accuracy
 };
 
@@ -96,7 +96,7 @@ class ExpertLayer {
   template <class Copy>
   void copy_pieces(int expert, Copy copy) const;
   int64_t memory_bytes() const { return bytes_of(slices_, places_.count()); }
-  void own_memory();  // of all places, when the first is loaded; throws when they lie in a file
+  void own_memory();               // of all places, when the first is loaded; throws when they lie in a file
   void check_activations() const;  // throws std::invalid_argument if the tier has no kernels for them
   // The first panel that begins there or later in an expert's bytes of that node.
   int64_t first_panel_from(const NodeSlice& slice, int64_t offset) const;

@@ -10,10 +10,13 @@ namespace {
 
 struct Avx2Ints {
   using Isa = Avx2Isa;
+  typedef int32_t Eight __attribute__((vector_size(32)));  // not __m256i: see int8_avx512.h
   struct Sum {
+    Eight lo, hi;
+  };
+  struct Line {
     __m256i lo, hi;
   };
-  using Line = Sum;
   struct Lines {
     Line a, b;
   };
@@ -22,28 +25,31 @@ struct Avx2Ints {
   static constexpr int kPanels = 1;
   static constexpr int kByteOffset = 0;  // signed bytes
 
-  TANDEM_INLINE static Sum start(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
+  TANDEM_INLINE static Sum start(int32_t value) {
+    return {Eight(_mm256_set1_epi32(value)), Eight(_mm256_set1_epi32(value))};
+  }
   TANDEM_INLINE static void keep(Sum& s) {
     __asm__ volatile("" : "+x"(s.lo), "+x"(s.hi));
   }  // or it would be folded away
+  TANDEM_INLINE static void keep(X& x) { __asm__ volatile("" : "+x"(x)); }
   TANDEM_INLINE static X x(const uint8_t* p) {
     int32_t four;
     __builtin_memcpy(&four, p, sizeof four);
     return _mm256_set1_epi32(four);
   }
-  TANDEM_INLINE static Isa::Vec floats(Sum s) { return {_mm256_cvtepi32_ps(s.lo), _mm256_cvtepi32_ps(s.hi)}; }
+  TANDEM_INLINE static Isa::Vec floats(Sum s) {
+    return {_mm256_cvtepi32_ps(__m256i(s.lo)), _mm256_cvtepi32_ps(__m256i(s.hi))};
+  }
 
   // Columns 0 to 3 and 8 to 11 in the lower half, the others in the upper one: in 128-bit lanes it takes one shuffle.
   TANDEM_INLINE static Lines bytes(const uint8_t* p) { return {joined(p), joined(p + 64)}; }
   TANDEM_INLINE static Sum dot_bytes(Sum s, const Lines& w, X a, X b) {
-    s.lo = _mm256_add_epi32(s.lo, signed_products(w.a.lo, a));
-    s.hi = _mm256_add_epi32(s.hi, signed_products(w.a.hi, a));
-    s.lo = _mm256_add_epi32(s.lo, signed_products(w.b.lo, b));
-    s.hi = _mm256_add_epi32(s.hi, signed_products(w.b.hi, b));
-    return s;
+    return {s.lo + signed_products(w.a.lo, a) + signed_products(w.b.lo, b),
+            s.hi + signed_products(w.a.hi, a) + signed_products(w.b.hi, b)};
   }
   TANDEM_INLINE static Isa::Vec byte_floats(Sum s) {
-    return floats({_mm256_permute2x128_si256(s.lo, s.hi, 0x20), _mm256_permute2x128_si256(s.lo, s.hi, 0x31)});
+    const __m256i lo = __m256i(s.lo), hi = __m256i(s.hi);
+    return floats({Eight(_mm256_permute2x128_si256(lo, hi, 0x20)), Eight(_mm256_permute2x128_si256(lo, hi, 0x31))});
   }
 
   TANDEM_INLINE static Lines nibbles(const uint8_t* p) {
@@ -69,8 +75,7 @@ struct Avx2Ints {
             {_mm256_shuffle_epi8(values, w.b.lo), _mm256_shuffle_epi8(values, w.b.hi)}};
   }
   TANDEM_INLINE static Sum dot_small(Sum s, const Lines& w, X a, X b) {
-    return {_mm256_add_epi32(s.lo, small_products(w.a.lo, w.b.lo, a, b)),
-            _mm256_add_epi32(s.hi, small_products(w.a.hi, w.b.hi, a, b))};
+    return {s.lo + small_products(w.a.lo, w.b.lo, a, b), s.hi + small_products(w.a.hi, w.b.hi, a, b)};
   }
 
   TANDEM_INLINE static void store_codes(uint8_t* p, Isa::Vec q, bool split) {
@@ -97,11 +102,13 @@ struct Avx2Ints {
     const __m256i moved = at < 4 ? _mm256_slli_epi16(high, 4 - at) : _mm256_srli_epi16(high, at - 4);
     return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(0x30)));
   }
-  TANDEM_INLINE static __m256i four_at_once(__m256i words) { return _mm256_madd_epi16(words, _mm256_set1_epi16(1)); }
-  TANDEM_INLINE static __m256i signed_products(__m256i w, __m256i x) {
+  TANDEM_INLINE static Eight four_at_once(__m256i words) {
+    return Eight(_mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+  }
+  TANDEM_INLINE static Eight signed_products(__m256i w, __m256i x) {
     return four_at_once(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)));
   }
-  TANDEM_INLINE static __m256i small_products(__m256i wa, __m256i wb, __m256i a, __m256i b) {
+  TANDEM_INLINE static Eight small_products(__m256i wa, __m256i wb, __m256i a, __m256i b) {
     return four_at_once(_mm256_add_epi16(_mm256_maddubs_epi16(wa, a), _mm256_maddubs_epi16(wb, b)));
   }
 };

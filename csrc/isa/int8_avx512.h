@@ -8,7 +8,8 @@ namespace {
 
 struct Avx512Ints {
   using Isa = Avx512Isa;
-  using Sum = __m512i;
+  typedef int32_t Sum
+      __attribute__((vector_size(64)));  // not __m512i: GCC 12 would keep sums as two types, in two registers
   using Line = __m512i;
   struct Lines {
     Line a, b;
@@ -18,18 +19,19 @@ struct Avx512Ints {
   static constexpr int kPanels = 2;
   static constexpr int kByteOffset = 0;  // signed bytes
 
-  TANDEM_INLINE static Sum start(int32_t value) { return _mm512_set1_epi32(value); }
+  TANDEM_INLINE static Sum start(int32_t value) { return Sum(_mm512_set1_epi32(value)); }
   TANDEM_INLINE static void keep(Sum& s) { __asm__ volatile("" : "+v"(s)); }  // or it would be folded away
+  TANDEM_INLINE static void keep(X& x) { __asm__ volatile("" : "+v"(x)); }
   TANDEM_INLINE static X x(const uint8_t* p) {
     int32_t four;
     __builtin_memcpy(&four, p, sizeof four);
     return _mm512_set1_epi32(four);
   }
-  TANDEM_INLINE static Isa::Vec floats(Sum s) { return _mm512_cvtepi32_ps(s); }
+  TANDEM_INLINE static Isa::Vec floats(Sum s) { return _mm512_cvtepi32_ps(__m512i(s)); }
 
   TANDEM_INLINE static Lines bytes(const uint8_t* p) { return {joined(p), joined(p + 64)}; }
   TANDEM_INLINE static Sum dot_bytes(Sum s, const Lines& w, X a, X b) {
-    return _mm512_add_epi32(_mm512_add_epi32(s, signed_products(w.a, a)), signed_products(w.b, b));
+    return s + Sum(signed_products(w.a, a)) + Sum(signed_products(w.b, b));
   }
   TANDEM_INLINE static Isa::Vec byte_floats(Sum s) { return floats(s); }
 
@@ -54,7 +56,7 @@ struct Avx512Ints {
   }
   TANDEM_INLINE static Sum dot_small(Sum s, const Lines& w, X a, X b) {
     const __m512i words = _mm512_add_epi16(_mm512_maddubs_epi16(w.a, a), _mm512_maddubs_epi16(w.b, b));
-    return _mm512_add_epi32(s, four_at_once(words));
+    return s + Sum(four_at_once(words));
   }
 
   TANDEM_INLINE static void store_codes(uint8_t* p, Isa::Vec q, bool split) {

@@ -31,6 +31,7 @@ struct ScalarInts {
     return s;
   }
   TANDEM_INLINE static void keep(Sum& s) { __asm__ volatile("" : "+m"(s)); }  // or it would be folded away
+  TANDEM_INLINE static void keep(X& x) { __asm__ volatile("" : "+m"(x)); }
   TANDEM_INLINE static X x(const uint8_t* p) {
     X a;
     __builtin_memcpy(&a, p, sizeof a);

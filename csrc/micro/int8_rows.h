@@ -73,6 +73,11 @@ class Int8Product {
   }
 
   template <int R>
+  struct Sums {
+    Sum v[R][kPanels];
+  };
+
+  template <int R>
   void block(const PairOfPanels& panels, int first_row, int64_t first, int64_t last, int64_t ahead, float* y) {
     const uint8_t* x[R];
     for (int r = 0; r < R; ++r) x[r] = static_cast<const uint8_t*>(args_.x_rows[first_row + r]);
@@ -80,12 +85,10 @@ class Int8Product {
     for (int64_t g = first; g < last; ++g) {
       const int64_t begin = g * blocks, end = begin + blocks < all ? begin + blocks : all;
       for (int q = 0; q < 2; q += kPanels) {
-        Sum sums[R][kPanels];
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r)
-          for (int p = 0; p < kPanels; ++p) sums[r][p] = Ints::start(load<int32_t>(x[r] + layout_.starts + 4 * g));
-        accumulate<R>(panels.payload + q, x, begin, end, ahead, sums);
-        add_scaled<R>(panels.scales, q, x, g, sums, y + kPanelRows * q);
+        Sums<R> sums;
+        start(x, layout_.starts + 4 * g, sums);
+        accumulate(panels.payload[q], panels.payload[q + kPanels - 1], x, begin, end, ahead, sums);
+        add_scaled(panels.scales, q, x, g, sums, y + kPanelRows * q);
       }
     }
   }
@@ -98,48 +101,59 @@ class Int8Product {
   }
 
   template <int R>
-  TANDEM_INLINE static void accumulate(const uint8_t* const* panels, const uint8_t* const* x, int64_t begin,
-                                       int64_t end, int64_t ahead, Sum (&sums)[R][kPanels]) {
-#pragma GCC unroll 2
-    for (int64_t b = begin; b < end; ++b) {
-      typename Ints::Lines w[kPanels];
-#pragma GCC unroll 2
-      for (int p = 0; p < kPanels; ++p) {
-        w[p] = Codes::decode(panels[p], b);
-        for (int i = 0; i < Codes::kBlockBytes; i += kCacheLine)
-          Isa::prefetch(panels[p] + b * Codes::kBlockBytes + i + ahead);
+  TANDEM_INLINE static void start(const uint8_t* const (&x)[R], int64_t at, Sums<R>& sums) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const Sum one = Ints::start(load<int32_t>(x[r] + at));
+      for (int p = 0; p < kPanels; ++p) sums.v[r][p] = one;
+    }
+  }
+
+  // Of blocks [begin, end) of one or two panels.
+  template <int R>
+  TANDEM_INLINE static void accumulate(const uint8_t* first, const uint8_t* second, const uint8_t* const (&rows)[R],
+                                       int64_t begin, int64_t end, int64_t ahead, Sums<R>& sums) {
+    const uint8_t* x[R];
+    for (int r = 0; r < R; ++r) x[r] = rows[r];
+    int64_t b = begin;
+    do {  // a loop that might not run at all kept every sum twice
+      const auto w0 = Codes::decode(first, b), w1 = Codes::decode(second, b);
+      for (int i = 0; i < Codes::kBlockBytes; i += kCacheLine) {
+        Isa::prefetch(first + b * Codes::kBlockBytes + i + ahead);
+        if constexpr (kPanels == 2) Isa::prefetch(second + b * Codes::kBlockBytes + i + ahead);
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const typename Ints::X low = Ints::x(x[r] + kInt8Block * b), high = Ints::x(x[r] + kInt8Block * b + 4);
-#pragma GCC unroll 2
-        for (int p = 0; p < kPanels; ++p) sums[r][p] = Codes::dot(sums[r][p], w[p], low, high);
+        sums.v[r][0] = Codes::dot(sums.v[r][0], w0, low, high);
+        if constexpr (kPanels == 2) sums.v[r][1] = Codes::dot(sums.v[r][1], w1, low, high);
       }
-    }
+    } while (++b < end);
   }
 
   // y = scale of x * (scale of w * sum + shift * sum of x) + (y or 0)
   template <int R>
-  TANDEM_INLINE void add_scaled(const Scales& scales, int q, const uint8_t* const* x, int64_t g,
-                                const Sum (&sums)[R][kPanels], float* y) {
+  TANDEM_INLINE void add_scaled(const Scales& scales, int q, const uint8_t* const (&x)[R], int64_t g,
+                                const Sums<R>& sums, float* y) {
     const bool scaled = scales.panel[0], shifted = scales.shifts[0];
-#pragma GCC unroll 2
-    for (int p = 0; p < kPanels; ++p, y += kPanelRows) {
-      Vec scale = Isa::zero(), shift = Isa::zero();
-      if (scaled) {
-        scale = load_scales<Isa>(scales.panel[q + p], scales.type, g);
-        if (shifted) shift = load_shifts<Isa>(scales.shifts[q + p], scales.type, scales.shift_type, g, scale);
-        if (Codes::kUnit != 1.0f) scale = Isa::mul(scale, Isa::set1(Codes::kUnit));
-        Isa::prefetch(scales.of_group(q + p, g) + kScalesAhead);
-      }
+    Vec scale[kPanels], shift[kPanels];
+    for (int p = 0; p < kPanels; ++p) {
+      scale[p] = Isa::set1(1.0f);  // where rows are scaled at the end
+      shift[p] = Isa::zero();
+      if (!scaled) continue;
+      scale[p] = load_scales<Isa>(scales.panel[q + p], scales.type, g);
+      if (shifted) shift[p] = load_shifts<Isa>(scales.shifts[q + p], scales.type, scales.shift_type, g, scale[p]);
+      if (Codes::kUnit != 1.0f) scale[p] = Isa::mul(scale[p], Isa::set1(Codes::kUnit));
+      Isa::prefetch(scales.of_group(q + p, g) + kScalesAhead);
+    }
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        Vec v = Codes::floats(sums[r][p]);
-        if (scaled) v = Isa::mul(v, scale);
-        if (shifted) v = Isa::fma(Isa::set1(load<float>(x[r] + layout_.sums + 4 * g)), shift, v);
-        float* out = y + r * args_.y_stride;
-        const Vec before = g > 0 ? Isa::load(out) : Isa::zero();
-        Isa::store(out, Isa::fma(v, Isa::set1(load<float>(x[r] + layout_.scales + 4 * g)), before));
+    for (int r = 0; r < R; ++r) {
+      const Vec row_scale = Isa::set1(load<float>(x[r] + layout_.scales + 4 * g));
+      for (int p = 0; p < kPanels; ++p) {
+        Vec v = Isa::mul(Codes::floats(sums.v[r][p]), scale[p]);
+        if (shifted) v = Isa::fma(Isa::set1(load<float>(x[r] + layout_.sums + 4 * g)), shift[p], v);
+        float* out = y + r * args_.y_stride + kPanelRows * p;
+        Isa::store(out, Isa::fma(v, row_scale, g > 0 ? Isa::load(out) : Isa::zero()));
       }
     }
   }
@@ -165,7 +179,7 @@ int64_t int8_peak(int64_t rounds, uint8_t* scratch) {
   constexpr int kChains = Ints::kPanels * Ints::kRows;
   for (int i = 0; i < 192; ++i) scratch[i] = uint8_t(i * 37 & 63);
   const auto w = Ints::nibbles(scratch);
-  const auto low = Ints::x(scratch + 64), high = Ints::x(scratch + 68);
+  auto low = Ints::x(scratch + 64), high = Ints::x(scratch + 68);
   typename Ints::Sum sum[kChains];
 #pragma GCC unroll 24
   for (int c = 0; c < kChains; ++c) sum[c] = Ints::start(0);
@@ -174,6 +188,7 @@ int64_t int8_peak(int64_t rounds, uint8_t* scratch) {
     for (int c = 0; c < kChains; ++c) {
       sum[c] = Ints::dot_small(sum[c], w, low, high);
       Ints::keep(sum[c]);
+      Ints::keep(low);  // or products would be shared
     }
   return rounds * kChains * kPanelRows * kInt8Block * 2;
 }

@@ -8,14 +8,20 @@ from typing import Annotated
 import typer
 
 
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--format", "--kt-method", help="expert format to measure: INT8, INT4, … [default: INT8 and INT4]"
+    ),
+]
+Int8Activations = Annotated[
+    bool, typer.Option("--kt-int8-activations", help="measure each format with int8 activations, too")
+]
+
+
 def quality(
     model: Annotated[str, typer.Argument(help="model directory, or demo")],
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--format", "--kt-method", help="expert format to measure: INT8, INT4, … [default: INT8 and INT4]"
-        ),
-    ] = None,
+    method: Methods = None,
     reference: Annotated[
         str | None, typer.Option(help="checkpoint to compare MODEL with [default: MODEL, as it is stored]")
     ] = None,
@@ -30,6 +36,7 @@ def quality(
     layer_kl: Annotated[
         bool, typer.Option("--layer-kl", help="KL of each layer alone, too: time grows with layers²")
     ] = False,
+    kt_int8_activations: Int8Activations = False,
     dtype: Annotated[str, typer.Option(help="of what is measured: auto, bfloat16 or float32")] = "auto",
     reference_dtype: Annotated[str, typer.Option(help="of the reference")] = "auto",
     kernel_tier: Annotated[str, typer.Option(help="of what is measured")] = "auto",
@@ -60,6 +67,7 @@ def quality(
             tokens=tokens,
             window=window,
             layer_kl=layer_kl,
+            int8_activations=kt_int8_activations,
             dtype=dtype,
             reference_dtype=reference_dtype,
             tier=kernel_tier,

@@ -47,6 +47,7 @@ class Request:
     tokens: int = 4096
     window: int = 512
     layer_kl: bool = False
+    int8_activations: bool = False  # beside the usual ones
     dtype: str = "auto"
     reference_dtype: str = "auto"
     tier: str = "auto"
@@ -71,6 +72,12 @@ class Request:
         ):
             return (None,)
         return () if self.save_logits else DEFAULT_METHODS
+
+    @property
+    def variants(self) -> list[tuple[str | None, bool]]:
+        """Of each, its expert format and whether activations of experts are int8."""
+        modes = (False, True) if self.int8_activations else (False,)
+        return [(method, mode) for method in self.measured for mode in modes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +160,14 @@ def _comparison(request: Request, directory: Path, windows: Windows, report: Any
         )
         pool = reference.ops.pool
     candidates = []
-    for method in request.measured:
-        variant = Variant(directory, method, request.dtype, request.tier, request.threads)
+    for method, int8_activations in request.variants:
+        variant = Variant(
+            directory, method, request.dtype, request.tier, request.threads, int8_activations=int8_activations
+        )
         stream = LayerStream(variant, windows, pool)
         pool = stream.ops.pool
-        candidates.append(Candidate(method or "as stored", stream))
+        label = (method or "as stored") + (", int8 activations" if int8_activations else "")
+        candidates.append(Candidate(label, stream))
     if isinstance(reference, SavedLogits):
         reference.origin.check(windows, candidates[0].stream.config.vocab, reference.file)
     return Comparison(windows, reference, candidates, layer_kl=request.layer_kl, progress=report)

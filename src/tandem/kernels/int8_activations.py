@@ -1,7 +1,7 @@
 """What int8 activations are, in plain torch: the reference of the kernels, and the bound of their error.
 
-A row of activations is cut into groups along K, those of the weights (128 where an output row has one scale). A group is
-codes from -127 to 127 times one float32 scale, max |x| / 127: an activation is off by half a scale at most.
+A row of activations is cut into groups along K, those of the weights (128 where an output row has one scale). A group
+is codes from -127 to 127 times one float32 scale, max |x| / 127: an activation is off by half a scale at most.
 """
 
 from __future__ import annotations

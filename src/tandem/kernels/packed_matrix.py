@@ -65,8 +65,10 @@ class PackedMatrix:
         return out
 
     def with_int8_activations(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """As a call, with x rounded to int8 before (`int8_activations.py`). Raises KernelError where the weights' format
-        has no such kernels."""
+        """As a call, with x rounded to int8 before (`int8_activations.py`).
+
+        Raises KernelError where the weights' format has no such kernels.
+        """
         out = x.new_empty((x.shape[0], self.out_features), dtype=out_dtype)
         self._multiply(x, out, True)
         return out
