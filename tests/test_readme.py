@@ -52,7 +52,7 @@ def test_flags_exist() -> None:
         for line in code(TEXT[page]).splitlines():
             known = SERVE_FLAGS if line.startswith("kt serve") else SERVE_FLAGS | COMMAND_FLAGS
             if line.startswith(("kt serve", "--")):
-                assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= known, line
+                assert set(re.findall(r"(?<!\S)--[a-z0-9-]+", line)) <= known, line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-
 Methods = Annotated[
     list[str] | None,
     typer.Option(
@@ -15,7 +14,7 @@ Methods = Annotated[
     ),
 ]
 Int8Activations = Annotated[
-    bool, typer.Option("--kt-int8-activations", help="measure each format with int8 activations, too")
+    bool, typer.Option("--kt-int8-activations", help="measure each format with int8 activations (A8), too")
 ]
 
 

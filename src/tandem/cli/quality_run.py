@@ -166,7 +166,7 @@ def _comparison(request: Request, directory: Path, windows: Windows, report: Any
         )
         stream = LayerStream(variant, windows, pool)
         pool = stream.ops.pool
-        label = (method or "as stored") + (", int8 activations" if int8_activations else "")
+        label = (method or "as stored") + (" A8" if int8_activations else "")
         candidates.append(Candidate(label, stream))
     if isinstance(reference, SavedLogits):
         reference.origin.check(windows, candidates[0].stream.config.vocab, reference.file)
