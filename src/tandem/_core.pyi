@@ -198,9 +198,9 @@ class Workspace:
     def tile_from_rows(self, format: str) -> int:
         """From this many rows on, tile_mm is used."""
 
-    def multiply_add(self, rounds: int, format: str) -> int:
+    def multiply_add(self, rounds: int, format: str, int8_activations: bool = False) -> int:
         """
-        Multiply-adds in registers on all workers, in the format's compute type; returns the operations done.
+        Multiply-adds in registers on all workers, in the format's compute type or of integers: how many.
         """
 
 class PackedMatrix:
@@ -215,7 +215,7 @@ class PackedMatrix:
     ) -> PackedMatrix:
         """Of codes and scales, as they are."""
 
-    def multiply(self, x: object, out: object) -> None:
+    def multiply(self, x: object, out: object, int8_activations: bool = False) -> None:
         """out[T, N] = x[T, K] @ weight.T + bias"""
 
     @property
@@ -267,6 +267,7 @@ class ExpertLayer:
         alpha: float,
         limit: float,
         places: int = 0,
+        int8_activations: bool = False,
     ) -> None: ...
     def load(
         self,
