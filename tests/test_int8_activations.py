@@ -14,8 +14,8 @@ from torch import Tensor
 import kernel_cases as cases
 from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes, join_nibbles
-from tandem.formats.reference import dequantised
 from tandem.kernels.cpu import PackedExperts, PackedMatrix
+from tandem.kernels.fit import as_packed
 from tandem.kernels.int8_activations import rounded_codes, rounded_to_int8, rounding_steps
 
 FORMATS = [
@@ -108,7 +108,7 @@ def test_error_is_that_of_rounding_activations(
     for n, k in ((1, 1), (33, 65), (75, 333), (40, 1100)):
         weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n + k))
         matrix = cases.packed_matrix(cases.workspace_of(tier, algorithm), weight, None, fmt, group)
-        exact = dequantised(weight, fmt, group).double()
+        exact = as_packed(weight, fmt, group).double()
         size = cases.magnitude_of(weight, fmt, group).double()
         for rows in (1, 3, 17):
             x = cases.activations(rows, k, fmt)
@@ -129,7 +129,7 @@ def test_rows_are_rounded_as_the_reference_rounds_them(fmt: str, group: int, tie
     weight = torch.randn(40, 700, generator=torch.Generator().manual_seed(1))
     x = cases.activations(9, 700, "f32") * torch.logspace(-3, 3, 9)[:, None]
     matrix = cases.packed_matrix(cases.workspace_of(tier), weight, None, fmt, group)
-    exact, size = dequantised(weight, fmt, group).double(), cases.magnitude_of(weight, fmt, group).double()
+    exact, size = as_packed(weight, fmt, group).double(), cases.magnitude_of(weight, fmt, group).double()
     rounded = rounded_to_int8(x, group).double()
     error = (matrix.with_int8_activations(x).double() - rounded @ exact.T).abs()
     # Where x / scale lies next to a half, another rounding of 1 / scale may choose the neighbour.
@@ -215,7 +215,7 @@ def expected_experts(fmt: str, group: int, rounding: Callable[[Tensor, int], Ten
     for expert in range(EXPERTS):
         gate, up = torch.randn(2, WIDTH, HIDDEN, generator=random) / HIDDEN**0.5
         down = torch.randn(HIDDEN, WIDTH, generator=random) / WIDTH**0.5
-        g, u, d = (dequantised(w, fmt, group).double() for w in (gate, up, down))
+        g, u, d = (as_packed(w, fmt, group).double() for w in (gate, up, down))
         rounded = rounding(x.float(), group).double()
         hidden = torch.nn.functional.silu(rounded @ g.T) * (rounded @ u.T)
         y = rounding(hidden.bfloat16().float(), group).double() @ d.T
