@@ -27,7 +27,7 @@ from tandem.errors import CheckpointError
 MAGIC = b"TANDEMPK"
 HEAD = struct.Struct("<8sQQQ")
 HEAD_BYTES = 4096
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20
 HUGE_PAGE, LINE = 2 << 20, 64
 VERIFY_BYTES = 1 << 30  # checked between two reports of progress
 READ_AHEAD_BYTES = 64 << 20
