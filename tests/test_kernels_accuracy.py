@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import kernel_cases as cases
+from tandem import _core
+from tandem.errors import KernelError
 from tandem.formats.reference import dequantised
 from tandem.kernels.cpu import PackedMatrix
 from tandem.kernels.fit import as_packed
@@ -69,6 +71,29 @@ def test_codes_equal_the_reference_bit_for_bit(fmt: str, group: int, tier: str) 
         weight[0] = 0  # a group whose scale is 0
         matrix = cases.packed_matrix(cases.workspace_of(tier), weight, None, fmt, group)
         assert torch.equal(matrix.dequantised(), as_packed(weight, fmt, group))
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "f32", "int4"])
+@pytest.mark.parametrize("rows", [(64, 16, 16), (32, 7), (5, 40), (33,)])
+def test_blocks_of_rows_are_packed_as_one_matrix(fmt: str, rows: tuple[int, ...]) -> None:
+    """From where they lie, or joined where a panel would have rows of two."""
+    workspace = cases.workspace_of("scalar")
+    blocks = tuple(random_weight(n, 96).bfloat16() for n in rows)
+    apart, whole = (PackedMatrix(workspace, weight, None, fmt) for weight in (blocks, torch.cat(blocks)))
+    assert [bytes(part) for part in apart.parts()] == [bytes(part) for part in whole.parts()]
+    assert apart.shape == whole.shape == (sum(rows), 96)
+
+
+def test_blocks_that_make_no_matrix() -> None:
+    numbers, workspace = _core.WeightFormat("f32", 0, "f32"), cases.workspace_of("scalar")
+    for blocks, why in (
+        ([torch.ones(16, 32), torch.ones(16, 48)], "differ in length"),
+        ([torch.ones(17, 32), torch.ones(16, 32)], "whole panels of 16"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            _core.PackedMatrix(workspace, blocks, None, numbers)
+    with pytest.raises(KernelError, match="at least one block"):
+        _core.PackedMatrix(workspace, [], None, numbers)
 
 
 def test_rounding_rows_is_off_by_half_a_step() -> None:

@@ -67,7 +67,7 @@ def test_something_that_is_no_array() -> None:
 def test_numpy_arrays_are_taken() -> None:
     out = np.zeros((3, 40), dtype=np.float32)
     numbers = _core.WeightFormat("f32", 0, "f32")
-    core = _core.PackedMatrix(WORKSPACE, np.ones((40, 100), dtype=np.float32), None, numbers)
+    core = _core.PackedMatrix(WORKSPACE, [np.ones((40, 100), dtype=np.float32)], None, numbers)
     core.multiply(np.ones((3, 100), dtype=np.float32), out)
     assert (out == 100).all()
     ones, twos = np.full((40, 128), 1, dtype=np.int8), np.full((40, 4), 2, dtype=np.float32)
@@ -141,4 +141,4 @@ def test_numbers_are_not_packed_with_scales_that_nobody_writes(scales: str) -> N
     workspace = _core.Workspace(_core.WorkerPool([-1]), "scalar")
     fmt = _core.WeightFormat("int8", 32, scales)
     with pytest.raises(ValueError, match="numbers are packed with f32 or bf16 scales"):
-        _core.PackedMatrix(workspace, torch.ones(32, 64), None, fmt)
+        _core.PackedMatrix(workspace, [torch.ones(32, 64)], None, fmt)

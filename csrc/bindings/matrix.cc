@@ -16,13 +16,22 @@ namespace nb = nanobind;
 namespace tandem {
 namespace {
 
-void make_matrix(PackedMatrix* self, std::shared_ptr<Workspace> workspace, nb::handle weight, nb::handle bias,
+void make_matrix(PackedMatrix* self, std::shared_ptr<Workspace> workspace, const nb::list& weights, nb::handle bias,
                  const WeightFormat& format) {
-  const TensorView w = view_of(weight, "weight", {Element::f32, Element::bf16}, {kAnySize, kAnySize});
+  if (weights.size() == 0) throw KernelError("a matrix has at least one block of rows");
+  std::vector<TensorView> views;
+  std::vector<MatrixSource> blocks;
+  int64_t rows = 0;
+  for (nb::handle weight : weights) {
+    const TensorView& w =
+        views.emplace_back(view_of(weight, "weight", {Element::f32, Element::bf16}, {kAnySize, kAnySize}));
+    blocks.push_back({w.data, w.type(), w.shape[0], w.shape[1]});
+    rows += w.shape[0];
+  }
   TensorView b;
-  const float* bias_data = optional_floats(bias, "bias", w.shape[0], &b);
+  const float* bias_data = optional_floats(bias, "bias", rows, &b);
   const nb::gil_scoped_release unlocked;
-  new (self) PackedMatrix(std::move(workspace), {w.data, w.type(), w.shape[0], w.shape[1]}, bias_data, format);
+  new (self) PackedMatrix(std::move(workspace), blocks, bias_data, format);
 }
 
 std::unique_ptr<PackedMatrix> matrix_from_codes(std::shared_ptr<Workspace> workspace, const CodeArrays& codes,
@@ -32,7 +41,7 @@ std::unique_ptr<PackedMatrix> matrix_from_codes(std::shared_ptr<Workspace> works
   TensorView b;
   const float* bias_data = optional_floats(bias, "bias", rows, &b);
   const nb::gil_scoped_release unlocked;
-  return std::make_unique<PackedMatrix>(std::move(workspace), source, bias_data, codes.format);
+  return std::make_unique<PackedMatrix>(std::move(workspace), std::vector{source}, bias_data, codes.format);
 }
 
 void multiply(const PackedMatrix& self, nb::handle x, nb::handle out, bool int8_activations) {
@@ -88,7 +97,8 @@ void bind_matrix(nb::module_& m) {
           nb::arg("rounds"), nb::arg("format"), nb::arg("int8_activations") = false,
           "Multiply-adds in registers on all workers, in the format's compute type or of integers: how many.");
   nb::class_<PackedMatrix>(m, "PackedMatrix", "A packed weight matrix [N, K].")
-      .def("__init__", &make_matrix, nb::arg("workspace"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("format"))
+      .def("__init__", &make_matrix, nb::arg("workspace"), nb::arg("weights"), nb::arg("bias").none(),
+           nb::arg("format"), "Of blocks of rows that follow each other; all but the last of a multiple of 16 rows.")
       .def_static("from_codes", &matrix_from_codes, nb::arg("workspace"), nb::arg("codes"), nb::arg("rows"),
                   nb::arg("depth"), nb::arg("bias").none(), "Of codes and scales, as they are.")
       .def("multiply", &multiply, nb::arg("x"), nb::arg("out"), nb::arg("int8_activations") = false,

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
 
 #include "format/staged.h"
 #include "ops/int8_rows.h"
@@ -34,12 +37,31 @@ NodeTasks shared_out(const WorkerPool& pool, int64_t tasks) {
   return shares;
 }
 
+int64_t rows_of(const std::vector<MatrixSource>& blocks) {
+  int64_t rows = 0;
+  for (size_t i = 0; i < blocks.size(); rows += blocks[i++].rows) {
+    if (blocks[i].depth != blocks.front().depth) throw std::invalid_argument("blocks of rows differ in length");
+    if (i + 1 < blocks.size() && blocks[i].rows % kPanelRows)
+      throw std::invalid_argument("all blocks of rows but the last must be whole panels of " +
+                                  std::to_string(kPanelRows));
+  }
+  return rows;
+}
+
+// The block that has `row` of the whole matrix, or the last one for rows beyond its end; and where the block begins.
+std::pair<const MatrixSource*, int64_t> block_of(const std::vector<MatrixSource>& blocks, int64_t row) {
+  int64_t first = 0;
+  size_t i = 0;
+  for (; i + 1 < blocks.size() && row >= first + blocks[i].rows; ++i) first += blocks[i].rows;
+  return {&blocks[i], first};
+}
+
 }  // namespace
 
-PackedMatrix::PackedMatrix(std::shared_ptr<Workspace> workspace, const MatrixSource& source, const float* bias,
-                           const WeightFormat& format)
-    : workspace_(std::move(workspace)), view_(packed_layout(format, source.rows, source.depth)) {
-  check_source(view_, source);
+PackedMatrix::PackedMatrix(std::shared_ptr<Workspace> workspace, const std::vector<MatrixSource>& blocks,
+                           const float* bias, const WeightFormat& format)
+    : workspace_(std::move(workspace)), view_(packed_layout(format, rows_of(blocks), blocks.front().depth)) {
+  for (const MatrixSource& block : blocks) check_source(view_, block);
   memory_ = HugeBuffer(size_t(packed_bytes(view_)));
   view_.panels = memory_.data();
   keep_bias(bias);
@@ -52,7 +74,8 @@ PackedMatrix::PackedMatrix(std::shared_ptr<Workspace> workspace, const MatrixSou
       [&](size_t node, int64_t panel) {
         uint8_t* const to = memory[node].begin + panel * view_.panel_bytes;
         const int64_t row = (to - memory_.data()) / view_.panel_bytes * kPanelRows;
-        pack_panel(view_, staged(source, row), row, to);
+        const auto [block, first] = block_of(blocks, row);
+        pack_panel(view_, staged(*block, row - first), row - first, to);
       });
 }
 

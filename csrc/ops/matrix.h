@@ -11,8 +11,9 @@ namespace tandem {
 
 class PackedMatrix {
  public:
-  // Packs `source` [N, K] on the pool; `bias` [N] float or null. Neither is kept.
-  PackedMatrix(std::shared_ptr<Workspace> workspace, const MatrixSource& source, const float* bias,
+  // Packs `blocks` [.., K] on the pool, whose rows follow each other and make N; `bias` [N] float or null. Neither is
+  // kept. All blocks but the last have whole panels of rows. Throws std::invalid_argument.
+  PackedMatrix(std::shared_ptr<Workspace> workspace, const std::vector<MatrixSource>& blocks, const float* bias,
                const WeightFormat& format);
   // A matrix [rows, depth] that was packed before: its panels are read where they lie in `file`. Throws
   // std::invalid_argument if they do not fit there.

@@ -207,8 +207,12 @@ class PackedMatrix:
     """A packed weight matrix [N, K]."""
 
     def __init__(
-        self, workspace: Workspace, weight: object, bias: object | None, format: WeightFormat
-    ) -> None: ...
+        self, workspace: Workspace, weights: list, bias: object | None, format: WeightFormat
+    ) -> None:
+        """
+        Of blocks of rows that follow each other; all but the last of a multiple of 16 rows.
+        """
+
     @staticmethod
     def from_codes(
         workspace: Workspace, codes: Codes, rows: int, depth: int, bias: object | None

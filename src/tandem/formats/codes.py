@@ -53,6 +53,10 @@ class WeightCodes:
 Weight = Tensor | WeightCodes
 """A matrix [N, K] as a checkpoint holds it: float32, float16 or bfloat16 numbers, or codes."""
 
+Blocks = tuple[Tensor, ...]
+"""A matrix of numbers in several tensors [.., K] of one type, whose rows follow each other: large ones are packed from
+where they are, since joining them would take as long as packing."""
+
 
 def _bytes(codes: Tensor) -> Tensor:
     return codes.detach().contiguous().view(torch.uint8)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tandem.formats.codes import SHARING, Weight, WeightCodes, scale_tensors
+from tandem.formats.codes import SHARING, Blocks, Weight, WeightCodes, scale_tensors
 from tandem.formats.reference import decoded
 
 
@@ -68,14 +68,19 @@ def _rebuilt(like: WeightCodes, codes: Tensor, scales: dict[str, Tensor], depth:
     return WeightCodes(codes.contiguous(), scale, like.fmt, like.group, depth, like.block_rows, **kept)
 
 
-def stacked(weights: Sequence[Weight]) -> Weight | None:
+def one_tensor(numbers: Tensor | Blocks) -> Tensor:
+    """[N, K], joined if it is not yet."""
+    return numbers if isinstance(numbers, Tensor) else torch.cat(numbers)
+
+
+def stacked(weights: Sequence[Weight]) -> Weight | Blocks | None:
     """All rows in one matrix; None where formats differ, so that they must stay side by side."""
     if len(weights) == 1:
         return weights[0]
     codes = [w for w in weights if isinstance(w, WeightCodes)]
     plain = [w for w in weights if not isinstance(w, WeightCodes)]
     if not codes:
-        return torch.cat(plain) if len({w.dtype for w in plain}) == 1 else None
+        return tuple(plain) if len({w.dtype for w in plain}) == 1 else None
     if plain or len({(w.fmt, w.group, w.scales.dtype, w.depth, *scale_tensors(w)) for w in codes}) > 1:
         return None
     if not _blocks_line_up(codes):

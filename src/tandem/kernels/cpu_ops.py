@@ -14,7 +14,7 @@ from torch import Tensor
 from tandem import _core
 from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
-from tandem.formats.codes import Weight, WeightCodes
+from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
@@ -64,7 +64,7 @@ class CpuOps:
     def lookup(self, find: Lookup, rows: int) -> Lookup:
         return find
 
-    def linear(self, weight: Weight, bias: Tensor | None = None, fmt: str = "bf16") -> PackedMatrix:
+    def linear(self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16") -> PackedMatrix:
         if isinstance(weight, WeightCodes):
             return PackedMatrix.from_codes(self.workspace, weight, bias)
         return PackedMatrix(self.workspace, weight, bias, fmt)

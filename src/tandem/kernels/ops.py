@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.model_config import RouterConfig
-from tandem.formats.codes import Weight
+from tandem.formats.codes import Blocks, Weight
 
 
 class BatchLayout(Protocol):
@@ -186,7 +186,7 @@ class Ops(Protocol):
         """`find` for ids where the operations are: a mapped file's rows as they are, or all `rows` in GPU memory."""
         ...
 
-    def linear(self, weight: Weight, bias: Tensor | None = None, fmt: str = "bf16") -> Linear:
+    def linear(self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16") -> Linear:
         """Packs weight [N, K] once: numbers as "bf16" | "f32" | "int8" | "int4", codes as they are. It is not kept."""
         ...
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem._core import Workspace
-from tandem.formats.codes import WeightCodes
+from tandem.formats.codes import Blocks, WeightCodes
 from tandem.kernels.packable import (
     DEFAULT_GROUP,
     FormatNames,
@@ -20,6 +20,7 @@ from tandem.kernels.packable import (
 )
 from tandem.kernels.packed_file import PackedFile, Section
 
+PANEL_ROWS = 16  # a panel's, which are packed together
 HEAD_ROWS = 32  # kernels compute this many output rows at a time: a head has a multiple of it
 
 
@@ -33,13 +34,14 @@ class PackedMatrix:
     def __init__(
         self,
         workspace: Workspace,
-        weight: Tensor,
+        weight: Tensor | Blocks,
         bias: Tensor | None = None,
         fmt: str = "bf16",
         group: int = DEFAULT_GROUP,
     ) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._keep(_core.PackedMatrix(workspace, packable(weight), bias_of(bias), made_here(fmt, group)))
+        blocks = _whole_panels((weight,) if isinstance(weight, Tensor) else weight)
+        self.out_features, self.in_features = sum(map(len, blocks)), blocks[0].shape[1]
+        self._keep(_core.PackedMatrix(workspace, blocks, bias_of(bias), made_here(fmt, group)))
 
     @classmethod
     def from_codes(
@@ -123,6 +125,13 @@ class PackedMatrix:
     def parts(self) -> tuple[memoryview, ...]:
         """Panels and bias as they lie in memory; valid as long as this object."""
         return _core.matrix_bytes(self._core)
+
+
+def _whole_panels(blocks: Blocks) -> list[Tensor]:
+    """The blocks as the core takes them; one, where panels would hold rows of two."""
+    if any(len(block) % PANEL_ROWS for block in blocks[:-1]):
+        blocks = (torch.cat(blocks),)
+    return [packable(block) for block in blocks]
 
 
 class PackedHeads:

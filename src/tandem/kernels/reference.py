@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
-from tandem.formats.codes import Weight, WeightCodes
+from tandem.formats.codes import Blocks, Weight, WeightCodes
+from tandem.formats.cut import one_tensor
 from tandem.formats.reference import decoded
 from tandem.kernels.fit import as_packed
 from tandem.kernels.one_expert import OneExpert
@@ -123,8 +124,8 @@ class TorchOps:
     def lookup(self, find: Lookup, rows: int) -> Lookup:
         return find
 
-    def linear(self, weight: Weight, bias: Tensor | None = None, fmt: str = "bf16") -> TorchLinear:
-        return TorchLinear(weight, bias, fmt)
+    def linear(self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16") -> TorchLinear:
+        return TorchLinear(weight if isinstance(weight, WeightCodes) else one_tensor(weight), bias, fmt)
 
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> TorchPerHead:
         return TorchPerHead(weights, fmt)

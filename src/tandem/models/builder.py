@@ -14,7 +14,7 @@ from tandem.config.model_config import STORED
 from tandem.errors import CheckpointError, KernelError
 from tandem.experts import CpuExperts, ExpertMatrices, Experts, ExpertStore
 from tandem.experts.usage import ExpertUsage
-from tandem.formats.codes import Weight, WeightCodes
+from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import numbers, stacked, weight_bytes
 from tandem.kernels.ops import MLP, ExpertLayer, Linear, Ops, Rope, Tally
 from tandem.kernels.packed_cache import PackedCache
@@ -174,7 +174,7 @@ class Builder:
         """The matrix that an earlier start packed."""
         return None if self._kept is None else self._kept.matrix(name)
 
-    def _pack(self, name: str, weight: Weight, bias: Tensor | None, fmt: str) -> Linear:
+    def _pack(self, name: str, weight: Weight | Blocks, bias: Tensor | None, fmt: str) -> Linear:
         linear = self.ops.linear(weight, bias, fmt)
         if self._kept is not None:
             self._kept.keep(name, linear)

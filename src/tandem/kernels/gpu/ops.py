@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
-from tandem.formats.codes import Weight, WeightCodes
+from tandem.formats.codes import Blocks, Weight, WeightCodes
+from tandem.formats.cut import one_tensor
 from tandem.formats.reference import decoded
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu import norm, route
@@ -57,8 +58,8 @@ class GpuOps:
         table = torch.cat([find(part).to(self.device, torch.bfloat16) for part in ids.split(LOOKUP_ROWS)])
         return lambda wanted: table.index_select(0, wanted)
 
-    def linear(self, weight: Weight, bias: Tensor | None = None, fmt: str = "bf16") -> GpuLinear:
-        matrix = decoded(weight) if isinstance(weight, WeightCodes) else weight
+    def linear(self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16") -> GpuLinear:
+        matrix = decoded(weight) if isinstance(weight, WeightCodes) else one_tensor(weight)
         return GpuLinear(matrix, bias, fmt, self.device)
 
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead:
