@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -74,8 +74,8 @@ def _entries(path: Path) -> tuple[dict[str, Entry], bytes]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             text = file.read(length)
-        header: dict[str, Any] = json.loads(text)
-    except (SafetensorError, OSError, ValueError) as error:
+        header: dict[str, Any] = msgspec.json.decode(text)
+    except (SafetensorError, OSError, ValueError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{path} is truncated or not safetensors ({error}): copy it again") from error
     start = 8 + length
     header.pop("__metadata__", None)

@@ -24,7 +24,7 @@ def survey(modules: Mapping[str, Parts], hints: QuantHints) -> Survey:
         part = codes_part(parts)
         if part is None:
             continue
-        form = part.name[-7:], *((role, p.dtype, p.shape) for role, p in parts.items())
+        form = part.name[-7:], *[(role, p.dtype, p.shape) for role, p in parts.items()]
         if form not in alike:
             alike[form] = _surveyed(part, parts, hints)
         one = alike[form]
