@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 AVAILABLE = HAS_TRITON and (INTERPRETED or torch.cuda.is_available())
+READS_PAGES = "block_table" in inspect.signature(varlen.varlen_attn).parameters  # PyTorch 2.13 or newer
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 needs_triton = pytest.mark.skipif(not AVAILABLE, reason="no NVIDIA GPU (or Triton is not installed)")

@@ -7,7 +7,6 @@ function (for tensors without memory) checks how it is called.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import sys
 from dataclasses import fields, replace
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from gpu import DEVICE
+from gpu import DEVICE, READS_PAGES
 from tandem.config.attention_backend import release
 from tandem.errors import ConfigError, KernelError
 from tandem.kernels.gpu.attention_backends import attention_of
@@ -29,7 +28,6 @@ from test_ops import Batch
 from test_plan import ATTENTION, MODEL, machine, plan, reason
 
 PAGE = 256
-READS_PAGES = "block_table" in inspect.signature(varlen.varlen_attn).parameters
 
 
 @pytest.mark.parametrize("asked", ["auto", "triton"])

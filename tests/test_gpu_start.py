@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu import needs_cuda
+from gpu import READS_PAGES, needs_cuda
 from quantised_models import experts_only, save_quantised
 from tandem import LLM, SamplingParams
 from tiny import VARIANTS, TinyModels, settings
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+FIRST = SamplingParams(temperature=0.0, max_tokens=1)
 SMALL = {"kt_cpuinfer": 2, "max_total_tokens": 128, "max_running_requests": 2}
 
 
@@ -43,6 +44,18 @@ def test_the_gpu_of_the_plan_is_the_one_that_computes(directories) -> None:
     current = torch.cuda.get_device_properties(torch.cuda.current_device())
     assert gpu.uuid.lower() == f"gpu-{current.uuid}".lower()
     assert len(llm.generate(["Hello"], GREEDY)[0].token_ids) == 6
+
+
+@pytest.mark.skipif(not READS_PAGES, reason="PyTorch before 2.13: no block tables")
+def test_pytorchs_attention_answers_as_tritons(directories) -> None:
+    small = SMALL | {"max_total_tokens": 1024, "page_size": 256}
+    answers = []
+    for backend in ("triton", "torch"):
+        llm = LLM(str(directories[1]), attention_backend=backend, **small)
+        assert llm.engine.plan.gpu is not None and llm.engine.plan.gpu.attention == backend
+        answers.append(llm.generate(["Hello"], FIRST)[0].token_ids)
+        del llm
+    assert answers[0] == answers[1]
 
 
 BROKEN = """
