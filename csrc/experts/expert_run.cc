@@ -8,8 +8,9 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kTaskBytes = 192 * 1024;  // weights per task of few rows, unless there would be too few tasks
+constexpr int64_t kTaskBytes = 192 * 1024;  // weights per task of few rows and phase 3, unless there would be too few
 constexpr int64_t kTasksPerWorker = 4;      // at least, so that dynamic pick-up can even things out
+constexpr int64_t kShortBytes = 32 * 1024;  // weights of a task of few rows, at least
 constexpr int64_t kPrepareRows = 8;         // per task; fewer are converted by the caller before the region
 constexpr int64_t kMinTokensPerTask = 64;   // splitting tokens finer would read the weights too often
 // What a task of many rows costs beside its multiplications, in columns and in rows that could be computed meanwhile:
@@ -24,6 +25,14 @@ int64_t pairs_per_task(int64_t all_pairs, int64_t pair_bytes, int workers, bool 
   const int64_t by_bytes = many_rows ? most : std::max<int64_t>(1, kTaskBytes / pair_bytes);
   const int64_t by_share = std::max<int64_t>(1, all_pairs / (kTasksPerWorker * workers));
   return std::min<int64_t>({by_bytes, by_share, most});
+}
+
+// Few rows are bound by memory, which likes long streams; the end likes short ones, since nobody knows who is slow
+// today. So a task takes half a worker's share of what is left (guided self-scheduling: Polychronopoulos and Kuck,
+// 1987).
+int64_t guided_pairs(int64_t left, int64_t pair_bytes, int64_t workers, int64_t most) {
+  const int64_t least = std::clamp<int64_t>(kShortBytes / pair_bytes, 1, most);
+  return std::clamp<int64_t>(left / (2 * workers), least, most);
 }
 
 }  // namespace
@@ -53,27 +62,35 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
 }
 
 void ExpertRun::list_gate_up_tasks() {
-  const WeightView& w = layer_.gate_up_layout_;
-  int64_t all_pairs = 0;
-  for (const RoutingPlan::Expert& e : plan_.experts)
-    all_pairs += w.pairs * ceil_div(e.count, table_.blocking.rows_per_call);
-  const int64_t pairs_each = pairs_per_task(all_pairs, 2 * w.panel_bytes, workspace_.pool().size(), has_many_rows(),
-                                            table_.blocking.pairs_per_call);
+  const int64_t most = table_.blocking.pairs_per_call, pair_bytes = 2 * layer_.gate_up_layout_.panel_bytes;
+  const int workers = workspace_.pool().size(), nodes = workspace_.pool().nodes();
   for (const NodeSlice& slice : layer_.slices_) {
+    int64_t left = 0;
+    for (const RoutingPlan::Expert& e : plan_.experts)
+      left += slice.gate_up_pairs * ceil_div(e.count, table_.blocking.rows_per_call);
+    const int64_t each = has_many_rows() ? pairs_per_task(left * nodes, pair_bytes, workers, true, most) : 0;
     const size_t before = tasks_.size();
-    for (size_t e = 0; e < plan_.experts.size(); ++e) list_gate_up_tasks(int32_t(e), slice.gate_up_pairs, pairs_each);
+    for (size_t e = 0; e < plan_.experts.size(); ++e)
+      list_gate_up_tasks(int32_t(e), slice.gate_up_pairs, [&](int64_t rest) {
+        const int64_t pairs = each ? each : guided_pairs(left, pair_bytes, ceil_div(workers, nodes), most);
+        left -= std::min(pairs, rest);
+        return std::min(pairs, rest);
+      });
     gate_up_tasks_.add(int64_t(tasks_.size() - before));
   }
 }
 
-void ExpertRun::list_gate_up_tasks(int32_t e, int64_t pairs, int64_t pairs_each) {
+// next_pairs(rest): how many of an expert's remaining pairs the next task takes.
+template <class Next>
+void ExpertRun::list_gate_up_tasks(int32_t e, int64_t pairs, Next next_pairs) {
   const RoutingPlan::Expert& expert = plan_.experts[size_t(e)];
   const int64_t blocks = ceil_div(expert.count, table_.blocking.rows_per_call);
   for (int64_t b = 0; b < blocks; ++b) {
     const int32_t begin = int32_t(expert.count * b / blocks), end = int32_t(expert.count * (b + 1) / blocks);
-    for (int64_t pair = 0; pair < pairs; pair += pairs_each)
-      tasks_.push_back(
-          {e, expert.first + begin, end - begin, int32_t(pair), int32_t(std::min<int64_t>(pairs_each, pairs - pair))});
+    for (int64_t pair = 0, taken; pair < pairs; pair += taken) {
+      taken = next_pairs(pairs - pair);
+      tasks_.push_back({e, expert.first + begin, end - begin, int32_t(pair), int32_t(taken)});
+    }
   }
 }
 

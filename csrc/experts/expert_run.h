@@ -29,7 +29,8 @@ class ExpertRun {
   };
 
   void list_gate_up_tasks();
-  void list_gate_up_tasks(int32_t expert, int64_t pairs, int64_t pairs_each);
+  template <class Next>
+  void list_gate_up_tasks(int32_t expert, int64_t pairs, Next next_pairs);
   int64_t mean_rows() const;  // per expert that has any
   bool has_many_rows() const;
   Grid down_grid() const;
