@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "experts/task_sizes.h"
+
 #include "ops/int8_rows.h"
 
 namespace tandem {
@@ -10,14 +12,11 @@ namespace {
 
 constexpr int64_t kTaskBytes = 192 * 1024;  // weights per task of few rows and phase 3, unless there would be too few
 constexpr int64_t kTasksPerWorker = 4;      // at least, so that dynamic pick-up can even things out
-constexpr int64_t kShortBytes = 32 * 1024;  // weights of a task of few rows, at least
 constexpr int64_t kPrepareRows = 8;         // per task; fewer are converted by the caller before the region
 constexpr int64_t kMinTokensPerTask = 64;   // splitting tokens finer would read the weights too often
 // What a task of many rows costs beside its multiplications, in columns and in rows that could be computed meanwhile:
 // gathering its rows does not depend on the columns, and unpacking its weights not on the rows.
 constexpr double kGatherColumns = 40, kUnpackRows = 40;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Pairs per task: long streams, but enough tasks for everyone. With many rows the streams are short beside the work,
 // and a wide task gathers its rows only once.
@@ -25,14 +24,6 @@ int64_t pairs_per_task(int64_t all_pairs, int64_t pair_bytes, int workers, bool 
   const int64_t by_bytes = many_rows ? most : std::max<int64_t>(1, kTaskBytes / pair_bytes);
   const int64_t by_share = std::max<int64_t>(1, all_pairs / (kTasksPerWorker * workers));
   return std::min<int64_t>({by_bytes, by_share, most});
-}
-
-// Few rows are bound by memory, which likes long streams; the end likes short ones, since nobody knows who is slow
-// today. So a task takes half a worker's share of what is left (guided self-scheduling: Polychronopoulos and Kuck,
-// 1987).
-int64_t guided_pairs(int64_t left, int64_t pair_bytes, int64_t workers, int64_t most) {
-  const int64_t least = std::clamp<int64_t>(kShortBytes / pair_bytes, 1, most);
-  return std::clamp<int64_t>(left / (2 * workers), least, most);
 }
 
 }  // namespace
@@ -57,6 +48,11 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
     codes_.data = workspace_.shared(2, int64_t(plan_.rows.size()) * codes_.stride);
   }
   list_gate_up_tasks();
+  by_expert_ = by_expert();
+  by_expert_ ? list_down_by_expert() : list_down_by_columns();
+}
+
+void ExpertRun::list_down_by_columns() {
   grid_ = down_grid();
   for (const NodeSlice& slice : layer_.slices_) down_tasks_.add(grid_.token_blocks * column_blocks(slice));
 }
@@ -160,7 +156,10 @@ void ExpertRun::run() {
        [this](int64_t i, const Worker&) { prepare(i); }},
       {gate_up_tasks_.count(), [&](int64_t i, const Worker& w) { gate_up(i, scratch(w)); }, gate_up_tasks_.of_node()},
       {int8_ ? ceil_div(rows, rows_each(rows)) : 0, [this](int64_t i, const Worker&) { round(i); }},
-      {down_tasks_.count(), [&](int64_t i, const Worker& w) { down(i, scratch(w)); }, down_tasks_.of_node()},
+      {down_tasks_.count(),
+       [&](int64_t i, const Worker& w) { by_expert_ ? down_part(i, scratch(w)) : down(i, scratch(w)); },
+       down_tasks_.of_node()},
+      {by_expert_ ? sum_tasks() : 0, [&](int64_t i, const Worker& w) { add_up(i, scratch(w)); }},
   });
 }
 
@@ -195,9 +194,7 @@ MatmulFn ExpertRun::kernel_for(const WeightView& weights, int64_t rows) const {
 // Where the weights of a node's task begin; null past its last.
 const uint8_t* ExpertRun::panels_of(size_t node, int64_t task) const {
   if (task >= gate_up_tasks_.of_node()[node]) return nullptr;
-  int64_t before = 0;
-  for (size_t n = 0; n < node; ++n) before += gate_up_tasks_.of_node()[n];
-  const GateUpTask& t = tasks_[size_t(before + task)];
+  const GateUpTask& t = tasks_[size_t(gate_up_tasks_.first_of(node) + task)];
   const WeightView weights = layer_.gate_up(plan_.experts[size_t(t.expert)].id, node);
   return weights.panels + 2 * t.first_pair * weights.panel_bytes;
 }
@@ -254,23 +251,31 @@ void ExpertRun::down(int64_t index, WorkerScratch& scratch) {
       next = layer_.down(plan_.experts[e + 1].id, node).panels + 2 * first_pair * layer_.down_layout_.panel_bytes;
     down_expert(expert, block, next, from - plan_.rows.begin(), to - plan_.rows.begin(), scratch);
   }
+  store_sums(scratch.sums, first_token, block.tokens, first_column, columns);
+}
+
+// Of tokens and columns of which `sums` are in rows of `columns`.
+void ExpertRun::store_sums(const float* sums, int64_t first_token, int64_t tokens, int64_t first_column,
+                           int64_t columns) {
   const int64_t length = std::min<int64_t>(columns, layer_.shape_.hidden - first_column);
-  for (int64_t t = 0; t < block.tokens; ++t) {
+  for (int64_t t = 0; t < tokens; ++t) {
     const int64_t offset = (first_token + t) * layer_.shape_.hidden + first_column;
-    table_.store_row(scratch.sums + t * columns, static_cast<uint8_t*>(call_.out) + offset * bytes_of(call_.out_type),
+    table_.store_row(sums + t * columns, static_cast<uint8_t*>(call_.out) + offset * bytes_of(call_.out_type),
                      call_.out_type, call_.add, length);
   }
+}
+
+// From pair `pair` of all nodes on; null if there is none.
+const float* ExpertRun::down_bias(int expert, int64_t pair) const {
+  if (layer_.down_bias_.empty()) return nullptr;
+  return layer_.down_bias_.data() + (expert * int64_t{layer_.down_layout_.pairs} + pair) * kPairColumns;
 }
 
 void ExpertRun::down_expert(const RoutingPlan::Expert& expert, const DownBlock& block, const uint8_t* next_panel,
                             int64_t first_row, int64_t last_row, WorkerScratch& scratch) {
   const WeightView weights = layer_.down(expert.id, block.node);
   const int64_t columns = block.pairs * kPairColumns;
-  const float* bias = nullptr;
-  if (!layer_.down_bias_.empty())
-    bias = layer_.down_bias_.data() +
-           (expert.id * int64_t{layer_.down_layout_.pairs} + layer_.slices_[block.node].first_down + block.first_pair) *
-               kPairColumns;
+  const float* bias = down_bias(expert.id, layer_.slices_[block.node].first_down + block.first_pair);
   for (int64_t row = first_row; row < last_row; row += table_.blocking.rows_per_call) {
     const int64_t rows = std::min<int64_t>(table_.blocking.rows_per_call, last_row - row);
     for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = codes_.row(row + r);

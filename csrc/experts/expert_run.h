@@ -1,4 +1,4 @@
-// One batch through one layer: a single parallel region of three phases, or four.
+// One batch through one layer: a single parallel region of a few phases.
 //
 //   1 prepare   activations to the kernels' type (nothing to do if they are)
 //   2 gate-up   task = (expert, block of its rows, block of panel pairs): gate and up, activation, to `hidden_`
@@ -6,6 +6,8 @@
 //   3 down      task = (block of tokens, block of output columns): runs over the experts in the order of their ids and
 //               sums the weighted results in the worker's scratch, so there is neither a buffer of tokens x top_k
 //               results nor a pass that adds them up, and a crowded expert cannot unbalance the phase
+//               Few rows in all: task = (expert, block of its output columns), a long stream of weights, and
+//   4 add up    task = block of output columns: each token's experts in the order of their ids (down_by_expert.cc)
 #pragma once
 
 #include "experts/expert_layer.h"
@@ -31,6 +33,7 @@ class ExpertRun {
   void list_gate_up_tasks();
   template <class Next>
   void list_gate_up_tasks(int32_t expert, int64_t pairs, Next next_pairs);
+  void list_down_by_columns();
   int64_t mean_rows() const;  // per expert that has any
   bool has_many_rows() const;
   Grid down_grid() const;
@@ -51,8 +54,21 @@ class ExpertRun {
     int64_t first_token, tokens;
     int64_t first_pair, pairs;  // of the node's
   };
+  const float* down_bias(int expert, int64_t pair) const;
+  void store_sums(const float* sums, int64_t first_token, int64_t tokens, int64_t first_column, int64_t columns);
   void down_expert(const RoutingPlan::Expert& expert, const DownBlock& block, const uint8_t* next_panel,
                    int64_t first_row, int64_t last_row, WorkerScratch& scratch);
+
+  struct DownPart {             // a task of phase 3 of few rows
+    int32_t expert;             // index in the plan
+    int32_t first_pair, pairs;  // of the node's
+  };
+  bool by_expert() const;
+  void list_down_by_expert();
+  const uint8_t* down_panels_of(size_t node, int64_t task) const;
+  void down_part(int64_t index, WorkerScratch& scratch);
+  int64_t sum_tasks() const;
+  void add_up(int64_t task, WorkerScratch& scratch);
 
   ExpertLayer& layer_;
   const ExpertCall& call_;
@@ -67,7 +83,11 @@ class ExpertRun {
   PreparedRows codes_;             // the same, as down's kernels read them
   std::vector<GateUpTask> tasks_;  // node after node
   NodeTasks gate_up_tasks_, down_tasks_;
-  Grid grid_;
+  Grid grid_{};
+  bool by_expert_ = false;            // phase 3 is in down_parts_, not in grid_
+  std::vector<DownPart> down_parts_;  // node after node
+  float* results_ = nullptr;          // of few rows: row i of plan_.rows
+  int64_t results_stride_ = 0;        // floats
 };
 
 }  // namespace tandem

@@ -1,0 +1,21 @@
+// How a phase's work is cut into tasks.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace tandem {
+
+constexpr int64_t kShortBytes = 32 * 1024;  // weights of a task of few rows, at least
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Few rows are bound by memory, which likes long streams; the end likes short ones, since nobody knows who is slow
+// today. So a task takes half a worker's share of what is left (guided self-scheduling: Polychronopoulos and Kuck,
+// 1987).
+inline int64_t guided_pairs(int64_t left, int64_t pair_bytes, int64_t workers, int64_t most) {
+  const int64_t least = std::clamp<int64_t>(kShortBytes / pair_bytes, 1, most);
+  return std::clamp<int64_t>(left / (2 * workers), least, most);
+}
+
+}  // namespace tandem
