@@ -106,6 +106,13 @@ def load_slow(config: EngineConfig) -> LoadedEngine:
     return build(seconds_per_step=0.1)
 
 
+def load_and_say(config: EngineConfig) -> LoadedEngine:
+    """As the real one prints its plan."""
+    for stream in (sys.stdout, sys.stderr):
+        print("the plan", file=stream, flush=True)
+    return load(config)
+
+
 def load_when_told(config: EngineConfig) -> LoadedEngine:
     """When the file `served_model_name` is there."""
     while not Path(str(config.served_model_name)).exists():

@@ -146,14 +146,14 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def spawn(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """A Python process that finds tandem and the modules of tests/."""
+def spawn(arguments: list[str], log: Path, output: int | None = None) -> subprocess.Popen[bytes]:
+    """A Python process that finds tandem and the modules of tests/. It prints to `log`, or to the file `output`."""
     package = Path(tandem.__file__).parent.parent  # the one under test: installed, or src
     paths = [str(TESTS), str(package), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with log.open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, *arguments], stdout=out, stderr=subprocess.STDOUT, env=environment
+            [sys.executable, *arguments], stdout=output or out, stderr=subprocess.STDOUT, env=environment
         )
 
 
@@ -166,10 +166,10 @@ def echo_code(loader: str, load_tokenizer: str = "load_tokenizer", **flags: Any)
     )
 
 
-def spawn_echo(log: Path, loader: str = "load", **options: Any) -> ServerProcess:
+def spawn_echo(log: Path, loader: str = "load", output: int | None = None, **options: Any) -> ServerProcess:
     """The real server process and a real engine process, which loads `echo_engine.<loader>`."""
     port = free_port()
-    return ServerProcess(spawn(["-c", echo_code(loader, port=port, **options)], log), port, log)
+    return ServerProcess(spawn(["-c", echo_code(loader, port=port, **options)], log, output), port, log)
 
 
 def spawn_real(model: Path, log: Path, *flags: str, api_key: str | None = None) -> ServerProcess:

@@ -133,6 +133,21 @@ def test_standing_still_together_is_not_being_stuck(tmp_path: Path):
         assert server.engine_pid() == engine
 
 
+def test_an_engine_comes_back_though_nobody_reads_what_it_prints(tmp_path: Path):
+    """The terminal is closed, or `kt serve | head`."""
+    reader, writer = os.pipe()
+    server = spawn_echo(tmp_path / "server.log", "load_and_say", output=writer)
+    os.close(writer)
+    with running(server):
+        assert os.read(reader, 8) == b"the plan"
+        os.close(reader)
+        pid = server.engine_pid()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: server.info()["engine_restarts"] == 1)
+        server.wait_until_ready()
+        assert server.engine_pid() != pid and ask(server, "again") == "again"
+
+
 def test_sigterm_drains(tmp_path: Path):
     """Running requests finish, new ones get 503, the exit code is 0 and no engine is left."""
     with (

@@ -73,6 +73,6 @@ def cut(tokenizer: Tokenizer, text: str, window: int, limit: int) -> Windows:
     kept = tuple(w for w in windows if len(w) >= LEAST_TOKENS)
     if not kept:
         raise ConfigError(
-            f"{len(ids)} tokens in windows of {window} predict nothing: give a longer --text or --window"
+            f"{len(ids)} tokens in windows of {window} predict nothing: give a longer text or window"
         )
     return Windows(kept)

@@ -49,6 +49,7 @@ from tandem.server.messages import (
     ToEngine,
 )
 from tandem.server.sampling_defaults import read_sampling_defaults
+from tandem.server.terminal import outlive_terminal
 
 HEARTBEAT_SECONDS = 1.0  # an idle engine reports this often
 STATS_SECONDS = 0.25  # a busy engine reports at most this often
@@ -286,6 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, required=True, help="process id of the API process")
     options: Any = parser.parse_args(arguments)
     tie_to_parent(options.parent)
+    outlive_terminal()
     socket = connect(options.endpoint)
     try:
         return run_engine(socket)

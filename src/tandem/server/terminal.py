@@ -1,0 +1,41 @@
+"""`outlive_terminal`: what an engine prints may have no reader any more; that must not end it."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import TextIO
+
+
+class LastingStream(io.TextIOWrapper):
+    """Goes on into /dev/null once its pipe is closed, its terminal gone or its disk full."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            self._silence()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError:
+            self._silence()
+
+    def _silence(self) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.fileno())
+        os.close(null)
+
+
+def outlive_terminal() -> None:
+    """For this process's stdout and stderr, from here on."""
+    sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
+
+
+def _lasting(stream: TextIO) -> TextIO:
+    """Over a copy of the file: the old stream closes its own when it is forgotten."""
+    file = os.fdopen(os.dup(stream.fileno()), "wb")
+    return LastingStream(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
