@@ -46,6 +46,18 @@ def test_help_is_one_screen_with_an_example(command: str) -> None:
     assert re.search(rf"(Example: |\$ )kt {command}", shown.stdout)
 
 
+@pytest.mark.parametrize(
+    ("command", "default"),
+    [
+        (["quality"], "default: INT8 and INT4"), (["quality"], "default: one that Tandem has"),
+        (["bench", "kernels"], "default: bf16"), (["bench", "decode"], "default: 1, 8"),
+    ],
+)  # fmt: skip
+def test_help_says_what_holds_where_a_flag_is_left_out(command: list[str], default: str) -> None:
+    """Rich takes [text in brackets] for markup."""
+    assert default in " ".join(re.sub("[│╭╰─]", " ", kt(*command, "--help").stdout).split())
+
+
 def test_app_help_names_every_command() -> None:
     shown = kt("--help").stdout
     assert all(re.search(rf"\b{command}\b", shown) for command in COMMANDS)

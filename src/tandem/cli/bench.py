@@ -26,7 +26,7 @@ Synthetic = Annotated[
     typer.Option(help="on a GPU, with made-up weights: " + NAMES),
 ]
 GpuShare = Annotated[
-    list[float] | None, typer.Option(min=0, max=1, help="of the experts, with --config [default: 0, 0.5, 1]")
+    list[float] | None, typer.Option(min=0, max=1, help="of the experts, with --config (default: 0, 0.5, 1)")
 ]
 Lengths = Annotated[int, typer.Option(min=1, help="tokens, on average")]
 Layers = Annotated[int | None, typer.Option(min=1, help="first layers only, with --config")]
@@ -36,24 +36,24 @@ Context = Annotated[int, typer.Option(min=1, help="tokens of every sequence, wit
 @bench.command()
 def kernels(
     shape: Annotated[
-        list[str] | None, typer.Option(help="demo, q3, ds3 or HIDDENxWIDTHxEXPERTSxTOPK [default: demo]")
+        list[str] | None, typer.Option(help="demo, q3, ds3 or HIDDENxWIDTHxEXPERTSxTOPK (default: demo)")
     ] = None,
     fmt: Annotated[
-        list[str] | None, typer.Option("--format", help=KERNEL_FORMATS + " [default: bf16]")
+        list[str] | None, typer.Option("--format", help=KERNEL_FORMATS + " (default: bf16)")
     ] = None,
-    tier: Annotated[list[str] | None, typer.Option(help="kernel tier [default: this CPU's best]")] = None,
+    tier: Annotated[list[str] | None, typer.Option(help="kernel tier (default: this CPU's best)")] = None,
     tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="tokens per call [default: 1, 8, 64, 512]")
+        list[int] | None, typer.Option(min=1, help="tokens per call (default: 1, 8, 64, 512)")
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="worker threads [default: usable physical cores]")
+        int | None, typer.Option(min=1, help="worker threads (default: usable physical cores)")
     ] = None,
     with_torch: Annotated[
         bool, typer.Option("--torch/--no-torch", help="PyTorch's bf16 loop and grouped_mm beside ours")
     ] = True,
     seconds: Annotated[float, typer.Option(min=0, help="measuring time per row")] = 1.0,
     working_set_mib: Annotated[
-        int | None, typer.Option(min=1, help="distinct weights [default: 4 x the last-level cache]")
+        int | None, typer.Option(min=1, help="distinct weights (default: 4 x the last-level cache)")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw the roofline as PNG (needs matplotlib)")] = None,
@@ -82,15 +82,15 @@ def kernels(
 def decode(
     model: Annotated[str, typer.Argument(help="model directory, or demo")] = "demo",
     fmt: Annotated[
-        list[str] | None, typer.Option("--format", help="expert format: BF16, INT8 or INT4 [default: BF16]")
+        list[str] | None, typer.Option("--format", help="expert format: BF16, INT8 or INT4 (default: BF16)")
     ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="sequences decoded together [default: 1, 8]")
+        list[int] | None, typer.Option(min=1, help="sequences decoded together (default: 1, 8)")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="decode steps per repeat")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="repeats; the median counts")] = 5,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="worker threads [default: usable physical cores]")
+        int | None, typer.Option(min=1, help="worker threads (default: usable physical cores)")
     ] = None,
     tier: Annotated[str, typer.Option(help="kernel tier")] = "auto",
     transformers: Annotated[
@@ -142,7 +142,7 @@ def serve(
         typer.Option(help="measure this running server instead; any with OpenAI's completions API"),
     ] = None,
     concurrency: Annotated[
-        list[int] | None, typer.Option(min=1, help="requests in flight [default: 1, 8]")
+        list[int] | None, typer.Option(min=1, help="requests in flight (default: 1, 8)")
     ] = None,
     rate: Annotated[
         list[float] | None, typer.Option(min=0.001, help="requests per second at random times instead")
@@ -195,14 +195,14 @@ def experts(
     context: Context = 1024,
     seed: Annotated[int, typer.Option(min=0, help="of the requests")] = 0,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="worker threads [default: usable physical cores]")
+        int | None, typer.Option(min=1, help="worker threads (default: usable physical cores)")
     ] = None,
     tier: Annotated[str, typer.Option(help="kernel tier")] = "auto",
     dram_gbps: Annotated[float, typer.Option(min=1, help="cost model: CPU memory")] = 130.0,
     pcie_gbps: Annotated[float, typer.Option(min=1, help="cost model: PCIe")] = 55.0,
     hbm_gbps: Annotated[float, typer.Option(min=1, help="cost model: experts in GPU memory")] = 2150.0,
     gpu_step_ms: Annotated[
-        float | None, typer.Option(min=0, help="cost model: a GPU step without experts [default: estimated]")
+        float | None, typer.Option(min=0, help="cost model: a GPU step without experts (default: estimated)")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw as PNG (needs matplotlib)")] = None,

@@ -9,41 +9,35 @@ import typer
 
 Methods = Annotated[
     list[str] | None,
-    typer.Option(
-        "--format", "--kt-method", help="expert format to measure: INT8, INT4, … [default: INT8 and INT4]"
-    ),
+    typer.Option("--format", "--kt-method", help="expert format (default: INT8 and INT4)"),
 ]
 Int8Activations = Annotated[
-    bool, typer.Option("--kt-int8-activations", help="measure each format with int8 activations (A8), too")
+    bool, typer.Option("--kt-int8-activations", help="each format with int8 activations (A8), too")
 ]
 
 
 def quality(
     model: Annotated[str, typer.Argument(help="model directory, or demo")],
     method: Methods = None,
-    reference: Annotated[
-        str | None, typer.Option(help="checkpoint to compare MODEL with [default: MODEL, as it is stored]")
-    ] = None,
-    reference_logits: Annotated[
-        Path | None, typer.Option(help="compare with logits saved before, not with a checkpoint")
-    ] = None,
+    reference: Annotated[str | None, typer.Option(help="checkpoint to compare with (default: MODEL)")] = None,
+    reference_logits: Annotated[Path | None, typer.Option(help="compare with logits saved before")] = None,
     save_logits: Annotated[Path | None, typer.Option(help="save the reference's logits")] = None,
     keep: Annotated[int, typer.Option(min=0, help="logits saved per token, the largest; 0: all")] = 1024,
-    text: Annotated[Path | None, typer.Option(help="UTF-8 text [default: one that Tandem has]")] = None,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text (default: one that Tandem has)")] = None,
     tokens: Annotated[int, typer.Option(min=2, help="how many tokens of the text")] = 4096,
     window: Annotated[int, typer.Option(min=2, help="tokens that see each other")] = 512,
     layer_kl: Annotated[
-        bool, typer.Option("--layer-kl", help="KL of each layer alone, too: time grows with layers²")
+        bool, typer.Option("--layer-kl", help="KL of each layer alone (slow: layers²)")
     ] = False,
     kt_int8_activations: Int8Activations = False,
-    dtype: Annotated[str, typer.Option(help="of what is measured: auto, bfloat16 or float32")] = "auto",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "auto",
     reference_dtype: Annotated[str, typer.Option(help="of the reference")] = "auto",
     kernel_tier: Annotated[str, typer.Option(help="of what is measured")] = "auto",
     kt_cpuinfer: Annotated[
-        int | None, typer.Option(min=1, help="worker threads [default: usable physical cores]")
+        int | None, typer.Option(min=1, help="worker threads (default: physical cores)")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="write the result as JSON")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw errors by layer as PNG (needs matplotlib)")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw errors by layer as PNG")] = None,
 ) -> None:
     """Perplexity and KL divergence of a format or checkpoint, on a text, against a reference.
 
