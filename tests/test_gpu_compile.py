@@ -92,7 +92,7 @@ def test_attention_is_compiled_once_for_all_mixtures_of_rows(compiler: Compiler,
         ops.attention(q, k, v, batch, 0.1, 0)
         ops.attention(q, k, v, batch, 0.1, 64)
     counts = {name: len(variants) for name, variants in compiler.variants.items()}
-    assert counts == {"_decode": 1, "_prefill": 1, "_merge": 1}
+    assert counts == {"_decode": 2, "_prefill": 1, "_merge": 1}  # decoding: few rows, and many
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

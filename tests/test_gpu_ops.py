@@ -132,6 +132,14 @@ def test_a_decoding_row_is_the_same_in_every_batch(ops: Ops) -> None:
     together = ops.attention(q[:3].contiguous(), k, v, decoding, 0.125)
     beside_a_prompt = replace(there(make_batch(spans, tables)), single_rows=3)
     assert torch.equal(ops.attention(q, k, v, beside_a_prompt, 0.125)[:3], together)
+    many = (
+        attention_decode.MANY_HEADS // 6 + 1
+    )  # x 3 rows x 2 key heads: one block of keys on its way instead of two
+    repeated = tables[:3].repeat(many, 1)
+    crowd = ops.attention(
+        q[:3].repeat(many, 1, 1), k, v, there(make_batch(spans[:3] * many, repeated)), 0.125
+    )
+    assert torch.equal(crowd[-3:], together)
     for s, span in enumerate(spans[:3]):
         alone = ops.attention(
             q[s : s + 1].contiguous(), k, v, there(make_batch([span], tables[s : s + 1])), 0.125
