@@ -164,3 +164,18 @@ def test_cache_sizes_are_read(tmp_path: Path) -> None:
         (tmp_path / f"index{index}" / "size").write_text(size + "\n")
     assert last_level_cache_bytes(tmp_path) == 32 << 20
     assert last_level_cache_bytes(tmp_path / "nothing") > 0
+
+
+def test_int8_activations_are_rows_of_their_own(tmp_path: Path) -> None:
+    out = tmp_path / "a8.json"
+    flags = ["--format", "int4", "--format", "bf16", "--tokens", "3", "--no-torch", "--int8-activations"]
+    done = CliRunner().invoke(app, [*QUICK, *flags, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "int4 A8" in done.output and "bf16 A8" not in done.output
+    report = json.loads(out.read_text())
+    assert [(r["bench"], r["format"]) for r in report["rows"]] == [
+        ("tandem", "int4"), ("tandem A8", "int4"), ("tandem", "bf16")
+    ]  # fmt: skip
+    assert {c["format"] for c in report["ceilings"] if c["what"] == "peak"} == {"bf16", "int8 x int8"}
+    error = CliRunner().invoke(app, [*QUICK, "--format", "fp8", "--int8-activations"]).exception
+    assert isinstance(error, ConfigError) and "integer codes" in str(error)

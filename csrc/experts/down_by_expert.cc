@@ -18,7 +18,7 @@ bool ExpertRun::by_expert() const { return !has_many_rows() && int64_t(plan_.row
 void ExpertRun::list_down_by_expert() {
   const WeightView& w = layer_.down_layout_;
   results_stride_ = int64_t{w.pairs} * kPairColumns;
-  results_ = reinterpret_cast<float*>(workspace_.shared(3, int64_t(plan_.rows.size()) * results_stride_ * 4));
+  results_ = reinterpret_cast<float*>(workspace_.shared(4, int64_t(plan_.rows.size()) * results_stride_ * 4));
   const int64_t workers = ceil_div(workspace_.pool().size(), workspace_.pool().nodes());
   for (const NodeSlice& slice : layer_.slices_) {
     const size_t before = down_parts_.size();
@@ -48,16 +48,17 @@ void ExpertRun::down_part(int64_t index, WorkerScratch& scratch) {
   const DownPart& part = down_parts_[size_t(index)];
   const RoutingPlan::Expert& expert = plan_.experts[size_t(part.expert)];
   const WeightView weights = layer_.down(expert.id, node);
+  const PreparedRows& hidden = rounds(expert) ? codes_ : hidden_;
   const int64_t first_pair = layer_.slices_[node].first_down + part.first_pair;
   const int64_t last = expert.first + expert.count, columns = part.pairs * kPairColumns;
   const float* bias = down_bias(expert.id, first_pair);
   for (int64_t row = expert.first; row < last; row += table_.blocking.rows_per_call) {
     const int64_t rows = std::min<int64_t>(table_.blocking.rows_per_call, last - row);
-    for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = codes_.row(row + r);
+    for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = hidden.row(row + r);
     const uint8_t* next = down_panels_of(node, task + workspace_.pool().workers_of(int(node)));
     const MatmulArgs args{weights,   scratch.rows,    scratch.tile, kTileStride, scratch.matmul,
                           int(rows), part.first_pair, part.pairs,   next};
-    kernel_for(weights, rows)(&args);
+    kernel_for(expert, weights, rows)(&args);
     for (int64_t r = 0; r < rows; ++r) {  // tiles write whole tiles, so not to where they belong
       float* y = scratch.tile + r * kTileStride;
       if (bias) table_.add_row(y, bias, columns);

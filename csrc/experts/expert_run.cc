@@ -35,17 +35,18 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
       workspace_(*layer.workspace_),
       table_(workspace_.table()),
       hidden_type_(prepared_type(table_, layer.shape_.down.format)),
-      int8_(layer.shape_.int8_activations),
-      prepared_(!int8_ && is_prepared(table_, layer.gate_up_layout_, call.x)) {
-  x_.stride = int8_ ? int8_row_bytes(layer.gate_up_layout_)
-                    : layer.gate_up_layout_.padded_depth * bytes_of(prepared_type(table_, layer.shape_.gate_up.format));
-  x_.data = prepared_ ? static_cast<const uint8_t*>(call.x.data) : workspace_.shared(0, call.x.rows * x_.stride);
+      rounds_any_(std::ranges::any_of(plan_.experts, [this](const auto& e) { return rounds(e); })),
+      rounds_all_(std::ranges::all_of(plan_.experts, [this](const auto& e) { return rounds(e); })),
+      converts_(!rounds_all_ && !is_prepared(table_, layer.gate_up_layout_, call.x)) {
+  x_.stride = layer.gate_up_layout_.padded_depth * bytes_of(prepared_type(table_, layer.shape_.gate_up.format));
+  x_.data = converts_ ? workspace_.shared(0, call.x.rows * x_.stride) : static_cast<const uint8_t*>(call.x.data);
   hidden_.stride = layer.down_layout_.padded_depth * bytes_of(hidden_type_);
   hidden_.data = workspace_.shared(1, int64_t(plan_.rows.size()) * hidden_.stride);
-  codes_ = hidden_;
-  if (int8_) {
+  if (rounds_any_) {
+    x_codes_.stride = int8_row_bytes(layer.gate_up_layout_);
+    x_codes_.data = workspace_.shared(2, call.x.rows * x_codes_.stride);
     codes_.stride = int8_row_bytes(layer.down_layout_);
-    codes_.data = workspace_.shared(2, int64_t(plan_.rows.size()) * codes_.stride);
+    codes_.data = workspace_.shared(3, int64_t(plan_.rows.size()) * codes_.stride);
   }
   list_gate_up_tasks();
   by_expert_ = by_expert();
@@ -145,17 +146,17 @@ ExpertRun::Grid ExpertRun::multiplying_grid() const {
 }
 
 void ExpertRun::run() {
-  if (!prepared_ && call_.x.rows <= rows_each(call_.x.rows)) {
-    prepare_some(0, call_.x.rows);
-    prepared_ = true;
+  int64_t unprepared = converts_ || rounds_any_ ? call_.x.rows : 0;
+  if (unprepared <= rows_each(call_.x.rows)) {
+    prepare_some(0, unprepared);
+    unprepared = 0;
   }
   const auto scratch = [this](const Worker& w) -> WorkerScratch& { return workspace_.scratch(w.index); };
   const int64_t rows = int64_t(plan_.rows.size());
   workspace_.pool().run_phases({
-      {prepared_ ? 0 : ceil_div(call_.x.rows, rows_each(call_.x.rows)),
-       [this](int64_t i, const Worker&) { prepare(i); }},
+      {ceil_div(unprepared, rows_each(call_.x.rows)), [this](int64_t i, const Worker&) { prepare(i); }},
       {gate_up_tasks_.count(), [&](int64_t i, const Worker& w) { gate_up(i, scratch(w)); }, gate_up_tasks_.of_node()},
-      {int8_ ? ceil_div(rows, rows_each(rows)) : 0, [this](int64_t i, const Worker&) { round(i); }},
+      {rounds_any_ ? ceil_div(rows, rows_each(rows)) : 0, [this](int64_t i, const Worker&) { round(i); }},
       {down_tasks_.count(),
        [&](int64_t i, const Worker& w) { by_expert_ ? down_part(i, scratch(w)) : down(i, scratch(w)); },
        down_tasks_.of_node()},
@@ -165,8 +166,8 @@ void ExpertRun::run() {
 
 // Rounding takes longer than converting.
 int64_t ExpertRun::rows_each(int64_t rows) const {
-  return int8_ ? std::clamp<int64_t>(rows / (kTasksPerWorker * workspace_.pool().size()), 1, kPrepareRows)
-               : kPrepareRows;
+  if (!rounds_any_) return kPrepareRows;
+  return std::clamp<int64_t>(rows / (kTasksPerWorker * workspace_.pool().size()), 1, kPrepareRows);
 }
 
 void ExpertRun::prepare(int64_t task) {
@@ -175,10 +176,11 @@ void ExpertRun::prepare(int64_t task) {
 }
 
 void ExpertRun::prepare_some(int64_t first, int64_t last) {
-  uint8_t* to = const_cast<uint8_t*>(x_.data);
-  if (!int8_) return prepare_rows(table_, layer_.gate_up_layout_, call_.x, first, last, to);
+  const WeightView& layout = layer_.gate_up_layout_;
+  if (converts_) prepare_rows(table_, layout, call_.x, first, last, const_cast<uint8_t*>(x_.data));
+  if (!rounds_any_) return;
   const PreparedRows from{static_cast<const uint8_t*>(call_.x.data), call_.x.length * bytes_of(call_.x.type)};
-  round_rows(table_, layer_.gate_up_layout_, from, call_.x.type, first, last, to);
+  round_rows(table_, layout, from, call_.x.type, first, last, const_cast<uint8_t*>(x_codes_.data));
 }
 
 void ExpertRun::round(int64_t task) {
@@ -187,8 +189,12 @@ void ExpertRun::round(int64_t task) {
              const_cast<uint8_t*>(codes_.data));
 }
 
-MatmulFn ExpertRun::kernel_for(const WeightView& weights, int64_t rows) const {
-  return int8_ ? int8_matmul_of(table_, weights.format, rows) : matmul_of(table_, weights.format, rows);
+bool ExpertRun::rounds(const RoutingPlan::Expert& expert) const {
+  return layer_.shape_.int8_activations && takes_int8(table_, layer_.shape_.gate_up.format, expert.count);
+}
+
+MatmulFn ExpertRun::kernel_for(const RoutingPlan::Expert& expert, const WeightView& weights, int64_t rows) const {
+  return rounds(expert) ? table_.int8[int(weights.format)].rows : matmul_of(table_, weights.format, rows);
 }
 
 // Where the weights of a node's task begin; null past its last.
@@ -203,14 +209,16 @@ void ExpertRun::gate_up(int64_t index, WorkerScratch& scratch) {
   const auto [node, of_node] = gate_up_tasks_.at(index);
   const NodeSlice& slice = layer_.slices_[node];
   const GateUpTask& task = tasks_[size_t(index)];
-  const int id = plan_.experts[size_t(task.expert)].id;
+  const RoutingPlan::Expert& expert = plan_.experts[size_t(task.expert)];
+  const int id = expert.id;
   const WeightView weights = layer_.gate_up(id, node);
-  for (int r = 0; r < task.rows; ++r) scratch.rows[r] = x_.row(plan_.rows[size_t(task.first_row + r)].token);
+  const PreparedRows& x = rounds(expert) ? x_codes_ : x_;
+  for (int r = 0; r < task.rows; ++r) scratch.rows[r] = x.row(plan_.rows[size_t(task.first_row + r)].token);
   const MatmulArgs args{
       weights,         scratch.rows,   scratch.tile,
       kTileStride,     scratch.matmul, task.rows,
       task.first_pair, task.pairs,     panels_of(node, of_node + workspace_.pool().workers_of(int(node)))};
-  kernel_for(weights, task.rows)(&args);
+  kernel_for(expert, weights, task.rows)(&args);
   const int64_t length = int64_t{layer_.gate_up_layout_.pairs} * kPairColumns;
   const int64_t pair = slice.first_gate_up + task.first_pair, column = pair * kPairColumns;
   const float* bias = layer_.gate_up_bias_.empty() ? nullptr : layer_.gate_up_bias_.data() + id * length + column;
@@ -274,14 +282,15 @@ const float* ExpertRun::down_bias(int expert, int64_t pair) const {
 void ExpertRun::down_expert(const RoutingPlan::Expert& expert, const DownBlock& block, const uint8_t* next_panel,
                             int64_t first_row, int64_t last_row, WorkerScratch& scratch) {
   const WeightView weights = layer_.down(expert.id, block.node);
+  const PreparedRows& hidden = rounds(expert) ? codes_ : hidden_;
   const int64_t columns = block.pairs * kPairColumns;
   const float* bias = down_bias(expert.id, layer_.slices_[block.node].first_down + block.first_pair);
   for (int64_t row = first_row; row < last_row; row += table_.blocking.rows_per_call) {
     const int64_t rows = std::min<int64_t>(table_.blocking.rows_per_call, last_row - row);
-    for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = codes_.row(row + r);
+    for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = hidden.row(row + r);
     const MatmulArgs args{weights,   scratch.rows,          scratch.tile,     kTileStride, scratch.matmul,
                           int(rows), int(block.first_pair), int(block.pairs), next_panel};
-    kernel_for(weights, rows)(&args);
+    kernel_for(expert, weights, rows)(&args);
     for (int64_t r = 0; r < rows; ++r) {
       const RoutedRow& routed = plan_.rows[size_t(row + r)];
       float* y = scratch.tile + r * kTileStride;

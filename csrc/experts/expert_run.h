@@ -43,7 +43,9 @@ class ExpertRun {
   void prepare(int64_t task);
   void prepare_some(int64_t first, int64_t last);
   void round(int64_t task);
-  MatmulFn kernel_for(const WeightView& weights, int64_t rows) const;
+  // One decision for both products of an expert, by all its rows.
+  bool rounds(const RoutingPlan::Expert& expert) const;
+  MatmulFn kernel_for(const RoutingPlan::Expert& expert, const WeightView& weights, int64_t rows) const;
   const uint8_t* panels_of(size_t node, int64_t task) const;
   void gate_up(int64_t index, WorkerScratch& scratch);
   void clear_padding(int64_t row);
@@ -75,12 +77,13 @@ class ExpertRun {
   const RoutingPlan& plan_;
   Workspace& workspace_;
   const KernelTable& table_;
-  DType hidden_type_;  // of prepared intermediate activations
-  bool int8_;
-  bool prepared_;  // call_.x needs no conversion
+  DType hidden_type_;             // of prepared intermediate activations
+  bool rounds_any_, rounds_all_;  // of the plan's experts: activations to int8
+  bool converts_;                 // call_.x to `x_`, for experts that do not round
   PreparedRows x_;
+  PreparedRows x_codes_{};         // the same, rounded
   PreparedRows hidden_;            // row i: intermediate activations of plan_.rows[i]
-  PreparedRows codes_;             // the same, as down's kernels read them
+  PreparedRows codes_{};           // the same, rounded
   std::vector<GateUpTask> tasks_;  // node after node
   NodeTasks gate_up_tasks_, down_tasks_;
   Grid grid_{};

@@ -11,7 +11,24 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kInt8SliceBytes = 16 * 1024;  // payload of a pair of panels
+constexpr int64_t kInt8SliceBytes = 8 * 1024;     // payload of a pair of panels; the next pair's is in L1, too
+constexpr int64_t kScaleFloats = 4 * kPanelRows;  // of a group in scratch: scales of both panels, shifts of both
+constexpr int64_t kMostSliceGroups = kMatmulScratchBytes / int64_t(sizeof(float)) / kScaleFloats;
+
+// Scales and shifts of groups [first, last) of a pair of panels as float, so that no format of them is known further
+// in.
+template <class Isa>
+void widen_scales(const PairOfPanels& panels, int64_t first, int64_t last, float unit, float* to) {
+  const Scales& scales = panels.scales;
+  for (int64_t g = first; g < last; ++g, to += kScaleFloats)
+    for (int p = 0; p < 2; ++p) {
+      typename Isa::Vec scale = Isa::set1(1.0f), shift = Isa::zero();  // where rows are scaled at the end
+      if (scales.panel[p]) scale = load_scales<Isa>(scales.panel[p], scales.type, g);
+      if (scales.shifts[p]) shift = load_shifts<Isa>(scales.shifts[p], scales.type, scales.shift_type, g, scale);
+      Isa::store(to + kPanelRows * p, Isa::mul(scale, Isa::set1(unit)));
+      Isa::store(to + kPanelRows * (2 + p), shift);
+    }
+}
 
 template <class Ints, template <class> class F>
 class Int8Product {
@@ -23,10 +40,14 @@ class Int8Product {
 
  public:
   explicit Int8Product(const MatmulArgs* args)
-      : args_(*args), layout_(int8_row_layout(args->weights)), step_(rows_per_block<kMostRows>(args->rows)) {}
+      : args_(*args),
+        layout_(int8_row_layout(args->weights)),
+        group_bytes_(layout_.group / kInt8Block * Codes::kBlockBytes),
+        step_(rows_per_block<kMostRows>(args->rows)) {}
 
   void run() {
-    const int64_t slice = args_.rows > step_ ? slice_groups() : layout_.groups;
+    const int64_t by_l1 = args_.rows > step_ ? kInt8SliceBytes / (2 * group_bytes_) : layout_.groups;
+    const int64_t slice = by_l1 < 1 ? 1 : by_l1 < kMostSliceGroups ? by_l1 : kMostSliceGroups;
     for (int64_t first = 0; first < layout_.groups; first += slice) {
       const int64_t last = first + slice < layout_.groups ? first + slice : layout_.groups;
       for (int p = 0; p < args_.pairs; ++p) run_pair(p, first, last);
@@ -34,42 +55,62 @@ class Int8Product {
   }
 
  private:
-  int64_t slice_groups() const {
-    const int64_t bytes = 2 * layout_.group / kInt8Block * Codes::kBlockBytes;
-    return bytes < kInt8SliceBytes ? kInt8SliceBytes / bytes : 1;
-  }
-
-  // Groups [first, last) of panel pair p of the call. What is prefetched lies a fixed distance ahead; from `turn` on
-  // that is in other panels.
+  // Groups [first, last) of panel pair p of the call.
   void run_pair(int p, int64_t first, int64_t last) {
     const WeightView& w = args_.weights;
     const PairOfPanels panels = pair_of_panels(w, args_.first_pair + p);
+    float* const scales = reinterpret_cast<float*>(args_.scratch);
+    widen_scales<Isa>(panels, first, last, Codes::kUnit, scales);
     const uint8_t* following = panels.payload[0] + 2 * w.panel_bytes;
     const uint8_t* next = p + 1 < args_.pairs || !args_.next_panel ? following : args_.next_panel;
-    const int64_t group_bytes = layout_.group / kInt8Block * Codes::kBlockBytes;
-    int64_t turn = w.panel_bytes > kPrefetchBytes ? (w.panel_bytes - kPrefetchBytes) / group_bytes : 0;
-    turn = turn < first ? first : turn > last ? last : turn;
-    const int64_t beyond = next - panels.payload[0] + kPrefetchBytes - w.panel_bytes;
-    for (int r = 0; r < args_.rows; r += step_) {
-      const int rows = args_.rows - r < step_ ? args_.rows - r : step_;
-      float* y = args_.y + r * args_.y_stride + kPairColumns * p;
-      some_rows<kMostRows>(rows, panels, r, first, turn, kPrefetchBytes, y);
-      some_rows<kMostRows>(rows, panels, r, turn, last, beyond, y);
-    }
+    if (panels.scales.panel[0]) fetch_scales(panels.scales, next - panels.payload[0], first, last);
+    if (args_.rows > step_)
+      pass_rows(p, panels, {first, last, next - panels.payload[0]});
+    else
+      stream(p, panels, {first, last, next - panels.payload[0]});
     if (last == layout_.groups)
       scale_rows<Isa, Unscaled>(panels.row_scales, args_.y + kPairColumns * p, args_.y_stride, args_.rows);
   }
   struct Unscaled {  // for scale_rows: codes of formats with one scale per row count 1
     static constexpr float kUnit = 1.0f;
   };
+  struct Slice {
+    int64_t first, last;  // groups
+    int64_t ahead;        // bytes from payload to what is prefetched
+  };
 
+  void fetch_scales(const Scales& scales, int64_t ahead, int64_t first, int64_t last) {
+    for (int q = 0; q < 2; ++q)
+      for (const uint8_t *at = scales.of_group(q, first), *end = scales.of_group(q, last); at < end; at += kCacheLine)
+        Isa::prefetch_l2(at + ahead);
+  }
+
+  // One block of rows: what is prefetched lies a fixed distance ahead, from `turn` on in other panels.
+  void stream(int p, const PairOfPanels& panels, const Slice& slice) {
+    const int64_t here = args_.weights.panel_bytes - kPrefetchBytes, groups = here > 0 ? here / group_bytes_ : 0;
+    const int64_t turn = groups < slice.first ? slice.first : groups > slice.last ? slice.last : groups;
+    float* y = args_.y + kPairColumns * p;
+    some_rows<kMostRows>(args_.rows, panels, 0, {slice.first, turn, kPrefetchBytes}, slice.first, y);
+    some_rows<kMostRows>(args_.rows, panels, 0, {turn, slice.last, slice.ahead - here}, slice.first, y);
+  }
+
+  // Many: the slice stays in L1 while they pass, and the next pair's is asked for.
+  void pass_rows(int p, const PairOfPanels& panels, const Slice& slice) {
+    for (int r = 0; r < args_.rows; r += step_) {
+      const int rows = args_.rows - r < step_ ? args_.rows - r : step_;
+      float* y = args_.y + r * args_.y_stride + kPairColumns * p;
+      some_rows<kMostRows>(rows, panels, r, slice, slice.first, y);
+    }
+  }
+
+  // Scales in scratch begin with those of group `origin`.
   template <int kMost>
-  TANDEM_INLINE void some_rows(int rows, const PairOfPanels& panels, int r, int64_t first, int64_t last, int64_t ahead,
+  TANDEM_INLINE void some_rows(int rows, const PairOfPanels& panels, int r, const Slice& slice, int64_t origin,
                                float* y) {
     if constexpr (kMost > 1) {
-      if (rows < kMost) return some_rows<kMost - 1>(rows, panels, r, first, last, ahead, y);
+      if (rows < kMost) return some_rows<kMost - 1>(rows, panels, r, slice, origin, y);
     }
-    block<kMost>(panels, r, first, last, ahead, y);
+    block<kMost>(panels, r, slice, origin, y);
   }
 
   template <int R>
@@ -78,17 +119,18 @@ class Int8Product {
   };
 
   template <int R>
-  void block(const PairOfPanels& panels, int first_row, int64_t first, int64_t last, int64_t ahead, float* y) {
+  void block(const PairOfPanels& panels, int first_row, const Slice& slice, int64_t origin, float* y) {
     const uint8_t* x[R];
     for (int r = 0; r < R; ++r) x[r] = static_cast<const uint8_t*>(args_.x_rows[first_row + r]);
     const int64_t blocks = layout_.group / kInt8Block, all = args_.weights.padded_depth / kInt8Block;
-    for (int64_t g = first; g < last; ++g) {
+    const float* scales = reinterpret_cast<const float*>(args_.scratch) + (slice.first - origin) * kScaleFloats;
+    for (int64_t g = slice.first; g < slice.last; ++g, scales += kScaleFloats) {
       const int64_t begin = g * blocks, end = begin + blocks < all ? begin + blocks : all;
       for (int q = 0; q < 2; q += kPanels) {
         Sums<R> sums;
         start(x, layout_.starts + 4 * g, sums);
-        accumulate(panels.payload[q], panels.payload[q + kPanels - 1], x, begin, end, ahead, sums);
-        add_scaled(panels.scales, q, x, g, sums, y + kPanelRows * q);
+        accumulate(panels.payload[q], panels.payload[q + kPanels - 1], x, begin, end, slice.ahead, sums);
+        add_scaled(scales + kPanelRows * q, x, g, sums, y + kPanelRows * q);
       }
     }
   }
@@ -133,25 +175,19 @@ class Int8Product {
 
   // y = scale of x * (scale of w * sum + shift * sum of x) + (y or 0)
   template <int R>
-  TANDEM_INLINE void add_scaled(const Scales& scales, int q, const uint8_t* const (&x)[R], int64_t g,
-                                const Sums<R>& sums, float* y) {
-    const bool scaled = scales.panel[0], shifted = scales.shifts[0];
-    Vec scale[kPanels], shift[kPanels];
-    for (int p = 0; p < kPanels; ++p) {
-      scale[p] = Isa::set1(1.0f);  // where rows are scaled at the end
-      shift[p] = Isa::zero();
-      if (!scaled) continue;
-      scale[p] = load_scales<Isa>(scales.panel[q + p], scales.type, g);
-      if (shifted) shift[p] = load_shifts<Isa>(scales.shifts[q + p], scales.type, scales.shift_type, g, scale[p]);
-      if (Codes::kUnit != 1.0f) scale[p] = Isa::mul(scale[p], Isa::set1(Codes::kUnit));
-      Isa::prefetch(scales.of_group(q + p, g) + kScalesAhead);
-    }
+  TANDEM_INLINE void add_scaled(const float* scales, const uint8_t* const (&x)[R], int64_t g, const Sums<R>& sums,
+                                float* y) {
+    const bool shifted = args_.weights.shift_offset;
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Vec row_scale = Isa::set1(load<float>(x[r] + layout_.scales + 4 * g));
       for (int p = 0; p < kPanels; ++p) {
-        Vec v = Isa::mul(Codes::floats(sums.v[r][p]), scale[p]);
-        if (shifted) v = Isa::fma(Isa::set1(load<float>(x[r] + layout_.sums + 4 * g)), shift[p], v);
+        const float* scale = scales + kPanelRows * p;
+        Vec v = Isa::mul(Codes::floats(sums.v[r][p]), Isa::load(scale));
+        if (shifted) {
+          const Vec row_sum = Isa::set1(load<float>(x[r] + layout_.sums + 4 * g));
+          v = Isa::fma(row_sum, Isa::load(scale + 2 * kPanelRows), v);
+        }
         float* out = y + r * args_.y_stride + kPanelRows * p;
         Isa::store(out, Isa::fma(v, row_scale, g > 0 ? Isa::load(out) : Isa::zero()));
       }
@@ -160,6 +196,7 @@ class Int8Product {
 
   const MatmulArgs& args_;
   const Int8RowLayout layout_;
+  const int64_t group_bytes_;  // payload of a panel
   const int step_;
 };
 
@@ -169,8 +206,8 @@ void int8_rows(const MatmulArgs* args) {
 }
 
 template <class Ints, template <class> class F>
-constexpr Int8Kernels int8_kernels() {
-  return {int8_rows<Ints, F>, nullptr, 0, F<Ints>::kOffset, F<Ints>::kSplit};
+constexpr Int8Kernels int8_kernels(int32_t below_rows) {
+  return {int8_rows<Ints, F>, below_rows, F<Ints>::kOffset, F<Ints>::kSplit};
 }
 
 // See lane_peak. Every loop over the sums is unrolled, else they would live in memory.
@@ -193,10 +230,15 @@ int64_t int8_peak(int64_t rounds, uint8_t* scratch) {
   return rounds * kChains * kPanelRows * kInt8Block * 2;
 }
 
+// Matrix tiles multiply bf16 three times as fast as AVX-512 does integers (a Xeon of 16 threads: 17 to 22 against 6.6
+// TOPS), and tiles of integers would have to be scaled in float after every group: from this many rows on AMX does not
+// round.
+constexpr int32_t kInt8BelowTiles = 12;
+
 // Adds what a tier can do with int8 activations.
 template <class Ints>
-constexpr KernelTable with_int8(KernelTable table) {
-#define TANDEM_INT8_KERNELS(name, F) table.int8[int(Format::name)] = int8_kernels<Ints, F>();
+constexpr KernelTable with_int8(KernelTable table, int32_t below_rows = INT32_MAX) {
+#define TANDEM_INT8_KERNELS(name, F) table.int8[int(Format::name)] = int8_kernels<Ints, F>(below_rows);
   TANDEM_INT8_FORMATS(TANDEM_INT8_KERNELS)
 #undef TANDEM_INT8_KERNELS
   table.round_row = Int8Rounding<Ints>::round_row;

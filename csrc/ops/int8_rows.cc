@@ -29,9 +29,8 @@ void round_rows(const KernelTable& table, const WeightView& layout, const Prepar
   }
 }
 
-MatmulFn int8_matmul_of(const KernelTable& table, Format format, int64_t rows) {
-  const Int8Kernels& kernels = table.int8[int(format)];
-  return kernels.tiles && rows >= kernels.tile_from_rows ? kernels.tiles : kernels.rows;
+bool takes_int8(const KernelTable& table, Format format, int64_t rows) {
+  return rows < table.int8[int(format)].below_rows;
 }
 
 }  // namespace tandem

@@ -15,7 +15,7 @@ int64_t int8_row_bytes(const WeightView& layout);
 void round_rows(const KernelTable& table, const WeightView& layout, const PreparedRows& rows, DType type, int64_t first,
                 int64_t last, uint8_t* to);
 
-// The algorithm for this number of rounded rows.
-MatmulFn int8_matmul_of(const KernelTable& table, Format format, int64_t rows);
+// Whether that many rows are rounded and multiplied as integers; else the usual kernels take them as they are.
+bool takes_int8(const KernelTable& table, Format format, int64_t rows);
 
 }  // namespace tandem

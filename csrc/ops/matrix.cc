@@ -135,7 +135,7 @@ PreparedRows PackedMatrix::prepared(const RowsView& x, bool int8) const {
 
 MatmulFn PackedMatrix::kernel_for(int64_t rows, bool int8) const {
   const KernelTable& table = workspace_->table();
-  return int8 ? int8_matmul_of(table, view_.format, rows) : matmul_of(table, view_.format, rows);
+  return int8 ? table.int8[int(view_.format)].rows : matmul_of(table, view_.format, rows);
 }
 
 void PackedMatrix::multiply_tile(MatmulFn kernel, const PreparedRows& x, const Stretch& of, int64_t first_row,
@@ -162,7 +162,8 @@ void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type, bool i
   if (int8_activations) check_int8(workspace_->table(), view_);
   if (x.rows == 0) return;
   const auto lock = workspace_->lock();
-  const PreparedRows rows_of_x = prepared(x, int8_activations);
+  const bool int8 = int8_activations && takes_int8(workspace_->table(), view_.format, x.rows);
+  const PreparedRows rows_of_x = prepared(x, int8);
   workspace_->pool().announce(upcoming_);
   const Blocking& blocking = workspace_->table().blocking;
   const int64_t rows_per_task = ceil_div(x.rows, ceil_div(x.rows, blocking.rows_per_call));
@@ -178,7 +179,7 @@ void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type, bool i
     const int64_t across = column_blocks(node), row = i / across * rows_per_task;
     const int64_t pair = first_pair(node) + i % across * pairs_each;
     const int64_t rows = std::min(rows_per_task, x.rows - row);
-    multiply_tile(kernel_for(rows, int8_activations), rows_of_x, {0, 1, 0, view_.columns}, row, rows, pair,
+    multiply_tile(kernel_for(rows, int8), rows_of_x, {0, 1, 0, view_.columns}, row, rows, pair,
                   std::min<int64_t>(pairs_each, first_pair(node + 1) - pair), out, out_type,
                   workspace_->scratch(worker));
   };

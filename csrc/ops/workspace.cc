@@ -42,7 +42,7 @@ Workspace::Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table,
   for (FormatKernels& kernels : table_.formats)
     if (tile_from_rows >= 0) kernels.tile_from_rows = tile_from_rows;
   for (Int8Kernels& kernels : table_.int8)
-    if (tile_from_rows >= 0) kernels.tile_from_rows = tile_from_rows;
+    if (tile_from_rows >= 0 && kernels.below_rows != INT32_MAX) kernels.below_rows = tile_from_rows;
   constexpr int64_t kTileBytes = kMaxRowsPerCall * kTileStride * 4, kSumBytes = int64_t{kMaxSumFloats} * 4;
   constexpr int64_t kWorkerBytes = kMatmulScratchBytes + kTileBytes + kSumBytes;
   scratch_memory_ = HugeBuffer(size_t(kWorkerBytes) * scratch_.size());

@@ -49,7 +49,7 @@ class Workspace {
   KernelTable table_;
   std::vector<WorkerScratch> scratch_;
   HugeBuffer scratch_memory_;
-  HugeBuffer shared_[4];
+  HugeBuffer shared_[5];
   std::mutex mutex_;
 };
 

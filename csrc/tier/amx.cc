@@ -8,7 +8,8 @@
 
 namespace tandem {
 
-constexpr KernelTable kAmxTable = make_amx_table<Avx512Bf16Isa, AmxTiles>(
-    Tier::amx, with_int8<VnniInts>(make_table<Avx512Bf16Isa>(Tier::amx, {8, 6, 4, 4, 5, 4, 4, 4})));
+constexpr KernelTable kAmxTable = with_int8<VnniInts>(
+    make_amx_table<Avx512Bf16Isa, AmxTiles>(Tier::amx, make_table<Avx512Bf16Isa>(Tier::amx, {8, 6, 4, 4, 5, 4, 4, 4})),
+    kInt8BelowTiles);
 
 }  // namespace tandem

@@ -9,7 +9,9 @@
 
 namespace tandem {
 
-constexpr KernelTable kAmxStandinTable = make_amx_table<ScalarBf16Isa, PortableTiles>(
-    Tier::amx_standin, with_int8<ScalarInts>(make_table<ScalarBf16Isa>(Tier::amx_standin, {8, 6, 4, 4, 5, 4, 4, 4})));
+constexpr KernelTable kAmxStandinTable = with_int8<ScalarInts>(
+    make_amx_table<ScalarBf16Isa, PortableTiles>(
+        Tier::amx_standin, make_table<ScalarBf16Isa>(Tier::amx_standin, {8, 6, 4, 4, 5, 4, 4, 4})),
+    kInt8BelowTiles);
 
 }  // namespace tandem

@@ -51,6 +51,9 @@ def kernels(
     with_torch: Annotated[
         bool, typer.Option("--torch/--no-torch", help="PyTorch's bf16 loop and grouped_mm beside ours")
     ] = True,
+    int8_activations: Annotated[
+        bool, typer.Option("--int8-activations", help="ours with int8 activations (lossy), too: A8")
+    ] = False,
     seconds: Annotated[float, typer.Option(min=0, help="measuring time per row")] = 1.0,
     working_set_mib: Annotated[
         int | None, typer.Option(min=1, help="distinct weights (default: 4 x the last-level cache)")
@@ -71,6 +74,7 @@ def kernels(
         tokens=tokens or [1, 8, 64, 512],
         threads=threads,
         with_torch=with_torch,
+        int8_activations=int8_activations,
         seconds=seconds,
         working_set_mib=working_set_mib,
         out=out,

@@ -70,7 +70,7 @@ def parse_shape(text: str) -> Shape:
 class Result:
     """One row of the table and of the JSON."""
 
-    bench: str  # "tandem" | "torch loop" | "torch grouped_mm"
+    bench: str  # "tandem" | "tandem A8" (int8 activations) | "torch loop" | "torch grouped_mm"
     shape: str
     format: str
     tier: str
@@ -163,8 +163,10 @@ def time_layers(layers: list[Layer], work: Workload, min_seconds: float) -> floa
     return statistics.median(repeat_seconds(call, min_seconds, min_repeats=2 * len(layers)))
 
 
-def packed_layers(shape: Shape, fmt: str, tier: str, pool: _core.WorkerPool, count: int) -> list[Layer]:
-    ops = CpuOps(pool, tier)
+def packed_layers(
+    shape: Shape, fmt: str, tier: str, pool: _core.WorkerPool, count: int, int8_activations: bool = False
+) -> list[Layer]:
+    ops = CpuOps(pool, tier, int8_activations)
     gate, up, down = (bench_formats.as_stored(w, fmt) for w in random_expert(shape))
     numbers = fmt if fmt in bench_formats.NUMBERS else "bf16"
     layers: list[Layer] = []

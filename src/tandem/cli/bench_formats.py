@@ -57,6 +57,7 @@ CODES = {
     "nvfp4": ("nvfp4", 16),
 }
 FORMATS = (*NUMBERS, *CODES, *GGUF)
+NO_INTEGERS = ("bf16", "f32", "fp8", "fp8-row", "mxfp8")  # no kernels with int8 activations
 
 
 def as_stored(weight: Tensor, name: str) -> Weight:

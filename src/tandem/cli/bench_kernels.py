@@ -33,10 +33,11 @@ from tandem.cli.bench_experts import (
 from tandem.cli.bench_plot import draw_roofline
 from tandem.config.machine import Machine
 from tandem.errors import ConfigError
-from tandem.kernels.ceilings import Roofs, beyond_caches_bytes
+from tandem.kernels.ceilings import INT8_ACTIVATIONS, Ceilings, Roofs, beyond_caches_bytes
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import machine_pool
 
+OURS, A8 = "tandem", "tandem A8"  # A8: with int8 activations
 CEILING_SECONDS = 0.5  # of measuring per ceiling, before the rows and again after them
 MEMORY_SHARE = 0.25  # of the available memory that one set of layers may take
 
@@ -50,6 +51,7 @@ class Request:
     tiers: tuple[str, ...]
     tokens: tuple[int, ...]
     with_torch: bool
+    int8_activations: bool  # beside the usual ones
     min_seconds: float  # of measuring per row
     working_set: int  # bytes of distinct weights at least
 
@@ -62,6 +64,7 @@ def run(
     tokens: list[int],
     threads: int | None,
     with_torch: bool,
+    int8_activations: bool,
     seconds: float,
     working_set_mib: int | None,
     out: Path | None,
@@ -75,9 +78,12 @@ def run(
         one_of("--tier", tiers or [machine.tiers[-1]], machine.tiers),
         tuple(tokens),
         with_torch,
+        int8_activations,
         seconds,
         beyond_caches_bytes() if working_set_mib is None else working_set_mib << 20,
     )
+    if int8_activations and set(request.formats) <= set(bench_formats.NO_INTEGERS):
+        raise ConfigError("--int8-activations: no --format given has integer codes; add int8 or int4")
     bench = Bench(request, machine, pools_of(machine, threads))
     results = bench.run()
     console = Console()
@@ -86,7 +92,7 @@ def run(
         write_json(out, bench.roofs, results, machine, len(bench.pool))
         console.print(f"Written to {out}")
     if plot is not None:
-        draw_roofline(plot, {tier: bench.roofs.of(tier, fmt) for tier, fmt in bench.roofs.peaks}, results)
+        draw_roofline(plot, bench.roofs.by_name(), results)
         console.print(f"Drawn in {plot}")
 
 
@@ -127,7 +133,12 @@ class Bench:
             progress.update(task, description="the ceilings again")
             self.measure_roofs()
         best = self.machine.tiers[-1]  # PyTorch may use anything that this machine has
-        return [t.result(self.roofs.of(best if t.tier == "torch" else t.tier, t.format)) for t in timings]
+        return [t.result(self._ceilings(t, best)) for t in timings]
+
+    def _ceilings(self, timing: Timing, best: str) -> Ceilings:
+        if timing.bench == A8:
+            return self.roofs.with_int8(timing.tier)
+        return self.roofs.of(best if timing.tier == "torch" else timing.tier, timing.format)
 
     def measure_roofs(self) -> None:
         request, best = self.request, self.machine.tiers[-1]
@@ -136,6 +147,8 @@ class Bench:
         peaks = {(tier, fmt) for tier in request.tiers for fmt in request.formats}
         if request.with_torch:
             peaks.add((best, "bf16"))
+        if request.int8_activations:
+            peaks |= {(tier, kind) for tier in request.tiers for kind in ("bf16", INT8_ACTIVATIONS)}
         for tier, fmt in sorted(peaks):
             self.roofs.measure_peak(self.pool, tier, fmt, seconds)
 
@@ -146,16 +159,18 @@ class Bench:
             for fmt in request.formats:
                 shape, count = fit(full_shape, fmt, request.working_set, available)
                 for tier in request.tiers:
-                    yield f"{shape.name} {fmt} {tier}", self._packed(shape, fmt, tier, count)
+                    yield f"{shape.name} {fmt} {tier}", self._packed(OURS, shape, fmt, tier, count)
+                    if request.int8_activations and fmt not in bench_formats.NO_INTEGERS:
+                        yield f"{shape.name} {fmt} {tier} A8", self._packed(A8, shape, fmt, tier, count)
             if request.with_torch:
                 shape, count = fit(full_shape, "bf16", request.working_set, available)
                 yield f"{shape.name} with PyTorch", self._torch(shape, count)
 
-    def _packed(self, shape: Shape, fmt: str, tier: str, count: int) -> Iterator[Timing]:
-        layers = packed_layers(shape, fmt, tier, self.pool, count)
+    def _packed(self, bench: str, shape: Shape, fmt: str, tier: str, count: int) -> Iterator[Timing]:
+        layers = packed_layers(shape, fmt, tier, self.pool, count, int8_activations=bench == A8)
         for tokens in self.request.tokens:
             work = Workload(shape, tokens)
-            yield Timing("tandem", work, fmt, tier, time_layers(layers, work, self.request.min_seconds))
+            yield Timing(bench, work, fmt, tier, time_layers(layers, work, self.request.min_seconds))
 
     def _torch(self, shape: Shape, count: int) -> Iterator[Timing]:
         for way, layers in torch_layers(shape, count).items():
@@ -202,8 +217,9 @@ def result_tables(results: list[Result]) -> Iterator[Table]:
             table.add_column(name, justify="right", no_wrap=True)
         for r in rows:
             rate = f"{short(r.value)}/{short(r.ceiling)} {r.unit}"
-            name = f"ours {r.tier}" if r.bench == "tandem" else SHORT_NAMES.get(r.bench, r.bench)
-            table.add_row(name, r.format, str(r.tokens), short(r.ms), rate, f"{r.share:.0%}")
+            name = f"ours {r.tier}" if r.bench in (OURS, A8) else SHORT_NAMES.get(r.bench, r.bench)
+            fmt = f"{r.format} A8" if r.bench == A8 else r.format
+            table.add_row(name, fmt, str(r.tokens), short(r.ms), rate, f"{r.share:.0%}")
         yield table
 
 

@@ -19,6 +19,7 @@ from tandem.config import Machine
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 MIN_BURST_SECONDS = 5e-3
+INT8_ACTIVATIONS = "int8 x int8"  # a kind of multiply-adds, beside those of formats
 DEFAULT_CACHE_BYTES = 32 << 20  # where the kernel does not say
 DRAM_BYTES = 2 << 30  # at least: a virtual machine may see a part of its host's cache only
 
@@ -94,18 +95,19 @@ def measure_flops(pool: _core.WorkerPool, tier: str, fmt: str = "bf16", min_seco
     """Multiply-adds per second, counted as two operations each, on operands in registers (AMX: in L1), in the compute
     type that the tier uses for weights of `fmt`. A call takes some milliseconds, so that its start does not count."""
     workspace = _core.Workspace(pool, tier)
-    rounds = _burst_rounds(workspace, fmt)
-    operations = workspace.multiply_add(rounds, fmt)
-    return operations / min(repeat_seconds(lambda: workspace.multiply_add(rounds, fmt), min_seconds))
+    kind = ("int8", True) if fmt == INT8_ACTIVATIONS else (fmt, False)
+    rounds = _burst_rounds(workspace, *kind)
+    operations = workspace.multiply_add(rounds, *kind)
+    return operations / min(repeat_seconds(lambda: workspace.multiply_add(rounds, *kind), min_seconds))
 
 
-def _burst_rounds(workspace: _core.Workspace, fmt: str) -> int:
+def _burst_rounds(workspace: _core.Workspace, fmt: str, int8_activations: bool) -> int:
     """So many that they take MIN_BURST_SECONDS."""
     rounds, seconds = 1000, 0.0
     while seconds < MIN_BURST_SECONDS:
         rounds *= 4
         start = time.perf_counter()
-        workspace.multiply_add(rounds, fmt)
+        workspace.multiply_add(rounds, fmt, int8_activations)
         seconds = time.perf_counter() - start
     return rounds
 
@@ -121,7 +123,7 @@ class Roofs:
     reads: dict[int, float] = field(default_factory=dict)  # threads -> DRAM read, GB/s
     peaks: dict[tuple[str, str], float] = field(
         default_factory=dict
-    )  # (tier, f32 or bf16) -> operations per second
+    )  # (tier, f32, bf16 or INT8_ACTIVATIONS) -> operations per second
 
     def measure_reads(self, pools: list[_core.WorkerPool], tier: str, size: int, min_seconds: float) -> None:
         for pool in pools:
@@ -136,7 +138,17 @@ class Roofs:
         """The bandwidth is the best of all numbers of threads."""
         return Ceilings(max(self.reads.values()), self.peaks[tier, peak_format(fmt)])
 
+    def by_name(self) -> dict[str, Ceilings]:
+        """All, by tier and, for integers, the kind."""
+        named = {f"{tier}, {kind}" if kind == INT8_ACTIVATIONS else tier: kind for tier, kind in self.peaks}
+        return {name: self.of(name.partition(",")[0], kind) for name, kind in named.items()}
+
+    def with_int8(self, tier: str) -> Ceilings:
+        """Of kernels that may take either: on AMX many rows are not rounded."""
+        kinds = self.of(tier, "bf16"), self.of(tier, INT8_ACTIVATIONS)
+        return max(kinds, key=lambda each: each.flops)
+
 
 def peak_format(fmt: str) -> str:
     """The format that stands for `fmt` in what bounds its arithmetic: all but f32 are multiplied as bf16."""
-    return "f32" if fmt == "f32" else "bf16"
+    return fmt if fmt in ("f32", INT8_ACTIVATIONS) else "bf16"
