@@ -3,6 +3,7 @@ bytes, whatever copies do; and what live placement does between steps."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from functools import cache
 
@@ -16,7 +17,7 @@ import kernel_cases as cases
 from fake_copies import FakeCopies, FakeSlots
 from tandem.errors import KernelError
 from tandem.experts.live_exchange import LiveExchange, LiveLayer, Settled
-from tandem.experts.live_experts import GIVE_UP, LiveExperts
+from tandem.experts.live_experts import GIVE_UP, HITS_PER_EXCHANGE, LiveExperts
 from tandem.experts.live_policy import Exchange, LivePolicy, PolicySettings
 from tandem.experts.usage import UsageTotals
 from tandem.kernels.packed_experts import PackedExperts
@@ -266,6 +267,29 @@ def test_moving_that_does_not_pay_is_paused_and_counted() -> None:
     assert usage.swap_rests > 0
     for layer in layers:
         layer.check()
+
+
+def moving_with_a_clock(tick: float) -> tuple[float, int]:
+    """Cost of an exchange at the end, and exchanges made, where `tick` seconds pass between steps with exchanges and an
+    expert is read in 0.5 s."""
+    layers, copies, usage, ticks = [Layer(1), Layer(2)], FakeCopies(), Usage(), itertools.count(step=tick)
+    s = PolicySettings(interval_steps=2, dwell_steps=0, bytes_per_step=PLENTY, horizon_tokens=100.0)
+    policy = LivePolicy(torch.stack([x.gpu.table for x in layers]), layers[0].cpu.bytes_per_expert, 1.0, s)
+    exchange = made(layers, copies, s.bytes_per_step)
+    experts = LiveExperts(policy, exchange, usage, lambda: 0.5, lambda: next(ticks))
+    for step in range(300):
+        usage.tokens[:, 3 + step // 16 % 4] += 1
+        experts.after_step(1)
+        copies.arrive(1.0)
+    return policy.cost, usage.swaps
+
+
+def test_the_time_that_exchanges_take_is_measured_and_weighed() -> None:
+    free, cheap = moving_with_a_clock(0.0)
+    cost, dear = moving_with_a_clock(5.0)
+    assert free == HITS_PER_EXCHANGE and cheap > 0
+    assert cost >= HITS_PER_EXCHANGE + 5.0 / 0.5 / 2  # two exchanges at most end together
+    assert dear < cheap
 
 
 def test_moving_that_always_fails_ends_and_fails_no_step(caplog: pytest.LogCaptureFixture) -> None:

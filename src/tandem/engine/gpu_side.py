@@ -61,7 +61,7 @@ def live_experts(plan: Plan, side: GpuSide, usage: Usage | None) -> LiveExperts 
     largest = max(layer.gpu.bytes_per_expert for layer in layers if layer)
     policy = LivePolicy(slot_of, largest, HITS_PER_EXCHANGE, settings)
     exchange = LiveExchange(layers, CudaCopies(side.ops.device), settings.bytes_per_step)
-    return LiveExperts(policy, exchange, usage)
+    return LiveExperts(policy, exchange, usage, side.handoff.seconds_per_expert)
 
 
 def handoff_sizes(plan: Plan, model: ModelConfig) -> HandoffSizes:

@@ -114,6 +114,11 @@ class Handoff:
         inside = HandoffTimes() if self._mailbox is None else self._mailbox.times()
         return outside.plus(inside)
 
+    def seconds_per_expert(self) -> float:
+        """That the CPU took for an expert of graphs' posts, on average since the start; 0: there were none."""
+        experts = self.used()[1]
+        return self._mailbox.times().serve_seconds / experts if self._mailbox and experts else 0.0
+
     def serve(self, posts: int) -> None:
         """After a graph was replayed: answers its posts. Raises EngineError when that fails; the stream goes on."""
         if posts and self._mailbox is not None:

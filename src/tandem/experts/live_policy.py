@@ -67,6 +67,15 @@ class LivePolicy:
         self._judge = _Judge(settings, hits_per_exchange)
 
     @property
+    def cost(self) -> float:
+        """Of an exchange, in reads of an expert from CPU memory."""
+        return self._cost
+
+    @cost.setter
+    def cost(self, reads: float) -> None:
+        self._cost = self._judge.cost = reads
+
+    @property
     def resting(self) -> bool:
         """Whether moving did not pay and is paused."""
         return self._judge.rest > 0
@@ -161,7 +170,7 @@ class _Judge:
     """Adds up, window by window, what moving has gained over home, and what it has cost, in reads of experts."""
 
     def __init__(self, settings: PolicySettings, cost: float) -> None:
-        self._settings, self._cost = settings, cost
+        self._settings, self.cost = settings, cost
         self._gained, self._tokens, self.exchanges = 0.0, 0, 0
         self._next_rest = settings.shortest_rest
         self.rest = 0  # windows left
@@ -183,7 +192,7 @@ class _Judge:
         if self.rest:
             self.rest -= 1
             self.loss = -self._gained
-        elif self._gained < self.exchanges * self._cost:
+        elif self._gained < self.exchanges * self.cost:
             self._begin_rest()
         elif self.exchanges:
             self._next_rest = max(self._settings.shortest_rest, self._next_rest // 2)
@@ -194,5 +203,5 @@ class _Judge:
         self._next_rest = min(2 * self._next_rest, self._settings.longest_rest)
         _log.info(
             "live placement rests for %d tokens: %d exchanges gained %.0f reads of experts and cost as much as %.0f",
-            self.rest * self._settings.window, self.exchanges, self._gained, self.exchanges * self._cost,
+            self.rest * self._settings.window, self.exchanges, self._gained, self.exchanges * self.cost,
         )  # fmt: skip
