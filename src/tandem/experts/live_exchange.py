@@ -112,8 +112,10 @@ class LiveExchange:
         self._queue.extend(exchanges)
 
     def advance(self, ending: bool = True) -> Settled:
-        """Ends what has arrived, begins what is queued, and gives the DMA this step's bytes. ending: False leaves what has
-        arrived for later: telling everybody costs as much for one as for many."""
+        """Ends what has arrived, begins what is queued, and gives the DMA this step's bytes.
+
+        ending: False leaves what has arrived for later: telling everybody costs as much for one as for many.
+        """
         settled = Settled()
         if ending:
             self._end(settled)
