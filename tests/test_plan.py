@@ -292,3 +292,11 @@ def test_experts_on_a_gpu_need_one(flags: dict[str, object]) -> None:
 def test_moving_experts_needs_a_gpu() -> None:
     with pytest.raises(ConfigError, match="could move to, but no GPU was found; leave it out"):
         plan(machine(), kt_enable_dynamic_expert_update=True)
+
+
+def test_int8_activations_need_experts_with_codes() -> None:
+    made = plan(machine(), kt_method="INT4", kt_int8_activations=True)
+    assert made.int8_activations and "lossy" in reason(made, "expert activations")
+    assert not plan(machine(), kt_method="INT4").int8_activations
+    with pytest.raises(ConfigError, match="--kt-int8-activations: the experts are bf16.*--kt-method INT8"):
+        plan(machine(), kt_int8_activations=True)

@@ -263,7 +263,13 @@ def _check_activations(config: EngineConfig, expert_format: str, log: list[Decis
             f"--kt-int8-activations: the experts are {expert_format}, and integer products need codes; "
             "add --kt-method INT8 or INT4, or leave the flag out"
         )
-    log.append(Decision("expert activations", "int8", "--kt-int8-activations, lossy: see docs/quality.md"))
+    log.append(
+        Decision(
+            "expert activations",
+            "int8",
+            "--kt-int8-activations, lossy: see docs/quality.md; AMX rounds for few rows only",
+        )
+    )
 
 
 def _as_stored(stored: StoredFormat, dtype: str) -> str:
