@@ -72,7 +72,7 @@ struct Int8RowArgs {
 // What a tier has for int8 activations, for one format; MatmulArgs::x_rows are rows that round_row has made.
 struct Int8Kernels {
   MatmulFn rows;       // any number of rows; null: this format goes with bf16 activations only
-  int32_t below_rows;  // from this many rows on, the tier's usual tiles are faster, and nothing is rounded: measured
+  int32_t below_rows;  // from this many rows on, the tier's usual tiles should be faster, and nothing is rounded
   int32_t offset;      // of the codes that weights are decoded to
   bool split;          // which order codes of activations have: see kSplitOrder
 };

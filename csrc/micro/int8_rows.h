@@ -232,7 +232,7 @@ int64_t int8_peak(int64_t rounds, uint8_t* scratch) {
 
 // Matrix tiles multiply bf16 three times as fast as AVX-512 does integers (a Xeon of 16 threads: 17 to 22 against 6.6
 // TOPS), and tiles of integers would have to be scaled in float after every group: from this many rows on AMX does not
-// round.
+// round. By these ceilings, not by timing both.
 constexpr int32_t kInt8BelowTiles = 12;
 
 // Adds what a tier can do with int8 activations.
