@@ -305,6 +305,17 @@ def test_a_long_step_in_pieces_gives_the_same_bits(
         assert torch.equal(got, whole)
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "int4"])
+def test_a_row_that_is_no_number_stays_one(ops: Ops, fmt: str) -> None:
+    """And the others are what they are."""
+    gate, up, down, x, ids, weights = expert_case(3, 64, 40, 6)
+    layer = ops.experts(6, 64, 40, fmt)
+    layer.load_all(0, list(zip(gate, up, down, strict=True)))
+    x[1, 5] = torch.nan
+    got = layer.forward(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)).cpu()
+    assert got[1].isnan().all() and got[[0, 2]].isfinite().all()
+
+
 def test_ids_that_no_expert_has_are_skipped(ops: Ops) -> None:
     gate, up, down, x, ids, weights = expert_case(4, 64, 40, 6)
     ours, theirs = (make.experts(6, 64, 40, "bf16") for make in (ops, ops.cpu))
@@ -350,6 +361,15 @@ def test_dense_matrix(ops: Ops, rows: int, columns: int, depth: int, fmt: str, b
     rounded = linear(x.to(DEVICE)).cpu().double()
     # rounded once, and cuBLAS may round parts of a sum before it adds them
     assert (rounded - expected).norm() < 2.0**-8 * expected.norm() * (3.0 if INTERPRETED else 1.5)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_dense_matrix_may_be_a_transposed_one(ops: Ops, rows: int) -> None:
+    torch.manual_seed(0)
+    x, weight = bf16(rows, 40), torch.randn(40, 24).bfloat16().T
+    got = ops.linear(weight)(x.to(DEVICE), torch.float32).cpu()
+    size = x.double().abs() @ weight.double().abs().T
+    assert ((got - x.double() @ weight.double().T).abs() <= 40 * 2.0**-23 * size).all()
 
 
 @pytest.mark.parametrize("coded", [False, True])

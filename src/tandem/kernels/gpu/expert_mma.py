@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.kernels.gpu.nvrtc import compiled, launch
+from tandem.kernels.gpu.nvrtc import available, compiled, launch
 from tandem.kernels.gpu.overlap import can_overlap
 from tandem.kernels.gpu.panels import Panels
 
@@ -24,6 +24,7 @@ STEP = 32  # k of two mma
 GROUPS = (32, 64, 128, 256)  # k per scale
 SHARING_WARPS = 4  # of a block of gate_up
 ROW_UNITS = 2048  # its row is copied by so many numbers
+MAX_DEPTH = 22528  # of a row: what lies in shared memory is 48 KB at most, the sums of the warps included
 MAX_WARPS = 16  # of a block of down, which takes all experts of a token, some warps for each
 # Steps of K whose words a warp has in flight together: 16 for gate_up was slower by 3 % of a step, 6 for down by 4.
 AHEAD = {"GATE_UP_AHEAD": 8, "DOWN_AHEAD": 12}
@@ -51,6 +52,7 @@ __device__ inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0
 __device__ inline float low_half(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high_half(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 __device__ inline u16 rounded(float v) {
+  if (v != v) return 0x7fff;  // a GPU's own NaN is 0x7fffffff: adding to it would make it -0
   const u32 bits = __float_as_uint(v);
   return u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
@@ -244,7 +246,9 @@ def reads(panels: Panels, device: torch.device) -> bool:
     """Whether these kernels read such a matrix on this device: int4 with bf16 scales, rows of 16-byte units."""
     wanted = panels.fmt == "int4" and panels.scale == "bf16" and panels.scale_offset > 0
     sizes = panels.group in GROUPS and panels.padded_depth % STEP == panels.depth % 8 == 0
-    return wanted and sizes and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if not wanted or not sizes or panels.padded_depth > MAX_DEPTH or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0) and available()
 
 
 @cache

@@ -7,6 +7,15 @@ from functools import cache
 from typing import Any
 
 
+def available() -> bool:
+    """Whether cuda-core is installed, which models whose experts have kernels in Triton can do without."""
+    try:
+        from cuda.core import Device, LaunchConfig, Program, Stream, launch  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def compiled(source: str, names: Sequence[str], device_index: int | None) -> list[Any]:
     """The kernels of these `extern "C"` names, loaded on a device; None: the current one. Compiling may allocate and
     synchronise, so it comes before a capture."""
