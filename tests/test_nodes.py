@@ -52,6 +52,31 @@ def run(layer: PackedExperts, tokens: int) -> torch.Tensor:
     return layer.forward(x, ids, torch.rand(tokens, TOP_K, generator=g), torch.empty(tokens, HIDDEN))
 
 
+@pytest.mark.parametrize("nodes", [(), (0, 0, 1)])
+@pytest.mark.parametrize("tier", ["scalar", "avx2", "avx512_bf16", "amx_standin"])
+def test_few_pairs_of_a_long_prompt(tier: str, nodes: tuple[int, ...]) -> None:
+    """As beside a GPU that has most experts: two chunks of tokens, some of them with pairs here."""
+    cases.require_tier(tier)
+    layer, tokens, some = loaded(workspace(nodes, tier), "int4", 32), 5000, 50
+    g = torch.Generator().manual_seed(3)
+    x, weights = torch.randn(tokens, HIDDEN, generator=g).bfloat16(), torch.rand(tokens, TOP_K, generator=g)
+    ids = torch.full((tokens, TOP_K), -1, dtype=torch.int32)
+    picked = torch.randperm(tokens, generator=g)[:some]
+    ids[picked, 0] = torch.randint(0, EXPERTS - 1, (some,), generator=g).int()
+    ids[picked[:9], 2] = EXPERTS - 1
+    got = layer.forward(x, ids, weights, torch.full((tokens, HIDDEN), torch.nan))
+    others = torch.ones(tokens, dtype=torch.bool)
+    others[picked] = False
+    assert got[others].eq(0).all()
+    for t in picked.tolist():
+        row = slice(t, t + 1)
+        alone = layer.forward(x[row], ids[row], weights[row], torch.empty(1, HIDDEN))
+        if tier == "amx_standin":  # tiles round scaled weights once more
+            assert (got[row] - alone).norm() <= 2.0**-7 * alone.norm()
+        else:
+            assert torch.equal(got[row], alone)
+
+
 @pytest.mark.parametrize("tier", ["scalar", "avx2", "avx512_bf16", "amx", "amx_standin"])
 @pytest.mark.parametrize(("fmt", "group"), [("bf16", 0), ("int4", 32), ("int8", 0)])
 def test_divided_experts_give_the_same_bits(tier: str, fmt: str, group: int) -> None:
