@@ -121,6 +121,23 @@ def test_nothing_changes_before_everything_has_arrived() -> None:
     layer.check()
 
 
+def test_what_has_arrived_ends_later_unless_others_wait_for_its_memory() -> None:
+    layer, copies = Layer(2), FakeCopies()
+    exchange = made([layer], copies)
+    before = layer.gpu.table.clone()
+    exchange.add([layer.exchange(0, 0, 0)])
+    exchange.advance(ending=False)
+    copies.arrive(1.0)
+    assert not exchange.advance(ending=False).done and torch.equal(layer.gpu.table, before)
+    assert len(exchange.advance().done) == 1
+    crowded = made([layer], copies, stages=1)
+    crowded.add([layer.exchange(0, 0, 0), layer.exchange(0, 1, 1)])
+    crowded.advance(ending=False)
+    copies.arrive(1.0)
+    assert len(crowded.advance(ending=False).done) == 1
+    layer.check()
+
+
 def test_no_step_moves_more_than_its_bytes() -> None:
     layers, copies = [Layer(1), Layer(2)], FakeCopies()
     nbytes = layers[0].cpu.bytes_per_expert

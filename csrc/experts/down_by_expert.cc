@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t kMostRows = 256;   // their results, float32, stay in the caches
 constexpr int64_t kPairsPerSum = 4;  // of a task of phase 4
+static_assert(kMaxChunkTokens * kPairsPerSum * kPairColumns <= kMaxSumFloats);
 
 }  // namespace
 

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "experts/expert_run.h"
+#include "experts/task_sizes.h"
 #include "format/staged.h"
 #include "ops/int8_rows.h"
 #include "runtime/fill.h"
@@ -14,8 +15,7 @@ namespace tandem {
 namespace {
 
 constexpr int64_t kIntermediateBytes = int64_t{128} << 20;  // scratch for the experts' intermediate activations
-constexpr int64_t kMaxChunkTokens = 4096;
-constexpr int64_t kCopyBytes = int64_t{512} << 10;  // of packed bytes, per task
+constexpr int64_t kCopyBytes = int64_t{512} << 10;          // of packed bytes, per task
 
 void check_shape(const ExpertShape& shape) {
   if (shape.experts < 1 || shape.hidden < 1 || shape.width < 1)

@@ -6,6 +6,7 @@
 
 namespace tandem {
 
+constexpr int64_t kMaxChunkTokens = 4096;   // of a batch that runs at once
 constexpr int64_t kShortBytes = 32 * 1024;  // weights of a task of few rows, at least
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

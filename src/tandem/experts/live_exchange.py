@@ -114,10 +114,11 @@ class LiveExchange:
     def advance(self, ending: bool = True) -> Settled:
         """Ends what has arrived, begins what is queued, and gives the DMA this step's bytes.
 
-        ending: False leaves what has arrived for later: telling everybody costs as much for one as for many.
+        ending: False leaves what has arrived for later, unless others wait for its staging memory: telling everybody
+        costs as much for one as for many.
         """
         settled = Settled()
-        if ending:
+        if ending or (self._queue and not self._free):
             self._end(settled)
         budget = self._continue(self._bytes_per_step, settled)
         while self._queue and self._free and budget > 0:
