@@ -19,7 +19,8 @@ bool ExpertRun::by_expert() const { return !has_many_rows() && int64_t(plan_.row
 void ExpertRun::list_down_by_expert() {
   const WeightView& w = layer_.down_layout_;
   results_stride_ = int64_t{w.pairs} * kPairColumns;
-  results_ = reinterpret_cast<float*>(workspace_.shared(4, int64_t(plan_.rows.size()) * results_stride_ * 4));
+  results_ = reinterpret_cast<float*>(
+      workspace_.shared(Workspace::kResults, int64_t(plan_.rows.size()) * results_stride_ * 4));
   const int64_t workers = ceil_div(workspace_.pool().size(), workspace_.pool().nodes());
   for (const NodeSlice& slice : layer_.slices_) {
     const size_t before = down_parts_.size();

@@ -39,14 +39,15 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
       rounds_all_(std::ranges::all_of(plan_.experts, [this](const auto& e) { return rounds(e); })),
       converts_(!rounds_all_ && !is_prepared(table_, layer.gate_up_layout_, call.x)) {
   x_.stride = layer.gate_up_layout_.padded_depth * bytes_of(prepared_type(table_, layer.shape_.gate_up.format));
-  x_.data = converts_ ? workspace_.shared(0, call.x.rows * x_.stride) : static_cast<const uint8_t*>(call.x.data);
+  x_.data = converts_ ? workspace_.shared(Workspace::kRows, call.x.rows * x_.stride)
+                      : static_cast<const uint8_t*>(call.x.data);
   hidden_.stride = layer.down_layout_.padded_depth * bytes_of(hidden_type_);
-  hidden_.data = workspace_.shared(1, int64_t(plan_.rows.size()) * hidden_.stride);
+  hidden_.data = workspace_.shared(Workspace::kHidden, int64_t(plan_.rows.size()) * hidden_.stride);
   if (rounds_any_) {
     x_codes_.stride = int8_row_bytes(layer.gate_up_layout_);
-    x_codes_.data = workspace_.shared(2, call.x.rows * x_codes_.stride);
+    x_codes_.data = workspace_.shared(Workspace::kRowCodes, call.x.rows * x_codes_.stride);
     codes_.stride = int8_row_bytes(layer.down_layout_);
-    codes_.data = workspace_.shared(3, int64_t(plan_.rows.size()) * codes_.stride);
+    codes_.data = workspace_.shared(Workspace::kHiddenCodes, int64_t(plan_.rows.size()) * codes_.stride);
   }
   list_gate_up_tasks();
   by_expert_ = by_expert();

@@ -118,7 +118,7 @@ PreparedRows PackedMatrix::prepared(const RowsView& x, bool int8) const {
   if (!int8 && is_prepared(table, view_, x)) return given;
   const int64_t stride =
       int8 ? int8_row_bytes(view_) : view_.padded_depth * bytes_of(prepared_type(table, view_.format));
-  uint8_t* to = workspace_->shared(0, x.rows * stride);
+  uint8_t* to = workspace_->shared(Workspace::kRows, x.rows * stride);
   const auto some = [&](int64_t first, int64_t last) {
     if (int8)
       round_rows(table, view_, given, x.type, first, last, to);

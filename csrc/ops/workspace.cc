@@ -55,9 +55,9 @@ Workspace::Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table,
   }
 }
 
-uint8_t* Workspace::shared(int slot, int64_t bytes) {
-  if (int64_t(shared_[slot].bytes()) < bytes) shared_[slot] = HugeBuffer(size_t(bytes));
-  return shared_[slot].data();
+uint8_t* Workspace::shared(Shared what, int64_t bytes) {
+  if (int64_t(shared_[what].bytes()) < bytes) shared_[what] = HugeBuffer(size_t(bytes));
+  return shared_[what].data();
 }
 
 int64_t Workspace::multiply_add(int64_t rounds, Format format, bool int8_activations) {

@@ -34,8 +34,9 @@ class Workspace {
   const KernelTable& table() const { return table_; }
   WorkerScratch& scratch(int worker) { return scratch_[worker]; }
 
-  // Scratch that all workers share; it grows to what the largest call needed and is kept.
-  uint8_t* shared(int slot, int64_t bytes);
+  // Scratch that all workers share, by what is in it; it grows to what the largest call needed and is kept.
+  enum Shared { kRows, kHidden, kRowCodes, kHiddenCodes, kResults, kSharedCount };
+  uint8_t* shared(Shared what, int64_t bytes);
 
   // A ceiling of this tier: multiply-adds on every worker at once, in the compute type of `format`, or of integers.
   // Returns the operations done.
@@ -49,7 +50,7 @@ class Workspace {
   KernelTable table_;
   std::vector<WorkerScratch> scratch_;
   HugeBuffer scratch_memory_;
-  HugeBuffer shared_[5];
+  HugeBuffer shared_[kSharedCount];
   std::mutex mutex_;
 };
 
