@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "experts/task_sizes.h"
-
 #include "ops/int8_rows.h"
 
 namespace tandem {
@@ -49,45 +48,39 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
     codes_.stride = int8_row_bytes(layer.down_layout_);
     codes_.data = workspace_.shared(Workspace::kHiddenCodes, int64_t(plan_.rows.size()) * codes_.stride);
   }
-  list_gate_up_tasks();
+  list_tasks(gate_up_, layer.gate_up_layout_, &NodeSlice::gate_up_pairs);
   by_expert_ = by_expert();
   by_expert_ ? list_down_by_expert() : list_down_by_columns();
 }
 
 void ExpertRun::list_down_by_columns() {
   grid_ = down_grid();
-  for (const NodeSlice& slice : layer_.slices_) down_tasks_.add(grid_.token_blocks * column_blocks(slice));
+  for (const NodeSlice& slice : layer_.slices_) down_.by_node.add(grid_.token_blocks * column_blocks(slice));
 }
 
-void ExpertRun::list_gate_up_tasks() {
-  const int64_t most = table_.blocking.pairs_per_call, pair_bytes = 2 * layer_.gate_up_layout_.panel_bytes;
-  const int workers = workspace_.pool().size(), nodes = workspace_.pool().nodes();
+void ExpertRun::list_tasks(Tasks& tasks, const WeightView& layout, int64_t NodeSlice::* pairs) const {
   for (const NodeSlice& slice : layer_.slices_) {
-    int64_t left = 0;
-    for (const RoutingPlan::Expert& e : plan_.experts)
-      left += slice.gate_up_pairs * ceil_div(e.count, table_.blocking.rows_per_call);
-    const int64_t each = has_many_rows() ? pairs_per_task(left * nodes, pair_bytes, workers, true, most) : 0;
-    const size_t before = tasks_.size();
-    for (size_t e = 0; e < plan_.experts.size(); ++e)
-      list_gate_up_tasks(int32_t(e), slice.gate_up_pairs, [&](int64_t rest) {
-        const int64_t pairs = each ? each : guided_pairs(left, pair_bytes, ceil_div(workers, nodes), most);
-        left -= std::min(pairs, rest);
-        return std::min(pairs, rest);
-      });
-    gate_up_tasks_.add(int64_t(tasks_.size() - before));
+    const size_t before = tasks.all.size();
+    list_tasks_of_node(tasks.all, slice.*pairs, 2 * layout.panel_bytes);
+    tasks.by_node.add(int64_t(tasks.all.size() - before));
   }
 }
 
-// next_pairs(rest): how many of an expert's remaining pairs the next task takes.
-template <class Next>
-void ExpertRun::list_gate_up_tasks(int32_t e, int64_t pairs, Next next_pairs) {
-  const RoutingPlan::Expert& expert = plan_.experts[size_t(e)];
-  const int64_t blocks = ceil_div(expert.count, table_.blocking.rows_per_call);
-  for (int64_t b = 0; b < blocks; ++b) {
-    const int32_t begin = int32_t(expert.count * b / blocks), end = int32_t(expert.count * (b + 1) / blocks);
-    for (int64_t pair = 0, taken; pair < pairs; pair += taken) {
-      taken = next_pairs(pairs - pair);
-      tasks_.push_back({e, expert.first + begin, end - begin, int32_t(pair), int32_t(taken)});
+void ExpertRun::list_tasks_of_node(std::vector<Task>& tasks, int64_t pairs, int64_t pair_bytes) const {
+  const int64_t rows_each = table_.blocking.rows_per_call, most = table_.blocking.pairs_per_call;
+  const int workers = workspace_.pool().size(), nodes = workspace_.pool().nodes();
+  int64_t left = 0;
+  for (const RoutingPlan::Expert& e : plan_.experts) left += pairs * ceil_div(e.count, rows_each);
+  const int64_t each = has_many_rows() ? pairs_per_task(left * nodes, pair_bytes, workers, true, most) : 0;
+  for (size_t e = 0; e < plan_.experts.size(); ++e) {
+    const auto& [id, first, count] = plan_.experts[e];
+    const int64_t blocks = ceil_div(count, rows_each);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int32_t begin = int32_t(count * b / blocks), rows = int32_t(count * (b + 1) / blocks) - begin;
+      for (int64_t pair = 0, taken; pair < pairs; pair += taken, left -= taken) {
+        taken = std::min(each ? each : guided_pairs(left, pair_bytes, ceil_div(workers, nodes), most), pairs - pair);
+        tasks.push_back({int32_t(e), first + begin, rows, int32_t(pair), int32_t(taken)});
+      }
     }
   }
 }
@@ -156,11 +149,12 @@ void ExpertRun::run() {
   const int64_t rows = int64_t(plan_.rows.size());
   workspace_.pool().run_phases({
       {ceil_div(unprepared, rows_each(call_.x.rows)), [this](int64_t i, const Worker&) { prepare(i); }},
-      {gate_up_tasks_.count(), [&](int64_t i, const Worker& w) { gate_up(i, scratch(w)); }, gate_up_tasks_.of_node()},
+      {gate_up_.by_node.count(), [&](int64_t i, const Worker& w) { gate_up(i, scratch(w)); },
+       gate_up_.by_node.of_node()},
       {rounds_any_ ? ceil_div(rows, rows_each(rows)) : 0, [this](int64_t i, const Worker&) { round(i); }},
-      {down_tasks_.count(),
+      {down_.by_node.count(),
        [&](int64_t i, const Worker& w) { by_expert_ ? down_part(i, scratch(w)) : down(i, scratch(w)); },
-       down_tasks_.of_node()},
+       down_.by_node.of_node()},
       {by_expert_ ? sum_tasks() : 0, [&](int64_t i, const Worker& w) { add_up(i, scratch(w)); }},
   });
 }
@@ -198,27 +192,28 @@ MatmulFn ExpertRun::kernel_for(const RoutingPlan::Expert& expert, const WeightVi
   return rounds(expert) ? table_.int8[int(weights.format)].rows : matmul_of(table_, weights.format, rows);
 }
 
-// Where the weights of a node's task begin; null past its last.
-const uint8_t* ExpertRun::panels_of(size_t node, int64_t task) const {
-  if (task >= gate_up_tasks_.of_node()[node]) return nullptr;
-  const GateUpTask& t = tasks_[size_t(gate_up_tasks_.first_of(node) + task)];
-  const WeightView weights = layer_.gate_up(plan_.experts[size_t(t.expert)].id, node);
-  return weights.panels + 2 * t.first_pair * weights.panel_bytes;
+// Where the task begins that a worker probably takes after this one; null past its node's last.
+const uint8_t* ExpertRun::next_panels(const Tasks& tasks, int64_t index, WeightsOf weights) const {
+  const auto [node, of_node] = tasks.by_node.at(index);
+  const int ahead = workspace_.pool().workers_of(int(node));
+  if (of_node + ahead >= tasks.by_node.of_node()[node]) return nullptr;
+  const Task& next = tasks.all[size_t(index + ahead)];
+  const WeightView view = (layer_.*weights)(plan_.experts[size_t(next.expert)].id, node);
+  return view.panels + 2 * next.first_pair * view.panel_bytes;
 }
 
 void ExpertRun::gate_up(int64_t index, WorkerScratch& scratch) {
-  const auto [node, of_node] = gate_up_tasks_.at(index);
+  const size_t node = gate_up_.by_node.at(index).node;
   const NodeSlice& slice = layer_.slices_[node];
-  const GateUpTask& task = tasks_[size_t(index)];
+  const Task& task = gate_up_.all[size_t(index)];
   const RoutingPlan::Expert& expert = plan_.experts[size_t(task.expert)];
   const int id = expert.id;
   const WeightView weights = layer_.gate_up(id, node);
   const PreparedRows& x = rounds(expert) ? x_codes_ : x_;
   for (int r = 0; r < task.rows; ++r) scratch.rows[r] = x.row(plan_.rows[size_t(task.first_row + r)].token);
-  const MatmulArgs args{
-      weights,         scratch.rows,   scratch.tile,
-      kTileStride,     scratch.matmul, task.rows,
-      task.first_pair, task.pairs,     panels_of(node, of_node + workspace_.pool().workers_of(int(node)))};
+  const MatmulArgs args{weights,         scratch.rows,   scratch.tile,
+                        kTileStride,     scratch.matmul, task.rows,
+                        task.first_pair, task.pairs,     next_panels(gate_up_, index, &ExpertLayer::gate_up)};
   kernel_for(expert, weights, task.rows)(&args);
   const int64_t length = int64_t{layer_.gate_up_layout_.pairs} * kPairColumns;
   const int64_t pair = slice.first_gate_up + task.first_pair, column = pair * kPairColumns;
@@ -241,7 +236,7 @@ void ExpertRun::clear_padding(int64_t row) {
 }
 
 void ExpertRun::down(int64_t index, WorkerScratch& scratch) {
-  const auto [node, task] = down_tasks_.at(index);
+  const auto [node, task] = down_.by_node.at(index);
   const NodeSlice& slice = layer_.slices_[node];
   const int64_t across = column_blocks(slice), first_token = task / across * grid_.tokens_each;
   const int64_t first_pair = task % across * grid_.pairs_each;

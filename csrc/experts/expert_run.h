@@ -20,19 +20,23 @@ class ExpertRun {
   void run();
 
  private:
-  struct GateUpTask {
+  struct Task {
     int32_t expert;             // index in the plan
     int32_t first_row, rows;    // of the plan
     int32_t first_pair, pairs;  // of the node's
   };
+  struct Tasks {  // of phase 2, and of phase 3 of few rows
+    std::vector<Task> all;
+    NodeTasks by_node;
+  };
+  using WeightsOf = WeightView (ExpertLayer::*)(int expert, size_t node) const;
   struct Grid {  // of phase 3
     int64_t tokens_each, token_blocks;
     int64_t pairs_each;
   };
 
-  void list_gate_up_tasks();
-  template <class Next>
-  void list_gate_up_tasks(int32_t expert, int64_t pairs, Next next_pairs);
+  void list_tasks(Tasks& tasks, const WeightView& layout, int64_t NodeSlice::* pairs) const;
+  void list_tasks_of_node(std::vector<Task>& tasks, int64_t pairs, int64_t pair_bytes) const;
   void list_down_by_columns();
   int64_t mean_rows() const;  // per expert that has any
   bool has_many_rows() const;
@@ -46,7 +50,7 @@ class ExpertRun {
   // One decision for both products of an expert, by all its rows.
   bool rounds(const RoutingPlan::Expert& expert) const;
   MatmulFn kernel_for(const RoutingPlan::Expert& expert, const WeightView& weights, int64_t rows) const;
-  const uint8_t* panels_of(size_t node, int64_t task) const;
+  const uint8_t* next_panels(const Tasks& tasks, int64_t index, WeightsOf weights) const;
   void gate_up(int64_t index, WorkerScratch& scratch);
   void clear_padding(int64_t row);
   int64_t column_blocks(const NodeSlice& slice) const;
@@ -61,13 +65,8 @@ class ExpertRun {
   void down_expert(const RoutingPlan::Expert& expert, const DownBlock& block, const uint8_t* next_panel,
                    int64_t first_row, int64_t last_row, WorkerScratch& scratch);
 
-  struct DownPart {             // a task of phase 3 of few rows
-    int32_t expert;             // index in the plan
-    int32_t first_pair, pairs;  // of the node's
-  };
   bool by_expert() const;
   void list_down_by_expert();
-  const uint8_t* down_panels_of(size_t node, int64_t task) const;
   void down_part(int64_t index, WorkerScratch& scratch);
   int64_t sum_tasks() const;
   void add_up(int64_t task, WorkerScratch& scratch);
@@ -81,16 +80,14 @@ class ExpertRun {
   bool rounds_any_, rounds_all_;  // of the plan's experts: activations to int8
   bool converts_;                 // call_.x to `x_`, for experts that do not round
   PreparedRows x_;
-  PreparedRows x_codes_{};         // the same, rounded
-  PreparedRows hidden_;            // row i: intermediate activations of plan_.rows[i]
-  PreparedRows codes_{};           // the same, rounded
-  std::vector<GateUpTask> tasks_;  // node after node
-  NodeTasks gate_up_tasks_, down_tasks_;
+  PreparedRows x_codes_{};  // the same, rounded
+  PreparedRows hidden_;     // row i: intermediate activations of plan_.rows[i]
+  PreparedRows codes_{};    // the same, rounded
+  Tasks gate_up_, down_;
+  bool by_expert_ = false;  // or else grid_ says what phase 3's tasks are, and down_ only how many
   Grid grid_{};
-  bool by_expert_ = false;            // phase 3 is in down_parts_, not in grid_
-  std::vector<DownPart> down_parts_;  // node after node
-  float* results_ = nullptr;          // of few rows: row i of plan_.rows
-  int64_t results_stride_ = 0;        // floats
+  float* results_ = nullptr;    // of few rows: row i of plan_.rows
+  int64_t results_stride_ = 0;  // floats
 };
 
 }  // namespace tandem

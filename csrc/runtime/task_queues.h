@@ -16,7 +16,6 @@ class NodeTasks {
   void add(int64_t tasks) { of_node_[size_t(nodes_++)] = tasks; }
   int64_t count() const { return std::accumulate(of_node_.begin(), of_node_.end(), int64_t{0}); }
   const int64_t* of_node() const { return of_node_.data(); }
-  int64_t first_of(size_t node) const { return std::accumulate(of_node_.begin(), of_node_.begin() + node, int64_t{0}); }
 
   struct Place {
     size_t node;

@@ -15,9 +15,7 @@ from tandem.formats.cut import weight_bytes
 from tandem.kernels.ops import ExpertLayer, Routing, SureRead
 
 CHUNK_BYTES = 256 << 20  # of weights made ahead
-VIEW_CHUNKS = (
-    4  # as many may be views, which take no memory: workers share a long run more evenly than short ones
-)
+VIEW_CHUNKS = 4  # as many may be views, which take no memory: workers share a long run more evenly
 GROWTH = 4  # from one run to the next: the first ones are there soon
 PREPARING_THREADS = 8  # codes are unpacked and reordered at some GB/s by one thread, which packing outruns
 MADE_BYTES = 4 << 20  # of an expert whose codes take longer than Python's part of making them
