@@ -79,14 +79,20 @@ class Session:
     """Eight sequences of a prompt and teacher-forced tokens, on the GPU side that `share` and `graphs` say."""
 
     def __init__(
-        self, path: Path, share: float, graphs: tuple[int, ...], patience: float = 20.0, moving: bool = False
+        self,
+        path: Path,
+        share: float,
+        graphs: tuple[int, ...],
+        patience: float = 20.0,
+        moving: bool = False,
+        fmt: str = "bf16",
     ) -> None:
         from tandem.engine.gpu_runner import GpuRunner, GraphPlan
         from tandem.engine.gpu_side import gpu_side
 
         config = ModelConfig.load(path)
         experts = config.moe.router.num_experts * len(config.moe.layers)
-        made = plan(share, graphs, experts, patience, moving)
+        made = replace(plan(share, graphs, experts, patience, moving), expert_format=fmt)
         self.pool = _core.WorkerPool([-1, -1])
         self.side = gpu_side(made, config, CpuOps(self.pool, made.tier))
         self.usage = ExpertUsage(
@@ -261,6 +267,20 @@ def test_graphs_count_the_rows_that_are_real(tiny_models, variant) -> None:
     gpu, cpu, gpu_bytes, cpu_bytes = session.usage.sides()
     assert torch.equal(gpu + cpu, totals.tokens.sum(1)) and gpu.sum() > 0 and cpu.sum() > 0
     assert gpu_bytes.sum() > 0 and cpu_bytes.sum() > 0
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int4"])
+def test_graphs_keep_the_chosen_ids_where_no_expert_is_on_the_cpu(tiny_models, fmt: str) -> None:
+    """Then the copy that keeps them stands right before a kernel that starts early."""
+    sessions = [Session(tiny_models["qwen3_moe-gpu"], 1.0, graphs, fmt=fmt) for graphs in ((), (8,))]
+    for _ in range(3):
+        kept = []
+        for session in sessions:
+            session.step(list(range(ROWS)), 0, PROMPT)
+            logits = session.step(list(range(ROWS)), PROMPT, 1)
+            kept.append((logits, session.usage.chosen(ROWS)))
+        assert torch.equal(kept[0][0], kept[1][0]) and torch.equal(kept[0][1], kept[1][1])
+        assert kept[1][1].min() >= 0
 
 
 def test_a_cpu_that_never_answers_fails_the_step_and_the_next_one_works(tiny_models, monkeypatch) -> None:

@@ -88,6 +88,13 @@ def test_the_default_text_is_long_enough_for_the_default_tokens(demo_dir: Path) 
     assert len(Tokenizer.load(demo_dir).encode(texts.default_text())) >= Request("demo").tokens
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_placement_on_a_gpu_needs_one(tiny_models, share: float) -> None:
+    with pytest.raises(ConfigError, match=r"--kt-gpu-experts-ratio 0.* needs a GPU, but .*; leave it out"):
+        LayerStream(Variant(tiny_models["qwen3_moe-gpu"], gpu_share=share), some_windows())
+
+
 # -- the measures ---
 
 

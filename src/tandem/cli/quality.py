@@ -14,6 +14,15 @@ Methods = Annotated[
 Int8Activations = Annotated[
     bool, typer.Option("--kt-int8-activations", help="each format with int8 activations (A8), too")
 ]
+GpuShares = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--kt-gpu-experts-ratio",
+        min=0.0,
+        max=1.0,
+        help="each format with this share of its experts on a GPU, attention and the rest there, too",
+    ),
+]
 
 
 def quality(
@@ -30,6 +39,7 @@ def quality(
         bool, typer.Option("--layer-kl", help="KL of each layer alone (slow: layers²)")
     ] = False,
     kt_int8_activations: Int8Activations = False,
+    kt_gpu_experts_ratio: GpuShares = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "auto",
     reference_dtype: Annotated[str, typer.Option(help="of the reference")] = "auto",
     kernel_tier: Annotated[str, typer.Option(help="of what is measured")] = "auto",
@@ -39,10 +49,12 @@ def quality(
     out: Annotated[Path | None, typer.Option(help="write the result as JSON")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw errors by layer as PNG")] = None,
 ) -> None:
-    """Perplexity and KL divergence of a format or checkpoint, on a text, against a reference.
+    """Perplexity and KL divergence of a format, checkpoint or placement, on a text, against a reference.
 
     One layer is in memory at a time, so any model on disk can be measured. By layer: "own" is the mean relative
     error of a token's hidden state after this layer if only this layer is measured, "total" if all up to it are.
+
+    The reference is computed on the CPU.
 
     Example: kt quality demo --format INT4 --out quality.json
     """
@@ -61,6 +73,7 @@ def quality(
             window=window,
             layer_kl=layer_kl,
             int8_activations=kt_int8_activations,
+            gpu_shares=tuple(kt_gpu_experts_ratio or ()),
             dtype=dtype,
             reference_dtype=reference_dtype,
             tier=kernel_tier,

@@ -48,6 +48,7 @@ class Request:
     window: int = 512
     layer_kl: bool = False
     int8_activations: bool = False  # beside the usual ones
+    gpu_shares: tuple[float, ...] = ()  # of the experts, on a GPU; (): computed on the CPU
     dtype: str = "auto"
     reference_dtype: str = "auto"
     tier: str = "auto"
@@ -69,15 +70,29 @@ class Request:
             or self.reference_logits
             or self.dtype != self.reference_dtype
             or self.tier != "auto"
+            or self.gpu_shares
         ):
             return (None,)
         return () if self.save_logits else DEFAULT_METHODS
 
-    @property
-    def variants(self) -> list[tuple[str | None, bool]]:
-        """Of each, its expert format and whether activations of experts are int8."""
+    def variants(self, directory: Path) -> list[tuple[str, Variant]]:
+        """What is measured, each with its label."""
         modes = (False, True) if self.int8_activations else (False,)
-        return [(method, mode) for method in self.measured for mode in modes]
+        shares: tuple[float | None, ...] = self.gpu_shares or (None,)
+        return [
+            (
+                _label(method, mode, share),
+                Variant(directory, method, self.dtype, self.tier, self.threads, mode, share),
+            )
+            for method in self.measured
+            for mode in modes
+            for share in shares
+        ]
+
+
+def _label(method: str | None, int8_activations: bool, gpu_share: float | None) -> str:
+    label = (method or "as stored") + (" A8" if int8_activations else "")
+    return label if gpu_share is None else f"{label}, {gpu_share:.0%} on the GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +173,11 @@ def _comparison(request: Request, directory: Path, windows: Windows, report: Any
         reference = LayerStream(
             Variant(theirs, None, request.reference_dtype, "auto", request.threads), windows
         )
-        pool = reference.ops.pool
+        pool = reference.pool
     candidates = []
-    for method, int8_activations in request.variants:
-        variant = Variant(
-            directory, method, request.dtype, request.tier, request.threads, int8_activations=int8_activations
-        )
+    for label, variant in request.variants(directory):
         stream = LayerStream(variant, windows, pool)
-        pool = stream.ops.pool
-        label = (method or "as stored") + (" A8" if int8_activations else "")
+        pool = stream.pool
         candidates.append(Candidate(label, stream))
     if isinstance(reference, SavedLogits):
         reference.origin.check(windows, candidates[0].stream.config.vocab, reference.file)

@@ -31,6 +31,11 @@ class GpuSide:
     handoff: Handoff
     placement: ExpertPlacement
 
+    def another_store(self, sizes: HandoffSizes, hidden: int) -> HybridStore:
+        """The same placement with a hand-off of its own, so that nothing of it stays when its layers are let go."""
+        handoff = Handoff(sizes, self.ops.device, self.handoff.patience_seconds)
+        return HybridStore(self.ops, self.placement, handoff, hidden)
+
 
 def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
     """Raises ConfigError when PyTorch cannot use the GPU, or the placement's statistics do not fit the model."""

@@ -70,13 +70,14 @@ class Head:
     """Final norm and output matrix of a stream."""
 
     def __init__(self, stream: LayerStream) -> None:
-        self.ops, self.eps = stream.ops, stream.config.rms_eps
+        self.ops, self.eps, self._device = stream.ops, stream.config.rms_eps, stream.device
         self.norm, self.matrix = stream.final_norm(), stream.head()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden] → float32 [n, vocab]."""
+        """hidden [n, hidden] → float32 [n, vocab], both in CPU memory."""
         with torch.inference_mode():
-            return self.matrix(self.ops.rms_norm(hidden, self.norm, self.eps), torch.float32)
+            normed = self.ops.rms_norm(hidden.to(self._device), self.norm, self.eps)
+            return self.matrix(normed, torch.float32).cpu()
 
 
 @dataclass(slots=True)
@@ -220,7 +221,7 @@ class Comparison:
         made: dict[tuple[object, ...], Head] = {}
 
         def head(stream: LayerStream) -> Head:
-            key = (stream.variant.directory, stream.plan.dtype, stream.plan.tier)
+            key = (stream.variant.directory, stream.plan.dtype, stream.plan.tier, stream.device)
             if key not in made:
                 made[key] = Head(stream)
             return made[key]

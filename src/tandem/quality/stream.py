@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
 from tandem.config.memory import gib
 from tandem.errors import ConfigError
+from tandem.experts import Experts
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import Linear
+from tandem.kernels.ops import Linear, Ops
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
 from tandem.models import ARCHITECTURES, ForwardBatch
@@ -23,6 +25,11 @@ from tandem.models.builder import Builder
 from tandem.models.layers import DecoderLayer
 from tandem.models.model import embedding_of, head_of
 from tandem.quality.text import Windows
+
+if TYPE_CHECKING:
+    from tandem.engine.gpu_side import GpuSide
+
+ENOUGH = 1 << 62  # bytes: one layer is checked instead of the whole model
 
 Tick = Callable[[], None]
 
@@ -37,6 +44,7 @@ class Variant:
     tier: str = "auto"
     threads: int | None = None
     int8_activations: bool = False
+    gpu_share: float | None = None  # of the routed experts, on a GPU beside everything else; None: no GPU
 
     def plan(self, model: ModelConfig, machine: Machine, window: int, stored: StoredFormats) -> Plan:
         """As the server's, but memory holds a layer and a window, not the model and its KV cache."""
@@ -55,8 +63,18 @@ class Variant:
             context_length=window,
             max_total_tokens=window,
             max_running_requests=1,
+            chunked_prefill_size=-1,
+            device="cpu" if self.gpu_share is None else "auto",
+            kt_gpu_experts_ratio=self.gpu_share,
+            disable_cuda_graph=self.gpu_share is not None,
         )
-        plan = resolve(config, model, replace(machine, available_memory=1 << 62, gpus=()), stored)
+        gpus = tuple(replace(gpu, free_bytes=ENOUGH) for gpu in machine.gpus)
+        plan = resolve(config, model, replace(machine, available_memory=ENOUGH, gpus=gpus), stored)
+        if self.gpu_share is not None and plan.gpu is None:
+            why = next(each.reason for each in plan.decisions if each.name == "device")
+            raise ConfigError(
+                f"--kt-gpu-experts-ratio {self.gpu_share:g} needs a GPU, but {why}; leave it out"
+            )
         _check_layer_fits(model, plan, machine, stored)
         return plan
 
@@ -75,7 +93,8 @@ def _check_layer_fits(model: ModelConfig, plan: Plan, machine: Machine, stored: 
 class LayerStream:
     """Gives the same bits as `models.Model` does: the same operations on the same rows in the same order.
 
-    `hidden` is the residual stream of every row, [rows, hidden] in the plan's dtype; `advance` moves it one layer on.
+    `hidden` is the residual stream of every row, [rows, hidden] in the plan's dtype, in CPU memory; `advance` moves it
+    one layer on.
     """
 
     def __init__(self, variant: Variant, windows: Windows, pool: _core.WorkerPool | None = None) -> None:
@@ -83,8 +102,13 @@ class LayerStream:
         self.config, checkpoint = load_model_config(variant.directory), open_checkpoint(variant.directory)
         longest = max(map(len, windows.ids))
         self.plan = variant.plan(self.config, this_machine(), longest, checkpoint.formats())
-        self.ops = CpuOps(pool or planned_pool(self.plan), self.plan.tier, self.plan.int8_activations)
-        self._builder = Builder(self.config, self.plan, checkpoint, self.ops)
+        self.pool = pool or planned_pool(self.plan)
+        cpu = CpuOps(self.pool, self.plan.tier, self.plan.int8_activations)
+        self._gpu = self._gpu_side(cpu)
+        self.ops: Ops = cpu if self._gpu is None else self._gpu.ops
+        self.device = torch.device("cpu") if self._gpu is None else self._gpu.ops.device
+        store = None if self._gpu is None else _OneLayer(self._gpu, self.plan, self.config)
+        self._builder = Builder(self.config, self.plan, checkpoint, self.ops, store=store)
         self._pages = self._new_pages(longest)
         self._batches = [self._batch(window) for window in windows.ids]
         self.hidden = self._embedded()
@@ -99,7 +123,10 @@ class LayerStream:
         """`hidden` [rows, hidden] becomes what it is after `layer`, in place; `tick` is called after every window."""
         with torch.inference_mode():
             for span, batch in zip(self.windows.spans, self._batches, strict=True):
-                self._advance(layer, hidden[span], batch)
+                residual = hidden[span].to(self.device)
+                self._advance(layer, residual, batch)
+                if self._gpu is not None:
+                    hidden[span] = residual.cpu()
                 tick()
 
     def head(self) -> Linear:
@@ -110,6 +137,8 @@ class LayerStream:
 
     def _advance(self, layer: DecoderLayer, residual: Tensor, batch: ForwardBatch) -> None:
         eps = self.config.rms_eps
+        if self._gpu is not None:
+            self._gpu.ops.begin_step(batch, False)
         x = self.ops.rms_norm(residual, layer.input_norm, eps)
         x = self.ops.add_rms_norm(layer.attention(x, batch, self._pages), residual, layer.mlp_norm, eps)
         residual.add_(layer.mlp(x))
@@ -121,25 +150,45 @@ class LayerStream:
                 f"{self.variant.directory} has {self.config.vocab} tokens, but the text has token {largest}: "
                 "its tokenizer is another model's"
             )
-        rows = embedding_of(self._builder)(self.windows.tokens)
-        return rows.to(getattr(torch, self.plan.dtype))
+        rows = embedding_of(self._builder)(self.windows.tokens.to(self.device))
+        return rows.to("cpu", getattr(torch, self.plan.dtype))
 
     def _new_pages(self, tokens: int) -> tuple[Tensor, Tensor]:
         """One window of one layer: nothing is read that was not written just before."""
         a, size = self.config.attention, self.plan.page_size
         shape = (-(-tokens // size), size, a.kv_heads, a.head_dim)
-        k = torch.zeros(shape, dtype=getattr(torch, self.plan.dtype))
+        k = torch.zeros(shape, dtype=getattr(torch, self.plan.dtype), device=self.device)
         return k, k if a.latent is not None else torch.zeros_like(k)
 
     def _batch(self, window: tuple[int, ...]) -> ForwardBatch:
-        rows = torch.arange(len(window))
-        pages = self._pages[0].shape[0]
+        device, pages = self.device, self._pages[0].shape[0]
+        rows = torch.arange(len(window), device=device)
         return ForwardBatch(
-            input_ids=torch.tensor(window),
+            input_ids=torch.tensor(window, device=device),
             positions=rows,
             cache_slots=rows,
-            query_starts=torch.tensor([0, len(window)], dtype=torch.int32),
-            seq_lens=torch.tensor([len(window)], dtype=torch.int32),
-            block_tables=torch.arange(pages, dtype=torch.int32)[None],
+            query_starts=torch.tensor([0, len(window)], dtype=torch.int32, device=device),
+            seq_lens=torch.tensor([len(window)], dtype=torch.int32, device=device),
+            block_tables=torch.arange(pages, dtype=torch.int32, device=device)[None],
             logits_rows=rows,
         )
+
+    def _gpu_side(self, cpu: CpuOps) -> GpuSide | None:
+        if self.plan.gpu is None:
+            return None
+        from tandem.engine.gpu_side import gpu_side  # Triton is there only where a GPU is
+
+        return gpu_side(self.plan, self.config, cpu)
+
+
+class _OneLayer:
+    """An `ExpertStore` that keeps no layer: the stream holds one at a time."""
+
+    def __init__(self, gpu: GpuSide, plan: Plan, config: ModelConfig) -> None:
+        self._gpu, self._plan, self._config = gpu, plan, config
+
+    def layer(self, index: int, count: int, width: int, fmt: str) -> Experts:
+        from tandem.engine.gpu_side import handoff_sizes
+
+        sizes = handoff_sizes(self._plan, self._config)
+        return self._gpu.another_store(sizes, self._config.hidden).layer(index, count, width, fmt)
