@@ -6,13 +6,14 @@
 //   group    pairs of panels that take turns on a block of 32 rows: 1, or 2 (rows then come from L2 once per 64
 //   columns)
 // Lines from L2 per step: rows 32 / group, sums 4096 / part.
-//   g++ -O3 -std=c++20 -march=sapphirerapids -pthread amx_blocking.cc -o amx_blocking && ./amx_blocking 0.2
+//   g++ -O3 -std=c++20 -march=sapphirerapids -pthread amx_blocking.cc -o amx_blocking && ./amx_blocking 0.05 11
 #include <immintrin.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -66,6 +67,11 @@ enum Feed {
   kArrangedHalf,  // every second line
 };
 enum Weights { kHot, kPlain, kAsk, kAsk0 };
+enum Order {
+  kUse,    // a tile is loaded where it is first used
+  kFirst,  // all four, then four products
+  kEarly,  // the next step's, each as soon as its register is free
+};
 struct Variant {
   const char* name;
   int rows, columns, slice, part, group;
@@ -73,11 +79,45 @@ struct Variant {
   Weights weights;
   bool sums;
   int workers, step;  // on CPUs 0, step, 2 * step, ...
+  Order order = kUse;
 };
 struct Shared {
   uint8_t *x, *arranged, *weights;
 };
 constexpr int64_t kStride = 1040;  // floats between rows of sums, at most
+
+// 2 x 2 tiles times 32 k. kEarly: `more` steps follow 1 KiB behind.
+static inline void multiply_step(Order order, const uint8_t* a0, const uint8_t* a1, const uint8_t* b0,
+                                 const uint8_t* b1, bool first, bool more) {
+  if (order == kUse) {
+    _tile_loadd(4, a0, 64);
+    _tile_loadd(6, b0, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b1, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, a1, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    return;
+  }
+  if (order == kFirst || first) {
+    _tile_loadd(4, a0, 64);
+    _tile_loadd(6, b0, 64);
+    _tile_loadd(7, b1, 64);
+    _tile_loadd(5, a1, 64);
+  }
+  const bool early = order == kEarly && more;
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if (early) _tile_loadd(4, a0 + 1024, 64);
+  _tile_dpbf16ps(2, 5, 6);
+  if (early) _tile_loadd(6, b0 + 1024, 64);
+  _tile_dpbf16ps(3, 5, 7);
+  if (early) {
+    _tile_loadd(7, b1 + 1024, 64);
+    _tile_loadd(5, a1 + 1024, 64);
+  }
+}
 
 struct Core {
   Shared s;
@@ -149,14 +189,8 @@ struct Core {
                 _tile_zero(3);
               }
               for (int64_t i = 0; i < steps; ++i) {
-                _tile_loadd(4, a0 + i * 1024, 64);
-                _tile_loadd(6, b0 + i * 1024, 64);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, b1 + i * 1024, 64);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_loadd(5, a1 + i * 1024, 64);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
+                multiply_step(v.order, a0 + i * 1024, a1 + i * 1024, b0 + i * 1024, b1 + i * 1024, i == 0,
+                              i + 1 < steps);
                 ++done;
                 if (v.weights >= kAsk && after) {
                   const int64_t total = 2 * v.group * of_part, turn = (b * v.group + p - g) * steps + i + 1;
@@ -199,26 +233,25 @@ struct Core {
 };
 
 // Tiles from L1 (4 steps), or nothing but registers; TFLOPS of a worker.
-static double peak(bool loads, uint8_t* l1, double seconds) {
+static double peak(bool loads, Order order, const uint8_t* l1, double seconds) {
   double n = 0;
   const auto start = Clock::now();
   do {
-    for (int i = 0; i < 2000; ++i) {
-      const uint8_t* a = l1 + i % 4 * 4096;
-      if (loads) {
-        _tile_loadd(4, a, 64);
-        _tile_loadd(6, a + 2048, 64);
-        _tile_loadd(7, a + 3072, 64);
-        _tile_loadd(5, a + 1024, 64);
+    for (int i = 0; i < 500; ++i)
+      for (int s = 0; s < 4; ++s) {
+        const uint8_t* a = l1 + s * 1024;
+        if (loads) {
+          multiply_step(order, a, a + 4096, a + 8192, a + 12288, s == 0, s < 3);
+        } else {
+          _tile_dpbf16ps(0, 4, 6);
+          _tile_dpbf16ps(1, 4, 7);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
       }
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    n += 2000.0 * 4 * 16384 * 2;
+    n += 2000.0 * 4 * 16384;
   } while (seconds_since(start) < seconds);
-  return n / 2 / seconds_since(start) / 1e12 * 1.0;
+  return n / seconds_since(start) / 1e12;
 }
 
 template <class F>
@@ -252,8 +285,9 @@ static double sum(const std::vector<double>& v) {
 
 int main(int argc, char** argv) {
   const double seconds = argc > 1 ? atof(argv[1]) : 0.2;
-  const int cpus = argc > 2 ? atoi(argv[2]) : int(sysconf(_SC_NPROCESSORS_ONLN));
-  const char* only = argc > 3 ? argv[3] : nullptr;
+  const int rounds = argc > 2 ? atoi(argv[2]) : 11;
+  const int cpus = argc > 3 ? atoi(argv[3]) : int(sysconf(_SC_NPROCESSORS_ONLN));
+  const char* only = argc > 4 ? argv[4] : nullptr;
   syscall(SYS_arch_prctl, 0x1023, 18);  // permission for tiles
   if (!only)
     if (system("for i in 0 1 2 8; do echo cpu$i siblings $(cat "
@@ -282,104 +316,70 @@ int main(int argc, char** argv) {
         ys.push_back(reinterpret_cast<float*>(big(1024 * kStride * 4)));
     memcpy(rows[t], s.weights, 4 << 20), memcpy(hot[t], s.weights, 1 << 20), memset(ys[t], 0, 1024 * kStride * 4);
   }
-  if (!only)
-    for (const auto& [workers, step] :
-         std::vector<std::pair<int, int>>{{1, 1}, {cpus / 2, 1}, {cpus / 2, 2}, {cpus, 1}}) {
-      for (bool loads : {false, true}) {
-        const auto rates = on_all(workers, step, [&](int t, auto go) {
-          go();
-          return peak(loads, hot[t], 0.15);
-        });
-        printf("%-52s %2d workers, every %d. CPU: %6.2f TFLOPS\n", loads ? "peak, tiles from L1" : "peak, registers",
-               workers, step, sum(rates));
+  if (!only) {
+    const auto read = on_all(cpus, 1, [&](int t, auto go) {  // 4 MiB at a time: from L3 and memory
+      go();
+      double n = 0;
+      const auto start = Clock::now();
+      __m512i v = _mm512_setzero_si512();
+      for (int64_t at = (int64_t(t) << 25) % (kWeightBytes - (64 << 20)); seconds_since(start) < 0.2;) {
+        for (int64_t i = 0; i < (4 << 20); i += 64) {
+          _mm_prefetch(reinterpret_cast<const char*>(s.weights + at + i + 4096), _MM_HINT_T0);
+          v = _mm512_xor_si512(v, _mm512_load_si512(s.weights + at + i));
+        }
+        n += 4 << 20, at = (at + (4 << 20)) % (kWeightBytes - (64 << 20));
       }
-      const auto rates =
-          on_all(workers, step, [&](int t, auto go) {  // 4 MiB each: from L3 (and DRAM), a line after the other
-            go();
-            double n = 0;
-            const auto start = Clock::now();
-            __m512i v = _mm512_setzero_si512();
-            for (int64_t at = (int64_t(t) << 25) % (kWeightBytes - (64 << 20)); seconds_since(start) < 0.1;) {
-              for (int64_t i = 0; i < (4 << 20); i += 64) {
-                _mm_prefetch(reinterpret_cast<const char*>(s.weights + at + i + 4096), _MM_HINT_T0);
-                v = _mm512_xor_si512(v, _mm512_load_si512(s.weights + at + i));
-              }
-              n += 4 << 20, at = (at + (4 << 20)) % (kWeightBytes - (64 << 20));
-            }
-            if (_mm512_reduce_add_epi64(v) == 77) printf(" ");
-            return n / seconds_since(start) / 1e9;
-          });
-      printf("%-52s %2d workers, every %d. CPU: %6.1f GB/s\n", "read", workers, step, sum(rates));
-    }
+      if (_mm512_reduce_add_epi64(v) == 77) printf(" ");
+      return n / seconds_since(start) / 1e9;
+    });
+    printf("read, %d workers: %.1f GB/s\n", cpus, sum(read));
+  }
   const int n = cpus, h = cpus / 2;
   const Variant variants[] = {
-      // L2 alone: which part, which group
-      {"L2", 512, 512, 256, 256, 1, kResident, kHot, false, n, 1},
+      // rows, columns, slice, part, group
+      {"peak, registers", 0, 0, 0, 0, 0, kResident, kHot, false, n, 1},
+      {"peak, tiles from L1", 0, 0, 0, 0, 1, kResident, kHot, false, n, 1, kUse},
+      {"peak, tiles from L1, first", 0, 0, 0, 0, 1, kResident, kHot, false, n, 1, kFirst},
+      {"peak, tiles from L1, early", 0, 0, 0, 0, 1, kResident, kHot, false, n, 1, kEarly},
+      {"L2, no sums", 512, 512, 256, 256, 1, kResident, kHot, false, n, 1},
       {"L2", 512, 512, 256, 256, 1, kResident, kHot, true, n, 1},
-      {"L2", 256, 512, 256, 256, 1, kResident, kHot, true, n, 1},
-      {"L2", 256, 512, 512, 128, 1, kResident, kHot, true, n, 1},
-      {"L2", 256, 512, 512, 256, 1, kResident, kHot, true, n, 1},
+      {"L2, early", 512, 512, 256, 256, 1, kResident, kHot, true, n, 1, kEarly},
+      {"L2, first", 512, 512, 256, 256, 1, kResident, kHot, true, n, 1, kFirst},
       {"L2", 256, 512, 512, 512, 1, kResident, kHot, true, n, 1},
-      {"L2", 256, 512, 512, 128, 2, kResident, kHot, true, n, 1},
-      {"L2", 256, 512, 512, 256, 2, kResident, kHot, true, n, 1},
-      {"L2", 256, 256, 896, 448, 1, kResident, kHot, true, n, 1},
-      {"L2", 256, 256, 896, 224, 2, kResident, kHot, true, n, 1},
-      {"L2", 256, 256, 896, 224, 1, kResident, kHot, true, n, 1},
-      {"L2", 256, 256, 896, 896, 1, kResident, kHot, true, n, 1},
-      {"L2", 512, 512, 256, 256, 1, kResident, kHot, true, h, 1},
-      {"L2", 512, 512, 256, 128, 2, kResident, kHot, true, h, 1},
-      {"L2", 512, 512, 256, 256, 1, kResident, kHot, true, h, 2},
-      {"L2", 512, 512, 256, 128, 2, kResident, kHot, true, h, 2},
-      // weights from memory
+      {"L2", 256, 512, 512, 256, 1, kResident, kHot, true, n, 1},
+      {"L2, early", 256, 512, 512, 256, 1, kResident, kHot, true, n, 1, kEarly},
       {"weights", 512, 512, 256, 256, 1, kResident, kPlain, true, n, 1},
       {"weights asked", 512, 512, 256, 256, 1, kResident, kAsk, true, n, 1},
-      {"weights asked", 256, 512, 512, 256, 1, kResident, kAsk, true, n, 1},
-      {"weights asked", 256, 512, 512, 256, 2, kResident, kAsk, true, n, 1},
-      {"weights asked L1", 256, 512, 512, 256, 1, kResident, kAsk0, true, n, 1},
-      {"weights", 256, 512, 512, 256, 1, kResident, kPlain, true, n, 1},
-      // all
       {"gather (as is)", 512, 512, 256, 256, 1, kGather, kAsk, true, n, 1},
-      {"gather (as is), group 2", 512, 512, 256, 128, 2, kGather, kAsk, true, n, 1},
+      {"gather, early", 512, 512, 256, 256, 1, kGather, kAsk, true, n, 1, kEarly},
+      {"gather, weights plain", 512, 512, 256, 256, 1, kGather, kPlain, true, n, 1},
       {"gather", 256, 512, 512, 256, 1, kGather, kAsk, true, n, 1},
-      {"gather", 256, 512, 512, 256, 2, kGather, kAsk, true, n, 1},
-      {"gather", 256, 512, 512, 128, 2, kGather, kAsk, true, n, 1},
-      {"gather", 512, 256, 256, 256, 1, kGather, kAsk, true, n, 1},
-      {"gather", 384, 320, 256, 256, 1, kGather, kAsk, true, n, 1},
-      {"gather", 256, 1024, 512, 256, 1, kGather, kAsk, true, n, 1},
-      {"gather", 256, 512, 896, 224, 1, kGather, kAsk, true, n, 1},
+      {"gather", 256, 512, 512, 512, 1, kGather, kAsk, true, n, 1},
       {"gather, next asked", 512, 512, 256, 256, 1, kGatherAsk, kAsk, true, n, 1},
-      {"gather, next asked", 256, 512, 512, 256, 1, kGatherAsk, kAsk, true, n, 1},
-      {"gather, next asked", 256, 512, 512, 256, 2, kGatherAsk, kAsk, true, n, 1},
-      {"gather, next asked L1", 256, 512, 512, 256, 1, kGatherAsk0, kAsk0, true, n, 1},
-      {"copy", 256, 512, 512, 256, 1, kCopy, kAsk, true, n, 1},
-      {"copy, asked", 256, 512, 512, 256, 1, kCopyAsk, kAsk, true, n, 1},
-      {"copy, asked", 256, 512, 256, 256, 1, kCopyAsk, kAsk, true, n, 1},
       {"copy, asked", 512, 512, 256, 256, 1, kCopyAsk, kAsk, true, n, 1},
-      {"copy, asked", 256, 512, 512, 256, 2, kCopyAsk, kAsk, true, n, 1},
-      {"arranged", 256, 512, 512, 256, 1, kArranged, kAsk, true, n, 1},
-      {"arranged, asked", 256, 512, 512, 256, 1, kArrangedAsk, kAsk, true, n, 1},
-      {"arranged, asked half", 256, 512, 512, 256, 1, kArrangedHalf, kAsk, true, n, 1},
-      {"arranged, asked half", 512, 512, 256, 256, 1, kArrangedHalf, kAsk, true, n, 1},
+      {"copy, asked", 256, 512, 256, 256, 1, kCopyAsk, kAsk, true, n, 1},
       {"arranged, asked", 512, 512, 256, 256, 1, kArrangedAsk, kAsk, true, n, 1},
-      {"arranged, asked half", 256, 512, 512, 256, 2, kArrangedHalf, kAsk, true, n, 1},
-      // half the workers: one per core, if two of them share one
-      {"gather (as is)", 512, 512, 256, 256, 1, kGather, kAsk, true, h, 1},
-      {"gather (as is)", 512, 512, 256, 256, 1, kGather, kAsk, true, h, 2},
-      {"copy, asked", 512, 512, 256, 256, 1, kCopyAsk, kAsk, true, h, 1},
-      {"copy, asked", 512, 512, 256, 256, 1, kCopyAsk, kAsk, true, h, 2},
-      {"arranged, asked", 512, 512, 256, 256, 1, kArrangedAsk, kAsk, true, h, 2},
+      {"arranged, asked, early", 512, 512, 256, 256, 1, kArrangedAsk, kAsk, true, n, 1, kEarly},
+      {"arranged, asked half", 512, 512, 256, 256, 1, kArrangedHalf, kAsk, true, n, 1},
+      {"arranged", 512, 512, 256, 256, 1, kArranged, kAsk, true, n, 1},
+      {"gather, half the workers", 512, 512, 256, 256, 1, kGather, kAsk, true, h, 2},
+      {"arranged, half the workers", 512, 512, 256, 256, 1, kArrangedAsk, kAsk, true, h, 2},
   };
-  printf("%-26s rows cols slice part group workers  TFLOPS (two runs), gathering's share, KiB of L2\n", "");
-  for (const Variant& v : variants) {
-    if (only && std::string(v.name).find(only) == std::string::npos) continue;
-    double best[2];
-    double gathering = 0;
-    for (double& rate : best) {
-      const auto rates = on_all(v.workers, v.step, [&](int t, auto go) {
+  // Neighbours on the host change its speed by the second, so all variants take turns.
+  constexpr int kVariants = sizeof variants / sizeof *variants;
+  std::vector<std::vector<double>> rates(kVariants);
+  double gathering[kVariants] = {};
+  for (int round = 0; round < rounds; ++round)
+    for (int i = 0; i < kVariants; ++i) {
+      const Variant& v = variants[i];
+      if (only && std::string(v.name).find(only) == std::string::npos) continue;
+      rates[i].push_back(sum(on_all(v.workers, v.step, [&](int t, auto go) {
+        if (!v.rows) {
+          go();
+          return peak(v.group, v.order, hot[t], seconds);
+        }
         Core core{s, rows[t], hot[t], ys[t]};
-        core.dice = t * 7919 + 77;
-        core.task(v);
-        core.gathering = 0;
+        core.dice = uint32_t(t * 7919 + 77 + round);
         go();
         const auto start = Clock::now();
         double tasks = 0;
@@ -388,15 +388,16 @@ int main(int argc, char** argv) {
           ++tasks;
         } while (seconds_since(start) < seconds);
         const double took = seconds_since(start);
-        if (t == 0) gathering = core.gathering / took;
+        if (t == 0) gathering[i] += core.gathering / took / rounds;
         return tasks * 2 * v.rows * v.columns * K / took / 1e12;
-      });
-      rate = sum(rates);
+      })));
     }
-    const int64_t l2 =
-        int64_t(v.rows) * v.slice * 2 + int64_t(v.rows) * v.columns * 4 * v.sums + 4 * 64 * v.part * v.group;
-    printf("%-26s %4d %4d %5d %4d %5d %4d/%d %7.2f %6.2f  %4.2f %5ld\n", v.name, v.rows, v.columns, v.slice, v.part,
-           v.group, v.workers, v.step, best[0], best[1], gathering, long(l2 >> 10));
-    fflush(stdout);
+  printf("%-28s rows cols slice part group workers TFLOPS: median, best; gathering's share\n", "");
+  for (int i = 0; i < kVariants; ++i) {
+    if (rates[i].empty()) continue;
+    const Variant& v = variants[i];
+    std::sort(rates[i].begin(), rates[i].end());
+    printf("%-28s %4d %4d %5d %4d %5d %4d/%d %7.2f %6.2f  %4.2f\n", v.name, v.rows, v.columns, v.slice, v.part, v.group,
+           v.workers, v.step, rates[i][rates[i].size() / 2], rates[i].back(), gathering[i]);
   }
 }
