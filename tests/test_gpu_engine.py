@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_plan import GpuPlan
 from tandem.errors import EngineError
-from tandem.experts.live_copies import CudaCopies
+from tandem.experts.live_copies import CudaCopies, hold_all
 from tandem.experts.live_exchange import LiveExchange
 from tandem.experts.live_experts import LiveExperts
 from tandem.experts.live_policy import Exchange, LivePolicy, PolicySettings
@@ -55,24 +55,34 @@ class Restless(LivePolicy):
 
     turn = 0
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.under_way: set[int] = set()
+
     def wanted(self) -> list[Exchange]:
         self.turn += 1
         found = []
         for layer, slots in enumerate(self.slot_of):
             there, elsewhere = (slots >= 0).nonzero().flatten(), (slots < 0).nonzero().flatten()
-            if self._fixed[layer].any() or not len(there) or not len(elsewhere):
+            if layer in self.under_way or not len(there) or not len(elsewhere):
                 continue
             leaving, coming = there[self.turn % len(there)], elsewhere[self.turn % len(elsewhere)]
             found.append(Exchange(layer, int(slots[leaving]), int(leaving), int(coming)))
-            self._mark(found[-1], True)
+            self.under_way.add(layer)
         return found
+
+    def done(self, exchange: Exchange) -> None:
+        super().done(exchange)
+        self.under_way.discard(exchange.layer)
 
 
 def restless(side: GpuSide, usage: ExpertUsage) -> LiveExperts:
     layers = [experts.sides for _, experts in sorted(side.store.layers.items())]
     slot_of = torch.stack([side.placement.slots(layer) for layer in range(len(layers))])
     policy = Restless(slot_of, 1.0, 1.0, PolicySettings(interval_steps=1))
-    return LiveExperts(policy, LiveExchange(layers, CudaCopies(side.ops.device), 1 << 30), usage)
+    copies = CudaCopies(side.ops.device)
+    hold_all([layer.cpu for layer in layers if layer], copies)
+    return LiveExperts(policy, LiveExchange(layers, side.store.tables, copies, 1 << 30), usage)
 
 
 class Session:

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from fake_copies import FakeCopies
-from gpu import AVAILABLE, DEVICE, needs_triton
+from gpu import AVAILABLE, DEVICE, needs_cuda, needs_triton
 from tandem import _core
-from tandem.experts.live_copies import Copies, CudaCopies
+from tandem.errors import EngineError
+from tandem.experts.live_copies import Copies, CudaCopies, hold_all
 from tandem.experts.live_exchange import LiveExchange
 from tandem.experts.live_policy import Exchange
 from tandem.experts.live_traces import TraceShape, Zipf, expert_counts, generate
@@ -47,18 +48,22 @@ def arrive(made: Copies) -> None:
         torch.cuda.synchronize()
 
 
-def sides() -> tuple[GpuOps, HybridStore]:
-    ops = GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1]))
+def sides(nodes: tuple[int, ...] = ()) -> tuple[GpuOps, HybridStore]:
+    workers = _core.WorkerPool([-1, -1], 20, list(nodes)) if nodes else _core.WorkerPool([-1, -1])
+    ops = GpuOps(DEVICE, CpuOps(workers, _core.supported_tiers()[-1]))
     handoff = Handoff(HandoffSizes(TOKENS, TOKENS, HIDDEN, TOP_K), DEVICE, 20.0)
     return ops, HybridStore(ops, place("uniform", 1, EXPERTS, 3), handoff, HIDDEN, live=True)
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "int4"])
-def test_exchanges_do_not_change_what_a_layer_computes(fmt: str) -> None:
+@pytest.mark.parametrize(
+    ("fmt", "nodes", "held"), [("bf16", (), True), ("int4", (), False), ("int4", (0, 1), True)]
+)
+def test_exchanges_do_not_change_what_a_layer_computes(fmt: str, nodes: tuple[int, ...], held: bool) -> None:
+    """On simulated memory nodes, too, where an expert lies in pieces; and in memory that CUDA does not know."""
     torch.manual_seed(0)
     gate, up = torch.randn(2, EXPERTS, WIDTH, HIDDEN) / HIDDEN**0.5
     down = torch.randn(EXPERTS, HIDDEN, WIDTH) / WIDTH**0.5
-    ops, store = sides()
+    ops, store = sides(nodes)
     layer = store.layer(0, EXPERTS, WIDTH, fmt)
     layer.load(EXPERTS, lambda e: (gate[e], up[e], down[e]))
     static = ops.cpu.experts(EXPERTS, HIDDEN, WIDTH, fmt)
@@ -66,7 +71,10 @@ def test_exchanges_do_not_change_what_a_layer_computes(fmt: str) -> None:
         static.load(e, gate[e], up[e], down[e])
 
     dma = copies()
-    exchange = LiveExchange([layer.sides], dma, 1 << 30)
+    assert layer.sides is not None and store.tables is not None
+    if held:
+        hold_all([layer.sides.cpu], dma)
+    exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30)
     where = list(range(3))  # the expert in each slot
     for step in range(8):
         x = torch.randn(TOKENS, HIDDEN).bfloat16()
@@ -86,7 +94,30 @@ def test_exchanges_do_not_change_what_a_layer_computes(fmt: str) -> None:
         arrive(dma)
         assert exchange.advance().done == [wanted]
         where[slot] = coming
-    assert layer.sides is not None and layer.sides.cpu.loaded == EXPERTS - 3
+    assert layer.sides.cpu.loaded == EXPERTS - 3
+
+
+@needs_cuda
+def test_memory_is_given_back_with_copies_under_way() -> None:
+    """Registered memory must not be freed, nor staging memory used again, while DMA may write there."""
+    _, store = sides()
+    layer = store.layer(0, EXPERTS, WIDTH, "bf16")
+    shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    layer.load(EXPERTS, lambda _: tuple(torch.randn(shape) / 8 for shape in shapes))
+    assert layer.sides is not None and store.tables is not None
+    for _ in range(2):  # what was given back can be registered again
+        dma = CudaCopies(DEVICE)
+        dma.hold(layer.sides.cpu, *layer.sides.cpu.own_memory())
+        with pytest.raises(EngineError, match="does not register"):
+            dma.hold(layer.sides.cpu, *layer.sides.cpu.own_memory())
+        exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30)
+        coming = int((layer.places < 0).nonzero()[0])
+        exchange.add([Exchange(0, 0, int((layer.places == 0).nonzero()[0]), coming)])
+        exchange.advance()
+        del exchange
+        dma.close()
+        layer.sides.cpu.release(layer.sides.cpu.num_experts - 3)
+    torch.cuda.synchronize()
 
 
 def test_a_replayed_layer_computes_what_the_trace_chose() -> None:
@@ -108,10 +139,11 @@ def test_a_replayed_trace_counts_hits_where_experts_were() -> None:
     first, second = (place(name, 2, EXPERTS, 6).on_gpu for name in ("uniform", "random"))
     usage = TraceUsage(ExpertUsage(2, EXPERTS, device=DEVICE, padded=True, on_gpu=first), trace, first)
     usage.tokens = 12
-    assert torch.equal(usage.read().tokens, expert_counts(trace[:12], EXPERTS))
-    usage.place(second, 3)
+    assert torch.equal(usage.ask().tokens(), expert_counts(trace[:12], EXPERTS))
+    changed = (first != second).nonzero().tolist()
+    usage.moved([(layer, expert, bool(second[layer, expert])) for layer, expert in changed], 3)
     usage.tokens = 30
-    assert torch.equal(usage.read().tokens, expert_counts(trace, EXPERTS))
+    assert torch.equal(usage.ask().tokens(), expert_counts(trace, EXPERTS))
     parts = (expert_counts(trace[:12], EXPERTS) * first, expert_counts(trace[12:], EXPERTS) * second)
     assert usage.hits == int(sum(part.sum() for part in parts)) and usage.swaps == 3
 

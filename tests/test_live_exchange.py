@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -14,15 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kernel_cases as cases
-from fake_copies import FakeCopies, FakeSlots
-from tandem.errors import KernelError
+from fake_copies import FakeCopies, FakeSlots, FakeTables
+from tandem.experts.live_copies import hold_all
 from tandem.experts.live_exchange import LiveExchange, LiveLayer, Settled
 from tandem.experts.live_experts import GIVE_UP, HITS_PER_EXCHANGE, LiveExperts
 from tandem.experts.live_policy import Exchange, LivePolicy, PolicySettings
-from tandem.experts.usage import UsageTotals
+from tandem.kernels.cpu import WorkerPool, Workspace
 from tandem.kernels.packed_experts import PackedExperts
 
-EXPERTS, HIDDEN, WIDTH, ON_GPU = 7, 48, 32, 3
+EXPERTS, HIDDEN, WIDTH, ON_GPU = 7, 112, 96, 3  # four pairs of panels of gate and up or down, or three
 PLENTY = 1 << 40
 
 
@@ -40,11 +41,16 @@ def static(seed: int) -> PackedExperts:
 class Layer:
     """One MoE layer, its first experts on the fake GPU."""
 
-    def __init__(self, seed: int, on_gpu: int = ON_GPU) -> None:
+    def __init__(self, seed: int, on_gpu: int = ON_GPU, nodes: tuple[int, ...] = ()) -> None:
         self.static = static(seed)
         self.bytes = [self.static.packed(expert) for expert in range(EXPERTS)]
         places = min(EXPERTS, EXPERTS - on_gpu + 1)
-        self.cpu = PackedExperts(cases.workspace_of("scalar"), EXPERTS, HIDDEN, WIDTH, "int4", places=places)
+        where = (
+            Workspace(WorkerPool([-1, -1], 20, list(nodes)), "scalar")
+            if nodes
+            else cases.workspace_of("scalar")
+        )
+        self.cpu = PackedExperts(where, EXPERTS, HIDDEN, WIDTH, "int4", places=places)
         for expert in range(on_gpu, EXPERTS):
             self.cpu.load_packed(expert, self.bytes[expert])
         slot_of = torch.tensor([e if e < on_gpu else -1 for e in range(EXPERTS)])
@@ -76,8 +82,15 @@ class Layer:
         return Exchange(layer, int(self.gpu.table[leaving]), leaving, elsewhere[other % len(elsewhere)])
 
 
-def made(layers: list[Layer], copies: FakeCopies, budget: int = PLENTY, stages: int = 2) -> LiveExchange:
-    return LiveExchange([LiveLayer(layer.gpu, layer.cpu) for layer in layers], copies, budget, stages)
+def made(
+    layers: list[Layer],
+    copies: FakeCopies,
+    budget: int = PLENTY,
+    stages: int = 2,
+    tables: FakeTables | None = None,
+) -> LiveExchange:
+    tables = tables or FakeTables([layer.gpu for layer in layers])
+    return LiveExchange([LiveLayer(layer.gpu, layer.cpu) for layer in layers], tables, copies, budget, stages)
 
 
 def finish(exchange: LiveExchange, copies: FakeCopies) -> Settled:
@@ -94,9 +107,11 @@ def finish(exchange: LiveExchange, copies: FakeCopies) -> Settled:
     raise AssertionError("never ends")
 
 
+@pytest.mark.parametrize("nodes", [(), (0, 1)])
 @pytest.mark.parametrize("on_gpu", [1, ON_GPU, EXPERTS - 1])
-def test_two_experts_change_places(on_gpu: int) -> None:
-    layer, copies = Layer(1, on_gpu), FakeCopies()
+def test_two_experts_change_places(on_gpu: int, nodes: tuple[int, ...]) -> None:
+    layer, copies = Layer(1, on_gpu, nodes), FakeCopies()
+    assert len(layer.cpu.pieces(layer.cpu.place_of(EXPERTS - 1))) == (4 if nodes else 1)
     wanted = layer.exchange(0, 0, 0)
     exchange = made([layer], copies)
     exchange.add([wanted])
@@ -121,43 +136,58 @@ def test_nothing_changes_before_everything_has_arrived() -> None:
     layer.check()
 
 
-def test_what_has_arrived_ends_later_unless_others_wait_for_its_memory() -> None:
-    layer, copies = Layer(2), FakeCopies()
-    exchange = made([layer], copies)
-    before = layer.gpu.table.clone()
-    exchange.add([layer.exchange(0, 0, 0)])
-    exchange.advance(ending=False)
-    copies.arrive(1.0)
-    assert not exchange.advance(ending=False).done and torch.equal(layer.gpu.table, before)
-    assert len(exchange.advance().done) == 1
-    crowded = made([layer], copies, stages=1)
-    crowded.add([layer.exchange(0, 0, 0), layer.exchange(0, 1, 1)])
-    crowded.advance(ending=False)
-    copies.arrive(1.0)
-    assert len(crowded.advance(ending=False).done) == 1
-    layer.check()
-
-
-def test_no_step_moves_more_than_its_bytes() -> None:
+def test_exchanges_of_a_layer_follow_each_other_and_those_of_others_do_not_wait() -> None:
     layers, copies = [Layer(1), Layer(2)], FakeCopies()
-    nbytes = layers[0].cpu.bytes_per_expert
-    exchange = made(layers, copies, budget=nbytes // 2)
-    exchange.add([layers[0].exchange(0, 0, 0), layers[1].exchange(1, 1, 1), layers[0].exchange(0, 2, 2)])
-    done, steps = 0, 0
+    exchange = made(layers, copies, stages=8)
+    first, second, other = (
+        layers[0].exchange(0, 0, 0),
+        layers[0].exchange(0, 1, 1),
+        layers[1].exchange(1, 2, 2),
+    )
+    exchange.add([first, second, other])
+    exchange.advance()
+    copies.arrive(1.0)
+    assert exchange.advance().done == [first, other]
+    copies.arrive(1.0)
+    assert exchange.advance().done == [second]
+    for layer in layers:
+        layer.check()
+
+
+def test_no_more_exchanges_are_under_way_than_there_is_staging_memory() -> None:
+    layers, copies = [Layer(1), Layer(2)], FakeCopies()
+    exchange = made(layers, copies, stages=1)
+    exchange.add([layers[0].exchange(0, 0, 0), layers[1].exchange(1, 1, 1)])
+    exchange.advance()
+    assert copies.bytes == 2 * layers[0].cpu.bytes_per_expert
+    copies.arrive(1.0)
+    assert len(exchange.advance().done) == 1
+    copies.arrive(1.0)
+    assert len(exchange.advance().done) == 1
+    assert exchange.bytes_moved == 4 * layers[0].cpu.bytes_per_expert
+
+
+@pytest.mark.parametrize("experts_per_step", [0.3, 1.0, 2.5])
+def test_steps_move_their_bytes_on_average(experts_per_step: float) -> None:
+    """Whole experts: a step that has given more than its share is followed by some that give nothing."""
+    layers, copies = [Layer(1), Layer(2)], FakeCopies()
+    budget = int(experts_per_step * layers[0].cpu.bytes_per_expert)
+    exchange = made(layers, copies, budget, stages=8)
+    exchange.add([layers[which].exchange(which, i, i) for i in range(3) for which in range(2)])
+    steps = done = 0
     while exchange.busy:
-        before = copies.bytes
         done += len(exchange.advance().done)
-        assert copies.bytes - before <= nbytes // 2 + 2
-        copies.arrive(1.0)
         steps += 1
-    assert done == 3 and steps >= 3 * 2 * 2
+        assert copies.bytes <= steps * budget + 2 * layers[0].cpu.bytes_per_expert
+        copies.arrive(1.0)
+    assert done == 6 and steps < 6 * 2 / experts_per_step + 6
     for layer in layers:
         layer.check()
 
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["add", "step", "step", "late", "refuse", "fail", "leaving", "slot", "none"]),
+        st.sampled_from(["add", "step", "step", "late", "refuse", "download", "fail", "publish", "slot", "none"]),
         st.integers(0, 1), st.integers(0, 50), st.integers(0, 50), st.sampled_from([0.0, 0.4, 1.0]),
     ),
     min_size=1, max_size=40,
@@ -169,7 +199,8 @@ STEPS = st.lists(
 def test_no_expert_is_ever_lost_or_doubled(steps: list[tuple], budget: int, seed: int) -> None:
     """Any exchanges (sensible or not, of one expert twice), any delays, refused and failed copies."""
     layers, copies = [Layer(1), Layer(2)], FakeCopies(seed)
-    exchange = made(layers, copies, budget, stages=3)
+    tables = FakeTables([layer.gpu for layer in layers])
+    exchange = made(layers, copies, budget, 3, tables)
     asked, settled = 0, 0
     for what, index, which, other, share in steps:
         layer = layers[index]
@@ -183,15 +214,19 @@ def test_no_expert_is_ever_lost_or_doubled(steps: list[tuple], budget: int, seed
             copies.refuse = not copies.refuse
         elif what == "fail":
             copies.fail()
-        elif what in ("leaving", "slot") and not any(each.gpu.fail_at for each in layers):
-            layer.gpu.fail_at = what
+        elif what == "download":
+            copies.refuse_downloads = not copies.refuse_downloads
+        elif what == "publish":
+            tables.failing = {which % 3}
+        elif what == "slot":
+            copies.fail_in_order = True
         else:
             outcome = exchange.advance()
             settled += len(outcome.done) + len(outcome.dropped) + len(outcome.stranded)
             copies.arrive(0.0 if what == "late" else share)
         for each in layers:
             each.check()
-    copies.refuse = False
+    copies.refuse = copies.refuse_downloads = False
     rest = finish(exchange, copies)
     assert settled + len(rest.done) + len(rest.dropped) + len(rest.stranded) == asked
     for each in layers:
@@ -205,27 +240,74 @@ def test_a_lost_slot_ends_the_layers_exchanges_and_loses_no_expert(caplog: pytes
     exchange.add([wanted])
     exchange.advance()
     copies.arrive(1.0)
-    layer.gpu.fail_at = "slot"
+    copies.fail_in_order = True
     assert exchange.advance().stranded == [wanted]
     assert "slot 1 of MoE layer 0 on the GPU is lost" in caplog.text
-    layer.gpu.fail_at = ""
     layer.check()
     exchange.add([layer.exchange(0, 0, 0)])
     assert len(finish(exchange, copies).dropped) == 1
     layer.check()
 
 
-def test_an_error_of_the_cpu_side_drops_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("turn", "outcome"), [(0, "dropped"), (1, "stranded")])
+def test_tables_that_cannot_be_published_leave_each_expert_in_one_place(turn: int, outcome: str) -> None:
+    layers, copies = [Layer(1), Layer(2)], FakeCopies()
+    tables = FakeTables([layer.gpu for layer in layers])
+    exchange = made(layers, copies, PLENTY, 4, tables)
+    wanted = [layers[0].exchange(0, 0, 0), layers[1].exchange(1, 1, 1)]
+    exchange.add(wanted)
+    exchange.advance()
+    copies.arrive(1.0)
+    tables.failing = {turn}
+    assert getattr(exchange.advance(), outcome) == wanted
+    for layer in layers:
+        layer.check()
+    again = layers[0].exchange(0, 0, 0)
+    exchange.add([again])
+    assert finish(exchange, copies).done == ([again] if outcome == "dropped" else [])
+    layers[0].check()
+
+
+def test_a_refused_copy_may_be_asked_for_again() -> None:
     layer, copies = Layer(1), FakeCopies()
-
-    def full(expert: int, packed: Tensor) -> None:
-        raise KernelError("no memory")
-
-    monkeypatch.setattr(layer.cpu, "load_packed", full)
     exchange = made([layer], copies)
+    copies.refuse = True
     exchange.add([layer.exchange(0, 0, 0)])
-    assert len(finish(exchange, copies).dropped) == 1
+    assert len(exchange.advance().dropped) == 1
+    copies.refuse = False
+    exchange.add([layer.exchange(0, 0, 0)])
+    assert len(finish(exchange, copies).done) == 1
     layer.check()
+
+
+def test_a_failed_copy_ends_the_layers_exchanges_for_it_may_still_write(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layers, copies = [Layer(1), Layer(2)], FakeCopies()
+    exchange = made(layers, copies, stages=4)
+    copies.refuse_downloads = True
+    exchange.add([layers[0].exchange(0, 0, 0)])
+    assert len(exchange.advance().dropped) == 1
+    copies.refuse_downloads = False
+    exchange.add([layers[0].exchange(0, 1, 1), layers[1].exchange(1, 1, 1)])
+    settled = finish(exchange, copies)
+    assert [e.layer for e in settled.dropped] == [0] and [e.layer for e in settled.done] == [1]
+    assert "no experts move in this layer any more" in caplog.text
+    for layer in layers:
+        layer.check()
+
+
+def test_all_memory_of_experts_is_held_for_dma(caplog: pytest.LogCaptureFixture) -> None:
+    layers, copies, told = [Layer(1).cpu, Layer(2).cpu], FakeCopies(), []
+    hold_all(layers, copies, lambda what, done, total: told.append((what, done, total)))
+    sizes = [layer.own_memory()[1] for layer in layers]
+    assert copies.held == [layer.own_memory() for layer in layers] and min(sizes) > 0
+    assert told == [("registering experts with CUDA", done, sum(sizes)) for done in (sizes[0], sum(sizes))]
+    for layer, (address, nbytes) in zip(layers, copies.held, strict=True):
+        (piece,) = layer.pieces(layer.place_of(EXPERTS - 1))
+        assert address <= piece[1] and piece[1] + piece[2] <= address + nbytes
+    hold_all(layers, FakeCopies(holds=sizes[0]))
+    assert "no more memory can be locked; experts move more slowly" in caplog.text
 
 
 # -- between steps: counts, policy and exchange together ---
@@ -233,16 +315,27 @@ def test_an_error_of_the_cpu_side_drops_the_exchange(monkeypatch: pytest.MonkeyP
 
 class Usage:
     def __init__(self) -> None:
-        self.tokens = torch.zeros(2, EXPERTS, dtype=torch.int64)
+        self.counts = torch.zeros(2, EXPERTS, dtype=torch.int64)
         self.on_gpu = torch.zeros(2, EXPERTS, dtype=torch.bool)
+        self.on_gpu[:, :ON_GPU] = True
         self.swaps = self.swap_rests = 0
 
-    def read(self) -> UsageTotals:
-        return UsageTotals(self.tokens.clone(), self.tokens)
+    def ask(self) -> Asked:
+        return Asked(self.counts, torch.empty(2, EXPERTS, dtype=torch.int64))
 
-    def place(self, on_gpu: Tensor, swaps: int) -> None:
-        self.on_gpu = on_gpu
+    def moved(self, changes: Sequence[tuple[int, int, bool]], swaps: int) -> None:
+        for layer, expert, here in changes:
+            assert self.on_gpu[layer, expert] != here
+            self.on_gpu[layer, expert] = here
         self.swaps += swaps
+
+
+class Asked:
+    def __init__(self, counts: Tensor, buffer: Tensor) -> None:
+        self._tokens = buffer.copy_(counts)
+
+    def tokens(self) -> Tensor:
+        return self._tokens
 
 
 def live(
@@ -258,8 +351,8 @@ def test_what_is_used_comes_to_the_gpu() -> None:
     layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
     experts = live(layers, copies, usage)
     for _ in range(20):
-        usage.tokens[0, [4, 5, 6]] += 3
-        usage.tokens[1, [0, 5, 6]] += 3
+        usage.counts[0, [4, 5, 6]] += 3
+        usage.counts[1, [0, 5, 6]] += 3
         experts.after_step(1)
         copies.arrive(0.6)
         for layer in layers:
@@ -277,7 +370,7 @@ def test_moving_that_does_not_pay_is_paused_and_counted() -> None:
         layers, copies, usage, cost=20.0, horizon=1e9
     )  # moves at once, and each costs more than it gains
     for step in range(400):  # every few tokens another expert
-        usage.tokens[:, 3 + step // 8 % 4] += 1
+        usage.counts[:, 3 + step // 8 % 4] += 1
         with torch.inference_mode():  # as the engine's steps are
             experts.after_step(1)
         copies.arrive(1.0)
@@ -295,7 +388,7 @@ def moving_with_a_clock(tick: float) -> tuple[float, int]:
     exchange = made(layers, copies, s.bytes_per_step)
     experts = LiveExperts(policy, exchange, usage, lambda: 0.5, lambda: next(ticks))
     for step in range(300):
-        usage.tokens[:, 3 + step // 16 % 4] += 1
+        usage.counts[:, 3 + step // 16 % 4] += 1
         experts.after_step(1)
         copies.arrive(1.0)
     return policy.cost, usage.swaps
@@ -315,7 +408,7 @@ def test_moving_that_always_fails_ends_and_fails_no_step(caplog: pytest.LogCaptu
     experts = live(layers, copies, usage)
     with caplog.at_level(logging.WARNING):
         for _ in range(40 * GIVE_UP):
-            usage.tokens[:, 4:] += 3
+            usage.counts[:, 4:] += 3
             experts.after_step(1)
     assert experts.resting and usage.swaps == 0
     assert "experts stay where they are" in caplog.text

@@ -116,7 +116,8 @@ def test_every_step_and_every_token(tmp_path: Path, kept: int | None) -> None:
     ids = [steps.run(Rows(3, 0, 6), Rows(4, 10, 1)), steps.run(Rows(3, 6, 1))]
     steps.run(Rows(3, 7, 1), fail=True)
     before = steps.usage.on_gpu
-    steps.usage.place(~before, 1)
+    elsewhere = [(layer, e, not before[layer, e]) for layer in range(LAYERS) for e in range(EXPERTS)]
+    steps.usage.moved(elsewhere, 1)
     ids.append(steps.run(Rows(3, 7, 1), Rows(4, 11, 2)))
     record, ids = steps.dumped(), ids[1:] if kept else ids
     assert record.passes == 3 and record.tokens == 11

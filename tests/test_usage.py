@@ -174,8 +174,10 @@ def test_totals_of_a_padded_batch_by_side() -> None:
     assert usage.chosen(2).tolist() == [[[0, 1], [3, 4]], [[0, 2], [3, 4]]]
     before = usage.sides()
     assert before.hit_rate == 9 / 12
-    usage.place(~on_gpu, swaps=3)
+    everywhere = [(layer, e, not on_gpu[layer, e]) for layer in range(2) for e in range(5)]
+    usage.moved(everywhere, swaps=3)
     fake_step(usage, ids, 2)
+    assert [t.tolist() for t in usage.sides()] == [t.tolist() for t in before]  # by the last reading
     usage.read()
     assert [t.tolist() for t in usage.sides()] == [[5, 6], [5, 4], [400, 28], [400, 14]]
     new = usage.sides().since(before)
@@ -191,6 +193,45 @@ def test_counts_of_32_bits_may_overflow() -> None:
         tally.tokens.add_(torch.tensor([already, 1], dtype=torch.int32))
         tokens = usage.read().tokens
     assert tokens.tolist() == [[5 * 2**30, 5]]
+
+
+@pytest.mark.parametrize("read_every", [1, 7, 1000])
+def test_each_use_counts_where_it_was_computed_whenever_counts_are_read(read_every: int) -> None:
+    """Experts move after every step; nobody waits for counts. Against a count of every step on its own."""
+    layers, experts, rows, made = 3, 8, 4, torch.Generator().manual_seed(read_every)
+    on_gpu = torch.rand(layers, experts, generator=made) < 0.5
+    usage, kept = ExpertUsage(layers, experts, padded=True, on_gpu=on_gpu), on_gpu
+    for layer in range(layers):
+        usage.weigh(layer, 10 + layer)
+    there, everywhere = torch.zeros(2, layers, dtype=torch.int64), torch.zeros(2, layers, dtype=torch.int64)
+    for step in range(60):
+        ids = torch.rand(layers, rows, experts, generator=made).topk(2).indices
+        fake_step(usage, ids, rows)
+        used = torch.zeros(layers, experts, dtype=torch.int64)
+        used.scatter_add_(1, ids.flatten(1), torch.ones_like(ids.flatten(1)))
+        new = torch.stack((used, (used > 0).long()))
+        everywhere += new.sum(2)
+        there += (new * on_gpu).sum(2)
+        if step % read_every == 0:
+            usage.read()
+        flip = torch.rand(layers, experts, generator=made) < 0.2
+        on_gpu = on_gpu ^ flip
+        usage.moved([(l, e, bool(on_gpu[l, e])) for l, e in flip.nonzero().tolist()], 1)
+        assert torch.equal(usage.on_gpu, on_gpu)
+    usage.read()
+    nbytes = 10 + torch.arange(layers)
+    expected = (there[0], everywhere[0] - there[0], there[1] * nbytes, (everywhere[1] - there[1]) * nbytes)
+    assert [t.tolist() for t in usage.sides()] == [t.tolist() for t in expected]
+    assert usage.swaps == 60 and not torch.equal(kept, on_gpu)
+
+
+def test_counts_that_are_asked_for_are_of_that_time() -> None:
+    usage = ExpertUsage(1, 3, padded=True)
+    before = usage.ask()
+    fake_step(usage, torch.tensor([[[0, 1], [0, 2]]]), 2)
+    now = usage.ask()
+    fake_step(usage, torch.tensor([[[0, 1], [0, 2]]]), 2)
+    assert before.tokens().tolist() == [[0, 0, 0]] and now.tokens().tolist() == [[2, 1, 1]]
 
 
 class FakeHandoff:
@@ -213,5 +254,5 @@ def test_counts_on_a_gpu_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch)
     last = readings[-1]
     assert (last.layers, last.gpu_bytes, last.cpu_bytes, last.hit_rate) == ([4], [50], [50], 0.75)
     assert (last.handoff_posts, last.handoff_wait_seconds, last.handoff_serve_seconds) == (7, 0.5, 0.25)
-    usage.place(~on_gpu, swaps=1)
+    usage.moved([(0, 0, False), (0, 1, True)], swaps=1)
     assert meter.stats(True).swaps == 1

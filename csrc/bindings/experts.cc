@@ -1,10 +1,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
 #include <cstring>
+#include <tuple>
 
 #include "bindings/bindings.h"
 #include "bindings/codes.h"
@@ -105,6 +107,34 @@ void forget(ExpertLayer& self, int expert) {
   self.forget(expert);
 }
 
+// (offset in the packed bytes, address, bytes)
+std::vector<std::tuple<int64_t, uintptr_t, int64_t>> pieces_of(ExpertLayer& self, int32_t place) {
+  std::vector<std::tuple<int64_t, uintptr_t, int64_t>> made;
+  for (const ExpertLayer::Piece& piece : self.pieces(place))
+    made.emplace_back(piece.offset, reinterpret_cast<uintptr_t>(piece.here), piece.bytes);
+  return made;
+}
+
+std::tuple<uintptr_t, int64_t> own_memory_of(const ExpertLayer& self) {
+  const ByteRange own = self.own();
+  return {reinterpret_cast<uintptr_t>(own.data), own.bytes};
+}
+
+int32_t reserve(ExpertLayer& self, int expert) {
+  check_expert(self, expert);
+  return self.reserve(expert);
+}
+
+void settle(ExpertLayer& self, int expert, int32_t place) {
+  check_expert(self, expert);
+  self.settle(expert, place);
+}
+
+int32_t place_of(const ExpertLayer& self, int expert) {
+  check_expert(self, expert);
+  return self.place_of(expert);
+}
+
 }  // namespace
 
 void bind_experts(nb::module_& m) {
@@ -131,6 +161,12 @@ void bind_experts(nb::module_& m) {
       .def("load_packed", &load_packed, nb::arg("expert"), nb::arg("bytes"), "The inverse of copy_packed.")
       .def("copy_packed", &copy_packed, nb::arg("expert"), nb::arg("out"), "The packed bytes of one expert.")
       .def("forget", &forget, nb::arg("expert"), "It lives elsewhere from now on; its place is free.")
+      .def("reserve", &reserve, nb::arg("expert"), "A place for an expert on its way here, which nobody uses yet.")
+      .def("settle", &settle, nb::arg("expert"), nb::arg("place"), "The expert has arrived in the reserved place.")
+      .def("release", &ExpertLayer::release, nb::arg("place"), "Nobody comes: the reserved place is free.")
+      .def("place_of", &place_of, nb::arg("expert"), "The place that it lies in.")
+      .def("pieces", &pieces_of, nb::arg("place"), "(offset in the packed bytes, address, bytes) of each.")
+      .def("own_memory", &own_memory_of, "(address, bytes) of what places lie in; (0, 0): none, or in a file.")
       .def_prop_ro("loaded", &ExpertLayer::loaded, "How many experts are here.")
       .def_prop_ro("tier", [](const ExpertLayer& self) { return name_of(self.workspace().table().tier); })
       .def_prop_ro("bytes_per_expert", &ExpertLayer::bytes_per_expert);

@@ -22,6 +22,18 @@ void check_shape(const ExpertShape& shape) {
     throw std::invalid_argument("an expert layer needs at least one expert, hidden and width >= 1");
 }
 
+std::vector<ExpertLayer::Piece> joined(const std::vector<ExpertLayer::Piece>& pieces) {
+  std::vector<ExpertLayer::Piece> made;
+  for (const ExpertLayer::Piece& piece : pieces) {
+    if (piece.bytes == 0) continue;
+    if (!made.empty() && made.back().here + made.back().bytes == piece.here)
+      made.back().bytes += piece.bytes;
+    else
+      made.push_back(piece);
+  }
+  return made;
+}
+
 int64_t panels_of(const NodeSlice& slice) { return 2 * (slice.gate_up_pairs + slice.down_pairs); }
 
 }  // namespace
@@ -227,6 +239,47 @@ void ExpertLayer::forget(int expert) {
   const auto lock = workspace_->lock();
   if (file_) throw std::invalid_argument("this layer's experts lie in a file; they cannot be taken out of it");
   places_.give_back(expert);
+}
+
+int32_t ExpertLayer::reserve(int expert) {
+  const auto lock = workspace_->lock();
+  own_memory();
+  return places_.reserve(expert);
+}
+
+void ExpertLayer::settle(int expert, int32_t place) {
+  const auto lock = workspace_->lock();
+  places_.settle(expert, place);
+}
+
+void ExpertLayer::release(int32_t place) {
+  const auto lock = workspace_->lock();
+  places_.release(place);
+}
+
+int32_t ExpertLayer::place_of(int expert) const {
+  if (!is_loaded(expert)) throw std::invalid_argument("expert " + std::to_string(expert) + " is not loaded");
+  return places_.of(expert);
+}
+
+std::vector<ExpertLayer::Piece> ExpertLayer::pieces(int32_t place) {
+  const ByteRange memory = own();
+  if (!memory.data || place < 0 || place >= places_.count())
+    throw std::invalid_argument("place " + std::to_string(place) + " is not in this layer's own memory");
+  std::vector<Piece> gate_up, down;
+  for (const NodeSlice& slice : slices_) {
+    uint8_t* here = memory_.data() + slice.offset + place * slice.expert_bytes;
+    const int64_t panel = gate_up_layout_.panel_bytes, gate_up_bytes = 2 * slice.gate_up_pairs * panel;
+    gate_up.push_back({2 * slice.first_gate_up * panel, here, gate_up_bytes});
+    down.push_back({packed_bytes(gate_up_layout_) + 2 * slice.first_down * down_layout_.panel_bytes,
+                    here + gate_up_bytes, slice.expert_bytes - gate_up_bytes});
+  }
+  gate_up.insert(gate_up.end(), down.begin(), down.end());
+  return joined(gate_up);
+}
+
+ByteRange ExpertLayer::own() const {
+  return memory_.data() ? ByteRange{memory_.data(), memory_bytes()} : ByteRange{nullptr, 0};
 }
 
 void ExpertLayer::pack_biases(int expert, const ExpertSource& source) {

@@ -65,6 +65,20 @@ class ExpertLayer {
   void load_packed(int expert, const uint8_t* bytes);  // the inverse
   // The expert lives elsewhere from now on, and its place is free. Throws std::invalid_argument if it is not loaded.
   void forget(int expert);
+
+  // What is needed to move experts by somebody else's copies: a place for one on its way here, which is used by nobody
+  // until `settle` says whose it is; and where places lie. Throw std::invalid_argument where that cannot be.
+  struct Piece {
+    int64_t offset;  // in the expert's packed bytes, as copy_packed gives them
+    uint8_t* here;
+    int64_t bytes;
+  };
+  int32_t reserve(int expert);
+  void settle(int expert, int32_t place);
+  void release(int32_t place);
+  int32_t place_of(int expert) const;
+  std::vector<Piece> pieces(int32_t place);  // in the order of their offsets, as few as can be
+  ByteRange own() const;                     // the memory that places lie in; none if they lie in a file
   int64_t experts_used() const { return int64_t(plan_.experts.size()); }  // by the last chunk of the last batch
 
   // Packs one expert on the pool. Throws std::out_of_range for an expert that does not exist.

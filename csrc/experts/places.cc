@@ -45,4 +45,33 @@ void Places::give_back(int expert) {
   of_[size_t(expert)] = -1;
 }
 
+int32_t Places::reserve(int expert) {
+  if (has(expert)) throw std::invalid_argument("expert " + std::to_string(expert) + " has a place already");
+  if (for_all() ? std::count(reserved_.begin(), reserved_.end(), expert) > 0 : free_.empty())
+    throw std::invalid_argument("no place is left for expert " + std::to_string(expert) + " in a layer that has " +
+                                std::to_string(count_));
+  reserved_.push_back(for_all() ? expert : free_.back());
+  if (!for_all()) free_.pop_back();
+  return reserved_.back();
+}
+
+std::vector<int32_t>::iterator Places::reserved(int32_t place) {
+  const auto found = std::find(reserved_.begin(), reserved_.end(), place);
+  if (found == reserved_.end()) throw std::invalid_argument("place " + std::to_string(place) + " is not reserved");
+  return found;
+}
+
+void Places::settle(int expert, int32_t place) {
+  const auto found = reserved(place);
+  if (has(expert) || (for_all() && place != expert))
+    throw std::invalid_argument("expert " + std::to_string(expert) + " cannot have place " + std::to_string(place));
+  reserved_.erase(found);
+  of_[size_t(expert)] = place;
+}
+
+void Places::release(int32_t place) {
+  reserved_.erase(reserved(place));
+  if (!for_all()) free_.push_back(place);
+}
+
 }  // namespace tandem

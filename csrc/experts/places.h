@@ -26,10 +26,19 @@ class Places {
   void take_all();
   void give_back(int expert);  // throws std::invalid_argument if it has none
 
+  // A place for an expert that is on its way here: nobody's until `settle` says whose it is, or `release` that it is
+  // free again. All throw std::invalid_argument where that cannot be.
+  int32_t reserve(int expert);
+  void settle(int expert, int32_t place);
+  void release(int32_t place);
+
  private:
+  std::vector<int32_t>::iterator reserved(int32_t place);
+
   int count_;
   std::vector<int32_t> of_;    // by expert
   std::vector<int32_t> free_;  // the lowest last; empty if every expert has its own
+  std::vector<int32_t> reserved_;
 };
 
 // What experts take while they are loaded; given back unless all of it is kept: an expert whose loading threw is not

@@ -307,6 +307,24 @@ class ExpertLayer:
     def forget(self, expert: int) -> None:
         """It lives elsewhere from now on; its place is free."""
 
+    def reserve(self, expert: int) -> int:
+        """A place for an expert on its way here, which nobody uses yet."""
+
+    def settle(self, expert: int, place: int) -> None:
+        """The expert has arrived in the reserved place."""
+
+    def release(self, place: int) -> None:
+        """Nobody comes: the reserved place is free."""
+
+    def place_of(self, expert: int) -> int:
+        """The place that it lies in."""
+
+    def pieces(self, place: int) -> list[tuple[int, int, int]]:
+        """(offset in the packed bytes, address, bytes) of each."""
+
+    def own_memory(self) -> tuple[int, int]:
+        """(address, bytes) of what places lie in; (0, 0): none, or in a file."""
+
     @property
     def loaded(self) -> int:
         """How many experts are here."""

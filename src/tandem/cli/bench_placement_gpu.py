@@ -4,10 +4,10 @@ graph, with experts chosen by a trace."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,33 +19,48 @@ from tandem.engine.gpu_side import GpuSide, live_experts
 from tandem.engine.loader import use_one_torch_thread
 from tandem.experts.live_experts import LiveExperts
 from tandem.experts.live_traces import expert_counts
-from tandem.experts.usage import ExpertUsage, UsageTotals
+from tandem.experts.usage import Asked, Change, ExpertUsage
 
 WARM_TOKENS = 20  # decoded before the clock starts; what is measured begins at the trace's first token
 
 
+class _AskedOfTrace(NamedTuple):
+    counts: Tensor
+    real: Asked
+
+    def tokens(self) -> Tensor:
+        self.real.tokens()
+        return self.counts
+
+
 class TraceUsage:
-    """Counts what the trace chose, where `ExpertUsage` counts what the router would have. It is read as well, so that
-    a reading takes its time. Hits are counted by where experts are when they are used."""
+    """Counts what the trace chose, where `ExpertUsage` counts what the router would have. That is asked and told as
+    well, so that it takes its time. Hits are counted by where experts are when they are used."""
 
     def __init__(self, real: ExpertUsage, trace: Tensor, on_gpu: Tensor) -> None:
-        self._real, self._trace, self._on_gpu = real, trace, on_gpu
+        self._real, self._trace, self._on_gpu = real, trace, on_gpu.clone()
         self.tokens = 0  # of the trace, decoded so far
         self._counted = 0
         self._totals = torch.zeros(on_gpu.shape, dtype=torch.int64)
         self.hits = self.swaps = self.swap_rests = 0
 
-    def read(self) -> UsageTotals:
-        self._real.read()
-        new = expert_counts(self._trace[self._counted : self.tokens], self._on_gpu.shape[1])
-        self._counted = self.tokens
-        self._totals = self._totals + new
-        self.hits += int((new * self._on_gpu).sum())
-        return UsageTotals(self._totals, self._totals)
+    def count(self) -> Tensor:
+        """int64 [layers, experts], of the trace's tokens so far."""
+        if self._counted < self.tokens:
+            new = expert_counts(self._trace[self._counted : self.tokens], self._on_gpu.shape[1])
+            self._counted = self.tokens
+            self._totals = self._totals + new
+            self.hits += int((new * self._on_gpu).sum())
+        return self._totals
 
-    def place(self, on_gpu: Tensor, swaps: int) -> None:
-        self._real.place(on_gpu, swaps)
-        self._on_gpu = on_gpu.clone()
+    def ask(self) -> _AskedOfTrace:
+        return _AskedOfTrace(self.count(), self._real.ask())
+
+    def moved(self, changes: Sequence[Change], swaps: int) -> None:
+        self.count()
+        self._real.moved(changes, swaps)
+        for layer, expert, here in changes:
+            self._on_gpu[layer, expert] = here
         self.swaps += swaps
 
 
@@ -65,19 +80,35 @@ def _row(
     layers, k = trace.shape[1], trace.shape[2]
     chosen = torch.zeros(layers, 1, k, dtype=torch.int32, device="cuda")
     usages: list[TraceUsage] = []
+    moving: list[LiveExperts | None] = []
 
     def follow(plan: Plan, side: GpuSide, usage: ExpertUsage) -> LiveExperts | None:
         usages.append(TraceUsage(usage, trace, side.placement.on_gpu))
-        return live_experts(plan, side, usages[0])
+        moving.append(live_experts(plan, side, usages[0]))
+        return moving[0]
 
     built = bench_hybrid.build(
         _shape(request, share), request.fmt, share, chosen=chosen, live=follow, **_flags(strategy, counts)
     )
     seconds = _seconds(built, request, chosen, trace, usages[0])
-    usages[0].read()
+    usages[0].count()
     return {
         **shape_columns(request, MEASURED, strategy, share), "tok_s": round(len(trace) / seconds, 2),
         "hit": round(usages[0].hits / trace.numel(), 4), "swaps": usages[0].swaps, "rests": usages[0].swap_rests,
+        **_moving_columns(moving[0]),
+    }  # fmt: skip
+
+
+def _moving_columns(live: LiveExperts | None) -> dict[str, Any]:
+    """moved_gb: both ways together; between_steps_ms: all that live placement does while nothing else runs, of which
+    an exchange has its share."""
+    if live is None:
+        return {}
+    times = live.times()
+    each = times.seconds / times.exchanges * 1e3 if times.exchanges else 0.0
+    return {
+        "moved_gb": round(times.bytes_moved / 1e9, 2), "between_steps_ms": round(times.seconds * 1e3, 1),
+        "ms_per_exchange": round(each, 4), "exchange_cost_reads": round(live.cost, 2),
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from tandem.engine.expert_statistics import expert_placement
 from tandem.engine.gpu_device import planned_device
 from tandem.experts.handoff import Handoff, HandoffSizes
 from tandem.experts.hybrid_store import HybridStore
-from tandem.experts.live_copies import CudaCopies
+from tandem.experts.live_copies import CudaCopies, hold_all
 from tandem.experts.live_exchange import LiveExchange
 from tandem.experts.live_experts import HITS_PER_EXCHANGE, LiveExperts, Usage
 from tandem.experts.live_policy import LivePolicy, PolicySettings
@@ -20,6 +20,7 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu.attention_backends import attention_of
 from tandem.kernels.gpu.attention_flashinfer import AttentionShape
 from tandem.kernels.gpu.ops import GpuOps
+from tandem.models import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +57,20 @@ def attention_shape(plan: Plan, model: ModelConfig) -> AttentionShape:
     )
 
 
-def live_experts(plan: Plan, side: GpuSide, usage: Usage | None) -> LiveExperts | None:
+def live_experts(
+    plan: Plan, side: GpuSide, usage: Usage | None, progress: Progress | None = None
+) -> LiveExperts | None:
     """After the model was built; None where experts stay where they are."""
-    if plan.gpu is None or not plan.gpu.live or usage is None:
+    tables = side.store.tables
+    if plan.gpu is None or not plan.gpu.live or usage is None or tables is None:
         return None
     layers = [experts.sides for _, experts in sorted(side.store.layers.items())]
-    settings = PolicySettings()
+    settings, copies = PolicySettings(), CudaCopies(side.ops.device)
     slot_of = torch.stack([side.placement.slots(layer) for layer in range(len(layers))])
     largest = max(layer.gpu.bytes_per_expert for layer in layers if layer)
     policy = LivePolicy(slot_of, largest, HITS_PER_EXCHANGE, settings)
-    exchange = LiveExchange(layers, CudaCopies(side.ops.device), settings.bytes_per_step)
+    hold_all([layer.cpu for layer in layers if layer], copies, progress)
+    exchange = LiveExchange(layers, tables, copies, settings.bytes_per_step)
     return LiveExperts(policy, exchange, usage, side.handoff.seconds_per_expert)
 
 

@@ -82,7 +82,7 @@ def load_parts(
     usage = expert_usage(config, plan, model_config, gpu.ops.device, gpu.placement.on_gpu)
     model = models.build(model_config, plan, checkpoint, gpu.ops, progress, gpu.store, usage=usage)
     recorder = expert_recorder(config, model_config, usage)
-    live = live_experts(plan, gpu, usage)
+    live = live_experts(plan, gpu, usage, progress)
     return EngineParts(
         plan, model_config, model, tokenizer, workers, usage, recorder, live, gpu.handoff, gpu.ops.begin_step
     )

@@ -7,6 +7,7 @@ import torch
 from tandem.experts.handoff import Handoff
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.experts.placement import ExpertPlacement
+from tandem.experts.slot_tables import SlotTable, SlotTables
 from tandem.kernels.gpu.ops import GpuOps
 
 
@@ -18,7 +19,8 @@ class HybridStore:
     ) -> None:
         """live: experts may move later, for which every layer has a spare place in CPU memory."""
         self._ops, self._placement, self._handoff, self._hidden = ops, placement, handoff, hidden
-        self._spare = int(live)
+        self._live = live
+        self.tables: SlotTables | None = None  # where experts may move, from the first layer on
         self.layers: dict[int, HybridExperts] = {}  # by MoE layer, as they are made
 
     def layer(
@@ -29,8 +31,16 @@ class HybridStore:
         shared = torch.arange(first, first + count - len(slot_of), dtype=torch.int32)
         slot_of = torch.cat((slot_of, shared))
         on_gpu, on_cpu = int((slot_of >= 0).sum()), int((slot_of < 0).sum())
-        gpu = self._ops.gpu_experts(slot_of, self._hidden, width, fmt) if on_gpu else None
-        places = min(count, on_cpu + self._spare)
+        tables = self._tables_of(index, count)
+        gpu = self._ops.gpu_experts(slot_of, self._hidden, width, fmt, tables=tables) if on_gpu else None
+        places = min(count, on_cpu + int(self._live))
         cpu = self._ops.cpu.experts(count, self._hidden, width, fmt, places=places) if on_cpu else None
         self.layers[index] = kind(slot_of, gpu, cpu, self._handoff)
         return self.layers[index]
+
+    def _tables_of(self, index: int, count: int) -> SlotTable | None:
+        if not self._live:
+            return None
+        if self.tables is None:
+            self.tables = SlotTables(len(self._placement.on_gpu), count, self._ops.device)
+        return self.tables.layer(index, count)

@@ -1,18 +1,19 @@
 """`LiveExchange`: makes an expert on the GPU and one in CPU memory change places while the model serves.
 
-Neither has a second copy anywhere, so both travel through staging memory, and are used where they were until both have
-arrived:
+Neither has a second copy anywhere, so both are used where they were until both have arrived:
 
-   CPU place ──workers──▶ pinned ──DMA──▶ GPU staging ─ ─▶ slot      the one that comes
-   CPU spare ◀──workers── pinned ◀──DMA── slot                       the one that leaves
+   CPU place ──DMA──▶ GPU staging ─ ─▶ slot      the one that comes
+   CPU spare ◀──DMA── slot                       the one that leaves
 
-Workers copy between steps, when the pool has nothing to do; DMA runs beside the steps, `bytes_per_step` of it at a
-time. Once it is through, between two steps: the leaving expert is put into the layer's spare place, its entry in the
-GPU's table becomes -1, the slot is overwritten, the coming expert's entry becomes the slot, and its old place is the
-spare one. Each of these leaves a placement that is right; an error before the slot is touched drops the exchange.
+DMA reads and writes the experts' own CPU memory and runs beside the steps; no thread copies anything. Once both are
+there, between two steps: the leaving expert's place becomes the spare one, its entry in the GPU's tables -1, the slot
+is overwritten, the coming expert's entry becomes the slot, and its old place is the layer's spare one. Each of these
+leaves a placement that is right; an error before the slot is touched drops the exchange. All that arrive together end
+together: the tables are copied twice for all of them, and everything stands still for microseconds.
 
-Memory: one spare place per layer on the CPU (1/128 or 1/512 of a layer there), but staging for all layers on the GPU,
-whose memory is what there is little of: a spare slot in each of 94 layers would be 1 GB of Qwen3-235B in int4.
+Memory: one spare place per layer on the CPU (1/128 or 1/512 of a layer there), so a layer's exchanges follow each
+other; and staging for all layers on the GPU, whose memory is what there is little of: a spare slot in each of 94 layers
+would be 1 GB of Qwen3-235B in int4.
 """
 
 from __future__ import annotations
@@ -23,16 +24,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import Tensor
-
-from tandem.experts.handoff import plain
 from tandem.experts.live_copies import Copies, Mark
 from tandem.experts.live_policy import Exchange
 from tandem.kernels.packed_experts import PackedExperts
 
 _log = logging.getLogger(__name__)
 
-STAGING_BYTES = 64 << 20  # on the GPU, and in each direction in pinned memory
+STAGING_BYTES = 64 << 20  # on the GPU
 LEAST_STAGES, MOST_STAGES = 2, 64
 
 
@@ -42,15 +40,21 @@ class Slots(Protocol):
     @property
     def bytes_per_expert(self) -> int: ...
 
-    def slot(self, index: int) -> Tensor:
-        """uint8 [bytes_per_expert], where it lies."""
+    def address(self, slot: int) -> int:
+        """Of bytes_per_expert bytes on the GPU."""
         ...
 
     def point(self, expert: int, slot: int) -> None:
-        """From the next step on the expert is in `slot`; -1: not on the GPU. In place: graphs read it there."""
+        """The expert is in `slot`, -1: not on the GPU, from when `Tables` are published. Raises nothing."""
         ...
 
     def slot_of_expert(self, expert: int) -> int: ...
+
+
+class Tables(Protocol):
+    """What the GPU reads of all layers' `point`."""
+
+    def publish(self, copies: Copies) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +74,13 @@ class Settled:
     stranded: list[Exchange] = field(default_factory=list)
 
 
-class _Stage:
-    def __init__(self, copies: Copies, nbytes: int) -> None:
-        self.coming, self.leaving = copies.pinned(nbytes), copies.pinned(nbytes)
-        self.there = copies.there(nbytes)
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Move:
     exchange: Exchange
     layer: LiveLayer
-    stage: _Stage
-    given: int = 0  # bytes, of each direction, that were given to the DMA
-    mark: Mark | None = None  # after the last of them
+    stage: int  # address on the GPU
+    place: int  # of the leaving expert
+    slot: int  # address on the GPU
 
 
 class LiveExchange:
@@ -91,128 +89,163 @@ class LiveExchange:
     def __init__(
         self,
         layers: Sequence[LiveLayer | None],
+        tables: Tables,
         copies: Copies,
         bytes_per_step: int,
         stages: int | None = None,
     ) -> None:
-        self._layers, self._copies, self._bytes_per_step = list(layers), copies, bytes_per_step
+        self._layers, self._tables, self._copies = list(layers), tables, copies
+        self._bytes_per_step, self._budget = bytes_per_step, 0
         largest = max((layer.gpu.bytes_per_expert for layer in layers if layer), default=1)
         if stages is None:
             stages = max(LEAST_STAGES, min(MOST_STAGES, STAGING_BYTES // largest))
-        self._free = [_Stage(copies, largest) for _ in range(stages)]
+        self._staging = copies.there(stages * largest)
+        self._free = [self._staging.data_ptr() + i * largest for i in range(stages)]
         self._queue: deque[Exchange] = deque()
-        self._moves: list[_Move] = []
-        self._lost: list[_Stage] = []  # kept: copies may still write there
+        self._batches: list[tuple[Mark, list[_Move]]] = []  # what was given to the DMA in one step
+        self._busy: set[int] = set()  # layers that have a move under way
+        self.bytes_moved = 0  # both ways, since the start
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue or self._moves)
+        return bool(self._queue or self._batches)
 
     def add(self, exchanges: Iterable[Exchange]) -> None:
         self._queue.extend(exchanges)
 
-    def advance(self, ending: bool = True) -> Settled:
-        """Ends what has arrived, begins what is queued, and gives the DMA this step's bytes.
-
-        ending: False leaves what has arrived for later, unless others wait for its staging memory: telling everybody
-        costs as much for one as for many.
-        """
+    def advance(self) -> Settled:
+        """Ends what has arrived, and gives the DMA the next exchanges: `bytes_per_step` on average, whole experts at a
+        time. What it raises leaves every expert where it was."""
         settled = Settled()
-        if ending or (self._queue and not self._free):
-            self._end(settled)
-        budget = self._continue(self._bytes_per_step, settled)
-        while self._queue and self._free and budget > 0:
-            self._begin(self._queue.popleft(), settled)
-            budget = self._continue(budget, settled)
-        if self._queue and not self._free and not self._moves:  # every stage was lost to failures
+        self._end(settled)
+        self._budget = min(self._budget, 0) + self._bytes_per_step
+        if self._queue and not self._free and not self._batches:  # every stage was lost to failures
             settled.dropped.extend(self._queue)
             self._queue.clear()
+        if self._queue and self._budget > 0:
+            self._begin_some(settled)
         return settled
 
-    def _end(self, settled: Settled) -> None:
-        waiting = []
-        for move in self._moves:
-            try:
-                arrived = move.mark is not None and move.mark.passed()
-            except Exception as error:
-                self._drop(move, error, settled)
-                continue
-            if arrived:
-                self._commit(move, settled)
-                self._free.append(move.stage)
+    # -- what begins ---
+
+    def _begin_some(self, settled: Settled) -> None:
+        self._copies.follow()
+        moves: list[_Move] = []
+        waiting: deque[Exchange] = deque()
+        while self._queue and self._free and self._budget > 0:
+            exchange = self._queue.popleft()
+            if exchange.layer in self._busy:
+                waiting.append(exchange)
             else:
-                waiting.append(move)
-        self._moves = waiting
+                self._begin(exchange, moves, settled)
+        waiting.extend(self._queue)
+        self._queue = waiting
+        if moves:
+            self._batches.append((self._copies.mark(), moves))
 
-    def _begin(self, exchange: Exchange, settled: Settled) -> None:
-        layer, stage = self._layers[exchange.layer], self._free.pop()
+    def _begin(self, exchange: Exchange, moves: list[_Move], settled: Settled) -> None:
+        layer, (_, slot, leaving, coming) = self._layers[exchange.layer], exchange
         try:
-            if layer is None or layer.gpu.slot_of_expert(exchange.leaving) != exchange.slot:
-                raise ValueError(f"expert {exchange.leaving} is not in slot {exchange.slot}")
-            if any(_share_an_expert(move.exchange, exchange) for move in self._moves):
-                raise ValueError("one of them is under way")
-            nbytes = layer.gpu.bytes_per_expert
-            layer.cpu.copy_packed(exchange.coming, plain(stage.coming[:nbytes]))
-            self._copies.follow()
+            if layer is None:
+                raise ValueError("no experts move in this layer any more")
+            if layer.gpu.slot_of_expert(leaving) != slot:
+                raise ValueError(f"expert {leaving} is not in slot {slot}")
+            there = layer.cpu.pieces(layer.cpu.place_of(coming))
+            place = layer.cpu.reserve(leaving)
         except Exception as error:
-            self._free.append(stage)  # nothing was given to the DMA
-            _refuse(exchange, error, settled)
-            return
-        self._moves.append(_Move(exchange, layer, stage))
+            return _refuse(exchange, error, settled)
+        move = _Move(exchange, layer, self._free.pop(), place, layer.gpu.address(slot))
+        self._budget -= 2 * layer.gpu.bytes_per_expert
+        before = self.bytes_moved
+        try:
+            self._give(move, there)
+        except Exception as error:
+            if self.bytes_moved > before:
+                return self._lose(move, error, settled)
+            layer.cpu.release(place)
+            self._free.append(move.stage)
+            return _refuse(exchange, error, settled)
+        self._busy.add(exchange.layer)
+        moves.append(move)
 
-    def _continue(self, budget: int, settled: Settled) -> int:
-        """Gives pieces of the moves to the DMA, the oldest first; returns what is left of the budget."""
-        for move in list(self._moves):
-            left = move.layer.gpu.bytes_per_expert - move.given
-            piece = min(left, max(1, budget // 2)) if budget > 0 else 0
-            if not piece:
-                continue
-            try:
-                self._give(move, piece)
-            except Exception as error:
-                self._moves.remove(move)
-                self._drop(move, error, settled)
-            budget -= 2 * piece
-        return budget
+    def _give(self, move: _Move, coming: list[tuple[int, int, int]]) -> None:
+        for offset, here, nbytes in coming:
+            self._copies.upload(here, move.stage + offset, nbytes)
+            self.bytes_moved += nbytes
+        for offset, here, nbytes in move.layer.cpu.pieces(move.place):
+            self._copies.download(move.slot + offset, here, nbytes)
+            self.bytes_moved += nbytes
 
-    def _give(self, move: _Move, piece: int) -> None:
-        part, stage = slice(move.given, move.given + piece), move.stage
-        self._copies.upload(stage.coming[part], stage.there[part])
-        self._copies.download(move.layer.gpu.slot(move.exchange.slot)[part], stage.leaving[part])
-        move.given += piece
-        if move.given == move.layer.gpu.bytes_per_expert:
-            move.mark = self._copies.mark()
-
-    def _drop(self, move: _Move, error: Exception, settled: Settled) -> None:
-        self._lost.append(move.stage)
+    def _lose(self, move: _Move, error: Exception, settled: Settled) -> None:
+        """Copies may still write into its place and its staging memory, so nobody may use them again."""
+        self._layers[move.exchange.layer] = None
+        self._busy.discard(move.exchange.layer)
         _refuse(move.exchange, error, settled)
 
-    def _commit(self, move: _Move, settled: Settled) -> None:
-        (_, slot, leaving, coming), gpu, cpu = move.exchange, move.layer.gpu, move.layer.cpu
-        nbytes = gpu.bytes_per_expert
-        try:
-            cpu.load_packed(leaving, plain(move.stage.leaving[:nbytes]))
+    # -- what ends ---
+
+    def _end(self, settled: Settled) -> None:
+        waiting, arrived = [], []
+        for mark, moves in self._batches:
             try:
-                gpu.point(leaving, -1)
-            except Exception:
-                cpu.forget(leaving)
-                raise
-        except Exception as error:
-            return _refuse(move.exchange, error, settled)
+                passed = mark.passed()
+            except Exception as error:
+                for move in moves:
+                    self._lose(move, error, settled)
+                continue
+            if passed:
+                arrived.extend(moves)
+            else:
+                waiting.append((mark, moves))
+        self._batches = waiting
+        if arrived:
+            self._commit(arrived, settled)
+        for move in arrived:
+            self._free.append(move.stage)
+            self._busy.discard(move.exchange.layer)
+
+    def _commit(self, moves: list[_Move], settled: Settled) -> None:
+        for move in moves:
+            move.layer.cpu.settle(move.exchange.leaving, move.place)
+            move.layer.gpu.point(move.exchange.leaving, -1)
         try:
-            gpu.slot(slot).copy_(move.stage.there[:nbytes])
-            gpu.point(coming, slot)
-        except Exception:
-            _log.exception("slot %d of MoE layer %d on the GPU is lost", slot, move.exchange.layer)
-            self._layers[move.exchange.layer] = None  # its spare place is taken
-            settled.stranded.append(move.exchange)
+            self._tables.publish(self._copies)
+        except Exception as error:
+            for move in moves:
+                self._undo(move, error, settled)
             return
-        cpu.forget(coming)
-        settled.done.append(move.exchange)
+        placed = [move for move in moves if self._place(move, settled)]
+        try:
+            self._tables.publish(self._copies)
+        except Exception:
+            for move in placed:
+                self._strand(move, settled)
+            return
+        for move in placed:
+            move.layer.cpu.forget(move.exchange.coming)
+            settled.done.append(move.exchange)
 
+    def _undo(self, move: _Move, error: Exception, settled: Settled) -> None:
+        move.layer.gpu.point(move.exchange.leaving, move.exchange.slot)
+        move.layer.cpu.forget(move.exchange.leaving)
+        _refuse(move.exchange, error, settled)
 
-def _share_an_expert(one: Exchange, other: Exchange) -> bool:
-    return one.layer == other.layer and bool({one.leaving, one.coming} & {other.leaving, other.coming})
+    def _place(self, move: _Move, settled: Settled) -> bool:
+        gpu, (_, slot, _, coming) = move.layer.gpu, move.exchange
+        try:
+            self._copies.in_order(move.stage, move.slot, gpu.bytes_per_expert)
+        except Exception:
+            self._strand(move, settled)
+            return False
+        gpu.point(coming, slot)
+        return True
+
+    def _strand(self, move: _Move, settled: Settled) -> None:
+        index, slot, _, coming = move.exchange
+        _log.exception("slot %d of MoE layer %d on the GPU is lost", slot, index)
+        move.layer.gpu.point(coming, -1)
+        self._layers[index] = None  # its spare place is taken
+        settled.stranded.append(move.exchange)
 
 
 def _refuse(exchange: Exchange, error: Exception, settled: Settled) -> None:

@@ -1,42 +1,66 @@
-"""`LiveExperts`: placement follows the traffic. Between steps it looks at what was used, and has experts moved."""
+"""`LiveExperts`: placement follows the traffic. Between steps it looks at what was used, and has experts moved.
+
+Nothing runs meanwhile, so it waits for nothing: counts are asked for after one step and looked at after the next, and
+bytes travel beside the steps.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from tandem.errors import EngineError
 from tandem.experts.live_exchange import LiveExchange, Settled
-from tandem.experts.live_policy import LivePolicy
+from tandem.experts.live_policy import Exchange, LivePolicy
 
 _log = logging.getLogger(__name__)
 
-HITS_PER_EXCHANGE = 6.0
-"""Reads of an expert from CPU memory that take as long as the bytes of an exchange: 2 x DRAM ÷ PCIe bandwidth, 4.7 to
-6.2 on the machine that this was measured on (130 to 172 and 55 GB/s). The time between steps, measured, is added."""
+HITS_PER_EXCHANGE = 3.0
+"""Reads of an expert from CPU memory that an exchange takes as long as beside the steps: it reads one expert there and
+writes one, and some time passes before it is used. The time between steps, measured, is added."""
 REMEMBERED = 64  # exchanges whose time is averaged
-
-
 GIVE_UP = 32  # exchanges in vain
 
 
-class Totals(Protocol):
-    @property
-    def tokens(self) -> Tensor: ...
+class Counts(Protocol):
+    """How often each expert was used, as of when it was asked."""
+
+    def tokens(self) -> Tensor:
+        """Since the start, integers [layers, experts]; only differences mean something, modulo 2^32."""
+        ...
 
 
 class Usage(Protocol):
-    """What `experts.usage.ExpertUsage` offers: counts since the start, int64 [layers, experts]; where experts are."""
+    """What `experts.usage.ExpertUsage` offers."""
 
     swap_rests: int
 
-    def read(self) -> Totals: ...
+    def ask(self) -> Counts:
+        """Of the steps until now, without waiting for it."""
+        ...
 
-    def place(self, on_gpu: Tensor, swaps: int) -> None: ...
+    def moved(self, changes: Sequence[tuple[int, int, bool]], swaps: int) -> None:
+        """(layer, expert, whether it is on the GPU from the next step on)."""
+        ...
+
+
+class LiveTimes(NamedTuple):
+    """Since the start: exchanges made, bytes that travelled, both ways together, and seconds between steps that all of
+    it took."""
+
+    exchanges: int
+    bytes_moved: int
+    seconds: float
+
+
+class _Asked(NamedTuple):
+    counts: Counts
+    tokens: int
+    steps: int
 
 
 class LiveExperts:
@@ -54,7 +78,9 @@ class LiveExperts:
         self._policy, self._exchange, self._usage = policy, exchange, usage
         self._read_seconds, self._clock = read_seconds, clock
         self._spent, self._made = 0.0, 0  # seconds between steps, and exchanges that they were for
-        self._seen = usage.read().tokens
+        self._seconds, self._exchanges = 0.0, 0  # since the start
+        self._seen = usage.ask().tokens().clone()
+        self._asked: _Asked | None = None
         self._tokens = self._steps = 0
         self._in_vain = 0  # exchanges dropped since the last one that was made
         self._failed = False
@@ -64,29 +90,45 @@ class LiveExperts:
         """Whether nothing moves because it did not pay, or because moving has failed."""
         return self._failed or self._policy.resting
 
+    @property
+    def cost(self) -> float:
+        """Of an exchange as it is weighed now, in reads of an expert from CPU memory."""
+        return self._policy.cost
+
+    def times(self) -> LiveTimes:
+        return LiveTimes(self._exchanges, self._exchange.bytes_moved, self._seconds)
+
     def after_step(self, tokens: int) -> None:
         """tokens: that the step computed. Raises nothing: if moving fails, experts stay where they are from now on."""
         if self._failed:
             return
+        started = self._clock()
         try:
             self._advance(tokens)
         except Exception:
             self._failed = True
             _log.exception("live placement has failed; experts stay where they are")
+        self._seconds += self._clock() - started
 
     def _advance(self, tokens: int) -> None:
+        if self._asked is not None:
+            self._decide(self._asked)
+            self._asked = None
+        if self._exchange.busy:
+            self._move()
         self._tokens += tokens
         self._steps += 1
-        deciding = self._steps >= self._policy.settings.interval_steps
-        if self._exchange.busy:
-            started = self._clock()
-            settled = self._exchange.advance(ending=deciding)
-            self._settle(settled)
-            self._spent += self._clock() - started
-            self._made += len(settled.done)
-        if deciding:
-            self._weigh()
-            self._decide()
+        if self._steps >= self._policy.settings.interval_steps:
+            self._asked = _Asked(self._usage.ask(), self._tokens, self._steps)
+            self._tokens = self._steps = 0
+
+    def _decide(self, asked: _Asked) -> None:
+        self._weigh()
+        used = asked.counts.tokens()
+        self._policy.observe(used - self._seen, asked.tokens, asked.steps)
+        self._seen.copy_(used)
+        self._usage.swap_rests = self._policy.rests
+        self._exchange.add(self._policy.wanted())
 
     def _weigh(self) -> None:
         """What exchanges have cost lately, as the policy counts: steps stood still for it."""
@@ -97,12 +139,15 @@ class LiveExperts:
         if self._made > REMEMBERED:
             self._spent, self._made = self._spent * REMEMBERED / self._made, REMEMBERED
 
+    def _move(self) -> None:
+        started = self._clock()
+        settled = self._exchange.advance()
+        self._settle(settled)
+        self._spent += self._clock() - started
+        self._made += len(settled.done)
+        self._exchanges += len(settled.done)
+
     def _settle(self, settled: Settled) -> None:
-        self._in_vain = 0 if settled.done else self._in_vain + len(settled.dropped)
-        if self._in_vain >= GIVE_UP:
-            raise EngineError(f"{self._in_vain} exchanges of experts failed one after the other")
-        if settled.done or settled.stranded:
-            self._usage.read()  # until now they were used where they had been
         for exchange in settled.done:
             self._policy.done(exchange)
         for exchange in settled.dropped:
@@ -110,11 +155,15 @@ class LiveExperts:
         for exchange in settled.stranded:
             self._policy.stranded(exchange)
         if settled.done or settled.stranded:
-            self._usage.place(self._policy.slot_of >= 0, len(settled.done))
+            self._usage.moved(_changes(settled), len(settled.done))
+        self._in_vain = 0 if settled.done else self._in_vain + len(settled.dropped)
+        if self._in_vain >= GIVE_UP:
+            raise EngineError(f"{self._in_vain} exchanges of experts failed one after the other")
 
-    def _decide(self) -> None:
-        used = self._usage.read().tokens
-        self._policy.observe(used - self._seen, self._tokens, self._steps)
-        self._seen, self._tokens, self._steps = used, 0, 0
-        self._usage.swap_rests = self._policy.rests
-        self._exchange.add(self._policy.wanted())
+
+def _changes(settled: Settled) -> list[tuple[int, int, bool]]:
+    def left(exchange: Exchange) -> tuple[int, int, bool]:
+        return exchange.layer, exchange.leaving, False
+
+    came = [(exchange.layer, exchange.coming, True) for exchange in settled.done]
+    return [*map(left, settled.done), *map(left, settled.stranded), *came]

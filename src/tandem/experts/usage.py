@@ -6,14 +6,24 @@ steps and CUDA graphs and waits for nothing. They are only read when somebody as
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tandem.kernels.ops import Tally
 
 _TOKENS, _READS, _SEEN = range(3)
+KEPT = 16  # buffers of counts that were asked for: so many may be waited for
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Change = tuple[int, int, bool]
+"""Layer, expert, whether it is on the GPU from now on."""
 
 
 class UsageTotals(NamedTuple):
@@ -39,6 +49,27 @@ class SideTotals(NamedTuple):
 
     def since(self, before: SideTotals) -> SideTotals:
         return SideTotals(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+class Asked:
+    """Counts as they were when somebody asked, on their way to the CPU."""
+
+    def __init__(self, arrays: Tensor, buffer: Tensor) -> None:
+        self._buffer = buffer.copy_(arrays, non_blocking=True)
+        self._arrived = torch.cuda.Event() if arrays.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def arrays(self) -> Tensor:
+        """[tokens, reads, seen], as `ExpertUsage` counts them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._buffer
+
+    def tokens(self) -> Tensor:
+        """Routed to each expert since the start, modulo 2^32 on a GPU: [layers, experts], valid until the next but
+        `KEPT` is asked for."""
+        return self.arrays()[_TOKENS]
 
 
 class ExpertUsage:
@@ -68,8 +99,11 @@ class ExpertUsage:
             self._chosen = torch.full((layers, *chosen), -1, dtype=torch.int32, device=device)
         self._last = torch.zeros(2, layers, experts, dtype=kind)
         self._totals = torch.zeros(2, layers, experts, dtype=torch.int64)
-        self._on_gpu_totals = torch.zeros(2, layers, experts, dtype=torch.int64)
         self.on_gpu = torch.zeros(layers, experts, dtype=torch.bool) if on_gpu is None else on_gpu
+        self._moved_sides = _Sides(self.on_gpu)
+        self._gpu_totals = torch.zeros(2, layers, dtype=torch.int64)  # by the last `read`
+        self._moves: deque[tuple[Asked, Ints, Ints, Bools]] = deque()  # whose counts are on their way
+        self._buffers: deque[Tensor] = deque()
         self.expert_bytes = torch.zeros(layers, dtype=torch.int64)
         self.swaps = 0
         self.swap_rests = 0  # how often live placement paused because it did not pay
@@ -101,27 +135,71 @@ class ExpertUsage:
 
     def read(self) -> UsageTotals:
         """Waits for the GPU's last step, which takes no time where its results have been fetched."""
+        while self._moves:
+            self._attribute(*self._moves.popleft())
         now = self._arrays.cpu()
         now = torch.stack((now[_TOKENS], now[_READS] + now[_SEEN]))
-        new = (now - self._last).long()
+        self._totals += (now - self._last).long()
         self._last = now
-        self._totals += new
-        self._on_gpu_totals += new * self.on_gpu
+        self._gpu_totals = self._moved_sides.totals(self._totals)
         return UsageTotals(self._totals[0].clone(), self._totals[1].clone())
 
     def sides(self) -> SideTotals:
         """By the last `read`."""
-        gpu = self._on_gpu_totals.sum(2)
+        gpu = self._gpu_totals
         cpu = self._totals.sum(2) - gpu
         return SideTotals(gpu[0], cpu[0], gpu[1] * self.expert_bytes, cpu[1] * self.expert_bytes)
 
-    def place(self, on_gpu: Tensor, swaps: int) -> None:
-        """Experts have moved. What was counted since the last `read` counts as if it had been computed there, so read
-        before where the difference matters."""
-        self.on_gpu = on_gpu.clone()
+    def ask(self) -> Asked:
+        """Counts of the steps until now, which arrive beside the next one."""
+        if len(self._buffers) < KEPT:
+            like, pinned = self._arrays, self._arrays.is_cuda
+            with torch.inference_mode(False):  # steps run in it, but somebody else may ask as well
+                self._buffers.append(torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned))
+        else:
+            self._buffers.rotate(-1)
+        return Asked(self._arrays, self._buffers[-1])
+
+    def moved(self, changes: Sequence[Change], swaps: int) -> None:
+        """Experts are elsewhere from the next step on. What was counted until now counts for where they were."""
+        layers, experts, here = np.array(changes, np.int64).reshape(-1, 3).T
+        self._moves.append((self.ask(), layers, experts, here > 0))
+        if len(self._moves) > KEPT // 4:  # two are asked for after a step at most
+            self._attribute(*self._moves.popleft())
+        self.on_gpu = self.on_gpu.clone()  # a recorder may have kept what it was
+        self.on_gpu.numpy()[layers, experts] = here > 0
         self.swaps += swaps
+
+    def _attribute(self, asked: Asked, layers: Ints, experts: Ints, here: Bools) -> None:
+        tokens, reads, seen = asked.arrays().numpy()[:, layers, experts]
+        new = (
+            np.stack((tokens, reads + seen)) - self._last.numpy()[:, layers, experts]
+        )  # modulo 2^32 on a GPU
+        self._moved_sides.move(layers, experts, here, self._totals.numpy()[:, layers, experts] + new)
 
     def chosen(self, rows: int) -> Tensor:
         """Ids of the last step's first rows, int16 [rows, MoE layers, top_k] on the CPU; only if they are kept."""
         assert self._chosen is not None
         return self._chosen[:, :rows].transpose(0, 1).to("cpu", torch.int16)
+
+
+class _Sides:
+    """What was counted while experts were on the GPU: for those that are there, all but what was counted before they
+    came; for those that have left, what was counted when they did. In numpy: it is called between steps."""
+
+    def __init__(self, on_gpu: Tensor) -> None:
+        self._on_gpu = on_gpu.numpy().copy()
+        self._before = np.zeros((2, *on_gpu.shape), np.int64)
+        self._left = np.zeros((2, len(on_gpu)), np.int64)
+
+    def move(self, layers: Ints, experts: Ints, here: Bools, counted: Ints) -> None:
+        """counted [2, changes]: until they moved."""
+        gone = (counted - self._before[:, layers, experts]) * ~here
+        for which in range(2):
+            np.add.at(self._left[which], layers, gone[which])
+        self._before[:, layers, experts] = counted
+        self._on_gpu[layers, experts] = here
+
+    def totals(self, counted: Tensor) -> Tensor:
+        """int64 [2, layers], from counted [2, layers, experts]."""
+        return torch.from_numpy(self._left + ((counted.numpy() - self._before) * self._on_gpu).sum(2))

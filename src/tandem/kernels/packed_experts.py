@@ -144,6 +144,31 @@ class PackedExperts:
         """The expert lives elsewhere from now on: its place is free for another."""
         self._core.forget(expert)
 
+    # -- experts that somebody else's copies bring and take; what cannot be raises KernelError ---
+
+    def reserve(self, expert: int) -> int:
+        """A place for an expert on its way here, which nobody uses until `settle`, or until `release` frees it."""
+        return self._core.reserve(expert)
+
+    def settle(self, expert: int, place: int) -> None:
+        """The expert has arrived in the place that was reserved for it."""
+        self._core.settle(expert, place)
+
+    def release(self, place: int) -> None:
+        """Nobody comes into the reserved place."""
+        self._core.release(place)
+
+    def place_of(self, expert: int) -> int:
+        return self._core.place_of(expert)
+
+    def pieces(self, place: int) -> list[tuple[int, int, int]]:
+        """Where a place lies: (offset in an expert's packed bytes, address, bytes), one for each memory node or two."""
+        return self._core.pieces(place)
+
+    def own_memory(self) -> tuple[int, int]:
+        """(address, bytes) of all places; (0, 0) where nothing was loaded, or all lies in a file."""
+        return self._core.own_memory()
+
     @property
     def core(self) -> _core.ExpertLayer:
         """The layer in the C++ core."""

@@ -31,7 +31,8 @@ class PartialSums:
 class GpuExperts:
     """The experts of one layer that live on the GPU, each as a CPU layer of one expert packs it.
 
-    slot_of int32 [num_experts]: where an expert lies, or -1. The first expert loaded decides the formats.
+    slot_of int32 [num_experts]: where an expert lies, or -1; `table` is the same on the GPU. The first expert loaded
+    decides the formats.
     """
 
     gate_up: Panels
@@ -39,15 +40,27 @@ class GpuExperts:
     pool: Tensor  # uint8 [slots * stride]
 
     def __init__(
-        self, new_packer: Callable[[], PackedExperts], width: int, slot_of: Tensor, device: torch.device
+        self,
+        new_packer: Callable[[], PackedExperts],
+        width: int,
+        slot_of: Tensor,
+        device: torch.device,
+        tables: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """new_packer: makes an empty CPU layer of one expert of that width; it lives from the first `load` to
-        `all_loaded`."""
+        `all_loaded`. tables: int32 [num_experts] on the CPU and on the device, to be filled and used as `slot_of` and
+        `table`."""
         self._new_packer, self.width, self.device = new_packer, width, device
         self._packer: PackedExperts | None = None
         self._uploads: Uploads | None = None
-        self.slot_of = slot_of.to(torch.int32).to("cpu", copy=True)
-        self.table = self.slot_of.to(device, copy=True)
+        if tables is None:
+            shape = slot_of.shape
+            tables = (
+                torch.empty(shape, dtype=torch.int32),
+                torch.empty(shape, dtype=torch.int32, device=device),
+            )
+        self.slot_of, self.table = (table.copy_(slot_of) for table in tables)
+        self._entries = self.slot_of.numpy()
         self.slots = int(self.slot_of.max()) + 1
         self.stride = 0  # bytes of one expert; 0: none was loaded
 
@@ -87,13 +100,16 @@ class GpuExperts:
         """uint8 [stride], where it lies."""
         return self.pool[index * self.stride : (index + 1) * self.stride]
 
+    def address(self, slot: int) -> int:
+        """Where it lies on the GPU."""
+        return self.pool.data_ptr() + slot * self.stride
+
     def point(self, expert: int, slot: int) -> None:
-        """From the next kernel on, in captured graphs too, the expert is in `slot`; -1: not on the GPU."""
-        self.table[expert] = slot
-        self.slot_of[expert] = slot
+        """The expert is in `slot`, -1: not on the GPU, from when `slot_of` is copied to `table`."""
+        self._entries[expert] = slot
 
     def slot_of_expert(self, expert: int) -> int:
-        return int(self.slot_of[expert])
+        return int(self._entries[expert])
 
     @property
     def bytes_per_expert(self) -> int:

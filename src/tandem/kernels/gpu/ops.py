@@ -75,16 +75,22 @@ class GpuOps:
         return self.gpu_experts(torch.arange(num_experts, dtype=torch.int32), hidden, width, fmt, activation)
 
     def gpu_experts(
-        self, slot_of: Tensor, hidden: int, width: int, fmt: str, activation: str = "silu"
+        self,
+        slot_of: Tensor,
+        hidden: int,
+        width: int,
+        fmt: str,
+        activation: str = "silu",
+        tables: tuple[Tensor, Tensor] | None = None,
     ) -> GpuExperts:
-        """Those whose slot is not -1."""
+        """Those whose slot is not -1. tables: as `GpuExperts` has them."""
         if activation != "silu":
             raise KernelError(f"unknown activation {activation!r} on the GPU; silu exists")
 
         def packer() -> PackedExperts:
             return self.cpu.experts(1, hidden, width, fmt, activation)
 
-        return GpuExperts(packer, width, slot_of, self.device)
+        return GpuExperts(packer, width, slot_of, self.device, tables)
 
     def mlp(self, hidden: int, width: int, fmt: str = "bf16") -> GpuMLP:
         return GpuMLP(fmt, self.device)
