@@ -73,15 +73,6 @@ void forward(ExpertLayer& self, nb::handle x, nb::handle ids, nb::handle weights
   perform(self, [&self, call] { self.forward(call); });
 }
 
-// (format, columns, depth, padded depth, panels, panel bytes, offset of the scales, their type, group)
-nb::tuple layout_of(const WeightView& w) {
-  if (groups_per_half(w.scale_type) || w.shift_offset)
-    throw KernelError("the GPU kernels do not read experts that are " + described(format_of(w)) +
-                      "; keep them on the CPU");
-  return nb::make_tuple(kFormatNames[int(w.format)], w.columns, w.depth, w.padded_depth, 2 * w.pairs, w.panel_bytes,
-                        w.scale_offset, kScaleTypeNames[int(w.scale_type)], w.group);
-}
-
 void check_expert(const ExpertLayer& self, int expert) {
   if (expert < 0 || expert >= self.shape().experts)
     throw KernelError("there is no expert " + std::to_string(expert) + " in this layer");
@@ -157,7 +148,7 @@ void bind_experts(nb::module_& m) {
           [](const ExpertLayer& self) {
             return nb::make_tuple(layout_of(self.gate_up_layout()), layout_of(self.down_layout()));
           },
-          "Of gate_up and down, see layout_of in csrc/bindings/experts.cc.")
+          "Of gate_up and down, see layout_of in csrc/bindings/names.h.")
       .def("load_packed", &load_packed, nb::arg("expert"), nb::arg("bytes"), "The inverse of copy_packed.")
       .def("copy_packed", &copy_packed, nb::arg("expert"), nb::arg("out"), "The packed bytes of one expert.")
       .def("forget", &forget, nb::arg("expert"), "It lives elsewhere from now on; its place is free.")

@@ -1,6 +1,8 @@
 // The names that Python uses for the enumerations of abi/.
 #pragma once
 
+#include <nanobind/nanobind.h>
+
 #include <string>
 
 #include "abi/kernel_table.h"
@@ -17,5 +19,9 @@ const char* name_of(Tier tier);
 // Scale type and what is added, in one name: "f16", "bytes8+offsets", "f16+zeros".
 std::string scales_name_of(const WeightFormat& format);
 WeightFormat weight_format_named(const std::string& format, int group, const std::string& scales);
+
+// How packed panels are read on a GPU: (format, columns, depth, padded depth, panels, panel bytes, offset of the scales,
+// their type, group). Throws KernelError for what the GPU kernels do not read.
+nanobind::tuple layout_of(const WeightView& view);
 
 }  // namespace tandem

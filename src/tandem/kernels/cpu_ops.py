@@ -64,6 +64,9 @@ class CpuOps:
     def lookup(self, find: Lookup, rows: int) -> Lookup:
         return find
 
+    def reads(self, weight: WeightCodes) -> bool:
+        return True
+
     def linear(self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16") -> PackedMatrix:
         if isinstance(weight, WeightCodes):
             return PackedMatrix.from_codes(self.workspace, weight, bias)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.model_config import RouterConfig
-from tandem.formats.codes import Blocks, Weight
+from tandem.formats.codes import Blocks, Weight, WeightCodes
 
 
 class BatchLayout(Protocol):
@@ -184,6 +184,10 @@ class Ops(Protocol):
 
     def lookup(self, find: Lookup, rows: int) -> Lookup:
         """`find` for ids where the operations are: a mapped file's rows as they are, or all `rows` in GPU memory."""
+        ...
+
+    def reads(self, weight: WeightCodes) -> bool:
+        """Whether there are kernels for such codes in `linear` and `mlp`; others become numbers there."""
         ...
 
     def linear(self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16") -> Linear:

@@ -60,6 +60,9 @@ def made_here(fmt: str, group: int) -> _core.WeightFormat:
 FormatNames = tuple[str, int, str]
 """Format, group, scale type of a packed matrix."""
 
+PanelLayout = tuple[str, int, int, int, int, int, int, str, int]
+"""format, columns, depth, padded depth, panels, panel bytes, offset of the scales, their type, group."""
+
 
 def floats_of(data: memoryview) -> Tensor:
     """A copy of float32 bytes, which may be none."""

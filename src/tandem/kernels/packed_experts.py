@@ -14,6 +14,7 @@ from tandem.formats.codes import Weight, WeightCodes
 from tandem.kernels.packable import (
     DEFAULT_GROUP,
     FormatNames,
+    PanelLayout,
     bias_of,
     core_codes,
     core_source,
@@ -21,10 +22,6 @@ from tandem.kernels.packable import (
     made_here,
 )
 from tandem.kernels.packed_file import PackedFile, Section
-
-PanelLayout = tuple[str, int, int, int, int, int, int, str, int]
-"""format, columns, depth, padded depth, panels, panel bytes, offset of the scales, their type, group."""
-
 
 class PackedExperts:
     """`ExpertLayer` on packed weights: the routed experts of one layer, gated MLPs of equal shape.

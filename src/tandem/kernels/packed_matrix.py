@@ -12,6 +12,7 @@ from tandem.formats.codes import Blocks, WeightCodes
 from tandem.kernels.packable import (
     DEFAULT_GROUP,
     FormatNames,
+    PanelLayout,
     bias_of,
     core_codes,
     floats_of,
@@ -83,6 +84,10 @@ class PackedMatrix:
     def read_next(self, upcoming: list[_core.ByteRange]) -> None:
         """What idle workers fetch while and after this matrix is multiplied."""
         self._core.read_next(upcoming)
+
+    def layout(self) -> PanelLayout:
+        """Of its panels; raises KernelError where the GPU kernels do not read them."""
+        return self._core.layout()
 
     @property
     def tier(self) -> str:

@@ -124,6 +124,9 @@ class TorchOps:
     def lookup(self, find: Lookup, rows: int) -> Lookup:
         return find
 
+    def reads(self, weight: WeightCodes) -> bool:
+        return True
+
     def linear(self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16") -> TorchLinear:
         return TorchLinear(weight if isinstance(weight, WeightCodes) else one_tensor(weight), bias, fmt)
 

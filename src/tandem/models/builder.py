@@ -192,7 +192,11 @@ class Builder:
 
     def _held(self, weight: Weight) -> Weight:
         """Codes where the plan keeps them, else numbers in the activations' dtype."""
-        return weight if _stays(weight, self.plan.dense_codes) else numbers(weight).to(self.dtype)
+        return weight if self._stays_codes(weight) else numbers(weight).to(self.dtype)
+
+    def _stays_codes(self, weight: Weight) -> bool:
+        """Of a dense matrix: where there are no kernels for it, it is decoded before matrices are joined."""
+        return self.plan.dense_codes and isinstance(weight, WeightCodes) and self.ops.reads(weight)
 
     def _packable(self, matrices: ExpertMatrices, as_codes: bool) -> ExpertMatrices:
         """Counted, and as the kernels take them: float16 is exact in float32."""

@@ -16,8 +16,8 @@ from tandem.kernels.gpu.panels import Panels, halves, plane, row_factor, scale_v
 
 
 @triton.jit
-def _dot_panel(x, words, scales, depth, blocks, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
-               SCALED: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+def dot_panel(x, words, scales, depth, blocks, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
+              SCALED: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """x (bfloat16 pairs, [depth / 2]) times one panel: float32 [16]."""
     r, b = tl.arange(0, 16), tl.arange(0, STEP)
     acc = tl.zeros([STEP, 16], tl.float32)
@@ -55,8 +55,8 @@ def _gate_up(x, words, scales, slots, hidden, depth, blocks, width, word_stride,
     row = x + pair // TOP_K * (depth // 2)
     words += slot * word_stride + 2 * panel * PANEL
     scales += slot * scale_stride + 2 * panel * SCALE_PANEL + SCALE_AT
-    gate = _dot_panel(row, words, scales, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
-    up = _dot_panel(row, words + PANEL, scales + SCALE_PANEL, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
+    gate = dot_panel(row, words, scales, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
+    up = dot_panel(row, words + PANEL, scales + SCALE_PANEL, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
     column = panel * 16 + tl.arange(0, 16)
     y = gate * tl.sigmoid(gate) * up
     tl.store(hidden + pair * width + column, y.to(tl.bfloat16), column < width)
@@ -74,7 +74,7 @@ def _down(hidden, words, scales, slots, weights, partial, depth, blocks, columns
         return
     words += slot * word_stride + panel * PANEL
     scales += slot * scale_stride + panel * SCALE_PANEL + SCALE_AT
-    y = _dot_panel(
+    y = dot_panel(
         hidden + pair * (depth // 2), words, scales, depth, blocks, FMT, CODES, GROUP, SCALED, STEP
     )
     column = panel * 16 + tl.arange(0, 16)
@@ -99,7 +99,7 @@ def _combine(partial, slots, elsewhere, out, columns, TOP_K: tl.constexpr, PAIRS
     tl.store(out + t * columns + column, total.to(out.dtype.element_ty), inside)
 
 
-def _step(panels: Panels) -> int:
+def row_step(panels: Panels) -> int:
     """Words along k per step: a quarter of them was best or near it on an H200 (of 32 to 256, at 1 and 8 tokens, bf16
     and int4, Qwen3-30B-A3B's shapes): the loads of a step are in flight together."""
     return min(256, max(32, int(triton.next_power_of_2(panels.blocks // 4))))
@@ -112,7 +112,7 @@ def gate_up(x: Tensor, pool: Tensor, panels: Panels, stride: int, slots: Tensor,
     _gate_up[(slots.numel(), panels.panels // 2)](
         x.view(torch.int32), words, scales, slots, hidden, panels.depth, panels.blocks, width,
         stride // panels.word_bytes, stride // panels.scale_bytes,
-        TOP_K=slots.shape[1], **panels.constants(), STEP=_step(panels), num_warps=4,
+        TOP_K=slots.shape[1], **panels.constants(), STEP=row_step(panels), num_warps=4,
         **overlapped(x.device),
     )  # fmt: skip
     return hidden
@@ -126,7 +126,7 @@ def down(
     partial = hidden.new_empty((slots.numel(), panels.columns), dtype=torch.float32)
     _down[(slots.numel(), panels.panels)](
         hidden.view(torch.int32), words, scales, slots, weights, partial, panels.depth, panels.blocks, panels.columns,
-        stride // panels.word_bytes, stride // panels.scale_bytes, **panels.constants(), STEP=_step(panels),
+        stride // panels.word_bytes, stride // panels.scale_bytes, **panels.constants(), STEP=row_step(panels),
         num_warps=4, **overlapped(hidden.device),
     )  # fmt: skip
     return partial

@@ -15,6 +15,7 @@ from tandem.kernels.gpu.panels import Panels, halves, plane, row_factor, scale_v
 
 ROWS = 64  # of a tile
 COLUMNS = 64
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # where bfloat16 is multiplied as if it were integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,18 @@ def _scaled(
 
 
 @triton.jit
-def _multiply(acc, x, real, words, scales, lane, depth, blocks, FMT: tl.constexpr, CODES: tl.constexpr,
-              GROUP: tl.constexpr, SCALED: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+def _dot(x, weights, acc):
+    """acc + x times weights; x has float32 numbers that are bfloat16's."""
+    if INTERPRETED:
+        acc = tl.dot(x, weights.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x.to(tl.bfloat16), weights, acc)
+    return acc
+
+
+@triton.jit
+def multiply_tile(acc, x, real, words, scales, lane, depth, blocks, FMT: tl.constexpr, CODES: tl.constexpr,
+                  GROUP: tl.constexpr, SCALED: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """acc += rows x (pointers to bfloat16 pairs, [ROWS]) times the columns `words` points at; lane: column % 16."""
     b = tl.arange(0, STEP)
     for start in range(0, blocks, STEP):
@@ -67,12 +78,8 @@ def _multiply(acc, x, real, words, scales, lane, depth, blocks, FMT: tl.constexp
             even, odd = halves(
                 tl.load(x[:, None] + k[None, :], real[:, None] & (k < depth // 2)[None, :], other=0)
             )
-            acc = tl.dot(
-                even.to(tl.bfloat16), _scaled(word, scales, at, blocks, 2 * pair, FMT, GROUP, SCALED), acc
-            )
-            acc = tl.dot(
-                odd.to(tl.bfloat16), _scaled(word, scales, at, blocks, 2 * pair + 1, FMT, GROUP, SCALED), acc
-            )
+            acc = _dot(even, _scaled(word, scales, at, blocks, 2 * pair, FMT, GROUP, SCALED), acc)
+            acc = _dot(odd, _scaled(word, scales, at, blocks, 2 * pair + 1, FMT, GROUP, SCALED), acc)
     if SCALED and not GROUP:
         acc *= scale_value(tl.load(scales), SCALED)[None, :]
     if SCALED == 3:
@@ -98,8 +105,8 @@ def _gate_up(x, words, scales, order, slots, first, end, hidden, depth, blocks, 
     s = scales + slot * scale_stride + panel * SCALE_PANEL + SCALE_AT + column % 16
     row = x + pair // TOP_K * (depth // 2)
     zero = tl.zeros([BM, BN], tl.float32)
-    gate = _multiply(zero, row, real, w, s, column % 16, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
-    up = _multiply(
+    gate = multiply_tile(zero, row, real, w, s, column % 16, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
+    up = multiply_tile(
         zero,
         row,
         real,
@@ -135,7 +142,7 @@ def _down(hidden, words, scales, order, slots, first, end, weights, partial, dep
     w = words + slot * word_stride + panel * PANEL + column % 16
     s = scales + slot * scale_stride + panel * SCALE_PANEL + SCALE_AT + column % 16
     acc = tl.zeros([BM, BN], tl.float32)
-    y = _multiply(
+    y = multiply_tile(
         acc,
         hidden + pair * (depth // 2),
         real,
@@ -156,7 +163,8 @@ def _down(hidden, words, scales, order, slots, first, end, weights, partial, dep
     )
 
 
-def _step(panels: Panels) -> int:
+def tile_step(panels: Panels) -> int:
+    """Words along k that are unpacked at a time."""
     return 16 if panels.codes == 8 else 32
 
 
@@ -169,7 +177,7 @@ def gate_up(
     _gate_up[(len(tiles.slots), triton.cdiv(width, COLUMNS))](
         x.view(torch.int32), words, scales, tiles.order, tiles.slots, tiles.first, tiles.end, hidden, panels.depth,
         panels.blocks, width, stride // panels.word_bytes, stride // panels.scale_bytes, panels.panels,
-        TOP_K=slots.shape[1], **panels.constants(), STEP=_step(panels), BM=ROWS, BN=COLUMNS, num_warps=4,
+        TOP_K=slots.shape[1], **panels.constants(), STEP=tile_step(panels), BM=ROWS, BN=COLUMNS, num_warps=4,
     )  # fmt: skip
     return hidden
 
@@ -183,6 +191,6 @@ def down(
     _down[(len(tiles.slots), triton.cdiv(panels.columns, COLUMNS))](
         hidden.view(torch.int32), words, scales, tiles.order, tiles.slots, tiles.first, tiles.end, weights, partial,
         panels.depth, panels.blocks, panels.columns, stride // panels.word_bytes, stride // panels.scale_bytes,
-        panels.panels, **panels.constants(), STEP=_step(panels), BM=ROWS, BN=COLUMNS, num_warps=4,
+        panels.panels, **panels.constants(), STEP=tile_step(panels), BM=ROWS, BN=COLUMNS, num_warps=4,
     )  # fmt: skip
     return partial

@@ -32,9 +32,16 @@ class GpuLinear:
     def _times(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         if len(x) == 1 and self.weight.numel() < LARGE_ELEMENTS:
             return one_row(x.contiguous(), self.weight, self.bias, out_dtype)
-        if x.dtype == out_dtype == self.weight.dtype:
-            return F.linear(x, self.weight, self._bias)
-        if x.dtype == self.weight.dtype and x.is_cuda:  # float32 sums of bfloat16 products, not rounded
-            y = torch.mm(x, self.weight.T, out_dtype=torch.float32)
-            return (y if self.bias is None else y + self.bias).to(out_dtype)
-        return F.linear(x.float(), self.weight.float(), self.bias).to(out_dtype)
+        return multiplied(x, self.weight, self.bias, out_dtype, self._bias)
+
+
+def multiplied(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, rounded_bias: Tensor | None = None
+) -> Tensor:
+    """x [T, K] times weight [N, K] plus bias float32 [N]; rounded_bias: the bias in the weight's type, if it is there."""
+    if x.dtype == out_dtype == weight.dtype and (bias is None or rounded_bias is not None):
+        return F.linear(x, weight, rounded_bias)
+    if x.dtype == weight.dtype and x.is_cuda:  # float32 sums of bfloat16 products, not rounded
+        y = torch.mm(x, weight.T, out_dtype=torch.float32)
+        return (y if bias is None else y + bias).to(out_dtype)
+    return F.linear(x.float(), weight.float(), bias).to(out_dtype)

@@ -1,16 +1,17 @@
-"""`GpuMLP`: a dense MLP as two matrices of PyTorch (cuBLAS) with one kernel between them."""
+"""`GpuMLP`: a dense MLP as two matrices with one kernel between them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.formats.codes import Weight
-from tandem.formats.cut import numbers
-from tandem.kernels.gpu.linear import GpuLinear
-from tandem.kernels.ops import SureRead
+from tandem.formats.codes import Blocks, Weight
+from tandem.formats.cut import numbers, stacked
+from tandem.kernels.ops import Linear, SureRead
 
 SCRATCH_BYTES = 512 << 20  # of what lies between the matrices, at a time
 ALIGNED_ROWS = 64
@@ -39,15 +40,17 @@ class GpuMLP:
 
     packed = None  # nothing that a packed cache could keep
 
-    def __init__(self, fmt: str, device: torch.device) -> None:
-        self._fmt, self._device = fmt, device
-        self._gate_up: GpuLinear
-        self._down: GpuLinear
+    def __init__(self, linear: Callable[[Weight | Blocks], Linear]) -> None:
+        """linear: makes the matrices."""
+        self._linear = linear
+        self._gate_up: Linear
+        self._down: Linear
 
     def load(self, gate: Weight, up: Weight, down: Weight) -> None:
-        both = torch.cat((numbers(gate), numbers(up)))
-        self._gate_up = GpuLinear(both, None, self._fmt, self._device)
-        self._down = GpuLinear(numbers(down), None, self._fmt, self._device)
+        """Where gate and up are stored in different ways, they become numbers."""
+        both = stacked((gate, up))
+        self._gate_up = self._linear((numbers(gate), numbers(up)) if both is None else both)
+        self._down = self._linear(down)
 
     def reads(self) -> list[SureRead]:
         return [SureRead(self._gate_up), SureRead(self._down)]

@@ -13,9 +13,10 @@ from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import one_tensor
 from tandem.formats.reference import decoded
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.gpu import norm, route
+from tandem.kernels.gpu import dense_codes, norm, route
 from tandem.kernels.gpu import rope as rotation
 from tandem.kernels.gpu.attention_backends import Attention, attention_of
+from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.mlp import GpuMLP
@@ -33,6 +34,7 @@ from tandem.kernels.ops import (
     Tally,
 )
 from tandem.kernels.packed_experts import PackedExperts
+from tandem.kernels.packed_matrix import PackedMatrix
 from tandem.kernels.reference import TorchOps
 
 LOOKUP_ROWS = 1 << 14  # of a table, copied at a time
@@ -58,9 +60,17 @@ class GpuOps:
         table = torch.cat([find(part).to(self.device, torch.bfloat16) for part in ids.split(LOOKUP_ROWS)])
         return lambda wanted: table.index_select(0, wanted)
 
-    def linear(self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16") -> GpuLinear:
-        matrix = decoded(weight) if isinstance(weight, WeightCodes) else one_tensor(weight)
-        return GpuLinear(matrix, bias, fmt, self.device)
+    def reads(self, weight: WeightCodes) -> bool:
+        return dense_codes.readable(weight)
+
+    def linear(
+        self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16"
+    ) -> GpuLinear | GpuCodes:
+        if not isinstance(weight, WeightCodes):
+            return GpuLinear(one_tensor(weight), bias, fmt, self.device)
+        if not self.reads(weight):
+            return GpuLinear(decoded(weight), bias, fmt, self.device)
+        return GpuCodes(PackedMatrix.from_codes(self.cpu.workspace, weight), bias, self.device)
 
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead:
         raise KernelError("latent attention has no GPU kernels")
@@ -93,7 +103,7 @@ class GpuOps:
         return GpuExperts(packer, width, slot_of, self.device, tables)
 
     def mlp(self, hidden: int, width: int, fmt: str = "bf16") -> GpuMLP:
-        return GpuMLP(fmt, self.device)
+        return GpuMLP(lambda weight: self.linear(weight, None, fmt))
 
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
         """Nothing is fetched ahead: a GPU's kernels hide their reads themselves."""

@@ -1,0 +1,118 @@
+"""One packed matrix times rows (`dense_codes.py`), and its numbers: what `expert_rows` and `expert_tiles` do, without
+experts to choose. Scaled weights of tiles are rounded to bfloat16, as decoded ones are.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.kernels.gpu.expert_rows import dot_panel, row_step
+from tandem.kernels.gpu.expert_tiles import multiply_tile, tile_step
+from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.panels import Panels, plane, row_factor, scale_value, views
+
+PANEL = 16  # columns
+FEW_ROWS = 16  # of a low tile
+TILE_ROWS, TILE_COLUMNS = 64, 64
+FEW_COLUMNS = 32  # of a low tile: more programs
+UNPACKED_WORDS = 128  # along k, by one program
+
+
+@triton.jit
+def _row(x, words, scales, bias, out, depth, blocks, columns, FMT: tl.constexpr, CODES: tl.constexpr,
+         GROUP: tl.constexpr, SCALED: tl.constexpr, PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr,
+         SCALE_AT: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    begin(OVERLAP)
+    panel = tl.program_id(0).to(tl.int64)
+    words += panel * PANEL
+    scales += panel * SCALE_PANEL + SCALE_AT
+    y = dot_panel(x, words, scales, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
+    column = panel * 16 + tl.arange(0, 16)
+    if BIAS:
+        y += tl.load(bias + column, column < columns, other=0.0)
+    tl.store(out + column, y.to(out.dtype.element_ty), column < columns)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _tile(x, words, scales, bias, out, rows, depth, blocks, columns, panels, out_stride, FMT: tl.constexpr,
+          CODES: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr, PANEL: tl.constexpr,
+          SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+          BIAS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    begin(OVERLAP)
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    panel = tl.minimum(column // 16, panels - 1).to(tl.int64)  # past the last: computed, not stored
+    w = words + panel * PANEL + column % 16
+    s = scales + panel * SCALE_PANEL + SCALE_AT + column % 16
+    y = multiply_tile(tl.zeros([BM, BN], tl.float32), x + row * (depth // 2), row < rows, w, s, column % 16, depth,
+                      blocks, FMT, CODES, GROUP, SCALED, STEP)  # fmt: skip
+    if BIAS:
+        y += tl.load(bias + column, column < columns, other=0.0)[None, :]
+    at = out + row[:, None] * out_stride + column[None, :]
+    tl.store(at, y.to(out.dtype.element_ty), (row < rows)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _number(word, scale, j: tl.constexpr, FMT: tl.constexpr):
+    return (plane(word, j, FMT) * scale).to(tl.bfloat16)
+
+
+@triton.jit
+def _unpack(words, scales, out, first_panel, depth, blocks, columns, FMT: tl.constexpr, CODES: tl.constexpr,
+            GROUP: tl.constexpr, SCALED: tl.constexpr, PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr,
+            SCALE_AT: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    panel = first_panel + tl.program_id(0).to(tl.int64)
+    r, at = tl.arange(0, 16), tl.program_id(1) * STEP + tl.arange(0, STEP)
+    inside = (at < blocks)[None, :] & (r >= 0)[:, None]
+    word = tl.load(words + panel * PANEL + at[None, :] * 16 + r[:, None], inside, other=0)
+    scales += panel * SCALE_PANEL + SCALE_AT
+    scale = tl.full([16, STEP], 1.0, tl.float32)
+    if SCALED:
+        groups = (at // GROUP if GROUP else at * 0)[None, :] * 16 + r[:, None]
+        scale = scale_value(tl.load(scales + groups, inside, other=0), SCALED)
+    if SCALED == 3:
+        scale *= row_factor(scales, r)[:, None]
+    row = tl.program_id(0).to(tl.int64) * 16 + r
+    if CODES == 8:  # k of a word side by side: 0, 2, 4, 6 and 1, 3, 5, 7, interleaved
+        a = tl.interleave(_number(word, scale, 0, FMT), _number(word, scale, 4, FMT))
+        b = tl.interleave(_number(word, scale, 2, FMT), _number(word, scale, 6, FMT))
+        c = tl.interleave(_number(word, scale, 1, FMT), _number(word, scale, 5, FMT))
+        d = tl.interleave(_number(word, scale, 3, FMT), _number(word, scale, 7, FMT))
+        value = tl.interleave(tl.interleave(a, b), tl.interleave(c, d))
+    else:
+        value = tl.interleave(_number(word, scale, 0, FMT), _number(word, scale, 1, FMT))
+    k = tl.program_id(1) * STEP * CODES + tl.arange(0, STEP * CODES)
+    tl.store(out + row[:, None] * depth + k[None, :], value, (row < columns)[:, None] & (k < depth)[None, :])
+
+
+def multiply(x: Tensor, pool: Tensor, panels: Panels, bias: Tensor | None, out: Tensor) -> Tensor:
+    """x bfloat16 [T, K] times the matrix in `pool`, plus bias float32 [N], to out [T, N], whose rows may lie apart.
+    A row of up to FEW_ROWS is one program's, or shares tiles that give it the same bits beside any others."""
+    words, scales = views(pool, 0, panels)
+    given = x.view(torch.int32), words, scales, words if bias is None else bias, out
+    if len(x) == 1:
+        _row[(triton.cdiv(panels.columns, PANEL),)](
+            *given, panels.depth, panels.blocks, panels.columns, **panels.constants(), STEP=row_step(panels),
+            BIAS=bias is not None, num_warps=4, **overlapped(x.device),
+        )  # fmt: skip
+        return out
+    bm, bn = (FEW_ROWS, FEW_COLUMNS) if len(x) <= FEW_ROWS else (TILE_ROWS, TILE_COLUMNS)
+    _tile[(triton.cdiv(len(x), bm), triton.cdiv(panels.columns, bn))](
+        *given, len(x), panels.depth, panels.blocks, panels.columns, panels.panels, out.stride(0),
+        **panels.constants(), STEP=tile_step(panels), BM=bm, BN=bn, BIAS=bias is not None, num_warps=4,
+        **overlapped(x.device),
+    )  # fmt: skip
+    return out
+
+
+def unpack(pool: Tensor, panels: Panels, first: int, out: Tensor) -> Tensor:
+    """The numbers of columns [first, first + len(out)), bfloat16 [.., K]; first: a panel's."""
+    words, scales = views(pool, 0, panels)
+    _unpack[(triton.cdiv(len(out), PANEL), triton.cdiv(panels.blocks, UNPACKED_WORDS))](
+        words, scales, out, first // PANEL, panels.depth, panels.blocks, len(out), **panels.constants(),
+        STEP=UNPACKED_WORDS, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,69 @@
+"""`GpuCodes`: `Linear` on the GPU over codes and scales as they are stored, in packed panels (`panels.py`).
+
+A decode step reads every dense matrix once, so it is as fast as its bytes are few. Up to FEW_ROWS rows are multiplied
+straight from the codes, by tiles up to TILED_ROWS; from there on unpacking a weight costs less than reading it again
+for every tile of rows, so the matrix is unpacked into scratch, some columns at a time, and multiplied by PyTorch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.errors import KernelError
+from tandem.formats.codes import WeightCodes
+from tandem.formats.gpu_reading import refusal
+from tandem.kernels.cpu import PackedMatrix
+from tandem.kernels.gpu import code_tiles
+from tandem.kernels.gpu.linear import multiplied
+from tandem.kernels.gpu.panels import Panels
+from tandem.kernels.packable import scale_type
+
+TILED_ROWS = 256
+SCRATCH_BYTES = 128 << 20  # of unpacked weights at a time
+
+
+def readable(weight: WeightCodes) -> bool:
+    """Whether the kernels take such codes; others are to be decoded."""
+    if weight.zeros is not None or weight.offsets is not None:
+        return False
+    return not refusal(weight.fmt, scale_type(weight), weight.depth)
+
+
+class GpuCodes:
+    """A matrix [N, K] in GPU memory, in the bytes that the CPU's kernels read. x is bfloat16."""
+
+    def __init__(self, packed: PackedMatrix, bias: Tensor | None, device: torch.device) -> None:
+        """packed: of which a copy is made."""
+        self.out_features, self.in_features = packed.out_features, packed.in_features
+        self.panels = Panels(*packed.layout())
+        self.pool = _uploaded(packed, device)
+        self.bias = None if bias is None else bias.detach().to(device, torch.float32, copy=True)
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        """out: its rows may lie apart."""
+        if x.dtype != torch.bfloat16:
+            raise KernelError(f"codes on the GPU are multiplied with bfloat16, not {x.dtype}")
+        if out is None:
+            out = x.new_empty((len(x), self.out_features), dtype=out_dtype)
+        if len(x) <= TILED_ROWS:
+            return code_tiles.multiply(x.contiguous(), self.pool, self.panels, self.bias, out)
+        return self._unpacked(x, out)
+
+    def _unpacked(self, x: Tensor, out: Tensor) -> Tensor:
+        depth = self.in_features
+        each = max(1, SCRATCH_BYTES // (2 * depth * code_tiles.PANEL)) * code_tiles.PANEL
+        for first in range(0, self.out_features, each):
+            last = min(first + each, self.out_features)
+            bias = None if self.bias is None else self.bias[first:last]
+            weight = x.new_empty((last - first, depth))
+            code_tiles.unpack(self.pool, self.panels, first, weight)
+            out[:, first:last] = multiplied(x, weight, bias, out.dtype)
+        return out
+
+
+def _uploaded(packed: PackedMatrix, device: torch.device) -> Tensor:
+    panels = packed.parts()[0]
+    here = torch.empty(panels.nbytes, dtype=torch.uint8)
+    memoryview(here.numpy())[:] = panels
+    return here.to(device)

@@ -1,0 +1,144 @@
+"""Dense matrices that stay codes on the GPU, against float64 of the numbers that the codes stand for.
+
+Tolerances: float32 sums of `depth` products in any order differ by at most depth * 2^-23 of the sum of their sizes.
+Tiles and unpacked matrices round scaled weights to bfloat16, 2^-9 of each product; Triton's interpreter cuts off, 2^-8.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
+from tandem import _core
+from tandem.errors import KernelError
+from tandem.formats.codes import WeightCodes, join_nibbles
+from tandem.formats.reference import decoded, magnitudes, quantise, stored
+from tandem.kernels.cpu_ops import CpuOps
+
+if AVAILABLE:
+    from tandem.kernels.gpu import code_tiles, dense_codes
+    from tandem.kernels.gpu.dense_codes import GpuCodes
+    from tandem.kernels.gpu.linear import GpuLinear
+    from tandem.kernels.gpu.ops import GpuOps
+
+pytestmark = [pytest.mark.gpu, needs_triton]
+SHAPES = [(40, 96), (72, 320), (200, 1100)]
+FORMATS = ["int8", "int8 rows", "int4", "int4 f16", "fp8", "fp8 rows", "mxfp8", "mxfp4", "nvfp4"]
+
+
+@pytest.fixture(scope="module")
+def ops() -> GpuOps:
+    return GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1]))
+
+
+def coded(columns: int, depth: int, fmt: str) -> WeightCodes:
+    weight = torch.randn(columns, depth, generator=torch.Generator().manual_seed(1)) / depth**0.5
+    kind, _, how = fmt.partition(" ")
+    if not kind.startswith("int"):
+        return stored(weight, kind, 0 if how else 128)
+    codes, scales = quantise(weight, kind, 0 if how == "rows" else 32)
+    bits = codes.flatten(1)[:, :depth].to(torch.int8).view(torch.uint8)
+    kept = scales[..., 0] if how == "rows" else scales[..., 0].to(torch.float16 if how else torch.bfloat16)
+    bits = join_nibbles(bits & 15) if kind == "int4" else bits
+    return WeightCodes(bits.contiguous(), kept, kind, 0 if how == "rows" else 32, depth)
+
+
+def check(got: Tensor, x: Tensor, weight: WeightCodes, bias: Tensor | None, rounded: bool) -> None:
+    """float32 results; rounded: scaled weights are."""
+    expected = x.double() @ decoded(weight).double().T + (0 if bias is None else bias.double())
+    size = x.double().abs() @ magnitudes(weight).double().T
+    each = (2.0**-8 if INTERPRETED else 2.0**-9) if rounded else 0.0
+    assert ((got.cpu() - expected).abs() <= (x.shape[1] * 2.0**-23 + each) * size + 2.0**-22 * expected.abs()).all()
+
+
+def rows_of(count: int, depth: int) -> Tensor:
+    return torch.randn(count, depth, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("columns", "depth"), SHAPES)
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 70])
+def test_a_product_is_that_of_the_numbers(ops: GpuOps, fmt: str, columns: int, depth: int, rows: int) -> None:
+    weight, x = coded(columns, depth, fmt), rows_of(rows, depth)
+    bias = torch.randn(columns).bfloat16() if rows % 2 else None
+    linear = ops.linear(weight, bias)
+    assert isinstance(linear, GpuCodes)
+    check(linear(x.to(DEVICE), torch.float32), x, weight, bias, rounded=rows > 1)
+    exact = x.double() @ decoded(weight).double().T + (0 if bias is None else bias.double())
+    rounded = linear(x.to(DEVICE)).cpu()
+    assert rounded.dtype == torch.bfloat16
+    assert (rounded.double() - exact).norm() < 2.0**-8 * exact.norm() * (3.0 if INTERPRETED else 1.5)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("scratch", [1, 1 << 20])
+def test_many_rows_take_the_unpacked_matrix_in_pieces(
+    ops: GpuOps, monkeypatch: pytest.MonkeyPatch, fmt: str, scratch: int
+) -> None:
+    monkeypatch.setattr(dense_codes, "TILED_ROWS", 4)
+    monkeypatch.setattr(dense_codes, "SCRATCH_BYTES", scratch)
+    weight, x, bias = coded(72, 320, fmt), rows_of(5, 320), torch.randn(72)
+    check(ops.linear(weight, bias)(x.to(DEVICE), torch.float32), x, weight, bias, rounded=True)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("columns", "depth"), SHAPES)
+def test_unpacked_numbers_are_the_decoded_ones(ops: GpuOps, fmt: str, columns: int, depth: int) -> None:
+    weight = coded(columns, depth, fmt)
+    linear = ops.linear(weight)
+    assert isinstance(linear, GpuCodes)
+    got = torch.empty(columns, depth, dtype=torch.bfloat16, device=DEVICE)
+    code_tiles.unpack(linear.pool, linear.panels, 0, got)
+    expected = decoded(weight)
+    if fmt == "nvfp4" or INTERPRETED:  # a scale times its factor is rounded first; or bits are cut off
+        assert ((got.cpu() - expected).abs() <= 2.0**-7 * expected.abs()).all()
+    else:
+        assert torch.equal(got.cpu(), expected.bfloat16())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="NumPy's products may differ by the number of rows")
+@pytest.mark.parametrize("fmt", ["fp8", "int4"])
+def test_a_row_has_the_same_bits_beside_any_others(ops: GpuOps, fmt: str) -> None:
+    """In steps of 2 to 16 rows."""
+    linear, x = ops.linear(coded(72, 320, fmt)), rows_of(16, 320).to(DEVICE)
+    together = linear(x, torch.float32)
+    for first, last in ((0, 2), (3, 8), (7, 16)):
+        assert torch.equal(linear(x[first:last], torch.float32), together[first:last])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_results_are_written_into_columns_of_others(ops: GpuOps, rows: int) -> None:
+    weight, x = coded(40, 96, "fp8"), rows_of(rows, 96).to(DEVICE)
+    linear, whole = ops.linear(weight), torch.zeros(rows, 100, device=DEVICE)
+    assert linear(x, out=whole[:, 50:90]).data_ptr() == whole[:, 50:].data_ptr()
+    assert torch.equal(whole[:, 50:90], linear(x, torch.float32))
+    assert whole[:, :50].eq(0).all() and whole[:, 90:].eq(0).all()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 20])
+def test_no_number_stays_none(ops: GpuOps, rows: int) -> None:
+    """A block's NaN scale reaches its own columns, a row's NaN its own results."""
+    weight, x = coded(40, 96, "fp8 rows"), rows_of(rows, 96)
+    weight.scales[3] = torch.nan
+    got = ops.linear(weight)(x.to(DEVICE)).cpu()
+    assert got[:, 3].isnan().all() and got[:, [*range(3), *range(4, 40)]].isfinite().all()
+    x[-1, 7] = torch.nan
+    got = ops.linear(coded(40, 96, "fp8"))(x.to(DEVICE)).cpu()
+    assert got[-1].isnan().all() and got[:-1].isfinite().all()
+
+
+@pytest.mark.parametrize("fmt", ["int4_zeros", "int6"])
+def test_codes_without_kernels_become_numbers(ops: GpuOps, fmt: str) -> None:
+    weight = stored(torch.randn(40, 96), fmt, 32)
+    assert not ops.reads(weight) and ops.cpu.reads(weight)
+    linear = ops.linear(weight)
+    assert isinstance(linear, GpuLinear) and linear.weight.dtype == torch.bfloat16
+    odd = stored(torch.randn(40, 95), "fp8", 128)
+    assert not ops.reads(odd) and isinstance(ops.linear(odd), GpuLinear)
+
+
+def test_other_activations_are_refused(ops: GpuOps) -> None:
+    with pytest.raises(KernelError, match="bfloat16, not torch.float32"):
+        ops.linear(coded(40, 96, "fp8"))(torch.zeros(1, 96, device=DEVICE))
