@@ -50,7 +50,9 @@ def check(got: Tensor, x: Tensor, weight: WeightCodes, bias: Tensor | None, roun
     expected = x.double() @ decoded(weight).double().T + (0 if bias is None else bias.double())
     size = x.double().abs() @ magnitudes(weight).double().T
     each = (2.0**-8 if INTERPRETED else 2.0**-9) if rounded else 0.0
-    assert ((got.cpu() - expected).abs() <= (x.shape[1] * 2.0**-23 + each) * size + 2.0**-22 * expected.abs()).all()
+    assert (
+        (got.cpu() - expected).abs() <= (x.shape[1] * 2.0**-23 + each) * size + 2.0**-22 * expected.abs()
+    ).all()
 
 
 def rows_of(count: int, depth: int) -> Tensor:

@@ -275,3 +275,34 @@ def test_sizes_that_the_gpu_kernels_do_not_take() -> None:
     assert p.gpu is not None and p.gpu.experts == 0 and "even width, not 191" in reason(p, "GPU experts")
     p = plan(with_gpu(), replace(MODEL, hidden=580))
     assert p.gpu is None and "multiple of 8, not 580" in reason(p, "device")
+
+
+def test_dense_codes_stay_codes_on_the_gpu() -> None:
+    fp8 = StoredFormat("fp8 128x128", True, 1.03, ("FP8",), 128, gpu_bytes_per_weight=1.03)
+    p = resolve(EngineConfig(model="demo"), MODEL, with_gpu(), StoredFormats(INT4, INT4, fp8))
+    assert p.gpu is not None and p.dense_codes
+    assert reason(p, "dense format") == "as the checkpoint has it; nothing is rounded"
+    assert not resolve(EngineConfig(model="demo"), MODEL, with_gpu(), StoredFormats(INT4)).dense_codes
+
+
+def test_dense_codes_that_the_gpu_kernels_do_not_read_are_counted_as_numbers() -> None:
+    p = stored_on_gpu(Q4_K_M)
+    assert p.dense_codes
+    why = reason(p, "dense format")
+    assert "the GPU kernels do not read q4_k, q6_k, which is decoded to bfloat16" in why
+    half = replace(Q4_K_M, gpu_bytes_per_weight=1.0)
+    sizes = [dense_bytes(MODEL, "bfloat16", StoredFormats(dense=d, shared=d)) for d in (Q4_K_M, half)]
+    codes = MODEL.dense_params - MODEL.vocab * MODEL.hidden  # the embedding is the head, and no codes
+    assert sizes[0] == dense_bytes(MODEL, "bfloat16") and sizes[0] - sizes[1] == codes
+
+
+def test_dense_codes_leave_room_for_experts() -> None:
+    """Qwen3-30B-A3B's attention in fp8: 1.2 GiB more for experts and the KV cache."""
+    fp8 = StoredFormat("fp8 128x128 + bf16", True, 1.4, ("FP8",), gpu_bytes_per_weight=1.4)
+    roomy = replace(with_gpu(free=24 * GIB), available_memory=250 * GIB)
+    config = EngineConfig(model="demo", context_length=32768)
+    plain, coded = (resolve(config, QWEN3, roomy, StoredFormats(dense=d)) for d in (StoredFormat(), fp8))
+    assert plain.gpu is not None and coded.gpu is not None
+    saved = dense_bytes(QWEN3, "bfloat16") - dense_bytes(QWEN3, "bfloat16", StoredFormats(dense=fp8))
+    assert saved == pytest.approx(0.6 * QWEN3.dense_params, rel=1e-3)
+    assert coded.gpu.experts - plain.gpu.experts > 0.7 * saved / QWEN3.expert_bytes("bf16")

@@ -112,9 +112,10 @@ def test_shared_experts_of_the_same_format_are_fused_where_groups_are_not_cut() 
 def test_memory_counts_what_is_held() -> None:
     sizes = StoredFormats(INT4, INT4, FP8)
     experts = MODEL.routed_params * 0.5625
-    assert MODEL.weight_bytes("bfloat16", "stored", sizes) == pytest.approx(
-        experts + 1.03 * MODEL.dense_params
-    )
+    head = MODEL.vocab * MODEL.hidden  # the embedding, which is not quantised
+    dense = 1.03 * (MODEL.dense_params - MODEL.shared_params - head) + 0.5625 * MODEL.shared_params + 2 * head
+    assert MODEL.tied_embeddings and MODEL.shared_params > 0
+    assert MODEL.weight_bytes("bfloat16", "stored", sizes) == pytest.approx(experts + dense)
     assert MODEL.weight_bytes("float32", "stored", sizes) == pytest.approx(experts + 4 * MODEL.dense_params)
     model = big_model()
     with pytest.raises(ConfigError, match=r"with int4 g32 experts take .* Free some memory"):

@@ -110,7 +110,8 @@ void bind_matrix(nb::module_& m) {
            "out[T, H, N / H] = x[T, H, K], each head times its own N / H rows of the matrix")
       .def("dequantise", &dequantise, nb::arg("out"), "The weights that the codes stand for, float32 [N, K].")
       .def_prop_ro("tier", [](const PackedMatrix& self) { return name_of(self.workspace().table().tier); })
-      .def("layout", [](const PackedMatrix& self) { return layout_of(self.layout()); }, "See csrc/bindings/names.h.")
+      .def(
+          "layout", [](const PackedMatrix& self) { return layout_of(self.layout()); }, "See csrc/bindings/names.h.")
       .def_prop_ro("packed_bytes", [](const PackedMatrix& self) { return packed_bytes(self.layout()); })
       .def_prop_ro("shape",
                    [](const PackedMatrix& self) { return nb::make_tuple(self.layout().columns, self.layout().depth); });

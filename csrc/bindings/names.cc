@@ -48,8 +48,8 @@ nanobind::tuple layout_of(const WeightView& w) {
   if (groups_per_half(w.scale_type) || w.shift_offset)
     throw KernelError("the GPU kernels do not read weights that are " + described(format_of(w)) +
                       "; keep them on the CPU");
-  return nanobind::make_tuple(kFormatNames[int(w.format)], w.columns, w.depth, w.padded_depth, 2 * w.pairs, w.panel_bytes,
-                        w.scale_offset, kScaleTypeNames[int(w.scale_type)], w.group);
+  return nanobind::make_tuple(kFormatNames[int(w.format)], w.columns, w.depth, w.padded_depth, 2 * w.pairs,
+                              w.panel_bytes, w.scale_offset, kScaleTypeNames[int(w.scale_type)], w.group);
 }
 
 }  // namespace tandem

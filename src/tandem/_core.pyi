@@ -237,6 +237,9 @@ class PackedMatrix:
 
     @property
     def tier(self) -> str: ...
+    def layout(self) -> tuple:
+        """See csrc/bindings/names.h."""
+
     @property
     def packed_bytes(self) -> int: ...
     @property
@@ -296,7 +299,7 @@ class ExpertLayer:
         """Weights that are read after this layer: idle workers fetch them."""
 
     def layout(self) -> tuple:
-        """Of gate_up and down, see layout_of in csrc/bindings/experts.cc."""
+        """Of gate_up and down, see layout_of in csrc/bindings/names.h."""
 
     def load_packed(self, expert: int, bytes: object) -> None:
         """The inverse of copy_packed."""

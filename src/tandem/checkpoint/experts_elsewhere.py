@@ -7,6 +7,7 @@ dense layers of the original directory.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -113,7 +114,7 @@ class ExpertsElsewhere:
 
     def formats(self) -> StoredFormats:
         dense = self._dense.formats()
-        return StoredFormats(self._experts.formats().experts, dense.shared, dense.dense)
+        return replace(dense, experts=self._experts.formats().experts)
 
     def nbytes(self, experts: bool | None = None) -> int:
         own = 0 if experts is True else self._dense.nbytes(experts=False)

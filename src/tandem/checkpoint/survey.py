@@ -16,6 +16,9 @@ Survey = Mapping[str, tuple[Stored, int]]
 """Module → how one of its matrices is stored, and how many weights it has in all experts together."""
 
 
+KINDS = ("experts", "shared", "dense", "embedding")
+
+
 def survey(modules: Mapping[str, Parts], hints: QuantHints) -> Survey:
     """CheckpointError names the first matrix whose scales are missing or do not fit."""
     found: dict[str, tuple[Stored, int]] = {}
@@ -72,7 +75,7 @@ def stored_formats(matrices: Iterable[tuple[str, QuantFormat, int]]) -> StoredFo
         sums[which] = fmt, weights + (sums[which][1] if which in sums else 0)
     for (kind, _), (fmt, weights) in sums.items():
         counts[kind][fmt] += weights
-    return StoredFormats(**{kind: _summed(counts[kind]) for kind in ("experts", "shared", "dense")})
+    return StoredFormats(**{kind: _summed(counts[kind]) for kind in KINDS})
 
 
 def _kind(module: str) -> str:
@@ -96,5 +99,11 @@ def _summed(counts: Counter[QuantFormat]) -> StoredFormat:
         methods=largest.methods,
         group=largest.group if len(names) == 1 else 0,
         decoded=", ".join(str(fmt) for fmt in counts if fmt.quantised and not fmt.packable),
+        gpu_bytes_per_weight=sum(_gpu_bytes(fmt) * n for fmt, n in counts.items()) / total,
         not_on_gpu=", ".join(str(fmt) for fmt in counts if not fmt.gpu_readable),
     )
+
+
+def _gpu_bytes(fmt: QuantFormat) -> float:
+    """Per weight of a dense matrix."""
+    return fmt.bytes_per_weight if fmt.quantised and fmt.gpu_readable else 2.0

@@ -50,7 +50,7 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     if plan.gpu is None:
         return Taken(model.weight_bytes(plan.dtype, plan.expert_format, stored), 0)
     kv = plan.num_pages * plan.page_size * model.kv_bytes_per_token(plan.dtype)
-    on_gpu = dense_bytes(model, plan.dtype) + plan.gpu.experts * expert + kv
+    on_gpu = dense_bytes(model, plan.dtype, stored) + plan.gpu.experts * expert + kv
     return Taken((everyone - plan.gpu.experts) * expert, on_gpu)
 
 

@@ -22,7 +22,7 @@ from tandem.config.memory import (
     wanted_context,
 )
 from tandem.config.model_config import DTYPE_BYTES, STORED, ModelConfig
-from tandem.config.stored import StoredFormats
+from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError, GpuTooSmall
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: the kernels multiply bfloat16
@@ -154,7 +154,7 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
     config, model = request.config, request.model
     budget = int(gpu.free_bytes * (config.mem_fraction_static or GPU_FRACTION))
-    dense = dense_bytes(model, request.dtype)
+    dense = dense_bytes(model, request.dtype, request.stored)
     workspace = workspace_bytes(request)
     room = budget - dense - workspace
     context, context_reason = wanted_context(request)
@@ -178,9 +178,10 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     return GpuMemory(asked, expert_reason, memory)
 
 
-def dense_bytes(model: ModelConfig, dtype: str) -> int:
+def dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats = UNQUANTISED) -> int:
     """Weights that are always on the GPU, the embedding included."""
-    return (model.dense_params + model.vocab * model.hidden) * DTYPE_BYTES[dtype]
+    embedding = model.vocab * model.hidden * DTYPE_BYTES[dtype]
+    return model.dense_bytes(dtype, stored, on_gpu=True) + embedding
 
 
 def workspace_bytes(request: MemoryRequest) -> int:

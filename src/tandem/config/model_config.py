@@ -180,10 +180,21 @@ class ModelConfig:
         norms = (2 * self.layers + 1) * self.hidden
         return attention * self.layers + moe * len(m.layers) + dense + norms + self.vocab * self.hidden
 
-    def dense_bytes(self, dtype: str, stored: StoredFormats = UNQUANTISED) -> int:
-        """Packed bytes of all other weights; those that are stored as codes stay so, unless dtype is float32."""
-        as_codes = stored.dense.quantised and dtype != "float32"
-        return int(self.dense_params * (stored.dense.bytes_per_weight if as_codes else DTYPE_BYTES[dtype]))
+    @property
+    def shared_params(self) -> int:
+        """Weights of all shared experts."""
+        return 3 * self.hidden * self.moe.shared_width * len(self.moe.layers)
+
+    def dense_bytes(self, dtype: str, stored: StoredFormats = UNQUANTISED, on_gpu: bool = False) -> int:
+        """Packed bytes of all other weights; those that are stored as codes stay so, unless dtype is float32, or a GPU
+        has no kernels for them."""
+        if not stored.dense_codes or dtype == "float32":
+            return self.dense_params * DTYPE_BYTES[dtype]
+        kinds = stored.dense, stored.shared, stored.embedding
+        dense, shared, embedding = (f.gpu_bytes_per_weight if on_gpu else f.bytes_per_weight for f in kinds)
+        head = self.vocab * self.hidden if self.tied_embeddings else 0
+        others = self.dense_params - self.shared_params - head
+        return int(others * dense + self.shared_params * shared + head * embedding)
 
     def weight_bytes(self, dtype: str, expert_format: str, stored: StoredFormats = UNQUANTISED) -> int:
         """Bytes of all packed weights; the embedding stays in the mapped file and is not counted."""

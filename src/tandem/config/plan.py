@@ -107,7 +107,7 @@ def _resolved(
     log: list[Decision] = []
     gpu = _device(config, *device, log)
     dtype = _dtype(config, log)
-    dense_codes = gpu is None and _dense_codes(dtype, stored, log)
+    dense_codes = _dense_codes(dtype, stored, gpu is not None, log)
     expert_format = _expert_format(config, dtype, stored, log if model.moe.layers else [])
     _check_activations(config, expert_format, log)
     tier = _tier(config, machine, log)
@@ -210,17 +210,21 @@ def _dtype(config: EngineConfig, log: list[Decision]) -> str:
     return "bfloat16"
 
 
-def _dense_codes(dtype: str, stored: StoredFormats, log: list[Decision]) -> bool:
-    if not stored.dense.quantised:
+def _dense_codes(dtype: str, stored: StoredFormats, on_gpu: bool, log: list[Decision]) -> bool:
+    if not stored.dense_codes:
         return False
+    name = stored.dense.name
+    if stored.shared.quantised and stored.shared.name != name:
+        name += f", shared experts {stored.shared.name}"
+    reason = f"{name} in the checkpoint, decoded for --dtype float32"
     if dtype == "float32":
-        log.append(
-            Decision(
-                "dense format", "f32", f"{stored.dense.name} in the checkpoint, decoded for --dtype float32"
-            )
-        )
+        log.append(Decision("dense format", "f32", reason))
         return False
-    log.append(Decision("dense format", stored.dense.name, _as_stored(stored.dense, dtype)))
+    unread = ", ".join(dict.fromkeys(f.not_on_gpu for f in (stored.dense, stored.shared) if f.not_on_gpu))
+    reason = _as_stored(stored.dense, dtype)
+    if on_gpu and unread:
+        reason += f"; the GPU kernels do not read {unread}, which is decoded to {dtype}"
+    log.append(Decision("dense format", name, reason))
     return True
 
 

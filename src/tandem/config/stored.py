@@ -15,16 +15,25 @@ class StoredFormat:
     methods: tuple[str, ...] = ("BF16",)  # values of --kt-method that mean it
     group: int = 0  # along K; 0: none, or several
     decoded: str = ""  # what of it has no packed form and becomes numbers: "q5_k"
+    gpu_bytes_per_weight: float = (
+        2.0  # of dense matrices in GPU memory, where what the kernels do not read is bfloat16
+    )
     not_on_gpu: str = ""  # what of it the GPU kernels do not read: "q4_k, q6_k"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFormats:
-    """Routed experts, shared experts, and all other matrices (the embedding is none of them)."""
+    """Routed experts, shared experts, the embedding, and all other matrices."""
 
     experts: StoredFormat = StoredFormat()
     shared: StoredFormat = StoredFormat()
     dense: StoredFormat = StoredFormat()
+    embedding: StoredFormat = StoredFormat()
+
+    @property
+    def dense_codes(self) -> bool:
+        """Whether there are codes among the matrices that every token uses."""
+        return self.dense.quantised or self.shared.quantised
 
 
 UNQUANTISED = StoredFormats()

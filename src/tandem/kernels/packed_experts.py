@@ -23,6 +23,7 @@ from tandem.kernels.packable import (
 )
 from tandem.kernels.packed_file import PackedFile, Section
 
+
 class PackedExperts:
     """`ExpertLayer` on packed weights: the routed experts of one layer, gated MLPs of equal shape.
 

@@ -7,6 +7,7 @@ for every tile of rows, so the matrix is unpacked into scratch, some columns at 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,5 +66,5 @@ class GpuCodes:
 def _uploaded(packed: PackedMatrix, device: torch.device) -> Tensor:
     panels = packed.parts()[0]
     here = torch.empty(panels.nbytes, dtype=torch.uint8)
-    memoryview(here.numpy())[:] = panels
+    here.numpy()[:] = np.frombuffer(panels, dtype=np.uint8)
     return here.to(device)

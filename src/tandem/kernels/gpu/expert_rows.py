@@ -74,9 +74,7 @@ def _down(hidden, words, scales, slots, weights, partial, depth, blocks, columns
         return
     words += slot * word_stride + panel * PANEL
     scales += slot * scale_stride + panel * SCALE_PANEL + SCALE_AT
-    y = dot_panel(
-        hidden + pair * (depth // 2), words, scales, depth, blocks, FMT, CODES, GROUP, SCALED, STEP
-    )
+    y = dot_panel(hidden + pair * (depth // 2), words, scales, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
     column = panel * 16 + tl.arange(0, 16)
     tl.store(partial + pair * columns + column, y * tl.load(weights + pair), column < columns)
 

@@ -15,7 +15,9 @@ from tandem.kernels.gpu.panels import Panels, halves, plane, row_factor, scale_v
 
 ROWS = 64  # of a tile
 COLUMNS = 64
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # where bfloat16 is multiplied as if it were integers
+INTERPRETED = tl.constexpr(
+    bool(triton.knobs.runtime.interpret)
+)  # where bfloat16 is multiplied as if it were integers
 
 
 @dataclass(frozen=True, slots=True)

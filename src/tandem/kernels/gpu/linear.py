@@ -38,7 +38,7 @@ class GpuLinear:
 def multiplied(
     x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, rounded_bias: Tensor | None = None
 ) -> Tensor:
-    """x [T, K] times weight [N, K] plus bias float32 [N]; rounded_bias: the bias in the weight's type, if it is there."""
+    """x [T, K] times weight [N, K] plus bias float32 [N]; rounded_bias: that in the weight's type, if any."""
     if x.dtype == out_dtype == weight.dtype and (bias is None or rounded_bias is not None):
         return F.linear(x, weight, rounded_bias)
     if x.dtype == weight.dtype and x.is_cuda:  # float32 sums of bfloat16 products, not rounded
