@@ -58,6 +58,25 @@ def test_pytorchs_attention_answers_as_tritons(directories) -> None:
     assert answers[0] == answers[1]
 
 
+def test_one_packed_cache_serves_every_placement(directories, tmp_path: Path, capfd) -> None:
+    """Written with half of the experts on the GPU; read with another share, with none, and with experts that move."""
+    cached = SMALL | {"packed_cache": str(tmp_path)}
+    places: list[dict[str, object]] = [
+        {"kt_gpu_experts_ratio": 0.5},
+        {"kt_gpu_experts_ratio": 0.5},
+        {"kt_gpu_experts_ratio": 0.25, "kt_expert_placement_strategy": "random"},
+        {"kt_gpu_experts_ratio": 0.0},
+        {"kt_gpu_experts_ratio": 1.0},
+        {"kt_gpu_experts_ratio": 0.5, "kt_enable_dynamic_expert_update": True},
+    ]
+    for turn, where in enumerate(places):
+        plain = LLM(str(directories[1]), **SMALL, **where).generate(["Hello"], GREEDY)
+        capfd.readouterr()
+        again = LLM(str(directories[1]), **cached, **where).generate(["Hello"], GREEDY)
+        assert again[0].token_ids == plain[0].token_ids
+        assert ("written to" in capfd.readouterr().err) == (turn == 0)
+
+
 BROKEN = """
 import sys, torch
 from tandem import LLM, SamplingParams

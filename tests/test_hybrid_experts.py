@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,8 +17,12 @@ from tandem.errors import KernelError
 from tandem.experts import cpu_experts
 from tandem.experts.handoff import Handoff, HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
+from tandem.formats.codes import WeightCodes
+from tandem.kernels.gpu import uploads
 from tandem.kernels.gpu.uploads import Uploads
+from tandem.kernels.packed_cache import PackedCache
 from tandem.kernels.packed_experts import PackedExperts
+from tandem.kernels.packed_file import PackedWriter
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 11, 48, 32, 3
 SLOTS = [0, -1, -1, 1, 2, 3, -1, 4, -1, -1, 5]
@@ -26,11 +34,14 @@ class FakeGpuExperts:
     def __init__(self, slot_of: Tensor) -> None:
         self.table, self.given, self.open = slot_of, dict[int, Any](), True
 
-    def load_all(self, first: int, experts: list[Any]) -> None:
+    def load_each(self, ids: list[int], experts: list[Any]) -> None:
         assert self.open
-        for expert, matrices in enumerate(experts, first):
+        for expert, matrices in zip(ids, experts, strict=True):
             assert expert not in self.given
             self.given[expert] = matrices
+
+    def take(self, ids: list[int], layer: PackedExperts) -> None:
+        self.load_each(ids, [layer.packed(expert) for expert in ids])
 
     def all_loaded(self) -> None:
         self.open = False
@@ -43,12 +54,14 @@ def matrices(expert: int) -> tuple[Tensor, Tensor, Tensor]:
     return gate, up, down
 
 
-def made(slots: list[int]) -> tuple[HybridExperts, FakeGpuExperts, PackedExperts]:
+def made(slots: list[int], live: bool = False) -> tuple[HybridExperts, FakeGpuExperts, PackedExperts]:
     slot_of = torch.tensor(slots, dtype=torch.int32)
     gpu, workspace = FakeGpuExperts(slot_of), cases.workspace_of("scalar")
-    cpu = PackedExperts(workspace, len(slots), HIDDEN, WIDTH, "bf16", places=sum(s < 0 for s in slots))
+    places = sum(s < 0 for s in slots) + live
+    cpu = PackedExperts(workspace, len(slots), HIDDEN, WIDTH, "bf16", places=places)
     handoff = Handoff(HandoffSizes(1, 1, HIDDEN, TOP_K), torch.device("cpu"), 1.0)
-    return HybridExperts(slot_of, cast(Any, gpu), cpu, handoff), gpu, cpu
+    whole = partial(PackedExperts, workspace, len(slots), HIDDEN, WIDTH, "bf16")
+    return HybridExperts(slot_of, cast(Any, gpu), cpu, handoff, whole, live), gpu, cpu
 
 
 @pytest.mark.parametrize("chunk", [1, 70_000, 1 << 28])  # bytes: one expert at a time, three, all
@@ -67,6 +80,63 @@ def test_every_expert_arrives_once_where_it_lives(monkeypatch: pytest.MonkeyPatc
     assert cpu.loaded == SLOTS.count(-1)
 
 
+def cache_at(path: Path) -> PackedCache:
+    workspace = cases.workspace_of("scalar")
+    cache = PackedCache(path, "k", "a test", workspace, cases.pool_of(2), print, dense=False)
+    cache.open(nothing)
+    return cache
+
+
+def nothing(_done: int, _total: int) -> None: ...
+
+
+def unreadable(_: int) -> tuple[Tensor, Tensor, Tensor]:
+    raise AssertionError("an expert was read")
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_packed_cache_serves_every_placement(tmp_path: Path, live: bool) -> None:
+    """What one placement wrote is where another wants it, and nothing is packed or read; shared experts, too."""
+    whole = PackedExperts(cases.workspace_of("scalar"), EXPERTS, HIDDEN, WIDTH, "bf16")
+    whole.load_all(0, [matrices(expert) for expert in range(EXPERTS)])
+    for turn, slots in enumerate((SLOTS, [-1] * 10 + [0], list(reversed(SLOTS)))):
+        experts, gpu, cpu = made(slots, live)
+        cache = cache_at(tmp_path / "packed")
+        experts.load(EXPERTS, unreadable if turn else matrices, cache.layer("one"))
+        cache.finish(nothing)
+        assert not gpu.open and cpu.in_file == bool(turn and not live)
+        assert cpu.loaded == (EXPERTS if cpu.in_file else slots.count(-1))
+        for expert, slot in enumerate(slots):
+            assert (expert in gpu.given) == (slot >= 0)
+            there = gpu.given[expert] if slot >= 0 else cpu.packed(expert)
+            assert torch.equal(there, whole.packed(expert))
+    if live:  # they can still change places
+        cpu.load_packed(slots.index(0), whole.packed(slots.index(0)))
+        cpu.forget(slots.index(-1))
+
+
+def test_a_layer_is_in_the_file_before_the_next_is_packed(tmp_path: Path) -> None:
+    """However slow the disk is: else whole layers would pile up in memory."""
+    cache, order = cache_at(tmp_path / "packed"), list[str]()
+    original = PackedWriter.add
+
+    def slow(self: PackedWriter, name: str, *rest: Any) -> None:
+        time.sleep(0.05)
+        original(self, name, *rest)
+        order.append(f"{name} written")
+
+    def noting(name: str) -> Callable[[int], tuple[Tensor, Tensor, Tensor]]:
+        return lambda expert: (order.append(f"{name} packed"), matrices(expert))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedWriter, "add", slow)
+        for name in ("a", "b", "c"):
+            made(SLOTS)[0].load(EXPERTS, noting(name), cache.layer(name))
+        cache.finish(nothing)
+    assert order.index("a written") < order.index("b packed")
+    assert order.index("b written") < order.index("c packed")
+
+
 def test_an_expert_that_cannot_be_read_ends_the_load() -> None:
     def broken(expert: int) -> tuple[Tensor, Tensor, Tensor]:
         if expert == 5:
@@ -78,18 +148,58 @@ def test_an_expert_that_cannot_be_read_ends_the_load() -> None:
         experts.load(EXPERTS, broken)
 
 
-def test_uploads_take_their_buffers_in_turn() -> None:
-    """Five experts through two buffers and one packer; each target has its own expert's bytes."""
-    packer = PackedExperts(cases.workspace_of("scalar"), 1, HIDDEN, WIDTH, "int4")
-    whole = PackedExperts(cases.workspace_of("scalar"), 5, HIDDEN, WIDTH, "int4")
-    uploads, targets = None, []
-    for expert in range(5):
-        packer.load(0, *matrices(expert))
-        whole.load(expert, *matrices(expert))
-        uploads = uploads or Uploads(packer.bytes_per_expert, torch.device("cpu"))
-        targets.append(torch.zeros(packer.bytes_per_expert, dtype=torch.uint8))
-        uploads.send(packer, targets[-1])
-    assert uploads is not None
-    uploads.finish()
-    for expert, target in enumerate(targets):
-        assert torch.equal(target, whole.packed(expert))
+def layer(count: int, fmt: str = "int4") -> PackedExperts:
+    return PackedExperts(cases.workspace_of("scalar"), count, HIDDEN, WIDTH, fmt)
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 11])
+def test_uploads_take_their_buffers_in_turn(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """Five experts to slots in any order, some at a time; every slot has its own expert's bytes, others stay."""
+    whole, slots = layer(5), [4, 5, 0, 2, 3]
+    whole.load_all(0, [matrices(expert) for expert in range(5)])
+    stride = whole.bytes_per_expert
+    monkeypatch.setattr(uploads, "BUFFER_BYTES", room * stride)
+    pool = torch.full((7 * stride,), 77, dtype=torch.uint8)
+    way = Uploads(pool, stride, 11)
+    assert way.room == room
+    for first in range(0, 5, room):
+        ids = list(range(first, min(first + room, 5)))
+        way.send([slots[expert] for expert in ids], lambda out, ids=ids: whole.copy_all(ids, out))
+    way.finish()
+    for expert, slot in enumerate(slots):
+        assert torch.equal(pool[slot * stride : (slot + 1) * stride], whole.packed(expert))
+    assert (pool.view(7, -1)[[1, 6]] == 77).all()
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4"])
+def test_packed_elsewhere_they_are_what_loading_makes_of_them(fmt: str) -> None:
+    whole, packer = layer(4, fmt), layer(1, fmt)
+    given = [matrices(expert) for expert in range(4)]
+    whole.load_all(0, given)
+    out = torch.zeros(3, packer.bytes_per_expert, dtype=torch.uint8)
+    packer.pack_to([3, 0, 2], [given[3], given[0], given[2]], out.view(-1))
+    for row, expert in zip(out, (3, 0, 2), strict=True):
+        assert torch.equal(row, whole.packed(expert))
+    assert packer.loaded == 0
+
+
+def test_an_expert_of_another_format_is_not_packed_elsewhere_either() -> None:
+    packer, depth = layer(1), (HIDDEN, HIDDEN, WIDTH)
+    out = torch.zeros(packer.bytes_per_expert, dtype=torch.uint8)
+    packer.pack_to([0], [matrices(0)], out)
+    codes = [
+        WeightCodes(
+            torch.zeros(w.shape, dtype=torch.int8), torch.ones(len(w), w.shape[1] // 16), "int8", 16, d
+        )
+        for w, d in zip(matrices(1), depth, strict=True)
+    ]
+    with pytest.raises(KernelError, match="expert 1: gate and up are int8"):
+        packer.pack_to([1], [tuple(codes)], out)
+
+
+def test_room_of_the_wrong_size_is_refused() -> None:
+    packer = layer(1)
+    with pytest.raises(KernelError, match="out has shape"):
+        packer.pack_to(
+            [0, 1], [matrices(0), matrices(1)], torch.zeros(packer.bytes_per_expert, dtype=torch.uint8)
+        )

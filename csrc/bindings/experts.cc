@@ -42,9 +42,11 @@ void load(ExpertLayer& self, int expert, nb::handle gate, nb::handle up, nb::han
   self.load(expert, source);
 }
 
-void load_all(ExpertLayer& self, int first, const nb::list& experts) {
+// Of tuples of gate, up and down. `views` owns what they are seen through.
+std::vector<ExpertSource> sources_of(const ExpertLayer& self, const nb::list& experts,
+                                     std::vector<std::array<SourceViews, 3>>& views) {
   const int64_t hidden = self.shape().hidden, width = self.shape().width;
-  std::vector<std::array<SourceViews, 3>> views(experts.size());
+  views.resize(experts.size());
   std::vector<ExpertSource> sources;
   for (size_t i = 0; i < views.size(); ++i) {
     const nb::tuple expert = nb::cast<nb::tuple>(experts[i]);
@@ -53,8 +55,29 @@ void load_all(ExpertLayer& self, int first, const nb::list& experts) {
                        source_of(expert[1], "up", width, hidden, &views[i][1]),
                        source_of(expert[2], "down", hidden, width, &views[i][2]), nullptr, nullptr, nullptr});
   }
+  return sources;
+}
+
+void load_all(ExpertLayer& self, const std::vector<int>& ids, const nb::list& experts) {
+  std::vector<std::array<SourceViews, 3>> views;
+  const std::vector<ExpertSource> sources = sources_of(self, experts, views);
   const nb::gil_scoped_release unlocked;
-  self.load_all(first, sources);
+  self.load_all(ids, sources);
+}
+
+// Where whole experts are written, one after the other.
+uint8_t* room_for(const ExpertLayer& self, size_t experts, nb::handle out, TensorView* view) {
+  *view = view_of(out, "out", {Element::byte}, {int64_t(experts) * self.bytes_per_expert()}, true);
+  return static_cast<uint8_t*>(view->data);
+}
+
+void pack_to(const ExpertLayer& self, const nb::list& experts, nb::handle out) {
+  std::vector<std::array<SourceViews, 3>> views;
+  TensorView to;
+  const std::vector<ExpertSource> sources = sources_of(self, experts, views);
+  uint8_t* const first = room_for(self, sources.size(), out, &to);
+  const nb::gil_scoped_release unlocked;
+  self.pack_to(sources, first);
 }
 
 void forward(ExpertLayer& self, nb::handle x, nb::handle ids, nb::handle weights, nb::handle out, bool add) {
@@ -91,6 +114,28 @@ void copy_packed(const ExpertLayer& self, int expert, nb::handle out) {
   const TensorView to = view_of(out, "out", {Element::byte}, {self.bytes_per_expert()}, true);
   const nb::gil_scoped_release unlocked;
   self.copy_packed(expert, static_cast<uint8_t*>(to.data));
+}
+
+void check_loaded(const ExpertLayer& self, const std::vector<int>& experts) {
+  for (const int expert : experts) {
+    check_expert(self, expert);
+    if (!self.is_loaded(expert)) throw KernelError("expert " + std::to_string(expert) + " has not been loaded");
+  }
+}
+
+void copy_all(const ExpertLayer& self, const std::vector<int>& experts, nb::handle out) {
+  check_loaded(self, experts);
+  TensorView to;
+  uint8_t* const first = room_for(self, experts.size(), out, &to);
+  const nb::gil_scoped_release unlocked;
+  self.copy_all(experts, first);
+}
+
+void load_from(ExpertLayer& self, const ExpertLayer& other, const std::vector<int>& experts) {
+  for (const int expert : experts) check_expert(self, expert);
+  check_loaded(other, experts);
+  const nb::gil_scoped_release unlocked;
+  self.load_from(other, experts);
 }
 
 void forget(ExpertLayer& self, int expert) {
@@ -136,8 +181,10 @@ void bind_experts(nb::module_& m) {
       .def("load", &load, nb::arg("expert"), nb::arg("gate"), nb::arg("up"), nb::arg("down"),
            nb::arg("gate_bias").none() = nb::none(), nb::arg("up_bias").none() = nb::none(),
            nb::arg("down_bias").none() = nb::none())
-      .def("load_all", &load_all, nb::arg("first"), nb::arg("experts"),
-           "Experts first, first + 1, … from tuples of gate, up and down, in one parallel region.")
+      .def("load_all", &load_all, nb::arg("ids"), nb::arg("experts"),
+           "These experts from tuples of gate, up and down, in one parallel region.")
+      .def("pack_to", &pack_to, nb::arg("experts"), nb::arg("out"),
+           "What load_all would make of them, one after the other in other memory.")
       .def("forward", &forward, nb::arg("x"), nb::arg("ids"), nb::arg("weights"), nb::arg("out"), nb::arg("add"))
       .def("bytes", &ExpertLayer::bytes, nb::arg("first"), nb::arg("count"),
            "Of the experts [first, first + count), for each memory node.")
@@ -151,6 +198,8 @@ void bind_experts(nb::module_& m) {
           "Of gate_up and down, see layout_of in csrc/bindings/names.h.")
       .def("load_packed", &load_packed, nb::arg("expert"), nb::arg("bytes"), "The inverse of copy_packed.")
       .def("copy_packed", &copy_packed, nb::arg("expert"), nb::arg("out"), "The packed bytes of one expert.")
+      .def("copy_all", &copy_all, nb::arg("experts"), nb::arg("out"), "The packed bytes of each, one after the other.")
+      .def("load_from", &load_from, nb::arg("other"), nb::arg("experts"), "Copies them out of a layer packed alike.")
       .def("forget", &forget, nb::arg("expert"), "It lives elsewhere from now on; its place is free.")
       .def("reserve", &reserve, nb::arg("expert"), "A place for an expert on its way here, which nobody uses yet.")
       .def("settle", &settle, nb::arg("expert"), nb::arg("place"), "The expert has arrived in the reserved place.")
@@ -158,6 +207,7 @@ void bind_experts(nb::module_& m) {
       .def("place_of", &place_of, nb::arg("expert"), "The place that it lies in.")
       .def("pieces", &pieces_of, nb::arg("place"), "(offset in the packed bytes, address, bytes) of each.")
       .def("own_memory", &own_memory_of, "(address, bytes) of what places lie in; (0, 0): none, or in a file.")
+      .def_prop_ro("in_file", &ExpertLayer::in_file, "Whether they lie in a mapped file.")
       .def_prop_ro("loaded", &ExpertLayer::loaded, "How many experts are here.")
       .def_prop_ro("tier", [](const ExpertLayer& self) { return name_of(self.workspace().table().tier); })
       .def_prop_ro("bytes_per_expert", &ExpertLayer::bytes_per_expert);

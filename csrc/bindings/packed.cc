@@ -54,11 +54,15 @@ std::shared_ptr<MappedFile> map_file(int fd, size_t bytes) {
   }
 }
 
-std::vector<uint64_t> checksums(WorkerPool& pool, nb::handle data, int64_t block_bytes) {
+std::vector<uint64_t> checksums(WorkerPool& pool, const nb::list& data, int64_t block_bytes) {
   if (block_bytes < 1) throw std::invalid_argument("block_bytes must be at least 1");
-  const TensorView bytes = view_of(data, "data", {Element::byte}, {kAnySize});
+  std::vector<ByteRange> ranges;
+  for (const nb::handle part : data) {
+    const TensorView bytes = view_of(part, "data", {Element::byte}, {kAnySize});
+    ranges.push_back({static_cast<const uint8_t*>(bytes.data), bytes.shape[0]});
+  }
   const nb::gil_scoped_release unlocked;
-  return block_checksums(pool, static_cast<const uint8_t*>(bytes.data), bytes.shape[0], block_bytes);
+  return block_checksums(pool, ranges, block_bytes);
 }
 
 uint64_t checksum(const nb::bytes& data) {
@@ -121,7 +125,7 @@ void bind_packed(nb::module_& m) {
           nb::arg("offset"), nb::arg("length"));
   m.attr("LAYOUT_VERSION") = kLayoutVersion;
   m.def("block_checksums", &checksums, nb::arg("pool"), nb::arg("data"), nb::arg("block_bytes"),
-        "XXH3 of each block of the bytes (XXH64 of one below 241), in parallel.");
+        "XXH3 of each block of each array (XXH64 of one below 241), in parallel; a mapped file's are read from it.");
   m.def("xxh64", &checksum, nb::arg("data"));
   m.def("xxh3", &large_checksum, nb::arg("data"), nb::arg("tier"), "Of more than 240 bytes.");
   m.def("matrix_bytes", &matrix_bytes, nb::arg("matrix"), "Panels and bias (float32), as they lie in memory.");

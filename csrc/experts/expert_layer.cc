@@ -88,19 +88,22 @@ ByteRange ExpertLayer::packed() const {
   return {panels_, memory_bytes()};
 }
 
-void ExpertLayer::load(int expert, const ExpertSource& source) { load_all(expert, {source}); }
+void ExpertLayer::load(int expert, const ExpertSource& source) { load_all({expert}, {source}); }
 
-void ExpertLayer::check_sources(int first, const std::vector<ExpertSource>& sources) const {
-  const int64_t last = first + int64_t(sources.size()) - 1;
-  if (first < 0 || last >= shape_.experts)
-    throw std::out_of_range("there is no expert " + std::to_string(first < 0 ? first : last) + " in a layer of " +
-                            std::to_string(shape_.experts));
-  for (const ExpertSource& source : sources) {
-    check_source(gate_up_layout_, source.gate);
-    check_source(gate_up_layout_, source.up);
-    check_source(down_layout_, source.down);
-  }
-  places_.check_room(first, int(sources.size()));
+void ExpertLayer::check_formats(const ExpertSource& source) const {
+  check_source(gate_up_layout_, source.gate);
+  check_source(gate_up_layout_, source.up);
+  check_source(down_layout_, source.down);
+}
+
+void ExpertLayer::check_sources(const std::vector<int>& experts, const std::vector<ExpertSource>& sources) const {
+  if (experts.size() != sources.size()) throw std::invalid_argument("every expert needs its gate, up and down");
+  for (const int expert : experts)
+    if (expert < 0 || expert >= shape_.experts)
+      throw std::out_of_range("there is no expert " + std::to_string(expert) + " in a layer of " +
+                              std::to_string(shape_.experts));
+  for (const ExpertSource& source : sources) check_formats(source);
+  places_.check_room(experts);
 }
 
 void ExpertLayer::check_activations() const {
@@ -123,36 +126,31 @@ void ExpertLayer::own_memory() {
   }
 }
 
-void ExpertLayer::load_all(int first, const std::vector<ExpertSource>& sources) {
-  check_sources(first, sources);
+std::vector<int32_t> ExpertLayer::take_places(NewPlaces& taken, const std::vector<int>& experts) {
+  std::vector<int32_t> places;
+  for (const int expert : experts) places.push_back(taken.take(expert));
+  return places;
+}
+
+void ExpertLayer::load_all(const std::vector<int>& experts, const std::vector<ExpertSource>& sources) {
+  check_sources(experts, sources);
   const auto lock = workspace_->lock();
   own_memory();
-  const int64_t count = int64_t(sources.size());
-  std::vector<int32_t> places;
   NewPlaces taken(places_);
-  for (int i = 0; i < int(count); ++i) places.push_back(taken.take(first + i));
-  // While a layer is filled, places follow each other, and so does their memory.
-  const bool together = count && places.back() == places.front() + count - 1;
+  const std::vector<int32_t> places = take_places(taken, experts);
   const auto pack = [&](size_t node, int64_t i) {
     const NodeSlice& slice = slices_[node];
     const size_t expert = size_t(i / panels_of(slice));
-    pack_panel_of(places[expert], sources[expert], slice, i % panels_of(slice));
+    uint8_t* const to = memory_.data() + slice.offset + places[expert] * slice.expert_bytes;
+    pack_panel_of(to, sources[expert], slice, i % panels_of(slice));
   };
   const auto first_from = [&](size_t node, int64_t offset) {
     const NodeSlice& slice = slices_[node];
     if (slice.expert_bytes == 0) return int64_t{0};
     return offset / slice.expert_bytes * panels_of(slice) + first_panel_from(slice, offset % slice.expert_bytes);
   };
-  std::vector<NewMemory> memory;  // elsewhere only its size is right: pieces are given out one by one
-  for (const NodeSlice& slice : slices_) {
-    uint8_t* begin = memory_.data() + slice.offset + (together ? places.front() : 0) * slice.expert_bytes;
-    memory.push_back({begin, begin + slice.expert_bytes * count});
-  }
-  if (together)
-    fill_new(workspace_->pool(), memory, first_from, pack);
-  else
-    fill_known(workspace_->pool(), memory, first_from, pack);
-  for (size_t i = 0; i < sources.size(); ++i) pack_biases(first + int(i), sources[i]);
+  fill_places(places, first_from, pack);
+  for (size_t i = 0; i < sources.size(); ++i) pack_biases(experts[i], sources[i]);
   taken.keep();
 }
 
@@ -163,8 +161,8 @@ int64_t ExpertLayer::first_panel_from(const NodeSlice& slice, int64_t offset) co
   return panels(offset - beyond, gate_up_layout_) + panels(beyond, down_layout_);
 }
 
-void ExpertLayer::pack_panel_of(int32_t place, const ExpertSource& source, const NodeSlice& slice, int64_t panel) {
-  uint8_t* memory = memory_.data() + slice.offset + place * slice.expert_bytes;
+void ExpertLayer::pack_panel_of(uint8_t* memory, const ExpertSource& source, const NodeSlice& slice,
+                                int64_t panel) const {
   const int64_t gate_up_panels = 2 * slice.gate_up_pairs, down_panel = panel - gate_up_panels;
   if (down_panel < 0) {
     const int64_t row = (slice.first_gate_up + panel / 2) * kPanelRows;
@@ -228,7 +226,7 @@ void ExpertLayer::copy_packed(int expert, uint8_t* to) const {
 void ExpertLayer::load_packed(int expert, const uint8_t* from) {
   const auto lock = workspace_->lock();
   own_memory();
-  places_.check_room(expert, 1);
+  places_.check_room({expert});
   places_.take(expert);
   copy_pieces(expert, [&](int64_t whole, int64_t here, size_t bytes) {
     std::memcpy(memory_.data() + here, from + whole, bytes);

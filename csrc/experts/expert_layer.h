@@ -9,6 +9,7 @@
 #include "experts/routing_plan.h"
 #include "format/pack.h"
 #include "ops/workspace.h"
+#include "runtime/fill.h"
 #include "runtime/mapped_file.h"
 
 namespace tandem {
@@ -60,9 +61,16 @@ class ExpertLayer {
   const WeightView& gate_up_layout() const { return gate_up_layout_; }
   const WeightView& down_layout() const { return down_layout_; }
   bool is_loaded(int expert) const { return places_.has(expert); }
+  bool in_file() const { return file_ != nullptr; }
   int loaded() const { return places_.taken(); }       // experts that are
   void copy_packed(int expert, uint8_t* to) const;     // bytes_per_expert() of them, of all memory nodes
   void load_packed(int expert, const uint8_t* bytes);  // the inverse
+  // The same of many, one after the other in `to`, and what `load` would make of such experts; on all workers
+  // (expert_bytes.cc). The first reads the file that this layer lies in, if it does, and leaves its mapping alone.
+  void copy_all(const std::vector<int>& experts, uint8_t* to) const;
+  void pack_to(const std::vector<ExpertSource>& sources, uint8_t* to) const;
+  // Copies these out of a layer of the same shape on the same workers. Throws std::invalid_argument for any other.
+  void load_from(const ExpertLayer& other, const std::vector<int>& experts);
   // The expert lives elsewhere from now on, and its place is free. Throws std::invalid_argument if it is not loaded.
   void forget(int expert);
 
@@ -84,8 +92,8 @@ class ExpertLayer {
   // Packs one expert on the pool. Throws std::out_of_range for an expert that does not exist.
   void load(int expert, const ExpertSource& source);
 
-  // Packs experts first, first + 1, … in one parallel region, so that small experts share it.
-  void load_all(int first, const std::vector<ExpertSource>& sources);
+  // Packs them in one parallel region, so that small experts share it.
+  void load_all(const std::vector<int>& experts, const std::vector<ExpertSource>& sources);
 
   // What `load` has packed, as it lies in memory (see NodeSlice), and the biases as they are added (null: none). Throws
   // std::invalid_argument for a layer that has no place for some of its experts.
@@ -105,8 +113,14 @@ class ExpertLayer {
  private:
   WeightView gate_up(int expert, size_t node) const;  // what a node has of it
   WeightView down(int expert, size_t node) const;
-  void check_sources(int first, const std::vector<ExpertSource>& sources) const;
-  void pack_panel_of(int32_t place, const ExpertSource& source, const NodeSlice& slice, int64_t panel);
+  void check_sources(const std::vector<int>& experts, const std::vector<ExpertSource>& sources) const;
+  void check_formats(const ExpertSource& source) const;
+  static std::vector<int32_t> take_places(NewPlaces& taken, const std::vector<int>& experts);
+  // fill(node, piece) for all pieces of these places, which are new memory where they follow each other.
+  template <class FirstFrom, class Fill>
+  void fill_places(const std::vector<int32_t>& places, const FirstFrom& first_from, const Fill& fill);
+  // `to`: where a node has the expert.
+  void pack_panel_of(uint8_t* to, const ExpertSource& source, const NodeSlice& slice, int64_t panel) const;
   template <class Copy>
   void copy_pieces(int expert, Copy copy) const;
   int64_t memory_bytes() const { return bytes_of(slices_, places_.count()); }
@@ -136,5 +150,21 @@ class ExpertLayer {
   RoutingPlan plan_;
   std::vector<ByteRange> upcoming_;
 };
+
+template <class FirstFrom, class Fill>
+void ExpertLayer::fill_places(const std::vector<int32_t>& places, const FirstFrom& first_from, const Fill& fill) {
+  // While a layer is filled, places follow each other, and so does their memory.
+  bool together = true;
+  for (size_t i = 1; i < places.size(); ++i) together &= places[i] == places[i - 1] + 1;
+  std::vector<NewMemory> memory;  // elsewhere only its size is right: pieces are given out one by one
+  for (const NodeSlice& slice : slices_) {
+    uint8_t* begin = memory_.data() + slice.offset + (together && !places.empty() ? places[0] : 0) * slice.expert_bytes;
+    memory.push_back({begin, begin + slice.expert_bytes * int64_t(places.size())});
+  }
+  if (together)
+    fill_new(workspace_->pool(), memory, first_from, fill);
+  else
+    fill_known(workspace_->pool(), memory, first_from, fill);
+}
 
 }  // namespace tandem

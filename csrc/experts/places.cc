@@ -19,11 +19,10 @@ int Places::taken() const {
   return int(std::count_if(of_.begin(), of_.end(), [](int32_t place) { return place >= 0; }));
 }
 
-void Places::check_room(int first, int count) const {
-  const auto begin = of_.begin() + first;
-  const auto needed = std::count_if(begin, begin + count, [](int32_t place) { return place < 0; });
+void Places::check_room(const std::vector<int>& experts) const {
+  const auto needed = std::count_if(experts.begin(), experts.end(), [&](int expert) { return !has(expert); });
   if (!for_all() && needed > int64_t(free_.size()))
-    throw std::invalid_argument("no place is left for expert " + std::to_string(first + count - 1) +
+    throw std::invalid_argument("no place is left for expert " + std::to_string(experts.back()) +
                                 " in a layer that has " + std::to_string(count_));
 }
 

@@ -20,8 +20,8 @@ class Places {
   int32_t of(int expert) const { return of_[size_t(expert)]; }  // -1: it has none
   int taken() const;
 
-  // Throws std::invalid_argument if not all experts of [first, first + count) would have a place.
-  void check_room(int first, int count) const;
+  // Throws std::invalid_argument if not all of these experts would have a place.
+  void check_room(const std::vector<int>& experts) const;
   int32_t take(int expert);  // its place, from now on if it had none; there is room
   void take_all();
   void give_back(int expert);  // throws std::invalid_argument if it has none

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "isa/inline.h"
+#include "runtime/readable_file.h"
 #include "runtime/widest.h"
 
 namespace tandem {
@@ -13,6 +14,7 @@ namespace {
 constexpr uint64_t kPrime1 = 0x9E3779B185EBCA87, kPrime2 = 0xC2B2AE3D27D4EB4F, kPrime3 = 0x165667B19E3779F9,
                    kPrime4 = 0x85EBCA77C2B2AE63, kPrime5 = 0x27D4EB2F165667C5;
 constexpr int64_t kStripe = 32;
+constexpr int64_t kReadBytes = int64_t{256} << 10;  // of a file at a time: half of a core's cache, or less
 
 uint64_t turned(uint64_t x, int bits) { return x << bits | x >> (64 - bits); }
 
@@ -69,11 +71,16 @@ uint64_t folded(uint64_t a, uint64_t b) {
 
 }  // namespace
 
-uint64_t xxh3(const uint8_t* p, int64_t bytes, const DenseKernels& kernels) {
+uint64_t xxh3(const uint8_t* p, int64_t bytes, const DenseKernels& kernels, Arrival arrive) {
   if (bytes < kXxh3Least) throw std::invalid_argument("xxh3 is there for more than 240 bytes only");
   uint64_t sums[8] = {kPrime32_3, kPrime1, kPrime2, kPrime3, kPrime4, kPrime32_2, kPrime5, kPrime32_1};
   const int64_t blocks = (bytes - 1) / kXxh3BlockBytes, rest = blocks * kXxh3BlockBytes;
-  kernels.xxh3_blocks(sums, p, blocks, kSecret);
+  for (int64_t summed = 0, here = 0; here < bytes;) {
+    here = arrive(here);
+    const int64_t whole = std::min(here / kXxh3BlockBytes, blocks);
+    kernels.xxh3_blocks(sums, p + summed * kXxh3BlockBytes, whole - summed, kSecret);
+    summed = whole;
+  }
   for (int64_t i = 0; i < (bytes - 1 - rest) / kXxh3StripeBytes; ++i)
     mix_stripe(sums, p + rest + i * kXxh3StripeBytes, kSecret + i * kXxh3SecretStep);
   constexpr int64_t kLast = kXxh3SecretBytes - kXxh3StripeBytes - 7, kMerge = 11;  // where in the secret
@@ -83,6 +90,10 @@ uint64_t xxh3(const uint8_t* p, int64_t bytes, const DenseKernels& kernels) {
     sum += folded(sums[i] ^ word64(kSecret + kMerge + 8 * i), sums[i + 1] ^ word64(kSecret + kMerge + 8 * i + 8));
   sum = (sum ^ sum >> 37) * 0x165667919E3779F9;
   return sum ^ sum >> 32;
+}
+
+uint64_t xxh3(const uint8_t* p, int64_t bytes, const DenseKernels& kernels) {
+  return xxh3(p, bytes, kernels, [&](int64_t) { return bytes; });
 }
 
 uint64_t xxh64(const uint8_t* p, int64_t bytes) {
@@ -96,12 +107,38 @@ uint64_t xxh64(const uint8_t* p, int64_t bytes) {
   return sum ^ sum >> 32;
 }
 
-std::vector<uint64_t> block_checksums(WorkerPool& pool, const uint8_t* data, int64_t bytes, int64_t block_bytes) {
-  std::vector<uint64_t> sums(size_t((bytes + block_bytes - 1) / block_bytes));
-  pool.for_each(int64_t(sums.size()), [&](int64_t i, const Worker&) {
-    const int64_t first = i * block_bytes;
-    const int64_t count = std::min(block_bytes, bytes - first);
-    sums[size_t(i)] = count < kXxh3Least ? xxh64(data + first, count) : xxh3(data + first, count, widest_kernels());
+namespace {
+
+uint64_t sum_of(const uint8_t* p, int64_t bytes) {
+  return bytes < kXxh3Least ? xxh64(p, bytes) : xxh3(p, bytes, widest_kernels());
+}
+
+// Read a part at a time into this thread's buffer, and summed while the part is in the cache. In place where no file is
+// known that has these bytes.
+uint64_t sum_of_block(const uint8_t* from, int64_t bytes) {
+  static thread_local std::vector<uint8_t> buffer;
+  if (int64_t(buffer.size()) < bytes) buffer.resize(size_t(bytes));
+  const int64_t first = std::min(kReadBytes, bytes);
+  if (!ReadableFile::read(from, first, buffer.data())) return sum_of(from, bytes);
+  if (bytes < kXxh3Least) return sum_of(buffer.data(), bytes);
+  return xxh3(buffer.data(), bytes, widest_kernels(), [&](int64_t done) {
+    const int64_t part = done ? std::min(kReadBytes, bytes - done) : first;
+    if (done && !ReadableFile::read(from + done, part, buffer.data() + done))
+      std::memcpy(buffer.data() + done, from + done, size_t(part));
+    return done + part;
+  });
+}
+
+}  // namespace
+
+std::vector<uint64_t> block_checksums(WorkerPool& pool, const std::vector<ByteRange>& ranges, int64_t block_bytes) {
+  std::vector<ByteRange> blocks;
+  for (const ByteRange& range : ranges)
+    for (int64_t at = 0; at < range.bytes; at += block_bytes)
+      blocks.push_back({range.data + at, std::min(block_bytes, range.bytes - at)});
+  std::vector<uint64_t> sums(blocks.size());
+  pool.for_each(int64_t(blocks.size()), [&](int64_t i, const Worker&) {
+    sums[size_t(i)] = sum_of_block(blocks[size_t(i)].data, blocks[size_t(i)].bytes);
   });
   return sums;
 }

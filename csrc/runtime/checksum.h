@@ -15,8 +15,14 @@ namespace tandem {
 constexpr int64_t kXxh3Least = 241;
 uint64_t xxh64(const uint8_t* data, int64_t bytes);
 uint64_t xxh3(const uint8_t* data, int64_t bytes, const DenseKernels& kernels);
+// The same of data that arrives meanwhile: arrive(n), called when the first n bytes were there, returns how
+// many are there now.
+using Arrival = FunctionRef<int64_t(int64_t)>;
+uint64_t xxh3(const uint8_t* data, int64_t bytes, const DenseKernels& kernels, Arrival arrive);
 
-// The checksum of each block of `block_bytes` (the last may be shorter), in parallel: XXH3, or XXH64 of short ones.
-std::vector<uint64_t> block_checksums(WorkerPool& pool, const uint8_t* data, int64_t bytes, int64_t block_bytes);
+// The checksum of each block of `block_bytes` (the last of a range may be shorter) of all ranges in turn, in one
+// parallel region: XXH3, or XXH64 of short ones. What lies in a known file (ReadableFile) is read from it: faster than
+// page faults, and a file that is cut short meanwhile is an error.
+std::vector<uint64_t> block_checksums(WorkerPool& pool, const std::vector<ByteRange>& ranges, int64_t block_bytes);
 
 }  // namespace tandem

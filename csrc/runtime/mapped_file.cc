@@ -24,6 +24,7 @@ MappedFile::MappedFile(int fd, size_t bytes) : reserved_bytes_(bytes + kHugePage
   }
   madvise(at, bytes, MADV_HUGEPAGE);  // a wish: some file systems have large pages in their cache
   data_ = static_cast<const uint8_t*>(at);
+  readable_ = std::make_unique<ReadableFile>(fd, data_, bytes);
 }
 
 const uint8_t* MappedFile::at(int64_t offset, int64_t length) const {
@@ -34,6 +35,9 @@ const uint8_t* MappedFile::at(int64_t offset, int64_t length) const {
   return data_ + offset;
 }
 
-MappedFile::~MappedFile() { munmap(reserved_, reserved_bytes_); }
+MappedFile::~MappedFile() {
+  readable_.reset();  // before the addresses can be somebody else's
+  munmap(reserved_, reserved_bytes_);
+}
 
 }  // namespace tandem

@@ -3,12 +3,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+
+#include "runtime/readable_file.h"
 
 namespace tandem {
 
 class MappedFile {
  public:
-  // Maps the first `bytes` of the open file `fd`, which is not kept, at a 2 MiB boundary. Throws std::system_error.
+  // Maps the first `bytes` of the open file `fd` at a 2 MiB boundary; of `fd` a duplicate is kept, to read what should
+  // not be mapped (see ReadableFile). Throws std::system_error.
   MappedFile(int fd, size_t bytes);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;
@@ -25,6 +29,7 @@ class MappedFile {
   size_t reserved_bytes_ = 0;
   const uint8_t* data_ = nullptr;
   size_t bytes_ = 0;
+  std::unique_ptr<ReadableFile> readable_;
 };
 
 }  // namespace tandem

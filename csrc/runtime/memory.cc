@@ -41,10 +41,7 @@ HugeBuffer::Part HugeBuffer::part(uint8_t* begin, uint8_t* end, int64_t index) {
 }
 
 void HugeBuffer::Part::touch() const {
-  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14; without it pages come when they are written
-  constexpr uintptr_t kSmallPage = 4096;
-  const uintptr_t first = reinterpret_cast<uintptr_t>(begin) & ~(kSmallPage - 1);
-  if (begin < end) madvise(reinterpret_cast<void*>(first), reinterpret_cast<uintptr_t>(end) - first, kPopulateWrite);
+  if (begin < end) __atomic_fetch_or(begin, 0, __ATOMIC_RELAXED);
 }
 
 void HugeBuffer::prefer_node(uint8_t* begin, uint8_t* end, int node) {

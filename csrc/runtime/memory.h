@@ -17,7 +17,9 @@ class HugeBuffer {
   // A part of new memory that one worker fills. Its huge page is cleared when it is touched first; by one thread alone
   // if parts are given out as they are here: threads that touch a page together each clear it, and all but one throw
   // their work away (with 16 threads packing 96 KB pieces that was most of the time of loading). Bytes that are there
-  // already stay: the end of what begins in the part before may be written first.
+  // already stay: the end of what begins in the part before may be written first. A page fault, not
+  // MADV_POPULATE_WRITE: faults take a lock of the mapping's own where that call takes the process's (16 threads: 53
+  // GB/s against 37).
   struct Part {
     uint8_t *begin, *end;
     void touch() const;

@@ -286,10 +286,13 @@ class ExpertLayer:
         up_bias: object | None = None,
         down_bias: object | None = None,
     ) -> None: ...
-    def load_all(self, first: int, experts: list) -> None:
+    def load_all(self, ids: Sequence[int], experts: list) -> None:
         """
-        Experts first, first + 1, … from tuples of gate, up and down, in one parallel region.
+        These experts from tuples of gate, up and down, in one parallel region.
         """
+
+    def pack_to(self, experts: list, out: object) -> None:
+        """What load_all would make of them, one after the other in other memory."""
 
     def forward(self, x: object, ids: object, weights: object, out: object, add: bool) -> None: ...
     def bytes(self, first: int, count: int) -> list[ByteRange]:
@@ -306,6 +309,12 @@ class ExpertLayer:
 
     def copy_packed(self, expert: int, out: object) -> None:
         """The packed bytes of one expert."""
+
+    def copy_all(self, experts: Sequence[int], out: object) -> None:
+        """The packed bytes of each, one after the other."""
+
+    def load_from(self, other: ExpertLayer, experts: Sequence[int]) -> None:
+        """Copies them out of a layer packed alike."""
 
     def forget(self, expert: int) -> None:
         """It lives elsewhere from now on; its place is free."""
@@ -327,6 +336,10 @@ class ExpertLayer:
 
     def own_memory(self) -> tuple[int, int]:
         """(address, bytes) of what places lie in; (0, 0): none, or in a file."""
+
+    @property
+    def in_file(self) -> bool:
+        """Whether they lie in a mapped file."""
 
     @property
     def loaded(self) -> int:
@@ -352,8 +365,10 @@ class MappedFile:
 
 LAYOUT_VERSION: int = 5
 
-def block_checksums(pool: WorkerPool, data: object, block_bytes: int) -> list[int]:
-    """XXH3 of each block of the bytes (XXH64 of one below 241), in parallel."""
+def block_checksums(pool: WorkerPool, data: list, block_bytes: int) -> list[int]:
+    """
+    XXH3 of each block of each array (XXH64 of one below 241), in parallel; a mapped file's are read from it.
+    """
 
 def xxh64(data: bytes) -> int: ...
 def xxh3(data: bytes, tier: str) -> int:

@@ -20,6 +20,7 @@ from tandem.experts.hybrid_store import HybridStore
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.ops import Lookup, Routing, SureRead
+from tandem.kernels.packed_cache import KeptLayer
 
 POOL_WEIGHTS = 1 << 26
 WEIGHT_SIZE = 0.02  # standard deviation, as models are initialised
@@ -64,7 +65,9 @@ class SyntheticCheckpoint:
 class SyntheticExperts(HybridExperts):
     """One expert is packed; the others are copies of its bytes."""
 
-    def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
+    def load(
+        self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
+    ) -> None:
         if self._cpu is not None:
             self._fill_cpu(self._cpu, matrices(0))
         if self._gpu is not None:
@@ -100,7 +103,9 @@ class NoExperts:
     expert_bytes = 0
     places = None
 
-    def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None: ...
+    def load(
+        self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
+    ) -> None: ...
 
     def sure_read(self, experts: int) -> SureRead:
         return SureRead(cast(Any, self), experts)

@@ -21,6 +21,7 @@ from tandem import _core
 from tandem.experts import ExpertMatrices
 from tandem.experts.cpu_experts import Experts
 from tandem.kernels.ops import Routing, SureRead
+from tandem.kernels.packed_cache import KeptLayer
 from tandem.models.moe import MoEBlock
 from tandem.quality.stream import LayerStream, Variant
 from tandem.quality.text import Windows
@@ -43,8 +44,10 @@ class RecordingExperts:
     def places(self) -> Tensor | None:
         return self._experts.places
 
-    def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
-        self._experts.load(count, matrices)
+    def load(
+        self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
+    ) -> None:
+        self._experts.load(count, matrices, kept)
 
     @property
     def expert_bytes(self) -> int:

@@ -66,21 +66,19 @@ def load_parts(
     tokenizer = Tokenizer.load(directory)
     workers = planned_pool(plan)
     ops = CpuOps(workers, plan.tier, plan.int8_activations)
+    kept = packed_cache(config, plan, model_config, checkpoint, ops)
+    if kept is not None:
+        kept.open(_verifying(progress))
     if plan.gpu is None:
-        kept = packed_cache(config, plan, model_config, checkpoint, ops)
-        if kept is not None:
-            kept.open(_verifying(progress))
         usage = expert_usage(config, plan, model_config)
         model = models.build(model_config, plan, checkpoint, ops, progress, kept=kept, usage=usage)
         recorder = expert_recorder(config, model_config, usage)
         return EngineParts(plan, model_config, model, tokenizer, workers, usage, recorder)
-    if config.packed_cache is not None:
-        _say("--packed-cache has no effect where a GPU is used: the model is packed at every start")
     from tandem.engine.gpu_side import gpu_side, live_experts  # Triton is there only where a GPU is
 
     gpu = gpu_side(plan, model_config, ops)
     usage = expert_usage(config, plan, model_config, gpu.ops.device, gpu.placement.on_gpu)
-    model = models.build(model_config, plan, checkpoint, gpu.ops, progress, gpu.store, usage=usage)
+    model = models.build(model_config, plan, checkpoint, gpu.ops, progress, gpu.store, kept, usage)
     recorder = expert_recorder(config, model_config, usage)
     live = live_experts(plan, gpu, usage, progress)
     return EngineParts(
@@ -91,7 +89,8 @@ def load_parts(
 def packed_cache(
     config: EngineConfig, plan: Plan, model: ModelConfig, checkpoint: Checkpoint, ops: CpuOps
 ) -> PackedCache | None:
-    """Where --packed-cache keeps this model, as this plan packs it. The kernel tier is no part of that."""
+    """Where --packed-cache keeps this model, as this plan packs it. Neither the kernel tier is part of that nor where
+    experts live; with a GPU it is experts only."""
     if config.packed_cache is None:
         return None
     directory = checkpoint.path.resolve()
@@ -104,8 +103,9 @@ def packed_cache(
     name = f"{directory.name}-{place}-{plan.expert_format}-{plan.dtype}.packed"
     about = f"{directory} ({plan.expert_format} experts, files as of {key[:8]})"
     return PackedCache(
-        Path(config.packed_cache).expanduser() / name, key, about, ops.workspace, ops.pool, _say
-    )
+        Path(config.packed_cache).expanduser() / name, key, about, ops.workspace, ops.pool, _say,
+        dense=plan.gpu is None,
+    )  # fmt: skip
 
 
 def _say(text: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import weight_bytes
 from tandem.kernels.ops import ExpertLayer, Routing, SureRead
+from tandem.kernels.packed_cache import KeptLayer
 
 CHUNK_BYTES = 256 << 20  # of weights made ahead
 VIEW_CHUNKS = 4  # as many may be views, which take no memory: workers share a long run more evenly
@@ -27,8 +28,11 @@ ExpertMatrices = tuple[Weight, Weight, Weight]
 class Experts(Protocol):
     """A layer's experts, wherever they live."""
 
-    def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
-        """Packs experts 0 ... count - 1, with few of them unpacked at a time (`runs`)."""
+    def load(
+        self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
+    ) -> None:
+        """Packs experts 0 ... count - 1, with few of them unpacked at a time (`runs`). Those that are kept from an
+        earlier start are not packed again."""
         ...
 
     @property
@@ -121,10 +125,16 @@ class CpuExperts:
     def __init__(self, layer: ExpertLayer) -> None:
         self._layer = layer
 
-    def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
+    def load(
+        self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
+    ) -> None:
         """Packs experts 0 … count - 1 on all workers."""
+        if kept is not None and kept.fill(self._layer):
+            return
         for first, run in runs(count, matrices):
             self._layer.load_all(first, run)
+        if kept is not None:
+            kept.keep(self._layer)
 
     @property
     def expert_bytes(self) -> int:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tandem.experts.cpu_experts import ExpertMatrices, runs
+from tandem.experts.cpu_experts import CpuExperts, ExpertMatrices, runs
 from tandem.experts.handoff import Handoff
 from tandem.experts.live_exchange import LiveLayer
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import Routing, SureRead
+from tandem.kernels.packed_cache import KeptLayer
 
 if TYPE_CHECKING:
     from tandem.kernels.gpu.experts import GpuExperts, PartialSums
@@ -37,23 +37,57 @@ class HybridExperts:
     """`submit` hands the CPU its pairs and computes the GPU's; `wait` adds both sums."""
 
     def __init__(
-        self, slot_of: Tensor, gpu: GpuExperts | None, cpu: PackedExperts | None, handoff: Handoff
+        self,
+        slot_of: Tensor,
+        gpu: GpuExperts | None,
+        cpu: PackedExperts | None,
+        handoff: Handoff,
+        whole: Callable[[], PackedExperts] | None = None,
+        live: bool = False,
     ) -> None:
-        """slot_of int32 [experts]: the slot of those on the GPU, else -1. A side without experts is None."""
+        """slot_of int32 [experts]: the slot of those on the GPU, else -1. A side without experts is None. whole: makes
+        an empty layer of all of them in CPU memory, for packed caches. live: they may change places later."""
         self._slot_of, self._gpu, self._cpu, self._handoff = slot_of, gpu, cpu, handoff
+        self._whole, self._live = whole, live
         self._table = slot_of.to(handoff.device) if gpu is None else gpu.table
         self._number = -1 if cpu is None else handoff.add(cpu)
 
-    def load(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
-        """Packs experts 0 ... count - 1, each where it lives."""
-        for first, run in runs(count, matrices):
-            for here, experts in groupby(range(first, first + len(run)), self._on_gpu):
-                each = list(experts)
-                side = self._gpu if here else self._cpu
-                assert side is not None
-                side.load_all(each[0], run[each[0] - first : each[-1] + 1 - first])
+    def load(
+        self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
+    ) -> None:
+        """Packs experts 0 ... count - 1, each where it lives; for a packed cache all in CPU memory first, a layer at a
+        time: the file holds every expert, wherever the next start puts it."""
+        if kept is not None and self._whole is not None:
+            self._take(self._kept(count, matrices, kept, self._whole()))
+        else:
+            self._pack(count, matrices)
         if self._gpu is not None:
             self._gpu.all_loaded()
+
+    def _pack(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
+        for first, run in runs(count, matrices):
+            for side, here in ((self._gpu, True), (self._cpu, False)):
+                mine = [i for i in range(len(run)) if self._on_gpu(first + i) == here]
+                if side is not None and mine:
+                    side.load_each([first + i for i in mine], [run[i] for i in mine])
+
+    def _kept(
+        self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer, whole: PackedExperts
+    ) -> PackedExperts:
+        kept.cache.wait()  # the layer before: its memory is free now
+        CpuExperts(whole).load(count, matrices, kept)
+        return whole
+
+    def _take(self, whole: PackedExperts) -> None:
+        """Out of a layer that has all of them. If that lies in a file, the CPU's stay there, unless experts may change
+        places: then they need memory that can be written."""
+        ids = range(len(self._slot_of))
+        if self._gpu is not None:
+            self._gpu.take([expert for expert in ids if self._on_gpu(expert)], whole)
+        if self._cpu is not None and whole.in_file and not self._live:
+            self._cpu.share(whole)
+        elif self._cpu is not None:
+            self._cpu.load_from(whole, [expert for expert in ids if not self._on_gpu(expert)])
 
     def _on_gpu(self, expert: int) -> bool:
         return int(self._slot_of[expert]) >= 0

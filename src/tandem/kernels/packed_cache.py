@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
@@ -22,13 +23,21 @@ Packed = PackedMatrix | PackedExperts
 class PackedCache:
     """Hands out what the file holds; what it lacks is kept with `keep` and written while loading goes on.
 
-    key: whatever decides the packed bytes. A file with another key, or a damaged one, is replaced.
+    key: whatever decides the packed bytes. A file with another key, or a damaged one, is replaced. dense: whether
+    matrices are taken from it, too, not only experts: on a GPU they lie in another order.
     """
 
     def __init__(
-        self, path: Path, key: str, about: str, workspace: _core.Workspace, pool: _core.WorkerPool, say: Say
+        self,
+        path: Path,
+        key: str,
+        about: str,
+        workspace: _core.Workspace,
+        pool: _core.WorkerPool,
+        say: Say,
+        dense: bool = True,
     ) -> None:
-        self.path, self._key, self._about = path, key, about
+        self.path, self._key, self._about, self.dense = path, key, about, dense
         self._workspace, self._pool, self._say = workspace, pool, say
         self._file: PackedFile | None = None
         self._adopted: dict[str, Packed] = {}
@@ -59,11 +68,11 @@ class PackedCache:
         return file
 
     def matrix(self, name: str) -> PackedMatrix | None:
-        section = self._file.sections.get(name) if self._file else None
+        section = self._file.sections.get(name) if self._file and self.dense else None
         if self._file is None or section is None:
             return None
         matrix = PackedMatrix.adopt(self._workspace, self._file, section)
-        self._adopted[name] = matrix
+        self._adopt(name, matrix)
         return matrix
 
     def fill(self, name: str, experts: object) -> bool:
@@ -72,8 +81,18 @@ class PackedCache:
         if self._file is None or section is None or not isinstance(experts, PackedExperts):
             return False
         experts.adopt(self._file, section)
-        self._adopted[name] = experts
+        self._adopt(name, experts)
         return True
+
+    def _adopt(self, name: str, packed: Packed) -> None:
+        """What the file has stays in it when it must be written anew."""
+        self._adopted[name] = packed
+        if self._writing is not None:
+            self._writing.add(name, packed)
+
+    def layer(self, name: str) -> KeptLayer:
+        """For whoever loads that layer."""
+        return KeptLayer(self, name)
 
     def keep(self, name: str, packed: object) -> None:
         """Writes it; returns at once. `packed` must not be loaded into any more. What is not packed is not kept."""
@@ -87,11 +106,30 @@ class PackedCache:
                     self._writing.add(other, adopted)
         self._writing.add(name, packed)
 
+    def wait(self) -> None:
+        """Until what was kept so far is in the file, so that its memory can be given up."""
+        if self._writing is not None:
+            self._writing.wait()
+
     def finish(self, progress: Verified) -> None:
         """Waits until everything kept is on disk."""
         if self._writing is not None:
             self._writing.finish(self._key, self._about, progress)
         self._adopted.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLayer:
+    """A layer's experts in a `PackedCache`: from an earlier start, or for a later one."""
+
+    cache: PackedCache
+    name: str
+
+    def fill(self, experts: object) -> bool:
+        return self.cache.fill(self.name, experts)
+
+    def keep(self, experts: object) -> None:
+        self.cache.keep(self.name, experts)
 
 
 class _Writing:
@@ -108,6 +146,10 @@ class _Writing:
         self._pending.append(
             (packed.packed_bytes, self._thread.submit(self._guarded, self._add, name, packed))
         )
+
+    def wait(self) -> None:
+        for _, written in self._pending:
+            written.result()
 
     def finish(self, key: str, about: str, progress: Verified) -> None:
         total, done = sum(nbytes for nbytes, _ in self._pending), 0

@@ -23,6 +23,9 @@ from tandem.kernels.packable import (
 )
 from tandem.kernels.packed_file import PackedFile, Section
 
+ExpertWeights = tuple[Weight, Weight, Weight]
+"""gate, up, down."""
+
 
 class PackedExperts:
     """`ExpertLayer` on packed weights: the routed experts of one layer, gated MLPs of equal shape.
@@ -84,12 +87,26 @@ class PackedExperts:
         self._core.load(expert, core_source(gate), core_source(up), core_source(down), *biases)
         self._empty = False
 
-    def load_all(self, first: int, experts: Sequence[tuple[Weight, Weight, Weight]]) -> None:
+    def load_all(self, first: int, experts: Sequence[ExpertWeights]) -> None:
         """Packs experts first, first + 1, … in one parallel region, so that small ones share it."""
-        for expert, (gate, up, down) in enumerate(experts, first):
-            self.hold(gate, up, down, expert)
-        self._core.load_all(first, [(core_source(g), core_source(u), core_source(d)) for g, u, d in experts])
+        self.load_each(range(first, first + len(experts)), experts)
+
+    def load_each(self, ids: Sequence[int], experts: Sequence[ExpertWeights]) -> None:
+        """Packs the experts `ids` in one parallel region."""
+        self._hold_each(ids, experts)
+        self._core.load_all(list(ids), [_sources(expert) for expert in experts])
         self._empty = False
+
+    def pack_to(self, ids: Sequence[int], experts: Sequence[ExpertWeights], out: Tensor) -> None:
+        """What `load_each` would make of them, one after the other in `out`, uint8 [their bytes]. No expert is kept,
+        but their formats are the layer's from now on. An empty layer takes no memory for it."""
+        self._hold_each(ids, experts)
+        self._core.pack_to([_sources(expert) for expert in experts], out)
+        self._empty = False
+
+    def _hold_each(self, ids: Sequence[int], experts: Sequence[ExpertWeights]) -> None:
+        for expert, (gate, up, down) in zip(ids, experts, strict=True):
+            self.hold(gate, up, down, expert)
 
     def hold(self, gate: Weight, up: Weight, down: Weight, expert: int = 0) -> None:
         """Makes this the layer that such experts are loaded into. All are packed alike; the first one decides."""
@@ -137,6 +154,14 @@ class PackedExperts:
     def load_packed(self, expert: int, packed: Tensor) -> None:
         """The inverse of `packed`."""
         self._core.load_packed(expert, packed)
+
+    def load_from(self, other: PackedExperts, ids: Sequence[int]) -> None:
+        """Copies the experts `ids` out of a layer of the same shape and formats, on all workers."""
+        if self._empty and self._formats != other._formats:
+            self._formats = other._formats
+            self._make()
+        self._core.load_from(other.core, list(ids))
+        self._empty = False
 
     def forget(self, expert: int) -> None:
         """The expert lives elsewhere from now on: its place is free for another."""
@@ -192,6 +217,10 @@ class PackedExperts:
         """One expert's packed bytes, on all workers, into uint8 [bytes_per_expert]."""
         self._core.copy_packed(expert, out)
 
+    def copy_all(self, ids: Sequence[int], out: Tensor) -> None:
+        """The packed bytes of each, one after the other, on all workers, into uint8 [their bytes]."""
+        self._core.copy_all(list(ids), out)
+
     @property
     def loaded(self) -> int:
         """How many experts are here."""
@@ -216,6 +245,18 @@ class PackedExperts:
         _core.adopt_experts(self._core, file.mapped, panels.offset, *biases)
         self._empty = False
 
+    def share(self, other: PackedExperts) -> None:
+        """Makes this layer, into which nothing was loaded, the same as `other`: both have all of its experts."""
+        if not self._empty or self.shape != other.shape:
+            raise KernelError("only an empty layer of the same shape can become another")
+        self._core, self._forward, self._formats = other._core, other._forward, other._formats
+        self.places, self._empty = other.places, other._empty
+
+    @property
+    def in_file(self) -> bool:
+        """Whether its experts lie in a mapped file, where they cannot be replaced."""
+        return self._core.in_file
+
     @property
     def formats(self) -> tuple[FormatNames, ...]:
         """Of gate and up, and of down."""
@@ -232,3 +273,8 @@ class PackedExperts:
     def parts(self) -> tuple[memoryview, ...]:
         """Panels of all experts and both biases as they lie in memory; valid as long as this object."""
         return _core.expert_bytes(self._core)
+
+
+def _sources(expert: ExpertWeights) -> tuple[_core.Codes | Tensor, ...]:
+    gate, up, down = expert
+    return core_source(gate), core_source(up), core_source(down)

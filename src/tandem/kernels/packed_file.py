@@ -15,7 +15,8 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -94,18 +95,21 @@ class PackedFile:
         """Reads every section once, on all workers, in the order of the file. CheckpointError for the first damage."""
         parts = [part for section in self.table.sections for part in section.parts]
         total, done = sum(part.nbytes for part in parts), 0
-        for part in parts:
-            for piece in _pieces(part):
-                self._verify(pool, piece)
-                done += piece.nbytes
-                progress(done, total)
+        for batch in _batches(parts):
+            self._verify(pool, batch)
+            done += sum(part.nbytes for part in batch)
+            progress(done, total)
 
-    def _verify(self, pool: _core.WorkerPool, part: Part) -> None:
-        found = checksums_of(pool, self.view(part))
-        for index, (a, b) in enumerate(zip(found, part.checksums, strict=False)):
-            if a != b:
+    def _verify(self, pool: _core.WorkerPool, parts: list[Part]) -> None:
+        try:
+            found = checksums_of(pool, *map(self.view, parts))
+        except CheckpointError as error:
+            raise self._wrong("cannot be read, or was cut short meanwhile") from error
+        expected = [(sum_, part, i) for part in parts for i, sum_ in enumerate(part.checksums)]
+        for sum_, (right, part, index) in zip(found, expected, strict=False):
+            if sum_ != right:
                 raise self._wrong(f"is damaged at byte {part.offset + index * BLOCK_BYTES} or soon after")
-        if len(found) != len(part.checksums):
+        if len(found) != len(expected):
             raise self._wrong("has a table that does not fit")
 
     def view(self, part: Part) -> memoryview:
@@ -126,6 +130,18 @@ def _pieces(part: Part) -> Iterator[Part]:
         yield Part(part.offset + first, length, part.checksums[index : index + blocks])
 
 
+def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Their pieces, VERIFY_BYTES or more together: workers wait for each other only once in a batch."""
+    batch: list[Part] = []
+    for piece in chain.from_iterable(map(_pieces, parts)):
+        batch.append(piece)
+        if sum(piece.nbytes for piece in batch) >= VERIFY_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
 def read_ahead(path: Path) -> None:
     """Asks the kernel for the whole file, in order; returns when the disk's queue has taken all of it."""
     with path.open("rb") as file:
@@ -137,8 +153,9 @@ def checksum_of(data: bytes) -> int:
     return _core.xxh64(data)
 
 
-def checksums_of(pool: _core.WorkerPool, data: memoryview) -> list[int]:
-    return _core.block_checksums(pool, data, BLOCK_BYTES)
+def checksums_of(pool: _core.WorkerPool, *data: memoryview) -> list[int]:
+    """Of every BLOCK_BYTES of each."""
+    return _core.block_checksums(pool, list(data), BLOCK_BYTES)
 
 
 class PackedWriter:

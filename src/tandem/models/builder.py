@@ -16,7 +16,7 @@ from tandem.experts import CpuExperts, ExpertMatrices, Experts, ExpertStore
 from tandem.experts.usage import ExpertUsage
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import numbers, stacked, weight_bytes
-from tandem.kernels.ops import MLP, ExpertLayer, Linear, Ops, Rope, Tally
+from tandem.kernels.ops import MLP, Linear, Ops, Rope, Tally
 from tandem.kernels.packed_cache import PackedCache
 from tandem.models.linear import SideBySide
 
@@ -50,9 +50,8 @@ class Builder:
         self._report = progress or (lambda _name, _done, _total: None)
         self._done, self._total = 0, checkpoint.nbytes()
         self._kept, self._usage = kept, usage
-        if kept is None or not kept.mapped:
-            checkpoint.read_ahead(0)
-            checkpoint.read_ahead(1)
+        self._read_ahead(0)
+        self._read_ahead(1)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A small tensor (norm weight, bias), copied in the activations' dtype."""
@@ -112,12 +111,12 @@ class Builder:
         """`count` experts of decoder layer `layer`, packed from `matrices(expert)`. fmt "stored": codes as they are
         stored."""
         plain, index = self.dense_format if fmt == STORED else fmt, self.config.moe.layers.index(layer)
+        experts: Experts
         if self._store is not None:
-            stored = self._store.layer(index, count, width, plain)
-            experts = self._loaded(stored, count, fmt, matrices)
+            experts = self._store.layer(index, count, width, plain)
         else:
-            packed = self.ops.experts(count, self.config.hidden, width, plain, "silu")
-            experts = self._own(f"model.layers.{layer}.experts", packed, count, fmt, matrices)
+            experts = CpuExperts(self.ops.experts(count, self.config.hidden, width, plain, "silu"))
+        self._load(f"model.layers.{layer}.experts", experts, count, fmt, matrices)
         if self._usage is not None:
             self._usage.weigh(index, experts.expert_bytes)
         return experts
@@ -126,24 +125,13 @@ class Builder:
         """Where decoder layer `layer` counts who was chosen."""
         return None if self._usage is None else self._usage.tally(self.config.moe.layers.index(layer))
 
-    def _own(
-        self, name: str, layer: ExpertLayer, count: int, fmt: str, matrices: Callable[[int], ExpertMatrices]
-    ) -> Experts:
-        """Experts that live where `ops` computes, from an earlier start or from `matrices`."""
-        experts = CpuExperts(layer)
-        if self._kept is not None and self._kept.fill(name, layer):
-            return experts
-        self._loaded(experts, count, fmt, matrices)
-        if self._kept is not None:
-            self._kept.keep(name, layer)
-        return experts
-
-    def _loaded(
-        self, experts: Experts, count: int, fmt: str, matrices: Callable[[int], ExpertMatrices]
-    ) -> Experts:
+    def _load(
+        self, name: str, experts: Experts, count: int, fmt: str, matrices: Callable[[int], ExpertMatrices]
+    ) -> None:
+        """From an earlier start, or from `matrices`."""
+        kept = None if self._kept is None else self._kept.layer(name)
         with self._named_errors():
-            experts.load(count, lambda expert: self._packable(matrices(expert), as_codes=fmt == STORED))
-        return experts
+            experts.load(count, lambda expert: self._packable(matrices(expert), as_codes=fmt == STORED), kept)
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -159,10 +147,17 @@ class Builder:
         """Between layers: lets go of the file pages that were read, asks for those after next, reports progress."""
         if self._kept is None or not self._kept.mapped:
             self.checkpoint.forget(index)
-            self.checkpoint.read_ahead(index + 2)
+        self._read_ahead(index + 2)
         self._report(
             f"loading layer {index + 1}/{self.config.layers}", min(self._done, self._total), self._total
         )
+
+    def _read_ahead(self, layer: int) -> None:
+        """Of the checkpoint, what the packed cache does not hold."""
+        if self._kept is None or not self._kept.mapped:
+            self.checkpoint.read_ahead(layer)
+        elif not self._kept.dense:
+            self.checkpoint.read_ahead(layer, experts=False)
 
     def all_done(self) -> None:
         self.checkpoint.release()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tandem.errors import KernelError
 from tandem.formats.codes import Weight
-from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.gpu import expert_mma, expert_rows, expert_tiles
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.uploads import Uploads
+from tandem.kernels.packed_experts import ExpertWeights, PackedExperts
 
 FEW_TOKENS = 16  # up to here every (token, expert) pair streams its weights; from there on tiles share them
 SCRATCH_BYTES = 512 << 20  # of a step's pairs at a time: thousands of tokens, so that tiles are full
@@ -47,9 +48,9 @@ class GpuExperts:
         device: torch.device,
         tables: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """new_packer: makes an empty CPU layer of one expert of that width; it lives from the first `load` to
-        `all_loaded`. tables: int32 [num_experts] on the CPU and on the device, to be filled and used as `slot_of` and
-        `table`."""
+        """new_packer: makes an empty CPU layer of such experts, which never holds any; it lives from the first `load`
+        to `all_loaded`. tables: int32 [num_experts] on the CPU and on the device, to be filled and used as `slot_of`
+        and `table`."""
         self._new_packer, self.width, self.device = new_packer, width, device
         self._packer: PackedExperts | None = None
         self._uploads: Uploads | None = None
@@ -66,22 +67,26 @@ class GpuExperts:
 
     def load(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
         """Packs one expert on the CPU and copies its bytes to its slot."""
-        slot = int(self.slot_of[expert])
-        if slot < 0:
-            raise KernelError(f"expert {expert} has no slot on the GPU")
+        self.load_each([expert], [(gate, up, down)])
+
+    def load_all(self, first: int, experts: Sequence[ExpertWeights]) -> None:
+        self.load_each(range(first, first + len(experts)), experts)
+
+    def load_each(self, ids: Sequence[int], experts: Sequence[ExpertWeights]) -> None:
+        """Packs the experts `ids` on the CPU, on all workers, some while those before travel to their slots."""
         if self._packer is None:
             self._packer = self._new_packer()
-        self._packer.hold(gate, up, down, expert)
-        self._packer.load(0, gate, up, down)
-        if self.stride == 0:
-            self._open(self._packer)
-        if self._uploads is None:
-            self._uploads = Uploads(self.stride, self.device)
-        self._uploads.send(self._packer, self.slot(slot))
+        packer = self._packer
+        packer.hold(*experts[0], ids[0])
+        uploads = self._open(packer)
+        for part in _parts(len(ids), uploads.room):
+            uploads.send(self._slots_of(ids[part]), partial(packer.pack_to, ids[part], experts[part]))
 
-    def load_all(self, first: int, experts: Sequence[tuple[Weight, Weight, Weight]]) -> None:
-        for expert, matrices in enumerate(experts, first):
-            self.load(expert, *matrices)
+    def take(self, ids: Sequence[int], layer: PackedExperts) -> None:
+        """Copies the experts `ids` out of a CPU layer that has them."""
+        uploads = self._open(layer)
+        for part in _parts(len(ids), uploads.room):
+            uploads.send(self._slots_of(ids[part]), partial(layer.copy_all, ids[part]))
 
     def all_loaded(self) -> None:
         """Frees the memory that loading took; nothing of these experts is left in CPU memory."""
@@ -89,12 +94,24 @@ class GpuExperts:
             self._uploads.finish()
         self._packer = self._uploads = None
 
-    def _open(self, packer: PackedExperts) -> None:
-        gate_up, down = packer.layout()
-        self.gate_up, self.down = Panels(*gate_up), Panels(*down)
-        self.stride = packer.bytes_per_expert
-        self._mma = all(expert_mma.reads(panels, self.device) for panels in (self.gate_up, self.down))
-        self.pool = torch.empty(self.slots * self.stride, dtype=torch.uint8, device=self.device)
+    def _slots_of(self, ids: Sequence[int]) -> list[int]:
+        slots = [int(self.slot_of[expert]) for expert in ids]
+        for expert, slot in zip(ids, slots, strict=True):
+            if slot < 0:
+                raise KernelError(f"expert {expert} has no slot on the GPU")
+        return slots
+
+    def _open(self, layer: PackedExperts) -> Uploads:
+        """Memory for experts packed as that layer's, and the way there."""
+        if self.stride == 0:
+            gate_up, down = layer.layout()
+            self.gate_up, self.down = Panels(*gate_up), Panels(*down)
+            self.stride = layer.bytes_per_expert
+            self._mma = all(expert_mma.reads(panels, self.device) for panels in (self.gate_up, self.down))
+            self.pool = torch.empty(self.slots * self.stride, dtype=torch.uint8, device=self.device)
+        if self._uploads is None:
+            self._uploads = Uploads(self.pool, self.stride, self.slots)
+        return self._uploads
 
     def slot(self, index: int) -> Tensor:
         """uint8 [stride], where it lies."""
@@ -174,3 +191,8 @@ class GpuExperts:
         """Where each lies, int32; -1 for ids that no expert has."""
         last = len(self.table) - 1
         return torch.where((ids >= 0) & (ids <= last), self.table[ids.clamp(0, last)], -1)
+
+
+def _parts(count: int, size: int) -> list[slice]:
+    """range(count), `size` at a time."""
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]

@@ -1,0 +1,103 @@
+// Experts as blocks of bytes: packed to, copied to and taken from memory outside of their layer, many at a time.
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "experts/expert_layer.h"
+#include "format/staged.h"
+#include "runtime/fill.h"
+#include "runtime/readable_file.h"
+
+namespace tandem {
+namespace {
+
+constexpr int64_t kCopyBytes = int64_t{256} << 10;  // per task: stays in a core's cache between the read and the write
+
+// Out of the file they lie in, where there is one: that leaves no pages mapped, and costs no page faults.
+void copy_out(const uint8_t* from, int64_t bytes, uint8_t* to, bool in_file) {
+  if (!in_file || !ReadableFile::read(from, bytes, to)) std::memcpy(to, from, size_t(bytes));
+}
+
+bool same_slices(const std::vector<NodeSlice>& a, const std::vector<NodeSlice>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const NodeSlice& x, const NodeSlice& y) {
+    return x.first_gate_up == y.first_gate_up && x.gate_up_pairs == y.gate_up_pairs && x.first_down == y.first_down &&
+           x.down_pairs == y.down_pairs && x.expert_bytes == y.expert_bytes;
+  });
+}
+
+}  // namespace
+
+void ExpertLayer::pack_to(const std::vector<ExpertSource>& sources, uint8_t* to) const {
+  for (const ExpertSource& source : sources) {
+    check_formats(source);
+    if (source.gate_bias || source.up_bias || source.down_bias)
+      throw std::invalid_argument("experts with biases cannot be packed outside of their layer");
+  }
+  const auto lock = workspace_->lock();
+  const NodeSlice whole{0, gate_up_layout_.pairs, 0, down_layout_.pairs, 0, expert_bytes_};
+  const int64_t panels = 2 * int64_t{gate_up_layout_.pairs} + 2 * int64_t{down_layout_.pairs};
+  workspace_->pool().for_each(int64_t(sources.size()) * panels, [&](int64_t i, const Worker&) {
+    pack_panel_of(to + i / panels * expert_bytes_, sources[size_t(i / panels)], whole, i % panels);
+  });
+}
+
+void ExpertLayer::copy_all(const std::vector<int>& experts, uint8_t* to) const {
+  struct Piece {
+    const uint8_t* from;
+    uint8_t* to;
+    int64_t bytes;
+  };
+  std::vector<Piece> pieces;
+  const auto add = [&](const uint8_t* from, uint8_t* target, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += kCopyBytes)
+      pieces.push_back({from + at, target + at, std::min(kCopyBytes, bytes - at)});
+  };
+  for (size_t i = 0; i < experts.size(); ++i) {
+    uint8_t* const expert = to + int64_t(i) * expert_bytes_;
+    uint8_t* const down = expert + packed_bytes(gate_up_layout_);
+    for (const NodeSlice& slice : slices_) {
+      const uint8_t* here = panels_ + slice.offset + places_.of(experts[i]) * slice.expert_bytes;
+      const int64_t gate_up = 2 * slice.gate_up_pairs * gate_up_layout_.panel_bytes;
+      add(here, expert + 2 * slice.first_gate_up * gate_up_layout_.panel_bytes, gate_up);
+      add(here + gate_up, down + 2 * slice.first_down * down_layout_.panel_bytes, slice.expert_bytes - gate_up);
+    }
+  }
+  const auto lock = workspace_->lock();
+  workspace_->pool().for_each(int64_t(pieces.size()), [&](int64_t i, const Worker&) {
+    const Piece& piece = pieces[size_t(i)];
+    copy_out(piece.from, piece.bytes, piece.to, file_ != nullptr);
+  });
+}
+
+void ExpertLayer::load_from(const ExpertLayer& other, const std::vector<int>& experts) {
+  if (&other == this || !same_slices(slices_, other.slices_) || !(shape_.gate_up == other.shape_.gate_up) ||
+      !(shape_.down == other.shape_.down))
+    throw std::invalid_argument("experts are taken from another layer, packed alike");
+  if (!other.gate_up_bias_.empty() || !gate_up_bias_.empty())
+    throw std::invalid_argument("experts with biases are not taken from another layer");
+  places_.check_room(experts);
+  const auto lock = workspace_->lock();
+  own_memory();
+  NewPlaces taken(places_);
+  const std::vector<int32_t> places = take_places(taken, experts);
+  const auto pieces_of = [](const NodeSlice& slice) { return (slice.expert_bytes + kCopyBytes - 1) / kCopyBytes; };
+  const auto copy = [&](size_t node, int64_t i) {
+    const NodeSlice& slice = slices_[node];
+    const size_t expert = size_t(i / pieces_of(slice));
+    const int64_t at = i % pieces_of(slice) * kCopyBytes;
+    const uint8_t* from =
+        other.panels_ + other.slices_[node].offset + other.places_.of(experts[expert]) * slice.expert_bytes;
+    uint8_t* to = memory_.data() + slice.offset + places[expert] * slice.expert_bytes;
+    copy_out(from + at, std::min(kCopyBytes, slice.expert_bytes - at), to + at, other.file_ != nullptr);
+  };
+  const auto first_from = [&](size_t node, int64_t offset) {
+    const NodeSlice& slice = slices_[node];
+    if (slice.expert_bytes == 0) return int64_t{0};
+    return offset / slice.expert_bytes * pieces_of(slice) + (offset % slice.expert_bytes + kCopyBytes - 1) / kCopyBytes;
+  };
+  fill_places(places, first_from, copy);
+  taken.keep();
+}
+
+}  // namespace tandem
