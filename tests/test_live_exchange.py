@@ -17,8 +17,9 @@ from torch import Tensor
 import kernel_cases as cases
 from fake_copies import FakeCopies, FakeSlots, FakeTables
 from tandem.experts.live_copies import hold_all
+from tandem.experts.live_cost import READS_PER_EXCHANGE
 from tandem.experts.live_exchange import LiveExchange, LiveLayer, Settled
-from tandem.experts.live_experts import GIVE_UP, HITS_PER_EXCHANGE, LiveExperts
+from tandem.experts.live_experts import GIVE_UP, LiveExperts
 from tandem.experts.live_policy import Exchange, LivePolicy, PolicySettings
 from tandem.kernels.cpu import WorkerPool, Workspace
 from tandem.kernels.packed_experts import PackedExperts
@@ -397,8 +398,8 @@ def moving_with_a_clock(tick: float) -> tuple[float, int]:
 def test_the_time_that_exchanges_take_is_measured_and_weighed() -> None:
     free, cheap = moving_with_a_clock(0.0)
     cost, dear = moving_with_a_clock(5.0)
-    assert free == HITS_PER_EXCHANGE and cheap > 0
-    assert cost >= HITS_PER_EXCHANGE + 5.0 / 0.5 / 2  # two exchanges at most end together
+    assert free == READS_PER_EXCHANGE and cheap > 0
+    assert cost >= READS_PER_EXCHANGE + 5.0 / 0.5 / 2  # two exchanges at most end together
     assert dear < cheap
 
 

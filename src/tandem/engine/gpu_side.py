@@ -12,8 +12,9 @@ from tandem.engine.gpu_device import planned_device
 from tandem.experts.handoff import Handoff, HandoffSizes
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live_copies import CudaCopies, hold_all
+from tandem.experts.live_cost import READS_PER_EXCHANGE
 from tandem.experts.live_exchange import LiveExchange
-from tandem.experts.live_experts import HITS_PER_EXCHANGE, LiveExperts, Usage
+from tandem.experts.live_experts import LiveExperts, Usage
 from tandem.experts.live_policy import LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement
 from tandem.kernels.cpu_ops import CpuOps
@@ -68,7 +69,7 @@ def live_experts(
     settings, copies = PolicySettings(), CudaCopies(side.ops.device)
     slot_of = torch.stack([side.placement.slots(layer) for layer in range(len(layers))])
     largest = max(layer.gpu.bytes_per_expert for layer in layers if layer)
-    policy = LivePolicy(slot_of, largest, HITS_PER_EXCHANGE, settings)
+    policy = LivePolicy(slot_of, largest, READS_PER_EXCHANGE, settings)
     hold_all([layer.cpu for layer in layers if layer], copies, progress)
     exchange = LiveExchange(layers, tables, copies, settings.bytes_per_step)
     return LiveExperts(policy, exchange, usage, side.handoff.seconds_per_expert)

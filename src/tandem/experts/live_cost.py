@@ -7,13 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+READS_PER_EXCHANGE = 3.0
+"""Reads of an expert from CPU memory that take as long as what an exchange does beside the steps: it reads one there,
+writes one, and some tokens pass until it is used."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """A step = the GPU's part without routed experts + the longer of both sides' expert bytes ÷ bandwidth + exchanged
-    bytes ÷ PCIe, as if nothing hid them: an exchange reads and writes CPU memory, which the CPU's experts wait for.
+    """A step = the GPU's part without routed experts + the longest of both sides' expert bytes ÷ bandwidth and
+    exchanged bytes ÷ PCIe + what exchanges take between steps. An exchange reads an expert in CPU memory and writes
+    one.
 
-    expert_bytes: packed, of one expert; gpu_step_seconds: without routed experts.
+    expert_bytes: packed, of one expert; pcie_gbps: of each direction; gpu_step_seconds: without routed experts;
+    exchange_seconds: of one exchange, between steps.
     """
 
     expert_bytes: float
@@ -21,15 +27,17 @@ class StepCost:
     pcie_gbps: float
     hbm_gbps: float
     gpu_step_seconds: float
+    exchange_seconds: float = 40e-6
 
     @property
-    def hits_per_exchange(self) -> float:
-        """Reads of an expert from CPU memory that take as long as one exchange, which moves two over PCIe."""
-        return 2 * self.dram_gbps / self.pcie_gbps
+    def reads_per_exchange(self) -> float:
+        """Reads of an expert from CPU memory that take as long as one exchange."""
+        return READS_PER_EXCHANGE + self.exchange_seconds * self.dram_gbps * 1e9 / self.expert_bytes
 
     def seconds(self, on_cpu: Tensor, on_gpu: Tensor, exchanges: Tensor) -> Tensor:
         """Of steps, from the experts that they read on both sides and the exchanges made, [steps] each."""
-        cpu = on_cpu * (self.expert_bytes / (self.dram_gbps * 1e9))
+        cpu = (on_cpu + 2 * exchanges) * (self.expert_bytes / (self.dram_gbps * 1e9))
         gpu = on_gpu * (self.expert_bytes / (self.hbm_gbps * 1e9))
-        moved = exchanges * (2 * self.expert_bytes / (self.pcie_gbps * 1e9))
-        return self.gpu_step_seconds + torch.maximum(cpu, gpu) + moved
+        pcie = exchanges * (self.expert_bytes / (self.pcie_gbps * 1e9))
+        longest = torch.maximum(torch.maximum(cpu, gpu), pcie)
+        return self.gpu_step_seconds + longest + exchanges * self.exchange_seconds

@@ -14,14 +14,12 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from tandem.errors import EngineError
+from tandem.experts.live_cost import READS_PER_EXCHANGE
 from tandem.experts.live_exchange import LiveExchange, Settled
 from tandem.experts.live_policy import Exchange, LivePolicy
 
 _log = logging.getLogger(__name__)
 
-HITS_PER_EXCHANGE = 3.0
-"""Reads of an expert from CPU memory that an exchange takes as long as beside the steps: it reads one expert there and
-writes one, and some time passes before it is used. The time between steps, measured, is added."""
 REMEMBERED = 64  # exchanges whose time is averaged
 GIVE_UP = 32  # exchanges in vain
 
@@ -135,7 +133,7 @@ class LiveExperts:
         read = self._read_seconds()
         if self._made == 0 or read <= 0:
             return
-        self._policy.cost = HITS_PER_EXCHANGE + self._spent / self._made / read
+        self._policy.cost = READS_PER_EXCHANGE + self._spent / self._made / read
         if self._made > REMEMBERED:
             self._spent, self._made = self._spent * REMEMBERED / self._made, REMEMBERED
 

@@ -61,9 +61,9 @@ class LivePolicy:
     and layers that have none on one of both sides are simply never exchanged."""
 
     def __init__(
-        self, slot_of: Tensor, expert_bytes: float, hits_per_exchange: float, settings: PolicySettings
+        self, slot_of: Tensor, expert_bytes: float, reads_per_exchange: float, settings: PolicySettings
     ) -> None:
-        self.settings, self._cost = settings, hits_per_exchange
+        self.settings, self._cost = settings, reads_per_exchange
         self._slot_of = slot_of.numpy().astype(np.int64)
         self._home: Floats = (self._slot_of >= 0).astype(np.float32)
         self._better: Floats = np.zeros_like(self._home)  # here but not at home: 1; the other way: -1
@@ -74,7 +74,7 @@ class LivePolicy:
         per_decision = settings.bytes_per_step * settings.interval_steps / (2 * expert_bytes)
         self._allowance, self._per_decision = 0.0, per_decision
         self._step = 0
-        self._judge = _Judge(settings, hits_per_exchange)
+        self._judge = _Judge(settings, reads_per_exchange)
 
     @property
     def cost(self) -> float:

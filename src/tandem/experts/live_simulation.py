@@ -35,7 +35,7 @@ def simulate_live(
     next decision."""
     layers, experts = placement.on_gpu.shape
     slot_of = torch.stack([placement.slots(layer) for layer in range(layers)])
-    policy = LivePolicy(slot_of, cost.expert_bytes, cost.hits_per_exchange, settings)
+    policy = LivePolicy(slot_of, cost.expert_bytes, cost.reads_per_exchange, settings)
     hits, moved = [], torch.zeros(len(trace))
     under_way: list[Exchange] = []
     for first in range(0, len(trace), settings.interval_steps):
