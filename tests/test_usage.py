@@ -12,6 +12,7 @@ from tandem.config import RouterConfig
 from tandem.engine import expert_statistics
 from tandem.engine.expert_statistics import ExpertMeter
 from tandem.errors import KernelError
+from tandem.experts import usage as usage_module
 from tandem.experts.handoff import HandoffTimes
 from tandem.experts.usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
@@ -196,8 +197,11 @@ def test_counts_of_32_bits_may_overflow() -> None:
 
 
 @pytest.mark.parametrize("read_every", [1, 7, 1000])
-def test_each_use_counts_where_it_was_computed_whenever_counts_are_read(read_every: int) -> None:
+def test_each_use_counts_where_it_was_computed_whenever_counts_are_read(
+    read_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Experts move after every step; nobody waits for counts. Against a count of every step on its own."""
+    monkeypatch.setattr(usage_module, "MOST_MOVED", 20)
     layers, experts, rows, made = 3, 8, 4, torch.Generator().manual_seed(read_every)
     on_gpu = torch.rand(layers, experts, generator=made) < 0.5
     usage, kept = ExpertUsage(layers, experts, padded=True, on_gpu=on_gpu), on_gpu

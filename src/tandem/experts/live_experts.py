@@ -116,7 +116,7 @@ class LiveExperts:
             self._move()
         self._tokens += tokens
         self._steps += 1
-        if self._steps >= self._policy.settings.interval_steps:
+        if self._steps >= self._policy.interval_steps:
             self._asked = _Asked(self._usage.ask(), self._tokens, self._steps)
             self._tokens = self._steps = 0
 

@@ -28,6 +28,8 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
+RESTING_INTERVAL = 4  # times as long between two looks at what was used
+
 Floats = npt.NDArray[np.float32]
 
 
@@ -94,6 +96,11 @@ class LivePolicy:
     def rests(self) -> int:
         """How many times it was paused."""
         return self._judge.rests
+
+    @property
+    def interval_steps(self) -> int:
+        """Between two decisions. While nothing moves, looking takes as long and brings nothing."""
+        return self.settings.interval_steps * (RESTING_INTERVAL if self.resting else 1)
 
     @property
     def slot_of(self) -> Tensor:

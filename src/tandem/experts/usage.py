@@ -19,9 +19,9 @@ from tandem.kernels.ops import Tally
 
 _TOKENS, _READS, _SEEN = range(3)
 KEPT = 16  # buffers of counts that were asked for: so many may be waited for
+MOST_MOVED = 256  # steps with moves between two readings, whose counts are kept
 
 Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 Change = tuple[int, int, bool]
 """Layer, expert, whether it is on the GPU from now on."""
 
@@ -100,9 +100,12 @@ class ExpertUsage:
         self._last = torch.zeros(2, layers, experts, dtype=kind)
         self._totals = torch.zeros(2, layers, experts, dtype=torch.int64)
         self.on_gpu = torch.zeros(layers, experts, dtype=torch.bool) if on_gpu is None else on_gpu
-        self._moved_sides = _Sides(self.on_gpu)
         self._gpu_totals = torch.zeros(2, layers, dtype=torch.int64)  # by the last `read`
-        self._moves: deque[tuple[Asked, Ints, Ints, Bools]] = deque()  # whose counts are on their way
+        # Counts when an expert left the GPU, less those when one came: with the counts of all that are there now, this
+        # is what was counted while they were there.
+        self._left = np.zeros((2, layers), np.int64)
+        self._moves: deque[tuple[Asked, Ints]] = deque()  # whose counts are on their way
+        self._moved: list[tuple[Ints, Ints]] = []  # changes [3, n], counts [3, n], since the last `read`
         self._buffers: deque[Tensor] = deque()
         self.expert_bytes = torch.zeros(layers, dtype=torch.int64)
         self.swaps = 0
@@ -135,13 +138,12 @@ class ExpertUsage:
 
     def read(self) -> UsageTotals:
         """Waits for the GPU's last step, which takes no time where its results have been fetched."""
-        while self._moves:
-            self._attribute(*self._moves.popleft())
+        self._attribute(keep=0)
         now = self._arrays.cpu()
         now = torch.stack((now[_TOKENS], now[_READS] + now[_SEEN]))
         self._totals += (now - self._last).long()
         self._last = now
-        self._gpu_totals = self._moved_sides.totals(self._totals)
+        self._gpu_totals = torch.from_numpy(self._left) + (self._totals * self.on_gpu).sum(2)
         return UsageTotals(self._totals[0].clone(), self._totals[1].clone())
 
     def sides(self) -> SideTotals:
@@ -162,44 +164,37 @@ class ExpertUsage:
 
     def moved(self, changes: Sequence[Change], swaps: int) -> None:
         """Experts are elsewhere from the next step on. What was counted until now counts for where they were."""
-        layers, experts, here = np.array(changes, np.int64).reshape(-1, 3).T
-        self._moves.append((self.ask(), layers, experts, here > 0))
-        if len(self._moves) > KEPT // 4:  # two are asked for after a step at most
-            self._attribute(*self._moves.popleft())
+        change = np.array(changes, np.int64).reshape(-1, 3).T
+        self._moves.append((self.ask(), change))
+        while len(self._moves) > KEPT // 4:  # two are asked for after a step at most
+            self._gather()
+        if len(self._moved) > MOST_MOVED:
+            self._attribute(keep=len(self._moves))
         self.on_gpu = self.on_gpu.clone()  # a recorder may have kept what it was
-        self.on_gpu.numpy()[layers, experts] = here > 0
+        self.on_gpu.numpy()[change[0], change[1]] = change[2] > 0
         self.swaps += swaps
 
-    def _attribute(self, asked: Asked, layers: Ints, experts: Ints, here: Bools) -> None:
-        tokens, reads, seen = asked.arrays().numpy()[:, layers, experts]
-        new = (
-            np.stack((tokens, reads + seen)) - self._last.numpy()[:, layers, experts]
-        )  # modulo 2^32 on a GPU
-        self._moved_sides.move(layers, experts, here, self._totals.numpy()[:, layers, experts] + new)
+    def _gather(self) -> None:
+        asked, change = self._moves.popleft()
+        self._moved.append((change, asked.arrays().numpy()[:, change[0], change[1]]))
+
+    def _attribute(self, keep: int) -> None:
+        """What was counted before each of the moves, but for the last `keep`, to where the expert was."""
+        while len(self._moves) > keep:
+            self._gather()
+        if not self._moved:
+            return
+        (layers, experts, here), counts = (
+            np.concatenate(parts, 1) for parts in zip(*self._moved, strict=True)
+        )
+        self._moved = []
+        then = np.stack((counts[_TOKENS], counts[_READS] + counts[_SEEN]))
+        new = then - self._last.numpy()[:, layers, experts]  # modulo 2^32 on a GPU
+        counted = (self._totals.numpy()[:, layers, experts] + new) * (1 - 2 * here)
+        for left, each in zip(self._left, counted, strict=True):
+            np.add.at(left, layers, each)
 
     def chosen(self, rows: int) -> Tensor:
         """Ids of the last step's first rows, int16 [rows, MoE layers, top_k] on the CPU; only if they are kept."""
         assert self._chosen is not None
         return self._chosen[:, :rows].transpose(0, 1).to("cpu", torch.int16)
-
-
-class _Sides:
-    """What was counted while experts were on the GPU: for those that are there, all but what was counted before they
-    came; for those that have left, what was counted when they did. In numpy: it is called between steps."""
-
-    def __init__(self, on_gpu: Tensor) -> None:
-        self._on_gpu = on_gpu.numpy().copy()
-        self._before = np.zeros((2, *on_gpu.shape), np.int64)
-        self._left = np.zeros((2, len(on_gpu)), np.int64)
-
-    def move(self, layers: Ints, experts: Ints, here: Bools, counted: Ints) -> None:
-        """counted [2, changes]: until they moved."""
-        gone = (counted - self._before[:, layers, experts]) * ~here
-        for which in range(2):
-            np.add.at(self._left[which], layers, gone[which])
-        self._before[:, layers, experts] = counted
-        self._on_gpu[layers, experts] = here
-
-    def totals(self, counted: Tensor) -> Tensor:
-        """int64 [2, layers], from counted [2, layers, experts]."""
-        return torch.from_numpy(self._left + ((counted.numpy() - self._before) * self._on_gpu).sum(2))
