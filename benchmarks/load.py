@@ -2,14 +2,17 @@
 
     PYTHONPATH=src python benchmarks/load.py /dev/shm/load --layers 48
     PYTHONPATH=src python benchmarks/load.py /dev/shm/load --layers 16 --packed-cache
+    PYTHONPATH=src python benchmarks/load.py /dev/shm/load --layers 16 --gpu-experts-ratio 0.5
 
 Writes a random Qwen3-30B-A3B (bf16, `--layers` of its 48) into the directory, reads its files with as many threads as
 loading uses, loads it in a process of its own, and removes everything. Two plain reads are measured: into one small
 buffer per thread (`read`, which touches each byte once), and into memory of the files' size that is new to the process
 (`read_into_memory`: what a loader must do at least). With --packed-cache the model is loaded three times: to write the
 packed file, from the packed file, and again. Nothing is dropped from the page cache, so with a directory on a disk the
-files come from memory too, if they fit. In a virtual machine memory that is new to the guest costs several times as
-much as clearing it; `--again N` loads N times more in the same process, whose memory is then known (`seconds_again`).
+files come from memory too, if they fit. In a virtual machine memory that the guest has not used yet costs several times
+as much as clearing it: the first `read_into_memory` is that, the second and the loads after it are what a machine does
+that has been up for a while; `--again N` loads N times more in the same process (`seconds_again`). No GPU is used
+unless --gpu-experts-ratio says which share of the experts to put there; CUDA has started before the time is taken.
 `--profile` loads once more, under Python's profiler, and prints where the main thread was. What the parts of loading
 cost on a machine (reading, new memory, page faults, checksums) is measured by benchmarks/probes/loading.cc.
 """
@@ -190,6 +193,14 @@ def print_profile(load: Callable[[], object], rows: int = 16) -> None:
     pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(rows)
 
 
+def sides(options: argparse.Namespace) -> dict[str, Any]:
+    """Where experts live, as flags."""
+    if options.gpu_experts_ratio is None:
+        return {"device": "cpu", "mem_fraction_static": 0.99}
+    torch.zeros(1, device="cuda").cpu()  # starting CUDA takes as long as loading
+    return {"kt_gpu_experts_ratio": options.gpu_experts_ratio, "max_total_tokens": 1024}
+
+
 def load_once(model: str, cache: str | None, options: argparse.Namespace) -> None:
     """In a process of its own: loads as `kt serve` does and prints a line of JSON."""
     import gc
@@ -203,8 +214,9 @@ def load_once(model: str, cache: str | None, options: argparse.Namespace) -> Non
         loader.Tokenizer.load = classmethod(lambda *_: None)  # type: ignore[method-assign,assignment]
     before, memory, marks = Memory.now(), Memory(), []
     memory.start()
-    keywords = {"packed_cache": cache, "kt_method": options.kt_method}
-    config = EngineConfig(model=model, context_length=256, mem_fraction_static=0.99, **keywords)
+    config = EngineConfig(
+        model=model, context_length=256, packed_cache=cache, kt_method=options.kt_method, **sides(options)
+    )
     used, start = spent(), time.perf_counter()
     parts = loader.load_parts(
         config, lambda what, done, _all: marks.append((time.perf_counter() - start, what, done))
@@ -234,6 +246,7 @@ def load_once(model: str, cache: str | None, options: argparse.Namespace) -> Non
         "final_anonymous_gb": final / 1e9,
         "peak_mapped_file_gb": (memory.peak["RssFile"] - before["RssFile"]) / 1e9,
         "peak_both_gb": (memory.peak["both"] - before["both"]) / 1e9,
+        "gpu_gb": torch.cuda.memory_allocated() / 1e9 if torch.cuda.is_initialized() else 0.0,
     }))  # fmt: skip
 
 
@@ -241,6 +254,8 @@ def load(model: Path, cache: Path | None, options: argparse.Namespace) -> dict[s
     command = [sys.executable, __file__, str(model), "--once", "--again", str(options.again)]
     command += ["--profile"] if options.profile else []
     command += ["--kt-method", options.kt_method] if options.kt_method else []
+    ratio = options.gpu_experts_ratio
+    command += [] if ratio is None else ["--gpu-experts-ratio", str(ratio)]
     command += ["--cache-directory", str(cache)] if cache else []
     done = subprocess.run(command, capture_output=True, text=True)
     sys.stderr.write(done.stderr)
@@ -256,6 +271,7 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     print(f"written in {time.perf_counter() - start:.1f} s", flush=True)
     files = sorted(model.glob("*.safetensors"))
     row = measure_reads(files, threads, into_memory=not options.packed_cache) | {"layers": options.layers}
+    row["gpu_experts_ratio"] = options.gpu_experts_ratio
     kinds = (
         ["load"] * options.repeat
         if not options.packed_cache
@@ -299,6 +315,7 @@ def main() -> None:
     parser.add_argument("--again", type=int, default=0, help="further loads in each process")
     parser.add_argument("--packed-cache", action="store_true")
     parser.add_argument("--kt-method", help="rounds experts while loading: INT8 or INT4")
+    parser.add_argument("--gpu-experts-ratio", type=float, help="share of the experts on the GPU, 0 to 1")
     parser.add_argument("--profile", action="store_true", help="one more load in each process, profiled")
     parser.add_argument("--json", type=Path, help="where the result is written")
     parser.add_argument("--commit", default="", help="noted in the result")

@@ -120,10 +120,15 @@ static void reads() {
 }
 
 static void new_memory() {
-  for (const char* which : {"new memory, touched, first time", "new memory, touched, again"}) {
+  for (const char* which : {"new memory, populated, first time", "new memory, populated, again"}) {
     uint8_t* memory = anonymous();
     measure(which, kHuge, [&](int, int64_t at) { madvise(memory + at, kHuge, kPopulateWrite); });
     measure("  the same memory, written again", kHuge, [&](int, int64_t at) { std::memset(memory + at, 1, kHuge); });
+    unmap(memory);
+  }
+  for (int i = 0; i < 2; ++i) {
+    uint8_t* memory = anonymous();
+    measure("new memory, a byte of each huge page written", kHuge, [&](int, int64_t at) { memory[at] = 1; });
     unmap(memory);
   }
   uint8_t* memory = anonymous();
@@ -132,6 +137,12 @@ static void new_memory() {
     read_at(at, kHuge, memory + at);
   });
   measure("known memory, pread 2 MiB into it", kHuge, [&](int, int64_t at) { read_at(at, kHuge, memory + at); });
+  unmap(memory);
+  memory = anonymous();
+  measure("new memory, a byte written, pread 2 MiB into it", kHuge, [&](int, int64_t at) {
+    memory[at] = 1;
+    read_at(at, kHuge, memory + at);
+  });
   unmap(memory);
 }
 
