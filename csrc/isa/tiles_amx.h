@@ -15,11 +15,26 @@ struct AmxTiles {
     uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
   };
+  static constexpr int kBlockRows = 32;
+  struct Configs {
+    Config of[kBlockRows + 1];
+  };
+  // Tiles of sums and of activations have as many rows as one block has; products of fewer rows take less time.
+  static constexpr Configs configs() {
+    Configs all{};
+    for (int rows = 1; rows <= kBlockRows; ++rows)
+      for (int tile = 0; tile < 6; ++tile) {
+        const int own = tile == 2 || tile == 3 || tile == 5 ? rows - 16 : rows;
+        all.of[rows].rows[tile] = uint8_t(own < 1 ? 1 : own > 16 ? 16 : own);
+      }
+    return all;
+  }
 
-  // Tiles are a worker's own state; released again, so that context switches need not save 8 KiB.
-  static void begin() {
-    static constexpr Config kConfig{};
-    _tile_loadconfig(&kConfig);
+  // For calls of `rows` rows: what lies beyond them is neither read nor written if they are one block, of 16 or 32
+  // rows at most. Tiles are a worker's own state; released again, so that context switches need not save 8 KiB.
+  static void begin(int rows) {
+    static constexpr Configs kConfigs = configs();
+    _tile_loadconfig(&kConfigs.of[rows < kBlockRows ? rows : kBlockRows]);
   }
   static void end() { _tile_release(); }
 

@@ -10,7 +10,7 @@ namespace tandem {
 namespace {
 
 struct PortableTiles {
-  static void begin() {}
+  static void begin(int) {}
   static void end() {}
 
   static constexpr int64_t kPeakSteps = 4, kPeakBytes = 4096 * kPeakSteps;

@@ -14,45 +14,16 @@
 #pragma once
 
 #include "micro/peak.h"
+#include "micro/tile_few.h"
 #include "micro/tile_mm.h"
 #include "micro/tile_unpack.h"
 
 namespace tandem {
 namespace {
 
-constexpr int kTileRowsAmx = 32;           // rows of activations per block: two tiles
-constexpr int64_t kAmxDepthPairs = 256;    // of k per slice, at most
-constexpr int64_t kAmxRowBytes = 1 << 18;  // of gathered rows: many rows take shorter slices
+constexpr int64_t kAmxDepthPairs = 256;  // of k per slice, at most
 constexpr int64_t kAmxPanelBytes = 2 * kAmxDepthPairs * kCacheLine;
 static_assert(2 * kAmxPanelBytes + kAmxRowBytes <= kMatmulScratchBytes);
-static_assert(kAmxRowBytes / (4 * kMaxRowsPerCall) >= 16);
-
-// Rows of one slice in tile order, zeros up to a whole tile.
-template <class Isa>
-void gather_rows(const uint8_t* const* x, int rows, int64_t offset, int64_t steps, uint8_t* to) {
-  using Lane = typename Isa::Lane;
-  const int whole = (rows + 15) / 16 * 16;
-  for (int r = 0; r < whole; ++r) {
-    uint8_t* tile = to + r / 16 * steps * 1024 + r % 16 * kCacheLine;
-    const uint8_t* next = r + 2 < rows ? x[r + 2] + offset : nullptr;  // rows are short and lie anywhere
-    for (int64_t s = 0; s < steps; ++s) {
-      if (r >= rows) {
-        __builtin_memset(tile + s * 1024, 0, kCacheLine);
-        continue;
-      }
-      if (next) Isa::prefetch(next + s * kCacheLine);
-      Lane::store_line(tile + s * 1024, Lane::load_line(x[r] + offset + s * kCacheLine));
-    }
-  }
-}
-
-// Equal slices of K, rounded up to whole tiles; the last one may be shorter.
-TANDEM_INLINE int64_t amx_slice_pairs(const MatmulArgs* args) {
-  const int64_t whole = (args->rows + 15) / 16 * 16, by_rows = kAmxRowBytes / (4 * whole) / 16 * 16;
-  const int64_t most = by_rows < kAmxDepthPairs ? by_rows : kAmxDepthPairs;
-  const int64_t pairs = args->weights.padded_depth / 2, slices = (pairs + most - 1) / most;
-  return ((pairs + slices - 1) / slices + 15) / 16 * 16;
-}
 
 // The call's slices in the order in which they are multiplied: all pairs of panels of a slice of K, then the next.
 struct SliceOrder {
@@ -80,7 +51,8 @@ class TileProduct {
  public:
   explicit TileProduct(const MatmulArgs* args)
       : args_(args),
-        order_{args, amx_slice_pairs(args), Format::kPairBytes},
+        order_{args, slice_pairs_of_rows(args->rows, args->weights.padded_depth / 2, kAmxDepthPairs, 16),
+               Format::kPairBytes},
         blocks_((args->rows + kTileRowsAmx - 1) / kTileRowsAmx),
         rows_(args->scratch + 2 * kAmxPanelBytes) {}
 
@@ -136,8 +108,11 @@ class TileProduct {
 
 template <class Isa, class Tiles, template <class> class F>
 void tile_mm_amx(const MatmulArgs* args) {
-  Tiles::begin();
-  TileProduct<Isa, Tiles, F>(args).run();
+  Tiles::begin(args->rows);
+  if (F<Isa>::kScaled && takes_few_rows(args))
+    FewRowsProduct<Isa, Tiles, F>(args).run();
+  else
+    TileProduct<Isa, Tiles, F>(args).run();
   Tiles::end();
   for (int p = 0; p < args->pairs; ++p)
     scale_rows<Isa, ScratchSource<typename Isa::Lane>>(pair_of_panels(args->weights, args->first_pair + p).row_scales,

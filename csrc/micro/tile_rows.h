@@ -1,0 +1,42 @@
+// Rows of activations in the order in which matrix tiles load them.
+#pragma once
+
+#include "abi/kernel_table.h"
+#include "isa/inline.h"
+
+namespace tandem {
+namespace {
+
+constexpr int kTileRowsAmx = 32;           // rows of activations per block: two tiles
+constexpr int64_t kAmxRowBytes = 1 << 18;  // of gathered rows: many rows take shorter slices
+static_assert(kAmxRowBytes / (4 * kMaxRowsPerCall) >= 16);
+
+// Rows of one slice in tile order, zeros up to a whole tile.
+template <class Isa>
+void gather_rows(const uint8_t* const* x, int rows, int64_t offset, int64_t steps, uint8_t* to) {
+  using Lane = typename Isa::Lane;
+  const int whole = (rows + 15) / 16 * 16;
+  for (int r = 0; r < whole; ++r) {
+    uint8_t* tile = to + r / 16 * steps * 1024 + r % 16 * kCacheLine;
+    const uint8_t* next = r + 2 < rows ? x[r + 2] + offset : nullptr;  // rows are short and lie anywhere
+    for (int64_t s = 0; s < steps; ++s) {
+      if (r >= rows) {
+        __builtin_memset(tile + s * 1024, 0, kCacheLine);
+        continue;
+      }
+      if (next) Isa::prefetch(next + s * kCacheLine);
+      Lane::store_line(tile + s * 1024, Lane::load_line(x[r] + offset + s * kCacheLine));
+    }
+  }
+}
+
+// Equal slices of K that so many rows can be gathered of, in multiples of `unit`, at most `most` pairs of k if that is
+// a multiple; the last one may be shorter.
+TANDEM_INLINE int64_t slice_pairs_of_rows(int rows, int64_t pairs, int64_t most, int64_t unit) {
+  const int64_t whole = (rows + 15) / 16 * 16, by_rows = kAmxRowBytes / (4 * whole) / unit * unit;
+  const int64_t each = by_rows < most ? by_rows : most, slices = (pairs + each - 1) / each;
+  return ((pairs + slices - 1) / slices + unit - 1) / unit * unit;
+}
+
+}  // namespace
+}  // namespace tandem
