@@ -28,6 +28,7 @@ from tandem.cli.bench_hybrid import gpu_copy_gbps
 from tandem.cli.bench_kernels import commit
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.gpu import code_mma, dense_codes
 from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.ops import GpuOps
@@ -132,12 +133,22 @@ def main() -> None:
     parser.add_argument("--shape", action="append", help="inputs x outputs; default: " + ", ".join(SHAPES))
     parser.add_argument("--format", action="append", choices=FORMATS, help="default: all")
     parser.add_argument("--rows", action="append", type=int, help=f"default: {', '.join(map(str, ROWS))}")
+    parser.add_argument(
+        "--few", choices=("cuda", "triton"), default="cuda", help="whose kernels up to 16 rows (cuda)"
+    )
+    parser.add_argument(
+        "--many", choices=("tiles", "unpacked"), help="what from 17 rows on; default: the engine's"
+    )
     parser.add_argument("--threads", type=int, default=4, help="that pack (4)")
     parser.add_argument("--warm", action="store_true", help="compile the kernels, and nothing else")
     parser.add_argument("--json", type=Path, help="where the rows are written")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("an NVIDIA GPU is needed")
+    if options.few == "triton":
+        code_mma.reads = lambda panels, device: False
+    if options.many:
+        dense_codes.TILED_ROWS = 1 << 30 if options.many == "tiles" else 16
     ops = GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1] * options.threads), _core.supported_tiers()[-1]))
     shapes, formats, rows = options.shape or SHAPES, options.format or FORMATS, options.rows or list(ROWS)
     if options.warm:
@@ -156,7 +167,7 @@ def main() -> None:
         for shape in shapes:
             for fmt in formats:
                 mine = measure(ops, shape, fmt, rows, rate)
-                found += [row | about for row in mine]
+                found += [row | about | {"few": options.few, "many": options.many} for row in mine]
                 cells = "  ".join(f"{r['rows']}: {r['us']:.1f} us {r['share']:.2f}" for r in mine)
                 print(f"{shape:>11} {fmt:>6}  {cells}", flush=True)
     if options.json:

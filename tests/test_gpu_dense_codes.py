@@ -18,13 +18,13 @@ from tandem.formats.reference import decoded, magnitudes, quantise, stored
 from tandem.kernels.cpu_ops import CpuOps
 
 if AVAILABLE:
-    from tandem.kernels.gpu import code_tiles, dense_codes
+    from tandem.kernels.gpu import code_mma, code_tiles, dense_codes
     from tandem.kernels.gpu.dense_codes import GpuCodes
     from tandem.kernels.gpu.linear import GpuLinear
     from tandem.kernels.gpu.ops import GpuOps
 
 pytestmark = [pytest.mark.gpu, needs_triton]
-SHAPES = [(40, 96), (72, 320), (200, 1100)]
+SHAPES = [(40, 96), (72, 320), (200, 1100)] + ([] if INTERPRETED else [(2080, 2048), (96, 4104)])
 FORMATS = ["int8", "int8 rows", "int4", "int4 f16", "fp8", "fp8 rows", "mxfp8", "mxfp4", "nvfp4"]
 
 
@@ -61,8 +61,10 @@ def rows_of(count: int, depth: int) -> Tensor:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("columns", "depth"), SHAPES)
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 70])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 70])
 def test_a_product_is_that_of_the_numbers(ops: GpuOps, fmt: str, columns: int, depth: int, rows: int) -> None:
+    if INTERPRETED and rows in (8, 9):
+        pytest.skip("Triton's kernels do the same for 2 to 16 rows, and the interpreter is slow")
     weight, x = coded(columns, depth, fmt), rows_of(rows, depth)
     bias = torch.randn(columns).bfloat16() if rows % 2 else None
     linear = ops.linear(weight, bias)
@@ -72,6 +74,18 @@ def test_a_product_is_that_of_the_numbers(ops: GpuOps, fmt: str, columns: int, d
     rounded = linear(x.to(DEVICE)).cpu()
     assert rounded.dtype == torch.bfloat16
     assert (rounded.double() - exact).norm() < 2.0**-8 * exact.norm() * (3.0 if INTERPRETED else 1.5)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="there are no other kernels")
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("rows", [1, 7, 16])
+def test_triton_s_kernels_of_few_rows(
+    ops: GpuOps, monkeypatch: pytest.MonkeyPatch, fmt: str, rows: int
+) -> None:
+    """What runs where cuda-core is missing."""
+    monkeypatch.setattr(code_mma, "reads", lambda panels, device: False)
+    weight, x = coded(72, 320, fmt), rows_of(rows, 320)
+    check(ops.linear(weight)(x.to(DEVICE), torch.float32), x, weight, None, rounded=rows > 1)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -103,10 +117,10 @@ def test_unpacked_numbers_are_the_decoded_ones(ops: GpuOps, fmt: str, columns: i
 @pytest.mark.skipif(INTERPRETED, reason="NumPy's products may differ by the number of rows")
 @pytest.mark.parametrize("fmt", ["fp8", "int4"])
 def test_a_row_has_the_same_bits_beside_any_others(ops: GpuOps, fmt: str) -> None:
-    """In steps of 2 to 16 rows."""
-    linear, x = ops.linear(coded(72, 320, fmt)), rows_of(16, 320).to(DEVICE)
+    """In steps of up to 16 rows."""
+    linear, x = ops.linear(coded(2080, 320, fmt)), rows_of(16, 320).to(DEVICE)
     together = linear(x, torch.float32)
-    for first, last in ((0, 2), (3, 8), (7, 16)):
+    for first, last in ((0, 1), (0, 2), (3, 8), (8, 9), (7, 16)):
         assert torch.equal(linear(x[first:last], torch.float32), together[first:last])
 
 
@@ -144,3 +158,17 @@ def test_codes_without_kernels_become_numbers(ops: GpuOps, fmt: str) -> None:
 def test_other_activations_are_refused(ops: GpuOps) -> None:
     with pytest.raises(KernelError, match="bfloat16, not torch.float32"):
         ops.linear(coded(40, 96, "fp8"))(torch.zeros(1, 96, device=DEVICE))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no CUDA kernels there")
+@pytest.mark.parametrize("fmt", ["fp8", "int8", "int4", "mxfp4"])
+def test_products_of_few_rows_are_captured_in_graphs(ops: GpuOps, fmt: str) -> None:
+    linear, x = ops.linear(coded(72, 320, fmt)), rows_of(3, 320).to(DEVICE)
+    graph, expected = torch.cuda.CUDAGraph(), linear(x)
+    with torch.cuda.graph(graph):
+        got = linear(x)
+    graph.replay()
+    assert torch.equal(got, expected)
+    x.mul_(2.0)
+    graph.replay()
+    assert torch.equal(got, linear(x)) and torch.equal(got, 2 * expected)

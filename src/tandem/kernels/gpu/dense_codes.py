@@ -1,8 +1,8 @@
 """`GpuCodes`: `Linear` on the GPU over codes and scales as they are stored, in packed panels (`panels.py`).
 
-A decode step reads every dense matrix once, so it is as fast as its bytes are few. Up to FEW_ROWS rows are multiplied
-straight from the codes, by tiles up to TILED_ROWS; from there on unpacking a weight costs less than reading it again
-for every tile of rows, so the matrix is unpacked into scratch, some columns at a time, and multiplied by PyTorch.
+A decode step reads every dense matrix once, so it is as fast as its bytes are few. Up to 16 rows are multiplied
+straight from the codes (`code_mma.py`, where it reads them), more by tiles up to TILED_ROWS (`code_tiles.py`); from
+there on the matrix is unpacked into scratch, some columns at a time, and multiplied by PyTorch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes
 from tandem.formats.gpu_reading import refusal
 from tandem.kernels.cpu import PackedMatrix
-from tandem.kernels.gpu import code_tiles
+from tandem.kernels.gpu import code_mma, code_tiles
 from tandem.kernels.gpu.linear import multiplied
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.packable import scale_type
@@ -39,6 +39,9 @@ class GpuCodes:
         self.out_features, self.in_features = packed.out_features, packed.in_features
         self.panels = Panels(*packed.layout())
         self.pool = _uploaded(packed, device)
+        self._mma = code_mma.reads(self.panels, self.pool.device)
+        if self._mma:  # compiled now: the first step may be one that is captured
+            code_mma.kernels(self.panels.fmt, self.panels.scale, self.pool.device.index)
         self.bias = None if bias is None else bias.detach().to(device, torch.float32, copy=True)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
@@ -47,6 +50,8 @@ class GpuCodes:
             raise KernelError(f"codes on the GPU are multiplied with bfloat16, not {x.dtype}")
         if out is None:
             out = x.new_empty((len(x), self.out_features), dtype=out_dtype)
+        if self._mma and len(x) <= code_mma.MOST_ROWS:
+            return code_mma.multiply(x.contiguous(), self.pool, self.panels, self.bias, out)
         if len(x) <= TILED_ROWS:
             return code_tiles.multiply(x.contiguous(), self.pool, self.panels, self.bias, out)
         return self._unpacked(x, out)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.kernels.gpu.mma_source import COMMON
 from tandem.kernels.gpu.nvrtc import available, compiled, launch
 from tandem.kernels.gpu.overlap import can_overlap
 from tandem.kernels.gpu.panels import Panels
@@ -30,32 +31,7 @@ MAX_WARPS = 16  # of a block of down, which takes all experts of a token, some w
 AHEAD = {"GATE_UP_AHEAD": 8, "DOWN_AHEAD": 12}
 
 SOURCE = r"""
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef unsigned long long u64;
-
 enum { kGateUpAhead = GATE_UP_AHEAD, kDownAhead = DOWN_AHEAD };
-
-__device__ inline u32 minus_136(u32 pair) {
-  u32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(pair), "r"(0x3f803f80u), "r"(0xc308c308u));
-  return d;
-}
-// a: 16 x 16, b: 16 x 8, both bf16; c: 16 x 8.
-__device__ inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-__device__ inline float low_half(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ inline float high_half(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-__device__ inline u16 rounded(float v) {
-  if (v != v) return 0x7fff;  // a GPU's own NaN is 0x7fffffff: adding to it would make it -0
-  const u32 bits = __float_as_uint(v);
-  return u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 
 // One matrix of a packed expert (kernels/gpu/panels.py): sizes in bytes, steps of 32 k, 2^group_shift steps per scale.
 struct Matrix {
@@ -145,17 +121,6 @@ __device__ inline void add_warps(float (*parts)[PANELS * 16], const float (&sums
   __syncwarp();
 }
 
-// Overlapping kernels (kernels/gpu/overlap.py).
-__device__ inline void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" : : : "memory");
-#endif
-}
-__device__ inline void start_next() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
-#endif
-}
 // From L2: written by a kernel that has ended, perhaps while this block's SM was already at work.
 __device__ inline int read(const int* p) {
   int v;
@@ -257,7 +222,7 @@ def kernels(device_index: int | None) -> tuple[Any, Any]:
     source = SOURCE
     for name, steps in AHEAD.items():
         source = source.replace(name, str(steps))
-    gate_up, down = compiled(source, ("gate_up", "down"), device_index)
+    gate_up, down = compiled(COMMON + source, ("gate_up", "down"), device_index)
     return gate_up, down
 
 
