@@ -11,7 +11,16 @@ from torch import Tensor
 
 from tandem.errors import EngineError
 from tandem.experts.live_copies import Copies
+from tandem.experts.live_exchange import LiveExchange, Settled
 from tandem.kernels.packed_experts import PackedExperts
+
+
+def advance(exchange: LiveExchange) -> Settled:
+    """All that happens from the end of a step to the beginning of the next."""
+    ended = exchange.end()
+    exchange.follow()
+    begun = exchange.begin()
+    return Settled(ended.done, ended.dropped + begun.dropped, ended.stranded)
 
 
 class FakeSlots:

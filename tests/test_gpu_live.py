@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 
-from fake_copies import FakeCopies
+from fake_copies import FakeCopies, advance
 from gpu import AVAILABLE, DEVICE, needs_cuda, needs_triton
 from tandem import _core
 from tandem.errors import EngineError
@@ -90,9 +90,9 @@ def test_exchanges_do_not_change_what_a_layer_computes(fmt: str, nodes: tuple[in
         coming = next(e for e in range(step, step + EXPERTS) if e % EXPERTS not in where) % EXPERTS
         wanted = Exchange(0, slot, where[slot], coming)
         exchange.add([wanted])
-        assert not exchange.advance().done
+        assert not advance(exchange).done
         arrive(dma)
-        assert exchange.advance().done == [wanted]
+        assert advance(exchange).done == [wanted]
         where[slot] = coming
     assert layer.sides.cpu.loaded == EXPERTS - 3
 
@@ -113,7 +113,7 @@ def test_memory_is_given_back_with_copies_under_way() -> None:
         exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30)
         coming = int((layer.places < 0).nonzero()[0])
         exchange.add([Exchange(0, 0, int((layer.places == 0).nonzero()[0]), coming)])
-        exchange.advance()
+        advance(exchange)
         del exchange
         dma.close()
         layer.sides.cpu.release(layer.sides.cpu.num_experts - 3)

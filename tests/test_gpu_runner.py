@@ -11,6 +11,7 @@ import torch
 
 from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.gpu_runner import GpuRunner, _Inputs
+from tandem.engine.logits import HostRows
 from tandem.engine.sequence import Chunk
 from tandem.errors import EngineError
 from tandem.models import ForwardBatch
@@ -80,7 +81,7 @@ def test_a_batch_says_how_many_rows_decode(lengths: tuple[int, ...], single: int
 
 def runner_on(device: str) -> GpuRunner:
     runner = GpuRunner.__new__(GpuRunner)
-    runner._device = torch.device(device)
+    runner._device, runner._live = torch.device(device), None
     return runner
 
 
@@ -118,3 +119,37 @@ def test_what_is_planned_outside_graphs_knows_the_steps_rows(monkeypatch: pytest
     begun.clear()
     runner.logits(batch(7, 2, 0))
     assert begun == [(list(range(101, 108)), False)]
+
+
+def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    runner, inputs = runner_on("cpu"), _Inputs(SIZE, PAGES, torch.device("cpu"))
+    monkeypatch.setattr(inputs, "fill", lambda batch: calls.append("inputs"))
+    runner._begin_step = lambda batch, captured: None
+    replayed = SimpleNamespace(replay=lambda: calls.append("graph"))
+    runner._graphs = {
+        SIZE: cast(
+            Any,
+            SimpleNamespace(
+                inputs=inputs, graph=replayed, posts=0, logits=torch.zeros(SIZE, 4), best=torch.zeros(SIZE, 2)
+            ),
+        )
+    }
+    runner._handoff = cast(
+        Any, SimpleNamespace(serve=lambda posts: calls.append("serve"), check=lambda: calls.append("check"))
+    )
+    names = ("before_step", "beside_step", "after_step")
+    runner._live = cast(
+        Any, SimpleNamespace(**{name: lambda *_, name=name: calls.append(name) for name in names})
+    )
+    runner._rows = HostRows(torch.device("cpu"))
+    runner.logits(batch(4, 2, 7))
+    assert calls == ["inputs", "before_step", "graph", "beside_step", "serve", "check", "after_step"]
+    calls.clear()
+    monkeypatch.setattr(
+        runner, "_forward", lambda batch, counted: calls.append("layers") or torch.zeros(1, 4)
+    )
+    runner.logits(batch(7, 2, 0))
+    assert calls == ["layers", "before_step", "beside_step", "check", "after_step"]

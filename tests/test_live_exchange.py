@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kernel_cases as cases
-from fake_copies import FakeCopies, FakeSlots, FakeTables
+from fake_copies import FakeCopies, FakeSlots, FakeTables, advance
 from tandem.experts.live_copies import hold_all
 from tandem.experts.live_cost import READS_PER_EXCHANGE
 from tandem.experts.live_exchange import LiveExchange, LiveLayer, Settled
@@ -100,7 +100,7 @@ def finish(exchange: LiveExchange, copies: FakeCopies) -> Settled:
     for _ in range(1000):
         if not exchange.busy:
             return total
-        settled = exchange.advance()
+        settled = advance(exchange)
         total.done.extend(settled.done)
         total.dropped.extend(settled.dropped)
         total.stranded.extend(settled.stranded)
@@ -128,12 +128,12 @@ def test_nothing_changes_before_everything_has_arrived() -> None:
     exchange.add([layer.exchange(0, 1, 2)])
     before = layer.gpu.table.clone()
     for share in (0.0, 0.5, 0.0):  # the upload or the download is still missing
-        exchange.advance()
+        advance(exchange)
         copies.arrive(share)
         assert torch.equal(layer.gpu.table, before)
         layer.check()
     copies.arrive(1.0)
-    assert len(exchange.advance().done) == 1
+    assert len(advance(exchange).done) == 1
     layer.check()
 
 
@@ -146,11 +146,11 @@ def test_exchanges_of_a_layer_follow_each_other_and_those_of_others_do_not_wait(
         layers[1].exchange(1, 2, 2),
     )
     exchange.add([first, second, other])
-    exchange.advance()
+    advance(exchange)
     copies.arrive(1.0)
-    assert exchange.advance().done == [first, other]
+    assert advance(exchange).done == [first, other]
     copies.arrive(1.0)
-    assert exchange.advance().done == [second]
+    assert advance(exchange).done == [second]
     for layer in layers:
         layer.check()
 
@@ -159,12 +159,12 @@ def test_no_more_exchanges_are_under_way_than_there_is_staging_memory() -> None:
     layers, copies = [Layer(1), Layer(2)], FakeCopies()
     exchange = made(layers, copies, stages=1)
     exchange.add([layers[0].exchange(0, 0, 0), layers[1].exchange(1, 1, 1)])
-    exchange.advance()
+    advance(exchange)
     assert copies.bytes == 2 * layers[0].cpu.bytes_per_expert
     copies.arrive(1.0)
-    assert len(exchange.advance().done) == 1
+    assert len(advance(exchange).done) == 1
     copies.arrive(1.0)
-    assert len(exchange.advance().done) == 1
+    assert len(advance(exchange).done) == 1
     assert exchange.bytes_moved == 4 * layers[0].cpu.bytes_per_expert
 
 
@@ -177,7 +177,7 @@ def test_steps_move_their_bytes_on_average(experts_per_step: float) -> None:
     exchange.add([layers[which].exchange(which, i, i) for i in range(3) for which in range(2)])
     steps = done = 0
     while exchange.busy:
-        done += len(exchange.advance().done)
+        done += len(advance(exchange).done)
         steps += 1
         assert copies.bytes <= steps * budget + 2 * layers[0].cpu.bytes_per_expert
         copies.arrive(1.0)
@@ -222,7 +222,7 @@ def test_no_expert_is_ever_lost_or_doubled(steps: list[tuple], budget: int, seed
         elif what == "slot":
             copies.fail_in_order = True
         else:
-            outcome = exchange.advance()
+            outcome = advance(exchange)
             settled += len(outcome.done) + len(outcome.dropped) + len(outcome.stranded)
             copies.arrive(0.0 if what == "late" else share)
         for each in layers:
@@ -239,10 +239,10 @@ def test_a_lost_slot_ends_the_layers_exchanges_and_loses_no_expert(caplog: pytes
     wanted = layer.exchange(0, 1, 1)
     exchange = made([layer], copies)
     exchange.add([wanted])
-    exchange.advance()
+    advance(exchange)
     copies.arrive(1.0)
     copies.fail_in_order = True
-    assert exchange.advance().stranded == [wanted]
+    assert advance(exchange).stranded == [wanted]
     assert "slot 1 of MoE layer 0 on the GPU is lost" in caplog.text
     layer.check()
     exchange.add([layer.exchange(0, 0, 0)])
@@ -257,10 +257,10 @@ def test_tables_that_cannot_be_published_leave_each_expert_in_one_place(turn: in
     exchange = made(layers, copies, PLENTY, 4, tables)
     wanted = [layers[0].exchange(0, 0, 0), layers[1].exchange(1, 1, 1)]
     exchange.add(wanted)
-    exchange.advance()
+    advance(exchange)
     copies.arrive(1.0)
     tables.failing = {turn}
-    assert getattr(exchange.advance(), outcome) == wanted
+    assert getattr(advance(exchange), outcome) == wanted
     for layer in layers:
         layer.check()
     again = layers[0].exchange(0, 0, 0)
@@ -274,7 +274,7 @@ def test_a_refused_copy_may_be_asked_for_again() -> None:
     exchange = made([layer], copies)
     copies.refuse = True
     exchange.add([layer.exchange(0, 0, 0)])
-    assert len(exchange.advance().dropped) == 1
+    assert len(advance(exchange).dropped) == 1
     copies.refuse = False
     exchange.add([layer.exchange(0, 0, 0)])
     assert len(finish(exchange, copies).done) == 1
@@ -288,7 +288,7 @@ def test_a_failed_copy_ends_the_layers_exchanges_for_it_may_still_write(
     exchange = made(layers, copies, stages=4)
     copies.refuse_downloads = True
     exchange.add([layers[0].exchange(0, 0, 0)])
-    assert len(exchange.advance().dropped) == 1
+    assert len(advance(exchange).dropped) == 1
     copies.refuse_downloads = False
     exchange.add([layers[0].exchange(0, 1, 1), layers[1].exchange(1, 1, 1)])
     settled = finish(exchange, copies)
@@ -348,13 +348,19 @@ def live(
     return LiveExperts(policy, made(layers, copies, s.bytes_per_step), usage)
 
 
+def take_a_step(experts: LiveExperts) -> None:
+    experts.before_step()
+    experts.beside_step()
+    experts.after_step(1)
+
+
 def test_what_is_used_comes_to_the_gpu() -> None:
     layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
     experts = live(layers, copies, usage)
     for _ in range(20):
         usage.counts[0, [4, 5, 6]] += 3
         usage.counts[1, [0, 5, 6]] += 3
-        experts.after_step(1)
+        take_a_step(experts)
         copies.arrive(0.6)
         for layer in layers:
             layer.check()
@@ -373,7 +379,7 @@ def test_moving_that_does_not_pay_is_paused_and_counted() -> None:
     for step in range(400):  # every few tokens another expert
         usage.counts[:, 3 + step // 8 % 4] += 1
         with torch.inference_mode():  # as the engine's steps are
-            experts.after_step(1)
+            take_a_step(experts)
         copies.arrive(1.0)
     assert usage.swap_rests > 0
     for layer in layers:
@@ -390,7 +396,7 @@ def moving_with_a_clock(tick: float) -> tuple[float, int]:
     experts = LiveExperts(policy, exchange, usage, lambda: 0.5, lambda: next(ticks))
     for step in range(300):
         usage.counts[:, 3 + step // 16 % 4] += 1
-        experts.after_step(1)
+        take_a_step(experts)
         copies.arrive(1.0)
     return policy.cost, usage.swaps
 
@@ -410,7 +416,7 @@ def test_moving_that_always_fails_ends_and_fails_no_step(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         for _ in range(40 * GIVE_UP):
             usage.counts[:, 4:] += 3
-            experts.after_step(1)
+            take_a_step(experts)
     assert experts.resting and usage.swaps == 0
     assert "experts stay where they are" in caplog.text
     for layer in layers:

@@ -100,14 +100,14 @@ def _row(
 
 
 def _moving_columns(live: LiveExperts | None) -> dict[str, Any]:
-    """moved_gb: both ways together; between_steps_ms: all that live placement does while nothing else runs, of which
-    an exchange has its share."""
+    """moved_gb: both ways together; thread_ms: what the engine's thread does for live placement while the CPU computes
+    nothing else, of which an exchange has its share."""
     if live is None:
         return {}
     times = live.times()
     each = times.seconds / times.exchanges * 1e3 if times.exchanges else 0.0
     return {
-        "moved_gb": round(times.bytes_moved / 1e9, 2), "between_steps_ms": round(times.seconds * 1e3, 1),
+        "moved_gb": round(times.bytes_moved / 1e9, 2), "thread_ms": round(times.seconds * 1e3, 1),
         "ms_per_exchange": round(each, 4), "exchange_cost_reads": round(live.cost, 2),
     }  # fmt: skip
 

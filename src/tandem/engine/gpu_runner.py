@@ -140,10 +140,11 @@ class GpuRunner:
         if graph is None:
             self._begin_step(batch, False)
             logits = self._forward(self._moved(batch), len(batch.input_ids))
+            self._move_experts()
             return self._done(logits, best_of(logits), len(batch.input_ids))
         graph.inputs.fill(batch)
         self._begin_step(graph.inputs.image, True)
-        graph.graph.replay()
+        self._move_experts(graph.graph.replay)
         self._handoff.serve(graph.posts)
         return self._done(graph.logits[:rows], graph.best[:rows], rows)
 
@@ -155,6 +156,14 @@ class GpuRunner:
         if self._live is not None:
             self._live.after_step(tokens)
         return DeviceLogits(logits, best, self._rows)
+
+    def _move_experts(self, start: Callable[[], None] = lambda: None) -> None:
+        """`start`: of the step, beside which they move."""
+        if self._live is not None:
+            self._live.before_step()
+        start()
+        if self._live is not None:
+            self._live.beside_step()
 
     def _forward(self, batch: ForwardBatch, counted: int | Tensor) -> Tensor:
         """counted: how many of the first rows `ExpertUsage` counts."""

@@ -84,7 +84,8 @@ class _Move:
 
 
 class LiveExchange:
-    """One thread calls it, between steps. layers: None for those that live on one side only."""
+    """One thread calls it: `end` between steps, `follow` before a step, `begin` when it was started. layers: None for
+    those that live on one side only."""
 
     def __init__(
         self,
@@ -113,11 +114,17 @@ class LiveExchange:
     def add(self, exchanges: Iterable[Exchange]) -> None:
         self._queue.extend(exchanges)
 
-    def advance(self) -> Settled:
-        """Ends what has arrived, and gives the DMA the next exchanges: `bytes_per_step` on average, whole experts at a
-        time. What it raises leaves every expert where it was."""
+    # -- what begins ---
+
+    def follow(self) -> None:
+        """What `begin` begins comes after what the GPU was given until now."""
+        if self._queue:
+            self._copies.follow()
+
+    def begin(self) -> Settled:
+        """Gives the DMA the next exchanges: `bytes_per_step` on average, whole experts at a time. What it raises leaves
+        every expert where it was."""
         settled = Settled()
-        self._end(settled)
         self._budget = min(self._budget, 0) + self._bytes_per_step
         if self._queue and not self._free and not self._batches:  # every stage was lost to failures
             settled.dropped.extend(self._queue)
@@ -126,12 +133,9 @@ class LiveExchange:
             self._begin_some(settled)
         return settled
 
-    # -- what begins ---
-
     def _begin_some(self, settled: Settled) -> None:
-        self._copies.follow()
         moves: list[_Move] = []
-        waiting: deque[Exchange] = deque()
+        waiting: deque[Exchange] = deque()  # for their layer's move under way
         while self._queue and self._free and self._budget > 0:
             exchange = self._queue.popleft()
             if exchange.layer in self._busy:
@@ -184,8 +188,9 @@ class LiveExchange:
 
     # -- what ends ---
 
-    def _end(self, settled: Settled) -> None:
-        waiting, arrived = [], []
+    def end(self) -> Settled:
+        """Between two steps: what has arrived changes places. What it raises leaves every expert where it was."""
+        settled, waiting, arrived = Settled(), [], []
         for mark, moves in self._batches:
             try:
                 passed = mark.passed()
@@ -203,6 +208,7 @@ class LiveExchange:
         for move in arrived:
             self._free.append(move.stage)
             self._busy.discard(move.exchange.layer)
+        return settled
 
     def _commit(self, moves: list[_Move], settled: Settled) -> None:
         for move in moves:

@@ -1,7 +1,7 @@
 """`LiveExperts`: placement follows the traffic. Between steps it looks at what was used, and has experts moved.
 
 Nothing runs meanwhile, so it waits for nothing: counts are asked for after one step and looked at after the next, and
-bytes travel beside the steps.
+bytes travel beside the steps. They are sent when a step has begun: what the step itself sends would wait for them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Usage(Protocol):
 
 
 class LiveTimes(NamedTuple):
-    """Since the start: exchanges made, bytes that travelled, both ways together, and seconds between steps that all of
-    it took."""
+    """Since the start: exchanges made, bytes that travelled, both ways together, and seconds that the engine's thread
+    took for all of it, between steps and at their beginning, when the GPU is busy already."""
 
     exchanges: int
     bytes_moved: int
@@ -62,7 +62,9 @@ class _Asked(NamedTuple):
 
 
 class LiveExperts:
-    """Call `after_step` after each of the model's steps, when nothing of it is running any more."""
+    """Call `before_step` when everything was given to the GPU that a step reads, `beside_step` when it was started, and
+    `after_step` when nothing of it is running any more. They raise nothing: if moving fails, experts stay where they
+    are from now on."""
 
     def __init__(
         self,
@@ -96,26 +98,37 @@ class LiveExperts:
     def times(self) -> LiveTimes:
         return LiveTimes(self._exchanges, self._exchange.bytes_moved, self._seconds)
 
+    def before_step(self) -> None:
+        if self._exchange.busy:
+            self._guarded(self._exchange.follow)
+
+    def beside_step(self) -> None:
+        if self._exchange.busy:
+            self._guarded(lambda: self._move(self._exchange.begin))
+
     def after_step(self, tokens: int) -> None:
-        """tokens: that the step computed. Raises nothing: if moving fails, experts stay where they are from now on."""
+        """tokens: that the step computed."""
+        self._tokens += tokens
+        self._steps += 1
+        self._guarded(self._look)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
         if self._failed:
             return
         started = self._clock()
         try:
-            self._advance(tokens)
+            action()
         except Exception:
             self._failed = True
             _log.exception("live placement has failed; experts stay where they are")
         self._seconds += self._clock() - started
 
-    def _advance(self, tokens: int) -> None:
+    def _look(self) -> None:
+        if self._exchange.busy:
+            self._move(self._exchange.end)
         if self._asked is not None:
             self._decide(self._asked)
             self._asked = None
-        if self._exchange.busy:
-            self._move()
-        self._tokens += tokens
-        self._steps += 1
         if self._steps >= self._policy.interval_steps:
             self._asked = _Asked(self._usage.ask(), self._tokens, self._steps)
             self._tokens = self._steps = 0
@@ -137,9 +150,9 @@ class LiveExperts:
         if self._made > REMEMBERED:
             self._spent, self._made = self._spent * REMEMBERED / self._made, REMEMBERED
 
-    def _move(self) -> None:
+    def _move(self, what: Callable[[], Settled]) -> None:
         started = self._clock()
-        settled = self._exchange.advance()
+        settled = what()
         self._settle(settled)
         self._spent += self._clock() - started
         self._made += len(settled.done)
