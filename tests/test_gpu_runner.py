@@ -129,14 +129,8 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
     monkeypatch.setattr(inputs, "fill", lambda batch: calls.append("inputs"))
     runner._begin_step = lambda batch, captured: None
     replayed = SimpleNamespace(replay=lambda: calls.append("graph"))
-    runner._graphs = {
-        SIZE: cast(
-            Any,
-            SimpleNamespace(
-                inputs=inputs, graph=replayed, posts=0, logits=torch.zeros(SIZE, 4), best=torch.zeros(SIZE, 2)
-            ),
-        )
-    }
+    results = {"logits": torch.zeros(SIZE, 4), "best": torch.zeros(SIZE, 2)}
+    runner._graphs = {SIZE: cast(Any, SimpleNamespace(inputs=inputs, graph=replayed, posts=0, **results))}
     runner._handoff = cast(
         Any, SimpleNamespace(serve=lambda posts: calls.append("serve"), check=lambda: calls.append("check"))
     )

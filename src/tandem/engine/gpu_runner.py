@@ -153,9 +153,10 @@ class GpuRunner:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._handoff.check()
+        done = DeviceLogits(logits, best, self._rows)  # fetches `best` before experts' copies are in its way
         if self._live is not None:
             self._live.after_step(tokens)
-        return DeviceLogits(logits, best, self._rows)
+        return done
 
     def _move_experts(self, start: Callable[[], None] = lambda: None) -> None:
         """`start`: of the step, beside which they move."""
