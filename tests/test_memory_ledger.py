@@ -6,13 +6,15 @@ import mmap
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fake_model import fake_plan
 from tandem import _core
 from tandem.cli.memory_ledger import Taken, anonymous_bytes, memory_columns, planned
 from tandem.config import ModelConfig
 from tandem.config.gpu_plan import GpuPlan, dense_bytes
-from tandem.kernels.cpu import PackedExperts, Workspace
+from tandem.formats.codes import WeightCodes
+from tandem.kernels.cpu import PackedExperts, PackedMatrix, Workspace
 
 MIB = 1 << 20
 SHAPES = [(2048, 768), (4096, 1536), (7168, 2048), (2048, 512)]  # hidden, expert width of models people serve
@@ -51,6 +53,27 @@ def test_experts_on_the_gpu_are_not_planned_in_ram(ratio: float) -> None:
     assert there.gpu == dense_bytes(config, "bfloat16") + ratio * everyone * expert + kv
     here = planned(plan, config)
     assert here == Taken(config.weight_bytes("bfloat16", "int4"), 0)
+
+
+@pytest.mark.parametrize("hidden", [2048, 4096])
+@pytest.mark.parametrize("fmt", ["fp8", "int4-g128", "mxfp4"])
+def test_dense_codes_take_what_is_planned(hidden: int, fmt: str) -> None:
+    """Attention's projections in GPU memory are these bytes."""
+    pytest.importorskip("triton")
+    from tandem.cli.synthetic import SyntheticCheckpoint, stored_as
+
+    config, workspace = qwen3(hidden, 768), Workspace(_core.WorkerPool([-1]), "scalar")
+    heads = (("q", 4096, hidden), ("k", 512, hidden), ("v", 512, hidden), ("o", hidden, 4096))
+    checkpoint, taken = SyntheticCheckpoint(fmt), 0
+    for name, rows, depth in heads:
+        codes = checkpoint.weight(f"model.layers.0.self_attn.{name}_proj", (rows, depth))
+        assert isinstance(codes, WeightCodes)
+        taken += PackedMatrix.from_codes(workspace, codes).packed_bytes
+    router, embedding = 128 * hidden * 2, 1000 * hidden * 2
+    assert isinstance(checkpoint.weight("model.layers.0.mlp.gate", (128, hidden)), torch.Tensor)
+    assert isinstance(checkpoint.weight("model.layers.0.mlp.experts.3.up_proj", (768, hidden)), torch.Tensor)
+    expected = dense_bytes(config, "bfloat16", stored_as(config, fmt))
+    assert taken + router + 2 * embedding == pytest.approx(expected, rel=0.03)
 
 
 def test_memory_is_seen() -> None:

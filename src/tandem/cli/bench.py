@@ -107,6 +107,9 @@ def decode(
     gpu_share: GpuShare = None,
     layers: Layers = None,
     context: Context = 1024,
+    dense_format: Annotated[
+        str, typer.Option(help="with --config: dense matrices are bf16, fp8, int4-g128 or mxfp4")
+    ] = "bf16",
     out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
 ) -> None:
     """Measure decoding against the memory-bandwidth bound of the same run, and against other engines.
@@ -118,7 +121,7 @@ def decode(
 
         shares = tuple(gpu_share or [0.0, 0.5, 1.0])
         asked = (config, tuple(fmt or ["BF16"]), shares, tuple(batch or [1, 8]), layers, context)
-        bench_hybrid.run(bench_hybrid.Request(*asked, steps, repeats, threads, tier), out)
+        bench_hybrid.run(bench_hybrid.Request(*asked, steps, repeats, threads, tier, dense_format), out)
         return
     from tandem.cli.bench_decode import Request, run
 

@@ -28,7 +28,7 @@ from tandem import _core, models
 from tandem.cli.architectures import named_config
 from tandem.cli.bench_kernels import commit
 from tandem.cli.memory_ledger import Taken, memory_columns, planned
-from tandem.cli.synthetic import SyntheticCheckpoint, SyntheticStore
+from tandem.cli.synthetic import SyntheticCheckpoint, SyntheticStore, stored_as
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
 from tandem.engine.expert_statistics import expert_usage
 from tandem.engine.gpu_runner import GpuRunner, GraphPlan
@@ -50,7 +50,8 @@ READ_SECONDS = 0.1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for; context: tokens that every sequence has."""
+    """What the flags asked for; context: tokens that every sequence has; dense: what dense projections are stored as,
+    of `synthetic.DENSE_FORMATS`."""
 
     config: str
     formats: tuple[str, ...]
@@ -62,6 +63,7 @@ class Request:
     repeats: int
     threads: int | None
     tier: str = "auto"
+    dense: str = "bf16"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,8 +118,12 @@ def _decode_rows(
 ) -> Iterator[dict[str, Any]]:
     empty = Taken.now()
     built = build(request, fmt, share)
-    taken = memory_columns(planned(built.plan, built.config), Taken.now().since(empty))
-    where = {"config": request.config, "layers": request.layers, "format": built.plan.expert_format}
+    stored = stored_as(built.config, request.dense)
+    taken = memory_columns(planned(built.plan, built.config, stored), Taken.now().since(empty))
+    where = {
+        "config": request.config, "layers": request.layers, "dense": request.dense,
+        "format": built.plan.expert_format,
+    }  # fmt: skip
     yield {"bench": "memory", **where, "gpu_share": share, **taken}
     reader = DramReader(built.workers, built.plan.tier)
     for batch in request.batches:
@@ -148,7 +154,10 @@ def _side_columns(sides: SideTotals, steps: int) -> dict[str, Any]:
 
 
 def _shape(request: Request, batch: int) -> dict[str, Any]:
-    return {"config": request.config, "layers": request.layers, "batch": batch, "context": request.context}
+    return {
+        "config": request.config, "layers": request.layers, "dense": request.dense, "batch": batch,
+        "context": request.context,
+    }  # fmt: skip
 
 
 def _cpu_experts_per_step(built: Built, before: tuple[int, int], after: tuple[int, int]) -> float:
@@ -192,13 +201,13 @@ def build(
         context_length=request.context + 1024, max_total_tokens=max(request.batches) * (request.context + 1024),
         device="cuda", **flags,
     )  # fmt: skip
-    plan = resolve(asked, config, this_machine())
+    plan = resolve(asked, config, this_machine(), stored_as(config, request.dense))
     workers = planned_pool(plan)
     side = gpu_side(plan, config, CpuOps(workers, plan.tier))
     store = SyntheticStore(side.store, side.handoff, empty, chosen)
     usage = expert_usage(asked, plan, config, side.ops.device, side.placement.on_gpu)
     usage = usage if counted else None
-    checkpoint: Any = SyntheticCheckpoint()
+    checkpoint: Any = SyntheticCheckpoint(request.dense)
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
     moving = None if live is None or usage is None else live(plan, side, usage)
     return Built(plan, config, side, _runner(plan, config, model, side, usage, moving), workers, usage)

@@ -13,10 +13,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.parts import is_expert
+from tandem.checkpoint.survey import stored_formats
+from tandem.cli.bench_formats import as_stored
+from tandem.config import ModelConfig, StoredFormats
+from tandem.errors import ConfigError
 from tandem.experts import ExpertMatrices, Experts
 from tandem.experts.handoff import Handoff
 from tandem.experts.hybrid_experts import HybridExperts, HybridTicket
 from tandem.experts.hybrid_store import HybridStore
+from tandem.formats.codes import Weight
+from tandem.formats.quant_format import QuantFormat
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.ops import Lookup, Routing, SureRead
@@ -26,10 +33,39 @@ POOL_WEIGHTS = 1 << 26
 WEIGHT_SIZE = 0.02  # standard deviation, as models are initialised
 
 
-class SyntheticCheckpoint:
-    """Answers for every tensor with random numbers, views of one pool where they fit."""
+DENSE_FORMATS = {
+    "bf16": QuantFormat("bf16"),
+    "fp8": QuantFormat("fp8", "fp8", 128, 128, "F32"),
+    "int4-g128": QuantFormat("int4", "compressed-tensors", 128, 1, "BF16"),
+    "mxfp4": QuantFormat("mxfp4", "mxfp4", 32, 1, "U8"),
+}
+"""What dense projections may be stored as, by `bench_formats`' names."""
 
-    def __init__(self) -> None:
+
+def stored_as(config: ModelConfig, dense: str) -> StoredFormats:
+    """What such a checkpoint holds: projections in the format `dense`, router and head in bfloat16."""
+    if dense not in DENSE_FORMATS:
+        raise ConfigError(f"--dense-format {dense!r} is not known; these are: {', '.join(DENSE_FORMATS)}")
+    head = 0 if config.tied_embeddings else config.vocab * config.hidden
+    plain = head + config.hidden * config.moe.router.num_experts * len(config.moe.layers)
+    tied = config.vocab * config.hidden - head
+    layer, fmt = "model.layers.0.", DENSE_FORMATS[dense]
+    others = config.dense_params - config.shared_params - plain - tied
+    return stored_formats(
+        [
+            (layer + "self_attn.q_proj", fmt, others),
+            (layer + "mlp.shared_experts.up_proj", fmt, config.shared_params),
+            ("lm_head", QuantFormat("bf16"), plain),
+        ]
+    )
+
+
+class SyntheticCheckpoint:
+    """Answers for every tensor with random numbers, views of one pool where they fit. dense: of DENSE_FORMATS; all
+    projections of one shape have the same codes."""
+
+    def __init__(self, dense: str = "bf16") -> None:
+        self._dense, self._codes = dense, dict[tuple[int, int], Weight]()
         generator = torch.Generator().manual_seed(0)
         self._pool = (torch.randn(POOL_WEIGHTS, generator=generator) * WEIGHT_SIZE).to(torch.bfloat16)
         self.path = Path("synthetic")
@@ -45,8 +81,13 @@ class SyntheticCheckpoint:
         numbers = self._pool[first : first + min(size, room)]
         return (numbers if size <= room else numbers.repeat(-(-size // room))[:size]).view(shape)
 
-    def weight(self, module: str, shape: tuple[int, int]) -> Tensor:
-        return self.get(module + ".weight", shape)
+    def weight(self, module: str, shape: tuple[int, int]) -> Weight:
+        numbers = self.get(module + ".weight", shape)
+        if self._dense == "bf16" or not module.endswith("_proj") or is_expert(module):
+            return numbers
+        if shape not in self._codes:
+            self._codes[shape] = as_stored(numbers.float(), self._dense)
+        return self._codes[shape]
 
     def lookup(self, name: str, shape: tuple[int, int]) -> Lookup:
         table = self.get(name, shape)
