@@ -18,7 +18,7 @@ from torch import Tensor
 from tandem.checkpoint.identity import identity
 from tandem.checkpoint.key_names import hugging_face_names
 from tandem.checkpoint.layouts import detect
-from tandem.checkpoint.pages import Pages, Paging
+from tandem.checkpoint.pages import Pages, Paging, joined
 from tandem.checkpoint.parts import Part, Parts, by_module, codes_part, is_expert, one_expert
 from tandem.checkpoint.quant_hints import quant_hints
 from tandem.checkpoint.shard import Shard
@@ -57,6 +57,7 @@ class Checkpoint:
             self._add(Shard(file))
         self._check_index()
         self._paging = Paging()
+        self._joined: dict[tuple[int, bool | None], list[Pages]] = {}
         self._parts = {
             name: self._header(stored) for name, stored in hugging_face_names(self._shard_of).items()
         }
@@ -174,7 +175,7 @@ class Checkpoint:
 
     def release(self) -> None:
         """`forget` for all that was read; waits until it is done."""
-        self._paging.forget(self._pages_of_stored(self._shard_of), self)
+        self._paging.forget([shard.all_pages for shard in self._shards()], self)
         self._paging.wait()
 
     # -- reading ---
@@ -225,10 +226,13 @@ class Checkpoint:
     def _pages_of(self, names: Iterable[str]) -> list[Pages]:
         return self._pages_of_stored(self._part(name).name for name in names)
 
-    def _pages(self, layer: int, experts: bool | None = None) -> list[Pages]:
-        names = self._layers.get(layer, ())
-        wanted = names if experts is None else [name for name in names if experts == is_expert(name)]
-        return self._pages_of_stored(wanted)
+    def _pages(self, layer: int, experts: bool | None = None) -> Iterator[Pages]:
+        """A generator, so that `Paging` does the work; once for what is asked for and let go of later."""
+        if (layer, experts) not in self._joined:
+            names = self._layers.get(layer, ())
+            wanted = names if experts is None else [name for name in names if experts == is_expert(name)]
+            self._joined[layer, experts] = joined(self._pages_of_stored(wanted))
+        yield from self._joined[layer, experts]
 
     def _pages_of_stored(self, names: Iterable[str]) -> list[Pages]:
         by_shard: dict[Shard, list[str]] = defaultdict(list)

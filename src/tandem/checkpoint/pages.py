@@ -36,6 +36,7 @@ def joined(ranges: Iterable[Pages]) -> list[Pages]:
 
 class Paging:
     """Talks to the kernel on a thread of its own: asking for gigabytes takes as long as the disk's queue is full.
+    Ranges are looked at there, too: a generator is run on that thread, beside the packing.
 
     What it asks for are wishes: refused, pages are read when they are touched and stay until they are unmapped.
     """
@@ -45,18 +46,18 @@ class Paging:
 
     def read_ahead(self, ranges: Iterable[Pages], owner: object) -> None:
         """`owner` keeps the memory mapped until the kernel has been told."""
-        self._thread.submit(_advise, joined(ranges), mmap.MADV_WILLNEED, owner)
+        self._thread.submit(_advise, ranges, mmap.MADV_WILLNEED, owner)
 
     def forget(self, ranges: Iterable[Pages], owner: object) -> None:
         """Only for file mappings that nobody wrote to: reading a forgotten page maps it again."""
-        self._thread.submit(_advise, joined(ranges), mmap.MADV_DONTNEED, owner)
+        self._thread.submit(_advise, ranges, mmap.MADV_DONTNEED, owner)
 
     def wait(self) -> None:
         """Until everything asked for so far has been said to the kernel."""
         self._thread.submit(lambda: None).result()
 
 
-def _advise(ranges: list[Pages], advice: int, _owner: object) -> None:
-    for first, end in ranges:
+def _advise(ranges: Iterable[Pages], advice: int, _owner: object) -> None:
+    for first, end in joined(ranges):
         begin = first // _PAGE * _PAGE
         _libc.madvise(begin, end - begin, advice)

@@ -59,6 +59,12 @@ class Shard:
             raw = raw.clone()
         return raw.view(dtype).view(entry.shape)
 
+    @property
+    def all_pages(self) -> Pages:
+        """Where the file lies in memory."""
+        first = self._bytes.data_ptr()
+        return first, first + self._bytes.numel()
+
     def pages(self, names: Iterable[str]) -> list[Pages]:
         """Where these tensors lie in memory."""
         entries, first = self.entries, self._bytes.data_ptr()

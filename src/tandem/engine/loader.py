@@ -31,21 +31,29 @@ from tandem.kernels.packed_cache import PackedCache
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
 
+TURN_SECONDS = 5e-4
+
 
 @contextmanager
-def without_collections() -> Iterator[None]:
-    """A checkpoint's headers are hundreds of thousands of objects, all of which stay: looking for garbage among them,
-    as Python does when many are made, took as long as making them."""
-    enabled = gc.isenabled()
+def for_loading() -> Iterator[None]:
+    """How Python runs meanwhile.
+
+    A checkpoint's headers are hundreds of thousands of objects, all of which stay: looking for garbage among them, as
+    Python does when many are made, took as long as making them. The threads that look up tensors take short turns: all
+    workers stand still while the main thread, which gives them the next tensors, waits for the interpreter.
+    """
+    enabled, turn = gc.isenabled(), sys.getswitchinterval()
     gc.disable()
+    sys.setswitchinterval(TURN_SECONDS)
     try:
         yield
     finally:
+        sys.setswitchinterval(turn)
         if enabled:
             gc.enable()
 
 
-@without_collections()
+@for_loading()
 def load_parts(
     config: EngineConfig,
     progress: models.Progress | None = None,

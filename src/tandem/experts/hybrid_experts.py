@@ -48,7 +48,7 @@ class HybridExperts:
         """slot_of int32 [experts]: the slot of those on the GPU, else -1. A side without experts is None. whole: makes
         an empty layer of all of them in CPU memory, for packed caches. live: they may change places later."""
         self._slot_of, self._gpu, self._cpu, self._handoff = slot_of, gpu, cpu, handoff
-        self._whole, self._live = whole, live
+        self._whole, self._live, self._on_gpu = whole, live, (slot_of >= 0).tolist()
         self._table = slot_of.to(handoff.device) if gpu is None else gpu.table
         self._number = -1 if cpu is None else handoff.add(cpu)
 
@@ -67,7 +67,7 @@ class HybridExperts:
     def _pack(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
         for first, run in runs(count, matrices):
             for side, here in ((self._gpu, True), (self._cpu, False)):
-                mine = [i for i in range(len(run)) if self._on_gpu(first + i) == here]
+                mine = [i for i in range(len(run)) if self._on_gpu[first + i] == here]
                 if side is not None and mine:
                     side.load_each([first + i for i in mine], [run[i] for i in mine])
 
@@ -81,16 +81,12 @@ class HybridExperts:
     def _take(self, whole: PackedExperts) -> None:
         """Out of a layer that has all of them. If that lies in a file, the CPU's stay there, unless experts may change
         places: then they need memory that can be written."""
-        ids = range(len(self._slot_of))
         if self._gpu is not None:
-            self._gpu.take([expert for expert in ids if self._on_gpu(expert)], whole)
+            self._gpu.take([expert for expert, here in enumerate(self._on_gpu) if here], whole)
         if self._cpu is not None and whole.in_file and not self._live:
             self._cpu.share(whole)
         elif self._cpu is not None:
-            self._cpu.load_from(whole, [expert for expert in ids if not self._on_gpu(expert)])
-
-    def _on_gpu(self, expert: int) -> bool:
-        return int(self._slot_of[expert]) >= 0
+            self._cpu.load_from(whole, [expert for expert, here in enumerate(self._on_gpu) if not here])
 
     @property
     def sides(self) -> LiveLayer | None:

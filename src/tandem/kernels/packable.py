@@ -14,7 +14,9 @@ DEFAULT_GROUP = 32  # weights along K that share one scale in int8 and int4
 
 def packable(weight: Tensor) -> Tensor:
     """Kernels read contiguous float32 or bfloat16 in CPU memory."""
-    weight = weight.detach().contiguous()
+    weight = (
+        weight.detach() if weight.requires_grad else weight
+    ).contiguous()  # a view takes as long as all else
     return weight if weight.dtype in (torch.float32, torch.bfloat16) else weight.float()
 
 

@@ -95,7 +95,7 @@ class GpuExperts:
         self._packer = self._uploads = None
 
     def _slots_of(self, ids: Sequence[int]) -> list[int]:
-        slots = [int(self.slot_of[expert]) for expert in ids]
+        slots = [self.slot_of_expert(expert) for expert in ids]
         for expert, slot in zip(ids, slots, strict=True):
             if slot < 0:
                 raise KernelError(f"expert {expert} has no slot on the GPU")
