@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from tandem import LLM, SamplingParams, _core
 from tandem.checkpoint import open_checkpoint
 from tandem.errors import CheckpointError
-from tandem.experts import CpuExperts, cpu_experts
+from tandem.experts import CpuExperts, LookAhead, cpu_experts
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1)
@@ -115,6 +116,62 @@ def test_experts_are_asked_for_in_chunks_by_another_thread(monkeypatch) -> None:
         apart.load(expert, *matrices_of)
     assert sorted(asked) == list(range(8))
     assert [bytes(part) for part in whole.parts()] == [bytes(part) for part in apart.parts()]
+
+
+def views(expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    made = torch.full((2, 16, 32), float(expert)).bfloat16()
+    return made[0], made[1], made[0].view(32, 16)
+
+
+def test_views_are_packed_as_many_together_as_are_found() -> None:
+    """A slow packer finds all others ready when it comes back; sizes add up, every expert comes once and in order."""
+    asked: list[int] = []
+
+    def noting(expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        asked.append(expert)
+        return views(expert)
+
+    seen, before = [], 0
+    for first, run in cpu_experts.runs(64, noting):
+        while len(asked) < 64 and before:  # packing
+            time.sleep(0.001)
+        before = len(run)
+        seen += [(first + i, int(gate[0, 0])) for i, (gate, _, _) in enumerate(run)]
+    assert seen == [(i, i) for i in range(64)] and asked == list(range(64))
+    assert before > 1
+
+
+@pytest.mark.parametrize("late", [0, 5, 40])
+def test_what_was_looked_up_ahead_is_not_looked_up_again(late: int) -> None:
+    """However far the looking has come when the first expert is called for; what cannot be read is said then."""
+    asked, gone_on = list[int](), threading.Event()
+
+    def slow(expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if expert >= late and threading.current_thread() is not threading.main_thread():
+            gone_on.wait()
+        if expert == 30:
+            raise CheckpointError("expert 30 is not there")
+        asked.append(expert)
+        return views(expert)
+
+    ahead = LookAhead(40, slow)
+    while len(asked) < min(late, 30):
+        time.sleep(0.001)
+    for expert in range(30):
+        assert ahead(expert)[0][0, 0] == expert
+    with pytest.raises(CheckpointError, match="expert 30"):
+        ahead(30)
+    gone_on.set()
+    ahead._thread.join()
+    assert len(asked) - len(set(asked)) <= 1  # the one that was being looked up
+
+
+def test_of_what_takes_memory_one_expert_is_made_ahead() -> None:
+    asked: list[int] = []
+    ahead = LookAhead(4, lambda expert: (asked.append(expert), tuple(w.float() for w in views(expert)))[1])
+    ahead._thread.join()
+    assert asked == [0]
+    assert [int(ahead(expert)[0][0, 0]) for expert in range(4)] == [0, 1, 2, 3] == asked
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8"])

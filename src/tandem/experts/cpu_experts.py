@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import inf
+from threading import Event
+from time import perf_counter
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from tandem.formats.codes import Weight, WeightCodes
+from tandem.experts.look_ahead import ExpertMatrices, are_views
+from tandem.formats.codes import WeightCodes
 from tandem.formats.cut import weight_bytes
 from tandem.kernels.ops import ExpertLayer, Routing, SureRead
 from tandem.kernels.packed_cache import KeptLayer
 
 CHUNK_BYTES = 256 << 20  # of weights made ahead
-VIEW_CHUNKS = 4  # as many may be views, which take no memory: workers share a long run more evenly
-GROWTH = 4  # from one run to the next: the first ones are there soon
+VIEW_BYTES = 2 << 30  # of views, which take no memory: workers share a long run more evenly
+GATHER_SECONDS = 3e-4  # that views are waited for where more could be packed together
+GROWTH = 4  # from one run of what must be made to the next: the first ones are there soon
 PREPARING_THREADS = 8  # codes are unpacked and reordered at some GB/s by one thread, which packing outruns
 MADE_BYTES = 4 << 20  # of an expert whose codes take longer than Python's part of making them
-
-ExpertMatrices = tuple[Weight, Weight, Weight]
-"""gate and up [width, hidden], down [hidden, width]."""
 
 
 class Experts(Protocol):
@@ -91,26 +92,39 @@ def runs(count: int, matrices: Callable[[int], ExpertMatrices]) -> Iterator[tupl
     a time, unless one expert is larger.
     """
     with ThreadPoolExecutor(PREPARING_THREADS, "tandem-load") as threads:
-        example = threads.submit(matrices, 0).result()
-        size = max(1, sum(map(weight_bytes, example)))
-        made = size > MADE_BYTES and any(isinstance(w, WeightCodes) for w in example)
-        most = max(1, CHUNK_BYTES * (VIEW_CHUNKS if _are_views(example) else 1) // size)
-
-        def chunk(first: int, length: int) -> Callable[[], list[ExpertMatrices]]:
-            return _prepared(threads, matrices, range(first, min(first + min(length, most), count)), made)
-
-        first, ready = 1, [example]
-        ahead = chunk(first, GROWTH)
-        while ready:
-            yield first - len(ready), ready
+        first, wanted = 0, Event()
+        ahead: Callable[[], list[ExpertMatrices]] = threads.submit(
+            _gathered, count, matrices, 0, wanted
+        ).result
+        while first < count:
+            wanted.set()
             ready = ahead()
-            first += len(ready)
-            ahead = chunk(first, GROWTH * len(ready))
+            wanted.clear()
+            following, size = first + len(ready), max(1, sum(map(weight_bytes, ready[0])))
+            if are_views(ready[0]):
+                ahead = threads.submit(_gathered, count, matrices, following, wanted).result
+            else:
+                most = max(1, CHUNK_BYTES // size)
+                chunk = range(following, min(following + min(GROWTH * len(ready), most), count))
+                made = size > MADE_BYTES and any(isinstance(w, WeightCodes) for w in ready[0])
+                ahead = _prepared(threads, matrices, chunk, made)
+            yield first, ready
+            first = following
 
 
-def _are_views(matrices: ExpertMatrices) -> bool:
-    """Numbers as most files hold them; whatever else there is, is made of what they hold."""
-    return all(isinstance(w, Tensor) and w.dtype == torch.bfloat16 and w.is_contiguous() for w in matrices)
+def _gathered(
+    count: int, matrices: Callable[[int], ExpertMatrices], first: int, wanted: Event
+) -> list[ExpertMatrices]:
+    """From `first` on, as many as are found until somebody wants them; one, if they are not views."""
+    found: list[ExpertMatrices] = []
+    latest = inf
+    while first + len(found) < count and perf_counter() < latest:
+        found.append(matrices(first + len(found)))
+        if not are_views(found[0]) or len(found) * sum(map(weight_bytes, found[0])) > VIEW_BYTES:
+            break
+        if wanted.is_set() and latest == inf:
+            latest = perf_counter() + GATHER_SECONDS
+    return found
 
 
 class CpuExperts:

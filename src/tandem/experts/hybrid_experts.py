@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tandem.experts.cpu_experts import CpuExperts, ExpertMatrices, runs
+from tandem.experts.cpu_experts import CpuExperts, runs
 from tandem.experts.handoff import Handoff
 from tandem.experts.live_exchange import LiveLayer
+from tandem.experts.look_ahead import ExpertMatrices
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import Routing, SureRead
 from tandem.kernels.packed_cache import KeptLayer

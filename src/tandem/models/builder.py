@@ -12,13 +12,16 @@ from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.config.model_config import STORED
 from tandem.errors import CheckpointError, KernelError
-from tandem.experts import CpuExperts, ExpertMatrices, Experts, ExpertStore
+from tandem.experts import CpuExperts, ExpertMatrices, Experts, ExpertStore, LookAhead
 from tandem.experts.usage import ExpertUsage
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import numbers, stacked, weight_bytes
 from tandem.kernels.ops import MLP, Linear, Ops, Rope, Tally
 from tandem.kernels.packed_cache import PackedCache
 from tandem.models.linear import SideBySide
+
+LayerMatrices = Callable[[int], Callable[[int], ExpertMatrices]]
+"""A decoder layer → its experts' matrices, by their numbers."""
 
 Progress = Callable[[str, int, int], None]  # what is being loaded, bytes done, bytes in all
 
@@ -50,6 +53,7 @@ class Builder:
         self._report = progress or (lambda _name, _done, _total: None)
         self._done, self._total = 0, checkpoint.nbytes()
         self._kept, self._usage = kept, usage
+        self._ahead: tuple[int, LookAhead] | None = None  # a decoder layer and its experts' matrices
         self._read_ahead(0)
         self._read_ahead(1)
 
@@ -105,21 +109,34 @@ class Builder:
             self._kept.keep(kept, mlp.packed)
         return mlp
 
-    def experts(
-        self, layer: int, count: int, width: int, fmt: str, matrices: Callable[[int], ExpertMatrices]
-    ) -> Experts:
-        """`count` experts of decoder layer `layer`, packed from `matrices(expert)`. fmt "stored": codes as they are
-        stored."""
+    def experts(self, layer: int, count: int, width: int, fmt: str, matrices_of: LayerMatrices) -> Experts:
+        """`count` experts of decoder layer `layer`, packed from `matrices_of(layer)(expert)`; meanwhile those of the
+        next MoE layer are looked up. fmt "stored": codes as they are stored."""
         plain, index = self.dense_format if fmt == STORED else fmt, self.config.moe.layers.index(layer)
         experts: Experts
         if self._store is not None:
             experts = self._store.layer(index, count, width, plain)
         else:
             experts = CpuExperts(self.ops.experts(count, self.config.hidden, width, plain, "silu"))
-        self._load(f"model.layers.{layer}.experts", experts, count, fmt, matrices)
+        self._load(
+            f"model.layers.{layer}.experts", experts, count, fmt, self._matrices(index, count, matrices_of)
+        )
         if self._usage is not None:
             self._usage.weigh(index, experts.expert_bytes)
         return experts
+
+    def _matrices(
+        self, index: int, count: int, matrices_of: LayerMatrices
+    ) -> Callable[[int], ExpertMatrices]:
+        """Of the index-th MoE layer, which were looked up while the one before was packed; and begins with the next."""
+        layers = self.config.moe.layers
+        ahead, self._ahead = self._ahead, None
+        if index + 1 < len(layers) and (self._kept is None or not self._kept.mapped):
+            following = layers[index + 1]
+            self._ahead = following, LookAhead(count, matrices_of(following))
+        if ahead is not None and ahead[0] == layers[index]:
+            return ahead[1]
+        return matrices_of(layers[index])
 
     def tally(self, layer: int) -> Tally | None:
         """Where decoder layer `layer` counts who was chosen."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -71,14 +73,18 @@ def _router_gate(b: Builder, name: str) -> Linear:
 
 def _experts(b: Builder, index: int, names: MoENames, fused: int) -> Experts:
     """The routed experts, followed by the `fused` ones that the shared expert is cut into."""
-    layer = f"model.layers.{index}."
     moe, hidden, routed = b.config.moe, b.config.hidden, b.config.moe.router.num_experts
 
-    def matrices(expert: int) -> ExpertMatrices:
-        if expert < routed:
-            return names.experts.read(b.checkpoint, layer, expert, (routed, hidden, moe.width))
-        gate, up, down = mlp_matrices(b.checkpoint, layer + names.shared, hidden, moe.shared_width)
-        cut = slice((expert - routed) * moe.width, (expert - routed + 1) * moe.width)
-        return rows_of(gate, cut), rows_of(up, cut), columns_of(down, cut)
+    def matrices_of(index: int) -> Callable[[int], ExpertMatrices]:
+        layer = f"model.layers.{index}."
 
-    return b.experts(index, routed + fused, moe.width, b.plan.expert_format, matrices)
+        def matrices(expert: int) -> ExpertMatrices:
+            if expert < routed:
+                return names.experts.read(b.checkpoint, layer, expert, (routed, hidden, moe.width))
+            gate, up, down = mlp_matrices(b.checkpoint, layer + names.shared, hidden, moe.shared_width)
+            cut = slice((expert - routed) * moe.width, (expert - routed + 1) * moe.width)
+            return rows_of(gate, cut), rows_of(up, cut), columns_of(down, cut)
+
+        return matrices
+
+    return b.experts(index, routed + fused, moe.width, b.plan.expert_format, matrices_of)

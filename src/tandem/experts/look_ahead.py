@@ -1,0 +1,52 @@
+"""`LookAhead`: a layer's matrices, looked up while the layer before is packed.
+
+Finding a tensor in a checkpoint is Python's work, 20 to 40 us an expert: little beside packing it, but all workers
+stand still while a layer's first experts are looked up, and those that are found together are packed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+from tandem.formats.codes import Weight
+
+ExpertMatrices = tuple[Weight, Weight, Weight]
+"""gate and up [width, hidden], down [hidden, width]."""
+
+
+def are_views(matrices: ExpertMatrices) -> bool:
+    """Numbers as most files hold them, which take no memory; whatever else there is, is made of what they hold."""
+    return all(isinstance(w, Tensor) and w.dtype == torch.bfloat16 and w.is_contiguous() for w in matrices)
+
+
+class LookAhead:
+    """Is called as `matrices` is, each expert once. Of what takes memory only the first one is made ahead."""
+
+    def __init__(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
+        self._count, self._matrices = count, matrices
+        self._found: dict[int, ExpertMatrices] = {}
+        self._needed = 0  # the caller is here: what it has passed is not looked up any more
+        self._thread = Thread(target=self._look, name="tandem-look-ahead", daemon=True)
+        self._thread.start()
+
+    def __call__(self, expert: int) -> ExpertMatrices:
+        self._needed = max(self._needed, expert + 1)
+        found = self._found.pop(expert, None)
+        return self._matrices(expert) if found is None else found
+
+    def _look(self) -> None:
+        """Whatever cannot be read is an error when it is called for."""
+        for expert in range(self._count):
+            if expert < self._needed:
+                continue
+            try:
+                found = self._matrices(expert)
+            except Exception:
+                return
+            self._found[expert] = found
+            if not are_views(found):
+                return
