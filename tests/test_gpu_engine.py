@@ -59,6 +59,10 @@ class Restless(LivePolicy):
         super().__init__(*arguments)
         self.under_way: set[int] = set()
 
+    @property
+    def interval_steps(self) -> int:
+        return 1  # resting, too
+
     def wanted(self) -> list[Exchange]:
         self.turn += 1
         found = []

@@ -67,15 +67,18 @@ class Layer:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device))
     Stream.made = Stream.waits = 0
     return Driver()
 
 
-def test_both_directions_have_a_stream_of_their_own(driver: Driver) -> None:
+def test_each_direction_has_a_stream_of_its_own(driver: Driver) -> None:
     copies = CudaCopies(torch.device("cuda"), driver)
     copies.upload(1, 2, 30)
     copies.download(3, 4, 50)
-    assert driver.calls == [("copy", 2, 1, 30, 101), ("copy", 4, 3, 50, 102)]
+    copies.in_order(5, 6, 70)
+    assert driver.calls == [("copy", 2, 1, 30, 101), ("copy", 4, 3, 50, 102), ("copy", 6, 5, 70, 103)]
 
 
 def test_a_refused_copy_says_so(driver: Driver) -> None:

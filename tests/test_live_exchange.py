@@ -324,7 +324,8 @@ class Usage:
     def ask(self) -> Asked:
         return Asked(self.counts, torch.empty(2, EXPERTS, dtype=torch.int64))
 
-    def moved(self, changes: Sequence[tuple[int, int, bool]], swaps: int) -> None:
+    def moved(self, changes: Sequence[tuple[int, int, bool]], swaps: int, now: Asked | None = None) -> None:
+        assert now is None or torch.equal(now.tokens(), self.counts)
         for layer, expert, here in changes:
             assert self.on_gpu[layer, expert] != here
             self.on_gpu[layer, expert] = here

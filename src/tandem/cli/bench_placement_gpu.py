@@ -18,7 +18,6 @@ from tandem.config import ModelConfig, Plan
 from tandem.engine.gpu_side import GpuSide, live_experts
 from tandem.engine.loader import use_one_torch_thread
 from tandem.experts.live_experts import LiveExperts
-from tandem.experts.live_traces import expert_counts
 from tandem.experts.usage import Asked, Change, ExpertUsage
 
 WARM_TOKENS = 20  # decoded before the clock starts; what is measured begins at the trace's first token
@@ -42,25 +41,27 @@ class TraceUsage:
         self.tokens = 0  # of the trace, decoded so far
         self._counted = 0
         self._totals = torch.zeros(on_gpu.shape, dtype=torch.int64)
+        self._layers = torch.arange(len(on_gpu))[:, None]
         self.hits = self.swaps = self.swap_rests = 0
 
     def count(self) -> Tensor:
         """int64 [layers, experts], of the trace's tokens so far."""
-        if self._counted < self.tokens:
-            new = expert_counts(self._trace[self._counted : self.tokens], self._on_gpu.shape[1])
-            self._counted = self.tokens
-            self._totals = self._totals + new
-            self.hits += int((new * self._on_gpu).sum())
+        counts, here, layers = self._totals.numpy(), self._on_gpu.numpy(), self._layers.numpy()
+        for token in self._trace[self._counted : self.tokens].numpy():
+            counts[layers, token] += 1  # a token's experts of a layer are distinct
+            self.hits += int(here[layers, token].sum())
+        self._counted = self.tokens
         return self._totals
 
     def ask(self) -> _AskedOfTrace:
-        return _AskedOfTrace(self.count(), self._real.ask())
+        return _AskedOfTrace(self.count().clone(), self._real.ask())
 
-    def moved(self, changes: Sequence[Change], swaps: int) -> None:
+    def moved(self, changes: Sequence[Change], swaps: int, now: _AskedOfTrace | None = None) -> None:
         self.count()
-        self._real.moved(changes, swaps)
-        for layer, expert, here in changes:
-            self._on_gpu[layer, expert] = here
+        self._real.moved(changes, swaps, None if now is None else now.real)
+        here = self._on_gpu.numpy()
+        for layer, expert, moved in changes:
+            here[layer, expert] = moved
         self.swaps += swaps
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -59,7 +60,7 @@ def attention_shape(plan: Plan, model: ModelConfig) -> AttentionShape:
 
 
 def live_experts(
-    plan: Plan, side: GpuSide, usage: Usage | None, progress: Progress | None = None
+    plan: Plan, side: GpuSide, usage: Usage[Any] | None, progress: Progress | None = None
 ) -> LiveExperts | None:
     """After the model was built; None where experts stay where they are."""
     tables = side.store.tables

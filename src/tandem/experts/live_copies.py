@@ -66,7 +66,8 @@ class _Events:
 
 
 class CudaCopies:
-    """DMA on two streams of its own, one for each direction: PCIe carries both at the same time."""
+    """DMA on two streams of its own, one for each direction: PCIe carries both at the same time. What is current where
+    it is made is the stream that the GPU computes on."""
 
     def __init__(self, device: torch.device, driver: Any = None) -> None:
         """driver: `cuda.bindings.driver`, or what stands for it in a test."""
@@ -74,7 +75,9 @@ class CudaCopies:
         self._driver, self._device = driver or _cuda_driver(), device
         self._copy, self._success = self._driver.cuMemcpyAsync, self._driver.CUresult.CUDA_SUCCESS
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._handles = self._up.cuda_stream, self._down.cuda_stream
+        self._computing = torch.cuda.current_stream(device)
+        self._handles = self._up.cuda_stream, self._down.cuda_stream, self._computing.cuda_stream
+        self._given = torch.cuda.Event()
 
     def hold(self, owner: object, address: int, nbytes: int) -> None:
         (result,) = self._driver.cuMemHostRegister(address, nbytes, 0)
@@ -88,9 +91,9 @@ class CudaCopies:
         return made
 
     def follow(self) -> None:
-        computing = torch.cuda.current_stream(self._device)
-        self._up.wait_stream(computing)
-        self._down.wait_stream(computing)
+        self._given.record(self._computing)
+        self._up.wait_event(self._given)
+        self._down.wait_event(self._given)
 
     def upload(self, source: int, target: int, nbytes: int) -> None:
         self._give(source, target, nbytes, self._handles[0])
@@ -99,7 +102,7 @@ class CudaCopies:
         self._give(source, target, nbytes, self._handles[1])
 
     def in_order(self, source: int, target: int, nbytes: int) -> None:
-        self._give(source, target, nbytes, torch.cuda.current_stream(self._device).cuda_stream)
+        self._give(source, target, nbytes, self._handles[2])
 
     def _give(self, source: int, target: int, nbytes: int, stream: int) -> None:
         (result,) = self._copy(target, source, nbytes, stream)

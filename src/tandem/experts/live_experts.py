@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from tandem.errors import EngineError
 from tandem.experts.live_cost import READS_PER_EXCHANGE
 from tandem.experts.live_exchange import LiveExchange, Settled
 from tandem.experts.live_policy import Exchange, LivePolicy
+from tandem.experts.usage import Change
 
 _log = logging.getLogger(__name__)
 
@@ -32,17 +33,20 @@ class Counts(Protocol):
         ...
 
 
-class Usage(Protocol):
+AnyCounts = TypeVar("AnyCounts", bound=Counts)
+
+
+class Usage(Protocol[AnyCounts]):
     """What `experts.usage.ExpertUsage` offers."""
 
     swap_rests: int
 
-    def ask(self) -> Counts:
+    def ask(self) -> AnyCounts:
         """Of the steps until now, without waiting for it."""
         ...
 
-    def moved(self, changes: Sequence[tuple[int, int, bool]], swaps: int) -> None:
-        """(layer, expert, whether it is on the GPU from the next step on)."""
+    def moved(self, changes: Sequence[Change], swaps: int, now: AnyCounts | None = None) -> None:
+        """now: what `ask` has answered after this step, if it was asked."""
         ...
 
 
@@ -70,7 +74,7 @@ class LiveExperts:
         self,
         policy: LivePolicy,
         exchange: LiveExchange,
-        usage: Usage,
+        usage: Usage[Any],
         read_seconds: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
@@ -124,14 +128,14 @@ class LiveExperts:
         self._seconds += self._clock() - started
 
     def _look(self) -> None:
-        if self._exchange.busy:
-            self._move(self._exchange.end)
-        if self._asked is not None:
-            self._decide(self._asked)
-            self._asked = None
+        asked, self._asked = self._asked, None
         if self._steps >= self._policy.interval_steps:
             self._asked = _Asked(self._usage.ask(), self._tokens, self._steps)
             self._tokens = self._steps = 0
+        if self._exchange.busy:
+            self._move(self._exchange.end)
+        if asked is not None:
+            self._decide(asked)
 
     def _decide(self, asked: _Asked) -> None:
         self._weigh()
@@ -166,14 +170,15 @@ class LiveExperts:
         for exchange in settled.stranded:
             self._policy.stranded(exchange)
         if settled.done or settled.stranded:
-            self._usage.moved(_changes(settled), len(settled.done))
+            now = None if self._asked is None else self._asked.counts
+            self._usage.moved(_changes(settled), len(settled.done), now)
         self._in_vain = 0 if settled.done else self._in_vain + len(settled.dropped)
         if self._in_vain >= GIVE_UP:
             raise EngineError(f"{self._in_vain} exchanges of experts failed one after the other")
 
 
-def _changes(settled: Settled) -> list[tuple[int, int, bool]]:
-    def left(exchange: Exchange) -> tuple[int, int, bool]:
+def _changes(settled: Settled) -> list[Change]:
+    def left(exchange: Exchange) -> Change:
         return exchange.layer, exchange.leaving, False
 
     came = [(exchange.layer, exchange.coming, True) for exchange in settled.done]

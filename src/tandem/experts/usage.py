@@ -23,7 +23,7 @@ MOST_MOVED = 256  # steps with moves between two readings, whose counts are kept
 
 Ints = npt.NDArray[np.int64]
 Change = tuple[int, int, bool]
-"""Layer, expert, whether it is on the GPU from now on."""
+"""Layer, expert, whether it is on the GPU from the next step on."""
 
 
 class UsageTotals(NamedTuple):
@@ -52,13 +52,18 @@ class SideTotals(NamedTuple):
 
 
 class Asked:
-    """Counts as they were when somebody asked, on their way to the CPU."""
+    """Counts as they were when somebody asked, on their way to the CPU; valid until `KEPT` more were asked for."""
 
-    def __init__(self, arrays: Tensor, buffer: Tensor) -> None:
-        self._buffer = buffer.copy_(arrays, non_blocking=True)
-        self._arrived = torch.cuda.Event() if arrays.is_cuda else None
+    def __init__(self, like: Tensor) -> None:
+        with torch.inference_mode(False):  # steps run in it, but somebody else may ask as well
+            self._buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        self._arrived = torch.cuda.Event() if like.is_cuda else None
+
+    def ask(self, arrays: Tensor) -> Asked:
+        self._buffer.copy_(arrays, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
+        return self
 
     def arrays(self) -> Tensor:
         """[tokens, reads, seen], as `ExpertUsage` counts them."""
@@ -67,8 +72,7 @@ class Asked:
         return self._buffer
 
     def tokens(self) -> Tensor:
-        """Routed to each expert since the start, modulo 2^32 on a GPU: [layers, experts], valid until the next but
-        `KEPT` is asked for."""
+        """Routed to each expert since the start, modulo 2^32 on a GPU: [layers, experts]."""
         return self.arrays()[_TOKENS]
 
 
@@ -106,7 +110,7 @@ class ExpertUsage:
         self._left = np.zeros((2, layers), np.int64)
         self._moves: deque[tuple[Asked, Ints]] = deque()  # whose counts are on their way
         self._moved: list[tuple[Ints, Ints]] = []  # changes [3, n], counts [3, n], since the last `read`
-        self._buffers: deque[Tensor] = deque()
+        self._buffers: deque[Asked] = deque()
         self.expert_bytes = torch.zeros(layers, dtype=torch.int64)
         self.swaps = 0
         self.swap_rests = 0  # how often live placement paused because it did not pay
@@ -155,17 +159,16 @@ class ExpertUsage:
     def ask(self) -> Asked:
         """Counts of the steps until now, which arrive beside the next one."""
         if len(self._buffers) < KEPT:
-            like, pinned = self._arrays, self._arrays.is_cuda
-            with torch.inference_mode(False):  # steps run in it, but somebody else may ask as well
-                self._buffers.append(torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned))
+            self._buffers.append(Asked(self._arrays))
         else:
             self._buffers.rotate(-1)
-        return Asked(self._arrays, self._buffers[-1])
+        return self._buffers[-1].ask(self._arrays)
 
-    def moved(self, changes: Sequence[Change], swaps: int) -> None:
-        """Experts are elsewhere from the next step on. What was counted until now counts for where they were."""
+    def moved(self, changes: Sequence[Change], swaps: int, now: Asked | None = None) -> None:
+        """Experts are elsewhere from the next step on. What was counted until now counts for where they were. now: what
+        was asked for after this step, if it was."""
         change = np.array(changes, np.int64).reshape(-1, 3).T
-        self._moves.append((self.ask(), change))
+        self._moves.append((now or self.ask(), change))
         while len(self._moves) > KEPT // 4:  # two are asked for after a step at most
             self._gather()
         if len(self._moved) > MOST_MOVED:
