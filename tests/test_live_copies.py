@@ -68,7 +68,7 @@ class Layer:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device))
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     Stream.made = Stream.waits = 0
     return Driver()
 
