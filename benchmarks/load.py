@@ -12,7 +12,8 @@ packed file, from the packed file, and again. Nothing is dropped from the page c
 files come from memory too, if they fit. In a virtual machine memory that the guest has not used yet costs several times
 as much as clearing it: the first `read_into_memory` is that, the second and the loads after it are what a machine does
 that has been up for a while; `--again N` loads N times more in the same process (`seconds_again`). No GPU is used
-unless --gpu-experts-ratio says which share of the experts to put there; CUDA has started before the time is taken.
+unless --gpu-experts-ratio says which share of the experts to put there; CUDA has started and Triton is imported before
+the time is taken, which takes as long as loading a small model.
 `--profile` loads once more, under Python's profiler, and prints where the main thread was. What the parts of loading
 cost on a machine (reading, new memory, page faults, checksums) is measured by benchmarks/probes/loading.cc.
 """
@@ -197,7 +198,9 @@ def sides(options: argparse.Namespace) -> dict[str, Any]:
     """Where experts live, as flags."""
     if options.gpu_experts_ratio is None:
         return {"device": "cpu", "mem_fraction_static": 0.99}
-    torch.zeros(1, device="cuda").cpu()  # starting CUDA takes as long as loading
+    import tandem.engine.gpu_side  # noqa: F401
+
+    torch.zeros(1, device="cuda").cpu()
     return {"kt_gpu_experts_ratio": options.gpu_experts_ratio, "max_total_tokens": 1024}
 
 

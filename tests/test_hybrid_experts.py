@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 import kernel_cases as cases
+from tandem import _core
 from tandem.errors import KernelError
 from tandem.experts import cpu_experts
 from tandem.experts.handoff import Handoff, HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.gpu import uploads
-from tandem.kernels.gpu.uploads import Uploads
+from tandem.kernels.gpu.uploads import Uploads, uploaded
 from tandem.kernels.packed_cache import PackedCache
 from tandem.kernels.packed_experts import PackedExperts
 from tandem.kernels.packed_file import PackedWriter
@@ -203,3 +204,27 @@ def test_room_of_the_wrong_size_is_refused() -> None:
         packer.pack_to(
             [0, 1], [matrices(0), matrices(1)], torch.zeros(packer.bytes_per_expert, dtype=torch.uint8)
         )
+
+
+@pytest.mark.parametrize("least", [0, 1 << 20])
+def test_matrices_are_uploaded_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, least: int
+) -> None:
+    """Blocks of rows in memory, in a mapped file and transposed; buffers that end inside of rows."""
+    monkeypatch.setattr(uploads, "LEAST_BYTES", least)
+    monkeypatch.setattr(uploads, "BUFFER_BYTES", 1000)
+    a, b = torch.randn(33, 48).bfloat16(), torch.randn(17, 48).bfloat16()
+    (tmp_path / "b").write_bytes(b.view(torch.uint8).numpy().tobytes())
+    other = torch.zeros_like(b)  # whose bytes are not those of the file: it is the file that must be read
+    with (tmp_path / "b").open("rb") as file:
+        known = _core.ReadableFile(file.fileno(), other.data_ptr(), other.nbytes)
+    there = uploaded((a, other), torch.device("cpu"), cases.pool_of(2))
+    assert torch.equal(there, torch.cat((a, b if least == 0 else other)))
+    del known
+    for blocks in ((a,), (a, b), (a.float(),), (torch.randn(48, 20).T, a.float())):
+        assert torch.equal(uploaded(blocks, torch.device("cpu"), cases.pool_of(2)), torch.cat(blocks))
+
+
+def test_copies_fit() -> None:
+    with pytest.raises(KernelError, match="out has shape"):
+        _core.copy_bytes(cases.pool_of(2), torch.zeros(4).byte(), torch.zeros(5).byte())

@@ -35,7 +35,7 @@ def test_checksums_are_xxhash() -> None:
         assert _core.xxh64(data[:length]) == xxhash.xxh64_intdigest(data[:length]), length
     for length in [1, 240, 241, 256, 257, 1023, 1024, 1025, 1088, 2047, 2048, 2049, 4111, 8192]:
         view = memoryview(data)[length % 64 : length % 64 + length]
-        assert _core.block_checksums(POOL, [view], 1 << 20) == [checksum(bytes(view))], length
+        assert _core.block_checksums(POOL, [view], 1 << 20, True) == [checksum(bytes(view))], length
 
 
 @pytest.mark.parametrize("tier", _core.supported_tiers())
@@ -49,7 +49,7 @@ def test_every_tier_has_the_same_checksum(tier: str) -> None:
 
 def test_blocks_are_summed_apart() -> None:
     data = os.urandom(5000)
-    sums = _core.block_checksums(POOL, [memoryview(data), memoryview(data)[:100]], 1200)
+    sums = _core.block_checksums(POOL, [memoryview(data), memoryview(data)[:100]], 1200, True)
     assert sums == [checksum(data[i : i + 1200]) for i in range(0, 5000, 1200)] + [checksum(data[:100])]
 
 
@@ -60,8 +60,10 @@ def test_a_mapped_files_blocks_are_read_from_it_in_parts(tmp_path: Path, length:
     (tmp_path / "x").write_bytes(data)
     with (tmp_path / "x").open("rb") as file:
         mapped = _core.MappedFile(file.fileno(), len(data))
-    sums = _core.block_checksums(POOL, [mapped.view(0, length), mapped.view(4096, length)], 1 << 20)
-    assert sums == [checksum(data[:length]), checksum(data[4096:])]
+    for in_place in (False, True):
+        ranges = [mapped.view(0, length), mapped.view(4096, length)]
+        sums = _core.block_checksums(POOL, ranges, 1 << 20, in_place)
+        assert sums == [checksum(data[:length]), checksum(data[4096:])]
 
 
 def test_a_file_that_is_cut_short_while_it_is_verified_is_not_whole(tmp_path: Path) -> None:
@@ -72,7 +74,7 @@ def test_a_file_that_is_cut_short_while_it_is_verified_is_not_whole(tmp_path: Pa
     file = PackedFile(tmp_path / "x")
     os.truncate(tmp_path / "x", HUGE_PAGE + 1000)
     with pytest.raises(CheckpointError, match="x cannot be read, or was cut short"):
-        file.verify(POOL, nothing)
+        file.verify(POOL, nothing, in_place=False)
 
 
 def experts_of(weights: tuple[torch.Tensor, ...] | None, fmt: str, bias: bool = False) -> PackedExperts:
@@ -206,8 +208,9 @@ def test_every_byte_of_a_section_is_checked(tmp_path: Path) -> None:
         data = bytearray(whole)
         data[at] ^= 1
         file.write_bytes(data)
-        with pytest.raises(CheckpointError, match="damaged at byte"):
-            PackedFile(file).verify(POOL, nothing)
+        for in_place in (False, True):
+            with pytest.raises(CheckpointError, match="damaged at byte"):
+                PackedFile(file).verify(POOL, nothing, in_place)
     assert part.nbytes < BLOCK_BYTES or len(part.checksums) > 1
 
 

@@ -16,6 +16,7 @@
 #include "experts/expert_layer.h"
 #include "ops/dense.h"
 #include "ops/matrix.h"
+#include "runtime/bulk_copy.h"
 #include "runtime/checksum.h"
 #include "runtime/mapped_file.h"
 
@@ -54,7 +55,7 @@ std::shared_ptr<MappedFile> map_file(int fd, size_t bytes) {
   }
 }
 
-std::vector<uint64_t> checksums(WorkerPool& pool, const nb::list& data, int64_t block_bytes) {
+std::vector<uint64_t> checksums(WorkerPool& pool, const nb::list& data, int64_t block_bytes, bool in_place) {
   if (block_bytes < 1) throw std::invalid_argument("block_bytes must be at least 1");
   std::vector<ByteRange> ranges;
   for (const nb::handle part : data) {
@@ -62,7 +63,14 @@ std::vector<uint64_t> checksums(WorkerPool& pool, const nb::list& data, int64_t 
     ranges.push_back({static_cast<const uint8_t*>(bytes.data), bytes.shape[0]});
   }
   const nb::gil_scoped_release unlocked;
-  return block_checksums(pool, ranges, block_bytes);
+  return block_checksums(pool, ranges, block_bytes, in_place);
+}
+
+void copy_bytes(WorkerPool& pool, nb::handle source, nb::handle out) {
+  const TensorView from = view_of(source, "source", {Element::byte}, {kAnySize});
+  const TensorView to = view_of(out, "out", {Element::byte}, {from.shape[0]}, true);
+  const nb::gil_scoped_release unlocked;
+  copy_out(pool, static_cast<const uint8_t*>(from.data), from.shape[0], static_cast<uint8_t*>(to.data));
 }
 
 uint64_t checksum(const nb::bytes& data) {
@@ -124,8 +132,11 @@ void bind_packed(nb::module_& m) {
           },
           nb::arg("offset"), nb::arg("length"));
   m.attr("LAYOUT_VERSION") = kLayoutVersion;
-  m.def("block_checksums", &checksums, nb::arg("pool"), nb::arg("data"), nb::arg("block_bytes"),
-        "XXH3 of each block of each array (XXH64 of one below 241), in parallel; a mapped file's are read from it.");
+  m.def(
+      "block_checksums", &checksums, nb::arg("pool"), nb::arg("data"), nb::arg("block_bytes"), nb::arg("in_place"),
+      "XXH3 of each block of each array (XXH64 of one below 241), in parallel; not in place: read from mapped files.");
+  m.def("copy_bytes", &copy_bytes, nb::arg("pool"), nb::arg("source"), nb::arg("out"),
+        "On all workers; what lies in a mapped file is read from it.");
   m.def("xxh64", &checksum, nb::arg("data"));
   m.def("xxh3", &large_checksum, nb::arg("data"), nb::arg("tier"), "Of more than 240 bytes.");
   m.def("matrix_bytes", &matrix_bytes, nb::arg("matrix"), "Panels and bias (float32), as they lie in memory.");

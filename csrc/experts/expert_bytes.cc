@@ -1,23 +1,14 @@
 // Experts as blocks of bytes: packed to, copied to and taken from memory outside of their layer, many at a time.
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 
 #include "experts/expert_layer.h"
-#include "format/staged.h"
+#include "runtime/bulk_copy.h"
 #include "runtime/fill.h"
-#include "runtime/readable_file.h"
 
 namespace tandem {
 namespace {
-
-constexpr int64_t kCopyBytes = int64_t{256} << 10;  // per task: stays in a core's cache between the read and the write
-
-// Out of the file they lie in, where there is one: that leaves no pages mapped, and costs no page faults.
-void copy_out(const uint8_t* from, int64_t bytes, uint8_t* to, bool in_file) {
-  if (!in_file || !ReadableFile::read(from, bytes, to)) std::memcpy(to, from, size_t(bytes));
-}
 
 bool same_slices(const std::vector<NodeSlice>& a, const std::vector<NodeSlice>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const NodeSlice& x, const NodeSlice& y) {
@@ -66,7 +57,7 @@ void ExpertLayer::copy_all(const std::vector<int>& experts, uint8_t* to) const {
   const auto lock = workspace_->lock();
   workspace_->pool().for_each(int64_t(pieces.size()), [&](int64_t i, const Worker&) {
     const Piece& piece = pieces[size_t(i)];
-    copy_out(piece.from, piece.bytes, piece.to, file_ != nullptr);
+    copy_out(piece.from, piece.bytes, piece.to);
   });
 }
 
@@ -89,7 +80,7 @@ void ExpertLayer::load_from(const ExpertLayer& other, const std::vector<int>& ex
     const uint8_t* from =
         other.panels_ + other.slices_[node].offset + other.places_.of(experts[expert]) * slice.expert_bytes;
     uint8_t* to = memory_.data() + slice.offset + places[expert] * slice.expert_bytes;
-    copy_out(from + at, std::min(kCopyBytes, slice.expert_bytes - at), to + at, other.file_ != nullptr);
+    copy_out(from + at, std::min(kCopyBytes, slice.expert_bytes - at), to + at);
   };
   const auto first_from = [&](size_t node, int64_t offset) {
     const NodeSlice& slice = slices_[node];

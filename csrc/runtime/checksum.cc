@@ -131,14 +131,16 @@ uint64_t sum_of_block(const uint8_t* from, int64_t bytes) {
 
 }  // namespace
 
-std::vector<uint64_t> block_checksums(WorkerPool& pool, const std::vector<ByteRange>& ranges, int64_t block_bytes) {
+std::vector<uint64_t> block_checksums(WorkerPool& pool, const std::vector<ByteRange>& ranges, int64_t block_bytes,
+                                      bool in_place) {
   std::vector<ByteRange> blocks;
   for (const ByteRange& range : ranges)
     for (int64_t at = 0; at < range.bytes; at += block_bytes)
       blocks.push_back({range.data + at, std::min(block_bytes, range.bytes - at)});
   std::vector<uint64_t> sums(blocks.size());
   pool.for_each(int64_t(blocks.size()), [&](int64_t i, const Worker&) {
-    sums[size_t(i)] = sum_of_block(blocks[size_t(i)].data, blocks[size_t(i)].bytes);
+    const auto [data, bytes] = blocks[size_t(i)];
+    sums[size_t(i)] = in_place ? sum_of(data, bytes) : sum_of_block(data, bytes);
   });
   return sums;
 }

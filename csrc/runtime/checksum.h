@@ -21,8 +21,9 @@ using Arrival = FunctionRef<int64_t(int64_t)>;
 uint64_t xxh3(const uint8_t* data, int64_t bytes, const DenseKernels& kernels, Arrival arrive);
 
 // The checksum of each block of `block_bytes` (the last of a range may be shorter) of all ranges in turn, in one
-// parallel region: XXH3, or XXH64 of short ones. What lies in a known file (ReadableFile) is read from it: faster than
-// page faults, and a file that is cut short meanwhile is an error.
-std::vector<uint64_t> block_checksums(WorkerPool& pool, const std::vector<ByteRange>& ranges, int64_t block_bytes);
+// parallel region: XXH3, or XXH64 of short ones. In place, a mapped file's pages are mapped afterwards; else they are
+// read from the file (ReadableFile), which maps none, and a file that is cut short meanwhile is an error.
+std::vector<uint64_t> block_checksums(WorkerPool& pool, const std::vector<ByteRange>& ranges, int64_t block_bytes,
+                                      bool in_place);
 
 }  // namespace tandem

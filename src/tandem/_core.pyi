@@ -365,10 +365,13 @@ class MappedFile:
 
 LAYOUT_VERSION: int = 5
 
-def block_checksums(pool: WorkerPool, data: list, block_bytes: int) -> list[int]:
+def block_checksums(pool: WorkerPool, data: list, block_bytes: int, in_place: bool) -> list[int]:
     """
-    XXH3 of each block of each array (XXH64 of one below 241), in parallel; a mapped file's are read from it.
+    XXH3 of each block of each array (XXH64 of one below 241), in parallel; not in place: read from mapped files.
     """
+
+def copy_bytes(pool: WorkerPool, source: object, out: object) -> None:
+    """On all workers; what lies in a mapped file is read from it."""
 
 def xxh64(data: bytes) -> int: ...
 def xxh3(data: bytes, tier: str) -> int:

@@ -64,7 +64,7 @@ class PackedCache:
         if file.table.key != self._key:
             raise CheckpointError(f"{self.path} was made from {file.table.about}, not from {self._about}")
         Thread(target=read_ahead, args=(self.path,), daemon=True).start()
-        file.verify(self._pool, progress)
+        file.verify(self._pool, progress, in_place=self.dense)  # what goes to a GPU is not mapped
         return file
 
     def matrix(self, name: str) -> PackedMatrix | None:

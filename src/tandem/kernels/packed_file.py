@@ -91,18 +91,22 @@ class PackedFile:
         except msgspec.MsgspecError as error:
             raise self._wrong(f"has a table of another version ({error})") from error
 
-    def verify(self, pool: _core.WorkerPool, progress: Verified) -> None:
-        """Reads every section once, on all workers, in the order of the file. CheckpointError for the first damage."""
+    def verify(self, pool: _core.WorkerPool, progress: Verified, in_place: bool = True) -> None:
+        """Reads every section once, on all workers, in the order of the file. CheckpointError for the first damage.
+
+        in_place: in the mapping, whose pages are there for use afterwards; else through small buffers, and nothing is
+        mapped.
+        """
         parts = [part for section in self.table.sections for part in section.parts]
         total, done = sum(part.nbytes for part in parts), 0
         for batch in _batches(parts):
-            self._verify(pool, batch)
+            self._verify(pool, batch, in_place)
             done += sum(part.nbytes for part in batch)
             progress(done, total)
 
-    def _verify(self, pool: _core.WorkerPool, parts: list[Part]) -> None:
+    def _verify(self, pool: _core.WorkerPool, parts: list[Part], in_place: bool) -> None:
         try:
-            found = checksums_of(pool, *map(self.view, parts))
+            found = checksums_of(pool, *map(self.view, parts), in_place=in_place)
         except CheckpointError as error:
             raise self._wrong("cannot be read, or was cut short meanwhile") from error
         expected = [(sum_, part, i) for part in parts for i, sum_ in enumerate(part.checksums)]
@@ -153,9 +157,9 @@ def checksum_of(data: bytes) -> int:
     return _core.xxh64(data)
 
 
-def checksums_of(pool: _core.WorkerPool, *data: memoryview) -> list[int]:
+def checksums_of(pool: _core.WorkerPool, *data: memoryview, in_place: bool = True) -> list[int]:
     """Of every BLOCK_BYTES of each."""
-    return _core.block_checksums(pool, list(data), BLOCK_BYTES)
+    return _core.block_checksums(pool, list(data), BLOCK_BYTES, in_place)
 
 
 class PackedWriter:

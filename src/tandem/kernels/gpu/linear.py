@@ -18,8 +18,9 @@ class GpuLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, fmt: str, device: torch.device) -> None:
         if fmt not in DTYPES:
             raise KernelError(f"dense matrices on the GPU are {' or '.join(DTYPES)}, not {fmt}")
-        # `to` would keep the strides of a transposed matrix, which `one_row` does not know.
-        self.weight = weight.detach().to(device, DTYPES[fmt], copy=True).contiguous()
+        # `to` would keep the strides of a transposed matrix, which `one_row` does not know. What is on the GPU already
+        # was brought there for this matrix.
+        self.weight = weight.detach().to(device, DTYPES[fmt], copy=not weight.is_cuda).contiguous()
         self.bias = None if bias is None else bias.detach().to(device, torch.float32, copy=True)
         self.out_features, self.in_features = weight.shape
         self._bias = None if self.bias is None else self.bias.to(self.weight.dtype)

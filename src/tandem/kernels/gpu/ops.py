@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from torch import Tensor
 from tandem.config.model_config import RouterConfig
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
-from tandem.formats.cut import one_tensor
 from tandem.formats.reference import decoded
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu import dense_codes, norm, route
@@ -20,6 +20,7 @@ from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.mlp import GpuMLP
+from tandem.kernels.gpu.uploads import uploaded
 from tandem.kernels.ops import (
     BatchLayout,
     ColumnRun,
@@ -37,7 +38,7 @@ from tandem.kernels.packed_experts import PackedExperts
 from tandem.kernels.packed_matrix import PackedMatrix
 from tandem.kernels.reference import TorchOps
 
-LOOKUP_ROWS = 1 << 14  # of a table, copied at a time
+LOOKUP_ROWS, LOOKUP_THREADS = 1 << 12, 8  # of a table, found at a time by each of so many threads
 
 
 class GpuOps:
@@ -56,9 +57,19 @@ class GpuOps:
         return tensor.to(self.device)
 
     def lookup(self, find: Lookup, rows: int) -> Lookup:
-        ids = torch.arange(rows)
-        table = torch.cat([find(part).to(self.device, torch.bfloat16) for part in ids.split(LOOKUP_ROWS)])
+        """A copy of the table, found by several threads, a few parts at a time."""
+        parts = torch.arange(rows).split(LOOKUP_ROWS)
+        table = torch.empty((rows, find(parts[0][:1]).shape[1]), dtype=torch.bfloat16, device=self.device)
+        with ThreadPoolExecutor(LOOKUP_THREADS, "tandem-lookup") as threads:
+            for first in range(0, len(parts), LOOKUP_THREADS):
+                some = parts[first : first + LOOKUP_THREADS]
+                for ids, found in zip(some, threads.map(find, some), strict=True):
+                    table[int(ids[0]) : int(ids[-1]) + 1].copy_(self._there(found))
         return lambda wanted: table.index_select(0, wanted)
+
+    def _there(self, weight: Tensor | Blocks) -> Tensor:
+        """[N, K] on the device, in the type that it is stored in."""
+        return uploaded((weight,) if isinstance(weight, Tensor) else weight, self.device, self.cpu.pool)
 
     def reads(self, weight: WeightCodes) -> bool:
         return dense_codes.readable(weight)
@@ -67,7 +78,7 @@ class GpuOps:
         self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16"
     ) -> GpuLinear | GpuCodes:
         if not isinstance(weight, WeightCodes):
-            return GpuLinear(one_tensor(weight), bias, fmt, self.device)
+            return GpuLinear(self._there(weight), bias, fmt, self.device)
         if not self.reads(weight):
             return GpuLinear(decoded(weight), bias, fmt, self.device)
         return GpuCodes(PackedMatrix.from_codes(self.cpu.workspace, weight), bias, self.device)

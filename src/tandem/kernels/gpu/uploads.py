@@ -1,53 +1,91 @@
-"""`Uploads`: packed experts to GPU memory, while the next ones are packed."""
+"""How weights get to GPU memory: `Uploads` of packed experts, while the next ones are packed, and whole matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from tandem._core import WorkerPool, copy_bytes
 
 BUFFERS = 2  # one is filled while the other travels
 BUFFER_BYTES = (
     64 << 20
 )  # of a buffer, or one expert: DMA of less than that is slower, and filling it takes longer
+LEAST_BYTES = 1 << 20  # of a block; less is copied by PyTorch
 PINNED_BYTES = 256 << 20  # at most, of a buffer: PyTorch keeps pinned memory for the next who asks
 
 
-class Uploads:
-    """Buffers of a few packed experts each, taken in turn; pinned unless large, or on a CPU (tests)."""
+class Staging:
+    """Two buffers in CPU memory, taken in turn; pinned unless large, or on a CPU (tests)."""
 
-    def __init__(self, pool: Tensor, stride: int, experts: int) -> None:
-        """pool uint8 [slots * stride]: where they go; `experts` of them in all."""
-        self._pool, self._stride, self._on_gpu = pool, stride, pool.is_cuda
-        self.room = max(1, min(experts, BUFFER_BYTES // stride))  # experts of a buffer
-        nbytes = self.room * stride
-        pinned = self._on_gpu and nbytes <= PINNED_BYTES
+    def __init__(self, nbytes: int, on_gpu: bool) -> None:
+        pinned = on_gpu and nbytes <= PINNED_BYTES
         self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(BUFFERS)]
         self._plain = [torch.from_numpy(buffer.numpy()) for buffer in self._buffers]  # what the core takes
-        self._arrived = [torch.cuda.Event() for _ in self._buffers] if self._on_gpu else []
+        self._arrived = [torch.cuda.Event() for _ in self._buffers] if on_gpu else []
         self._turn = 0
 
-    def send(self, slots: Sequence[int], fill: Callable[[Tensor], None]) -> None:
-        """`fill` writes the packed bytes of at most `room` experts into what it is given; then begins to copy each to
-        its slot."""
+    def send(self, nbytes: int, fill: Callable[[Tensor], object], to: Callable[[Tensor], object]) -> None:
+        """`fill` writes that many bytes into what it is given, when what was sent from there has arrived; `to` begins
+        to copy them on."""
         turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
-        if self._on_gpu:
+        if self._arrived:
             self._arrived[turn].synchronize()  # returns at once if it was never recorded
-        fill(self._plain[turn][: len(slots) * self._stride])
-        for first, count in _side_by_side(slots):
-            self._copy(self._buffers[turn], first, slots[first], count)
-        if self._on_gpu:
+        fill(self._plain[turn][:nbytes])
+        to(self._buffers[turn][:nbytes])
+        if self._arrived:
             self._arrived[turn].record()
-
-    def _copy(self, buffer: Tensor, first: int, slot: int, count: int) -> None:
-        begin, to, nbytes = first * self._stride, slot * self._stride, count * self._stride
-        self._pool[to : to + nbytes].copy_(buffer[begin : begin + nbytes], non_blocking=True)
 
     def finish(self) -> None:
         """Waits until everything has arrived."""
         for event in self._arrived:
             event.synchronize()
+
+
+class Uploads:
+    """Packed experts to their slots, a few in a buffer."""
+
+    def __init__(self, pool: Tensor, stride: int, experts: int) -> None:
+        """pool uint8 [slots * stride]: where they go; `experts` of them in all."""
+        self._pool, self._stride = pool, stride
+        self.room = max(1, min(experts, BUFFER_BYTES // stride))  # experts of a buffer
+        self._staging = Staging(self.room * stride, pool.is_cuda)
+
+    def send(self, slots: Sequence[int], fill: Callable[[Tensor], object]) -> None:
+        """`fill` writes the packed bytes of at most `room` experts into what it is given; then begins to copy each to
+        its slot."""
+        self._staging.send(len(slots) * self._stride, fill, lambda buffer: self._copy(buffer, slots))
+
+    def _copy(self, buffer: Tensor, slots: Sequence[int]) -> None:
+        for first, count in _side_by_side(slots):
+            begin, to, nbytes = first * self._stride, slots[first] * self._stride, count * self._stride
+            self._pool[to : to + nbytes].copy_(buffer[begin : begin + nbytes], non_blocking=True)
+
+    def finish(self) -> None:
+        """Waits until everything has arrived."""
+        self._staging.finish()
+
+
+def uploaded(blocks: Sequence[Tensor], device: torch.device, workers: WorkerPool) -> Tensor:
+    """[N, K] on the device, of blocks of rows in CPU memory or mapped files, which all workers read; in their type."""
+    first = blocks[0]
+    whole = torch.empty((sum(map(len, blocks)), *first.shape[1:]), dtype=first.dtype, device=device)
+    if min(block.nbytes for block in blocks) < LEAST_BYTES or not all(b.is_contiguous() for b in blocks):
+        return whole.copy_(torch.cat(tuple(blocks)))
+    staging, end = Staging(min(BUFFER_BYTES, whole.nbytes), device.type == "cuda"), 0
+    target = whole.view(torch.uint8).flatten()
+    for block in blocks:
+        for part in block.detach().view(torch.uint8).flatten().split(BUFFER_BYTES):
+            there = target[end : end + len(part)]
+            staging.send(
+                len(part), partial(copy_bytes, workers, part), partial(there.copy_, non_blocking=True)
+            )
+            end += len(part)
+    staging.finish()
+    return whole
 
 
 def _side_by_side(slots: Sequence[int]) -> list[tuple[int, int]]:
