@@ -59,20 +59,22 @@ struct FormatKernels {
   int32_t tile_from_rows;  // from this many rows tile_mm is faster: measured
 };
 
-// A row of activations to be rounded to int8 for weights of this layout: see format/int8_row.h.
-struct Int8RowArgs {
+// A row of activations to be converted for products of integers with weights of this layout: rounded to int8 (see
+// format/int8_row.h), or cut into digits (format/digit_row.h).
+struct IntegerRowArgs {
   WeightView weights;  // only sizes count
   const void* source;  // weights.depth numbers
   DType from;
   uint8_t* to;
-  int32_t offset;  // as in Int8Kernels
+  int32_t offset;  // as in IntegerKernels
   bool split;
 };
 
-// What a tier has for int8 activations, for one format; MatmulArgs::x_rows are rows that round_row has made.
-struct Int8Kernels {
-  MatmulFn rows;       // any number of rows; null: this format goes with bf16 activations only
-  int32_t below_rows;  // from this many rows on, the tier's usual tiles should be faster, and nothing is rounded
+// What a tier has for products of integers, for one format; MatmulArgs::x_rows are rows that round_row or cut_row has
+// made.
+struct IntegerKernels {
+  MatmulFn rows;       // any number of rows; null: there is nothing for this format
+  int32_t below_rows;  // from this many rows on, the tier's usual kernels should be faster, and nothing is converted
   int32_t offset;      // of the codes that weights are decoded to
   bool split;          // which order codes of activations have: see kSplitOrder
 };
@@ -108,9 +110,14 @@ struct KernelTable {
   int64_t (*peak)(int64_t rounds, uint8_t* scratch);
   int64_t (*peak_f32)(int64_t rounds, uint8_t* scratch);
 
-  Int8Kernels int8[kFormatCount];
-  void (*round_row)(const Int8RowArgs* args);
+  // With int8 activations, an explicit choice that costs accuracy.
+  IntegerKernels int8[kFormatCount];
+  void (*round_row)(const IntegerRowArgs* args);
   int64_t (*peak_int8)(int64_t rounds, uint8_t* scratch);  // multiplications and additions of integers
+
+  // What few rows of bf16 activations are multiplied with where memory is faster than dot_rows; exact.
+  IntegerKernels digits[kFormatCount];
+  void (*cut_row)(const IntegerRowArgs* args);
 };
 
 }  // namespace tandem

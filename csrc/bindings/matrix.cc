@@ -75,11 +75,12 @@ void bind_matrix(nb::module_& m) {
   nb::class_<Workspace>(m, "Workspace", "A worker pool, the kernels of a tier, and scratch for one call at a time.")
       .def(
           "__init__",
-          [](Workspace* self, std::shared_ptr<WorkerPool> pool, const std::string& tier, int tile_from_rows) {
-            new (self) Workspace(std::move(pool), table_of_tier(tier), tile_from_rows);
+          [](Workspace* self, std::shared_ptr<WorkerPool> pool, const std::string& tier, int tile_from_rows,
+             int digits_below_rows) {
+            new (self) Workspace(std::move(pool), table_of_tier(tier), tile_from_rows, digits_below_rows);
           },
-          nb::arg("pool"), nb::arg("tier"), nb::arg("tile_from_rows") = -1,
-          "tile_from_rows >= 0 replaces the tier's own choice of algorithm: for tests and tuning.")
+          nb::arg("pool"), nb::arg("tier"), nb::arg("tile_from_rows") = -1, nb::arg("digits_below_rows") = -1,
+          "Numbers >= 0 replace the tier's own choice of algorithm: for tests and tuning.")
       .def_prop_ro("tier", [](const Workspace& self) { return name_of(self.table().tier); })
       .def(
           "tile_from_rows",

@@ -28,12 +28,11 @@ void ExpertRun::down_part(int64_t index, WorkerScratch& scratch) {
   const Task& task = down_.all[size_t(index)];
   const RoutingPlan::Expert& expert = plan_.experts[size_t(task.expert)];
   const WeightView weights = layer_.down(expert.id, node);
-  const PreparedRows& hidden = rounds(expert) ? codes_ : hidden_;
-  for (int r = 0; r < task.rows; ++r) scratch.rows[r] = hidden.row(task.first_row + r);
+  const MatmulFn kernel = find_hidden(expert, task.first_row, task.rows, scratch);
   const MatmulArgs args{weights,         scratch.rows,   scratch.tile,
                         kTileStride,     scratch.matmul, task.rows,
                         task.first_pair, task.pairs,     next_panels(down_, index, &ExpertLayer::down)};
-  kernel_for(expert, weights, task.rows)(&args);
+  kernel(&args);
   const int64_t first_pair = layer_.slices_[node].first_down + task.first_pair, columns = task.pairs * kPairColumns;
   const float* bias = down_bias(expert.id, first_pair);
   for (int r = 0; r < task.rows; ++r) {  // tiles write whole tiles, so not to where they belong

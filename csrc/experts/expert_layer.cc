@@ -8,7 +8,7 @@
 #include "experts/expert_run.h"
 #include "experts/task_sizes.h"
 #include "format/staged.h"
-#include "ops/int8_rows.h"
+#include "ops/integer_rows.h"
 #include "runtime/fill.h"
 
 namespace tandem {
@@ -297,7 +297,8 @@ void ExpertLayer::pack_biases(int expert, const ExpertSource& source) {
 }
 
 int64_t ExpertLayer::tokens_per_chunk(int64_t top_k) const {
-  const int64_t codes = shape_.int8_activations ? int8_row_bytes(down_layout_) : 0;
+  // Digits are only of experts with few rows.
+  const int64_t codes = shape_.int8_activations ? IntegerRows(workspace_->table(), down_layout_, true).row_bytes() : 0;
   const int64_t row_bytes =
       down_layout_.padded_depth * bytes_of(prepared_type(workspace_->table(), shape_.down.format)) + codes;
   return std::clamp<int64_t>(kIntermediateBytes / (row_bytes * std::max<int64_t>(top_k, 1)), 1, kMaxChunkTokens);

@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "experts/task_sizes.h"
-#include "ops/int8_rows.h"
 
 namespace tandem {
 namespace {
@@ -34,23 +33,34 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
       workspace_(*layer.workspace_),
       table_(workspace_.table()),
       hidden_type_(prepared_type(table_, layer.shape_.down.format)),
-      rounds_any_(std::ranges::any_of(plan_.experts, [this](const auto& e) { return rounds(e); })),
-      rounds_all_(std::ranges::all_of(plan_.experts, [this](const auto& e) { return rounds(e); })),
-      converts_(!rounds_all_ && !is_prepared(table_, layer.gate_up_layout_, call.x)) {
+      x_integers_({table_, layer.gate_up_layout_, layer.shape_.int8_activations}, call.x.rows),
+      hidden_integers_({table_, layer.down_layout_, layer.shape_.int8_activations}, int64_t(plan_.rows.size())),
+      prepares_(!is_prepared(table_, layer.gate_up_layout_, call.x)) {
+  choose_integers();
   x_.stride = layer.gate_up_layout_.padded_depth * bytes_of(prepared_type(table_, layer.shape_.gate_up.format));
-  x_.data = converts_ ? workspace_.shared(Workspace::kRows, call.x.rows * x_.stride)
+  x_.data = prepares_ ? workspace_.shared(Workspace::kRows, call.x.rows * x_.stride)
                       : static_cast<const uint8_t*>(call.x.data);
   hidden_.stride = layer.down_layout_.padded_depth * bytes_of(hidden_type_);
   hidden_.data = workspace_.shared(Workspace::kHidden, int64_t(plan_.rows.size()) * hidden_.stride);
-  if (rounds_any_) {
-    x_codes_.stride = int8_row_bytes(layer.gate_up_layout_);
-    x_codes_.data = workspace_.shared(Workspace::kRowCodes, call.x.rows * x_codes_.stride);
-    codes_.stride = int8_row_bytes(layer.down_layout_);
-    codes_.data = workspace_.shared(Workspace::kHiddenCodes, int64_t(plan_.rows.size()) * codes_.stride);
-  }
   list_tasks(gate_up_, layer.gate_up_layout_, &NodeSlice::gate_up_pairs);
   by_expert_ = by_expert();
   by_expert_ ? list_down_by_expert() : list_down_by_columns();
+}
+
+// Decided by all rows of an expert, for both of its products.
+void ExpertRun::choose_integers() {
+  bool all = true;
+  for (const auto& [id, first, count] : plan_.experts) {
+    const bool x = x_integers_.how().takes(count), hidden = hidden_integers_.how().takes(count);
+    for (int32_t row = first; row < first + count; ++row) {
+      if (x) x_integers_.add(plan_.rows[size_t(row)].token);
+      if (hidden) hidden_integers_.add(row);
+    }
+    all = all && x;
+  }
+  prepares_ = prepares_ && !all;
+  x_integers_.allocate(workspace_, Workspace::kRowCodes);
+  hidden_integers_.allocate(workspace_, Workspace::kHiddenCodes);
 }
 
 void ExpertRun::list_down_by_columns() {
@@ -140,18 +150,21 @@ ExpertRun::Grid ExpertRun::multiplying_grid() const {
 }
 
 void ExpertRun::run() {
-  int64_t unprepared = converts_ || rounds_any_ ? call_.x.rows : 0;
-  if (unprepared <= rows_each(call_.x.rows)) {
-    prepare_some(0, unprepared);
-    unprepared = 0;
-  }
+  const PreparedRows given{static_cast<const uint8_t*>(call_.x.data), call_.x.length * bytes_of(call_.x.type)};
+  const auto convert_x = [&](int64_t i) { convert(x_integers_, given, call_.x.type, i); };
+  const auto convert_hidden = [&](int64_t i) { convert(hidden_integers_, hidden_, hidden_type_, i); };
+  // What is little the caller does before the region.
+  int64_t preparing = prepares_ ? ceil_div(call_.x.rows, kPrepareRows) : 0;
+  if (preparing == 1) prepare(--preparing);
+  int64_t converting = tasks_of(x_integers_);
+  if (converting == 1) convert_x(--converting);
   const auto scratch = [this](const Worker& w) -> WorkerScratch& { return workspace_.scratch(w.index); };
-  const int64_t rows = int64_t(plan_.rows.size());
   workspace_.pool().run_phases({
-      {ceil_div(unprepared, rows_each(call_.x.rows)), [this](int64_t i, const Worker&) { prepare(i); }},
+      {preparing, [this](int64_t i, const Worker&) { prepare(i); }},
+      {converting, [&](int64_t i, const Worker&) { convert_x(i); }},
       {gate_up_.by_node.count(), [&](int64_t i, const Worker& w) { gate_up(i, scratch(w)); },
        gate_up_.by_node.of_node()},
-      {rounds_any_ ? ceil_div(rows, rows_each(rows)) : 0, [this](int64_t i, const Worker&) { round(i); }},
+      {tasks_of(hidden_integers_), [&](int64_t i, const Worker&) { convert_hidden(i); }},
       {down_.by_node.count(),
        [&](int64_t i, const Worker& w) { by_expert_ ? down_part(i, scratch(w)) : down(i, scratch(w)); },
        down_.by_node.of_node()},
@@ -159,37 +172,41 @@ void ExpertRun::run() {
   });
 }
 
-// Rounding takes longer than converting.
-int64_t ExpertRun::rows_each(int64_t rows) const {
-  if (!rounds_any_) return kPrepareRows;
+// Finding digits takes longer than copying.
+int64_t ExpertRun::converted_each(int64_t rows) const {
   return std::clamp<int64_t>(rows / (kTasksPerWorker * workspace_.pool().size()), 1, kPrepareRows);
 }
 
+int64_t ExpertRun::tasks_of(const ConvertedRows& rows) const {
+  return ceil_div(rows.count(), converted_each(rows.count()));
+}
+
 void ExpertRun::prepare(int64_t task) {
-  const int64_t each = rows_each(call_.x.rows), first = task * each;
-  prepare_some(first, std::min(call_.x.rows, first + each));
+  const int64_t first = task * kPrepareRows, last = std::min(call_.x.rows, first + kPrepareRows);
+  prepare_rows(table_, layer_.gate_up_layout_, call_.x, first, last, const_cast<uint8_t*>(x_.data));
 }
 
-void ExpertRun::prepare_some(int64_t first, int64_t last) {
-  const WeightView& layout = layer_.gate_up_layout_;
-  if (converts_) prepare_rows(table_, layout, call_.x, first, last, const_cast<uint8_t*>(x_.data));
-  if (!rounds_any_) return;
-  const PreparedRows from{static_cast<const uint8_t*>(call_.x.data), call_.x.length * bytes_of(call_.x.type)};
-  round_rows(table_, layout, from, call_.x.type, first, last, const_cast<uint8_t*>(x_codes_.data));
+void ExpertRun::convert(const ConvertedRows& rows, const PreparedRows& from, DType type, int64_t task) const {
+  const int64_t each = converted_each(rows.count()), first = task * each;
+  rows.convert(from, type, first, std::min(rows.count(), first + each));
 }
 
-void ExpertRun::round(int64_t task) {
-  const int64_t rows = int64_t(plan_.rows.size()), each = rows_each(rows), first = task * each;
-  round_rows(table_, layer_.down_layout_, hidden_, hidden_type_, first, std::min(rows, first + each),
-             const_cast<uint8_t*>(codes_.data));
+MatmulFn ExpertRun::find_x(const RoutingPlan::Expert& expert, int64_t first, int64_t rows,
+                           WorkerScratch& scratch) const {
+  const bool integers = x_integers_.how().takes(expert.count);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int32_t token = plan_.rows[size_t(first + r)].token;
+    scratch.rows[r] = integers ? x_integers_.row(token) : x_.row(token);
+  }
+  return integers ? x_integers_.how().kernel() : matmul_of(table_, layer_.gate_up_layout_.format, rows);
 }
 
-bool ExpertRun::rounds(const RoutingPlan::Expert& expert) const {
-  return layer_.shape_.int8_activations && takes_int8(table_, layer_.shape_.gate_up.format, expert.count);
-}
-
-MatmulFn ExpertRun::kernel_for(const RoutingPlan::Expert& expert, const WeightView& weights, int64_t rows) const {
-  return rounds(expert) ? table_.int8[int(weights.format)].rows : matmul_of(table_, weights.format, rows);
+MatmulFn ExpertRun::find_hidden(const RoutingPlan::Expert& expert, int64_t first, int64_t rows,
+                                WorkerScratch& scratch) const {
+  const bool integers = hidden_integers_.how().takes(expert.count);
+  for (int64_t r = first; r < first + rows; ++r)
+    scratch.rows[r - first] = integers ? hidden_integers_.row(r) : hidden_.row(r);
+  return integers ? hidden_integers_.how().kernel() : matmul_of(table_, layer_.down_layout_.format, rows);
 }
 
 // Where the task begins that a worker probably takes after this one; null past its node's last.
@@ -209,12 +226,11 @@ void ExpertRun::gate_up(int64_t index, WorkerScratch& scratch) {
   const RoutingPlan::Expert& expert = plan_.experts[size_t(task.expert)];
   const int id = expert.id;
   const WeightView weights = layer_.gate_up(id, node);
-  const PreparedRows& x = rounds(expert) ? x_codes_ : x_;
-  for (int r = 0; r < task.rows; ++r) scratch.rows[r] = x.row(plan_.rows[size_t(task.first_row + r)].token);
+  const MatmulFn kernel = find_x(expert, task.first_row, task.rows, scratch);
   const MatmulArgs args{weights,         scratch.rows,   scratch.tile,
                         kTileStride,     scratch.matmul, task.rows,
                         task.first_pair, task.pairs,     next_panels(gate_up_, index, &ExpertLayer::gate_up)};
-  kernel_for(expert, weights, task.rows)(&args);
+  kernel(&args);
   const int64_t length = int64_t{layer_.gate_up_layout_.pairs} * kPairColumns;
   const int64_t pair = slice.first_gate_up + task.first_pair, column = pair * kPairColumns;
   const float* bias = layer_.gate_up_bias_.empty() ? nullptr : layer_.gate_up_bias_.data() + id * length + column;
@@ -278,15 +294,14 @@ const float* ExpertRun::down_bias(int expert, int64_t pair) const {
 void ExpertRun::down_expert(const RoutingPlan::Expert& expert, const DownBlock& block, const uint8_t* next_panel,
                             int64_t first_row, int64_t last_row, WorkerScratch& scratch) {
   const WeightView weights = layer_.down(expert.id, block.node);
-  const PreparedRows& hidden = rounds(expert) ? codes_ : hidden_;
   const int64_t columns = block.pairs * kPairColumns;
   const float* bias = down_bias(expert.id, layer_.slices_[block.node].first_down + block.first_pair);
   for (int64_t row = first_row; row < last_row; row += table_.blocking.rows_per_call) {
     const int64_t rows = std::min<int64_t>(table_.blocking.rows_per_call, last_row - row);
-    for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = hidden.row(row + r);
+    const MatmulFn kernel = find_hidden(expert, row, rows, scratch);
     const MatmulArgs args{weights,   scratch.rows,          scratch.tile,     kTileStride, scratch.matmul,
                           int(rows), int(block.first_pair), int(block.pairs), next_panel};
-    kernel_for(expert, weights, rows)(&args);
+    kernel(&args);
     for (int64_t r = 0; r < rows; ++r) {
       const RoutedRow& routed = plan_.rows[size_t(row + r)];
       float* y = scratch.tile + r * kTileStride;

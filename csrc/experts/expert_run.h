@@ -2,7 +2,7 @@
 //
 //   1 prepare   activations to the kernels' type (nothing to do if they are)
 //   2 gate-up   task = (expert, block of its rows, block of panel pairs): gate and up, activation, to `hidden_`
-//     round     int8 activations only: rows of `hidden_` to `codes_`; a row's groups lie across tasks of gate-up
+//     convert   rows of `hidden_` to integers, where the kernels take them; a row's groups lie across tasks of gate-up
 //   3 down      task = (block of tokens, block of output columns): runs over the experts in the order of their ids and
 //               sums the weighted results in the worker's scratch, so there is neither a buffer of tokens x top_k
 //               results nor a pass that adds them up, and a crowded expert cannot unbalance the phase
@@ -10,6 +10,7 @@
 //   4 add up    task = block of output columns: each token's experts in the order of their ids (down_by_expert.cc)
 #pragma once
 
+#include "experts/converted_rows.h"
 #include "experts/expert_layer.h"
 
 namespace tandem {
@@ -43,13 +44,14 @@ class ExpertRun {
   Grid down_grid() const;
   Grid streaming_grid() const;
   Grid multiplying_grid() const;
-  int64_t rows_each(int64_t rows) const;  // per task of phases that prepare rows
+  void choose_integers();
+  int64_t converted_each(int64_t rows) const;  // per task
+  int64_t tasks_of(const ConvertedRows& rows) const;
   void prepare(int64_t task);
-  void prepare_some(int64_t first, int64_t last);
-  void round(int64_t task);
-  // One decision for both products of an expert, by all its rows.
-  bool rounds(const RoutingPlan::Expert& expert) const;
-  MatmulFn kernel_for(const RoutingPlan::Expert& expert, const WeightView& weights, int64_t rows) const;
+  void convert(const ConvertedRows& rows, const PreparedRows& from, DType type, int64_t task) const;
+  // What multiplies rows [first, first + rows) of the plan, all of one expert; scratch.rows: where they are.
+  MatmulFn find_x(const RoutingPlan::Expert& expert, int64_t first, int64_t rows, WorkerScratch& scratch) const;
+  MatmulFn find_hidden(const RoutingPlan::Expert& expert, int64_t first, int64_t rows, WorkerScratch& scratch) const;
   const uint8_t* next_panels(const Tasks& tasks, int64_t index, WeightsOf weights) const;
   void gate_up(int64_t index, WorkerScratch& scratch);
   void clear_padding(int64_t row);
@@ -76,13 +78,11 @@ class ExpertRun {
   const RoutingPlan& plan_;
   Workspace& workspace_;
   const KernelTable& table_;
-  DType hidden_type_;             // of prepared intermediate activations
-  bool rounds_any_, rounds_all_;  // of the plan's experts: activations to int8
-  bool converts_;                 // call_.x to `x_`, for experts that do not round
+  DType hidden_type_;  // of prepared intermediate activations
+  ConvertedRows x_integers_, hidden_integers_;
+  bool prepares_;  // call_.x to `x_`, for experts that take no integers
   PreparedRows x_;
-  PreparedRows x_codes_{};  // the same, rounded
-  PreparedRows hidden_;     // row i: intermediate activations of plan_.rows[i]
-  PreparedRows codes_{};    // the same, rounded
+  PreparedRows hidden_;  // row i: intermediate activations of plan_.rows[i]
   Tasks gate_up_, down_;
   bool by_expert_ = false;  // or else grid_ says what phase 3's tasks are, and down_ only how many
   Grid grid_{};

@@ -21,7 +21,8 @@ struct ScalarInts {
   struct X {
     int8_t v[4];
   };
-  static constexpr int kRows = 4;    // rows per pass
+  static constexpr int kRows = 4;  // rows per pass
+  static constexpr int kDigitRows = 4;
   static constexpr int kPanels = 2;  // panels per pass
   static constexpr int kByteOffset = 128;
 
@@ -93,6 +94,44 @@ struct ScalarInts {
   // 16 integral values as signed bytes, two blocks of 8, each in kSplitOrder where `split`.
   TANDEM_INLINE static void store_codes(uint8_t* p, Isa::Vec q, bool split) {
     for (int i = 0; i < 16; ++i) p[i] = uint8_t(int8_t(q.v[split ? i / 8 * 8 + kSplitOrder[i % 8] : i]));
+  }
+
+  // Activations as digits: see format/digit_row.h. 256 * high + low.
+  TANDEM_INLINE static Sum joined(Sum high, Sum low) {
+    for (int i = 0; i < 16; ++i) low.v[i] += 256 * high.v[i];
+    return low;
+  }
+  // The largest magnitude of several vectors, as bits: those of NaN are larger than those of any number.
+  using Magnitude = uint32_t;
+  TANDEM_INLINE static Magnitude no_magnitude() { return 0; }
+  TANDEM_INLINE static Magnitude larger(Magnitude most, Isa::Vec v) {
+    for (int i = 0; i < 16; ++i) {
+      const uint32_t bits = bits_of_float(v.v[i]) & 0x7fffffffu;
+      most = bits > most ? bits : most;
+    }
+    return most;
+  }
+  TANDEM_INLINE static uint32_t largest_bits(Magnitude most) { return most; }
+  // 16 values, rounded to integers below 2^23, as two blocks of 3 x 8 digits, and the sums of all digits so far. NaN
+  // and infinity: any digits.
+  struct DigitSums {
+    int32_t v[3];
+  };
+  TANDEM_INLINE static DigitSums no_digits() { return {}; }
+  TANDEM_INLINE static DigitSums store_digits(uint8_t* p, Isa::Vec values, bool split, DigitSums sums) {
+    for (int i = 0; i < 16; ++i) {
+      const float value = values.v[split ? i / 8 * 8 + kSplitOrder[i % 8] : i];
+      const int32_t q = value > -0x1p23f && value < 0x1p23f ? int32_t(__builtin_rintf(value)) : 0;
+      for (int d = 0; d < 3; ++d) {
+        const uint8_t digit = uint8_t((q + 0x808080) >> 8 * d ^ 0x80);  // with borrows: -128 to 127
+        p[i / 8 * 24 + 8 * d + i % 8] = digit;
+        sums.v[d] += int8_t(digit);
+      }
+    }
+    return sums;
+  }
+  TANDEM_INLINE static void reduce_digits(const DigitSums& sums, int32_t* to) {
+    for (int d = 0; d < 3; ++d) to[d] = sums.v[d];
   }
 };
 

@@ -15,7 +15,7 @@ struct Int8Rounding {
   using Isa = typename Ints::Isa;
   using Vec = typename Isa::Vec;
 
-  static void round_row(const Int8RowArgs* a) {
+  static void round_row(const IntegerRowArgs* a) {
     const Int8RowLayout layout = int8_row_layout(a->weights);
     const int64_t depth = a->weights.padded_depth;
     for (int64_t g = 0; g < layout.groups; ++g) {
@@ -34,13 +34,11 @@ struct Int8Rounding {
   TANDEM_INLINE static void put(uint8_t* p, T value) {
     __builtin_memcpy(p, &value, sizeof value);
   }
-  TANDEM_INLINE static Vec load(const Int8RowArgs& a, int64_t k) {
-    const int64_t length = a.weights.depth;
-    if (k + 16 <= length) return load_as<Isa>(a.source, a.from, k);
-    return k < length ? load_some<Isa>(a.source, a.from, k, length - k) : Isa::zero();
+  TANDEM_INLINE static Vec load(const IntegerRowArgs& a, int64_t k) {
+    return load_padded<Isa>(a.source, a.from, k, a.weights.depth);
   }
   // The largest magnitude / 127; NaN where a number of the group is none, and with it every product of the row.
-  static float scale_of(const Int8RowArgs& a, int64_t first, int64_t last) {
+  static float scale_of(const IntegerRowArgs& a, int64_t first, int64_t last) {
     Vec most = Isa::zero(), nothing = Isa::zero();
     for (int64_t k = first; k < last; k += 16) {
       const Vec v = load(a, k);
@@ -50,7 +48,7 @@ struct Int8Rounding {
     return Isa::reduce_max(most) / 127 + Isa::reduce_add(nothing);
   }
   // Returns the sum of the codes, which is exact.
-  static float put_codes(const Int8RowArgs& a, int64_t first, int64_t last, float factor) {
+  static float put_codes(const IntegerRowArgs& a, int64_t first, int64_t last, float factor) {
     const Vec f = Isa::set1(factor), low = Isa::set1(-127), high = Isa::set1(127);
     Vec sum = Isa::zero();
     for (int64_t k = first; k < last; k += 16) {

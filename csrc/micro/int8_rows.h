@@ -206,7 +206,7 @@ void int8_rows(const MatmulArgs* args) {
 }
 
 template <class Ints, template <class> class F>
-constexpr Int8Kernels int8_kernels(int32_t below_rows) {
+constexpr IntegerKernels int8_kernels(int32_t below_rows) {
   return {int8_rows<Ints, F>, below_rows, F<Ints>::kOffset, F<Ints>::kSplit};
 }
 

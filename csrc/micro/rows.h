@@ -29,6 +29,13 @@ TANDEM_INLINE typename Isa::Vec load_some(const void* p, DType type, int64_t i, 
   return load_as<Isa>(buffer, type, 0);
 }
 
+// Values [i, i + 16) of a row of `length`, zeros past its end.
+template <class Isa>
+TANDEM_INLINE typename Isa::Vec load_padded(const void* p, DType type, int64_t i, int64_t length) {
+  if (i + 16 <= length) return load_as<Isa>(p, type, i);
+  return i < length ? load_some<Isa>(p, type, i, length - i) : Isa::zero();
+}
+
 template <class Isa>
 TANDEM_INLINE void store_some(void* p, DType type, int64_t i, int64_t count, typename Isa::Vec v) {
   alignas(64) uint32_t buffer[16];
@@ -49,11 +56,7 @@ void prepare_row(const void* source, DType from, void* destination, DType to, bo
                  int64_t padded_length) {
   const bool round = round_to_bf16 && from == DType::f32 && to == DType::f32;
   for (int64_t i = 0; i < padded_length; i += 16) {
-    typename Isa::Vec v = Isa::zero();
-    if (i + 16 <= length)
-      v = load_as<Isa>(source, from, i);
-    else if (i < length)
-      v = load_some<Isa>(source, from, i, length - i);
+    const typename Isa::Vec v = load_padded<Isa>(source, from, i, length);
     store_as<Isa>(destination, to, i, round ? rounded_to_bf16<Isa>(v) : v);
   }
 }

@@ -45,6 +45,8 @@ constexpr KernelTable make_table(Tier tier, TileFromRows from) {
       {},  // int8 activations: see with_int8
       nullptr,
       nullptr,
+      {},  // digits: see with_digits
+      nullptr,
   };
 }
 

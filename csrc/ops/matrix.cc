@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "format/staged.h"
-#include "ops/int8_rows.h"
 #include "runtime/fill.h"
 
 namespace tandem {
@@ -112,18 +111,16 @@ void PackedMatrix::dequantise(float* out) const {
   });
 }
 
-PreparedRows PackedMatrix::prepared(const RowsView& x, bool int8) const {
+PreparedRows PackedMatrix::prepared(const RowsView& x, const IntegerRows* integers) const {
   const KernelTable& table = workspace_->table();
   const PreparedRows given{static_cast<const uint8_t*>(x.data), x.length * bytes_of(x.type)};
-  if (!int8 && is_prepared(table, view_, x)) return given;
+  if (!integers && is_prepared(table, view_, x)) return given;
   const int64_t stride =
-      int8 ? int8_row_bytes(view_) : view_.padded_depth * bytes_of(prepared_type(table, view_.format));
+      integers ? integers->row_bytes() : view_.padded_depth * bytes_of(prepared_type(table, view_.format));
   uint8_t* to = workspace_->shared(Workspace::kRows, x.rows * stride);
   const auto some = [&](int64_t first, int64_t last) {
-    if (int8)
-      round_rows(table, view_, given, x.type, first, last, to);
-    else
-      prepare_rows(table, view_, x, first, last, to);
+    if (!integers) return prepare_rows(table, view_, x, first, last, to);
+    for (int64_t r = first; r < last; ++r) integers->convert(given.row(r), x.type, to + r * stride);
   };
   if (x.rows <= 8)
     some(0, x.rows);
@@ -133,9 +130,8 @@ PreparedRows PackedMatrix::prepared(const RowsView& x, bool int8) const {
   return {to, stride};
 }
 
-MatmulFn PackedMatrix::kernel_for(int64_t rows, bool int8) const {
-  const KernelTable& table = workspace_->table();
-  return int8 ? table.int8[int(view_.format)].rows : matmul_of(table, view_.format, rows);
+MatmulFn PackedMatrix::kernel_for(int64_t rows, const IntegerRows* integers) const {
+  return integers ? integers->kernel() : matmul_of(workspace_->table(), view_.format, rows);
 }
 
 void PackedMatrix::multiply_tile(MatmulFn kernel, const PreparedRows& x, const Stretch& of, int64_t first_row,
@@ -162,8 +158,9 @@ void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type, bool i
   if (int8_activations) check_int8(workspace_->table(), view_);
   if (x.rows == 0) return;
   const auto lock = workspace_->lock();
-  const bool int8 = int8_activations && takes_int8(workspace_->table(), view_.format, x.rows);
-  const PreparedRows rows_of_x = prepared(x, int8);
+  const IntegerRows how(workspace_->table(), view_, int8_activations);
+  const IntegerRows* const integers = how.takes(x.rows) ? &how : nullptr;
+  const PreparedRows rows_of_x = prepared(x, integers);
   workspace_->pool().announce(upcoming_);
   const Blocking& blocking = workspace_->table().blocking;
   const int64_t rows_per_task = ceil_div(x.rows, ceil_div(x.rows, blocking.rows_per_call));
@@ -179,7 +176,7 @@ void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type, bool i
     const int64_t across = column_blocks(node), row = i / across * rows_per_task;
     const int64_t pair = first_pair(node) + i % across * pairs_each;
     const int64_t rows = std::min(rows_per_task, x.rows - row);
-    multiply_tile(kernel_for(rows, int8), rows_of_x, {0, 1, 0, view_.columns}, row, rows, pair,
+    multiply_tile(kernel_for(rows, integers), rows_of_x, {0, 1, 0, view_.columns}, row, rows, pair,
                   std::min<int64_t>(pairs_each, first_pair(node + 1) - pair), out, out_type,
                   workspace_->scratch(worker));
   };
@@ -194,7 +191,7 @@ void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type, bool i
 void PackedMatrix::multiply_heads(const RowsView& x, int64_t heads, void* out, DType out_type) const {
   if (x.rows == 0) return;
   const auto lock = workspace_->lock();
-  const PreparedRows rows_of_x = prepared(x, false);
+  const PreparedRows rows_of_x = prepared(x, nullptr);
   const int64_t tokens = x.rows / heads, columns = view_.columns / heads, head_pairs = columns / kPairColumns;
   const Blocking& blocking = workspace_->table().blocking;
   const int64_t rows_per_task = ceil_div(tokens, ceil_div(tokens, blocking.rows_per_call));
@@ -205,7 +202,7 @@ void PackedMatrix::multiply_heads(const RowsView& x, int64_t heads, void* out, D
     const int64_t head = index / (row_blocks * column_blocks), rest = index % (row_blocks * column_blocks);
     const int64_t row = rest / column_blocks * rows_per_task, pair = rest % column_blocks * pairs_each;
     const int64_t rows = std::min(rows_per_task, tokens - row);
-    multiply_tile(kernel_for(rows, false), rows_of_x, {head, heads, head * columns, columns}, row, rows,
+    multiply_tile(kernel_for(rows, nullptr), rows_of_x, {head, heads, head * columns, columns}, row, rows,
                   head * head_pairs + pair, std::min(pairs_each, head_pairs - pair), out, out_type,
                   workspace_->scratch(worker.index));
   };

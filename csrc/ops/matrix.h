@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "format/pack.h"
-#include "ops/workspace.h"
+#include "ops/integer_rows.h"
 #include "runtime/mapped_file.h"
 
 namespace tandem {
@@ -43,8 +43,9 @@ class PackedMatrix {
   void keep_bias(const float* bias);
   void prefer_nodes();
   uint8_t* panels_of_node(int node);  // where they begin, in memory of its own
-  PreparedRows prepared(const RowsView& x, bool int8) const;
-  MatmulFn kernel_for(int64_t rows, bool int8) const;
+  // As the kernels take them; as integers unless that is null.
+  PreparedRows prepared(const RowsView& x, const IntegerRows* integers) const;
+  MatmulFn kernel_for(int64_t rows, const IntegerRows* integers) const;
   // Which rows of x a stretch of columns is multiplied with: row r is row first + r * step of x and of the result,
   // whose rows have `columns` columns; the stretch begins at `first_column` of the matrix.
   struct Stretch {

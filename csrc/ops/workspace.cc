@@ -26,6 +26,15 @@ std::string joined(const std::vector<std::string>& names) {
   return text;
 }
 
+// Integers end where tiles begin, in tiers that have both.
+void force_tiles(KernelTable& table, int from_rows) {
+  for (FormatKernels& kernels : table.formats) kernels.tile_from_rows = from_rows;
+  for (IntegerKernels& kernels : table.int8)
+    if (kernels.below_rows != INT32_MAX) kernels.below_rows = from_rows;
+  for (IntegerKernels& kernels : table.digits)
+    if (kernels.below_rows) kernels.below_rows = from_rows;
+}
+
 }  // namespace
 
 const KernelTable& table_of_tier(const std::string& tier) {
@@ -37,12 +46,12 @@ const KernelTable& table_of_tier(const std::string& tier) {
                               joined(supported));
 }
 
-Workspace::Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table, int tile_from_rows)
+Workspace::Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table, int tile_from_rows,
+                     int digits_below_rows)
     : pool_(std::move(pool)), table_(table), scratch_(size_t(pool_->size())) {
-  for (FormatKernels& kernels : table_.formats)
-    if (tile_from_rows >= 0) kernels.tile_from_rows = tile_from_rows;
-  for (Int8Kernels& kernels : table_.int8)
-    if (tile_from_rows >= 0 && kernels.below_rows != INT32_MAX) kernels.below_rows = tile_from_rows;
+  if (tile_from_rows >= 0) force_tiles(table_, tile_from_rows);
+  for (IntegerKernels& kernels : table_.digits)
+    if (digits_below_rows >= 0) kernels.below_rows = digits_below_rows;
   constexpr int64_t kTileBytes = kMaxRowsPerCall * kTileStride * 4, kSumBytes = int64_t{kMaxSumFloats} * 4;
   constexpr int64_t kWorkerBytes = kMatmulScratchBytes + kTileBytes + kSumBytes;
   scratch_memory_ = HugeBuffer(size_t(kWorkerBytes) * scratch_.size());

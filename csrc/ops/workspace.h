@@ -27,8 +27,10 @@ constexpr int64_t kTileStride = kPairColumns * kMaxPairsPerCall + 16;  // + one 
 
 class Workspace {
  public:
-  // tile_from_rows >= 0 replaces the tier's own choice of algorithm for every format (0: always tile_mm).
-  Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table, int tile_from_rows = -1);
+  // tile_from_rows >= 0 replaces the tier's own choice of algorithm for every format (0: always tile_mm), and
+  // digits_below_rows >= 0 up to where rows are cut into digits.
+  Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table, int tile_from_rows = -1,
+            int digits_below_rows = -1);
 
   WorkerPool& pool() const { return *pool_; }
   const KernelTable& table() const { return table_; }

@@ -2,14 +2,17 @@
 #include "isa/avx512_bf16.h"
 #include "isa/int8_vnni.h"
 #include "isa/tiles_amx.h"
+#include "micro/digit_rows.h"
 #include "micro/int8_rows.h"
 #include "micro/table.h"
 #include "micro/tile_amx.h"
 
 namespace tandem {
 
-constexpr KernelTable kAmxTable = with_int8<VnniInts>(
-    make_amx_table<Avx512Bf16Isa, AmxTiles>(Tier::amx, make_table<Avx512Bf16Isa>(Tier::amx, {8, 6, 4, 4, 5, 4, 4, 4})),
-    kInt8BelowTiles);
+constexpr KernelTable kAmxTable = with_digits<VnniInts>(
+    with_int8<VnniInts>(make_amx_table<Avx512Bf16Isa, AmxTiles>(
+                            Tier::amx, make_table<Avx512Bf16Isa>(Tier::amx, {8, 6, 4, 4, 5, 4, 4, 4})),
+                        kInt8BelowTiles),
+    kDigitsBelowTiles);
 
 }  // namespace tandem

@@ -188,9 +188,11 @@ class Workspace:
     A worker pool, the kernels of a tier, and scratch for one call at a time.
     """
 
-    def __init__(self, pool: WorkerPool, tier: str, tile_from_rows: int = -1) -> None:
+    def __init__(
+        self, pool: WorkerPool, tier: str, tile_from_rows: int = -1, digits_below_rows: int = -1
+    ) -> None:
         """
-        tile_from_rows >= 0 replaces the tier's own choice of algorithm: for tests and tuning.
+        Numbers >= 0 replace the tier's own choice of algorithm: for tests and tuning.
         """
 
     @property
