@@ -85,6 +85,7 @@ def restless(side: GpuSide, usage: ExpertUsage) -> LiveExperts:
     slot_of = torch.stack([side.placement.slots(layer) for layer in range(len(layers))])
     policy = Restless(slot_of, 1.0, 1.0, PolicySettings(interval_steps=1))
     copies = CudaCopies(side.ops.device)
+    usage.copy = copies.in_order
     hold_all([layer.cpu for layer in layers if layer], copies)
     return LiveExperts(policy, LiveExchange(layers, side.store.tables, copies, 1 << 30), usage)
 

@@ -320,6 +320,7 @@ class Usage:
         self.on_gpu = torch.zeros(2, EXPERTS, dtype=torch.bool)
         self.on_gpu[:, :ON_GPU] = True
         self.swaps = self.swap_rests = 0
+        self.copy = None
 
     def ask(self) -> Asked:
         return Asked(self.counts, torch.empty(2, EXPERTS, dtype=torch.int64))

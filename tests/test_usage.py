@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from tandem.engine.expert_statistics import ExpertMeter
 from tandem.errors import KernelError
 from tandem.experts import usage as usage_module
 from tandem.experts.handoff import HandoffTimes
-from tandem.experts.usage import ExpertUsage
+from tandem.experts.usage import Copy, ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops, Tally
 from tandem.kernels.reference import TorchOps
@@ -229,8 +231,12 @@ def test_each_use_counts_where_it_was_computed_whenever_counts_are_read(
     assert usage.swaps == 60 and not torch.equal(kept, on_gpu)
 
 
-def test_counts_that_are_asked_for_are_of_that_time() -> None:
+@pytest.mark.parametrize(
+    "copy", [None, lambda source, target, nbytes: ctypes.memmove(target, source, nbytes)]
+)
+def test_counts_that_are_asked_for_are_of_that_time(copy: Copy | None) -> None:
     usage = ExpertUsage(1, 3, padded=True)
+    usage.copy = copy
     before = usage.ask()
     fake_step(usage, torch.tensor([[[0, 1], [0, 2]]]), 2)
     now = usage.ask()

@@ -18,7 +18,7 @@ from tandem.config import ModelConfig, Plan
 from tandem.engine.gpu_side import GpuSide, live_experts
 from tandem.engine.loader import use_one_torch_thread
 from tandem.experts.live_experts import LiveExperts
-from tandem.experts.usage import Asked, Change, ExpertUsage
+from tandem.experts.usage import Asked, Change, Copy, ExpertUsage
 
 WARM_TOKENS = 20  # decoded before the clock starts; what is measured begins at the trace's first token
 
@@ -43,6 +43,14 @@ class TraceUsage:
         self._totals = torch.zeros(on_gpu.shape, dtype=torch.int64)
         self._layers = torch.arange(len(on_gpu))[:, None]
         self.hits = self.swaps = self.swap_rests = 0
+
+    @property
+    def copy(self) -> Copy | None:
+        return self._real.copy
+
+    @copy.setter
+    def copy(self, how: Copy | None) -> None:
+        self._real.copy = how
 
     def count(self) -> Tensor:
         """int64 [layers, experts], of the trace's tokens so far."""

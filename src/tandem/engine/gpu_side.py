@@ -71,6 +71,7 @@ def live_experts(
     slot_of = torch.stack([side.placement.slots(layer) for layer in range(len(layers))])
     largest = max(layer.gpu.bytes_per_expert for layer in layers if layer)
     policy = LivePolicy(slot_of, largest, READS_PER_EXCHANGE, settings)
+    usage.copy = copies.in_order
     hold_all([layer.cpu for layer in layers if layer], copies, progress)
     exchange = LiveExchange(layers, tables, copies, settings.bytes_per_step)
     return LiveExperts(policy, exchange, usage, side.handoff.seconds_per_expert)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from tandem.errors import EngineError
@@ -40,6 +42,7 @@ class Usage(Protocol[AnyCounts]):
     """What `experts.usage.ExpertUsage` offers."""
 
     swap_rests: int
+    copy: Callable[[int, int, int], None] | None
 
     def ask(self) -> AnyCounts:
         """Of the steps until now, without waiting for it."""
@@ -83,7 +86,8 @@ class LiveExperts:
         self._read_seconds, self._clock = read_seconds, clock
         self._spent, self._made = 0.0, 0  # seconds between steps, and exchanges that they were for
         self._seconds, self._exchanges = 0.0, 0  # since the start
-        self._seen = usage.ask().tokens().clone()
+        self._seen = usage.ask().tokens().numpy().copy()
+        self._used = np.empty(self._seen.shape, np.float32)
         self._asked: _Asked | None = None
         self._tokens = self._steps = 0
         self._in_vain = 0  # exchanges dropped since the last one that was made
@@ -139,9 +143,10 @@ class LiveExperts:
 
     def _decide(self, asked: _Asked) -> None:
         self._weigh()
-        used = asked.counts.tokens()
-        self._policy.observe(used - self._seen, asked.tokens, asked.steps)
-        self._seen.copy_(used)
+        seen = asked.counts.tokens().numpy()
+        np.subtract(seen, self._seen, out=self._used, casting="unsafe")
+        np.copyto(self._seen, seen)
+        self._policy.observe(torch.from_numpy(self._used), asked.tokens, asked.steps)
         self._usage.swap_rests = self._policy.rests
         self._exchange.add(self._policy.wanted())
 

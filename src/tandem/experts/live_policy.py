@@ -10,7 +10,8 @@ has gained. A window whose exchanges cost more than that ends the moving; it is 
 each time. While resting, a placement that does worse than home goes back there, if that pays.
 
 A decision takes some 100 us at 48 x 512 experts on one core, during which everything stands still: hence numpy, whose
-calls are shorter than torch's at this size, and no sorting of whole layers.
+calls are shorter than torch's at this size, few arrays, since all of them have left the caches meanwhile, and no
+sorting of whole layers.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class LivePolicy:
         self._counts: Floats = np.zeros_like(self._home)
         self._leaves: Floats = np.where(self._slot_of >= 0, 0, inf).astype(np.float32)  # infinite: must not
         self._comes: Floats = np.where(self._slot_of >= 0, -inf, 0).astype(np.float32)
+        self._scores: Floats = np.empty_like(self._home)  # memory that is not new at every decision
         self._young: deque[tuple[int, int, int]] = deque()  # step after which it may leave, layer, expert
         per_decision = settings.bytes_per_step * settings.interval_steps / (2 * expert_bytes)
         self._allowance, self._per_decision = 0.0, per_decision
@@ -110,7 +112,7 @@ class LivePolicy:
     def observe(self, counts: Tensor, tokens: int, steps: int) -> None:
         """counts [layers, experts]: uses in the last `tokens` tokens, which took `steps` steps."""
         self._step += steps
-        used = counts.numpy().astype(np.float32)
+        used = counts.numpy().astype(np.float32, copy=False)
         self._counts *= 0.5 ** (tokens / self.settings.half_life)
         self._counts += used
         if self._judge.observe(float(np.vdot(used, self._better)), tokens):
@@ -165,25 +167,22 @@ class LivePolicy:
 
     def _best(self, room: int) -> list[Exchange]:
         s, scores = self.settings, self._home if self.resting else self._counts
-        leaving, cold = _least(scores + self._leaves)
-        coming, hot = _least(-scores - self._comes)
-        gain = -hot - cold
+        layers = np.arange(len(scores))
+        leaving = np.add(scores, self._leaves, out=self._scores).argmin(1)
+        cold = self._scores[layers, leaving]
+        coming = np.add(scores, self._comes, out=self._scores).argmax(1)
+        hot = self._scores[layers, coming]
+        gain = hot - cold
         if self.resting:
             pays = gain > 0.5
         else:
             lasts = s.horizon_tokens / (s.half_life / log(2))
-            pays = (gain >= self._cost / lasts) & (gain >= cold * (s.factor - 1)) & (-hot >= s.touches)
+            pays = (gain >= self._cost / lasts) & (gain >= cold * (s.factor - 1)) & (hot >= s.touches)
         layers = np.flatnonzero(pays)
         layers = layers[np.argsort(-gain[layers], kind="stable")][:room]
         slots = self._slot_of[layers, leaving[layers]]
         columns = (layers, slots, leaving[layers], coming[layers])
         return [Exchange(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
-
-
-def _least(scores: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
-    """Of each row: where, and how much."""
-    where = scores.argmin(1)
-    return where, scores[np.arange(len(scores)), where]
 
 
 class _Judge:

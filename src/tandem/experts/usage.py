@@ -7,7 +7,7 @@ steps and CUDA graphs and waits for nothing. They are only read when somebody as
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,8 @@ _TOKENS, _READS, _SEEN = range(3)
 KEPT = 16  # buffers of counts that were asked for: so many may be waited for
 MOST_MOVED = 256  # steps with moves between two readings, whose counts are kept
 
+Copy = Callable[[int, int, int], None]
+"""From an address to another, so many bytes, in the order of what the GPU computes."""
 Ints = npt.NDArray[np.int64]
 Change = tuple[int, int, bool]
 """Layer, expert, whether it is on the GPU from the next step on."""
@@ -59,8 +61,11 @@ class Asked:
             self._buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
         self._arrived = torch.cuda.Event() if like.is_cuda else None
 
-    def ask(self, arrays: Tensor) -> Asked:
-        self._buffer.copy_(arrays, non_blocking=True)
+    def ask(self, arrays: Tensor, copy: Copy | None) -> Asked:
+        if copy is None:
+            self._buffer.copy_(arrays, non_blocking=True)
+        else:
+            copy(arrays.data_ptr(), self._buffer.data_ptr(), arrays.nbytes)
         if self._arrived is not None:
             self._arrived.record()
         return self
@@ -111,6 +116,7 @@ class ExpertUsage:
         self._moves: deque[tuple[Asked, Ints]] = deque()  # whose counts are on their way
         self._moved: list[tuple[Ints, Ints]] = []  # changes [3, n], counts [3, n], since the last `read`
         self._buffers: deque[Asked] = deque()
+        self.copy: Copy | None = None  # between two steps; None: PyTorch's, which takes longer
         self.expert_bytes = torch.zeros(layers, dtype=torch.int64)
         self.swaps = 0
         self.swap_rests = 0  # how often live placement paused because it did not pay
@@ -162,7 +168,7 @@ class ExpertUsage:
             self._buffers.append(Asked(self._arrays))
         else:
             self._buffers.rotate(-1)
-        return self._buffers[-1].ask(self._arrays)
+        return self._buffers[-1].ask(self._arrays, self.copy)
 
     def moved(self, changes: Sequence[Change], swaps: int, now: Asked | None = None) -> None:
         """Experts are elsewhere from the next step on. What was counted until now counts for where they were. now: what
