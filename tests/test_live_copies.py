@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tandem.errors import EngineError
+from tandem.experts import live_copies
 from tandem.experts.live_copies import CudaCopies, hold_all
 
 
@@ -68,7 +69,7 @@ class Layer:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(live_copies, "_current_stream", lambda device: lambda: 103)
     Stream.made = Stream.waits = 0
     return Driver()
 
