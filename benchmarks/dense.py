@@ -28,7 +28,7 @@ from tandem.cli.bench_hybrid import gpu_copy_gbps
 from tandem.cli.bench_kernels import commit
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.gpu import code_mma, dense_codes
+from tandem.kernels.gpu import code_mma
 from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.ops import GpuOps
@@ -36,7 +36,7 @@ from tandem.kernels.ops import Linear
 
 SHAPES = ("2048x2048", "2048x4096", "4096x12288", "7168x2048")  # inputs x outputs
 FORMATS = ("bf16", "fp8", "int8", "int4", "mxfp4")
-ROWS = (1, 4, 16, 64, 256, 1024)
+ROWS = (1, 4, 8, 16, 32, 64, 256, 1024)
 COLD_BYTES, MOST_CALLS, REPLAYS = 256 << 20, 128, 7
 DEVICE = torch.device("cuda")
 
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--format", action="append", choices=FORMATS, help="default: all")
     parser.add_argument("--rows", action="append", type=int, help=f"default: {', '.join(map(str, ROWS))}")
     parser.add_argument(
-        "--few", choices=("cuda", "triton"), default="cuda", help="whose kernels up to 16 rows (cuda)"
+        "--few", choices=("cuda", "triton"), default="cuda", help="whose kernels multiply few rows (cuda)"
     )
     parser.add_argument(
         "--many", choices=("tiles", "unpacked"), help="what from 17 rows on; default: the engine's"
@@ -147,8 +147,6 @@ def main() -> None:
         sys.exit("an NVIDIA GPU is needed")
     if options.few == "triton":
         code_mma.reads = lambda panels, device: False
-    if options.many:
-        dense_codes.TILED_ROWS = 1 << 30 if options.many == "tiles" else 16
     ops = GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1] * options.threads), _core.supported_tiers()[-1]))
     shapes, formats, rows = options.shape or SHAPES, options.format or FORMATS, options.rows or list(ROWS)
     if options.warm:
@@ -167,7 +165,7 @@ def main() -> None:
         for shape in shapes:
             for fmt in formats:
                 mine = measure(ops, shape, fmt, rows, rate)
-                found += [row | about | {"few": options.few, "many": options.many} for row in mine]
+                found += [row | about | {"few": options.few} for row in mine]
                 cells = "  ".join(f"{r['rows']}: {r['us']:.1f} us {r['share']:.2f}" for r in mine)
                 print(f"{shape:>11} {fmt:>6}  {cells}", flush=True)
     if options.json:

@@ -15,7 +15,7 @@ from tandem.kernels.packed_matrix import PackedMatrix
 from test_gpu_dense_codes import FORMATS, coded
 
 if HAS_TRITON:
-    from tandem.kernels.gpu import code_mma
+    from tandem.kernels.gpu import code_mma, expert_mma, mma_source
     from tandem.kernels.gpu.panels import Panels
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
@@ -32,8 +32,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
 
 
-def panels(fmt: str, depth: int = 256) -> Panels:
-    packed = PackedMatrix.from_codes(cases.workspace_of("scalar"), coded(40, depth, fmt))
+def panels(fmt: str, depth: int = 256, columns: int = 40) -> Panels:
+    packed = PackedMatrix.from_codes(cases.workspace_of("scalar"), coded(columns, depth, fmt))
     return Panels(*packed.layout())
 
 
@@ -54,14 +54,38 @@ def test_leaves_what_it_cannot_read_to_triton(installed: None, monkeypatch: pyte
     assert not code_mma.reads(fp8, GPU)
 
 
-def test_all_processors_have_a_block_before_blocks_grow() -> None:
-    assert [code_mma.panels_each(768, rows, 132) for rows in (1, 2, 8, 9, 16)] == [1, 2, 2, 4, 4]
-    assert [code_mma.panels_each(300, rows, 132) for rows in (1, 8, 16)] == [1, 2, 2]
-    assert [code_mma.panels_each(128, rows, 132) for rows in (1, 8, 16)] == [1, 1, 1]
+@pytest.mark.parametrize("panels", [2, 128, 300, 768, 9496])
+def test_a_division_holds_the_rows_and_a_matrix_keeps_its_warps(panels: int) -> None:
+    """Warps decide the order of sums; what blocks share must fit static shared memory."""
+    divisions = {rows: code_mma.blocks_of(panels, rows, 132) for rows in range(1, code_mma.MOST_ROWS + 1)}
+    assert len({blocks.warps for blocks in divisions.values()}) == 1
+    for rows, blocks in divisions.items():
+        assert blocks.tiles * code_mma.TILE_ROWS >= rows
+        assert blocks.warps * blocks.tiles * code_mma.TILE_ROWS * blocks.panels * 16 * 4 <= 48 << 10
+        assert panels // blocks.panels >= min(panels, 132)
 
 
-@pytest.mark.parametrize(("fmt", "scale"), [("int4", "bf16"), ("fp8", "f32"), ("fp4", "e8m0")])
-def test_a_kernels_source_is_for_one_format(fmt: str, scale: str) -> None:
-    text = code_mma.source(fmt, scale)
-    assert f"#define FORMAT {code_mma.FORMATS[fmt]}\n" in text
-    assert f"#define SCALE {code_mma.SCALES[scale]}\n" in text
+def test_what_steps_need_is_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: set[code_mma.Blocks] = set()
+    monkeypatch.setattr(code_mma, "kernel", lambda kind, blocks, index: compiled.add(blocks))
+    monkeypatch.setattr(code_mma, "_processors", lambda device: 132)
+    for columns in (40, 2080):
+        made = panels("fp8", columns=columns)
+        code_mma.prepare(made, GPU)
+        needed = {code_mma.blocks_of(made.panels, r, 132) for r in range(1, code_mma.MOST_ROWS + 1)}
+        assert needed <= compiled
+
+
+@pytest.mark.parametrize("fmt", ["int4", "fp8", "mxfp4", "int8 rows"])
+def test_a_kernels_source_is_for_one_kind(fmt: str) -> None:
+    kind = mma_source.kind_of(panels(fmt))
+    assert kind.grouped == (fmt != "int8 rows")
+    blocks = code_mma.blocks_of(128, 4, 132)
+    for text in (code_mma.source(kind, blocks), expert_mma.source(kind)):
+        assert f"#define FORMAT {mma_source.FORMATS[kind.fmt]}\n" in text
+        assert f"#define SCALE {mma_source.SCALES[kind.scale]}\n" in text
+
+
+@pytest.mark.parametrize(("group", "shift"), [(0, 0), (32, 0), (64, 1), (128, 2), (256, 3)])
+def test_groups_are_whole_steps(group: int, shift: int) -> None:
+    assert mma_source.group_shift(replace(panels("int4"), group=group)) == shift

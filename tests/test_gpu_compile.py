@@ -134,15 +134,14 @@ def test_experts(compiler: Compiler, ops: GpuOps, fmt: str) -> None:
 
 @pytest.mark.parametrize("fmt", ["int8", "int4", "fp8", "mxfp4", "nvfp4"])
 def test_dense_codes(compiler: Compiler, ops: GpuOps, fmt: str) -> None:
-    """A row, few rows, tiles; and unpacking for more."""
+    """A row, few rows; and unpacking for more."""
     if compiler.target.arch == 80 and fmt not in ("fp8", "int4"):
         pytest.skip("one format of each size is enough for the older ones")
     linear = ops.linear(coded(256, 512, fmt), torch.randn(256))
-    for rows in (1, 2, 15, 16, 17, 64, 100, 256):
+    for rows in (1, 2, 15, 16, 17, 300):
         linear(torch.zeros(rows, 512).bfloat16())
-    linear(torch.zeros(300, 512).bfloat16())
     counts = {name: len(variants) for name, variants in compiler.variants.items()}
-    assert counts == {"_row": 1, "_tile": 2, "_unpack": 1}
+    assert counts == {"_row": 1, "_tile": 1, "_unpack": 1}
 
 
 def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:

@@ -61,10 +61,12 @@ def rows_of(count: int, depth: int) -> Tensor:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("columns", "depth"), SHAPES)
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 70])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 32, 70])
 def test_a_product_is_that_of_the_numbers(ops: GpuOps, fmt: str, columns: int, depth: int, rows: int) -> None:
-    if INTERPRETED and rows in (8, 9):
-        pytest.skip("Triton's kernels do the same for 2 to 16 rows, and the interpreter is slow")
+    if INTERPRETED and rows in (8, 9, 32):
+        pytest.skip(
+            "Triton's kernels do the same for 2 to 16 rows and from 17 on, and the interpreter is slow"
+        )
     weight, x = coded(columns, depth, fmt), rows_of(rows, depth)
     bias = torch.randn(columns).bfloat16() if rows % 2 else None
     linear = ops.linear(weight, bias)
@@ -93,7 +95,8 @@ def test_triton_s_kernels_of_few_rows(
 def test_many_rows_take_the_unpacked_matrix_in_pieces(
     ops: GpuOps, monkeypatch: pytest.MonkeyPatch, fmt: str, scratch: int
 ) -> None:
-    monkeypatch.setattr(dense_codes, "TILED_ROWS", 4)
+    monkeypatch.setattr(code_mma, "MOST_ROWS", 0)
+    monkeypatch.setattr(dense_codes, "FEW_ROWS", 4)
     monkeypatch.setattr(dense_codes, "SCRATCH_BYTES", scratch)
     weight, x, bias = coded(72, 320, fmt), rows_of(5, 320), torch.randn(72)
     check(ops.linear(weight, bias)(x.to(DEVICE), torch.float32), x, weight, bias, rounded=True)
@@ -116,15 +119,16 @@ def test_unpacked_numbers_are_the_decoded_ones(ops: GpuOps, fmt: str, columns: i
 
 @pytest.mark.skipif(INTERPRETED, reason="NumPy's products may differ by the number of rows")
 @pytest.mark.parametrize("fmt", ["fp8", "int4"])
-def test_a_row_has_the_same_bits_beside_any_others(ops: GpuOps, fmt: str) -> None:
-    """In steps of up to 16 rows."""
-    linear, x = ops.linear(coded(2080, 320, fmt)), rows_of(16, 320).to(DEVICE)
+@pytest.mark.parametrize("columns", [72, 2080, 8192])
+def test_a_row_has_the_same_bits_beside_any_others(ops: GpuOps, fmt: str, columns: int) -> None:
+    """In steps of up to 32 rows."""
+    linear, x = ops.linear(coded(columns, 320, fmt)), rows_of(32, 320).to(DEVICE)
     together = linear(x, torch.float32)
-    for first, last in ((0, 1), (0, 2), (3, 8), (8, 9), (7, 16)):
+    for first, last in ((0, 1), (0, 2), (3, 8), (8, 9), (7, 16), (15, 32), (3, 20)):
         assert torch.equal(linear(x[first:last], torch.float32), together[first:last])
 
 
-@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("rows", [0, 1, 3, 20])
 def test_results_are_written_into_columns_of_others(ops: GpuOps, rows: int) -> None:
     weight, x = coded(40, 96, "fp8"), rows_of(rows, 96).to(DEVICE)
     linear, whole = ops.linear(weight), torch.zeros(rows, 100, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Which matrices the CUDA kernels of int4 experts take; the others are Triton's. No GPU is asked."""
+"""Which matrices the CUDA kernels of experts take; the others are Triton's. No GPU is asked."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ def panels(depth: int = 2048, group: int = 32) -> Panels:
     return Panels("int4", 64, depth, depth, 4, words + depth // group * 32, words, "bf16", group)
 
 
-def test_takes_int4_on_a_gpu(installed: None) -> None:
+def test_takes_codes_on_a_gpu(installed: None) -> None:
     assert expert_mma.reads(panels(), GPU)
     assert not expert_mma.reads(panels(), torch.device("cpu"))
-    assert not expert_mma.reads(replace(panels(), scale="f16"), GPU)
-    assert not expert_mma.reads(replace(panels(), group=0), GPU)
+    assert expert_mma.reads(replace(panels(), scale="f16"), GPU)
+    assert expert_mma.reads(replace(panels(), fmt="fp8", scale="f32", group=0), GPU)
+    assert not expert_mma.reads(replace(panels(), fmt="fp4", scale="e4m3", group=16), GPU)
+    assert not expert_mma.reads(replace(panels(), fmt="bf16", scale_offset=0), GPU)
     assert not expert_mma.reads(replace(panels(), depth=2044), GPU)
 
 

@@ -15,9 +15,7 @@ from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.panels import Panels, plane, row_factor, scale_value, views
 
 PANEL = 16  # columns
-FEW_ROWS = 16  # of a low tile
-TILE_ROWS, TILE_COLUMNS = 64, 64
-FEW_COLUMNS = 32  # of a low tile: more programs
+TILE_ROWS, TILE_COLUMNS = 16, 32
 UNPACKED_WORDS = 128  # along k, by one program
 
 
@@ -90,7 +88,7 @@ def _unpack(words, scales, out, first_panel, depth, blocks, columns, FMT: tl.con
 
 def multiply(x: Tensor, pool: Tensor, panels: Panels, bias: Tensor | None, out: Tensor) -> Tensor:
     """x bfloat16 [T, K] times the matrix in `pool`, plus bias float32 [N], to out [T, N], whose rows may lie apart.
-    A row of up to FEW_ROWS is one program's, or shares tiles that give it the same bits beside any others."""
+    From two rows on a row has the same bits beside any others."""
     words, scales = views(pool, 0, panels)
     given = x.view(torch.int32), words, scales, words if bias is None else bias, out
     if len(x) == 1:
@@ -99,11 +97,10 @@ def multiply(x: Tensor, pool: Tensor, panels: Panels, bias: Tensor | None, out: 
             BIAS=bias is not None, num_warps=4, **overlapped(x.device),
         )  # fmt: skip
         return out
-    bm, bn = (FEW_ROWS, FEW_COLUMNS) if len(x) <= FEW_ROWS else (TILE_ROWS, TILE_COLUMNS)
-    _tile[(triton.cdiv(len(x), bm), triton.cdiv(panels.columns, bn))](
+    _tile[(triton.cdiv(len(x), TILE_ROWS), triton.cdiv(panels.columns, TILE_COLUMNS))](
         *given, len(x), panels.depth, panels.blocks, panels.columns, panels.panels, out.stride(0),
-        **panels.constants(), STEP=tile_step(panels), BM=bm, BN=bn, BIAS=bias is not None, num_warps=4,
-        **overlapped(x.device),
+        **panels.constants(), STEP=tile_step(panels), BM=TILE_ROWS, BN=TILE_COLUMNS,
+        BIAS=bias is not None, num_warps=4, **overlapped(x.device),
     )  # fmt: skip
     return out
 

@@ -1,8 +1,9 @@
 """`GpuCodes`: `Linear` on the GPU over codes and scales as they are stored, in packed panels (`panels.py`).
 
-A decode step reads every dense matrix once, so it is as fast as its bytes are few. Up to 16 rows are multiplied
-straight from the codes (`code_mma.py`, where it reads them), more by tiles up to TILED_ROWS (`code_tiles.py`); from
-there on the matrix is unpacked into scratch, some columns at a time, and multiplied by PyTorch.
+A decode step reads every dense matrix once, so it is as fast as its bytes are few. Few rows are multiplied straight
+from the codes: by CUDA kernels on tensor cores (`code_mma.py`), or where these cannot, by Triton's (`code_tiles.py`).
+For more rows the matrix is unpacked into scratch, some columns at a time, and multiplied by PyTorch: tiles of 64 rows
+that unpack for themselves were slower on an H200 from 32 rows on, eight times at 1024.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tandem.kernels.gpu.linear import multiplied
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.packable import scale_type
 
-TILED_ROWS = 256
+FEW_ROWS = 16
 SCRATCH_BYTES = 128 << 20  # of unpacked weights at a time
 
 
@@ -40,8 +41,8 @@ class GpuCodes:
         self.panels = Panels(*packed.layout())
         self.pool = _uploaded(packed, device)
         self._mma = code_mma.reads(self.panels, self.pool.device)
-        if self._mma:  # compiled now: the first step may be one that is captured
-            code_mma.kernels(self.panels.fmt, self.panels.scale, self.pool.device.index)
+        if self._mma:
+            code_mma.prepare(self.panels, self.pool.device)
         self.bias = None if bias is None else bias.detach().to(device, torch.float32, copy=True)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
@@ -50,9 +51,11 @@ class GpuCodes:
             raise KernelError(f"codes on the GPU are multiplied with bfloat16, not {x.dtype}")
         if out is None:
             out = x.new_empty((len(x), self.out_features), dtype=out_dtype)
+        if not len(x):  # a step may want no logits
+            return out
         if self._mma and len(x) <= code_mma.MOST_ROWS:
             return code_mma.multiply(x.contiguous(), self.pool, self.panels, self.bias, out)
-        if len(x) <= TILED_ROWS:
+        if len(x) <= FEW_ROWS:
             return code_tiles.multiply(x.contiguous(), self.pool, self.panels, self.bias, out)
         return self._unpacked(x, out)
 

@@ -1,9 +1,7 @@
-"""Few rows through int4 experts on tensor cores: what `expert_rows` does, where its arithmetic, four instructions a
-weight, takes longer than reading the weights.
+"""Few rows through experts of codes on tensor cores: what `expert_rows` does, where its arithmetic, four instructions a
+weight or more, takes longer than reading the weights.
 
-Two codes become a pair of bfloat16 in three instructions: their bits under the exponent of 128 are 128 + code + 8, of
-which 136 is taken away. Codes, activations and the products of `mma.m16n8k16` are exact and its sums float32; the sum
-over a group of k is scaled on its own. The row is one of the tile's eight columns; the others are zeros, which cost
+Codes are taken as `mma_source.py` says. The row is one of the tile's eight columns; the others are zeros, which cost
 nothing: the kernel waits for memory. `down` adds up a token's experts as well.
 """
 
@@ -16,74 +14,63 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.kernels.gpu.mma_source import COMMON
+from tandem.kernels.gpu.mma_source import STEP, Kind, code_steps, group_shift, has_steps, kind_of
 from tandem.kernels.gpu.nvrtc import available, compiled, launch
 from tandem.kernels.gpu.overlap import can_overlap
 from tandem.kernels.gpu.panels import Panels
 
-STEP = 32  # k of two mma
-GROUPS = (32, 64, 128, 256)  # k per scale
 SHARING_WARPS = 4  # of a block of gate_up
 ROW_UNITS = 2048  # its row is copied by so many numbers
 MAX_DEPTH = 22528  # of a row: what lies in shared memory is 48 KB at most, the sums of the warps included
 MAX_WARPS = 16  # of a block of down, which takes all experts of a token, some warps for each
-# Steps of K whose words a warp has in flight together: 16 for gate_up was slower by 3 % of a step, 6 for down by 4.
-AHEAD = {"GATE_UP_AHEAD": 8, "DOWN_AHEAD": 12}
+# Steps of K that a warp has in flight together, of gate_up and of down. Of int4 16 and 6 were slower, by 3 and 4 % of a
+# step; codes of 8 bits take as many registers in half the steps.
+AHEAD = {"int4": (8, 12), "fp4": (8, 12), "int8": (4, 6), "fp8": (4, 6)}
 
 SOURCE = r"""
-enum { kGateUpAhead = GATE_UP_AHEAD, kDownAhead = DOWN_AHEAD };
-
 // One matrix of a packed expert (kernels/gpu/panels.py): sizes in bytes, steps of 32 k, 2^group_shift steps per scale.
 struct Matrix {
   u64 panel_bytes, scale_at;
   int depth, steps, group_shift, columns;
 };
 
-// The words of rows 2 g and 2 g + 1 of a step's block t, and the scales of both rows.
-struct Words {
-  uint2 codes;
-  u32 scales;
-};
-
-__device__ inline Words words_of(const u8* panel, const Matrix& m, int step, int g, int t) {
-  Words w;
-  w.codes = *reinterpret_cast<const uint2*>(panel + 64 * (4 * step + t) + 8 * g);
-  w.scales = *reinterpret_cast<const u32*>(panel + m.scale_at + 32 * (step >> m.group_shift) + 4 * g);
-  return w;
-}
-
 // Adds 32 k of a panel: sums of rows 2 g and 2 g + 1, in the lanes with t = 0. x: 8 of the row's numbers, where g = 0.
-__device__ inline void add_step(float (&sums)[2], const Words& w, const uint4& x) {
-  const u32 upper = w.codes.x ^ 0x88888888u, lower = w.codes.y ^ 0x88888888u;
+__device__ inline void add_step(float (&sums)[2], const Step& s, const uint4& x) {
   u32 a[4], b[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    a[j] = minus_136((upper >> 4 * j & 0x000f000fu) | 0x43004300u);
-    b[j] = minus_136((lower >> 4 * j & 0x000f000fu) | 0x43004300u);
-  }
+  decode(s, a, b);
   float c[4] = {0, 0, 0, 0};
   mma(c, a[0], b[0], a[1], b[1], x.x, x.y);
   mma(c, a[2], b[2], a[3], b[3], x.z, x.w);
-  sums[0] += c[0] * low_half(w.scales);
-  sums[1] += c[2] * high_half(w.scales);
+  sums[0] += GROUPED ? c[0] * scale_of(s, 0) : c[0];
+  sums[1] += GROUPED ? c[2] * scale_of(s, 1) : c[2];
 }
 
-// The words of AHEAD steps from `begin` on, in flight together; zeros from `last` on.
+// Where a row has one scale: times those of rows 2 g and 2 g + 1.
+__device__ inline void scale_rows(float (&sums)[2], const u8* panel, const Matrix& m) {
+  if (GROUPED) return;
+  Step s = {};
+  read_scales(s, panel + m.scale_at, threadIdx.x % 32 / 4);
+  for (int r = 0; r < 2; ++r) sums[r] *= scale_of(s, r);
+}
+
+// AHEAD steps from `begin` on, in flight together; zeros from `last` on.
 template <int PANELS, int AHEAD>
-__device__ inline void load_steps(Words (&words)[PANELS][AHEAD], const u8* panel, const Matrix& m, int begin,
+__device__ inline void load_steps(Step (&words)[PANELS][AHEAD], const u8* panel, const Matrix& m, int begin,
                                   int last) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i)
 #pragma unroll
     for (int p = 0; p < PANELS; ++p)
-      words[p][i] = begin + i < last ? words_of(panel + p * m.panel_bytes, m, begin + i, g, t) : Words{{0, 0}, 0};
+      words[p][i] = begin + i < last
+                        ? step_of(panel + p * m.panel_bytes, m.scale_at, m.group_shift, begin + i, g, t)
+                        : Step{};
 }
 
 // Adds these steps, times a row that lies in shared memory from their first k on, in units of 8 numbers: lanes with
 // g = 0 take them.
 template <int PANELS, int AHEAD>
-__device__ inline void add_steps(float (&sums)[PANELS][2], const Words (&words)[PANELS][AHEAD], const uint4* row,
+__device__ inline void add_steps(float (&sums)[PANELS][2], const Step (&words)[PANELS][AHEAD], const uint4* row,
                                  int steps) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -144,7 +131,7 @@ gate_up(const uint4* x, const u8* pool, const int* slots, u16* hidden, int top_k
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32, units = depth / 8;
   const int first = steps * warp / warps, last = steps * (warp + 1) / warps;
   const u8* at = pool + slot * stride + 2 * panel * panel_bytes;
-  Words words[2][kGateUpAhead];
+  Step words[2][kGateUpAhead];
   load_steps(words, at, m, first, last);
   for (int i = 0; i < 4 * steps; i += 256)
     copy_row<256, 128>(row + i, x + u64(pair / top_k) * units + i, units - i, threadIdx.x);
@@ -154,6 +141,7 @@ gate_up(const uint4* x, const u8* pool, const int* slots, u16* hidden, int top_k
     if (begin > first) load_steps(words, at, m, begin, last);
     add_steps(sums, words, row + 4 * begin, last - begin);
   }
+  for (int p = 0; p < 2; ++p) scale_rows(sums[p], at + p * panel_bytes, m);
   add_warps<2>(parts, sums);
   const int r = threadIdx.x, column = 16 * panel + r;
   if (r >= 16 || column >= columns) return;
@@ -172,7 +160,7 @@ down(const uint4* hidden, const u8* pool, const int* slots, const float* weights
   const Matrix m = {panel_bytes, scale_at, depth, steps, group_shift, columns};
   const int token = blockIdx.x, panel = blockIdx.y, units = top_k * each;
   int unit = threadIdx.x / 32;
-  Words words[1][kDownAhead];
+  Step words[1][kDownAhead];
   float sums[1][2] = {};
   for (bool waited = false;; unit += blockDim.x / 32) {
     const int pair = token * top_k + unit / each, part = unit % each;
@@ -191,8 +179,10 @@ down(const uint4* hidden, const u8* pool, const int* slots, const float* weights
       __syncwarp();
       add_steps(sum, words, rows[threadIdx.x / 32], last - begin);
     }
-    if (slot >= 0)
+    if (slot >= 0) {
+      scale_rows(sum[0], at, m);
       for (int r = 0; r < 2; ++r) sums[0][r] += sum[0][r] * weights[pair];
+    }
     if (unit + blockDim.x / 32 >= units) break;
   }
   add_warps<1>(parts, sums);
@@ -208,29 +198,31 @@ down(const uint4* hidden, const u8* pool, const int* slots, const float* weights
 
 
 def reads(panels: Panels, device: torch.device) -> bool:
-    """Whether these kernels read such a matrix on this device: int4 with bf16 scales, rows of 16-byte units."""
-    wanted = panels.fmt == "int4" and panels.scale == "bf16" and panels.scale_offset > 0
-    sizes = panels.group in GROUPS and panels.padded_depth % STEP == panels.depth % 8 == 0
-    if not wanted or not sizes or panels.padded_depth > MAX_DEPTH or device.type != "cuda":
+    """Whether these kernels read such a matrix on this device."""
+    if not has_steps(panels) or panels.padded_depth > MAX_DEPTH or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0) and available()
 
 
 @cache
-def kernels(device_index: int | None) -> tuple[Any, Any]:
+def kernels(kind: Kind, device_index: int | None) -> tuple[Any, Any]:
     """gate_up and down, compiled on first use."""
-    source = SOURCE
-    for name, steps in AHEAD.items():
-        source = source.replace(name, str(steps))
-    gate_up, down = compiled(COMMON + source, ("gate_up", "down"), device_index)
+    gate_up, down = compiled(source(kind), ("gate_up", "down"), device_index)
     return gate_up, down
+
+
+def source(kind: Kind) -> str:
+    """Of both kernels for one kind of codes."""
+    gate_up, down = AHEAD[kind.fmt]
+    return code_steps(kind) + f"enum {{ kGateUpAhead = {gate_up}, kDownAhead = {down} }};\n" + SOURCE
 
 
 def gate_up(x: Tensor, pool: Tensor, panels: Panels, stride: int, slots: Tensor, width: int) -> Tensor:
     """As `expert_rows.gate_up`."""
     hidden = x.new_empty((slots.numel(), width))
+    kernel, _ = kernels(kind_of(panels), x.device.index)
     launch(
-        kernels(x.device.index)[0], (slots.numel(), panels.panels // 2), 32 * SHARING_WARPS, _stream(x),
+        kernel, (slots.numel(), panels.panels // 2), 32 * SHARING_WARPS, _stream(x),
         x.data_ptr(), pool.data_ptr(), slots.data_ptr(), hidden.data_ptr(), np.int32(slots.shape[1]),
         np.uint64(stride), *_matrix(panels, width), overlap=can_overlap(x.device),
         shared_bytes=-(-panels.padded_depth // ROW_UNITS) * ROW_UNITS * 2,
@@ -250,9 +242,10 @@ def down(
 ) -> Tensor:
     """The weighted sum over a token's experts, those below slot 0 left out: out float32 or bfloat16 [T, columns]."""
     tokens, top_k = slots.shape
-    each = max(1, min(MAX_WARPS // top_k, -(-panels.padded_depth // (STEP * AHEAD["DOWN_AHEAD"]))))
+    each = max(1, min(MAX_WARPS // top_k, -(-panels.padded_depth // (STEP * AHEAD[panels.fmt][1]))))
+    _, kernel = kernels(kind_of(panels), out.device.index)
     launch(
-        kernels(out.device.index)[1], (tokens, panels.panels), 32 * min(MAX_WARPS, top_k * each), _stream(out),
+        kernel, (tokens, panels.panels), 32 * min(MAX_WARPS, top_k * each), _stream(out),
         hidden.data_ptr(), pool.data_ptr() + offset, slots.data_ptr(), weights.data_ptr(), out.data_ptr(),
         *map(np.int32, (out.dtype is torch.bfloat16, top_k, each)), np.uint64(stride),
         *_matrix(panels, panels.columns), overlap=can_overlap(out.device),
@@ -261,8 +254,7 @@ def down(
 
 
 def _matrix(panels: Panels, columns: int) -> tuple[Any, ...]:
-    group_shift = (panels.group // STEP).bit_length() - 1
-    sizes = panels.depth, panels.padded_depth // STEP, group_shift, columns
+    sizes = panels.depth, panels.padded_depth // STEP, group_shift(panels), columns
     return np.uint64(panels.panel_bytes), np.uint64(panels.scale_offset), *map(np.int32, sizes)
 
 

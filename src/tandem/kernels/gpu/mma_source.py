@@ -1,6 +1,21 @@
-"""What the CUDA kernels on tensor cores have in common: products, pairs of bfloat16, and overlapping (`overlap.py`)."""
+"""How CUDA kernels take packed codes (`panels.py`) to tensor cores, 32 k of 16 columns at a time, and what else they
+have in common. One place for each format.
+
+Two codes become a pair of bfloat16 in registers, exactly, as operands of `mma.m16n8k16`: a panel's 16 columns are its
+rows, up to 8 rows of x its columns. Products are exact and sums float32; what is summed over 32 k is scaled on its own.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
+
+from tandem.kernels.gpu.panels import Panels
+
+STEP = 32  # k of two mma
+GROUPS = (0, 32, 64, 128, 256)  # k per scale; 0: one per row
+FORMATS = {"int8": 0, "int4": 1, "fp8": 2, "fp4": 3}
+SCALES = {"f32": 0, "bf16": 1, "f16": 2, "e8m0": 3}
+SCALE_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "e8m0": 1}
 
 COMMON = r"""
 typedef unsigned int u32;
@@ -41,3 +56,139 @@ __device__ inline void start_next() {
 #endif
 }
 """
+
+CODE_STEPS = r"""
+// 32 k of rows 2 g and 2 g + 1 of a panel as they lie there, 8 k of each for lane t, and both rows' scale.
+struct Step {
+#if FORMAT == 1 || FORMAT == 3
+  uint2 codes;
+#else
+  u32 codes[4];
+#endif
+#if SCALE == 0
+  uint2 scales;
+#else
+  u32 scales;
+#endif
+};
+
+// Of a pair of bfloat16 and a pair of powers of two.
+__device__ inline u32 times(u32 pair, u32 factors) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(pair), "r"(factors), "r"(0x80008000u));
+  return d;
+}
+__device__ inline float of_half(u32 bits) {
+  float f;
+  asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(f) : "r"(bits));
+  return f;
+}
+
+// k 2 i and 2 i + 1 of a word of nibbles, as a pair of bfloat16.
+__device__ inline u32 pair_of_nibbles(u32 word, int i) {
+#if FORMAT == 1  // their bits under the exponent of 128 are 128 + code + 8
+  return minus_136(((word ^ 0x88888888u) >> 4 * i & 0x000f000fu) | 0x43004300u);
+#else  // the bits of numbers 2^126 times smaller
+  const u32 codes = word >> 4 * i;
+  return times((codes & 0x00070007u) << 6 | (codes & 0x00080008u) << 12, 0x7e807e80u);
+#endif
+}
+
+// Bytes FIRST and FIRST + 1, likewise.
+template <int FIRST>
+__device__ inline u32 pair_of_bytes(u32 word) {
+#if FORMAT == 0  // 2^23 + code + 128 in the mantissa of a float; the number needs no more bits than bfloat16 has
+  const u32 codes = word ^ 0x80808080u;
+  const float low = __uint_as_float(__byte_perm(codes, 0x4b000000u, 0x7650 + FIRST)) - 8388736.0f;
+  const float high = __uint_as_float(__byte_perm(codes, 0x4b000000u, 0x7651 + FIRST)) - 8388736.0f;
+  return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+#else  // the bits of numbers 2^120 times smaller
+  const u32 codes = __byte_perm(word, 0, FIRST ? 0x3424 : 0x1404);
+  return times((codes >> 4 & 0x07f007f0u) | (codes & 0x80008000u), 0x7b807b80u);
+#endif
+}
+
+// Pairs 0 to 3 of row 2 g and of row 2 g + 1.
+__device__ inline void decode(const Step& s, u32 (&upper)[4], u32 (&lower)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#if FORMAT == 1 || FORMAT == 3
+    upper[i] = pair_of_nibbles(s.codes.x, i);
+    lower[i] = pair_of_nibbles(s.codes.y, i);
+#else
+    upper[i] = pair_of_bytes<0>(s.codes[i]);
+    lower[i] = pair_of_bytes<2>(s.codes[i]);
+#endif
+  }
+}
+
+__device__ inline float scale_of(const Step& s, int row) {
+#if SCALE == 0
+  return __uint_as_float(row ? s.scales.y : s.scales.x);
+#elif SCALE == 1
+  return row ? high_half(s.scales) : low_half(s.scales);
+#elif SCALE == 2
+  return of_half(s.scales >> 16 * row);
+#else  // 0 is a subnormal, 255 NaN
+  const u32 byte = s.scales >> 8 * row & 255;
+  return __uint_as_float(byte << 23 | (byte == 0 || byte == 255 ? 0x400000u : 0u));
+#endif
+}
+
+// Those of rows 2 g and 2 g + 1, from where a group's begin.
+__device__ inline void read_scales(Step& s, const u8* group, int g) {
+#if SCALE == 0
+  s.scales = *reinterpret_cast<const uint2*>(group + 8 * g);
+#elif SCALE == 3
+  s.scales = *reinterpret_cast<const u16*>(group + 2 * g);
+#else
+  s.scales = *reinterpret_cast<const u32*>(group + 4 * g);
+#endif
+}
+
+// A step of a panel whose scales begin at `scale_at`, 2^group_shift steps for each.
+__device__ inline Step step_of(const u8* panel, u64 scale_at, int group_shift, int step, int g, int t) {
+  Step s = {};
+#if FORMAT == 1 || FORMAT == 3
+  s.codes = *reinterpret_cast<const uint2*>(panel + 64 * (4 * step + t) + 8 * g);
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    s.codes[i] = *reinterpret_cast<const u32*>(panel + 32 * (16 * step + 4 * t + i) + 4 * g);
+#endif
+  if (GROUPED) read_scales(s, panel + scale_at + u64(step >> group_shift) * GROUP_BYTES, g);
+  return s;
+}
+"""
+
+
+class Kind(NamedTuple):
+    """What kernels are compiled for."""
+
+    fmt: str
+    scale: str
+    grouped: bool  # a scale for every group of k, else one per row
+
+
+def kind_of(panels: Panels) -> Kind:
+    return Kind(panels.fmt, panels.scale, panels.group > 0)
+
+
+def has_steps(panels: Panels) -> bool:
+    """Whether there is code for such panels: whole groups of 32 k, rows of x in units of 16 bytes."""
+    known = panels.fmt in FORMATS and panels.scale in SCALES and panels.scale_offset > 0
+    return known and panels.group in GROUPS and panels.padded_depth % STEP == panels.depth % 8 == 0
+
+
+def group_shift(panels: Panels) -> int:
+    """2^this steps have one scale."""
+    return max(0, (panels.group // STEP).bit_length() - 1)
+
+
+def code_steps(kind: Kind) -> str:
+    """The source to put before that of kernels."""
+    constants = {
+        "FORMAT": FORMATS[kind.fmt], "SCALE": SCALES[kind.scale], "GROUPED": int(kind.grouped),
+        "GROUP_BYTES": 16 * SCALE_BYTES[kind.scale],
+    }  # fmt: skip
+    return "".join(f"#define {name} {value}\n" for name, value in constants.items()) + COMMON + CODE_STEPS
