@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -228,3 +230,59 @@ def test_matrices_are_uploaded_as_they_are(
 def test_copies_fit() -> None:
     with pytest.raises(KernelError, match="out has shape"):
         _core.copy_bytes(cases.pool_of(2), torch.zeros(4).byte(), torch.zeros(5).byte())
+
+
+PEAK = """
+import sys
+from functools import partial
+from pathlib import Path
+import torch
+from tandem.experts.handoff import Handoff, HandoffSizes
+from tandem.experts.hybrid_experts import HybridExperts
+from tandem.kernels.cpu import WorkerPool, Workspace
+from tandem.kernels.packed_cache import PackedCache
+from tandem.kernels.packed_experts import PackedExperts
+
+class Gpu:  # takes no memory here
+    table = None
+    def take(self, ids, layer): ...
+    def all_loaded(self): ...
+
+def resident(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+def nothing(*_): ...
+
+pool = WorkerPool([-1, -1])
+workspace, live = Workspace(pool, "scalar"), sys.argv[2] == "live"
+slots = torch.where(torch.arange(32) % 2 == 0, torch.arange(32) // 2, -1).int()
+noise = torch.randn(256, 512).bfloat16()
+expert = noise, noise, noise.view(512, 256)
+handoff = Handoff(HandoffSizes(1, 1, 512, 1), torch.device("cpu"), 1.0)
+cache = PackedCache(Path(sys.argv[1]), "k", "a test", workspace, pool, nothing, dense=False)
+cache.open(nothing)
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+before, layers = resident("VmRSS"), []
+for i in range(6):
+    cpu = PackedExperts(workspace, 32, 512, 256, "bf16", places=16 + live)
+    whole = partial(PackedExperts, workspace, 32, 512, 256, "bf16")
+    layers.append(HybridExperts(slots, Gpu(), cpu, handoff, whole, live))
+    layers[-1].load(32, lambda _: expert, cache.layer(str(i)))
+cache.finish(nothing)
+print(resident("VmHWM") - before, resident("VmRSS") - before, cpu.bytes_per_expert * 32)
+"""
+
+
+@pytest.mark.parametrize("live", ["live", "static"])
+def test_a_packed_cache_takes_two_layers_more_than_what_stays(tmp_path: Path, live: str) -> None:
+    """Written in the first start, read in the second. Experts that live on the GPU are not mapped in either."""
+    for start in ("first", "second"):
+        command = [sys.executable, "-c", PEAK, str(tmp_path / "packed"), live]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        peak, stays, layer = map(int, done.stdout.split())
+        assert layer > 25e6
+        expected = 3 * layer if start == "first" or live == "live" else 0  # halves of six layers; or a mapping unread
+        assert stays < expected + layer / 2
+        assert peak < expected + 2.5 * layer if start == "first" else peak < expected + layer

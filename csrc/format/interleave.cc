@@ -1,7 +1,5 @@
 #include "format/interleave.h"
 
-#include <emmintrin.h>
-
 #include <algorithm>
 #include <cstring>
 
@@ -36,29 +34,28 @@ Quad high32(Quad a, Quad b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); 
 Quad low64(Quad a, Quad b) { return __builtin_shufflevector(a, b, 0, 1, 4, 5); }
 Quad high64(Quad a, Quad b) { return __builtin_shufflevector(a, b, 2, 3, 6, 7); }
 
-void store(Quad v, uint8_t* out) { std::memcpy(out, &v, 16); }
-
-// Past the caches: new memory is not in them, and would be read only to be overwritten. Four lines are begun at a time
-// and filled one after the other; more would not be joined (benchmarks/probes/packing.cc).
-void stream(Quad v, uint8_t* out) { _mm_stream_si128(reinterpret_cast<__m128i*>(out), __m128i(v)); }
-
 // Four rows x four units, transposed: unit u of row r to out[u * 16 + r].
-template <Quad (*Change)(Quad), void (*Put)(Quad, uint8_t*)>
+template <Quad (*Change)(Quad)>
 void transpose4(const uint8_t* rows, int64_t stride, uint8_t* out) {
   const Quad a = Change(load<Quad>(rows)), b = Change(load<Quad>(rows + stride));
   const Quad c = Change(load<Quad>(rows + 2 * stride)), d = Change(load<Quad>(rows + 3 * stride));
   const Quad ab_low = low32(a, b), cd_low = low32(c, d), ab_high = high32(a, b), cd_high = high32(c, d);
   const Quad units[4] = {low64(ab_low, cd_low), high64(ab_low, cd_low), low64(ab_high, cd_high),
                          high64(ab_high, cd_high)};
-  for (int u = 0; u < 4; ++u) Put(units[u], out + u * kLanes * 4);
+  for (int u = 0; u < 4; ++u) std::memcpy(out + u * kLanes * 4, &units[u], 16);
 }
 
-template <Quad (*Change)(Quad), void (*Put)(Quad, uint8_t*) = store>
+// Four rows' cache lines at a time: rows may lie 4 KiB apart, and then all sixteen share a set of the first cache,
+// which has room for twelve. (Stores past the caches gain on AMD's Zen 5 what they lose on an Emerald Rapids Xeon:
+// benchmarks/probes/packing.cc.)
+template <Quad (*Change)(Quad)>
 void interleave_words(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out) {
+  constexpr int64_t kLineBlocks = 4;
   const int64_t blocks = count == kLanes ? units / 4 : 0;
-  for (int64_t i = 0; i < blocks; ++i)
+  for (int64_t line = 0; line < blocks; line += kLineBlocks)
     for (int64_t r = 0; r < kLanes; r += 4)
-      transpose4<Change, Put>(rows + r * stride + i * 16, stride, out + (i * 4 * kLanes + r) * 4);
+      for (int64_t i = line; i < std::min(line + kLineBlocks, blocks); ++i)
+        transpose4<Change>(rows + r * stride + i * 16, stride, out + (i * 4 * kLanes + r) * 4);
   for (int64_t u = 4 * blocks; u < units; ++u)
     for (int64_t r = 0; r < kLanes; ++r) {
       Quad one = {};
@@ -158,8 +155,7 @@ void interleave_sixes(const uint8_t* rows, int64_t stride, int64_t count, int64_
 }
 
 void interleave32(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out) {
-  interleave_words<same, stream>(rows, stride, count, units, out);
-  _mm_sfence();  // before anybody is told that the panel is there
+  interleave_words<same>(rows, stride, count, units, out);
 }
 
 void interleave_nibbles(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out) {
