@@ -65,13 +65,13 @@ def test_tiles_over_several_slices_blocks_and_panels(fmt: str, group: int, tier:
 @pytest.mark.parametrize("tier", ["amx", "amx_standin"])
 @pytest.mark.parametrize(
     ("fmt", "group"),
-    [("int4", 32), ("int4", 64), ("int8", 128), ("fp8", 128), ("mxfp4", 32), ("int4_zeros", 128)],
+    [("int4", 128), ("int8", 128), ("fp8", 128), ("int4_zeros", 128)],
 )
 def test_few_rows_on_tiles_round_no_weight(fmt: str, group: int, tier: str) -> None:
-    """One to four tiles of rows, an odd number of groups, K of several slices: sums are scaled instead of weights, so
-    the error is that of tiers without tiles."""
+    """Groups of 128, one to four tiles of rows, an odd number of groups, K of several slices: sums are scaled instead
+    of weights, so the error is that of tiers without tiles."""
     cases.require_tier(tier)
-    n, k = 75, 4500
+    n, k = 75, 4460
     weight = random_weight(n, k)
     matrix = cases.packed_matrix(cases.workspace_of(tier, "tile_mm"), weight, None, fmt, group)
     exact, size = (f(weight, fmt, group).double().T for f in (as_packed, cases.magnitude_of))

@@ -24,8 +24,9 @@ struct AmxTiles {
     Configs all{};
     for (int rows = 1; rows <= kBlockRows; ++rows)
       for (int tile = 0; tile < 6; ++tile) {
-        const int own = tile == 2 || tile == 3 || tile == 5 ? rows - 16 : rows;
-        all.of[rows].rows[tile] = uint8_t(own < 1 ? 1 : own > 16 ? 16 : own);
+        const bool second = rows > 16 && (tile == 2 || tile == 3 || tile == 5);
+        const int own = second ? rows - 16 : rows;
+        all.of[rows].rows[tile] = uint8_t(own > 16 ? 16 : own);
       }
     return all;
   }
@@ -80,6 +81,32 @@ struct AmxTiles {
     if (kRowTiles == 2) {
       _tile_stored(2, y1, y_bytes);
       _tile_stored(3, y1 + 16, y_bytes);
+    }
+    fence();
+  }
+
+  // As multiply<1> with `onto` false, in tiles that the call before it did not use (`odd` in turn): it need not wait
+  // until those are stored.
+  template <class Between>
+  static void multiply_in_turn(bool odd, const RowBlock& a, const uint8_t* const* b, int64_t steps, float* y,
+                               int64_t y_stride, const Between& between) {
+    fence();
+    if (odd) {
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t s = 0; s < steps; ++s) {
+        _tile_loadd(5, a.data + s * a.step, a.stride);
+        _tile_loadd(6, b[0] + 1024 * s, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_loadd(7, b[1] + 1024 * s, 64);
+        _tile_dpbf16ps(3, 5, 7);
+        between();
+      }
+      fence();
+      _tile_stored(2, y, 4 * y_stride);
+      _tile_stored(3, y + 16, 4 * y_stride);
+    } else {
+      multiply<1>(a, b, steps, y, y_stride, false, between);
     }
     fence();
   }

@@ -39,6 +39,12 @@ struct PortableTiles {
       }
     for (int64_t s = 0; s < steps; ++s) between();
   }
+
+  template <class Between>
+  static void multiply_in_turn(bool, const RowBlock& a, const uint8_t* const* b, int64_t steps, float* y,
+                               int64_t y_stride, const Between& between) {
+    multiply<1>(a, b, steps, y, y_stride, false, between);
+  }
 };
 
 }  // namespace

@@ -19,69 +19,142 @@ struct PanelSlice {
   TANDEM_INLINE int64_t units() const { return 2 * (last - first) / kUnitPairs; }
 };
 
-// kUnitPairs pairs of k of one panel as bf16 lines, group scales and offsets multiplied in.
-template <class Isa, template <class> class F, int kFirst = 0>
-TANDEM_INLINE void unpack_unit(const PairOfPanels& panels, int which, int64_t pair, int group_shift, uint8_t* lines) {
+// kUnitPairs pairs of k as bf16 lines, codes as they are. kFirst: of a block of two units, the second.
+template <class Isa, template <class> class F, int kFirst>
+TANDEM_INLINE void unpack_codes(const uint8_t* payload, uint8_t* lines) {
   using Format = F<Isa>;
-  if constexpr (Format::kPairsPerBlock > kUnitPairs && kFirst == 0) {  // a block of two units
-    if (pair % Format::kPairsPerBlock) return unpack_unit<Isa, F, kUnitPairs>(panels, which, pair, group_shift, lines);
-  }
-  const uint8_t* payload = panels.payload[which] + (pair - kFirst) * Format::kPairBytes;
-  const Scales& scales = panels.scales;
-  const bool scaled = scales.panel[which] != nullptr;
-  typename Isa::Vec scale = Isa::zero(), offset = Isa::zero();
-  if (scaled) {
-    const int64_t group = pair >> group_shift;
-    scale = load_scales<Isa>(scales.panel[which], scales.type, group);
-    if (scales.shifts[which])
-      offset = load_shifts<Isa>(scales.shifts[which], scales.type, scales.shift_type, group, scale);
-  }
 #pragma GCC unroll 4
   for (int i = 0; i < kUnitPairs; ++i, lines += kCacheLine) {
     const int at = kFirst + i, index = at % Format::kPairsPerBlock;
-    const uint8_t* block = payload + (at - index) * Format::kPairBytes;
-    if (scaled) {
-      const auto wide = F<typename Isa::Widened>::decode(block, index);
-      Isa::Lane::store_line(lines, Isa::line_of(Isa::fma(wide.line[0], scale, offset),  //
-                                                Isa::fma(wide.line[1], scale, offset)));
-    } else {
-      Isa::Lane::store_line(lines, Format::decode(block, index).line[0]);
-    }
+    Isa::Lane::store_line(lines, Format::decode(payload + (i - index) * Format::kPairBytes, index).line[0]);
   }
 }
 
-// Packed formats: unpacks `slice` to `scratch`, panel after panel, in `steps` turns.
+// The same, times the scales of their group, plus what it adds.
+template <class Isa, template <class> class F, int kFirst>
+TANDEM_INLINE void unpack_scaled(const uint8_t* payload, typename Isa::Vec scale, typename Isa::Vec offset,
+                                 uint8_t* lines) {
+  using Format = F<typename Isa::Widened>;
+#pragma GCC unroll 4
+  for (int i = 0; i < kUnitPairs; ++i, lines += kCacheLine) {
+    const int at = kFirst + i, index = at % Format::kPairsPerBlock;
+    const auto wide = Format::decode(payload + (i - index) * Format::kPairBytes, index);
+    Isa::Lane::store_line(lines, Isa::line_of(Isa::fma(wide.line[0], scale, offset),  //
+                                              Isa::fma(wide.line[1], scale, offset)));
+  }
+}
+
+// Where the tier decodes 8-bit and 4-bit floats to scaled lines at once.
+template <class Isa, template <class> class F>
+struct ScaledLines {
+  TANDEM_INLINE bool begin(typename Isa::Vec) { return false; }
+  TANDEM_INLINE void unpack(const uint8_t*, uint8_t*) const {}
+};
+
+template <class Isa>
+  requires requires { typename Isa::ScaledFp8; }
+struct ScaledLines<Isa, Fp8Format> {
+  typename Isa::ScaledFp8 table;
+
+  TANDEM_INLINE bool begin(typename Isa::Vec scale) { return Isa::scaled_fp8(scale, table); }
+  TANDEM_INLINE void unpack(const uint8_t* payload, uint8_t* lines) const {
+#pragma GCC unroll 4
+    for (int i = 0; i < kUnitPairs; ++i)
+      Isa::Lane::store_line(lines + i * kCacheLine,
+                            Isa::decode_scaled_fp8(payload + i * Fp8Format<Isa>::kPairBytes, table));
+  }
+};
+
+template <class Isa>
+  requires requires { typename Isa::ScaledFp4; }
+struct ScaledLines<Isa, Fp4Format> {
+  typename Isa::ScaledFp4 table;
+
+  TANDEM_INLINE bool begin(typename Isa::Vec scale) { return Isa::scaled_fp4(scale, table); }
+  TANDEM_INLINE void unpack(const uint8_t* payload, uint8_t* lines) const {
+#pragma GCC unroll 4
+    for (int i = 0; i < kUnitPairs; ++i)
+      Isa::Lane::store_line(lines + i * kCacheLine, Isa::decode_scaled_fp4(payload, i, table));
+  }
+};
+
+// Packed formats: unpacks `slice` to `scratch`, panel after panel, in `steps` turns. What changes with a group only is
+// kept from unit to unit: it takes as many instructions as a unit of int4.
 template <class Isa, template <class> class F>
 class Unpacking {
+  using Format = F<Isa>;
+  static constexpr int kUnitBytes = kUnitPairs * Format::kPairBytes;
+
  public:
   Unpacking(const PanelSlice& slice, uint8_t* scratch, int64_t steps)
       : slice_(slice),
         lines_(scratch),
-        each_((slice.units() + steps - 1) / steps),
-        group_shift_(slice.panels.scales.panel[0] ? __builtin_ctzll(slice.panels.scales.pairs_per_group) : 0) {}
+        units_(slice.units()),
+        each_((units_ + steps - 1) / steps),
+        scaled_(slice.panels.scales.panel[0] != nullptr),
+        group_shift_(scaled_ ? __builtin_ctzll(slice.panels.scales.pairs_per_group) : 0) {}
 
-  TANDEM_INLINE void step() { run(each_); }
-  void finish() { run(slice_.units()); }
+  TANDEM_INLINE void step() { run(done_ + each_ < units_ ? done_ + each_ : units_); }
+  void finish() { run(units_); }
 
  private:
-  TANDEM_INLINE void run(int64_t units) {
-    using Format = F<Isa>;
-    constexpr int kUnitBytes = kUnitPairs * Format::kPairBytes;
-    const int64_t pairs = slice_.last - slice_.first;
-    for (const int64_t end = done_ + units < slice_.units() ? done_ + units : slice_.units(); done_ < end; ++done_) {
-      const int64_t at = done_ * kUnitPairs;
-      const int which = at >= pairs;
-      const int64_t pair = slice_.first + at - which * pairs;
-      const uint8_t* payload = slice_.panels.payload[which] + pair * Format::kPairBytes;
-      for (int i = 0; i < kUnitBytes; i += kCacheLine) Isa::prefetch_l2(payload + slice_.ahead + i);
-      unpack_unit<Isa, F>(slice_.panels, which, pair, group_shift_, lines_ + done_ * kUnitPairs * kCacheLine);
+  TANDEM_INLINE void run(int64_t until) {
+    for (; done_ < until; ++done_, --left_, payload_ += kUnitBytes, lines_ += kUnitPairs * kCacheLine) {
+      if (left_ == 0) begin_group();
+      for (int i = 0; i < kUnitBytes; i += kCacheLine) Isa::prefetch_l2(payload_ + slice_.ahead + i);
+      if constexpr (Format::kPairsPerBlock > kUnitPairs) {  // a block of two units
+        if (done_ % 2) {
+          unit<kUnitPairs>();
+          continue;
+        }
+      }
+      unit<0>();
     }
+  }
+
+  template <int kFirst>
+  TANDEM_INLINE void unit() {
+    if (at_once_)
+      at_once_lines_.unpack(payload_, lines_);
+    else if (scaled_)
+      unpack_scaled<Isa, F, kFirst>(payload_, scale_, offset_, lines_);
+    else
+      unpack_codes<Isa, F, kFirst>(payload_, lines_);
+  }
+
+  // The next group, or where nothing is scaled, panel.
+  TANDEM_INLINE void begin_group() {
+    const int64_t pairs = slice_.last - slice_.first, at = done_ * kUnitPairs;
+    const int which = at >= pairs;
+    const int64_t pair = slice_.first + at - which * pairs;
+    payload_ = slice_.panels.payload[which] + pair * Format::kPairBytes;
+    int64_t end = slice_.last;
+    if (scaled_) {
+      const int64_t group = pair >> group_shift_, group_end = (group + 1) << group_shift_;
+      if (group_end < end) end = group_end;
+      load_scales_of(which, group);
+    }
+    left_ = (end - pair) / kUnitPairs;
+  }
+
+  TANDEM_INLINE void load_scales_of(int which, int64_t group) {
+    const Scales& scales = slice_.panels.scales;
+    scale_ = load_scales<Isa>(scales.panel[which], scales.type, group);
+    at_once_ = !scales.shifts[which] && at_once_lines_.begin(scale_);
+    if (scales.shifts[which])
+      offset_ = load_shifts<Isa>(scales.shifts[which], scales.type, scales.shift_type, group, scale_);
   }
 
   const PanelSlice slice_;
   uint8_t* lines_;
-  int64_t each_, done_ = 0;
-  int group_shift_;  // groups are powers of two
+  const int64_t units_, each_;
+  int64_t done_ = 0, left_ = 0;  // units, of the group
+  const bool scaled_;
+  const int group_shift_;  // groups are powers of two
+  const uint8_t* payload_ = nullptr;
+  bool at_once_ = false;
+  ScaledLines<Isa, F> at_once_lines_;
+  typename Isa::Vec scale_ = Isa::zero(), offset_ = Isa::zero();
 };
 
 // Formats whose payload already is lines: fetches `slice` into L2.
