@@ -162,7 +162,7 @@ EXPERTS, HIDDEN, WIDTH, TOP_K = 6, 150, 72, 2
 
 
 def layer_of(tier: str, digits_below_rows: int) -> PackedExperts:
-    """Tiles from 6 rows on."""
+    """All of one tier; digits for experts with few rows."""
     cases.require_tier(tier)
     random = torch.Generator().manual_seed(2)
     shared = Workspace(cases.pool_of(2), tier, -1, digits_below_rows)

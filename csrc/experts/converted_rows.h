@@ -15,6 +15,7 @@ class ConvertedRows {
   const IntegerRows& how() const { return how_; }
   int64_t count() const { return int64_t(rows_.size()); }
   bool has(int64_t row) const { return place_[size_t(row)] >= 0; }
+  int64_t place(int64_t row) const { return place_[size_t(row)]; }  // in the order of adding
   void add(int64_t row) {
     if (has(row)) return;
     place_[size_t(row)] = int32_t(count());
@@ -28,7 +29,7 @@ class ConvertedRows {
   void convert(const PreparedRows& from, DType type, int64_t first, int64_t last) const {
     for (int64_t i = first; i < last; ++i) how_.convert(from.row(rows_[size_t(i)]), type, to_ + i * how_.row_bytes());
   }
-  const void* row(int64_t row) const { return to_ + place_[size_t(row)] * how_.row_bytes(); }
+  const void* row(int64_t row) const { return to_ + place(row) * how_.row_bytes(); }
 
  private:
   IntegerRows how_;

@@ -10,7 +10,8 @@ namespace {
 
 constexpr int64_t kTaskBytes = 192 * 1024;  // weights per task of few rows and phase 3, unless there would be too few
 constexpr int64_t kTasksPerWorker = 4;      // at least, so that dynamic pick-up can even things out
-constexpr int64_t kPrepareRows = 8;         // per task; fewer are converted by the caller before the region
+constexpr int64_t kPrepareRows = 8;         // per task; fewer are prepared by the caller before the region
+constexpr int64_t kRowsAtOnce = 4;          // converted by the caller: a phase would take longer
 constexpr int64_t kMinTokensPerTask = 64;   // splitting tokens finer would read the weights too often
 // What a task of many rows costs beside its multiplications, in columns and in rows that could be computed meanwhile:
 // gathering its rows does not depend on the columns, and unpacking its weights not on the rows.
@@ -43,6 +44,7 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
   hidden_.stride = layer.down_layout_.padded_depth * bytes_of(hidden_type_);
   hidden_.data = workspace_.shared(Workspace::kHidden, int64_t(plan_.rows.size()) * hidden_.stride);
   list_tasks(gate_up_, layer.gate_up_layout_, &NodeSlice::gate_up_pairs);
+  count_tasks();
   by_expert_ = by_expert();
   by_expert_ ? list_down_by_expert() : list_down_by_columns();
 }
@@ -56,11 +58,28 @@ void ExpertRun::choose_integers() {
       if (x) x_integers_.add(plan_.rows[size_t(row)].token);
       if (hidden) hidden_integers_.add(row);
     }
+    converts_at_end_ = converts_at_end_ && !(hidden && count > kPrepareRows);
     all = all && x;
   }
   prepares_ = prepares_ && !all;
   x_integers_.allocate(workspace_, Workspace::kRowCodes);
   hidden_integers_.allocate(workspace_, Workspace::kHiddenCodes);
+}
+
+void ExpertRun::count_tasks() {
+  converts_at_end_ = converts_at_end_ && hidden_integers_.count();
+  if (!converts_at_end_) return;
+  unfinished_ = std::vector<std::atomic<int32_t>>(plan_.experts.size());
+  for (const Task& task : gate_up_.all) unfinished_[size_t(task.expert)].fetch_add(1, std::memory_order_relaxed);
+}
+
+// The others' writes to `hidden_` happened before their counting.
+void ExpertRun::finish(const Task& task) {
+  if (!converts_at_end_ || unfinished_[size_t(task.expert)].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+  const auto& [id, first, count] = plan_.experts[size_t(task.expert)];
+  if (!hidden_integers_.has(first)) return;
+  const int64_t place = hidden_integers_.place(first);
+  hidden_integers_.convert(hidden_, hidden_type_, place, place + count);
 }
 
 void ExpertRun::list_down_by_columns() {
@@ -157,14 +176,15 @@ void ExpertRun::run() {
   int64_t preparing = prepares_ ? ceil_div(call_.x.rows, kPrepareRows) : 0;
   if (preparing == 1) prepare(--preparing);
   int64_t converting = tasks_of(x_integers_);
-  if (converting == 1) convert_x(--converting);
+  if (x_integers_.count() <= kRowsAtOnce)
+    while (converting) convert_x(--converting);
   const auto scratch = [this](const Worker& w) -> WorkerScratch& { return workspace_.scratch(w.index); };
   workspace_.pool().run_phases({
       {preparing, [this](int64_t i, const Worker&) { prepare(i); }},
       {converting, [&](int64_t i, const Worker&) { convert_x(i); }},
       {gate_up_.by_node.count(), [&](int64_t i, const Worker& w) { gate_up(i, scratch(w)); },
        gate_up_.by_node.of_node()},
-      {tasks_of(hidden_integers_), [&](int64_t i, const Worker&) { convert_hidden(i); }},
+      {converts_at_end_ ? 0 : tasks_of(hidden_integers_), [&](int64_t i, const Worker&) { convert_hidden(i); }},
       {down_.by_node.count(),
        [&](int64_t i, const Worker& w) { by_expert_ ? down_part(i, scratch(w)) : down(i, scratch(w)); },
        down_.by_node.of_node()},
@@ -243,6 +263,7 @@ void ExpertRun::gate_up(int64_t index, WorkerScratch& scratch) {
                         task.pairs);
     if (pair + task.pairs == layer_.gate_up_layout_.pairs) clear_padding(task.first_row + r);
   }
+  finish(task);
 }
 
 // Padded weights are 0, but 0 times what an earlier call left here could be NaN.

@@ -2,13 +2,17 @@
 //
 //   1 prepare   activations to the kernels' type (nothing to do if they are)
 //   2 gate-up   task = (expert, block of its rows, block of panel pairs): gate and up, activation, to `hidden_`
-//     convert   rows of `hidden_` to integers, where the kernels take them; a row's groups lie across tasks of gate-up
+//     convert   rows of `hidden_` to integers, where the kernels take them; a row's groups lie across tasks of gate-up.
+//               Few rows are no phase: whoever does the last task of an expert converts its rows
 //   3 down      task = (block of tokens, block of output columns): runs over the experts in the order of their ids and
 //               sums the weighted results in the worker's scratch, so there is neither a buffer of tokens x top_k
 //               results nor a pass that adds them up, and a crowded expert cannot unbalance the phase
 //               Few rows in all: task = (expert, block of its output columns), a long stream of weights, and
 //   4 add up    task = block of output columns: each token's experts in the order of their ids (down_by_expert.cc)
 #pragma once
+
+#include <atomic>
+#include <vector>
 
 #include "experts/converted_rows.h"
 #include "experts/expert_layer.h"
@@ -49,6 +53,8 @@ class ExpertRun {
   int64_t tasks_of(const ConvertedRows& rows) const;
   void prepare(int64_t task);
   void convert(const ConvertedRows& rows, const PreparedRows& from, DType type, int64_t task) const;
+  void count_tasks();
+  void finish(const Task& task);
   // What multiplies rows [first, first + rows) of the plan, all of one expert; scratch.rows: where they are.
   MatmulFn find_x(const RoutingPlan::Expert& expert, int64_t first, int64_t rows, WorkerScratch& scratch) const;
   MatmulFn find_hidden(const RoutingPlan::Expert& expert, int64_t first, int64_t rows, WorkerScratch& scratch) const;
@@ -84,6 +90,8 @@ class ExpertRun {
   PreparedRows x_;
   PreparedRows hidden_;  // row i: intermediate activations of plan_.rows[i]
   Tasks gate_up_, down_;
+  bool converts_at_end_ = true;                   // of an expert's tasks in phase 2, instead of in a phase
+  std::vector<std::atomic<int32_t>> unfinished_;  // such tasks, by index in the plan
   bool by_expert_ = false;  // or else grid_ says what phase 3's tasks are, and down_ only how many
   Grid grid_{};
   float* results_ = nullptr;    // of few rows: row i of plan_.rows

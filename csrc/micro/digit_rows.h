@@ -174,9 +174,10 @@ void digit_rows(const MatmulArgs* args) {
   DigitProduct<Ints, F>(args).run();
 }
 
-// AMX: from this many rows on tiles are faster. By counting: tiles of up to 16 rows cost some 24 cycles per 64 bytes of
-// int4, nearly all of it unpacking, and a row of digits 4 after the first one's 5.6.
-constexpr int32_t kDigitsBelowTiles = 6;
+// AMX: from this many rows on an expert is left to tiles. On a Xeon of 16 threads, 16 tokens of DeepSeek-V3's shape
+// (4 rows an expert in the mean), with 0, 4, 6 and 9: int4 12.7, 12.4, 10.1, 10.0 ms, mxfp4 13.8, 13.2, 11.4, 11.0,
+// int8 21.1, 19.5, 16.5, 15.3, Q4_K 17.9, 16.0, 13.5, 13.3. More than 9 was not timed.
+constexpr int32_t kDigitsBelowTiles = 9;
 
 // Adds products of digits, below that many rows (0: never, unless a test asks for them).
 template <class Ints>
