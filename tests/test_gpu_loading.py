@@ -3,6 +3,8 @@ cache. The bytes are those that the CPU packs, so they are compared exactly."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,20 @@ def test_an_expert_without_a_slot_is_refused() -> None:
     experts = GpuOps(DEVICE, cpu_ops(())).gpu_experts(torch.tensor([0, -1]).int(), HIDDEN, WIDTH, "bf16")
     with pytest.raises(KernelError, match="expert 1 has no slot"):
         experts.load_each([0, 1], [matrices(0), matrices(1)])
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_memory_is_free_as_soon_as_nobody_has_the_layers(live: bool) -> None:
+    """Not when Python looks for cycles: it does not know that a few objects hold gigabytes."""
+    gc.collect()
+    gc.disable()
+    try:
+        store = store_of(cpu_ops(()), 3, live)
+        store.layer(0, EXPERTS, WIDTH, "bf16").load(EXPERTS, matrices)
+        sides = store.layers[0].sides
+        assert sides is not None
+        kept = [weakref.ref(store.layers[0]), weakref.ref(sides.cpu), weakref.ref(sides.gpu)]
+        del store, sides
+        assert [ref() for ref in kept] == [None, None, None]
+    finally:
+        gc.enable()

@@ -283,6 +283,8 @@ def test_a_packed_cache_takes_two_layers_more_than_what_stays(tmp_path: Path, li
         assert done.returncode == 0, done.stderr
         peak, stays, layer = map(int, done.stdout.split())
         assert layer > 25e6
-        expected = 3 * layer if start == "first" or live == "live" else 0  # halves of six layers; or a mapping unread
+        expected = (
+            3 * layer if start == "first" or live == "live" else 0
+        )  # halves of six layers; or a mapping unread
         assert stays < expected + layer / 2
         assert peak < expected + 2.5 * layer if start == "first" else peak < expected + layer

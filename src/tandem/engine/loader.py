@@ -108,7 +108,10 @@ def packed_cache(
     )  # fmt: skip
     key = hashlib.sha256(repr(made_from).encode()).hexdigest()
     place = hashlib.sha256(f"{directory}{config.kt_weight_path or ''}".encode()).hexdigest()[:8]
-    name = f"{directory.name}-{place}-{plan.expert_format}-{plan.dtype}.packed"
+    fused = (
+        "-fused" if plan.fuse_shared_experts else ""
+    )  # with a GPU they may not be: else starts would take turns
+    name = f"{directory.name}-{place}-{plan.expert_format}-{plan.dtype}{fused}.packed"
     about = f"{directory} ({plan.expert_format} experts, files as of {key[:8]})"
     return PackedCache(
         Path(config.packed_cache).expanduser() / name, key, about, ops.workspace, ops.pool, _say,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from tandem.experts.handoff import Handoff
@@ -9,7 +11,6 @@ from tandem.experts.hybrid_experts import HybridExperts
 from tandem.experts.placement import ExpertPlacement
 from tandem.experts.slot_tables import SlotTable, SlotTables
 from tandem.kernels.gpu.ops import GpuOps
-from tandem.kernels.packed_experts import PackedExperts
 
 
 class HybridStore:
@@ -36,10 +37,8 @@ class HybridStore:
         gpu = self._ops.gpu_experts(slot_of, self._hidden, width, fmt, tables=tables) if on_gpu else None
         places = min(count, on_cpu + int(self._live))
         cpu = self._ops.cpu.experts(count, self._hidden, width, fmt, places=places) if on_cpu else None
-
-        def whole() -> PackedExperts:
-            return self._ops.cpu.experts(count, self._hidden, width, fmt)
-
+        # No closure over self, which holds the layers: their memory is to be free as soon as nobody has them.
+        whole = partial(self._ops.cpu.experts, count, self._hidden, width, fmt)
         self.layers[index] = kind(slot_of, gpu, cpu, self._handoff, whole, self._live)
         return self.layers[index]
 

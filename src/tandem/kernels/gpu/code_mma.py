@@ -105,8 +105,10 @@ __device__ inline float row_scale(const Matrix& m, int column) {
 }
 
 // Blocks of PANELS panels; x bf16 [rows, depth], out float32 or bf16, whose rows are out_stride numbers apart.
-__device__ inline void multiply_all(const u16* x, const Matrix& m, const float* bias, void* out, int out_bf16, int rows,
-                                int out_stride) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
+multiply(const u16* x, const u8* panels, const float* bias, void* out, int out_bf16, int rows, int out_stride,
+         u64 panel_bytes, u64 scale_at, int count, int depth, int steps, int group_shift, int columns) {
+  const Matrix m = {panels, panel_bytes, scale_at, count, depth, steps, group_shift, columns};
   __shared__ float parts[WARPS][TILES * 8][PANELS * 16];
   start_next();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -131,13 +133,6 @@ __device__ inline void multiply_all(const u16* x, const Matrix& m, const float* 
     else
       static_cast<float*>(out)[to] = sum;
   }
-}
-
-extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
-multiply(const u16* x, const u8* panels, const float* bias, void* out, int out_bf16, int rows, int out_stride,
-         u64 panel_bytes, u64 scale_at, int count, int depth, int steps, int group_shift, int columns) {
-  const Matrix m = {panels, panel_bytes, scale_at, count, depth, steps, group_shift, columns};
-  multiply_all(x, m, bias, out, out_bf16, rows, out_stride);
 }
 """
 
