@@ -11,6 +11,16 @@
 // and storing sums, 2.0 with them, 1.84 with weights from DRAM, 1.24 with rows gathered too. What gathering costs is
 // memory traffic: hiding its latency between the steps, or arranging all rows once and reading tiles from there, made
 // whole layers slower by a tenth; twice the columns per gathered row made them faster.
+//
+// The same on a busy host, all variants in turn, medians of 16 workers (benchmarks/probes/amx_blocking.cc), TFLOPS:
+//   14.0  2 x 2 tiles from L1, which is what the tier's peak counts (registers alone, zeros: 40), in any order of loads
+//   13.4  rows and panels in L2; 10.0 with sums, for 512 or 256 rows and slices of 256 or 512 k alike
+//    9.0  weights from DRAM as well
+//    7.6  rows gathered; 7.2 next slice prefetched, 7.2 copied between the blocks, 7.5 for 256 rows and slices of 512
+//    8.4  rows arranged before, which whoever arranges them has to make up for: each is read by C / 512 tasks
+// So a layer at 4096 tokens, 0.75 of that peak in bf16, has little to gain here; unpacking had (0.60 int4, 0.56 fp8).
+// With scales loaded once per group, and lookups that scale fp8 and mxfp4, such a layer of 128 experts took, in ms and
+// in turn: bf16 52.6, int4 56.2, fp8 55.3 (58.0 before), mxfp4 53.6 (58.1), int8 59.9 (61.8).
 #pragma once
 
 #include "micro/peak.h"
