@@ -54,15 +54,17 @@ def test_leaves_what_it_cannot_read_to_triton(installed: None, monkeypatch: pyte
     assert not code_mma.reads(fp8, GPU)
 
 
-@pytest.mark.parametrize("panels", [2, 128, 300, 768, 9496])
-def test_a_division_holds_the_rows_and_a_matrix_keeps_its_warps(panels: int) -> None:
+@pytest.mark.parametrize("fmt", ["int4", "fp8"])
+@pytest.mark.parametrize("count", [2, 128, 256, 300, 768, 9496])
+def test_a_division_holds_the_rows_and_a_matrix_keeps_its_warps(fmt: str, count: int) -> None:
     """Warps decide the order of sums; what blocks share must fit static shared memory."""
-    divisions = {rows: code_mma.blocks_of(panels, rows, 132) for rows in range(1, code_mma.MOST_ROWS + 1)}
+    matrix = replace(panels(fmt), panels=count)
+    divisions = {rows: code_mma.blocks_of(matrix, rows, 132) for rows in range(1, code_mma.MOST_ROWS + 1)}
     assert len({blocks.warps for blocks in divisions.values()}) == 1
     for rows, blocks in divisions.items():
         assert blocks.tiles * code_mma.TILE_ROWS >= rows
         assert blocks.warps * blocks.tiles * code_mma.TILE_ROWS * blocks.panels * 16 * 4 <= 48 << 10
-        assert panels // blocks.panels >= min(panels, 132)
+        assert count // blocks.panels >= min(count, 132)
 
 
 def test_what_steps_need_is_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +74,7 @@ def test_what_steps_need_is_compiled_before(monkeypatch: pytest.MonkeyPatch) -> 
     for columns in (40, 2080):
         made = panels("fp8", columns=columns)
         code_mma.prepare(made, GPU)
-        needed = {code_mma.blocks_of(made.panels, r, 132) for r in range(1, code_mma.MOST_ROWS + 1)}
+        needed = {code_mma.blocks_of(made, r, 132) for r in range(1, code_mma.MOST_ROWS + 1)}
         assert needed <= compiled
 
 
@@ -80,7 +82,7 @@ def test_what_steps_need_is_compiled_before(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_kernels_source_is_for_one_kind(fmt: str) -> None:
     kind = mma_source.kind_of(panels(fmt))
     assert kind.grouped == (fmt != "int8 rows")
-    blocks = code_mma.blocks_of(128, 4, 132)
+    blocks = code_mma.blocks_of(panels(fmt), 4, 132)
     for text in (code_mma.source(kind, blocks), expert_mma.source(kind)):
         assert f"#define FORMAT {mma_source.FORMATS[kind.fmt]}\n" in text
         assert f"#define SCALE {mma_source.SCALES[kind.scale]}\n" in text
