@@ -7,6 +7,7 @@ interpreter, which cuts bits off.
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import pytest
@@ -146,6 +147,22 @@ def test_a_replayed_trace_counts_hits_where_experts_were() -> None:
     assert torch.equal(usage.ask().tokens(), expert_counts(trace, EXPERTS))
     parts = (expert_counts(trace[:12], EXPERTS) * first, expert_counts(trace[12:], EXPERTS) * second)
     assert usage.hits == int(sum(part.sum() for part in parts)) and usage.swaps == 3
+
+
+def test_experts_are_gone_with_the_last_who_uses_them() -> None:
+    """At once: a collection of cycles may come much later, and tens of GiB are waited for."""
+    _, store = sides()
+    layer = store.layer(0, EXPERTS, WIDTH, "bf16")
+    shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    layer.load(EXPERTS, lambda _: tuple(torch.randn(shape) for shape in shapes))
+    assert layer.sides is not None
+    left = weakref.ref(layer.sides.cpu)
+    gc.disable()
+    try:
+        del layer, store
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_after_loading_nothing_of_the_gpu_s_experts_is_in_cpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,6 +160,17 @@ def test_no_more_bytes_move_than_steps_allow() -> None:
     assert [e.coming for e in p.wanted()] == [5]
 
 
+def test_it_looks_less_often_while_little_moves() -> None:
+    p, intervals = policy(interval_steps=4), []
+    p.observe(uses(e0=9, e1=4, e2=7), 1, 1)
+    for _ in range(4):
+        intervals.append(p.interval_steps)
+        assert p.wanted() == []
+    p.observe(uses(e5=60), 1, 1)
+    assert [e.coming for e in p.wanted()] == [5]
+    assert [*intervals, p.interval_steps] == [4, 8, 16, 16, 4]
+
+
 def moved_in_vain(p: LivePolicy) -> None:
     """One exchange that the next tokens do not reward."""
     p.observe(uses(e5=9), 1, 1)

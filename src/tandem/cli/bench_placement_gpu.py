@@ -3,6 +3,7 @@ graph, with experts chosen by a trace."""
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -81,6 +82,7 @@ def measured_rows(request: Request, config: ModelConfig, seen: Traffic) -> Itera
         for share in request.shares:
             for strategy in request.strategies:
                 yield _row(request, config, seen.trace, str(counts), strategy, share)
+                gc.collect()  # the next model needs the memory of this one
 
 
 def _row(

@@ -73,7 +73,7 @@ def live_experts(
     policy = LivePolicy(slot_of, largest, READS_PER_EXCHANGE, settings)
     usage.copy = copies.in_order
     hold_all([layer.cpu for layer in layers if layer], copies, progress)
-    exchange = LiveExchange(layers, tables, copies, settings.bytes_per_step)
+    exchange = LiveExchange(layers, tables, copies, settings.bytes_per_step * settings.interval_steps)
     return LiveExperts(policy, exchange, usage, side.handoff.seconds_per_expert)
 
 

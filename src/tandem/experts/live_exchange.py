@@ -30,7 +30,7 @@ from tandem.kernels.packed_experts import PackedExperts
 
 _log = logging.getLogger(__name__)
 
-STAGING_BYTES = 64 << 20  # on the GPU
+STAGING_BYTES = 96 << 20  # on the GPU
 LEAST_STAGES, MOST_STAGES = 2, 64
 
 
@@ -92,11 +92,11 @@ class LiveExchange:
         layers: Sequence[LiveLayer | None],
         tables: Tables,
         copies: Copies,
-        bytes_per_step: int,
+        bytes_at_once: int,
         stages: int | None = None,
     ) -> None:
         self._layers, self._tables, self._copies = list(layers), tables, copies
-        self._bytes_per_step, self._budget = bytes_per_step, 0
+        self._bytes_at_once, self._budget = bytes_at_once, 0
         largest = max((layer.gpu.bytes_per_expert for layer in layers if layer), default=1)
         if stages is None:
             stages = max(LEAST_STAGES, min(MOST_STAGES, STAGING_BYTES // largest))
@@ -122,10 +122,10 @@ class LiveExchange:
             self._copies.follow()
 
     def begin(self) -> Settled:
-        """Gives the DMA the next exchanges: `bytes_per_step` on average, whole experts at a time. What it raises leaves
-        every expert where it was."""
+        """Gives the DMA the next exchanges: `bytes_at_once` on average, whole experts. What it raises leaves every
+        expert where it was."""
         settled = Settled()
-        self._budget = min(self._budget, 0) + self._bytes_per_step
+        self._budget = min(self._budget, 0) + self._bytes_at_once
         if self._queue and not self._free and not self._batches:  # every stage was lost to failures
             settled.dropped.extend(self._queue)
             self._queue.clear()

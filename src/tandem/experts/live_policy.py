@@ -29,7 +29,8 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
-RESTING_INTERVAL = 4  # times as long between two looks at what was used
+LONGEST_INTERVAL = 4  # times `interval_steps`
+QUIET = 16  # a decision that moves an expert of fewer than one layer in so many makes the next interval twice as long
 
 Floats = npt.NDArray[np.float32]
 
@@ -77,7 +78,7 @@ class LivePolicy:
         self._young: deque[tuple[int, int, int]] = deque()  # step after which it may leave, layer, expert
         per_decision = settings.bytes_per_step * settings.interval_steps / (2 * expert_bytes)
         self._allowance, self._per_decision = 0.0, per_decision
-        self._step = 0
+        self._step, self._pace = 0, 1
         self._judge = _Judge(settings, reads_per_exchange)
 
     @property
@@ -101,8 +102,8 @@ class LivePolicy:
 
     @property
     def interval_steps(self) -> int:
-        """Between two decisions. While nothing moves, looking takes as long and brings nothing."""
-        return self.settings.interval_steps * (RESTING_INTERVAL if self.resting else 1)
+        """Until the next decision: longer while little or nothing moves, for looking takes as long and brings less."""
+        return self.settings.interval_steps * (LONGEST_INTERVAL if self.resting else self._pace)
 
     @property
     def slot_of(self) -> Tensor:
@@ -134,6 +135,7 @@ class LivePolicy:
         if room == 0 or (self.resting and not self._going_home()):
             return []
         found = self._best(room)
+        self._pace = 1 if len(found) * QUIET > len(self._home) else min(2 * self._pace, LONGEST_INTERVAL)
         self._allowance -= len(found)
         for exchange in found:
             self._leaves[exchange.layer, exchange.leaving] = inf

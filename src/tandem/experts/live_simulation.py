@@ -32,20 +32,22 @@ def simulate_live(
     trace: Tensor, placement: ExpertPlacement, cost: StepCost, settings: PolicySettings
 ) -> Simulated:
     """As the engine does: every `interval_steps` the policy sees what was used and says what moves; it is there at the
-    next decision."""
+    next decision, which may be sooner than here."""
     layers, experts = placement.on_gpu.shape
     slot_of = torch.stack([placement.slots(layer) for layer in range(layers)])
     policy = LivePolicy(slot_of, cost.expert_bytes, cost.reads_per_exchange, settings)
     hits, moved = [], torch.zeros(len(trace))
     under_way: list[Exchange] = []
-    for first in range(0, len(trace), settings.interval_steps):
-        part = trace[first : first + settings.interval_steps]
+    first = 0
+    while first < len(trace):
+        part = trace[first : first + policy.interval_steps]
         hits.append(_hits(part, policy.slot_of >= 0))
         policy.observe(expert_counts(part, experts), len(part), len(part))
         for exchange in under_way:
             policy.done(exchange)
         under_way = policy.wanted()
         moved[first] += len(under_way)
+        first += len(part)
     result = _result(torch.cat(hits), moved, trace, cost)
     return Simulated(result.hit, result.tok_s, int(moved.sum()), policy.rests)
 
