@@ -16,6 +16,8 @@ import torch
 from fake_copies import FakeCopies, advance
 from gpu import AVAILABLE, DEVICE, needs_cuda, needs_triton
 from tandem import _core
+from tandem.config import Plan
+from tandem.config.gpu_plan import GpuPlan
 from tandem.errors import EngineError
 from tandem.experts.live_copies import Copies, CudaCopies, hold_all
 from tandem.experts.live_exchange import LiveExchange
@@ -30,6 +32,7 @@ from tandem.kernels.packed_experts import PackedExperts
 if AVAILABLE:
     from tandem.cli.bench_placement_gpu import TraceUsage
     from tandem.cli.synthetic import SyntheticStore
+    from tandem.engine.gpu_side import GpuSide, live_experts
     from tandem.experts.handoff import Handoff, HandoffSizes
     from tandem.experts.hybrid_store import HybridStore
     from tandem.kernels.gpu.ops import GpuOps
@@ -119,6 +122,26 @@ def test_memory_is_given_back_with_copies_under_way() -> None:
         dma.close()
         layer.sides.cpu.release(layer.sides.cpu.num_experts - 3)
     torch.cuda.synchronize()
+
+
+def test_nothing_moves_where_no_layer_has_experts_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
+    """As with front-loading, and experts on the GPU that are whole layers."""
+    ops, _ = sides()
+    handoff, placement = (
+        Handoff(HandoffSizes(1, 1, HIDDEN, 1), DEVICE, 20.0),
+        place("front-loading", 2, EXPERTS, EXPERTS),
+    )
+    store = HybridStore(ops, placement, handoff, HIDDEN, live=True)
+    for index in range(2):
+        store.layer(index, EXPERTS, WIDTH, "bf16")
+    made = Plan(
+        dtype="bfloat16", expert_format="bf16", tier=ops.cpu.tier, cpus=(-1, -1), context_length=64, page_size=16,
+        num_pages=4, max_running_requests=1, max_step_tokens=64, radix_cache=False, fuse_shared_experts=False,
+        gpu=GpuPlan("GPU", EXPERTS, "front-loading", None, (), 20.0, live=True),
+    )  # fmt: skip
+    usage = ExpertUsage(2, EXPERTS, padded=True, on_gpu=placement.on_gpu, device=DEVICE)
+    assert live_experts(made, GpuSide(ops, store, handoff, placement), usage) is None
+    assert "experts stay where they are" in caplog.text
 
 
 def test_a_replayed_layer_computes_what_the_trace_chose() -> None:

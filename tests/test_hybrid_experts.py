@@ -227,6 +227,18 @@ def test_matrices_are_uploaded_as_they_are(
         assert torch.equal(uploaded(blocks, torch.device("cpu"), cases.pool_of(2)), torch.cat(blocks))
 
 
+@pytest.mark.parametrize("least", [0, 1 << 20])
+def test_blocks_of_different_types_are_uploaded_in_one_that_holds_both(
+    monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    """Such as decoded gates beside stored ups."""
+    monkeypatch.setattr(uploads, "LEAST_BYTES", least)
+    a, b = torch.randn(33, 48), torch.randn(17, 48).bfloat16()
+    for blocks in ((a, b), (b, a)):
+        there = uploaded(blocks, torch.device("cpu"), cases.pool_of(2))
+        assert there.dtype == torch.float32 and torch.equal(there, torch.cat(blocks))
+
+
 def test_copies_fit() -> None:
     with pytest.raises(KernelError, match="out has shape"):
         _core.copy_bytes(cases.pool_of(2), torch.zeros(4).byte(), torch.zeros(5).byte())

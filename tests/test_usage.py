@@ -244,6 +244,18 @@ def test_counts_that_are_asked_for_are_of_that_time(copy: Copy | None) -> None:
     assert before.tokens().tolist() == [[0, 0, 0]] and now.tokens().tolist() == [[2, 1, 1]]
 
 
+def test_moves_count_as_of_their_step_however_many_counts_are_asked_for_later() -> None:
+    ids, later = torch.tensor([[[0], [0]]]), 2 * usage_module.KEPT
+    usage = ExpertUsage(1, 2, padded=True, on_gpu=torch.tensor([[True, False]]))
+    fake_step(usage, ids, 2)
+    usage.moved([(0, 0, False), (0, 1, True)], 1, usage.ask())
+    for _ in range(later):
+        fake_step(usage, ids, 2)
+        usage.ask()
+    usage.read()
+    assert [t.tolist() for t in usage.sides()[:2]] == [[2], [2 * later]]
+
+
 class FakeHandoff:
     def times(self) -> HandoffTimes:
         return HandoffTimes(7, 0.5, 0.25)

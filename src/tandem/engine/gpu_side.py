@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ from tandem.kernels.gpu.attention_backends import attention_of
 from tandem.kernels.gpu.attention_flashinfer import AttentionShape
 from tandem.kernels.gpu.ops import GpuOps
 from tandem.models import Progress
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,9 @@ def live_experts(
     if plan.gpu is None or not plan.gpu.live or usage is None or tables is None:
         return None
     layers = [experts.sides for _, experts in sorted(side.store.layers.items())]
+    if not any(layers):
+        _log.warning("experts stay where they are: every layer has all of them on one side")
+        return None
     settings, copies = PolicySettings(), CudaCopies(side.ops.device)
     slot_of = torch.stack([side.placement.slots(layer) for layer in range(len(layers))])
     largest = max(layer.gpu.bytes_per_expert for layer in layers if layer)

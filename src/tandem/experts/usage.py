@@ -167,6 +167,8 @@ class ExpertUsage:
         if len(self._buffers) < KEPT:
             self._buffers.append(Asked(self._arrays))
         else:
+            while self._moves and self._moves[0][0] is self._buffers[0]:  # to be used again now
+                self._gather()
             self._buffers.rotate(-1)
         return self._buffers[-1].ask(self._arrays, self.copy)
 

@@ -70,7 +70,10 @@ class Uploads:
 
 
 def uploaded(blocks: Sequence[Tensor], device: torch.device, workers: WorkerPool) -> Tensor:
-    """[N, K] on the device, of blocks of rows in CPU memory or mapped files, which all workers read; in their type."""
+    """[N, K] on the device, of blocks of rows in CPU memory or mapped files, which all workers read; in their type, or
+    in one that holds all of theirs."""
+    if len({block.dtype for block in blocks}) > 1:
+        blocks = (torch.cat(tuple(blocks)),)
     first = blocks[0]
     whole = torch.empty((sum(map(len, blocks)), *first.shape[1:]), dtype=first.dtype, device=device)
     if min(block.nbytes for block in blocks) < LEAST_BYTES or not all(b.is_contiguous() for b in blocks):
