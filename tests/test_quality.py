@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tandem.config import ModelConfig
 from tandem.engine.tokenizer import Tokenizer
 from tandem.errors import CheckpointError, ConfigError
 from tandem.models import build
+from tandem.models.layers import DecoderLayer
 from tandem.quality import text as texts
 from tandem.quality.compare import Head
 from tandem.quality.measures import Divergence, divergences, kept_rows, losses, top_tokens
@@ -159,6 +161,24 @@ def test_the_same_model_twice_differs_by_nothing(tiny_models, text_file: Path) -
     [same] = measure(request(path, text_file, reference=str(path))).measured
     assert same.divergence == Divergence(0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
     assert all(error.own == error.total == 0 for error in same.layers)
+
+
+def test_one_layer_is_in_memory_at_a_time(
+    tiny_models, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before is gone when the next is read, the reference's and those of several formats."""
+    made: list[weakref.ref[object]] = []  # layers' MLPs
+    read = LayerStream.layer
+
+    def watched(self: LayerStream, index: int) -> DecoderLayer:
+        assert not any(layer() for layer in made)
+        layer = read(self, index)
+        made.append(weakref.ref(layer.mlp))
+        return layer
+
+    monkeypatch.setattr(LayerStream, "layer", watched)
+    measure(request(tiny_models["qwen3_moe"], text_file, methods=("INT8", "INT4")))
+    assert len(made) >= 6
 
 
 def test_doubled_logits_diverge_as_theory_says(tiny_models, text_file: Path, tmp_path: Path) -> None:

@@ -151,13 +151,17 @@ class Comparison:
     def _layer(self, index: int) -> None:
         before = self._advance_reference(index)
         for candidate in self.candidates:
-            stream = candidate.stream
-            layer = stream.layer(index)
-            stream.advance(layer, stream.hidden, self._tick)
-            if self.reference is not None and before is not None:
-                own = before.to(stream.hidden.dtype, copy=True)
-                stream.advance(layer, own, self._tick)
-                self._record(candidate, index, own)
+            self._advance_candidate(candidate, index, before)
+
+    def _advance_candidate(self, candidate: Candidate, index: int, before: Tensor | None) -> None:
+        """before: the reference's hidden states."""
+        stream = candidate.stream
+        layer = stream.layer(index)
+        stream.advance(layer, stream.hidden, self._tick)
+        if self.reference is not None and before is not None:
+            own = before.to(stream.hidden.dtype, copy=True)
+            stream.advance(layer, own, self._tick)
+            self._record(candidate, index, own)
 
     def _advance_reference(self, index: int) -> Tensor | None:
         """The reference's hidden states before its layer; None without a reference."""
