@@ -18,9 +18,8 @@ GpuShares = Annotated[
     list[float] | None,
     typer.Option(
         "--kt-gpu-experts-ratio",
-        min=0.0,
-        max=1.0,
-        help="each format with this share of its experts on a GPU, attention and the rest there, too",
+        metavar="SHARE",
+        help="of its experts on a GPU, for each format",
     ),
 ]
 
@@ -51,10 +50,9 @@ def quality(
 ) -> None:
     """Perplexity and KL divergence of a format, checkpoint or placement, on a text, against a reference.
 
-    One layer is in memory at a time, so any model on disk can be measured. By layer: "own" is the mean relative
-    error of a token's hidden state after this layer if only this layer is measured, "total" if all up to it are.
-
-    The reference is computed on the CPU.
+    One layer is in memory at a time, so any model fits. The reference is computed on the CPU.
+    By layer: "own" is the mean relative error of hidden states if only this layer is measured,
+    "total" if all up to it are.
 
     Example: kt quality demo --format INT4 --out quality.json
     """
