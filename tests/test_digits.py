@@ -22,6 +22,7 @@ FORMATS = [
     ("int8", 0),
     ("int8", 32),
     ("int8", 128),
+    ("int8", 256),
     ("int4", 32),
     ("int4", 64),
     ("int4", 128),
@@ -130,6 +131,17 @@ def test_sums_are_exact_where_floats_are_not(tier: str) -> None:
     digits, floats = (PackedMatrix.from_codes(workspace(tier, rows), codes) for rows in (ALWAYS, NEVER))
     assert (digits(x.bfloat16(), torch.float32) == 7).all()
     assert (floats(x.bfloat16(), torch.float32) != 7).all()
+
+
+@pytest.mark.parametrize("value", [1.0, 1 + 2.0**-6, 1 + 2.0**-7, 2 - 2.0**-7])
+@pytest.mark.parametrize("code", [-128, 127])
+@each_tier
+def test_integer_sums_of_the_longest_groups_fit(code: int, value: float, tier: str) -> None:
+    """512 products of one sign, of the largest codes, with digits of -128 to 127; float32 holds the results."""
+    codes = WeightCodes(torch.full((32, 512), code, dtype=torch.int8), torch.ones(32, 2), "int8", 256, 512)
+    x = torch.tensor([[value], [-value]]).expand(2, 512).bfloat16()
+    y = PackedMatrix.from_codes(workspace(tier, ALWAYS), codes)(x.contiguous(), torch.float32)
+    assert (y == x[:, :1].float() * code * 512).all()
 
 
 @each_tier

@@ -1,6 +1,6 @@
 // Few rows as digits (format/digit_row.h) times packed codes: every digit's products are summed as integers, exactly,
 // over a group of K, the three sums become one float, and that is scaled and added, group after group. So nothing but
-// sums over groups is rounded, and nothing of the activations is lost, as it is with int8 activations.
+// sums over groups is rounded, and activations lose what is below 2^-22 of their group's largest at most.
 //
 // Why: 64 bytes of int4 times one row cost a Xeon 11 cycles of its port 0 with vdpbf16ps (4 instructions of two passes
 // each, 3 shifts), more than the 10 that memory leaves a core; vpdpbusd goes to two ports and takes four products a

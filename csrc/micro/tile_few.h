@@ -7,9 +7,7 @@
 //
 //   slice of K      as many k as rows gathered in tile order fit their scratch: with 16 rows most often all
 //     pair of panels
-//       chunk       one group, or two of 32 k. While tiles multiply it, vectors unpack the chunk that comes next and
-//       add
-//                   up the one before
+//       chunk       one group: while tiles multiply it, vectors unpack the next one and add up the one before
 #pragma once
 
 #include "micro/block.h"
@@ -25,7 +23,7 @@ constexpr int kFewTileRows = 64;  // scaling weights takes as long as scaling su
 constexpr int kFewRowsGroup = 128;
 constexpr int64_t kMostChunkPairs = 128;                              // of k: longer groups are left to tile_amx.h
 constexpr int64_t kFewLinesBytes = 2 * kMostChunkPairs * kCacheLine;  // of a chunk of two panels
-constexpr int64_t kFewSumsBytes = 2 * kFewTileRows * kPairColumns * int64_t(sizeof(float));  // of two groups
+constexpr int64_t kFewSumsBytes = kFewTileRows * kPairColumns * int64_t(sizeof(float));
 constexpr int64_t kFewRowsAt = 2 * (kFewLinesBytes + kFewSumsBytes);
 constexpr int64_t kFewShiftsAt = kFewRowsAt + kAmxRowBytes;
 static_assert(kFewShiftsAt < kMatmulScratchBytes);
@@ -53,7 +51,7 @@ class ChunkOrder {
  public:
   ChunkOrder(const MatmulArgs* args, int pair_bytes) : args_(args), pair_bytes_(pair_bytes) {
     const WeightView& w = args->weights;
-    chunk_ = w.group == 32 ? 32 : w.group / 2;
+    chunk_ = w.group / 2;
     depth_ = w.padded_depth / 2;
     slice_ = slice_pairs_of_rows(args->rows, depth_, INT64_MAX, chunk_);
   }
@@ -99,34 +97,29 @@ class ChunkOrder {
   int64_t chunk_, depth_, slice_;
 };
 
-// y (+)= the scaled sums of a chunk's groups, in turns. sums: [group][row up to whole blocks of 32][32 columns].
+// y (+)= the scaled sums of a chunk, in turns. sums: [row up to whole blocks of 32][32 columns].
 template <class Isa, class Format>
 class Folding {
   using Vec = typename Isa::Vec;
 
  public:
   // x_sums: of activations, [row][group], for shifts; else null. No chunk: nothing to do.
-  Folding(const MatmulArgs* args, const Chunk* chunk, const float* sums, int64_t sums_stride, const float* x_sums,
-          int64_t turns)
+  Folding(const MatmulArgs* args, const Chunk* chunk, const float* sums, const float* x_sums, int64_t turns)
       : rows_(chunk ? args->rows : 0), each_((rows_ + int(turns) - 1) / int(turns)) {
     if (!chunk) return;
     y_ = args->y + kPairColumns * chunk->pair;
     y_stride_ = args->y_stride;
     sums_ = sums;
-    sums_stride_ = sums_stride;
     const Scales& scales = chunk->panels.scales;
     const int64_t group = chunk->first / scales.pairs_per_group;
-    groups_ = int((chunk->last - chunk->first) / scales.pairs_per_group);
     onto_ = chunk->first > 0;
     x_sums_ = scales.shifts[0] ? x_sums + group : nullptr;
     x_stride_ = args->weights.padded_depth / args->weights.group;
-    for (int g = 0; g < groups_; ++g)
-      for (int p = 0; p < 2; ++p) {
-        scale_[g][p] = scales_for<Isa, Format>(scales.panel[p], scales.type, group + g);
-        if (x_sums_)
-          shift_[g][p] = load_shifts<Isa>(scales.shifts[p], scales.type, scales.shift_type, group + g, scale_[g][p]);
-        Isa::prefetch(scales.of_group(p, group + g) + kScalesAhead);
-      }
+    for (int p = 0; p < 2; ++p) {
+      scale_[p] = scales_for<Isa, Format>(scales.panel[p], scales.type, group);
+      if (x_sums_) shift_[p] = load_shifts<Isa>(scales.shifts[p], scales.type, scales.shift_type, group, scale_[p]);
+      Isa::prefetch(scales.of_group(p, group) + kScalesAhead);
+    }
   }
 
   TANDEM_INLINE void step() { run(done_ + each_ < rows_ ? done_ + each_ : rows_); }
@@ -138,24 +131,20 @@ class Folding {
       for (int p = 0; p < 2; ++p) {
         float* out = y_ + done_ * y_stride_ + kPanelRows * p;
         const float* sum = sums_ + done_ * kPairColumns + kPanelRows * p;
-        Vec v = onto_ ? Isa::load(out) : Isa::zero();
-        for (int g = 0; g < groups_; ++g) {
-          v = Isa::fma(Isa::load(sum + g * sums_stride_), scale_[g][p], v);
-          if (x_sums_) v = Isa::fma(Isa::set1(x_sums_[done_ * x_stride_ + g]), shift_[g][p], v);
-        }
+        Vec v = Isa::fma(Isa::load(sum), scale_[p], onto_ ? Isa::load(out) : Isa::zero());
+        if (x_sums_) v = Isa::fma(Isa::set1(x_sums_[done_ * x_stride_]), shift_[p], v);
         Isa::store(out, v);
       }
   }
 
-  int rows_, each_, done_ = 0, groups_ = 0;
+  int rows_, each_, done_ = 0;
   float* y_ = nullptr;
   int64_t y_stride_ = 0;
   const float* sums_ = nullptr;
-  int64_t sums_stride_ = 0;
   bool onto_ = false;
   const float* x_sums_ = nullptr;
   int64_t x_stride_ = 0;
-  Vec scale_[2][2], shift_[2][2];
+  Vec scale_[2], shift_[2];
 };
 
 template <class Isa, class Tiles, template <class> class F>
@@ -167,7 +156,6 @@ class FewRowsProduct {
       : args_(args),
         order_(args, Format::kPairBytes),
         blocks_((args->rows + kTileRowsAmx - 1) / kTileRowsAmx),
-        group_steps_(args->weights.group / 32),
         rows_(args->scratch + kFewRowsAt) {}
 
   void run() {
@@ -183,7 +171,7 @@ class FewRowsProduct {
       before = here;
       here = next;
     }
-    Folding<Isa, Format>(args_, &before, sums(i - 1), sums_stride(), x_sums(), 1).finish();
+    Folding<Isa, Format>(args_, &before, sums(i - 1), x_sums(), 1).finish();
   }
 
  private:
@@ -191,7 +179,6 @@ class FewRowsProduct {
   float* sums(int64_t i) const {
     return reinterpret_cast<float*>(args_->scratch + 2 * kFewLinesBytes + i % 2 * kFewSumsBytes);
   }
-  int64_t sums_stride() const { return int64_t{blocks_} * kTileRowsAmx * kPairColumns; }
   float* x_sums() const { return reinterpret_cast<float*>(args_->scratch + kFewShiftsAt); }
   const uint8_t* const* x() const { return reinterpret_cast<const uint8_t* const*>(args_->x_rows); }
 
@@ -214,27 +201,23 @@ class FewRowsProduct {
   }
 
   void multiply(int64_t i, const Chunk& here, const Chunk* next, const Chunk* before) {
-    const int groups = int((here.last - here.first) / 16 / group_steps_);
     const int64_t steps = (here.last - here.first) / 16, turns = steps * blocks_;
     const Chunk& unpacked = next ? *next : here;
     Unpacking<Isa, F> unpacking(unscaled(unpacked), lines(i + 1), turns);
-    Folding<Isa, Format> folding(args_, before, sums(i + 1), sums_stride(), x_sums(), turns);
+    Folding<Isa, Format> folding(args_, before, sums(i + 1), x_sums(), turns);
     const auto between = [&] {
       if (next) unpacking.step();
       folding.step();
     };
-    for (int g = 0; g < groups; ++g) {
-      const uint8_t* const first = lines(i) + g * group_steps_ * 1024;
-      const uint8_t* const panels[2] = {first, first + steps * 1024};
-      const int64_t step = (here.first - here.slice) / 16 + g * group_steps_;
-      for (int b = 0; b < blocks_; ++b) {
-        float* y = sums(i) + g * sums_stride() + b * kTileRowsAmx * kPairColumns;
-        const RowBlock a{rows_ + (b * 2 * slice_steps_ + step) * 1024, kCacheLine, 1024, slice_steps_ * 1024};
-        if (args_->rows - b * kTileRowsAmx > 16)
-          Tiles::template multiply<2>(a, panels, group_steps_, y, kPairColumns, false, between);
-        else
-          Tiles::multiply_in_turn(turn_++ % 2, a, panels, group_steps_, y, kPairColumns, between);
-      }
+    const uint8_t* const panels[2] = {lines(i), lines(i) + steps * 1024};
+    const int64_t step = (here.first - here.slice) / 16;
+    for (int b = 0; b < blocks_; ++b) {
+      float* y = sums(i) + b * kTileRowsAmx * kPairColumns;
+      const RowBlock a{rows_ + (b * 2 * slice_steps_ + step) * 1024, kCacheLine, 1024, slice_steps_ * 1024};
+      if (args_->rows - b * kTileRowsAmx > 16)
+        Tiles::template multiply<2>(a, panels, steps, y, kPairColumns, false, between);
+      else
+        Tiles::multiply_in_turn(turn_++ % 2, a, panels, steps, y, kPairColumns, between);
     }
     if (next) unpacking.finish();
     folding.finish();
@@ -243,7 +226,6 @@ class FewRowsProduct {
   const MatmulArgs* args_;
   const ChunkOrder order_;
   const int blocks_;
-  const int64_t group_steps_;
   uint8_t* rows_;  // of the slice, in tile order
   int64_t slice_steps_ = 0, turn_ = 0;
 };

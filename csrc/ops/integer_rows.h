@@ -1,5 +1,5 @@
 // Rows of activations as products of integers take them: rounded to int8, an explicit choice that costs accuracy, or
-// cut into digits, which costs none. What of it is blind to the instruction set.
+// cut into digits, which costs none to speak of (format/digit_row.h). What of it is blind to the instruction set.
 #pragma once
 
 #include "ops/workspace.h"
