@@ -115,7 +115,7 @@ struct KernelTable {
   void (*round_row)(const IntegerRowArgs* args);
   int64_t (*peak_int8)(int64_t rounds, uint8_t* scratch);  // multiplications and additions of integers
 
-  // What few rows of bf16 activations are multiplied with where memory is faster than dot_rows; exact.
+  // What few rows of bf16 activations are multiplied with where memory is faster than dot_rows; no less accurate.
   IntegerKernels digits[kFormatCount];
   void (*cut_row)(const IntegerRowArgs* args);
 };
