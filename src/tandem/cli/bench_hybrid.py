@@ -28,6 +28,7 @@ from tandem import _core, models
 from tandem.cli.architectures import named_config
 from tandem.cli.bench_kernels import commit
 from tandem.cli.memory_ledger import Taken, memory_columns, planned
+from tandem.cli.step_bound import experts_seconds, paired_share
 from tandem.cli.synthetic import SyntheticCheckpoint, SyntheticStore, stored_as
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
 from tandem.engine.expert_statistics import expert_usage
@@ -128,18 +129,22 @@ def _decode_rows(
     reader = DramReader(built.workers, built.plan.tier)
     for batch in request.batches:
         before, sides = built.side.handoff.used(), built.sides()
-        seconds, dram = _step_and_read(built, batch, request, reader)
+        times, dram = _steps_and_reads(built, batch, request, reader)
         after, sides = built.side.handoff.used(), built.sides().since(sides)
         used = _cpu_experts_per_step(built, before, after)
-        bound = alone[batch] + max(
-            _cpu_seconds(built, used, dram), _gpu_seconds(built, batch, used, gpu_gbps)
+        there, nbytes = (
+            _gpu_experts_per_step(built, batch, used),
+            built.config.expert_bytes(built.plan.expert_format),
         )
+        bounds = [alone[batch] + experts_seconds(used, there, nbytes, gbps, gpu_gbps) for gbps in dram]
+        seconds, bound = statistics.median(times), statistics.median(bounds)
         yield {
             "bench": "decode", **_shape(request, batch), "format": built.plan.expert_format, "gpu_share": share,
             "tok_s": round(batch / seconds, 2), "step_ms": round(seconds * 1e3, 3),
-            "bound_tok_s": round(batch / bound, 2), "share": round(bound / seconds, 4),
+            "bound_tok_s": round(batch / bound, 2), "share": round(paired_share(bounds, times), 4),
             **_side_columns(sides, request.repeats * (WARM_STEPS + request.steps)),
-            "cpu_experts_per_step": round(used, 1), "dram_gbps": round(dram, 1), "hbm_gbps": round(gpu_gbps, 0),
+            "cpu_experts_per_step": round(used, 1), "dram_gbps": round(statistics.median(dram), 1),
+            "hbm_gbps": round(gpu_gbps, 0),
         }  # fmt: skip
 
 
@@ -165,17 +170,12 @@ def _cpu_experts_per_step(built: Built, before: tuple[int, int], after: tuple[in
     return experts / posts * len(built.config.moe.layers) if posts else 0.0
 
 
-def _cpu_seconds(built: Built, experts: float, gbps: float) -> float:
-    return experts * built.config.expert_bytes(built.plan.expert_format) / (gbps * 1e9)
-
-
-def _gpu_seconds(built: Built, batch: int, cpu_experts: float, gbps: float) -> float:
+def _gpu_experts_per_step(built: Built, batch: int, cpu_experts: float) -> float:
     """Experts that the step reads from GPU memory: one sequence's are known exactly; of several, those of a uniform
     routing that are not on the CPU."""
     router, layers = built.config.moe.router, len(built.config.moe.layers)
     distinct = router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** batch) * layers
-    on_gpu = max(0.0, distinct - cpu_experts) if built.side.placement.total else 0.0
-    return on_gpu * built.config.expert_bytes(built.plan.expert_format) / (gbps * 1e9)
+    return max(0.0, distinct - cpu_experts) if built.side.placement.total else 0.0
 
 
 MakeLive = Callable[[Plan, GpuSide, ExpertUsage], LiveExperts | None]
@@ -238,14 +238,16 @@ def _runner(
     )  # fmt: skip
 
 
-def _step_and_read(built: Built, batch: int, request: Request, reader: DramReader) -> tuple[float, float]:
-    """Median seconds of a step and median GB/s of reading DRAM, measured in turn, so that both see the same machine
-    when others share it."""
-    gbps, times = [], []
+def _steps_and_reads(
+    built: Built, batch: int, request: Request, reader: DramReader
+) -> tuple[list[float], list[float]]:
+    """Seconds of a step and GB/s of reading DRAM, measured in turn, so that both see the same machine when others
+    share it."""
+    times, gbps = [], []
     for seconds in step_times(built, batch, request):
         times.append(seconds)
         gbps.append(reader.gbps(READ_SECONDS))
-    return statistics.median(times), statistics.median(gbps)
+    return times, gbps
 
 
 def step_times(built: Built, batch: int, request: Request) -> Iterator[float]:

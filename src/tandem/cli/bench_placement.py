@@ -60,8 +60,7 @@ def run(request: Request, simulate: bool, out: Path | None, plot: Path | None) -
 def _measured_rows(request: Request) -> Iterator[dict[str, Any]]:
     from tandem.cli.bench_placement_gpu import measured_rows  # Triton is there only where a GPU is
 
-    config = named_config(request.config, request.layers)
-    return measured_rows(request, config, traffic(request, config))
+    return measured_rows(request, traffic(request, named_config(request.config, request.layers)))
 
 
 def simulated_rows(request: Request) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,9 @@ graph, with experts chosen by a trace."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,12 +17,15 @@ from torch import Tensor
 
 from tandem.cli import bench_hybrid
 from tandem.cli.placement_request import MEASURED, Request, Traffic, shape_columns
-from tandem.config import ModelConfig, Plan
+from tandem.cli.step_bound import Ceilings, Turn
+from tandem.config import Plan
 from tandem.engine.gpu_side import GpuSide, live_experts
 from tandem.engine.loader import use_one_torch_thread
 from tandem.experts.live_experts import LiveExperts
 from tandem.experts.usage import Asked, Change, Copy, ExpertUsage
+from tandem.kernels.ceilings import DramReader
 
+TURN_TOKENS = 100
 WARM_TOKENS = 20  # decoded before the clock starts; what is measured begins at the trace's first token
 
 
@@ -74,19 +79,29 @@ class TraceUsage:
         self.swaps += swaps
 
 
-def measured_rows(request: Request, config: ModelConfig, seen: Traffic) -> Iterator[dict[str, Any]]:
+def measured_rows(request: Request, seen: Traffic) -> Iterator[dict[str, Any]]:
     use_one_torch_thread()
+    ceilings = Ceilings(_gpu_step_seconds(request), bench_hybrid.gpu_copy_gbps())
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts.pt"
         torch.save(seen.counts, counts)
         for share in request.shares:
             for strategy in request.strategies:
-                yield _row(request, config, seen.trace, str(counts), strategy, share)
+                yield _row(request, ceilings, seen.trace, str(counts), strategy, share)
                 gc.collect()  # the next model needs the memory of this one
 
 
+def _gpu_step_seconds(request: Request) -> float:
+    """Of a step without routed experts."""
+    shape = _shape(request, 0.0)
+    empty = bench_hybrid.build(shape, request.fmt, 0.0, empty=True)
+    return statistics.median(
+        bench_hybrid.step_times(empty, 1, dataclasses.replace(shape, steps=50, repeats=5))
+    )
+
+
 def _row(
-    request: Request, config: ModelConfig, trace: Tensor, counts: str, strategy: str, share: float
+    request: Request, ceilings: Ceilings, trace: Tensor, counts: str, strategy: str, share: float
 ) -> dict[str, Any]:
     layers, k = trace.shape[1], trace.shape[2]
     chosen = torch.zeros(layers, 1, k, dtype=torch.int32, device="cuda")
@@ -101,10 +116,11 @@ def _row(
     built = bench_hybrid.build(
         _shape(request, share), request.fmt, share, chosen=chosen, live=follow, **_flags(strategy, counts)
     )
-    seconds = _seconds(built, request, chosen, trace, usages[0])
-    usages[0].count()
+    turns = _turns(built, request, chosen, trace, usages[0])
+    seconds = sum(turn.seconds for turn in turns)
     return {
         **shape_columns(request, MEASURED, strategy, share), "tok_s": round(len(trace) / seconds, 2),
+        **ceilings.columns(turns, built.config.expert_bytes(built.plan.expert_format)),
         "hit": round(usages[0].hits / trace.numel(), 4), "swaps": usages[0].swaps, "rests": usages[0].swap_rests,
         **_moving_columns(moving[0]),
     }  # fmt: skip
@@ -138,17 +154,25 @@ def _shape(request: Request, share: float) -> bench_hybrid.Request:
     )  # fmt: skip
 
 
-def _seconds(
+def _turns(
     built: bench_hybrid.Built, request: Request, chosen: Tensor, trace: Tensor, usage: TraceUsage
-) -> float:
-    """For the whole trace. Experts move from its first token on, not before."""
+) -> list[Turn]:
+    """The whole trace, some tokens at a time, and between them what memory gives: rows are measured minutes apart, and
+    on a shared host it moves. Experts move from the trace's first token on, not before."""
     step = bench_hybrid.decoder(built, 1, request.context)
+    reader = DramReader(built.workers, built.plan.tier)
     there = trace.to("cuda", torch.int32)[:, :, None]
     for _ in range(WARM_TOKENS):
         step()
-    started = perf_counter()
-    for token in there:
-        chosen.copy_(token)
-        usage.tokens += 1
-        step()
-    return perf_counter() - started
+    turns: list[Turn] = []
+    for tokens in there.split(TURN_TOKENS):
+        hits, started = usage.hits, perf_counter()
+        for token in tokens:
+            chosen.copy_(token)
+            usage.tokens += 1
+            step()
+        seconds = perf_counter() - started
+        usage.count()
+        gbps = reader.gbps(bench_hybrid.READ_SECONDS)
+        turns.append(Turn(len(tokens), tokens.numel(), usage.hits - hits, seconds, gbps))
+    return turns

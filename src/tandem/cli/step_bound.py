@@ -1,0 +1,56 @@
+"""The least time that a decode step can take, and how near measured steps come to it.
+
+Experts on both sides are read at the same time, each as fast as its memory; what else the GPU does is measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+def experts_seconds(on_cpu: float, on_gpu: float, nbytes: int, dram_gbps: float, gpu_gbps: float) -> float:
+    """The least that reading so many experts of `nbytes` takes."""
+    return max(on_cpu * nbytes / dram_gbps, on_gpu * nbytes / gpu_gbps) / 1e9
+
+
+def paired_share(bounds: Sequence[float], times: Sequence[float]) -> float:
+    """Median of bound / time, each bound with the ceiling that was read beside its time: on a shared host medians of
+    each alone may be of different moments."""
+    return statistics.median(bound / time for bound, time in zip(bounds, times, strict=True))
+
+
+class Turn(NamedTuple):
+    """Some tokens, one a step: experts they used, in all layers, those on the GPU, seconds, and GB/s of reading DRAM
+    afterwards."""
+
+    tokens: int
+    used: int
+    hits: int
+    seconds: float
+    dram_gbps: float
+
+
+class Ceilings(NamedTuple):
+    """Seconds of a step without experts; GB/s of GPU memory."""
+
+    step_seconds: float
+    gpu_gbps: float
+
+    def columns(self, turns: Sequence[Turn], expert_bytes: int) -> dict[str, float]:
+        """share: of the least possible time, the median of all turns."""
+        bounds = [self.bound(turn, expert_bytes) for turn in turns]
+        times = [turn.seconds / turn.tokens for turn in turns]
+        return {
+            "bound_tok_s": round(1 / statistics.median(bounds), 2),
+            "share": round(paired_share(bounds, times), 4),
+            "dram_gbps": round(statistics.median(turn.dram_gbps for turn in turns), 1),
+        }
+
+    def bound(self, turn: Turn, expert_bytes: int) -> float:
+        """Seconds of a token, at least."""
+        on_gpu, on_cpu = turn.hits / turn.tokens, (turn.used - turn.hits) / turn.tokens
+        return self.step_seconds + experts_seconds(
+            on_cpu, on_gpu, expert_bytes, turn.dram_gbps, self.gpu_gbps
+        )
