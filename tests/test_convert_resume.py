@@ -185,9 +185,10 @@ print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1
 
 
 def test_peak_memory_does_not_grow_with_the_model(tmp_path):
-    """Five times the layers: of 100 MB more that are read and 50 MB that are written, little stays."""
+    """Twelve layers more: of 300 MB that are read and 150 MB that are written, less than a tenth stays. When the
+    kernel takes pages back is chance: 4 to 33 MB, as much for 4 layers more as for 23."""
     peaks = []
-    for layers in (1, 5):
+    for layers in (1, 13):
         modules = [
             f"model.layers.{i}.mlp.experts.{e}.{m}" for i in range(layers) for e in range(2) for m in MATRICES
         ]
@@ -195,4 +196,4 @@ def test_peak_memory_does_not_grow_with_the_model(tmp_path):
         source = save(tmp_path / f"in{layers}", tensors, files=1)
         command = [sys.executable, "-c", PEAK, str(source), str(tmp_path / f"out{layers}")]
         peaks.append(1024 * int(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
-    assert peaks[1] - peaks[0] < 20e6
+    assert peaks[1] - peaks[0] < 45e6
