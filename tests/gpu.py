@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -18,3 +20,13 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 needs_triton = pytest.mark.skipif(not AVAILABLE, reason="no NVIDIA GPU (or Triton is not installed)")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+
+
+def pretend_cuda_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if cuda-core and a GPU of capability 9.0 were there, for what only asks whether they are."""
+    core = ModuleType("cuda.core")
+    for name in ("Device", "LaunchConfig", "Program", "Stream", "launch"):
+        setattr(core, name, None)
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))

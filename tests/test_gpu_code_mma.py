@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
 
 import kernel_cases as cases
-from gpu import HAS_TRITON
+from gpu import HAS_TRITON, pretend_cuda_core
 from tandem.kernels.packed_matrix import PackedMatrix
 from test_gpu_dense_codes import FORMATS, coded
 
@@ -24,12 +23,7 @@ GPU = torch.device("cuda:0")
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = ModuleType("cuda.core")
-    for name in ("Device", "LaunchConfig", "Program", "Stream", "launch"):
-        setattr(core, name, None)
-    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
-    monkeypatch.setitem(sys.modules, "cuda.core", core)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    pretend_cuda_core(monkeypatch)
 
 
 def panels(fmt: str, depth: int = 256, columns: int = 40) -> Panels:

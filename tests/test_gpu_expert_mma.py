@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
 
-from gpu import HAS_TRITON
+from gpu import HAS_TRITON, pretend_cuda_core
 
 if HAS_TRITON:
     from tandem.kernels.gpu import expert_mma
@@ -23,12 +22,7 @@ CUDA_BYTES = 48 << 10  # of shared memory, without asking for more
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = ModuleType("cuda.core")
-    for name in ("Device", "LaunchConfig", "Program", "Stream", "launch"):
-        setattr(core, name, None)
-    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
-    monkeypatch.setitem(sys.modules, "cuda.core", core)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    pretend_cuda_core(monkeypatch)
 
 
 def panels(depth: int = 2048, group: int = 32) -> Panels:
