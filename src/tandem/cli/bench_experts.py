@@ -135,19 +135,28 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One measurement, before it is compared with the ceilings."""
+    """One row's turns: seconds of a call, and what the machine could do at that time."""
 
     bench: str
     work: Workload
     format: str
     tier: str
-    seconds: float
+    turns: tuple[tuple[float, Ceilings], ...]
 
-    def result(self, ceilings: Ceilings) -> Result:
-        return self.work.result(self.bench, self.format, self.tier, self.seconds, ceilings)
+    def result(self) -> Result:
+        """The turn whose share is in the middle."""
+        named = self.bench, self.format, self.tier
+        results = [self.work.result(*named, seconds, ceilings) for seconds, ceilings in self.turns]
+        return sorted(results, key=lambda each: each.share)[len(results) // 2]
 
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, ids, weights) -> [T, hidden]
+
+
+def run_in(layers: list[Layer], work: Workload) -> None:
+    """Each once, not timed."""
+    for layer in layers:
+        layer(work.x, work.ids[0], work.weights)
 
 
 def time_layers(layers: list[Layer], work: Workload, min_seconds: float) -> float:
@@ -158,9 +167,7 @@ def time_layers(layers: list[Layer], work: Workload, min_seconds: float) -> floa
         layer, ids = next(turns)
         return layer(work.x, ids, work.weights)
 
-    for _ in layers:
-        call()
-    return statistics.median(repeat_seconds(call, min_seconds, min_repeats=2 * len(layers)))
+    return statistics.median(repeat_seconds(call, min_seconds, min_repeats=len(layers)))
 
 
 def packed_layers(

@@ -1,4 +1,7 @@
-"""`kt bench kernels`: this machine's ceilings, then every format, tier and number of tokens against them."""
+"""`kt bench kernels`: every format, tier and number of tokens against this machine's ceilings.
+
+A row is measured in turns with the ceilings it is compared with: what a shared host gives changes within seconds.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +24,36 @@ from rich.table import Table
 from tandem import __version__, _core
 from tandem.cli import bench_formats
 from tandem.cli.bench_experts import (
+    Layer,
     Result,
     Shape,
     Timing,
     Workload,
     packed_layers,
     parse_shape,
+    run_in,
     time_layers,
     torch_layers,
 )
 from tandem.cli.bench_plot import draw_roofline
 from tandem.config.machine import Machine
 from tandem.errors import ConfigError
-from tandem.kernels.ceilings import INT8_ACTIVATIONS, Ceilings, Roofs, beyond_caches_bytes
+from tandem.kernels.ceilings import (
+    INT8_ACTIVATIONS,
+    Ceilings,
+    DramReader,
+    Roofs,
+    beyond_caches_bytes,
+    measure_flops,
+    peak_format,
+)
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import machine_pool
 
 OURS, A8 = "tandem", "tandem A8"  # A8: with int8 activations
 CEILING_SECONDS = 0.5  # of measuring per ceiling, before the rows and again after them
+TURNS = 3  # of a row; its ceilings are read before and after each
+TURN_CEILING_SECONDS = 0.04
 MEMORY_SHARE = 0.25  # of the available memory that one set of layers may take
 
 
@@ -113,10 +128,12 @@ def one_of(flag: str, values: list[str], known: tuple[str, ...]) -> tuple[str, .
 
 
 class Bench:
-    """One run: ceilings, rows, and the ceilings again, because others may have been busy the first time."""
+    """One run: the ceilings, all rows, each in turns with its own ceilings, and the ceilings again."""
 
     def __init__(self, request: Request, machine: Machine, pools: list[_core.WorkerPool]) -> None:
         self.request, self.machine, self.pools, self.pool = request, machine, pools, pools[-1]
+        self.best_tier = machine.tiers[-1]  # PyTorch may use anything that this machine has
+        self.reader = DramReader(self.pool, self.best_tier, request.working_set)
         self.roofs = Roofs()
 
     def run(self) -> list[Result]:
@@ -132,16 +149,10 @@ class Bench:
                 timings.extend(rows)
             progress.update(task, description="the ceilings again")
             self.measure_roofs()
-        best = self.machine.tiers[-1]  # PyTorch may use anything that this machine has
-        return [t.result(self._ceilings(t, best)) for t in timings]
-
-    def _ceilings(self, timing: Timing, best: str) -> Ceilings:
-        if timing.bench == A8:
-            return self.roofs.with_int8(timing.tier)
-        return self.roofs.of(best if timing.tier == "torch" else timing.tier, timing.format)
+        return [timing.result() for timing in timings]
 
     def measure_roofs(self) -> None:
-        request, best = self.request, self.machine.tiers[-1]
+        request, best = self.request, self.best_tier
         seconds = min(CEILING_SECONDS, request.min_seconds)
         self.roofs.measure_reads(self.pools, best, request.working_set, seconds)
         peaks = {(tier, fmt) for tier in request.tiers for fmt in request.formats}
@@ -169,14 +180,29 @@ class Bench:
     def _packed(self, bench: str, shape: Shape, fmt: str, tier: str, count: int) -> Iterator[Timing]:
         layers = packed_layers(shape, fmt, tier, self.pool, count, int8_activations=bench == A8)
         for tokens in self.request.tokens:
-            work = Workload(shape, tokens)
-            yield Timing(bench, work, fmt, tier, time_layers(layers, work, self.request.min_seconds))
+            yield self._row(bench, Workload(shape, tokens), fmt, tier, layers)
 
     def _torch(self, shape: Shape, count: int) -> Iterator[Timing]:
         for way, layers in torch_layers(shape, count).items():
             for tokens in self.request.tokens:
-                work = Workload(shape, tokens)
-                yield Timing(way, work, "bf16", "torch", time_layers(layers, work, self.request.min_seconds))
+                yield self._row(way, Workload(shape, tokens), "bf16", "torch", layers)
+
+    def _row(self, bench: str, work: Workload, fmt: str, tier: str, layers: list[Layer]) -> Timing:
+        kinds = [fmt] if bench != A8 else ["bf16", INT8_ACTIVATIONS]  # on AMX many rows are not rounded
+        peaks_of = self.best_tier if tier == "torch" else tier
+        run_in(layers, work)
+        turns, before = [], self._ceilings_now(peaks_of, kinds)
+        for _ in range(TURNS):
+            seconds = time_layers(layers, work, self.request.min_seconds / TURNS)
+            after = self._ceilings_now(peaks_of, kinds)
+            turns.append((seconds, before.mean(after)))
+            before = after
+        return Timing(bench, work, fmt, tier, tuple(turns))
+
+    def _ceilings_now(self, tier: str, kinds: list[str]) -> Ceilings:
+        seconds = min(TURN_CEILING_SECONDS, self.request.min_seconds)
+        peaks = [measure_flops(self.pool, tier, peak_format(kind), seconds) for kind in kinds]
+        return Ceilings(self.reader.gbps(seconds, min_repeats=2), max(peaks))
 
 
 def fit(shape: Shape, fmt: str, working_set: int, available_memory: int) -> tuple[Shape, int]:
@@ -192,7 +218,7 @@ def fit(shape: Shape, fmt: str, working_set: int, available_memory: int) -> tupl
 
 
 def ceilings_table(roofs: Roofs) -> Table:
-    table = Table(title="Ceilings, the best of all repeats", box=box.SIMPLE_HEAD)
+    table = Table(title="Ceilings, the best of those before and after all rows", box=box.SIMPLE_HEAD)
     table.add_column("what")
     for name in ("threads", "rate"):
         table.add_column(name, justify="right")

@@ -1,8 +1,7 @@
 """What this machine can do at best: DRAM read bandwidth and multiply-adds in registers, with our own threads.
 
 Every kernel's time is compared with `Ceilings.bound_seconds`: the roofline model (Williams, Waterman and Patterson,
-2009) with both roofs measured in the same run. A ceiling is the best of all its repeats, a kernel's time the median
-of its own.
+2009) with both roofs measured beside it. A ceiling is the best of its repeats, a kernel's time the median of its own.
 """
 
 from __future__ import annotations
@@ -34,6 +33,9 @@ class Ceilings:
     def bound_seconds(self, bytes_read: float, operations: float) -> float:
         """No kernel that reads so much and computes so much can be faster."""
         return max(bytes_read / (self.read_gbps * 1e9), operations / self.flops)
+
+    def mean(self, other: Ceilings) -> Ceilings:
+        return Ceilings((self.read_gbps + other.read_gbps) / 2, (self.flops + other.flops) / 2)
 
     def is_memory_bound(self, bytes_read: float, operations: float) -> bool:
         return bytes_read / (self.read_gbps * 1e9) >= operations / self.flops
@@ -79,9 +81,9 @@ class DramReader:
         # or every page would be the same page of zeros; by those who read it
         self._dense.fill_memory(self._data, 1.0)
 
-    def gbps(self, min_seconds: float = 0.2) -> float:
+    def gbps(self, min_seconds: float = 0.2, min_repeats: int = 5) -> float:
         """The best of several readings."""
-        seconds = min(repeat_seconds(lambda: self._dense.read_memory(self._data), min_seconds))
+        seconds = min(repeat_seconds(lambda: self._dense.read_memory(self._data), min_seconds, min_repeats))
         return self._data.nbytes / seconds / 1e9
 
 
@@ -142,11 +144,6 @@ class Roofs:
         """All, by tier and, for integers, the kind."""
         named = {f"{tier}, {kind}" if kind == INT8_ACTIVATIONS else tier: kind for tier, kind in self.peaks}
         return {name: self.of(name.partition(",")[0], kind) for name, kind in named.items()}
-
-    def with_int8(self, tier: str) -> Ceilings:
-        """Of kernels that may take either: on AMX many rows are not rounded."""
-        kinds = self.of(tier, "bf16"), self.of(tier, INT8_ACTIVATIONS)
-        return max(kinds, key=lambda each: each.flops)
 
 
 def peak_format(fmt: str) -> str:
