@@ -15,11 +15,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tandem import LLM, SamplingParams, _core
+from tandem import LLM, SamplingParams, _core, models
 from tandem.checkpoint import open_checkpoint
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, ConfigError
 from tandem.experts import CpuExperts, LookAhead, cpu_experts
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
+from tandem.kernels.packed_file import PackedFile, PackedWriter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1)
 VARIANTS = ["qwen2_moe", "glm4_moe", "olmoe-clip", "qwen3_moe-tied"]
@@ -88,15 +89,80 @@ def test_a_cache_of_an_older_checkpoint_is_named_and_replaced(tiny_models, tmp_p
     assert answer(other) != before
 
 
+def damage(file: Path) -> None:
+    """One bit of the first weight."""
+    data = bytearray(file.read_bytes())
+    data[5000] ^= 1
+    file.write_bytes(data)
+
+
 def test_a_damaged_cache_is_never_used(tiny_models, tmp_path: Path, capsys) -> None:
     model, flags = tiny_models["qwen3_moe"], {"packed_cache": str(tmp_path)}
     right = answer(model, **flags)
     [file] = tmp_path.iterdir()
-    data = bytearray(file.read_bytes())
-    data[5000] ^= 1
-    file.write_bytes(data)
+    damage(file)
     assert answer(model, **flags) == right
     assert f"note: packed cache: {file} is damaged at byte" in capsys.readouterr().err
+
+
+def test_damage_that_is_found_after_building_is_not_served(
+    tiny_models, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """Verifying takes longer than building from the file: here it begins when that is done."""
+    model, flags = tiny_models["qwen3_moe"], {"packed_cache": str(tmp_path)}
+    right, built, check, build = answer(model, **flags), threading.Event(), PackedFile.check, models.build
+    [file] = tmp_path.iterdir()
+    damage(file)
+    builds: list[bool] = []
+
+    def late(*arguments: object) -> None:
+        assert built.wait(60)
+        check(*arguments)
+
+    def counted(*arguments: object) -> object:
+        made = build(*arguments)
+        builds.append(arguments[6].mapped)
+        built.set()
+        return made
+
+    monkeypatch.setattr(PackedFile, "check", late)
+    monkeypatch.setattr(models, "build", counted)
+    capsys.readouterr()
+    assert answer(model, **flags) == right
+    assert builds == [True, False]  # from the file, then from the checkpoint
+    said = capsys.readouterr().err
+    assert f"note: packed cache: {file} is damaged at byte" in said and "written to" in said
+    assert answer(model, **flags) == right and builds[2:] == [True]
+    assert capsys.readouterr().err == ""
+
+
+def test_damage_is_not_written_into_a_completed_file(
+    tiny_models, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """What a file lacks is added to it in a new one, whose checksums are made anew."""
+    model, flags = tiny_models["qwen3_moe"], {"packed_cache": str(tmp_path)}
+    add = PackedWriter.add
+    monkeypatch.setattr(PackedWriter, "add", lambda *a: add(*a) if "layers.1" not in a[1] else None)
+    right = answer(model, **flags)
+    monkeypatch.setattr(PackedWriter, "add", add)
+    [file] = tmp_path.iterdir()
+    damage(file)
+    capsys.readouterr()
+    assert answer(model, **flags) == right
+    assert f"{file} is damaged at byte" in capsys.readouterr().err
+    assert answer(model, **flags) == right
+    assert capsys.readouterr().err == ""
+
+
+def test_nothing_is_verified_any_more_after_a_start_that_failed(tiny_models, tmp_path: Path) -> None:
+    model, flags = tiny_models["qwen3_moe"], {"packed_cache": str(tmp_path)}
+    answer(model, **flags)
+    with pytest.raises(ConfigError, match="context"):
+        answer(model, context_length=1 << 40, **flags)
+    started = time.monotonic()
+    while any("tandem-verification" in t.name for t in threading.enumerate()):
+        assert time.monotonic() - started < 60
+        time.sleep(0.01)
 
 
 def test_experts_are_asked_for_in_chunks_by_another_thread(monkeypatch) -> None:

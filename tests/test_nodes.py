@@ -11,6 +11,7 @@ import kernel_cases as cases
 from tandem import _core
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
 from tandem.kernels.packed_file import PackedFile, PackedWriter
+from tandem.kernels.verification import Verification
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = (
     7,
@@ -123,7 +124,7 @@ def test_a_file_of_divided_experts_is_read_as_it_was_divided(tmp_path: Path) -> 
     writer.add("experts", divided.formats, divided.shape, *divided.parts())
     writer.finish("key", "about")
     file = PackedFile(path)
-    file.verify(where_pool, lambda _done, _all: None)
+    Verification(file, where_pool).wait(lambda _done, _all: None)
     adopted = PackedExperts(where, EXPERTS, HIDDEN, WIDTH)
     adopted.adopt(file, file.sections["experts"])
     assert torch.equal(run(adopted, 40), run(divided, 40))

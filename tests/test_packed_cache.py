@@ -14,6 +14,7 @@ from tandem.errors import CheckpointError, KernelError
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
 from tandem.kernels.packed_cache import PackedCache
 from tandem.kernels.packed_file import BLOCK_BYTES, HEAD, HEAD_BYTES, HUGE_PAGE, PackedFile, PackedWriter
+from tandem.kernels.verification import Verification
 
 POOL = WorkerPool([-1, -1])
 WORKSPACE = Workspace(POOL, "scalar")
@@ -74,7 +75,7 @@ def test_a_file_that_is_cut_short_while_it_is_verified_is_not_whole(tmp_path: Pa
     file = PackedFile(tmp_path / "x")
     os.truncate(tmp_path / "x", HUGE_PAGE + 1000)
     with pytest.raises(CheckpointError, match="x cannot be read, or was cut short"):
-        file.verify(POOL, nothing, in_place=False)
+        Verification(file, POOL, in_place=False).wait(nothing)
 
 
 def experts_of(weights: tuple[torch.Tensor, ...] | None, fmt: str, bias: bool = False) -> PackedExperts:
@@ -104,7 +105,7 @@ def test_what_is_written_is_mapped_again(tmp_path: Path, fmt: str, bias: bool) -
     assert [p.name for p in tmp_path.iterdir()] == ["x.packed"]
 
     file = PackedFile(tmp_path / "x.packed")
-    file.verify(POOL, lambda _done, _total: None)
+    Verification(file, POOL).wait(nothing)
     again = PackedMatrix.adopt(WORKSPACE, file, file.sections["matrix"])
     layer = experts_of(None, fmt)
     layer.adopt(file, file.sections["experts"])
@@ -210,7 +211,7 @@ def test_every_byte_of_a_section_is_checked(tmp_path: Path) -> None:
         file.write_bytes(data)
         for in_place in (False, True):
             with pytest.raises(CheckpointError, match="damaged at byte"):
-                PackedFile(file).verify(POOL, nothing, in_place)
+                Verification(PackedFile(file), POOL, in_place).wait(nothing)
     assert part.nbytes < BLOCK_BYTES or len(part.checksums) > 1
 
 

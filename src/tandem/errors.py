@@ -4,6 +4,7 @@ TandemError
 ├── ConfigError        a flag, a value or a combination of them
 │   └── GpuTooSmall    what was to be on the GPU, or beside it in CPU memory, does not fit
 ├── CheckpointError    a file of the model: missing, truncated, wrong shape, unknown format
+│   └── CacheDamaged   a packed cache is not what was written; the model is loaded from its checkpoint
 ├── RequestError       one request is wrong; the others go on        (HTTP 400)
 ├── EngineError        the engine failed or died while it had work   (HTTP 503)
 └── KernelError        a kernel was given an array it cannot take    (a bug of ours, or of a library user)
@@ -24,6 +25,10 @@ class GpuTooSmall(ConfigError):
 
 class CheckpointError(TandemError):
     """A model file is missing, truncated, or holds something we cannot read."""
+
+
+class CacheDamaged(CheckpointError):
+    """A packed cache is not what was written, so what was taken from it is wrong. The loader packs the model again."""
 
 
 class RequestError(TandemError, ValueError):

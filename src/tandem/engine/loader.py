@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from tandem import models
-from tandem._core import LAYOUT_VERSION
 from tandem.checkpoint import (
     Checkpoint,
     demo_dir,
@@ -23,13 +22,18 @@ from tandem.checkpoint import (
 )
 from tandem.checkpoint.demo import build_demo
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
+from tandem.config.threads import plan_threads
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
+from tandem.engine.packed_start import PackedStart
 from tandem.engine.parts import EngineParts
 from tandem.engine.tokenizer import Tokenizer
+from tandem.experts import ExpertStore
+from tandem.experts.usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.packed_cache import PackedCache
+from tandem.kernels.ops import Ops
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
+from tandem.models.model import Model
 
 TURN_SECONDS = 5e-4
 
@@ -65,70 +69,61 @@ def load_parts(
     Raises ConfigError when a wish cannot be met, CheckpointError when a file is missing or broken.
     """
     use_one_torch_thread()
-    directory = model_directory(config.model)
-    model_config = load_model_config(directory)
-    checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model_config)
-    plan = resolve(config, model_config, this_machine(), checkpoint.formats())
-    if planned is not None:
-        planned(plan)
-    tokenizer = Tokenizer.load(directory)
-    workers = planned_pool(plan)
-    ops = CpuOps(workers, plan.tier, plan.int8_activations)
-    kept = packed_cache(config, plan, model_config, checkpoint, ops)
-    if kept is not None:
-        kept.open(_verifying(progress))
-    if plan.gpu is None:
-        usage = expert_usage(config, plan, model_config)
-        model = models.build(model_config, plan, checkpoint, ops, progress, kept=kept, usage=usage)
-        recorder = expert_recorder(config, model_config, usage)
-        return EngineParts(plan, model_config, model, tokenizer, workers, usage, recorder)
-    from tandem.engine.gpu_side import gpu_side, live_experts  # Triton is there only where a GPU is
-
-    gpu = gpu_side(plan, model_config, ops)
-    usage = expert_usage(config, plan, model_config, gpu.ops.device, gpu.placement.on_gpu)
-    model = models.build(model_config, plan, checkpoint, gpu.ops, progress, gpu.store, kept, usage)
-    recorder = expert_recorder(config, model_config, usage)
-    live = live_experts(plan, gpu, usage, progress)
-    return EngineParts(
-        plan, model_config, model, tokenizer, workers, usage, recorder, live, gpu.handoff, gpu.ops.begin_step
-    )
+    directory, machine = model_directory(config.model), this_machine()
+    workers = planned_pool(plan_threads(config, machine))
+    with PackedStart(config, directory, machine, workers, progress) as packed:
+        model_config = load_model_config(directory)
+        checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model_config)
+        plan = resolve(config, model_config, machine, checkpoint.formats())
+        if planned is not None:
+            planned(plan)
+        ops = CpuOps(workers, plan.tier, plan.int8_activations)
+        packed.open(plan, model_config, checkpoint, ops)
+        tokenizer = Tokenizer.load(directory)
+        start = _Start(config, plan, model_config, checkpoint, tokenizer, ops, packed, progress)
+        return start.on_cpu() if plan.gpu is None else start.on_gpu()
 
 
-def packed_cache(
-    config: EngineConfig, plan: Plan, model: ModelConfig, checkpoint: Checkpoint, ops: CpuOps
-) -> PackedCache | None:
-    """Where --packed-cache keeps this model, as this plan packs it. Neither the kernel tier is part of that nor where
-    experts live; with a GPU it is experts only."""
-    if config.packed_cache is None:
-        return None
-    directory = checkpoint.path.resolve()
-    made_from = (
-        checkpoint.identity(), repr(model), plan.dtype, plan.expert_format, plan.dense_codes,
-        plan.fuse_shared_experts, plan.parts, LAYOUT_VERSION,
-    )  # fmt: skip
-    key = hashlib.sha256(repr(made_from).encode()).hexdigest()
-    place = hashlib.sha256(f"{directory}{config.kt_weight_path or ''}".encode()).hexdigest()[:8]
-    fused = (
-        "-fused" if plan.fuse_shared_experts else ""
-    )  # with a GPU they may not be: else starts would take turns
-    name = f"{directory.name}-{place}-{plan.expert_format}-{plan.dtype}{fused}.packed"
-    about = f"{directory} ({plan.expert_format} experts, files as of {key[:8]})"
-    return PackedCache(
-        Path(config.packed_cache).expanduser() / name, key, about, ops.workspace, ops.pool, _say,
-        dense=plan.gpu is None,
-    )  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What is known when the first weight is read."""
 
+    config: EngineConfig
+    plan: Plan
+    model_config: ModelConfig
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    ops: CpuOps
+    packed: PackedStart
+    progress: models.Progress | None
 
-def _say(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
+    def on_cpu(self) -> EngineParts:
+        usage = expert_usage(self.config, self.plan, self.model_config)
+        model = self.packed.built(lambda: self._model(self.ops, None, usage))
+        return self._parts(model, usage)
 
+    def on_gpu(self) -> EngineParts:
+        from tandem.engine.gpu_side import gpu_side, live_experts  # Triton is there only where a GPU is
 
-def _verifying(progress: models.Progress | None) -> Callable[[int, int], None]:
-    def report(done: int, total: int) -> None:
-        if progress is not None:
-            progress("verifying packed cache", done, total)
+        gpu = gpu_side(self.plan, self.model_config, self.ops)
+        on_gpu = gpu.placement.on_gpu
+        usage = expert_usage(self.config, self.plan, self.model_config, gpu.ops.device, on_gpu)
+        self.packed.confirm()  # experts are copied to where they live
+        parts = self._parts(self._model(gpu.ops, gpu.store, usage), usage)
+        live = live_experts(self.plan, gpu, usage, self.progress)
+        return replace(parts, live=live, handoff=gpu.handoff, begin_step=gpu.ops.begin_step)
 
-    return report
+    def _model(self, ops: Ops, store: ExpertStore | None, usage: ExpertUsage | None) -> Model:
+        kept = self.packed.cache
+        return models.build(
+            self.model_config, self.plan, self.checkpoint, ops, self.progress, store, kept, usage
+        )
+
+    def _parts(self, model: Model, usage: ExpertUsage | None) -> EngineParts:
+        recorder = expert_recorder(self.config, self.model_config, usage)
+        return EngineParts(
+            self.plan, self.model_config, model, self.tokenizer, self.ops.pool, usage, recorder
+        )
 
 
 def use_one_torch_thread() -> None:

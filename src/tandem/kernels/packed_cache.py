@@ -9,12 +9,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 
 from tandem import _core
-from tandem.errors import CheckpointError
+from tandem.errors import CacheDamaged, CheckpointError
 from tandem.kernels.cpu import PackedExperts, PackedMatrix
-from tandem.kernels.packed_file import PackedFile, PackedWriter, Verified, read_ahead
+from tandem.kernels.packed_file import PackedFile, PackedWriter
+from tandem.kernels.verification import Verification, Verified
 
 Say = Callable[[str], None]
 Packed = PackedMatrix | PackedExperts
@@ -40,6 +40,7 @@ class PackedCache:
         self.path, self._key, self._about, self.dense = path, key, about, dense
         self._workspace, self._pool, self._say = workspace, pool, say
         self._file: PackedFile | None = None
+        self._verification: Verification | None = None  # of what nobody has confirmed yet
         self._adopted: dict[str, Packed] = {}
         self._writing: _Writing | None = None
 
@@ -50,22 +51,56 @@ class PackedCache:
 
     def open(self, progress: Verified) -> bool:
         """Maps and verifies the file. False when there is none that can be used."""
-        if not self.path.exists():
-            return False
         try:
-            self._file = self._verified(progress)
-        except (CheckpointError, OSError) as error:
-            reason = error if isinstance(error, CheckpointError) else f"{self.path}: {error.strerror}"
-            self._say(f"packed cache: {reason}; the model is packed again")
-        return self._file is not None
+            self.begin()
+            self.confirm(progress)
+        except CacheDamaged:
+            return False
+        return self.mapped
 
-    def _verified(self, progress: Verified) -> PackedFile:
+    def begin(self, begun: Verification | None = None) -> None:
+        """Maps the file and begins to verify it; `begun`, if it is this file's, goes on. What is taken from it
+        meanwhile must not be used before `confirm`."""
+        if begun is not None and (begun.file.path != self.path or begun.file.table.key != self._key):
+            begun.stop()
+            begun = None
+        if begun is None and not self.path.exists():
+            return
+        try:
+            self._verification = begun or self._begun()
+        except (CheckpointError, OSError) as error:
+            self._refuse(error)
+        else:
+            self._file = self._verification.file
+
+    def _begun(self) -> Verification:
         file = PackedFile(self.path)
         if file.table.key != self._key:
             raise CheckpointError(f"{self.path} was made from {file.table.about}, not from {self._about}")
-        Thread(target=read_ahead, args=(self.path,), daemon=True).start()
-        file.verify(self._pool, progress, in_place=self.dense)  # what goes to a GPU is not mapped
-        return file
+        return Verification(file, self._pool, in_place=self.dense)  # what goes to a GPU is not mapped
+
+    def confirm(self, progress: Verified) -> None:
+        """Waits until all of the file is verified. CacheDamaged, after saying why, if it is not what was written: then
+        whatever was taken from it is wrong, and there is no file any more."""
+        if self._verification is None:
+            return
+        verification, self._verification = self._verification, None
+        try:
+            verification.wait(progress)
+        except CheckpointError as error:
+            self._file = None
+            self._adopted.clear()
+            self._refuse(error)
+            raise CacheDamaged(str(error)) from error
+
+    def stop(self) -> None:
+        """Nobody waits for `confirm` any more."""
+        if self._verification is not None:
+            self._verification.stop()
+
+    def _refuse(self, error: CheckpointError | OSError) -> None:
+        reason = error if isinstance(error, CheckpointError) else f"{self.path}: {error.strerror}"
+        self._say(f"packed cache: {reason}; the model is packed again")
 
     def matrix(self, name: str) -> PackedMatrix | None:
         section = self._file.sections.get(name) if self._file and self.dense else None
@@ -95,10 +130,12 @@ class PackedCache:
         return KeptLayer(self, name)
 
     def keep(self, name: str, packed: object) -> None:
-        """Writes it; returns at once. `packed` must not be loaded into any more. What is not packed is not kept."""
+        """Writes it; returns at once. `packed` must not be loaded into any more. What is not packed is not kept.
+        CacheDamaged as `confirm`."""
         if not isinstance(packed, PackedMatrix | PackedExperts):
             return
         if self._writing is None:
+            self.confirm(lambda _done, _total: None)  # what is written once more gets new checksums
             self._writing = _Writing(self.path, self._pool, self._say)
             if self._file is not None:
                 self._say(f"packed cache: {self.path} lacks {name}; it is written again")

@@ -15,8 +15,6 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,10 +28,6 @@ HEAD = struct.Struct("<8sQQQ")
 HEAD_BYTES = 4096
 BLOCK_BYTES = 1 << 20
 HUGE_PAGE, LINE = 2 << 20, 64
-VERIFY_BYTES = 1 << 30  # checked between two reports of progress
-READ_AHEAD_BYTES = 64 << 20
-
-Verified = Callable[[int, int], None]  # bytes checked, bytes in all
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -62,7 +56,7 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class PackedFile:
-    """A packed file, mapped. Opening checks head and table; `verify` checks everything else.
+    """A packed file, mapped. Opening checks head and table; a `Verification` checks everything else.
 
     Raises CheckpointError naming the file and what is wrong with it, OSError when it cannot be read.
     """
@@ -91,20 +85,12 @@ class PackedFile:
         except msgspec.MsgspecError as error:
             raise self._wrong(f"has a table of another version ({error})") from error
 
-    def verify(self, pool: _core.WorkerPool, progress: Verified, in_place: bool = True) -> None:
-        """Reads every section once, on all workers, in the order of the file. CheckpointError for the first damage.
+    def check(self, pool: _core.WorkerPool, parts: list[Part], in_place: bool) -> None:
+        """Reads these once, on all workers. CheckpointError for the first damage.
 
         in_place: in the mapping, whose pages are there for use afterwards; else through small buffers, and nothing is
         mapped.
         """
-        parts = [part for section in self.table.sections for part in section.parts]
-        total, done = sum(part.nbytes for part in parts), 0
-        for batch in _batches(parts):
-            self._verify(pool, batch, in_place)
-            done += sum(part.nbytes for part in batch)
-            progress(done, total)
-
-    def _verify(self, pool: _core.WorkerPool, parts: list[Part], in_place: bool) -> None:
         try:
             found = checksums_of(pool, *map(self.view, parts), in_place=in_place)
         except CheckpointError as error:
@@ -123,34 +109,6 @@ class PackedFile:
 
     def _wrong(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path} {what}")
-
-
-def _pieces(part: Part) -> Iterator[Part]:
-    """The part in pieces of at most VERIFY_BYTES; an empty part has none."""
-    blocks = VERIFY_BYTES // BLOCK_BYTES
-    for first in range(0, part.nbytes, VERIFY_BYTES):
-        index = first // BLOCK_BYTES
-        length = min(VERIFY_BYTES, part.nbytes - first)
-        yield Part(part.offset + first, length, part.checksums[index : index + blocks])
-
-
-def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Their pieces, VERIFY_BYTES or more together: workers wait for each other only once in a batch."""
-    batch: list[Part] = []
-    for piece in chain.from_iterable(map(_pieces, parts)):
-        batch.append(piece)
-        if sum(piece.nbytes for piece in batch) >= VERIFY_BYTES:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def read_ahead(path: Path) -> None:
-    """Asks the kernel for the whole file, in order; returns when the disk's queue has taken all of it."""
-    with path.open("rb") as file:
-        for offset in range(0, os.fstat(file.fileno()).st_size, READ_AHEAD_BYTES):
-            os.posix_fadvise(file.fileno(), offset, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def checksum_of(data: bytes) -> int:

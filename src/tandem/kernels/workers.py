@@ -5,9 +5,10 @@ from __future__ import annotations
 from tandem._core import WorkerPool
 from tandem.config.machine import Machine
 from tandem.config.plan import Plan
+from tandem.config.threads import Threads
 
 
-def planned_pool(plan: Plan) -> WorkerPool:
+def planned_pool(plan: Plan | Threads) -> WorkerPool:
     """One worker per thread of the plan."""
     return WorkerPool(list(plan.cpus), nodes=list(plan.parts), memory_nodes=list(plan.part_nodes))
 
