@@ -7,11 +7,13 @@
 Writes a random Qwen3-30B-A3B (bf16, `--layers` of its 48) into the directory, reads its files with as many threads as
 loading uses, loads it in a process of its own, and removes everything. Two plain reads are measured: into one small
 buffer per thread (`read`, which touches each byte once), and into memory of the files' size that is new to the process
-(`read_into_memory`: what a loader must do at least). With --packed-cache the model is loaded three times: to write the
-packed file, from the packed file, and again. Nothing is dropped from the page cache, so with a directory on a disk the
-files come from memory too, if they fit. In a virtual machine memory that the guest has not used yet costs several times
-as much as clearing it: the first `read_into_memory` is that, the second and the loads after it are what a machine does
-that has been up for a while; `--again N` loads N times more in the same process (`seconds_again`). No GPU is used
+(`read_into_memory`: what a loader must do at least). Memory's speed may change within seconds, so both are measured
+before and after every load, which is compared with the mean of those two (`of_read`, `of_read_into_memory`); `busy` is
+the processor time of the load as a share of its threads' time. With --packed-cache the model is loaded once to write
+the packed file, whose bytes are what is read from then on, and `--repeat` times from it. Nothing is dropped from the
+page cache, so with a directory on a disk the files come from memory too, if they fit. In a virtual machine memory that
+the guest has not used yet costs several times as much as clearing it: so one of each read comes before those that
+count; `--again N` loads N times more in the same process (`seconds_again`). No GPU is used
 unless --gpu-experts-ratio says which share of the experts to put there; CUDA has started and Triton is imported before
 the time is taken, which takes as long as loading a small model.
 `--profile` loads once more, under Python's profiler, and prints where the main thread was. What the parts of loading
@@ -143,17 +145,17 @@ def read_seconds(files: list[Path], threads: int, memory: mmap.mmap | None = Non
     return seconds
 
 
-def measure_reads(files: list[Path], threads: int, into_memory: bool) -> dict[str, Any]:
+def measure_reads(files: list[Path], threads: int, into_memory: bool) -> dict[str, float]:
+    """GB/s of one plain read of each kind."""
     nbytes = sum(file.stat().st_size for file in files)
-    row: dict[str, Any] = {"gigabytes": nbytes / 1e9, "files": len(files), "threads": threads}
-    row["read_gb_per_s"] = [nbytes / 1e9 / read_seconds(files, threads) for _ in range(3)]
-    rates = []
-    for _ in range(2 if into_memory else 0):
-        memory = mmap.mmap(-1, nbytes + CHUNK * (len(files) + 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    rates = {"read": nbytes / 1e9 / read_seconds(files, threads)}
+    if into_memory:
+        size = nbytes + CHUNK * (len(files) + 1)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-        rates.append(nbytes / 1e9 / read_seconds(files, threads, memory))
+        rates["read_into_memory"] = nbytes / 1e9 / read_seconds(files, threads, memory)
         memory.close()
-    return row | {"read_into_memory_gb_per_s": rates}
+    return rates
 
 
 class Memory(threading.Thread):
@@ -267,28 +269,42 @@ def load(model: Path, cache: Path | None, options: argparse.Namespace) -> dict[s
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def measure_loads(
+    files: list[Path], model: Path, cache: Path | None, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Of `files`: their plain reads, and loads between those."""
+    into_memory = cache is None
+    measure_reads(files, options.threads, into_memory)  # pages that this machine has not used yet cost more
+    gigabytes = sum(file.stat().st_size for file in files) / 1e9
+    reads, loads = [measure_reads(files, options.threads, into_memory)], []
+    for _ in range(options.repeat):
+        found = load(model, cache, options)
+        reads.append(measure_reads(files, options.threads, into_memory))
+        row = {"gb_per_s": gigabytes / found["seconds"]} | found
+        for kind in reads[-1]:
+            row[f"of_{kind}"] = row["gb_per_s"] / ((reads[-2][kind] + reads[-1][kind]) / 2)
+        row["busy"] = (row["system_seconds"] + row["user_seconds"]) / (row["threads"] * row["seconds"])
+        loads.append(row)
+        print(json.dumps(row), flush=True)
+    rates = {f"{kind}_gb_per_s": [read[kind] for read in reads] for kind in reads[0]}
+    return {"gigabytes": gigabytes, "files": len(files), **rates, "loads": loads}
+
+
 def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
-    model, cache, threads = path / "model", path / "cache", options.threads
+    model, cache = path / "model", path / "cache" if options.packed_cache else None
     start = time.perf_counter()
-    write_model(model, options.layers, threads)
+    write_model(model, options.layers, options.threads)
     print(f"written in {time.perf_counter() - start:.1f} s", flush=True)
     files = sorted(model.glob("*.safetensors"))
-    row = measure_reads(files, threads, into_memory=not options.packed_cache) | {"layers": options.layers}
-    row["gpu_experts_ratio"] = options.gpu_experts_ratio
-    kinds = (
-        ["load"] * options.repeat
-        if not options.packed_cache
-        else ["load_and_write_cache", "cached", "cached"]
-    )
-    row["loads"] = []
-    for kind in kinds:
-        if kind == "cached" and "packed_read" not in row:
-            row["packed_read"] = measure_reads(sorted(cache.glob("*.packed")), threads, into_memory=False)
-        found = load(model, cache if options.packed_cache else None, options)
-        gigabytes = row["packed_read"]["gigabytes"] if kind == "cached" else row["gigabytes"]
-        row["loads"].append({"kind": kind, "gb_per_s": gigabytes / found["seconds"], **found})
-        print(json.dumps(row["loads"][-1]), flush=True)
-    return row
+    row: dict[str, Any] = {"layers": options.layers, "gpu_experts_ratio": options.gpu_experts_ratio}
+    row["threads"] = options.threads
+    if cache is None:
+        return row | {"checkpoint": measure_loads(files, model, None, options)}
+    written = load(model, cache, options)
+    print(json.dumps({"kind": "load_and_write_cache", **written}), flush=True)
+    plain = [measure_reads(files, options.threads, False)["read"] for _ in range(2)]
+    found = measure_loads(sorted(cache.glob("*.packed")), model, cache, options)
+    return row | {"load_and_write_cache": written, "checkpoint_read_gb_per_s": plain, "packed_cache": found}
 
 
 def machine() -> dict[str, Any]:
@@ -334,7 +350,19 @@ def main() -> None:
     result = {"command": " ".join(sys.argv), "commit": options.commit, "machine": machine(), **row}
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
-    print(json.dumps({k: v for k, v in row.items() if k != "loads"}))
+    print_summary(row)
+
+
+def print_summary(row: dict[str, Any]) -> None:
+    """A line for each load beside the two reads around it."""
+    for what in ("checkpoint", "packed_cache"):
+        part = row.get(what, {"loads": []})
+        for index, one in enumerate(part["loads"]):
+            text = f"{what} {part['gigabytes']:.1f} GB: {one['gb_per_s']:.1f} GB/s, busy {one['busy']:.2f}"
+            for kind in (k for k in ("read", "read_into_memory") if f"of_{k}" in one):
+                around = part[f"{kind}_gb_per_s"][index : index + 2]
+                text += f"; {one[f'of_{kind}']:.2f} of {kind} ({around[0]:.1f}, {around[1]:.1f})"
+            print(text)
 
 
 if __name__ == "__main__":

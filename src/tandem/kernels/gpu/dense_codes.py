@@ -8,10 +8,10 @@ For more rows the matrix is unpacked into scratch, some columns at a time, and m
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from tandem._core import WorkerPool
 from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes
 from tandem.formats.gpu_reading import refusal
@@ -19,6 +19,7 @@ from tandem.kernels.cpu import PackedMatrix
 from tandem.kernels.gpu import code_mma, code_tiles
 from tandem.kernels.gpu.linear import multiplied
 from tandem.kernels.gpu.panels import Panels
+from tandem.kernels.gpu.uploads import uploaded_bytes
 from tandem.kernels.packable import scale_type
 
 FEW_ROWS = 16
@@ -35,11 +36,13 @@ def readable(weight: WeightCodes) -> bool:
 class GpuCodes:
     """A matrix [N, K] in GPU memory, in the bytes that the CPU's kernels read. x is bfloat16."""
 
-    def __init__(self, packed: PackedMatrix, bias: Tensor | None, device: torch.device) -> None:
-        """packed: of which a copy is made."""
+    def __init__(
+        self, packed: PackedMatrix, bias: Tensor | None, device: torch.device, workers: WorkerPool
+    ) -> None:
+        """packed: of which `workers` make a copy."""
         self.out_features, self.in_features = packed.out_features, packed.in_features
         self.panels = Panels(*packed.layout())
-        self.pool = _uploaded(packed, device)
+        self.pool = uploaded_bytes(packed.parts()[0], device, workers)
         self._mma = code_mma.reads(self.panels, self.pool.device)
         if self._mma:
             code_mma.prepare(self.panels, self.pool.device)
@@ -69,10 +72,3 @@ class GpuCodes:
             code_tiles.unpack(self.pool, self.panels, first, weight)
             out[:, first:last] = multiplied(x, weight, bias, out.dtype)
         return out
-
-
-def _uploaded(packed: PackedMatrix, device: torch.device) -> Tensor:
-    panels = packed.parts()[0]
-    here = torch.empty(panels.nbytes, dtype=torch.uint8)
-    here.numpy()[:] = np.frombuffer(panels, dtype=np.uint8)
-    return here.to(device)

@@ -81,7 +81,8 @@ class GpuOps:
             return GpuLinear(self._there(weight), bias, fmt, self.device)
         if not self.reads(weight):
             return GpuLinear(decoded(weight), bias, fmt, self.device)
-        return GpuCodes(PackedMatrix.from_codes(self.cpu.workspace, weight), bias, self.device)
+        packed = PackedMatrix.from_codes(self.cpu.workspace, weight)
+        return GpuCodes(packed, bias, self.device, self.cpu.pool)
 
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead:
         raise KernelError("latent attention has no GPU kernels")

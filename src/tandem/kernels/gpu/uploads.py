@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,17 +80,28 @@ def uploaded(blocks: Sequence[Tensor], device: torch.device, workers: WorkerPool
     whole = torch.empty((sum(map(len, blocks)), *first.shape[1:]), dtype=first.dtype, device=device)
     if min(block.nbytes for block in blocks) < LEAST_BYTES or not all(b.is_contiguous() for b in blocks):
         return whole.copy_(torch.cat(tuple(blocks)))
-    staging, end = Staging(min(BUFFER_BYTES, whole.nbytes), device.type == "cuda"), 0
-    target = whole.view(torch.uint8).flatten()
-    for block in blocks:
-        for part in block.detach().view(torch.uint8).flatten().split(BUFFER_BYTES):
-            there = target[end : end + len(part)]
-            staging.send(
-                len(part), partial(copy_bytes, workers, part), partial(there.copy_, non_blocking=True)
-            )
-            end += len(part)
-    staging.finish()
+    each = (block.detach().view(torch.uint8).flatten().split(BUFFER_BYTES) for block in blocks)
+    _send(chain.from_iterable(each), whole.view(torch.uint8).flatten(), workers)
     return whole
+
+
+def uploaded_bytes(data: memoryview, device: torch.device, workers: WorkerPool) -> Tensor:
+    """uint8 [its bytes] on the device."""
+    whole = torch.empty(data.nbytes, dtype=torch.uint8, device=device)
+    if data.nbytes < LEAST_BYTES:
+        return whole.copy_(torch.from_numpy(np.array(data)))
+    _send((data[at : at + BUFFER_BYTES] for at in range(0, data.nbytes, BUFFER_BYTES)), whole, workers)
+    return whole
+
+
+def _send(parts: Iterable[Tensor | memoryview], target: Tensor, workers: WorkerPool) -> None:
+    """Parts of at most BUFFER_BYTES, one after the other into uint8 [their bytes]."""
+    staging, end = Staging(min(BUFFER_BYTES, target.nbytes), target.is_cuda), 0
+    for part in parts:
+        there = target[end : end + part.nbytes]
+        staging.send(part.nbytes, partial(copy_bytes, workers, part), partial(there.copy_, non_blocking=True))
+        end += part.nbytes
+    staging.finish()
 
 
 def _side_by_side(slots: Sequence[int]) -> list[tuple[int, int]]:
