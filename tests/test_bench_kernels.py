@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -15,6 +16,7 @@ from tandem.cli import bench_formats
 from tandem.cli.app import app
 from tandem.cli.bench_experts import (
     Shape,
+    Timing,
     TorchExperts,
     Workload,
     packed_layers,
@@ -23,7 +25,7 @@ from tandem.cli.bench_experts import (
 )
 from tandem.cli.bench_kernels import ceiling_rows, ceilings_table, fit, result_tables
 from tandem.errors import ConfigError
-from tandem.kernels.ceilings import Ceilings, Roofs, last_level_cache_bytes
+from tandem.kernels.ceilings import Ceilings, DramReader, Roofs, last_level_cache_bytes
 from tandem.kernels.reference import TorchOps
 
 TINY = Shape("64x32x6x2", 64, 32, 6, 2)
@@ -93,6 +95,27 @@ def test_ceilings_keep_the_best_of_all_repeats() -> None:
     assert 0 < roofs.of("scalar", "f32").flops < 1e30
 
 
+def test_memory_is_read_where_experts_lie() -> None:
+    """All of it, of each memory node, some layers at a time; and a buffer of its own, to its last KiB."""
+    pool = _core.WorkerPool([-1, -1], 20, [0, 1])
+    layers = packed_layers(Shape("s", 256, 128, 2, 2), "int8", "scalar", pool, 3)
+    assert all(len(layer.all_places()) == 2 for layer in layers)
+    held = sum(layer.loaded * layer.bytes_per_expert for layer in layers)
+    assert sum(each.bytes for layer in layers for each in layer.all_places()) == held
+    dense, data = _core.DenseOps(pool, "scalar"), torch.empty(3 * 1024 * 256)
+    dense.fill_memory(data, 0.5)
+    assert dense.read_memory(data) == data.sum() == len(data) / 2
+    assert DramReader.of(layers, pool, "scalar").mean_gbps(0.0) > 0
+
+
+def test_a_row_shows_the_turn_in_the_middle() -> None:
+    work, fast, slow = Workload(TINY, 1), Ceilings(100.0, 1e18), Ceilings(50.0, 1e18)
+    least = fast.bound_seconds(work.bytes_read("bf16"), work.operations)
+    turns = ((2 * least, fast), (1.25 * least, fast), (3 * least, slow))
+    row = Timing("tandem", work, "bf16", "t", turns).result()
+    assert (row.share, row.ceiling) == (pytest.approx(2 / 3), 50.0)
+
+
 def test_bad_flags_name_what_to_change() -> None:
     for flags, message in [
         (["--shape", "64x32"], "HIDDENxWIDTHxEXPERTSxTOPK"),
@@ -124,7 +147,8 @@ def test_every_format_can_be_measured(fmt: str) -> None:
     """And its size is what the core says that it packs."""
     shape = Shape("s", 512, 256, 2, 2)
     layers = packed_layers(shape, fmt, "scalar", _core.WorkerPool([-1], 20), 1)
-    y = layers[0](Workload(shape, 3).x, Workload(shape, 3).ids[0], Workload(shape, 3).weights)
+    work = Workload(shape, 3)
+    y = layers[0].forward(work.x, work.ids[0], work.weights)
     assert y.isfinite().all() and y.any()
     assert bench_formats.expert_bytes(512, 256, fmt) / shape.weights_per_expert * 8 == pytest.approx(
         BITS[fmt], rel=3e-3

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.h"
 #include "bindings/recording.h"
@@ -138,6 +139,11 @@ struct Ops {
     dense.fill_memory(static_cast<float*>(out.data), 4 * out.shape[0], value);
   }
 
+  float read_ranges(const std::vector<std::vector<ByteRange>>& of_node) const {
+    const nb::gil_scoped_release unlocked;
+    return dense.read_ranges(of_node);
+  }
+
   float read_memory(nb::handle data) const {
     const TensorView in = view_of(data, "data", {Element::f32}, {kAnySize});
     const nb::gil_scoped_release unlocked;
@@ -210,6 +216,7 @@ void bind_dense(nb::module_& m) {
            nb::arg("weights"), nb::arg("tokens") = nb::none(), nb::arg("seen") = nb::none(),
            nb::arg("chosen") = nb::none())
       .def("fill_memory", &Ops::fill_memory, nb::arg("data"), nb::arg("value"), "What read_memory is to read.")
+      .def("read_ranges", &Ops::read_ranges, nb::arg("of_node"), "Reads each node's ranges once, with all workers.")
       .def("read_memory", &Ops::read_memory, nb::arg("data"), "Reads once with all workers; returns a checksum.");
 }
 

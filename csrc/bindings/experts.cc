@@ -206,6 +206,8 @@ void bind_experts(nb::module_& m) {
       .def("release", &ExpertLayer::release, nb::arg("place"), "Nobody comes: the reserved place is free.")
       .def("place_of", &place_of, nb::arg("expert"), "The place that it lies in.")
       .def("pieces", &pieces_of, nb::arg("place"), "(offset in the packed bytes, address, bytes) of each.")
+      .def("all_places", &ExpertLayer::all_places,
+           "What places lie in, for each memory node; empty: nothing is loaded.")
       .def("own_memory", &own_memory_of, "(address, bytes) of what places lie in; (0, 0): none, or in a file.")
       .def_prop_ro("in_file", &ExpertLayer::in_file, "Whether they lie in a mapped file.")
       .def_prop_ro("loaded", &ExpertLayer::loaded, "How many experts are here.")

@@ -83,6 +83,13 @@ std::vector<ByteRange> ExpertLayer::bytes(int first, int count) const {
   return ranges;
 }
 
+std::vector<ByteRange> ExpertLayer::all_places() const {
+  std::vector<ByteRange> ranges;
+  for (const NodeSlice& slice : slices_)
+    if (panels_) ranges.push_back({panels_ + slice.offset, places_.count() * slice.expert_bytes});
+  return ranges;
+}
+
 ByteRange ExpertLayer::packed() const {
   if (!places_.for_all()) throw std::invalid_argument("this layer holds only some of its experts");
   return {panels_, memory_bytes()};

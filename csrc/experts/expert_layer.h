@@ -85,8 +85,9 @@ class ExpertLayer {
   void settle(int expert, int32_t place);
   void release(int32_t place);
   int32_t place_of(int expert) const;
-  std::vector<Piece> pieces(int32_t place);  // in the order of their offsets, as few as can be
-  ByteRange own() const;                     // the memory that places lie in; none if they lie in a file
+  std::vector<Piece> pieces(int32_t place);   // in the order of their offsets, as few as can be
+  std::vector<ByteRange> all_places() const;  // of each memory node; empty as long as nothing was loaded
+  ByteRange own() const;                      // the memory that places lie in; none if they lie in a file
   int64_t experts_used() const { return int64_t(plan_.experts.size()); }  // by the last chunk of the last batch
 
   // Packs one expert on the pool. Throws std::out_of_range for an expert that does not exist.

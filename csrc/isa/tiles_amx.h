@@ -1,4 +1,10 @@
 // Matrix tiles in hardware (AMX-TILE, AMX-BF16). Tile numbers must be literals, so the whole 2 x 2 block is here.
+//
+// A tile is zeroed after its last use, which gives its physical register back. Where the core's other hyperthread is
+// busy, be it somebody else's, there is hardly one more of them than tiles: with all eight in use each product then
+// waits for the one before, 24 ns where 6 (registers alone: 16) are possible, and 16 with unused tiles zeroed. A core
+// of one's own gives 6 either way (benchmarks/probes/amx_renaming.cc). On a host where half the cores were shared,
+// tiles from L1 went from 9.2 to 14.1 TFLOPS, layers of 1024 tokens and more took 12 to 18 % less time.
 #pragma once
 
 #include <immintrin.h>
@@ -68,11 +74,15 @@ struct AmxTiles {
       _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, b[1] + 1024 * s, 64);
       _tile_dpbf16ps(1, 4, 7);
+      _tile_zero(4);
       if (kRowTiles == 2) {
         _tile_loadd(5, rows + a.group, a.stride);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
+        _tile_zero(5);
       }
+      _tile_zero(6);
+      _tile_zero(7);
       between();
     }
     fence();
@@ -81,7 +91,11 @@ struct AmxTiles {
     if (kRowTiles == 2) {
       _tile_stored(2, y1, y_bytes);
       _tile_stored(3, y1 + 16, y_bytes);
+      _tile_zero(2);
+      _tile_zero(3);
     }
+    _tile_zero(0);
+    _tile_zero(1);
     fence();
   }
 
@@ -100,11 +114,16 @@ struct AmxTiles {
         _tile_dpbf16ps(2, 5, 6);
         _tile_loadd(7, b[1] + 1024 * s, 64);
         _tile_dpbf16ps(3, 5, 7);
+        _tile_zero(5);
+        _tile_zero(6);
+        _tile_zero(7);
         between();
       }
       fence();
       _tile_stored(2, y, 4 * y_stride);
       _tile_stored(3, y + 16, 4 * y_stride);
+      _tile_zero(2);
+      _tile_zero(3);
     } else {
       multiply<1>(a, b, steps, y, y_stride, false, between);
     }
@@ -128,9 +147,13 @@ struct AmxTiles {
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, step + 3072, 64);
         _tile_dpbf16ps(1, 4, 7);
+        _tile_zero(4);
         _tile_loadd(5, step + 1024, 64);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
+        _tile_zero(5);
+        _tile_zero(6);
+        _tile_zero(7);
       }
     fence();
   }

@@ -77,10 +77,11 @@ struct DenseOps {
   };
   void route(int64_t rows, const Route& args) const;
 
-  // A ceiling of this machine: reads `bytes` (rounded down to 4 KiB per worker) once, shared out over all workers;
-  // returns the sum of the bytes as floats so that the reads happen.
-  float read_memory(const void* data, int64_t bytes) const;
-  // Writes it, each worker what it will read: so memory that was never touched comes from the worker's own node.
+  // A ceiling of this machine: all workers read each node's ranges once (each rounded down to 1 KiB); returns the sum
+  // of the bytes as floats so that the reads happen.
+  float read_ranges(const std::vector<std::vector<ByteRange>>& of_node) const;
+  float read_memory(const void* data, int64_t bytes) const;  // of what fill_memory wrote
+  // Each worker writes a share: so memory that was never touched comes from the worker's own node.
   void fill_memory(float* data, int64_t bytes, float value) const;
 };
 

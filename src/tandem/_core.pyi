@@ -169,6 +169,9 @@ class DenseOps:
     def fill_memory(self, data: object, value: float) -> None:
         """What read_memory is to read."""
 
+    def read_ranges(self, of_node: Sequence[Sequence[ByteRange]]) -> float:
+        """Reads each node's ranges once, with all workers."""
+
     def read_memory(self, data: object) -> float:
         """Reads once with all workers; returns a checksum."""
 
@@ -335,6 +338,9 @@ class ExpertLayer:
 
     def pieces(self, place: int) -> list[tuple[int, int, int]]:
         """(offset in the packed bytes, address, bytes) of each."""
+
+    def all_places(self) -> list[ByteRange]:
+        """What places lie in, for each memory node; empty: nothing is loaded."""
 
     def own_memory(self) -> tuple[int, int]:
         """(address, bytes) of what places lie in; (0, 0): none, or in a file."""

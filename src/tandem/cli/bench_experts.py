@@ -16,6 +16,7 @@ from tandem.cli import bench_formats
 from tandem.errors import ConfigError
 from tandem.kernels.ceilings import Ceilings, repeat_seconds
 from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.packed_experts import PackedExperts
 
 ROUTINGS = 16  # different random routings that repeats rotate through
 
@@ -172,16 +173,16 @@ def time_layers(layers: list[Layer], work: Workload, min_seconds: float) -> floa
 
 def packed_layers(
     shape: Shape, fmt: str, tier: str, pool: _core.WorkerPool, count: int, int8_activations: bool = False
-) -> list[Layer]:
+) -> list[PackedExperts]:
     ops = CpuOps(pool, tier, int8_activations)
     gate, up, down = (bench_formats.as_stored(w, fmt) for w in random_expert(shape))
     numbers = fmt if fmt in bench_formats.NUMBERS else "bf16"
-    layers: list[Layer] = []
+    layers: list[PackedExperts] = []
     for _ in range(count):
         layer = ops.experts(shape.experts, shape.hidden, shape.width, numbers)
         for expert in range(shape.experts):
             layer.load(expert, gate, up, down)
-        layers.append(layer.forward)
+        layers.append(layer)
     return layers
 
 

@@ -126,7 +126,7 @@ def _decode_rows(
         "format": built.plan.expert_format,
     }  # fmt: skip
     yield {"bench": "memory", **where, "gpu_share": share, **taken}
-    reader = DramReader(built.workers, built.plan.tier)
+    reader = dram_reader(built)
     for batch in request.batches:
         before, sides = built.side.handoff.used(), built.sides()
         times, dram = _steps_and_reads(built, batch, request, reader)
@@ -246,8 +246,14 @@ def _steps_and_reads(
     times, gbps = [], []
     for seconds in step_times(built, batch, request):
         times.append(seconds)
-        gbps.append(reader.gbps(READ_SECONDS))
+        gbps.append(reader.mean_gbps(READ_SECONDS))
     return times, gbps
+
+
+def dram_reader(built: Built) -> DramReader:
+    """Of the CPU's experts where they lie; of anything, where there are none."""
+    layers, pool, tier = built.side.handoff.layers, built.workers, built.plan.tier
+    return DramReader.of(layers, pool, tier) if layers else DramReader(pool, tier)
 
 
 def step_times(built: Built, batch: int, request: Request) -> Iterator[float]:

@@ -133,7 +133,6 @@ class Bench:
     def __init__(self, request: Request, machine: Machine, pools: list[_core.WorkerPool]) -> None:
         self.request, self.machine, self.pools, self.pool = request, machine, pools, pools[-1]
         self.best_tier = machine.tiers[-1]  # PyTorch may use anything that this machine has
-        self.reader = DramReader(self.pool, self.best_tier, request.working_set)
         self.roofs = Roofs()
 
     def run(self) -> list[Result]:
@@ -179,30 +178,35 @@ class Bench:
 
     def _packed(self, bench: str, shape: Shape, fmt: str, tier: str, count: int) -> Iterator[Timing]:
         layers = packed_layers(shape, fmt, tier, self.pool, count, int8_activations=bench == A8)
+        calls: list[Layer] = [layer.forward for layer in layers]
+        reader = DramReader.of(layers, self.pool, self.best_tier)
         for tokens in self.request.tokens:
-            yield self._row(bench, Workload(shape, tokens), fmt, tier, layers)
+            yield self._row(bench, Workload(shape, tokens), fmt, tier, calls, reader)
 
     def _torch(self, shape: Shape, count: int) -> Iterator[Timing]:
+        reader = DramReader(self.pool, self.best_tier, self.request.working_set)
         for way, layers in torch_layers(shape, count).items():
             for tokens in self.request.tokens:
-                yield self._row(way, Workload(shape, tokens), "bf16", "torch", layers)
+                yield self._row(way, Workload(shape, tokens), "bf16", "torch", layers, reader)
 
-    def _row(self, bench: str, work: Workload, fmt: str, tier: str, layers: list[Layer]) -> Timing:
+    def _row(
+        self, bench: str, work: Workload, fmt: str, tier: str, layers: list[Layer], reader: DramReader
+    ) -> Timing:
         kinds = [fmt] if bench != A8 else ["bf16", INT8_ACTIVATIONS]  # on AMX many rows are not rounded
         peaks_of = self.best_tier if tier == "torch" else tier
         run_in(layers, work)
-        turns, before = [], self._ceilings_now(peaks_of, kinds)
+        turns, before = [], self._ceilings_now(peaks_of, kinds, reader)
         for _ in range(TURNS):
             seconds = time_layers(layers, work, self.request.min_seconds / TURNS)
-            after = self._ceilings_now(peaks_of, kinds)
+            after = self._ceilings_now(peaks_of, kinds, reader)
             turns.append((seconds, before.mean(after)))
             before = after
         return Timing(bench, work, fmt, tier, tuple(turns))
 
-    def _ceilings_now(self, tier: str, kinds: list[str]) -> Ceilings:
+    def _ceilings_now(self, tier: str, kinds: list[str], reader: DramReader) -> Ceilings:
         seconds = min(TURN_CEILING_SECONDS, self.request.min_seconds)
         peaks = [measure_flops(self.pool, tier, peak_format(kind), seconds) for kind in kinds]
-        return Ceilings(self.reader.gbps(seconds, min_repeats=2), max(peaks))
+        return Ceilings(reader.gbps(seconds, min_repeats=2), max(peaks))
 
 
 def fit(shape: Shape, fmt: str, working_set: int, available_memory: int) -> tuple[Shape, int]:

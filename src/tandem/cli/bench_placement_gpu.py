@@ -23,7 +23,6 @@ from tandem.engine.gpu_side import GpuSide, live_experts
 from tandem.engine.loader import use_one_torch_thread
 from tandem.experts.live_experts import LiveExperts
 from tandem.experts.usage import Asked, Change, Copy, ExpertUsage
-from tandem.kernels.ceilings import DramReader
 
 TURN_TOKENS = 100
 WARM_TOKENS = 20  # decoded before the clock starts; what is measured begins at the trace's first token
@@ -160,7 +159,7 @@ def _turns(
     """The whole trace, some tokens at a time, and between them what memory gives: rows are measured minutes apart, and
     on a shared host it moves. Experts move from the trace's first token on, not before."""
     step = bench_hybrid.decoder(built, 1, request.context)
-    reader = DramReader(built.workers, built.plan.tier)
+    reader = bench_hybrid.dram_reader(built)
     there = trace.to("cuda", torch.int32)[:, :, None]
     for _ in range(WARM_TOKENS):
         step()
@@ -173,6 +172,6 @@ def _turns(
             step()
         seconds = perf_counter() - started
         usage.count()
-        gbps = reader.gbps(bench_hybrid.READ_SECONDS)
+        gbps = reader.mean_gbps(bench_hybrid.READ_SECONDS)
         turns.append(Turn(len(tokens), tokens.numel(), usage.hits - hits, seconds, gbps))
     return turns

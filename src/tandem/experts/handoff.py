@@ -11,7 +11,7 @@ stream runs to its end and the step raises EngineError.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -73,6 +73,11 @@ class Handoff:
         if self._mailbox is not None:
             self._mailbox.add(layer)
         return len(self._layers) - 1
+
+    @property
+    def layers(self) -> Sequence[PackedExperts]:
+        """The CPU's experts, in the order of their numbers."""
+        return self._layers
 
     @contextmanager
     def recording(self) -> Iterator[list[int]]:

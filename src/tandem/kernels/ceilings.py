@@ -6,15 +6,20 @@ Every kernel's time is compared with `Ceilings.bound_seconds`: the roofline mode
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from tandem import _core
 from tandem.config import Machine
+from tandem.kernels.packed_experts import PackedExperts
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 MIN_BURST_SECONDS = 5e-3
@@ -72,19 +77,64 @@ def repeat_seconds(call: Callable[[], object], min_seconds: float = 0.2, min_rep
 
 
 class DramReader:
-    """All workers read a buffer that no cache keeps."""
+    """All workers read memory that no cache keeps: a buffer of their own, or experts where they lie, which is what
+    computing those experts can reach: a virtual machine's memory may be near its cores or not, without its knowing
+    (110 and 160 GB/s, from one buffer to the next)."""
 
     def __init__(self, pool: _core.WorkerPool, tier: str, buffer_bytes: int | None = None) -> None:
-        """Default: `beyond_caches_bytes`."""
-        self._data = torch.empty((buffer_bytes or beyond_caches_bytes()) // 4)
-        self._dense = _core.DenseOps(pool, tier)
-        # or every page would be the same page of zeros; by those who read it
-        self._dense.fill_memory(self._data, 1.0)
+        """A buffer of its own; default: `beyond_caches_bytes`."""
+        data = torch.empty((buffer_bytes or beyond_caches_bytes()) // 4)
+        dense = _core.DenseOps(pool, tier)
+        # or every page would be the same page of zeros
+        dense.fill_memory(data, 1.0)
+        self._parts = cycle([_Part(data.nbytes, partial(dense.read_memory, data))])
+
+    @classmethod
+    def of(cls, layers: Sequence[PackedExperts], pool: _core.WorkerPool, tier: str) -> DramReader:
+        """Reads what these layers lie in, some GiB at a time, one part after the other."""
+        reader, dense = cls.__new__(cls), _core.DenseOps(pool, tier)
+        reader._parts = cycle([_part_of(some, dense) for some in _batched(layers, beyond_caches_bytes())])
+        return reader
 
     def gbps(self, min_seconds: float = 0.2, min_repeats: int = 5) -> float:
         """The best of several readings."""
-        seconds = min(repeat_seconds(lambda: self._dense.read_memory(self._data), min_seconds, min_repeats))
-        return self._data.nbytes / seconds / 1e9
+        return max(self._rates(min_seconds, min_repeats))
+
+    def mean_gbps(self, min_seconds: float = 0.1) -> float:
+        """Of all readings together: what something else that lasts as long can have."""
+        return statistics.harmonic_mean(self._rates(min_seconds, 1))
+
+    def _rates(self, min_seconds: float, min_repeats: int) -> list[float]:
+        rates, started = list[float](), time.perf_counter()
+        while len(rates) < min_repeats or time.perf_counter() - started < min_seconds:
+            part, begun = next(self._parts), time.perf_counter()
+            part.read()
+            rates.append(part.nbytes / (time.perf_counter() - begun) / 1e9)
+        return rates
+
+
+class _Part(NamedTuple):
+    nbytes: int
+    read: Callable[[], object]
+
+
+def _part_of(layers: Sequence[PackedExperts], dense: _core.DenseOps) -> _Part:
+    of_node = [list(ranges) for ranges in zip(*(layer.all_places() for layer in layers), strict=True)]
+    nbytes = sum(each.bytes for ranges in of_node for each in ranges)
+    return _Part(nbytes, partial(dense.read_ranges, of_node))
+
+
+def _batched(layers: Sequence[PackedExperts], size: int) -> Iterator[list[PackedExperts]]:
+    """Neighbours of `size` bytes together; the last ones may be fewer."""
+    some, total = list[PackedExperts](), 0
+    for layer in layers:
+        some.append(layer)
+        total += layer.bytes_per_expert * layer.loaded
+        if total >= size:
+            yield some
+            some, total = [], 0
+    if some:
+        yield some
 
 
 def measure_read_gbps(

@@ -188,6 +188,10 @@ class PackedExperts:
         """Where a place lies: (offset in an expert's packed bytes, address, bytes), one for each memory node or two."""
         return self._core.pieces(place)
 
+    def all_places(self) -> list[_core.ByteRange]:
+        """What all places lie in, for each memory node; empty as long as nothing was loaded."""
+        return self._core.all_places()
+
     def own_memory(self) -> tuple[int, int]:
         """(address, bytes) of all places; (0, 0) where nothing was loaded, or all lies in a file."""
         return self._core.own_memory()
