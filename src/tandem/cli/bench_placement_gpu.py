@@ -12,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,14 +40,15 @@ class _AskedOfTrace(NamedTuple):
 
 class TraceUsage:
     """Counts what the trace chose, where `ExpertUsage` counts what the router would have. That is asked and told as
-    well, so that it takes its time. Hits are counted by where experts are when they are used."""
+    well, so that it takes its time. Nothing else is done between steps: counts lie ready, as the GPU has them ready
+    when it serves, and hits are counted afterwards, by where experts were when they were used."""
 
     def __init__(self, real: ExpertUsage, trace: Tensor, on_gpu: Tensor) -> None:
         self._real, self._trace, self._on_gpu = real, trace, on_gpu.clone()
         self.tokens = 0  # of the trace, decoded so far
         self._counted = 0
-        self._totals = torch.zeros(on_gpu.shape, dtype=torch.int64)
-        self._layers = torch.arange(len(on_gpu))[:, None]
+        self._counts = counts_after_each(trace, on_gpu.shape[1])
+        self._moves: list[tuple[int, Sequence[Change]]] = []  # tokens decoded before, in order
         self.hits = self.swaps = self.swap_rests = 0
 
     @property
@@ -57,25 +59,34 @@ class TraceUsage:
     def copy(self, how: Copy | None) -> None:
         self._real.copy = how
 
-    def count(self) -> Tensor:
-        """int64 [layers, experts], of the trace's tokens so far."""
-        counts, here, layers = self._totals.numpy(), self._on_gpu.numpy(), self._layers.numpy()
-        for token in self._trace[self._counted : self.tokens].numpy():
-            counts[layers, token] += 1  # a token's experts of a layer are distinct
-            self.hits += int(here[layers, token].sum())
-        self._counted = self.tokens
-        return self._totals
+    def count(self) -> None:
+        """`hits`, of the trace's tokens so far. It takes a while, so it is called when no clock runs."""
+        for tokens, changes in self._moves:
+            self._count_until(tokens)
+            for layer, expert, moved in changes:
+                self._on_gpu[layer, expert] = moved
+        self._moves.clear()
+        self._count_until(self.tokens)
+
+    def _count_until(self, tokens: int) -> None:
+        here, layers = self._on_gpu.numpy(), np.arange(len(self._on_gpu))[:, None]
+        self.hits += int(here[layers, self._trace[self._counted : tokens].numpy()].sum())
+        self._counted = tokens
 
     def ask(self) -> _AskedOfTrace:
-        return _AskedOfTrace(self.count().clone(), self._real.ask())
+        return _AskedOfTrace(self._counts[self.tokens], self._real.ask())
 
     def moved(self, changes: Sequence[Change], swaps: int, now: _AskedOfTrace | None = None) -> None:
-        self.count()
         self._real.moved(changes, swaps, None if now is None else now.real)
-        here = self._on_gpu.numpy()
-        for layer, expert, moved in changes:
-            here[layer, expert] = moved
+        self._moves.append((self.tokens, changes))
         self.swaps += swaps
+
+
+def counts_after_each(trace: Tensor, experts: int) -> Tensor:
+    """How often every expert was chosen before the first token, and after each: int32 [tokens + 1, layers, experts]."""
+    counts = torch.zeros(len(trace) + 1, trace.shape[1], experts, dtype=torch.int32)
+    counts[1:].scatter_(2, trace.long(), 1)  # a token's experts of a layer are distinct
+    return counts.cumsum_(0)
 
 
 def measured_rows(request: Request, seen: Traffic) -> Iterator[dict[str, Any]]:
