@@ -20,7 +20,7 @@ def advance(exchange: LiveExchange) -> Settled:
     ended = exchange.end()
     exchange.follow()
     begun = exchange.begin()
-    return Settled(ended.done, ended.dropped + begun.dropped, ended.stranded)
+    return Settled(ended.done, ended.dropped + begun.dropped, ended.stranded, ended.ended + begun.ended)
 
 
 class FakeSlots:

@@ -104,6 +104,7 @@ def finish(exchange: LiveExchange, copies: FakeCopies) -> Settled:
         total.done.extend(settled.done)
         total.dropped.extend(settled.dropped)
         total.stranded.extend(settled.stranded)
+        total.ended.extend(settled.ended)
         copies.arrive(1.0)
     raise AssertionError("never ends")
 
@@ -298,6 +299,32 @@ def test_a_failed_copy_ends_the_layers_exchanges_for_it_may_still_write(
         layer.check()
 
 
+def no_place(*_: object) -> None:
+    raise RuntimeError("no place")
+
+
+@pytest.mark.parametrize(("what", "outcome"), [("settle", "dropped"), ("forget", "done")])
+def test_a_layer_whose_places_fail_leaves_the_others_alone(
+    monkeypatch: pytest.MonkeyPatch, what: str, outcome: str
+) -> None:
+    """What arrives together ends together, but for that one; its layer is ended."""
+    layers, copies = [Layer(1), Layer(2), Layer(3)], FakeCopies()
+    exchange = made(layers, copies, stages=4)
+    wanted = [layer.exchange(i, 1, 1) for i, layer in enumerate(layers)]
+    exchange.add(wanted)
+    advance(exchange)
+    copies.arrive(1.0)
+    monkeypatch.setattr(layers[1].cpu, what, no_place)
+    settled = advance(exchange)
+    assert getattr(settled, outcome)[-1 if outcome == "dropped" else 1] == wanted[1]
+    assert settled.ended == [1] and {wanted[0], wanted[2]} <= set(settled.done)
+    monkeypatch.undo()
+    for layer in layers[::2]:
+        layer.check()
+    exchange.add([layer.exchange(i, 0, 0) for i, layer in enumerate(layers)])
+    assert [e.layer for e in finish(exchange, copies).done] == [0, 2]
+
+
 def test_all_memory_of_experts_is_held_for_dma(caplog: pytest.LogCaptureFixture) -> None:
     layers, copies, told = [Layer(1).cpu, Layer(2).cpu], FakeCopies(), []
     hold_all(layers, copies, lambda what, done, total: told.append((what, done, total)))
@@ -409,6 +436,22 @@ def test_the_time_that_exchanges_take_is_measured_and_weighed() -> None:
     assert free == READS_PER_EXCHANGE and cheap > 0
     assert cost >= READS_PER_EXCHANGE + 5.0 / 0.5 / 2  # two exchanges at most end together
     assert dear < cheap
+
+
+def test_a_lost_layer_is_not_proposed_again_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
+    experts = live(layers, copies, usage)
+    for step in range(40 * GIVE_UP):
+        usage.counts[0, 4:] += 3
+        copies.refuse_downloads = step < 20
+        if step >= 20:
+            usage.counts[1, 3 + step // 20 % 4] += 9
+        take_a_step(experts)
+        copies.arrive(1.0)
+    assert not experts.resting and usage.swaps > 40
+    assert caplog.text.count("of MoE layer 0 stay") == 1
+    for layer in layers:
+        layer.check()
 
 
 def test_moving_that_always_fails_ends_and_fails_no_step(caplog: pytest.LogCaptureFixture) -> None:

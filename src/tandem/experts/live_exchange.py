@@ -67,11 +67,13 @@ class LiveLayer:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What became of exchanges: `stranded` ones put the leaving expert into CPU memory, but their slot is lost."""
+    """What became of exchanges: `stranded` ones put the leaving expert into CPU memory, but their slot is lost. ended:
+    layers in which nothing can move from now on."""
 
     done: list[Exchange] = field(default_factory=list)
     dropped: list[Exchange] = field(default_factory=list)
     stranded: list[Exchange] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +184,14 @@ class LiveExchange:
 
     def _lose(self, move: _Move, error: Exception, settled: Settled) -> None:
         """Copies may still write into its place and its staging memory, so nobody may use them again."""
-        self._layers[move.exchange.layer] = None
+        self._end_layer(move, settled)
         self._busy.discard(move.exchange.layer)
         _refuse(move.exchange, error, settled)
+
+    def _end_layer(self, move: _Move, settled: Settled) -> None:
+        """Its spare place is taken, by whatever that is."""
+        self._layers[move.exchange.layer] = None
+        settled.ended.append(move.exchange.layer)
 
     # -- what ends ---
 
@@ -211,9 +218,7 @@ class LiveExchange:
         return settled
 
     def _commit(self, moves: list[_Move], settled: Settled) -> None:
-        for move in moves:
-            move.layer.cpu.settle(move.exchange.leaving, move.place)
-            move.layer.gpu.point(move.exchange.leaving, -1)
+        moves = [move for move in moves if self._settle(move, settled)]
         try:
             self._tables.publish(self._copies)
         except Exception as error:
@@ -228,12 +233,29 @@ class LiveExchange:
                 self._strand(move, settled)
             return
         for move in placed:
-            move.layer.cpu.forget(move.exchange.coming)
+            self._forget(move, move.exchange.coming, settled)
             settled.done.append(move.exchange)
+
+    def _settle(self, move: _Move, settled: Settled) -> bool:
+        try:
+            move.layer.cpu.settle(move.exchange.leaving, move.place)
+        except Exception as error:
+            self._lose(move, error, settled)
+            return False
+        move.layer.gpu.point(move.exchange.leaving, -1)
+        return True
+
+    def _forget(self, move: _Move, expert: int, settled: Settled) -> None:
+        """It is on the GPU."""
+        try:
+            move.layer.cpu.forget(expert)
+        except Exception:
+            _log.exception("expert %d of MoE layer %d keeps its CPU memory", expert, move.exchange.layer)
+            self._end_layer(move, settled)
 
     def _undo(self, move: _Move, error: Exception, settled: Settled) -> None:
         move.layer.gpu.point(move.exchange.leaving, move.exchange.slot)
-        move.layer.cpu.forget(move.exchange.leaving)
+        self._forget(move, move.exchange.leaving, settled)
         _refuse(move.exchange, error, settled)
 
     def _place(self, move: _Move, settled: Settled) -> bool:
@@ -250,7 +272,7 @@ class LiveExchange:
         index, slot, _, coming = move.exchange
         _log.exception("slot %d of MoE layer %d on the GPU is lost", slot, index)
         move.layer.gpu.point(coming, -1)
-        self._layers[index] = None  # its spare place is taken
+        self._end_layer(move, settled)
         settled.stranded.append(move.exchange)
 
 

@@ -174,6 +174,8 @@ class LiveExperts:
             self._policy.dropped(exchange)
         for exchange in settled.stranded:
             self._policy.stranded(exchange)
+        for layer in settled.ended:
+            self._policy.ended(layer)
         if settled.done or settled.stranded:
             now = None if self._asked is None else self._asked.counts
             self._usage.moved(_changes(settled), len(settled.done), now)

@@ -75,6 +75,7 @@ class LivePolicy:
         self._leaves: Floats = np.where(self._slot_of >= 0, 0, inf).astype(np.float32)  # infinite: must not
         self._comes: Floats = np.where(self._slot_of >= 0, -inf, 0).astype(np.float32)
         self._scores: Floats = np.empty_like(self._home)  # memory that is not new at every decision
+        self._ended: set[int] = set()  # layers
         self._young: deque[tuple[int, int, int]] = deque()  # step after which it may leave, layer, expert
         per_decision = settings.bytes_per_step * settings.interval_steps / (2 * expert_bytes)
         self._allowance, self._per_decision = 0.0, per_decision
@@ -154,14 +155,19 @@ class LivePolicy:
     def dropped(self, exchange: Exchange) -> None:
         """It was not made: everything is where it was."""
         layer, _, leaving, coming = exchange
-        self._leaves[layer, leaving], self._comes[layer, coming] = 0.0, 0.0
+        if layer not in self._ended:
+            self._leaves[layer, leaving], self._comes[layer, coming] = 0.0, 0.0
 
     def stranded(self, exchange: Exchange) -> None:
-        """The leaving expert is in CPU memory, and so is the other; the slot is lost, the layer stays as it is."""
+        """The leaving expert is in CPU memory, and so is the other; the slot is lost."""
         layer, _, leaving, _ = exchange
         self._slot_of[layer, leaving] = -1
         self._better[layer, leaving] -= 1
-        self._leaves[layer], self._comes[layer] = inf, -inf
+
+    def ended(self, layer: int) -> None:
+        """Nothing can move there any more; it stays as it is."""
+        self._ended.add(layer)
+        self._comes[layer] = -inf
 
     def _going_home(self) -> bool:
         away = int((self._better > 0).sum())
