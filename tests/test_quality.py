@@ -18,7 +18,9 @@ from typer.testing import CliRunner
 from tandem.checkpoint import open_checkpoint
 from tandem.cli.app import app
 from tandem.cli.quality_run import Request, measure
-from tandem.config import ModelConfig
+from tandem.config import ModelConfig, Plan, StoredFormats
+from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES
+from tandem.config.gpus import Gpu
 from tandem.engine.tokenizer import Tokenizer
 from tandem.errors import CheckpointError, ConfigError
 from tandem.models import build
@@ -29,6 +31,7 @@ from tandem.quality.measures import Divergence, divergences, kept_rows, losses, 
 from tandem.quality.saved_logits import Origin, SavedLogits, writing
 from tandem.quality.stream import LayerStream, Variant
 from tandem.quality.text import Windows
+from test_plan import GIB, MODEL, MOE, machine
 from tiny import VARIANTS, VOCAB, file_tensors
 
 F32 = "float32"
@@ -95,6 +98,25 @@ def test_the_default_text_is_long_enough_for_the_default_tokens(demo_dir: Path) 
 def test_a_placement_on_a_gpu_needs_one(tiny_models, share: float) -> None:
     with pytest.raises(ConfigError, match=r"--kt-gpu-experts-ratio 0.* needs a GPU, but .*; leave it out"):
         LayerStream(Variant(tiny_models["qwen3_moe-gpu"], gpu_share=share), some_windows())
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_layer_that_the_gpu_has_no_room_for_is_refused_before_anything_is_read(share: float) -> None:
+    """512 experts of 2048 x 4096 in bf16: 24 GiB a layer."""
+    moe = replace(MOE, width=4096, router=replace(MOE.router, num_experts=512))
+    model, path = replace(MODEL, hidden=2048, moe=moe), Path("nowhere")
+    experts, needed = 24 * GIB * share, 24 * GIB * share + GPU_WORKSPACE_BYTES
+
+    def planned(free: float) -> Plan:
+        here = replace(machine(), gpus=(Gpu("H100", 80 * GIB, int(free), "gen5 x16"),), gpu_missing=())
+        large = replace(here, available_memory=1 << 50)
+        return Variant(path, gpu_share=share).plan(model, large, 32, StoredFormats())
+
+    with pytest.raises(
+        ConfigError, match=rf"H100 is too small: .* {experts / GIB:.1f} GiB for {512 * share:.0f} exp"
+    ):
+        planned(needed)  # its dense weights do not fit any more
+    assert planned(needed + 2 * GIB).gpu is not None
 
 
 # -- the measures ---

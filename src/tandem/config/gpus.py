@@ -26,6 +26,11 @@ class Gpu:
     capability: tuple[int, int] | None = None  # compute capability; None: unknown
 
 
+def may_have_gpus() -> bool:
+    """Without asking anybody."""
+    return shutil.which("nvidia-smi") is not None
+
+
 def detect_gpus() -> tuple[tuple[Gpu, ...], str]:
     """The ones that may be used, the one to take first, and why there are none. nvidia-smi answers without creating a
     CUDA context in this process."""

@@ -90,14 +90,24 @@ class Machine:
         """Without the tiers that are not among these."""
         return replace(self, tiers=tuple(tier for tier in self.tiers if tier in set(tiers)))
 
+    def with_gpus(self) -> Machine:
+        """Asks nvidia-smi, which may take longer than everything else here."""
+        gpus, no_gpu = detect_gpus()
+        return replace(self, gpus=gpus, no_gpu=no_gpu)
+
     @classmethod
     def detect(cls, root: Path = Path("/"), affinity: Iterable[int] | None = None) -> Machine:
         """This machine. `root` and `affinity` replace `/` and the process's CPU mask in tests."""
+        machine = cls.detect_cpus(root, affinity)
+        return machine.with_gpus() if root == Path("/") else machine
+
+    @classmethod
+    def detect_cpus(cls, root: Path = Path("/"), affinity: Iterable[int] | None = None) -> Machine:
+        """This machine, before its GPUs are looked for."""
         allowed = set(affinity if affinity is not None else os.sched_getaffinity(0))
         total, available = _memory(root)
         limits = read_cgroup_limits(root)
         info = _cpuinfo(root)
-        gpus, no_gpu = detect_gpus() if root == Path("/") else ((), "no GPU was found")
         return cls(
             cpu_model=info.get("model name", platform.machine()),
             cores=_cores(root, allowed),
@@ -105,8 +115,6 @@ class Machine:
             total_memory=_least(total, limits.memory_bytes),
             available_memory=_least(available, limits.memory_free_bytes),
             cpu_quota=limits.cpu_quota,
-            gpus=gpus,
-            no_gpu=no_gpu,
             gpu_missing=_missing_gpu_packages(),
             torch=_version("torch") or "",
             flashinfer=_version("flashinfer-python") or "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from tandem.experts import ExpertStore
 from tandem.experts.usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
-from tandem.kernels.this_machine import this_machine
+from tandem.kernels.this_machine import these_cpus
 from tandem.kernels.workers import planned_pool
 from tandem.models.model import Model
 
@@ -69,12 +70,16 @@ def load_parts(
     Raises ConfigError when a wish cannot be met, CheckpointError when a file is missing or broken.
     """
     use_one_torch_thread()
-    directory, machine = model_directory(config.model), this_machine()
+    directory, machine = model_directory(config.model), these_cpus()
     workers = planned_pool(plan_threads(config, machine))
-    with PackedStart(config, directory, machine, workers, progress) as packed:
+    with (
+        PackedStart(config, directory, workers, progress) as packed,
+        ThreadPoolExecutor(1, "tandem-gpus") as asking,
+    ):
+        whole = asking.submit(lambda: machine if config.device == "cpu" else machine.with_gpus())
         model_config = load_model_config(directory)
         checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model_config)
-        plan = resolve(config, model_config, machine, checkpoint.formats())
+        plan = resolve(config, model_config, whole.result(), checkpoint.formats())
         if planned is not None:
             planned(plan)
         ops = CpuOps(workers, plan.tier, plan.int8_activations)

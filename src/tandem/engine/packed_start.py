@@ -19,7 +19,7 @@ from typing import TypeVar
 from tandem._core import LAYOUT_VERSION, WorkerPool
 from tandem.checkpoint import Checkpoint
 from tandem.config import EngineConfig, ModelConfig, Plan
-from tandem.config.machine import Machine
+from tandem.config.gpus import may_have_gpus
 from tandem.errors import CacheDamaged, CheckpointError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.packed_cache import PackedCache
@@ -31,18 +31,13 @@ Made = TypeVar("Made")
 
 
 class PackedStart:
-    """Entered before the checkpoint's headers are read; when it is left, nothing goes on in the background."""
+    """Entered before GPUs are looked for and the checkpoint's headers are read. When it is left, nothing goes on."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        directory: Path,
-        machine: Machine,
-        pool: WorkerPool,
-        progress: Progress | None,
+        self, config: EngineConfig, directory: Path, pool: WorkerPool, progress: Progress | None
     ) -> None:
         self._config, self._progress = config, progress
-        self._early = early_verification(config, directory, machine, pool)
+        self._early = early_verification(config, directory, pool)
         self.cache: PackedCache | None = None
 
     def __enter__(self) -> PackedStart:
@@ -83,9 +78,7 @@ class PackedStart:
             self._progress("verifying packed cache", done, total)
 
 
-def early_verification(
-    config: EngineConfig, directory: Path, machine: Machine, pool: WorkerPool
-) -> Verification | None:
+def early_verification(config: EngineConfig, directory: Path, pool: WorkerPool) -> Verification | None:
     """Of the only file that this checkpoint has in the cache; whether it is the right one, its key will say. None:
     there is none, or several, or it cannot be opened, which is said when it is asked for."""
     if config.packed_cache is None:
@@ -94,7 +87,7 @@ def early_verification(
     found = list(_cache_directory(config.packed_cache).glob(names))
     if len(found) != 1:
         return None
-    surely_cpu = config.device == "cpu" or not machine.gpus
+    surely_cpu = config.device == "cpu" or not may_have_gpus()
     try:
         return Verification(PackedFile(found[0]), pool, in_place=surely_cpu)
     except (CheckpointError, OSError):

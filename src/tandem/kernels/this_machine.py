@@ -9,4 +9,9 @@ from tandem.config.machine import Machine
 def this_machine() -> Machine:
     """/proc/cpuinfo says what the CPU has. Tile registers (AMX) a process must ask for, too, and a sandbox or an old
     kernel may refuse them; the core has asked."""
-    return Machine.detect().limited_to(_core.supported_tiers())
+    return these_cpus().with_gpus()
+
+
+def these_cpus() -> Machine:
+    """The same before its GPUs are looked for (`Machine.with_gpus`)."""
+    return Machine.detect_cpus().limited_to(_core.supported_tiers())

@@ -13,7 +13,9 @@ from torch import Tensor
 from tandem import _core
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
+from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES
 from tandem.config.memory import gib
+from tandem.config.model_config import DTYPE_BYTES
 from tandem.errors import ConfigError
 from tandem.experts import Experts
 from tandem.kernels.cpu_ops import CpuOps
@@ -76,6 +78,7 @@ class Variant:
                 f"--kt-gpu-experts-ratio {self.gpu_share:g} needs a GPU, but {why}; leave it out"
             )
         _check_layer_fits(model, plan, machine, stored)
+        _check_gpu_fits(model, plan, machine, stored)
         return plan
 
 
@@ -87,6 +90,24 @@ def _check_layer_fits(model: ModelConfig, plan: Plan, machine: Machine, stored: 
         raise ConfigError(
             f"one layer with {plan.expert_format} experts takes {gib(layer)}, and {gib(machine.available_memory)} "
             "are free: measure a smaller --format, or free some memory"
+        )
+
+
+def _check_gpu_fits(model: ModelConfig, plan: Plan, machine: Machine, stored: StoredFormats) -> None:
+    """What is there at a time: a layer with its experts, the embedding, or the head."""
+    if plan.gpu is None:
+        return
+    gpu = next(each for each in machine.gpus if plan.gpu.uuid in ("", each.uuid))
+    there = -(-plan.gpu.experts // max(1, len(model.moe.layers)))
+    experts = there * model.expert_bytes(plan.expert_format, stored.experts)
+    layer = model.dense_bytes(plan.dtype, stored, on_gpu=True) // model.layers + experts
+    table = model.vocab * model.hidden * DTYPE_BYTES[plan.dtype]
+    needed = max(layer, table) + GPU_WORKSPACE_BYTES
+    if needed > gpu.free_bytes:
+        raise ConfigError(
+            f"{gpu.name} is too small: {gib(gpu.free_bytes)} are free, and measuring takes {gib(needed)}, of them "
+            f"{gib(experts)} for {there} experts of a layer and {gib(GPU_WORKSPACE_BYTES)} of workspace; give a "
+            "smaller --kt-gpu-experts-ratio, or leave it out"
         )
 
 
