@@ -7,6 +7,7 @@ and the number of its layer, so that a whole layer's bytes can be asked for befo
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
@@ -32,6 +33,7 @@ from tandem.formats.cut import rows_of
 from tandem.formats.quant_format import QuantFormat
 
 INDEX = "model.safetensors.index.json"
+_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -218,9 +220,9 @@ class Checkpoint:
         """Names by the first number in them."""
         layers: dict[int, list[str]] = defaultdict(list)
         for name in self._shard_of:
-            number = next((part for part in name.split(".") if part.isdecimal()), None)
+            number = _NUMBER.search(name)
             if number is not None:
-                layers[int(number)].append(name)
+                layers[int(number[1])].append(name)
         return layers
 
     def _pages_of(self, names: Iterable[str]) -> list[Pages]:

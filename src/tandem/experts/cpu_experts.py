@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from threading import Event
 from time import perf_counter
@@ -86,42 +87,54 @@ def _prepared(
 
 
 def runs(count: int, matrices: Callable[[int], ExpertMatrices]) -> Iterator[tuple[int, list[ExpertMatrices]]]:
-    """Experts 0 … count - 1 as (first, their matrices), while threads ask `matrices` for those that follow.
+    """Experts 0 … count - 1 as (first, their matrices), while threads ask `matrices` for those that follow the first
+    run, for which a thread would only be waited for.
 
     What they get is a view of the mapped file, or codes and numbers made from it: at most 2 * CHUNK_BYTES of those at
     a time, unless one expert is larger.
     """
+    wanted = Event()
     with ThreadPoolExecutor(PREPARING_THREADS, "tandem-load") as threads:
-        first, wanted = 0, Event()
-        ahead: Callable[[], list[ExpertMatrices]] = threads.submit(
-            _gathered, count, matrices, 0, wanted
-        ).result
+        first = 0
+        wait: Callable[[], list[ExpertMatrices]] = partial(_gathered, count, matrices, 0, wanted)
         while first < count:
             wanted.set()
-            ready = ahead()
+            ready = wait()
             wanted.clear()
-            following, size = first + len(ready), max(1, sum(map(weight_bytes, ready[0])))
-            if are_views(ready[0]):
-                ahead = threads.submit(_gathered, count, matrices, following, wanted).result
-            else:
-                most = max(1, CHUNK_BYTES // size)
-                chunk = range(following, min(following + min(GROWTH * len(ready), most), count))
-                made = size > MADE_BYTES and any(isinstance(w, WeightCodes) for w in ready[0])
-                ahead = _prepared(threads, matrices, chunk, made)
+            following = first + len(ready)
+            if following < count:
+                wait = _begun(threads, count, matrices, following, ready, wanted)
             yield first, ready
             first = following
+
+
+def _begun(
+    threads: ThreadPoolExecutor,
+    count: int,
+    matrices: Callable[[int], ExpertMatrices],
+    first: int,
+    before: list[ExpertMatrices],
+    wanted: Event,
+) -> Callable[[], list[ExpertMatrices]]:
+    """Asks for those from `first` on, which follow the run `before`."""
+    if are_views(before[0]):
+        return threads.submit(_gathered, count, matrices, first, wanted).result
+    size = max(1, sum(map(weight_bytes, before[0])))
+    most = max(1, CHUNK_BYTES // size)
+    chunk = range(first, min(first + min(GROWTH * len(before), most), count))
+    made = size > MADE_BYTES and any(isinstance(w, WeightCodes) for w in before[0])
+    return _prepared(threads, matrices, chunk, made)
 
 
 def _gathered(
     count: int, matrices: Callable[[int], ExpertMatrices], first: int, wanted: Event
 ) -> list[ExpertMatrices]:
     """From `first` on, as many as are found until somebody wants them; one, if they are not views."""
-    found: list[ExpertMatrices] = []
-    latest = inf
-    while first + len(found) < count and perf_counter() < latest:
+    found = [matrices(first)]
+    most = VIEW_BYTES // max(1, sum(map(weight_bytes, found[0]))) if are_views(found[0]) else 1
+    last, latest = min(count, first + most), inf
+    while first + len(found) < last and perf_counter() < latest:
         found.append(matrices(first + len(found)))
-        if not are_views(found[0]) or len(found) * sum(map(weight_bytes, found[0])) > VIEW_BYTES:
-            break
         if wanted.is_set() and latest == inf:
             latest = perf_counter() + GATHER_SECONDS
     return found

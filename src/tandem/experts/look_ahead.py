@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Thread
+from time import sleep
 
 import torch
 from torch import Tensor
@@ -26,8 +27,10 @@ def are_views(matrices: ExpertMatrices) -> bool:
 class LookAhead:
     """Is called as `matrices` is, each expert once. Of what takes memory only the first one is made ahead."""
 
-    def __init__(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
-        self._count, self._matrices = count, matrices
+    def __init__(
+        self, count: int, matrices: Callable[[int], ExpertMatrices], after_seconds: float = 0.0
+    ) -> None:
+        self._count, self._matrices, self._after_seconds = count, matrices, after_seconds
         self._found: dict[int, ExpertMatrices] = {}
         self._needed = 0  # the caller is here: what it has passed is not looked up any more
         self._thread = Thread(target=self._look, name="tandem-look-ahead", daemon=True)
@@ -40,6 +43,7 @@ class LookAhead:
 
     def _look(self) -> None:
         """Whatever cannot be read is an error when it is called for."""
+        sleep(self._after_seconds)
         for expert in range(self._count):
             if expert < self._needed:
                 continue

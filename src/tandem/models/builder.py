@@ -20,6 +20,10 @@ from tandem.kernels.ops import MLP, Linear, Ops, Rope, Tally
 from tandem.kernels.packed_cache import PackedCache
 from tandem.models.linear import SideBySide
 
+LOOK_AHEAD_AFTER_SECONDS = (
+    2e-3  # what was found first is to be given to the workers: Python runs one thread at a time
+)
+
 LayerMatrices = Callable[[int], Callable[[int], ExpertMatrices]]
 """A decoder layer → its experts' matrices, by their numbers."""
 
@@ -53,7 +57,7 @@ class Builder:
         self._report = progress or (lambda _name, _done, _total: None)
         self._done, self._total = 0, checkpoint.nbytes()
         self._kept, self._usage = kept, usage
-        self._ahead: tuple[int, LookAhead] | None = None  # a decoder layer and its experts' matrices
+        self._ahead: tuple[int, ReadyExperts, LookAhead] | None = None  # the next MoE layer and its experts
         self._read_ahead(0)
         self._read_ahead(1)
 
@@ -104,7 +108,9 @@ class Builder:
         if self._kept is not None and self._kept.fill(kept, mlp.packed):
             return mlp
         with self._named_errors():
-            mlp.load(*self._packable(matrices(), as_codes=self.mlp_format == STORED))
+            found = matrices()
+            self._done += sum(map(weight_bytes, found))
+            mlp.load(*_packable(found, as_codes=self.mlp_format == STORED))
         if self._kept is not None:
             self._kept.keep(kept, mlp.packed)
         return mlp
@@ -118,37 +124,41 @@ class Builder:
             experts = self._store.layer(index, count, width, plain)
         else:
             experts = CpuExperts(self.ops.experts(count, self.config.hidden, width, plain, "silu"))
-        self._load(
-            f"model.layers.{layer}.experts", experts, count, fmt, self._matrices(index, count, matrices_of)
+        kept = None if self._kept is None else self._kept.layer(f"model.layers.{layer}.experts")
+        ready, lookup = self._lookup(
+            index, count, lambda each: ReadyExperts(matrices_of(each), fmt == STORED)
         )
+        with self._named_errors():
+            experts.load(count, lookup, kept)
+        self._done += ready.nbytes
         if self._usage is not None:
             self._usage.weigh(index, experts.expert_bytes)
         return experts
 
-    def _matrices(
-        self, index: int, count: int, matrices_of: LayerMatrices
-    ) -> Callable[[int], ExpertMatrices]:
-        """Of the index-th MoE layer, which were looked up while the one before was packed; and begins with the next."""
-        layers = self.config.moe.layers
-        ahead, self._ahead = self._ahead, None
-        if index + 1 < len(layers) and (self._kept is None or not self._kept.mapped):
-            following = layers[index + 1]
-            self._ahead = following, LookAhead(count, matrices_of(following))
-        if ahead is not None and ahead[0] == layers[index]:
-            return ahead[1]
-        return matrices_of(layers[index])
+    def _lookup(
+        self, index: int, count: int, ready_of: Callable[[int], ReadyExperts]
+    ) -> tuple[ReadyExperts, Callable[[int], ExpertMatrices]]:
+        """Of the index-th MoE layer, which were looked up while the one before was packed. Whoever asks for the last
+        one makes that begin with the next layer: then workers have something to do, and Python has not."""
+        layers, (ahead, self._ahead) = self.config.moe.layers, (self._ahead, None)
+        found: Callable[[int], ExpertMatrices]
+        if ahead is not None and ahead[0] == index:
+            _, ready, found = ahead
+        else:
+            found = ready = ready_of(layers[index])
+
+        def lookup(expert: int) -> ExpertMatrices:
+            matrices = found(expert)
+            if expert == count - 1 and index + 1 < len(layers):
+                following = ready_of(layers[index + 1])
+                self._ahead = index + 1, following, LookAhead(count, following, LOOK_AHEAD_AFTER_SECONDS)
+            return matrices
+
+        return ready, lookup
 
     def tally(self, layer: int) -> Tally | None:
         """Where decoder layer `layer` counts who was chosen."""
         return None if self._usage is None else self._usage.tally(self.config.moe.layers.index(layer))
-
-    def _load(
-        self, name: str, experts: Experts, count: int, fmt: str, matrices: Callable[[int], ExpertMatrices]
-    ) -> None:
-        """From an earlier start, or from `matrices`."""
-        kept = None if self._kept is None else self._kept.layer(name)
-        with self._named_errors():
-            experts.load(count, lambda expert: self._packable(matrices(expert), as_codes=fmt == STORED), kept)
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -210,11 +220,29 @@ class Builder:
         """Of a dense matrix: where there are no kernels for it, it is decoded before matrices are joined."""
         return self.plan.dense_codes and isinstance(weight, WeightCodes) and self.ops.reads(weight)
 
-    def _packable(self, matrices: ExpertMatrices, as_codes: bool) -> ExpertMatrices:
-        """Counted, and as the kernels take them: float16 is exact in float32."""
-        self._done += sum(map(weight_bytes, matrices))
-        gate, up, down = (w if _stays(w, as_codes) else _wide(numbers(w)) for w in matrices)
-        return gate, up, down
+
+class ReadyExperts:
+    """A layer's experts as the kernels take them, by their numbers."""
+
+    def __init__(self, matrices: Callable[[int], ExpertMatrices], as_codes: bool) -> None:
+        self._matrices, self._as_codes = matrices, as_codes
+        self._sizes: dict[int, int] = {}
+
+    def __call__(self, expert: int) -> ExpertMatrices:
+        found = self._matrices(expert)
+        self._sizes[expert] = sum(map(weight_bytes, found))
+        return _packable(found, self._as_codes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of those that were asked for, as stored."""
+        return sum(self._sizes.values())
+
+
+def _packable(matrices: ExpertMatrices, as_codes: bool) -> ExpertMatrices:
+    """float16 is exact in float32."""
+    gate, up, down = (w if _stays(w, as_codes) else _wide(numbers(w)) for w in matrices)
+    return gate, up, down
 
 
 def _stays(weight: Weight, as_codes: bool) -> bool:
