@@ -59,7 +59,7 @@ class Checkpoint:
             self._add(Shard(file))
         self._check_index()
         self._paging = Paging()
-        self._joined: dict[tuple[int, bool | None], list[Pages]] = {}
+        self._joined: dict[bool | None, dict[int, list[Pages]]] = {}
         self._parts = {
             name: self._header(stored) for name, stored in hugging_face_names(self._shard_of).items()
         }
@@ -229,12 +229,17 @@ class Checkpoint:
         return self._pages_of_stored(self._part(name).name for name in names)
 
     def _pages(self, layer: int, experts: bool | None = None) -> Iterator[Pages]:
-        """A generator, so that `Paging` does the work; once for what is asked for and let go of later."""
-        if (layer, experts) not in self._joined:
-            names = self._layers.get(layer, ())
-            wanted = names if experts is None else [name for name in names if experts == is_expert(name)]
-            self._joined[layer, experts] = joined(self._pages_of_stored(wanted))
-        yield from self._joined[layer, experts]
+        """A generator, so that `Paging` does the work: of all layers at once, while the first weights are packed. Later
+        whoever gives workers the next layer would wait for the interpreter meanwhile."""
+        if experts not in self._joined:
+            wanted = {
+                layer: [name for name in names if experts is None or experts == is_expert(name)]
+                for layer, names in self._layers.items()
+            }
+            self._joined[experts] = {
+                layer: joined(self._pages_of_stored(names)) for layer, names in wanted.items()
+            }
+        yield from self._joined[experts].get(layer, ())
 
     def _pages_of_stored(self, names: Iterable[str]) -> list[Pages]:
         by_shard: dict[Shard, list[str]] = defaultdict(list)
