@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import xxhash
 
 from tandem import _core
 from tandem.errors import CheckpointError, KernelError
+from tandem.kernels import verification
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
 from tandem.kernels.packed_cache import PackedCache
 from tandem.kernels.packed_file import BLOCK_BYTES, HEAD, HEAD_BYTES, HUGE_PAGE, PackedFile, PackedWriter
@@ -213,6 +216,29 @@ def test_every_byte_of_a_section_is_checked(tmp_path: Path) -> None:
             with pytest.raises(CheckpointError, match="damaged at byte"):
                 Verification(PackedFile(file), POOL, in_place).wait(nothing)
     assert part.nbytes < BLOCK_BYTES or len(part.checksums) > 1
+
+
+def test_what_was_verified_before_anybody_waited_is_reported_once(tmp_path: Path, monkeypatch) -> None:
+    """Else the speed that is shown would be that of reporting."""
+    fill(Told().cache(tmp_path))
+    monkeypatch.setattr(verification, "VERIFY_BYTES", BLOCK_BYTES)
+    begun, told = Verification(PackedFile(tmp_path / "m.packed"), POOL), list[tuple[int, int]]()
+    while any(thread.name.startswith("tandem-verification") for thread in threading.enumerate()):
+        time.sleep(0.001)
+    begun.wait(lambda *progress: told.append(progress))
+    assert told == [(MATRIX.numel() * 2, MATRIX.numel() * 2)]
+
+
+def test_a_verification_that_was_stopped_is_none(tmp_path: Path, monkeypatch) -> None:
+    fill(Told().cache(tmp_path))
+    monkeypatch.setattr(verification, "VERIFY_BYTES", BLOCK_BYTES)
+    go, check = threading.Event(), PackedFile.check
+    monkeypatch.setattr(PackedFile, "check", lambda *given: go.wait(60) and check(*given))
+    begun = Verification(PackedFile(tmp_path / "m.packed"), POOL)
+    begun.stop()
+    go.set()
+    with pytest.raises(CheckpointError, match="was not verified"):
+        begun.wait(nothing)
 
 
 def test_a_file_of_another_model_is_named_and_replaced(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from threading import Event, Thread
 
@@ -38,9 +38,12 @@ class Verification:
     def wait(self, progress: Verified) -> None:
         """Until everything was checked. CheckpointError for the first damage."""
         done = 0
-        for checked in self._checked:
+        for checked, following in zip_longest(self._checked, self._checked[1:]):
             done += checked.result()
-            progress(done, self._total)
+            if (
+                following is None or not following.done()
+            ):  # what was done before anybody waited says nothing of speed
+                progress(done, self._total)
 
     def stop(self) -> None:
         """Nobody wants to know any more."""
