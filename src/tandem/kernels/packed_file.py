@@ -98,9 +98,15 @@ class PackedFile:
         expected = [(sum_, part, i) for part in parts for i, sum_ in enumerate(part.checksums)]
         for sum_, (right, part, index) in zip(found, expected, strict=False):
             if sum_ != right:
-                raise self._wrong(f"is damaged at byte {part.offset + index * BLOCK_BYTES} or soon after")
+                at = part.offset + index * BLOCK_BYTES
+                raise self._wrong(f"is damaged at byte {at} or soon after, in {self._name_at(at)}")
         if len(found) != len(expected):
             raise self._wrong("has a table that does not fit")
+
+    def _name_at(self, offset: int) -> str:
+        """What lies there."""
+        parts = ((section.name, part) for section in self.table.sections for part in section.parts)
+        return next(name for name, part in parts if 0 <= offset - part.offset < part.nbytes)
 
     def view(self, part: Part) -> memoryview:
         if part.offset < 0 or part.nbytes < 0 or part.nbytes > self.nbytes - part.offset:
