@@ -2,7 +2,11 @@
 weight or more, takes longer than reading the weights.
 
 Codes are taken as `mma_source.py` says. The row is one of the tile's eight columns; the others are zeros, which cost
-nothing: the kernel waits for memory. `down` adds up a token's experts as well.
+nothing. `down` adds up a token's experts as well.
+
+Not taken: weights through rings in shared memory (cp.async), in blocks that stay, with rows of a step that chose the
+same expert in one tile. A layer of Qwen3-30B-A3B in int4 took 1.26 times as long for 1 token, 1.04 for 4, 0.87 for 16
+(H200).
 """
 
 from __future__ import annotations
