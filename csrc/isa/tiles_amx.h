@@ -130,6 +130,24 @@ struct AmxTiles {
     fence();
   }
 
+  // y[0 : rows, 0 : 16] = a * b over kSteps of 32 k; in both `a` and y a row takes 64 bytes.
+  template <int kSteps>
+  TANDEM_INLINE static void multiply_group(int rows, const uint8_t* a, const uint8_t* b, float* y) {
+    fence();
+    _tile_zero(0);
+#pragma GCC unroll 4
+    for (int s = 0; s < kSteps; ++s) {
+      _tile_loadd(4, a + s * rows * 64, 64);
+      _tile_loadd(6, b + s * 1024, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_zero(4);
+      _tile_zero(6);
+    }
+    _tile_stored(0, y, 64);
+    _tile_zero(0);
+    fence();
+  }
+
   // 2 x 2 tiles over kPeakSteps of 32 k, again and again; sums stay in their tiles. Operands of 16 KiB stay in L1, even
   // if two hyperthreads share it.
   static constexpr int64_t kPeakSteps = 4, kPeakBytes = 4096 * kPeakSteps;

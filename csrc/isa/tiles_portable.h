@@ -40,6 +40,20 @@ struct PortableTiles {
     for (int64_t s = 0; s < steps; ++s) between();
   }
 
+  template <int kSteps>
+  static void multiply_group(int rows, const uint8_t* a, const uint8_t* b, float* y) {
+    for (int r = 0; r < rows; ++r)
+      for (int column = 0; column < 16; ++column) {
+        float sum = 0.0f;
+        for (int64_t k = 0; k < 32 * kSteps; ++k) {
+          const uint16_t* x = reinterpret_cast<const uint16_t*>(a + (k / 32 * rows + r) * 64);
+          const uint16_t* w = reinterpret_cast<const uint16_t*>(b + k / 2 * 64) + 2 * column;
+          sum += float_of_bf16(x[k % 32]) * float_of_bf16(w[k % 2]);
+        }
+        y[16 * r + column] = sum;
+      }
+  }
+
   template <class Between>
   static void multiply_in_turn(bool, const RowBlock& a, const uint8_t* const* b, int64_t steps, float* y,
                                int64_t y_stride, const Between& between) {

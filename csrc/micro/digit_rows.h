@@ -178,12 +178,18 @@ void digit_rows(const MatmulArgs* args) {
 // (4 rows an expert in the mean), with 0, 4, 6 and 9: int4 12.7, 12.4, 10.1, 10.0 ms, mxfp4 13.8, 13.2, 11.4, 11.0,
 // int8 21.1, 19.5, 16.5, 15.3, Q4_K 17.9, 16.0, 13.5, 13.3. More than 9 was not timed.
 constexpr int32_t kDigitsBelowTiles = 9;
+// Where tiles take groups one by one (micro/tile_groups.h), with 9 and 5, of Qwen3-30B's shape: 64 tokens of int4 4.40
+// and 3.83 ms, 128 tokens 6.50 and 4.74; of DeepSeek-V3's, 16 tokens 9.23 and 7.94; mxfp4 4.84 and 4.24, 6.52 and 4.72,
+// 9.19 and 8.04 (with 0: 4.42, 4.88, 8.68).
+constexpr int32_t kDigitsBelowGroups = 5;
 
 // Adds products of digits, below that many rows (0: never, unless a test asks for them).
 template <class Ints>
-constexpr KernelTable with_digits(KernelTable table, int32_t below_rows) {
-#define TANDEM_DIGIT_KERNELS(name, F) \
-  table.digits[int(Format::name)] = {digit_rows<Ints, F>, below_rows, F<Ints>::kOffset, F<Ints>::kSplit};
+constexpr KernelTable with_digits(KernelTable table, int32_t below_rows, int32_t below_groups = 0) {
+#define TANDEM_DIGIT_KERNELS(name, F)                                                                                \
+  table.digits[int(Format::name)] = {digit_rows<Ints, F>, below_rows,                                                \
+                                     is_tiled_by_groups(Format::name) ? below_groups : below_rows, F<Ints>::kOffset, \
+                                     F<Ints>::kSplit};
   TANDEM_INT8_FORMATS(TANDEM_DIGIT_KERNELS)
 #undef TANDEM_DIGIT_KERNELS
   table.cut_row = DigitRows<Ints>::cut_row;

@@ -207,7 +207,7 @@ void int8_rows(const MatmulArgs* args) {
 
 template <class Ints, template <class> class F>
 constexpr IntegerKernels int8_kernels(int32_t below_rows) {
-  return {int8_rows<Ints, F>, below_rows, F<Ints>::kOffset, F<Ints>::kSplit};
+  return {int8_rows<Ints, F>, below_rows, below_rows, F<Ints>::kOffset, F<Ints>::kSplit};
 }
 
 // See lane_peak. Every loop over the sums is unrolled, else they would live in memory.

@@ -13,7 +13,8 @@
 // whole layers slower by a tenth; twice the columns per gathered row made them faster.
 //
 // The same on a busy host, all variants in turn, medians of 16 workers (benchmarks/probes/amx_blocking.cc), TFLOPS:
-//   14.0  2 x 2 tiles from L1, which is what the tier's peak counts (registers alone, zeros: 40), in any order of loads
+//   14.0  2 x 2 tiles from L1, which is what the tier's peak counts (registers alone, zeros: 40), in any order of loads;
+//         some of its cores were shared, and tiles were not yet zeroed after use then (isa/tiles_amx.h)
 //   13.4  rows and panels in L2; 10.0 with sums, for 512 or 256 rows and slices of 256 or 512 k alike
 //    9.0  weights from DRAM as well
 //    7.6  rows gathered; 7.2 next slice prefetched, 7.2 copied between the blocks, 7.5 for 256 rows and slices of 512
@@ -25,6 +26,7 @@
 
 #include "micro/peak.h"
 #include "micro/tile_few.h"
+#include "micro/tile_groups.h"
 #include "micro/tile_mm.h"
 #include "micro/tile_unpack.h"
 
@@ -116,13 +118,18 @@ class TileProduct {
   uint8_t* rows_;  // of the slice, in tile order
 };
 
-template <class Isa, class Tiles, template <class> class F>
+template <class Isa, class Tiles, template <class> class F, bool kByGroups>
+TANDEM_INLINE void run_tiles(const MatmulArgs* args) {
+  if constexpr (kByGroups)
+    if (takes_groups(args)) return GroupsProduct<Isa, Tiles, F>(args).run();
+  if (F<Isa>::kScaled && takes_few_rows(args)) return FewRowsProduct<Isa, Tiles, F>(args).run();
+  TileProduct<Isa, Tiles, F>(args).run();
+}
+
+template <class Isa, class Tiles, template <class> class F, bool kByGroups>
 void tile_mm_amx(const MatmulArgs* args) {
   Tiles::begin(args->rows);
-  if (F<Isa>::kScaled && takes_few_rows(args))
-    FewRowsProduct<Isa, Tiles, F>(args).run();
-  else
-    TileProduct<Isa, Tiles, F>(args).run();
+  run_tiles<Isa, Tiles, F, kByGroups>(args);
   Tiles::end();
   for (int p = 0; p < args->pairs; ++p)
     scale_rows<Isa, ScratchSource<typename Isa::Lane>>(pair_of_panels(args->weights, args->first_pair + p).row_scales,
@@ -135,7 +142,8 @@ constexpr KernelTable make_amx_table(Tier tier, KernelTable vectors) {
   KernelTable table = vectors;
   table.tier = tier;
   table.blocking = kTileBlocking;
-#define TANDEM_TILES(name, F) table.formats[int(Format::name)].tile_mm = tile_mm_amx<Isa, Tiles, F>;
+#define TANDEM_TILES(name, F) \
+  table.formats[int(Format::name)].tile_mm = tile_mm_amx<Isa, Tiles, F, is_tiled_by_groups(Format::name)>;
   TANDEM_FORMATS(TANDEM_TILES)
 #undef TANDEM_TILES
   table.peak = tile_peak<Tiles>;

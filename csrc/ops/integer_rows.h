@@ -16,7 +16,7 @@ class IntegerRows {
   IntegerRows(const KernelTable& table, const WeightView& layout, bool int8_activations);
 
   // Whether that many rows are converted; else the usual kernels take them as they are.
-  bool takes(int64_t rows) const { return kernels_.rows && rows < kernels_.below_rows; }
+  bool takes(int64_t rows) const { return kernels_.rows && rows < below_rows_; }
   int64_t row_bytes() const { return row_bytes_; }  // from one converted row to the next
   void convert(const void* row, DType type, uint8_t* to) const;
   MatmulFn kernel() const { return kernels_.rows; }
@@ -24,6 +24,7 @@ class IntegerRows {
  private:
   const IntegerKernels& kernels_;
   WeightView layout_;
+  int32_t below_rows_;
   void (*convert_)(const IntegerRowArgs* args);
   int64_t row_bytes_;
 };

@@ -26,13 +26,15 @@ std::string joined(const std::vector<std::string>& names) {
   return text;
 }
 
+void set_below_rows(IntegerKernels& kernels, int rows) { kernels.below_rows = kernels.below_rows_of_groups = rows; }
+
 // Integers end where tiles begin, in tiers that have both.
 void force_tiles(KernelTable& table, int from_rows) {
   for (FormatKernels& kernels : table.formats) kernels.tile_from_rows = from_rows;
   for (IntegerKernels& kernels : table.int8)
-    if (kernels.below_rows != INT32_MAX) kernels.below_rows = from_rows;
+    if (kernels.below_rows != INT32_MAX) set_below_rows(kernels, from_rows);
   for (IntegerKernels& kernels : table.digits)
-    if (kernels.below_rows) kernels.below_rows = from_rows;
+    if (kernels.below_rows) set_below_rows(kernels, from_rows);
 }
 
 }  // namespace
@@ -51,7 +53,7 @@ Workspace::Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table,
     : pool_(std::move(pool)), table_(table), scratch_(size_t(pool_->size())) {
   if (tile_from_rows >= 0) force_tiles(table_, tile_from_rows);
   for (IntegerKernels& kernels : table_.digits)
-    if (digits_below_rows >= 0) kernels.below_rows = digits_below_rows;
+    if (digits_below_rows >= 0) set_below_rows(kernels, digits_below_rows);
   constexpr int64_t kTileBytes = kMaxRowsPerCall * kTileStride * 4, kSumBytes = int64_t{kMaxSumFloats} * 4;
   constexpr int64_t kWorkerBytes = kMatmulScratchBytes + kTileBytes + kSumBytes;
   scratch_memory_ = HugeBuffer(size_t(kWorkerBytes) * scratch_.size());

@@ -13,6 +13,6 @@ constexpr KernelTable kAmxTable = with_digits<VnniInts>(
     with_int8<VnniInts>(make_amx_table<Avx512Bf16Isa, AmxTiles>(
                             Tier::amx, make_table<Avx512Bf16Isa>(Tier::amx, {8, 6, 4, 4, 5, 4, 4, 4})),
                         kInt8BelowTiles),
-    kDigitsBelowTiles);
+    kDigitsBelowTiles, kDigitsBelowGroups);
 
 }  // namespace tandem

@@ -15,6 +15,6 @@ constexpr KernelTable kAmxStandinTable = with_digits<ScalarInts>(
         make_amx_table<ScalarBf16Isa, PortableTiles>(
             Tier::amx_standin, make_table<ScalarBf16Isa>(Tier::amx_standin, {8, 6, 4, 4, 5, 4, 4, 4})),
         kInt8BelowTiles),
-    kDigitsBelowTiles);
+    kDigitsBelowTiles, kDigitsBelowGroups);
 
 }  // namespace tandem
