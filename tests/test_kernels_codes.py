@@ -87,8 +87,8 @@ def test_the_core_decodes_as_torch_does() -> None:
 
 @each_way
 def test_e8m0_scales_are_exact(tier: str, algorithm: str) -> None:
-    """All 255 powers of two, and NaN for 255, applied to a code that is 1 in row and group. Many rows on AMX take scaled
-    weights, and subnormal ones, here 2^-127, for zero (Intel SDM, TDPBF16PS); few rows scale sums."""
+    """All 255 powers of two, and NaN for 255, applied to a code that is 1 in row and group. AMX's tiles take subnormal
+    weights, here 2^-127, for zero (Intel SDM, TDPBF16PS): with many rows; with few, sums are scaled instead."""
     cases.require_tier(tier)
     scales = torch.arange(256, dtype=torch.uint8)[:, None]
     codes = stored_codes.mxfp4(torch.full((256, 16), 0x22, dtype=torch.uint8), scales)
