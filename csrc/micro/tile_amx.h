@@ -13,7 +13,8 @@
 // whole layers slower by a tenth; twice the columns per gathered row made them faster.
 //
 // The same on a busy host, all variants in turn, medians of 16 workers (benchmarks/probes/amx_blocking.cc), TFLOPS:
-//   14.0  2 x 2 tiles from L1, which is what the tier's peak counts (registers alone, zeros: 40), in any order of loads;
+//   14.0  2 x 2 tiles from L1, which is what the tier's peak counts (registers alone, zeros: 40), in any order of
+//   loads;
 //         some of its cores were shared, and tiles were not yet zeroed after use then (isa/tiles_amx.h)
 //   13.4  rows and panels in L2; 10.0 with sums, for 512 or 256 rows and slices of 256 or 512 k alike
 //    9.0  weights from DRAM as well
