@@ -50,6 +50,27 @@ def test_product_matches_float64(fmt: str, group: int, tier: str, algorithm: str
 
 
 @pytest.mark.parametrize("tier", ["amx", "amx_standin"])
+@pytest.mark.parametrize(
+    ("fmt", "group"), [("int4", 32), ("int4", 64), ("int4", 128), ("int4_zeros", 32), ("mxfp4", 32)]
+)
+def test_few_rows_of_4_bit_codes_are_not_rounded_on_tiles(fmt: str, group: int, tier: str) -> None:
+    """Sums of a group's products, then of the groups, in float32; many rows take scaled weights rounded to bfloat16."""
+    cases.require_tier(tier)
+    n, k = 80, 768
+    weight = random_weight(n, k)
+    matrix = cases.packed_matrix(cases.workspace_of(tier, "tile_mm"), weight, None, fmt, group)
+    exact, size = (f(weight, fmt, group).double().T for f in (as_packed, cases.magnitude_of))
+    rounds = (
+        fmt != "mxfp4" and group < 128
+    )  # scales of mxfp4 are powers of two; long groups are never scaled first
+    for rows, close in ((1, True), (5, True), (16, True), (40, not rounds)):
+        x = cases.activations(rows, k, fmt)
+        error = (matrix(x, torch.float32).double() - x.double() @ exact).abs()
+        bound = 2 * (group + k // group + 4) * cases.F32_UNIT * (x.double().abs() @ size)
+        assert (error <= bound).all() == close, rows
+
+
+@pytest.mark.parametrize("tier", ["amx", "amx_standin"])
 @pytest.mark.parametrize(("fmt", "group"), [("bf16", 0), ("int4", 32), ("int8", 0), ("fp8", 128)])
 def test_tiles_over_several_slices_blocks_and_panels(fmt: str, group: int, tier: str) -> None:
     """More rows than one call takes, three pairs of panels per task, K of several slices with a shorter last one."""

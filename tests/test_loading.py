@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from tandem import LLM, SamplingParams, _core, models
 from tandem.checkpoint import open_checkpoint
 from tandem.errors import CheckpointError, ConfigError
 from tandem.experts import CpuExperts, LookAhead, cpu_experts
+from tandem.kernels import verification
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
+from tandem.kernels.packed_cache import PackedCache
 from tandem.kernels.packed_file import PackedFile, PackedWriter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1)
@@ -114,13 +117,16 @@ def test_damage_that_is_found_after_building_is_not_served(
     [file] = tmp_path.iterdir()
     damage(file)
     builds: list[bool] = []
+    before: list[weakref.ref[object]] = []
 
     def late(*arguments: object) -> None:
         assert built.wait(60)
         check(*arguments)
 
     def counted(*arguments: object) -> object:
+        assert all(reference() is None for reference in before)  # never two at once
         made = build(*arguments)
+        before.append(weakref.ref(made))
         builds.append(arguments[6].mapped)
         built.set()
         return made
@@ -154,15 +160,59 @@ def test_damage_is_not_written_into_a_completed_file(
     assert capsys.readouterr().err == ""
 
 
-def test_nothing_is_verified_any_more_after_a_start_that_failed(tiny_models, tmp_path: Path) -> None:
+def test_nothing_is_verified_any_more_after_a_start_that_failed(
+    tiny_models, tmp_path: Path, monkeypatch
+) -> None:
+    """What is being checked ends, and nothing new is begun: of many parts two, one by each thread."""
     model, flags = tiny_models["qwen3_moe"], {"packed_cache": str(tmp_path)}
     answer(model, **flags)
+    failed, checks, check = threading.Event(), list[object](), PackedFile.check
+
+    def slow(*arguments: object) -> object:
+        checks.append(arguments)
+        assert failed.wait(60)
+        return check(*arguments)
+
+    monkeypatch.setattr(PackedFile, "check", slow)
+    monkeypatch.setattr(verification, "_batches", lambda parts: [[part] for part in parts])
     with pytest.raises(ConfigError, match="context"):
         answer(model, context_length=1 << 40, **flags)
+    failed.set()
     started = time.monotonic()
     while any("tandem-verification" in t.name for t in threading.enumerate()):
         assert time.monotonic() - started < 60
         time.sleep(0.01)
+    assert len(checks) <= verification.THREADS
+
+
+def test_a_wait_that_was_interrupted_ends_the_verification(tmp_path: Path, monkeypatch) -> None:
+    pool, path = WorkerPool([-1]), tmp_path / "some.packed"
+    workspace = Workspace(pool, "scalar")
+    cache = PackedCache(path, "key", "about", workspace, pool, print)
+    for name in "abcdefgh":
+        cache.keep(name, PackedMatrix(workspace, torch.randn(512, 1024)))  # a block each
+    cache.finish(lambda _done, _total: None)
+    checks, check, go = list[object](), PackedFile.check, threading.Event()
+
+    def counted(*arguments: object) -> object:
+        checks.append(arguments)
+        assert len(checks) == 1 or go.wait(60)
+        return check(*arguments)
+
+    def interrupted(_done: int, _total: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PackedFile, "check", counted)
+    monkeypatch.setattr(verification, "VERIFY_BYTES", verification.BLOCK_BYTES)
+    again = PackedCache(path, "key", "about", workspace, pool, print)
+    again.begin()
+    with pytest.raises(KeyboardInterrupt):
+        again.confirm(interrupted)
+    again.stop()
+    go.set()
+    while any("tandem-verification" in t.name for t in threading.enumerate()):
+        time.sleep(0.01)
+    assert len(checks) <= 2 + verification.THREADS
 
 
 def test_experts_are_asked_for_in_chunks_by_another_thread(monkeypatch) -> None:

@@ -4,7 +4,8 @@
 // busy, be it somebody else's, there is hardly one more of them than tiles: with all eight in use each product then
 // waits for the one before, 24 ns where 6 (registers alone: 16) are possible, and 16 with unused tiles zeroed. A core
 // of one's own gives 6 either way (benchmarks/probes/amx_renaming.cc). On a host where half the cores were shared,
-// tiles from L1 went from 9.2 to 14.1 TFLOPS, layers of 1024 tokens and more took 12 to 18 % less time.
+// tiles from L1 in equal shares, so at the pace of the slowest core, went from 9.0 to 14.3 TFLOPS; layers of 1024
+// tokens and more took 9 to 17 % less time.
 #pragma once
 
 #include <immintrin.h>

@@ -13,9 +13,7 @@
 // whole layers slower by a tenth; twice the columns per gathered row made them faster.
 //
 // The same on a busy host, all variants in turn, medians of 16 workers (benchmarks/probes/amx_blocking.cc), TFLOPS:
-//   14.0  2 x 2 tiles from L1, which is what the tier's peak counts (registers alone, zeros: 40), in any order of
-//   loads;
-//         some of its cores were shared, and tiles were not yet zeroed after use then (isa/tiles_amx.h)
+//   14.0  2 x 2 tiles from L1 (registers alone, zeros: 40), in any order of loads; they were not yet zeroed after use
 //   13.4  rows and panels in L2; 10.0 with sums, for 512 or 256 rows and slices of 256 or 512 k alike
 //    9.0  weights from DRAM as well
 //    7.6  rows gathered; 7.2 next slice prefetched, 7.2 copied between the blocks, 7.5 for 256 rows and slices of 512

@@ -73,10 +73,14 @@ uint8_t* Workspace::shared(Shared what, int64_t bytes) {
 
 int64_t Workspace::multiply_add(int64_t rounds, Format format, bool int8_activations) {
   const auto held = lock();
+  constexpr int64_t kPiecesPerWorker = 16;
   std::vector<int64_t> operations(scratch_.size());
   const auto usual = format == Format::f32 ? table_.peak_f32 : table_.peak;
   const auto peak = int8_activations ? table_.peak_int8 : usual;
-  pool_->run([&](const Worker& w) { operations[size_t(w.index)] = peak(rounds, scratch_[size_t(w.index)].matmul); });
+  const int64_t each = (rounds + kPiecesPerWorker - 1) / kPiecesPerWorker;
+  pool_->for_each(kPiecesPerWorker * pool_->size(), [&](int64_t, const Worker& w) {
+    operations[size_t(w.index)] += peak(each, scratch_[size_t(w.index)].matmul);
+  });
   return std::accumulate(operations.begin(), operations.end(), int64_t{0});
 }
 

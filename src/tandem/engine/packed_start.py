@@ -31,7 +31,7 @@ Made = TypeVar("Made")
 
 
 class PackedStart:
-    """Entered before GPUs are looked for and the checkpoint's headers are read. When it is left, nothing goes on."""
+    """Entered before GPUs are looked for and the checkpoint's headers are read. Once left, nothing new is begun."""
 
     def __init__(
         self, config: EngineConfig, directory: Path, pool: WorkerPool, progress: Progress | None

@@ -6,7 +6,6 @@ Every kernel's time is compared with `Ceilings.bound_seconds`: the roofline mode
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ class Ceilings:
     flops: float  # multiply-adds in the compute type that the tier uses for a format, operations per second
 
     def bound_seconds(self, bytes_read: float, operations: float) -> float:
-        """No kernel that reads so much and computes so much can be faster."""
+        """The least that reading so much and computing so much takes at these rates."""
         return max(bytes_read / (self.read_gbps * 1e9), operations / self.flops)
 
     def mean(self, other: Ceilings) -> Ceilings:
@@ -98,24 +97,33 @@ class DramReader:
 
     def gbps(self, min_seconds: float = 0.2, min_repeats: int = 5) -> float:
         """The best of several readings."""
-        return max(self._rates(min_seconds, min_repeats))
+        return (
+            max(reading.nbytes / reading.seconds for reading in self._readings(min_seconds, min_repeats))
+            / 1e9
+        )
 
     def mean_gbps(self, min_seconds: float = 0.1) -> float:
         """Of all readings together: what something else that lasts as long can have."""
-        return statistics.harmonic_mean(self._rates(min_seconds, 1))
+        readings = self._readings(min_seconds, 1)
+        return sum(each.nbytes for each in readings) / sum(each.seconds for each in readings) / 1e9
 
-    def _rates(self, min_seconds: float, min_repeats: int) -> list[float]:
-        rates, started = list[float](), time.perf_counter()
-        while len(rates) < min_repeats or time.perf_counter() - started < min_seconds:
+    def _readings(self, min_seconds: float, min_repeats: int) -> list[_Reading]:
+        readings, started = list[_Reading](), time.perf_counter()
+        while len(readings) < min_repeats or time.perf_counter() - started < min_seconds:
             part, begun = next(self._parts), time.perf_counter()
             part.read()
-            rates.append(part.nbytes / (time.perf_counter() - begun) / 1e9)
-        return rates
+            readings.append(_Reading(part.nbytes, time.perf_counter() - begun))
+        return readings
 
 
 class _Part(NamedTuple):
     nbytes: int
     read: Callable[[], object]
+
+
+class _Reading(NamedTuple):
+    nbytes: int
+    seconds: float
 
 
 def _part_of(layers: Sequence[PackedExperts], dense: _core.DenseOps) -> _Part:
@@ -144,7 +152,8 @@ def measure_read_gbps(
 
 
 def measure_flops(pool: _core.WorkerPool, tier: str, fmt: str = "bf16", min_seconds: float = 0.2) -> float:
-    """Multiply-adds per second, counted as two operations each, on operands in registers (AMX: in L1), in the compute
+    """Multiply-adds per second of all workers, each at its own pace, counted as two operations each, on operands in
+    registers (AMX: in L1), in the compute
     type that the tier uses for weights of `fmt`. A call takes some milliseconds, so that its start does not count."""
     workspace = _core.Workspace(pool, tier)
     kind = ("int8", True) if fmt == INT8_ACTIVATIONS else (fmt, False)

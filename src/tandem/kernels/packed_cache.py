@@ -84,10 +84,11 @@ class PackedCache:
         whatever was taken from it is wrong, and there is no file any more."""
         if self._verification is None:
             return
-        verification, self._verification = self._verification, None
         try:
-            verification.wait(progress)
+            self._verification.wait(progress)
+            self._verification = None
         except CheckpointError as error:
+            self._verification = None
             self._file = None
             self._adopted.clear()
             self._refuse(error)

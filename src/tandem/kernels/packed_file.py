@@ -96,12 +96,12 @@ class PackedFile:
         except CheckpointError as error:
             raise self._wrong("cannot be read, or was cut short meanwhile") from error
         expected = [(sum_, part, i) for part in parts for i, sum_ in enumerate(part.checksums)]
-        for sum_, (right, part, index) in zip(found, expected, strict=False):
+        if len(found) != len(expected):
+            raise self._wrong("has a table that does not fit")
+        for sum_, (right, part, index) in zip(found, expected, strict=True):
             if sum_ != right:
                 at = part.offset + index * BLOCK_BYTES
                 raise self._wrong(f"is damaged at byte {at} or soon after, in {self._name_at(at)}")
-        if len(found) != len(expected):
-            raise self._wrong("has a table that does not fit")
 
     def _name_at(self, offset: int) -> str:
         """What lies there."""

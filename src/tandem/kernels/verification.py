@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, zip_longest
+from itertools import chain
 from pathlib import Path
 from threading import Event, Thread
 
@@ -28,7 +28,7 @@ class Verification:
 
     def __init__(self, file: PackedFile, pool: WorkerPool, in_place: bool = True) -> None:
         self.file, self._pool, self._in_place, self._stopped = file, pool, in_place, Event()
-        Thread(target=read_ahead, args=(file.path,), daemon=True).start()
+        Thread(target=read_ahead, args=(file.path, self._stopped), daemon=True).start()
         parts = [part for section in file.table.sections for part in section.parts]
         self._total = sum(part.nbytes for part in parts)
         threads = ThreadPoolExecutor(THREADS, "tandem-verification")
@@ -38,15 +38,14 @@ class Verification:
     def wait(self, progress: Verified) -> None:
         """Until everything was checked. CheckpointError for the first damage."""
         done = 0
-        for checked, following in zip_longest(self._checked, self._checked[1:]):
-            done += checked.result()
-            if (
-                following is None or not following.done()
-            ):  # what was done before anybody waited says nothing of speed
+        while self._checked:  # one that raises must not be kept: it knows this frame, and who called
+            done += self._checked.pop(0).result()
+            # what was done before anybody waited says nothing of speed
+            if not self._checked or not self._checked[0].done():
                 progress(done, self._total)
 
     def stop(self) -> None:
-        """Nobody wants to know any more."""
+        """Nobody wants to know any more: nothing new is begun."""
         self._stopped.set()
 
     def _check(self, batch: list[Part]) -> int:
@@ -81,8 +80,11 @@ def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
         yield batch
 
 
-def read_ahead(path: Path) -> None:
-    """Asks the kernel for the whole file, in order; returns when the disk's queue has taken all of it."""
+def read_ahead(path: Path, stopped: Event) -> None:
+    """Asks the kernel for the whole file, in order; returns when the disk's queue has taken all of it, or soon after
+    nobody wants it any more."""
     with path.open("rb") as file:
         for offset in range(0, os.fstat(file.fileno()).st_size, READ_AHEAD_BYTES):
+            if stopped.is_set():
+                return
             os.posix_fadvise(file.fileno(), offset, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
