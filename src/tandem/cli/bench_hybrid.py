@@ -4,8 +4,8 @@ A step is what the engine does for `batch` sequences at a given context: inputs 
 most likely token of each. Its bound: the GPU's own step without routed experts, measured in the same run, plus the
 distinct experts' bytes that the step read from CPU memory ÷ DRAM bandwidth measured in the same run, plus those read
 from GPU memory ÷ its bandwidth (a large device-to-device copy). Experts on both sides are read at the same time, so the
-longer of the two counts. DRAM is read where the experts lie, and its mean counts (in results until 21 November 2026: the
-best of a buffer elsewhere), so shares are lower than theirs.
+longer of the two counts. DRAM is read where the experts lie, and its mean counts (in results until 21 November 2026
+the best of a buffer elsewhere), so shares are lower than theirs.
 """
 
 from __future__ import annotations
