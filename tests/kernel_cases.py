@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import Tensor
 
 from tandem import _core
+from tandem.errors import CacheDamaged
 from tandem.formats.reference import STORED, magnitudes, stored
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
 from tandem.kernels.fit import as_packed
+from tandem.kernels.packed_cache import PackedCache
 
 TIERS = ["scalar", "avx2", "avx512", "avx512_bf16", "amx", "amx_standin"]
 # Row results do not depend on the batch; AMX sums in the tile's own order.
@@ -112,3 +115,11 @@ def activations(rows: int, length: int, fmt: str, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, length, generator=generator)
     return x if fmt == "f32" else x.bfloat16()
+
+
+def opened(cache: PackedCache) -> bool:
+    """Mapped and verified, as a start does. False when there is no file that can be used."""
+    with suppress(CacheDamaged):
+        cache.begin()
+        cache.confirm(lambda _done, _total: None)
+    return cache.mapped

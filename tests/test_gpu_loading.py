@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernel_cases as cases
 from gpu import AVAILABLE, DEVICE, needs_triton
 from tandem import _core
 from tandem.errors import KernelError
@@ -88,7 +89,7 @@ def test_a_packed_cache_fills_every_placement(tmp_path: Path, live: bool, nodes:
         cache = PackedCache(
             tmp_path / "x", "key", "a test", cpu.workspace, cpu.pool, told.append, dense=False
         )
-        assert cache.open(lambda *_: None) == bool(turn)
+        assert cases.opened(cache) == bool(turn)
         layer = store_of(cpu, on_gpu, live).layer(0, EXPERTS, WIDTH, "bf16")
         layer.load(EXPERTS, unreadable if turn else matrices, cache.layer("experts"))
         cache.finish(lambda *_: None)

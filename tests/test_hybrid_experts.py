@@ -87,7 +87,7 @@ def test_every_expert_arrives_once_where_it_lives(monkeypatch: pytest.MonkeyPatc
 def cache_at(path: Path) -> PackedCache:
     workspace = cases.workspace_of("scalar")
     cache = PackedCache(path, "k", "a test", workspace, cases.pool_of(2), print, dense=False)
-    cache.open(nothing)
+    cases.opened(cache)
     return cache
 
 
@@ -283,7 +283,8 @@ noise = torch.randn(256, 512).bfloat16()
 expert = noise, noise, noise.view(512, 256)
 handoff = Handoff(HandoffSizes(1, 1, 512, 1), torch.device("cpu"), 1.0)
 cache = PackedCache(Path(sys.argv[1]), "k", "a test", workspace, pool, nothing, dense=False)
-cache.open(nothing)
+cache.begin()
+cache.confirm(nothing)
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
 before, layers = resident("VmRSS"), []
 for i in range(6):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import xxhash
 
+import kernel_cases as cases
 from tandem import _core
 from tandem.errors import CheckpointError, KernelError
 from tandem.kernels import verification
@@ -151,7 +152,7 @@ MATRIX = random(160, 8192)  # 2.5 MB as bf16
 
 def fill(cache: PackedCache) -> torch.Tensor:
     """What a loader does; the weights of the matrix it ends with."""
-    cache.open(nothing)
+    cases.opened(cache)
     matrix = cache.matrix("m")
     if matrix is None:
         matrix = PackedMatrix(WORKSPACE, MATRIX, None, "bf16")
@@ -165,7 +166,7 @@ def test_the_second_start_packs_nothing(tmp_path: Path) -> None:
     first = fill(told.cache(tmp_path / "new"))
     assert len(told) == 1 and "written" in told[0]
     cache = told.cache(tmp_path / "new")
-    assert cache.open(nothing)
+    assert cases.opened(cache)
     assert torch.equal(cache.matrix("m").dequantised(), first)
     assert len(told) == 1
     offset = PackedFile(tmp_path / "new" / "m.packed").sections["m"].parts[0].offset
@@ -254,14 +255,14 @@ def test_a_file_that_lacks_a_matrix_is_completed(tmp_path: Path) -> None:
     told = Told()
     first = fill(told.cache(tmp_path))
     cache = told.cache(tmp_path)
-    cache.open(nothing)
+    cases.opened(cache)
     cache.matrix("m")
     assert cache.matrix("other") is None
     cache.keep("other", PackedMatrix(WORKSPACE, random(32, 32), None, "f32"))
     cache.finish(nothing)
     assert any("lacks other" in line for line in told)
     cache = told.cache(tmp_path)
-    cache.open(nothing)
+    cases.opened(cache)
     assert torch.equal(cache.matrix("other").dequantised(), random(32, 32))
     assert torch.equal(cache.matrix("m").dequantised(), first)
 

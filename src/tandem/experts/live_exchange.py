@@ -183,7 +183,8 @@ class LiveExchange:
             self.bytes_moved += nbytes
 
     def _lose(self, move: _Move, error: Exception, settled: Settled) -> None:
-        """Copies may still write into its place and its staging memory, so nobody may use them again."""
+        """Copies may still write into its place and its staging memory: unless they have ended, nobody may use them
+        again."""
         self._end_layer(move, settled)
         self._busy.discard(move.exchange.layer)
         _refuse(move.exchange, error, settled)

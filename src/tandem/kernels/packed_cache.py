@@ -49,15 +49,6 @@ class PackedCache:
         """Whether there is a file to take weights from."""
         return self._file is not None
 
-    def open(self, progress: Verified) -> bool:
-        """Maps and verifies the file. False when there is none that can be used."""
-        try:
-            self.begin()
-            self.confirm(progress)
-        except CacheDamaged:
-            return False
-        return self.mapped
-
     def begin(self, begun: Verification | None = None) -> None:
         """Maps the file and begins to verify it; `begun`, if it is this file's, goes on. What is taken from it
         meanwhile must not be used before `confirm`."""
