@@ -18,7 +18,6 @@ from tandem.kernels.packed_experts import PackedExperts
 def advance(exchange: LiveExchange) -> Settled:
     """All that happens from the end of a step to the beginning of the next."""
     ended = exchange.end()
-    exchange.follow()
     begun = exchange.begin()
     return Settled(ended.done, ended.dropped + begun.dropped, ended.stranded, ended.ended + begun.ended)
 
@@ -27,21 +26,15 @@ class FakeSlots:
     """A layer's experts "on the GPU", which sees `table`."""
 
     def __init__(self, slot_of: Tensor, cpu: PackedExperts, originals: list[Tensor]) -> None:
-        self.image, self.table = slot_of.clone(), slot_of.clone()
-        self.bytes_per_expert = cpu.bytes_per_expert
-        self.memory = torch.zeros(int(slot_of.max()) + 1, self.bytes_per_expert, dtype=torch.uint8)
+        self.slot_of, self.table = slot_of.int().clone(), slot_of.clone()
+        self.bytes_per_expert, self.slots = cpu.bytes_per_expert, int(slot_of.max()) + 1
+        self.memory = torch.zeros(self.slots, self.bytes_per_expert, dtype=torch.uint8)
         for expert, slot in enumerate(slot_of.tolist()):
             if slot >= 0:
                 self.memory[slot] = originals[expert]
 
     def address(self, slot: int) -> int:
         return self.memory[slot].data_ptr()
-
-    def point(self, expert: int, slot: int) -> None:
-        self.image[expert] = slot
-
-    def slot_of_expert(self, expert: int) -> int:
-        return int(self.image[expert])
 
 
 class FakeTables:
@@ -56,7 +49,12 @@ class FakeTables:
         if failed:
             raise RuntimeError("no table")
         for layer in self._layers:
-            layer.table.copy_(layer.image)
+            layer.table.copy_(layer.slot_of)
+
+
+CopyAsync = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+UP, DOWN, COMPUTING = 1, 2, 3
+NOT_PERMITTED = 800  # of CUDA's errors
 
 
 class FakeCopies:
@@ -67,11 +65,34 @@ class FakeCopies:
         self.pending: list[tuple[int, int, int, int]] = []
         self.given = self.bytes = 0
         self.failed: set[int] = set()
-        self.refuse = False  # uploads and downloads raise, or
+        self.refuse = False  # uploads and downloads fail, or
         self.refuse_downloads = False
-        self.fail_in_order = False  # the next copy in the GPU's order raises
+        self.fail_in_order = False  # the next copy in the GPU's order does
         self._holds = holds  # bytes
         self.held: list[tuple[int, int]] = []
+        self._function = CopyAsync(self._copy)
+        self.function = ctypes.cast(self._function, ctypes.c_void_p).value or 0
+        self.directions = UP, DOWN
+
+    def computing(self) -> int:
+        return COMPUTING
+
+    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
+        if stream == COMPUTING:
+            return self._in_order(target, source, nbytes)
+        if nbytes <= 0 or self.refuse or (self.refuse_downloads and stream == DOWN):
+            return NOT_PERMITTED
+        self.given += 1
+        self.bytes += nbytes
+        self.pending.append((self.given, source, target, nbytes))
+        return 0
+
+    def _in_order(self, target: int, source: int, nbytes: int) -> int:
+        if self.fail_in_order:
+            self.fail_in_order = False
+            return NOT_PERMITTED
+        ctypes.memmove(target, source, nbytes)
+        return 0
 
     def hold(self, owner: object, address: int, nbytes: int) -> None:
         if sum(held for _, held in self.held) + nbytes > self._holds:
@@ -83,24 +104,9 @@ class FakeCopies:
 
     def follow(self) -> None: ...
 
-    def upload(self, source: int, target: int, nbytes: int) -> None:
-        if self.refuse:
-            raise RuntimeError("no copy")
-        assert nbytes > 0
-        self.given += 1
-        self.bytes += nbytes
-        self.pending.append((self.given, source, target, nbytes))
-
-    def download(self, source: int, target: int, nbytes: int) -> None:
-        if self.refuse_downloads:
-            raise RuntimeError("no download")
-        self.upload(source, target, nbytes)
-
     def in_order(self, source: int, target: int, nbytes: int) -> None:
-        if self.fail_in_order:
-            self.fail_in_order = False
-            raise RuntimeError("no slot")
-        ctypes.memmove(target, source, nbytes)
+        if self._in_order(target, source, nbytes):
+            raise RuntimeError("no copy")
 
     def mark(self) -> FakeMark:
         return FakeMark(self, {number for number, *_ in self.pending} | self.failed)

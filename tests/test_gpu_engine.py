@@ -75,9 +75,9 @@ class Restless(LivePolicy):
             self.under_way.add(layer)
         return found
 
-    def done(self, exchange: Exchange) -> None:
-        super().done(exchange)
-        self.under_way.discard(exchange.layer)
+    def done(self, *exchanges: Exchange) -> None:
+        super().done(*exchanges)
+        self.under_way.difference_update(exchange.layer for exchange in exchanges)
 
 
 def restless(side: GpuSide, usage: ExpertUsage) -> LiveExperts:

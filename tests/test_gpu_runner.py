@@ -11,7 +11,7 @@ import torch
 
 from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.gpu_runner import GpuRunner, _Inputs
-from tandem.engine.logits import HostRows
+from tandem.engine.logits import BestRows, HostRows
 from tandem.engine.sequence import Chunk
 from tandem.errors import EngineError
 from tandem.models import ForwardBatch
@@ -134,16 +134,17 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
     runner._handoff = cast(
         Any, SimpleNamespace(serve=lambda posts: calls.append("serve"), check=lambda: calls.append("check"))
     )
-    names = ("before_step", "beside_step", "after_step")
+    names = ("beside_step", "after_step")
     runner._live = cast(
         Any, SimpleNamespace(**{name: lambda *_, name=name: calls.append(name) for name in names})
     )
-    runner._rows = HostRows(torch.device("cpu"))
+    runner._rows, runner._best = HostRows(torch.device("cpu")), BestRows(torch.device("cpu"))
+    monkeypatch.setattr(runner._best, "wait", lambda: calls.append("end"))
     runner.logits(batch(4, 2, 7))
-    assert calls == ["inputs", "before_step", "graph", "beside_step", "serve", "check", "after_step"]
+    assert calls == ["inputs", "graph", "beside_step", "serve", "after_step", "end", "check"]
     calls.clear()
     monkeypatch.setattr(
         runner, "_forward", lambda batch, counted: calls.append("layers") or torch.zeros(1, 4)
     )
     runner.logits(batch(7, 2, 0))
-    assert calls == ["layers", "before_step", "beside_step", "check", "after_step"]
+    assert calls == ["layers", "beside_step", "after_step", "end", "check"]

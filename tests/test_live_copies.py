@@ -3,6 +3,7 @@ refusals. The real one: test_gpu_live.py."""
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import gc
 import sys
@@ -10,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from fake_copies import CopyAsync
 from tandem.errors import EngineError
 from tandem.experts import live_copies
 from tandem.experts.live_copies import CudaCopies, hold_all
@@ -39,14 +41,16 @@ class Driver:
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
         self.refused: set[str] = set()
+        self._function = CopyAsync(self.copy)
+        self.function = ctypes.cast(self._function, ctypes.c_void_p).value or 0
 
     def _answer(self, *call: object) -> tuple[Driver.CUresult]:
         self.calls.append(call)
         refused = call[0] in self.refused
         return (self.CUresult.CUDA_ERROR_OUT_OF_MEMORY if refused else self.CUresult.CUDA_SUCCESS,)
 
-    def cuMemcpyAsync(self, target: int, source: int, nbytes: int, stream: int) -> tuple[Driver.CUresult]:
-        return self._answer("copy", target, source, nbytes, stream)
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
+        return int(self._answer("copy", target, source, nbytes, stream)[0])
 
     def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> tuple[Driver.CUresult]:
         return self._answer("register", address, nbytes)
@@ -65,6 +69,10 @@ class Layer:
         return self._memory
 
 
+def made(driver: Driver) -> CudaCopies:
+    return CudaCopies(torch.device("cuda"), driver, driver.function)
+
+
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
@@ -75,22 +83,21 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_each_direction_has_a_stream_of_its_own(driver: Driver) -> None:
-    copies = CudaCopies(torch.device("cuda"), driver)
-    copies.upload(1, 2, 30)
-    copies.download(3, 4, 50)
+    copies = made(driver)
+    assert copies.directions == (101, 102)
     copies.in_order(5, 6, 70)
-    assert driver.calls == [("copy", 2, 1, 30, 101), ("copy", 4, 3, 50, 102), ("copy", 6, 5, 70, 103)]
+    assert driver.calls == [("copy", 6, 5, 70, 103)]
 
 
 def test_a_refused_copy_says_so(driver: Driver) -> None:
-    copies = CudaCopies(torch.device("cuda"), driver)
+    copies = made(driver)
     driver.refused.add("copy")
-    with pytest.raises(EngineError, match="a copy of 30 bytes .* failed: CUDA_ERROR_OUT_OF_MEMORY"):
-        copies.upload(1, 2, 30)
+    with pytest.raises(EngineError, match="a copy of 30 bytes .* failed with CUDA's error 2"):
+        copies.in_order(1, 2, 30)
 
 
 def test_what_is_held_is_kept_and_given_back_when_copies_have_ended(driver: Driver) -> None:
-    copies = CudaCopies(torch.device("cuda"), driver)
+    copies = made(driver)
     hold_all([Layer(4096, 1 << 20), Layer(1 << 30, 1 << 21)], copies)
     assert driver.calls == [("register", 4096, 1 << 20), ("register", 1 << 30, 1 << 21)]
     driver.calls.clear()
@@ -103,12 +110,12 @@ def test_what_is_held_is_kept_and_given_back_when_copies_have_ended(driver: Driv
 def test_memory_that_cannot_be_registered_is_used_as_it_is(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    copies = CudaCopies(torch.device("cuda"), driver)
+    copies = made(driver)
     driver.refused.add("register")
     hold_all([Layer(4096, 3 << 30), Layer(1 << 40, 1 << 21)], copies)
     assert "does not register 3.0 GiB of CPU memory: CUDA_ERROR_OUT_OF_MEMORY" in caplog.text
     assert "ulimit -l" in caplog.text and len(driver.calls) == 1
-    copies.upload(4096, 2, 30)
+    copies.in_order(4096, 2, 30)
     copies.close()
     assert [call[0] for call in driver.calls] == ["register", "copy"]
 

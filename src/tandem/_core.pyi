@@ -454,3 +454,42 @@ class Mailbox:
 
 def mailbox_offsets(tokens: int, hidden: int, top_k: int) -> tuple:
     """Bytes at which x, ids, weights and result begin, and the bytes in all."""
+
+class MovingLayers:
+    """
+    Both sides of layers whose experts move, see csrc/experts/expert_moves.h.
+    """
+
+    def __init__(self) -> None: ...
+    def add(self, cpu: ExpertLayer, slot_of: object, slots: int, slot_count: int) -> None:
+        """slot_of int32 [experts] is changed in place."""
+
+    def add_none(self) -> None:
+        """A layer that lives on one side only."""
+
+class ExpertMoves:
+    """Exchanges that travel and end together."""
+
+    def __init__(
+        self,
+        layers: MovingLayers,
+        copy: int,
+        exchanges: Sequence[tuple[int, int, int, int]],
+        stages: Sequence[int],
+    ) -> None: ...
+    def begin(self, up: int, down: int) -> int:
+        """Returns the bytes given."""
+
+    def lose(self, why: str) -> None: ...
+    def settle(self) -> None: ...
+    def undo(self, why: str) -> None: ...
+    def place(self, stream: int) -> None: ...
+    def strand(self, why: str) -> None: ...
+    def forget(self) -> None: ...
+    def troubles(self) -> list:
+        """
+        (index, what became of it, keeps its stage, ends its layer, why) of each.
+        """
+
+def copy_async(copy: int, source: int, target: int, bytes: int, stream: int) -> int:
+    """Calls CUDA's cuMemcpyAsync at the address `copy`; 0, or its error."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.batch_arrays import BatchArrays
-from tandem.engine.logits import DeviceLogits, HostRows, best_of
+from tandem.engine.logits import BestRows, DeviceLogits, HostRows, best_of
 from tandem.engine.runner import KVModel
 from tandem.engine.sequence import Chunk
 from tandem.errors import EngineError
@@ -115,7 +115,7 @@ class GpuRunner:
         self._arrays = BatchArrays(page_size, max_step_tokens)
         self._device = handoff.device
         self._graphs: dict[int, _Graph] = {}
-        self._rows = HostRows(handoff.device)
+        self._rows, self._best = HostRows(handoff.device), BestRows(handoff.device)
         with torch.inference_mode():
             self._capture_all()
 
@@ -144,25 +144,23 @@ class GpuRunner:
             return self._done(logits, best_of(logits), len(batch.input_ids))
         graph.inputs.fill(batch)
         self._begin_step(graph.inputs.image, True)
-        self._move_experts(graph.graph.replay)
+        graph.graph.replay()
+        self._move_experts()
         self._handoff.serve(graph.posts)
         return self._done(graph.logits[:rows], graph.best[:rows], rows)
 
     def _done(self, logits: Tensor, best: Tensor, tokens: int) -> DeviceLogits:
-        """At the end of the step: so its time is known, the pinned images are free again, and experts may move."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        """Ends the step: so its time is known, and the pinned images are free again. The CPU has done its part, so
+        experts may change places while the GPU does the rest of its own: their copies come after `best`."""
+        fetched = self._best.fetch(best)
+        if self._live is not None:
+            self._live.after_step(tokens, self._best.arrived)
+        self._best.wait()
         self._handoff.check()
-        done = DeviceLogits(logits, best, self._rows)  # fetches `best` before experts' copies are in its way
-        if self._live is not None:
-            self._live.after_step(tokens)
-        return done
+        return DeviceLogits(logits, fetched, self._rows)
 
-    def _move_experts(self, start: Callable[[], None] = lambda: None) -> None:
-        """`start`: of the step, beside which they move."""
-        if self._live is not None:
-            self._live.before_step()
-        start()
+    def _move_experts(self) -> None:
+        """Beside a step that was started."""
         if self._live is not None:
             self._live.beside_step()
 

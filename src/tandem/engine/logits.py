@@ -67,6 +67,31 @@ class HostRows:
         return array
 
 
+class BestRows:
+    """Host memory for a step's `best_of`, which arrives after what the device was given until then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, 2, dtype=torch.float64)
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def fetch(self, best: Tensor) -> Tensor:
+        """Waits for nothing. What is returned is filled when it `arrived`, and valid until the next one."""
+        if len(self._memory) < len(best):
+            self._memory = torch.empty(best.shape, dtype=best.dtype, pin_memory=self._event is not None)
+        out = self._memory[: len(best)]
+        out.copy_(best, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+        return out
+
+    def arrived(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
 class DeviceLogits:
     """`Logits` that stay where they are: only what decides is fetched, and rows that penalties and biases change."""
 

@@ -9,7 +9,8 @@ DMA reads and writes the experts' own CPU memory and runs beside the steps; no t
 there, between two steps: the leaving expert's place becomes the spare one, its entry in the GPU's tables -1, the slot
 is overwritten, the coming expert's entry becomes the slot, and its old place is the layer's spare one. Each of these
 leaves a placement that is right; an error before the slot is touched drops the exchange. All that arrive together end
-together: the tables are copied twice for all of them, and everything stands still for microseconds.
+together: the tables are copied twice for all of them. What is done for each is done in C++ (`ExpertMoves`): weights
+have driven everything out of the caches by then, and Python takes several times as long there.
 
 Memory: one spare place per layer on the CPU (1/128 or 1/512 of a layer there), so a layer's exchanges follow each
 other; and staging for all layers on the GPU, whose memory is what there is little of: a spare slot in each of 94 layers
@@ -22,8 +23,11 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
+from tandem import _core
 from tandem.experts.live_copies import Copies, Mark
 from tandem.experts.live_policy import Exchange
 from tandem.kernels.packed_experts import PackedExperts
@@ -37,22 +41,21 @@ LEAST_STAGES, MOST_STAGES = 2, 64
 class Slots(Protocol):
     """A layer's experts on the GPU, as `kernels.gpu.experts.GpuExperts` has them."""
 
+    slots: int  # how many
+    slot_of: (
+        Tensor  # int32 [experts] in CPU memory, -1: not on the GPU; changed here, for `Tables` to publish
+    )
+
     @property
     def bytes_per_expert(self) -> int: ...
 
     def address(self, slot: int) -> int:
-        """Of bytes_per_expert bytes on the GPU."""
+        """Of bytes_per_expert bytes on the GPU; slots lie side by side."""
         ...
-
-    def point(self, expert: int, slot: int) -> None:
-        """The expert is in `slot`, -1: not on the GPU, from when `Tables` are published. Raises nothing."""
-        ...
-
-    def slot_of_expert(self, expert: int) -> int: ...
 
 
 class Tables(Protocol):
-    """What the GPU reads of all layers' `point`."""
+    """What the GPU reads of all layers' `slot_of`."""
 
     def publish(self, copies: Copies) -> None: ...
 
@@ -76,18 +79,18 @@ class Settled:
     ended: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
-    exchange: Exchange
-    layer: LiveLayer
-    stage: int  # address on the GPU
-    place: int  # of the leaving expert
-    slot: int  # address on the GPU
+class _Batch(NamedTuple):
+    """Exchanges given to the DMA in one step, one of a layer at most."""
+
+    moves: _core.ExpertMoves
+    exchanges: list[Exchange]
+    stages: list[int]  # addresses on the GPU
+    gone: set[int]  # of these, what has failed
 
 
 class LiveExchange:
-    """One thread calls it: `end` between steps, `follow` before a step, `begin` when it was started. layers: None for
-    those that live on one side only."""
+    """One thread calls it: `end` when the CPU has done its part of a step, `begin` when the next was started, which is
+    after the GPU's. layers: None for those that live on one side only."""
 
     def __init__(
         self,
@@ -97,17 +100,21 @@ class LiveExchange:
         bytes_at_once: int,
         stages: int | None = None,
     ) -> None:
-        self._layers, self._tables, self._copies = list(layers), tables, copies
+        self._tables, self._copies = tables, copies
+        self._sides, self._kept = _moving(layers), list(layers)
+        sizes = [layer.gpu.bytes_per_expert if layer else 0 for layer in layers]
+        self._bytes = [2 * size for size in sizes]  # of an exchange
         self._bytes_at_once, self._budget = bytes_at_once, 0
-        largest = max((layer.gpu.bytes_per_expert for layer in layers if layer), default=1)
+        largest = max(1, *sizes)
         if stages is None:
             stages = max(LEAST_STAGES, min(MOST_STAGES, STAGING_BYTES // largest))
         self._staging = copies.there(stages * largest)
         self._free = [self._staging.data_ptr() + i * largest for i in range(stages)]
         self._queue: deque[Exchange] = deque()
-        self._batches: list[tuple[Mark, list[_Move]]] = []  # what was given to the DMA in one step
+        self._batches: list[tuple[Mark, _Batch]] = []
         self._busy: set[int] = set()  # layers that have a move under way
         self.bytes_moved = 0  # both ways, since the start
+        copies.follow()
 
     @property
     def busy(self) -> bool:
@@ -118,11 +125,6 @@ class LiveExchange:
 
     # -- what begins ---
 
-    def follow(self) -> None:
-        """What `begin` begins comes after what the GPU was given until now."""
-        if self._queue:
-            self._copies.follow()
-
     def begin(self) -> Settled:
         """Gives the DMA the next exchanges: `bytes_at_once` on average, whole experts. What it raises leaves every
         expert where it was."""
@@ -132,153 +134,120 @@ class LiveExchange:
             settled.dropped.extend(self._queue)
             self._queue.clear()
         if self._queue and self._budget > 0:
-            self._begin_some(settled)
+            self._begin(*self._next(), settled)
         return settled
 
-    def _begin_some(self, settled: Settled) -> None:
-        moves: list[_Move] = []
-        waiting: deque[Exchange] = deque()  # for their layer's move under way
+    def _next(self) -> tuple[list[Exchange], list[int]]:
+        """Exchanges and a stage for each; others wait for their layer's that is under way."""
+        exchanges: list[Exchange] = []
+        stages: list[int] = []
+        waiting: deque[Exchange] = deque()
         while self._queue and self._free and self._budget > 0:
             exchange = self._queue.popleft()
             if exchange.layer in self._busy:
                 waiting.append(exchange)
-            else:
-                self._begin(exchange, moves, settled)
+                continue
+            self._busy.add(exchange.layer)
+            self._budget -= self._bytes[exchange.layer]
+            exchanges.append(exchange)
+            stages.append(self._free.pop())
         waiting.extend(self._queue)
         self._queue = waiting
-        if moves:
-            self._batches.append((self._copies.mark(), moves))
+        return exchanges, stages
 
-    def _begin(self, exchange: Exchange, moves: list[_Move], settled: Settled) -> None:
-        layer, (_, slot, leaving, coming) = self._layers[exchange.layer], exchange
-        try:
-            if layer is None:
-                raise ValueError("no experts move in this layer any more")
-            if layer.gpu.slot_of_expert(leaving) != slot:
-                raise ValueError(f"expert {leaving} is not in slot {slot}")
-            there = layer.cpu.pieces(layer.cpu.place_of(coming))
-            place = layer.cpu.reserve(leaving)
-        except Exception as error:
-            return _refuse(exchange, error, settled)
-        move = _Move(exchange, layer, self._free.pop(), place, layer.gpu.address(slot))
-        self._budget -= 2 * layer.gpu.bytes_per_expert
-        before = self.bytes_moved
-        try:
-            self._give(move, there)
-        except Exception as error:
-            if self.bytes_moved > before:
-                return self._lose(move, error, settled)
-            layer.cpu.release(place)
-            self._free.append(move.stage)
-            return _refuse(exchange, error, settled)
-        self._busy.add(exchange.layer)
-        moves.append(move)
-
-    def _give(self, move: _Move, coming: list[tuple[int, int, int]]) -> None:
-        for offset, here, nbytes in coming:
-            self._copies.upload(here, move.stage + offset, nbytes)
-            self.bytes_moved += nbytes
-        for offset, here, nbytes in move.layer.cpu.pieces(move.place):
-            self._copies.download(move.slot + offset, here, nbytes)
-            self.bytes_moved += nbytes
-
-    def _lose(self, move: _Move, error: Exception, settled: Settled) -> None:
-        """Copies may still write into its place and its staging memory: unless they have ended, nobody may use them
-        again."""
-        self._end_layer(move, settled)
-        self._busy.discard(move.exchange.layer)
-        _refuse(move.exchange, error, settled)
-
-    def _end_layer(self, move: _Move, settled: Settled) -> None:
-        """Its spare place is taken, by whatever that is."""
-        self._layers[move.exchange.layer] = None
-        settled.ended.append(move.exchange.layer)
+    def _begin(self, exchanges: list[Exchange], stages: list[int], settled: Settled) -> None:
+        if not exchanges:
+            return
+        moves = _core.ExpertMoves(self._sides, self._copies.function, exchanges, stages)
+        batch = _Batch(moves, exchanges, stages, set())
+        self.bytes_moved += moves.begin(*self._copies.directions)
+        self._note(batch, settled)
+        if len(batch.gone) < len(exchanges):
+            self._batches.append((self._copies.mark(), batch))
 
     # -- what ends ---
 
     def end(self) -> Settled:
-        """Between two steps: what has arrived changes places. What it raises leaves every expert where it was."""
+        """What has arrived changes places. What it raises leaves every expert in one place."""
         settled, waiting, arrived = Settled(), [], []
-        for mark, moves in self._batches:
+        for mark, batch in self._batches:
             try:
                 passed = mark.passed()
             except Exception as error:
-                for move in moves:
-                    self._lose(move, error, settled)
+                batch.moves.lose(str(error))
+                self._note(batch, settled)
                 continue
             if passed:
-                arrived.extend(moves)
+                arrived.append(batch)
             else:
-                waiting.append((mark, moves))
+                waiting.append((mark, batch))
         self._batches = waiting
         if arrived:
-            self._commit(arrived, settled)
-        for move in arrived:
-            self._free.append(move.stage)
-            self._busy.discard(move.exchange.layer)
+            self._commit(arrived)
+        for batch in arrived:
+            self._note(batch, settled)
+            self._close(batch, settled)
         return settled
 
-    def _commit(self, moves: list[_Move], settled: Settled) -> None:
-        moves = [move for move in moves if self._settle(move, settled)]
+    def _commit(self, arrived: list[_Batch]) -> None:
+        for batch in arrived:
+            batch.moves.settle()
         try:
             self._tables.publish(self._copies)
         except Exception as error:
-            for move in moves:
-                self._undo(move, error, settled)
+            for batch in arrived:
+                batch.moves.undo(str(error))
             return
-        placed = [move for move in moves if self._place(move, settled)]
+        for batch in arrived:
+            batch.moves.place(self._copies.computing())
         try:
             self._tables.publish(self._copies)
-        except Exception:
-            for move in placed:
-                self._strand(move, settled)
-            return
-        for move in placed:
-            self._forget(move, move.exchange.coming, settled)
-            settled.done.append(move.exchange)
-
-    def _settle(self, move: _Move, settled: Settled) -> bool:
-        try:
-            move.layer.cpu.settle(move.exchange.leaving, move.place)
         except Exception as error:
-            self._lose(move, error, settled)
-            return False
-        move.layer.gpu.point(move.exchange.leaving, -1)
-        return True
+            for batch in arrived:
+                batch.moves.strand(str(error))
+        for batch in arrived:
+            batch.moves.forget()
+        self._copies.follow()  # what begins next overwrites these stages, and reads these slots
 
-    def _forget(self, move: _Move, expert: int, settled: Settled) -> None:
-        """It is on the GPU."""
-        try:
-            move.layer.cpu.forget(expert)
-        except Exception:
-            _log.exception("expert %d of MoE layer %d keeps its CPU memory", expert, move.exchange.layer)
-            self._end_layer(move, settled)
+    def _note(self, batch: _Batch, settled: Settled) -> None:
+        """What has gone wrong."""
+        for index, fate, keeps_stage, ends_layer, why in batch.moves.troubles():
+            exchange = batch.exchanges[index]
+            if ends_layer:
+                settled.ended.append(exchange.layer)
+            if fate == "done":
+                _log.error("MoE layer %d: %s", exchange.layer, why)
+                continue
+            batch.gone.add(index)
+            self._busy.discard(exchange.layer)
+            if not keeps_stage:
+                self._free.append(batch.stages[index])
+            _tell(exchange, fate, why, settled)
 
-    def _undo(self, move: _Move, error: Exception, settled: Settled) -> None:
-        move.layer.gpu.point(move.exchange.leaving, move.exchange.slot)
-        self._forget(move, move.exchange.leaving, settled)
-        _refuse(move.exchange, error, settled)
-
-    def _place(self, move: _Move, settled: Settled) -> bool:
-        gpu, (_, slot, _, coming) = move.layer.gpu, move.exchange
-        try:
-            self._copies.in_order(move.stage, move.slot, gpu.bytes_per_expert)
-        except Exception:
-            self._strand(move, settled)
-            return False
-        gpu.point(coming, slot)
-        return True
-
-    def _strand(self, move: _Move, settled: Settled) -> None:
-        index, slot, _, coming = move.exchange
-        _log.exception("slot %d of MoE layer %d on the GPU is lost", slot, index)
-        move.layer.gpu.point(coming, -1)
-        self._end_layer(move, settled)
-        settled.stranded.append(move.exchange)
+    def _close(self, batch: _Batch, settled: Settled) -> None:
+        for index, exchange in enumerate(batch.exchanges):
+            if index not in batch.gone:
+                settled.done.append(exchange)
+                self._free.append(batch.stages[index])
+                self._busy.discard(exchange.layer)
 
 
-def _refuse(exchange: Exchange, error: Exception, settled: Settled) -> None:
-    _log.warning(
-        "experts %d and %d of MoE layer %d stay where they are: %s", *exchange[2:], exchange[0], error
-    )
-    settled.dropped.append(exchange)
+def _moving(layers: Sequence[LiveLayer | None]) -> _core.MovingLayers:
+    made = _core.MovingLayers()
+    for layer in layers:
+        if layer is None:
+            made.add_none()
+        else:
+            gpu = layer.gpu
+            made.add(layer.cpu.core, gpu.slot_of.numpy(), gpu.address(0), gpu.slots)
+    return made
+
+
+def _tell(exchange: Exchange, fate: str, why: str, settled: Settled) -> None:
+    layer, slot, leaving, coming = exchange
+    if fate == "stranded":
+        _log.error("slot %d of MoE layer %d on the GPU is lost: %s", slot, layer, why)
+        settled.stranded.append(exchange)
+    else:
+        _log.warning("experts %d and %d of MoE layer %d stay where they are: %s", leaving, coming, layer, why)
+        settled.dropped.append(exchange)

@@ -33,6 +33,7 @@ LONGEST_INTERVAL = 4  # times `interval_steps`
 QUIET = 16  # a decision that moves an expert of fewer than one layer in so many makes the next interval twice as long
 
 Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
 
 
 class Exchange(NamedTuple):
@@ -76,7 +77,9 @@ class LivePolicy:
         self._comes: Floats = np.where(self._slot_of >= 0, -inf, 0).astype(np.float32)
         self._scores: Floats = np.empty_like(self._home)  # memory that is not new at every decision
         self._ended: set[int] = set()  # layers
-        self._young: deque[tuple[int, int, int]] = deque()  # step after which it may leave, layer, expert
+        self._young: deque[tuple[int, Ints, Ints]] = (
+            deque()
+        )  # step after which they may leave, layers, experts
         per_decision = settings.bytes_per_step * settings.interval_steps / (2 * expert_bytes)
         self._allowance, self._per_decision = 0.0, per_decision
         self._step, self._pace = 0, 1
@@ -127,8 +130,8 @@ class LivePolicy:
 
     def _grow_up(self) -> None:
         while self._young and (self.resting or self._young[0][0] <= self._step):
-            _, layer, expert = self._young.popleft()
-            self._leaves[layer, expert] = 0.0
+            _, layers, experts = self._young.popleft()
+            self._leaves[layers, experts] = 0.0
 
     def wanted(self) -> list[Exchange]:
         """What should move now, most worthwhile first; each is under way until `done` or `dropped`."""
@@ -136,21 +139,22 @@ class LivePolicy:
         if room == 0 or (self.resting and not self._going_home()):
             return []
         found = self._best(room)
-        self._pace = 1 if len(found) * QUIET > len(self._home) else min(2 * self._pace, LONGEST_INTERVAL)
-        self._allowance -= len(found)
-        for exchange in found:
-            self._leaves[exchange.layer, exchange.leaving] = inf
-            self._comes[exchange.layer, exchange.coming] = -inf
-        return found
+        layers, _, leaving, coming = found
+        self._pace = 1 if len(layers) * QUIET > len(self._home) else min(2 * self._pace, LONGEST_INTERVAL)
+        self._allowance -= len(layers)
+        self._leaves[layers, leaving] = inf
+        self._comes[layers, coming] = -inf
+        return [Exchange(*row) for row in zip(*(column.tolist() for column in found), strict=True)]
 
-    def done(self, exchange: Exchange) -> None:
-        layer, slot, leaving, coming = exchange
-        self._slot_of[layer, leaving], self._slot_of[layer, coming] = -1, slot
-        self._better[layer, leaving] -= 1
-        self._better[layer, coming] += 1
-        self._comes[layer, leaving] = 0.0
-        self._young.append((self._step + self.settings.dwell_steps, layer, coming))
-        self._judge.exchanges += 1
+    def done(self, *exchanges: Exchange) -> None:
+        """Together: one of a layer at most."""
+        layers, slots, leaving, coming = np.array(exchanges, np.int64).T
+        self._slot_of[layers, leaving], self._slot_of[layers, coming] = -1, slots
+        self._better[layers, leaving] -= 1
+        self._better[layers, coming] += 1
+        self._comes[layers, leaving] = 0.0
+        self._young.append((self._step + self.settings.dwell_steps, layers, coming))
+        self._judge.exchanges += len(exchanges)
 
     def dropped(self, exchange: Exchange) -> None:
         """It was not made: everything is where it was."""
@@ -173,7 +177,8 @@ class LivePolicy:
         away = int((self._better > 0).sum())
         return self._judge.loss * self.settings.shortest_rest > away * self._cost > 0
 
-    def _best(self, room: int) -> list[Exchange]:
+    def _best(self, room: int) -> tuple[Ints, Ints, Ints, Ints]:
+        """Layers, slots, leaving, coming."""
         s, scores = self.settings, self._home if self.resting else self._counts
         layers = np.arange(len(scores))
         leaving = np.add(scores, self._leaves, out=self._scores).argmin(1)
@@ -188,9 +193,8 @@ class LivePolicy:
             pays = (gain >= self._cost / lasts) & (gain >= cold * (s.factor - 1)) & (hot >= s.touches)
         layers = np.flatnonzero(pays)
         layers = layers[np.argsort(-gain[layers], kind="stable")][:room]
-        slots = self._slot_of[layers, leaving[layers]]
-        columns = (layers, slots, leaving[layers], coming[layers])
-        return [Exchange(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        leaving, coming = leaving[layers], coming[layers]
+        return layers, self._slot_of[layers, leaving], leaving, coming
 
 
 class _Judge:

@@ -43,8 +43,8 @@ def simulate_live(
         part = trace[first : first + policy.interval_steps]
         hits.append(_hits(part, policy.slot_of >= 0))
         policy.observe(expert_counts(part, experts), len(part), len(part))
-        for exchange in under_way:
-            policy.done(exchange)
+        if under_way:
+            policy.done(*under_way)
         under_way = policy.wanted()
         moved[first] += len(under_way)
         first += len(part)

@@ -61,7 +61,6 @@ class GpuExperts:
                 torch.empty(shape, dtype=torch.int32, device=device),
             )
         self.slot_of, self.table = (table.copy_(slot_of) for table in tables)
-        self._entries = self.slot_of.numpy()
         self.slots = int(self.slot_of.max()) + 1
         self.stride = 0  # bytes of one expert; 0: none was loaded
 
@@ -121,12 +120,8 @@ class GpuExperts:
         """Where it lies on the GPU."""
         return self.pool.data_ptr() + slot * self.stride
 
-    def point(self, expert: int, slot: int) -> None:
-        """The expert is in `slot`, -1: not on the GPU, from when `slot_of` is copied to `table`."""
-        self._entries[expert] = slot
-
     def slot_of_expert(self, expert: int) -> int:
-        return int(self._entries[expert])
+        return int(self.slot_of[expert])
 
     @property
     def bytes_per_expert(self) -> int:

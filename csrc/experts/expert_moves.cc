@@ -1,0 +1,143 @@
+#include "experts/expert_moves.h"
+
+#include <stdexcept>
+#include <utility>
+
+namespace tandem {
+namespace {
+
+std::string expert(int number) { return "expert " + std::to_string(number); }
+
+void copy_or_throw(CopyAsync copy, uint64_t target, uint64_t source, int64_t bytes, void* stream) {
+  if (const int error = copy(target, source, size_t(bytes), stream))
+    throw std::runtime_error("a copy of " + std::to_string(bytes) +
+                             " bytes between CPU and GPU failed with CUDA's error " + std::to_string(error));
+}
+
+}  // namespace
+
+ExpertMoves::ExpertMoves(std::shared_ptr<MovingLayers> layers, CopyAsync copy, std::vector<Exchange> exchanges)
+    : layers_(std::move(layers)), copy_(copy) {
+  for (const Exchange& exchange : exchanges) {
+    if (exchange.layer < 0 || size_t(exchange.layer) >= layers_->count())
+      throw std::out_of_range("there is no MoE layer " + std::to_string(exchange.layer));
+    moves_.push_back(Move{exchange});
+  }
+}
+
+template <class Action>
+void ExpertMoves::each(const Action& action) {
+  for (size_t i = 0; i < moves_.size(); ++i)
+    if (moves_[i].lives) action(i);
+}
+
+void ExpertMoves::fail(size_t index, Fate fate, bool keeps_stage, bool ends_layer, const std::string& why) {
+  moves_[index].lives = false;
+  if (ends_layer) end_layer(moves_[index]);
+  troubles_.push_back({index, fate, keeps_stage, ends_layer, why});
+}
+
+std::vector<ExpertMoves::Trouble> ExpertMoves::troubles() { return std::exchange(troubles_, {}); }
+
+int64_t ExpertMoves::begin(void* up, void* down) {
+  int64_t given = 0;
+  each([&](size_t i) { begin_one(i, up, down, &given); });
+  return given;
+}
+
+void ExpertMoves::check(const Move& move) const {
+  const MovingLayers::Layer& layer = layers_->at(move.layer);
+  if (!layer.cpu) throw std::invalid_argument("no experts move in this layer any more");
+  for (const int number : {move.leaving, move.coming})
+    if (number < 0 || number >= layer.cpu->shape().experts)
+      throw std::invalid_argument("there is no " + expert(number));
+  if (move.slot < 0 || move.slot >= layer.slot_count || layer.slot_of[move.leaving] != move.slot)
+    throw std::invalid_argument(expert(move.leaving) + " is not in slot " + std::to_string(move.slot));
+}
+
+void ExpertMoves::begin_one(size_t index, void* up, void* down, int64_t* given) {
+  Move& move = moves_[index];
+  const int64_t before = *given;
+  try {
+    check(move);
+    move.cpu = layers_->at(move.layer).cpu;
+    const std::vector<ExpertLayer::Piece> coming = move.cpu->pieces(move.cpu->place_of(move.coming));
+    move.place = move.cpu->reserve(move.leaving);
+    give(move, coming, up, down, given);
+  } catch (const std::exception& error) {
+    const bool lost = *given > before;  // copies may still write into its place and its stage
+    if (!lost && move.place >= 0) move.cpu->release(move.place);
+    fail(index, Fate::dropped, lost, lost, error.what());
+  }
+}
+
+void ExpertMoves::give(const Move& move, const std::vector<ExpertLayer::Piece>& coming, void* up, void* down,
+                       int64_t* given) {
+  const MovingLayers::Layer& layer = layers_->at(move.layer);
+  for (const ExpertLayer::Piece& piece : coming) {
+    copy_or_throw(copy_, move.stage + uint64_t(piece.offset), reinterpret_cast<uint64_t>(piece.here), piece.bytes, up);
+    *given += piece.bytes;
+  }
+  const uint64_t slot = layer.slots + uint64_t(move.slot * move.cpu->bytes_per_expert());
+  for (const ExpertLayer::Piece& piece : move.cpu->pieces(move.place)) {
+    copy_or_throw(copy_, reinterpret_cast<uint64_t>(piece.here), slot + uint64_t(piece.offset), piece.bytes, down);
+    *given += piece.bytes;
+  }
+}
+
+void ExpertMoves::lose(const std::string& why) {
+  each([&](size_t i) { fail(i, Fate::dropped, true, true, why); });
+}
+
+void ExpertMoves::settle() {
+  each([&](size_t i) {
+    try {
+      moves_[i].cpu->settle(moves_[i].leaving, moves_[i].place);
+      layers_->at(moves_[i].layer).slot_of[moves_[i].leaving] = -1;
+    } catch (const std::exception& error) {
+      fail(i, Fate::dropped, false, true, error.what());
+    }
+  });
+}
+
+void ExpertMoves::forget_one(size_t index, int which, Fate fate) {
+  try {
+    moves_[index].cpu->forget(which);
+  } catch (const std::exception& error) {
+    fail(index, fate, false, true, expert(which) + " keeps its CPU memory: " + error.what());
+  }
+}
+
+void ExpertMoves::undo(const std::string& why) {
+  each([&](size_t i) {
+    layers_->at(moves_[i].layer).slot_of[moves_[i].leaving] = moves_[i].slot;
+    forget_one(i, moves_[i].leaving, Fate::dropped);
+    if (moves_[i].lives) fail(i, Fate::dropped, false, false, why);
+  });
+}
+
+void ExpertMoves::place(void* stream) {
+  each([&](size_t i) {
+    const MovingLayers::Layer& layer = layers_->at(moves_[i].layer);
+    const int64_t bytes = moves_[i].cpu->bytes_per_expert();
+    try {
+      copy_or_throw(copy_, layer.slots + uint64_t(moves_[i].slot * bytes), moves_[i].stage, bytes, stream);
+      layer.slot_of[moves_[i].coming] = moves_[i].slot;
+    } catch (const std::exception& error) {
+      fail(i, Fate::stranded, false, true, error.what());
+    }
+  });
+}
+
+void ExpertMoves::strand(const std::string& why) {
+  each([&](size_t i) {
+    layers_->at(moves_[i].layer).slot_of[moves_[i].coming] = -1;
+    fail(i, Fate::stranded, false, true, why);
+  });
+}
+
+void ExpertMoves::forget() {
+  each([&](size_t i) { forget_one(i, moves_[i].coming, Fate::done); });
+}
+
+}  // namespace tandem

@@ -1,0 +1,92 @@
+// Exchanges of experts between slots on the GPU and places in CPU memory, all that go together in one call: the
+// engine's thread makes them between steps, when weights have driven everything else out of its caches.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "experts/expert_layer.h"
+
+namespace tandem {
+
+// `cuMemcpyAsync` of CUDA's driver, or what stands for it in a test: 0, or what is wrong.
+using CopyAsync = int (*)(uint64_t target, uint64_t source, size_t bytes, void* stream);
+
+// Both sides of the layers whose experts may move.
+class MovingLayers {
+ public:
+  struct Layer {
+    std::shared_ptr<ExpertLayer> cpu;  // null: nothing moves in this layer, or not any more
+    int32_t* slot_of = nullptr;        // [experts], -1: not on the GPU; what the GPU's tables are copied from
+    uint64_t slots = 0;                // address of the first on the GPU
+    int64_t slot_count = 0;
+  };
+
+  void add(Layer layer) { layers_.push_back(std::move(layer)); }
+  size_t count() const { return layers_.size(); }
+  Layer& at(int layer) { return layers_[size_t(layer)]; }
+
+ private:
+  std::vector<Layer> layers_;
+};
+
+// Some exchanges, one of a layer at most. Calls follow each other as declared; what fails in one of them is not touched
+// by the next, and is in `troubles` once. Nothing throws but the constructor.
+class ExpertMoves {
+ public:
+  struct Exchange {
+    int layer, slot, leaving, coming;
+    uint64_t stage;  // address on the GPU of memory for an expert
+  };
+  enum class Fate { dropped, stranded, done };
+  struct Trouble {
+    size_t index;
+    Fate fate;         // done: it was made, but its layer has ended
+    bool keeps_stage;  // copies may still write there
+    bool ends_layer;
+    std::string why;
+  };
+
+  // Throws std::out_of_range for layers that there are not.
+  ExpertMoves(std::shared_ptr<MovingLayers> layers, CopyAsync copy, std::vector<Exchange> exchanges);
+
+  // Copies the coming experts to their stages on the stream `up`, and the leaving ones to places that are reserved for
+  // them on `down`. Returns the bytes given.
+  int64_t begin(void* up, void* down);
+  void lose(const std::string& why);  // copies have failed: places and stages may still be written to
+  // Everything has arrived. The leaving experts are in CPU memory from now on, and in no slot;
+  void settle();
+  void undo(const std::string& why);  // ... or not: they stay in their slots.
+  // Copies the stages to the slots on `stream`, where the coming experts are from now on;
+  void place(void* stream);
+  void strand(const std::string& why);  // ... or not: they stay in CPU memory, and the slots are lost.
+  void forget();                        // The coming experts are in CPU memory no longer.
+
+  std::vector<Trouble> troubles();  // since the last call
+
+ private:
+  struct Move : Exchange {
+    std::shared_ptr<ExpertLayer> cpu = nullptr;
+    int32_t place = -1;
+    bool lives = true;
+  };
+
+  template <class Action>
+  void each(const Action& action);
+  void begin_one(size_t index, void* up, void* down, int64_t* given);
+  void give(const Move& move, const std::vector<ExpertLayer::Piece>& coming, void* up, void* down, int64_t* given);
+  void check(const Move& move) const;
+  void end_layer(const Move& move) { layers_->at(move.layer).cpu.reset(); }
+  void forget_one(size_t index, int expert, Fate fate);
+  void fail(size_t index, Fate fate, bool keeps_stage, bool ends_layer, const std::string& why);
+
+  std::shared_ptr<MovingLayers> layers_;
+  CopyAsync copy_;
+  std::vector<Move> moves_;
+  std::vector<Trouble> troubles_;
+};
+
+}  // namespace tandem
