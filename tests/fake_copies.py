@@ -17,9 +17,9 @@ from tandem.kernels.packed_experts import PackedExperts
 
 def advance(exchange: LiveExchange) -> Settled:
     """All that happens from the end of a step to the beginning of the next."""
-    ended = exchange.end()
-    begun = exchange.begin()
-    return Settled(ended.done, ended.dropped + begun.dropped, ended.stranded, ended.ended + begun.ended)
+    parts = exchange.end(), exchange.prepare(), exchange.begin()
+    names = ("done", "dropped", "stranded", "ended")
+    return Settled(*([each for part in parts for each in getattr(part, name)] for name in names))
 
 
 class FakeSlots:

@@ -163,11 +163,11 @@ def test_a_replayed_trace_counts_hits_where_experts_were() -> None:
     first, second = (place(name, 2, EXPERTS, 6).on_gpu for name in ("uniform", "random"))
     usage = TraceUsage(ExpertUsage(2, EXPERTS, device=DEVICE, padded=True, on_gpu=first), trace, first)
     usage.tokens = 12
-    assert torch.equal(usage.ask().tokens().long(), expert_counts(trace[:12], EXPERTS))
+    assert torch.equal(torch.from_numpy(usage.ask().tokens()).long(), expert_counts(trace[:12], EXPERTS))
     changed = (first != second).nonzero().tolist()
     usage.moved([(layer, expert, bool(second[layer, expert])) for layer, expert in changed], 3)
     usage.tokens = 30
-    assert torch.equal(usage.ask().tokens().long(), expert_counts(trace, EXPERTS))
+    assert torch.equal(torch.from_numpy(usage.ask().tokens()).long(), expert_counts(trace, EXPERTS))
     usage.count()
     parts = (expert_counts(trace[:12], EXPERTS) * first, expert_counts(trace[12:], EXPERTS) * second)
     assert usage.hits == int(sum(part.sum() for part in parts)) and usage.swaps == 3

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -359,7 +360,7 @@ class Usage:
         return Asked(self.counts, torch.empty(2, EXPERTS, dtype=torch.int64))
 
     def moved(self, changes: Sequence[tuple[int, int, bool]], swaps: int, now: Asked | None = None) -> None:
-        assert now is None or torch.equal(now.tokens(), self.counts)
+        assert now is None or (now.tokens() == self.counts.numpy()).all()
         for layer, expert, here in changes:
             assert self.on_gpu[layer, expert] != here
             self.on_gpu[layer, expert] = here
@@ -370,8 +371,8 @@ class Asked:
     def __init__(self, counts: Tensor, buffer: Tensor) -> None:
         self._tokens = buffer.copy_(counts)
 
-    def tokens(self) -> Tensor:
-        return self._tokens
+    def tokens(self) -> np.ndarray:
+        return self._tokens.numpy()
 
 
 def live(
@@ -441,6 +442,23 @@ def test_the_time_that_exchanges_take_is_measured_and_weighed() -> None:
     assert free == READS_PER_EXCHANGE and cheap > 0
     assert cost >= READS_PER_EXCHANGE + 5.0 / 0.5 / 2  # two exchanges at most end together
     assert dear < cheap
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_what_the_gpu_computes_beside_costs_nothing(over: bool) -> None:
+    """Only what begins with a step is then counted, for nobody knows when its first layer asks."""
+    layers, copies, usage, ticks = [Layer(1), Layer(2)], FakeCopies(), Usage(), itertools.count()
+    policy = live(layers, copies, usage)._policy
+    experts = LiveExperts(policy, made(layers, copies), usage, lambda: 1e9, lambda: next(ticks))
+    for step in range(60):
+        usage.counts[:, 3 + step // 8 % 4] += 3
+        experts.beside_step()
+        experts.after_step(1, lambda: over)
+        copies.arrive(1.0)
+    times = experts.times()
+    assert times.steps == 60 and times.exchanges == usage.swaps > 0
+    assert min(times.parts.values()) > 0 and times.seconds == sum(times.parts.values())
+    assert times.waited == (times.seconds if over else times.parts["begin"])
 
 
 def test_a_lost_layer_is_not_proposed_again_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,12 +10,17 @@ from __future__ import annotations
 import logging
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from tandem import _core
+from tandem.errors import KernelError
 from tandem.experts.live_cost import StepCost
-from tandem.experts.live_policy import Exchange, LivePolicy, PolicySettings
+from tandem.experts.live_policy import COME, LEAVE, STAY, Exchange, Floats, LivePolicy, PolicySettings
 from tandem.experts.live_simulation import simulate_live, simulate_static
 from tandem.experts.live_traces import ROUTINGS, TraceShape, expert_counts, generate
 from tandem.experts.placement import ExpertPlacement, place
@@ -77,9 +82,9 @@ def policy(cost: float = 0.0, **settings: float) -> LivePolicy:
 
 def uses(**counts: float) -> Tensor:
     """e3=5: expert 3 was used five times."""
-    made = torch.zeros(1, 8)
+    made = torch.zeros(1, 8, dtype=torch.int64)
     for name, count in counts.items():
-        made[0, int(name[1:])] = count
+        made[0, int(name[1:])] = int(count)
     return made
 
 
@@ -119,9 +124,9 @@ def test_a_challenger_must_beat_the_coldest_by_the_factor() -> None:
 
 def test_the_difference_must_pay_for_the_exchange() -> None:
     """Counts of half life h are worth h / ln 2 tokens; with a horizon of as many, a difference of n saves n reads."""
-    for count, moves in ((5.1, 0), (5.3, 1)):
-        p = policy(cost=5.0, half_life=100.0, horizon_tokens=100.0 / torch.log(torch.tensor(2.0)).item())
-        p.observe(uses(e0=9, e1=9, e4=count), 1, 1)
+    for count, moves in ((51, 0), (53, 1)):
+        p = policy(cost=50.0, half_life=100.0, horizon_tokens=100.0 / torch.log(torch.tensor(2.0)).item())
+        p.observe(uses(e0=99, e1=99, e4=count), 1, 1)
         p.observe(uses(), 3, 1)  # 0.979 of the count is left
         assert len(p.wanted()) == moves, count
 
@@ -227,3 +232,77 @@ def test_experts_under_way_are_left_alone() -> None:
     assert {(e.leaving, e.coming) for e in p.wanted()} == {(2, 6)}
     p.done(first)
     assert p.slot_of[0, 5] == first.slot
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+def test_counts_that_run_over_say_what_was_used(kind: type) -> None:
+    """In one pass what plain numpy says, to the bit."""
+    random, limits = np.random.default_rng(1), np.iinfo(kind)
+    shape = 3, 37
+    counts, better = random.random(shape, np.float32), random.integers(-1, 2, shape, np.int8)
+    seen = random.integers(limits.max - 50, limits.max, shape, kind)
+    used = random.integers(0, 100, shape, kind)
+    with np.errstate(over="ignore"):
+        now = seen + used
+    expected = counts * np.float32(0.7) + used.astype(np.float32)
+    gained = _core.add_uses(counts, now, seen, better, 0.7)
+    assert gained == int((used.astype(np.int64) * better).sum())
+    assert (counts == expected).all() and (seen == now).all()
+    assert _core.add_uses(counts, used, None, better, 0.0) == gained
+    assert (counts == used).all()
+
+
+def picked_in_numpy(
+    scores: Floats, may: Floats, slot_of: Floats, rules: tuple[float, ...], room: int
+) -> list[tuple[int, ...]]:
+    least_gain, least_lead, least_hot = (np.float32(rule) for rule in rules)
+    cold, hot = np.where(may == LEAVE, scores, np.inf), np.where(may == COME, scores, -np.inf)
+    leaving, coming, gain = cold.argmin(1), hot.argmax(1), hot.max(1) - cold.min(1)
+    lead = gain >= np.where(np.isinf(cold.min(1)), 0, cold.min(1)) * least_lead
+    layers = np.flatnonzero((gain >= least_gain) & lead & (hot.max(1) >= least_hot))
+    layers = layers[np.argsort(-gain[layers], kind="stable")][:room]
+    leaving, coming = leaving[layers], coming[layers]
+    return list(
+        zip(*map(np.ndarray.tolist, (layers, slot_of[layers, leaving], leaving, coming)), strict=True)
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 1 << 30), experts=st.integers(1, 40), values=st.integers(1, 9))
+def test_what_is_picked_is_what_numpy_picks(seed: int, experts: int, values: int) -> None:
+    """The first of equal ones, the largest gains first; there may be none."""
+    random = np.random.default_rng(seed)
+    scores = random.integers(0, values, (6, experts)).astype(np.float32)
+    may, slot_of = random.integers(0, 3, (6, experts), np.int8), random.integers(0, 99, (6, experts))
+    rules, room = (
+        (random.uniform(0, 4), random.uniform(0, 1), random.uniform(0, 3)),
+        int(random.integers(0, 7)),
+    )
+    expected = picked_in_numpy(scores, may, slot_of, rules, room)
+    before = may.copy()
+    found = _core.pick_exchanges(scores, may, slot_of, *rules, room)
+    assert found == expected
+    for layer, _, leaving, coming in found:
+        assert before[layer, leaving] == LEAVE and before[layer, coming] == COME
+        before[layer, [leaving, coming]] = STAY
+    assert (may == before).all()
+
+
+def test_exchanges_that_were_made_are_noted() -> None:
+    slot_of, better, may = np.array([[4, -1, -1]]), np.zeros((1, 3), np.int8), np.zeros((1, 3), np.int8)
+    _core.note_exchanges([Exchange(0, 4, 0, 2)], slot_of, better, may)
+    assert slot_of.tolist() == [[-1, -1, 4]] and better.tolist() == [[-1, 0, 1]]
+    assert may.tolist() == [[COME, STAY, STAY]]
+    for wrong in (Exchange(1, 4, 0, 2), Exchange(-1, 4, 0, 2), Exchange(0, 4, 0, 3), Exchange(0, 4, -1, 2)):
+        with pytest.raises(KernelError, match="there is no"):
+            _core.note_exchanges([wrong], slot_of, better, may)
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    counts, better = np.zeros((2, 5), np.float32), np.zeros((2, 5), np.int8)
+    with pytest.raises(KernelError, match="now"):
+        _core.add_uses(counts, np.zeros((2, 6), np.int32), None, better, 1.0)
+    with pytest.raises(KernelError, match="seen"):
+        _core.add_uses(counts, np.zeros((2, 5), np.int32), np.zeros((2, 5), np.int64), better, 1.0)
+    with pytest.raises(KernelError, match="slot_of"):
+        _core.pick_exchanges(counts, better, np.zeros((2, 3), np.int64), 1.0, 1.0, 1.0, 1)

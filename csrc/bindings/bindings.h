@@ -15,6 +15,6 @@ void bind_experts(nanobind::module_& m);  // experts.cc: ExpertLayer
 void bind_columns(nanobind::module_& m);  // columns.cc: Columns
 void bind_recording(nanobind::module_& m);
 void bind_mailbox(nanobind::module_& m);  // mailbox.cc: Mailbox
-void bind_moves(nanobind::module_& m);    // moves.cc: MovingLayers, ExpertMoves
+void bind_live(nanobind::module_& m);     // live.cc: MovingLayers, ExpertMoves, what live placement counts
 
 }  // namespace tandem

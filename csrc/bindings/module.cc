@@ -28,5 +28,5 @@ NB_MODULE(_core, m) {
   tandem::bind_packed(m);
   tandem::bind_recording(m);
   tandem::bind_mailbox(m);
-  tandem::bind_moves(m);
+  tandem::bind_live(m);
 }

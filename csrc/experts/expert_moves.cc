@@ -8,10 +8,9 @@ namespace {
 
 std::string expert(int number) { return "expert " + std::to_string(number); }
 
-void copy_or_throw(CopyAsync copy, uint64_t target, uint64_t source, int64_t bytes, void* stream) {
-  if (const int error = copy(target, source, size_t(bytes), stream))
-    throw std::runtime_error("a copy of " + std::to_string(bytes) +
-                             " bytes between CPU and GPU failed with CUDA's error " + std::to_string(error));
+std::string failed(int64_t bytes, int error) {
+  return "a copy of " + std::to_string(bytes) + " bytes between CPU and GPU failed with CUDA's error " +
+         std::to_string(error);
 }
 
 }  // namespace
@@ -39,10 +38,15 @@ void ExpertMoves::fail(size_t index, Fate fate, bool keeps_stage, bool ends_laye
 
 std::vector<ExpertMoves::Trouble> ExpertMoves::troubles() { return std::exchange(troubles_, {}); }
 
-int64_t ExpertMoves::begin(void* up, void* down) {
-  int64_t given = 0;
-  each([&](size_t i) { begin_one(i, up, down, &given); });
-  return given;
+void ExpertMoves::prepare() {
+  each([&](size_t i) {
+    try {
+      prepare_one(i);
+    } catch (const std::exception& error) {
+      if (moves_[i].place >= 0) moves_[i].cpu->release(moves_[i].place);
+      fail(i, Fate::dropped, false, false, error.what());
+    }
+  });
 }
 
 void ExpertMoves::check(const Move& move) const {
@@ -55,34 +59,38 @@ void ExpertMoves::check(const Move& move) const {
     throw std::invalid_argument(expert(move.leaving) + " is not in slot " + std::to_string(move.slot));
 }
 
-void ExpertMoves::begin_one(size_t index, void* up, void* down, int64_t* given) {
+void ExpertMoves::prepare_one(size_t index) {
   Move& move = moves_[index];
-  const int64_t before = *given;
-  try {
-    check(move);
-    move.cpu = layers_->at(move.layer).cpu;
-    const std::vector<ExpertLayer::Piece> coming = move.cpu->pieces(move.cpu->place_of(move.coming));
-    move.place = move.cpu->reserve(move.leaving);
-    give(move, coming, up, down, given);
-  } catch (const std::exception& error) {
-    const bool lost = *given > before;  // copies may still write into its place and its stage
-    if (!lost && move.place >= 0) move.cpu->release(move.place);
-    fail(index, Fate::dropped, lost, lost, error.what());
-  }
+  check(move);
+  const MovingLayers::Layer& layer = layers_->at(move.layer);
+  move.cpu = layer.cpu;
+  const std::vector<ExpertLayer::Piece> coming = move.cpu->pieces(move.cpu->place_of(move.coming));
+  move.place = move.cpu->reserve(move.leaving);
+  const std::vector<ExpertLayer::Piece> leaving = move.cpu->pieces(move.place);
+  const uint64_t slot = layer.slots + uint64_t(move.slot * move.cpu->bytes_per_expert());
+  for (const auto& [offset, here, bytes] : coming)
+    copies_.push_back({move.stage + uint64_t(offset), reinterpret_cast<uint64_t>(here), bytes, index, true});
+  for (const auto& [offset, here, bytes] : leaving)
+    copies_.push_back({reinterpret_cast<uint64_t>(here), slot + uint64_t(offset), bytes, index, false});
 }
 
-void ExpertMoves::give(const Move& move, const std::vector<ExpertLayer::Piece>& coming, void* up, void* down,
-                       int64_t* given) {
-  const MovingLayers::Layer& layer = layers_->at(move.layer);
-  for (const ExpertLayer::Piece& piece : coming) {
-    copy_or_throw(copy_, move.stage + uint64_t(piece.offset), reinterpret_cast<uint64_t>(piece.here), piece.bytes, up);
-    *given += piece.bytes;
+int64_t ExpertMoves::begin(void* up, void* down) {
+  int64_t given = 0;
+  const Copy* last = nullptr;  // that was given
+  for (const Copy& copy : copies_) {
+    Move& move = moves_[copy.move];
+    if (!move.lives) continue;
+    const int error = copy_(copy.target, copy.source, size_t(copy.bytes), copy.up ? up : down);
+    if (error == 0) {
+      given += copy.bytes;
+      last = &copy;
+      continue;
+    }
+    const bool lost = last && last->move == copy.move;  // copies may still write into its place and its stage
+    if (!lost) move.cpu->release(move.place);
+    fail(copy.move, Fate::dropped, lost, lost, failed(copy.bytes, error));
   }
-  const uint64_t slot = layer.slots + uint64_t(move.slot * move.cpu->bytes_per_expert());
-  for (const ExpertLayer::Piece& piece : move.cpu->pieces(move.place)) {
-    copy_or_throw(copy_, reinterpret_cast<uint64_t>(piece.here), slot + uint64_t(piece.offset), piece.bytes, down);
-    *given += piece.bytes;
-  }
+  return given;
 }
 
 void ExpertMoves::lose(const std::string& why) {
@@ -118,14 +126,13 @@ void ExpertMoves::undo(const std::string& why) {
 
 void ExpertMoves::place(void* stream) {
   each([&](size_t i) {
-    const MovingLayers::Layer& layer = layers_->at(moves_[i].layer);
-    const int64_t bytes = moves_[i].cpu->bytes_per_expert();
-    try {
-      copy_or_throw(copy_, layer.slots + uint64_t(moves_[i].slot * bytes), moves_[i].stage, bytes, stream);
-      layer.slot_of[moves_[i].coming] = moves_[i].slot;
-    } catch (const std::exception& error) {
-      fail(i, Fate::stranded, false, true, error.what());
-    }
+    const Move& move = moves_[i];
+    const MovingLayers::Layer& layer = layers_->at(move.layer);
+    const int64_t bytes = move.cpu->bytes_per_expert();
+    if (const int error = copy_(layer.slots + uint64_t(move.slot * bytes), move.stage, size_t(bytes), stream))
+      fail(i, Fate::stranded, false, true, failed(bytes, error));
+    else
+      layer.slot_of[move.coming] = move.slot;
   });
 }
 

@@ -53,8 +53,10 @@ class ExpertMoves {
   // Throws std::out_of_range for layers that there are not.
   ExpertMoves(std::shared_ptr<MovingLayers> layers, CopyAsync copy, std::vector<Exchange> exchanges);
 
-  // Copies the coming experts to their stages on the stream `up`, and the leaving ones to places that are reserved for
-  // them on `down`. Returns the bytes given.
+  // Reserves places for the leaving experts, and finds out what is to be copied.
+  void prepare();
+  // Copies the coming experts to their stages on the stream `up`, and the leaving ones to their places on `down`.
+  // Returns the bytes given.
   int64_t begin(void* up, void* down);
   void lose(const std::string& why);  // copies have failed: places and stages may still be written to
   // Everything has arrived. The leaving experts are in CPU memory from now on, and in no slot;
@@ -73,11 +75,16 @@ class ExpertMoves {
     int32_t place = -1;
     bool lives = true;
   };
+  struct Copy {
+    uint64_t target, source;
+    int64_t bytes;
+    size_t move;
+    bool up;
+  };
 
   template <class Action>
   void each(const Action& action);
-  void begin_one(size_t index, void* up, void* down, int64_t* given);
-  void give(const Move& move, const std::vector<ExpertLayer::Piece>& coming, void* up, void* down, int64_t* given);
+  void prepare_one(size_t index);
   void check(const Move& move) const;
   void end_layer(const Move& move) { layers_->at(move.layer).cpu.reset(); }
   void forget_one(size_t index, int expert, Fate fate);
@@ -86,6 +93,7 @@ class ExpertMoves {
   std::shared_ptr<MovingLayers> layers_;
   CopyAsync copy_;
   std::vector<Move> moves_;
+  std::vector<Copy> copies_;  // a move's follow each other
   std::vector<Trouble> troubles_;
 };
 

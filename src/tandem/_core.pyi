@@ -477,6 +477,9 @@ class ExpertMoves:
         exchanges: Sequence[tuple[int, int, int, int]],
         stages: Sequence[int],
     ) -> None: ...
+    def prepare(self) -> None:
+        """Reserves places in CPU memory."""
+
     def begin(self, up: int, down: int) -> int:
         """Returns the bytes given."""
 
@@ -491,5 +494,24 @@ class ExpertMoves:
         (index, what became of it, keeps its stage, ends its layer, why) of each.
         """
 
+def add_uses(counts: object, now: object, seen: object | None, better: object, keep: float) -> float:
+    """
+    counts = counts * keep + now - seen, seen = now; returns the sum of what was added * better.
+    """
+
+def pick_exchanges(
+    scores: object,
+    may: object,
+    slot_of: object,
+    least_gain: float,
+    least_lead: float,
+    least_hot: float,
+    room: int,
+) -> list[tuple[int, int, int, int]]:
+    """(layer, slot, leaving, coming) of each, see csrc/experts/use_counts.h."""
+
+def note_exchanges(
+    made: Sequence[tuple[int, int, int, int]], slot_of: object, better: object, may: object
+) -> None: ...
 def copy_async(copy: int, source: int, target: int, bytes: int, stream: int) -> int:
     """Calls CUDA's cuMemcpyAsync at the address `copy`; 0, or its error."""

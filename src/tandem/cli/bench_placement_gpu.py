@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -23,17 +23,17 @@ from tandem.config import Plan
 from tandem.engine.gpu_side import GpuSide, live_experts
 from tandem.engine.loader import use_one_torch_thread
 from tandem.experts.live_experts import LiveExperts
-from tandem.experts.usage import Asked, Change, Copy, ExpertUsage
+from tandem.experts.usage import Asked, Changes, Copy, Counted, ExpertUsage
 
 TURN_TOKENS = 100
 WARM_TOKENS = 20  # decoded before the clock starts; what is measured begins at the trace's first token
 
 
 class _AskedOfTrace(NamedTuple):
-    counts: Tensor
+    counts: Counted
     real: Asked
 
-    def tokens(self) -> Tensor:
+    def tokens(self) -> Counted:
         self.real.tokens()
         return self.counts
 
@@ -47,8 +47,8 @@ class TraceUsage:
         self._real, self._trace, self._on_gpu = real, trace, on_gpu.clone()
         self.tokens = 0  # of the trace, decoded so far
         self._counted = 0
-        self._counts = counts_after_each(trace, on_gpu.shape[1])
-        self._moves: list[tuple[int, Sequence[Change]]] = []  # tokens decoded before, in order
+        self._counts = counts_after_each(trace, on_gpu.shape[1]).numpy()
+        self._moves: list[tuple[int, Changes]] = []  # tokens decoded before, in order
         self.hits = self.swaps = self.swap_rests = 0
 
     @property
@@ -63,8 +63,8 @@ class TraceUsage:
         """`hits`, of the trace's tokens so far. It takes a while, so it is called when no clock runs."""
         for tokens, changes in self._moves:
             self._count_until(tokens)
-            for layer, expert, moved in changes:
-                self._on_gpu[layer, expert] = moved
+            layers, experts, here = np.array(changes, np.int64).T
+            self._on_gpu.numpy()[layers, experts] = here > 0
         self._moves.clear()
         self._count_until(self.tokens)
 
@@ -76,7 +76,7 @@ class TraceUsage:
     def ask(self) -> _AskedOfTrace:
         return _AskedOfTrace(self._counts[self.tokens], self._real.ask())
 
-    def moved(self, changes: Sequence[Change], swaps: int, now: _AskedOfTrace | None = None) -> None:
+    def moved(self, changes: Changes, swaps: int, now: _AskedOfTrace | None = None) -> None:
         self._real.moved(changes, swaps, None if now is None else now.real)
         self._moves.append((self.tokens, changes))
         self.swaps += swaps

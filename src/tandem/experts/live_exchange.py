@@ -89,8 +89,8 @@ class _Batch(NamedTuple):
 
 
 class LiveExchange:
-    """One thread calls it: `end` when the CPU has done its part of a step, `begin` when the next was started, which is
-    after the GPU's. layers: None for those that live on one side only."""
+    """One thread calls it: `end` and `prepare` when the CPU has done its part of a step, `begin` when the next was
+    started, which is after the GPU's. layers: None for those that live on one side only."""
 
     def __init__(
         self,
@@ -111,6 +111,7 @@ class LiveExchange:
         self._staging = copies.there(stages * largest)
         self._free = [self._staging.data_ptr() + i * largest for i in range(stages)]
         self._queue: deque[Exchange] = deque()
+        self._prepared: _Batch | None = None
         self._batches: list[tuple[Mark, _Batch]] = []
         self._busy: set[int] = set()  # layers that have a move under way
         self.bytes_moved = 0  # both ways, since the start
@@ -118,23 +119,48 @@ class LiveExchange:
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue or self._batches)
+        return bool(self._queue or self._prepared or self._batches)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is anything to prepare."""
+        return bool(self._queue)
+
+    @property
+    def prepared(self) -> bool:
+        return self._prepared is not None
 
     def add(self, exchanges: Iterable[Exchange]) -> None:
         self._queue.extend(exchanges)
 
     # -- what begins ---
 
-    def begin(self) -> Settled:
-        """Gives the DMA the next exchanges: `bytes_at_once` on average, whole experts. What it raises leaves every
-        expert where it was."""
+    def prepare(self) -> Settled:
+        """Chooses what `begin` will give the DMA, `bytes_at_once` on average, whole experts, and reserves their places.
+        What it raises leaves every expert where it was."""
         settled = Settled()
+        if self._prepared is not None:
+            return settled
         self._budget = min(self._budget, 0) + self._bytes_at_once
         if self._queue and not self._free and not self._batches:  # every stage was lost to failures
             settled.dropped.extend(self._queue)
             self._queue.clear()
-        if self._queue and self._budget > 0:
-            self._begin(*self._next(), settled)
+        exchanges, stages = self._next()
+        if exchanges:
+            moves = _core.ExpertMoves(self._sides, self._copies.function, exchanges, stages)
+            moves.prepare()
+            self._prepared = _Batch(moves, exchanges, stages, set())
+            self._note(self._prepared, settled)
+        return settled
+
+    def begin(self) -> Settled:
+        """Gives the DMA what was prepared. What it raises leaves every expert where it was."""
+        settled, batch, self._prepared = Settled(), self._prepared, None
+        if batch is not None:
+            self.bytes_moved += batch.moves.begin(*self._copies.directions)
+            self._note(batch, settled)
+            if len(batch.gone) < len(batch.exchanges):
+                self._batches.append((self._copies.mark(), batch))
         return settled
 
     def _next(self) -> tuple[list[Exchange], list[int]]:
@@ -154,16 +180,6 @@ class LiveExchange:
         waiting.extend(self._queue)
         self._queue = waiting
         return exchanges, stages
-
-    def _begin(self, exchanges: list[Exchange], stages: list[int], settled: Settled) -> None:
-        if not exchanges:
-            return
-        moves = _core.ExpertMoves(self._sides, self._copies.function, exchanges, stages)
-        batch = _Batch(moves, exchanges, stages, set())
-        self.bytes_moved += moves.begin(*self._copies.directions)
-        self._note(batch, settled)
-        if len(batch.gone) < len(exchanges):
-            self._batches.append((self._copies.mark(), batch))
 
     # -- what ends ---
 

@@ -9,9 +9,9 @@ It also knows what the placement that it began with ("home") would have hit, so 
 has gained. A window whose exchanges cost more than that ends the moving; it is tried again after a pause that doubles
 each time. While resting, a placement that does worse than home goes back there, if that pays.
 
-A decision takes some 100 us at 48 x 512 experts on one core, during which everything stands still: hence numpy, whose
-calls are shorter than torch's at this size, few arrays, since all of them have left the caches meanwhile, and no
-sorting of whole layers.
+A decision looks at all experts, 48 x 512 of them, while everything may stand still: hence few and small arrays, since
+all of them have left the caches meanwhile, each passed once in C++ (`csrc/experts/use_counts.h`), and no sorting of
+whole layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
-from math import inf, log
+from math import log
 from typing import NamedTuple
 
 import numpy as np
@@ -27,13 +27,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tandem import _core
+from tandem.experts.usage import Counted
+
 _log = logging.getLogger(__name__)
 
 LONGEST_INTERVAL = 4  # times `interval_steps`
 QUIET = 16  # a decision that moves an expert of fewer than one layer in so many makes the next interval twice as long
 
+STAY, LEAVE, COME = range(
+    3
+)  # what an expert may do: those that leave are on the GPU, and those that come are not
 Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
 
 
 class Exchange(NamedTuple):
@@ -71,15 +76,12 @@ class LivePolicy:
         self.settings, self._cost = settings, reads_per_exchange
         self._slot_of = slot_of.numpy().astype(np.int64)
         self._home: Floats = (self._slot_of >= 0).astype(np.float32)
-        self._better: Floats = np.zeros_like(self._home)  # here but not at home: 1; the other way: -1
+        self._better = np.zeros(self._home.shape, np.int8)  # here but not at home: 1; the other way: -1
         self._counts: Floats = np.zeros_like(self._home)
-        self._leaves: Floats = np.where(self._slot_of >= 0, 0, inf).astype(np.float32)  # infinite: must not
-        self._comes: Floats = np.where(self._slot_of >= 0, -inf, 0).astype(np.float32)
-        self._scores: Floats = np.empty_like(self._home)  # memory that is not new at every decision
+        self._may = np.where(self._slot_of >= 0, LEAVE, COME).astype(np.int8)
         self._ended: set[int] = set()  # layers
-        self._young: deque[tuple[int, Ints, Ints]] = (
-            deque()
-        )  # step after which they may leave, layers, experts
+        # Step after which those may leave that came.
+        self._young: deque[tuple[int, tuple[Exchange, ...]]] = deque()
         per_decision = settings.bytes_per_step * settings.interval_steps / (2 * expert_bytes)
         self._allowance, self._per_decision = 0.0, per_decision
         self._step, self._pace = 0, 1
@@ -114,13 +116,13 @@ class LivePolicy:
         """int64 [layers, experts]: the placement, as far as exchanges were `done`."""
         return torch.from_numpy(self._slot_of)
 
-    def observe(self, counts: Tensor, tokens: int, steps: int) -> None:
-        """counts [layers, experts]: uses in the last `tokens` tokens, which took `steps` steps."""
+    def observe(self, counts: Counted, tokens: int, steps: int, seen: Counted | None = None) -> None:
+        """counts int32 or int64 [layers, experts]: uses in the last `tokens` tokens, which took `steps` steps. With
+        `seen`, counts since ever; those of the last time are there, and become these."""
         self._step += steps
-        used = counts.numpy().astype(np.float32, copy=False)
-        self._counts *= 0.5 ** (tokens / self.settings.half_life)
-        self._counts += used
-        if self._judge.observe(float(np.vdot(used, self._better)), tokens):
+        keep = 0.5 ** (tokens / self.settings.half_life)
+        gained = _core.add_uses(self._counts, counts, seen, self._better, keep)
+        if self._judge.observe(gained, tokens):
             self._allowance = 0.0
         self._allowance = min(
             self._allowance + self._per_decision * steps / self.settings.interval_steps,
@@ -130,8 +132,8 @@ class LivePolicy:
 
     def _grow_up(self) -> None:
         while self._young and (self.resting or self._young[0][0] <= self._step):
-            _, layers, experts = self._young.popleft()
-            self._leaves[layers, experts] = 0.0
+            for layer, _, _, expert in self._young.popleft()[1]:
+                self._may[layer, expert] = LEAVE
 
     def wanted(self) -> list[Exchange]:
         """What should move now, most worthwhile first; each is under way until `done` or `dropped`."""
@@ -139,28 +141,20 @@ class LivePolicy:
         if room == 0 or (self.resting and not self._going_home()):
             return []
         found = self._best(room)
-        layers, _, leaving, coming = found
-        self._pace = 1 if len(layers) * QUIET > len(self._home) else min(2 * self._pace, LONGEST_INTERVAL)
-        self._allowance -= len(layers)
-        self._leaves[layers, leaving] = inf
-        self._comes[layers, coming] = -inf
-        return [Exchange(*row) for row in zip(*(column.tolist() for column in found), strict=True)]
+        self._pace = 1 if len(found) * QUIET > len(self._home) else min(2 * self._pace, LONGEST_INTERVAL)
+        self._allowance -= len(found)
+        return [Exchange(*each) for each in found]
 
     def done(self, *exchanges: Exchange) -> None:
-        """Together: one of a layer at most."""
-        layers, slots, leaving, coming = np.array(exchanges, np.int64).T
-        self._slot_of[layers, leaving], self._slot_of[layers, coming] = -1, slots
-        self._better[layers, leaving] -= 1
-        self._better[layers, coming] += 1
-        self._comes[layers, leaving] = 0.0
-        self._young.append((self._step + self.settings.dwell_steps, layers, coming))
+        _core.note_exchanges(exchanges, self._slot_of, self._better, self._may)
+        self._young.append((self._step + self.settings.dwell_steps, exchanges))
         self._judge.exchanges += len(exchanges)
 
     def dropped(self, exchange: Exchange) -> None:
         """It was not made: everything is where it was."""
         layer, _, leaving, coming = exchange
         if layer not in self._ended:
-            self._leaves[layer, leaving], self._comes[layer, coming] = 0.0, 0.0
+            self._may[layer, leaving], self._may[layer, coming] = LEAVE, COME
 
     def stranded(self, exchange: Exchange) -> None:
         """The leaving expert is in CPU memory, and so is the other; the slot is lost."""
@@ -171,30 +165,19 @@ class LivePolicy:
     def ended(self, layer: int) -> None:
         """Nothing can move there any more; it stays as it is."""
         self._ended.add(layer)
-        self._comes[layer] = -inf
+        self._may[layer] = STAY
 
     def _going_home(self) -> bool:
         away = int((self._better > 0).sum())
         return self._judge.loss * self.settings.shortest_rest > away * self._cost > 0
 
-    def _best(self, room: int) -> tuple[Ints, Ints, Ints, Ints]:
-        """Layers, slots, leaving, coming."""
-        s, scores = self.settings, self._home if self.resting else self._counts
-        layers = np.arange(len(scores))
-        leaving = np.add(scores, self._leaves, out=self._scores).argmin(1)
-        cold = self._scores[layers, leaving]
-        coming = np.add(scores, self._comes, out=self._scores).argmax(1)
-        hot = self._scores[layers, coming]
-        gain = hot - cold
+    def _best(self, room: int) -> list[tuple[int, int, int, int]]:
+        s, scores = self.settings, self._counts
+        lasts = s.horizon_tokens / (s.half_life / log(2))
+        rules = self._cost / lasts, s.factor - 1, s.touches
         if self.resting:
-            pays = gain > 0.5
-        else:
-            lasts = s.horizon_tokens / (s.half_life / log(2))
-            pays = (gain >= self._cost / lasts) & (gain >= cold * (s.factor - 1)) & (hot >= s.touches)
-        layers = np.flatnonzero(pays)
-        layers = layers[np.argsort(-gain[layers], kind="stable")][:room]
-        leaving, coming = leaving[layers], coming[layers]
-        return layers, self._slot_of[layers, leaving], leaving, coming
+            scores, rules = self._home, (1.0, 0.0, 1.0)
+        return _core.pick_exchanges(scores, self._may, self._slot_of, *rules, room)
 
 
 class _Judge:

@@ -42,7 +42,7 @@ def simulate_live(
     while first < len(trace):
         part = trace[first : first + policy.interval_steps]
         hits.append(_hits(part, policy.slot_of >= 0))
-        policy.observe(expert_counts(part, experts), len(part), len(part))
+        policy.observe(expert_counts(part, experts).numpy(), len(part), len(part))
         if under_way:
             policy.done(*under_way)
         under_way = policy.wanted()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,9 @@ MOST_MOVED = 256  # steps with moves between two readings, whose counts are kept
 Copy = Callable[[int, int, int], None]
 """From an address to another, so many bytes, in the order of what the GPU computes."""
 Ints = npt.NDArray[np.int64]
-Change = tuple[int, int, bool]
+Counted = npt.NDArray[Any]
+"""int32 or int64."""
+Changes = Sequence[tuple[int, int, bool]]
 """Layer, expert, whether it is on the GPU from the next step on."""
 
 
@@ -56,29 +58,32 @@ class SideTotals(NamedTuple):
 class Asked:
     """Counts as they were when somebody asked, on their way to the CPU; valid until `KEPT` more were asked for."""
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, arrays: Tensor) -> None:
         with torch.inference_mode(False):  # steps run in it, but somebody else may ask as well
-            self._buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-        self._arrived = torch.cuda.Event() if like.is_cuda else None
+            self._buffer = torch.empty(arrays.shape, dtype=arrays.dtype, pin_memory=arrays.is_cuda)
+        self._source, self._plain = arrays, self._buffer.numpy()
+        self._copied = arrays.data_ptr(), self._buffer.data_ptr(), arrays.nbytes
+        self._arrived = torch.cuda.Event() if arrays.is_cuda else None
 
-    def ask(self, arrays: Tensor, copy: Copy | None) -> Asked:
+    def ask(self, copy: Copy | None) -> Asked:
         if copy is None:
-            self._buffer.copy_(arrays, non_blocking=True)
+            self._buffer.copy_(self._source, non_blocking=True)
         else:
-            copy(arrays.data_ptr(), self._buffer.data_ptr(), arrays.nbytes)
+            copy(*self._copied)
         if self._arrived is not None:
             self._arrived.record()
         return self
 
-    def arrays(self) -> Tensor:
+    def arrays(self) -> Counted:
         """[tokens, reads, seen], as `ExpertUsage` counts them."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._buffer
+        return self._plain
 
-    def tokens(self) -> Tensor:
+    def tokens(self) -> Counted:
         """Routed to each expert since the start, modulo 2^32 on a GPU: [layers, experts]."""
-        return self.arrays()[_TOKENS]
+        counted: Counted = self.arrays()[_TOKENS]
+        return counted
 
 
 class ExpertUsage:
@@ -108,11 +113,13 @@ class ExpertUsage:
             self._chosen = torch.full((layers, *chosen), -1, dtype=torch.int32, device=device)
         self._last = torch.zeros(2, layers, experts, dtype=kind)
         self._totals = torch.zeros(2, layers, experts, dtype=torch.int64)
-        self.on_gpu = torch.zeros(layers, experts, dtype=torch.bool) if on_gpu is None else on_gpu
+        self._on_gpu = torch.zeros(layers, experts, dtype=torch.bool) if on_gpu is None else on_gpu
+        self._lent = True  # whether somebody may keep it
         self._gpu_totals = torch.zeros(2, layers, dtype=torch.int64)  # by the last `read`
         # Counts when an expert left the GPU, less those when one came: with the counts of all that are there now, this
         # is what was counted while they were there.
         self._left = np.zeros((2, layers), np.int64)
+        self._news: list[tuple[Asked, Changes]] = []  # moves that nothing knows of yet, and
         self._moves: deque[tuple[Asked, Ints]] = deque()  # whose counts are on their way
         self._moved: list[tuple[Ints, Ints]] = []  # changes [3, n], counts [3, n], since the last `read`
         self._buffers: deque[Asked] = deque()
@@ -148,12 +155,13 @@ class ExpertUsage:
 
     def read(self) -> UsageTotals:
         """Waits for the GPU's last step, which takes no time where its results have been fetched."""
+        self._note_all()
         self._attribute(keep=0)
         now = self._arrays.cpu()
         now = torch.stack((now[_TOKENS], now[_READS] + now[_SEEN]))
         self._totals += (now - self._last).long()
         self._last = now
-        self._gpu_totals = torch.from_numpy(self._left) + (self._totals * self.on_gpu).sum(2)
+        self._gpu_totals = torch.from_numpy(self._left) + (self._totals * self._on_gpu).sum(2)
         return UsageTotals(self._totals[0].clone(), self._totals[1].clone())
 
     def sides(self) -> SideTotals:
@@ -162,32 +170,53 @@ class ExpertUsage:
         cpu = self._totals.sum(2) - gpu
         return SideTotals(gpu[0], cpu[0], gpu[1] * self.expert_bytes, cpu[1] * self.expert_bytes)
 
+    @property
+    def on_gpu(self) -> Tensor:
+        """bool [layers, experts]: where each is from the next step on. What was returned never changes."""
+        self._note_all()
+        self._lent = True
+        return self._on_gpu
+
     def ask(self) -> Asked:
         """Counts of the steps until now, which arrive beside the next one."""
+        self._note_all()
+        while self._moves:  # of earlier steps, whose counts have arrived
+            self._gather()
+        return self._ask()
+
+    def _ask(self) -> Asked:
         if len(self._buffers) < KEPT:
             self._buffers.append(Asked(self._arrays))
         else:
-            while self._moves and self._moves[0][0] is self._buffers[0]:  # to be used again now
-                self._gather()
             self._buffers.rotate(-1)
-        return self._buffers[-1].ask(self._arrays, self.copy)
+        return self._buffers[-1].ask(self.copy)
 
-    def moved(self, changes: Sequence[Change], swaps: int, now: Asked | None = None) -> None:
+    def moved(self, changes: Changes, swaps: int, now: Asked | None = None) -> None:
         """Experts are elsewhere from the next step on. What was counted until now counts for where they were. now: what
         was asked for after this step, if it was."""
-        change = np.array(changes, np.int64).reshape(-1, 3).T
-        self._moves.append((now or self.ask(), change))
-        while len(self._moves) > KEPT // 4:  # two are asked for after a step at most
+        self.swaps += swaps
+        self._news.append(
+            (now or self._ask(), changes)
+        )  # steps wait for this call, but not for the next `ask`
+        if len(self._news) > KEPT // 4:  # two are asked for after a step at most
+            self._note_all()
+
+    def _note_all(self) -> None:
+        for asked, changes in self._news:
+            change = np.array(changes, np.int64).reshape(-1, 3).T
+            if self._lent:
+                self._on_gpu, self._lent = self._on_gpu.clone(), False
+            self._on_gpu.numpy()[change[0], change[1]] = change[2] > 0
+            self._moves.append((asked, change))
+        self._news.clear()
+        while len(self._moves) > KEPT // 4:
             self._gather()
         if len(self._moved) > MOST_MOVED:
             self._attribute(keep=len(self._moves))
-        self.on_gpu = self.on_gpu.clone()  # a recorder may have kept what it was
-        self.on_gpu.numpy()[change[0], change[1]] = change[2] > 0
-        self.swaps += swaps
 
     def _gather(self) -> None:
         asked, change = self._moves.popleft()
-        self._moved.append((change, asked.arrays().numpy()[:, change[0], change[1]]))
+        self._moved.append((change, asked.arrays()[:, change[0], change[1]]))
 
     def _attribute(self, keep: int) -> None:
         """What was counted before each of the moves, but for the last `keep`, to where the expert was."""

@@ -1,0 +1,131 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/bindings.h"
+#include "bindings/tensor.h"
+#include "experts/expert_moves.h"
+#include "experts/use_counts.h"
+
+namespace nb = nanobind;
+
+namespace tandem {
+namespace {
+
+using ExchangeTuple = std::tuple<int, int, int, int>;
+
+void add_layer(MovingLayers& self, std::shared_ptr<ExpertLayer> cpu, nb::handle slot_of, uint64_t slots,
+               int64_t slot_count) {
+  const TensorView entries = view_of(slot_of, "slot_of", {Element::i32}, {cpu->shape().experts}, true);
+  self.add({std::move(cpu), static_cast<int32_t*>(entries.data), slots, slot_count});
+}
+
+void make_moves(ExpertMoves* self, std::shared_ptr<MovingLayers> layers, uintptr_t copy,
+                const std::vector<ExchangeTuple>& exchanges, const std::vector<uint64_t>& stages) {
+  if (exchanges.size() != stages.size()) throw KernelError("each exchange needs a stage");
+  std::vector<ExpertMoves::Exchange> made;
+  for (size_t i = 0; i < stages.size(); ++i) {
+    const auto [layer, slot, leaving, coming] = exchanges[i];
+    made.push_back({layer, slot, leaving, coming, stages[i]});
+  }
+  new (self) ExpertMoves(std::move(layers), reinterpret_cast<CopyAsync>(copy), std::move(made));
+}
+
+void* stream_of(uintptr_t handle) { return reinterpret_cast<void*>(handle); }
+
+nb::list troubles_of(ExpertMoves& self) {
+  static constexpr const char* kFates[] = {"dropped", "stranded", "done"};
+  nb::list made;
+  for (const ExpertMoves::Trouble& t : self.troubles())
+    made.append(nb::make_tuple(t.index, kFates[int(t.fate)], t.keeps_stage, t.ends_layer, t.why));
+  return made;
+}
+
+int copy_async(uintptr_t copy, uint64_t source, uint64_t target, uint64_t bytes, uintptr_t stream) {
+  return reinterpret_cast<CopyAsync>(copy)(target, source, size_t(bytes), stream_of(stream));
+}
+
+// now, seen (or None): int32 or int64 of counts' shape.
+double add_uses_to(nb::handle counts, nb::handle now, nb::handle seen, nb::handle better, float keep) {
+  const TensorView to = view_of(counts, "counts", {Element::f32}, {kAnySize, kAnySize}, true);
+  const int64_t layers = to.shape[0], experts = to.shape[1];
+  const TensorView uses = view_of(now, "now", {Element::i32, Element::i64}, {layers, experts});
+  const TensorView signs = view_of(better, "better", {Element::byte}, {layers, experts});
+  TensorView before;
+  if (!seen.is_none()) before = view_of(seen, "seen", {uses.element}, {layers, experts}, true);
+  const auto add = [&](auto* type) {
+    using Count = std::remove_pointer_t<decltype(type)>;
+    return add_uses(static_cast<float*>(to.data), static_cast<const Count*>(uses.data),
+                    static_cast<Count*>(before.data), static_cast<const int8_t*>(signs.data), keep, layers * experts);
+  };
+  return uses.element == Element::i32 ? add(static_cast<int32_t*>(nullptr)) : add(static_cast<int64_t*>(nullptr));
+}
+
+std::vector<ExchangeTuple> pick(nb::handle scores, nb::handle may, nb::handle slot_of, float least_gain,
+                                float least_lead, float least_hot, size_t room) {
+  const TensorView from = view_of(scores, "scores", {Element::f32}, {kAnySize, kAnySize});
+  const int64_t layers = from.shape[0], experts = from.shape[1];
+  const TensorView allowed = view_of(may, "may", {Element::byte}, {layers, experts}, true);
+  const TensorView slots = view_of(slot_of, "slot_of", {Element::i64}, {layers, experts});
+  std::vector<ExchangeTuple> picked;
+  for (const Exchange& made : pick_exchanges(static_cast<const float*>(from.data), static_cast<int8_t*>(allowed.data),
+                                             static_cast<const int64_t*>(slots.data), layers, experts,
+                                             {least_gain, least_lead, least_hot, room}))
+    picked.emplace_back(made.layer, made.slot, made.leaving, made.coming);
+  return picked;
+}
+
+void note(const std::vector<ExchangeTuple>& made, nb::handle slot_of, nb::handle better, nb::handle may) {
+  const TensorView slots = view_of(slot_of, "slot_of", {Element::i64}, {kAnySize, kAnySize}, true);
+  const int64_t layers = slots.shape[0], experts = slots.shape[1];
+  const TensorView signs = view_of(better, "better", {Element::byte}, {layers, experts}, true);
+  const TensorView allowed = view_of(may, "may", {Element::byte}, {layers, experts}, true);
+  std::vector<Exchange> exchanges;
+  for (const auto& [layer, slot, leaving, coming] : made) {
+    if (layer < 0 || layer >= layers) throw KernelError("there is no layer " + std::to_string(layer));
+    for (const int expert : {leaving, coming})
+      if (expert < 0 || expert >= experts) throw KernelError("there is no expert " + std::to_string(expert));
+    exchanges.push_back({layer, slot, leaving, coming});
+  }
+  note_exchanges(exchanges, static_cast<int64_t*>(slots.data), static_cast<int8_t*>(signs.data),
+                 static_cast<int8_t*>(allowed.data), experts);
+}
+
+}  // namespace
+
+void bind_live(nb::module_& m) {
+  nb::class_<MovingLayers>(m, "MovingLayers",
+                           "Both sides of layers whose experts move, see csrc/experts/expert_moves.h.")
+      .def(nb::init<>())
+      .def("add", &add_layer, nb::arg("cpu"), nb::arg("slot_of"), nb::arg("slots"), nb::arg("slot_count"),
+           nb::keep_alive<1, 3>(), "slot_of int32 [experts] is changed in place.")
+      .def("add_none", [](MovingLayers& self) { self.add({}); }, "A layer that lives on one side only.");
+  nb::class_<ExpertMoves>(m, "ExpertMoves", "Exchanges that travel and end together.")
+      .def("__init__", &make_moves, nb::arg("layers"), nb::arg("copy"), nb::arg("exchanges"), nb::arg("stages"))
+      .def("prepare", &ExpertMoves::prepare, "Reserves places in CPU memory.")
+      .def(
+          "begin",
+          [](ExpertMoves& self, uintptr_t up, uintptr_t down) { return self.begin(stream_of(up), stream_of(down)); },
+          nb::arg("up"), nb::arg("down"), "Returns the bytes given.")
+      .def("lose", &ExpertMoves::lose, nb::arg("why"))
+      .def("settle", &ExpertMoves::settle)
+      .def("undo", &ExpertMoves::undo, nb::arg("why"))
+      .def(
+          "place", [](ExpertMoves& self, uintptr_t stream) { self.place(stream_of(stream)); }, nb::arg("stream"))
+      .def("strand", &ExpertMoves::strand, nb::arg("why"))
+      .def("forget", &ExpertMoves::forget)
+      .def("troubles", &troubles_of, "(index, what became of it, keeps its stage, ends its layer, why) of each.");
+  m.def("add_uses", &add_uses_to, nb::arg("counts"), nb::arg("now"), nb::arg("seen").none(), nb::arg("better"),
+        nb::arg("keep"),
+        "counts = counts * keep + now - seen, seen = now; returns the sum of what was added * better.");
+  m.def("pick_exchanges", &pick, nb::arg("scores"), nb::arg("may"), nb::arg("slot_of"), nb::arg("least_gain"),
+        nb::arg("least_lead"), nb::arg("least_hot"), nb::arg("room"),
+        "(layer, slot, leaving, coming) of each, see csrc/experts/use_counts.h.");
+  m.def("note_exchanges", &note, nb::arg("made"), nb::arg("slot_of"), nb::arg("better"), nb::arg("may"));
+  m.def("copy_async", &copy_async, nb::arg("copy"), nb::arg("source"), nb::arg("target"), nb::arg("bytes"),
+        nb::arg("stream"), "Calls CUDA's cuMemcpyAsync at the address `copy`; 0, or its error.");
+}
+
+}  // namespace tandem

@@ -1,0 +1,39 @@
+// What live placement does with the counts of all experts at a decision, each in one pass: they have left the caches
+// meanwhile, and everything may stand still.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace tandem {
+
+// Of an expert: whether it may change places, and from where.
+enum class MayMove : int8_t { no = 0, from_gpu = 1, from_cpu = 2 };
+
+// counts[i] = counts[i] * keep + used, where used = now[i] - seen[i], which becomes now[i]; null: now[i]. Count:
+// int32_t or int64_t, that may overflow. Returns the sum of used * better[i].
+template <class Count>
+double add_uses(float* counts, const Count* now, Count* seen, const int8_t* better, float keep, int64_t size);
+
+struct Exchange {
+  int layer, slot, leaving, coming;
+};
+
+struct PickRules {
+  float least_gain;  // of the coming expert's score over the leaving one's,
+  float least_lead;  // ... and as a share of the leaving one's
+  float least_hot;   // score of one that comes
+  size_t room;
+};
+
+// By layer, at most one of each: the coldest expert that may leave for the hottest that may come, the first of equal
+// ones; the largest gains first. All arrays [layers, experts]; `may` (MayMove) of those that are chosen becomes `no`.
+std::vector<Exchange> pick_exchanges(const float* scores, int8_t* may, const int64_t* slot_of, int64_t layers,
+                                     int64_t experts, const PickRules& rules);
+
+// They were made: slot_of is right again, those that left may come again, and `better` says where they are against
+// home.
+void note_exchanges(const std::vector<Exchange>& made, int64_t* slot_of, int8_t* better, int8_t* may, int64_t experts);
+
+}  // namespace tandem
