@@ -151,6 +151,7 @@ async def test_metrics_of_the_experts(tiny_models, tmp_path: Path) -> None:
     for name in (
         "expert_hit_rate",
         "expert_swaps_total",
+        "expert_swap_wait_seconds_total",
         "handoff_posts_total",
         "handoff_wait_seconds_total",
     ):

@@ -16,6 +16,7 @@ from tandem.engine.expert_statistics import ExpertMeter
 from tandem.errors import KernelError
 from tandem.experts import usage as usage_module
 from tandem.experts.handoff import HandoffTimes
+from tandem.experts.live_experts import LiveTimes
 from tandem.experts.usage import Copy, ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops, Tally
@@ -256,6 +257,11 @@ def test_moves_count_as_of_their_step_however_many_counts_are_asked_for_later() 
     assert [t.tolist() for t in usage.sides()[:2]] == [[2], [2 * later]]
 
 
+class FakeLive:
+    def times(self) -> LiveTimes:
+        return LiveTimes(9, 3, 60, 0.75, 0.125, {"begin": 0.75})
+
+
 class FakeHandoff:
     def times(self) -> HandoffTimes:
         return HandoffTimes(7, 0.5, 0.25)
@@ -267,7 +273,7 @@ def test_counts_on_a_gpu_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch)
     on_gpu = torch.tensor([[True, False]])
     usage = ExpertUsage(1, 2, padded=True, on_gpu=on_gpu)
     usage.weigh(0, 10)
-    meter = ExpertMeter(usage, (4,), FakeHandoff())
+    meter = ExpertMeter(usage, (4,), FakeHandoff(), FakeLive())
     for clock[0], idle in ((100.0, False), (100.5, False), (100.99, True), (101.5, False), (102.5, False)):
         fake_step(usage, torch.tensor([[[0], [0], [1], [0]]]), 4)
         readings.append(meter.stats(idle))
@@ -276,5 +282,6 @@ def test_counts_on_a_gpu_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch)
     last = readings[-1]
     assert (last.layers, last.gpu_bytes, last.cpu_bytes, last.hit_rate) == ([4], [50], [50], 0.75)
     assert (last.handoff_posts, last.handoff_wait_seconds, last.handoff_serve_seconds) == (7, 0.5, 0.25)
+    assert (last.swap_seconds, last.swap_wait_seconds) == (0.75, 0.125)
     usage.moved([(0, 0, False), (0, 1, True)], swaps=1)
     assert meter.stats(True).swaps == 1

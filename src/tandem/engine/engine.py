@@ -90,7 +90,7 @@ class Engine:
         self._recorder = parts.recorder
         self._meter: ExpertMeter | None = None
         if parts.usage is not None:
-            self._meter = ExpertMeter(parts.usage, parts.model_config.moe.layers, parts.handoff)
+            self._meter = ExpertMeter(parts.usage, parts.model_config.moe.layers, parts.handoff, parts.live)
         self._answers: dict[str, list[Answer]] = {}
         self._notices: list[TokenOutput] = []  # outputs that no step made: aborts
         self._arrivals = 0

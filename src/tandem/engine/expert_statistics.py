@@ -19,6 +19,7 @@ from tandem.engine.protocol import ExpertsRecorded, ExpertStats
 from tandem.engine.sequence import Chunk
 from tandem.errors import RequestError
 from tandem.experts.handoff import Handoff, HandoffTimes
+from tandem.experts.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement, load_counts, place
 from tandem.experts.recorder import ExpertRecorder, RecorderOptions, Rows
 from tandem.experts.usage import ExpertUsage
@@ -77,8 +78,14 @@ def expert_recorder(
 class ExpertMeter:
     """`ExpertStats` for whoever asks. Counts on a GPU are read once a second at most while it works."""
 
-    def __init__(self, usage: ExpertUsage, layers: Sequence[int], handoff: Handoff | None) -> None:
-        self._usage, self._layers, self._handoff = usage, list(layers), handoff
+    def __init__(
+        self,
+        usage: ExpertUsage,
+        layers: Sequence[int],
+        handoff: Handoff | None,
+        live: LiveExperts | None = None,
+    ) -> None:
+        self._usage, self._layers, self._handoff, self._live = usage, list(layers), handoff, live
         self._read_at = -math.inf
 
     def stats(self, idle: bool) -> ExpertStats:
@@ -89,6 +96,7 @@ class ExpertMeter:
             self._usage.read()
         sides = self._usage.sides()
         times = HandoffTimes() if self._handoff is None else self._handoff.times()
+        moving = None if self._live is None else self._live.times()
         return ExpertStats(
             layers=self._layers,
             gpu_tokens=sides.gpu_tokens.tolist(),
@@ -98,6 +106,8 @@ class ExpertMeter:
             hit_rate=sides.hit_rate,
             swaps=self._usage.swaps,
             swap_rests=self._usage.swap_rests,
+            swap_seconds=0.0 if moving is None else moving.seconds,
+            swap_wait_seconds=0.0 if moving is None else moving.waited,
             handoff_posts=times.posts,
             handoff_wait_seconds=times.wait_seconds,
             handoff_serve_seconds=times.serve_seconds,

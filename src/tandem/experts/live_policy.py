@@ -143,7 +143,7 @@ class LivePolicy:
         found = self._best(room)
         self._pace = 1 if len(found) * QUIET > len(self._home) else min(2 * self._pace, LONGEST_INTERVAL)
         self._allowance -= len(found)
-        return [Exchange(*each) for each in found]
+        return list(map(Exchange._make, found))
 
     def done(self, *exchanges: Exchange) -> None:
         _core.note_exchanges(exchanges, self._slot_of, self._better, self._may)

@@ -119,8 +119,9 @@ class ExpertUsage:
         # Counts when an expert left the GPU, less those when one came: with the counts of all that are there now, this
         # is what was counted while they were there.
         self._left = np.zeros((2, layers), np.int64)
-        self._news: list[tuple[Asked, Changes]] = []  # moves that nothing knows of yet, and
-        self._moves: deque[tuple[Asked, Ints]] = deque()  # whose counts are on their way
+        self._news: list[
+            tuple[Asked, Changes]
+        ] = []  # moves that nothing knows of yet; counts are on their way
         self._moved: list[tuple[Ints, Ints]] = []  # changes [3, n], counts [3, n], since the last `read`
         self._buffers: deque[Asked] = deque()
         self.copy: Copy | None = None  # between two steps; None: PyTorch's, which takes longer
@@ -156,7 +157,7 @@ class ExpertUsage:
     def read(self) -> UsageTotals:
         """Waits for the GPU's last step, which takes no time where its results have been fetched."""
         self._note_all()
-        self._attribute(keep=0)
+        self._attribute()
         now = self._arrays.cpu()
         now = torch.stack((now[_TOKENS], now[_READS] + now[_SEEN]))
         self._totals += (now - self._last).long()
@@ -179,15 +180,16 @@ class ExpertUsage:
 
     def ask(self) -> Asked:
         """Counts of the steps until now, which arrive beside the next one."""
-        self._note_all()
-        while self._moves:  # of earlier steps, whose counts have arrived
-            self._gather()
+        if len(self._news) >= KEPT // 4:  # those of earlier steps, which have arrived, all at once
+            self._note_all()
         return self._ask()
 
     def _ask(self) -> Asked:
         if len(self._buffers) < KEPT:
             self._buffers.append(Asked(self._arrays))
         else:
+            if self._news and self._news[0][0] is self._buffers[0]:  # to be used again now
+                self._note_all()
             self._buffers.rotate(-1)
         return self._buffers[-1].ask(self.copy)
 
@@ -197,31 +199,26 @@ class ExpertUsage:
         self.swaps += swaps
         self._news.append(
             (now or self._ask(), changes)
-        )  # steps wait for this call, but not for the next `ask`
-        if len(self._news) > KEPT // 4:  # two are asked for after a step at most
-            self._note_all()
+        )  # steps wait for this call, so the rest is done later
+        if len(self._news) > KEPT // 2:
+            self._note_all(keep=1)  # whose counts may be on their way
 
-    def _note_all(self) -> None:
-        for asked, changes in self._news:
+    def _note_all(self, keep: int = 0) -> None:
+        if not self._news:
+            return
+        done, self._news = self._news[: len(self._news) - keep], self._news[len(self._news) - keep :]
+        if self._lent:
+            self._on_gpu, self._lent = self._on_gpu.clone(), False
+        here = self._on_gpu.numpy()
+        for asked, changes in done:
             change = np.array(changes, np.int64).reshape(-1, 3).T
-            if self._lent:
-                self._on_gpu, self._lent = self._on_gpu.clone(), False
-            self._on_gpu.numpy()[change[0], change[1]] = change[2] > 0
-            self._moves.append((asked, change))
-        self._news.clear()
-        while len(self._moves) > KEPT // 4:
-            self._gather()
+            here[change[0], change[1]] = change[2] > 0
+            self._moved.append((change, asked.arrays()[:, change[0], change[1]]))
         if len(self._moved) > MOST_MOVED:
-            self._attribute(keep=len(self._moves))
+            self._attribute()
 
-    def _gather(self) -> None:
-        asked, change = self._moves.popleft()
-        self._moved.append((change, asked.arrays()[:, change[0], change[1]]))
-
-    def _attribute(self, keep: int) -> None:
-        """What was counted before each of the moves, but for the last `keep`, to where the expert was."""
-        while len(self._moves) > keep:
-            self._gather()
+    def _attribute(self) -> None:
+        """What was counted before each of the moves to where the expert was."""
         if not self._moved:
             return
         (layers, experts, here), counts = (

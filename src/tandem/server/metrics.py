@@ -33,6 +33,11 @@ _COUNTERS = {
 _HANDOFF = {
     "swaps": ("expert_swaps", "Experts that came to the GPU while serving"),
     "swap_rests": ("expert_swap_rests", "Times that this was paused because it did not pay"),
+    "swap_seconds": (
+        "expert_swap_seconds",
+        "Time that the engine's thread took to decide on swaps and make them",
+    ),
+    "swap_wait_seconds": ("expert_swap_wait_seconds", "What the GPU may have waited of that"),
     "handoff_posts": ("handoff_posts", "Batches that the GPU handed to the CPU's experts"),
     "handoff_wait_seconds": (
         "handoff_wait_seconds",
