@@ -14,6 +14,7 @@
 //   int6  [K/16] of 192 bytes 128 as int4, of the lower 4 bits, then [16][2] of 16 bits: the upper 2 bits of 8 pairs;
 //                             in the lower byte those of pairs 0, 1, 4, 5, in the upper one 2, 3, 6, 7; two's
 //                             complement
+//   bf16_rows [16][K]         as checkpoints have them, each row whole; K needs no padding
 //
 // K is padded with zeros to a multiple of max(32, group); the number of panels is even (a "pair" of panels, 32 output
 // columns, is the unit of work everywhere). A panel's scales, [K/group][16], follow its payload, and what is added
@@ -37,8 +38,8 @@ constexpr int kScaleTypeCount = 7;
 // stand for 0) are signed bytes [K/group][16].
 enum class ShiftType : int32_t { none = 0, as_scales = 1, zeros = 2 };
 
-enum class Format : int32_t { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, fp8 = 4, fp4 = 5, uint4 = 6, int6 = 7 };
-constexpr int kFormatCount = 8;
+enum class Format : int32_t { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, fp8 = 4, fp4 = 5, uint4 = 6, int6 = 7, bf16_rows = 8 };
+constexpr int kFormatCount = 9;
 
 constexpr int kPanelRows = 16;
 constexpr int kPairColumns = 2 * kPanelRows;  // output columns of a pair of panels
@@ -46,7 +47,9 @@ constexpr int kCacheLine = 64;
 
 struct WeightView {
   const uint8_t* panels;
-  int64_t panel_bytes;   // from one panel to the next; a multiple of 64
+  int64_t panel_bytes;   // of a panel; a multiple of 64
+  int64_t pair_bytes;    // from one pair of panels to the next
+  int64_t second;        // from a pair's first panel to its second
   int64_t scale_offset;  // of the scales in a panel; 0: the format has none
   int64_t shift_offset;  // of what is added after scaling; 0: nothing
   Format format;

@@ -209,6 +209,7 @@ void bind_experts(nb::module_& m) {
       .def("all_places", &ExpertLayer::all_places,
            "What places lie in, for each memory node; empty: nothing is loaded.")
       .def("own_memory", &own_memory_of, "(address, bytes) of what places lie in; (0, 0): none, or in a file.")
+      .def_prop_ro("in_place", &ExpertLayer::in_place, "Whether they are used where they were given.")
       .def_prop_ro("in_file", &ExpertLayer::in_file, "Whether they lie in a mapped file.")
       .def_prop_ro("loaded", &ExpertLayer::loaded, "How many experts are here.")
       .def_prop_ro("tier", [](const ExpertLayer& self) { return name_of(self.workspace().table().tier); })

@@ -20,6 +20,7 @@ bool same_slices(const std::vector<NodeSlice>& a, const std::vector<NodeSlice>& 
 }  // namespace
 
 void ExpertLayer::pack_to(const std::vector<ExpertSource>& sources, uint8_t* to) const {
+  check_packed();
   for (const ExpertSource& source : sources) {
     check_formats(source);
     if (source.gate_bias || source.up_bias || source.down_bias)
@@ -34,6 +35,7 @@ void ExpertLayer::pack_to(const std::vector<ExpertSource>& sources, uint8_t* to)
 }
 
 void ExpertLayer::copy_all(const std::vector<int>& experts, uint8_t* to) const {
+  check_packed();
   struct Piece {
     const uint8_t* from;
     uint8_t* to;
@@ -65,6 +67,7 @@ void ExpertLayer::load_from(const ExpertLayer& other, const std::vector<int>& ex
   if (&other == this || !same_slices(slices_, other.slices_) || !(shape_.gate_up == other.shape_.gate_up) ||
       !(shape_.down == other.shape_.down))
     throw std::invalid_argument("experts are taken from another layer, packed alike");
+  other.check_packed();
   if (!other.gate_up_bias_.empty() || !gate_up_bias_.empty())
     throw std::invalid_argument("experts with biases are not taken from another layer");
   places_.check_room(experts);

@@ -20,6 +20,8 @@ constexpr int64_t kCopyBytes = int64_t{512} << 10;          // of packed bytes, 
 void check_shape(const ExpertShape& shape) {
   if (shape.experts < 1 || shape.hidden < 1 || shape.width < 1)
     throw std::invalid_argument("an expert layer needs at least one expert, hidden and width >= 1");
+  if ((shape.gate_up.format == Format::bf16_rows) != (shape.down.format == Format::bf16_rows))
+    throw std::invalid_argument("either all of an expert's matrices are read in whole rows, or none");
 }
 
 std::vector<ExpertLayer::Piece> joined(const std::vector<ExpertLayer::Piece>& pieces) {
@@ -49,22 +51,34 @@ ExpertLayer::ExpertLayer(std::shared_ptr<Workspace> workspace, const ExpertShape
   down_layout_ = packed_layout(shape.down, shape.hidden, shape.width);
   expert_bytes_ = packed_bytes(gate_up_layout_) + packed_bytes(down_layout_);
   slices_ = cut_by_node(gate_up_layout_, down_layout_, places_.count(), workspace_->pool());
+  if (in_place()) rows_.resize(size_t(shape_.experts));
 }
 
 WeightView ExpertLayer::gate_up(int expert, size_t node) const {
   const NodeSlice& slice = slices_[node];
   WeightView view = gate_up_layout_;
-  view.panels = panels_ + slice.offset + places_.of(expert) * slice.expert_bytes;
   view.pairs = int32_t(slice.gate_up_pairs);
+  if (in_place()) {
+    const Rows& rows = rows_[size_t(expert)];
+    view.pair_bytes = view.panel_bytes;
+    view.second = int64_t(uintptr_t(rows.up) - uintptr_t(rows.gate));
+    view.panels = rows.gate + slice.first_gate_up * view.pair_bytes;
+    return view;
+  }
+  view.panels = panels_ + slice.offset + places_.of(expert) * slice.expert_bytes;
   return view;
 }
 
 WeightView ExpertLayer::down(int expert, size_t node) const {
   const NodeSlice& slice = slices_[node];
   WeightView view = down_layout_;
+  view.pairs = int32_t(slice.down_pairs);
+  if (in_place()) {
+    view.panels = rows_[size_t(expert)].down + slice.first_down * view.pair_bytes;
+    return view;
+  }
   view.panels = panels_ + slice.offset + places_.of(expert) * slice.expert_bytes +
                 2 * slice.gate_up_pairs * gate_up_layout_.panel_bytes;
-  view.pairs = int32_t(slice.down_pairs);
   return view;
 }
 
@@ -72,6 +86,7 @@ std::vector<ByteRange> ExpertLayer::bytes(int first, int count) const {
   if (first < 0 || count < 0 || first + count > shape_.experts)
     throw std::out_of_range("a layer of " + std::to_string(shape_.experts) + " experts has no " +
                             std::to_string(count) + " from " + std::to_string(first));
+  if (in_place()) return rows_of(first, count);
   const int32_t place = places_.for_all() || count == 0 ? first : places_.of(first);
   for (int i = 0; i < count && !places_.for_all(); ++i)
     if (place < 0 || places_.of(first + i) != place + i)
@@ -84,6 +99,7 @@ std::vector<ByteRange> ExpertLayer::bytes(int first, int count) const {
 }
 
 std::vector<ByteRange> ExpertLayer::all_places() const {
+  if (in_place()) return rows_of(0, shape_.experts);
   std::vector<ByteRange> ranges;
   for (const NodeSlice& slice : slices_)
     if (panels_) ranges.push_back({panels_ + slice.offset, places_.count() * slice.expert_bytes});
@@ -91,6 +107,7 @@ std::vector<ByteRange> ExpertLayer::all_places() const {
 }
 
 ByteRange ExpertLayer::packed() const {
+  check_packed();
   if (!places_.for_all()) throw std::invalid_argument("this layer holds only some of its experts");
   return {panels_, memory_bytes()};
 }
@@ -120,6 +137,7 @@ void ExpertLayer::check_activations() const {
 }
 
 void ExpertLayer::own_memory() {
+  check_packed();
   check_activations();
   if (file_) throw std::invalid_argument("this layer's experts lie in a file; they cannot be loaded again");
   if (!memory_.data()) {
@@ -142,6 +160,7 @@ std::vector<int32_t> ExpertLayer::take_places(NewPlaces& taken, const std::vecto
 void ExpertLayer::load_all(const std::vector<int>& experts, const std::vector<ExpertSource>& sources) {
   check_sources(experts, sources);
   const auto lock = workspace_->lock();
+  if (in_place()) return take_rows(experts, sources);
   own_memory();
   NewPlaces taken(places_);
   const std::vector<int32_t> places = take_places(taken, experts);
@@ -189,6 +208,7 @@ void ExpertLayer::adopt(std::shared_ptr<const MappedFile> file, int64_t offset, 
   if (gate_up_bias.empty() != down_bias.empty() || (!down_bias.empty() && down_bias.size() != down) ||
       (!gate_up_bias.empty() && gate_up_bias.size() != gate_up))
     throw std::invalid_argument("the biases are not those of this layer");
+  check_packed();
   check_activations();
   const auto lock = workspace_->lock();
   panels_ = file->at(offset, packed().bytes);
@@ -226,6 +246,7 @@ void ExpertLayer::copy_pieces(int expert, Copy copy) const {
 
 void ExpertLayer::copy_packed(int expert, uint8_t* to) const {
   const auto lock = workspace_->lock();
+  check_packed();
   copy_pieces(expert,
               [&](int64_t whole, int64_t here, size_t bytes) { std::memcpy(to + whole, panels_ + here, bytes); });
 }

@@ -236,7 +236,7 @@ const uint8_t* ExpertRun::next_panels(const Tasks& tasks, int64_t index, Weights
   if (of_node + ahead >= tasks.by_node.of_node()[node]) return nullptr;
   const Task& next = tasks.all[size_t(index + ahead)];
   const WeightView view = (layer_.*weights)(plan_.experts[size_t(next.expert)].id, node);
-  return view.panels + 2 * next.first_pair * view.panel_bytes;
+  return view.panels + next.first_pair * view.pair_bytes;
 }
 
 void ExpertRun::gate_up(int64_t index, WorkerScratch& scratch) {
@@ -289,7 +289,7 @@ void ExpertRun::down(int64_t index, WorkerScratch& scratch) {
     const auto to = std::lower_bound(from, end, first_token + block.tokens, before);
     const uint8_t* next = nullptr;
     if (e + 1 < plan_.experts.size())
-      next = layer_.down(plan_.experts[e + 1].id, node).panels + 2 * first_pair * layer_.down_layout_.panel_bytes;
+      next = layer_.down(plan_.experts[e + 1].id, node).panels + first_pair * layer_.down_layout_.pair_bytes;
     down_expert(expert, block, next, from - plan_.rows.begin(), to - plan_.rows.begin(), scratch);
   }
   store_sums(scratch.sums, first_token, block.tokens, first_column, columns);

@@ -7,12 +7,12 @@
 namespace tandem {
 namespace {
 
-inline bool is_quantised(Format f) { return f != Format::f32 && f != Format::bf16; }
+inline bool is_quantised(Format f) { return f != Format::f32 && f != Format::bf16 && f != Format::bf16_rows; }
 inline bool is_nibble(Format f) { return f == Format::int4 || f == Format::fp4 || f == Format::uint4; }
 
 inline int64_t bits_of(Format f) {
   if (f == Format::f32) return 32;
-  if (f == Format::bf16) return 16;
+  if (f == Format::bf16 || f == Format::bf16_rows) return 16;
   if (f == Format::int6) return 6;
   return is_nibble(f) ? 4 : 8;
 }

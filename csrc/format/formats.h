@@ -6,7 +6,10 @@
 // this.
 #define TANDEM_FORMATS(X) \
   X(bf16, Bf16Format)     \
-  X(int8, Int8Format) X(int4, Int4Format) X(fp8, Fp8Format) X(fp4, Fp4Format) X(uint4, Uint4Format) X(int6, Int6Format)
+  X(int8, Int8Format)     \
+  X(int4, Int4Format)     \
+  X(fp8, Fp8Format)       \
+  X(fp4, Fp4Format) X(uint4, Uint4Format) X(int6, Int6Format) X(bf16_rows, Bf16RowsFormat)
 
 #include "abi/weight_view.h"
 #include "isa/inline.h"
@@ -85,6 +88,21 @@ template <class Isa>
 struct Fp4Format : Int4Format<Isa> {
   TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_fp4(block, index); }
 };
+
+// Not packed: 16 rows as they lie in a checkpoint, from which kPairsPerBlock pairs at a time become lines (whole_rows.h).
+template <class Isa>
+struct Bf16RowsFormat {
+  using Lane = typename Isa::Lane;
+  static constexpr int kPairBytes = 4;  // of a row
+  static constexpr int kPairsPerBlock = 16;
+  static constexpr bool kScaled = false;
+  static constexpr bool kPacked = true;
+  static constexpr bool kInRows = true;
+  static constexpr float kUnit = 1.0f;
+};
+
+template <class Format>
+concept HasWholeRows = requires { Format::kInRows; };
 
 // Bytes of kGroups groups of scales and the halves in front of them.
 constexpr int64_t shared_scale_bytes(int groups) { return kPanelRows * (2 + groups); }

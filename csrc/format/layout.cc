@@ -10,7 +10,7 @@
 
 namespace tandem {
 
-const char* const kFormatNames[kFormatCount] = {"f32", "bf16", "int8", "int4", "fp8", "fp4", "uint4", "int6"};
+const char* const kFormatNames[kFormatCount] = {"f32", "bf16", "int8", "int4", "fp8", "fp4", "uint4", "int6", "bf16_rows"};
 const char* const kScaleTypeNames[kScaleTypeCount] = {"f32", "bf16", "f16", "bytes8", "bytes16", "e8m0", "e4m3"};
 
 namespace {
@@ -47,6 +47,13 @@ void check_group(const WeightFormat& f) {
   check_scales(f, name);
 }
 
+// Rows are read as they are, so there is nobody to pad them.
+void check_rows(const WeightFormat& f, int64_t columns, int64_t depth) {
+  if (f.format == Format::bf16_rows && (columns % kPairColumns || depth % 32))
+    throw std::invalid_argument("a matrix of " + std::to_string(columns) + " x " + std::to_string(depth) +
+                                " cannot be read as it is: it needs multiples of 32");
+}
+
 }  // namespace
 
 int groups_per_half(ScaleType type) {
@@ -61,6 +68,7 @@ WeightView packed_layout(const WeightFormat& f, int64_t columns, int64_t depth) 
   if (columns < 1 || depth < 1 || columns > INT32_MAX / 2 || depth > INT32_MAX / 2)
     throw std::invalid_argument("a weight matrix of " + std::to_string(columns) + " x " + std::to_string(depth) +
                                 " cannot be packed");
+  check_rows(f, columns, depth);
   if (f.shift_type != ShiftType::none && depth > kMaxShiftedGroups * f.group)
     throw std::invalid_argument("rows of " + std::to_string(depth) + " weights with offsets are too long");
   WeightView w{};
@@ -78,6 +86,8 @@ WeightView packed_layout(const WeightFormat& f, int64_t columns, int64_t depth) 
   w.scale_offset = scaled ? payload : 0;
   w.shift_offset = w.shift_type != ShiftType::none ? payload + scales : 0;
   w.panel_bytes = round_up(payload + scales + shift_table_bytes(w), kCacheLine);
+  w.pair_bytes = 2 * w.panel_bytes;
+  w.second = w.panel_bytes;
   return w;
 }
 

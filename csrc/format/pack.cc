@@ -103,6 +103,8 @@ void check_source(const WeightView& layout, const MatrixSource& source) {
   const std::string name = kFormatNames[int(layout.format)];
   const bool number_format = !is_quantised(layout.format);
   if (source.data) {
+    if (layout.format == Format::bf16_rows && source.type != DType::bf16)
+      throw std::invalid_argument("only bfloat16 can be read in whole rows, not float32");
     if (number_format) return;
     if (layout.format != Format::int8 && layout.format != Format::int4)
       throw std::invalid_argument(name + " weights are packed from codes and scales, not from numbers");

@@ -150,10 +150,33 @@ struct Avx2Isa {
     return {Vec{e2m1_field(a, 4 * index), e2m1_field(b, 4 * index)},
             Vec{e2m1_field(a, 16 + 4 * index), e2m1_field(b, 16 + 4 * index)}};
   }
+  TANDEM_INLINE static void interleave(const uint8_t* rows, int64_t stride, uint8_t* lines) {
+    for (int half = 0; half < 4; ++half)
+      interleave8(rows + half / 2 * 8 * stride + half % 2 * 32, stride, lines + half % 2 * 512 + half / 2 * 32);
+  }
   TANDEM_INLINE static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
   TANDEM_INLINE static void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
  private:
+  // 8 rows of 8 words to the halves of 8 lines.
+  TANDEM_INLINE static void interleave8(const uint8_t* rows, int64_t stride, uint8_t* lines) {
+    __m256i four[2][4];  // words c and c + 4 of rows 0 to 3, and of rows 4 to 7
+    for (int i = 0; i < 2; ++i) {
+      const auto row = [&](int r) { return load_bytes(rows + (4 * i + r) * stride); };
+      const __m256i a = row(0), b = row(1), c = row(2), d = row(3);
+      const __m256i ab_low = _mm256_unpacklo_epi32(a, b), ab_high = _mm256_unpackhi_epi32(a, b);
+      const __m256i cd_low = _mm256_unpacklo_epi32(c, d), cd_high = _mm256_unpackhi_epi32(c, d);
+      four[i][0] = _mm256_unpacklo_epi64(ab_low, cd_low);
+      four[i][1] = _mm256_unpackhi_epi64(ab_low, cd_low);
+      four[i][2] = _mm256_unpacklo_epi64(ab_high, cd_high);
+      four[i][3] = _mm256_unpackhi_epi64(ab_high, cd_high);
+    }
+    for (int c = 0; c < 4; ++c) {
+      const auto line = [&](int word) { return reinterpret_cast<__m256i*>(lines + 64 * word); };
+      _mm256_storeu_si256(line(c), _mm256_permute2x128_si256(four[0][c], four[1][c], 0x20));
+      _mm256_storeu_si256(line(c + 4), _mm256_permute2x128_si256(four[0][c], four[1][c], 0x31));
+    }
+  }
   TANDEM_INLINE static __m256i mix_half(__m256i a, const uint8_t* data, const uint8_t* secret) {
     const __m256i words = load_bytes(data), keyed = _mm256_xor_si256(words, load_bytes(secret));
     const __m256i products = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));

@@ -178,6 +178,11 @@ struct ScalarIsa {
     const auto value = [=](int lane) { return float_of_e2m1(uint8_t(w[lane] >> 4 * index & 15)); };
     return {each([=](int i) { return value(2 * i); }), each([=](int i) { return value(2 * i + 1); })};
   }
+  // 16 rows of 16 words each, `stride` bytes apart anywhere, to 16 lines of a word of every row.
+  TANDEM_INLINE static void interleave(const uint8_t* rows, int64_t stride, uint8_t* lines) {
+    for (int word = 0; word < 16; ++word)
+      for (int r = 0; r < 16; ++r) __builtin_memcpy(lines + 64 * word + 4 * r, rows + r * stride + 4 * word, 4);
+  }
   TANDEM_INLINE static void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
   TANDEM_INLINE static void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 };

@@ -234,19 +234,20 @@ struct PairOfPanels {
   const uint8_t* payload[2];
   Scales scales;      // of groups; none where a format has one scale per row
   Scales row_scales;  // one per output row, applied to the finished sum
+  int64_t row_bytes;  // of a panel whose rows are whole
 };
 
 TANDEM_INLINE PairOfPanels pair_of_panels(const WeightView& w, int64_t pair) {
-  const uint8_t* panel = w.panels + 2 * pair * w.panel_bytes;
+  const uint8_t* panel = w.panels + pair * w.pair_bytes;
   const uint8_t* scales = panel + w.scale_offset;
   const uint8_t* shifts = panel + w.shift_offset;
   const Scales none{{nullptr, nullptr}, {nullptr, nullptr}, w.scale_type, w.shift_type, 0};
   Scales found = none;
   if (w.scale_offset)
-    found = {{scales, scales + w.panel_bytes}, {nullptr, nullptr}, w.scale_type, w.shift_type, w.group / 2};
+    found = {{scales, scales + w.second}, {nullptr, nullptr}, w.scale_type, w.shift_type, w.group / 2};
   if (w.shift_offset)
-    for (int p = 0; p < 2; ++p) found.shifts[p] = shifts + p * w.panel_bytes;
-  return {{panel, panel + w.panel_bytes}, w.group ? found : none, w.group ? none : found};
+    for (int p = 0; p < 2; ++p) found.shifts[p] = shifts + p * w.second;
+  return {{panel, panel + w.second}, w.group ? found : none, w.group ? none : found, w.panel_bytes / kPanelRows};
 }
 
 template <class Isa, class Source>

@@ -16,12 +16,15 @@ constexpr int32_t kNever = kMaxRowsPerCall + 1;
 constexpr Blocking kVectorBlocking = {256, 8, 128 * 1024, 16};               // results: 256 KiB, sums: 512 KiB
 constexpr Blocking kTileBlocking = {kMaxRowsPerCall, 16, kMaxSumFloats, 4};  // 1 MiB, and 4 MiB, a row used per expert
 struct TileFromRows {
-  int32_t f32, bf16, int8, int4, fp8, fp4, uint4, int6;
+  int32_t f32, bf16, int8, int4, fp8, fp4, uint4, int6, bf16_rows;
 };
 
 template <class Isa, template <class> class Format>
 constexpr FormatKernels vector_kernels(int32_t tile_from_rows) {
-  return {dot_rows<Isa, Format>, tile_mm<Isa, Format>, tile_from_rows};
+  if constexpr (HasWholeRows<Format<Isa>>)
+    return {dot_whole_rows<Isa>, tile_mm<Isa, Format>, tile_from_rows};
+  else
+    return {dot_rows<Isa, Format>, tile_mm<Isa, Format>, tile_from_rows};
 }
 
 template <class Isa>

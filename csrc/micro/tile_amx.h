@@ -45,7 +45,7 @@ struct SliceOrder {
   TANDEM_INLINE int64_t count() const { return (args->weights.padded_depth / 2 + slice - 1) / slice * args->pairs; }
   TANDEM_INLINE const uint8_t* payload(int64_t i) const {
     const int64_t pair = args->first_pair + i % args->pairs;
-    return args->weights.panels + 2 * pair * args->weights.panel_bytes + i / args->pairs * slice * pair_bytes;
+    return args->weights.panels + pair * args->weights.pair_bytes + i / args->pairs * slice * pair_bytes;
   }
   PanelSlice at(int64_t i) const {
     const int64_t first = i / args->pairs * slice, depth = args->weights.padded_depth / 2;
@@ -121,7 +121,8 @@ template <class Isa, class Tiles, template <class> class F, bool kByGroups>
 TANDEM_INLINE void run_tiles(const MatmulArgs* args) {
   if constexpr (kByGroups)
     if (takes_groups(args)) return GroupsProduct<Isa, Tiles, F>(args).run();
-  if (F<Isa>::kScaled && takes_few_rows(args)) return FewRowsProduct<Isa, Tiles, F>(args).run();
+  if constexpr (F<Isa>::kScaled)
+    if (takes_few_rows(args)) return FewRowsProduct<Isa, Tiles, F>(args).run();
   TileProduct<Isa, Tiles, F>(args).run();
 }
 

@@ -2,7 +2,7 @@
 // Formats whose payload already is lines are read in place.
 #pragma once
 
-#include "micro/block.h"
+#include "micro/whole_rows.h"
 
 namespace tandem {
 namespace {
@@ -45,7 +45,12 @@ TANDEM_INLINE ScratchSource<typename Format::Lane> slice_of(const PairOfPanels& 
     const int64_t offset = first * Format::kPairBytes;
     return {{panels.payload[0] + offset, panels.payload[1] + offset}};
   } else {
-    for (int p = 0; p < 2; ++p) unpack_panel<Isa, Format>(panels.payload[p], first, last, scratch + p * bytes);
+    for (int p = 0; p < 2; ++p) {
+      if constexpr (HasWholeRows<Format>)
+        unpack_rows<Isa>(panels.payload[p], panels.row_bytes, first, last, scratch + p * bytes);
+      else
+        unpack_panel<Isa, Format>(panels.payload[p], first, last, scratch + p * bytes);
+    }
     return {{scratch, scratch + bytes}};
   }
 }
@@ -62,11 +67,16 @@ TANDEM_INLINE ScratchSource<Lane, P> part_of(const ScratchSource<Lane>& pair, in
 // Asks for the payload that comes next while the rows pass over what is here.
 template <class Isa, class Format>
 TANDEM_INLINE void prefetch_slice(const PairOfPanels& panels, int64_t first, int64_t last) {
-  for (int p = 0; p < 2; ++p)
+  for (int p = 0; p < 2; ++p) {
+    if constexpr (HasWholeRows<Format>) {
+      prefetch_rows<Isa>(panels.payload[p], panels.row_bytes, first, last);
+      continue;
+    }
     for (const uint8_t *line = panels.payload[p] + first * Format::kPairBytes,
                        *end = panels.payload[p] + last * Format::kPairBytes;
          line < end; line += kCacheLine)
       Isa::prefetch_l2(line);
+  }
 }
 
 // After pairs [first, last) of K of panel pair p of this call: the next panel pair, or the first one's next slice.

@@ -3,7 +3,7 @@
 // 22, and 16 ns when they are unpacked beforehand.
 #pragma once
 
-#include "micro/block.h"
+#include "micro/whole_rows.h"
 
 namespace tandem {
 namespace {
@@ -155,6 +155,36 @@ class Unpacking {
   bool at_once_ = false;
   ScaledLines<Isa, F> at_once_lines_;
   typename Isa::Vec scale_ = Isa::zero(), offset_ = Isa::zero();
+};
+
+// Rows as they are: a step interleaves 16 pairs of k of 16 rows.
+template <class Isa>
+class Unpacking<Isa, Bf16RowsFormat> {
+ public:
+  Unpacking(const PanelSlice& slice, uint8_t* scratch, int64_t steps)
+      : slice_(slice),
+        lines_(scratch),
+        of_panel_((slice.last - slice.first) / kBlockPairs),
+        each_((2 * of_panel_ + steps - 1) / steps) {}
+
+  TANDEM_INLINE void step() { run(done_ + each_ < 2 * of_panel_ ? done_ + each_ : 2 * of_panel_); }
+  void finish() { run(2 * of_panel_); }
+
+ private:
+  TANDEM_INLINE void run(int64_t until) {
+    for (; done_ < until; ++done_, lines_ += kBlockPairs * kCacheLine) {
+      const int which = done_ >= of_panel_;
+      const int64_t pair = slice_.first + (done_ - which * of_panel_) * kBlockPairs;
+      const uint8_t* rows = slice_.panels.payload[which] + pair * Bf16RowsFormat<Isa>::kPairBytes;
+      prefetch_rows<Isa>(rows + slice_.ahead, slice_.panels.row_bytes, 0, kBlockPairs);
+      Isa::interleave(rows, slice_.panels.row_bytes, lines_);
+    }
+  }
+
+  const PanelSlice slice_;
+  uint8_t* lines_;
+  const int64_t of_panel_, each_;  // blocks
+  int64_t done_ = 0;
 };
 
 // Formats whose payload already is lines: fetches `slice` into L2.

@@ -60,6 +60,8 @@ std::pair<const MatrixSource*, int64_t> block_of(const std::vector<MatrixSource>
 PackedMatrix::PackedMatrix(std::shared_ptr<Workspace> workspace, const std::vector<MatrixSource>& blocks,
                            const float* bias, const WeightFormat& format)
     : workspace_(std::move(workspace)), view_(packed_layout(format, rows_of(blocks), blocks.front().depth)) {
+  if (format.format == Format::bf16_rows)
+    throw std::invalid_argument("a matrix is packed; only experts are read in whole rows");
   for (const MatrixSource& block : blocks) check_source(view_, block);
   memory_ = HugeBuffer(size_t(packed_bytes(view_)));
   view_.panels = memory_.data();

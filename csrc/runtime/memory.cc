@@ -6,13 +6,28 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <new>
+#include <string>
 #include <utility>
+
+#include "runtime/readable_file.h"
 
 namespace tandem {
 namespace {
+
 constexpr size_t kHugePage = size_t{2} << 20;
+constexpr uintptr_t kSmallPage = 4096;
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22  // Linux 5.14
+#endif
+
+void touch_pages(const uint8_t* begin, const uint8_t* end) {
+  for (; begin < end; begin += kSmallPage) (void)*static_cast<const volatile uint8_t*>(begin);
 }
+
+}  // namespace
 
 HugeBuffer::HugeBuffer(size_t bytes) : bytes_(bytes) {
   if (bytes == 0) return;
@@ -45,7 +60,6 @@ void HugeBuffer::Part::touch() const {
 }
 
 void HugeBuffer::prefer_node(uint8_t* begin, uint8_t* end, int node) {
-  constexpr uintptr_t kSmallPage = 4096;
   const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kSmallPage - 1) & ~(kSmallPage - 1);
   const uintptr_t last = reinterpret_cast<uintptr_t>(end) & ~(kSmallPage - 1);
   if (first >= last || node < 0 || node >= 64) return;
@@ -67,6 +81,15 @@ HugeBuffer& HugeBuffer::operator=(HugeBuffer&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
   return *this;
+}
+
+void map_for_reading(const uint8_t* data, int64_t bytes) {
+  if (bytes <= 0) return;
+  uint8_t* const begin = reinterpret_cast<uint8_t*>(reinterpret_cast<uintptr_t>(data) & ~(kSmallPage - 1));
+  const uint8_t* const end = data + bytes;
+  if (madvise(begin, size_t(end - begin), MADV_POPULATE_READ) == 0) return;
+  if (errno == EINVAL) return touch_pages(begin, end);  // an older kernel
+  throw UnreadableFile(std::string("weights cannot be read where their file is mapped: ") + std::strerror(errno));
 }
 
 }  // namespace tandem

@@ -43,4 +43,8 @@ class HugeBuffer {
   size_t bytes_ = 0;
 };
 
+// Makes the pages of memory that is mapped from a file readable without a fault; read from a disk, they are waited for.
+// Throws UnreadableFile where the file has become shorter, or has a damaged page.
+void map_for_reading(const uint8_t* data, int64_t bytes);
+
 }  // namespace tandem

@@ -11,7 +11,7 @@ namespace tandem {
 
 constexpr KernelTable kAmxTable = with_digits<VnniInts>(
     with_int8<VnniInts>(make_amx_table<Avx512Bf16Isa, AmxTiles>(
-                            Tier::amx, make_table<Avx512Bf16Isa>(Tier::amx, {8, 6, 4, 4, 5, 4, 4, 4})),
+                            Tier::amx, make_table<Avx512Bf16Isa>(Tier::amx, {8, 6, 4, 4, 5, 4, 4, 4, 6})),
                         kInt8BelowTiles),
     kDigitsBelowTiles, kDigitsBelowGroups);
 

@@ -6,6 +6,6 @@
 
 namespace tandem {
 
-constexpr KernelTable kAvx2Table = with_int8<Avx2Ints>(make_table<Avx2Isa>(Tier::avx2, {64, 6, 8, 8, 5, 5, 8, 8}));
+constexpr KernelTable kAvx2Table = with_int8<Avx2Ints>(make_table<Avx2Isa>(Tier::avx2, {64, 6, 8, 8, 5, 5, 8, 8, 24}));
 
 }  // namespace tandem

@@ -7,6 +7,6 @@
 namespace tandem {
 
 constexpr KernelTable kScalarTable =
-    with_int8<ScalarInts>(make_table<ScalarIsa>(Tier::scalar, {8, 8, 8, 8, 8, 8, 8, 8}));
+    with_int8<ScalarInts>(make_table<ScalarIsa>(Tier::scalar, {8, 8, 8, 8, 8, 8, 8, 8, 24}));
 
 }  // namespace tandem

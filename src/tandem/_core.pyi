@@ -346,6 +346,10 @@ class ExpertLayer:
         """(address, bytes) of what places lie in; (0, 0): none, or in a file."""
 
     @property
+    def in_place(self) -> bool:
+        """Whether they are used where they were given."""
+
+    @property
     def in_file(self) -> bool:
         """Whether they lie in a mapped file."""
 

@@ -163,9 +163,9 @@ class Checkpoint:
         """Asks for the bytes of every tensor of this layer (the first number in its name). Returns at once."""
         self._paging.read_ahead(self._pages(layer, experts), self)
 
-    def forget(self, layer: int) -> None:
+    def forget(self, layer: int, experts: bool | None = None) -> None:
         """Lets go of the layer's pages, so that they stop counting as this process's memory. Views stay valid."""
-        self._paging.forget(self._pages(layer), self)
+        self._paging.forget(self._pages(layer, experts), self)
 
     def read_ahead_tensors(self, names: Iterable[str]) -> None:
         """As `read_ahead`, for these."""
@@ -175,9 +175,12 @@ class Checkpoint:
         """As `forget`, for these."""
         self._paging.forget(self._pages_of(names), self)
 
-    def release(self) -> None:
+    def release(self, experts: bool | None = None) -> None:
         """`forget` for all that was read; waits until it is done."""
-        self._paging.forget([shard.all_pages for shard in self._shards()], self)
+        if experts is None:
+            self._paging.forget([shard.all_pages for shard in self._shards()], self)
+        else:
+            self.forget_tensors(name for name in self._shard_of if is_expert(name) == experts)
         self._paging.wait()
 
     # -- reading ---

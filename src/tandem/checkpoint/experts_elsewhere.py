@@ -131,13 +131,17 @@ class ExpertsElsewhere:
         if experts is not False:
             self._experts.read_ahead(layer, experts=True)
 
-    def forget(self, layer: int) -> None:
-        self._dense.forget(layer)
-        self._experts.forget(layer)
+    def forget(self, layer: int, experts: bool | None = None) -> None:
+        if experts is not True:
+            self._dense.forget(layer)
+        if experts is not False:
+            self._experts.forget(layer)
 
-    def release(self) -> None:
-        self._dense.release()
-        self._experts.release()
+    def release(self, experts: bool | None = None) -> None:
+        if experts is not True:
+            self._dense.release()
+        if experts is not False:
+            self._experts.release()
 
     def _of(self, name: str) -> Checkpoint:
         return self._experts if is_expert(name) else self._dense

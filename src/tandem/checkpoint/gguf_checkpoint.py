@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from tandem.checkpoint.gguf_file import GGUFTensor
 from tandem.checkpoint.gguf_model import GGUFModel
 from tandem.checkpoint.gguf_names import STEMS, Place, holds_experts, layer_of, places
 from tandem.checkpoint.identity import identity
-from tandem.checkpoint.pages import Paging
+from tandem.checkpoint.pages import Pages, Paging
 from tandem.checkpoint.survey import stored_formats
 from tandem.config import StoredFormats
 from tandem.errors import CheckpointError
@@ -100,15 +100,17 @@ class GGUFCheckpoint:
         return identity((file.path for file in self.model.files), ((t,) for t in self.model.tensors.values()))
 
     def read_ahead(self, layer: int, experts: bool | None = None) -> None:
-        wanted = (t for t in self._layers.get(layer, ()) if experts in (None, holds_experts(t)))
-        self._paging.read_ahead(map(self.model.pages, wanted), self)
+        self._paging.read_ahead(self._pages(self._layers.get(layer, ()), experts), self)
 
-    def forget(self, layer: int) -> None:
-        self._paging.forget(map(self.model.pages, self._layers.get(layer, ())), self)
+    def forget(self, layer: int, experts: bool | None = None) -> None:
+        self._paging.forget(self._pages(self._layers.get(layer, ()), experts), self)
 
-    def release(self) -> None:
-        self._paging.forget(map(self.model.pages, self.model.tensors.values()), self)
+    def release(self, experts: bool | None = None) -> None:
+        self._paging.forget(self._pages(self.model.tensors.values(), experts), self)
         self._paging.wait()
+
+    def _pages(self, tensors: Iterable[GGUFTensor], experts: bool | None) -> Iterator[Pages]:
+        return (self.model.pages(tensor) for tensor in tensors if experts in (None, holds_experts(tensor)))
 
     def _place(self, name: str) -> Place:
         try:

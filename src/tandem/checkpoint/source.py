@@ -90,11 +90,11 @@ class Checkpoint(Protocol):
         """Asks for the bytes of every tensor of this layer, `experts` as in `nbytes`. Returns at once."""
         ...
 
-    def forget(self, layer: int) -> None:
+    def forget(self, layer: int, experts: bool | None = None) -> None:
         """Lets go of the layer's pages, so that they stop counting as this process's memory. Views stay valid."""
         ...
 
-    def release(self) -> None:
+    def release(self, experts: bool | None = None) -> None:
         """`forget` for all that was read; waits until it is done."""
         ...
 

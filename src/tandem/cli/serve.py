@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -60,13 +61,15 @@ def plan_of(config: EngineConfig) -> Plan:
     as one of bfloat16 ones."""
     from tandem.checkpoint import open_checkpoint, resolve_model, with_experts
     from tandem.config import StoredFormats, resolve
+    from tandem.config.in_place import stored_at
     from tandem.kernels.this_machine import this_machine
 
     path, model = resolve_model(config.model), model_of(config)
     if not path.is_file() and not any(path.glob("*.safetensors")):
         return resolve(config, model, this_machine(), StoredFormats())
     checkpoint = with_experts(open_checkpoint(path), config.kt_weight_path, model)
-    return resolve(config, model, this_machine(), checkpoint.formats())
+    stored = stored_at(checkpoint.formats(), Path(config.kt_weight_path or path))
+    return resolve(config, model, this_machine(), stored)
 
 
 def model_of(config: EngineConfig) -> ModelConfig:

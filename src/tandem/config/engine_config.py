@@ -150,6 +150,10 @@ class EngineConfig:
     kt_int8_activations: bool = flag(
         False, "Faster, lossy: activations of CPU experts are rounded to int8.", group=CPU
     )
+    map_experts: str = flag(
+        "auto", "Use bf16 experts where the checkpoint is mapped, without a packed copy; auto: if that is in memory.",
+        group=CPU, choices=("auto", "always", "never"),
+    )  # fmt: skip
     kt_max_deferred_experts_per_token: int | None = flag(
         None, "Experts added one layer later (lossy).", group=CPU, minimum=0, later="Use 0.",
         neutral=[0], idle="deferral is off",

@@ -263,7 +263,8 @@ def _shortened(request: MemoryRequest, context: int, tokens: int) -> str:
 def _check_ram(request: MemoryRequest, on_gpu: int) -> None:
     machine, fraction = request.machine, DEFAULT_FRACTION
     spare = len(request.model.moe.layers) if request.config.kt_enable_dynamic_expert_update else 0
-    needed = (_all_experts(request.model) - on_gpu + spare) * expert_bytes(request)
+    packed = 0 if request.experts_are_there else _all_experts(request.model) - on_gpu
+    needed = (packed + spare) * expert_bytes(request)
     if needed > machine.available_memory * fraction:
         raise GpuTooSmall(
             f"the experts that stay in CPU memory take {gib(needed)}, but {gib(machine.available_memory * fraction)} "

@@ -45,6 +45,7 @@ class MemoryRequest:
     expert_format: str
     max_running_requests: int
     stored: StoredFormats = UNQUANTISED
+    experts_are_there: bool = False  # in memory already, where they will be used
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -52,6 +53,8 @@ class MemoryRequest:
 
     @property
     def weight_bytes(self) -> int:
+        if self.experts_are_there:
+            return self.model.dense_bytes(self.dtype, self.stored)
         return self.bytes_with(self.expert_format)
 
     def bytes_with(self, expert_format: str) -> int:

@@ -19,11 +19,12 @@ from tandem.config.gpu_plan import (
     usable_gpu,
 )
 from tandem.config.gpus import Gpu
+from tandem.config.in_place import experts_in_place
 from tandem.config.machine import Machine
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, size_memory
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
-from tandem.config.threads import plan_threads
+from tandem.config.threads import Threads, plan_threads
 from tandem.errors import ConfigError, GpuTooSmall
 
 DEFAULT_RUNNING_REQUESTS = 64  # decoded together; more would only slow each other down on a CPU
@@ -74,6 +75,7 @@ class Plan:
     notices: tuple[str, ...] = field(default=())  # flags and keys that change nothing; start-up prints them
     gpu: GpuPlan | None = None  # None: everything runs on the CPU
     int8_activations: bool = False  # of CPU experts: rounded before each product
+    experts_in_place: bool = False  # those in CPU memory are used in the checkpoint's own pages, not packed
 
 
 def resolve(
@@ -114,7 +116,9 @@ def _resolved(
     threads = plan_threads(config, machine)
     log.append(Decision("threads", str(len(threads.cpus)), threads.reason))
     running = _running(config, log)
-    request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored)
+    in_place = _in_place(config, model, expert_format, stored, threads, log)
+    there = in_place and stored.in_memory
+    request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, there)
     gpu_plan = None
     if gpu is None:
         memory = size_memory(request)
@@ -140,7 +144,22 @@ def _resolved(
         notices=(*config.notices(), *_unread(model), *_idle_on_cpu(config, gpu)),
         gpu=gpu_plan,
         int8_activations=config.kt_int8_activations,
+        experts_in_place=in_place,
     )
+
+
+def _in_place(
+    config: EngineConfig,
+    model: ModelConfig,
+    expert_format: str,
+    stored: StoredFormats,
+    threads: Threads,
+    log: list[Decision],
+) -> bool:
+    mapped, reason = experts_in_place(config, model, expert_format, stored, threads)
+    if mapped or config.map_experts != "auto":
+        log.append(Decision("experts", "in the checkpoint's pages" if mapped else "packed", reason))
+    return mapped
 
 
 def unrounded_format(dtype: str) -> str:

@@ -29,6 +29,7 @@ class StoredFormats:
     shared: StoredFormat = StoredFormat()
     dense: StoredFormat = StoredFormat()
     embedding: StoredFormat = StoredFormat()
+    in_memory: bool = False  # the experts' files are in a file system without a disk
 
     @property
     def dense_codes(self) -> bool:

@@ -23,6 +23,7 @@ from tandem.checkpoint import (
 )
 from tandem.checkpoint.demo import build_demo
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
+from tandem.config.in_place import stored_at
 from tandem.config.threads import plan_threads
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
 from tandem.engine.packed_start import PackedStart
@@ -79,10 +80,11 @@ def load_parts(
         whole = asking.submit(lambda: machine if config.device == "cpu" else machine.with_gpus())
         model_config = load_model_config(directory)
         checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model_config)
-        plan = resolve(config, model_config, whole.result(), checkpoint.formats())
+        stored = stored_at(checkpoint.formats(), Path(config.kt_weight_path or directory))
+        plan = resolve(config, model_config, whole.result(), stored)
         if planned is not None:
             planned(plan)
-        ops = CpuOps(workers, plan.tier, plan.int8_activations)
+        ops = CpuOps(workers, plan.tier, plan.int8_activations, plan.experts_in_place)
         packed.open(plan, model_config, checkpoint, ops)
         tokenizer = Tokenizer.load(directory)
         start = _Start(config, plan, model_config, checkpoint, tokenizer, ops, packed, progress)

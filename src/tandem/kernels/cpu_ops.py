@@ -43,13 +43,21 @@ AHEAD_BYTES_PER_WORKER = 1 << 20  # about an L2 cache
 class CpuOps:
     """`Ops` over one worker pool and one kernel tier. A batch must not change after its first use.
 
-    int8_activations: layers of experts (not dense MLPs) round activations to int8, see `PackedExperts`.
+    int8_activations: layers of experts (not dense MLPs) round activations to int8; experts_in_place: those of bfloat16 are
+    used where they are given (see `PackedExperts`).
     """
 
-    def __init__(self, pool: _core.WorkerPool, tier: str, int8_activations: bool = False) -> None:
+    def __init__(
+        self,
+        pool: _core.WorkerPool,
+        tier: str,
+        int8_activations: bool = False,
+        experts_in_place: bool = False,
+    ) -> None:
         if tier not in (supported := _core.supported_tiers()):
             raise KernelError(f"this CPU cannot run tier {tier!r}; it can run {', '.join(supported)}")
-        self.pool, self.tier, self.int8_activations = pool, tier, int8_activations
+        self.pool, self.tier = pool, tier
+        self.int8_activations, self.experts_in_place = int8_activations, experts_in_place
         self._dense = _core.DenseOps(pool, tier)
         self.workspace = _core.Workspace(pool, tier)
         self._heads: dict[tuple[int, ...], _core.Heads] = {}
@@ -90,7 +98,7 @@ class CpuOps:
         """places: experts that there is memory for, 0: all."""
         return PackedExperts(
             self.workspace, num_experts, hidden, width, fmt, activation, places=places,
-            int8_activations=self.int8_activations,
+            int8_activations=self.int8_activations, in_place=self.experts_in_place,
         )  # fmt: skip
 
     def mlp(self, hidden: int, width: int, fmt: str = "bf16") -> OneExpert:

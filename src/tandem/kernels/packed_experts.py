@@ -26,6 +26,12 @@ from tandem.kernels.packed_file import PackedFile, Section
 ExpertWeights = tuple[Weight, Weight, Weight]
 """gate, up, down."""
 
+Sources = tuple[_core.Codes | Tensor, _core.Codes | Tensor, _core.Codes | Tensor]
+"""The same, as the core takes them."""
+
+WHOLE_ROWS = _core.WeightFormat("bf16_rows", 0, "f32")
+ROW_UNIT = 32  # sizes of experts that can be used in place are multiples of it
+
 
 class PackedExperts:
     """`ExpertLayer` on packed weights: the routed experts of one layer, gated MLPs of equal shape.
@@ -36,6 +42,9 @@ class PackedExperts:
     places: how many experts there is memory for, when the others live elsewhere; 0: for all.
     int8_activations: x, and the activations between the two products, are rounded to int8 (`int8_activations.py`);
     loading weights that have no such kernels then raises KernelError. The packed bytes are the same.
+    in_place: bfloat16 is not packed but used where it is, usually a mapped file, and kept alive; results have the same
+    bits. (Other numbers, and views with gaps, are copied as they are.) There are no packed bytes then: what wants some
+    raises KernelError.
     """
 
     def __init__(
@@ -52,13 +61,17 @@ class PackedExperts:
         limit: float = 7.0,
         places: int = 0,
         int8_activations: bool = False,
+        in_place: bool = False,
     ) -> None:
         self.num_experts, self.hidden, self.width, self.places = num_experts, hidden, width, places
         self.numbers = made_here(fmt, group)
         self._workspace, self._activation = workspace, activation
         self._alpha, self._limit = alpha, limit
         self.int8_activations = int8_activations
-        self._formats = self.numbers, self.numbers  # of gate and up, and of down
+        self._in_place = in_place and fmt == "bf16" and hidden % ROW_UNIT == width % ROW_UNIT == 0
+        first = WHOLE_ROWS if self._in_place else self.numbers
+        self._formats = first, first  # of gate and up, and of down
+        self._used: dict[int, Sources] = {}  # in place: whose memory they are
         self._empty = True
         self._make()
 
@@ -81,11 +94,12 @@ class PackedExperts:
         up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
     ) -> None:
-        """Packs one expert: gate and up [width, hidden], down [hidden, width]. The weights are not kept."""
+        """Packs one expert: gate and up [width, hidden], down [hidden, width]. The weights are only kept in place."""
         self.hold(gate, up, down, expert)
         biases = bias_of(gate_bias), bias_of(up_bias), bias_of(down_bias)
-        self._core.load(expert, core_source(gate), core_source(up), core_source(down), *biases)
-        self._empty = False
+        sources = self._sources((gate, up, down))
+        self._core.load(expert, *sources, *biases)
+        self._loaded([expert], [sources])
 
     def load_all(self, first: int, experts: Sequence[ExpertWeights]) -> None:
         """Packs experts first, first + 1, … in one parallel region, so that small ones share it."""
@@ -94,14 +108,24 @@ class PackedExperts:
     def load_each(self, ids: Sequence[int], experts: Sequence[ExpertWeights]) -> None:
         """Packs the experts `ids` in one parallel region."""
         self._hold_each(ids, experts)
-        self._core.load_all(list(ids), [_sources(expert) for expert in experts])
+        sources = [self._sources(expert) for expert in experts]
+        self._core.load_all(list(ids), sources)
+        self._loaded(ids, sources)
+
+    def _sources(self, expert: ExpertWeights) -> Sources:
+        gate, up, down = (_whole_rows(w) if self.in_place else core_source(w) for w in expert)
+        return gate, up, down
+
+    def _loaded(self, ids: Sequence[int], sources: Sequence[Sources]) -> None:
         self._empty = False
+        if self.in_place:
+            self._used.update(zip(ids, sources, strict=True))
 
     def pack_to(self, ids: Sequence[int], experts: Sequence[ExpertWeights], out: Tensor) -> None:
         """What `load_each` would make of them, one after the other in `out`, uint8 [their bytes]. No expert is kept,
         but their formats are the layer's from now on. An empty layer takes no memory for it."""
         self._hold_each(ids, experts)
-        self._core.pack_to([_sources(expert) for expert in experts], out)
+        self._core.pack_to([self._sources(expert) for expert in experts], out)
         self._empty = False
 
     def _hold_each(self, ids: Sequence[int], experts: Sequence[ExpertWeights]) -> None:
@@ -113,7 +137,9 @@ class PackedExperts:
         self._agree(expert, *(self._format_of(w) for w in (gate, up, down)))
 
     def _format_of(self, weight: Weight) -> _core.WeightFormat:
-        return core_codes(weight).format if isinstance(weight, WeightCodes) else self.numbers
+        if isinstance(weight, WeightCodes):
+            return core_codes(weight).format
+        return WHOLE_ROWS if self._in_place else self.numbers
 
     def _agree(
         self, expert: int, gate: _core.WeightFormat, up: _core.WeightFormat, down: _core.WeightFormat
@@ -168,6 +194,7 @@ class PackedExperts:
     def forget(self, expert: int) -> None:
         """The expert lives elsewhere from now on: its place is free for another."""
         self._core.forget(expert)
+        self._used.pop(expert, None)
 
     # -- experts that somebody else's copies bring and take; what cannot be raises KernelError ---
 
@@ -256,12 +283,17 @@ class PackedExperts:
         if not self._empty or self.shape != other.shape:
             raise KernelError("only an empty layer of the same shape can become another")
         self._core, self._forward, self._formats = other._core, other._forward, other._formats
-        self.places, self._empty = other.places, other._empty
+        self.places, self._empty, self._used = other.places, other._empty, other._used
 
     @property
     def in_file(self) -> bool:
         """Whether its experts lie in a mapped file, where they cannot be replaced."""
         return self._core.in_file
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its experts are used where they were given, and there is no packed copy."""
+        return self._core.in_place
 
     @property
     def formats(self) -> tuple[FormatNames, ...]:
@@ -281,6 +313,8 @@ class PackedExperts:
         return _core.expert_bytes(self._core)
 
 
-def _sources(expert: ExpertWeights) -> tuple[_core.Codes | Tensor, ...]:
-    gate, up, down = expert
-    return core_source(gate), core_source(up), core_source(down)
+def _whole_rows(weight: Weight) -> _core.Codes | Tensor:
+    """bfloat16 without gaps: nearly always the tensor itself."""
+    if isinstance(weight, WeightCodes):
+        return core_codes(weight)
+    return weight.detach().to(torch.bfloat16).contiguous()

@@ -57,6 +57,7 @@ class Builder:
         self._report = progress or (lambda _name, _done, _total: None)
         self._done, self._total = 0, checkpoint.nbytes()
         self._kept, self._usage = kept, usage
+        self._passing = False if plan.experts_in_place else None  # what is only read while loading: not experts, or all
         self._ahead: tuple[int, ReadyExperts, LookAhead] | None = None  # the next MoE layer and its experts
         self._read_ahead(0)
         self._read_ahead(1)
@@ -173,7 +174,7 @@ class Builder:
     def layer_done(self, index: int) -> None:
         """Between layers: lets go of the file pages that were read, asks for those after next, reports progress."""
         if self._kept is None or not self._kept.mapped:
-            self.checkpoint.forget(index)
+            self.checkpoint.forget(index, experts=self._passing)
         self._read_ahead(index + 2)
         self._report(
             f"loading layer {index + 1}/{self.config.layers}", min(self._done, self._total), self._total
@@ -187,7 +188,7 @@ class Builder:
             self.checkpoint.read_ahead(layer, experts=False)
 
     def all_done(self) -> None:
-        self.checkpoint.release()
+        self.checkpoint.release(self._passing)
         self._report("loading", self._total, self._total)
         if self._kept is not None:
             self._kept.finish(lambda done, total: self._report("writing packed cache", done, total))

@@ -110,7 +110,7 @@ class GpuOps:
             raise KernelError(f"unknown activation {activation!r} on the GPU; silu exists")
 
         def packer() -> PackedExperts:
-            return self.cpu.experts(1, hidden, width, fmt, activation)
+            return PackedExperts(self.cpu.workspace, 1, hidden, width, fmt, activation)
 
         return GpuExperts(packer, width, slot_of, self.device, tables)
 
