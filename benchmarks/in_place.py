@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 
 from tandem import _core
+from tandem.config import EngineConfig
+from tandem.config.threads import plan_threads
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
-from tandem.config import EngineConfig
-from tandem.config.threads import plan_threads
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
 Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -47,7 +47,11 @@ def mapped(path: Path, layers: int) -> list[list[Matrices]]:
         return numbers[index * size : (index + 1) * size].view(shape)
 
     def expert(first: int) -> Matrices:
-        return matrix(first, WIDTH, HIDDEN), matrix(first + 1, WIDTH, HIDDEN), matrix(first + 2, HIDDEN, WIDTH)
+        return (
+            matrix(first, WIDTH, HIDDEN),
+            matrix(first + 1, WIDTH, HIDDEN),
+            matrix(first + 2, HIDDEN, WIDTH),
+        )
 
     return [[expert(3 * (layer * EXPERTS + e)) for e in range(EXPERTS)] for layer in range(layers)]
 
@@ -69,7 +73,9 @@ def calls_of(tokens: int, count: int) -> list[tuple[torch.Tensor, ...]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, action="append")
@@ -93,7 +99,9 @@ def main() -> None:
                 layer.load_all(0, experts)
                 seconds[name] += time.perf_counter() - start
                 made.append(layer)
-        print(f"{tier}, {len(pool)} workers; load: " + ", ".join(f"{k} {v:.2f} s" for k, v in seconds.items()))
+        print(
+            f"{tier}, {len(pool)} workers; load: " + ", ".join(f"{k} {v:.2f} s" for k, v in seconds.items())
+        )
         for tokens in options.tokens or [1, 4, 16, 64, 256, 1024, 4096]:
             times: dict[str, list[float]] = {name: [] for name in both}
             count = max(4, min(64, 512 // tokens))

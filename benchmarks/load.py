@@ -16,6 +16,7 @@ the guest has not used yet costs several times as much as clearing it: so one of
 count; `--again N` loads N times more in the same process (`seconds_again`). No GPU is used
 unless --gpu-experts-ratio says which share of the experts to put there; CUDA has started and Triton is imported before
 the time is taken, which takes as long as loading a small model.
+`--map-experts never` packs experts that could be used in the checkpoint's pages, as happens on a disk.
 `--profile` loads once more, under Python's profiler, and prints where the main thread was. What the parts of loading
 cost on a machine (reading, new memory, page faults, checksums) is measured by benchmarks/probes/loading.cc.
 """
@@ -220,7 +221,12 @@ def load_once(model: str, cache: str | None, options: argparse.Namespace) -> Non
     before, memory, marks = Memory.now(), Memory(), []
     memory.start()
     config = EngineConfig(
-        model=model, context_length=256, packed_cache=cache, kt_method=options.kt_method, **sides(options)
+        model=model,
+        context_length=256,
+        packed_cache=cache,
+        kt_method=options.kt_method,
+        map_experts=options.map_experts,
+        **sides(options),
     )
     used, start = spent(), time.perf_counter()
     parts = loader.load_parts(
@@ -247,7 +253,7 @@ def load_once(model: str, cache: str | None, options: argparse.Namespace) -> Non
         "seconds": seconds, "seconds_again": repeated,
         "system_seconds": used[0], "user_seconds": used[1], "page_faults": used[2],
         "seconds_until_last_layer": layers[-1] if layers else None, "threads": len(plan.cpus),
-        "tier": plan.tier, "peak_anonymous_gb": (memory.peak["RssAnon"] - before["RssAnon"]) / 1e9,
+        "tier": plan.tier, "experts_in_place": plan.experts_in_place, "peak_anonymous_gb": (memory.peak["RssAnon"] - before["RssAnon"]) / 1e9,
         "final_anonymous_gb": final / 1e9,
         "peak_mapped_file_gb": (memory.peak["RssFile"] - before["RssFile"]) / 1e9,
         "peak_both_gb": (memory.peak["both"] - before["both"]) / 1e9,
@@ -259,6 +265,7 @@ def load(model: Path, cache: Path | None, options: argparse.Namespace) -> dict[s
     command = [sys.executable, __file__, str(model), "--once", "--again", str(options.again)]
     command += ["--profile"] if options.profile else []
     command += ["--kt-method", options.kt_method] if options.kt_method else []
+    command += ["--map-experts", options.map_experts]
     ratio = options.gpu_experts_ratio
     command += [] if ratio is None else ["--gpu-experts-ratio", str(ratio)]
     command += ["--cache-directory", str(cache)] if cache else []
@@ -334,6 +341,7 @@ def main() -> None:
     parser.add_argument("--again", type=int, default=0, help="further loads in each process")
     parser.add_argument("--packed-cache", action="store_true")
     parser.add_argument("--kt-method", help="rounds experts while loading: INT8 or INT4")
+    parser.add_argument("--map-experts", default="auto", choices=("auto", "always", "never"))
     parser.add_argument("--gpu-experts-ratio", type=float, help="share of the experts on the GPU, 0 to 1")
     parser.add_argument("--profile", action="store_true", help="one more load in each process, profiled")
     parser.add_argument("--json", type=Path, help="where the result is written")

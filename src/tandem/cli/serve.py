@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from pathlib import Path
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer

@@ -23,7 +23,9 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 def lies_in_memory(model: Path) -> bool:
     """Whether every weight file of a directory (or the GGUF file) is in a file system without a disk."""
-    files = [model] if model.is_file() else [f for f in model.iterdir() if f.suffix in (".safetensors", ".gguf")]
+    files = (
+        [model] if model.is_file() else [f for f in model.iterdir() if f.suffix in (".safetensors", ".gguf")]
+    )
     devices = {file.stat().st_dev for file in files}
     kinds = _file_systems()
     return bool(devices) and all(kinds.get(device) in MEMORY_FILE_SYSTEMS for device in devices)
@@ -63,7 +65,7 @@ def experts_in_place(
 def _what_is_against(
     config: EngineConfig, model: ModelConfig, expert_format: str, stored: StoredFormats
 ) -> str:
-    """"": nothing."""
+    """ "": nothing."""
     width = model.moe.width
     if not model.moe.layers:
         return "the model has no experts"

@@ -317,4 +317,6 @@ def _whole_rows(weight: Weight) -> _core.Codes | Tensor:
     """bfloat16 without gaps: nearly always the tensor itself."""
     if isinstance(weight, WeightCodes):
         return core_codes(weight)
+    if weight.dtype == torch.bfloat16 and weight.is_contiguous():
+        return weight  # nearly always; a view of it takes as long as all else
     return weight.detach().to(torch.bfloat16).contiguous()

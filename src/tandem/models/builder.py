@@ -57,7 +57,9 @@ class Builder:
         self._report = progress or (lambda _name, _done, _total: None)
         self._done, self._total = 0, checkpoint.nbytes()
         self._kept, self._usage = kept, usage
-        self._passing = False if plan.experts_in_place else None  # what is only read while loading: not experts, or all
+        self._passing = (
+            False if plan.experts_in_place else None
+        )  # what is only read while loading: not experts, or all
         self._ahead: tuple[int, ReadyExperts, LookAhead] | None = None  # the next MoE layer and its experts
         self._read_ahead(0)
         self._read_ahead(1)
