@@ -75,7 +75,8 @@ def stored_formats(matrices: Iterable[tuple[str, QuantFormat, int]]) -> StoredFo
         sums[which] = fmt, weights + (sums[which][1] if which in sums else 0)
     for (kind, _), (fmt, weights) in sums.items():
         counts[kind][fmt] += weights
-    return StoredFormats(**{kind: _summed(counts[kind]) for kind in KINDS})
+    experts, shared, dense, embedding = (_summed(counts[kind]) for kind in KINDS)
+    return StoredFormats(experts, shared, dense, embedding)
 
 
 def _kind(module: str) -> str:

@@ -19,12 +19,12 @@ from tandem.config.gpu_plan import (
     usable_gpu,
 )
 from tandem.config.gpus import Gpu
-from tandem.config.in_place import experts_in_place
+from tandem.config.in_place import why_in_place
 from tandem.config.machine import Machine
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, size_memory
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
-from tandem.config.threads import Threads, plan_threads
+from tandem.config.threads import plan_threads
 from tandem.errors import ConfigError, GpuTooSmall
 
 DEFAULT_RUNNING_REQUESTS = 64  # decoded together; more would only slow each other down on a CPU
@@ -85,15 +85,30 @@ def resolve(
 
     Raises ConfigError naming the flag when a wish cannot be met, with the numbers when the model does not fit.
     """
+    always = config.map_experts == "always"
+    try:
+        return _on_best_device(config, model, machine, stored, always)
+    except ConfigError as error:
+        if config.map_experts != "auto" or not stored.in_memory:
+            raise
+        try:
+            return _on_best_device(config, model, machine, stored, True)
+        except ConfigError:
+            raise error from None
+
+
+def _on_best_device(
+    config: EngineConfig, model: ModelConfig, machine: Machine, stored: StoredFormats, in_place: bool
+) -> Plan:
     gpu, why = usable_gpu(config, model, machine)
     try:
-        return _resolved(config, model, machine, stored, (gpu, why))
+        return _resolved(config, model, machine, stored, (gpu, why), in_place)
     except GpuTooSmall as error:
         if flag := needs_gpu(config):
             raise ConfigError(f"{flag}: {error}; ask for less, or take --device cpu") from error
         why = str(error)
     try:
-        return _resolved(config, model, machine, stored, (None, why))
+        return _resolved(config, model, machine, stored, (None, why), in_place)
     except ConfigError as error:
         raise ConfigError(f"{why}. Without the GPU: {error}") from error
 
@@ -104,6 +119,7 @@ def _resolved(
     machine: Machine,
     stored: StoredFormats,
     device: tuple[Gpu | None, str],
+    in_place: bool,
 ) -> Plan:
     """device: the GPU, None for none, and why."""
     log: list[Decision] = []
@@ -116,7 +132,8 @@ def _resolved(
     threads = plan_threads(config, machine)
     log.append(Decision("threads", str(len(threads.cpus)), threads.reason))
     running = _running(config, log)
-    in_place = _in_place(config, model, expert_format, stored, threads, log)
+    if in_place:
+        log.append(Decision("experts", "not packed", why_in_place(config, model, expert_format, stored)))
     there = in_place and stored.in_memory
     request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, there)
     gpu_plan = None
@@ -146,20 +163,6 @@ def _resolved(
         int8_activations=config.kt_int8_activations,
         experts_in_place=in_place,
     )
-
-
-def _in_place(
-    config: EngineConfig,
-    model: ModelConfig,
-    expert_format: str,
-    stored: StoredFormats,
-    threads: Threads,
-    log: list[Decision],
-) -> bool:
-    mapped, reason = experts_in_place(config, model, expert_format, stored, threads)
-    if mapped or config.map_experts != "auto":
-        log.append(Decision("experts", "in the checkpoint's pages" if mapped else "packed", reason))
-    return mapped
 
 
 def unrounded_format(dtype: str) -> str:

@@ -149,8 +149,9 @@ class CpuExperts:
 
     places = None
 
-    def __init__(self, layer: ExpertLayer) -> None:
-        self._layer = layer
+    def __init__(self, layer: ExpertLayer, in_place: bool = False) -> None:
+        """in_place: the layer uses its experts where they are, so that loading them takes no time."""
+        self._layer, self._in_place = layer, in_place
 
     def load(
         self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
@@ -158,6 +159,8 @@ class CpuExperts:
         """Packs experts 0 … count - 1 on all workers."""
         if kept is not None and kept.fill(self._layer):
             return
+        if self._in_place:  # looking them up is all there is to do
+            return self._layer.load_all(0, [matrices(expert) for expert in range(count)])
         for first, run in runs(count, matrices):
             self._layer.load_all(first, run)
         if kept is not None:

@@ -43,8 +43,8 @@ AHEAD_BYTES_PER_WORKER = 1 << 20  # about an L2 cache
 class CpuOps:
     """`Ops` over one worker pool and one kernel tier. A batch must not change after its first use.
 
-    int8_activations: layers of experts (not dense MLPs) round activations to int8; experts_in_place: those of bfloat16 are
-    used where they are given (see `PackedExperts`).
+    int8_activations: layers of experts (not dense MLPs) round activations to int8; experts_in_place: those of bfloat16
+    are used where they are given (see `PackedExperts`).
     """
 
     def __init__(

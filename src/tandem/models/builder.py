@@ -57,8 +57,9 @@ class Builder:
         self._report = progress or (lambda _name, _done, _total: None)
         self._done, self._total = 0, checkpoint.nbytes()
         self._kept, self._usage = kept, usage
+        self._in_place = plan.experts_in_place
         self._passing = (
-            False if plan.experts_in_place else None
+            False if self._in_place else None
         )  # what is only read while loading: not experts, or all
         self._ahead: tuple[int, ReadyExperts, LookAhead] | None = None  # the next MoE layer and its experts
         self._read_ahead(0)
@@ -126,7 +127,8 @@ class Builder:
         if self._store is not None:
             experts = self._store.layer(index, count, width, plain)
         else:
-            experts = CpuExperts(self.ops.experts(count, self.config.hidden, width, plain, "silu"))
+            packed = self.ops.experts(count, self.config.hidden, width, plain, "silu")
+            experts = CpuExperts(packed, self._in_place)
         kept = None if self._kept is None else self._kept.layer(f"model.layers.{layer}.experts")
         ready, lookup = self._lookup(
             index, count, lambda each: ReadyExperts(matrices_of(each), fmt == STORED)
@@ -147,6 +149,8 @@ class Builder:
         found: Callable[[int], ExpertMatrices]
         if ahead is not None and ahead[0] == index:
             _, ready, found = ahead
+            if self._in_place:  # two threads that look up would only take turns
+                found.wait()
         else:
             found = ready = ready_of(layers[index])
 
@@ -154,7 +158,8 @@ class Builder:
             matrices = found(expert)
             if expert == count - 1 and index + 1 < len(layers):
                 following = ready_of(layers[index + 1])
-                self._ahead = index + 1, following, LookAhead(count, following, LOOK_AHEAD_AFTER_SECONDS)
+                after_seconds = 0 if self._in_place else LOOK_AHEAD_AFTER_SECONDS
+                self._ahead = index + 1, following, LookAhead(count, following, after_seconds)
             return matrices
 
         return ready, lookup
