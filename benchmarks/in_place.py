@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/in_place.py /dev/shm/in_place.bin --tokens 1 --tokens 16
 
 Writes bf16 experts of Qwen3-30B-A3B's shape, as checkpoints have them, into the file, maps it, makes one layer that
-uses them there and one that packs them (`--layers` of each: from DRAM), and runs both in turn with
-the same random routing. Prints medians in ms, their ratio, and whether results have the same bits; then removes the file.
+uses them there and one that packs them (`--layers` of each: from DRAM), and runs both in turn with the same random
+routing. Prints medians in ms, their ratio, and whether results have the same bits; then removes the file.
 """
 
 from __future__ import annotations

@@ -38,7 +38,17 @@ constexpr int kScaleTypeCount = 7;
 // stand for 0) are signed bytes [K/group][16].
 enum class ShiftType : int32_t { none = 0, as_scales = 1, zeros = 2 };
 
-enum class Format : int32_t { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, fp8 = 4, fp4 = 5, uint4 = 6, int6 = 7, bf16_rows = 8 };
+enum class Format : int32_t {
+  f32 = 0,
+  bf16 = 1,
+  int8 = 2,
+  int4 = 3,
+  fp8 = 4,
+  fp4 = 5,
+  uint4 = 6,
+  int6 = 7,
+  bf16_rows = 8
+};
 constexpr int kFormatCount = 9;
 
 constexpr int kPanelRows = 16;

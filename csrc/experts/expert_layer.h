@@ -62,8 +62,8 @@ class ExpertLayer {
   const WeightView& down_layout() const { return down_layout_; }
   bool is_loaded(int expert) const { return places_.has(expert); }
   bool in_file() const { return file_ != nullptr; }
-  // Whether experts are used where the caller has them, in whole rows (Format::bf16_rows), instead of being packed: there
-  // is nothing that could be copied or moved then, and the caller keeps the memory for as long as they are here.
+  // Whether experts are used where the caller has them, in whole rows (Format::bf16_rows), instead of being packed:
+  // there is nothing that could be copied or moved then, and the caller keeps the memory for as long as they are here.
   bool in_place() const { return shape_.gate_up.format == Format::bf16_rows; }
   int loaded() const { return places_.taken(); }       // experts that are
   void copy_packed(int expert, uint8_t* to) const;     // bytes_per_expert() of them, of all memory nodes
@@ -96,8 +96,8 @@ class ExpertLayer {
   // Packs one expert on the pool. Throws std::out_of_range for an expert that does not exist.
   void load(int expert, const ExpertSource& source);
 
-  // Packs them in one parallel region, so that small experts share it; in place, makes sure that they can be read (files
-  // are mapped; throws UnreadableFile where one has become shorter).
+  // Packs them in one parallel region, so that small experts share it; in place, makes sure that they can be read
+  // (files are mapped; throws UnreadableFile where one has become shorter).
   void load_all(const std::vector<int>& experts, const std::vector<ExpertSource>& sources);
 
   // What `load` has packed, as it lies in memory (see NodeSlice), and the biases as they are added (null: none). Throws
@@ -129,7 +129,7 @@ class ExpertLayer {
   template <class Copy>
   void copy_pieces(int expert, Copy copy) const;
   int64_t memory_bytes() const { return bytes_of(slices_, places_.count()); }
-  void own_memory();               // of all places, when the first is loaded; throws when they lie in a file
+  void own_memory();  // of all places, when the first is loaded; throws when they lie in a file
   std::vector<ByteRange> rows_of(int first, int count) const;  // in place: of those experts that are here
   void take_rows(const std::vector<int>& experts, const std::vector<ExpertSource>& sources);
   void check_packed() const;       // throws std::invalid_argument where experts are used in place

@@ -89,7 +89,8 @@ struct Fp4Format : Int4Format<Isa> {
   TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_fp4(block, index); }
 };
 
-// Not packed: 16 rows as they lie in a checkpoint, from which kPairsPerBlock pairs at a time become lines (whole_rows.h).
+// Not packed: 16 rows as they lie in a checkpoint, from which kPairsPerBlock pairs at a time become lines
+// (whole_rows.h).
 template <class Isa>
 struct Bf16RowsFormat {
   using Lane = typename Isa::Lane;

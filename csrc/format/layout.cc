@@ -10,7 +10,8 @@
 
 namespace tandem {
 
-const char* const kFormatNames[kFormatCount] = {"f32", "bf16", "int8", "int4", "fp8", "fp4", "uint4", "int6", "bf16_rows"};
+const char* const kFormatNames[kFormatCount] = {"f32", "bf16",  "int8", "int4",     "fp8",
+                                                "fp4", "uint4", "int6", "bf16_rows"};
 const char* const kScaleTypeNames[kScaleTypeCount] = {"f32", "bf16", "f16", "bytes8", "bytes16", "e8m0", "e4m3"};
 
 namespace {

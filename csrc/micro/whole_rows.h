@@ -10,7 +10,7 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kBlockPairs = 16;             // of k, that rows become lines at a time
+constexpr int64_t kBlockPairs = 16;              // of k, that rows become lines at a time
 constexpr int64_t kRowsPairs = 4 * kBlockPairs;  // of k, between two passes over the rows of activations
 
 // Pairs [first, last) of k of 16 rows, to lines.
