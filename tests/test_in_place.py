@@ -109,7 +109,7 @@ def test_there_are_no_packed_bytes(tmp_path: Path) -> None:
     room = torch.empty(there.bytes_per_expert, dtype=torch.uint8)
     for ask in (
         lambda: there.packed(0),
-        lambda: there.parts(),
+        there.parts,
         lambda: there.pack_to([0], experts[:1], room),
         lambda: there.load_packed(0, room),
         lambda: there.copy_all([0], room),
