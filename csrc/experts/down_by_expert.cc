@@ -1,5 +1,6 @@
-// Phase 3 of few rows: a task is one expert's block of columns, so that it reads one long stream; a fourth phase adds
-// up each token's experts, in the order of their ids, as phase 3 of more rows does.
+// Phase 3 of few rows: a task is one expert's block of columns, so that it reads one long stream. Whoever does the last
+// task of a block of columns adds up each token's experts there, in the order of their ids, as phase 3 of more rows
+// does.
 #include <algorithm>
 
 #include "experts/expert_run.h"
@@ -9,7 +10,7 @@ namespace tandem {
 namespace {
 
 constexpr int64_t kMostRows = 256;   // their results, float32, stay in the caches
-constexpr int64_t kPairsPerSum = 4;  // of a task of phase 4
+constexpr int64_t kPairsPerSum = 4;  // that are added up at once
 static_assert(kMaxChunkTokens * kPairsPerSum * kPairColumns <= kMaxSumFloats);
 
 }  // namespace
@@ -21,6 +22,29 @@ void ExpertRun::list_down_by_expert() {
   results_ = reinterpret_cast<float*>(
       workspace_.shared(Workspace::kResults, int64_t(plan_.rows.size()) * results_stride_ * 4));
   list_tasks(down_, layer_.down_layout_, &NodeSlice::down_pairs);
+  count_columns();
+}
+
+// Every pair of columns is in as many tasks: one of each expert, and each block of its rows.
+void ExpertRun::count_columns() {
+  int64_t pairs_of_tasks = 0;
+  for (const Task& task : down_.all) pairs_of_tasks += task.pairs;
+  const int64_t pairs = layer_.down_layout_.pairs, tasks_of_a_pair = pairs_of_tasks / pairs;
+  unfinished_columns_ = std::vector<Countdown>(size_t(ceil_div(pairs, kPairsPerSum)));
+  for (int64_t block = 0; block < int64_t(unfinished_columns_.size()); ++block)
+    unfinished_columns_[size_t(block)].left.store(
+        int32_t(tasks_of_a_pair * std::min(kPairsPerSum, pairs - block * kPairsPerSum)), std::memory_order_relaxed);
+}
+
+// The others' writes to `results_` happened before their counting.
+void ExpertRun::finish_columns(int64_t first_pair, int64_t pairs, WorkerScratch& scratch) {
+  const int64_t last_pair = first_pair + pairs;
+  for (int64_t block = first_pair / kPairsPerSum; block * kPairsPerSum < last_pair; ++block) {
+    const int64_t begin = std::max(first_pair, block * kPairsPerSum);
+    const int32_t done = int32_t(std::min(last_pair, (block + 1) * kPairsPerSum) - begin);
+    if (unfinished_columns_[size_t(block)].left.fetch_sub(done, std::memory_order_acq_rel) == done)
+      add_up(block, scratch);
+  }
 }
 
 void ExpertRun::down_part(int64_t index, WorkerScratch& scratch) {
@@ -31,7 +55,7 @@ void ExpertRun::down_part(int64_t index, WorkerScratch& scratch) {
   const MatmulFn kernel = find_hidden(expert, task.first_row, task.rows, scratch);
   const MatmulArgs args{weights,         scratch.rows,   scratch.tile,
                         kTileStride,     scratch.matmul, task.rows,
-                        task.first_pair, task.pairs,     next_panels(down_, index, &ExpertLayer::down)};
+                        task.first_pair, task.pairs,     next_panels(down_, index)};
   kernel(&args);
   const int64_t first_pair = layer_.slices_[node].first_down + task.first_pair, columns = task.pairs * kPairColumns;
   const float* bias = down_bias(expert.id, first_pair);
@@ -40,13 +64,12 @@ void ExpertRun::down_part(int64_t index, WorkerScratch& scratch) {
     if (bias) table_.add_row(y, bias, columns);
     std::copy_n(y, columns, results_ + (task.first_row + r) * results_stride_ + first_pair * kPairColumns);
   }
+  finish_columns(first_pair, task.pairs, scratch);
 }
 
-int64_t ExpertRun::sum_tasks() const { return ceil_div(layer_.down_layout_.pairs, kPairsPerSum); }
-
-void ExpertRun::add_up(int64_t task, WorkerScratch& scratch) {
-  const int64_t pairs = std::min(kPairsPerSum, layer_.down_layout_.pairs - task * kPairsPerSum);
-  const int64_t first_column = task * kPairsPerSum * kPairColumns, columns = pairs * kPairColumns;
+void ExpertRun::add_up(int64_t block, WorkerScratch& scratch) {
+  const int64_t pairs = std::min(kPairsPerSum, layer_.down_layout_.pairs - block * kPairsPerSum);
+  const int64_t first_column = block * kPairsPerSum * kPairColumns, columns = pairs * kPairColumns;
   std::fill_n(scratch.sums, call_.x.rows * columns, 0.0f);
   for (size_t row = 0; row < plan_.rows.size(); ++row)
     table_.add_scaled_row(scratch.sums + plan_.rows[row].token * columns,

@@ -8,11 +8,13 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kTaskBytes = 192 * 1024;  // weights per task of few rows and phase 3, unless there would be too few
-constexpr int64_t kTasksPerWorker = 4;      // at least, so that dynamic pick-up can even things out
-constexpr int64_t kPrepareRows = 8;         // per task; fewer are prepared by the caller before the region
-constexpr int64_t kRowsAtOnce = 4;          // converted by the caller: a phase would take longer
-constexpr int64_t kMinTokensPerTask = 64;   // splitting tokens finer would read the weights too often
+constexpr int64_t kTaskBytes = 192 * 1024;   // weights per task of few rows and phase 3, unless there would be too few
+constexpr int64_t kTasksPerWorker = 4;       // at least, so that dynamic pick-up can even things out
+constexpr int64_t kTasksReserved = 16;       // room per worker: growing a list takes longer than filling it
+constexpr int64_t kPrepareRows = 8;          // per task
+constexpr int64_t kAheadBytes = 128 * 1024;  // of a task's weights, fetched before its phase begins: fit any L2
+constexpr int64_t kAheadStepBytes = 1024;    // a fraction of a microsecond: the phase may begin
+constexpr int64_t kMinTokensPerTask = 64;    // splitting tokens finer would read the weights too often
 // What a task of many rows costs beside its multiplications, in columns and in rows that could be computed meanwhile:
 // gathering its rows does not depend on the columns, and unpacking its weights not on the rows.
 constexpr double kGatherColumns = 40, kUnpackRows = 40;
@@ -88,6 +90,7 @@ void ExpertRun::list_down_by_columns() {
 }
 
 void ExpertRun::list_tasks(Tasks& tasks, const WeightView& layout, int64_t NodeSlice::* pairs) const {
+  tasks.all.reserve(size_t(kTasksReserved * workspace_.pool().size()));
   for (const NodeSlice& slice : layer_.slices_) {
     const size_t before = tasks.all.size();
     list_tasks_of_node(tasks.all, slice.*pairs, 2 * layout.panel_bytes);
@@ -101,13 +104,14 @@ void ExpertRun::list_tasks_of_node(std::vector<Task>& tasks, int64_t pairs, int6
   int64_t left = 0;
   for (const RoutingPlan::Expert& e : plan_.experts) left += pairs * ceil_div(e.count, rows_each);
   const int64_t each = has_many_rows() ? pairs_per_task(left * nodes, pair_bytes, workers, true, most) : 0;
+  const GuidedPairs guided(pair_bytes, ceil_div(workers, nodes), most);
   for (size_t e = 0; e < plan_.experts.size(); ++e) {
     const auto& [id, first, count] = plan_.experts[e];
     const int64_t blocks = ceil_div(count, rows_each);
     for (int64_t b = 0; b < blocks; ++b) {
       const int32_t begin = int32_t(count * b / blocks), rows = int32_t(count * (b + 1) / blocks) - begin;
       for (int64_t pair = 0, taken; pair < pairs; pair += taken, left -= taken) {
-        taken = std::min(each ? each : guided_pairs(left, pair_bytes, ceil_div(workers, nodes), most), pairs - pair);
+        taken = std::min(each ? each : guided.of(uint32_t(left)), pairs - pair);
         tasks.push_back({int32_t(e), first + begin, rows, int32_t(pair), int32_t(taken)});
       }
     }
@@ -172,23 +176,19 @@ void ExpertRun::run() {
   const PreparedRows given{static_cast<const uint8_t*>(call_.x.data), call_.x.length * bytes_of(call_.x.type)};
   const auto convert_x = [&](int64_t i) { convert(x_integers_, given, call_.x.type, i); };
   const auto convert_hidden = [&](int64_t i) { convert(hidden_integers_, hidden_, hidden_type_, i); };
-  // What is little the caller does before the region.
-  int64_t preparing = prepares_ ? ceil_div(call_.x.rows, kPrepareRows) : 0;
-  if (preparing == 1) prepare(--preparing);
-  int64_t converting = tasks_of(x_integers_);
-  if (x_integers_.count() <= kRowsAtOnce)
-    while (converting) convert_x(--converting);
   const auto scratch = [this](const Worker& w) -> WorkerScratch& { return workspace_.scratch(w.index); };
+  const auto fetch_gate_up = [this](int64_t i, int64_t step) { return fetch(gate_up_, i, step); };
+  const auto fetch_down = [this](int64_t i, int64_t step) { return fetch(down_, i, step); };
+  const int64_t preparing = prepares_ ? ceil_div(call_.x.rows, kPrepareRows) : 0;
   workspace_.pool().run_phases({
-      {preparing, [this](int64_t i, const Worker&) { prepare(i); }},
-      {converting, [&](int64_t i, const Worker&) { convert_x(i); }},
+      {preparing + tasks_of(x_integers_),
+       [&](int64_t i, const Worker&) { i < preparing ? prepare(i) : convert_x(i - preparing); }},
       {gate_up_.by_node.count(), [&](int64_t i, const Worker& w) { gate_up(i, scratch(w)); },
-       gate_up_.by_node.of_node()},
+       gate_up_.by_node.of_node(), has_many_rows() ? WorkerPool::AheadBody() : fetch_gate_up},
       {converts_at_end_ ? 0 : tasks_of(hidden_integers_), [&](int64_t i, const Worker&) { convert_hidden(i); }},
       {down_.by_node.count(),
        [&](int64_t i, const Worker& w) { by_expert_ ? down_part(i, scratch(w)) : down(i, scratch(w)); },
-       down_.by_node.of_node()},
-      {by_expert_ ? sum_tasks() : 0, [&](int64_t i, const Worker& w) { add_up(i, scratch(w)); }},
+       down_.by_node.of_node(), by_expert_ ? fetch_down : WorkerPool::AheadBody()},
   });
 }
 
@@ -229,14 +229,30 @@ MatmulFn ExpertRun::find_hidden(const RoutingPlan::Expert& expert, int64_t first
   return integers ? hidden_integers_.how().kernel() : matmul_of(table_, layer_.down_layout_.format, rows);
 }
 
+WeightView ExpertRun::weights_of(const Tasks& tasks, int64_t index) const {
+  const int expert = plan_.experts[size_t(tasks.all[size_t(index)].expert)].id;
+  return (layer_.*tasks.weights)(expert, tasks.by_node.at(index).node);
+}
+
 // Where the task begins that a worker probably takes after this one; null past its node's last.
-const uint8_t* ExpertRun::next_panels(const Tasks& tasks, int64_t index, WeightsOf weights) const {
+const uint8_t* ExpertRun::next_panels(const Tasks& tasks, int64_t index) const {
   const auto [node, of_node] = tasks.by_node.at(index);
-  const int ahead = workspace_.pool().workers_of(int(node));
-  if (of_node + ahead >= tasks.by_node.of_node()[node]) return nullptr;
-  const Task& next = tasks.all[size_t(index + ahead)];
-  const WeightView view = (layer_.*weights)(plan_.experts[size_t(next.expert)].id, node);
-  return view.panels + next.first_pair * view.pair_bytes;
+  const int64_t next = index + workspace_.pool().workers_of(int(node));
+  if (of_node + next - index >= tasks.by_node.of_node()[node]) return nullptr;
+  const WeightView view = weights_of(tasks, next);
+  return view.panels + tasks.all[size_t(next)].first_pair * view.pair_bytes;
+}
+
+// A step of what may be fetched of a task's weights before its phase begins; false when that is all.
+bool ExpertRun::fetch(const Tasks& tasks, int64_t index, int64_t step) const {
+  const Task& task = tasks.all[size_t(index)];
+  const WeightView view = weights_of(tasks, index);
+  const int64_t steps = ceil_div(view.panel_bytes, kAheadStepBytes), panel = step / steps;
+  if (panel >= std::min<int64_t>(2 * task.pairs, ceil_div(kAheadBytes, view.panel_bytes))) return false;
+  const uint8_t* const from = view.panels + (task.first_pair + panel / 2) * view.pair_bytes + panel % 2 * view.second;
+  const int64_t begin = step % steps * kAheadStepBytes, end = std::min(view.panel_bytes, begin + kAheadStepBytes);
+  for (int64_t at = begin; at < end; at += kCacheLine) __builtin_prefetch(from + at, 0, 2);  // into L2
+  return true;
 }
 
 void ExpertRun::gate_up(int64_t index, WorkerScratch& scratch) {
@@ -249,7 +265,7 @@ void ExpertRun::gate_up(int64_t index, WorkerScratch& scratch) {
   const MatmulFn kernel = find_x(expert, task.first_row, task.rows, scratch);
   const MatmulArgs args{weights,         scratch.rows,   scratch.tile,
                         kTileStride,     scratch.matmul, task.rows,
-                        task.first_pair, task.pairs,     next_panels(gate_up_, index, &ExpertLayer::gate_up)};
+                        task.first_pair, task.pairs,     next_panels(gate_up_, index)};
   kernel(&args);
   const int64_t length = int64_t{layer_.gate_up_layout_.pairs} * kPairColumns;
   const int64_t pair = slice.first_gate_up + task.first_pair, column = pair * kPairColumns;

@@ -1,14 +1,14 @@
 // One batch through one layer: a single parallel region of a few phases.
 //
-//   1 prepare   activations to the kernels' type (nothing to do if they are)
+//   1 prepare   activations to the kernels' type (nothing to do if they are), or to integers
 //   2 gate-up   task = (expert, block of its rows, block of panel pairs): gate and up, activation, to `hidden_`
 //     convert   rows of `hidden_` to integers, where the kernels take them; a row's groups lie across tasks of gate-up.
 //               Few rows are no phase: whoever does the last task of an expert converts its rows
 //   3 down      task = (block of tokens, block of output columns): runs over the experts in the order of their ids and
 //               sums the weighted results in the worker's scratch, so there is neither a buffer of tokens x top_k
 //               results nor a pass that adds them up, and a crowded expert cannot unbalance the phase
-//               Few rows in all: task = (expert, block of its output columns), a long stream of weights, and
-//   4 add up    task = block of output columns: each token's experts in the order of their ids (down_by_expert.cc)
+//               Few rows in all: task = (expert, block of its output columns), a long stream of weights, and whoever
+//               does the last task of a block of columns adds up each token's experts there (down_by_expert.cc)
 #pragma once
 
 #include <atomic>
@@ -31,10 +31,10 @@ class ExpertRun {
     int32_t first_pair, pairs;  // of the node's
   };
   struct Tasks {  // of phase 2, and of phase 3 of few rows
+    WeightView (ExpertLayer::*weights)(int expert, size_t node) const;
     std::vector<Task> all;
     NodeTasks by_node;
   };
-  using WeightsOf = WeightView (ExpertLayer::*)(int expert, size_t node) const;
   struct Grid {  // of phase 3
     int64_t tokens_each, token_blocks;
     int64_t pairs_each;
@@ -58,7 +58,9 @@ class ExpertRun {
   // What multiplies rows [first, first + rows) of the plan, all of one expert; scratch.rows: where they are.
   MatmulFn find_x(const RoutingPlan::Expert& expert, int64_t first, int64_t rows, WorkerScratch& scratch) const;
   MatmulFn find_hidden(const RoutingPlan::Expert& expert, int64_t first, int64_t rows, WorkerScratch& scratch) const;
-  const uint8_t* next_panels(const Tasks& tasks, int64_t index, WeightsOf weights) const;
+  WeightView weights_of(const Tasks& tasks, int64_t index) const;
+  const uint8_t* next_panels(const Tasks& tasks, int64_t index) const;
+  bool fetch(const Tasks& tasks, int64_t index, int64_t step) const;
   void gate_up(int64_t index, WorkerScratch& scratch);
   void clear_padding(int64_t row);
   int64_t column_blocks(const NodeSlice& slice) const;
@@ -76,8 +78,12 @@ class ExpertRun {
   bool by_expert() const;
   void list_down_by_expert();
   void down_part(int64_t index, WorkerScratch& scratch);
-  int64_t sum_tasks() const;
-  void add_up(int64_t task, WorkerScratch& scratch);
+  void count_columns();
+  void finish_columns(int64_t first_pair, int64_t pairs, WorkerScratch& scratch);
+  void add_up(int64_t block, WorkerScratch& scratch);
+  struct alignas(kCacheLine) Countdown {
+    std::atomic<int32_t> left{0};
+  };
 
   ExpertLayer& layer_;
   const ExpertCall& call_;
@@ -89,13 +95,14 @@ class ExpertRun {
   bool prepares_;  // call_.x to `x_`, for experts that take no integers
   PreparedRows x_;
   PreparedRows hidden_;  // row i: intermediate activations of plan_.rows[i]
-  Tasks gate_up_, down_;
+  Tasks gate_up_{&ExpertLayer::gate_up, {}, {}}, down_{&ExpertLayer::down, {}, {}};
   bool converts_at_end_ = true;                   // of an expert's tasks in phase 2, instead of in a phase
   std::vector<std::atomic<int32_t>> unfinished_;  // such tasks, by index in the plan
   bool by_expert_ = false;  // or else grid_ says what phase 3's tasks are, and down_ only how many
   Grid grid_{};
-  float* results_ = nullptr;    // of few rows: row i of plan_.rows
-  int64_t results_stride_ = 0;  // floats
+  float* results_ = nullptr;                   // of few rows: row i of plan_.rows
+  int64_t results_stride_ = 0;                 // floats
+  std::vector<Countdown> unfinished_columns_;  // pairs of tasks of phase 3, by block of columns that is added up
 };
 
 }  // namespace tandem

@@ -14,9 +14,15 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Few rows are bound by memory, which likes long streams; the end likes short ones, since nobody knows who is slow
 // today. So a task takes half a worker's share of what is left (guided self-scheduling: Polychronopoulos and Kuck,
 // 1987).
-inline int64_t guided_pairs(int64_t left, int64_t pair_bytes, int64_t workers, int64_t most) {
-  const int64_t least = std::clamp<int64_t>(kShortBytes / pair_bytes, 1, most);
-  return std::clamp<int64_t>(left / (2 * workers), least, most);
-}
+class GuidedPairs {
+ public:
+  GuidedPairs(int64_t pair_bytes, int64_t workers, int64_t most)
+      : shares_(uint32_t(2 * workers)), least_(std::clamp<int64_t>(kShortBytes / pair_bytes, 1, most)), most_(most) {}
+  int64_t of(uint32_t left) const { return std::clamp<int64_t>(left / shares_, least_, most_); }
+
+ private:
+  uint32_t shares_;  // 32 bits: there are a hundred divisions before anything begins
+  int64_t least_, most_;
+};
 
 }  // namespace tandem

@@ -32,7 +32,8 @@ class NodeTasks {
   int nodes_ = 0;
 };
 
-// What nobody has taken yet: a queue per node, each one atomic word.
+// What nobody has taken yet: a queue per node, each one atomic word. There are two sets of them, taken in turn by a
+// region's phases, so that a phase may be open while the one before it is not over.
 class TaskQueues {
  public:
   static constexpr int kMaxPhases = 15;
@@ -47,30 +48,33 @@ class TaskQueues {
   // By the region's owner, when all tasks are done. Whoever still looks at a queue takes nothing of the new region
   // unless it sees the new ticket.
   void begin_region() {
-    for (int n = 0; n < nodes_; ++n) {
-      std::atomic<uint64_t>& ticket = queues_[size_t(n)].ticket;
-      ticket.store(((ticket.load(std::memory_order_relaxed) >> 36) + 1) << 36, std::memory_order_relaxed);
-    }
+    for (auto& set : queues_)
+      for (int n = 0; n < nodes_; ++n) {
+        std::atomic<uint64_t>& ticket = set[size_t(n)].ticket;
+        ticket.store(((ticket.load(std::memory_order_relaxed) >> 36) + 1) << 36, std::memory_order_relaxed);
+      }
   }
 
-  // By whoever did the last task of the phase before. of_node[n]: how many of the tasks are node n's, in the order of
-  // their indices; null: all are the first's.
-  void begin_phase(int phase, int64_t tasks, const int64_t* of_node) {
+  // of_node[n]: how many of the tasks are node n's, in the order of their indices; null: all are the first's. Once the
+  // last one is open, others may do them all and end the region before this returns: nothing is read or written then.
+  void open(int phase, int64_t tasks, const int64_t* of_node) {
     int64_t end = 0;
-    for (int n = 0; n < nodes_; ++n) {
-      const int64_t count = of_node ? of_node[n] : n == 0 ? tasks : 0;
-      queues_[size_t(n)].end = end += count;
-      std::atomic<uint64_t>& ticket = queues_[size_t(n)].ticket;
-      const uint64_t region = ticket.load(std::memory_order_relaxed) >> 36 << 36;
-      ticket.store(region | uint64_t(phase) << 32 | uint64_t(count), std::memory_order_release);
+    for (int n = 0; end < tasks; ++n) {
+      const int64_t count = of_node ? of_node[n] : tasks;
+      if (count == 0) continue;
+      Queue& queue = queues_[phase % 2][size_t(n)];
+      queue.end = end += count;
+      const uint64_t region = queue.ticket.load(std::memory_order_relaxed) >> 36 << 36;
+      queue.ticket.store(region | uint64_t(phase) << 32 | uint64_t(count), std::memory_order_release);
     }
   }
 
-  // One of `node`'s tasks, or where it has none left, another's: a task done far from its memory is better than
-  // waiting.
-  Task take(int node) {
+  // One of `node`'s tasks of this phase, or where it has none left, another's: a task done far from its memory is
+  // better than waiting.
+  Task take(int phase, int node) {
     for (int n = 0; n < nodes_; ++n)
-      if (const Task task = take_from(queues_[size_t((node + n) % nodes_)]); task.phase >= 0) return task;
+      if (const Task task = take_from(queues_[phase % 2][size_t((node + n) % nodes_)], phase); task.phase >= 0)
+        return task;
     return {};
   }
 
@@ -82,16 +86,16 @@ class TaskQueues {
     int64_t end = 0;  // one past its last task; read only by who holds one, which keeps the phase alive
   };
 
-  static Task take_from(Queue& queue) {
+  static Task take_from(Queue& queue, int phase) {
     uint64_t seen = queue.ticket.load(std::memory_order_acquire);
     do {
-      if (uint32_t(seen) == 0) return {};
+      if (uint32_t(seen) == 0 || int(seen >> 32 & 0xf) != phase) return {};
     } while (!queue.ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire));
-    return {int(seen >> 32 & 0xf), queue.end - int64_t(uint32_t(seen))};
+    return {phase, queue.end - int64_t(uint32_t(seen))};
   }
 
   const int nodes_;
-  std::array<Queue, kMaxNodes> queues_;
+  std::array<std::array<Queue, kMaxNodes>, 2> queues_;
 };
 
 }  // namespace tandem

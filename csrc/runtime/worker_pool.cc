@@ -1,13 +1,11 @@
 #include "runtime/worker_pool.h"
 
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <climits>
 #include <exception>
@@ -19,11 +17,12 @@
 #include <thread>
 #include <utility>
 
+#include "runtime/signal.h"
+
 namespace tandem {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Word = std::atomic<uint32_t>;
 
 // Unwinds a worker out of a barrier after another worker has thrown; never leaves the pool.
 struct RegionAborted {};
@@ -36,61 +35,6 @@ void count_forks() {
       pthread_atfork(nullptr, nullptr, [] { fork_generation.fetch_add(1, std::memory_order_relaxed); });
   (void)registered;
 }
-
-void futex_wait(Word& word, uint32_t seen) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
-}
-
-void futex_wake_all(Word& word) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-}
-
-inline void cpu_pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
-// A counter that threads wait on: polls for a bounded time, then sleeps in the kernel.
-struct Signal {
-  alignas(64) Word word{0};
-  std::atomic<int> sleepers{0};
-
-  uint32_t load() const { return word.load(std::memory_order_acquire); }
-
-  void raise() {
-    word.fetch_add(1, std::memory_order_seq_cst);
-    // seq_cst on both sides: either we see the sleeper, or its futex_wait sees the new value.
-    if (sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(word);
-  }
-
-  // `yields`: more threads than CPUs, so whoever polls keeps somebody else from running. `meanwhile` does a little
-  // useful work between two looks, or returns false.
-  template <class Meanwhile>
-  void wait_past(uint32_t seen, std::chrono::microseconds spin, bool yields, Meanwhile meanwhile) {
-    if (poll(seen, spin, yields, meanwhile)) return;
-    sleepers.fetch_add(1, std::memory_order_seq_cst);
-    while (word.load(std::memory_order_seq_cst) == seen) futex_wait(word, seen);
-    sleepers.fetch_sub(1, std::memory_order_relaxed);
-  }
-
- private:
-  template <class Meanwhile>
-  bool poll(uint32_t seen, std::chrono::microseconds spin, bool yields, Meanwhile meanwhile) const {
-    constexpr int kPausesPerClock = 64;  // ~2 us between looks at the clock
-    Clock::time_point give_up{};
-    for (;;) {
-      for (int i = 0; i < (yields ? 1 : kPausesPerClock); ++i) {
-        if (load() != seen) return true;
-        if (!meanwhile()) cpu_pause();
-      }
-      const auto now = Clock::now();
-      if (give_up == Clock::time_point{}) give_up = now + spin;
-      if (now >= give_up) return load() != seen;
-      if (yields) sched_yield();
-    }
-  }
-};
 
 bool more_workers_than_cpus(const std::vector<int>& cpus) {
   cpu_set_t allowed;
@@ -154,9 +98,10 @@ struct WorkerPool::State {
   // A region of phases.
   TaskQueues queues;
   alignas(64) std::atomic<int64_t> unfinished{0};  // tasks of the current phase that are not done
+  alignas(64) std::atomic<int> current{0};         // phase
   std::atomic<bool> phases_done{true};
-  const Phase* phases = nullptr;  // read only by who holds a task, which keeps the region alive
-  int phase_count = 0;
+  std::array<const Phase*, TaskQueues::kMaxPhases> phases{};  // with tasks; read only by who holds a task, which keeps
+  int phase_count = 0;                                        // the region alive
 
   // A region in which every worker takes part.
   const FunctionRef<void(const Worker&)>* body = nullptr;
@@ -210,33 +155,65 @@ struct WorkerPool::State {
     if (failed.load(std::memory_order_acquire)) throw RegionAborted{};
   }
 
-  // Takes and does one task; false if there is none to take now.
+  // Takes and does one task; false if there is none to take now. With more workers than CPUs nobody takes one early:
+  // it would wait for a CPU when it should begin.
   bool help(const Worker& worker) {
-    const TaskQueues::Task task = queues.take(worker.node);
+    const int now = current.load(std::memory_order_acquire);
+    TaskQueues::Task task = queues.take(now, worker.node);
+    if (task.phase < 0 && !yields) task = queues.take(now + 1, worker.node);
     if (task.phase < 0) return false;
-    if (!failed.load(std::memory_order_relaxed)) guarded([&] { phases[task.phase].body(task.index, worker); });
-    if (unfinished.fetch_sub(1, std::memory_order_acq_rel) == 1) begin_phase(task.phase + 1);
+    wait_for_phase(task, worker);
+    run(task, worker);
     return true;
   }
 
-  // By the worker that did the last task of the phase before, or by the caller.
+  // Until the phase of a task that was taken early has begun. Nobody waits for ever: whoever holds a task of this phase
+  // does what is left of the phase before, which it sees after the next raise of `work` at the latest. Hence none of
+  // its tasks is left when all wait, and who holds one of them is at work on it.
+  void wait_for_phase(const TaskQueues::Task& task, const Worker& worker) {
+    for (int64_t step = 0;;) {
+      const uint32_t seen = work.load();
+      if (current.load(std::memory_order_acquire) >= task.phase) return;
+      const TaskQueues::Task before = queues.take(task.phase - 1, worker.node);
+      if (before.phase >= 0)
+        run(before, worker);
+      else
+        work.wait_past(seen, spin, yields, [&] { return phases[task.phase]->ahead(task.index, step++); });
+    }
+  }
+
+  // Does a task of the current phase.
+  void run(const TaskQueues::Task& task, const Worker& worker) {
+    if (!failed.load(std::memory_order_relaxed)) guarded([&] { phases[task.phase]->body(task.index, worker); });
+    if (unfinished.fetch_sub(1, std::memory_order_acq_rel) == 1) begin_phase(task.phase + 1);
+  }
+
+  // By the worker that did the last task of the phase before, or by the caller. A phase that may be taken from early is
+  // open from the beginning of the one before. When the last task of `phase` can be taken and done, the region may be
+  // over before this returns, so that comes last.
   void begin_phase(int phase) {
-    while (phase < phase_count && phases[phase].tasks <= 0) ++phase;
     if (phase == phase_count) {
       phases_done.store(true, std::memory_order_release);
     } else {
-      unfinished.store(phases[phase].tasks, std::memory_order_relaxed);
-      queues.begin_phase(phase, phases[phase].tasks, phases[phase].of_node);
+      const bool is_open = phase > 0 && phases[phase]->ahead;
+      if (phase + 1 < phase_count && phases[phase + 1]->ahead) open(phase + 1);
+      unfinished.store(phases[phase]->tasks, std::memory_order_relaxed);
+      current.store(phase, std::memory_order_release);
+      if (!is_open) open(phase);
     }
     work.raise();
   }
 
+  void open(int phase) { queues.open(phase, phases[phase]->tasks, phases[phase]->of_node); }
+
   // Under `region`.
-  void do_phases(const Phase* all, int phases_in_all, const Worker& caller) {
+  void do_phases(std::initializer_list<Phase> all, const Worker& caller) {
     failed.store(false, std::memory_order_relaxed);
-    phases = all;
-    phase_count = phases_in_all;
+    phase_count = 0;
+    for (const Phase& phase : all)
+      if (phase.tasks > 0) phases[phase_count++] = &phase;
     phases_done.store(false, std::memory_order_relaxed);
+    current.store(0, std::memory_order_relaxed);  // before any task can be taken: seen by whoever takes one
     queues.begin_region();
     begin_phase(0);
     for (;;) {
@@ -359,7 +336,7 @@ void WorkerPool::run_phases(std::initializer_list<Phase> phases) {
       throw std::invalid_argument("the nodes' tasks are not all of the phase's");
   }
   std::lock_guard lock(state_->region);
-  state_->do_phases(phases.begin(), static_cast<int>(phases.size()), state_->worker(0, this));
+  state_->do_phases(phases, state_->worker(0, this));
 }
 
 void WorkerPool::for_each(int64_t tasks, TaskBody body) { run_phases({{tasks, body}}); }

@@ -14,21 +14,23 @@
 
 namespace tandem {
 
-// A non-owning reference to a callable: no allocation per region.
+// A non-owning reference to a callable, or to none: no allocation per region.
 template <class Signature>
 class FunctionRef;
 template <class R, class... A>
 class FunctionRef<R(A...)> {
  public:
+  FunctionRef() = default;
   template <class F, class = std::enable_if_t<!std::is_same_v<std::decay_t<F>, FunctionRef>>>
   FunctionRef(F&& f)
       : object_(const_cast<void*>(static_cast<const void*>(&f))),
         call_([](void* o, A... a) -> R { return (*static_cast<std::remove_reference_t<F>*>(o))(a...); }) {}
   R operator()(A... a) const { return call_(object_, a...); }
+  explicit operator bool() const { return call_ != nullptr; }
 
  private:
-  void* object_;
-  R (*call_)(void*, A...);
+  void* object_ = nullptr;
+  R (*call_)(void*, A...) = nullptr;
 };
 
 class WorkerPool;
@@ -69,11 +71,17 @@ class WorkerPool {
   void run(FunctionRef<void(const Worker&)> body);
 
   using TaskBody = FunctionRef<void(int64_t, const Worker&)>;
+  // A little of what can be done for a task before its phase begins, `step` by step from 0: fetching what it will read,
+  // say. A fraction of a microsecond each; false when there is no more. Must not throw.
+  using AheadBody = FunctionRef<bool(int64_t task, int64_t step)>;
   struct Phase {
     int64_t tasks;  // below 2^32
     TaskBody body;
     const int64_t* of_node = nullptr;  // how many of them are each node's, in the order of their indices: its workers
                                        // do those first, and others' only then. Null: they are nobody's
+    // Given: whoever finds no task of the phase before takes one of this phase early, does this for it, and runs it as
+    // soon as the phase begins.
+    AheadBody ahead = {};
   };
 
   // One region of phases: body(i) of a phase for i in [0, tasks), each exactly once, by whoever is free; a phase begins

@@ -1,6 +1,7 @@
 // Contract of runtime/worker_pool.h, without Python so that it also runs under the thread sanitizer.
 #include "runtime/worker_pool.h"
 
+#include <sched.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -27,6 +28,13 @@ using tandem::WorkerPool;
   } while (0)
 
 namespace {
+
+bool has_more_workers_than_cpus(const std::vector<int>& cpus) {
+  cpu_set_t allowed;
+  CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+  const bool one_for_all = cpus.size() > 1 && cpus[0] == cpus[1] && cpus[0] >= 0;
+  return one_for_all || static_cast<int>(cpus.size()) > CPU_COUNT(&allowed);
+}
 
 template <class E, class F>
 std::string message_of(F&& f) {
@@ -88,6 +96,91 @@ void phases_follow_each_other(WorkerPool& pool) {
   pool.run_phases({});
 }
 
+// Tasks that may be taken early run once, and only when their phase has begun; steps ahead are counted from 0, for
+// tasks that there are, and never for a phase that has tasks of another between it and the current one.
+void tasks_are_taken_early(WorkerPool& pool) {
+  for (int repeat = 0; repeat < 300; ++repeat) {
+    std::vector<int> first(9, 0), second(5, 0), third(1 + repeat % 20, 0);
+    std::atomic<int> done{0};
+    std::vector<std::atomic<int>> steps(third.size());
+    int sum = 0;
+    const auto ahead_of_second = [&](int64_t task, int64_t) {
+      CHECK(task >= 0 && task < 5);
+      return false;
+    };
+    const auto ahead_of_third = [&](int64_t task, int64_t step) {
+      CHECK(done >= 9 && steps[static_cast<size_t>(task)]++ == step);
+      return step < 3;
+    };
+    pool.run_phases({
+        {9, [&](int64_t i, const Worker&) { first[i] = 1, ++done; }},
+        {0, [](int64_t, const Worker&) { CHECK(false); }},
+        {5, [&](int64_t i, const Worker&) { second[i] = std::accumulate(first.begin(), first.end(), 0), ++done; },
+         nullptr, ahead_of_second},
+        {static_cast<int64_t>(third.size()),
+         [&](int64_t i, const Worker&) { third[i] += std::accumulate(second.begin(), second.end(), 0); }, nullptr,
+         ahead_of_third},
+        {1, [&](int64_t, const Worker&) { sum = std::accumulate(third.begin(), third.end(), 0); }},
+    });
+    CHECK(done == 14 && sum == 45 * static_cast<int>(third.size()));
+  }
+}
+
+// Everybody else takes a task of the next phase early while one worker is still at work, which then finds none but can
+// end its phase. (With more workers than CPUs they do not, and it does not wait for them.)
+void a_slow_worker_is_waited_for(WorkerPool& pool, bool crowded) {
+  std::atomic<int> waiting{0}, early{0};
+  const int others = crowded ? 0 : pool.size() - 1;
+  const auto ahead = [&](int64_t, int64_t step) {
+    if (step == 0) ++waiting;
+    return false;
+  };
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    waiting = 0;
+    std::atomic<bool> over{false};
+    const auto slow = [&](int64_t, const Worker&) {
+      while (waiting < others) std::this_thread::yield();
+      if (crowded) std::this_thread::sleep_for(std::chrono::microseconds(200));
+      over = true;
+    };
+    const auto next = [&](int64_t, const Worker&) { early += !over; };
+    pool.run_phases({{1, slow}, {3 * pool.size(), next, nullptr, ahead}});
+    CHECK(early == 0);
+  }
+}
+
+// A worker that still knows the last phase of a region takes nothing of the next one out of turn.
+void regions_follow_each_other(WorkerPool& pool) {
+  const int64_t tasks = pool.size();
+  const auto nothing = [](int64_t, int64_t) { return false; };
+  for (int repeat = 0; repeat < 1500; ++repeat) {
+    std::atomic<int64_t> done{0};
+    const auto in_turn = [&](int64_t phase) { CHECK(done++ / tasks == phase); };
+    pool.run_phases({{tasks, [&](int64_t, const Worker&) { in_turn(0); }},
+                     {tasks, [&](int64_t, const Worker&) { in_turn(1); }, nullptr, nothing},
+                     {tasks, [&](int64_t, const Worker&) { in_turn(2); }, nullptr, nothing},
+                     {tasks, [&](int64_t, const Worker&) { in_turn(3); }, nullptr, nothing}});
+    CHECK(done == 4 * tasks);
+  }
+}
+
+// Who has taken a task early is not held up by a phase that ends with an exception, and does not run it.
+void an_exception_frees_who_waits_early(WorkerPool& pool) {
+  std::atomic<int> later{0};
+  const auto nothing = [](int64_t, int64_t) { return false; };
+  const auto region = [&] {
+    pool.run_phases({{3,
+                      [](int64_t i, const Worker&) {
+                        std::this_thread::sleep_for(std::chrono::microseconds(50));
+                        if (i == 2) throw std::out_of_range("task 2");
+                      }},
+                     {64, [&](int64_t, const Worker&) { ++later; }, nullptr, nothing},
+                     {64, [&](int64_t, const Worker&) { ++later; }, nullptr, nothing}});
+  };
+  for (int repeat = 0; repeat < 100; ++repeat) CHECK(message_of<std::out_of_range>(region) == "task 2");
+  CHECK(later == 0);
+}
+
 // A phase whose task throws ends the region: no later phase runs its tasks, and the pool works afterwards.
 void a_throwing_task_ends_the_region(WorkerPool& pool) {
   std::atomic<int> later{0};
@@ -113,13 +206,14 @@ void nodes_have_their_own_tasks() {
     const int64_t tasks = counts[0] + counts[1] + counts[2];
     std::vector<int> hits(tasks, 0);
     int later = 0;
+    const auto ahead = [](int64_t, int64_t step) { return step < 2; };
     pool.run_phases({
         {tasks, [&](int64_t i, const Worker&) { ++hits[i]; }, counts},
         {3,
          [&](int64_t i, const Worker&) {
            if (i == 1) later = std::accumulate(hits.begin(), hits.end(), 0);
          },
-         none},
+         none, repeat % 3 ? WorkerPool::AheadBody(ahead) : WorkerPool::AheadBody()},
     });
     for (int n : hits) CHECK(n == 1);
     CHECK(later == tasks);
@@ -145,12 +239,18 @@ void own_tasks_come_first() {
   tandem::TaskQueues queues(3);
   const int64_t counts[] = {2, 1, 1};
   queues.begin_region();
-  queues.begin_phase(4, 4, counts);
-  const auto taken = [&](int node) {
-    const auto task = queues.take(node);
+  queues.open(4, 4, counts);
+  const auto taken = [&](int phase, int node) {
+    const auto task = queues.take(phase, node);
     return task.phase < 0 ? -1 : 10 * task.phase + static_cast<int>(task.index);
   };
-  CHECK(taken(1) == 42 && taken(1) == 43 && taken(1) == 40 && taken(2) == 41 && taken(0) == -1);
+  CHECK(taken(4, 1) == 42 && taken(5, 1) == -1 && taken(4, 1) == 43);
+  queues.open(5, 4, counts);  // while the phase before it is not over
+  CHECK(taken(4, 1) == 40 && taken(5, 1) == 52 && taken(4, 2) == 41 && taken(4, 0) == -1 && taken(6, 0) == -1);
+  queues.open(6, 4, counts);
+  CHECK(taken(4, 0) == -1 && taken(6, 0) == 60 && taken(5, 0) == 50);
+  queues.begin_region();
+  CHECK(taken(5, 0) == -1 && taken(6, 0) == -1);
 }
 
 // A worker that is kept busy elsewhere holds up nobody: here, inside a task of this very region's first phase, the
@@ -282,6 +382,10 @@ int main() {
       barriers_order_writes(pool);
       tasks_run_exactly_once(pool);
       phases_follow_each_other(pool);
+      tasks_are_taken_early(pool);
+      regions_follow_each_other(pool);
+      a_slow_worker_is_waited_for(pool, has_more_workers_than_cpus(cpus));
+      an_exception_frees_who_waits_early(pool);
       a_throwing_task_ends_the_region(pool);
       tasks_wait_for_no_worker(pool);
       an_exception_frees_everybody(pool);
