@@ -17,6 +17,8 @@ from torch import Tensor
 
 import kernel_cases as cases
 from fake_copies import FakeCopies, FakeSlots, FakeTables, advance
+from tandem import _core
+from tandem.errors import KernelError
 from tandem.experts.live_copies import hold_all
 from tandem.experts.live_cost import READS_PER_EXCHANGE
 from tandem.experts.live_exchange import LiveExchange, LiveLayer, Settled
@@ -330,6 +332,28 @@ def test_a_layer_whose_places_fail_leaves_the_others_alone(
         layer.check()
     exchange.add([layer.exchange(i, 0, 0) for i, layer in enumerate(layers)])
     assert [e.layer for e in finish(exchange, copies).done] == [0, 2]
+
+
+def test_moves_of_what_does_not_exist_are_refused() -> None:
+    layer, copies = Layer(1), FakeCopies()
+    sides = _core.MovingLayers()
+    sides.add(layer.cpu.core, layer.gpu.slot_of.numpy(), layer.gpu.address(0), layer.gpu.slots)
+    sides.add_none()
+    for exchange, why in (((2, 0, 0, 5), "no MoE layer 2"), ((-1, 0, 0, 5), "no MoE layer -1")):
+        with pytest.raises(KernelError, match=why):
+            _core.ExpertMoves(sides, copies.function, [exchange], [0])
+    with pytest.raises(KernelError, match="stage"):
+        _core.ExpertMoves(sides, copies.function, [(0, 0, 0, 5)], [])
+    with pytest.raises(KernelError, match="slot_of"):
+        sides.add(layer.cpu.core, layer.gpu.slot_of[1:].numpy(), 0, 1)
+    wrong = [(1, 0, 0, 5), (0, 0, 0, EXPERTS), (0, 0, -1, 5), (0, 9, 0, 5), (0, -1, 5, 6), (0, 0, 0, 1)]
+    moves = _core.ExpertMoves(sides, copies.function, wrong, [0] * len(wrong))
+    moves.prepare()
+    assert [(index, fate, lost, ended) for index, fate, lost, ended, _ in moves.troubles()] == [
+        (index, "dropped", False, False) for index in range(len(wrong))
+    ]
+    assert moves.begin(1, 2) == 0 and not moves.troubles() and not copies.pending
+    layer.check()
 
 
 def test_all_memory_of_experts_is_held_for_dma(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,15 +22,15 @@ void add_layer(MovingLayers& self, std::shared_ptr<ExpertLayer> cpu, nb::handle 
   self.add({std::move(cpu), static_cast<int32_t*>(entries.data), slots, slot_count});
 }
 
+std::vector<Exchange> exchanges_of(const std::vector<ExchangeTuple>& tuples) {
+  std::vector<Exchange> made;
+  for (const auto& [layer, slot, leaving, coming] : tuples) made.push_back({layer, slot, leaving, coming});
+  return made;
+}
+
 void make_moves(ExpertMoves* self, std::shared_ptr<MovingLayers> layers, uintptr_t copy,
                 const std::vector<ExchangeTuple>& exchanges, const std::vector<uint64_t>& stages) {
-  if (exchanges.size() != stages.size()) throw KernelError("each exchange needs a stage");
-  std::vector<ExpertMoves::Exchange> made;
-  for (size_t i = 0; i < stages.size(); ++i) {
-    const auto [layer, slot, leaving, coming] = exchanges[i];
-    made.push_back({layer, slot, leaving, coming, stages[i]});
-  }
-  new (self) ExpertMoves(std::move(layers), reinterpret_cast<CopyAsync>(copy), std::move(made));
+  new (self) ExpertMoves(std::move(layers), reinterpret_cast<CopyAsync>(copy), exchanges_of(exchanges), stages);
 }
 
 void* stream_of(uintptr_t handle) { return reinterpret_cast<void*>(handle); }
@@ -82,12 +82,12 @@ void note(const std::vector<ExchangeTuple>& made, nb::handle slot_of, nb::handle
   const int64_t layers = slots.shape[0], experts = slots.shape[1];
   const TensorView signs = view_of(better, "better", {Element::byte}, {layers, experts}, true);
   const TensorView allowed = view_of(may, "may", {Element::byte}, {layers, experts}, true);
-  std::vector<Exchange> exchanges;
-  for (const auto& [layer, slot, leaving, coming] : made) {
-    if (layer < 0 || layer >= layers) throw KernelError("there is no layer " + std::to_string(layer));
-    for (const int expert : {leaving, coming})
+  const std::vector<Exchange> exchanges = exchanges_of(made);
+  for (const Exchange& exchange : exchanges) {
+    if (exchange.layer < 0 || exchange.layer >= layers)
+      throw KernelError("there is no layer " + std::to_string(exchange.layer));
+    for (const int expert : {exchange.leaving, exchange.coming})
       if (expert < 0 || expert >= experts) throw KernelError("there is no expert " + std::to_string(expert));
-    exchanges.push_back({layer, slot, leaving, coming});
   }
   note_exchanges(exchanges, static_cast<int64_t*>(slots.data), static_cast<int8_t*>(signs.data),
                  static_cast<int8_t*>(allowed.data), experts);

@@ -15,12 +15,14 @@ std::string failed(int64_t bytes, int error) {
 
 }  // namespace
 
-ExpertMoves::ExpertMoves(std::shared_ptr<MovingLayers> layers, CopyAsync copy, std::vector<Exchange> exchanges)
+ExpertMoves::ExpertMoves(std::shared_ptr<MovingLayers> layers, CopyAsync copy, const std::vector<Exchange>& exchanges,
+                         const std::vector<uint64_t>& stages)
     : layers_(std::move(layers)), copy_(copy) {
-  for (const Exchange& exchange : exchanges) {
-    if (exchange.layer < 0 || size_t(exchange.layer) >= layers_->count())
-      throw std::out_of_range("there is no MoE layer " + std::to_string(exchange.layer));
-    moves_.push_back(Move{exchange});
+  if (exchanges.size() != stages.size()) throw std::invalid_argument("each exchange needs a stage");
+  for (size_t i = 0; i < exchanges.size(); ++i) {
+    if (exchanges[i].layer < 0 || size_t(exchanges[i].layer) >= layers_->count())
+      throw std::invalid_argument("there is no MoE layer " + std::to_string(exchanges[i].layer));
+    moves_.push_back(Move{exchanges[i], stages[i]});
   }
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "experts/exchange.h"
 #include "experts/expert_layer.h"
 
 namespace tandem {
@@ -37,10 +38,6 @@ class MovingLayers {
 // by the next, and is in `troubles` once. Nothing throws but the constructor.
 class ExpertMoves {
  public:
-  struct Exchange {
-    int layer, slot, leaving, coming;
-    uint64_t stage;  // address on the GPU of memory for an expert
-  };
   enum class Fate { dropped, stranded, done };
   struct Trouble {
     size_t index;
@@ -50,8 +47,10 @@ class ExpertMoves {
     std::string why;
   };
 
-  // Throws std::out_of_range for layers that there are not.
-  ExpertMoves(std::shared_ptr<MovingLayers> layers, CopyAsync copy, std::vector<Exchange> exchanges);
+  // stages: for each exchange the address on the GPU of memory for an expert. Throws std::invalid_argument if there are
+  // not as many, or a layer does not exist.
+  ExpertMoves(std::shared_ptr<MovingLayers> layers, CopyAsync copy, const std::vector<Exchange>& exchanges,
+              const std::vector<uint64_t>& stages);
 
   // Reserves places for the leaving experts, and finds out what is to be copied.
   void prepare();
@@ -71,6 +70,7 @@ class ExpertMoves {
 
  private:
   struct Move : Exchange {
+    uint64_t stage;
     std::shared_ptr<ExpertLayer> cpu = nullptr;
     int32_t place = -1;
     bool lives = true;

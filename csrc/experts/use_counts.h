@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "experts/exchange.h"
+
 namespace tandem {
 
 // Of an expert: whether it may change places, and from where.
@@ -15,10 +17,6 @@ enum class MayMove : int8_t { no = 0, from_gpu = 1, from_cpu = 2 };
 // int32_t or int64_t, that may overflow. Returns the sum of used * better[i].
 template <class Count>
 double add_uses(float* counts, const Count* now, Count* seen, const int8_t* better, float keep, int64_t size);
-
-struct Exchange {
-  int layer, slot, leaving, coming;
-};
 
 struct PickRules {
   float least_gain;  // of the coming expert's score over the leaving one's,

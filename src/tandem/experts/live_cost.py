@@ -15,11 +15,11 @@ writes one, and some tokens pass until it is used."""
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """A step = the GPU's part without routed experts + the longest of both sides' expert bytes ÷ bandwidth and
-    exchanged bytes ÷ PCIe + what exchanges take between steps. An exchange reads an expert in CPU memory and writes
+    exchanged bytes ÷ PCIe + what it stands still for exchanges. An exchange reads an expert in CPU memory and writes
     one.
 
     expert_bytes: packed, of one expert; pcie_gbps: of each direction; gpu_step_seconds: without routed experts;
-    exchange_seconds: of one exchange, between steps.
+    exchange_seconds: that a step stands still for one exchange.
     """
 
     expert_bytes: float

@@ -6,11 +6,11 @@ Neither has a second copy anywhere, so both are used where they were until both 
    CPU spare ◀──DMA── slot                       the one that leaves
 
 DMA reads and writes the experts' own CPU memory and runs beside the steps; no thread copies anything. Once both are
-there, between two steps: the leaving expert's place becomes the spare one, its entry in the GPU's tables -1, the slot
-is overwritten, the coming expert's entry becomes the slot, and its old place is the layer's spare one. Each of these
-leaves a placement that is right; an error before the slot is touched drops the exchange. All that arrive together end
-together: the tables are copied twice for all of them. What is done for each is done in C++ (`ExpertMoves`): weights
-have driven everything out of the caches by then, and Python takes several times as long there.
+there, when the CPU has done its part of a step: the leaving expert's place becomes the spare one, its entry in the
+GPU's tables -1, the slot is overwritten, the coming expert's entry becomes the slot, and its old place is the layer's
+spare one. Each of these leaves a placement that is right; an error before the slot is touched drops the exchange. All
+that arrive together end together: the tables are copied twice for all of them. What is done for each is done in C++
+(`ExpertMoves`): weights have driven everything out of the caches by then, and Python takes several times as long there.
 
 Memory: one spare place per layer on the CPU (1/128 or 1/512 of a layer there), so a layer's exchanges follow each
 other; and staging for all layers on the GPU, whose memory is what there is little of: a spare slot in each of 94 layers

@@ -124,7 +124,7 @@ class ExpertUsage:
         ] = []  # moves that nothing knows of yet; counts are on their way
         self._moved: list[tuple[Ints, Ints]] = []  # changes [3, n], counts [3, n], since the last `read`
         self._buffers: deque[Asked] = deque()
-        self.copy: Copy | None = None  # between two steps; None: PyTorch's, which takes longer
+        self.copy: Copy | None = None  # None: PyTorch's, which takes longer
         self.expert_bytes = torch.zeros(layers, dtype=torch.int64)
         self.swaps = 0
         self.swap_rests = 0  # how often live placement paused because it did not pay
