@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ import torch
 from fake_copies import FakeCopies, advance
 from gpu import AVAILABLE, DEVICE, needs_cuda, needs_triton
 from tandem import _core
+from tandem.cli.architectures import named_config
+from tandem.cli.placement_request import Request, traffic
 from tandem.config import Plan
 from tandem.config.gpu_plan import GpuPlan
 from tandem.errors import EngineError
@@ -23,15 +26,18 @@ from tandem.experts.live_copies import Copies, CudaCopies, hold_all
 from tandem.experts.live_exchange import LiveExchange
 from tandem.experts.live_policy import Exchange
 from tandem.experts.live_traces import TraceShape, Zipf, expert_counts, generate
-from tandem.experts.placement import place
+from tandem.experts.placement import ExpertPlacement, place
 from tandem.experts.usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
 from tandem.kernels.packed_experts import PackedExperts
 
 if AVAILABLE:
-    from tandem.cli.bench_placement_gpu import TraceUsage
+    from tandem.cli import placement_turns
+    from tandem.cli.placement_turns import OneModel, Sides, placements, room_for
     from tandem.cli.synthetic import SyntheticStore
+    from tandem.cli.trace_usage import TraceUsage
+    from tandem.engine import gpu_side
     from tandem.engine.gpu_side import GpuSide, live_experts
     from tandem.experts.handoff import Handoff, HandoffSizes
     from tandem.experts.hybrid_store import HybridStore
@@ -156,6 +162,117 @@ def test_a_replayed_layer_computes_what_the_trace_chose() -> None:
     assert ticket.slots.tolist() == [[-1, -1, -1], [0, 1, 2]]
     chosen[0, 0] = torch.tensor([2, 3, 0], dtype=torch.int32)
     assert layer.submit(torch.randn(2, HIDDEN).bfloat16().to(DEVICE), router).slots.tolist()[0] == [2, -1, 0]
+
+
+def test_one_layer_stands_for_many_placements() -> None:
+    """As `kt bench experts` measures strategies in turn: tables say where experts are, all have the same bytes, and
+    those that may move have one place only."""
+    _, store = sides()
+    chosen = torch.tensor([[[7, 6, 5], [0, 1, 2]]], dtype=torch.int32, device=DEVICE)
+    layer = SyntheticStore(store, store._handoff, chosen=chosen, whole=True).layer(0, EXPERTS, WIDTH, "bf16")
+    shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    weights = tuple(torch.randn(shape) / 8 for shape in shapes)
+    layer.load(EXPERTS, lambda _: weights)
+    assert layer.sides is not None and store.tables is not None and layer.sides.cpu.loaded == EXPERTS
+    both, dma = Sides([layer.sides], EXPERTS), copies()
+    exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30)
+    routing = Routing(
+        torch.zeros(2, 3, dtype=torch.int32, device=DEVICE), torch.ones(2, 3, device=DEVICE) / 3
+    )
+    x = torch.randn(2, HIDDEN).bfloat16().to(DEVICE)
+    fixed = torch.tensor([[-1, 0, -1, -1, -1, -1, -1, 1]], dtype=torch.int32)
+    moving, results = torch.tensor([[0, 1, 2, -1, -1, -1, -1, -1]], dtype=torch.int32), []
+    for turn in range(3):
+        both.show(fixed, alone=False)
+        ticket = layer.submit(x, routing)
+        assert ticket.slots.tolist() == [[1, -1, -1], [-1, 0, -1]]
+        results.append(layer.wait(ticket))
+        assert layer.sides.cpu.loaded == EXPERTS
+        both.show(moving, alone=True)
+        assert layer.sides.cpu.loaded == EXPERTS - 3
+        exchange.add([Exchange(0, 2, 2 if turn == 0 else 2 + turn, 3 + turn)])
+        advance(exchange)
+        arrive(dma)
+        assert len(advance(exchange).done) == 1
+        moving = both.shown()
+        assert moving[0, 3 + turn] == 2 and layer.sides.cpu.loaded == EXPERTS - 3
+        results.append(layer.wait(layer.submit(x, routing)))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=2.0**-6, atol=2.0**-6)
+
+
+if AVAILABLE:
+
+    class OneLayer(OneModel):
+        """Of one layer, without attention."""
+
+        def __init__(self, trace: torch.Tensor, made: dict[str, ExpertPlacement]) -> None:
+            self._made, self._trace, self._contestants = made, trace, {}
+            ops, _ = sides()
+            handoff = Handoff(HandoffSizes(TOKENS, TOKENS, HIDDEN, TOP_K), DEVICE, 20.0)
+            store = HybridStore(ops, room_for(made), handoff, HIDDEN, live=True)
+            self._chosen = torch.zeros(1, 1, TOP_K, dtype=torch.int32, device=DEVICE)
+            self.layer = SyntheticStore(store, handoff, chosen=self._chosen, whole=True).layer(
+                0, EXPERTS, WIDTH, "bf16"
+            )
+            shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+            weights = tuple(torch.randn(shape) / 8 for shape in shapes)
+            self.layer.load(EXPERTS, lambda _: weights)
+            usage = ExpertUsage(1, EXPERTS, padded=True, device=DEVICE)
+            plan = SimpleNamespace(gpu=SimpleNamespace(live=True))
+            side = GpuSide(ops, store, handoff, room_for(made))
+            self.live = self._follow(plan, side, usage)
+            self._sides = Sides([self.layer.sides], EXPERTS)
+            self.results, self.built = [], None
+
+        def _step(self) -> None:
+            routing = Routing(
+                torch.zeros(1, TOP_K, dtype=torch.int32, device=DEVICE), torch.ones(1, TOP_K, device=DEVICE)
+            )
+            ticket = self.layer.submit(torch.ones(1, HIDDEN).bfloat16().to(DEVICE), routing)
+            self.live.beside_step()
+            self.results.append((self.layer.wait(ticket).float().cpu(), int((ticket.slots >= 0).sum())))
+            self.live.after_step(1, lambda: True)
+
+
+def test_strategies_are_measured_in_turn_on_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever tables say, the sum is the same; and what is said to be hit is what was computed on the GPU."""
+    trace = generate(TraceShape(32, 1, EXPERTS, TOP_K), Zipf(request_tokens=24), 3)
+    earlier = expert_counts(generate(TraceShape(48, 1, EXPERTS, TOP_K), Zipf(), 4), EXPERTS)
+    made = {name: place(name, 1, EXPERTS, 3, earlier) for name in ("uniform", "frequency")}
+    dma = copies()
+    if isinstance(dma, FakeCopies):
+        monkeypatch.setattr(gpu_side, "CudaCopies", lambda device: dma)
+        mark = dma.mark
+        monkeypatch.setattr(dma, "mark", lambda: dma.arrive(1.0) or mark())
+    monkeypatch.setattr(placement_turns, "TURN_TOKENS", 8)
+    monkeypatch.setattr(placement_turns, "WARM_TOKENS", 2)
+    reader = SimpleNamespace(mean_gbps=lambda seconds: 100.0)
+    monkeypatch.setattr(placement_turns.bench_hybrid, "dram_reader", lambda built: reader)
+    model = OneLayer(trace, {**made, "dynamic": made["uniform"]})
+    with torch.inference_mode():
+        found = model.run()
+    model.results = model.results[placement_turns.WARM_TOKENS :]
+    first = model.results[0][0]
+    for result, _ in model.results:
+        assert (result - first).norm() < 2 * 2.0**-8 * first.norm()
+    assert [sum(turn.tokens for turn in each.turns) for each in found.values()] == [32] * 3
+    assert sum(each.usage.hits for each in found.values()) == sum(hits for _, hits in model.results)
+    for name, placement in made.items():
+        assert found[name].usage.hits == int((expert_counts(trace, EXPERTS) * placement.on_gpu).sum())
+        assert found[name].usage.swaps == 0
+    assert found["dynamic"].usage.swaps > 0 and found["dynamic"].usage.hits != found["uniform"].usage.hits
+
+
+def test_strategies_in_turn_have_experts_on_both_sides_of_every_layer() -> None:
+    request = Request(
+        "qwen3-30b-a3b", "zipf", (0.5,), ("uniform", "front-loading", "dynamic"), "INT4", 2, 8, 1
+    )
+    seen = traffic(request, named_config(request.config, request.layers))
+    found = placements(request, seen, 0.5)
+    assert list(found) == ["uniform", "dynamic"]
+    assert torch.equal(room_for(found).on_gpu, found["uniform"].on_gpu)
+    assert placements(request, seen, 0.0) == placements(request, seen, 1.0) == {}
 
 
 def test_a_replayed_trace_counts_hits_where_experts_were() -> None:

@@ -485,6 +485,25 @@ def test_what_the_gpu_computes_beside_costs_nothing(over: bool) -> None:
     assert times.waited == (times.seconds if over else times.parts["begin"])
 
 
+def test_what_was_decided_can_be_finished() -> None:
+    """While copies are on their way it waits; each expert is in one place then."""
+    layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
+    experts = live(layers, copies, usage)
+    marks = copies.mark
+    copies.mark = lambda: copies.arrive(1.0) or marks()
+    for _ in range(5):
+        usage.counts[:, [4, 5, 6]] += 3
+        take_a_step(experts)
+    experts.finish()
+    assert usage.swaps > 0 and not experts._exchange.busy
+    before = usage.swaps
+    experts.beside_step()
+    experts.finish()
+    assert usage.swaps == before
+    for layer in layers:
+        layer.check()
+
+
 def test_a_lost_layer_is_not_proposed_again_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
     layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
     experts = live(layers, copies, usage)

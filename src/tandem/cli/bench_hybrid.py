@@ -37,7 +37,9 @@ from tandem.engine.gpu_runner import GpuRunner, GraphPlan
 from tandem.engine.gpu_side import GpuSide, gpu_side
 from tandem.engine.loader import use_one_torch_thread
 from tandem.errors import ConfigError
+from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live_experts import LiveExperts
+from tandem.experts.placement import ExpertPlacement
 from tandem.experts.usage import ExpertUsage, SideTotals
 from tandem.kernels.ceilings import DramReader
 from tandem.kernels.cpu_ops import CpuOps
@@ -191,10 +193,12 @@ def build(
     counted: bool = True,
     chosen: Tensor | None = None,
     live: MakeLive | None = None,
+    placement: ExpertPlacement | None = None,
     **flags: Any,
 ) -> Built:
     """empty: without routed experts. counted: as in the server, `ExpertUsage` counts who is chosen. chosen: what is
-    computed instead, as in `SyntheticStore`. flags: more of `EngineConfig`'s."""
+    computed instead, as in `SyntheticStore`. placement: instead of what flags say; CPU memory then has a place for
+    every expert. flags: more of `EngineConfig`'s."""
     config = named_config(request.config, request.layers)
     asked = EngineConfig.from_keywords(
         request.config, kt_method=fmt, kt_gpu_experts_ratio=0.0 if empty else share, kt_cpuinfer=request.threads,
@@ -205,7 +209,12 @@ def build(
     plan = resolve(asked, config, this_machine(), stored_as(config, request.dense))
     workers = planned_pool(plan)
     side = gpu_side(plan, config, CpuOps(workers, plan.tier))
-    store = SyntheticStore(side.store, side.handoff, empty, chosen)
+    if placement is not None:
+        own = HybridStore(
+            side.ops, placement, side.handoff, config.hidden, plan.gpu is not None and plan.gpu.live
+        )
+        side = dataclasses.replace(side, placement=placement, store=own)
+    store = SyntheticStore(side.store, side.handoff, empty, chosen, whole=placement is not None)
     usage = expert_usage(asked, plan, config, side.ops.device, side.placement.on_gpu)
     usage = usage if counted else None
     checkpoint: Any = SyntheticCheckpoint(request.dense)

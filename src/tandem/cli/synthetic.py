@@ -138,6 +138,16 @@ class ReplayedExperts(SyntheticExperts):
         return super().submit(x, Routing(ids, routing.weights))
 
 
+class ReplayedAnywhere(ReplayedExperts):
+    """CPU memory has all experts, so that any of them may be said to be on the GPU."""
+
+    def _fill_cpu(self, layer: PackedExperts, matrices: ExpertMatrices) -> None:
+        layer.load(0, *matrices)
+        packed = layer.packed(0)
+        for expert in range(1, layer.num_experts):
+            layer.load_packed(expert, packed)
+
+
 class NoExperts:
     """What a step costs without its routed experts."""
 
@@ -160,19 +170,27 @@ class NoExperts:
 
 class SyntheticStore:
     """As `HybridStore`, filled with copies; `empty`: no routed experts at all; `chosen` int32 [MoE layers, tokens, k]:
-    where experts find what to compute, instead of the router's choice."""
+    where experts find what to compute, instead of the router's choice; whole: with `chosen`, every expert is in CPU
+    memory, whether it is on the GPU or not."""
 
     def __init__(
-        self, store: HybridStore, handoff: Handoff, empty: bool = False, chosen: Tensor | None = None
+        self,
+        store: HybridStore,
+        handoff: Handoff,
+        empty: bool = False,
+        chosen: Tensor | None = None,
+        whole: bool = False,
     ) -> None:
         self._store, self._handoff, self._empty, self._chosen = store, handoff, empty, chosen
+        self._whole = whole
 
     def layer(self, index: int, count: int, width: int, fmt: str) -> Experts:
         if self._empty:
             return NoExperts()
         if self._chosen is None:
             return self._store.layer(index, count, width, fmt, SyntheticExperts)
-        made = self._store.layer(index, count, width, fmt, ReplayedExperts)
+        kind, places = (ReplayedAnywhere, count) if self._whole else (ReplayedExperts, 0)
+        made = self._store.layer(index, count, width, fmt, kind, places)
         assert isinstance(made, ReplayedExperts)
         made.chosen = self._chosen[index]
         return made

@@ -26,8 +26,15 @@ class HybridStore:
         self.layers: dict[int, HybridExperts] = {}  # by MoE layer, as they are made
 
     def layer(
-        self, index: int, count: int, width: int, fmt: str, kind: type[HybridExperts] = HybridExperts
+        self,
+        index: int,
+        count: int,
+        width: int,
+        fmt: str,
+        kind: type[HybridExperts] = HybridExperts,
+        places: int = 0,
     ) -> HybridExperts:
+        """places: in CPU memory; 0: as many as experts are there, and one more if they may move."""
         slot_of = self._placement.slots(index)
         first = int(slot_of.max()) + 1
         shared = torch.arange(first, first + count - len(slot_of), dtype=torch.int32)
@@ -35,7 +42,7 @@ class HybridStore:
         on_gpu, on_cpu = int((slot_of >= 0).sum()), int((slot_of < 0).sum())
         tables = self._tables_of(index, count)
         gpu = self._ops.gpu_experts(slot_of, self._hidden, width, fmt, tables=tables) if on_gpu else None
-        places = min(count, on_cpu + int(self._live))
+        places = places or min(count, on_cpu + int(self._live))
         cpu = self._ops.cpu.experts(count, self._hidden, width, fmt, places=places) if on_cpu else None
         # No closure over self, which holds the layers: their memory is to be free as soon as nobody has them.
         whole = partial(self._ops.cpu.experts, count, self._hidden, width, fmt)

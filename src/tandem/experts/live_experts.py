@@ -133,6 +133,16 @@ class LiveExperts:
         if self._exchange.waiting:
             self._guarded("prepare", partial(self._move, self._exchange.prepare), over)
 
+    def finish(self) -> None:
+        """Makes all exchanges that were decided on, waiting for their copies."""
+        while self._exchange.busy and not self._failed:
+            for part, action in (
+                ("begin", self._exchange.begin),
+                ("end", self._exchange.end),
+                ("prepare", self._exchange.prepare),
+            ):
+                self._guarded(part, partial(self._move, action), lambda: False)
+
     def _guarded(self, part: str, action: Callable[[], None], over: Callable[[], bool]) -> None:
         if self._failed:
             return
