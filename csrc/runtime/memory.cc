@@ -23,8 +23,8 @@ constexpr uintptr_t kSmallPage = 4096;
 #define MADV_POPULATE_READ 22  // Linux 5.14
 #endif
 
-void touch_pages(const uint8_t* begin, const uint8_t* end) {
-  for (; begin < end; begin += kSmallPage) (void)*static_cast<const volatile uint8_t*>(begin);
+const uint8_t* page_of(const uint8_t* data) {
+  return reinterpret_cast<const uint8_t*>(reinterpret_cast<uintptr_t>(data) & ~(kSmallPage - 1));
 }
 
 }  // namespace
@@ -85,11 +85,11 @@ HugeBuffer& HugeBuffer::operator=(HugeBuffer&& other) noexcept {
 
 void map_for_reading(const uint8_t* data, int64_t bytes) {
   if (bytes <= 0) return;
-  uint8_t* const begin = reinterpret_cast<uint8_t*>(reinterpret_cast<uintptr_t>(data) & ~(kSmallPage - 1));
-  const uint8_t* const end = data + bytes;
-  if (madvise(begin, size_t(end - begin), MADV_POPULATE_READ) == 0) return;
-  if (errno == EINVAL) return touch_pages(begin, end);  // an older kernel
-  throw UnreadableFile(std::string("weights cannot be read where their file is mapped: ") + std::strerror(errno));
+  const uint8_t* const last = page_of(data + bytes - 1);
+  if (madvise(const_cast<uint8_t*>(last), kSmallPage, MADV_POPULATE_READ) != 0 && errno != EINVAL)
+    throw UnreadableFile(std::string("weights cannot be read where their file is mapped: ") + std::strerror(errno));
+  for (const uint8_t* page = page_of(data); page <= last; page += kSmallPage)
+    (void)*static_cast<const volatile uint8_t*>(page);
 }
 
 }  // namespace tandem

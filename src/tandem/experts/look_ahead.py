@@ -41,10 +41,6 @@ class LookAhead:
         found = self._found.pop(expert, None)
         return self._matrices(expert) if found is None else found
 
-    def wait(self) -> None:
-        """Until all that can be looked up ahead has been."""
-        self._thread.join()
-
     def _look(self) -> None:
         """Whatever cannot be read is an error when it is called for."""
         sleep(self._after_seconds)

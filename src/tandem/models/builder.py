@@ -146,20 +146,18 @@ class Builder:
         """Of the index-th MoE layer, which were looked up while the one before was packed. Whoever asks for the last
         one makes that begin with the next layer: then workers have something to do, and Python has not."""
         layers, (ahead, self._ahead) = self.config.moe.layers, (self._ahead, None)
+        packs = self._store is not None or not self._in_place
         found: Callable[[int], ExpertMatrices]
         if ahead is not None and ahead[0] == index:
             _, ready, found = ahead
-            if self._in_place:  # two threads that look up would only take turns
-                found.wait()
         else:
             found = ready = ready_of(layers[index])
 
         def lookup(expert: int) -> ExpertMatrices:
             matrices = found(expert)
-            if expert == count - 1 and index + 1 < len(layers):
+            if packs and expert == count - 1 and index + 1 < len(layers):
                 following = ready_of(layers[index + 1])
-                after_seconds = 0 if self._in_place else LOOK_AHEAD_AFTER_SECONDS
-                self._ahead = index + 1, following, LookAhead(count, following, after_seconds)
+                self._ahead = index + 1, following, LookAhead(count, following, LOOK_AHEAD_AFTER_SECONDS)
             return matrices
 
         return ready, lookup
