@@ -41,6 +41,7 @@ if AVAILABLE:
     from tandem.engine.gpu_side import GpuSide, live_experts
     from tandem.experts.handoff import Handoff, HandoffSizes
     from tandem.experts.hybrid_store import HybridStore
+    from tandem.kernels.gpu import ops as gpu_ops
     from tandem.kernels.gpu.ops import GpuOps
 
 pytestmark = [pytest.mark.gpu, needs_triton]
@@ -308,22 +309,21 @@ def test_experts_are_gone_with_the_last_who_uses_them() -> None:
 
 def test_after_loading_nothing_of_the_gpu_s_experts_is_in_cpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     ops, store = sides()
-    made, make = [], ops.cpu.experts
+    made = []
 
-    def noted(count: int, *sizes: object, **options: object) -> PackedExperts:
-        layer = make(count, *sizes, **options)
-        if count == 1:
-            made.append(weakref.ref(layer))
+    def noted(*sizes: object, **options: object) -> PackedExperts:
+        layer = PackedExperts(*sizes, **options)
+        made.append(weakref.ref(layer))
         return layer
 
-    monkeypatch.setattr(ops.cpu, "experts", noted)
+    monkeypatch.setattr(gpu_ops, "PackedExperts", noted)
     layer = store.layer(0, EXPERTS, WIDTH, "bf16")
     shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
     given = [tuple(torch.randn(shape) for shape in shapes) for _ in range(EXPERTS)]
     layer.load(EXPERTS, lambda e: given[e])
     assert len(made) == 1 and made[0]() is None
     assert layer.sides is not None and layer.sides.cpu.loaded == EXPERTS - 3
-    whole = make(EXPERTS, HIDDEN, WIDTH, "bf16")
+    whole = ops.cpu.experts(EXPERTS, HIDDEN, WIDTH, "bf16")
     whole.load_all(0, given)
     for e in range(EXPERTS):
         slot = layer.sides.gpu.slot_of_expert(e)
