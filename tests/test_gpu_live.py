@@ -276,6 +276,27 @@ def test_strategies_in_turn_have_experts_on_both_sides_of_every_layer() -> None:
     assert placements(request, seen, 0.0) == placements(request, seen, 1.0) == {}
 
 
+def test_strategies_are_measured_apart_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = Request("qwen3-30b-a3b", "zipf", (0.5,), ("uniform", "dynamic"), "INT4", 2, 8, 1)
+    seen = traffic(request, named_config(request.config, request.layers))
+    small = SimpleNamespace(available_memory=1 << 28)
+    with monkeypatch.context() as patched:
+        patched.setattr(placement_turns.Machine, "detect", lambda: small)
+        assert placement_turns.rows_in_turn(request, None, seen, 0.5) == {}
+    assert "all experts take 0.6 GiB of CPU memory, and 0.2 may be used" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no slots")
+
+    monkeypatch.setattr(placement_turns, "OneModel", full)
+    assert placement_turns.rows_in_turn(request, None, seen, 0.5) == {}
+    assert "no room for the slots of all: no slots" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_replayed_trace_counts_hits_where_experts_were() -> None:
     trace = generate(TraceShape(30, 2, EXPERTS, TOP_K), Zipf(), 1)
     first, second = (place(name, 2, EXPERTS, 6).on_gpu for name in ("uniform", "random"))

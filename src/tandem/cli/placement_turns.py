@@ -13,13 +13,16 @@ from time import perf_counter
 from typing import Any, cast
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from tandem.cli import bench_hybrid
-from tandem.cli.placement_request import MEASURED, Request, Traffic, shape_columns
+from tandem.cli.architectures import named_config
+from tandem.cli.placement_request import FORMATS, MEASURED, Request, Traffic, shape_columns
 from tandem.cli.step_bound import Ceilings, Turn
 from tandem.cli.trace_usage import TraceUsage
-from tandem.config import Plan
+from tandem.config import Machine, Plan
+from tandem.config.memory import DEFAULT_FRACTION
 from tandem.engine.gpu_side import GpuSide, live_experts
 from tandem.experts.live_exchange import LiveLayer
 from tandem.experts.live_experts import LiveExperts
@@ -194,11 +197,15 @@ class OneModel:
 def rows_in_turn(
     request: Request, ceilings: Ceilings, seen: Traffic, share: float
 ) -> dict[str, dict[str, Any]]:
-    """By strategy; of none if fewer than two can be measured so."""
+    """By strategy; of none if fewer than two can be measured so, or there is no memory for it."""
     made = placements(request, seen, share)
-    if not made:
+    if not made or not _room(request, seen):
         return {}
-    model = OneModel(request, seen, share, made)
+    try:
+        model = OneModel(request, seen, share, made)
+    except torch.OutOfMemoryError as error:
+        _apart(f"GPU memory has no room for the slots of all: {error}")
+        return {}
     expert_bytes = model.built.config.expert_bytes(model.built.plan.expert_format)
     rows = {}
     for name, each in model.run().items():
@@ -210,3 +217,16 @@ def rows_in_turn(
             "rests": each.usage.swap_rests, **moving_columns(None if each.live is None else each.live.live),
         }  # fmt: skip
     return rows
+
+
+def _room(request: Request, seen: Traffic) -> bool:
+    """In CPU memory, for every expert."""
+    each = named_config(request.config, request.layers).expert_bytes(FORMATS[request.fmt])
+    needed, free = each * seen.counts.numel(), DEFAULT_FRACTION * Machine.detect().available_memory
+    if needed > free:
+        _apart(f"all experts take {needed / 2**30:.1f} GiB of CPU memory, and {free / 2**30:.1f} may be used")
+    return needed <= free
+
+
+def _apart(why: str) -> None:
+    Console().print(f"Strategies are measured one after the other, at different times: {why}")
