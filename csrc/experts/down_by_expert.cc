@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "experts/expert_run.h"
-#include "experts/task_sizes.h"
 
 namespace tandem {
 namespace {
@@ -21,19 +20,17 @@ void ExpertRun::list_down_by_expert() {
   results_stride_ = int64_t{layer_.down_layout_.pairs} * kPairColumns;
   results_ = reinterpret_cast<float*>(
       workspace_.shared(Workspace::kResults, int64_t(plan_.rows.size()) * results_stride_ * 4));
-  list_tasks(down_, layer_.down_layout_, &NodeSlice::down_pairs);
+  divide(down_, layer_.down_layout_);
   count_columns();
 }
 
-// Every pair of columns is in as many tasks: one of each expert, and each block of its rows.
 void ExpertRun::count_columns() {
-  int64_t pairs_of_tasks = 0;
-  for (const Task& task : down_.all) pairs_of_tasks += task.pairs;
-  const int64_t pairs = layer_.down_layout_.pairs, tasks_of_a_pair = pairs_of_tasks / pairs;
+  const int64_t pairs = layer_.down_layout_.pairs;
   unfinished_columns_ = std::vector<Countdown>(size_t(ceil_div(pairs, kPairsPerSum)));
   for (int64_t block = 0; block < int64_t(unfinished_columns_.size()); ++block)
     unfinished_columns_[size_t(block)].left.store(
-        int32_t(tasks_of_a_pair * std::min(kPairsPerSum, pairs - block * kPairsPerSum)), std::memory_order_relaxed);
+        int32_t(int64_t(parts_.size()) * std::min(kPairsPerSum, pairs - block * kPairsPerSum)),
+        std::memory_order_relaxed);
 }
 
 // The others' writes to `results_` happened before their counting.
@@ -47,24 +44,22 @@ void ExpertRun::finish_columns(int64_t first_pair, int64_t pairs, WorkerScratch&
   }
 }
 
-void ExpertRun::down_part(int64_t index, WorkerScratch& scratch) {
-  const size_t node = down_.by_node.at(index).node;
-  const Task& task = down_.all[size_t(index)];
-  const RoutingPlan::Expert& expert = plan_.experts[size_t(task.expert)];
-  const WeightView weights = layer_.down(expert.id, node);
-  const MatmulFn kernel = find_hidden(expert, task.first_row, task.rows, scratch);
-  const MatmulArgs args{weights,         scratch.rows,   scratch.tile,
-                        kTileStride,     scratch.matmul, task.rows,
-                        task.first_pair, task.pairs,     next_panels(down_, index)};
+void ExpertRun::down_piece(const Piece& piece, WorkerScratch& scratch) {
+  const Part& part = piece.part;
+  const RoutingPlan::Expert& expert = plan_.experts[size_t(part.expert)];
+  const MatmulFn kernel = find_hidden(expert, part.first_row, part.rows, scratch);
+  const MatmulArgs args{piece.weights, scratch.rows,     scratch.tile, kTileStride, scratch.matmul,
+                        part.rows,     piece.first_pair, piece.pairs,  piece.next};
   kernel(&args);
-  const int64_t first_pair = layer_.slices_[node].first_down + task.first_pair, columns = task.pairs * kPairColumns;
+  const int64_t first_pair = layer_.slices_[piece.node].first_down + piece.first_pair;
+  const int64_t columns = int64_t{piece.pairs} * kPairColumns;
   const float* bias = down_bias(expert.id, first_pair);
-  for (int r = 0; r < task.rows; ++r) {  // tiles write whole tiles, so not to where they belong
+  for (int r = 0; r < part.rows; ++r) {  // tiles write whole tiles, so not to where they belong
     float* y = scratch.tile + r * kTileStride;
     if (bias) table_.add_row(y, bias, columns);
-    std::copy_n(y, columns, results_ + (task.first_row + r) * results_stride_ + first_pair * kPairColumns);
+    std::copy_n(y, columns, results_ + (part.first_row + r) * results_stride_ + first_pair * kPairColumns);
   }
-  finish_columns(first_pair, task.pairs, scratch);
+  finish_columns(first_pair, piece.pairs, scratch);
 }
 
 void ExpertRun::add_up(int64_t block, WorkerScratch& scratch) {

@@ -3,14 +3,11 @@
 #include <algorithm>
 #include <cstring>
 
-#include "experts/task_sizes.h"
-
 namespace tandem {
 namespace {
 
 constexpr int64_t kTaskBytes = 192 * 1024;   // weights per task of few rows and phase 3, unless there would be too few
 constexpr int64_t kTasksPerWorker = 4;       // at least, so that dynamic pick-up can even things out
-constexpr int64_t kTasksReserved = 16;       // room per worker: growing a list takes longer than filling it
 constexpr int64_t kPrepareRows = 8;          // per task
 constexpr int64_t kAheadBytes = 128 * 1024;  // of a task's weights, fetched before its phase begins: fit any L2
 constexpr int64_t kAheadStepBytes = 1024;    // a fraction of a microsecond: the phase may begin
@@ -45,8 +42,9 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
                       : static_cast<const uint8_t*>(call.x.data);
   hidden_.stride = layer.down_layout_.padded_depth * bytes_of(hidden_type_);
   hidden_.data = workspace_.shared(Workspace::kHidden, int64_t(plan_.rows.size()) * hidden_.stride);
-  list_tasks(gate_up_, layer.gate_up_layout_, &NodeSlice::gate_up_pairs);
-  count_tasks();
+  list_parts();
+  divide(gate_up_, layer.gate_up_layout_);
+  count_pairs();
   by_expert_ = by_expert();
   by_expert_ ? list_down_by_expert() : list_down_by_columns();
 }
@@ -68,17 +66,21 @@ void ExpertRun::choose_integers() {
   hidden_integers_.allocate(workspace_, Workspace::kHiddenCodes);
 }
 
-void ExpertRun::count_tasks() {
+void ExpertRun::count_pairs() {
   converts_at_end_ = converts_at_end_ && hidden_integers_.count();
   if (!converts_at_end_) return;
   unfinished_ = std::vector<std::atomic<int32_t>>(plan_.experts.size());
-  for (const Task& task : gate_up_.all) unfinished_[size_t(task.expert)].fetch_add(1, std::memory_order_relaxed);
+  for (const Part& part : parts_) {
+    std::atomic<int32_t>& left = unfinished_[size_t(part.expert)];
+    left.store(left.load(std::memory_order_relaxed) + layer_.gate_up_layout_.pairs, std::memory_order_relaxed);
+  }
 }
 
 // The others' writes to `hidden_` happened before their counting.
-void ExpertRun::finish(const Task& task) {
-  if (!converts_at_end_ || unfinished_[size_t(task.expert)].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-  const auto& [id, first, count] = plan_.experts[size_t(task.expert)];
+void ExpertRun::finish(const Piece& piece) {
+  const size_t expert = size_t(piece.part.expert);
+  if (!converts_at_end_ || unfinished_[expert].fetch_sub(piece.pairs, std::memory_order_acq_rel) > piece.pairs) return;
+  const auto& [id, first, count] = plan_.experts[expert];
   if (!hidden_integers_.has(first)) return;
   const int64_t place = hidden_integers_.place(first);
   hidden_integers_.convert(hidden_, hidden_type_, place, place + count);
@@ -89,32 +91,31 @@ void ExpertRun::list_down_by_columns() {
   for (const NodeSlice& slice : layer_.slices_) down_.by_node.add(grid_.token_blocks * column_blocks(slice));
 }
 
-void ExpertRun::list_tasks(Tasks& tasks, const WeightView& layout, int64_t NodeSlice::* pairs) const {
-  tasks.all.reserve(size_t(kTasksReserved * workspace_.pool().size()));
-  for (const NodeSlice& slice : layer_.slices_) {
-    const size_t before = tasks.all.size();
-    list_tasks_of_node(tasks.all, slice.*pairs, 2 * layout.panel_bytes);
-    tasks.by_node.add(int64_t(tasks.all.size() - before));
-  }
-}
-
-void ExpertRun::list_tasks_of_node(std::vector<Task>& tasks, int64_t pairs, int64_t pair_bytes) const {
-  const int64_t rows_each = table_.blocking.rows_per_call, most = table_.blocking.pairs_per_call;
-  const int workers = workspace_.pool().size(), nodes = workspace_.pool().nodes();
-  int64_t left = 0;
-  for (const RoutingPlan::Expert& e : plan_.experts) left += pairs * ceil_div(e.count, rows_each);
-  const int64_t each = has_many_rows() ? pairs_per_task(left * nodes, pair_bytes, workers, true, most) : 0;
-  const GuidedPairs guided(pair_bytes, ceil_div(workers, nodes), most);
+void ExpertRun::list_parts() {
+  const int64_t rows_each = table_.blocking.rows_per_call;
+  parts_.reserve(plan_.experts.size());
   for (size_t e = 0; e < plan_.experts.size(); ++e) {
     const auto& [id, first, count] = plan_.experts[e];
     const int64_t blocks = ceil_div(count, rows_each);
     for (int64_t b = 0; b < blocks; ++b) {
-      const int32_t begin = int32_t(count * b / blocks), rows = int32_t(count * (b + 1) / blocks) - begin;
-      for (int64_t pair = 0, taken; pair < pairs; pair += taken, left -= taken) {
-        taken = std::min(each ? each : guided.of(uint32_t(left)), pairs - pair);
-        tasks.push_back({int32_t(e), first + begin, rows, int32_t(pair), int32_t(taken)});
-      }
+      const int32_t begin = int32_t(count * b / blocks), end = int32_t(count * (b + 1) / blocks);
+      parts_.push_back({int32_t(e), first + begin, end - begin});
     }
+  }
+}
+
+void ExpertRun::divide(Tasks& tasks, const WeightView& layout) const {
+  const int64_t most = table_.blocking.pairs_per_call, pair_bytes = 2 * layout.panel_bytes;
+  const int64_t workers = workspace_.pool().size(), nodes = workspace_.pool().nodes(), parts = int64_t(parts_.size());
+  tasks.of_node.reserve(layer_.slices_.size());
+  for (const NodeSlice& slice : layer_.slices_) {
+    const int64_t each = slice.*tasks.pairs, all = each * parts;
+    if (has_many_rows())
+      tasks.of_node.push_back(
+          Division::equal(parts, each, pairs_per_task(all * nodes, pair_bytes, int(workers), true, most)));
+    else
+      tasks.of_node.push_back(Division::guided(all, pair_bytes, ceil_div(workers, nodes), most));
+    tasks.by_node.add(tasks.of_node.back().tasks());
   }
 }
 
@@ -183,11 +184,17 @@ void ExpertRun::run() {
   workspace_.pool().run_phases({
       {preparing + tasks_of(x_integers_),
        [&](int64_t i, const Worker&) { i < preparing ? prepare(i) : convert_x(i - preparing); }},
-      {gate_up_.by_node.count(), [&](int64_t i, const Worker& w) { gate_up(i, scratch(w)); },
+      {gate_up_.by_node.count(),
+       [&](int64_t i, const Worker& w) {
+         for_pieces(gate_up_, i, [&](const Piece& piece) { gate_up(piece, scratch(w)); });
+       },
        gate_up_.by_node.of_node(), has_many_rows() ? WorkerPool::AheadBody() : fetch_gate_up},
       {converts_at_end_ ? 0 : tasks_of(hidden_integers_), [&](int64_t i, const Worker&) { convert_hidden(i); }},
       {down_.by_node.count(),
-       [&](int64_t i, const Worker& w) { by_expert_ ? down_part(i, scratch(w)) : down(i, scratch(w)); },
+       [&](int64_t i, const Worker& w) {
+         if (!by_expert_) return down(i, scratch(w));
+         for_pieces(down_, i, [&](const Piece& piece) { down_piece(piece, scratch(w)); });
+       },
        down_.by_node.of_node(), by_expert_ ? fetch_down : WorkerPool::AheadBody()},
   });
 }
@@ -229,57 +236,80 @@ MatmulFn ExpertRun::find_hidden(const RoutingPlan::Expert& expert, int64_t first
   return integers ? hidden_integers_.how().kernel() : matmul_of(table_, layer_.down_layout_.format, rows);
 }
 
-WeightView ExpertRun::weights_of(const Tasks& tasks, int64_t index) const {
-  const int expert = plan_.experts[size_t(tasks.all[size_t(index)].expert)].id;
-  return (layer_.*tasks.weights)(expert, tasks.by_node.at(index).node);
+// What lies of pairs [pair, end) in the part that begins with them.
+ExpertRun::Piece ExpertRun::piece_at(const Tasks& tasks, size_t node, int64_t pair, int64_t end) const {
+  const int64_t pairs = layer_.slices_[node].*tasks.pairs, index = pair / pairs, first = pair - index * pairs;
+  const Part& part = parts_[size_t(index)];
+  return {part,
+          node,
+          (layer_.*tasks.weights)(plan_.experts[size_t(part.expert)].id, node),
+          int32_t(first),
+          int32_t(std::min(pairs, first + end - pair) - first),
+          nullptr};
 }
 
 // Where the task begins that a worker probably takes after this one; null past its node's last.
 const uint8_t* ExpertRun::next_panels(const Tasks& tasks, int64_t index) const {
   const auto [node, of_node] = tasks.by_node.at(index);
-  const int64_t next = index + workspace_.pool().workers_of(int(node));
-  if (of_node + next - index >= tasks.by_node.of_node()[node]) return nullptr;
-  const WeightView view = weights_of(tasks, next);
-  return view.panels + tasks.all[size_t(next)].first_pair * view.pair_bytes;
+  const int64_t next = of_node + workspace_.pool().workers_of(int(node));
+  if (next >= tasks.by_node.of_node()[node]) return nullptr;
+  const auto [begin, end] = tasks.of_node[node].at(next);
+  const Piece piece = piece_at(tasks, node, begin, end);
+  return piece.weights.panels + piece.first_pair * piece.weights.pair_bytes;
+}
+
+template <class Body>
+void ExpertRun::for_pieces(const Tasks& tasks, int64_t index, Body body) const {
+  const auto [node, of_node] = tasks.by_node.at(index);
+  const auto [begin, end] = tasks.of_node[node].at(of_node);
+  for (int64_t pair = begin; pair < end;) {
+    Piece piece = piece_at(tasks, node, pair, end);
+    pair += piece.pairs;
+    if (pair < end) {
+      const Piece after = piece_at(tasks, node, pair, end);
+      piece.next = after.weights.panels;
+    } else {
+      piece.next = next_panels(tasks, index);
+    }
+    body(piece);
+  }
 }
 
 // A step of what may be fetched of a task's weights before its phase begins; false when that is all.
 bool ExpertRun::fetch(const Tasks& tasks, int64_t index, int64_t step) const {
-  const Task& task = tasks.all[size_t(index)];
-  const WeightView view = weights_of(tasks, index);
+  const auto [node, of_node] = tasks.by_node.at(index);
+  const auto [begin, end] = tasks.of_node[node].at(of_node);
+  const Piece piece = piece_at(tasks, node, begin, end);
+  const WeightView& view = piece.weights;
   const int64_t steps = ceil_div(view.panel_bytes, kAheadStepBytes), panel = step / steps;
-  if (panel >= std::min<int64_t>(2 * task.pairs, ceil_div(kAheadBytes, view.panel_bytes))) return false;
-  const uint8_t* const from = view.panels + (task.first_pair + panel / 2) * view.pair_bytes + panel % 2 * view.second;
-  const int64_t begin = step % steps * kAheadStepBytes, end = std::min(view.panel_bytes, begin + kAheadStepBytes);
-  for (int64_t at = begin; at < end; at += kCacheLine) __builtin_prefetch(from + at, 0, 2);  // into L2
+  if (panel >= std::min<int64_t>(2 * piece.pairs, ceil_div(kAheadBytes, view.panel_bytes))) return false;
+  const uint8_t* const from = view.panels + (piece.first_pair + panel / 2) * view.pair_bytes + panel % 2 * view.second;
+  const int64_t first = step % steps * kAheadStepBytes, last = std::min(view.panel_bytes, first + kAheadStepBytes);
+  for (int64_t at = first; at < last; at += kCacheLine) __builtin_prefetch(from + at, 0, 2);  // into L2
   return true;
 }
 
-void ExpertRun::gate_up(int64_t index, WorkerScratch& scratch) {
-  const size_t node = gate_up_.by_node.at(index).node;
-  const NodeSlice& slice = layer_.slices_[node];
-  const Task& task = gate_up_.all[size_t(index)];
-  const RoutingPlan::Expert& expert = plan_.experts[size_t(task.expert)];
-  const int id = expert.id;
-  const WeightView weights = layer_.gate_up(id, node);
-  const MatmulFn kernel = find_x(expert, task.first_row, task.rows, scratch);
-  const MatmulArgs args{weights,         scratch.rows,   scratch.tile,
-                        kTileStride,     scratch.matmul, task.rows,
-                        task.first_pair, task.pairs,     next_panels(gate_up_, index)};
+void ExpertRun::gate_up(const Piece& piece, WorkerScratch& scratch) {
+  const Part& part = piece.part;
+  const RoutingPlan::Expert& expert = plan_.experts[size_t(part.expert)];
+  const MatmulFn kernel = find_x(expert, part.first_row, part.rows, scratch);
+  const MatmulArgs args{piece.weights, scratch.rows,     scratch.tile, kTileStride, scratch.matmul,
+                        part.rows,     piece.first_pair, piece.pairs,  piece.next};
   kernel(&args);
   const int64_t length = int64_t{layer_.gate_up_layout_.pairs} * kPairColumns;
-  const int64_t pair = slice.first_gate_up + task.first_pair, column = pair * kPairColumns;
-  const float* bias = layer_.gate_up_bias_.empty() ? nullptr : layer_.gate_up_bias_.data() + id * length + column;
-  for (int r = 0; r < task.rows; ++r) {
+  const int64_t pair = layer_.slices_[piece.node].first_gate_up + piece.first_pair, column = pair * kPairColumns;
+  const float* bias =
+      layer_.gate_up_bias_.empty() ? nullptr : layer_.gate_up_bias_.data() + expert.id * length + column;
+  for (int r = 0; r < part.rows; ++r) {
     float* y = scratch.tile + r * kTileStride;
-    if (bias) table_.add_row(y, bias, int64_t{task.pairs} * kPairColumns);
-    uint8_t* to = const_cast<uint8_t*>(hidden_.data) + (task.first_row + r) * hidden_.stride +
+    if (bias) table_.add_row(y, bias, int64_t{piece.pairs} * kPairColumns);
+    uint8_t* to = const_cast<uint8_t*>(hidden_.data) + (part.first_row + r) * hidden_.stride +
                   column / 2 * bytes_of(hidden_type_);
     table_.activate_row(&layer_.shape_.activation, y, to, hidden_type_, layer_.shape_.down.format != Format::f32,
-                        task.pairs);
-    if (pair + task.pairs == layer_.gate_up_layout_.pairs) clear_padding(task.first_row + r);
+                        piece.pairs);
+    if (pair + piece.pairs == layer_.gate_up_layout_.pairs) clear_padding(part.first_row + r);
   }
-  finish(task);
+  finish(piece);
 }
 
 // Padded weights are 0, but 0 times what an earlier call left here could be NaN.

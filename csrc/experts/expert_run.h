@@ -16,6 +16,7 @@
 
 #include "experts/converted_rows.h"
 #include "experts/expert_layer.h"
+#include "experts/task_sizes.h"
 
 namespace tandem {
 
@@ -25,23 +26,30 @@ class ExpertRun {
   void run();
 
  private:
-  struct Task {
-    int32_t expert;             // index in the plan
-    int32_t first_row, rows;    // of the plan
-    int32_t first_pair, pairs;  // of the node's
+  struct Part {               // rows of one expert that are multiplied at once
+    int32_t expert;           // index in the plan
+    int32_t first_row, rows;  // of the plan
   };
-  struct Tasks {  // of phase 2, and of phase 3 of few rows
+  struct Tasks {  // of phase 2, and of phase 3 of few rows: the parts' pairs of panels in a row, cut for every node
     WeightView (ExpertLayer::*weights)(int expert, size_t node) const;
-    std::vector<Task> all;
+    int64_t NodeSlice::* pairs;  // of a part
+    std::vector<Division> of_node;
     NodeTasks by_node;
+  };
+  struct Piece {  // of a task: what it has of one part
+    Part part;
+    size_t node;
+    WeightView weights;
+    int32_t first_pair, pairs;  // of the node's
+    const uint8_t* next;        // where it or its worker probably goes on; null: unknown
   };
   struct Grid {  // of phase 3
     int64_t tokens_each, token_blocks;
     int64_t pairs_each;
   };
 
-  void list_tasks(Tasks& tasks, const WeightView& layout, int64_t NodeSlice::* pairs) const;
-  void list_tasks_of_node(std::vector<Task>& tasks, int64_t pairs, int64_t pair_bytes) const;
+  void list_parts();
+  void divide(Tasks& tasks, const WeightView& layout) const;
   void list_down_by_columns();
   int64_t mean_rows() const;  // per expert that has any
   bool has_many_rows() const;
@@ -53,15 +61,17 @@ class ExpertRun {
   int64_t tasks_of(const ConvertedRows& rows) const;
   void prepare(int64_t task);
   void convert(const ConvertedRows& rows, const PreparedRows& from, DType type, int64_t task) const;
-  void count_tasks();
-  void finish(const Task& task);
+  void count_pairs();
+  void finish(const Piece& piece);
   // What multiplies rows [first, first + rows) of the plan, all of one expert; scratch.rows: where they are.
   MatmulFn find_x(const RoutingPlan::Expert& expert, int64_t first, int64_t rows, WorkerScratch& scratch) const;
   MatmulFn find_hidden(const RoutingPlan::Expert& expert, int64_t first, int64_t rows, WorkerScratch& scratch) const;
-  WeightView weights_of(const Tasks& tasks, int64_t index) const;
+  Piece piece_at(const Tasks& tasks, size_t node, int64_t pair, int64_t end) const;
   const uint8_t* next_panels(const Tasks& tasks, int64_t index) const;
   bool fetch(const Tasks& tasks, int64_t index, int64_t step) const;
-  void gate_up(int64_t index, WorkerScratch& scratch);
+  template <class Body>
+  void for_pieces(const Tasks& tasks, int64_t index, Body body) const;
+  void gate_up(const Piece& piece, WorkerScratch& scratch);
   void clear_padding(int64_t row);
   int64_t column_blocks(const NodeSlice& slice) const;
   void down(int64_t index, WorkerScratch& scratch);
@@ -77,7 +87,7 @@ class ExpertRun {
 
   bool by_expert() const;
   void list_down_by_expert();
-  void down_part(int64_t index, WorkerScratch& scratch);
+  void down_piece(const Piece& piece, WorkerScratch& scratch);
   void count_columns();
   void finish_columns(int64_t first_pair, int64_t pairs, WorkerScratch& scratch);
   void add_up(int64_t block, WorkerScratch& scratch);
@@ -95,9 +105,11 @@ class ExpertRun {
   bool prepares_;  // call_.x to `x_`, for experts that take no integers
   PreparedRows x_;
   PreparedRows hidden_;  // row i: intermediate activations of plan_.rows[i]
-  Tasks gate_up_{&ExpertLayer::gate_up, {}, {}}, down_{&ExpertLayer::down, {}, {}};
-  bool converts_at_end_ = true;                   // of an expert's tasks in phase 2, instead of in a phase
-  std::vector<std::atomic<int32_t>> unfinished_;  // such tasks, by index in the plan
+  std::vector<Part> parts_;
+  Tasks gate_up_{&ExpertLayer::gate_up, &NodeSlice::gate_up_pairs, {}, {}};
+  Tasks down_{&ExpertLayer::down, &NodeSlice::down_pairs, {}, {}};
+  bool converts_at_end_ = true;                   // of an expert's pairs in phase 2, instead of in a phase
+  std::vector<std::atomic<int32_t>> unfinished_;  // such pairs, by index in the plan
   bool by_expert_ = false;  // or else grid_ says what phase 3's tasks are, and down_ only how many
   Grid grid_{};
   float* results_ = nullptr;                   // of few rows: row i of plan_.rows
