@@ -1,4 +1,4 @@
-"""The worker pool: its C++ contract test, plain and under the thread sanitizer, and its Python face."""
+"""The worker pool: its C++ contract test, plain and under the thread sanitizer, and its Python face; what tasks are."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from tandem import _core
 ROOT = Path(__file__).parents[1]
 
 
-def build_and_run(tmp_path: Path, *flags: str) -> str:
-    program = tmp_path / "worker_pool_test"
-    sources = [ROOT / "tests/cpp/worker_pool_test.cc", ROOT / "csrc/runtime/worker_pool.cc"]
+def build_and_run(tmp_path: Path, *flags: str, test: str = "worker_pool_test") -> str:
+    program = tmp_path / test
+    sources = [ROOT / f"tests/cpp/{test}.cc"]
+    if test == "worker_pool_test":
+        sources.append(ROOT / "csrc/runtime/worker_pool.cc")
     compile_ = ["c++", "-std=c++20", "-O1", "-g", f"-I{ROOT / 'csrc'}", *flags, "-pthread"]
     subprocess.run(
         [*compile_, *map(str, sources), "-o", str(program)], check=True, capture_output=True, text=True
@@ -27,6 +29,10 @@ def build_and_run(tmp_path: Path, *flags: str) -> str:
 
 def test_contract(tmp_path: Path) -> None:
     assert build_and_run(tmp_path) == "worker_pool_test: ok\n"
+
+
+def test_tasks_have_every_pair_once(tmp_path: Path) -> None:
+    assert build_and_run(tmp_path, test="task_sizes_test") == "task_sizes_test: ok\n"
 
 
 @pytest.mark.slow
