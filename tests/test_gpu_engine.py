@@ -40,13 +40,20 @@ SHARES = (0.0, 0.25, 0.5, 1.0)
 
 
 def plan(
-    share: float, graphs: tuple[int, ...], experts: int, patience: float = 20.0, live: bool = False
+    share: float,
+    graphs: tuple[int, ...],
+    experts: int,
+    patience: float = 20.0,
+    live: bool = False,
+    foresight: bool = True,
 ) -> Plan:
     return Plan(
         dtype="bfloat16", expert_format="bf16", tier=_core.supported_tiers()[-1], cpus=(-1, -1), context_length=64,
         page_size=PAGE, num_pages=ROWS * PAGES, max_running_requests=ROWS, max_step_tokens=256, radix_cache=False,
         fuse_shared_experts=True,
-        gpu=GpuPlan("GPU", round(share * experts), "random", None, graphs, patience, live),
+        gpu=GpuPlan(
+            "GPU", round(share * experts), "random", None, graphs, patience, live, foresight=foresight
+        ),
     )  # fmt: skip
 
 
@@ -101,13 +108,14 @@ class Session:
         patience: float = 20.0,
         moving: bool = False,
         fmt: str = "bf16",
+        foresight: bool = True,
     ) -> None:
         from tandem.engine.gpu_runner import GpuRunner, GraphPlan
         from tandem.engine.gpu_side import gpu_side
 
         config = ModelConfig.load(path)
         experts = config.moe.router.num_experts * len(config.moe.layers)
-        made = replace(plan(share, graphs, experts, patience, moving), expert_format=fmt)
+        made = replace(plan(share, graphs, experts, patience, moving, foresight), expert_format=fmt)
         self.pool = _core.WorkerPool([-1, -1])
         self.side = gpu_side(made, config, CpuOps(self.pool, made.tier))
         self.usage = ExpertUsage(
@@ -296,6 +304,28 @@ def test_graphs_keep_the_chosen_ids_where_no_expert_is_on_the_cpu(tiny_models, f
             kept.append((logits, session.usage.chosen(ROWS)))
         assert torch.equal(kept[0][0], kept[1][0]) and torch.equal(kept[0][1], kept[1][1])
         assert kept[1][1].min() >= 0
+
+
+@pytest.mark.parametrize("moving", [False, True], ids=["static", "moving"])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("variant", ["qwen3_moe", "glm4_moe-plain"])  # every layer has experts
+def test_foresight_changes_no_bit(tiny_models, variant, share, moving) -> None:
+    """In graphs of few rows two of three layers are foreseen, in others none."""
+    path, found = tiny_models[variant], []
+    for foresight in (False, True):
+        session = Session(path, share, (1, 4, 8), moving=moving and share > 0, foresight=foresight)
+        session.step(list(range(ROWS)), 0, PROMPT)
+        whole = session.decoded(list(range(ROWS)))
+        assert session.side.handoff.hints() == (0, 0, 0)
+        few = [session.step(rows, PROMPT + i, 1) for rows in ([0, 1, 2], [5]) for i in range(DECODED)]
+        found.append(torch.cat([*whole, *few]))
+        hints = session.side.handoff.hints()
+        print(f"{variant} {share:.0%} moving={moving}: {hints}")
+        if foresight:
+            assert 0 < hints.hits <= hints.hinted and hints.nbytes >= 0
+        else:
+            assert hints == (0, 0, 0)
+    assert torch.equal(*found)
 
 
 def test_a_cpu_that_never_answers_fails_the_step_and_the_next_one_works(tiny_models, monkeypatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tandem import _core
 from tandem.errors import EngineError
 from tandem.experts import handoff as module
-from tandem.experts.handoff import Handoff, HandoffSizes
+from tandem.experts.handoff import Handoff, HandoffSizes, HintCounts
 from tandem.experts.mailbox_kernels import GAVE_UP, SOURCE
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import Routing
@@ -22,6 +22,7 @@ from tandem.kernels.ops import Routing
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 4, 48, 32, 6, 3
 SIZES = HandoffSizes(TOKENS, TOKENS, HIDDEN, TOP_K)
 POSTED, LAYER, COUNT, DONE = 0, 1, 2, 32
+HINTED, HINT_LAYER, HINT_IDS = 128, 129, 130
 
 
 class Replay:
@@ -36,9 +37,9 @@ class Replay:
         monkeypatch.setattr(module.torch, "zeros", aligned_zeros(torch.zeros))
         self.handoff = Handoff(SIZES, torch.device("cpu"), 20.0)
 
-    def _kernels(self, device_index: int | None) -> tuple[str, str]:
+    def _kernels(self, device_index: int | None) -> tuple[str, str, str]:
         self.compiled.append(device_index)
-        return "post", "collect"
+        return "post", "collect", "hint"
 
     def layer(self) -> PackedExperts:
         layer = PackedExperts(
@@ -57,7 +58,7 @@ class Replay:
 
     def post(self, number: int, x: Tensor, routing: Routing) -> None:
         """As the kernel does it."""
-        at_x, at_ids, at_weights, _ = self.mailbox._at
+        at_x, at_ids, at_weights, *_ = self.mailbox._at
         for at, values in ((at_x, x.view(torch.int16)), (at_ids, routing.ids), (at_weights, routing.weights)):
             size = values.numel() * values.element_size()
             self.mailbox._memory[at : at + size].view(values.dtype).copy_(values.flatten())
@@ -127,5 +128,57 @@ def test_a_gpu_that_gave_up_while_the_cpu_computed_fails_this_step_only(
     replay.handoff.check()
 
 
+def test_only_small_graphs_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm-ups run what a graph will run, but nobody would hear them."""
+    replay = Replay(monkeypatch)
+    handoff, number, (_, routing) = replay.handoff, replay.handoff.add(replay.layer()), batch(2)
+    routing = routing._replace(slots=torch.full_like(routing.ids, -1))
+    assert not handoff.takes_hints(1)
+    handoff.hint(number, routing)
+    with handoff.rehearsing():
+        assert handoff.takes_hints(1)
+        handoff.hint(number, routing)
+    assert not replay.launched
+    with handoff.recording() as posted:
+        most = _core.MOST_HINTED_TOKENS
+        assert handoff.takes_hints(most) and not handoff.takes_hints(most + 1)
+        handoff.hint(number, routing)
+        assert posted == []  # nobody answers a hint
+    (kernel, (blocks, _, _, header, _, ids, _, to, count, layer)), *others = replay.launched
+    assert not others and (kernel, blocks, count, layer) == ("hint", 1, 2 * TOP_K, number)
+    assert ids == routing.ids.data_ptr() and to == header + replay.mailbox._at[4]
+    assert not handoff.takes_hints(1)
+
+
+def test_without_foresight_nothing_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = Replay(monkeypatch)
+    replay.handoff.add(replay.layer())
+    replay.handoff.foresight = False
+    with replay.handoff.recording():
+        assert not replay.handoff.takes_hints(1)
+    with replay.handoff.rehearsing():
+        assert not replay.handoff.takes_hints(1)
+    assert replay.handoff.hints() == HintCounts()
+
+
+def test_a_failed_step_s_hint_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = Replay(monkeypatch)
+    replay.handoff.add(replay.layer())
+    with replay.handoff.recording():
+        pass
+    mailbox, (x, routing) = replay.mailbox, batch(1)
+    mailbox._words[HINT_LAYER], mailbox._words[HINT_IDS], mailbox._words[HINTED] = 0, TOP_K, 1
+    replay.post(1, x, routing)
+    replay.handoff.serve(1)
+    mailbox._state[1], mailbox._words[GAVE_UP] = 1, 1
+    with pytest.raises(EngineError):
+        replay.handoff.check()
+    for number in (1, 2):
+        replay.post(number, x, routing)
+        replay.handoff.serve(1)
+    assert replay.handoff.hints() == HintCounts()
+
+
 def test_both_ends_mean_the_same_word() -> None:
     assert f"GAVE_UP = {GAVE_UP} " in SOURCE
+    assert f"HINTED = {HINTED}, HINT_LAYER = {HINT_LAYER}, HINT_IDS = {HINT_IDS} " in SOURCE

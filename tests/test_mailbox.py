@@ -18,6 +18,7 @@ from tandem.kernels.ops import Routing
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 4, 48, 32, 6, 3
 POSTED, LAYER, COUNT, DONE, FAILED, GAVE_UP = 0, 1, 2, 32, 64, 96
+HINTED, HINT_LAYER, HINT_IDS = 128, 129, 130
 PATIENCE = 20.0
 
 
@@ -30,7 +31,7 @@ class FakeGpu:
         room = np.zeros(size + 128, dtype=np.uint8)
         first = -room.ctypes.data % 128
         self.memory = torch.from_numpy(room[first : first + size])
-        self.words = self.memory[:512].view(torch.int32)
+        self.words = self.memory[:640].view(torch.int32)
         self.mailbox = _core.Mailbox(self.memory, TOKENS, HIDDEN, TOP_K)
         workspace = _core.Workspace(_core.WorkerPool([-1, -1]), "scalar")
         self.layers = [self._layer(workspace) for _ in range(2)]
@@ -56,12 +57,45 @@ class FakeGpu:
         self.words[LAYER], self.words[COUNT] = layer, tokens
         self.words[POSTED] = number
 
+    def hint(self, number: int, layer: int, ids: list[int]) -> None:
+        first = self.at[4]
+        self.memory[first : first + 4 * len(ids)].view(torch.int32).copy_(
+            torch.tensor(ids, dtype=torch.int32)
+        )
+        self.words[HINT_LAYER], self.words[HINT_IDS] = layer, len(ids)
+        self.words[HINTED] = number
+
+    def play(self, *hints: tuple[int, int, list[int]]) -> tuple[int, int, int]:
+        """Two posts, to layer 0 and layer 1, with these hints (number, layer, ids) between them, each of which the CPU
+        has time to see. Returns what it says of them, and checks that both answers are right."""
+        made, got = [batch(2), batch(2)], list[Tensor]()
+        made[1][1].copy_(ASKED)
+
+        def gpu() -> None:
+            for i, (x, ids, weights) in enumerate(made):
+                self.post(i + 1, i, x, ids, weights)
+                got.append(self.answer(i + 1, len(x)))
+                for hint in hints if i == 0 else ():
+                    self.hint(*hint)
+                    time.sleep(0.02)
+
+        thread = threading.Thread(target=gpu)
+        thread.start()
+        self.mailbox.serve(2, PATIENCE)
+        thread.join()
+        for layer, answer, (x, ids, weights) in zip(self.layers, got, made, strict=True):
+            assert torch.equal(answer, layer.forward(x, ids, weights, torch.empty(2, HIDDEN)))
+        return self.mailbox.hinted, self.mailbox.hits, self.mailbox.bytes_ahead
+
     def answer(self, number: int, tokens: int) -> Tensor:
         until = time.monotonic() + PATIENCE
         while int(self.words[DONE]) != number:
             assert time.monotonic() < until
             time.sleep(1e-4)
         return self.part(3, tokens, HIDDEN, torch.float32).clone()
+
+
+ASKED = torch.tensor([[0, 2, 3], [3, 0, -1]], dtype=torch.int32)
 
 
 def batch(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,6 +173,64 @@ def test_after_a_reset_it_works_again() -> None:
     gpu.post(1, 1, *batch(3))
     gpu.mailbox.serve(1, PATIENCE)
     assert int(gpu.words[DONE]) == 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "hinted", "hits"),
+    [
+        ([3, 0, 2], 3, 3),
+        ([1, 3, 4], 3, 1),
+        ([4, 1], 2, 0),
+        ([2, -1, 2, 2, 0, -1], 2, 2),  # repeated, or on the GPU
+        ([EXPERTS - 1, EXPERTS, -7, 1 << 30, 3], 1, 1),  # not loaded, or of no layer
+        ([], 0, 0),
+    ],
+)
+def test_hinted_experts_are_fetched_before_the_post(ids: list[int], hinted: int, hits: int) -> None:
+    gpu = FakeGpu()
+    assert gpu.play((1, 1, ids)) == (hinted, hits, hinted * gpu.layers[1].bytes_per_expert)
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        (0, 1, [3]),  # of no post
+        (2, 1, [3]),  # of the next one
+        (77, 1, [3]),
+        (1, 2, [3]),  # of no layer
+        (1, -1, [3]),
+        (1, 1, [3] * (4 * TOP_K + 1)),  # more than there is room for
+    ],
+    ids=["zero", "next", "far", "layer", "negative", "many"],
+)
+def test_other_hints_are_ignored(hint: tuple[int, int, list[int]]) -> None:
+    assert FakeGpu().play(hint) == (0, 0, 0)
+
+
+def test_a_hint_of_another_layer_hits_nothing() -> None:
+    gpu = FakeGpu()
+    assert gpu.play((1, 0, [0, 2])) == (2, 0, 2 * gpu.layers[0].bytes_per_expert)
+
+
+def test_a_post_has_one_hint() -> None:
+    assert FakeGpu().play((1, 1, [3]), (1, 1, [2, 0, 4]))[:2] == (1, 1)
+
+
+def test_a_hint_that_comes_with_the_post_is_too_late() -> None:
+    gpu, (x, ids, weights) = FakeGpu(), batch(1)
+    gpu.post(1, 0, x, ids, weights)
+    gpu.mailbox.serve(1, PATIENCE)
+    gpu.hint(1, 1, [0, 1])
+    gpu.post(2, 1, x, ids, weights)
+    gpu.mailbox.serve(1, PATIENCE)
+    assert (gpu.mailbox.hinted, gpu.mailbox.bytes_ahead) == (0, 0)
+
+
+def test_experts_that_went_away_since_are_left_out() -> None:
+    """A hint may be of before an exchange."""
+    gpu = FakeGpu()
+    gpu.layers[1].core.forget(4)
+    assert gpu.play((1, 1, [4, 3]))[:2] == (1, 1)
 
 
 def test_wrong_memory_is_refused() -> None:

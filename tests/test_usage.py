@@ -15,7 +15,7 @@ from tandem.engine import expert_statistics
 from tandem.engine.expert_statistics import ExpertMeter
 from tandem.errors import KernelError
 from tandem.experts import usage as usage_module
-from tandem.experts.handoff import HandoffTimes
+from tandem.experts.handoff import HandoffTimes, HintCounts
 from tandem.experts.live_experts import LiveTimes
 from tandem.experts.usage import Copy, ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
@@ -266,6 +266,9 @@ class FakeHandoff:
     def times(self) -> HandoffTimes:
         return HandoffTimes(7, 0.5, 0.25)
 
+    def hints(self) -> HintCounts:
+        return HintCounts(5, 4, 300)
+
 
 def test_counts_on_a_gpu_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, readings = [100.0], []
@@ -283,5 +286,6 @@ def test_counts_on_a_gpu_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch)
     assert (last.layers, last.gpu_bytes, last.cpu_bytes, last.hit_rate) == ([4], [50], [50], 0.75)
     assert (last.handoff_posts, last.handoff_wait_seconds, last.handoff_serve_seconds) == (7, 0.5, 0.25)
     assert (last.swap_seconds, last.swap_wait_seconds) == (0.75, 0.125)
+    assert (last.hinted, last.hint_hits, last.hint_bytes) == (5, 4, 300)
     usage.moved([(0, 0, False), (0, 1, True)], swaps=1)
     assert meter.stats(True).swaps == 1

@@ -24,7 +24,7 @@ void make_mailbox(Mailbox* self, nb::handle memory, int64_t tokens, int64_t hidd
 
 nb::tuple offsets(int64_t tokens, int64_t hidden, int64_t top_k) {
   const MailboxOffsets at = mailbox_offsets(shape_of(tokens, hidden, top_k));
-  return nb::make_tuple(at.x, at.ids, at.weights, at.result, at.bytes);
+  return nb::make_tuple(at.x, at.ids, at.weights, at.result, at.hints, at.bytes);
 }
 
 }  // namespace
@@ -40,9 +40,17 @@ void bind_mailbox(nb::module_& m) {
       .def_prop_ro("experts_used", &Mailbox::experts_used, "By all posts, each expert counted once per post.")
       .def_prop_ro("wait_seconds", &Mailbox::wait_seconds, "Time spent until posts came.")
       .def_prop_ro("serve_seconds", &Mailbox::serve_seconds, "Time from posts to their answers.")
+      .def_prop_ro(
+          "hinted", [](const Mailbox& m) { return m.foresight().hinted(); }, "Experts, each once per post.")
+      .def_prop_ro(
+          "hits", [](const Mailbox& m) { return m.foresight().hits(); }, "Of those, that the post asked for.")
+      .def_prop_ro(
+          "bytes_ahead", [](const Mailbox& m) { return m.foresight().bytes(); },
+          "Of hinted experts' weights that were fetched before the post came.")
       .def("reset", &Mailbox::reset, "After a failure, when no kernel of the stream is running any more.");
   m.def("mailbox_offsets", &offsets, nb::arg("tokens"), nb::arg("hidden"), nb::arg("top_k"),
-        "Bytes at which x, ids, weights and result begin, and the bytes in all.");
+        "Bytes at which x, ids, weights, result and hints begin, and the bytes in all.");
+  m.attr("MOST_HINTED_TOKENS") = kMostHintedTokens;
 }
 
 }  // namespace tandem

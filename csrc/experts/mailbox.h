@@ -6,10 +6,17 @@
 //                     32 done                        written by the CPU
 //                     64 failed                      written by the CPU: no answer will come
 //                     96 gave_up                     written by the GPU: it waits no longer
-//   from byte 512     x [tokens, hidden] bf16, ids [tokens, top_k] i32, weights f32, result [tokens, hidden] f32,
-//                     each aligned to 128 bytes
+//                     128 hinted, 129 layer,         written by the GPU; `hinted` last
+//                     130 ids
+//   from byte 640     x [tokens, hidden] bf16, ids [tokens, top_k] i32, weights f32, result [tokens, hidden] f32,
+//                     hints i32, each aligned to 128 bytes
 //
 // One post is under way at a time. Numbers count from 1 since the last reset, on both sides.
+//
+// Between two posts the CPU has nothing to do, and its memory neither. So after a post the GPU may say which experts
+// the next one will probably ask for (`hinted` is the number of the post before), and while the CPU waits for that,
+// whoever is idle fetches their weights into the caches. Nobody waits for a hint, nobody trusts it, and no result
+// depends on it.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +24,7 @@
 #include <vector>
 
 #include "experts/expert_layer.h"
+#include "experts/foresight.h"
 
 namespace tandem {
 
@@ -27,7 +35,7 @@ struct MailboxShape {
 };
 
 struct MailboxOffsets {
-  int64_t x, ids, weights, result, bytes;
+  int64_t x, ids, weights, result, hints, bytes;
 };
 
 MailboxOffsets mailbox_offsets(const MailboxShape& shape);
@@ -48,12 +56,14 @@ class Mailbox {
   int64_t experts_used() const { return experts_; }        // by those, each counted once per post
   double wait_seconds() const { return wait_seconds_; }    // until a post came
   double serve_seconds() const { return serve_seconds_; }  // from there to its answer
+  const Foresight& foresight() const { return foresight_; }
 
   // After a failure, when no kernel of the stream is running any more.
   void reset();
 
  private:
   void wait_for(uint32_t number, double timeout_seconds);
+  void look_for_hint();
   void answer();
 
   uint8_t* memory_;
@@ -61,7 +71,9 @@ class Mailbox {
   MailboxOffsets at_;
   std::vector<int32_t> ids_;  // of the post that is answered
   std::vector<std::shared_ptr<ExpertLayer>> layers_;
+  Foresight foresight_;
   uint32_t answered_ = 0;
+  bool may_be_hinted_ = false;  // nothing was heard since the last answer
   int64_t posts_ = 0, experts_ = 0;
   double wait_seconds_ = 0, serve_seconds_ = 0;
 };

@@ -345,6 +345,14 @@ void WorkerPool::announce(const std::vector<ByteRange>& upcoming) {
   if (!upcoming.empty()) state_->read_ahead.announce(upcoming);
 }
 
+void WorkerPool::announce_in_turn(const std::vector<ByteRange>& probable, int64_t most) {
+  state_->read_ahead.announce_in_turn(probable, most);
+}
+
+bool WorkerPool::fetch_a_little() { return state_->read_ahead.fetch(); }
+
+int64_t WorkerPool::withdraw() { return state_->read_ahead.withdraw(); }
+
 void Worker::barrier() const { pool->state_->wait_at_barrier(); }
 
 double region_start_latency(WorkerPool& pool, int repeats) {

@@ -94,6 +94,13 @@ class WorkerPool {
   // announced before still holds.
   void announce(const std::vector<ByteRange>& upcoming);
 
+  // What a caller that waits for somebody else will probably read: from now on whoever is idle fetches it, of each
+  // range the beginning first, `most` bytes in all; the caller, too, with `fetch_a_little` (false: nothing is left).
+  // `withdraw` ends that and returns how many bytes were fetched.
+  void announce_in_turn(const std::vector<ByteRange>& probable, int64_t most);
+  bool fetch_a_little();
+  int64_t withdraw();
+
   // One phase.
   void for_each(int64_t tasks, TaskBody body);
 

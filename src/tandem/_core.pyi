@@ -453,11 +453,27 @@ class Mailbox:
     def serve_seconds(self) -> float:
         """Time from posts to their answers."""
 
+    @property
+    def hinted(self) -> int:
+        """Experts, each once per post."""
+
+    @property
+    def hits(self) -> int:
+        """Of those, that the post asked for."""
+
+    @property
+    def bytes_ahead(self) -> int:
+        """Of hinted experts' weights that were fetched before the post came."""
+
     def reset(self) -> None:
         """After a failure, when no kernel of the stream is running any more."""
 
 def mailbox_offsets(tokens: int, hidden: int, top_k: int) -> tuple:
-    """Bytes at which x, ids, weights and result begin, and the bytes in all."""
+    """
+    Bytes at which x, ids, weights, result and hints begin, and the bytes in all.
+    """
+
+MOST_HINTED_TOKENS: int = 4
 
 class MovingLayers:
     """

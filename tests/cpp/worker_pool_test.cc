@@ -356,12 +356,40 @@ void idle_workers_sleep(WorkerPool& pool) {
 }  // namespace
 
 // Hints are taken while nobody has work, torn ones too, and harm nothing.
+void fetched_in_turn(WorkerPool& pool) {
+  std::vector<uint8_t> memory(1 << 20, 7);
+  const int64_t mebibyte = 1 << 20;
+  const std::vector<tandem::ByteRange> ranges{
+      {memory.data(), mebibyte}, {memory.data(), 100}, {nullptr, 0}, {memory.data() + 64, 40000}};
+  const auto all_fetched = [&](int64_t most) {
+    pool.announce_in_turn(ranges, most);
+    while (pool.fetch_a_little()) {
+    }
+    return pool.withdraw();
+  };
+  CHECK(all_fetched(4 * mebibyte) == mebibyte + 100 + 40000);
+  CHECK(pool.withdraw() == 0 && !pool.fetch_a_little());
+  CHECK(all_fetched(3 * 16384) == 16384 + 100);  // a piece of each of the first three
+  CHECK(all_fetched(6 * 16384) == 2 * 16384 + 100 + 16384);
+  CHECK(all_fetched(0) == 0);
+  pool.announce_in_turn({}, mebibyte);
+  CHECK(!pool.fetch_a_little() && pool.withdraw() == 0);
+  pool.announce_in_turn(std::vector<tandem::ByteRange>(100, {memory.data(), 100}), mebibyte);
+  while (pool.fetch_a_little()) {
+  }
+  CHECK(pool.withdraw() == 3200);
+}
+
 void announced_memory_is_fetched(WorkerPool& pool) {
   std::vector<uint8_t> memory(1 << 20, 7);
   const std::vector<tandem::ByteRange> known{{memory.data(), int64_t(memory.size())}, {memory.data(), 100}};
   const std::vector<tandem::ByteRange> nowhere{{reinterpret_cast<const uint8_t*>(8), 1 << 20}};
   for (int repeat = 0; repeat < 200; ++repeat) {
-    pool.announce(repeat % 3 ? known : nowhere);
+    if (repeat % 5 == 4)
+      pool.announce_in_turn(repeat % 3 ? known : nowhere, 1 << 19);
+    else
+      pool.announce(repeat % 3 ? known : nowhere);
+    if (repeat % 7 == 6) CHECK(pool.withdraw() <= 1 << 20);
     std::atomic<int> done{0};
     pool.for_each(5, [&](int64_t, const Worker&) { ++done; });
     CHECK(done == 5);
@@ -391,6 +419,7 @@ int main() {
       an_exception_frees_everybody(pool);
       callers_queue_up(pool);
       announced_memory_is_fetched(pool);
+      fetched_in_turn(pool);
       nested_regions_are_refused(pool);
 #if !defined(__SANITIZE_THREAD__)  // the sanitizer runs threads of its own
       a_forked_child_is_told(pool);

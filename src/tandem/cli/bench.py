@@ -110,6 +110,9 @@ def decode(
     dense_format: Annotated[
         str, typer.Option(help="with --config: dense matrices are bf16, fp8, int4-g128 or mxfp4")
     ] = "bf16",
+    foresight: Annotated[
+        str, typer.Option(help="with --config: expert foresight on, off, or both in turn")
+    ] = "on",
     out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
 ) -> None:
     """Measure decoding against the memory-bandwidth bound of the same run, and against other engines.
@@ -121,7 +124,8 @@ def decode(
 
         shares = tuple(gpu_share or [0.0, 0.5, 1.0])
         asked = (config, tuple(fmt or ["BF16"]), shares, tuple(batch or [1, 8]), layers, context)
-        bench_hybrid.run(bench_hybrid.Request(*asked, steps, repeats, threads, tier, dense_format), out)
+        more = (steps, repeats, threads, tier, dense_format, bench_hybrid.foresight_modes(foresight))
+        bench_hybrid.run(bench_hybrid.Request(*asked, *more), out)
         return
     from tandem.cli.bench_decode import Request, run
 

@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,6 +29,7 @@ from torch import Tensor
 from tandem import _core, models
 from tandem.cli.architectures import named_config
 from tandem.cli.bench_kernels import commit
+from tandem.cli.decode_counts import StepCounts
 from tandem.cli.memory_ledger import Taken, memory_columns, planned
 from tandem.cli.step_bound import experts_seconds, paired_share
 from tandem.cli.synthetic import SyntheticCheckpoint, SyntheticStore, stored_as
@@ -40,7 +42,7 @@ from tandem.errors import ConfigError
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement
-from tandem.experts.usage import ExpertUsage, SideTotals
+from tandem.experts.usage import ExpertUsage
 from tandem.kernels.ceilings import DramReader
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
@@ -55,7 +57,7 @@ READ_SECONDS = 0.1
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """What the flags asked for; context: tokens that every sequence has; dense: what dense projections are stored as,
-    of `synthetic.DENSE_FORMATS`."""
+    of `synthetic.DENSE_FORMATS`; foresight: with it, without, or both in turn."""
 
     config: str
     formats: tuple[str, ...]
@@ -68,6 +70,16 @@ class Request:
     threads: int | None
     tier: str = "auto"
     dense: str = "bf16"
+    foresight: tuple[bool, ...] = (True,)
+
+
+@dataclasses.dataclass(slots=True)
+class Measured:
+    """Seconds of a step and GB/s of reading DRAM, in turn; and what the steps used."""
+
+    times: list[float]
+    dram: list[float]
+    counts: StepCounts = dataclasses.field(default_factory=StepCounts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,12 +92,28 @@ class Built:
     runner: GpuRunner
     workers: _core.WorkerPool
     usage: ExpertUsage | None
+    new_runner: Callable[[], GpuRunner]
 
-    def sides(self) -> SideTotals:
-        """What was routed and read on either side so far."""
-        assert self.usage is not None
-        self.usage.read()
-        return self.usage.sides()
+    def counts(self) -> StepCounts:
+        return StepCounts.now(self.side.handoff, self.usage)
+
+    def with_foresight(self, foresight: bool) -> Built:
+        """The same model, with graphs that hint or do not."""
+        handoff = self.side.handoff
+        if handoff.foresight == foresight:
+            return self
+        handoff.foresight = foresight
+        runner = self.new_runner()
+        handoff.foresight = not foresight
+        return dataclasses.replace(self, runner=runner)
+
+
+def foresight_modes(text: str) -> tuple[bool, ...]:
+    """Of the flag --foresight."""
+    modes = {"on": (True,), "off": (False,), "both": (True, False)}
+    if text not in modes:
+        raise ConfigError(f"--foresight {text!r} is not known; give {', '.join(modes)}")
+    return modes[text]
 
 
 def run(request: Request, out: Path | None) -> None:
@@ -130,35 +158,32 @@ def _decode_rows(
     }  # fmt: skip
     yield {"bench": "memory", **where, "gpu_share": share, **taken}
     reader = dram_reader(built)
+    each = {foresight: built.with_foresight(foresight) for foresight in request.foresight}
     for batch in request.batches:
-        before, sides = built.side.handoff.used(), built.sides()
-        times, dram = _steps_and_reads(built, batch, request, reader)
-        after, sides = built.side.handoff.used(), built.sides().since(sides)
-        used = _cpu_experts_per_step(built, before, after)
-        there, nbytes = (
-            _gpu_experts_per_step(built, batch, used),
-            built.config.expert_bytes(built.plan.expert_format),
-        )
-        bounds = [alone[batch] + experts_seconds(used, there, nbytes, gbps, gpu_gbps) for gbps in dram]
-        seconds, bound = statistics.median(times), statistics.median(bounds)
-        yield {
-            "bench": "decode", **_shape(request, batch), "format": built.plan.expert_format, "gpu_share": share,
-            "tok_s": round(batch / seconds, 2), "step_ms": round(seconds * 1e3, 3),
-            "bound_tok_s": round(batch / bound, 2), "share": round(paired_share(bounds, times), 4),
-            **_side_columns(sides, request.repeats * (WARM_STEPS + request.steps)),
-            "cpu_experts_per_step": round(used, 1), "dram_gbps": round(statistics.median(dram), 1),
-            "hbm_gbps": round(gpu_gbps, 0),
-        }  # fmt: skip
+        for foresight, measured in _in_turn(each, batch, request, reader).items():
+            row = _decode_row(built, batch, request, measured, alone[batch], gpu_gbps)
+            yield {
+                "bench": "decode", **_shape(request, batch), "format": built.plan.expert_format, "gpu_share": share,
+                "foresight": foresight, **row,
+            }  # fmt: skip
 
 
-def _side_columns(sides: SideTotals, steps: int) -> dict[str, Any]:
-    """hit: share of the routed tokens whose expert is on the GPU. Bytes of routed experts, each once per step."""
-    cpu, gpu = (int(nbytes.sum()) / steps for nbytes in (sides.cpu_bytes, sides.gpu_bytes))
+def _decode_row(
+    built: Built, batch: int, request: Request, measured: Measured, alone: float, gpu_gbps: float
+) -> dict[str, Any]:
+    counts, steps = measured.counts, request.repeats * (WARM_STEPS + request.steps)
+    used = counts.cpu_experts_per_step(len(built.config.moe.layers))
+    there = _gpu_experts_per_step(built, batch, used)
+    nbytes = built.config.expert_bytes(built.plan.expert_format)
+    bounds = [alone + experts_seconds(used, there, nbytes, gbps, gpu_gbps) for gbps in measured.dram]
+    seconds, bound = statistics.median(measured.times), statistics.median(bounds)
     return {
-        "hit": round(sides.hit_rate, 4),
-        "cpu_bytes_per_step": round(cpu),
-        "gpu_bytes_per_step": round(gpu),
-    }
+        "tok_s": round(batch / seconds, 2), "step_ms": round(seconds * 1e3, 3),
+        "bound_tok_s": round(batch / bound, 2), "share": round(paired_share(bounds, measured.times), 4),
+        **counts.columns(steps),
+        "cpu_experts_per_step": round(used, 1), "dram_gbps": round(statistics.median(measured.dram), 1),
+        "hbm_gbps": round(gpu_gbps, 0),
+    }  # fmt: skip
 
 
 def _shape(request: Request, batch: int) -> dict[str, Any]:
@@ -166,11 +191,6 @@ def _shape(request: Request, batch: int) -> dict[str, Any]:
         "config": request.config, "layers": request.layers, "dense": request.dense, "batch": batch,
         "context": request.context,
     }  # fmt: skip
-
-
-def _cpu_experts_per_step(built: Built, before: tuple[int, int], after: tuple[int, int]) -> float:
-    posts, experts = after[0] - before[0], after[1] - before[1]
-    return experts / posts * len(built.config.moe.layers) if posts else 0.0
 
 
 def _gpu_experts_per_step(built: Built, batch: int, cpu_experts: float) -> float:
@@ -203,6 +223,7 @@ def build(
     asked = EngineConfig.from_keywords(
         request.config, kt_method=fmt, kt_gpu_experts_ratio=0.0 if empty else share, kt_cpuinfer=request.threads,
         kernel_tier=request.tier, max_running_requests=max(request.batches), cuda_graph_bs=request.batches,
+        disable_expert_foresight=request.foresight[0] is False,
         context_length=request.context + 1024, max_total_tokens=max(request.batches) * (request.context + 1024),
         device="cuda", **flags,
     )  # fmt: skip
@@ -220,7 +241,8 @@ def build(
     checkpoint: Any = SyntheticCheckpoint(request.dense)
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
     moving = None if live is None or usage is None else live(plan, side, usage)
-    return Built(plan, config, side, _runner(plan, config, model, side, usage, moving), workers, usage)
+    runner = partial(_runner, plan, config, model, side, usage, moving)
+    return Built(plan, config, side, runner(), workers, usage, runner)
 
 
 def _runner(
@@ -248,16 +270,23 @@ def _runner(
     )  # fmt: skip
 
 
-def _steps_and_reads(
-    built: Built, batch: int, request: Request, reader: DramReader
-) -> tuple[list[float], list[float]]:
-    """Seconds of a step and GB/s of reading DRAM, measured in turn, so that both see the same machine when others
-    share it."""
-    times, gbps = [], []
-    for seconds in step_times(built, batch, request):
-        times.append(seconds)
-        gbps.append(reader.mean_gbps(READ_SECONDS))
-    return times, gbps
+def _in_turn(
+    each: dict[bool, Built], batch: int, request: Request, reader: DramReader
+) -> dict[bool, Measured]:
+    """Steps of each and reading DRAM, in turn, so that all see the same machine when others share it."""
+    found = {name: Measured([], []) for name in each}
+    steps = {name: step_times(built, batch, request) for name, built in each.items()}
+    for _ in range(request.repeats):
+        for name, built in each.items():
+            _add_repeat(found[name], built, steps[name])
+            found[name].dram.append(reader.mean_gbps(READ_SECONDS))
+    return found
+
+
+def _add_repeat(measured: Measured, built: Built, steps: Iterator[float]) -> None:
+    before = built.counts()
+    measured.times.append(next(steps))
+    measured.counts = measured.counts.plus(built.counts().since(before))
 
 
 def dram_reader(built: Built) -> DramReader:
@@ -352,7 +381,7 @@ def _where(request: Request) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> Table:
     made = Table(
         title="Decoding with experts on GPU and CPU; hit = routed tokens on the GPU, MB = experts read per step,\n"
-        "bound = GPU step without experts + experts' bytes"
+        "bound = GPU step without experts + experts' bytes, foreseen = used ones among the CPU's that were foreseen"
     )
     for name in (
         "format",
@@ -365,6 +394,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         "tokens/s",
         "bound",
         "share",
+        "foreseen",
     ):
         made.add_column(name, justify="right")
     for r in rows:
@@ -372,6 +402,6 @@ def table(rows: list[dict[str, Any]]) -> Table:
             made.add_row(
                 r["format"], f"{r['gpu_share']:.0%}", f"{r['hit']:.0%}", f"{r['cpu_bytes_per_step'] / 1e6:.0f}",
                 f"{r['gpu_bytes_per_step'] / 1e6:.0f}", str(r["batch"]), f"{r['step_ms']:.2f}", f"{r['tok_s']:.1f}",
-                f"{r['bound_tok_s']:.1f}", f"{r['share']:.0%}",
+                f"{r['bound_tok_s']:.1f}", f"{r['share']:.0%}", f"{r['hint_hit']:.0%}" if r["foresight"] else "off",
             )  # fmt: skip
     return made

@@ -132,6 +132,10 @@ class ReplayedExperts(SyntheticExperts):
 
     chosen: Tensor  # int32 [tokens, k] on the device, filled before every step
 
+    def takes_hints(self, rows: int) -> bool:
+        """Nobody asks the router."""
+        return False
+
     def submit(self, x: Tensor, routing: Routing) -> HybridTicket:
         shared = routing.ids[:, self.chosen.shape[1] :]
         ids = torch.cat((self.chosen[: len(x)], shared), 1)
@@ -160,6 +164,11 @@ class NoExperts:
 
     def sure_read(self, experts: int) -> SureRead:
         return SureRead(cast(Any, self), experts)
+
+    def takes_hints(self, rows: int) -> bool:
+        return False
+
+    def hint(self, routing: Routing) -> None: ...
 
     def submit(self, x: Tensor, routing: Routing) -> Tensor:
         return x

@@ -180,6 +180,9 @@ class EngineConfig:
     kt_enable_dynamic_expert_update: bool = flag(
         False, "Experts move to the GPU, and back, as the traffic uses them.", group=GPU
     )
+    disable_expert_foresight: bool = flag(
+        False, "Fetch no expert weights before they are asked for.", group=GPU
+    )
     kt_gpu_prefill_token_threshold: int | None = flag(
         None, "Chunk size from which prefill uses the GPU.", group=GPU, minimum=0,
         later=f"{_LEAVE_OUT}: prompts are computed where their experts are, on both sides at once.",

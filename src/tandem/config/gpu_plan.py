@@ -38,7 +38,7 @@ class GpuPlan:
     """experts: (layer, expert) pairs on the GPU; graph_sizes: batch sizes of CUDA graphs, () for none; statistics: file
     of activation counts; patience_seconds: how long a kernel waits for the CPU's experts; live: experts move while
     serving; uuid: of the GPU, "" for any; attention: whose kernels compute it, "triton", "torch"
-    or "flashinfer"."""
+    or "flashinfer"; foresight: in small batches the CPU fetches experts' weights before it is asked for them."""
 
     name: str
     experts: int
@@ -49,6 +49,7 @@ class GpuPlan:
     live: bool = False
     uuid: str = ""
     attention: str = "triton"
+    foresight: bool = True
 
 
 @dataclass(frozen=True, slots=True)

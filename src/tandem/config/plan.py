@@ -184,7 +184,9 @@ def _device(config: EngineConfig, gpu: Gpu | None, reason: str, log: list[Decisi
 def _idle_on_cpu(config: EngineConfig, gpu: Gpu | None) -> list[str]:
     if gpu is not None:
         return []
-    graphs = config.given_flags(("disable_cuda_graph", "cuda_graph_bs", "cuda_graph_max_bs"))
+    graphs = config.given_flags(
+        ("disable_cuda_graph", "cuda_graph_bs", "cuda_graph_max_bs", "disable_expert_foresight")
+    )
     names = (
         "kt_num_gpu_experts", "kt_gpu_experts_ratio", "kt_expert_placement_strategy", "init_expert_location"
     )  # fmt: skip
@@ -215,8 +217,11 @@ def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memo
     live, reason = live_placement(config, m.experts, model)
     if config.kt_enable_dynamic_expert_update:
         log.append(Decision("live placement", "on" if live else "off", reason))
+    foresight = not config.disable_expert_foresight
+    if not foresight:
+        log.append(Decision("expert foresight", "off", "--disable-expert-foresight"))
     return m.memory, GpuPlan(
-        gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels
+        gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight
     )
 
 

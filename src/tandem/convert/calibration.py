@@ -56,6 +56,11 @@ class RecordingExperts:
     def sure_read(self, experts: int) -> SureRead:
         return self._experts.sure_read(experts)
 
+    def takes_hints(self, rows: int) -> bool:
+        return False
+
+    def hint(self, routing: Routing) -> None: ...
+
     def submit(self, x: Tensor, routing: Routing) -> Any:
         self.asked.append((x.clone(), Routing(routing.ids.clone(), routing.weights.clone())))
         return self._experts.submit(x, routing)

@@ -18,7 +18,7 @@ from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.protocol import ExpertsRecorded, ExpertStats
 from tandem.engine.sequence import Chunk
 from tandem.errors import RequestError
-from tandem.experts.handoff import Handoff, HandoffTimes
+from tandem.experts.handoff import Handoff, HandoffTimes, HintCounts
 from tandem.experts.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement, load_counts, place
 from tandem.experts.recorder import ExpertRecorder, RecorderOptions, Rows
@@ -97,6 +97,7 @@ class ExpertMeter:
         sides = self._usage.sides()
         times = HandoffTimes() if self._handoff is None else self._handoff.times()
         moving = None if self._live is None else self._live.times()
+        hints = HintCounts() if self._handoff is None else self._handoff.hints()
         return ExpertStats(
             layers=self._layers,
             gpu_tokens=sides.gpu_tokens.tolist(),
@@ -111,6 +112,9 @@ class ExpertMeter:
             handoff_posts=times.posts,
             handoff_wait_seconds=times.wait_seconds,
             handoff_serve_seconds=times.serve_seconds,
+            hinted=hints.hinted,
+            hint_hits=hints.hits,
+            hint_bytes=hints.nbytes,
         )
 
 

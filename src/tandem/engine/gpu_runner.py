@@ -202,8 +202,9 @@ class GpuRunner:
     def _captured(self, size: int, pool: Any) -> _Graph:
         inputs = _Inputs(size, self._plan.pages, self._device)
         self._begin_step(inputs.image, True)
-        for _ in range(self._plan.warm_ups):
-            self._forward(inputs.batch, inputs.counted)
+        with self._handoff.rehearsing():
+            for _ in range(self._plan.warm_ups):
+                self._forward(inputs.batch, inputs.counted)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with (

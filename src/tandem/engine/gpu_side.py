@@ -49,7 +49,8 @@ def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
     device = planned_device(plan.gpu)
     placement = expert_placement(plan.gpu, model)
     ops = GpuOps(device, cpu, attention_of(plan.gpu.attention, attention_shape(plan, model), device))
-    handoff = Handoff(handoff_sizes(plan, model), device, plan.gpu.patience_seconds)
+    sizes, patience = handoff_sizes(plan, model), plan.gpu.patience_seconds
+    handoff = Handoff(sizes, device, patience, plan.gpu.foresight)
     store = HybridStore(ops, placement, handoff, model.hidden, plan.gpu.live)
     return GpuSide(ops, store, handoff, placement)
 

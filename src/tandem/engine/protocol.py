@@ -109,6 +109,9 @@ class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
     handoff_posts: int = 0  # batches that the GPU handed to the CPU
     handoff_wait_seconds: float = 0.0  # the CPU waited for them
     handoff_serve_seconds: float = 0.0  # the CPU computed them
+    hinted: int = 0  # experts in CPU memory that were foreseen, each once per batch and layer
+    hint_hits: int = 0  # of those, that were used
+    hint_bytes: int = 0  # of foreseen experts that were fetched before the CPU was asked for them
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):

@@ -51,6 +51,14 @@ class Experts(Protocol):
         """The last `experts` of the layer, which every token chooses."""
         ...
 
+    def takes_hints(self, rows: int) -> bool:
+        """Whether `hint` is worth asking the router for so many rows."""
+        ...
+
+    def hint(self, routing: Routing) -> None:
+        """What the next `submit` will probably be given. No result depends on it."""
+        ...
+
     def submit(self, x: Tensor, routing: Routing) -> Any:
         """x [T, hidden], routing [T, k] -> a ticket for `wait`."""
         ...
@@ -174,6 +182,12 @@ class CpuExperts:
     def sure_read(self, experts: int) -> SureRead:
         """The last `experts` of the layer, which every token chooses."""
         return SureRead(self._layer, experts)
+
+    def takes_hints(self, rows: int) -> bool:
+        """Between two layers this side computes everything itself."""
+        return False
+
+    def hint(self, routing: Routing) -> None: ...
 
     def submit(self, x: Tensor, routing: Routing) -> Ticket:
         """x [T, hidden], routing [T, k]."""

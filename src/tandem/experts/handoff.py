@@ -7,6 +7,9 @@ function nodes would do the same at 50 us a layer (measured on an H200; this way
 
 Every wait is bounded: if the CPU's side throws, hangs or is gone, the kernels give up after `patience_seconds`, the
 stream runs to its end and the step raises EngineError.
+
+In graphs of few rows the GPU says after a layer's post which experts the next one will probably want, and the CPU
+fetches their weights while it waits for that post (csrc/experts/foresight.h). No result depends on it.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.gpu.nvrtc import launch
 from tandem.kernels.ops import Routing
 
-POST_THREADS, COLLECT_THREADS = 1024, 512
+POST_THREADS, COLLECT_THREADS, HINT_THREADS = 1024, 512, 64
 UNITS_PER_BLOCK = 1024  # of 16 bytes, of the answer: more blocks would only poll
 
 
@@ -57,15 +60,28 @@ class HandoffTimes(NamedTuple):
         )
 
 
+class HintCounts(NamedTuple):
+    """Experts in CPU memory that were foreseen, each once per post; of those, that the post asked for; bytes of
+    foreseen experts that were fetched before it came."""
+
+    hinted: int = 0
+    hits: int = 0
+    nbytes: int = 0
+
+
 class Handoff:
     """Shared by all layers of a model; one batch at a time."""
 
-    def __init__(self, sizes: HandoffSizes, device: torch.device, patience_seconds: float) -> None:
+    def __init__(
+        self, sizes: HandoffSizes, device: torch.device, patience_seconds: float, foresight: bool = True
+    ) -> None:
+        """foresight: graphs that are recorded from now on say which experts the next layer will probably want."""
         self.sizes, self.device, self.patience_seconds = sizes, device, patience_seconds
+        self.foresight = foresight
         self._layers: list[PackedExperts] = []
         self._copies: _Copies | None = None
         self._mailbox: _Mailbox | None = None
-        self._in_graph = False
+        self._in_graph = self._rehearsing = False
 
     def add(self, layer: PackedExperts) -> int:
         """Returns the number by which `post` knows the layer."""
@@ -108,6 +124,30 @@ class Handoff:
             return self._mailbox.collect(tokens)
         assert self._copies is not None
         return self._copies.collect(tokens)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Around the runs before a capture: what the graph will run is run, so that it is compiled; nothing is
+        hinted."""
+        self._rehearsing = True
+        try:
+            yield
+        finally:
+            self._rehearsing = False
+
+    def takes_hints(self, tokens: int) -> bool:
+        """Whether `hint` is worth asking a router for so many tokens."""
+        return self.foresight and (self._in_graph or self._rehearsing) and tokens <= _core.MOST_HINTED_TOKENS
+
+    def hint(self, layer: int, routing: Routing) -> None:
+        """After a post, before its `collect`: the next one will be this layer's, probably with these experts. Those
+        that have a slot on the GPU are left out."""
+        if self._in_graph and self._mailbox is not None:
+            self._mailbox.hint(layer, routing)
+
+    def hints(self) -> HintCounts:
+        """Since the start."""
+        return HintCounts() if self._mailbox is None else self._mailbox.hints()
 
     def used(self) -> tuple[int, int]:
         """Posts of graphs answered so far, and experts that they used, each counted once per post."""
@@ -207,7 +247,7 @@ class _Mailbox:
             raise EngineError(
                 f"the mailbox does not take {list(x.shape)} tokens with {slots.shape[1]} experts"
             )
-        mail_x, mail_ids, mail_weights, _ = self._at
+        mail_x, mail_ids, mail_weights, *_ = self._at
         base = self._memory.data_ptr()
         numbers = [np.int32(n) for n in (x.numel() // 8, slots.numel(), layer, tokens)]
         launch(
@@ -226,6 +266,17 @@ class _Mailbox:
             self._state.data_ptr(), base + self._at[3], out.data_ptr(), np.int32(units), patience,
         )  # fmt: skip
         return out
+
+    def hint(self, layer: int, routing: Routing) -> None:
+        assert routing.slots is not None and routing.ids.shape[1] <= self._sizes.top_k
+        base, numbers = self._memory.data_ptr(), [np.int32(n) for n in (routing.ids.numel(), layer)]
+        launch(
+            self._kernels[2], 1, HINT_THREADS, self._stream(), base, self._state.data_ptr(),
+            routing.ids.data_ptr(), routing.slots.data_ptr(), base + self._at[4], *numbers,
+        )  # fmt: skip
+
+    def hints(self) -> HintCounts:
+        return HintCounts(self._core.hinted, self._core.hits, self._core.bytes_ahead)
 
     def serve(self, posts: int) -> None:
         try:

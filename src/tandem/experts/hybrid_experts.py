@@ -112,6 +112,13 @@ class HybridExperts:
         assert layer is not None
         return SureRead(layer, experts)
 
+    def takes_hints(self, rows: int) -> bool:
+        return self._cpu is not None and self._handoff.takes_hints(rows)
+
+    def hint(self, routing: Routing) -> None:
+        """Before the next `submit`, after that of the layer before; slots as `places` says."""
+        self._handoff.hint(self._number, routing)
+
     def submit(self, x: Tensor, routing: Routing) -> HybridTicket:
         """x bfloat16 [T, hidden], routing [T, k], on the GPU; ids in [0, experts), as a router chooses them."""
         slots = routing.slots

@@ -1,4 +1,4 @@
-"""The GPU's end of the hand-off: two small CUDA kernels, compiled at run time (NVRTC).
+"""The GPU's end of the hand-off: three small CUDA kernels, compiled at run time (NVRTC).
 
 Mapped memory is written with ordinary stores and read with loads that no cache answers. The number is raised last,
 after a fence of the whole system: whoever sees it sees what was written before (csrc/experts/mailbox.h has the layout).
@@ -17,6 +17,7 @@ SOURCE = r"""
 typedef unsigned int u32;
 typedef unsigned long long u64;
 enum { POSTED = 0, LAYER = 1, TOKENS = 2, DONE = 32, FAILED = 64, GAVE_UP = 96 };
+enum { HINTED = 128, HINT_LAYER = 129, HINT_IDS = 130 };
 enum { COUNT = 0, BROKEN = 1 };  // of `state`, in GPU memory
 
 __device__ u32 read_word(const u32* p) {
@@ -55,6 +56,19 @@ extern "C" __global__ void post(u32* header, u32* state, const uint4* x, const i
   }
 }
 
+// One block, between a post and its `collect`: what the next post will probably ask for.
+extern "C" __global__ void hint(u32* header, const u32* state, const int* ids, const int* slots, int* mail_hints,
+                                int pairs, int layer) {
+  for (int i = threadIdx.x; i < pairs; i += blockDim.x) mail_hints[i] = slots[i] >= 0 ? -1 : ids[i];
+  if (threadIdx.x == 0) {
+    header[HINT_LAYER] = layer;
+    header[HINT_IDS] = pairs;
+  }
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x == 0) write_word(header + HINTED, state[COUNT]);
+}
+
 // Every block waits for the answer and copies its part. After a failure nobody waits again, and the result is NaN.
 extern "C" __global__ void collect(u32* header, u32* state, const float4* mail_result, float4* out, int units,
                                    u64 patience) {
@@ -82,5 +96,5 @@ extern "C" __global__ void collect(u32* header, u32* state, const float4* mail_r
 
 @cache
 def kernels(device_index: int | None) -> list[Any]:
-    """post and collect, on a device; None: the current one."""
-    return compiled(SOURCE, ("post", "collect"), device_index)
+    """post, collect and hint, on a device; None: the current one."""
+    return compiled(SOURCE, ("post", "collect", "hint"), device_index)

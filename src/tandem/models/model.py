@@ -12,6 +12,7 @@ from tandem.kernels.ops import Linear, Recorded, SureRead
 from tandem.models.attention import KVPages
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
+from tandem.models.foresight import feed_forwards
 from tandem.models.layers import DecoderLayer
 
 # Steps of few rows are recorded: in those, Python's part of the time is worth the memory of all their intermediate
@@ -46,6 +47,7 @@ class Model:
         for index in range(config.layers):
             self.layers.append(layer(b, index))
             b.layer_done(index)
+        self._feed_forwards = feed_forwards(self.ops, self.layers, config.rms_eps)
         reads = [read for layer in self.layers for read in layer.reads()]
         self.ops.read_in_order([*reads, SureRead(self.head)])
         self._recorded: dict[int, Recorded | None] = {}  # by rows; for one KV cache
@@ -83,7 +85,7 @@ class Model:
         following = [layer.input_norm for layer in self.layers[1:]]
         for i, layer in enumerate(self.layers):
             x = norm(layer.attention(x, batch, kv[i]), residual, layer.mlp_norm, eps)
-            x = layer.mlp(x)
+            x = self._feed_forwards[i](x, residual)
             if i < len(following):
                 x = norm(x, residual, following[i], eps)
         if len(batch.logits_rows) != len(x):

@@ -50,18 +50,29 @@ class MoEBlock:
         routed = [SureRead(self.gate), self.experts.sure_read(self.fused)]
         return first + routed + ([] if self.shared is None else self.shared.reads())
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """meanwhile: called while others compute."""
         weight = None if self.shared_gate is None else self.shared_gate(x).sigmoid()
         ticket = self.experts.submit(x, self._route(x))
         shared = None if self.shared is None else self.shared(x)
+        if meanwhile is not None:
+            meanwhile()
         routed = self.experts.wait(ticket)
         if shared is None:
             return routed
         return routed.add_(shared if weight is None else shared * weight)
 
+    def foresee(self, x: Tensor) -> None:
+        """x: about what the next call will be given. Tells the experts who would be chosen; nobody is counted."""
+        places = self.experts.places
+        self.experts.hint(self.ops.route(self._logits(x), self.router, self.bias, places=places))
+
     def _route(self, x: Tensor) -> Routing:
-        logits = self.gate(x, torch.float32) if self.router.float32_logits else self.gate(x)
+        logits = self._logits(x)
         return self.ops.route(logits, self.router, self.bias, self.fused, self.tally, self.experts.places)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.gate(x, torch.float32) if self.router.float32_logits else self.gate(x)
 
 
 def _router_gate(b: Builder, name: str) -> Linear:

@@ -44,6 +44,12 @@ _HANDOFF = {
         "Time that the CPU waited for such batches during steps",
     ),
     "handoff_serve_seconds": ("handoff_serve_seconds", "Time that the CPU computed such batches"),
+    "hinted": ("expert_hints", "Experts in CPU memory that were foreseen, each once per batch and layer"),
+    "hint_hits": ("expert_hint_hits", "Foreseen experts that were used"),
+    "hint_bytes": (
+        "expert_hint_bytes",
+        "Bytes of foreseen experts fetched before the CPU was asked for them",
+    ),
 }
 
 

@@ -1,0 +1,39 @@
+// Experts that a layer will probably be asked for. Between `begin` and `end` idle workers bring their weights into the
+// caches, of each expert the beginning first: tasks of all experts then find some of their weights in a cache and
+// others in memory, so that both are busy all the time.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "experts/expert_layer.h"
+
+namespace tandem {
+
+constexpr int64_t kMostHintedTokens = 4;  // of a batch: more choose more experts than there is time for
+
+class Foresight {
+ public:
+  // ids: the most probable first. Those that are repeated, do not exist or are not in this layer are left out.
+  void begin(std::shared_ptr<const ExpertLayer> layer, const std::vector<int32_t>& ids);
+  bool fetch_a_little();  // by the caller, which waits; false if nothing is left
+  void end();
+
+  // What was asked for in the end.
+  void compare(const ExpertLayer& layer, const std::vector<int32_t>& ids);
+  void forget();
+
+  int64_t hinted() const { return hinted_; }  // experts that were compared, each once per hint
+  int64_t hits() const { return hits_; }      // of those, that were asked for
+  int64_t bytes() const { return bytes_; }    // of their weights that were fetched
+
+ private:
+  std::shared_ptr<const ExpertLayer> layer_;  // of the last hint, until it is compared
+  std::vector<int32_t> ids_;
+  std::vector<ByteRange> ranges_;
+  bool fetching_ = false;
+  int64_t hinted_ = 0, hits_ = 0, bytes_ = 0;
+};
+
+}  // namespace tandem

@@ -1,0 +1,130 @@
+"""Which experts a layer is asked about ahead of time. What they answer stays the same, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem import _core
+from tandem.checkpoint import open_checkpoint
+from tandem.config import ModelConfig, Plan
+from tandem.experts import CpuExperts, Experts
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.ops import Routing
+from tandem.models import ForwardBatch, Model, build
+from tandem.models.foresight import feed_forwards
+from tandem.models.moe import MoEBlock
+from tiny import VOCAB
+
+ROWS, PAGE = 3, 16
+
+
+class ListeningExperts:
+    """Takes hints, as those of a GPU do inside graphs, and notes what was hinted and what was asked."""
+
+    places = None
+
+    def __init__(self, experts: Experts, heard: list[tuple[str, Tensor]], listens: bool = True) -> None:
+        self._experts, self.heard, self.listens = experts, heard, listens
+
+    def takes_hints(self, rows: int) -> bool:
+        return self.listens and rows == ROWS
+
+    def hint(self, routing: Routing) -> None:
+        self.heard.append(("hinted", routing.ids.clone()))
+
+    def submit(self, x: Tensor, routing: Routing) -> Any:
+        self.heard.append(("asked", routing.ids.clone()))
+        return self._experts.submit(x, routing)
+
+    def wait(self, ticket: Any) -> Tensor:
+        self.heard.append(("waited", torch.empty(0)))
+        return self._experts.wait(ticket)
+
+
+class Silent(ListeningExperts):
+    """Adds nothing to the residual stream."""
+
+    def wait(self, ticket: Any) -> Tensor:
+        return torch.zeros_like(super().wait(ticket))
+
+
+def made(path, kind: type[ListeningExperts] | None = None) -> tuple[Model, list[tuple[str, Tensor]]]:
+    plan = Plan(
+        dtype="bfloat16", expert_format="bf16", tier="scalar", cpus=(-1,), context_length=32, page_size=PAGE,
+        num_pages=ROWS, max_running_requests=ROWS, max_step_tokens=ROWS, radix_cache=False, fuse_shared_experts=True,
+    )  # fmt: skip
+    ops = CpuOps(_core.WorkerPool([-1]), "scalar")
+    model, heard = build(ModelConfig.load(path), plan, open_checkpoint(path), ops), []
+    for layer in model.layers if kind is not None else []:
+        if isinstance(layer.mlp, MoEBlock):
+            layer.mlp.experts = cast(Any, kind(layer.mlp.experts, heard))
+    return model, heard
+
+
+def logits(model: Model, rows: int = ROWS) -> Tensor:
+    layers, kv_heads, dim, _ = model.kv_layout
+    kv = [(torch.zeros(2, ROWS, PAGE, kv_heads, dim, dtype=torch.bfloat16)).unbind() for _ in range(layers)]
+    batch = ForwardBatch(
+        input_ids=torch.arange(rows) * 31 % VOCAB, positions=torch.zeros(rows, dtype=torch.int64),
+        cache_slots=torch.arange(rows) * PAGE, query_starts=torch.arange(rows + 1, dtype=torch.int32),
+        seq_lens=torch.ones(rows, dtype=torch.int32), block_tables=torch.arange(rows, dtype=torch.int32)[:, None],
+        logits_rows=torch.arange(rows),
+    )  # fmt: skip
+    with torch.inference_mode():
+        return model.forward(batch, cast(Any, kv)).clone()
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "glm4_moe-plain", "mixtral"])
+def test_every_next_layer_is_asked_between_submit_and_wait(tiny_models, variant) -> None:
+    model, heard = made(tiny_models[variant], ListeningExperts)
+    assert torch.equal(logits(model), logits(made(tiny_models[variant])[0]))
+    assert [what for what, _ in heard] == ["asked", "hinted", "waited"] * 2 + ["asked", "waited"]
+    top_k = model.config.moe.router.top_k  # shared experts are never hinted
+    assert all(ids.shape == (ROWS, top_k) for what, ids in heard if what == "hinted")
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "glm4_moe-plain"])
+def test_where_layers_add_nothing_hints_are_right(tiny_models, variant) -> None:
+    model, heard = made(tiny_models[variant], Silent)
+    first, *others = model.layers
+    model.layers = [first, *(replace(layer, attention=cast(Any, Nothing())) for layer in others)]
+    model._feed_forwards = feed_forwards(model.ops, model.layers, model.config.rms_eps)
+    for layer in model.layers:
+        cast(Any, layer.mlp).shared = None
+    logits(model)
+    top_k, ids = model.config.moe.router.top_k, [ids for what, ids in heard if what != "waited"]
+    _, hint, second, another, third = ids
+    assert torch.equal(hint, second[:, :top_k]) and torch.equal(another, third[:, :top_k])
+    assert not torch.equal(hint, another)  # each says something about its layer
+
+
+class Nothing:
+    def __call__(self, x: Tensor, batch: ForwardBatch, pages: Any) -> Tensor:
+        return torch.zeros_like(x)
+
+    def reads(self) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize("variant", ["qwen2_moe", "qwen2_moe-window", "glm4_moe"])
+def test_dense_neighbours_and_groups_of_experts_are_not_asked(tiny_models, variant) -> None:
+    """Every second layer is dense; or experts are chosen by group."""
+    model, heard = made(tiny_models[variant], ListeningExperts)
+    assert torch.equal(logits(model), logits(made(tiny_models[variant])[0]))
+    assert heard and "hinted" not in [what for what, _ in heard]
+
+
+def test_who_does_not_listen_is_not_asked(tiny_models) -> None:
+    model, heard = made(tiny_models["qwen3_moe"], ListeningExperts)
+    logits(model, ROWS - 1)
+    assert heard and "hinted" not in [what for what, _ in heard]
+    assert not any(
+        layer.mlp.experts.takes_hints(1)
+        for layer in made(tiny_models["qwen3_moe"])[0].layers
+        if isinstance(layer.mlp, MoEBlock) and isinstance(layer.mlp.experts, CpuExperts)
+    )
