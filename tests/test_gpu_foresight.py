@@ -68,7 +68,7 @@ class PlayedMailbox(module._Mailbox):
 
     def hint(self, layer: int, routing: Routing) -> None:
         assert routing.slots is not None
-        self._put(4, torch.where(routing.slots >= 0, -1, routing.ids))
+        self._put(4, torch.where(routing.slots >= 0, -1, routing.ids).T)
         self._words[HINT_LAYER], self._words[HINT_IDS] = layer, routing.ids.numel()
         self._words[HINTED] = self._number
 

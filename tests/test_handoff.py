@@ -144,8 +144,8 @@ def test_only_small_graphs_hint(monkeypatch: pytest.MonkeyPatch) -> None:
         assert handoff.takes_hints(most) and not handoff.takes_hints(most + 1)
         handoff.hint(number, routing)
         assert posted == []  # nobody answers a hint
-    (kernel, (blocks, _, _, header, _, ids, _, to, count, layer)), *others = replay.launched
-    assert not others and (kernel, blocks, count, layer) == ("hint", 1, 2 * TOP_K, number)
+    (kernel, (blocks, _, _, header, _, ids, _, to, count, each, layer)), *others = replay.launched
+    assert not others and (kernel, blocks, count, each, layer) == ("hint", 1, 2 * TOP_K, TOP_K, number)
     assert ids == routing.ids.data_ptr() and to == header + replay.mailbox._at[4]
     assert not handoff.takes_hints(1)
 

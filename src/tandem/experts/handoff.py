@@ -268,8 +268,9 @@ class _Mailbox:
         return out
 
     def hint(self, layer: int, routing: Routing) -> None:
-        assert routing.slots is not None and routing.ids.shape[1] <= self._sizes.top_k
-        base, numbers = self._memory.data_ptr(), [np.int32(n) for n in (routing.ids.numel(), layer)]
+        each = routing.ids.shape[1]
+        assert routing.slots is not None and each <= self._sizes.top_k
+        base, numbers = self._memory.data_ptr(), [np.int32(n) for n in (routing.ids.numel(), each, layer)]
         launch(
             self._kernels[2], 1, HINT_THREADS, self._stream(), base, self._state.data_ptr(),
             routing.ids.data_ptr(), routing.slots.data_ptr(), base + self._at[4], *numbers,

@@ -56,10 +56,12 @@ extern "C" __global__ void post(u32* header, u32* state, const uint4* x, const i
   }
 }
 
-// One block, between a post and its `collect`: what the next post will probably ask for.
+// One block, between a post and its `collect`: what the next post will probably ask for; every token's `each` experts,
+// best first, as all tokens' best, all tokens' second best, ...
 extern "C" __global__ void hint(u32* header, const u32* state, const int* ids, const int* slots, int* mail_hints,
-                                int pairs, int layer) {
-  for (int i = threadIdx.x; i < pairs; i += blockDim.x) mail_hints[i] = slots[i] >= 0 ? -1 : ids[i];
+                                int pairs, int each, int layer) {
+  for (int i = threadIdx.x; i < pairs; i += blockDim.x)
+    mail_hints[i % each * (pairs / each) + i / each] = slots[i] >= 0 ? -1 : ids[i];
   if (threadIdx.x == 0) {
     header[HINT_LAYER] = layer;
     header[HINT_IDS] = pairs;
