@@ -13,6 +13,8 @@ from tandem import _core
 from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.experts import CpuExperts, Experts
+from tandem.experts.handoff import Handoff, HandoffSizes
+from tandem.experts.hybrid_experts import HybridExperts
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
 from tandem.models import ForwardBatch, Model, build
@@ -128,3 +130,17 @@ def test_who_does_not_listen_is_not_asked(tiny_models) -> None:
         for layer in made(tiny_models["qwen3_moe"])[0].layers
         if isinstance(layer.mlp, MoEBlock) and isinstance(layer.mlp.experts, CpuExperts)
     )
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "rows", "takes"), [(16, 1, True), (0, 4, False), (8, 1, True), (7, 1, False), (7, 2, True)]
+)
+def test_a_layer_with_next_to_nothing_on_the_cpu_takes_no_hints(on_cpu: int, rows: int, takes: bool) -> None:
+    """3 of 16 are chosen: 1.5 of a row where 8 are in CPU memory."""
+    handoff = Handoff(HandoffSizes(4, 4, 48, 3), torch.device("cpu"), 1.0)
+    slots = torch.arange(16, dtype=torch.int32) - on_cpu
+    cpu = CpuOps(_core.WorkerPool([-1]), "scalar").experts(16, 48, 32) if on_cpu else None
+    experts = HybridExperts(slots.clamp(min=-1), None, cpu, handoff)
+    assert not experts.takes_hints(rows)
+    with handoff.rehearsing():
+        assert experts.takes_hints(rows) == takes

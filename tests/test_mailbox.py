@@ -25,7 +25,7 @@ PATIENCE = 20.0
 class FakeGpu:
     """Posts and reads answers as the CUDA kernels do."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = 2) -> None:
         torch.manual_seed(0)
         *self.at, size = _core.mailbox_offsets(TOKENS, HIDDEN, TOP_K)
         room = np.zeros(size + 128, dtype=np.uint8)
@@ -33,7 +33,7 @@ class FakeGpu:
         self.memory = torch.from_numpy(room[first : first + size])
         self.words = self.memory[:640].view(torch.int32)
         self.mailbox = _core.Mailbox(self.memory, TOKENS, HIDDEN, TOP_K)
-        workspace = _core.Workspace(_core.WorkerPool([-1, -1]), "scalar")
+        workspace = _core.Workspace(_core.WorkerPool([-1] * workers), "scalar")
         self.layers = [self._layer(workspace) for _ in range(2)]
         assert [self.mailbox.add(layer.core) for layer in self.layers] == [0, 1]
 
@@ -187,8 +187,14 @@ def test_after_a_reset_it_works_again() -> None:
     ],
 )
 def test_hinted_experts_are_fetched_before_the_post(ids: list[int], hinted: int, hits: int) -> None:
-    gpu = FakeGpu()
+    gpu = FakeGpu(workers=1)
     assert gpu.play((1, 1, ids)) == (hinted, hits, hinted * gpu.layers[1].bytes_per_expert)
+
+
+def test_workers_that_sleep_leave_their_share() -> None:
+    gpu = FakeGpu(workers=3)
+    hinted, hits, nbytes = gpu.play((1, 1, [3, 0, 2]))
+    assert (hinted, hits) == (3, 3) and 0 < nbytes <= 3 * gpu.layers[1].bytes_per_expert
 
 
 @pytest.mark.parametrize(
@@ -208,7 +214,7 @@ def test_other_hints_are_ignored(hint: tuple[int, int, list[int]]) -> None:
 
 
 def test_a_hint_of_another_layer_hits_nothing() -> None:
-    gpu = FakeGpu()
+    gpu = FakeGpu(workers=1)
     assert gpu.play((1, 0, [0, 2])) == (2, 0, 2 * gpu.layers[0].bytes_per_expert)
 
 

@@ -24,7 +24,7 @@ void Foresight::begin(std::shared_ptr<const ExpertLayer> layer, const std::vecto
   layer_ = std::move(layer);
   if (ids_.empty()) return;
   WorkerPool& pool = layer_->workspace().pool();
-  pool.announce_in_turn(ranges_, kBytesPerWorker * pool.size());
+  pool.announce_probable(ranges_, kBytesPerWorker * pool.size());
   fetching_ = true;
 }
 

@@ -78,7 +78,8 @@ struct WorkerPool::State {
         spin(spin_time),
         yields(yield),
         generation(fork_generation.load()),
-        queues(nodes.back() + 1) {}
+        queues(nodes.back() + 1),
+        probable(count) {}
 
   const std::vector<int> nodes;   // of each worker
   std::vector<int> memory_nodes;  // of each node
@@ -111,11 +112,12 @@ struct WorkerPool::State {
   Signal barrier;
 
   ReadAhead read_ahead;
+  ProbableReads probable;
 
   Worker worker(int index, WorkerPool* pool) const { return {index, count, nodes[static_cast<size_t>(index)], pool}; }
 
-  void wait_for_work(uint32_t seen) {
-    work.wait_past(seen, spin, yields, [this] { return read_ahead.fetch(); });
+  void wait_for_work(uint32_t seen, int worker) {
+    work.wait_past(seen, spin, yields, [=, this] { return probable.fetch(worker) || read_ahead.fetch(); });
   }
 
   void fail() {
@@ -219,7 +221,7 @@ struct WorkerPool::State {
     for (;;) {
       const uint32_t seen = work.load();
       if (phases_done.load(std::memory_order_acquire)) break;
-      if (!help(caller)) wait_for_work(seen);
+      if (!help(caller)) wait_for_work(seen, caller.index);
     }
     rethrow();
   }
@@ -236,7 +238,7 @@ struct WorkerPool::State {
     for (;;) {
       const uint32_t seen = work.load();
       if (working.load(std::memory_order_acquire) == 0) break;
-      wait_for_work(seen);
+      wait_for_work(seen, caller.index);
     }
     rethrow();
   }
@@ -251,7 +253,7 @@ struct WorkerPool::State {
         guarded([&] { (*body)(worker); });
         if (working.fetch_sub(1, std::memory_order_acq_rel) == 1) work.raise();
       } else if (!help(worker)) {
-        wait_for_work(seen);
+        wait_for_work(seen, worker.index);
       }
     }
   }
@@ -345,13 +347,13 @@ void WorkerPool::announce(const std::vector<ByteRange>& upcoming) {
   if (!upcoming.empty()) state_->read_ahead.announce(upcoming);
 }
 
-void WorkerPool::announce_in_turn(const std::vector<ByteRange>& probable, int64_t most) {
-  state_->read_ahead.announce_in_turn(probable, most);
+void WorkerPool::announce_probable(const std::vector<ByteRange>& ranges, int64_t most) {
+  state_->probable.announce(ranges, most);
 }
 
-bool WorkerPool::fetch_a_little() { return state_->read_ahead.fetch(); }
+bool WorkerPool::fetch_a_little() { return state_->probable.fetch(0); }
 
-int64_t WorkerPool::withdraw() { return state_->read_ahead.withdraw(); }
+int64_t WorkerPool::withdraw() { return state_->probable.withdraw(); }
 
 void Worker::barrier() const { pool->state_->wait_at_barrier(); }
 

@@ -9,6 +9,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "runtime/probable_reads.h"
 #include "runtime/read_ahead.h"
 #include "runtime/task_queues.h"
 
@@ -94,10 +95,9 @@ class WorkerPool {
   // announced before still holds.
   void announce(const std::vector<ByteRange>& upcoming);
 
-  // What a caller that waits for somebody else will probably read: from now on whoever is idle fetches it, of each
-  // range the beginning first, `most` bytes in all; the caller, too, with `fetch_a_little` (false: nothing is left).
-  // `withdraw` ends that and returns how many bytes were fetched.
-  void announce_in_turn(const std::vector<ByteRange>& probable, int64_t most);
+  // What a caller that waits for somebody else will probably read (ProbableReads): from now on idle workers fetch it,
+  // the caller, too, with `fetch_a_little` (false: it has done its share), until `withdraw`, which returns the bytes.
+  void announce_probable(const std::vector<ByteRange>& ranges, int64_t most);
   bool fetch_a_little();
   int64_t withdraw();
 

@@ -356,28 +356,36 @@ void idle_workers_sleep(WorkerPool& pool) {
 }  // namespace
 
 // Hints are taken while nobody has work, torn ones too, and harm nothing.
-void fetched_in_turn(WorkerPool& pool) {
+// Every worker has a share, and of each range the beginning comes first.
+void probable_reads_are_shared() {
   std::vector<uint8_t> memory(1 << 20, 7);
-  const int64_t mebibyte = 1 << 20;
+  const int64_t page = 4096, mebibyte = 1 << 20;
   const std::vector<tandem::ByteRange> ranges{
       {memory.data(), mebibyte}, {memory.data(), 100}, {nullptr, 0}, {memory.data() + 64, 40000}};
-  const auto all_fetched = [&](int64_t most) {
-    pool.announce_in_turn(ranges, most);
-    while (pool.fetch_a_little()) {
-    }
-    return pool.withdraw();
+  tandem::ProbableReads reads(3);
+  const auto fetch_all = [&] {
+    for (int worker = 0; worker < 3; ++worker)
+      while (reads.fetch(worker)) {
+      }
+    return reads.withdraw();
   };
-  CHECK(all_fetched(4 * mebibyte) == mebibyte + 100 + 40000);
-  CHECK(pool.withdraw() == 0 && !pool.fetch_a_little());
-  CHECK(all_fetched(3 * 16384) == 16384 + 100);  // a piece of each of the first three
-  CHECK(all_fetched(6 * 16384) == 2 * 16384 + 100 + 16384);
-  CHECK(all_fetched(0) == 0);
-  pool.announce_in_turn({}, mebibyte);
-  CHECK(!pool.fetch_a_little() && pool.withdraw() == 0);
-  pool.announce_in_turn(std::vector<tandem::ByteRange>(100, {memory.data(), 100}), mebibyte);
-  while (pool.fetch_a_little()) {
+  reads.announce(ranges, 4 * mebibyte);
+  CHECK(fetch_all() == mebibyte + 100 + 40000);
+  CHECK(reads.withdraw() == 0 && !reads.fetch(0) && fetch_all() == 0);
+  reads.announce(ranges, 8 * page);  // two pages of each
+  CHECK(fetch_all() == 4 * page + 100);
+  reads.announce({{memory.data(), 6 * page}}, mebibyte);
+  while (reads.fetch(1)) {
   }
-  CHECK(pool.withdraw() == 3200);
+  CHECK(reads.withdraw() == 2 * page);  // its third
+  reads.announce(ranges, 0);
+  CHECK(fetch_all() == 0);
+  reads.announce({}, mebibyte);
+  CHECK(fetch_all() == 0);
+  reads.announce({{nullptr, 0}}, mebibyte);
+  CHECK(fetch_all() == 0);
+  reads.announce(std::vector<tandem::ByteRange>(100, {memory.data(), 100}), mebibyte);
+  CHECK(fetch_all() == 3200);
 }
 
 void announced_memory_is_fetched(WorkerPool& pool) {
@@ -385,11 +393,10 @@ void announced_memory_is_fetched(WorkerPool& pool) {
   const std::vector<tandem::ByteRange> known{{memory.data(), int64_t(memory.size())}, {memory.data(), 100}};
   const std::vector<tandem::ByteRange> nowhere{{reinterpret_cast<const uint8_t*>(8), 1 << 20}};
   for (int repeat = 0; repeat < 200; ++repeat) {
-    if (repeat % 5 == 4)
-      pool.announce_in_turn(repeat % 3 ? known : nowhere, 1 << 19);
-    else
-      pool.announce(repeat % 3 ? known : nowhere);
-    if (repeat % 7 == 6) CHECK(pool.withdraw() <= 1 << 20);
+    pool.announce(repeat % 3 ? known : nowhere);
+    if (repeat % 5 == 4) pool.announce_probable(repeat % 3 ? known : nowhere, 1 << 19);
+    if (repeat % 7 == 6) CHECK(pool.withdraw() <= 1 << 19);
+    pool.fetch_a_little();
     std::atomic<int> done{0};
     pool.for_each(5, [&](int64_t, const Worker&) { ++done; });
     CHECK(done == 5);
@@ -398,6 +405,7 @@ void announced_memory_is_fetched(WorkerPool& pool) {
 
 int main() {
   bad_arguments_are_refused();
+  probable_reads_are_shared();
   own_tasks_come_first();
   nodes_have_their_own_tasks();
   // More threads than cores, one core shared by all, no spinning at all: every way of waiting.
@@ -419,7 +427,6 @@ int main() {
       an_exception_frees_everybody(pool);
       callers_queue_up(pool);
       announced_memory_is_fetched(pool);
-      fetched_in_turn(pool);
       nested_regions_are_refused(pool);
 #if !defined(__SANITIZE_THREAD__)  // the sanitizer runs threads of its own
       a_forked_child_is_told(pool);
