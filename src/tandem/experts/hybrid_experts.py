@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from tandem.kernels.gpu.experts import GpuExperts, PartialSums
 
 LEAST_EXPECTED = 1.5
-"""Experts of a step that the CPU is expected to compute, below which none are foreseen: the GPU would end last, and asking
-the next router takes 5 us of it (90 % of 128 experts on an H200, 8 of them chosen: 267 -> 251 tokens/s)."""
+"""Experts of a step that the CPU is expected to compute, below which none are foreseen: the GPU would end last, and
+asking the next router takes 5 us of it (90 % of 128 experts on an H200, 8 of them chosen: 267 -> 251 tokens/s)."""
 
 
 @dataclass(frozen=True, slots=True)
