@@ -30,6 +30,7 @@ from tandem import _core, models
 from tandem.cli.architectures import named_config
 from tandem.cli.bench_kernels import commit
 from tandem.cli.decode_counts import StepCounts
+from tandem.cli.handoff_time import handoff_us
 from tandem.cli.memory_ledger import Taken, memory_columns, planned
 from tandem.cli.step_bound import experts_seconds, paired_share
 from tandem.cli.synthetic import SyntheticCheckpoint, SyntheticStore, stored_as
@@ -45,7 +46,6 @@ from tandem.experts.placement import ExpertPlacement
 from tandem.experts.usage import ExpertUsage
 from tandem.kernels.ceilings import DramReader
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import Routing
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
 from tandem.models import ForwardBatch
@@ -134,7 +134,7 @@ def run(request: Request, out: Path | None) -> None:
 def measure(request: Request) -> Iterator[dict[str, Any]]:
     gpu_gbps = gpu_copy_gbps()
     empty = build(request, request.formats[0], 0.0, empty=True)
-    yield {"bench": "handoff", "us": round(handoff_us(empty), 2), "layers": 48}
+    yield {"bench": "handoff", "us": round(handoff_us(empty.side, empty.config), 2), "layers": 48}
     alone = {}
     for batch in request.batches:
         alone[batch] = statistics.median(step_times(empty, batch, request))
@@ -324,35 +324,6 @@ def decoder(built: Built, batch: int, context: int) -> Callable[[], None]:
             state.input_ids = built.runner.logits(state).best[:, 0].long()
 
     return step
-
-
-def handoff_us(built: Built, layers: int = 48) -> float:
-    """Microseconds that a layer's hand-off takes in a CUDA graph when the CPU has nothing to compute: both kernels,
-    both ways over PCIe, and an empty batch of the pool."""
-    side, config = built.side, built.config
-    device, k = side.ops.device, config.moe.router.top_k
-    cpu = side.ops.cpu.experts(1, config.hidden, config.moe.width)
-    number = side.handoff.add(cpu)
-    x = torch.zeros(1, config.hidden, dtype=torch.bfloat16, device=device)
-    ids = torch.zeros(1, k, dtype=torch.int32, device=device)
-    routing, slots = Routing(ids, torch.zeros(1, k, device=device)), ids  # slot 0: all of them are on the GPU
-    graph = torch.cuda.CUDAGraph()
-    with side.handoff.recording() as posted, torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(layers):
-            side.handoff.post(number, x, routing, slots)
-            side.handoff.collect(1)
-
-    def replay() -> None:
-        graph.replay()
-        side.handoff.serve(len(posted))
-        torch.cuda.synchronize(device)
-
-    times = []
-    for _ in range(50):
-        started = perf_counter()
-        replay()
-        times.append(perf_counter() - started)
-    return statistics.median(times) / layers * 1e6
 
 
 def gpu_copy_gbps() -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.config.attention_backend import attention_backend
-from tandem.config.cuda_graphs import graph_reason, graph_sizes
+from tandem.config.cuda_graphs import GRAPH_FLAGS, graph_reason, graph_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpu_plan import (
     MAX_PATIENCE_SECONDS,
@@ -184,9 +184,7 @@ def _device(config: EngineConfig, gpu: Gpu | None, reason: str, log: list[Decisi
 def _idle_on_cpu(config: EngineConfig, gpu: Gpu | None) -> list[str]:
     if gpu is not None:
         return []
-    graphs = config.given_flags(
-        ("disable_cuda_graph", "cuda_graph_bs", "cuda_graph_max_bs", "disable_expert_foresight")
-    )
+    graphs = config.given_flags(GRAPH_FLAGS)
     names = (
         "kt_num_gpu_experts", "kt_gpu_experts_ratio", "kt_expert_placement_strategy", "init_expert_location"
     )  # fmt: skip
@@ -213,11 +211,10 @@ def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memo
     kernels, origin = attention_backend(config, model.attention, request.machine)
     log.append(Decision("attention", kernels, origin))
     patience = min(MAX_PATIENCE_SECONDS, config.watchdog_timeout / 3)
-    strategy = config.kt_expert_placement_strategy
+    strategy, foresight = config.kt_expert_placement_strategy, not config.disable_expert_foresight
     live, reason = live_placement(config, m.experts, model)
     if config.kt_enable_dynamic_expert_update:
         log.append(Decision("live placement", "on" if live else "off", reason))
-    foresight = not config.disable_expert_foresight
     if not foresight:
         log.append(Decision("expert foresight", "off", "--disable-expert-foresight"))
     return m.memory, GpuPlan(
