@@ -1,6 +1,6 @@
-// Phase 3 of few rows: a task is one expert's block of columns, so that it reads one long stream. Whoever does the last
-// task of a block of columns adds up each token's experts there, in the order of their ids, as phase 3 of more rows
-// does.
+// Phase 3 of few rows: a task reads one long stream, of one expert or of two that follow each other. Whoever does the
+// last pair of a block of columns adds up each token's experts there, in the order of their ids, as phase 3 of more
+// rows does.
 #include <algorithm>
 
 #include "experts/expert_run.h"

@@ -1,14 +1,15 @@
 // One batch through one layer: a single parallel region of a few phases.
 //
 //   1 prepare   activations to the kernels' type (nothing to do if they are), or to integers
-//   2 gate-up   task = (expert, block of its rows, block of panel pairs): gate and up, activation, to `hidden_`
+//   2 gate-up   task = some pairs of panels; all experts' lie in a row, once for each block of an expert's rows, so a
+//               task may end in another expert than it begins in: gate and up, activation, to `hidden_`
 //     convert   rows of `hidden_` to integers, where the kernels take them; a row's groups lie across tasks of gate-up.
-//               Few rows are no phase: whoever does the last task of an expert converts its rows
+//               Few rows are no phase: whoever does the last of an expert's pairs converts its rows
 //   3 down      task = (block of tokens, block of output columns): runs over the experts in the order of their ids and
 //               sums the weighted results in the worker's scratch, so there is neither a buffer of tokens x top_k
 //               results nor a pass that adds them up, and a crowded expert cannot unbalance the phase
-//               Few rows in all: task = (expert, block of its output columns), a long stream of weights, and whoever
-//               does the last task of a block of columns adds up each token's experts there (down_by_expert.cc)
+//               Few rows in all: task = some pairs of panels as in phase 2, a long stream of weights, and whoever does
+//               the last one of a block of columns adds up each token's experts there (down_by_expert.cc)
 #pragma once
 
 #include <atomic>
