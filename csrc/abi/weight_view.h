@@ -14,7 +14,7 @@
 //   int6  [K/16] of 192 bytes 128 as int4, of the lower 4 bits, then [16][2] of 16 bits: the upper 2 bits of 8 pairs;
 //                             in the lower byte those of pairs 0, 1, 4, 5, in the upper one 2, 3, 6, 7; two's
 //                             complement
-//   bf16_rows [16][K]         as checkpoints have them, each row whole; K needs no padding
+//   bf16_rows [16][K]         as checkpoints have them, each row whole; K is a multiple of 32
 //
 // K is padded with zeros to a multiple of max(32, group); the number of panels is even (a "pair" of panels, 32 output
 // columns, is the unit of work everywhere). A panel's scales, [K/group][16], follow its payload, and what is added

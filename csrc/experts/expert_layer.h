@@ -1,6 +1,7 @@
 // The routed experts of one layer, packed: gated MLPs of equal shape, and the driver that runs a batch through them.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <vector>
 
@@ -50,8 +51,8 @@ class ExpertLayer {
   const ExpertShape& shape() const { return shape_; }
   const Workspace& workspace() const { return *workspace_; }
   int64_t bytes_per_expert() const { return expert_bytes_; }
-  // Of the experts [first, first + count), for each memory node. Throws std::out_of_range, and
-  // std::invalid_argument if they do not lie side by side.
+  // Of the experts [first, first + count), for each memory node; in place, of each matrix. Throws std::out_of_range,
+  // and std::invalid_argument if they do not lie side by side.
   std::vector<ByteRange> bytes(int first, int count) const;
 
   // Weights that will be read after this layer: idle workers fetch them once it is computed.
@@ -89,7 +90,7 @@ class ExpertLayer {
   void release(int32_t place);
   int32_t place_of(int expert) const;
   std::vector<Piece> pieces(int32_t place);   // in the order of their offsets, as few as can be
-  std::vector<ByteRange> all_places() const;  // of each memory node; empty as long as nothing was loaded
+  std::vector<ByteRange> all_places() const;  // of each memory node (see `bytes`); empty while nothing was loaded
   ByteRange own() const;                      // the memory that places lie in; none if they lie in a file
   int64_t experts_used() const { return int64_t(plan_.experts.size()); }  // by the last chunk of the last batch
 
@@ -130,6 +131,10 @@ class ExpertLayer {
   void copy_pieces(int expert, Copy copy) const;
   int64_t memory_bytes() const { return bytes_of(slices_, places_.count()); }
   void own_memory();  // of all places, when the first is loaded; throws when they lie in a file
+  struct Rows {
+    const uint8_t *gate, *up, *down;
+  };
+  std::array<ByteRange, 3> matrices(const Rows& rows) const;
   std::vector<ByteRange> rows_of(int first, int count) const;  // in place: of those experts that are here
   void take_rows(const std::vector<int>& experts, const std::vector<ExpertSource>& sources);
   void check_packed() const;       // throws std::invalid_argument where experts are used in place
@@ -153,9 +158,6 @@ class ExpertLayer {
   HugeBuffer memory_;                       // the panels (none before the first load), or
   std::shared_ptr<const MappedFile> file_;  // what they lie in
   const uint8_t* panels_ = nullptr;
-  struct Rows {
-    const uint8_t *gate, *up, *down;
-  };
   std::vector<Rows> rows_;                       // in place: where each expert lies
   std::vector<float> gate_up_bias_, down_bias_;  // padded, of all experts; empty: none has been loaded
   Places places_;

@@ -1,5 +1,6 @@
 // Experts used where they are, in whole rows: usually a checkpoint's mapped file.
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 
 #include "experts/expert_layer.h"
@@ -16,30 +17,38 @@ void ExpertLayer::check_packed() const {
 
 void ExpertLayer::take_rows(const std::vector<int>& experts, const std::vector<ExpertSource>& sources) {
   check_activations();
-  NewPlaces taken(places_);
-  take_places(taken, experts);
+  std::vector<Rows> found;
   std::vector<ByteRange> parts;
-  for (size_t i = 0; i < sources.size(); ++i) {
-    const auto data = [](const MatrixSource& matrix) { return static_cast<const uint8_t*>(matrix.data); };
-    rows_[size_t(experts[i])] = {data(sources[i].gate), data(sources[i].up), data(sources[i].down)};
-    for (const ByteRange& matrix : rows_of(experts[i], 1))
+  const auto data = [](const MatrixSource& matrix) { return static_cast<const uint8_t*>(matrix.data); };
+  for (const ExpertSource& source : sources) {
+    found.push_back({data(source.gate), data(source.up), data(source.down)});
+    for (const ByteRange& matrix : matrices(found.back()))
       for (int64_t at = 0; at < matrix.bytes; at += kMapBytes)
         parts.push_back({matrix.data + at, std::min(kMapBytes, matrix.bytes - at)});
   }
   workspace_->pool().for_each(int64_t(parts.size()), [&](int64_t i, const Worker&) {
     map_for_reading(parts[size_t(i)].data, parts[size_t(i)].bytes);
   });
-  for (size_t i = 0; i < sources.size(); ++i) pack_biases(experts[i], sources[i]);
+  NewPlaces taken(places_);
+  take_places(taken, experts);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    rows_[size_t(experts[i])] = found[i];
+    pack_biases(experts[i], sources[i]);
+  }
   taken.keep();
 }
 
-std::vector<ByteRange> ExpertLayer::rows_of(int first, int count) const {
+std::array<ByteRange, 3> ExpertLayer::matrices(const Rows& rows) const {
   const int64_t gate_up = packed_bytes(gate_up_layout_) / 2, down = packed_bytes(down_layout_);
+  return {{{rows.gate, gate_up}, {rows.up, gate_up}, {rows.down, down}}};
+}
+
+std::vector<ByteRange> ExpertLayer::rows_of(int first, int count) const {
   std::vector<ByteRange> ranges;
   for (int expert = first; expert < first + count; ++expert) {
     if (!is_loaded(expert)) continue;
-    const Rows& rows = rows_[size_t(expert)];
-    ranges.insert(ranges.end(), {{rows.gate, gate_up}, {rows.up, gate_up}, {rows.down, down}});
+    const auto all = matrices(rows_[size_t(expert)]);
+    ranges.insert(ranges.end(), all.begin(), all.end());
   }
   return ranges;
 }

@@ -6,10 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <new>
-#include <string>
 #include <utility>
 
 #include "runtime/readable_file.h"
@@ -19,9 +16,6 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr uintptr_t kSmallPage = 4096;
-#ifndef MADV_POPULATE_READ
-#define MADV_POPULATE_READ 22  // Linux 5.14
-#endif
 
 const uint8_t* page_of(const uint8_t* data) {
   return reinterpret_cast<const uint8_t*>(reinterpret_cast<uintptr_t>(data) & ~(kSmallPage - 1));
@@ -85,9 +79,9 @@ HugeBuffer& HugeBuffer::operator=(HugeBuffer&& other) noexcept {
 
 void map_for_reading(const uint8_t* data, int64_t bytes) {
   if (bytes <= 0) return;
+  uint8_t end;
+  ReadableFile::read(data + bytes - 1, 1, &end);
   const uint8_t* const last = page_of(data + bytes - 1);
-  if (madvise(const_cast<uint8_t*>(last), kSmallPage, MADV_POPULATE_READ) != 0 && errno != EINVAL)
-    throw UnreadableFile(std::string("weights cannot be read where their file is mapped: ") + std::strerror(errno));
   for (const uint8_t* page = page_of(data); page <= last; page += kSmallPage)
     (void)*static_cast<const volatile uint8_t*>(page);
 }

@@ -44,9 +44,9 @@ class HugeBuffer {
 };
 
 // Makes the pages of memory that is mapped from a file readable without a fault; read from a disk, they are waited for.
-// Throws UnreadableFile where the file has become shorter: then its last page is not there, about which the kernel can
-// be asked. The others are touched: faults take a lock of the mapping's own where MADV_POPULATE_READ takes the
-// process's (16 threads, a file in memory: 236 GB/s against 63).
+// Throws UnreadableFile where the file has become shorter (if it is a ReadableFile: its end is read). Pages are
+// touched: faults take a lock of the mapping's own where MADV_POPULATE_READ takes the process's (16 threads, a file in
+// memory: 236 GB/s against 63).
 void map_for_reading(const uint8_t* data, int64_t bytes);
 
 }  // namespace tandem

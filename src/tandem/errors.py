@@ -19,7 +19,11 @@ class ConfigError(TandemError, ValueError):
     """A flag, a value or a combination of them cannot work."""
 
 
-class GpuTooSmall(ConfigError):
+class DoesNotFit(ConfigError):
+    """The model needs more memory than may be used."""
+
+
+class GpuTooSmall(DoesNotFit):
     """What was to be on the GPU, or beside it in CPU memory, does not fit. `--device auto` then does without it."""
 
 

@@ -33,6 +33,7 @@ from tandem.formats.cut import rows_of
 from tandem.formats.quant_format import QuantFormat
 
 INDEX = "model.safetensors.index.json"
+BF16_BYTES = 2
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -142,6 +143,11 @@ class Checkpoint:
             return n, k
         return self._surveyed(module).shape
 
+    def expert_files(self) -> tuple[list[Path], bool]:
+        found = [(shard, shard.entries[name]) for name, shard in self._shard_of.items() if is_expert(name)]
+        aligned = all(entry.begin % BF16_BYTES == 0 for _, entry in found)
+        return list(dict.fromkeys(shard.path for shard, _ in found)), aligned
+
     def byte_range(self, name: str) -> tuple[int, int]:
         """Where the tensor's bytes begin and end in the file of `part(name)`."""
         stored = self._part(name).name
@@ -180,7 +186,8 @@ class Checkpoint:
         if experts is None:
             self._paging.forget([shard.all_pages for shard in self._shards()], self)
         else:
-            self.forget_tensors(name for name in self._shard_of if is_expert(name) == experts)
+            wanted = [name for name in self._shard_of if is_expert(name) == experts]
+            self._paging.forget(self._pages_of_stored(wanted), self)
         self._paging.wait()
 
     # -- reading ---

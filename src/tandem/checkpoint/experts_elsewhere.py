@@ -116,6 +116,9 @@ class ExpertsElsewhere:
         dense = self._dense.formats()
         return replace(dense, experts=self._experts.formats().experts)
 
+    def expert_files(self) -> tuple[list[Path], bool]:
+        return self._experts.expert_files()
+
     def nbytes(self, experts: bool | None = None) -> int:
         own = 0 if experts is True else self._dense.nbytes(experts=False)
         return own + (0 if experts is False else self._experts.nbytes(experts=True))

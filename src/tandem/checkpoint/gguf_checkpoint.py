@@ -92,6 +92,9 @@ class GGUFCheckpoint:
         modules = ((name.removesuffix(".weight"), math.prod(self._shape(name))) for name in names)
         return stored_formats((module, self.format(module), weights) for module, weights in modules)
 
+    def expert_files(self) -> tuple[list[Path], bool]:
+        return [file.path for file in self.model.files], True
+
     def nbytes(self, experts: bool | None = None) -> int:
         wanted = (t for t in self.model.tensors.values() if experts in (None, holds_experts(t)))
         return sum(tensor.nbytes for tensor in wanted)

@@ -78,6 +78,10 @@ class Checkpoint(Protocol):
         """What experts and dense matrices are stored as, for the planner."""
         ...
 
+    def expert_files(self) -> tuple[list[Path], bool]:
+        """Files that hold routed experts, and whether those of bfloat16 can be views: none is at an odd place."""
+        ...
+
     def nbytes(self, experts: bool | None = None) -> int:
         """Bytes of all tensors, of routed experts only (True), or of everything else (False)."""
         ...

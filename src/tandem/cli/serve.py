@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -61,14 +60,14 @@ def plan_of(config: EngineConfig) -> Plan:
     as one of bfloat16 ones."""
     from tandem.checkpoint import open_checkpoint, resolve_model, with_experts
     from tandem.config import StoredFormats, resolve
-    from tandem.config.in_place import stored_at
+    from tandem.config.in_place import stored_in
     from tandem.kernels.this_machine import this_machine
 
     path, model = resolve_model(config.model), model_of(config)
     if not path.is_file() and not any(path.glob("*.safetensors")):
         return resolve(config, model, this_machine(), StoredFormats())
     checkpoint = with_experts(open_checkpoint(path), config.kt_weight_path, model)
-    stored = stored_at(checkpoint.formats(), Path(config.kt_weight_path or path))
+    stored = stored_in(checkpoint.formats(), *checkpoint.expert_files())
     return resolve(config, model, this_machine(), stored)
 
 

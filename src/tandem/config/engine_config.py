@@ -151,7 +151,7 @@ class EngineConfig:
         False, "Faster, lossy: activations of CPU experts are rounded to int8.", group=CPU
     )
     map_experts: str = flag(
-        "auto", "Use bf16 experts in the file's pages; auto: if a copy has no room.",
+        "auto", "Use bf16 experts in the file's pages; auto: in memory, if tight.",
         group=CPU, choices=("auto", "always", "never"),
     )  # fmt: skip
     kt_max_deferred_experts_per_token: int | None = flag(

@@ -7,27 +7,26 @@ Packed ones are read faster (large pages, one stream), so they are the rule. A c
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.model_config import ModelConfig
 from tandem.config.stored import StoredFormats
-from tandem.errors import ConfigError
 
-MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 ROW_UNIT = 32  # sizes of such experts are multiples of it
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
-def stored_at(stored: StoredFormats, experts: Path) -> StoredFormats:
-    """The same, of experts in the files of `experts`."""
-    return replace(stored, in_memory=lies_in_memory(experts))
+def stored_in(stored: StoredFormats, files: Sequence[Path], aligned: bool) -> StoredFormats:
+    """The same, of experts in these files."""
+    return replace(stored, in_memory=lie_in_memory(files), aligned=aligned)
 
 
-def lies_in_memory(model: Path) -> bool:
-    """Whether every weight file of a directory (or the GGUF file) is in a file system without a disk."""
-    files = [model] if model.is_file() else [*model.glob("*.safetensors"), *model.glob("*.gguf")]
+def lie_in_memory(files: Sequence[Path]) -> bool:
+    """Whether all of them are in a file system without a disk."""
     kinds = _file_systems()
     return bool(files) and all(kinds.get(file.stat().st_dev) in MEMORY_FILE_SYSTEMS for file in files)
 
@@ -42,26 +41,23 @@ def _file_systems() -> dict[int, str]:
     return found
 
 
-def why_in_place(config: EngineConfig, model: ModelConfig, expert_format: str, stored: StoredFormats) -> str:
-    """Raises ConfigError where experts cannot be used as they are."""
-    if against := _what_is_against(config, model, expert_format, stored):
-        raise ConfigError(f"--map-experts always: {against}; take auto")
-    if config.map_experts == "always":
-        return "--map-experts always"
-    return "the checkpoint lies in memory already, and there is no room for a packed copy"
-
-
-def _what_is_against(
+def against_in_place(
     config: EngineConfig, model: ModelConfig, expert_format: str, stored: StoredFormats
 ) -> str:
+    """What keeps experts from being used where they are, and what to do about it; "": nothing."""
     if not model.moe.layers:
-        return "the model has no experts"
-    if expert_format != "bf16" or stored.experts.name != "bf16":
-        return f"only bf16 experts can be used as they are, not {stored.experts.name} as {expert_format}"
+        return "the model has no experts; take auto"
+    if stored.experts.name != "bf16":
+        return f"the checkpoint's experts are {stored.experts.name}, and only bf16 can be used as it is; take auto"
+    if expert_format != "bf16":
+        flag = "--dtype" if config.kt_method is None else "--kt-method"
+        return f"{flag} makes the experts {expert_format}; leave one of the two flags out"
     if model.hidden % ROW_UNIT or model.moe.width % ROW_UNIT:
-        return f"experts of {model.hidden} x {model.moe.width} would have to be padded"
+        return f"experts of {model.hidden} x {model.moe.width} would have to be padded; take auto"
+    if not stored.aligned:
+        return "the file has experts at odd places, of which views would be copies; take auto"
     if config.kt_enable_dynamic_expert_update:
-        return "experts that may move (--kt-enable-dynamic-expert-update) need memory of their own"
+        return "experts that may move need memory of their own; leave --kt-enable-dynamic-expert-update or this out"
     if config.packed_cache is not None:
-        return "--packed-cache keeps packed ones"
+        return "--packed-cache keeps packed ones; leave one of the two out"
     return ""

@@ -12,13 +12,14 @@ from tandem.config.engine_config import EngineConfig
 from tandem.config.machine import Machine
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.stored import UNQUANTISED, StoredFormats
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, DoesNotFit
 
 GIB = 1 << 30
 DEFAULT_FRACTION = 0.8  # of free memory; the rest is left to the other programs and the page cache
 WORKSPACE_BYTES = GIB // 4  # activations and scratch of one step, the tokenizer, Python itself
 DEFAULT_KV_SHARE = 4  # the KV cache takes 1/4 of what is left ...
 DEFAULT_KV_BYTES = 4 * GIB  # ... and no more than this
+PAGE_TABLE_SHARE = 512  # of a mapping's bytes, which takes 8 bytes for every 4 KiB
 LEAST_CONTEXT = 256  # tokens; with less than this the model counts as not fitting
 
 
@@ -45,7 +46,7 @@ class MemoryRequest:
     expert_format: str
     max_running_requests: int
     stored: StoredFormats = UNQUANTISED
-    experts_are_there: bool = False  # in memory already, where they will be used
+    experts_in_place: bool = False  # used where the checkpoint has them
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -53,9 +54,15 @@ class MemoryRequest:
 
     @property
     def weight_bytes(self) -> int:
-        if self.experts_are_there:
-            return self.model.dense_bytes(self.dtype, self.stored)
-        return self.bytes_with(self.expert_format)
+        if not self.experts_are_there:
+            return self.bytes_with(self.expert_format)
+        dense = self.model.dense_bytes(self.dtype, self.stored)
+        return dense + (self.bytes_with(self.expert_format) - dense) // PAGE_TABLE_SHARE
+
+    @property
+    def experts_are_there(self) -> bool:
+        """Whether they are in memory already, where they will be used."""
+        return self.experts_in_place and self.stored.in_memory
 
     def bytes_with(self, expert_format: str) -> int:
         """Of all packed weights, with experts in that format."""
@@ -86,7 +93,7 @@ def size_memory(request: MemoryRequest) -> MemoryPlan:
     tokens, kv_reason = _kv_tokens(request, context, room)
     if tokens < context:
         if request.config.context_length is not None:
-            raise ConfigError(_too_long(request, context, tokens))
+            raise DoesNotFit(_too_long(request, context, tokens))
         context, context_reason = tokens, f"what the KV cache holds (the model could do {context})"
     return MemoryPlan(request.weight_bytes, request.budget_bytes, context, tokens, context_reason, kv_reason)
 
@@ -116,7 +123,7 @@ def _kv_tokens(request: MemoryRequest, context: int, room: int) -> tuple[int, st
 
 def _asked_tokens(asked: int, per_token: int, room: int) -> int:
     if asked > room:
-        raise ConfigError(
+        raise DoesNotFit(
             f"--max-total-tokens {asked} needs {gib(asked * per_token)} for the KV cache, "
             f"but {gib(room * per_token)} are left after the weights; give at most {room}"
         )
@@ -127,8 +134,13 @@ def _check_fits(request: MemoryRequest, room: int, least: int) -> None:
     if room >= least:
         return
     needed = request.weight_bytes + WORKSPACE_BYTES + least * request.kv_bytes_per_token
-    raise ConfigError(
-        f"the model does not fit: its weights with {request.experts_text} experts take {gib(request.weight_bytes)}, "
+    which = (
+        "without its experts, which stay where they are,"
+        if request.experts_are_there
+        else f"with {request.experts_text} experts"
+    )
+    raise DoesNotFit(
+        f"the model does not fit: its weights {which} take {gib(request.weight_bytes)}, "
         f"{gib(needed)} with workspace and the smallest KV cache; {gib(request.budget_bytes)} may be used "
         f"({request.fraction:g} of the {gib(request.machine.available_memory)} that are free of "
         f"{gib(request.machine.total_memory)}). {_way_out(request, needed)}"

@@ -19,13 +19,13 @@ from tandem.config.gpu_plan import (
     usable_gpu,
 )
 from tandem.config.gpus import Gpu
-from tandem.config.in_place import why_in_place
+from tandem.config.in_place import against_in_place
 from tandem.config.machine import Machine
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, size_memory
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
 from tandem.config.threads import plan_threads
-from tandem.errors import ConfigError, GpuTooSmall
+from tandem.errors import ConfigError, DoesNotFit, GpuTooSmall
 
 DEFAULT_RUNNING_REQUESTS = 64  # decoded together; more would only slow each other down on a CPU
 DEFAULT_PREFILL_TOKENS = (
@@ -85,16 +85,34 @@ def resolve(
 
     Raises ConfigError naming the flag when a wish cannot be met, with the numbers when the model does not fit.
     """
-    always = config.map_experts == "always"
+    mode = config.map_experts
+    against = against_in_place(config, model, _expert_format_of(config, stored), stored)
+    if mode == "always" and against:
+        raise ConfigError(f"--map-experts always: {against}")
+    if mode == "always" or not stored.in_memory:
+        return _on_best_device(config, model, machine, stored, mode == "always")
+    if mode == "never":
+        against = "--map-experts never was given"
     try:
-        return _on_best_device(config, model, machine, stored, always)
-    except ConfigError as error:
-        if config.map_experts != "auto" or not stored.in_memory:
-            raise
-        try:
-            return _on_best_device(config, model, machine, stored, True)
-        except ConfigError:
-            raise error from None
+        packed = _on_best_device(config, model, machine, stored, False)
+    except DoesNotFit as error:
+        if against:
+            raise DoesNotFit(
+                f"{error}. Its experts lie in memory and could be used there, but {against}"
+            ) from error
+        return _on_best_device(config, model, machine, stored, True)
+    if against or config.context_length is not None or packed.context_length >= model.max_positions:
+        return packed
+    there = _on_best_device(config, model, machine, stored, True)
+    return there if there.context_length > packed.context_length else packed
+
+
+def _expert_format_of(config: EngineConfig, stored: StoredFormats) -> str:
+    return (
+        _stored_or_asked(config, _dtype(config, []), stored)[0]
+        if config.kt_method in (None, *EXPERT_FORMATS)
+        else ""
+    )
 
 
 def _on_best_device(
@@ -105,12 +123,12 @@ def _on_best_device(
         return _resolved(config, model, machine, stored, (gpu, why), in_place)
     except GpuTooSmall as error:
         if flag := needs_gpu(config):
-            raise ConfigError(f"{flag}: {error}; ask for less, or take --device cpu") from error
+            raise DoesNotFit(f"{flag}: {error}; ask for less, or take --device cpu") from error
         why = str(error)
     try:
         return _resolved(config, model, machine, stored, (None, why), in_place)
     except ConfigError as error:
-        raise ConfigError(f"{why}. Without the GPU: {error}") from error
+        raise type(error)(f"{why}. Without the GPU: {error}") from error
 
 
 def _resolved(
@@ -133,9 +151,8 @@ def _resolved(
     log.append(Decision("threads", str(len(threads.cpus)), threads.reason))
     running = _running(config, log)
     if in_place:
-        log.append(Decision("experts", "not packed", why_in_place(config, model, expert_format, stored)))
-    there = in_place and stored.in_memory
-    request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, there)
+        log.append(Decision("experts", "not packed", _why_in_place(config)))
+    request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, in_place)
     gpu_plan = None
     if gpu is None:
         memory = size_memory(request)
@@ -163,6 +180,12 @@ def _resolved(
         int8_activations=config.kt_int8_activations,
         experts_in_place=in_place,
     )
+
+
+def _why_in_place(config: EngineConfig) -> str:
+    if config.map_experts == "always":
+        return "--map-experts always"
+    return "the checkpoint lies in memory, and beside it there is no room for a packed copy and the whole context"
 
 
 def unrounded_format(dtype: str) -> str:
@@ -391,6 +414,8 @@ def _why_apart(request: MemoryRequest, on_gpu: bool) -> str:
     model, fmt, stored = request.model, request.expert_format, request.stored
     if request.config.disable_shared_experts_fusion:
         return "--disable-shared-experts-fusion"
+    if request.experts_in_place:
+        return "they are packed, which the routed ones are not"
     if not _alike(model, fmt, request.dtype, stored):
         return "routed experts have a format of their own"
     if model.moe.fusible_shared == 0:

@@ -30,6 +30,7 @@ class StoredFormats:
     dense: StoredFormat = StoredFormat()
     embedding: StoredFormat = StoredFormat()
     in_memory: bool = False  # the experts' files are in a file system without a disk
+    aligned: bool = True  # experts of bfloat16 can be read where they lie in them
 
     @property
     def dense_codes(self) -> bool:

@@ -23,7 +23,7 @@ from tandem.checkpoint import (
 )
 from tandem.checkpoint.demo import build_demo
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
-from tandem.config.in_place import stored_at
+from tandem.config.in_place import stored_in
 from tandem.config.threads import plan_threads
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
 from tandem.engine.packed_start import PackedStart
@@ -80,7 +80,7 @@ def load_parts(
         whole = asking.submit(lambda: machine if config.device == "cpu" else machine.with_gpus())
         model_config = load_model_config(directory)
         checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model_config)
-        stored = stored_at(checkpoint.formats(), Path(config.kt_weight_path or directory))
+        stored = stored_in(checkpoint.formats(), *checkpoint.expert_files())
         plan = resolve(config, model_config, whole.result(), stored)
         if planned is not None:
             planned(plan)

@@ -172,7 +172,7 @@ class PackedExperts:
         return out
 
     def bytes(self, first: int, count: int) -> list[_core.ByteRange]:
-        """Where the experts [first, first + count) lie, for each memory node."""
+        """Where the experts [first, first + count) lie, for each memory node; in place, of each matrix."""
         return self._core.bytes(first, count)
 
     def read_next(self, upcoming: list[_core.ByteRange]) -> None:
