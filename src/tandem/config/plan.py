@@ -8,6 +8,13 @@ from pathlib import Path
 from tandem.config.attention_backend import attention_backend
 from tandem.config.cuda_graphs import GRAPH_FLAGS, graph_reason, graph_sizes
 from tandem.config.engine_config import EngineConfig
+from tandem.config.expert_format import (
+    as_stored,
+    dtype_of,
+    expert_format_of,
+    stored_or_asked,
+    unrounded_format,
+)
 from tandem.config.gpu_plan import (
     MAX_PATIENCE_SECONDS,
     GpuPlan,
@@ -23,7 +30,7 @@ from tandem.config.in_place import against_in_place
 from tandem.config.machine import Machine
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, size_memory
 from tandem.config.model_config import STORED, ModelConfig
-from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
+from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.config.threads import plan_threads
 from tandem.errors import ConfigError, DoesNotFit, GpuTooSmall
 
@@ -32,7 +39,6 @@ DEFAULT_PREFILL_TOKENS = (
     512  # of one step: enough rows per expert for full speed, short enough for others' decode
 )
 GPU_PREFILL_TOKENS = 2048
-EXPERT_FORMATS = {"BF16": "bf16", "INT8": "int8", "INT4": "int4", "AMXINT8": "int8", "AMXINT4": "int4"}
 
 AMX_ROUNDING = (
     "; an answer's last bits may depend on what else is in the batch, "
@@ -86,7 +92,7 @@ def resolve(
     Raises ConfigError naming the flag when a wish cannot be met, with the numbers when the model does not fit.
     """
     mode = config.map_experts
-    against = against_in_place(config, model, _expert_format_of(config, stored), stored)
+    against = against_in_place(config, model, expert_format_of(config, stored), stored)
     if mode == "always" and against:
         raise ConfigError(f"--map-experts always: {against}")
     if mode == "always" or not stored.in_memory:
@@ -105,14 +111,6 @@ def resolve(
         return packed
     there = _on_best_device(config, model, machine, stored, True)
     return there if there.context_length > packed.context_length else packed
-
-
-def _expert_format_of(config: EngineConfig, stored: StoredFormats) -> str:
-    return (
-        _stored_or_asked(config, _dtype(config, []), stored)[0]
-        if config.kt_method in (None, *EXPERT_FORMATS)
-        else ""
-    )
 
 
 def _on_best_device(
@@ -188,11 +186,6 @@ def _why_in_place(config: EngineConfig) -> str:
     return "the checkpoint lies in memory, and beside it there is no room for a packed copy and the whole context"
 
 
-def unrounded_format(dtype: str) -> str:
-    """The expert format that keeps weights as the dense ones are kept."""
-    return "f32" if dtype == "float32" else "bf16"
-
-
 def _unread(model: ModelConfig) -> list[str]:
     return [f"config.json: {key} is not understood and has no effect" for key in model.unread_keys]
 
@@ -246,15 +239,9 @@ def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memo
 
 
 def _dtype(config: EngineConfig, log: list[Decision]) -> str:
-    if config.dtype != "auto":
-        log.append(Decision("dtype", config.dtype, "--dtype"))
-        return config.dtype
-    log.append(
-        Decision(
-            "dtype", "bfloat16", "what checkpoints are trained in, and half the memory traffic of float32"
-        )
-    )
-    return "bfloat16"
+    why = "what checkpoints are trained in, and half the memory traffic of float32"
+    log.append(Decision("dtype", dtype_of(config), why if config.dtype == "auto" else "--dtype"))
+    return dtype_of(config)
 
 
 def _dense_codes(dtype: str, stored: StoredFormats, on_gpu: bool, log: list[Decision]) -> bool:
@@ -268,7 +255,7 @@ def _dense_codes(dtype: str, stored: StoredFormats, on_gpu: bool, log: list[Deci
         log.append(Decision("dense format", "f32", reason))
         return False
     unread = ", ".join(dict.fromkeys(f.not_on_gpu for f in (stored.dense, stored.shared) if f.not_on_gpu))
-    reason = _as_stored(stored.dense, dtype)
+    reason = as_stored(stored.dense, dtype)
     if on_gpu and unread:
         reason += f"; the GPU kernels do not read {unread}, which is decoded to {dtype}"
     log.append(Decision("dense format", name, reason))
@@ -276,34 +263,12 @@ def _dense_codes(dtype: str, stored: StoredFormats, on_gpu: bool, log: list[Deci
 
 
 def _expert_format(config: EngineConfig, dtype: str, stored: StoredFormats, log: list[Decision]) -> str:
-    chosen, reason = _stored_or_asked(config, dtype, stored)
+    chosen, reason = stored_or_asked(config, dtype, stored)
     log.append(Decision("expert format", stored.experts.name if chosen == STORED else chosen, reason))
     if config.kt_weight_path is not None:
         name = Path(config.kt_weight_path).name
         log.append(Decision("expert weights", name, "--kt-weight-path; everything else is --model's"))
     return chosen
-
-
-def _stored_or_asked(config: EngineConfig, dtype: str, stored: StoredFormats) -> tuple[str, str]:
-    method, experts = config.kt_method, stored.experts
-    if method is None:
-        if not experts.quantised:
-            return unrounded_format(dtype), "nothing is rounded beyond the dtype"
-        if dtype == "float32":
-            return "f32", f"{experts.name} in the checkpoint, decoded for --dtype float32"
-        return STORED, _as_stored(experts, dtype)
-    if experts.quantised and method in experts.methods:
-        return STORED, f"--kt-method {method}: {_as_stored(experts, dtype)}"
-    if method not in EXPERT_FORMATS:
-        raise ConfigError(
-            f"--kt-method {method}: the checkpoint's experts are {experts.name}; leave the flag out to take them as "
-            "they are, or give BF16, INT8 or INT4 to convert them while loading"
-        )
-    chosen, reason = EXPERT_FORMATS[method], f"--kt-method {method}"
-    reason += f"; the checkpoint's {experts.name} is decoded and rounded again" if experts.quantised else ""
-    if chosen in ("int8", "int4"):
-        reason += "; weights are rounded in groups of 32, activations are not"
-    return chosen, reason
 
 
 def _check_activations(config: EngineConfig, expert_format: str, log: list[Decision]) -> None:
@@ -321,13 +286,6 @@ def _check_activations(config: EngineConfig, expert_format: str, log: list[Decis
             "--kt-int8-activations, lossy: see docs/quality.md; AMX rounds for few rows only",
         )
     )
-
-
-def _as_stored(stored: StoredFormat, dtype: str) -> str:
-    rounded = (
-        f"{stored.decoded} is decoded and rounded to {dtype}" if stored.decoded else "nothing is rounded"
-    )
-    return f"as the checkpoint has it; {rounded}"
 
 
 def _alike(model: ModelConfig, expert_format: str, dtype: str, stored: StoredFormats) -> bool:

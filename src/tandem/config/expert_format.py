@@ -1,0 +1,54 @@
+"""What routed experts are packed as: the format, and why."""
+
+from __future__ import annotations
+
+from tandem.config.engine_config import EngineConfig
+from tandem.config.model_config import STORED
+from tandem.config.stored import StoredFormat, StoredFormats
+from tandem.errors import ConfigError
+
+EXPERT_FORMATS = {"BF16": "bf16", "INT8": "int8", "INT4": "int4", "AMXINT8": "int8", "AMXINT4": "int4"}
+
+
+def dtype_of(config: EngineConfig) -> str:
+    """Of activations, KV cache and dense weights."""
+    return "bfloat16" if config.dtype == "auto" else config.dtype
+
+
+def expert_format_of(config: EngineConfig, stored: StoredFormats) -> str:
+    return stored_or_asked(config, dtype_of(config), stored)[0]
+
+
+def unrounded_format(dtype: str) -> str:
+    """The expert format that keeps weights as the dense ones are kept."""
+    return "f32" if dtype == "float32" else "bf16"
+
+
+def stored_or_asked(config: EngineConfig, dtype: str, stored: StoredFormats) -> tuple[str, str]:
+    """And why. Raises ConfigError where --kt-method means another checkpoint's format."""
+    method, experts = config.kt_method, stored.experts
+    if method is None:
+        if not experts.quantised:
+            return unrounded_format(dtype), "nothing is rounded beyond the dtype"
+        if dtype == "float32":
+            return "f32", f"{experts.name} in the checkpoint, decoded for --dtype float32"
+        return STORED, as_stored(experts, dtype)
+    if experts.quantised and method in experts.methods:
+        return STORED, f"--kt-method {method}: {as_stored(experts, dtype)}"
+    if method not in EXPERT_FORMATS:
+        raise ConfigError(
+            f"--kt-method {method}: the checkpoint's experts are {experts.name}; leave the flag out to take them as "
+            "they are, or give BF16, INT8 or INT4 to convert them while loading"
+        )
+    chosen, reason = EXPERT_FORMATS[method], f"--kt-method {method}"
+    reason += f"; the checkpoint's {experts.name} is decoded and rounded again" if experts.quantised else ""
+    if chosen in ("int8", "int4"):
+        reason += "; weights are rounded in groups of 32, activations are not"
+    return chosen, reason
+
+
+def as_stored(stored: StoredFormat, dtype: str) -> str:
+    rounded = (
+        f"{stored.decoded} is decoded and rounded to {dtype}" if stored.decoded else "nothing is rounded"
+    )
+    return f"as the checkpoint has it; {rounded}"
