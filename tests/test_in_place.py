@@ -233,16 +233,19 @@ def test_which_files_lie_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 # -- whole models ---
 
 
-def pages_missing(matrices: Iterable[Tensor]) -> int:
-    """The most of a matrix's pages that this process has not mapped."""
-    most = 0
+def share_missing(matrices: Iterable[Tensor]) -> float:
+    """Of the matrices' pages, those that this process has not mapped."""
+    missing, pages = 0, 1
     with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
         for matrix in matrices:
             first, last = matrix.data_ptr() // 4096, (matrix.data_ptr() + matrix.nbytes - 1) // 4096
             pagemap.seek(8 * first)
             entries = torch.frombuffer(bytearray(pagemap.read(8 * (last - first + 1))), dtype=torch.int64)
-            most = max(most, int((entries >= 0).sum()))  # the upper bit: present
-    return most
+            missing, pages = (
+                missing + int((entries >= 0).sum()),
+                pages + len(entries),
+            )  # the upper bit: present
+    return missing / pages
 
 
 @pytest.mark.parametrize("mode", ["always", "never"])
@@ -256,7 +259,7 @@ def test_pages_of_experts_stay_and_others_are_let_go_of(demo_dir: Path, mode: st
     assert {layer.in_place for layer in layers} == {mode == "always"}
     matrices = [matrix for layer in layers for expert in layer._used.values() for matrix in expert]
     assert bool(matrices) == (mode == "always")
-    assert pages_missing(matrices) <= 2  # at its ends, which others that were let go of share
+    assert share_missing(matrices) < 0.05  # where others share a page, maybe a huge one, and were let go of
 
 
 def test_the_demo_model_answers_the_same(demo_dir: Path) -> None:

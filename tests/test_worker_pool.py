@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 def build_and_run(tmp_path: Path, *flags: str, test: str = "worker_pool_test") -> str:
     program = tmp_path / test
     sources = [ROOT / f"tests/cpp/{test}.cc"]
-    if test == "worker_pool_test":
+    if test != "task_sizes_test":
         sources.append(ROOT / "csrc/runtime/worker_pool.cc")
     compile_ = ["c++", "-std=c++20", "-O1", "-g", f"-I{ROOT / 'csrc'}", *flags, "-pthread"]
     subprocess.run(
@@ -33,6 +33,11 @@ def test_contract(tmp_path: Path) -> None:
 
 def test_tasks_have_every_pair_once(tmp_path: Path) -> None:
     assert build_and_run(tmp_path, test="task_sizes_test") == "task_sizes_test: ok\n"
+
+
+def test_early_tasks_where_threads_are_slow_at_the_worst_moments(tmp_path: Path) -> None:
+    pauses = f"{ROOT / 'tests/cpp/pool_pauses.h'}"
+    assert build_and_run(tmp_path, "-include", pauses, test="early_tasks_test") == "early_tasks_test: ok\n"
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ void Foresight::begin(std::shared_ptr<const ExpertLayer> layer, const std::vecto
     for (const ByteRange& range : layer->bytes(id, 1)) ranges_.push_back(range);
   }
   layer_ = std::move(layer);
-  if (ids_.empty()) return;
   WorkerPool& pool = layer_->workspace().pool();
+  if (ids_.empty() || pool.nodes() > 1) return;  // several nodes: half would cross, to whom it is far
   pool.announce_probable(ranges_, kBytesPerWorker * pool.size());
   fetching_ = true;
 }

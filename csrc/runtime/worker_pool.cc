@@ -19,6 +19,10 @@
 
 #include "runtime/signal.h"
 
+#ifndef TANDEM_POOL_PAUSE  // tests make moments longer in which other threads may come between
+#define TANDEM_POOL_PAUSE(moment) static_cast<void>(0)
+#endif
+
 namespace tandem {
 namespace {
 
@@ -161,6 +165,7 @@ struct WorkerPool::State {
   // it would wait for a CPU when it should begin.
   bool help(const Worker& worker) {
     const int now = current.load(std::memory_order_acquire);
+    TANDEM_POOL_PAUSE(knows_phase);
     TaskQueues::Task task = queues.take(now, worker.node);
     if (task.phase < 0 && !yields) task = queues.take(now + 1, worker.node);
     if (task.phase < 0) return false;
@@ -175,8 +180,10 @@ struct WorkerPool::State {
   void wait_for_phase(const TaskQueues::Task& task, const Worker& worker) {
     for (int64_t step = 0;;) {
       const uint32_t seen = work.load();
-      if (current.load(std::memory_order_acquire) >= task.phase) return;
-      const TaskQueues::Task before = queues.take(task.phase - 1, worker.node);
+      const int now = current.load(std::memory_order_acquire);
+      if (now >= task.phase) return;
+      // Only of the current phase, whose tasks are counted: the one before may be open although it is not current.
+      const TaskQueues::Task before = now == task.phase - 1 ? queues.take(now, worker.node) : TaskQueues::Task{};
       if (before.phase >= 0)
         run(before, worker);
       else
@@ -199,6 +206,7 @@ struct WorkerPool::State {
     } else {
       const bool is_open = phase > 0 && phases[phase]->ahead;
       if (phase + 1 < phase_count && phases[phase + 1]->ahead) open(phase + 1);
+      TANDEM_POOL_PAUSE(opened_next);
       unfinished.store(phases[phase]->tasks, std::memory_order_relaxed);
       current.store(phase, std::memory_order_release);
       if (!is_open) open(phase);

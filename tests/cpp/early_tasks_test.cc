@@ -1,0 +1,40 @@
+// Tasks that are taken before their phase begins, while threads are slow at the worst moments (pool_pauses.h): every
+// task is done once, in its phase, and regions end.
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+
+#include "runtime/worker_pool.h"
+
+namespace {
+
+void check(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "early_tasks_test: %s\n", what);
+  std::exit(1);
+}
+
+}  // namespace
+
+int main() {
+  using tandem::Worker;
+  tandem::WorkerPool pool({-1, -1, -1});
+  constexpr int kTasks = 4;
+  const auto fetch = [](int64_t, int64_t) { return false; };
+  for (int region = 0; region < 3000; ++region) {
+    alarm(20);  // a region that does not end
+    std::atomic<int> done{0};
+    const auto task_of = [&](int phase) {
+      return [&done, phase](int64_t, const Worker&) {
+        check(done.load() >= phase * kTasks, "a task ran before its phase");
+        done.fetch_add(1);
+      };
+    };
+    const auto first = task_of(0), second = task_of(1), third = task_of(2);
+    pool.run_phases({{kTasks, first}, {kTasks, second, nullptr, fetch}, {kTasks, third, nullptr, fetch}});
+    check(done.load() == 3 * kTasks, "a task was not done, or twice");
+  }
+  std::puts("early_tasks_test: ok");
+}

@@ -1,0 +1,16 @@
+// For worker_pool.cc: moments between two steps that take long enough for other threads to come between.
+#pragma once
+
+#include <unistd.h>
+
+#include <cstdint>
+
+enum class PoolMoment { knows_phase, opened_next };
+
+inline void pause_pool(PoolMoment moment) {
+  static thread_local uint32_t random = 1;
+  random = random * 1664525u + 1013904223u;
+  if (moment == PoolMoment::opened_next || random >> 30 == 0) usleep(random >> 26);
+}
+
+#define TANDEM_POOL_PAUSE(moment) pause_pool(PoolMoment::moment)
