@@ -323,7 +323,7 @@ def _pages(
     pages = -(-memory.kv_tokens // config.page_size)
     size = pages * config.page_size * model.kv_bytes_per_token(dtype)
     weights = f"{gib(memory.weight_bytes)} of the {gib(memory.budget_bytes)} that may be used"
-    log.append(Decision("weights", gib(memory.weight_bytes), f"as packed; {weights}"))
+    log.append(Decision("weights", gib(memory.weight_bytes), f"once loaded; {weights}"))
     log.append(Decision("context length", str(memory.context_length), memory.context_reason))
     text = f"{pages} pages × {config.page_size} tokens = {gib(size)}"
     log.append(Decision("KV cache", text, memory.kv_reason))
