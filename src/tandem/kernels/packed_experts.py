@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem._core import Workspace
+from tandem.config.in_place import ROW_UNIT
 from tandem.errors import CheckpointError, KernelError
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.kernels.packable import (
@@ -30,7 +31,6 @@ Sources = tuple[_core.Codes | Tensor, _core.Codes | Tensor, _core.Codes | Tensor
 """The same, as the core takes them."""
 
 WHOLE_ROWS = _core.WeightFormat("bf16_rows", 0, "f32")
-ROW_UNIT = 32  # sizes of experts that can be used in place are multiples of it
 
 
 class PackedExperts:
