@@ -11,7 +11,7 @@ import torch
 
 from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.gpu_runner import GpuRunner, _Inputs
-from tandem.engine.logits import BestRows, HostRows
+from tandem.engine.logits import BestRows, HostRows, StepEnd
 from tandem.engine.sequence import Chunk
 from tandem.errors import EngineError
 from tandem.models import ForwardBatch
@@ -82,6 +82,7 @@ def test_a_batch_says_how_many_rows_decode(lengths: tuple[int, ...], single: int
 def runner_on(device: str) -> GpuRunner:
     runner = GpuRunner.__new__(GpuRunner)
     runner._device, runner._live = torch.device(device), None
+    runner._best, runner._end = BestRows(1, torch.device("cpu")), StepEnd(torch.device("cpu"))
     return runner
 
 
@@ -138,13 +139,14 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
     runner._live = cast(
         Any, SimpleNamespace(**{name: lambda *_, name=name: calls.append(name) for name in names})
     )
-    runner._rows, runner._best = HostRows(torch.device("cpu")), BestRows(torch.device("cpu"))
-    monkeypatch.setattr(runner._best, "wait", lambda: calls.append("end"))
+    runner._rows, runner._best = HostRows(torch.device("cpu")), BestRows(8, torch.device("cpu"))
+    monkeypatch.setattr(runner._end, "mark", lambda: calls.append("mark"))
+    monkeypatch.setattr(runner._end, "wait", lambda: calls.append("end"))
     runner.logits(batch(4, 2, 7))
-    assert calls == ["inputs", "graph", "beside_step", "serve", "after_step", "end", "check"]
+    assert calls == ["inputs", "graph", "mark", "beside_step", "serve", "after_step", "end", "check"]
     calls.clear()
     monkeypatch.setattr(
         runner, "_forward", lambda batch, counted: calls.append("layers") or torch.zeros(1, 4)
     )
     runner.logits(batch(7, 2, 0))
-    assert calls == ["layers", "beside_step", "after_step", "end", "check"]
+    assert calls == ["layers", "mark", "beside_step", "after_step", "end", "check"]

@@ -42,7 +42,7 @@ def sequences_of(count: int, *params: SamplingParams) -> list[Sequence]:
 def both(logits: torch.Tensor, sequences: list[Sequence], device: str) -> tuple[list, list]:
     rows = list(range(len(sequences)))
     there = logits.to(device)
-    ours = DeviceLogits(there, best_of(there), HostRows(there.device)).chosen(rows, sequences, EOS)
+    ours = DeviceLogits(there, best_of(there).cpu(), HostRows(there.device)).chosen(rows, sequences, EOS)
     return ours, HostLogits(logits.numpy()).chosen(rows, sequences, EOS)
 
 
@@ -112,7 +112,7 @@ def test_rows_without_a_maximum_choose_nothing_and_leave_the_others_alone(device
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_are_picked_and_fetched(device) -> None:
     logits = rows_of(9, 6).to(device)
-    made = DeviceLogits(logits, best_of(logits), HostRows(logits.device))
+    made = DeviceLogits(logits, best_of(logits).cpu(), HostRows(logits.device))
     np.testing.assert_array_equal(made.fetched(slice(2, 5)), logits[2:5].cpu().numpy())
     chosen = made.chosen([4, 8], sequences_of(2, SamplingParams(temperature=0.0)), EOS)
     assert [s.token_id for s in chosen] == logits[[4, 8]].argmax(1).tolist()

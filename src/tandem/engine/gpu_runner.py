@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.batch_arrays import BatchArrays
-from tandem.engine.logits import BestRows, DeviceLogits, HostRows, best_of
+from tandem.engine.logits import BestRows, DeviceLogits, HostRows, StepEnd
 from tandem.engine.runner import KVModel
 from tandem.engine.sequence import Chunk
 from tandem.errors import EngineError
@@ -86,7 +86,7 @@ class _Graph:
     inputs: _Inputs
     graph: torch.cuda.CUDAGraph
     logits: Tensor
-    best: Tensor  # of logits
+    best: Tensor  # of logits, in host memory: the graph's last node copies it
     posts: int  # hand-offs to the CPU's experts
 
 
@@ -115,7 +115,8 @@ class GpuRunner:
         self._arrays = BatchArrays(page_size, max_step_tokens)
         self._device = handoff.device
         self._graphs: dict[int, _Graph] = {}
-        self._rows, self._best = HostRows(handoff.device), BestRows(handoff.device)
+        self._rows, self._best = HostRows(handoff.device), BestRows(max_step_tokens, handoff.device)
+        self._end = StepEnd(handoff.device)
         with torch.inference_mode():
             self._capture_all()
 
@@ -140,24 +141,26 @@ class GpuRunner:
         if graph is None:
             self._begin_step(batch, False)
             logits = self._forward(self._moved(batch), len(batch.input_ids))
+            best = self._best.fetch(logits)
+            self._end.mark()
             self._move_experts()
-            return self._done(logits, best_of(logits), len(batch.input_ids))
+            return self._done(logits, best, len(batch.input_ids))
         graph.inputs.fill(batch)
         self._begin_step(graph.inputs.image, True)
         graph.graph.replay()
+        self._end.mark()
         self._move_experts()
         self._handoff.serve(graph.posts)
         return self._done(graph.logits[:rows], graph.best[:rows], rows)
 
     def _done(self, logits: Tensor, best: Tensor, tokens: int) -> DeviceLogits:
         """Ends the step: so its time is known, and the pinned images are free again. The CPU has done its part, so
-        experts may change places while the GPU does the rest of its own: their copies come after `best`."""
-        fetched = self._best.fetch(best)
+        experts may change places while the GPU does the rest of its own: their copies come after it."""
         if self._live is not None:
-            self._live.after_step(tokens, self._best.arrived)
-        self._best.wait()
+            self._live.after_step(tokens, self._end.passed)
+        self._end.wait()
         self._handoff.check()
-        return DeviceLogits(logits, fetched, self._rows)
+        return DeviceLogits(logits, best, self._rows)
 
     def _move_experts(self) -> None:
         """Beside a step that was started."""
@@ -200,7 +203,7 @@ class GpuRunner:
             _log.info("captured CUDA graphs for batch sizes %s", ", ".join(map(str, self._graphs)))
 
     def _captured(self, size: int, pool: Any) -> _Graph:
-        inputs = _Inputs(size, self._plan.pages, self._device)
+        inputs, fetched = _Inputs(size, self._plan.pages, self._device), BestRows(size, self._device)
         self._begin_step(inputs.image, True)
         with self._handoff.rehearsing():
             for _ in range(self._plan.warm_ups):
@@ -212,5 +215,5 @@ class GpuRunner:
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):
             logits = self._forward(inputs.batch, inputs.counted)
-            best = best_of(logits)
+            best = fetched.fetch(logits)
         return _Graph(inputs, graph, logits, best, len(posted))

@@ -68,23 +68,29 @@ class HostRows:
 
 
 class BestRows:
-    """Host memory for a step's `best_of`, which arrives after what the device was given until then."""
+    """Host memory for the `best_of` of every step that computes up to so many rows: a copy into it takes part in a CUDA
+    graph. Valid until the next step."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._memory = torch.zeros(rows, 2, dtype=torch.float64, pin_memory=device.type == "cuda")
+
+    def fetch(self, logits: Tensor) -> Tensor:
+        """Waits for nothing: what is returned is filled when the device has done it."""
+        return self._memory[: len(logits)].copy_(best_of(logits), non_blocking=True)
+
+
+class StepEnd:
+    """The point in the device's work at which a step has ended, whatever it is given afterwards."""
 
     def __init__(self, device: torch.device) -> None:
-        self._memory = torch.empty(0, 2, dtype=torch.float64)
         self._event = torch.cuda.Event() if device.type == "cuda" else None
 
-    def fetch(self, best: Tensor) -> Tensor:
-        """Waits for nothing. What is returned is filled when it `arrived`, and valid until the next one."""
-        if len(self._memory) < len(best):
-            self._memory = torch.empty(best.shape, dtype=best.dtype, pin_memory=self._event is not None)
-        out = self._memory[: len(best)]
-        out.copy_(best, non_blocking=True)
+    def mark(self) -> None:
+        """With what the device was given until now."""
         if self._event is not None:
             self._event.record()
-        return out
 
-    def arrived(self) -> bool:
+    def passed(self) -> bool:
         return self._event is None or self._event.query()
 
     def wait(self) -> None:
@@ -96,8 +102,8 @@ class DeviceLogits:
     """`Logits` that stay where they are: only what decides is fetched, and rows that penalties and biases change."""
 
     def __init__(self, logits: Tensor, best: Tensor, host: HostRows) -> None:
-        """best: of the same rows, see `best_of`. Waits for the device."""
-        self.logits, self.best, self._host = logits, best.cpu(), host
+        """best: of the same rows, see `best_of`, in host memory."""
+        self.logits, self.best, self._host = logits, best, host
 
     def fetched(self, rows: slice) -> FloatRows:
         return self._host.copy_of(self.logits[rows])
