@@ -9,15 +9,22 @@ import random
 import torch
 from torch import Tensor
 
+from tandem import _core
 from tandem.errors import EngineError
-from tandem.experts.live_copies import Copies
 from tandem.experts.live_exchange import LiveExchange, Settled
 from tandem.kernels.packed_experts import PackedExperts
 
 
+def at_once(work: _core.Meanwhile) -> None:
+    """As a step with time for all of it."""
+    while work.next():
+        pass
+
+
 def advance(exchange: LiveExchange) -> Settled:
-    """All that happens from the end of a step to the beginning of the next."""
-    parts = exchange.end(), exchange.prepare(), exchange.begin()
+    """All that happens from the end of a step up to that of the next."""
+    parts = exchange.end(), exchange.prepare()
+    exchange.begin()
     names = ("done", "dropped", "stranded", "ended")
     return Settled(*([each for part in parts for each in getattr(part, name)] for name in names))
 
@@ -38,23 +45,27 @@ class FakeSlots:
 
 
 class FakeTables:
-    """Of these layers. `failing`: publications that raise, counted from the next one."""
+    """Of these layers. `failing`: copies that fail, counted from the next one."""
+
+    copied = 1, 2, 3  # nothing's address
 
     def __init__(self, layers: list[FakeSlots]) -> None:
         self._layers = layers
         self.failing: set[int] = set()
 
-    def publish(self, copies: Copies) -> None:
+    def publish(self) -> int:
         failed, self.failing = 0 in self.failing, {turn - 1 for turn in self.failing if turn > 0}
         if failed:
-            raise RuntimeError("no table")
+            return NOT_PERMITTED
         for layer in self._layers:
             layer.table.copy_(layer.slot_of)
+        return 0
 
 
 CopyAsync = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+StreamQuery = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 UP, DOWN, COMPUTING = 1, 2, 3
-NOT_PERMITTED = 800  # of CUDA's errors
+NOT_READY, ILLEGAL_ADDRESS, NOT_PERMITTED = 600, 700, 800  # of CUDA's errors
 
 
 class FakeCopies:
@@ -62,16 +73,19 @@ class FakeCopies:
 
     def __init__(self, seed: int = 0, holds: int = 1 << 60) -> None:
         self.random = random.Random(seed)
-        self.pending: list[tuple[int, int, int, int]] = []
-        self.given = self.bytes = 0
-        self.failed: set[int] = set()
+        self.tables: FakeTables | None = None
+        self.pending: list[tuple[int, int, int, int]] = []  # source, target, bytes, stream
+        self.bytes = 0
+        self.failed: set[int] = set()  # streams
+        self.prompt = False  # everything arrives before anybody asks
         self.refuse = False  # uploads and downloads fail, or
         self.refuse_downloads = False
         self.fail_in_order = False  # the next copy in the GPU's order does
         self._holds = holds  # bytes
         self.held: list[tuple[int, int]] = []
-        self._function = CopyAsync(self._copy)
-        self.function = ctypes.cast(self._function, ctypes.c_void_p).value or 0
+        self._functions = CopyAsync(self._copy), StreamQuery(self._query)
+        copy, query = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self._functions)
+        self.functions = copy, query
         self.directions = UP, DOWN
 
     def computing(self) -> int:
@@ -82,12 +96,21 @@ class FakeCopies:
             return self._in_order(target, source, nbytes)
         if nbytes <= 0 or self.refuse or (self.refuse_downloads and stream == DOWN):
             return NOT_PERMITTED
-        self.given += 1
         self.bytes += nbytes
-        self.pending.append((self.given, source, target, nbytes))
+        self.pending.append((source, target, nbytes, stream))
         return 0
 
+    def _query(self, stream: int) -> int:
+        if self.prompt:
+            self.arrive(1.0)
+        if stream in self.failed:
+            self.failed.clear()
+            return ILLEGAL_ADDRESS
+        return NOT_READY if any(given == stream for *_, given in self.pending) else 0
+
     def _in_order(self, target: int, source: int, nbytes: int) -> int:
+        if self.tables is not None and (source, target, nbytes) == self.tables.copied:
+            return self.tables.publish()
         if self.fail_in_order:
             self.fail_in_order = False
             return NOT_PERMITTED
@@ -108,28 +131,15 @@ class FakeCopies:
         if self._in_order(target, source, nbytes):
             raise RuntimeError("no copy")
 
-    def mark(self) -> FakeMark:
-        return FakeMark(self, {number for number, *_ in self.pending} | self.failed)
-
     def arrive(self, share: float) -> None:
         """Some of what is under way, in any order."""
         self.random.shuffle(self.pending)
         count = round(share * len(self.pending))
-        for _, source, target, nbytes in self.pending[:count]:
+        for source, target, nbytes, _ in self.pending[:count]:
             ctypes.memmove(target, source, nbytes)
         self.pending = self.pending[count:]
 
     def fail(self) -> None:
-        """What is under way never arrives, and marks say so from now on, as CUDA's events do."""
-        self.failed |= {number for number, *_ in self.pending}
+        """What is under way never arrives, and its streams say so once."""
+        self.failed |= {stream for *_, stream in self.pending}
         self.pending = []
-
-
-class FakeMark:
-    def __init__(self, copies: FakeCopies, before: set[int]) -> None:
-        self._copies, self._before = copies, before
-
-    def passed(self) -> bool:
-        if self._before & self._copies.failed:
-            raise RuntimeError("a copy has failed")
-        return not self._before & {number for number, *_ in self._copies.pending}

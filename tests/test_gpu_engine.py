@@ -94,7 +94,8 @@ def restless(side: GpuSide, usage: ExpertUsage) -> LiveExperts:
     copies = CudaCopies(side.ops.device)
     usage.copy = copies.in_order
     hold_all([layer.cpu for layer in layers if layer], copies)
-    return LiveExperts(policy, LiveExchange(layers, side.store.tables, copies, 1 << 30), usage)
+    exchange = LiveExchange(layers, side.store.tables, copies, 1 << 30, meanwhile=side.handoff.meanwhile)
+    return LiveExperts(policy, exchange, usage)
 
 
 class Session:
@@ -223,7 +224,8 @@ def test_experts_that_move_at_every_step_do_not_change_the_logits(
     assert rms(ours, exact) < allowed
     both_sides = int((before.any(1) & ~before.all(1)).sum())
     steps = (1 + DECODED) * (1 if together else ROWS)
-    assert session.usage.swaps >= both_sides * (steps // 2 - 1)  # begun after one step, ended after the next
+    # Decided after one step, made beside the next, or, where that has no time for it, after it or the one after that.
+    assert session.usage.swaps >= both_sides * (steps // 3 - 1)
     assert torch.equal(session.usage.on_gpu.sum(1), before.sum(1))
     for layer, experts in session.side.store.layers.items():
         if experts.sides is not None:
@@ -322,7 +324,8 @@ def test_foresight_changes_no_bit(tiny_models, variant, share, moving) -> None:
         hints = session.side.handoff.hints()
         print(f"{variant} {share:.0%} moving={moving}: {hints}")
         if foresight:
-            assert 0 < hints.hits <= hints.hinted and hints.nbytes >= 0
+            largest = max(experts.expert_bytes for experts in session.side.store.layers.values())
+            assert 0 < hints.hits <= hints.hinted and hints.nbytes <= hints.hinted * largest
         else:
             assert hints == (0, 0, 0)
     assert torch.equal(*found)

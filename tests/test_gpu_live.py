@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fake_copies import FakeCopies, advance
+from fake_copies import FakeCopies, advance, at_once
 from gpu import AVAILABLE, DEVICE, needs_cuda, needs_triton
 from tandem import _core
 from tandem.cli.architectures import named_config
@@ -85,7 +85,7 @@ def test_exchanges_do_not_change_what_a_layer_computes(fmt: str, nodes: tuple[in
     assert layer.sides is not None and store.tables is not None
     if held:
         hold_all([layer.sides.cpu], dma)
-    exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30)
+    exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30, meanwhile=at_once, tail_seconds=60.0)
     where = list(range(3))  # the expert in each slot
     for step in range(8):
         x = torch.randn(TOKENS, HIDDEN).bfloat16()
@@ -108,6 +108,10 @@ def test_exchanges_do_not_change_what_a_layer_computes(fmt: str, nodes: tuple[in
     assert layer.sides.cpu.loaded == EXPERTS - 3
 
 
+def begins(work: _core.Meanwhile) -> None:
+    work.next()
+
+
 @needs_cuda
 def test_memory_is_given_back_with_copies_under_way() -> None:
     """Registered memory must not be freed, nor staging memory used again, while DMA may write there."""
@@ -121,7 +125,7 @@ def test_memory_is_given_back_with_copies_under_way() -> None:
         dma.hold(layer.sides.cpu, *layer.sides.cpu.own_memory())
         with pytest.raises(EngineError, match="does not register"):
             dma.hold(layer.sides.cpu, *layer.sides.cpu.own_memory())
-        exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30)
+        exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30, meanwhile=begins)
         coming = int((layer.places < 0).nonzero()[0])
         exchange.add([Exchange(0, 0, int((layer.places == 0).nonzero()[0]), coming)])
         advance(exchange)
@@ -176,7 +180,7 @@ def test_one_layer_stands_for_many_placements() -> None:
     layer.load(EXPERTS, lambda _: weights)
     assert layer.sides is not None and store.tables is not None and layer.sides.cpu.loaded == EXPERTS
     both, dma = Sides([layer.sides], EXPERTS), copies()
-    exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30)
+    exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30, meanwhile=at_once, tail_seconds=60.0)
     routing = Routing(
         torch.zeros(2, 3, dtype=torch.int32, device=DEVICE), torch.ones(2, 3, device=DEVICE) / 3
     )
@@ -244,8 +248,7 @@ def test_strategies_are_measured_in_turn_on_one_model(monkeypatch: pytest.Monkey
     dma = copies()
     if isinstance(dma, FakeCopies):
         monkeypatch.setattr(gpu_side, "CudaCopies", lambda device: dma)
-        mark = dma.mark
-        monkeypatch.setattr(dma, "mark", lambda: dma.arrive(1.0) or mark())
+        dma.prompt = True
     monkeypatch.setattr(placement_turns, "TURN_TOKENS", 8)
     monkeypatch.setattr(placement_turns, "WARM_TOKENS", 2)
     reader = SimpleNamespace(mean_gbps=lambda seconds: 100.0)

@@ -70,7 +70,7 @@ class Layer:
 
 
 def made(driver: Driver) -> CudaCopies:
-    return CudaCopies(torch.device("cuda"), driver, driver.function)
+    return CudaCopies(torch.device("cuda"), driver, (driver.function, 0))
 
 
 @pytest.fixture

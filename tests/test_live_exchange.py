@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kernel_cases as cases
-from fake_copies import FakeCopies, FakeSlots, FakeTables, advance
+from fake_copies import COMPUTING, DOWN, UP, FakeCopies, FakeSlots, FakeTables, advance, at_once
 from tandem import _core
 from tandem.errors import KernelError
 from tandem.experts.live_copies import hold_all
@@ -29,6 +29,7 @@ from tandem.kernels.packed_experts import PackedExperts
 
 EXPERTS, HIDDEN, WIDTH, ON_GPU = 7, 112, 96, 3  # four pairs of panels of gate and up or down, or three
 PLENTY = 1 << 40
+PATIENCE = 60.0  # for work after a step that is never cut short here
 
 
 @cache
@@ -60,12 +61,13 @@ class Layer:
         slot_of = torch.tensor([e if e < on_gpu else -1 for e in range(EXPERTS)])
         self.gpu = FakeSlots(slot_of, self.cpu, self.bytes)
 
-    def check(self) -> None:
-        """Each expert in one place, unchanged; together they compute what the static layer does, to the bit."""
+    def check(self, under_way: bool = False) -> None:
+        """Each expert in one place, unchanged; together they compute what the static layer does, to the bit. under_way:
+        one may be in CPU memory as well."""
         here = self.gpu.table >= 0
         slots = self.gpu.table[here].tolist()
         assert len(set(slots)) == len(slots)
-        assert self.cpu.loaded == EXPERTS - len(slots)
+        assert 0 <= self.cpu.loaded - (EXPERTS - len(slots)) <= under_way
         for expert in range(EXPERTS):
             slot = int(self.gpu.table[expert])
             found = self.gpu.memory[slot] if slot >= 0 else self.cpu.packed(expert)
@@ -93,8 +95,9 @@ def made(
     stages: int = 2,
     tables: FakeTables | None = None,
 ) -> LiveExchange:
-    tables = tables or FakeTables([layer.gpu for layer in layers])
-    return LiveExchange([LiveLayer(layer.gpu, layer.cpu) for layer in layers], tables, copies, budget, stages)
+    copies.tables = tables or FakeTables([layer.gpu for layer in layers])
+    sides = [LiveLayer(layer.gpu, layer.cpu) for layer in layers]
+    return LiveExchange(sides, copies.tables, copies, budget, stages, at_once, tail_seconds=PATIENCE)
 
 
 def finish(exchange: LiveExchange, copies: FakeCopies) -> Settled:
@@ -139,6 +142,57 @@ def test_nothing_changes_before_everything_has_arrived() -> None:
     copies.arrive(1.0)
     assert len(advance(exchange).done) == 1
     layer.check()
+
+
+def test_a_running_step_finds_both_experts_where_its_tables_say() -> None:
+    """All of it but one thing may happen beside a step: the coming expert stays in CPU memory until that has ended."""
+    layer, copies = Layer(1), FakeCopies()
+    copies.prompt = True
+    exchange, wanted = made([layer], copies), layer.exchange(0, 1, 1)
+    exchange.add([wanted])
+    exchange.prepare()
+    before, x = layer.gpu.table.clone(), torch.randn(EXPERTS, HIDDEN).bfloat16()
+    ids, weights = torch.arange(EXPERTS, dtype=torch.int32)[:, None], torch.ones(EXPERTS, 1)
+    left = torch.where(before[:, None] >= 0, -1, ids)
+    expected = layer.cpu.forward(x, left, weights)
+    exchange.begin()
+    assert int(layer.gpu.table[wanted.coming]) == wanted.slot
+    assert torch.equal(layer.cpu.forward(x, left, weights), expected)
+    assert exchange.bytes_moved == 2 * layer.cpu.bytes_per_expert and exchange.beside_seconds > 0
+    assert exchange.end().done == [wanted]
+    layer.check()
+
+
+@pytest.mark.parametrize("pieces", range(7))
+def test_what_was_not_done_beside_a_step_is_done_after_it(pieces: int) -> None:
+    layers, copies = [Layer(1), Layer(2)], FakeCopies()
+    copies.prompt = True
+    exchange = made(layers, copies, stages=4)
+    exchange._meanwhile = lambda work: [work.next() for _ in range(pieces)]
+    wanted = [layers[0].exchange(0, 0, 0), layers[1].exchange(1, 1, 1)]
+    exchange.add(wanted)
+    exchange.prepare()
+    exchange.begin()
+    assert exchange.end().done == wanted and not exchange.busy
+    for layer in layers:
+        layer.check()
+
+
+def test_after_a_step_only_so_much_time_is_taken() -> None:
+    layers, copies = [Layer(1), Layer(2)], FakeCopies()
+    copies.prompt = True
+    exchange = made(layers, copies, stages=4)
+    exchange._meanwhile, exchange._tail_seconds = lambda work: None, 0.0
+    exchange.add([layers[0].exchange(0, 0, 0), layers[1].exchange(1, 1, 1)])
+    exchange.prepare()
+    ends = 1
+    while not exchange.end().done:
+        ends += 1
+        for layer in layers:
+            layer.check(under_way=True)
+    assert ends == 2 + 1 + 2 + 1 + 2 + 1  # begin, look, settle, hide, place, show
+    for layer in layers:
+        layer.check()
 
 
 def test_exchanges_of_a_layer_follow_each_other_and_those_of_others_do_not_wait() -> None:
@@ -278,7 +332,7 @@ def test_a_refused_copy_may_be_asked_for_again() -> None:
     exchange = made([layer], copies)
     copies.refuse = True
     exchange.add([layer.exchange(0, 0, 0)])
-    assert len(advance(exchange).dropped) == 1
+    assert len(finish(exchange, copies).dropped) == 1
     copies.refuse = False
     exchange.add([layer.exchange(0, 0, 0)])
     assert len(finish(exchange, copies).done) == 1
@@ -292,7 +346,7 @@ def test_a_failed_copy_ends_the_layers_exchanges_for_it_may_still_write(
     exchange = made(layers, copies, stages=4)
     copies.refuse_downloads = True
     exchange.add([layers[0].exchange(0, 0, 0)])
-    assert len(advance(exchange).dropped) == 1
+    assert len(finish(exchange, copies).dropped) == 1
     copies.refuse_downloads = False
     exchange.add([layers[0].exchange(0, 1, 1), layers[1].exchange(1, 1, 1)])
     settled = finish(exchange, copies)
@@ -339,20 +393,21 @@ def test_moves_of_what_does_not_exist_are_refused() -> None:
     sides = _core.MovingLayers()
     sides.add(layer.cpu.core, layer.gpu.slot_of.numpy(), layer.gpu.address(0), layer.gpu.slots)
     sides.add_none()
+    given = sides, copies.functions, (UP, DOWN, COMPUTING), FakeTables([]).copied
     for exchange, why in (((2, 0, 0, 5), "no MoE layer 2"), ((-1, 0, 0, 5), "no MoE layer -1")):
         with pytest.raises(KernelError, match=why):
-            _core.ExpertMoves(sides, copies.function, [exchange], [0])
+            _core.ExchangeTurn(*given, [exchange], [0])
     with pytest.raises(KernelError, match="stage"):
-        _core.ExpertMoves(sides, copies.function, [(0, 0, 0, 5)], [])
+        _core.ExchangeTurn(*given, [(0, 0, 0, 5)], [])
     with pytest.raises(KernelError, match="slot_of"):
         sides.add(layer.cpu.core, layer.gpu.slot_of[1:].numpy(), 0, 1)
     wrong = [(1, 0, 0, 5), (0, 0, 0, EXPERTS), (0, 0, -1, 5), (0, 9, 0, 5), (0, -1, 5, 6), (0, 0, 0, 1)]
-    moves = _core.ExpertMoves(sides, copies.function, wrong, [0] * len(wrong))
-    moves.prepare()
-    assert [(index, fate, lost, ended) for index, fate, lost, ended, _ in moves.troubles()] == [
+    turn = _core.ExchangeTurn(*given, wrong, [0] * len(wrong))
+    assert turn.run(PATIENCE)
+    assert [(index, fate, lost, ended) for index, fate, lost, ended, _ in turn.troubles()] == [
         (index, "dropped", False, False) for index in range(len(wrong))
     ]
-    assert moves.begin(1, 2) == 0 and not moves.troubles() and not copies.pending
+    assert turn.bytes_given == 0 and not turn.troubles() and not copies.pending and not turn.next()
     layer.check()
 
 
@@ -489,11 +544,10 @@ def test_what_was_decided_can_be_finished() -> None:
     """While copies are on their way it waits; each expert is in one place then."""
     layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
     experts = live(layers, copies, usage)
-    marks = copies.mark
-    copies.mark = lambda: copies.arrive(1.0) or marks()
     for _ in range(5):
         usage.counts[:, [4, 5, 6]] += 3
         take_a_step(experts)
+    copies.prompt = True
     experts.finish()
     assert usage.swaps > 0 and not experts._exchange.busy
     before = usage.swaps

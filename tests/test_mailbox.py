@@ -104,6 +104,38 @@ def batch(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(tokens, HIDDEN).bfloat16(), ids, torch.rand(tokens, TOP_K)
 
 
+def pieces(layers: int) -> _core.ExchangeTurn:
+    """One for each layer: an exchange where nothing moves."""
+    sides = _core.MovingLayers()
+    for _ in range(layers):
+        sides.add_none()
+    exchanges = [(layer, 0, 0, 1) for layer in range(layers)]
+    return _core.ExchangeTurn(sides, (0, 0), (1, 2, 3), (0, 0, 0), exchanges, [0] * layers)
+
+
+def test_other_work_is_done_between_posts() -> None:
+    """The GPU is late, so that there is time for some of it."""
+    gpu, work, (x, ids, weights) = FakeGpu(), pieces(3), batch(2)
+    gpu.mailbox.meanwhile(work)
+    late = threading.Timer(0.05, gpu.post, [1, 0, x, ids, weights])
+    late.start()
+    gpu.mailbox.serve(1, PATIENCE)
+    late.join()
+    assert 1 <= len(work.troubles()) <= 3
+    assert torch.equal(gpu.answer(1, 2), gpu.layers[0].forward(x, ids, weights, torch.empty(2, HIDDEN)))
+
+
+def test_posts_do_not_wait_for_other_work() -> None:
+    gpu, work, (x, ids, weights) = FakeGpu(), pieces(1000), batch(2)
+    gpu.mailbox.meanwhile(work)
+    gpu.post(1, 0, x, ids, weights)
+    gpu.mailbox.serve(1, PATIENCE)
+    assert not work.troubles()
+    gpu.post(2, 0, x, ids, weights)
+    gpu.mailbox.serve(1, PATIENCE)
+    assert not work.troubles() and work.next()
+
+
 def test_posts_are_answered_in_turn() -> None:
     gpu = FakeGpu()
     batches = [batch(tokens) for tokens in (1, 4, 2)]

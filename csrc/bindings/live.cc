@@ -6,7 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/tensor.h"
-#include "experts/expert_moves.h"
+#include "experts/exchange_turn.h"
 #include "experts/use_counts.h"
 
 namespace nb = nanobind;
@@ -28,17 +28,24 @@ std::vector<Exchange> exchanges_of(const std::vector<ExchangeTuple>& tuples) {
   return made;
 }
 
-void make_moves(ExpertMoves* self, std::shared_ptr<MovingLayers> layers, uintptr_t copy,
-                const std::vector<ExchangeTuple>& exchanges, const std::vector<uint64_t>& stages) {
-  new (self) ExpertMoves(std::move(layers), reinterpret_cast<CopyAsync>(copy), exchanges_of(exchanges), stages);
-}
-
 void* stream_of(uintptr_t handle) { return reinterpret_cast<void*>(handle); }
 
-nb::list troubles_of(ExpertMoves& self) {
+void make_turn(ExchangeTurn* self, std::shared_ptr<MovingLayers> layers, std::tuple<uintptr_t, uintptr_t> functions,
+               std::tuple<uintptr_t, uintptr_t, uintptr_t> streams, std::tuple<uint64_t, uint64_t, int64_t> tables,
+               const std::vector<ExchangeTuple>& exchanges, const std::vector<uint64_t>& stages) {
+  const auto& [copy, query] = functions;
+  const auto& [up, down, computing] = streams;
+  const auto& [image, table, table_bytes] = tables;
+  const auto copy_async = reinterpret_cast<CopyAsync>(copy);
+  auto moves = std::make_unique<ExpertMoves>(std::move(layers), copy_async, exchanges_of(exchanges), stages);
+  new (self) ExchangeTurn(std::move(moves), {copy_async, reinterpret_cast<StreamQuery>(query), stream_of(up),
+                                             stream_of(down), stream_of(computing), image, table, table_bytes});
+}
+
+nb::list troubles_of(ExchangeTurn& self) {
   static constexpr const char* kFates[] = {"dropped", "stranded", "done"};
   nb::list made;
-  for (const ExpertMoves::Trouble& t : self.troubles())
+  for (const ExpertMoves::Trouble& t : self.moves().troubles())
     made.append(nb::make_tuple(t.index, kFates[int(t.fate)], t.keeps_stage, t.ends_layer, t.why));
   return made;
 }
@@ -102,21 +109,16 @@ void bind_live(nb::module_& m) {
       .def("add", &add_layer, nb::arg("cpu"), nb::arg("slot_of"), nb::arg("slots"), nb::arg("slot_count"),
            nb::keep_alive<1, 3>(), "slot_of int32 [experts] is changed in place.")
       .def("add_none", [](MovingLayers& self) { self.add({}); }, "A layer that lives on one side only.");
-  nb::class_<ExpertMoves>(m, "ExpertMoves", "Exchanges that travel and end together.")
-      .def("__init__", &make_moves, nb::arg("layers"), nb::arg("copy"), nb::arg("exchanges"), nb::arg("stages"))
-      .def("prepare", &ExpertMoves::prepare, "Reserves places in CPU memory.")
-      .def(
-          "begin",
-          [](ExpertMoves& self, uintptr_t up, uintptr_t down) { return self.begin(stream_of(up), stream_of(down)); },
-          nb::arg("up"), nb::arg("down"), "Returns the bytes given.")
-      .def("lose", &ExpertMoves::lose, nb::arg("why"))
-      .def("settle", &ExpertMoves::settle)
-      .def("undo", &ExpertMoves::undo, nb::arg("why"))
-      .def(
-          "place", [](ExpertMoves& self, uintptr_t stream) { self.place(stream_of(stream)); }, nb::arg("stream"))
-      .def("strand", &ExpertMoves::strand, nb::arg("why"))
-      .def("forget", &ExpertMoves::forget)
-      .def("troubles", &troubles_of, "(index, what became of it, keeps its stage, ends its layer, why) of each.");
+  nb::class_<ExchangeTurn, Meanwhile>(m, "ExchangeTurn",
+                                      "Exchanges that travel and end together, see csrc/experts/exchange_turn.h.")
+      .def("__init__", &make_turn, nb::arg("layers"), nb::arg("functions"), nb::arg("streams"), nb::arg("tables"),
+           nb::arg("exchanges"), nb::arg("stages"),
+           "functions: cuMemcpyAsync, cuStreamQuery. streams: up, down, computing. tables: image, themselves, bytes.")
+      .def("run", &ExchangeTurn::run, nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>(),
+           "What can be done in this time, while no step is under way; returns whether all has ended.")
+      .def("troubles", &troubles_of, "(index, what became of it, keeps its stage, ends its layer, why) of each.")
+      .def_prop_ro("bytes_given", &ExchangeTurn::bytes_given)
+      .def_prop_ro("seconds", &ExchangeTurn::seconds, "That its pieces took.");
   m.def("add_uses", &add_uses_to, nb::arg("counts"), nb::arg("now"), nb::arg("seen").none(), nb::arg("better"),
         nb::arg("keep"),
         "counts = counts * keep + now - seen, seen = now; returns the sum of what was added * better.");

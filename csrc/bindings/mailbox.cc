@@ -30,10 +30,16 @@ nb::tuple offsets(int64_t tokens, int64_t hidden, int64_t top_k) {
 }  // namespace
 
 void bind_mailbox(nb::module_& m) {
+  nb::class_<Meanwhile>(m, "Meanwhile", "Work in pieces of microseconds, see csrc/runtime/meanwhile.h.")
+      .def(
+          "next", [](Meanwhile& work) { return work.next() == Meanwhile::Progress::did; },
+          "Does a piece; False: nothing can be done, now or any more.");
   nb::class_<Mailbox>(m, "Mailbox", "The CPU's end of the hand-off from a CUDA stream, see csrc/experts/mailbox.h.")
       .def("__init__", &make_mailbox, nb::arg("memory"), nb::arg("tokens"), nb::arg("hidden"), nb::arg("top_k"),
            nb::keep_alive<1, 2>())
       .def("add", &Mailbox::add, nb::arg("layer"), "Returns the number that posts call the layer by.")
+      .def("meanwhile", &Mailbox::meanwhile, nb::arg("work"),
+           "Pieces of it are done in the next `serve`, while nothing is posted.")
       .def("serve", &Mailbox::serve, nb::arg("posts"), nb::arg("timeout_seconds"),
            nb::call_guard<nb::gil_scoped_release>(), "Answers the next posts; raises when none comes.")
       .def_prop_ro("posts", &Mailbox::posts)

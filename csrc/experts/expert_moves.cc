@@ -1,5 +1,6 @@
 #include "experts/expert_moves.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -40,15 +41,8 @@ void ExpertMoves::fail(size_t index, Fate fate, bool keeps_stage, bool ends_laye
 
 std::vector<ExpertMoves::Trouble> ExpertMoves::troubles() { return std::exchange(troubles_, {}); }
 
-void ExpertMoves::prepare() {
-  each([&](size_t i) {
-    try {
-      prepare_one(i);
-    } catch (const std::exception& error) {
-      if (moves_[i].place >= 0) moves_[i].cpu->release(moves_[i].place);
-      fail(i, Fate::dropped, false, false, error.what());
-    }
-  });
+bool ExpertMoves::any_lives() const {
+  return std::any_of(moves_.begin(), moves_.end(), [](const Move& move) { return move.lives; });
 }
 
 void ExpertMoves::check(const Move& move) const {
@@ -61,36 +55,41 @@ void ExpertMoves::check(const Move& move) const {
     throw std::invalid_argument(expert(move.leaving) + " is not in slot " + std::to_string(move.slot));
 }
 
-void ExpertMoves::prepare_one(size_t index) {
-  Move& move = moves_[index];
+std::vector<ExpertMoves::Copy> ExpertMoves::prepared(Move& move) const {
   check(move);
   const MovingLayers::Layer& layer = layers_->at(move.layer);
   move.cpu = layer.cpu;
-  const std::vector<ExpertLayer::Piece> coming = move.cpu->pieces(move.cpu->place_of(move.coming));
+  std::vector<Copy> copies;
+  for (const auto& [offset, here, bytes] : move.cpu->pieces(move.cpu->place_of(move.coming)))
+    copies.push_back({move.stage + uint64_t(offset), reinterpret_cast<uint64_t>(here), bytes, true});
   move.place = move.cpu->reserve(move.leaving);
-  const std::vector<ExpertLayer::Piece> leaving = move.cpu->pieces(move.place);
   const uint64_t slot = layer.slots + uint64_t(move.slot * move.cpu->bytes_per_expert());
-  for (const auto& [offset, here, bytes] : coming)
-    copies_.push_back({move.stage + uint64_t(offset), reinterpret_cast<uint64_t>(here), bytes, index, true});
-  for (const auto& [offset, here, bytes] : leaving)
-    copies_.push_back({reinterpret_cast<uint64_t>(here), slot + uint64_t(offset), bytes, index, false});
+  for (const auto& [offset, here, bytes] : move.cpu->pieces(move.place))
+    copies.push_back({reinterpret_cast<uint64_t>(here), slot + uint64_t(offset), bytes, false});
+  return copies;
 }
 
-int64_t ExpertMoves::begin(void* up, void* down) {
+int64_t ExpertMoves::begin(size_t index, void* up, void* down) {
+  Move& move = moves_[index];
+  try {
+    return give(index, prepared(move), up, down);
+  } catch (const std::exception& error) {
+    if (move.place >= 0) move.cpu->release(move.place);
+    fail(index, Fate::dropped, false, false, error.what());
+    return 0;
+  }
+}
+
+int64_t ExpertMoves::give(size_t index, const std::vector<Copy>& copies, void* up, void* down) {
   int64_t given = 0;
-  const Copy* last = nullptr;  // that was given
-  for (const Copy& copy : copies_) {
-    Move& move = moves_[copy.move];
-    if (!move.lives) continue;
-    const int error = copy_(copy.target, copy.source, size_t(copy.bytes), copy.up ? up : down);
-    if (error == 0) {
-      given += copy.bytes;
-      last = &copy;
-      continue;
+  for (const Copy& copy : copies) {
+    if (const int error = copy_(copy.target, copy.source, size_t(copy.bytes), copy.up ? up : down)) {
+      const bool lost = given > 0;  // copies may still write into its place and its stage
+      if (!lost) moves_[index].cpu->release(moves_[index].place);
+      fail(index, Fate::dropped, lost, lost, failed(copy.bytes, error));
+      return given;
     }
-    const bool lost = last && last->move == copy.move;  // copies may still write into its place and its stage
-    if (!lost) move.cpu->release(move.place);
-    fail(copy.move, Fate::dropped, lost, lost, failed(copy.bytes, error));
+    given += copy.bytes;
   }
   return given;
 }
@@ -99,15 +98,15 @@ void ExpertMoves::lose(const std::string& why) {
   each([&](size_t i) { fail(i, Fate::dropped, true, true, why); });
 }
 
-void ExpertMoves::settle() {
-  each([&](size_t i) {
-    try {
-      moves_[i].cpu->settle(moves_[i].leaving, moves_[i].place);
-      layers_->at(moves_[i].layer).slot_of[moves_[i].leaving] = -1;
-    } catch (const std::exception& error) {
-      fail(i, Fate::dropped, false, true, error.what());
-    }
-  });
+void ExpertMoves::settle(size_t index) {
+  const Move& move = moves_[index];
+  if (!move.lives) return;
+  try {
+    move.cpu->settle(move.leaving, move.place);
+    layers_->at(move.layer).slot_of[move.leaving] = -1;
+  } catch (const std::exception& error) {
+    fail(index, Fate::dropped, false, true, error.what());
+  }
 }
 
 void ExpertMoves::forget_one(size_t index, int which, Fate fate) {
@@ -126,16 +125,15 @@ void ExpertMoves::undo(const std::string& why) {
   });
 }
 
-void ExpertMoves::place(void* stream) {
-  each([&](size_t i) {
-    const Move& move = moves_[i];
-    const MovingLayers::Layer& layer = layers_->at(move.layer);
-    const int64_t bytes = move.cpu->bytes_per_expert();
-    if (const int error = copy_(layer.slots + uint64_t(move.slot * bytes), move.stage, size_t(bytes), stream))
-      fail(i, Fate::stranded, false, true, failed(bytes, error));
-    else
-      layer.slot_of[move.coming] = move.slot;
-  });
+void ExpertMoves::place(size_t index, void* stream) {
+  const Move& move = moves_[index];
+  if (!move.lives) return;
+  const MovingLayers::Layer& layer = layers_->at(move.layer);
+  const int64_t bytes = move.cpu->bytes_per_expert();
+  if (const int error = copy_(layer.slots + uint64_t(move.slot * bytes), move.stage, size_t(bytes), stream))
+    fail(index, Fate::stranded, false, true, failed(bytes, error));
+  else
+    layer.slot_of[move.coming] = move.slot;
 }
 
 void ExpertMoves::strand(const std::string& why) {

@@ -34,8 +34,8 @@ class MovingLayers {
   std::vector<Layer> layers_;
 };
 
-// Some exchanges, one of a layer at most. Calls follow each other as declared; what fails in one of them is not touched
-// by the next, and is in `troubles` once. Nothing throws but the constructor.
+// Some exchanges, one of a layer at most. What is done with each follows in the order declared; what fails is not
+// touched any more, and is in `troubles` once. Nothing throws but the constructor.
 class ExpertMoves {
  public:
   enum class Fate { dropped, stranded, done };
@@ -52,19 +52,20 @@ class ExpertMoves {
   ExpertMoves(std::shared_ptr<MovingLayers> layers, CopyAsync copy, const std::vector<Exchange>& exchanges,
               const std::vector<uint64_t>& stages);
 
-  // Reserves places for the leaving experts, and finds out what is to be copied.
-  void prepare();
-  // Copies the coming experts to their stages on the stream `up`, and the leaving ones to their places on `down`.
-  // Returns the bytes given.
-  int64_t begin(void* up, void* down);
-  void lose(const std::string& why);  // copies have failed: places and stages may still be written to
-  // Everything has arrived. The leaving experts are in CPU memory from now on, and in no slot;
-  void settle();
-  void undo(const std::string& why);  // ... or not: they stay in their slots.
-  // Copies the stages to the slots on `stream`, where the coming experts are from now on;
-  void place(void* stream);
-  void strand(const std::string& why);  // ... or not: they stay in CPU memory, and the slots are lost.
-  void forget();                        // The coming experts are in CPU memory no longer.
+  size_t count() const { return moves_.size(); }
+  bool any_lives() const;
+
+  // Reserves a place for the leaving expert, copies the coming one to its stage on the stream `up`, and the leaving one
+  // to its place on `down`. Returns the bytes given.
+  int64_t begin(size_t index, void* up, void* down);
+  void lose(const std::string& why);  // all: copies have failed, and places and stages may still be written to
+  // Everything has arrived. The leaving expert is in CPU memory from now on, and in no slot;
+  void settle(size_t index);
+  void undo(const std::string& why);  // ... or not, none of them: they stay in their slots.
+  // Copies the stage to the slot on `stream`, where the coming expert is from now on;
+  void place(size_t index, void* stream);
+  void strand(const std::string& why);  // ... or not, none of them: they stay in CPU memory, and the slots are lost.
+  void forget();                        // All coming experts are in CPU memory no longer.
 
   std::vector<Trouble> troubles();  // since the last call
 
@@ -78,13 +79,13 @@ class ExpertMoves {
   struct Copy {
     uint64_t target, source;
     int64_t bytes;
-    size_t move;
     bool up;
   };
 
   template <class Action>
   void each(const Action& action);
-  void prepare_one(size_t index);
+  std::vector<Copy> prepared(Move& move) const;
+  int64_t give(size_t index, const std::vector<Copy>& copies, void* up, void* down);
   void check(const Move& move) const;
   void end_layer(const Move& move) { layers_->at(move.layer).cpu.reset(); }
   void forget_one(size_t index, int expert, Fate fate);
@@ -93,7 +94,6 @@ class ExpertMoves {
   std::shared_ptr<MovingLayers> layers_;
   CopyAsync copy_;
   std::vector<Move> moves_;
-  std::vector<Copy> copies_;  // a move's follow each other
   std::vector<Trouble> troubles_;
 };
 

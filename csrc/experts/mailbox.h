@@ -16,15 +16,17 @@
 // Between two posts the CPU has nothing to do, and its memory neither. So after a post the GPU may say which experts
 // the next one will probably ask for (`hinted` is the number of the post before), and while the CPU waits for that,
 // whoever is idle fetches their weights into the caches. Nobody waits for a hint, nobody trusts it, and no result
-// depends on it.
+// depends on it. The thread itself also does pieces of other work then (`meanwhile`).
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "experts/expert_layer.h"
 #include "experts/foresight.h"
+#include "runtime/meanwhile.h"
 
 namespace tandem {
 
@@ -52,6 +54,9 @@ class Mailbox {
   // given up, and whatever a layer throws; then the GPU is told not to wait, and only `reset` makes this usable again.
   void serve(int64_t posts, double timeout_seconds);
 
+  // Pieces of it are done in the next `serve`, after answers, as long as nothing is posted.
+  void meanwhile(std::shared_ptr<Meanwhile> work) { meanwhile_ = std::move(work); }
+
   int64_t posts() const { return posts_; }                 // answered since this was made
   int64_t experts_used() const { return experts_; }        // by those, each counted once per post
   double wait_seconds() const { return wait_seconds_; }    // until a post came
@@ -64,6 +69,8 @@ class Mailbox {
  private:
   void wait_for(uint32_t number, double timeout_seconds);
   void look_for_hint();
+  void use_time();
+  bool posted(uint32_t number);
   void answer();
 
   uint8_t* memory_;
@@ -72,6 +79,7 @@ class Mailbox {
   std::vector<int32_t> ids_;  // of the post that is answered
   std::vector<std::shared_ptr<ExpertLayer>> layers_;
   Foresight foresight_;
+  std::shared_ptr<Meanwhile> meanwhile_;
   uint32_t answered_ = 0;
   bool may_be_hinted_ = false;  // nothing was heard since the last answer
   int64_t posts_ = 0, experts_ = 0;

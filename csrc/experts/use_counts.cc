@@ -9,14 +9,14 @@ namespace tandem {
 template <class Count>
 double add_uses(float* counts, const Count* now, Count* seen, const int8_t* better, float keep, int64_t size) {
   using Modulo = std::make_unsigned_t<Count>;
-  double gained = 0;
+  int64_t gained = 0;  // of integers, so that nothing has to be added in order
   for (int64_t i = 0; i < size; ++i) {
     const Count used = seen ? Count(Modulo(now[i]) - Modulo(seen[i])) : now[i];
     if (seen) seen[i] = now[i];
     counts[i] = counts[i] * keep + float(used);
-    gained += double(used) * better[i];
+    gained += int64_t(used) * better[i];
   }
-  return gained;
+  return double(gained);
 }
 
 template double add_uses(float*, const int32_t*, int32_t*, const int8_t*, float, int64_t);

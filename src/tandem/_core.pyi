@@ -427,6 +427,12 @@ class Recording:
     def run(self) -> None:
         """All operations again, in order."""
 
+class Meanwhile:
+    """Work in pieces of microseconds, see csrc/runtime/meanwhile.h."""
+
+    def next(self) -> bool:
+        """Does a piece; False: nothing can be done, now or any more."""
+
 class Mailbox:
     """
     The CPU's end of the hand-off from a CUDA stream, see csrc/experts/mailbox.h.
@@ -435,6 +441,9 @@ class Mailbox:
     def __init__(self, memory: object, tokens: int, hidden: int, top_k: int) -> None: ...
     def add(self, layer: ExpertLayer) -> int:
         """Returns the number that posts call the layer by."""
+
+    def meanwhile(self, work: Meanwhile) -> None:
+        """Pieces of it are done in the next `serve`, while nothing is posted."""
 
     def serve(self, posts: int, timeout_seconds: float) -> None:
         """Answers the next posts; raises when none comes."""
@@ -487,32 +496,39 @@ class MovingLayers:
     def add_none(self) -> None:
         """A layer that lives on one side only."""
 
-class ExpertMoves:
-    """Exchanges that travel and end together."""
+class ExchangeTurn(Meanwhile):
+    """
+    Exchanges that travel and end together, see csrc/experts/exchange_turn.h.
+    """
 
     def __init__(
         self,
         layers: MovingLayers,
-        copy: int,
+        functions: tuple[int, int],
+        streams: tuple[int, int, int],
+        tables: tuple[int, int, int],
         exchanges: Sequence[tuple[int, int, int, int]],
         stages: Sequence[int],
-    ) -> None: ...
-    def prepare(self) -> None:
-        """Reserves places in CPU memory."""
+    ) -> None:
+        """
+        functions: cuMemcpyAsync, cuStreamQuery. streams: up, down, computing. tables: image, themselves, bytes.
+        """
 
-    def begin(self, up: int, down: int) -> int:
-        """Returns the bytes given."""
+    def run(self, seconds: float) -> bool:
+        """
+        What can be done in this time, while no step is under way; returns whether all has ended.
+        """
 
-    def lose(self, why: str) -> None: ...
-    def settle(self) -> None: ...
-    def undo(self, why: str) -> None: ...
-    def place(self, stream: int) -> None: ...
-    def strand(self, why: str) -> None: ...
-    def forget(self) -> None: ...
     def troubles(self) -> list:
         """
         (index, what became of it, keeps its stage, ends its layer, why) of each.
         """
+
+    @property
+    def bytes_given(self) -> int: ...
+    @property
+    def seconds(self) -> float:
+        """That its pieces took."""
 
 def add_uses(counts: object, now: object, seen: object | None, better: object, keep: float) -> float:
     """

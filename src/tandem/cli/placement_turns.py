@@ -35,14 +35,15 @@ WARM_TOKENS = 20  # decoded before the clock starts; what is measured begins at 
 
 def moving_columns(live: LiveExperts | None) -> dict[str, Any]:
     """moved_gb: both ways together; thread_us: what the engine's thread does for live placement, per step, and its
-    parts; waited_us: of that, what the GPU may have stood still for, of which an exchange has its share."""
+    parts; waited_us: of that, what the GPU may have stood still for, of which an exchange has its share; beside_us:
+    what it does between layers, not in thread_us."""
     if live is None:
         return {}
     times = live.times()
     per_step, each = 1e6 / max(1, times.steps), 1e3 / max(1, times.exchanges)
     return {
         "moved_gb": round(times.bytes_moved / 1e9, 2), "thread_us": round(times.seconds * per_step, 1),
-        "waited_us": round(times.waited * per_step, 1),
+        "waited_us": round(times.waited * per_step, 1), "beside_us": round(times.beside * per_step, 1),
         "thread_us_of": {part: round(seconds * per_step, 1) for part, seconds in times.parts.items()},
         "ms_per_exchange": round(times.waited * each, 4), "exchange_cost_reads": round(live.cost, 2),
     }  # fmt: skip

@@ -80,7 +80,8 @@ def live_experts(
     policy = LivePolicy(slot_of, largest, READS_PER_EXCHANGE, settings)
     usage.copy = copies.in_order
     hold_all([layer.cpu for layer in layers if layer], copies, progress)
-    exchange = LiveExchange(layers, tables, copies, settings.bytes_per_step * settings.interval_steps)
+    at_once = settings.bytes_per_step * settings.interval_steps
+    exchange = LiveExchange(layers, tables, copies, at_once, meanwhile=side.handoff.meanwhile)
     return LiveExperts(policy, exchange, usage, side.handoff.seconds_per_expert)
 
 

@@ -164,6 +164,11 @@ class Handoff:
         experts = self.used()[1]
         return self._mailbox.times().serve_seconds / experts if self._mailbox and experts else 0.0
 
+    def meanwhile(self, work: _core.Meanwhile) -> None:
+        """Pieces of it are done in the next `serve`, between an answer and the next post."""
+        if self._mailbox is not None:
+            self._mailbox.meanwhile(work)
+
     def serve(self, posts: int) -> None:
         """After a graph was replayed: answers its posts. Raises EngineError when that fails; the stream goes on."""
         if posts and self._mailbox is not None:
@@ -278,6 +283,9 @@ class _Mailbox:
 
     def hints(self) -> HintCounts:
         return HintCounts(self._core.hinted, self._core.hits, self._core.bytes_ahead)
+
+    def meanwhile(self, work: _core.Meanwhile) -> None:
+        self._core.meanwhile(work)
 
     def serve(self, posts: int) -> None:
         try:

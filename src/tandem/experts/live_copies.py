@@ -23,14 +23,6 @@ from tandem.kernels.packed_experts import PackedExperts
 _log = logging.getLogger(__name__)
 
 
-class Mark(Protocol):
-    """A point in the order of copies."""
-
-    def passed(self) -> bool:
-        """Whether every copy given before it has arrived. Raises what has gone wrong with one."""
-        ...
-
-
 class Copies(Protocol):
     """Uploads keep their order, downloads keep theirs, and both wait for nothing but `follow`."""
 
@@ -48,8 +40,10 @@ class Copies(Protocol):
         ...
 
     @property
-    def function(self) -> int:
-        """Address of `cuMemcpyAsync` (target, source, bytes, stream), which returns 0 or an error."""
+    def functions(self) -> tuple[int, int]:
+        """Addresses of `cuMemcpyAsync` (target, source, bytes, stream), which returns 0 or an error, and of
+        `cuStreamQuery` (stream), which returns 0 where everything given has arrived, 600 where it has not, or an
+        error."""
         ...
 
     @property
@@ -65,28 +59,18 @@ class Copies(Protocol):
         """To GPU memory, between what the GPU has been given to compute until now and what it will be."""
         ...
 
-    def mark(self) -> Mark: ...
-
-
-class _Events:
-    def __init__(self, streams: tuple[torch.cuda.Stream, ...]) -> None:
-        self._events = [torch.cuda.Event() for _ in streams]
-        for event, stream in zip(self._events, streams, strict=True):
-            event.record(stream)
-
-    def passed(self) -> bool:
-        return all(event.query() for event in self._events)
-
 
 class CudaCopies:
     """DMA on two streams of its own, one for each direction: PCIe carries both at the same time."""
 
-    def __init__(self, device: torch.device, driver: Any = None, copy: int = 0) -> None:
-        """driver: `cuda.bindings.driver`, copy: the address of its cuMemcpyAsync; or what stands for them in a test."""
+    def __init__(
+        self, device: torch.device, driver: Any = None, functions: tuple[int, int] | None = None
+    ) -> None:
+        """driver: `cuda.bindings.driver`, functions: addresses of its own; or what stands for them in a test."""
         self._held: dict[int, object] = {}
         self._driver, self._device = driver or _cuda_driver(), device
         self._success = self._driver.CUresult.CUDA_SUCCESS
-        self.function = copy or _copy_function()
+        self.functions = functions or _driver_functions()
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.directions = self._up.cuda_stream, self._down.cuda_stream
         self.computing = _current_stream(device)
@@ -109,14 +93,11 @@ class CudaCopies:
         self._down.wait_event(self._given)
 
     def in_order(self, source: int, target: int, nbytes: int) -> None:
-        error = _core.copy_async(self.function, source, target, nbytes, self.computing())
+        error = _core.copy_async(self.functions[0], source, target, nbytes, self.computing())
         if error:
             raise EngineError(
                 f"a copy of {nbytes} bytes between CPU and GPU failed with CUDA's error {error}"
             )
-
-    def mark(self) -> Mark:
-        return _Events((self._up, self._down))
 
     def close(self) -> None:
         """Waits for what is under way, and gives back what was held."""
@@ -141,10 +122,11 @@ def _current_stream(device: torch.device) -> Callable[[], int]:
     return partial(asked, torch.cuda.current_device() if device.index is None else device.index)
 
 
-def _copy_function() -> int:
+def _driver_functions() -> tuple[int, int]:
     """Of the driver that PyTorch has loaded: a call by way of Python's bindings takes 5 us (measured on an H200)."""
     library = ctypes.CDLL("libcuda.so.1")
-    return ctypes.cast(library.cuMemcpyAsync, ctypes.c_void_p).value or 0
+    copy, query = (ctypes.cast(f, ctypes.c_void_p) for f in (library.cuMemcpyAsync, library.cuStreamQuery))
+    return copy.value or 0, query.value or 0
 
 
 def _cuda_driver() -> Any:

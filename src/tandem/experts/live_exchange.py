@@ -6,11 +6,12 @@ Neither has a second copy anywhere, so both are used where they were until both 
    CPU spare ◀──DMA── slot                       the one that leaves
 
 DMA reads and writes the experts' own CPU memory and runs beside the steps; no thread copies anything. Once both are
-there, when the CPU has done its part of a step: the leaving expert's place becomes the spare one, its entry in the
-GPU's tables -1, the slot is overwritten, the coming expert's entry becomes the slot, and its old place is the layer's
-spare one. Each of these leaves a placement that is right; an error before the slot is touched drops the exchange. All
-that arrive together end together: the tables are copied twice for all of them. What is done for each is done in C++
-(`ExpertMoves`): weights have driven everything out of the caches by then, and Python takes several times as long there.
+there, the leaving expert's place becomes the spare one, its entry in the GPU's tables -1, the slot is overwritten, the
+coming expert's entry becomes the slot, and, when the step has ended, its old place is the layer's spare one. Each of
+these leaves a placement that is right; an error before the slot is touched drops the exchange. All that travel together
+end together: the tables are copied twice for all of them. What is done for each is done in C++, a piece at a time, by
+the thread that answers the GPU's posts, while it waits for the next one (`ExchangeTurn`); what is left is done after
+the step, for a while.
 
 Memory: one spare place per layer on the CPU (1/128 or 1/512 of a layer there), so a layer's exchanges follow each
 other; and staging for all layers on the GPU, whose memory is what there is little of: a spare slot in each of 94 layers
@@ -21,14 +22,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from tandem import _core
-from tandem.experts.live_copies import Copies, Mark
+from tandem.experts.live_copies import Copies
 from tandem.experts.live_policy import Exchange
 from tandem.kernels.packed_experts import PackedExperts
 
@@ -36,6 +37,12 @@ _log = logging.getLogger(__name__)
 
 STAGING_BYTES = 96 << 20  # on the GPU
 LEAST_STAGES, MOST_STAGES = 2, 64
+TAIL_SECONDS = (
+    50e-6  # after a step, for what was not done beside it: the GPU computes its logits for longer than that
+)
+
+Meanwhile = Callable[[_core.Meanwhile], None]
+"""Has pieces of it done while a step runs."""
 
 
 class Slots(Protocol):
@@ -57,7 +64,10 @@ class Slots(Protocol):
 class Tables(Protocol):
     """What the GPU reads of all layers' `slot_of`."""
 
-    def publish(self, copies: Copies) -> None: ...
+    @property
+    def copied(self) -> tuple[int, int, int]:
+        """Address of their image in CPU memory and of what the GPU reads, and the bytes that one copy brings there."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +90,21 @@ class Settled:
 
 
 class _Batch(NamedTuple):
-    """Exchanges given to the DMA in one step, one of a layer at most."""
+    """Exchanges that travel together, one of a layer at most."""
 
-    moves: _core.ExpertMoves
+    turn: _core.ExchangeTurn
     exchanges: list[Exchange]
     stages: list[int]  # addresses on the GPU
     gone: set[int]  # of these, what has failed
 
 
+def _nobody(work: _core.Meanwhile) -> None:
+    """Where nobody waits for posts."""
+
+
 class LiveExchange:
     """One thread calls it: `end` and `prepare` when the CPU has done its part of a step, `begin` when the next was
-    started, which is after the GPU's. layers: None for those that live on one side only."""
+    started. layers: None for those that live on one side only."""
 
     def __init__(
         self,
@@ -99,8 +113,11 @@ class LiveExchange:
         copies: Copies,
         bytes_at_once: int,
         stages: int | None = None,
+        meanwhile: Meanwhile = _nobody,
+        tail_seconds: float = TAIL_SECONDS,
     ) -> None:
-        self._tables, self._copies = tables, copies
+        self._tables, self._copies, self._meanwhile = tables, copies, meanwhile
+        self._tail_seconds = tail_seconds
         self._sides, self._kept = _moving(layers), list(layers)
         sizes = [layer.gpu.bytes_per_expert if layer else 0 for layer in layers]
         self._bytes = [2 * size for size in sizes]  # of an exchange
@@ -111,24 +128,36 @@ class LiveExchange:
         self._staging = copies.there(stages * largest)
         self._free = [self._staging.data_ptr() + i * largest for i in range(stages)]
         self._queue: deque[Exchange] = deque()
-        self._prepared: _Batch | None = None
-        self._batches: list[tuple[Mark, _Batch]] = []
+        self._batch: _Batch | None = None
         self._busy: set[int] = set()  # layers that have a move under way
-        self.bytes_moved = 0  # both ways, since the start
+        self._moved, self._seconds = 0, 0.0  # of batches that have ended
+        # The first copy of its kind may load code, which the driver waits for: not while a step waits for this thread.
+        copies.in_order(self._free[0], self._free[-1], largest)
         copies.follow()
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue or self._prepared or self._batches)
+        return bool(self._queue or self._batch)
 
     @property
     def waiting(self) -> bool:
         """Whether there is anything to prepare."""
-        return bool(self._queue)
+        return bool(self._queue and self._batch is None)
 
     @property
-    def prepared(self) -> bool:
-        return self._prepared is not None
+    def under_way(self) -> bool:
+        """Whether there is anything to begin or to end."""
+        return self._batch is not None
+
+    @property
+    def bytes_moved(self) -> int:
+        """Both ways, since the start."""
+        return self._moved + (self._batch.turn.bytes_given if self._batch else 0)
+
+    @property
+    def beside_seconds(self) -> float:
+        """That was worked piece by piece, since the start."""
+        return self._seconds + (self._batch.turn.seconds if self._batch else 0.0)
 
     def add(self, exchanges: Iterable[Exchange]) -> None:
         self._queue.extend(exchanges)
@@ -136,32 +165,31 @@ class LiveExchange:
     # -- what begins ---
 
     def prepare(self) -> Settled:
-        """Chooses what `begin` will give the DMA, `bytes_at_once` on average, whole experts, and reserves their places.
-        What it raises leaves every expert where it was."""
+        """Chooses what travels next, `bytes_at_once` on average, whole experts; nothing while something does. What it
+        raises leaves every expert where it was."""
         settled = Settled()
-        if self._prepared is not None:
+        if self._batch is not None:
             return settled
         self._budget = min(self._budget, 0) + self._bytes_at_once
-        if self._queue and not self._free and not self._batches:  # every stage was lost to failures
+        if self._queue and not self._free:  # every stage was lost to failures
             settled.dropped.extend(self._queue)
             self._queue.clear()
         exchanges, stages = self._next()
         if exchanges:
-            moves = _core.ExpertMoves(self._sides, self._copies.function, exchanges, stages)
-            moves.prepare()
-            self._prepared = _Batch(moves, exchanges, stages, set())
-            self._note(self._prepared, settled)
+            self._batch = _Batch(self._turn(exchanges, stages), exchanges, stages, set())
         return settled
 
-    def begin(self) -> Settled:
-        """Gives the DMA what was prepared. What it raises leaves every expert where it was."""
-        settled, batch, self._prepared = Settled(), self._prepared, None
-        if batch is not None:
-            self.bytes_moved += batch.moves.begin(*self._copies.directions)
-            self._note(batch, settled)
-            if len(batch.gone) < len(batch.exchanges):
-                self._batches.append((self._copies.mark(), batch))
-        return settled
+    def _turn(self, exchanges: list[Exchange], stages: list[int]) -> _core.ExchangeTurn:
+        copies = self._copies
+        streams = (*copies.directions, copies.computing())
+        return _core.ExchangeTurn(
+            self._sides, copies.functions, streams, self._tables.copied, exchanges, stages
+        )
+
+    def begin(self) -> None:
+        """A step was started: has the batch go on while that runs."""
+        if self._batch is not None:
+            self._meanwhile(self._batch.turn)
 
     def _next(self) -> tuple[list[Exchange], list[int]]:
         """Exchanges and a stage for each; others wait for their layer's that is under way."""
@@ -185,49 +213,18 @@ class LiveExchange:
 
     def end(self) -> Settled:
         """What has arrived changes places. What it raises leaves every expert in one place."""
-        settled, waiting, arrived = Settled(), [], []
-        for mark, batch in self._batches:
-            try:
-                passed = mark.passed()
-            except Exception as error:
-                batch.moves.lose(str(error))
-                self._note(batch, settled)
-                continue
-            if passed:
-                arrived.append(batch)
-            else:
-                waiting.append((mark, batch))
-        self._batches = waiting
-        if arrived:
-            self._commit(arrived)
-        for batch in arrived:
-            self._note(batch, settled)
+        settled, batch = Settled(), self._batch
+        if batch is None:
+            return settled
+        ended = batch.turn.run(self._tail_seconds)
+        self._note(batch, settled)
+        if ended:
             self._close(batch, settled)
         return settled
 
-    def _commit(self, arrived: list[_Batch]) -> None:
-        for batch in arrived:
-            batch.moves.settle()
-        try:
-            self._tables.publish(self._copies)
-        except Exception as error:
-            for batch in arrived:
-                batch.moves.undo(str(error))
-            return
-        for batch in arrived:
-            batch.moves.place(self._copies.computing())
-        try:
-            self._tables.publish(self._copies)
-        except Exception as error:
-            for batch in arrived:
-                batch.moves.strand(str(error))
-        for batch in arrived:
-            batch.moves.forget()
-        self._copies.follow()  # what begins next overwrites these stages, and reads these slots
-
     def _note(self, batch: _Batch, settled: Settled) -> None:
         """What has gone wrong."""
-        for index, fate, keeps_stage, ends_layer, why in batch.moves.troubles():
+        for index, fate, keeps_stage, ends_layer, why in batch.turn.troubles():
             exchange = batch.exchanges[index]
             if ends_layer:
                 settled.ended.append(exchange.layer)
@@ -241,11 +238,15 @@ class LiveExchange:
             _tell(exchange, fate, why, settled)
 
     def _close(self, batch: _Batch, settled: Settled) -> None:
+        self._moved += batch.turn.bytes_given
+        self._seconds += batch.turn.seconds
+        self._batch = None
         for index, exchange in enumerate(batch.exchanges):
             if index not in batch.gone:
                 settled.done.append(exchange)
                 self._free.append(batch.stages[index])
                 self._busy.discard(exchange.layer)
+        self._copies.follow()  # what begins next overwrites these stages, and reads these slots
 
 
 def _moving(layers: Sequence[LiveLayer | None]) -> _core.MovingLayers:

@@ -1,9 +1,10 @@
 """`LiveExperts`: placement follows the traffic. Once a step it looks at what was used, and has experts moved.
 
 It waits for nothing: counts are asked for after one step and looked at after the next, and bytes travel beside the
-steps. They are sent when a step has begun: what the step itself sends would wait for them. Everything else is done when
-the CPU has answered the step's last layer, while the GPU computes its logits: what is given to the GPU then comes after
-the step, and this thread would only wait. What takes longer than the GPU does is measured.
+steps. What is done for each expert that travels is done while a step runs, between two of its layers (`LiveExchange`).
+Everything else is done when the CPU has answered the step's last layer, while the GPU computes its logits: what is
+given to the GPU then comes after the step, and this thread would only wait. What takes longer than the GPU does is
+measured.
 """
 
 from __future__ import annotations
@@ -55,14 +56,15 @@ class Usage(Protocol[AnyCounts]):
 
 class LiveTimes(NamedTuple):
     """Since the start: steps, exchanges made, bytes that travelled, both ways together, and seconds that the engine's
-    thread took for all of it. waited: of these, what the GPU may have stood still for. parts: seconds by what was
-    done."""
+    thread took for all of it, but for what it did between layers (beside). waited: of these, what the GPU may have
+    stood still for. parts: seconds by what was done."""
 
     steps: int
     exchanges: int
     bytes_moved: int
     seconds: float
     waited: float
+    beside: float
     parts: dict[str, float]
 
 
@@ -112,11 +114,14 @@ class LiveExperts:
 
     def times(self) -> LiveTimes:
         moved, seconds = self._exchange.bytes_moved, sum(self._parts.values())
-        return LiveTimes(self._all_steps, self._exchanges, moved, seconds, self._waited, dict(self._parts))
+        beside = self._exchange.beside_seconds
+        return LiveTimes(
+            self._all_steps, self._exchanges, moved, seconds, self._waited, beside, dict(self._parts)
+        )
 
     def beside_step(self) -> None:
-        if self._exchange.prepared:
-            self._guarded("begin", partial(self._move, self._exchange.begin), _over)
+        if self._exchange.under_way:
+            self._guarded("begin", self._exchange.begin, _over)
 
     def after_step(self, tokens: int, over: Callable[[], bool] = _over) -> None:
         """tokens: that the step computed. over: whether the GPU has ended it meanwhile, and waits."""
@@ -126,7 +131,7 @@ class LiveExperts:
         asked, self._asked = self._asked, None
         if self._steps >= self._policy.interval_steps:
             self._guarded("ask", self._ask, over)
-        if self._exchange.busy:
+        if self._exchange.under_way:
             self._guarded("end", partial(self._move, self._exchange.end), over)
         if asked is not None:
             self._guarded("decide", partial(self._decide, asked), over)
@@ -136,11 +141,7 @@ class LiveExperts:
     def finish(self) -> None:
         """Makes all exchanges that were decided on, waiting for their copies."""
         while self._exchange.busy and not self._failed:
-            for part, action in (
-                ("begin", self._exchange.begin),
-                ("end", self._exchange.end),
-                ("prepare", self._exchange.prepare),
-            ):
+            for part, action in (("end", self._exchange.end), ("prepare", self._exchange.prepare)):
                 self._guarded(part, partial(self._move, action), lambda: False)
 
     def _guarded(self, part: str, action: Callable[[], None], over: Callable[[], bool]) -> None:

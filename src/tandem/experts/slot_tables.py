@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tandem.errors import EngineError
-from tandem.experts.live_copies import Copies
 
 ALIGNED = 32  # entries: a row begins at a multiple of 128 bytes
 
@@ -34,7 +33,7 @@ class SlotTables:
             raise EngineError(f"layer {index} has {experts} experts, the first one {self._image.shape[1]}")
         return SlotTable(self._image[index, :experts], self._there[index, :experts])
 
-    def publish(self, copies: Copies) -> None:
-        """From the next step on the GPU sees what the image says now, or, where that changes before the copy is made,
-        what it says then."""
-        copies.in_order(self._image.data_ptr(), self._there.data_ptr(), self._image.nbytes)
+    @property
+    def copied(self) -> tuple[int, int, int]:
+        """From where, to where, and bytes: after such a copy the GPU sees what the image says then."""
+        return self._image.data_ptr(), self._there.data_ptr(), self._image.nbytes

@@ -1,0 +1,58 @@
+// A batch of exchanges from its first copy to its last, a piece of microseconds at a time: the thread that answers the
+// GPU's posts has time for one or two after each answer, while the GPU computes up to the next layer's. All of it may
+// be done while a step runs, but for forgetting the coming experts, which that step still uses in CPU memory. What is
+// given to the stream that computes comes after the step; up to there its tables say what they said.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "experts/expert_moves.h"
+#include "runtime/meanwhile.h"
+
+namespace tandem {
+
+// `cuStreamQuery` of CUDA's driver, or what stands for it in a test: 0, kNotReady, or what is wrong.
+using StreamQuery = int (*)(void* stream);
+constexpr int kNotReady = 600;
+
+class ExchangeTurn final : public Meanwhile {
+ public:
+  struct Device {
+    CopyAsync copy;
+    StreamQuery query;
+    void *up, *down, *computing;
+    uint64_t image, table;  // addresses of what the GPU's tables are copied from, and of these
+    int64_t table_bytes;
+  };
+
+  ExchangeTurn(std::unique_ptr<ExpertMoves> moves, const Device& device) : moves_(std::move(moves)), device_(device) {}
+
+  Progress next() noexcept override;
+  // Pieces until nothing can be done or so much time has passed. Whether it has ended: then the coming experts are
+  // forgotten, so no step may be under way that could use them.
+  bool run(double seconds);
+
+  ExpertMoves& moves() { return *moves_; }
+  int64_t bytes_given() const { return bytes_given_; }
+  double seconds() const { return seconds_; }  // that `next` took, all together
+
+ private:
+  enum class Stage { begin, travel, settle, hide, place, show, ended };
+
+  Progress piece();
+  void begin_one();
+  Progress look();
+  void publish(Stage then);
+  void go_on(Stage then);
+
+  std::unique_ptr<ExpertMoves> moves_;
+  Device device_;
+  Stage stage_ = Stage::begin;
+  size_t index_ = 0;  // of the next move
+  int64_t bytes_given_ = 0;
+  double seconds_ = 0;
+  bool forgotten_ = false;
+};
+
+}  // namespace tandem
