@@ -13,6 +13,8 @@ from tandem import _core
 from tandem.cli.memory_ledger import Taken, anonymous_bytes, memory_columns, planned
 from tandem.config import ModelConfig
 from tandem.config.gpu_plan import GpuPlan, dense_bytes
+from tandem.config.host_memory import HostShare, host_memory, pinned_bytes
+from tandem.experts.handoff import HandoffSizes, _Copies
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, Workspace
 
@@ -49,8 +51,10 @@ def test_experts_on_the_gpu_are_not_planned_in_ram(ratio: float) -> None:
     gpu = GpuPlan("a GPU", round(ratio * everyone), "uniform", None, (), 1.0)
     there = planned(replace(plan, gpu=gpu), config)
     expert, kv = config.expert_bytes("int4"), 1600 * config.kv_bytes_per_token("bfloat16")
-    assert there.ram == (1 - ratio) * everyone * expert
-    assert there.gpu == dense_bytes(config, "bfloat16") + ratio * everyone * expert + kv
+    assert there.parts["experts"] == (1 - ratio) * everyone * expert
+    assert there.ram == sum(there.parts.values()) and (there.ram > 0) == (ratio < 1)
+    sums = plan.max_step_tokens * config.hidden * 4 if ratio < 1 else 0
+    assert there.gpu == dense_bytes(config, "bfloat16") + ratio * everyone * expert + kv + sums
     here = planned(plan, config)
     assert here == Taken(config.weight_bytes("bfloat16", "int4"), 0)
 
@@ -76,6 +80,32 @@ def test_dense_codes_take_what_is_planned(hidden: int, fmt: str) -> None:
     assert taken + router + 2 * embedding == pytest.approx(expected, rel=0.03)
 
 
+def test_what_the_handoff_pins_is_planned() -> None:
+    config, sizes = qwen3(2048, 768), HandoffSizes(16, 300, 2048, 8)
+    share = HostShare(10, 1000, 3, step_tokens=300, graph_tokens=16, top_k=8, live=True)
+    host, copies = host_memory(config, share), _Copies(sizes, torch.device("cpu"))
+    pinned = [t for t in vars(copies).values() if isinstance(t, torch.Tensor) and t is not copies._there]
+    mailbox = _core.mailbox_offsets(sizes.mailbox_tokens, sizes.hidden, sizes.top_k)[-1]
+    assert host.handoff == sum(pinned_bytes(t.nbytes) for t in pinned) + pinned_bytes(mailbox)
+    assert (host.experts, host.spare) == (118 * 1000, 1000)
+    assert host.scratch == 3 * _core.SCRATCH_BYTES_PER_WORKER
+    assert [pinned_bytes(n) for n in (1, 2, 3, 4096, 4097)] == [1, 2, 4, 4096, 8192]
+
+
+def test_an_engine_beside_a_gpu_takes_scratch_as_planned() -> None:
+    """The same parts without a GPU: what the core holds is experts and scratch, to the byte."""
+    before, config = _core.buffer_bytes(), qwen3(2048, 512)
+    workspace = Workspace(_core.WorkerPool([-1, -1]), "scalar")
+    layer = PackedExperts(workspace, 128, config.hidden, config.moe.width, "int4", places=5)
+    weights = [torch.zeros(shape, dtype=torch.bfloat16) for shape in ((512, 2048), (512, 2048), (2048, 512))]
+    layer.load(0, *weights)
+    share = HostShare(123, layer.bytes_per_expert, 2, step_tokens=16, graph_tokens=0, top_k=8)
+    host = host_memory(config, share)
+    assert _core.buffer_bytes() - before == host.experts + host.scratch
+    del layer, workspace
+    assert _core.buffer_bytes() == before
+
+
 def test_memory_is_seen() -> None:
     before = Taken.now()
     held = mmap.mmap(
@@ -86,7 +116,9 @@ def test_memory_is_seen() -> None:
     assert used.ram == pytest.approx(64 * MIB, rel=0.05)
     columns = memory_columns(Taken(64 * MIB, 0), used)
     assert columns["ram_ratio"] == pytest.approx(1, abs=0.05) and columns["gpu_ratio"] is None
+    assert sum(used.parts.values()) == used.ram and used.parts["rest"] == pytest.approx(64 * MIB, rel=0.05)
     held.close()
+    assert Taken.now().since(before).ram < 8 * MIB
 
 
 def test_status_is_read(tmp_path) -> None:

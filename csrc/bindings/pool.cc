@@ -4,7 +4,9 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.h"
+#include "ops/workspace.h"
 #include "runtime/cpu_features.h"
+#include "runtime/memory.h"
 #include "runtime/readable_file.h"
 #include "runtime/worker_pool.h"
 
@@ -13,6 +15,7 @@ namespace nb = nanobind;
 namespace tandem {
 
 void bind_runtime(nb::module_& m) {
+  m.attr("SCRATCH_BYTES_PER_WORKER") = Workspace::kWorkerBytes;
   m.attr("MAX_RANGES_AHEAD") = ReadAhead::kRanges;
   nb::class_<ByteRange>(m, "ByteRange", "Packed weights somewhere in memory.").def_ro("bytes", &ByteRange::bytes);
   nb::class_<WorkerPool>(m, "WorkerPool",
@@ -33,6 +36,10 @@ void bind_runtime(nb::module_& m) {
             new (self) ReadableFile(fd, reinterpret_cast<const uint8_t*>(address), bytes);
           },
           nb::arg("fd"), nb::arg("address"), nb::arg("bytes"));
+  m.def("buffer_bytes", &HugeBuffer::total_bytes, "Of all packed weights and scratch, touched or not.");
+  m.def("heap_bytes", &heap_bytes, "What malloc has given out; 0 where nobody knows.");
+  m.def("return_free_memory", &return_free_memory, nb::call_guard<nb::gil_scoped_release>(),
+        "What malloc has kept of freed memory goes back to the system.");
   m.def("supported_tiers", &supported_tiers, "Kernel tiers this host can run, slowest first.");
   m.def("cpu_model", [] { return cpu_features().model; }, "The CPU's own name for itself.");
 }

@@ -54,8 +54,6 @@ Workspace::Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table,
   if (tile_from_rows >= 0) force_tiles(table_, tile_from_rows);
   for (IntegerKernels& kernels : table_.digits)
     if (digits_below_rows >= 0) set_below_rows(kernels, digits_below_rows);
-  constexpr int64_t kTileBytes = kMaxRowsPerCall * kTileStride * 4, kSumBytes = int64_t{kMaxSumFloats} * 4;
-  constexpr int64_t kWorkerBytes = kMatmulScratchBytes + kTileBytes + kSumBytes;
   scratch_memory_ = HugeBuffer(size_t(kWorkerBytes) * scratch_.size());
   uint8_t* memory = scratch_memory_.data();
   for (WorkerScratch& scratch : scratch_) {

@@ -27,6 +27,9 @@ constexpr int64_t kTileStride = kPairColumns * kMaxPairsPerCall + 16;  // + one 
 
 class Workspace {
  public:
+  static constexpr int64_t kTileBytes = kMaxRowsPerCall * kTileStride * 4, kSumBytes = int64_t{kMaxSumFloats} * 4;
+  static constexpr int64_t kWorkerBytes = kMatmulScratchBytes + kTileBytes + kSumBytes;
+
   // tile_from_rows >= 0 replaces the tier's own choice of algorithm for every format (0: always tile_mm), and
   // digits_below_rows >= 0 up to where rows are cut into digits.
   Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table, int tile_from_rows = -1,

@@ -1,11 +1,13 @@
 #include "runtime/memory.h"
 
 #include <linux/mempolicy.h>
+#include <malloc.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <new>
 #include <utility>
 
@@ -16,6 +18,8 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr uintptr_t kSmallPage = 4096;
+
+std::atomic<int64_t> total{0};
 
 const uint8_t* page_of(const uint8_t* data) {
   return reinterpret_cast<const uint8_t*>(reinterpret_cast<uintptr_t>(data) & ~(kSmallPage - 1));
@@ -33,6 +37,7 @@ HugeBuffer::HugeBuffer(size_t bytes) : bytes_(bytes) {
     mapping_ = nullptr;
     throw std::bad_alloc();
   }
+  total += int64_t(bytes);
   const uintptr_t start = reinterpret_cast<uintptr_t>(mapping_);
   data_ = reinterpret_cast<uint8_t*>(huge ? (start + kHugePage - 1) & ~(kHugePage - 1) : start);
   if (huge) madvise(data_, bytes, MADV_HUGEPAGE);  // a wish: refused, the pages are small
@@ -64,8 +69,12 @@ void HugeBuffer::prefer_node(uint8_t* begin, uint8_t* end, int node) {
 }
 
 HugeBuffer::~HugeBuffer() {
-  if (mapping_) munmap(mapping_, mapped_);
+  if (!mapping_) return;
+  munmap(mapping_, mapped_);
+  total -= int64_t(bytes_);
 }
+
+int64_t HugeBuffer::total_bytes() { return total; }
 
 HugeBuffer::HugeBuffer(HugeBuffer&& other) noexcept { *this = std::move(other); }
 
@@ -75,6 +84,21 @@ HugeBuffer& HugeBuffer::operator=(HugeBuffer&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
   return *this;
+}
+
+int64_t heap_bytes() {
+#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 33)
+  const struct mallinfo2 info = mallinfo2();
+  return int64_t(info.uordblks + info.hblkhd);
+#else
+  return 0;
+#endif
+}
+
+void return_free_memory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
 }
 
 void map_for_reading(const uint8_t* data, int64_t bytes) {

@@ -33,6 +33,9 @@ class HugeBuffer {
   // first touched. A wish: a node without room, or a system that refuses, gives other memory.
   static void prefer_node(uint8_t* begin, uint8_t* end, int node);
 
+  // Of all that exist, whether they were touched or not.
+  static int64_t total_bytes();
+
   uint8_t* data() const { return data_; }
   size_t bytes() const { return bytes_; }
 
@@ -42,6 +45,12 @@ class HugeBuffer {
   uint8_t* data_ = nullptr;
   size_t bytes_ = 0;
 };
+
+// Bytes that malloc has given out and that were not freed; 0 where nobody knows.
+int64_t heap_bytes();
+
+// What was freed and malloc has kept goes back to the system.
+void return_free_memory();
 
 // Makes the pages of memory that is mapped from a file readable without a fault; read from a disk, they are waited for.
 // Throws UnreadableFile where the file has become shorter (if it is a ReadableFile: its end is read). Pages are

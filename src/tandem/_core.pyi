@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Annotated
 
+SCRATCH_BYTES_PER_WORKER: int = 5799936
+
 MAX_RANGES_AHEAD: int = 4
 
 class ByteRange:
@@ -41,6 +43,15 @@ class ReadableFile:
     """
 
     def __init__(self, fd: int, address: int, bytes: int) -> None: ...
+
+def buffer_bytes() -> int:
+    """Of all packed weights and scratch, touched or not."""
+
+def heap_bytes() -> int:
+    """What malloc has given out; 0 where nobody knows."""
+
+def return_free_memory() -> None:
+    """What malloc has kept of freed memory goes back to the system."""
 
 def supported_tiers() -> list[str]:
     """Kernel tiers this host can run, slowest first."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tandem import _core
 from tandem.config import ModelConfig, Plan
-from tandem.config.gpu_plan import dense_bytes
+from tandem.config.gpu_plan import dense_bytes, host_share
+from tandem.config.host_memory import host_memory
 from tandem.config.stored import UNQUANTISED, StoredFormats
+from tandem.kernels.free_memory import return_free_memory
 
 _STATUS = Path("/proc/self/status")
+PROBE_BYTES = 32 << 20
 
 
 def anonymous_bytes(status: Path = _STATUS) -> int:
@@ -27,31 +32,63 @@ def gpu_bytes() -> int:
     return int(torch.cuda.memory_allocated()) if torch.cuda.is_available() else 0
 
 
+def pinned_bytes() -> int:
+    """What PyTorch has pinned, in use or kept; 0 without a GPU."""
+    found = torch.cuda.host_memory_stats() if torch.cuda.is_available() else {}
+    return int(found.get("allocated_bytes.current", 0))
+
+
+@cache
+def counts_pinned() -> bool:
+    """Whether the system counts memory that CUDA pins as this process's own; drivers differ."""
+    if not torch.cuda.is_available():
+        return True
+    before = anonymous_bytes()
+    held = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
+    grown = anonymous_bytes() - before
+    del held
+    return_free_memory()
+    return grown > PROBE_BYTES // 2
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Taken:
-    """Bytes of RAM and of GPU memory."""
+    """Bytes of RAM and of GPU memory, and what the RAM consists of. Of what is used: buffers are the C++ core's, pinned
+    PyTorch's, heap what malloc has given out (CPU tensors, Python, compilers), rest all else; parts of buffers that
+    nobody has touched make it less."""
 
     ram: int
     gpu: int
+    parts: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def now(cls) -> Taken:
         gc.collect()
-        return cls(anonymous_bytes(), gpu_bytes())
+        return_free_memory()
+        inside, pinned = counts_pinned(), pinned_bytes()
+        ram = anonymous_bytes() + (0 if inside else pinned)
+        parts = {"buffers": _core.buffer_bytes(), "pinned": pinned, "heap": _core.heap_bytes()}
+        return cls(ram, gpu_bytes(), parts | {"rest": ram - sum(parts.values())})
 
     def since(self, earlier: Taken) -> Taken:
-        return Taken(self.ram - earlier.ram, self.gpu - earlier.gpu)
+        parts = {name: nbytes - earlier.parts.get(name, 0) for name, nbytes in self.parts.items()}
+        return Taken(self.ram - earlier.ram, self.gpu - earlier.gpu, parts)
 
 
 def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED) -> Taken:
-    """Weights, and on a GPU also the KV cache: on the CPU its pages take memory only once they are used."""
-    everyone = model.moe.router.num_experts * len(model.moe.layers)
+    """Weights, and on a GPU also what steps need and the KV cache: on the CPU its pages take memory only once they are
+    used."""
     expert = model.expert_bytes(plan.expert_format, stored.experts)
     if plan.gpu is None:
         return Taken(model.weight_bytes(plan.dtype, plan.expert_format, stored), 0)
+    workers, steps, in_place = len(plan.cpus), plan.max_step_tokens, plan.experts_in_place
+    share = host_share(model, plan.gpu, expert, workers, steps, plan.fuse_shared_experts, in_place)
+    host = host_memory(model, share)
     kv = plan.num_pages * plan.page_size * model.kv_bytes_per_token(plan.dtype)
     on_gpu = dense_bytes(model, plan.dtype, stored) + plan.gpu.experts * expert + kv
-    return Taken((everyone - plan.gpu.experts) * expert, on_gpu)
+    logits = sum(plan.gpu.graph_sizes) * model.vocab * 4
+    returned = plan.max_step_tokens * model.hidden * 4 if host.handoff else 0  # the CPU's sums
+    return Taken(host.total, on_gpu + logits + returned, host.parts())
 
 
 def memory_columns(plan: Taken, used: Taken) -> dict[str, Any]:
@@ -59,6 +96,7 @@ def memory_columns(plan: Taken, used: Taken) -> dict[str, Any]:
     return {
         "ram_planned": plan.ram, "ram_used": used.ram, "ram_ratio": _ratio(used.ram, plan.ram),
         "gpu_planned": plan.gpu, "gpu_used": used.gpu, "gpu_ratio": _ratio(used.gpu, plan.gpu),
+        "ram_planned_parts": plan.parts, "ram_used_parts": used.parts,
     }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tandem.config.cuda_graphs import graph_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpus import Gpu
+from tandem.config.host_memory import HostShare
 from tandem.config.machine import Machine
 from tandem.config.memory import (
     DEFAULT_FRACTION,
@@ -194,6 +195,21 @@ def workspace_bytes(request: MemoryRequest) -> int:
 def expert_bytes(request: MemoryRequest) -> int:
     """Of one routed expert, as packed."""
     return request.model.expert_bytes(request.expert_format, request.stored.experts)
+
+
+def host_share(
+    model: ModelConfig,
+    gpu: GpuPlan,
+    expert_bytes: int,
+    workers: int,
+    step_tokens: int,
+    fused: bool,
+    in_place: bool,
+) -> HostShare:
+    """fused: shared experts are computed as routed ones."""
+    top_k = model.moe.router.top_k + (model.moe.fusible_shared if fused else 0)
+    largest = max(gpu.graph_sizes, default=0)
+    return HostShare(gpu.experts, expert_bytes, workers, step_tokens, largest, top_k, gpu.live, in_place)
 
 
 def _all_experts(model: ModelConfig) -> int:

@@ -19,13 +19,16 @@ from tandem.config.gpu_plan import (
     MAX_PATIENCE_SECONDS,
     GpuPlan,
     check_no_gpu_wishes,
+    expert_bytes,
     experts_kept_off,
+    host_share,
     live_placement,
     needs_gpu,
     size_gpu,
     usable_gpu,
 )
 from tandem.config.gpus import Gpu
+from tandem.config.host_memory import host_memory
 from tandem.config.in_place import against_in_place
 from tandem.config.machine import Machine
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, size_memory
@@ -157,6 +160,11 @@ def _resolved(
     else:
         memory, gpu_plan = _on_gpu(request, gpu, log)
     num_pages = _pages(config, model, dtype, memory, log)
+    step_tokens = _step_tokens(config, memory.context_length, running, gpu is not None, log)
+    if gpu_plan is not None:
+        workers, fused = len(threads.cpus), _fuse_shared(request, True, [])
+        share = host_share(model, gpu_plan, expert_bytes(request), workers, step_tokens, fused, in_place)
+        log.append(Decision("CPU memory", *host_memory(model, share).texts()))
     return Plan(
         dtype=dtype,
         expert_format=expert_format,
@@ -168,7 +176,7 @@ def _resolved(
         page_size=config.page_size,
         num_pages=num_pages,
         max_running_requests=running,
-        max_step_tokens=_step_tokens(config, memory.context_length, running, gpu is not None, log),
+        max_step_tokens=step_tokens,
         radix_cache=_radix(config, log),
         fuse_shared_experts=_fuse_shared(request, gpu is not None, log),
         dense_codes=dense_codes,

@@ -24,6 +24,7 @@ from tandem.engine.sampling import Sampled, fresh_seed
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk, Sequence, Status
 from tandem.errors import RequestError
+from tandem.kernels.free_memory import return_free_memory
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class Engine:
             self._kv, max_step_tokens=plan.max_step_tokens, max_running=plan.max_running_requests
         )
         self._runner = _runner(parts, layers)
+        return_free_memory()  # what loading and compiling took
         self._recorder = parts.recorder
         self._meter: ExpertMeter | None = None
         if parts.usage is not None:
