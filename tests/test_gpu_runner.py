@@ -30,6 +30,7 @@ def batch(rows: int, pages: int, first: int) -> ForwardBatch:
 
 def check(inputs: _Inputs, source: ForwardBatch) -> None:
     rows, width = source.block_tables.shape
+    inputs.send()
     index = torch.arange(SIZE).clamp(max=rows - 1)
     for name in ("input_ids", "positions", "cache_slots", "seq_lens"):
         assert torch.equal(getattr(inputs.batch, name), getattr(source, name)[index]), name
@@ -52,6 +53,7 @@ def test_memory_stays_where_a_graph_reads_it() -> None:
         t.data_ptr() for t in (inputs.batch.input_ids, inputs.batch.seq_lens, inputs.batch.block_tables)
     ]
     inputs.fill(batch(3, 4, 1))
+    inputs.send()
     after = [t.data_ptr() for t in (inputs.batch.input_ids, inputs.batch.seq_lens, inputs.batch.block_tables)]
     assert before == after
 

@@ -25,6 +25,8 @@ BeginStep = Callable[[ForwardBatch, bool], None]
 
 _log = logging.getLogger(__name__)
 
+ALIGNED_BYTES = 128
+
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
@@ -37,44 +39,50 @@ class GraphPlan:
 
 
 class _Inputs:
-    """A graph's batch on the GPU and its image in pinned memory, each in two arrays, so that a step copies twice.
+    """A graph's batch on the GPU and its image in pinned memory, each in one array: the graph begins with a copy.
 
     At first the rows read and write page 0, before anybody uses it, and none of them counts.
     """
 
     def __init__(self, size: int, pages: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self._size = size
-        self._host = (
-            torch.zeros(3, size, dtype=torch.int64, pin_memory=pinned),
-            torch.zeros(size * (1 + pages) + 1, dtype=torch.int32, pin_memory=pinned),
-        )
-        self._host[1][:size] = 1  # lengths
-        self._there = self._host[0].to(device, copy=True), self._host[1].to(device, copy=True)
-        self.batch, self.image = self._views(*self._there), self._views(*self._host)
-        self.counted = self._there[1][-1:]  # rows that are not copies
+        self._size, self._wide = size, -(-3 * 8 * size // ALIGNED_BYTES) * ALIGNED_BYTES
+        nbytes = self._wide + 4 * (size * (1 + pages) + 1)
+        self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.image = self._views(self._host)
+        self.image.seq_lens.fill_(1)
+        self._there = self._host.to(device, copy=True)
+        self.batch = self._views(self._there)
+        self.counted = self._there[-4:].view(torch.int32)  # rows that are not copies
+        names = "input_ids", "positions", "cache_slots", "seq_lens", "block_tables"
+        self._rows = {name: getattr(self.image, name).numpy() for name in names}
+        self._count = self._host[-4:].view(torch.int32).numpy()
 
-    def _views(self, wide: Tensor, narrow: Tensor) -> ForwardBatch:
-        size, device = self._size, wide.device
+    def _views(self, memory: Tensor) -> ForwardBatch:
+        size, device = self._size, memory.device
+        wide = memory[: 3 * 8 * size].view(torch.int64).view(3, size)
+        narrow = memory[self._wide : -4].view(torch.int32)
         return ForwardBatch(
             input_ids=wide[0], positions=wide[1], cache_slots=wide[2],
             query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
-            seq_lens=narrow[:size], block_tables=narrow[size:-1].view(size, -1),
+            seq_lens=narrow[:size], block_tables=narrow[size:].view(size, -1),
             logits_rows=torch.arange(size, device=device),
         )  # fmt: skip
 
     def fill(self, source: ForwardBatch) -> None:
-        """The last row fills what is left over."""
-        rows, image, width = len(source.seq_lens), self.image, source.block_tables.shape[1]
-        for name in ("input_ids", "positions", "cache_slots", "seq_lens"):
-            to, values = getattr(image, name), getattr(source, name)
+        """The image; the last row fills what is left over. In NumPy: PyTorch takes several times as long for so few
+        numbers. The step before ended with a wait, so the image is free."""
+        rows, width = len(source.seq_lens), source.block_tables.shape[1]
+        for name, to in self._rows.items():
+            values = getattr(source, name).numpy()
+            to = to[:, :width] if name == "block_tables" else to
             to[:rows] = values
-            to[rows:] = values[-1]
-        image.block_tables[:rows, :width] = source.block_tables
-        image.block_tables[rows:, :width] = source.block_tables[-1]
-        self._host[1][-1] = rows
-        for there, here in zip(self._there, self._host, strict=True):
-            there.copy_(here, non_blocking=True)  # the step ends with a wait, so the image is free again
+            if rows < self._size:
+                to[rows:] = values[-1]
+        self._count[0] = rows
+
+    def send(self) -> None:
+        """The image to the GPU, in a graph at every replay."""
+        self._there.copy_(self._host, non_blocking=True)
 
 
 def _nothing(batch: ForwardBatch, captured: bool) -> None:
@@ -214,6 +222,7 @@ class GpuRunner:
             self._handoff.recording() as posted,
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):
+            inputs.send()
             logits = self._forward(inputs.batch, inputs.counted)
             best = fetched.fetch(logits)
         return _Graph(inputs, graph, logits, best, len(posted))
