@@ -27,7 +27,7 @@ if HAS_TRITON and not INTERPRETED:
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
-    from tandem.kernels.gpu import attention_decode, attention_prefill, overlap
+    from tandem.kernels.gpu import attention_decode, attention_prefill, best, overlap
     from tandem.kernels.gpu.ops import GpuOps
 
 pytestmark = [
@@ -94,6 +94,15 @@ def test_attention_is_compiled_once_for_all_mixtures_of_rows(compiler: Compiler,
         ops.attention(q, k, v, batch, 0.1, 64)
     counts = {name: len(variants) for name, variants in compiler.variants.items()}
     assert counts == {"_decode": 2, "_prefill": 1, "_merge": 1}  # decoding: few rows, and many
+
+
+def test_the_best_logit_is_compiled_once_for_any_number_of_rows(compiler: Compiler) -> None:
+    for rows in (1, 3, 16, 300):
+        best.best_of(torch.zeros(rows, 151936))
+    assert {name: len(variants) for name, variants in compiler.variants.items()} == {
+        "_of_part": 1,
+        "_of_row": 1,
+    }
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -23,7 +23,7 @@ from tandem.kernels.reference import TorchOps
 from test_ops import Batch, make_batch, random_tables
 
 if AVAILABLE:
-    from tandem.kernels.gpu import attention_decode, experts
+    from tandem.kernels.gpu import attention_decode, best, experts
     from tandem.kernels.gpu import mlp as mlp_module
     from tandem.kernels.gpu.experts import FEW_TOKENS
     from tandem.kernels.gpu.ops import GpuOps
@@ -49,6 +49,21 @@ def bf16(*shape: int) -> Tensor:
 
 def near(got: Tensor, expected: Tensor, rtol: float = BF16_ULP, atol: float = 0.0) -> None:
     torch.testing.assert_close(got.cpu(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 9000), (5, 4096), (3, 7)])
+def test_the_best_logit_of_every_row_is_found(rows: int, vocab: int) -> None:
+    """The first of equal ones, infinite and all equal ones too; NaN says so."""
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)).mul(4).round() / 4
+    logits[0, [vocab // 2, vocab - 1]] = 100.0
+    if rows > 1:
+        logits[1], logits[2] = float("-inf"), float("-inf")
+        logits[2, 3] = float("inf")
+    got = best.best_of(logits.to(DEVICE)).cpu()
+    assert got[:, 0].tolist() == [int((row == row.max()).nonzero()[0]) for row in logits]
+    assert torch.equal(got[:, 1], logits.amax(1).double())
+    logits[:, vocab - 2] = float("nan")
+    assert best.best_of(logits.to(DEVICE))[:, 1].isnan().all()
 
 
 @pytest.mark.parametrize("shape", [(1, 2048), (3, 100)])

@@ -215,7 +215,7 @@ class GpuRunner:
         self._begin_step(inputs.image, True)
         with self._handoff.rehearsing():
             for _ in range(self._plan.warm_ups):
-                self._forward(inputs.batch, inputs.counted)
+                fetched.fetch(self._forward(inputs.batch, inputs.counted))
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with (

@@ -43,6 +43,10 @@ class HostLogits:
 
 def best_of(logits: Tensor) -> Tensor:
     """float64 [R, 2]: every row's best id and its logit; NaN if there is one. Both are exact in float64."""
+    if logits.is_cuda:
+        from tandem.kernels.gpu import best  # Triton is there only where a GPU is used
+
+        return best.best_of(logits)
     ids = logits.argmax(1, keepdim=True)
     return torch.cat((ids.double(), logits.gather(1, ids).double()), 1)
 
