@@ -20,6 +20,7 @@ TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 4, 48, 32, 6, 3
 POSTED, LAYER, COUNT, DONE, FAILED, GAVE_UP = 0, 1, 2, 32, 64, 96
 HINTED, HINT_LAYER, HINT_IDS = 128, 129, 130
 PATIENCE = 20.0
+GATE_UP_BYTES = 2 * WIDTH * 64 * 2  # bfloat16, rows padded to 64
 
 
 class FakeGpu:
@@ -220,13 +221,13 @@ def test_after_a_reset_it_works_again() -> None:
 )
 def test_hinted_experts_are_fetched_before_the_post(ids: list[int], hinted: int, hits: int) -> None:
     gpu = FakeGpu(workers=1)
-    assert gpu.play((1, 1, ids)) == (hinted, hits, hinted * gpu.layers[1].bytes_per_expert)
+    assert gpu.play((1, 1, ids)) == (hinted, hits, hinted * GATE_UP_BYTES)
 
 
 def test_workers_that_sleep_leave_their_share() -> None:
     gpu = FakeGpu(workers=3)
     hinted, hits, nbytes = gpu.play((1, 1, [3, 0, 2]))
-    assert (hinted, hits) == (3, 3) and 0 < nbytes <= 3 * gpu.layers[1].bytes_per_expert
+    assert (hinted, hits) == (3, 3) and 0 < nbytes <= 3 * GATE_UP_BYTES
 
 
 @pytest.mark.parametrize(
@@ -247,7 +248,7 @@ def test_other_hints_are_ignored(hint: tuple[int, int, list[int]]) -> None:
 
 def test_a_hint_of_another_layer_hits_nothing() -> None:
     gpu = FakeGpu(workers=1)
-    assert gpu.play((1, 0, [0, 2])) == (2, 0, 2 * gpu.layers[0].bytes_per_expert)
+    assert gpu.play((1, 0, [0, 2])) == (2, 0, 2 * GATE_UP_BYTES)
 
 
 def test_a_post_has_one_hint() -> None:

@@ -18,6 +18,8 @@ def build_and_run(tmp_path: Path, *flags: str, test: str = "worker_pool_test") -
     sources = [ROOT / f"tests/cpp/{test}.cc"]
     if test != "task_sizes_test":
         sources.append(ROOT / "csrc/runtime/worker_pool.cc")
+    if test == "own_pairs_test":
+        sources.append(ROOT / "csrc/experts/own_pairs.cc")
     compile_ = ["c++", "-std=c++20", "-O1", "-g", f"-I{ROOT / 'csrc'}", *flags, "-pthread"]
     subprocess.run(
         [*compile_, *map(str, sources), "-o", str(program)], check=True, capture_output=True, text=True
@@ -35,6 +37,10 @@ def test_tasks_have_every_pair_once(tmp_path: Path) -> None:
     assert build_and_run(tmp_path, test="task_sizes_test") == "task_sizes_test: ok\n"
 
 
+def test_every_pair_belongs_to_who_fetches_it(tmp_path: Path) -> None:
+    assert build_and_run(tmp_path, test="own_pairs_test") == "own_pairs_test: ok\n"
+
+
 def test_early_tasks_where_threads_are_slow_at_the_worst_moments(tmp_path: Path) -> None:
     pauses = f"{ROOT / 'tests/cpp/pool_pauses.h'}"
     assert build_and_run(tmp_path, "-include", pauses, test="early_tasks_test") == "early_tasks_test: ok\n"
@@ -43,6 +49,11 @@ def test_early_tasks_where_threads_are_slow_at_the_worst_moments(tmp_path: Path)
 @pytest.mark.slow
 def test_contract_under_thread_sanitizer(tmp_path: Path) -> None:
     assert build_and_run(tmp_path, "-fsanitize=thread") == "worker_pool_test: ok\n"
+
+
+@pytest.mark.slow
+def test_early_tasks_under_thread_sanitizer(tmp_path: Path) -> None:
+    assert build_and_run(tmp_path, "-fsanitize=thread", test="early_tasks_test") == "early_tasks_test: ok\n"
 
 
 def test_python_threads_share_one_pool() -> None:

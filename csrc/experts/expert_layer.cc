@@ -98,6 +98,18 @@ std::vector<ByteRange> ExpertLayer::bytes(int first, int count) const {
   return ranges;
 }
 
+std::vector<SharedRange> ExpertLayer::shared_gate_up(int expert) const {
+  std::vector<SharedRange> ranges;
+  for (int node = 0, first = 0; node < int(slices_.size()); ++node) {
+    const WeightView view = gate_up(expert, size_t(node));
+    const int workers = workspace_->pool().workers_of(node);
+    ranges.push_back({view.panels, view.pairs, view.pair_bytes, expert, first, workers});
+    if (in_place()) ranges.push_back({view.panels + view.second, view.pairs, view.pair_bytes, expert, first, workers});
+    first += workers;
+  }
+  return ranges;
+}
+
 std::vector<ByteRange> ExpertLayer::all_places() const {
   if (in_place()) return rows_of(0, shape_.experts);
   std::vector<ByteRange> ranges;

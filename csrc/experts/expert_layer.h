@@ -41,7 +41,8 @@ struct ExpertCall {
   int64_t top_k;
   void* out;  // [tokens, hidden]
   DType out_type;
-  bool add;  // out += instead of out =
+  bool add;                                        // out += instead of out =
+  const std::vector<int32_t>* foreseen = nullptr;  // experts whose shares of gate_up were fetched, in this order
 };
 
 class ExpertLayer {
@@ -54,6 +55,10 @@ class ExpertLayer {
   // Of the experts [first, first + count), for each memory node; in place, of each matrix. Throws std::out_of_range,
   // and std::invalid_argument if they do not lie side by side.
   std::vector<ByteRange> bytes(int first, int count) const;
+
+  // gate_up of an expert that is loaded, of each memory node (in place: of gate and of up), by pairs of panels, divided
+  // among the node's workers as OwnPairs divides it.
+  std::vector<SharedRange> shared_gate_up(int expert) const;
 
   // Weights that will be read after this layer: idle workers fetch them once it is computed.
   void read_next(std::vector<ByteRange> upcoming) { upcoming_ = std::move(upcoming); }

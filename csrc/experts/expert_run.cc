@@ -43,7 +43,7 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
   hidden_.stride = layer.down_layout_.padded_depth * bytes_of(hidden_type_);
   hidden_.data = workspace_.shared(Workspace::kHidden, int64_t(plan_.rows.size()) * hidden_.stride);
   list_parts();
-  divide(gate_up_, layer.gate_up_layout_);
+  was_foreseen() ? list_own() : divide(gate_up_, layer.gate_up_layout_);
   count_pairs();
   by_expert_ = by_expert();
   by_expert_ ? list_down_by_expert() : list_down_by_columns();
@@ -178,17 +178,21 @@ void ExpertRun::run() {
   const auto convert_x = [&](int64_t i) { convert(x_integers_, given, call_.x.type, i); };
   const auto convert_hidden = [&](int64_t i) { convert(hidden_integers_, hidden_, hidden_type_, i); };
   const auto scratch = [this](const Worker& w) -> WorkerScratch& { return workspace_.scratch(w.index); };
-  const auto fetch_gate_up = [this](int64_t i, int64_t step) { return fetch(gate_up_, i, step); };
+  const auto do_gate_up = [&](int64_t i, const Worker& w) {
+    for_pieces(gate_up_, i, [&](const Piece& piece) { gate_up(piece, scratch(w)); });
+  };
+  const auto do_own = [&](int64_t i, int64_t count, const Worker& w) { own_gate_up(i, count, scratch(w)); };
+  const auto fetch_gate_up = [this](int64_t i, int64_t step) {
+    return own_.count() ? fetch_step(own_piece(i), step) : fetch(gate_up_, i, step);
+  };
+  const WorkerPool::Own own{own_.of_worker(), own_at_once(), do_own};
   const auto fetch_down = [this](int64_t i, int64_t step) { return fetch(down_, i, step); };
   const int64_t preparing = prepares_ ? ceil_div(call_.x.rows, kPrepareRows) : 0;
   workspace_.pool().run_phases({
       {preparing + tasks_of(x_integers_),
        [&](int64_t i, const Worker&) { i < preparing ? prepare(i) : convert_x(i - preparing); }},
-      {gate_up_.by_node.count(),
-       [&](int64_t i, const Worker& w) {
-         for_pieces(gate_up_, i, [&](const Piece& piece) { gate_up(piece, scratch(w)); });
-       },
-       gate_up_.by_node.of_node(), has_many_rows() ? WorkerPool::AheadBody() : fetch_gate_up},
+      {own_.count() + gate_up_.by_node.count(), do_gate_up, gate_up_.by_node.of_node(),
+       has_many_rows() ? WorkerPool::AheadBody() : fetch_gate_up, own_.count() ? &own : nullptr},
       {converts_at_end_ ? 0 : tasks_of(hidden_integers_), [&](int64_t i, const Worker&) { convert_hidden(i); }},
       {down_.by_node.count(),
        [&](int64_t i, const Worker& w) {
@@ -279,7 +283,10 @@ void ExpertRun::for_pieces(const Tasks& tasks, int64_t index, Body body) const {
 bool ExpertRun::fetch(const Tasks& tasks, int64_t index, int64_t step) const {
   const auto [node, of_node] = tasks.by_node.at(index);
   const auto [begin, end] = tasks.of_node[node].at(of_node);
-  const Piece piece = piece_at(tasks, node, begin, end);
+  return fetch_step(piece_at(tasks, node, begin, end), step);
+}
+
+bool ExpertRun::fetch_step(const Piece& piece, int64_t step) {
   const WeightView& view = piece.weights;
   const int64_t steps = ceil_div(view.panel_bytes, kAheadStepBytes), panel = step / steps;
   if (panel >= std::min<int64_t>(2 * piece.pairs, ceil_div(kAheadBytes, view.panel_bytes))) return false;

@@ -10,6 +10,8 @@
 //               results nor a pass that adds them up, and a crowded expert cannot unbalance the phase
 //               Few rows in all: task = some pairs of panels as in phase 2, a long stream of weights, and whoever does
 //               the last one of a block of columns adds up each token's experts there (down_by_expert.cc)
+//
+// Few rows of foreseen experts: tasks of 2 are workers' own (foreseen_run.cc).
 #pragma once
 
 #include <atomic>
@@ -17,6 +19,7 @@
 
 #include "experts/converted_rows.h"
 #include "experts/expert_layer.h"
+#include "experts/own_pairs.h"
 #include "experts/task_sizes.h"
 
 namespace tandem {
@@ -70,9 +73,11 @@ class ExpertRun {
   Piece piece_at(const Tasks& tasks, size_t node, int64_t pair, int64_t end) const;
   const uint8_t* next_panels(const Tasks& tasks, int64_t index) const;
   bool fetch(const Tasks& tasks, int64_t index, int64_t step) const;
+  static bool fetch_step(const Piece& piece, int64_t step);
   template <class Body>
   void for_pieces(const Tasks& tasks, int64_t index, Body body) const;
   void gate_up(const Piece& piece, WorkerScratch& scratch);
+
   void clear_padding(int64_t row);
   int64_t column_blocks(const NodeSlice& slice) const;
   void down(int64_t index, WorkerScratch& scratch);
@@ -85,6 +90,12 @@ class ExpertRun {
   void store_sums(const float* sums, int64_t first_token, int64_t tokens, int64_t first_column, int64_t columns);
   void down_expert(const RoutingPlan::Expert& expert, const DownBlock& block, const uint8_t* next_panel,
                    int64_t first_row, int64_t last_row, WorkerScratch& scratch);
+
+  bool was_foreseen() const;
+  void list_own();
+  int64_t own_at_once() const;
+  Piece own_piece(int64_t index) const;
+  void own_gate_up(int64_t first, int64_t count, WorkerScratch& scratch);
 
   bool by_expert() const;
   void list_down_by_expert();
@@ -108,6 +119,7 @@ class ExpertRun {
   PreparedRows hidden_;  // row i: intermediate activations of plan_.rows[i]
   std::vector<Part> parts_;
   Tasks gate_up_{&ExpertLayer::gate_up, &NodeSlice::gate_up_pairs, {}, {}};
+  OwnPairs own_;  // instead of gate_up_, where experts were foreseen
   Tasks down_{&ExpertLayer::down, &NodeSlice::down_pairs, {}, {}};
   bool converts_at_end_ = true;                   // of an expert's pairs in phase 2, instead of in a phase
   std::vector<std::atomic<int32_t>> unfinished_;  // such pairs, by index in the plan

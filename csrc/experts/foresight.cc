@@ -19,20 +19,23 @@ void Foresight::begin(std::shared_ptr<const ExpertLayer> layer, const std::vecto
   for (const int32_t id : ids) {
     if (id < 0 || id >= layer->shape().experts || !layer->is_loaded(id) || contains(ids_, id)) continue;
     ids_.push_back(id);
-    for (const ByteRange& range : layer->bytes(id, 1)) ranges_.push_back(range);
+    for (const SharedRange& range : layer->shared_gate_up(id)) ranges_.push_back(range);
   }
   layer_ = std::move(layer);
-  WorkerPool& pool = layer_->workspace().pool();
-  if (ids_.empty() || pool.nodes() > 1) return;  // several nodes: half would cross, to whom it is far
-  pool.announce_probable(ranges_, kBytesPerWorker * pool.size());
+  if (ids_.empty()) return;
+  layer_->workspace().pool().announce_probable(ranges_, kBytesPerWorker);
   fetching_ = true;
 }
 
 bool Foresight::fetch_a_little() { return fetching_ && layer_->workspace().pool().fetch_a_little(); }
 
 void Foresight::end() {
-  if (fetching_) bytes_ += layer_->workspace().pool().withdraw();
+  if (fetching_) bytes_ += fetched_ = layer_->workspace().pool().withdraw();
   fetching_ = false;
+}
+
+const std::vector<int32_t>* Foresight::fetched(const ExpertLayer& layer) const {
+  return layer_.get() == &layer && fetched_ > 0 ? &ids_ : nullptr;
 }
 
 void Foresight::compare(const ExpertLayer& layer, const std::vector<int32_t>& ids) {
@@ -45,6 +48,7 @@ void Foresight::compare(const ExpertLayer& layer, const std::vector<int32_t>& id
 void Foresight::forget() {
   end();
   ids_.clear();
+  fetched_ = 0;
   ranges_.clear();
   layer_ = nullptr;
 }

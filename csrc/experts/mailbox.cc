@@ -139,14 +139,15 @@ void Mailbox::answer() {
   // A GPU that has given up posts on: what is counted and then used must not change in between.
   const int32_t* ids = reinterpret_cast<const int32_t*>(memory_ + at_.ids);
   ids_.assign(ids, ids + tokens * shape_.top_k);
-  foresight_.compare(*layers_[layer], ids_);
   layers_[layer]->forward({{memory_ + at_.x, DType::bf16, int64_t(tokens), shape_.hidden},
                            ids_.data(),
                            reinterpret_cast<const float*>(memory_ + at_.weights),
                            shape_.top_k,
                            memory_ + at_.result,
                            DType::f32,
-                           false});
+                           false,
+                           foresight_.fetched(*layers_[layer])});
+  foresight_.compare(*layers_[layer], ids_);
   ++posts_;
   experts_ += layers_[layer]->experts_used();
 }

@@ -41,6 +41,7 @@ class TaskQueues {
   struct Task {
     int phase = -1;  // -1: there is none to take now
     int64_t index = 0;
+    int64_t count = 1;  // of tasks that follow each other (OwnTasks)
   };
 
   explicit TaskQueues(int nodes) : nodes_(nodes) {}

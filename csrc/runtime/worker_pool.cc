@@ -82,7 +82,7 @@ struct WorkerPool::State {
         spin(spin_time),
         yields(yield),
         generation(fork_generation.load()),
-        queues(nodes.back() + 1),
+        tasks(nodes),
         probable(count) {}
 
   const std::vector<int> nodes;   // of each worker
@@ -101,7 +101,7 @@ struct WorkerPool::State {
   std::exception_ptr error;  // the first
 
   // A region of phases.
-  TaskQueues queues;
+  RegionTasks tasks;
   alignas(64) std::atomic<int64_t> unfinished{0};  // tasks of the current phase that are not done
   alignas(64) std::atomic<int> current{0};         // phase
   std::atomic<bool> phases_done{true};
@@ -166,8 +166,8 @@ struct WorkerPool::State {
   bool help(const Worker& worker) {
     const int now = current.load(std::memory_order_acquire);
     TANDEM_POOL_PAUSE(knows_phase);
-    TaskQueues::Task task = queues.take(now, worker.node);
-    if (task.phase < 0 && !yields) task = queues.take(now + 1, worker.node);
+    RegionTasks::Task task = tasks.take(now, worker.index);
+    if (task.phase < 0 && !yields) task = tasks.take_early(now + 1, worker.index);
     if (task.phase < 0) return false;
     wait_for_phase(task, worker);
     run(task, worker);
@@ -177,13 +177,13 @@ struct WorkerPool::State {
   // Until the phase of a task that was taken early has begun. Nobody waits for ever: whoever holds a task of this phase
   // does what is left of the phase before, which it sees after the next raise of `work` at the latest. Hence none of
   // its tasks is left when all wait, and who holds one of them is at work on it.
-  void wait_for_phase(const TaskQueues::Task& task, const Worker& worker) {
+  void wait_for_phase(const RegionTasks::Task& task, const Worker& worker) {
     for (int64_t step = 0;;) {
       const uint32_t seen = work.load();
       const int now = current.load(std::memory_order_acquire);
       if (now >= task.phase) return;
       // Only of the current phase, whose tasks are counted: the one before may be open although it is not current.
-      const TaskQueues::Task before = now == task.phase - 1 ? queues.take(now, worker.node) : TaskQueues::Task{};
+      const RegionTasks::Task before = now == task.phase - 1 ? tasks.take(now, worker.index) : RegionTasks::Task{};
       if (before.phase >= 0)
         run(before, worker);
       else
@@ -191,10 +191,14 @@ struct WorkerPool::State {
     }
   }
 
-  // Does a task of the current phase.
-  void run(const TaskQueues::Task& task, const Worker& worker) {
-    if (!failed.load(std::memory_order_relaxed)) guarded([&] { phases[task.phase]->body(task.index, worker); });
-    if (unfinished.fetch_sub(1, std::memory_order_acq_rel) == 1) begin_phase(task.phase + 1);
+  // Does a task of the current phase, or some of a worker's own.
+  void run(const RegionTasks::Task& task, const Worker& worker) {
+    if (!failed.load(std::memory_order_relaxed)) guarded([&] { do_task(*phases[task.phase], task, worker); });
+    if (unfinished.fetch_sub(task.count, std::memory_order_acq_rel) == task.count) begin_phase(task.phase + 1);
+  }
+
+  static void do_task(const Phase& phase, const RegionTasks::Task& task, const Worker& worker) {
+    phase.own ? phase.own->body(task.index, task.count, worker) : phase.body(task.index, worker);
   }
 
   // By the worker that did the last task of the phase before, or by the caller. A phase that may be taken from early is
@@ -214,7 +218,13 @@ struct WorkerPool::State {
     work.raise();
   }
 
-  void open(int phase) { queues.open(phase, phases[phase]->tasks, phases[phase]->of_node); }
+  void open(int phase) {
+    const Phase& opened = *phases[phase];
+    if (const Own* owners = opened.own)
+      tasks.open_own(phase, opened.tasks, owners->of_worker, owners->most_at_once);
+    else
+      tasks.open(phase, opened.tasks, opened.of_node);
+  }
 
   // Under `region`.
   void do_phases(std::initializer_list<Phase> all, const Worker& caller) {
@@ -224,7 +234,7 @@ struct WorkerPool::State {
       if (phase.tasks > 0) phases[phase_count++] = &phase;
     phases_done.store(false, std::memory_order_relaxed);
     current.store(0, std::memory_order_relaxed);  // before any task can be taken: seen by whoever takes one
-    queues.begin_region();
+    tasks.begin_region();
     begin_phase(0);
     for (;;) {
       const uint32_t seen = work.load();
@@ -337,13 +347,23 @@ void WorkerPool::run(FunctionRef<void(const Worker&)> body) {
   state_->do_full_region(body, state_->worker(0, this));
 }
 
+void WorkerPool::check_own(const Phase& phase) const {
+  const int64_t* const of_worker = phase.own->of_worker;
+  if (std::accumulate(of_worker, of_worker + size(), int64_t{0}) != phase.tasks)
+    throw std::invalid_argument("the workers' own tasks are not all of the phase's");
+  if (*std::max_element(of_worker, of_worker + size()) > OwnTasks::kMostEach)
+    throw std::invalid_argument("a worker has at most 65535 tasks of its own");
+}
+
 void WorkerPool::run_phases(std::initializer_list<Phase> phases) {
   state_->check_caller();
   if (phases.size() > TaskQueues::kMaxPhases) throw std::invalid_argument("a region has at most 15 phases");
   for (const Phase& phase : phases) {
     if (phase.tasks > UINT32_MAX) throw std::invalid_argument("a phase has at most 2^32 - 1 tasks");
-    if (phase.of_node && std::accumulate(phase.of_node, phase.of_node + nodes(), int64_t{0}) != phase.tasks)
+    if (phase.of_node && !phase.own &&
+        std::accumulate(phase.of_node, phase.of_node + nodes(), int64_t{0}) != phase.tasks)
       throw std::invalid_argument("the nodes' tasks are not all of the phase's");
+    if (phase.own) check_own(phase);
   }
   std::lock_guard lock(state_->region);
   state_->do_phases(phases, state_->worker(0, this));
@@ -355,8 +375,8 @@ void WorkerPool::announce(const std::vector<ByteRange>& upcoming) {
   if (!upcoming.empty()) state_->read_ahead.announce(upcoming);
 }
 
-void WorkerPool::announce_probable(const std::vector<ByteRange>& ranges, int64_t most) {
-  state_->probable.announce(ranges, most);
+void WorkerPool::announce_probable(const std::vector<SharedRange>& ranges, int64_t most_each) {
+  state_->probable.announce(ranges, most_each);
 }
 
 bool WorkerPool::fetch_a_little() { return state_->probable.fetch(0); }

@@ -11,7 +11,7 @@
 
 #include "runtime/probable_reads.h"
 #include "runtime/read_ahead.h"
-#include "runtime/task_queues.h"
+#include "runtime/region_tasks.h"
 
 namespace tandem {
 
@@ -75,6 +75,13 @@ class WorkerPool {
   // A little of what can be done for a task before its phase begins, `step` by step from 0: fetching what it will read,
   // say. A fraction of a microsecond each; false when there is no more. Must not throw.
   using AheadBody = FunctionRef<bool(int64_t task, int64_t step)>;
+  // Tasks that are workers' own (OwnTasks), of which a worker does up to `most_at_once`, one after the other, in a
+  // call.
+  struct Own {
+    const int64_t* of_worker;  // how many of them are each worker's, in the order of their indices; below 2^16
+    int64_t most_at_once;
+    FunctionRef<void(int64_t first, int64_t count, const Worker&)> body;
+  };
   struct Phase {
     int64_t tasks;  // below 2^32
     TaskBody body;
@@ -83,6 +90,7 @@ class WorkerPool {
     // Given: whoever finds no task of the phase before takes one of this phase early, does this for it, and runs it as
     // soon as the phase begins.
     AheadBody ahead = {};
+    const Own* own = nullptr;  // given: instead of `body` and `of_node`
   };
 
   // One region of phases: body(i) of a phase for i in [0, tasks), each exactly once, by whoever is free; a phase begins
@@ -97,7 +105,7 @@ class WorkerPool {
 
   // What a caller that waits for somebody else will probably read (ProbableReads): from now on idle workers fetch it,
   // the caller, too, with `fetch_a_little` (false: it has done its share), until `withdraw`, which returns the bytes.
-  void announce_probable(const std::vector<ByteRange>& ranges, int64_t most);
+  void announce_probable(const std::vector<SharedRange>& ranges, int64_t most_each);
   bool fetch_a_little();
   int64_t withdraw();
 
@@ -105,6 +113,8 @@ class WorkerPool {
   void for_each(int64_t tasks, TaskBody body);
 
  private:
+  void check_own(const Phase& phase) const;
+
   struct State;
   std::unique_ptr<State> state_;
   friend struct Worker;

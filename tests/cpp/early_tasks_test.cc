@@ -20,6 +20,7 @@ void check(bool holds, const char* what) {
 
 int main() {
   using tandem::Worker;
+  using tandem::WorkerPool;
   tandem::WorkerPool pool({-1, -1, -1});
   constexpr int kTasks = 4;
   const auto fetch = [](int64_t, int64_t) { return false; };
@@ -33,7 +34,15 @@ int main() {
       };
     };
     const auto first = task_of(0), second = task_of(1), third = task_of(2);
-    pool.run_phases({{kTasks, first}, {kTasks, second, nullptr, fetch}, {kTasks, third, nullptr, fetch}});
+    const int64_t some_have = region % 3, of_worker[] = {some_have, kTasks - some_have, 0};
+    const auto some = [&](int64_t task, int64_t count, const Worker& worker) {
+      for (int64_t i = 0; i < count; ++i) (region % 2 ? second : third)(task + i, worker);
+    };
+    const WorkerPool::Own own{of_worker, 2, some};
+    const bool is_second = region % 2;  // or the third: one of them is of workers' own tasks
+    pool.run_phases({{kTasks, first},
+                     {kTasks, second, nullptr, fetch, is_second ? &own : nullptr},
+                     {kTasks, third, nullptr, fetch, is_second ? nullptr : &own}});
     check(done.load() == 3 * kTasks, "a task was not done, or twice");
   }
   std::puts("early_tasks_test: ok");

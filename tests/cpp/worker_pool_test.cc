@@ -126,6 +126,63 @@ void tasks_are_taken_early(WorkerPool& pool) {
   }
 }
 
+// Workers' own tasks are done once each, by whoever: phases of them follow each other and others, and may be begun
+// early. Some worker may have none.
+void own_tasks_are_done_once(WorkerPool& pool) {
+  for (int repeat = 0; repeat < 300; ++repeat) {
+    std::vector<int64_t> counts(size_t(pool.size())), later(size_t(pool.size()), 1);
+    for (size_t w = 0; w < counts.size(); ++w) counts[w] = repeat % 7 * int64_t((w + size_t(repeat)) % 3);
+    const int64_t tasks = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    std::vector<int> hits(size_t(tasks), 0), again(later.size(), 0);
+    int before = 0, after = 0;
+    const auto hit = [&](int64_t first, int64_t count, const Worker&) {
+      CHECK(count >= 1 && count <= 3 && before == 1);
+      for (int64_t i = first; i < first + count; ++i) ++hits[size_t(i)];
+    };
+    const auto hit_again = [&](int64_t first, int64_t count, const Worker&) {
+      CHECK(count == 1 && std::accumulate(hits.begin(), hits.end(), int64_t{0}) == tasks);
+      ++again[size_t(first)];
+    };
+    const auto ahead = [&](int64_t, int64_t step) { return step < 2; };
+    const WorkerPool::Own first{counts.data(), 3, hit}, second{later.data(), 1, hit_again};
+    pool.run_phases({{1, [&](int64_t, const Worker&) { before = 1; }},
+                     {tasks, {}, nullptr, repeat % 2 ? WorkerPool::AheadBody(ahead) : WorkerPool::AheadBody(), &first},
+                     {pool.size(), {}, nullptr, ahead, &second},
+                     {1, [&](int64_t, const Worker&) { after = std::accumulate(again.begin(), again.end(), 0); }}});
+    for (int n : hits) CHECK(n == 1);
+    for (int n : again) CHECK(n == 1);
+    CHECK(after == pool.size());
+  }
+  std::vector<int64_t> wrong(size_t(pool.size()), 2);
+  const auto nothing = [](int64_t, int64_t, const Worker&) {};
+  const WorkerPool::Own own{wrong.data(), 1, nothing};
+  CHECK(message_of<std::invalid_argument>([&] { pool.run_phases({{1, {}, nullptr, {}, &own}}); }) ==
+        "the workers' own tasks are not all of the phase's");
+  wrong.assign(wrong.size(), 0);
+  wrong[0] = 65536;
+  CHECK(message_of<std::invalid_argument>([&] { pool.run_phases({{65536, {}, nullptr, {}, &own}}); }) ==
+        "a worker has at most 65535 tasks of its own");
+}
+
+// A worker that is kept busy by its own first task is helped: others do the rest of its queue meanwhile.
+void a_slow_worker_is_helped(WorkerPool& pool) {
+  if (pool.size() == 1) return;
+  std::vector<int64_t> counts(size_t(pool.size()), 0);
+  counts[0] = 64;
+  std::atomic<int64_t> done{0};
+  const auto task = [&](int64_t first, int64_t count, const Worker& w) {
+    if (w.index == 0 && first == 0)
+      while (done < 64 - count) std::this_thread::yield();
+    done += count;
+  };
+  const WorkerPool::Own own{counts.data(), 8, task};
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    done = 0;
+    pool.run_phases({{64, {}, nullptr, {}, &own}});
+    CHECK(done == 64);
+  }
+}
+
 // Everybody else takes a task of the next phase early while one worker is still at work, which then finds none but can
 // end its phase. (With more workers than CPUs they do not, and it does not wait for them.)
 void a_slow_worker_is_waited_for(WorkerPool& pool, bool crowded) {
@@ -355,47 +412,74 @@ void idle_workers_sleep(WorkerPool& pool) {
 
 }  // namespace
 
-// Hints are taken while nobody has work, torn ones too, and harm nothing.
-// Every worker has a share, and of each range the beginning comes first.
+// Every worker fetches its share of each range, the first ranges first.
 void probable_reads_are_shared() {
   std::vector<uint8_t> memory(1 << 20, 7);
-  const int64_t page = 4096, mebibyte = 1 << 20;
-  const std::vector<tandem::ByteRange> ranges{
-      {memory.data(), mebibyte}, {memory.data(), 100}, {nullptr, 0}, {memory.data() + 64, 40000}};
+  const int64_t most = 1 << 20;
   tandem::ProbableReads reads(3);
-  const auto fetch_all = [&] {
-    for (int worker = 0; worker < 3; ++worker)
+  const auto fetched = [&](std::initializer_list<int> workers) {
+    for (int worker : workers)
       while (reads.fetch(worker)) {
       }
     return reads.withdraw();
   };
-  reads.announce(ranges, 4 * mebibyte);
-  CHECK(fetch_all() == mebibyte + 100 + 40000);
-  CHECK(reads.withdraw() == 0 && !reads.fetch(0) && fetch_all() == 0);
-  reads.announce(ranges, 8 * page);  // two pages of each
-  CHECK(fetch_all() == 4 * page + 100);
-  reads.announce({{memory.data(), 6 * page}}, mebibyte);
-  while (reads.fetch(1)) {
-  }
-  CHECK(reads.withdraw() == 2 * page);  // its third
+  const std::vector<tandem::SharedRange> ranges{{memory.data(), 7, 3000, 0, 0, 3},
+                                                {memory.data(), 0, 3000, 0, 0, 3},
+                                                {memory.data() + 64, 2, 100, 1, 1, 2},
+                                                {nullptr, 0, 0, 0, 0, 0}};
+  reads.announce(ranges, most);
+  CHECK(fetched({0, 1, 2}) == 7 * 3000 + 200);
+  CHECK(reads.withdraw() == 0 && !reads.fetch(0) && fetched({0, 1, 2}) == 0);
+  reads.announce(ranges, most);
+  CHECK(fetched({0}) == 2 * 3000);  // units 0 and 1; none of the others, which are not among its node's
+  reads.announce(ranges, most);
+  CHECK(fetched({2}) == 3 * 3000 + 100);
+  reads.announce(ranges, 2000);
+  CHECK(fetched({0}) == 2048);  // whole chunks
+  reads.announce({{memory.data(), 7, 3000, 2, 0, 3}}, most);
+  CHECK(fetched({0}) == 3 * 3000);  // another turn: others have one more
   reads.announce(ranges, 0);
-  CHECK(fetch_all() == 0);
-  reads.announce({}, mebibyte);
-  CHECK(fetch_all() == 0);
-  reads.announce({{nullptr, 0}}, mebibyte);
-  CHECK(fetch_all() == 0);
-  reads.announce(std::vector<tandem::ByteRange>(100, {memory.data(), 100}), mebibyte);
-  CHECK(fetch_all() == 3200);
+  CHECK(fetched({0, 1, 2}) == 0);
+  reads.announce({}, most);
+  CHECK(fetched({0, 1, 2}) == 0);
+  reads.announce(std::vector<tandem::SharedRange>(200, {memory.data(), 3, 100, 0, 0, 3}), most);
+  CHECK(fetched({0, 1, 2}) == 128 * 300);
 }
 
+// Without threads: whose tasks are taken by whom, and in which order.
+void own_tasks_belong_to_workers() {
+  tandem::OwnTasks tasks({0, 0, 1});
+  const auto text = [](const tandem::OwnTasks::Task& task) {
+    if (task.phase < 0) return std::string("none");
+    return std::to_string(task.phase) + ":" + std::to_string(task.index) + "+" + std::to_string(task.count);
+  };
+  const int64_t counts[] = {7, 2, 3};
+  CHECK(text(tasks.take(3, 0)) == "none" && text(tasks.steal(3, 0)) == "none");
+  tasks.open(3, 12, counts, 2);
+  CHECK(text(tasks.take(2, 0)) == "none" && text(tasks.take(5, 0)) == "none" && text(tasks.steal(5, 0)) == "none");
+  CHECK(text(tasks.take(3, 0)) == "3:0+2" && text(tasks.take(3, 0)) == "3:2+2");  // at most two
+  CHECK(text(tasks.take(3, 2)) == "3:9+1" && text(tasks.take(3, 2)) == "3:10+1" && text(tasks.take(3, 1)) == "3:7+1");
+  CHECK(text(tasks.steal(3, 1)) == "3:6+1");  // the longest queue's last
+  CHECK(text(tasks.steal(3, 0)) == "3:5+1");
+  CHECK(text(tasks.steal(3, 2)) == "3:11+1");  // nearer than worker 0's or 1's, of which there are as many
+  const int64_t later[] = {0, 5, 0};
+  tasks.open(4, 5, later, 100);  // while the phase before it is not over
+  CHECK(text(tasks.take(4, 0)) == "none" && text(tasks.take(4, 1)) == "4:0+2" && text(tasks.steal(4, 0)) == "4:4+1");
+  CHECK(text(tasks.take(3, 0)) == "3:4+1" && text(tasks.steal(3, 0)) == "3:8+1" && text(tasks.steal(3, 0)) == "none");
+  tasks.open(3, 1, std::vector<int64_t>{0, 0, 1}.data(), 1);  // of the next region
+  CHECK(text(tasks.take(3, 0)) == "none" && text(tasks.take(3, 2)) == "3:0+1" && text(tasks.take(3, 2)) == "none");
+}
+
+// Hints are taken while nobody has work, torn ones too, and harm nothing.
 void announced_memory_is_fetched(WorkerPool& pool) {
   std::vector<uint8_t> memory(1 << 20, 7);
   const std::vector<tandem::ByteRange> known{{memory.data(), int64_t(memory.size())}, {memory.data(), 100}};
   const std::vector<tandem::ByteRange> nowhere{{reinterpret_cast<const uint8_t*>(8), 1 << 20}};
   for (int repeat = 0; repeat < 200; ++repeat) {
     pool.announce(repeat % 3 ? known : nowhere);
-    if (repeat % 5 == 4) pool.announce_probable(repeat % 3 ? known : nowhere, 1 << 19);
-    if (repeat % 7 == 6) CHECK(pool.withdraw() <= 1 << 19);
+    const tandem::SharedRange shared{(repeat % 3 ? known : nowhere)[0].data, 64, 1 << 14, repeat, 0, pool.size()};
+    if (repeat % 5 == 4) pool.announce_probable({shared, shared}, 1 << 19);
+    if (repeat % 7 == 6) CHECK(pool.withdraw() <= 2 << 20);
     pool.fetch_a_little();
     std::atomic<int> done{0};
     pool.for_each(5, [&](int64_t, const Worker&) { ++done; });
@@ -407,6 +491,7 @@ int main() {
   bad_arguments_are_refused();
   probable_reads_are_shared();
   own_tasks_come_first();
+  own_tasks_belong_to_workers();
   nodes_have_their_own_tasks();
   // More threads than cores, one core shared by all, no spinning at all: every way of waiting.
   const std::vector<std::vector<int>> shapes = {{-1}, {-1, -1}, {0, 0, 0}, {-1, -1, -1, -1, -1, -1, -1}};
@@ -419,6 +504,8 @@ int main() {
       tasks_run_exactly_once(pool);
       phases_follow_each_other(pool);
       tasks_are_taken_early(pool);
+      own_tasks_are_done_once(pool);
+      a_slow_worker_is_helped(pool);
       regions_follow_each_other(pool);
       a_slow_worker_is_waited_for(pool, has_more_workers_than_cpus(cpus));
       an_exception_frees_who_waits_early(pool);
