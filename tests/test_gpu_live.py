@@ -307,7 +307,7 @@ def test_a_replayed_trace_counts_hits_where_experts_were() -> None:
     usage.tokens = 12
     assert torch.equal(torch.from_numpy(usage.ask().tokens()).long(), expert_counts(trace[:12], EXPERTS))
     changed = (first != second).nonzero().tolist()
-    usage.moved([(layer, expert, bool(second[layer, expert])) for layer, expert in changed], 3)
+    usage.moved(lambda: [(layer, expert, bool(second[layer, expert])) for layer, expert in changed], 3)
     usage.tokens = 30
     assert torch.equal(torch.from_numpy(usage.ask().tokens()).long(), expert_counts(trace, EXPERTS))
     usage.count()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -24,6 +24,7 @@ from tandem.experts.live_cost import READS_PER_EXCHANGE
 from tandem.experts.live_exchange import LiveExchange, LiveLayer, Settled
 from tandem.experts.live_experts import GIVE_UP, LiveExperts
 from tandem.experts.live_policy import Exchange, LivePolicy, PolicySettings
+from tandem.experts.usage import Changes
 from tandem.kernels.cpu import WorkerPool, Workspace
 from tandem.kernels.packed_experts import PackedExperts
 
@@ -168,7 +169,7 @@ def test_what_was_not_done_beside_a_step_is_done_after_it(pieces: int) -> None:
     layers, copies = [Layer(1), Layer(2)], FakeCopies()
     copies.prompt = True
     exchange = made(layers, copies, stages=4)
-    exchange._meanwhile = lambda work: [work.next() for _ in range(pieces)]
+    exchange.meanwhile = lambda work: [work.next() for _ in range(pieces)]
     wanted = [layers[0].exchange(0, 0, 0), layers[1].exchange(1, 1, 1)]
     exchange.add(wanted)
     exchange.prepare()
@@ -182,7 +183,7 @@ def test_after_a_step_only_so_much_time_is_taken() -> None:
     layers, copies = [Layer(1), Layer(2)], FakeCopies()
     copies.prompt = True
     exchange = made(layers, copies, stages=4)
-    exchange._meanwhile, exchange._tail_seconds = lambda work: None, 0.0
+    exchange.meanwhile, exchange._tail_seconds = lambda work: None, 0.0
     exchange.add([layers[0].exchange(0, 0, 0), layers[1].exchange(1, 1, 1)])
     exchange.prepare()
     ends = 1
@@ -438,9 +439,11 @@ class Usage:
     def ask(self) -> Asked:
         return Asked(self.counts, torch.empty(2, EXPERTS, dtype=torch.int64))
 
-    def moved(self, changes: Sequence[tuple[int, int, bool]], swaps: int, now: Asked | None = None) -> None:
+    def note(self) -> None: ...
+
+    def moved(self, changes: Changes, swaps: int, now: Asked | None = None) -> None:
         assert now is None or (now.tokens() == self.counts.numpy()).all()
-        for layer, expert, here in changes:
+        for layer, expert, here in changes():
             assert self.on_gpu[layer, expert] != here
             self.on_gpu[layer, expert] = here
         self.swaps += swaps

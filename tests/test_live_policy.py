@@ -235,6 +235,32 @@ def test_experts_under_way_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
+def test_a_decision_in_pieces_is_the_same(kind: type) -> None:
+    """However many pieces are done in the course of a step; through rests, too."""
+    stream, restless = trace("adversarial")[:2000], PolicySettings(horizon_tokens=1e9, dwell_steps=0)
+    home = placed("uniform", 0.1)
+    slot_of = torch.stack([home.slots(layer) for layer in range(len(home.on_gpu))])
+    whole, parts = (LivePolicy(slot_of, COST.expert_bytes, 50.0, restless) for _ in range(2))
+    experts, decided = home.on_gpu.shape[1], 0
+    now, seen = np.zeros(slot_of.shape, kind), np.zeros(slot_of.shape, kind)
+    for step, part in enumerate(stream.split(4)):
+        used = expert_counts(part, experts).numpy().astype(kind)
+        whole.observe(used, len(part), len(part))
+        now = now + used
+        look = parts.look(now, seen, len(part), len(part))
+        for _ in range(step % 60):
+            look.next()
+        parts.looked()
+        wanted = whole.wanted()
+        assert parts.wanted() == wanted and (seen == now).all()
+        decided += len(wanted)
+        for each in (whole, parts):
+            each.done(*wanted)
+    assert decided > 0 and whole.rests == parts.rests > 0
+    assert torch.equal(whole.slot_of, parts.slot_of)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
 def test_counts_that_run_over_say_what_was_used(kind: type) -> None:
     """In one pass what plain numpy says, to the bit."""
     random, limits = np.random.default_rng(1), np.iinfo(kind)

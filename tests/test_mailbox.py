@@ -116,14 +116,16 @@ def pieces(layers: int) -> _core.ExchangeTurn:
 
 def test_other_work_is_done_between_posts() -> None:
     """The GPU is late, so that there is time for some of it."""
-    gpu, work, (x, ids, weights) = FakeGpu(), pieces(3), batch(2)
-    gpu.mailbox.meanwhile(work)
-    late = threading.Timer(0.05, gpu.post, [1, 0, x, ids, weights])
+    gpu, works, (x, ids, weights) = FakeGpu(), [pieces(3), pieces(1)], batch(2)
+    for work in (works[0], *works):
+        gpu.mailbox.meanwhile(work)
+    gpu.post(1, 0, x, ids, weights)
+    late = threading.Timer(0.05, gpu.post, [2, 0, x, ids, weights])
     late.start()
-    gpu.mailbox.serve(1, PATIENCE)
+    gpu.mailbox.serve(2, PATIENCE)
     late.join()
-    assert 1 <= len(work.troubles()) <= 3
-    assert torch.equal(gpu.answer(1, 2), gpu.layers[0].forward(x, ids, weights, torch.empty(2, HIDDEN)))
+    assert 1 <= len(works[0].troubles()) <= 3
+    assert torch.equal(gpu.answer(2, 2), gpu.layers[0].forward(x, ids, weights, torch.empty(2, HIDDEN)))
 
 
 def test_posts_do_not_wait_for_other_work() -> None:

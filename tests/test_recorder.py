@@ -117,7 +117,7 @@ def test_every_step_and_every_token(tmp_path: Path, kept: int | None) -> None:
     steps.run(Rows(3, 7, 1), fail=True)
     before = steps.usage.on_gpu
     elsewhere = [(layer, e, not before[layer, e]) for layer in range(LAYERS) for e in range(EXPERTS)]
-    steps.usage.moved(elsewhere, 1)
+    steps.usage.moved(lambda: elsewhere, 1)
     ids.append(steps.run(Rows(3, 7, 1), Rows(4, 11, 2)))
     record, ids = steps.dumped(), ids[1:] if kept else ids
     assert record.passes == 3 and record.tokens == 11

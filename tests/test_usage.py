@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 
 import pytest
 import torch
@@ -179,7 +180,7 @@ def test_totals_of_a_padded_batch_by_side() -> None:
     before = usage.sides()
     assert before.hit_rate == 9 / 12
     everywhere = [(layer, e, not on_gpu[layer, e]) for layer in range(2) for e in range(5)]
-    usage.moved(everywhere, swaps=3)
+    usage.moved(lambda: everywhere, swaps=3)
     fake_step(usage, ids, 2)
     assert [t.tolist() for t in usage.sides()] == [t.tolist() for t in before]  # by the last reading
     usage.read()
@@ -223,7 +224,7 @@ def test_each_use_counts_where_it_was_computed_whenever_counts_are_read(
             usage.read()
         flip = torch.rand(layers, experts, generator=made) < 0.2
         on_gpu = on_gpu ^ flip
-        usage.moved([(l, e, bool(on_gpu[l, e])) for l, e in flip.nonzero().tolist()], 1)
+        usage.moved(partial(list, [(l, e, bool(on_gpu[l, e])) for l, e in flip.nonzero().tolist()]), 1)
         assert torch.equal(usage.on_gpu, on_gpu)
     usage.read()
     nbytes = 10 + torch.arange(layers)
@@ -249,7 +250,7 @@ def test_moves_count_as_of_their_step_however_many_counts_are_asked_for_later() 
     ids, later = torch.tensor([[[0], [0]]]), 2 * usage_module.KEPT
     usage = ExpertUsage(1, 2, padded=True, on_gpu=torch.tensor([[True, False]]))
     fake_step(usage, ids, 2)
-    usage.moved([(0, 0, False), (0, 1, True)], 1, usage.ask())
+    usage.moved(lambda: [(0, 0, False), (0, 1, True)], 1, usage.ask())
     for _ in range(later):
         fake_step(usage, ids, 2)
         usage.ask()
@@ -259,7 +260,7 @@ def test_moves_count_as_of_their_step_however_many_counts_are_asked_for_later() 
 
 class FakeLive:
     def times(self) -> LiveTimes:
-        return LiveTimes(9, 3, 60, 0.75, 0.125, {"begin": 0.75})
+        return LiveTimes(9, 3, 60, 0.5, 0.125, 0.25, {"begin": 0.5})
 
 
 class FakeHandoff:
@@ -287,5 +288,5 @@ def test_counts_on_a_gpu_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch)
     assert (last.handoff_posts, last.handoff_wait_seconds, last.handoff_serve_seconds) == (7, 0.5, 0.25)
     assert (last.swap_seconds, last.swap_wait_seconds) == (0.75, 0.125)
     assert (last.hinted, last.hint_hits, last.hint_bytes) == (5, 4, 300)
-    usage.moved([(0, 0, False), (0, 1, True)], swaps=1)
+    usage.moved(lambda: [(0, 0, False), (0, 1, True)], swaps=1)
     assert meter.stats(True).swaps == 1

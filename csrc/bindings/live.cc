@@ -7,7 +7,7 @@
 #include "bindings/bindings.h"
 #include "bindings/tensor.h"
 #include "experts/exchange_turn.h"
-#include "experts/use_counts.h"
+#include "experts/use_decision.h"
 
 namespace nb = nanobind;
 
@@ -54,6 +54,39 @@ int copy_async(uintptr_t copy, uint64_t source, uint64_t target, uint64_t bytes,
   return reinterpret_cast<CopyAsync>(copy)(target, source, size_t(bytes), stream_of(stream));
 }
 
+void make_decision(UseDecision* self, nb::handle counts, nb::handle now, nb::handle seen, nb::handle better,
+                   nb::handle may, nb::handle slot_of, float keep, float least_gain, float least_lead,
+                   float least_hot) {
+  const TensorView to = view_of(counts, "counts", {Element::f32}, {kAnySize, kAnySize}, true);
+  const int64_t layers = to.shape[0], experts = to.shape[1];
+  const TensorView uses = view_of(now, "now", {Element::i32, Element::i64}, {layers, experts});
+  const TensorView before = view_of(seen, "seen", {uses.element}, {layers, experts}, true);
+  const TensorView signs = view_of(better, "better", {Element::byte}, {layers, experts});
+  const TensorView allowed = view_of(may, "may", {Element::byte}, {layers, experts}, true);
+  const TensorView slots = view_of(slot_of, "slot_of", {Element::i64}, {layers, experts});
+  UseDecision::Arrays arrays{static_cast<float*>(to.data),
+                             {},
+                             {},
+                             static_cast<const int8_t*>(signs.data),
+                             static_cast<int8_t*>(allowed.data),
+                             static_cast<const int64_t*>(slots.data),
+                             layers,
+                             experts};
+  const auto fill = [&](auto* type) {
+    using Count = std::remove_pointer_t<decltype(type)>;
+    arrays.now = static_cast<const Count*>(uses.data);
+    arrays.seen = static_cast<Count*>(before.data);
+  };
+  uses.element == Element::i32 ? fill(static_cast<int32_t*>(nullptr)) : fill(static_cast<int64_t*>(nullptr));
+  new (self) UseDecision(arrays, keep, {least_gain, least_lead, least_hot});
+}
+
+std::vector<ExchangeTuple> tuples_of(const std::vector<Exchange>& exchanges) {
+  std::vector<ExchangeTuple> made;
+  for (const Exchange& each : exchanges) made.emplace_back(each.layer, each.slot, each.leaving, each.coming);
+  return made;
+}
+
 // now, seen (or None): int32 or int64 of counts' shape.
 double add_uses_to(nb::handle counts, nb::handle now, nb::handle seen, nb::handle better, float keep) {
   const TensorView to = view_of(counts, "counts", {Element::f32}, {kAnySize, kAnySize}, true);
@@ -76,12 +109,9 @@ std::vector<ExchangeTuple> pick(nb::handle scores, nb::handle may, nb::handle sl
   const int64_t layers = from.shape[0], experts = from.shape[1];
   const TensorView allowed = view_of(may, "may", {Element::byte}, {layers, experts}, true);
   const TensorView slots = view_of(slot_of, "slot_of", {Element::i64}, {layers, experts});
-  std::vector<ExchangeTuple> picked;
-  for (const Exchange& made : pick_exchanges(static_cast<const float*>(from.data), static_cast<int8_t*>(allowed.data),
-                                             static_cast<const int64_t*>(slots.data), layers, experts,
-                                             {least_gain, least_lead, least_hot, room}))
-    picked.emplace_back(made.layer, made.slot, made.leaving, made.coming);
-  return picked;
+  return tuples_of(pick_exchanges(static_cast<const float*>(from.data), static_cast<int8_t*>(allowed.data),
+                                  static_cast<const int64_t*>(slots.data), layers, experts,
+                                  {least_gain, least_lead, least_hot}, room));
 }
 
 void note(const std::vector<ExchangeTuple>& made, nb::handle slot_of, nb::handle better, nb::handle may) {
@@ -119,6 +149,16 @@ void bind_live(nb::module_& m) {
       .def("troubles", &troubles_of, "(index, what became of it, keeps its stage, ends its layer, why) of each.")
       .def_prop_ro("bytes_given", &ExchangeTurn::bytes_given)
       .def_prop_ro("seconds", &ExchangeTurn::seconds, "That its pieces took.");
+  nb::class_<UseDecision, Meanwhile>(m, "UseDecision",
+                                     "`add_uses` and `pick_exchanges`, a layer at a time, see use_decision.h.")
+      .def("__init__", &make_decision, nb::arg("counts"), nb::arg("now"), nb::arg("seen"), nb::arg("better"),
+           nb::arg("may"), nb::arg("slot_of"), nb::arg("keep"), nb::arg("least_gain"), nb::arg("least_lead"),
+           nb::arg("least_hot"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+           nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>())
+      .def("gained", &UseDecision::gained, "The sum that `add_uses` returns; does what is left.")
+      .def(
+          "picked", [](UseDecision& self, size_t room) { return tuples_of(self.picked(room)); }, nb::arg("room"),
+          "(layer, slot, leaving, coming) of each, most worthwhile first; does what is left.");
   m.def("add_uses", &add_uses_to, nb::arg("counts"), nb::arg("now"), nb::arg("seen").none(), nb::arg("better"),
         nb::arg("keep"),
         "counts = counts * keep + now - seen, seen = now; returns the sum of what was added * better.");

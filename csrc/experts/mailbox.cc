@@ -24,6 +24,7 @@ enum Word {
 };
 constexpr int64_t kHeaderBytes = 640;
 constexpr int kPollsPerClock = 64;
+constexpr size_t kMostWork = 4;
 // The GPU needs 20 to 30 us from an answer to the next post (measured on an H200). Pieces begin in the first of
 // these, so that the last one has ended by then.
 constexpr std::chrono::microseconds kTimeForPieces{10};
@@ -70,7 +71,7 @@ void Mailbox::serve(int64_t posts, double timeout_seconds) {
   try {
     auto ready = Clock::now();
     for (int64_t i = 0; i < posts; ++i) {
-      use_time();
+      if (i > 0) use_time();  // before the first post the GPU may not have ended what pieces read
       wait_for(answered_ + 1, timeout_seconds);
       foresight_.end();
       const auto posted = Clock::now();
@@ -81,9 +82,9 @@ void Mailbox::serve(int64_t posts, double timeout_seconds) {
       ready = Clock::now();
       serve_seconds_ += seconds(ready - posted);
     }
-    meanwhile_.reset();
+    meanwhile_.clear();
   } catch (...) {
-    meanwhile_.reset();
+    meanwhile_.clear();
     word(memory_, kFailed).store(1, std::memory_order_release);
     throw;
   }
@@ -91,14 +92,26 @@ void Mailbox::serve(int64_t posts, double timeout_seconds) {
 
 bool Mailbox::posted(uint32_t number) { return word(memory_, kPosted).load(std::memory_order_acquire) == number; }
 
+void Mailbox::meanwhile(std::shared_ptr<Meanwhile> work) {
+  std::erase(meanwhile_, work);
+  if (meanwhile_.size() == kMostWork) meanwhile_.erase(meanwhile_.begin());
+  meanwhile_.push_back(std::move(work));
+}
+
+// Whether there was one.
+bool Mailbox::do_a_piece() {
+  for (const auto& work : meanwhile_)
+    if (work->next() == Meanwhile::Progress::did) return true;
+  return false;
+}
+
 // Workers that are free fetch weights beside it, if a hint has come.
 void Mailbox::use_time() {
+  if (meanwhile_.empty()) return;
   const auto until = Clock::now() + kTimeForPieces;
-  while (meanwhile_ && !posted(answered_ + 1) && Clock::now() < until) {
+  while (!posted(answered_ + 1) && Clock::now() < until) {
     look_for_hint();
-    const Meanwhile::Progress made = meanwhile_->next();
-    if (made == Meanwhile::Progress::ended) meanwhile_.reset();
-    if (made != Meanwhile::Progress::did) return;
+    if (!do_a_piece()) return;
   }
 }
 

@@ -54,8 +54,9 @@ class Mailbox {
   // given up, and whatever a layer throws; then the GPU is told not to wait, and only `reset` makes this usable again.
   void serve(int64_t posts, double timeout_seconds);
 
-  // Pieces of it are done in the next `serve`, after answers, as long as nothing is posted.
-  void meanwhile(std::shared_ptr<Meanwhile> work) { meanwhile_ = std::move(work); }
+  // Pieces of it are done in the next `serve`, after answers, as long as nothing is posted; of what was given first,
+  // first. What is left then is its giver's, as are all but the last ones given where nothing is served.
+  void meanwhile(std::shared_ptr<Meanwhile> work);
 
   int64_t posts() const { return posts_; }                 // answered since this was made
   int64_t experts_used() const { return experts_; }        // by those, each counted once per post
@@ -70,6 +71,7 @@ class Mailbox {
   void wait_for(uint32_t number, double timeout_seconds);
   void look_for_hint();
   void use_time();
+  bool do_a_piece();
   bool posted(uint32_t number);
   void answer();
 
@@ -79,7 +81,7 @@ class Mailbox {
   std::vector<int32_t> ids_;  // of the post that is answered
   std::vector<std::shared_ptr<ExpertLayer>> layers_;
   Foresight foresight_;
-  std::shared_ptr<Meanwhile> meanwhile_;
+  std::vector<std::shared_ptr<Meanwhile>> meanwhile_;
   uint32_t answered_ = 0;
   bool may_be_hinted_ = false;  // nothing was heard since the last answer
   int64_t posts_ = 0, experts_ = 0;

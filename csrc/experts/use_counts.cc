@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 namespace tandem {
 
@@ -22,41 +23,39 @@ double add_uses(float* counts, const Count* now, Count* seen, const int8_t* bett
 template double add_uses(float*, const int32_t*, int32_t*, const int8_t*, float, int64_t);
 template double add_uses(float*, const int64_t*, int64_t*, const int8_t*, float, int64_t);
 
-namespace {
-
-struct Candidate {
-  float gain;
-  Exchange exchange;
-};
-
-}  // namespace
-
-std::vector<Exchange> pick_exchanges(const float* scores, int8_t* may, const int64_t* slot_of, int64_t layers,
-                                     int64_t experts, const PickRules& rules) {
+Candidate best_exchange(const float* scores, const int8_t* may, const int64_t* slot_of, int layer, int64_t experts) {
   constexpr float kInfinite = std::numeric_limits<float>::infinity();
-  std::vector<Candidate> found;
-  for (int64_t layer = 0; layer < layers; ++layer) {
-    const float* const score = scores + layer * experts;
-    const int8_t* const may_move = may + layer * experts;
-    int64_t leaving = 0, coming = 0;
-    float cold = kInfinite, hot = -kInfinite;
-    for (int64_t i = 0; i < experts; ++i) {
-      if (may_move[i] == int8_t(MayMove::from_gpu) && score[i] < cold) cold = score[leaving = i];
-      if (may_move[i] == int8_t(MayMove::from_cpu) && score[i] > hot) hot = score[coming = i];
-    }
-    const float gain = hot - cold;
-    if (gain >= rules.least_gain && gain >= cold * rules.least_lead && hot >= rules.least_hot)
-      found.push_back({gain, {int(layer), int(slot_of[layer * experts + leaving]), int(leaving), int(coming)}});
+  int64_t leaving = 0, coming = 0;
+  float cold = kInfinite, hot = -kInfinite;
+  for (int64_t i = 0; i < experts; ++i) {
+    if (may[i] == int8_t(MayMove::from_gpu) && scores[i] < cold) cold = scores[leaving = i];
+    if (may[i] == int8_t(MayMove::from_cpu) && scores[i] > hot) hot = scores[coming = i];
   }
-  std::stable_sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) { return a.gain > b.gain; });
-  if (found.size() > rules.room) found.resize(rules.room);
+  return {cold, hot, {layer, int(slot_of[leaving]), int(leaving), int(coming)}};
+}
+
+std::vector<Exchange> take_best(std::vector<Candidate> found, int8_t* may, int64_t experts, size_t room) {
+  const auto better = [](const Candidate& a, const Candidate& b) { return a.gain() > b.gain(); };
+  std::stable_sort(found.begin(), found.end(), better);
+  if (found.size() > room) found.resize(room);
   std::vector<Exchange> picked;
-  for (const auto& [gain, exchange] : found) {
-    picked.push_back(exchange);
-    for (const int expert : {exchange.leaving, exchange.coming})
-      may[exchange.layer * experts + expert] = int8_t(MayMove::no);
+  for (const Candidate& each : found) {
+    picked.push_back(each.exchange);
+    for (const int expert : {each.exchange.leaving, each.exchange.coming})
+      may[each.exchange.layer * experts + expert] = int8_t(MayMove::no);
   }
   return picked;
+}
+
+std::vector<Exchange> pick_exchanges(const float* scores, int8_t* may, const int64_t* slot_of, int64_t layers,
+                                     int64_t experts, const PickRules& rules, size_t room) {
+  std::vector<Candidate> found;
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    const int64_t first = layer * experts;
+    const Candidate best = best_exchange(scores + first, may + first, slot_of + first, int(layer), experts);
+    if (best.passes(rules)) found.push_back(best);
+  }
+  return take_best(std::move(found), may, experts, room);
 }
 
 void note_exchanges(const std::vector<Exchange>& made, int64_t* slot_of, int8_t* better, int8_t* may, int64_t experts) {

@@ -22,13 +22,29 @@ struct PickRules {
   float least_gain;  // of the coming expert's score over the leaving one's,
   float least_lead;  // ... and as a share of the leaving one's
   float least_hot;   // score of one that comes
-  size_t room;
 };
+
+// The coldest expert of a layer that may leave for the hottest that may come, the first of equal ones.
+struct Candidate {
+  float cold, hot;
+  Exchange exchange;
+
+  float gain() const { return hot - cold; }
+  bool passes(const PickRules& rules) const {
+    return gain() >= rules.least_gain && gain() >= cold * rules.least_lead && hot >= rules.least_hot;
+  }
+};
+
+// Of one layer, whose [experts] these are.
+Candidate best_exchange(const float* scores, const int8_t* may, const int64_t* slot_of, int layer, int64_t experts);
+
+// The largest gains first; `may` of those that are taken becomes `no`.
+std::vector<Exchange> take_best(std::vector<Candidate> found, int8_t* may, int64_t experts, size_t room);
 
 // By layer, at most one of each: the coldest expert that may leave for the hottest that may come, the first of equal
 // ones; the largest gains first. All arrays [layers, experts]; `may` (MayMove) of those that are chosen becomes `no`.
 std::vector<Exchange> pick_exchanges(const float* scores, int8_t* may, const int64_t* slot_of, int64_t layers,
-                                     int64_t experts, const PickRules& rules);
+                                     int64_t experts, const PickRules& rules, size_t room);
 
 // They were made: slot_of is right again, those that left may come again, and `better` says where they are against
 // home.

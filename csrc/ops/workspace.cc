@@ -64,6 +64,13 @@ Workspace::Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table,
   }
 }
 
+// By its own worker, so on its memory node.
+void Workspace::touch(WorkerScratch& scratch) {
+  constexpr int64_t kPage = 4096;
+  for (int64_t at = 0; at < kWorkerBytes; at += kPage) __atomic_fetch_or(scratch.matmul + at, 0, __ATOMIC_RELAXED);
+  scratch.is_there = true;
+}
+
 uint8_t* Workspace::shared(Shared what, int64_t bytes) {
   if (int64_t(shared_[what].bytes()) < bytes) shared_[what] = HugeBuffer(size_t(bytes));
   return shared_[what].data();

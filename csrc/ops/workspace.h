@@ -22,6 +22,7 @@ struct WorkerScratch {
   float* tile;      // kMaxRowsPerCall x (32 * kMaxPairsPerCall)
   float* sums;      // kMaxSumFloats: weighted sums of the MoE driver
   const void* rows[kMaxRowsPerCall];
+  bool is_there = false;  // its pages are: what a model takes is known once every worker has had a task
 };
 constexpr int64_t kTileStride = kPairColumns * kMaxPairsPerCall + 16;  // + one line: rows in different sets of L1
 
@@ -37,7 +38,10 @@ class Workspace {
 
   WorkerPool& pool() const { return *pool_; }
   const KernelTable& table() const { return table_; }
-  WorkerScratch& scratch(int worker) { return scratch_[worker]; }
+  WorkerScratch& scratch(int worker) {
+    if (!scratch_[worker].is_there) touch(scratch_[worker]);
+    return scratch_[worker];
+  }
 
   // Scratch that all workers share, by what is in it; it grows to what the largest call needed and is kept.
   enum Shared { kRows, kHidden, kRowCodes, kHiddenCodes, kResults, kSharedCount };
@@ -51,6 +55,8 @@ class Workspace {
   std::unique_lock<std::mutex> lock() { return std::unique_lock<std::mutex>(mutex_); }
 
  private:
+  static void touch(WorkerScratch& scratch);
+
   std::shared_ptr<WorkerPool> pool_;
   KernelTable table_;
   std::vector<WorkerScratch> scratch_;

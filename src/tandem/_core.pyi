@@ -541,6 +541,32 @@ class ExchangeTurn(Meanwhile):
     def seconds(self) -> float:
         """That its pieces took."""
 
+class UseDecision(Meanwhile):
+    """
+    `add_uses` and `pick_exchanges`, a layer at a time, see use_decision.h.
+    """
+
+    def __init__(
+        self,
+        counts: object,
+        now: object,
+        seen: object,
+        better: object,
+        may: object,
+        slot_of: object,
+        keep: float,
+        least_gain: float,
+        least_lead: float,
+        least_hot: float,
+    ) -> None: ...
+    def gained(self) -> float:
+        """The sum that `add_uses` returns; does what is left."""
+
+    def picked(self, room: int) -> list[tuple[int, int, int, int]]:
+        """
+        (layer, slot, leaving, coming) of each, most worthwhile first; does what is left.
+        """
+
 def add_uses(counts: object, now: object, seen: object | None, better: object, keep: float) -> float:
     """
     counts = counts * keep + now - seen, seen = now; returns the sum of what was added * better.

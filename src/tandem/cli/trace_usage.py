@@ -45,7 +45,7 @@ class TraceUsage:
         """`hits`, of the trace's tokens so far. It takes a while, so it is called when no clock runs."""
         for tokens, changes in self._moves:
             self._count_until(tokens)
-            layers, experts, here = np.array(changes, np.int64).T
+            layers, experts, here = np.array(changes(), np.int64).T
             self._on_gpu.numpy()[layers, experts] = here > 0
         self._moves.clear()
         self._count_until(self.tokens)
@@ -57,6 +57,9 @@ class TraceUsage:
 
     def ask(self) -> _AskedOfTrace:
         return _AskedOfTrace(self._counts[self.tokens], self._real.ask())
+
+    def note(self) -> None:
+        self._real.note()
 
     def moved(self, changes: Changes, swaps: int, now: _AskedOfTrace | None = None) -> None:
         self._real.moved(changes, swaps, None if now is None else now.real)

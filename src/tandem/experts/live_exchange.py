@@ -116,7 +116,7 @@ class LiveExchange:
         meanwhile: Meanwhile = _nobody,
         tail_seconds: float = TAIL_SECONDS,
     ) -> None:
-        self._tables, self._copies, self._meanwhile = tables, copies, meanwhile
+        self._tables, self._copies, self.meanwhile = tables, copies, meanwhile
         self._tail_seconds = tail_seconds
         self._sides, self._kept = _moving(layers), list(layers)
         sizes = [layer.gpu.bytes_per_expert if layer else 0 for layer in layers]
@@ -189,7 +189,7 @@ class LiveExchange:
     def begin(self) -> None:
         """A step was started: has the batch go on while that runs."""
         if self._batch is not None:
-            self._meanwhile(self._batch.turn)
+            self.meanwhile(self._batch.turn)
 
     def _next(self) -> tuple[list[Exchange], list[int]]:
         """Exchanges and a stage for each; others wait for their layer's that is under way."""

@@ -1,9 +1,10 @@
 """`LiveExperts`: placement follows the traffic. Once a step it looks at what was used, and has experts moved.
 
-It waits for nothing: counts are asked for after one step and looked at after the next, and bytes travel beside the
-steps. What is done for each expert that travels is done while a step runs, between two of its layers (`LiveExchange`).
+It waits for nothing: counts are asked for after one step and looked at beside the next, and bytes travel beside the
+steps. What is done for each expert is done in the course of a step, between its layers (`UseDecision`, `ExchangeTurn`).
 Everything else is done when the CPU has answered the step's last layer, while the GPU computes its logits: what is
-given to the GPU then comes after the step, and this thread would only wait. What takes longer than the GPU does is
+given to the GPU then comes after the step, and this thread would only wait. So that there is time enough, a step is
+followed by one thing or two: asking, deciding, ending, and what has to be noted. What takes longer than the GPU does is
 measured.
 """
 
@@ -18,8 +19,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from tandem.errors import EngineError
 from tandem.experts.live_cost import READS_PER_EXCHANGE
 from tandem.experts.live_exchange import LiveExchange, Settled
-from tandem.experts.live_policy import LivePolicy
-from tandem.experts.usage import Changes, Counted
+from tandem.experts.live_policy import Exchange, LivePolicy
+from tandem.experts.usage import Change, Changes, Counted
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +52,10 @@ class Usage(Protocol[AnyCounts]):
 
     def moved(self, changes: Changes, swaps: int, now: AnyCounts | None = None) -> None:
         """now: what `ask` has answered after this step, if it was asked."""
+        ...
+
+    def note(self) -> None:
+        """A good time to look at what has moved."""
         ...
 
 
@@ -95,9 +100,11 @@ class LiveExperts:
         self._read_seconds, self._clock = read_seconds, clock
         self._spent, self._made = 0.0, 0  # seconds that steps stood still, and exchanges that they were for
         self._all_steps, self._exchanges, self._waited = 0, 0, 0.0  # since the start
-        self._parts = {"ask": 0.0, "end": 0.0, "decide": 0.0, "prepare": 0.0, "begin": 0.0}
+        self._parts = {"ask": 0.0, "end": 0.0, "decide": 0.0, "prepare": 0.0, "begin": 0.0, "note": 0.0}
         self._seen = usage.ask().tokens().copy()
         self._asked: _Asked | None = None
+        self._looking = False
+        self._made_last: list[Exchange] = []  # that the policy does not know of yet
         self._tokens = self._steps = 0
         self._in_vain = 0  # exchanges dropped since the last one that was made
         self._failed = False
@@ -122,19 +129,22 @@ class LiveExperts:
     def beside_step(self) -> None:
         if self._exchange.under_way:
             self._guarded("begin", self._exchange.begin, _over)
+        if self._asked is not None:
+            self._guarded("begin", partial(self._look, self._asked), _over)
 
     def after_step(self, tokens: int, over: Callable[[], bool] = _over) -> None:
         """tokens: that the step computed. over: whether the GPU has ended it meanwhile, and waits."""
         self._tokens += tokens
         self._steps += 1
         self._all_steps += 1
-        asked, self._asked = self._asked, None
+        if self._made_last:
+            self._guarded("note", self._note, over)
         if self._steps >= self._policy.interval_steps:
             self._guarded("ask", self._ask, over)
         if self._exchange.under_way:
             self._guarded("end", partial(self._move, self._exchange.end), over)
-        if asked is not None:
-            self._guarded("decide", partial(self._decide, asked), over)
+        if self._looking:
+            self._guarded("decide", self._decide, over)
         if self._exchange.waiting:
             self._guarded("prepare", partial(self._move, self._exchange.prepare), over)
 
@@ -143,6 +153,7 @@ class LiveExperts:
         while self._exchange.busy and not self._failed:
             for part, action in (("end", self._exchange.end), ("prepare", self._exchange.prepare)):
                 self._guarded(part, partial(self._move, action), lambda: False)
+        self._guarded("note", self._note, lambda: False)
 
     def _guarded(self, part: str, action: Callable[[], None], over: Callable[[], bool]) -> None:
         if self._failed:
@@ -163,9 +174,15 @@ class LiveExperts:
         self._asked = _Asked(self._usage.ask(), self._tokens, self._steps)
         self._tokens = self._steps = 0
 
-    def _decide(self, asked: _Asked) -> None:
+    def _look(self, asked: _Asked) -> None:
+        self._asked, self._looking = None, True
         self._weigh()
-        self._policy.observe(asked.counts.tokens(), asked.tokens, asked.steps, self._seen)
+        look = self._policy.look(asked.counts.tokens(), self._seen, asked.tokens, asked.steps)
+        self._exchange.meanwhile(look)
+
+    def _decide(self) -> None:
+        self._looking = False
+        self._policy.looked()
         self._usage.swap_rests = self._policy.rests
         self._exchange.add(self._policy.wanted())
 
@@ -185,8 +202,7 @@ class LiveExperts:
         self._exchanges += len(settled.done)
 
     def _settle(self, settled: Settled) -> None:
-        if settled.done:
-            self._policy.done(*settled.done)
+        self._made_last += settled.done
         for exchange in settled.dropped:
             self._policy.dropped(exchange)
         for exchange in settled.stranded:
@@ -195,12 +211,19 @@ class LiveExperts:
             self._policy.ended(layer)
         if settled.done or settled.stranded:
             now = None if self._asked is None else self._asked.counts
-            self._usage.moved(_changes(settled), len(settled.done), now)
+            self._usage.moved(partial(_changes, settled), len(settled.done), now)
         self._in_vain = 0 if settled.done else self._in_vain + len(settled.dropped)
         if self._in_vain >= GIVE_UP:
             raise EngineError(f"{self._in_vain} exchanges of experts failed one after the other")
 
+    def _note(self) -> None:
+        """What can wait for a step: nothing is decided or begun before it."""
+        made, self._made_last = self._made_last, []
+        if made:
+            self._policy.done(*made)
+        self._usage.note()
 
-def _changes(settled: Settled) -> Changes:
+
+def _changes(settled: Settled) -> list[Change]:
     left = [(layer, leaving, False) for layer, _, leaving, _ in (*settled.done, *settled.stranded)]
     return left + [(layer, coming, True) for layer, _, _, coming in settled.done]

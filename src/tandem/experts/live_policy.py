@@ -50,6 +50,14 @@ class Exchange(NamedTuple):
     coming: int
 
 
+class _Look(NamedTuple):
+    """At the uses of so many tokens, which took so many steps."""
+
+    decision: _core.UseDecision
+    tokens: int
+    steps: int
+
+
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
     """Tokens, unless said otherwise. Tuned on traces of `live_traces.Zipf` with seeds that no test uses."""
@@ -85,6 +93,7 @@ class LivePolicy:
         per_decision = settings.bytes_per_step * settings.interval_steps / (2 * expert_bytes)
         self._allowance, self._per_decision = 0.0, per_decision
         self._step, self._pace = 0, 1
+        self._look: _Look | None = None
         self._judge = _Judge(settings, reads_per_exchange)
 
     @property
@@ -116,19 +125,39 @@ class LivePolicy:
         """int64 [layers, experts]: the placement, as far as exchanges were `done`."""
         return torch.from_numpy(self._slot_of)
 
-    def observe(self, counts: Counted, tokens: int, steps: int, seen: Counted | None = None) -> None:
-        """counts int32 or int64 [layers, experts]: uses in the last `tokens` tokens, which took `steps` steps. With
-        `seen`, counts since ever; those of the last time are there, and become these."""
+    def observe(self, counts: Counted, tokens: int, steps: int) -> None:
+        """counts int32 or int64 [layers, experts]: uses in the last `tokens` tokens, which took `steps` steps."""
         self._step += steps
-        keep = 0.5 ** (tokens / self.settings.half_life)
-        gained = _core.add_uses(self._counts, counts, seen, self._better, keep)
+        gained = _core.add_uses(self._counts, counts, None, self._better, self._keep(tokens))
+        self._note(gained, tokens, steps)
+        self._grow_up()
+
+    def look(self, counts: Counted, seen: Counted, tokens: int, steps: int) -> _core.Meanwhile:
+        """As `observe`, of counts since ever; `seen`, those of the last time, become these. What passes over all
+        experts is done in pieces, in the course of a step, and by `looked` what is left."""
+        self._step += steps
+        self._grow_up()
+        arrays = self._counts, counts, seen, self._better, self._may, self._slot_of
+        self._look = _Look(_core.UseDecision(*arrays, self._keep(tokens), *self._rules()), tokens, steps)
+        return self._look.decision
+
+    def looked(self) -> None:
+        """Before `wanted`."""
+        if self._look is not None:
+            decision, tokens, steps = self._look
+            self._note(decision.gained(), tokens, steps)
+            self._grow_up()  # resting, all may leave
+
+    def _keep(self, tokens: int) -> float:
+        return float(0.5 ** (tokens / self.settings.half_life))
+
+    def _note(self, gained: float, tokens: int, steps: int) -> None:
         if self._judge.observe(gained, tokens):
             self._allowance = 0.0
         self._allowance = min(
             self._allowance + self._per_decision * steps / self.settings.interval_steps,
             max(1.0, self._per_decision),
         )
-        self._grow_up()
 
     def _grow_up(self) -> None:
         while self._young and (self.resting or self._young[0][0] <= self._step):
@@ -137,10 +166,10 @@ class LivePolicy:
 
     def wanted(self) -> list[Exchange]:
         """What should move now, most worthwhile first; each is under way until `done` or `dropped`."""
-        room = int(self._allowance)
+        room, look, self._look = int(self._allowance), self._look, None
         if room == 0 or (self.resting and not self._going_home()):
             return []
-        found = self._best(room)
+        found = self._best(room) if look is None or self.resting else look.decision.picked(room)
         self._pace = 1 if len(found) * QUIET > len(self._home) else min(2 * self._pace, LONGEST_INTERVAL)
         self._allowance -= len(found)
         return list(map(Exchange._make, found))
@@ -172,12 +201,13 @@ class LivePolicy:
         return self._judge.loss * self.settings.shortest_rest > away * self._cost > 0
 
     def _best(self, room: int) -> list[tuple[int, int, int, int]]:
-        s, scores = self.settings, self._counts
-        lasts = s.horizon_tokens / (s.half_life / log(2))
-        rules = self._cost / lasts, s.factor - 1, s.touches
-        if self.resting:
-            scores, rules = self._home, (1.0, 0.0, 1.0)
+        scores, rules = (self._home, (1.0, 0.0, 1.0)) if self.resting else (self._counts, self._rules())
         return _core.pick_exchanges(scores, self._may, self._slot_of, *rules, room)
+
+    def _rules(self) -> tuple[float, float, float]:
+        s = self.settings
+        lasts = s.horizon_tokens / (s.half_life / log(2))
+        return self._cost / lasts, s.factor - 1, s.touches
 
 
 class _Judge:

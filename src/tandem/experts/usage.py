@@ -26,8 +26,10 @@ Copy = Callable[[int, int, int], None]
 Ints = npt.NDArray[np.int64]
 Counted = npt.NDArray[Any]
 """int32 or int64."""
-Changes = Sequence[tuple[int, int, bool]]
+Change = tuple[int, int, bool]
 """Layer, expert, whether it is on the GPU from the next step on."""
+Changes = Callable[[], Sequence[Change]]
+"""Made when somebody looks at them."""
 
 
 class UsageTotals(NamedTuple):
@@ -180,11 +182,6 @@ class ExpertUsage:
 
     def ask(self) -> Asked:
         """Counts of the steps until now, which arrive beside the next one."""
-        if len(self._news) >= KEPT // 4:  # those of earlier steps, which have arrived, all at once
-            self._note_all()
-        return self._ask()
-
-    def _ask(self) -> Asked:
         if len(self._buffers) < KEPT:
             self._buffers.append(Asked(self._arrays))
         else:
@@ -197,11 +194,13 @@ class ExpertUsage:
         """Experts are elsewhere from the next step on. What was counted until now counts for where they were. now: what
         was asked for after this step, if it was."""
         self.swaps += swaps
-        self._news.append(
-            (now or self._ask(), changes)
-        )  # steps wait for this call, so the rest is done later
+        self._news.append((now or self.ask(), changes))  # steps wait for this call, so the rest is done later
         if len(self._news) > KEPT // 2:
             self._note_all(keep=1)  # whose counts may be on their way
+
+    def note(self) -> None:
+        """Looks at earlier moves, whose counts have arrived."""
+        self._note_all(keep=1)
 
     def _note_all(self, keep: int = 0) -> None:
         if not self._news:
@@ -211,7 +210,7 @@ class ExpertUsage:
             self._on_gpu, self._lent = self._on_gpu.clone(), False
         here = self._on_gpu.numpy()
         for asked, changes in done:
-            change = np.array(changes, np.int64).reshape(-1, 3).T
+            change = np.array(changes(), np.int64).reshape(-1, 3).T
             here[change[0], change[1]] = change[2] > 0
             self._moved.append((change, asked.arrays()[:, change[0], change[1]]))
         if len(self._moved) > MOST_MOVED:
