@@ -100,7 +100,7 @@ TANDEM_INLINE void store_sums(const Sums<Isa, R, P>& sums, float* y, int64_t str
     for (int p = 0; p < P; ++p) Isa::store(y + r * stride + 16 * p, sums.v[r][p]);
 }
 
-constexpr int64_t kScalesAhead = 1024;  // bytes: scales are streams of their own, prefetched as far ahead as payload
+constexpr int64_t kScalesAhead = 1024;  // bytes: scales are streams of their own, prefetched some groups ahead
 
 struct Scales {
   const uint8_t* panel[2];   // null: not scaled here
@@ -110,14 +110,15 @@ struct Scales {
   int64_t pairs_per_group;
   const float* x_sums = nullptr;  // [row][group]: activations summed over each group; only for shifts
   int64_t sums_stride = 0;
+  int64_t ahead = kScalesAhead;  // bytes from a group's scales to those that are prefetched
 
   // About where a group's scales lie: to prefetch them.
   TANDEM_INLINE const uint8_t* of_group(int p, int64_t group) const { return panel[p] + group * group_bytes(type); }
 
   // Those of panel p alone, for rows from `row` on.
   TANDEM_INLINE Scales at(int p, int row) const {
-    return {{panel[p], panel[1]}, {shifts[p], shifts[1]},     type,       shift_type,
-            pairs_per_group,      x_sums + row * sums_stride, sums_stride};
+    return {{panel[p], panel[1]}, {shifts[p], shifts[1]},     type,        shift_type,
+            pairs_per_group,      x_sums + row * sums_stride, sums_stride, ahead};
   }
 };
 
@@ -199,7 +200,7 @@ void block(const Source& source, int64_t source_first, const uint8_t* const* x, 
     clear<Isa, R, kPanels>(sums);
     accumulate<Isa, Source, R>(source, rows, begin, begin + scales.pairs_per_group, sums);
     if constexpr (Source::kStreamed)
-      for (int p = 0; p < kPanels; ++p) Isa::prefetch(scales.of_group(p, group) + kScalesAhead);
+      for (int p = 0; p < kPanels; ++p) Isa::prefetch(scales.of_group(p, group) + scales.ahead);
     add_scaled<Isa, Source, R, kPanels>(sums, scales, group, y, stride);
     if (scales.shifts[0]) add_shifts<Isa, R, kPanels>(scales, group, y, stride);
   }

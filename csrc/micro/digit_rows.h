@@ -46,11 +46,10 @@ class DigitProduct {
     static constexpr float kUnit = 1.0f;
   };
   struct Stretch {
-    int64_t first, last;  // groups
-    int64_t ahead;        // bytes from payload to what is prefetched
+    int64_t first, last;          // groups
+    int64_t ahead, scales_ahead;  // bytes to what is prefetched
   };
 
-  // What is prefetched lies a fixed distance ahead, from `turn` on in other panels.
   template <int kMost>
   TANDEM_INLINE void stream(int rows, int r, int p, const PairOfPanels& panels, float* y) {
     if constexpr (kMost > 1) {
@@ -59,10 +58,10 @@ class DigitProduct {
     const WeightView& w = args_.weights;
     const uint8_t* following = panels.payload[0] + 2 * w.panel_bytes;
     const uint8_t* next = p + 1 < args_.pairs || !args_.next_panel ? following : args_.next_panel;
-    const int64_t here = w.panel_bytes - kPrefetchBytes, groups = here > 0 ? here / group_bytes_ : 0;
-    const int64_t turn = groups < layout_.groups ? groups : layout_.groups;
-    block<kMost>(panels, r, {0, turn, kPrefetchBytes}, y);
-    block<kMost>(panels, r, {turn, layout_.groups, next - panels.payload[0] - here}, y);
+    const Lookahead ahead =
+        look_ahead(layout_.groups, group_bytes_, group_bytes(w.scale_type), next - panels.payload[0]);
+    block<kMost>(panels, r, {0, ahead.turn, ahead.payload[0], ahead.scales[0]}, y);
+    block<kMost>(panels, r, {ahead.turn, layout_.groups, ahead.payload[1], ahead.scales[1]}, y);
   }
 
   template <int R>
@@ -78,7 +77,7 @@ class DigitProduct {
       Sums<R> sums;
       start(groups, g, sums);
       accumulate(panels, x, begin, end, stretch.ahead, sums);
-      add_scaled(panels.scales, groups, g, sums, y);
+      add_scaled(panels.scales, stretch.scales_ahead, groups, g, sums, y);
     }
   }
 
@@ -144,13 +143,13 @@ class DigitProduct {
 
   // y = scale * sum + shift * sum of x + (y or 0), in group g.
   template <int R>
-  TANDEM_INLINE void add_scaled(const Scales& scales, const uint8_t* const (&groups)[R], int64_t g, const Sums<R>& sums,
-                                float* y) {
+  TANDEM_INLINE void add_scaled(const Scales& scales, int64_t ahead, const uint8_t* const (&groups)[R], int64_t g,
+                                const Sums<R>& sums, float* y) {
 #pragma GCC unroll 2
     for (int p = 0; p < kPanels; ++p) {
       const bool scaled = scales.panel[0], shifted = scales.shifts[0];
       Vec scale = Isa::set1(1.0f), shift = Isa::zero();
-      if (scaled) Isa::prefetch(scales.of_group(p, g) + kScalesAhead);
+      if (scaled) Isa::prefetch(scales.of_group(p, g) + ahead);
       if (scaled) scale = load_scales<Isa>(scales.panel[p], scales.type, g);
       if (shifted) shift = load_shifts<Isa>(scales.shifts[p], scales.type, scales.shift_type, g, scale);
       if constexpr (Codes::kUnit != 1.0f) scale = Isa::mul(scale, Isa::set1(Codes::kUnit));

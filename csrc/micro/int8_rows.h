@@ -85,13 +85,13 @@ class Int8Product {
         Isa::prefetch_l2(at + ahead);
   }
 
-  // One block of rows: what is prefetched lies a fixed distance ahead, from `turn` on in other panels.
+  // One block of rows.
   void stream(int p, const PairOfPanels& panels, const Slice& slice) {
-    const int64_t here = args_.weights.panel_bytes - kPrefetchBytes, groups = here > 0 ? here / group_bytes_ : 0;
-    const int64_t turn = groups < slice.first ? slice.first : groups > slice.last ? slice.last : groups;
+    const Lookahead ahead = look_ahead(layout_.groups, group_bytes_, 0, slice.ahead);
+    const int64_t turn = ahead.turn < slice.first ? slice.first : ahead.turn > slice.last ? slice.last : ahead.turn;
     float* y = args_.y + kPairColumns * p;
-    some_rows<kMostRows>(args_.rows, panels, 0, {slice.first, turn, kPrefetchBytes}, slice.first, y);
-    some_rows<kMostRows>(args_.rows, panels, 0, {turn, slice.last, slice.ahead - here}, slice.first, y);
+    some_rows<kMostRows>(args_.rows, panels, 0, {slice.first, turn, ahead.payload[0]}, slice.first, y);
+    some_rows<kMostRows>(args_.rows, panels, 0, {turn, slice.last, ahead.payload[1]}, slice.first, y);
   }
 
   // Many: the slice stays in L1 while they pass, and the next pair's is asked for.
