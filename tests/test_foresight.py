@@ -133,10 +133,10 @@ def test_who_does_not_listen_is_not_asked(tiny_models) -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_cpu", "rows", "takes"), [(16, 1, True), (0, 4, False), (8, 1, True), (7, 1, False), (7, 2, True)]
+    ("on_cpu", "rows", "takes"), [(16, 1, True), (0, 4, False), (4, 1, True), (3, 1, False), (3, 2, True)]
 )
 def test_a_layer_with_next_to_nothing_on_the_cpu_takes_no_hints(on_cpu: int, rows: int, takes: bool) -> None:
-    """3 of 16 are chosen: 1.5 of a row where 8 are in CPU memory."""
+    """3 of 16 are chosen: 0.75 of a row where 4 are in CPU memory."""
     handoff = Handoff(HandoffSizes(4, 4, 48, 3), torch.device("cpu"), 1.0)
     slots = torch.arange(16, dtype=torch.int32) - on_cpu
     cpu = CpuOps(_core.WorkerPool([-1]), "scalar").experts(16, 48, 32) if on_cpu else None
