@@ -199,8 +199,9 @@ class ExpertUsage:
             self._note_all(keep=1)  # whose counts may be on their way
 
     def note(self) -> None:
-        """Looks at earlier moves, whose counts have arrived."""
-        self._note_all(keep=1)
+        """Looks at earlier moves, whose counts have arrived: some at once, which takes little longer than one."""
+        if len(self._news) > KEPT // 4:
+            self._note_all(keep=1)
 
     def _note_all(self, keep: int = 0) -> None:
         if not self._news:
