@@ -86,6 +86,7 @@ struct Blocking {
   int32_t pairs_per_call;  // at most kMaxPairsPerCall: the results stay in L2
   int32_t sum_floats;      // weighted sums of one task of the MoE driver, at most kMaxSumFloats
   int32_t many_rows;       // of an expert: from here on multiplying takes longer than streaming weights
+  bool gathers_rows;       // many rows are copied before they are multiplied: it does not matter where they lie
 };
 
 struct KernelTable {

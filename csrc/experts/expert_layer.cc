@@ -339,8 +339,7 @@ void ExpertLayer::pack_biases(int expert, const ExpertSource& source) {
 int64_t ExpertLayer::tokens_per_chunk(int64_t top_k) const {
   // Digits are only of experts with few rows.
   const int64_t codes = shape_.int8_activations ? IntegerRows(workspace_->table(), down_layout_, true).row_bytes() : 0;
-  const int64_t row_bytes =
-      down_layout_.padded_depth * bytes_of(prepared_type(workspace_->table(), shape_.down.format)) + codes;
+  const int64_t row_bytes = prepared_stride(workspace_->table(), down_layout_) + codes;
   return std::clamp<int64_t>(kIntermediateBytes / (row_bytes * std::max<int64_t>(top_k, 1)), 1, kMaxChunkTokens);
 }
 

@@ -35,12 +35,12 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
       hidden_type_(prepared_type(table_, layer.shape_.down.format)),
       x_integers_({table_, layer.gate_up_layout_, layer.shape_.int8_activations}, call.x.rows),
       hidden_integers_({table_, layer.down_layout_, layer.shape_.int8_activations}, int64_t(plan_.rows.size())),
-      prepares_(!is_prepared(table_, layer.gate_up_layout_, call.x)) {
+      prepares_(!is_prepared(table_, layer.gate_up_layout_, call.x) || crowds_cache(table_, call.x)) {
   choose_integers();
-  x_.stride = layer.gate_up_layout_.padded_depth * bytes_of(prepared_type(table_, layer.shape_.gate_up.format));
+  x_.stride = prepares_ ? prepared_stride(table_, layer.gate_up_layout_) : call.x.length * bytes_of(call.x.type);
   x_.data = prepares_ ? workspace_.shared(Workspace::kRows, call.x.rows * x_.stride)
                       : static_cast<const uint8_t*>(call.x.data);
-  hidden_.stride = layer.down_layout_.padded_depth * bytes_of(hidden_type_);
+  hidden_.stride = prepared_stride(table_, layer.down_layout_);
   hidden_.data = workspace_.shared(Workspace::kHidden, int64_t(plan_.rows.size()) * hidden_.stride);
   list_parts();
   was_foreseen() ? list_own() : divide(gate_up_, layer.gate_up_layout_);

@@ -116,9 +116,8 @@ void PackedMatrix::dequantise(float* out) const {
 PreparedRows PackedMatrix::prepared(const RowsView& x, const IntegerRows* integers) const {
   const KernelTable& table = workspace_->table();
   const PreparedRows given{static_cast<const uint8_t*>(x.data), x.length * bytes_of(x.type)};
-  if (!integers && is_prepared(table, view_, x)) return given;
-  const int64_t stride =
-      integers ? integers->row_bytes() : view_.padded_depth * bytes_of(prepared_type(table, view_.format));
+  if (!integers && is_prepared(table, view_, x) && !crowds_cache(table, x)) return given;
+  const int64_t stride = integers ? integers->row_bytes() : prepared_stride(table, view_);
   uint8_t* to = workspace_->shared(Workspace::kRows, x.rows * stride);
   const auto some = [&](int64_t first, int64_t last) {
     if (!integers) return prepare_rows(table, view_, x, first, last, to);

@@ -94,10 +94,21 @@ bool is_prepared(const KernelTable& table, const WeightView& layout, const RowsV
          (x.type == DType::bf16 || layout.format == Format::f32);
 }
 
+bool crowds_cache(const KernelTable& table, const RowsView& x) {
+  constexpr int64_t kCrowdedBytes = 2048;  // two of 64 sets
+  const bool read_in_place = x.rows >= table.blocking.many_rows && !table.blocking.gathers_rows;
+  return read_in_place && x.length * bytes_of(x.type) % kCrowdedBytes == 0;
+}
+
+int64_t prepared_stride(const KernelTable& table, const WeightView& layout) {
+  const int64_t bytes = layout.padded_depth * bytes_of(prepared_type(table, layout.format));
+  return ((bytes + kCacheLine - 1) / kCacheLine | 1) * kCacheLine;
+}
+
 void prepare_rows(const KernelTable& table, const WeightView& layout, const RowsView& x, int64_t first, int64_t last,
                   uint8_t* to) {
   const DType type = prepared_type(table, layout.format);
-  const int64_t from_stride = x.length * bytes_of(x.type), to_stride = layout.padded_depth * bytes_of(type);
+  const int64_t from_stride = x.length * bytes_of(x.type), to_stride = prepared_stride(table, layout);
   for (int64_t r = first; r < last; ++r)
     table.prepare_row(static_cast<const uint8_t*>(x.data) + r * from_stride, x.type, to + r * to_stride, type,
                       layout.format != Format::f32, x.length, layout.padded_depth);

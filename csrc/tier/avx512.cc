@@ -6,7 +6,7 @@
 
 namespace tandem {
 
-constexpr KernelTable kAvx512Table = with_int8<Avx512Ints>(
-    make_table<Avx512Isa>(Tier::avx512, {kNever, kNever, kNever, kNever, 32, kNever, kNever, kNever, 24}));
+constexpr KernelTable kAvx512Table =
+    with_int8<Avx512Ints>(make_table<Avx512Isa>(Tier::avx512, {kNever, kNever, kNever, 64, 32, 64, 64, 64, 24}));
 
 }  // namespace tandem
