@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import replace
+from time import monotonic
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, Workspace
 
 MIB = 1 << 20
+PATIENCE = 60.0
 SHAPES = [(2048, 768), (4096, 1536), (7168, 2048), (2048, 512)]  # hidden, expert width of models people serve
 
 
@@ -101,7 +103,13 @@ def test_an_engine_beside_a_gpu_takes_scratch_as_planned() -> None:
     layer.load(0, *weights)
     share = HostShare(123, layer.bytes_per_expert, 2, step_tokens=16, graph_tokens=0, top_k=8)
     host = host_memory(config, share)
-    assert _core.buffer_bytes() - before == host.experts + host.scratch
+    assert _core.buffer_bytes() - before == host.experts  # no worker has had a task
+    x, ids = torch.zeros(5, 2048, dtype=torch.bfloat16), torch.zeros(5, 1, dtype=torch.int32)
+    until, taken = monotonic() + PATIENCE, 0
+    while taken < host.scratch and monotonic() < until:  # until both have had one
+        layer.forward(x, ids, torch.ones(5, 1))
+        taken = _core.buffer_bytes() - before - host.experts
+    assert host.scratch <= taken <= 1.1 * host.scratch  # and a few rows
     del layer, workspace
     assert _core.buffer_bytes() == before
 

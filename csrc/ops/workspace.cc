@@ -54,21 +54,18 @@ Workspace::Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table,
   if (tile_from_rows >= 0) force_tiles(table_, tile_from_rows);
   for (IntegerKernels& kernels : table_.digits)
     if (digits_below_rows >= 0) set_below_rows(kernels, digits_below_rows);
-  scratch_memory_ = HugeBuffer(size_t(kWorkerBytes) * scratch_.size());
-  uint8_t* memory = scratch_memory_.data();
-  for (WorkerScratch& scratch : scratch_) {
-    scratch.matmul = memory;
-    scratch.tile = reinterpret_cast<float*>(memory + kMatmulScratchBytes);
-    scratch.sums = reinterpret_cast<float*>(memory + kMatmulScratchBytes + kTileBytes);
-    memory += kWorkerBytes;
-  }
 }
 
-// By its own worker, so on its memory node.
-void Workspace::touch(WorkerScratch& scratch) {
+// When its worker has its first task, by that worker, so on its memory node. All of it, so that what a model takes is
+// known; where no worker has any, as beside a GPU that has all experts, nothing.
+void Workspace::make(WorkerScratch& scratch) {
   constexpr int64_t kPage = 4096;
-  for (int64_t at = 0; at < kWorkerBytes; at += kPage) __atomic_fetch_or(scratch.matmul + at, 0, __ATOMIC_RELAXED);
-  scratch.is_there = true;
+  scratch.memory = HugeBuffer(size_t(kWorkerBytes));
+  uint8_t* const memory = scratch.memory.data();
+  for (int64_t at = 0; at < kWorkerBytes; at += kPage) __atomic_store_n(memory + at, 0, __ATOMIC_RELAXED);
+  scratch.tile = reinterpret_cast<float*>(memory + kMatmulScratchBytes);
+  scratch.sums = reinterpret_cast<float*>(memory + kMatmulScratchBytes + kTileBytes);
+  scratch.matmul = memory;
 }
 
 uint8_t* Workspace::shared(Shared what, int64_t bytes) {
@@ -84,7 +81,7 @@ int64_t Workspace::multiply_add(int64_t rounds, Format format, bool int8_activat
   const auto peak = int8_activations ? table_.peak_int8 : usual;
   const int64_t each = (rounds + kPiecesPerWorker - 1) / kPiecesPerWorker;
   pool_->for_each(kPiecesPerWorker * pool_->size(), [&](int64_t, const Worker& w) {
-    operations[size_t(w.index)] += peak(each, scratch_[size_t(w.index)].matmul);
+    operations[size_t(w.index)] += peak(each, scratch(w.index).matmul);
   });
   return std::accumulate(operations.begin(), operations.end(), int64_t{0});
 }

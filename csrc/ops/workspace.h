@@ -18,11 +18,11 @@ const KernelTable& table_of_tier(const std::string& tier);
 
 // One worker's own scratch.
 struct WorkerScratch {
-  uint8_t* matmul;  // kMatmulScratchBytes
-  float* tile;      // kMaxRowsPerCall x (32 * kMaxPairsPerCall)
-  float* sums;      // kMaxSumFloats: weighted sums of the MoE driver
+  uint8_t* matmul = nullptr;  // kMatmulScratchBytes
+  float* tile;                // kMaxRowsPerCall x (32 * kMaxPairsPerCall)
+  float* sums;                // kMaxSumFloats: weighted sums of the MoE driver
   const void* rows[kMaxRowsPerCall];
-  bool is_there = false;  // its pages are: what a model takes is known once every worker has had a task
+  HugeBuffer memory;
 };
 constexpr int64_t kTileStride = kPairColumns * kMaxPairsPerCall + 16;  // + one line: rows in different sets of L1
 
@@ -39,7 +39,7 @@ class Workspace {
   WorkerPool& pool() const { return *pool_; }
   const KernelTable& table() const { return table_; }
   WorkerScratch& scratch(int worker) {
-    if (!scratch_[worker].is_there) touch(scratch_[worker]);
+    if (!scratch_[worker].matmul) make(scratch_[worker]);
     return scratch_[worker];
   }
 
@@ -55,12 +55,11 @@ class Workspace {
   std::unique_lock<std::mutex> lock() { return std::unique_lock<std::mutex>(mutex_); }
 
  private:
-  static void touch(WorkerScratch& scratch);
+  static void make(WorkerScratch& scratch);
 
   std::shared_ptr<WorkerPool> pool_;
   KernelTable table_;
   std::vector<WorkerScratch> scratch_;
-  HugeBuffer scratch_memory_;
   HugeBuffer shared_[kSharedCount];
   std::mutex mutex_;
 };
