@@ -92,9 +92,12 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
 
 
 def memory_columns(plan: Taken, used: Taken) -> dict[str, Any]:
-    """Bytes, and how many times as much as planned is used; None where nothing was planned."""
+    """Bytes, and how many times as much as planned is used; None where nothing was planned. counted: what is known by
+    name of what is used, all but `rest`, in which the driver's own memory comes and goes."""
+    counted = sum(nbytes for name, nbytes in used.parts.items() if name != "rest")
     return {
         "ram_planned": plan.ram, "ram_used": used.ram, "ram_ratio": _ratio(used.ram, plan.ram),
+        "ram_counted": counted, "ram_counted_ratio": _ratio(counted, plan.ram),
         "gpu_planned": plan.gpu, "gpu_used": used.gpu, "gpu_ratio": _ratio(used.gpu, plan.gpu),
         "ram_planned_parts": plan.parts, "ram_used_parts": used.parts,
     }  # fmt: skip
