@@ -13,6 +13,10 @@ from tandem.config.model_config import ModelConfig
 
 SCRATCH_BYTES_PER_WORKER = (512 + 1056 + 4096) << 10  # of csrc/ops/workspace.cc
 
+# What CUDA's driver keeps beside graphs, and PyTorch and Python for a model: 48 + 2 MiB with one graph (measured on an
+# H200; with several not measured).
+GRAPH_BYTES = 50 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
@@ -32,16 +36,17 @@ class HostShare:
 @dataclass(frozen=True, slots=True)
 class HostMemory:
     """Bytes. experts: packed ones; spare: places for those that move; scratch: of the workers; handoff: pinned, between
-    the GPU and the CPU's experts. Prompts take more scratch while they are computed."""
+    the GPU and the CPU's experts; graphs: the driver's. Prompts take more scratch while they are computed."""
 
     experts: int
     spare: int
     scratch: int
     handoff: int
+    graphs: int
 
     @property
     def total(self) -> int:
-        return self.experts + self.spare + self.scratch + self.handoff
+        return self.experts + self.spare + self.scratch + self.handoff + self.graphs
 
     def parts(self) -> dict[str, int]:
         return asdict(self)
@@ -54,13 +59,14 @@ class HostMemory:
 
 def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
     everyone = model.moe.router.num_experts * len(model.moe.layers)
+    graphs = GRAPH_BYTES if share.graph_tokens else 0
     if share.on_gpu >= everyone:
-        return HostMemory(0, 0, 0, 0)
+        return HostMemory(0, 0, 0, 0, graphs)
     packed = 0 if share.in_place else everyone - share.on_gpu
     spare = len(model.moe.layers) if share.live else 0
     return HostMemory(
         packed * share.expert_bytes, spare * share.expert_bytes, share.workers * SCRATCH_BYTES_PER_WORKER,
-        _handoff_bytes(model.hidden, share),
+        _handoff_bytes(model.hidden, share), graphs,
     )  # fmt: skip
 
 
