@@ -18,7 +18,7 @@ from tandem.kernels.cpu import PackedExperts, WorkerPool, Workspace
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 12, 352, 160, 4  # 10 pairs of panels of gate and up, 11 of down
 POSTED, LAYER, COUNT, DONE, HINTED, HINT_LAYER, HINT_IDS = 0, 1, 2, 32, 128, 129, 130
-SECONDS = 0.005  # in which a hint is seen
+PATIENCE = [0.005 * 4**i for i in range(5)]  # seconds in which a hint is seen, if the machine is not too busy
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -41,9 +41,11 @@ def batch(tokens: int) -> Batch:
     return torch.randn(tokens, HIDDEN).bfloat16(), ids, torch.rand(tokens, TOP_K)
 
 
-def answers(layer: PackedExperts, posts: list[Batch], hints: list[list[int]]) -> tuple[list[Tensor], int]:
-    """What a mailbox answers to these posts, with hints before the second and later ones; and what was foreseen of it.
-    Post after post, by a thread that writes as the GPU's kernels do."""
+def answers(
+    layer: PackedExperts, posts: list[Batch], hints: list[list[int]], seconds: float
+) -> tuple[list[Tensor], int]:
+    """What a mailbox answers to these posts, with hints before the second and later ones, which it has some time to
+    see; and what was foreseen. Post after post, by a thread that writes as the GPU's kernels do."""
     tokens = len(posts[0][0])
     *at, size = _core.mailbox_offsets(4, HIDDEN, TOP_K)
     room = np.zeros(size + 128, dtype=np.uint8)
@@ -67,7 +69,7 @@ def answers(layer: PackedExperts, posts: list[Batch], hints: list[list[int]]) ->
             part(4, len(hint), torch.int32).copy_(torch.tensor(hint, dtype=torch.int32))
             words[HINT_LAYER], words[HINT_IDS] = 0, len(hint)
             words[HINTED] = number
-            time.sleep(SECONDS)
+            time.sleep(seconds)
 
     thread = threading.Thread(target=gpu)
     thread.start()
@@ -86,10 +88,13 @@ def check(layer: PackedExperts, tokens: int) -> None:
         [*others[:2], *reversed(chosen[3])],  # wrong ones before
         [e for e in range(EXPERTS) if e not in chosen[4]],  # none of them
     ]
-    got, hits = answers(layer, posts, hints)
-    assert hits >= len(chosen[1]) + len(chosen[2]) - 1
-    for answer, (x, ids, weights) in zip(got, posts, strict=True):
-        assert torch.equal(answer, layer.forward(x, ids, weights, torch.empty(tokens, HIDDEN)))
+    expected = [layer.forward(x, ids, weights, torch.empty(tokens, HIDDEN)) for x, ids, weights in posts]
+    for seconds in PATIENCE:
+        got, hits = answers(layer, posts, hints, seconds)
+        assert all(map(torch.equal, got, expected))
+        if hits == sum(len({*hint} & {*ids}) for hint, ids in zip(hints, chosen[1:], strict=True)):
+            return
+    raise AssertionError("hints were not seen")
 
 
 @pytest.mark.parametrize("tier", cases.TIERS)

@@ -30,12 +30,12 @@ void Foresight::begin(std::shared_ptr<const ExpertLayer> layer, const std::vecto
 bool Foresight::fetch_a_little() { return fetching_ && layer_->workspace().pool().fetch_a_little(); }
 
 void Foresight::end() {
-  if (fetching_) bytes_ += fetched_ = layer_->workspace().pool().withdraw();
+  if (fetching_) bytes_ += layer_->workspace().pool().withdraw();
   fetching_ = false;
 }
 
-const std::vector<int32_t>* Foresight::fetched(const ExpertLayer& layer) const {
-  return layer_.get() == &layer && fetched_ > 0 ? &ids_ : nullptr;
+const std::vector<int32_t>* Foresight::of(const ExpertLayer& layer) const {
+  return layer_.get() == &layer && fetching_ ? &ids_ : nullptr;
 }
 
 void Foresight::compare(const ExpertLayer& layer, const std::vector<int32_t>& ids) {
@@ -48,7 +48,6 @@ void Foresight::compare(const ExpertLayer& layer, const std::vector<int32_t>& id
 void Foresight::forget() {
   end();
   ids_.clear();
-  fetched_ = 0;
   ranges_.clear();
   layer_ = nullptr;
 }

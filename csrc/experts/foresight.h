@@ -1,5 +1,6 @@
-// Experts that a layer will probably be asked for. Between `begin` and `end` idle workers bring their gate and up into
-// the caches, the most probable expert's first: each worker what it will compute itself (OwnPairs).
+// Experts that a layer will probably be asked for. From `begin` until workers compute (or `end`) those that are idle
+// bring their gate and up into the caches, the most probable expert's first: each what it will compute itself
+// (OwnPairs).
 #pragma once
 
 #include <cstdint>
@@ -19,8 +20,8 @@ class Foresight {
   bool fetch_a_little();  // by the caller, which waits; false if nothing is left
   void end();
 
-  // Experts of that layer whose shares (ExpertLayer::shared_gate_up) were fetched, in this order; null: none were.
-  const std::vector<int32_t>* fetched(const ExpertLayer& layer) const;
+  // Experts of that layer whose shares (ExpertLayer::shared_gate_up) are fetched, in this order; null: none are.
+  const std::vector<int32_t>* of(const ExpertLayer& layer) const;
 
   // What was asked for in the end.
   void compare(const ExpertLayer& layer, const std::vector<int32_t>& ids);
@@ -33,7 +34,6 @@ class Foresight {
  private:
   std::shared_ptr<const ExpertLayer> layer_;  // of the last hint, until it is compared
   std::vector<int32_t> ids_;
-  int64_t fetched_ = 0;  // bytes of this hint
   std::vector<SharedRange> ranges_;
   bool fetching_ = false;
   int64_t hinted_ = 0, hits_ = 0, bytes_ = 0;

@@ -73,18 +73,19 @@ void Mailbox::serve(int64_t posts, double timeout_seconds) {
     for (int64_t i = 0; i < posts; ++i) {
       if (i > 0) use_time();  // before the first post the GPU may not have ended what pieces read
       wait_for(answered_ + 1, timeout_seconds);
-      foresight_.end();
       const auto posted = Clock::now();
       wait_seconds_ += seconds(posted - ready);
-      answer();
+      const ExpertLayer& asked = answer();
       word(memory_, kDone).store(++answered_, std::memory_order_release);
-      may_be_hinted_ = true;
       ready = Clock::now();
       serve_seconds_ += seconds(ready - posted);
+      foresight_.compare(asked, ids_);
+      may_be_hinted_ = true;
     }
     meanwhile_.clear();
   } catch (...) {
     meanwhile_.clear();
+    foresight_.forget();
     word(memory_, kFailed).store(1, std::memory_order_release);
     throw;
   }
@@ -143,7 +144,7 @@ void Mailbox::look_for_hint() {
   foresight_.begin(layers_[layer], {ids, ids + count});
 }
 
-void Mailbox::answer() {
+const ExpertLayer& Mailbox::answer() {
   const uint32_t layer = word(memory_, kLayer).load(std::memory_order_relaxed);
   const uint32_t tokens = word(memory_, kTokens).load(std::memory_order_relaxed);
   if (layer >= layers_.size() || int64_t(tokens) > shape_.tokens)
@@ -159,10 +160,10 @@ void Mailbox::answer() {
                            memory_ + at_.result,
                            DType::f32,
                            false,
-                           foresight_.fetched(*layers_[layer])});
-  foresight_.compare(*layers_[layer], ids_);
+                           foresight_.of(*layers_[layer])});
   ++posts_;
   experts_ += layers_[layer]->experts_used();
+  return *layers_[layer];
 }
 
 void Mailbox::reset() {

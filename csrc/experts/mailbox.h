@@ -73,7 +73,7 @@ class Mailbox {
   void use_time();
   bool do_a_piece();
   bool posted(uint32_t number);
-  void answer();
+  const ExpertLayer& answer();  // the layer that was asked
 
   uint8_t* memory_;
   MailboxShape shape_;

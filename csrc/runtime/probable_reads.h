@@ -22,7 +22,7 @@ struct SharedRange {
   int first_worker, workers;
 };
 
-// Only hints, as ReadAhead's. One thread announces and withdraws; worker i of `workers` calls fetch(i).
+// Only hints, as ReadAhead's. One thread announces and withdraws, at any time; worker i of `workers` calls fetch(i).
 class ProbableReads {
  public:
   static constexpr size_t kRanges = 128;
@@ -42,12 +42,19 @@ class ProbableReads {
     turn_.store(++last_turn_, std::memory_order_release);
   }
 
-  // Returns how many bytes were fetched; nobody fetches more.
+  // Nobody fetches more. By anybody.
+  void stop() {
+    if (turn_.load(std::memory_order_relaxed)) turn_.store(0, std::memory_order_relaxed);
+  }
+
+  // Returns how many bytes were fetched since `announce`; nobody fetches more.
   int64_t withdraw() {
-    const uint32_t turn = turn_.exchange(0, std::memory_order_relaxed);
+    stop();
     int64_t fetched = 0;
     for (const Share& share : shares_)
-      if (turn && share.turn.load(std::memory_order_relaxed) == turn) fetched += get(share.fetched);
+      if (counted_ != last_turn_ && share.turn.load(std::memory_order_relaxed) == last_turn_)
+        fetched += get(share.fetched);
+    counted_ = last_turn_;
     return fetched;
   }
 
@@ -123,7 +130,7 @@ class ProbableReads {
   };
 
   std::atomic<uint32_t> turn_{0};  // number of what is announced; 0: nothing
-  uint32_t last_turn_ = 0;
+  uint32_t last_turn_ = 0, counted_ = 0;
   Number count_{0}, most_each_{0};
   Range ranges_[kRanges];
   std::vector<Share> shares_;

@@ -187,7 +187,10 @@ struct WorkerPool::State {
       if (before.phase >= 0)
         run(before, worker);
       else
-        work.wait_past(seen, spin, yields, [&] { return phases[task.phase]->ahead(task.index, step++); });
+        work.wait_past(seen, spin, yields, [&] {
+          return (phases[task.phase]->own && probable.fetch(worker.index)) ||
+                 phases[task.phase]->ahead(task.index, step++);
+        });
     }
   }
 
@@ -209,6 +212,7 @@ struct WorkerPool::State {
       phases_done.store(true, std::memory_order_release);
     } else {
       const bool is_open = phase > 0 && phases[phase]->ahead;
+      if (phases[phase]->own) probable.stop();
       if (phase + 1 < phase_count && phases[phase + 1]->ahead) open(phase + 1);
       TANDEM_POOL_PAUSE(opened_next);
       unfinished.store(phases[phase]->tasks, std::memory_order_relaxed);
@@ -232,6 +236,8 @@ struct WorkerPool::State {
     phase_count = 0;
     for (const Phase& phase : all)
       if (phase.tasks > 0) phases[phase_count++] = &phase;
+    if (std::none_of(phases.begin(), phases.begin() + phase_count, [](const Phase* p) { return p->own; }))
+      probable.stop();
     phases_done.store(false, std::memory_order_relaxed);
     current.store(0, std::memory_order_relaxed);  // before any task can be taken: seen by whoever takes one
     tasks.begin_region();

@@ -104,7 +104,8 @@ class WorkerPool {
   void announce(const std::vector<ByteRange>& upcoming);
 
   // What a caller that waits for somebody else will probably read (ProbableReads): from now on idle workers fetch it,
-  // the caller, too, with `fetch_a_little` (false: it has done its share), until `withdraw`, which returns the bytes.
+  // the caller, too, with `fetch_a_little` (false: it has done its share), until a phase of workers' own tasks begins,
+  // a region without one, or `withdraw`, which returns the bytes.
   void announce_probable(const std::vector<SharedRange>& ranges, int64_t most_each);
   bool fetch_a_little();
   int64_t withdraw();
