@@ -44,6 +44,17 @@ void ExpertRun::finish_columns(int64_t first_pair, int64_t pairs, WorkerScratch&
   }
 }
 
+// Whether intermediate activations of all experts of a task are there, while those of others may not be.
+bool ExpertRun::is_ready(int64_t index) const {
+  if (unfinished_.empty()) return false;
+  const auto [node, of_node] = down_.by_node.at(index);
+  const auto [begin, end] = down_.of_node[node].at(of_node);
+  const int64_t pairs = layer_.slices_[node].down_pairs;
+  for (int64_t part = begin / pairs; part * pairs < end; ++part)
+    if (unfinished_[size_t(parts_[size_t(part)].expert)].load(std::memory_order_acquire) != kComplete) return false;
+  return true;
+}
+
 void ExpertRun::down_piece(const Piece& piece, WorkerScratch& scratch) {
   const Part& part = piece.part;
   const RoutingPlan::Expert& expert = plan_.experts[size_t(part.expert)];

@@ -44,8 +44,8 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
   hidden_.data = workspace_.shared(Workspace::kHidden, int64_t(plan_.rows.size()) * hidden_.stride);
   list_parts();
   was_foreseen() ? list_own() : divide(gate_up_, layer.gate_up_layout_);
-  count_pairs();
   by_expert_ = by_expert();
+  count_pairs();
   by_expert_ ? list_down_by_expert() : list_down_by_columns();
 }
 
@@ -67,8 +67,7 @@ void ExpertRun::choose_integers() {
 }
 
 void ExpertRun::count_pairs() {
-  converts_at_end_ = converts_at_end_ && hidden_integers_.count();
-  if (!converts_at_end_) return;
+  if (hidden_integers_.count() ? !converts_at_end_ : !by_expert_) return;
   unfinished_ = std::vector<std::atomic<int32_t>>(plan_.experts.size());
   for (const Part& part : parts_) {
     std::atomic<int32_t>& left = unfinished_[size_t(part.expert)];
@@ -78,12 +77,15 @@ void ExpertRun::count_pairs() {
 
 // The others' writes to `hidden_` happened before their counting.
 void ExpertRun::finish(const Piece& piece) {
-  const size_t expert = size_t(piece.part.expert);
-  if (!converts_at_end_ || unfinished_[expert].fetch_sub(piece.pairs, std::memory_order_acq_rel) > piece.pairs) return;
-  const auto& [id, first, count] = plan_.experts[expert];
-  if (!hidden_integers_.has(first)) return;
-  const int64_t place = hidden_integers_.place(first);
-  hidden_integers_.convert(hidden_, hidden_type_, place, place + count);
+  if (unfinished_.empty()) return;
+  std::atomic<int32_t>& left = unfinished_[size_t(piece.part.expert)];
+  if (left.fetch_sub(piece.pairs, std::memory_order_acq_rel) > piece.pairs) return;
+  const auto& [id, first, count] = plan_.experts[size_t(piece.part.expert)];
+  if (hidden_integers_.has(first)) {
+    const int64_t place = hidden_integers_.place(first);
+    hidden_integers_.convert(hidden_, hidden_type_, place, place + count);
+  }
+  left.store(kComplete, std::memory_order_release);
 }
 
 void ExpertRun::list_down_by_columns() {
@@ -187,6 +189,7 @@ void ExpertRun::run() {
   };
   const WorkerPool::Own own{own_.of_worker(), own_at_once(), do_own};
   const auto fetch_down = [this](int64_t i, int64_t step) { return fetch(down_, i, step); };
+  const auto down_is_ready = [this](int64_t i) { return is_ready(i); };
   const int64_t preparing = prepares_ ? ceil_div(call_.x.rows, kPrepareRows) : 0;
   workspace_.pool().run_phases({
       {preparing + tasks_of(x_integers_),
@@ -199,7 +202,7 @@ void ExpertRun::run() {
          if (!by_expert_) return down(i, scratch(w));
          for_pieces(down_, i, [&](const Piece& piece) { down_piece(piece, scratch(w)); });
        },
-       down_.by_node.of_node(), by_expert_ ? fetch_down : WorkerPool::AheadBody()},
+       down_.by_node.of_node(), by_expert_ ? fetch_down : WorkerPool::AheadBody(), nullptr, down_is_ready},
   });
 }
 

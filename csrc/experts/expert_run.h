@@ -99,6 +99,7 @@ class ExpertRun {
 
   bool by_expert() const;
   void list_down_by_expert();
+  bool is_ready(int64_t index) const;
   void down_piece(const Piece& piece, WorkerScratch& scratch);
   void count_columns();
   void finish_columns(int64_t first_pair, int64_t pairs, WorkerScratch& scratch);
@@ -121,8 +122,10 @@ class ExpertRun {
   Tasks gate_up_{&ExpertLayer::gate_up, &NodeSlice::gate_up_pairs, {}, {}};
   OwnPairs own_;  // instead of gate_up_, where experts were foreseen
   Tasks down_{&ExpertLayer::down, &NodeSlice::down_pairs, {}, {}};
-  bool converts_at_end_ = true;                   // of an expert's pairs in phase 2, instead of in a phase
-  std::vector<std::atomic<int32_t>> unfinished_;  // such pairs, by index in the plan
+  bool converts_at_end_ = true;  // of an expert's pairs in phase 2, instead of in a phase
+  // Pairs of gate_up, by index in the plan; in the end kComplete. Empty: they are not counted.
+  std::vector<std::atomic<int32_t>> unfinished_;
+  static constexpr int32_t kComplete = -1;
   bool by_expert_ = false;  // or else grid_ says what phase 3's tasks are, and down_ only how many
   Grid grid_{};
   float* results_ = nullptr;                   // of few rows: row i of plan_.rows

@@ -41,23 +41,25 @@ struct Signal {
   }
 
   // `yields`: more threads than CPUs, so whoever polls keeps somebody else from running. `meanwhile` does a little
-  // useful work between two looks, or returns false.
-  template <class Meanwhile>
-  void wait_past(uint32_t seen, std::chrono::microseconds spin, bool yields, Meanwhile meanwhile) {
-    if (poll(seen, spin, yields, meanwhile)) return;
+  // useful work between two looks, or returns false. Returns early when `until` holds, which is not seen while asleep.
+  template <class Meanwhile, class Until = bool (*)()>
+  void wait_past(
+      uint32_t seen, std::chrono::microseconds spin, bool yields, Meanwhile meanwhile,
+      Until until = [] { return false; }) {
+    if (poll(seen, spin, yields, meanwhile, until)) return;
     sleepers.fetch_add(1, std::memory_order_seq_cst);
     while (word.load(std::memory_order_seq_cst) == seen) futex_wait(word, seen);
     sleepers.fetch_sub(1, std::memory_order_relaxed);
   }
 
  private:
-  template <class Meanwhile>
-  bool poll(uint32_t seen, std::chrono::microseconds spin, bool yields, Meanwhile meanwhile) const {
+  template <class Meanwhile, class Until>
+  bool poll(uint32_t seen, std::chrono::microseconds spin, bool yields, Meanwhile meanwhile, Until until) const {
     constexpr int kPausesPerClock = 64;  // ~2 us between looks at the clock
     std::chrono::steady_clock::time_point give_up{};
     for (;;) {
       for (int i = 0; i < (yields ? 1 : kPausesPerClock); ++i) {
-        if (load() != seen) return true;
+        if (load() != seen || until()) return true;
         if (!meanwhile()) cpu_pause();
       }
       const auto now = std::chrono::steady_clock::now();

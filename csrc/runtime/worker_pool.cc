@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "runtime/signal.h"
+#include "runtime/worker_cpus.h"
 
 #ifndef TANDEM_POOL_PAUSE  // tests make moments longer in which other threads may come between
 #define TANDEM_POOL_PAUSE(moment) static_cast<void>(0)
@@ -38,39 +39,6 @@ void count_forks() {
   static const int registered =
       pthread_atfork(nullptr, nullptr, [] { fork_generation.fetch_add(1, std::memory_order_relaxed); });
   (void)registered;
-}
-
-bool more_workers_than_cpus(const std::vector<int>& cpus) {
-  cpu_set_t allowed;
-  const int usable = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : INT_MAX;
-  std::set<int> distinct;
-  int floating = 0;
-  for (int cpu : cpus) cpu < 0 ? void(++floating) : void(distinct.insert(cpu));
-  const bool shared = static_cast<int>(distinct.size()) + floating < static_cast<int>(cpus.size());
-  return shared || static_cast<int>(cpus.size()) > std::max(usable, static_cast<int>(distinct.size()));
-}
-
-void pin(std::thread& thread, int worker, int cpu) {
-  if (cpu < 0) return;
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
-  if (pthread_setaffinity_np(thread.native_handle(), sizeof set, &set) != 0)
-    throw std::invalid_argument("worker " + std::to_string(worker) + " cannot run on CPU " + std::to_string(cpu) +
-                                ": this process may not use it (see taskset -pc, cpuset)");
-}
-
-std::vector<int> checked_nodes(std::vector<int> nodes, size_t workers, size_t memory_nodes) {
-  if (nodes.empty()) nodes.assign(workers, 0);
-  if (nodes.size() != workers) throw std::invalid_argument("nodes needs an entry for each worker");
-  for (size_t i = 0; i < workers; ++i)
-    if (const int before = i ? nodes[i - 1] : 0; nodes[i] < before || nodes[i] > before + (i > 0))
-      throw std::invalid_argument("nodes are counted from 0, and workers sorted by node");
-  if (nodes.back() >= kMaxNodes)
-    throw std::invalid_argument("at most " + std::to_string(kMaxNodes) + " memory nodes can be used");
-  if (memory_nodes && memory_nodes != size_t(nodes.back()) + 1)
-    throw std::invalid_argument("memory_nodes needs an entry for each node");
-  return nodes;
 }
 
 }  // namespace
@@ -102,8 +70,13 @@ struct WorkerPool::State {
 
   // A region of phases.
   RegionTasks tasks;
-  alignas(64) std::atomic<int64_t> unfinished{0};  // tasks of the current phase that are not done
-  alignas(64) std::atomic<int> current{0};         // phase
+  // Tasks that are not done, of the current phase and of the next; of one that is open early, and one more until it
+  // begins: it must not end before the phase before.
+  struct alignas(64) Counter {
+    std::atomic<int64_t> count{0};
+  };
+  std::array<Counter, 2> unfinished;        // by phase % 2
+  alignas(64) std::atomic<int> current{0};  // phase
   std::atomic<bool> phases_done{true};
   std::array<const Phase*, TaskQueues::kMaxPhases> phases{};  // with tasks; read only by who holds a task, which keeps
   int phase_count = 0;                                        // the region alive
@@ -174,30 +147,42 @@ struct WorkerPool::State {
     return true;
   }
 
-  // Until the phase of a task that was taken early has begun. Nobody waits for ever: whoever holds a task of this phase
-  // does what is left of the phase before, which it sees after the next raise of `work` at the latest. Hence none of
-  // its tasks is left when all wait, and who holds one of them is at work on it.
+  // Until the phase of a task that was taken early has begun, or the task is ready. Nobody waits for ever: whoever
+  // holds a task of this phase does what is left of the phase before, which it sees after the next raise of `work` at
+  // the latest. Hence none of its tasks is left when all wait, and who holds one of them is at work on it.
   void wait_for_phase(const RegionTasks::Task& task, const Worker& worker) {
     for (int64_t step = 0;;) {
       const uint32_t seen = work.load();
       const int now = current.load(std::memory_order_acquire);
-      if (now >= task.phase) return;
+      if (now >= task.phase || is_ready(task)) return;
       // Only of the current phase, whose tasks are counted: the one before may be open although it is not current.
       const RegionTasks::Task before = now == task.phase - 1 ? tasks.take(now, worker.index) : RegionTasks::Task{};
       if (before.phase >= 0)
         run(before, worker);
       else
-        work.wait_past(seen, spin, yields, [&] {
-          return (phases[task.phase]->own && probable.fetch(worker.index)) ||
-                 phases[task.phase]->ahead(task.index, step++);
-        });
+        work.wait_past(
+            seen, spin, yields,
+            [&] {
+              return (phases[task.phase]->own && probable.fetch(worker.index)) ||
+                     phases[task.phase]->ahead(task.index, step++);
+            },
+            [&] { return is_ready(task); });
     }
   }
 
-  // Does a task of the current phase, or some of a worker's own.
+  bool is_ready(const RegionTasks::Task& task) const {
+    const ReadyBody& ready = phases[task.phase]->ready;
+    return ready && ready(task.index);
+  }
+
+  // Does a task, or some of a worker's own.
   void run(const RegionTasks::Task& task, const Worker& worker) {
     if (!failed.load(std::memory_order_relaxed)) guarded([&] { do_task(*phases[task.phase], task, worker); });
-    if (unfinished.fetch_sub(task.count, std::memory_order_acq_rel) == task.count) begin_phase(task.phase + 1);
+    if (finish(task.phase, task.count)) begin_phase(task.phase + 1);
+  }
+
+  bool finish(int phase, int64_t tasks) {
+    return unfinished[phase % 2].count.fetch_sub(tasks, std::memory_order_acq_rel) == tasks;
   }
 
   static void do_task(const Phase& phase, const RegionTasks::Task& task, const Worker& worker) {
@@ -205,25 +190,28 @@ struct WorkerPool::State {
   }
 
   // By the worker that did the last task of the phase before, or by the caller. A phase that may be taken from early is
-  // open from the beginning of the one before. When the last task of `phase` can be taken and done, the region may be
-  // over before this returns, so that comes last.
+  // open from the beginning of the one before, and may have been done meanwhile. When the last task of `phase` can be
+  // taken and done, the region may be over before this returns, so that comes last.
   void begin_phase(int phase) {
-    if (phase == phase_count) {
-      phases_done.store(true, std::memory_order_release);
-    } else {
+    for (bool is_done = true; is_done; ++phase) {
+      if (phase == phase_count) {
+        phases_done.store(true, std::memory_order_release);
+        break;
+      }
       const bool is_open = phase > 0 && phases[phase]->ahead;
       if (phases[phase]->own) probable.stop();
-      if (phase + 1 < phase_count && phases[phase + 1]->ahead) open(phase + 1);
+      if (phase + 1 < phase_count && phases[phase + 1]->ahead) open(phase + 1, 1);
       TANDEM_POOL_PAUSE(opened_next);
-      unfinished.store(phases[phase]->tasks, std::memory_order_relaxed);
       current.store(phase, std::memory_order_release);
-      if (!is_open) open(phase);
+      if (!is_open) open(phase, 0);
+      is_done = is_open && finish(phase, 1);
     }
     work.raise();
   }
 
-  void open(int phase) {
+  void open(int phase, int64_t more) {
     const Phase& opened = *phases[phase];
+    unfinished[phase % 2].count.store(opened.tasks + more, std::memory_order_relaxed);
     if (const Own* owners = opened.own)
       tasks.open_own(phase, opened.tasks, owners->of_worker, owners->most_at_once);
     else

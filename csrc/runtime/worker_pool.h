@@ -75,6 +75,8 @@ class WorkerPool {
   // A little of what can be done for a task before its phase begins, `step` by step from 0: fetching what it will read,
   // say. A fraction of a microsecond each; false when there is no more. Must not throw.
   using AheadBody = FunctionRef<bool(int64_t task, int64_t step)>;
+  // Whether all that a task reads is written although the phase before is not over. Must not throw.
+  using ReadyBody = FunctionRef<bool(int64_t task)>;
   // Tasks that are workers' own (OwnTasks), of which a worker does up to `most_at_once`, one after the other, in a
   // call.
   struct Own {
@@ -91,12 +93,15 @@ class WorkerPool {
     // soon as the phase begins.
     AheadBody ahead = {};
     const Own* own = nullptr;  // given: instead of `body` and `of_node`
+    // Given: a task that was taken early is run as soon as it is ready. Not for workers' own.
+    ReadyBody ready = {};
   };
 
   // One region of phases: body(i) of a phase for i in [0, tasks), each exactly once, by whoever is free; a phase begins
-  // when all tasks of the one before are done. Nobody waits for a worker that has not come: on a busy machine, where a
-  // worker may lose its core for milliseconds, the others do its share. So a task must not wait for other tasks.
-  // Called with the list in place, run_phases({{n, [&](int64_t i, const Worker&) {...}}, ...}): a Phase owns nothing.
+  // when all tasks of the one before are done (but see Phase::ready). Nobody waits for a worker that has not come: on a
+  // busy machine, where a worker may lose its core for milliseconds, the others do its share. So a task must not wait
+  // for other tasks. Called with the list in place, run_phases({{n, [&](int64_t i, const Worker&) {...}}, ...}): a
+  // Phase owns nothing.
   void run_phases(std::initializer_list<Phase> phases);
 
   // What the operations after the next region will read first; whoever is idle from then on fetches it. Empty: what was
