@@ -39,10 +39,15 @@ int main() {
       for (int64_t i = 0; i < count; ++i) (region % 2 ? second : third)(task + i, worker);
     };
     const WorkerPool::Own own{of_worker, 2, some};
+    // What a task reads is there when all tasks of the phase before are done, a little before the pool knows it.
+    const auto is_ready = [&done](int phase) {
+      return [&done, phase](int64_t) { return done.load() >= phase * kTasks; };
+    };
+    const auto second_is_ready = is_ready(1), third_is_ready = is_ready(2);
     const bool is_second = region % 2;  // or the third: one of them is of workers' own tasks
     pool.run_phases({{kTasks, first},
-                     {kTasks, second, nullptr, fetch, is_second ? &own : nullptr},
-                     {kTasks, third, nullptr, fetch, is_second ? nullptr : &own}});
+                     {kTasks, second, nullptr, fetch, is_second ? &own : nullptr, second_is_ready},
+                     {kTasks, third, nullptr, fetch, is_second ? nullptr : &own, third_is_ready}});
     check(done.load() == 3 * kTasks, "a task was not done, or twice");
   }
   std::puts("early_tasks_test: ok");

@@ -206,6 +206,27 @@ void a_slow_worker_is_waited_for(WorkerPool& pool, bool crowded) {
   }
 }
 
+// Tasks of the next phase that are ready do not wait for the current one, and phases end in their order all the same.
+void ready_tasks_do_not_wait(WorkerPool& pool, bool crowded) {
+  if (pool.size() == 1 || crowded) return;
+  for (int repeat = 0; repeat < 100; ++repeat) {
+    std::atomic<int> early{0}, last{0};
+    std::atomic<bool> over{false};
+    const auto slow = [&](int64_t, const Worker&) {
+      while (early < 9) std::this_thread::yield();
+      over = true;
+    };
+    const auto next = [&](int64_t, const Worker&) { ++early; };
+    const auto third = [&](int64_t, const Worker&) { CHECK(over && early == 9 && ++last <= 5); };
+    const auto nothing = [](int64_t, int64_t) { return false; };
+    const auto ready = [](int64_t) { return true; };
+    const auto not_ready = [](int64_t) { return false; };
+    pool.run_phases(
+        {{1, slow}, {9, next, nullptr, nothing, nullptr, ready}, {5, third, nullptr, nothing, nullptr, not_ready}});
+    CHECK(last == 5);
+  }
+}
+
 // A worker that still knows the last phase of a region takes nothing of the next one out of turn.
 void regions_follow_each_other(WorkerPool& pool) {
   const int64_t tasks = pool.size();
@@ -508,6 +529,7 @@ int main() {
       a_slow_worker_is_helped(pool);
       regions_follow_each_other(pool);
       a_slow_worker_is_waited_for(pool, has_more_workers_than_cpus(cpus));
+      ready_tasks_do_not_wait(pool, has_more_workers_than_cpus(cpus));
       an_exception_frees_who_waits_early(pool);
       a_throwing_task_ends_the_region(pool);
       tasks_wait_for_no_worker(pool);
