@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from functools import cache
 
@@ -503,32 +504,86 @@ def test_moving_that_does_not_pay_is_paused_and_counted() -> None:
         layer.check()
 
 
-def moving_with_a_clock(tick: float) -> tuple[float, int]:
-    """Cost of an exchange at the end, and exchanges made, where `tick` seconds pass between steps with exchanges and an
-    expert is read in 0.5 s."""
-    layers, copies, usage, ticks = [Layer(1), Layer(2)], FakeCopies(), Usage(), itertools.count(step=tick)
-    s = PolicySettings(interval_steps=2, dwell_steps=0, bytes_per_step=PLENTY, horizon_tokens=100.0)
-    policy = LivePolicy(torch.stack([x.gpu.table for x in layers]), layers[0].cpu.bytes_per_expert, 1.0, s)
-    exchange = made(layers, copies, s.bytes_per_step)
-    experts = LiveExperts(policy, exchange, usage, lambda: 0.5, lambda: next(ticks))
-    for step in range(300):
-        usage.counts[:, 3 + step // 16 % 4] += 1
-        take_a_step(experts)
-        copies.arrive(1.0)
-    return policy.cost, usage.swaps
+class Timed:
+    """Steps with a clock of their own: `tick` seconds pass in whatever is done at a step's begin or end, and an expert
+    is read in `read` seconds. Pieces are done beside steps and take what they take, so experts are read far more slowly
+    than that, where it is not to count."""
+
+    def __init__(self, tick: float, read: float = 1e9, copies: FakeCopies | None = None) -> None:
+        self.layers, self.copies, self.usage = [Layer(1), Layer(2)], copies or FakeCopies(), Usage()
+        self.copies.prompt, ticks = True, itertools.count(step=tick)
+        s = PolicySettings(interval_steps=2, dwell_steps=0, bytes_per_step=PLENTY, horizon_tokens=100.0)
+        slot_of, nbytes = torch.stack([x.gpu.table for x in self.layers]), self.layers[0].cpu.bytes_per_expert
+        self.policy, self.works = LivePolicy(slot_of, nbytes, 1.0, s), list[_core.Meanwhile]()
+        self.exchange = made(self.layers, self.copies, s.bytes_per_step)
+        self.exchange.meanwhile = self.works.append
+        self.experts = LiveExperts(self.policy, self.exchange, self.usage, lambda: read, lambda: next(ticks))
+
+    def steps(self, count: int, moving: bool = True) -> Timed:
+        for step in range(count):
+            self.usage.counts[:, 3 + step // 16 % 4 if moving else 0] += 1
+            self.experts.beside_step()
+            for work in self.works:
+                at_once(work)
+            self.works.clear()
+            self.experts.after_step(1)
+        return self
 
 
 def test_the_time_that_exchanges_take_is_measured_and_weighed() -> None:
-    free, cheap = moving_with_a_clock(0.0)
-    cost, dear = moving_with_a_clock(5.0)
-    assert free == READS_PER_EXCHANGE and cheap > 0
-    assert cost >= READS_PER_EXCHANGE + 5.0 / 0.5 / 2  # two exchanges at most end together
-    assert dear < cheap
+    free, dear = Timed(0.0).steps(300), Timed(1e10).steps(300)
+    assert free.policy.cost == pytest.approx(READS_PER_EXCHANGE) and free.usage.swaps > 0
+    assert dear.policy.cost >= READS_PER_EXCHANGE + 10 / 2  # two exchanges at most end together
+    assert dear.usage.swaps < free.usage.swaps
+
+
+def test_looking_is_not_what_exchanges_take() -> None:
+    timed = Timed(1e10).steps(40)
+    timed.steps(60, moving=False)
+    before, swaps = timed.policy.cost, timed.usage.swaps
+    timed.steps(100, moving=False)
+    assert timed.usage.swaps == swaps > 0 and timed.policy.cost == pytest.approx(before)
+
+
+class SlowCopies(FakeCopies):
+    """The driver returns when they are done, as those of memory that is not registered."""
+
+    seconds = 1e-3
+
+    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
+        time.sleep(self.seconds)
+        return super()._copy(target, source, nbytes, stream)
+
+
+def test_what_pieces_take_beyond_their_time_is_weighed() -> None:
+    """An exchange begins with two copies in one piece, and places the third."""
+    timed = Timed(0.0, 1e-3, SlowCopies()).steps(60)
+    times = timed.experts.times()
+    assert times.exchanges == timed.usage.swaps > 0
+    assert times.waited == times.late >= times.exchanges * 2 * SlowCopies.seconds
+    assert times.beside > times.late
+    assert timed.policy.cost >= READS_PER_EXCHANGE + 2
+
+
+def test_what_is_done_after_a_step_is_counted_once() -> None:
+    """By the clock of what is done at its end, not among the pieces beside it."""
+    timed = Timed(0.0)
+    timed.exchange.meanwhile = lambda work: None
+    times = timed.steps(40).experts.times()
+    assert times.exchanges > 0 and (times.seconds, times.beside, times.waited) == (0.0, 0.0, 0.0)
+
+
+def test_decisions_are_counted_among_what_is_done_beside_steps() -> None:
+    timed = Timed(0.0).steps(2, moving=False)
+    assert timed.experts.times().beside == 0.0
+    times = timed.steps(1, moving=False).experts.times()
+    assert times.exchanges == 0 and times.beside > 0.0
 
 
 @pytest.mark.parametrize("over", [False, True])
 def test_what_the_gpu_computes_beside_costs_nothing(over: bool) -> None:
-    """Only what begins with a step is then counted, for nobody knows when its first layer asks."""
+    """Only what begins with a step is then counted, for nobody knows when its first layer asks: looking, too, which
+    happens once for every time that is decided."""
     layers, copies, usage, ticks = [Layer(1), Layer(2)], FakeCopies(), Usage(), itertools.count()
     policy = live(layers, copies, usage)._policy
     experts = LiveExperts(policy, made(layers, copies), usage, lambda: 1e9, lambda: next(ticks))
@@ -540,7 +595,8 @@ def test_what_the_gpu_computes_beside_costs_nothing(over: bool) -> None:
     times = experts.times()
     assert times.steps == 60 and times.exchanges == usage.swaps > 0
     assert min(times.parts.values()) > 0 and times.seconds == sum(times.parts.values())
-    assert times.waited == (times.seconds if over else times.parts["begin"])
+    begun = times.parts["begin"] + times.parts["decide"] / 2
+    assert times.waited == (times.seconds if over else begun) + times.late
 
 
 def test_what_was_decided_can_be_finished() -> None:

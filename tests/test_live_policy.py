@@ -107,6 +107,28 @@ def test_a_dropped_exchange_leaves_everything_and_may_come_again() -> None:
     assert p.wanted() == [exchange]
 
 
+def test_an_ended_layer_stays_ended() -> None:
+    """Whether it ends while an exchange is under way or while one is being decided on."""
+    p = policy(dwell_steps=3)
+    p.observe(uses(e0=9, e1=4, e2=7, e5=6), 10, 1)
+    (exchange,) = p.wanted()
+    p.ended(0)
+    p.done(exchange)
+    assert p._may.tolist() == [[STAY] * 8]
+    p.observe(uses(e6=99), 10, 9)  # and the newcomer is not new any more
+    assert p._may.tolist() == [[STAY] * 8] and p.wanted() == []
+
+
+def test_what_was_found_in_a_layer_that_has_ended_since_does_not_move() -> None:
+    p, seen = policy(), np.zeros((1, 8), np.int64)
+    look = p.look(uses(e0=9, e1=4, e2=7, e5=6).numpy(), seen, 10, 4)
+    while look.next():
+        pass
+    p.ended(0)
+    p.looked()
+    assert p.wanted() == []
+
+
 def test_a_single_use_moves_nothing() -> None:
     p = policy()
     p.observe(uses(e5=1), 10, 1)

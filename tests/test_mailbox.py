@@ -139,6 +139,22 @@ def test_posts_do_not_wait_for_other_work() -> None:
     assert not work.troubles() and work.next()
 
 
+def test_a_post_that_comes_at_once_finds_most_of_other_work_undone() -> None:
+    gpu, work, (x, ids, weights) = FakeGpu(), pieces(100_000), batch(2)
+    gpu.mailbox.meanwhile(work)
+    gpu.post(1, 0, x, ids, weights)
+
+    def play() -> None:
+        gpu.answer(1, 2)
+        gpu.post(2, 0, x, ids, weights)
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    gpu.mailbox.serve(2, PATIENCE)
+    thread.join()
+    assert len(work.troubles()) < 1000 and work.next()
+
+
 def test_posts_are_answered_in_turn() -> None:
     gpu = FakeGpu()
     batches = [batch(tokens) for tokens in (1, 4, 2)]

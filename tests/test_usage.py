@@ -260,7 +260,7 @@ def test_moves_count_as_of_their_step_however_many_counts_are_asked_for_later() 
 
 class FakeLive:
     def times(self) -> LiveTimes:
-        return LiveTimes(9, 3, 60, 0.5, 0.125, 0.25, {"begin": 0.5})
+        return LiveTimes(9, 3, 60, 0.5, 0.125, 0.25, 0.0, {"begin": 0.5})
 
 
 class FakeHandoff:

@@ -147,8 +147,7 @@ void bind_live(nb::module_& m) {
       .def("run", &ExchangeTurn::run, nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>(),
            "What can be done in this time, while no step is under way; returns whether all has ended.")
       .def("troubles", &troubles_of, "(index, what became of it, keeps its stage, ends its layer, why) of each.")
-      .def_prop_ro("bytes_given", &ExchangeTurn::bytes_given)
-      .def_prop_ro("seconds", &ExchangeTurn::seconds, "That its pieces took.");
+      .def_prop_ro("bytes_given", &ExchangeTurn::bytes_given);
   nb::class_<UseDecision, Meanwhile>(m, "UseDecision",
                                      "`add_uses` and `pick_exchanges`, a layer at a time, see use_decision.h.")
       .def("__init__", &make_decision, nb::arg("counts"), nb::arg("now"), nb::arg("seen"), nb::arg("better"),

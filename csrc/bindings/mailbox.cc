@@ -33,7 +33,9 @@ void bind_mailbox(nb::module_& m) {
   nb::class_<Meanwhile>(m, "Meanwhile", "Work in pieces of microseconds, see csrc/runtime/meanwhile.h.")
       .def(
           "next", [](Meanwhile& work) { return work.next() == Meanwhile::Progress::did; },
-          "Does a piece; False: nothing can be done, now or any more.");
+          "Does a piece; False: nothing can be done, now or any more.")
+      .def_prop_ro("seconds", &Meanwhile::seconds, "That `next` took, all together.")
+      .def_prop_ro("late_seconds", &Meanwhile::late_seconds, "Of these, what pieces took beyond their time.");
   nb::class_<Mailbox>(m, "Mailbox", "The CPU's end of the hand-off from a CUDA stream, see csrc/experts/mailbox.h.")
       .def("__init__", &make_mailbox, nb::arg("memory"), nb::arg("tokens"), nb::arg("hidden"), nb::arg("top_k"),
            nb::keep_alive<1, 2>())
@@ -52,7 +54,7 @@ void bind_mailbox(nb::module_& m) {
           "hits", [](const Mailbox& m) { return m.foresight().hits(); }, "Of those, that the post asked for.")
       .def_prop_ro(
           "bytes_ahead", [](const Mailbox& m) { return m.foresight().bytes(); },
-          "Of hinted experts' weights that were fetched before the post came.")
+          "Of hinted experts' weights that were fetched before they were computed.")
       .def("reset", &Mailbox::reset, "After a failure, when no kernel of the stream is running any more.");
   m.def("mailbox_offsets", &offsets, nb::arg("tokens"), nb::arg("hidden"), nb::arg("top_k"),
         "Bytes at which x, ids, weights, result and hints begin, and the bytes in all.");

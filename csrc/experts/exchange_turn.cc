@@ -14,14 +14,7 @@ std::string cuda_error(int error) { return "CUDA's error " + std::to_string(erro
 
 }  // namespace
 
-Meanwhile::Progress ExchangeTurn::next() noexcept {
-  const auto start = Clock::now();
-  const Progress made = piece();
-  seconds_ += since(start);
-  return made;
-}
-
-Meanwhile::Progress ExchangeTurn::piece() {
+Meanwhile::Progress ExchangeTurn::piece() noexcept {
   switch (stage_) {
     case Stage::begin:
       bytes_given_ += moves_->begin(index_, device_.up, device_.down);
@@ -84,7 +77,7 @@ void ExchangeTurn::publish(Stage then) {
 
 bool ExchangeTurn::run(double seconds) {
   const auto start = Clock::now();
-  while (next() == Progress::did)
+  while (piece() == Progress::did)
     if (since(start) > seconds) break;
   if (stage_ == Stage::ended && !forgotten_) {
     moves_->forget();

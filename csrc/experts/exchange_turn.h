@@ -28,20 +28,17 @@ class ExchangeTurn final : public Meanwhile {
 
   ExchangeTurn(std::unique_ptr<ExpertMoves> moves, const Device& device) : moves_(std::move(moves)), device_(device) {}
 
-  Progress next() noexcept override;
-  // Pieces until nothing can be done or so much time has passed. Whether it has ended: then the coming experts are
-  // forgotten, so no step may be under way that could use them.
+  // After a step: pieces until nothing can be done or so much time has passed. Whether it has ended: then the coming
+  // experts are forgotten, so no step may be under way that could use them.
   bool run(double seconds);
 
   ExpertMoves& moves() { return *moves_; }
   int64_t bytes_given() const { return bytes_given_; }
-  double seconds() const { return seconds_; }  // that `next` took, all together
 
  private:
   enum class Stage { begin, travel, settle, hide, place, show, ended };
 
-  Progress piece();
-  void begin_one();
+  Progress piece() noexcept override;
   Progress look();
   void publish(Stage then);
   void go_on(Stage then);
@@ -51,7 +48,6 @@ class ExchangeTurn final : public Meanwhile {
   Stage stage_ = Stage::begin;
   size_t index_ = 0;  // of the next move
   int64_t bytes_given_ = 0;
-  double seconds_ = 0;
   bool forgotten_ = false;
 };
 

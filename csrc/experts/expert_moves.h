@@ -1,5 +1,5 @@
-// Exchanges of experts between slots on the GPU and places in CPU memory, all that go together in one call: the
-// engine's thread makes them between steps, when weights have driven everything else out of its caches.
+// Exchanges of experts between slots on the GPU and places in CPU memory that go together: what is done with each of
+// them, one call an exchange, so that `ExchangeTurn` can do them one at a time while a step runs.
 #pragma once
 
 #include <cstddef>

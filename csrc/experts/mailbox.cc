@@ -25,9 +25,6 @@ enum Word {
 constexpr int64_t kHeaderBytes = 640;
 constexpr int kPollsPerClock = 64;
 constexpr size_t kMostWork = 4;
-// The GPU needs 20 to 30 us from an answer to the next post (measured on an H200). Pieces begin in the first of
-// these, so that the last one has ended by then.
-constexpr std::chrono::microseconds kTimeForPieces{10};
 
 int64_t aligned(int64_t bytes) { return (bytes + 127) / 128 * 128; }
 

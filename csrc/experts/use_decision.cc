@@ -2,7 +2,7 @@
 
 namespace tandem {
 
-Meanwhile::Progress UseDecision::next() noexcept {
+Meanwhile::Progress UseDecision::piece() noexcept {
   if (layer_ == all_.layers) return Progress::ended;
   const int64_t first = layer_ * all_.experts;
   gained_ += std::visit(
@@ -20,7 +20,7 @@ Meanwhile::Progress UseDecision::next() noexcept {
 }
 
 void UseDecision::finish() {
-  while (next() == Progress::did) {
+  while (piece() == Progress::did) {
   }
 }
 

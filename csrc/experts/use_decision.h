@@ -24,11 +24,11 @@ class UseDecision final : public Meanwhile {
 
   UseDecision(const Arrays& arrays, float keep, const PickRules& rules) : all_(arrays), keep_(keep), rules_(rules) {}
 
-  Progress next() noexcept override;
   double gained();                            // of all layers, as `add_uses`; does what is left
   std::vector<Exchange> picked(size_t room);  // as `pick_exchanges`; likewise
 
  private:
+  Progress piece() noexcept override;
   void finish();
 
   Arrays all_;

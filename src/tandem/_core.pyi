@@ -444,6 +444,14 @@ class Meanwhile:
     def next(self) -> bool:
         """Does a piece; False: nothing can be done, now or any more."""
 
+    @property
+    def seconds(self) -> float:
+        """That `next` took, all together."""
+
+    @property
+    def late_seconds(self) -> float:
+        """Of these, what pieces took beyond their time."""
+
 class Mailbox:
     """
     The CPU's end of the hand-off from a CUDA stream, see csrc/experts/mailbox.h.
@@ -483,7 +491,9 @@ class Mailbox:
 
     @property
     def bytes_ahead(self) -> int:
-        """Of hinted experts' weights that were fetched before the post came."""
+        """
+        Of hinted experts' weights that were fetched before they were computed.
+        """
 
     def reset(self) -> None:
         """After a failure, when no kernel of the stream is running any more."""
@@ -537,9 +547,6 @@ class ExchangeTurn(Meanwhile):
 
     @property
     def bytes_given(self) -> int: ...
-    @property
-    def seconds(self) -> float:
-        """That its pieces took."""
 
 class UseDecision(Meanwhile):
     """

@@ -46,7 +46,7 @@ class StepCounts(NamedTuple):
     def columns(self, steps: int) -> dict[str, Any]:
         """hit: share of the routed tokens whose expert is on the GPU. wait_us, cpu_us: of a layer, until the CPU was
         asked and until it answered. hint_hit: of the experts in CPU memory that were foreseen, those that were used;
-        ahead: their bytes that were fetched before they were asked for."""
+        ahead: their bytes that were fetched before they were computed."""
         return {
             "hit": round(self.gpu_tokens / max(1, self.gpu_tokens + self.cpu_tokens), 4),
             "cpu_bytes_per_step": round(self.cpu_bytes / steps),

@@ -111,7 +111,7 @@ class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
     handoff_serve_seconds: float = 0.0  # the CPU computed them
     hinted: int = 0  # experts in CPU memory that were foreseen, each once per batch and layer
     hint_hits: int = 0  # of those, that were used
-    hint_bytes: int = 0  # of foreseen experts that were fetched before the CPU was asked for them
+    hint_bytes: int = 0  # of foreseen experts that were fetched before they were computed
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):

@@ -62,7 +62,7 @@ class HandoffTimes(NamedTuple):
 
 class HintCounts(NamedTuple):
     """Experts in CPU memory that were foreseen, each once per post; of those, that the post asked for; bytes of
-    foreseen experts that were fetched before it came."""
+    foreseen experts that were fetched before they were computed."""
 
     hinted: int = 0
     hits: int = 0

@@ -130,7 +130,7 @@ class LiveExchange:
         self._queue: deque[Exchange] = deque()
         self._batch: _Batch | None = None
         self._busy: set[int] = set()  # layers that have a move under way
-        self._moved, self._seconds = 0, 0.0  # of batches that have ended
+        self._moved, self._seconds, self._late = 0, 0.0, 0.0  # of batches that have ended
         # The first copy of its kind may load code, which the driver waits for: not while a step waits for this thread.
         copies.in_order(self._free[0], self._free[-1], largest)
         copies.follow()
@@ -156,8 +156,13 @@ class LiveExchange:
 
     @property
     def beside_seconds(self) -> float:
-        """That was worked piece by piece, since the start."""
+        """That was worked piece by piece while steps ran, since the start."""
         return self._seconds + (self._batch.turn.seconds if self._batch else 0.0)
+
+    @property
+    def late_seconds(self) -> float:
+        """Of these, what pieces took beyond their time: the GPU may have waited for that."""
+        return self._late + (self._batch.turn.late_seconds if self._batch else 0.0)
 
     def add(self, exchanges: Iterable[Exchange]) -> None:
         self._queue.extend(exchanges)
@@ -240,6 +245,7 @@ class LiveExchange:
     def _close(self, batch: _Batch, settled: Settled) -> None:
         self._moved += batch.turn.bytes_given
         self._seconds += batch.turn.seconds
+        self._late += batch.turn.late_seconds
         self._batch = None
         for index, exchange in enumerate(batch.exchanges):
             if index not in batch.gone:

@@ -1,11 +1,12 @@
 """`LiveExperts`: placement follows the traffic. Once a step it looks at what was used, and has experts moved.
 
 It waits for nothing: counts are asked for after one step and looked at beside the next, and bytes travel beside the
-steps. What is done for each expert is done in the course of a step, between its layers (`UseDecision`, `ExchangeTurn`).
-Everything else is done when the CPU has answered the step's last layer, while the GPU computes its logits: what is
-given to the GPU then comes after the step, and this thread would only wait. So that there is time enough, a step is
-followed by one thing or two: asking, deciding, ending, and what has to be noted. What takes longer than the GPU does is
-measured.
+steps. When a step was started, what is to be done in its course is handed over; what is done for each expert is done
+then, between its layers (`UseDecision`, `ExchangeTurn`), the exchange's copies to the GPU's slots and tables too. When
+the CPU has answered the step's last layer, while the GPU computes its logits, this thread would only wait: then it
+does what is left of that for a while, and forgets experts that the step may still have used in CPU memory, asks,
+decides, chooses what travels next and notes what has moved. What takes longer than the GPU does is measured, after the
+step and between its layers, and what exchanges take of it is weighed against what they gain.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from tandem import _core
 from tandem.errors import EngineError
 from tandem.experts.live_cost import READS_PER_EXCHANGE
 from tandem.experts.live_exchange import LiveExchange, Settled
@@ -61,8 +63,8 @@ class Usage(Protocol[AnyCounts]):
 
 class LiveTimes(NamedTuple):
     """Since the start: steps, exchanges made, bytes that travelled, both ways together, and seconds that the engine's
-    thread took for all of it, but for what it did between layers (beside). waited: of these, what the GPU may have
-    stood still for. parts: seconds by what was done."""
+    thread took for all of it, but for what it did between layers (beside). late: of beside, what pieces took beyond
+    their time. waited: what the GPU may have stood still for, `late` included. parts: seconds by what was done."""
 
     steps: int
     exchanges: int
@@ -70,6 +72,7 @@ class LiveTimes(NamedTuple):
     seconds: float
     waited: float
     beside: float
+    late: float
     parts: dict[str, float]
 
 
@@ -101,6 +104,9 @@ class LiveExperts:
         self._spent, self._made = 0.0, 0  # seconds that steps stood still, and exchanges that they were for
         self._all_steps, self._exchanges, self._waited = 0, 0, 0.0  # since the start
         self._parts = {"ask": 0.0, "end": 0.0, "decide": 0.0, "prepare": 0.0, "begin": 0.0, "note": 0.0}
+        self._exchanged_late = 0.0  # seconds of exchanges' pieces that are in `_spent` already
+        self._decision: _core.Meanwhile | None = None
+        self._decided, self._decided_late = 0.0, 0.0  # seconds that decisions took between layers
         self._seen = usage.ask().tokens().copy()
         self._asked: _Asked | None = None
         self._looking = False
@@ -121,16 +127,24 @@ class LiveExperts:
 
     def times(self) -> LiveTimes:
         moved, seconds = self._exchange.bytes_moved, sum(self._parts.values())
-        beside = self._exchange.beside_seconds
+        beside = self._exchange.beside_seconds + self._decided
+        late = self._exchange.late_seconds + self._decided_late
         return LiveTimes(
-            self._all_steps, self._exchanges, moved, seconds, self._waited, beside, dict(self._parts)
+            self._all_steps,
+            self._exchanges,
+            moved,
+            seconds,
+            self._waited + late,
+            beside,
+            late,
+            dict(self._parts),
         )
 
     def beside_step(self) -> None:
         if self._exchange.under_way:
             self._guarded("begin", self._exchange.begin, _over)
         if self._asked is not None:
-            self._guarded("begin", partial(self._look, self._asked), _over)
+            self._guarded("decide", partial(self._look, self._asked), _over)
 
     def after_step(self, tokens: int, over: Callable[[], bool] = _over) -> None:
         """tokens: that the step computed. over: whether the GPU has ended it meanwhile, and waits."""
@@ -177,17 +191,24 @@ class LiveExperts:
     def _look(self, asked: _Asked) -> None:
         self._asked, self._looking = None, True
         self._weigh()
-        look = self._policy.look(asked.counts.tokens(), self._seen, asked.tokens, asked.steps)
-        self._exchange.meanwhile(look)
+        self._decision = self._policy.look(asked.counts.tokens(), self._seen, asked.tokens, asked.steps)
+        self._exchange.meanwhile(self._decision)
 
     def _decide(self) -> None:
         self._looking = False
+        if self._decision is not None:
+            self._decided += self._decision.seconds
+            self._decided_late += self._decision.late_seconds
+            self._decision = None
         self._policy.looked()
         self._usage.swap_rests = self._policy.rests
         self._exchange.add(self._policy.wanted())
 
     def _weigh(self) -> None:
         """What exchanges have cost lately, as the policy counts: steps stood still for it."""
+        late = self._exchange.late_seconds
+        self._spent += late - self._exchanged_late
+        self._exchanged_late = late
         read = self._read_seconds()
         if self._made == 0 or read <= 0:
             return

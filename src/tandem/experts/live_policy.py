@@ -162,7 +162,7 @@ class LivePolicy:
     def _grow_up(self) -> None:
         while self._young and (self.resting or self._young[0][0] <= self._step):
             for layer, _, _, expert in self._young.popleft()[1]:
-                self._may[layer, expert] = LEAVE
+                self._may[layer, expert] = STAY if layer in self._ended else LEAVE
 
     def wanted(self) -> list[Exchange]:
         """What should move now, most worthwhile first; each is under way until `done` or `dropped`."""
@@ -170,12 +170,15 @@ class LivePolicy:
         if room == 0 or (self.resting and not self._going_home()):
             return []
         found = self._best(room) if look is None or self.resting else look.decision.picked(room)
+        found = [each for each in found if each[0] not in self._ended]  # since it was looked at
         self._pace = 1 if len(found) * QUIET > len(self._home) else min(2 * self._pace, LONGEST_INTERVAL)
         self._allowance -= len(found)
         return list(map(Exchange._make, found))
 
     def done(self, *exchanges: Exchange) -> None:
         _core.note_exchanges(exchanges, self._slot_of, self._better, self._may)
+        for layer in self._ended.intersection(exchange.layer for exchange in exchanges):
+            self._may[layer] = STAY
         self._young.append((self._step + self.settings.dwell_steps, exchanges))
         self._judge.exchanges += len(exchanges)
 

@@ -48,7 +48,7 @@ _HANDOFF = {
     "hint_hits": ("expert_hint_hits", "Foreseen experts that were used"),
     "hint_bytes": (
         "expert_hint_bytes",
-        "Bytes of foreseen experts fetched before the CPU was asked for them",
+        "Bytes of foreseen experts fetched before they were computed",
     ),
 }
 
