@@ -234,6 +234,14 @@ def test_moving_experts_takes_a_spare_place_per_layer() -> None:
         plan(exactly, **flags, kt_enable_dynamic_expert_update=True)
 
 
+def test_where_nothing_can_move_no_spare_place_is_needed() -> None:
+    """Moving is asked for, but no expert is on the GPU."""
+    per_expert = MODEL.expert_bytes("bf16")
+    exactly = replace(with_gpu(), available_memory=int((30 * 32 + 15) * per_expert / DEFAULT_FRACTION))
+    found = plan(exactly, kt_gpu_experts_ratio=0.0, kt_enable_dynamic_expert_update=True).gpu
+    assert found is not None and not found.live
+
+
 Q4_K_M = StoredFormat("q4_k + q6_k", True, 0.63, ("GGUF",), not_on_gpu="q4_k, q6_k")
 
 

@@ -15,6 +15,7 @@ from tandem.cli.memory_ledger import Taken, anonymous_bytes, memory_columns, pla
 from tandem.config import ModelConfig
 from tandem.config.gpu_plan import GpuPlan, dense_bytes
 from tandem.config.host_memory import HostShare, host_memory, pinned_bytes
+from tandem.engine.gpu_runner import _Inputs
 from tandem.experts.handoff import HandoffSizes, _Copies
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, Workspace
@@ -84,7 +85,7 @@ def test_dense_codes_take_what_is_planned(hidden: int, fmt: str) -> None:
 
 def test_what_the_handoff_pins_is_planned() -> None:
     config, sizes = qwen3(2048, 768), HandoffSizes(16, 300, 2048, 8)
-    share = HostShare(10, 1000, 3, step_tokens=300, graph_tokens=16, top_k=8, live=True)
+    share = HostShare(10, 1000, 3, step_tokens=300, graph_sizes=(4, 16), pages=0, top_k=8, live=True)
     host, copies = host_memory(config, share), _Copies(sizes, torch.device("cpu"))
     pinned = [t for t in vars(copies).values() if isinstance(t, torch.Tensor) and t is not copies._there]
     mailbox = _core.mailbox_offsets(sizes.mailbox_tokens, sizes.hidden, sizes.top_k)[-1]
@@ -94,6 +95,14 @@ def test_what_the_handoff_pins_is_planned() -> None:
     assert [pinned_bytes(n) for n in (1, 2, 3, 4096, 4097)] == [1, 2, 4, 4096, 8192]
 
 
+@pytest.mark.parametrize("on_gpu", [0, 128])
+def test_what_graphs_inputs_pin_is_planned(on_gpu: int) -> None:
+    sizes = (1, 3, 64)
+    share = HostShare(on_gpu, 1000, 3, step_tokens=300, graph_sizes=sizes, pages=2561, top_k=8)
+    made = [_Inputs(size, 2561, torch.device("cpu")) for size in sizes]
+    assert host_memory(qwen3(2048, 768), share).inputs == sum(pinned_bytes(i._host.nbytes) for i in made)
+
+
 def test_an_engine_beside_a_gpu_takes_scratch_as_planned() -> None:
     """The same parts without a GPU: what the core holds is experts and scratch, to the byte."""
     before, config = _core.buffer_bytes(), qwen3(2048, 512)
@@ -101,7 +110,7 @@ def test_an_engine_beside_a_gpu_takes_scratch_as_planned() -> None:
     layer = PackedExperts(workspace, 128, config.hidden, config.moe.width, "int4", places=5)
     weights = [torch.zeros(shape, dtype=torch.bfloat16) for shape in ((512, 2048), (512, 2048), (2048, 512))]
     layer.load(0, *weights)
-    share = HostShare(123, layer.bytes_per_expert, 2, step_tokens=16, graph_tokens=0, top_k=8)
+    share = HostShare(123, layer.bytes_per_expert, 2, step_tokens=16, graph_sizes=(), pages=9, top_k=8)
     host = host_memory(config, share)
     assert _core.buffer_bytes() - before == host.experts  # no worker has had a task
     x, ids = torch.zeros(5, 2048, dtype=torch.bfloat16), torch.zeros(5, 1, dtype=torch.int32)

@@ -82,7 +82,8 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     if plan.gpu is None:
         return Taken(model.weight_bytes(plan.dtype, plan.expert_format, stored), 0)
     workers, steps, in_place = len(plan.cpus), plan.max_step_tokens, plan.experts_in_place
-    share = host_share(model, plan.gpu, expert, workers, steps, plan.fuse_shared_experts, in_place)
+    pages = -(-plan.context_length // plan.page_size)
+    share = host_share(model, plan.gpu, expert, workers, steps, pages, plan.fuse_shared_experts, in_place)
     host = host_memory(model, share)
     kv = plan.num_pages * plan.page_size * model.kv_bytes_per_token(plan.dtype)
     on_gpu = dense_bytes(model, plan.dtype, stored) + plan.gpu.experts * expert + kv

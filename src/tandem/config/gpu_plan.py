@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tandem.config.cuda_graphs import graph_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpus import Gpu
-from tandem.config.host_memory import HostShare
+from tandem.config.host_memory import HostShare, host_memory
 from tandem.config.machine import Machine
 from tandem.config.memory import (
     DEFAULT_FRACTION,
@@ -203,13 +203,14 @@ def host_share(
     expert_bytes: int,
     workers: int,
     step_tokens: int,
+    pages: int,
     fused: bool,
     in_place: bool,
 ) -> HostShare:
-    """fused: shared experts are computed as routed ones."""
+    """pages: of the longest sequence; fused: shared experts are computed as routed ones."""
     top_k = model.moe.router.top_k + (model.moe.fusible_shared if fused else 0)
-    largest = max(gpu.graph_sizes, default=0)
-    return HostShare(gpu.experts, expert_bytes, workers, step_tokens, largest, top_k, gpu.live, in_place)
+    sizes = gpu.graph_sizes
+    return HostShare(gpu.experts, expert_bytes, workers, step_tokens, sizes, pages, top_k, gpu.live, in_place)
 
 
 def _all_experts(model: ModelConfig) -> int:
@@ -278,10 +279,13 @@ def _shortened(request: MemoryRequest, context: int, tokens: int) -> str:
 
 
 def _check_ram(request: MemoryRequest, on_gpu: int) -> None:
-    machine, fraction = request.machine, DEFAULT_FRACTION
-    spare = len(request.model.moe.layers) if request.config.kt_enable_dynamic_expert_update else 0
-    packed = 0 if request.experts_are_there else _all_experts(request.model) - on_gpu
-    needed = (packed + spare) * expert_bytes(request)
+    """Of experts: what steps need beside them is not known yet, and is within what the fraction leaves."""
+    machine, fraction, model = request.machine, DEFAULT_FRACTION, request.model
+    live, _ = live_placement(request.config, on_gpu, model)
+    there = request.experts_are_there
+    share = HostShare(on_gpu, expert_bytes(request), 0, 0, (), 0, 0, live, there)
+    host = host_memory(model, share)
+    needed = host.experts + host.spare
     if needed > machine.available_memory * fraction:
         raise GpuTooSmall(
             f"the experts that stay in CPU memory take {gib(needed)}, but {gib(machine.available_memory * fraction)} "

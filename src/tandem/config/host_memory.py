@@ -1,5 +1,8 @@
 """What a model on a GPU takes of CPU memory, beside its process: the only place that does this sum.
 
+Left out is what comes back from the GPU: rows of logits where whole ones are fetched (`engine/logits.py`), and counts
+of experts (`experts/usage.py`); and the image of the tables that say where experts are (`experts/slot_tables.py`).
+
 While it is loaded, two pinned buffers of 64 MiB come to that (`kernels/gpu/uploads.py`), for which memory that plans
 leave free has room; they are given back afterwards.
 """
@@ -16,37 +19,47 @@ SCRATCH_BYTES_PER_WORKER = (512 + 1056 + 4096) << 10  # of csrc/ops/workspace.cc
 # What CUDA's driver keeps beside graphs, and PyTorch and Python for a model: 48 + 2 MiB with one graph (measured on an
 # H200; with several not measured).
 GRAPH_BYTES = 50 << 20
+INPUT_ALIGNED_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
     """What decides it. on_gpu: (layer, expert) pairs there; live: experts may change places; in_place: those in CPU
-    memory are used where the checkpoint has them; step_tokens, graph_tokens: of the largest step and graph."""
+    memory are used where the checkpoint has them; step_tokens: of the largest step; graph_sizes: rows of each graph;
+    pages: of the longest sequence."""
 
     on_gpu: int
     expert_bytes: int
     workers: int
     step_tokens: int
-    graph_tokens: int
+    graph_sizes: tuple[int, ...]
+    pages: int
     top_k: int
     live: bool = False
     in_place: bool = False
 
+    @property
+    def graph_tokens(self) -> int:
+        """Of the largest graph."""
+        return max(self.graph_sizes, default=0)
+
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes. experts: packed ones; spare: places for those that move; scratch: of the workers; handoff: pinned, between
-    the GPU and the CPU's experts; graphs: the driver's. Prompts take more scratch while they are computed."""
+    """Bytes. experts: packed ones; spare: places for those that move, at most (a layer with all experts on one side has
+    none); scratch: of the workers; handoff: pinned, between the GPU and the CPU's experts; inputs: pinned, of graphs;
+    graphs: the driver's. Prompts take more scratch while they are computed."""
 
     experts: int
     spare: int
     scratch: int
     handoff: int
+    inputs: int
     graphs: int
 
     @property
     def total(self) -> int:
-        return self.experts + self.spare + self.scratch + self.handoff + self.graphs
+        return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
         return asdict(self)
@@ -59,14 +72,15 @@ class HostMemory:
 
 def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
     everyone = model.moe.router.num_experts * len(model.moe.layers)
-    graphs = GRAPH_BYTES if share.graph_tokens else 0
+    inputs = sum(pinned_bytes(graph_input_bytes(size, share.pages)) for size in share.graph_sizes)
+    graphs = GRAPH_BYTES if share.graph_sizes else 0
     if share.on_gpu >= everyone:
-        return HostMemory(0, 0, 0, 0, graphs)
+        return HostMemory(0, 0, 0, 0, inputs, graphs)
     packed = 0 if share.in_place else everyone - share.on_gpu
     spare = len(model.moe.layers) if share.live else 0
     return HostMemory(
         packed * share.expert_bytes, spare * share.expert_bytes, share.workers * SCRATCH_BYTES_PER_WORKER,
-        _handoff_bytes(model.hidden, share), graphs,
+        _handoff_bytes(model.hidden, share), inputs, graphs,
     )  # fmt: skip
 
 
@@ -75,6 +89,16 @@ def _handoff_bytes(hidden: int, share: HostShare) -> int:
     each = 2 * hidden, 4 * share.top_k, 4 * share.top_k, 4 * hidden
     outside = sum(pinned_bytes(share.step_tokens * nbytes) for nbytes in each)
     return outside + (pinned_bytes(share.graph_tokens * sum(each)) if share.graph_tokens else 0)
+
+
+def graph_input_bytes(size: int, pages: int) -> int:
+    """Of a graph's batch: three numbers of 64 bits a row, then its length and pages, and one for all, of 32."""
+    return graph_wide_bytes(size) + 4 * (size * (1 + pages) + 1)
+
+
+def graph_wide_bytes(size: int) -> int:
+    """Of its numbers of 64 bits, up to where the others begin."""
+    return -(-3 * 8 * size // INPUT_ALIGNED_BYTES) * INPUT_ALIGNED_BYTES
 
 
 def pinned_bytes(nbytes: int) -> int:

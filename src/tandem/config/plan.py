@@ -163,7 +163,8 @@ def _resolved(
     step_tokens = _step_tokens(config, memory.context_length, running, gpu is not None, log)
     if gpu_plan is not None:
         workers, fused = len(threads.cpus), _fuse_shared(request, True, [])
-        share = host_share(model, gpu_plan, expert_bytes(request), workers, step_tokens, fused, in_place)
+        pages, each = -(-memory.context_length // config.page_size), expert_bytes(request)
+        share = host_share(model, gpu_plan, each, workers, step_tokens, pages, fused, in_place)
         log.append(Decision("CPU memory", *host_memory(model, share).texts()))
     return Plan(
         dtype=dtype,

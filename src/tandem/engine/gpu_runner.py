@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.config.host_memory import graph_input_bytes, graph_wide_bytes
 from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.logits import BestRows, DeviceLogits, HostRows, StepEnd
 from tandem.engine.runner import KVModel
@@ -24,8 +25,6 @@ from tandem.models.batch import ForwardBatch
 BeginStep = Callable[[ForwardBatch, bool], None]
 
 _log = logging.getLogger(__name__)
-
-ALIGNED_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,7 @@ class _Inputs:
     """
 
     def __init__(self, size: int, pages: int, device: torch.device) -> None:
-        self._size, self._wide = size, -(-3 * 8 * size // ALIGNED_BYTES) * ALIGNED_BYTES
-        nbytes = self._wide + 4 * (size * (1 + pages) + 1)
+        self._size, self._wide, nbytes = size, graph_wide_bytes(size), graph_input_bytes(size, pages)
         self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.image = self._views(self._host)
         self.image.seq_lens.fill_(1)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from tandem.kernels.gpu.experts import GpuExperts, PartialSums
 
 LEAST_EXPECTED = 0.75
-"""Experts of a step that the CPU is expected to compute, below which none are foreseen: the GPU would end last, and
-asking the next router takes 5 us of it. Beside an H200, in one run, tokens/s without and with: 0.4 experts 337, 318;
-0.8: 288, 295; 1.2: 257, 268; of 4 rows 1.6: 783, 785; 3.2: 611, 679."""
+"""Experts of a step that the CPU is expected to compute if all are used alike, below which none are foreseen: the GPU
+would end last, and asking the next router takes 5 us of it. Beside an H200, in one run, tokens/s without and with: 0.4
+experts 337, 318; 0.8: 288, 295; 1.2: 257, 268; of 4 rows 1.6: 783, 785; 3.2: 611, 679."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,17 @@ class HybridExperts:
         handoff: Handoff,
         whole: Callable[[], PackedExperts] | None = None,
         live: bool = False,
+        shared: int = 0,
     ) -> None:
         """slot_of int32 [experts]: the slot of those on the GPU, else -1. A side without experts is None. whole: makes
-        an empty layer of all of them in CPU memory, for packed caches. live: they may change places later."""
+        an empty layer of all of them in CPU memory, for packed caches. live: they may change places later. shared: how
+        many of the last ones are on the GPU and every row's, chosen by no router."""
         self._slot_of, self._gpu, self._cpu, self._handoff = slot_of, gpu, cpu, handoff
         self._whole, self._live, self._on_gpu = whole, live, (slot_of >= 0).tolist()
         self._table = slot_of.to(handoff.device) if gpu is None else gpu.table
         self._number = -1 if cpu is None else handoff.add(cpu)
-        self._expected = handoff.sizes.top_k * (
-            1 - sum(self._on_gpu) / len(self._on_gpu)
-        )  # on the CPU, of a row
+        routed, chosen = len(slot_of) - shared, handoff.sizes.top_k - shared
+        self._expected = chosen * self._on_gpu.count(False) / routed  # on the CPU, of a row
 
     def load(
         self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None

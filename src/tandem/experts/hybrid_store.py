@@ -36,9 +36,8 @@ class HybridStore:
     ) -> HybridExperts:
         """places: in CPU memory; 0: as many as experts are there, and one more if they may move."""
         slot_of = self._placement.slots(index)
-        first = int(slot_of.max()) + 1
-        shared = torch.arange(first, first + count - len(slot_of), dtype=torch.int32)
-        slot_of = torch.cat((slot_of, shared))
+        first, shared = int(slot_of.max()) + 1, count - len(slot_of)
+        slot_of = torch.cat((slot_of, torch.arange(first, first + shared, dtype=torch.int32)))
         on_gpu, on_cpu = int((slot_of >= 0).sum()), int((slot_of < 0).sum())
         tables = self._tables_of(index, count)
         gpu = self._ops.gpu_experts(slot_of, self._hidden, width, fmt, tables=tables) if on_gpu else None
@@ -46,7 +45,7 @@ class HybridStore:
         cpu = self._ops.cpu.experts(count, self._hidden, width, fmt, places=places) if on_cpu else None
         # No closure over self, which holds the layers: their memory is to be free as soon as nobody has them.
         whole = partial(self._ops.cpu.experts, count, self._hidden, width, fmt)
-        self.layers[index] = kind(slot_of, gpu, cpu, self._handoff, whole, self._live)
+        self.layers[index] = kind(slot_of, gpu, cpu, self._handoff, whole, self._live, shared)
         return self.layers[index]
 
     def _tables_of(self, index: int, count: int) -> SlotTable | None:
