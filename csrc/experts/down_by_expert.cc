@@ -51,7 +51,8 @@ bool ExpertRun::is_ready(int64_t index) const {
   const auto [begin, end] = down_.of_node[node].at(of_node);
   const int64_t pairs = layer_.slices_[node].down_pairs;
   for (int64_t part = begin / pairs; part * pairs < end; ++part)
-    if (unfinished_[size_t(parts_[size_t(part)].expert)].load(std::memory_order_acquire) != kComplete) return false;
+    if (unfinished_[size_t(parts_[size_t(part)].expert)].left.load(std::memory_order_acquire) != kComplete)
+      return false;
   return true;
 }
 

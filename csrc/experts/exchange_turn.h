@@ -26,7 +26,8 @@ class ExchangeTurn final : public Meanwhile {
     int64_t table_bytes;
   };
 
-  ExchangeTurn(std::unique_ptr<ExpertMoves> moves, const Device& device) : moves_(std::move(moves)), device_(device) {}
+  ExchangeTurn(std::unique_ptr<ExpertMoves> moves, const Device& device)
+      : moves_(std::move(moves)), device_(device), stage_(moves_->count() ? Stage::begin : Stage::ended) {}
 
   // After a step: pieces until nothing can be done or so much time has passed. Whether it has ended: then the coming
   // experts are forgotten, so no step may be under way that could use them.

@@ -35,7 +35,8 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
       hidden_type_(prepared_type(table_, layer.shape_.down.format)),
       x_integers_({table_, layer.gate_up_layout_, layer.shape_.int8_activations}, call.x.rows),
       hidden_integers_({table_, layer.down_layout_, layer.shape_.int8_activations}, int64_t(plan_.rows.size())),
-      prepares_(!is_prepared(table_, layer.gate_up_layout_, call.x) || crowds_cache(table_, call.x)) {
+      prepares_(!is_prepared(table_, layer.gate_up_layout_, call.x) ||
+                (has_many_rows() && crowds_cache(table_, call.x))) {
   choose_integers();
   x_.stride = prepares_ ? prepared_stride(table_, layer.gate_up_layout_) : call.x.length * bytes_of(call.x.type);
   x_.data = prepares_ ? workspace_.shared(Workspace::kRows, call.x.rows * x_.stride)
@@ -68,9 +69,9 @@ void ExpertRun::choose_integers() {
 
 void ExpertRun::count_pairs() {
   if (hidden_integers_.count() ? !converts_at_end_ : !by_expert_) return;
-  unfinished_ = std::vector<std::atomic<int32_t>>(plan_.experts.size());
+  unfinished_ = std::vector<Countdown>(plan_.experts.size());
   for (const Part& part : parts_) {
-    std::atomic<int32_t>& left = unfinished_[size_t(part.expert)];
+    std::atomic<int32_t>& left = unfinished_[size_t(part.expert)].left;
     left.store(left.load(std::memory_order_relaxed) + layer_.gate_up_layout_.pairs, std::memory_order_relaxed);
   }
 }
@@ -78,7 +79,7 @@ void ExpertRun::count_pairs() {
 // The others' writes to `hidden_` happened before their counting.
 void ExpertRun::finish(const Piece& piece) {
   if (unfinished_.empty()) return;
-  std::atomic<int32_t>& left = unfinished_[size_t(piece.part.expert)];
+  std::atomic<int32_t>& left = unfinished_[size_t(piece.part.expert)].left;
   if (left.fetch_sub(piece.pairs, std::memory_order_acq_rel) > piece.pairs) return;
   const auto& [id, first, count] = plan_.experts[size_t(piece.part.expert)];
   if (hidden_integers_.has(first)) {

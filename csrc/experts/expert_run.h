@@ -124,7 +124,7 @@ class ExpertRun {
   Tasks down_{&ExpertLayer::down, &NodeSlice::down_pairs, {}, {}};
   bool converts_at_end_ = true;  // of an expert's pairs in phase 2, instead of in a phase
   // Pairs of gate_up, by index in the plan; in the end kComplete. Empty: they are not counted.
-  std::vector<std::atomic<int32_t>> unfinished_;
+  std::vector<Countdown> unfinished_;
   static constexpr int32_t kComplete = -1;
   bool by_expert_ = false;  // or else grid_ says what phase 3's tasks are, and down_ only how many
   Grid grid_{};

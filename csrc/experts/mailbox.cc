@@ -81,9 +81,9 @@ void Mailbox::serve(int64_t posts, double timeout_seconds) {
     }
     meanwhile_.clear();
   } catch (...) {
+    word(memory_, kFailed).store(1, std::memory_order_release);  // the GPU waits; what follows may wait for Python
     meanwhile_.clear();
     foresight_.forget();
-    word(memory_, kFailed).store(1, std::memory_order_release);
     throw;
   }
 }

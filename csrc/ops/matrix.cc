@@ -113,10 +113,10 @@ void PackedMatrix::dequantise(float* out) const {
   });
 }
 
-PreparedRows PackedMatrix::prepared(const RowsView& x, const IntegerRows* integers) const {
+PreparedRows PackedMatrix::prepared(const RowsView& x, const IntegerRows* integers, bool neighbours) const {
   const KernelTable& table = workspace_->table();
   const PreparedRows given{static_cast<const uint8_t*>(x.data), x.length * bytes_of(x.type)};
-  if (!integers && is_prepared(table, view_, x) && !crowds_cache(table, x)) return given;
+  if (!integers && is_prepared(table, view_, x) && !(neighbours && crowds_cache(table, x))) return given;
   const int64_t stride = integers ? integers->row_bytes() : prepared_stride(table, view_);
   uint8_t* to = workspace_->shared(Workspace::kRows, x.rows * stride);
   const auto some = [&](int64_t first, int64_t last) {
@@ -161,7 +161,7 @@ void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type, bool i
   const auto lock = workspace_->lock();
   const IntegerRows how(workspace_->table(), view_, int8_activations);
   const IntegerRows* const integers = how.takes(x.rows) ? &how : nullptr;
-  const PreparedRows rows_of_x = prepared(x, integers);
+  const PreparedRows rows_of_x = prepared(x, integers, true);
   workspace_->pool().announce(upcoming_);
   const Blocking& blocking = workspace_->table().blocking;
   const int64_t rows_per_task = ceil_div(x.rows, ceil_div(x.rows, blocking.rows_per_call));
@@ -192,7 +192,7 @@ void PackedMatrix::multiply(const RowsView& x, void* out, DType out_type, bool i
 void PackedMatrix::multiply_heads(const RowsView& x, int64_t heads, void* out, DType out_type) const {
   if (x.rows == 0) return;
   const auto lock = workspace_->lock();
-  const PreparedRows rows_of_x = prepared(x, nullptr);
+  const PreparedRows rows_of_x = prepared(x, nullptr, false);
   const int64_t tokens = x.rows / heads, columns = view_.columns / heads, head_pairs = columns / kPairColumns;
   const Blocking& blocking = workspace_->table().blocking;
   const int64_t rows_per_task = ceil_div(tokens, ceil_div(tokens, blocking.rows_per_call));

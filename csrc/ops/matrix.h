@@ -44,7 +44,8 @@ class PackedMatrix {
   void prefer_nodes();
   uint8_t* panels_of_node(int node);  // where they begin, in memory of its own
   // As the kernels take them; as integers unless that is null.
-  PreparedRows prepared(const RowsView& x, const IntegerRows* integers) const;
+  // neighbours: rows that are multiplied together lie side by side in `x`.
+  PreparedRows prepared(const RowsView& x, const IntegerRows* integers, bool neighbours) const;
   MatmulFn kernel_for(int64_t rows, const IntegerRows* integers) const;
   // Which rows of x a stretch of columns is multiplied with: row r is row first + r * step of x and of the result,
   // whose rows have `columns` columns; the stretch begins at `first_column` of the matrix.

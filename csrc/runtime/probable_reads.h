@@ -66,8 +66,8 @@ class ProbableReads {
     if (share.turn.load(std::memory_order_relaxed) != turn) share.begin(turn);
     if (get(share.fetched) >= get(most_each_)) return false;
     const int64_t count = std::min(get(count_), int64_t(kRanges));
-    while (get(share.range) < count) {
-      if (get(share.at) >= get(share.end) && !share.find(ranges_[size_t(get(share.range))], worker)) continue;
+    for (int64_t range; (range = get(share.range)) < count;) {
+      if (get(share.at) >= get(share.end) && !share.find(ranges_[size_t(range)], worker)) continue;
       share.fetch();
       return true;
     }

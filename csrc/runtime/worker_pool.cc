@@ -347,6 +347,8 @@ void WorkerPool::check_own(const Phase& phase) const {
     throw std::invalid_argument("the workers' own tasks are not all of the phase's");
   if (*std::max_element(of_worker, of_worker + size()) > OwnTasks::kMostEach)
     throw std::invalid_argument("a worker has at most 65535 tasks of its own");
+  if (phase.own->most_at_once < 1) throw std::invalid_argument("a worker does at least one of its own tasks at once");
+  if (phase.ready) throw std::invalid_argument("workers' own tasks are several at once: none of them is ready early");
 }
 
 void WorkerPool::run_phases(std::initializer_list<Phase> phases) {

@@ -43,11 +43,12 @@ int main() {
     const auto is_ready = [&done](int phase) {
       return [&done, phase](int64_t) { return done.load() >= phase * kTasks; };
     };
-    const auto second_is_ready = is_ready(1), third_is_ready = is_ready(2);
+    const auto when_first_is_done = is_ready(1), when_second_is_done = is_ready(2);
+    const WorkerPool::ReadyBody none, second_is_ready = when_first_is_done, third_is_ready = when_second_is_done;
     const bool is_second = region % 2;  // or the third: one of them is of workers' own tasks
     pool.run_phases({{kTasks, first},
-                     {kTasks, second, nullptr, fetch, is_second ? &own : nullptr, second_is_ready},
-                     {kTasks, third, nullptr, fetch, is_second ? nullptr : &own, third_is_ready}});
+                     {kTasks, second, nullptr, fetch, is_second ? &own : nullptr, is_second ? none : second_is_ready},
+                     {kTasks, third, nullptr, fetch, is_second ? nullptr : &own, is_second ? third_is_ready : none}});
     check(done.load() == 3 * kTasks, "a task was not done, or twice");
   }
   std::puts("early_tasks_test: ok");
