@@ -46,7 +46,7 @@ class ExchangeTurn final : public Meanwhile {
 
   std::unique_ptr<ExpertMoves> moves_;
   Device device_;
-  Stage stage_ = Stage::begin;
+  Stage stage_;
   size_t index_ = 0;  // of the next move
   int64_t bytes_given_ = 0;
   bool forgotten_ = false;

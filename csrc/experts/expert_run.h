@@ -77,7 +77,6 @@ class ExpertRun {
   template <class Body>
   void for_pieces(const Tasks& tasks, int64_t index, Body body) const;
   void gate_up(const Piece& piece, WorkerScratch& scratch);
-
   void clear_padding(int64_t row);
   int64_t column_blocks(const NodeSlice& slice) const;
   void down(int64_t index, WorkerScratch& scratch);
