@@ -46,7 +46,7 @@ CODE_TYPES = {
 }  # what the core calls the format, where it differs
 ALGORITHMS = {"dot_rows": 1 << 30, "tile_mm": 0}  # as Workspace's tile_from_rows
 
-F32_UNIT, BF16_UNIT = 2.0**-24, 2.0**-8  # largest relative error of one rounding
+F32_UNIT, F16_UNIT, BF16_UNIT = 2.0**-24, 2.0**-11, 2.0**-8  # largest relative error of one rounding
 
 
 def require_tier(tier: str) -> None:
@@ -103,11 +103,12 @@ def product_bound(magnitude: Tensor, depth: int, fmt: str, group: int, tier: str
     """Largest error of a float32 sum of `depth` products, where magnitude = sum of |x * w| per output.
 
     Each step rounds at most twice (product and sum, tiers without FMA; group sums and scales add a few). AMX rounds
-    weights once more to bfloat16 when their group scales are multiplied in.
+    weights once more to bfloat16 when their group scales are multiplied in, after rounding scale and product to half
+    (csrc/isa/avx512_fp16.h).
     """
     bound = (2 * depth + 16) * F32_UNIT * magnitude
     if group and tier.startswith("amx"):
-        bound = bound + BF16_UNIT * magnitude
+        bound = bound + (BF16_UNIT + 2 * F16_UNIT) * magnitude
     return bound
 
 

@@ -60,10 +60,8 @@ def test_few_rows_of_4_bit_codes_are_not_rounded_on_tiles(fmt: str, group: int, 
     weight = random_weight(n, k)
     matrix = cases.packed_matrix(cases.workspace_of(tier, "tile_mm"), weight, None, fmt, group)
     exact, size = (f(weight, fmt, group).double().T for f in (as_packed, cases.magnitude_of))
-    rounds = (
-        fmt != "mxfp4" and group < 128
-    )  # scales of mxfp4 are powers of two; long groups are never scaled first
-    for rows, close in ((1, True), (5, True), (16, True), (40, not rounds)):
+    exactly = fmt == "mxfp4"  # scales are powers of two
+    for rows, close in ((1, True), (5, True), (16, True), (32, exactly or group == 128), (40, exactly)):
         x = cases.activations(rows, k, fmt)
         error = (matrix(x, torch.float32).double() - x.double() @ exact).abs()
         bound = 2 * (group + k // group + 4) * cases.F32_UNIT * (x.double().abs() @ size)
@@ -73,14 +71,17 @@ def test_few_rows_of_4_bit_codes_are_not_rounded_on_tiles(fmt: str, group: int, 
 @pytest.mark.parametrize("tier", ["amx", "amx_standin"])
 @pytest.mark.parametrize(("fmt", "group"), [("bf16", 0), ("int4", 32), ("int8", 0), ("fp8", 128)])
 def test_tiles_over_several_slices_blocks_and_panels(fmt: str, group: int, tier: str) -> None:
-    """More rows than one call takes, three pairs of panels per task, K of several slices with a shorter last one."""
+    """More rows than one call takes, three pairs of panels per task, K of several slices with a shorter last one; tiles
+    of 11, 12, 13 and 16 rows, some of them not full."""
     cases.require_tier(tier)
-    n, k, rows = 32 * 16, 590, 530
-    weight, x = random_weight(n, k), cases.activations(rows, k, fmt)
-    y = cases.packed_matrix(cases.workspace_of(tier, "tile_mm"), weight, None, fmt, group)(x, torch.float32)
+    n, k = 32 * 16, 590
+    weight = random_weight(n, k)
+    matrix = cases.packed_matrix(cases.workspace_of(tier, "tile_mm"), weight, None, fmt, group)
     exact, size = (f(weight, fmt, group).double().T for f in (as_packed, cases.magnitude_of))
-    bound = cases.product_bound(x.double().abs() @ size, k, fmt, group, tier)
-    assert ((y.double() - x.double() @ exact).abs() <= bound).all()
+    for rows in (33, 47, 64, 65, 530):
+        x = cases.activations(rows, k, fmt)
+        bound = cases.product_bound(x.double().abs() @ size, k, fmt, group, tier)
+        assert ((matrix(x, torch.float32).double() - x.double() @ exact).abs() <= bound).all(), rows
 
 
 @pytest.mark.parametrize("tier", ["amx", "amx_standin"])
@@ -89,14 +90,14 @@ def test_tiles_over_several_slices_blocks_and_panels(fmt: str, group: int, tier:
     [("int4", 128), ("int8", 128), ("fp8", 128), ("int4_zeros", 128)],
 )
 def test_few_rows_on_tiles_round_no_weight(fmt: str, group: int, tier: str) -> None:
-    """Groups of 128, one to four tiles of rows, an odd number of groups, K of several slices: sums are scaled instead
-    of weights, so the error is that of tiers without tiles."""
+    """Groups of 128, one and two tiles of rows, an odd number of groups: sums are scaled instead of weights, so the error
+    is that of tiers without tiles."""
     cases.require_tier(tier)
     n, k = 75, 4460
     weight = random_weight(n, k)
     matrix = cases.packed_matrix(cases.workspace_of(tier, "tile_mm"), weight, None, fmt, group)
     exact, size = (f(weight, fmt, group).double().T for f in (as_packed, cases.magnitude_of))
-    for rows in (4, 16, 31, 33, 64):
+    for rows in (4, 16, 17, 31, 32):
         x = cases.activations(rows, k, fmt)
         bound = cases.product_bound(x.double().abs() @ size, k, fmt, group, "scalar")
         assert ((matrix(x, torch.float32).double() - x.double() @ exact).abs() <= bound).all(), rows

@@ -116,7 +116,8 @@ def test_cgroup_v1_without_limits(tmp_path: Path) -> None:
         (AVX2, "avx2"),
         (AVX512, "avx512"),
         (AVX512_BF16, "avx512_bf16"),
-        (f"{AVX512_BF16} amx_tile amx_bf16 amx_int8", "amx"),
+        (f"{AVX512_BF16} amx_tile amx_bf16 amx_int8", "avx512_bf16"),
+        (f"{AVX512_BF16} avx512_fp16 amx_tile amx_bf16 amx_int8", "amx"),
         ("avx512f avx512bw avx512vl avx512dq", "scalar"),  # no tier without the ones below it
     ],
 )

@@ -1,6 +1,6 @@
-// Phase 3 of few rows: a task reads one long stream, of one expert or of two that follow each other. Whoever does the
-// last pair of a block of columns adds up each token's experts there, in the order of their ids, as phase 3 of more
-// rows does.
+// Phase 3 of few rows an expert: a task reads one long stream, of one expert or of two that follow each other. Whoever
+// does the last pair of a block of columns adds up each token's experts there, in the order of their ids, as phase 3 of
+// more rows does.
 #include <algorithm>
 
 #include "experts/expert_run.h"
@@ -8,13 +8,14 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kMostRows = 256;   // their results, float32, stay in the caches
 constexpr int64_t kPairsPerSum = 4;  // that are added up at once
 static_assert(kMaxChunkTokens * kPairsPerSum * kPairColumns <= kMaxSumFloats);
 
 }  // namespace
 
-bool ExpertRun::by_expert() const { return !has_many_rows() && int64_t(plan_.rows.size()) <= kMostRows; }
+bool ExpertRun::by_expert() const {
+  return !has_many_rows() && int64_t(plan_.rows.size()) <= table_.blocking.result_rows;
+}
 
 void ExpertRun::list_down_by_expert() {
   results_stride_ = int64_t{layer_.down_layout_.pairs} * kPairColumns;

@@ -126,10 +126,10 @@ int64_t ExpertRun::mean_rows() const {
   return int64_t(plan_.rows.size()) / std::max<int64_t>(1, int64_t(plan_.experts.size()));
 }
 
-bool ExpertRun::has_many_rows() const { return mean_rows() >= table_.blocking.many_rows; }
+bool ExpertRun::has_many_rows() const { return mean_rows() >= table_.blocking.many_expert_rows; }
 
 ExpertRun::Grid ExpertRun::down_grid() const {
-  Grid grid = has_many_rows() ? multiplying_grid() : streaming_grid();
+  Grid grid = mean_rows() >= table_.blocking.many_rows ? multiplying_grid() : streaming_grid();
   grid.tokens_each = ceil_div(call_.x.rows, grid.token_blocks);
   grid.token_blocks = ceil_div(call_.x.rows, grid.tokens_each);
   return grid;

@@ -8,8 +8,8 @@
 //   3 down      task = (block of tokens, block of output columns): runs over the experts in the order of their ids and
 //               sums the weighted results in the worker's scratch, so there is neither a buffer of tokens x top_k
 //               results nor a pass that adds them up, and a crowded expert cannot unbalance the phase
-//               Few rows in all: task = some pairs of panels as in phase 2, a long stream of weights, and whoever does
-//               the last one of a block of columns adds up each token's experts there (down_by_expert.cc)
+//               Few rows an expert: task = some pairs of panels as in phase 2, a long stream of weights, and whoever
+//               does the last one of a block of columns adds up each token's experts there (down_by_expert.cc)
 //
 // Few rows of foreseen experts: tasks of 2 are workers' own (foreseen_run.cc).
 #pragma once

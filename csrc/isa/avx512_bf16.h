@@ -48,24 +48,6 @@ constexpr SixBitTable six_bit_table() {
 }
 constexpr SixBitTable kSixBits = six_bit_table();
 
-// Positive e4m3 numbers by their lower 5 bits, even and odd ones apart: those with an exponent of 1 to 3 as they are,
-// 0 as if it were normal; and the subnormal ones by 3 bits.
-struct SmallE4m3 {
-  alignas(64) float normal[2][16];
-  alignas(64) float subnormal[2][16];
-};
-
-constexpr SmallE4m3 small_e4m3() {
-  SmallE4m3 table{};
-  for (int code = 0; code < 32; ++code) {
-    const int mantissa = code % 8;
-    table.normal[code % 2][code / 2] = float(8 + mantissa) * float(1 << code / 8) / 1024.0f;
-    table.subnormal[code % 2][code / 2] = float(mantissa) / 512.0f;
-  }
-  return table;
-}
-constexpr SmallE4m3 kSmallE4m3 = small_e4m3();
-
 struct Avx512Bf16Isa : Avx512Isa {
   struct Lane {
     static constexpr DType kType = DType::bf16;
@@ -127,32 +109,6 @@ struct Avx512Bf16Isa : Avx512Isa {
     return _mm512_ternarylogic_epi32(high, upper, low, 0xea);  // (a & b) | c
   }
 
-  // e4m3 numbers times one scale, rounded to bf16 as line_of does: a power of two more or less only changes the
-  // exponent, so two lookups of 32 words serve all of them. 8 instructions a line, of which 4 need port 5 on Intel;
-  // decoding to floats, scaling and rounding takes 17.
-  struct ScaledFp8 {
-    __m512i normal, subnormal;
-  };
-  // False if the columns' scales differ (blocks have one), or codes times it might leave the normal numbers.
-  TANDEM_INLINE static bool scaled_fp8(Vec scale, ScaledFp8& table) {
-    const __m512 first = _mm512_broadcastss_ps(_mm512_castps512_ps128(scale));
-    if (_mm512_cmp_ps_mask(scale, first, _CMP_NEQ_UQ)) return false;
-    const float one = _mm512_cvtss_f32(scale);
-    if (!(one >= 0x1p-100f && one <= 0x1p100f)) return false;
-    const auto scaled = [&](const float (&values)[2][16]) {
-      return line_of(_mm512_mul_ps(load(values[0]), scale), _mm512_mul_ps(load(values[1]), scale));
-    };
-    table = {scaled(kSmallE4m3.normal), scaled(kSmallE4m3.subnormal)};
-    return true;
-  }
-  TANDEM_INLINE static Lane::Line decode_scaled_fp8(const uint8_t* p, const ScaledFp8& table) {
-    const __m512i code = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    const __m512i upper = _mm512_and_si512(_mm512_slli_epi16(code, 4), _mm512_set1_epi16(0x600));  // of the exponent
-    const __m512i normal = _mm512_add_epi16(_mm512_permutexvar_epi16(code, table.normal), upper);
-    const __mmask32 small = _mm512_testn_epi16_mask(code, _mm512_set1_epi16(0x78));
-    const __m512i magnitude = _mm512_mask_permutexvar_epi16(normal, small, code, table.subnormal);
-    return _mm512_ternarylogic_epi32(magnitude, code, _mm512_set1_epi16(int16_t(0x8000)), 0xf8);  // a | (b & c)
-  }
   // e2m1 numbers times powers of two, exact: exponents are added. 4 instructions a line instead of 11.
   struct ScaledFp4 {
     __m512i exponents;

@@ -71,12 +71,5 @@ TANDEM_INLINE float float_of_e2m1(uint8_t code) {
   return float_of_bits(sign | magnitude);
 }
 
-// Up to 32 rows of activations as matrix tiles load them: piece s of 32 k of row group g (16 rows) begins at
-// data + s * step + g * group, its rows `stride` bytes apart.
-struct RowBlock {
-  const uint8_t* data;
-  int64_t stride, step, group;
-};
-
 }  // namespace
 }  // namespace tandem

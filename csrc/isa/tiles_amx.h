@@ -22,39 +22,84 @@ struct AmxTiles {
     uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
   };
-  static constexpr int kBlockRows = 32;
   struct Configs {
-    Config of[kBlockRows + 1];
+    Config of[16 + 1];
   };
-  // Tiles of sums and of activations have as many rows as one block has; products of fewer rows take less time.
+  // Tiles of sums and of activations have as many rows as are needed; products of fewer rows may take less time.
   static constexpr Configs configs() {
     Configs all{};
-    for (int rows = 1; rows <= kBlockRows; ++rows)
-      for (int tile = 0; tile < 6; ++tile) {
-        const bool second = rows > 16 && (tile == 2 || tile == 3 || tile == 5);
-        const int own = second ? rows - 16 : rows;
-        all.of[rows].rows[tile] = uint8_t(own > 16 ? 16 : own);
-      }
+    for (int high = 1; high <= 16; ++high)
+      for (int tile = 0; tile < 6; ++tile) all.of[high].rows[tile] = uint8_t(high);
     return all;
   }
 
-  // For calls of `rows` rows: what lies beyond them is neither read nor written if they are one block, of 16 or 32
-  // rows at most. Tiles are a worker's own state; released again, so that context switches need not save 8 KiB.
-  static void begin(int rows) {
+  // Tiles of sums and activations are `high`. Tiles are a worker's own state; released again, so that context switches
+  // need not save 8 KiB.
+  static void begin(int high) {
     static constexpr Configs kConfigs = configs();
-    _tile_loadconfig(&kConfigs.of[rows < kBlockRows ? rows : kBlockRows]);
+    _tile_loadconfig(&kConfigs.of[high]);
   }
   static void end() { _tile_release(); }
 
-  // y[0 : 16 * kRowTiles, 0 : 32] (+)= a * b over `steps` of 32 k. b[p]: 16 lines of 64 bytes per step. `between` is
-  // called once a step: vector work that runs while the tiles multiply. Tiles 0 to 3: sums, 4 and 5: rows of a, 6 and
-  // 7: panels. Prefetching the next rows into L1 here cost 12 % at 4096 tokens.
-  template <int kRowTiles, class Between>
-  static void multiply(const RowBlock& a, const uint8_t* const* b, int64_t steps, float* y, int64_t y_stride, bool onto,
-                       const Between& between) {
+  // Sums of kRowTiles * high rows x 32 columns in tiles 0 to 3, step after step of 32 k. a: `high` rows of each tile;
+  // b0 and b1: 16 lines of each panel. feed.quarter<0 to 3>(): vector work that runs while the tiles multiply.
+  struct Sums {};
+  template <int kRowTiles>
+  static void clear(Sums&) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (kRowTiles == 2) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  }
+  template <int kRowTiles, class Feed>
+  TANDEM_INLINE static void step(Sums&, int high, const uint8_t* a, const uint8_t* b0, const uint8_t* b1, Feed& feed) {
+    fence();
+    _tile_loadd(4, a, 64);
+    _tile_loadd(6, b0, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    feed.template quarter<0>();
+    _tile_loadd(7, b1, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_zero(4);
+    feed.template quarter<1>();
+    if (kRowTiles == 2) {
+      _tile_loadd(5, a + high * 64, 64);
+      _tile_dpbf16ps(2, 5, 6);
+      feed.template quarter<2>();
+      _tile_dpbf16ps(3, 5, 7);
+      _tile_zero(5);
+    } else {
+      feed.template quarter<2>();
+    }
+    _tile_zero(6);
+    _tile_zero(7);
+    feed.template quarter<3>();
+  }
+  template <int kRowTiles>
+  static void store(Sums&, int high, float* y, int64_t y_stride) {
     fence();
     const int64_t y_bytes = 4 * y_stride;
-    float* y1 = y + 16 * y_stride;
+    _tile_stored(0, y, y_bytes);
+    _tile_stored(1, y + 16, y_bytes);
+    if (kRowTiles == 2) {
+      _tile_stored(2, y + high * y_stride, y_bytes);
+      _tile_stored(3, y + high * y_stride + 16, y_bytes);
+    }
+    fence();
+  }
+
+  // y[0 : kRowTiles * high, 0 : 32] (+)= a * b over `steps` of 32 k. a: per step two tiles of `high` rows; b[p]: 16
+  // lines per step. `between` is called once a step: vector work that runs while the tiles multiply. Tiles 0 to 3:
+  // sums, 4 and 5: rows of a, 6 and 7: panels.
+  template <int kRowTiles, class Between>
+  static void multiply(int high, const uint8_t* a, const uint8_t* const* b, int64_t steps, float* y, int64_t y_stride,
+                       bool onto, const Between& between) {
+    fence();
+    const int64_t y_bytes = 4 * y_stride;
+    float* y1 = y + high * y_stride;
+    const int64_t a_step = 2 * high * 64;
     if (onto) {
       _tile_loadd(0, y, y_bytes);
       _tile_loadd(1, y + 16, y_bytes);
@@ -69,15 +114,15 @@ struct AmxTiles {
       _tile_zero(3);
     }
     for (int64_t s = 0; s < steps; ++s) {
-      const uint8_t* rows = a.data + s * a.step;
-      _tile_loadd(4, rows, a.stride);
+      const uint8_t* rows = a + s * a_step;
+      _tile_loadd(4, rows, 64);
       _tile_loadd(6, b[0] + 1024 * s, 64);
       _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, b[1] + 1024 * s, 64);
       _tile_dpbf16ps(1, 4, 7);
       _tile_zero(4);
       if (kRowTiles == 2) {
-        _tile_loadd(5, rows + a.group, a.stride);
+        _tile_loadd(5, rows + high * 64, 64);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
         _tile_zero(5);
@@ -97,37 +142,6 @@ struct AmxTiles {
     }
     _tile_zero(0);
     _tile_zero(1);
-    fence();
-  }
-
-  // As multiply<1> with `onto` false, in tiles that the call before it did not use (`odd` in turn): it need not wait
-  // until those are stored.
-  template <class Between>
-  static void multiply_in_turn(bool odd, const RowBlock& a, const uint8_t* const* b, int64_t steps, float* y,
-                               int64_t y_stride, const Between& between) {
-    fence();
-    if (odd) {
-      _tile_zero(2);
-      _tile_zero(3);
-      for (int64_t s = 0; s < steps; ++s) {
-        _tile_loadd(5, a.data + s * a.step, a.stride);
-        _tile_loadd(6, b[0] + 1024 * s, 64);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_loadd(7, b[1] + 1024 * s, 64);
-        _tile_dpbf16ps(3, 5, 7);
-        _tile_zero(5);
-        _tile_zero(6);
-        _tile_zero(7);
-        between();
-      }
-      fence();
-      _tile_stored(2, y, 4 * y_stride);
-      _tile_stored(3, y + 16, 4 * y_stride);
-      _tile_zero(2);
-      _tile_zero(3);
-    } else {
-      multiply<1>(a, b, steps, y, y_stride, false, between);
-    }
     fence();
   }
 

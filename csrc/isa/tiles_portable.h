@@ -13,27 +13,57 @@ struct PortableTiles {
   static void begin(int) {}
   static void end() {}
 
+  struct Sums {
+    float v[2][16][32];
+  };
+  template <int kRowTiles>
+  static void clear(Sums& sums) {
+    sums = {};
+  }
+  template <int kRowTiles, class Feed>
+  static void step(Sums& sums, int high, const uint8_t* a, const uint8_t* b0, const uint8_t* b1, Feed& feed) {
+    const uint16_t* const b[2] = {reinterpret_cast<const uint16_t*>(b0), reinterpret_cast<const uint16_t*>(b1)};
+    for (int t = 0; t < kRowTiles; ++t)
+      for (int r = 0; r < high; ++r) {
+        const uint16_t* x = reinterpret_cast<const uint16_t*>(a + (t * high + r) * 64);
+        for (int column = 0; column < 32; ++column)
+          for (int k = 0; k < 32; ++k)
+            sums.v[t][r][column] +=
+                float_of_bf16(x[k]) * float_of_bf16(b[column / 16][k / 2 * 32 + column % 16 * 2 + k % 2]);
+      }
+    feed.template quarter<0>();
+    feed.template quarter<1>();
+    feed.template quarter<2>();
+    feed.template quarter<3>();
+  }
+  template <int kRowTiles>
+  static void store(const Sums& sums, int high, float* y, int64_t y_stride) {
+    for (int t = 0; t < kRowTiles; ++t)
+      for (int r = 0; r < high; ++r)
+        for (int column = 0; column < 32; ++column) y[(t * high + r) * y_stride + column] = sums.v[t][r][column];
+  }
+
   static constexpr int64_t kPeakSteps = 4, kPeakBytes = 4096 * kPeakSteps;
   static void multiply_in_cache(const uint8_t* operands, int64_t rounds) {
     float sums[32 * 32] = {};
     const uint8_t* const panels[2] = {operands + 2048 * kPeakSteps, operands + 3072 * kPeakSteps};
     for (int64_t i = 0; i < rounds; ++i) {
-      multiply<2>({operands, 64, 2048, 1024}, panels, kPeakSteps, sums, 32, true, [] {});
+      multiply<2>(16, operands, panels, kPeakSteps, sums, 32, true, [] {});
       __asm__ volatile("" : : "r"(sums) : "memory");
     }
   }
 
   template <int kRowTiles, class Between>
-  static void multiply(const RowBlock& a, const uint8_t* const* b, int64_t steps, float* y, int64_t y_stride, bool onto,
-                       const Between& between) {
-    for (int r = 0; r < 16 * kRowTiles; ++r)
+  static void multiply(int high, const uint8_t* a, const uint8_t* const* b, int64_t steps, float* y, int64_t y_stride,
+                       bool onto, const Between& between) {
+    for (int r = 0; r < high * kRowTiles; ++r)
       for (int column = 0; column < 32; ++column) {
         float* sum = y + r * y_stride + column;
         if (!onto) *sum = 0.0f;
-        const uint8_t* row = a.data + r / 16 * a.group + r % 16 * a.stride;
         const uint16_t* w = reinterpret_cast<const uint16_t*>(b[column / 16]) + column % 16 * 2;
         for (int64_t pair = 0; pair < 16 * steps; ++pair) {
-          const uint16_t* x = reinterpret_cast<const uint16_t*>(row + pair / 16 * a.step) + pair % 16 * 2;
+          const uint8_t* row = a + (pair / 16 * 2 * high + r) * 64;
+          const uint16_t* x = reinterpret_cast<const uint16_t*>(row) + pair % 16 * 2;
           for (int i = 0; i < 2; ++i) *sum += float_of_bf16(x[i]) * float_of_bf16(w[32 * pair + i]);
         }
       }
@@ -52,12 +82,6 @@ struct PortableTiles {
         }
         y[16 * r + column] = sum;
       }
-  }
-
-  template <class Between>
-  static void multiply_in_turn(bool, const RowBlock& a, const uint8_t* const* b, int64_t steps, float* y,
-                               int64_t y_stride, const Between& between) {
-    multiply<1>(a, b, steps, y, y_stride, false, between);
   }
 };
 

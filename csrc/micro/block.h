@@ -206,11 +206,6 @@ void block(const Source& source, int64_t source_first, const uint8_t* const* x, 
   }
 }
 
-// Formats whose groups tiles take one by one where rows are few (tile_groups.h): those of 4 bits; 8 gained nothing.
-constexpr bool is_tiled_by_groups(Format format) {
-  return format == Format::int4 || format == Format::uint4 || format == Format::fp4;
-}
-
 // Rows per block when `rows` are cut evenly into blocks of at most kMax: a short last block would leave too few
 // independent chains to hide the latency of the dot product.
 template <int kMax>

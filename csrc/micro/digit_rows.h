@@ -173,21 +173,23 @@ void digit_rows(const MatmulArgs* args) {
   DigitProduct<Ints, F>(args).run();
 }
 
-// AMX: from this many rows on an expert is left to tiles. On a Xeon of 16 threads, 16 tokens of DeepSeek-V3's shape
-// (4 rows an expert in the mean), with 0, 4, 6 and 9: int4 12.7, 12.4, 10.1, 10.0 ms, mxfp4 13.8, 13.2, 11.4, 11.0,
-// int8 21.1, 19.5, 16.5, 15.3, Q4_K 17.9, 16.0, 13.5, 13.3. More than 9 was not timed.
-constexpr int32_t kDigitsBelowTiles = 9;
-// Where tiles take groups one by one (micro/tile_groups.h), with 9 and 5, of Qwen3-30B's shape: 64 tokens of int4 4.40
-// and 3.83 ms, 128 tokens 6.50 and 4.74; of DeepSeek-V3's, 16 tokens 9.23 and 7.94; mxfp4 4.84 and 4.24, 6.52 and 4.72,
-// 9.19 and 8.04 (with 0: 4.42, 4.88, 8.68).
-constexpr int32_t kDigitsBelowGroups = 5;
+// From how many rows on an expert is left to others, by format; 0: always, unless a test asks for digits.
+struct DigitsBelow {
+  int32_t int8, int4, fp4, uint4, int6;
+};
+// AMX: to tiles. On a Xeon of 16 threads, 16 tokens of DeepSeek-V3's shape (4 rows an expert in the mean), with 0, 4, 6
+// and 9: int8 21.1, 19.5, 16.5, 15.3 ms, before tiles were as fast as now. More than 9 was not timed.
+constexpr DigitsBelow kDigitsBelowTiles = {9, 9, 9, 9, 9};
+// Where weights have scales of groups of 32 to 128 k, weights in L2, us a pair of panels of K = 2048, by 2, 3, 4 and 6
+// rows: int8 2.5, 3.0, 3.6, 5.9 and on tiles 4.3 to 4.8; int4 3.2, 3.6, 4.3, 6.6 and 3.8, 3.8, 3.7, 4.2 (groups of 128:
+// 1.5, 2.2, 2.7, 4.4 and 3.5); mxfp4 2.9, 3.7, 4.6, 6.3 and 3.1 to 4.1 (of K = 7168: 9.3, 14.7 and 10.0, 10.6).
+constexpr DigitsBelow kDigitsBelowTilesOfGroups = {5, 5, 3, 5, 9};
 
-// Adds products of digits, below that many rows (0: never, unless a test asks for them).
+// Adds products of digits.
 template <class Ints>
-constexpr KernelTable with_digits(KernelTable table, int32_t below_rows, int32_t below_groups = 0) {
-#define TANDEM_DIGIT_KERNELS(name, F)                                                                                \
-  table.digits[int(Format::name)] = {digit_rows<Ints, F>, below_rows,                                                \
-                                     is_tiled_by_groups(Format::name) ? below_groups : below_rows, F<Ints>::kOffset, \
+constexpr KernelTable with_digits(KernelTable table, DigitsBelow below = {}, DigitsBelow below_of_groups = {}) {
+#define TANDEM_DIGIT_KERNELS(name, F)                                                                         \
+  table.digits[int(Format::name)] = {digit_rows<Ints, F>, below.name, below_of_groups.name, F<Ints>::kOffset, \
                                      F<Ints>::kSplit};
   TANDEM_INT8_FORMATS(TANDEM_DIGIT_KERNELS)
 #undef TANDEM_DIGIT_KERNELS

@@ -51,7 +51,7 @@ int64_t tile_peak(int64_t rounds, uint8_t* scratch) {
     const uint16_t value = uint16_t(0x3f80 | (state >> 16 & 0x807f));
     __builtin_memcpy(scratch + i, &value, 2);
   }
-  Tiles::begin(32);
+  Tiles::begin(16);
   Tiles::multiply_in_cache(scratch, rounds);
   Tiles::end();
   return rounds * Tiles::kPeakSteps * 32 * 32 * 32 * 2;

@@ -1,10 +1,13 @@
 // Many rows on matrix tiles, for every format: panels become bf16 lines with their group scales multiplied in (rounded
-// to bf16 once more: at most a relative 2^-8 per weight), and blocks of 32 rows x 32 columns run over them.
+// to bf16 once more, by way of 11 bits where scales are multiplied in as halves: at most a relative 1.25 * 2^-8), and
+// blocks of 32 rows x 32 columns run over them.
 //
-//   slice of K            its rows are gathered in tile order: 16 rows x 64 bytes one after the other, so that a tile
-//   is
-//     pair of panels        16 lines in a row and the lines of one column do not crowd one set of the cache
-//       block of 32 rows  2 x 2 tiles of sums over the slice; between the steps the next pair of panels is unpacked
+//   slice of K            its rows are gathered in tile order, 64 bytes of each after the other, so that a tile is up
+//                         to 16 lines in a row and the lines of one column do not crowd one set of the cache
+//     pair of panels
+//       two tiles of rows   2 x 2 tiles of sums over the slice; between the steps the next pair of panels is unpacked
+//
+// Up to 32 rows, if they fit its scratch, are left to tile_stream.h, few of 4-bit codes to tile_groups.h.
 //
 // Rows, sums and two pairs of unpacked panels stay in L2. Measured on a Xeon with 16 cores (peak 2.9 TFLOPS each, 220
 // GB/s from DRAM, no more from L3), bf16, 512 rows x 256 columns of K = 7168: 2.2 TFLOPS a core from L2 without loading
@@ -28,12 +31,15 @@
 // alone, rows in L2: 14.7, 14.3, 18.5, 15.6 TFLOPS. Other blockings do not give that back: slices of up to the whole K,
 // 64 to 512 rows and up to 64 pairs a task, so a third of the gathering and no sums, took 0.94 to 1.65 of the time,
 // since panels then leave L1; other prefetches while gathering (none, 4 to 16 rows ahead, into L1 or L2) 0.98 to 1.10.
+// Nor do these, in turn: the next rows asked for into L1 2 or 4 steps ahead 1.05 to 1.2 (48 to 256 rows, weights in
+// L2), the next sums 1.0 to 1.1, both and slices of 256 k 1.1 to 1.4; sums in tile order 0.95 to 1.01; intermediate
+// activations read where they lie, a row of tiles 0.94 to 0.97.
 #pragma once
 
 #include "micro/peak.h"
-#include "micro/tile_few.h"
 #include "micro/tile_groups.h"
 #include "micro/tile_mm.h"
+#include "micro/tile_stream.h"
 #include "micro/tile_unpack.h"
 
 namespace tandem {
@@ -71,10 +77,12 @@ class TileProduct {
       : args_(args),
         order_{args, slice_pairs_of_rows(args->rows, args->weights.padded_depth / 2, kAmxDepthPairs, 16),
                Format::kPairBytes},
-        blocks_((args->rows + kTileRowsAmx - 1) / kTileRowsAmx),
+        tiles_(args->rows),
+        blocks_((tiles_.count + 1) / 2),
         rows_(args->scratch + 2 * kAmxPanelBytes) {}
 
   void run() {
+    Tiles::begin(tiles_.high);
     PanelSlice here = order_.at(0);
     if constexpr (Format::kPacked) Unpacking<Isa, F>(here, lines(0), 1).finish();
     for (int64_t i = 0, count = order_.count(); i < count; ++i) {
@@ -82,7 +90,7 @@ class TileProduct {
       const int64_t steps = (here.last - here.first) / 16;
       if (i % args_->pairs == 0)
         gather_rows<Isa>(reinterpret_cast<const uint8_t* const*>(args_->x_rows), args_->rows, 4 * here.first, steps,
-                         rows_);
+                         tiles_.high, 2 * tiles_.high, rows_);
       if constexpr (Format::kPacked) {
         Unpacking<Isa, F> side(next, lines(i + 1), blocks_ * steps);
         multiply(i, here, side, i + 1 < count);
@@ -104,39 +112,38 @@ class TileProduct {
     for (int p = 0; p < 2; ++p)
       panels[p] =
           Format::kPacked ? lines(i) + p * steps * 1024 : slice.panels.payload[p] + slice.first * Format::kPairBytes;
+    const auto between = [&] {
+      if (more) side.step();
+    };
     for (int b = 0; b < blocks_; ++b) {
-      float* y = args_->y + b * kTileRowsAmx * args_->y_stride + kPairColumns * (i % args_->pairs);
-      const RowBlock a{rows_ + b * 2 * steps * 1024, kCacheLine, 1024, steps * 1024};
-      const auto between = [&] {
-        if (more) side.step();
-      };
-      if (args_->rows - b * kTileRowsAmx > 16)
-        Tiles::template multiply<2>(a, panels, steps, y, args_->y_stride, slice.first > 0, between);
+      float* y = args_->y + b * 2 * tiles_.high * args_->y_stride + kPairColumns * (i % args_->pairs);
+      const uint8_t* a = rows_ + b * steps * 2 * tiles_.high * kCacheLine;
+      if (2 * b + 1 < tiles_.count)
+        Tiles::template multiply<2>(tiles_.high, a, panels, steps, y, args_->y_stride, slice.first > 0, between);
       else
-        Tiles::template multiply<1>(a, panels, steps, y, args_->y_stride, slice.first > 0, between);
+        Tiles::template multiply<1>(tiles_.high, a, panels, steps, y, args_->y_stride, slice.first > 0, between);
     }
     if (more) side.finish();
   }
 
   const MatmulArgs* args_;
   const SliceOrder order_;
-  const int blocks_;
-  uint8_t* rows_;  // of the slice, in tile order
+  const EvenTiles tiles_;
+  const int blocks_;  // of two tiles
+  uint8_t* rows_;     // of the slice, in tile order
 };
 
 template <class Isa, class Tiles, template <class> class F, bool kByGroups>
-TANDEM_INLINE void run_tiles(const MatmulArgs* args) {
+void multiply_on_tiles(const MatmulArgs* args) {
   if constexpr (kByGroups)
     if (takes_groups(args)) return GroupsProduct<Isa, Tiles, F>(args).run();
-  if constexpr (F<Isa>::kScaled)
-    if (takes_few_rows(args)) return FewRowsProduct<Isa, Tiles, F>(args).run();
+  if (takes_stream(args)) return StreamProduct<Isa, Tiles, F>(args).run();
   TileProduct<Isa, Tiles, F>(args).run();
 }
 
 template <class Isa, class Tiles, template <class> class F, bool kByGroups>
 void tile_mm_amx(const MatmulArgs* args) {
-  Tiles::begin(args->rows);
-  run_tiles<Isa, Tiles, F, kByGroups>(args);
+  multiply_on_tiles<Isa, Tiles, F, kByGroups>(args);
   Tiles::end();
   for (int p = 0; p < args->pairs; ++p)
     scale_rows<Isa, ScratchSource<typename Isa::Lane>>(pair_of_panels(args->weights, args->first_pair + p).row_scales,
@@ -150,7 +157,7 @@ constexpr KernelTable make_amx_table(Tier tier, KernelTable vectors) {
   table.tier = tier;
   table.blocking = kTileBlocking;
 #define TANDEM_TILES(name, F) \
-  table.formats[int(Format::name)].tile_mm = tile_mm_amx<Isa, Tiles, F, is_tiled_by_groups(Format::name)>;
+  table.formats[int(Format::name)].tile_mm = tile_mm_amx<Isa, Tiles, F, (bytes_by_groups(Format::name) > 0)>;
   TANDEM_FORMATS(TANDEM_TILES)
 #undef TANDEM_TILES
   table.peak = tile_peak<Tiles>;

@@ -1,10 +1,7 @@
-// Few rows on matrix tiles, for weights with scales of groups: codes are unpacked as they are (each is a bf16 number),
-// tiles multiply one group of one panel, and what it sums up to is scaled in float and added to sums in registers.
-// Beside scaling every line of weights before it is rounded to bf16 (tile_amx.h) a line of int4 takes 3 instructions
-// instead of 11, and a row 1 per group; and nothing is rounded. In turn on a Xeon of 16 threads, int4 in groups of 32,
-// ms before and with this from 5 rows an expert on: Qwen3-30B's shape, 64, 128, 256 tokens 4.49, 7.27, 8.88
-// and 3.83, 4.74, 7.35; DeepSeek-V3's (an eighth of its experts), 16 and 64 tokens 9.49, 16.3 and 7.94, 13.1; mxfp4
-// alike.
+// Few rows on matrix tiles, for 4-bit weights with scales of groups: codes are unpacked as they are (each is a bf16
+// number), tiles multiply one group of one panel, and what it sums up to is scaled in float and added to sums in
+// registers. Beside scaling every line of weights before it is rounded to bf16 (tile_stream.h) a line takes 3
+// instructions instead of 7 (with offsets 13), and a row 1 per group; and nothing is rounded.
 //
 //   pair of panels, panel
 //     group      tiles multiply it while vectors unpack the one after the next into L1, and add up the one before the
@@ -28,13 +25,22 @@ constexpr int64_t kGroupRowsAt = kGroupSumsAt + kGroupRing * kGroupSumsBytes;
 constexpr int64_t kGroupShiftsAt = kGroupRowsAt + kAmxRowBytes;
 static_assert(kGroupShiftsAt < kMatmulScratchBytes);
 
+// Bytes of activations up to which this is faster than tile_stream.h, on a Xeon of 16 threads with weights in L2. A
+// pair of panels of int4 in groups of 32, K = 2048, 4, 8 and 12 rows: 3.7, 4.3 and 5.2 us here, 5.2, 5.2 and 4.7 there;
+// K = 7168, 4 and 8 rows: 17.5 and 18.8 here, 14.9 and 15.6 there: tiles of rows come from L2 then. fp4's scales are
+// powers of two, which takes 4 instructions a line: 3.8 to 5.2 us here, 3.6 to 4.1 there.
+constexpr int64_t bytes_by_groups(Format format) {
+  return format == Format::int4 ? 32 * 1024 : format == Format::uint4 ? kAmxRowBytes : 0;
+}
+
 // Groups of 32 to 128 k; all rows, and sums of their activations where they are needed, fit.
 inline bool takes_groups(const MatmulArgs* args) {
   const WeightView& w = args->weights;
   const bool whole = w.scale_offset && (w.group == 32 || w.group == 64 || w.group == 128);
   if (!whole || args->rows > kGroupRows) return false;
   const int64_t sums = w.shift_offset ? int64_t{args->rows} * (w.padded_depth / w.group) * 4 : 0;
-  return int64_t{args->rows} * w.padded_depth * 2 <= kAmxRowBytes && kGroupShiftsAt + sums <= kMatmulScratchBytes;
+  return int64_t{args->rows} * w.padded_depth * 2 <= bytes_by_groups(w.format) &&
+         kGroupShiftsAt + sums <= kMatmulScratchBytes;
 }
 
 template <class Isa, class Tiles, template <class> class F>
@@ -50,7 +56,8 @@ class GroupsProduct {
         panels_(w_.panels + 2 * args->first_pair * w_.panel_bytes) {}
 
   void run() {
-    gather();
+    Tiles::begin(args_.rows);
+    gather_rows<Isa>(x(), args_.rows, 0, w_.padded_depth / 32, args_.rows, args_.rows, args_.scratch + kGroupRowsAt);
     if (w_.shift_offset) sum_groups<Isa, typename Isa::Lane>(x(), args_.rows, w_.group, 0, groups_, x_sums());
     __builtin_memset(args_.scratch + kGroupSumsAt, 0, kGroupRing * kGroupSumsBytes);  // rows that tiles leave alone
     if (w_.group == 32)
@@ -164,20 +171,6 @@ class GroupsProduct {
   TANDEM_INLINE static void clear(Vec (&sums)[R]) {
 #pragma GCC unroll 16
     for (Vec& sum : sums) sum = Isa::zero();
-  }
-
-  // Step after step of 32 k, in each the rows side by side.
-  void gather() const {
-    using Lane = typename Isa::Lane;
-    uint8_t* const to = args_.scratch + kGroupRowsAt;
-    const int64_t row_step = int64_t{args_.rows} * kCacheLine;
-    for (int r = 0; r < args_.rows; ++r) {
-      const uint8_t* next = r + 1 < args_.rows ? x()[r + 1] : x()[r];
-      for (int64_t s = 0; s < w_.padded_depth / 32; ++s) {
-        Isa::prefetch(next + s * kCacheLine);
-        Lane::store_line(to + s * row_step + r * kCacheLine, Lane::load_line(x()[r] + s * kCacheLine));
-      }
-    }
   }
 
   const uint8_t* const* x() const { return reinterpret_cast<const uint8_t* const*>(args_.x_rows); }

@@ -66,7 +66,8 @@ CpuFeatures detect() {
   f.avx2 = ymm && has(one.ecx, {12, 28, 29}) && has(seven.ebx, {3, 5, 8});      // FMA AVX F16C; BMI AVX2 BMI2
   f.avx512 = f.avx2 && zmm && has(seven.ebx, {16, 17, 30, 31});                 // F DQ BW VL
   f.avx512_bf16 = f.avx512 && has(seven.ecx, {1, 11}) && has(seven1.eax, {5});  // VBMI VNNI; BF16
-  f.amx = f.avx512_bf16 && tiles && has(seven.edx, {22, 24, 25}) && ask_for_tile_state();  // BF16 TILE INT8
+  f.amx =
+      f.avx512_bf16 && tiles && has(seven.edx, {22, 23, 24, 25}) && ask_for_tile_state();  // BF16 AVX512-FP16 TILE INT8
   return f;
 }
 

@@ -1,5 +1,5 @@
 #include "abi/tiers.h"
-#include "isa/avx512_bf16.h"
+#include "isa/avx512_fp16.h"
 #include "isa/int8_vnni.h"
 #include "isa/tiles_amx.h"
 #include "micro/digit_rows.h"
@@ -10,9 +10,9 @@
 namespace tandem {
 
 constexpr KernelTable kAmxTable = with_digits<VnniInts>(
-    with_int8<VnniInts>(make_amx_table<Avx512Bf16Isa, AmxTiles>(
-                            Tier::amx, make_table<Avx512Bf16Isa>(Tier::amx, {8, 6, 4, 4, 5, 4, 4, 4, 6})),
+    with_int8<VnniInts>(make_amx_table<Avx512Fp16Isa, AmxTiles>(
+                            Tier::amx, make_table<Avx512Bf16Isa>(Tier::amx, {8, 2, 4, 4, 1, 3, 4, 4, 2})),
                         kInt8BelowTiles),
-    kDigitsBelowTiles, kDigitsBelowGroups);
+    kDigitsBelowTiles, kDigitsBelowTilesOfGroups);
 
 }  // namespace tandem

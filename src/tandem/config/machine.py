@@ -18,7 +18,7 @@ _TIER_FEATURES = {
     "avx2": ("avx2", "fma", "f16c", "bmi1", "bmi2"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
     "avx512_bf16": ("avx512_vnni", "avx512_bf16", "avx512vbmi"),
-    "amx": ("amx_tile", "amx_bf16", "amx_int8"),
+    "amx": ("avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"),
 }
 """What each kernel tier needs, as /proc/cpuinfo names it, beyond the tier before it (CMakeLists.txt compiles these)."""
 
