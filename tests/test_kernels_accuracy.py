@@ -90,8 +90,8 @@ def test_tiles_over_several_slices_blocks_and_panels(fmt: str, group: int, tier:
     [("int4", 128), ("int8", 128), ("fp8", 128), ("int4_zeros", 128)],
 )
 def test_few_rows_on_tiles_round_no_weight(fmt: str, group: int, tier: str) -> None:
-    """Groups of 128, one and two tiles of rows, an odd number of groups: sums are scaled instead of weights, so the error
-    is that of tiers without tiles."""
+    """Groups of 128, one and two tiles of rows, an odd number of groups: sums are scaled instead of weights, so the
+    error is that of tiers without tiles."""
     cases.require_tier(tier)
     n, k = 75, 4460
     weight = random_weight(n, k)

@@ -10,8 +10,8 @@ struct CpuFeatures {
   bool avx2 = false;         // AVX2 + FMA + F16C + BMI2, with the OS saving YMM state
   bool avx512 = false;       // F + BW + VL + DQ, with the OS saving ZMM state
   bool avx512_bf16 = false;  // the above + BF16 + VNNI + VBMI
-  bool amx = false;   // the above + AVX512-FP16 + AMX tile, bf16 and int8, with tile state granted to this process
-  std::string model;  // "AMD EPYC 9755", as the CPU names itself
+  bool amx = false;          // the above + AVX512-FP16 + AMX tile, bf16 and int8, granted to this process
+  std::string model;         // "AMD EPYC 9755", as the CPU names itself
 };
 
 // Looked up once; asks the OS for AMX tile state the first time.
