@@ -11,7 +11,7 @@ namespace tandem {
 
 constexpr KernelTable kAmxTable = with_digits<VnniInts>(
     with_int8<VnniInts>(make_amx_table<Avx512Fp16Isa, AmxTiles>(
-                            Tier::amx, make_table<Avx512Bf16Isa>(Tier::amx, {8, 2, 4, 4, 1, 3, 4, 4, 2})),
+                            Tier::amx, make_table<Avx512Bf16Isa>(Tier::amx, {8, 2, 4, 4, 2, 3, 4, 4, 2})),
                         kInt8BelowTiles),
     kDigitsBelowTiles, kDigitsBelowTilesOfGroups);
 

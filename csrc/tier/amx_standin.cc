@@ -13,7 +13,7 @@ namespace tandem {
 constexpr KernelTable kAmxStandinTable = with_digits<ScalarInts>(
     with_int8<ScalarInts>(
         make_amx_table<ScalarBf16Isa, PortableTiles>(
-            Tier::amx_standin, make_table<ScalarBf16Isa>(Tier::amx_standin, {8, 2, 4, 4, 1, 3, 4, 4, 2})),
+            Tier::amx_standin, make_table<ScalarBf16Isa>(Tier::amx_standin, {8, 2, 4, 4, 2, 3, 4, 4, 2})),
         kInt8BelowTiles),
     kDigitsBelowTiles, kDigitsBelowTilesOfGroups);
 
