@@ -1,0 +1,182 @@
+// Kernels of the AMX tier alone: nanoseconds for a pair of panels by format, algorithm and rows, weights in each
+// worker's own L2, all workers at once. Says what a kernel could read if memory gave more, and what it costs beside it.
+//
+// From the root, after `make ext`, in a directory O=build/dev/CMakeFiles/_core.dir/csrc:
+//   g++ -O2 -std=c++20 -Icsrc benchmarks/probes/kernels_in_l2.cc $O/tier/amx.cc.o $O/format/*.o -o kernels_in_l2
+//   -pthread
+//   ./kernels_in_l2 THREADS SECONDS DEPTH PAIRS [FORMATS [ALGORITHMS [ROWS]]]    16 0.012 2048 4 int4,fp8, tdg 1,4,16,
+// ALGORITHMS: t tiles, d dot_rows, g digits.
+#include <pthread.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "abi/tiers.h"
+#include "format/digit_row.h"
+#include "format/pack.h"
+#include "runtime/readable_file.h"
+#include "runtime/widest.h"
+
+namespace tandem {  // what packing numbers would need
+const DenseKernels& widest_kernels() { abort(); }
+bool ReadableFile::read(const uint8_t*, int64_t, uint8_t*) { abort(); }
+}  // namespace tandem
+
+using namespace tandem;
+using Clock = std::chrono::steady_clock;
+
+namespace {
+
+constexpr int kMostRows = 512;
+constexpr int64_t kYStride = 528, kHugePage = int64_t{2} << 20;
+
+struct Named {
+  const char* name;
+  WeightFormat format;
+};
+const Named kFormats[] = {
+    {"bf16", {Format::bf16, 0, ScaleType::f32}},        {"fp8", {Format::fp8, 128, ScaleType::f32}},
+    {"fp8row", {Format::fp8, 0, ScaleType::f32}},       {"int8", {Format::int8, 32, ScaleType::bf16}},
+    {"int8g128", {Format::int8, 128, ScaleType::bf16}}, {"int8row", {Format::int8, 0, ScaleType::f32}},
+    {"int4", {Format::int4, 32, ScaleType::bf16}},      {"int4g128", {Format::int4, 128, ScaleType::bf16}},
+    {"mxfp4", {Format::fp4, 32, ScaleType::e8m0}},
+};
+
+uint8_t* huge(int64_t bytes) {
+  void* p = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const uintptr_t start = (reinterpret_cast<uintptr_t>(p) + kHugePage - 1) & ~uintptr_t(kHugePage - 1);
+  madvise(reinterpret_cast<void*>(start), bytes, MADV_HUGEPAGE);
+  return reinterpret_cast<uint8_t*>(start);
+}
+
+int64_t whole_pages(int64_t bytes) { return (bytes + 4095) / 4096 * 4096; }
+
+// Numbers that are none of the format's special ones, scales of 2^-11 or so.
+void fill_panel(const WeightView& w, uint8_t* panel) {
+  if (w.format == Format::bf16) {
+    for (int64_t i = 0; i < w.panel_bytes / 2; ++i) reinterpret_cast<uint16_t*>(panel)[i] = uint16_t(0x3c00 + i % 128);
+    return;
+  }
+  for (int64_t i = 0; i < w.scale_offset; ++i) panel[i] = uint8_t(uint32_t(i) * 2654435761u >> 13);
+  if (w.format == Format::fp8)
+    for (int64_t i = 0; i < w.scale_offset; ++i) panel[i] &= 0x7e;
+  uint8_t* const scales = panel + w.scale_offset;
+  for (int64_t i = 0; i < (w.group ? 16 * w.padded_depth / w.group : 16); ++i) {
+    if (w.scale_type == ScaleType::bf16)
+      reinterpret_cast<uint16_t*>(scales)[i] = uint16_t(0x3a00 + (i / 16 * 7 + i) % 128);
+    else if (w.scale_type == ScaleType::e8m0)
+      scales[i] = uint8_t(116 + i % 8);
+    else
+      reinterpret_cast<float*>(scales)[i] = 0.0005f;
+  }
+}
+
+MatmulFn kernel_of(Format format, char algorithm) {
+  const FormatKernels& kernels = kAmxTable.formats[int(format)];
+  return algorithm == 'd' ? kernels.dot_rows : algorithm == 't' ? kernels.tile_mm : kAmxTable.digits[int(format)].rows;
+}
+
+// One worker's weights, rows and scratch.
+struct Bench {
+  WeightView weights;
+  std::vector<const void*> rows;
+  MatmulArgs args;
+
+  Bench(WeightView view, int count, char algorithm) : weights(view), rows(size_t(count)) {
+    const int64_t row_bytes = view.padded_depth * 2 + 64 + (view.padded_depth / 32 % 2 ? 64 : 0);
+    const int64_t digit_bytes = digit_row_layout(view).bytes;
+    uint8_t* memory = huge(whole_pages(packed_bytes(view)) + whole_pages(kMostRows * row_bytes) +
+                           whole_pages(kMostRows * digit_bytes) + kMatmulScratchBytes + kMostRows * kYStride * 4);
+    const auto take = [&](int64_t bytes) { return std::exchange(memory, memory + whole_pages(bytes)); };
+    uint8_t* const panels = take(packed_bytes(view));
+    weights.panels = panels;
+    for (int64_t p = 0; p < 2 * view.pairs; ++p) fill_panel(view, panels + p * view.panel_bytes);
+    uint8_t* const x = take(kMostRows * row_bytes);
+    for (int64_t i = 0; i < kMostRows * row_bytes / 2; ++i)
+      reinterpret_cast<uint16_t*>(x)[i] = uint16_t(0x3f00 + i % 64);
+    uint8_t* const digits = take(kMostRows * digit_bytes);
+    for (int r = 0; r < count; ++r) {
+      rows[size_t(r)] = x + r * row_bytes;
+      if (algorithm != 'g') continue;
+      const IntegerKernels& integers = kAmxTable.digits[int(view.format)];
+      const IntegerRowArgs row{view,          rows[size_t(r)], DType::bf16, digits + r * digit_bytes, integers.offset,
+                               integers.split};
+      kAmxTable.cut_row(&row);
+      rows[size_t(r)] = row.to;
+    }
+    uint8_t* const scratch = take(kMatmulScratchBytes);
+    args = {weights, rows.data(), reinterpret_cast<float*>(memory), kYStride, scratch, count, 0, view.pairs, nullptr};
+  }
+};
+
+// ns a pair of panels of every thread, sorted.
+std::vector<double> measure(const WeightView& view, char algorithm, int rows, int threads, double seconds) {
+  const MatmulFn kernel = kernel_of(view.format, algorithm);
+  std::vector<double> ns(static_cast<size_t>(threads));
+  std::atomic<int> ready{0};
+  std::atomic<bool> go{false}, stop{false};
+  std::vector<std::thread> workers;
+  for (int t = 0; t < threads; ++t)
+    workers.emplace_back([&, t] {
+      cpu_set_t cpus;
+      CPU_ZERO(&cpus);
+      CPU_SET(t, &cpus);
+      pthread_setaffinity_np(pthread_self(), sizeof cpus, &cpus);
+      const Bench bench(view, rows, algorithm);
+      kernel(&bench.args);
+      ++ready;
+      while (!go) continue;
+      const auto start = Clock::now();
+      int64_t calls = 0;
+      for (; !stop.load(std::memory_order_relaxed); ++calls) kernel(&bench.args);
+      ns[size_t(t)] =
+          std::chrono::duration<double, std::nano>(Clock::now() - start).count() / double(calls * view.pairs);
+    });
+  while (ready < threads) usleep(100);
+  go = true;
+  usleep(useconds_t(seconds * 1e6));
+  stop = true;
+  for (auto& worker : workers) worker.join();
+  std::sort(ns.begin(), ns.end());
+  return ns;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 5) return std::fprintf(stderr, "THREADS SECONDS DEPTH PAIRS [FORMATS [ALGORITHMS [ROWS]]]\n"), 1;
+  const int threads = std::atoi(argv[1]), depth = std::atoi(argv[3]), pairs = std::atoi(argv[4]);
+  const std::string formats = argc > 5 ? argv[5] : "", algorithms = argc > 6 ? argv[6] : "tdg";
+  const std::string rows_list = argc > 7 ? argv[7] : "1,2,3,4,6,8,12,16,24,32,48,64,128,256,";
+  syscall(SYS_arch_prctl, 0x1023, 18);  // tiles
+  for (const Named& f : kFormats) {
+    if (!formats.empty() && formats.find(std::string(f.name) + ",") == std::string::npos) continue;
+    const WeightView view = packed_layout(f.format, pairs * kPairColumns, depth);
+    for (const char algorithm : algorithms) {
+      if (!kernel_of(view.format, algorithm)) continue;
+      for (size_t at = 0; at < rows_list.size(); at = rows_list.find(',', at) + 1) {
+        const int rows = std::atoi(rows_list.c_str() + at);
+        const std::vector<double> ns = measure(view, algorithm, rows, threads, std::atof(argv[2]));
+        double gbps = 0;
+        for (const double each : ns) gbps += double(view.pair_bytes) / each;
+        const double tflops = gbps / double(view.pair_bytes) * 2 * kPairColumns * depth * rows / 1e3;
+        std::printf("%-8s K%-5d %c rows %3d: %8.0f ns a pair (%.0f..%.0f), %6.1f GB/s in all, %6.2f TFLOPS\n", f.name,
+                    depth, algorithm, rows, ns[ns.size() / 2], ns.front(), ns.back(), gbps, tflops);
+        std::fflush(stdout);
+        if (rows_list.find(',', at) == std::string::npos) break;
+      }
+    }
+  }
+}
