@@ -85,8 +85,8 @@ struct Blocking {
   int32_t rows_per_call;     // at most kMaxRowsPerCall, and
   int32_t pairs_per_call;    // at most kMaxPairsPerCall: the results stay in L2
   int32_t sum_floats;        // weighted sums of one task of the MoE driver, at most kMaxSumFloats
-  int32_t many_rows;         // of a matrix: from here on multiplying takes longer than streaming weights; of an expert
-  int32_t many_expert_rows;  // in the mean, since others' weights can stream meanwhile
+  int32_t many_rows;         // of a matrix: from here on multiplying takes longer than streaming weights
+  int32_t many_expert_rows;  // likewise, of an expert in the mean: others' weights can stream meanwhile
   int32_t result_rows;  // of all experts of a call: up to here every one's result is kept, to be added up at the end
   bool gathers_rows;    // many rows are copied before they are multiplied: it does not matter where they lie
 };
