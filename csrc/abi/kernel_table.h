@@ -51,7 +51,7 @@ constexpr int64_t kMaxShiftedGroups =
     32 * 1024;  // along K, where codes have offsets: sums of some rows fit the scratch
 constexpr int kMaxPairsPerCall = 16;
 constexpr int kMaxRowsPerCall = 512;
-constexpr int kMaxSumFloats = 1024 * 1024;
+constexpr int kMaxSumFloats = 512 * 1024;
 
 struct FormatKernels {
   MatmulFn dot_rows;       // few rows: weights are streamed once and decoded in registers
@@ -84,7 +84,6 @@ struct IntegerKernels {
 struct Blocking {
   int32_t rows_per_call;     // at most kMaxRowsPerCall, and
   int32_t pairs_per_call;    // at most kMaxPairsPerCall: the results stay in L2
-  int32_t sum_floats;        // weighted sums of one task of the MoE driver, at most kMaxSumFloats
   int32_t many_rows;         // of a matrix: from here on multiplying takes longer than streaming weights
   int32_t many_expert_rows;  // likewise, of an expert in the mean: others' weights can stream meanwhile
   int32_t result_rows;  // of all experts of a call: up to here every one's result is kept, to be added up at the end

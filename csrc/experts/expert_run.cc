@@ -6,23 +6,10 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kTaskBytes = 192 * 1024;   // weights per task of few rows and phase 3, unless there would be too few
 constexpr int64_t kTasksPerWorker = 4;       // at least, so that dynamic pick-up can even things out
 constexpr int64_t kPrepareRows = 8;          // per task
 constexpr int64_t kAheadBytes = 128 * 1024;  // of a task's weights, fetched before its phase begins: fit any L2
 constexpr int64_t kAheadStepBytes = 1024;    // a fraction of a microsecond: the phase may begin
-constexpr int64_t kMinTokensPerTask = 64;    // splitting tokens finer would read the weights too often
-// What a task of many rows costs beside its multiplications, in columns and in rows that could be computed meanwhile:
-// gathering its rows does not depend on the columns, and unpacking its weights not on the rows.
-constexpr double kGatherColumns = 40, kUnpackRows = 40;
-
-// Pairs per task: long streams, but enough tasks for everyone. With many rows the streams are short beside the work,
-// and a wide task gathers its rows only once.
-int64_t pairs_per_task(int64_t all_pairs, int64_t pair_bytes, int workers, bool many_rows, int64_t most) {
-  const int64_t by_bytes = many_rows ? most : std::max<int64_t>(1, kTaskBytes / pair_bytes);
-  const int64_t by_share = std::max<int64_t>(1, all_pairs / (kTasksPerWorker * workers));
-  return std::min<int64_t>({by_bytes, by_share, most});
-}
 
 }  // namespace
 
@@ -45,9 +32,9 @@ ExpertRun::ExpertRun(ExpertLayer& layer, const ExpertCall& call)
   hidden_.data = workspace_.shared(Workspace::kHidden, int64_t(plan_.rows.size()) * hidden_.stride);
   list_parts();
   was_foreseen() ? list_own() : divide(gate_up_, layer.gate_up_layout_);
-  by_expert_ = by_expert();
+  in_rounds_ = has_many_rows() || int64_t(plan_.rows.size()) > table_.blocking.result_rows;
   count_pairs();
-  by_expert_ ? list_down_by_expert() : list_down_by_columns();
+  list_down();
 }
 
 // Decided by all rows of an expert, for both of its products.
@@ -68,7 +55,7 @@ void ExpertRun::choose_integers() {
 }
 
 void ExpertRun::count_pairs() {
-  if (hidden_integers_.count() ? !converts_at_end_ : !by_expert_) return;
+  if (hidden_integers_.count() ? !converts_at_end_ : in_rounds_) return;
   unfinished_ = std::vector<Countdown>(plan_.experts.size());
   for (const Part& part : parts_) {
     std::atomic<int32_t>& left = unfinished_[size_t(part.expert)].left;
@@ -89,11 +76,6 @@ void ExpertRun::finish(const Piece& piece) {
   left.store(kComplete, std::memory_order_release);
 }
 
-void ExpertRun::list_down_by_columns() {
-  grid_ = down_grid();
-  for (const NodeSlice& slice : layer_.slices_) down_.by_node.add(grid_.token_blocks * column_blocks(slice));
-}
-
 void ExpertRun::list_parts() {
   const int64_t rows_each = table_.blocking.rows_per_call;
   parts_.reserve(plan_.experts.size());
@@ -107,19 +89,26 @@ void ExpertRun::list_parts() {
   }
 }
 
+// Many rows: equal tasks, as wide as a call can be, since each gathers its rows.
 void ExpertRun::divide(Tasks& tasks, const WeightView& layout) const {
   const int64_t most = table_.blocking.pairs_per_call, pair_bytes = 2 * layout.panel_bytes;
   const int64_t workers = workspace_.pool().size(), nodes = workspace_.pool().nodes(), parts = int64_t(parts_.size());
-  tasks.of_node.reserve(layer_.slices_.size());
-  for (const NodeSlice& slice : layer_.slices_) {
-    const int64_t each = slice.*tasks.pairs, all = each * parts;
+  tasks.of_node.clear();
+  tasks.by_node = {};
+  for (size_t node = 0; node < layer_.slices_.size(); ++node) {
+    const int64_t each = pairs_of(tasks, node).count, all = each * parts;
     if (has_many_rows())
       tasks.of_node.push_back(
-          Division::equal(parts, each, pairs_per_task(all * nodes, pair_bytes, int(workers), true, most)));
+          Division::equal(parts, each, std::clamp<int64_t>(all * nodes / (kTasksPerWorker * workers), 1, most)));
     else
       tasks.of_node.push_back(Division::guided(all, pair_bytes, ceil_div(workers, nodes), most));
     tasks.by_node.add(tasks.of_node.back().tasks());
   }
+}
+
+ExpertRun::Pairs ExpertRun::pairs_of(const Tasks& tasks, size_t node) const {
+  const int64_t pairs = layer_.slices_[node].*tasks.pairs, first = pairs * tasks.round / tasks.rounds;
+  return {first, pairs * (tasks.round + 1) / tasks.rounds - first};
 }
 
 int64_t ExpertRun::mean_rows() const {
@@ -127,54 +116,6 @@ int64_t ExpertRun::mean_rows() const {
 }
 
 bool ExpertRun::has_many_rows() const { return mean_rows() >= table_.blocking.many_expert_rows; }
-
-ExpertRun::Grid ExpertRun::down_grid() const {
-  Grid grid = mean_rows() >= table_.blocking.many_rows ? multiplying_grid() : streaming_grid();
-  grid.tokens_each = ceil_div(call_.x.rows, grid.token_blocks);
-  grid.token_blocks = ceil_div(call_.x.rows, grid.tokens_each);
-  return grid;
-}
-
-int64_t ExpertRun::column_blocks(const NodeSlice& slice) const { return ceil_div(slice.down_pairs, grid_.pairs_each); }
-
-// Few rows: long streams of weights, and tokens are only divided where their sums would not fit, or for more tasks.
-ExpertRun::Grid ExpertRun::streaming_grid() const {
-  const int64_t workers = workspace_.pool().size(), pairs = layer_.down_layout_.pairs, tokens = call_.x.rows;
-  const int64_t bytes = 2 * layer_.down_layout_.panel_bytes * std::max<int64_t>(1, int64_t(plan_.experts.size()));
-  const int64_t by_sums = std::max<int64_t>(1, table_.blocking.sum_floats / (kPairColumns * tokens));
-  Grid grid{};
-  grid.pairs_each = std::min(
-      pairs_per_task(pairs, std::min(bytes, kTaskBytes / 2), int(workers), false, table_.blocking.pairs_per_call),
-      by_sums);
-  const int64_t wanted = ceil_div(kTasksPerWorker * workers, ceil_div(pairs, grid.pairs_each));
-  const int64_t needed = ceil_div(tokens * kPairColumns, table_.blocking.sum_floats);
-  grid.token_blocks = std::max(needed, std::clamp<int64_t>(tokens / kMinTokensPerTask, 1, wanted));
-  return grid;
-}
-
-// Many rows: the division into equal tasks that should take the least time. Weights are read once per block of tokens,
-// intermediate activations once per block of columns; what is left over at the end costs a quarter of a task.
-ExpertRun::Grid ExpertRun::multiplying_grid() const {
-  const int64_t nodes = workspace_.pool().nodes(), workers = std::max<int64_t>(1, workspace_.pool().size() / nodes);
-  const int64_t pairs = ceil_div(layer_.down_layout_.pairs, nodes), tokens = call_.x.rows;  // a node's
-  const int64_t sums = table_.blocking.sum_floats;
-  Grid best{};
-  double least = 0;
-  for (int64_t blocks = 1; blocks <= std::max<int64_t>(1, tokens / kMinTokensPerTask); ++blocks)
-    for (int64_t each = 1; each <= std::min<int64_t>(table_.blocking.pairs_per_call, pairs); ++each) {
-      const int64_t tokens_each = ceil_div(tokens, blocks);
-      if (tokens_each * each * kPairColumns > sums) continue;
-      const double rows = std::max(1.0, double(mean_rows()) / double(blocks));
-      const double task =
-          double(tokens_each * each) * (1 + kGatherColumns / double(kPairColumns * each) + kUnpackRows / rows);
-      const double time = task * (double(ceil_div(blocks * ceil_div(pairs, each), workers)) + 0.25);
-      if (best.pairs_each && time >= least) continue;
-      least = time;
-      best.pairs_each = each;
-      best.token_blocks = blocks;
-    }
-  return best;
-}
 
 void ExpertRun::run() {
   const PreparedRows given{static_cast<const uint8_t*>(call_.x.data), call_.x.length * bytes_of(call_.x.type)};
@@ -189,6 +130,9 @@ void ExpertRun::run() {
     return own_.count() ? fetch_step(own_piece(i), step) : fetch(gate_up_, i, step);
   };
   const WorkerPool::Own own{own_.of_worker(), own_at_once(), do_own};
+  const auto do_down = [&](int64_t i, const Worker& w) {
+    for_pieces(down_, i, [&](const Piece& piece) { down(piece, scratch(w)); });
+  };
   const auto fetch_down = [this](int64_t i, int64_t step) { return fetch(down_, i, step); };
   const auto down_is_ready = [this](int64_t i) { return is_ready(i); };
   const int64_t preparing = prepares_ ? ceil_div(call_.x.rows, kPrepareRows) : 0;
@@ -198,13 +142,16 @@ void ExpertRun::run() {
       {own_.count() + gate_up_.by_node.count(), do_gate_up, gate_up_.by_node.of_node(),
        has_many_rows() ? WorkerPool::AheadBody() : fetch_gate_up, own_.count() ? &own : nullptr},
       {converts_at_end_ ? 0 : tasks_of(hidden_integers_), [&](int64_t i, const Worker&) { convert_hidden(i); }},
-      {down_.by_node.count(),
-       [&](int64_t i, const Worker& w) {
-         if (!by_expert_) return down(i, scratch(w));
-         for_pieces(down_, i, [&](const Piece& piece) { down_piece(piece, scratch(w)); });
-       },
-       down_.by_node.of_node(), by_expert_ ? fetch_down : WorkerPool::AheadBody(), nullptr, down_is_ready},
+      {in_rounds_ ? 0 : down_.by_node.count(), do_down, in_rounds_ ? nullptr : down_.by_node.of_node(), fetch_down,
+       nullptr, down_is_ready},
   });
+  for (; in_rounds_ && down_.round < down_.rounds; ++down_.round) {
+    if (down_.round > 0) divide(down_, layer_.down_layout_);
+    workspace_.pool().run_phases({
+        {down_.by_node.count(), do_down, down_.by_node.of_node()},
+        {ceil_div(call_.x.rows, kTokensPerSum), [&](int64_t i, const Worker& w) { add_up_tokens(i, scratch(w)); }},
+    });
+  }
 }
 
 // Finding digits takes longer than copying.
@@ -246,13 +193,14 @@ MatmulFn ExpertRun::find_hidden(const RoutingPlan::Expert& expert, int64_t first
 
 // What lies of pairs [pair, end) in the part that begins with them.
 ExpertRun::Piece ExpertRun::piece_at(const Tasks& tasks, size_t node, int64_t pair, int64_t end) const {
-  const int64_t pairs = layer_.slices_[node].*tasks.pairs, index = pair / pairs, first = pair - index * pairs;
+  const Pairs pairs = pairs_of(tasks, node);
+  const int64_t index = pair / pairs.count, first = pair - index * pairs.count;
   const Part& part = parts_[size_t(index)];
   return {part,
           node,
           (layer_.*tasks.weights)(plan_.experts[size_t(part.expert)].id, node),
-          int32_t(first),
-          int32_t(std::min(pairs, first + end - pair) - first),
+          int32_t(pairs.first + first),
+          int32_t(std::min(pairs.count, first + end - pair) - first),
           nullptr};
 }
 
@@ -275,7 +223,7 @@ void ExpertRun::for_pieces(const Tasks& tasks, int64_t index, Body body) const {
     pair += piece.pairs;
     if (pair < end) {
       const Piece after = piece_at(tasks, node, pair, end);
-      piece.next = after.weights.panels;
+      piece.next = after.weights.panels + after.first_pair * after.weights.pair_bytes;
     } else {
       piece.next = next_panels(tasks, index);
     }
@@ -327,66 +275,6 @@ void ExpertRun::gate_up(const Piece& piece, WorkerScratch& scratch) {
 void ExpertRun::clear_padding(int64_t row) {
   const int64_t used = int64_t{layer_.gate_up_layout_.pairs} * kPanelRows * bytes_of(hidden_type_);
   std::memset(const_cast<uint8_t*>(hidden_.data) + row * hidden_.stride + used, 0, size_t(hidden_.stride - used));
-}
-
-void ExpertRun::down(int64_t index, WorkerScratch& scratch) {
-  const auto [node, task] = down_.by_node.at(index);
-  const NodeSlice& slice = layer_.slices_[node];
-  const int64_t across = column_blocks(slice), first_token = task / across * grid_.tokens_each;
-  const int64_t first_pair = task % across * grid_.pairs_each;
-  const DownBlock block{node, first_token, std::min(grid_.tokens_each, call_.x.rows - first_token), first_pair,
-                        std::min(grid_.pairs_each, slice.down_pairs - first_pair)};
-  const int64_t columns = block.pairs * kPairColumns, first_column = (slice.first_down + first_pair) * kPairColumns;
-  std::fill_n(scratch.sums, block.tokens * columns, 0.0f);
-  const auto before = [](const RoutedRow& row, int64_t token) { return row.token < token; };
-  for (size_t e = 0; e < plan_.experts.size(); ++e) {
-    const RoutingPlan::Expert& expert = plan_.experts[e];
-    const auto begin = plan_.rows.begin() + expert.first, end = begin + expert.count;
-    const auto from = std::lower_bound(begin, end, first_token, before);
-    const auto to = std::lower_bound(from, end, first_token + block.tokens, before);
-    const uint8_t* next = nullptr;
-    if (e + 1 < plan_.experts.size())
-      next = layer_.down(plan_.experts[e + 1].id, node).panels + first_pair * layer_.down_layout_.pair_bytes;
-    down_expert(expert, block, next, from - plan_.rows.begin(), to - plan_.rows.begin(), scratch);
-  }
-  store_sums(scratch.sums, first_token, block.tokens, first_column, columns);
-}
-
-// Of tokens and columns of which `sums` are in rows of `columns`.
-void ExpertRun::store_sums(const float* sums, int64_t first_token, int64_t tokens, int64_t first_column,
-                           int64_t columns) {
-  const int64_t length = std::min<int64_t>(columns, layer_.shape_.hidden - first_column);
-  for (int64_t t = 0; t < tokens; ++t) {
-    const int64_t offset = (first_token + t) * layer_.shape_.hidden + first_column;
-    table_.store_row(sums + t * columns, static_cast<uint8_t*>(call_.out) + offset * bytes_of(call_.out_type),
-                     call_.out_type, call_.add, length);
-  }
-}
-
-// From pair `pair` of all nodes on; null if there is none.
-const float* ExpertRun::down_bias(int expert, int64_t pair) const {
-  if (layer_.down_bias_.empty()) return nullptr;
-  return layer_.down_bias_.data() + (expert * int64_t{layer_.down_layout_.pairs} + pair) * kPairColumns;
-}
-
-void ExpertRun::down_expert(const RoutingPlan::Expert& expert, const DownBlock& block, const uint8_t* next_panel,
-                            int64_t first_row, int64_t last_row, WorkerScratch& scratch) {
-  const WeightView weights = layer_.down(expert.id, block.node);
-  const int64_t columns = block.pairs * kPairColumns;
-  const float* bias = down_bias(expert.id, layer_.slices_[block.node].first_down + block.first_pair);
-  for (int64_t row = first_row; row < last_row; row += table_.blocking.rows_per_call) {
-    const int64_t rows = std::min<int64_t>(table_.blocking.rows_per_call, last_row - row);
-    const MatmulFn kernel = find_hidden(expert, row, rows, scratch);
-    const MatmulArgs args{weights,   scratch.rows,          scratch.tile,     kTileStride, scratch.matmul,
-                          int(rows), int(block.first_pair), int(block.pairs), next_panel};
-    kernel(&args);
-    for (int64_t r = 0; r < rows; ++r) {
-      const RoutedRow& routed = plan_.rows[size_t(row + r)];
-      float* y = scratch.tile + r * kTileStride;
-      if (bias) table_.add_row(y, bias, columns);
-      table_.add_scaled_row(scratch.sums + (routed.token - block.first_token) * columns, y, routed.weight, columns);
-    }
-  }
 }
 
 }  // namespace tandem

@@ -5,11 +5,11 @@
 //               task may end in another expert than it begins in: gate and up, activation, to `hidden_`
 //     convert   rows of `hidden_` to integers, where the kernels take them; a row's groups lie across tasks of gate-up.
 //               Few rows are no phase: whoever does the last of an expert's pairs converts its rows
-//   3 down      task = (block of tokens, block of output columns): runs over the experts in the order of their ids and
-//               sums the weighted results in the worker's scratch, so there is neither a buffer of tokens x top_k
-//               results nor a pass that adds them up, and a crowded expert cannot unbalance the phase
-//               Few rows an expert: task = some pairs of panels as in phase 2, a long stream of weights, and whoever
-//               does the last one of a block of columns adds up each token's experts there (down_by_expert.cc)
+//   3 down      task = some pairs of panels as in phase 2; every row's result is kept, and a token's are added up in
+//   the
+//               order of their experts' ids. Few rows: whoever does the last task of a block of columns adds up there.
+//               Many: in rounds of so many columns that their results fit a buffer of fixed size, each a phase of down
+//               and one of sums (down.cc)
 //
 // Few rows of foreseen experts: tasks of 2 are workers' own (foreseen_run.cc).
 #pragma once
@@ -34,9 +34,13 @@ class ExpertRun {
     int32_t expert;           // index in the plan
     int32_t first_row, rows;  // of the plan
   };
-  struct Tasks {  // of phase 2, and of phase 3 of few rows: the parts' pairs of panels in a row, cut for every node
+  struct Pairs {
+    int64_t first, count;
+  };
+  struct Tasks {  // of phases 2 and 3: the parts' pairs of panels in a row, cut for every node
     WeightView (ExpertLayer::*weights)(int expert, size_t node) const;
-    int64_t NodeSlice::* pairs;  // of a part
+    int64_t NodeSlice::* pairs;  // of a part,
+    int64_t round, rounds;       // of which so many are done one after the other
     std::vector<Division> of_node;
     NodeTasks by_node;
   };
@@ -47,19 +51,11 @@ class ExpertRun {
     int32_t first_pair, pairs;  // of the node's
     const uint8_t* next;        // where it or its worker probably goes on; null: unknown
   };
-  struct Grid {  // of phase 3
-    int64_t tokens_each, token_blocks;
-    int64_t pairs_each;
-  };
-
   void list_parts();
   void divide(Tasks& tasks, const WeightView& layout) const;
-  void list_down_by_columns();
-  int64_t mean_rows() const;  // per expert that has any
+  Pairs pairs_of(const Tasks& tasks, size_t node) const;  // in its round
+  int64_t mean_rows() const;                              // per expert that has any
   bool has_many_rows() const;
-  Grid down_grid() const;
-  Grid streaming_grid() const;
-  Grid multiplying_grid() const;
   void choose_integers();
   int64_t converted_each(int64_t rows) const;  // per task
   int64_t tasks_of(const ConvertedRows& rows) const;
@@ -78,17 +74,6 @@ class ExpertRun {
   void for_pieces(const Tasks& tasks, int64_t index, Body body) const;
   void gate_up(const Piece& piece, WorkerScratch& scratch);
   void clear_padding(int64_t row);
-  int64_t column_blocks(const NodeSlice& slice) const;
-  void down(int64_t index, WorkerScratch& scratch);
-  struct DownBlock {  // a task of phase 3
-    size_t node;
-    int64_t first_token, tokens;
-    int64_t first_pair, pairs;  // of the node's
-  };
-  const float* down_bias(int expert, int64_t pair) const;
-  void store_sums(const float* sums, int64_t first_token, int64_t tokens, int64_t first_column, int64_t columns);
-  void down_expert(const RoutingPlan::Expert& expert, const DownBlock& block, const uint8_t* next_panel,
-                   int64_t first_row, int64_t last_row, WorkerScratch& scratch);
 
   bool was_foreseen() const;
   void list_own();
@@ -96,13 +81,17 @@ class ExpertRun {
   Piece own_piece(int64_t index) const;
   void own_gate_up(int64_t first, int64_t count, WorkerScratch& scratch);
 
-  bool by_expert() const;
-  void list_down_by_expert();
+  void list_down();
+  int64_t result_pairs() const;
+  int64_t first_result_pair(size_t node) const;
   bool is_ready(int64_t index) const;
-  void down_piece(const Piece& piece, WorkerScratch& scratch);
+  void down(const Piece& piece, WorkerScratch& scratch);
+  const float* down_bias(int expert, int64_t pair) const;
+  void store_sums(const float* sums, int64_t first_token, int64_t tokens, int64_t first_column, int64_t columns);
   void count_columns();
   void finish_columns(int64_t first_pair, int64_t pairs, WorkerScratch& scratch);
-  void add_up(int64_t block, WorkerScratch& scratch);
+  void add_up_columns(int64_t block, WorkerScratch& scratch);
+  void add_up_tokens(int64_t task, WorkerScratch& scratch);
   struct alignas(kCacheLine) Countdown {
     std::atomic<int32_t> left{0};
   };
@@ -118,18 +107,18 @@ class ExpertRun {
   PreparedRows x_;
   PreparedRows hidden_;  // row i: intermediate activations of plan_.rows[i]
   std::vector<Part> parts_;
-  Tasks gate_up_{&ExpertLayer::gate_up, &NodeSlice::gate_up_pairs, {}, {}};
+  Tasks gate_up_{&ExpertLayer::gate_up, &NodeSlice::gate_up_pairs, 0, 1, {}, {}};
   OwnPairs own_;  // instead of gate_up_, where experts were foreseen
-  Tasks down_{&ExpertLayer::down, &NodeSlice::down_pairs, {}, {}};
+  Tasks down_{&ExpertLayer::down, &NodeSlice::down_pairs, 0, 1, {}, {}};
   bool converts_at_end_ = true;  // of an expert's pairs in phase 2, instead of in a phase
   // Pairs of gate_up, by index in the plan; in the end kComplete. Empty: they are not counted.
   std::vector<Countdown> unfinished_;
   static constexpr int32_t kComplete = -1;
-  bool by_expert_ = false;  // or else grid_ says what phase 3's tasks are, and down_ only how many
-  Grid grid_{};
-  float* results_ = nullptr;                   // of few rows: row i of plan_.rows
+  static constexpr int64_t kTokensPerSum = 8;
+  bool in_rounds_ = false;                     // phase 3
+  float* results_ = nullptr;                   // row i of plan_.rows, of a round
   int64_t results_stride_ = 0;                 // floats
-  std::vector<Countdown> unfinished_columns_;  // pairs of tasks of phase 3, by block of columns that is added up
+  std::vector<Countdown> unfinished_columns_;  // pairs of tasks of phase 3, by block of columns; empty in rounds
 };
 
 }  // namespace tandem

@@ -4,6 +4,7 @@
 #include <stddef.h>
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace tandem {
@@ -27,8 +28,15 @@ struct RoutingPlan {
   // ids, weights: [tokens, top_k]. Ids below 0 or >= num_experts are skipped.
   void build(const int32_t* ids, const float* weights, int64_t tokens, int64_t top_k, int num_experts);
 
+  // Which rows each token has, ascending: once that is listed.
+  void list_by_token(int64_t tokens);
+  std::span<const int32_t> rows_of(int64_t token) const {
+    return {by_token_.data() + first_of_[size_t(token)], by_token_.data() + first_of_[size_t(token) + 1]};
+  }
+
  private:
-  std::vector<int32_t> next_;  // by expert id: where its next row goes
+  std::vector<int32_t> next_;  // by expert id, or token: where its next row goes
+  std::vector<int32_t> by_token_, first_of_;
 };
 
 }  // namespace tandem

@@ -35,11 +35,12 @@ class Division {
     return made;
   }
 
-  // Many rows: tasks of equal size, each in one part of so many pairs.
-  static Division equal(int64_t parts, int64_t pairs_of_part, int64_t each) {
+  // Many rows: tasks of equal size, of at most `most` pairs, each in one part of so many.
+  static Division equal(int64_t parts, int64_t pairs_of_part, int64_t most) {
+    const int64_t each = ceil_div(pairs_of_part, std::max<int64_t>(1, ceil_div(pairs_of_part, most)));
     Division made(parts * pairs_of_part, pairs_of_part);
     made.round_[0] = {0, 0, int32_t(each)};
-    made.tasks_ = parts * ceil_div(pairs_of_part, each);
+    made.tasks_ = each ? parts * ceil_div(pairs_of_part, each) : 0;
     return made;
   }
 
