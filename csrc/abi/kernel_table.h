@@ -46,7 +46,8 @@ struct MatmulArgs {
 };
 using MatmulFn = void (*)(const MatmulArgs*);
 
-constexpr int64_t kMatmulScratchBytes = 512 * 1024;
+constexpr int64_t kMatmulScratchBytes = 1152 * 1024;  // gathered rows and unpacked weights of many rows
+constexpr int64_t kFewRowsScratchBytes = 512 * 1024;  // what kernels of few rows take of it
 constexpr int64_t kMaxShiftedGroups =
     32 * 1024;  // along K, where codes have offsets: sums of some rows fit the scratch
 constexpr int kMaxPairsPerCall = 16;
@@ -105,6 +106,9 @@ struct KernelTable {
                        bool round_to_bf16, int64_t pairs);
   void (*add_scaled_row)(float* sum, const float* y, float weight, int64_t length);  // sum += weight * y
   void (*add_row)(float* sum, const float* y, int64_t length);                       // sum += y
+  // `rows` rows of `length` to memory that nobody reads soon: past the caches. Strides in floats; all 64-byte aligned.
+  void (*stream_rows)(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t rows,
+                      int64_t length);
   // destination[0 : length] = y (+ destination where add), rounded to `to`.
   void (*store_row)(const float* y, void* destination, DType to, bool add, int64_t length);
 

@@ -14,7 +14,7 @@ namespace tandem {
 namespace {
 
 constexpr int64_t kPairsPerSum = 4;                   // that are added up at once
-constexpr int64_t kResultBytes = int64_t{128} << 20;  // of a round
+constexpr int64_t kResultBytes = int64_t{256} << 20;  // of a round
 static_assert(kMaxChunkTokens * kPairsPerSum * kPairColumns <= kMaxSumFloats);
 
 }  // namespace
@@ -93,12 +93,12 @@ void ExpertRun::down(const Piece& piece, WorkerScratch& scratch) {
   const int64_t first_pair = first_result_pair(piece.node) + piece.first_pair - pairs_of(down_, piece.node).first;
   const int64_t columns = int64_t{piece.pairs} * kPairColumns;
   const float* bias = down_bias(expert.id, layer_.slices_[piece.node].first_down + piece.first_pair);
-  for (int r = 0; r < part.rows; ++r) {  // tiles write whole tiles, so not to where they belong
-    float* y = scratch.tile + r * kTileStride;
-    if (bias) table_.add_row(y, bias, columns);
-    std::copy_n(y, columns, results_ + (part.first_row + r) * results_stride_ + first_pair * kPairColumns);
-  }
-  if (!in_rounds_) finish_columns(first_pair, piece.pairs, scratch);
+  for (int r = 0; bias && r < part.rows; ++r) table_.add_row(scratch.tile + r * kTileStride, bias, columns);
+  // Tiles write whole tiles, so not to where they belong.
+  float* const to = results_ + part.first_row * results_stride_ + first_pair * kPairColumns;
+  if (in_rounds_) return table_.stream_rows(scratch.tile, kTileStride, to, results_stride_, part.rows, columns);
+  for (int r = 0; r < part.rows; ++r) std::copy_n(scratch.tile + r * kTileStride, columns, to + r * results_stride_);
+  finish_columns(first_pair, piece.pairs, scratch);
 }
 
 void ExpertRun::add_up_columns(int64_t block, WorkerScratch& scratch) {

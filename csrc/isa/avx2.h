@@ -42,6 +42,11 @@ struct Avx2Isa {
     _mm256_storeu_ps(p, a.lo);
     _mm256_storeu_ps(p + 8, a.hi);
   }
+  TANDEM_INLINE static void stream(float* p, Vec a) {  // past the caches, p aligned
+    _mm256_stream_ps(p, a.lo);
+    _mm256_stream_ps(p + 8, a.hi);
+  }
+  TANDEM_INLINE static void streamed() { _mm_sfence(); }  // before others are told
   TANDEM_INLINE static Vec load_bf16(const uint16_t* p) { return {widen(p), widen(p + 8)}; }
   TANDEM_INLINE static Vec load_f16(const uint16_t* p) {
     const __m128i lo = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

@@ -34,6 +34,8 @@ struct Avx512Isa {
   TANDEM_INLINE static Vec zero() { return _mm512_setzero_ps(); }
   TANDEM_INLINE static Vec load(const float* p) { return _mm512_loadu_ps(p); }
   TANDEM_INLINE static void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
+  TANDEM_INLINE static void stream(float* p, Vec a) { _mm512_stream_ps(p, a); }  // past the caches, p aligned
+  TANDEM_INLINE static void streamed() { _mm_sfence(); }                         // before others are told
   TANDEM_INLINE static Vec load_bf16(const uint16_t* p) {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));

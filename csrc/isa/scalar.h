@@ -183,6 +183,8 @@ struct ScalarIsa {
     for (int word = 0; word < 16; ++word)
       for (int r = 0; r < 16; ++r) __builtin_memcpy(lines + 64 * word + 4 * r, rows + r * stride + 4 * word, 4);
   }
+  TANDEM_INLINE static void stream(float* p, const Vec& a) { store(p, a); }
+  TANDEM_INLINE static void streamed() {}
   TANDEM_INLINE static void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
   TANDEM_INLINE static void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 };

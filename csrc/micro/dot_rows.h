@@ -73,7 +73,7 @@ void dot_rows(const MatmulArgs* args) {
   const WeightView& w = args->weights;
   if (!w.shift_offset) return dot_some_rows<Isa, Format>(args, 0, args->rows, nullptr, 0);
   const int64_t groups = w.padded_depth / w.group;
-  const int most = int(kMatmulScratchBytes / 4 / groups);  // rows whose sums fit; see kMaxShiftedGroups
+  const int most = int(kFewRowsScratchBytes / 4 / groups);  // rows whose sums fit; see kMaxShiftedGroups
   float* sums = reinterpret_cast<float*>(args->scratch);
   for (int first = 0; first < args->rows; first += most) {
     const int rows = args->rows - first < most ? args->rows - first : most;

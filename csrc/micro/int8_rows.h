@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kInt8SliceBytes = 8 * 1024;     // payload of a pair of panels; the next pair's is in L1, too
 constexpr int64_t kScaleFloats = 4 * kPanelRows;  // of a group in scratch: scales of both panels, shifts of both
-constexpr int64_t kMostSliceGroups = kMatmulScratchBytes / int64_t(sizeof(float)) / kScaleFloats;
+constexpr int64_t kMostSliceGroups = kFewRowsScratchBytes / int64_t(sizeof(float)) / kScaleFloats;
 
 // Scales and shifts of groups [first, last) of a pair of panels as float, so that no format of them is known further
 // in.

@@ -80,6 +80,13 @@ void add_scaled_row(float* sum, const float* y, float weight, int64_t length) {
 }
 
 template <class Isa>
+void stream_rows(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t rows, int64_t length) {
+  for (int64_t r = 0; r < rows; ++r, from += from_stride, to += to_stride)
+    for (int64_t i = 0; i < length; i += 16) Isa::stream(to + i, Isa::load(from + i));
+  Isa::streamed();
+}
+
+template <class Isa>
 void add_row(float* sum, const float* y, int64_t length) {
   for (int64_t i = 0; i < length; i += 16) Isa::store(sum + i, Isa::add(Isa::load(sum + i), Isa::load(y + i)));
 }

@@ -50,6 +50,7 @@ constexpr KernelTable make_table(Tier tier, TileFromRows from) {
       activate_row<Isa>,
       add_scaled_row<Isa>,
       add_row<Isa>,
+      stream_rows<Isa>,
       store_row<Isa>,
       lane_peak<Isa, typename Isa::Lane>,
       lane_peak<Isa, typename Isa::FloatLane>,

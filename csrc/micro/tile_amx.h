@@ -45,7 +45,7 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kAmxDepthPairs = 256;  // of k per slice, at most
+constexpr int64_t kAmxDepthPairs = 512;  // of k per slice, at most
 constexpr int64_t kAmxPanelBytes = 2 * kAmxDepthPairs * kCacheLine;
 static_assert(2 * kAmxPanelBytes + kAmxRowBytes <= kMatmulScratchBytes);
 

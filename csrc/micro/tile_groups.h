@@ -20,17 +20,18 @@ constexpr int kGroupsAhead = 2, kGroupRing = 4;
 constexpr int64_t kGroupMost = 128;                                // k: longer groups are left to others
 constexpr int64_t kGroupLinesBytes = kGroupMost / 2 * kCacheLine;  // of one panel
 constexpr int64_t kGroupSumsBytes = kGroupRows * kCacheLine;
+constexpr int64_t kGroupRowBytes = 1 << 18;  // of gathered rows
 constexpr int64_t kGroupSumsAt = kGroupRing * kGroupLinesBytes;
 constexpr int64_t kGroupRowsAt = kGroupSumsAt + kGroupRing * kGroupSumsBytes;
-constexpr int64_t kGroupShiftsAt = kGroupRowsAt + kAmxRowBytes;
-static_assert(kGroupShiftsAt < kMatmulScratchBytes);
+constexpr int64_t kGroupShiftsAt = kGroupRowsAt + kGroupRowBytes;
+static_assert(kGroupShiftsAt < kFewRowsScratchBytes);
 
 // Bytes of activations up to which this is faster than tile_stream.h, on a Xeon of 16 threads with weights in L2. A
 // pair of panels of int4 in groups of 32, K = 2048, 4, 8 and 12 rows: 3.7, 4.3 and 5.2 us here, 5.2, 5.2 and 4.7 there;
 // K = 7168, 4 and 8 rows: 17.5 and 18.8 here, 14.9 and 15.6 there: tiles of rows come from L2 then. fp4's scales are
 // powers of two, which takes 4 instructions a line: 3.8 to 5.2 us here, 3.6 to 4.1 there.
 constexpr int64_t bytes_by_groups(Format format) {
-  return format == Format::int4 ? 32 * 1024 : format == Format::uint4 ? kAmxRowBytes : 0;
+  return format == Format::int4 ? 32 * 1024 : format == Format::uint4 ? kGroupRowBytes : 0;
 }
 
 // Groups of 32 to 128 k; all rows, and sums of their activations where they are needed, fit.
@@ -40,7 +41,7 @@ inline bool takes_groups(const MatmulArgs* args) {
   if (!whole || args->rows > kGroupRows) return false;
   const int64_t sums = w.shift_offset ? int64_t{args->rows} * (w.padded_depth / w.group) * 4 : 0;
   return int64_t{args->rows} * w.padded_depth * 2 <= bytes_by_groups(w.format) &&
-         kGroupShiftsAt + sums <= kMatmulScratchBytes;
+         kGroupShiftsAt + sums <= kFewRowsScratchBytes;
 }
 
 template <class Isa, class Tiles, template <class> class F>

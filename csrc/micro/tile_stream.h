@@ -40,7 +40,7 @@ inline int64_t stream_rows_bytes(const MatmulArgs* args) {
 inline bool takes_stream(const MatmulArgs* args) {
   const bool whole = args->weights.group == 0 || args->weights.group >= 32;
   return whole && args->rows <= kStreamRows &&
-         kStreamRowsAt + stream_rows_bytes(args) + 4 * stream_x_sums(args) <= kMatmulScratchBytes;
+         kStreamRowsAt + stream_rows_bytes(args) + 4 * stream_x_sums(args) <= kFewRowsScratchBytes;
 }
 
 // y (+)= the scaled sums of a group of a pair of panels, in turns. sums: [row][32 columns].

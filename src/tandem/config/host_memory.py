@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from tandem.config.memory import gib
 from tandem.config.model_config import ModelConfig
 
-SCRATCH_BYTES_PER_WORKER = (512 + 1056 + 4096) << 10  # of csrc/ops/workspace.cc
+SCRATCH_BYTES_PER_WORKER = (1152 + 1056 + 2048) << 10  # of csrc/ops/workspace.cc
 
 # What CUDA's driver keeps beside graphs, and PyTorch and Python for a model: 48 + 2 MiB with one graph (measured on an
 # H200; with several not measured).
