@@ -92,6 +92,30 @@ def test_divided_experts_give_the_same_bits(tier: str, fmt: str, group: int) -> 
         assert sum(r.bytes for r in divided.bytes(0, EXPERTS)) == EXPERTS * whole.bytes_per_expert
 
 
+@pytest.mark.parametrize("nodes", [(), (0, 0, 1)])
+def test_more_results_than_are_kept_at_once(nodes: tuple[int, ...]) -> None:
+    """Down in two rounds of columns, of odd sizes, gives what halves of the tokens give, each in one round."""
+    cases.require_tier("avx2")
+    experts, hidden, width, tokens, top_k = 5, 20_008, 16, 900, 4
+    g = torch.Generator().manual_seed(1)
+    layer = PackedExperts(workspace(nodes, "avx2"), experts, hidden, width, "bf16")
+    for e in range(experts):
+        gate, up = torch.randn(2, width, hidden, generator=g) / hidden**0.5
+        layer.load(
+            e, gate, up, torch.randn(hidden, width, generator=g), down_bias=torch.randn(hidden, generator=g)
+        )
+    assert tokens * top_k * hidden * 4 > 256 << 20 > tokens // 2 * top_k * (hidden + 64) * 4  # see down.cc
+    x = torch.randn(tokens, hidden, generator=g).bfloat16()
+    ids = torch.stack([torch.randperm(experts, generator=g)[:top_k] for _ in range(tokens)]).int()
+    ids[7] = -1  # a token that nobody here computes
+    weights = torch.rand(tokens, top_k, generator=g)
+    whole = layer.forward(x, ids, weights, torch.ones(tokens, hidden), add=True)
+    halves = [layer.forward(x[half], ids[half], weights[half], torch.ones(tokens // 2, hidden), add=True)
+              for half in (slice(0, tokens // 2), slice(tokens // 2, tokens))]  # fmt: skip
+    assert torch.equal(whole, torch.cat(halves))
+    assert (whole[7] == 1).all() and whole[8].std() > 0.1
+
+
 def test_packed_experts_go_into_divided_memory_and_back() -> None:
     whole, divided = (
         loaded(workspace((), "scalar"), "bf16", 0),
