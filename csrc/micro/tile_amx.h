@@ -5,7 +5,8 @@
 //   slice of K            its rows are gathered in tile order, 64 bytes of each after the other, so that a tile is up
 //                         to 16 lines in a row and the lines of one column do not crowd one set of the cache
 //     pair of panels
-//       two tiles of rows   2 x 2 tiles of sums over the slice; between the steps the next pair of panels is unpacked
+//       two tiles of rows   2 x 2 tiles of sums over the slice; between the steps the next pair of panels is unpacked,
+//                           and the next step's weights are asked for into L1
 //
 // Up to 32 rows, if they fit its scratch, are left to tile_stream.h, few of 4-bit codes to tile_groups.h.
 //
@@ -34,6 +35,20 @@
 // Nor do these, in turn: the next rows asked for into L1 2 or 4 steps ahead 1.05 to 1.2 (48 to 256 rows, weights in
 // L2), the next sums 1.0 to 1.1, both and slices of 256 k 1.1 to 1.4; sums in tile order 0.95 to 1.01; intermediate
 // activations read where they lie, a row of tiles 0.94 to 0.97.
+//
+// Rows of 1 MiB instead of 256 KiB, so slices of 1024 k, and weights asked for a step ahead: 0.84 to 1.03 of the time,
+// 0.96 in the mean (q3, ds3, bf16 and int4, 256 to 4096 tokens, in turn). No better: slices of 2048 k or 128 to 256
+// rows a task (0.93 to 1.19), unpacking after each product instead of each step (0.96 to 1.04), tasks of a quarter of
+// the size at the end (0.93 to 1.03). Parts of 32 rows for tile_stream.h, so that weights are unpacked once for each:
+// mxfp4 with 64 rows an expert 0.81, int4 1.00, fp8 1.42, bf16 1.65, with 256 rows 1.5 to 3.3.
+//
+// Phase 2 alone in a loop, rows and weights from DRAM, of what tiles gave from L1 (18 to 26 TFLOPS on those hosts),
+// 1024 rows an expert, K = 7168: 0.44 to 0.58 in every such arrangement; with rows that stay in L2 0.55 to 0.71,
+// without sums 0.70 to 0.78, with weights in L1, too (slices of 256 k) 0.83 to 0.86. 64 rows, int8: 0.33 to 0.42 in all
+// of 8 arrangements; rows that stay in L2, weights unpacked in L1 and no sums 0.46 to 0.55. All in L1, 16 lines of int4
+// unpacked a step cost nothing: 62 ns a step, 69 without, on a core that is shared, 38 and 29 on one's own
+// (benchmarks/results/2026-11-22-xeon-probes-many-rows.json). So what is left is what passes between L2 and L1: 32
+// lines of rows a step, and sums.
 #pragma once
 
 #include "micro/peak.h"
