@@ -74,7 +74,7 @@ def test_tiles_over_several_slices_blocks_and_panels(fmt: str, group: int, tier:
     """More rows than one call takes, three pairs of panels per task, K of several slices with a shorter last one; tiles
     of 11, 12, 13 and 16 rows, some of them not full."""
     cases.require_tier(tier)
-    n, k = 32 * 16, 590
+    n, k = 32 * 16, 1150
     weight = random_weight(n, k)
     matrix = cases.packed_matrix(cases.workspace_of(tier, "tile_mm"), weight, None, fmt, group)
     exact, size = (f(weight, fmt, group).double().T for f in (as_packed, cases.magnitude_of))

@@ -87,8 +87,9 @@ struct Blocking {
   int32_t pairs_per_call;    // at most kMaxPairsPerCall: the results stay in L2
   int32_t many_rows;         // of a matrix: from here on multiplying takes longer than streaming weights
   int32_t many_expert_rows;  // likewise, of an expert in the mean: others' weights can stream meanwhile
-  int32_t result_rows;  // of all experts of a call: up to here every one's result is kept, to be added up at the end
-  bool gathers_rows;    // many rows are copied before they are multiplied: it does not matter where they lie
+  int32_t
+      result_rows;    // of all experts of a call: up to here results are added up by blocks of columns, else by tokens
+  bool gathers_rows;  // many rows are copied before they are multiplied: it does not matter where they lie
 };
 
 struct KernelTable {
@@ -106,7 +107,8 @@ struct KernelTable {
                        bool round_to_bf16, int64_t pairs);
   void (*add_scaled_row)(float* sum, const float* y, float weight, int64_t length);  // sum += weight * y
   void (*add_row)(float* sum, const float* y, int64_t length);                       // sum += y
-  // `rows` rows of `length` to memory that nobody reads soon: past the caches. Strides in floats; all 64-byte aligned.
+  // `rows` rows of `length` to memory that is read when caches have forgotten it: past them. Strides in floats; all
+  // 64-byte aligned.
   void (*stream_rows)(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t rows,
                       int64_t length);
   // destination[0 : length] = y (+ destination where add), rounded to `to`.

@@ -13,22 +13,39 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kPairsPerSum = 4;                   // that are added up at once
-constexpr int64_t kResultBytes = int64_t{256} << 20;  // of a round
+constexpr int64_t kPairsPerSum = 4;                    // that are added up at once
+constexpr int64_t kResultBytes = int64_t{256} << 20;   // of a round, about
+constexpr int64_t kStreamedBytes = int64_t{16} << 20;  // from here on they would not stay in caches until they are read
+constexpr int64_t kResultsApart = kCacheLine / 4;      // floats between rows, which so lie in different sets of L1
 static_assert(kMaxChunkTokens * kPairsPerSum * kPairColumns <= kMaxSumFloats);
 
 }  // namespace
 
 void ExpertRun::list_down() {
-  const int64_t pairs = layer_.down_layout_.pairs, rows = int64_t(plan_.rows.size());
-  if (in_rounds_) {
-    down_.rounds = std::min(pairs, ceil_div(rows * pairs * kPairColumns * 4, kResultBytes));
+  const int64_t pairs = layer_.down_layout_.pairs, rows = int64_t(plan_.rows.size()), columns = pairs * kPairColumns;
+  if (in_rounds_) {  // a token's sums fit a worker's, too
+    const int64_t rounds = std::max(ceil_div(rows * columns * 4, kResultBytes), ceil_div(2 * columns, kMaxSumFloats));
+    down_.rounds = std::min(pairs, rounds);
     layer_.plan_.list_by_token(call_.x.rows);
   }
-  results_stride_ = result_pairs() * kPairColumns + (in_rounds_ ? 16 : 0);
-  results_ = reinterpret_cast<float*>(workspace_.shared(Workspace::kResults, rows * results_stride_ * 4));
+  results_stride_ = result_pairs() * kPairColumns + (in_rounds_ ? kResultsApart : 0);
+  const int64_t bytes = rows * results_stride_ * 4;
+  streams_ = bytes >= kStreamedBytes;
+  results_ = reinterpret_cast<float*>(workspace_.shared(Workspace::kResults, bytes));
+  if (in_rounds_) return;
   divide(down_, layer_.down_layout_);
-  if (!in_rounds_) count_columns();
+  count_columns();
+}
+
+void ExpertRun::run_rounds() {
+  const auto scratch = [this](const Worker& w) -> WorkerScratch& { return workspace_.scratch(w.index); };
+  for (down_.round = 0; down_.round < down_.rounds; ++down_.round) {
+    divide(down_, layer_.down_layout_);
+    workspace_.pool().run_phases({
+        {down_.by_node.count(), [&](int64_t i, const Worker& w) { down_task(i, scratch(w)); }, down_.by_node.of_node()},
+        {ceil_div(call_.x.rows, kTokensPerSum), [&](int64_t i, const Worker& w) { add_up_tokens(i, scratch(w)); }},
+    });
+  }
 }
 
 // Of a round, at most.
@@ -96,9 +113,11 @@ void ExpertRun::down(const Piece& piece, WorkerScratch& scratch) {
   for (int r = 0; bias && r < part.rows; ++r) table_.add_row(scratch.tile + r * kTileStride, bias, columns);
   // Tiles write whole tiles, so not to where they belong.
   float* const to = results_ + part.first_row * results_stride_ + first_pair * kPairColumns;
-  if (in_rounds_) return table_.stream_rows(scratch.tile, kTileStride, to, results_stride_, part.rows, columns);
-  for (int r = 0; r < part.rows; ++r) std::copy_n(scratch.tile + r * kTileStride, columns, to + r * results_stride_);
-  finish_columns(first_pair, piece.pairs, scratch);
+  if (streams_)
+    table_.stream_rows(scratch.tile, kTileStride, to, results_stride_, part.rows, columns);
+  else
+    for (int r = 0; r < part.rows; ++r) std::copy_n(scratch.tile + r * kTileStride, columns, to + r * results_stride_);
+  if (!in_rounds_) finish_columns(first_pair, piece.pairs, scratch);
 }
 
 void ExpertRun::add_up_columns(int64_t block, WorkerScratch& scratch) {

@@ -14,7 +14,7 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kIntermediateBytes = int64_t{144} << 20;  // scratch for the experts' intermediate activations
+constexpr int64_t kIntermediateBytes = int64_t{144} << 20;  // of experts: DeepSeek-V3's of 4096 tokens
 constexpr int64_t kCopyBytes = int64_t{512} << 10;          // of packed bytes, per task
 
 void check_shape(const ExpertShape& shape) {

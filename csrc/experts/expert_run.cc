@@ -130,9 +130,7 @@ void ExpertRun::run() {
     return own_.count() ? fetch_step(own_piece(i), step) : fetch(gate_up_, i, step);
   };
   const WorkerPool::Own own{own_.of_worker(), own_at_once(), do_own};
-  const auto do_down = [&](int64_t i, const Worker& w) {
-    for_pieces(down_, i, [&](const Piece& piece) { down(piece, scratch(w)); });
-  };
+  const auto do_down = [&](int64_t i, const Worker& w) { down_task(i, scratch(w)); };
   const auto fetch_down = [this](int64_t i, int64_t step) { return fetch(down_, i, step); };
   const auto down_is_ready = [this](int64_t i) { return is_ready(i); };
   const int64_t preparing = prepares_ ? ceil_div(call_.x.rows, kPrepareRows) : 0;
@@ -142,16 +140,9 @@ void ExpertRun::run() {
       {own_.count() + gate_up_.by_node.count(), do_gate_up, gate_up_.by_node.of_node(),
        has_many_rows() ? WorkerPool::AheadBody() : fetch_gate_up, own_.count() ? &own : nullptr},
       {converts_at_end_ ? 0 : tasks_of(hidden_integers_), [&](int64_t i, const Worker&) { convert_hidden(i); }},
-      {in_rounds_ ? 0 : down_.by_node.count(), do_down, in_rounds_ ? nullptr : down_.by_node.of_node(), fetch_down,
-       nullptr, down_is_ready},
+      {down_.by_node.count(), do_down, down_.by_node.of_node(), fetch_down, nullptr, down_is_ready},
   });
-  for (; in_rounds_ && down_.round < down_.rounds; ++down_.round) {
-    if (down_.round > 0) divide(down_, layer_.down_layout_);
-    workspace_.pool().run_phases({
-        {down_.by_node.count(), do_down, down_.by_node.of_node()},
-        {ceil_div(call_.x.rows, kTokensPerSum), [&](int64_t i, const Worker& w) { add_up_tokens(i, scratch(w)); }},
-    });
-  }
+  if (in_rounds_) run_rounds();
 }
 
 // Finding digits takes longer than copying.
@@ -229,6 +220,10 @@ void ExpertRun::for_pieces(const Tasks& tasks, int64_t index, Body body) const {
     }
     body(piece);
   }
+}
+
+void ExpertRun::down_task(int64_t index, WorkerScratch& scratch) {
+  for_pieces(down_, index, [&](const Piece& piece) { down(piece, scratch); });
 }
 
 // A step of what may be fetched of a task's weights before its phase begins; false when that is all.

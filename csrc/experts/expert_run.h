@@ -1,15 +1,14 @@
-// One batch through one layer: a single parallel region of a few phases.
+// One batch through one layer: a parallel region of a few phases, and of many rows one for each round of down.
 //
 //   1 prepare   activations to the kernels' type (nothing to do if they are), or to integers
 //   2 gate-up   task = some pairs of panels; all experts' lie in a row, once for each block of an expert's rows, so a
 //               task may end in another expert than it begins in: gate and up, activation, to `hidden_`
 //     convert   rows of `hidden_` to integers, where the kernels take them; a row's groups lie across tasks of gate-up.
 //               Few rows are no phase: whoever does the last of an expert's pairs converts its rows
-//   3 down      task = some pairs of panels as in phase 2; every row's result is kept, and a token's are added up in
-//   the
-//               order of their experts' ids. Few rows: whoever does the last task of a block of columns adds up there.
-//               Many: in rounds of so many columns that their results fit a buffer of fixed size, each a phase of down
-//               and one of sums (down.cc)
+//   3 down      task = some pairs of panels as in phase 2; every row's result is kept, and a token's are added up, in
+//               the order of their experts' ids. Few rows: whoever does the last task of a block of columns adds up
+//               there. Many: in rounds of so many columns that their results fit a buffer of fixed size, each a phase
+//               of down and one of sums (down.cc)
 //
 // Few rows of foreseen experts: tasks of 2 are workers' own (foreseen_run.cc).
 #pragma once
@@ -82,9 +81,11 @@ class ExpertRun {
   void own_gate_up(int64_t first, int64_t count, WorkerScratch& scratch);
 
   void list_down();
+  void run_rounds();
   int64_t result_pairs() const;
   int64_t first_result_pair(size_t node) const;
   bool is_ready(int64_t index) const;
+  void down_task(int64_t index, WorkerScratch& scratch);
   void down(const Piece& piece, WorkerScratch& scratch);
   const float* down_bias(int expert, int64_t pair) const;
   void store_sums(const float* sums, int64_t first_token, int64_t tokens, int64_t first_column, int64_t columns);
@@ -115,7 +116,8 @@ class ExpertRun {
   std::vector<Countdown> unfinished_;
   static constexpr int32_t kComplete = -1;
   static constexpr int64_t kTokensPerSum = 8;
-  bool in_rounds_ = false;                     // phase 3
+  bool in_rounds_ = false;                     // phase 3, and its results added up by tokens: see run_rounds
+  bool streams_ = false;                       // results past the caches
   float* results_ = nullptr;                   // row i of plan_.rows, of a round
   int64_t results_stride_ = 0;                 // floats
   std::vector<Countdown> unfinished_columns_;  // pairs of tasks of phase 3, by block of columns; empty in rounds

@@ -18,8 +18,8 @@ namespace {
 // to 1.05).
 constexpr int32_t kNever = kMaxRowsPerCall + 1;
 constexpr Blocking kVectorBlocking = {256, 8, 16, 16, 256, false};  // results of a call: 256 KiB, of tiles 1 MiB
-// On a Xeon of 16 threads, from 4, 8, 16 and 32 rows on, ms, in turn: Qwen3-30B's shape, 64 tokens (4
-// rows an expert in the mean), fp8 5.2, 4.5, 4.8, 4.2, int8 5.4, 4.8, 5.0, 4.4, int4 3.8, 3.3, 3.8, 3.2; 256
+// Many rows of an expert: on a Xeon of 16 threads, from 4, 8, 16 and 32 on, ms, in turn: Qwen3-30B's shape, 64 tokens
+// (4 rows an expert in the mean), fp8 5.2, 4.5, 4.8, 4.2, int8 5.4, 4.8, 5.0, 4.4, int4 3.8, 3.3, 3.8, 3.2; 256
 // tokens 6.8, 6.4, 6.7, 5.2, int8 6.8, 6.2, 6.9, 5.0, int4 5.5, 5.5, 6.0, 4.3; DeepSeek-V3's, 64 tokens: within what
 // repeats differ.
 constexpr Blocking kTileBlocking = {kMaxRowsPerCall, 16, 4, 32, 2048, true};

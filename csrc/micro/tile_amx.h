@@ -10,11 +10,12 @@
 //
 // Up to 32 rows, if they fit its scratch, are left to tile_stream.h, few of 4-bit codes to tile_groups.h.
 //
-// Rows, sums and two pairs of unpacked panels stay in L2. Measured on a Xeon with 16 cores (peak 2.9 TFLOPS each, 220
-// GB/s from DRAM, no more from L3), bf16, 512 rows x 256 columns of K = 7168: 2.2 TFLOPS a core from L2 without loading
-// and storing sums, 2.0 with them, 1.84 with weights from DRAM, 1.24 with rows gathered too. What gathering costs is
-// memory traffic: hiding its latency between the steps, or arranging all rows once and reading tiles from there, made
-// whole layers slower by a tenth; twice the columns per gathered row made them faster.
+// Rows, sums and two pairs of unpacked panels of up to 2 MiB in all lie in L2, or nearly. Measured on a Xeon with 16
+// cores (peak 2.9 TFLOPS each, 220 GB/s from DRAM, no more from L3), bf16, 512 rows x 256 columns of K = 7168: 2.2
+// TFLOPS a core from L2 without loading and storing sums, 2.0 with them, 1.84 with weights from DRAM, 1.24 with rows
+// gathered too. What gathering costs is memory traffic: hiding its latency between the steps, or arranging all rows
+// once and reading tiles from there, made whole layers slower by a tenth; twice the columns per gathered row made them
+// faster.
 //
 // The same on a busy host, all variants in turn, medians of 16 workers (benchmarks/probes/amx_blocking.cc), TFLOPS:
 //   14.0  2 x 2 tiles from L1 (registers alone, zeros: 40), in any order of loads; they were not yet zeroed after use
@@ -29,8 +30,8 @@
 // What a layer of 4096 tokens loses (parts left out, in turn; tiles from L1 gave 21.6 TFLOPS that day), of the time,
 // bf16 and int4 of Qwen3-30B's shape, then of DeepSeek-V3's: without gathering 0.85, 0.78, 0.83, 0.88; without sums in
 // memory 0.92, 0.86, 0.75, 0.81; without both 0.69, 0.66, 0.65, 0.74; without unpacking (int4) 0.87, 0.91. Products
-// alone, rows in L2: 14.7, 14.3, 18.5, 15.6 TFLOPS. Other blockings do not give that back: slices of up to the whole K,
-// 64 to 512 rows and up to 64 pairs a task, so a third of the gathering and no sums, took 0.94 to 1.65 of the time,
+// alone, rows in L2: 14.7, 14.3, 18.5, 15.6 TFLOPS. Other blockings did not give that back: slices of up to the whole
+// K, 64 to 512 rows and up to 64 pairs a task, so a third of the gathering and no sums, took 0.94 to 1.65 of the time,
 // since panels then leave L1; other prefetches while gathering (none, 4 to 16 rows ahead, into L1 or L2) 0.98 to 1.10.
 // Nor do these, in turn: the next rows asked for into L1 2 or 4 steps ahead 1.05 to 1.2 (48 to 256 rows, weights in
 // L2), the next sums 1.0 to 1.1, both and slices of 256 k 1.1 to 1.4; sums in tile order 0.95 to 1.01; intermediate

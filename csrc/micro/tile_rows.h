@@ -7,7 +7,7 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kAmxRowBytes = 1 << 20;  // of gathered rows: many rows take shorter slices
+constexpr int64_t kAmxRowBytes = 1 << 20;  // of gathered rows: many take shorter slices; measured in tile_amx.h
 static_assert(kAmxRowBytes / (4 * kMaxRowsPerCall) >= 16);
 
 // Rows in as few tiles as they take, all of one height: 65 rows are 5 tiles of 13 and not of 16, 16, 16, 16 and 1.

@@ -6,7 +6,7 @@
 //     step of 32 k   2 panels x 1 or 2 tiles of rows; meanwhile step n + kStreamAhead is unpacked, and what comes 4 to
 //                    8 KiB later is asked for
 //
-// All rows' K must fit the scratch: 7936 for 32 rows, 15872 for 16; others are left to tile_amx.h. Groups of 128 k and
+// All rows' K must fit 512 KiB: 7936 for 32 rows, 15872 for 16; others are left to tile_amx.h. Groups of 128 k and
 // more are not scaled before they are multiplied, so no weight is rounded: what a group sums up to
 // is scaled in float and added to the sums of those before it, while tiles multiply the next group.
 //

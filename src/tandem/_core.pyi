@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated
 
-SCRATCH_BYTES_PER_WORKER: int = 5799936
+SCRATCH_BYTES_PER_WORKER: int = 4358144
 
 MAX_RANGES_AHEAD: int = 4
 

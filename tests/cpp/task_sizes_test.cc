@@ -51,7 +51,9 @@ int main() {
         for (int64_t most : {1, 8, 16}) guided_tasks_become_shorter(pairs, pair_bytes, workers, most);
   for (int64_t parts : {0, 1, 5, 128})
     for (int64_t of_part : {0, 1, 24, 48, 53})
-      for (int64_t each : {1, 7, 8, 16})
-        CHECK(check(Division::equal(parts, of_part, each), parts * of_part, each) <= std::max<int64_t>(of_part, 0));
+      for (int64_t most : {1, 7, 8, 16})
+        CHECK(check(Division::equal(parts, of_part, most), parts * of_part, most) <= std::max<int64_t>(of_part, 0));
+  const Division even = Division::equal(2, 53, 16);  // 14, 14, 14 and 11, not 16, 16, 16 and 5
+  CHECK(even.tasks() == 8 && even.at(2).end == 42 && even.at(3).end == 53 && even.at(4).end == 67);
   std::puts("task_sizes_test: ok");
 }

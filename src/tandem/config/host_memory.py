@@ -48,7 +48,7 @@ class HostShare:
 class HostMemory:
     """Bytes. experts: packed ones; spare: places for those that move, at most (a layer with all experts on one side has
     none); scratch: of the workers; handoff: pinned, between the GPU and the CPU's experts; inputs: pinned, of graphs;
-    graphs: the driver's. Prompts take more scratch while they are computed."""
+    graphs: the driver's. A long prompt makes the experts' shared scratch grow, which is kept: by 0.4 GiB at most."""
 
     experts: int
     spare: int
