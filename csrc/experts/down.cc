@@ -30,7 +30,7 @@ void ExpertRun::list_down() {
   }
   results_stride_ = result_pairs() * kPairColumns + (in_rounds_ ? kResultsApart : 0);
   const int64_t bytes = rows * results_stride_ * 4;
-  streams_ = bytes >= kStreamedBytes;
+  streams_ = in_rounds_ && bytes >= kStreamedBytes;
   results_ = reinterpret_cast<float*>(workspace_.shared(Workspace::kResults, bytes));
   if (in_rounds_) return;
   divide(down_, layer_.down_layout_);
@@ -103,10 +103,7 @@ const float* ExpertRun::down_bias(int expert, int64_t pair) const {
 void ExpertRun::down(const Piece& piece, WorkerScratch& scratch) {
   const Part& part = piece.part;
   const RoutingPlan::Expert& expert = plan_.experts[size_t(part.expert)];
-  const MatmulFn kernel = find_hidden(expert, part.first_row, part.rows, scratch);
-  const MatmulArgs args{piece.weights, scratch.rows,     scratch.tile, kTileStride, scratch.matmul,
-                        part.rows,     piece.first_pair, piece.pairs,  piece.next};
-  kernel(&args);
+  multiply(find_hidden(expert, part.first_row, part.rows, scratch), piece, scratch);
   const int64_t first_pair = first_result_pair(piece.node) + piece.first_pair - pairs_of(down_, piece.node).first;
   const int64_t columns = int64_t{piece.pairs} * kPairColumns;
   const float* bias = down_bias(expert.id, layer_.slices_[piece.node].first_down + piece.first_pair);
