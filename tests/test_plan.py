@@ -20,7 +20,7 @@ from tandem.config import (
     resolve,
 )
 from tandem.config.machine import TIERS, Core
-from tandem.config.memory import DEFAULT_KV_BYTES, WORKSPACE_BYTES
+from tandem.config.memory import DEFAULT_KV_BYTES, DEFAULT_PREFILL_TOKENS, WORKSPACE_BYTES
 from tandem.errors import ConfigError
 
 GIB = 1 << 30
@@ -189,13 +189,16 @@ def test_default_kv_cache_leaves_a_laptop_room() -> None:
     assert small.context_length == large.context_length == 8192
 
 
+WORKSPACE = WORKSPACE_BYTES + 4 * DEFAULT_PREFILL_TOKENS * MODEL.moe.router.top_k * MODEL.hidden
+
+
 def kv_bytes(p: Plan) -> int:
     return p.num_pages * p.page_size * KV_BYTES
 
 
 def test_one_full_context_is_kept_when_it_just_fits() -> None:
     weights = MODEL.weight_bytes("bfloat16", "bf16")
-    free = int((weights + WORKSPACE_BYTES + 8200 * KV_BYTES) / 0.8)
+    free = int((weights + WORKSPACE + 8200 * KV_BYTES) / 0.8)
     assert plan(machine(free=free)).context_length == 8192
     p = plan(machine(free=free - 4096 * KV_BYTES))
     assert 256 < p.context_length < 8192
@@ -204,7 +207,7 @@ def test_one_full_context_is_kept_when_it_just_fits() -> None:
 
 def test_mem_fraction_static_fills_what_it_says() -> None:
     p = plan(machine(free=4 * GIB), mem_fraction_static=0.5)
-    used = MODEL.weight_bytes("bfloat16", "bf16") + WORKSPACE_BYTES + kv_bytes(p)
+    used = MODEL.weight_bytes("bfloat16", "bf16") + WORKSPACE + kv_bytes(p)
     assert 2 * GIB - p.page_size * KV_BYTES <= used <= 2 * GIB + p.page_size * KV_BYTES
 
 

@@ -16,7 +16,14 @@ from tandem.errors import ConfigError, DoesNotFit
 
 GIB = 1 << 30
 DEFAULT_FRACTION = 0.8  # of free memory; the rest is left to the other programs and the page cache
-WORKSPACE_BYTES = GIB // 2  # activations and scratch of one step, the tokenizer, Python itself
+WORKSPACE_BYTES = GIB // 4  # activations and scratch of one step, the tokenizer, Python itself
+DEFAULT_PREFILL_TOKENS = (
+    512  # of one step: enough rows per expert for full speed, short enough for others' decode
+)
+RESULT_BYTES, RESULT_TOKENS = (
+    GIB // 4,
+    4096,
+)  # of the experts' results, and of tokens at once, at most: csrc/experts
 DEFAULT_KV_SHARE = 4  # the KV cache takes 1/4 of what is left ...
 DEFAULT_KV_BYTES = 4 * GIB  # ... and no more than this
 PAGE_TABLE_SHARE = 512  # of a mapping's bytes, which takes 8 bytes for every 4 KiB
@@ -81,8 +88,17 @@ class MemoryRequest:
         return int(self.machine.available_memory * self.fraction)
 
     @property
+    def workspace_bytes(self) -> int:
+        """What a step takes beside weights and KV cache; its experts' results are kept until they are added up."""
+        chunk = self.config.chunked_prefill_size or DEFAULT_PREFILL_TOKENS
+        tokens = min(chunk, RESULT_TOKENS) if chunk > 0 else RESULT_TOKENS
+        return WORKSPACE_BYTES + min(
+            RESULT_BYTES, 4 * tokens * self.model.moe.router.top_k * self.model.hidden
+        )
+
+    @property
     def kv_room_bytes(self) -> int:
-        return self.budget_bytes - self.weight_bytes - WORKSPACE_BYTES
+        return self.budget_bytes - self.weight_bytes - self.workspace_bytes
 
 
 def size_memory(request: MemoryRequest) -> MemoryPlan:
@@ -133,7 +149,7 @@ def _asked_tokens(asked: int, per_token: int, room: int) -> int:
 def _check_fits(request: MemoryRequest, room: int, least: int) -> None:
     if room >= least:
         return
-    needed = request.weight_bytes + WORKSPACE_BYTES + least * request.kv_bytes_per_token
+    needed = request.weight_bytes + request.workspace_bytes + least * request.kv_bytes_per_token
     which = (
         "without its experts, which stay where they are,"
         if request.experts_are_there

@@ -31,16 +31,13 @@ from tandem.config.gpus import Gpu
 from tandem.config.host_memory import host_memory
 from tandem.config.in_place import against_in_place
 from tandem.config.machine import Machine
-from tandem.config.memory import MemoryPlan, MemoryRequest, gib, size_memory
+from tandem.config.memory import DEFAULT_PREFILL_TOKENS, MemoryPlan, MemoryRequest, gib, size_memory
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.config.threads import plan_threads
 from tandem.errors import ConfigError, DoesNotFit, GpuTooSmall
 
 DEFAULT_RUNNING_REQUESTS = 64  # decoded together; more would only slow each other down on a CPU
-DEFAULT_PREFILL_TOKENS = (
-    512  # of one step: enough rows per expert for full speed, short enough for others' decode
-)
 GPU_PREFILL_TOKENS = 2048
 
 AMX_ROUNDING = (
