@@ -17,13 +17,10 @@ from tandem.errors import ConfigError, DoesNotFit
 GIB = 1 << 30
 DEFAULT_FRACTION = 0.8  # of free memory; the rest is left to the other programs and the page cache
 WORKSPACE_BYTES = GIB // 4  # activations and scratch of one step, the tokenizer, Python itself
-DEFAULT_PREFILL_TOKENS = (
-    512  # of one step: enough rows per expert for full speed, short enough for others' decode
-)
-RESULT_BYTES, RESULT_TOKENS = (
-    GIB // 4,
-    4096,
-)  # of the experts' results, and of tokens at once, at most: csrc/experts
+# Of one step: enough rows per expert for full speed, short enough for others' decode.
+DEFAULT_PREFILL_TOKENS = 512
+# Of the experts' results, and of tokens at once, at most: csrc/experts/down.cc, task_sizes.h.
+RESULT_BYTES, RESULT_TOKENS = GIB // 4, 4096
 DEFAULT_KV_SHARE = 4  # the KV cache takes 1/4 of what is left ...
 DEFAULT_KV_BYTES = 4 * GIB  # ... and no more than this
 PAGE_TABLE_SHARE = 512  # of a mapping's bytes, which takes 8 bytes for every 4 KiB
