@@ -87,9 +87,8 @@ struct Blocking {
   int32_t pairs_per_call;    // at most kMaxPairsPerCall: the results stay in L2
   int32_t many_rows;         // of a matrix: from here on multiplying takes longer than streaming weights
   int32_t many_expert_rows;  // likewise, of an expert in the mean: others' weights can stream meanwhile
-  int32_t
-      result_rows;    // of all experts of a call: up to here results are added up by blocks of columns, else by tokens
-  bool gathers_rows;  // many rows are copied before they are multiplied: it does not matter where they lie
+  int32_t result_rows;       // of a call's experts: up to here results are added up by columns, else by tokens
+  bool gathers_rows;         // many rows are copied before they are multiplied: it does not matter where they lie
 };
 
 struct KernelTable {
