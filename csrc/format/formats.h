@@ -53,6 +53,9 @@ struct Int8Format {
   static constexpr bool kPacked = true;
   static constexpr float kUnit = 1.0f;
   TANDEM_INLINE static auto decode(const uint8_t* block, int) { return Isa::decode_int8(block); }
+  // Where the tier has halves (isa/avx512_fp16.h); so below.
+  static constexpr auto halves_range() { return Isa::kInt8Range; }
+  TANDEM_INLINE static auto halves(const uint8_t* block, int index) { return Isa::halves_int8(block, index); }
 };
 
 template <class Isa>
@@ -64,11 +67,15 @@ struct Int4Format {
   static constexpr bool kPacked = true;
   static constexpr float kUnit = 1.0f;
   TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_int4(block, index); }
+  static constexpr auto halves_range() { return Isa::kInt4Range; }
+  TANDEM_INLINE static auto halves(const uint8_t* block, int index) { return Isa::halves_int4(block, index); }
 };
 
 template <class Isa>
 struct Uint4Format : Int4Format<Isa> {
   TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_uint4(block, index); }
+  static constexpr auto halves_range() { return Isa::kUint4Range; }
+  TANDEM_INLINE static auto halves(const uint8_t* block, int index) { return Isa::halves_uint4(block, index); }
 };
 
 template <class Isa>
@@ -77,16 +84,22 @@ struct Int6Format : Int4Format<Isa> {
   static constexpr float kUnit = Isa::kInt6Unit;
   static constexpr int kPairsPerBlock = 8;
   TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_int6(block, index); }
+  static constexpr auto halves_range() { return Isa::kInt6Range; }
+  TANDEM_INLINE static auto halves(const uint8_t* block, int index) { return Isa::halves_int6(block, index); }
 };
 
 template <class Isa>
 struct Fp8Format : Int8Format<Isa> {
   TANDEM_INLINE static auto decode(const uint8_t* block, int) { return Isa::decode_fp8(block); }
+  static constexpr auto halves_range() { return Isa::kFp8Range; }
+  TANDEM_INLINE static auto halves(const uint8_t* block, int index) { return Isa::halves_fp8(block, index); }
 };
 
 template <class Isa>
 struct Fp4Format : Int4Format<Isa> {
   TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_fp4(block, index); }
+  static constexpr auto halves_range() { return Isa::kFp4Range; }
+  TANDEM_INLINE static auto halves(const uint8_t* block, int index) { return Isa::halves_fp4(block, index); }
 };
 
 // Not packed: 16 rows as they lie in a checkpoint, from which kPairsPerBlock pairs at a time become lines
@@ -116,8 +129,10 @@ TANDEM_INLINE typename Isa::Vec load_shared_scales(const uint8_t* panel_scales, 
 }
 
 constexpr int64_t kFactorBytes = kPanelRows * int64_t(sizeof(float));  // of e4m3's factors, before the groups
+constexpr float kE4m3Unit = 0x1p-12f;  // what 1 is loaded as: the largest such scale times any code is a half then
 
-// The 16 scales (or shifts that are stored as they are) of one group of one panel.
+// The 16 scales (or shifts that are stored as they are) of one group of one panel. Those of e4m3 are without their
+// rows' factors, which finished sums are multiplied with: so a scale times a code of 4 bits is a bf16 number, exactly.
 template <class Isa>
 TANDEM_INLINE typename Isa::Vec load_scales(const uint8_t* panel_scales, ScaleType type, int64_t group) {
   const uint16_t* halves = reinterpret_cast<const uint16_t*>(panel_scales) + 16 * group;
@@ -125,11 +140,15 @@ TANDEM_INLINE typename Isa::Vec load_scales(const uint8_t* panel_scales, ScaleTy
   if (type == ScaleType::f16) return Isa::load_f16(halves);
   if (type == ScaleType::e8m0) return Isa::load_e8m0(panel_scales + kPanelRows * group);
   if (type == ScaleType::e4m3)
-    return Isa::mul(Isa::load_e4m3(panel_scales + kFactorBytes + kPanelRows * group),
-                    Isa::load(reinterpret_cast<const float*>(panel_scales)));
+    return Isa::mul(Isa::load_e4m3(panel_scales + kFactorBytes + kPanelRows * group), Isa::set1(kE4m3Unit));
   if (type == ScaleType::bytes8) return load_shared_scales<Isa, 8>(panel_scales, group);
   if (type == ScaleType::bytes16) return load_shared_scales<Isa, 16>(panel_scales, group);
   return Isa::load(reinterpret_cast<const float*>(panel_scales) + 16 * group);
+}
+
+template <class Isa>
+TANDEM_INLINE typename Isa::Vec load_factors(const uint8_t* panel_scales) {
+  return Isa::mul(Isa::load(reinterpret_cast<const float*>(panel_scales)), Isa::set1(1.0f / kE4m3Unit));
 }
 
 // How far a group's scales are from the next one's, to prefetch them; twice as far where they are single bytes, since

@@ -11,69 +11,107 @@
 namespace tandem {
 namespace {
 
+// A format's codes as halves: sizes of the largest and of the smallest that is not 0, and what a half of 1 counts.
+struct HalfRange {
+  float largest, smallest, unit;
+};
+
 struct Avx512Fp16Isa : Avx512Bf16Isa {
   static constexpr float kUnitOfHalves = 0x1p-9f;  // a scale that all codes take without being rounded
+  // Scales times 2^16, of even and odd k alike, and what is added to codes times scales; as halves.
   struct ScaledHalves {
-    __m512i scale;  // times 2^16; of even and odd k alike
+    __m512i scale, shift;
   };
-  // False if a column's scale is below 2^-20, or times 2^16 and the largest code above half's largest, or no number.
-  // unit: how much a code counts, a power of two.
-  TANDEM_INLINE static bool scaled_halves(Vec scale, float largest, float unit, ScaledHalves& table) {
-    const __m512i bits = _mm512_castps_si512(scale), least = _mm512_set1_epi32(int(bits_of_float(0x1p-20f)));
-    const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
-    const __m512i range = _mm512_set1_epi32(int(bits_of_float(0.999f / largest) - bits_of_float(0x1p-20f)));
+  // A pair of k of a panel: codes, and 96 << 7, or 0 where the code is 0.
+  struct Halves {
+    __m512i codes, exponents;
+  };
+  static constexpr HalfRange kInt4Range = {8, 1, 1}, kUint4Range = {15, 1, 1}, kInt6Range = {32, 1, 1},
+                             kInt8Range = {128, 1, 1}, kFp4Range = {6, 0.5f, 1}, kFp8Range = {448, 0x1p-9f, 256};
+
+  // False if a column's scale leaves products that are no normal halves, or is no number.
+  TANDEM_INLINE static bool scaled_halves(Vec scale, HalfRange codes, ScaledHalves& table) {
+    const float smallest = 0x1p-30f / codes.smallest, largest = 0.999f / codes.largest;
+    const __m512i least = _mm512_set1_epi32(int(bits_of_float(smallest)));
+    const __m512i size = _mm512_and_si512(_mm512_castps_si512(scale), _mm512_set1_epi32(0x7fffffff));
+    const __m512i range = _mm512_set1_epi32(int(bits_of_float(largest) - bits_of_float(smallest)));
     if (_mm512_cmpgt_epu32_mask(_mm512_sub_epi32(size, least), range)) return false;
-    const __m256i halves =
-        _mm512_cvtps_ph(_mm512_mul_ps(scale, _mm512_set1_ps(0x1p16f * unit)), _MM_FROUND_TO_NEAREST_INT);
-    table.scale = _mm512_permutexvar_epi16(twice(), _mm512_castsi256_si512(halves));
+    table.scale = halves_of(_mm512_mul_ps(scale, _mm512_set1_ps(0x1p16f * codes.unit)));
+    return true;
+  }
+  // The same, with shifts. What is rounded to 11 bits is a scale, a shift and their sum, so where a column's are both
+  // tiny next to another group's it may be rounded more; unless both are 0.
+  TANDEM_INLINE static bool shifted_halves(Vec scale, Vec shift, HalfRange codes, ScaledHalves& table) {
+    const Vec size = _mm512_max_ps(_mm512_mul_ps(_mm512_abs_ps(scale), _mm512_set1_ps(codes.largest)),
+                                   _mm512_abs_ps(shift));
+    const __mmask16 fit = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0.499f), _CMP_LE_OQ);
+    const __mmask16 tiny = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0x1p-18f), _CMP_LT_OQ);
+    if (fit != 0xffff || _mm512_mask_cmp_ps_mask(tiny, size, _mm512_setzero_ps(), _CMP_NEQ_OQ)) return false;
+    table.scale = halves_of(_mm512_mul_ps(scale, _mm512_set1_ps(0x1p16f * codes.unit)));
+    table.shift = halves_of(_mm512_mul_ps(shift, _mm512_set1_ps(0x1p16f)));
     return true;
   }
 
-  TANDEM_INLINE static bool scaled_int4(Vec scale, ScaledHalves& table) { return scaled_halves(scale, 8, 1, table); }
-  TANDEM_INLINE static Lane::Line decode_scaled_int4(const uint8_t* p, int index, const ScaledHalves& table) {
-    const __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(p), 4 * index);
-    return scaled_line(_mm512_permutexvar_epi16(codes, int4_halves()), table,
-                       _mm512_permutexvar_epi16(codes, int4_exponents()));
+  // exponents: 96 << 7, or 0 where the code is 0.
+  TANDEM_INLINE static Lane::Line scaled_line(const Halves& w, const ScaledHalves& table) {
+    return line_of_halves(__m512i(_mm512_mul_ph(__m512h(w.codes), __m512h(table.scale))), w.exponents);
+  }
+  TANDEM_INLINE static Lane::Line shifted_line(const Halves& w, const ScaledHalves& table) {
+    const __m512i sum = __m512i(_mm512_fmadd_ph(__m512h(w.codes), __m512h(table.scale), __m512h(table.shift)));
+    return line_of_halves(sum, exponents(_mm512_test_epi16_mask(sum, _mm512_set1_epi16(0x7fff))));
   }
 
-  TANDEM_INLINE static bool scaled_int8(Vec scale, ScaledHalves& table) { return scaled_halves(scale, 128, 1, table); }
-  TANDEM_INLINE static Lane::Line decode_scaled_int8(const uint8_t* p, const ScaledHalves& table) {
-    const __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    return scaled_line(__m512i(_mm512_cvtepi16_ph(codes)), table, exponents(_mm512_test_epi16_mask(codes, codes)));
+  TANDEM_INLINE static Halves halves_int4(const uint8_t* p, int index) {
+    return nibbles(p, index, _mm256_setr_epi16(0x0000, 0x3c00, 0x4000, 0x4200, 0x4400, 0x4500, 0x4600, 0x4700, -0x3800,
+                                               -0x3900, -0x3a00, -0x3b00, -0x3c00, -0x3e00, -0x4000, -0x4400));
   }
-
+  TANDEM_INLINE static Halves halves_uint4(const uint8_t* p, int index) {
+    return nibbles(p, index, _mm256_setr_epi16(0x0000, 0x3c00, 0x4000, 0x4200, 0x4400, 0x4500, 0x4600, 0x4700, 0x4800,
+                                               0x4880, 0x4900, 0x4980, 0x4a00, 0x4a80, 0x4b00, 0x4b80));
+  }
+  TANDEM_INLINE static Halves halves_fp4(const uint8_t* p, int index) {
+    const __m256i any = _mm256_insert_epi16(nibble_exponents(), 0, 8);  // -0
+    return nibbles(p, index, _mm256_setr_epi16(0x0000, 0x3800, 0x3c00, 0x3e00, 0x4000, 0x4200, 0x4400, 0x4600, -0x8000,
+                                               -0x4800, -0x4400, -0x4200, -0x4000, -0x3e00, -0x3c00, -0x3a00), any);
+  }
+  TANDEM_INLINE static Halves halves_int6(const uint8_t* p, int index) {
+    return integers(_mm512_srai_epi16(six_on_top(p, index), 10));
+  }
+  TANDEM_INLINE static Halves halves_int8(const uint8_t* p, int) {
+    return integers(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+  }
   // Moved up by 7, e4m3 numbers are halves, 2^8 too small, subnormal ones as well; their sign is in bit 14, too.
-  TANDEM_INLINE static bool scaled_fp8(Vec scale, ScaledHalves& table) { return scaled_halves(scale, 448, 256, table); }
-  TANDEM_INLINE static Lane::Line decode_scaled_fp8(const uint8_t* p, const ScaledHalves& table) {
+  TANDEM_INLINE static Halves halves_fp8(const uint8_t* p, int) {
     const __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    const __m512i halves = _mm512_and_si512(_mm512_slli_epi16(codes, 7), _mm512_set1_epi16(int16_t(0xbfff)));
-    return scaled_line(halves, table, exponents(_mm512_test_epi16_mask(codes, _mm512_set1_epi16(0x7f))));
+    return {_mm512_and_si512(_mm512_slli_epi16(codes, 7), _mm512_set1_epi16(int16_t(0xbfff))),
+            exponents(_mm512_test_epi16_mask(codes, _mm512_set1_epi16(0x7f)))};
   }
 
  private:
-  TANDEM_INLINE static __m512i twice() {  // 0, 0, 1, 1 ...
-    return _mm512_setr_epi32(0x00000, 0x10001, 0x20002, 0x30003, 0x40004, 0x50005, 0x60006, 0x70007, 0x80008, 0x90009,
-                             0xa000a, 0xb000b, 0xc000c, 0xd000d, 0xe000e, 0xf000f);
+  TANDEM_INLINE static __m512i halves_of(Vec a) {
+    const __m512i twice = _mm512_setr_epi32(0x00000, 0x10001, 0x20002, 0x30003, 0x40004, 0x50005, 0x60006, 0x70007,
+                                            0x80008, 0x90009, 0xa000a, 0xb000b, 0xc000c, 0xd000d, 0xe000e, 0xf000f);
+    return _mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)));
   }
-  // exponents: 96 << 7, or 0 where the code is 0.
-  TANDEM_INLINE static Lane::Line scaled_line(__m512i halves, const ScaledHalves& table, __m512i exponents) {
-    const __m512i product = __m512i(_mm512_mul_ph(__m512h(halves), __m512h(table.scale)));
+  TANDEM_INLINE static Lane::Line line_of_halves(__m512i halves, __m512i exponents) {
     // (x + 4) >> 3; a sign is then in bits 15 to 12, and wanted in 15 alone.
-    const __m512i moved = _mm512_mulhrs_epi16(product, _mm512_set1_epi16(1 << 12));
+    const __m512i moved = _mm512_mulhrs_epi16(halves, _mm512_set1_epi16(1 << 12));
     return _mm512_ternarylogic_epi32(moved, _mm512_set1_epi16(int16_t(0x8fff)), exponents, 0xea);  // (a & b) | c
   }
   TANDEM_INLINE static __m512i exponents(__mmask32 any) {
     return _mm512_maskz_mov_epi16(any, _mm512_set1_epi16(96 << 7));
   }
-  TANDEM_INLINE static __m512i int4_exponents() {
-    const __m256i any = _mm256_set1_epi16(96 << 7);
-    return _mm512_broadcast_i64x4(_mm256_insert_epi16(any, 0, 0));
+  TANDEM_INLINE static Halves integers(__m512i codes) {
+    return {__m512i(_mm512_cvtepi16_ph(codes)), exponents(_mm512_test_epi16_mask(codes, codes))};
   }
-  TANDEM_INLINE static __m512i int4_halves() {
-    const __m256i values = _mm256_setr_epi16(0x0000, 0x3c00, 0x4000, 0x4200, 0x4400, 0x4500, 0x4600, 0x4700, -0x3800,
-                                             -0x3900, -0x3a00, -0x3b00, -0x3c00, -0x3e00, -0x4000, -0x4400);
-    return _mm512_broadcast_i64x4(values);
+  // A 16-bit lookup reads 5 bits of each lane: all stands there twice.
+  TANDEM_INLINE static Halves nibbles(const uint8_t* p, int index, __m256i values,
+                                      __m256i exponents = nibble_exponents()) {
+    const __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(p), unsigned(4 * index));
+    return {_mm512_permutexvar_epi16(codes, _mm512_broadcast_i64x4(values)),
+            _mm512_permutexvar_epi16(codes, _mm512_broadcast_i64x4(exponents))};
   }
+  TANDEM_INLINE static __m256i nibble_exponents() { return _mm256_insert_epi16(_mm256_set1_epi16(96 << 7), 0, 0); }
 };
 
 }  // namespace

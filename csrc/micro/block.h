@@ -229,7 +229,7 @@ TANDEM_INLINE void block_of(int rows, const Source& source, int64_t source_first
 struct PairOfPanels {
   const uint8_t* payload[2];
   Scales scales;      // of groups; none where a format has one scale per row
-  Scales row_scales;  // one per output row, applied to the finished sum
+  Scales row_scales;  // one per output row (or e4m3's factors), applied to the finished sum
   int64_t row_bytes;  // of a panel whose rows are whole
 };
 
@@ -243,14 +243,20 @@ TANDEM_INLINE PairOfPanels pair_of_panels(const WeightView& w, int64_t pair) {
     found = {{scales, scales + w.second}, {nullptr, nullptr}, w.scale_type, w.shift_type, w.group / 2};
   if (w.shift_offset)
     for (int p = 0; p < 2; ++p) found.shifts[p] = shifts + p * w.second;
-  return {{panel, panel + w.second}, w.group ? found : none, w.group ? none : found, w.panel_bytes / kPanelRows};
+  const bool by_row = !w.group || w.scale_type == ScaleType::e4m3;
+  return {{panel, panel + w.second}, w.group ? found : none, by_row ? found : none, w.panel_bytes / kPanelRows};
+}
+
+template <class Isa, class Source>
+TANDEM_INLINE typename Isa::Vec row_scales_for(const Scales& scales, int p) {
+  if (scales.type == ScaleType::e4m3) return load_factors<Isa>(scales.panel[p]);
+  return scales_for<Isa, Source>(scales.panel[p], scales.type, 0);
 }
 
 template <class Isa, class Source>
 TANDEM_INLINE void scale_rows(const Scales& scales, float* y, int64_t stride, int rows) {
   if (!scales.panel[0]) return;
-  const typename Isa::Vec s0 = scales_for<Isa, Source>(scales.panel[0], scales.type, 0);
-  const typename Isa::Vec s1 = scales_for<Isa, Source>(scales.panel[1], scales.type, 0);
+  const typename Isa::Vec s0 = row_scales_for<Isa, Source>(scales, 0), s1 = row_scales_for<Isa, Source>(scales, 1);
   for (int r = 0; r < rows; ++r, y += stride) {
     Isa::store(y, Isa::mul(Isa::load(y), s0));
     Isa::store(y + 16, Isa::mul(Isa::load(y + 16), s1));

@@ -119,8 +119,8 @@ class GroupsProduct {
   TANDEM_INLINE static void unpack(Stream& from, uint8_t* to) {
 #pragma GCC unroll 4
     for (int unit = 0; unit < 16 * kSteps / kUnitPairs; ++unit)
-      unpack_codes<Isa, F, 0>(from.payload + unit * kUnitPairs * Format::kPairBytes,
-                              to + unit * kUnitPairs * kCacheLine);
+      unpack_codes<Isa, F, 0, 1>(from.payload + unit * kUnitPairs * Format::kPairBytes,
+                                 to + unit * kUnitPairs * kCacheLine);
     from.payload += kGroupBytes<kSteps>;
     if (--from.left == 0) from.payload += from.gap, from.left = from.groups;
   }

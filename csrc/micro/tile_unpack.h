@@ -19,93 +19,133 @@ struct PanelSlice {
   TANDEM_INLINE int64_t units() const { return 2 * (last - first) / kUnitPairs; }
 };
 
-// kUnitPairs pairs of k as bf16 lines, codes as they are. kFirst: of a block of two units, the second.
-template <class Isa, template <class> class F, int kFirst>
+// kUnits units as bf16 lines: line(block, index) decodes a pair of k of one. kFirst: its place in a block, in pairs.
+template <class Isa, class Format, int kFirst, int kUnits, class Line>
+TANDEM_INLINE void unpack_lines(const uint8_t* payload, uint8_t* lines, const Line& line) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kUnits * kUnitPairs; ++i, lines += kCacheLine) {
+    const int index = (kFirst + i) % Format::kPairsPerBlock;
+    Isa::Lane::store_line(lines, line(payload + (i - index) * Format::kPairBytes, index));
+  }
+}
+
+// Codes as they are.
+template <class Isa, template <class> class F, int kFirst, int kUnits>
 TANDEM_INLINE void unpack_codes(const uint8_t* payload, uint8_t* lines) {
-  using Format = F<Isa>;
-#pragma GCC unroll 4
-  for (int i = 0; i < kUnitPairs; ++i, lines += kCacheLine) {
-    const int at = kFirst + i, index = at % Format::kPairsPerBlock;
-    Isa::Lane::store_line(lines, Format::decode(payload + (i - index) * Format::kPairBytes, index).line[0]);
-  }
+  unpack_lines<Isa, F<Isa>, kFirst, kUnits>(payload, lines, [](const uint8_t* block, int index) {
+    return F<Isa>::decode(block, index).line[0];
+  });
 }
 
-// The same, times the scales of their group, plus what it adds.
-template <class Isa, template <class> class F, int kFirst>
-TANDEM_INLINE void unpack_scaled(const uint8_t* payload, typename Isa::Vec scale, typename Isa::Vec offset,
-                                 uint8_t* lines) {
-  using Format = F<typename Isa::Widened>;
-#pragma GCC unroll 4
-  for (int i = 0; i < kUnitPairs; ++i, lines += kCacheLine) {
-    const int at = kFirst + i, index = at % Format::kPairsPerBlock;
-    const auto wide = Format::decode(payload + (i - index) * Format::kPairBytes, index);
-    Isa::Lane::store_line(lines, Isa::line_of(Isa::fma(wide.line[0], scale, offset),  //
-                                              Isa::fma(wide.line[1], scale, offset)));
-  }
-}
-
-// Where the tier decodes codes to scaled lines at once. kCodeUnit: a scale with which that is faster than decoding
-// codes as they are, and as exact.
+// Where the tier scales codes as they are decoded, in fewer instructions than floats take. begin is for a group, and
+// says whether its scales and shifts allow it.
 template <class Isa, template <class> class F>
 struct ScaledLines {
-  TANDEM_INLINE bool begin(typename Isa::Vec) { return false; }
+  static constexpr float kCodeUnit = 1.0f;
+  TANDEM_INLINE bool begin(const Scales&, typename Isa::Vec, typename Isa::Vec) { return false; }
+  TANDEM_INLINE bool begin_codes() { return false; }
+  template <int kFirst, int kUnits>
   TANDEM_INLINE void unpack(const uint8_t*, uint8_t*) const {}
+};
+
+template <class Isa, template <class> class F>
+struct ScaledHalfLines {
+  using Format = F<Isa>;
+  static constexpr float kCodeUnit = Format::kPairBytes == 32 ? Isa::kUnitOfHalves : 1.0f;
+  typename Isa::ScaledHalves table;
+  bool shifted;
+
+  TANDEM_INLINE bool begin(const Scales& scales, typename Isa::Vec scale, typename Isa::Vec shift) {
+    if (scales.shift_type == ShiftType::zeros) return false;  // code - zero is exact, zero * scale as a half is not
+    shifted = scales.shift_type == ShiftType::as_scales;
+    return shifted ? Isa::shifted_halves(scale, shift, Format::halves_range(), table)
+                   : Isa::scaled_halves(scale, Format::halves_range(), table);
+  }
+  // Codes that are not scaled: those of a byte times a scale that rounds nothing take less than codes as they are.
+  TANDEM_INLINE bool begin_codes() {
+    shifted = false;
+    return kCodeUnit != 1.0f && Isa::scaled_halves(Isa::set1(kCodeUnit), Format::halves_range(), table);
+  }
+  template <int kFirst, int kUnits>
+  TANDEM_INLINE void unpack(const uint8_t* payload, uint8_t* lines) const {
+    if (shifted)
+      unpack_lines<Isa, Format, kFirst, kUnits>(payload, lines, [&](const uint8_t* p, int index) {
+        return Isa::shifted_line(Format::halves(p, index), table);
+      });
+    else
+      unpack_lines<Isa, Format, kFirst, kUnits>(payload, lines, [&](const uint8_t* p, int index) {
+        return Isa::scaled_line(Format::halves(p, index), table);
+      });
+  }
 };
 
 template <class Isa>
 concept ScalesHalves = requires { typename Isa::ScaledHalves; };
 
-template <ScalesHalves Isa>
-struct ScaledLines<Isa, Int4Format> {
-  typename Isa::ScaledHalves table;
+template <ScalesHalves Isa, template <class> class F>
+struct ScaledLines<Isa, F> : ScaledHalfLines<Isa, F> {};
 
-  TANDEM_INLINE bool begin(typename Isa::Vec scale) { return Isa::scaled_int4(scale, table); }
+// Powers of two are added to exponents.
+template <ScalesHalves Isa>
+struct ScaledLines<Isa, Fp4Format> : ScaledHalfLines<Isa, Fp4Format> {
+  using Halves = ScaledHalfLines<Isa, Fp4Format>;
+  typename Isa::ScaledFp4 powers;
+  bool by_powers;
+
+  TANDEM_INLINE bool begin(const Scales& scales, typename Isa::Vec scale, typename Isa::Vec shift) {
+    by_powers = scales.type == ScaleType::e8m0 && scales.shift_type == ShiftType::none;
+    return by_powers ? Isa::scaled_fp4(scale, powers) : Halves::begin(scales, scale, shift);
+  }
+  template <int kFirst, int kUnits>
   TANDEM_INLINE void unpack(const uint8_t* payload, uint8_t* lines) const {
-#pragma GCC unroll 4
-    for (int i = 0; i < kUnitPairs; ++i)
-      Isa::Lane::store_line(lines + i * kCacheLine, Isa::decode_scaled_int4(payload, i, table));
+    if (!by_powers) return Halves::template unpack<kFirst, kUnits>(payload, lines);
+    unpack_lines<Isa, Fp4Format<Isa>, kFirst, kUnits>(
+        payload, lines, [&](const uint8_t* p, int index) {
+          return Isa::decode_scaled_fp4(p, index, powers);
+        });
   }
 };
 
-template <ScalesHalves Isa>
-struct ScaledLines<Isa, Int8Format> {
-  static constexpr float kCodeUnit = Isa::kUnitOfHalves;
-  typename Isa::ScaledHalves table;
+// How a group of a panel becomes lines: by its scales and shifts, or as codes.
+template <class Isa, template <class> class F>
+class GroupLines {
+  using Vec = typename Isa::Vec;
 
-  TANDEM_INLINE bool begin(typename Isa::Vec scale) { return Isa::scaled_int8(scale, table); }
-  TANDEM_INLINE void unpack(const uint8_t* payload, uint8_t* lines) const {
-#pragma GCC unroll 4
-    for (int i = 0; i < kUnitPairs; ++i)
-      Isa::Lane::store_line(lines + i * kCacheLine,
-                            Isa::decode_scaled_int8(payload + i * Int8Format<Isa>::kPairBytes, table));
+ public:
+  static constexpr float kCodeUnit = ScaledLines<Isa, F>::kCodeUnit;
+
+  TANDEM_INLINE void begin(const Scales& scales, int p, int64_t group) {
+    scaled_ = true;
+    scale_ = load_scales<Isa>(scales.panel[p], scales.type, group);
+    if (scales.shifts[p])
+      shift_ = load_shifts<Isa>(scales.shifts[p], scales.type, scales.shift_type, group, scale_);
+    at_once_ = lines_.begin(scales, scale_, shift_);
   }
-};
+  TANDEM_INLINE void begin_codes() { at_once_ = lines_.begin_codes(); }
 
-template <ScalesHalves Isa>
-struct ScaledLines<Isa, Fp8Format> {
-  static constexpr float kCodeUnit = Isa::kUnitOfHalves;
-  typename Isa::ScaledHalves table;
-
-  TANDEM_INLINE bool begin(typename Isa::Vec scale) { return Isa::scaled_fp8(scale, table); }
-  TANDEM_INLINE void unpack(const uint8_t* payload, uint8_t* lines) const {
-#pragma GCC unroll 4
-    for (int i = 0; i < kUnitPairs; ++i)
-      Isa::Lane::store_line(lines + i * kCacheLine,
-                            Isa::decode_scaled_fp8(payload + i * Fp8Format<Isa>::kPairBytes, table));
+  template <int kFirst, int kUnits>
+  TANDEM_INLINE void unpack(const uint8_t* payload, uint8_t* to) const {
+    if (at_once_)
+      lines_.template unpack<kFirst, kUnits>(payload, to);
+    else if (scaled_)
+      unpack_floats<kFirst, kUnits>(payload, to);
+    else
+      unpack_codes<Isa, F, kFirst, kUnits>(payload, to);
   }
-};
 
-template <class Isa>
-  requires requires { typename Isa::ScaledFp4; }
-struct ScaledLines<Isa, Fp4Format> {
-  typename Isa::ScaledFp4 table;
-
-  TANDEM_INLINE bool begin(typename Isa::Vec scale) { return Isa::scaled_fp4(scale, table); }
-  TANDEM_INLINE void unpack(const uint8_t* payload, uint8_t* lines) const {
-#pragma GCC unroll 4
-    for (int i = 0; i < kUnitPairs; ++i)
-      Isa::Lane::store_line(lines + i * kCacheLine, Isa::decode_scaled_fp4(payload, i, table));
+ private:
+  template <int kFirst, int kUnits>
+  TANDEM_INLINE void unpack_floats(const uint8_t* payload, uint8_t* to) const {
+    using Wide = F<typename Isa::Widened>;
+    unpack_lines<Isa, Wide, kFirst, kUnits>(payload, to, [&](const uint8_t* block, int index) {
+      const auto wide = Wide::decode(block, index);
+      return Isa::line_of(Isa::fma(wide.line[0], scale_, shift_), Isa::fma(wide.line[1], scale_, shift_));
+    });
   }
+
+  bool scaled_ = false, at_once_ = false;
+  ScaledLines<Isa, F> lines_;
+  Vec scale_ = Isa::zero(), shift_ = Isa::zero();
 };
 
 // Packed formats: unpacks `slice` to `scratch`, panel after panel, in `steps` turns. What changes with a group only is
@@ -134,22 +174,12 @@ class Unpacking {
       for (int i = 0; i < kUnitBytes; i += kCacheLine) Isa::prefetch_l2(payload_ + slice_.ahead + i);
       if constexpr (Format::kPairsPerBlock > kUnitPairs) {  // a block of two units
         if (done_ % 2) {
-          unit<kUnitPairs>();
+          group_.template unpack<kUnitPairs, 1>(payload_, lines_);
           continue;
         }
       }
-      unit<0>();
+      group_.template unpack<0, 1>(payload_, lines_);
     }
-  }
-
-  template <int kFirst>
-  TANDEM_INLINE void unit() {
-    if (at_once_)
-      at_once_lines_.unpack(payload_, lines_);
-    else if (scaled_)
-      unpack_scaled<Isa, F, kFirst>(payload_, scale_, offset_, lines_);
-    else
-      unpack_codes<Isa, F, kFirst>(payload_, lines_);
   }
 
   // The next group, or where nothing is scaled, panel.
@@ -162,17 +192,9 @@ class Unpacking {
     if (scaled_) {
       const int64_t group = pair >> group_shift_, group_end = (group + 1) << group_shift_;
       if (group_end < end) end = group_end;
-      load_scales_of(which, group);
+      group_.begin(slice_.panels.scales, which, group);
     }
     left_ = (end - pair) / kUnitPairs;
-  }
-
-  TANDEM_INLINE void load_scales_of(int which, int64_t group) {
-    const Scales& scales = slice_.panels.scales;
-    scale_ = load_scales<Isa>(scales.panel[which], scales.type, group);
-    at_once_ = !scales.shifts[which] && at_once_lines_.begin(scale_);
-    if (scales.shifts[which])
-      offset_ = load_shifts<Isa>(scales.shifts[which], scales.type, scales.shift_type, group, scale_);
   }
 
   const PanelSlice slice_;
@@ -182,9 +204,7 @@ class Unpacking {
   const bool scaled_;
   const int group_shift_;  // groups are powers of two
   const uint8_t* payload_ = nullptr;
-  bool at_once_ = false;
-  ScaledLines<Isa, F> at_once_lines_;
-  typename Isa::Vec scale_ = Isa::zero(), offset_ = Isa::zero();
+  GroupLines<Isa, F> group_;
 };
 
 // Rows as they are: a step interleaves 16 pairs of k of 16 rows.
