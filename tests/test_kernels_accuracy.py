@@ -51,7 +51,8 @@ def test_product_matches_float64(fmt: str, group: int, tier: str, algorithm: str
 
 @pytest.mark.parametrize("tier", ["amx", "amx_standin"])
 @pytest.mark.parametrize(
-    ("fmt", "group"), [("int4", 32), ("int4", 64), ("int4", 128), ("int4_zeros", 32), ("mxfp4", 32)]
+    ("fmt", "group"),
+    [("int4", 32), ("int4", 64), ("int4", 128), ("int4_zeros", 32), ("mxfp4", 32), ("nvfp4", 16)],
 )
 def test_few_rows_of_4_bit_codes_are_not_rounded_on_tiles(fmt: str, group: int, tier: str) -> None:
     """Sums of a group's products, then of the groups, in float32; many rows take scaled weights rounded to bfloat16."""
@@ -60,7 +61,7 @@ def test_few_rows_of_4_bit_codes_are_not_rounded_on_tiles(fmt: str, group: int, 
     weight = random_weight(n, k)
     matrix = cases.packed_matrix(cases.workspace_of(tier, "tile_mm"), weight, None, fmt, group)
     exact, size = (f(weight, fmt, group).double().T for f in (as_packed, cases.magnitude_of))
-    exactly = fmt == "mxfp4"  # scales are powers of two
+    exactly = fmt in ("mxfp4", "nvfp4")  # a code times a scale is a bf16 number
     for rows, close in ((1, True), (5, True), (16, True), (32, exactly or group == 128), (40, exactly)):
         x = cases.activations(rows, k, fmt)
         error = (matrix(x, torch.float32).double() - x.double() @ exact).abs()

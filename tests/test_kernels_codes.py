@@ -120,16 +120,21 @@ def test_e8m0_scales_are_exact(tier: str, algorithm: str) -> None:
 
 @each_way
 def test_e4m3_scales_are_exact(tier: str, algorithm: str) -> None:
-    """All 254 numbers times the matrix's factor in float32; a NaN makes its row NaN."""
+    """All 254 numbers times every code times the matrix's factor; a NaN makes its row NaN. Alone, and beside a group of
+    another scale that may be 0."""
     cases.require_tier(tier)
-    scales = torch.arange(256, dtype=torch.uint8)[:, None].view(FP8)
-    codes = stored_codes.nvfp4(torch.full((256, 8), 0x22, dtype=torch.uint8), scales, 0.375)
+    ones = torch.arange(256, dtype=torch.uint8)[:, None]
+    scales = torch.cat((ones, ones.roll(1, 0), ones), 1).view(FP8)
+    nibbles = stored_codes.join_nibbles(torch.arange(48, dtype=torch.uint8).expand(256, 48) % 16)
+    codes = stored_codes.nvfp4(nibbles, scales, 0.375)
     matrix = PackedMatrix.from_codes(cases.workspace_of(tier, algorithm), codes)
-    expected = scales.float()[:, 0] * torch.tensor(0.375)
-    assert expected.isnan().sum() == 2
-    first = torch.eye(16)[:2]
-    for got in (matrix(first)[1], matrix.dequantised()[:, 1]):
-        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    expected = decoded(codes)
+    is_nan = expected.isnan().any(1)
+    assert is_nan.sum() == 4
+    got = [torch.cat([matrix(x) for x in torch.eye(48).split(rows)]).T for rows in (1, 5, 20, 48)]
+    for y in (matrix.dequantised(), *got):
+        assert torch.equal(y[~is_nan], expected[~is_nan])
+        assert y[is_nan].isnan().all()
 
 
 def test_mxfp4_takes_the_blocks_of_gpt_oss() -> None:
@@ -160,16 +165,19 @@ GGUF_HALVES = {
 }  # fmt: skip
 
 
+# Weights of up to some hundreds, of a model's size, and too small for AMX's halves.
+@pytest.mark.parametrize("size", [1.0, 2.0**-13, 2.0**-20])
 @pytest.mark.parametrize("tier", cases.TIERS)
 @pytest.mark.parametrize("name", gguf_blocks.GGUF_CODES)
-def test_gguf_weights_equal_ggufs_own_reading(name: str, tier: str) -> None:
-    """Random bytes, with sane halves: every layout of scales and codes, every code."""
+def test_gguf_weights_equal_ggufs_own_reading(name: str, tier: str, size: float) -> None:
+    """Random bytes, with sane halves, some of them 0: every layout of scales and codes, every code."""
     cases.require_tier(tier)
     kind, random = gguf.GGMLQuantizationType[name], np.random.default_rng(1)
     weights, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = random.integers(0, 256, (33, 768 // weights, block_bytes), dtype=np.uint8)
     for at in GGUF_HALVES[name]:
-        half = random.uniform(-1, 1, (*blocks.shape[:2], 1)).astype(np.float16)
+        half = (size * random.uniform(-1, 1, (*blocks.shape[:2], 1))).astype(np.float16)
+        half[::7, 0] = 0
         blocks[..., at : at + 2] = half.view(np.uint8)
     data = blocks.reshape(33, -1)
     codes = gguf_blocks.GGUF_CODES[name](torch.from_numpy(data))
@@ -177,7 +185,7 @@ def test_gguf_weights_equal_ggufs_own_reading(name: str, tier: str) -> None:
     assert torch.equal(decoded(codes), expected)
     matrix = PackedMatrix.from_codes(cases.workspace_of(tier), codes)
     assert torch.equal(matrix.dequantised(), expected)
-    for rows in (3, 40):
+    for rows in (3, 20, 40):
         x = cases.activations(rows, 768, "uint4")
         magnitude = x.double().abs() @ magnitudes(codes).double().T
         error = (matrix(x, torch.float32).double() - x.double() @ expected.double().T).abs()

@@ -39,20 +39,26 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
     table.scale = halves_of(_mm512_mul_ps(scale, _mm512_set1_ps(0x1p16f * codes.unit)));
     return true;
   }
-  // The same, with shifts. What is rounded to 11 bits is a scale, a shift and their sum, so where a column's are both
-  // tiny next to another group's it may be rounded more; unless both are 0.
+  // The same, for scales that are e4m3 numbers, times unit. False if one is 0.
+  TANDEM_INLINE static bool e4m3_halves(const uint8_t* p, float unit, ScaledHalves& table) {
+    const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    if (_mm256_test_epi16_mask(codes, _mm256_set1_epi16(0x7f)) != 0xffff) return false;
+    const __m256i small = _mm256_and_si256(_mm256_slli_epi16(codes, 7), _mm256_set1_epi16(int16_t(0xbfff)));
+    table.scale = twice(__m256i(_mm256_mul_ph(__m256h(small), _mm256_set1_ph(_Float16(0x1p24f * unit)))));
+    return true;
+  }
+  // With shifts: scale, shift and sum are rounded to 11 bits each. False if a column's weights may be too
+  // large, or are all so small, but not 0, that halves would round them more.
   TANDEM_INLINE static bool shifted_halves(Vec scale, Vec shift, HalfRange codes, ScaledHalves& table) {
-    const Vec size = _mm512_max_ps(_mm512_mul_ps(_mm512_abs_ps(scale), _mm512_set1_ps(codes.largest)),
-                                   _mm512_abs_ps(shift));
-    const __mmask16 fit = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0.499f), _CMP_LE_OQ);
-    const __mmask16 tiny = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0x1p-18f), _CMP_LT_OQ);
-    if (fit != 0xffff || _mm512_mask_cmp_ps_mask(tiny, size, _mm512_setzero_ps(), _CMP_NEQ_OQ)) return false;
+    const Vec size = _mm512_fmadd_ps(_mm512_abs_ps(scale), _mm512_set1_ps(codes.largest), _mm512_abs_ps(shift));
+    const __mmask16 fits = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0.999f), _CMP_LE_OQ);
+    const __mmask16 tiny = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0x1p-17f), _CMP_LT_OQ);
+    if (fits != 0xffff || _mm512_mask_cmp_ps_mask(tiny, size, _mm512_setzero_ps(), _CMP_NEQ_OQ)) return false;
     table.scale = halves_of(_mm512_mul_ps(scale, _mm512_set1_ps(0x1p16f * codes.unit)));
     table.shift = halves_of(_mm512_mul_ps(shift, _mm512_set1_ps(0x1p16f)));
     return true;
   }
 
-  // exponents: 96 << 7, or 0 where the code is 0.
   TANDEM_INLINE static Lane::Line scaled_line(const Halves& w, const ScaledHalves& table) {
     return line_of_halves(__m512i(_mm512_mul_ph(__m512h(w.codes), __m512h(table.scale))), w.exponents);
   }
@@ -62,17 +68,18 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
   }
 
   TANDEM_INLINE static Halves halves_int4(const uint8_t* p, int index) {
-    return nibbles(p, index, _mm256_setr_epi16(0x0000, 0x3c00, 0x4000, 0x4200, 0x4400, 0x4500, 0x4600, 0x4700, -0x3800,
-                                               -0x3900, -0x3a00, -0x3b00, -0x3c00, -0x3e00, -0x4000, -0x4400));
-  }
-  TANDEM_INLINE static Halves halves_uint4(const uint8_t* p, int index) {
-    return nibbles(p, index, _mm256_setr_epi16(0x0000, 0x3c00, 0x4000, 0x4200, 0x4400, 0x4500, 0x4600, 0x4700, 0x4800,
-                                               0x4880, 0x4900, 0x4980, 0x4a00, 0x4a80, 0x4b00, 0x4b80));
+    return nibbles(p, index, _mm_setr_epi8(0, 0x3c, 0x40, 0x42, 0x44, 0x45, 0x46, 0x47, -0x38, -0x39, -0x3a, -0x3b, -0x3c,
+                                           -0x3e, -0x40, -0x44),
+                   nibble_exponents());
   }
   TANDEM_INLINE static Halves halves_fp4(const uint8_t* p, int index) {
-    const __m256i any = _mm256_insert_epi16(nibble_exponents(), 0, 8);  // -0
-    return nibbles(p, index, _mm256_setr_epi16(0x0000, 0x3800, 0x3c00, 0x3e00, 0x4000, 0x4200, 0x4400, 0x4600, -0x8000,
-                                               -0x4800, -0x4400, -0x4200, -0x4000, -0x3e00, -0x3c00, -0x3a00), any);
+    return nibbles(p, index, _mm_setr_epi8(0, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46, -0x80, -0x48, -0x44, -0x42, -0x40,
+                                           -0x3e, -0x3c, -0x3a),
+                   _mm_insert_epi8(nibble_exponents(), 0, 8));  // -0
+  }
+  TANDEM_INLINE static Halves halves_uint4(const uint8_t* p, int index) {
+    const __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(p), unsigned(4 * index));
+    return integers(_mm512_and_si512(codes, _mm512_set1_epi16(15)));
   }
   TANDEM_INLINE static Halves halves_int6(const uint8_t* p, int index) {
     return integers(_mm512_srai_epi16(six_on_top(p, index), 10));
@@ -88,11 +95,12 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
   }
 
  private:
-  TANDEM_INLINE static __m512i halves_of(Vec a) {
-    const __m512i twice = _mm512_setr_epi32(0x00000, 0x10001, 0x20002, 0x30003, 0x40004, 0x50005, 0x60006, 0x70007,
+  TANDEM_INLINE static __m512i twice(__m256i halves) {
+    const __m512i order = _mm512_setr_epi32(0x00000, 0x10001, 0x20002, 0x30003, 0x40004, 0x50005, 0x60006, 0x70007,
                                             0x80008, 0x90009, 0xa000a, 0xb000b, 0xc000c, 0xd000d, 0xe000e, 0xf000f);
-    return _mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)));
+    return _mm512_permutexvar_epi16(order, _mm512_castsi256_si512(halves));
   }
+  TANDEM_INLINE static __m512i halves_of(Vec a) { return twice(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
   TANDEM_INLINE static Lane::Line line_of_halves(__m512i halves, __m512i exponents) {
     // (x + 4) >> 3; a sign is then in bits 15 to 12, and wanted in 15 alone.
     const __m512i moved = _mm512_mulhrs_epi16(halves, _mm512_set1_epi16(1 << 12));
@@ -104,14 +112,20 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
   TANDEM_INLINE static Halves integers(__m512i codes) {
     return {__m512i(_mm512_cvtepi16_ph(codes)), exponents(_mm512_test_epi16_mask(codes, codes))};
   }
-  // A 16-bit lookup reads 5 bits of each lane: all stands there twice.
-  TANDEM_INLINE static Halves nibbles(const uint8_t* p, int index, __m256i values,
-                                      __m256i exponents = nibble_exponents()) {
-    const __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(p), unsigned(4 * index));
-    return {_mm512_permutexvar_epi16(codes, _mm512_broadcast_i64x4(values)),
-            _mm512_permutexvar_epi16(codes, _mm512_broadcast_i64x4(exponents))};
+  // Upper bytes of halves and of exponents; the lower ones are 0. A lookup of bytes takes half of what one of words
+  // does; it reads 6 bits, so all stands there four times.
+  TANDEM_INLINE static Halves nibbles(const uint8_t* p, int index, __m128i values, __m128i exponents) {
+    const __m512i codes = nibbles_on_top(_mm512_loadu_si512(p), index);
+    return {_mm512_permutexvar_epi8(codes, _mm512_broadcast_i32x4(values)),
+            _mm512_permutexvar_epi8(codes, _mm512_broadcast_i32x4(exponents))};
   }
-  TANDEM_INLINE static __m256i nibble_exponents() { return _mm256_insert_epi16(_mm256_set1_epi16(96 << 7), 0, 0); }
+  // Of each lane nibble `index` in the lower half of its upper byte; the lower byte's first 4 bits are 0.
+  TANDEM_INLINE static __m512i nibbles_on_top(__m512i lanes, int index) {
+    if (index < 2) return _mm512_slli_epi16(lanes, unsigned(8 - 4 * index));
+    const __m512i shifted = index == 2 ? lanes : _mm512_srli_epi16(lanes, 4);
+    return _mm512_and_si512(shifted, _mm512_set1_epi16(0x0f00));
+  }
+  TANDEM_INLINE static __m128i nibble_exponents() { return _mm_insert_epi8(_mm_set1_epi8(96 >> 1), 0, 0); }
 };
 
 }  // namespace

@@ -53,17 +53,6 @@ struct AmxTiles {
       _tile_zero(3);
     }
   }
-  template <int kRowTiles>
-  static void load(Sums&, int high, const float* y, int64_t y_stride) {
-    fence();
-    const int64_t y_bytes = 4 * y_stride;
-    _tile_loadd(0, y, y_bytes);
-    _tile_loadd(1, y + 16, y_bytes);
-    if (kRowTiles == 2) {
-      _tile_loadd(2, y + high * y_stride, y_bytes);
-      _tile_loadd(3, y + high * y_stride + 16, y_bytes);
-    }
-  }
   template <int kRowTiles, class Feed>
   TANDEM_INLINE static void step(Sums&, int high, const uint8_t* a, const uint8_t* b0, const uint8_t* b1, Feed& feed) {
     fence();

@@ -20,12 +20,6 @@ struct PortableTiles {
   static void clear(Sums& sums) {
     sums = {};
   }
-  template <int kRowTiles>
-  static void load(Sums& sums, int high, const float* y, int64_t y_stride) {
-    for (int t = 0; t < kRowTiles; ++t)
-      for (int r = 0; r < high; ++r)
-        for (int column = 0; column < 32; ++column) sums.v[t][r][column] = y[(t * high + r) * y_stride + column];
-  }
   template <int kRowTiles, class Feed>
   static void step(Sums& sums, int high, const uint8_t* a, const uint8_t* b0, const uint8_t* b1, Feed& feed) {
     const uint16_t* const b[2] = {reinterpret_cast<const uint16_t*>(b0), reinterpret_cast<const uint16_t*>(b1)};

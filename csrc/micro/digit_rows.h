@@ -57,9 +57,9 @@ class DigitProduct {
     }
     const WeightView& w = args_.weights;
     const uint8_t* following = panels.payload[0] + 2 * w.panel_bytes;
-    const int64_t next =
-        (p + 1 < args_.pairs || !args_.next_panel ? following : args_.next_panel) - panels.payload[0];
-    const Lookahead ahead = look_ahead(layout_.groups, group_bytes_, group_bytes(w.scale_type), next, next);
+    const uint8_t* next = p + 1 < args_.pairs || !args_.next_panel ? following : args_.next_panel;
+    const Lookahead ahead =
+        look_ahead(layout_.groups, group_bytes_, group_bytes(w.scale_type), next - panels.payload[0]);
     block<kMost>(panels, r, {0, ahead.turn, ahead.payload[0], ahead.scales[0]}, y);
     block<kMost>(panels, r, {ahead.turn, layout_.groups, ahead.payload[1], ahead.scales[1]}, y);
   }

@@ -24,17 +24,14 @@ struct Lookahead {
   int64_t payload[2], scales[2];  // bytes to what is prefetched, before the turn and after it
 };
 
-// next, next_scales: bytes from the panel, and from its scales, to the next one's.
-TANDEM_INLINE Lookahead look_ahead(int64_t units, int64_t payload_bytes, int64_t scale_bytes, int64_t next,
-                                   int64_t next_scales) {
+// next: bytes from the panel to the next one.
+TANDEM_INLINE Lookahead look_ahead(int64_t units, int64_t payload_bytes, int64_t scale_bytes, int64_t next) {
   const int64_t quarter = units * payload_bytes / 4,
                 least = quarter > kLeastPrefetchBytes ? quarter : kLeastPrefetchBytes;
   const int64_t bytes = least < kPrefetchBytes ? least : kPrefetchBytes;
   const int64_t most = bytes > payload_bytes ? bytes / payload_bytes : 1;
   const int64_t ahead = units < most ? units : most, turn = units - ahead;
-  return {turn,
-          {ahead * payload_bytes, next - turn * payload_bytes},
-          {ahead * scale_bytes, next_scales - turn * scale_bytes}};
+  return {turn, {ahead * payload_bytes, next - turn * payload_bytes}, {ahead * scale_bytes, next - turn * scale_bytes}};
 }
 
 // Rows [first, first + rows) of the call, all pairs of panels. sums: see Scales; null where nothing is shifted.
@@ -51,8 +48,8 @@ void dot_some_rows(const MatmulArgs* args, int first, int rows, const float* sum
     panels.scales.x_sums = sums;
     panels.scales.sums_stride = sums_stride;
     const uint8_t* following = panels.payload[0] + 2 * w.panel_bytes;
-    const int64_t next = (p + 1 < args->pairs || !args->next_panel ? following : args->next_panel) - panels.payload[0];
-    const Lookahead ahead = look_ahead(depth / unit, unit * Format::kPairBytes, unit_scales, next, next);
+    const uint8_t* next = p + 1 < args->pairs || !args->next_panel ? following : args->next_panel;
+    const Lookahead ahead = look_ahead(depth / unit, unit * Format::kPairBytes, unit_scales, next - panels.payload[0]);
     Source source{{panels.payload[0], panels.payload[1]}, 0};
     float* y = args->y + first * args->y_stride + kPairColumns * p;
     for (int r = 0; r < rows; r += step) {

@@ -87,7 +87,7 @@ class Int8Product {
 
   // One block of rows.
   void stream(int p, const PairOfPanels& panels, const Slice& slice) {
-    const Lookahead ahead = look_ahead(layout_.groups, group_bytes_, 0, slice.ahead, slice.ahead);
+    const Lookahead ahead = look_ahead(layout_.groups, group_bytes_, 0, slice.ahead);
     const int64_t turn = ahead.turn < slice.first ? slice.first : ahead.turn > slice.last ? slice.last : ahead.turn;
     float* y = args_.y + kPairColumns * p;
     some_rows<kMostRows>(args_.rows, panels, 0, {slice.first, turn, ahead.payload[0]}, slice.first, y);

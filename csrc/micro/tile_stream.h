@@ -15,30 +15,16 @@
 // 6.4, 11.5 and 4.8, 4.5, 8.7. Asking for rows in L1 2 to 8 steps ahead took 1.0 to 1.15 times as long.
 #pragma once
 
-#include <stdlib.h>
 #include "micro/stream_feed.h"
 #include "micro/tile_rows.h"
 
 namespace tandem {
 namespace {
 
-constexpr int kBlockRows = 32;                               // two tiles
-constexpr int kStreamRows = 64;                              // at most
+constexpr int kStreamRows = 32;                              // two tiles
 constexpr int64_t kStreamSumsAt = kStreamRing * kStepBytes;  // of two groups
-constexpr int64_t kStreamSumsBytes = kBlockRows * kPairColumns * int64_t(sizeof(float));
+constexpr int64_t kStreamSumsBytes = kStreamRows * kPairColumns * int64_t(sizeof(float));
 constexpr int64_t kStreamRowsAt = kStreamSumsAt + 2 * kStreamSumsBytes;
-
-// Rows in one tile, or in blocks of two, all of one height.
-struct StreamTiles {
-  int blocks, each, high;  // each: tiles of a block
-
-  TANDEM_INLINE explicit StreamTiles(int rows)
-      : blocks((rows + kBlockRows - 1) / kBlockRows),
-        each(rows > 16 ? 2 : 1),
-        high((rows + blocks * each - 1) / (blocks * each)) {}
-
-  TANDEM_INLINE int64_t step_bytes() const { return int64_t{each} * high * kCacheLine; }  // of a block
-};
 
 // Floats of sums of activations by row and group, where they are needed: behind the rows.
 inline int64_t stream_x_sums(const MatmulArgs* args) {
@@ -46,22 +32,14 @@ inline int64_t stream_x_sums(const MatmulArgs* args) {
   return folds(w) && w.shift_offset ? args->rows * (w.padded_depth / w.group) : 0;
 }
 inline int64_t stream_rows_bytes(const MatmulArgs* args) {
-  const StreamTiles tiles(args->rows);
-  return tiles.blocks * tiles.step_bytes() * (args->weights.padded_depth / 32);
+  const EvenTiles tiles(args->rows);
+  return int64_t{tiles.count} * tiles.high * args->weights.padded_depth * 2;
 }
 
-// All rows fit the scratch.
-inline int64_t stream_slice_bytes() {
-  static const int64_t bytes = [] { const char* s = getenv("TANDEM_SLICE"); return s ? atoll(s) : int64_t{16384}; }();
-  return bytes;
-}
-inline int stream_rows() {
-  static const int rows = [] { const char* s = getenv("TANDEM_SROWS"); return s ? atoi(s) : 32; }();
-  return rows;
-}
+// All rows, in tiles of equal height, fit the scratch.
 inline bool takes_stream(const MatmulArgs* args) {
-  return args->rows <= stream_rows() &&
-         kStreamRowsAt + stream_rows_bytes(args) + 4 * stream_x_sums(args) <= kMatmulScratchBytes;
+  return args->rows <= kStreamRows &&
+         kStreamRowsAt + stream_rows_bytes(args) + 4 * stream_x_sums(args) <= kFewRowsScratchBytes;
 }
 
 // y (+)= the scaled sums of a group of a pair of panels, in turns. sums: [row][32 columns].
@@ -70,19 +48,18 @@ class Folding {
   using Vec = typename Isa::Vec;
 
  public:
-  // rows: from first_row on. unit: what a code counts in the sums. x_sums: of activations, [row][group], where there
-  // are shifts.
-  TANDEM_INLINE Folding(const MatmulArgs* args, int pair, int64_t group, int first_row, int rows, const float* sums,
-                        float unit, const float* x_sums, int64_t turns)
-      : rows_(rows),
+  // unit: what a code counts in them. x_sums: of activations, [row][group], where there are shifts.
+  TANDEM_INLINE Folding(const MatmulArgs* args, int pair, int64_t group, const float* sums, float unit,
+                        const float* x_sums, int64_t turns)
+      : rows_(args->rows),
         each_((rows_ + int(turns) - 1) / int(turns)),
         onto_(group > 0),
         y_stride_(args->y_stride),
         x_stride_(args->weights.padded_depth / args->weights.group),
-        y_(args->y + first_row * args->y_stride + kPairColumns * pair),
+        y_(args->y + kPairColumns * pair),
         sums_(sums) {
     const Scales scales = pair_of_panels(args->weights, args->first_pair + pair).scales;
-    if (scales.shifts[0]) x_sums_ = x_sums + first_row * x_stride_ + group;
+    if (scales.shifts[0]) x_sums_ = x_sums + group;
     for (int p = 0; p < 2; ++p) {
       const Vec scale = scales_for<Isa, Format>(scales.panel[p], scales.type, group);
       if (x_sums_) shift_[p] = load_shifts<Isa>(scales.shifts[p], scales.type, scales.shift_type, group, scale);
@@ -116,124 +93,80 @@ class Folding {
 
 template <class Isa, class Tiles, template <class> class F>
 class StreamProduct {
-  using Feed = StreamFeed<Isa, F>;
-
  public:
   explicit StreamProduct(const MatmulArgs* args)
-      : args_(args), tiles_(args->rows), order_(order_of(args, tiles_)), a_step_(tiles_.step_bytes()) {}
+      : args_(args), tiles_(args->rows), steps_(args->weights.padded_depth / 32) {}
 
   void run() {
     Tiles::begin(tiles_.high);
-    gather_rows<Isa>(x(), args_->rows, 0, order_.steps, tiles_.high, tiles_.each * tiles_.high,
+    gather_rows<Isa>(x(), args_->rows, 0, steps_, tiles_.high, tiles_.count * tiles_.high,
                      args_->scratch + kStreamRowsAt);
     if constexpr (F<Isa>::kScaled)
-      if (folds(args_->weights)) return tiles_.each == 1 ? fold_groups<1>() : fold_groups<2>();
-    tiles_.each == 1 ? stream<1>() : stream<2>();
+      if (folds(args_->weights)) return tiles_.count == 1 ? fold_groups<1>() : fold_groups<2>();
+    tiles_.count == 1 ? stream<1>() : stream<2>();
   }
 
  private:
-  static StreamOrder order_of(const MatmulArgs* args, const StreamTiles& tiles) {
-    const WeightView& w = args->weights;
-    const int64_t steps = w.padded_depth / 32, unit = w.group > 32 ? w.group / 32 : 1;
-    const bool whole = args->pairs == 1 || HasWholeRows<F<Isa>>;
-    const int64_t most = stream_slice_bytes() / tiles.step_bytes() / unit * unit;
-    const int64_t slices = whole || most < 1 ? 1 : (steps + most - 1) / most;
-    const int64_t each = (steps + slices - 1) / slices;
-    return {steps, (each + unit - 1) / unit * unit, args->pairs, tiles.blocks};
-  }
-
   template <int kTiles>
   void stream() {
-    const Feed begun = begin();
-    Feed feed = begun;  // nobody has its address: it need not lie in memory
+    const StreamFeed<Isa, F> begun = begin(args_);
+    StreamFeed<Isa, F> feed = begun;  // nobody has its address: it need not lie in memory
     typename Tiles::Sums sums;
-    StreamPass pass(order_);
-    for (int64_t n = 0, left = order_.passes(); left > 0; --left, pass.next(order_)) {
-      float* const y = sums_of(pass);
-      start<kTiles>(sums, y, pass.first > 0);
-      const uint8_t* a = rows_of(pass);
-      for (int64_t s = pass.first; s < pass.last; ++s, ++n, a += a_step_)
-        Tiles::template step<kTiles>(sums, tiles_.high, a, feed.lines(n, 0), feed.lines(n, 1), feed);
-      Tiles::template store<kTiles>(sums, tiles_.high, y, args_->y_stride);
-    }
-    if constexpr (Feed::kCodeUnit != 1.0f)
-      if (!args_->weights.group) in_codes();
-  }
-
-  template <int kTiles>
-  TANDEM_INLINE void start(typename Tiles::Sums& sums, const float* y, bool onto) const {
-    if (onto)
-      Tiles::template load<kTiles>(sums, tiles_.high, y, args_->y_stride);
-    else
+    const int64_t a_step = int64_t{kTiles} * tiles_.high * kCacheLine;
+    int64_t n = 0;
+    for (int p = 0; p < args_->pairs; ++p) {
       Tiles::template clear<kTiles>(sums);
+      const uint8_t* a = args_->scratch + kStreamRowsAt;
+      for (int64_t s = 0; s < steps_; ++s, ++n, a += a_step)
+        Tiles::template step<kTiles>(sums, tiles_.high, a, feed.lines(n, 0), feed.lines(n, 1), feed);
+      Tiles::template store<kTiles>(sums, tiles_.high, args_->y + kPairColumns * p, args_->y_stride);
+      if constexpr (F<Isa>::kScaled)
+        if (!args_->weights.group && StreamFeed<Isa, F>::kCodeUnit != 1.0f) in_codes(args_->y + kPairColumns * p);
+    }
   }
 
   // Sums of products with codes that counted kCodeUnit.
-  void in_codes() const {
-    const typename Isa::Vec scale = Isa::set1(1.0f / Feed::kCodeUnit);
-    for (int r = 0; r < args_->rows; ++r)
-      for (int64_t i = 0; i < int64_t{args_->pairs} * kPairColumns; i += kPanelRows) {
-        float* const y = args_->y + r * args_->y_stride + i;
-        Isa::store(y, Isa::mul(Isa::load(y), scale));
-      }
+  void in_codes(float* y) const {
+    const typename Isa::Vec scale = Isa::set1(1.0f / StreamFeed<Isa, F>::kCodeUnit);
+    for (int r = 0; r < args_->rows; ++r, y += args_->y_stride)
+      for (int p = 0; p < 2; ++p) Isa::store(y + kPanelRows * p, Isa::mul(Isa::load(y + kPanelRows * p), scale));
   }
 
   // The same, a group at a time; the one before is folded meanwhile.
   template <int kTiles>
   void fold_groups() {
     sum_activations();
-    const Feed begun = begin();
-    Feed feed = begun;
+    const StreamFeed<Isa, F> begun = begin(args_);
+    StreamFeed<Isa, F> feed = begun;
     typename Tiles::Sums sums;
-    const int64_t each = args_->weights.group / 32;
-    StreamPass pass(order_);
-    Group before{-1};
-    int64_t n = 0, i = 0;
-    for (int64_t left = order_.passes(); left > 0; --left, pass.next(order_))
-      for (int64_t s = pass.first; s < pass.last; s += each, ++i) {
-        const Group here{s / each, pass.pair, pass.block};
-        const uint8_t* a = rows_of(pass) + (s - pass.first) * a_step_;
-        if (before.group < 0) {
-          multiply_group<kTiles>(sums, a, feed, n, each, [] {});
-        } else {
-          Folding<Isa, F<Isa>> fold = folding(before, i - 1, each);
-          multiply_group<kTiles>(sums, a, feed, n, each, [&] { fold.step(); });
-          fold.finish();
-        }
-        Tiles::template store<kTiles>(sums, tiles_.high, part(i), kPairColumns);
-        before = here;
+    const int64_t a_step = int64_t{kTiles} * tiles_.high * kCacheLine, each = args_->weights.group / 32;
+    const int64_t groups = steps_ / each, count = groups * args_->pairs;
+    int64_t n = 0;
+    for (int64_t i = 0; i <= count; ++i) {
+      const uint8_t* a = args_->scratch + kStreamRowsAt + i % groups * each * a_step;
+      if (i == 0) {
+        multiply_group<kTiles>(sums, a, feed, n, each, [] {});
+      } else {
+        Folding<Isa, F<Isa>> fold(args_, int((i - 1) / groups), (i - 1) % groups, part(i - 1), feed.kCodeUnit,
+                                  x_sums(), each);
+        if (i < count) multiply_group<kTiles>(sums, a, feed, n, each, [&] { fold.step(); });
+        fold.finish();
       }
-    folding(before, i - 1, each).finish();
-  }
-
-  struct Group {
-    int64_t group;
-    int pair = 0, block = 0;
-  };
-  TANDEM_INLINE Folding<Isa, F<Isa>> folding(const Group& of, int64_t i, int64_t turns) const {
-    const int first = of.block * rows_each(), left = args_->rows - first;
-    return {args_, of.pair, of.group, first, left < rows_each() ? left : rows_each(), part(i), Feed::kCodeUnit,
-            x_sums(), turns};
+      if (i < count) Tiles::template store<kTiles>(sums, tiles_.high, part(i), kPairColumns);
+    }
   }
 
   template <int kTiles, class Between>
-  TANDEM_INLINE void multiply_group(typename Tiles::Sums& sums, const uint8_t* a, Feed& feed, int64_t& n, int64_t steps,
-                                    const Between& between) const {
+  TANDEM_INLINE void multiply_group(typename Tiles::Sums& sums, const uint8_t* a, StreamFeed<Isa, F>& feed, int64_t& n,
+                                    int64_t steps, const Between& between) const {
     Tiles::template clear<kTiles>(sums);
-    for (int64_t s = 0; s < steps; ++s, ++n, a += a_step_) {
+    for (int64_t s = 0; s < steps; ++s, ++n, a += kTiles * tiles_.high * kCacheLine) {
       Tiles::template step<kTiles>(sums, tiles_.high, a, feed.lines(n, 0), feed.lines(n, 1), feed);
       between();
     }
   }
 
-  int rows_each() const { return tiles_.each * tiles_.high; }  // of a block
   const uint8_t* const* x() const { return reinterpret_cast<const uint8_t* const*>(args_->x_rows); }
-  const uint8_t* rows_of(const StreamPass& pass) const {
-    return args_->scratch + kStreamRowsAt + (pass.block * order_.steps + pass.first) * a_step_;
-  }
-  float* sums_of(const StreamPass& pass) const {
-    return args_->y + pass.block * rows_each() * args_->y_stride + kPairColumns * pass.pair;
-  }
   float* part(int64_t i) const {
     return reinterpret_cast<float*>(args_->scratch + kStreamSumsAt + i % 2 * kStreamSumsBytes);
   }
@@ -244,8 +177,8 @@ class StreamProduct {
       sum_groups<Isa, typename Isa::Lane>(x(), args_->rows, w.group, 0, w.padded_depth / w.group, x_sums());
   }
 
-  __attribute__((noinline)) Feed begin() const {
-    Feed feed(args_, order_);
+  __attribute__((noinline)) static StreamFeed<Isa, F> begin(const MatmulArgs* args) {
+    StreamFeed<Isa, F> feed(args);
     for (int64_t n = 0; n < (F<Isa>::kPacked ? kStreamAhead : 0); ++n) {
       feed.template quarter<0>();
       feed.template quarter<1>();
@@ -256,9 +189,8 @@ class StreamProduct {
   }
 
   const MatmulArgs* args_;
-  const StreamTiles tiles_;
-  const StreamOrder order_;
-  const int64_t a_step_;
+  const EvenTiles tiles_;
+  const int64_t steps_;
 };
 
 }  // namespace

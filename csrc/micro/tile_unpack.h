@@ -42,6 +42,7 @@ TANDEM_INLINE void unpack_codes(const uint8_t* payload, uint8_t* lines) {
 template <class Isa, template <class> class F>
 struct ScaledLines {
   static constexpr float kCodeUnit = 1.0f;
+  TANDEM_INLINE bool begin(const Scales&, int, int64_t) { return false; }  // by scales as they are stored
   TANDEM_INLINE bool begin(const Scales&, typename Isa::Vec, typename Isa::Vec) { return false; }
   TANDEM_INLINE bool begin_codes() { return false; }
   template <int kFirst, int kUnits>
@@ -55,6 +56,7 @@ struct ScaledHalfLines {
   typename Isa::ScaledHalves table;
   bool shifted;
 
+  TANDEM_INLINE bool begin(const Scales&, int, int64_t) { return false; }
   TANDEM_INLINE bool begin(const Scales& scales, typename Isa::Vec scale, typename Isa::Vec shift) {
     if (scales.shift_type == ShiftType::zeros) return false;  // code - zero is exact, zero * scale as a half is not
     shifted = scales.shift_type == ShiftType::as_scales;
@@ -92,6 +94,11 @@ struct ScaledLines<Isa, Fp4Format> : ScaledHalfLines<Isa, Fp4Format> {
   typename Isa::ScaledFp4 powers;
   bool by_powers;
 
+  TANDEM_INLINE bool begin(const Scales& scales, int p, int64_t group) {
+    if (scales.type != ScaleType::e4m3 || scales.shift_type != ShiftType::none) return false;
+    by_powers = Halves::shifted = false;
+    return Isa::e4m3_halves(scales.panel[p] + kFactorBytes + kPanelRows * group, kE4m3Unit, Halves::table);
+  }
   TANDEM_INLINE bool begin(const Scales& scales, typename Isa::Vec scale, typename Isa::Vec shift) {
     by_powers = scales.type == ScaleType::e8m0 && scales.shift_type == ShiftType::none;
     return by_powers ? Isa::scaled_fp4(scale, powers) : Halves::begin(scales, scale, shift);
@@ -116,6 +123,7 @@ class GroupLines {
 
   TANDEM_INLINE void begin(const Scales& scales, int p, int64_t group) {
     scaled_ = true;
+    if (at_once_ = lines_.begin(scales, p, group); at_once_) return;
     scale_ = load_scales<Isa>(scales.panel[p], scales.type, group);
     if (scales.shifts[p])
       shift_ = load_shifts<Isa>(scales.shifts[p], scales.type, scales.shift_type, group, scale_);
