@@ -47,12 +47,18 @@ struct Named {
   WeightFormat format;
 };
 const Named kFormats[] = {
-    {"bf16", {Format::bf16, 0, ScaleType::f32}},        {"fp8", {Format::fp8, 128, ScaleType::f32}},
-    {"fp8row", {Format::fp8, 0, ScaleType::f32}},       {"int8", {Format::int8, 32, ScaleType::bf16}},
-    {"int8g128", {Format::int8, 128, ScaleType::bf16}}, {"int8row", {Format::int8, 0, ScaleType::f32}},
-    {"int4", {Format::int4, 32, ScaleType::bf16}},      {"int4g128", {Format::int4, 128, ScaleType::bf16}},
-    {"mxfp4", {Format::fp4, 32, ScaleType::e8m0}},      {"nvfp4", {Format::fp4, 16, ScaleType::e4m3}},
-    {"mxfp8", {Format::fp8, 32, ScaleType::e8m0}},      {"q6_k", {Format::int6, 16, ScaleType::bytes16}},
+    {"bf16", {Format::bf16, 0, ScaleType::f32}},
+    {"fp8", {Format::fp8, 128, ScaleType::f32}},
+    {"fp8row", {Format::fp8, 0, ScaleType::f32}},
+    {"int8", {Format::int8, 32, ScaleType::bf16}},
+    {"int8g128", {Format::int8, 128, ScaleType::bf16}},
+    {"int8row", {Format::int8, 0, ScaleType::f32}},
+    {"int4", {Format::int4, 32, ScaleType::bf16}},
+    {"int4g128", {Format::int4, 128, ScaleType::bf16}},
+    {"mxfp4", {Format::fp4, 32, ScaleType::e8m0}},
+    {"nvfp4", {Format::fp4, 16, ScaleType::e4m3}},
+    {"mxfp8", {Format::fp8, 32, ScaleType::e8m0}},
+    {"q6_k", {Format::int6, 16, ScaleType::bytes16}},
     {"q4_k", {Format::uint4, 32, ScaleType::bytes8, ShiftType::as_scales}},
 };
 

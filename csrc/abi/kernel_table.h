@@ -76,7 +76,7 @@ struct IntegerRowArgs {
 struct IntegerKernels {
   MatmulFn rows;       // any number of rows; null: there is nothing for this format
   int32_t below_rows;  // from this many rows on, the tier's usual kernels should be faster, and nothing is converted
-  int32_t below_rows_of_groups;  // likewise, where weights have scales of groups of 32 to 128 k
+  int32_t below_rows_of_groups;  // likewise, where weights have scales of groups of 16 to 128 k
   int32_t offset;                // of the codes that weights are decoded to
   bool split;                    // which order codes of activations have: see kSplitOrder
 };

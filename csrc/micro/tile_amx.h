@@ -41,7 +41,8 @@
 // 0.96 in the mean (q3, ds3, bf16 and int4, 256 to 4096 tokens, in turn). No better: slices of 2048 k or 128 to 256
 // rows a task (0.93 to 1.19), unpacking after each product instead of each step (0.96 to 1.04), tasks of a quarter of
 // the size at the end (0.93 to 1.03). Parts of 32 rows for tile_stream.h, so that weights are unpacked once for each:
-// mxfp4 with 64 rows an expert 0.81, int4 1.00, fp8 1.42, bf16 1.65, with 256 rows 1.5 to 3.3.
+// mxfp4 with 64 rows an expert 0.81, int4 1.00, fp8 1.42, bf16 1.65, with 256 rows 1.5 to 3.3; 64 rows in one call, so
+// that each pair of panels comes from L2 the second time: mxfp4 0.95, int4 1.06, nvfp4 1.08, fp8 1.31.
 //
 // Phase 2 alone in a loop, rows and weights from DRAM, of what tiles gave from L1 (18 to 26 TFLOPS on those hosts),
 // 1024 rows an expert, K = 7168: 0.44 to 0.58 in every such arrangement; with rows that stay in L2 0.55 to 0.71,
@@ -173,7 +174,7 @@ constexpr KernelTable make_amx_table(Tier tier, KernelTable vectors) {
   table.tier = tier;
   table.blocking = kTileBlocking;
 #define TANDEM_TILES(name, F) \
-  table.formats[int(Format::name)].tile_mm = tile_mm_amx<Isa, Tiles, F, (bytes_by_groups(Format::name) > 0)>;
+  table.formats[int(Format::name)].tile_mm = tile_mm_amx<Isa, Tiles, F, has_groups(Format::name)>;
   TANDEM_FORMATS(TANDEM_TILES)
 #undef TANDEM_TILES
   table.peak = tile_peak<Tiles>;

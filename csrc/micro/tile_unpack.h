@@ -32,9 +32,8 @@ TANDEM_INLINE void unpack_lines(const uint8_t* payload, uint8_t* lines, const Li
 // Codes as they are.
 template <class Isa, template <class> class F, int kFirst, int kUnits>
 TANDEM_INLINE void unpack_codes(const uint8_t* payload, uint8_t* lines) {
-  unpack_lines<Isa, F<Isa>, kFirst, kUnits>(payload, lines, [](const uint8_t* block, int index) {
-    return F<Isa>::decode(block, index).line[0];
-  });
+  unpack_lines<Isa, F<Isa>, kFirst, kUnits>(
+      payload, lines, [](const uint8_t* block, int index) { return F<Isa>::decode(block, index).line[0]; });
 }
 
 // Where the tier scales codes as they are decoded, in fewer instructions than floats take. begin is for a group, and
@@ -107,9 +106,7 @@ struct ScaledLines<Isa, Fp4Format> : ScaledHalfLines<Isa, Fp4Format> {
   TANDEM_INLINE void unpack(const uint8_t* payload, uint8_t* lines) const {
     if (!by_powers) return Halves::template unpack<kFirst, kUnits>(payload, lines);
     unpack_lines<Isa, Fp4Format<Isa>, kFirst, kUnits>(
-        payload, lines, [&](const uint8_t* p, int index) {
-          return Isa::decode_scaled_fp4(p, index, powers);
-        });
+        payload, lines, [&](const uint8_t* p, int index) { return Isa::decode_scaled_fp4(p, index, powers); });
   }
 };
 
@@ -125,8 +122,7 @@ class GroupLines {
     scaled_ = true;
     if (at_once_ = lines_.begin(scales, p, group); at_once_) return;
     scale_ = load_scales<Isa>(scales.panel[p], scales.type, group);
-    if (scales.shifts[p])
-      shift_ = load_shifts<Isa>(scales.shifts[p], scales.type, scales.shift_type, group, scale_);
+    if (scales.shifts[p]) shift_ = load_shifts<Isa>(scales.shifts[p], scales.type, scales.shift_type, group, scale_);
     at_once_ = lines_.begin(scales, scale_, shift_);
   }
   TANDEM_INLINE void begin_codes() { at_once_ = lines_.begin_codes(); }

@@ -21,7 +21,7 @@ void check_int8(const KernelTable& table, const WeightView& layout) {
 IntegerRows::IntegerRows(const KernelTable& table, const WeightView& layout, bool int8_activations)
     : kernels_((int8_activations ? table.int8 : table.digits)[int(layout.format)]),
       layout_(layout),
-      below_rows_(layout.group >= 32 && layout.group <= 128 ? kernels_.below_rows_of_groups : kernels_.below_rows),
+      below_rows_(layout.group >= 16 && layout.group <= 128 ? kernels_.below_rows_of_groups : kernels_.below_rows),
       convert_(int8_activations ? table.round_row : table.cut_row),
       row_bytes_(int8_activations ? int8_row_layout(layout).bytes : digit_row_layout(layout).bytes) {}
 
