@@ -6,9 +6,9 @@
 // Code 0 gets no such bits and stays 0.
 //
 // Two ports do all of it, which is what bounds few rows where the other hyperthread is busy. A lookup of words takes
-// two cycles of one of them, one of bytes a single one (measured: 0.76 and 0.44 ns). So a line of int4 is 6 to 7 such
-// operations instead of 8 (64 tokens of DeepSeek-V3's shape: 0.92 of the time), mxfp4's 5, fp8's 8; with floats it is 8
-// and two lookups more.
+// two cycles of one of them, one of bytes a single one (measured: 0.76 and 0.44 ns). So a line of int4 is 6 such
+// operations instead of 8 (64 tokens of DeepSeek-V3's shape: 0.9 of the time), mxfp4's 5, fp8's 8; with floats
+// it is 10.
 #pragma once
 
 #include "isa/avx512_bf16.h"
@@ -16,9 +16,10 @@
 namespace tandem {
 namespace {
 
-// A format's codes as halves: sizes of the largest and of the smallest that is not 0, and what a half of 1 counts.
+// A format's codes as halves, less `offset`: sizes of the largest and of the smallest that is not 0, and what a half of
+// 1 counts.
 struct HalfRange {
-  float largest, smallest, unit;
+  float largest, smallest, unit, offset;
 };
 
 struct Avx512Fp16Isa : Avx512Bf16Isa {
@@ -31,8 +32,9 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
   struct Halves {
     __m512i codes, exponents;
   };
-  static constexpr HalfRange kInt4Range = {8, 1, 1}, kUint4Range = {15, 1, 1}, kInt6Range = {32, 1, 1},
-                             kInt8Range = {128, 1, 1}, kFp4Range = {6, 0.5f, 1}, kFp8Range = {448, 0x1p-9f, 256};
+  static constexpr HalfRange kInt4Range = {8, 1, 1, 0}, kUint4Range = {8, 1, 1, 8}, kInt6Range = {32, 1, 1, 0},
+                             kInt8Range = {128, 1, 1, 0}, kFp4Range = {6, 0.5f, 1, 0},
+                             kFp8Range = {448, 0x1p-9f, 256, 0};
 
   // False if a column's scale leaves products that are no normal halves, or is no number.
   TANDEM_INLINE static bool scaled_halves(Vec scale, HalfRange codes, ScaledHalves& table) {
@@ -55,6 +57,7 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
   // With shifts: scale, shift and sum are rounded to 11 bits each. False if a column's weights may be too
   // large, or are all so small, but not 0, that halves would round them more.
   TANDEM_INLINE static bool shifted_halves(Vec scale, Vec shift, HalfRange codes, ScaledHalves& table) {
+    shift = _mm512_fmadd_ps(scale, _mm512_set1_ps(codes.offset), shift);
     const Vec size = _mm512_fmadd_ps(_mm512_abs_ps(scale), _mm512_set1_ps(codes.largest), _mm512_abs_ps(shift));
     const __mmask16 fits = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0.999f), _CMP_LE_OQ);
     const __mmask16 tiny = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0x1p-17f), _CMP_LT_OQ);
@@ -84,9 +87,11 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
                                  -0x3c, -0x3a),
                    _mm_insert_epi8(nibble_exponents(), 0, 8));  // -0
   }
+  // Less 8, and so with an upper byte only, too. What is shifted anyway needs no exponents.
   TANDEM_INLINE static Halves halves_uint4(const uint8_t* p, int index) {
-    const __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(p), unsigned(4 * index));
-    return integers(_mm512_and_si512(codes, _mm512_set1_epi16(15)));
+    const __m128i values = _mm_setr_epi8(-0x38, -0x39, -0x3a, -0x3b, -0x3c, -0x3e, -0x40, -0x44, 0, 0x3c, 0x40, 0x42,
+                                         0x44, 0x45, 0x46, 0x47);
+    return nibbles(p, index, values, _mm_setzero_si128());
   }
   TANDEM_INLINE static Halves halves_int6(const uint8_t* p, int index) {
     return integers(_mm512_srai_epi16(six_on_top(p, index), 10));
@@ -120,17 +125,12 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
     return {__m512i(_mm512_cvtepi16_ph(codes)), exponents(_mm512_test_epi16_mask(codes, codes))};
   }
   // Upper bytes of halves and of exponents; the lower ones are 0. A lookup of bytes takes half of what one of words
-  // does; it reads 6 bits, so all stands there four times.
+  // does; it reads 6 bits, of which 2 are a neighbour's, so all stands there four times.
   TANDEM_INLINE static Halves nibbles(const uint8_t* p, int index, __m128i values, __m128i exponents) {
-    const __m512i codes = nibbles_on_top(_mm512_loadu_si512(p), index);
-    return {_mm512_permutexvar_epi8(codes, _mm512_broadcast_i32x4(values)),
-            _mm512_permutexvar_epi8(codes, _mm512_broadcast_i32x4(exponents))};
-  }
-  // Of each lane nibble `index` in the lower half of its upper byte; the lower byte's first 4 bits are 0.
-  TANDEM_INLINE static __m512i nibbles_on_top(__m512i lanes, int index) {
-    if (index < 2) return _mm512_slli_epi16(lanes, unsigned(8 - 4 * index));
-    const __m512i shifted = index == 2 ? lanes : _mm512_srli_epi16(lanes, 4);
-    return _mm512_and_si512(shifted, _mm512_set1_epi16(0x0f00));
+    const __m512i lanes = _mm512_loadu_si512(p), codes = index == 2 ? lanes : shifted_left(lanes, 8 - 4 * index);
+    const __mmask64 upper = 0xaaaaaaaaaaaaaaaa;
+    return {_mm512_maskz_permutexvar_epi8(upper, codes, _mm512_broadcast_i32x4(values)),
+            _mm512_maskz_permutexvar_epi8(upper, codes, _mm512_broadcast_i32x4(exponents))};
   }
   TANDEM_INLINE static __m128i nibble_exponents() { return _mm_insert_epi8(_mm_set1_epi8(96 >> 1), 0, 0); }
 };

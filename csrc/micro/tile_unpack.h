@@ -58,7 +58,7 @@ struct ScaledHalfLines {
   TANDEM_INLINE bool begin(const Scales&, int, int64_t) { return false; }
   TANDEM_INLINE bool begin(const Scales& scales, typename Isa::Vec scale, typename Isa::Vec shift) {
     if (scales.shift_type == ShiftType::zeros) return false;  // code - zero is exact, zero * scale as a half is not
-    shifted = scales.shift_type == ShiftType::as_scales;
+    shifted = scales.shift_type == ShiftType::as_scales || Format::halves_range().offset != 0;
     return shifted ? Isa::shifted_halves(scale, shift, Format::halves_range(), table)
                    : Isa::scaled_halves(scale, Format::halves_range(), table);
   }
