@@ -119,6 +119,18 @@ def test_e8m0_scales_are_exact(tier: str, algorithm: str) -> None:
 
 
 @each_way
+def test_e8m0_scales_times_every_code_are_exact(tier: str, algorithm: str) -> None:
+    cases.require_tier(tier)
+    scales = torch.arange(8, 250, dtype=torch.uint8)[:, None].repeat(1, 2)
+    nibbles = stored_codes.join_nibbles(torch.arange(64, dtype=torch.uint8).expand(len(scales), 64) % 16)
+    codes = stored_codes.mxfp4(nibbles, scales)
+    matrix = PackedMatrix.from_codes(cases.workspace_of(tier, algorithm), codes)
+    for rows in (1, 5, 20, 64):
+        y = torch.cat([matrix(x) for x in torch.eye(64).split(rows)]).T
+        assert torch.equal(y, decoded(codes)), rows
+
+
+@each_way
 def test_e4m3_scales_are_exact(tier: str, algorithm: str) -> None:
     """All 254 numbers times every code times the matrix's factor; a NaN makes its row NaN. Alone, and beside a group of
     another scale that may be 0."""

@@ -7,7 +7,7 @@
 //
 // Two ports do all of it, which is what bounds few rows where the other hyperthread is busy. A lookup of words takes
 // two cycles of one of them, one of bytes a single one (measured: 0.76 and 0.44 ns). So a line of int4 is 6 such
-// operations instead of 8 (64 tokens of DeepSeek-V3's shape: 0.9 of the time), mxfp4's 5, fp8's 8; with floats
+// operations instead of 8 (64 tokens of DeepSeek-V3's shape: 0.9 of the time), mxfp4's 4, fp8's 8; with floats
 // it is 10.
 #pragma once
 

@@ -86,7 +86,7 @@ concept ScalesHalves = requires { typename Isa::ScaledHalves; };
 template <ScalesHalves Isa, template <class> class F>
 struct ScaledLines<Isa, F> : ScaledHalfLines<Isa, F> {};
 
-// Powers of two are added to exponents.
+// Powers of two only change exponents.
 template <ScalesHalves Isa>
 struct ScaledLines<Isa, Fp4Format> : ScaledHalfLines<Isa, Fp4Format> {
   using Halves = ScaledHalfLines<Isa, Fp4Format>;
