@@ -5,10 +5,8 @@
 // bias 112 higher: 96 are added as the two bits above the five, and the rest is the 2^16.
 // Code 0 gets no such bits and stays 0.
 //
-// Two ports do all of it, which is what bounds few rows where the other hyperthread is busy. A lookup of words takes
-// two cycles of one of them, one of bytes a single one (measured: 0.76 and 0.44 ns). So a line of int4 is 6 such
-// operations instead of 8 (64 tokens of DeepSeek-V3's shape: 0.9 of the time), mxfp4's 4, fp8's 8; with floats
-// it is 10.
+// All of it goes through two ports: a line of int4 is 6 operations, of mxfp4 4, Q4_K 7, fp8 8, with floats 10. Lookups of
+// bytes instead of words, which are as many, took 0.86 to 0.92 of the time (int4, 64 tokens of DeepSeek-V3's shape).
 #pragma once
 
 #include "isa/avx512_bf16.h"
@@ -124,8 +122,8 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
   TANDEM_INLINE static Halves integers(__m512i codes) {
     return {__m512i(_mm512_cvtepi16_ph(codes)), exponents(_mm512_test_epi16_mask(codes, codes))};
   }
-  // Upper bytes of halves and of exponents; the lower ones are 0. A lookup of bytes takes half of what one of words
-  // does; it reads 6 bits, of which 2 are a neighbour's, so all stands there four times.
+  // Upper bytes of halves and of exponents; the lower ones are 0. A lookup reads 6 bits, of which 2 are a neighbour's:
+  // all stands there four times.
   TANDEM_INLINE static Halves nibbles(const uint8_t* p, int index, __m128i values, __m128i exponents) {
     const __m512i lanes = _mm512_loadu_si512(p), codes = index == 2 ? lanes : shifted_left(lanes, 8 - 4 * index);
     const __mmask64 upper = 0xaaaaaaaaaaaaaaaa;
