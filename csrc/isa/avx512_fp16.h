@@ -5,8 +5,8 @@
 // bias 112 higher: 96 are added as the two bits above the five, and the rest is the 2^16.
 // Code 0 gets no such bits and stays 0.
 //
-// All of it goes through two ports: a line of int4 is 6 operations, of mxfp4 4, Q4_K 7, fp8 8, with floats 10. Lookups of
-// bytes instead of words, which are as many, took 0.86 to 0.92 of the time (int4, 64 tokens of DeepSeek-V3's shape).
+// All of it goes through two ports: a line of int4 is 6 operations, of mxfp4 4, Q4_K 7, fp8 8, with floats 10. Lookups
+// of bytes instead of words, which are as many, took 0.86 to 0.92 of the time (int4, 64 tokens of DeepSeek-V3's shape).
 #pragma once
 
 #include "isa/avx512_bf16.h"
