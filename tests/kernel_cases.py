@@ -104,7 +104,7 @@ def product_bound(magnitude: Tensor, depth: int, fmt: str, group: int, tier: str
 
     Each step rounds at most twice (product and sum, tiers without FMA; group sums and scales add a few). AMX rounds
     weights once more to bfloat16 when their group scales are multiplied in, after rounding scale and product to half
-    (csrc/isa/avx512_fp16.h).
+    (csrc/isa/avx512_fp16.h). Weights with offsets are rounded relative to their group's largest; random ones keep this.
     """
     bound = (2 * depth + 16) * F32_UNIT * magnitude
     if group and tier.startswith("amx"):

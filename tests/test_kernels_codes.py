@@ -34,13 +34,14 @@ def all_codes(fmt: str, group: int, scale: float = 1.0) -> WeightCodes:
     codes = codes.to(torch.uint8)
     scales = torch.full((17, 256 // group if group else 1), scale)
     joined = codes if count > 16 else stored_codes.join_nibbles(codes)
-    zeros = 5 * torch.ones(scales.shape, dtype=torch.int8) if fmt == "uint4" else None
+    zeros = 5 * torch.ones(scales.shape, dtype=torch.int8) if fmt == "uint4" and group == 64 else None
     return WeightCodes(joined, scales, fmt, group, 256, zeros=zeros)
 
 
-# AMX multiplies scales in as halves if they are of 2^-20 and more, but not too large: 2^-9 is, 1 is not.
+# AMX multiplies scales in as halves if products are normal ones: 2^-9 is, 1 is not, 2^-22 is not for fp8 alone, and
+# 2^-31 for none.
 @each_way
-@pytest.mark.parametrize("scale", [1.0, 2.0**-9, -(2.0**-20), 2.0**-21])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-9, -(2.0**-22), 2.0**-31])
 @pytest.mark.parametrize(
     ("fmt", "group"),
     [
@@ -57,6 +58,7 @@ def all_codes(fmt: str, group: int, scale: float = 1.0) -> WeightCodes:
         ("int6", 128),
         ("int4", 32),
         ("int4", 128),
+        ("uint4", 32),
         ("uint4", 64),
     ],
 )
@@ -240,10 +242,10 @@ def test_zero_points_of_bytes(tier: str, algorithm: str) -> None:
         torch.arange(256, dtype=torch.uint8).repeat(40, 1),
         torch.arange(-128, 128)[None].repeat(40, 1),
     )
-    halves = torch.full((40, 8), 0.5, dtype=torch.float16)
+    halves = torch.full((40, 8), 2.0**-9, dtype=torch.float16)
     packed = WeightCodes(codes, halves, "int8", 32, 256, zeros=zeros[:, ::32].to(torch.int8).contiguous())
     matrix = PackedMatrix.from_codes(cases.workspace_of(tier, algorithm), packed)
-    exact = (codes.view(torch.int8).float() - zeros[:, ::32].repeat_interleave(32, 1)) * 0.5
+    exact = (codes.view(torch.int8).float() - zeros[:, ::32].repeat_interleave(32, 1)) * 2.0**-9
     assert torch.equal(matrix.dequantised(), exact)
     assert torch.equal(matrix(torch.eye(256)).T, exact)
 
@@ -312,6 +314,12 @@ def refusals() -> dict[str, tuple[object, str]]:
         "block rows": (changed(block_rows=0), "block_rows is 0"),
         "group": (changed(group=48), "group size 48 is not supported for fp8"),
         "fp4 rows": (changed(fmt="fp4", group=0), "fp4 needs a group"),
+        "e4m3 by row": (
+            changed(
+                fmt="int8", group=0, block_rows=1, scales=torch.ones(40, 1).to(FP8), factors=torch.ones(40)
+            ),
+            "e4m3 scales are those of groups",
+        ),
         "offsets' shape": (changed(offsets=torch.ones(1)), "offsets has shape"),
         "offsets' type": (
             changed(offsets=torch.ones(1, 1).bfloat16()),

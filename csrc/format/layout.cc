@@ -33,7 +33,8 @@ void check_scales(const WeightFormat& f, const std::string& name) {
   if (f.scale_type == ScaleType::e4m3 && f.shift_type == ShiftType::as_scales)
     throw std::invalid_argument("e4m3 scales go without offsets");
   if (f.scale_type == ScaleType::e4m3 && f.group == 0)
-    throw std::invalid_argument("e4m3 scales are those of groups: " + name + " by row needs float32 or bfloat16 ones");
+    throw std::invalid_argument("e4m3 scales are those of groups: " + name +
+                                " by row needs float32, bfloat16 or float16 ones");
   if (f.shift_type != ShiftType::none && f.group == 0)
     throw std::invalid_argument(name + " with offsets needs a group size");
 }

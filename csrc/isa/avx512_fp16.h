@@ -6,7 +6,8 @@
 // Code 0 gets no such bits and stays 0.
 //
 // All of it goes through two ports: a line of int4 is 6 operations, of mxfp4 3, Q4_K 7, fp8 8, with floats 10. Lookups
-// of bytes instead of words, which are as many, took 0.86 to 0.92 of the time (int4, 64 tokens of DeepSeek-V3's shape).
+// of bytes instead of words, as many instructions, took 0.86 to 0.92 of the time (int4, 64 tokens of DeepSeek-V3's
+// shape).
 #pragma once
 
 #include "isa/avx512_bf16.h"
@@ -15,7 +16,7 @@ namespace tandem {
 namespace {
 
 // A format's codes as halves, less `offset`: sizes of the largest and of the smallest that is not 0, and what a half of
-// 1 counts.
+// 1 counts. With an offset they are for shifted_line alone.
 struct HalfRange {
   float largest, smallest, unit, offset;
 };
@@ -52,9 +53,9 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
     table.scale = twice(__m256i(_mm256_mul_ph(__m256h(small), _mm256_set1_ph(_Float16(0x1p24f * unit)))));
     return true;
   }
-  // With shifts: scale, shift and sum are rounded to 11 bits each; the shift with `offset` scales in it, so by up to
-  // 2^-9 of a scale for codes of 4 bits. False if a column's weights may be too large, or are all so small, but not 0,
-  // that halves would round them more.
+  // With shifts: scale, shift and sum are rounded to 11 bits each; the shift with `offset` scales in it, so together
+  // by up to 2^-7 of a scale for codes of 4 bits. False if a column's weights may be too large, or are all so small,
+  // but not 0, that halves would round them more.
   TANDEM_INLINE static bool shifted_halves(Vec scale, Vec shift, HalfRange codes, ScaledHalves& table) {
     shift = _mm512_fmadd_ps(scale, _mm512_set1_ps(codes.offset), shift);
     const Vec size = _mm512_fmadd_ps(_mm512_abs_ps(scale), _mm512_set1_ps(codes.largest), _mm512_abs_ps(shift));

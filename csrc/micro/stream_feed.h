@@ -42,7 +42,7 @@ class StreamFeed {
   explicit StreamFeed(const MatmulArgs* args)
       : args_(args),
         steps_(args->weights.padded_depth / 32),
-        halves_(args->weights.group == 16),
+        half_steps_(args->weights.group == 16),
         group_shift_(args->weights.group > 32 ? __builtin_ctz(unsigned(args->weights.group / 32)) : 0),
         folds_(folds(args->weights)),
         ahead_(args->weights, Format::kPairBytes, 0) {
@@ -61,7 +61,7 @@ class StreamFeed {
     if (left_ == 0) return;
     constexpr int p = kQuarter / 2;
     if constexpr (kQuarter == 0) turned_ = step_ >= ahead_.turn;
-    if (kQuarter % 2 == 0 || halves_) begin_group<p>(kQuarter % 2);
+    if (kQuarter % 2 == 0 || half_steps_) begin_group<p>(kQuarter % 2);
     const uint8_t* payload = panels_.payload[p] + (step_ * 4 + kQuarter % 2 * 2) * kUnitBytes;
     uint8_t* const to = args_->scratch + slot_ * kStepBytes + kQuarter * (kStepBytes / 4);
     for (int i = 0; i < 2 * kUnitBytes; i += kCacheLine) Isa::prefetch(payload + i + ahead_.payload[turned_]);
@@ -75,7 +75,7 @@ class StreamFeed {
   TANDEM_INLINE void begin_group(int half) {
     const Scales& scales = panels_.scales;
     const bool begins = !(step_ & ((int64_t{1} << group_shift_) - 1));
-    const int64_t group = halves_ ? 2 * step_ + half : step_ >> group_shift_;
+    const int64_t group = half_steps_ ? 2 * step_ + half : step_ >> group_shift_;
     if (folds_ && begins) Isa::prefetch(folded_.of_group(p, group) + ahead_.scales[turned_]);
     if (!scales.panel[0] || !begins) return;
     Isa::prefetch(scales.of_group(p, group) + ahead_.scales[turned_]);
@@ -108,7 +108,7 @@ class StreamFeed {
 
   const MatmulArgs* args_;
   const int64_t steps_;
-  const bool halves_;      // of a step: groups of 16
+  const bool half_steps_;  // groups of 16
   const int group_shift_;  // longer ones are powers of two, in steps
   int64_t step_ = 0, pair_ = 0, slot_ = 0, left_ = args_->pairs;
   const bool folds_;

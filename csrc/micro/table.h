@@ -17,7 +17,7 @@ namespace {
 // that many or not. One row of fp8 takes the same time either way (weights from DRAM, three times in turn: 0.97
 // to 1.05).
 constexpr int32_t kNever = kMaxRowsPerCall + 1;
-//
+
 // Plain AVX-512 on a Xeon, many rows, reached 0.61 to 0.81 of what its registers give, by host. In turn, q3 and ds3,
 // bf16 and int4, 1024 to 4096 tokens: 64, 128 or 512 rows a call 0.87 to 1.07, 4 or 16 pairs 0.92 to 1.01, slices of 8,
 // 24 or 32 KiB 0.93 to 0.98, 512 rows and 16 pairs or 32 KiB 0.94 to 1.11; on Zen 5 (0.85 to 0.90) 0.93 to 1.01: within

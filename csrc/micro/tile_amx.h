@@ -1,6 +1,6 @@
 // Many rows on matrix tiles, for every format: panels become bf16 lines with their group scales multiplied in (rounded
-// to bf16 once more, by way of 11 bits where scales are multiplied in as halves: at most a relative 1.25 * 2^-8), and
-// blocks of 32 rows x 32 columns run over them.
+// to bf16 once more, by way of 11 bits where scales are multiplied in as halves: at most a relative 1.25 * 2^-8, with
+// offsets of the group's largest weight), and blocks of 32 rows x 32 columns run over them.
 //
 //   slice of K            its rows are gathered in tile order, 64 bytes of each after the other, so that a tile is up
 //                         to 16 lines in a row and the lines of one column do not crowd one set of the cache

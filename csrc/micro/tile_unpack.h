@@ -41,7 +41,7 @@ TANDEM_INLINE void unpack_codes(const uint8_t* payload, uint8_t* lines) {
 template <class Isa, template <class> class F>
 struct ScaledLines {
   static constexpr float kCodeUnit = 1.0f;
-  TANDEM_INLINE bool begin(const Scales&, int, int64_t) { return false; }  // by scales as they are stored
+  TANDEM_INLINE bool begin_stored(const Scales&, int, int64_t) { return false; }  // by scales as they lie there
   TANDEM_INLINE bool begin(const Scales&, typename Isa::Vec, typename Isa::Vec) { return false; }
   TANDEM_INLINE bool begin_codes() { return false; }
   template <int kFirst, int kUnits>
@@ -53,9 +53,9 @@ struct ScaledHalfLines {
   using Format = F<Isa>;
   static constexpr float kCodeUnit = Format::kPairBytes == 32 ? Isa::kUnitOfHalves : 1.0f;
   typename Isa::ScaledHalves table;
-  bool shifted;
+  bool shifted = false;
 
-  TANDEM_INLINE bool begin(const Scales&, int, int64_t) { return false; }
+  TANDEM_INLINE bool begin_stored(const Scales&, int, int64_t) { return false; }
   TANDEM_INLINE bool begin(const Scales& scales, typename Isa::Vec scale, typename Isa::Vec shift) {
     if (scales.shift_type == ShiftType::zeros) return false;  // code - zero is exact, zero * scale as a half is not
     shifted = scales.shift_type == ShiftType::as_scales || Format::halves_range().offset != 0;
@@ -86,25 +86,25 @@ concept ScalesHalves = requires { typename Isa::ScaledHalves; };
 template <ScalesHalves Isa, template <class> class F>
 struct ScaledLines<Isa, F> : ScaledHalfLines<Isa, F> {};
 
-// Powers of two only change exponents.
+// Powers of two only change exponents; e4m3's scales become halves without being floats first.
 template <ScalesHalves Isa>
 struct ScaledLines<Isa, Fp4Format> : ScaledHalfLines<Isa, Fp4Format> {
-  using Halves = ScaledHalfLines<Isa, Fp4Format>;
+  using Base = ScaledHalfLines<Isa, Fp4Format>;
   typename Isa::ScaledFp4 powers;
-  bool by_powers;
+  bool by_powers = false;
 
-  TANDEM_INLINE bool begin(const Scales& scales, int p, int64_t group) {
+  TANDEM_INLINE bool begin_stored(const Scales& scales, int p, int64_t group) {
     if (scales.type != ScaleType::e4m3 || scales.shift_type != ShiftType::none) return false;
-    by_powers = Halves::shifted = false;
-    return Isa::e4m3_halves(scales.panel[p] + kFactorBytes + kPanelRows * group, kE4m3Unit, Halves::table);
+    by_powers = Base::shifted = false;
+    return Isa::e4m3_halves(scales.panel[p] + kFactorBytes + kPanelRows * group, kE4m3Unit, Base::table);
   }
   TANDEM_INLINE bool begin(const Scales& scales, typename Isa::Vec scale, typename Isa::Vec shift) {
     by_powers = scales.type == ScaleType::e8m0 && scales.shift_type == ShiftType::none;
-    return by_powers ? Isa::scaled_fp4(scale, powers) : Halves::begin(scales, scale, shift);
+    return by_powers ? Isa::scaled_fp4(scale, powers) : Base::begin(scales, scale, shift);
   }
   template <int kFirst, int kUnits>
   TANDEM_INLINE void unpack(const uint8_t* payload, uint8_t* lines) const {
-    if (!by_powers) return Halves::template unpack<kFirst, kUnits>(payload, lines);
+    if (!by_powers) return Base::template unpack<kFirst, kUnits>(payload, lines);
     unpack_lines<Isa, Fp4Format<Isa>, kFirst, kUnits>(
         payload, lines, [&](const uint8_t* p, int index) { return Isa::decode_scaled_fp4(p, index, powers); });
   }
@@ -120,7 +120,7 @@ class GroupLines {
 
   TANDEM_INLINE void begin(const Scales& scales, int p, int64_t group) {
     scaled_ = true;
-    if (at_once_ = lines_.begin(scales, p, group); at_once_) return;
+    if (at_once_ = lines_.begin_stored(scales, p, group); at_once_) return;
     scale_ = load_scales<Isa>(scales.panel[p], scales.type, group);
     if (scales.shifts[p]) shift_ = load_shifts<Isa>(scales.shifts[p], scales.type, scales.shift_type, group, scale_);
     at_once_ = lines_.begin(scales, scale_, shift_);
