@@ -20,8 +20,8 @@ constexpr int32_t kNever = kMaxRowsPerCall + 1;
 
 // Plain AVX-512 on a Xeon, many rows, reached 0.61 to 0.81 of what its registers give, by host. In turn, q3 and ds3,
 // bf16 and int4, 1024 to 4096 tokens: 64, 128 or 512 rows a call 0.87 to 1.07, 4 or 16 pairs 0.92 to 1.01, slices of 8,
-// 24 or 32 KiB 0.93 to 0.98, 512 rows and 16 pairs or 32 KiB 0.94 to 1.11; on Zen 5 (0.85 to 0.90) 0.93 to 1.01: within
-// what repeats differ.
+// 24 or 32 KiB 0.93 to 0.98, 512 rows and 16 pairs or 32 KiB 0.94 to 1.11; on Zen 5 (0.75 to 0.90) 0.93 to 1.01, one
+// 1.18: within what repeats differ.
 constexpr Blocking kVectorBlocking = {256, 8, 16, 16, 256, false};  // results of a call: 256 KiB, of tiles 1 MiB
 // Many rows of an expert: on a Xeon of 16 threads, from 4, 8, 16 and 32 on, ms, in turn: Qwen3-30B's shape, 64 tokens
 // (4 rows an expert in the mean), fp8 5.2, 4.5, 4.8, 4.2, int8 5.4, 4.8, 5.0, 4.4, int4 3.8, 3.3, 3.8, 3.2; 256
