@@ -13,7 +13,7 @@ from tandem.kernels.cpu import PackedMatrix
 from tandem.kernels.fit import as_packed
 
 SHAPES = [(1, 1), (16, 32), (33, 65), (75, 333), (40, 1100)]  # [N, K]: not multiples of panel, group or slice
-ROWS = [1, 2, 3, 17, 129]
+ROWS = [1, 2, 3, 17, 40, 57, 129]
 
 matrix_of_tests = pytest.mark.parametrize(
     ("fmt", "group", "tier", "algorithm"),

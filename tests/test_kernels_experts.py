@@ -130,6 +130,21 @@ def test_formats(fmt: str, group: int, tier: str, algorithm: str) -> None:
         assert ((y.double() - exact).abs() <= bound).all(), (rows, k)
 
 
+@pytest.mark.parametrize("tier", ["amx", "amx_standin"])
+@pytest.mark.parametrize(("fmt", "group"), [("int4", 32), ("mxfp4", 32), ("int8", 32)])
+def test_experts_of_more_rows_than_a_stream(fmt: str, group: int, tier: str) -> None:
+    """64 rows are one stream of weights; of 65 to 128, codes of 4 bits are two of them."""
+    cases.require_tier(tier)
+    layer = cases.packed_experts(cases.workspace_of(tier, "auto"), EXPERTS, HIDDEN, WIDTH, fmt, group)
+    load(layer, weights_of(), fmt=fmt, group=group)
+    ids = torch.repeat_interleave(torch.tensor([3, 0, 7, 12, 5]), torch.tensor([64, 65, 100, 128, 129]))
+    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(1)), None].int()
+    x, weights = cases.activations(len(ids), HIDDEN, fmt), torch.rand(len(ids), 1)
+    exact, bound = exact_and_bound(weights_of(), x, ids, weights, fmt, group, tier, "silu", False)
+    y = layer.forward(x, ids, weights, out=torch.empty(len(ids), HIDDEN))
+    assert ((y.double() - exact).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("tier", cases.TIERS)
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "swiglu_clamp", "swiglu_oai"])
 def test_activations_and_biases(kind: str, tier: str) -> None:

@@ -20,15 +20,27 @@ struct Avx512Isa {
     TANDEM_INLINE static void store_line(void* p, Line a) { _mm512_storeu_ps(p, a); }
     TANDEM_INLINE static XLine x_line(const void* p) { return _mm512_set1_ps(*static_cast<const float*>(p)); }
     TANDEM_INLINE static Vec dot(Vec sum, Line w, XLine x) { return _mm512_fmadd_ps(w, x, sum); }
+    // sums += w * the number at x, of four panels. As written: GCC 12 loads numbers of other rows before, and spills.
+    TANDEM_INLINE static void dot_four(Vec* sums, const Line* w, const void* x) {
+      XLine line;
+      __asm__(
+          "vbroadcastss %[x], %[line]\n\t"
+          "vfmadd231ps %[line], %[w0], %[s0]\n\t"
+          "vfmadd231ps %[line], %[w1], %[s1]\n\t"
+          "vfmadd231ps %[line], %[w2], %[s2]\n\t"
+          "vfmadd231ps %[line], %[w3], %[s3]"
+          : [s0] "+v"(sums[0]), [s1] "+v"(sums[1]), [s2] "+v"(sums[2]), [s3] "+v"(sums[3]), [line] "=&v"(line)
+          : [w0] "v"(w[0]), [w1] "v"(w[1]), [w2] "v"(w[2]), [w3] "v"(w[3]), [x] "m"(*static_cast<const float*>(x)));
+    }
   };
   using Lane = FloatLane;
   struct Pair {
     Lane::Line line[Lane::kLinesPerPair];
   };
-  // Rows x 2 panels accumulators of 32 registers; decoding in dot_rows needs some more of them.
+  // Rows x panels accumulators of 32 registers (kDotRows: x 2 panels); decoding in dot_rows needs some more of them.
   static constexpr int kDotRows = 8;
-  static constexpr int kTileRows = 12;
-  static constexpr int kTilePanels = 2;
+  static constexpr int kTileRows = 6;
+  static constexpr int kTilePanels = 4;
 
   TANDEM_INLINE static Vec set1(float a) { return _mm512_set1_ps(a); }
   TANDEM_INLINE static Vec zero() { return _mm512_setzero_ps(); }

@@ -64,6 +64,8 @@ struct Avx512Bf16Isa : Avx512Isa {
   };
 
   static constexpr int kDotRows = 12;  // decoding takes fewer registers than with float lanes
+  static constexpr int kTileRows = 12;
+  static constexpr int kTilePanels = 2;  // 6 rows x 4 panels take the same time: an instruction takes a cycle
 
   TANDEM_INLINE static void store_bf16(uint16_t* p, Vec a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), __m256i(_mm512_cvtneps_pbh(a)));

@@ -41,20 +41,21 @@ struct AmxTiles {
   }
   static void end() { _tile_release(); }
 
-  // Sums of kRowTiles * high rows x 32 columns in tiles 0 to 3, step after step of 32 k. a: `high` rows of each tile;
-  // b0 and b1: 16 lines of each panel. feed.quarter<0 to 3>(): vector work that runs while the tiles multiply.
+  // Sums of kRowTiles * high rows x 16 * kPanels columns, at most 4 tiles (0 to 3), step after step of 32 k. a: `high`
+  // rows of each tile; b0 and b1: 16 lines of each panel. feed.quarter<0 to 3>(): vector work that runs while the tiles
+  // multiply.
   struct Sums {};
-  template <int kRowTiles>
+  template <int kRowTiles, int kPanels>
   static void clear(Sums&) {
+    constexpr int kTiles = kRowTiles * kPanels;
     _tile_zero(0);
-    _tile_zero(1);
-    if (kRowTiles == 2) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
+    if (kTiles > 1) _tile_zero(1);
+    if (kTiles > 2) _tile_zero(2);
+    if (kTiles > 3) _tile_zero(3);
   }
-  template <int kRowTiles, class Feed>
+  template <int kRowTiles, int kPanels, class Feed>
   TANDEM_INLINE static void step(Sums&, int high, const uint8_t* a, const uint8_t* b0, const uint8_t* b1, Feed& feed) {
+    if constexpr (kPanels == 1) return step_of_panel<kRowTiles>(high, a, b0, feed);
     fence();
     _tile_loadd(4, a, 64);
     _tile_loadd(6, b0, 64);
@@ -77,16 +78,16 @@ struct AmxTiles {
     _tile_zero(7);
     feed.template quarter<3>();
   }
-  template <int kRowTiles>
+  template <int kRowTiles, int kPanels>
   static void store(Sums&, int high, float* y, int64_t y_stride) {
-    fence();
+    constexpr int kTiles = kRowTiles * kPanels;
     const int64_t y_bytes = 4 * y_stride;
-    _tile_stored(0, y, y_bytes);
-    _tile_stored(1, y + 16, y_bytes);
-    if (kRowTiles == 2) {
-      _tile_stored(2, y + high * y_stride, y_bytes);
-      _tile_stored(3, y + high * y_stride + 16, y_bytes);
-    }
+    const auto at = [&](int tile) { return y + tile / kPanels * high * y_stride + tile % kPanels * 16; };
+    fence();
+    _tile_stored(0, at(0), y_bytes);
+    if (kTiles > 1) _tile_stored(1, at(1), y_bytes);
+    if (kTiles > 2) _tile_stored(2, at(2), y_bytes);
+    if (kTiles > 3) _tile_stored(3, at(3), y_bytes);
     fence();
   }
 
@@ -194,6 +195,31 @@ struct AmxTiles {
   }
 
  private:
+  // 3 or 4 tiles of rows by one panel.
+  template <int kRowTiles, class Feed>
+  TANDEM_INLINE static void step_of_panel(int high, const uint8_t* a, const uint8_t* b, Feed& feed) {
+    fence();
+    _tile_loadd(4, a, 64);
+    _tile_loadd(6, b, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    feed.template quarter<0>();
+    _tile_loadd(5, a + high * 64, 64);
+    _tile_dpbf16ps(1, 5, 6);
+    _tile_zero(4);
+    feed.template quarter<1>();
+    _tile_loadd(4, a + 2 * high * 64, 64);
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_zero(5);
+    feed.template quarter<2>();
+    if (kRowTiles == 4) {
+      _tile_loadd(5, a + 3 * high * 64, 64);
+      _tile_dpbf16ps(3, 5, 6);
+      _tile_zero(5);
+    }
+    _tile_zero(4);
+    _tile_zero(6);
+    feed.template quarter<3>();
+  }
   // A tile waits for each line that is not in L1. (Rows of a step ahead as well: slower, see micro/tile_amx.h.)
   TANDEM_INLINE static void prefetch_tile(const uint8_t* lines) {
 #pragma GCC unroll 16

@@ -14,19 +14,19 @@ struct PortableTiles {
   static void end() {}
 
   struct Sums {
-    float v[2][16][32];
+    float v[4][16][32];
   };
-  template <int kRowTiles>
+  template <int kRowTiles, int kPanels>
   static void clear(Sums& sums) {
     sums = {};
   }
-  template <int kRowTiles, class Feed>
+  template <int kRowTiles, int kPanels, class Feed>
   static void step(Sums& sums, int high, const uint8_t* a, const uint8_t* b0, const uint8_t* b1, Feed& feed) {
     const uint16_t* const b[2] = {reinterpret_cast<const uint16_t*>(b0), reinterpret_cast<const uint16_t*>(b1)};
     for (int t = 0; t < kRowTiles; ++t)
       for (int r = 0; r < high; ++r) {
         const uint16_t* x = reinterpret_cast<const uint16_t*>(a + (t * high + r) * 64);
-        for (int column = 0; column < 32; ++column)
+        for (int column = 0; column < 16 * kPanels; ++column)
           for (int k = 0; k < 32; ++k)
             sums.v[t][r][column] +=
                 float_of_bf16(x[k]) * float_of_bf16(b[column / 16][k / 2 * 32 + column % 16 * 2 + k % 2]);
@@ -36,11 +36,12 @@ struct PortableTiles {
     feed.template quarter<2>();
     feed.template quarter<3>();
   }
-  template <int kRowTiles>
+  template <int kRowTiles, int kPanels>
   static void store(const Sums& sums, int high, float* y, int64_t y_stride) {
     for (int t = 0; t < kRowTiles; ++t)
       for (int r = 0; r < high; ++r)
-        for (int column = 0; column < 32; ++column) y[(t * high + r) * y_stride + column] = sums.v[t][r][column];
+        for (int column = 0; column < 16 * kPanels; ++column)
+          y[(t * high + r) * y_stride + column] = sums.v[t][r][column];
   }
 
   static constexpr int64_t kPeakSteps = 4, kPeakBytes = 4096 * kPeakSteps;

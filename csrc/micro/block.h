@@ -1,4 +1,4 @@
-// The inner loop of both algorithms: R rows of activations times one or two panels. All run it over K in the same
+// The inner loop of both algorithms: R rows of activations times one, two or four panels. All run it over K in the same
 // order with one accumulator per output, so a row's result does not depend on the algorithm or on its neighbours.
 #pragma once
 
@@ -40,11 +40,13 @@ struct ScratchSource {
   };
   static constexpr int kLinesPerStep = 1;
   static constexpr int kStepsPerPair = Lane::kLinesPerPair;
-  static constexpr int kStepsPerBlock = 1;
+  static constexpr int kStepsPerBlock = P == 4 ? 2 : 1;  // fewer instructions beside the products
   static constexpr float kUnit = 1.0f;
   const uint8_t* panel[P];
 
-  TANDEM_INLINE Step decode(int p, int64_t step, int) const { return {Lane::load_line(panel[p] + step * kCacheLine)}; }
+  TANDEM_INLINE Step decode(int p, int64_t step, int index) const {
+    return {Lane::load_line(panel[p] + (step + index) * kCacheLine)};
+  }
 };
 
 template <class Isa, int R, int P>
@@ -65,14 +67,22 @@ TANDEM_INLINE void accumulate(const Source& source, const uint8_t* const* x, int
   for (int64_t step = first * Source::kStepsPerPair; step < end; step += Source::kStepsPerBlock) {
 #pragma GCC unroll 8
     for (int index = 0; index < Source::kStepsPerBlock; ++index) {
-      const auto a = source.decode(0, step, index), b = source.decode(kPanels - 1, step, index);
-#pragma GCC unroll 2
-      for (int line = 0; line < Source::kLinesPerStep; ++line) {
+      if constexpr (kPanels == 4) {
+        typename Lane::Line weights[4];
+#pragma GCC unroll 4
+        for (int p = 0; p < 4; ++p) weights[p] = source.decode(p, step, index).line[0];
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-          const auto x_line = Lane::x_line(row[r] + (step + index) * kBytes + 4 * line);
-          sums.v[r][0] = Lane::dot(sums.v[r][0], a.line[line], x_line);
-          if constexpr (kPanels == 2) sums.v[r][1] = Lane::dot(sums.v[r][1], b.line[line], x_line);
+        for (int r = 0; r < R; ++r) Lane::dot_four(sums.v[r], weights, row[r] + (step + index) * kBytes);
+      } else {
+        const auto a = source.decode(0, step, index), b = source.decode(kPanels - 1, step, index);
+#pragma GCC unroll 2
+        for (int line = 0; line < Source::kLinesPerStep; ++line) {
+#pragma GCC unroll 16
+          for (int r = 0; r < R; ++r) {
+            const auto x_line = Lane::x_line(row[r] + (step + index) * kBytes + 4 * line);
+            sums.v[r][0] = Lane::dot(sums.v[r][0], a.line[line], x_line);
+            if constexpr (kPanels == 2) sums.v[r][1] = Lane::dot(sums.v[r][1], b.line[line], x_line);
+          }
         }
       }
     }
@@ -130,12 +140,13 @@ TANDEM_INLINE typename Isa::Vec scales_for(const uint8_t* panel_scales, ScaleTyp
   return Isa::mul(scale, Isa::set1(Source::kUnit));
 }
 
-// y = scale * sums + (y or 0), + shift * the sum of the group's activations: weight = code * scale + shift.
+// y = scale * sums + (y or 0), + shift * the sum of the group's activations: weight = code * scale + shift. scales: of
+// each pair of panels.
 template <class Isa, class Source, int R, int P>
-TANDEM_INLINE void add_scaled(const Sums<Isa, R, P>& sums, const Scales& scales, int64_t group, float* y,
+TANDEM_INLINE void add_scaled(const Sums<Isa, R, P>& sums, const Scales* scales, int64_t group, float* y,
                               int64_t stride) {
   typename Isa::Vec scale[P];
-  for (int p = 0; p < P; ++p) scale[p] = scales_for<Isa, Source>(scales.panel[p], scales.type, group);
+  for (int p = 0; p < P; ++p) scale[p] = scales_for<Isa, Source>(scales[p / 2].panel[p % 2], scales->type, group);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
     for (int p = 0; p < P; ++p) {
@@ -145,15 +156,16 @@ TANDEM_INLINE void add_scaled(const Sums<Isa, R, P>& sums, const Scales& scales,
 }
 
 template <class Isa, int R, int P>
-TANDEM_INLINE void add_shifts(const Scales& scales, int64_t group, float* y, int64_t stride) {
+TANDEM_INLINE void add_shifts(const Scales* scales, int64_t group, float* y, int64_t stride) {
   typename Isa::Vec shift[P];
-  for (int p = 0; p < P; ++p)
-    shift[p] = scales.shift_type == ShiftType::zeros
-                   ? load_shifts<Isa>(scales.shifts[p], scales.type, ShiftType::zeros, group,
-                                      load_scales<Isa>(scales.panel[p], scales.type, group))
-                   : load_scales<Isa>(scales.shifts[p], scales.type, group);
+  for (int p = 0; p < P; ++p) {
+    const Scales& of = scales[p / 2];
+    shift[p] = of.shift_type == ShiftType::zeros ? load_shifts<Isa>(of.shifts[p % 2], of.type, ShiftType::zeros, group,
+                                                                    load_scales<Isa>(of.panel[p % 2], of.type, group))
+                                                 : load_scales<Isa>(of.shifts[p % 2], of.type, group);
+  }
   for (int r = 0; r < R; ++r) {
-    const typename Isa::Vec sum = Isa::set1(scales.x_sums[r * scales.sums_stride + group]);
+    const typename Isa::Vec sum = Isa::set1(scales->x_sums[r * scales->sums_stride + group]);
     for (int p = 0; p < P; ++p) {
       float* out = y + r * stride + 16 * p;
       Isa::store(out, Isa::fma(sum, shift[p], Isa::load(out)));
@@ -179,14 +191,15 @@ void sum_groups(const uint8_t* const* x, int rows, int64_t group_length, int64_t
 
 // y (+)= x * panels over the pairs [first, last) of K; `onto`: y holds the sum over what came before `first`.
 // `source` counts pairs from `source_first`. Scaled: groups are summed apart, then scaled into y one after the other.
+// scales: of each pair of panels, or of the source's only one.
 template <class Isa, class Source, bool kScaled, int R>
 void block(const Source& source, int64_t source_first, const uint8_t* const* x, int64_t first, int64_t last,
-           const Scales& scales, float* y, int64_t stride) {
+           const Scales* scales, float* y, int64_t stride) {
   constexpr int kBytes = 4 * Source::Lane::kLinesPerPair, kPanels = Source::kPanels;
   const uint8_t* rows[R];
   for (int r = 0; r < R; ++r) rows[r] = x[r] + source_first * kBytes;
   Sums<Isa, R, kPanels> sums;
-  if (!kScaled || !scales.panel[0]) {
+  if (!kScaled || !scales->panel[0]) {
     if (first > 0)
       load_sums<Isa, R, kPanels>(sums, y, stride);
     else
@@ -195,14 +208,15 @@ void block(const Source& source, int64_t source_first, const uint8_t* const* x, 
     store_sums<Isa, R, kPanels>(sums, y, stride);
     return;
   }
-  for (int64_t pair = first; pair < last; pair += scales.pairs_per_group) {
-    const int64_t group = pair / scales.pairs_per_group, begin = pair - source_first;
+  const int64_t pairs_per_group = scales->pairs_per_group;
+  for (int64_t pair = first; pair < last; pair += pairs_per_group) {
+    const int64_t group = pair / pairs_per_group, begin = pair - source_first;
     clear<Isa, R, kPanels>(sums);
-    accumulate<Isa, Source, R>(source, rows, begin, begin + scales.pairs_per_group, sums);
+    accumulate<Isa, Source, R>(source, rows, begin, begin + pairs_per_group, sums);
     if constexpr (Source::kStreamed)
-      for (int p = 0; p < kPanels; ++p) Isa::prefetch(scales.of_group(p, group) + scales.ahead);
+      for (int p = 0; p < kPanels; ++p) Isa::prefetch(scales->of_group(p, group) + scales->ahead);
     add_scaled<Isa, Source, R, kPanels>(sums, scales, group, y, stride);
-    if (scales.shifts[0]) add_shifts<Isa, R, kPanels>(scales, group, y, stride);
+    if (scales->shifts[0]) add_shifts<Isa, R, kPanels>(scales, group, y, stride);
   }
 }
 
@@ -214,10 +228,14 @@ TANDEM_INLINE int rows_per_block(int rows) {
   return (rows + blocks - 1) / blocks;
 }
 
+// Rows of a block of so many panels: as many sums as of a block of tile_mm's.
+template <class Isa, int kPanels>
+constexpr int kRowsBeside = Isa::kTileRows * Isa::kTilePanels / kPanels;
+
 // Calls block<R> with R = rows (1 to kMax).
 template <class Isa, class Source, bool kScaled, int kMax>
 TANDEM_INLINE void block_of(int rows, const Source& source, int64_t source_first, const uint8_t* const* x,
-                            int64_t first, int64_t last, const Scales& scales, float* y, int64_t stride) {
+                            int64_t first, int64_t last, const Scales* scales, float* y, int64_t stride) {
   if constexpr (kMax > 1) {
     if (rows < kMax)
       return block_of<Isa, Source, kScaled, kMax - 1>(rows, source, source_first, x, first, last, scales, y, stride);

@@ -56,9 +56,10 @@ void dot_some_rows(const MatmulArgs* args, int first, int rows, const float* sum
       const auto part = [&](int64_t begin, int64_t end, int turned) {
         source.ahead = ahead.payload[turned];
         panels.scales.ahead = ahead.scales[turned];
+        const Scales scales = panels.scales.at(0, r);
         block_of<Isa, Source, Format::kScaled, Isa::kDotRows>(rows - r < step ? rows - r : step, source, 0, x + r,
-                                                              begin, end, panels.scales.at(0, r),
-                                                              y + r * args->y_stride, args->y_stride);
+                                                              begin, end, &scales, y + r * args->y_stride,
+                                                              args->y_stride);
       };
       if (ahead.turn > 0) part(0, ahead.turn * unit, 0);
       part(ahead.turn * unit, depth, 1);

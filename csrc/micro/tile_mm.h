@@ -1,5 +1,5 @@
-// Many rows: a slice of the panels is unpacked to scratch as lines of the lane, then every block of rows runs over it.
-// Formats whose payload already is lines are read in place.
+// Many rows: a slice of one or two pairs of panels is unpacked to scratch as lines of the lane, then every block of
+// rows runs over it. Formats whose payload already is lines are read in place.
 #pragma once
 
 #include "micro/whole_rows.h"
@@ -7,15 +7,16 @@
 namespace tandem {
 namespace {
 
-// Bytes of one panel's lines that are unpacked at once: half of the smallest L1, so that they stay there while the
-// rows pass.
-constexpr int64_t kSliceBytes = 16 * 1024;
-constexpr int64_t kSumsAt = 4 * kSliceBytes;  // in the scratch: behind a slice of two panels, rounded up to groups
+// Bytes of a block's panels' lines that are unpacked at once: half of the smallest L1, or of four panels 3/4, so that
+// they stay there while the rows pass.
+constexpr int64_t kSliceBytes = 16 * 1024, kWideSliceBytes = 24 * 1024;
+constexpr int64_t kSumsAt = 64 * 1024;  // in the scratch: behind a slice, rounded up to groups
 
 // Equal slices of K instead of a full one and a rest; each a multiple of the group.
 template <class Isa, class Lane>
 TANDEM_INLINE int64_t slice_pairs(const WeightView& w) {
-  constexpr int64_t kMost = kSliceBytes / Isa::kTilePanels / (Lane::kLinesPerPair * kCacheLine);
+  constexpr int64_t kBytes = Isa::kTilePanels == 4 ? kWideSliceBytes : kSliceBytes;
+  constexpr int64_t kMost = kBytes / Isa::kTilePanels / (Lane::kLinesPerPair * kCacheLine);
   const int64_t pairs = w.padded_depth / 2, slices = (pairs + kMost - 1) / kMost;
   const int64_t unit = w.group > 32 ? w.group / 2 : 16;
   return ((pairs + slices - 1) / slices + unit - 1) / unit * unit;
@@ -55,13 +56,12 @@ TANDEM_INLINE ScratchSource<typename Format::Lane> slice_of(const PairOfPanels& 
   }
 }
 
-// Panels q .. q + P of a pair.
+// P panels from panel q of `pairs` on.
 template <int P, class Lane>
-TANDEM_INLINE ScratchSource<Lane, P> part_of(const ScratchSource<Lane>& pair, int q) {
-  if constexpr (P == 2)
-    return pair;
-  else
-    return {{pair.panel[q]}};
+TANDEM_INLINE ScratchSource<Lane, P> part_of(const ScratchSource<Lane>* pairs, int q) {
+  ScratchSource<Lane, P> part;
+  for (int p = 0; p < P; ++p) part.panel[p] = pairs[(q + p) / 2].panel[(q + p) % 2];
+  return part;
 }
 
 // Asks for the payload that comes next while the rows pass over what is here.
@@ -79,15 +79,15 @@ TANDEM_INLINE void prefetch_slice(const PairOfPanels& panels, int64_t first, int
   }
 }
 
-// After pairs [first, last) of K of panel pair p of this call: the next panel pair, or the first one's next slice.
+// Pairs [first, last) of K of panel pair p of this call; past its last: as many of the next slice of its first ones.
 template <class Isa, class Format>
-TANDEM_INLINE void prefetch_after(const MatmulArgs* args, int p, int64_t first, int64_t last) {
+TANDEM_INLINE void prefetch_pair(const MatmulArgs* args, int p, int64_t first, int64_t last) {
   const WeightView& w = args->weights;
   const int64_t depth = w.padded_depth / 2, end = 2 * last - first;
-  if (p + 1 < args->pairs)
-    prefetch_slice<Isa, Format>(pair_of_panels(w, args->first_pair + p + 1), first, last);
+  if (p < args->pairs)
+    prefetch_slice<Isa, Format>(pair_of_panels(w, args->first_pair + p), first, last);
   else if (last < depth)
-    prefetch_slice<Isa, Format>(pair_of_panels(w, args->first_pair), last, end < depth ? end : depth);
+    prefetch_slice<Isa, Format>(pair_of_panels(w, args->first_pair + p - args->pairs), last, end < depth ? end : depth);
 }
 
 // The sums that a slice's shifts are multiplied with, so that they can be indexed by group and row; null: no shifts.
@@ -101,35 +101,52 @@ const float* sums_of_slice(const MatmulArgs* args, int64_t first, int64_t last) 
   return sums - begin;
 }
 
+// A slice of K of pairs of panels, from pair p of the call on, times all rows.
+template <class Isa, class Format, int kPairs>
+void multiply_slice(const MatmulArgs* args, int p, int64_t first, int64_t last, const float* sums) {
+  using Lane = typename Format::Lane;
+  constexpr int kPanels = Isa::kTilePanels == 1 ? 1 : 2 * kPairs, kRows = kRowsBeside<Isa, kPanels>;
+  using Source = ScratchSource<Lane, kPanels>;
+  const WeightView& w = args->weights;
+  const uint8_t* const* x = reinterpret_cast<const uint8_t* const*>(args->x_rows);
+  const int step = rows_per_block<kRows>(args->rows);
+  PairOfPanels panels[kPairs];
+  ScratchSource<Lane> lines[kPairs];
+  for (int i = 0; i < kPairs; ++i) {
+    panels[i] = pair_of_panels(w, args->first_pair + p + i);
+    panels[i].scales.x_sums = sums;
+    panels[i].scales.sums_stride = sums ? 2 * (last - first) / w.group : 0;
+    const int64_t bytes = 2 * (last - first) * Lane::kLinesPerPair * kCacheLine;
+    lines[i] = slice_of<Isa, Format>(panels[i], first, last, args->scratch + i * bytes);
+    if constexpr (Format::kPacked) prefetch_pair<Isa, Format>(args, p + kPairs + i, first, last);
+  }
+  for (int q = 0; q < 2 * kPairs; q += kPanels) {
+    const Source source = part_of<kPanels>(lines, q);
+    float* y = args->y + kPairColumns * p + kPanelRows * q;
+    for (int r = 0; r < args->rows; r += step) {
+      Scales scales[kPairs];
+      for (int i = 0; i < kPairs; ++i) scales[i] = panels[i].scales.at(q % 2, r);
+      block_of<Isa, Source, Format::kScaled, kRows>(args->rows - r < step ? args->rows - r : step, source, first, x + r,
+                                                    first, last, scales, y + r * args->y_stride, args->y_stride);
+    }
+  }
+  for (int i = 0; i < kPairs; ++i)
+    if (last == w.padded_depth / 2)
+      scale_rows<Isa, Source>(panels[i].row_scales, args->y + kPairColumns * (p + i), args->y_stride, args->rows);
+}
+
 template <class Isa, template <class> class F>
 void tile_mm(const MatmulArgs* args) {
   using Format = F<Isa>;
   using Lane = typename Format::Lane;
-  using Source = ScratchSource<Lane, Isa::kTilePanels>;
-  const WeightView& w = args->weights;
-  const uint8_t* const* x = reinterpret_cast<const uint8_t* const*>(args->x_rows);
-  const int64_t depth = w.padded_depth / 2, slice = slice_pairs<Isa, Lane>(w);
-  const int step = rows_per_block<Isa::kTileRows>(args->rows);
+  constexpr int kPairs = Isa::kTilePanels == 4 ? 2 : 1;  // at once: a slice of them stays in L1 while the rows pass
+  const int64_t depth = args->weights.padded_depth / 2, slice = slice_pairs<Isa, Lane>(args->weights);
   for (int64_t first = 0; first < depth; first += slice) {
     const int64_t last = first + slice < depth ? first + slice : depth;
     const float* sums = sums_of_slice<Isa, Lane>(args, first, last);
-    for (int p = 0; p < args->pairs; ++p) {  // outside: a slice of one pair stays in L1 while the rows pass
-      PairOfPanels panels = pair_of_panels(w, args->first_pair + p);
-      panels.scales.x_sums = sums;
-      panels.scales.sums_stride = sums ? 2 * (last - first) / w.group : 0;
-      const ScratchSource<Lane> pair = slice_of<Isa, Format>(panels, first, last, args->scratch);
-      if constexpr (Format::kPacked) prefetch_after<Isa, Format>(args, p, first, last);
-      for (int q = 0; q < 2; q += Isa::kTilePanels) {
-        const Source source = part_of<Isa::kTilePanels>(pair, q);
-        float* y = args->y + kPairColumns * p + kPanelRows * q;
-        for (int r = 0; r < args->rows; r += step)
-          block_of<Isa, Source, Format::kScaled, Isa::kTileRows>(args->rows - r < step ? args->rows - r : step, source,
-                                                                 first, x + r, first, last, panels.scales.at(q, r),
-                                                                 y + r * args->y_stride, args->y_stride);
-      }
-      if (last == depth)
-        scale_rows<Isa, Source>(panels.row_scales, args->y + kPairColumns * p, args->y_stride, args->rows);
-    }
+    int p = 0;
+    for (; p + kPairs <= args->pairs; p += kPairs) multiply_slice<Isa, Format, kPairs>(args, p, first, last, sums);
+    if (p < args->pairs) multiply_slice<Isa, Format, 1>(args, p, first, last, sums);
   }
 }
 

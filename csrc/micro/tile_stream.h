@@ -1,20 +1,22 @@
 // Few rows on matrix tiles: all of K of the rows lies in tile order in L2, the weights pass once, and the sums stay in
 // tiles from the first k to the last. What tiles multiply next is unpacked to a ring that never leaves L1, or, if it
-// already is lines, fetched into L1: tiles load a line from L2 five times as slowly (3 and 0.3 to 0.6 ns on a Xeon).
+// already is lines, fetched into L1.
 //
-//   pair of panels
-//     step of 32 k   2 panels x 1 or 2 tiles of rows; meanwhile step n + kStreamAhead is unpacked, and what comes 4 to
-//                    8 KiB later is asked for
+//   pair of panels, or one: a turn
+//     step of 32 k   2 panels x 1 or 2 tiles of rows, or 1 panel x 3 or 4; meanwhile step n + kStreamAhead is unpacked,
+//                    and what comes 4 to 8 KiB later is asked for
 //
-// All rows' K must fit 512 KiB: 7936 for 32 rows, 15872 for 16; others are left to tile_amx.h. Groups of 128 k and
-// more are not scaled before they are multiplied, so no weight is rounded: what a group sums up to
-// is scaled in float and added to the sums of those before it, while tiles multiply the next group.
+// All rows' K must fit 512 KiB: 7936 for 32 rows, 15872 for 16; of 33 to 64 rows what tile_amx.h may take for rows and
+// panels: 9024 for 64; others are left to that. Up to 32 rows, groups of 128 k and more are not scaled before they are
+// multiplied, so no weight is rounded: what a group sums up to is scaled in float and added to the sums of those before
+// it, while tiles multiply the next group.
 //
-// Weights in L2, 16 threads at once, us a pair of panels of K = 2048 before and with this, 4, 16 and 32 rows: bf16 5.1,
-// 7.4, 11.9 and 1.8, 3.4, 5.8; mxfp4 3.8, 6.4, 10.0 and 3.9, 4.3, 5.7; int8 7.9, 8.7, 11.3 and 4.4, 5.5, 7.5; int4 3.4,
-// 6.4, 11.5 and 4.8, 4.5, 8.7. Asking for rows in L1 2 to 8 steps ahead took 1.0 to 1.15 times as long;
-// slices of K whose rows stay in L1 (8, 16 or 32 KiB of them), with sums in memory in between, 0.97 to 1.05 at 16 and
-// 1.01 to 1.14 at 64 tokens of DeepSeek-V3's shape (int4, mxfp4, nvfp4, Q4_K, fp8, bf16): so it is not where rows lie.
+// Tiles load a line from L1 in 0.2 to 0.3 ns, from L2 in 0.5 to 0.7, from L3 in 3 (a Xeon, 16 threads; up to 1.5 MiB of
+// L2). Weights in L2, us a pair of panels of K = 2048 before and with this, 4, 16 and 32 rows: bf16 5.1, 7.4, 11.9 and
+// 1.8, 3.4, 5.8; mxfp4 3.8, 6.4, 10.0 and 3.9, 4.3, 5.7; int8 7.9, 8.7, 11.3 and 4.4, 5.5, 7.5; int4 3.4, 6.4, 11.5 and
+// 4.8, 4.5, 8.7. Asking for rows in L1 2 to 8 steps ahead took 1.0 to 1.15 times as long; slices of K whose rows stay
+// in L1 (8, 16 or 32 KiB of them), with sums in memory in between, 0.97 to 1.05 at 16 and 1.01 to 1.14 at 64 tokens of
+// DeepSeek-V3's shape (int4, mxfp4, nvfp4, Q4_K, fp8, bf16): so it is not where rows lie.
 #pragma once
 
 #include "micro/stream_feed.h"
@@ -23,15 +25,15 @@
 namespace tandem {
 namespace {
 
-constexpr int kStreamRows = 32;                              // two tiles
+constexpr int kStreamRows = 64;                              // four tiles
 constexpr int64_t kStreamSumsAt = kStreamRing * kStepBytes;  // of two groups
-constexpr int64_t kStreamSumsBytes = kStreamRows * kPairColumns * int64_t(sizeof(float));
+constexpr int64_t kStreamSumsBytes = kFoldedRows * kPairColumns * int64_t(sizeof(float));
 constexpr int64_t kStreamRowsAt = kStreamSumsAt + 2 * kStreamSumsBytes;
 
 // Floats of sums of activations by row and group, where they are needed: behind the rows.
 inline int64_t stream_x_sums(const MatmulArgs* args) {
   const WeightView& w = args->weights;
-  return folds(w) && w.shift_offset ? args->rows * (w.padded_depth / w.group) : 0;
+  return folds(args) && w.shift_offset ? args->rows * (w.padded_depth / w.group) : 0;
 }
 inline int64_t stream_rows_bytes(const MatmulArgs* args) {
   const EvenTiles tiles(args->rows);
@@ -40,8 +42,8 @@ inline int64_t stream_rows_bytes(const MatmulArgs* args) {
 
 // All rows, in tiles of equal height, fit the scratch.
 inline bool takes_stream(const MatmulArgs* args) {
-  return args->rows <= kStreamRows &&
-         kStreamRowsAt + stream_rows_bytes(args) + 4 * stream_x_sums(args) <= kFewRowsScratchBytes;
+  const int64_t most = args->rows <= kStreamRows / 2 ? kFewRowsScratchBytes : kMatmulScratchBytes;
+  return args->rows <= kStreamRows && kStreamRowsAt + stream_rows_bytes(args) + 4 * stream_x_sums(args) <= most;
 }
 
 // y (+)= the scaled sums of a group of a pair of panels, in turns. sums: [row][32 columns].
@@ -95,6 +97,9 @@ class Folding {
 
 template <class Isa, class Tiles, template <class> class F>
 class StreamProduct {
+  template <int kPanels>
+  using Feed = StreamFeed<Isa, F, kPanels>;
+
  public:
   explicit StreamProduct(const MatmulArgs* args)
       : args_(args), tiles_(args->rows), steps_(args->weights.padded_depth / 32) {}
@@ -104,42 +109,47 @@ class StreamProduct {
     gather_rows<Isa>(x(), args_->rows, 0, steps_, tiles_.high, tiles_.count * tiles_.high,
                      args_->scratch + kStreamRowsAt);
     if constexpr (F<Isa>::kScaled)
-      if (folds(args_->weights)) return tiles_.count == 1 ? fold_groups<1>() : fold_groups<2>();
-    tiles_.count == 1 ? stream<1>() : stream<2>();
+      if (folds(args_)) return tiles_.count == 1 ? fold_groups<1>() : fold_groups<2>();
+    if (tiles_.count == 1) return stream<1, 2>();
+    if (tiles_.count == 2) return stream<2, 2>();
+    if (tiles_.count == 3) return stream<3, 1>();
+    stream<4, 1>();
   }
 
  private:
-  template <int kTiles>
+  template <int kTiles, int kPanels>
   void stream() {
-    const StreamFeed<Isa, F> begun = begin(args_);
-    StreamFeed<Isa, F> feed = begun;  // nobody has its address: it need not lie in memory
+    const Feed<kPanels> begun = begin<kPanels>(args_);
+    Feed<kPanels> feed = begun;  // nobody has its address: it need not lie in memory
     typename Tiles::Sums sums;
     const int64_t a_step = int64_t{kTiles} * tiles_.high * kCacheLine;
+    float* y = args_->y;
     int64_t n = 0;
-    for (int p = 0; p < args_->pairs; ++p) {
-      Tiles::template clear<kTiles>(sums);
+    for (int turn = 0, turns = turns_of<kPanels>(args_); turn < turns; ++turn, y += kPanels * kPanelRows) {
+      Tiles::template clear<kTiles, kPanels>(sums);
       const uint8_t* a = args_->scratch + kStreamRowsAt;
       for (int64_t s = 0; s < steps_; ++s, ++n, a += a_step)
-        Tiles::template step<kTiles>(sums, tiles_.high, a, feed.lines(n, 0), feed.lines(n, 1), feed);
-      Tiles::template store<kTiles>(sums, tiles_.high, args_->y + kPairColumns * p, args_->y_stride);
+        Tiles::template step<kTiles, kPanels>(sums, tiles_.high, a, feed.lines(n, 0), feed.lines(n, kPanels - 1), feed);
+      Tiles::template store<kTiles, kPanels>(sums, tiles_.high, y, args_->y_stride);
       if constexpr (F<Isa>::kScaled)
-        if (!args_->weights.group && StreamFeed<Isa, F>::kCodeUnit != 1.0f) in_codes(args_->y + kPairColumns * p);
+        if (!args_->weights.group && feed.kCodeUnit != 1.0f) in_codes<kPanels>(y);
     }
   }
 
   // Sums of products with codes that counted kCodeUnit.
+  template <int kPanels>
   void in_codes(float* y) const {
-    const typename Isa::Vec scale = Isa::set1(1.0f / StreamFeed<Isa, F>::kCodeUnit);
+    const typename Isa::Vec scale = Isa::set1(1.0f / Feed<kPanels>::kCodeUnit);
     for (int r = 0; r < args_->rows; ++r, y += args_->y_stride)
-      for (int p = 0; p < 2; ++p) Isa::store(y + kPanelRows * p, Isa::mul(Isa::load(y + kPanelRows * p), scale));
+      for (int p = 0; p < kPanels; ++p) Isa::store(y + kPanelRows * p, Isa::mul(Isa::load(y + kPanelRows * p), scale));
   }
 
   // The same, a group at a time; the one before is folded meanwhile.
   template <int kTiles>
   void fold_groups() {
     sum_activations();
-    const StreamFeed<Isa, F> begun = begin(args_);
-    StreamFeed<Isa, F> feed = begun;
+    const Feed<2> begun = begin<2>(args_);
+    Feed<2> feed = begun;
     typename Tiles::Sums sums;
     const int64_t a_step = int64_t{kTiles} * tiles_.high * kCacheLine, each = args_->weights.group / 32;
     const int64_t groups = steps_ / each, count = groups * args_->pairs;
@@ -154,16 +164,16 @@ class StreamProduct {
         if (i < count) multiply_group<kTiles>(sums, a, feed, n, each, [&] { fold.step(); });
         fold.finish();
       }
-      if (i < count) Tiles::template store<kTiles>(sums, tiles_.high, part(i), kPairColumns);
+      if (i < count) Tiles::template store<kTiles, 2>(sums, tiles_.high, part(i), kPairColumns);
     }
   }
 
   template <int kTiles, class Between>
-  TANDEM_INLINE void multiply_group(typename Tiles::Sums& sums, const uint8_t* a, StreamFeed<Isa, F>& feed, int64_t& n,
+  TANDEM_INLINE void multiply_group(typename Tiles::Sums& sums, const uint8_t* a, Feed<2>& feed, int64_t& n,
                                     int64_t steps, const Between& between) const {
-    Tiles::template clear<kTiles>(sums);
+    Tiles::template clear<kTiles, 2>(sums);
     for (int64_t s = 0; s < steps; ++s, ++n, a += kTiles * tiles_.high * kCacheLine) {
-      Tiles::template step<kTiles>(sums, tiles_.high, a, feed.lines(n, 0), feed.lines(n, 1), feed);
+      Tiles::template step<kTiles, 2>(sums, tiles_.high, a, feed.lines(n, 0), feed.lines(n, 1), feed);
       between();
     }
   }
@@ -179,8 +189,9 @@ class StreamProduct {
       sum_groups<Isa, typename Isa::Lane>(x(), args_->rows, w.group, 0, w.padded_depth / w.group, x_sums());
   }
 
-  __attribute__((noinline)) static StreamFeed<Isa, F> begin(const MatmulArgs* args) {
-    StreamFeed<Isa, F> feed(args);
+  template <int kPanels>
+  __attribute__((noinline)) static Feed<kPanels> begin(const MatmulArgs* args) {
+    Feed<kPanels> feed(args);
     for (int64_t n = 0; n < (F<Isa>::kPacked ? kStreamAhead : 0); ++n) {
       feed.template quarter<0>();
       feed.template quarter<1>();

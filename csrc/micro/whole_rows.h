@@ -73,10 +73,11 @@ TANDEM_INLINE void unpack_slice(const PairOfRows& pair, int64_t first, int64_t l
 template <class Isa>
 void dot_whole_rows(const MatmulArgs* args) {
   using Lane = typename Isa::Lane;
-  using Source = ScratchSource<Lane, Isa::kTilePanels>;
+  constexpr int kPanels = Isa::kTilePanels == 1 ? 1 : 2, kRows = kRowsBeside<Isa, kPanels>;
+  using Source = ScratchSource<Lane, kPanels>;
   const uint8_t* const* x = reinterpret_cast<const uint8_t* const*>(args->x_rows);
   const int64_t depth = args->weights.padded_depth / 2;
-  const int step = rows_per_block<Isa::kTileRows>(args->rows);
+  const int step = rows_per_block<kRows>(args->rows);
   const Scales none{};
   for (int p = 0; p < args->pairs; ++p) {
     const PairOfRows pair = pair_of_rows(args, p);
@@ -84,14 +85,13 @@ void dot_whole_rows(const MatmulArgs* args) {
       const int64_t last = first + kRowsPairs < depth ? first + kRowsPairs : depth;
       const int64_t bytes = (last - first) * Lane::kLinesPerPair * kCacheLine;
       unpack_slice<Isa>(pair, first, last, depth, args->scratch);
-      for (int q = 0; q < 2; q += Isa::kTilePanels) {
+      for (int q = 0; q < 2; q += kPanels) {
         Source source{{args->scratch + q * bytes}};
-        if constexpr (Isa::kTilePanels == 2) source.panel[1] = args->scratch + bytes;
+        if constexpr (kPanels == 2) source.panel[1] = args->scratch + bytes;
         float* y = args->y + kPairColumns * p + kPanelRows * q;
         for (int r = 0; r < args->rows; r += step)
-          block_of<Isa, Source, false, Isa::kTileRows>(args->rows - r < step ? args->rows - r : step, source, first,
-                                                       x + r, first, last, none, y + r * args->y_stride,
-                                                       args->y_stride);
+          block_of<Isa, Source, false, kRows>(args->rows - r < step ? args->rows - r : step, source, first, x + r,
+                                              first, last, &none, y + r * args->y_stride, args->y_stride);
       }
     }
   }
