@@ -10,47 +10,26 @@
 //
 // Up to 64 rows, if they fit its scratch, are left to tile_stream.h, few of 4-bit codes to tile_groups.h.
 //
-// Rows, sums and two pairs of unpacked panels of up to 2 MiB in all lie in L2, or nearly. Measured on a Xeon with 16
-// cores (peak 2.9 TFLOPS each, 220 GB/s from DRAM, no more from L3), bf16, 512 rows x 256 columns of K = 7168: 2.2
-// TFLOPS a core from L2 without loading and storing sums, 2.0 with them, 1.84 with weights from DRAM, 1.24 with rows
-// gathered too. What gathering costs is memory traffic: hiding its latency between the steps, or arranging all rows
-// once and reading tiles from there, made whole layers slower by a tenth; twice the columns per gathered row made them
-// faster.
+// What a step of 2 x 2 tiles and 32 k takes, ns, beside somebody else's busy hyperthread, and on a core of one's own (a
+// Xeon, 16 threads; benchmarks/results/2026-11-23-xeon-probes-many-rows.json):
+//   70   29   all in L1: 4 products of 16 cycles, or half as fast where the other one multiplies, too
+//   73   29   rows from up to 1 MiB of L2, weights of 16 KiB in L1
+//   83   42   weights of 64 KiB, from L2, asked for a step ahead
+//   84   42   all in L1, but sums loaded and stored every 8 steps (73 and 32: every 32)
+//   84        products of a layer (bf16, DeepSeek-V3's shape, 4096 tokens; L1 65); and 11 to 15 more for gathering, and
+//             a twelfth of the time is spent elsewhere
+// L2 gives a line in 0.5 to 0.7 ns up to 1.5 MiB, L3 in 3; so rows, sums and panels must fit these 1.5 MiB, or nearly.
 //
-// The same on a busy host, all variants in turn, medians of 16 workers (benchmarks/probes/amx_blocking.cc), TFLOPS:
-//   14.0  2 x 2 tiles from L1 (registers alone, zeros: 40), in any order of loads; they were not yet zeroed after use
-//   13.4  rows and panels in L2; 10.0 with sums, for 512 or 256 rows and slices of 256 or 512 k alike
-//    9.0  weights from DRAM as well
-//    7.6  rows gathered; 7.2 next slice prefetched, 7.2 copied between the blocks, 7.5 for 256 rows and slices of 512
-//    8.4  rows arranged before, which whoever arranges them has to make up for: each is read by C / 512 tasks
-// So a layer at 4096 tokens, 0.75 of that peak in bf16, had little to gain here; unpacking had (0.60 int4, 0.56 fp8).
-// With scales loaded once per group, and lookups that scale fp8 and mxfp4, such a layer of 128 experts took, in ms and
-// in turn: bf16 52.6, int4 56.2, fp8 55.3 (58.0 before), mxfp4 53.6 (58.1), int8 59.9 (61.8).
-//
-// What a layer of 4096 tokens loses (parts left out, in turn; tiles from L1 gave 21.6 TFLOPS that day), of the time,
-// bf16 and int4 of Qwen3-30B's shape, then of DeepSeek-V3's: without gathering 0.85, 0.78, 0.83, 0.88; without sums in
-// memory 0.92, 0.86, 0.75, 0.81; without both 0.69, 0.66, 0.65, 0.74; without unpacking (int4) 0.87, 0.91. Products
-// alone, rows in L2: 14.7, 14.3, 18.5, 15.6 TFLOPS. Other blockings did not give that back: slices of up to the whole
-// K, 64 to 512 rows and up to 64 pairs a task, so a third of the gathering and no sums, took 0.94 to 1.65 of the time,
-// since panels then leave L1; other prefetches while gathering (none, 4 to 16 rows ahead, into L1 or L2) 0.98 to 1.10.
-// Nor do these, in turn: the next rows asked for into L1 2 or 4 steps ahead 1.05 to 1.2 (48 to 256 rows, weights in
-// L2), the next sums 1.0 to 1.1, both and slices of 256 k 1.1 to 1.4; sums in tile order 0.95 to 1.01; intermediate
-// activations read where they lie, a row of tiles 0.94 to 0.97.
-//
-// Rows of 1 MiB instead of 256 KiB, so slices of 1024 k, and weights asked for a step ahead: 0.84 to 1.03 of the time,
-// 0.96 in the mean (q3, ds3, bf16 and int4, 256 to 4096 tokens, in turn). No better: slices of 2048 k or 128 to 256
-// rows a task (0.93 to 1.19), unpacking after each product instead of each step (0.96 to 1.04), tasks of a quarter of
-// the size at the end (0.93 to 1.03). Parts of 32 rows for tile_stream.h, so that weights are unpacked once for each:
-// mxfp4 with 64 rows an expert 0.81, int4 1.00, fp8 1.42, bf16 1.65, with 256 rows 1.5 to 3.3; 64 rows in one call, so
-// that each pair of panels comes from L2 the second time: mxfp4 0.95, int4 1.06, nvfp4 1.08, fp8 1.31.
-//
-// Phase 2 alone in a loop, rows and weights from DRAM, of what tiles gave from L1 (18 to 26 TFLOPS on those hosts),
-// 1024 rows an expert, K = 7168: 0.44 to 0.58 in every such arrangement; with rows that stay in L2 0.55 to 0.71,
-// without sums 0.70 to 0.78, with weights in L1, too (slices of 256 k) 0.83 to 0.86. 64 rows, int8: 0.33 to 0.42 in all
-// of 8 arrangements; rows that stay in L2, weights unpacked in L1 and no sums 0.46 to 0.55. All in L1, 16 lines of int4
-// unpacked a step cost nothing: 62 ns a step, 69 without, on a core that is shared, 38 and 29 on one's own
-// (benchmarks/results/2026-11-22-xeon-probes-many-rows.json). So what is left is what passes between L2 and L1: 32
-// lines of rows a step, and sums.
+// What was tried beside this, time of a layer of 256 to 4096 tokens in turn, and of most also for Qwen3-30B's shape:
+//   slices          rows of 1 MiB, so slices of 1024 k, took 0.96 of those of 256 KiB; 2048 k and the whole K 0.93 to
+//                   1.65; parts of 256 or 512 k of a panel's slice that stay in L1 0.98 to 1.12, if the next block's
+//                   sums are asked for, too, 1.02 to 1.08
+//   tasks           64 to 256 rows, or 8 to 64 pairs of panels 0.93 to 1.5; smaller ones at the end 0.93 to 1.03
+//   gathering       between the steps 1.1; once for all, and tiles from there 1.1; asked for 4 to 16 rows ahead 0.98 to
+//                   1.10; intermediate activations where they lie, a row of tiles 0.94 to 0.97
+//   sums            in tile order 0.95 to 1.01; added by vectors 1.0; the next ones asked for 1.0 to 1.1
+//   rows            the next ones asked for, 2 or 4 steps ahead 1.05 to 1.2
+//   unpacking       after each product instead of each step 0.96 to 1.04; it takes 9 to 13 % of the time (int4)
 #pragma once
 
 #include "micro/peak.h"
