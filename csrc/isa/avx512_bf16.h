@@ -117,25 +117,18 @@ struct Avx512Bf16Isa : Avx512Isa {
   struct ScaledFp4 {
     __m512i too_large;
   };
-  // Scales as they are stored, e8m0. False if codes times one might leave the normal numbers, or one is none.
-  TANDEM_INLINE static bool scaled_fp4(const uint8_t* p, ScaledFp4& table) {
-    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    if (_mm_cmpgt_epu8_mask(_mm_sub_epi8(codes, _mm_set1_epi8(127 - 120)), _mm_set1_epi8(int8_t(2 * 120))))
-      return false;
-    const __m512i exponents = twice(_mm256_cvtepu8_epi16(codes));
-    table.too_large = _mm512_slli_epi16(_mm512_sub_epi16(_mm512_set1_epi16(kFp4Exponent + 127), exponents), 7);
+  // False if a scale is no power of two, or codes times it might leave the normal numbers.
+  TANDEM_INLINE static bool scaled_fp4(Vec scale, ScaledFp4& table) {
+    const __m512i bits = _mm512_castps_si512(scale), exponent = _mm512_sub_epi32(bits, _mm512_set1_epi32(127 << 23));
+    if (_mm512_test_epi32_mask(bits, _mm512_set1_epi32(int(0x807fffffu)))) return false;
+    if (_mm512_cmpgt_epi32_mask(_mm512_abs_epi32(exponent), _mm512_set1_epi32(120 << 23))) return false;
+    const __m512i upper = _mm512_sub_epi32(_mm512_set1_epi32(kFp4Exponent << 23), exponent);
+    table.too_large = _mm512_or_si512(upper, _mm512_srli_epi32(upper, 16));
     return true;
   }
   TANDEM_INLINE static Lane::Line decode_scaled_fp4(const uint8_t* p, int index, const ScaledFp4& table) {
     const __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(p), unsigned(4 * index));
     return _mm512_subs_epu16(_mm512_permutexvar_epi16(codes, large_e2m1_values()), table.too_large);
-  }
-
- protected:
-  TANDEM_INLINE static __m512i twice(__m256i words) {
-    const __m512i order = _mm512_setr_epi32(0x00000, 0x10001, 0x20002, 0x30003, 0x40004, 0x50005, 0x60006, 0x70007,
-                                            0x80008, 0x90009, 0xa000a, 0xb000b, 0xc000c, 0xd000d, 0xe000e, 0xf000f);
-    return _mm512_permutexvar_epi16(order, _mm512_castsi256_si512(words));
   }
 
  private:

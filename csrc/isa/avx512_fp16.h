@@ -107,6 +107,11 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
   }
 
  private:
+  TANDEM_INLINE static __m512i twice(__m256i halves) {
+    const __m512i order = _mm512_setr_epi32(0x00000, 0x10001, 0x20002, 0x30003, 0x40004, 0x50005, 0x60006, 0x70007,
+                                            0x80008, 0x90009, 0xa000a, 0xb000b, 0xc000c, 0xd000d, 0xe000e, 0xf000f);
+    return _mm512_permutexvar_epi16(order, _mm512_castsi256_si512(halves));
+  }
   TANDEM_INLINE static __m512i halves_of(Vec a) { return twice(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
   TANDEM_INLINE static Lane::Line line_of_halves(__m512i halves, __m512i exponents) {
     // (x + 4) >> 3; a sign is then in bits 15 to 12, and wanted in 15 alone.

@@ -86,7 +86,7 @@ concept ScalesHalves = requires { typename Isa::ScaledHalves; };
 template <ScalesHalves Isa, template <class> class F>
 struct ScaledLines<Isa, F> : ScaledHalfLines<Isa, F> {};
 
-// Powers of two only change exponents; neither they nor e4m3's scales become floats first.
+// Powers of two only change exponents; e4m3's scales become halves without being floats first.
 template <ScalesHalves Isa>
 struct ScaledLines<Isa, Fp4Format> : ScaledHalfLines<Isa, Fp4Format> {
   using Base = ScaledHalfLines<Isa, Fp4Format>;
@@ -94,12 +94,13 @@ struct ScaledLines<Isa, Fp4Format> : ScaledHalfLines<Isa, Fp4Format> {
   bool by_powers = false;
 
   TANDEM_INLINE bool begin_stored(const Scales& scales, int p, int64_t group) {
+    if (scales.type != ScaleType::e4m3 || scales.shift_type != ShiftType::none) return false;
     by_powers = Base::shifted = false;
-    if (scales.shift_type != ShiftType::none) return false;
-    if (scales.type == ScaleType::e8m0)
-      return by_powers = Isa::scaled_fp4(scales.panel[p] + kPanelRows * group, powers);
-    if (scales.type != ScaleType::e4m3) return false;
     return Isa::e4m3_halves(scales.panel[p] + kFactorBytes + kPanelRows * group, kE4m3Unit, Base::table);
+  }
+  TANDEM_INLINE bool begin(const Scales& scales, typename Isa::Vec scale, typename Isa::Vec shift) {
+    by_powers = scales.type == ScaleType::e8m0 && scales.shift_type == ShiftType::none;
+    return by_powers ? Isa::scaled_fp4(scale, powers) : Base::begin(scales, scale, shift);
   }
   template <int kFirst, int kUnits>
   TANDEM_INLINE void unpack(const uint8_t* payload, uint8_t* lines) const {
