@@ -23,7 +23,7 @@ from test_plan import GIB, MODEL, machine, reason
 
 EXPERTS, TOP_K = 6, 3
 SIZES = [(64, 32), (160, 96), (2048, 64)]  # rows of 4 KiB share a set of L1
-TOKENS = (1, 2, 3, 5, 17, 70, 300)
+TOKENS = (1, 2, 3, 5, 17, 70, 110, 300)
 Matrices = tuple[Tensor, Tensor, Tensor]
 
 

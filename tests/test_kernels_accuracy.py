@@ -69,19 +69,35 @@ def test_few_rows_of_4_bit_codes_are_not_rounded_on_tiles(fmt: str, group: int, 
         assert (error <= bound).all() == close, rows
 
 
-@pytest.mark.parametrize("tier", ["amx", "amx_standin"])
-@pytest.mark.parametrize(("fmt", "group"), [("bf16", 0), ("int4", 32), ("int8", 0), ("fp8", 128)])
-def test_tiles_over_several_slices_blocks_and_panels(fmt: str, group: int, tier: str) -> None:
+@pytest.mark.parametrize("tier", ["avx2", "avx512", "avx512_bf16", "amx", "amx_standin"])
+@pytest.mark.parametrize(
+    ("fmt", "group"), [("bf16", 0), ("int4", 32), ("int4_zeros", 256), ("int8", 0), ("fp8", 128)]
+)
+def test_many_rows_over_several_slices_blocks_and_panels(fmt: str, group: int, tier: str) -> None:
     """More rows than one call takes, three pairs of panels per task, K of several slices with a shorter last one; tiles
     of 11, 12, 13 and 16 rows, some of them not full."""
     cases.require_tier(tier)
-    n, k = 32 * 16, 1150
+    n, k = 32 * 24, 1150
     weight = random_weight(n, k)
     matrix = cases.packed_matrix(cases.workspace_of(tier, "tile_mm"), weight, None, fmt, group)
     exact, size = (f(weight, fmt, group).double().T for f in (as_packed, cases.magnitude_of))
     for rows in (33, 47, 64, 65, 530):
         x = cases.activations(rows, k, fmt)
         bound = cases.product_bound(x.double().abs() @ size, k, fmt, group, tier)
+        assert ((matrix(x, torch.float32).double() - x.double() @ exact).abs() <= bound).all(), rows
+
+
+@pytest.mark.parametrize("tier", ["amx", "amx_standin"])
+@pytest.mark.parametrize("k", [8000, 9216])
+def test_rows_too_long_for_a_stream(k: int, tier: str) -> None:
+    """32 rows of more than 7936 k and 64 of more than 9088 do not fit its scratch."""
+    cases.require_tier(tier)
+    weight = random_weight(40, k)
+    matrix = cases.packed_matrix(cases.workspace_of(tier, "tile_mm"), weight, None, "int8", 32)
+    exact, size = (f(weight, "int8", 32).double().T for f in (as_packed, cases.magnitude_of))
+    for rows in (32, 33, 64):
+        x = cases.activations(rows, k, "int8")
+        bound = cases.product_bound(x.double().abs() @ size, k, "int8", 32, tier)
         assert ((matrix(x, torch.float32).double() - x.double() @ exact).abs() <= bound).all(), rows
 
 

@@ -52,9 +52,10 @@ void whole_rows(const Call& call) {
         unpack_rows<Isa>(here.payload[q], row, first, first + kPairs, a.scratch + q * kPairs * 64);
       }
       const ScratchSource<Isa::Lane> source{{a.scratch, a.scratch + kPairs * 64}};
+      const Scales none{};
       block_of<Isa, ScratchSource<Isa::Lane>, false, Isa::kTileRows>(a.rows, source, first,
                                                                      reinterpret_cast<const uint8_t* const*>(a.x_rows),
-                                                                     first, first + kPairs, Scales{}, a.y, a.y_stride);
+                                                                     first, first + kPairs, &none, a.y, a.y_stride);
     }
   }
 }

@@ -58,8 +58,9 @@ struct FormatKernels {
   MatmulFn dot_rows;       // few rows: weights are streamed once and decoded in registers
   MatmulFn tile_mm;        // many rows: a panel is unpacked to scratch, then a format-blind kernel
   int32_t tile_from_rows;  // from this many rows tile_mm is faster: measured
-  int32_t part_rows;       // so many rows at once are faster, where an expert has more of them,
-  int32_t parts_to_rows;   // up to these; 0: it is never cut for that
+  // An expert of more rows than part_rows, up to parts_to_rows, is cut into parts of at most so many, where K is at
+  // most part_depth: measured. 0: never.
+  int32_t part_rows, parts_to_rows, part_depth;
 };
 
 // A row of activations to be converted for products of integers with weights of this layout: rounded to int8 (see

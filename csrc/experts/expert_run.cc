@@ -80,7 +80,9 @@ void ExpertRun::list_parts() {
   parts_.reserve(plan_.experts.size());
   for (size_t e = 0; e < plan_.experts.size(); ++e) {
     const auto& [id, first, count] = plan_.experts[e];
-    const int64_t blocks = ceil_div(count, rows_per_part(table_, layer_.gate_up_layout_, count));
+    const int64_t most = std::max(rows_per_part(table_, layer_.gate_up_layout_, count),
+                                  rows_per_part(table_, layer_.down_layout_, count));
+    const int64_t blocks = ceil_div(count, most);
     for (int64_t b = 0; b < blocks; ++b) {
       const int32_t begin = int32_t(count * b / blocks), end = int32_t(count * (b + 1) / blocks);
       parts_.push_back({int32_t(e), first + begin, end - begin});

@@ -29,7 +29,7 @@ struct Avx512Isa {
           "vfmadd231ps %[line], %[w1], %[s1]\n\t"
           "vfmadd231ps %[line], %[w2], %[s2]\n\t"
           "vfmadd231ps %[line], %[w3], %[s3]"
-          : [s0] "+v"(sums[0]), [s1] "+v"(sums[1]), [s2] "+v"(sums[2]), [s3] "+v"(sums[3]), [line] "=&v"(line)
+          : [s0] "+&v"(sums[0]), [s1] "+&v"(sums[1]), [s2] "+&v"(sums[2]), [s3] "+&v"(sums[3]), [line] "=&v"(line)
           : [w0] "v"(w[0]), [w1] "v"(w[1]), [w2] "v"(w[2]), [w3] "v"(w[3]), [x] "m"(*static_cast<const float*>(x)));
     }
   };

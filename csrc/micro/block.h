@@ -68,6 +68,7 @@ TANDEM_INLINE void accumulate(const Source& source, const uint8_t* const* x, int
 #pragma GCC unroll 8
     for (int index = 0; index < Source::kStepsPerBlock; ++index) {
       if constexpr (kPanels == 4) {
+        static_assert(Source::kLinesPerStep == 1);
         typename Lane::Line weights[4];
 #pragma GCC unroll 4
         for (int p = 0; p < 4; ++p) weights[p] = source.decode(p, step, index).line[0];

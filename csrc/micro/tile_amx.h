@@ -161,7 +161,8 @@ constexpr KernelTable make_amx_table(Tier tier, KernelTable vectors) {
 #define TANDEM_TILES(name, F)                                                                      \
   table.formats[int(Format::name)].tile_mm = tile_mm_amx<Isa, Tiles, F, has_groups(Format::name)>; \
   table.formats[int(Format::name)].part_rows = kStreamsTwice<F<Isa>> ? kStreamRows : 0;            \
-  table.formats[int(Format::name)].parts_to_rows = kStreamsTwice<F<Isa>> ? 2 * kStreamRows : 0;
+  table.formats[int(Format::name)].parts_to_rows = kStreamsTwice<F<Isa>> ? 2 * kStreamRows : 0;    \
+  table.formats[int(Format::name)].part_depth = kStreamDepth;
   TANDEM_FORMATS(TANDEM_TILES)
 #undef TANDEM_TILES
   table.peak = tile_peak<Tiles>;

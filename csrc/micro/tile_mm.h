@@ -8,9 +8,11 @@ namespace tandem {
 namespace {
 
 // Bytes of a block's panels' lines that are unpacked at once: half of the smallest L1, or of four panels 3/4, so that
-// they stay there while the rows pass.
+// they stay there while the rows pass; but whole groups, so 32 KiB of four panels in groups of 64 and 128 k.
 constexpr int64_t kSliceBytes = 16 * 1024, kWideSliceBytes = 24 * 1024;
-constexpr int64_t kSumsAt = 64 * 1024;  // in the scratch: behind a slice, rounded up to groups
+constexpr int64_t kLargestGroup = 256;                     // k: see has_group_size
+constexpr int64_t kSumsAt = 64 * 1024;                     // in the scratch: behind a slice, rounded up to groups
+static_assert(4 * kLargestGroup * kCacheLine <= kSumsAt);  // of float lanes, a line a k and panel
 
 // Equal slices of K instead of a full one and a rest; each a multiple of the group.
 template <class Isa, class Lane>
@@ -101,6 +103,10 @@ const float* sums_of_slice(const MatmulArgs* args, int64_t first, int64_t last) 
   return sums - begin;
 }
 
+// At once: a slice of them stays in L1 while the rows pass.
+template <class Isa>
+constexpr int kPairsAtOnce = Isa::kTilePanels == 4 ? 2 : 1;
+
 // A slice of K of pairs of panels, from pair p of the call on, times all rows.
 template <class Isa, class Format, int kPairs>
 void multiply_slice(const MatmulArgs* args, int p, int64_t first, int64_t last, const float* sums) {
@@ -110,6 +116,7 @@ void multiply_slice(const MatmulArgs* args, int p, int64_t first, int64_t last, 
   const WeightView& w = args->weights;
   const uint8_t* const* x = reinterpret_cast<const uint8_t* const*>(args->x_rows);
   const int step = rows_per_block<kRows>(args->rows);
+  const int ahead = args->pairs < kPairsAtOnce<Isa> ? args->pairs : kPairsAtOnce<Isa>;
   PairOfPanels panels[kPairs];
   ScratchSource<Lane> lines[kPairs];
   for (int i = 0; i < kPairs; ++i) {
@@ -118,7 +125,7 @@ void multiply_slice(const MatmulArgs* args, int p, int64_t first, int64_t last, 
     panels[i].scales.sums_stride = sums ? 2 * (last - first) / w.group : 0;
     const int64_t bytes = 2 * (last - first) * Lane::kLinesPerPair * kCacheLine;
     lines[i] = slice_of<Isa, Format>(panels[i], first, last, args->scratch + i * bytes);
-    if constexpr (Format::kPacked) prefetch_pair<Isa, Format>(args, p + kPairs + i, first, last);
+    if constexpr (Format::kPacked) prefetch_pair<Isa, Format>(args, p + ahead + i, first, last);
   }
   for (int q = 0; q < 2 * kPairs; q += kPanels) {
     const Source source = part_of<kPanels>(lines, q);
@@ -139,7 +146,7 @@ template <class Isa, template <class> class F>
 void tile_mm(const MatmulArgs* args) {
   using Format = F<Isa>;
   using Lane = typename Format::Lane;
-  constexpr int kPairs = Isa::kTilePanels == 4 ? 2 : 1;  // at once: a slice of them stays in L1 while the rows pass
+  constexpr int kPairs = kPairsAtOnce<Isa>;
   const int64_t depth = args->weights.padded_depth / 2, slice = slice_pairs<Isa, Lane>(args->weights);
   for (int64_t first = 0; first < depth; first += slice) {
     const int64_t last = first + slice < depth ? first + slice : depth;

@@ -6,8 +6,8 @@
 //     step of 32 k   2 panels x 1 or 2 tiles of rows, or 1 panel x 3 or 4; meanwhile step n + kStreamAhead is unpacked,
 //                    and what comes 4 to 8 KiB later is asked for
 //
-// All rows' K must fit 512 KiB: 7936 for 32 rows, 15872 for 16; of 33 to 64 rows what tile_amx.h may take for rows and
-// panels: 9024 for 64; others are left to that. Up to 32 rows, groups of 128 k and more are not scaled before they are
+// All rows' K must fit 512 KiB: 7936 for 32 rows, 15872 for 16; of 33 to 64 rows all of the scratch: 9088 for 64;
+// others are left to tile_amx.h. Up to 32 rows, groups of 128 k and more are not scaled before they are
 // multiplied, so no weight is rounded: what a group sums up to is scaled in float and added to the sums of those before
 // it, while tiles multiply the next group.
 //
@@ -29,6 +29,8 @@ constexpr int kStreamRows = 64;                              // four tiles
 constexpr int64_t kStreamSumsAt = kStreamRing * kStepBytes;  // of two groups
 constexpr int64_t kStreamSumsBytes = kFoldedRows * kPairColumns * int64_t(sizeof(float));
 constexpr int64_t kStreamRowsAt = kStreamSumsAt + 2 * kStreamSumsBytes;
+constexpr int kStreamDepth = int((kMatmulScratchBytes - kStreamRowsAt) / (2 * kStreamRows));  // K of that many rows
+static_assert(kStreamDepth == 9088);
 
 // Floats of sums of activations by row and group, where they are needed: behind the rows.
 inline int64_t stream_x_sums(const MatmulArgs* args) {
@@ -42,7 +44,7 @@ inline int64_t stream_rows_bytes(const MatmulArgs* args) {
 
 // All rows, in tiles of equal height, fit the scratch.
 inline bool takes_stream(const MatmulArgs* args) {
-  const int64_t most = args->rows <= kStreamRows / 2 ? kFewRowsScratchBytes : kMatmulScratchBytes;
+  const int64_t most = args->rows <= kFoldedRows ? kFewRowsScratchBytes : kMatmulScratchBytes;
   return args->rows <= kStreamRows && kStreamRowsAt + stream_rows_bytes(args) + 4 * stream_x_sums(args) <= most;
 }
 

@@ -97,11 +97,11 @@ int64_t prepared_stride(const KernelTable& table, const WeightView& layout);
 void prepare_rows(const KernelTable& table, const WeightView& layout, const RowsView& x, int64_t first, int64_t last,
                   uint8_t* to);
 
-// Of an expert's rows, how many are multiplied at once, if they fit: see FormatKernels::part_rows.
+// Of an expert's rows, how many are multiplied at once: see FormatKernels::part_rows.
 inline int64_t rows_per_part(const KernelTable& table, const WeightView& layout, int64_t rows) {
   const FormatKernels& kernels = table.formats[int(layout.format)];
-  const bool fit = 2 * int64_t{kernels.part_rows} * layout.padded_depth < kMatmulScratchBytes;
-  return rows <= kernels.parts_to_rows && fit ? kernels.part_rows : table.blocking.rows_per_call;
+  const bool cuts = rows <= kernels.parts_to_rows && layout.padded_depth <= kernels.part_depth;
+  return cuts ? kernels.part_rows : table.blocking.rows_per_call;
 }
 
 // The algorithm for this number of rows: see FormatKernels::tile_from_rows.
