@@ -129,8 +129,8 @@ TANDEM_INLINE typename Isa::Vec load_shared_scales(const uint8_t* panel_scales, 
 }
 
 constexpr int64_t kFactorBytes = kPanelRows * int64_t(sizeof(float));  // of e4m3's factors, before the groups
-constexpr float kE4m3Unit =
-    0x1p-12f;  // what 1 is loaded as: the largest such scale times any code of fp4 or int4 is a half
+// What 1 is loaded as: the largest such scale times any code of fp4 or int4 is a half.
+constexpr float kE4m3Unit = 0x1p-12f;
 
 // The 16 scales (or shifts that are stored as they are) of one group of one panel. Those of e4m3 are without their
 // rows' factors, which finished sums are multiplied with: so a scale times a code of 4 bits is a bf16 number, exactly.
