@@ -43,6 +43,7 @@ struct MatmulArgs {
   int32_t first_pair;
   int32_t pairs;
   const uint8_t* next_panel;  // where the caller goes on reading weights, for prefetching; may be null
+  int64_t x_stride = 0;       // bytes from each row to the next, where that is the same for all; 0: they lie anywhere
 };
 using MatmulFn = void (*)(const MatmulArgs*);
 

@@ -103,7 +103,8 @@ const float* ExpertRun::down_bias(int expert, int64_t pair) const {
 void ExpertRun::down(const Piece& piece, WorkerScratch& scratch) {
   const Part& part = piece.part;
   const RoutingPlan::Expert& expert = plan_.experts[size_t(part.expert)];
-  multiply(find_hidden(expert, part.first_row, part.rows, scratch), piece, scratch);
+  const int64_t x_stride = hidden_integers_.how().takes(expert.count) ? 0 : hidden_.stride;
+  multiply(find_hidden(expert, part.first_row, part.rows, scratch), piece, x_stride, scratch);
   const int64_t first_pair = first_result_pair(piece.node) + piece.first_pair - pairs_of(down_, piece.node).first;
   const int64_t columns = int64_t{piece.pairs} * kPairColumns;
   const float* bias = down_bias(expert.id, layer_.slices_[piece.node].first_down + piece.first_pair);

@@ -245,16 +245,16 @@ bool ExpertRun::fetch_step(const Piece& piece, int64_t step) {
 }
 
 // The rows that were found times the piece's weights, to scratch.tile.
-void ExpertRun::multiply(MatmulFn kernel, const Piece& piece, WorkerScratch& scratch) {
+void ExpertRun::multiply(MatmulFn kernel, const Piece& piece, int64_t x_stride, WorkerScratch& scratch) {
   const MatmulArgs args{piece.weights,   scratch.rows,     scratch.tile, kTileStride, scratch.matmul,
-                        piece.part.rows, piece.first_pair, piece.pairs,  piece.next};
+                        piece.part.rows, piece.first_pair, piece.pairs,  piece.next,  x_stride};
   kernel(&args);
 }
 
 void ExpertRun::gate_up(const Piece& piece, WorkerScratch& scratch) {
   const Part& part = piece.part;
   const RoutingPlan::Expert& expert = plan_.experts[size_t(part.expert)];
-  multiply(find_x(expert, part.first_row, part.rows, scratch), piece, scratch);
+  multiply(find_x(expert, part.first_row, part.rows, scratch), piece, 0, scratch);
   const int64_t length = int64_t{layer_.gate_up_layout_.pairs} * kPairColumns;
   const int64_t pair = layer_.slices_[piece.node].first_gate_up + piece.first_pair, column = pair * kPairColumns;
   const float* bias =

@@ -71,7 +71,7 @@ class ExpertRun {
   static bool fetch_step(const Piece& piece, int64_t step);
   template <class Body>
   void for_pieces(const Tasks& tasks, int64_t index, Body body) const;
-  static void multiply(MatmulFn kernel, const Piece& piece, WorkerScratch& scratch);
+  static void multiply(MatmulFn kernel, const Piece& piece, int64_t x_stride, WorkerScratch& scratch);
   void gate_up(const Piece& piece, WorkerScratch& scratch);
   void clear_padding(int64_t row);
 

@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "isa/inline.h"
+#include "isa/tile_rows.h"
 
 namespace tandem {
 namespace {
@@ -91,16 +92,15 @@ struct AmxTiles {
     fence();
   }
 
-  // y[0 : kRowTiles * high, 0 : 32] (+)= a * b over `steps` of 32 k. a: per step two tiles of `high` rows; b[p]: 16
-  // lines per step. `between` is called once a step: vector work that runs while the tiles multiply. Tiles 0 to 3:
-  // sums, 4 and 5: rows of a, 6 and 7: panels.
+  // y[0 : kRowTiles * high, 0 : 32] (+)= a * b over `steps` of 32 k. b[p]: 16 lines per step. `between` is called once
+  // a step: vector work that runs while the tiles multiply. Tiles 0 to 3: sums, 4 and 5: rows of a, 6 and 7: panels.
+  // Panels should stay in L1 for the next rows, and a block's rows are as large: these are loaded past it.
   template <int kRowTiles, class Between>
-  static void multiply(int high, const uint8_t* a, const uint8_t* const* b, int64_t steps, float* y, int64_t y_stride,
+  static void multiply(int high, const TileRows& a, const uint8_t* const* b, int64_t steps, float* y, int64_t y_stride,
                        bool onto, const Between& between) {
     fence();
     const int64_t y_bytes = 4 * y_stride;
     float* y1 = y + high * y_stride;
-    const int64_t a_step = 2 * high * 64;
     if (onto) {
       _tile_loadd(0, y, y_bytes);
       _tile_loadd(1, y + 16, y_bytes);
@@ -115,15 +115,15 @@ struct AmxTiles {
       _tile_zero(3);
     }
     for (int64_t s = 0; s < steps; ++s) {
-      const uint8_t* rows = a + s * a_step;
-      _tile_loadd(4, rows, 64);
+      const uint8_t* rows = a.at + s * a.step;
+      _tile_stream_loadd(4, rows, a.apart);
       _tile_loadd(6, b[0] + 1024 * s, 64);
       _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, b[1] + 1024 * s, 64);
       _tile_dpbf16ps(1, 4, 7);
       _tile_zero(4);
       if (kRowTiles == 2) {
-        _tile_loadd(5, rows + high * 64, 64);
+        _tile_stream_loadd(5, rows + high * a.apart, a.apart);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
         _tile_zero(5);

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "isa/inline.h"
+#include "isa/tile_rows.h"
 
 namespace tandem {
 namespace {
@@ -49,13 +50,13 @@ struct PortableTiles {
     float sums[32 * 32] = {};
     const uint8_t* const panels[2] = {operands + 2048 * kPeakSteps, operands + 3072 * kPeakSteps};
     for (int64_t i = 0; i < rounds; ++i) {
-      multiply<2>(16, operands, panels, kPeakSteps, sums, 32, true, [] {});
+      multiply<2>(16, {operands, 64, 2048}, panels, kPeakSteps, sums, 32, true, [] {});
       __asm__ volatile("" : : "r"(sums) : "memory");
     }
   }
 
   template <int kRowTiles, class Between>
-  static void multiply(int high, const uint8_t* a, const uint8_t* const* b, int64_t steps, float* y, int64_t y_stride,
+  static void multiply(int high, const TileRows& a, const uint8_t* const* b, int64_t steps, float* y, int64_t y_stride,
                        bool onto, const Between& between) {
     for (int r = 0; r < high * kRowTiles; ++r)
       for (int column = 0; column < 32; ++column) {
@@ -63,7 +64,7 @@ struct PortableTiles {
         if (!onto) *sum = 0.0f;
         const uint16_t* w = reinterpret_cast<const uint16_t*>(b[column / 16]) + column % 16 * 2;
         for (int64_t pair = 0; pair < 16 * steps; ++pair) {
-          const uint8_t* row = a + (pair / 16 * 2 * high + r) * 64;
+          const uint8_t* row = a.at + pair / 16 * a.step + r * a.apart;
           const uint16_t* x = reinterpret_cast<const uint16_t*>(row) + pair % 16 * 2;
           for (int i = 0; i < 2; ++i) *sum += float_of_bf16(x[i]) * float_of_bf16(w[32 * pair + i]);
         }

@@ -2,11 +2,11 @@
 // to bf16 once more, by way of 11 bits where scales are multiplied in as halves: at most a relative 1.25 * 2^-8, with
 // offsets of the group's largest weight), and blocks of 32 rows x 32 columns run over them.
 //
-//   slice of K            its rows are gathered in tile order, 64 bytes of each after the other, so that a tile is up
-//                         to 16 lines in a row and the lines of one column do not crowd one set of the cache
-//     pair of panels
+//   slice of K            unless its rows lie at equal distances, they are gathered in tile order, 64 bytes of each
+//                         after the other, so that a tile is up to 16 lines in a row
+//     pair of panels      of this slice 32 KiB, which stay in L1 while rows are loaded past it
 //       two tiles of rows   2 x 2 tiles of sums over the slice; between the steps the next pair of panels is unpacked,
-//                           and the next step's weights are asked for into L1
+//                           and the next step's weights are asked for into L1: a busy hyperthread may have taken it
 //
 // Up to 64 rows, if they fit its scratch, are left to tile_stream.h, few of 4-bit codes to tile_groups.h.
 //
@@ -16,19 +16,26 @@
 //   73   29   rows from up to 1 MiB of L2, weights of 16 KiB in L1
 //   83   42   weights of 64 KiB, from L2, asked for a step ahead
 //   84   42   all in L1, but sums loaded and stored every 8 steps (73 and 32: every 32)
-//   84        products of a layer (bf16, DeepSeek-V3's shape, 4096 tokens; L1 65); and 11 to 15 more for gathering, and
-//             a twelfth of the time is spent elsewhere
 // L2 gives a line in 0.5 to 0.7 ns up to 1.5 MiB, L3 in 3; so rows, sums and panels must fit these 1.5 MiB, or nearly.
 //
+// This code on 16 threads, weights from memory, rows out of 4096, 16 pairs of panels a call (probes/many_rows.cc;
+// 2026-11-23-xeon-probes-slices.json): the fastest tenth of threads, the median, and what all do together.
+//   bf16, K = 7168, 256 rows   57   102    87   and    51    96    77 where rows lie at equal distances
+//   int4                       64   100    89          59   100    85
+//   int4, K = 2048             63    92    86          57    96    80
+// Slices of 1024 k with rows loaded into L1 took a fastest thread 1.14 to 1.33 times as long, a slow one 0.95 to 1.0;
+// of 512 k with rows loaded into L1 1.15 to 1.3 and 1.05; loaded past it, slices of 256, 384 or 768 k 1.0 to 1.2.
+//
 // What was tried beside this, time of a layer of 256 to 4096 tokens in turn, and of most also for Qwen3-30B's shape:
-//   slices          rows of 1 MiB, so slices of 1024 k, took 0.96 of those of 256 KiB; 2048 k and the whole K 0.93 to
-//                   1.65; parts of 256 or 512 k of a panel's slice that stay in L1 0.98 to 1.12, if the next block's
-//                   sums are asked for, too, 1.02 to 1.08
-//   tasks           64 to 256 rows, or 8 to 64 pairs of panels 0.93 to 1.5; smaller ones at the end 0.93 to 1.03
+//   slices          2048 k and the whole K 0.93 to 1.65
+//   tasks           64 to 256 rows, or 8 to 64 pairs of panels 0.93 to 1.5 (32 pairs of 256 rows 0.95 to 1.15);
+//                   smaller ones at the end 0.93 to 1.03
 //   gathering       between the steps 1.1; once for all, and tiles from there 1.1; asked for 4 to 16 rows ahead 0.98 to
-//                   1.10; intermediate activations where they lie, a row of tiles 0.94 to 0.97
-//   sums            in tile order 0.95 to 1.01; added by vectors 1.0; the next ones asked for 1.0 to 1.1
+//                   1.10; the next slice's asked for into L2 meanwhile 1.0 to 1.06
+//   sums            in tile order up to the last slice 0.94 to 1.06; added by vectors 1.0; the next ones asked for 1.0
+//                   to 1.1; stored between the next block's first products 1.0
 //   rows            the next ones asked for, 2 or 4 steps ahead 1.05 to 1.2
+//   panels          asked for only while the first block passes 0.9 to 1.07: gains alone, loses beside a neighbour
 //   unpacking       after each product instead of each step 0.96 to 1.04; it takes 9 to 13 % of the time (int4)
 #pragma once
 
@@ -41,8 +48,9 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kAmxDepthPairs = 512;  // of k per slice, at most
+constexpr int64_t kAmxDepthPairs = 256;  // of k per slice, at most
 constexpr int64_t kAmxPanelBytes = 2 * kAmxDepthPairs * kCacheLine;
+constexpr int64_t kAmxRowBytes = 4 * kAmxDepthPairs * kMaxRowsPerCall;
 static_assert(2 * kAmxPanelBytes + kAmxRowBytes <= kMatmulScratchBytes);
 
 // The call's slices in the order in which they are multiplied: all pairs of panels of a slice of K, then the next.
@@ -71,11 +79,11 @@ class TileProduct {
  public:
   explicit TileProduct(const MatmulArgs* args)
       : args_(args),
-        order_{args, slice_pairs_of_rows(args->rows, args->weights.padded_depth / 2, kAmxDepthPairs, 16),
-               Format::kPairBytes},
+        order_{args, equal_slices(args->weights.padded_depth / 2, kAmxDepthPairs, 16), Format::kPairBytes},
         tiles_(args->rows),
         blocks_((tiles_.count + 1) / 2),
-        rows_(args->scratch + 2 * kAmxPanelBytes) {}
+        in_place_(blocks_in_place(args, tiles_)),
+        gathered_(args->scratch + 2 * kAmxPanelBytes) {}
 
   void run() {
     Tiles::begin(tiles_.high);
@@ -84,9 +92,7 @@ class TileProduct {
     for (int64_t i = 0, count = order_.count(); i < count; ++i) {
       const PanelSlice next = order_.at(i + 1 < count ? i + 1 : i);
       const int64_t steps = (here.last - here.first) / 16;
-      if (i % args_->pairs == 0)
-        gather_rows<Isa>(reinterpret_cast<const uint8_t* const*>(args_->x_rows), args_->rows, 4 * here.first, steps,
-                         tiles_.high, 2 * tiles_.high, rows_);
+      if (i % args_->pairs == 0) gather(here);
       if constexpr (Format::kPacked) {
         Unpacking<Isa, F> side(next, lines(i + 1), blocks_ * steps);
         multiply(i, here, side, i + 1 < count);
@@ -101,6 +107,28 @@ class TileProduct {
  private:
   uint8_t* lines(int64_t i) const { return args_->scratch + i % 2 * kAmxPanelBytes; }
 
+  // A slice's rows but those that are loaded where they lie.
+  void gather(const PanelSlice& slice) const {
+    const int first = in_place_ * 2 * tiles_.high;
+    gather_rows<Isa>(reinterpret_cast<const uint8_t* const*>(args_->x_rows) + first, args_->rows - first,
+                     4 * slice.first, (slice.last - slice.first) / 16, tiles_.high, 2 * tiles_.high, gathered_);
+  }
+
+  TANDEM_INLINE TileRows rows_of(int block, const PanelSlice& slice) const {
+    const int64_t of_block = 2 * tiles_.high, bytes = 4 * (slice.last - slice.first);
+    if (block >= in_place_)
+      return {gathered_ + (block - in_place_) * of_block * bytes, kCacheLine, of_block * kCacheLine};
+    const uint8_t* const x = static_cast<const uint8_t*>(args_->x_rows[0]);
+    return {x + block * of_block * args_->x_stride + 4 * slice.first, args_->x_stride, kCacheLine};
+  }
+
+  // Tiles are as high as each other, so the last one may have more rows than there are.
+  static int blocks_in_place(const MatmulArgs* args, const EvenTiles& tiles) {
+    if (!args->x_stride) return 0;
+    const int fewer = tiles.count * tiles.high - args->rows > 0;
+    return (tiles.count + 1) / 2 - fewer;
+  }
+
   template <class Side>
   void multiply(int64_t i, const PanelSlice& slice, Side& side, bool more) {
     const int64_t steps = (slice.last - slice.first) / 16;
@@ -113,7 +141,7 @@ class TileProduct {
     };
     for (int b = 0; b < blocks_; ++b) {
       float* y = args_->y + b * 2 * tiles_.high * args_->y_stride + kPairColumns * (i % args_->pairs);
-      const uint8_t* a = rows_ + b * steps * 2 * tiles_.high * kCacheLine;
+      const TileRows a = rows_of(b, slice);
       if (2 * b + 1 < tiles_.count)
         Tiles::template multiply<2>(tiles_.high, a, panels, steps, y, args_->y_stride, slice.first > 0, between);
       else
@@ -125,8 +153,9 @@ class TileProduct {
   const MatmulArgs* args_;
   const SliceOrder order_;
   const EvenTiles tiles_;
-  const int blocks_;  // of two tiles
-  uint8_t* rows_;     // of the slice, in tile order
+  const int blocks_;         // of two tiles, of which
+  const int in_place_;       // ... these are loaded where they lie, and
+  uint8_t* const gathered_;  // ... the others' rows of the slice are here, in tile order
 };
 
 template <class Isa, class Tiles, template <class> class F, bool kByGroups>

@@ -7,9 +7,6 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kAmxRowBytes = 1 << 20;  // of gathered rows: many take shorter slices; measured in tile_amx.h
-static_assert(kAmxRowBytes / (4 * kMaxRowsPerCall) >= 16);
-
 // Rows in as few tiles as they take, all of one height: 65 rows are 5 tiles of 13 and not of 16, 16, 16, 16 and 1.
 struct EvenTiles {
   int count, high;
@@ -42,11 +39,10 @@ void gather_rows(const uint8_t* const* x, int rows, int64_t offset, int64_t step
     }
 }
 
-// Equal slices of K that so many rows can be gathered of, in multiples of `unit`, at most `most` pairs of k if that is
-// a multiple; the last one may be shorter.
-TANDEM_INLINE int64_t slice_pairs_of_rows(int rows, int64_t pairs, int64_t most, int64_t unit) {
-  const int64_t whole = (rows + 31) / 32 * 32, by_rows = kAmxRowBytes / (4 * whole) / unit * unit;
-  const int64_t each = by_rows < most ? by_rows : most, slices = (pairs + each - 1) / each;
+// Equal slices of K, in multiples of `unit` pairs of k, at most `most` if that is a multiple; the last one may be
+// shorter.
+TANDEM_INLINE int64_t equal_slices(int64_t pairs, int64_t most, int64_t unit) {
+  const int64_t slices = (pairs + most - 1) / most;
   return ((pairs + slices - 1) / slices + unit - 1) / unit * unit;
 }
 
