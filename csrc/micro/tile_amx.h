@@ -23,19 +23,20 @@
 //   bf16, K = 7168, 256 rows   57   102    87   and    51    96    77 where rows lie at equal distances
 //   int4                       64   100    89          59   100    85
 //   int4, K = 2048             63    92    86          57    96    80
-// Slices of 1024 k with rows loaded into L1 took a fastest thread 1.14 to 1.33 times as long, a slow one 0.95 to 1.0;
-// of 512 k with rows loaded into L1 1.15 to 1.3 and 1.05; loaded past it, slices of 256, 384 or 768 k 1.0 to 1.2.
+// Slices of 1024 k with rows loaded into L1, in turn, took the fastest thread 1.06 to 1.22 times as long, the median
+// 0.97 to 1.01; of 512 k with rows loaded into L1 1.02 to 1.24 and 1.03 to 1.08; loaded past it, of 384 and 768 k 0.88
+// to 1.16 and 0.95 to 1.06. Layers of 256 to 4096 tokens went to 0.91 to 1.02 of the time, 0.96 in the median.
 //
 // What was tried beside this, time of a layer of 256 to 4096 tokens in turn, and of most also for Qwen3-30B's shape:
 //   slices          2048 k and the whole K 0.93 to 1.65
-//   tasks           64 to 256 rows, or 8 to 64 pairs of panels 0.93 to 1.5 (32 pairs of 256 rows 0.95 to 1.15);
+//   tasks           64 to 256 rows, or 8 to 64 pairs of panels 0.93 to 1.5 (32 pairs of 256 rows 0.92 to 1.13);
 //                   smaller ones at the end 0.93 to 1.03
 //   gathering       between the steps 1.1; once for all, and tiles from there 1.1; asked for 4 to 16 rows ahead 0.98 to
-//                   1.10; the next slice's asked for into L2 meanwhile 1.0 to 1.06
-//   sums            in tile order up to the last slice 0.94 to 1.06; added by vectors 1.0; the next ones asked for 1.0
-//                   to 1.1; stored between the next block's first products 1.0
+//                   1.10; the next slice's asked for into L2 meanwhile 0.97 to 1.10
+//   sums            in tile order up to the last slice 0.95 to 1.10; added by vectors 1.0; the next ones asked for 1.0
+//                   to 1.1; stored between the next block's first products 0.97 to 1.0 (in a loop)
 //   rows            the next ones asked for, 2 or 4 steps ahead 1.05 to 1.2
-//   panels          asked for only while the first block passes 0.9 to 1.07: gains alone, loses beside a neighbour
+//   panels          asked for only while the first block passes 0.98 to 1.03
 //   unpacking       after each product instead of each step 0.96 to 1.04; it takes 9 to 13 % of the time (int4)
 #pragma once
 
