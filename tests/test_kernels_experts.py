@@ -32,11 +32,11 @@ class Weights:
 
 
 @functools.cache
-def weights_of(seed: int = 0) -> Weights:
+def weights_of(seed: int = 0, width: int = WIDTH) -> Weights:
     g = torch.Generator().manual_seed(seed)
-    gate, up = 2 * torch.randn(2, EXPERTS, WIDTH, HIDDEN, generator=g) / HIDDEN**0.5
-    down = torch.randn(EXPERTS, HIDDEN, WIDTH, generator=g) / WIDTH**0.5
-    biases = torch.randn(2, EXPERTS, WIDTH, generator=g)
+    gate, up = 2 * torch.randn(2, EXPERTS, width, HIDDEN, generator=g) / HIDDEN**0.5
+    down = torch.randn(EXPERTS, HIDDEN, width, generator=g) / width**0.5
+    biases = torch.randn(2, EXPERTS, width, generator=g)
     return Weights(gate, up, down, biases[0], biases[1], torch.randn(EXPERTS, HIDDEN, generator=g))
 
 
@@ -101,7 +101,7 @@ def exact_and_bound(
             hidden_error = hidden_error + cases.BF16_UNIT * (hidden.abs() + hidden_error)
         y = hidden @ down_w.T + b[2]
         y_error = hidden_error @ down_w.abs().T
-        y_error += cases.product_bound(hidden.abs() @ down_m.T + 3.0, WIDTH, fmt, group, tier)
+        y_error += cases.product_bound(hidden.abs() @ down_m.T + 3.0, w.down.shape[-1], fmt, group, tier)
         scale = weights[token, slot, None].double()
         out.index_add_(0, token, scale * y)
         bound.index_add_(0, token, scale.abs() * (y_error + 16 * cases.F32_UNIT * y.abs()))
@@ -130,19 +130,32 @@ def test_formats(fmt: str, group: int, tier: str, algorithm: str) -> None:
         assert ((y.double() - exact).abs() <= bound).all(), (rows, k)
 
 
+def check_many_rows(tier: str, fmt: str, group: int, width: int) -> None:
+    cases.require_tier(tier)
+    w = weights_of(width=width)
+    layer = cases.packed_experts(cases.workspace_of(tier, "auto"), EXPERTS, HIDDEN, width, fmt, group)
+    load(layer, w, fmt=fmt, group=group)
+    ids = torch.repeat_interleave(torch.tensor([3, 0, 7, 12, 5]), torch.tensor([64, 65, 100, 128, 129]))
+    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(1)), None].int()
+    x, weights = cases.activations(len(ids), HIDDEN, fmt), torch.rand(len(ids), 1)
+    exact, bound = exact_and_bound(w, x, ids, weights, fmt, group, tier, "silu", False)
+    y = layer.forward(x, ids, weights, out=torch.empty(len(ids), HIDDEN))
+    assert ((y.double() - exact).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("tier", ["amx", "amx_standin"])
 @pytest.mark.parametrize(("fmt", "group"), [("int4", 32), ("mxfp4", 32), ("int8", 32)])
 def test_experts_of_more_rows_than_a_stream(fmt: str, group: int, tier: str) -> None:
     """64 rows are one stream of weights; of 65 to 128, codes of 4 bits are two of them."""
-    cases.require_tier(tier)
-    layer = cases.packed_experts(cases.workspace_of(tier, "auto"), EXPERTS, HIDDEN, WIDTH, fmt, group)
-    load(layer, weights_of(), fmt=fmt, group=group)
-    ids = torch.repeat_interleave(torch.tensor([3, 0, 7, 12, 5]), torch.tensor([64, 65, 100, 128, 129]))
-    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(1)), None].int()
-    x, weights = cases.activations(len(ids), HIDDEN, fmt), torch.rand(len(ids), 1)
-    exact, bound = exact_and_bound(weights_of(), x, ids, weights, fmt, group, tier, "silu", False)
-    y = layer.forward(x, ids, weights, out=torch.empty(len(ids), HIDDEN))
-    assert ((y.double() - exact).abs() <= bound).all()
+    check_many_rows(tier, fmt, group, WIDTH)
+
+
+@pytest.mark.parametrize("tier", cases.TIERS)
+@pytest.mark.parametrize(("fmt", "group"), [("bf16", 0), ("int8", 32), ("fp8", 128)])
+def test_intermediate_activations_of_several_slices(fmt: str, group: int, tier: str) -> None:
+    """Tiles load them where they lie, slice after slice of K, of which the last is shorter; but the last rows, where
+    tiles are higher than rows are left (100 and 129)."""
+    check_many_rows(tier, fmt, group, 1100)
 
 
 @pytest.mark.parametrize("tier", cases.TIERS)
