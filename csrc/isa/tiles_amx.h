@@ -12,7 +12,7 @@
 #include <stdint.h>
 
 #include "isa/inline.h"
-#include "isa/tile_rows.h"
+#include "isa/tiles.h"
 
 namespace tandem {
 namespace {

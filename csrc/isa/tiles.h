@@ -1,4 +1,4 @@
-// Where blocks of tiles find the rows that they multiply.
+// What tiles of any kind take: where their rows lie.
 #pragma once
 
 #include <stdint.h>
