@@ -151,11 +151,10 @@ def test_experts_of_more_rows_than_a_stream(fmt: str, group: int, tier: str) -> 
 
 
 @pytest.mark.parametrize("tier", cases.TIERS)
-@pytest.mark.parametrize(("fmt", "group"), [("bf16", 0), ("int8", 32), ("fp8", 128)])
-def test_intermediate_activations_of_several_slices(fmt: str, group: int, tier: str) -> None:
+def test_intermediate_activations_of_several_slices(tier: str) -> None:
     """Tiles load them where they lie, slice after slice of K, of which the last is shorter; but the last rows, where
-    tiles are higher than rows are left (100 and 129)."""
-    check_many_rows(tier, fmt, group, 1100)
+    tiles are higher than rows are left (100 and 129). Other formats' bounds would hide a wrong slice of so many k."""
+    check_many_rows(tier, "bf16", 0, 1100)
 
 
 @pytest.mark.parametrize("tier", cases.TIERS)
