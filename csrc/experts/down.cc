@@ -14,52 +14,113 @@ namespace tandem {
 namespace {
 
 constexpr int64_t kPairsPerSum = 4;                    // that are added up at once
-constexpr int64_t kResultBytes = int64_t{256} << 20;   // of a round, about
+constexpr int64_t kResultBytes = int64_t{256} << 20;   // of all rounds that are kept, about
+constexpr int64_t kRoundsKept = 3;                     // see is_ready
+constexpr int64_t kLead = 4;                           // see task_of
 constexpr int64_t kStreamedBytes = int64_t{16} << 20;  // from here on they would not stay in caches until they are read
 constexpr int64_t kResultsApart = kCacheLine / 4;      // floats between rows, which so lie in different sets of L1
 static_assert(kMaxChunkTokens * kPairsPerSum * kPairColumns <= kMaxSumFloats);
 
 }  // namespace
 
-void ExpertRun::list_down() {
-  const int64_t pairs = layer_.down_layout_.pairs, rows = int64_t(plan_.rows.size()), columns = pairs * kPairColumns;
-  if (in_rounds_) {  // a token's sums fit a worker's, too
-    const int64_t rounds = std::max(ceil_div(rows * columns * 4, kResultBytes), ceil_div(2 * columns, kMaxSumFloats));
-    down_.rounds = std::min(pairs, rounds);
-    layer_.plan_.list_by_token(call_.x.rows);
-  }
-  results_stride_ = result_pairs() * kPairColumns + (in_rounds_ ? kResultsApart : 0);
-  const int64_t bytes = rows * results_stride_ * 4;
-  streams_ = in_rounds_ && bytes >= kStreamedBytes;
-  results_ = reinterpret_cast<float*>(workspace_.shared(Workspace::kResults, bytes));
-  if (in_rounds_) return;
-  divide(down_, layer_.down_layout_);
-  count_columns();
+// Of columns; a token's sums of one fit a worker's, too.
+int64_t ExpertRun::rounds_of_down() const {
+  if (!in_rounds_) return 1;
+  const int64_t pairs = layer_.down_layout_.pairs, columns = pairs * kPairColumns;
+  const int64_t bytes = int64_t(plan_.rows.size()) * columns * 4;
+  return std::min(pairs, std::max(ceil_div(bytes, kResultBytes / kRoundsKept), ceil_div(2 * columns, kMaxSumFloats)));
 }
 
-void ExpertRun::run_rounds() {
-  const auto scratch = [this](const Worker& w) -> WorkerScratch& { return workspace_.scratch(w.index); };
-  for (down_.round = 0; down_.round < down_.rounds; ++down_.round) {
-    divide(down_, layer_.down_layout_);
-    workspace_.pool().run_phases({
-        {down_.by_node.count(), [&](int64_t i, const Worker& w) { down_task(i, scratch(w)); }, down_.by_node.of_node()},
-        {ceil_div(call_.x.rows, kTokensPerSum), [&](int64_t i, const Worker& w) { add_up_tokens(i, scratch(w)); }},
-    });
+void ExpertRun::list_down() {
+  const int64_t rounds = rounds_of_down();
+  for (int64_t round = 0; round < rounds; ++round) {
+    down_.push_back({&ExpertLayer::down, &NodeSlice::down_pairs, round, rounds, {}, {}});
+    divide(down_.back(), layer_.down_layout_);
   }
+  results_stride_ = result_pairs() * kPairColumns + (in_rounds_ ? kResultsApart : 0);
+  const int64_t bytes = int64_t(plan_.rows.size()) * results_stride_ * 4;
+  streams_ = in_rounds_ && bytes >= kStreamedBytes;
+  results_ = reinterpret_cast<float*>(workspace_.shared(Workspace::kResults, std::min(rounds, kRoundsKept) * bytes));
+  if (in_rounds_)
+    layer_.plan_.list_by_token(call_.x.rows);
+  else
+    count_columns();
+  list_steps();
+}
+
+void ExpertRun::list_steps() {
+  const WorkerPool& pool = workspace_.pool();
+  const int64_t rounds = int64_t(down_.size()), sums = ceil_div(call_.x.rows, kTokensPerSum);
+  for (int64_t round = 0; round < rounds + in_rounds_; ++round) {
+    DownStep step{this, round, {}};
+    for (int node = 0; node < pool.nodes(); ++node) {
+      const int64_t of_node = pool.first_of(node + 1, sums) - pool.first_of(node, sums);
+      step.by_node.add(products_of(round, size_t(node)) + (round > 0 ? of_node : 0));
+    }
+    steps_.push_back(step);
+  }
+}
+
+int64_t ExpertRun::products_of(int64_t round, size_t node) const {
+  return round < int64_t(down_.size()) ? down_[size_t(round)].by_node.of_node()[node] : 0;
+}
+
+// Sums take memory's time and products the cores', so they are done side by side, once a quarter of the products is
+// taken: whoever comes early finds products, which are ready.
+ExpertRun::StepTask ExpertRun::task_of(const DownStep& step, int64_t index) const {
+  const auto [node, i] = step.by_node.at(index);
+  const int64_t all = step.by_node.of_node()[node], products = products_of(step.round, node);
+  const int64_t lead = products / kLead, rest = all - lead;
+  if (i < lead) return {node, false, i};
+  const int64_t before = (i - lead) * (all - products) / rest, after = (i - lead + 1) * (all - products) / rest;
+  if (after == before) return {node, false, i - before};
+  return {node, true, workspace_.pool().first_of(int(node), ceil_div(call_.x.rows, kTokensPerSum)) + before};
+}
+
+void ExpertRun::do_step(const DownStep& step, int64_t index, const Worker& worker) {
+  const StepTask task = task_of(step, index);
+  WorkerScratch& scratch = workspace_.scratch(worker.index);
+  if (task.adds_up)
+    add_up_tokens(down_[size_t(step.round - 1)], task.index, scratch);
+  else
+    down_task(down_[size_t(step.round)], {task.node, task.index}, scratch);
+}
+
+bool ExpertRun::fetch_of_step(const DownStep& step, int64_t index, int64_t at) const {
+  const StepTask task = task_of(step, index);
+  return !task.adds_up && fetch(down_[size_t(step.round)], {task.node, task.index}, at);
+}
+
+// Whether what a task reads is there, and nobody reads what it overwrites. A round is taken early while the one before
+// is computed and the one before that is added up: hence results of three are kept.
+bool ExpertRun::is_ready(const DownStep& step, int64_t index) const {
+  const StepTask task = task_of(step, index);
+  if (step.round > 0) return !task.adds_up;
+  if (unfinished_.empty()) return false;
+  const auto [begin, end] = down_[0].of_node[task.node].at(task.index);
+  const int64_t pairs = pairs_of(down_[0], task.node).count;
+  for (int64_t part = begin / pairs; part * pairs < end; ++part)
+    if (unfinished_[size_t(parts_[size_t(part)].expert)].left.load(std::memory_order_acquire) != kComplete)
+      return false;
+  return true;
 }
 
 // Of a round, at most.
 int64_t ExpertRun::result_pairs() const {
   int64_t pairs = 0;
-  for (const NodeSlice& slice : layer_.slices_) pairs += ceil_div(slice.down_pairs, down_.rounds);
+  for (const NodeSlice& slice : layer_.slices_) pairs += ceil_div(slice.down_pairs, int64_t(down_.size()));
   return pairs;
 }
 
-// Where a node's pairs begin in this round's results.
-int64_t ExpertRun::first_result_pair(size_t node) const {
+// Where a node's pairs begin in a round's results.
+int64_t ExpertRun::first_result_pair(const Tasks& round, size_t node) const {
   int64_t before = 0;
-  for (size_t n = 0; n < node; ++n) before += pairs_of(down_, n).count;
+  for (size_t n = 0; n < node; ++n) before += pairs_of(round, n).count;
   return before;
+}
+
+float* ExpertRun::results_of(const Tasks& round) const {
+  return results_ + round.round % kRoundsKept * int64_t(plan_.rows.size()) * results_stride_;
 }
 
 void ExpertRun::count_columns() {
@@ -82,35 +143,23 @@ void ExpertRun::finish_columns(int64_t first_pair, int64_t pairs, WorkerScratch&
   }
 }
 
-// Whether intermediate activations of all experts of a task are there, while those of others may not be.
-bool ExpertRun::is_ready(int64_t index) const {
-  if (unfinished_.empty()) return false;
-  const auto [node, of_node] = down_.by_node.at(index);
-  const auto [begin, end] = down_.of_node[node].at(of_node);
-  const int64_t pairs = layer_.slices_[node].down_pairs;
-  for (int64_t part = begin / pairs; part * pairs < end; ++part)
-    if (unfinished_[size_t(parts_[size_t(part)].expert)].left.load(std::memory_order_acquire) != kComplete)
-      return false;
-  return true;
-}
-
 // From pair `pair` of all nodes on; null if there is none.
 const float* ExpertRun::down_bias(int expert, int64_t pair) const {
   if (layer_.down_bias_.empty()) return nullptr;
   return layer_.down_bias_.data() + (expert * int64_t{layer_.down_layout_.pairs} + pair) * kPairColumns;
 }
 
-void ExpertRun::down(const Piece& piece, WorkerScratch& scratch) {
+void ExpertRun::down(const Tasks& round, const Piece& piece, WorkerScratch& scratch) {
   const Part& part = piece.part;
   const RoutingPlan::Expert& expert = plan_.experts[size_t(part.expert)];
   const int64_t x_stride = hidden_integers_.how().takes(expert.count) ? 0 : hidden_.stride;
   multiply(find_hidden(expert, part.first_row, part.rows, scratch), piece, x_stride, scratch);
-  const int64_t first_pair = first_result_pair(piece.node) + piece.first_pair - pairs_of(down_, piece.node).first;
+  const int64_t first_pair = first_result_pair(round, piece.node) + piece.first_pair - pairs_of(round, piece.node).first;
   const int64_t columns = int64_t{piece.pairs} * kPairColumns;
   const float* bias = down_bias(expert.id, layer_.slices_[piece.node].first_down + piece.first_pair);
   for (int r = 0; bias && r < part.rows; ++r) table_.add_row(scratch.tile + r * kTileStride, bias, columns);
   // Tiles write whole tiles, so not to where they belong.
-  float* const to = results_ + part.first_row * results_stride_ + first_pair * kPairColumns;
+  float* const to = results_of(round) + part.first_row * results_stride_ + first_pair * kPairColumns;
   if (streams_)
     table_.stream_rows(scratch.tile, kTileStride, to, results_stride_, part.rows, columns);
   else
@@ -129,16 +178,17 @@ void ExpertRun::add_up_columns(int64_t block, WorkerScratch& scratch) {
 }
 
 // Of a round's columns.
-void ExpertRun::add_up_tokens(int64_t task, WorkerScratch& scratch) {
-  const int64_t columns = first_result_pair(layer_.slices_.size()) * kPairColumns;
+void ExpertRun::add_up_tokens(const Tasks& round, int64_t task, WorkerScratch& scratch) {
+  const int64_t columns = first_result_pair(round, layer_.slices_.size()) * kPairColumns;
   const int64_t last = std::min(call_.x.rows, (task + 1) * kTokensPerSum);
+  const float* const results = results_of(round);
   for (int64_t token = task * kTokensPerSum; token < last; ++token) {
     std::fill_n(scratch.sums, columns, 0.0f);
     for (const int32_t row : plan_.rows_of(token))
-      table_.add_scaled_row(scratch.sums, results_ + row * results_stride_, plan_.rows[size_t(row)].weight, columns);
+      table_.add_scaled_row(scratch.sums, results + row * results_stride_, plan_.rows[size_t(row)].weight, columns);
     const float* sums = scratch.sums;
     for (size_t node = 0; node < layer_.slices_.size(); ++node) {
-      const Pairs pairs = pairs_of(down_, node);
+      const Pairs pairs = pairs_of(round, node);
       const int64_t of_node = pairs.count * kPairColumns;
       store_sums(sums, token, 1, (layer_.slices_[node].first_down + pairs.first) * kPairColumns, of_node);
       sums += of_node;

@@ -55,7 +55,7 @@ void ExpertRun::choose_integers() {
 }
 
 void ExpertRun::count_pairs() {
-  if (hidden_integers_.count() ? !converts_at_end_ : in_rounds_) return;
+  if (!converts_at_end_) return;
   unfinished_ = std::vector<Countdown>(plan_.experts.size());
   for (const Part& part : parts_) {
     std::atomic<int32_t>& left = unfinished_[size_t(part.expert)].left;
@@ -124,26 +124,29 @@ void ExpertRun::run() {
   const auto convert_hidden = [&](int64_t i) { convert(hidden_integers_, hidden_, hidden_type_, i); };
   const auto scratch = [this](const Worker& w) -> WorkerScratch& { return workspace_.scratch(w.index); };
   const auto do_gate_up = [&](int64_t i, const Worker& w) {
-    for_pieces(gate_up_, i, [&](const Piece& piece) { gate_up(piece, scratch(w)); });
+    for_pieces(gate_up_, gate_up_.by_node.at(i), [&](const Piece& piece) { gate_up(piece, scratch(w)); });
   };
   const auto do_own = [&](int64_t i, int64_t count, const Worker& w) { own_gate_up(i, count, scratch(w)); };
   const auto fetch_gate_up = [this](int64_t i, int64_t step) {
-    return own_.count() ? fetch_step(own_piece(i), step) : fetch(gate_up_, i, step);
+    return own_.count() ? fetch_step(own_piece(i), step) : fetch(gate_up_, gate_up_.by_node.at(i), step);
   };
   const WorkerPool::Own own{own_.of_worker(), own_at_once(), do_own};
-  const auto do_down = [&](int64_t i, const Worker& w) { down_task(i, scratch(w)); };
-  const auto fetch_down = [this](int64_t i, int64_t step) { return fetch(down_, i, step); };
-  const auto down_is_ready = [this](int64_t i) { return is_ready(i); };
   const int64_t preparing = prepares_ ? ceil_div(call_.x.rows, kPrepareRows) : 0;
-  workspace_.pool().run_phases({
-      {preparing + tasks_of(x_integers_),
-       [&](int64_t i, const Worker&) { i < preparing ? prepare(i) : convert_x(i - preparing); }},
+  const auto prepare_or_convert = [&](int64_t i, const Worker&) {
+    i < preparing ? prepare(i) : convert_x(i - preparing);
+  };
+  const auto do_convert_hidden = [&](int64_t i, const Worker&) { convert_hidden(i); };
+  std::vector<WorkerPool::Phase> phases = {
+      {preparing + tasks_of(x_integers_), prepare_or_convert},
       {own_.count() + gate_up_.by_node.count(), do_gate_up, gate_up_.by_node.of_node(),
        has_many_rows() ? WorkerPool::AheadBody() : fetch_gate_up, own_.count() ? &own : nullptr},
-      {converts_at_end_ ? 0 : tasks_of(hidden_integers_), [&](int64_t i, const Worker&) { convert_hidden(i); }},
-      {down_.by_node.count(), do_down, down_.by_node.of_node(), fetch_down, nullptr, down_is_ready},
-  });
-  if (in_rounds_) run_rounds();
+      {converts_at_end_ ? 0 : tasks_of(hidden_integers_), do_convert_hidden},
+  };
+  for (const DownStep& step : steps_)
+    phases.push_back({step.by_node.count(), step, step.by_node.of_node(), step, nullptr, step});
+  for (size_t first = 0; first < phases.size(); first += WorkerPool::kMostPhases)
+    workspace_.pool().run_phases(
+        std::span(phases).subspan(first, std::min(WorkerPool::kMostPhases, phases.size() - first)));
 }
 
 // Finding digits takes longer than copying.
@@ -197,8 +200,8 @@ ExpertRun::Piece ExpertRun::piece_at(const Tasks& tasks, size_t node, int64_t pa
 }
 
 // Where the task begins that a worker probably takes after this one; null past its node's last.
-const uint8_t* ExpertRun::next_panels(const Tasks& tasks, int64_t index) const {
-  const auto [node, of_node] = tasks.by_node.at(index);
+const uint8_t* ExpertRun::next_panels(const Tasks& tasks, NodeTasks::Place place) const {
+  const auto [node, of_node] = place;
   const int64_t next = of_node + workspace_.pool().workers_of(int(node));
   if (next >= tasks.by_node.of_node()[node]) return nullptr;
   const auto [begin, end] = tasks.of_node[node].at(next);
@@ -207,8 +210,8 @@ const uint8_t* ExpertRun::next_panels(const Tasks& tasks, int64_t index) const {
 }
 
 template <class Body>
-void ExpertRun::for_pieces(const Tasks& tasks, int64_t index, Body body) const {
-  const auto [node, of_node] = tasks.by_node.at(index);
+void ExpertRun::for_pieces(const Tasks& tasks, NodeTasks::Place place, Body body) const {
+  const auto [node, of_node] = place;
   const auto [begin, end] = tasks.of_node[node].at(of_node);
   for (int64_t pair = begin; pair < end;) {
     Piece piece = piece_at(tasks, node, pair, end);
@@ -217,19 +220,19 @@ void ExpertRun::for_pieces(const Tasks& tasks, int64_t index, Body body) const {
       const Piece after = piece_at(tasks, node, pair, end);
       piece.next = after.weights.panels + after.first_pair * after.weights.pair_bytes;
     } else {
-      piece.next = next_panels(tasks, index);
+      piece.next = next_panels(tasks, place);
     }
     body(piece);
   }
 }
 
-void ExpertRun::down_task(int64_t index, WorkerScratch& scratch) {
-  for_pieces(down_, index, [&](const Piece& piece) { down(piece, scratch); });
+void ExpertRun::down_task(const Tasks& round, NodeTasks::Place place, WorkerScratch& scratch) {
+  for_pieces(round, place, [&](const Piece& piece) { down(round, piece, scratch); });
 }
 
 // A step of what may be fetched of a task's weights before its phase begins; false when that is all.
-bool ExpertRun::fetch(const Tasks& tasks, int64_t index, int64_t step) const {
-  const auto [node, of_node] = tasks.by_node.at(index);
+bool ExpertRun::fetch(const Tasks& tasks, NodeTasks::Place place, int64_t step) const {
+  const auto [node, of_node] = place;
   const auto [begin, end] = tasks.of_node[node].at(of_node);
   return fetch_step(piece_at(tasks, node, begin, end), step);
 }

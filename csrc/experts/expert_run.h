@@ -1,4 +1,4 @@
-// One batch through one layer: a parallel region of a few phases, and of many rows one for each round of down.
+// One batch through one layer: a parallel region of a few phases.
 //
 //   1 prepare   activations to the kernels' type (nothing to do if they are), or to integers
 //   2 gate-up   task = some pairs of panels; all experts' lie in a row, once for each block of an expert's rows, so a
@@ -7,8 +7,8 @@
 //               Few rows are no phase: whoever does the last of an expert's pairs converts its rows
 //   3 down      task = some pairs of panels as in phase 2; every row's result is kept, and a token's are added up, in
 //               the order of their experts' ids. Few rows: whoever does the last task of a block of columns adds up
-//               there. Many: in rounds of so many columns that their results fit a buffer of fixed size, each a phase
-//               of down and one of sums (down.cc)
+//               there. Many: in rounds of so many columns that some rounds' results fit a buffer of fixed size; a phase
+//               is a round and the sums of the one before (down.cc)
 //
 // Few rows of foreseen experts: tasks of 2 are workers' own (foreseen_run.cc).
 #pragma once
@@ -43,6 +43,20 @@ class ExpertRun {
     std::vector<Division> of_node;
     NodeTasks by_node;
   };
+  struct DownStep {  // a phase of down: a round, then the sums of the one before
+    ExpertRun* run;
+    int64_t round;
+    NodeTasks by_node;
+
+    void operator()(int64_t index, const Worker& worker) const { run->do_step(*this, index, worker); }
+    bool operator()(int64_t index, int64_t step) const { return run->fetch_of_step(*this, index, step); }
+    bool operator()(int64_t index) const { return run->is_ready(*this, index); }
+  };
+  struct StepTask {
+    size_t node;
+    bool adds_up;
+    int64_t index;  // of the round's tasks of the node; or of all of the sums
+  };
   struct Piece {  // of a task: what it has of one part
     Part part;
     size_t node;
@@ -66,11 +80,11 @@ class ExpertRun {
   MatmulFn find_x(const RoutingPlan::Expert& expert, int64_t first, int64_t rows, WorkerScratch& scratch) const;
   MatmulFn find_hidden(const RoutingPlan::Expert& expert, int64_t first, int64_t rows, WorkerScratch& scratch) const;
   Piece piece_at(const Tasks& tasks, size_t node, int64_t pair, int64_t end) const;
-  const uint8_t* next_panels(const Tasks& tasks, int64_t index) const;
-  bool fetch(const Tasks& tasks, int64_t index, int64_t step) const;
+  const uint8_t* next_panels(const Tasks& tasks, NodeTasks::Place place) const;
+  bool fetch(const Tasks& tasks, NodeTasks::Place place, int64_t step) const;
   static bool fetch_step(const Piece& piece, int64_t step);
   template <class Body>
-  void for_pieces(const Tasks& tasks, int64_t index, Body body) const;
+  void for_pieces(const Tasks& tasks, NodeTasks::Place place, Body body) const;
   static void multiply(MatmulFn kernel, const Piece& piece, int64_t x_stride, WorkerScratch& scratch);
   void gate_up(const Piece& piece, WorkerScratch& scratch);
   void clear_padding(int64_t row);
@@ -81,19 +95,25 @@ class ExpertRun {
   Piece own_piece(int64_t index) const;
   void own_gate_up(int64_t first, int64_t count, WorkerScratch& scratch);
 
+  int64_t rounds_of_down() const;
   void list_down();
-  void run_rounds();
+  void list_steps();
+  int64_t products_of(int64_t round, size_t node) const;
+  StepTask task_of(const DownStep& step, int64_t index) const;
   int64_t result_pairs() const;
-  int64_t first_result_pair(size_t node) const;
-  bool is_ready(int64_t index) const;
-  void down_task(int64_t index, WorkerScratch& scratch);
-  void down(const Piece& piece, WorkerScratch& scratch);
+  int64_t first_result_pair(const Tasks& round, size_t node) const;
+  float* results_of(const Tasks& round) const;
+  void do_step(const DownStep& step, int64_t index, const Worker& worker);
+  bool fetch_of_step(const DownStep& step, int64_t index, int64_t at) const;
+  bool is_ready(const DownStep& step, int64_t index) const;
+  void down_task(const Tasks& round, NodeTasks::Place place, WorkerScratch& scratch);
+  void down(const Tasks& round, const Piece& piece, WorkerScratch& scratch);
   const float* down_bias(int expert, int64_t pair) const;
   void store_sums(const float* sums, int64_t first_token, int64_t tokens, int64_t first_column, int64_t columns);
   void count_columns();
   void finish_columns(int64_t first_pair, int64_t pairs, WorkerScratch& scratch);
   void add_up_columns(int64_t block, WorkerScratch& scratch);
-  void add_up_tokens(int64_t task, WorkerScratch& scratch);
+  void add_up_tokens(const Tasks& round, int64_t task, WorkerScratch& scratch);
   struct alignas(kCacheLine) Countdown {
     std::atomic<int32_t> left{0};
   };
@@ -111,15 +131,16 @@ class ExpertRun {
   std::vector<Part> parts_;
   Tasks gate_up_{&ExpertLayer::gate_up, &NodeSlice::gate_up_pairs, 0, 1, {}, {}};
   OwnPairs own_;  // instead of gate_up_, where experts were foreseen
-  Tasks down_{&ExpertLayer::down, &NodeSlice::down_pairs, 0, 1, {}, {}};
+  std::vector<Tasks> down_;  // of each round
+  std::vector<DownStep> steps_;
   bool converts_at_end_ = true;  // of an expert's pairs in phase 2, instead of in a phase
   // Pairs of gate_up, by index in the plan; in the end kComplete. Empty: they are not counted.
   std::vector<Countdown> unfinished_;
   static constexpr int32_t kComplete = -1;
   static constexpr int64_t kTokensPerSum = 8;
-  bool in_rounds_ = false;                     // phase 3, and its results added up by tokens: see run_rounds
+  bool in_rounds_ = false;                     // phase 3, and its results added up by tokens
   bool streams_ = false;                       // results past the caches
-  float* results_ = nullptr;                   // row i of plan_.rows, of a round
+  float* results_ = nullptr;                   // of kRoundsKept rounds, of each row i of plan_.rows
   int64_t results_stride_ = 0;                 // floats
   std::vector<Countdown> unfinished_columns_;  // pairs of tasks of phase 3, by block of columns; empty in rounds
 };

@@ -219,7 +219,7 @@ struct WorkerPool::State {
   }
 
   // Under `region`.
-  void do_phases(std::initializer_list<Phase> all, const Worker& caller) {
+  void do_phases(std::span<const Phase> all, const Worker& caller) {
     failed.store(false, std::memory_order_relaxed);
     phase_count = 0;
     for (const Phase& phase : all)
@@ -351,9 +351,10 @@ void WorkerPool::check_own(const Phase& phase) const {
   if (phase.ready) throw std::invalid_argument("workers' own tasks are several at once: none of them is ready early");
 }
 
-void WorkerPool::run_phases(std::initializer_list<Phase> phases) {
+void WorkerPool::run_phases(std::span<const Phase> phases) {
+  static_assert(kMostPhases == TaskQueues::kMaxPhases);
   state_->check_caller();
-  if (phases.size() > TaskQueues::kMaxPhases) throw std::invalid_argument("a region has at most 15 phases");
+  if (phases.size() > kMostPhases) throw std::invalid_argument("a region has at most 15 phases");
   for (const Phase& phase : phases) {
     if (phase.tasks > UINT32_MAX) throw std::invalid_argument("a phase has at most 2^32 - 1 tasks");
     if (phase.of_node && !phase.own &&

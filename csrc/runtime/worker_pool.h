@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <initializer_list>
+#include <span>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -102,7 +103,9 @@ class WorkerPool {
   // busy machine, where a worker may lose its core for milliseconds, the others do its share. So a task must not wait
   // for other tasks. Called with the list in place, run_phases({{n, [&](int64_t i, const Worker&) {...}}, ...}): a
   // Phase owns nothing.
-  void run_phases(std::initializer_list<Phase> phases);
+  void run_phases(std::initializer_list<Phase> phases) { run_phases(std::span(phases.begin(), phases.size())); }
+  void run_phases(std::span<const Phase> phases);  // at most kMostPhases
+  static constexpr size_t kMostPhases = 15;
 
   // What the operations after the next region will read first; whoever is idle from then on fetches it. Empty: what was
   // announced before still holds.
