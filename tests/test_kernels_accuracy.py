@@ -81,21 +81,21 @@ def test_many_rows_over_several_slices_blocks_and_panels(fmt: str, group: int, t
     weight = random_weight(n, k)
     matrix = cases.packed_matrix(cases.workspace_of(tier, "tile_mm"), weight, None, fmt, group)
     exact, size = (f(weight, fmt, group).double().T for f in (as_packed, cases.magnitude_of))
-    for rows in (33, 47, 64, 65, 530):
+    for rows in (33, 47, 64, 65, 80, 81, 530):
         x = cases.activations(rows, k, fmt)
         bound = cases.product_bound(x.double().abs() @ size, k, fmt, group, tier)
         assert ((matrix(x, torch.float32).double() - x.double() @ exact).abs() <= bound).all(), rows
 
 
 @pytest.mark.parametrize("tier", ["amx", "amx_standin"])
-@pytest.mark.parametrize("k", [8000, 9216])
+@pytest.mark.parametrize("k", [7264, 7296, 9216])
 def test_rows_too_long_for_a_stream(k: int, tier: str) -> None:
-    """32 rows of more than 7936 k and 64 of more than 9088 do not fit its scratch."""
+    """32 rows of more than 7936 k, 64 of more than 9088 and 80 of more than 7264 do not fit its scratch."""
     cases.require_tier(tier)
     weight = random_weight(40, k)
     matrix = cases.packed_matrix(cases.workspace_of(tier, "tile_mm"), weight, None, "int8", 32)
     exact, size = (f(weight, "int8", 32).double().T for f in (as_packed, cases.magnitude_of))
-    for rows in (32, 33, 64):
+    for rows in (32, 33, 64, 80):
         x = cases.activations(rows, k, "int8")
         bound = cases.product_bound(x.double().abs() @ size, k, "int8", 32, tier)
         assert ((matrix(x, torch.float32).double() - x.double() @ exact).abs() <= bound).all(), rows

@@ -135,7 +135,8 @@ def check_many_rows(tier: str, fmt: str, group: int, width: int) -> None:
     w = weights_of(width=width)
     layer = cases.packed_experts(cases.workspace_of(tier, "auto"), EXPERTS, HIDDEN, width, fmt, group)
     load(layer, w, fmt=fmt, group=group)
-    ids = torch.repeat_interleave(torch.tensor([3, 0, 7, 12, 5]), torch.tensor([64, 65, 100, 128, 129]))
+    rows = torch.tensor([64, 65, 80, 81, 100, 129, 160, 161])
+    ids = torch.repeat_interleave(torch.tensor([3, 0, 7, 12, 5, 1, 9, 2]), rows)
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(1)), None].int()
     x, weights = cases.activations(len(ids), HIDDEN, fmt), torch.rand(len(ids), 1)
     exact, bound = exact_and_bound(w, x, ids, weights, fmt, group, tier, "silu", False)
@@ -146,14 +147,14 @@ def check_many_rows(tier: str, fmt: str, group: int, width: int) -> None:
 @pytest.mark.parametrize("tier", ["amx", "amx_standin"])
 @pytest.mark.parametrize(("fmt", "group"), [("int4", 32), ("mxfp4", 32), ("int8", 32)])
 def test_experts_of_more_rows_than_a_stream(fmt: str, group: int, tier: str) -> None:
-    """64 rows are one stream of weights; of 65 to 128, codes of 4 bits are two of them."""
+    """80 rows are one stream of weights; of 81 to 160, codes of 4 bits are two of them."""
     check_many_rows(tier, fmt, group, WIDTH)
 
 
 @pytest.mark.parametrize("tier", cases.TIERS)
 def test_intermediate_activations_of_several_slices(tier: str) -> None:
     """Tiles load them where they lie, slice after slice of K, of which the last is shorter; but the last rows, where
-    tiles are higher than rows are left (100 and 129). Other formats' bounds would hide a wrong slice of so many k."""
+    tiles are higher than rows are left (129 and 161). Other formats' bounds would hide a wrong slice of so many k."""
     check_many_rows(tier, "bf16", 0, 1100)
 
 

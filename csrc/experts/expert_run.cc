@@ -80,9 +80,7 @@ void ExpertRun::list_parts() {
   parts_.reserve(plan_.experts.size());
   for (size_t e = 0; e < plan_.experts.size(); ++e) {
     const auto& [id, first, count] = plan_.experts[e];
-    const int64_t most = std::max(rows_per_part(table_, layer_.gate_up_layout_, count),
-                                  rows_per_part(table_, layer_.down_layout_, count));
-    const int64_t blocks = ceil_div(count, most);
+    const int64_t blocks = ceil_div(count, rows_per_part(table_, layer_.gate_up_layout_, layer_.down_layout_, count));
     for (int64_t b = 0; b < blocks; ++b) {
       const int32_t begin = int32_t(count * b / blocks), end = int32_t(count * (b + 1) / blocks);
       parts_.push_back({int32_t(e), first + begin, end - begin});
@@ -90,9 +88,16 @@ void ExpertRun::list_parts() {
   }
 }
 
+int64_t ExpertRun::most_rows() const {
+  int32_t most = 0;
+  for (const Part& part : parts_) most = std::max(most, part.rows);
+  return most;
+}
+
 // Many rows: equal tasks, as wide as a call can be, since each gathers its rows.
 void ExpertRun::divide(Tasks& tasks, const WeightView& layout) const {
-  const int64_t most = table_.blocking.pairs_per_call, pair_bytes = 2 * layout.panel_bytes;
+  const int64_t most = has_many_rows() ? workspace_.pairs_per_call(most_rows()) : table_.blocking.pairs_per_call;
+  const int64_t pair_bytes = 2 * layout.panel_bytes;
   const int64_t workers = workspace_.pool().size(), nodes = workspace_.pool().nodes(), parts = int64_t(parts_.size());
   tasks.of_node.clear();
   tasks.by_node = {};
@@ -249,8 +254,9 @@ bool ExpertRun::fetch_step(const Piece& piece, int64_t step) {
 
 // The rows that were found times the piece's weights, to scratch.tile.
 void ExpertRun::multiply(MatmulFn kernel, const Piece& piece, int64_t x_stride, WorkerScratch& scratch) {
-  const MatmulArgs args{piece.weights,   scratch.rows,     scratch.tile, kTileStride, scratch.matmul,
-                        piece.part.rows, piece.first_pair, piece.pairs,  piece.next,  x_stride};
+  const MatmulArgs args{piece.weights,  scratch.rows,    scratch.tile,     tile_stride(piece.pairs),
+                        scratch.matmul, piece.part.rows, piece.first_pair, piece.pairs,
+                        piece.next,     x_stride};
   kernel(&args);
 }
 
@@ -263,7 +269,7 @@ void ExpertRun::gate_up(const Piece& piece, WorkerScratch& scratch) {
   const float* bias =
       layer_.gate_up_bias_.empty() ? nullptr : layer_.gate_up_bias_.data() + expert.id * length + column;
   for (int r = 0; r < part.rows; ++r) {
-    float* y = scratch.tile + r * kTileStride;
+    float* y = scratch.tile + r * tile_stride(piece.pairs);
     if (bias) table_.add_row(y, bias, int64_t{piece.pairs} * kPairColumns);
     uint8_t* to = const_cast<uint8_t*>(hidden_.data) + (part.first_row + r) * hidden_.stride +
                   column / 2 * bytes_of(hidden_type_);

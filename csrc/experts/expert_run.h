@@ -65,6 +65,7 @@ class ExpertRun {
     const uint8_t* next;        // where it or its worker probably goes on; null: unknown
   };
   void list_parts();
+  int64_t most_rows() const;  // of a part
   void divide(Tasks& tasks, const WeightView& layout) const;
   Pairs pairs_of(const Tasks& tasks, size_t node) const;  // in its round
   int64_t mean_rows() const;                              // per expert that has any
@@ -130,7 +131,7 @@ class ExpertRun {
   PreparedRows hidden_;  // row i: intermediate activations of plan_.rows[i]
   std::vector<Part> parts_;
   Tasks gate_up_{&ExpertLayer::gate_up, &NodeSlice::gate_up_pairs, 0, 1, {}, {}};
-  OwnPairs own_;  // instead of gate_up_, where experts were foreseen
+  OwnPairs own_;             // instead of gate_up_, where experts were foreseen
   std::vector<Tasks> down_;  // of each round
   std::vector<DownStep> steps_;
   bool converts_at_end_ = true;  // of an expert's pairs in phase 2, instead of in a phase

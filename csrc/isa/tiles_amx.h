@@ -42,7 +42,7 @@ struct AmxTiles {
   }
   static void end() { _tile_release(); }
 
-  // Sums of kRowTiles * high rows x 16 * kPanels columns, at most 4 tiles (0 to 3), step after step of 32 k. a: `high`
+  // Sums of kRowTiles * high rows x 16 * kPanels columns, at most 5 tiles (0 to 4), step after step of 32 k. a: `high`
   // rows of each tile; b0 and b1: 16 lines of each panel. feed.quarter<0 to 3>(): vector work that runs while the tiles
   // multiply.
   struct Sums {};
@@ -53,10 +53,18 @@ struct AmxTiles {
     if (kTiles > 1) _tile_zero(1);
     if (kTiles > 2) _tile_zero(2);
     if (kTiles > 3) _tile_zero(3);
+    if (kTiles > 4) _tile_zero(4);
   }
   template <int kRowTiles, int kPanels, class Feed>
   TANDEM_INLINE static void step(Sums&, int high, const uint8_t* a, const uint8_t* b0, const uint8_t* b1, Feed& feed) {
-    if constexpr (kPanels == 1) return step_of_panel<kRowTiles>(high, a, b0, feed);
+    if constexpr (kPanels == 1)
+      step_of_panel<kRowTiles>(high, a, b0, feed);
+    else
+      step_of_pair<kRowTiles>(high, a, b0, b1, feed);
+  }
+  template <int kRowTiles, class Feed>
+  TANDEM_INLINE static void step_of_pair(int high, const uint8_t* a, const uint8_t* b0, const uint8_t* b1, Feed& feed) {
+    static_assert(kRowTiles <= 2);
     fence();
     _tile_loadd(4, a, 64);
     _tile_loadd(6, b0, 64);
@@ -89,6 +97,7 @@ struct AmxTiles {
     if (kTiles > 1) _tile_stored(1, at(1), y_bytes);
     if (kTiles > 2) _tile_stored(2, at(2), y_bytes);
     if (kTiles > 3) _tile_stored(3, at(3), y_bytes);
+    if (kTiles > 4) _tile_stored(4, at(4), y_bytes);
     fence();
   }
 
@@ -195,28 +204,35 @@ struct AmxTiles {
   }
 
  private:
-  // 3 or 4 tiles of rows by one panel.
+  // 3 to 5 tiles of rows by one panel.
   template <int kRowTiles, class Feed>
   TANDEM_INLINE static void step_of_panel(int high, const uint8_t* a, const uint8_t* b, Feed& feed) {
+    static_assert(kRowTiles >= 3 && kRowTiles <= 5);
+    const int64_t tile = high * 64;
     fence();
-    _tile_loadd(4, a, 64);
     _tile_loadd(6, b, 64);
-    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, a, 64);
+    _tile_dpbf16ps(0, 5, 6);
+    _tile_zero(5);
     feed.template quarter<0>();
-    _tile_loadd(5, a + high * 64, 64);
+    _tile_loadd(5, a + tile, 64);
     _tile_dpbf16ps(1, 5, 6);
-    _tile_zero(4);
+    _tile_zero(5);
     feed.template quarter<1>();
-    _tile_loadd(4, a + 2 * high * 64, 64);
-    _tile_dpbf16ps(2, 4, 6);
+    _tile_loadd(5, a + 2 * tile, 64);
+    _tile_dpbf16ps(2, 5, 6);
     _tile_zero(5);
     feed.template quarter<2>();
-    if (kRowTiles == 4) {
-      _tile_loadd(5, a + 3 * high * 64, 64);
+    if (kRowTiles > 3) {
+      _tile_loadd(5, a + 3 * tile, 64);
       _tile_dpbf16ps(3, 5, 6);
       _tile_zero(5);
     }
-    _tile_zero(4);
+    if (kRowTiles > 4) {
+      _tile_loadd(5, a + 4 * tile, 64);
+      _tile_dpbf16ps(4, 5, 6);
+      _tile_zero(5);
+    }
     _tile_zero(6);
     feed.template quarter<3>();
   }

@@ -15,7 +15,7 @@ struct PortableTiles {
   static void end() {}
 
   struct Sums {
-    float v[4][16][32];
+    float v[5][16][32];
   };
   template <int kRowTiles, int kPanels>
   static void clear(Sums& sums) {

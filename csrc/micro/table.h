@@ -24,12 +24,12 @@ constexpr int32_t kNever = kMaxRowsPerCall + 1;
 // instructions for 48 products, 12 x 2 92: layers of 1024 tokens, in turn, 0.93 to 1.04 of the time (on a quiet host;
 // 0.89 of registers). Blocking did not matter: 64 to 512 rows a call, 4 or 16 pairs, slices of 8 to 32 KiB 0.87
 // to 1.11.
-constexpr Blocking kVectorBlocking = {256, 8, 16, 16, 256, false};  // results of a call: 256 KiB, of tiles 1 MiB
+constexpr Blocking kVectorBlocking = {256, 8, 8, 16, 16, 256, false};  // results of a call: 256 KiB, of tiles 1 MiB
 // Many rows of an expert: on a Xeon of 16 threads, from 4, 8, 16 and 32 on, ms, in turn: Qwen3-30B's shape, 64 tokens
 // (4 rows an expert in the mean), fp8 5.2, 4.5, 4.8, 4.2, int8 5.4, 4.8, 5.0, 4.4, int4 3.8, 3.3, 3.8, 3.2; 256
 // tokens 6.8, 6.4, 6.7, 5.2, int8 6.8, 6.2, 6.9, 5.0, int4 5.5, 5.5, 6.0, 4.3; DeepSeek-V3's, 64 tokens: within what
 // repeats differ.
-constexpr Blocking kTileBlocking = {kMaxRowsPerCall, 16, 4, 32, 2048, true};
+constexpr Blocking kTileBlocking = {kMaxRowsPerCall, 16, 32, 4, 32, 2048, true};
 struct TileFromRows {
   int32_t f32, bf16, int8, int4, fp8, fp4, uint4, int6, bf16_rows;
 };
@@ -37,9 +37,9 @@ struct TileFromRows {
 template <class Isa, template <class> class Format>
 constexpr FormatKernels vector_kernels(int32_t tile_from_rows) {
   if constexpr (HasWholeRows<Format<Isa>>)
-    return {dot_whole_rows<Isa>, tile_mm<Isa, Format>, tile_from_rows, 0, 0, 0};
+    return {dot_whole_rows<Isa>, tile_mm<Isa, Format>, tile_from_rows, 0, 0};
   else
-    return {dot_rows<Isa, Format>, tile_mm<Isa, Format>, tile_from_rows, 0, 0, 0};
+    return {dot_rows<Isa, Format>, tile_mm<Isa, Format>, tile_from_rows, 0, 0};
 }
 
 template <class Isa>

@@ -8,7 +8,7 @@
 //       two tiles of rows   2 x 2 tiles of sums over the slice; between the steps the next pair of panels is unpacked,
 //                           and the next step's weights are asked for into L1: a busy hyperthread may have taken it
 //
-// Up to 64 rows, if they fit its scratch, are left to tile_stream.h, few of 4-bit codes to tile_groups.h.
+// Up to 80 rows, if they fit its scratch, are left to tile_stream.h, few of 4-bit codes to tile_groups.h.
 //
 // What a step of 2 x 2 tiles and 32 k takes, ns, beside somebody else's busy hyperthread, and on a core of one's own (a
 // Xeon, 16 threads; benchmarks/results/2026-11-23-xeon-probes-many-rows.json):
@@ -29,7 +29,8 @@
 //
 // What was tried beside this, time of a layer of 256 to 4096 tokens in turn, and of most also for Qwen3-30B's shape:
 //   slices          2048 k and the whole K 0.93 to 1.65
-//   tasks           64 to 256 rows, or 8 to 64 pairs of panels 0.93 to 1.5 (32 pairs of 256 rows 0.92 to 1.13);
+//   tasks           64 to 256 rows, or 8 to 64 pairs of panels 0.93 to 1.5 (32 pairs of 256 rows 0.92 to 1.13, and in
+//                   another turn 0.95 to 1.06; of 64 and 128 rows 0.94 to 1.01: this is done);
 //                   smaller ones at the end 0.93 to 1.03
 //   gathering       between the steps 1.1; once for all, and tiles from there 1.1; asked for 4 to 16 rows ahead 0.98 to
 //                   1.10; the next slice's asked for into L2 meanwhile 0.97 to 1.10
@@ -176,9 +177,10 @@ void tile_mm_amx(const MatmulArgs* args) {
                                                        args->y + kPairColumns * p, args->y_stride, args->rows);
 }
 
-// Codes of 4 bits, 65 to 128 rows: two streams in 0.79 to 0.91 of the time, in turn with one TileProduct (int4, mxfp4,
-// 256 and 384 tokens of DeepSeek-V3's shape, 1024 and 1536 of Qwen3-30B's); where most experts had 128 rows and more,
-// 0.97 to 1.02; codes of 8 bits 0.95 to 1.09.
+// Codes of 4 bits, 81 to 160 rows: two streams. Of 65 to 128 rows, of at most 64 each, they took 0.79 to 0.91 of the
+// time, in turn with one TileProduct (int4, mxfp4, 256 and 384 tokens of DeepSeek-V3's shape, 1024 and 1536 of
+// Qwen3-30B's); of 128 rows in the mean, of at most 80 each instead of 64, 0.94 (int4, 512 and 2048 tokens). Codes of 8
+// bits as two streams 0.97 to 1.05; three streams of 4 bits, for 161 to 240 rows, 1.02 to 1.08.
 template <class Format>
 constexpr bool kStreamsTwice = Format::kPairBytes == 16;
 
@@ -191,8 +193,7 @@ constexpr KernelTable make_amx_table(Tier tier, KernelTable vectors) {
 #define TANDEM_TILES(name, F)                                                                      \
   table.formats[int(Format::name)].tile_mm = tile_mm_amx<Isa, Tiles, F, has_groups(Format::name)>; \
   table.formats[int(Format::name)].part_rows = kStreamsTwice<F<Isa>> ? kStreamRows : 0;            \
-  table.formats[int(Format::name)].parts_to_rows = kStreamsTwice<F<Isa>> ? 2 * kStreamRows : 0;    \
-  table.formats[int(Format::name)].part_depth = kStreamDepth;
+  table.formats[int(Format::name)].part_bytes = kMatmulScratchBytes - kStreamRowsAt;
   TANDEM_FORMATS(TANDEM_TILES)
 #undef TANDEM_TILES
   table.peak = tile_peak<Tiles>;

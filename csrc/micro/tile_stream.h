@@ -3,11 +3,11 @@
 // already is lines, fetched into L1.
 //
 //   pair of panels, or one: a turn
-//     step of 32 k   2 panels x 1 or 2 tiles of rows, or 1 panel x 3 or 4; meanwhile step n + kStreamAhead is unpacked,
+//     step of 32 k   2 panels x 1 or 2 tiles of rows, or 1 panel x 3 to 5; meanwhile step n + kStreamAhead is unpacked,
 //                    and what comes 4 to 8 KiB later is asked for
 //
-// All rows' K must fit 512 KiB: 7936 for 32 rows, 15872 for 16; of 33 to 64 rows all of the scratch: 9088 for 64;
-// others are left to tile_amx.h. Up to 32 rows, groups of 128 k and more are not scaled before they are
+// All rows' K must fit 512 KiB: 7936 for 32 rows, 15872 for 16; of 33 rows and more all of the scratch: 9088 for 64,
+// 7264 for 80; others are left to tile_amx.h. Up to 32 rows, groups of 128 k and more are not scaled before they are
 // multiplied, so no weight is rounded: what a group sums up to is scaled in float and added to the sums of those before
 // it, while tiles multiply the next group.
 //
@@ -17,6 +17,10 @@
 // 4.8, 4.5, 8.7. Asking for rows in L1 2 to 8 steps ahead took 1.0 to 1.15 times as long; slices of K whose rows stay
 // in L1 (8, 16 or 32 KiB of them), with sums in memory in between, 0.97 to 1.05 at 16 and 1.01 to 1.14 at 64 tokens of
 // DeepSeek-V3's shape (int4, mxfp4, nvfp4, Q4_K, fp8, bf16): so it is not where rows lie.
+//
+// 65 to 80 rows as one stream of 5 tiles, in turn with two streams (4 bits) or slices of K, 256 tokens of DeepSeek-V3's
+// shape, 1024 of Qwen3-30B's, on a quiet host: int4 0.88, fp8 0.89, int8 0.92, bf16 1.01. Up to 96 rows as 6 tiles
+// beside it, on a busy one: 0.99 to 1.12 (sums, rows and a panel then take all tiles: see isa/tiles_amx.h).
 #pragma once
 
 #include "micro/stream_feed.h"
@@ -25,12 +29,10 @@
 namespace tandem {
 namespace {
 
-constexpr int kStreamRows = 64;                              // four tiles
+constexpr int kStreamRows = 80;                              // five tiles
 constexpr int64_t kStreamSumsAt = kStreamRing * kStepBytes;  // of two groups
 constexpr int64_t kStreamSumsBytes = kFoldedRows * kPairColumns * int64_t(sizeof(float));
 constexpr int64_t kStreamRowsAt = kStreamSumsAt + 2 * kStreamSumsBytes;
-constexpr int kStreamDepth = int((kMatmulScratchBytes - kStreamRowsAt) / (2 * kStreamRows));  // K of that many rows
-static_assert(kStreamDepth == 9088);
 
 // Floats of sums of activations by row and group, where they are needed: behind the rows.
 inline int64_t stream_x_sums(const MatmulArgs* args) {
@@ -115,7 +117,8 @@ class StreamProduct {
     if (tiles_.count == 1) return stream<1, 2>();
     if (tiles_.count == 2) return stream<2, 2>();
     if (tiles_.count == 3) return stream<3, 1>();
-    stream<4, 1>();
+    if (tiles_.count == 4) return stream<4, 1>();
+    stream<5, 1>();
   }
 
  private:

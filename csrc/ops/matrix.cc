@@ -141,14 +141,14 @@ void PackedMatrix::multiply_tile(MatmulFn kernel, const PreparedRows& x, const S
   const KernelTable& table = workspace_->table();
   const auto row_of = [&](int64_t r) { return of.first + (first_row + r) * of.step; };
   for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = x.row(row_of(r));
-  const MatmulArgs args{view_,     scratch.rows,    scratch.tile, kTileStride, scratch.matmul,
-                        int(rows), int(first_pair), int(pairs),   nullptr};
+  const MatmulArgs args{view_,           scratch.rows, scratch.tile, tile_stride(pairs), scratch.matmul, int(rows),
+                        int(first_pair), int(pairs),   nullptr};
   kernel(&args);
   const int64_t column = first_pair * kPairColumns;
   const int64_t into_row = column - of.first_column;
   const int64_t length = std::min<int64_t>(pairs * kPairColumns, of.columns - into_row);
   for (int64_t r = 0; r < rows; ++r) {
-    float* y = scratch.tile + r * kTileStride;
+    float* y = scratch.tile + r * tile_stride(pairs);
     if (bias_) table.add_row(y, bias_.get() + column, pairs * kPairColumns);
     const int64_t offset = (row_of(r) * of.columns + into_row) * bytes_of(out_type);
     table.store_row(y, static_cast<uint8_t*>(out) + offset, out_type, false, length);

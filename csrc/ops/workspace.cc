@@ -37,6 +37,14 @@ void force_tiles(KernelTable& table, int from_rows) {
     if (kernels.below_rows) set_below_rows(kernels, from_rows);
 }
 
+// 0: rows of this format, or as long as these, are not cut.
+int64_t rows_of_part(const KernelTable& table, const WeightView& layout) {
+  constexpr int64_t kTileRows = 16, kFewest = 64;
+  const FormatKernels& kernels = table.formats[int(layout.format)];
+  const int64_t fit = kernels.part_bytes / (2 * layout.padded_depth) / kTileRows * kTileRows;
+  return fit < kFewest ? 0 : std::min<int64_t>(kernels.part_rows, fit);
+}
+
 }  // namespace
 
 const KernelTable& table_of_tier(const std::string& tier) {
@@ -84,6 +92,17 @@ int64_t Workspace::multiply_add(int64_t rounds, Format format, bool int8_activat
     operations[size_t(w.index)] += peak(each, scratch(w.index).matmul);
   });
   return std::accumulate(operations.begin(), operations.end(), int64_t{0});
+}
+
+int64_t Workspace::pairs_per_call(int64_t rows) const {
+  int64_t pairs = table_.blocking.pairs_per_call;
+  while (pairs < table_.blocking.most_pairs && rows * tile_stride(pairs + 1) * 4 <= kTileBytes) ++pairs;
+  return pairs;
+}
+
+int64_t rows_per_part(const KernelTable& table, const WeightView& gate_up, const WeightView& down, int64_t rows) {
+  const int64_t most = std::min(rows_of_part(table, gate_up), rows_of_part(table, down));
+  return rows <= 2 * most ? most : table.blocking.rows_per_call;
 }
 
 bool is_prepared(const KernelTable& table, const WeightView& layout, const RowsView& x) {

@@ -19,22 +19,27 @@ const KernelTable& table_of_tier(const std::string& tier);
 // One worker's own scratch.
 struct WorkerScratch {
   uint8_t* matmul = nullptr;  // kMatmulScratchBytes
-  float* tile;                // kMaxRowsPerCall x (32 * kMaxPairsPerCall)
+  float* tile;                // results of a call, tile_stride apart
   float* sums;                // kMaxSumFloats: weighted sums of the MoE driver
   const void* rows[kMaxRowsPerCall];
   HugeBuffer memory;
 };
-constexpr int64_t kTileStride = kPairColumns * kMaxPairsPerCall + 16;  // + one line: rows in different sets of L1
+// Floats between rows of a call's results: a line more than they take, so that rows lie in different sets of L1.
+constexpr int64_t tile_stride(int64_t pairs) { return kPairColumns * pairs + 16; }
 
 class Workspace {
  public:
-  static constexpr int64_t kTileBytes = kMaxRowsPerCall * kTileStride * 4, kSumBytes = int64_t{kMaxSumFloats} * 4;
+  static constexpr int64_t kTileBytes = kMaxRowsPerCall * tile_stride(kMaxPairsPerCall) * 4;
+  static constexpr int64_t kSumBytes = int64_t{kMaxSumFloats} * 4;
   static constexpr int64_t kWorkerBytes = kMatmulScratchBytes + kTileBytes + kSumBytes;
 
   // tile_from_rows >= 0 replaces the tier's own choice of algorithm for every format (0: always tile_mm), and
   // digits_below_rows >= 0 up to where rows are cut into digits.
   Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table, int tile_from_rows = -1,
             int digits_below_rows = -1);
+
+  // Pairs of panels that a call may have for so many of an expert's rows.
+  int64_t pairs_per_call(int64_t rows) const;
 
   WorkerPool& pool() const { return *pool_; }
   const KernelTable& table() const { return table_; }
@@ -97,12 +102,8 @@ int64_t prepared_stride(const KernelTable& table, const WeightView& layout);
 void prepare_rows(const KernelTable& table, const WeightView& layout, const RowsView& x, int64_t first, int64_t last,
                   uint8_t* to);
 
-// Of an expert's rows, how many are multiplied at once: see FormatKernels::part_rows.
-inline int64_t rows_per_part(const KernelTable& table, const WeightView& layout, int64_t rows) {
-  const FormatKernels& kernels = table.formats[int(layout.format)];
-  const bool cuts = rows <= kernels.parts_to_rows && layout.padded_depth <= kernels.part_depth;
-  return cuts ? kernels.part_rows : table.blocking.rows_per_call;
-}
+// Of an expert's rows, how many are multiplied at once, at most: see FormatKernels::part_rows.
+int64_t rows_per_part(const KernelTable& table, const WeightView& gate_up, const WeightView& down, int64_t rows);
 
 // The algorithm for this number of rows: see FormatKernels::tile_from_rows.
 inline MatmulFn matmul_of(const KernelTable& table, Format format, int64_t rows) {

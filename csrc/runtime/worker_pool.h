@@ -5,8 +5,8 @@
 #include <atomic>
 #include <cstdint>
 #include <initializer_list>
-#include <span>
 #include <memory>
+#include <span>
 #include <type_traits>
 #include <vector>
 
