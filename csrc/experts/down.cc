@@ -3,8 +3,8 @@
 // Few rows an expert: a task reads one long stream, of one expert or of two that follow each other. Whoever does the
 // last pair of a block of columns adds up there. Many rows: a round's results are added up by tokens while the next
 // round is multiplied. In turn with a phase of products, then one of sums, and so on, layers of 4096 tokens took 0.88
-// to 0.98 of the time (Xeon, 16 threads, DeepSeek-V3's and Qwen3-30B's shapes), of 1024 0.91 to 1.00; with rounds of 85
-// instead of 128 MiB 0.91 to 1.01, of 256 0.94 to 0.99.
+// to 0.99 of the time (Xeon, 16 threads, DeepSeek-V3's and Qwen3-30B's shapes), of 1024 0.91 to 1.00; with rounds of 85
+// instead of 128 MiB 0.91 to 1.01, of 256 0.94 to 0.99 (2026-11-23-xeon-turns-rounds-and-streams.json).
 //
 // Sums over all experts in a worker's scratch, so that no result is kept, need tasks of whole blocks of columns for
 // many tokens at once: 16 to 32 of them, which cores of unequal speed ended at very different times, and half of a

@@ -30,7 +30,8 @@
 // What was tried beside this, time of a layer of 256 to 4096 tokens in turn, and of most also for Qwen3-30B's shape:
 //   slices          2048 k and the whole K 0.93 to 1.65
 //   tasks           64 to 256 rows, or 8 to 64 pairs of panels 0.93 to 1.5 (32 pairs of 256 rows 0.92 to 1.13, and in
-//                   another turn 0.95 to 1.06; of 64 and 128 rows 0.94 to 1.01: this is done);
+//                   another turn 0.95 to 1.06; of 64 and 128 rows 0.94 to 1.01: this is done; from 9
+//                   rows an expert on 0.95 to 1.05);
 //                   smaller ones at the end 0.93 to 1.03
 //   gathering       between the steps 1.1; once for all, and tiles from there 1.1; asked for 4 to 16 rows ahead 0.98 to
 //                   1.10; the next slice's asked for into L2 meanwhile 0.97 to 1.10
