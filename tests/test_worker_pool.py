@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,43 @@ from tandem import _core
 ROOT = Path(__file__).parents[1]
 
 
+LAYER = [  # what an expert layer on the scalar tier needs
+    *(
+        f"experts/{name}"
+        for name in ("expert_layer", "expert_run", "down", "foreseen_run", "own_pairs", "places")
+    ),
+    *(f"experts/{name}" for name in ("node_slices", "routing_plan", "expert_bytes", "expert_rows")),
+    *("ops/workspace", "ops/integer_rows", "tier/scalar"),
+    *(f"format/{name}" for name in ("interleave", "layout", "pack", "quantise", "scale_table", "staged")),
+    *(
+        f"runtime/{name}"
+        for name in ("worker_pool", "memory", "mapped_file", "readable_file", "cpu_features")
+    ),
+    "runtime/bulk_copy",
+]
+SOURCES = {  # of csrc, beside the test itself
+    "task_sizes_test": [],
+    "own_pairs_test": ["runtime/worker_pool", "experts/own_pairs"],
+    "rounds_test": LAYER,
+}
+
+
 def build_and_run(tmp_path: Path, *flags: str, test: str = "worker_pool_test") -> str:
     program = tmp_path / test
-    sources = [ROOT / f"tests/cpp/{test}.cc"]
-    if test != "task_sizes_test":
-        sources.append(ROOT / "csrc/runtime/worker_pool.cc")
-    if test == "own_pairs_test":
-        sources.append(ROOT / "csrc/experts/own_pairs.cc")
     compile_ = ["c++", "-std=c++20", "-O1", "-g", f"-I{ROOT / 'csrc'}", *flags, "-pthread"]
-    subprocess.run(
-        [*compile_, *map(str, sources), "-o", str(program)], check=True, capture_output=True, text=True
-    )
+
+    def run(*arguments: object) -> None:
+        subprocess.run([*compile_, *map(str, arguments)], check=True, capture_output=True, text=True)
+
+    def build(source: Path) -> Path:
+        to = tmp_path / f"{source.stem}.o"
+        run("-c", source, "-o", to)
+        return to
+
+    sources = [ROOT / f"csrc/{name}.cc" for name in SOURCES.get(test, ["runtime/worker_pool"])]
+    with ThreadPoolExecutor(2) as builders:
+        objects = list(builders.map(build, [ROOT / f"tests/cpp/{test}.cc", *sources]))
+    run(*objects, "-o", program)
     done = subprocess.run([str(program)], check=False, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -54,6 +81,13 @@ def test_contract_under_thread_sanitizer(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_early_tasks_under_thread_sanitizer(tmp_path: Path) -> None:
     assert build_and_run(tmp_path, "-fsanitize=thread", test="early_tasks_test") == "early_tasks_test: ok\n"
+
+
+@pytest.mark.slow
+def test_rounds_of_down_under_thread_sanitizer(tmp_path: Path) -> None:
+    """Nobody overwrites a round's results while they are added up."""
+    flags = ("-fsanitize=thread", "-DTANDEM_RESULT_BYTES=262144")
+    assert build_and_run(tmp_path, *flags, test="rounds_test") == "rounds_test: ok\n"
 
 
 def test_python_threads_share_one_pool() -> None:

@@ -13,11 +13,15 @@
 
 #include "experts/expert_run.h"
 
+#ifndef TANDEM_RESULT_BYTES  // tests make it smaller
+#define TANDEM_RESULT_BYTES (int64_t{384} << 20)
+#endif
+
 namespace tandem {
 namespace {
 
 constexpr int64_t kPairsPerSum = 4;                    // that are added up at once
-constexpr int64_t kResultBytes = int64_t{384} << 20;   // of all rounds that are kept, about
+constexpr int64_t kResultBytes = TANDEM_RESULT_BYTES;  // of all rounds that are kept, about
 constexpr int64_t kRoundsKept = 3;                     // see is_ready
 constexpr int64_t kLead = 4;                           // see task_of
 constexpr int64_t kStreamedBytes = int64_t{16} << 20;  // from here on they would not stay in caches until they are read

@@ -1,0 +1,67 @@
+// experts/down.cc: rounds of down beside the sums of the ones before, on workers that come and go: always the same
+// bits. Built with results of 256 KiB in all, so that a small layer has more rounds than are kept.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+
+#include "abi/tiers.h"
+#include "experts/expert_layer.h"
+#include "runtime/widest.h"
+
+namespace tandem {
+// Only the scalar tier is linked, and no dense kernels.
+extern const KernelTable kAvx2Table{}, kAvx512Table{}, kAvx512Bf16Table{}, kAmxTable{}, kAmxStandinTable{};
+const DenseKernels& widest_kernels() { std::abort(); }
+}  // namespace tandem
+
+namespace {
+
+using namespace tandem;
+
+constexpr int kExperts = 5, kHidden = 1208, kWidth = 16, kTokens = 300, kTopK = 4;
+
+std::vector<float> numbers(size_t count, std::mt19937& random) {
+  std::normal_distribution<float> normal;
+  std::vector<float> made(count);
+  for (float& x : made) x = normal(random);
+  return made;
+}
+
+MatrixSource matrix(const std::vector<float>& values, int64_t rows, int64_t depth) {
+  return {values.data(), DType::f32, rows, depth};
+}
+
+void load(ExpertLayer& layer, std::mt19937& random) {
+  for (int expert = 0; expert < kExperts; ++expert) {
+    const auto gate = numbers(kWidth * kHidden, random), up = numbers(kWidth * kHidden, random),
+               down = numbers(kHidden * kWidth, random);
+    layer.load(expert, {matrix(gate, kWidth, kHidden), matrix(up, kWidth, kHidden), matrix(down, kHidden, kWidth),
+                        nullptr, nullptr, nullptr});
+  }
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 random(1);
+  const auto pool = std::make_shared<WorkerPool>(std::vector<int>{-1, -1});
+  const WeightFormat format{Format::f32, 0, ScaleType::f32};
+  ExpertLayer layer(std::make_shared<Workspace>(pool, kScalarTable),
+                    {kExperts, kHidden, kWidth, format, format, {ActivationKind::silu, 0.0f, 0.0f}});
+  load(layer, random);
+  const std::vector<float> x = numbers(kTokens * kHidden, random), weights = numbers(kTokens * kTopK, random);
+  std::vector<int32_t> ids(kTokens * kTopK);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = int32_t((i / kTopK + i % kTopK) % kExperts);
+  std::vector<float> first, out(kTokens * kHidden);
+  for (int i = 0; i < 10; ++i) {
+    layer.forward(
+        {{x.data(), DType::f32, kTokens, kHidden}, ids.data(), weights.data(), kTopK, out.data(), DType::f32, false});
+    if (i == 0) first = out;
+    if (std::memcmp(first.data(), out.data(), out.size() * sizeof(float))) {
+      std::fprintf(stderr, "rounds_test: another result\n");
+      return 1;
+    }
+  }
+  std::puts("rounds_test: ok");
+}
