@@ -99,10 +99,11 @@ bool ExpertRun::fetch_of_step(const DownStep& step, int64_t index, int64_t at) c
 }
 
 // Whether what a task reads is there, and nobody reads what it overwrites. A round is taken early while the one before
-// is computed and the one before that is added up: hence results of three are kept.
+// is computed and the one before that is added up: hence results of three are kept. Where nodes have fewer pairs than
+// there are rounds, the first has no tasks and is no phase: what would be its successor then comes after gate-up.
 bool ExpertRun::is_ready(const DownStep& step, int64_t index) const {
   const StepTask task = task_of(step, index);
-  if (step.round > 0) return !task.adds_up;
+  if (step.round > 0) return !task.adds_up && steps_[0].by_node.count() > 0;
   if (unfinished_.empty()) return false;
   const auto [begin, end] = down_[0].of_node[task.node].at(task.index);
   const int64_t pairs = pairs_of(down_[0], task.node).count;

@@ -41,11 +41,10 @@ void load(ExpertLayer& layer, std::mt19937& random) {
   }
 }
 
-}  // namespace
-
-int main() {
+// nodes: of two workers. Of two nodes each has fewer pairs of panels than there are rounds, so the first has no tasks.
+bool always_the_same(std::vector<int> nodes) {
   std::mt19937 random(1);
-  const auto pool = std::make_shared<WorkerPool>(std::vector<int>{-1, -1});
+  const auto pool = std::make_shared<WorkerPool>(std::vector<int>{-1, -1}, 200, std::move(nodes));
   const WeightFormat format{Format::f32, 0, ScaleType::f32};
   ExpertLayer layer(std::make_shared<Workspace>(pool, kScalarTable),
                     {kExperts, kHidden, kWidth, format, format, {ActivationKind::silu, 0.0f, 0.0f}});
@@ -58,10 +57,17 @@ int main() {
     layer.forward(
         {{x.data(), DType::f32, kTokens, kHidden}, ids.data(), weights.data(), kTopK, out.data(), DType::f32, false});
     if (i == 0) first = out;
-    if (std::memcmp(first.data(), out.data(), out.size() * sizeof(float))) {
-      std::fprintf(stderr, "rounds_test: another result\n");
-      return 1;
-    }
+    if (std::memcmp(first.data(), out.data(), out.size() * sizeof(float))) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+int main() {
+  if (!always_the_same({}) || !always_the_same({0, 1})) {
+    std::fprintf(stderr, "rounds_test: another result\n");
+    return 1;
   }
   std::puts("rounds_test: ok");
 }
