@@ -14,24 +14,18 @@ from tandem import _core
 ROOT = Path(__file__).parents[1]
 
 
-LAYER = [  # what an expert layer on the scalar tier needs
-    *(
-        f"experts/{name}"
-        for name in ("expert_layer", "expert_run", "down", "foreseen_run", "own_pairs", "places")
-    ),
-    *(f"experts/{name}" for name in ("node_slices", "routing_plan", "expert_bytes", "expert_rows")),
-    *("ops/workspace", "ops/integer_rows", "tier/scalar"),
-    *(f"format/{name}" for name in ("interleave", "layout", "pack", "quantise", "scale_table", "staged")),
-    *(
-        f"runtime/{name}"
-        for name in ("worker_pool", "memory", "mapped_file", "readable_file", "cpu_features")
-    ),
-    "runtime/bulk_copy",
-]
+LAYER = {  # what a layer of experts on the scalar tier needs
+    "experts": "expert_layer expert_run expert_bytes expert_rows down foreseen_run own_pairs places node_slices "
+    "routing_plan",
+    "ops": "workspace integer_rows",
+    "format": "interleave layout pack quantise scale_table staged",
+    "runtime": "worker_pool memory mapped_file readable_file cpu_features bulk_copy",
+    "tier": "scalar",
+}
 SOURCES = {  # of csrc, beside the test itself
     "task_sizes_test": [],
     "own_pairs_test": ["runtime/worker_pool", "experts/own_pairs"],
-    "rounds_test": LAYER,
+    "expert_layer_test": [f"{part}/{name}" for part, names in LAYER.items() for name in names.split()],
 }
 
 
@@ -84,10 +78,10 @@ def test_early_tasks_under_thread_sanitizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rounds_of_down_under_thread_sanitizer(tmp_path: Path) -> None:
-    """Nobody overwrites a round's results while they are added up."""
+def test_expert_layer_under_thread_sanitizer(tmp_path: Path) -> None:
+    """Nobody overwrites a round's results while they are added up, and a call's fit their scratch."""
     flags = ("-fsanitize=thread", "-DTANDEM_RESULT_BYTES=262144")
-    assert build_and_run(tmp_path, *flags, test="rounds_test") == "rounds_test: ok\n"
+    assert build_and_run(tmp_path, *flags, test="expert_layer_test") == "expert_layer_test: ok\n"
 
 
 def test_python_threads_share_one_pool() -> None:

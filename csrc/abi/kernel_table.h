@@ -59,8 +59,8 @@ struct FormatKernels {
   MatmulFn dot_rows;       // few rows: weights are streamed once and decoded in registers
   MatmulFn tile_mm;        // many rows: a panel is unpacked to scratch, then a format-blind kernel
   int32_t tile_from_rows;  // from this many rows tile_mm is faster: measured
-  // An expert of up to twice as many rows as part_rows, or as there are of its K in part_bytes, is cut into parts of at
-  // most so many: measured. 0: never.
+  // An expert of up to twice as many rows as part_rows, or as the whole tiles of its K that part_bytes hold, is cut
+  // into parts of at most so many: measured. 0: never.
   int32_t part_rows, part_bytes;
 };
 
@@ -88,8 +88,8 @@ struct IntegerKernels {
 // How a tier's kernels want many rows divided.
 struct Blocking {
   int32_t rows_per_call;     // at most kMaxRowsPerCall, and
-  int32_t pairs_per_call;    // at most kMaxPairsPerCall: the results stay in L2; of fewer rows
-  int32_t most_pairs;        // up to so many, if an expert's results take no more memory
+  int32_t pairs_per_call;    // at most kMaxPairsPerCall: the results stay in L2
+  int32_t most_pairs;        // instead, where no expert's part has so many rows and the results take no more memory
   int32_t many_rows;         // of a matrix: from here on multiplying takes longer than streaming weights
   int32_t many_expert_rows;  // likewise, of an expert in the mean: others' weights can stream meanwhile
   int32_t result_rows;       // of a call's experts: up to here results are added up by columns, else by tokens

@@ -3,8 +3,9 @@
 // Few rows an expert: a task reads one long stream, of one expert or of two that follow each other. Whoever does the
 // last pair of a block of columns adds up there. Many rows: a round's results are added up by tokens while the next
 // round is multiplied. In turn with a phase of products, then one of sums, and so on, layers of 4096 tokens took 0.88
-// to 0.99 of the time (Xeon, 16 threads, DeepSeek-V3's and Qwen3-30B's shapes), of 1024 0.91 to 1.00; with rounds of 85
-// instead of 128 MiB 0.91 to 1.01, of 256 0.94 to 0.99 (2026-11-23-xeon-turns-rounds-and-streams.json).
+// to 0.99 of the time (Xeon, 16 threads, DeepSeek-V3's and Qwen3-30B's shapes), of 1024 0.91 to 1.00. That is with
+// rounds of 128 MiB; of 85 MiB 0.91 to 1.01, of 256, which take twice the memory, 0.94 to 0.99, of the same
+// (2026-11-23-xeon-turns-rounds-and-streams.json).
 //
 // Sums over all experts in a worker's scratch, so that no result is kept, need tasks of whole blocks of columns for
 // many tokens at once: 16 to 32 of them, which cores of unequal speed ended at very different times, and half of a
@@ -33,9 +34,11 @@ static_assert(kMaxChunkTokens * kPairsPerSum * kPairColumns <= kMaxSumFloats);
 // Of columns; a token's sums of one fit a worker's, too.
 int64_t ExpertRun::rounds_of_down() const {
   if (!in_rounds_) return 1;
-  const int64_t pairs = layer_.down_layout_.pairs, columns = pairs * kPairColumns;
+  const int64_t columns = int64_t{layer_.down_layout_.pairs} * kPairColumns;
   const int64_t bytes = int64_t(plan_.rows.size()) * columns * 4;
-  return std::min(pairs, std::max(ceil_div(bytes, kResultBytes / kRoundsKept), ceil_div(2 * columns, kMaxSumFloats)));
+  int64_t most = 0;  // a pair of the widest node in each: more would save no memory, and the first might have no tasks
+  for (const NodeSlice& slice : layer_.slices_) most = std::max(most, slice.down_pairs);
+  return std::min(most, std::max(ceil_div(bytes, kResultBytes / kRoundsKept), ceil_div(2 * columns, kMaxSumFloats)));
 }
 
 void ExpertRun::list_down() {
@@ -99,11 +102,10 @@ bool ExpertRun::fetch_of_step(const DownStep& step, int64_t index, int64_t at) c
 }
 
 // Whether what a task reads is there, and nobody reads what it overwrites. A round is taken early while the one before
-// is computed and the one before that is added up: hence results of three are kept. Where nodes have fewer pairs than
-// there are rounds, the first has no tasks and is no phase: what would be its successor then comes after gate-up.
+// is computed and the one before that is added up: hence results of three are kept.
 bool ExpertRun::is_ready(const DownStep& step, int64_t index) const {
   const StepTask task = task_of(step, index);
-  if (step.round > 0) return !task.adds_up && steps_[0].by_node.count() > 0;
+  if (step.round > 0) return !task.adds_up;
   if (unfinished_.empty()) return false;
   const auto [begin, end] = down_[0].of_node[task.node].at(task.index);
   const int64_t pairs = pairs_of(down_[0], task.node).count;

@@ -96,7 +96,7 @@ int64_t ExpertRun::most_rows() const {
 
 // Many rows: equal tasks, as wide as a call can be, since each gathers its rows.
 void ExpertRun::divide(Tasks& tasks, const WeightView& layout) const {
-  const int64_t most = has_many_rows() ? workspace_.pairs_per_call(most_rows()) : table_.blocking.pairs_per_call;
+  const int64_t most = has_many_rows() ? workspace_.most_pairs(most_rows()) : table_.blocking.pairs_per_call;
   const int64_t pair_bytes = 2 * layout.panel_bytes;
   const int64_t workers = workspace_.pool().size(), nodes = workspace_.pool().nodes(), parts = int64_t(parts_.size());
   tasks.of_node.clear();
@@ -147,7 +147,7 @@ void ExpertRun::run() {
        has_many_rows() ? WorkerPool::AheadBody() : fetch_gate_up, own_.count() ? &own : nullptr},
       {converts_at_end_ ? 0 : tasks_of(hidden_integers_), do_convert_hidden},
   };
-  for (const DownStep& step : steps_)
+  for (const DownStep& step : steps_)  // which does tasks, fetches for them, and knows which are ready
     phases.push_back({step.by_node.count(), step, step.by_node.of_node(), step, nullptr, step});
   for (size_t first = 0; first < phases.size(); first += WorkerPool::kMostPhases)
     workspace_.pool().run_phases(

@@ -41,7 +41,7 @@ void force_tiles(KernelTable& table, int from_rows) {
 
 // 0: rows of this format, or as long as these, are not cut.
 int64_t rows_of_part(const KernelTable& table, const WeightView& layout) {
-  constexpr int64_t kFewest = 64;
+  constexpr int64_t kFewest = 64;  // longer rows were not measured
   const FormatKernels& kernels = table.formats[int(layout.format)];
   const int64_t fit = kernels.part_bytes / (2 * layout.padded_depth) / kTileRows * kTileRows;
   return fit < kFewest ? 0 : std::min<int64_t>(kernels.part_rows, fit);
@@ -96,7 +96,7 @@ int64_t Workspace::multiply_add(int64_t rounds, Format format, bool int8_activat
   return std::accumulate(operations.begin(), operations.end(), int64_t{0});
 }
 
-int64_t Workspace::pairs_per_call(int64_t rows) const {
+int64_t Workspace::most_pairs(int64_t rows) const {
   const int64_t whole_tiles = (rows + kTileRows - 1) / kTileRows * kTileRows;  // see MatmulArgs::y
   int64_t pairs = table_.blocking.pairs_per_call;
   while (pairs < table_.blocking.most_pairs && whole_tiles * tile_stride(pairs + 1) * 4 <= kTileBytes) ++pairs;

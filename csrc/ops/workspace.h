@@ -38,8 +38,8 @@ class Workspace {
   Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table, int tile_from_rows = -1,
             int digits_below_rows = -1);
 
-  // Pairs of panels that a call may have for so many of an expert's rows.
-  int64_t pairs_per_call(int64_t rows) const;
+  // Pairs of panels that a call may have for so many of an expert's rows: see Blocking::most_pairs.
+  int64_t most_pairs(int64_t rows) const;
 
   WorkerPool& pool() const { return *pool_; }
   const KernelTable& table() const { return table_; }

@@ -352,7 +352,6 @@ void WorkerPool::check_own(const Phase& phase) const {
 }
 
 void WorkerPool::run_phases(std::span<const Phase> phases) {
-  static_assert(kMostPhases == TaskQueues::kMaxPhases);
   state_->check_caller();
   if (phases.size() > kMostPhases) throw std::invalid_argument("a region has at most 15 phases");
   for (const Phase& phase : phases) {

@@ -76,7 +76,8 @@ class WorkerPool {
   // A little of what can be done for a task before its phase begins, `step` by step from 0: fetching what it will read,
   // say. A fraction of a microsecond each; false when there is no more. Must not throw.
   using AheadBody = FunctionRef<bool(int64_t task, int64_t step)>;
-  // Whether all that a task reads is written although the phase before is not over. Must not throw.
+  // Whether all that a task reads is written, and what it overwrites is read, although the phase before is not over.
+  // The phase before that one is: of phases that have tasks, only the next one's are taken early. Must not throw.
   using ReadyBody = FunctionRef<bool(int64_t task)>;
   // Tasks that are workers' own (OwnTasks), of which a worker does up to `most_at_once`, one after the other, in a
   // call.
@@ -105,7 +106,7 @@ class WorkerPool {
   // Phase owns nothing.
   void run_phases(std::initializer_list<Phase> phases) { run_phases(std::span(phases.begin(), phases.size())); }
   void run_phases(std::span<const Phase> phases);  // at most kMostPhases
-  static constexpr size_t kMostPhases = 15;
+  static constexpr size_t kMostPhases = TaskQueues::kMaxPhases;
 
   // What the operations after the next region will read first; whoever is idle from then on fetches it. Empty: what was
   // announced before still holds.

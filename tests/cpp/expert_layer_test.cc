@@ -1,5 +1,6 @@
-// experts/down.cc: rounds of down beside the sums of the ones before, on workers that come and go: always the same
-// bits. Built with results of 256 KiB in all, so that a small layer has more rounds than are kept.
+// Of a layer of experts: rounds of down beside the sums of the ones before, on workers that come and go, always give
+// the same bits (experts/down.cc; built with results of 256 KiB in all, so that a small layer has more rounds than are
+// kept); and results of a call fit their scratch (ops/workspace.h).
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -41,7 +42,7 @@ void load(ExpertLayer& layer, std::mt19937& random) {
   }
 }
 
-// nodes: of two workers. Of two nodes each has fewer pairs of panels than there are rounds, so the first has no tasks.
+// nodes: of two workers. Of two nodes each has fewer pairs of panels than rounds would be needed.
 bool always_the_same(std::vector<int> nodes) {
   std::mt19937 random(1);
   const auto pool = std::make_shared<WorkerPool>(std::vector<int>{-1, -1}, 200, std::move(nodes));
@@ -62,12 +63,26 @@ bool always_the_same(std::vector<int> nodes) {
   return true;
 }
 
+// Kernels write whole tiles of 16 rows.
+bool results_fit() {
+  KernelTable table = kScalarTable;
+  table.blocking.pairs_per_call = kMaxPairsPerCall;
+  table.blocking.most_pairs = 32;
+  const Workspace workspace(std::make_shared<WorkerPool>(std::vector<int>{-1}), table);
+  for (int64_t rows = 1; rows <= kMaxRowsPerCall; ++rows)
+    if ((rows + 15) / 16 * 16 * tile_stride(workspace.most_pairs(rows)) * 4 > Workspace::kTileBytes) return false;
+  return workspace.most_pairs(80) == 32 && workspace.most_pairs(kMaxRowsPerCall) == kMaxPairsPerCall;
+}
+
+int failed(const char* what) {
+  std::fprintf(stderr, "expert_layer_test: %s\n", what);
+  return 1;
+}
+
 }  // namespace
 
 int main() {
-  if (!always_the_same({}) || !always_the_same({0, 1})) {
-    std::fprintf(stderr, "rounds_test: another result\n");
-    return 1;
-  }
-  std::puts("rounds_test: ok");
+  if (!results_fit()) return failed("results of a call do not fit");
+  if (!always_the_same({}) || !always_the_same({0, 1})) return failed("another result");
+  std::puts("expert_layer_test: ok");
 }
