@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tandem.cli.bench_experts import (
     parse_shape,
     random_expert,
 )
-from tandem.cli.bench_kernels import ceiling_rows, ceilings_table, fit, result_tables
+from tandem.cli.bench_kernels import Bench, ceiling_rows, ceilings_table, fit, result_tables
 from tandem.errors import ConfigError
 from tandem.kernels.ceilings import Ceilings, DramReader, Roofs, last_level_cache_bytes
 from tandem.kernels.reference import TorchOps
@@ -44,7 +45,8 @@ def test_rows_and_picture(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     report = json.loads(out.read_text())
     assert set(report) == {
-        "machine", "threads", "commit", "version", "torch", "command", "date", "ceilings", "rows"
+        "machine", "threads", "commit", "version", "torch", "command", "date",
+        "interrupted", "ceilings", "rows",
     }  # fmt: skip
     seen = {(r["bench"], r["format"], r["tokens"]) for r in report["rows"]}
     ours = {("tandem", fmt, tokens) for fmt in ("bf16", "int4") for tokens in (1, 5)}
@@ -66,6 +68,27 @@ def test_rows_and_picture(tmp_path: Path) -> None:
         assert row["ms"] > 0 and row["unit"] in ("GB/s", "TFLOPS")
         assert row["share"] == pytest.approx(row["value"] / row["ceiling"])
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, measured = tmp_path / "kernels.json", Bench._row
+
+    def interrupted_row(self: Bench, bench: str, work: Workload, *rest: Any) -> Timing:
+        if work.tokens == last:
+            raise KeyboardInterrupt
+        return measured(self, bench, work, *rest)
+
+    monkeypatch.setattr(Bench, "_row", interrupted_row)
+    last = 5
+    arguments = [*QUICK, "--no-torch", "--tokens", "1", "--tokens", "5", "--out", str(out)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 130 and "Interrupted" in done.output
+    report = json.loads(out.read_text())
+    assert report["interrupted"] and [row["tokens"] for row in report["rows"]] == [1]
+    last = 1  # nothing was measured: nothing is written over what is there
+    before = out.read_text()
+    assert CliRunner().invoke(app, arguments).exit_code == 130
+    assert out.read_text() == before and [file.name for file in tmp_path.iterdir()] == [out.name]
 
 
 def test_tables_fit_80_columns() -> None:

@@ -20,7 +20,8 @@
 //
 // 65 to 80 rows as one stream of 5 tiles, in turn with two streams (4 bits) or slices of K, 256 tokens of DeepSeek-V3's
 // shape, 1024 of Qwen3-30B's, on a quiet host: int4 0.88, fp8 0.89, int8 0.92, bf16 1.01. Up to 96 rows as 6 tiles
-// beside it, on a busy one: 0.99 to 1.12 (sums, rows and a panel then take all tiles: see isa/tiles_amx.h).
+// beside it, on a busy one: 0.99 to 1.12 (sums, rows and a panel then take all tiles: see isa/tiles_amx.h). At 33 to 64
+// rows, two tiles of rows in turn instead of one for all: 0.95 to 1.04, the old build against itself 0.96 to 1.06.
 #pragma once
 
 #include "micro/stream_feed.h"

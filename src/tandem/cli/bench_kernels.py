@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from rich import box
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
@@ -54,6 +55,7 @@ OURS, A8 = "tandem", "tandem A8"  # A8: with int8 activations
 CEILING_SECONDS = 0.5  # of measuring per ceiling, before the rows and again after them
 TURNS = 3  # of a row; its ceilings are read before and after each
 TURN_CEILING_SECONDS = 0.04
+INTERRUPTED = 130  # the exit status, as of a shell after SIGINT
 MEMORY_SHARE = 0.25  # of the available memory that one set of layers may take
 
 
@@ -104,11 +106,16 @@ def run(
     console = Console()
     console.print(ceilings_table(bench.roofs), *result_tables(results))
     if out is not None:
-        write_json(out, bench.roofs, results, machine, len(bench.pool))
+        write_json(out, bench, results)
         console.print(f"Written to {out}")
     if plot is not None:
         draw_roofline(plot, bench.roofs.by_name(), results)
         console.print(f"Drawn in {plot}")
+    if bench.interrupted:
+        console.print(
+            "Interrupted: these are the rows measured until then, with the ceilings read before them"
+        )
+        raise typer.Exit(INTERRUPTED)
 
 
 def pools_of(machine: Machine, threads: int | None) -> list[_core.WorkerPool]:
@@ -134,20 +141,30 @@ class Bench:
         self.request, self.machine, self.pools, self.pool = request, machine, pools, pools[-1]
         self.best_tier = machine.tiers[-1]  # PyTorch may use anything that this machine has
         self.roofs = Roofs()
+        self.interrupted = False
 
     def run(self) -> list[Result]:
-        """All rows, with a progress line for each. PyTorch gets as many threads as the pool has."""
+        """All rows, with a progress line for each; after Ctrl-C those that are whole, if there are any.
+
+        PyTorch gets as many threads as the pool has.
+        """
         torch.set_num_threads(len(self.pool))
         timings: list[Timing] = []
         columns = (SpinnerColumn(), "{task.description}", TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("measuring this machine's ceilings")
             self.measure_roofs()
-            for step, rows in self._measurements():
-                progress.update(task, description=step)
-                timings.extend(rows)
-            progress.update(task, description="the ceilings again")
-            self.measure_roofs()
+            try:
+                for step, rows in self._measurements():
+                    progress.update(task, description=step)
+                    for timing in rows:
+                        timings.append(timing)
+                progress.update(task, description="the ceilings again")
+                self.measure_roofs()
+            except KeyboardInterrupt:
+                if not timings:
+                    raise
+                self.interrupted = True
         return [timing.result() for timing in timings]
 
     def measure_roofs(self) -> None:
@@ -258,21 +275,24 @@ def short(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def write_json(path: Path, roofs: Roofs, results: list[Result], machine: Machine, threads: int) -> None:
-    """{machine, threads, commit, version, torch, command, date, ceilings, rows}."""
+def write_json(path: Path, bench: Bench, results: list[Result]) -> None:
+    """{machine, threads, commit, version, torch, command, date, interrupted, ceilings, rows}."""
     report: dict[str, Any] = {
-        "machine": machine.cpu_model,
-        "threads": threads,
+        "machine": bench.machine.cpu_model,
+        "threads": len(bench.pool),
         "commit": commit(),
         "version": __version__,
         "torch": torch.__version__,
         "command": " ".join(["kt", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "ceilings": ceiling_rows(roofs),
+        "interrupted": bench.interrupted,
+        "ceilings": ceiling_rows(bench.roofs),
         "rows": [dataclasses.asdict(result) for result in results],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(report, indent=1) + "\n")
+    part.replace(path)
 
 
 def ceiling_rows(roofs: Roofs) -> list[dict[str, Any]]:
