@@ -48,6 +48,7 @@ def test_rows_and_picture(tmp_path: Path) -> None:
         "machine", "threads", "commit", "version", "torch", "command", "date",
         "interrupted", "ceilings", "rows",
     }  # fmt: skip
+    assert report["interrupted"] is False
     seen = {(r["bench"], r["format"], r["tokens"]) for r in report["rows"]}
     ours = {("tandem", fmt, tokens) for fmt in ("bf16", "int4") for tokens in (1, 5)}
     theirs = {(f"torch {way}", "bf16", tokens) for way in ("loop", "grouped_mm") for tokens in (1, 5)}
@@ -68,6 +69,16 @@ def test_rows_and_picture(tmp_path: Path) -> None:
         assert row["ms"] > 0 and row["unit"] in ("GB/s", "TFLOPS")
         assert row["share"] == pytest.approx(row["value"] / row["ceiling"])
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_goes_where_a_link_points_and_to_devices(tmp_path: Path) -> None:
+    link, device = tmp_path / "link.json", Path("/dev/null")
+    link.symlink_to(tmp_path / "file.json")
+    for out in (link, device):
+        done = CliRunner().invoke(app, [*QUICK, "--no-torch", "--tokens", "1", "--out", str(out)])
+        assert done.exit_code == 0, done.output
+    assert link.is_symlink() and json.loads((tmp_path / "file.json").read_text())["rows"]
+    assert device.is_char_device()
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ constexpr int32_t kNever = kMaxRowsPerCall + 1;
 // instructions for 48 products, 12 x 2 92: layers of 1024 tokens, in turn, 0.93 to 1.04 of the time (on a quiet host;
 // 0.89 of registers). Blocking did not matter: 64 to 512 rows a call, 4 or 16 pairs, slices of 8 to 32 KiB 0.87
 // to 1.11. 12 rows x 2 panels with activations that the products broadcast themselves, 52 instructions for 48 products:
-// 0.97 to 1.16; so it is not what a core issues alone (2026-11-23-xeon-turns-results-between-products.json).
+// 0.97 to 1.16, the old build against itself 0.97 to 1.10 (2026-11-23-xeon-turns-results-between-products.json).
 constexpr Blocking kVectorBlocking = {256, 8, 8, 16, 16, 256, false};  // results of a call: 256 KiB, of tiles 1 MiB
 // Many rows of an expert: on a Xeon of 16 threads, from 4, 8, 16 and 32 on, ms, in turn: Qwen3-30B's shape, 64 tokens
 // (4 rows an expert in the mean), fp8 5.2, 4.5, 4.8, 4.2, int8 5.4, 4.8, 5.0, 4.4, int4 3.8, 3.3, 3.8, 3.2; 256

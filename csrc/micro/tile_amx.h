@@ -27,10 +27,11 @@
 // 0.97 to 1.01; of 512 k with rows loaded into L1 1.02 to 1.24 and 1.03 to 1.08; loaded past it, of 384 and 768 k 0.88
 // to 1.16 and 0.95 to 1.06. Layers of 256 to 4096 tokens went to 0.91 to 1.02 of the time, 0.96 in the median.
 //
-// Its parts hardly hide behind each other, on cores of one's own either (ns a step, the fastest thread, bf16, K = 2048;
+// Without some of its parts, on cores of one's own (ns a step, the fastest thread of one call, bf16, K = 2048;
 // 2026-11-23-xeon-probes-parts-of-a-step.json): 55 in all; 50 if no weights come from memory, 49 if rows are gathered
-// once for all slices, 45 if sums are neither loaded nor stored; 34 without all three; tiles from L1 28. Of a layer's
-// time 90 to 94 % (DeepSeek-V3's shape) and 82 to 88 % (Qwen3-30B's) pass here.
+// once for all slices, 45 if sums are neither loaded nor stored; 34 without all three; tiles from L1 29
+// (many-rows.json). Of a layer's time 92 to 94 % (DeepSeek-V3's shape, 1024 and 4096 tokens) and 82 to 85 %
+// (Qwen3-30B's, 4096) pass here.
 //
 // What was tried beside this, time of a layer of 256 to 4096 tokens in turn, and of most also for Qwen3-30B's shape:
 //   slices          2048 k and the whole K 0.93 to 1.65
@@ -43,13 +44,15 @@
 //   sums            in tile order up to the last slice 0.95 to 1.10; added by vectors 1.0; the next ones asked for 1.0
 //                   to 1.1; stored between the next block's first products 0.97 to 1.0 (in a loop); the two tiles of
 //                   rows 2 or 4 steps apart, so that their sums change in turn, 0.96 to 1.03 (in a loop)
-//   results         activated, or stored past the caches, between the last slice's products 1.00 to 1.23
+//   results         activated, or stored past the caches, between the last slice's products 0.97 to 1.23
 //   rows            the next ones asked for, 2 or 4 steps ahead 1.05 to 1.2; copied once in the order of experts and
 //                   loaded from there 0.93 to 1.21 (the old build against itself 0.91 to 1.27)
 //   weights         asked for twice, two slices ahead, by hints T0, T2 or to be written, every second line, 16 lines at
 //                   a time, not while the first block passes 0.97 to 1.1 (in a loop, the fastest thread); not at all
 //                   1.07 to 1.12, loaded ahead 1.2 to 1.4, by NTA 1.7 to 1.8
-//   panels          asked for only while the first block passes 0.98 to 1.03
+//   panels          asked for only while the first block passes 0.98 to 1.03; never 0.88 to 0.96 (in a loop, the
+//   fastest
+//                   thread of one call; all threads together 0.89 to 0.99): layers were not timed yet
 //   unpacking       after each product instead of each step 0.96 to 1.04; it takes 9 to 13 % of the time (int4)
 #pragma once
 

@@ -104,16 +104,17 @@ def run(
     bench = Bench(request, machine, pools_of(machine, threads))
     results = bench.run()
     console = Console()
+    if out is not None:  # first: what is printed to may be gone after Ctrl-C
+        write_json(out, bench, results)
     console.print(ceilings_table(bench.roofs), *result_tables(results))
     if out is not None:
-        write_json(out, bench, results)
         console.print(f"Written to {out}")
     if plot is not None:
         draw_roofline(plot, bench.roofs.by_name(), results)
         console.print(f"Drawn in {plot}")
     if bench.interrupted:
         console.print(
-            "Interrupted: these are the rows measured until then, with the ceilings read before them"
+            "Interrupted: these are the rows measured until then; not all ceilings were read again after them"
         )
         raise typer.Exit(INTERRUPTED)
 
@@ -157,8 +158,7 @@ class Bench:
             try:
                 for step, rows in self._measurements():
                     progress.update(task, description=step)
-                    for timing in rows:
-                        timings.append(timing)
+                    timings.extend(rows)  # keeps those before an interrupted one
                 progress.update(task, description="the ceilings again")
                 self.measure_roofs()
             except KeyboardInterrupt:
@@ -290,8 +290,12 @@ def write_json(path: Path, bench: Bench, results: list[Result]) -> None:
         "rows": [dataclasses.asdict(result) for result in results],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
+    path, text = path.resolve(), json.dumps(report, indent=1) + "\n"
+    if path.exists() and not path.is_file():  # /dev/stdout
+        path.write_text(text)
+        return
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(report, indent=1) + "\n")
+    part.write_text(text)
     part.replace(path)
 
 
