@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +72,25 @@ def test_rows_and_picture(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_json_goes_where_a_link_points_and_to_devices(tmp_path: Path) -> None:
-    link, device = tmp_path / "link.json", Path("/dev/null")
+def test_json_goes_where_a_link_points_and_into_pipes(tmp_path: Path) -> None:
+    link, pipe = tmp_path / "link.json", tmp_path / "pipe"
     link.symlink_to(tmp_path / "file.json")
-    for out in (link, device):
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)  # so that writing does not wait
+    for out in (link, pipe):
         done = CliRunner().invoke(app, [*QUICK, "--no-torch", "--tokens", "1", "--out", str(out)])
         assert done.exit_code == 0, done.output
     assert link.is_symlink() and json.loads((tmp_path / "file.json").read_text())["rows"]
-    assert device.is_char_device()
+    assert pipe.is_fifo() and json.loads(os.read(reader, 1 << 16))["rows"]
+    os.close(reader)
+
+
+def test_a_shape_that_does_not_fit_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Bench, "measure_roofs", lambda self: pytest.fail("measured before all shapes were checked")
+    )
+    error = CliRunner().invoke(app, [*QUICK, "--shape", "1048576x1048576x8x8"]).exception
+    assert isinstance(error, ConfigError) and "1048576x1048576x8x8" in str(error)
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,9 +50,8 @@
 //   weights         asked for twice, two slices ahead, by hints T0, T2 or to be written, every second line, 16 lines at
 //                   a time, not while the first block passes 0.97 to 1.1 (in a loop, the fastest thread); not at all
 //                   1.07 to 1.12, loaded ahead 1.2 to 1.4, by NTA 1.7 to 1.8
-//   panels          asked for only while the first block passes 0.98 to 1.03; never 0.88 to 0.96 (in a loop, the
-//   fastest
-//                   thread of one call; all threads together 0.89 to 0.99): layers were not timed yet
+//   panels          asked for only while the first block passes 0.98 to 1.03; never 0.88 to 0.96 (in a loop,
+//                   the fastest thread of one call; all together 0.89 to 0.99): layers were not timed yet
 //   unpacking       after each product instead of each step 0.96 to 1.04; it takes 9 to 13 % of the time (int4)
 #pragma once
 

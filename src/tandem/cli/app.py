@@ -43,7 +43,7 @@ app.add_typer(bench, name="bench")
 
 
 def run(argv: Sequence[str] | None = None) -> None:
-    """Runs one command and exits: 0, 2 for a wrong flag or value, 1 for anything else that failed."""
+    """Runs one command and exits: 0, 2 for a wrong flag or value, 130 after Ctrl-C, 1 for anything else."""
     try:
         app(args=None if argv is None else list(argv), prog_name="kt")
     except ConfigError as error:

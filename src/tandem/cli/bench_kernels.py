@@ -38,6 +38,7 @@ from tandem.cli.bench_experts import (
 )
 from tandem.cli.bench_plot import draw_roofline
 from tandem.config.machine import Machine
+from tandem.convert.shard_file import write_whole
 from tandem.errors import ConfigError
 from tandem.kernels.ceilings import (
     INT8_ACTIVATIONS,
@@ -150,13 +151,14 @@ class Bench:
         PyTorch gets as many threads as the pool has.
         """
         torch.set_num_threads(len(self.pool))
+        steps = list(self._measurements())  # a shape that does not fit is refused before anything is measured
         timings: list[Timing] = []
         columns = (SpinnerColumn(), "{task.description}", TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("measuring this machine's ceilings")
             self.measure_roofs()
             try:
-                for step, rows in self._measurements():
+                for step, rows in steps:
                     progress.update(task, description=step)
                     timings.extend(rows)  # keeps those before an interrupted one
                 progress.update(task, description="the ceilings again")
@@ -290,13 +292,11 @@ def write_json(path: Path, bench: Bench, results: list[Result]) -> None:
         "rows": [dataclasses.asdict(result) for result in results],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path, text = path.resolve(), json.dumps(report, indent=1) + "\n"
+    text = json.dumps(report, indent=1) + "\n"
     if path.exists() and not path.is_file():  # /dev/stdout
         path.write_text(text)
-        return
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    part.replace(path)
+    else:
+        write_whole(path.resolve(), text.encode())
 
 
 def ceiling_rows(roofs: Roofs) -> list[dict[str, Any]]:
