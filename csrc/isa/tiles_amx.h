@@ -139,8 +139,6 @@ struct AmxTiles {
       }
       _tile_zero(6);
       _tile_zero(7);
-      prefetch_tile(b[0] + 1024 * (s + 1));
-      prefetch_tile(b[1] + 1024 * (s + 1));
       between();
     }
     fence();
@@ -235,11 +233,6 @@ struct AmxTiles {
     }
     _tile_zero(6);
     feed.template quarter<3>();
-  }
-  // A tile waits for each line that is not in L1. (Rows of a step ahead as well: slower, see micro/tile_amx.h.)
-  TANDEM_INLINE static void prefetch_tile(const uint8_t* lines) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) _mm_prefetch(reinterpret_cast<const char*>(lines + 64 * i), _MM_HINT_T0);
   }
   // GCC 12's tile intrinsics do not tell the compiler which memory they read and write.
   TANDEM_INLINE static void fence() { __asm__ volatile("" ::: "memory"); }

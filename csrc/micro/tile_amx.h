@@ -6,53 +6,12 @@
 //                         after the other, so that a tile is up to 16 lines in a row
 //     pair of panels      of this slice 32 KiB, which stay in L1 while rows are loaded past it
 //       two tiles of rows   2 x 2 tiles of sums over the slice; between the steps the next pair of panels is unpacked,
-//                           and the next step's weights are asked for into L1: a busy hyperthread may have taken it
+//                           or asked for into L2
 //
 // Up to 80 rows, if they fit its scratch, are left to tile_stream.h, few of 4-bit codes to tile_groups.h.
 //
-// What a step of 2 x 2 tiles and 32 k takes, ns, beside somebody else's busy hyperthread, and on a core of one's own (a
-// Xeon, 16 threads; benchmarks/results/2026-11-23-xeon-probes-many-rows.json):
-//   70   29   all in L1: 4 products of 16 cycles, or half as fast where the other one multiplies, too
-//   73   29   rows from up to 1 MiB of L2, weights of 16 KiB in L1
-//   83   42   weights of 64 KiB, from L2, asked for a step ahead
-//   84   42   all in L1, but sums loaded and stored every 8 steps (73 and 32: every 32)
-// L2 gives a line in 0.5 to 0.7 ns up to 1.5 MiB, L3 in 3; so rows, sums and panels must fit these 1.5 MiB, or nearly.
-//
-// This code on 16 threads, weights from memory, rows out of 4096, 16 pairs of panels a call (probes/many_rows.cc;
-// 2026-11-23-xeon-probes-slices.json): the fastest tenth of threads, the median, and what all do together.
-//   bf16, K = 7168, 256 rows   57   102    87   and    51    96    77 where rows lie at equal distances
-//   int4                       64   100    89          59   100    85
-//   int4, K = 2048             63    92    86          57    96    80
-// Slices of 1024 k with rows loaded into L1, in turn, took the fastest thread 1.06 to 1.22 times as long, the median
-// 0.97 to 1.01; of 512 k with rows loaded into L1 1.02 to 1.24 and 1.03 to 1.08; loaded past it, of 384 and 768 k 0.88
-// to 1.16 and 0.95 to 1.06. Layers of 256 to 4096 tokens went to 0.91 to 1.02 of the time, 0.96 in the median.
-//
-// Without some of its parts, on cores of one's own (ns a step, the fastest thread of one call, bf16, K = 2048;
-// 2026-11-23-xeon-probes-parts-of-a-step.json): 55 in all; 50 if no weights come from memory, 49 if rows are gathered
-// once for all slices, 45 if sums are neither loaded nor stored; 34 without all three; tiles from L1 29
-// (many-rows.json). Of a layer's time 92 to 94 % (DeepSeek-V3's shape, 1024 and 4096 tokens) and 82 to 85 %
-// (Qwen3-30B's, 4096) pass here.
-//
-// What was tried beside this, time of a layer of 256 to 4096 tokens in turn, and of most also for Qwen3-30B's shape:
-//   slices          2048 k and the whole K 0.93 to 1.65
-//   tasks           64 to 256 rows, or 8 to 64 pairs of panels 0.93 to 1.5 (32 pairs of 256 rows 0.92 to 1.13, and in
-//                   another turn 0.95 to 1.06; of 64 and 128 rows 0.94 to 1.01: this is done; from 9
-//                   rows an expert on 0.95 to 1.05);
-//                   smaller ones at the end 0.93 to 1.03
-//   gathering       between the steps 1.1; once for all, and tiles from there 1.1; asked for 4 to 16 rows ahead 0.98 to
-//                   1.10; the next slice's asked for into L2 meanwhile 0.97 to 1.10
-//   sums            in tile order up to the last slice 0.95 to 1.10; added by vectors 1.0; the next ones asked for 1.0
-//                   to 1.1; stored between the next block's first products 0.97 to 1.0 (in a loop); the two tiles of
-//                   rows 2 or 4 steps apart, so that their sums change in turn, 0.96 to 1.03 (in a loop)
-//   results         activated, or stored past the caches, between the last slice's products 0.97 to 1.23
-//   rows            the next ones asked for, 2 or 4 steps ahead 1.05 to 1.2; copied once in the order of experts and
-//                   loaded from there 0.93 to 1.21 (the old build against itself 0.91 to 1.27)
-//   weights         asked for twice, two slices ahead, by hints T0, T2 or to be written, every second line, 16 lines at
-//                   a time, not while the first block passes 0.97 to 1.1 (in a loop, the fastest thread); not at all
-//                   1.07 to 1.12, loaded ahead 1.2 to 1.4, by NTA 1.7 to 1.8
-//   panels          asked for only while the first block passes 0.98 to 1.03; never 0.88 to 0.96 (in a loop,
-//                   the fastest thread of one call; all together 0.89 to 0.99): layers were not timed yet
-//   unpacking       after each product instead of each step 0.96 to 1.04; it takes 9 to 13 % of the time (int4)
+// L2 gives a line in 0.5 to 0.7 ns up to 1.5 MiB, L3 in 3 (a Xeon, 16 threads), so rows, sums and panels must fit these
+// 1.5 MiB, or nearly. What else bounds a step, and what was tried: docs/many_rows.md.
 #pragma once
 
 #include "micro/peak.h"
