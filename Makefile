@@ -56,14 +56,14 @@ test: $(STAMPS)/package $(STAMPS)/test ## all tests that need no GPU (ARGS="-k n
 	$(BIN)/python -m pytest $(ARGS)
 
 tsan: $(STAMPS)/package $(STAMPS)/test ## the worker pool under the thread sanitizer
-	$(BIN)/python -m pytest tests/test_worker_pool.py -k sanitizer $(ARGS)
+	$(BIN)/python -m pytest tests/kernels/test_worker_pool.py -k sanitizer $(ARGS)
 
 fuzz: $(STAMPS)/package $(STAMPS)/test ## random routings through the expert layer, a few minutes at most
-	timeout 600 $(BIN)/python -m pytest tests/test_routing_fuzz.py --hypothesis-profile=fuzz $(ARGS)
+	timeout 600 $(BIN)/python -m pytest tests/kernels/test_routing_fuzz.py --hypothesis-profile=fuzz $(ARGS)
 
 test-peers: $(STAMPS)/package $(STAMPS)/test ## GGUF files beside llama.cpp, which is built from source first
 	$(BIN)/python scripts/extras.py peers | $(PIP) install --requirement /dev/stdin
-	$(BIN)/python -m pytest tests/test_llama_cpp.py $(ARGS)
+	$(BIN)/python -m pytest tests/checkpoint/test_llama_cpp.py $(ARGS)
 
 lint: $(STAMPS)/package $(STAMPS)/lint ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check src tests benchmarks scripts

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tandem.cli.bench_kernels import commit
+from tandem.bench.kernels import commit
 from tandem.config import EngineConfig, Machine
 
 STEPS = 10
@@ -29,7 +29,7 @@ Step = Callable[[], object]
 
 def cpu_steps(model: str, batch: int, threads: int | None, counted_first: bool) -> tuple[Step, Step]:
     """One decode step of an engine that counts nothing, and of one that does."""
-    from tandem.engine import loader
+    from tandem.engine.start import loader
 
     config = EngineConfig.from_keywords(
         model, device="cpu", kt_cpuinfer=threads, max_total_tokens=TOKENS * batch
@@ -60,7 +60,7 @@ def decoding(parts: Any, batch: int) -> Step:
 
 
 def gpu_steps(config: str, layers: int | None, batch: int) -> tuple[Step, Step]:
-    from tandem.cli import bench_hybrid
+    from tandem.bench import hybrid as bench_hybrid
 
     asked = bench_hybrid.Request(config, ("INT4",), (1.0,), (batch,), layers, 1024, STEPS, 1, None)
     built = [bench_hybrid.build(asked, "INT4", 1.0, empty=True, counted=counted) for counted in (False, True)]

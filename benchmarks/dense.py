@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.cli.bench_hybrid import gpu_copy_gbps
-from tandem.cli.bench_kernels import commit
+from tandem.bench.hybrid import gpu_copy_gbps
+from tandem.bench.kernels import commit
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu import code_mma

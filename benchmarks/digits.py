@@ -19,11 +19,11 @@ from typing import Annotated
 import torch
 import typer
 
-from tandem.cli import bench_formats
-from tandem.cli.bench_experts import SHAPES, Shape, Workload, random_expert
-from tandem.cli.bench_kernels import commit
+from tandem.bench import formats as bench_formats
+from tandem.bench.ceilings import DramReader
+from tandem.bench.experts import SHAPES, Shape, Workload, random_expert
+from tandem.bench.kernels import commit
 from tandem.formats.codes import Weight
-from tandem.kernels.ceilings import DramReader
 from tandem.kernels.cpu import PackedExperts, Workspace
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import machine_pool

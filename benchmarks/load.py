@@ -201,7 +201,7 @@ def sides(options: argparse.Namespace) -> dict[str, Any]:
     """Where experts live, as flags."""
     if options.gpu_experts_ratio is None:
         return {"device": "cpu", "mem_fraction_static": 0.99}
-    import tandem.engine.gpu_side  # noqa: F401
+    import tandem.engine.start.gpu_side  # noqa: F401
 
     torch.zeros(1, device="cuda").cpu()
     return {"kt_gpu_experts_ratio": options.gpu_experts_ratio, "max_total_tokens": 1024}
@@ -212,7 +212,7 @@ def load_once(model: str, cache: str | None, options: argparse.Namespace) -> Non
     import gc
 
     from tandem.config import EngineConfig
-    from tandem.engine import loader
+    from tandem.engine.start import loader
 
     if not (
         Path(model) / "tokenizer.json"

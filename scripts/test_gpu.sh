@@ -10,9 +10,9 @@ fi
 export PYTHONPATH="src:$site${PYTHONPATH:+:$PYTHONPATH}"
 cmake -S . -B build/gpu -DPython_EXECUTABLE="$(command -v "$PYTHON")" >/dev/null
 cmake --build build/gpu --parallel
-kernel_tests=$(ls tests/test_ops.py tests/test_kernels*.py tests/test_models.py tests/test_worker_pool.py tests/test_nodes.py \
-  tests/test_symbols.py 2>/dev/null || true)
-gpu_tests=$(grep -lE 'mark\.gpu' tests/test_*.py || true)
+kernel_tests=$(ls tests/kernels/test_ops.py tests/kernels/test_kernels*.py tests/kernels/test_worker_pool.py \
+  tests/kernels/test_nodes.py tests/kernels/test_symbols.py tests/models/test_models.py 2>/dev/null || true)
+gpu_tests=$(grep -rlE 'mark\.gpu' tests --include='test_*.py' || true)
 # shellcheck disable=SC2086
 "$PYTHON" -m pytest -q -p no:cacheprovider $kernel_tests "$@"
 if [ -n "$gpu_tests" ]; then

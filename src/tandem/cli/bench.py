@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.architectures import NAMES
+from tandem.bench.architectures import NAMES
 
 KERNEL_FORMATS = (
     "bf16, f32, int8, int4, int4-g64, int4-g128, int4-zeros (GPTQ, AWQ), fp8 (128x128 blocks), fp8-row, mxfp4, mxfp8, "
@@ -65,7 +65,7 @@ def kernels(
 
     Options for lists can be repeated. Example: kt bench kernels --format bf16 --format int4 --out kernels.json
     """
-    from tandem.cli.bench_kernels import run
+    from tandem.bench.kernels import run
 
     run(
         shapes=shape or ["demo"],
@@ -120,14 +120,14 @@ def decode(
     Example: kt bench decode --transformers --out decode.json
     """
     if config is not None:
-        from tandem.cli import bench_hybrid
+        from tandem.bench import hybrid as bench_hybrid
 
         shares = tuple(gpu_share or [0.0, 0.5, 1.0])
         asked = (config, tuple(fmt or ["BF16"]), shares, tuple(batch or [1, 8]), layers, context)
         more = (steps, repeats, threads, tier, dense_format, bench_hybrid.foresight_modes(foresight))
         bench_hybrid.run(bench_hybrid.Request(*asked, *more), out)
         return
-    from tandem.cli.bench_decode import Request, run
+    from tandem.bench.decode import Request, run
 
     request = Request(
         model=model,
@@ -172,8 +172,8 @@ def serve(
 
     Example: kt bench serve demo --concurrency 1 --concurrency 8 --out serve.json
     """
-    from tandem.cli.bench_serve import Request, run
-    from tandem.cli.load_client import Load
+    from tandem.bench.load_client import Load
+    from tandem.bench.serve import Request, run
 
     loads = [Load(requests, input_len, output_len, None, r, spread, shared_prefix, seed) for r in rate or ()]
     in_flight = concurrency or ([] if rate else [1, 8])
@@ -222,7 +222,8 @@ def experts(
 
     Example: kt bench experts --config qwen3-512e --shares 0,10,50,100 --simulate --plot experts.png
     """
-    from tandem.cli import bench_placement, placement_request
+    from tandem.bench.placement import request as placement_request
+    from tandem.bench.placement import simulated as bench_placement
 
     request = placement_request.Request(
         config, routing, placement_request.numbers(shares), tuple(strategies.split(",")), fmt.upper(), layers, tokens,

@@ -50,8 +50,8 @@ def convert(
     Example: kt convert DeepSeek-V3 DeepSeek-V3-INT4 --method INT4
     """
     from tandem.checkpoint import demo_dir, resolve_model
-    from tandem.cli.demo import prepare_demo
     from tandem.convert import Conversion
+    from tandem.engine.start.demo_model import prepare_demo
     from tandem.errors import ConfigError
 
     directory = resolve_model(model)
@@ -74,7 +74,7 @@ def _windows(model: Path, text: Path | None, tokens: int) -> Windows | None:
     if text is None:
         return None
     from tandem.checkpoint import load_model_config
-    from tandem.engine.tokenizer import Tokenizer
+    from tandem.engine.text.tokenizer import Tokenizer
     from tandem.quality.text import cut, read_text
 
     window = min(WINDOW, load_model_config(model).max_positions)

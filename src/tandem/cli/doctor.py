@@ -114,7 +114,7 @@ def measured(machine: Machine) -> Iterator[Finding]:
     """Measured now, with one thread on each core that this process may use."""
     if not kernels_are_built():
         return
-    from tandem.kernels.ceilings import measure_ceilings
+    from tandem.bench.ceilings import measure_ceilings
     from tandem.kernels.this_machine import this_machine
     from tandem.kernels.workers import machine_pool
 

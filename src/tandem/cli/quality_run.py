@@ -17,12 +17,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from tandem import __version__
+from tandem.bench.kernels import commit
 from tandem.checkpoint import demo_dir, resolve_model
-from tandem.cli.bench_kernels import commit
-from tandem.cli.demo import prepare_demo
 from tandem.config import Machine
-from tandem.engine.loader import use_one_torch_thread
-from tandem.engine.tokenizer import Tokenizer
+from tandem.engine.start.demo_model import prepare_demo
+from tandem.engine.start.loader import use_one_torch_thread
+from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError
 from tandem.quality import text as texts
 from tandem.quality.compare import Candidate, Comparison, Measured

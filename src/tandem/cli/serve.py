@@ -16,7 +16,7 @@ from tandem.config.flags import Flag
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tandem.config import ModelConfig, Plan
+    from tandem.config import Plan
 
 _EXAMPLES = """[bold]kt serve[/] MODEL [dim]\\[flags][/]   (= python -m tandem.launch_server --model MODEL)
 
@@ -35,6 +35,9 @@ def serve(context: typer.Context) -> None:
         return show_help(everything="--help-all" in argv)
     plan_only = "--plan-only" in argv
     config = EngineConfig.from_args([word for word in argv if word != "--plan-only"])
+    from tandem.engine.start.demo_model import prepare
+    from tandem.engine.start.planning import plan_of
+
     if plan_only:
         return show_plan(plan_of(config))
     prepare(config)
@@ -43,43 +46,6 @@ def serve(context: typer.Context) -> None:
     from tandem.server.launch import serve as run_server
 
     raise typer.Exit(run_server(config))
-
-
-def prepare(config: EngineConfig) -> None:
-    """Builds the demo model if that is what will be served; names a directory that does not exist."""
-    from tandem.checkpoint import demo_dir, resolve_model
-    from tandem.cli.demo import prepare_demo
-
-    path = resolve_model(config.model)
-    if path == demo_dir():
-        prepare_demo(path)
-
-
-def plan_of(config: EngineConfig) -> Plan:
-    """What would be done with this model on this machine, without loading a weight. A directory without weights counts
-    as one of bfloat16 ones."""
-    from tandem.checkpoint import open_checkpoint, resolve_model, with_experts
-    from tandem.config import StoredFormats, resolve
-    from tandem.config.in_place import stored_in
-    from tandem.kernels.this_machine import this_machine
-
-    path, model = resolve_model(config.model), model_of(config)
-    if not path.is_file() and not any(path.glob("*.safetensors")):
-        return resolve(config, model, this_machine(), StoredFormats())
-    checkpoint = with_experts(open_checkpoint(path), config.kt_weight_path, model)
-    stored = stored_in(checkpoint.formats(), *checkpoint.expert_files())
-    return resolve(config, model, this_machine(), stored)
-
-
-def model_of(config: EngineConfig) -> ModelConfig:
-    """What config.json says; the demo model need not have been built."""
-    from tandem.checkpoint import demo_dir, load_model_config, resolve_model
-    from tandem.checkpoint.demo_text import CONFIG
-    from tandem.config import ModelConfig
-
-    path = resolve_model(config.model)
-    built = path != demo_dir() or (path / "config.json").is_file()
-    return load_model_config(path) if built else ModelConfig.from_dict(CONFIG)
 
 
 def show_plan(plan: Plan) -> None:

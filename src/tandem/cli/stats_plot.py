@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from tandem.errors import ConfigError
-from tandem.experts.usage_file import UsageRecord
-from tandem.experts.usage_summary import UsageSummary, by_chance, cumulative
+from tandem.experts.usage.usage_file import UsageRecord
+from tandem.experts.usage.usage_summary import UsageSummary, by_chance, cumulative
 
 LEAST, MOST = 1 / 16, 16.0  # of even use: the ends of the colours
 

@@ -13,8 +13,8 @@ from rich.text import Text
 from torch import Tensor
 
 from tandem.errors import ConfigError
-from tandem.experts.usage_file import UsageRecord, read_usage
-from tandem.experts.usage_summary import UsageSummary, summary
+from tandem.experts.usage.usage_file import UsageRecord, read_usage
+from tandem.experts.usage.usage_summary import UsageSummary, summary
 
 # Use relative to even use: up to the bound, a sign for terminals without colours, and a colour (viridis).
 LEVELS = (

@@ -1,7 +1,8 @@
 """What a model on a GPU takes of CPU memory, beside its process: the only place that does this sum.
 
-Left out is what comes back from the GPU: rows of logits where whole ones are fetched (`engine/logits.py`), and counts
-of experts (`experts/usage.py`); and the image of the tables that say where experts are (`experts/slot_tables.py`).
+Left out is what comes back from the GPU: rows of logits where whole ones are fetched (`engine/sampling/logits.py`),
+counts of experts (`experts/usage/expert_usage.py`), and the image of the tables that say where experts are
+(`experts/slot_tables.py`).
 
 While it is loaded, two pinned buffers of 64 MiB come to that (`kernels/gpu/uploads.py`), for which memory that plans
 leave free has room; they are given back afterwards.

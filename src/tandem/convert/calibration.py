@@ -21,7 +21,7 @@ from tandem import _core
 from tandem.experts import ExpertMatrices
 from tandem.experts.cpu_experts import Experts
 from tandem.kernels.ops import Routing, SureRead
-from tandem.kernels.packed_cache import KeptLayer
+from tandem.kernels.packed.cache import KeptLayer
 from tandem.models.moe import MoEBlock
 from tandem.quality.stream import LayerStream, Variant
 from tandem.quality.text import Windows

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tandem.engine.detokenizer import Decoder, TextStream
 from tandem.engine.protocol import TokenLogprob, TokenOutput
-from tandem.engine.sampling import Sampled
+from tandem.engine.sampling.sampler import Sampled
 from tandem.engine.sequence import Sequence
+from tandem.engine.text.detokenizer import Decoder, TextStream
 
 
 class Answer:

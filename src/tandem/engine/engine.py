@@ -14,15 +14,15 @@ from tandem.engine.answer import Answer
 from tandem.engine.counters import Counters
 from tandem.engine.expert_statistics import ExpertMeter, perform, rows_of
 from tandem.engine.gpu_runner import GpuRunner, GraphPlan
-from tandem.engine.kv_cache import KVCache, allocate_layers
 from tandem.engine.limits import answer_limit, check_prompt_ids, validate
-from tandem.engine.logprobs import score_prompt
-from tandem.engine.parts import EngineParts
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, GenerateRequest, TokenOutput
 from tandem.engine.runner import ModelRunner
-from tandem.engine.sampling import Sampled, fresh_seed
+from tandem.engine.sampling.logprobs import score_prompt
+from tandem.engine.sampling.sampler import Sampled, fresh_seed
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk, Sequence, Status
+from tandem.engine.start.parts import EngineParts
+from tandem.engine.state.kv_cache import KVCache, allocate_layers
 from tandem.errors import RequestError
 from tandem.kernels.free_memory import return_free_memory
 
@@ -67,7 +67,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         """Loads a model. Raises ConfigError or CheckpointError."""
-        from tandem.engine.loader import load_parts  # the kernels are loaded only for a real model
+        from tandem.engine.start.loader import load_parts  # the kernels are loaded only for a real model
 
         self._assemble(load_parts(config))
 

@@ -19,10 +19,10 @@ from tandem.engine.protocol import ExpertsRecorded, ExpertStats
 from tandem.engine.sequence import Chunk
 from tandem.errors import RequestError
 from tandem.experts.handoff import Handoff, HandoffTimes, HintCounts
-from tandem.experts.live_experts import LiveExperts
+from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement, load_counts, place
-from tandem.experts.recorder import ExpertRecorder, RecorderOptions, Rows
-from tandem.experts.usage import ExpertUsage
+from tandem.experts.usage.expert_usage import ExpertUsage
+from tandem.experts.usage.recorder import ExpertRecorder, RecorderOptions, Rows
 
 READ_SECONDS = 1.0
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tandem.config.host_memory import graph_input_bytes, graph_wide_bytes
 from tandem.engine.batch_arrays import BatchArrays
-from tandem.engine.logits import BestRows, DeviceLogits, HostRows, StepEnd
 from tandem.engine.runner import KVModel
+from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
 from tandem.engine.sequence import Chunk
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
-from tandem.experts.live_experts import LiveExperts
-from tandem.experts.usage import ExpertUsage
+from tandem.experts.live.live_experts import LiveExperts
+from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
 
 BeginStep = Callable[[ForwardBatch, bool], None]

@@ -17,8 +17,8 @@ from tandem.engine.llm_input import (
     listed_prompts,
     sampling_for_each,
 )
-from tandem.engine.progress import Progress
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenLogprob, TokenOutput
+from tandem.engine.start.progress import Progress
 from tandem.errors import EngineError
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tandem.engine.batch_arrays import BatchArrays
-from tandem.engine.logits import HostLogits
+from tandem.engine.sampling.logits import HostLogits
 from tandem.engine.sequence import Chunk
-from tandem.experts.usage import ExpertUsage
+from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 
-from tandem.engine.kv_cache import KVCache
 from tandem.engine.pace import PrefillPace
 from tandem.engine.sequence import Chunk, Sequence, Status
+from tandem.engine.state.kv_cache import KVCache
 
 # Logits rows of prompts (prompt_logprobs) in one step: they are float32 x vocabulary each, 0.2-0.6 MB.
 MAX_PROMPT_LOGITS_ROWS = 256

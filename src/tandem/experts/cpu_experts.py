@@ -17,7 +17,7 @@ from tandem.experts.look_ahead import ExpertMatrices, are_views
 from tandem.formats.codes import WeightCodes
 from tandem.formats.cut import weight_bytes
 from tandem.kernels.ops import ExpertLayer, Routing, SureRead
-from tandem.kernels.packed_cache import KeptLayer
+from tandem.kernels.packed.cache import KeptLayer
 
 CHUNK_BYTES = 256 << 20  # of weights made ahead
 VIEW_BYTES = 2 << 30  # of views, which take no memory: workers share a long run more evenly

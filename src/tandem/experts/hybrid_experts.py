@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tandem.experts.cpu_experts import CpuExperts, runs
 from tandem.experts.handoff import Handoff
-from tandem.experts.live_exchange import LiveLayer
+from tandem.experts.live.exchange import LiveLayer
 from tandem.experts.look_ahead import ExpertMatrices
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import Routing, SureRead
-from tandem.kernels.packed_cache import KeptLayer
+from tandem.kernels.packed.cache import KeptLayer
 
 if TYPE_CHECKING:
     from tandem.kernels.gpu.experts import GpuExperts, PartialSums

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError
-from tandem.experts.usage_file import read_usage
+from tandem.experts.usage.usage_file import read_usage
 
 RANDOM_SEED = 42
 

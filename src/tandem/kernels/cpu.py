@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from tandem._core import WorkerPool, Workspace
 from tandem.formats.codes import WeightCodes
-from tandem.kernels.packed_experts import PackedExperts
-from tandem.kernels.packed_matrix import PackedHeads, PackedMatrix
+from tandem.kernels.packed.experts import PackedExperts
+from tandem.kernels.packed.matrix import PackedHeads, PackedMatrix
 
 __all__ = ["PackedExperts", "PackedHeads", "PackedMatrix", "WeightCodes", "WorkerPool", "Workspace"]

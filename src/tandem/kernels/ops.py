@@ -62,7 +62,7 @@ class Routing(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """Where `Ops.route` counts one layer's choices, E experts; `experts/usage.py` owns it and reads it."""
+    """Where `Ops.route` counts one layer's choices, E experts; `experts/usage/expert_usage.py` owns it and reads it."""
 
     tokens: Tensor  # int64 [E], on a GPU int32: += rows that chose the expert
     seen: Tensor  # of the same kind: = 1 where a row chose it

@@ -6,9 +6,9 @@ from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.errors import ConfigError
 from tandem.experts import ExpertStore
-from tandem.experts.usage import ExpertUsage
+from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.ops import Ops
-from tandem.kernels.packed_cache import PackedCache
+from tandem.kernels.packed.cache import PackedCache
 from tandem.models import deepseek_v3, glm4_moe, llama, mixtral, olmoe, qwen2_moe, qwen3_moe
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder, Progress

@@ -13,11 +13,11 @@ from tandem.config import ModelConfig, Plan
 from tandem.config.model_config import STORED
 from tandem.errors import CheckpointError, KernelError
 from tandem.experts import CpuExperts, ExpertMatrices, Experts, ExpertStore, LookAhead
-from tandem.experts.usage import ExpertUsage
+from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import numbers, stacked, weight_bytes
 from tandem.kernels.ops import MLP, Linear, Ops, Rope, Tally
-from tandem.kernels.packed_cache import PackedCache
+from tandem.kernels.packed.cache import PackedCache
 from tandem.models.linear import SideBySide
 
 LOOK_AHEAD_AFTER_SECONDS = (

@@ -29,7 +29,7 @@ from tandem.models.model import embedding_of, head_of
 from tandem.quality.text import Windows
 
 if TYPE_CHECKING:
-    from tandem.engine.gpu_side import GpuSide
+    from tandem.engine.start.gpu_side import GpuSide
 
 ENOUGH = 1 << 62  # bytes: one layer is checked instead of the whole model
 
@@ -197,7 +197,7 @@ class LayerStream:
     def _gpu_side(self, cpu: CpuOps) -> GpuSide | None:
         if self.plan.gpu is None:
             return None
-        from tandem.engine.gpu_side import gpu_side  # Triton is there only where a GPU is
+        from tandem.engine.start.gpu_side import gpu_side  # Triton is there only where a GPU is
 
         return gpu_side(self.plan, self.config, cpu)
 
@@ -209,7 +209,7 @@ class _OneLayer:
         self._gpu, self._plan, self._config = gpu, plan, config
 
     def layer(self, index: int, count: int, width: int, fmt: str) -> Experts:
-        from tandem.engine.gpu_side import handoff_sizes
+        from tandem.engine.start.gpu_side import handoff_sizes
 
         sizes = handoff_sizes(self._plan, self._config)
         return self._gpu.another_store(sizes, self._config.hidden).layer(index, count, width, fmt)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.tokenizer import Tokenizer
+from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError
 
 LEAST_TOKENS = 2  # of a window: one to start from and one to predict

@@ -85,7 +85,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     """Resolve the model, print the plan, build the real engine and say how far it is."""
     from tandem.checkpoint import resolve_model
     from tandem.engine.engine import Engine
-    from tandem.engine.loader import load_parts
+    from tandem.engine.start.loader import load_parts
 
     path = resolve_model(config.model)
     if config.sampling_defaults == "model":

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from tandem.config.engine_config import EngineConfig
-from tandem.engine.tokenizer import Tokenizer
+from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError, TandemError
 from tandem.server.app import create_app
 from tandem.server.limits import DRAIN_SECONDS

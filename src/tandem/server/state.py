@@ -21,7 +21,7 @@ from tandem.server.sampling_defaults import read_sampling_defaults
 
 
 class TextTokenizer(Protocol):
-    """What the server needs of `tandem.engine.tokenizer.Tokenizer`."""
+    """What the server needs of `tandem.engine.text.tokenizer.Tokenizer`."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...

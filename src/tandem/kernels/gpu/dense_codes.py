@@ -20,7 +20,7 @@ from tandem.kernels.gpu import code_mma, code_tiles
 from tandem.kernels.gpu.linear import multiplied
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.uploads import uploaded_bytes
-from tandem.kernels.packable import scale_type
+from tandem.kernels.packed.packable import scale_type
 
 FEW_ROWS = 16
 SCRATCH_BYTES = 128 << 20  # of unpacked weights at a time

@@ -14,7 +14,7 @@ from tandem.formats.codes import Weight
 from tandem.kernels.gpu import expert_mma, expert_rows, expert_tiles
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.uploads import Uploads
-from tandem.kernels.packed_experts import ExpertWeights, PackedExperts
+from tandem.kernels.packed.experts import ExpertWeights, PackedExperts
 
 FEW_TOKENS = 16  # up to here every (token, expert) pair streams its weights; from there on tiles share them
 SCRATCH_BYTES = 512 << 20  # of a step's pairs at a time: thousands of tokens, so that tiles are full

@@ -34,8 +34,8 @@ from tandem.kernels.ops import (
     SureRead,
     Tally,
 )
-from tandem.kernels.packed_experts import PackedExperts
-from tandem.kernels.packed_matrix import PackedMatrix
+from tandem.kernels.packed.experts import PackedExperts
+from tandem.kernels.packed.matrix import PackedMatrix
 from tandem.kernels.reference import TorchOps
 
 LOOKUP_ROWS, LOOKUP_THREADS = 1 << 12, 8  # of a table, found at a time by each of so many threads

@@ -1,0 +1,1 @@
+"""What `kt bench` measures."""

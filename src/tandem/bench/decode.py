@@ -1,0 +1,196 @@
+"""`kt bench decode`: tokens per second of decoding, beside the memory-bandwidth bound and other engines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+
+from rich.console import Console
+from rich.table import Table
+
+from tandem.bench.ceilings import measure_read_gbps
+from tandem.bench.kernels import commit
+from tandem.bench.peers import check_installed, llama_cpp_rate, transformers_rate
+from tandem.config import EngineConfig, Machine, ModelConfig, Plan
+from tandem.config.model_config import DTYPE_BYTES
+from tandem.engine.engine import Engine
+from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.start.loader import load_parts, model_directory
+from tandem.errors import ConfigError
+from tandem.kernels.workers import planned_pool
+
+PROMPT_TOKENS = 32
+WARM_STEPS = 4  # before each timed run
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What the flags asked for. `steps` decode steps are timed `repeats` times per batch size."""
+
+    model: str
+    formats: tuple[str, ...]
+    batches: tuple[int, ...]
+    steps: int
+    repeats: int
+    transformers: bool
+    llama_cpp: bool
+    threads: int | None
+    tier: str = "auto"  # kernel tier
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement. `bound_tok_s`: the weights a step reads ÷ DRAM bandwidth, measured in turn; 0: not known."""
+
+    bench: str
+    config: str
+    format: str
+    batch: int
+    tok_s: float
+    bound_tok_s: float
+    share: float
+    dram_gbps: float
+    machine: str
+    commit: str | None
+    command: str
+    date: str
+
+
+def run(request: Request, out: Path | None) -> None:
+    if request.transformers:
+        check_installed("transformers", "--transformers")
+    if request.llama_cpp:
+        check_installed("llama_cpp", "--llama-cpp")
+    console, rows = Console(), []
+    for row in measure(request):
+        rows.append(row)
+        console.print(_line(row), highlight=False)
+    console.print(table(rows))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+        console.print(f"Written to {out}")
+
+
+def measure(request: Request) -> Iterator[Row]:
+    for fmt in request.formats:
+        yield from _own_rows(request, fmt)
+    directory = model_directory(request.model)
+    threads = request.threads or Machine.detect().max_threads
+    if request.transformers:
+        for batch in request.batches:
+            rate = transformers_rate(directory, batch, PROMPT_TOKENS, threads)
+            yield _row(request, "transformers generate", "bf16", batch, rate)
+    if request.llama_cpp:
+        rate = llama_cpp_rate(PROMPT_TOKENS, request.steps, threads)
+        yield _row(request, "llama.cpp, dense base", "Q4_1", 1, rate)
+
+
+def _own_rows(request: Request, fmt: str) -> Iterator[Row]:
+    config = EngineConfig.from_keywords(
+        request.model,
+        kt_method=fmt,
+        kt_cpuinfer=request.threads,
+        kernel_tier=request.tier,
+        max_running_requests=max(request.batches),
+    )
+    parts = load_parts(config)
+    plan, model = parts.plan, parts.model_config
+    for batch in request.batches:
+        rate, gbps = decode_rate(Engine.from_parts(parts), model.vocab, batch, request)
+        bound = batch * gbps * 1e9 / bytes_per_step(model, plan, batch)
+        yield _row(request, "tandem", plan.expert_format, batch, rate, bound, gbps)
+
+
+def _read_gbps(plan: Plan) -> float:
+    """On a pool of its own: the engine's spins between steps, not between benchmarks."""
+    return measure_read_gbps(planned_pool(plan), plan.tier)
+
+
+def decode_rate(engine: Engine, vocab: int, batch: int, request: Request) -> tuple[float, float]:
+    """(median tokens/s of `batch` sequences, prompts already computed; median GB/s of reading DRAM). The two are
+    measured in turn, so that both see the same machine when others share it."""
+    steps, repeats = request.steps, request.repeats
+    prompts = [
+        [(7919 * (i * PROMPT_TOKENS + j) + 13) % vocab for j in range(PROMPT_TOKENS)] for i in range(batch)
+    ]
+    params = SamplingParams(
+        temperature=0.0, ignore_eos=True
+    )  # no limit: all must go on until the last window ends
+    for i, prompt in enumerate(prompts):
+        engine.add(GenerateRequest(id=str(i), prompt_ids=prompt, sampling=params))
+    while sum(len(output.token_ids) for output in engine.step()) < batch:  # prompts are still being computed
+        if not engine.has_work():
+            raise ConfigError(f"{batch} sequences never ran together: give a smaller --batch")
+    rates, gbps = [], []
+    for _ in range(repeats):
+        gbps.append(_read_gbps(engine.plan))
+        rates.append(_timed_rate(engine, steps))
+    engine.abort("")
+    engine.step()
+    return statistics.median(rates), statistics.median(gbps)
+
+
+def _timed_rate(engine: Engine, steps: int) -> float:
+    for _ in range(WARM_STEPS):
+        engine.step()
+    started, tokens = perf_counter(), 0
+    for _ in range(steps):
+        tokens += len(engine.step())
+    return tokens / (perf_counter() - started)
+
+
+def bytes_per_step(model: ModelConfig, plan: Plan, batch: int) -> float:
+    """Weight bytes that a step must read: the dense ones, and the experts that `batch` tokens are expected to choose
+    between them if routing is uniform: E (1 - (1 - k/E)^batch) per layer."""
+    router = model.moe.router
+    chosen = router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** batch)
+    dense = model.dense_params * DTYPE_BYTES[plan.dtype]
+    return dense + chosen * len(model.moe.layers) * model.expert_bytes(plan.expert_format)
+
+
+def _row(
+    request: Request, bench: str, fmt: str, batch: int, rate: float, bound: float = 0.0, gbps: float = 0.0
+) -> Row:
+    machine = Machine.detect()
+    return Row(
+        bench=bench,
+        config=Path(request.model).name,
+        format=fmt,
+        batch=batch,
+        tok_s=round(rate, 2),
+        bound_tok_s=round(bound, 2),
+        share=round(rate / bound, 4) if bound else 0.0,
+        dram_gbps=round(gbps, 1),
+        machine=f"{machine.cpu_model}, {request.threads or machine.max_threads} threads",
+        commit=commit(),
+        command=" ".join(["kt", *sys.argv[1:]]),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _line(row: Row) -> str:
+    return f"{row.bench}, {row.format}, batch {row.batch}: {row.tok_s:.1f} tokens/s"
+
+
+def table(rows: list[Row]) -> Table:
+    title = "Decoding; bound = weights read per token ÷ DRAM bandwidth measured in this run"
+    made = Table(title=title)
+    for name in ("bench", "format"):
+        made.add_column(name)
+    for name in ("batch", "tokens/s", "bound", "share", "DRAM GB/s"):
+        made.add_column(name, justify="right")
+    for row in rows:
+        known = (
+            (f"{row.bound_tok_s:.1f}", f"{row.share:.0%}", f"{row.dram_gbps:.1f}")
+            if row.bound_tok_s
+            else ("",) * 3
+        )
+        made.add_row(row.bench, row.format, str(row.batch), f"{row.tok_s:.1f}", *known)
+    return made

@@ -1,0 +1,40 @@
+"""What a layer's hand-off takes inside a CUDA graph."""
+
+from __future__ import annotations
+
+import statistics
+from time import perf_counter
+
+import torch
+
+from tandem.config import ModelConfig
+from tandem.engine.start.gpu_side import GpuSide
+from tandem.kernels.ops import Routing
+
+
+def handoff_us(side: GpuSide, config: ModelConfig, layers: int = 48) -> float:
+    """Microseconds that a layer's hand-off takes in a CUDA graph when the CPU has nothing to compute: both kernels,
+    both ways over PCIe, and an empty batch of the pool."""
+    device, k = side.ops.device, config.moe.router.top_k
+    cpu = side.ops.cpu.experts(1, config.hidden, config.moe.width)
+    number = side.handoff.add(cpu)
+    x = torch.zeros(1, config.hidden, dtype=torch.bfloat16, device=device)
+    ids = torch.zeros(1, k, dtype=torch.int32, device=device)
+    routing, slots = Routing(ids, torch.zeros(1, k, device=device)), ids  # slot 0: all of them are on the GPU
+    graph = torch.cuda.CUDAGraph()
+    with side.handoff.recording() as posted, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(layers):
+            side.handoff.post(number, x, routing, slots)
+            side.handoff.collect(1)
+
+    def replay() -> None:
+        graph.replay()
+        side.handoff.serve(len(posted))
+        torch.cuda.synchronize(device)
+
+    times = []
+    for _ in range(50):
+        started = perf_counter()
+        replay()
+        times.append(perf_counter() - started)
+    return statistics.median(times) / layers * 1e6

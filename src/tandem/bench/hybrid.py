@@ -1,0 +1,378 @@
+"""`kt bench decode --config`: decoding on a GPU with a share of the experts on it, beside what the hardware allows.
+
+A step is what the engine does for `batch` sequences at a given context: inputs to the GPU, the model, logits back, the
+most likely token of each. Its bound: the GPU's own step without routed experts, measured in the same run, plus the
+distinct experts' bytes that the step read from CPU memory ÷ DRAM bandwidth measured in the same run, plus those read
+from GPU memory ÷ its bandwidth (a large device-to-device copy). Experts on both sides are read at the same time, so the
+longer of the two counts. DRAM is read where the experts lie, and its mean counts (in results until 21 November 2026
+the best of a buffer elsewhere), so shares are lower than theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from tandem import _core, models
+from tandem.bench.architectures import named_config
+from tandem.bench.ceilings import DramReader
+from tandem.bench.decode_counts import StepCounts
+from tandem.bench.handoff_time import handoff_us
+from tandem.bench.kernels import commit
+from tandem.bench.memory_ledger import Taken, memory_columns, planned
+from tandem.bench.step_bound import experts_seconds, paired_share
+from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore, stored_as
+from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
+from tandem.engine.expert_statistics import expert_usage
+from tandem.engine.gpu_runner import GpuRunner, GraphPlan
+from tandem.engine.start.gpu_side import GpuSide, gpu_side
+from tandem.engine.start.loader import use_one_torch_thread
+from tandem.errors import ConfigError
+from tandem.experts.hybrid_store import HybridStore
+from tandem.experts.live.live_experts import LiveExperts
+from tandem.experts.placement import ExpertPlacement
+from tandem.experts.usage.expert_usage import ExpertUsage
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.this_machine import this_machine
+from tandem.kernels.workers import planned_pool
+from tandem.models import ForwardBatch
+
+WARM_STEPS = 5
+READ_SECONDS = 0.1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What the flags asked for; context: tokens that every sequence has; dense: what dense projections are stored as,
+    of `synthetic.DENSE_FORMATS`; foresight: with it, without, or both in turn."""
+
+    config: str
+    formats: tuple[str, ...]
+    shares: tuple[float, ...]
+    batches: tuple[int, ...]
+    layers: int | None
+    context: int
+    steps: int
+    repeats: int
+    threads: int | None
+    tier: str = "auto"
+    dense: str = "bf16"
+    foresight: tuple[bool, ...] = (True,)
+
+
+@dataclasses.dataclass(slots=True)
+class Measured:
+    """Seconds of a step and GB/s of reading DRAM, in turn; and what the steps used."""
+
+    times: list[float]
+    dram: list[float]
+    counts: StepCounts = dataclasses.field(default_factory=StepCounts)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Built:
+    """A model on the GPU with `share` of its experts, ready to decode."""
+
+    plan: Plan
+    config: ModelConfig
+    side: GpuSide
+    runner: GpuRunner
+    workers: _core.WorkerPool
+    usage: ExpertUsage | None
+    new_runner: Callable[[], GpuRunner]
+
+    def counts(self) -> StepCounts:
+        return StepCounts.now(self.side.handoff, self.usage)
+
+    def with_foresight(self, foresight: bool) -> Built:
+        """The same model, with graphs that hint or do not."""
+        handoff = self.side.handoff
+        if handoff.foresight == foresight:
+            return self
+        handoff.foresight = foresight
+        runner = self.new_runner()
+        handoff.foresight = not foresight
+        return dataclasses.replace(self, runner=runner)
+
+
+def foresight_modes(text: str) -> tuple[bool, ...]:
+    """Of the flag --foresight."""
+    modes = {"on": (True,), "off": (False,), "both": (True, False)}
+    if text not in modes:
+        raise ConfigError(f"--foresight {text!r} is not known; give {', '.join(modes)}")
+    return modes[text]
+
+
+def run(request: Request, out: Path | None) -> None:
+    use_one_torch_thread()
+    if not Machine.detect().gpus:
+        raise ConfigError("--config measures a GPU, and there is none; without one: kt bench decode MODEL")
+    console, rows = Console(), []
+    for row in measure(request):
+        rows.append(row | _where(request))
+        console.print(json.dumps(row), highlight=False, soft_wrap=True)
+    console.print(table(rows))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(rows, indent=1) + "\n")
+        console.print(f"Written to {out}")
+
+
+def measure(request: Request) -> Iterator[dict[str, Any]]:
+    gpu_gbps = gpu_copy_gbps()
+    empty = build(request, request.formats[0], 0.0, empty=True)
+    yield {"bench": "handoff", "us": round(handoff_us(empty.side, empty.config), 2), "layers": 48}
+    alone = {}
+    for batch in request.batches:
+        alone[batch] = statistics.median(step_times(empty, batch, request))
+        yield {"bench": "gpu_step", **_shape(request, batch), "ms": round(alone[batch] * 1e3, 3)}
+    del empty
+    for fmt in request.formats:
+        for share in request.shares:
+            yield from _decode_rows(request, fmt, share, alone, gpu_gbps)
+
+
+def _decode_rows(
+    request: Request, fmt: str, share: float, alone: dict[int, float], gpu_gbps: float
+) -> Iterator[dict[str, Any]]:
+    empty = Taken.now()
+    built = build(request, fmt, share)
+    stored = stored_as(built.config, request.dense)
+    taken = memory_columns(planned(built.plan, built.config, stored), Taken.now().since(empty))
+    where = {
+        "config": request.config, "layers": request.layers, "dense": request.dense,
+        "format": built.plan.expert_format,
+    }  # fmt: skip
+    yield {"bench": "memory", **where, "gpu_share": share, **taken}
+    reader = dram_reader(built)
+    each = {foresight: built.with_foresight(foresight) for foresight in request.foresight}
+    for batch in request.batches:
+        for foresight, measured in _in_turn(each, batch, request, reader).items():
+            row = _decode_row(built, batch, request, measured, alone[batch], gpu_gbps)
+            yield {
+                "bench": "decode", **_shape(request, batch), "format": built.plan.expert_format, "gpu_share": share,
+                "foresight": foresight, **row,
+            }  # fmt: skip
+
+
+def _decode_row(
+    built: Built, batch: int, request: Request, measured: Measured, alone: float, gpu_gbps: float
+) -> dict[str, Any]:
+    counts, steps = measured.counts, request.repeats * (WARM_STEPS + request.steps)
+    used = counts.cpu_experts_per_step(len(built.config.moe.layers))
+    there = _gpu_experts_per_step(built, batch, used)
+    nbytes = built.config.expert_bytes(built.plan.expert_format)
+    bounds = [alone + experts_seconds(used, there, nbytes, gbps, gpu_gbps) for gbps in measured.dram]
+    seconds, bound = statistics.median(measured.times), statistics.median(bounds)
+    return {
+        "tok_s": round(batch / seconds, 2), "step_ms": round(seconds * 1e3, 3),
+        "bound_tok_s": round(batch / bound, 2), "share": round(paired_share(bounds, measured.times), 4),
+        **counts.columns(steps),
+        "cpu_experts_per_step": round(used, 1), "dram_gbps": round(statistics.median(measured.dram), 1),
+        "hbm_gbps": round(gpu_gbps, 0),
+    }  # fmt: skip
+
+
+def _shape(request: Request, batch: int) -> dict[str, Any]:
+    return {
+        "config": request.config, "layers": request.layers, "dense": request.dense, "batch": batch,
+        "context": request.context,
+    }  # fmt: skip
+
+
+def _gpu_experts_per_step(built: Built, batch: int, cpu_experts: float) -> float:
+    """Experts that the step reads from GPU memory: one sequence's are known exactly; of several, those of a uniform
+    routing that are not on the CPU."""
+    router, layers = built.config.moe.router, len(built.config.moe.layers)
+    distinct = router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** batch) * layers
+    return max(0.0, distinct - cpu_experts) if built.side.placement.total else 0.0
+
+
+MakeLive = Callable[[Plan, GpuSide, ExpertUsage], LiveExperts | None]
+
+
+def build(
+    request: Request,
+    fmt: str,
+    share: float,
+    *,
+    empty: bool = False,
+    counted: bool = True,
+    chosen: Tensor | None = None,
+    live: MakeLive | None = None,
+    placement: ExpertPlacement | None = None,
+    **flags: Any,
+) -> Built:
+    """empty: without routed experts. counted: as in the server, `ExpertUsage` counts who is chosen. chosen: what is
+    computed instead, as in `SyntheticStore`. placement: instead of what flags say; CPU memory then has a place for
+    every expert. flags: more of `EngineConfig`'s."""
+    config = named_config(request.config, request.layers)
+    asked = EngineConfig.from_keywords(
+        request.config, kt_method=fmt, kt_gpu_experts_ratio=0.0 if empty else share, kt_cpuinfer=request.threads,
+        kernel_tier=request.tier, max_running_requests=max(request.batches), cuda_graph_bs=request.batches,
+        disable_expert_foresight=request.foresight[0] is False,
+        context_length=request.context + 1024, max_total_tokens=max(request.batches) * (request.context + 1024),
+        device="cuda", **flags,
+    )  # fmt: skip
+    plan = resolve(asked, config, this_machine(), stored_as(config, request.dense))
+    workers = planned_pool(plan)
+    side = gpu_side(plan, config, CpuOps(workers, plan.tier))
+    if placement is not None:
+        own = HybridStore(
+            side.ops, placement, side.handoff, config.hidden, plan.gpu is not None and plan.gpu.live
+        )
+        side = dataclasses.replace(side, placement=placement, store=own)
+    store = SyntheticStore(side.store, side.handoff, empty, chosen, whole=placement is not None)
+    usage = expert_usage(asked, plan, config, side.ops.device, side.placement.on_gpu)
+    usage = usage if counted else None
+    checkpoint: Any = SyntheticCheckpoint(request.dense)
+    model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
+    moving = None if live is None or usage is None else live(plan, side, usage)
+    runner = partial(_runner, plan, config, model, side, usage, moving)
+    return Built(plan, config, side, runner(), workers, usage, runner)
+
+
+def _runner(
+    plan: Plan,
+    config: ModelConfig,
+    model: models.Model,
+    side: GpuSide,
+    usage: ExpertUsage | None,
+    live: LiveExperts | None,
+) -> GpuRunner:
+    assert plan.gpu is not None
+    a, device = config.attention, side.ops.device
+    shape = (plan.num_pages, plan.page_size, a.kv_heads, a.head_dim)
+    kv = [
+        (
+            torch.randn(shape, device=device).to(torch.bfloat16),
+            torch.randn(shape, device=device).to(torch.bfloat16),
+        )
+        for _ in range(config.layers)
+    ]
+    graphs = GraphPlan(plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size))
+    return GpuRunner(
+        model, kv, side.handoff, graphs,
+        page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=usage, live=live,
+    )  # fmt: skip
+
+
+def _in_turn(
+    each: dict[bool, Built], batch: int, request: Request, reader: DramReader
+) -> dict[bool, Measured]:
+    """Steps of each and reading DRAM, in turn, so that all see the same machine when others share it."""
+    found = {name: Measured([], []) for name in each}
+    steps = {name: step_times(built, batch, request) for name, built in each.items()}
+    for _ in range(request.repeats):
+        for name, built in each.items():
+            _add_repeat(found[name], built, steps[name])
+            found[name].dram.append(reader.mean_gbps(READ_SECONDS))
+    return found
+
+
+def _add_repeat(measured: Measured, built: Built, steps: Iterator[float]) -> None:
+    before = built.counts()
+    measured.times.append(next(steps))
+    measured.counts = measured.counts.plus(built.counts().since(before))
+
+
+def dram_reader(built: Built) -> DramReader:
+    """Of the CPU's experts where they lie; of anything, where there are none."""
+    layers, pool, tier = built.side.handoff.layers, built.workers, built.plan.tier
+    return DramReader.of(layers, pool, tier) if layers else DramReader(pool, tier)
+
+
+def step_times(built: Built, batch: int, request: Request) -> Iterator[float]:
+    """Seconds of the mean step, once per repeat."""
+    step = decoder(built, batch, request.context)
+    for _ in range(request.repeats):
+        for _ in range(WARM_STEPS):
+            step()
+        started = perf_counter()
+        for _ in range(request.steps):
+            step()
+        yield (perf_counter() - started) / request.steps
+
+
+def decoder(built: Built, batch: int, context: int) -> Callable[[], None]:
+    """One decode step after the other, each fed with the tokens of the last; the position stays."""
+    page, pages = built.plan.page_size, built.plan.num_pages // batch
+    tables = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
+    state = ForwardBatch(
+        input_ids=torch.arange(batch) * 7919 % built.config.vocab, positions=torch.full((batch,), context - 1),
+        cache_slots=tables[:, (context - 1) // page].long() * page + (context - 1) % page,
+        query_starts=torch.arange(batch + 1, dtype=torch.int32),
+        seq_lens=torch.full((batch,), context, dtype=torch.int32), block_tables=tables[:, : -(-context // page)],
+        logits_rows=torch.arange(batch),
+    )  # fmt: skip
+
+    def step() -> None:
+        with torch.inference_mode():
+            state.input_ids = built.runner.logits(state).best[:, 0].long()
+
+    return step
+
+
+def gpu_copy_gbps() -> float:
+    """GB/s of GPU memory: bytes read and written by a copy of 2 GiB."""
+    source = torch.ones(1 << 31, dtype=torch.uint8, device="cuda")
+    target, times = torch.empty_like(source), []
+    for _ in range(10):
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        target.copy_(source)
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last))
+    return float(2 * source.numel() / min(times) / 1e6)
+
+
+def _where(request: Request) -> dict[str, Any]:
+    machine = Machine.detect()
+    return {
+        "machine": f"{machine.gpus[0].name}; {machine.cpu_model}, {request.threads or machine.max_threads} threads",
+        "commit": commit(), "command": " ".join(["kt", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    made = Table(
+        title="Decoding with experts on GPU and CPU; hit = routed tokens on the GPU, MB = experts read per step,\n"
+        "bound = GPU step without experts + experts' bytes, foreseen = used ones among the CPU's that were foreseen"
+    )
+    for name in (
+        "format",
+        "GPU share",
+        "hit",
+        "CPU MB",
+        "GPU MB",
+        "batch",
+        "step ms",
+        "tokens/s",
+        "bound",
+        "share",
+        "foreseen",
+    ):
+        made.add_column(name, justify="right")
+    for r in rows:
+        if r["bench"] == "decode":
+            made.add_row(
+                r["format"], f"{r['gpu_share']:.0%}", f"{r['hit']:.0%}", f"{r['cpu_bytes_per_step'] / 1e6:.0f}",
+                f"{r['gpu_bytes_per_step'] / 1e6:.0f}", str(r["batch"]), f"{r['step_ms']:.2f}", f"{r['tok_s']:.1f}",
+                f"{r['bound_tok_s']:.1f}", f"{r['share']:.0%}", f"{r['hint_hit']:.0%}" if r["foresight"] else "off",
+            )  # fmt: skip
+    return made

@@ -1,0 +1,50 @@
+"""A server of our own for the length of a measurement."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import BinaryIO
+
+from tandem.bench.load_client import LoadError
+
+_READY = re.compile(r" is ready at (http://\S+)")
+_STOP_SECONDS = 20
+
+
+@contextmanager
+def own_server(model: str, flags: Sequence[str]) -> Iterator[str]:
+    """The address of `kt serve model flags` on a free port; it is stopped at the end. Raises LoadError with what it
+    printed when it does not start."""
+    with tempfile.TemporaryFile() as printed:
+        command = [sys.executable, "-m", "tandem", "serve", model, "--port", "0", *flags]
+        process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT)
+        try:
+            yield _address(process, printed)
+        finally:
+            _stop(process)
+
+
+def _address(process: subprocess.Popen[bytes], printed: BinaryIO) -> str:
+    while True:
+        printed.seek(0)
+        text = printed.read().decode(errors="replace")
+        if ready := _READY.search(text):
+            return ready[1]
+        if process.poll() is not None:
+            raise LoadError(f"kt serve ended with {process.returncode}:\n{text[-2000:]}")
+        time.sleep(0.1)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,121 @@
+"""`kt bench experts`: tokens per second by share of experts on the GPU and by strategy, for a given routing.
+
+On a GPU the model of `kt bench decode --config` decodes with its experts chosen by a trace (`bench_placement_gpu`).
+Without one, or with --simulate, the same placements and the same live policy run against the trace, and a cost model
+(`experts.live_cost`) says how long a step takes; everything that comes of that says "simulated".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tandem.bench.architectures import named_config
+from tandem.bench.kernels import commit
+from tandem.bench.placement.plot import check_matplotlib, draw
+from tandem.bench.placement.request import FORMATS, SIMULATED, Request, shape_columns, traffic
+from tandem.bench.placement.simulation import simulate_live, simulate_static
+from tandem.bench.placement.traces import ROUTINGS
+from tandem.config import Machine, ModelConfig
+from tandem.experts.live.cost import StepCost
+from tandem.experts.live.policy import PolicySettings
+from tandem.experts.placement import place
+
+LAYER_SECONDS = (
+    35.5e-6  # of a GPU step beside reading dense weights: 48 layers with 2.4 GB of them took 2.27 ms
+)
+
+
+def run(request: Request, simulate: bool, out: Path | None, plot: Path | None) -> None:
+    request.check()
+    if plot is not None:
+        check_matplotlib()
+    console, machine = Console(), Machine.detect()
+    simulated = simulate or not machine.gpus
+    if simulated and not simulate:
+        console.print("No GPU was found: what follows is simulated by a cost model, nothing is measured.")
+    rows: list[dict[str, Any]] = []
+    found = simulated_rows(request) if simulated else _measured_rows(request)
+    for row in found:
+        rows.append(row | _where(request, machine, simulated))
+        console.print(json.dumps(row), highlight=False, soft_wrap=True)
+    console.print(table(rows))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(rows, indent=1) + "\n")
+        console.print(f"Written to {out}")
+    if plot is not None:
+        draw(plot, rows)
+        console.print(f"Drawn to {plot}")
+
+
+def _measured_rows(request: Request) -> Iterator[dict[str, Any]]:
+    from tandem.bench.placement.on_gpu import measured_rows  # Triton is there only where a GPU is
+
+    return measured_rows(request, traffic(request, named_config(request.config, request.layers)))
+
+
+def simulated_rows(request: Request) -> Iterator[dict[str, Any]]:
+    config = named_config(request.config, request.layers)
+    seen, cost = traffic(request, config), step_cost(request, config)
+    layers, experts = len(config.moe.layers), config.moe.router.num_experts
+    for share in request.shares:
+        for strategy in request.strategies:
+            by = "uniform" if strategy == "dynamic" else strategy
+            placement = place(by, layers, experts, round(share * layers * experts), seen.counts)
+            if strategy == "dynamic":
+                result = simulate_live(seen.trace, placement, cost, PolicySettings())
+            else:
+                result = simulate_static(seen.trace, placement, cost)
+            rates = dataclasses.asdict(cost) | {"expert_bytes": round(cost.expert_bytes)}
+            yield {
+                **shape_columns(request, SIMULATED, strategy, share), "tok_s": round(result.tok_s, 2),
+                "hit": round(result.hit, 4), "swaps": result.exchanges, "rests": result.rests, "model": rates,
+            }  # fmt: skip
+
+
+def step_cost(request: Request, config: ModelConfig) -> StepCost:
+    dense = (
+        2 * config.dense_params / (2 * request.hbm_gbps * 1e9)
+    )  # large matrices run at twice the experts' rate
+    gpu_step = dense + config.layers * LAYER_SECONDS
+    return StepCost(
+        config.expert_bytes(FORMATS[request.fmt]), request.dram_gbps, request.pcie_gbps, request.hbm_gbps,
+        gpu_step if request.gpu_step_ms is None else request.gpu_step_ms / 1e3,
+    )  # fmt: skip
+
+
+def _where(request: Request, machine: Machine, simulated: bool) -> dict[str, Any]:
+    gpu = "none used (simulation)" if simulated else machine.gpus[0].name
+    law = ROUTINGS.get(request.routing)
+    return {
+        "machine": f"{gpu}; {machine.cpu_model}, {request.threads or machine.max_threads} threads",
+        "routing_parameters": None if law is None else dataclasses.asdict(law),
+        "commit": commit(), "command": " ".join(["kt", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """One line per share, one column per strategy: tokens/s and, in brackets, the hit rate."""
+    strategies = list(dict.fromkeys(row["strategy"] for row in rows))
+    simulated = any(row["bench"] == SIMULATED for row in rows)
+    how = "SIMULATED by a cost model, not measured" if simulated else "measured"
+    made = Table(title=f"Tokens/s (share of routed tokens on the GPU), {rows[0]['config']}, {how}")
+    made.add_column("GPU share", justify="right")
+    for strategy in strategies:
+        made.add_column(strategy, justify="right")
+    for share in dict.fromkeys(row["gpu_share"] for row in rows):
+        cells = {row["strategy"]: row for row in rows if row["gpu_share"] == share}
+        made.add_row(
+            f"{share:.0%}", *(f"{cells[s]['tok_s']:.1f} ({cells[s]['hit']:.0%})" for s in strategies)
+        )
+    return made

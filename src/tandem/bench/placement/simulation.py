@@ -1,0 +1,64 @@
+"""A stream of tokens, one per step, against a placement: what it hits and, by the cost model, how fast it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.bench.placement.traces import expert_counts
+from tandem.experts.live.cost import StepCost
+from tandem.experts.live.policy import Exchange, LivePolicy, PolicySettings
+from tandem.experts.placement import ExpertPlacement
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """hit: share of routed tokens that the GPU served; exchanges in all; rests: how often moving was paused."""
+
+    hit: float
+    tok_s: float
+    exchanges: int = 0
+    rests: int = 0
+
+
+def simulate_static(trace: Tensor, placement: ExpertPlacement, cost: StepCost) -> Simulated:
+    """trace int16 [tokens, layers, k]."""
+    return _result(_hits(trace, placement.on_gpu), torch.zeros(len(trace)), trace, cost)
+
+
+def simulate_live(
+    trace: Tensor, placement: ExpertPlacement, cost: StepCost, settings: PolicySettings
+) -> Simulated:
+    """As the engine does: every `interval_steps` the policy sees what was used and says what moves; it is there at the
+    next decision, which may be sooner than here."""
+    layers, experts = placement.on_gpu.shape
+    slot_of = torch.stack([placement.slots(layer) for layer in range(layers)])
+    policy = LivePolicy(slot_of, cost.expert_bytes, cost.reads_per_exchange, settings)
+    hits, moved = [], torch.zeros(len(trace))
+    under_way: list[Exchange] = []
+    first = 0
+    while first < len(trace):
+        part = trace[first : first + policy.interval_steps]
+        hits.append(_hits(part, policy.slot_of >= 0))
+        policy.observe(expert_counts(part, experts).numpy(), len(part), len(part))
+        if under_way:
+            policy.done(*under_way)
+        under_way = policy.wanted()
+        moved[first] += len(under_way)
+        first += len(part)
+    result = _result(torch.cat(hits), moved, trace, cost)
+    return Simulated(result.hit, result.tok_s, int(moved.sum()), policy.rests)
+
+
+def _hits(trace: Tensor, on_gpu: Tensor) -> Tensor:
+    """Of every token, float32 [tokens]."""
+    layers = torch.arange(trace.shape[1])[None, :, None]
+    return on_gpu[layers, trace.long()].sum((1, 2)).float()
+
+
+def _result(hits: Tensor, moved: Tensor, trace: Tensor, cost: StepCost) -> Simulated:
+    uses = trace[0].numel()
+    seconds = cost.seconds(uses - hits, hits, moved)
+    return Simulated(float(hits.mean()) / uses, len(trace) / float(seconds.double().sum()))

@@ -1,0 +1,233 @@
+"""Strategies in turn on one model: on a shared host, what is measured minutes apart is not comparable.
+
+All experts of a made-up layer have the same bytes. So one set of slots on the GPU serves every strategy, for what is in
+a slot is what its table says; and CPU memory has a place for every expert. Which of them is on which side, and so which
+bytes are read, is as if each strategy had a model of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from tandem.bench import hybrid as bench_hybrid
+from tandem.bench.architectures import named_config
+from tandem.bench.placement.request import FORMATS, MEASURED, Request, Traffic, shape_columns
+from tandem.bench.placement.trace_usage import TraceUsage
+from tandem.bench.step_bound import Ceilings, Turn
+from tandem.config import Machine, Plan
+from tandem.config.memory import DEFAULT_FRACTION
+from tandem.engine.start.gpu_side import GpuSide, live_experts
+from tandem.experts.live.exchange import LiveLayer
+from tandem.experts.live.live_experts import LiveExperts
+from tandem.experts.placement import ExpertPlacement, place
+from tandem.experts.usage.expert_usage import ExpertUsage
+
+TURN_TOKENS = 100
+WARM_TOKENS = 20  # decoded before the clock starts; what is measured begins at the trace's first token
+
+
+def moving_columns(live: LiveExperts | None) -> dict[str, Any]:
+    """moved_gb: both ways together; thread_us: what the engine's thread does for live placement, per step, and its
+    parts; waited_us: of that, what the GPU may have stood still for, of which an exchange has its share; beside_us:
+    what it does between layers, not in thread_us."""
+    if live is None:
+        return {}
+    times = live.times()
+    per_step, each = 1e6 / max(1, times.steps), 1e3 / max(1, times.exchanges)
+    return {
+        "moved_gb": round(times.bytes_moved / 1e9, 2), "thread_us": round(times.seconds * per_step, 1),
+        "waited_us": round(times.waited * per_step, 1), "beside_us": round(times.beside * per_step, 1),
+        "thread_us_of": {part: round(seconds * per_step, 1) for part, seconds in times.parts.items()},
+        "ms_per_exchange": round(times.waited * each, 4), "exchange_cost_reads": round(live.cost, 2),
+    }  # fmt: skip
+
+
+def model_shape(request: Request, share: float) -> bench_hybrid.Request:
+    return bench_hybrid.Request(
+        request.config, (request.fmt,), (share,), (1,), request.layers, request.context, request.tokens, 1,
+        request.threads, request.tier,
+    )  # fmt: skip
+
+
+def placements(request: Request, seen: Traffic, share: float) -> dict[str, ExpertPlacement]:
+    """Of the strategies that can be measured in turn: every layer has experts on both sides. A hand-off that is not
+    needed, as where a whole layer is on the GPU, is not in the graph of a model of its own."""
+    layers, experts = seen.counts.shape
+    made = {}
+    for name in request.strategies:
+        by = "uniform" if name == "dynamic" else name
+        placement = place(by, layers, experts, round(share * layers * experts), seen.counts)
+        here = placement.on_gpu.sum(1)
+        if 0 < int(here.min()) <= int(here.max()) < experts:
+            made[name] = placement
+    return made if len(made) > 1 else {}
+
+
+def room_for(made: dict[str, ExpertPlacement]) -> ExpertPlacement:
+    """As many slots in each layer as any of them needs."""
+    most = torch.stack([placement.on_gpu.sum(1) for placement in made.values()]).amax(0)
+    experts = next(iter(made.values())).on_gpu.shape[1]
+    return ExpertPlacement(torch.arange(experts) < most[:, None])
+
+
+class Sides:
+    """Says where experts are: in the tables on the GPU, and in CPU memory, which has places for all of them."""
+
+    def __init__(self, layers: list[LiveLayer], experts: int) -> None:
+        self._layers, self._experts = layers, experts
+        self._in_memory = torch.ones(len(layers), experts, dtype=torch.bool)
+
+    def show(self, slots: Tensor, alone: bool) -> None:
+        """slots int [layers, experts], -1: in CPU memory. alone: those on the GPU have no place in CPU memory, so that
+        they may change places."""
+        wanted = slots < 0 if alone else torch.ones_like(self._in_memory)
+        for index, layer in enumerate(self._layers):
+            gpu: Any = layer.gpu  # GpuExperts
+            gpu.slot_of[: self._experts] = slots[index]
+            gpu.table.copy_(gpu.slot_of)
+            for expert in (wanted[index] != self._in_memory[index]).nonzero().flatten().tolist():
+                if wanted[index, expert]:
+                    layer.cpu.settle(expert, layer.cpu.reserve(expert))
+                else:
+                    layer.cpu.forget(expert)
+        self._in_memory = wanted
+
+    def shown(self) -> Tensor:
+        """Where they are now, after exchanges."""
+        slots = torch.stack([layer.gpu.slot_of[: self._experts] for layer in self._layers])
+        self._in_memory = slots < 0
+        return slots
+
+
+class Switched:
+    """`LiveExperts` of one strategy, in a model that decodes for others, too."""
+
+    def __init__(self, live: LiveExperts) -> None:
+        self.live, self.on = live, False
+
+    def beside_step(self) -> None:
+        if self.on:
+            self.live.beside_step()
+
+    def after_step(self, tokens: int, over: Callable[[], bool]) -> None:
+        if self.on:
+            self.live.after_step(tokens, over)
+
+
+@dataclasses.dataclass(slots=True)
+class Contestant:
+    """One strategy; slots int32 [layers, experts]: where experts were when its turn ended."""
+
+    slots: Tensor
+    usage: TraceUsage
+    live: Switched | None
+    turns: list[Turn] = dataclasses.field(default_factory=list)
+
+
+class OneModel:
+    """`placements` of one share, ready to decode in turn."""
+
+    def __init__(
+        self, request: Request, seen: Traffic, share: float, made: dict[str, ExpertPlacement]
+    ) -> None:
+        self._made, self._trace, self._contestants = made, seen.trace, dict[str, Contestant]()
+        layers, k = seen.trace.shape[1:]
+        self._chosen = torch.zeros(layers, 1, k, dtype=torch.int32, device="cuda")
+        self.built = bench_hybrid.build(
+            model_shape(request, share), request.fmt, share, chosen=self._chosen, live=self._follow,
+            placement=room_for(made), kt_enable_dynamic_expert_update="dynamic" in made,
+        )  # fmt: skip
+        sides = [experts.sides for _, experts in sorted(self.built.side.store.layers.items())]
+        self._sides = Sides([side for side in sides if side is not None], seen.counts.shape[1])
+        self._step = bench_hybrid.decoder(self.built, 1, request.context)
+
+    def _follow(self, plan: Plan, side: GpuSide, usage: ExpertUsage) -> LiveExperts | None:
+        for name, placement in self._made.items():
+            traced, switched = TraceUsage(usage, self._trace, placement.on_gpu), None
+            if name == "dynamic":
+                live = live_experts(plan, dataclasses.replace(side, placement=placement), traced)
+                switched = None if live is None else Switched(live)
+            slots = torch.stack([placement.slots(layer) for layer in range(len(placement.on_gpu))])
+            self._contestants[name] = Contestant(slots, traced, switched)
+        moving = [each.live for each in self._contestants.values() if each.live is not None]
+        return cast(LiveExperts, moving[0]) if moving else None
+
+    def run(self) -> dict[str, Contestant]:
+        """The whole trace, some tokens at a time for each strategy, forwards and backwards through the strategies; and
+        after each what memory gives. Experts move from the trace's first token on, not before."""
+        reader = bench_hybrid.dram_reader(self.built)
+        there = self._trace.to(self._chosen.device, torch.int32)[:, :, None]
+        self._sides.show(next(iter(self._contestants.values())).slots, alone=False)
+        for _ in range(WARM_TOKENS):
+            self._step()
+        order = list(self._contestants.values())
+        for tokens in there.split(TURN_TOKENS):
+            for each in order:
+                used, hits, seconds = self._turn(each, tokens)
+                gbps = reader.mean_gbps(bench_hybrid.READ_SECONDS)
+                each.turns.append(Turn(len(tokens), used, hits, seconds, gbps))
+            order.reverse()
+        return self._contestants
+
+    def _turn(self, each: Contestant, tokens: Tensor) -> tuple[int, int, float]:
+        """Experts used, hits, seconds. What is under way at its end is waited for when no clock runs."""
+        self._sides.show(each.slots, alone=each.live is not None)
+        if each.live is not None:
+            each.live.on = True
+        hits, started = each.usage.hits, perf_counter()
+        for token in tokens:
+            self._chosen.copy_(token)
+            each.usage.tokens += 1
+            self._step()
+        seconds = perf_counter() - started
+        if each.live is not None:
+            each.live.on = False
+            each.live.live.finish()
+            each.slots = self._sides.shown()
+        each.usage.count()
+        return tokens.numel(), each.usage.hits - hits, seconds
+
+
+def rows_in_turn(
+    request: Request, ceilings: Ceilings, seen: Traffic, share: float
+) -> dict[str, dict[str, Any]]:
+    """By strategy; of none if fewer than two can be measured so, or there is no memory for it."""
+    made = placements(request, seen, share)
+    if not made or not _room(request, seen):
+        return {}
+    try:
+        model = OneModel(request, seen, share, made)
+    except torch.OutOfMemoryError as error:
+        _apart(f"GPU memory has no room for the slots of all: {error}")
+        return {}
+    expert_bytes = model.built.config.expert_bytes(model.built.plan.expert_format)
+    rows = {}
+    for name, each in model.run().items():
+        seconds = sum(turn.seconds for turn in each.turns)
+        rows[name] = {
+            **shape_columns(request, MEASURED, name, share), "in_turn_with": [n for n in made if n != name],
+            "tok_s": round(len(seen.trace) / seconds, 2), **ceilings.columns(each.turns, expert_bytes),
+            "hit": round(each.usage.hits / seen.trace.numel(), 4), "swaps": each.usage.swaps,
+            "rests": each.usage.swap_rests, **moving_columns(None if each.live is None else each.live.live),
+        }  # fmt: skip
+    return rows
+
+
+def _room(request: Request, seen: Traffic) -> bool:
+    """In CPU memory, for every expert."""
+    each = named_config(request.config, request.layers).expert_bytes(FORMATS[request.fmt])
+    needed, free = each * seen.counts.numel(), DEFAULT_FRACTION * Machine.detect().available_memory
+    if needed > free:
+        _apart(f"all experts take {needed / 2**30:.1f} GiB of CPU memory, and {free / 2**30:.1f} may be used")
+    return needed <= free
+
+
+def _apart(why: str) -> None:
+    Console().print(f"Strategies are measured one after the other, at different times: {why}")

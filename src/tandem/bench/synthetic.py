@@ -1,0 +1,205 @@
+"""Models of a named architecture at full size with made-up weights, for measurements: what is computed means nothing,
+which bytes are read is as in the real one. Every expert of a layer has the same random weights, at an address of its
+own, so that filling memory takes a copy and not a quantisation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tandem.bench.formats import as_stored
+from tandem.checkpoint.parts import is_expert
+from tandem.checkpoint.survey import stored_formats
+from tandem.config import ModelConfig, StoredFormats
+from tandem.errors import ConfigError
+from tandem.experts import ExpertMatrices, Experts
+from tandem.experts.handoff import Handoff
+from tandem.experts.hybrid_experts import HybridExperts, HybridTicket
+from tandem.experts.hybrid_store import HybridStore
+from tandem.formats.codes import Weight
+from tandem.formats.quant_format import QuantFormat
+from tandem.kernels.cpu import PackedExperts
+from tandem.kernels.gpu.experts import GpuExperts
+from tandem.kernels.ops import Lookup, Routing, SureRead
+from tandem.kernels.packed.cache import KeptLayer
+
+POOL_WEIGHTS = 1 << 26
+WEIGHT_SIZE = 0.02  # standard deviation, as models are initialised
+
+
+DENSE_FORMATS = {
+    "bf16": QuantFormat("bf16"),
+    "fp8": QuantFormat("fp8", "fp8", 128, 128, "F32"),
+    "int4-g128": QuantFormat("int4", "compressed-tensors", 128, 1, "BF16"),
+    "mxfp4": QuantFormat("mxfp4", "mxfp4", 32, 1, "U8"),
+}
+"""What dense projections may be stored as, by `bench_formats`' names."""
+
+
+def stored_as(config: ModelConfig, dense: str) -> StoredFormats:
+    """What such a checkpoint holds: projections in the format `dense`, router and head in bfloat16."""
+    if dense not in DENSE_FORMATS:
+        raise ConfigError(f"--dense-format {dense!r} is not known; these are: {', '.join(DENSE_FORMATS)}")
+    head = 0 if config.tied_embeddings else config.vocab * config.hidden
+    plain = head + config.hidden * config.moe.router.num_experts * len(config.moe.layers)
+    tied = config.vocab * config.hidden - head
+    layer, fmt = "model.layers.0.", DENSE_FORMATS[dense]
+    others = config.dense_params - config.shared_params - plain - tied
+    return stored_formats(
+        [
+            (layer + "self_attn.q_proj", fmt, others),
+            (layer + "mlp.shared_experts.up_proj", fmt, config.shared_params),
+            ("lm_head", QuantFormat("bf16"), plain),
+        ]
+    )
+
+
+class SyntheticCheckpoint:
+    """Answers for every tensor with random numbers, views of one pool where they fit. dense: of DENSE_FORMATS; all
+    projections of one shape have the same codes."""
+
+    def __init__(self, dense: str = "bf16") -> None:
+        self._dense, self._codes = dense, dict[tuple[int, int], Weight]()
+        generator = torch.Generator().manual_seed(0)
+        self._pool = (torch.randn(POOL_WEIGHTS, generator=generator) * WEIGHT_SIZE).to(torch.bfloat16)
+        self.path = Path("synthetic")
+
+    def has_matrix(self, module: str) -> bool:
+        return "gate_up_proj" not in module
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        size, first = math.prod(shape), hash(name) % 4096 * 64
+        if "norm" in name:
+            return torch.ones(shape, dtype=torch.bfloat16)
+        room = POOL_WEIGHTS - 4096 * 64
+        numbers = self._pool[first : first + min(size, room)]
+        return (numbers if size <= room else numbers.repeat(-(-size // room))[:size]).view(shape)
+
+    def weight(self, module: str, shape: tuple[int, int]) -> Weight:
+        numbers = self.get(module + ".weight", shape)
+        if self._dense == "bf16" or not module.endswith("_proj") or is_expert(module):
+            return numbers
+        if shape not in self._codes:
+            self._codes[shape] = as_stored(numbers.float(), self._dense)
+        return self._codes[shape]
+
+    def lookup(self, name: str, shape: tuple[int, int]) -> Lookup:
+        table = self.get(name, shape)
+        return lambda ids: table.index_select(0, ids)
+
+    def nbytes(self) -> int:
+        return 0
+
+    def read_ahead(self, layer: int) -> None: ...
+
+    def forget(self, layer: int, experts: bool | None = None) -> None: ...
+
+    def release(self, experts: bool | None = None) -> None: ...
+
+
+class SyntheticExperts(HybridExperts):
+    """One expert is packed; the others are copies of its bytes."""
+
+    def load(
+        self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
+    ) -> None:
+        if self._cpu is not None:
+            self._fill_cpu(self._cpu, matrices(0))
+        if self._gpu is not None:
+            self._fill_gpu(self._gpu, matrices(0))
+
+    def _fill_cpu(self, layer: PackedExperts, matrices: ExpertMatrices) -> None:
+        mine = (self._slot_of < 0).nonzero().flatten().tolist()
+        layer.load(mine[0], *matrices)
+        packed = layer.packed(mine[0])
+        for expert in mine[1:]:
+            layer.load_packed(expert, packed)
+
+    def _fill_gpu(self, layer: GpuExperts, matrices: ExpertMatrices) -> None:
+        layer.load(int((layer.slot_of == 0).nonzero()[0]), *matrices)
+        layer.all_loaded()
+        layer.pool.view(layer.slots, -1)[1:] = layer.slot(0)
+
+
+class ReplayedExperts(SyntheticExperts):
+    """Routed as a trace says, whatever the router chooses; its weights are kept."""
+
+    chosen: Tensor  # int32 [tokens, k] on the device, filled before every step
+
+    def takes_hints(self, rows: int) -> bool:
+        """Nobody asks the router."""
+        return False
+
+    def submit(self, x: Tensor, routing: Routing) -> HybridTicket:
+        shared = routing.ids[:, self.chosen.shape[1] :]
+        ids = torch.cat((self.chosen[: len(x)], shared), 1)
+        return super().submit(x, Routing(ids, routing.weights))
+
+
+class ReplayedAnywhere(ReplayedExperts):
+    """CPU memory has all experts, so that any of them may be said to be on the GPU."""
+
+    def _fill_cpu(self, layer: PackedExperts, matrices: ExpertMatrices) -> None:
+        layer.load(0, *matrices)
+        packed = layer.packed(0)
+        for expert in range(1, layer.num_experts):
+            layer.load_packed(expert, packed)
+
+
+class NoExperts:
+    """What a step costs without its routed experts."""
+
+    expert_bytes = 0
+    places = None
+
+    def load(
+        self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
+    ) -> None: ...
+
+    def sure_read(self, experts: int) -> SureRead:
+        return SureRead(cast(Any, self), experts)
+
+    def takes_hints(self, rows: int) -> bool:
+        return False
+
+    def hint(self, routing: Routing) -> None: ...
+
+    def submit(self, x: Tensor, routing: Routing) -> Tensor:
+        return x
+
+    def wait(self, ticket: Tensor) -> Tensor:
+        return ticket.clone()
+
+
+class SyntheticStore:
+    """As `HybridStore`, filled with copies; `empty`: no routed experts at all; `chosen` int32 [MoE layers, tokens, k]:
+    where experts find what to compute, instead of the router's choice; whole: with `chosen`, every expert is in CPU
+    memory, whether it is on the GPU or not."""
+
+    def __init__(
+        self,
+        store: HybridStore,
+        handoff: Handoff,
+        empty: bool = False,
+        chosen: Tensor | None = None,
+        whole: bool = False,
+    ) -> None:
+        self._store, self._handoff, self._empty, self._chosen = store, handoff, empty, chosen
+        self._whole = whole
+
+    def layer(self, index: int, count: int, width: int, fmt: str) -> Experts:
+        if self._empty:
+            return NoExperts()
+        if self._chosen is None:
+            return self._store.layer(index, count, width, fmt, SyntheticExperts)
+        kind, places = (ReplayedAnywhere, count) if self._whole else (ReplayedExperts, 0)
+        made = self._store.layer(index, count, width, fmt, kind, places)
+        assert isinstance(made, ReplayedExperts)
+        made.chosen = self._chosen[index]
+        return made

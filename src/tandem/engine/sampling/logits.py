@@ -1,0 +1,131 @@
+"""A step's logits, in host memory or on the device that made them, and the tokens chosen from them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Rows
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.engine.sampling.on_device import choose
+from tandem.engine.sampling.penalties import FloatRows, changes_logits
+from tandem.engine.sampling.sampler import Sampled, sample
+from tandem.engine.sequence import Sequence
+
+
+class Logits(Protocol):
+    """float32 [R, vocab]; valid until the model runs again."""
+
+    def fetched(self, rows: slice) -> FloatRows:
+        """In host memory."""
+        ...
+
+    def chosen(self, rows: Rows[int], sequences: Rows[Sequence], eos_ids: Collection[int]) -> list[Sampled]:
+        """rows[i] belongs to sequences[i]."""
+        ...
+
+
+class HostLogits:
+    """`Logits` in host memory."""
+
+    def __init__(self, array: FloatRows) -> None:
+        self._array = array
+
+    def fetched(self, rows: slice) -> FloatRows:
+        return self._array[rows]
+
+    def chosen(self, rows: Rows[int], sequences: Rows[Sequence], eos_ids: Collection[int]) -> list[Sampled]:
+        wanted = self._array if len(rows) == len(self._array) else self._array[list(rows)]
+        return sample(wanted, sequences, eos_ids)
+
+
+def best_of(logits: Tensor) -> Tensor:
+    """float64 [R, 2]: every row's best id and its logit; NaN if there is one. Both are exact in float64."""
+    if logits.is_cuda:
+        from tandem.kernels.gpu import best  # Triton is there only where a GPU is used
+
+        return best.best_of(logits)
+    ids = logits.argmax(1, keepdim=True)
+    return torch.cat((ids.double(), logits.gather(1, ids).double()), 1)
+
+
+class HostRows:
+    """Host memory that rows are fetched into, kept from step to step: pinned where the device is a GPU, since a copy
+    there is several times as fast."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._memory = device, torch.empty(0)
+
+    def copy_of(self, rows: Tensor) -> FloatRows:
+        """Valid until the next copy."""
+        pinned = self._device.type == "cuda"
+        if self._memory.numel() < rows.numel():
+            self._memory = torch.empty(rows.numel(), pin_memory=pinned)
+        out = self._memory[: rows.numel()].view(rows.shape)
+        out.copy_(rows, non_blocking=True)
+        if pinned:
+            torch.cuda.current_stream(self._device).synchronize()
+        array: FloatRows = out.numpy()
+        return array
+
+
+class BestRows:
+    """Host memory for the `best_of` of every step that computes up to so many rows: a copy into it takes part in a CUDA
+    graph. Valid until the next step."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._memory = torch.zeros(rows, 2, dtype=torch.float64, pin_memory=device.type == "cuda")
+
+    def fetch(self, logits: Tensor) -> Tensor:
+        """Waits for nothing: what is returned is filled when the device has done it."""
+        return self._memory[: len(logits)].copy_(best_of(logits), non_blocking=True)
+
+
+class StepEnd:
+    """The point in the device's work at which a step has ended, whatever it is given afterwards."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def mark(self) -> None:
+        """With what the device was given until now."""
+        if self._event is not None:
+            self._event.record()
+
+    def passed(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class DeviceLogits:
+    """`Logits` that stay where they are: only what decides is fetched, and rows that penalties and biases change."""
+
+    def __init__(self, logits: Tensor, best: Tensor, host: HostRows) -> None:
+        """best: of the same rows, see `best_of`, in host memory."""
+        self.logits, self.best, self._host = logits, best, host
+
+    def fetched(self, rows: slice) -> FloatRows:
+        return self._host.copy_of(self.logits[rows])
+
+    def chosen(self, rows: Rows[int], sequences: Rows[Sequence], eos_ids: Collection[int]) -> list[Sampled]:
+        here = [i for i, s in enumerate(sequences) if not changes_logits(s)]
+        free = [rows[i] for i in here]
+        logits, best = _part(self.logits, free), self.best[free].numpy()
+        chosen = zip(here, choose(logits, best, [sequences[i] for i in here]), strict=True)
+        made = {i: sampled for i, sampled in chosen if sampled is not None}
+        rest = [i for i in range(len(rows)) if i not in made]
+        if rest:
+            whole = self._host.copy_of(_part(self.logits, [rows[i] for i in rest]))
+            made |= zip(rest, sample(whole, [sequences[i] for i in rest], eos_ids), strict=True)
+        return [made[i] for i in range(len(rows))]
+
+
+def _part(tensor: Tensor, rows: list[int]) -> Tensor:
+    if rows == list(range(len(tensor))):
+        return tensor
+    return tensor[torch.tensor(rows, dtype=torch.int64, device=tensor.device)]

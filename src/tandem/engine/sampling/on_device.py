@@ -1,0 +1,167 @@
+"""Chooses tokens from logits on a GPU. What needs the whole vocabulary is computed there; the choice itself, among a
+row's most probable tokens, is made here by the rules and the numbers of `sampling.py`, so it is the same choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tandem.engine.protocol import SamplingParams, TokenLogprob
+from tandem.engine.sampling.penalties import FloatRow
+from tandem.engine.sampling.sampler import Sampled, invert, is_greedy, largest, uniform
+from tandem.engine.sequence import Sequence
+
+# Of a row: more than any usual top_k and nearly every nucleus. A row that needs more is fetched whole.
+CANDIDATES = 256
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """A row's most probable tokens, best first, and what was summed over all of them.
+
+    mass: sum of exp((logit - best) / temperature); norm: logsumexp of the logits; best: the token of the largest logit,
+    which need not be the first here if others have the same; drawn: a token of the unfiltered distribution (after
+    min_p); both with their logits.
+    """
+
+    ids: Ids
+    logits: FloatRow
+    mass: float
+    norm: float
+    best: tuple[int, float]
+    drawn: tuple[int, float]
+    complete: bool  # these are all tokens
+
+
+def choose(logits: Tensor, found: npt.NDArray[np.float64], sequences: Rows[Sequence]) -> list[Sampled | None]:
+    """logits float32 [R, vocab] on a device, found [R, 2] as `logits.best_of` makes it; row r belongs to sequences[r],
+    whose logits nothing changes. None: the candidates do not decide, the whole row must be looked at."""
+    chosen: list[Sampled | None] = [
+        Sampled(int(token_id), None) if math.isfinite(value) else Sampled(-1, None)
+        for token_id, value in found
+    ]
+    rows = [r for r, s in enumerate(sequences) if _needs_more(s.sampling) and math.isfinite(found[r, 1])]
+    if rows:
+        some = logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
+        for r, row in zip(rows, _candidates(some, found[rows], [sequences[r] for r in rows]), strict=True):
+            chosen[r] = _chosen(row, sequences[r])
+    return chosen
+
+
+def _needs_more(params: SamplingParams) -> bool:
+    return params.logprobs is not None or not is_greedy(params)
+
+
+def _candidates(logits: Tensor, best: npt.NDArray[np.float64], sequences: Rows[Sequence]) -> list[Candidates]:
+    """One pass over the rows on the device, one copy back."""
+    count, vocab = min(CANDIDATES, logits.shape[1]), logits.shape[1]
+    numbers = torch.tensor([_numbers(s) for s in sequences], dtype=torch.float64, device=logits.device)
+    inverse, least, u = numbers.unbind(1)
+    scaled = (logits - torch.from_numpy(best[:, 1:]).to(logits)) * inverse.float()[:, None]
+    weights = scaled.exp()
+    mass, norm = weights.sum(1, dtype=torch.float64), logits.double().logsumexp(1)
+    drawn = _drawn(torch.where(scaled >= least.float()[:, None], weights, 0), u)
+    top = logits.topk(count)
+    columns = (mass[:, None], norm[:, None], drawn, logits.gather(1, drawn), top.indices, top.values)
+    fetched = torch.cat([column.double() for column in columns], 1).cpu().numpy()
+    return [
+        Candidates(
+            row[4 : 4 + count].astype(np.int64), row[4 + count :].astype(np.float32),
+            float(row[0]), float(row[1]), (int(first), float(value)), (int(row[2]), float(row[3])), count == vocab,
+        )
+        for row, (first, value) in zip(fetched, best, strict=True)
+    ]  # fmt: skip
+
+
+def _numbers(sequence: Sequence) -> tuple[float, float, float]:
+    """1 / temperature, log(min_p), and the row's random number. A greedy row is here for its log-probabilities only."""
+    params = sequence.sampling
+    temperature = 1.0 if is_greedy(params) else params.temperature
+    least = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+    return 1.0 / temperature, least, uniform(sequence.seed, sequence.index, sequence.total_len)
+
+
+def _drawn(weights: Tensor, u: Tensor) -> Tensor:
+    """int64 [R, 1]: the first id whose cumulative weight exceeds u times the total."""
+    cumulative = weights.cumsum(1, dtype=torch.float64)
+    total = cumulative[:, -1:].contiguous()
+    found = torch.searchsorted(cumulative, u[:, None] * total, right=True)
+    return torch.minimum(
+        found, torch.searchsorted(cumulative, total)
+    )  # rounding: the last one with any weight
+
+
+def _chosen(row: Candidates, sequence: Sequence) -> Sampled | None:
+    params = sequence.sampling
+    token_id: int | None = row.best[0]
+    if not is_greedy(params):
+        u = uniform(sequence.seed, sequence.index, sequence.total_len)
+        token_id = row.drawn[0] if _unfiltered(params, row) else _among(row, params, u)
+    if token_id is None:
+        return None
+    if params.logprobs is None:
+        return Sampled(token_id, None)
+    logprob = _logprob(row, token_id, params.logprobs)
+    return None if logprob is None else Sampled(token_id, logprob)
+
+
+def _unfiltered(params: SamplingParams, row: Candidates) -> bool:
+    """Nothing but min_p, which `drawn` has taken into account."""
+    return params.top_p >= 1.0 and not (
+        params.top_k > 0 and not (row.complete and params.top_k >= len(row.ids))
+    )
+
+
+def _among(row: Candidates, params: SamplingParams, u: float) -> int | None:
+    """Top_k, top_p over what top_k left, min_p; then the inverse of the distribution function at u, by ids."""
+    falling = (row.logits - row.logits[0]) * np.float32(1.0 / params.temperature)
+    count = _kept(row, params, falling)
+    if count is None:
+        return None
+    order = np.argsort(row.ids)
+    values = falling[order]
+    kept = order[largest(values, count, falling[count - 1])]
+    if params.min_p > 0.0:
+        kept = kept[falling[kept] >= math.log(params.min_p)]
+    return int(row.ids[kept[invert(np.exp(falling[kept]), u)]])
+
+
+def _kept(row: Candidates, params: SamplingParams, falling: FloatRow) -> int | None:
+    """How many of the most probable pass top_k and top_p; None: more than there are here, or as probable as others."""
+    limited = params.top_k > 0 and not (row.complete and params.top_k >= len(falling))
+    if limited and params.top_k > len(falling):
+        return None
+    count = params.top_k if limited else len(falling)
+    if params.top_p < 1.0:
+        weights = np.exp(falling[:count])
+        mass = params.top_p * (float(weights.sum()) if limited else row.mass)
+        reached = int(np.searchsorted(np.cumsum(weights, dtype=np.float64), mass, side="left")) + 1
+        if reached > count and not limited and not row.complete:
+            return None
+        count = min(count, reached)
+    return count if row.complete or falling[count - 1] > falling[-1] else None
+
+
+def _logprob(row: Candidates, token_id: int, top: int) -> TokenLogprob | None:
+    """None: as probable as the last of the `top` are others that are not here; of equals, the lowest ids count."""
+    order = np.lexsort((row.ids, -row.logits))[:top]
+    if top and not row.complete and row.logits[order[-1]] == row.logits[-1]:
+        return None
+    best = [(int(row.ids[i]), float(row.logits[i] - row.norm)) for i in order]
+    return TokenLogprob(token_id, _logit(row, token_id) - row.norm, best)
+
+
+def _logit(row: Candidates, token_id: int) -> float:
+    for known, logit in (row.best, row.drawn):
+        if token_id == known:
+            return logit
+    return float(row.logits[int(np.flatnonzero(row.ids == token_id)[0])])

@@ -1,0 +1,147 @@
+"""`load_parts`: from what the user asked for to the parts of an engine."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tandem import models
+from tandem.checkpoint import (
+    Checkpoint,
+    demo_dir,
+    load_model_config,
+    open_checkpoint,
+    resolve_model,
+    with_experts,
+)
+from tandem.checkpoint.demo import build_demo
+from tandem.config import EngineConfig, ModelConfig, Plan, resolve
+from tandem.config.in_place import stored_in
+from tandem.config.threads import plan_threads
+from tandem.engine.expert_statistics import expert_recorder, expert_usage
+from tandem.engine.start.packed_start import PackedStart
+from tandem.engine.start.parts import EngineParts
+from tandem.engine.text.tokenizer import Tokenizer
+from tandem.experts import ExpertStore
+from tandem.experts.usage.expert_usage import ExpertUsage
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.ops import Ops
+from tandem.kernels.this_machine import these_cpus
+from tandem.kernels.workers import planned_pool
+from tandem.models.model import Model
+
+TURN_SECONDS = 5e-4
+
+
+@contextmanager
+def for_loading() -> Iterator[None]:
+    """How Python runs meanwhile.
+
+    A checkpoint's headers are hundreds of thousands of objects, all of which stay: looking for garbage among them, as
+    Python does when many are made, took as long as making them. The threads that look up tensors take short turns: all
+    workers stand still while the main thread, which gives them the next tensors, waits for the interpreter.
+    """
+    enabled, turn = gc.isenabled(), sys.getswitchinterval()
+    gc.disable()
+    sys.setswitchinterval(TURN_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(turn)
+        if enabled:
+            gc.enable()
+
+
+@for_loading()
+def load_parts(
+    config: EngineConfig,
+    progress: models.Progress | None = None,
+    planned: Callable[[Plan], None] | None = None,
+) -> EngineParts:
+    """Reads and packs the model. `planned` is called before the first weight is read, `progress(what, bytes done, bytes
+    in all)` after every layer.
+
+    Raises ConfigError when a wish cannot be met, CheckpointError when a file is missing or broken.
+    """
+    use_one_torch_thread()
+    directory, machine = model_directory(config.model), these_cpus()
+    workers = planned_pool(plan_threads(config, machine))
+    with (
+        PackedStart(config, directory, workers, progress) as packed,
+        ThreadPoolExecutor(1, "tandem-gpus") as asking,
+    ):
+        whole = asking.submit(lambda: machine if config.device == "cpu" else machine.with_gpus())
+        model_config = load_model_config(directory)
+        checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model_config)
+        stored = stored_in(checkpoint.formats(), *checkpoint.expert_files())
+        plan = resolve(config, model_config, whole.result(), stored)
+        if planned is not None:
+            planned(plan)
+        ops = CpuOps(workers, plan.tier, plan.int8_activations, plan.experts_in_place)
+        packed.open(plan, model_config, checkpoint, ops)
+        tokenizer = Tokenizer.load(directory)
+        start = _Start(config, plan, model_config, checkpoint, tokenizer, ops, packed, progress)
+        return start.on_cpu() if plan.gpu is None else start.on_gpu()
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What is known when the first weight is read."""
+
+    config: EngineConfig
+    plan: Plan
+    model_config: ModelConfig
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    ops: CpuOps
+    packed: PackedStart
+    progress: models.Progress | None
+
+    def on_cpu(self) -> EngineParts:
+        usage = expert_usage(self.config, self.plan, self.model_config)
+        model = self.packed.built(lambda: self._model(self.ops, None, usage))
+        return self._parts(model, usage)
+
+    def on_gpu(self) -> EngineParts:
+        from tandem.engine.start.gpu_side import gpu_side, live_experts  # Triton is there only where a GPU is
+
+        gpu = gpu_side(self.plan, self.model_config, self.ops)
+        on_gpu = gpu.placement.on_gpu
+        usage = expert_usage(self.config, self.plan, self.model_config, gpu.ops.device, on_gpu)
+        self.packed.confirm()  # experts are copied to where they live
+        parts = self._parts(self._model(gpu.ops, gpu.store, usage), usage)
+        live = live_experts(self.plan, gpu, usage, self.progress)
+        return replace(parts, live=live, handoff=gpu.handoff, begin_step=gpu.ops.begin_step)
+
+    def _model(self, ops: Ops, store: ExpertStore | None, usage: ExpertUsage | None) -> Model:
+        kept = self.packed.cache
+        return models.build(
+            self.model_config, self.plan, self.checkpoint, ops, self.progress, store, kept, usage
+        )
+
+    def _parts(self, model: Model, usage: ExpertUsage | None) -> EngineParts:
+        recorder = expert_recorder(self.config, self.model_config, usage)
+        return EngineParts(
+            self.plan, self.model_config, model, self.tokenizer, self.ops.pool, usage, recorder
+        )
+
+
+def use_one_torch_thread() -> None:
+    """The parallelism of a step is our worker pool's, whose worker 0 is the calling thread. Torch's own pool would spin
+    on the same cores between its operations and make both slower."""
+    torch.set_num_threads(1)
+
+
+def model_directory(name_or_path: str) -> Path:
+    """The model's directory or GGUF file; the demo model is built if it is not there yet."""
+    directory = resolve_model(name_or_path)
+    if directory == demo_dir() and not (directory / "config.json").is_file():
+        build_demo(directory)
+    return directory

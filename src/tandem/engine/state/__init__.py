@@ -1,0 +1,1 @@
+"""What sequences keep between steps."""

@@ -1,0 +1,90 @@
+"""`TextStream`: token ids in, final text out, for one answer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from tandem.engine.protocol import SamplingParams
+from tandem.engine.text.stop_strings import StopMatcher
+
+# A character has at most four bytes, hence at most four byte tokens. A longer run without a valid character is not
+# going to become one, and is shown as it decodes.
+_MOST_PARTIAL_TOKENS = 8
+
+
+class Decoder(Protocol):
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
+
+
+class Piece(NamedTuple):
+    text: str
+    stop: str | None  # the stop string that ended the answer
+
+
+class IncrementalDecoder:
+    """Text of a growing list of ids. A token's text may depend on the one before it (spaces) and may be part of a
+    character, so each step decodes a short window twice: without and with the new ids; the difference is new."""
+
+    def __init__(self, decoder: Decoder, prompt_ids: list[int], skip_special_tokens: bool) -> None:
+        self._decoder = decoder
+        self._skip_special = skip_special_tokens
+        self._window = prompt_ids[
+            -_MOST_PARTIAL_TOKENS:
+        ]  # ids whose text is out, then `_fresh` ids whose is not
+        self._fresh = 0
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        self._fresh += 1
+        text = self._fresh_text()
+        if text.endswith("\ufffd") and self._fresh <= _MOST_PARTIAL_TOKENS:
+            return ""
+        if text:
+            self._window = self._window[-self._fresh :]
+            self._fresh = 0
+        elif (
+            self._fresh > _MOST_PARTIAL_TOKENS
+        ):  # skipped tokens: not kept, or each step would decode all of them
+            self._window = self._window[: -self._fresh]
+            self._fresh = 0
+        return text
+
+    def flush(self) -> str:
+        return self._fresh_text()
+
+    def _fresh_text(self) -> str:
+        if self._fresh == 0:
+            return ""
+        shown = self._decode(self._window[: -self._fresh])
+        return self._decode(self._window)[len(shown) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._decoder.decode(ids, skip_special_tokens=self._skip_special) if ids else ""
+
+
+class TextStream:
+    """Decodes, and looks for stop strings across token borders."""
+
+    def __init__(self, decoder: Decoder, prompt_ids: list[int], params: SamplingParams) -> None:
+        self._ids = IncrementalDecoder(decoder, prompt_ids, params.skip_special_tokens)
+        self._stops = StopMatcher(params.stop) if params.stop else None
+        self._include_stop = params.include_stop
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> Piece:
+        """The answer's next token. `may_stop` False: too early (min_tokens), stop strings are only text."""
+        return self._search(self._ids.push(token_id), may_stop)
+
+    def finish(self) -> Piece:
+        """The answer ended for another reason: everything held back."""
+        piece = self._search(self._ids.flush(), True)
+        if piece.stop is not None or self._stops is None:
+            return piece
+        return Piece(piece.text + self._stops.flush(), None)
+
+    def _search(self, text: str, may_stop: bool) -> Piece:
+        if self._stops is None:
+            return Piece(text, None)
+        if not may_stop:
+            return Piece(self._stops.skip(text), None)
+        final, stop = self._stops.push(text)
+        return Piece(final + stop if stop and self._include_stop else final, stop)

@@ -1,0 +1,186 @@
+"""`Tokenizer`: text to ids and back, and the chat template, from the files beside a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from tandem.checkpoint.gguf_config import end_ids
+from tandem.checkpoint.gguf_model import is_gguf, open_gguf
+from tandem.checkpoint.gguf_tokenizer import gguf_texts, gguf_tokenizer
+from tandem.engine.text.chat_template import ChatTemplate
+from tandem.errors import CheckpointError, RequestError
+
+_CACHED_TOKENS = 1 << 16
+
+
+class Tokenizer:
+    """Over the `tokenizers` library. Thread-safe; as fast as that library is."""
+
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        *,
+        eos_ids: tuple[int, ...] = (),
+        bos_id: int | None = None,
+        chat_template: str | None = None,
+        template_variables: dict[str, Any] | None = None,
+    ) -> None:
+        inner.no_padding()  # some tokenizer.json carry their training's padding and truncation
+        inner.no_truncation()
+        self._inner = inner
+        self.eos_ids = eos_ids
+        self.bos_id = bos_id
+        self._template = ChatTemplate(chat_template) if chat_template else None
+        self._template_variables = template_variables or {}
+        self._before = inner.encode("a", add_special_tokens=False).ids[-1:]
+        self._text_before = self.decode(self._before)
+        self._special = {i for i, token in inner.get_added_tokens_decoder().items() if token.special}
+        # log-probabilities name the same tokens often
+        self._text_of = lru_cache(_CACHED_TOKENS)(self._token_text)
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, and the end tokens of
+        generation_config.json or config.json; or a GGUF file, which has all that inside."""
+        if is_gguf(directory):
+            model = open_gguf(directory)
+            return cls._of(gguf_tokenizer(model), tuple(end_ids(model)), gguf_texts(model))
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(
+                f"{directory} has no tokenizer.json; save one with transformers' AutoTokenizer(...).save_pretrained()"
+            )
+        inner = _read_tokenizer(path)
+        settings = _read_json(directory / "tokenizer_config.json")
+        settings["chat_template"] = _chat_template(directory, settings)
+        eos_ids = _eos_ids(directory, inner, _token_text(settings.get("eos_token")))
+        return cls._of(inner, eos_ids, settings)
+
+    @classmethod
+    def _of(
+        cls, inner: tokenizers.Tokenizer, eos_ids: tuple[int, ...], settings: dict[str, Any]
+    ) -> Tokenizer:
+        """`settings`: as in tokenizer_config.json, with one chat template or none."""
+        special = {name: _token_text(settings.get(name)) for name in settings if name.endswith("_token")}
+        variables = {name: text for name, text in special.items() if text is not None}
+        bos = variables.get("bos_token")
+        return cls(
+            inner,
+            eos_ids=eos_ids,
+            bos_id=None if bos is None else inner.token_to_id(bos),
+            chat_template=settings.get("chat_template"),
+            template_variables=variables,
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """`add_special_tokens`: begin-of-text where the model wants one; off for rendered chat templates, which
+        write it themselves. Special tokens spelt in the text become those tokens."""
+        try:
+            ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
+            raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
+        return ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """What one token adds to a text, special tokens included; part of a character decodes to U+FFFD."""
+        return self._text_of(token_id)
+
+    def _token_text(self, token_id: int) -> str:
+        """Behind a letter: by itself it would begin the text, where decoders of SentencePiece's kind strip a space."""
+        return self.decode([*self._before, token_id], skip_special_tokens=False)[len(self._text_before) :]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token adds to a text, also where they are only part of a character."""
+        return token_bytes(self._inner.id_to_token(token_id), self.token_text(token_id))
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves it out."""
+        return token_id in self._special
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The prompt text; encode it with add_special_tokens=False."""
+        if self._template is None:
+            raise RequestError("this model has no chat template; use completions", "messages")
+        values = {"tools": None, "documents": None} | self._template_variables | variables
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **values)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-ins of byte-level BPE (GPT-2): visible Latin-1 characters are themselves, the rest
+    follow from U+0100."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [b for b in range(256) if b not in set(visible)]
+    return {chr(b): b for b in visible} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
+
+
+_BYTE_OF_CHAR = _byte_alphabet()
+
+
+def token_bytes(piece: str | None, text: str) -> bytes:
+    """`piece` is the vocabulary's spelling. Where the decoded text is complete, its UTF-8 is the answer already."""
+    if piece is None or "\ufffd" not in text:
+        return text.encode()
+    if piece.startswith("<0x") and piece.endswith(">"):
+        return bytes([int(piece[3:-1], 16)])
+    if all(char in _BYTE_OF_CHAR for char in piece):
+        return bytes(_BYTE_OF_CHAR[char] for char in piece)
+    return text.encode()
+
+
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more special
+        raise CheckpointError(
+            f"{path} is no tokenizer that can be read ({error}); fetch the file again"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _token_text(value: Any) -> str | None:
+    """Special tokens are written as text or as {"content": text, …}."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _eos_ids(directory: Path, inner: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(directory / name).get("eos_token_id")
+        found += [value] if isinstance(value, int) else value if isinstance(value, list) else []
+    if eos_token is not None and (token_id := inner.token_to_id(eos_token)) is not None:
+        found.append(token_id)
+    return tuple(dict.fromkeys(found))
+
+
+def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is not UTF-8: {error}") from error
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    return template if isinstance(template, str) else None

@@ -1,0 +1,1 @@
+"""Placement that follows the traffic."""

@@ -1,0 +1,250 @@
+"""`LiveExperts`: placement follows the traffic. Once a step it looks at what was used, and has experts moved.
+
+It waits for nothing: counts are asked for after one step and looked at beside the next, and bytes travel beside the
+steps. When a step was started, what is to be done in its course is handed over; what is done for each expert is done
+then, between its layers (`UseDecision`, `ExchangeTurn`), the exchange's copies to the GPU's slots and tables too. When
+the CPU has answered the step's last layer, while the GPU computes its logits, this thread would only wait: then it
+does what is left of that for a while, and forgets experts that the step may still have used in CPU memory, asks,
+decides, chooses what travels next and notes what has moved. What takes longer than the GPU does is measured, after the
+step and between its layers, and what exchanges take of it is weighed against what they gain.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from tandem import _core
+from tandem.errors import EngineError
+from tandem.experts.live.cost import READS_PER_EXCHANGE
+from tandem.experts.live.exchange import LiveExchange, Settled
+from tandem.experts.live.policy import Exchange, LivePolicy
+from tandem.experts.usage.expert_usage import Change, Changes, Counted
+
+_log = logging.getLogger(__name__)
+
+REMEMBERED = 64  # exchanges whose time is averaged
+GIVE_UP = 32  # exchanges in vain
+OF_EXCHANGES = ("prepare", "begin", "end")  # the parts that take longer the more there are
+
+
+class Counts(Protocol):
+    """How often each expert was used, as of when it was asked."""
+
+    def tokens(self) -> Counted:
+        """Since the start, [layers, experts]; only differences mean something, modulo 2^32."""
+        ...
+
+
+AnyCounts = TypeVar("AnyCounts", bound=Counts)
+
+
+class Usage(Protocol[AnyCounts]):
+    """What `experts.usage.ExpertUsage` offers."""
+
+    swap_rests: int
+    copy: Callable[[int, int, int], None] | None
+
+    def ask(self) -> AnyCounts:
+        """Of the steps until now, without waiting for it."""
+        ...
+
+    def moved(self, changes: Changes, swaps: int, now: AnyCounts | None = None) -> None:
+        """now: what `ask` has answered after this step, if it was asked."""
+        ...
+
+    def note(self) -> None:
+        """A good time to look at what has moved."""
+        ...
+
+
+class LiveTimes(NamedTuple):
+    """Since the start: steps, exchanges made, bytes that travelled, both ways together, and seconds that the engine's
+    thread took for all of it, but for what it did between layers (beside). late: of beside, what pieces took beyond
+    their time. waited: what the GPU may have stood still for, `late` included. parts: seconds by what was done."""
+
+    steps: int
+    exchanges: int
+    bytes_moved: int
+    seconds: float
+    waited: float
+    beside: float
+    late: float
+    parts: dict[str, float]
+
+
+class _Asked(NamedTuple):
+    counts: Counts
+    tokens: int
+    steps: int
+
+
+def _over() -> bool:
+    return True
+
+
+class LiveExperts:
+    """Call `beside_step` when a step was started, and `after_step` when the CPU has done its part of it. They raise
+    nothing: if moving fails, experts stay where they are from now on."""
+
+    def __init__(
+        self,
+        policy: LivePolicy,
+        exchange: LiveExchange,
+        usage: Usage[Any],
+        read_seconds: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        """read_seconds: what the CPU takes to compute with one expert, measured so far; 0: not known."""
+        self._policy, self._exchange, self._usage = policy, exchange, usage
+        self._read_seconds, self._clock = read_seconds, clock
+        self._spent, self._made = 0.0, 0  # seconds that steps stood still, and exchanges that they were for
+        self._all_steps, self._exchanges, self._waited = 0, 0, 0.0  # since the start
+        self._parts = {"ask": 0.0, "end": 0.0, "decide": 0.0, "prepare": 0.0, "begin": 0.0, "note": 0.0}
+        self._exchanged_late = 0.0  # seconds of exchanges' pieces that are in `_spent` already
+        self._decision: _core.Meanwhile | None = None
+        self._decided, self._decided_late = 0.0, 0.0  # seconds that decisions took between layers
+        self._seen = usage.ask().tokens().copy()
+        self._asked: _Asked | None = None
+        self._looking = False
+        self._made_last: list[Exchange] = []  # that the policy does not know of yet
+        self._tokens = self._steps = 0
+        self._in_vain = 0  # exchanges dropped since the last one that was made
+        self._failed = False
+
+    @property
+    def resting(self) -> bool:
+        """Whether nothing moves because it did not pay, or because moving has failed."""
+        return self._failed or self._policy.resting
+
+    @property
+    def cost(self) -> float:
+        """Of an exchange as it is weighed now, in reads of an expert from CPU memory."""
+        return self._policy.cost
+
+    def times(self) -> LiveTimes:
+        moved, seconds = self._exchange.bytes_moved, sum(self._parts.values())
+        beside = self._exchange.beside_seconds + self._decided
+        late = self._exchange.late_seconds + self._decided_late
+        return LiveTimes(
+            self._all_steps,
+            self._exchanges,
+            moved,
+            seconds,
+            self._waited + late,
+            beside,
+            late,
+            dict(self._parts),
+        )
+
+    def beside_step(self) -> None:
+        if self._exchange.under_way:
+            self._guarded("begin", self._exchange.begin, _over)
+        if self._asked is not None:
+            self._guarded("decide", partial(self._look, self._asked), _over)
+
+    def after_step(self, tokens: int, over: Callable[[], bool] = _over) -> None:
+        """tokens: that the step computed. over: whether the GPU has ended it meanwhile, and waits."""
+        self._tokens += tokens
+        self._steps += 1
+        self._all_steps += 1
+        if self._made_last:
+            self._guarded("note", self._note, over)
+        if self._steps >= self._policy.interval_steps:
+            self._guarded("ask", self._ask, over)
+        if self._exchange.under_way:
+            self._guarded("end", partial(self._move, self._exchange.end), over)
+        if self._looking:
+            self._guarded("decide", self._decide, over)
+        if self._exchange.waiting:
+            self._guarded("prepare", partial(self._move, self._exchange.prepare), over)
+
+    def finish(self) -> None:
+        """Makes all exchanges that were decided on, waiting for their copies."""
+        while self._exchange.busy and not self._failed:
+            for part, action in (("end", self._exchange.end), ("prepare", self._exchange.prepare)):
+                self._guarded(part, partial(self._move, action), lambda: False)
+        self._guarded("note", self._note, lambda: False)
+
+    def _guarded(self, part: str, action: Callable[[], None], over: Callable[[], bool]) -> None:
+        if self._failed:
+            return
+        started = self._clock()
+        try:
+            action()
+        except Exception:
+            self._failed = True
+            _log.exception("live placement has failed; experts stay where they are")
+        seconds = self._clock() - started
+        self._parts[part] += seconds
+        if over():
+            self._waited += seconds
+            self._spent += seconds if part in OF_EXCHANGES else 0.0
+
+    def _ask(self) -> None:
+        self._asked = _Asked(self._usage.ask(), self._tokens, self._steps)
+        self._tokens = self._steps = 0
+
+    def _look(self, asked: _Asked) -> None:
+        self._asked, self._looking = None, True
+        self._weigh()
+        self._decision = self._policy.look(asked.counts.tokens(), self._seen, asked.tokens, asked.steps)
+        self._exchange.meanwhile(self._decision)
+
+    def _decide(self) -> None:
+        self._looking = False
+        if self._decision is not None:
+            self._decided += self._decision.seconds
+            self._decided_late += self._decision.late_seconds
+            self._decision = None
+        self._policy.looked()
+        self._usage.swap_rests = self._policy.rests
+        self._exchange.add(self._policy.wanted())
+
+    def _weigh(self) -> None:
+        """What exchanges have cost lately, as the policy counts: steps stood still for it."""
+        late = self._exchange.late_seconds
+        self._spent += late - self._exchanged_late
+        self._exchanged_late = late
+        read = self._read_seconds()
+        if self._made == 0 or read <= 0:
+            return
+        self._policy.cost = READS_PER_EXCHANGE + self._spent / self._made / read
+        if self._made > REMEMBERED:
+            self._spent, self._made = self._spent * REMEMBERED / self._made, REMEMBERED
+
+    def _move(self, what: Callable[[], Settled]) -> None:
+        settled = what()
+        self._settle(settled)
+        self._made += len(settled.done)
+        self._exchanges += len(settled.done)
+
+    def _settle(self, settled: Settled) -> None:
+        self._made_last += settled.done
+        for exchange in settled.dropped:
+            self._policy.dropped(exchange)
+        for exchange in settled.stranded:
+            self._policy.stranded(exchange)
+        for layer in settled.ended:
+            self._policy.ended(layer)
+        if settled.done or settled.stranded:
+            now = None if self._asked is None else self._asked.counts
+            self._usage.moved(partial(_changes, settled), len(settled.done), now)
+        self._in_vain = 0 if settled.done else self._in_vain + len(settled.dropped)
+        if self._in_vain >= GIVE_UP:
+            raise EngineError(f"{self._in_vain} exchanges of experts failed one after the other")
+
+    def _note(self) -> None:
+        """What can wait for a step: nothing is decided or begun before it."""
+        made, self._made_last = self._made_last, []
+        if made:
+            self._policy.done(*made)
+        self._usage.note()
+
+
+def _changes(settled: Settled) -> list[Change]:
+    left = [(layer, leaving, False) for layer, _, leaving, _ in (*settled.done, *settled.stranded)]
+    return left + [(layer, coming, True) for layer, _, _, coming in settled.done]

@@ -1,0 +1,1 @@
+"""Which experts are chosen: counted, recorded, read."""

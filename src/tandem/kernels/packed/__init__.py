@@ -1,0 +1,1 @@
+"""Packed weights: in memory, in files."""

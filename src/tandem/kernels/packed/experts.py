@@ -1,0 +1,322 @@
+"""`PackedExperts`: a layer's routed experts on packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem import _core
+from tandem._core import Workspace
+from tandem.config.in_place import ROW_UNIT
+from tandem.errors import CheckpointError, KernelError
+from tandem.formats.codes import Weight, WeightCodes
+from tandem.kernels.packed.file import PackedFile, Section
+from tandem.kernels.packed.packable import (
+    DEFAULT_GROUP,
+    FormatNames,
+    PanelLayout,
+    bias_of,
+    core_codes,
+    core_source,
+    floats_of,
+    made_here,
+)
+
+ExpertWeights = tuple[Weight, Weight, Weight]
+"""gate, up, down."""
+
+Sources = tuple[_core.Codes | Tensor, _core.Codes | Tensor, _core.Codes | Tensor]
+"""The same, as the core takes them."""
+
+WHOLE_ROWS = _core.WeightFormat("bf16_rows", 0, "f32")
+
+
+class PackedExperts:
+    """`ExpertLayer` on packed weights: the routed experts of one layer, gated MLPs of equal shape.
+
+    activation: "silu", "gelu", "gelu_tanh", "swiglu_clamp" (gate <= limit, |up| <= limit) or "swiglu_oai" (gpt-oss:
+    clamped, gate * sigmoid(alpha * gate) * (up + 1)). fmt and group say how numbers are packed, as in `PackedMatrix`.
+    The first expert loaded decides what the layer holds: gate and up in one format, down in the same or another.
+    places: how many experts there is memory for, when the others live elsewhere; 0: for all.
+    int8_activations: x, and the activations between the two products, are rounded to int8 (`int8_activations.py`);
+    loading weights that have no such kernels then raises KernelError. The packed bytes are the same.
+    in_place: bfloat16 is not packed but used where it is, usually a mapped file, and kept alive; results have the same
+    bits. (Other numbers, and views with gaps, are copied as they are.) There are no packed bytes then: what wants some
+    raises KernelError.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        num_experts: int,
+        hidden: int,
+        width: int,
+        fmt: str = "bf16",
+        activation: str = "silu",
+        *,
+        group: int = DEFAULT_GROUP,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        places: int = 0,
+        int8_activations: bool = False,
+        in_place: bool = False,
+    ) -> None:
+        self.num_experts, self.hidden, self.width, self.places = num_experts, hidden, width, places
+        self.numbers = made_here(fmt, group)
+        self._workspace, self._activation = workspace, activation
+        self._alpha, self._limit = alpha, limit
+        self.int8_activations = int8_activations
+        self._in_place = in_place and fmt == "bf16" and hidden % ROW_UNIT == width % ROW_UNIT == 0
+        first = WHOLE_ROWS if self._in_place else self.numbers
+        self._formats = first, first  # of gate and up, and of down
+        self._used: dict[int, Sources] = {}  # in place: whose memory they are
+        self._empty = True
+        self._make()
+
+    def _make(self) -> None:
+        sizes, (gate_up, down) = (self.num_experts, self.hidden, self.width), self._formats
+        act = self._activation, self._alpha, self._limit
+        self._core = _core.ExpertLayer(
+            self._workspace, *sizes, gate_up, down, *act, self.places, self.int8_activations
+        )
+        self._forward = self._core.forward
+
+    def load(
+        self,
+        expert: int,
+        gate: Weight,
+        up: Weight,
+        down: Weight,
+        *,
+        gate_bias: Tensor | None = None,
+        up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> None:
+        """Packs one expert: gate and up [width, hidden], down [hidden, width]. The weights are only kept in place."""
+        self.hold(gate, up, down, expert)
+        biases = bias_of(gate_bias), bias_of(up_bias), bias_of(down_bias)
+        sources = self._sources((gate, up, down))
+        self._core.load(expert, *sources, *biases)
+        self._loaded([expert], [sources])
+
+    def load_all(self, first: int, experts: Sequence[ExpertWeights]) -> None:
+        """Packs experts first, first + 1, … in one parallel region, so that small ones share it."""
+        self.load_each(range(first, first + len(experts)), experts)
+
+    def load_each(self, ids: Sequence[int], experts: Sequence[ExpertWeights]) -> None:
+        """Packs the experts `ids` in one parallel region."""
+        self._hold_each(ids, experts)
+        sources = [self._sources(expert) for expert in experts]
+        self._core.load_all(list(ids), sources)
+        self._loaded(ids, sources)
+
+    def _sources(self, expert: ExpertWeights) -> Sources:
+        gate, up, down = (_whole_rows(w) if self.in_place else core_source(w) for w in expert)
+        return gate, up, down
+
+    def _loaded(self, ids: Sequence[int], sources: Sequence[Sources]) -> None:
+        self._empty = False
+        if self.in_place:
+            self._used.update(zip(ids, sources, strict=True))
+
+    def pack_to(self, ids: Sequence[int], experts: Sequence[ExpertWeights], out: Tensor) -> None:
+        """What `load_each` would make of them, one after the other in `out`, uint8 [their bytes]. No expert is kept,
+        but their formats are the layer's from now on. An empty layer takes no memory for it."""
+        self._hold_each(ids, experts)
+        self._core.pack_to([self._sources(expert) for expert in experts], out)
+        self._empty = False
+
+    def _hold_each(self, ids: Sequence[int], experts: Sequence[ExpertWeights]) -> None:
+        for expert, (gate, up, down) in zip(ids, experts, strict=True):
+            self.hold(gate, up, down, expert)
+
+    def hold(self, gate: Weight, up: Weight, down: Weight, expert: int = 0) -> None:
+        """Makes this the layer that such experts are loaded into. All are packed alike; the first one decides."""
+        self._agree(expert, *(self._format_of(w) for w in (gate, up, down)))
+
+    def _format_of(self, weight: Weight) -> _core.WeightFormat:
+        if isinstance(weight, WeightCodes):
+            return core_codes(weight).format
+        return WHOLE_ROWS if self._in_place else self.numbers
+
+    def _agree(
+        self, expert: int, gate: _core.WeightFormat, up: _core.WeightFormat, down: _core.WeightFormat
+    ) -> None:
+        if gate is up is self._formats[0] and down is self._formats[1]:
+            return  # nearly always; comparing takes longer
+        if gate != up:
+            raise KernelError(f"expert {expert}: gate is {gate}, up is {up}; both must have one format")
+        if (gate, down) == self._formats:
+            return
+        if not self._empty:
+            raise KernelError(
+                f"expert {expert}: gate and up are {gate}, down is {down}; "
+                f"the layer holds {self._formats[0]} and {self._formats[1]}"
+            )
+        self._formats = gate, down
+        self._make()
+
+    def forward(
+        self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        """sum over k of weights[t, k] * expert[ids[t, k]](x[t]), [T, hidden]; ids outside [0, E) are skipped.
+
+        ids int32 [T, k], weights float32 [T, k]. `out` may be bfloat16 or float32; `add` adds to it.
+        """
+        if out is None:
+            out = x.new_empty((x.shape[0], self.hidden))
+            add = False
+        self._forward(x, ids, weights, out, add)
+        return out
+
+    def bytes(self, first: int, count: int) -> list[_core.ByteRange]:
+        """Where the experts [first, first + count) lie, for each memory node; in place, of each matrix."""
+        return self._core.bytes(first, count)
+
+    def read_next(self, upcoming: list[_core.ByteRange]) -> None:
+        """What idle workers fetch while and after this layer is computed."""
+        self._core.read_next(upcoming)
+
+    def load_packed(self, expert: int, packed: Tensor) -> None:
+        """The inverse of `packed`."""
+        self._core.load_packed(expert, packed)
+
+    def load_from(self, other: PackedExperts, ids: Sequence[int]) -> None:
+        """Copies the experts `ids` out of a layer of the same shape and formats, on all workers."""
+        if self._empty and self._formats != other._formats:
+            self._formats = other._formats
+            self._make()
+        self._core.load_from(other.core, list(ids))
+        self._empty = False
+
+    def forget(self, expert: int) -> None:
+        """The expert lives elsewhere from now on: its place is free for another."""
+        self._core.forget(expert)
+        self._used.pop(expert, None)
+
+    # -- experts that somebody else's copies bring and take; what cannot be raises KernelError ---
+
+    def reserve(self, expert: int) -> int:
+        """A place for an expert on its way here, which nobody uses until `settle`, or until `release` frees it."""
+        return self._core.reserve(expert)
+
+    def settle(self, expert: int, place: int) -> None:
+        """The expert has arrived in the place that was reserved for it."""
+        self._core.settle(expert, place)
+
+    def release(self, place: int) -> None:
+        """Nobody comes into the reserved place."""
+        self._core.release(place)
+
+    def place_of(self, expert: int) -> int:
+        return self._core.place_of(expert)
+
+    def pieces(self, place: int) -> list[tuple[int, int, int]]:
+        """Where a place lies: (offset in an expert's packed bytes, address, bytes), one for each memory node or two."""
+        return self._core.pieces(place)
+
+    def all_places(self) -> list[_core.ByteRange]:
+        """What all places lie in, for each memory node; empty as long as nothing was loaded."""
+        return self._core.all_places()
+
+    def own_memory(self) -> tuple[int, int]:
+        """(address, bytes) of all places; (0, 0) where nothing was loaded, or all lies in a file."""
+        return self._core.own_memory()
+
+    @property
+    def core(self) -> _core.ExpertLayer:
+        """The layer in the C++ core."""
+        return self._core
+
+    @property
+    def tier(self) -> str:
+        """The tier whose kernels this layer runs on."""
+        return self._core.tier
+
+    def layout(self) -> tuple[PanelLayout, PanelLayout]:
+        """Of the packed gate_up, whose panels alternate 16 rows of gate and 16 of up, and of the down that follows."""
+        gate_up, down = self._core.layout()
+        return gate_up, down
+
+    def packed(self, expert: int) -> Tensor:
+        """A copy of one expert's packed bytes, uint8 [bytes_per_expert]."""
+        out = torch.empty(self.bytes_per_expert, dtype=torch.uint8)
+        self.copy_packed(expert, out)
+        return out
+
+    def copy_packed(self, expert: int, out: Tensor) -> None:
+        """One expert's packed bytes, on all workers, into uint8 [bytes_per_expert]."""
+        self._core.copy_packed(expert, out)
+
+    def copy_all(self, ids: Sequence[int], out: Tensor) -> None:
+        """The packed bytes of each, one after the other, on all workers, into uint8 [their bytes]."""
+        self._core.copy_all(list(ids), out)
+
+    @property
+    def loaded(self) -> int:
+        """How many experts are here."""
+        return self._core.loaded
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Packed bytes of one expert, padding and scales included."""
+        return self._core.bytes_per_expert
+
+    # -- as bytes, see packed_cache.py ---
+
+    def adopt(self, file: PackedFile, section: Section) -> None:
+        """Makes this layer, into which nothing was loaded, the one that was written as `section`."""
+        if section.shape != self.shape:
+            raise CheckpointError(f"{file.path}: {section.name} is {section.shape}, not {self.shape}")
+        gate_up, down = section.formats
+        self._formats = _core.WeightFormat(*gate_up), _core.WeightFormat(*down)
+        self._make()
+        panels, *floats = section.parts
+        biases = floats_of(file.view(floats[0])), floats_of(file.view(floats[1]))
+        _core.adopt_experts(self._core, file.mapped, panels.offset, *biases)
+        self._empty = False
+
+    def share(self, other: PackedExperts) -> None:
+        """Makes this layer, into which nothing was loaded, the same as `other`: both have all of its experts."""
+        if not self._empty or self.shape != other.shape:
+            raise KernelError("only an empty layer of the same shape can become another")
+        self._core, self._forward, self._formats = other._core, other._forward, other._formats
+        self.places, self._empty, self._used = other.places, other._empty, other._used
+
+    @property
+    def in_file(self) -> bool:
+        """Whether its experts lie in a mapped file, where they cannot be replaced."""
+        return self._core.in_file
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its experts are used where they were given, and there is no packed copy."""
+        return self._core.in_place
+
+    @property
+    def formats(self) -> tuple[FormatNames, ...]:
+        """Of gate and up, and of down."""
+        return _core.expert_formats(self._core)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.num_experts, self.hidden, self.width
+
+    @property
+    def packed_bytes(self) -> int:
+        return len(self.parts()[0])
+
+    def parts(self) -> tuple[memoryview, ...]:
+        """Panels of all experts and both biases as they lie in memory; valid as long as this object."""
+        return _core.expert_bytes(self._core)
+
+
+def _whole_rows(weight: Weight) -> _core.Codes | Tensor:
+    """bfloat16 without gaps: nearly always the tensor itself."""
+    if isinstance(weight, WeightCodes):
+        return core_codes(weight)
+    if weight.dtype == torch.bfloat16 and weight.is_contiguous():
+        return weight  # nearly always; a view of it takes as long as all else
+    return weight.detach().to(torch.bfloat16).contiguous()

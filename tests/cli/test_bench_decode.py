@@ -1,0 +1,71 @@
+"""`kt bench decode`: its arithmetic, and what it says when a peer is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from fake_model import VOCAB, fake_engine, fake_plan
+from tandem.bench import decode as bench_decode
+from tandem.bench import peers as bench_peers
+from tandem.config import ModelConfig
+from tandem.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def demo_config(demo_dir) -> ModelConfig:
+    return ModelConfig.load(demo_dir)
+
+
+def test_one_token_reads_its_experts_and_many_read_them_all(demo_config) -> None:
+    plan = fake_plan(dtype="bfloat16", expert_format="bf16")
+    one = bench_decode.bytes_per_step(demo_config, plan, 1)
+    assert one == pytest.approx(348e6, rel=0.01)
+    many = bench_decode.bytes_per_step(demo_config, plan, 10_000)
+    assert many == pytest.approx(demo_config.weight_bytes("bfloat16", "bf16"), rel=1e-6)
+
+
+def test_every_step_counts_one_token_per_sequence(monkeypatch) -> None:
+    """The clock advances one second per reading, so a window of steps takes one; memory is read once a window."""
+    ticks = iter(range(1_000_000))
+    monkeypatch.setattr(bench_decode, "perf_counter", lambda: float(next(ticks)))
+    readings = iter((30.0, 50.0, 40.0))
+    monkeypatch.setattr(bench_decode, "_read_gbps", lambda _: next(readings))
+    engine = fake_engine(num_pages=128)
+    request = bench_decode.Request("demo", ("BF16",), (3,), 5, 3, False, False, None)
+    assert bench_decode.decode_rate(engine, VOCAB, 3, request) == (15.0, 40.0)
+    assert not engine.has_work() and engine.stats().running == 0
+
+
+def test_all_sequences_are_in_every_window_however_long_their_prompts_take(monkeypatch) -> None:
+    ticks = iter(range(1_000_000))
+    monkeypatch.setattr(bench_decode, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(bench_decode, "_read_gbps", lambda _: 40.0)
+    engine = fake_engine(num_pages=256)  # 16 tokens a step: the first prompts are done long before the last
+    request = bench_decode.Request("demo", ("BF16",), (8,), 2, 1, False, False, None)
+    assert bench_decode.decode_rate(engine, VOCAB, 8, request) == (16.0, 40.0)
+
+
+def test_sequences_that_never_run_together_are_an_error() -> None:
+    request = bench_decode.Request("demo", ("BF16",), (8,), 2, 1, False, False, None)
+    with pytest.raises(ConfigError, match="smaller --batch"):
+        bench_decode.decode_rate(fake_engine(max_running_requests=4, num_pages=256), VOCAB, 8, request)
+
+
+def test_rows_are_written_as_json(monkeypatch, tmp_path, capsys) -> None:
+    request = bench_decode.Request("demo", ("BF16",), (1,), 4, 1, False, False, None)
+    row = bench_decode._row(request, "tandem", "bf16", 1, 60.0, 100.0, 34.8)
+    assert row.share == 0.6 and row.config == "demo"
+    monkeypatch.setattr(bench_decode, "measure", lambda _: [row])
+    bench_decode.run(request, tmp_path / "rows.json")
+    assert json.loads((tmp_path / "rows.json").read_text()) == [dataclasses.asdict(row)]
+    assert "60%" in capsys.readouterr().out
+
+
+def test_a_missing_peer_is_named_before_anything_is_measured(monkeypatch) -> None:
+    monkeypatch.setattr(bench_peers.importlib.util, "find_spec", lambda _: None)
+    request = bench_decode.Request("demo", ("BF16",), (1,), 4, 1, False, True, None)
+    with pytest.raises(ConfigError, match=r"--llama-cpp needs llama-cpp-python: pip install"):
+        bench_decode.run(request, None)

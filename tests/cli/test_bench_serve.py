@@ -1,0 +1,93 @@
+"""`kt bench serve`: what it sends and counts, against a real server with the echo model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from echo_engine import CONTEXT
+from server_harness import ServerProcess, running, spawn_echo
+from tandem.bench import load_client
+from tandem.bench import serve as bench_serve
+from tandem.bench.load_client import Answer, Load, LoadClient, LoadError, prompts_of
+from tandem.bench.own_server import own_server
+from tandem.bench.serve import Request
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with running(spawn_echo(tmp_path_factory.mktemp("echo") / "server.log", api_key="key")) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_client, "FIRST_ID", 10)
+    monkeypatch.setattr(load_client, "LAST_ID", 250)
+
+
+def request(url: str, *loads: Load, api_key: str | None = "key") -> Request:
+    return Request("echo", url, loads, api_key, ())
+
+
+def test_prompts_are_the_same_for_a_seed_and_share_their_beginning() -> None:
+    load = Load(20, input_len=40, output_len=10, spread=0.5, shared_prefix=8, seed=3)
+    made = prompts_of(load)
+    assert made == prompts_of(load) != prompts_of(Load(20, 40, 10, spread=0.5, shared_prefix=8, seed=4))
+    assert (
+        len({tuple(prompt[:8]) for prompt, _ in made}) == 1 < len({tuple(prompt[8:]) for prompt, _ in made})
+    )
+    assert all(28 <= len(prompt) <= 68 and 5 <= length <= 15 for prompt, length in made)
+    assert {len(p) for p, _ in prompts_of(Load(5, 40, 10))} == {40}
+
+
+def test_times_of_an_answer() -> None:
+    answer = Answer(sent=1.0, prompt_tokens=5, pieces=[1.5, 2.0, 4.5], tokens=7)
+    assert (answer.first_token_seconds, answer.seconds_per_token, answer.gaps) == (0.5, 0.5, [0.5, 2.5])
+    assert Answer(0.0, 5, [1.0], tokens=1).seconds_per_token is None
+
+
+def test_all_tokens_are_counted(echo, tmp_path, capsys) -> None:
+    loads = Load(6, 20, 12, concurrency=3), Load(4, 20, 5, rate=200.0, spread=0.4)
+    bench_serve.run(request(echo.url, *loads), tmp_path / "out" / "serve.json")
+    closed, open_ = json.loads((tmp_path / "out" / "serve.json").read_text())
+    assert (closed["requests"], closed["failed"], closed["concurrency"], closed["rate"]) == (6, 0, 3, None)
+    assert closed["tok_s"] * closed["seconds"] == pytest.approx(6 * 12, rel=0.01)
+    assert closed["prompt_tok_s"] * closed["seconds"] == pytest.approx(6 * 20, rel=0.01)
+    assert 0 < closed["ttft_ms_p50"] <= closed["ttft_ms_p99"] <= 1e3 * closed["seconds"]
+    assert open_["rate"] == 200.0 and open_["failed"] == 0 and open_["bound_tok_s"] == 0
+    shown = capsys.readouterr().out
+    assert "x 3" in shown and "200/s" in shown and "Written to" in shown
+
+
+def test_no_more_requests_are_in_flight_than_asked(echo) -> None:
+    answers, _ = LoadClient(echo.url, "key").run("echo", Load(9, 10, 8, concurrency=2), lambda _n: None)
+    moments = [(a.sent, 1) for a in answers] + [(a.ended, -1) for a in answers]
+    running_now, most = 0, 0
+    for _, change in sorted(moments):
+        running_now += change
+        most = max(most, running_now)
+    assert len(answers) == 9 and most <= 2
+
+
+def test_refused_requests_are_shown_and_the_others_count(echo, capsys) -> None:
+    load = Load(8, input_len=CONTEXT, output_len=4, concurrency=4, spread=1.0)
+    bench_serve.run(request(echo.url, load), None)
+    shown = capsys.readouterr().out
+    assert "failed: 400" in shown
+
+
+def test_what_is_wrong_is_said(echo) -> None:
+    with pytest.raises(LoadError, match="answers 401; give --api-key"):
+        list(bench_serve.measure(request(echo.url, Load(1, 1, 1), api_key=None)))
+    with pytest.raises(
+        LoadError, match="no OpenAI server answers at http://127.0.0.1:1 .* start one with kt serve"
+    ):
+        list(bench_serve.measure(request("http://127.0.0.1:1", Load(1, 1, 1))))
+    with (
+        pytest.raises(LoadError, match=r"kt serve ended with 1:(.|\n)*nonsense does not exist"),
+        own_server("nonsense", ()),
+    ):
+        pass

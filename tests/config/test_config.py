@@ -1,0 +1,163 @@
+"""The flags: names, aliases, values, availability, what is said about flags that change nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from tandem.config import EngineConfig
+from tandem.config.engine_config import FLAGS
+from tandem.errors import ConfigError
+
+# The names that users already type; a copy on purpose, so that a renamed flag fails here.
+PUBLIC_FLAGS = """
+--model --model-path --served-model-name --host --port --api-key --tensor-parallel-size --tp --context-length
+--max-total-tokens --max-running-requests --chunked-prefill-size --max-prefill-tokens --mem-fraction-static
+--attention-backend --enable-mixed-chunk --disable-radix-cache --cuda-graph-bs --cuda-graph-max-bs --disable-cuda-graph
+--watchdog-timeout --skip-server-warmup --trust-remote-code --disable-shared-experts-fusion --reasoning-parser
+--tool-call-parser --speculative-algorithm --speculative-num-steps --speculative-eagle-topk
+--speculative-num-draft-tokens --speculative-moe-runner-backend --init-expert-location
+--expert-distribution-recorder-mode --nnodes --node-rank --dist-init-addr --kt-amx-weight-path --kt-amx-method
+--kt-weight-path --kt-method --kt-cpuinfer --kt-threadpool-count --kt-numa-nodes --kt-num-gpu-experts
+--kt-gpu-experts-ratio --kt-expert-placement-strategy --kt-enable-dynamic-expert-update
+--kt-gpu-prefill-token-threshold --kt-max-deferred-experts-per-token --record-kt-gpu-expert-distribution
+--dtype --page-size --kernel-tier
+""".split()
+
+
+@pytest.mark.parametrize("spelling", PUBLIC_FLAGS)
+def test_every_public_flag_is_declared_once(spelling: str) -> None:
+    assert [f.name for f in FLAGS if spelling in f.spellings] != []
+    assert sum(f.spellings.count(spelling) for f in FLAGS) == 1
+
+
+def test_every_field_is_a_flag_with_help() -> None:
+    names = {f.name for f in dataclasses.fields(EngineConfig)} - {"given"}
+    assert names == {f.name for f in FLAGS}
+    assert all(f.help.endswith(".") and len(f.help) < 70 for f in FLAGS)
+
+
+def test_positional_model_and_flag_agree() -> None:
+    assert EngineConfig.from_args(["demo"]).model == "demo"
+    assert EngineConfig.from_args(["--model-path", "demo", "--port", "1"]).model == "demo"
+    assert EngineConfig.from_args(["--port=1", "demo", "--tp", "1"]).model == "demo"
+    with pytest.raises(ConfigError, match="two models"):
+        EngineConfig.from_args(["demo", "--model", "other"])
+    with pytest.raises(ConfigError, match="kt serve demo"):
+        EngineConfig.from_args([])
+
+
+def test_values_arrive_typed() -> None:
+    config = EngineConfig.from_args(
+        ["demo", "--kt-cpuinfer", "3", "--mem-fraction-static", "0.5", "--kt-numa-nodes", "0", "1",
+         "--disable-radix-cache", "--kt-amx-method", "amxint4"]
+    )  # fmt: skip
+    assert (config.kt_cpuinfer, config.mem_fraction_static) == (3, 0.5)
+    assert config.kt_numa_nodes == (0, 1)
+    assert config.disable_radix_cache is True
+    assert config.kt_method == "AMXINT4"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--port", "x"], "--port.*'x'"),
+        (["--port", "70000"], "--port is 70000; it must be from 0 to 65535"),
+        (["--mem-fraction-static", "nan"], "--mem-fraction-static is nan"),
+        (["--mem-fraction-static", "1.5"], "from 0.01 to 0.99"),
+        (["--dtype", "float8"], "one of auto, bfloat16, float32"),
+        (["--kt-cpuinfer", "0"], "at least 1"),
+        (["--watchdog-timeout", "1"], "at least 5"),  # an idle engine says something every second
+        (["--chunked-prefill-size", "0"], "-1 for whole prompts"),
+        (["--port"], "--port.*expected one argument"),
+        (
+            ["--kt-numa-nodes", "0", "1", "demo"],
+            "--kt-numa-nodes: 'demo' is not a whole number.*put MODEL first",
+        ),
+        (["--kt-cpuinfr", "3"], "unknown flag --kt-cpuinfr; the nearest known one is --kt-cpuinfer"),
+        (["--portt=3"], "unknown flag --portt; the nearest known one is --port"),
+        (["--qqqq"], "unknown flag --qqqq; the nearest"),
+        (["extra"], "unexpected argument 'extra'"),
+    ],
+)
+def test_wrong_values_name_the_flag(argv: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig.from_args(["demo", *argv])
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--tp", "2"], "--tensor-parallel-size 2 is not available yet. Use 1"),
+        (["--speculative-algorithm", "EAGLE"], "not available yet. Leave it out"),
+        (["--tool-call-parser", "qwen"], "tool calls come as text"),
+        (["--nnodes", "2"], "Use 1"),
+    ],
+)
+def test_missing_features_are_refused_with_what_works(argv: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig.from_args(["demo", *argv])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--tp", "1"],
+        ["--trust-remote-code"], ["--enable-mixed-chunk"], ["--nnodes", "1"],
+        ["--dist-init-addr", "a:1"],
+        ["--kt-max-deferred-experts-per-token", "0"],
+    ],
+)  # fmt: skip
+def test_flags_that_change_nothing_say_so(argv: list[str]) -> None:
+    (line,) = EngineConfig.from_args(["demo", *argv]).notices()
+    assert re.match(r"--[a-z-]+.* changes nothing: ", line)
+
+
+def test_flags_that_matter_and_flags_left_out_say_nothing() -> None:
+    assert EngineConfig.from_args(["demo", "--kt-method", "INT4", "--port", "30000"]).notices() == []
+
+
+def test_python_keywords() -> None:
+    config = EngineConfig.from_keywords("demo", tp=1, kt_amx_method="INT8", context_length=64)
+    assert (config.tensor_parallel_size, config.kt_method, config.context_length) == (1, "INT8", 64)
+    assert len(config.notices()) == 1
+    with pytest.raises(
+        ConfigError, match="unknown keyword contxt_length; the nearest known one is context_length"
+    ):
+        EngineConfig.from_keywords("demo", contxt_length=3)
+    with pytest.raises(ConfigError, match="given twice"):
+        EngineConfig.from_keywords("demo", tp=1, tensor_parallel_size=1)
+    with pytest.raises(ConfigError, match="--port takes a whole number, not '1'"):
+        EngineConfig.from_keywords("demo", port="1")
+    with pytest.raises(ConfigError, match="not available yet"):
+        EngineConfig(model="demo", nnodes=2)
+
+
+def test_every_flag_that_is_said_to_work_is_read_somewhere() -> None:
+    source = Path(__file__).parents[2] / "src" / "tandem"
+    text = "\n".join(p.read_text() for p in source.rglob("*.py") if p.name != "engine_config.py")
+    works = [f.name for f in FLAGS if f.idle is None and f.later is None]
+    assert [name for name in works if not re.search(rf"config\.{name}\b", text)] == []
+
+
+def test_a_flag_that_is_said_to_change_nothing_is_read_nowhere() -> None:
+    source = Path(__file__).parents[2] / "src" / "tandem"
+    text = "\n".join(p.read_text() for p in source.rglob("*.py") if p.parent.name != "config")
+    idle = [f.name for f in FLAGS if f.idle is not None]
+    assert len(idle) > 5
+    assert [name for name in idle if re.search(rf"config\.{name}\b", text)] == []
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig(model="demo").port = 1  # type: ignore[misc]
+
+
+def test_environment_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = EngineConfig.from_args(["demo"])
+    for name in ("SGLANG_PORT", "AMX_METHOD", "FLASHINFER_CUDA_ARCH_LIST", "PYTORCH_CUDA_ALLOC_CONF", "PORT"):
+        monkeypatch.setenv(name, "INT4")
+    assert EngineConfig.from_args(["demo"]) == plain

@@ -1,0 +1,316 @@
+"""`resolve` on machines with a GPU: whether it is used, what goes there, and what is said when it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_plan import GIB, INT4, MODEL, MOE, machine, plan, reason
+
+from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormat, StoredFormats, resolve
+from tandem.config.cuda_graphs import SMALL_GRAPH_SIZES as SMALL
+from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, dense_bytes
+from tandem.config.gpus import Gpu
+from tandem.config.memory import DEFAULT_FRACTION
+from tandem.errors import ConfigError
+
+
+def with_gpu(free: int = 16 * GIB, missing: tuple[str, ...] = ()) -> Machine:
+    return replace(machine(), gpus=(Gpu("H100", 2 * free, free, "gen5 x16"),), gpu_missing=missing)
+
+
+def test_a_gpu_is_used_and_filled() -> None:
+    p = plan(with_gpu())
+    assert p.gpu is not None and "H100" in reason(p, "device")
+    assert p.gpu.experts == 30 * 32  # a small model: all of them
+    assert p.gpu.graph_sizes[0] == 1 and p.gpu.placement == "uniform"
+    assert all(d.value and d.reason for d in p.decisions)
+
+
+@pytest.mark.parametrize(
+    ("machine_", "flags", "why"),
+    [
+        (with_gpu(), {"device": "cpu"}, "--device cpu"),
+        (with_gpu(), {"dtype": "float32"}, "not float32"),
+        (with_gpu(missing=("triton",)), {}, "triton is missing"),
+    ],
+)
+def test_a_gpu_that_is_not_used_is_explained(machine_: Machine, flags: dict[str, object], why: str) -> None:
+    p = plan(machine_, **flags)
+    assert p.gpu is None and why in reason(p, "device")
+
+
+def test_the_first_gpu_that_is_new_enough_is_used() -> None:
+    old, new = (
+        replace(with_gpu().gpus[0], capability=c, uuid=f"GPU-{c}", number=c[0]) for c in ((7, 5), (8, 0))
+    )
+    p = plan(replace(machine(), gpus=(old, new)))
+    assert p.gpu is not None and p.gpu.uuid == new.uuid and reason(p, "device").startswith("GPU 8, H100")
+    p = plan(replace(machine(), gpus=(old,)))
+    assert p.gpu is None and "compute capability 7.5; the GPU kernels need 8.0" in reason(p, "device")
+    with pytest.raises(ConfigError, match="--device cuda: H100 has compute capability 7.5"):
+        plan(replace(machine(), gpus=(old,)), device="cuda")
+
+
+def test_gpus_that_are_hidden_are_explained() -> None:
+    hidden = replace(machine(), no_gpu="CUDA_VISIBLE_DEVICES= hides every GPU")
+    assert reason(plan(hidden), "device") == hidden.no_gpu
+
+
+def test_a_gpu_asked_for_in_vain_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="--device cuda: no GPU was found; take --device cpu"):
+        plan(machine(), device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("flags", "experts"),
+    [
+        ({"kt_num_gpu_experts": 8}, 8 * 30),
+        ({"kt_gpu_experts_ratio": 0.25}, 240),
+        ({"kt_gpu_experts_ratio": 0.0, "kt_num_gpu_experts": 8}, 0),
+        ({"kt_num_gpu_experts": 1000}, 960),
+    ],
+)
+def test_experts_asked_for_are_placed(flags: dict[str, object], experts: int) -> None:
+    p = plan(with_gpu(), **flags)
+    assert p.gpu is not None and p.gpu.experts == experts
+
+
+def test_a_gpu_too_small_says_what_fits() -> None:
+    with pytest.raises(ConfigError, match="at most [0-9]+ experts fit"):
+        plan(with_gpu(free=2 * GIB + GIB // 2), kt_gpu_experts_ratio=1.0)
+
+
+def test_auto_does_without_a_gpu_that_is_too_small() -> None:
+    p = plan(with_gpu(free=2 * GIB))
+    assert p.gpu is None and "H100 is too small: 1.8 GiB may be used" in reason(p, "device")
+    assert p == replace(plan(machine()), decisions=p.decisions)
+    assert plan(with_gpu(free=2 * GIB), kt_gpu_experts_ratio=0.0).gpu is None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"device": "cuda"}, {"kt_num_gpu_experts": 1}, {"kt_enable_dynamic_expert_update": True}],
+)
+def test_a_gpu_that_is_too_small_and_was_asked_for_is_an_error(flags: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"^--[a-z -]+: H100 is too small: .* take --device cpu"):
+        plan(with_gpu(free=2 * GIB), **flags)
+
+
+def test_too_little_of_both_memories_says_so_of_both() -> None:
+    small = replace(with_gpu(free=2 * GIB), available_memory=GIB // 4)
+    with pytest.raises(ConfigError, match=r"H100 is too small: .* Without the GPU: the model does not fit"):
+        plan(small)
+
+
+def test_what_fits_a_small_gpu_is_chosen_by_itself() -> None:
+    p = plan(with_gpu(free=2 * GIB + GIB), context_length=512, max_running_requests=2)
+    assert p.gpu is not None and 0 < p.gpu.experts < 960
+
+
+def test_experts_in_cpu_memory_must_fit_there() -> None:
+    short = replace(with_gpu(), available_memory=GIB // 4)
+    with pytest.raises(ConfigError, match="--kt-gpu-experts-ratio"):
+        plan(short, kt_gpu_experts_ratio=0.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ({"disable_cuda_graph": True}, ()),
+        ({"cuda_graph_bs": (8, 2)}, (2, 8)),
+        ({"cuda_graph_max_bs": 3}, (1, 2, 3)),
+        ({"max_running_requests": 2}, (1, 2)),
+        ({}, (*SMALL, 40, 48, 56, 64)),
+        ({"cuda_graph_max_bs": 50}, (*SMALL, 40, 48, 50)),
+        ({"cuda_graph_max_bs": 128}, (*SMALL, 40, 48, 56, 64)),
+        ({"cuda_graph_max_bs": 40, "max_running_requests": 256}, (*SMALL, 40)),
+        ({"max_running_requests": 1000, "cuda_graph_bs": (1000, 4)}, (4, 1000)),
+        ({"max_running_requests": 1000, "cuda_graph_bs": (1000, 4), "cuda_graph_max_bs": 500}, (4,)),
+        (
+            {"max_running_requests": 200},
+            (*SMALL, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 200),
+        ),
+    ],
+)
+def test_graph_sizes(flags: dict[str, object], sizes: tuple[int, ...]) -> None:
+    p = plan(with_gpu(), **flags)
+    assert p.gpu is not None and p.gpu.graph_sizes == sizes
+
+
+def test_graphs_larger_than_what_runs_together_are_explained() -> None:
+    assert "no more than 64 requests" in reason(plan(with_gpu(), cuda_graph_max_bs=128), "CUDA graphs")
+    assert "no more than 8" in reason(
+        plan(with_gpu(), cuda_graph_bs=(16,), max_running_requests=8), "CUDA graphs"
+    )
+    assert "no more" not in reason(plan(with_gpu(), cuda_graph_max_bs=64), "CUDA graphs")
+    many = plan(with_gpu(), max_running_requests=1000)
+    assert many.gpu is not None and many.gpu.graph_sizes[-1] == 256
+    assert "larger ones only with --cuda-graph-max-bs" in reason(many, "CUDA graphs")
+
+
+# Qwen3-30B-A3B: 3.1 GiB of dense weights, 6144 experts of 9 MiB in bf16, 96 KiB of KV cache per token.
+QWEN3 = ModelConfig.from_dict(
+    {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True, "vocab_size": 151936,
+        "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_theta": 1e7,
+    }
+)  # fmt: skip
+QWEN3_KV = QWEN3.kv_bytes_per_token("bfloat16")
+
+
+def qwen3(gpu_gib: int, positions: int = 262144, **flags: object) -> Plan:
+    roomy = replace(with_gpu(free=gpu_gib * GIB), available_memory=250 * GIB)
+    return plan(roomy, replace(QWEN3, max_positions=positions), **flags)
+
+
+@pytest.mark.parametrize("gpu_gib", [16, 24, 32, 80])
+def test_a_long_context_leaves_room_for_experts(gpu_gib: int) -> None:
+    """Most of what is left beside the dense weights, without a flag; and nearly all of it is used."""
+    p = qwen3(gpu_gib)
+    assert p.gpu is not None
+    workspace = GPU_WORKSPACE_BYTES + sum(p.gpu.graph_sizes) * 151936 * 4
+    room = 0.9 * gpu_gib * GIB - workspace - dense_bytes(QWEN3, "bfloat16")
+    experts, kv = p.gpu.experts * QWEN3.expert_bytes("bf16"), p.num_pages * p.page_size * QWEN3_KV
+    assert experts > 0.6 * room and room - 10 * 2**20 < experts + kv < room + 2**21
+    assert p.context_length >= (32768 if gpu_gib > 16 else 16384)
+    assert "the model could do 262144); --context-length" in reason(p, "context length") or gpu_gib == 80
+
+
+def test_a_context_asked_for_takes_its_memory_from_experts() -> None:
+    p = qwen3(24, context_length=131072)
+    assert p.gpu is not None and p.context_length == 131072
+    assert 0 < p.gpu.experts < qwen3(24).gpu.experts  # type: ignore[union-attr]
+    with pytest.raises(
+        ConfigError, match="--context-length 262144 needs more KV cache than the [0-9]+ tokens"
+    ):
+        qwen3(24, context_length=262144)
+
+
+def test_what_experts_leave_is_the_kv_cache_s() -> None:
+    """Where experts cannot use the memory, the context is as long as ever."""
+    assert qwen3(32, kt_num_gpu_experts=0, positions=131072).context_length == 131072
+    p = qwen3(80, kt_method="INT4")
+    assert p.gpu is not None and (p.gpu.experts, p.context_length) == (6144, 262144)
+
+
+def test_a_short_context_is_kept_whole() -> None:
+    p = qwen3(24, positions=8192)
+    assert p.gpu is not None and p.context_length == 8192
+    assert p.num_pages * p.page_size * QWEN3_KV > 3 * GIB  # still a quarter: of several requests
+
+
+def test_experts_in_cpu_memory_need_a_package_inside_graphs() -> None:
+    p = plan(with_gpu(missing=("cuda-core",)), kt_gpu_experts_ratio=0.5)
+    assert p.gpu is not None and p.gpu.graph_sizes == () and "cuda-core" in reason(p, "CUDA graphs")
+    assert plan(with_gpu(missing=("cuda-core",)), kt_gpu_experts_ratio=1.0).gpu.graph_sizes  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "live", "why"),
+    [
+        (0.5, True, "--kt-enable-dynamic"),
+        (0.0, False, "no expert is on the GPU"),
+        (1.0, False, "every expert"),
+    ],
+)
+def test_experts_move_only_between_two_sides(ratio: float, live: bool, why: str) -> None:
+    p = plan(with_gpu(), kt_gpu_experts_ratio=ratio, kt_enable_dynamic_expert_update=True)
+    assert p.gpu is not None and p.gpu.live == live
+    assert why in reason(p, "live placement")
+    still = plan(with_gpu(), kt_gpu_experts_ratio=ratio).gpu
+    assert still is not None and not still.live
+
+
+def test_moving_experts_takes_a_spare_place_per_layer() -> None:
+    """30 layers of 32 experts, all but a spare place's worth of them fitting."""
+    per_expert = MODEL.expert_bytes("bf16")
+    exactly = replace(with_gpu(), available_memory=int((30 * 16 + 15) * per_expert / DEFAULT_FRACTION))
+    flags = {"kt_gpu_experts_ratio": 0.5}
+    assert plan(exactly, **flags).gpu is not None
+    with pytest.raises(ConfigError, match="the experts that stay in CPU memory take"):
+        plan(exactly, **flags, kt_enable_dynamic_expert_update=True)
+
+
+def test_where_nothing_can_move_no_spare_place_is_needed() -> None:
+    """Moving is asked for, but no expert is on the GPU."""
+    per_expert = MODEL.expert_bytes("bf16")
+    exactly = replace(with_gpu(), available_memory=int((30 * 32 + 15) * per_expert / DEFAULT_FRACTION))
+    found = plan(exactly, kt_gpu_experts_ratio=0.0, kt_enable_dynamic_expert_update=True).gpu
+    assert found is not None and not found.live
+
+
+Q4_K_M = StoredFormat("q4_k + q6_k", True, 0.63, ("GGUF",), not_on_gpu="q4_k, q6_k")
+
+
+def stored_on_gpu(experts: StoredFormat, model: ModelConfig = MODEL, **flags: object) -> Plan:
+    config = EngineConfig(model="demo", **flags)  # type: ignore[arg-type]
+    return resolve(config, model, with_gpu(), StoredFormats(experts, experts, experts))
+
+
+def test_experts_that_the_gpu_kernels_do_not_read_stay_on_the_cpu() -> None:
+    p = stored_on_gpu(Q4_K_M)
+    assert p.gpu is not None and p.gpu.experts == 0 and p.expert_format == "stored"
+    assert reason(p, "GPU experts") == "the GPU kernels do not read q4_k, q6_k, so the CPU computes them"
+    assert stored_on_gpu(Q4_K_M, kt_num_gpu_experts=0).gpu is not None
+    converted = stored_on_gpu(Q4_K_M, kt_method="INT4").gpu
+    assert converted is not None and converted.experts == 30 * 32
+
+
+def test_shared_experts_are_not_fused_with_what_the_gpu_does_not_read() -> None:
+    """Fused ones would always be on the GPU."""
+    unread = replace(INT4, name="awq", not_on_gpu="awq")
+    assert stored_on_gpu(INT4).fuse_shared_experts
+    p = stored_on_gpu(unread)
+    assert not p.fuse_shared_experts and "do not read awq" in reason(p, "shared experts")
+    here = resolve(EngineConfig(model="demo"), MODEL, machine(), StoredFormats(unread, unread, unread))
+    assert here.fuse_shared_experts
+
+
+@pytest.mark.parametrize("flags", [{"kt_num_gpu_experts": 8}, {"kt_gpu_experts_ratio": 0.5}])
+def test_unreadable_experts_asked_for_on_the_gpu_are_an_error(flags: dict[str, object]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--kt-[a-z-]+: the GPU kernels do not read q4_k, q6_k; leave the flag out .*INT4"
+    ):
+        stored_on_gpu(Q4_K_M, **flags)
+
+
+def test_sizes_that_the_gpu_kernels_do_not_take() -> None:
+    odd_experts = replace(MODEL, moe=replace(MOE, width=191, shared_width=0))
+    p = plan(with_gpu(), odd_experts)
+    assert p.gpu is not None and p.gpu.experts == 0 and "even width, not 191" in reason(p, "GPU experts")
+    p = plan(with_gpu(), replace(MODEL, hidden=580))
+    assert p.gpu is None and "multiple of 8, not 580" in reason(p, "device")
+
+
+def test_dense_codes_stay_codes_on_the_gpu() -> None:
+    fp8 = StoredFormat("fp8 128x128", True, 1.03, ("FP8",), 128, gpu_bytes_per_weight=1.03)
+    p = resolve(EngineConfig(model="demo"), MODEL, with_gpu(), StoredFormats(INT4, INT4, fp8))
+    assert p.gpu is not None and p.dense_codes
+    assert reason(p, "dense format") == "as the checkpoint has it; nothing is rounded"
+    assert not resolve(EngineConfig(model="demo"), MODEL, with_gpu(), StoredFormats(INT4)).dense_codes
+
+
+def test_dense_codes_that_the_gpu_kernels_do_not_read_are_counted_as_numbers() -> None:
+    p = stored_on_gpu(Q4_K_M)
+    assert p.dense_codes
+    why = reason(p, "dense format")
+    assert "the GPU kernels do not read q4_k, q6_k, which is decoded to bfloat16" in why
+    half = replace(Q4_K_M, gpu_bytes_per_weight=1.0)
+    sizes = [dense_bytes(MODEL, "bfloat16", StoredFormats(dense=d, shared=d)) for d in (Q4_K_M, half)]
+    codes = MODEL.dense_params - MODEL.vocab * MODEL.hidden  # the embedding is the head, and no codes
+    assert sizes[0] == dense_bytes(MODEL, "bfloat16") and sizes[0] - sizes[1] == codes
+
+
+def test_dense_codes_leave_room_for_experts() -> None:
+    """Qwen3-30B-A3B's attention in fp8: 1.2 GiB more for experts and the KV cache."""
+    fp8 = StoredFormat("fp8 128x128 + bf16", True, 1.4, ("FP8",), gpu_bytes_per_weight=1.4)
+    roomy = replace(with_gpu(free=24 * GIB), available_memory=250 * GIB)
+    config = EngineConfig(model="demo", context_length=32768)
+    plain, coded = (resolve(config, QWEN3, roomy, StoredFormats(dense=d)) for d in (StoredFormat(), fp8))
+    assert plain.gpu is not None and coded.gpu is not None
+    saved = dense_bytes(QWEN3, "bfloat16") - dense_bytes(QWEN3, "bfloat16", StoredFormats(dense=fp8))
+    assert saved == pytest.approx(0.6 * QWEN3.dense_params, rel=1e-3)
+    assert coded.gpu.experts - plain.gpu.experts > 0.7 * saved / QWEN3.expert_bytes("bf16")

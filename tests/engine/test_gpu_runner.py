@@ -1,0 +1,154 @@
+"""What a CUDA graph reads: every step's batch, filled up with copies of its last row."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.engine.batch_arrays import BatchArrays
+from tandem.engine.gpu_runner import GpuRunner, _Inputs
+from tandem.engine.sampling.logits import BestRows, HostRows, StepEnd
+from tandem.engine.sequence import Chunk
+from tandem.errors import EngineError
+from tandem.models import ForwardBatch
+
+SIZE, PAGES = 6, 5
+
+
+def batch(rows: int, pages: int, first: int) -> ForwardBatch:
+    count = torch.arange(first, first + rows)
+    return ForwardBatch(
+        input_ids=count, positions=count + 100, cache_slots=count + 200,
+        query_starts=torch.arange(rows + 1, dtype=torch.int32), seq_lens=(count + 101).int(),
+        block_tables=(count[:, None] * 10 + torch.arange(pages)).int(), logits_rows=torch.arange(rows),
+    )  # fmt: skip
+
+
+def check(inputs: _Inputs, source: ForwardBatch) -> None:
+    rows, width = source.block_tables.shape
+    inputs.send()
+    index = torch.arange(SIZE).clamp(max=rows - 1)
+    for name in ("input_ids", "positions", "cache_slots", "seq_lens"):
+        assert torch.equal(getattr(inputs.batch, name), getattr(source, name)[index]), name
+    assert torch.equal(inputs.batch.block_tables[:, :width], source.block_tables[index])
+    assert inputs.counted.tolist() == [rows]
+    assert torch.equal(inputs.batch.query_starts, torch.arange(SIZE + 1, dtype=torch.int32))
+
+
+def test_rows_that_are_left_over_copy_the_last_one() -> None:
+    inputs = _Inputs(SIZE, PAGES, torch.device("cpu"))
+    for rows, pages, first in ((6, 5, 0), (1, 2, 7), (4, 5, 20), (6, 1, 3)):
+        source = batch(rows, pages, first)
+        inputs.fill(source)
+        check(inputs, source)
+
+
+def test_memory_stays_where_a_graph_reads_it() -> None:
+    inputs = _Inputs(SIZE, PAGES, torch.device("cpu"))
+    before = [
+        t.data_ptr() for t in (inputs.batch.input_ids, inputs.batch.seq_lens, inputs.batch.block_tables)
+    ]
+    inputs.fill(batch(3, 4, 1))
+    inputs.send()
+    after = [t.data_ptr() for t in (inputs.batch.input_ids, inputs.batch.seq_lens, inputs.batch.block_tables)]
+    assert before == after
+
+
+def test_an_idle_graph_reads_one_token_of_page_0() -> None:
+    inputs = _Inputs(SIZE, PAGES, torch.device("cpu"))
+    idle = inputs.batch
+    assert inputs.counted.tolist() == [0]
+    assert idle.seq_lens.eq(1).all() and idle.block_tables.eq(0).all() and idle.cache_slots.eq(0).all()
+
+
+def chunk(computed: int, length: int) -> Chunk:
+    sequence = SimpleNamespace(
+        computed_len=computed, tokens=np.arange(64), page_table=np.arange(4, dtype=np.int32), num_pages=4
+    )
+    return Chunk(cast(Any, sequence), length, 1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "single"), [((1, 1, 1), 3), ((1, 1, 7, 1, 3), 2), ((5, 1), 0), ((1, 9), 1), ((4,), 0)]
+)
+def test_a_batch_says_how_many_rows_decode(lengths: tuple[int, ...], single: int) -> None:
+    made = BatchArrays(16, 64).fill([chunk(10 * i, length) for i, length in enumerate(lengths)])
+    assert made.single_rows == single
+    assert made.query_starts.diff()[:single].eq(1).all()
+
+
+def runner_on(device: str) -> GpuRunner:
+    runner = GpuRunner.__new__(GpuRunner)
+    runner._device, runner._live = torch.device(device), None
+    runner._best, runner._end = BestRows(1, torch.device("cpu")), StepEnd(torch.device("cpu"))
+    return runner
+
+
+def test_a_gpu_that_works_again_lets_the_engine_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    runner_on("cuda").after_failure()
+    runner_on("cpu").after_failure()
+    assert waited == [torch.device("cuda")]
+
+
+def test_a_gpu_that_does_not_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    with pytest.raises(EngineError, match="the GPU stopped working: CUDA error: an illegal"):
+        runner_on("cuda").after_failure()
+
+
+def test_what_is_planned_outside_graphs_knows_the_steps_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph's rows, copies included, before it is replayed; a step's own where there is no graph."""
+    begun: list[tuple[list[int], bool]] = []
+    runner, inputs = runner_on("cpu"), _Inputs(SIZE, PAGES, torch.device("cpu"))
+    runner._begin_step = lambda batch, captured: begun.append((batch.seq_lens.tolist(), captured))
+    replayed = SimpleNamespace(replay=lambda: begun.append(([], True)))
+    runner._graphs = {
+        SIZE: cast(Any, SimpleNamespace(inputs=inputs, graph=replayed, posts=0, logits=[], best=[]))
+    }
+    runner._handoff = cast(Any, SimpleNamespace(serve=lambda posts: None))
+    monkeypatch.setattr(runner, "_done", lambda *result: None)
+    monkeypatch.setattr(runner, "_forward", lambda batch, counted: torch.zeros(1, 4))
+    runner.logits(batch(4, 2, 7))
+    assert begun == [([108, 109, 110, 111, 111, 111], True), ([], True)]
+    begun.clear()
+    runner.logits(batch(7, 2, 0))
+    assert begun == [(list(range(101, 108)), False)]
+
+
+def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    runner, inputs = runner_on("cpu"), _Inputs(SIZE, PAGES, torch.device("cpu"))
+    monkeypatch.setattr(inputs, "fill", lambda batch: calls.append("inputs"))
+    runner._begin_step = lambda batch, captured: None
+    replayed = SimpleNamespace(replay=lambda: calls.append("graph"))
+    results = {"logits": torch.zeros(SIZE, 4), "best": torch.zeros(SIZE, 2)}
+    runner._graphs = {SIZE: cast(Any, SimpleNamespace(inputs=inputs, graph=replayed, posts=0, **results))}
+    runner._handoff = cast(
+        Any, SimpleNamespace(serve=lambda posts: calls.append("serve"), check=lambda: calls.append("check"))
+    )
+    names = ("beside_step", "after_step")
+    runner._live = cast(
+        Any, SimpleNamespace(**{name: lambda *_, name=name: calls.append(name) for name in names})
+    )
+    runner._rows, runner._best = HostRows(torch.device("cpu")), BestRows(8, torch.device("cpu"))
+    monkeypatch.setattr(runner._end, "mark", lambda: calls.append("mark"))
+    monkeypatch.setattr(runner._end, "wait", lambda: calls.append("end"))
+    runner.logits(batch(4, 2, 7))
+    assert calls == ["inputs", "graph", "mark", "beside_step", "serve", "after_step", "end", "check"]
+    calls.clear()
+    monkeypatch.setattr(
+        runner, "_forward", lambda batch, counted: calls.append("layers") or torch.zeros(1, 4)
+    )
+    runner.logits(batch(7, 2, 0))
+    assert calls == ["layers", "mark", "beside_step", "after_step", "end", "check"]

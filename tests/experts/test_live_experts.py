@@ -1,0 +1,238 @@
+"""What live placement does between and beside steps: counts, policy and exchange together, and what it takes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fake_copies import FakeCopies, at_once
+from fake_layers import EXPERTS, ON_GPU, PLENTY, Layer, made
+from tandem import _core
+from tandem.experts.live.cost import READS_PER_EXCHANGE
+from tandem.experts.live.live_experts import GIVE_UP, LiveExperts
+from tandem.experts.live.policy import LivePolicy, PolicySettings
+from tandem.experts.usage.expert_usage import Changes
+
+
+class Usage:
+    def __init__(self) -> None:
+        self.counts = torch.zeros(2, EXPERTS, dtype=torch.int64)
+        self.on_gpu = torch.zeros(2, EXPERTS, dtype=torch.bool)
+        self.on_gpu[:, :ON_GPU] = True
+        self.swaps = self.swap_rests = 0
+        self.copy = None
+
+    def ask(self) -> Asked:
+        return Asked(self.counts, torch.empty(2, EXPERTS, dtype=torch.int64))
+
+    def note(self) -> None: ...
+
+    def moved(self, changes: Changes, swaps: int, now: Asked | None = None) -> None:
+        assert now is None or (now.tokens() == self.counts.numpy()).all()
+        for layer, expert, here in changes():
+            assert self.on_gpu[layer, expert] != here
+            self.on_gpu[layer, expert] = here
+        self.swaps += swaps
+
+
+class Asked:
+    def __init__(self, counts: Tensor, buffer: Tensor) -> None:
+        self._tokens = buffer.copy_(counts)
+
+    def tokens(self) -> np.ndarray:
+        return self._tokens.numpy()
+
+
+def live(
+    layers: list[Layer], copies: FakeCopies, usage: Usage, cost: float = 1.0, horizon: float = 100.0
+) -> LiveExperts:
+    s = PolicySettings(interval_steps=2, dwell_steps=0, bytes_per_step=PLENTY, horizon_tokens=horizon)
+    slot_of = torch.stack([layer.gpu.table for layer in layers])
+    policy = LivePolicy(slot_of, layers[0].cpu.bytes_per_expert, cost, s)
+    return LiveExperts(policy, made(layers, copies, s.bytes_per_step), usage)
+
+
+def take_a_step(experts: LiveExperts) -> None:
+    experts.beside_step()
+    experts.after_step(1)
+
+
+def test_what_is_used_comes_to_the_gpu() -> None:
+    layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
+    experts = live(layers, copies, usage)
+    for _ in range(20):
+        usage.counts[0, [4, 5, 6]] += 3
+        usage.counts[1, [0, 5, 6]] += 3
+        take_a_step(experts)
+        copies.arrive(0.6)
+        for layer in layers:
+            layer.check()
+    assert usage.on_gpu[0].nonzero().flatten().tolist() == [4, 5, 6]
+    assert usage.on_gpu[1].nonzero().flatten().tolist() == [0, 5, 6]
+    assert usage.swaps == 5
+    for index, layer in enumerate(layers):
+        assert torch.equal(layer.gpu.table >= 0, usage.on_gpu[index])
+
+
+def test_moving_that_does_not_pay_is_paused_and_counted() -> None:
+    layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
+    experts = live(
+        layers, copies, usage, cost=20.0, horizon=1e9
+    )  # moves at once, and each costs more than it gains
+    for step in range(400):  # every few tokens another expert
+        usage.counts[:, 3 + step // 8 % 4] += 1
+        with torch.inference_mode():  # as the engine's steps are
+            take_a_step(experts)
+        copies.arrive(1.0)
+    assert usage.swap_rests > 0
+    for layer in layers:
+        layer.check()
+
+
+class Timed:
+    """Steps with a clock of their own: `tick` seconds pass in whatever is done at a step's begin or end, and an expert
+    is read in `read` seconds. Pieces are done beside steps and take what they take, so experts are read far more slowly
+    than that, where it is not to count."""
+
+    def __init__(self, tick: float, read: float = 1e9, copies: FakeCopies | None = None) -> None:
+        self.layers, self.copies, self.usage = [Layer(1), Layer(2)], copies or FakeCopies(), Usage()
+        self.copies.prompt, ticks = True, itertools.count(step=tick)
+        s = PolicySettings(interval_steps=2, dwell_steps=0, bytes_per_step=PLENTY, horizon_tokens=100.0)
+        slot_of, nbytes = torch.stack([x.gpu.table for x in self.layers]), self.layers[0].cpu.bytes_per_expert
+        self.policy, self.works = LivePolicy(slot_of, nbytes, 1.0, s), list[_core.Meanwhile]()
+        self.exchange = made(self.layers, self.copies, s.bytes_per_step)
+        self.exchange.meanwhile = self.works.append
+        self.experts = LiveExperts(self.policy, self.exchange, self.usage, lambda: read, lambda: next(ticks))
+
+    def steps(self, count: int, moving: bool = True) -> Timed:
+        for step in range(count):
+            self.usage.counts[:, 3 + step // 16 % 4 if moving else 0] += 1
+            self.experts.beside_step()
+            for work in self.works:
+                at_once(work)
+            self.works.clear()
+            self.experts.after_step(1)
+        return self
+
+
+def test_the_time_that_exchanges_take_is_measured_and_weighed() -> None:
+    free, dear = Timed(0.0).steps(300), Timed(1e10).steps(300)
+    assert free.policy.cost == pytest.approx(READS_PER_EXCHANGE) and free.usage.swaps > 0
+    assert dear.policy.cost >= READS_PER_EXCHANGE + 10 / 2  # two exchanges at most end together
+    assert dear.usage.swaps < free.usage.swaps
+
+
+def test_looking_is_not_what_exchanges_take() -> None:
+    timed = Timed(1e10).steps(40)
+    timed.steps(60, moving=False)
+    before, swaps = timed.policy.cost, timed.usage.swaps
+    timed.steps(100, moving=False)
+    assert timed.usage.swaps == swaps > 0 and timed.policy.cost == pytest.approx(before)
+
+
+class SlowCopies(FakeCopies):
+    """The driver returns when they are done, as those of memory that is not registered."""
+
+    seconds = 1e-3
+
+    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
+        time.sleep(self.seconds)
+        return super()._copy(target, source, nbytes, stream)
+
+
+def test_what_pieces_take_beyond_their_time_is_weighed() -> None:
+    """An exchange begins with two copies in one piece, and places the third."""
+    timed = Timed(0.0, 1e-3, SlowCopies()).steps(60)
+    times = timed.experts.times()
+    assert times.exchanges == timed.usage.swaps > 0
+    assert times.waited == times.late >= times.exchanges * 2 * SlowCopies.seconds
+    assert times.beside > times.late
+    assert timed.policy.cost >= READS_PER_EXCHANGE + 2
+
+
+def test_what_is_done_after_a_step_is_counted_once() -> None:
+    """By the clock of what is done at its end, not among the pieces beside it."""
+    timed = Timed(0.0)
+    timed.exchange.meanwhile = lambda work: None
+    times = timed.steps(40).experts.times()
+    assert times.exchanges > 0 and (times.seconds, times.beside, times.waited) == (0.0, 0.0, 0.0)
+
+
+def test_decisions_are_counted_among_what_is_done_beside_steps() -> None:
+    timed = Timed(0.0).steps(2, moving=False)
+    assert timed.experts.times().beside == 0.0
+    times = timed.steps(1, moving=False).experts.times()
+    assert times.exchanges == 0 and times.beside > 0.0
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_what_the_gpu_computes_beside_costs_nothing(over: bool) -> None:
+    """Only what begins with a step is then counted, for nobody knows when its first layer asks: looking, too, which
+    happens once for every time that is decided."""
+    layers, copies, usage, ticks = [Layer(1), Layer(2)], FakeCopies(), Usage(), itertools.count()
+    policy = live(layers, copies, usage)._policy
+    experts = LiveExperts(policy, made(layers, copies), usage, lambda: 1e9, lambda: next(ticks))
+    for step in range(60):
+        usage.counts[:, 3 + step // 8 % 4] += 3
+        experts.beside_step()
+        experts.after_step(1, lambda: over)
+        copies.arrive(1.0)
+    times = experts.times()
+    assert times.steps == 60 and times.exchanges == usage.swaps > 0
+    assert min(times.parts.values()) > 0 and times.seconds == sum(times.parts.values())
+    begun = times.parts["begin"] + times.parts["decide"] / 2
+    assert times.waited == (times.seconds if over else begun) + times.late
+
+
+def test_what_was_decided_can_be_finished() -> None:
+    """While copies are on their way it waits; each expert is in one place then."""
+    layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
+    experts = live(layers, copies, usage)
+    for _ in range(5):
+        usage.counts[:, [4, 5, 6]] += 3
+        take_a_step(experts)
+    copies.prompt = True
+    experts.finish()
+    assert usage.swaps > 0 and not experts._exchange.busy
+    before = usage.swaps
+    experts.beside_step()
+    experts.finish()
+    assert usage.swaps == before
+    for layer in layers:
+        layer.check()
+
+
+def test_a_lost_layer_is_not_proposed_again_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
+    experts = live(layers, copies, usage)
+    for step in range(40 * GIVE_UP):
+        usage.counts[0, 4:] += 3
+        copies.refuse_downloads = step < 20
+        if step >= 20:
+            usage.counts[1, 3 + step // 20 % 4] += 9
+        take_a_step(experts)
+        copies.arrive(1.0)
+    assert not experts.resting and usage.swaps > 40
+    assert caplog.text.count("of MoE layer 0 stay") == 1
+    for layer in layers:
+        layer.check()
+
+
+def test_moving_that_always_fails_ends_and_fails_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    layers, copies, usage = [Layer(1), Layer(2)], FakeCopies(), Usage()
+    copies.refuse = True
+    experts = live(layers, copies, usage)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(40 * GIVE_UP):
+            usage.counts[:, 4:] += 3
+            take_a_step(experts)
+    assert experts.resting and usage.swaps == 0
+    assert "experts stay where they are" in caplog.text
+    for layer in layers:
+        layer.check()

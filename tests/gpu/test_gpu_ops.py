@@ -1,0 +1,405 @@
+"""`GpuOps` against `TorchOps` (on a GPU, or interpreted).
+
+Tolerances: float32 sums of n terms in another order differ by about n * 2^-24 of their size; a bfloat16 result may
+round to the neighbour, 2^-7 of its size at most. Attention rounds its weights to bfloat16 (2^-8 of each term).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from test_ops import Batch, make_batch, random_tables
+from torch import Tensor
+
+from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
+from tandem import _core
+from tandem.config.model_config import RouterConfig
+from tandem.formats.codes import WeightCodes, join_nibbles
+from tandem.formats.reference import quantise, stored
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.ops import Ops, Rope
+from tandem.kernels.reference import TorchOps
+
+if AVAILABLE:
+    from tandem.kernels.gpu import attention_decode, best, experts
+    from tandem.kernels.gpu import mlp as mlp_module
+    from tandem.kernels.gpu.experts import FEW_TOKENS
+    from tandem.kernels.gpu.ops import GpuOps
+
+pytestmark = [pytest.mark.gpu, needs_triton]
+PAGE = 16
+BF16_ULP = 2.0**-7
+
+
+@pytest.fixture(scope="module")
+def ops() -> Ops:
+    return GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1]))
+
+
+def there(batch: Batch) -> Batch:
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "single_rows"}
+    return replace(batch, **{name: tensor.to(DEVICE) for name, tensor in tensors.items()})
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(*shape).to(torch.bfloat16)
+
+
+def near(got: Tensor, expected: Tensor, rtol: float = BF16_ULP, atol: float = 0.0) -> None:
+    torch.testing.assert_close(got.cpu(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 9000), (5, 4096), (3, 7)])
+def test_the_best_logit_of_every_row_is_found(rows: int, vocab: int) -> None:
+    """The first of equal ones, infinite and all equal ones too; NaN says so."""
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)).mul(4).round() / 4
+    logits[0, [vocab // 2, vocab - 1]] = 100.0
+    if rows > 1:
+        logits[1], logits[2] = float("-inf"), float("-inf")
+        logits[2, 3] = float("inf")
+    got = best.best_of(logits.to(DEVICE)).cpu()
+    assert got[:, 0].tolist() == [int((row == row.max()).nonzero()[0]) for row in logits]
+    assert torch.equal(got[:, 1], logits.amax(1).double())
+    logits[:, vocab - 2] = float("nan")
+    assert best.best_of(logits.to(DEVICE))[:, 1].isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(1, 2048), (3, 100)])
+def test_norm_adds_the_residual_and_normalises(ops: Ops, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x, residual, weight = bf16(*shape), bf16(*shape), bf16(shape[1])
+    kept = residual.clone().to(DEVICE)
+    ulps = 4 if INTERPRETED else 2  # it cuts bits off, which loses up to twice as much as rounding, twice
+    near(
+        ops.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-6),
+        TorchOps().rms_norm(x, weight, 1e-6),
+        ulps * BF16_ULP,
+    )
+    got = ops.add_rms_norm(x.to(DEVICE), kept, weight.to(DEVICE), 1e-6)
+    near(got, TorchOps().add_rms_norm(x, residual, weight, 1e-6), ulps * BF16_ULP)
+    near(kept, residual, BF16_ULP if INTERPRETED else 0.0)
+
+
+@pytest.mark.parametrize("norm", ["none", "head", "all"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), [(8, 2, 64, 64), (6, 3, 24, 12)])
+def test_rope_store(ops: Ops, norm: str, heads: int, kv_heads: int, dim: int, rotary: int) -> None:
+    torch.manual_seed(0)
+    tables, pages = random_tables(2, 50)
+    batch = make_batch([(0, 5), (49, 50)], tables)
+    angles = torch.rand(50, rotary // 2) * 6.3
+    qkv = bf16(6, (heads + 2 * kv_heads) * dim)
+    sizes = {"none": None, "head": (dim, dim), "all": (heads * dim, kv_heads * dim)}[norm]
+    norms = (None, None) if sizes is None else tuple(1 + 0.1 * bf16(n) for n in sizes)
+    results = []
+    for each, device in ((ops, DEVICE), (TorchOps(), torch.device("cpu"))):
+        k_pages, v_pages = (
+            torch.zeros(2, pages, PAGE, kv_heads, dim, dtype=torch.bfloat16).to(device).unbind()
+        )
+        q = each.rope_store(
+            qkv.to(device), Rope(angles.cos().to(device), angles.sin().to(device)),
+            there(batch) if each is ops else batch, k_pages, v_pages, heads=heads, kv_heads=kv_heads, head_dim=dim,
+            q_norm=None if norms[0] is None else norms[0].to(device),
+            k_norm=None if norms[1] is None else norms[1].to(device),
+        )  # fmt: skip
+        results.append((q, k_pages, v_pages))
+    for got, expected in zip(*results, strict=True):
+        near(got, expected, 4 * BF16_ULP, 4 * BF16_ULP)  # both norms' roundings, then two products
+
+
+SPANS = [
+    ([(299, 300), (0, 1), (70, 71)], 0),
+    ([(0, 37), (290, 300), (128, 129)], 0),
+    ([(299, 300), (70, 71), (0, 37), (290, 300), (5, 6)], 0),
+    ([(299, 300), (70, 71), (0, 37), (290, 300), (5, 6)], 2),
+]
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 1, 64), (6, 2, 24)])
+@pytest.mark.parametrize(("spans", "single"), SPANS)
+def test_attention(
+    ops: Ops, window: int, heads: int, kv_heads: int, dim: int, spans: list[tuple[int, int]], single: int
+) -> None:
+    torch.manual_seed(0)
+    tables, pages = random_tables(len(spans), 300)
+    # Triton's interpreter multiplies the bits of bfloat16, as if they were integers
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    k, v = torch.randn(2, pages, PAGE, kv_heads, dim).to(dtype).unbind()
+    batch = replace(make_batch(spans, tables), single_rows=single)
+    q = torch.randn(len(batch.positions), heads, dim).to(dtype)
+    expected = TorchOps().attention(q, k, v, batch, dim**-0.5, window)
+    got = ops.attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), there(batch), dim**-0.5, window)
+    if INTERPRETED:  # at most 300 terms of size 1
+        near(got, expected, 2.0**-15, 2.0**-15)
+    else:
+        near(got, expected, 2 * BF16_ULP, BF16_ULP)  # weights sum to 1 over values of size 1
+
+
+def test_a_decoding_row_is_the_same_in_every_batch(ops: Ops) -> None:
+    torch.manual_seed(0)
+    tables, pages = random_tables(4, 300)
+    k, v = (t.to(DEVICE) for t in bf16(2, pages, PAGE, 2, 64).unbind())
+    spans = [(299, 300), (10, 11), (70, 71), (3, 40)]
+    q = bf16(3 + 37, 8, 64).to(DEVICE)
+    decoding = there(make_batch(spans[:3], tables[:3]))
+    together = ops.attention(q[:3].contiguous(), k, v, decoding, 0.125)
+    beside_a_prompt = replace(there(make_batch(spans, tables)), single_rows=3)
+    assert torch.equal(ops.attention(q, k, v, beside_a_prompt, 0.125)[:3], together)
+    many = (
+        attention_decode.MANY_HEADS // 6 + 1
+    )  # x 3 rows x 2 key heads: one block of keys on its way instead of two
+    repeated = tables[:3].repeat(many, 1)
+    crowd = ops.attention(
+        q[:3].repeat(many, 1, 1), k, v, there(make_batch(spans[:3] * many, repeated)), 0.125
+    )
+    assert torch.equal(crowd[-3:], together)
+    for s, span in enumerate(spans[:3]):
+        alone = ops.attention(
+            q[s : s + 1].contiguous(), k, v, there(make_batch([span], tables[s : s + 1])), 0.125
+        )
+        assert torch.equal(alone[0], together[s])
+
+
+@pytest.mark.parametrize("window", [0, 1500])
+def test_a_long_row_takes_several_turns(ops: Ops, window: int) -> None:
+    """More blocks of keys than programs."""
+    torch.manual_seed(0)
+    length = attention_decode.PARTS * attention_decode.STEP + 300
+    tables, pages = random_tables(1, length)
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    k, v = torch.randn(2, pages, PAGE, 1, 16).to(dtype).unbind()
+    q, batch = torch.randn(1, 4, 16).to(dtype), make_batch([(length - 1, length)], tables)
+    got = ops.attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), there(batch), 0.25, window)
+    expected = TorchOps().attention(q.double(), k.double(), v.double(), batch, 0.25, window)
+    ulp = 2.0**-14 if INTERPRETED else BF16_ULP  # sums of some 2000 terms of size 1
+    near(got.cpu().double(), expected, 2 * ulp, ulp)
+
+
+@pytest.mark.parametrize("spans", [[(69, 70), (30, 31)], [(0, 70), (20, 31)]])
+def test_what_others_left_in_a_page_does_not_matter(ops: Ops, spans: list[tuple[int, int]]) -> None:
+    """NaN in rows of pages that no sequence has reached, as a request that failed may leave."""
+    torch.manual_seed(0)
+    tables, pages = random_tables(2, 80)
+    k, v = torch.full((2, pages, PAGE, 1, 16), torch.nan).unbind()
+    for table, (_, end) in zip(tables.long(), spans, strict=True):
+        at = torch.arange(end)
+        for pool in (k, v):
+            pool[table[at // PAGE], at % PAGE] = torch.randn(end, 1, 16)
+    batch = make_batch(spans, tables)
+    q = torch.randn(len(batch.positions), 4, 16)
+    got = ops.attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), there(batch), 0.25)
+    finite = (t.nan_to_num() for t in (k, v))
+    near(got, TorchOps().attention(q, *finite, batch, 0.25), 2.0**-15, 2.0**-15)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="NumPy's products may differ by the number of rows")
+@pytest.mark.parametrize("window", [0, 100])
+def test_a_prompts_rows_are_the_same_wherever_it_is_cut(ops: Ops, window: int) -> None:
+    torch.manual_seed(0)
+    tables, pages = random_tables(1, 400)
+    k, v = (t.to(DEVICE) for t in bf16(2, pages, PAGE, 2, 128).unbind())
+    q = bf16(400, 16, 128).to(DEVICE)
+    whole = ops.attention(q, k, v, there(make_batch([(0, 400)], tables)), 0.1, window)
+    for begin, end in [(0, 37), (37, 300), (300, 400)]:
+        chunk = there(make_batch([(begin, end)], tables))
+        assert torch.equal(ops.attention(q[begin:end], k, v, chunk, 0.1, window), whole[begin:end])
+
+
+def test_more_sequences_than_a_tile_looks_through_at_a_time(ops: Ops) -> None:
+    """130 prompts of 1 to 3 tokens, after 2 decoding rows: each tile finds its own."""
+    torch.manual_seed(0)
+    spans = [(40, 41), (9, 10)] + [(0, 1 + s % 3) for s in range(130)]
+    tables, pages = random_tables(len(spans), 41)
+    k, v = torch.randn(2, pages, PAGE, 1, 16).unbind()
+    batch = replace(make_batch(spans, tables), single_rows=2)
+    q = torch.randn(len(batch.positions), 16, 16)
+    got = ops.attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), there(batch), 0.25)
+    near(got, TorchOps().attention(q, k, v, batch, 0.25), 2.0**-15, 2.0**-15)
+
+
+@pytest.mark.parametrize("router", [
+    RouterConfig(128, 8), RouterConfig(12, 3, normalize=False, scale=1.7),
+    RouterConfig(60, 4, score="sigmoid", epsilon=1e-20, has_bias=True),
+    RouterConfig(16, 3, score="sigmoid", num_groups=4, top_groups=2, has_bias=True),
+])  # fmt: skip
+@pytest.mark.parametrize("shared", [0, 2])
+def test_route(ops: Ops, router: RouterConfig, shared: int) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(9, router.num_experts)
+    logits[0, 3:6] = 9.0  # ties: the lowest ids first
+    bias = torch.rand(router.num_experts) if router.has_bias else None
+    places = torch.randperm(router.num_experts + shared).int() - 3
+    expected = TorchOps().route(logits, router, bias, shared, places=places)
+    got = ops.route(
+        logits.to(DEVICE), router, None if bias is None else bias.to(DEVICE), shared, places=places.to(DEVICE)
+    )
+    assert torch.equal(got.ids.cpu(), expected.ids)
+    assert got.slots is not None and torch.equal(got.slots.cpu(), places[expected.ids])
+    near(got.weights, expected.weights, 1e-5)
+    rounded = logits.bfloat16()
+    assert torch.equal(ops.route(rounded.to(DEVICE), router).ids.cpu(), TorchOps().route(rounded, router).ids)
+
+
+SHAPES = [(64, 40, 6), (200, 72, 5)]
+
+
+def expert_case(tokens: int, hidden: int, width: int, experts: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    gate, up = torch.randn(2, experts, width, hidden) / hidden**0.5
+    down = torch.randn(experts, hidden, width) / width**0.5
+    x = bf16(tokens, hidden)
+    ids = torch.stack([torch.randperm(experts)[:3] for _ in range(tokens)]).int()
+    return gate, up, down, x, ids, torch.rand(tokens, 3)
+
+
+def check_experts(ops: Ops, case: tuple[Tensor, ...], matrices, fmt: str, **options: object) -> None:
+    """Against the CPU kernels on the same packed bytes, which are tested against float64."""
+    x, ids, weights = case[3:]
+    if INTERPRETED and len(x) > FEW_TOKENS:
+        pytest.skip("tiles multiply bfloat16, which Triton's interpreter takes for integers")
+    count, width, hidden = case[0].shape
+    slot_of = torch.tensor([i - 1 for i in range(count)])  # expert 0 lives elsewhere
+    ours = ops.gpu_experts(slot_of, hidden, width, fmt, **options)
+    theirs = ops.cpu.experts(count, hidden, width, fmt, **options)
+    for e in range(count):
+        theirs.load(e, *matrices(e))
+        if e:
+            ours.load(e, *matrices(e))
+    got = ours.forward(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+    expected = theirs.forward(x.float(), torch.where(ids == 0, -1, ids), weights)
+    # hidden activations and the sum are rounded to bf16, scaled weights of tiles as well; all of size 1 and below
+    near(got.float(), expected, 2 * BF16_ULP, 2.0**-6)
+    # Triton's interpreter does not round to bfloat16 but cuts off, which loses up to twice as much.
+    assert (got.cpu().float() - expected).norm() < 2.0**-8 * expected.norm() * (3.0 if INTERPRETED else 1.5)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("tokens", [1, 5, 150])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts_read_the_packed_bytes_of_the_cpu(
+    ops: Ops, fmt: str, tokens: int, shape: tuple[int, ...]
+) -> None:
+    case = expert_case(tokens, *shape)
+    assert (tokens <= FEW_TOKENS) == (tokens < 150)
+    check_experts(ops, case, lambda e: (case[0][e], case[1][e], case[2][e]), fmt)
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_a_long_step_in_pieces_gives_the_same_bits(
+    ops: Ops, monkeypatch: pytest.MonkeyPatch, more: bool
+) -> None:
+    """Pieces of 64 tokens and one of 22; with what the CPU adds, and without."""
+    gate, up, down, x, ids, weights = (t.to(DEVICE) for t in expert_case(150, 64, 40, 6))
+    layer = ops.gpu_experts(torch.tensor([i - 1 for i in range(6)]), 64, 40, "bf16")
+    for e in range(1, 6):
+        layer.load(e, gate[e].cpu(), up[e].cpu(), down[e].cpu())
+    sizes: list[int] = []
+
+    def pairs(x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        """Stands in for tiles in Triton's interpreter, which takes bfloat16 for integers there."""
+        sizes.append(len(x))
+        factors = torch.where(slots < 0, torch.nan, weights * (slots + 1))
+        return (factors[..., None] * x[:, None].float()).view(-1, 64)
+
+    if INTERPRETED:
+        monkeypatch.setattr(layer, "_tiled", pairs)
+    slots = layer.table[ids]
+    elsewhere = torch.randn(150, 64, device=DEVICE) if more else None
+    kept = None if elsewhere is None else elsewhere.clone()
+    whole = layer.combine(layer.partial(x, slots, weights), kept)
+    monkeypatch.setattr(experts, "SCRATCH_BYTES", 3 * (64 * 4 + 40 * 2) * 100)
+    in_pieces = layer.partial(x, slots, weights)
+    assert in_pieces.slots is None and in_pieces.values.shape == x.shape
+    got = layer.combine(in_pieces, elsewhere)
+    if INTERPRETED:  # Triton's interpreter cuts off where PyTorch rounds to bfloat16
+        near(got.float(), whole.float(), BF16_ULP)
+        assert sizes == [150, 64, 64, 22]
+    else:
+        assert torch.equal(got, whole)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int4"])
+def test_a_row_that_is_no_number_stays_one(ops: Ops, fmt: str) -> None:
+    """And the others are what they are."""
+    gate, up, down, x, ids, weights = expert_case(3, 64, 40, 6)
+    layer = ops.experts(6, 64, 40, fmt)
+    layer.load_all(0, list(zip(gate, up, down, strict=True)))
+    x[1, 5] = torch.nan
+    got = layer.forward(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)).cpu()
+    assert got[1].isnan().all() and got[[0, 2]].isfinite().all()
+
+
+def test_ids_that_no_expert_has_are_skipped(ops: Ops) -> None:
+    gate, up, down, x, ids, weights = expert_case(4, 64, 40, 6)
+    ours, theirs = (make.experts(6, 64, 40, "bf16") for make in (ops, ops.cpu))
+    for layer in (ours, theirs):
+        layer.load_all(0, list(zip(gate, up, down, strict=True)))
+    ids[0, 0], ids[1, 1], ids[2], ids[3, 2] = -1, 6, -7, 1 << 30
+    got = ours.forward(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)).cpu()
+    near(got.float(), theirs.forward(x.float(), ids, weights), 2 * BF16_ULP, 2.0**-6)
+    assert got[2].eq(0).all()
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "mxfp8", "mxfp4", "nvfp4", "int4 f16"])
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_experts_read_scales_of_every_type(ops: Ops, fmt: str, tokens: int) -> None:
+    """float32, e8m0, e4m3 times a factor, float16: as they lie in the checkpoint."""
+    case = expert_case(tokens, 256, 128, 4)
+
+    def coded(weight: Tensor) -> WeightCodes:
+        if fmt != "int4 f16":
+            return stored(weight, fmt)
+        codes, scales = quantise(weight, "int4", 32)
+        joined = join_nibbles((codes.flatten(1).int() & 15).to(torch.uint8))
+        return WeightCodes(joined, scales[..., 0].half(), "int4", 32, weight.shape[1])
+
+    check_experts(ops, case, lambda e: tuple(coded(m[e]) for m in case[:3]), "bf16")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("columns", "depth"), [(7, 40), (128, 2048), (1500, 1100)])
+@pytest.mark.parametrize("fmt", ["bf16", "f32"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_dense_matrix(ops: Ops, rows: int, columns: int, depth: int, fmt: str, biased: bool) -> None:
+    """One row has a kernel of its own."""
+    torch.manual_seed(0)
+    x, weight = bf16(rows, depth), torch.randn(columns, depth) / depth**0.5
+    weight = weight.bfloat16() if fmt == "bf16" else weight
+    bias = torch.randn(columns).bfloat16() if biased else None
+    linear = ops.linear(weight, bias, fmt)
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    size = x.double().abs() @ weight.double().abs().T  # float32 sums of `depth` products, in any order
+    got = linear(x.to(DEVICE), torch.float32).cpu()
+    assert ((got - expected).abs() <= depth * 2.0**-23 * size + 2.0**-22 * expected.abs()).all()
+    rounded = linear(x.to(DEVICE)).cpu().double()
+    # rounded once, and cuBLAS may round parts of a sum before it adds them
+    assert (rounded - expected).norm() < 2.0**-8 * expected.norm() * (3.0 if INTERPRETED else 1.5)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_dense_matrix_may_be_a_transposed_one(ops: Ops, rows: int) -> None:
+    torch.manual_seed(0)
+    x, weight = bf16(rows, 40), torch.randn(40, 24).bfloat16().T
+    got = ops.linear(weight)(x.to(DEVICE), torch.float32).cpu()
+    size = x.double().abs() @ weight.double().abs().T
+    assert ((got - x.double() @ weight.double().T).abs() <= 40 * 2.0**-23 * size).all()
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize(("tokens", "scratch"), [(1, 1 << 29), (5, 1 << 29), (150, 1 << 29), (150, 1)])
+def test_dense_mlp(ops: Ops, monkeypatch: pytest.MonkeyPatch, tokens: int, scratch: int, coded: bool) -> None:
+    """At once and in pieces of 64 rows, of numbers and of codes."""
+    monkeypatch.setattr(mlp_module, "SCRATCH_BYTES", scratch)
+    gate, up, down, x, _, _ = expert_case(tokens, 128, 256, 1)
+    matrices = [stored(m[0], "fp8") if coded else m[0] for m in (gate, up, down)]
+    ours, theirs = ops.mlp(128, 256), ops.cpu.mlp(128, 256)
+    for mlp in (ours, theirs):
+        mlp.load(*matrices)
+    expected = theirs(x.float())
+    # as for experts; decoded codes are rounded to bfloat16 as well
+    got = ours(x.to(DEVICE)).cpu()
+    near(got.float(), expected, 2 * BF16_ULP, 2.0**-6)
+    assert (got.float() - expected).norm() < 2.0**-8 * expected.norm() * (3.0 if INTERPRETED else 1.5)
+    assert ours.packed is None and [read.weights.in_features for read in ours.reads()] == [128, 256]

@@ -1,0 +1,129 @@
+"""Choosing from logits that stay on a device gives the tokens that `sampling.sample` gives for the same rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.engine.protocol import SamplingParams
+from tandem.engine.sampling import on_device as device_sampling
+from tandem.engine.sampling.logits import DeviceLogits, HostLogits, HostRows, best_of
+from tandem.engine.sequence import Sequence
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
+
+VOCAB, EOS = 3000, (2,)
+
+
+@pytest.fixture(autouse=True)
+def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_sampling, "CANDIDATES", 40)
+
+
+def rows_of(count: int, seed: int, vocab: int = VOCAB, coarse: bool = False) -> torch.Tensor:
+    """coarse: as bfloat16 makes them, with many equal values."""
+    logits = 3 * torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed))
+    return (logits * 4).round() / 4 if coarse else logits
+
+
+def sequences_of(count: int, *params: SamplingParams) -> list[Sequence]:
+    kinds = itertools.cycle(params)
+    return [
+        Sequence("x", i, [3, 4, 5], next(kinds), arrival=0, max_len=100, page_size=16, seed=i)
+        for i in range(count)
+    ]
+
+
+def both(logits: torch.Tensor, sequences: list[Sequence], device: str) -> tuple[list, list]:
+    rows = list(range(len(sequences)))
+    there = logits.to(device)
+    ours = DeviceLogits(there, best_of(there).cpu(), HostRows(there.device)).chosen(rows, sequences, EOS)
+    return ours, HostLogits(logits.numpy()).chosen(rows, sequences, EOS)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), list(itertools.product([-1, 5, 39, 60], [1.0, 0.9, 0.2], [0.0, 0.05]))
+)
+def test_the_same_tokens_as_on_the_host(device, coarse, top_k, top_p, min_p) -> None:
+    params = [SamplingParams(temperature=t, top_k=top_k, top_p=top_p, min_p=min_p) for t in (0.5, 1.0, 3.0)]
+    ours, theirs = both(rows_of(90, 1, coarse=coarse), sequences_of(90, *params), device)
+    assert [s.token_id for s in ours] == [s.token_id for s in theirs]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_small_vocabulary_is_its_own_candidates(device) -> None:
+    params = [SamplingParams(top_k=k, top_p=p) for k in (-1, 7, 29, 30, 500) for p in (1.0, 0.99, 0.5)]
+    ours, theirs = both(rows_of(150, 2, vocab=30), sequences_of(150, *params), device)
+    assert [s.token_id for s in ours] == [s.token_id for s in theirs]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("coarse", [False, True])
+def test_log_probabilities(device, coarse) -> None:
+    params = [SamplingParams(temperature=t, top_p=0.8, logprobs=n) for t in (0.0, 1.0) for n in (0, 5, 20)]
+    ours, theirs = both(rows_of(60, 3, coarse=coarse), sequences_of(60, *params), device)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.token_id == b.token_id and a.logprob is not None and b.logprob is not None
+        assert [i for i, _ in a.logprob.top] == [i for i, _ in b.logprob.top]
+        np.testing.assert_allclose([p for _, p in a.logprob.top], [p for _, p in b.logprob.top], atol=2e-5)
+        assert a.logprob.logprob == pytest.approx(b.logprob.logprob, abs=2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_equal_tokens_than_candidates(device) -> None:
+    logits = rows_of(8, 8)
+    logits[::2], logits[1] = 0.5, torch.where(logits[1] > 0, 3.0, 0.0)
+    params = [SamplingParams(temperature=t, top_k=k, logprobs=3) for t in (0.0, 1.0) for k in (-1, 10)]
+    ours, theirs = both(logits, sequences_of(8, *params), device)
+    assert [s.token_id for s in ours] == [s.token_id for s in theirs]
+    assert [[i for i, _ in s.logprob.top] for s in ours] == [[i for i, _ in s.logprob.top] for s in theirs]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_something_changes_are_chosen_on_the_host(device) -> None:
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, logit_bias={7: 100.0}),
+        SamplingParams(temperature=1.0, repetition_penalty=1.5),
+        SamplingParams(temperature=0.0, min_tokens=4),
+    ]
+    ours, theirs = both(rows_of(40, 4), sequences_of(40, *params), device)
+    assert [s.token_id for s in ours] == [s.token_id for s in theirs]
+    assert all(s.token_id == 7 for s in ours[1::4])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_without_a_maximum_choose_nothing_and_leave_the_others_alone(device) -> None:
+    logits = rows_of(6, 5)
+    logits[1, 100], logits[2, 5], logits[3] = math.nan, math.inf, -math.inf
+    sampling = sequences_of(6, SamplingParams(temperature=1.0), SamplingParams(temperature=0.0))
+    ours, theirs = both(logits, sampling, device)
+    assert [s.token_id for s in ours] == [s.token_id for s in theirs]
+    assert [s.token_id < 0 for s in ours] == [False, True, True, True, False, False]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_are_picked_and_fetched(device) -> None:
+    logits = rows_of(9, 6).to(device)
+    made = DeviceLogits(logits, best_of(logits).cpu(), HostRows(logits.device))
+    np.testing.assert_array_equal(made.fetched(slice(2, 5)), logits[2:5].cpu().numpy())
+    chosen = made.chosen([4, 8], sequences_of(2, SamplingParams(temperature=0.0)), EOS)
+    assert [s.token_id for s in chosen] == logits[[4, 8]].argmax(1).tolist()
+    assert made.chosen([], [], EOS) == []
+
+
+def test_most_rows_are_decided_by_their_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a usual model's settings need is there: nothing is fetched."""
+    monkeypatch.setattr(device_sampling, "CANDIDATES", 256)
+    logits = 2 * rows_of(50, 7, vocab=20_000)
+    sequences = sequences_of(
+        50, SamplingParams(temperature=0.6, top_p=0.95, top_k=20), SamplingParams(temperature=1.0)
+    )
+    assert None not in device_sampling.choose(logits, best_of(logits).numpy(), sequences)

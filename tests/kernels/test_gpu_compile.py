@@ -1,0 +1,174 @@
+"""Every Triton kernel is compiled to machine code for real GPUs, which takes Triton and no GPU; nothing is launched.
+
+And how often: a kernel that is compiled anew for other numbers of rows or sequences would stop everybody for a second
+or more while serving.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_gpu_dense_codes import coded
+from test_ops import make_batch, random_tables
+
+from gpu import HAS_TRITON, INTERPRETED
+from tandem import _core
+from tandem.config.model_config import RouterConfig
+from tandem.formats.reference import stored
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.ops import Rope, Tally
+
+if HAS_TRITON and not INTERPRETED:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    from tandem.kernels.gpu import attention_decode, attention_prefill, best, overlap
+    from tandem.kernels.gpu.ops import GpuOps
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not HAS_TRITON or INTERPRETED, reason="Triton is not installed, or it interprets kernels"
+    ),
+]
+PAGE = 16
+
+
+class Compiler:
+    """Stands in for launching: compiles what a launch would, once per variant."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+        self.backend = make_backend(self.target)
+        self.variants: dict[str, set[str]] = {}
+        self.shared_bytes = 96 << 10  # that a kernel may take
+
+    def run(self, function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        binder = create_function_from_signature(function.signature, function.params, self.backend)
+        bound, specialization, given = binder(*args, **options)
+        variants = self.variants.setdefault(function.fn.__name__, set())
+        if (key := f"{specialization} {given}") in variants:
+            return
+        variants.add(key)
+        parsed, signature, constants, attributes = function._pack_args(
+            self.backend, options, bound, specialization, given
+        )
+        source = ASTSource(function, signature, constants, attributes)
+        made = triton.compile(source, target=self.target, options=parsed.__dict__)
+        assert len(made.asm["cubin"]) > 0 and made.metadata.shared <= self.shared_bytes
+
+
+@pytest.fixture(params=[80, 90], ids=["sm80", "sm90"])
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    made = Compiler(request.param)
+
+    def launch(function: Any, *args: Any, **options: Any) -> None:
+        made.run(function, *args, **options)
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    monkeypatch.setattr(overlap, "can_overlap", lambda _: request.param >= 90)
+    return made
+
+
+@pytest.fixture(scope="module")
+def ops() -> GpuOps:
+    return GpuOps(torch.device("cpu"), CpuOps(_core.WorkerPool([-1]), "scalar"))
+
+
+def test_attention_is_compiled_once_for_all_mixtures_of_rows(compiler: Compiler, ops: GpuOps) -> None:
+    steps = [
+        ([(0, 5)], 0), ([(99, 100)], 0), ([(40, 41), (0, 30)], 1), ([(7, 8)] * 17 + [(0, 3)] * 16, 17),
+        ([(0, 130), (5, 6)], 0), ([(9, 10)] * 3, 3), ([(60, 61), (0, 1), (0, 16), (300, 316)], 2),
+    ]  # fmt: skip
+    for spans, single in steps:
+        tables, pages = random_tables(len(spans), max(end for _, end in spans))
+        k, v = torch.zeros(2, pages, PAGE, 4, 128, dtype=torch.bfloat16).unbind()
+        batch = replace(make_batch(spans, tables), single_rows=single)
+        q = torch.zeros(len(batch.positions), 32, 128, dtype=torch.bfloat16)
+        ops.attention(q, k, v, batch, 0.1, 0)
+        ops.attention(q, k, v, batch, 0.1, 64)
+    counts = {name: len(variants) for name, variants in compiler.variants.items()}
+    assert counts == {"_decode": 2, "_prefill": 1, "_merge": 1}  # decoding: few rows, and many
+
+
+def test_the_best_logit_is_compiled_once_for_any_number_of_rows(compiler: Compiler) -> None:
+    for rows in (1, 3, 16, 300):
+        best.best_of(torch.zeros(rows, 151936))
+    assert {name: len(variants) for name, variants in compiler.variants.items()} == {
+        "_of_part": 1,
+        "_of_row": 1,
+    }
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
+def test_attention_fits_the_shared_memory(
+    compiler: Compiler, ops: GpuOps, monkeypatch: pytest.MonkeyPatch, shared: int, dim: int
+) -> None:
+    """Of consumer GPUs, A100 and H100."""
+    if (compiler.target.arch == 80) == (shared == 227 << 10):
+        pytest.skip("no such GPU")
+    compiler.shared_bytes = shared
+    for module in (attention_decode, attention_prefill):
+        monkeypatch.setattr(module, "shared_bytes", lambda device: shared)
+    tables, pages = random_tables(2, 30)
+    k, v = torch.zeros(2, pages, PAGE, 4, dim, dtype=torch.bfloat16).unbind()
+    batch = replace(make_batch([(20, 21), (0, 30)], tables), single_rows=1)
+    ops.attention(torch.zeros(31, 32, dim, dtype=torch.bfloat16), k, v, batch, 0.1)
+    assert set(compiler.variants) == {"_decode", "_merge", "_prefill"}
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4", "fp8", "mxfp4", "nvfp4"])
+def test_experts(compiler: Compiler, ops: GpuOps, fmt: str) -> None:
+    if compiler.target.arch == 80 and fmt not in ("bf16", "int4"):
+        pytest.skip("one format of each size is enough for the older ones")
+    numbers = fmt in ("bf16", "int8", "int4")
+    layer = ops.gpu_experts(torch.arange(2), 256, 128, fmt if numbers else "bf16")
+    matrices = [torch.randn(128, 256), torch.randn(128, 256), torch.randn(256, 128)]
+    for expert in range(2):
+        layer.load(expert, *(matrices if numbers else [stored(m, fmt) for m in matrices]))
+    for tokens in (1, 2, 15, 17, 64, 100):
+        slots = torch.zeros(tokens, 2, dtype=torch.int32)
+        partial = layer.partial(torch.zeros(tokens, 256).bfloat16(), slots, torch.ones(tokens, 2))
+        layer.combine(partial, torch.zeros(tokens, 256))
+    counts = {name: len(variants) for name, variants in compiler.variants.items()}
+    # few rows and tiles have kernels of the same names
+    assert counts == {"_gate_up": 2, "_down": 2, "_combine": 1}
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int4", "fp8", "mxfp4", "nvfp4"])
+def test_dense_codes(compiler: Compiler, ops: GpuOps, fmt: str) -> None:
+    """A row, few rows; and unpacking for more."""
+    if compiler.target.arch == 80 and fmt not in ("fp8", "int4"):
+        pytest.skip("one format of each size is enough for the older ones")
+    linear = ops.linear(coded(256, 512, fmt), torch.randn(256))
+    for rows in (1, 2, 15, 16, 17, 300):
+        linear(torch.zeros(rows, 512).bfloat16())
+    counts = {name: len(variants) for name, variants in compiler.variants.items()}
+    assert counts == {"_row": 1, "_tile": 1, "_unpack": 1}
+
+
+def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:
+    tables, pages = random_tables(2, 50)
+    pools = torch.zeros(2, pages, PAGE, 4, 128, dtype=torch.bfloat16).unbind()
+    mlp, router = ops.mlp(256, 128), RouterConfig(64, 8)
+    mlp.load(torch.randn(128, 256), torch.randn(128, 256), torch.randn(256, 128))
+    angles, norm = torch.rand(50, 64), torch.ones(128).bfloat16()
+    for rows in (1, 3, 48):
+        x = torch.zeros(rows, 256).bfloat16()
+        ops.rms_norm(x, torch.ones(256).bfloat16(), 1e-6)
+        ops.add_rms_norm(x, x.clone(), torch.ones(256).bfloat16(), 1e-6)
+        mlp(x)
+        tally = Tally(*torch.zeros(2, 64, dtype=torch.int32), rows=torch.ones(1, dtype=torch.int32))
+        ops.route(torch.zeros(rows, 64), router, None, 1, tally)
+        ops.rope_store(
+            torch.zeros(rows, 40 * 128).bfloat16(), Rope(angles.cos(), angles.sin()), make_batch([(0, rows)], tables),
+            *pools, heads=32, kv_heads=4, head_dim=128, q_norm=norm, k_norm=norm,
+        )  # fmt: skip
+    counts = {name: len(variants) for name, variants in compiler.variants.items()}
+    assert counts == {"_rms_norm": 2, "_silu_mul": 1, "_route": 1, "_rope_store": 1, "_one_row": 2}

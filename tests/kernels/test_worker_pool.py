@@ -1,0 +1,110 @@
+"""The worker pool: its C++ contract test, plain and under the thread sanitizer, and its Python face; what tasks are."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tandem import _core
+
+ROOT = Path(__file__).parents[2]
+
+
+LAYER = {  # what a layer of experts on the scalar tier needs
+    "experts": "expert_layer expert_run expert_bytes expert_rows down foreseen_run own_pairs places node_slices "
+    "routing_plan",
+    "ops": "workspace integer_rows",
+    "format": "interleave layout pack quantise scale_table staged",
+    "runtime": "worker_pool memory mapped_file readable_file cpu_features bulk_copy",
+    "tier": "scalar",
+}
+SOURCES = {  # of csrc, beside the test itself
+    "task_sizes_test": [],
+    "own_pairs_test": ["runtime/worker_pool", "experts/own_pairs"],
+    "expert_layer_test": [f"{part}/{name}" for part, names in LAYER.items() for name in names.split()],
+}
+
+
+def build_and_run(tmp_path: Path, *flags: str, test: str = "worker_pool_test") -> str:
+    program = tmp_path / test
+    compile_ = ["c++", "-std=c++20", "-O1", "-g", f"-I{ROOT / 'csrc'}", *flags, "-pthread"]
+
+    def run(*arguments: object) -> None:
+        subprocess.run([*compile_, *map(str, arguments)], check=True, capture_output=True, text=True)
+
+    def build(source: Path) -> Path:
+        to = tmp_path / f"{source.stem}.o"
+        run("-c", source, "-o", to)
+        return to
+
+    sources = [ROOT / f"csrc/{name}.cc" for name in SOURCES.get(test, ["runtime/worker_pool"])]
+    with ThreadPoolExecutor(2) as builders:
+        objects = list(builders.map(build, [ROOT / f"tests/cpp/{test}.cc", *sources]))
+    run(*objects, "-o", program)
+    done = subprocess.run([str(program)], check=False, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_contract(tmp_path: Path) -> None:
+    assert build_and_run(tmp_path) == "worker_pool_test: ok\n"
+
+
+def test_tasks_have_every_pair_once(tmp_path: Path) -> None:
+    assert build_and_run(tmp_path, test="task_sizes_test") == "task_sizes_test: ok\n"
+
+
+def test_every_pair_belongs_to_who_fetches_it(tmp_path: Path) -> None:
+    assert build_and_run(tmp_path, test="own_pairs_test") == "own_pairs_test: ok\n"
+
+
+def test_early_tasks_where_threads_are_slow_at_the_worst_moments(tmp_path: Path) -> None:
+    pauses = f"{ROOT / 'tests/cpp/pool_pauses.h'}"
+    assert build_and_run(tmp_path, "-include", pauses, test="early_tasks_test") == "early_tasks_test: ok\n"
+
+
+@pytest.mark.slow
+def test_contract_under_thread_sanitizer(tmp_path: Path) -> None:
+    assert build_and_run(tmp_path, "-fsanitize=thread") == "worker_pool_test: ok\n"
+
+
+@pytest.mark.slow
+def test_early_tasks_under_thread_sanitizer(tmp_path: Path) -> None:
+    assert build_and_run(tmp_path, "-fsanitize=thread", test="early_tasks_test") == "early_tasks_test: ok\n"
+
+
+@pytest.mark.slow
+def test_expert_layer_under_thread_sanitizer(tmp_path: Path) -> None:
+    """Nobody overwrites a round's results while they are added up, and a call's fit their scratch."""
+    flags = ("-fsanitize=thread", "-DTANDEM_RESULT_BYTES=262144")
+    assert build_and_run(tmp_path, *flags, test="expert_layer_test") == "expert_layer_test: ok\n"
+
+
+def test_python_threads_share_one_pool() -> None:
+    pool = _core.WorkerPool([-1, -1], spin_us=50)
+    latencies: list[float] = []
+    threads = [threading.Thread(target=lambda: latencies.append(pool.start_latency(300))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(latencies) == 6 and len(pool) == 2
+
+
+def test_bad_cpus_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        _core.WorkerPool([])
+    with pytest.raises(ValueError, match="CPU 99999"):
+        _core.WorkerPool([0, 99999])
+
+
+def test_tiers_start_at_the_baseline() -> None:
+    order = ["scalar", "avx2", "avx512", "avx512_bf16", "amx"]
+    tiers = _core.supported_tiers()
+    assert tiers == order[: len(tiers)] and tiers
+    flags = Path("/proc/cpuinfo").read_text()
+    assert ("avx2" in tiers) == (" avx2 " in flags)

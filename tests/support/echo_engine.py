@@ -1,0 +1,128 @@
+"""The real engine around a model that repeats its prompt: the fast double for tests of the server.
+
+Text is bytes (token = byte), END closes every prompt, EOS follows the repetition. A prompt may start with a command:
+"crash!" kills the process, "stuck!" sleeps, "raise!" fails the step, "gpu is" does so for good. Answers of token-id
+prompts count up from "a".
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from echo_tokenizer import END, EOS, VOCAB, EchoTokenizer
+from fake_model import FakeLayout, fake_config, fake_plan
+from tandem.config import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.start.parts import EngineParts
+from tandem.errors import CheckpointError, EngineError
+from tandem.server.engine_process import LoadedEngine
+
+PAGES, CONTEXT = 2048, 4096
+
+
+class EchoModel:
+    """Keeps its tokens in the KV pages, so that wrong pages give wrong answers."""
+
+    kv_layout = FakeLayout()
+
+    def __init__(self, seconds_per_step: float = 0.0) -> None:
+        self.seconds_per_step = seconds_per_step
+
+    def forward(self, batch, kv) -> torch.Tensor:
+        time.sleep(self.seconds_per_step)
+        for k_pages, _ in kv:
+            k_pages.view(-1)[batch.cache_slots] = batch.input_ids.to(k_pages.dtype)
+        rows = [self._row(batch, kv[-1][0], int(row)) for row in batch.logits_rows]
+        return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, VOCAB)
+
+    def _row(self, batch, k_pages, row: int) -> np.ndarray:
+        s = int(np.searchsorted(batch.query_starts.numpy(), row, side="right")) - 1
+        length = int(batch.positions[row]) + 1
+        pages = batch.block_tables[s, : -(-length // k_pages.shape[1])].long()
+        tokens = k_pages[pages].flatten()[:length].to(torch.int64).tolist()
+        return echo_logits(tokens)
+
+
+def echo_logits(tokens: list[int]) -> np.ndarray:
+    _obey(bytes(t for t in tokens[:6] if t < 256))
+    logits = np.zeros(VOCAB, dtype=np.float32)
+    logits[_next_token(tokens)] = 40.0  # certain at any usual temperature
+    return logits
+
+
+def _next_token(tokens: list[int]) -> int:
+    if END not in tokens:
+        return 97 + len(tokens) % 26
+    end = tokens.index(END)
+    place = len(tokens) - end - 1
+    return tokens[place] if place < end else EOS
+
+
+def _obey(command: bytes) -> None:
+    if command == b"crash!":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if command == b"stuck!":
+        time.sleep(3600)
+    if command == b"gpu is":
+        raise DeadGpu("an illegal memory access was encountered")
+    if command == b"raise!":
+        raise RuntimeError("the echo model was told to fail")
+
+
+class DeadGpu(RuntimeError):
+    """As `GpuRunner.after_failure` finds out."""
+
+
+def after_failure() -> None:
+    if isinstance(sys.exc_info()[1], DeadGpu):
+        raise EngineError("the GPU stopped working")
+
+
+def build(seconds_per_step: float = 0.0, context_length: int = CONTEXT) -> LoadedEngine:
+    plan = fake_plan(
+        context_length=context_length, num_pages=PAGES, max_running_requests=64, max_step_tokens=512
+    )
+    config = fake_config()
+    object.__setattr__(config, "vocab", VOCAB)
+    object.__setattr__(config, "eos_ids", (EOS,))
+    engine = Engine.from_parts(EngineParts(plan, config, EchoModel(seconds_per_step), EchoTokenizer()))
+    engine._runner.after_failure = after_failure
+    return LoadedEngine(engine, plan, "echo", "echo", VOCAB)
+
+
+def load(config: EngineConfig) -> LoadedEngine:
+    """For the engine process: "echo_engine:load"."""
+    return build(seconds_per_step=0.002)
+
+
+def load_slow(config: EngineConfig) -> LoadedEngine:
+    return build(seconds_per_step=0.1)
+
+
+def load_and_say(config: EngineConfig) -> LoadedEngine:
+    """As the real one prints its plan."""
+    for stream in (sys.stdout, sys.stderr):
+        print("the plan", file=stream, flush=True)
+    return load(config)
+
+
+def load_when_told(config: EngineConfig) -> LoadedEngine:
+    """When the file `served_model_name` is there."""
+    while not Path(str(config.served_model_name)).exists():
+        time.sleep(0.02)
+    return load(config)
+
+
+def load_broken(config: EngineConfig) -> LoadedEngine:
+    raise CheckpointError("this model is broken on purpose; give another")
+
+
+def load_crashing(config: EngineConfig) -> LoadedEngine:
+    raise ZeroDivisionError("a bug while loading")

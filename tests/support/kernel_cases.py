@@ -1,0 +1,126 @@
+"""What the kernel tests share: tiers, formats, pools, and the error bound of a packed product."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem import _core
+from tandem.errors import CacheDamaged
+from tandem.formats.reference import STORED, magnitudes, stored
+from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
+from tandem.kernels.fit import as_packed
+from tandem.kernels.packed.cache import PackedCache
+
+TIERS = ["scalar", "avx2", "avx512", "avx512_bf16", "amx", "amx_standin"]
+# Row results do not depend on the batch; AMX sums in the tile's own order.
+INVARIANT_TIERS = TIERS[:4]
+FORMATS = [
+    ("f32", 0),
+    ("bf16", 0),
+    ("int8", 32),
+    ("int8", 128),
+    ("int8", 0),
+    ("int4", 32),
+    ("int4", 64),
+    ("int4", 128),
+    ("fp8", 128),
+    ("fp8", 0),
+    ("mxfp8", 32),
+    ("mxfp4", 32),
+    ("nvfp4", 16),
+    ("int4_zeros", 32),
+    ("int4_zeros", 128),
+    ("int6", 16),
+    ("int6", 128),
+]
+CODE_TYPES = {
+    "mxfp8": "fp8",
+    "mxfp4": "fp4",
+    "nvfp4": "fp4",
+    "int4_zeros": "uint4",
+}  # what the core calls the format, where it differs
+ALGORITHMS = {"dot_rows": 1 << 30, "tile_mm": 0}  # as Workspace's tile_from_rows
+
+F32_UNIT, F16_UNIT, BF16_UNIT = 2.0**-24, 2.0**-11, 2.0**-8  # largest relative error of one rounding
+
+
+def require_tier(tier: str) -> None:
+    if tier != "amx_standin" and tier not in _core.supported_tiers():
+        pytest.skip(f"this CPU cannot run tier {tier}: it has {', '.join(_core.supported_tiers())}")
+
+
+@functools.cache
+def pool_of(threads: int) -> WorkerPool:
+    return WorkerPool([-1] * threads, 20)
+
+
+@functools.cache
+def workspace_of(tier: str, algorithm: str = "auto", threads: int = 2) -> Workspace:
+    return Workspace(pool_of(threads), tier, ALGORITHMS.get(algorithm, -1))
+
+
+def packed_matrix(
+    workspace: Workspace, weight: Tensor, bias: Tensor | None, fmt: str, group: int
+) -> PackedMatrix:
+    """From numbers, or in formats that only checkpoints make, from codes."""
+    if fmt in STORED:
+        return PackedMatrix.from_codes(workspace, stored(weight, fmt, group), bias)
+    return PackedMatrix(workspace, weight, bias, fmt, group)
+
+
+def packed_experts(
+    workspace: Workspace, experts: int, hidden: int, width: int, fmt: str, group: int
+) -> PackedExperts:
+    if fmt in STORED:
+        return PackedExperts(workspace, experts, hidden, width)  # the codes decide
+    return PackedExperts(workspace, experts, hidden, width, fmt, group=group)
+
+
+def load_expert(
+    layer: PackedExperts,
+    expert: int,
+    weights: tuple[Tensor, Tensor, Tensor],
+    fmt: str,
+    group: int,
+    **biases: Tensor,
+) -> None:
+    """gate, up and down, as numbers or as codes."""
+    gate, up, down = (stored(w, fmt, group) for w in weights) if fmt in STORED else weights
+    layer.load(expert, gate, up, down, **biases)
+
+
+def magnitude_of(weight: Tensor, fmt: str, group: int) -> Tensor:
+    """What a product's rounding errors are relative to, per weight."""
+    return magnitudes(stored(weight, fmt, group)) if fmt in STORED else as_packed(weight, fmt, group).abs()
+
+
+def product_bound(magnitude: Tensor, depth: int, fmt: str, group: int, tier: str) -> Tensor:
+    """Largest error of a float32 sum of `depth` products, where magnitude = sum of |x * w| per output.
+
+    Each step rounds at most twice (product and sum, tiers without FMA; group sums and scales add a few). AMX rounds
+    weights once more to bfloat16 when their group scales are multiplied in, after rounding scale and product to half
+    (csrc/isa/avx512_fp16.h). Weights with offsets are rounded relative to their group's largest; random ones keep this.
+    """
+    bound = (2 * depth + 16) * F32_UNIT * magnitude
+    if group and tier.startswith("amx"):
+        bound = bound + (BF16_UNIT + 2 * F16_UNIT) * magnitude
+    return bound
+
+
+def activations(rows: int, length: int, fmt: str, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, length, generator=generator)
+    return x if fmt == "f32" else x.bfloat16()
+
+
+def opened(cache: PackedCache) -> bool:
+    """Mapped and verified, as a start does. False when there is no file that can be used."""
+    with suppress(CacheDamaged):
+        cache.begin()
+        cache.confirm(lambda _done, _total: None)
+    return cache.mapped
