@@ -17,8 +17,9 @@ CPP = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cc", 
 
 # Imports go from a higher number to a lower one, or stay inside a package.
 LAYERS = {
-    "errors": 0, "_core": 0, "config": 1, "formats": 2, "checkpoint": 3, "kernels": 3, "experts": 4, "models": 5,
-    "engine": 6, "quality": 7, "server": 7, "convert": 8, "bench": 9, "cli": 10, "launch_server": 11, "__main__": 11,
+    "errors": 0, "_core": 0, "config": 1, "architectures": 2, "formats": 3, "checkpoint": 4, "kernels": 4, "experts": 5,
+    "models": 6, "engine": 7, "quality": 8, "server": 8, "convert": 9, "bench": 10, "cli": 11, "launch_server": 12,
+    "__main__": 12,
 }  # fmt: skip
 
 UPWARD_ALLOWED = {
@@ -27,12 +28,13 @@ UPWARD_ALLOWED = {
         "tandem.engine.llm",
     ): "tandem.LLM is the library's front door; imported when it is first asked for",
     ("tandem", "tandem.engine.protocol"): "tandem.SamplingParams, likewise",
-}
-CYCLE_ALLOWED = {
     (
         "tandem.config.model_config",
-        "tandem.config.families",
+        "tandem.architectures",
     ): "ModelConfig.load chooses the family, which builds one",
+}
+CYCLE_ALLOWED = {
+    ("tandem.config.model_config", "tandem.architectures"): "as above",
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

@@ -255,7 +255,7 @@ SIZES = {
         ({}, "lacks llama.attention.head_count: convert"),
         (SIZES | {"llama__block_count": "x"}, "llama.block_count is 'x', not a int"),
         (SIZES | {"llama__block_count": 0}, "num_hidden_layers is 0"),
-        (SIZES | {"llama__rope__scaling__type": "yarn"}, "rope type 'yarn' is not supported"),
+        (SIZES | {"llama__rope__scaling__type": "longrope"}, "rope type 'longrope' is not supported"),
         (SIZES | {"llama__attention__head_count_kv": [1, 2]}, "head_count_kv differs between layers"),
     ],
 )

@@ -41,7 +41,7 @@ def qwen3(hidden: int, width: int, layers: int = 1) -> ModelConfig:
 def test_experts_take_what_is_planned(hidden: int, width: int, fmt: str) -> None:
     config = qwen3(hidden, width)
     layer = PackedExperts(
-        Workspace(_core.WorkerPool([-1]), "scalar"), 1, config.hidden, config.moe.width, fmt
+        Workspace(_core.WorkerPool([-1]), "scalar"), 1, config.hidden, config.moe.experts.width, fmt
     )
     assert layer.bytes_per_expert == pytest.approx(config.expert_bytes(fmt), rel=0.03)
 
@@ -107,7 +107,7 @@ def test_an_engine_beside_a_gpu_takes_scratch_as_planned() -> None:
     """The same parts without a GPU: what the core holds is experts and scratch, to the byte."""
     before, config = _core.buffer_bytes(), qwen3(2048, 512)
     workspace = Workspace(_core.WorkerPool([-1, -1]), "scalar")
-    layer = PackedExperts(workspace, 128, config.hidden, config.moe.width, "int4", places=5)
+    layer = PackedExperts(workspace, 128, config.hidden, config.moe.experts.width, "int4", places=5)
     weights = [torch.zeros(shape, dtype=torch.bfloat16) for shape in ((512, 2048), (512, 2048), (2048, 512))]
     layer.load(0, *weights)
     share = HostShare(123, layer.bytes_per_expert, 2, step_tokens=16, graph_sizes=(), pages=9, top_k=8)

@@ -5,9 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_plan import GIB, INT4, MODEL, MOE, machine, plan, reason
+from test_plan import GIB, INT4, MODEL, MOE, machine, model_of, plan, reason
 
-from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormat, StoredFormats, resolve
+from tandem.config import (
+    EngineConfig,
+    Experts,
+    Machine,
+    ModelConfig,
+    Plan,
+    StoredFormat,
+    StoredFormats,
+    resolve,
+)
 from tandem.config.cuda_graphs import SMALL_GRAPH_SIZES as SMALL
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, dense_bytes
 from tandem.config.gpus import Gpu
@@ -158,7 +167,7 @@ QWEN3 = ModelConfig.from_dict(
         "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_theta": 1e7,
     }
 )  # fmt: skip
-QWEN3_KV = QWEN3.kv_bytes_per_token("bfloat16")
+QWEN3_KV = QWEN3.state_layout("bfloat16").token_bytes
 
 
 def qwen3(gpu_gib: int, positions: int = 262144, **flags: object) -> Plan:
@@ -278,7 +287,7 @@ def test_unreadable_experts_asked_for_on_the_gpu_are_an_error(flags: dict[str, o
 
 
 def test_sizes_that_the_gpu_kernels_do_not_take() -> None:
-    odd_experts = replace(MODEL, moe=replace(MOE, width=191, shared_width=0))
+    odd_experts = model_of(replace(MOE, experts=Experts(32, 191), shared=None))
     p = plan(with_gpu(), odd_experts)
     assert p.gpu is not None and p.gpu.experts == 0 and "even width, not 191" in reason(p, "GPU experts")
     p = plan(with_gpu(), replace(MODEL, hidden=580))

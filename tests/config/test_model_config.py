@@ -26,10 +26,10 @@ GLM = {
 
 def test_glm_as_published():
     config = ModelConfig.from_dict(GLM)
-    attention, router = config.attention, config.moe.router
-    assert (attention.heads, attention.kv_heads, attention.head_dim, attention.rotary_dim) == (96, 8, 128, 64)
-    assert attention.rope_theta == 1e6 and attention.qkv_bias and not attention.out_bias
-    assert config.moe.layers == tuple(range(1, 46)) and config.moe.shared_width == 1408
+    attention, router = config.mixers[0], config.moe.router
+    assert (attention.heads, attention.kv_heads, attention.head_dim, attention.rope.dims) == (96, 8, 128, 64)
+    assert attention.rope.theta == 1e6 and attention.qkv_bias and not attention.out_bias
+    assert config.moe_layers == tuple(range(1, 46)) and config.moe.shared.width == 1408
     assert router.score == "sigmoid" and router.has_bias and router.float32_logits
     assert config.eos_ids == (151329, 151336)
     embedding = config.vocab * config.hidden
@@ -44,7 +44,7 @@ def test_generation_config_decides_the_end_tokens():
 def test_both_spellings_of_rope_say_the_same():
     new = {k: v for k, v in GLM.items() if k not in ("rope_theta", "partial_rotary_factor", "rope_scaling")}
     new["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
-    assert ModelConfig.from_dict(new).attention == ModelConfig.from_dict(GLM).attention
+    assert ModelConfig.from_dict(new).layers == ModelConfig.from_dict(GLM).layers
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -83,13 +83,13 @@ def test_deepseek_v3_is_what_its_authors_say_it_is():
     """671 B parameters (arXiv 2412.19437), 576 numbers per token and layer in the cache, nothing left unread."""
     config = ModelConfig.from_dict(DEEPSEEK)
     assert round((config.dense_params + config.routed_params + config.vocab * config.hidden) / 1e9) == 671
-    assert config.kv_bytes_per_token("bfloat16") == 61 * 576 * 2
+    assert config.state_layout("bfloat16").token_bytes == 61 * 576 * 2
     assert config.unread_keys == ()
-    attention = config.attention
-    assert attention.yarn.table_factor == 1.0
-    assert attention.softmax_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    attention = config.mixers[0]
+    assert attention.rope.table_factor == 1.0
+    assert attention.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
     kimi = ModelConfig.from_dict(DEEPSEEK | {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1})
-    assert kimi.moe.router.num_groups == 1 and kimi.attention == attention
+    assert kimi.moe.router.num_groups == 1 and kimi.mixers[0] == attention
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,9 @@ def test_deepseek_v3_is_what_its_authors_say_it_is():
     [
         ("topk_method", "greedy", "topk_method = 'greedy' is not supported .*'noaux_tc' is"),
         ("rope_interleave", False, "rope_interleave = False is not supported"),
-        (
-            "rope_scaling",
-            {"type": "linear", "factor": 2},
-            "rope type 'linear' is not supported here; .*'yarn'",
-        ),
-        ("rope_scaling", {"type": "yarn", "factor": 4}, "lacks 'original_max_position_embeddings'"),
+        ("rope_scaling", {"type": "longrope", "factor": 2}, "rope type 'longrope' is not supported; .*yarn"),
+        ("rope_scaling", {"type": "yarn"}, "lacks 'factor'"),
+        ("rope_scaling", {"type": "yarn", "factor": 0.5}, "factor 0.5 must be at least 1"),
         ("moe_layer_freq", 2, "moe_layer_freq = 2 is not supported"),
         ("qk_rope_head_dim", 63, "qk_rope_head_dim 63 even; try 1536 and 64"),
     ],
@@ -114,7 +111,7 @@ def test_deepseek_keys_that_mean_something_else_are_refused(key, value, message)
 
 def test_sizes_for_the_planner():
     config = ModelConfig.from_dict(GLM)
-    assert config.kv_bytes_per_token("bfloat16") == 46 * 2 * 8 * 128 * 2
+    assert config.state_layout("bfloat16").token_bytes == 46 * 2 * 8 * 128 * 2
     assert config.expert_bytes("bf16") == 3 * 4096 * 1408 * 2
     routed = 45 * 128 * config.expert_bytes("bf16")
     assert config.weight_bytes("bfloat16", "bf16") == 2 * config.dense_params + routed
@@ -135,7 +132,9 @@ def test_a_missing_key_is_named_with_a_value_to_try(key):
         ("hidden_size", "4096", "hidden_size is '4096', not a int"),
         ("hidden_size", 0, "must be 1 to"),
         ("hidden_act", "gelu", "hidden_act = 'gelu' is not supported"),
-        ("rope_scaling", {"type": "yarn", "factor": 4.0}, "rope type 'yarn'"),
+        ("rope_scaling", {"type": "dynamic", "factor": 4.0}, "rope type 'dynamic'"),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps is nan"),
+        ("rope_theta", 0, "rope_theta is 0"),
         ("num_key_value_heads", 7, "does not divide"),
         ("num_experts_per_tok", 129, "more than the 128 experts"),
         ("n_group", 3, "n_group 3, topk_group 1"),

@@ -8,25 +8,38 @@ from dataclasses import replace
 import pytest
 
 from tandem.config import (
-    AttentionConfig,
+    Dense,
     EngineConfig,
+    Experts,
+    Gqa,
     Machine,
     ModelConfig,
-    MoEConfig,
+    Moe,
+    Norm,
     Plan,
-    RouterConfig,
+    Router,
     StoredFormat,
     StoredFormats,
     resolve,
 )
+from tandem.config.layers import pre_norm
 from tandem.config.machine import TIERS, Core
 from tandem.config.memory import DEFAULT_KV_BYTES, DEFAULT_PREFILL_TOKENS, WORKSPACE_BYTES
+from tandem.config.rope import Rope
 from tandem.errors import ConfigError
 
 GIB = 1 << 30
-ATTENTION = AttentionConfig(9, 3, 64, 32, 1e4, False, False, "none", (0,) * 30)
-MOE = MoEConfig(tuple(range(30)), 192, 192, False, RouterConfig(num_experts=32, top_k=8))
-MODEL = ModelConfig("glm4_moe", 576, 30, 49152, 1e-5, 1536, True, 8192, ATTENTION, MOE)
+NORM = Norm(1e-5)
+ATTENTION = Gqa(9, 3, 64, Rope(1e4, 32))
+MOE = Moe(Router(num_experts=32, top_k=8), Experts(32, 192), Dense(192))
+
+
+def model_of(moe: Moe) -> ModelConfig:
+    layers = (pre_norm(ATTENTION, moe, NORM),) * 30
+    return ModelConfig("glm4_moe", 576, 49152, layers, NORM, True, 8192)
+
+
+MODEL = model_of(MOE)
 KV_BYTES = 2 * 30 * 3 * 64 * 2  # K and V × layers × heads × head_dim × bf16
 
 
@@ -227,8 +240,8 @@ def test_context_length_is_bounded_by_the_model() -> None:
 
 
 def big_model() -> ModelConfig:
-    router = RouterConfig(num_experts=256, top_k=8)
-    return replace(MODEL, hidden=7168, moe=replace(MOE, width=2048, shared_width=2048, router=router))
+    moe = Moe(Router(num_experts=256, top_k=8), Experts(256, 2048), Dense(2048))
+    return replace(model_of(moe), hidden=7168)
 
 
 def test_a_model_that_does_not_fit_says_the_numbers_and_a_way_out() -> None:
@@ -261,9 +274,9 @@ def test_shared_experts_are_fused_only_where_that_is_the_same() -> None:
     ).fuse_shared_experts  # it would be rounded with the routed ones
     assert plan(machine(), dtype="float32").fuse_shared_experts
     assert not plan(machine(), dtype="float32", kt_method="BF16").fuse_shared_experts  # so too
-    gated = replace(MODEL, moe=replace(MOE, shared_gate=True))
-    uneven = replace(MODEL, moe=replace(MOE, shared_width=100))
-    none = replace(MODEL, moe=replace(MOE, shared_width=0))
+    gated = model_of(replace(MOE, shared_gate=True))
+    uneven = model_of(replace(MOE, shared=Dense(100)))
+    none = model_of(replace(MOE, shared=None))
     assert not any(plan(machine(), m).fuse_shared_experts for m in (gated, uneven, none))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config import EngineConfig, RouterConfig
+from tandem.config import EngineConfig, Router
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.engine.start.loader import load_parts
@@ -46,7 +46,7 @@ class Steps:
         ids = []
         for layer in range(LAYERS):
             logits = torch.randn(count, EXPERTS, generator=self._generator)
-            routing = TorchOps().route(logits, RouterConfig(EXPERTS, TOP_K), None, 1, self.usage.tally(layer))
+            routing = TorchOps().route(logits, Router(EXPERTS, TOP_K), None, 1, self.usage.tally(layer))
             ids.append(routing.ids[:, :TOP_K])
         if fail:
             self.recorder.after_failure()
@@ -297,17 +297,18 @@ def test_the_engine_records_each_token_once(tiny_models, tmp_path: Path, variant
     generate(engine, list(range(20)), [7])
     engine.record_experts("stop").result(120)
     answer = engine.record_experts("dump").result(120)
-    record, moe = read_usage(answer.file), engine.model_config.moe
+    record, config = read_usage(answer.file), engine.model_config
+    moe, layers = config.moe, config.moe_layers
     assert (answer.recording, answer.mode, answer.tokens) == (False, "per_token", 20 + 5 + 1 + 5)
-    assert record.layers == moe.layers and record.model == variant and record.passes == answer.passes
-    assert record.topk_ids.shape == (31, len(moe.layers), moe.router.top_k)
-    assert record.total.sum(1).tolist() == [31.0 * moe.router.top_k] * len(moe.layers)
+    assert record.layers == layers and record.model == variant and record.passes == answer.passes
+    assert record.topk_ids.shape == (31, len(layers), moe.router.top_k)
+    assert record.total.sum(1).tolist() == [31.0 * moe.router.top_k] * len(layers)
     for request, tokens in ((1, 25), (2, 6)):
         assert record.positions[record.requests == request].tolist() == list(range(tokens))
     starts = record.pass_tokens.cumsum(0) - record.pass_tokens
     for counts, first, count in zip(record.counts, starts, record.pass_tokens, strict=True):
         ids = record.topk_ids[first : first + count]
-        for layer in range(len(moe.layers)):
+        for layer in range(len(layers)):
             here = torch.bincount(ids[:, layer].flatten().long(), minlength=moe.router.num_experts)
             assert torch.equal(counts[layer].long(), here)
 

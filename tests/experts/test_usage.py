@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu import DEVICE, needs_triton
 from tandem import _core
-from tandem.config import RouterConfig
+from tandem.config import Router
 from tandem.engine import expert_statistics
 from tandem.engine.expert_statistics import ExpertMeter
 from tandem.errors import KernelError
@@ -25,14 +25,14 @@ from tandem.kernels.ops import Ops, Tally
 from tandem.kernels.reference import TorchOps
 
 ROUTERS = [
-    RouterConfig(num_experts=60, top_k=4, normalize=False),
-    RouterConfig(num_experts=64, top_k=6, score="sigmoid", num_groups=8, top_groups=3, scale=2.5),
-    RouterConfig(num_experts=512, top_k=10),
-    RouterConfig(num_experts=3, top_k=3),
+    Router(num_experts=60, top_k=4, normalize=False),
+    Router(num_experts=64, top_k=6, score="sigmoid", num_groups=8, top_groups=3, scale=2.5),
+    Router(num_experts=512, top_k=10),
+    Router(num_experts=3, top_k=3),
 ]
 
 
-def tally_of(router: RouterConfig, rows: int, counted: int | None = None) -> Tally:
+def tally_of(router: Router, rows: int, counted: int | None = None) -> Tally:
     kind, where = (torch.int64, "cpu") if counted is None else (torch.int32, DEVICE)
     counts = [torch.zeros(router.num_experts, dtype=kind, device=where) for _ in range(2)]
     chosen = torch.full((rows, router.top_k), -1, dtype=torch.int32, device=where)
@@ -40,7 +40,7 @@ def tally_of(router: RouterConfig, rows: int, counted: int | None = None) -> Tal
     return Tally(counts[0], counts[1], chosen, real)
 
 
-def check(tally: Tally, ids: Tensor, router: RouterConfig, counted: int) -> None:
+def check(tally: Tally, ids: Tensor, router: Router, counted: int) -> None:
     """Against a count written out. ids: what the same call returned, shared experts behind the routed ones."""
     expected = torch.zeros(router.num_experts, dtype=torch.int64)
     for row in ids[:counted, : router.top_k].tolist():
@@ -61,7 +61,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda r: str(r.num_experts))
 @pytest.mark.parametrize("shared", [0, 2])
 @pytest.mark.parametrize("rows", [1, 300])
-def test_route_counts_the_routed_experts(ops: Ops, router: RouterConfig, shared: int, rows: int) -> None:
+def test_route_counts_the_routed_experts(ops: Ops, router: Router, shared: int, rows: int) -> None:
     logits = torch.randn(rows, router.num_experts, generator=torch.Generator().manual_seed(rows))
     tally = tally_of(router, rows + 5)
     routing = ops.route(logits, router, None, shared, tally)
@@ -74,7 +74,7 @@ def test_route_counts_the_routed_experts(ops: Ops, router: RouterConfig, shared:
 @needs_triton
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda r: str(r.num_experts))
 @pytest.mark.parametrize("shared", [0, 2])
-def test_route_on_a_gpu_leaves_out_padded_rows(router: RouterConfig, shared: int) -> None:
+def test_route_on_a_gpu_leaves_out_padded_rows(router: Router, shared: int) -> None:
     from tandem.kernels.gpu.ops import GpuOps
 
     gpu = GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1]), "scalar"))
@@ -158,7 +158,7 @@ def test_recorded_steps_count_as_the_others(tiny_models, variant: str) -> None:
 
 def fake_step(usage: ExpertUsage, ids: Tensor, counted: int) -> None:
     """As a CUDA graph does it: all rows are routed, the first `counted` are real."""
-    router = RouterConfig(num_experts=usage.shape[1], top_k=ids.shape[2])
+    router = Router(num_experts=usage.shape[1], top_k=ids.shape[2])
     usage.begin(torch.tensor([counted], dtype=torch.int32))
     for layer in range(usage.shape[0]):
         logits = torch.full((ids.shape[1], usage.shape[1]), -9.0).scatter_(1, ids[layer], 9.0)

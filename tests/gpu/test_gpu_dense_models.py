@@ -123,7 +123,7 @@ def test_what_has_no_kernels_is_joined_as_numbers(model: Path, ops: GpuOps, tmp_
     formats = {"q_proj": "awq", "k_proj": "fp8 blocks", "v_proj": "awq", "o_proj": "awq"}
     quantised, plain = save_quantised(model, tmp_path, lambda module: formats.get(module.rpartition(".")[2]))
     session = GpuSession(quantised, ops, planned(quantised), codes=True)
-    attention = session.model.layers[0].attention
+    attention = session.model.layers[0].blocks[0].operator
     assert isinstance(attention.qkv, SideBySide) and isinstance(attention.out, GpuLinear)
     assert [type(part) for part in attention.qkv.parts] == [GpuLinear, GpuCodes, GpuLinear]
     exact = expected(plain)
@@ -142,7 +142,7 @@ def test_the_plan_counts_what_dense_matrices_take(
     matrices = {id(read.weights): read.weights for layer in session.model.layers for read in layer.reads()}
     held = sum(_bytes(m) for m in [*matrices.values(), session.model.head])
     embedding = config.vocab * config.hidden * 2
-    norms = (2 * config.layers + 1) * config.hidden * 2
+    norms = (2 * len(config.layers) + 1) * config.hidden * 2
     assert held + norms == pytest.approx(dense_bytes(config, "bfloat16", stored) - embedding, rel=0.05)
 
 

@@ -21,6 +21,7 @@ from tandem import _core
 from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_plan import GpuPlan
+from tandem.engine.state.arrays import allocate
 from tandem.errors import EngineError
 from tandem.experts.live.copies import CudaCopies, hold_all
 from tandem.experts.live.exchange import LiveExchange
@@ -115,25 +116,21 @@ class Session:
         from tandem.engine.start.gpu_side import gpu_side
 
         config = ModelConfig.load(path)
-        experts = config.moe.router.num_experts * len(config.moe.layers)
+        experts = config.routed_experts
         made = replace(plan(share, graphs, experts, patience, moving, foresight), expert_format=fmt)
         self.pool = _core.WorkerPool([-1, -1])
         self.side = gpu_side(made, config, CpuOps(self.pool, made.tier))
         self.usage = ExpertUsage(
-            len(config.moe.layers), config.moe.router.num_experts,
+            len(config.moe_layers), config.moe.router.num_experts,
             device=self.side.ops.device, padded=True, on_gpu=self.side.placement.on_gpu,
             chosen=(256, config.moe.router.top_k),
         )  # fmt: skip
         self.model = build(
             config, made, open_checkpoint(path), self.side.ops, None, self.side.store, usage=self.usage
         )
-        layers, kv_heads, dim, *_ = self.model.kv_layout
-        shape = (ROWS * PAGES, PAGE, kv_heads, dim)
-        kv = [
-            tuple(torch.zeros(2, *shape, dtype=torch.bfloat16, device="cuda").unbind()) for _ in range(layers)
-        ]
+        states = allocate(config.state_layout("bfloat16", PAGE), ROWS * PAGES, torch.device("cuda"))
         self.runner = GpuRunner(
-            self.model, kv, self.side.handoff, GraphPlan(graphs, PAGES), page_size=PAGE, max_step_tokens=256,
+            self.model, states, self.side.handoff, GraphPlan(graphs, PAGES), page_size=PAGE, max_step_tokens=256,
             usage=self.usage, live=restless(self.side, self.usage) if moving else None,
         )  # fmt: skip
 
@@ -178,11 +175,9 @@ def on_the_cpu(path: Path, dtype: str) -> Tensor:
     fmt = "f32" if dtype == "float32" else "bf16"
     made = replace(plan(0.0, (), 0), dtype=dtype, expert_format=fmt, gpu=None)
     model = build(config, made, open_checkpoint(path), CpuOps(_core.WorkerPool([-1, -1]), made.tier))
-    layers, kv_heads, dim, *_ = model.kv_layout
-    shape = (ROWS * PAGES, PAGE, kv_heads, dim)
-    kv = [tuple(torch.zeros(2, *shape, dtype=getattr(torch, dtype)).unbind()) for _ in range(layers)]
+    states = allocate(config.state_layout(dtype, PAGE), ROWS * PAGES)
     with torch.inference_mode():
-        logits = model.forward(batch_of(list(range(ROWS)), 0, PROMPT + DECODED), kv)
+        logits = model.forward(batch_of(list(range(ROWS)), 0, PROMPT + DECODED), states)
     return logits.view(ROWS, PROMPT + DECODED, -1)
 
 

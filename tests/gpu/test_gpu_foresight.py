@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from tandem import _core
 from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_plan import GpuPlan
+from tandem.engine.state.arrays import allocate
 from tandem.experts import handoff as module
 from tandem.experts.handoff import Handoff, HandoffSizes, HintCounts
 from tandem.experts.mailbox_kernels import GAVE_UP
@@ -84,7 +85,7 @@ class PlayedMailbox(module._Mailbox):
 def decoded(path, share: float, foresight: bool) -> tuple[Tensor, HintCounts]:
     """Logits of a first decode step."""
     config = ModelConfig.load(path)
-    experts = config.moe.router.num_experts * len(config.moe.layers)
+    experts = config.routed_experts
     plan = Plan(
         dtype="bfloat16", expert_format="bf16", tier="scalar", cpus=(-1, -1), context_length=32, page_size=PAGE,
         num_pages=ROWS, max_running_requests=ROWS, max_step_tokens=ROWS, radix_cache=False, fuse_shared_experts=True,
@@ -92,7 +93,7 @@ def decoded(path, share: float, foresight: bool) -> tuple[Tensor, HintCounts]:
     )  # fmt: skip
     ops = GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1, -1]), "scalar"))
     router = config.moe.router
-    placement = place("uniform", len(config.moe.layers), router.num_experts, round(share * experts), None)
+    placement = place("uniform", len(config.moe_layers), router.num_experts, round(share * experts), None)
     sizes = HandoffSizes(ROWS, ROWS, config.hidden, router.top_k + config.moe.fusible_shared)
     handoff = Handoff(sizes, DEVICE, PATIENCE, foresight)
     model = build(
@@ -103,8 +104,7 @@ def decoded(path, share: float, foresight: bool) -> tuple[Tensor, HintCounts]:
 
 
 def run(model: Any, handoff: Handoff) -> Tensor:
-    layers, kv_heads, dim, _ = model.kv_layout
-    kv = [torch.zeros(2, ROWS, PAGE, kv_heads, dim, dtype=torch.bfloat16).unbind() for _ in range(layers)]
+    states = allocate(model.config.state_layout("bfloat16", PAGE), ROWS)
     rows, found = torch.arange(ROWS), list[Tensor]()
     batch = ForwardBatch(
         input_ids=rows * 31 % VOCAB, positions=rows * 0, cache_slots=rows * PAGE,
@@ -114,11 +114,11 @@ def run(model: Any, handoff: Handoff) -> Tensor:
 
     def gpu() -> None:
         with torch.inference_mode(), handoff.recording():
-            found.append(model.forward(batch, cast(Any, kv)))
+            found.append(model.forward(batch, states))
 
     thread = threading.Thread(target=gpu)
     thread.start()
-    handoff.serve(len(model.config.moe.layers))
+    handoff.serve(len(model.config.moe_layers))
     thread.join(PATIENCE)
     return found[0]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from tandem import _core
-from tandem.config.model_config import RouterConfig
+from tandem.config.layers import Router
 from tandem.formats.codes import WeightCodes, join_nibbles
 from tandem.formats.reference import quantise, stored
 from tandem.kernels.cpu_ops import CpuOps
@@ -220,12 +220,12 @@ def test_more_sequences_than_a_tile_looks_through_at_a_time(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("router", [
-    RouterConfig(128, 8), RouterConfig(12, 3, normalize=False, scale=1.7),
-    RouterConfig(60, 4, score="sigmoid", epsilon=1e-20, has_bias=True),
-    RouterConfig(16, 3, score="sigmoid", num_groups=4, top_groups=2, has_bias=True),
+    Router(128, 8), Router(12, 3, normalize=False, scale=1.7),
+    Router(60, 4, score="sigmoid", epsilon=1e-20, has_bias=True),
+    Router(16, 3, score="sigmoid", num_groups=4, top_groups=2, has_bias=True),
 ])  # fmt: skip
 @pytest.mark.parametrize("shared", [0, 2])
-def test_route(ops: Ops, router: RouterConfig, shared: int) -> None:
+def test_route(ops: Ops, router: Router, shared: int) -> None:
     torch.manual_seed(0)
     logits = torch.randn(9, router.num_experts)
     logits[0, 3:6] = 9.0  # ties: the lowest ids first

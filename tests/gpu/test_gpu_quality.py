@@ -26,7 +26,7 @@ def text_file(tmp_path: Path) -> Path:
 
 def logits_of(variant: Variant) -> torch.Tensor:
     stream = LayerStream(variant, some_windows())
-    for index in range(stream.config.layers):
+    for index in range(len(stream.config.layers)):
         stream.advance(stream.layer(index), stream.hidden)
     return Head(stream).logits(stream.hidden)
 

@@ -16,7 +16,7 @@ from test_ops import make_batch, random_tables
 
 from gpu import HAS_TRITON, INTERPRETED
 from tandem import _core
-from tandem.config.model_config import RouterConfig
+from tandem.config.layers import Router
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Rope, Tally
@@ -156,7 +156,7 @@ def test_dense_codes(compiler: Compiler, ops: GpuOps, fmt: str) -> None:
 def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:
     tables, pages = random_tables(2, 50)
     pools = torch.zeros(2, pages, PAGE, 4, 128, dtype=torch.bfloat16).unbind()
-    mlp, router = ops.mlp(256, 128), RouterConfig(64, 8)
+    mlp, router = ops.mlp(256, 128), Router(64, 8)
     mlp.load(torch.randn(128, 256), torch.randn(128, 256), torch.randn(256, 128))
     angles, norm = torch.rand(50, 64), torch.ones(128).bfloat16()
     for rows in (1, 3, 48):

@@ -255,7 +255,7 @@ def test_pages_of_experts_stay_and_others_are_let_go_of(demo_dir: Path, mode: st
     )
     parts = load_parts(config)
     assert parts.plan.experts_in_place == (mode == "always")
-    layers = [layer.mlp.experts._layer for layer in parts.model.layers if hasattr(layer.mlp, "experts")]
+    layers = [layer.moe.experts._layer for layer in parts.model.layers if layer.moe is not None]
     assert {layer.in_place for layer in layers} == {mode == "always"}
     matrices = [matrix for layer in layers for expert in layer._used.values() for matrix in expert]
     assert bool(matrices) == (mode == "always")

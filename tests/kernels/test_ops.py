@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.config.model_config import RouterConfig
+from tandem.config.layers import Router
 from tandem.errors import KernelError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ColumnRun, Rope
@@ -232,17 +232,17 @@ def test_attention_ignores_what_is_beyond_the_sequence(ops: CpuOps) -> None:
 
 
 ROUTERS = [
-    RouterConfig(num_experts=32, top_k=8, score="sigmoid", scale=1.5, epsilon=1e-20),
-    RouterConfig(num_experts=60, top_k=4, normalize=False),
-    RouterConfig(num_experts=64, top_k=6, score="sigmoid", num_groups=8, top_groups=3, scale=2.5),
-    RouterConfig(num_experts=64, top_k=6, num_groups=4, top_groups=2, group_score="max"),
-    RouterConfig(num_experts=3, top_k=3),
+    Router(num_experts=32, top_k=8, score="sigmoid", scale=1.5, epsilon=1e-20),
+    Router(num_experts=60, top_k=4, normalize=False),
+    Router(num_experts=64, top_k=6, score="sigmoid", num_groups=8, top_groups=3, scale=2.5),
+    Router(num_experts=64, top_k=6, num_groups=4, top_groups=2, group_score="max"),
+    Router(num_experts=3, top_k=3),
 ]
 
 
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda r: f"{r.score}-{r.num_experts}-{r.num_groups}")
 @pytest.mark.parametrize("biased", [False, True])
-def test_route(ops: CpuOps, router: RouterConfig, biased: bool) -> None:
+def test_route(ops: CpuOps, router: Router, biased: bool) -> None:
     torch.manual_seed(0)
     logits = torch.randn(200, router.num_experts)
     bias = torch.rand(router.num_experts) if biased else None
@@ -258,7 +258,7 @@ def test_route(ops: CpuOps, router: RouterConfig, biased: bool) -> None:
 
 
 def test_equal_scores_choose_the_lowest_experts(ops: CpuOps) -> None:
-    router = RouterConfig(num_experts=32, top_k=5)
+    router = Router(num_experts=32, top_k=5)
     assert ops.route(torch.zeros(1, 32), router).ids.tolist() == [[0, 1, 2, 3, 4]]
     grouped = replace(router, num_groups=8, top_groups=2)
     assert ops.route(torch.zeros(1, 32), grouped).ids.tolist() == [[0, 1, 2, 3, 4]]
@@ -296,9 +296,9 @@ def test_bad_input_is_an_error_that_names_it(ops: CpuOps) -> None:
     with pytest.raises(KernelError, match=r"residual has shape \[1, 8\]; expected \[2, 8\]"):
         ops.add_rms_norm(x, x[:1], weight, 1e-5)
     with pytest.raises(KernelError, match="top_k must be between 1 and the number of experts"):
-        ops.route(x, RouterConfig(num_experts=8, top_k=9))
+        ops.route(x, Router(num_experts=8, top_k=9))
     with pytest.raises(KernelError, match=r"logits has shape \[2, 8\]; expected \[any, 9\]"):
-        ops.route(x, RouterConfig(num_experts=9, top_k=2))
+        ops.route(x, Router(num_experts=9, top_k=2))
     q, k, v, tables = attention_case(torch.float32, 2, 1, 16, 64)
     for change, message in [
         ({"block_tables": tables[:1] + 1000}, "a page outside"),

@@ -12,14 +12,15 @@ from torch import Tensor
 from tandem import _core
 from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig, Plan
+from tandem.engine.state.arrays import allocate
 from tandem.experts import CpuExperts, Experts
 from tandem.experts.handoff import Handoff, HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
 from tandem.models import ForwardBatch, Model, build
-from tandem.models.foresight import feed_forwards
-from tandem.models.moe import MoEBlock
+from tandem.models.foresight import operators
+from tandem.models.layers import DecoderLayer
 from tiny import VOCAB
 
 ROWS, PAGE = 3, 16
@@ -63,14 +64,13 @@ def made(path, kind: type[ListeningExperts] | None = None) -> tuple[Model, list[
     ops = CpuOps(_core.WorkerPool([-1]), "scalar")
     model, heard = build(ModelConfig.load(path), plan, open_checkpoint(path), ops), []
     for layer in model.layers if kind is not None else []:
-        if isinstance(layer.mlp, MoEBlock):
-            layer.mlp.experts = cast(Any, kind(layer.mlp.experts, heard))
+        if layer.moe is not None:
+            layer.moe.experts = cast(Any, kind(layer.moe.experts, heard))
     return model, heard
 
 
 def logits(model: Model, rows: int = ROWS) -> Tensor:
-    layers, kv_heads, dim, _ = model.kv_layout
-    kv = [(torch.zeros(2, ROWS, PAGE, kv_heads, dim, dtype=torch.bfloat16)).unbind() for _ in range(layers)]
+    states = allocate(model.config.state_layout("bfloat16", PAGE), ROWS)
     batch = ForwardBatch(
         input_ids=torch.arange(rows) * 31 % VOCAB, positions=torch.zeros(rows, dtype=torch.int64),
         cache_slots=torch.arange(rows) * PAGE, query_starts=torch.arange(rows + 1, dtype=torch.int32),
@@ -78,7 +78,7 @@ def logits(model: Model, rows: int = ROWS) -> Tensor:
         logits_rows=torch.arange(rows),
     )  # fmt: skip
     with torch.inference_mode():
-        return model.forward(batch, cast(Any, kv)).clone()
+        return model.forward(batch, states).clone()
 
 
 @pytest.mark.parametrize("variant", ["qwen3_moe", "glm4_moe-plain", "mixtral"])
@@ -90,14 +90,19 @@ def test_every_next_layer_is_asked_between_submit_and_wait(tiny_models, variant)
     assert all(ids.shape == (ROWS, top_k) for what, ids in heard if what == "hinted")
 
 
+def without_attention(layer: DecoderLayer) -> DecoderLayer:
+    attention, *others = layer.blocks
+    return DecoderLayer((replace(attention, operator=cast(Any, Nothing())), *others))
+
+
 @pytest.mark.parametrize("variant", ["qwen3_moe", "glm4_moe-plain"])
 def test_where_layers_add_nothing_hints_are_right(tiny_models, variant) -> None:
     model, heard = made(tiny_models[variant], Silent)
     first, *others = model.layers
-    model.layers = [first, *(replace(layer, attention=cast(Any, Nothing())) for layer in others)]
-    model._feed_forwards = feed_forwards(model.ops, model.layers, model.config.rms_eps)
+    model.layers = [first, *map(without_attention, others)]
+    model._operators = operators(model.ops, model.layers)
     for layer in model.layers:
-        cast(Any, layer.mlp).shared = None
+        cast(Any, layer.blocks[1].operator).shared = None
     logits(model)
     top_k, ids = model.config.moe.router.top_k, [ids for what, ids in heard if what != "waited"]
     _, hint, second, another, third = ids
@@ -126,9 +131,9 @@ def test_who_does_not_listen_is_not_asked(tiny_models) -> None:
     logits(model, ROWS - 1)
     assert heard and "hinted" not in [what for what, _ in heard]
     assert not any(
-        layer.mlp.experts.takes_hints(1)
+        layer.moe.experts.takes_hints(1)
         for layer in made(tiny_models["qwen3_moe"])[0].layers
-        if isinstance(layer.mlp, MoEBlock) and isinstance(layer.mlp.experts, CpuExperts)
+        if layer.moe is not None and isinstance(layer.moe.experts, CpuExperts)
     )
 
 

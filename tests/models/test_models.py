@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from tandem import _core
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import ModelConfig, Plan
+from tandem.engine.state.arrays import allocate
 from tandem.errors import ConfigError
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
@@ -62,17 +63,12 @@ class Session:
     ) -> None:
         self.config = load_model_config(path)
         chosen = replace(plan(dtype, fuse, 4 * pages), **changes)
-        moe = self.config.moe
-        self.usage = ExpertUsage(len(moe.layers), moe.router.num_experts) if counted else None
+        sizes = len(self.config.moe_layers), self.config.moe.experts.count
+        self.usage = ExpertUsage(*sizes) if counted else None
         self.model = build(self.config, chosen, open_checkpoint(path), ops or TorchOps(), usage=self.usage)
-        layers, kv_heads, head_dim, one_tensor = self.model.kv_layout
-        shape = (3 * pages, PAGE_SIZE, kv_heads, head_dim)
-        kind = getattr(torch, dtype)
-        nan = float("nan")  # a read of a row that was never written must show
-        self.kv = []
-        for _ in range(layers):
-            k = torch.full(shape, nan, dtype=kind)
-            self.kv.append((k, k if one_tensor else torch.full(shape, nan, dtype=kind)))
+        self.states = allocate(self.config.state_layout(dtype, PAGE_SIZE), 3 * pages)
+        for array in (array for arrays in self.states for array in arrays):
+            array.fill_(float("nan"))  # a read of a row that was never written must show
         self.lengths, self.pages = [0, 0, 0], pages
 
     def step(self, parts: list[tuple[int, list[int]]]) -> list[torch.Tensor]:
@@ -97,7 +93,7 @@ class Session:
             logits_rows=torch.arange(starts[-1]),
         )
         with torch.inference_mode():
-            logits = self.model.forward(batch, self.kv)
+            logits = self.model.forward(batch, self.states)
         assert logits.dtype == torch.float32
         return [logits[starts[i] : starts[i + 1]] for i in range(len(parts))]
 
@@ -183,6 +179,6 @@ def test_loading_reports_progress_up_to_the_end(tiny_models):
     path, seen = tiny_models["glm4_moe"], []
     config, checkpoint = ModelConfig.load(path), open_checkpoint(path)
     build(config, plan(), checkpoint, TorchOps(), lambda *report: seen.append(report))
-    assert len(seen) == config.layers + 1
+    assert len(seen) == len(config.layers) + 1
     assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
     assert seen[-1][1] == seen[-1][2] == checkpoint.nbytes()

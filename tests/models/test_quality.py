@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_plan import GIB, MODEL, MOE, machine
+from test_plan import GIB, MOE, machine, model_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 from tandem.checkpoint import open_checkpoint
 from tandem.cli.app import app
 from tandem.cli.quality_run import Request, measure
-from tandem.config import ModelConfig, Plan, StoredFormats
+from tandem.config import Experts, ModelConfig, Plan, StoredFormats
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES
 from tandem.config.gpus import Gpu
+from tandem.engine.state.arrays import allocate
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError, ConfigError
 from tandem.models import build
@@ -66,14 +67,14 @@ def changed(source: Path, out: Path, change: dict[str, Tensor]) -> Path:
 def test_streamed_layers_give_the_models_bits(tiny_models, variant: str, dtype: str) -> None:
     path, windows = tiny_models[variant], some_windows()
     stream = LayerStream(Variant(path, dtype=dtype, threads=1), windows)
-    for index in range(stream.config.layers):
+    for index in range(len(stream.config.layers)):
         stream.advance(stream.layer(index), stream.hidden)
     got = Head(stream).logits(stream.hidden)
     model = build(stream.config, stream.plan, open_checkpoint(path), stream.ops)
     with torch.inference_mode():
         for span, batch in zip(windows.spans, stream._batches, strict=True):
-            kv = [stream._new_pages(40) for _ in range(stream.config.layers)]
-            assert torch.equal(got[span], model.forward(batch, kv))
+            states = allocate(stream.config.state_layout(dtype, stream.plan.page_size), stream._pages_of(40))
+            assert torch.equal(got[span], model.forward(batch, states))
 
 
 def test_windows_cover_the_text_once(tiny_models) -> None:
@@ -103,8 +104,8 @@ def test_a_placement_on_a_gpu_needs_one(tiny_models, share: float) -> None:
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_a_layer_that_the_gpu_has_no_room_for_is_refused_before_anything_is_read(share: float) -> None:
     """512 experts of 2048 x 4096 in bf16: 24 GiB a layer."""
-    moe = replace(MOE, width=4096, router=replace(MOE.router, num_experts=512))
-    model, path = replace(MODEL, hidden=2048, moe=moe), Path("nowhere")
+    moe = replace(MOE, experts=Experts(512, 4096), router=replace(MOE.router, num_experts=512))
+    model, path = replace(model_of(moe), hidden=2048), Path("nowhere")
     experts, needed = 24 * GIB * share, 24 * GIB * share + GPU_WORKSPACE_BYTES
 
     def planned(free: float) -> Plan:
@@ -195,7 +196,7 @@ def test_one_layer_is_in_memory_at_a_time(
     def watched(self: LayerStream, index: int) -> DecoderLayer:
         assert not any(layer() for layer in made)
         layer = read(self, index)
-        made.append(weakref.ref(layer.mlp))
+        made.append(weakref.ref(layer.blocks[1].operator))
         return layer
 
     monkeypatch.setattr(LayerStream, "layer", watched)
@@ -352,6 +353,6 @@ def test_models_of_different_shape_are_refused(tiny_models, text_file: Path, tmp
     other = changed(path, tmp_path / "shorter", {})
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    assert ModelConfig.load(other).layers == 2
+    assert len(ModelConfig.load(other).layers) == 2
     with pytest.raises(ConfigError, match="has 3 layers, the reference 2"):
         measure(request(path, text_file, reference=str(other)))

@@ -174,7 +174,7 @@ def test_formats_that_cannot_be_stacked_are_computed_side_by_side(model, tmp_pat
     formats = {"q_proj": "fp8 blocks", "k_proj": "int8 per channel", "v_proj": None}
     quantised, plain = save_quantised(model, tmp_path, lambda module: formats.get(module.rpartition(".")[2]))
     session = Session(quantised, "bfloat16", ops=ops, dense_codes=True)
-    assert isinstance(session.model.layers[0].attention.qkv, SideBySide)
+    assert isinstance(session.model.layers[0].blocks[0].operator.qkv, SideBySide)
     prompt = prompts()[2]
     together = session.step([(0, prompt)])[0]
     single = torch.cat([session.step([(1, [token])])[0] for token in prompt])

@@ -129,7 +129,7 @@ def value_of(metrics: str, name: str) -> float:
 async def test_metrics_of_the_experts(tiny_models, tmp_path: Path) -> None:
     """Three tokens at once, then three one by one: so often each chosen expert is read."""
     engine = tiny_engine(tiny_models["glm4_moe"], tmp_path, expert_distribution_recorder_mode="per_token")
-    moe = engine.model_config.moe
+    config = engine.model_config
     async with local_server(LoadedEngine(engine, engine.plan, "x", "tiny", 263)) as server:
         await server.client.post(START)
         sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -137,14 +137,17 @@ async def test_metrics_of_the_experts(tiny_models, tmp_path: Path) -> None:
         record = read_usage((await server.client.post(DUMP)).json()["file"])
         metrics = (await server.client.get("/metrics")).text
         stats = (await server.client.get("/get_server_info")).json()["stats"]["experts"]
-    assert stats["layers"] == list(moe.layers) == [1, 2]
-    assert stats["cpu_tokens"] == [6 * moe.router.top_k] * 2 and stats["gpu_tokens"] == [0, 0]
+    assert stats["layers"] == list(config.moe_layers) == [1, 2]
+    assert stats["cpu_tokens"] == [6 * config.moe.router.top_k] * 2 and stats["gpu_tokens"] == [0, 0]
     expert_bytes = engine._meter._usage.expert_bytes.tolist()
     assert min(expert_bytes) >= 3 * 28 * 72 * 4
-    for i, layer in enumerate(moe.layers):
+    for i, layer in enumerate(config.moe_layers):
         reads = int((record.counts[:, i] > 0).sum())
         assert stats["cpu_bytes"][i] == reads * expert_bytes[i]
-        for side, tokens, nbytes in (("cpu", 6 * moe.router.top_k, reads * expert_bytes[i]), ("gpu", 0, 0)):
+        for side, tokens, nbytes in (
+            ("cpu", 6 * config.moe.router.top_k, reads * expert_bytes[i]),
+            ("gpu", 0, 0),
+        ):
             where = f'{{layer="{layer}",side="{side}"}}'
             assert value_of(metrics, "tandem_routed_tokens_total" + where) == tokens
             assert value_of(metrics, "tandem_expert_read_bytes_total" + where) == nbytes
@@ -185,10 +188,10 @@ def test_from_a_recording_to_a_placement(tiny_models, tmp_path: Path) -> None:
                 assert httpx.post(server.url + route, timeout=60).json()["recording"] == (route == START)
         file = httpx.post(server.url + DUMP, timeout=60).json()["file"]
     config, record = load_model_config(model), read_usage(file)
-    layers, experts = len(config.moe.layers), config.moe.router.num_experts
+    layers, experts = len(config.moe_layers), config.moe.router.num_experts
     assert record.counts.shape == (record.passes, layers, experts) and record.model == model.name
     assert record.on_gpu.shape == record.counts.shape and not record.on_gpu.any()
-    counts = load_counts(file, layers, experts, config.moe.layers, config.layers)
+    counts = load_counts(file, layers, experts, config.moe_layers, len(config.layers))
     assert counts.sum(1).tolist() == [float(record.tokens * config.moe.router.top_k)] * layers
     hottest = place("frequency", layers, experts, layers, counts).on_gpu
     assert counts[hottest].min() >= counts[~hottest].max()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from echo_tokenizer import END, EOS, VOCAB, EchoTokenizer
-from fake_model import FakeLayout, fake_config, fake_plan
+from fake_model import fake_config, fake_plan
 from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.start.parts import EngineParts
@@ -29,8 +29,6 @@ PAGES, CONTEXT = 2048, 4096
 
 class EchoModel:
     """Keeps its tokens in the KV pages, so that wrong pages give wrong answers."""
-
-    kv_layout = FakeLayout()
 
     def __init__(self, seconds_per_step: float = 0.0) -> None:
         self.seconds_per_step = seconds_per_step

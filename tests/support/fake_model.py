@@ -8,12 +8,13 @@ pages change the answer or fail at once.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from tandem.config import AttentionConfig, ModelConfig, MoEConfig, Plan, RouterConfig
+from tandem.config import Dense, Gqa, ModelConfig, Norm, Plan
+from tandem.config.layers import pre_norm
+from tandem.config.rope import Rope
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.engine.start.parts import EngineParts
@@ -22,16 +23,7 @@ VOCAB = 64
 EOS = 1
 
 
-class FakeLayout(NamedTuple):
-    layers: int = 2
-    kv_heads: int = 1
-    head_dim: int = 1
-    one_tensor: bool = False
-
-
 class FakeModel:
-    kv_layout = FakeLayout()
-
     def __init__(self) -> None:
         self.rows_run = 0
         self.fail_on: set[int] = set()  # a prompt's first token: raises when such a sequence is in the batch
@@ -93,16 +85,10 @@ def fake_plan(**changes) -> Plan:
 
 
 def fake_config() -> ModelConfig:
-    attention = AttentionConfig(
-        heads=1, kv_heads=1, head_dim=1, rotary_dim=0, rope_theta=1.0, qkv_bias=False, out_bias=False,
-        qk_norm="none", windows=(0, 0),
-    )  # fmt: skip
-    moe = MoEConfig(
-        layers=(), width=1, shared_width=0, shared_gate=False, router=RouterConfig(num_experts=1, top_k=1)
-    )
+    attention, norm = Gqa(heads=1, kv_heads=1, head_dim=1, rope=Rope(1.0, 0)), Norm(1e-6)
     return ModelConfig(
-        model_type="fake", hidden=1, layers=2, vocab=VOCAB, rms_eps=1e-6, dense_width=1, tied_embeddings=False,
-        max_positions=4096, attention=attention, moe=moe, eos_ids=(EOS,),
+        model_type="fake", hidden=1, vocab=VOCAB, layers=(pre_norm(attention, Dense(1), norm),) * 2, norm=norm,
+        tied_embeddings=False, max_positions=4096, eos_ids=(EOS,),
     )  # fmt: skip
 
 

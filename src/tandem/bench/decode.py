@@ -18,7 +18,7 @@ from tandem.bench.ceilings import measure_read_gbps
 from tandem.bench.kernels import commit
 from tandem.bench.peers import check_installed, llama_cpp_rate, transformers_rate
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan
-from tandem.config.model_config import DTYPE_BYTES
+from tandem.config.state import DTYPE_BYTES
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.engine.start.loader import load_parts, model_directory
@@ -152,7 +152,7 @@ def bytes_per_step(model: ModelConfig, plan: Plan, batch: int) -> float:
     router = model.moe.router
     chosen = router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** batch)
     dense = model.dense_params * DTYPE_BYTES[plan.dtype]
-    return dense + chosen * len(model.moe.layers) * model.expert_bytes(plan.expert_format)
+    return dense + chosen * len(model.moe_layers) * model.expert_bytes(plan.expert_format)
 
 
 def _row(

@@ -16,7 +16,7 @@ def handoff_us(side: GpuSide, config: ModelConfig, layers: int = 48) -> float:
     """Microseconds that a layer's hand-off takes in a CUDA graph when the CPU has nothing to compute: both kernels,
     both ways over PCIe, and an empty batch of the pool."""
     device, k = side.ops.device, config.moe.router.top_k
-    cpu = side.ops.cpu.experts(1, config.hidden, config.moe.width)
+    cpu = side.ops.cpu.experts(1, config.hidden, config.moe.experts.width)
     number = side.handoff.add(cpu)
     x = torch.zeros(1, config.hidden, dtype=torch.bfloat16, device=device)
     ids = torch.zeros(1, k, dtype=torch.int32, device=device)

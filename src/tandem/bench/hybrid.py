@@ -40,6 +40,7 @@ from tandem.engine.expert_statistics import expert_usage
 from tandem.engine.gpu_runner import GpuRunner, GraphPlan
 from tandem.engine.start.gpu_side import GpuSide, gpu_side
 from tandem.engine.start.loader import use_one_torch_thread
+from tandem.engine.state.arrays import allocate
 from tandem.errors import ConfigError
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live.live_experts import LiveExperts
@@ -172,7 +173,7 @@ def _decode_row(
     built: Built, batch: int, request: Request, measured: Measured, alone: float, gpu_gbps: float
 ) -> dict[str, Any]:
     counts, steps = measured.counts, request.repeats * (WARM_STEPS + request.steps)
-    used = counts.cpu_experts_per_step(len(built.config.moe.layers))
+    used = counts.cpu_experts_per_step(len(built.config.moe_layers))
     there = _gpu_experts_per_step(built, batch, used)
     nbytes = built.config.expert_bytes(built.plan.expert_format)
     bounds = [alone + experts_seconds(used, there, nbytes, gbps, gpu_gbps) for gbps in measured.dram]
@@ -196,7 +197,7 @@ def _shape(request: Request, batch: int) -> dict[str, Any]:
 def _gpu_experts_per_step(built: Built, batch: int, cpu_experts: float) -> float:
     """Experts that the step reads from GPU memory: one sequence's are known exactly; of several, those of a uniform
     routing that are not on the CPU."""
-    router, layers = built.config.moe.router, len(built.config.moe.layers)
+    router, layers = built.config.moe.router, len(built.config.moe_layers)
     distinct = router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** batch) * layers
     return max(0.0, distinct - cpu_experts) if built.side.placement.total else 0.0
 
@@ -254,18 +255,13 @@ def _runner(
     live: LiveExperts | None,
 ) -> GpuRunner:
     assert plan.gpu is not None
-    a, device = config.attention, side.ops.device
-    shape = (plan.num_pages, plan.page_size, a.kv_heads, a.head_dim)
-    kv = [
-        (
-            torch.randn(shape, device=device).to(torch.bfloat16),
-            torch.randn(shape, device=device).to(torch.bfloat16),
-        )
-        for _ in range(config.layers)
-    ]
+    layout = config.state_layout(plan.dtype, plan.page_size)
+    states = allocate(layout, plan.num_pages, side.ops.device)
+    for array in (array for arrays in states for array in arrays):
+        array.normal_()
     graphs = GraphPlan(plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size))
     return GpuRunner(
-        model, kv, side.handoff, graphs,
+        model, states, side.handoff, graphs,
         page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=usage, live=live,
     )  # fmt: skip
 

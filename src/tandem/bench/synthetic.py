@@ -47,7 +47,7 @@ def stored_as(config: ModelConfig, dense: str) -> StoredFormats:
     if dense not in DENSE_FORMATS:
         raise ConfigError(f"--dense-format {dense!r} is not known; these are: {', '.join(DENSE_FORMATS)}")
     head = 0 if config.tied_embeddings else config.vocab * config.hidden
-    plain = head + config.hidden * config.moe.router.num_experts * len(config.moe.layers)
+    plain = head + config.hidden * config.moe.router.num_experts * len(config.moe_layers)
     tied = config.vocab * config.hidden - head
     layer, fmt = "model.layers.0.", DENSE_FORMATS[dense]
     others = config.dense_params - config.shared_params - plain - tied

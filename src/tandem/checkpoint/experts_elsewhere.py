@@ -58,14 +58,14 @@ def _check_same(model: ModelConfig, path: Path) -> None:
 
 
 def _sizes(model: ModelConfig) -> dict[str, object]:
-    layers = model.moe.layers
+    layers = model.moe_layers
     return {
         "hidden size": model.hidden,
-        "number of layers": model.layers,
+        "number of layers": len(model.layers),
         "number of MoE layers": len(layers),
         "first MoE layer": layers[0] if layers else None,
         "number of experts": model.moe.router.num_experts,
-        "expert width": model.moe.width,
+        "expert width": model.moe.experts.width,
     }
 
 

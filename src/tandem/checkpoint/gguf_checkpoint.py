@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tandem.architectures import GGUF
 from tandem.checkpoint.gguf_file import GGUFTensor
 from tandem.checkpoint.gguf_model import GGUFModel
-from tandem.checkpoint.gguf_names import STEMS, Place, holds_experts, layer_of, places
+from tandem.checkpoint.gguf_names import Place, holds_experts, layer_of, places
 from tandem.checkpoint.identity import identity
 from tandem.checkpoint.pages import Pages, Paging
 from tandem.checkpoint.survey import stored_formats
@@ -31,8 +32,8 @@ class GGUFCheckpoint:
 
     def __init__(self, model: GGUFModel) -> None:
         self.model = model
-        if model.architecture not in STEMS:
-            known = ", ".join(sorted(STEMS))
+        if model.architecture not in GGUF:
+            known = ", ".join(sorted(GGUF))
             raise CheckpointError(
                 f"{model.path}: {model.architecture!r} is not supported; these are: {known}"
             )

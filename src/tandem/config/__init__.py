@@ -1,20 +1,26 @@
 """What was asked, what the checkpoint is, what the machine has, and one function that resolves them into a Plan."""
 
 from tandem.config.engine_config import EngineConfig
+from tandem.config.layers import Dense, Experts, Gqa, Latent, Layer, Moe, Norm, Router
 from tandem.config.machine import Machine
-from tandem.config.model_config import AttentionConfig, ModelConfig, MoEConfig, RouterConfig
+from tandem.config.model_config import ModelConfig
 from tandem.config.plan import Decision, Plan, resolve
 from tandem.config.stored import StoredFormat, StoredFormats
 
 __all__ = [
-    "AttentionConfig",
     "Decision",
+    "Dense",
     "EngineConfig",
+    "Experts",
+    "Gqa",
+    "Latent",
+    "Layer",
     "Machine",
-    "MoEConfig",
     "ModelConfig",
+    "Moe",
+    "Norm",
     "Plan",
-    "RouterConfig",
+    "Router",
     "StoredFormat",
     "StoredFormats",
     "resolve",

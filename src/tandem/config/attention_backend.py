@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from tandem.config.engine_config import EngineConfig
+from tandem.config.layers import Latent, Mixer
 from tandem.config.machine import Machine
-from tandem.config.model_config import AttentionConfig
 from tandem.errors import ConfigError
 
 FLAG = "--attention-backend"
@@ -17,19 +17,19 @@ FLASHINFER_LEAST = (0, 5)
 FLASHINFER_HEADS = (64, 128, 256)
 
 
-def attention_backend(config: EngineConfig, attention: AttentionConfig, machine: Machine) -> tuple[str, str]:
+def attention_backend(config: EngineConfig, mixers: tuple[Mixer, ...], machine: Machine) -> tuple[str, str]:
     """The backend's name, and why. Raises ConfigError when what was asked for cannot run."""
     asked = "torch" if config.attention_backend == "torch_native" else config.attention_backend
     if asked == "torch":
-        _check_torch(config, attention, machine.torch)
+        _check_torch(config, mixers, machine.torch)
     if asked == "flashinfer":
-        _check_flashinfer(attention, machine.flashinfer)
+        _check_flashinfer(mixers, machine.flashinfer)
     if asked == "auto":
         return "triton", "Tandem's own kernels; any page size"
     return asked, FLAG
 
 
-def _check_torch(config: EngineConfig, attention: AttentionConfig, version: str) -> None:
+def _check_torch(config: EngineConfig, mixers: tuple[Mixer, ...], version: str) -> None:
     if release(version) < TORCH_LEAST:
         least = ".".join(map(str, TORCH_LEAST))
         raise ConfigError(
@@ -41,14 +41,15 @@ def _check_torch(config: EngineConfig, attention: AttentionConfig, version: str)
             f"{FLAG} torch reads pages of a multiple of {TORCH_PAGE} tokens, not {config.page_size}; "
             f"give --page-size {TORCH_PAGE}, or take {FLAG} triton"
         )
-    if attention.head_dim % 8 or attention.head_dim > TORCH_LARGEST_HEAD:
+    wrong = [dim for dim in _head_dims(mixers) if dim % 8 or dim > TORCH_LARGEST_HEAD]
+    if wrong:
         raise ConfigError(
             f"{FLAG} torch needs heads of a multiple of 8 and at most {TORCH_LARGEST_HEAD} channels, not "
-            f"{attention.head_dim}; take {FLAG} triton"
+            f"{_listed(wrong)}; take {FLAG} triton"
         )
 
 
-def _check_flashinfer(attention: AttentionConfig, version: str) -> None:
+def _check_flashinfer(mixers: tuple[Mixer, ...], version: str) -> None:
     if release(version) < FLASHINFER_LEAST:
         least = ".".join(map(str, FLASHINFER_LEAST))
         state = f"this is {version}" if version else "which is not installed"
@@ -57,12 +58,21 @@ def _check_flashinfer(attention: AttentionConfig, version: str) -> None:
             f"'flashinfer-python>={least}' (its kernels are compiled at the first start, which takes nvcc and ninja), "
             f"or take {FLAG} triton"
         )
-    windows = sorted(set(attention.windows))
-    if attention.head_dim not in FLASHINFER_HEADS or len(windows) > 1:
+    windows = sorted({0 if isinstance(mixer, Latent) else mixer.window for mixer in mixers})
+    dims = _head_dims(mixers)
+    if set(dims) - set(FLASHINFER_HEADS) or len(dims) > 1 or len(windows) > 1:
         raise ConfigError(
             f"{FLAG} flashinfer needs heads of {' or '.join(map(str, FLASHINFER_HEADS))} channels and one window for "
-            f"all layers; this model has heads of {attention.head_dim} and windows of {windows}; take {FLAG} triton"
+            f"all layers; this model has heads of {_listed(dims)} and windows of {windows}; take {FLAG} triton"
         )
+
+
+def _head_dims(mixers: tuple[Mixer, ...]) -> list[int]:
+    return sorted({m.cached_dim if isinstance(m, Latent) else m.head_dim for m in mixers})
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def release(version: str) -> tuple[int, int]:

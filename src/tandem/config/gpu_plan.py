@@ -13,6 +13,7 @@ from tandem.config.cuda_graphs import graph_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpus import Gpu
 from tandem.config.host_memory import HostShare, host_memory
+from tandem.config.layers import Latent
 from tandem.config.machine import Machine
 from tandem.config.memory import (
     DEFAULT_FRACTION,
@@ -22,7 +23,8 @@ from tandem.config.memory import (
     gib,
     wanted_context,
 )
-from tandem.config.model_config import DTYPE_BYTES, STORED, ModelConfig
+from tandem.config.model_config import STORED, ModelConfig
+from tandem.config.state import DTYPE_BYTES
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError, GpuTooSmall
 
@@ -87,7 +89,7 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
         return _too_old(machine.gpus[0])
     if missing := [name for name in machine.gpu_missing if name != "cuda-core"]:
         return f"{machine.gpus[0].name} cannot be used: {' and '.join(missing)} is missing"
-    if model.attention.latent is not None:
+    if any(isinstance(mixer, Latent) for mixer in model.mixers):
         return "latent attention runs on the CPU"
     if config.dtype == "float32":
         return "the GPU kernels compute in bfloat16, not float32"
@@ -147,8 +149,8 @@ def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredForma
     """Why no expert can be on the GPU; "" where they can."""
     if expert_format == STORED and stored.experts.not_on_gpu:
         return f"the GPU kernels do not read {stored.experts.not_on_gpu}"
-    if model.moe.width % 2:
-        return f"the GPU kernels need experts of an even width, not {model.moe.width}"
+    if model.moe.experts.width % 2:
+        return f"the GPU kernels need experts of an even width, not {model.moe.experts.width}"
     return ""
 
 
@@ -214,7 +216,7 @@ def host_share(
 
 
 def _all_experts(model: ModelConfig) -> int:
-    return model.moe.router.num_experts * len(model.moe.layers)
+    return model.routed_experts
 
 
 def asked_experts(config: EngineConfig, model: ModelConfig) -> tuple[int | None, str]:
@@ -223,7 +225,7 @@ def asked_experts(config: EngineConfig, model: ModelConfig) -> tuple[int | None,
     if config.kt_gpu_experts_ratio is not None:
         return round(config.kt_gpu_experts_ratio * everyone), "--kt-gpu-experts-ratio"
     if config.kt_num_gpu_experts is not None:
-        return min(everyone, config.kt_num_gpu_experts * len(model.moe.layers)), "--kt-num-gpu-experts"
+        return min(everyone, config.kt_num_gpu_experts * len(model.moe_layers)), "--kt-num-gpu-experts"
     return None, ""
 
 

@@ -72,13 +72,13 @@ class HostMemory:
 
 
 def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
-    everyone = model.moe.router.num_experts * len(model.moe.layers)
+    everyone = model.routed_experts
     inputs = sum(pinned_bytes(graph_input_bytes(size, share.pages)) for size in share.graph_sizes)
     graphs = GRAPH_BYTES if share.graph_sizes else 0
     if share.on_gpu >= everyone:
         return HostMemory(0, 0, 0, 0, inputs, graphs)
     packed = 0 if share.in_place else everyone - share.on_gpu
-    spare = len(model.moe.layers) if share.live else 0
+    spare = len(model.moe_layers) if share.live else 0
     return HostMemory(
         packed * share.expert_bytes, spare * share.expert_bytes, share.workers * SCRATCH_BYTES_PER_WORKER,
         _handoff_bytes(model.hidden, share), inputs, graphs,

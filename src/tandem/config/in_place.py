@@ -45,15 +45,15 @@ def against_in_place(
     config: EngineConfig, model: ModelConfig, expert_format: str, stored: StoredFormats
 ) -> str:
     """What keeps experts from being used where they are, and what to do about it; "": nothing."""
-    if not model.moe.layers:
+    if not model.moe_layers:
         return "the model has no experts; take auto"
     if stored.experts.name != "bf16":
         return f"the checkpoint's experts are {stored.experts.name}, and only bf16 can be used as it is; take auto"
     if expert_format != "bf16":
         flag = "--dtype" if config.kt_method is None else "--kt-method"
         return f"{flag} makes the experts {expert_format}; leave one of the two flags out"
-    if model.hidden % ROW_UNIT or model.moe.width % ROW_UNIT:
-        return f"experts of {model.hidden} x {model.moe.width} would have to be padded; take auto"
+    if model.hidden % ROW_UNIT or model.moe.experts.width % ROW_UNIT:
+        return f"experts of {model.hidden} x {model.moe.experts.width} would have to be padded; take auto"
     if not stored.aligned:
         return "the file has experts at odd places, of which views would be copies; take auto"
     if config.kt_enable_dynamic_expert_update:

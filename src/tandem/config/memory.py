@@ -54,7 +54,7 @@ class MemoryRequest:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.model.kv_bytes_per_token(self.dtype)
+        return self.model.state_layout(self.dtype).token_bytes
 
     @property
     def weight_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """`ModelConfig`: the checkpoint's architecture in our words, normalised once from its `config.json`.
 
-Nothing below `models/` sees a Hugging Face key: a key is read in `config/families.py`, or not at all.
+Nothing below `models/` sees a Hugging Face key: a key is read in `architectures/`, or not at all.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 from tandem.config.json_keys import JsonKeys, read_json
-from tandem.config.latent import LatentConfig, YarnConfig
+from tandem.config.layers import NO_EXPERTS, Body, Layer, Mixer, Moe, Norm
+from tandem.config.state import DTYPE_BYTES, State, StateLayout, state_layout
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
 from tandem.errors import ConfigError
 
@@ -20,106 +20,18 @@ FORMAT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0625, "int4": 0.5625}
 
 STORED = "stored"  # the format that means: as the checkpoint has it
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionConfig:
-    """Grouped-query attention; rotary positions, half-split, on the first `rotary_dim` channels of a head.
-
-    With `latent`: what is cached is one kv head of the rotary key, then the latent; it is key and value in one.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rotary_dim: int
-    rope_theta: float
-    qkv_bias: bool
-    out_bias: bool
-    qk_norm: Literal["none", "head", "width"]  # RMS norm of q and k: per head, or over all heads at once
-    windows: tuple[int, ...]  # per layer: how many last tokens a token sees (itself included); 0 = all
-    clip_qkv: float = 0.0  # q, k, v are clamped to [-clip, clip]; 0 = not
-
-    latent: LatentConfig | None = None
-    yarn: YarnConfig | None = None
-
-    @property
-    def softmax_scale(self) -> float:
-        width = self.head_dim if self.latent is None else self.latent.qk_dim
-        return float(width**-0.5) * (1.0 if self.yarn is None else self.yarn.softmax_factor)
-
-    @property
-    def cached_width(self) -> int:
-        """Numbers per token and layer in the KV cache."""
-        return self.kv_heads * self.head_dim * (2 if self.latent is None else 1)
-
-    def params(self, hidden: int) -> int:
-        """Weights of one layer."""
-        if self.latent is not None:
-            return self.latent.params(hidden, self.heads)
-        return hidden * 2 * (self.heads + self.kv_heads) * self.head_dim
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
-    """How gate logits become experts and weights.
-
-    Scores are softmax or sigmoid of the logits. With `bias`, experts are chosen by score + bias, but weighted
-    by the score alone (DeepSeek-V3). With `num_groups` > 1 only the best `top_groups` groups stay in the
-    race; a group counts as its two best biased scores added (DeepSeek-V3, GLM-4.5), or with
-    `group_score="max"` as its best (DeepSeek-V2).
-    """
-
-    num_experts: int
-    top_k: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    normalize: bool = True  # divide the chosen weights by their sum
-    scale: float = 1.0  # routed_scaling_factor, applied last
-    num_groups: int = 1
-    top_groups: int = 1
-    group_score: Literal["top2", "max"] = "top2"
-    epsilon: float = 0.0  # added to the sum before dividing (1e-20 in DeepSeek and GLM)
-    has_bias: bool = False  # the checkpoint has a selection bias per expert
-    float32_logits: bool = False  # logits are computed in f32; else in the activations' dtype
-
-
-@dataclass(frozen=True, slots=True)
-class MoEConfig:
-    """Routed experts (gate, up [width, hidden], down [hidden, width]) and the shared one of each MoE layer."""
-
-    layers: tuple[int, ...]  # which decoder layers are MoE
-    width: int
-    shared_width: int  # 0: no shared expert
-    shared_gate: bool  # the shared expert's output is multiplied by sigmoid(gate · x)
-    router: RouterConfig
-
-    @property
-    def fusible_shared(self) -> int:
-        """How many routed-sized experts the shared expert equals; 0 when it has a gate or cannot be cut evenly."""
-        if not self.width or self.shared_gate or self.shared_width % self.width:
-            return 0
-        return self.shared_width // self.width
-
-
-DENSE = MoEConfig((), width=0, shared_width=0, shared_gate=False, router=RouterConfig(num_experts=0, top_k=0))
-"""Of a model without experts."""
-
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer, MoE or dense: pre-norm, RMSNorm, SwiGLU. Built by `ModelConfig.load`."""
+    """A decoder-only transformer: an embedding, layers, a last norm, a head. Built by `ModelConfig.load`."""
 
     model_type: str
     hidden: int
-    layers: int
     vocab: int
-    rms_eps: float
-    dense_width: int  # of layers that are not MoE
+    layers: tuple[Layer, ...]
+    norm: Norm  # the last one
     tied_embeddings: bool
     max_positions: int
-    attention: AttentionConfig
-    moe: MoEConfig
     eos_ids: tuple[int, ...] = ()
     unread_keys: tuple[str, ...] = ()  # keys of config.json that may matter and were not understood
 
@@ -138,28 +50,54 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: dict[str, object], generation: dict[str, object] | None = None) -> ModelConfig:
         """From the parsed JSON files."""
-        from tandem.config.families import FAMILIES
+        from tandem.architectures import family_of
 
-        model_type = str(config.get("model_type"))
-        if model_type not in FAMILIES:
-            known = ", ".join(sorted(FAMILIES))
-            raise ConfigError(f"config.json: model_type {model_type!r} is not supported; these are: {known}")
-        return FAMILIES[model_type](JsonKeys(config), JsonKeys(generation or {}, "generation_config.json"))
+        family = family_of(str(config.get("model_type")))
+        return family.config(JsonKeys(config), JsonKeys(generation or {}, "generation_config.json"))
+
+    def __post_init__(self) -> None:
+        if len({layer.moe for layer in self.layers} - {None}) > 1:
+            raise ConfigError("config.json: experts that differ between layers are not supported")
 
     @cached_property
-    def moe_layers(self) -> frozenset[int]:
-        return frozenset(self.moe.layers)
+    def moe_layers(self) -> tuple[int, ...]:
+        """Which layers have routed experts."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.moe is not None)
+
+    @cached_property
+    def moe(self) -> Moe:
+        """Of every layer that has routed experts; NO_EXPERTS where none has."""
+        return NO_EXPERTS if not self.moe_layers else self.layers[self.moe_layers[0]].moe or NO_EXPERTS
+
+    @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The attention of each layer that has one."""
+        return tuple(layer.mixer for layer in self.layers if layer.mixer is not None)
+
+    @property
+    def bodies(self) -> tuple[Body, ...]:
+        """Of all blocks, in the order in which they run."""
+        return tuple(block.body for layer in self.layers for block in layer.blocks)
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """What all blocks keep of a sequence."""
+        return tuple(state for body in self.bodies for state in body.states())
 
     # -- sizes, for the planner ---
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes of K and V of one token over all layers."""
-        return self.layers * self.attention.cached_width * DTYPE_BYTES[dtype]
+    def state_layout(self, dtype: str, page: int = 1) -> StateLayout:
+        return state_layout(self.states, dtype, page)
+
+    @property
+    def routed_experts(self) -> int:
+        """Of all layers together."""
+        return self.moe.experts.count * len(self.moe_layers)
 
     @property
     def expert_params(self) -> int:
         """Weights of one routed expert."""
-        return 3 * self.hidden * self.moe.width
+        return self.moe.experts.params(self.hidden)
 
     def expert_bytes(self, expert_format: str, stored: StoredFormat = UNQUANTISED.experts) -> int:
         """Packed bytes of one routed expert."""
@@ -169,21 +107,19 @@ class ModelConfig:
     @property
     def routed_params(self) -> int:
         """Weights of all routed experts of all layers."""
-        return self.expert_params * self.moe.router.num_experts * len(self.moe.layers)
+        return self.expert_params * self.routed_experts
 
     @property
     def dense_params(self) -> int:
         """Weights that every token uses: attention, norms, routers, shared and dense MLPs, head; no embedding."""
-        m, attention = self.moe, self.attention.params(self.hidden)
-        moe = self.hidden * (m.router.num_experts + 3 * m.shared_width)
-        dense = 3 * self.hidden * self.dense_width * (self.layers - len(m.layers))
-        norms = (2 * self.layers + 1) * self.hidden
-        return attention * self.layers + moe * len(m.layers) + dense + norms + self.vocab * self.hidden
+        bodies = sum(body.params(self.hidden) for body in self.bodies)
+        return bodies + (len(self.bodies) + 1) * self.hidden + self.vocab * self.hidden
 
     @property
     def shared_params(self) -> int:
         """Weights of all shared experts."""
-        return 3 * self.hidden * self.moe.shared_width * len(self.moe.layers)
+        shared = self.moe.shared
+        return 0 if shared is None else shared.params(self.hidden) * len(self.moe_layers)
 
     def dense_bytes(self, dtype: str, stored: StoredFormats = UNQUANTISED, on_gpu: bool = False) -> int:
         """Packed bytes of all other weights; those that are stored as codes stay so, unless dtype is float32, or a GPU
@@ -198,5 +134,5 @@ class ModelConfig:
 
     def weight_bytes(self, dtype: str, expert_format: str, stored: StoredFormats = UNQUANTISED) -> int:
         """Bytes of all packed weights; the embedding stays in the mapped file and is not counted."""
-        routed = self.moe.router.num_experts * len(self.moe.layers)
-        return self.dense_bytes(dtype, stored) + self.expert_bytes(expert_format, stored.experts) * routed
+        experts = self.expert_bytes(expert_format, stored.experts) * self.routed_experts
+        return self.dense_bytes(dtype, stored) + experts

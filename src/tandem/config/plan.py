@@ -142,7 +142,7 @@ def _resolved(
     gpu = _device(config, *device, log)
     dtype = _dtype(config, log)
     dense_codes = _dense_codes(dtype, stored, gpu is not None, log)
-    expert_format = _expert_format(config, dtype, stored, log if model.moe.layers else [])
+    expert_format = _expert_format(config, dtype, stored, log if model.moe_layers else [])
     _check_activations(config, expert_format, log)
     tier = _tier(config, machine, log)
     threads = plan_threads(config, machine)
@@ -218,7 +218,7 @@ def _idle_on_cpu(config: EngineConfig, gpu: Gpu | None) -> list[str]:
 def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[MemoryPlan, GpuPlan]:
     config, model = request.config, request.model
     m = size_gpu(request, gpu)
-    everyone = model.moe.router.num_experts * len(model.moe.layers)
+    everyone = model.routed_experts
     log.append(Decision("GPU experts", f"{m.experts} of {everyone}", m.expert_reason))
     if 0 < m.experts < everyone:
         log.append(
@@ -230,7 +230,7 @@ def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memo
         sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
     log.append(Decision("CUDA graphs", ", ".join(map(str, sizes)) or "off", why))
     statistics = None if config.init_expert_location == "trivial" else config.init_expert_location
-    kernels, origin = attention_backend(config, model.attention, request.machine)
+    kernels, origin = attention_backend(config, model.mixers, request.machine)
     log.append(Decision("attention", kernels, origin))
     patience = min(MAX_PATIENCE_SECONDS, config.watchdog_timeout / 3)
     strategy, foresight = config.kt_expert_placement_strategy, not config.disable_expert_foresight
@@ -301,7 +301,7 @@ def _alike(model: ModelConfig, expert_format: str, dtype: str, stored: StoredFor
             dtype == "float32" or not stored.shared.quantised
         )
     experts = stored.experts
-    return stored.shared == experts and experts.group > 0 and model.moe.width % experts.group == 0
+    return stored.shared == experts and experts.group > 0 and model.moe.experts.width % experts.group == 0
 
 
 def _tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> str:
@@ -327,7 +327,7 @@ def _pages(
     config: EngineConfig, model: ModelConfig, dtype: str, memory: MemoryPlan, log: list[Decision]
 ) -> int:
     pages = -(-memory.kv_tokens // config.page_size)
-    size = pages * config.page_size * model.kv_bytes_per_token(dtype)
+    size = pages * config.page_size * model.state_layout(dtype).token_bytes
     weights = f"{gib(memory.weight_bytes)} of the {gib(memory.budget_bytes)} that may be used"
     log.append(Decision("weights", gib(memory.weight_bytes), f"once loaded; {weights}"))
     log.append(Decision("context length", str(memory.context_length), memory.context_reason))
@@ -361,7 +361,7 @@ def _radix(config: EngineConfig, log: list[Decision]) -> bool:
 
 
 def _fuse_shared(request: MemoryRequest, on_gpu: bool, log: list[Decision]) -> bool:
-    if request.model.moe.shared_width == 0:
+    if request.model.moe.shared is None:
         return False
     why = _why_apart(request, on_gpu)
     if why:

@@ -22,7 +22,6 @@ from tandem.experts import ExpertMatrices
 from tandem.experts.cpu_experts import Experts
 from tandem.kernels.ops import Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
-from tandem.models.moe import MoEBlock
 from tandem.quality.stream import LayerStream, Variant
 from tandem.quality.text import Windows
 
@@ -114,7 +113,7 @@ class Calibration:
 
     def inputs(self, layer: int) -> LayerInputs | None:
         """None where the layer has no experts that the model runs (a draft layer behind the last)."""
-        if layer >= self._stream.config.layers:
+        if layer >= len(self._stream.config.layers):
             return None
         while self._next <= layer:
             self._inputs = self._run(self._next)
@@ -124,8 +123,8 @@ class Calibration:
     def _run(self, index: int) -> LayerInputs | None:
         layer = self._stream.layer(index)
         recording = None
-        if isinstance(layer.mlp, MoEBlock):
-            recording = layer.mlp.experts = RecordingExperts(layer.mlp.experts)
+        if layer.moe is not None:
+            recording = layer.moe.experts = RecordingExperts(layer.moe.experts)
         self._stream.advance(layer, self._stream.hidden)
         if recording is None:
             return None

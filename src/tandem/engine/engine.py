@@ -6,7 +6,6 @@ import logging
 from concurrent.futures import Future
 from time import perf_counter
 
-import torch
 from torch import Tensor
 
 from tandem.config import EngineConfig
@@ -22,7 +21,8 @@ from tandem.engine.sampling.sampler import Sampled, fresh_seed
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk, Sequence, Status
 from tandem.engine.start.parts import EngineParts
-from tandem.engine.state.kv_cache import KVCache, allocate_layers
+from tandem.engine.state.arrays import allocate
+from tandem.engine.state.kv_cache import KVCache
 from tandem.errors import RequestError
 from tandem.kernels.free_memory import return_free_memory
 
@@ -31,32 +31,25 @@ _log = logging.getLogger(__name__)
 _BAD_LOGITS = "the model returned NaN or infinite logits for this request"
 
 
-def _kv_pages(parts: EngineParts) -> list[tuple[Tensor, Tensor]]:
-    plan, layout = parts.plan, parts.model.kv_layout
-    dtype: torch.dtype = getattr(torch, plan.dtype)
-    if parts.handoff is None:
-        sizes = layout.layers, plan.num_pages, plan.page_size, layout.kv_heads, layout.head_dim
-        return allocate_layers(*sizes, dtype, one_tensor=layout.one_tensor)
-    shape, device = (plan.num_pages, plan.page_size, layout.kv_heads, layout.head_dim), parts.handoff.device
-    return [
-        (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-        for _ in range(layout.layers)
-    ]
+def _states(parts: EngineParts) -> list[tuple[Tensor, ...]]:
+    plan = parts.plan
+    layout = parts.model_config.state_layout(plan.dtype, plan.page_size)
+    return allocate(layout, plan.num_pages, None if parts.handoff is None else parts.handoff.device)
 
 
-def _runner(parts: EngineParts, layers: list[tuple[Tensor, Tensor]]) -> ModelRunner | GpuRunner:
+def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner | GpuRunner:
     plan = parts.plan
     if parts.handoff is None or plan.gpu is None:
         return ModelRunner(
             parts.model,
-            layers,
+            states,
             page_size=plan.page_size,
             max_step_tokens=plan.max_step_tokens,
             usage=parts.usage,
         )
     graphs = GraphPlan(plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size))
     return GpuRunner(
-        parts.model, layers, parts.handoff, graphs,
+        parts.model, states, parts.handoff, graphs,
         page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=parts.usage, live=parts.live,
         begin_step=parts.begin_step,
     )  # fmt: skip
@@ -82,17 +75,16 @@ class Engine:
         self.plan, self.model_config, self.tokenizer = plan, parts.model_config, parts.tokenizer
         self._workers = parts.workers
         self._eos_ids = frozenset((*parts.model_config.eos_ids, *parts.tokenizer.eos_ids))
-        layers = _kv_pages(parts)
-        self._kv = KVCache(layers, plan.num_pages, plan.page_size, prefix_cache=plan.radix_cache)
+        self._kv = KVCache(plan.num_pages, plan.page_size, prefix_cache=plan.radix_cache)
         self._scheduler = Scheduler(
             self._kv, max_step_tokens=plan.max_step_tokens, max_running=plan.max_running_requests
         )
-        self._runner = _runner(parts, layers)
+        self._runner = _runner(parts, _states(parts))
         return_free_memory()  # what loading and compiling took
         self._recorder = parts.recorder
         self._meter: ExpertMeter | None = None
         if parts.usage is not None:
-            self._meter = ExpertMeter(parts.usage, parts.model_config.moe.layers, parts.handoff, parts.live)
+            self._meter = ExpertMeter(parts.usage, parts.model_config.moe_layers, parts.handoff, parts.live)
         self._answers: dict[str, list[Answer]] = {}
         self._notices: list[TokenOutput] = []  # outputs that no step made: aborts
         self._arrivals = 0

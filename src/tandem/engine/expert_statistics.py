@@ -35,9 +35,9 @@ def expert_usage(
     on_gpu: Tensor | None = None,
 ) -> ExpertUsage | None:
     """device: the GPU, on_gpu: its experts, bool [MoE layers, experts]. None for a dense model."""
-    if not model.moe.layers:
+    if not model.moe_layers:
         return None
-    router, layers = model.moe.router, len(model.moe.layers)
+    router, layers = model.moe.router, len(model.moe_layers)
     per_token = config.expert_distribution_recorder_mode == "per_token"
     graphs = () if plan.gpu is None else plan.gpu.graph_sizes
     chosen = (max(plan.max_step_tokens, *graphs, 0), router.top_k) if per_token else None
@@ -49,9 +49,9 @@ def expert_usage(
 def expert_placement(gpu: GpuPlan, model: ModelConfig) -> ExpertPlacement:
     """By the plan's strategy and statistics. Raises ConfigError when those do not fit the model."""
     moe, counts = model.moe, None
-    layers, experts = len(moe.layers), moe.router.num_experts
+    layers, experts = len(model.moe_layers), moe.router.num_experts
     if gpu.statistics is not None:
-        counts = load_counts(gpu.statistics, layers, experts, moe.layers, model.layers)
+        counts = load_counts(gpu.statistics, layers, experts, model.moe_layers, len(model.layers))
     return place(gpu.placement, layers, experts, gpu.experts, counts)
 
 
@@ -71,7 +71,7 @@ def expert_recorder(
         config.record_kt_gpu_expert_distribution,
     )
     return ExpertRecorder(
-        usage, model.moe.layers, options, config.served_model_name or Path(config.model).name
+        usage, model.moe_layers, options, config.served_model_name or Path(config.model).name
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.config.host_memory import graph_input_bytes, graph_wide_bytes
 from tandem.engine.batch_arrays import BatchArrays
-from tandem.engine.runner import KVModel
+from tandem.engine.runner import StepModel
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
 from tandem.engine.sequence import Chunk
 from tandem.errors import EngineError
@@ -104,8 +104,8 @@ class GpuRunner:
 
     def __init__(
         self,
-        model: KVModel,
-        layers: list[tuple[Tensor, Tensor]],
+        model: StepModel,
+        states: list[tuple[Tensor, ...]],
         handoff: Handoff,
         graphs: GraphPlan,
         *,
@@ -116,7 +116,7 @@ class GpuRunner:
         begin_step: BeginStep | None = None,
     ) -> None:
         """begin_step: called before the layers of a step run, and before a graph is captured (True) or replayed."""
-        self._model, self._layers, self._handoff, self._plan = model, layers, handoff, graphs
+        self._model, self._states, self._handoff, self._plan = model, states, handoff, graphs
         self._usage, self._live, self._begin_step = usage, live, begin_step or _nothing
         self._arrays = BatchArrays(page_size, max_step_tokens)
         self._device = handoff.device
@@ -177,7 +177,7 @@ class GpuRunner:
         """counted: how many of the first rows `ExpertUsage` counts."""
         if self._usage is not None:
             self._usage.begin(counted)
-        return self._model.forward(batch, self._layers)
+        return self._model.forward(batch, self._states)
 
     def _graph_of(self, batch: ForwardBatch) -> _Graph | None:
         rows = len(batch.seq_lens)

@@ -15,24 +15,10 @@ from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
 
 
-class KVLayout(Protocol):
-    @property
-    def layers(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def one_tensor(self) -> bool: ...
-
-
-class KVModel(Protocol):
+class StepModel(Protocol):
     """What the engine needs of a model."""
 
-    @property
-    def kv_layout(self) -> KVLayout: ...
-
-    def forward(self, batch: ForwardBatch, kv: Rows[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, batch: ForwardBatch, states: Rows[tuple[Tensor, ...]]) -> Tensor:
         """float32 logits [len(batch.logits_rows), vocab]."""
         ...
 
@@ -42,14 +28,14 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: KVModel,
-        layers: list[tuple[Tensor, Tensor]],
+        model: StepModel,
+        states: list[tuple[Tensor, ...]],
         *,
         page_size: int,
         max_step_tokens: int,
         usage: ExpertUsage | None = None,
     ) -> None:
-        self._model, self._layers, self._usage = model, layers, usage
+        self._model, self._states, self._usage = model, states, usage
         self._arrays = BatchArrays(page_size, max_step_tokens)
 
     def run(self, chunks: Rows[Chunk]) -> HostLogits:
@@ -58,7 +44,7 @@ class ModelRunner:
         with torch.inference_mode():
             if self._usage is not None:
                 self._usage.begin(len(batch.input_ids))
-            logits = self._model.forward(batch, self._layers)
+            logits = self._model.forward(batch, self._states)
             return HostLogits(logits.to(device="cpu", dtype=torch.float32).numpy())
 
     def after_failure(self) -> None:

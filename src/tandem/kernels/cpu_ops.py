@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.config.model_config import RouterConfig
+from tandem.config.layers import Router
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
@@ -61,7 +61,7 @@ class CpuOps:
         self._dense = _core.DenseOps(pool, tier)
         self.workspace = _core.Workspace(pool, tier)
         self._heads: dict[tuple[int, ...], _core.Heads] = {}
-        self._rules: dict[tuple[int, int], tuple[RouterConfig, _core.Route]] = {}
+        self._rules: dict[tuple[int, int], tuple[Router, _core.Route]] = {}
         self._batch: BatchLayout | None = None
         self._pages = (0, 0)  # their number, and rows of one
         self._view: _core.BatchView
@@ -174,7 +174,7 @@ class CpuOps:
     def route(
         self,
         logits: Tensor,
-        router: RouterConfig,
+        router: Router,
         bias: Tensor | None = None,
         shared: int = 0,
         tally: Tally | None = None,
@@ -236,7 +236,7 @@ def _checked(batch: BatchLayout, num_pages: int, page_size: int) -> _core.BatchV
     )
 
 
-def _rule(router: RouterConfig, shared: int) -> _core.Route:
+def _rule(router: Router, shared: int) -> _core.Route:
     return _core.Route(
         experts=router.num_experts,
         top_k=router.top_k,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.config.model_config import RouterConfig
+from tandem.config.layers import Router
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 
 
@@ -277,7 +277,7 @@ class Ops(Protocol):
     def route(
         self,
         logits: Tensor,
-        router: RouterConfig,
+        router: Router,
         bias: Tensor | None = None,
         shared: int = 0,
         tally: Tally | None = None,

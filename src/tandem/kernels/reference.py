@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.model_config import RouterConfig
+from tandem.config.layers import Router
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import one_tensor
@@ -219,7 +219,7 @@ class TorchOps:
     def route(
         self,
         logits: Tensor,
-        router: RouterConfig,
+        router: Router,
         bias: Tensor | None = None,
         shared: int = 0,
         tally: Tally | None = None,
@@ -263,7 +263,7 @@ def _descending(ranks: Tensor) -> Tensor:
     return torch.sort(ranks, stable=True, dim=-1, descending=True).indices
 
 
-def _keep_top_groups(ranks: Tensor, router: RouterConfig) -> Tensor:
+def _keep_top_groups(ranks: Tensor, router: Router) -> Tensor:
     """ranks [T, E] with -inf outside each token's best groups."""
     groups = ranks.view(len(ranks), router.num_groups, -1)
     group_ranks = groups.topk(2 if router.group_score == "top2" else 1, dim=-1).values.sum(-1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig, Plan
+from tandem.config import rope as config_rope
 from tandem.config.model_config import STORED
 from tandem.errors import CheckpointError, KernelError
 from tandem.experts import CpuExperts, ExpertMatrices, Experts, ExpertStore, LookAhead
@@ -51,8 +53,7 @@ class Builder:
         self.mlp_format = (
             STORED if plan.dense_codes else self.dense_format
         )  # of dense MLPs and shared experts
-        table = rope_table(config, plan.context_length)
-        self.rope = Rope(ops.resident(table.cos), ops.resident(table.sin))
+        self._ropes: dict[config_rope.Rope, Rope] = {}
         self._store = store
         self._report = progress or (lambda _name, _done, _total: None)
         self._done, self._total = 0, checkpoint.nbytes()
@@ -64,6 +65,14 @@ class Builder:
         self._ahead: tuple[int, ReadyExperts, LookAhead] | None = None  # the next MoE layer and its experts
         self._read_ahead(0)
         self._read_ahead(1)
+
+    def rope(self, shape: config_rope.Rope) -> Rope:
+        """Its tables for every position of the plan's context; layers that turn alike share them."""
+        alike = replace(shape, pairs="halves")
+        if alike not in self._ropes:
+            table = rope_table(shape, self.plan.context_length)
+            self._ropes[alike] = Rope(self.ops.resident(table.cos), self.ops.resident(table.sin))
+        return self._ropes[alike]
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A small tensor (norm weight, bias), copied in the activations' dtype."""
@@ -122,7 +131,7 @@ class Builder:
     def experts(self, layer: int, count: int, width: int, fmt: str, matrices_of: LayerMatrices) -> Experts:
         """`count` experts of decoder layer `layer`, packed from `matrices_of(layer)(expert)`; meanwhile those of the
         next MoE layer are looked up. fmt "stored": codes as they are stored."""
-        plain, index = self.dense_format if fmt == STORED else fmt, self.config.moe.layers.index(layer)
+        plain, index = self.dense_format if fmt == STORED else fmt, self.config.moe_layers.index(layer)
         experts: Experts
         if self._store is not None:
             experts = self._store.layer(index, count, width, plain)
@@ -145,7 +154,7 @@ class Builder:
     ) -> tuple[ReadyExperts, Callable[[int], ExpertMatrices]]:
         """Of the index-th MoE layer, which were looked up while the one before was packed. Whoever asks for the last
         one makes that begin with the next layer: then workers have something to do, and Python has not."""
-        layers, (ahead, self._ahead) = self.config.moe.layers, (self._ahead, None)
+        layers, (ahead, self._ahead) = self.config.moe_layers, (self._ahead, None)
         packs = self._store is not None or not self._in_place
         found: Callable[[int], ExpertMatrices]
         if ahead is not None and ahead[0] == index:
@@ -164,7 +173,7 @@ class Builder:
 
     def tally(self, layer: int) -> Tally | None:
         """Where decoder layer `layer` counts who was chosen."""
-        return None if self._usage is None else self._usage.tally(self.config.moe.layers.index(layer))
+        return None if self._usage is None else self._usage.tally(self.config.moe_layers.index(layer))
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -182,7 +191,7 @@ class Builder:
             self.checkpoint.forget(index, experts=self._passing)
         self._read_ahead(index + 2)
         self._report(
-            f"loading layer {index + 1}/{self.config.layers}", min(self._done, self._total), self._total
+            f"loading layer {index + 1}/{len(self.config.layers)}", min(self._done, self._total), self._total
         )
 
     def _read_ahead(self, layer: int) -> None:
@@ -259,13 +268,10 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype == torch.float16 else tensor
 
 
-def rope_table(config: ModelConfig, positions: int) -> Rope:
-    """cos and sin of position / theta^(2i / rotary_dim), float32 [positions, rotary_dim / 2] (RoFormer); or YaRN's."""
-    a = config.attention
-    factor = 1.0
-    if a.yarn is None:
-        inverse = 1.0 / a.rope_theta ** (torch.arange(0, a.rotary_dim, 2, dtype=torch.float32) / a.rotary_dim)
-    else:
-        inverse, factor = torch.tensor(a.yarn.frequencies(a.rope_theta, a.rotary_dim)), a.yarn.table_factor
+def rope_table(rope: config_rope.Rope, positions: int) -> Rope:
+    """cos and sin of position * frequency, times the table's factor, float32 [positions, rotary channels / 2]."""
+    inverse = torch.tensor(rope.frequencies())
+    if rope.scaling is None:  # as Transformers computes it, to the last bit
+        inverse = 1.0 / rope.theta ** (torch.arange(0, rope.dims, 2, dtype=torch.float32) / rope.dims)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse
-    return Rope(angles.cos() * factor, angles.sin() * factor)
+    return Rope(angles.cos() * rope.table_factor, angles.sin() * rope.table_factor)

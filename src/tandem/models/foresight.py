@@ -7,36 +7,50 @@ and Mazur, 2023, "Fast inference of Mixture-of-Experts language models with offl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from tandem.kernels.ops import Ops
-from tandem.models.layers import DecoderLayer
+from tandem.kernels.ops import Ops, SureRead
+from tandem.models.layers import BuiltBlock, DecoderLayer, Operator
 from tandem.models.moe import MoEBlock
-
-FeedForward = Callable[[Tensor, Tensor], Tensor]  # of normed rows and the residual stream they were made of
-
-
-def feed_forwards(ops: Ops, layers: Sequence[DecoderLayer], eps: float) -> list[FeedForward]:
-    """Every layer's. Those that are followed by a layer with experts ask its router in the meantime."""
-    following = [*layers[1:], None]
-    return [_feed_forward(ops, *pair, eps) for pair in zip(layers, following, strict=True)]
+from tandem.models.passing import Pass, States
 
 
-def _feed_forward(ops: Ops, layer: DecoderLayer, following: DecoderLayer | None, eps: float) -> FeedForward:
-    block, later = layer.mlp, None if following is None else following.mlp
-    if following is None or not isinstance(block, MoEBlock) or not isinstance(later, MoEBlock):
-        return lambda x, _: layer.mlp(x)
-    if later.router.num_groups > 1:  # chosen by many small operations on a GPU
-        return lambda x, _: layer.mlp(x)
-    return partial(_foreseeing, ops, block, later, following.mlp_norm, eps)
+@dataclass(frozen=True, slots=True)
+class Foreseeing:
+    """A layer's experts, which ask the next layer's router while others compute."""
+
+    block: MoEBlock
+    later: BuiltBlock  # its operator routes
+    router: MoEBlock
+    ops: Ops
+
+    def reads(self) -> list[SureRead]:
+        return self.block.reads()
+
+    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+        if not self.router.experts.takes_hints(len(x)):
+            return self.block(x, p, states)
+        return self.block(x, p, states, lambda: self._foresee(p))
+
+    def _foresee(self, p: Pass) -> None:
+        self.router.foresee(self.ops.rms_norm(p.residual, self.later.norm, self.later.eps))
 
 
-def _foreseeing(
-    ops: Ops, block: MoEBlock, following: MoEBlock, norm: Tensor, eps: float, x: Tensor, residual: Tensor
-) -> Tensor:
-    if not following.experts.takes_hints(len(x)):
-        return block(x)
-    return block(x, lambda: following.foresee(ops.rms_norm(residual, norm, eps)))
+def operators(ops: Ops, layers: Sequence[DecoderLayer]) -> list[Operator]:
+    """Of all blocks in order. Experts that are followed by a layer with experts ask its router in the meantime."""
+    found: list[Operator] = []
+    for layer, following in zip(layers, [*layers[1:], None], strict=True):
+        found += [_operator(ops, block.operator, following) for block in layer.blocks]
+    return found
+
+
+def _operator(ops: Ops, operator: Operator, following: DecoderLayer | None) -> Operator:
+    if following is None or not isinstance(operator, MoEBlock):
+        return operator
+    for block in following.blocks:
+        if isinstance(block.operator, MoEBlock) and block.operator.router.num_groups == 1:
+            return Foreseeing(operator, block, block.operator, ops)
+    return operator  # with groups, experts are chosen by many small operations on a GPU

@@ -10,78 +10,69 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.config.latent import LatentConfig
+from tandem.config.layers import Latent
 from tandem.formats.cut import numbers, rows_of
 from tandem.kernels.ops import ColumnRun, Linear, Ops, PerHead, SureRead
-from tandem.models.attention import KVPages
-from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
-
-LATENT_NORM_EPS = 1e-6  # Transformers' and DeepSeek's code leave rms_norm_eps out here
+from tandem.models.passing import Pass, States
 
 
 class LatentAttention:
     """Queries (through a latent of their own where the model has one), latents, attention, values, output."""
 
-    def __init__(self, b: Builder, index: int, prefix: str = "self_attn") -> None:
-        assert b.config.attention.latent is not None
-        self.config, self.shape, self.ops, self.rope = (
-            b.config.attention,
-            b.config.attention.latent,
-            b.ops,
-            b.rope,
-        )
-        name, bias = f"model.layers.{index}.{prefix}.", self.config.qkv_bias
-        s, heads, hidden = self.shape, self.config.heads, b.config.hidden
-        self.q_down, self.q_norm = self._query_latent(b, name, bias)
+    def __init__(self, b: Builder, shape: Latent, name: str) -> None:
+        """name: of the module that holds the projections."""
+        self.shape, self.ops, self.rope = shape, b.ops, b.rope(shape.rope)
+        name, s, hidden = name + ".", shape, b.config.hidden
+        self.q_down, self.q_norm = self._query_latent(b, name)
         q = "q_b_proj" if s.q_rank else "q_proj"
-        self.query = b.linear([name + q], [heads * s.qk_dim], s.q_rank or hidden)
-        self.kv_down = b.linear([name + "kv_a_proj_with_mqa"], [s.kv_rank + s.rope_dim], hidden, bias=bias)
+        self.query = b.linear([name + q], [s.heads * s.qk_dim], s.q_rank or hidden)
+        self.kv_down = b.linear([name + "kv_a_proj_with_mqa"], [s.cached_dim], hidden, bias=s.bias)
         self.kv_norm = b.tensor(name + "kv_a_layernorm.weight", s.kv_rank)
         self.absorb, self.values = self._absorbed(b, name)
-        self.moves = _Moves(b.ops, s, heads)
-        self.out = b.linear([name + "o_proj"], [hidden], heads * s.value_dim, bias=self.config.out_bias)
+        self.moves = _Moves(b.ops, s)
+        self.out = b.linear([name + "o_proj"], [hidden], s.heads * s.value_dim, bias=s.bias)
 
     def reads(self) -> list[SureRead]:
         down = () if self.q_down is None else (self.q_down,)
         return sure_reads(*down, self.query, self.kv_down, self.out)
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, pages: KVPages) -> Tensor:
-        a, s = self.config, self.shape
+    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+        s, ((latents,),) = self.shape, states
         q = self.ops.rope_store(
-            self._queries_and_key(x), self.rope, batch, *pages,
-            heads=a.heads, kv_heads=1, head_dim=a.head_dim,
+            self._queries_and_key(x), self.rope, p.batch, latents, latents,
+            heads=s.heads, kv_heads=1, head_dim=s.cached_dim,
         )  # fmt: skip
-        seen = x.new_empty((len(x), a.heads * s.kv_rank))
-        self.moves.seen(self.ops.attention(q, *pages, batch, a.softmax_scale), seen)
-        return self.out(self.values(seen.view(len(x), a.heads, s.kv_rank)).flatten(1))
+        seen = x.new_empty((len(x), s.heads * s.kv_rank))
+        self.moves.seen(self.ops.attention(q, latents, latents, p.batch, s.scale), seen)
+        return self.out(self.values(seen.view(len(x), s.heads, s.kv_rank)).flatten(1))
 
     def _queries_and_key(self, x: Tensor) -> Tensor:
         """[T, (H + 1) * (rope + kv_rank)]: absorbed queries of all heads, then the key, all before the rotation."""
-        a, s, rows = self.config, self.shape, len(x)
-        both = x.new_empty((rows, (a.heads + 1) * a.head_dim))
-        straight, latent = x.new_empty((rows, a.heads * s.nope_dim)), x.new_empty((rows, s.kv_rank))
+        s, rows = self.shape, len(x)
+        both = x.new_empty((rows, (s.heads + 1) * s.cached_dim))
+        straight, latent = x.new_empty((rows, s.heads * s.nope_dim)), x.new_empty((rows, s.kv_rank))
         q, kv = self.query(self._query_input(x)), self.kv_down(x)
         self.moves.straight(q, straight)
         self.moves.turned(q, both)
         self.moves.turned_key(kv, both)
         self.moves.latent(kv, latent)
-        absorbed = self.absorb(straight.view(rows, a.heads, s.nope_dim))
+        absorbed = self.absorb(straight.view(rows, s.heads, s.nope_dim))
         self.moves.absorbed(absorbed.flatten(1), both)
-        self.moves.key(self.ops.rms_norm(latent, self.kv_norm, LATENT_NORM_EPS), both)
+        self.moves.key(self.ops.rms_norm(latent, self.kv_norm, self.shape.norm.eps), both)
         return both
 
     def _query_input(self, x: Tensor) -> Tensor:
         if self.q_down is None or self.q_norm is None:
             return x
-        return self.ops.rms_norm(self.q_down(x), self.q_norm, LATENT_NORM_EPS)
+        return self.ops.rms_norm(self.q_down(x), self.q_norm, self.shape.norm.eps)
 
-    def _query_latent(self, b: Builder, name: str, bias: bool) -> tuple[Linear | None, Tensor | None]:
+    def _query_latent(self, b: Builder, name: str) -> tuple[Linear | None, Tensor | None]:
         rank = self.shape.q_rank
         if not rank:
             return None, None
-        down = b.linear([name + "q_a_proj"], [rank], b.config.hidden, bias=bias)
+        down = b.linear([name + "q_a_proj"], [rank], b.config.hidden, bias=self.shape.bias)
         return down, b.tensor(name + "q_a_layernorm.weight", rank)
 
     def _absorbed(self, b: Builder, name: str) -> tuple[PerHead, PerHead]:
@@ -101,7 +92,7 @@ class LatentAttention:
 
     def _heads_of(self, b: Builder, module: str, rows: int, depth: int) -> Tensor:
         """Every head's rows of a matrix, [H, rows, depth], decoded head by head."""
-        heads = self.config.heads
+        heads = self.shape.heads
         whole = b.checkpoint.weight(module, (heads * rows, depth))
         return torch.stack(
             [numbers(rows_of(whole, slice(h * rows, (h + 1) * rows))).to(b.dtype) for h in range(heads)]
@@ -111,8 +102,8 @@ class LatentAttention:
 class _Moves:
     """What goes where between the matrices. A row of queries and key is H + 1 times [rotary | latent]."""
 
-    def __init__(self, ops: Ops, s: LatentConfig, heads: int) -> None:
-        row, each = s.rope_dim + s.kv_rank, range(heads)
+    def __init__(self, ops: Ops, s: Latent) -> None:
+        row, heads, each = s.cached_dim, s.heads, range(s.heads)
         self.straight = ops.columns([ColumnRun(h * s.qk_dim, h * s.nope_dim, s.nope_dim) for h in each])
         self.turned = ops.columns(
             [run for h in each for run in _halves(h * s.qk_dim + s.nope_dim, h * row, s.rope_dim)]

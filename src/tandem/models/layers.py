@@ -1,62 +1,100 @@
-"""The decoder layer that all families share; they differ in `ModelConfig` and in names."""
+"""Decoder layers, built from their configuration: blocks of a norm and a mechanism."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from tandem.kernels.ops import SureRead
-from tandem.models.attention import Attention, KVPages
-from tandem.models.batch import ForwardBatch
+from tandem.architectures.names import Names
+from tandem.config.layers import Block, Dense, Gqa, Latent
+from tandem.config.state import State
+from tandem.kernels.ops import MLP, Ops, SureRead
+from tandem.models.attention import Attention
 from tandem.models.builder import Builder
+from tandem.models.latent_attention import LatentAttention
 from tandem.models.moe import MoEBlock, dense_mlp
-from tandem.models.names import MoENames
+from tandem.models.passing import Pass, States
 
 
-class MLP(Protocol):
-    def reads(self) -> list[SureRead]: ...
-    def __call__(self, x: Tensor) -> Tensor: ...
+class Operator(Protocol):
+    """A mechanism bound to its shape, weights and operations."""
+
+    def reads(self) -> list[SureRead]:
+        """Weights in the order in which a call reads them."""
+        ...
+
+    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+        """x [T, hidden], normed -> [T, hidden], which the caller adds to the stream. Writes into `states`."""
+        ...
 
 
-class SelfAttention(Protocol):
-    def reads(self) -> list[SureRead]: ...
-    def __call__(self, x: Tensor, batch: ForwardBatch, pages: KVPages) -> Tensor: ...
+@dataclass(frozen=True, slots=True)
+class DenseBlock:
+    """A dense feed-forward as an operator."""
+
+    mlp: MLP
+
+    def reads(self) -> list[SureRead]:
+        return self.mlp.reads()
+
+    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+        return self.mlp(x)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltBlock:
+    """residual + operator(norm(residual))."""
+
+    norm: Tensor
+    eps: float
+    operator: Operator
+    states: tuple[State, ...]  # what the operator keeps of a sequence
+
+    def enter(self, p: Pass, ops: Ops) -> Tensor:
+        """Adds what is pending to the stream; the normed rows that the operator takes."""
+        if p.pending is None:
+            return ops.rms_norm(p.residual, self.norm, self.eps)
+        return ops.add_rms_norm(p.pending, p.residual, self.norm, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Blocks in the order in which they run."""
 
-    input_norm: Tensor
-    attention: SelfAttention
-    mlp_norm: Tensor
-    mlp: MLP
+    blocks: tuple[BuiltBlock, ...]
 
     def reads(self) -> list[SureRead]:
         """Weights in the order in which a step reads them."""
-        return self.attention.reads() + self.mlp.reads()
+        return [read for block in self.blocks for read in block.operator.reads()]
+
+    @property
+    def moe(self) -> MoEBlock | None:
+        found = (block.operator for block in self.blocks)
+        return next((each for each in found if isinstance(each, MoEBlock)), None)
 
 
-def decoder_layer(
-    b: Builder,
-    index: int,
-    moe_names: MoENames,
-    dense_prefix: str = "mlp",
-    attention: Callable[[Builder, int], SelfAttention] = Attention,
-) -> DecoderLayer:
-    """Layer `index`, dense or MoE as the configuration says."""
-    layer, hidden = f"model.layers.{index}.", b.config.hidden
-    mlp: MLP
-    if index in b.config.moe_layers:
-        mlp = MoEBlock(b, index, moe_names)
-    else:
-        mlp = dense_mlp(b, layer + dense_prefix, b.config.dense_width)
+def decoder_layer(b: Builder, index: int, names: Names) -> DecoderLayer:
+    """Layer `index` as the configuration says, from tensors that are called `names`."""
+    blocks = b.config.layers[index].blocks
     return DecoderLayer(
-        input_norm=b.tensor(layer + "input_layernorm.weight", hidden),
-        attention=attention(b, index),
-        mlp_norm=b.tensor(layer + "post_attention_layernorm.weight", hidden),
-        mlp=mlp,
+        tuple(_block(b, index, names, *pair) for pair in zip(blocks, names.norms, strict=True))
     )
+
+
+def _block(b: Builder, index: int, names: Names, block: Block, norm: str) -> BuiltBlock:
+    operator = _operator(b, index, names, block)
+    weight = b.tensor(f"model.layers.{index}.{norm}.weight", b.config.hidden)
+    return BuiltBlock(weight, block.norm.eps, operator, block.body.states())
+
+
+def _operator(b: Builder, index: int, names: Names, block: Block) -> Operator:
+    layer, body = f"model.layers.{index}.", block.body
+    if isinstance(body, Gqa):
+        return Attention(b, body, layer + names.attention)
+    if isinstance(body, Latent):
+        return LatentAttention(b, body, layer + names.attention)
+    if isinstance(body, Dense):
+        return DenseBlock(dense_mlp(b, layer + names.dense, body.width))
+    return MoEBlock(b, index, body, names)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from tandem.architectures import family_of
+from tandem.architectures.names import Names
 from tandem.kernels.ops import Linear, Recorded, SureRead
-from tandem.models.attention import KVPages
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
-from tandem.models.foresight import feed_forwards
-from tandem.models.layers import DecoderLayer
+from tandem.models.foresight import operators
+from tandem.models.layers import DecoderLayer, decoder_layer
+from tandem.models.passing import Pass, States
 
 # Steps of few rows are recorded: in those, Python's part of the time is worth the memory of all their intermediate
 # results (some twenty arrays of rows * hidden a layer).
@@ -21,33 +22,24 @@ RECORDED_ROWS = 8
 RECORDED_ELEMENTS = 1 << 20  # rows * layers * hidden
 
 
-class KVLayout(NamedTuple):
-    """What the KV cache must hold: `layers` pairs of [num_pages, page_size, kv_heads, head_dim].
+class Model:
+    """A decoder. Holds packed weights; what it keeps of sequences is the caller's, as `ModelConfig.state_layout` says.
 
-    `one_tensor`: keys are values, too, so that both of a pair are the same tensor.
+    `forward` is begin, every layer in turn, end. A caller may pause between them: a `Pass` holds all there is.
     """
 
-    layers: int
-    kv_heads: int
-    head_dim: int
-    one_tensor: bool = False
-
-
-class Model:
-    """A decoder. Holds packed weights; the KV cache is the caller's."""
-
-    def __init__(self, b: Builder, layer: Callable[[Builder, int], DecoderLayer]) -> None:
+    def __init__(self, b: Builder) -> None:
         config = b.config
         self.config, self.ops, self.dtype = config, b.ops, b.dtype
-        a = config.attention
-        self.kv_layout = KVLayout(config.layers, a.kv_heads, a.head_dim, a.latent is not None)
         self.head = head_of(b)
         self.final_norm = b.tensor("model.norm.weight", config.hidden)
+        names = names_of(b)
         self.layers: list[DecoderLayer] = []
-        for index in range(config.layers):
-            self.layers.append(layer(b, index))
+        for index in range(len(config.layers)):
+            self.layers.append(decoder_layer(b, index, names))
             b.layer_done(index)
-        self._feed_forwards = feed_forwards(self.ops, self.layers, config.rms_eps)
+        self._spans = _spans(self.layers)
+        self._operators = operators(self.ops, self.layers)
         reads = [read for layer in self.layers for read in layer.reads()]
         self.ops.read_in_order([*reads, SureRead(self.head)])
         self._recorded: dict[int, Recorded | None] = {}  # by rows; for one KV cache
@@ -56,41 +48,79 @@ class Model:
         # Stays in the mapped file, as it is stored: a step reads a few rows of it.
         self.embedding = embedding_of(b)
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[KVPages]) -> Tensor:
-        """Runs T new tokens; writes their K and V into `kv`. Returns logits of batch.logits_rows, f32 [R, vocab]."""
+    def forward(self, batch: ForwardBatch, states: States) -> Tensor:
+        """Runs T new tokens and keeps of them what `states` are for. Returns logits of batch.logits_rows, f32
+        [R, vocab]."""
         embedded = self.embedding(batch.input_ids).to(self.dtype)
         rows = len(embedded)
         one_each = rows == len(batch.seq_lens) == len(batch.logits_rows)
         run = self._recorded_layers if one_each and self._worth_recording(rows) else self._layers
-        return self.head(run(embedded, batch, kv), torch.float32)
+        return self.head(run(embedded, batch, states), torch.float32)
+
+    def begin(self, batch: ForwardBatch) -> Pass:
+        """A pass over T new tokens, before the first layer."""
+        return Pass(batch, self.embedding(batch.input_ids).to(self.dtype))
+
+    def layer(self, p: Pass, index: int, states: States) -> None:
+        """Takes a pass through layer `index`; the caller has taken it through all before."""
+        first_block, first_state = self._spans[index]
+        for i, block in enumerate(self.layers[index].blocks, first_block):
+            last_state = first_state + len(block.states)
+            own = states[first_state:last_state]
+            p.pending = self._operators[i](block.enter(p, self.ops), p, own)
+            first_state = last_state
+
+    def end(self, p: Pass) -> Tensor:
+        """The normed rows whose logits are wanted, [R, hidden]."""
+        assert p.pending is not None, "no layer has run"
+        x, residual, rows = p.pending, p.residual, p.batch.logits_rows
+        if len(rows) != len(x):
+            x, residual = x[rows], residual[rows]
+        return self.ops.add_rms_norm(x, residual, self.final_norm, self.config.norm.eps)
+
+    def _layers(self, embedded: Tensor, batch: ForwardBatch, states: States) -> Tensor:
+        """From the embedded tokens, which it changes, to the normed rows whose logits are wanted."""
+        p = Pass(batch, embedded)
+        for index in range(len(self.layers)):
+            self.layer(p, index, states)
+        return self.end(p)
 
     def _worth_recording(self, rows: int) -> bool:
-        return rows <= RECORDED_ROWS and rows * self.config.layers * self.config.hidden <= RECORDED_ELEMENTS
+        elements = rows * len(self.layers) * self.config.hidden
+        return rows <= RECORDED_ROWS and elements <= RECORDED_ELEMENTS
 
-    def _recorded_layers(self, embedded: Tensor, batch: ForwardBatch, kv: Sequence[KVPages]) -> Tensor:
+    def _recorded_layers(self, embedded: Tensor, batch: ForwardBatch, states: States) -> Tensor:
         """`_layers` for one token per sequence: from the second call of its size on, a recording of the first."""
-        if kv[0][0] is not self._recorded_cache:
-            self._recorded_cache, self._recorded = kv[0][0], {}
+        if states[0][0] is not self._recorded_cache:
+            self._recorded_cache, self._recorded = states[0][0], {}
         rows = len(embedded)
         if rows not in self._recorded:
-            x, self._recorded[rows] = self.ops.record(lambda x, b: self._layers(x, b, kv), embedded, batch)
+            x, self._recorded[rows] = self.ops.record(
+                lambda x, b: self._layers(x, b, states), embedded, batch
+            )
             return x
         recorded = self._recorded[rows]
-        return self._layers(embedded, batch, kv) if recorded is None else recorded(embedded, batch)
+        return self._layers(embedded, batch, states) if recorded is None else recorded(embedded, batch)
 
-    def _layers(self, residual: Tensor, batch: ForwardBatch, kv: Sequence[KVPages]) -> Tensor:
-        """From the embedded tokens, which it changes, to the normed rows whose logits are wanted."""
-        eps, norm = self.config.rms_eps, self.ops.add_rms_norm
-        x = self.ops.rms_norm(residual, self.layers[0].input_norm, eps)
-        following = [layer.input_norm for layer in self.layers[1:]]
-        for i, layer in enumerate(self.layers):
-            x = norm(layer.attention(x, batch, kv[i]), residual, layer.mlp_norm, eps)
-            x = self._feed_forwards[i](x, residual)
-            if i < len(following):
-                x = norm(x, residual, following[i], eps)
-        if len(batch.logits_rows) != len(x):
-            x, residual = x[batch.logits_rows], residual[batch.logits_rows]
-        return norm(x, residual, self.final_norm, eps)
+
+def _spans(layers: list[DecoderLayer]) -> list[tuple[int, int]]:
+    """Of each layer: the numbers of its first block and of its first state."""
+    spans, block, state = [], 0, 0
+    for layer in layers:
+        spans.append((block, state))
+        block += len(layer.blocks)
+        state += sum(len(each.states) for each in layer.blocks)
+    return spans
+
+
+def names_of(b: Builder) -> Names:
+    """What the checkpoint calls its layers: of the family's spellings the first whose router is there."""
+    spellings = family_of(b.config.model_type).names
+    layers = b.config.moe_layers
+    for names in spellings:
+        if layers and f"model.layers.{layers[0]}.{names.router}.weight" in b.checkpoint:
+            return names
+    return spellings[0]
 
 
 def head_of(b: Builder) -> Linear:

@@ -7,11 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tandem.architectures.names import Names
+from tandem.config.layers import Moe
 from tandem.experts import ExpertMatrices, Experts
 from tandem.formats.cut import columns_of, rows_of
 from tandem.kernels.ops import MLP, Linear, Routing, SureRead
 from tandem.models.builder import Builder
-from tandem.models.names import MoENames, mlp_matrices
+from tandem.models.names import expert_matrices, mlp_matrices
+from tandem.models.passing import Pass, States
 
 
 def dense_mlp(b: Builder, prefix: str, width: int) -> MLP:
@@ -26,22 +29,21 @@ class MoEBlock:
     into experts of that width which every token chooses, so that a layer's experts are one call.
     """
 
-    def __init__(self, b: Builder, index: int, names: MoENames) -> None:
-        moe, layer = b.config.moe, f"model.layers.{index}."
-        self.ops, self.router = b.ops, moe.router
-        self.fused = moe.fusible_shared if b.plan.fuse_shared_experts else 0
-        self.gate = _router_gate(b, layer + names.router)
+    def __init__(self, b: Builder, index: int, shape: Moe, names: Names) -> None:
+        layer = f"model.layers.{index}."
+        self.ops, self.router = b.ops, shape.router
+        self.fused = shape.fusible_shared if b.plan.fuse_shared_experts else 0
+        self.gate = _router_gate(b, shape, layer + names.router)
         self.tally = b.tally(index)
         self.bias = None
         if self.router.has_bias:
-            bias = f"{layer}{names.router}.e_score_correction_bias"
-            self.bias = b.float_tensor(bias, self.router.num_experts)
-        self.experts = _experts(b, index, names, self.fused)
+            self.bias = b.float_tensor(layer + names.router_bias, self.router.num_experts)
+        self.experts = _experts(b, index, shape, names, self.fused)
         self.shared: MLP | None = None
         self.shared_gate: Linear | None = None
-        if moe.shared_width and not self.fused:
-            self.shared = dense_mlp(b, layer + names.shared, moe.shared_width)
-        if moe.shared_gate:
+        if shape.shared is not None and not self.fused:
+            self.shared = dense_mlp(b, layer + names.shared, shape.shared.width)
+        if shape.shared_gate:
             self.shared_gate = b.linear([layer + names.shared_gate], [1], b.config.hidden)
 
     def reads(self) -> list[SureRead]:
@@ -50,7 +52,9 @@ class MoEBlock:
         routed = [SureRead(self.gate), self.experts.sure_read(self.fused)]
         return first + routed + ([] if self.shared is None else self.shared.reads())
 
-    def __call__(self, x: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, p: Pass, states: States, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
         """meanwhile: called while others compute."""
         weight = None if self.shared_gate is None else self.shared_gate(x).sigmoid()
         ticket = self.experts.submit(x, self._route(x))
@@ -75,27 +79,28 @@ class MoEBlock:
         return self.gate(x, torch.float32) if self.router.float32_logits else self.gate(x)
 
 
-def _router_gate(b: Builder, name: str) -> Linear:
-    experts, hidden = b.config.moe.router.num_experts, b.config.hidden
-    if b.config.moe.router.float32_logits:
+def _router_gate(b: Builder, shape: Moe, name: str) -> Linear:
+    experts, hidden = shape.router.num_experts, b.config.hidden
+    if shape.router.float32_logits:
         return b.float_linear(name, experts, hidden)
     return b.linear([name], [experts], hidden)
 
 
-def _experts(b: Builder, index: int, names: MoENames, fused: int) -> Experts:
+def _experts(b: Builder, index: int, shape: Moe, names: Names, fused: int) -> Experts:
     """The routed experts, followed by the `fused` ones that the shared expert is cut into."""
-    moe, hidden, routed = b.config.moe, b.config.hidden, b.config.moe.router.num_experts
+    hidden, routed, width = b.config.hidden, shape.experts.count, shape.experts.width
+    shared = 0 if shape.shared is None else shape.shared.width
 
     def matrices_of(index: int) -> Callable[[int], ExpertMatrices]:
         layer = f"model.layers.{index}."
 
         def matrices(expert: int) -> ExpertMatrices:
             if expert < routed:
-                return names.experts.read(b.checkpoint, layer, expert, (routed, hidden, moe.width))
-            gate, up, down = mlp_matrices(b.checkpoint, layer + names.shared, hidden, moe.shared_width)
-            cut = slice((expert - routed) * moe.width, (expert - routed + 1) * moe.width)
+                return expert_matrices(names.experts, b.checkpoint, layer, expert, (routed, hidden, width))
+            gate, up, down = mlp_matrices(b.checkpoint, layer + names.shared, hidden, shared)
+            cut = slice((expert - routed) * width, (expert - routed + 1) * width)
             return rows_of(gate, cut), rows_of(up, cut), columns_of(down, cut)
 
         return matrices
 
-    return b.experts(index, routed + fused, moe.width, b.plan.expert_format, matrices_of)
+    return b.experts(index, routed + fused, width, b.plan.expert_format, matrices_of)

@@ -1,61 +1,39 @@
-"""How families call the tensors of a feed-forward block in a checkpoint."""
+"""A layer's feed-forward matrices, read by the names that its family gives them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from tandem.architectures.names import ExpertNames
 from tandem.checkpoint import Checkpoint
 from tandem.errors import CheckpointError
 from tandem.experts import ExpertMatrices
 from tandem.formats.cut import rows_of
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """Modules below `model.layers.{L}.`: one per expert and matrix, or all experts in two 3-D tensors.
+def expert_matrices(
+    names: ExpertNames, checkpoint: Checkpoint, layer: str, expert: int, sizes: tuple[int, int, int]
+) -> ExpertMatrices:
+    """One expert's gate, up and down; `sizes` = (experts, hidden, width) that config.json implies.
 
-    The fused form, as Transformers 5 holds it: gate_up [E, 2 width, hidden] (gate rows first), down [E, hidden, width].
+    Raises CheckpointError where the layer has neither spelling.
     """
-
-    each: str = "mlp.experts.{expert}.{matrix}"
-    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    gate_up: str = "mlp.experts.gate_up_proj"
-    down: str = "mlp.experts.down_proj"
-
-    def read(
-        self, checkpoint: Checkpoint, layer: str, expert: int, sizes: tuple[int, int, int]
-    ) -> ExpertMatrices:
-        """One expert's matrices; `sizes` = (experts, hidden, width) that config.json implies."""
-        count, hidden, width = sizes
-        if checkpoint.has_matrix(layer + self.gate_up):
-            both = checkpoint.expert_weight(layer + self.gate_up, expert, (count, 2 * width, hidden))
-            gate, up = rows_of(both, slice(0, width)), rows_of(both, slice(width, None))
-            return gate, up, checkpoint.expert_weight(layer + self.down, expert, (count, hidden, width))
-        names = [layer + self.each.format(expert=expert, matrix=m) for m in self.matrices]
-        if not checkpoint.has_matrix(names[0]):
-            raise CheckpointError(
-                f"{checkpoint.path_of(names[0])} has neither {names[0]}.weight nor {layer + self.gate_up}"
-            )
-        up_shape = (width, hidden)
-        return (
-            checkpoint.weight(names[0], up_shape),
-            checkpoint.weight(names[1], up_shape),
-            checkpoint.weight(names[2], (hidden, width)),
+    count, hidden, width = sizes
+    if checkpoint.has_matrix(layer + names.gate_up):
+        both = checkpoint.expert_weight(layer + names.gate_up, expert, (count, 2 * width, hidden))
+        gate, up = rows_of(both, slice(0, width)), rows_of(both, slice(width, None))
+        return gate, up, checkpoint.expert_weight(layer + names.down, expert, (count, hidden, width))
+    gate_name, up_name, down_name = (
+        layer + names.each.format(expert=expert, matrix=m) for m in names.matrices
+    )
+    if not checkpoint.has_matrix(gate_name):
+        raise CheckpointError(
+            f"{checkpoint.path_of(gate_name)} has neither {gate_name}.weight nor {layer + names.gate_up}"
         )
-
-
-PER_EXPERT = ExpertNames()
-MIXTRAL = ExpertNames("block_sparse_moe.experts.{expert}.{matrix}", ("w1", "w3", "w2"))
-
-
-@dataclass(frozen=True, slots=True)
-class MoENames:
-    """Modules of an MoE block, below `model.layers.{L}.`; "" where a family has none."""
-
-    router: str = "mlp.gate"
-    experts: ExpertNames = PER_EXPERT
-    shared: str = ""
-    shared_gate: str = ""
+    up_shape = (width, hidden)
+    return (
+        checkpoint.weight(gate_name, up_shape),
+        checkpoint.weight(up_name, up_shape),
+        checkpoint.weight(down_name, (hidden, width)),
+    )
 
 
 def mlp_matrices(checkpoint: Checkpoint, prefix: str, hidden: int, width: int) -> ExpertMatrices:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tandem.config import ModelConfig
 from tandem.errors import ConfigError
 from tandem.quality.measures import (
     Divergence,
@@ -70,7 +71,7 @@ class Head:
     """Final norm and output matrix of a stream."""
 
     def __init__(self, stream: LayerStream) -> None:
-        self.ops, self.eps, self._device = stream.ops, stream.config.rms_eps, stream.device
+        self.ops, self.eps, self._device = stream.ops, stream.config.norm.eps, stream.device
         self.norm, self.matrix = stream.final_norm(), stream.head()
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -125,8 +126,8 @@ class Comparison:
     def run(self, writer: LogitsWriter | None = None, keep: int = 0) -> tuple[float | None, list[Measured]]:
         """(the reference's perplexity, one result per candidate). `writer` is given the reference's rows, the `keep`
         largest logits of each (0: all)."""
-        for index in range(self._first.config.layers):
-            self._what = f"layer {index + 1}/{self._first.config.layers}"
+        for index in range(len(self._first.config.layers)):
+            self._what = f"layer {index + 1}/{len(self._first.config.layers)}"
             self._layer(index)
         self._what = "logits"
         return self._compare_logits(writer, keep)
@@ -136,13 +137,13 @@ class Comparison:
         return self.reference or self.candidates[0].stream
 
     def _check_shapes(self) -> None:
-        first = self._first.config
+        ours = _sizes(self._first.config)
         for candidate in self.candidates:
-            other = candidate.stream.config
-            for name in ("layers", "hidden", "vocab"):
-                if getattr(first, name) != getattr(other, name):
+            theirs = _sizes(candidate.stream.config)
+            for name, size in ours.items():
+                if size != theirs[name]:
                     raise ConfigError(
-                        f"{candidate.label} has {getattr(other, name)} {name}, the reference {getattr(first, name)}: "
+                        f"{candidate.label} has {theirs[name]} {name}, the reference {size}: "
                         "layers can only be compared one by one; use --save-logits and --reference-logits"
                     )
 
@@ -237,7 +238,7 @@ class Comparison:
     @property
     def steps(self) -> int:
         """Windows through layers, and chunks of logits."""
-        layers, count = self._first.config.layers, len(self.candidates)
+        layers, count = len(self._first.config.layers), len(self.candidates)
         runs = layers * (count + (1 + count if self.reference is not None else 0))
         if self.layer_kl:
             runs += count * layers * (layers - 1) // 2
@@ -263,3 +264,7 @@ def relative_error(got: Tensor, truth: Tensor) -> float:
     exact = truth.float()
     error = (got.float() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
     return float(error.mean())
+
+
+def _sizes(config: ModelConfig) -> dict[str, int]:
+    return {"layers": len(config.layers), "hidden": config.hidden, "vocab": config.vocab}

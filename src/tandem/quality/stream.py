@@ -15,17 +15,19 @@ from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES
 from tandem.config.memory import gib
-from tandem.config.model_config import DTYPE_BYTES
+from tandem.config.state import DTYPE_BYTES, State, state_layout
+from tandem.engine.state.arrays import allocate
 from tandem.errors import ConfigError
 from tandem.experts import Experts
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Linear, Ops
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
-from tandem.models import ARCHITECTURES, ForwardBatch
+from tandem.models import ForwardBatch
 from tandem.models.builder import Builder
-from tandem.models.layers import DecoderLayer
-from tandem.models.model import embedding_of, head_of
+from tandem.models.layers import DecoderLayer, decoder_layer
+from tandem.models.model import embedding_of, head_of, names_of
+from tandem.models.passing import Arrays, Pass
 from tandem.quality.text import Windows
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ class Variant:
 
 
 def _check_layer_fits(model: ModelConfig, plan: Plan, machine: Machine, stored: StoredFormats) -> None:
-    layers = max(1, len(model.moe.layers))
+    layers = max(1, len(model.moe_layers))
     whole = model.weight_bytes(plan.dtype, plan.expert_format, stored)
     layer = whole // layers
     if layer > machine.available_memory:
@@ -98,9 +100,9 @@ def _check_gpu_fits(model: ModelConfig, plan: Plan, machine: Machine, stored: St
     if plan.gpu is None:
         return
     gpu = next(each for each in machine.gpus if plan.gpu.uuid in ("", each.uuid))
-    there = -(-plan.gpu.experts // max(1, len(model.moe.layers)))
+    there = -(-plan.gpu.experts // max(1, len(model.moe_layers)))
     experts = there * model.expert_bytes(plan.expert_format, stored.experts)
-    layer = model.dense_bytes(plan.dtype, stored, on_gpu=True) // model.layers + experts
+    layer = model.dense_bytes(plan.dtype, stored, on_gpu=True) // len(model.layers) + experts
     table = model.vocab * model.hidden * DTYPE_BYTES[plan.dtype]
     needed = max(layer, table) + GPU_WORKSPACE_BYTES
     if needed > gpu.free_bytes:
@@ -130,13 +132,13 @@ class LayerStream:
         self.device = torch.device("cpu") if self._gpu is None else self._gpu.ops.device
         store = None if self._gpu is None else _OneLayer(self._gpu, self.plan, self.config)
         self._builder = Builder(self.config, self.plan, checkpoint, self.ops, store=store)
-        self._pages = self._new_pages(longest)
+        self._states = self._new_states(longest)
         self._batches = [self._batch(window) for window in windows.ids]
         self.hidden = self._embedded()
 
     def layer(self, index: int) -> DecoderLayer:
         """Reads and packs layer `index`; it lives as long as it is referenced."""
-        made = ARCHITECTURES[self.config.model_type](self._builder, index)
+        made = decoder_layer(self._builder, index, names_of(self._builder))
         self._builder.layer_done(index)
         return made
 
@@ -157,12 +159,14 @@ class LayerStream:
         return self._builder.tensor("model.norm.weight", self.config.hidden)
 
     def _advance(self, layer: DecoderLayer, residual: Tensor, batch: ForwardBatch) -> None:
-        eps = self.config.rms_eps
         if self._gpu is not None:
             self._gpu.ops.begin_step(batch, False)
-        x = self.ops.rms_norm(residual, layer.input_norm, eps)
-        x = self.ops.add_rms_norm(layer.attention(x, batch, self._pages), residual, layer.mlp_norm, eps)
-        residual.add_(layer.mlp(x))
+        p = Pass(batch, residual)
+        for block in layer.blocks:
+            states = [self._states[each] for each in block.states]
+            p.pending = block.operator(block.enter(p, self.ops), p, states)
+        if p.pending is not None:
+            residual.add_(p.pending)
 
     def _embedded(self) -> Tensor:
         largest = int(self.windows.tokens.max())
@@ -174,15 +178,18 @@ class LayerStream:
         rows = embedding_of(self._builder)(self.windows.tokens.to(self.device))
         return rows.to("cpu", getattr(torch, self.plan.dtype))
 
-    def _new_pages(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """One window of one layer: nothing is read that was not written just before."""
-        a, size = self.config.attention, self.plan.page_size
-        shape = (-(-tokens // size), size, a.kv_heads, a.head_dim)
-        k = torch.zeros(shape, dtype=getattr(torch, self.plan.dtype), device=self.device)
-        return k, k if a.latent is not None else torch.zeros_like(k)
+    def _new_states(self, tokens: int) -> dict[State, Arrays]:
+        """One window of each kind of state: nothing is read that was not written just before."""
+        kinds = dict.fromkeys(self.config.states)
+        layout = state_layout(kinds, self.plan.dtype, self.plan.page_size)
+        arrays = allocate(layout, self._pages_of(tokens), None if self._gpu is None else self.device)
+        return dict(zip(kinds, arrays, strict=True))
+
+    def _pages_of(self, tokens: int) -> int:
+        return -(-tokens // self.plan.page_size)
 
     def _batch(self, window: tuple[int, ...]) -> ForwardBatch:
-        device, pages = self.device, self._pages[0].shape[0]
+        device, pages = self.device, self._pages_of(max(map(len, self.windows.ids)))
         rows = torch.arange(len(window), device=device)
         return ForwardBatch(
             input_ids=torch.tensor(window, device=device),

@@ -69,7 +69,7 @@ def numbers(text: str) -> tuple[float, ...]:
 def traffic(request: Request, config: ModelConfig) -> Traffic:
     """Generated: other requests to the same model came before. Recorded: its first half came before the second."""
     router = config.moe.router
-    shape = TraceShape(request.tokens, len(config.moe.layers), router.num_experts, router.top_k)
+    shape = TraceShape(request.tokens, len(config.moe_layers), router.num_experts, router.top_k)
     if request.routing in ROUTINGS:
         law = ROUTINGS[request.routing]
         before, trace = generate(shape, law, request.seed + 1), generate(shape, law, request.seed)

@@ -66,7 +66,7 @@ def _measured_rows(request: Request) -> Iterator[dict[str, Any]]:
 def simulated_rows(request: Request) -> Iterator[dict[str, Any]]:
     config = named_config(request.config, request.layers)
     seen, cost = traffic(request, config), step_cost(request, config)
-    layers, experts = len(config.moe.layers), config.moe.router.num_experts
+    layers, experts = len(config.moe_layers), config.moe.router.num_experts
     for share in request.shares:
         for strategy in request.strategies:
             by = "uniform" if strategy == "dynamic" else strategy
@@ -86,7 +86,7 @@ def step_cost(request: Request, config: ModelConfig) -> StepCost:
     dense = (
         2 * config.dense_params / (2 * request.hbm_gbps * 1e9)
     )  # large matrices run at twice the experts' rate
-    gpu_step = dense + config.layers * LAYER_SECONDS
+    gpu_step = dense + len(config.layers) * LAYER_SECONDS
     return StepCost(
         config.expert_bytes(FORMATS[request.fmt]), request.dram_gbps, request.pcie_gbps, request.hbm_gbps,
         gpu_step if request.gpu_step_ms is None else request.gpu_step_ms / 1e3,

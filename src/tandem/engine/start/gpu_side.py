@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tandem.config import ModelConfig, Plan
+from tandem.config.layers import Latent
 from tandem.engine.expert_statistics import expert_placement
 from tandem.engine.start.gpu_device import planned_device
 from tandem.experts.handoff import Handoff, HandoffSizes
@@ -57,9 +58,11 @@ def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
 
 def attention_shape(plan: Plan, model: ModelConfig) -> AttentionShape:
     """Of the first layer; a backend that needs one for all layers is refused where they differ."""
-    a, pages = model.attention, -(-plan.context_length // plan.page_size)
+    first, pages = model.mixers[0], -(-plan.context_length // plan.page_size)
+    if isinstance(first, Latent):
+        return AttentionShape(first.heads, 1, first.cached_dim, first.scale, 0, plan.page_size, pages)
     return AttentionShape(
-        a.heads, a.kv_heads, a.head_dim, a.softmax_scale, a.windows[0], plan.page_size, pages
+        first.heads, first.kv_heads, first.head_dim, first.scale, first.window, plan.page_size, pages
     )
 
 

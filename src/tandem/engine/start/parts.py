@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.config import ModelConfig, Plan
 from tandem.engine.gpu_runner import BeginStep
-from tandem.engine.runner import KVModel
+from tandem.engine.runner import StepModel
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts
@@ -21,7 +21,7 @@ class EngineParts:
 
     plan: Plan
     model_config: ModelConfig
-    model: KVModel
+    model: StepModel
     tokenizer: Tokenizer
     workers: Any = None  # the WorkerPool, kept alive as long as the engine
     usage: ExpertUsage | None = None  # which experts are chosen; None: nobody counts

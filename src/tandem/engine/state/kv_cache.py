@@ -1,40 +1,11 @@
-"""`KVCache`: the K and V pages of all layers, who uses each page, and which prefixes they hold."""
+"""`KVCache`: who uses each page of the state of all layers, and which prefixes they hold."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from tandem.engine.state.prefix_tree import PrefixTree
-
-_STORAGE = {torch.bfloat16: np.uint16, torch.float16: np.uint16, torch.float32: np.uint32}
-
-
-def allocate_layers(
-    num_layers: int,
-    num_pages: int,
-    page_size: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    *,
-    one_tensor: bool = False,
-) -> list[tuple[Tensor, Tensor]]:
-    """(k_pages, v_pages) per layer, each [num_pages, page_size, kv_heads, head_dim]; `one_tensor`: the same one twice.
-
-    Zeros from calloc, so that memory is taken when a page is first used, not at start-up (torch.zeros would touch it).
-    """
-    shape = (num_pages, page_size, kv_heads, head_dim)
-
-    def pages() -> Tensor:
-        return torch.from_numpy(np.zeros(shape, dtype=_STORAGE[dtype])).view(dtype)
-
-    keys = [pages() for _ in range(num_layers)]
-    return [(k, k if one_tensor else pages()) for k in keys]
 
 
 class KVCache:
@@ -45,10 +16,7 @@ class KVCache:
     is always a leaf of the tree: eviction needs neither timestamps nor a search.
     """
 
-    def __init__(
-        self, layers: list[tuple[Tensor, Tensor]], num_pages: int, page_size: int, *, prefix_cache: bool
-    ) -> None:
-        self.layers = layers
+    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_cache = prefix_cache

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from tandem.config.model_config import RouterConfig
+from tandem.config.layers import Router
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.reference import decoded
@@ -162,7 +162,7 @@ class GpuOps:
     def route(
         self,
         logits: Tensor,
-        router: RouterConfig,
+        router: Router,
         bias: Tensor | None = None,
         shared: int = 0,
         tally: Tally | None = None,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.model_config import RouterConfig
+from tandem.config.layers import Router
 from tandem.errors import KernelError
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.ops import Routing, Tally
@@ -58,7 +58,7 @@ def _route(logits, bias, ids, weights, places, found, tokens, seen, rows, expert
 
 def route(
     logits: Tensor,
-    router: RouterConfig,
+    router: Router,
     bias: Tensor | None,
     shared: int,
     tally: Tally | None,

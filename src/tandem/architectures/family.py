@@ -1,0 +1,55 @@
+"""What a family is: data over shared mechanisms, in one file each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tandem.architectures.names import Names
+from tandem.config.json_keys import JsonKeys
+from tandem.config.model_config import ModelConfig
+
+
+class GgufKeys(Protocol):
+    """`{architecture}.{key}` of a GGUF file's metadata, and what its tensors say."""
+
+    def need(self, key: str) -> int: ...
+    def optional(self, key: str, default: int) -> int: ...
+    def number(self, key: str, default: float) -> float: ...
+    def flag(self, key: str, default: bool) -> bool: ...
+    def has(self, key: str) -> bool: ...
+    def has_tensor(self, name: str) -> bool: ...
+    def rows(self, ending: str) -> int:
+        """Output rows of the first matrix whose name ends so."""
+        ...
+
+    def refuse(self, key: str, why: str) -> Exception: ...
+    def rope(self) -> dict[str, Any]:
+        """`rope_parameters` of Transformers 5."""
+        ...
+
+    @property
+    def has_bias(self) -> bool: ...
+    @property
+    def expert_width(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """A family in GGUF files. config: what `config.json` would say beside sizes that all files name alike;
+    stems: tensor names without `blk.{layer}.` → Hugging Face's below `model.layers.{L}.`."""
+
+    architecture: str
+    config: Callable[[GgufKeys], dict[str, Any]]
+    stems: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """model_types: as `config.json` names them. names: tried in turn, the first whose tensors are there is used."""
+
+    model_types: tuple[str, ...]
+    config: Callable[[JsonKeys, JsonKeys], ModelConfig]
+    names: tuple[Names, ...] = (Names(),)
+    gguf: Gguf | None = None

@@ -1,0 +1,69 @@
+"""GLM-4.5 and 4.6: sigmoid router with a selection bias, ungated shared expert, first layers dense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.architectures.family import Family, Gguf, GgufKeys
+from tandem.architectures.names import GGUF_DECODER, Names
+from tandem.architectures.shared import gqa, layer_count, model, moe
+from tandem.config.json_keys import JsonKeys
+from tandem.config.layers import Router
+from tandem.config.model_config import ModelConfig
+
+NAMES = Names(shared="mlp.shared_experts")
+SIGMOID = 2  # of GGUF's expert_gating_func; 1 is softmax
+
+
+def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    bias = keys.optional("attention_bias", False)
+    norms = keys.optional("use_qk_norm", False)
+    attention = gqa(keys, qkv_bias=bias, qk_norm="head" if norms else "none", rotary_share=0.5)
+    router = Router(
+        num_experts=keys.size("n_routed_experts", 128, "num_local_experts"),
+        top_k=keys.size("num_experts_per_tok", 8),
+        score="sigmoid",
+        normalize=keys.optional("norm_topk_prob", True),
+        scale=keys.optional("routed_scaling_factor", 1.0),
+        num_groups=keys.optional("n_group", 1),
+        top_groups=keys.optional("topk_group", 1),
+        has_bias=True,
+        float32_logits=True,
+        epsilon=1e-20,
+    )
+    width = keys.size("moe_intermediate_size", 1408)
+    experts = moe(router, width, width * keys.optional("n_shared_experts", 1))
+    first = keys.optional("first_k_dense_replace", 1)
+    return model(keys, generation, lambda _: attention, experts, range(first, layer_count(keys)))
+
+
+def gguf_config(keys: GgufKeys) -> dict[str, Any]:
+    if keys.optional("expert_gating_func", SIGMOID) != SIGMOID:
+        raise keys.refuse("expert_gating_func", f"is not {SIGMOID} (sigmoid)")
+    head = keys.need("attention.key_length")
+    return {
+        "model_type": "glm4_moe",
+        "attention_bias": keys.has_bias,
+        "use_qk_norm": keys.has_tensor("blk.0.attn_q_norm.weight"),
+        "partial_rotary_factor": keys.optional("rope.dimension_count", head) / head,
+        "n_routed_experts": keys.need("expert_count"),
+        "num_experts_per_tok": keys.need("expert_used_count"),
+        "n_shared_experts": keys.optional("expert_shared_count", 1),
+        "moe_intermediate_size": keys.expert_width,
+        "first_k_dense_replace": keys.optional("leading_dense_block_count", 0),
+        "norm_topk_prob": keys.flag("expert_weights_norm", True),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "n_group": keys.optional("expert_group_count", 1),
+        "topk_group": keys.optional("expert_group_used_count", 1),
+    }
+
+
+STEMS = GGUF_DECODER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+
+FAMILY = Family(("glm4_moe",), config, (NAMES,), Gguf("glm4moe", gguf_config, STEMS))

@@ -1,0 +1,52 @@
+"""How families call the tensors of a layer in a checkpoint, below `model.layers.{L}.`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Modules of routed experts: one per expert and matrix, or all experts in two 3-D tensors.
+
+    The fused form, as Transformers 5 holds it: gate_up [E, 2 width, hidden] (gate rows first), down [E, hidden, width].
+    """
+
+    each: str = "mlp.experts.{expert}.{matrix}"
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    gate_up: str = "mlp.experts.gate_up_proj"
+    down: str = "mlp.experts.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Modules of a layer; "" where a family has none. norms: of its blocks, in order."""
+
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    attention: str = "self_attn"
+    dense: str = "mlp"
+    router: str = "mlp.gate"
+    router_bias: str = "mlp.gate.e_score_correction_bias"
+    experts: ExpertNames = ExpertNames()
+    shared: str = ""
+    shared_gate: str = ""
+
+
+GGUF_DECODER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
+    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
+}
+"""Stems that most GGUF architectures share."""

@@ -1,0 +1,33 @@
+"""Qwen3-MoE: norms on q and k heads, softmax router, no shared expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.architectures.family import Family, Gguf, GgufKeys
+from tandem.architectures.names import GGUF_DECODER
+from tandem.architectures.qwen2_moe import gguf_experts
+from tandem.architectures.shared import gqa, model, moe, softmax_router, sparse_step_layers
+from tandem.config.json_keys import JsonKeys
+from tandem.config.model_config import ModelConfig
+
+
+def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    bias = keys.optional("attention_bias", False)
+    slides, window = keys.optional("use_sliding_window", False), keys.optional("sliding_window", 0)
+    attention = gqa(keys, qkv_bias=bias, out_bias=bias, qk_norm="head", window=window if slides else 0)
+    router = softmax_router(keys, "num_experts", keys.optional("norm_topk_prob", False), "num_local_experts")
+    experts = moe(router, keys.size("moe_intermediate_size", 768))
+    return model(keys, generation, lambda _: attention, experts, sparse_step_layers(keys))
+
+
+def gguf_config(keys: GgufKeys) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_moe",
+        "attention_bias": keys.has_bias,
+        "norm_topk_prob": keys.flag("expert_weights_norm", True),
+        "moe_intermediate_size": keys.expert_width,
+    } | gguf_experts(keys)
+
+
+FAMILY = Family(("qwen3_moe",), config, gguf=Gguf("qwen3moe", gguf_config, GGUF_DECODER))

@@ -1,0 +1,138 @@
+"""Pieces of `config.json` that families share.
+
+Sizes must be present. Flags that are absent take the value the family's Transformers class has for them,
+since that is what the checkpoint was saved against. What we do not compute is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+
+from tandem.config.json_keys import JsonKeys
+from tandem.config.layers import Dense, Experts, Gqa, Layer, Mixer, Moe, Norm, QkNorm, Router, pre_norm
+from tandem.config.model_config import ModelConfig
+from tandem.config.rope import Rope, positions_of, read_rope, rope_keys
+from tandem.errors import ConfigError
+
+
+def layer_count(keys: JsonKeys) -> int:
+    return keys.size("num_hidden_layers", 24, most=10_000)
+
+
+def model(
+    keys: JsonKeys,
+    generation: JsonKeys,
+    mixers: Callable[[int], Mixer],
+    moe: Moe | None = None,
+    moe_layers: Collection[int] = (),
+) -> ModelConfig:
+    """Layers of attention and a feed-forward: `moe` in `moe_layers`, a dense one elsewhere."""
+    keys.only("hidden_act", "silu", "experts are SwiGLU")
+    if moe is not None and not moe_layers:
+        raise ConfigError("config.json: no layer is MoE; this is a dense model")
+    norm, dense = Norm(epsilon(keys)), Dense(keys.size("intermediate_size", 5632))
+    layers = [
+        pre_norm(mixers(i), moe if moe is not None and i in moe_layers else dense, norm)
+        for i in range(layer_count(keys))
+    ]
+    return assembled(keys, generation, tuple(layers), norm, mixers(0).rope)
+
+
+def assembled(
+    keys: JsonKeys, generation: JsonKeys, layers: tuple[Layer, ...], norm: Norm, rope: Rope
+) -> ModelConfig:
+    """What surrounds the layers of every family."""
+    return ModelConfig(
+        model_type=keys["model_type"],
+        hidden=keys.size("hidden_size", 2048),
+        vocab=keys.size("vocab_size", 151936),
+        layers=layers,
+        norm=norm,
+        tied_embeddings=keys.optional("tie_word_embeddings", False),
+        max_positions=positions_of(rope_keys(keys), rope),
+        eos_ids=generation.integers("eos_token_id") or keys.integers("eos_token_id"),
+        unread_keys=keys.unread,
+    )
+
+
+def epsilon(keys: JsonKeys) -> float:
+    value = keys.need("rms_norm_eps", 1e-6)
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{keys.where}: rms_norm_eps is {value}, and must be 0 or more; try 1e-06")
+    return value
+
+
+def gqa(
+    keys: JsonKeys,
+    *,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    qk_norm: QkNorm = "none",
+    window: int = 0,
+    clip: float = 0.0,
+    rotary_share: float = 1.0,
+) -> Gqa:
+    """rotary_share: of a head's channels that turn, where config.json does not say."""
+    heads = keys.size("num_attention_heads", 16)
+    kv_heads = keys.optional("num_key_value_heads", heads)
+    head_dim = keys.optional("head_dim", keys.size("hidden_size", 2048) // heads)
+    if kv_heads < 1 or heads % kv_heads:
+        raise ConfigError(f"config.json: num_key_value_heads {kv_heads} does not divide {heads} heads")
+    return Gqa(
+        heads, kv_heads, head_dim, _rope(keys, head_dim, rotary_share), window, qk_norm, Norm(epsilon(keys)),
+        qkv_bias, out_bias, clip,
+    )  # fmt: skip
+
+
+def _rope(keys: JsonKeys, head_dim: int, default_share: float) -> Rope:
+    merged = rope_keys(keys)
+    share = merged.optional("partial_rotary_factor", default_share)
+    if share != 1.0 and default_share == 1.0:
+        raise ConfigError(f"config.json: partial_rotary_factor {share} is not part of this family; 1.0 is")
+    dims = int(head_dim * share)
+    if not 0 < dims <= head_dim:
+        raise ConfigError(f"config.json: {dims} rotary channels of {head_dim} do not fit")
+    return read_rope(merged, dims)
+
+
+def softmax_router(keys: JsonKeys, experts_key: str, normalize: bool, *aliases: str) -> Router:
+    return Router(
+        keys.size(experts_key, 64, *aliases), keys.size("num_experts_per_tok", 8), "softmax", normalize
+    )
+
+
+def moe(router: Router, width: int, shared_width: int = 0, shared_gate: bool = False) -> Moe:
+    """Raises ConfigError for a router that cannot choose so many."""
+    experts, top_k, groups, kept = router.num_experts, router.top_k, router.num_groups, router.top_groups
+    if top_k > experts:
+        raise ConfigError(f"config.json: num_experts_per_tok {top_k} is more than the {experts} experts")
+    uneven = groups < 1 or experts % groups or not 1 <= kept <= groups
+    if uneven or top_k > kept * (experts // groups):
+        raise ConfigError(f"config.json: n_group {groups}, topk_group {kept} do not fit")
+    if groups > 1 and experts // groups < 2:
+        raise ConfigError(f"config.json: n_group {groups} leaves groups of one; try {experts // 2}")
+    if shared_width < 0:
+        raise ConfigError(f"config.json: the shared expert has a width of {shared_width}; try 0")
+    shared = Dense(shared_width) if shared_width else None
+    return Moe(router, Experts(experts, width), shared, shared_gate and shared is not None)
+
+
+def sparse_step_layers(keys: JsonKeys) -> list[int]:
+    """Qwen: every `decoder_sparse_step`-th layer, except those of `mlp_only_layers`."""
+    step = keys.optional("decoder_sparse_step", 1)
+    dense = set(keys.integers("mlp_only_layers"))
+    if step < 1:
+        raise ConfigError(f"config.json: decoder_sparse_step is {step}, and must be at least 1")
+    return [i for i in range(layer_count(keys)) if i not in dense and (i + 1) % step == 0]
+
+
+def layer_kinds(keys: JsonKeys, default: Callable[[int], str]) -> list[str]:
+    """`layer_types`, or what stands for it where it is absent."""
+    count = layer_count(keys)
+    kinds = keys.get("layer_types") or [default(i) for i in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count:
+        raise ConfigError(
+            f"config.json: layer_types must be a list of {count}, one for each layer; or remove it"
+        )
+    return [str(kind) for kind in kinds]

@@ -1,0 +1,222 @@
+"""What a model is made of: a tuple of layers, each a tuple of blocks, each a mechanism with its own sizes.
+
+Mechanisms have no family names. A family is data over them (`architectures/`); a new kind of layer is a new type here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from tandem.config.rope import Rope
+from tandem.config.state import Array, Pages, State
+
+QkNorm = Literal["none", "head", "width"]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Root mean square norm."""
+
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """Of a gated feed-forward: what becomes of gate and up. alpha and limit: of the kinds that have them."""
+
+    kind: Literal["silu", "gelu", "gelu_tanh", "swiglu_clamp", "swiglu_oai"] = "silu"
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+SILU = Activation()
+
+
+@dataclass(frozen=True, slots=True)
+class Gqa:
+    """Grouped-query attention. window: how many last tokens a token sees, itself included; 0: all."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    window: int = 0
+    qk_norm: QkNorm = "none"  # of q and k, before they turn: per head, or over all heads at once
+    norm: Norm = field(default=Norm(1e-6))
+    qkv_bias: bool = False
+    out_bias: bool = False
+    clip: float = 0.0  # q, k, v are clamped to [-clip, clip]; 0: not
+
+    @property
+    def scale(self) -> float:
+        """Of the softmax."""
+        return float(self.head_dim**-0.5)
+
+    def params(self, hidden: int) -> int:
+        return hidden * 2 * (self.heads + self.kv_heads) * self.head_dim
+
+    def states(self) -> tuple[State, ...]:
+        shape = self.kv_heads, self.head_dim
+        return (Pages((Array("k", shape), Array("v", shape))),)
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent and one rotary key per token are kept,
+    from which the keys and values of all heads are made."""
+
+    heads: int
+    q_rank: int  # queries are made from a latent of this width; 0: straight from the hidden state
+    kv_rank: int
+    nope_dim: int  # of a query and key head: channels that are not turned …
+    rope_dim: int  # … and that are; the key's are shared by all heads
+    value_dim: int  # of a head
+    rope: Rope
+    bias: bool = False
+    softmax_factor: float = 1.0
+    norm: Norm = field(default=Norm(1e-6))
+
+    @property
+    def qk_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Of a token: the rotary key, then the latent."""
+        return self.rope_dim + self.kv_rank
+
+    @property
+    def scale(self) -> float:
+        """Of the softmax."""
+        return float(self.qk_dim**-0.5) * self.softmax_factor
+
+    def params(self, hidden: int) -> int:
+        q = hidden * self.q_rank + (self.q_rank or hidden) * self.heads * self.qk_dim
+        made = self.kv_rank * self.heads * (self.nope_dim + self.value_dim)
+        return q + hidden * self.cached_dim + made + self.heads * self.value_dim * hidden
+
+    def states(self) -> tuple[State, ...]:
+        return (Pages((Array("latent", (1, self.cached_dim)),)),)
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A gated feed-forward that every token uses."""
+
+    width: int
+    activation: Activation = SILU
+
+    def params(self, hidden: int) -> int:
+        return 3 * hidden * self.width
+
+    def states(self) -> tuple[State, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How gate logits become experts and weights.
+
+    Scores are softmax or sigmoid of the logits. With `has_bias`, experts are chosen by score + bias, but weighted
+    by the score alone (DeepSeek-V3). With `num_groups` > 1 only the best `top_groups` groups stay in the
+    race; a group counts as its two best biased scores added (DeepSeek-V3, GLM-4.5), or with
+    `group_score="max"` as its best (DeepSeek-V2).
+    """
+
+    num_experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True  # divide the chosen weights by their sum
+    scale: float = 1.0  # routed_scaling_factor, applied last
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["top2", "max"] = "top2"
+    epsilon: float = 0.0  # added to the sum before dividing (1e-20 in DeepSeek and GLM)
+    has_bias: bool = False  # the checkpoint has a selection bias per expert
+    float32_logits: bool = False  # logits are computed in f32; else in the activations' dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The routed experts of a layer: gated feed-forwards of equal shape."""
+
+    count: int
+    width: int
+    activation: Activation = SILU
+
+    def params(self, hidden: int) -> int:
+        """Of one."""
+        return 3 * hidden * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Moe:
+    """Router, routed experts, and a shared one that every token uses; shared_gate: times sigmoid(gate · x)."""
+
+    router: Router
+    experts: Experts
+    shared: Dense | None = None
+    shared_gate: bool = False
+
+    @property
+    def fusible_shared(self) -> int:
+        """How many routed-sized experts the shared expert equals; 0 when it has a gate or cannot be cut evenly."""
+        width = self.experts.width
+        if self.shared is None or self.shared_gate or not width or self.shared.width % width:
+            return 0
+        return self.shared.width // width if self.shared.activation == self.experts.activation else 0
+
+    def params(self, hidden: int) -> int:
+        """What every token uses."""
+        return hidden * self.router.num_experts + (0 if self.shared is None else self.shared.params(hidden))
+
+    def states(self) -> tuple[State, ...]:
+        return ()
+
+
+NO_EXPERTS = Moe(Router(num_experts=0, top_k=0), Experts(count=0, width=0))
+"""Of a model without experts."""
+
+Mixer = Gqa | Latent
+Body = Gqa | Latent | Dense | Moe
+
+
+class Mechanism(Protocol):
+    """What every body answers for itself."""
+
+    def params(self, hidden: int) -> int:
+        """Weights that every token uses."""
+        ...
+
+    def states(self) -> tuple[State, ...]:
+        """What it keeps of a sequence between steps."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """residual + body(norm(residual))."""
+
+    body: Body
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Blocks in the order in which they run."""
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def moe(self) -> Moe | None:
+        return next((block.body for block in self.blocks if isinstance(block.body, Moe)), None)
+
+    @property
+    def mixer(self) -> Mixer | None:
+        return next((block.body for block in self.blocks if isinstance(block.body, Mixer)), None)
+
+
+def pre_norm(mixer: Mixer, feed_forward: Dense | Moe, norm: Norm) -> Layer:
+    """The usual decoder layer: attention, then a feed-forward, each behind a norm of its own."""
+    return Layer((Block(mixer, norm), Block(feed_forward, norm)))

@@ -1,0 +1,165 @@
+"""Rotary positions: which channels turn, how fast, and how their speed is scaled for long contexts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.config.json_keys import JsonKeys
+from tandem.errors import ConfigError
+
+KINDS = "default, linear, yarn and llama3"
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """All channels turn `factor` times slower (position interpolation, arXiv 2306.15595)."""
+
+    factor: float
+
+    def frequencies(self, plain: list[float], theta: float) -> list[float]:
+        return [f / self.factor for f in plain]
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """YaRN (arXiv 2309.00071): fast channels turn as trained, slow ones `factor` times slower, a ramp between."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # the ramp's ends are rounded to whole channels
+
+    def frequencies(self, plain: list[float], theta: float) -> list[float]:
+        dims = 2 * len(plain)
+        low, high = self._channel(self.beta_fast, theta, dims), self._channel(self.beta_slow, theta, dims)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dims - 1)
+        high += 0.001 if low == high else 0
+        slow = [min(1.0, max(0.0, (i - low) / (high - low))) for i in range(len(plain))]
+        return [f * (1 - s) + f / self.factor * s for f, s in zip(plain, slow, strict=True)]
+
+    def _channel(self, turns: float, theta: float, dims: int) -> float:
+        """The pair that turns so often within the original context."""
+        return dims * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3:
+    """Llama 3.1's: by wavelength, long ones are divided by `factor`, short ones stay, and a blend lies between."""
+
+    factor: float
+    original_positions: int
+    low: float = 1.0
+    high: float = 4.0
+
+    def frequencies(self, plain: list[float], theta: float) -> list[float]:
+        return [self._scaled(f) for f in plain]
+
+    def _scaled(self, frequency: float) -> float:
+        turns = self.original_positions * frequency / (2 * math.pi)
+        smooth = min(1.0, max(0.0, (turns - self.low) / (self.high - self.low)))
+        return (1 - smooth) * frequency / self.factor + smooth * frequency
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """The first `dims` channels of a head turn in pairs; position p turns pair i by p * frequencies[i].
+
+    pairs: channel i with i + dims / 2 ("halves"), or 2i with 2i + 1 ("neighbours"). table_factor multiplies cos and
+    sin. Models whose layers turn differently have several of these; equal ones share a table.
+    """
+
+    theta: float
+    dims: int
+    scaling: Linear | Yarn | Llama3 | None = None
+    table_factor: float = 1.0
+    pairs: Literal["halves", "neighbours"] = "halves"
+
+    def frequencies(self) -> list[float]:
+        """Radians per position of each of the dims / 2 pairs."""
+        plain: list[float] = [self.theta ** (-2 * i / self.dims) for i in range(self.dims // 2)]
+        return plain if self.scaling is None else self.scaling.frequencies(plain, self.theta)
+
+
+def rope_keys(keys: JsonKeys) -> JsonKeys:
+    """`keys` with those of `rope_parameters` (Transformers 5) or `rope_scaling` in front."""
+    return keys.overlaid(keys.mapping("rope_parameters") or keys.mapping("rope_scaling"))
+
+
+def read_rope(keys: JsonKeys, dims: int, pairs: Literal["halves", "neighbours"] = "halves") -> Rope:
+    """keys: as `rope_keys` gives them. Raises ConfigError for a kind that is not computed, or wrong values."""
+    theta = keys.need("rope_theta", 10000.0)
+    if not (math.isfinite(theta) and theta > 0):
+        raise ConfigError(f"{keys.where}: rope_theta is {theta}, and must be above 0; try 10000.0")
+    if dims % 2 or dims < 1:
+        raise ConfigError(f"{keys.where}: {dims} rotary channels must be even and at least 2")
+    kind = keys.get("rope_type") or keys.get("type") or "default"
+    if kind == "default":
+        return Rope(theta, dims, pairs=pairs)
+    if kind == "linear":
+        return Rope(theta, dims, Linear(_factor(keys)), pairs=pairs)
+    if kind == "llama3":
+        return Rope(theta, dims, _llama3(keys), pairs=pairs)
+    if kind == "yarn":
+        return Rope(theta, dims, _yarn(keys), keys.optional("attention_factor", _table_factor(keys)), pairs)
+    raise ConfigError(f"{keys.where}: rope type {kind!r} is not supported; {KINDS} are")
+
+
+def softmax_factor(keys: JsonKeys) -> float:
+    """What DeepSeek multiplies the softmax scale by where YaRN's `mscale_all_dim` says so."""
+    return mscale(_factor(keys), keys.optional("mscale_all_dim", 0.0)) ** 2 if _is_yarn(keys) else 1.0
+
+
+def positions_of(keys: JsonKeys, rope: Rope) -> int:
+    """How many positions a model reads: what config.json says, or as many as its scaling stretches to."""
+    stated = keys.size("max_position_embeddings", 32768)
+    scaling = rope.scaling
+    if scaling is None or isinstance(scaling, Linear):
+        return stated
+    return max(stated, int(scaling.factor * scaling.original_positions))
+
+
+def mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _is_yarn(keys: JsonKeys) -> bool:
+    return (keys.get("rope_type") or keys.get("type")) == "yarn"
+
+
+def _factor(keys: JsonKeys) -> float:
+    factor = keys.need("factor", 4.0)
+    if not (math.isfinite(factor) and factor >= 1):
+        raise ConfigError(f"{keys.where}: rope scaling factor {factor} must be at least 1; try 4.0")
+    return factor
+
+
+def _original(keys: JsonKeys) -> int:
+    example = keys.optional("max_position_embeddings", 4096)
+    if keys.get("original_max_position_embeddings") is None:
+        return example
+    return keys.size("original_max_position_embeddings", example)
+
+
+def _yarn(keys: JsonKeys) -> Yarn:
+    fast, slow = keys.optional("beta_fast", 32.0) or 32.0, keys.optional("beta_slow", 1.0) or 1.0
+    return Yarn(_factor(keys), _original(keys), fast, slow, keys.optional("truncate", True))
+
+
+def _table_factor(keys: JsonKeys) -> float:
+    factor = _factor(keys)
+    of_dims, of_all = keys.optional("mscale", 0.0), keys.optional("mscale_all_dim", 0.0)
+    return mscale(factor, of_dims) / mscale(factor, of_all) if of_dims and of_all else mscale(factor, 1.0)
+
+
+def _llama3(keys: JsonKeys) -> Llama3:
+    low, high = keys.need("low_freq_factor", 1.0), keys.need("high_freq_factor", 4.0)
+    if not 0 < low < high:
+        raise ConfigError(
+            f"{keys.where}: low_freq_factor {low} must be below high_freq_factor {high}; try 1.0"
+        )
+    return Llama3(_factor(keys), _original(keys), low, high)
