@@ -64,7 +64,7 @@ def batch_of(page: int, count: int, context: int, new: int) -> ForwardBatch:
     positions = torch.arange(context - new, context, device=DEVICE).repeat(count)
     starts = torch.arange(count + 1, dtype=torch.int32, device=DEVICE) * new
     lens = torch.full((count,), context, dtype=torch.int32, device=DEVICE)
-    return ForwardBatch(positions, positions, positions, starts, lens, tables, positions[:1])
+    return ForwardBatch(positions, positions, positions, starts, lens, tables, positions[:1], starts[1:])
 
 
 def attended(

@@ -53,7 +53,7 @@ def test_experts_on_the_gpu_are_not_planned_in_ram(ratio: float) -> None:
     everyone = 2 * 128
     gpu = GpuPlan("a GPU", round(ratio * everyone), "uniform", None, (), 1.0)
     there = planned(replace(plan, gpu=gpu), config)
-    expert, kv = config.expert_bytes("int4"), 1600 * config.kv_bytes_per_token("bfloat16")
+    expert, kv = config.expert_bytes("int4"), 1600 * config.state_layout("bfloat16").token_bytes
     assert there.parts["experts"] == (1 - ratio) * everyone * expert
     assert there.ram == sum(there.parts.values()) and (there.ram > 0) == (ratio < 1)
     sums = plan.max_step_tokens * config.hidden * 4 if ratio < 1 else 0

@@ -25,6 +25,7 @@ def batch(rows: int, pages: int, first: int) -> ForwardBatch:
         input_ids=count, positions=count + 100, cache_slots=count + 200,
         query_starts=torch.arange(rows + 1, dtype=torch.int32), seq_lens=(count + 101).int(),
         block_tables=(count[:, None] * 10 + torch.arange(pages)).int(), logits_rows=torch.arange(rows),
+        slots=count.int() + 7,
     )  # fmt: skip
 
 
@@ -35,6 +36,7 @@ def check(inputs: _Inputs, source: ForwardBatch) -> None:
     for name in ("input_ids", "positions", "cache_slots", "seq_lens"):
         assert torch.equal(getattr(inputs.batch, name), getattr(source, name)[index]), name
     assert torch.equal(inputs.batch.block_tables[:, :width], source.block_tables[index])
+    assert inputs.batch.slots.tolist() == source.slots.tolist() + [0] * (SIZE - rows)
     assert inputs.counted.tolist() == [rows]
     assert torch.equal(inputs.batch.query_starts, torch.arange(SIZE + 1, dtype=torch.int32))
 

@@ -54,7 +54,7 @@ class GpuSession(Session):
     def __init__(self, path: Path, ops: GpuOps, plan: Plan, codes: bool) -> None:
         super().__init__(path, "bfloat16", plan.fuse_shared_experts, ops, expert_format=plan.expert_format,
                          dense_codes=codes)  # fmt: skip
-        self.kv = [(k.to(DEVICE), v.to(DEVICE)) for k, v in self.kv]
+        self.states = [tuple(array.to(DEVICE) for array in arrays) for arrays in self.states]
         forward = self.model.forward
 
         def there(batch: ForwardBatch, kv: list[tuple[Tensor, Tensor]]) -> Tensor:

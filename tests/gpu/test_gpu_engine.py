@@ -128,7 +128,7 @@ class Session:
         self.model = build(
             config, made, open_checkpoint(path), self.side.ops, None, self.side.store, usage=self.usage
         )
-        states = allocate(config.state_layout("bfloat16", PAGE), ROWS * PAGES, torch.device("cuda"))
+        states = allocate(config.state_layout("bfloat16", PAGE), ROWS * PAGES, torch.device("cuda")).arrays
         self.runner = GpuRunner(
             self.model, states, self.side.handoff, GraphPlan(graphs, PAGES), page_size=PAGE, max_step_tokens=256,
             usage=self.usage, live=restless(self.side, self.usage) if moving else None,
@@ -165,7 +165,7 @@ def batch_of(rows: list[int], first: int, count: int) -> ForwardBatch:
         input_ids=tokens()[rows, first : first + count].flatten(), positions=positions.repeat(len(rows)),
         cache_slots=slots.flatten(), query_starts=torch.arange(len(rows) + 1, dtype=torch.int32) * count,
         seq_lens=torch.full((len(rows),), first + count, dtype=torch.int32), block_tables=pages,
-        logits_rows=torch.arange(len(rows) * count),
+        logits_rows=torch.arange(len(rows) * count), slots=torch.tensor(rows, dtype=torch.int32) + 1,
     )  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def on_the_cpu(path: Path, dtype: str) -> Tensor:
     fmt = "f32" if dtype == "float32" else "bf16"
     made = replace(plan(0.0, (), 0), dtype=dtype, expert_format=fmt, gpu=None)
     model = build(config, made, open_checkpoint(path), CpuOps(_core.WorkerPool([-1, -1]), made.tier))
-    states = allocate(config.state_layout(dtype, PAGE), ROWS * PAGES)
+    states = allocate(config.state_layout(dtype, PAGE), ROWS * PAGES).arrays
     with torch.inference_mode():
         logits = model.forward(batch_of(list(range(ROWS)), 0, PROMPT + DECODED), states)
     return logits.view(ROWS, PROMPT + DECODED, -1)
@@ -235,7 +235,7 @@ def test_rows_decode_beside_a_prompt(tiny_models, variant) -> None:
     session = Session(path, 0.5, ())
     session.step(list(range(ROWS)), 0, PROMPT)
     one, many = batch_of([0, 1, 2], PROMPT, 1), batch_of([3], PROMPT, DECODED)
-    names = ("input_ids", "positions", "cache_slots", "seq_lens", "block_tables")
+    names = ("input_ids", "positions", "cache_slots", "seq_lens", "block_tables", "slots")
     parts = {name: torch.cat((getattr(one, name), getattr(many, name))) for name in names}
     starts = torch.cat((one.query_starts, many.query_starts[1:] + 3))
     batch = ForwardBatch(**parts, query_starts=starts, logits_rows=torch.arange(3 + DECODED), single_rows=3)

@@ -104,12 +104,12 @@ def decoded(path, share: float, foresight: bool) -> tuple[Tensor, HintCounts]:
 
 
 def run(model: Any, handoff: Handoff) -> Tensor:
-    states = allocate(model.config.state_layout("bfloat16", PAGE), ROWS)
+    states = allocate(model.config.state_layout("bfloat16", PAGE), ROWS).arrays
     rows, found = torch.arange(ROWS), list[Tensor]()
     batch = ForwardBatch(
         input_ids=rows * 31 % VOCAB, positions=rows * 0, cache_slots=rows * PAGE,
         query_starts=torch.arange(ROWS + 1, dtype=torch.int32), seq_lens=torch.ones(ROWS, dtype=torch.int32),
-        block_tables=rows.int()[:, None], logits_rows=rows,
+        block_tables=rows.int()[:, None], logits_rows=rows, slots=torch.zeros(ROWS, dtype=torch.int32),
     )  # fmt: skip
 
     def gpu() -> None:

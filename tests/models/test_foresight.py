@@ -70,12 +70,12 @@ def made(path, kind: type[ListeningExperts] | None = None) -> tuple[Model, list[
 
 
 def logits(model: Model, rows: int = ROWS) -> Tensor:
-    states = allocate(model.config.state_layout("bfloat16", PAGE), ROWS)
+    states = allocate(model.config.state_layout("bfloat16", PAGE), ROWS).arrays
     batch = ForwardBatch(
         input_ids=torch.arange(rows) * 31 % VOCAB, positions=torch.zeros(rows, dtype=torch.int64),
         cache_slots=torch.arange(rows) * PAGE, query_starts=torch.arange(rows + 1, dtype=torch.int32),
         seq_lens=torch.ones(rows, dtype=torch.int32), block_tables=torch.arange(rows, dtype=torch.int32)[:, None],
-        logits_rows=torch.arange(rows),
+        logits_rows=torch.arange(rows), slots=torch.zeros(rows, dtype=torch.int32),
     )  # fmt: skip
     with torch.inference_mode():
         return model.forward(batch, states).clone()

@@ -73,7 +73,9 @@ def test_streamed_layers_give_the_models_bits(tiny_models, variant: str, dtype: 
     model = build(stream.config, stream.plan, open_checkpoint(path), stream.ops)
     with torch.inference_mode():
         for span, batch in zip(windows.spans, stream._batches, strict=True):
-            states = allocate(stream.config.state_layout(dtype, stream.plan.page_size), stream._pages_of(40))
+            states = allocate(
+                stream.config.state_layout(dtype, stream.plan.page_size), stream._pages_of(40), slots=2
+            ).arrays
             assert torch.equal(got[span], model.forward(batch, states))
 
 

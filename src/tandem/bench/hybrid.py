@@ -256,7 +256,7 @@ def _runner(
 ) -> GpuRunner:
     assert plan.gpu is not None
     layout = config.state_layout(plan.dtype, plan.page_size)
-    states = allocate(layout, plan.num_pages, side.ops.device)
+    states = allocate(layout, plan.num_pages, side.ops.device, plan.num_slots).arrays
     for array in (array for arrays in states for array in arrays):
         array.normal_()
     graphs = GraphPlan(plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size))
@@ -312,7 +312,7 @@ def decoder(built: Built, batch: int, context: int) -> Callable[[], None]:
         cache_slots=tables[:, (context - 1) // page].long() * page + (context - 1) % page,
         query_starts=torch.arange(batch + 1, dtype=torch.int32),
         seq_lens=torch.full((batch,), context, dtype=torch.int32), block_tables=tables[:, : -(-context // page)],
-        logits_rows=torch.arange(batch),
+        logits_rows=torch.arange(batch), slots=torch.arange(batch, dtype=torch.int32) + 1,
     )  # fmt: skip
 
     def step() -> None:

@@ -191,7 +191,7 @@ def dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats = UNQUANTI
 def workspace_bytes(request: MemoryRequest) -> int:
     """Of steps, and the float32 logits that every graph keeps."""
     rows = sum(graph_sizes(request.config, request.max_running_requests))
-    return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4
+    return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + request.slot_bytes
 
 
 def expert_bytes(request: MemoryRequest) -> int:

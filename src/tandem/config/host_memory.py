@@ -93,8 +93,8 @@ def _handoff_bytes(hidden: int, share: HostShare) -> int:
 
 
 def graph_input_bytes(size: int, pages: int) -> int:
-    """Of a graph's batch: three numbers of 64 bits a row, then its length and pages, and one for all, of 32."""
-    return graph_wide_bytes(size) + 4 * (size * (1 + pages) + 1)
+    """Of a graph's batch: three numbers of 64 bits a row, then its length, slot and pages, and one for all, of 32."""
+    return graph_wide_bytes(size) + 4 * (size * (2 + pages) + 1)
 
 
 def graph_wide_bytes(size: int) -> int:

@@ -20,7 +20,7 @@ WORKSPACE_BYTES = GIB // 4  # activations and scratch of one step, the tokenizer
 # Of one step: enough rows per expert for full speed, short enough for others' decode.
 DEFAULT_PREFILL_TOKENS = 512
 # Of the experts' results, and of tokens at once, at most: csrc/experts/down.cc, task_sizes.h.
-RESULT_BYTES, RESULT_TOKENS = GIB // 4, 4096
+RESULT_BYTES, RESULT_TOKENS = 3 * GIB // 8, 4096
 DEFAULT_KV_SHARE = 4  # the KV cache takes 1/4 of what is left ...
 DEFAULT_KV_BYTES = 4 * GIB  # ... and no more than this
 PAGE_TABLE_SHARE = 512  # of a mapping's bytes, which takes 8 bytes for every 4 KiB
@@ -57,6 +57,19 @@ class MemoryRequest:
         return self.model.state_layout(self.dtype).token_bytes
 
     @property
+    def num_slots(self) -> int:
+        """Of what is kept beside pages: nobody's, each running sequence's, its copy at the newest page border, and as
+        many snapshots of prefixes."""
+        if not self.model.state_layout(self.dtype).slot_bytes:
+            return 0
+        return 1 + self.max_running_requests * (1 if self.config.disable_radix_cache else 3)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of all slots."""
+        return self.num_slots * self.model.state_layout(self.dtype).slot_bytes
+
+    @property
     def weight_bytes(self) -> int:
         if not self.experts_are_there:
             return self.bytes_with(self.expert_format)
@@ -89,9 +102,8 @@ class MemoryRequest:
         """What a step takes beside weights and KV cache; its experts' results are kept until they are added up."""
         chunk = self.config.chunked_prefill_size or DEFAULT_PREFILL_TOKENS
         tokens = min(chunk, RESULT_TOKENS) if chunk > 0 else RESULT_TOKENS
-        return WORKSPACE_BYTES + min(
-            RESULT_BYTES, 4 * tokens * self.model.moe.router.top_k * self.model.hidden
-        )
+        results = min(RESULT_BYTES, 4 * tokens * self.model.moe.router.top_k * self.model.hidden)
+        return WORKSPACE_BYTES + self.slot_bytes + results
 
     @property
     def kv_room_bytes(self) -> int:

@@ -37,6 +37,10 @@ from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.config.threads import plan_threads
 from tandem.errors import ConfigError, DoesNotFit, GpuTooSmall
 
+DEFAULT_SLOT_BYTES, LEAST_RUNNING = (
+    1 << 30,
+    4,
+)  # of running sequences' own state, where no number was asked for
 DEFAULT_RUNNING_REQUESTS = 64  # decoded together; more would only slow each other down on a CPU
 GPU_PREFILL_TOKENS = 2048
 
@@ -79,6 +83,7 @@ class Plan:
     part_nodes: tuple[int, ...] = ()  # the NUMA node whose memory each part is in; (): any
     decisions: tuple[Decision, ...] = field(default=())
     notices: tuple[str, ...] = field(default=())  # flags and keys that change nothing; start-up prints them
+    num_slots: int = 0  # for what models keep of a sequence beside pages; 0: this one keeps nothing
     gpu: GpuPlan | None = None  # None: everything runs on the CPU
     int8_activations: bool = False  # of CPU experts: rounded before each product
     experts_in_place: bool = False  # those in CPU memory are used in the checkpoint's own pages, not packed
@@ -147,7 +152,7 @@ def _resolved(
     tier = _tier(config, machine, log)
     threads = plan_threads(config, machine)
     log.append(Decision("threads", str(len(threads.cpus)), threads.reason))
-    running = _running(config, log)
+    running = _running(config, model.state_layout(dtype).slot_bytes, log)
     if in_place:
         log.append(Decision("experts", "not packed", _why_in_place(config)))
     request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, in_place)
@@ -173,6 +178,7 @@ def _resolved(
         context_length=memory.context_length,
         page_size=config.page_size,
         num_pages=num_pages,
+        num_slots=request.num_slots,
         max_running_requests=running,
         max_step_tokens=step_tokens,
         radix_cache=_radix(config, log),
@@ -315,12 +321,17 @@ def _tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> str:
     return tier
 
 
-def _running(config: EngineConfig, log: list[Decision]) -> int:
-    if config.max_running_requests is not None:
-        log.append(Decision("running requests", str(config.max_running_requests), "--max-running-requests"))
-        return config.max_running_requests
-    log.append(Decision("running requests", str(DEFAULT_RUNNING_REQUESTS), "default; later requests wait"))
-    return DEFAULT_RUNNING_REQUESTS
+def _running(config: EngineConfig, slot_bytes: int, log: list[Decision]) -> int:
+    """slot_bytes: what each sequence takes beside its pages."""
+    asked, fitting = config.max_running_requests, DEFAULT_RUNNING_REQUESTS
+    reason = "default; later requests wait"
+    if asked is not None:
+        fitting, reason = asked, "--max-running-requests"
+    elif slot_bytes:
+        fitting = min(fitting, max(LEAST_RUNNING, DEFAULT_SLOT_BYTES // slot_bytes))
+        reason = f"each keeps {gib(slot_bytes)} of state, and as much again for its newest page border"
+    log.append(Decision("running requests", str(fitting), reason))
+    return fitting
 
 
 def _pages(

@@ -29,12 +29,25 @@ class Pages:
     stride: int = 1
 
 
-State = Pages
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A recurrence: what all tokens so far have become, of constant size. It cannot be cut, only restored.
+
+    A sequence without tokens has none yet: kernels start from zeros and do not read the arrays.
+    """
+
+    arrays: tuple[Array, ...]
+
+
+State = Pages | Fold
+SLOT_ALIGNMENT = 256  # bytes: of every array in a slot
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
     """All states of a model, in the order of its blocks, with activations of `dtype` and pages of `page` tokens.
+
+    Pages are shared between sequences with an equal prefix. Whatever cannot be shared lies in the sequence's slot.
 
     The only place that knows how many bytes a cache takes: planner, engine, quality, benches and tests ask it.
     """
@@ -46,15 +59,30 @@ class StateLayout:
     @property
     def token_bytes(self) -> int:
         """Of one token, in all layers."""
-        return sum(a.nbytes(self.dtype) // s.stride for s in self.states for a in s.rows)
+        pages = (s for s in self.states if isinstance(s, Pages))
+        return sum(a.nbytes(self.dtype) // s.stride for s in pages for a in s.rows)
 
     @property
     def page_bytes(self) -> int:
         return self.page * self.token_bytes
 
+    @property
+    def slot_bytes(self) -> int:
+        """Of one sequence, beside its pages."""
+        return sum(self.slot_sizes())
+
+    def slot_sizes(self) -> list[int]:
+        """Bytes of each array of a slot, padded, one after the other."""
+        folds = (s for s in self.states if isinstance(s, Fold))
+        return [_padded(a.nbytes(self.dtype)) for s in folds for a in s.arrays]
+
     def page_shape(self, state: Pages, array: Array, pages: int) -> tuple[int, ...]:
         """Of the tensor that holds `array` in `pages` pages."""
         return (pages, self.page // state.stride, *array.shape)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 def state_layout(states: Iterable[State], dtype: str, page: int) -> StateLayout:

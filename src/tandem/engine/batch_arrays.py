@@ -24,6 +24,7 @@ class BatchArrays:
         self._logits_rows = np.zeros(max_step_tokens, dtype=np.int64)
         self._query_starts = np.zeros(max_step_tokens + 1, dtype=np.int32)
         self._seq_lens = np.zeros(max_step_tokens, dtype=np.int32)
+        self._slots = np.zeros(max_step_tokens, dtype=np.int32)
         self._block_tables = np.zeros(0, dtype=np.int32)
         self._counting = np.arange(max_step_tokens, dtype=np.int64)
 
@@ -36,6 +37,7 @@ class BatchArrays:
             row += chunk.length
             self._query_starts[s + 1] = row
             self._seq_lens[s] = chunk.sequence.computed_len + chunk.length
+            self._slots[s] = chunk.sequence.slot
             tables[s, : chunk.sequence.num_pages] = chunk.sequence.page_table[: chunk.sequence.num_pages]
             self._logits_rows[logits : logits + chunk.logits] = self._counting[row - chunk.logits : row]
             logits += chunk.logits
@@ -47,6 +49,7 @@ class BatchArrays:
             seq_lens=torch.from_numpy(self._seq_lens[: len(chunks)]),
             block_tables=torch.from_numpy(tables),
             logits_rows=torch.from_numpy(self._logits_rows[:logits]),
+            slots=torch.from_numpy(self._slots[: len(chunks)]),
             single_rows=sum(1 for _ in takewhile(lambda chunk: chunk.length == 1, chunks)),
         )
 

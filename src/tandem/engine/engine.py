@@ -9,6 +9,7 @@ from time import perf_counter
 from torch import Tensor
 
 from tandem.config import EngineConfig
+from tandem.config.state import StateLayout
 from tandem.engine.answer import Answer
 from tandem.engine.counters import Counters
 from tandem.engine.expert_statistics import ExpertMeter, perform, rows_of
@@ -21,8 +22,10 @@ from tandem.engine.sampling.sampler import Sampled, fresh_seed
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk, Sequence, Status
 from tandem.engine.start.parts import EngineParts
-from tandem.engine.state.arrays import allocate
+from tandem.engine.state.arrays import StateArrays, allocate
 from tandem.engine.state.kv_cache import KVCache
+from tandem.engine.state.slots import SlotPool
+from tandem.engine.state.store import StateStore
 from tandem.errors import RequestError
 from tandem.kernels.free_memory import return_free_memory
 
@@ -31,10 +34,18 @@ _log = logging.getLogger(__name__)
 _BAD_LOGITS = "the model returned NaN or infinite logits for this request"
 
 
-def _states(parts: EngineParts) -> list[tuple[Tensor, ...]]:
-    plan = parts.plan
-    layout = parts.model_config.state_layout(plan.dtype, plan.page_size)
-    return allocate(layout, plan.num_pages, None if parts.handoff is None else parts.handoff.device)
+def _layout(parts: EngineParts) -> StateLayout:
+    return parts.model_config.state_layout(parts.plan.dtype, parts.plan.page_size)
+
+
+def _states(parts: EngineParts) -> StateArrays:
+    plan, device = parts.plan, None if parts.handoff is None else parts.handoff.device
+    return allocate(_layout(parts), plan.num_pages, device, plan.num_slots)
+
+
+def _store(parts: EngineParts, pages: KVCache, slots: Tensor) -> StateStore:
+    layout = _layout(parts)
+    return StateStore(layout, pages, SlotPool(slots) if layout.slot_bytes else None)
 
 
 def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner | GpuRunner:
@@ -75,11 +86,14 @@ class Engine:
         self.plan, self.model_config, self.tokenizer = plan, parts.model_config, parts.tokenizer
         self._workers = parts.workers
         self._eos_ids = frozenset((*parts.model_config.eos_ids, *parts.tokenizer.eos_ids))
+        states = _states(parts)
         self._kv = KVCache(plan.num_pages, plan.page_size, prefix_cache=plan.radix_cache)
         self._scheduler = Scheduler(
-            self._kv, max_step_tokens=plan.max_step_tokens, max_running=plan.max_running_requests
+            _store(parts, self._kv, states.slots),
+            max_step_tokens=plan.max_step_tokens,
+            max_running=plan.max_running_requests,
         )
-        self._runner = _runner(parts, _states(parts))
+        self._runner = _runner(parts, states.arrays)
         return_free_memory()  # what loading and compiling took
         self._recorder = parts.recorder
         self._meter: ExpertMeter | None = None

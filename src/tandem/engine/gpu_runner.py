@@ -51,7 +51,7 @@ class _Inputs:
         self._there = self._host.to(device, copy=True)
         self.batch = self._views(self._there)
         self.counted = self._there[-4:].view(torch.int32)  # rows that are not copies
-        names = "input_ids", "positions", "cache_slots", "seq_lens", "block_tables"
+        names = "input_ids", "positions", "cache_slots", "seq_lens", "slots", "block_tables"
         self._rows = {name: getattr(self.image, name).numpy() for name in names}
         self._count = self._host[-4:].view(torch.int32).numpy()
 
@@ -62,8 +62,8 @@ class _Inputs:
         return ForwardBatch(
             input_ids=wide[0], positions=wide[1], cache_slots=wide[2],
             query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
-            seq_lens=narrow[:size], block_tables=narrow[size:].view(size, -1),
-            logits_rows=torch.arange(size, device=device),
+            seq_lens=narrow[:size], slots=narrow[size : 2 * size],
+            block_tables=narrow[2 * size :].view(size, -1), logits_rows=torch.arange(size, device=device),
         )  # fmt: skip
 
     def fill(self, source: ForwardBatch) -> None:
@@ -75,7 +75,9 @@ class _Inputs:
             to = to[:, :width] if name == "block_tables" else to
             to[:rows] = values
             if rows < self._size:
-                to[rows:] = values[-1]
+                to[rows:] = (
+                    0 if name == "slots" else values[-1]
+                )  # a copy would change the sequence's state twice
         self._count[0] = rows
 
     def send(self) -> None:
@@ -192,7 +194,7 @@ class GpuRunner:
 
         return ForwardBatch(
             there(batch.input_ids), there(batch.positions), there(batch.cache_slots), there(batch.query_starts),
-            there(batch.seq_lens), there(batch.block_tables), there(batch.logits_rows),
+            there(batch.seq_lens), there(batch.block_tables), there(batch.logits_rows), there(batch.slots),
             batch.single_rows,
         )  # fmt: skip
 

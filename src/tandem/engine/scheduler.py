@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tandem.engine.pace import PrefillPace
 from tandem.engine.sequence import Chunk, Sequence, Status
-from tandem.engine.state.kv_cache import KVCache
+from tandem.engine.state.store import StateStore
 
 # Logits rows of prompts (prompt_logprobs) in one step: they are float32 x vocabulary each, 0.2-0.6 MB.
 MAX_PROMPT_LOGITS_ROWS = 256
@@ -25,8 +25,8 @@ class Scheduler:
     engine admits only what fits the empty cache: so it always gets on, and everybody becomes the oldest in time.
     """
 
-    def __init__(self, kv: KVCache, *, max_step_tokens: int, max_running: int) -> None:
-        self._kv = kv
+    def __init__(self, store: StateStore, *, max_step_tokens: int, max_running: int) -> None:
+        self._store = store
         self.pace = PrefillPace(max_step_tokens)
         # Each running sequence needs at least one row of a step, or the youngest could starve.
         self._max_running = min(max_running, max_step_tokens)
@@ -61,8 +61,9 @@ class Scheduler:
         """The model has run `chunk`. A finished prompt becomes a cached prefix and wakes the other answers."""
         sequence, done = chunk.sequence, chunk.samples
         sequence.advance(chunk.length)
+        self._store.mark(sequence)
         if done and sequence.answer_len == 0:
-            self._remember(sequence)
+            self._store.remember(sequence)
             self._wake_siblings(sequence)
 
     def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
@@ -71,7 +72,7 @@ class Scheduler:
             return
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
-            self._drop_pages(sequence, keep)
+            self._store.release(sequence, keep=keep)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.become(Status.FINISHED)
@@ -93,7 +94,7 @@ class Scheduler:
             yield sequence
 
     def _chunk(self, sequence: Sequence, tokens: int, rows: int) -> Chunk:
-        length = min(tokens, sequence.pending_len)
+        length = min(tokens, self._store.chunk_end(sequence) - sequence.computed_len)
         if not sequence.scores_prompt:
             return Chunk(sequence, length, int(length == sequence.pending_len))
         length = min(length, max(1, rows))
@@ -103,19 +104,16 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Gets the page of the next token, from the youngest if need be. False: `sequence` itself had to go."""
-        wanted = sequence.pages_wanted - sequence.num_pages
-        while self._kv.available < wanted:
+        while not self._store.grow(sequence):
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
-        if wanted > 0:
-            sequence.add_pages(self._kv.allocate(wanted))
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._drop_pages(sequence, keep=True)
+        self._store.release(sequence, keep=True)
         sequence.become(Status.PREEMPTED)
         insort(self.waiting, sequence, key=_by_arrival)
         self.preemptions += 1
@@ -123,51 +121,18 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Reserves pages for all tokens known now, and leaves one per running sequence, so that the newcomer is not
         preempted at once."""
-        if self._blocked == (sequence, self._kv.releases):
+        if self._blocked == (sequence, self._store.pages.releases):
             return False
-        cached = self._cached_pages(sequence)
-        wanted = sequence.pages_wanted - len(cached)
-        if self._kv.available < wanted + len(self.running):
-            self._kv.release(cached)
-            self._blocked = (sequence, self._kv.releases)
+        if not self._store.admit(sequence, spare=len(self.running)):
+            self._blocked = (sequence, self._store.pages.releases)
             return False
-        self._start(sequence, cached, self._kv.allocate(wanted))
-        return True
-
-    def _start(self, sequence: Sequence, cached: list[int], fresh: list[int]) -> None:
         first_time = sequence.status is Status.WAITING
         sequence.become(Status.RUNNING)
-        sequence.add_pages(cached + fresh)
-        sequence.advance(len(cached) * self._kv.page_size)
         if first_time:
             sequence.cached_prompt_len = sequence.computed_len
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=_by_arrival)
-
-    def _cached_pages(self, sequence: Sequence) -> list[int]:
-        """Pages that hold the beginning of the sequence already, now also used by it. Without a prefix cache
-        the answers of one request still share its whole prompt pages; the last, partial page is computed
-        again."""
-        leader = sequence.leader
-        if (
-            self._kv.prefix_cache
-            or sequence.answer_len
-            or leader is None
-            or leader.computed_len < leader.prompt_len
-        ):
-            return self._kv.match(sequence.tokens, sequence.reusable_len)
-        pages = leader.pages[: sequence.reusable_len // self._kv.page_size]
-        self._kv.share(pages)
-        return pages
-
-    def _remember(self, sequence: Sequence) -> None:
-        full = sequence.computed_len // self._kv.page_size
-        sequence.page_table[:full] = self._kv.remember(sequence.tokens, sequence.pages[:full])
-
-    def _drop_pages(self, sequence: Sequence, keep: bool) -> None:
-        if keep:
-            self._remember(sequence)
-        self._kv.release(sequence.drop_pages())
+        return True
 
     def _wake_siblings(self, leader: Sequence) -> None:
         siblings, leader.siblings = leader.siblings, []

@@ -34,9 +34,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival", "cached_prompt_len", "computed_len", "index", "leader", "max_len", "num_pages", "page_size",
-        "page_table", "prompt_len", "prompt_logprobs", "request_id", "sampling", "seed", "siblings", "status",
-        "token_counts", "tokens",
+        "arrival", "border_len", "border_slot", "cached_prompt_len", "computed_len", "index", "leader", "matched_len",
+        "max_len", "num_pages", "page_size", "page_table", "prompt_len", "prompt_logprobs", "request_id", "sampling",
+        "seed", "siblings", "slot", "status", "token_counts", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +66,12 @@ class Sequence:
         self.page_size = page_size
         self.page_table: npt.NDArray[np.int32] = np.zeros(-(-max_len // page_size), dtype=np.int32)
         self.num_pages = 0
+        self.slot = 0  # of what is kept of it beside pages; 0: none
+        self.border_slot = 0  # a copy of that as it was after border_len tokens
+        self.border_len = 0
+        self.matched_len = (
+            0  # tokens whose pages were known at the last admission, with or without a slot's copy
+        )
         self.leader: Sequence | None = None  # whose prompt pages this one shares (n > 1)
         self.siblings: list[Sequence] = []  # parked until this leader's prompt is computed
         self.prompt_logprobs: list[TokenLogprob] = []

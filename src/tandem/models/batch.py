@@ -22,6 +22,7 @@ class ForwardBatch:
     seq_lens: Tensor  # int32 [S]: cached + new tokens
     block_tables: Tensor  # int32 [S, P]: padded with 0
     logits_rows: Tensor  # int64 [R]: rows of [0, T) whose logits are wanted
+    slots: Tensor  # int32 [S]: of what is kept of each sequence beside pages; 0 is nobody's
     single_rows: int = (
         0  # so many first sequences have one row each, as a step's decoding ones do; 0: not known
     )

@@ -182,8 +182,8 @@ class LayerStream:
         """One window of each kind of state: nothing is read that was not written just before."""
         kinds = dict.fromkeys(self.config.states)
         layout = state_layout(kinds, self.plan.dtype, self.plan.page_size)
-        arrays = allocate(layout, self._pages_of(tokens), None if self._gpu is None else self.device)
-        return dict(zip(kinds, arrays, strict=True))
+        arrays = allocate(layout, self._pages_of(tokens), None if self._gpu is None else self.device, slots=2)
+        return dict(zip(kinds, arrays.arrays, strict=True))
 
     def _pages_of(self, tokens: int) -> int:
         return -(-tokens // self.plan.page_size)
@@ -199,6 +199,7 @@ class LayerStream:
             seq_lens=torch.tensor([len(window)], dtype=torch.int32, device=device),
             block_tables=torch.arange(pages, dtype=torch.int32, device=device)[None],
             logits_rows=rows,
+            slots=torch.ones(1, dtype=torch.int32, device=device),
         )
 
     def _gpu_side(self, cpu: CpuOps) -> GpuSide | None:

@@ -2,33 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config.state import StateLayout
-
-_STORAGE = {"bfloat16": np.uint16, "float32": np.uint32}
+from tandem.config.state import Array, Fold, Pages, State, StateLayout
 
 
-def allocate(layout: StateLayout, pages: int, device: torch.device | None = None) -> list[tuple[Tensor, ...]]:
-    """One tuple for each state, a tensor for each of its arrays, zeros. device: None: this process's memory.
+@dataclass(frozen=True, slots=True)
+class StateArrays:
+    """arrays: for each state a tensor for each of its arrays; slots: uint8 [slots, bytes], all of a sequence's in one
+    row, so that a snapshot is one copy. Page arrays are [pages, rows, …], slot arrays [slots, …] with a stride."""
 
-    There zeros come from calloc: memory is taken when a page is first used, not at start-up (torch.zeros touches it).
-    """
-    return [
-        tuple(_zeros(layout.page_shape(state, array, pages), _dtype(layout, array.dtype), device)
-              for array in state.rows)
-        for state in layout.states
-    ]  # fmt: skip
+    arrays: list[tuple[Tensor, ...]]
+    slots: Tensor
 
 
-def _dtype(layout: StateLayout, name: str) -> str:
-    return layout.dtype if name == "act" else name
+def allocate(
+    layout: StateLayout, pages: int, device: torch.device | None = None, slots: int = 0
+) -> StateArrays:
+    """Zeros. device: None: this process's memory, from calloc: it is taken when a page is first used, not at start-up
+    (torch.zeros touches it). slots: of which slot 0 is nobody's."""
+    memory = _zeros(slots * layout.slot_bytes, device).view(slots, layout.slot_bytes)
+    parts = _parts(layout, memory)
+    return StateArrays([_of_state(layout, s, pages, device, parts) for s in layout.states], memory)
 
 
-def _zeros(shape: tuple[int, ...], dtype: str, device: torch.device | None) -> Tensor:
-    kind: torch.dtype = getattr(torch, dtype)
+def _of_state(
+    layout: StateLayout, state: State, pages: int, device: torch.device | None, parts: Iterator[Tensor]
+) -> tuple[Tensor, ...]:
+    if isinstance(state, Fold):
+        return tuple(_slot_array(layout, array, next(parts)) for array in state.arrays)
+    return tuple(_page_array(layout, state, array, pages, device) for array in state.rows)
+
+
+def _page_array(
+    layout: StateLayout, state: Pages, array: Array, pages: int, device: torch.device | None
+) -> Tensor:
+    shape, dtype = layout.page_shape(state, array, pages), _dtype(layout, array)
+    return _zeros(prod(shape) * dtype.itemsize, device).view(dtype).view(shape)
+
+
+def _slot_array(layout: StateLayout, array: Array, part: Tensor) -> Tensor:
+    dtype = _dtype(layout, array)
+    held = part[:, : prod(array.shape) * dtype.itemsize].view(dtype)
+    return held.view(len(held), *array.shape)
+
+
+def _parts(layout: StateLayout, memory: Tensor) -> Iterator[Tensor]:
+    """The slots' bytes, array by array."""
+    sizes = layout.slot_sizes()
+    return iter(memory.split(sizes, dim=1) if sizes else ())
+
+
+def _dtype(layout: StateLayout, array: Array) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, layout.dtype if array.dtype == "act" else array.dtype)
+    return dtype
+
+
+def _zeros(nbytes: int, device: torch.device | None) -> Tensor:
     if device is not None:
-        return torch.zeros(shape, dtype=kind, device=device)
-    return torch.from_numpy(np.zeros(shape, dtype=_STORAGE[dtype])).view(kind)
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tandem.engine.state.prefix_tree import PrefixTree
 
@@ -20,6 +20,7 @@ class KVCache:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_cache = prefix_cache
+        self.on_eviction: Callable[[int], None] = lambda _: None  # of a page that held a known prefix
         self.releases = 0  # grows whenever pages became available: admission retries only then
         self._users = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
@@ -62,6 +63,10 @@ class KVCache:
                 self._retire(page)
         self.releases += len(pages)
 
+    def release_tail(self, pages: list[int], kept: int) -> None:
+        """One user less for all but the first `kept` pages."""
+        self.release(pages[kept:])
+
     def match(self, tokens: list[int], limit: int) -> list[int]:
         """Pages of the longest cached prefix of tokens[:limit]; the caller is now a user of them."""
         pages = self._tree.match(tokens, limit) if self._tree else []
@@ -96,4 +101,5 @@ class KVCache:
         assert self._tree is not None
         page, _ = self._idle.popitem(last=False)
         self._tree.remove_leaf(page)
+        self.on_eviction(page)
         self._free.append(page)

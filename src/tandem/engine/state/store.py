@@ -1,0 +1,157 @@
+"""`StateStore`: what sequences keep between steps: pages that they may share, and a slot of their own."""
+
+from __future__ import annotations
+
+from tandem.config.state import StateLayout
+from tandem.engine.sequence import Sequence
+from tandem.engine.state.kv_cache import KVCache
+from tandem.engine.state.slots import SlotPool
+
+SNAPSHOT_SHARE = 4  # a prompt leaves a snapshot wherever its pages have grown by so many times a slot's bytes
+
+
+class StateStore:
+    """Admits, grows, remembers and releases sequences.
+
+    Where the model keeps slots, a prefix can only be taken up where a snapshot of the slot was taken: at a page border.
+    Prompts stop at some of them (`chunk_end`); an answer keeps its newest one. Without slots every border will do.
+    """
+
+    def __init__(self, layout: StateLayout, pages: KVCache, slots: SlotPool | None = None) -> None:
+        """slots: None where `layout` has none."""
+        assert (slots is None) == (layout.slot_bytes == 0)
+        self.pages, self.slots = pages, slots
+        self._every = _snapshot_distance(layout)
+        if slots is not None:
+            pages.on_eviction = slots.forget
+
+    @property
+    def _snapshots(self) -> SlotPool | None:
+        """The slots, where snapshots of them are of use."""
+        return self.slots if self.pages.prefix_cache else None
+
+    def admit(self, sequence: Sequence, spare: int) -> bool:
+        """Gives a sequence pages for all tokens known now, and a slot; what an equal prefix left is taken up, and
+        counts as computed. False, and nothing has changed, where that leaves fewer than `spare` pages."""
+        cached = self._match(sequence)
+        wanted = sequence.pages_wanted - len(cached)
+        if self.pages.available < wanted + spare or not self._slots_left():
+            self.pages.release(cached)
+            return False
+        sequence.add_pages(cached + self.pages.allocate(wanted))
+        self._take_slots(sequence, cached)
+        sequence.advance(len(cached) * self.pages.page_size)
+        return True
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Pages for the tokens known now. False where there are too few; then nothing has changed."""
+        wanted = sequence.pages_wanted - sequence.num_pages
+        if self.pages.available < wanted:
+            return False
+        if wanted > 0:
+            sequence.add_pages(self.pages.allocate(wanted))
+        return True
+
+    def chunk_end(self, sequence: Sequence) -> int:
+        """Where a prompt's next chunk should end at the latest, in tokens of the sequence."""
+        if self._snapshots is None:
+            return sequence.total_len
+        done, last = sequence.computed_len, self._last_border(sequence)
+        borders = last, sequence.matched_len, (done // self._every + 1) * self._every
+        return min((border for border in borders if done < border <= last), default=sequence.total_len)
+
+    def _last_border(self, sequence: Sequence) -> int:
+        """Up to which a prompt that begins alike can take up this one's pages: its last token must run."""
+        return (sequence.total_len - 1) // self.pages.page_size * self.pages.page_size
+
+    def mark(self, sequence: Sequence) -> None:
+        """After a step: keeps the state of a sequence that has just reached a page border. A prompt's stays for
+        everybody, an answer's newest one until the next."""
+        slots, length = self._snapshots, sequence.computed_len
+        if slots is None or length % self.pages.page_size:
+            return
+        if length == sequence.total_len:
+            slots.copy(sequence.slot, sequence.border_slot)
+            sequence.border_len = length
+        elif length in (self._last_border(sequence), sequence.matched_len) or length % self._every == 0:
+            self._keep(slots, sequence, length)
+
+    def _keep(self, slots: SlotPool, sequence: Sequence, length: int) -> None:
+        """A snapshot for everybody, where there is room for one."""
+        self.remember(sequence)
+        page = sequence.pages[length // self.pages.page_size - 1]
+        if not slots.has(page) and slots.available:
+            slot = slots.take()
+            slots.copy(sequence.slot, slot)
+            slots.keep(page, slot)
+
+    def remember(self, sequence: Sequence) -> None:
+        """Makes the sequence's full pages findable."""
+        full = sequence.computed_len // self.pages.page_size
+        sequence.page_table[:full] = self.pages.remember(sequence.tokens, sequence.pages[:full])
+
+    def release(self, sequence: Sequence, *, keep: bool) -> None:
+        """Takes back pages and slots. keep: what they hold is sound, and may be found."""
+        if keep:
+            self.remember(sequence)
+        self._give_slots(sequence, keep)
+        self.pages.release(sequence.drop_pages())
+
+    def share(self, leader: Sequence, sequence: Sequence) -> list[int]:
+        """The leader's whole prompt pages, for another answer of the same request."""
+        pages = leader.pages[: sequence.reusable_len // self.pages.page_size]
+        self.pages.share(pages)
+        return pages
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        """Pages that hold the beginning of the sequence already, now also used by it. Without a prefix cache the
+        answers of one request still share its prompt's; the last, partial page is computed again."""
+        leader = sequence.leader
+        if leader is not None and self._shares_with(leader, sequence):
+            return self.share(leader, sequence)
+        pages = self.pages.match(sequence.tokens, sequence.reusable_len)
+        sequence.matched_len = len(pages) * self.pages.page_size
+        if self.slots is None:
+            return pages
+        known = next((n for n in range(len(pages), 0, -1) if self.slots.has(pages[n - 1])), 0)
+        self.pages.release_tail(pages, known)
+        return pages[:known]
+
+    def _shares_with(self, leader: Sequence, sequence: Sequence) -> bool:
+        alone = self.pages.prefix_cache or self.slots is not None or sequence.answer_len
+        return not alone and leader.computed_len >= leader.prompt_len
+
+    def _slots_left(self) -> bool:
+        return self.slots is None or self.slots.available >= (2 if self.pages.prefix_cache else 1)
+
+    def _take_slots(self, sequence: Sequence, cached: list[int]) -> None:
+        if self.slots is None:
+            return
+        if cached:  # before others are taken, which might be this snapshot's
+            self.slots.protect(cached[-1])
+        sequence.slot, sequence.border_len = self.slots.take(), 0
+        if self.pages.prefix_cache:
+            sequence.border_slot = self.slots.take()
+        if cached:
+            self.slots.restore(cached[-1], sequence.slot)
+
+    def _give_slots(self, sequence: Sequence, keep: bool) -> None:
+        if self.slots is None:
+            return
+        full = sequence.computed_len // self.pages.page_size
+        if self.pages.prefix_cache:
+            reached = keep and full and sequence.border_len == full * self.pages.page_size
+            if reached:
+                self.slots.keep(sequence.pages[full - 1], sequence.border_slot)
+            else:
+                self.slots.give(sequence.border_slot)
+        self.slots.give(sequence.slot)
+        sequence.slot = sequence.border_slot = sequence.border_len = 0
+
+
+def _snapshot_distance(layout: StateLayout) -> int:
+    """Tokens between a prompt's snapshots: whole pages."""
+    if not layout.slot_bytes:
+        return 0
+    pages = SNAPSHOT_SHARE * layout.slot_bytes // max(1, layout.page_bytes)
+    return max(1, pages) * layout.page
