@@ -69,7 +69,11 @@ def test_an_idle_graph_reads_one_token_of_page_0() -> None:
 
 def chunk(computed: int, length: int) -> Chunk:
     sequence = SimpleNamespace(
-        computed_len=computed, tokens=np.arange(64), page_table=np.arange(4, dtype=np.int32), num_pages=4
+        slot=0,
+        computed_len=computed,
+        tokens=np.arange(64),
+        page_table=np.arange(4, dtype=np.int32),
+        num_pages=4,
     )
     return Chunk(cast(Any, sequence), length, 1)
 
@@ -112,11 +116,11 @@ def test_what_is_planned_outside_graphs_knows_the_steps_rows(monkeypatch: pytest
     begun: list[tuple[list[int], bool]] = []
     runner, inputs = runner_on("cpu"), _Inputs(SIZE, PAGES, torch.device("cpu"))
     runner._begin_step = lambda batch, captured: begun.append((batch.seq_lens.tolist(), captured))
-    replayed = SimpleNamespace(replay=lambda: begun.append(([], True)))
+    replayed = SimpleNamespace(slot=0, replay=lambda: begun.append(([], True)))
     runner._graphs = {
-        SIZE: cast(Any, SimpleNamespace(inputs=inputs, graph=replayed, posts=0, logits=[], best=[]))
+        SIZE: cast(Any, SimpleNamespace(slot=0, inputs=inputs, graph=replayed, posts=0, logits=[], best=[]))
     }
-    runner._handoff = cast(Any, SimpleNamespace(serve=lambda posts: None))
+    runner._handoff = cast(Any, SimpleNamespace(slot=0, serve=lambda posts: None))
     monkeypatch.setattr(runner, "_done", lambda *result: None)
     monkeypatch.setattr(runner, "_forward", lambda batch, counted: torch.zeros(1, 4))
     runner.logits(batch(4, 2, 7))
@@ -133,15 +137,20 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
     runner, inputs = runner_on("cpu"), _Inputs(SIZE, PAGES, torch.device("cpu"))
     monkeypatch.setattr(inputs, "fill", lambda batch: calls.append("inputs"))
     runner._begin_step = lambda batch, captured: None
-    replayed = SimpleNamespace(replay=lambda: calls.append("graph"))
+    replayed = SimpleNamespace(slot=0, replay=lambda: calls.append("graph"))
     results = {"logits": torch.zeros(SIZE, 4), "best": torch.zeros(SIZE, 2)}
-    runner._graphs = {SIZE: cast(Any, SimpleNamespace(inputs=inputs, graph=replayed, posts=0, **results))}
+    runner._graphs = {
+        SIZE: cast(Any, SimpleNamespace(slot=0, inputs=inputs, graph=replayed, posts=0, **results))
+    }
     runner._handoff = cast(
-        Any, SimpleNamespace(serve=lambda posts: calls.append("serve"), check=lambda: calls.append("check"))
+        Any,
+        SimpleNamespace(
+            slot=0, serve=lambda posts: calls.append("serve"), check=lambda: calls.append("check")
+        ),
     )
     names = ("beside_step", "after_step")
     runner._live = cast(
-        Any, SimpleNamespace(**{name: lambda *_, name=name: calls.append(name) for name in names})
+        Any, SimpleNamespace(slot=0, **{name: lambda *_, name=name: calls.append(name) for name in names})
     )
     runner._rows, runner._best = HostRows(torch.device("cpu")), BestRows(8, torch.device("cpu"))
     monkeypatch.setattr(runner._end, "mark", lambda: calls.append("mark"))

@@ -117,7 +117,12 @@ Turn = tuple[int, int, int]
 def test_any_traffic(turns: list[Turn], pages: int, running: int, step_tokens: int) -> None:
     """Prompts that begin alike, abandoned in mid-answer now and then, in caches that are too small for all of them."""
     engine = folding_engine(num_pages=pages, max_running_requests=running, max_step_tokens=step_tokens)
-    wanted = {}
+    wanted, outputs = {}, dict[str, list[int]]()
+
+    def step() -> None:
+        for output in engine.step():
+            outputs.setdefault(output.id, []).extend(output.token_ids)
+
     for i, (kind, length, answer) in enumerate(turns):
         prompt = [*long_prompt(8 + 4 * (kind % 3), 3), *long_prompt(length, kind)]
         if len(prompt) + answer >= pages * PAGE:
@@ -125,15 +130,13 @@ def test_any_traffic(turns: list[Turn], pages: int, running: int, step_tokens: i
         engine.add(request(str(i), prompt, max_tokens=answer))
         wanted[str(i)] = greedy_reference(prompt, answer)
         if kind == 5:
-            engine.step()
+            step()
             engine.abort(str(i))
             wanted.pop(str(i))
-    outputs: dict[str, list[int]] = {}
     for _ in range(5000):
         if not engine.has_work():
             break
-        for output in engine.step():
-            outputs.setdefault(output.id, []).extend(output.token_ids)
+        step()
     assert not engine.has_work()
     assert {name: outputs[name] for name in wanted} == wanted
     check_empty(engine)
@@ -158,7 +161,7 @@ def test_the_layout_counts_what_is_allocated() -> None:
     state, inputs = made.arrays[1]
     state[2].fill_(1.5)
     inputs[2].fill_(2.5)
-    assert made.slots[:2].any().item() is False and made.slots[2].any()
+    assert not made.slots[:2].any() and made.slots[2].any()
 
 
 def test_a_slot_is_restored_byte_for_byte() -> None:
