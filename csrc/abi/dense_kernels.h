@@ -44,16 +44,25 @@ struct PanelFit {
 constexpr int64_t kXxh3StripeBytes = 64, kXxh3Stripes = 16, kXxh3BlockBytes = kXxh3Stripes * kXxh3StripeBytes;
 constexpr int64_t kXxh3SecretStep = 8, kXxh3SecretBytes = 192;
 
+// One token of one head of a gated delta net: q and k of unit length, q scaled, in f32.
+struct DeltaToken {
+  const float *q, *k, *v;
+  float* out;
+  float decay, beta;
+};
+
 struct DenseKernels {
   Tier tier;
 
   // out = round(x / rms(x)) * weight for one row of n; with residual: residual = round(residual + x), then of that.
-  void (*rms_norm)(const void* x, void* residual, const void* weight, void* out, int64_t n, float eps, DType type);
+  // weight_type f32 beside rows of bf16: nothing is rounded before the weight multiplies.
+  void (*rms_norm)(const void* x, void* residual, const void* weight, void* out, int64_t n, float eps, DType type,
+                   DType weight_type);
 
   // One head of d elements, in = out allowed: optional scaling by inv_rms and norm weight, then rotation of the first
   // 2 * half elements by cos/sin (f32 [half]). inv_rms <= 0: no norm.
   void (*rotate_head)(const void* x, const void* norm_weight, float inv_rms, const float* cos, const float* sin,
-                      int64_t half, void* out, int64_t d, DType type);
+                      int64_t half, void* out, int64_t d, DType type, DType weight_type);
 
   // 1 / sqrt(mean(x^2) + eps) of n elements.
   float (*inverse_rms)(const void* x, int64_t n, float eps, DType type);
@@ -76,6 +85,14 @@ struct DenseKernels {
 
   // Adds whole blocks to the eight sums of XXH3.
   void (*xxh3_blocks)(uint64_t* sums, const uint8_t* data, int64_t blocks, const uint8_t* secret);
+
+  // out[c] = silu(sum over j of weights[j][c] * rows[j][c]) of n channels, rounded to `type`; weights `stride` apart.
+  void (*conv_silu)(const void* const* rows, const float* weights, int64_t stride, int64_t width, float* out, int64_t n,
+                    DType type);
+  // state [k_dim][v_dim]: decays, learns v at k as far as beta says, and answers q.
+  void (*delta_step)(float* state, const DeltaToken* token, int64_t k_dim, int64_t v_dim);
+  // out = norm of x, rounded to `type`, times weight, times silu(gate).
+  void (*gated_norm)(const float* x, const void* gate, const void* weight, void* out, int64_t n, float eps, DType type);
 
   // A ceiling of the machine. Returns something computed from all that was read, so that nothing is optimised away.
   float (*read_memory)(const void* data, int64_t bytes);  // bytes: a multiple of 1024

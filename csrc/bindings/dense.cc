@@ -1,7 +1,10 @@
 // The dense operations: arrays in, checked, and nothing else. The batch's indices are checked once, in BatchView.
 #include "ops/dense.h"
 
+#include "ops/delta_rule.h"
+
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -29,6 +32,11 @@ TensorView like(const TensorView& x, nb::handle array, const char* name, std::in
   return view_of(array, name, {x.element}, shape, writable);
 }
 
+// A norm's weights: of the type of `x`, or float32.
+TensorView weights_of(const TensorView& x, nb::handle array, const char* name, std::initializer_list<int64_t> shape) {
+  return view_of(array, name, {x.element, Element::f32}, shape);
+}
+
 template <class T>
 std::vector<T> copied(nb::handle array, const char* name, Element element, std::initializer_list<int64_t> shape) {
   const TensorView view = view_of(array, name, {element}, shape);
@@ -40,13 +48,14 @@ std::vector<T> copied(nb::handle array, const char* name, Element element, std::
 
 // Runs every step, over a table of up to 2^18 pages: no Python object per entry.
 BatchView make_batch(nb::handle positions, nb::handle cache_slots, nb::handle query_starts, nb::handle seq_lens,
-                     nb::handle block_tables, int64_t page_size, int64_t num_pages) {
+                     nb::handle block_tables, int64_t page_size, int64_t num_pages, nb::handle slots) {
   return BatchView(copied<int64_t>(positions, "positions", Element::i64, {kAnySize}),
                    copied<int64_t>(cache_slots, "cache_slots", Element::i64, {kAnySize}),
                    copied<int32_t>(query_starts, "query_starts", Element::i32, {kAnySize}),
                    copied<int32_t>(seq_lens, "seq_lens", Element::i32, {kAnySize}),
-                   copied<int32_t>(block_tables, "block_tables", Element::i32, {kAnySize, kAnySize}), page_size,
-                   num_pages);
+                   copied<int32_t>(block_tables, "block_tables", Element::i32, {kAnySize, kAnySize}),
+                   slots.is_none() ? std::vector<int32_t>{} : copied<int32_t>(slots, "slots", Element::i32, {kAnySize}),
+                   page_size, num_pages);
 }
 
 // Recorded operations refer to `self` and to arrays of its number of rows, in a cache of its size.
@@ -64,9 +73,9 @@ struct Ops {
     const TensorView in = activations(x, "x", {kAnySize, kAnySize});
     const int64_t rows = in.shape[0], n = in.shape[1];
     const TensorView sum = residual.is_none() ? TensorView{} : like(in, residual, "residual", {rows, n}, true);
-    const TensorView w = like(in, weight, "weight", {n}), y = like(in, out, "out", {rows, n}, true);
-    perform(*this, [=, this, in = in.data, sum = sum.data, w = w.data, y = y.data, type = in.type()] {
-      dense.rms_norm(in, sum, w, y, rows, n, eps, type);
+    const TensorView w = weights_of(in, weight, "weight", {n}), y = like(in, out, "out", {rows, n}, true);
+    perform(*this, [=, this, in = in.data, sum = sum.data, w = w.data, y = y.data, type = in.type(), wide = w.type()] {
+      dense.rms_norm(in, sum, w, y, rows, n, eps, type, wide);
     });
   }
 
@@ -82,8 +91,9 @@ struct Ops {
     const TensorView k = pages(in, k_pages, "k_pages", batch, heads);
     const TensorView v = optional_pages(in, v_pages, "v_pages", batch, heads);
     const TensorView y = like(in, q, "q", {rows, heads.heads, d}, true);
-    const TensorView qn = heads.q_norm_size ? like(in, q_norm, "q_norm", {heads.q_norm_size}) : TensorView{};
-    const TensorView kn = heads.k_norm_size ? like(in, k_norm, "k_norm", {heads.k_norm_size}) : TensorView{};
+    const TensorView qn = heads.q_norm_size ? weights_of(in, q_norm, "q_norm", {heads.q_norm_size}) : TensorView{};
+    const TensorView kn = heads.k_norm_size ? weights_of(in, k_norm, "k_norm", {heads.k_norm_size}) : TensorView{};
+    expect(!qn.data || !kn.data || qn.element == kn.element, "q_norm and k_norm have different types");
     const DenseOps::RopeStore call{in.data,
                                    static_cast<float*>(c.data),
                                    static_cast<float*>(s.data),
@@ -95,7 +105,10 @@ struct Ops {
                                    v.data,
                                    y.data,
                                    eps,
-                                   in.type()};
+                                   in.type(),
+                                   qn.data   ? qn.type()
+                                   : kn.data ? kn.type()
+                                             : in.type()};
     if (Recording* recording = Recording::current()) recording->keep(nb::find(&batch));
     perform(*this, [this, &batch, heads, call] { dense.rope_store(batch, heads, call); });
   }
@@ -131,6 +144,38 @@ struct Ops {
     args.seen = static_cast<int64_t*>(s.data);
     args.chosen = static_cast<int32_t*>(c.data);
     perform(*this, [this, rows = in.shape[0], args] { dense.route(rows, args); });
+  }
+
+  void delta_rule(const BatchView& batch, const DeltaShape& shape, nb::handle projected, nb::handle gates,
+                  nb::handle conv, nb::handle decay, nb::handle dt_bias, nb::handle norm, nb::handle inputs,
+                  nb::handle memory, nb::handle out, float eps) const {
+    const int64_t rows = batch.rows(), kept = shape.conv_width - 1;
+    const TensorView in = activations(projected, "projected", {rows, shape.projected});
+    const TensorView g = like(in, gates, "gates", {rows, shape.gates});
+    const TensorView c = view_of(conv, "conv", {Element::f32}, {shape.conv_width, shape.channels()});
+    const TensorView a = view_of(decay, "decay", {Element::f32}, {shape.v_heads});
+    const TensorView d = view_of(dt_bias, "dt_bias", {Element::f32}, {shape.v_heads});
+    const TensorView n = like(in, norm, "norm", {shape.v_dim});
+    const TensorView kept_rows = slots_of(inputs, "inputs", {in.element}, {kAnySize, kept, shape.channels()});
+    const TensorView state =
+        slots_of(memory, "memory", {Element::f32}, {kAnySize, shape.v_heads, shape.k_dim, shape.v_dim});
+    const TensorView y = like(in, out, "out", {rows, shape.v_heads * shape.v_dim}, true);
+    expect(kept_rows.shape[0] == state.shape[0], "inputs and memory have different numbers of slots");
+    const DeltaState where{static_cast<char*>(kept_rows.data), static_cast<char*>(state.data),
+                           kept_rows.row_stride * (in.type() == DType::bf16 ? 2 : 4), state.row_stride * 4,
+                           state.shape[0]};
+    const DeltaCall call{in.data,
+                         g.data,
+                         static_cast<float*>(c.data),
+                         static_cast<float*>(a.data),
+                         static_cast<float*>(d.data),
+                         n.data,
+                         y.data,
+                         where,
+                         eps,
+                         in.type()};
+    if (Recording* recording = Recording::current()) recording->keep(nb::find(&batch));
+    perform(*this, [this, &batch, shape, call] { tandem::delta_rule(dense, batch, shape, call); });
   }
 
   void fill_memory(nb::handle data, float value) const {
@@ -179,6 +224,26 @@ DenseOps::Heads make_heads(int64_t heads, int64_t kv_heads, int64_t head_dim, in
   return {heads, kv_heads, head_dim, q_norm_size, k_norm_size};
 }
 
+DeltaShape make_delta_shape(int64_t k_heads, int64_t v_heads, int64_t k_dim, int64_t v_dim, int64_t conv_width,
+                            const std::vector<std::pair<int64_t, int64_t>>& columns, int64_t projected, int64_t gates) {
+  expect(k_heads > 0 && v_heads % k_heads == 0 && k_dim > 0 && v_dim > 0,
+         "delta: the value heads do not share key heads");
+  expect(1 <= conv_width && conv_width <= 8, "delta: the convolution must be 1 to 8 tokens wide");
+  expect(columns.size() == 6, "delta: columns of q, k, v, z, beta and decay are needed");
+  const auto at = [&](size_t i) { return DeltaShape::Columns{columns[i].first, columns[i].second}; };
+  const DeltaShape shape{k_heads, v_heads, k_dim, v_dim, conv_width, at(0), at(1),
+                         at(2),   at(3),   at(4), at(5), projected,  gates};
+  const auto inside = [&](const DeltaShape::Columns& c, int64_t width, int64_t row) {
+    expect(c.first >= 0 && c.step >= 0 && c.first + (k_heads - 1) * c.step + width <= row,
+           "delta: a head's columns lie outside the row");
+  };
+  const int64_t values = shape.group() * v_dim;
+  inside(shape.q, k_dim, projected), inside(shape.k, k_dim, projected), inside(shape.v, values, projected);
+  inside(shape.z, values, projected), inside(shape.beta, shape.group(), gates),
+      inside(shape.decay, shape.group(), gates);
+  return shape;
+}
+
 DenseOps::Route make_route(int64_t experts, int64_t top_k, int64_t groups, int64_t top_groups, int64_t shared,
                            bool sigmoid, bool normalize, bool group_by_top2, float scale, float epsilon) {
   expect(1 <= top_k && top_k <= experts && shared >= 0, "route: top_k must be between 1 and the number of experts");
@@ -194,11 +259,16 @@ DenseOps::Route make_route(int64_t experts, int64_t top_k, int64_t groups, int64
 void bind_dense(nb::module_& m) {
   nb::class_<BatchView>(m, "BatchView", "A checked copy of a step's index arrays.")
       .def(nb::new_(&make_batch), nb::arg("positions"), nb::arg("cache_slots"), nb::arg("query_starts"),
-           nb::arg("seq_lens"), nb::arg("block_tables"), nb::arg("page_size"), nb::arg("num_pages"))
+           nb::arg("seq_lens"), nb::arg("block_tables"), nb::arg("page_size"), nb::arg("num_pages"),
+           nb::arg("slots") = nb::none())
       .def("become", &become, nb::arg("other"), "Takes over the indices of another batch of as many rows.");
   nb::class_<DenseOps::Heads>(m, "Heads", "Head counts; a norm size of 0 means no q or k norm.")
       .def(nb::new_(&make_heads), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
            nb::arg("q_norm_size") = 0, nb::arg("k_norm_size") = 0);
+  nb::class_<DeltaShape>(m, "DeltaShape", "Sizes of a gated delta net, and where its projections lie in a row.")
+      .def(nb::new_(&make_delta_shape), nb::arg("k_heads"), nb::arg("v_heads"), nb::arg("k_dim"), nb::arg("v_dim"),
+           nb::arg("conv_width"), nb::arg("columns"), nb::arg("projected"), nb::arg("gates"),
+           "columns: (first, step from key head to key head) of q, k, v, z, beta, decay.");
   nb::class_<DenseOps::Route>(m, "Route", "How logits become experts and weights.")
       .def(nb::new_(&make_route), nb::arg("experts"), nb::arg("top_k"), nb::arg("groups"), nb::arg("top_groups"),
            nb::arg("shared"), nb::arg("sigmoid"), nb::arg("normalize"), nb::arg("group_by_top2"), nb::arg("scale"),
@@ -215,6 +285,9 @@ void bind_dense(nb::module_& m) {
       .def("route", &Ops::route, nb::arg("rule"), nb::arg("logits"), nb::arg("bias").none(), nb::arg("ids"),
            nb::arg("weights"), nb::arg("tokens") = nb::none(), nb::arg("seen") = nb::none(),
            nb::arg("chosen") = nb::none())
+      .def("delta_rule", &Ops::delta_rule, nb::arg("batch"), nb::arg("shape"), nb::arg("projected"), nb::arg("gates"),
+           nb::arg("conv"), nb::arg("decay"), nb::arg("dt_bias"), nb::arg("norm"), nb::arg("inputs"), nb::arg("memory"),
+           nb::arg("out"), nb::arg("eps"))
       .def("fill_memory", &Ops::fill_memory, nb::arg("data"), nb::arg("value"), "What read_memory is to read.")
       .def("read_ranges", &Ops::read_ranges, nb::arg("of_node"), "Reads each node's ranges once, with all workers.")
       .def("read_memory", &Ops::read_memory, nb::arg("data"), "Reads once with all workers; returns a checksum.");

@@ -69,21 +69,22 @@ Element element_of(int code, int bits, const char* name) {
 }
 
 template <class Shape, class Strides>
-void copy_shape(TensorView& view, int dims, Shape shape, Strides stride, const char* name) {
+void copy_shape(TensorView& view, int dims, Shape shape, Strides stride, const char* name, bool apart) {
   if (dims > 4) refuse(name, " has " + std::to_string(dims) + " dimensions; at most 4 are taken");
   view.dims = dims;
   int64_t expected = 1;
   bool contiguous = true;
   for (int i = dims - 1; i >= 0; --i) {
     view.shape[i] = shape(i);
-    contiguous &= view.shape[i] < 2 || stride(i) == expected;
+    contiguous &= view.shape[i] < 2 || stride(i) == expected || (apart && i == 0);
     expected *= view.shape[i];
   }
+  view.row_stride = dims && view.shape[0] ? (view.shape[0] < 2 ? expected / view.shape[0] : stride(0)) : 0;
   // An array without elements (expected is 0) has no order; its strides may be anything.
   if (!contiguous && expected != 0) refuse(name, " is not contiguous; call .contiguous() first");
 }
 
-TensorView through_table(const DlExchangeTable& table, nb::handle array, const char* name) {
+TensorView through_table(const DlExchangeTable& table, nb::handle array, const char* name, bool apart) {
   DlTensor t{};
   if (table.tensor_from_object(array.ptr(), &t) != 0) throw nb::python_error();
   if (t.device.type != kCpuDevice) refuse(name, " is not in CPU memory");
@@ -91,11 +92,12 @@ TensorView through_table(const DlExchangeTable& table, nb::handle array, const c
   view.data = static_cast<uint8_t*>(t.data) + t.byte_offset;
   view.element = element_of(t.dtype.code, t.dtype.bits, name);
   copy_shape(
-      view, t.ndim, [&](int i) { return t.shape[i]; }, [&](int i) { return t.strides ? t.strides[i] : -1; }, name);
+      view, t.ndim, [&](int i) { return t.shape[i]; }, [&](int i) { return t.strides ? t.strides[i] : -1; }, name,
+      apart);
   return view;
 }
 
-TensorView through_protocol(nb::handle array, const char* name, bool writable) {
+TensorView through_protocol(nb::handle array, const char* name, bool writable, bool apart) {
   TensorView view;
   if (writable) {
     if (!nb::try_cast(array, view.owner))
@@ -110,7 +112,7 @@ TensorView through_protocol(nb::handle array, const char* name, bool writable) {
   view.element = element_of(view.owner.dtype().code, view.owner.dtype().bits, name);
   copy_shape(
       view, int(view.owner.ndim()), [&](int i) { return int64_t(view.owner.shape(size_t(i))); },
-      [&](int i) { return view.owner.stride(size_t(i)); }, name);
+      [&](int i) { return view.owner.stride(size_t(i)); }, name, apart);
   return view;
 }
 
@@ -139,13 +141,27 @@ void check(const TensorView& view, const char* name, std::initializer_list<Eleme
 
 }  // namespace
 
-TensorView view_of(nb::handle array, const char* name, std::initializer_list<Element> elements,
-                   std::initializer_list<int64_t> shape, bool writable) {
+namespace {
+
+TensorView viewed(nb::handle array, const char* name, std::initializer_list<Element> elements,
+                  std::initializer_list<int64_t> shape, bool writable, bool apart) {
   const DlExchangeTable* table = exchange_table(Py_TYPE(array.ptr()));
-  TensorView view = table ? through_table(*table, array, name) : through_protocol(array, name, writable);
+  TensorView view = table ? through_table(*table, array, name, apart) : through_protocol(array, name, writable, apart);
   check(view, name, elements, shape);
   if (Recording* recording = Recording::current()) recording->keep(array);
   return view;
+}
+
+}  // namespace
+
+TensorView view_of(nb::handle array, const char* name, std::initializer_list<Element> elements,
+                   std::initializer_list<int64_t> shape, bool writable) {
+  return viewed(array, name, elements, shape, writable, false);
+}
+
+TensorView slots_of(nb::handle array, const char* name, std::initializer_list<Element> elements,
+                    std::initializer_list<int64_t> shape) {
+  return viewed(array, name, elements, shape, true, true);
 }
 
 const float* optional_floats(nb::handle array, const char* name, int64_t length, TensorView* view) {

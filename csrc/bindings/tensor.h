@@ -27,6 +27,7 @@ struct TensorView {
   Element element = Element::f32;
   int dims = 0;
   int64_t shape[4] = {};
+  int64_t row_stride = 0;  // elements from one entry of the first dimension to the next
   nanobind::ndarray<> owner;
 
   DType type() const { return element == Element::bf16 ? DType::bf16 : DType::f32; }
@@ -37,6 +38,10 @@ struct TensorView {
 // (0.1 us; `__dlpack__` takes 3 us, and decoding makes hundreds of calls per token).
 TensorView view_of(nanobind::handle array, const char* name, std::initializer_list<Element> elements,
                    std::initializer_list<int64_t> shape, bool writable = false);
+
+// The same for an array of slots: entries of its first dimension may lie apart.
+TensorView slots_of(nanobind::handle array, const char* name, std::initializer_list<Element> elements,
+                    std::initializer_list<int64_t> shape);
 
 // None, or [length] float.
 const float* optional_floats(nanobind::handle array, const char* name, int64_t length, TensorView* view);

@@ -6,7 +6,8 @@
 namespace tandem {
 namespace {
 
-template <class Isa, DType type>
+// wide: weights are f32 beside activations of bf16, and there is no rounding before they multiply (Gemma, Qwen3-Next).
+template <class Isa, DType type, bool wide = false>
 struct NormRope : Rows<Isa> {
   using R = Rows<Isa>;
   using Vec = typename Isa::Vec;
@@ -22,6 +23,7 @@ struct NormRope : Rows<Isa> {
 
   // LlamaRMSNorm: normalise in f32, round to the activation type, then multiply by the weight in that type.
   TANDEM_INLINE static Vec normed(Vec x, Vec inv_rms, const void* weight, int64_t i, int64_t m) {
+    if constexpr (wide) return Isa::mul(R::template load_n<DType::f32>(weight, i, m), Isa::mul(x, inv_rms));
     return Isa::mul(R::template load_n<type>(weight, i, m), R::template rounded<type>(Isa::mul(x, inv_rms)));
   }
 
@@ -62,16 +64,21 @@ struct NormRope : Rows<Isa> {
 };
 
 template <class Isa>
-void rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t n, float eps, DType type) {
-  type == DType::bf16 ? NormRope<Isa, DType::bf16>::rms_norm(x, residual, weight, out, n, eps)
-                      : NormRope<Isa, DType::f32>::rms_norm(x, residual, weight, out, n, eps);
+void rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t n, float eps, DType type,
+              DType weight_type) {
+  if (type == DType::f32) return NormRope<Isa, DType::f32>::rms_norm(x, residual, weight, out, n, eps);
+  weight_type == DType::bf16 ? NormRope<Isa, DType::bf16>::rms_norm(x, residual, weight, out, n, eps)
+                             : NormRope<Isa, DType::bf16, true>::rms_norm(x, residual, weight, out, n, eps);
 }
 
 template <class Isa>
 void rotate_head(const void* x, const void* norm_weight, float inv_rms, const float* cos, const float* sin,
-                 int64_t half, void* out, int64_t d, DType type) {
-  type == DType::bf16 ? NormRope<Isa, DType::bf16>::rotate_head(x, norm_weight, inv_rms, cos, sin, half, out, d)
-                      : NormRope<Isa, DType::f32>::rotate_head(x, norm_weight, inv_rms, cos, sin, half, out, d);
+                 int64_t half, void* out, int64_t d, DType type, DType weight_type) {
+  if (type == DType::f32)
+    return NormRope<Isa, DType::f32>::rotate_head(x, norm_weight, inv_rms, cos, sin, half, out, d);
+  weight_type == DType::bf16
+      ? NormRope<Isa, DType::bf16>::rotate_head(x, norm_weight, inv_rms, cos, sin, half, out, d)
+      : NormRope<Isa, DType::bf16, true>::rotate_head(x, norm_weight, inv_rms, cos, sin, half, out, d);
 }
 
 template <class Isa>

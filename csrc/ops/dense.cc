@@ -34,18 +34,21 @@ const DenseKernels& dense_kernels(const std::string& tier) {
 
 BatchView::BatchView(std::vector<int64_t> positions_, std::vector<int64_t> cache_slots_,
                      std::vector<int32_t> query_starts_, std::vector<int32_t> seq_lens_,
-                     std::vector<int32_t> block_tables_, int64_t page_size_, int64_t num_pages_)
+                     std::vector<int32_t> block_tables_, std::vector<int32_t> slots_, int64_t page_size_,
+                     int64_t num_pages_)
     : positions(std::move(positions_)),
       cache_slots(std::move(cache_slots_)),
       query_starts(std::move(query_starts_)),
       seq_lens(std::move(seq_lens_)),
       block_tables(std::move(block_tables_)),
+      slots(std::move(slots_)),
       page_size(page_size_),
       num_pages(num_pages_) {
   check(page_size > 0 && num_pages > 0, "batch: the KV cache has no pages");
   check(cache_slots.size() == positions.size(), "batch: cache_slots and positions differ in length");
   check(query_starts.size() == seq_lens.size() + 1, "batch: query_starts needs one entry more than seq_lens");
   check(query_starts.front() == 0 && query_starts.back() == rows(), "batch: query_starts must run from 0 to T");
+  check(slots.empty() || slots.size() == seq_lens.size(), "batch: slots and seq_lens differ in length");
   check(sequences() == 0 || block_tables.size() % seq_lens.size() == 0, "batch: block_tables must be [S, P]");
   for (int64_t slot : cache_slots)
     check(slot >= 0 && slot < num_pages * page_size, "batch: a cache slot lies outside the KV cache");
@@ -97,12 +100,12 @@ float DenseOps::read_ranges(const std::vector<std::vector<ByteRange>>& of_node) 
 }
 
 void DenseOps::rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t n,
-                        float eps, DType type) const {
+                        float eps, DType type, DType weight_type) const {
   const int64_t stride = n * bytes_of(type);
   for_rows(pool, rows, n, [&](int64_t r) {
     kernels.rms_norm(static_cast<const char*>(x) + r * stride,
                      residual ? static_cast<char*>(residual) + r * stride : nullptr, weight,
-                     static_cast<char*>(out) + r * stride, n, eps, type);
+                     static_cast<char*>(out) + r * stride, n, eps, type, weight_type);
   });
 }
 
@@ -120,8 +123,10 @@ void DenseOps::rope_store(const BatchView& batch, const Heads& h, const RopeStor
       for (int64_t i = 0; i < count; ++i) {
         const bool own = norm && norm_size == h.head_dim;
         const float inv = own ? kernels.inverse_rms(from + i * head, h.head_dim, a.eps, a.type) : whole;
-        const void* weight = norm && !own ? static_cast<const char*>(norm) + i * head : norm;
-        kernels.rotate_head(from + i * head, weight, inv, cos, sin, a.half, to + i * head, h.head_dim, a.type);
+        const int64_t norm_head = h.head_dim * bytes_of(a.norm_type);
+        const void* weight = norm && !own ? static_cast<const char*>(norm) + i * norm_head : norm;
+        kernels.rotate_head(from + i * head, weight, inv, cos, sin, a.half, to + i * head, h.head_dim, a.type,
+                            a.norm_type);
       }
     };
     const int64_t cache_row = batch.cache_slots[t] * h.kv_heads * head;

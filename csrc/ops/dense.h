@@ -18,7 +18,8 @@ struct BatchView {
   // query_starts has sequences + 1 entries, block_tables [sequences, table_width]. Throws std::invalid_argument
   // when an index points outside the cache of num_pages * page_size rows, so that kernels need not look again.
   BatchView(std::vector<int64_t> positions, std::vector<int64_t> cache_slots, std::vector<int32_t> query_starts,
-            std::vector<int32_t> seq_lens, std::vector<int32_t> block_tables, int64_t page_size, int64_t num_pages);
+            std::vector<int32_t> seq_lens, std::vector<int32_t> block_tables, std::vector<int32_t> slots,
+            int64_t page_size, int64_t num_pages);
 
   int64_t rows() const { return static_cast<int64_t>(positions.size()); }
   int64_t sequences() const { return static_cast<int64_t>(seq_lens.size()); }
@@ -26,6 +27,7 @@ struct BatchView {
 
   std::vector<int64_t> positions, cache_slots;
   std::vector<int32_t> query_starts, seq_lens, block_tables;
+  std::vector<int32_t> slots;  // of what models keep of each sequence beside pages; empty: of nothing
   int64_t page_size, num_pages;
 };
 
@@ -35,7 +37,7 @@ struct DenseOps {
 
   // x, residual, out: [rows, n]; residual may be null.
   void rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t n, float eps,
-                DType type) const;
+                DType type, DType weight_type) const;
 
   struct Heads {
     int64_t heads, kv_heads, head_dim;
@@ -49,7 +51,7 @@ struct DenseOps {
     void *k_pages, *v_pages;  // [num_pages, page_size, kv_heads, head_dim]; v_pages null: keys are values, too
     void* q;                  // [rows, heads * head_dim]
     float eps;
-    DType type;
+    DType type, norm_type;  // norm_type: of both norms' weights
   };
   void rope_store(const BatchView& batch, const Heads& heads, const RopeStore& args) const;
 

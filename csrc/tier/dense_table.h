@@ -4,6 +4,7 @@
 #include "micro/attention.h"
 #include "micro/ceilings.h"
 #include "micro/checksum.h"
+#include "micro/delta_rule.h"
 #include "micro/fit.h"
 #include "micro/norm_rope.h"
 
@@ -21,6 +22,9 @@
       fit_groups<Isa>,                      \
       fit_panel<Isa>,                       \
       xxh3_blocks<Isa>,                     \
+      conv_silu<Isa>,                       \
+      DeltaRule<Isa>::step,                 \
+      gated_norm<Isa>,                      \
       Ceilings<Isa>::read_memory,           \
   };                                        \
   }

@@ -104,6 +104,7 @@ class BatchView:
         block_tables: object,
         page_size: int,
         num_pages: int,
+        slots: object | None = None,
     ) -> None: ...
     def become(self, other: BatchView) -> None:
         """Takes over the indices of another batch of as many rows."""
@@ -114,6 +115,24 @@ class Heads:
     def __init__(
         self, heads: int, kv_heads: int, head_dim: int, q_norm_size: int = 0, k_norm_size: int = 0
     ) -> None: ...
+
+class DeltaShape:
+    """Sizes of a gated delta net, and where its projections lie in a row."""
+
+    def __init__(
+        self,
+        k_heads: int,
+        v_heads: int,
+        k_dim: int,
+        v_dim: int,
+        conv_width: int,
+        columns: Sequence[tuple[int, int]],
+        projected: int,
+        gates: int,
+    ) -> None:
+        """
+        columns: (first, step from key head to key head) of q, k, v, z, beta, decay.
+        """
 
 class Route:
     """How logits become experts and weights."""
@@ -176,6 +195,21 @@ class DenseOps:
         tokens: object | None = None,
         seen: object | None = None,
         chosen: object | None = None,
+    ) -> None: ...
+    def delta_rule(
+        self,
+        batch: BatchView,
+        shape: DeltaShape,
+        projected: object,
+        gates: object,
+        conv: object,
+        decay: object,
+        dt_bias: object,
+        norm: object,
+        inputs: object,
+        memory: object,
+        out: object,
+        eps: float,
     ) -> None: ...
     def fill_memory(self, data: object, value: float) -> None:
         """What read_memory is to read."""

@@ -101,6 +101,37 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         num_attention_heads=6, num_key_value_heads=6, num_experts=8, intermediate_size=28, norm_topk_prob=True,
         clip_qkv=0.7, attention_bias=True,
     )),
+    "qwen3_next": ("qwen3_next", settings(
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=9,
+        moe_intermediate_size=20, shared_expert_intermediate_size=28, intermediate_size=44, linear_num_key_heads=2,
+        linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=20, linear_conv_kernel_dim=4,
+    )),
+    "qwen3_next-dense": ("qwen3_next", settings(
+        num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3, head_dim=16, num_experts=7,
+        moe_intermediate_size=24, shared_expert_intermediate_size=24, intermediate_size=44, linear_num_key_heads=3,
+        linear_num_value_heads=3, linear_key_head_dim=16, linear_value_head_dim=72, linear_conv_kernel_dim=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"], mlp_only_layers=[1],
+        norm_topk_prob=False,
+    )),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", settings(
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=24, num_experts=10,
+        moe_intermediate_size=28, shared_expert_intermediate_size=36, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24, linear_conv_kernel_dim=4,
+    )),
+    "qwen3_moe-yarn": ("qwen3_moe", settings(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=24, num_experts=8, moe_intermediate_size=28,
+        intermediate_size=52, norm_topk_prob=True,
+        rope_parameters=settings(rope_type="yarn", rope_theta=5000.0, factor=4.0, original_max_position_embeddings=32),
+    )),
+    "llama-linear": ("llama", settings(
+        num_attention_heads=6, num_key_value_heads=2, intermediate_size=44,
+        rope_parameters=settings(rope_type="linear", rope_theta=10000.0, factor=3.0),
+    )),
+    "llama-llama3": ("llama", settings(
+        num_attention_heads=6, num_key_value_heads=2, intermediate_size=44,
+        rope_parameters=settings(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0,
+                                 high_freq_factor=4.0, original_max_position_embeddings=32),
+    )),
     "llama": ("llama", settings(num_attention_heads=6, num_key_value_heads=2, intermediate_size=44)),
     "llama-bias": ("llama", settings(
         num_attention_heads=4, num_key_value_heads=4, head_dim=22, intermediate_size=44, attention_bias=True,

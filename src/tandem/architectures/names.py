@@ -24,6 +24,7 @@ class Names:
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     attention: str = "self_attn"
+    recurrent: str = "linear_attn"
     dense: str = "mlp"
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"

@@ -10,7 +10,19 @@ import math
 from collections.abc import Callable, Collection
 
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Dense, Experts, Gqa, Layer, Mixer, Moe, Norm, QkNorm, Router, pre_norm
+from tandem.config.layers import (
+    Attention,
+    Dense,
+    Experts,
+    Gqa,
+    Layer,
+    Mixer,
+    Moe,
+    Norm,
+    QkNorm,
+    Router,
+    pre_norm,
+)
 from tandem.config.model_config import ModelConfig
 from tandem.config.rope import Rope, positions_of, read_rope, rope_keys
 from tandem.errors import ConfigError
@@ -26,17 +38,20 @@ def model(
     mixers: Callable[[int], Mixer],
     moe: Moe | None = None,
     moe_layers: Collection[int] = (),
+    plus_one: bool = False,
 ) -> ModelConfig:
-    """Layers of attention and a feed-forward: `moe` in `moe_layers`, a dense one elsewhere."""
+    """Layers of attention and a feed-forward: `moe` in `moe_layers`, a dense one elsewhere. plus_one: of all norms."""
     keys.only("hidden_act", "silu", "experts are SwiGLU")
     if moe is not None and not moe_layers:
         raise ConfigError("config.json: no layer is MoE; this is a dense model")
-    norm, dense = Norm(epsilon(keys)), Dense(keys.size("intermediate_size", 5632))
+    count, norm = layer_count(keys), Norm(epsilon(keys), plus_one)
+    sparse = moe is not None and len(set(moe_layers)) == count
+    dense = Dense(keys.optional("intermediate_size", 0) if sparse else keys.size("intermediate_size", 5632))
     layers = [
-        pre_norm(mixers(i), moe if moe is not None and i in moe_layers else dense, norm)
-        for i in range(layer_count(keys))
+        pre_norm(mixers(i), moe if moe is not None and i in moe_layers else dense, norm) for i in range(count)
     ]
-    return assembled(keys, generation, tuple(layers), norm, mixers(0).rope)
+    rope = next(mixer.rope for mixer in map(mixers, range(count)) if isinstance(mixer, Attention))
+    return assembled(keys, generation, tuple(layers), norm, rope)
 
 
 def assembled(
@@ -72,6 +87,8 @@ def gqa(
     window: int = 0,
     clip: float = 0.0,
     rotary_share: float = 1.0,
+    plus_one: bool = False,
+    gate: bool = False,
 ) -> Gqa:
     """rotary_share: of a head's channels that turn, where config.json does not say."""
     heads = keys.size("num_attention_heads", 16)
@@ -80,8 +97,8 @@ def gqa(
     if kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"config.json: num_key_value_heads {kv_heads} does not divide {heads} heads")
     return Gqa(
-        heads, kv_heads, head_dim, _rope(keys, head_dim, rotary_share), window, qk_norm, Norm(epsilon(keys)),
-        qkv_bias, out_bias, clip,
+        heads, kv_heads, head_dim, _rope(keys, head_dim, rotary_share), window, qk_norm,
+        Norm(epsilon(keys), plus_one), qkv_bias, out_bias, clip, gate,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tandem.config.engine_config import EngineConfig
-from tandem.config.layers import Latent, Mixer
+from tandem.config.layers import Attention, Latent
 from tandem.config.machine import Machine
 from tandem.errors import ConfigError
 
@@ -17,7 +17,9 @@ FLASHINFER_LEAST = (0, 5)
 FLASHINFER_HEADS = (64, 128, 256)
 
 
-def attention_backend(config: EngineConfig, mixers: tuple[Mixer, ...], machine: Machine) -> tuple[str, str]:
+def attention_backend(
+    config: EngineConfig, mixers: tuple[Attention, ...], machine: Machine
+) -> tuple[str, str]:
     """The backend's name, and why. Raises ConfigError when what was asked for cannot run."""
     asked = "torch" if config.attention_backend == "torch_native" else config.attention_backend
     if asked == "torch":
@@ -29,7 +31,7 @@ def attention_backend(config: EngineConfig, mixers: tuple[Mixer, ...], machine: 
     return asked, FLAG
 
 
-def _check_torch(config: EngineConfig, mixers: tuple[Mixer, ...], version: str) -> None:
+def _check_torch(config: EngineConfig, mixers: tuple[Attention, ...], version: str) -> None:
     if release(version) < TORCH_LEAST:
         least = ".".join(map(str, TORCH_LEAST))
         raise ConfigError(
@@ -49,7 +51,7 @@ def _check_torch(config: EngineConfig, mixers: tuple[Mixer, ...], version: str) 
         )
 
 
-def _check_flashinfer(mixers: tuple[Mixer, ...], version: str) -> None:
+def _check_flashinfer(mixers: tuple[Attention, ...], version: str) -> None:
     if release(version) < FLASHINFER_LEAST:
         least = ".".join(map(str, FLASHINFER_LEAST))
         state = f"this is {version}" if version else "which is not installed"
@@ -67,7 +69,7 @@ def _check_flashinfer(mixers: tuple[Mixer, ...], version: str) -> None:
         )
 
 
-def _head_dims(mixers: tuple[Mixer, ...]) -> list[int]:
+def _head_dims(mixers: tuple[Attention, ...]) -> list[int]:
     return sorted({m.cached_dim if isinstance(m, Latent) else m.head_dim for m in mixers})
 
 

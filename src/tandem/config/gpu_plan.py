@@ -13,7 +13,7 @@ from tandem.config.cuda_graphs import graph_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpus import Gpu
 from tandem.config.host_memory import HostShare, host_memory
-from tandem.config.layers import Latent
+from tandem.config.layers import DeltaRule, Latent
 from tandem.config.machine import Machine
 from tandem.config.memory import (
     DEFAULT_FRACTION,
@@ -89,6 +89,8 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
         return _too_old(machine.gpus[0])
     if missing := [name for name in machine.gpu_missing if name != "cuda-core"]:
         return f"{machine.gpus[0].name} cannot be used: {' and '.join(missing)} is missing"
+    if any(isinstance(mixer, DeltaRule) for mixer in model.mixers):
+        return "gated delta nets run on the CPU"
     if any(isinstance(mixer, Latent) for mixer in model.mixers):
         return "latent attention runs on the CPU"
     if config.dtype == "float32":

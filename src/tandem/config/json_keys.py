@@ -48,6 +48,15 @@ class JsonKeys(Mapping[str, Any]):
         merged._read = self._read
         return merged
 
+    def inside(self, key: str) -> JsonKeys:
+        """The keys of the object `key`, before those of the whole; the whole where it is absent."""
+        nested = self.mapping(key)
+        if not nested:
+            return self
+        inner = JsonKeys({**self._values, **nested, "model_type": self._values["model_type"]}, self.where)
+        inner._read |= set(self._values) - set(nested)
+        return inner
+
     def __getitem__(self, key: str) -> Any:
         self._read.add(key)
         return self._values[key]

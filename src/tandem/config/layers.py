@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from tandem.config.rope import Rope
-from tandem.config.state import Array, Pages, State
+from tandem.config.state import Array, Fold, Pages, State
 
 QkNorm = Literal["none", "head", "width"]
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Root mean square norm."""
+    """Root mean square norm. plus_one: w is stored, and 1 + w multiplies, before anything is rounded."""
 
     eps: float
+    plus_one: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,9 @@ class Gqa:
     qkv_bias: bool = False
     out_bias: bool = False
     clip: float = 0.0  # q, k, v are clamped to [-clip, clip]; 0: not
+    gate: bool = (
+        False  # the result times the sigmoid of a gate, which q's projection makes beside each query head
+    )
 
     @property
     def scale(self) -> float:
@@ -54,7 +58,8 @@ class Gqa:
         return float(self.head_dim**-0.5)
 
     def params(self, hidden: int) -> int:
-        return hidden * 2 * (self.heads + self.kv_heads) * self.head_dim
+        gates = self.heads if self.gate else 0
+        return hidden * (2 * (self.heads + self.kv_heads) + gates) * self.head_dim
 
     def states(self) -> tuple[State, ...]:
         shape = self.kv_heads, self.head_dim
@@ -98,6 +103,41 @@ class Latent:
 
     def states(self) -> tuple[State, ...]:
         return (Pages((Array("latent", (1, self.cached_dim)),)),)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """Gated delta net (arXiv 2412.06464): a memory of constant size instead of keys and values of all tokens.
+
+    q, k and v pass a causal convolution over the last `conv` tokens. layout: how projections are stored: q, k, v and
+    gate of each key head together ("heads"), or of all heads ("kinds").
+    """
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv: int
+    norm: Norm
+    layout: Literal["heads", "kinds"]
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: q, k, v."""
+        return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
+
+    @property
+    def values(self) -> int:
+        return self.v_heads * self.v_dim
+
+    def params(self, hidden: int) -> int:
+        projections = self.channels + 2 * self.values + 2 * self.v_heads
+        return hidden * projections + self.channels * self.conv
+
+    def states(self) -> tuple[State, ...]:
+        inputs = Array("inputs", (self.conv - 1, self.channels))
+        memory = Array("memory", (self.v_heads, self.k_dim, self.v_dim), "float32")
+        return (Fold((inputs, memory)),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +218,9 @@ class Moe:
 NO_EXPERTS = Moe(Router(num_experts=0, top_k=0), Experts(count=0, width=0))
 """Of a model without experts."""
 
-Mixer = Gqa | Latent
-Body = Gqa | Latent | Dense | Moe
+Attention = Gqa | Latent
+Mixer = Gqa | Latent | DeltaRule
+Body = Gqa | Latent | DeltaRule | Dense | Moe
 
 
 class Mechanism(Protocol):

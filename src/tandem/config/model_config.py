@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tandem.config.json_keys import JsonKeys, read_json
-from tandem.config.layers import NO_EXPERTS, Body, Layer, Mixer, Moe, Norm
+from tandem.config.layers import NO_EXPERTS, Attention, Body, Layer, Mixer, Moe, Norm
 from tandem.config.state import DTYPE_BYTES, State, StateLayout, state_layout
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
 from tandem.errors import ConfigError
@@ -71,8 +71,13 @@ class ModelConfig:
 
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
-        """The attention of each layer that has one."""
+        """What mixes tokens, of each layer that has one."""
         return tuple(layer.mixer for layer in self.layers if layer.mixer is not None)
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Those of them that look back at tokens."""
+        return tuple(mixer for mixer in self.mixers if isinstance(mixer, Attention))
 
     @property
     def bodies(self) -> tuple[Body, ...]:

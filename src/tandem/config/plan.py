@@ -236,7 +236,7 @@ def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memo
         sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
     log.append(Decision("CUDA graphs", ", ".join(map(str, sizes)) or "off", why))
     statistics = None if config.init_expert_location == "trivial" else config.init_expert_location
-    kernels, origin = attention_backend(config, model.mixers, request.machine)
+    kernels, origin = attention_backend(config, model.attentions, request.machine)
     log.append(Decision("attention", kernels, origin))
     patience = min(MAX_PATIENCE_SECONDS, config.watchdog_timeout / 3)
     strategy, foresight = config.kt_expert_placement_strategy, not config.disable_expert_foresight

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from tandem.config.layers import Router
+from tandem.config.layers import DeltaRule, Router
 from tandem.formats.codes import Blocks, Weight, WeightCodes
+
+if TYPE_CHECKING:
+    from tandem.kernels.delta import Delta, DeltaWeights
 
 
 class BatchLayout(Protocol):
@@ -33,6 +36,8 @@ class BatchLayout(Protocol):
     def seq_lens(self) -> Tensor: ...  # int32 [S]
     @property
     def block_tables(self) -> Tensor: ...  # int32 [S, P]
+    @property
+    def slots(self) -> Tensor: ...  # int32 [S]
     @property
     def single_rows(self) -> int: ...  # so many first sequences surely have one row each
 
@@ -224,7 +229,7 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Norm in float32, rounded to x's dtype, times weight (in x's dtype)."""
+        """Norm in float32, rounded to x's dtype, times weight. A weight in float32 multiplies before the rounding."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -272,6 +277,10 @@ class Ops(Protocol):
         `window` keys, the row's own included. A row's result depends neither on the batch nor on how its
         prompt was chunked.
         """
+        ...
+
+    def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
+        """A gated delta net of this shape, bound to its small weights (`kernels/delta.py`)."""
         ...
 
     def route(

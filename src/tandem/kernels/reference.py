@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.layers import Router
+from tandem.config.layers import DeltaRule, Router
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import one_tensor
 from tandem.formats.reference import decoded
+from tandem.kernels.delta import Delta, DeltaWeights, TorchDelta
 from tandem.kernels.fit import as_packed
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
@@ -159,6 +160,8 @@ class TorchOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = x.float()
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+        if weight.dtype == torch.float32:
+            return (y * weight).to(x.dtype)
         return y.to(x.dtype) * weight.to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -215,6 +218,9 @@ class TorchOps:
             v = v_pages[pages].flatten(0, 1)[:length]
             out[rows] = _attend(q[rows], k, v, batch.positions[rows], scale, window)
         return out.flatten(1)
+
+    def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
+        return TorchDelta(shape, weights)
 
     def route(
         self,

@@ -20,19 +20,24 @@ class Attention:
         self.shape, self.ops, self.rope = shape, b.ops, b.rope(shape.rope)
         q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         modules = [f"{name}.{module}" for module in ("q_proj", "k_proj", "v_proj")]
-        self.qkv = b.linear(modules, (q, kv, kv), b.config.hidden, bias=shape.qkv_bias)
+        rows = (2 * q if shape.gate else q), kv, kv
+        self.qkv = b.linear(modules, rows, b.config.hidden, bias=shape.qkv_bias)
         self.out = b.linear([f"{name}.o_proj"], [b.config.hidden], q, bias=shape.out_bias)
         self.q_norm = self.k_norm = None
         if shape.qk_norm != "none":
             per_head = shape.qk_norm == "head"
-            self.q_norm = b.tensor(f"{name}.q_norm.weight", shape.head_dim if per_head else q)
-            self.k_norm = b.tensor(f"{name}.k_norm.weight", shape.head_dim if per_head else kv)
+            sizes = (shape.head_dim, shape.head_dim) if per_head else (q, kv)
+            self.q_norm = b.norm(f"{name}.q_norm.weight", shape.norm, sizes[0])
+            self.k_norm = b.norm(f"{name}.k_norm.weight", shape.norm, sizes[1])
 
     def reads(self) -> list[SureRead]:
         return sure_reads(self.qkv, self.out)
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
         s, qkv, norms, ((k_pages, v_pages),) = self.shape, self.qkv(x), (self.q_norm, self.k_norm), states
+        gate: Tensor | None = None
+        if s.gate:
+            qkv, gate = self._without_gate(qkv)
         if s.clip:
             qkv, norms = self._clipped(qkv), (None, None)
         q = self.ops.rope_store(
@@ -40,7 +45,14 @@ class Attention:
             heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim,
             q_norm=norms[0], k_norm=norms[1], eps=s.norm.eps,
         )  # fmt: skip
-        return self.out(self.ops.attention(q, k_pages, v_pages, p.batch, s.scale, s.window))
+        seen = self.ops.attention(q, k_pages, v_pages, p.batch, s.scale, s.window)
+        return self.out(seen if gate is None else seen * gate.sigmoid())
+
+    def _without_gate(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """q, k, v side by side, and the gate [T, H * D]: each query head is followed by its own."""
+        q = self.shape.heads * self.shape.head_dim
+        both = qkv[:, : 2 * q].unflatten(1, (self.shape.heads, 2, self.shape.head_dim))
+        return torch.cat((both[:, :, 0].flatten(1), qkv[:, 2 * q :]), dim=1), both[:, :, 1].flatten(1)
 
     def _clipped(self, qkv: Tensor) -> Tensor:
         """OLMoE's clip_qkv: the clamp is between the norms and the rotation."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.config import rope as config_rope
+from tandem.config.layers import Norm
 from tandem.config.model_config import STORED
 from tandem.errors import CheckpointError, KernelError
 from tandem.experts import CpuExperts, ExpertMatrices, Experts, ExpertStore, LookAhead
@@ -81,6 +82,12 @@ class Builder:
     def float_tensor(self, name: str, *shape: int) -> Tensor:
         """A small tensor, copied in float32."""
         return self.ops.resident(self._get(name, *shape).to(torch.float32, copy=True))
+
+    def norm(self, name: str, norm: Norm, size: int) -> Tensor:
+        """A norm's weight as the operations take it: float32 where it multiplies before anything is rounded."""
+        if norm.plus_one:
+            return self.ops.resident(self._get(name, size).to(torch.float32, copy=True) + 1)
+        return self.tensor(name, size)
 
     def lookup(self, name: str, rows: int, columns: int) -> Callable[[Tensor], Tensor]:
         """Ids [T] → rows [T, columns] of a matrix that stays in the mapped file, or where `ops` computes."""

@@ -8,11 +8,12 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.layers import Block, Dense, Gqa, Latent
+from tandem.config.layers import Block, DeltaRule, Dense, Gqa, Latent
 from tandem.config.state import State
 from tandem.kernels.ops import MLP, Ops, SureRead
 from tandem.models.attention import Attention
 from tandem.models.builder import Builder
+from tandem.models.delta_net import DeltaNet
 from tandem.models.latent_attention import LatentAttention
 from tandem.models.moe import MoEBlock, dense_mlp
 from tandem.models.passing import Pass, States
@@ -85,7 +86,7 @@ def decoder_layer(b: Builder, index: int, names: Names) -> DecoderLayer:
 
 def _block(b: Builder, index: int, names: Names, block: Block, norm: str) -> BuiltBlock:
     operator = _operator(b, index, names, block)
-    weight = b.tensor(f"model.layers.{index}.{norm}.weight", b.config.hidden)
+    weight = b.norm(f"model.layers.{index}.{norm}.weight", block.norm, b.config.hidden)
     return BuiltBlock(weight, block.norm.eps, operator, block.body.states())
 
 
@@ -95,6 +96,8 @@ def _operator(b: Builder, index: int, names: Names, block: Block) -> Operator:
         return Attention(b, body, layer + names.attention)
     if isinstance(body, Latent):
         return LatentAttention(b, body, layer + names.attention)
+    if isinstance(body, DeltaRule):
+        return DeltaNet(b, body, layer + names.recurrent)
     if isinstance(body, Dense):
         return DenseBlock(dense_mlp(b, layer + names.dense, body.width))
     return MoEBlock(b, index, body, names)

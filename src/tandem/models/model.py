@@ -32,7 +32,7 @@ class Model:
         config = b.config
         self.config, self.ops, self.dtype = config, b.ops, b.dtype
         self.head = head_of(b)
-        self.final_norm = b.tensor("model.norm.weight", config.hidden)
+        self.final_norm = b.norm("model.norm.weight", config.norm, config.hidden)
         names = names_of(b)
         self.layers: list[DecoderLayer] = []
         for index in range(len(config.layers)):

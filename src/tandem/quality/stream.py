@@ -156,7 +156,7 @@ class LayerStream:
         return head_of(self._builder)
 
     def final_norm(self) -> Tensor:
-        return self._builder.tensor("model.norm.weight", self.config.hidden)
+        return self._builder.norm("model.norm.weight", self.config.norm, self.config.hidden)
 
     def _advance(self, layer: DecoderLayer, residual: Tensor, batch: ForwardBatch) -> None:
         if self._gpu is not None:

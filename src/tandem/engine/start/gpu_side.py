@@ -58,7 +58,7 @@ def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
 
 def attention_shape(plan: Plan, model: ModelConfig) -> AttentionShape:
     """Of the first layer; a backend that needs one for all layers is refused where they differ."""
-    first, pages = model.mixers[0], -(-plan.context_length // plan.page_size)
+    first, pages = model.attentions[0], -(-plan.context_length // plan.page_size)
     if isinstance(first, Latent):
         return AttentionShape(first.heads, 1, first.cached_dim, first.scale, 0, plan.page_size, pages)
     return AttentionShape(

@@ -24,7 +24,9 @@ def _rms_norm(
         value = (value.to(tl.float32) + before.to(tl.float32)).to(before.dtype)
         tl.store(residual + row + columns, value, inside)
     y = value.to(tl.float32)
-    y = (y * tl.rsqrt(tl.sum(y * y) / n + eps)).to(out.dtype.element_ty).to(tl.float32)
+    y *= tl.rsqrt(tl.sum(y * y) / n + eps)
+    if weight.dtype.element_ty != tl.float32:
+        y = y.to(out.dtype.element_ty).to(tl.float32)
     y *= tl.load(weight + columns, inside, other=0.0).to(tl.float32)
     tl.store(out + row + columns, y.to(out.dtype.element_ty), inside)
 

@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from tandem.config.layers import Router
+from tandem.config.layers import DeltaRule, Router
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.reference import decoded
 from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.delta import Delta, DeltaWeights
 from tandem.kernels.gpu import dense_codes, norm, route
 from tandem.kernels.gpu import rope as rotation
 from tandem.kernels.gpu.attention_backends import Attention, attention_of
@@ -158,6 +159,9 @@ class GpuOps:
         window: int = 0,
     ) -> Tensor:
         return self._attention(q, k_pages, v_pages, batch, scale, window)
+
+    def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
+        raise KernelError("gated delta nets have no GPU kernels")
 
     def route(
         self,

@@ -32,7 +32,9 @@ def _scaled(row, weight, at, inside, inverse, NORM: tl.constexpr):
     """Elements `at` of a head, float32, rounded where Transformers rounds."""
     x = tl.load(row + at, inside, other=0.0)
     if NORM:
-        unit = (x.to(tl.float32) * inverse).to(x.dtype).to(tl.float32)
+        unit = x.to(tl.float32) * inverse
+        if weight.dtype.element_ty != tl.float32:
+            unit = unit.to(x.dtype).to(tl.float32)
         x = (unit * tl.load(weight + at, inside, other=0.0).to(tl.float32)).to(x.dtype)
     return x.to(tl.float32)
 

@@ -1,0 +1,138 @@
+#include "ops/delta_rule.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <vector>
+
+namespace tandem {
+namespace {
+
+constexpr float kUnitEps = 1e-6f;  // of the norms of q and k
+constexpr int kLanes = 16;
+
+int64_t bytes_of(DType type) { return type == DType::bf16 ? 2 : 4; }
+
+float element(const void* row, int64_t i, DType type) {
+  if (type == DType::f32) return static_cast<const float*>(row)[i];
+  const uint32_t bits = uint32_t(static_cast<const uint16_t*>(row)[i]) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+void to_unit_length(float* x, int64_t n, float scale) {
+  float squares = 0;
+  for (int64_t i = 0; i < n; ++i) squares += x[i] * x[i];
+  const float factor = scale / std::sqrt(squares + kUnitEps);
+  for (int64_t i = 0; i < n; ++i) x[i] *= factor;
+}
+
+// One sequence's rows through one key head and the value heads that share it.
+class HeadRun {
+ public:
+  HeadRun(const DenseOps& dense, const BatchView& batch, const DeltaShape& shape, const DeltaCall& call, int64_t s,
+          int64_t head)
+      : kernels_(dense.kernels), shape_(shape), call_(call), head_(head), size_(bytes_of(call.type)) {
+    const int64_t slot = batch.slots[size_t(s)];
+    first_row_ = batch.query_starts[size_t(s)];
+    rows_ = batch.query_starts[size_t(s) + 1] - first_row_;
+    known_ = batch.seq_lens[size_t(s)] - rows_;
+    inputs_ = call.state.inputs + slot * call.state.inputs_stride;
+    memory_ = reinterpret_cast<float*>(call.state.memory + slot * call.state.memory_stride) +
+              head * shape.group() * shape.k_dim * shape.v_dim;
+    buffer_.resize(size_t(2 * shape.k_dim + 2 * shape.group() * shape.v_dim + 4 * kLanes));
+    zeros_.resize(size_t(std::max(shape.k_dim, shape.group() * shape.v_dim) * size_));
+  }
+
+  void run() {
+    if (known_ == 0) std::fill_n(memory_, shape_.group() * shape_.k_dim * shape_.v_dim, 0.0f);
+    float *q = buffer_.data(), *k = q + shape_.k_dim, *v = k + shape_.k_dim;
+    float* out = v + shape_.group() * shape_.v_dim;
+    for (int64_t t = 0; t < rows_; ++t) {
+      convolve(t, shape_.q, q_channel(), shape_.k_dim, q);
+      convolve(t, shape_.k, k_channel(), shape_.k_dim, k);
+      convolve(t, shape_.v, v_channel(), shape_.group() * shape_.v_dim, v);
+      to_unit_length(q, shape_.k_dim, 1.0f / std::sqrt(float(shape_.k_dim)));
+      to_unit_length(k, shape_.k_dim, 1.0f);
+      for (int64_t j = 0; j < shape_.group(); ++j) token(t, j, q, k, v + j * shape_.v_dim, out);
+    }
+    keep(shape_.q, q_channel(), shape_.k_dim);
+    keep(shape_.k, k_channel(), shape_.k_dim);
+    keep(shape_.v, v_channel(), shape_.group() * shape_.v_dim);
+  }
+
+ private:
+  int64_t q_channel() const { return head_ * shape_.k_dim; }
+  int64_t k_channel() const { return (shape_.k_heads + head_) * shape_.k_dim; }
+  int64_t v_channel() const { return 2 * shape_.k_heads * shape_.k_dim + head_ * shape_.group() * shape_.v_dim; }
+
+  const char* projected(int64_t t, const DeltaShape::Columns& c) const {
+    return static_cast<const char*>(call_.projected) +
+           ((first_row_ + t) * shape_.projected + c.first + head_ * c.step) * size_;
+  }
+
+  // The input of token `t` of this step, or of one before it; zeros before the sequence began.
+  const void* input(int64_t t, const DeltaShape::Columns& c, int64_t channel) const {
+    if (t >= 0) return projected(t, c);
+    if (known_ + t < 0) return zeros_.data();
+    return inputs_ + ((shape_.conv_width - 1 + t) * shape_.channels() + channel) * size_;
+  }
+
+  void convolve(int64_t t, const DeltaShape::Columns& c, int64_t channel, int64_t n, float* out) const {
+    const void* rows[8];
+    for (int64_t j = 0; j < shape_.conv_width; ++j) rows[j] = input(t - (shape_.conv_width - 1) + j, c, channel);
+    kernels_.conv_silu(rows, call_.conv + channel, shape_.channels(), shape_.conv_width, out, n, call_.type);
+  }
+
+  void token(int64_t t, int64_t j, const float* q, const float* k, const float* v, float* out) const {
+    const int64_t row = first_row_ + t, value_head = head_ * shape_.group() + j;
+    const char* gates = static_cast<const char*>(call_.gates) + row * shape_.gates * size_;
+    const float b = element(gates, shape_.beta.first + head_ * shape_.beta.step + j, call_.type);
+    const float a = element(gates, shape_.decay.first + head_ * shape_.decay.step + j, call_.type);
+    const float decay = std::exp(call_.decay[value_head] * softplus(a + call_.dt_bias[value_head]));
+    const DeltaToken token{q, k, v, out, decay, sigmoid(b)};
+    kernels_.delta_step(memory_ + j * shape_.k_dim * shape_.v_dim, &token, shape_.k_dim, shape_.v_dim);
+    const char* gate = projected(t, shape_.z) + j * shape_.v_dim * size_;
+    char* to = static_cast<char*>(call_.out) + (row * shape_.v_heads + value_head) * shape_.v_dim * size_;
+    kernels_.gated_norm(out, gate, call_.norm, to, shape_.v_dim, call_.eps, call_.type);
+  }
+
+  // The last inputs, oldest first: each place takes an input that lies behind it, so nothing is overwritten too early.
+  void keep(const DeltaShape::Columns& c, int64_t channel, int64_t n) {
+    const int64_t kept = shape_.conv_width - 1;
+    for (int64_t i = 0; i < kept; ++i) {
+      const void* from = input(rows_ - kept + i, c, channel);
+      std::memmove(inputs_ + (i * shape_.channels() + channel) * size_, from, size_t(n * size_));
+    }
+  }
+
+  const DenseKernels& kernels_;
+  const DeltaShape& shape_;
+  const DeltaCall& call_;
+  const int64_t head_, size_;
+  int64_t first_row_, rows_, known_;
+  char* inputs_;
+  float* memory_;
+  std::vector<float> buffer_;
+  std::vector<char> zeros_;
+};
+
+}  // namespace
+
+void delta_rule(const DenseOps& dense, const BatchView& batch, const DeltaShape& shape, const DeltaCall& call) {
+  if (int64_t(batch.slots.size()) != batch.sequences())
+    throw std::invalid_argument("delta_rule: the batch does not say which slots its sequences have");
+  for (int32_t slot : batch.slots)
+    if (slot < 0 || slot >= call.state.slots) throw std::invalid_argument("delta_rule: a slot is not there");
+  const int64_t tasks = batch.sequences() * shape.k_heads;
+  dense.pool.for_each(tasks, [&](int64_t task, const Worker&) {
+    HeadRun(dense, batch, shape, call, task / shape.k_heads, task % shape.k_heads).run();
+  });
+}
+
+}  // namespace tandem

@@ -1,0 +1,44 @@
+// The driver of gated delta nets: sequences and heads on the pool; blind to the instruction set.
+#pragma once
+
+#include "ops/dense.h"
+
+namespace tandem {
+
+// Sizes, and where a row of projections has what of key head h: elements at `first + h * step`.
+struct DeltaShape {
+  struct Columns {
+    int64_t first, step;
+  };
+  int64_t k_heads, v_heads, k_dim, v_dim, conv_width;
+  Columns q, k, v, z;        // of the projected row; v and z: of all value heads of the key head, one after the other
+  Columns beta, decay;       // of the row of gates, likewise
+  int64_t projected, gates;  // elements of the two rows
+
+  int64_t group() const { return v_heads / k_heads; }
+  // Channels of the convolution: q of all heads, k of all heads, v of all heads.
+  int64_t channels() const { return 2 * k_heads * k_dim + v_heads * v_dim; }
+};
+
+// What a sequence keeps: `slot_bytes` from one sequence's to the next.
+struct DeltaState {
+  char* inputs;  // [conv_width - 1, channels], as activations: the last ones, oldest first
+  char* memory;  // [v_heads, k_dim, v_dim] float
+  int64_t inputs_stride, memory_stride, slots;  // strides in bytes
+};
+
+struct DeltaCall {
+  const void *projected, *gates;  // [rows, …]
+  const float* conv;              // [conv_width, channels]
+  const float *decay, *dt_bias;   // [v_heads]: exp(A_log) negated, and what is added to the gate
+  const void* norm;               // [v_dim]
+  void* out;                      // [rows, v_heads * v_dim]
+  DeltaState state;
+  float eps;
+  DType type;
+};
+
+// Throws std::invalid_argument when the batch has no slots, or one that is not there.
+void delta_rule(const DenseOps& dense, const BatchView& batch, const DeltaShape& shape, const DeltaCall& call);
+
+}  // namespace tandem

@@ -1,0 +1,91 @@
+"""Qwen3-Next, and the text part of Qwen3.5 and 3.6 MoE: three gated delta nets, then one gated attention, and so on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tandem.architectures.family import Family
+from tandem.architectures.names import Names
+from tandem.architectures.shared import (
+    epsilon,
+    gqa,
+    layer_count,
+    layer_kinds,
+    model,
+    moe,
+    softmax_router,
+    sparse_step_layers,
+)
+from tandem.config.json_keys import JsonKeys
+from tandem.config.layers import DeltaRule, Mixer, Norm
+from tandem.config.model_config import ModelConfig
+from tandem.errors import ConfigError
+
+NAMES = Names(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
+RECURRENT, FULL = "linear_attention", "full_attention"
+
+
+def qwen3_next(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    normalise = keys.optional("norm_topk_prob", True)
+    return _model(keys, generation, "heads", normalise, sparse_step_layers(keys))
+
+
+def qwen3_5_moe(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    """The keys of a checkpoint with a vision tower lie in `text_config`."""
+    text = keys.inside("text_config")
+    text.get("mtp_num_hidden_layers"), text.get("mtp_use_dedicated_embeddings")
+    return _model(text, generation, "kinds", True, range(layer_count(text)))
+
+
+def _model(
+    keys: JsonKeys,
+    generation: JsonKeys,
+    layout: Literal["heads", "kinds"],
+    normalise: bool,
+    moe_layers: list[int] | range,
+) -> ModelConfig:
+    router = softmax_router(keys, "num_experts", normalise)
+    shared = keys.size("shared_expert_intermediate_size", 512)
+    experts = moe(router, keys.size("moe_intermediate_size", 512), shared, shared_gate=True)
+    mixers = _mixers(keys, layout)
+    return model(keys, generation, mixers.__getitem__, experts, moe_layers, plus_one=True)
+
+
+def _mixers(keys: JsonKeys, layout: Literal["heads", "kinds"]) -> list[Mixer]:
+    interval = keys.optional("full_attention_interval", 4)
+    if interval < 1:
+        raise ConfigError(f"config.json: full_attention_interval is {interval}; try 4")
+    kinds = layer_kinds(keys, lambda i: FULL if (i + 1) % interval == 0 else RECURRENT)
+    if unknown := set(kinds) - {FULL, RECURRENT}:
+        raise ConfigError(
+            f"config.json: layer_types has {sorted(unknown)[0]!r}; {RECURRENT} and {FULL} are known"
+        )
+    if FULL not in kinds:
+        raise ConfigError(f"config.json: layer_types has no {FULL}")
+    bias = keys.optional("attention_bias", False)
+    attention = gqa(
+        keys, qkv_bias=bias, out_bias=bias, qk_norm="head", rotary_share=0.25, plus_one=True, gate=True
+    )
+    recurrent = _delta_rule(keys, layout)
+    return [attention if kind == FULL else recurrent for kind in kinds]
+
+
+def _delta_rule(keys: JsonKeys, layout: Literal["heads", "kinds"]) -> DeltaRule:
+    k_heads, v_heads = keys.size("linear_num_key_heads", 16), keys.size("linear_num_value_heads", 32)
+    conv = keys.size("linear_conv_kernel_dim", 4)
+    if v_heads % k_heads:
+        raise ConfigError(
+            f"config.json: linear_num_key_heads {k_heads} does not divide {v_heads} value heads"
+        )
+    if not 2 <= conv <= 8:
+        raise ConfigError(f"config.json: linear_conv_kernel_dim is {conv}, and must be 2 to 8; try 4")
+    return DeltaRule(
+        k_heads, v_heads, keys.size("linear_key_head_dim", 128), keys.size("linear_value_head_dim", 128), conv,
+        Norm(epsilon(keys)), layout,
+    )  # fmt: skip
+
+
+FAMILIES = (
+    Family(("qwen3_next",), qwen3_next, (NAMES,)),
+    Family(("qwen3_5_moe", "qwen3_5_moe_text"), qwen3_5_moe, (NAMES,)),
+)

@@ -1,0 +1,139 @@
+"""What gated delta nets are bound to: their shape and small weights, the same on every machine."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.config.layers import DeltaRule
+from tandem.kernels.ops import BatchLayout
+
+
+class DeltaWeights(NamedTuple):
+    """C = channels of the convolution, V = value heads."""
+
+    conv: Tensor  # float32 [conv, C], oldest token first
+    decay: Tensor  # float32 [V]: -exp(A_log)
+    dt_bias: Tensor  # float32 [V]
+    norm: Tensor  # [v_dim], in the activations' dtype
+
+
+class Delta(Protocol):
+    """A gated delta net between its projections."""
+
+    def __call__(
+        self, projected: Tensor, gates: Tensor, batch: BatchLayout, inputs: Tensor, memory: Tensor
+    ) -> Tensor:
+        """projected [T, C + V * v_dim] and gates [T, 2 V] as the layout of the shape has them → [T, V * v_dim].
+
+        inputs [slots, conv - 1, C] and memory float32 [slots, V, k_dim, v_dim] of each sequence's slot go on; a
+        sequence without tokens starts from zeros. A row depends on its own sequence only, not on how that was cut.
+        """
+        ...
+
+
+class Columns(NamedTuple):
+    """Where a row has what of key head h: from first + h * step on."""
+
+    first: int
+    step: int
+
+
+def columns_of(shape: DeltaRule) -> tuple[Columns, ...]:
+    """Of q, k, v, z in a row of projections, and of beta and decay in a row of gates."""
+    group = shape.v_heads // shape.k_heads
+    values, keys = group * shape.v_dim, shape.k_heads * shape.k_dim
+    if shape.layout == "heads":
+        step = 2 * shape.k_dim + 2 * values
+        firsts = 0, shape.k_dim, 2 * shape.k_dim, 2 * shape.k_dim + values
+        gates = Columns(0, 2 * group), Columns(group, 2 * group)
+        return (*(Columns(first, step) for first in firsts), *gates)
+    return (
+        Columns(0, shape.k_dim), Columns(keys, shape.k_dim), Columns(2 * keys, values), Columns(shape.channels, values),
+        Columns(0, group), Columns(shape.v_heads, group),
+    )  # fmt: skip
+
+
+class TorchDelta:
+    """`Delta` in plain torch, token by token: the oracle. It computes in the type of the convolution's weights."""
+
+    def __init__(self, shape: DeltaRule, weights: DeltaWeights) -> None:
+        self.shape, self.weights, self.wide = shape, weights, weights.conv.dtype
+
+    def __call__(
+        self, projected: Tensor, gates: Tensor, batch: BatchLayout, inputs: Tensor, memory: Tensor
+    ) -> Tensor:
+        out = projected.new_empty((len(projected), self.shape.values))
+        starts = batch.query_starts.tolist()
+        for s, slot in enumerate(batch.slots.tolist()):
+            rows = slice(starts[s], starts[s + 1])
+            if int(batch.seq_lens[s]) == rows.stop - rows.start:
+                inputs[slot], memory[slot] = 0, 0
+            out[rows] = self._sequence(projected[rows], gates[rows], inputs[slot], memory[slot])
+        return out
+
+    def _sequence(self, projected: Tensor, gates: Tensor, inputs: Tensor, memory: Tensor) -> Tensor:
+        s, w = self.shape, self.weights
+        q, k, v, z = self._kinds(projected, columns_of(s)[:4])
+        beta, decay = self._gates(gates)
+        mixed = torch.cat([inputs, torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], 1)])
+        inputs.copy_(mixed[len(mixed) - len(inputs) :])
+        convolved = F.silu(
+            F.conv1d(mixed.to(self.wide).T[None], w.conv.T[:, None], groups=s.channels)[0].T.to(z.dtype)
+        )
+        sizes = [s.k_heads * s.k_dim, s.k_heads * s.k_dim, s.values]
+        q, k, v = (part.to(self.wide) for part in convolved.split(sizes, 1))
+        q, k = (self._unit(part) for part in (q, k))
+        seen = self._recurrence(
+            q / s.k_dim**0.5, k, v.unflatten(1, (s.v_heads, s.v_dim)), beta, decay, memory
+        )
+        return self._normed(seen.to(z.dtype), z).flatten(1)
+
+    def _kinds(self, rows: Tensor, columns: tuple[Columns, ...]) -> list[Tensor]:
+        """q, k [T, K, k_dim], v, z [T, K, group * v_dim]."""
+        s = self.shape
+        widths = s.k_dim, s.k_dim, *[s.values // s.k_heads] * 2
+        return [
+            torch.stack([rows[:, c.first + h * c.step :][:, :width] for h in range(s.k_heads)], 1)
+            for c, width in zip(columns, widths, strict=True)
+        ]
+
+    def _gates(self, gates: Tensor) -> tuple[Tensor, Tensor]:
+        """beta and decay, float32 [T, V]."""
+        s, (b, a) = self.shape, columns_of(self.shape)[4:]
+        group = s.v_heads // s.k_heads
+        beta, dt = (
+            torch.cat([gates[:, c.first + h * c.step :][:, :group] for h in range(s.k_heads)], 1).to(
+                self.wide
+            )
+            for c in (b, a)
+        )
+        return beta.sigmoid(), (self.weights.decay * F.softplus(dt + self.weights.dt_bias)).exp()
+
+    def _unit(self, x: Tensor) -> Tensor:
+        """Of unit length, [T, V, k_dim]: value heads of a group share a key head."""
+        s = self.shape
+        heads = x.unflatten(1, (s.k_heads, s.k_dim))
+        heads = heads * torch.rsqrt(heads.pow(2).sum(-1, keepdim=True) + 1e-6)
+        shared: Tensor = heads.repeat_interleave(s.v_heads // s.k_heads, 1)
+        return shared
+
+    @staticmethod
+    def _recurrence(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, memory: Tensor) -> Tensor:
+        seen = torch.empty_like(v)
+        for t in range(len(v)):
+            memory *= decay[t][:, None, None]
+            known = (memory * k[t][:, :, None]).sum(1)
+            memory += k[t][:, :, None] * ((v[t] - known) * beta[t][:, None])[:, None]
+            seen[t] = (memory * q[t][:, :, None]).sum(1)
+        return seen
+
+    def _normed(self, seen: Tensor, z: Tensor) -> Tensor:
+        s = self.shape
+        y = seen.to(self.wide)
+        y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + s.norm.eps)).to(seen.dtype)
+        gate = F.silu(z.reshape(len(z), s.v_heads, s.v_dim).to(self.wide))
+        return ((self.weights.norm.to(seen.dtype) * y) * gate).to(seen.dtype)
