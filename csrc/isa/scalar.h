@@ -164,9 +164,8 @@ struct ScalarIsa {
             each([=](int i) { return float_of_e4m3(p[2 * i + 1]); })};
   }
   TANDEM_INLINE static Pair decode_fp4(const uint8_t* p, int index) {
-    const uint16_t* w = reinterpret_cast<const uint16_t*>(p);
-    const auto value = [=](int lane) { return float_of_e2m1(uint8_t(w[lane] >> 4 * index & 15)); };
-    return {each([=](int i) { return value(2 * i); }), each([=](int i) { return value(2 * i + 1); })};
+    const Words w = loaded<Words>(p) >> 4 * index;
+    return {floats_of_e2m1(w), floats_of_e2m1(w >> 16)};
   }
   // 16 rows of 16 words each, `stride` bytes apart anywhere, to 16 lines of a word of every row.
   TANDEM_INLINE static void interleave(const uint8_t* rows, int64_t stride, uint8_t* lines) {
@@ -180,6 +179,12 @@ struct ScalarIsa {
 
   TANDEM_INLINE static Words words(Halves a) { return __builtin_convertvector(a, Words); }
   TANDEM_INLINE static Vec floats(Signed a) { return {__builtin_convertvector(a, Floats)}; }
+  // As float_of_e2m1. Codes below 2 have no exponent.
+  TANDEM_INLINE static Vec floats_of_e2m1(Words codes) {
+    const Words large = Words(Signed(0 - (codes & 6)) >> 31);
+    const Words size = (large & (((codes & 7) << 22) + 0x3f000000u)) | (~large & (0 - (codes & 1)) & 0x3f000000u);
+    return {Floats(size | (codes & 8) << 28)};
+  }
   // As bf16_of_float. NaNs by their sign in a subtraction: a choice between vectors is made number by number.
   TANDEM_INLINE static Words bf16_bits(Vec a) {
     const Words bits = Words(a.v), nan = Words(Signed(0x7f800000u - (bits & 0x7fffffffu)) >> 31);
