@@ -10,7 +10,7 @@ namespace {
 struct ScalarInts {
   using Isa = ScalarIsa;
   struct Sum {
-    int32_t v[16];
+    Isa::Signed v;
   };
   struct Line {
     uint8_t v[64];
@@ -26,11 +26,7 @@ struct ScalarInts {
   static constexpr int kPanels = 2;  // panels per pass
   static constexpr int kByteOffset = 128;
 
-  TANDEM_INLINE static Sum start(int32_t value) {
-    Sum s;
-    for (int i = 0; i < 16; ++i) s.v[i] = value;
-    return s;
-  }
+  TANDEM_INLINE static Sum start(int32_t value) { return {value + Isa::Signed{}}; }
   TANDEM_INLINE static void keep(Sum& s) { __asm__ volatile("" : "+m"(s)); }  // or it would be folded away
   TANDEM_INLINE static void keep(X& x) { __asm__ volatile("" : "+m"(x)); }
   TANDEM_INLINE static X x(const uint8_t* p) {
@@ -38,9 +34,7 @@ struct ScalarInts {
     __builtin_memcpy(&a, p, sizeof a);
     return a;
   }
-  TANDEM_INLINE static Isa::Vec floats(Sum s) {
-    return Isa::each([&](int i) { return float(s.v[i]); });
-  }
+  TANDEM_INLINE static Isa::Vec floats(Sum s) { return Isa::floats(s.v); }
 
   // int8: 4 pairs of k, [4][16][2], to code + kByteOffset. Their sums may be in an order of their own until
   // byte_floats.
@@ -97,10 +91,7 @@ struct ScalarInts {
   }
 
   // Activations as digits: see format/digit_row.h. 256 * high + low.
-  TANDEM_INLINE static Sum joined(Sum high, Sum low) {
-    for (int i = 0; i < 16; ++i) low.v[i] += 256 * high.v[i];
-    return low;
-  }
+  TANDEM_INLINE static Sum joined(Sum high, Sum low) { return {256 * high.v + low.v}; }
   // The largest magnitude of several vectors, as bits: those of NaN are larger than those of any number.
   using Magnitude = uint32_t;
   TANDEM_INLINE static Magnitude no_magnitude() { return 0; }

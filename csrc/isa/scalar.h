@@ -1,5 +1,8 @@
-// Tier "scalar": portable C++, and the meaning of every primitive. Each isa header defines one struct with the same
+// Tier "scalar": portable code, and the meaning of every primitive. Each isa header defines one struct with the same
 // members; `Vec` is 16 floats everywhere. All names live in the translation unit's unnamed namespace.
+//
+// Vectors are the compiler's own (GCC and Clang), which it cuts into what registers there are. As arrays and loops the
+// same took eight times as long to compile.
 #pragma once
 
 #include <stdint.h>
@@ -11,8 +14,14 @@ namespace tandem {
 namespace {
 
 struct ScalarIsa {
+  using Floats = float __attribute__((vector_size(64)));
+  using Quarter = float __attribute__((vector_size(16)));
+  using Words = uint32_t __attribute__((vector_size(64)));
+  using Signed = int32_t __attribute__((vector_size(64)));
+  using Halves = uint16_t __attribute__((vector_size(32)));
+  using Bytes = int8_t __attribute__((vector_size(16)));
   struct Vec {
-    float v[16];
+    Floats v;
   };
 
   // What a row of `fmt` weights is multiplied in. One line is 64 bytes of weights for 16 output rows; `x_line`
@@ -35,30 +44,32 @@ struct ScalarIsa {
   static constexpr int kTileRows = 4;  // rows per block of tile_mm
   static constexpr int kTilePanels = 2;
 
+  template <class T>
+  TANDEM_INLINE static T loaded(const void* p) {
+    T value;
+    __builtin_memcpy(&value, p, sizeof value);
+    return value;
+  }
   template <class F>
   TANDEM_INLINE static Vec each(F f) {
-    Vec r;
-    for (int i = 0; i < 16; ++i) r.v[i] = f(i);
-    return r;
+    float r[16];
+    for (int i = 0; i < 16; ++i) r[i] = f(i);
+    return load(r);
   }
+  // By quarters: a vector of 16 equal numbers is put together in memory, one by one.
   TANDEM_INLINE static Vec set1(float a) {
-    return each([=](int) { return a; });
+    const Quarter quarter = {a, a, a, a}, all[4] = {quarter, quarter, quarter, quarter};
+    return {loaded<Floats>(all)};
   }
-  TANDEM_INLINE static Vec zero() { return set1(0.0f); }
-  TANDEM_INLINE static Vec load(const float* p) {
-    return each([=](int i) { return p[i]; });
-  }
-  TANDEM_INLINE static void store(float* p, Vec a) {
-    for (int i = 0; i < 16; ++i) p[i] = a.v[i];
-  }
-  TANDEM_INLINE static Vec load_bf16(const uint16_t* p) {
-    return each([=](int i) { return float_of_bf16(p[i]); });
-  }
+  TANDEM_INLINE static Vec zero() { return {Floats{}}; }
+  TANDEM_INLINE static Vec load(const float* p) { return {loaded<Floats>(p)}; }
+  TANDEM_INLINE static void store(float* p, Vec a) { __builtin_memcpy(p, &a, sizeof a); }
+  TANDEM_INLINE static Vec load_bf16(const uint16_t* p) { return {Floats(words(loaded<Halves>(p)) << 16)}; }
   TANDEM_INLINE static Vec load_f16(const uint16_t* p) {
     return each([=](int i) { return float_of_f16(p[i]); });
   }
   TANDEM_INLINE static Vec load_int8(const uint8_t* p) {
-    return each([=](int i) { return float(int8_t(p[i])); });
+    return floats(__builtin_convertvector(loaded<Bytes>(p), Signed));
   }
   TANDEM_INLINE static Vec load_e8m0(const uint8_t* p) {
     return each([=](int i) { return float_of_e8m0(p[i]); });
@@ -68,46 +79,29 @@ struct ScalarIsa {
     return each([=](int i) { return float_of_e4m3(p[i]); });
   }
   TANDEM_INLINE static void store_bf16(uint16_t* p, Vec a) {
-    for (int i = 0; i < 16; ++i) p[i] = bf16_of_float(a.v[i]);
+    const Halves bits = __builtin_convertvector(bf16_bits(a), Halves);
+    __builtin_memcpy(p, &bits, sizeof bits);
   }
   // Whole numbers from -128 to 127.
   TANDEM_INLINE static void store_int8(uint8_t* p, Vec a) {
     for (int i = 0; i < 16; ++i) p[i] = uint8_t(int8_t(a.v[i]));
   }
-  TANDEM_INLINE static Vec add(Vec a, Vec b) {
-    return each([=](int i) { return a.v[i] + b.v[i]; });
-  }
-  TANDEM_INLINE static Vec sub(Vec a, Vec b) {
-    return each([=](int i) { return a.v[i] - b.v[i]; });
-  }
-  TANDEM_INLINE static Vec mul(Vec a, Vec b) {
-    return each([=](int i) { return a.v[i] * b.v[i]; });
-  }
-  TANDEM_INLINE static Vec div(Vec a, Vec b) {
-    return each([=](int i) { return a.v[i] / b.v[i]; });
-  }
-  TANDEM_INLINE static Vec min(Vec a, Vec b) {
-    return each([=](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
-  }
-  TANDEM_INLINE static Vec max(Vec a, Vec b) {
-    return each([=](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
-  }
+  TANDEM_INLINE static Vec add(Vec a, Vec b) { return {a.v + b.v}; }
+  TANDEM_INLINE static Vec sub(Vec a, Vec b) { return {a.v - b.v}; }
+  TANDEM_INLINE static Vec mul(Vec a, Vec b) { return {a.v * b.v}; }
+  TANDEM_INLINE static Vec div(Vec a, Vec b) { return {a.v / b.v}; }
+  TANDEM_INLINE static Vec min(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
+  TANDEM_INLINE static Vec max(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
   // x where a > b, y elsewhere.
-  TANDEM_INLINE static Vec where_greater(Vec a, Vec b, Vec x, Vec y) {
-    return each([=](int i) { return a.v[i] > b.v[i] ? x.v[i] : y.v[i]; });
-  }
+  TANDEM_INLINE static Vec where_greater(Vec a, Vec b, Vec x, Vec y) { return {a.v > b.v ? x.v : y.v}; }
   // a * b + c. Two roundings here: without an FMA instruction, fmaf is a slow library call. Where a and b are bf16
   // values the product is exact and there is only one rounding all the same.
-  TANDEM_INLINE static Vec fma(Vec a, Vec b, Vec c) {
-    return each([=](int i) { return a.v[i] * b.v[i] + c.v[i]; });
-  }
+  TANDEM_INLINE static Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
   TANDEM_INLINE static Vec round(Vec a) {
     return each([=](int i) { return __builtin_rintf(a.v[i]); });
   }
   // 2^n for integral n in [-126, 127].
-  TANDEM_INLINE static Vec pow2(Vec n) {
-    return each([=](int i) { return float_of_bits((int32_t(n.v[i]) + 127) << 23); });
-  }
+  TANDEM_INLINE static Vec pow2(Vec n) { return {Floats((__builtin_convertvector(n.v, Signed) + 127) << 23)}; }
   // The eight sums of XXH3, of which a stripe of 64 bytes goes into every one, and what ends a block of stripes.
   struct Sums {
     uint64_t v[8];
@@ -127,9 +121,11 @@ struct ScalarIsa {
     return a;
   }
   TANDEM_INLINE static float reduce_add(Vec a) {
+    float sums[16];
+    store(sums, a);
     for (int step = 8; step > 0; step /= 2)
-      for (int i = 0; i < step; ++i) a.v[i] += a.v[i + step];
-    return a.v[0];
+      for (int i = 0; i < step; ++i) sums[i] += sums[i + step];
+    return sums[0];
   }
   TANDEM_INLINE static float reduce_max(Vec a) {
     float r = a.v[0];
@@ -139,44 +135,37 @@ struct ScalarIsa {
 
   // Weights of two consecutive k for 16 rows, as lines of Lane.
   TANDEM_INLINE static Pair decode_bf16(const uint8_t* p) {
-    const uint16_t* w = reinterpret_cast<const uint16_t*>(p);
-    return {each([=](int i) { return float_of_bf16(w[2 * i]); }),
-            each([=](int i) { return float_of_bf16(w[2 * i + 1]); })};
+    const Words w = loaded<Words>(p);
+    return {Vec{Floats(w << 16)}, Vec{Floats(w & 0xffff0000u)}};
   }
   TANDEM_INLINE static Pair decode_int8(const uint8_t* p) {
-    const int8_t* w = reinterpret_cast<const int8_t*>(p);
-    return {each([=](int i) { return float(w[2 * i]); }), each([=](int i) { return float(w[2 * i + 1]); })};
+    const Words w = words(loaded<Halves>(p));
+    return {floats(Signed(w << 24) >> 24), floats(Signed(w << 16) >> 24)};
   }
   // Pair `index` (0 to 3) of a 64-byte block of signed 4-bit codes.
   TANDEM_INLINE static Pair decode_int4(const uint8_t* p, int index) {
-    const uint16_t* w = reinterpret_cast<const uint16_t*>(p);
-    const auto code = [=](int lane) { return float(int16_t(uint16_t(w[lane] << (12 - 4 * index))) >> 12); };
-    return {each([=](int i) { return code(2 * i); }), each([=](int i) { return code(2 * i + 1); })};
+    const Words w = loaded<Words>(p);
+    return {floats(Signed(w << (28 - 4 * index)) >> 28), floats(Signed(w << (12 - 4 * index)) >> 28)};
   }
   TANDEM_INLINE static Pair decode_uint4(const uint8_t* p, int index) {
-    const uint16_t* w = reinterpret_cast<const uint16_t*>(p);
-    const auto code = [=](int lane) { return float(w[lane] >> 4 * index & 15); };
-    return {each([=](int i) { return code(2 * i); }), each([=](int i) { return code(2 * i + 1); })};
+    const Words w = loaded<Words>(p) >> 4 * index;
+    return {floats(Signed(w & 15)), floats(Signed(w >> 16 & 15))};
   }
   // Pair `index` (0 to 7) of a 192-byte block of signed 6-bit codes, kInt6Unit of which are 1.
   static constexpr float kInt6Unit = 1.0f;
   TANDEM_INLINE static Pair decode_int6(const uint8_t* p, int index) {
-    const uint16_t* w = reinterpret_cast<const uint16_t*>(p);
-    const auto code = [=](int lane) {
-      const int low = w[32 * (index / 4) + lane] >> 4 * (index % 4), high = w[64 + lane] >> six_bit(index);
-      const int bits = (low & 15) | (high & 3) << 4;
-      return float((bits ^ 32) - 32);
-    };
-    return {each([=](int i) { return code(2 * i); }), each([=](int i) { return code(2 * i + 1); })};
+    const Words low = loaded<Words>(p + 64 * (index / 4)) >> 4 * (index % 4);
+    const Words high = loaded<Words>(p + 128) >> six_bit(index);
+    const Words codes = (low & 0x000f000fu) | (high & 0x00030003u) << 4;
+    return {floats((Signed(codes & 63) ^ 32) - 32), floats((Signed(codes >> 16) ^ 32) - 32)};
   }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
     return {each([=](int i) { return float_of_e4m3(p[2 * i]); }),
             each([=](int i) { return float_of_e4m3(p[2 * i + 1]); })};
   }
   TANDEM_INLINE static Pair decode_fp4(const uint8_t* p, int index) {
-    const uint16_t* w = reinterpret_cast<const uint16_t*>(p);
-    const auto value = [=](int lane) { return float_of_e2m1(uint8_t(w[lane] >> 4 * index & 15)); };
-    return {each([=](int i) { return value(2 * i); }), each([=](int i) { return value(2 * i + 1); })};
+    const Words w = loaded<Words>(p) >> 4 * index;
+    return {floats_of_e2m1(w), floats_of_e2m1(w >> 16)};
   }
   // 16 rows of 16 words each, `stride` bytes apart anywhere, to 16 lines of a word of every row.
   TANDEM_INLINE static void interleave(const uint8_t* rows, int64_t stride, uint8_t* lines) {
@@ -187,6 +176,21 @@ struct ScalarIsa {
   TANDEM_INLINE static void streamed() {}
   TANDEM_INLINE static void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
   TANDEM_INLINE static void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+  TANDEM_INLINE static Words words(Halves a) { return __builtin_convertvector(a, Words); }
+  TANDEM_INLINE static Vec floats(Signed a) { return {__builtin_convertvector(a, Floats)}; }
+  // As float_of_e2m1. Codes below 2 have no exponent.
+  TANDEM_INLINE static Vec floats_of_e2m1(Words codes) {
+    const Words large = Words(Signed(0 - (codes & 6)) >> 31);
+    const Words size = (large & (((codes & 7) << 22) + 0x3f000000u)) | (~large & (0 - (codes & 1)) & 0x3f000000u);
+    return {Floats(size | (codes & 8) << 28)};
+  }
+  // As bf16_of_float. NaNs by their sign in a subtraction: a choice between vectors is made number by number.
+  TANDEM_INLINE static Words bf16_bits(Vec a) {
+    const Words bits = Words(a.v), nan = Words(Signed(0x7f800000u - (bits & 0x7fffffffu)) >> 31);
+    const Words rounded = bits + 0x7fff + (bits >> 16 & 1), quiet = bits | 0x400000;
+    return ((rounded & ~nan) | (quiet & nan)) >> 16;
+  }
 };
 
 }  // namespace

@@ -6,30 +6,27 @@
 namespace tandem {
 namespace {
 
+// What is long here and used in many places is not inlined, or it would be most of what is compiled.
+#define TANDEM_CALLED __attribute__((noinline))
+
 struct ScalarBf16Isa : ScalarIsa {
   struct Lane {
     struct Line {
-      uint16_t v[32];
+      Words v;  // a bf16 number of an even k, and above it one of the odd k
     };
     struct XLine {
       float even, odd;
     };
     static constexpr DType kType = DType::bf16;
     static constexpr int kLinesPerPair = 1;
-    TANDEM_INLINE static Line load_line(const void* p) {
-      Line a;
-      __builtin_memcpy(&a, p, sizeof a);
-      return a;
-    }
+    TANDEM_INLINE static Line load_line(const void* p) { return {loaded<Words>(p)}; }
     TANDEM_INLINE static void store_line(void* p, Line a) { __builtin_memcpy(p, &a, sizeof a); }
     TANDEM_INLINE static XLine x_line(const void* p) {
       const uint16_t* x = static_cast<const uint16_t*>(p);
       return {float_of_bf16(x[0]), float_of_bf16(x[1])};
     }
     TANDEM_INLINE static Vec dot(Vec sum, Line w, XLine x) {
-      return each([&](int i) {
-        return (sum.v[i] + float_of_bf16(w.v[2 * i]) * x.even) + float_of_bf16(w.v[2 * i + 1]) * x.odd;
-      });
+      return {(sum.v + Floats(w.v << 16) * set1(x.even).v) + Floats(w.v & 0xffff0000u) * set1(x.odd).v};
     }
   };
   struct Pair {
@@ -37,27 +34,25 @@ struct ScalarBf16Isa : ScalarIsa {
   };
 
   TANDEM_INLINE static Pair decode_bf16(const uint8_t* p) { return {Lane::load_line(p)}; }
-  TANDEM_INLINE static Pair decode_int8(const uint8_t* p) { return {join(ScalarIsa::decode_int8(p))}; }
-  TANDEM_INLINE static Pair decode_int4(const uint8_t* p, int index) {
+  TANDEM_CALLED static Pair decode_int8(const uint8_t* p) { return {join(ScalarIsa::decode_int8(p))}; }
+  TANDEM_CALLED static Pair decode_int4(const uint8_t* p, int index) {
     return {join(ScalarIsa::decode_int4(p, index))};
   }
-  TANDEM_INLINE static Pair decode_uint4(const uint8_t* p, int index) {
+  TANDEM_CALLED static Pair decode_uint4(const uint8_t* p, int index) {
     return {join(ScalarIsa::decode_uint4(p, index))};
   }
-  TANDEM_INLINE static Pair decode_int6(const uint8_t* p, int index) {
+  TANDEM_CALLED static Pair decode_int6(const uint8_t* p, int index) {
     return {join(ScalarIsa::decode_int6(p, index))};
   }
-  TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) { return {join(ScalarIsa::decode_fp8(p))}; }
-  TANDEM_INLINE static Pair decode_fp4(const uint8_t* p, int index) { return {join(ScalarIsa::decode_fp4(p, index))}; }
+  TANDEM_CALLED static Pair decode_fp8(const uint8_t* p) { return {join(ScalarIsa::decode_fp8(p))}; }
+  TANDEM_CALLED static Pair decode_fp4(const uint8_t* p, int index) { return {join(ScalarIsa::decode_fp4(p, index))}; }
 
   using Widened = ScalarIsa;
-  TANDEM_INLINE static Lane::Line line_of(Vec even, Vec odd) { return join({{even, odd}}); }
+  TANDEM_CALLED static Lane::Line line_of(Vec even, Vec odd) { return join({{even, odd}}); }
 
  private:
   TANDEM_INLINE static Lane::Line join(const ScalarIsa::Pair& pair) {
-    Lane::Line a;
-    for (int i = 0; i < 32; ++i) a.v[i] = bf16_of_float(pair.line[i % 2].v[i / 2]);
-    return a;
+    return {bf16_bits(pair.line[0]) | bf16_bits(pair.line[1]) << 16};
   }
 };
 

@@ -32,6 +32,11 @@ struct PortableTiles {
             sums.v[t][r][column] +=
                 float_of_bf16(x[k]) * float_of_bf16(b[column / 16][k / 2 * 32 + column % 16 * 2 + k % 2]);
       }
+    all_quarters(feed);
+  }
+  // Inlined where it is called it would be compiled ten times for a format.
+  template <class Feed>
+  __attribute__((noinline)) static void all_quarters(Feed& feed) {
     feed.template quarter<0>();
     feed.template quarter<1>();
     feed.template quarter<2>();
