@@ -17,6 +17,9 @@ class EchoTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [*text.encode(), END] if text else []
 
+    def fewest_tokens(self, text: str) -> int:
+        return len(text)
+
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 

@@ -71,6 +71,12 @@ class EngineConfig:
         30000, "Port to listen on; 0: any free one.", group=SERVER, minimum=0, maximum=65535, essential=True
     )
     api_key: str | None = flag(None, "Key that clients must send.", group=SERVER, essential=True)
+    request_timeout: float | None = flag(
+        None, "Most seconds from a request to the end of its answer.", group=SERVER, minimum=0.1
+    )
+    max_queued_requests: int | None = flag(
+        None, "Answers that may wait for a place; more get status 429.", group=SERVER, minimum=0
+    )
     watchdog_timeout: float = flag(
         300.0, "Seconds after which a step that hangs counts as dead.", group=SERVER, minimum=5.0
     )

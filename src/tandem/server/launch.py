@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
+from tandem.config import env
 from tandem.config.engine_config import EngineConfig
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError, TandemError
@@ -36,9 +38,13 @@ def serve(
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("asyncio").setLevel(logging.ERROR)
+    env.tokenize_on_one_thread()
     try:
         with listen(config.host, config.port) as sock, _event_loop() as runner:
-            return runner.run(_Server(config, sock, loader, load_tokenizer).run())
+            server = _Server(config, sock, loader, load_tokenizer)
+            code = runner.run(server.run())
+        server.leave(code)
+        return code
     except TandemError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
@@ -103,6 +109,13 @@ class _Server:
         stop.cancel()
         await engine  # raises why the engine could not be started
         return 0
+
+    def leave(self, code: int) -> None:
+        """Python waits for threads, and one that tokenises cannot be stopped: the process then ends here."""
+        if self._state.tokenizing:
+            log.info("leaving a long prompt half tokenised")
+            logging.shutdown()
+            os._exit(code)
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()

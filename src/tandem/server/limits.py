@@ -14,6 +14,8 @@ MAX_ID_CHARS = 128
 MAX_OPEN_ANSWERS = 4096  # running + waiting over all clients; more is refused with 429
 RETRY_AFTER_SECONDS = 1
 
-INLINE_TOKENIZE_CHARS = 20_000  # longer prompts are tokenised off the event loop: other streams go on
+INLINE_TOKENIZE_CHARS = 4_000  # longer prompts are tokenised off the event loop: other streams go on
+LARGE_TOKENIZE_CHARS = 500_000  # longer ones one at a time: each may take a gigabyte
+MAX_WAITING_CHARS = 64 << 20  # of prompts that wait to be tokenised; more is refused with 429
 DRAIN_SECONDS = 60.0  # SIGTERM: running requests may take this long to finish
 HEALTH_SECONDS = 20.0  # /health_generate waits this long for its token

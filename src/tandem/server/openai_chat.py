@@ -49,7 +49,8 @@ async def chat(state: ServerState, http: Request) -> Response:
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     state.admit()
-    prompt_ids = await _prompt_ids(state, body)
+    with named(_names(body)):
+        prompt_ids = await _prompt_ids(state, body)
     request = GenerateRequest(id=new_id("chatcmpl"), prompt_ids=prompt_ids, sampling=_sampling(state, body))
     with named(_names(body)):
         generation = Generation(state, http, [request])

@@ -43,9 +43,9 @@ async def generate(state: ServerState, http: Request) -> Response:
     body = decode(raw, SglangRequest)
     ignored = unknown_fields(raw, SglangRequest) + unknown_sampling(raw, SglangSampling)
     state.admit()
-    asks, batched = await _asks(state, body)
     name = body.rid if isinstance(body.rid, str) else ""
     with named(_NAMES | {"prompt": "text" if body.input_ids is None else "input_ids"}):
+        asks, batched = await _asks(state, body)
         generation = Generation(state, http, [ask.request for ask in asks], name)
     writer = _Writer(state, body, asks, generation, batched)
     if body.stream:

@@ -13,6 +13,7 @@ from tandem.checkpoint.gguf_config import end_ids
 from tandem.checkpoint.gguf_model import is_gguf, open_gguf
 from tandem.checkpoint.gguf_tokenizer import gguf_texts, gguf_tokenizer
 from tandem.engine.text.chat_template import ChatTemplate
+from tandem.engine.text.token_floor import TokenFloor, token_floor
 from tandem.errors import CheckpointError, RequestError
 
 _CACHED_TOKENS = 1 << 16
@@ -42,6 +43,8 @@ class Tokenizer:
         self._special = {i for i, token in inner.get_added_tokens_decoder().items() if token.special}
         # log-probabilities name the same tokens often
         self._text_of = lru_cache(_CACHED_TOKENS)(self._token_text)
+        self._floor: TokenFloor | None = None
+        self._floor_known = False
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
@@ -79,12 +82,23 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens`: begin-of-text where the model wants one; off for rendered chat templates, which
-        write it themselves. Special tokens spelt in the text become those tokens."""
+        write it themselves. Special tokens spelt in the text become those tokens. Other threads go on meanwhile."""
         try:
-            ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+            # `encode` would hold the GIL until it is done, and offsets that nobody wants double its time
+            [found] = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
             raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
+        ids: list[int] = found.ids
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """The text has at least so many tokens; far quicker than `encode`. 0 where nothing can be said."""
+        if not self._floor_known:  # reads the whole vocabulary, and most texts are short
+            self._floor, self._floor_known = token_floor(self._inner, _BYTE_OF_CHAR), True
+        try:
+            return 0 if self._floor is None else self._floor.of(text)
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
