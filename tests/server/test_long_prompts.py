@@ -60,8 +60,9 @@ REFUSED = {
     CHAT: {"messages": user(LONG)},
     "/v1/completions": {"prompt": LONG},
     "/generate": {"text": LONG},
-    "/generate ids": {"input_ids": [7] * 3_000_000},
-    "/v1/completions ids": {"prompt": [7] * 3_000_000},
+    "/generate ids": {"input_ids": [200] * 2_000_000},
+    "/v1/completions ids": {"prompt": [200] * 2_000_000},
+    "/v1/completions lists of ids": {"prompt": [[200] * 700_000] * 3},
 }
 
 

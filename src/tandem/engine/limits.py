@@ -65,10 +65,10 @@ def token_limit(context_length: int, cache_tokens: int) -> TokenLimit:
     return TokenLimit(context_length, "context_length")
 
 
-def too_long(prompt_tokens: str, limit: TokenLimit) -> RequestError:
+def too_long(prompt_tokens: str, limit: TokenLimit, param: str = "prompt") -> RequestError:
     """prompt_tokens: the number, or "at least" so many."""
     said = f"the prompt has {prompt_tokens} tokens; with one token of answer at most {limit.tokens} fit ({limit.name})"
-    return RequestError(said, "prompt", TOO_LONG)
+    return RequestError(said, param, TOO_LONG)
 
 
 def answer_limit(request: GenerateRequest, context_length: int, cache_tokens: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MAX_BODY_BYTES = 16 << 20  # about 4 million tokens of text, or 2 million token ids
+MAX_JSON_VALUES = 3_000_000  # numbers of a list in a body; a key counts as 16, a list or object as 5
 DISCARD_BYTES = 256 << 20  # of a too large body, read and thrown away so that the client sees the answer
 DISCARD_SECONDS = 10.0
 

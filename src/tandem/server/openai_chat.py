@@ -11,7 +11,7 @@ from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import RequestError
-from tandem.server.body import decode, read_body
+from tandem.server.body import decode_fields, read_fields
 from tandem.server.errors import ApiError, named
 from tandem.server.fields import name_ignored, unknown_fields
 from tandem.server.generation import DONE, Answer, Generation, TokenCount, frame, usage_of
@@ -41,10 +41,10 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 async def chat(state: ServerState, http: Request) -> Response:
-    raw = await read_body(http)
-    body = decode(raw, ChatRequest)
+    fields = await read_fields(http)
+    body = decode_fields(fields, ChatRequest)
     state.check_model(body.model)
-    ignored = unknown_fields(raw, ChatRequest)
+    ignored = unknown_fields(fields, ChatRequest)
     check_stream_options(body)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")

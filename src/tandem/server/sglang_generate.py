@@ -12,7 +12,7 @@ from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import RequestError
-from tandem.server.body import decode, read_body
+from tandem.server.body import decode_fields, read_fields
 from tandem.server.errors import named
 from tandem.server.fields import name_ignored, unknown_fields, unknown_sampling
 from tandem.server.generation import DONE, Answer, Generation, frame
@@ -39,9 +39,10 @@ class _Ask:
 
 
 async def generate(state: ServerState, http: Request) -> Response:
-    raw = await read_body(http)
-    body = decode(raw, SglangRequest)
-    ignored = unknown_fields(raw, SglangRequest) + unknown_sampling(raw, SglangSampling)
+    fields = await read_fields(http)
+    state.prompts.check_length(fields.get("input_ids"), "input_ids")
+    body = decode_fields(fields, SglangRequest)
+    ignored = unknown_fields(fields, SglangRequest) + unknown_sampling(fields, SglangSampling)
     state.admit()
     name = body.rid if isinstance(body.rid, str) else ""
     with named(_NAMES | {"prompt": "text" if body.input_ids is None else "input_ids"}):

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
+import msgspec
+
 from tandem.engine.limits import TokenLimit, too_long
 from tandem.server.errors import overloaded
 from tandem.server.limits import INLINE_TOKENIZE_CHARS, LARGE_TOKENIZE_CHARS, MAX_WAITING_CHARS
@@ -41,6 +43,17 @@ class PromptReader:
     @property
     def busy(self) -> bool:
         return self._chars > 0
+
+    def check_length(self, ids: bytes | msgspec.Raw | None, param: str) -> None:
+        """ids: JSON, lists of token ids or whatever else was sent. Millions of ids are refused before they are decoded,
+        which would hold up others. Raises RequestError."""
+        data = bytes(ids or b"")
+        if self.limit is None or data[:1] != b"[" or b'"' in data:
+            return
+        lists = max(1, data.count(b"[") - 1)
+        longest = -(-(data.count(b",") + 1) // lists)  # at least
+        if longest >= self.limit.tokens:
+            raise too_long(f"at least {longest}", self.limit, param)
 
     async def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text. Raises RequestError, with `param` "prompt", and ApiError 429."""
