@@ -77,6 +77,9 @@ class EngineConfig:
     max_queued_requests: int | None = flag(
         None, "Answers that may wait for a place; more get status 429.", group=SERVER, minimum=0
     )
+    incremental_streaming_output: bool = flag(
+        False, "Events of /generate have only what is new.", group=SERVER, aliases=["--stream-output"]
+    )
     watchdog_timeout: float = flag(
         300.0, "Seconds after which a step that hangs counts as dead.", group=SERVER, minimum=5.0
     )

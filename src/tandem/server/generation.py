@@ -49,6 +49,11 @@ class Answer:
         self.completion_tokens = max(self.completion_tokens, output.completion_tokens)
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
 
+    def forget(self) -> None:
+        """What has been told; the numbers stay."""
+        for told in (self.texts, self.token_ids, self.logprobs, self.prompt_logprobs):
+            told.clear()
+
 
 class TokenCount:
     """Usage of a stream, counted along: each prompt once, every answer."""

@@ -117,8 +117,19 @@ class ServerState:
         """Called before any work is done for a request, and with their number before answers are submitted. Raises
         ApiError 503 or 429."""
         self.check_up()
-        if self.client.open_answers + answers > MAX_OPEN_ANSWERS:
-            raise overloaded(f"{MAX_OPEN_ANSWERS} answers may run or wait; try again later")
+        if self.client.open_answers + answers > self._most_answers:
+            raise overloaded(f"{self._most_answers} answers may run or wait; try again later")
+        waiting, places = self.client.stats.waiting, self.config.max_queued_requests
+        if places is not None and waiting and waiting + answers > places:  # the KV cache is full
+            raise overloaded(f"{places} answers may wait (--max-queued-requests); try again later")
+
+    @property
+    def _most_answers(self) -> int:
+        """That run or wait. An engine's counts are late, so a burst is counted here."""
+        places = self.config.max_queued_requests
+        if places is None:
+            return MAX_OPEN_ANSWERS
+        return min(MAX_OPEN_ANSWERS, self.engine.plan.max_running_requests + places)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Raises RequestError."""
@@ -156,8 +167,8 @@ class ServerState:
         """name: of all of them. Raises RequestError, EngineError, ApiError 503 and 429."""
         self.check(requests)
         answers = sum(request.sampling.n for request in requests)
-        if answers > MAX_OPEN_ANSWERS:  # there will never be room
-            raise RequestError(f"at most {MAX_OPEN_ANSWERS} answers in one request, not {answers}", "n")
+        if answers > self._most_answers:  # there will never be room
+            raise RequestError(f"at most {self._most_answers} answers in one request, not {answers}", "n")
         self.admit(answers)
         return self.client.submit(requests, name)
 
