@@ -13,6 +13,7 @@ import tandem
 from tandem.server import errors, openai_chat, openai_completions, sglang_control, sglang_generate
 from tandem.server.body import body_schema
 from tandem.server.errors import ErrorBody
+from tandem.server.guard.bodies import UnfinishedBodies
 from tandem.server.guard.gate import Gate
 from tandem.server.openai_schema import (
     ChatCompletion,
@@ -37,6 +38,7 @@ _REFUSALS = {
 
 def create_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="Tandem", version=tandem.__version__, redoc_url=None)
+    app.state.bodies = UnfinishedBodies()
     errors.install(app)
     _add_openai_routes(app, state)
     _add_own_routes(app, state)

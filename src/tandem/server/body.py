@@ -12,6 +12,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from tandem.server.errors import ApiError, ClientGone
+from tandem.server.guard.bodies import UnfinishedBodies
 from tandem.server.limits import DISCARD_BYTES, DISCARD_SECONDS, MAX_BODY_BYTES, MAX_JSON_VALUES
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -24,25 +25,26 @@ _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>key in )?`\$(?P<path>.*)`)?$
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body, at most MAX_BODY_BYTES of it in memory. Raises ApiError 413."""
+    """The whole body, at most MAX_BODY_BYTES of it in memory. Raises ApiError 413, and 503 when others arrive, too."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
         if "expect" not in request.headers and int(declared) <= DISCARD_BYTES:
             await _discard(request)
         raise _too_large()
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size > MAX_BODY_BYTES:
-                parts.clear()
-                await _discard(request)
-                raise _too_large()
-            parts.append(part)
-    except ClientDisconnect as error:
-        raise ClientGone from error
-    return b"".join(parts)
+    bodies: UnfinishedBodies = request.app.state.bodies
+    with bodies.reading() as body:
+        try:
+            async for part in request.stream():
+                body.add(part)
+                if len(body.data) > MAX_BODY_BYTES:
+                    raise _too_large()
+        except ClientDisconnect as error:
+            raise ClientGone from error
+        except ApiError:
+            body.drop()
+            await _discard(request)
+            raise
+        return bytes(body.data)
 
 
 async def _discard(request: Request) -> None:

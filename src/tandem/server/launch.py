@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from tandem.config.engine_config import EngineConfig
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError, TandemError
 from tandem.server.app import create_app
+from tandem.server.guard.protocol import GuardedProtocol
 from tandem.server.limits import DRAIN_SECONDS
 from tandem.server.state import ServerState, TokenizerLoader
 from tandem.server.supervisor import REAL_ENGINE, EngineSupervisor
@@ -39,6 +41,7 @@ def serve(
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     env.tokenize_on_one_thread()
+    _allow_many_files()
     try:
         with listen(config.host, config.port) as sock, _event_loop() as runner:
             server = _Server(config, sock, loader, load_tokenizer)
@@ -48,6 +51,13 @@ def serve(
     except TandemError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
+
+
+def _allow_many_files() -> None:
+    """Each connection is one; the usual limit is 1,024."""
+    with contextlib.suppress(OSError, ValueError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -146,6 +156,7 @@ class _Server:
 def _uvicorn_config(state: ServerState, config: EngineConfig) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(state),
+        http=GuardedProtocol,
         log_level="warning" if config.log_level != "debug" else "debug",
         access_log=config.log_level == "debug",
         lifespan="off",

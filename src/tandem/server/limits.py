@@ -7,6 +7,20 @@ MAX_JSON_VALUES = 3_000_000  # numbers of a list in a body; a key counts as 16, 
 DISCARD_BYTES = 256 << 20  # of a too large body, read and thrown away so that the client sees the answer
 DISCARD_SECONDS = 10.0
 
+BODY_SECONDS = 60.0  # for a whole body
+SMALL_BODY_BYTES = 64 << 10
+MAX_UNFINISHED_BYTES = 256 << 20  # of large bodies that are still arriving, over all connections
+
+MAX_URL_BYTES = 16 << 10
+MAX_HEAD_BYTES = 64 << 10  # all header lines of a request
+MAX_HEADERS = 128
+HEAD_SECONDS = 20.0  # for the URL and all header lines, also of the first request after connecting
+LINGER_SECONDS = 1.0  # what a refused client still sends is read and thrown away
+MAX_CONNECTIONS = 16_384
+UNREAD_SECONDS = 60.0  # a client that reads nothing of its answer for so long is gone
+MAX_UNREAD_OUTPUTS = 16_384  # of a stream that its client reads too slowly; more for many answers
+MAX_UNREAD_PER_ANSWER = 1_024
+
 MAX_PROMPTS = 512  # in one batched request
 MAX_MESSAGES = 4096
 MAX_TOP_LOGPROBS = 20
