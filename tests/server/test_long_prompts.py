@@ -109,6 +109,8 @@ def test_others_do_not_wait_while_a_megabyte_is_tokenised() -> None:
 class SlowTokenizer:
     """Tokenises while `gate` is shut."""
 
+    chat_template = None
+
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.texts: list[str] = []

@@ -13,6 +13,7 @@ EOS, END, VOCAB = 256, 257, 258
 class EchoTokenizer:
     eos_ids = (EOS,)
     bos_id = None
+    chat_template = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [*text.encode(), END] if text else []

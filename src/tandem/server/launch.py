@@ -122,7 +122,7 @@ class _Server:
 
     def leave(self, code: int) -> None:
         """Python waits for threads, and one that tokenises cannot be stopped: the process then ends here."""
-        if self._state.tokenizing:
+        if self._state.close():
             log.info("leaving a long prompt half tokenised")
             logging.shutdown()
             os._exit(code)

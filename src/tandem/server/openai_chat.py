@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -15,7 +14,6 @@ from tandem.server.body import decode_fields, read_fields
 from tandem.server.errors import ApiError, named
 from tandem.server.fields import name_ignored, unknown_fields
 from tandem.server.generation import DONE, Answer, Generation, TokenCount, frame, usage_of
-from tandem.server.limits import INLINE_TOKENIZE_CHARS
 from tandem.server.logprobs import chat_logprobs
 from tandem.server.openai_sampling import (
     check_stream_options,
@@ -76,11 +74,7 @@ def _sampling(state: ServerState, body: ChatRequest) -> SamplingParams:
 
 async def _prompt_ids(state: ServerState, body: ChatRequest) -> list[int]:
     messages = [_message(m, i) for i, m in enumerate(body.messages)]
-    tokenizer, variables = state.tokenizer, _template_variables(body)
-    if sum(len(m["content"]) for m in messages) <= INLINE_TOKENIZE_CHARS:
-        text = tokenizer.apply_chat_template(messages, **variables)
-    else:
-        text = await asyncio.to_thread(tokenizer.apply_chat_template, messages, **variables)
+    text = await state.prompts.render(messages, **_template_variables(body))
     return await state.encode(text, add_special_tokens=False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.plan import Plan
@@ -17,22 +17,17 @@ from tandem.server.errors import ApiError, overloaded, unavailable
 from tandem.server.limits import MAX_OPEN_ANSWERS
 from tandem.server.messages import EngineReady
 from tandem.server.metrics import ServerMetrics
-from tandem.server.prompts.reader import PromptReader
+from tandem.server.prompts.reader import PromptReader, PromptTokenizer
 from tandem.server.sampling_defaults import read_sampling_defaults
 
 
-class TextTokenizer(Protocol):
+class TextTokenizer(PromptTokenizer, Protocol):
     """What the server needs of `tandem.engine.text.tokenizer.Tokenizer`."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-    def fewest_tokens(self, text: str) -> int: ...
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
     def token_text(self, token_id: int) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
     def is_special(self, token_id: int) -> bool: ...
-    def apply_chat_template(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
-    ) -> str: ...
 
 
 TokenizerLoader = Callable[[Path], TextTokenizer]
@@ -66,7 +61,9 @@ class ServerState:
                 self.sampling_defaults = read_sampling_defaults(Path(ready.model_path))
             self._tokenizer = self._load_tokenizer(Path(ready.model_path))
         if self._prompts is None:
-            self._prompts = PromptReader(self._tokenizer)
+            prompts = PromptReader(self._tokenizer)
+            prompts.start()
+            self._prompts = prompts
         self._prompts.limit = engine_limits.token_limit(*_room(ready.plan))
         self._engine = ready
 
@@ -91,10 +88,9 @@ class ServerState:
             raise unavailable(self.client.why_down)
         return self._prompts
 
-    @property
-    def tokenizing(self) -> bool:
-        """A thread is at a long prompt."""
-        return self._prompts is not None and self._prompts.busy
+    def close(self) -> bool:
+        """The server ends. True: a thread is still at a long prompt."""
+        return self._prompts is not None and self._prompts.close()
 
     @property
     def model_name(self) -> str:

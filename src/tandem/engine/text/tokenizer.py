@@ -36,8 +36,7 @@ class Tokenizer:
         self._inner = inner
         self.eos_ids = eos_ids
         self.bos_id = bos_id
-        self._template = ChatTemplate(chat_template) if chat_template else None
-        self._template_variables = template_variables or {}
+        self.chat_template = ChatTemplate(chat_template, template_variables) if chat_template else None
         self._before = inner.encode("a", add_special_tokens=False).ids[-1:]
         self._text_before = self.decode(self._before)
         self._special = {i for i, token in inner.get_added_tokens_decoder().items() if token.special}
@@ -123,10 +122,9 @@ class Tokenizer:
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """The prompt text; encode it with add_special_tokens=False."""
-        if self._template is None:
+        if self.chat_template is None:
             raise RequestError("this model has no chat template; use completions", "messages")
-        values = {"tools": None, "documents": None} | self._template_variables | variables
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **values)
+        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -1,4 +1,7 @@
-"""`PromptReader`: the only place where the server tokenises. Long texts are bounded, queued and done elsewhere."""
+"""`PromptReader`: the only place where the server renders chat templates and tokenises.
+
+Long texts are bounded, queued and done elsewhere; templates, which come with the model, are rendered elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,29 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from tandem.engine.limits import TokenLimit, too_long
+from tandem.engine.text.chat_template import ChatTemplate
 from tandem.server.errors import overloaded
 from tandem.server.limits import INLINE_TOKENIZE_CHARS, LARGE_TOKENIZE_CHARS, MAX_WAITING_CHARS
+from tandem.server.prompts.template_process import TemplateProcess
 
 _THREADS = 2  # more would take the engine's cores
 
 
-class Encoder(Protocol):
+class PromptTokenizer(Protocol):
     """What is needed of `tandem.engine.text.tokenizer.Tokenizer`."""
 
+    @property
+    def chat_template(self) -> ChatTemplate | None: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def fewest_tokens(self, text: str) -> int: ...
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str: ...
 
 
 class PromptReader:
@@ -33,16 +43,38 @@ class PromptReader:
     those whose client has left while they wait are dropped.
     """
 
-    def __init__(self, tokenizer: Encoder) -> None:
+    def __init__(self, tokenizer: PromptTokenizer) -> None:
         self.limit: TokenLimit | None = None  # of prompt and answer together; the engine's
         self._tokenizer = tokenizer
         self._long = ThreadPoolExecutor(_THREADS, "tokenize")
         self._large = ThreadPoolExecutor(1, "tokenize-large")  # gigabytes each, and behind them nobody waits
         self._chars = 0  # waiting or being tokenised on threads
+        template = tokenizer.chat_template
+        self._template = None if template is None else TemplateProcess(template)
+
+    def start(self) -> None:
+        """Raises CheckpointError where the chat template cannot be used."""
+        if self._template is not None:
+            self._template.start()
+
+    def close(self) -> bool:
+        """True: a thread is still tokenising, and cannot be stopped."""
+        if self._template is not None:
+            self._template.close()
+        return self.busy
 
     @property
     def busy(self) -> bool:
         return self._chars > 0
+
+    async def render(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The prompt's text, by the model's chat template. Raises RequestError, ApiError 500."""
+        variables["add_generation_prompt"] = add_generation_prompt
+        if self._template is None:
+            return self._tokenizer.apply_chat_template(messages, **variables)
+        return await self._template.render(messages, **variables)
 
     def check_length(self, ids: bytes | msgspec.Raw | None, param: str) -> None:
         """ids: JSON, lists of token ids or whatever else was sent. Millions of ids are refused before they are decoded,
