@@ -70,7 +70,16 @@ class EngineConfig:
     port: int = flag(
         30000, "Port to listen on; 0: any free one.", group=SERVER, minimum=0, maximum=65535, essential=True
     )
-    api_key: str | None = flag(None, "Key that clients must send.", group=SERVER, essential=True)
+    api_key: str | None = flag(None, "Key that clients must send.", group=SERVER, essential=True, secret=True)
+    api_key_file: str | None = flag(
+        None, "File with that key; default: $TANDEM_API_KEY, if it is set.", group=SERVER
+    )
+    allowed_origins: tuple[str, ...] | None = flag(
+        None, "Web pages that may use the server (CORS), or `*`; default: its own.", group=SERVER
+    )
+    allowed_hosts: tuple[str, ...] | None = flag(
+        None, "Names by which the server may be called, `*.example.com` too.", group=SERVER
+    )
     request_timeout: float | None = flag(
         None, "Most seconds from a request to the end of its answer.", group=SERVER, minimum=0.1
     )

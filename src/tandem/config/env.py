@@ -40,3 +40,8 @@ def number_gpus_by_slot() -> None:
 def tokenize_on_one_thread() -> None:
     """The tokenizers library would wake a thread for each core, and the engine's workers hold the cores."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def api_key() -> str | None:
+    """TANDEM_API_KEY: the server's key where no flag gives one, and what `kt chat` and `kt bench` send."""
+    return os.environ.get("TANDEM_API_KEY") or None

@@ -13,8 +13,8 @@ import tandem
 from tandem.server import errors, openai_chat, openai_completions, sglang_control, sglang_generate
 from tandem.server.body import body_schema
 from tandem.server.errors import ErrorBody
+from tandem.server.guard import gate
 from tandem.server.guard.bodies import UnfinishedBodies
-from tandem.server.guard.gate import Gate
 from tandem.server.openai_schema import (
     ChatCompletion,
     ChatRequest,
@@ -31,8 +31,10 @@ _SCHEMA_TYPES = [
     ChatCompletion, Completion, SglangAnswer, ModelList, ErrorBody,
 ]  # fmt: skip
 _REFUSALS = {
-    400: "The request is wrong; the message says where", 401: "Key missing or wrong", 404: "Unknown model",
-    413: "Body too large", 429: "Too many requests are waiting", 503: "The engine is not ready",
+    400: "The request is wrong; the message says where", 401: "Key missing or wrong",
+    403: "A web page or a host that is not allowed", 404: "Unknown model", 408: "The request came too slowly",
+    413: "Body too large", 414: "URL too long", 429: "Too many requests are waiting", 431: "Headers too large",
+    503: "The engine is not ready", 504: "Longer than --request-timeout",
 }  # fmt: skip
 
 
@@ -43,7 +45,7 @@ def create_app(state: ServerState) -> FastAPI:
     _add_openai_routes(app, state)
     _add_own_routes(app, state)
     app.include_router(sglang_control.routes(state))
-    app.add_middleware(Gate, state=state)
+    gate.install(app, state)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 

@@ -19,6 +19,7 @@ from tandem.config.engine_config import EngineConfig
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError, TandemError
 from tandem.server.app import create_app
+from tandem.server.guard.key import readable_by_others, with_key
 from tandem.server.guard.protocol import GuardedProtocol
 from tandem.server.limits import DRAIN_SECONDS
 from tandem.server.state import ServerState, TokenizerLoader
@@ -43,6 +44,9 @@ def serve(
     env.tokenize_on_one_thread()
     _allow_many_files()
     try:
+        config = with_key(config)
+        if readable_by_others(config):
+            log.warning("every user of this machine can read the key in %s", config.api_key_file)
         with listen(config.host, config.port) as sock, _event_loop() as runner:
             server = _Server(config, sock, loader, load_tokenizer)
             code = runner.run(server.run())
