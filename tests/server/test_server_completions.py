@@ -102,7 +102,7 @@ def test_cached_tokens_are_reported():
         await server.post("/v1/completions", prompt=prompt)
         body = (await server.post("/v1/completions", prompt=prompt)).json()
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] >= 24
-        assert (await server.client.get("/flush_cache")).status_code == 200
+        assert (await server.client.post("/flush_cache")).status_code == 200
         body = (await server.post("/v1/completions", prompt=prompt)).json()
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 

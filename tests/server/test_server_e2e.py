@@ -218,7 +218,7 @@ def test_memory_and_pages_come_back(server: ServerProcess):
     growth = [p.memory_info().rss - b for p, b in zip(processes, before, strict=True)]
     assert max(growth) < MAX_GROWTH_BYTES, growth
     assert requests_ended(stats) - ended == REQUESTS
-    server.get("/flush_cache")
+    httpx.post(server.url + "/flush_cache", headers=server.headers)
     assert wait_until_idle(server)["pages_cached"] == 0
 
 

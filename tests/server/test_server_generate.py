@@ -10,6 +10,7 @@ import pytest
 from echo_tokenizer import EOS
 from server_harness import LocalServer
 from server_requests import error_of, events, pages_are_back, run
+from tandem.server.engine_client import RequestStream
 
 
 def test_generate():
@@ -59,6 +60,71 @@ def test_generate_logprobs():
         assert len(meta["output_top_logprobs"][0]) == 2
         only_output = await server.post("/generate", text="abc", return_logprob=True)
         assert only_output.json()["meta_info"]["input_token_logprobs"] == []
+
+    run(scenario)
+
+
+SCORED = {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0, "stream": True}
+
+
+def lengths(chunk: dict) -> tuple[int, ...]:
+    meta = chunk["meta_info"]
+    return tuple(
+        len(meta[f"{side}_{kind}_logprobs"]) for side in ("input", "output") for kind in ("token", "top")
+    )
+
+
+def test_a_stream_tells_each_log_probability_once_and_all_at_its_end():
+    async def scenario(server: LocalServer):
+        whole = (await server.post("/generate", text="hello", **SCORED | {"stream": False})).json()
+        *chunks, last = events((await server.post("/generate", text="hello", **SCORED)).text)
+        assert lengths(whole) == (6, 6, 6, 6)
+        assert last["meta_info"]["output_top_logprobs"] == whole["meta_info"]["output_top_logprobs"]
+        assert lengths(last) == lengths(whole)
+        assert sum(lengths(c)[0] for c in chunks) == 6 and sum(lengths(c)[3] for c in chunks) == 5
+        assert chunks[1]["meta_info"]["output_token_logprobs"] == [
+            whole["meta_info"]["output_token_logprobs"][1]
+        ]
+
+    run(scenario)
+
+
+def test_a_stream_s_log_probabilities_take_memory_as_its_tokens_do():
+    async def scenario(server: LocalServer):
+        sampling = {"max_new_tokens": 600, "ignore_eos": True}
+        body = SCORED | {"input_ids": [97], "sampling_params": sampling, "top_logprobs_num": 20}
+        text = (await server.post("/generate", **body)).text
+        scores = sum(sum(lengths(chunk)) for chunk in events(text))
+        assert scores <= 2 * (600 + 600 + 1 + 1)
+
+    run(scenario)
+
+
+def test_incremental_streams_tell_everything_once():
+    async def scenario(server: LocalServer):
+        chunks = events((await server.post("/generate", text="hello", **SCORED)).text)
+        assert len(chunks) > 2
+        assert "".join(c["text"] for c in chunks) == "hello"
+        assert [i for c in chunks for i in c["output_ids"]] == [*b"hello", EOS]
+        assert [sum(column) for column in zip(*map(lengths, chunks), strict=True)] == [6, 6, 6, 6]
+        assert chunks[-1]["meta_info"]["completion_tokens"] == 6
+
+    run(scenario, incremental_streaming_output=True)
+
+
+def test_a_reader_who_is_late_gets_one_event_for_all_that_he_missed(monkeypatch):
+    async def scenario(server: LocalServer):
+        stream = RequestStream.next
+
+        async def late(self):
+            outputs = await stream(self)
+            while outputs and outputs[-1].finish_reason is None:
+                outputs += await stream(self)
+            return outputs
+
+        monkeypatch.setattr(RequestStream, "next", late)
+        [chunk] = events((await server.post("/generate", text="hello", **SCORED)).text)
+        assert chunk["text"] == "hello" and lengths(chunk) == (6, 6, 6, 6)
 
     run(scenario)
 

@@ -70,6 +70,12 @@ BAD_BYTES = {
     "surrogates swapped": b'{"messages": [{"role": "user", "content": "\\udc00\\ud800"}]}',
     "deep nesting": b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "long integer": b'{"messages": [], "seed": 1' + b"0" * 5000 + b"}",
+    "too large a number for an unknown field": b'{"messages": [], "tools": 1e999}',
+    "unknown field of invalid UTF-8": b'{"text": "x", "prompt": "x", "rid": "", "regex": "\xff\xfe"}',
+    "a key of invalid UTF-8": b'{"\xff": 1}',
+    "sampling_params that are too large": b'{"text": "x", "sampling_params": {"regex": 1e999}}',
+    "millions of lists": b'{"x": [' + b"[]," * 1_000_000 + b"[]]}",
+    "millions of keys": b"{" + b",".join(b'"%d": 1' % i for i in range(300_000)) + b"}",
     "surrogate key": b'{"\\ud800": 1, "messages": [{"role": "user", "content": "a"}]}',
 }
 

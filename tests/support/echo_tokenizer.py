@@ -13,9 +13,13 @@ EOS, END, VOCAB = 256, 257, 258
 class EchoTokenizer:
     eos_ids = (EOS,)
     bos_id = None
+    chat_template = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [*text.encode(), END] if text else []
+
+    def fewest_tokens(self, text: str) -> int:
+        return len(text)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")

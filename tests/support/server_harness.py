@@ -23,7 +23,7 @@ import echo_engine
 import echo_tokenizer
 import tandem
 from tandem.config import EngineConfig
-from tandem.server import engine_client
+from tandem.server import engine_client, launch
 from tandem.server.app import create_app
 from tandem.server.engine_process import EngineLoop, LoadedEngine
 from tandem.server.messages import EngineReady
@@ -89,6 +89,26 @@ async def local_server(loaded: LoadedEngine | None = None, **flags: Any) -> Asyn
         async with httpx.AsyncClient(transport=transport, base_url="http://tandem") as client:
             yield LocalServer(state, app, client)
     finally:
+        turning.cancel()
+
+
+@contextlib.asynccontextmanager
+async def listening_server(loaded: LoadedEngine | None = None, **flags: Any) -> AsyncIterator[LocalServer]:
+    """The same behind a real socket: `client` goes through the network, and `port` is open for bytes of any kind."""
+    state, loop, _ = local_state(loaded, **flags)
+    http = launch._Uvicorn(launch._uvicorn_config(state, state.config))
+    sock = launch.listen("127.0.0.1", 0)
+    serving = asyncio.create_task(http.serve(sockets=[sock]))
+    turning = asyncio.create_task(turn_forever(loop, 0.001))
+    while not http.started:
+        await asyncio.sleep(0.005)
+    try:
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+            yield LocalServer(state, http.config.app, client)
+    finally:
+        http.should_exit = True
+        await serving
         turning.cancel()
 
 

@@ -164,7 +164,7 @@ def serve(
     spread: Annotated[float, typer.Option(min=0, max=1, help="0.5: lengths vary by half both ways")] = 0.0,
     shared_prefix: Annotated[int, typer.Option(min=0, help="first tokens that all prompts share")] = 0,
     seed: Annotated[int, typer.Option(help="of prompts, lengths and times")] = 0,
-    api_key: Annotated[str | None, typer.Option(help="if the server wants one")] = None,
+    api_key: Annotated[str | None, typer.Option(help="if the server wants one; or TANDEM_API_KEY")] = None,
     flag: Annotated[list[str] | None, typer.Option(help="for kt serve, as --flag='--kt-method INT4'")] = None,
     out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
 ) -> None:
@@ -174,12 +174,13 @@ def serve(
     """
     from tandem.bench.load_client import Load
     from tandem.bench.serve import Request, run
+    from tandem.config import env
 
     loads = [Load(requests, input_len, output_len, None, r, spread, shared_prefix, seed) for r in rate or ()]
     in_flight = concurrency or ([] if rate else [1, 8])
     loads += [Load(requests, input_len, output_len, c, None, spread, shared_prefix, seed) for c in in_flight]
     flags = tuple(word for text in flag or () for word in shlex.split(text))
-    run(Request(model, url, tuple(loads), api_key, flags), out)
+    run(Request(model, url, tuple(loads), api_key or env.api_key(), flags), out)
 
 
 @bench.command()

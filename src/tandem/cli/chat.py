@@ -25,7 +25,7 @@ def chat(
     port: Annotated[int, typer.Option(help="The server's port.", min=1, max=65535)] = 30000,
     temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token.", min=0)] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, tokens.", min=1)] = None,
-    api_key: Annotated[str | None, typer.Option(help="If the server wants one.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="If the server wants one; or TANDEM_API_KEY.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
 ) -> None:
     """Chat with a running server. Ctrl+C stops an answer, Ctrl+D leaves, /help lists the commands.
@@ -35,9 +35,10 @@ def chat(
     from rich.console import Console
 
     from tandem.cli.chat_client import ChatClient
+    from tandem.config import env
 
     address = f"[{host.strip('[]')}]" if ":" in host else host
-    client = ChatClient(f"http://{address}:{port}", api_key, temperature, max_tokens, system)
+    client = ChatClient(f"http://{address}:{port}", api_key or env.api_key(), temperature, max_tokens, system)
     Conversation(client, Console(highlight=False, soft_wrap=True)).run()
 
 

@@ -70,7 +70,25 @@ class EngineConfig:
     port: int = flag(
         30000, "Port to listen on; 0: any free one.", group=SERVER, minimum=0, maximum=65535, essential=True
     )
-    api_key: str | None = flag(None, "Key that clients must send.", group=SERVER, essential=True)
+    api_key: str | None = flag(None, "Key that clients must send.", group=SERVER, essential=True, secret=True)
+    api_key_file: str | None = flag(
+        None, "File with that key; default: $TANDEM_API_KEY, if it is set.", group=SERVER
+    )
+    allowed_origins: tuple[str, ...] | None = flag(
+        None, "Web pages that may use the server (CORS), or `*`; default: its own.", group=SERVER
+    )
+    allowed_hosts: tuple[str, ...] | None = flag(
+        None, "Names by which the server may be called, `*.example.com` too.", group=SERVER
+    )
+    request_timeout: float | None = flag(
+        None, "Most seconds from a request to the end of its answer.", group=SERVER, minimum=0.1
+    )
+    max_queued_requests: int | None = flag(
+        None, "Answers that may wait for a place; more get status 429.", group=SERVER, minimum=0
+    )
+    incremental_streaming_output: bool = flag(
+        False, "Events of /generate have only what is new.", group=SERVER, aliases=["--stream-output"]
+    )
     watchdog_timeout: float = flag(
         300.0, "Seconds after which a step that hangs counts as dead.", group=SERVER, minimum=5.0
     )

@@ -35,3 +35,13 @@ def visible_gpus() -> str | None:
 def number_gpus_by_slot() -> None:
     """CUDA, once it starts in this process, will number GPUs as nvidia-smi does, unless it was told how."""
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+
+
+def tokenize_on_one_thread() -> None:
+    """The tokenizers library would wake a thread for each core, and the engine's workers hold the cores."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def api_key() -> str | None:
+    """TANDEM_API_KEY: the server's key where no flag gives one, and what `kt chat` and `kt bench` send."""
+    return os.environ.get("TANDEM_API_KEY") or None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import RequestError
@@ -51,20 +52,33 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
             raise RequestError(f"logit_bias values must be within -100 and 100, not {value}", "logit_bias")
 
 
+class TokenLimit(NamedTuple):
+    """How many tokens a prompt and its answer may have together, and the flag that says so."""
+
+    tokens: int
+    name: str
+
+
+def token_limit(context_length: int, cache_tokens: int) -> TokenLimit:
+    if cache_tokens < context_length:
+        return TokenLimit(cache_tokens, "max_total_tokens")
+    return TokenLimit(context_length, "context_length")
+
+
+def too_long(prompt_tokens: str, limit: TokenLimit, param: str = "prompt") -> RequestError:
+    """prompt_tokens: the number, or "at least" so many."""
+    said = f"the prompt has {prompt_tokens} tokens; with one token of answer at most {limit.tokens} fit ({limit.name})"
+    return RequestError(said, param, TOO_LONG)
+
+
 def answer_limit(request: GenerateRequest, context_length: int, cache_tokens: int) -> int:
     """Longest prompt + answer of this request, in tokens. Raises RequestError when it can never fit."""
     prompt, asked = len(request.prompt_ids), request.sampling.max_tokens
-    limit, name = context_length, "context_length"
-    if cache_tokens < context_length:
-        limit, name = cache_tokens, "max_total_tokens"
+    limit, name = most = token_limit(context_length, cache_tokens)
     if prompt == 0:
         raise RequestError("the prompt is empty; send at least one token", "prompt")
     if prompt >= limit:
-        raise RequestError(
-            f"the prompt has {prompt} tokens; with one token of answer at most {limit} fit ({name})",
-            "prompt",
-            TOO_LONG,
-        )
+        raise too_long(str(prompt), most)
     if asked is not None and prompt + asked > limit:
         raise RequestError(
             f"prompt ({prompt} tokens) and max_tokens ({asked}) exceed {limit} ({name}); "

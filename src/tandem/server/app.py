@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hmac
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import tandem
 from tandem.server import errors, openai_chat, openai_completions, sglang_control, sglang_generate
 from tandem.server.body import body_schema
-from tandem.server.errors import ApiError, ErrorBody, error_response
+from tandem.server.errors import ErrorBody
+from tandem.server.guard import gate
+from tandem.server.guard.bodies import UnfinishedBodies
 from tandem.server.openai_schema import (
     ChatCompletion,
     ChatRequest,
@@ -26,24 +26,26 @@ from tandem.server.openai_schema import (
 from tandem.server.sglang_schema import AbortBody, SglangAnswer, SglangRequest
 from tandem.server.state import ServerState
 
-_OPEN_PATHS = {"/health"}  # without a key: load balancers ask it
 _SCHEMA_TYPES = [
     ChatRequest, CompletionRequest, SglangRequest, AbortBody,
     ChatCompletion, Completion, SglangAnswer, ModelList, ErrorBody,
 ]  # fmt: skip
 _REFUSALS = {
-    400: "The request is wrong; the message says where", 401: "Key missing or wrong", 404: "Unknown model",
-    413: "Body too large", 429: "Too many requests are waiting", 503: "The engine is not ready",
+    400: "The request is wrong; the message says where", 401: "Key missing or wrong",
+    403: "A web page or a host that is not allowed", 404: "Unknown model", 408: "The request came too slowly",
+    413: "Body too large", 414: "URL too long", 429: "Too many requests are waiting", 431: "Headers too large",
+    503: "The engine is not ready", 504: "Longer than --request-timeout",
 }  # fmt: skip
 
 
 def create_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="Tandem", version=tandem.__version__, redoc_url=None)
+    app.state.bodies = UnfinishedBodies()
     errors.install(app)
     _add_openai_routes(app, state)
     _add_own_routes(app, state)
     app.include_router(sglang_control.routes(state))
-    app.add_middleware(Gate, state=state)
+    gate.install(app, state)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -91,50 +93,6 @@ def _card(state: ServerState) -> ModelCard:
 
 def _json(content: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
-
-
-class Gate:
-    """Outermost layer: checks the key, counts what is in progress, counts statuses. Plain ASGI: no cost per chunk."""
-
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
-        self._app = app
-        self._state = state
-        key = state.config.api_key
-        self._expected = None if key is None else b"Bearer " + key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        self._state.http_active += 1
-        self._state.metrics.http_active.inc()
-        try:
-            app = self._app if self._may_pass(scope) else _unauthorized()
-            await app(scope, receive, self._counting(send))
-        finally:
-            self._state.http_active -= 1
-            self._state.metrics.http_active.dec()
-
-    def _may_pass(self, scope: Scope) -> bool:
-        if self._expected is None or scope["path"] in _OPEN_PATHS:
-            return True
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)
-
-    def _counting(self, send: Send) -> Send:
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._state.metrics.responded(message["status"])
-            await send(message)
-
-        return counted
-
-
-def _unauthorized() -> Response:
-    message = "the API key is missing or wrong; send Authorization: Bearer KEY"
-    headers = {"WWW-Authenticate": "Bearer"}
-    error = ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
-    return error_response(error)
 
 
 def _answers(kind: Any) -> dict[str, Any]:

@@ -4,40 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from tandem.server.errors import ApiError, ClientGone
-from tandem.server.limits import DISCARD_BYTES, DISCARD_SECONDS, MAX_BODY_BYTES
+from tandem.server.guard.bodies import UnfinishedBodies
+from tandem.server.limits import DISCARD_BYTES, DISCARD_SECONDS, MAX_BODY_BYTES, MAX_JSON_VALUES
 
 T = TypeVar("T", bound=msgspec.Struct)
+D = TypeVar("D")
+
+Fields = dict[str, msgspec.Raw]
+_FIELDS = msgspec.json.Decoder(Fields)
 
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>key in )?`\$(?P<path>.*)`)?$", re.DOTALL)
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body, at most MAX_BODY_BYTES of it in memory. Raises ApiError 413."""
+    """The whole body, at most MAX_BODY_BYTES of it in memory. Raises ApiError 413, and 503 when others arrive, too."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
         if "expect" not in request.headers and int(declared) <= DISCARD_BYTES:
             await _discard(request)
         raise _too_large()
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size > MAX_BODY_BYTES:
-                parts.clear()
-                await _discard(request)
-                raise _too_large()
-            parts.append(part)
-    except ClientDisconnect as error:
-        raise ClientGone from error
-    return b"".join(parts)
+    bodies: UnfinishedBodies = request.app.state.bodies
+    with bodies.reading() as body:
+        try:
+            async for part in request.stream():
+                body.add(part)
+                if len(body.data) > MAX_BODY_BYTES:
+                    raise _too_large()
+        except ClientDisconnect as error:
+            raise ClientGone from error
+        except ApiError:
+            body.drop()
+            await _discard(request)
+            raise
+        return bytes(body.data)
 
 
 async def _discard(request: Request) -> None:
@@ -59,30 +66,73 @@ def _too_large() -> ApiError:
     return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
 
 
-async def read_json(request: Request, kind: type[T]) -> T:
-    """Body → checked struct. Raises ApiError 400 naming the field, 413."""
-    return decode(await read_body(request), kind)
+async def read_fields(request: Request) -> Fields:
+    """A body's top-level fields, each still as it was sent. Raises ApiError 400, 413."""
+    body = await read_body(request)
+    _check_values(body)
+    return _decode(body, _FIELDS)
 
 
-def decode(body: bytes, kind: type[T]) -> T:
-    """Raises ApiError 400."""
+def _check_values(body: bytes) -> None:
+    """Decoding holds up everybody else, for about as long as this number says. Raises ApiError 400."""
+    lists = body.count(b"[") + body.count(b"{")
+    if body.count(b",") + 5 * lists + 16 * body.count(b":") > MAX_JSON_VALUES:
+        message = "the body holds too many JSON values; send fewer of them, or less text"
+        raise ApiError(400, message, code="too_many_values")
+
+
+def decode_fields(fields: Fields, kind: type[T]) -> T:
+    """Those that `kind` has, checked. The others are not looked into. Raises ApiError 400 naming the field."""
+    values: dict[str, Any] = {}
+    for known in _decoders(kind):
+        if known.sent_as in fields:
+            values[known.name] = _decode(fields[known.sent_as], known.decoder, known.sent_as)
+        elif known.required:
+            raise _complaint(f"Object missing required field `{known.sent_as}`", "")
+    return kind(**values)
+
+
+def decode(body: bytes | msgspec.Raw, kind: type[D], where: str = "") -> D:
+    """where: the field that `body` is the value of. Raises ApiError 400."""
+    return _decode(body, msgspec.json.Decoder(kind), where)
+
+
+def _decode(body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[D], where: str = "") -> D:
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _complaint(str(error)) from error
+        raise _complaint(str(error), where) from error
     except UnicodeDecodeError as error:
-        raise ApiError(400, "the body is not valid UTF-8", code="invalid_utf8") from error
+        what = where or "the body"
+        raise ApiError(400, f"{what} is not valid UTF-8", param=where or None, code="invalid_utf8") from error
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
 
 
-def _complaint(text: str) -> ApiError:
-    """msgspec's "Expected `int`, got `str` - at `$.n`" → "n: expected `int`, got `str`", param "n"."""
+class _Known(NamedTuple):
+    """A field of a struct."""
+
+    name: str
+    sent_as: str
+    required: bool
+    decoder: msgspec.json.Decoder[Any]
+
+
+@cache
+def _decoders(kind: type[msgspec.Struct]) -> list[_Known]:
+    return [
+        _Known(field.name, field.encode_name, field.required, msgspec.json.Decoder(field.type))
+        for field in msgspec.structs.fields(kind)
+    ]
+
+
+def _complaint(text: str, where: str) -> ApiError:
+    """msgspec's "Expected `int`, got `str` - at `$[0].n`", of the field "x" → "x[0].n: expected …", param "x[0].n"."""
     match = _PATH.match(text)
     what, path = (match["what"], match["path"]) if match else (text, None)
-    param = (path or "").lstrip(".") or None
+    param = (where + (path or "")).lstrip(".") or None
     what = what[:1].lower() + what[1:]
     return ApiError(400, f"{param or 'the body'}: {what}", param=param, code="invalid_type")
 

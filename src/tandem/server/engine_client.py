@@ -20,6 +20,7 @@ from tandem.engine.protocol import (
 )
 from tandem.errors import EngineError, RequestError, TandemError
 from tandem.server.errors import ApiError
+from tandem.server.limits import MAX_UNREAD_OUTPUTS, MAX_UNREAD_PER_ANSWER
 from tandem.server.messages import CacheFlushed, FlushCache, FromEngine, RequestRefused, StepOutputs, ToEngine
 
 
@@ -52,6 +53,8 @@ class RequestStream:
         self.position = {request.id: index for index, request in enumerate(requests)}
         self.submitted_at = time.monotonic()
         self._open = {(r.id, i): _Answer() for r in requests for i in range(r.sampling.n)}
+        self.overflown = False  # so much lies unread that the answers must end
+        self._most_unread = max(MAX_UNREAD_OUTPUTS, MAX_UNREAD_PER_ANSWER * len(self._open))
         self._observer = observer
         self._arrived: list[TokenOutput] = []
         self._error: TandemError | None = None
@@ -91,6 +94,14 @@ class RequestStream:
             return
         self._arrived.append(output)
         self._notify()
+        if len(self._arrived) > self._most_unread and self._error is None:
+            message = f"{len(self._arrived)} tokens were made before any of them was read; read faster"
+            self.fail_reader(ApiError(408, message, kind="timeout_error", code="client_too_slow"))
+            self.overflown = True
+
+    def end(self) -> None:
+        """Nobody will read: nothing is open any more."""
+        self._open.clear()
 
     def fail(self, error: TandemError, request_id: str | None = None) -> None:
         """The reader gets `error` after what has arrived. Answers of `request_id` (None: all) run no more."""
@@ -209,6 +220,7 @@ class EngineClient:
                 self._send(AbortRequest(id=serial))
         if stream.open_answers:
             self._observer.finished("abort", time.monotonic() - stream.submitted_at)
+            stream.end()
 
     def abort(self, request_id: str) -> bool:
         """Stop one request by id, those submitted by one name, or all with "". Their readers see finish_reason "abort".
@@ -248,7 +260,7 @@ class EngineClient:
                 for output in outputs:
                     route = self._routes.get(output.id)
                     if route is not None:
-                        route.stream.push(msgspec.structs.replace(output, id=route.request_id))
+                        self._push(route, output)
             case EngineStats():
                 self.stats = message
             case RequestRefused():
@@ -263,6 +275,11 @@ class EngineClient:
                     recording.set_result(message)
             case _:
                 raise EngineError(f"unexpected message from the engine: {type(message).__name__}")
+
+    def _push(self, route: _Route, output: TokenOutput) -> None:
+        route.stream.push(msgspec.structs.replace(output, id=route.request_id))
+        if route.stream.overflown:
+            self.release(route.stream)
 
     def _refused(self, message: RequestRefused) -> None:
         route = self._routes.get(message.id)

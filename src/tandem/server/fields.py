@@ -12,6 +12,7 @@ import msgspec
 from fastapi import Response
 
 from tandem.errors import RequestError
+from tandem.server.body import Fields, decode
 from tandem.server.errors import not_available
 
 IGNORED_HEADER = "x-tandem-ignored"
@@ -38,24 +39,20 @@ _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
 _EMPTY: tuple[Any, ...] = (None, False, "", [])
 # Of `sampling_params`: they change nothing here.
 _HARMLESS = {"spaces_between_special_tokens", "stream_interval", "custom_params"}
-
-_Fields = dict[str, msgspec.Raw]
-
-
-def unknown_fields(body: bytes, kind: type[msgspec.Struct]) -> list[str]:
-    """Top-level names in a body (already decoded once as `kind`) that `kind` does not have. Raises ApiError 400 when
-    one of them asks for what is not available."""
-    given = msgspec.json.decode(body, type=_Fields)
-    return _unknown(given, _known(kind), "")
+_NULL = msgspec.Raw(b"null")
+_SAMPLING: Any = Fields | list[Fields] | None
 
 
-def unknown_sampling(body: bytes, kind: type[msgspec.Struct]) -> list[str]:
+def unknown_fields(fields: Fields, kind: type[msgspec.Struct]) -> list[str]:
+    """Names in a body that `kind` does not have. Raises ApiError 400 when one of them asks for what is not
+    available."""
+    return _unknown(fields, _known(kind), "")
+
+
+def unknown_sampling(fields: Fields, kind: type[msgspec.Struct]) -> list[str]:
     """The same of SGLang's `sampling_params`, one or a list, decoded as `kind`. As in SGLang a name that is none is
     refused (RequestError): mostly it is misspelt."""
-    given = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).get(
-        "sampling_params", msgspec.Raw(b"null")
-    )
-    params = msgspec.json.decode(given, type=_Fields | list[_Fields] | None)
+    params = decode(fields.get("sampling_params", _NULL), _SAMPLING, "sampling_params")
     each = params if isinstance(params, list) else [params or {}]
     known = _known(kind)
     names = {name for one in each for name in _unknown(one, known, "sampling_params.")}
@@ -79,9 +76,13 @@ def _known(kind: type[msgspec.Struct]) -> set[str]:
 def _unknown(given: Mapping[str, msgspec.Raw], known: set[str], prefix: str) -> list[str]:
     names = [name for name in given if name not in known]
     for name in names:
-        if name in _UNAVAILABLE and msgspec.json.decode(given[name]) not in (*_EMPTY, *_UNAVAILABLE[name]):
+        if name in _UNAVAILABLE and not _changes_nothing(name, decode(given[name], Any, prefix + name)):
             raise not_available(prefix + name)
     return [prefix + name for name in names]
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    return value in (*_EMPTY, *_UNAVAILABLE[name])
 
 
 def _refuse_misspelt(name: str, known: set[str]) -> None:

@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.engine.protocol import GenerateRequest, TokenLogprob, TokenOutput
 from tandem.errors import TandemError
-from tandem.server.errors import ClientGone, as_api_error, body_of
+from tandem.server.errors import as_api_error, body_of
+from tandem.server.guard.connection import Deadline
 from tandem.server.openai_schema import PromptTokensDetails, Usage
 from tandem.server.state import ServerState
 
@@ -48,6 +49,11 @@ class Answer:
         self.completion_tokens = max(self.completion_tokens, output.completion_tokens)
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
 
+    def forget(self) -> None:
+        """What has been told; the numbers stay."""
+        for told in (self.texts, self.token_ids, self.logprobs, self.prompt_logprobs):
+            told.clear()
+
 
 class TokenCount:
     """Usage of a stream, counted along: each prompt once, every answer."""
@@ -78,7 +84,7 @@ def usage_of(answers: Sequence[Sequence[Answer]]) -> Usage:
 
 
 class Generation:
-    """Submitted requests and the connection that waits for them. When the client leaves, `next` raises ClientGone.
+    """Submitted requests. When the client leaves, `Gate` cancels whoever waits for them.
 
     Whoever makes one calls `close`, which aborts what still runs.
     """
@@ -90,7 +96,7 @@ class Generation:
         self.requests = requests
         self._client = state.client
         self._stream = state.submit(requests, name)
-        self._watch = asyncio.create_task(self._watch_connection(http))
+        self._alarm = self._set_alarm(http)
 
     def position(self, output: TokenOutput) -> int:
         """Which of `requests` an output belongs to."""
@@ -100,7 +106,8 @@ class Generation:
         return await self._stream.next()
 
     def close(self) -> None:
-        self._watch.cancel()
+        if self._alarm is not None:
+            self._alarm.cancel()
         self._client.release(self._stream)
 
     async def collect(self) -> list[list[Answer]]:
@@ -125,10 +132,12 @@ class Generation:
             raise
         return EventStream(self, first, frames, last)
 
-    async def _watch_connection(self, http: Request) -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-        self._stream.fail_reader(ClientGone("the client closed the connection"))
+    def _set_alarm(self, http: Request) -> asyncio.TimerHandle | None:
+        """`Gate` ends a request that is late; a stream that has begun must end with an event."""
+        deadline: Deadline | None = getattr(http.state, "deadline", None)
+        if deadline is None:
+            return None
+        return asyncio.get_running_loop().call_at(deadline.at, self._stream.fail_reader, deadline.error())
 
 
 class EventStream(StreamingResponse):
@@ -167,8 +176,6 @@ class EventStream(StreamingResponse):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 outputs = await self._generation.next()
             end = self._last()
-        except ClientGone:
-            return
         except TandemError as error:
             end = b"data: " + body_of(as_api_error(error)) + b"\n\n" + DONE
         await send({"type": "http.response.body", "body": end, "more_body": False})

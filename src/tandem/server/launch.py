@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import resource
 import signal
 import socket
 import sys
@@ -12,10 +14,13 @@ from collections.abc import Iterator
 
 import uvicorn
 
+from tandem.config import env
 from tandem.config.engine_config import EngineConfig
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError, TandemError
 from tandem.server.app import create_app
+from tandem.server.guard.key import readable_by_others, with_key
+from tandem.server.guard.protocol import GuardedProtocol
 from tandem.server.limits import DRAIN_SECONDS
 from tandem.server.state import ServerState, TokenizerLoader
 from tandem.server.supervisor import REAL_ENGINE, EngineSupervisor
@@ -36,12 +41,27 @@ def serve(
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("asyncio").setLevel(logging.ERROR)
+    env.tokenize_on_one_thread()
+    _allow_many_files()
     try:
+        config = with_key(config)
+        if readable_by_others(config):
+            log.warning("every user of this machine can read the key in %s", config.api_key_file)
         with listen(config.host, config.port) as sock, _event_loop() as runner:
-            return runner.run(_Server(config, sock, loader, load_tokenizer).run())
+            server = _Server(config, sock, loader, load_tokenizer)
+            code = runner.run(server.run())
+        server.leave(code)
+        return code
     except TandemError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
+
+
+def _allow_many_files() -> None:
+    """Each connection is one; the usual limit is 1,024."""
+    with contextlib.suppress(OSError, ValueError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -104,6 +124,13 @@ class _Server:
         await engine  # raises why the engine could not be started
         return 0
 
+    def leave(self, code: int) -> None:
+        """Python waits for threads, and one that tokenises cannot be stopped: the process then ends here."""
+        if self._state.close():
+            log.info("leaving a long prompt half tokenised")
+            logging.shutdown()
+            os._exit(code)
+
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -133,6 +160,7 @@ class _Server:
 def _uvicorn_config(state: ServerState, config: EngineConfig) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(state),
+        http=GuardedProtocol,
         log_level="warning" if config.log_level != "debug" else "debug",
         access_log=config.log_level == "debug",
         lifespan="off",

@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 MAX_BODY_BYTES = 16 << 20  # about 4 million tokens of text, or 2 million token ids
+MAX_JSON_VALUES = 3_000_000  # numbers of a list in a body; a key counts as 16, a list or object as 5
 DISCARD_BYTES = 256 << 20  # of a too large body, read and thrown away so that the client sees the answer
 DISCARD_SECONDS = 10.0
+
+BODY_SECONDS = 60.0  # for a whole body
+SMALL_BODY_BYTES = 64 << 10
+MAX_UNFINISHED_BYTES = 256 << 20  # of large bodies that are still arriving, over all connections
+
+MAX_URL_BYTES = 16 << 10
+MAX_HEAD_BYTES = 64 << 10  # all header lines of a request
+MAX_HEADERS = 128
+HEAD_SECONDS = 20.0  # for the URL and all header lines, also of the first request after connecting
+LINGER_SECONDS = 1.0  # what a refused client still sends is read and thrown away
+MAX_CONNECTIONS = 16_384
+UNREAD_SECONDS = 60.0  # a client that reads nothing of its answer for so long is gone
+MAX_UNREAD_OUTPUTS = 16_384  # of a stream that its client reads too slowly; more for many answers
+MAX_UNREAD_PER_ANSWER = 1_024
 
 MAX_PROMPTS = 512  # in one batched request
 MAX_MESSAGES = 4096
@@ -14,6 +29,11 @@ MAX_ID_CHARS = 128
 MAX_OPEN_ANSWERS = 4096  # running + waiting over all clients; more is refused with 429
 RETRY_AFTER_SECONDS = 1
 
-INLINE_TOKENIZE_CHARS = 20_000  # longer prompts are tokenised off the event loop: other streams go on
+INLINE_TOKENIZE_CHARS = 4_000  # longer prompts are tokenised off the event loop: other streams go on
+LARGE_TOKENIZE_CHARS = 500_000  # longer ones one at a time: each may take a gigabyte
+MAX_WAITING_CHARS = 64 << 20  # of prompts that wait to be tokenised; more is refused with 429
+TEMPLATE_SECONDS = 10.0  # for a chat template to render a prompt
+TEMPLATE_BYTES = 1 << 30  # of memory, for that
+MAX_RENDERED_CHARS = 64 << 20
 DRAIN_SECONDS = 60.0  # SIGTERM: running requests may take this long to finish
 HEALTH_SECONDS = 20.0  # /health_generate waits this long for its token

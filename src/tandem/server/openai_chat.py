@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -11,11 +10,10 @@ from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import RequestError
-from tandem.server.body import decode, read_body
+from tandem.server.body import decode_fields, read_fields
 from tandem.server.errors import ApiError, named
 from tandem.server.fields import name_ignored, unknown_fields
 from tandem.server.generation import DONE, Answer, Generation, TokenCount, frame, usage_of
-from tandem.server.limits import INLINE_TOKENIZE_CHARS
 from tandem.server.logprobs import chat_logprobs
 from tandem.server.openai_sampling import (
     check_stream_options,
@@ -41,15 +39,16 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 async def chat(state: ServerState, http: Request) -> Response:
-    raw = await read_body(http)
-    body = decode(raw, ChatRequest)
+    fields = await read_fields(http)
+    body = decode_fields(fields, ChatRequest)
     state.check_model(body.model)
-    ignored = unknown_fields(raw, ChatRequest)
+    ignored = unknown_fields(fields, ChatRequest)
     check_stream_options(body)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     state.admit()
-    prompt_ids = await _prompt_ids(state, body)
+    with named(_names(body)):
+        prompt_ids = await _prompt_ids(state, body)
     request = GenerateRequest(id=new_id("chatcmpl"), prompt_ids=prompt_ids, sampling=_sampling(state, body))
     with named(_names(body)):
         generation = Generation(state, http, [request])
@@ -75,11 +74,7 @@ def _sampling(state: ServerState, body: ChatRequest) -> SamplingParams:
 
 async def _prompt_ids(state: ServerState, body: ChatRequest) -> list[int]:
     messages = [_message(m, i) for i, m in enumerate(body.messages)]
-    tokenizer, variables = state.tokenizer, _template_variables(body)
-    if sum(len(m["content"]) for m in messages) <= INLINE_TOKENIZE_CHARS:
-        text = tokenizer.apply_chat_template(messages, **variables)
-    else:
-        text = await asyncio.to_thread(tokenizer.apply_chat_template, messages, **variables)
+    text = await state.prompts.render(messages, **_template_variables(body))
     return await state.encode(text, add_special_tokens=False)
 
 

@@ -12,7 +12,7 @@ from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenLogprob, TokenOutput
 from tandem.errors import RequestError
-from tandem.server.body import decode, read_body
+from tandem.server.body import decode_fields, read_fields
 from tandem.server.errors import not_available
 from tandem.server.fields import name_ignored, unknown_fields
 from tandem.server.generation import DONE, Answer, Generation, TokenCount, frame, usage_of
@@ -37,10 +37,11 @@ class _Prompt:
 
 
 async def complete(state: ServerState, http: Request) -> Response:
-    raw = await read_body(http)
-    body = decode(raw, CompletionRequest)
+    fields = await read_fields(http)
+    state.prompts.check_length(fields.get("prompt"), "prompt")
+    body = decode_fields(fields, CompletionRequest)
     state.check_model(body.model)
-    ignored = unknown_fields(raw, CompletionRequest)
+    ignored = unknown_fields(fields, CompletionRequest)
     _check_counts(body)
     check_stream_options(body)
     state.admit()

@@ -47,7 +47,6 @@ def routes(state: ServerState) -> APIRouter:
     async def get_server_info() -> Response:
         return _json(_server_info(state))
 
-    @router.get("/flush_cache", summary="Drop the prefix cache", response_class=PlainTextResponse)
     @router.post("/flush_cache", summary="Drop the prefix cache", response_class=PlainTextResponse)
     async def flush_cache() -> Response:
         await state.client.flush_cache()
@@ -56,8 +55,7 @@ def routes(state: ServerState) -> APIRouter:
     def add_recorder_route(action: Literal["start", "stop", "dump"], summary: str) -> None:
         path = f"/{action}_expert_distribution_record"
 
-        @router.get(path, summary=summary, operation_id=f"get_{action}_record")
-        @router.post(path, summary=summary, operation_id=f"post_{action}_record")
+        @router.post(path, summary=summary, operation_id=f"{action}_record")
         async def record() -> Response:
             state.check_up()
             done = await state.client.record_experts(action)

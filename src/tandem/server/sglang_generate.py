@@ -12,7 +12,7 @@ from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import RequestError
-from tandem.server.body import decode, read_body
+from tandem.server.body import decode_fields, read_fields
 from tandem.server.errors import named
 from tandem.server.fields import name_ignored, unknown_fields, unknown_sampling
 from tandem.server.generation import DONE, Answer, Generation, frame
@@ -39,13 +39,14 @@ class _Ask:
 
 
 async def generate(state: ServerState, http: Request) -> Response:
-    raw = await read_body(http)
-    body = decode(raw, SglangRequest)
-    ignored = unknown_fields(raw, SglangRequest) + unknown_sampling(raw, SglangSampling)
+    fields = await read_fields(http)
+    state.prompts.check_length(fields.get("input_ids"), "input_ids")
+    body = decode_fields(fields, SglangRequest)
+    ignored = unknown_fields(fields, SglangRequest) + unknown_sampling(fields, SglangSampling)
     state.admit()
-    asks, batched = await _asks(state, body)
     name = body.rid if isinstance(body.rid, str) else ""
     with named(_NAMES | {"prompt": "text" if body.input_ids is None else "input_ids"}):
+        asks, batched = await _asks(state, body)
         generation = Generation(state, http, [ask.request for ask in asks], name)
     writer = _Writer(state, body, asks, generation, batched)
     if body.stream:
@@ -141,7 +142,12 @@ _SAME_NAME = (
 
 
 class _Writer:
-    """Answers in SGLang's shape: one object, or a list for a batch or n > 1. Streams repeat the whole text."""
+    """Answers in SGLang's shape: one object, or a list for a batch or n > 1.
+
+    An event of a stream has the whole text and all ids so far. It has the log-probabilities of its own tokens only;
+    the last event has all, for clients that look at no other. With `--incremental-streaming-output` each event has
+    what is new, and nothing is kept.
+    """
 
     def __init__(
         self,
@@ -155,61 +161,61 @@ class _Writer:
         self._asks = asks
         self._generation = generation
         self._with_text = body.return_text_in_logprobs
+        self._incremental = state.config.incremental_streaming_output
         self._batched = batched
         self._began = time.monotonic()
         self._answers = [[Answer() for _ in range(ask.request.sampling.n)] for ask in asks]
-        self._shaped: dict[
-            int, tuple[list[Any], list[Any]]
-        ] = {}  # by id(answer): its log-probabilities, shaped once
         self._several = sum(len(each) for each in self._answers) > 1
         self._encoder = msgspec.json.Encoder()
 
     def whole(self, answers: list[list[Answer]]) -> SglangAnswer | list[SglangAnswer]:
         shaped = [
-            self._shape(ask, answer, None)
+            self._shape(ask, answer, answer, None)
             for ask, each in zip(self._asks, answers, strict=True)
             for answer in each
         ]
         return shaped if self._batched or self._several else shaped[0]
 
     def frames(self, outputs: list[TokenOutput]) -> bytes:
-        return b"".join([self._frame(output) for output in outputs])
+        """One event for each answer. A reader who is late does not get the text of each token again."""
+        new: dict[tuple[int, int], Answer] = {}
+        for output in outputs:
+            place = self._generation.position(output), output.index
+            self._answers[place[0]][place[1]].add(output)
+            new.setdefault(place, Answer()).add(output)
+        return b"".join([self._frame(*place, answer) for place, answer in new.items()])
 
-    def _frame(self, output: TokenOutput) -> bytes:
-        position = self._generation.position(output)
-        answer = self._answers[position][output.index]
-        answer.add(output)
+    def _frame(self, position: int, index: int, new: Answer) -> bytes:
+        answer = self._answers[position][index]
+        scored = answer if answer.finish_reason is not None and not self._incremental else new
         before = sum(len(each) for each in self._answers[:position])
-        index = before + output.index if self._several or self._batched else None
-        return frame(self._encoder.encode(self._shape(self._asks[position], answer, index)))
+        number = before + index if self._several or self._batched else None
+        data = frame(self._encoder.encode(self._shape(self._asks[position], answer, scored, number)))
+        if self._incremental:
+            answer.forget()
+        return data
 
-    def _shape(self, ask: _Ask, answer: Answer, index: int | None) -> SglangAnswer:
-        return SglangAnswer(answer.text, answer.token_ids, self._meta(ask, answer), index)
-
-    def _meta(self, ask: _Ask, answer: Answer) -> MetaInfo:
-        return MetaInfo(
+    def _shape(self, ask: _Ask, answer: Answer, scored: Answer, index: int | None) -> SglangAnswer:
+        """scored: whose log-probabilities are told."""
+        meta = MetaInfo(
             id=ask.request.id,
             finish_reason=_finish_reason(answer),
             prompt_tokens=answer.prompt_tokens,
             completion_tokens=answer.completion_tokens,
             cached_tokens=answer.cached_tokens,
             e2e_latency=None if answer.finish_reason is None else time.monotonic() - self._began,
-            **self._logprobs(ask, answer),
+            **(self._logprobs(ask, scored) if ask.logprobs else {}),
         )
+        return SglangAnswer(answer.text, answer.token_ids, meta, index)
 
     def _logprobs(self, ask: _Ask, answer: Answer) -> dict[str, Any]:
-        if not ask.logprobs:
-            return {}
         prompt = answer.prompt_logprobs[ask.start :] if ask.start >= 0 else []
-        chosen, top = self._shaped.setdefault(id(answer), ([], []))
-        fresh = answer.logprobs[len(chosen) :]  # a stream comes here for every token
-        chosen += sglang_logprobs(self._tokenizer, fresh, self._with_text)
         shapes: dict[str, Any] = {
             "input_token_logprobs": sglang_logprobs(self._tokenizer, prompt, self._with_text),
-            "output_token_logprobs": chosen,
+            "output_token_logprobs": sglang_logprobs(self._tokenizer, answer.logprobs, self._with_text),
         }
         if ask.top > 0:
-            top += sglang_top_logprobs(self._tokenizer, fresh, self._with_text)
+            top = sglang_top_logprobs(self._tokenizer, answer.logprobs, self._with_text)
             shapes["input_top_logprobs"] = sglang_top_logprobs(self._tokenizer, prompt, self._with_text)
             shapes["output_top_logprobs"] = top
         return shapes

@@ -80,7 +80,8 @@ class MetaInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SglangAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`text` and `output_ids` are cumulative in a stream. `index` is there in a stream of several answers."""
+    """`text` and `output_ids` are cumulative in a stream, unless the server was told otherwise. `index` is there in a
+    stream of several answers."""
 
     text: str
     output_ids: list[int]

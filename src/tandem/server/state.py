@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tandem.config.engine_config import EngineConfig
+from tandem.config.plan import Plan
 from tandem.engine import limits as engine_limits
 from tandem.engine.protocol import GenerateRequest
 from tandem.errors import RequestError
 from tandem.server.engine_client import EngineClient, RequestStream
 from tandem.server.errors import ApiError, overloaded, unavailable
-from tandem.server.limits import INLINE_TOKENIZE_CHARS, MAX_OPEN_ANSWERS
+from tandem.server.limits import MAX_OPEN_ANSWERS
 from tandem.server.messages import EngineReady
 from tandem.server.metrics import ServerMetrics
+from tandem.server.prompts.reader import PromptReader, PromptTokenizer
 from tandem.server.sampling_defaults import read_sampling_defaults
 
 
-class TextTokenizer(Protocol):
+class TextTokenizer(PromptTokenizer, Protocol):
     """What the server needs of `tandem.engine.text.tokenizer.Tokenizer`."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
     def token_text(self, token_id: int) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
     def is_special(self, token_id: int) -> bool: ...
-    def apply_chat_template(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
-    ) -> str: ...
 
 
 TokenizerLoader = Callable[[Path], TextTokenizer]
@@ -50,6 +47,7 @@ class ServerState:
         self.restarts: Callable[[], int] = lambda: 0
         self._load_tokenizer = load_tokenizer
         self._tokenizer: TextTokenizer | None = None
+        self._prompts: PromptReader | None = None
         self._engine: EngineReady | None = None
         self.metrics.watch_engine(lambda: self.client.stats, lambda: self.client.ready, self._restarts)
 
@@ -62,6 +60,11 @@ class ServerState:
             if self.config.sampling_defaults == "model":
                 self.sampling_defaults = read_sampling_defaults(Path(ready.model_path))
             self._tokenizer = self._load_tokenizer(Path(ready.model_path))
+        if self._prompts is None:
+            prompts = PromptReader(self._tokenizer)
+            prompts.start()
+            self._prompts = prompts
+        self._prompts.limit = engine_limits.token_limit(*_room(ready.plan))
         self._engine = ready
 
     @property
@@ -77,6 +80,17 @@ class ServerState:
         if self._tokenizer is None:
             raise unavailable(self.client.why_down)
         return self._tokenizer
+
+    @property
+    def prompts(self) -> PromptReader:
+        """Raises ApiError 503 while the first engine is loading."""
+        if self._prompts is None:
+            raise unavailable(self.client.why_down)
+        return self._prompts
+
+    def close(self) -> bool:
+        """The server ends. True: a thread is still at a long prompt."""
+        return self._prompts is not None and self._prompts.close()
 
     @property
     def model_name(self) -> str:
@@ -99,21 +113,27 @@ class ServerState:
         """Called before any work is done for a request, and with their number before answers are submitted. Raises
         ApiError 503 or 429."""
         self.check_up()
-        if self.client.open_answers + answers > MAX_OPEN_ANSWERS:
-            raise overloaded(f"{MAX_OPEN_ANSWERS} answers may run or wait; try again later")
+        if self.client.open_answers + answers > self._most_answers:
+            raise overloaded(f"{self._most_answers} answers may run or wait; try again later")
+        waiting, places = self.client.stats.waiting, self.config.max_queued_requests
+        if places is not None and waiting and waiting + answers > places:  # the KV cache is full
+            raise overloaded(f"{places} answers may wait (--max-queued-requests); try again later")
+
+    @property
+    def _most_answers(self) -> int:
+        """That run or wait. An engine's counts are late, so a burst is counted here."""
+        places = self.config.max_queued_requests
+        if places is None:
+            return MAX_OPEN_ANSWERS
+        return min(MAX_OPEN_ANSWERS, self.engine.plan.max_running_requests + places)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Raises RequestError."""
         return (await self.encode_all([text], add_special_tokens))[0]
 
     async def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Off the event loop when there is much of it. Raises RequestError."""
-        if sum(map(len, texts)) <= INLINE_TOKENIZE_CHARS:
-            return self._encode_each(texts, add_special_tokens)
-        return await asyncio.to_thread(self._encode_each, texts, add_special_tokens)
-
-    def _encode_each(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        return [self.tokenizer.encode(text, add_special_tokens) for text in texts]
+        """Off the event loop when there is much of it. Raises RequestError, ApiError 429 and 503."""
+        return await self.prompts.encode_all(texts, add_special_tokens)
 
     def answer_room(self, prompt_tokens: int) -> int:
         """How many tokens an answer to such a prompt may have."""
@@ -121,8 +141,7 @@ class ServerState:
 
     @property
     def _token_limit(self) -> int:
-        plan = self.engine.plan
-        return min(plan.context_length, plan.num_pages * plan.page_size)
+        return engine_limits.token_limit(*_room(self.engine.plan)).tokens
 
     def check_ids(self, prompt_ids: list[int]) -> None:
         """Raises RequestError."""
@@ -130,7 +149,7 @@ class ServerState:
 
     def check(self, requests: Sequence[GenerateRequest]) -> None:
         """The engine's own checks, made here so that the answer has its status at once. Raises RequestError."""
-        plan, checked = self.engine.plan, None
+        room, checked = _room(self.engine.plan), None
         for request in requests:
             if (
                 request.sampling != checked
@@ -138,13 +157,18 @@ class ServerState:
                 engine_limits.validate(request.sampling, self.engine.vocab_size)
                 checked = request.sampling
             self.check_ids(request.prompt_ids)
-            engine_limits.answer_limit(request, plan.context_length, plan.num_pages * plan.page_size)
+            engine_limits.answer_limit(request, *room)
 
     def submit(self, requests: Sequence[GenerateRequest], name: str = "") -> RequestStream:
         """name: of all of them. Raises RequestError, EngineError, ApiError 503 and 429."""
         self.check(requests)
         answers = sum(request.sampling.n for request in requests)
-        if answers > MAX_OPEN_ANSWERS:  # there will never be room
-            raise RequestError(f"at most {MAX_OPEN_ANSWERS} answers in one request, not {answers}", "n")
+        if answers > self._most_answers:  # there will never be room
+            raise RequestError(f"at most {self._most_answers} answers in one request, not {answers}", "n")
         self.admit(answers)
         return self.client.submit(requests, name)
+
+
+def _room(plan: Plan) -> tuple[int, int]:
+    """Tokens of the context, and of the KV cache."""
+    return plan.context_length, plan.num_pages * plan.page_size

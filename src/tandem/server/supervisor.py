@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import enum
 import logging
 import os
@@ -128,7 +129,8 @@ class EngineSupervisor:
         self._send = lambda message: _send_now(socket, message)
         self._start_error = ""
         self._loaded = False
-        self._send(StartEngine(config=self._config, loader=self._loader))
+        config = dataclasses.replace(self._config, api_key=None)  # the engine asks nobody for it
+        self._send(StartEngine(config=config, loader=self._loader))
         listening = asyncio.create_task(self._listen(socket))
         watching = asyncio.create_task(self._watch(process))
         stopping = asyncio.create_task(self._stop_in_time(process))

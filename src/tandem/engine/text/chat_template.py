@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem.errors import CheckpointError, RequestError
+
+MAX_TEMPLATE_CHARS = 1 << 20  # the longest that models have are some 30,000
 
 
 class _GenerationTag(Extension):
@@ -38,22 +42,49 @@ def _strftime_now(pattern: str) -> str:
 
 
 class ChatTemplate:
-    def __init__(self, source: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
+    """`source` is only parsed here: compiling already computes what is constant, for as long as that takes."""
+
+    def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
+        """variables: those that every rendering has, as `bos_token`."""
+        self.source = source
+        self.variables: dict[str, Any] = {"tools": None, "documents": None, **(variables or {})}
+        self._environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
-        environment.filters["tojson"] = _tojson
-        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise CheckpointError(f"the model's chat template is not valid Jinja: {error}") from error
+        self._environment.filters["tojson"] = _tojson
+        self._environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        self._compiled: Template | None = None
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise CheckpointError(f"the model's chat template has more than {MAX_TEMPLATE_CHARS} characters")
+        with _readable():
+            self._environment.parse(source)
+
+    def compile(self) -> Template:
+        """Raises CheckpointError. Takes as long as the template wants."""
+        if self._compiled is None:
+            with _readable():
+                self._compiled = self._environment.from_string(self.source)
+        return self._compiled
+
+    def values(self, **variables: Any) -> dict[str, Any]:
+        """What a rendering gets besides the messages."""
+        return self.variables | variables
 
     def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
-        """RequestError with the template's own complaint, e.g. about the order of roles."""
+        """RequestError with the template's own complaint, e.g. about the order of roles. Takes as long and as much
+        memory as the template wants: a server renders in `server/prompts/templates.py`."""
+        template = self.compile()
         try:
-            return self._template.render(messages=messages, **variables)
+            return template.render(messages=messages, **self.values(**variables))
         except Exception as error:  # a template may do whatever Jinja can
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", "messages"
             ) from error
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # too deep nesting is a RecursionError, MemoryError or SyntaxError of Python's
+        raise CheckpointError(f"the model's chat template is not valid Jinja: {error}") from error

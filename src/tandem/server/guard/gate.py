@@ -1,0 +1,89 @@
+"""`Gate`: the outermost layer of the application, but for what browsers ask first (CORS)."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.server.errors import ApiError, error_response
+from tandem.server.fields import IGNORED_HEADER
+from tandem.server.guard.connection import Deadline, run_while_wanted
+from tandem.server.guard.origins import ANY, Origins
+from tandem.server.state import ServerState
+
+_OPEN_PATHS = {"/health", "/ping"}  # without a key: load balancers ask them
+
+
+def install(app: FastAPI, state: ServerState) -> None:
+    """Around everything that the application has so far."""
+    app.add_middleware(Gate, state=state)
+    origins = state.config.allowed_origins
+    if origins is not None:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=[ANY], allow_headers=[ANY],
+            expose_headers=[IGNORED_HEADER, "Retry-After"],
+        )  # fmt: skip
+
+
+class Gate:
+    """Checks origin and key, counts what is in progress, counts statuses. Plain ASGI: no cost per chunk."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+        self._origins = Origins(state.config)
+        key = state.config.api_key
+        self._expected = None if key is None else b"Bearer " + key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        self._state.http_active += 1
+        self._state.metrics.http_active.inc()
+        try:
+            refusal = self._refusal(scope)
+            app = self._app if refusal is None else error_response(refusal)
+            await run_while_wanted(app, scope, receive, self._counting(send), self._deadline(scope))
+        finally:
+            self._state.http_active -= 1
+            self._state.metrics.http_active.dec()
+
+    def _deadline(self, scope: Scope) -> Deadline | None:
+        """Also for those who answer: `request.state.deadline`."""
+        seconds = self._state.config.request_timeout
+        if seconds is None:
+            return None
+        deadline = Deadline(asyncio.get_running_loop().time() + seconds, seconds)
+        scope.setdefault("state", {})["deadline"] = deadline
+        return deadline
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        if scope["path"] in _OPEN_PATHS:
+            return None
+        try:
+            self._origins.check(scope)
+        except ApiError as error:
+            return error
+        if self._expected is None:
+            return None
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return None if hmac.compare_digest(given, self._expected) else _unauthorized()
+
+    def _counting(self, send: Send) -> Send:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._state.metrics.responded(message["status"])
+            await send(message)
+
+        return counted
+
+
+def _unauthorized() -> ApiError:
+    message = "the API key is missing or wrong; send Authorization: Bearer KEY"
+    headers = {"WWW-Authenticate": "Bearer"}
+    return ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)

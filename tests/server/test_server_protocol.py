@@ -1,0 +1,222 @@
+"""What clients may send, how fast, and how slowly they may read; over real sockets, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+import echo_engine
+from server_harness import LocalServer, listening_server, local_state
+from server_requests import error_of, pages_are_back
+from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
+from tandem.errors import TandemError
+from tandem.server import engine_client
+from tandem.server.guard import bodies, protocol
+
+LONG = {"input_ids": [97], "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}, "stream": True}
+HEAD = b"POST /generate HTTP/1.1\r\nHost: tandem\r\n"
+
+
+def run(scenario: Callable[[LocalServer], Coroutine[Any, Any, None]], **flags: Any) -> None:
+    async def go() -> None:
+        async with listening_server(**flags) as server:
+            await asyncio.wait_for(scenario(server), 60)
+
+    asyncio.run(go())
+
+
+class Connection:
+    """Raw bytes to a server."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def to(cls, server: LocalServer) -> Connection:
+        port = int(str(server.client.base_url).rstrip("/").rpartition(":")[2])
+        return cls(*await asyncio.open_connection("127.0.0.1", port))
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        with contextlib.suppress(ConnectionError):
+            await self.writer.drain()
+
+    async def answer(self, seconds: float = 20.0) -> tuple[int, dict]:
+        """Until the server closes: status and JSON body."""
+        data = await asyncio.wait_for(self.reader.read(), seconds)
+        head, _, body = data.partition(b"\r\n\r\n")
+        return int(head.split()[1]), json.loads(body)["error"]
+
+
+def test_header_lines_have_a_limit_before_the_key_is_looked_at() -> None:
+    async def scenario(server: LocalServer) -> None:
+        for lines in (b"x: y\r\n" * 200, b"x: " + b"y" * 100_000):
+            connection = await Connection.to(server)
+            await connection.send(HEAD + lines)
+            status, error = await connection.answer()
+            assert (status, error["code"]) == (431, "headers_too_large")
+        assert server.state.http_active == 0
+        headers = {f"x-{i}": "y" * 400 for i in range(100)} | {"authorization": "Bearer right"}
+        assert (await server.client.get("/get_model_info", headers=headers)).status_code == 200
+
+    run(scenario, api_key="right")
+
+
+def test_one_header_line_that_never_ends_is_not_kept() -> None:
+    async def scenario(server: LocalServer) -> None:
+        connection = await Connection.to(server)
+        await connection.send(HEAD + b"x: ")
+        for _ in range(8):
+            await connection.send(b"y" * (1 << 20))
+        assert (await connection.answer())[0] == 431
+
+    run(scenario)
+
+
+def test_trailers_after_a_body_have_the_same_limit() -> None:
+    async def scenario(server: LocalServer) -> None:
+        connection = await Connection.to(server)
+        await connection.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n" + b"a: b\r\n" * 200)
+        assert (await connection.answer())[0] == 431
+
+    run(scenario)
+
+
+def test_an_address_has_a_limit() -> None:
+    async def scenario(server: LocalServer) -> None:
+        error = error_of(await server.client.get("/health?" + "x" * 20_000), 414)
+        assert error["code"] == "url_too_long"
+        assert (await server.client.get("/health?" + "x" * 8_000)).status_code == 200
+
+    run(scenario)
+
+
+def test_what_is_not_http_gets_an_error_of_the_usual_form() -> None:
+    async def scenario(server: LocalServer) -> None:
+        connection = await Connection.to(server)
+        await connection.send(b"\x00\xff\n\n")
+        status, error = await connection.answer()
+        assert (status, error["code"]) == (400, "invalid_http")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("sent", [HEAD, HEAD + b"Content-Length: 100\r\n\r\n{", HEAD + b"x"])
+def test_a_request_that_never_ends_is_cut(sent: bytes, monkeypatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(protocol, "BODY_SECONDS", 0.2)
+
+    async def scenario(server: LocalServer) -> None:
+        connection = await Connection.to(server)
+        await connection.send(sent)
+        status, error = await connection.answer()
+        assert (status, error["code"]) == (408, "request_too_slow")
+        while server.state.http_active:
+            await asyncio.sleep(0.005)
+
+    run(scenario)
+
+
+def test_a_connection_that_is_never_used_is_closed(monkeypatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
+
+    async def scenario(server: LocalServer) -> None:
+        connection = await Connection.to(server)
+        assert await asyncio.wait_for(connection.reader.read(), 20) == b""
+        quick = [await server.client.get("/health") for _ in range(3)]  # one connection, kept
+        assert [r.status_code for r in quick] == [200] * 3
+
+    run(scenario)
+
+
+def test_a_long_answer_takes_its_time(monkeypatch) -> None:
+    """The limits are about requests."""
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(protocol, "BODY_SECONDS", 0.2)
+
+    async def scenario(server: LocalServer) -> None:
+        body = LONG | {"sampling_params": {"max_new_tokens": 30, "ignore_eos": True}, "stream": False}
+        for _ in range(2):
+            answer = (await server.client.post("/generate", json=body)).json()
+            assert len(answer["output_ids"]) == 30
+            await asyncio.sleep(0.3)
+
+    run(scenario, loaded=echo_engine.build(seconds_per_step=0.02))
+
+
+def test_connections_have_a_limit(monkeypatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 2)
+
+    async def scenario(server: LocalServer) -> None:
+        held = [await Connection.to(server) for _ in range(2)]
+        status, error = await (await Connection.to(server)).answer()
+        assert (status, error["code"]) == (503, "overloaded")
+        for connection in held:
+            connection.writer.close()
+            await connection.writer.wait_closed()
+        await asyncio.sleep(0.05)
+        assert (await server.client.get("/health")).status_code == 200
+
+    run(scenario)
+
+
+def test_unfinished_bodies_share_a_limit_and_small_ones_are_free(monkeypatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_UNFINISHED_BYTES", 1 << 20)
+
+    async def scenario(server: LocalServer) -> None:
+        bodies = server.app.state.bodies
+        held = await Connection.to(server)
+        await held.send(HEAD + b"Content-Length: 900000\r\n\r\n" + b" " * 800_000)
+        while bodies._bytes < 700_000:
+            await asyncio.sleep(0.005)
+        refused = await server.client.post("/generate", content=b" " * 800_000)
+        assert error_of(refused, 503)["code"] == "overloaded" and refused.headers["retry-after"]
+        assert (await server.client.post("/generate", json={"text": "x"})).status_code == 200
+        held.writer.close()
+        while bodies._bytes:
+            await asyncio.sleep(0.005)
+
+    run(scenario)
+
+
+def test_a_client_that_reads_nothing_is_disconnected(monkeypatch) -> None:
+    monkeypatch.setattr(protocol, "UNREAD_SECONDS", 0.2)
+
+    async def scenario(server: LocalServer) -> None:
+        connection = await Connection.to(server)
+        connection.writer.transport.pause_reading()
+        body = json.dumps(LONG | {"sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}).encode()
+        await connection.send(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        while not server.state.client.open_answers:
+            await asyncio.sleep(0.005)
+        while server.state.http_active:
+            await asyncio.sleep(0.02)
+        await pages_are_back(server)
+        connection.writer.close()
+
+    run(scenario)
+
+
+def test_a_stream_that_is_read_too_slowly_ends_with_its_reason(monkeypatch) -> None:
+    monkeypatch.setattr(engine_client, "MAX_UNREAD_OUTPUTS", 50)
+    monkeypatch.setattr(engine_client, "MAX_UNREAD_PER_ANSWER", 1)
+
+    async def go() -> None:
+        state, loop, _ = local_state()
+        sampling = SamplingParams(max_tokens=3000, ignore_eos=True)
+        stream = state.client.submit([GenerateRequest(id="slow", prompt_ids=[97], sampling=sampling)])
+        for _ in range(200):
+            loop.turn()
+        assert state.client.open_answers == 0 and not loop.has_work()  # it was aborted
+        outputs: list[TokenOutput] = await stream.next()
+        assert len(outputs) == 51
+        with pytest.raises(TandemError, match="read faster"):
+            await stream.next()
+        state.client.release(stream)
+
+    asyncio.run(go())
