@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from test_models import Session
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sessions import Session
 from tandem.checkpoint import demo, demo_source, open_checkpoint
 from tandem.checkpoint.demo_weights import DemoWeights
 from tandem.errors import CheckpointError
