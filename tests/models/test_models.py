@@ -31,15 +31,6 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return CpuOps(_core.WorkerPool([-1, -1]), request.param)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_torch_thread():
-    """As in the engine: matrices this small are faster so, and torch's threads would fight the pool's."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_float32_logits_equal_transformers(tiny_models, ops, variant):
     assert worst(ours(Session(tiny_models[variant], ops=ops)), reference(tiny_models[variant])) < 1e-4
