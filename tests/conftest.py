@@ -1,13 +1,42 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share, and how tests are divided among processes."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+import scheduling
+
 settings.register_profile("fuzz", max_examples=1500, deadline=None)  # `make fuzz`
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    scheduling.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    scheduling.use_one_torch_thread()
+    if config.getoption("--store-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(scheduling.Durations())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    scheduling.leave_out_full(config, items)
+    scheduling.longest_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Only called by pytest-xdist, for `-n 2`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False  # the order is ours
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = scheduling.group_of
+    return scheduler
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_models import Session, ours, prompts, rms, worst
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gguf_files import (
@@ -27,6 +26,7 @@ from gguf_files import (
     split,
     write_gguf,
 )
+from sessions import Session, ours, prompts, rms, worst
 from tandem import LLM, SamplingParams, _core
 from tandem.checkpoint import load_model_config, open_checkpoint, read_generation, resolve_model
 from tandem.config import ModelConfig

@@ -8,9 +8,9 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from test_models import Session, ours, reference, rms, worst
 
 from gguf_files import Kind, matrices_as, write_gguf
+from sessions import Session, ours, reference, rms, worst
 from tandem import LLM, SamplingParams, _core
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import Layer, ModelConfig

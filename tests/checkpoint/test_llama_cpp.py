@@ -16,12 +16,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from test_models import PAGE_SIZE, Session
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gguf_files import finish, write_gguf
+from sessions import PAGE_SIZE, Session
 from tandem import _core
 from tandem.checkpoint.demo_source import base_gguf
 from tandem.checkpoint.gguf_tokenizer import COMPOSED, PRE

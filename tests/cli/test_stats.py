@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_recorder import Rows, Steps
 from torch import Tensor
 from typer.testing import CliRunner
 
+from recorded_steps import Steps
 from tandem.bench.placement.traces import TraceShape, load_trace
 from tandem.cli.app import app
 from tandem.errors import ConfigError
+from tandem.experts.usage.recorder import Rows
 from tandem.experts.usage.usage_file import UsageRecord, write_usage
 from tandem.experts.usage.usage_summary import by_chance, summary
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_plan import GIB, INT4, MODEL, MOE, machine, model_of, plan, reason
 
+from plans import GIB, INT4, MODEL, MOE, machine, model_of, plan, reason, with_gpu
 from tandem.config import (
     EngineConfig,
     Experts,
@@ -19,13 +19,8 @@ from tandem.config import (
 )
 from tandem.config.cuda_graphs import SMALL_GRAPH_SIZES as SMALL
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, dense_bytes
-from tandem.config.gpus import Gpu
 from tandem.config.memory import DEFAULT_FRACTION
 from tandem.errors import ConfigError
-
-
-def with_gpu(free: int = 16 * GIB, missing: tuple[str, ...] = ()) -> Machine:
-    return replace(machine(), gpus=(Gpu("H100", 2 * free, free, "gen5 x16"),), gpu_missing=missing)
 
 
 def test_a_gpu_is_used_and_filled() -> None:

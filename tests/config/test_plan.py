@@ -7,54 +7,24 @@ from dataclasses import replace
 
 import pytest
 
+from plans import GIB, INT4, MODEL, MOE, machine, model_of, plan, reason
 from tandem.config import (
     Dense,
     EngineConfig,
     Experts,
-    Gqa,
-    Machine,
     ModelConfig,
     Moe,
-    Norm,
     Plan,
     Router,
     StoredFormat,
     StoredFormats,
     resolve,
 )
-from tandem.config.layers import pre_norm
-from tandem.config.machine import TIERS, Core
+from tandem.config.machine import TIERS
 from tandem.config.memory import DEFAULT_KV_BYTES, DEFAULT_PREFILL_TOKENS, WORKSPACE_BYTES
-from tandem.config.rope import Rope
 from tandem.errors import ConfigError
 
-GIB = 1 << 30
-NORM = Norm(1e-5)
-ATTENTION = Gqa(9, 3, 64, Rope(1e4, 32))
-MOE = Moe(Router(num_experts=32, top_k=8), Experts(32, 192), Dense(192))
-
-
-def model_of(moe: Moe) -> ModelConfig:
-    layers = (pre_norm(ATTENTION, moe, NORM),) * 30
-    return ModelConfig("glm4_moe", 576, 49152, layers, NORM, True, 8192)
-
-
-MODEL = model_of(MOE)
 KV_BYTES = 2 * 30 * 3 * 64 * 2  # K and V × layers × heads × head_dim × bf16
-
-
-def machine(cores: int = 4, nodes: int = 1, free: int = 16 * GIB, quota: float | None = None) -> Machine:
-    per_node = cores // nodes
-    made = tuple(Core(cpu, cpu // per_node, cpu // per_node) for cpu in range(cores))
-    return Machine("Test CPU", made, TIERS[:2], 2 * free, free, quota)
-
-
-def plan(machine: Machine, model: ModelConfig = MODEL, **flags: object) -> Plan:
-    return resolve(EngineConfig(model="demo", **flags), model, machine)  # type: ignore[arg-type]
-
-
-def reason(plan: Plan, name: str) -> str:
-    return next(d.reason for d in plan.decisions if d.name == name)
 
 
 def test_defaults() -> None:
@@ -84,7 +54,6 @@ def test_kt_method_names_the_packed_format(method: str, fmt: str) -> None:
     assert method in reason(p, "expert format")
 
 
-INT4 = StoredFormat("int4 g32", True, 0.5625, ("RAWINT4", "INT4", "AMXINT4"), 32)
 FP8 = StoredFormat("fp8 128x128", True, 1.03, ("FP8",), 128)
 
 

@@ -13,49 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config import EngineConfig, Router
-from tandem.engine.engine import Engine
-from tandem.engine.protocol import GenerateRequest, SamplingParams
-from tandem.engine.start.loader import load_parts
+from recorded_steps import EXPERTS, LAYERS, Steps, generate, tiny_engine
 from tandem.errors import ConfigError, EngineError, RequestError
 from tandem.experts.placement import load_counts
 from tandem.experts.usage import recorder
-from tandem.experts.usage.expert_usage import ExpertUsage
-from tandem.experts.usage.recorder import ExpertRecorder, RecorderOptions, Rows
+from tandem.experts.usage.recorder import Rows
 from tandem.experts.usage.usage_file import UsageRecord, read_usage, write_usage
-from tandem.kernels.reference import TorchOps
-
-LAYERS, EXPERTS, TOP_K, MOST_ROWS = 3, 7, 2, 8
-
-
-class Steps:
-    """Steps of made-up routing through real counts."""
-
-    def __init__(self, directory: Path, **options) -> None:
-        self.options = RecorderOptions(directory, **options)
-        on_gpu = torch.zeros(LAYERS, EXPERTS, dtype=torch.bool)
-        on_gpu[:, 2] = True
-        self.usage = ExpertUsage(LAYERS, EXPERTS, on_gpu=on_gpu, chosen=(MOST_ROWS, TOP_K))
-        self.recorder = ExpertRecorder(self.usage, (0, 2, 5), self.options, "made-up")
-        self._generator = torch.Generator().manual_seed(4)
-
-    def run(self, *rows: Rows, fail: bool = False) -> Tensor:
-        """ids [rows, layers, top_k]."""
-        count = sum(r.length for r in rows)
-        self.usage.begin(count)
-        ids = []
-        for layer in range(LAYERS):
-            logits = torch.randn(count, EXPERTS, generator=self._generator)
-            routing = TorchOps().route(logits, Router(EXPERTS, TOP_K), None, 1, self.usage.tally(layer))
-            ids.append(routing.ids[:, :TOP_K])
-        if fail:
-            self.recorder.after_failure()
-        else:
-            self.recorder.after_step(rows)
-        return torch.stack(ids, 1)
-
-    def dumped(self) -> UsageRecord:
-        return read_usage(self.recorder.dump().result(120))
 
 
 def counts_of(ids: Tensor) -> Tensor:
@@ -267,22 +230,6 @@ def test_counts_of_all_decoder_layers_fit_too(tmp_path: Path) -> None:
 
 
 # -- in the engine ---
-
-
-def tiny_engine(path: Path, directory: Path, **flags) -> Engine:
-    flags = {
-        "dtype": "float32", "kt_cpuinfer": 2, "max_total_tokens": 256, "chunked_prefill_size": 8, "device": "cpu",
-        "expert_distribution_recorder_dir": str(directory),
-    } | flags  # fmt: skip
-    return Engine.from_parts(load_parts(EngineConfig.from_keywords(str(path), **flags)))
-
-
-def generate(engine: Engine, *prompts: list[int], answer: int = 6) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
-    for i, prompt in enumerate(prompts):
-        engine.add(GenerateRequest(id=str(i), prompt_ids=prompt, sampling=params))
-    while engine.has_work():
-        engine.step()
 
 
 @pytest.mark.parametrize("variant", ["glm4_moe", "deepseek_v3"])

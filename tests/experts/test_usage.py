@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from test_models import Session
 from torch import Tensor
 
 from gpu import DEVICE, needs_triton
+from sessions import Session
 from tandem import _core
 from tandem.config import Router
 from tandem.engine import expert_statistics

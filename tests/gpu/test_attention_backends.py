@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_plan import with_gpu
-from test_ops import Batch
-from test_plan import ATTENTION, MODEL, machine, plan, reason
 from torch import Tensor
 from torch.nn.attention import varlen
 
 from gpu import DEVICE, READS_PAGES
+from paged_batches import Batch
+from plans import ATTENTION, MODEL, machine, plan, reason, with_gpu
 from tandem.config.attention_backend import release
 from tandem.errors import ConfigError, KernelError
 from tandem.kernels.gpu.attention_backends import attention_of
@@ -117,7 +116,7 @@ def test_a_flashinfer_that_cannot_be_imported_says_so(monkeypatch: pytest.Monkey
 
 
 def paged(spans: list[tuple[int, int]], single: int) -> tuple[Batch, int]:
-    """As `test_ops.make_batch`, with pages of PAGE tokens."""
+    """As `paged_batches.make_batch`, with pages of PAGE tokens."""
     width = -(-max(end for _, end in spans) // PAGE)
     tables = torch.randperm(len(spans) * width).view(len(spans), width).int()
     positions = torch.cat([torch.arange(*span) for span in spans])

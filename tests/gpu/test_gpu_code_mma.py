@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_gpu_dense_codes import FORMATS, coded
 
 import kernel_cases as cases
+from dense_code_cases import FORMATS, coded
 from gpu import HAS_TRITON, pretend_cuda_core
 from tandem.kernels.packed.matrix import PackedMatrix
 

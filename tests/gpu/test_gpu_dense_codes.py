@@ -7,17 +7,17 @@ Tiles and unpacked matrices round scaled weights to bfloat16, 2^-9 of each produ
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
+from dense_code_cases import FORMATS, coded
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from tandem import _core
 from tandem.errors import KernelError
-from tandem.formats.codes import WeightCodes, join_nibbles
-from tandem.formats.reference import decoded, magnitudes, quantise, stored
+from tandem.formats.codes import WeightCodes
+from tandem.formats.reference import decoded, magnitudes, stored
 from tandem.kernels.cpu_ops import CpuOps
 
 if AVAILABLE:
@@ -28,25 +28,11 @@ if AVAILABLE:
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 SHAPES = [(40, 96), (72, 320), (200, 1100)] + ([] if INTERPRETED else [(2080, 2048), (96, 4104)])
-FORMATS = ["int8", "int8 rows", "int4", "int4 f16", "fp8", "fp8 rows", "mxfp8", "mxfp4", "nvfp4"]
 
 
 @pytest.fixture(scope="module")
 def ops() -> GpuOps:
     return GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1]))
-
-
-@cache
-def coded(columns: int, depth: int, fmt: str) -> WeightCodes:
-    weight = torch.randn(columns, depth, generator=torch.Generator().manual_seed(1)) / depth**0.5
-    kind, _, how = fmt.partition(" ")
-    if not kind.startswith("int"):
-        return stored(weight, kind, 0 if how else 128)
-    codes, scales = quantise(weight, kind, 0 if how == "rows" else 32)
-    bits = codes.flatten(1)[:, :depth].to(torch.int8).view(torch.uint8)
-    kept = scales[..., 0] if how == "rows" else scales[..., 0].to(torch.float16 if how else torch.bfloat16)
-    bits = join_nibbles(bits & 15) if kind == "int4" else bits
-    return WeightCodes(bits.contiguous(), kept, kind, 0 if how == "rows" else 32, depth)
 
 
 def check(got: Tensor, x: Tensor, weight: WeightCodes, bias: Tensor | None, rounded: bool) -> None:

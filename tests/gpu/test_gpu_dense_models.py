@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_models import Session, ours, prompts, reference
-from test_quantised_models import BLOCKS, CHOICES, MACHINE, median
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from quantised_models import save_quantised
+from quantised_models import BLOCKS, CHOICES, MACHINE, save_quantised
+from sessions import Session, median, ours, prompts, reference
 from tandem import _core
 from tandem.checkpoint import open_checkpoint
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve

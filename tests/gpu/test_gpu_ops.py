@@ -10,10 +10,10 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from test_ops import Batch, make_batch, random_tables
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
+from paged_batches import Batch, make_batch, random_tables
 from tandem import _core
 from tandem.config.layers import Router
 from tandem.formats.codes import WeightCodes, join_nibbles

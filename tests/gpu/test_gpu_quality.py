@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_quality import some_windows
 
 from gpu import needs_cuda
 from tandem.cli.quality_run import Request, measure
 from tandem.quality import text as texts
 from tandem.quality.compare import Head
 from tandem.quality.stream import LayerStream, Variant
+from windows import some_windows
 
 SHARES = (0.0, 0.5, 1.0)
 

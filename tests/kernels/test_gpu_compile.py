@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_dense_codes import coded
-from test_ops import make_batch, random_tables
 
+from dense_code_cases import coded
 from gpu import HAS_TRITON, INTERPRETED
+from paged_batches import make_batch, random_tables
 from tandem import _core
 from tandem.config.layers import Router
 from tandem.formats.reference import stored

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_plan import GIB, MODEL, machine, reason
 from torch import Tensor
 
 import kernel_cases as cases
+from plans import GIB, MODEL, machine, reason
 from quantised_models import save_deepseek_names
 from tandem import LLM, SamplingParams, _core
 from tandem.checkpoint import open_checkpoint

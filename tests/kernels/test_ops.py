@@ -6,13 +6,14 @@ most about (n / 16 + 4) * 2^-24 of its terms; a bfloat16 result may then round t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from paged_batches import PAGE, Batch, make_batch, random_tables
 from tandem import _core
 from tandem.config.layers import Router
 from tandem.errors import KernelError
@@ -21,38 +22,12 @@ from tandem.kernels.ops import ColumnRun, Rope
 from tandem.kernels.reference import TorchOps
 
 F32_ULP, BF16_ULP = 2.0**-23, 2.0**-7
-PAGE = 16
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(scope="module", params=_core.supported_tiers())
 def ops(request: pytest.FixtureRequest) -> CpuOps:
     return CpuOps(_core.WorkerPool([-1, -1]), request.param)
-
-
-@dataclass
-class Batch:
-    positions: Tensor
-    cache_slots: Tensor
-    query_starts: Tensor
-    seq_lens: Tensor
-    block_tables: Tensor
-    single_rows: int = 0
-
-
-def make_batch(spans: list[tuple[int, int]], tables: Tensor) -> Batch:
-    """Sequence s contributes tokens [start, end) of spans[s]; tables [S, P] are its pages."""
-    positions = torch.cat([torch.arange(a, b) for a, b in spans])
-    rows = torch.cat([torch.full((b - a,), s) for s, (a, b) in enumerate(spans)])
-    starts = torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0).int()
-    slots = tables[rows, positions // PAGE].long() * PAGE + positions % PAGE
-    return Batch(positions, slots, starts, torch.tensor([b for _, b in spans]).int(), tables)
-
-
-def random_tables(sequences: int, tokens: int) -> tuple[Tensor, int]:
-    """Scattered pages: position order must come from the table, not from memory."""
-    pages = -(-tokens // PAGE)
-    return torch.randperm(sequences * pages).view(sequences, pages).int(), sequences * pages
 
 
 def assert_near(got: Tensor, expected: Tensor, terms: int, size: float = 1.0) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_models import PAGES, Session
 
+from sessions import PAGES, Session
 from tandem import _core
 from tandem.errors import KernelError
 from tandem.kernels.cpu_ops import CpuOps

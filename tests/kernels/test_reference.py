@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import test_models
 import torch
 
+from sessions import Session, ours, reference, rms
 from tandem import _core
 from tandem.errors import KernelError
 from tandem.kernels.cpu_ops import CpuOps
@@ -30,14 +28,11 @@ def test_an_unknown_format_is_refused():
 
 
 @pytest.mark.parametrize("fmt", ["int8", "int4"])
-def test_quantised_experts_agree_through_a_model(tiny_models, monkeypatch, fmt):
+def test_quantised_experts_agree_through_a_model(tiny_models, fmt):
     """Packed kernels and reference round weights alike; what is left is bf16's error, as Transformers has it."""
-    path, plain = tiny_models["qwen3_moe"], test_models.plan
-    exact = test_models.reference(path)
-    bf16_error = test_models.rms(test_models.reference(path, torch.bfloat16), exact)
-    monkeypatch.setattr(test_models, "plan", lambda *a: replace(plain(*a), expert_format=fmt))
-    ops = CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1])
-    packed, reference = (
-        test_models.ours(test_models.Session(path, "bfloat16", ops=o)) for o in (ops, TorchOps())
-    )
-    assert test_models.rms(packed, reference) < 1.5 * bf16_error
+    path = tiny_models["qwen3_moe"]
+    exact = reference(path)
+    bf16_error = rms(reference(path, torch.bfloat16), exact)
+    core = CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1])
+    packed, plain = (ours(Session(path, "bfloat16", ops=o, expert_format=fmt)) for o in (core, TorchOps()))
+    assert rms(packed, plain) < 1.5 * bf16_error

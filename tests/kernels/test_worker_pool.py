@@ -67,17 +67,17 @@ def test_early_tasks_where_threads_are_slow_at_the_worst_moments(tmp_path: Path)
     assert build_and_run(tmp_path, "-include", pauses, test="early_tasks_test") == "early_tasks_test: ok\n"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_contract_under_thread_sanitizer(tmp_path: Path) -> None:
     assert build_and_run(tmp_path, "-fsanitize=thread") == "worker_pool_test: ok\n"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_early_tasks_under_thread_sanitizer(tmp_path: Path) -> None:
     assert build_and_run(tmp_path, "-fsanitize=thread", test="early_tasks_test") == "early_tasks_test: ok\n"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_expert_layer_under_thread_sanitizer(tmp_path: Path) -> None:
     """Nobody overwrites a round's results while they are added up, and a call's fit their scratch."""
     flags = ("-fsanitize=thread", "-DTANDEM_RESULT_BYTES=262144")

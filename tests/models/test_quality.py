@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_plan import GIB, MOE, machine, model_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from plans import GIB, MOE, machine, model_of
 from tandem.checkpoint import open_checkpoint
 from tandem.cli.app import app
 from tandem.cli.quality_run import Request, measure
@@ -32,15 +32,10 @@ from tandem.quality.compare import Head
 from tandem.quality.measures import Divergence, divergences, kept_rows, losses, top_tokens
 from tandem.quality.saved_logits import Origin, SavedLogits, writing
 from tandem.quality.stream import LayerStream, Variant
-from tandem.quality.text import Windows
-from tiny import VARIANTS, VOCAB, file_tensors
+from tiny import VARIANTS, file_tensors
+from windows import some_windows
 
 F32 = "float32"
-
-
-def some_windows(lengths: tuple[int, ...] = (40, 17, 2)) -> Windows:
-    generator = torch.Generator().manual_seed(3)
-    return Windows(tuple(tuple(torch.randint(VOCAB, (n,), generator=generator).tolist()) for n in lengths))
 
 
 @pytest.fixture

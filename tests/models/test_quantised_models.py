@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_models import Session, ours, prompts, reference, worst
 
-from quantised_models import everything, experts_only, save_deepseek_names, save_quantised
+from quantised_models import (
+    BLOCKS,
+    CHOICES,
+    MACHINE,
+    experts_only,
+    mixed,
+    save_deepseek_names,
+    save_quantised,
+)
+from sessions import Session, median, ours, prompts, reference, worst
 from tandem import _core
 from tandem.checkpoint import open_checkpoint
-from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
-from tandem.config.machine import TIERS, Core
+from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.models.linear import SideBySide
-from tiny import VARIANTS, TinyModels, settings
-
-MACHINE = Machine("Test CPU", (Core(0, 0, 0),), TIERS[:2], 64 << 30, 64 << 30, None)
-BLOCKS = settings(
-    hidden_size=128, num_hidden_layers=2, moe_intermediate_size=128, intermediate_size=256, num_attention_heads=8,
-    num_key_value_heads=4, head_dim=32, n_routed_experts=8, n_group=2, topk_group=1,
-)  # fmt: skip
-"""Multiples of 128: every format's blocks fit."""
+from tiny import VARIANTS, TinyModels
 
 
 @pytest.fixture(scope="module", params=["torch", _core.supported_tiers()[-1]])
@@ -41,24 +41,6 @@ def model(tmp_path_factory):
     VARIANTS["glm4_moe-blocks"] = (family, changes | BLOCKS)
     yield TinyModels(tmp_path_factory.mktemp("plain"))["glm4_moe-blocks"]
     del VARIANTS["glm4_moe-blocks"]
-
-
-def mixed(module: str) -> str:
-    return "int4 packed g32" if ".experts." in module else "fp8 blocks"
-
-
-CHOICES = {
-    "all fp8": everything("fp8 blocks"),
-    "all fp8 per channel": everything("fp8 per channel"),
-    "all int8": everything("int8 per channel"),
-    "all gptq": everything("gptq"),
-    "all awq": everything("awq"),
-    "all mxfp4": everything("mxfp4 packed"),
-    "experts int4": experts_only("int4 packed g32"),
-    "experts mxfp4": experts_only("mxfp4 deepseek"),
-    "experts nvfp4": experts_only("nvfp4 modelopt"),
-    "fp8 + int4": mixed,
-}
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +59,6 @@ def saved(model, tmp_path_factory):
 def test_decoded_in_float32(saved, name):
     quantised, plain = saved(name)
     assert worst(ours(Session(quantised)), reference(plain)) < 1e-4
-
-
-def median(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    return float((torch.cat(got) - torch.cat(expected)).abs().median())
 
 
 def planned(path) -> Plan:

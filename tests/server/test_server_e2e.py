@@ -16,7 +16,7 @@ import pytest
 
 from server_harness import ServerProcess, running, spawn_real
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 CLIENTS = 64
 REQUESTS = 500

@@ -7,10 +7,9 @@ import functools
 from pathlib import Path
 
 import httpx
-import pytest
-from test_recorder import generate, tiny_engine
 
 import idle_engine
+from recorded_steps import generate, tiny_engine
 from server_harness import ServerProcess, local_server, running, spawn_real
 from tandem.checkpoint import load_model_config
 from tandem.config import EngineConfig

@@ -25,7 +25,9 @@ Supervised = tuple[EngineClient, EngineSupervisor, asyncio.Task[None]]
 @pytest.fixture(autouse=True)
 def engine_finds_tests(monkeypatch: pytest.MonkeyPatch):
     source = Path(supervisor.__file__).parents[2]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), str(source)]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1] / "support"), str(source)])
+    )
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.01)
 
 

@@ -11,7 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import stored_formats as formats
-from tiny import file_tensors
+from tandem.config import Machine
+from tandem.config.machine import TIERS, Core
+from tiny import file_tensors, settings
 
 Choice = Callable[[str], str | None]
 """A matrix's module → its format, a key of `stored_formats.MAKERS`; None: it stays as it is."""
@@ -98,3 +100,31 @@ def deepseek_name(name: str) -> str:
     for ours, theirs in _DEEPSEEK:
         name = name.replace(ours, theirs)
     return name
+
+
+MACHINE = Machine("Test CPU", (Core(0, 0, 0),), TIERS[:2], 64 << 30, 64 << 30, None)
+
+
+BLOCKS = settings(
+    hidden_size=128, num_hidden_layers=2, moe_intermediate_size=128, intermediate_size=256, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=32, n_routed_experts=8, n_group=2, topk_group=1,
+)  # fmt: skip
+"""Multiples of 128: every format's blocks fit."""
+
+
+def mixed(module: str) -> str:
+    return "int4 packed g32" if ".experts." in module else "fp8 blocks"
+
+
+CHOICES = {
+    "all fp8": everything("fp8 blocks"),
+    "all fp8 per channel": everything("fp8 per channel"),
+    "all int8": everything("int8 per channel"),
+    "all gptq": everything("gptq"),
+    "all awq": everything("awq"),
+    "all mxfp4": everything("mxfp4 packed"),
+    "experts int4": experts_only("int4 packed g32"),
+    "experts mxfp4": experts_only("mxfp4 deepseek"),
+    "experts nvfp4": experts_only("nvfp4 modelopt"),
+    "fp8 + int4": mixed,
+}

@@ -1,0 +1,58 @@
+"""A made-up model and made-up machines, and what `resolve` plans for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tandem.config import (
+    Dense,
+    EngineConfig,
+    Experts,
+    Gqa,
+    Machine,
+    ModelConfig,
+    Moe,
+    Norm,
+    Plan,
+    Router,
+    StoredFormat,
+    resolve,
+)
+from tandem.config.gpus import Gpu
+from tandem.config.layers import pre_norm
+from tandem.config.machine import TIERS, Core
+from tandem.config.rope import Rope
+
+GIB = 1 << 30
+NORM = Norm(1e-5)
+ATTENTION = Gqa(9, 3, 64, Rope(1e4, 32))
+MOE = Moe(Router(num_experts=32, top_k=8), Experts(32, 192), Dense(192))
+
+
+def model_of(moe: Moe) -> ModelConfig:
+    layers = (pre_norm(ATTENTION, moe, NORM),) * 30
+    return ModelConfig("glm4_moe", 576, 49152, layers, NORM, True, 8192)
+
+
+MODEL = model_of(MOE)
+
+
+def machine(cores: int = 4, nodes: int = 1, free: int = 16 * GIB, quota: float | None = None) -> Machine:
+    per_node = cores // nodes
+    made = tuple(Core(cpu, cpu // per_node, cpu // per_node) for cpu in range(cores))
+    return Machine("Test CPU", made, TIERS[:2], 2 * free, free, quota)
+
+
+def plan(machine: Machine, model: ModelConfig = MODEL, **flags: object) -> Plan:
+    return resolve(EngineConfig(model="demo", **flags), model, machine)  # type: ignore[arg-type]
+
+
+def reason(plan: Plan, name: str) -> str:
+    return next(d.reason for d in plan.decisions if d.name == name)
+
+
+INT4 = StoredFormat("int4 g32", True, 0.5625, ("RAWINT4", "INT4", "AMXINT4"), 32)
+
+
+def with_gpu(free: int = 16 * GIB, missing: tuple[str, ...] = ()) -> Machine:
+    return replace(machine(), gpus=(Gpu("H100", 2 * free, free, "gen5 x16"),), gpu_missing=missing)
