@@ -86,6 +86,9 @@ class EngineConfig:
     max_queued_requests: int | None = flag(
         None, "Answers that may wait for a place; more get status 429.", group=SERVER, minimum=0
     )
+    shutdown_timeout: float = flag(
+        60.0, "Seconds that running requests have to finish after SIGTERM.", group=SERVER, minimum=0.0
+    )
     incremental_streaming_output: bool = flag(
         False, "Events of /generate have only what is new.", group=SERVER, aliases=["--stream-output"]
     )

@@ -38,6 +38,7 @@ from tandem.errors import EngineError, RequestError, TandemError
 from tandem.server.load_progress import LoadProgress
 from tandem.server.messages import (
     CacheFlushed,
+    EngineConnected,
     EngineReady,
     FlushCache,
     FromEngine,
@@ -251,6 +252,7 @@ def connect(endpoint: str) -> zmq.Socket[bytes]:
     socket.set_hwm(0)  # never block or drop: a burst of tokens waits in memory
     socket.setsockopt(zmq.LINGER, 1000)
     socket.connect(endpoint)
+    socket.send(msgspec.msgpack.encode(EngineConnected()))
     return socket
 
 
