@@ -49,7 +49,6 @@ from tandem.server.messages import (
     StopEngine,
     ToEngine,
 )
-from tandem.server.sampling_defaults import read_sampling_defaults
 from tandem.server.terminal import outlive_terminal
 
 HEARTBEAT_SECONDS = 1.0  # an idle engine reports this often
@@ -89,10 +88,6 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     from tandem.engine.start.loader import load_parts
 
     path = resolve_model(config.model)
-    if config.sampling_defaults == "model":
-        read_sampling_defaults(
-            path
-        )  # the API process wants them; what is wrong is said before the model is loaded
     with LoadProgress() as progress:
         engine = Engine.from_parts(
             load_parts(config, progress, lambda plan: print_plan(plan, config.notices()))
