@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -276,6 +277,31 @@ def pages_are_back(server: ServerProcess) -> bool:
     stats = info["stats"]
     idle = stats["running"] == stats["waiting"] == info["open_answers"] == 0
     return idle and stats["pages_free"] == stats["pages_total"]
+
+
+def test_two_hundred_clients_leave_a_thousand_times(echo: ServerProcess):
+    """Each after some tokens of a long stream; then many connections that say nothing."""
+
+    async def leave(client: httpx.AsyncClient, places: asyncio.Semaphore, lines: int) -> int:
+        async with places, client.stream("POST", "/generate", json=LONG | {"stream": True}) as response:
+            async for _ in response.aiter_lines():
+                lines -= 1
+                if lines < 0:
+                    break
+            return response.status_code
+
+    async def crowd() -> set[int]:
+        limits, places = httpx.Limits(max_connections=200), asyncio.Semaphore(200)
+        async with httpx.AsyncClient(base_url=echo.url, limits=limits, timeout=60) as client:
+            return set(await asyncio.gather(*[leave(client, places, i % 7) for i in range(1000)]))
+
+    assert asyncio.run(crowd()) == {200}
+    wait_until(lambda: pages_are_back(echo))
+    port = int(echo.url.rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        for _ in range(500):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+        assert ask(echo, "still here") == "still here"
 
 
 def test_others_go_on_during_abuse(echo: ServerProcess):
