@@ -66,7 +66,6 @@ FULL_FOLDERS = {
     "csrc/runtime": 26,
     "src/tandem/checkpoint": 26,
     "src/tandem/kernels/gpu": 28,
-    "src/tandem/server": 26,
 }
 
 

@@ -21,13 +21,12 @@ from tandem.errors import ConfigError, TandemError
 from tandem.server.app import create_app
 from tandem.server.guard.key import readable_by_others, with_key
 from tandem.server.guard.protocol import GuardedProtocol
-from tandem.server.limits import DRAIN_SECONDS
 from tandem.server.state import ServerState, TokenizerLoader
 from tandem.server.supervisor import REAL_ENGINE, EngineSupervisor
 
 log = logging.getLogger("tandem.server")
 
-_CLOSE_SECONDS = 5  # for connections that are still open after the drain
+_CLOSE_SECONDS = 2  # for connections that are still open after the drain
 _POLL_SECONDS = 0.05
 _BACKLOG = 2048
 
@@ -118,8 +117,8 @@ class _Server:
         if not engine.done():
             await self._drain()
         self._http.should_exit = True
+        await self._supervisor.stop()  # at the same time
         await http
-        await self._supervisor.stop()
         stop.cancel()
         await engine  # raises why the engine could not be started
         return 0
@@ -142,11 +141,11 @@ class _Server:
         self._stop.set()
 
     async def _drain(self) -> None:
-        """New requests get 503; running ones may finish, for DRAIN_SECONDS at most."""
+        """New requests get 503; running ones may finish, for `--shutdown-timeout` at most."""
         self._state.draining = True
         if self._state.http_active:
             log.info("stopping; %d requests may finish (again Ctrl+C: stop now)", self._state.http_active)
-        ends = asyncio.get_running_loop().time() + DRAIN_SECONDS
+        ends = asyncio.get_running_loop().time() + self._config.shutdown_timeout
         while self._state.http_active and self._signals < 2 and asyncio.get_running_loop().time() < ends:
             await asyncio.sleep(_POLL_SECONDS)
         self._state.client.detach("the server is stopping")

@@ -11,6 +11,7 @@ from tandem.config.engine_config import EngineConfig
 from tandem.config.plan import Plan
 from tandem.engine import limits as engine_limits
 from tandem.engine.protocol import GenerateRequest
+from tandem.engine.start.sampling_defaults import read_sampling_defaults
 from tandem.errors import RequestError
 from tandem.server.engine_client import EngineClient, RequestStream
 from tandem.server.errors import ApiError, overloaded, unavailable
@@ -18,7 +19,6 @@ from tandem.server.limits import MAX_OPEN_ANSWERS
 from tandem.server.messages import EngineReady
 from tandem.server.metrics import ServerMetrics
 from tandem.server.prompts.reader import PromptReader, PromptTokenizer
-from tandem.server.sampling_defaults import read_sampling_defaults
 
 
 class TextTokenizer(PromptTokenizer, Protocol):
