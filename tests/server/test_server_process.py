@@ -304,6 +304,24 @@ def test_two_hundred_clients_leave_a_thousand_times(echo: ServerProcess):
         assert ask(echo, "still here") == "still here"
 
 
+def test_health_is_answered_at_once_while_ten_megabytes_are_refused(echo: ServerProcess):
+    """The best of three: what a busy host does to one of them is not ours."""
+    content = json.dumps({"text": "0123456789" * 1_000_000}).encode()
+    longest = []
+    with httpx.Client(base_url=echo.url) as client, ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            client.get("/health")
+            refusing, waits = pool.submit(httpx.post, echo.url + "/generate", content=content), [0.0]
+            while not refusing.done():
+                asked = time.monotonic()
+                assert client.get("/health").status_code == 200
+                waits.append(time.monotonic() - asked)
+                time.sleep(0.002)
+            assert refusing.result().json()["error"]["code"] == "context_length_exceeded"
+            longest.append(max(waits))
+    assert min(longest) < 0.1
+
+
 def test_others_go_on_during_abuse(echo: ServerProcess):
     """A stream in progress is complete and in order while others send rubbish, 100 MB, and leave."""
     text = "0123456789" * 150
