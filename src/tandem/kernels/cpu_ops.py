@@ -18,10 +18,13 @@ from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
 from tandem.kernels.delta import Delta, DeltaWeights, columns_of
+from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
     ColumnRun,
     Columns,
+    LatentSizes,
+    LatentWeights,
     Lookup,
     Recorded,
     Rope,
@@ -89,6 +92,9 @@ class CpuOps:
 
     def columns(self, runs: Sequence[ColumnRun]) -> Columns:
         return _core.Columns(self.pool, [(r.source, r.step, r.target, r.width) for r in runs]).copy
+
+    def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> AbsorbedHeads:
+        return AbsorbedHeads(self, sizes, weights, fmt)
 
     def experts(
         self,

@@ -20,10 +20,13 @@ from tandem.formats.reference import decoded
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import Delta, DeltaWeights, TorchDelta
 from tandem.kernels.fit import as_packed
+from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
     ColumnRun,
     Columns,
+    LatentSizes,
+    LatentWeights,
     Lookup,
     Recorded,
     Rope,
@@ -134,14 +137,18 @@ class TorchOps:
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> TorchPerHead:
         return TorchPerHead(weights, fmt)
 
-    def columns(self, runs: Sequence[ColumnRun]) -> Columns:
-        sources = torch.cat([run.source + run.step * torch.arange(run.width) for run in runs])
-        targets = torch.cat([run.target + torch.arange(run.width) for run in runs])
+    def columns(self, runs: Sequence[ColumnRun], device: torch.device | None = None) -> Columns:
+        """device: where the columns lie; None: in CPU memory."""
+        sources = torch.cat([run.source + run.step * torch.arange(run.width) for run in runs]).to(device)
+        targets = torch.cat([run.target + torch.arange(run.width) for run in runs]).to(device)
 
         def copy(x: Tensor, out: Tensor) -> None:
             out[:, targets] = x[:, sources]
 
         return copy
+
+    def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> AbsorbedHeads:
+        return AbsorbedHeads(self, sizes, weights, fmt)
 
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
