@@ -24,6 +24,7 @@ PARTS = 64  # of a row's keys, for all tiles of heads together: one row fills ha
 PARTIAL_BYTES = 256 << 20  # of sums that are not merged yet
 MERGED = 8  # parts at a time
 VARYING = ["table_width", "table_row"]
+UNALIGNED = ["tables", "lens"]  # may begin anywhere: Triton would compile anew for multiples of 16 bytes
 
 
 class Tile(NamedTuple):
@@ -68,7 +69,7 @@ def _attend(turned, straight, r, c, inside, m, sums, acc, scale, PRECISION: tl.c
     return top, sums * shrink + tl.sum(p, 1), acc
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
 def _decode(x, latents, tables, lens, partial, stats, scale, table_width, table_row,
             HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
             ROWS: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr, KEYS: tl.constexpr,
@@ -105,7 +106,7 @@ def _decode(x, latents, tables, lens, partial, stats, scale, table_width, table_
     tl.store(stats + out * 2 + 1, sums, h < HEADS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED[1:])
 def _merge(partial, stats, lens, out, HEADS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
            KEYS: tl.constexpr, BLOCK: tl.constexpr, MERGED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -119,9 +120,9 @@ def _merge(partial, stats, lens, out, HEADS: tl.constexpr, RANK: tl.constexpr, P
     y = tl.zeros([BLOCK], tl.float32)
     for first in range(0, used, MERGED):
         some = first + tl.arange(0, MERGED)
-        there, at = some < used, row * PARTS + some
-        acc = tl.load(partial + at[:, None] * RANK + d[None, :], there[:, None] & (d < RANK)[None, :], other=0.0)
-        shrink = tl.exp2(tl.load(stats + at * 2, there, other=float("-inf")) - most)
+        there, source = some < used, row * PARTS + some
+        acc = tl.load(partial + source[:, None] * RANK + d[None, :], there[:, None] & (d < RANK)[None, :], other=0.0)
+        shrink = tl.exp2(tl.load(stats + source * 2, there, other=float("-inf")) - most)
         y += tl.sum(acc * shrink[:, None], 0)
     tl.store(out + row * RANK + d, (y / total).to(out.dtype.element_ty), d < RANK)
 

@@ -18,7 +18,7 @@ KEYS = 64  # per turn of the loop
 TILES = ((128, 8, 2), (64, 4, 2), (64, 4, 1), (32, 4, 1))  # queries, warps, stages; the fastest first
 
 
-@triton.jit(do_not_specialize=["first", "end", "rows"])
+@triton.jit(do_not_specialize=["first", "end", "rows"], do_not_specialize_on_alignment=["table"])
 def _gather(latents, table, out, first, end, rows, PAGE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
             BLOCK: tl.constexpr):  # fmt: skip
     i, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)[None, :]
@@ -87,7 +87,7 @@ def _prompt(q, k, v, out, lse, rows, keys, scale, v_row, v_head,
     tl.store(out + (t.to(tl.int64)[:, None] * HEADS + h) * VALUE + w, result, there & (w < VALUE))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["lse"])
 def _fold(part, lse, acc, top, total, out, rows, part_row, part_head, lse_head, out_row, HEADS: tl.constexpr,
           VALUE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
           LAST: tl.constexpr):  # fmt: skip

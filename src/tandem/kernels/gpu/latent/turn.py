@@ -21,10 +21,9 @@ def _turned(source, there, cos, sin, position, HALF: tl.constexpr, NEIGHBOURS: t
     i = tl.arange(0, BLOCK)[None, :]
     inside = there & (i < HALF)
     kind = source.dtype.element_ty
-    step: tl.constexpr = 2 if NEIGHBOURS else 1
-    other: tl.constexpr = 1 if NEIGHBOURS else HALF
-    a = tl.load(source + i * step, inside, other=0.0).to(tl.float32)
-    b = tl.load(source + i * step + other, inside, other=0.0).to(tl.float32)
+    one = source + (2 * i if NEIGHBOURS else i)
+    a = tl.load(one, inside, other=0.0).to(tl.float32)
+    b = tl.load(one + (1 if NEIGHBOURS else HALF), inside, other=0.0).to(tl.float32)
     c = tl.load(cos + position * HALF + i, inside, other=1.0).to(kind).to(tl.float32)
     s = tl.load(sin + position * HALF + i, inside, other=0.0).to(kind).to(tl.float32)
     first = (a * c).to(kind).to(tl.float32) - (b * s).to(kind).to(tl.float32)
@@ -48,7 +47,8 @@ def _store_keys(kv, pages, weight, t, there, position, slot, cos, sin, eps, RANK
                 NEIGHBOURS: tl.constexpr, BLOCK: tl.constexpr, LATENT: tl.constexpr):  # fmt: skip
     WIDTH: tl.constexpr = RANK + 2 * HALF
     d, row, to = tl.arange(0, LATENT)[None, :], kv + t[:, None] * WIDTH, pages + slot[:, None] * WIDTH
-    inside, kind = there[:, None] & (d < RANK), kv.dtype.element_ty
+    inside = there[:, None] & (d < RANK)
+    kind = kv.dtype.element_ty
     c = tl.load(row + d, inside, other=0.0).to(tl.float32)
     unit = (c * tl.rsqrt(tl.sum(c * c, 1) / RANK + eps)[:, None]).to(kind).to(tl.float32)
     y = unit * tl.load(weight + d, d < RANK, other=0.0).to(tl.float32)
@@ -59,7 +59,7 @@ def _store_keys(kv, pages, weight, t, there, position, slot, cos, sin, eps, RANK
     tl.store(to + HALF + i, second, both)
 
 
-@triton.jit(do_not_specialize=["rows", "decoding"])
+@triton.jit(do_not_specialize=["rows", "decoding"], do_not_specialize_on_alignment=["positions", "slots"])
 def _turn(q, kv, pages, out, weight, positions, slots, cos, sin, eps, rows, decoding, q_row, q_head, out_row,
           HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr, NEIGHBOURS: tl.constexpr,
           KEYS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LATENT: tl.constexpr,
@@ -79,7 +79,7 @@ def _turn(q, kv, pages, out, weight, positions, slots, cos, sin, eps, rows, deco
                       HALF, NEIGHBOURS, BLOCK)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["before", "rows", "total"])
+@triton.jit(do_not_specialize=["before", "rows", "total"], do_not_specialize_on_alignment=["positions"])
 def _spread(q, out, positions, cos, sin, before, rows, total, q_row, q_head,
             HEADS: tl.constexpr, NOPE: tl.constexpr, HALF: tl.constexpr, NEIGHBOURS: tl.constexpr,
             ROWS: tl.constexpr, BLOCK: tl.constexpr, STRAIGHT: tl.constexpr):  # fmt: skip
