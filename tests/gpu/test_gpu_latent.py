@@ -30,7 +30,9 @@ if AVAILABLE:
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 PAGE = 16
-DTYPE = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter multiplies bfloat16 as if it were integers
+DTYPE = (
+    torch.float32 if INTERPRETED else torch.bfloat16
+)  # the interpreter multiplies bfloat16 as if it were integers
 TOLERANCE = 2.0**-14 if INTERPRETED else 2.0**-5
 AWKWARD = LatentSizes(heads=5, nope=18, rope=12, rank=42, value=22)
 FITTING = LatentSizes(heads=4, nope=32, rope=16, rank=64, value=32)
@@ -49,13 +51,17 @@ def there(batch: Batch) -> Batch:
 class Case:
     """Weights, and sequences whose keys up to `spans` are cached as the definition has them."""
 
-    def __init__(self, sizes: LatentSizes, spans: list[tuple[int, int]], single: int = 0, neighbours: bool = True):
+    def __init__(
+        self, sizes: LatentSizes, spans: list[tuple[int, int]], single: int = 0, neighbours: bool = True
+    ):
         torch.manual_seed(0)
         self.sizes, self.spans, s = sizes, spans, sizes
         longest = max(end for _, end in spans)
         self.tables, pages = random_tables(len(spans), longest)
         self.batch = replace(make_batch(spans, self.tables), single_rows=single)
-        self.pages = torch.full((pages, PAGE, 1, s.width), torch.nan, dtype=DTYPE)  # what nobody wrote must not matter
+        self.pages = torch.full(
+            (pages, PAGE, 1, s.width), torch.nan, dtype=DTYPE
+        )  # what nobody wrote must not matter
         angles = torch.rand(longest, s.rope // 2) * 6.3
         self.weights = LatentWeights(
             self.made(s.heads, s.rank, s.nope) / s.nope**0.5, self.made(s.heads, s.value, s.rank) / s.rank**0.5,
@@ -151,7 +157,13 @@ def test_chunks_of_few_rows_are_asked_like_rows_that_decode(
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"PIECE": 32, "SQUARE": 48, "ROUND_ROWS": 8, "ROUND_KEYS": 16, "SCRATCH_BYTES": 15_000}.items():
+    for name, value in {
+        "PIECE": 32,
+        "SQUARE": 48,
+        "ROUND_ROWS": 8,
+        "ROUND_KEYS": 16,
+        "KEY_BYTES": 15_000,
+    }.items():
         monkeypatch.setattr(prompt, name, value)
     monkeypatch.setattr(heads_module, "FEW_ROWS", 4)
 
@@ -234,7 +246,7 @@ def test_a_row_that_decodes_is_the_same_in_every_batch(ops: GpuOps, heads: int) 
 @pytest.mark.parametrize("shape", [(5, 22, 42), (16, 128, 64)])
 def test_per_head(ops: GpuOps, rows: int, shape: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
-    heads, columns, depth = shape
+    heads, _, depth = shape
     weights, x = torch.randn(shape).to(DTYPE), torch.randn(rows, heads, depth).to(DTYPE) / depth**0.5
     got = ops.per_head(weights, "f32" if DTYPE is torch.float32 else "bf16")(x.to(DEVICE))
     near(got.cpu(), torch.einsum("thk,hnk->thn", x.double(), weights.double()))

@@ -183,7 +183,11 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Com
     """Compiles for a card, as if it were there."""
     made = Compiler(request.param)
     made.shared_bytes = CARDS[request.param] << 10
-    monkeypatch.setattr(JITFunction, "run", lambda function, *args, **options: made.run(function, *args, **options))
+
+    def launch(function: Any, *args: Any, **options: Any) -> None:
+        made.run(function, *args, **options)
+
+    monkeypatch.setattr(JITFunction, "run", launch)
     monkeypatch.setattr(overlap, "can_overlap", lambda _: request.param >= 90)
     for module in (decode, prompt_kernels):
         monkeypatch.setattr(module, "shared_bytes", lambda device: made.shared_bytes)
@@ -195,7 +199,9 @@ def test_latent_attention(card: Compiler, ops: GpuOps, heads: int) -> None:
     """Rows that decode, chunks of few rows and of many: each kernel once, whatever the numbers of rows."""
     sizes = LatentSizes(heads, 128, 64, 512, 128)
     angles, up = torch.rand(5000, 32), torch.zeros(heads, 128, 512).bfloat16()
-    weights = LatentWeights(up.transpose(1, 2), up, torch.ones(512).bfloat16(), 1e-6, Rope(angles, angles), 0.1)
+    weights = LatentWeights(
+        up.transpose(1, 2), up, torch.ones(512).bfloat16(), 1e-6, Rope(angles, angles), 0.1
+    )
     layer = ops.latent(sizes, weights)
     for spans, single in [
         ([(99, 100)], 0), ([(40, 41)] * 3, 3), ([(9, 10)] * 17 + [(0, 30)], 17), ([(20, 21), (600, 671)], 1),

@@ -31,7 +31,14 @@ from tandem.config.gpus import Gpu
 from tandem.config.host_memory import host_memory
 from tandem.config.in_place import against_in_place
 from tandem.config.machine import Machine
-from tandem.config.memory import DEFAULT_PREFILL_TOKENS, MemoryPlan, MemoryRequest, gib, size_memory
+from tandem.config.memory import (
+    DEFAULT_PREFILL_TOKENS,
+    GPU_PREFILL_TOKENS,
+    MemoryPlan,
+    MemoryRequest,
+    gib,
+    size_memory,
+)
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.config.threads import plan_threads
@@ -42,7 +49,6 @@ DEFAULT_SLOT_BYTES, LEAST_RUNNING = (
     4,
 )  # of running sequences' own state, where no number was asked for
 DEFAULT_RUNNING_REQUESTS = 64  # decoded together; more would only slow each other down on a CPU
-GPU_PREFILL_TOKENS = 2048
 
 AMX_ROUNDING = (
     "; an answer's last bits may depend on what else is in the batch, "

@@ -27,7 +27,8 @@ class LatentAttention:
         self.kv_down = b.linear([name + "kv_a_proj_with_mqa"], [s.cached_dim], hidden, bias=s.bias)
         sizes = LatentSizes(s.heads, s.nope_dim, s.rope_dim, s.kv_rank, s.value_dim)
         norm = b.tensor(name + "kv_a_layernorm.weight", s.kv_rank)
-        weights = LatentWeights(*self._absorbed(b, name), norm, s.norm.eps, b.rope(s.rope), s.scale)
+        turns = s.rope.pairs == "neighbours"
+        weights = LatentWeights(*self._absorbed(b, name), norm, s.norm.eps, b.rope(s.rope), s.scale, turns)
         self.heads = b.ops.latent(sizes, weights, b.dense_format)
         self.out = b.linear([name + "o_proj"], [hidden], s.heads * s.value_dim, bias=s.bias)
 

@@ -1,2 +1,1 @@
-"""Latent attention on a GPU: absorbed queries over latent pages for decoding, keys and values of each head for prompts.
-"""
+"""Latent attention on a GPU: absorbed queries over latents for decoding, each head's keys and values for prompts."""

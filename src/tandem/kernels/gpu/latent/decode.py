@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.config.latent_scratch import PARTIAL_BYTES
 from tandem.kernels.gpu.attention_decode import LOG2_E
 from tandem.kernels.gpu.latent.per_head import precision
 from tandem.kernels.gpu.overlap import begin, overlapped
@@ -21,7 +22,6 @@ from tandem.kernels.gpu.shared_memory import shared_bytes
 from tandem.kernels.ops import LatentSizes
 
 PARTS = 64  # of a row's keys, for all tiles of heads together: one row fills half of a large GPU
-PARTIAL_BYTES = 256 << 20  # of sums that are not merged yet
 MERGED = 8  # parts at a time
 VARYING = ["table_width", "table_row"]
 UNALIGNED = ["tables", "lens"]  # may begin anywhere: Triton would compile anew for multiples of 16 bytes
@@ -95,7 +95,9 @@ def _decode(x, latents, tables, lens, partial, stats, scale, table_width, table_
         keys = start + tl.arange(0, KEYS)
         rows = ((page.to(tl.int64) * PAGE + keys % PAGE) * WIDTH)[:, None]
         ahead = keys + HOP
-        page = tl.load(table + ahead // PAGE, ahead < room, other=0)  # a turn early: no load waits for another
+        page = tl.load(
+            table + ahead // PAGE, ahead < room, other=0
+        )  # a turn early: no load waits for another
         inside = keys < n
         r = tl.load(latents + rows + e[None, :], inside[:, None] & (e < ROPE)[None, :], other=0.0)
         c = tl.load(latents + rows + ROPE + d[None, :], inside[:, None] & (d < RANK)[None, :], other=0.0)
@@ -121,7 +123,9 @@ def _merge(partial, stats, lens, out, HEADS: tl.constexpr, RANK: tl.constexpr, P
     for first in range(0, used, MERGED):
         some = first + tl.arange(0, MERGED)
         there, source = some < used, row * PARTS + some
-        acc = tl.load(partial + source[:, None] * RANK + d[None, :], there[:, None] & (d < RANK)[None, :], other=0.0)
+        acc = tl.load(
+            partial + source[:, None] * RANK + d[None, :], there[:, None] & (d < RANK)[None, :], other=0.0
+        )
         shrink = tl.exp2(tl.load(stats + source * 2, there, other=float("-inf")) - most)
         y += tl.sum(acc * shrink[:, None], 0)
     tl.store(out + row * RANK + d, (y / total).to(out.dtype.element_ty), d < RANK)
@@ -135,17 +139,12 @@ def tile_of(device: torch.device, sizes: LatentSizes) -> Tile:
 
 
 def block_of(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def parts_of(sizes: LatentSizes, tile: Tile) -> int:
-    return max(16, PARTS // triton.next_power_of_2(triton.cdiv(sizes.heads, tile.heads)))
-
-
-def scratch_bytes(sizes: LatentSizes, rows: int) -> int:
-    """Of sums that so many rows have at once, at most: every tile of heads writes its own."""
-    each = sizes.heads * PARTS * (sizes.rank + 2) * 4
-    return min(rows * each, max(PARTIAL_BYTES, each))
+    tiles = -(-sizes.heads // tile.heads)
+    return max(16, PARTS >> (tiles - 1).bit_length())
 
 
 def decode(x: Tensor, pages: Pages, sizes: LatentSizes, scale: float) -> Tensor:
@@ -156,7 +155,9 @@ def decode(x: Tensor, pages: Pages, sizes: LatentSizes, scale: float) -> Tensor:
     for first in range(0, len(x), each):
         some = slice(first, first + each)
         tables = pages.tables if len(pages.tables) == 1 else pages.tables[some]
-        _some_rows(x[some], Pages(pages.latents, tables, pages.lens[some]), sizes, scale, (tile, parts), out[some])
+        _some_rows(
+            x[some], Pages(pages.latents, tables, pages.lens[some]), sizes, scale, (tile, parts), out[some]
+        )
     return out
 
 

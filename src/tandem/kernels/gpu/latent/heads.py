@@ -26,7 +26,9 @@ FEW_ROWS = 64  # of a chunk: making its keys and values anew would take longer
 class GpuLatentHeads:
     """`LatentHeads` in bfloat16 or float32."""
 
-    def __init__(self, sizes: LatentSizes, weights: LatentWeights, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, sizes: LatentSizes, weights: LatentWeights, dtype: torch.dtype, device: torch.device
+    ) -> None:
         both = torch.cat((weights.keys.transpose(1, 2), weights.values), 1)
         self._up = both.to(device, dtype).contiguous()  # [H, nope + value, rank], as checkpoints have it
         self._sizes = sizes
@@ -56,7 +58,9 @@ class GpuLatentHeads:
             per_head(q[..., : s.nope], w.keys, x[..., s.rope :], flipped=True)
             per_head(decode(x, pages, s, w.scale), w.values, out.view(len(q), s.heads, s.value))
 
-    def _few_rows(self, q: Tensor, batch: BatchLayout, pages: Tensor, chunks: list[Chunk], out: Tensor) -> None:
+    def _few_rows(
+        self, q: Tensor, batch: BatchLayout, pages: Tensor, chunks: list[Chunk], out: Tensor
+    ) -> None:
         """Chunks of neighbours: each row asks all keys up to its own, as if it decoded."""
         rows = slice(chunks[0].first, chunks[-1].first + chunks[-1].rows)
         owners = torch.tensor([chunk.sequence for chunk in chunks for _ in range(chunk.rows)]).to(q.device)

@@ -48,8 +48,8 @@ def _per_head(x, weights, out, rows, columns, depth, x_row, x_head, w_head, w_ro
 
 def block_of(heads: int, columns: int) -> int:
     """Columns of a program: as many as leave enough programs."""
-    block = max(16, min(WIDEST, triton.next_power_of_2(columns)))
-    while block > 16 and heads * triton.cdiv(columns, block) < MANY_PROGRAMS:
+    block = max(16, min(WIDEST, 1 << (columns - 1).bit_length()))
+    while block > 16 and heads * -(-columns // block) < MANY_PROGRAMS:
         block //= 2
     return block
 

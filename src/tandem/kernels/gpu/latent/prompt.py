@@ -17,14 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.config.latent_scratch import KEY_BYTES, PIECE, ROUND_KEYS, ROUND_ROWS, SQUARE, head_key_bytes
 from tandem.kernels.gpu.latent.prompt_kernels import Folded, attended, gather, join
 from tandem.kernels.gpu.latent.turn import spread
 from tandem.kernels.ops import LatentSizes, LatentWeights
 
-SCRATCH_BYTES = 512 << 20  # of keys and values of some heads
-PIECE = 16384  # tokens of the prefix at a time
-SQUARE = 8192  # rows of a chunk at a time
-ROUND_ROWS, ROUND_KEYS = 256, 512  # tokens
 _log = logging.getLogger(__name__)
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool, LatentSizes], tuple[Tensor, Tensor]]
@@ -102,7 +99,9 @@ class Prompts:
         self._sizes, self._weights, self._up = sizes, weights, up
         self._attend = attention_for(sizes, up.device)
 
-    def __call__(self, q: Tensor, positions: Tensor, pages: tuple[Tensor, Tensor], chunk: Chunk, out: Tensor) -> None:
+    def __call__(
+        self, q: Tensor, positions: Tensor, pages: tuple[Tensor, Tensor], chunk: Chunk, out: Tensor
+    ) -> None:
         """q [T, H, nope + rope] of a step, before the rotation, to rows of out [T, H * value]; positions [T]; pages:
         latents, which hold the chunk's own already, and the tables of all sequences."""
         latents, table = pages[0], pages[1][chunk.sequence]
@@ -115,7 +114,13 @@ class Prompts:
                 self._some_heads(q[these, heads], positions[these], (latents, table), square, heads, target)
 
     def _some_heads(
-        self, q: Tensor, positions: Tensor, pages: tuple[Tensor, Tensor], square: Square, heads: slice, out: Tensor
+        self,
+        q: Tensor,
+        positions: Tensor,
+        pages: tuple[Tensor, Tensor],
+        square: Square,
+        heads: slice,
+        out: Tensor,
     ) -> None:
         scale, at = self._weights.scale, square.skipped
         turned = spread(q, positions, at, square.size, self._sizes, self._weights)
@@ -142,17 +147,7 @@ class Prompts:
     def _groups(self, square: Square) -> Iterator[slice]:
         """As many heads at a time as have room for their keys and values."""
         longest = max([square.size, *(end - begin for begin, end in square.pieces)])
-        each = 2 * longest * (2 * self._sizes.nope + self._sizes.rope + self._sizes.value)
-        group = max(1, SCRATCH_BYTES // each)
-        for first in range(0, self._sizes.heads, group):
-            yield slice(first, min(first + group, self._sizes.heads))
-
-
-def scratch_bytes(sizes: LatentSizes, context: int, step_rows: int) -> int:
-    """Of a chunk of so many rows in so long a context: keys and values, queries, and what pieces sum to."""
-    rows = -(-min(step_rows, SQUARE) // ROUND_ROWS) * ROUND_ROWS + ROUND_KEYS
-    longest = max(rows, min(PIECE, context))
-    each = 2 * longest * (2 * sizes.nope + sizes.rope + sizes.value)
-    group = min(sizes.heads, max(1, SCRATCH_BYTES // each))
-    queries = 2 * (sizes.nope + sizes.rope) + 2 * 2 * sizes.value + 4 * sizes.value
-    return group * (each + rows * queries) + 2 * longest * sizes.width
+        s = self._sizes
+        group = max(1, KEY_BYTES // head_key_bytes(s.nope, s.rope, s.value, longest))
+        for first in range(0, s.heads, group):
+            yield slice(first, min(first + group, s.heads))

@@ -15,7 +15,9 @@ ROWS = 8  # of a program
 
 
 @triton.jit
-def _turned(source, there, cos, sin, position, HALF: tl.constexpr, NEIGHBOURS: tl.constexpr, BLOCK: tl.constexpr):
+def _turned(
+    source, there, cos, sin, position, HALF: tl.constexpr, NEIGHBOURS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Both halves of ROWS rotations, rounded where Transformers rounds. source [ROWS, 1]: pointers to rotary channels;
     there [ROWS, 1]; position [ROWS, 1]."""
     i = tl.arange(0, BLOCK)[None, :]
@@ -36,7 +38,9 @@ def _turn_queries(q, out, t, there, h, position, cos, sin, q_row, q_head, out_ro
                   HALF: tl.constexpr, NEIGHBOURS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """q and out: a head's rotary channels."""
     source = q + h * q_head + t[:, None] * q_row
-    first, second, inside = _turned(source, there[:, None], cos, sin, position[:, None], HALF, NEIGHBOURS, BLOCK)
+    first, second, inside = _turned(
+        source, there[:, None], cos, sin, position[:, None], HALF, NEIGHBOURS, BLOCK
+    )
     to = out + h * out_head + t[:, None] * out_row + tl.arange(0, BLOCK)[None, :]
     tl.store(to, first, inside)
     tl.store(to + HALF, second, inside)
@@ -53,7 +57,9 @@ def _store_keys(kv, pages, weight, t, there, position, slot, cos, sin, eps, RANK
     unit = (c * tl.rsqrt(tl.sum(c * c, 1) / RANK + eps)[:, None]).to(kind).to(tl.float32)
     y = unit * tl.load(weight + d, d < RANK, other=0.0).to(tl.float32)
     tl.store(to + 2 * HALF + d, y.to(kind), inside)
-    first, second, both = _turned(row + RANK, there[:, None], cos, sin, position[:, None], HALF, NEIGHBOURS, BLOCK)
+    first, second, both = _turned(
+        row + RANK, there[:, None], cos, sin, position[:, None], HALF, NEIGHBOURS, BLOCK
+    )
     i = tl.arange(0, BLOCK)[None, :]
     tl.store(to + i, first, both)
     tl.store(to + HALF + i, second, both)
@@ -64,8 +70,7 @@ def _turn(q, kv, pages, out, weight, positions, slots, cos, sin, eps, rows, deco
           HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr, NEIGHBOURS: tl.constexpr,
           KEYS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LATENT: tl.constexpr,
           OVERLAP: tl.constexpr):  # fmt: skip
-    """With KEYS, the first head is the key's. Absorbed queries, of the first `decoding` rows, have their rotary channels
-    in front."""
+    """With KEYS, head 0 is the key's. Absorbed queries, of the first `decoding` rows, begin with rotary channels."""
     begin(OVERLAP)
     h = tl.program_id(0).to(tl.int64) - KEYS
     t = tl.program_id(1) * ROWS + tl.arange(0, ROWS).to(tl.int64)
@@ -73,7 +78,9 @@ def _turn(q, kv, pages, out, weight, positions, slots, cos, sin, eps, rows, deco
     position = tl.load(positions + t, there, other=0)
     if h < 0:
         slot = tl.load(slots + t, there, other=0)
-        _store_keys(kv, pages, weight, t, there, position, slot, cos, sin, eps, RANK, HALF, NEIGHBOURS, BLOCK, LATENT)
+        _store_keys(
+            kv, pages, weight, t, there, position, slot, cos, sin, eps, RANK, HALF, NEIGHBOURS, BLOCK, LATENT
+        )
     else:
         _turn_queries(q + NOPE, out, t, there, h, position, cos, sin, q_row, q_head, out_row, RANK + 2 * HALF,
                       HALF, NEIGHBOURS, BLOCK)  # fmt: skip
