@@ -49,6 +49,16 @@ def rows_of(count: int, depth: int) -> Tensor:
     return torch.randn(count, depth, generator=torch.Generator().manual_seed(2)).bfloat16()
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter is slow")
+@pytest.mark.parametrize("fmt", ["fp8", "int4"])
+@pytest.mark.parametrize(("columns", "depth"), [(576, 7168), (3072, 1536), (1024, 16384)])
+@pytest.mark.parametrize("rows", [1, 8, 33])
+def test_matrices_of_latent_attention(ops: GpuOps, fmt: str, columns: int, depth: int, rows: int) -> None:
+    """Rows that are no whole blocks of 128, and the depth of 128 heads' values."""
+    weight, x = coded(columns, depth, fmt), rows_of(rows, depth)
+    check(ops.linear(weight)(x.to(DEVICE), torch.float32), x, weight, None, rounded=rows > 1)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("columns", "depth"), SHAPES)
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 32, 70])

@@ -162,7 +162,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         "SQUARE": 48,
         "ROUND_ROWS": 8,
         "ROUND_KEYS": 16,
-        "KEY_BYTES": 15_000,
+        "HEAD_BYTES": 60_000,
     }.items():
         monkeypatch.setattr(prompt, name, value)
     monkeypatch.setattr(heads_module, "FEW_ROWS", 4)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.latent_scratch import KEY_BYTES, PIECE, ROUND_KEYS, ROUND_ROWS, SQUARE, head_key_bytes
+from tandem.config.latent_scratch import HEAD_BYTES, PIECE, ROUND_KEYS, ROUND_ROWS, SQUARE, head_bytes
 from tandem.kernels.gpu.latent.prompt_kernels import Folded, attended, gather, join
 from tandem.kernels.gpu.latent.turn import spread
 from tandem.kernels.ops import LatentSizes, LatentWeights
@@ -145,9 +145,9 @@ class Prompts:
         return join(both[..., : s.nope], found[:, : s.rope]), both[..., s.nope :]
 
     def _groups(self, square: Square) -> Iterator[slice]:
-        """As many heads at a time as have room for their keys and values."""
+        """As many heads at a time as have room."""
         longest = max([square.size, *(end - begin for begin, end in square.pieces)])
         s = self._sizes
-        group = max(1, KEY_BYTES // head_key_bytes(s.nope, s.rope, s.value, longest))
+        group = max(1, HEAD_BYTES // head_bytes(s.nope, s.rope, s.value, square.size, longest))
         for first in range(0, s.heads, group):
             yield slice(first, min(first + group, s.heads))
