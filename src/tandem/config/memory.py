@@ -111,6 +111,11 @@ class MemoryRequest:
         return self.budget_bytes - self.weight_bytes - self.workspace_bytes
 
 
+def prefill_tokens(on_gpu: bool) -> int:
+    """Of a step, where nothing was asked."""
+    return GPU_PREFILL_TOKENS if on_gpu else DEFAULT_PREFILL_TOKENS
+
+
 def size_memory(request: MemoryRequest) -> MemoryPlan:
     """Context length and KV tokens that fit. Raises ConfigError with the numbers when they do not."""
     context, context_reason = wanted_context(request)
