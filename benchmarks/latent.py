@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from tandem.bench.kernels import commit
+from tandem.kernels.gpu.latent import decode as decode_module
 from tandem.kernels.gpu.latent import heads as heads_module
 from tandem.kernels.gpu.latent.decode import Pages, decode
 from tandem.kernels.gpu.latent.heads import GpuLatentHeads
@@ -123,14 +125,37 @@ def decode_rows(
             def whole(pages: Tensor, q: Tensor = q, kv: Tensor = kv, some: ForwardBatch = some) -> None:
                 layer(q, kv, some, pages)
 
-            for name, call in (("attention", attention), ("layer", whole)):
-                us = in_graph(call, layers)
+            for name, call, kernel in kernels_of(s, attention, whole):
+                with using(kernel):
+                    us = in_graph(call, layers)
                 flops, nbytes = 2 * s.heads * (576 + 512) * context * batch, 1152 * context * batch
                 yield {
-                    "phase": "decode", "what": name, "heads": s.heads, "batch": batch, "context": context,
+                    "phase": "decode", "what": name, "kernel": kernel, "heads": s.heads, "batch": batch, "context": context,
                     "us": round(us, 1), "tflops": round(flops / us / 1e6, 1), "gb_s": round(nbytes / us / 1e3),
                     "share": round(nbytes / us / 1e3 / rate, 3), "layers": len(layers),
                 }  # fmt: skip
+
+
+Call = Callable[[Tensor], None]
+
+
+def kernels_of(sizes: LatentSizes, attention: Call, whole: Call) -> Iterator[tuple[str, Call, str]]:
+    """What is measured with which kernel."""
+    chosen = "gluon" if sizes.heads > 32 and decode_module.hopper_kernel(DEVICE, sizes) else "triton"
+    yield "attention", attention, chosen
+    if chosen == "gluon":
+        yield "attention", attention, "triton"
+    yield "layer", whole, chosen
+
+
+@contextmanager
+def using(kernel: str) -> Iterator[None]:
+    """Triton's kernel where Gluon's would run."""
+    before = decode_module.hopper_kernel
+    if kernel == "triton":
+        decode_module.hopper_kernel = lambda device, sizes: None
+    yield
+    decode_module.hopper_kernel = before
 
 
 def prompt_rows(shape: Shape) -> Iterator[dict[str, Any]]:

@@ -227,6 +227,19 @@ def test_many_heads_are_several_tiles(ops: GpuOps, sizes: LatentSizes) -> None:
     Case(sizes, [(99, 100), (2, 3)]).check(ops)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="bfloat16 alone")
+@pytest.mark.parametrize("heads", [16, 40, 128])
+@pytest.mark.parametrize("kernel", ["chosen", "triton"])
+def test_deepseeks_own_sizes(ops: GpuOps, monkeypatch: pytest.MonkeyPatch, heads: int, kernel: str) -> None:
+    """On Hopper, Gluon's kernel for many heads, and Triton's. Several turns, and blocks with few keys."""
+    if kernel == "triton":
+        monkeypatch.setattr(decoding, "hopper_kernel", lambda device, sizes: None)
+    elif heads > 32 and torch.cuda.get_device_capability() == (9, 0):
+        assert decoding.hopper_kernel(DEVICE, LatentSizes(heads, 128, 64, 512, 128)) is not None
+    spans = [(4999, 5000), (0, 1), (64, 65), (2047, 2048), (2048, 2049)]
+    Case(LatentSizes(heads, 128, 64, 512, 128), spans).check(ops)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="NumPy's products may differ by the number of rows")
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_row_that_decodes_is_the_same_in_every_batch(ops: GpuOps, heads: int) -> None:

@@ -7,7 +7,9 @@ keys are divided depends on the row's length alone, and the result is the same i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import logging
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,8 +25,11 @@ from tandem.kernels.ops import LatentSizes
 
 PARTS = 64  # of a row's keys, for all tiles of heads together: one row fills half of a large GPU
 MERGED = 8  # parts at a time
+HOPPER_RANK, HOPPER_ROPE = 512, 64  # what `decode_hopper.py` is written for, in tiles of 64 heads and 64 keys
 VARYING = ["table_width", "table_row"]
 UNALIGNED = ["tables", "lens"]  # may begin anywhere: Triton would compile anew for multiples of 16 bytes
+
+_log = logging.getLogger(__name__)
 
 
 class Tile(NamedTuple):
@@ -170,12 +175,50 @@ def _some_rows(
     stats = x.new_empty((rows, heads, parts, 2), dtype=torch.float32)
     shared = {"HEADS": heads, "RANK": rank, "PARTS": parts, "KEYS": tile.keys, **overlapped(x.device)}
     width = pages.tables.shape[1]
-    _decode[(triton.cdiv(heads, tile.heads), parts, rows)](
+    common = (
         x, pages.latents, pages.tables, pages.lens, partial, stats, scale * LOG2_E, width,
-        0 if len(pages.tables) == 1 else width, ROPE=sizes.rope, PAGE=pages.latents.shape[1], ROWS=tile.heads,
-        BLOCK=block_of(rank), TURNED=block_of(sizes.rope), PRECISION=precision(x), **shared,
-        num_warps=tile.warps, num_stages=tile.stages,
+        0 if len(pages.tables) == 1 else width,
     )  # fmt: skip
+    grid, page = (triton.cdiv(heads, tile.heads), parts, rows), pages.latents.shape[1]
+    if tile == MANY_HEADS[0] and x.dtype is torch.bfloat16 and (kernel := hopper_kernel(x.device, sizes)):
+        kernel[grid](*common, HEADS=heads, PAGE=page, PARTS=parts, num_warps=8, **overlapped(x.device))
+    else:
+        _decode[grid](
+            *common, ROPE=sizes.rope, PAGE=page, ROWS=tile.heads, BLOCK=block_of(rank), TURNED=block_of(sizes.rope),
+            PRECISION=precision(x), **shared, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     _merge[(rows * heads,)](
         partial, stats, pages.lens, out, BLOCK=block_of(rank), MERGED=MERGED, **shared, num_warps=4
     )
+
+
+def hopper_kernel(device: torch.device, sizes: LatentSizes) -> Any:
+    """The kernel in Gluon where it can run; None elsewhere."""
+    return None if (sizes.rank, sizes.rope) != (HOPPER_RANK, HOPPER_ROPE) else _hopper_kernel(device)
+
+
+@cache
+def _hopper_kernel(device: torch.device) -> Any:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    try:
+        from tandem.kernels.gpu.latent.decode_hopper import decode_hopper
+
+        _try(decode_hopper, device)
+    except Exception as error:  # Gluon is new: its names change from one Triton to the next
+        _log.warning("latent attention: Triton's kernel instead of Gluon's, which fails here: %s", error)
+        return None
+    return decode_hopper
+
+
+def _try(kernel: Any, device: torch.device) -> None:
+    """One row of zeros, with one key of ones: its values are the key's."""
+    x = torch.zeros(1, 64, 576, dtype=torch.bfloat16, device=device)
+    latents, table = torch.ones_like(x[:, :16, None]), torch.zeros(1, 1, dtype=torch.int32, device=device)
+    partial, stats = torch.zeros(64, 16, 512, device=device), torch.zeros(64, 16, 2, device=device)
+    kernel[(1, 16, 1)](
+        x, latents, table, torch.ones_like(table[0]), partial, stats, 1.0, 1, 1, HEADS=64, PAGE=16, PARTS=16,
+        num_warps=8, **overlapped(device),
+    )  # fmt: skip
+    if not (bool((partial[:, 0] == 1).all()) and bool((stats[:, 0, 1] == 1).all())):
+        raise RuntimeError("a wrong result")

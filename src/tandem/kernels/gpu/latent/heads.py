@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.kernels.gpu.latent.decode import Pages, decode
+from tandem.kernels.gpu.latent.decode import Pages, decode, hopper_kernel
 from tandem.kernels.gpu.latent.per_head import per_head
 from tandem.kernels.gpu.latent.prompt import Chunk, Prompts
 from tandem.kernels.gpu.latent.turn import NewKeys, turn
@@ -34,6 +34,7 @@ class GpuLatentHeads:
         self._sizes = sizes
         self._weights = weights._replace(keys=self._up[:, : sizes.nope], values=self._up[:, sizes.nope :])
         self._prompts = Prompts(sizes, self._weights, self._up)
+        hopper_kernel(device, sizes)  # tried before a graph is captured
 
     def __call__(self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor) -> Tensor:
         s, rows, sequences = self._sizes, len(q), len(batch.seq_lens)
