@@ -76,7 +76,8 @@ def batch_of(count: int, context: int, new: int) -> ForwardBatch:
     starts = torch.arange(count + 1, dtype=torch.int32, device=DEVICE) * new
     lens = torch.full((count,), context, dtype=torch.int32, device=DEVICE)
     rows = torch.arange(count, device=DEVICE)
-    return ForwardBatch(rows, positions.repeat(count), slots.flatten(), starts, lens, tables, rows)
+    none = torch.zeros(count, dtype=torch.int32, device=DEVICE)
+    return ForwardBatch(rows, positions.repeat(count), slots.flatten(), starts, lens, tables, rows, none)
 
 
 def in_graph(call: Callable[[Tensor], object], layers: list[Tensor]) -> float:
@@ -99,7 +100,7 @@ def timed(call: Callable[[], object]) -> float:
     call()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end)
+    return float(begin.elapsed_time(end))
 
 
 def usual(call: Callable[[], object]) -> float:
@@ -130,9 +131,10 @@ def decode_rows(
                     us = in_graph(call, layers)
                 flops, nbytes = 2 * s.heads * (576 + 512) * context * batch, 1152 * context * batch
                 yield {
-                    "phase": "decode", "what": name, "kernel": kernel, "heads": s.heads, "batch": batch, "context": context,
-                    "us": round(us, 1), "tflops": round(flops / us / 1e6, 1), "gb_s": round(nbytes / us / 1e3),
-                    "share": round(nbytes / us / 1e3 / rate, 3), "layers": len(layers),
+                    "phase": "decode", "what": name, "kernel": kernel, "heads": s.heads, "batch": batch,
+                    "context": context, "us": round(us, 1), "tflops": round(flops / us / 1e6, 1),
+                    "gb_s": round(nbytes / us / 1e3), "share": round(nbytes / us / 1e3 / rate, 3),
+                    "layers": len(layers),
                 }  # fmt: skip
 
 

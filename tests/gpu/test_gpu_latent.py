@@ -1,7 +1,8 @@
 """Latent attention on a GPU (or interpreted) against its definition in float64: keys and values of every head.
 
-Tolerances: float32 sums of n terms of size 1 differ by about n * 2^-24. In bfloat16 queries, latents, weights of keys
-and results are rounded to 2^-8 of their size, each in its turn.
+Tolerances are of a row's length: float32 sums of n terms of size 1 differ by about n * 2^-24. In bfloat16 queries,
+latents, weights of keys and results are rounded to 2^-9 of their size, each in its turn, and scores of size 3 make of
+that as much of a weight.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PAGE = 16
 DTYPE = (
     torch.float32 if INTERPRETED else torch.bfloat16
 )  # the interpreter multiplies bfloat16 as if it were integers
-TOLERANCE = 2.0**-14 if INTERPRETED else 2.0**-5
+TOLERANCE = 2.0**-15 if INTERPRETED else 2.0**-5
 AWKWARD = LatentSizes(heads=5, nope=18, rope=12, rank=42, value=22)
 FITTING = LatentSizes(heads=4, nope=32, rope=16, rank=64, value=32)
 
@@ -131,8 +132,10 @@ class Case:
 
 
 def near(got: Tensor, expected: Tensor) -> None:
+    """Row by row: values of a long row are small, because they are means."""
     assert got.isfinite().all()
-    torch.testing.assert_close(got.double(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    error = (got.double() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    assert error.max() < TOLERANCE, error
 
 
 DECODE = [(299, 300), (0, 1), (70, 71)]
