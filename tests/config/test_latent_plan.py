@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_gpu_plan import with_gpu
-from test_plan import GIB
 
+from plans import GIB, with_gpu
 from tandem.bench.architectures import CONFIGS, named_config
 from tandem.bench.step_bound import gpu_step_bytes
 from tandem.bench.synthetic import stored_as

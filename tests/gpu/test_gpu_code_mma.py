@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import kernel_cases as cases
-from dense_code_cases import FORMATS, coded
 from gpu import HAS_TRITON, pretend_cuda_core
+from kernel_cases import DENSE_FORMATS, coded
 from tandem.kernels.packed.matrix import PackedMatrix
 
 if HAS_TRITON:
@@ -31,7 +31,7 @@ def panels(fmt: str, depth: int = 256, columns: int = 40) -> Panels:
     return Panels(*packed.layout())
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", DENSE_FORMATS)
 def test_takes_every_format_whose_groups_are_whole_steps(installed: None, fmt: str) -> None:
     assert code_mma.reads(panels(fmt), GPU) == (fmt != "nvfp4")
     assert not code_mma.reads(panels(fmt), torch.device("cpu"))
@@ -78,7 +78,7 @@ def test_a_kernels_source_is_for_one_kind(fmt: str) -> None:
     assert kind.grouped == (fmt != "int8 rows")
     blocks = code_mma.blocks_of(panels(fmt), 4, 132)
     for text in (code_mma.source(kind, blocks), expert_mma.source(kind)):
-        assert f"#define FORMAT {mma_source.FORMATS[kind.fmt]}\n" in text
+        assert f"#define FORMAT {mma_source.DENSE_FORMATS[kind.fmt]}\n" in text
         assert f"#define SCALE {mma_source.SCALES[kind.scale]}\n" in text
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from test_gpu_engine import DECODED, PROMPT, ROWS, Session, by_row, on_the_cpu, rms
-from test_models import Session as PlainSession
-from test_models import ours, reference, worst
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
+from gpu_sessions import DECODED, PROMPT, ROWS, Session, by_row, on_the_cpu, rms
+from sessions import Session as PlainSession
+from sessions import ours, reference, worst
 from tandem import _core
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps

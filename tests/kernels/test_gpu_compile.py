@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from dense_code_cases import coded
 from gpu import HAS_TRITON, INTERPRETED
+from kernel_cases import coded
 from paged_batches import make_batch, random_tables
 from tandem import _core
 from tandem.config.layers import Router

@@ -7,15 +7,30 @@ and sum p (W_V c) = W_V (sum p c), all heads attend to the latents themselves (D
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 from torch import Tensor
 
-from tandem.kernels.ops import BatchLayout, ColumnRun, LatentSizes, LatentWeights, Ops
+from tandem.kernels.ops import BatchLayout, ColumnRun, Columns, LatentSizes, LatentWeights, Ops, PerHead
+
+
+class HeadOps(Ops, Protocol):
+    """What absorbed heads are written in."""
+
+    def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead:
+        """Packs weights [H, N, K] once. The tensor is not kept."""
+        ...
+
+    def columns(self, runs: Sequence[ColumnRun]) -> Columns:
+        """Copies these columns wherever it is called."""
+        ...
 
 
 class AbsorbedHeads:
     """`LatentHeads` where there are no kernels of its own."""
 
-    def __init__(self, ops: Ops, sizes: LatentSizes, weights: LatentWeights, fmt: str) -> None:
+    def __init__(self, ops: HeadOps, sizes: LatentSizes, weights: LatentWeights, fmt: str) -> None:
         self._ops, self._sizes = ops, sizes
         self._norm, self._eps = weights.norm, weights.eps
         self._rope, self._scale = weights.rope, weights.scale
@@ -50,7 +65,7 @@ class AbsorbedHeads:
 class _Moves:
     """What goes where between the matrices. A row of queries and key is H + 1 times [rotary | latent]."""
 
-    def __init__(self, ops: Ops, s: LatentSizes, step: int) -> None:
+    def __init__(self, ops: HeadOps, s: LatentSizes, step: int) -> None:
         row, head, each = s.width, s.nope + s.rope, range(s.heads)
         self.straight = ops.columns([ColumnRun(h * head, h * s.nope, s.nope) for h in each])
         turned = (_halves(h * head + s.nope, h * row, s.rope, step) for h in each)

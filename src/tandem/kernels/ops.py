@@ -218,14 +218,6 @@ class Ops(Protocol):
         """Packs weight [N, K] once: numbers as "bf16" | "f32" | "int8" | "int4", codes as they are. It is not kept."""
         ...
 
-    def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead:
-        """Packs weights [H, N, K] once. The tensor is not kept."""
-        ...
-
-    def columns(self, runs: Sequence[ColumnRun]) -> Columns:
-        """Copies these columns wherever it is called."""
-        ...
-
     def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> LatentHeads:
         """Packs `weights.keys` and `weights.values` once. They are not kept."""
         ...

@@ -137,10 +137,9 @@ class TorchOps:
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> TorchPerHead:
         return TorchPerHead(weights, fmt)
 
-    def columns(self, runs: Sequence[ColumnRun], device: torch.device | None = None) -> Columns:
-        """device: where the columns lie; None: in CPU memory."""
-        sources = torch.cat([run.source + run.step * torch.arange(run.width) for run in runs]).to(device)
-        targets = torch.cat([run.target + torch.arange(run.width) for run in runs]).to(device)
+    def columns(self, runs: Sequence[ColumnRun]) -> Columns:
+        sources = torch.cat([run.source + run.step * torch.arange(run.width) for run in runs])
+        targets = torch.cat([run.target + torch.arange(run.width) for run in runs])
 
         def copy(x: Tensor, out: Tensor) -> None:
             out[:, targets] = x[:, sources]

@@ -21,13 +21,10 @@ from tandem.kernels.gpu.attention_backends import Attention, attention_of
 from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.gpu.latent.heads import GpuLatentHeads
-from tandem.kernels.gpu.latent.per_head import GpuPerHead
 from tandem.kernels.gpu.linear import DTYPES, GpuLinear
 from tandem.kernels.gpu.mlp import GpuMLP
 from tandem.kernels.gpu.uploads import uploaded
 from tandem.kernels.ops import (
-    ColumnRun,
-    Columns,
     LatentSizes,
     LatentWeights,
     Lookup,
@@ -40,7 +37,6 @@ from tandem.kernels.ops import (
 )
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.packed.matrix import PackedMatrix
-from tandem.kernels.reference import TorchOps
 
 LOOKUP_ROWS, LOOKUP_THREADS = 1 << 12, 8  # of a table, found at a time by each of so many threads
 
@@ -87,12 +83,6 @@ class GpuOps:
             return GpuLinear(decoded(weight), bias, fmt, self.device)
         packed = PackedMatrix.from_codes(self.cpu.workspace, weight)
         return GpuCodes(packed, bias, self.device, self.cpu.pool)
-
-    def per_head(self, weights: Tensor, fmt: str = "bf16") -> GpuPerHead:
-        return GpuPerHead(weights, _dtype(fmt), self.device)
-
-    def columns(self, runs: Sequence[ColumnRun]) -> Columns:
-        return TorchOps().columns(runs, self.device)
 
     def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> GpuLatentHeads:
         return GpuLatentHeads(sizes, weights, _dtype(fmt), self.device)

@@ -37,10 +37,54 @@ def _load_block(latents, page, start, n, turned, straight, PAGE: gl.constexpr, W
     async_copy.commit_group()
 
 
+@gluon.jit
+def _load_queries(x, row, tile, turned, straight, HEADS: gl.constexpr, WIDE: gl.constexpr,
+                  SMALL: gl.constexpr):  # fmt: skip
+    """Of one row and 64 heads, into shared memory; those past the last head are zeros."""
+    WIDTH: gl.constexpr = 64 + 512
+    h, d = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, WIDE)), gl.arange(0, 512, gl.SliceLayout(0, WIDE))
+    load_async(straight, x + ((row + h) * WIDTH)[:, None] + (64 + d)[None, :], (h < HEADS)[:, None])
+    h, e = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, SMALL)), gl.arange(0, 64, gl.SliceLayout(0, SMALL))
+    load_async(turned, x + ((row + h) * WIDTH)[:, None] + e[None, :], (h < HEADS)[:, None])
+
+
+@gluon.jit
+def _begin(t, n, OVERLAP: gl.constexpr):
+    """As `overlap.begin`: t, of which every later address is made, so that no load is moved before it."""
+    if OVERLAP:
+        t += gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, 0;", "=r,r", [n], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+    return t
+
+
+@gluon.jit
+def _scores(q_turned, q_straight, r, c, start, n, SCORES: gl.constexpr):
+    """[64 heads, 64 keys]; -inf past n. Each warp group takes half of the keys."""
+    none = gl.zeros([64, 64], gl.float32, SCORES)
+    scores = warpgroup_mma(q_turned, r.permute((1, 0)), none, use_acc=False, is_async=True)
+    scores = warpgroup_mma(q_straight, c.permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    inside = start + gl.arange(0, 64, gl.SliceLayout(0, SCORES)) < n
+    return gl.where(inside[None, :], scores, float("-inf"))
+
+
+@gluon.jit
+def _store(acc, m, total, partial, stats, row, tile, part, HEADS: gl.constexpr, PARTS: gl.constexpr,
+           SUMS: gl.constexpr, ROW: gl.constexpr):  # fmt: skip
+    h, d = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS)), gl.arange(0, 512, gl.SliceLayout(0, SUMS))
+    out = (row + h) * PARTS + part
+    gl.store(partial + out[:, None] * 512 + d[None, :], acc, (h < HEADS)[:, None])
+    h = tile * 64 + gl.arange(0, 64, ROW)
+    out = (row + h) * PARTS + part
+    gl.store(stats + out * 2, m, h < HEADS)
+    gl.store(stats + out * 2 + 1, total, h < HEADS)
+
+
 @gluon.jit(do_not_specialize=["table_width", "table_row"], do_not_specialize_on_alignment=["tables", "lens"])
 def decode_hopper(x, latents, tables, lens, partial, stats, scale, table_width, table_row, HEADS: gl.constexpr,
-            PAGE: gl.constexpr, PARTS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    WIDTH: gl.constexpr = 64 + 512
+                  PAGE: gl.constexpr, PARTS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     HOP: gl.constexpr = 64 * PARTS
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
@@ -54,68 +98,44 @@ def decode_hopper(x, latents, tables, lens, partial, stats, scale, table_width, 
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     tile, part, t = gl.program_id(0), gl.program_id(1), gl.program_id(2).to(gl.int64)
     n = gl.load(lens + t)
-    if OVERLAP:  # as overlap.begin; what it gives is 0, and every later address is made of it
-        after = gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, 0;", "=r,r", [n], dtype=gl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-        t += after
+    t = _begin(t, n, OVERLAP)
     if part * 64 >= n:
         return
-    table, room = tables + t * table_row, table_width * PAGE
     q_turned = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     q_straight = gl.allocate_shared_memory(gl.bfloat16, [64, 512], SHARED)
     turned = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
     straight = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 512], SHARED)
     weights = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-
-    h, d = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, WIDE)), gl.arange(0, 512, gl.SliceLayout(0, WIDE))
-    load_async(q_straight, x + ((t * HEADS + h) * WIDTH)[:, None] + (64 + d)[None, :], (h < HEADS)[:, None])
-    h, e = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, SMALL)), gl.arange(0, 64, gl.SliceLayout(0, SMALL))
-    load_async(q_turned, x + ((t * HEADS + h) * WIDTH)[:, None] + e[None, :], (h < HEADS)[:, None])
-    start = part * 64
-    keys = start + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
-    page = gl.load(table + keys // PAGE, keys < room, other=0)
-    _load_block(latents, page, start, n, turned.index(0), straight.index(0), PAGE, WIDE, SMALL)
-    page = gl.load(table + (keys + HOP) // PAGE, keys + HOP < room, other=0)
-
+    _load_queries(x, t * HEADS, tile, q_turned, q_straight, HEADS, WIDE, SMALL)
+    table, room, ahead = tables + t * table_row, table_width * PAGE, gl.arange(0, 64, gl.SliceLayout(1, WIDE))
+    ahead += part * 64
+    page = gl.load(table + ahead // PAGE, ahead < room, other=0)
+    _load_block(latents, page, part * 64, n, turned.index(0), straight.index(0), PAGE, WIDE, SMALL)
+    ahead += HOP
+    page = gl.load(table + ahead // PAGE, ahead < room, other=0)  # a turn early: no load waits for another
     m = gl.full([64], float("-inf"), gl.float32, ROW)
-    total = gl.zeros([64], gl.float32, ROW)
-    acc = gl.zeros([64, 512], gl.float32, SUMS)
-    none = gl.zeros([64, 64], gl.float32, SCORES)
+    total, acc = gl.zeros([64], gl.float32, ROW), gl.zeros([64, 512], gl.float32, SUMS)
     i = 0
     for start in range(part * 64, n, HOP):
         async_copy.wait_group(0)
         fence_async_shared()
-        barrier()  # the block is there, and the one before is read
+        barrier()  # the block is there, and nobody reads the one before any more
         if start + HOP < n:
             _load_block(
                 latents, page, start + HOP, n, turned.index(1 - i), straight.index(1 - i), PAGE, WIDE, SMALL
             )
-            keys = start + 2 * HOP + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
-            page = gl.load(table + keys // PAGE, keys < room, other=0)
-        r, c = turned.index(i), straight.index(i)
-        scores = warpgroup_mma(q_turned, r.permute((1, 0)), none, use_acc=False, is_async=True)
-        scores = warpgroup_mma(q_straight, c.permute((1, 0)), scores, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        inside = start + gl.arange(0, 64, gl.SliceLayout(0, SCORES)) < n
-        scores = gl.where(inside[None, :], scores, float("-inf"))
+            ahead += HOP
+            page = gl.load(table + ahead // PAGE, ahead < room, other=0)
+        scores = _scores(q_turned, q_straight, turned.index(i), straight.index(i), start, n, SCORES)
         top = gl.maximum(m, gl.max(scores, 1) * scale)
-        p = gl.exp2(scores * scale - top[:, None])
-        shrink = gl.exp2(m - top)
+        p, shrink = gl.exp2(scores * scale - top[:, None]), gl.exp2(m - top)
         weights.store(p.to(gl.bfloat16))
         fence_async_shared()
         barrier()
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-        acc = warpgroup_mma(weights, c, acc, is_async=True)
+        acc = warpgroup_mma(weights, straight.index(i), acc, is_async=True)
         total = total * shrink + gl.sum(p, 1)
         m = top
         acc = warpgroup_mma_wait(0, deps=[acc])
         i = 1 - i
-    h, d = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS)), gl.arange(0, 512, gl.SliceLayout(0, SUMS))
-    out = (t * HEADS + h) * PARTS + part
-    gl.store(partial + out[:, None] * 512 + d[None, :], acc, (h < HEADS)[:, None])
-    h = tile * 64 + gl.arange(0, 64, ROW)
-    out = (t * HEADS + h) * PARTS + part
-    gl.store(stats + out * 2, m, h < HEADS)
-    gl.store(stats + out * 2 + 1, total, h < HEADS)
+    _store(acc, m, total, partial, stats, t * HEADS, tile, part, HEADS, PARTS, SUMS, ROW)

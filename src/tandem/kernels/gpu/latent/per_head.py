@@ -73,13 +73,3 @@ def per_head(x: Tensor, weights: Tensor, out: Tensor, flipped: bool = False) -> 
         **overlapped(x.device),
     )  # fmt: skip
     return out
-
-
-class GpuPerHead:
-    """`PerHead` on a GPU: bfloat16 or float32."""
-
-    def __init__(self, weights: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-        self.weights = weights.detach().to(device, dtype, copy=True).contiguous()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return per_head(x, self.weights, x.new_empty((*x.shape[:2], self.weights.shape[1])))
