@@ -78,7 +78,7 @@ def test_a_kernels_source_is_for_one_kind(fmt: str) -> None:
     assert kind.grouped == (fmt != "int8 rows")
     blocks = code_mma.blocks_of(panels(fmt), 4, 132)
     for text in (code_mma.source(kind, blocks), expert_mma.source(kind)):
-        assert f"#define FORMAT {mma_source.DENSE_FORMATS[kind.fmt]}\n" in text
+        assert f"#define FORMAT {mma_source.FORMATS[kind.fmt]}\n" in text
         assert f"#define SCALE {mma_source.SCALES[kind.scale]}\n" in text
 
 
