@@ -12,7 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tandem.kernels.ops import BatchLayout, ColumnRun, Columns, LatentSizes, LatentWeights, Ops, PerHead
+from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.ops import ColumnRun, Columns, LatentSizes, LatentWeights, Ops, PerHead
 
 
 class HeadOps(Ops, Protocol):

@@ -14,11 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.latent.decode import Pages, decode, hopper_kernel
 from tandem.kernels.gpu.latent.per_head import per_head
 from tandem.kernels.gpu.latent.prompt import Chunk, Prompts
 from tandem.kernels.gpu.latent.turn import NewKeys, turn
-from tandem.kernels.ops import BatchLayout, LatentSizes, LatentWeights
+from tandem.kernels.ops import LatentSizes, LatentWeights
 
 FEW_ROWS = 64  # of a chunk: making its keys and values anew would take longer
 
