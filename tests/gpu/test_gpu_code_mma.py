@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import kernel_cases as cases
-from dense_code_cases import FORMATS, coded
 from gpu import HAS_TRITON, pretend_cuda_core
+from kernel_cases import DENSE_FORMATS, coded
 from tandem.kernels.packed.matrix import PackedMatrix
 
 if HAS_TRITON:
@@ -31,7 +31,7 @@ def panels(fmt: str, depth: int = 256, columns: int = 40) -> Panels:
     return Panels(*packed.layout())
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", DENSE_FORMATS)
 def test_takes_every_format_whose_groups_are_whole_steps(installed: None, fmt: str) -> None:
     assert code_mma.reads(panels(fmt), GPU) == (fmt != "nvfp4")
     assert not code_mma.reads(panels(fmt), torch.device("cpu"))

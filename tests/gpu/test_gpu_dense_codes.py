@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dense_code_cases import FORMATS, coded
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
+from kernel_cases import DENSE_FORMATS, coded
 from tandem import _core
 from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes
@@ -49,7 +49,17 @@ def rows_of(count: int, depth: int) -> Tensor:
     return torch.randn(count, depth, generator=torch.Generator().manual_seed(2)).bfloat16()
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter is slow")
+@pytest.mark.parametrize("fmt", ["fp8", "int4"])
+@pytest.mark.parametrize(("columns", "depth"), [(576, 7168), (3072, 1536), (1024, 16384)])
+@pytest.mark.parametrize("rows", [1, 8, 33])
+def test_matrices_of_latent_attention(ops: GpuOps, fmt: str, columns: int, depth: int, rows: int) -> None:
+    """Rows that are no whole blocks of 128, and the depth of 128 heads' values."""
+    weight, x = coded(columns, depth, fmt), rows_of(rows, depth)
+    check(ops.linear(weight)(x.to(DEVICE), torch.float32), x, weight, None, rounded=rows > 1)
+
+
+@pytest.mark.parametrize("fmt", DENSE_FORMATS)
 @pytest.mark.parametrize(("columns", "depth"), SHAPES)
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 32, 70])
 def test_a_product_is_that_of_the_numbers(ops: GpuOps, fmt: str, columns: int, depth: int, rows: int) -> None:
@@ -69,7 +79,7 @@ def test_a_product_is_that_of_the_numbers(ops: GpuOps, fmt: str, columns: int, d
 
 
 @pytest.mark.skipif(INTERPRETED, reason="there are no other kernels")
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", DENSE_FORMATS)
 @pytest.mark.parametrize("rows", [1, 7, 16])
 def test_triton_s_kernels_of_few_rows(
     ops: GpuOps, monkeypatch: pytest.MonkeyPatch, fmt: str, rows: int
@@ -80,7 +90,7 @@ def test_triton_s_kernels_of_few_rows(
     check(ops.linear(weight)(x.to(DEVICE), torch.float32), x, weight, None, rounded=rows > 1)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", DENSE_FORMATS)
 @pytest.mark.parametrize("scratch", [1, 1 << 20])
 def test_many_rows_take_the_unpacked_matrix_in_pieces(
     ops: GpuOps, monkeypatch: pytest.MonkeyPatch, fmt: str, scratch: int
@@ -92,7 +102,7 @@ def test_many_rows_take_the_unpacked_matrix_in_pieces(
     check(ops.linear(weight, bias)(x.to(DEVICE), torch.float32), x, weight, bias, rounded=True)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", DENSE_FORMATS)
 @pytest.mark.parametrize(("columns", "depth"), SHAPES)
 def test_unpacked_numbers_are_the_decoded_ones(ops: GpuOps, fmt: str, columns: int, depth: int) -> None:
     weight = coded(columns, depth, fmt)

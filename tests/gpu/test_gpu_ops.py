@@ -223,6 +223,10 @@ def test_more_sequences_than_a_tile_looks_through_at_a_time(ops: Ops) -> None:
     Router(128, 8), Router(12, 3, normalize=False, scale=1.7),
     Router(60, 4, score="sigmoid", epsilon=1e-20, has_bias=True),
     Router(16, 3, score="sigmoid", num_groups=4, top_groups=2, has_bias=True),
+    Router(256, 8, score="sigmoid", num_groups=8, top_groups=4, has_bias=True, scale=2.5, epsilon=1e-20),
+    Router(160, 6, normalize=False, scale=16.0, num_groups=8, top_groups=3, group_score="max"),
+    Router(21, 5, num_groups=3, top_groups=2), Router(384, 8, score="sigmoid", has_bias=True),
+    Router(512, 22, score="sigmoid", has_bias=True), Router(1024, 10),
 ])  # fmt: skip
 @pytest.mark.parametrize("shared", [0, 2])
 def test_route(ops: Ops, router: Router, shared: int) -> None:

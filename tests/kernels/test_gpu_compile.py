@@ -12,22 +12,24 @@ from typing import Any
 import pytest
 import torch
 
-from dense_code_cases import coded
 from gpu import HAS_TRITON, INTERPRETED
+from kernel_cases import coded
 from paged_batches import make_batch, random_tables
 from tandem import _core
 from tandem.config.layers import Router
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import Rope, Tally
+from tandem.kernels.ops import LatentSizes, LatentWeights, Rope, Tally
 
 if HAS_TRITON and not INTERPRETED:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
     from tandem.kernels.gpu import attention_decode, attention_prefill, best, overlap
+    from tandem.kernels.gpu.latent import decode, prompt_kernels
     from tandem.kernels.gpu.ops import GpuOps
 
 pytestmark = [
@@ -58,7 +60,8 @@ class Compiler:
         parsed, signature, constants, attributes = function._pack_args(
             self.backend, options, bound, specialization, given
         )
-        source = ASTSource(function, signature, constants, attributes)
+        kind = GluonASTSource if function.is_gluon() else ASTSource
+        source = kind(function, signature, constants, attributes)
         made = triton.compile(source, target=self.target, options=parsed.__dict__)
         assert len(made.asm["cubin"]) > 0 and made.metadata.shared <= self.shared_bytes
 
@@ -172,3 +175,52 @@ def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:
         )  # fmt: skip
     counts = {name: len(variants) for name, variants in compiler.variants.items()}
     assert counts == {"_rms_norm": 2, "_silu_mul": 1, "_route": 1, "_rope_store": 1, "_one_row": 2}
+
+
+CARDS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KB of shared memory that a program may have
+
+
+@pytest.fixture(params=CARDS, ids=[f"sm{arch}" for arch in CARDS])
+def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """Compiles for a card, as if it were there."""
+    made = Compiler(request.param)
+    made.shared_bytes = CARDS[request.param] << 10
+
+    def launch(function: Any, *args: Any, **options: Any) -> None:
+        made.run(function, *args, **options)
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    monkeypatch.setattr(overlap, "can_overlap", lambda _: request.param >= 90)
+    if request.param == 90:
+        from tandem.kernels.gpu.latent.decode_hopper import decode_hopper
+
+        monkeypatch.setattr(decode, "_hopper_kernel", lambda device: decode_hopper)
+    for module in (decode, prompt_kernels):
+        monkeypatch.setattr(module, "shared_bytes", lambda device: made.shared_bytes)
+    return made
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_latent_attention(card: Compiler, ops: GpuOps, heads: int) -> None:
+    """Rows that decode, chunks of few rows and of many: each kernel once, whatever the numbers of rows."""
+    sizes = LatentSizes(heads, 128, 64, 512, 128)
+    angles, up = torch.rand(5000, 32), torch.zeros(heads, 128, 512).bfloat16()
+    weights = LatentWeights(
+        up.transpose(1, 2), up, torch.ones(512).bfloat16(), 1e-6, Rope(angles, angles), 0.1
+    )
+    layer = ops.latent(sizes, weights)
+    for spans, single in [
+        ([(99, 100)], 0), ([(40, 41)] * 3, 3), ([(9, 10)] * 17 + [(0, 30)], 17), ([(20, 21), (600, 671)], 1),
+        ([(0, 65)], 0), ([(1024, 1240)], 0),
+    ]:  # fmt: skip
+        tables, pages = random_tables(len(spans), max(end for _, end in spans))
+        batch = replace(make_batch(spans, tables), single_rows=single)
+        rows = len(batch.positions)
+        latents = torch.zeros(pages, PAGE, 1, sizes.width, dtype=torch.bfloat16)
+        layer(torch.zeros(rows, heads * 192).bfloat16(), torch.zeros(rows, 576).bfloat16(), batch, latents)
+    counts = {name: len(variants) for name, variants in card.variants.items()}
+    name = "decode_hopper" if heads == 128 and card.target.arch == 90 else "_decode"
+    assert counts == {
+        "_turn": 2, "_per_head": 2, name: 1, "_merge": 1,  # queries with keys and without; keys and values
+        "_spread": 1, "_gather": 1, "_join": 1, "_prompt": 2, "_fold": 3,  # causal or not; first, last and only piece
+    }  # fmt: skip

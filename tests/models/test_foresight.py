@@ -118,9 +118,17 @@ class Nothing:
         return []
 
 
-@pytest.mark.parametrize("variant", ["qwen2_moe", "qwen2_moe-window", "glm4_moe"])
-def test_dense_neighbours_and_groups_of_experts_are_not_asked(tiny_models, variant) -> None:
-    """Every second layer is dense; or experts are chosen by group."""
+@pytest.mark.parametrize("variant", ["glm4_moe", "deepseek_v2", "deepseek_v3"])
+def test_groups_of_experts_are_asked(tiny_models, variant) -> None:
+    """The first layer is dense, the last one has nobody behind it."""
+    model, heard = made(tiny_models[variant], ListeningExperts)
+    assert torch.equal(logits(model), logits(made(tiny_models[variant])[0]))
+    assert [what for what, _ in heard] == ["asked", "hinted", "waited", "asked", "waited"]
+
+
+@pytest.mark.parametrize("variant", ["qwen2_moe", "qwen2_moe-window"])
+def test_dense_neighbours_are_not_asked(tiny_models, variant) -> None:
+    """Every second layer is dense."""
     model, heard = made(tiny_models[variant], ListeningExperts)
     assert torch.equal(logits(model), logits(made(tiny_models[variant])[0]))
     assert heard and "hinted" not in [what for what, _ in heard]

@@ -33,7 +33,7 @@ from tandem.bench.decode_counts import StepCounts
 from tandem.bench.handoff_time import handoff_us
 from tandem.bench.kernels import commit
 from tandem.bench.memory_ledger import Taken, memory_columns, planned
-from tandem.bench.step_bound import experts_seconds, paired_share
+from tandem.bench.step_bound import experts_seconds, gpu_step_bytes, paired_share
 from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore, stored_as
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
 from tandem.engine.expert_statistics import expert_usage
@@ -139,7 +139,11 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
     alone = {}
     for batch in request.batches:
         alone[batch] = statistics.median(step_times(empty, batch, request))
-        yield {"bench": "gpu_step", **_shape(request, batch), "ms": round(alone[batch] * 1e3, 3)}
+        nbytes = gpu_step_bytes(empty.config, stored_as(empty.config, request.dense), batch, request.context)
+        yield {
+            "bench": "gpu_step", **_shape(request, batch), "ms": round(alone[batch] * 1e3, 3),
+            "mb": round(nbytes / 1e6), "times_bytes": round(alone[batch] * gpu_gbps * 1e9 / nbytes, 3),
+        }  # fmt: skip
     del empty
     for fmt in request.formats:
         for share in request.shares:
@@ -153,10 +157,7 @@ def _decode_rows(
     built = build(request, fmt, share)
     stored = stored_as(built.config, request.dense)
     taken = memory_columns(planned(built.plan, built.config, stored), Taken.now().since(empty))
-    where = {
-        "config": request.config, "layers": request.layers, "dense": request.dense,
-        "format": built.plan.expert_format,
-    }  # fmt: skip
+    where = _model(request) | {"format": built.plan.expert_format}
     yield {"bench": "memory", **where, "gpu_share": share, **taken}
     reader = dram_reader(built)
     each = {foresight: built.with_foresight(foresight) for foresight in request.foresight}
@@ -188,9 +189,15 @@ def _decode_row(
 
 
 def _shape(request: Request, batch: int) -> dict[str, Any]:
+    return _model(request) | {"batch": batch, "context": request.context}
+
+
+def _model(request: Request) -> dict[str, Any]:
+    config = named_config(request.config, request.layers)
+    with_experts = len(config.moe_layers)
     return {
-        "config": request.config, "layers": request.layers, "dense": request.dense, "batch": batch,
-        "context": request.context,
+        "config": request.config, "layers": request.layers, "dense_layers": len(config.layers) - with_experts,
+        "moe_layers": with_experts, "dense": request.dense,
     }  # fmt: skip
 
 

@@ -83,7 +83,7 @@ class SyntheticCheckpoint:
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         numbers = self.get(module + ".weight", shape)
-        if self._dense == "bf16" or not module.endswith("_proj") or is_expert(module):
+        if self._dense == "bf16" or "_proj" not in module.rpartition(".")[2] or is_expert(module):
             return numbers
         if shape not in self._codes:
             self._codes[shape] = as_stored(numbers.float(), self._dense)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tandem.config.engine_config import EngineConfig
-from tandem.config.layers import Attention, Latent
+from tandem.config.layers import Attention, Gqa, Latent
 from tandem.config.machine import Machine
 from tandem.errors import ConfigError
 
@@ -22,6 +22,10 @@ def attention_backend(
 ) -> tuple[str, str]:
     """The backend's name, and why. Raises ConfigError when what was asked for cannot run."""
     asked = "torch" if config.attention_backend == "torch_native" else config.attention_backend
+    if asked in ("torch", "flashinfer") and any(isinstance(mixer, Latent) for mixer in mixers):
+        raise ConfigError(
+            f"{FLAG} {asked} does not read latents; leave it out: Tandem's own kernels do, with cuDNN's for prompts"
+        )
     if asked == "torch":
         _check_torch(config, mixers, machine.torch)
     if asked == "flashinfer":
@@ -60,7 +64,7 @@ def _check_flashinfer(mixers: tuple[Attention, ...], version: str) -> None:
             f"'flashinfer-python>={least}' (its kernels are compiled at the first start, which takes nvcc and ninja), "
             f"or take {FLAG} triton"
         )
-    windows = sorted({0 if isinstance(mixer, Latent) else mixer.window for mixer in mixers})
+    windows = sorted({mixer.window for mixer in mixers if isinstance(mixer, Gqa)})
     dims = _head_dims(mixers)
     if set(dims) - set(FLASHINFER_HEADS) or len(dims) > 1 or len(windows) > 1:
         raise ConfigError(
@@ -70,7 +74,7 @@ def _check_flashinfer(mixers: tuple[Attention, ...], version: str) -> None:
 
 
 def _head_dims(mixers: tuple[Attention, ...]) -> list[int]:
-    return sorted({m.cached_dim if isinstance(m, Latent) else m.head_dim for m in mixers})
+    return sorted({mixer.head_dim for mixer in mixers if isinstance(mixer, Gqa)})
 
 
 def _listed(numbers: list[int]) -> str:

@@ -13,10 +13,12 @@ from tandem.config.cuda_graphs import graph_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpus import Gpu
 from tandem.config.host_memory import HostShare, host_memory
+from tandem.config.latent_scratch import latent_scratch_bytes
 from tandem.config.layers import DeltaRule, Latent
 from tandem.config.machine import Machine
 from tandem.config.memory import (
     DEFAULT_FRACTION,
+    GPU_PREFILL_TOKENS,
     LEAST_CONTEXT,
     MemoryPlan,
     MemoryRequest,
@@ -91,8 +93,6 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
         return f"{machine.gpus[0].name} cannot be used: {' and '.join(missing)} is missing"
     if any(isinstance(mixer, DeltaRule) for mixer in model.mixers):
         return "gated delta nets run on the CPU"
-    if any(isinstance(mixer, Latent) for mixer in model.mixers):
-        return "latent attention runs on the CPU"
     if config.dtype == "float32":
         return "the GPU kernels compute in bfloat16, not float32"
     if model.hidden % 8:  # rows are handed to the CPU 16 bytes at a time
@@ -193,7 +193,15 @@ def dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats = UNQUANTI
 def workspace_bytes(request: MemoryRequest) -> int:
     """Of steps, and the float32 logits that every graph keeps."""
     rows = sum(graph_sizes(request.config, request.max_running_requests))
-    return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + request.slot_bytes
+    return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + request.slot_bytes + _latent_bytes(request)
+
+
+def _latent_bytes(request: MemoryRequest) -> int:
+    """Scratch of latent attention, which layers share."""
+    context, chunk = wanted_context(request)[0], request.config.chunked_prefill_size
+    rows = GPU_PREFILL_TOKENS if chunk is None else chunk if chunk > 0 else context
+    shapes = {mixer for mixer in request.model.mixers if isinstance(mixer, Latent)}
+    return max((latent_scratch_bytes(shape, context, rows) for shape in shapes), default=0)
 
 
 def expert_bytes(request: MemoryRequest) -> int:

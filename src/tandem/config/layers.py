@@ -98,8 +98,12 @@ class Latent:
 
     def params(self, hidden: int) -> int:
         q = hidden * self.q_rank + (self.q_rank or hidden) * self.heads * self.qk_dim
-        made = self.kv_rank * self.heads * (self.nope_dim + self.value_dim)
-        return q + hidden * self.cached_dim + made + self.heads * self.value_dim * hidden
+        return q + hidden * self.cached_dim + self.head_params + self.heads * self.value_dim * hidden
+
+    @property
+    def head_params(self) -> int:
+        """Of the matrices that make keys and values of a latent, which are numbers however they are stored."""
+        return self.kv_rank * self.heads * (self.nope_dim + self.value_dim)
 
     def states(self) -> tuple[State, ...]:
         return (Pages((Array("latent", (1, self.cached_dim)),)),)

@@ -19,6 +19,7 @@ DEFAULT_FRACTION = 0.8  # of free memory; the rest is left to the other programs
 WORKSPACE_BYTES = GIB // 4  # activations and scratch of one step, the tokenizer, Python itself
 # Of one step: enough rows per expert for full speed, short enough for others' decode.
 DEFAULT_PREFILL_TOKENS = 512
+GPU_PREFILL_TOKENS = 2048  # the same on a GPU
 # Of the experts' results, and of tokens at once, at most: csrc/experts/down.cc, task_sizes.h.
 RESULT_BYTES, RESULT_TOKENS = 3 * GIB // 8, 4096
 DEFAULT_KV_SHARE = 4  # the KV cache takes 1/4 of what is left ...
@@ -108,6 +109,11 @@ class MemoryRequest:
     @property
     def kv_room_bytes(self) -> int:
         return self.budget_bytes - self.weight_bytes - self.workspace_bytes
+
+
+def prefill_tokens(on_gpu: bool) -> int:
+    """Of a step, where nothing was asked."""
+    return GPU_PREFILL_TOKENS if on_gpu else DEFAULT_PREFILL_TOKENS
 
 
 def size_memory(request: MemoryRequest) -> MemoryPlan:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tandem.config.json_keys import JsonKeys, read_json
-from tandem.config.layers import NO_EXPERTS, Attention, Body, Layer, Mixer, Moe, Norm
+from tandem.config.layers import NO_EXPERTS, Attention, Body, Latent, Layer, Mixer, Moe, Norm
 from tandem.config.state import DTYPE_BYTES, State, StateLayout, state_layout
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
 from tandem.errors import ConfigError
@@ -134,8 +134,10 @@ class ModelConfig:
         kinds = stored.dense, stored.shared, stored.embedding
         dense, shared, embedding = (f.gpu_bytes_per_weight if on_gpu else f.bytes_per_weight for f in kinds)
         head = self.vocab * self.hidden if self.tied_embeddings else 0
-        others = self.dense_params - self.shared_params - head
-        return int(others * dense + self.shared_params * shared + head * embedding)
+        plain = sum(mixer.head_params for mixer in self.mixers if isinstance(mixer, Latent))
+        others = self.dense_params - self.shared_params - head - plain
+        numbers = plain * DTYPE_BYTES[dtype]
+        return int(others * dense + self.shared_params * shared + head * embedding) + numbers
 
     def weight_bytes(self, dtype: str, expert_format: str, stored: StoredFormats = UNQUANTISED) -> int:
         """Bytes of all packed weights; the embedding stays in the mapped file and is not counted."""

@@ -31,7 +31,7 @@ from tandem.config.gpus import Gpu
 from tandem.config.host_memory import host_memory
 from tandem.config.in_place import against_in_place
 from tandem.config.machine import Machine
-from tandem.config.memory import DEFAULT_PREFILL_TOKENS, MemoryPlan, MemoryRequest, gib, size_memory
+from tandem.config.memory import MemoryPlan, MemoryRequest, gib, prefill_tokens, size_memory
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.config.threads import plan_threads
@@ -42,7 +42,6 @@ DEFAULT_SLOT_BYTES, LEAST_RUNNING = (
     4,
 )  # of running sequences' own state, where no number was asked for
 DEFAULT_RUNNING_REQUESTS = 64  # decoded together; more would only slow each other down on a CPU
-GPU_PREFILL_TOKENS = 2048
 
 AMX_ROUNDING = (
     "; an answer's last bits may depend on what else is in the batch, "
@@ -349,7 +348,7 @@ def _pages(
 
 def _step_tokens(config: EngineConfig, context: int, running: int, on_gpu: bool, log: list[Decision]) -> int:
     chunk, reason = (
-        GPU_PREFILL_TOKENS if on_gpu else DEFAULT_PREFILL_TOKENS,
+        prefill_tokens(on_gpu),
         "default; longer prompts are cut into chunks, so that others go on",
     )
     if config.chunked_prefill_size is not None:

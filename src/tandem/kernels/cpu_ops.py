@@ -7,6 +7,7 @@ checks every array. What a step's layers share (checked indices, head counts, ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,10 +19,13 @@ from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
 from tandem.kernels.delta import Delta, DeltaWeights, columns_of
+from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
     ColumnRun,
     Columns,
+    LatentSizes,
+    LatentWeights,
     Lookup,
     Recorded,
     Rope,
@@ -63,7 +67,6 @@ class CpuOps:
         self.int8_activations, self.experts_in_place = int8_activations, experts_in_place
         self._dense = _core.DenseOps(pool, tier)
         self.workspace = _core.Workspace(pool, tier)
-        self._heads: dict[tuple[int, ...], _core.Heads] = {}
         self._rules: dict[tuple[int, int], tuple[Router, _core.Route]] = {}
         self._batch: BatchLayout | None = None
         self._pages = (0, 0)  # their number, and rows of one
@@ -89,6 +92,9 @@ class CpuOps:
 
     def columns(self, runs: Sequence[ColumnRun]) -> Columns:
         return _core.Columns(self.pool, [(r.source, r.step, r.target, r.width) for r in runs]).copy
+
+    def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> AbsorbedHeads:
+        return AbsorbedHeads(self, sizes, weights, fmt)
 
     def experts(
         self,
@@ -153,7 +159,7 @@ class CpuOps:
     ) -> Tensor:
         q_norm, k_norm = _beside(qkv, q_norm), _beside(qkv, k_norm)
         sizes = (0 if q_norm is None else q_norm.numel(), 0 if k_norm is None else k_norm.numel())
-        shape, view = self._shape_of(heads, kv_heads, head_dim, *sizes), self._view_of(batch, k_pages)
+        shape, view = _heads(heads, kv_heads, head_dim, *sizes), self._view_of(batch, k_pages)
         q = qkv.new_empty((qkv.shape[0], heads, head_dim))
         values = None if v_pages is k_pages else v_pages
         self._dense.rope_store(view, shape, qkv, rope.cos, rope.sin, q_norm, k_norm, k_pages, values, q, eps)
@@ -169,7 +175,7 @@ class CpuOps:
         window: int = 0,
     ) -> Tensor:
         rows, heads, head_dim = q.shape
-        shape, view = self._shape_of(heads, k_pages.shape[2], head_dim, 0, 0), self._view_of(batch, k_pages)
+        shape, view = _heads(heads, k_pages.shape[2], head_dim, 0, 0), self._view_of(batch, k_pages)
         out = q.new_empty((rows, heads * head_dim))
         values = None if v_pages is k_pages else v_pages
         self._dense.attention(view, shape, q, k_pages, values, out, scale, window)
@@ -196,11 +202,6 @@ class CpuOps:
         counted = () if tally is None else (tally.tokens, tally.seen, tally.chosen)
         self._dense.route(self._rules[key][1], logits, bias, ids, weights, *counted)
         return Routing(ids, weights, None if places is None else places[ids])
-
-    def _shape_of(self, *sizes: int) -> _core.Heads:
-        if sizes not in self._heads:
-            self._heads[sizes] = _core.Heads(*sizes)
-        return self._heads[sizes]
 
     def _view_of(self, batch: BatchLayout, k_pages: Tensor) -> _core.BatchView:
         """The step's checked indices: every layer of a step asks for the same."""
@@ -240,6 +241,11 @@ class _CpuDelta:
         return self._ops.delta(
             self._shape, (projected, gates), self._weights, batch, (inputs, memory), self._eps
         )
+
+
+@cache
+def _heads(*sizes: int) -> _core.Heads:
+    return _core.Heads(*sizes)
 
 
 def _packed(read: SureRead) -> tuple[PackedMatrix | PackedExperts, list[_core.ByteRange]]:

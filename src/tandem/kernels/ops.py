@@ -91,6 +91,45 @@ class Columns(Protocol):
         ...
 
 
+class LatentSizes(NamedTuple):
+    """Latent attention: H heads; a head's channels that are not turned and that are; a latent's and a value's."""
+
+    heads: int
+    nope: int
+    rope: int
+    rank: int
+    value: int
+
+    @property
+    def width(self) -> int:
+        """Numbers that are cached of a token: the rotary key, then the latent."""
+        return self.rope + self.rank
+
+
+class LatentWeights(NamedTuple):
+    """What lies between the matrices of latent attention. norm [rank]: of the latent, with `eps`; rope turns pairs of
+    neighbours (0, 1), (2, 3) … , or halves; `scale` multiplies scores."""
+
+    keys: Tensor  # W_K' of each head, [H, rank, nope]
+    values: Tensor  # W_V of each head, [H, value, rank]
+    norm: Tensor
+    eps: float
+    rope: Rope
+    scale: float
+    neighbours: bool = True
+
+
+class LatentHeads(Protocol):
+    """Latent attention between its matrices."""
+
+    def __call__(self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor) -> Tensor:
+        """q [T, H * (nope + rope)] and kv [T, rank + rope], before norm and rotation -> values [T, H * value].
+
+        Keys of row t, [rotary | latent], go to row batch.cache_slots[t] of pages [num_pages, page_size, 1, width].
+        """
+        ...
+
+
 class ExpertLayer(Protocol):
     """The routed experts of one layer: gated MLPs of equal shape."""
 
@@ -179,12 +218,8 @@ class Ops(Protocol):
         """Packs weight [N, K] once: numbers as "bf16" | "f32" | "int8" | "int4", codes as they are. It is not kept."""
         ...
 
-    def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead:
-        """Packs weights [H, N, K] once. The tensor is not kept."""
-        ...
-
-    def columns(self, runs: Sequence[ColumnRun]) -> Columns:
-        """Copies these columns wherever it is called."""
+    def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> LatentHeads:
+        """Packs `weights.keys` and `weights.values` once. They are not kept."""
         ...
 
     def experts(

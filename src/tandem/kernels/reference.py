@@ -20,10 +20,13 @@ from tandem.formats.reference import decoded
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import Delta, DeltaWeights, TorchDelta
 from tandem.kernels.fit import as_packed
+from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
     ColumnRun,
     Columns,
+    LatentSizes,
+    LatentWeights,
     Lookup,
     Recorded,
     Rope,
@@ -142,6 +145,9 @@ class TorchOps:
             out[:, targets] = x[:, sources]
 
         return copy
+
+    def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> AbsorbedHeads:
+        return AbsorbedHeads(self, sizes, weights, fmt)
 
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"

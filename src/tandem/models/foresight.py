@@ -51,6 +51,6 @@ def _operator(ops: Ops, operator: Operator, following: DecoderLayer | None) -> O
     if following is None or not isinstance(operator, MoEBlock):
         return operator
     for block in following.blocks:
-        if isinstance(block.operator, MoEBlock) and block.operator.router.num_groups == 1:
+        if isinstance(block.operator, MoEBlock):
             return Foreseeing(operator, block, block.operator, ops)
-    return operator  # with groups, experts are chosen by many small operations on a GPU
+    return operator

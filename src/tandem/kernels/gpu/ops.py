@@ -20,14 +20,14 @@ from tandem.kernels.gpu import rope as rotation
 from tandem.kernels.gpu.attention_backends import Attention, attention_of
 from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.experts import GpuExperts
-from tandem.kernels.gpu.linear import GpuLinear
+from tandem.kernels.gpu.latent.heads import GpuLatentHeads
+from tandem.kernels.gpu.linear import DTYPES, GpuLinear
 from tandem.kernels.gpu.mlp import GpuMLP
 from tandem.kernels.gpu.uploads import uploaded
 from tandem.kernels.ops import (
-    ColumnRun,
-    Columns,
+    LatentSizes,
+    LatentWeights,
     Lookup,
-    PerHead,
     Recorded,
     Rope,
     Routing,
@@ -37,7 +37,6 @@ from tandem.kernels.ops import (
 )
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.packed.matrix import PackedMatrix
-from tandem.kernels.reference import TorchOps
 
 LOOKUP_ROWS, LOOKUP_THREADS = 1 << 12, 8  # of a table, found at a time by each of so many threads
 
@@ -85,11 +84,8 @@ class GpuOps:
         packed = PackedMatrix.from_codes(self.cpu.workspace, weight)
         return GpuCodes(packed, bias, self.device, self.cpu.pool)
 
-    def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead:
-        raise KernelError("latent attention has no GPU kernels")
-
-    def columns(self, runs: Sequence[ColumnRun]) -> Columns:
-        raise KernelError("latent attention has no GPU kernels")
+    def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> GpuLatentHeads:
+        return GpuLatentHeads(sizes, weights, _dtype(fmt), self.device)
 
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
@@ -172,6 +168,10 @@ class GpuOps:
         tally: Tally | None = None,
         places: Tensor | None = None,
     ) -> Routing:
-        if router.num_groups > 1:
-            return TorchOps().route(logits, router, bias, shared, tally, places)
         return route.route(logits, router, bias, shared, tally, places)
+
+
+def _dtype(fmt: str) -> torch.dtype:
+    if fmt not in DTYPES:
+        raise KernelError(f"matrices of heads on the GPU are {' or '.join(DTYPES)}, not {fmt}")
+    return DTYPES[fmt]

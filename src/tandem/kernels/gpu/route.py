@@ -14,14 +14,35 @@ from tandem.kernels.ops import Routing, Tally
 
 
 @triton.jit
-def _route(logits, bias, ids, weights, places, found, tokens, seen, rows, experts, scale, epsilon,
+def _best_groups(ranks, groups, TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, GROUPS: tl.constexpr,
+                 EACH: tl.constexpr):  # fmt: skip
+    """ranks [GROUPS * EACH], -inf outside the best groups: by their best expert, or their TWO best added."""
+    apart = tl.reshape(ranks, [GROUPS, EACH])
+    worth, first = tl.max(apart, 1, return_indices=True, return_indices_tie_break_left=True)
+    if TWO:
+        others = tl.where(tl.arange(0, EACH)[None, :] == first[:, None], float("-inf"), apart)
+        worth += tl.max(others, 1)
+    g = tl.arange(0, GROUPS)
+    worth = tl.where(g < groups, worth, float("-inf"))
+    kept = tl.zeros([GROUPS], tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.argmax(tl.where(kept != 0, float("-inf"), worth), 0, tie_break_left=True)
+        kept = tl.where(g == best, 1, kept)
+    return tl.reshape(tl.where(kept[:, None] != 0, apart, float("-inf")), [GROUPS * EACH])
+
+
+@triton.jit
+def _route(logits, bias, ids, weights, places, found, tokens, seen, rows, experts, groups, scale, epsilon,
            TOP_K: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
-           NORMALIZE: tl.constexpr, PLACED: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
-           SLOTS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+           NORMALIZE: tl.constexpr, PLACED: tl.constexpr, COUNT: tl.constexpr, TOP_GROUPS: tl.constexpr,
+           TWO: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, SLOTS: tl.constexpr,
+           OVERLAP: tl.constexpr):  # fmt: skip
+    """Every group has EACH places, a power of two, of which it fills the first ones."""
     begin(OVERLAP)
     t = tl.program_id(0)
-    e, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
-    inside = e < experts
+    place, slot, each = tl.arange(0, GROUPS * EACH), tl.arange(0, SLOTS), experts // groups
+    e = place // EACH * each + place % EACH
+    inside = (place % EACH < each) & (place // EACH < groups)
     x = tl.load(logits + t * experts + e, inside, other=float("-inf")).to(tl.float32)
     if SIGMOID:
         scores = tl.sigmoid(x)
@@ -32,15 +53,18 @@ def _route(logits, bias, ids, weights, places, found, tokens, seen, rows, expert
     if BIAS:
         ranks += tl.load(bias + e, inside, other=0.0)
     ranks = tl.where(inside, ranks, float("-inf"))
+    if GROUPS > 1:
+        ranks = _best_groups(ranks, groups, TOP_GROUPS, TWO, GROUPS, EACH)
     chosen, weight = (
         slot + (experts - TOP_K),
         tl.where(slot < TOP_K, 0.0, 1.0),
     )  # the shared ones follow the routed
     for i in tl.static_range(TOP_K):
-        best = tl.minimum(tl.argmax(ranks, 0, tie_break_left=True), experts - 1)  # within bounds even for NaN
+        at = tl.argmax(ranks, 0, tie_break_left=True)
+        best = tl.minimum(at // EACH * each + at % EACH, experts - 1)  # within bounds even for NaN
         chosen = tl.where(slot == i, best, chosen)
-        weight = tl.where(slot == i, tl.sum(tl.where(e == best, scores, 0.0)), weight)
-        ranks = tl.where(e == best, float("-inf"), ranks)
+        weight = tl.where(slot == i, tl.sum(tl.where(place == at, scores, 0.0)), weight)
+        ranks = tl.where(place == at, float("-inf"), ranks)
     routed = slot < TOP_K
     if NORMALIZE:
         weight = tl.where(routed, weight / (tl.sum(tl.where(routed, weight, 0.0)) + epsilon), weight)
@@ -64,7 +88,7 @@ def route(
     tally: Tally | None,
     places: Tensor | None = None,
 ) -> Routing:
-    """As `Ops.route`, for routers without groups."""
+    """As `Ops.route`."""
     rows, slots = logits.shape[0], router.top_k + shared
     ids = logits.new_empty((rows, slots), dtype=torch.int32)
     weights = logits.new_empty((rows, slots), dtype=torch.float32)
@@ -72,10 +96,12 @@ def route(
     _route[(rows,)](
         logits, logits if bias is None else bias, ids, weights, ids if places is None else places,
         ids if found is None else found, *_counted(tally, ids),
-        router.num_experts, router.scale, router.epsilon,
+        router.num_experts, router.num_groups, router.scale, router.epsilon,
         TOP_K=router.top_k, SHARED=shared, SIGMOID=router.score == "sigmoid", BIAS=bias is not None,
         NORMALIZE=router.normalize, PLACED=places is not None,
-        COUNT=tally is not None, BLOCK=triton.next_power_of_2(router.num_experts),
+        COUNT=tally is not None, TOP_GROUPS=router.top_groups, TWO=router.group_score == "top2",
+        GROUPS=triton.next_power_of_2(router.num_groups),
+        EACH=triton.next_power_of_2(router.num_experts // router.num_groups),
         SLOTS=triton.next_power_of_2(slots), num_warps=1 if router.num_experts <= 128 else 4,
         **overlapped(logits.device),
     )  # fmt: skip

@@ -1,0 +1,96 @@
+"""`GpuLatentHeads`: latent attention between its matrices on a GPU.
+
+Rows that decode, and chunks of few rows, ask the latents themselves (`decode.py`): five kernels a layer, inside CUDA
+graphs too. For chunks of many rows keys and values of each head are made anew (`prompt.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.gpu.latent.decode import Pages, decode, hopper_kernel
+from tandem.kernels.gpu.latent.per_head import per_head
+from tandem.kernels.gpu.latent.prompt import Chunk, Prompts
+from tandem.kernels.gpu.latent.turn import NewKeys, turn
+from tandem.kernels.ops import LatentSizes, LatentWeights
+
+FEW_ROWS = 64  # of a chunk: making its keys and values anew would take longer
+
+
+class GpuLatentHeads:
+    """`LatentHeads` in bfloat16 or float32."""
+
+    def __init__(
+        self, sizes: LatentSizes, weights: LatentWeights, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        both = torch.cat((weights.keys.transpose(1, 2), weights.values), 1)
+        self._up = both.to(device, dtype).contiguous()  # [H, nope + value, rank], as checkpoints have it
+        self._sizes = sizes
+        self._weights = weights._replace(keys=self._up[:, : sizes.nope], values=self._up[:, sizes.nope :])
+        self._prompts = Prompts(sizes, self._weights, self._up)
+        hopper_kernel(device, sizes)  # tried before a graph is captured
+
+    def __call__(self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor) -> Tensor:
+        s, rows, sequences = self._sizes, len(q), len(batch.seq_lens)
+        q, kv = q.view(rows, s.heads, s.nope + s.rope), kv.contiguous()
+        out = q.new_empty((rows, s.heads * s.value))
+        single = sequences if rows == sequences else batch.single_rows
+        new = NewKeys(kv, pages, batch.cache_slots)
+        x = turn(q[:single], batch.positions, s, self._weights, new)
+        self._ask(q[:single], x, Pages(pages, batch.block_tables, batch.seq_lens), out[:single])
+        for few, chunks in _by_length(chunks_of(batch, single) if single < sequences else []):
+            if few:
+                self._few_rows(q, batch, pages, chunks, out)
+                continue
+            for chunk in chunks:
+                self._prompts(q, batch.positions, (pages, batch.block_tables), chunk, out)
+        return out
+
+    def _ask(self, q: Tensor, x: Tensor, pages: Pages, out: Tensor) -> None:
+        """In absorbed form: q [t, H, nope + rope], x as `turn` makes it, to out [t, H * value]."""
+        s, w = self._sizes, self._weights
+        if len(q):
+            per_head(q[..., : s.nope], w.keys, x[..., s.rope :], flipped=True)
+            per_head(decode(x, pages, s, w.scale), w.values, out.view(len(q), s.heads, s.value))
+
+    def _few_rows(
+        self, q: Tensor, batch: BatchLayout, pages: Tensor, chunks: list[Chunk], out: Tensor
+    ) -> None:
+        """Chunks of neighbours: each row asks all keys up to its own, as if it decoded."""
+        rows = slice(chunks[0].first, chunks[-1].first + chunks[-1].rows)
+        owners = torch.tensor([chunk.sequence for chunk in chunks for _ in range(chunk.rows)]).to(q.device)
+        positions = batch.positions[rows]
+        seen = Pages(pages, batch.block_tables[owners], (positions + 1).int())
+        self._ask(q[rows], turn(q[rows], positions, self._sizes, self._weights), seen, out[rows])
+
+
+def _by_length(chunks: list[Chunk]) -> Iterator[tuple[bool, list[Chunk]]]:
+    """Neighbours of few rows, or of many, together."""
+    for few, some in groupby(chunks, lambda chunk: chunk.rows <= FEW_ROWS):
+        yield few, list(some)
+
+
+class _Known(NamedTuple):
+    lens: weakref.ref[Tensor]
+    starts: list[int]
+    ends: list[int]
+
+
+_known: _Known | None = None
+
+
+def chunks_of(batch: BatchLayout, first: int) -> list[Chunk]:
+    """Sequences from `first` on. A step's first layer waits for the GPU to say how long they are."""
+    global _known
+    if _known is None or _known.lens() is not batch.seq_lens:
+        _known = _Known(weakref.ref(batch.seq_lens), batch.query_starts.tolist(), batch.seq_lens.tolist())
+    starts, ends = _known.starts, _known.ends
+    each = ((s, starts[s], starts[s + 1] - starts[s]) for s in range(first, len(ends)))
+    return [Chunk(s, row, rows, ends[s] - rows) for s, row, rows in each if rows]

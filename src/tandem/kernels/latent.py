@@ -1,0 +1,85 @@
+"""`AbsorbedHeads`: latent attention in absorbed form, written in other operations of `Ops`.
+
+Keys and values of a head are matrices times one latent per token: k = W_K c, v = W_V c. Since q·(W_K c) = (W_K' q)·c
+and sum p (W_V c) = W_V (sum p c), all heads attend to the latents themselves (DeepSeek-V2, arXiv 2405.04434, section
+2.1). Only the latents are cached: one kv head of [rotary key | latent], which is key and value in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.ops import ColumnRun, Columns, LatentSizes, LatentWeights, Ops, PerHead
+
+
+class HeadOps(Ops, Protocol):
+    """What absorbed heads are written in."""
+
+    def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead:
+        """Packs weights [H, N, K] once. The tensor is not kept."""
+        ...
+
+    def columns(self, runs: Sequence[ColumnRun]) -> Columns:
+        """Copies these columns wherever it is called."""
+        ...
+
+
+class AbsorbedHeads:
+    """`LatentHeads` where there are no kernels of its own."""
+
+    def __init__(self, ops: HeadOps, sizes: LatentSizes, weights: LatentWeights, fmt: str) -> None:
+        self._ops, self._sizes = ops, sizes
+        self._norm, self._eps = weights.norm, weights.eps
+        self._rope, self._scale = weights.rope, weights.scale
+        self._absorb, self._values = ops.per_head(weights.keys, fmt), ops.per_head(weights.values, fmt)
+        self._moves = _Moves(ops, sizes, 2 if weights.neighbours else 1)
+
+    def __call__(self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor) -> Tensor:
+        s, rows = self._sizes, len(q)
+        turned = self._ops.rope_store(
+            self._queries_and_key(q, kv), self._rope, batch, pages, pages,
+            heads=s.heads, kv_heads=1, head_dim=s.width,
+        )  # fmt: skip
+        seen = q.new_empty((rows, s.heads * s.rank))
+        self._moves.seen(self._ops.attention(turned, pages, pages, batch, self._scale), seen)
+        return self._values(seen.view(rows, s.heads, s.rank)).flatten(1)
+
+    def _queries_and_key(self, q: Tensor, kv: Tensor) -> Tensor:
+        """[T, (H + 1) * width]: absorbed queries of all heads, then the key, all before the rotation."""
+        s, rows, move = self._sizes, len(q), self._moves
+        both = q.new_empty((rows, (s.heads + 1) * s.width))
+        straight, latent = q.new_empty((rows, s.heads * s.nope)), q.new_empty((rows, s.rank))
+        move.straight(q, straight)
+        move.turned(q, both)
+        move.turned_key(kv, both)
+        move.latent(kv, latent)
+        absorbed = self._absorb(straight.view(rows, s.heads, s.nope))
+        move.absorbed(absorbed.flatten(1), both)
+        move.key(self._ops.rms_norm(latent, self._norm, self._eps), both)
+        return both
+
+
+class _Moves:
+    """What goes where between the matrices. A row of queries and key is H + 1 times [rotary | latent]."""
+
+    def __init__(self, ops: HeadOps, s: LatentSizes, step: int) -> None:
+        row, head, each = s.width, s.nope + s.rope, range(s.heads)
+        self.straight = ops.columns([ColumnRun(h * head, h * s.nope, s.nope) for h in each])
+        turned = (_halves(h * head + s.nope, h * row, s.rope, step) for h in each)
+        self.turned = ops.columns([run for runs in turned for run in runs])
+        self.turned_key = ops.columns(_halves(s.rank, s.heads * row, s.rope, step))
+        self.latent = ops.columns([ColumnRun(0, 0, s.rank)])
+        self.absorbed = ops.columns([ColumnRun(h * s.rank, h * row + s.rope, s.rank) for h in each])
+        self.key = ops.columns([ColumnRun(0, s.heads * row + s.rope, s.rank)])
+        self.seen = ops.columns([ColumnRun(h * row + s.rope, h * s.rank, s.rank) for h in each])
+
+
+def _halves(source: int, target: int, width: int, step: int) -> list[ColumnRun]:
+    """Rotary pairs of neighbours (step 2) as halves: 0, 2, … 1, 3, … (Transformers' rope_interleave)."""
+    half = width // 2
+    first = (0, 1) if step == 2 else (0, half)
+    return [ColumnRun(source + at, target + i * half, half, step) for i, at in enumerate(first)]
