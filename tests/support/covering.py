@@ -31,7 +31,8 @@ def pairwise(*axes: Iterable[Any], skipped: Collection[Any] = ()) -> list[Any]:
 
 def covering_rows(lengths: Sequence[int]) -> set[Row]:
     """Few rows in which each two values of different axes meet. Deterministic."""
-    pairs = {row: set(combinations(enumerate(row), 2)) for row in product(*map(range, lengths))}
+    size = min(2, len(lengths))
+    pairs = {row: set(combinations(enumerate(row), size)) for row in product(*map(range, lengths))}
     missing = set().union(*pairs.values())
     chosen = set()
     while missing:
