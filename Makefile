@@ -1,10 +1,12 @@
 # The whole project in a handful of words. `make serve`, then `make chat` in another terminal; `make test`.
-# PYTHON: the interpreter that the virtual environment is made from (3.11 to 3.13). VENV: where it is made.
+# PYTHON: the interpreter that the virtual environment is made from (3.11 to 3.14). VENV: where it is made.
 
 PYTHON ?= $(shell scripts/find_python.sh)
 VENV ?= .venv
 MODEL ?= demo
 ARGS ?=
+# Processes that `make test` divides the tests among; 0: none but its own.
+JOBS ?= $(shell [ $$(nproc) -ge 2 ] && echo 2 || echo 0)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 STAMPS := $(VENV)/.stamps
@@ -14,7 +16,7 @@ SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find src csrc -type f
 CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat test test-peers tsan fuzz lint format ext stub bench test-gpu clean
+.PHONY: help venv serve chat test test-all test-peers tsan fuzz lint format ext stub bench test-gpu clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -36,12 +38,17 @@ $(STAMPS)/package: $(STAMPS)/build-tools $(SOURCES)
 	$(PIP) install --no-build-isolation .
 	@touch $@
 
-$(STAMPS)/test: $(STAMPS)/torch pyproject.toml scripts/extras.py
-	$(BIN)/python scripts/extras.py test | $(PIP) install --requirement /dev/stdin
+$(STAMPS)/dependencies: $(STAMPS)/torch pyproject.toml scripts/requirements.py
+	$(BIN)/python scripts/requirements.py | $(PIP) install --requirement /dev/stdin
 	@touch $@
 
-$(STAMPS)/lint: $(STAMPS)/test pyproject.toml scripts/extras.py
-	$(BIN)/python scripts/extras.py lint | $(PIP) install --requirement /dev/stdin
+$(STAMPS)/test: $(STAMPS)/torch pyproject.toml scripts/requirements.py
+	$(BIN)/python scripts/requirements.py test | $(PIP) install --requirement /dev/stdin
+	@touch $@
+
+# Types need the packages that ours imports, and not ours: `_core.pyi` is in the source.
+$(STAMPS)/lint: $(STAMPS)/dependencies
+	$(BIN)/python scripts/requirements.py lint | $(PIP) install --requirement /dev/stdin
 	@touch $@
 
 venv: $(STAMPS)/package ## a virtual environment in .venv with Tandem built and installed
@@ -52,20 +59,25 @@ serve: $(STAMPS)/package ## serve the demo model (or MODEL=directory) on 127.0.0
 chat: $(STAMPS)/package ## chat with the running server
 	$(BIN)/kt chat $(ARGS)
 
-test: $(STAMPS)/package $(STAMPS)/test ## all tests that need no GPU (ARGS="-k name" for some)
-	$(BIN)/python -m pytest $(ARGS)
+PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --durations 25
+
+test: $(STAMPS)/package $(STAMPS)/test ## the tests that need no GPU (ARGS="-k name" for some)
+	$(PYTEST) $(ARGS)
+
+test-all: $(STAMPS)/package $(STAMPS)/test ## them all: full products, thread sanitizer
+	$(PYTEST) --full $(ARGS)
 
 tsan: $(STAMPS)/package $(STAMPS)/test ## the worker pool under the thread sanitizer
-	$(BIN)/python -m pytest tests/kernels/test_worker_pool.py -k sanitizer $(ARGS)
+	$(BIN)/python -m pytest tests/kernels/test_worker_pool.py --full -k sanitizer $(ARGS)
 
 fuzz: $(STAMPS)/package $(STAMPS)/test ## random routings through the expert layer, a few minutes at most
 	timeout 600 $(BIN)/python -m pytest tests/kernels/test_routing_fuzz.py --hypothesis-profile=fuzz $(ARGS)
 
 test-peers: $(STAMPS)/package $(STAMPS)/test ## GGUF files beside llama.cpp, which is built from source first
-	$(BIN)/python scripts/extras.py peers | $(PIP) install --requirement /dev/stdin
+	$(BIN)/python scripts/requirements.py peers | $(PIP) install --requirement /dev/stdin
 	$(BIN)/python -m pytest tests/checkpoint/test_llama_cpp.py $(ARGS)
 
-lint: $(STAMPS)/package $(STAMPS)/lint ## ruff, mypy --strict, clang-format
+lint: $(STAMPS)/lint ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check src tests benchmarks scripts
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)

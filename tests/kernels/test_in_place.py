@@ -56,14 +56,14 @@ def run(layer: PackedExperts, tokens: int) -> Tensor:
     return layer.forward(x, ids, weights, torch.full((tokens, layer.hidden), torch.nan))
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "dot_rows", "tile_mm"])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("tier", cases.TIERS)
+@pytest.mark.parametrize(
+    ("tier", "hidden", "width", "algorithm"), cases.pairwise(cases.TIERS, SIZES, ["auto", *cases.ALGORITHMS])
+)
 def test_bits_are_those_of_packed_experts(
-    tmp_path: Path, tier: str, sizes: tuple[int, int], algorithm: str
+    tmp_path: Path, tier: str, hidden: int, width: int, algorithm: str
 ) -> None:
     cases.require_tier(tier)
-    packed, there = both(cases.workspace_of(tier, algorithm), mapped(tmp_path / "w", *sizes))
+    packed, there = both(cases.workspace_of(tier, algorithm), mapped(tmp_path / "w", hidden, width))
     assert there.tier == tier
     assert [name for name, _, _ in there.formats] == ["bf16_rows", "bf16_rows"]
     for tokens in TOKENS:

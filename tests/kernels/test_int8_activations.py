@@ -29,15 +29,9 @@ FORMATS = [
     ("nvfp4", 16),
     ("int6", 16),
 ]
-each_case = pytest.mark.parametrize(
-    ("fmt", "group", "tier"),
-    [
-        pytest.param(fmt, group, tier, id=f"{fmt}-g{group}-{tier}")
-        for fmt, group in FORMATS
-        for tier in cases.TIERS
-    ],
+each_way = pytest.mark.parametrize(
+    ("fmt", "group", "tier", "algorithm"), cases.pairwise(FORMATS, cases.TIERS, cases.ALGORITHMS)
 )
-each_algorithm = pytest.mark.parametrize("algorithm", list(cases.ALGORITHMS))
 
 
 # -- integers: nothing is rounded, so results are equal
@@ -69,8 +63,7 @@ def integer_rows(count: int, depth: int, group: int) -> Tensor:
     return x.bfloat16()
 
 
-@each_algorithm
-@each_case
+@each_way
 def test_integers_are_exact(fmt: str, group: int, tier: str, algorithm: str) -> None:
     """Sums stay below 2^24, so float32 must hold them exactly: an overflow or a saturated product would show."""
     cases.require_tier(tier)
@@ -97,8 +90,7 @@ def error_bound(x: Tensor, weight: Tensor, size: Tensor, fmt: str, group: int, t
     return rounding + cases.product_bound(larger @ size.T, x.shape[1], fmt, group, tier)
 
 
-@each_algorithm
-@each_case
+@each_way
 def test_error_is_that_of_rounding_activations(
     fmt: str, group: int, tier: str, algorithm: str, record_property: Callable[[str, object], None]
 ) -> None:

@@ -17,12 +17,7 @@ ROWS = [1, 2, 3, 17, 40, 57, 129]
 
 matrix_of_tests = pytest.mark.parametrize(
     ("fmt", "group", "tier", "algorithm"),
-    [
-        pytest.param(fmt, group, tier, algorithm, id=f"{fmt}-g{group}-{tier}-{algorithm}")
-        for fmt, group in cases.FORMATS
-        for tier in cases.TIERS
-        for algorithm in cases.ALGORITHMS
-    ],
+    cases.pairwise(cases.FORMATS, cases.TIERS, cases.ALGORITHMS),
 )
 
 

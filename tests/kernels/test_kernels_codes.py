@@ -40,27 +40,16 @@ def all_codes(fmt: str, group: int, scale: float = 1.0) -> WeightCodes:
 
 # AMX multiplies scales in as halves if products are normal ones: 2^-9 is, 1 is not, 2^-22 is not for fp8 alone, and
 # 2^-31 for none.
-@each_way
-@pytest.mark.parametrize("scale", [1.0, 2.0**-9, -(2.0**-22), 2.0**-31])
+SCALES = [1.0, 2.0**-9, -(2.0**-22), 2.0**-31]
+CODES = [
+    ("fp8", 0), ("fp8", 32), ("fp8", 128), ("fp4", 16), ("fp4", 32), ("int8", 0), ("int8", 16), ("int8", 32),
+    ("int8", 128), ("int6", 16), ("int6", 128), ("int4", 32), ("int4", 128), ("uint4", 32), ("uint4", 64),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("fmt", "group"),
-    [
-        ("fp8", 0),
-        ("fp8", 32),
-        ("fp8", 128),
-        ("fp4", 16),
-        ("fp4", 32),
-        ("int8", 0),
-        ("int8", 16),
-        ("int8", 32),
-        ("int8", 128),
-        ("int6", 16),
-        ("int6", 128),
-        ("int4", 32),
-        ("int4", 128),
-        ("uint4", 32),
-        ("uint4", 64),
-    ],
+    ("fmt", "group", "scale", "tier", "algorithm"),
+    cases.pairwise(CODES, SCALES, cases.TIERS, cases.ALGORITHMS),
 )
 def test_every_code_is_exact(fmt: str, group: int, scale: float, tier: str, algorithm: str) -> None:
     """Rows of the identity pick single weights, subnormals included, out of the packed matrix: all at once, as many as
@@ -180,9 +169,9 @@ GGUF_HALVES = {
 
 
 # Weights of up to some hundreds, of a model's size, and too small for AMX's halves.
-@pytest.mark.parametrize("size", [1.0, 2.0**-13, 2.0**-20])
-@pytest.mark.parametrize("tier", cases.TIERS)
-@pytest.mark.parametrize("name", gguf_blocks.GGUF_CODES)
+@pytest.mark.parametrize(
+    ("name", "tier", "size"), cases.pairwise(gguf_blocks.GGUF_CODES, cases.TIERS, [1.0, 2.0**-13, 2.0**-20])
+)
 def test_gguf_weights_equal_ggufs_own_reading(name: str, tier: str, size: float) -> None:
     """Random bytes, with sane halves, some of them 0: every layout of scales and codes, every code."""
     cases.require_tier(tier)

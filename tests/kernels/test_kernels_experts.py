@@ -115,9 +115,10 @@ def random_routing(rows: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return ids, torch.rand(rows, k, generator=g)
 
 
-@pytest.mark.parametrize("algorithm", ["auto", *cases.ALGORITHMS])
-@pytest.mark.parametrize("tier", cases.TIERS)
-@pytest.mark.parametrize(("fmt", "group"), cases.FORMATS)
+@pytest.mark.parametrize(
+    ("fmt", "group", "tier", "algorithm"),
+    cases.pairwise(cases.FORMATS, cases.TIERS, ["auto", *cases.ALGORITHMS]),
+)
 def test_formats(fmt: str, group: int, tier: str, algorithm: str) -> None:
     cases.require_tier(tier)
     layer = cases.packed_experts(cases.workspace_of(tier, algorithm), EXPERTS, HIDDEN, WIDTH, fmt, group)

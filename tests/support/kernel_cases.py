@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import covering
 from tandem import _core
 from tandem.errors import CacheDamaged
 from tandem.formats.codes import WeightCodes, join_nibbles
@@ -50,8 +53,17 @@ ALGORITHMS = {"dot_rows": 1 << 30, "tile_mm": 0}  # as Workspace's tile_from_row
 F32_UNIT, F16_UNIT, BF16_UNIT = 2.0**-24, 2.0**-11, 2.0**-8  # largest relative error of one rounding
 
 
+def runs(tier: str) -> bool:
+    return tier == "amx_standin" or tier in _core.supported_tiers()
+
+
+def pairwise(*axes: Iterable[Any]) -> list[Any]:
+    """`covering.pairwise`, where tiers that are skipped here cover nothing."""
+    return covering.pairwise(*axes, skipped=[tier for tier in TIERS if not runs(tier)])
+
+
 def require_tier(tier: str) -> None:
-    if tier != "amx_standin" and tier not in _core.supported_tiers():
+    if not runs(tier):
         pytest.skip(f"this CPU cannot run tier {tier}: it has {', '.join(_core.supported_tiers())}")
 
 

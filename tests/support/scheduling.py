@@ -38,6 +38,12 @@ def leave_out_full(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
+def check_names(items: list[pytest.Item]) -> None:
+    """pytest-xdist runs one test for each id, so others of the same id would be left out without a word."""
+    if same := [name for name, count in Counter(item.nodeid for item in items).items() if count > 1]:
+        raise pytest.UsageError(f"tests with the same id, of which only one would run: {', '.join(same)}")
+
+
 def longest_first(items: list[pytest.Item]) -> None:
     """Orders groups of files by their recorded seconds; tests of a file keep their order."""
     seconds: Counter[str] = Counter()

@@ -1,0 +1,47 @@
+"""Which rows of a full product `make test` runs: enough that each two values of different axes meet. The rest is full.
+
+Faults of kernels come from one value (a format's decoder) or from two that meet (a tier that lacks a format's path);
+`make test-all` runs all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+Row = tuple[int, ...]  # an index into each axis
+
+
+def pairwise(*axes: Iterable[Any], skipped: Collection[Any] = ()) -> list[Any]:
+    """Every row of the product for `parametrize`; those that no pair needs are marked `full`.
+
+    A value that is a tuple is spread over several parameters. skipped: values that this machine cannot run; rows with
+    them cover no pair.
+    """
+    values = [list(axis) for axis in axes]
+    run = [[value for value in axis if value not in skipped] for axis in values]
+    chosen = {
+        tuple(axis[i] for axis, i in zip(run, row, strict=True)) for row in covering_rows([*map(len, run)])
+    }
+    return [_param(row, row in chosen) for row in product(*values)]
+
+
+def covering_rows(lengths: Sequence[int]) -> set[Row]:
+    """Few rows in which each two values of different axes meet. Deterministic."""
+    size = min(2, len(lengths))
+    pairs = {row: set(combinations(enumerate(row), size)) for row in product(*map(range, lengths))}
+    missing = set().union(*pairs.values())
+    chosen = set()
+    while missing:
+        best = max(pairs, key=lambda row: len(pairs[row] & missing))
+        missing -= pairs.pop(best)
+        chosen.add(best)
+    return chosen
+
+
+def _param(row: tuple[Any, ...], chosen: bool) -> Any:
+    spread = [each for value in row for each in (value if isinstance(value, tuple) else (value,))]
+    return pytest.param(*spread, marks=() if chosen else pytest.mark.full)
