@@ -58,9 +58,10 @@ class ToolChoice:
 class Conversation:
     """`template_variables` are passed to the chat template as they are (`chat_template_kwargs`).
 
-    `thinking`: whether the model should reason first, where its template has a switch; None leaves it alone.
-    `reasoning_effort`: "low" | "medium" | "high" or whatever else the template knows.
+    `thinking`: whether the model should reason first; None leaves it alone. `reasoning_effort`: "none", "low", "high"
+    or whatever else the template knows. `thinking_budget`: tokens. What the template has no switch for is refused.
     `separate_reasoning` False: reasoning stays in the text, with its markers.
+    `continue_final_message`: the answer goes on with the last message, which is an assistant's.
     """
 
     messages: tuple[Message, ...]
@@ -70,7 +71,16 @@ class Conversation:
     template_variables: dict[str, Any] = field(default_factory=dict)
     thinking: bool | None = None
     reasoning_effort: str | None = None
+    thinking_budget: int | None = None
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+
+    @property
+    def callable_tools(self) -> dict[str, Tool]:
+        """By name, those that the answer may call."""
+        if self.tool_choice.mode == "none":
+            return {}
+        named = self.tool_choice.name if self.tool_choice.mode == "named" else None
+        return {tool.name: tool for tool in self.tools if named in (None, tool.name)}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
+
+CallOutcome = Literal["complete", "malformed", "cut"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,13 @@ class ToolCallArguments:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """No more arguments come. `complete` False: they are no JSON object; `raw` is what the model wrote instead."""
+    """No more arguments come. `raw` is all that the model wrote for this call.
+
+    "complete": the arguments are a JSON object. "malformed": they are none. "cut": the answer ended before they did.
+    """
 
     index: int
-    complete: bool
+    outcome: CallOutcome
     raw: str
 
 
@@ -69,7 +75,8 @@ class AnsweredCall:
 class ChatAnswer:
     """A whole answer: what its events add up to.
 
-    A call that the model did not write as the format wants is text here. A stream has told of it already.
+    A malformed call is text here. A stream has told of it already, and its client finds arguments that are no JSON.
+    A call that was cut is a call: its finish reason says so.
     """
 
     text: str = ""
@@ -80,7 +87,7 @@ class ChatAnswer:
 
 def whole_answer(events: Iterable[ChatEvent]) -> ChatAnswer:
     """`events`: all of one answer, in order."""
-    answer, cut = ChatAnswer(), False
+    answer = ChatAnswer()
     for event in events:
         match event:
             case ReasoningDelta(text):
@@ -91,13 +98,9 @@ def whole_answer(events: Iterable[ChatEvent]) -> ChatAnswer:
                 answer.calls.append(AnsweredCall(call_id, name))
             case ToolCallArguments(_, fragment):
                 answer.calls[-1].arguments += fragment
-            case ToolCallEnd(_, complete, raw):
-                if not complete:
-                    answer.calls.pop()
-                    answer.text += raw
-                    cut = True
+            case ToolCallEnd(_, "malformed", raw):
+                answer.calls.pop()
+                answer.text += raw
             case Finish(reason):
                 answer.finish_reason = reason
-    if cut and not answer.calls and answer.finish_reason == "tool_calls":
-        answer.finish_reason = "stop"
     return answer
