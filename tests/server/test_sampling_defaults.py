@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tandem.errors import CheckpointError
+from tandem.server.chat.openai.schema import ChatRequest
 from tandem.server.openai_sampling import sampling_of
-from tandem.server.openai_schema import ChatRequest
 from tandem.server.sampling_defaults import read_sampling_defaults
 
 

@@ -33,24 +33,19 @@ def call_constraint(
     reasoning: ReasoningFormat | None,
     in_reasoning: bool,
 ) -> Tag:
-    """Of the whole answer, reasoning included. Schemas of tools that are not `strict` count where a call is required."""
+    """Of the whole answer, reasoning included. Where a call is required, all schemas count, `strict` or not."""
     required = conversation.tool_choice.mode in ("required", "named")
     one = not conversation.parallel_tool_calls or written.single or conversation.tool_choice.mode == "named"
     tools = conversation.callable_tools.values()
-    tags = [_call(tool, written, bool(tool.strict or required)) for tool in tools]
     calls: Tag = {
-        "type": "tags_with_separator", "tags": tags, "separator": written.separator, "at_least_one": True,
-        "stop_after_first": one,
+        "type": "tags_with_separator", "tags": [_call(tool, written, tool.strict or required) for tool in tools],
+        "separator": written.separator, "at_least_one": True, "stop_after_first": one,
     }  # fmt: skip
-    body = (
-        _sequence(_const(written.first), calls, _const(written.last))
-        if required
-        else _on_trigger(written, calls, one)
-    )
-    return {
-        "type": "structural_tag",
-        "format": _sequence(*_reasoning(tool_format, reasoning, in_reasoning), body),
-    }
+    body = _on_trigger(written, calls, one)
+    if required:
+        body = _sequence(_const(written.first), calls, _const(written.last))
+    before = _reasoning(tool_format, reasoning, in_reasoning)
+    return {"type": "structural_tag", "format": _sequence(*before, body)}
 
 
 def _on_trigger(written: Written, calls: Tag, one: bool) -> Tag:

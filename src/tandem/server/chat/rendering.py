@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tandem.engine.text.chat_template import ChatTemplate
@@ -56,7 +56,7 @@ class Speaking:
 
     tool_format: ToolFormat | None = None
     reasoning_format: ReasoningFormat | None = None
-    fit: TemplateFit = TemplateFit()
+    fit: TemplateFit = field(default_factory=TemplateFit)
     describe: bool = False
     calls_as_text: bool = False
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os.path
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -131,7 +130,7 @@ def _endings(begun: str, text: str) -> Iterator[str]:
     if text.startswith(begun):
         yield text[len(begun) :]
     yield text.rpartition(_USER)[2]
-    yield text[len(os.path.commonprefix([begun, text])) :]
+    yield text[next((i for i, (a, b) in enumerate(zip(begun, text, strict=False)) if a != b), 0) :]
 
 
 def _reads_back(answer: str, tool_format: ToolFormat, count: int) -> bool:

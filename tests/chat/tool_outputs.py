@@ -1,4 +1,4 @@
-"""Answers of our own in every format: some text, a call of `weather` with awkward values, a call of `now` without any."""
+"""Answers of our own in every format: some text, a call of `weather` with awkward values, a call of `now` with none."""
 
 from __future__ import annotations
 

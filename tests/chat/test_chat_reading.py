@@ -7,6 +7,7 @@ import logging
 import random
 
 import pytest
+from tool_outputs import ARGUMENTS, OUTPUTS, TOOLS, VARIANTS, WITHOUT_TEXT
 
 from tandem.server.chat.answer_parser import AnswerRules, FormattedText, Markup
 from tandem.server.chat.events import (
@@ -22,7 +23,6 @@ from tandem.server.chat.events import (
 from tandem.server.chat.formats.reasoning_format import reasoning_format, reasoning_formats
 from tandem.server.chat.formats.tool_format import tool_format, tool_formats
 from tandem.server.chat.reading.calls import short_id
-from tool_outputs import ARGUMENTS, OUTPUTS, TOOLS, VARIANTS, WITHOUT_TEXT
 
 
 def rules(name: str | None, reasoning: str | None = None, **other) -> AnswerRules:
@@ -254,7 +254,8 @@ THOUGHTS = {
     "gemma4": "<|channel>thought\nHm, hm.\n<channel|>Yes.",
     "minimax-m3": "<mm:think>Hm, hm.</mm:think>Yes.",
     "seed_oss": "<seed:think>Hm, hm.</seed:think>Yes.",
-    "gpt-oss": "<|channel|>analysis<|message|>Hm, hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+    "gpt-oss": "<|channel|>analysis<|message|>Hm, hm.<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
 }
 
 
@@ -312,7 +313,8 @@ def pieces_of(name: str) -> list[str]:
     return [
         *sorted(one.markers()), *one.at_start, "<think>", "</think>", "weather", "now", "city", "days", "units",
         '"', "{", "}", "[", "]", ":", ",", "(", ")", "=", "\\", "\n", " ", "3", "true", "x", "é😀", "'",
-        '{"name": "weather", "arguments": ', '"city"', '"arguments"', '"name"', '{"city": "x"}', "functions.", OUTPUTS[name],
+        '{"name": "weather", "arguments": ', '"city"', '"arguments"', '"name"', '{"city": "x"}', "functions.",
+        OUTPUTS[name],
     ]  # fmt: skip
 
 
@@ -351,7 +353,7 @@ def test_fuzzed_answers(name, caplog):
     fuzz(name, 100, caplog)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_many_fuzzed_answers(name, caplog):
     fuzz(name, 2_000, caplog)  # thirty thousand of all formats
