@@ -111,7 +111,7 @@ class SlowTokenizer:
 
     chat_template = guard = None
 
-    def special_ids(self, texts: set[str]) -> tuple[int, ...]:
+    def special_ids_in(self, texts: set[str]) -> tuple[int, ...]:
         return ()
 
     def __init__(self) -> None:

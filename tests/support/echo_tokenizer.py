@@ -34,7 +34,7 @@ class EchoTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
 
-    def special_ids(self, texts: set[str]) -> tuple[int, ...]:
+    def special_ids_in(self, texts: set[str]) -> tuple[int, ...]:
         return ()
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:

@@ -123,7 +123,7 @@ class Tokenizer:
         """Whether `skip_special_tokens` leaves it out."""
         return token_id in self._special
 
-    def special_ids(self, texts: Iterable[str]) -> tuple[int, ...]:
+    def special_ids_in(self, texts: Iterable[str]) -> tuple[int, ...]:
         """Special tokens that are, or are part of, one of these texts."""
         searched = "\n".join(texts)
         return tuple(sorted(i for i in self._special if self._added[i] and self._added[i] in searched))

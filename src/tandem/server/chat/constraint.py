@@ -5,17 +5,16 @@ The tags are those of xgrammar (https://xgrammar.mlc.ai), as plain data; the eng
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 from tandem.server.chat.conversation import Conversation, Tool
 from tandem.server.chat.formats.reasoning_format import ReasoningFormat
 from tandem.server.chat.formats.tool_format import Channels, ToolFormat, Written
-from tandem.server.chat.reading.calls import short_id
 
 Tag = dict[str, Any]
 
 _ANY_TEXT: Tag = {"type": "any_text"}
+_MADE_UP = {"{index}": "[0-9]{1,3}", "{id}": "[a-zA-Z0-9]{9}"}  # what the model writes for these
 _BREAKS: Tag = {"type": "regex", "pattern": r"\n{0,2}"}  # between reasoning and what follows
 
 
@@ -41,9 +40,12 @@ def call_constraint(
         "type": "tags_with_separator", "tags": [_call(tool, written, tool.strict or required) for tool in tools],
         "separator": written.separator, "at_least_one": True, "stop_after_first": one,
     }  # fmt: skip
-    body = _on_trigger(written, calls, one)
     if required:
         body = _sequence(_const(written.first), calls, _const(written.last))
+    elif tool_format.channels:
+        body = _answer_or(tool_format.channels, calls)
+    else:
+        body = _on_trigger(written, calls, one)
     before = _reasoning(tool_format, reasoning, in_reasoning)
     return {"type": "structural_tag", "format": _sequence(*before, body)}
 
@@ -59,20 +61,26 @@ def _on_trigger(written: Written, calls: Tag, one: bool) -> Tag:
     }  # fmt: skip
 
 
+def _answer_or(syntax: Channels, calls: Tag) -> Tag:
+    """Free text has no control tokens, so the channel of an answer is said here."""
+    answer = _sequence(_const(f"{syntax.channel}{syntax.answer[0]}{syntax.message}"), _ANY_TEXT)
+    return {"type": "or", "elements": [answer, calls]}
+
+
 def _call(tool: Tool, written: Written, by_schema: bool) -> Tag:
     arguments: Tag = {
         "type": "json_schema",
         "json_schema": _schema(tool) if by_schema else {"type": "object"},
         "style": written.style,
     }
-    begin, numbered, rest = written.begun(tool.name, call_id=short_id(uuid.uuid4().hex)), "", ""
-    if "{index}" in written.begin:
-        begin, numbered, rest = written.begin.replace("{name}", tool.name).partition("{index}")
-    content = (
-        _sequence({"type": "regex", "pattern": "[0-9]{1,3}"}, _const(rest), arguments)
-        if numbered
-        else arguments
-    )
+    begin, made_up, rest = written.begin.replace("{name}", tool.name), "", ""
+    for placeholder, pattern in _MADE_UP.items():
+        if placeholder in begin:
+            begin, _, rest = begin.partition(placeholder)
+            made_up = pattern
+    content = arguments
+    if made_up:
+        content = _sequence({"type": "regex", "pattern": made_up}, _const(rest), arguments)
     return {"type": "tag", "begin": begin, "content": content, "end": written.end}
 
 

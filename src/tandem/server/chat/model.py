@@ -37,7 +37,7 @@ Constrain = Callable[[SamplingParams, Tag], SamplingParams]
 class ChatTokenizer(TemplateTokenizer, Protocol):
     """What is needed of `tandem.engine.text.tokenizer.Tokenizer`."""
 
-    def special_ids(self, texts: set[str]) -> tuple[int, ...]: ...
+    def special_ids_in(self, texts: set[str]) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class ChatModel:
         self._prompts = prompts
         self._speaking = speaking_of(tokenizer, prompts.render_now, tool_parser, reasoning_parser)
         self._renderer = PromptRenderer(tokenizer, prompts.render, self._speaking)
-        self._shown = tokenizer.special_ids(self._speaking.markers())
+        self._shown = tokenizer.special_ids_in(self._speaking.markers())
         self._written = _written(self._speaking)
 
     async def prepare(self, conversation: Conversation, sampling: SamplingParams) -> PreparedChat:

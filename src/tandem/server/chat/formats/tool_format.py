@@ -89,7 +89,7 @@ class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first: str = ""
     last: str = ""
     single: bool = False  # the answer ends with its first call
-    trigger: str = ""  # a text that says this calls: how `first` + `begin` begin, up to the name by default
+    trigger: str = ""  # a text that says this calls; default: `first`, or `begin` up to the name
 
     def begun(self, name: str, index: int = 0, call_id: str = "") -> str:
         """`begin` of one call: {index} is its number, {id} one that is made up for it."""
@@ -98,7 +98,7 @@ class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def triggered_by(self) -> str:
-        return self.trigger or (self.first + self.begin).partition("{name}")[0]
+        return self.trigger or self.first or self.begin.partition("{name}")[0]
 
 
 class ToolFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

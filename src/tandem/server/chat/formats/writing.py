@@ -26,7 +26,7 @@ def _one(tool_format: ToolFormat, index: int, name: str, arguments: dict[str, An
     written = tool_format.written[0]
     syntax = tool_format.parameters
     said = _json(arguments) if syntax is None else _parameters(syntax, arguments)
-    return f"{written.begun(name, index)}{said}{written.end}"
+    return f"{written.begun(name, index, f'call{index:05}')}{said}{written.end}"
 
 
 def _json(value: Any) -> str:
