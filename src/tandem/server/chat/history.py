@@ -3,44 +3,58 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tandem.server.chat.conversation import Conversation, Message, ToolCall
+from tandem.server.chat.formats.tool_format import CallIds
 from tandem.server.chat.reading.calls import short_id
 from tandem.server.chat.template_fit import TemplateFit, TemplateMessages
 from tandem.server.chat.tools_in_text import arguments_object
 
 
-def template_messages(messages: Iterable[Message], fit: TemplateFit, short_ids: bool) -> TemplateMessages:
-    """`short_ids`: the template wants ids of nine letters and digits; others are replaced, everywhere alike."""
+def template_messages(messages: Iterable[Message], fit: TemplateFit, ids: CallIds) -> TemplateMessages:
+    """`ids`: of calls as the template wants them; others are replaced, in calls and results alike."""
     listed = list(messages)
     if not fit.several:
         listed = list(_one_call_each(listed))
-    names = {call.id: call.name for message in listed for call in message.tool_calls}
-    return [_message(message, fit, short_ids, names) for message in listed]
+    calls = [call for message in listed for call in message.tool_calls]
+    names = {call.id: call.name for call in calls}
+    renamed = {call.id: _id(call, index, ids) for index, call in enumerate(calls)}
+    return [_message(message, fit, names, renamed) for message in listed]
 
 
-def _message(message: Message, fit: TemplateFit, short_ids: bool, names: dict[str, str]) -> dict[str, Any]:
+def _id(call: ToolCall, index: int, ids: CallIds) -> str:
+    if ids == "short":
+        return short_id(call.id)
+    if ids == "numbered" and not re.fullmatch(rf"(functions\.)?{re.escape(call.name)}:\d+", call.id):
+        return f"functions.{call.name}:{index}"
+    return call.id
+
+
+def _message(
+    message: Message, fit: TemplateFit, names: dict[str, str], renamed: dict[str, str]
+) -> dict[str, Any]:
+    """`names`: of the tools, by the ids of calls."""
     result: dict[str, Any] = {"role": message.role, "content": message.content}
     name = message.name
     if message.role == "tool":
         call_id = message.tool_call_id or ""
-        result["tool_call_id"] = short_id(call_id) if short_ids else call_id
+        result["tool_call_id"] = renamed.get(call_id, call_id)
         name = name or names.get(call_id)
     if message.tool_calls:
         result["content"] = message.content or fit.empty
-        result["tool_calls"] = [_call(call, fit, short_ids) for call in message.tool_calls]
+        result["tool_calls"] = [_call(call, fit, renamed[call.id]) for call in message.tool_calls]
     if message.reasoning:
         _add_reasoning(result, message.reasoning, fit)
     return result if name is None else result | {"name": name}
 
 
-def _call(call: ToolCall, fit: TemplateFit, short_ids: bool) -> dict[str, Any]:
+def _call(call: ToolCall, fit: TemplateFit, call_id: str) -> dict[str, Any]:
     arguments: str | dict[str, Any] = arguments_object(call.arguments)
     if fit.arguments == "text":
         arguments = json.dumps(arguments, ensure_ascii=False)
-    call_id = short_id(call.id) if short_ids else call.id
     return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 

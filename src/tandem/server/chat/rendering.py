@@ -79,8 +79,7 @@ class PromptRenderer:
         messages, variables = self._messages(conversation), self._variables(conversation)
         sign, guard = "", self._guard
         if guard is not None and (sign := guard.sign("\n".join(_texts([messages, variables.get("tools")])))):
-            own = self._speaking.markers()
-            messages = [guard.guard(m, sign, own if m["role"] == "assistant" else ()) for m in messages]
+            messages = [self._guarded(message, guard, sign) for message in messages]
             variables["tools"] = guard.guard(variables.get("tools"), sign)
         prompted = conversation.add_generation_prompt and not conversation.continue_final_message
         prompted = bool(variables.pop("add_generation_prompt", prompted))
@@ -89,6 +88,14 @@ class PromptRenderer:
             text = text.replace(f"\\u{ord(sign):04x}", sign)
         return Prompt(_up_to_last(text, messages) if conversation.continue_final_message else text, sign)
 
+    def _guarded(self, message: dict[str, Any], guard: MarkerGuard, sign: str) -> dict[str, Any]:
+        """An assistant may have said calls and reasoning in the format's own markers."""
+        own = self._speaking.markers() if message["role"] == "assistant" else set[str]()
+        return {
+            key: guard.guard(value, sign, own if key != "tool_calls" else ())
+            for key, value in message.items()
+        }
+
     def _messages(self, conversation: Conversation) -> TemplateMessages:
         speaking, messages = self._speaking, conversation.messages
         if speaking.tool_format and speaking.calls_as_text:
@@ -96,8 +103,8 @@ class PromptRenderer:
         if speaking.tool_format and speaking.describe and (tools := _offered(conversation)):
             text = described(tools, speaking.tool_format)
             messages = with_system_text(messages, text, speaking.fit.system)
-        short_ids = speaking.tool_format is not None and speaking.tool_format.ids == "short"
-        return template_messages(messages, speaking.fit, short_ids)
+        ids = speaking.tool_format.ids if speaking.tool_format else "call"
+        return template_messages(messages, speaking.fit, ids)
 
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
         given = conversation.template_variables

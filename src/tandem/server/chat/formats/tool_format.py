@@ -15,6 +15,8 @@ import msgspec
 
 from tandem.errors import ConfigError
 
+CallIds = Literal["call", "short", "numbered"]
+
 NONE = "none"  # the name that turns parsing off
 
 
@@ -118,7 +120,7 @@ class ToolFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     section_close: tuple[str, ...] = ()
     separator: tuple[str, ...] = ()
     at_start: tuple[str, ...] = ()
-    ids: Literal["call", "short", "numbered"] = "call"
+    ids: CallIds = "call"
     named_json: NamedJson | None = None
     name_then_json: NameThenJson | None = None
     parameters: Parameters | None = None
