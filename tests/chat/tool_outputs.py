@@ -23,6 +23,14 @@ WEATHER = Tool(
 NOW = Tool("now", "Tells the time", {"type": "object", "properties": {}})
 TOOLS = {tool.name: tool for tool in (WEATHER, NOW)}
 
+OPENAI_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": t.name, "description": t.description, "parameters": t.parameters},
+    }
+    for t in TOOLS.values()
+]
+
 CITY = 'Zürich "Nord" {1}\n</x> 😀'
 ARGUMENTS: dict[str, Any] = {"city": CITY, "days": 3, "units": ["C", "F"]}
 _JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
