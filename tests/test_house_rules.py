@@ -49,11 +49,11 @@ MANY_METHODS = {
     "src/tandem/checkpoint/gguf_checkpoint.py:GGUFCheckpoint": 26,
     "src/tandem/experts/live/policy.py:LivePolicy": 21,
     "src/tandem/kernels/packed/experts.py:PackedExperts": 41,
-    "src/tandem/models/builder.py:Builder": 22,
+    "src/tandem/models/builder.py:Builder": 23,
 }
 MANY_PARAMETERS = {
     "src/tandem/bench/kernels.py:run": 11,
-    "src/tandem/config/flags.py:flag": 11,
+    "src/tandem/config/flags.py:flag": 12,
     "src/tandem/engine/gpu_runner.py:GpuRunner.__init__": 9,
     "src/tandem/kernels/cpu_ops.py:CpuOps.rope_store": 11,
     "src/tandem/kernels/gpu/ops.py:GpuOps.rope_store": 11,
@@ -66,7 +66,6 @@ FULL_FOLDERS = {
     "csrc/runtime": 26,
     "src/tandem/checkpoint": 26,
     "src/tandem/kernels/gpu": 28,
-    "src/tandem/server": 26,
 }
 
 

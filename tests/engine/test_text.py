@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -10,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_model import EOS, fake_engine, greedy_reference, request, run, text, token_ids
+from tandem.config.model_config import ModelConfig
 from tandem.engine.protocol import SamplingParams, TokenLogprob
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.engine.text.detokenizer import IncrementalDecoder, TextStream
 from tandem.engine.text.stop_strings import StopMatcher
 from tandem.engine.text.tokenizer import Tokenizer
-from tandem.errors import CheckpointError, RequestError
+from tandem.errors import CheckpointError, ConfigError, RequestError
 from tandem.server.logprobs import CompletionOffsets
 
 
@@ -80,6 +83,49 @@ def test_offsets_of_an_echoed_prompt() -> None:
     offsets = CompletionOffsets(tokenizer, "Hello  big")
     tokens = [TokenLogprob(i, -1.0) for i in (tokenizer.encode("<s>")[0], 1, 5, 2, 3, 4)]
     assert offsets.build(tokens, with_top=False).text_offset == [0, 0, 5, 6, 10, 16]
+
+
+def test_a_rule_that_gives_up_on_a_text_costs_that_text() -> None:
+    """The library panics, which is no Exception."""
+    inner = byte_tokenizer()
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
+    tokenizer = Tokenizer(inner)
+    with pytest.raises(RequestError, match="cannot read this text"):
+        tokenizer.encode("x" * 30)
+    assert tokenizer.encode("a")
+
+
+def put_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def put_endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def put_large(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(300 << 20)
+
+
+def put_deep(path: Path) -> None:
+    path.write_bytes(b'{"x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}")
+
+
+@pytest.mark.parametrize("put", [put_pipe, put_endless, put_large, put_deep])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+)
+def test_whatever_lies_under_a_file_s_name_is_noticed(put, name: str, tmp_path: Path) -> None:
+    """At once, and without reading all of it."""
+    for present in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        (tmp_path / present).write_text("{}")
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).unlink()
+    put(tmp_path / name)
+    with pytest.raises((CheckpointError, ConfigError)):
+        Tokenizer.load(tmp_path)
+        ModelConfig.load(tmp_path)  # without a model type: it says so where all else is well
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,9 @@ def paged(spans: list[tuple[int, int]], single: int) -> tuple[Batch, int]:
     positions = torch.cat([torch.arange(*span) for span in spans])
     starts = torch.tensor([0, *(end - begin for begin, end in spans)]).cumsum(0).int()
     lens = torch.tensor([end for _, end in spans]).int()
-    return replace(Batch(positions, positions, starts, lens, tables), single_rows=single), tables.numel()
+    return replace(
+        Batch(positions, positions, starts, lens, tables, lens), single_rows=single
+    ), tables.numel()
 
 
 def documented(
@@ -222,7 +224,7 @@ class Paged:
         positions = torch.cat(
             [torch.arange(n - rows, n) for n, rows in zip(lens, starts.diff(), strict=True)]
         )
-        batch = Batch(positions, positions, starts, lens, tables)
+        batch = Batch(positions, positions, starts, lens, tables, lens)
         assert self.options["window_left"] == SHAPE.window - 1
         return TorchOps().attention(q, *pages, batch, self.options["sm_scale"], SHAPE.window).view(q.shape)
 

@@ -17,8 +17,8 @@ from tandem.checkpoint import open_checkpoint
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.gpu_plan import dense_bytes
 from tandem.config.gpus import Gpu
+from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import BatchLayout
 from tandem.kernels.reference import TorchOps
 from tandem.models import ForwardBatch
 from tandem.models.linear import SideBySide

@@ -20,7 +20,7 @@ from tandem.kernels.reference import TorchOps
 from tandem.models import build
 from tiny import VARIANTS
 
-KNOWN = "deepseek_v2, deepseek_v3, glm4_moe, kimi_k2, llama, mixtral, olmoe, qwen2_moe, qwen3_moe"
+KNOWN = "deepseek_v2, deepseek_v3, glm4_moe, kimi_k2, llama, mixtral, olmoe, qwen2_moe, qwen3_5_moe"
 
 
 @pytest.fixture(scope="module", params=["torch", *_core.supported_tiers()])

@@ -72,6 +72,12 @@ def test_models_and_keys(server: ServerProcess, client: openai.OpenAI):
         openai.OpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0).models.list()
 
 
+def test_the_key_is_neither_in_the_log_nor_in_ps(server: ServerProcess):
+    shown = Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
+    assert b"--api-key\0******\0" in shown and b"s3cret" not in shown
+    assert "s3cret" not in server.log.read_text()
+
+
 def test_chat_answers_sensibly(client: openai.OpenAI):
     answer = client.chat.completions.create(
         model="demo", messages=user("What is the capital of France?"), temperature=0, max_tokens=24

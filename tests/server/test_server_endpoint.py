@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -40,3 +41,35 @@ def test_where_no_folder_can_be_made_the_error_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(endpoint, "_FALLBACKS", ("/dev/null/x",))
     with pytest.raises(EngineError, match="TMPDIR"), private_endpoint():
         pass
+
+
+def test_two_that_have_met_leave_nothing_behind():
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as one,
+        context.socket(zmq.DEALER) as other,
+        private_endpoint() as address,
+    ):
+        one.bind(address)
+        other.connect(address)
+        other.send(b"here")
+        assert one.poll(10_000) and one.recv() == b"here"
+        endpoint.forget(address)
+        assert not folder_of(address).exists()
+        one.send(b"still")
+        assert other.poll(10_000) and other.recv() == b"still"
+
+
+def test_what_a_killed_server_left_is_removed_by_the_next(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, alive, other = (tmp_path / f"tandem-{name}" for name in ("dead", "alive", "other"))
+    for folder in (dead, alive, other):
+        folder.mkdir()
+    (other / "engine").write_text("somebody's file")
+    with socket.socket(socket.AF_UNIX) as left, socket.socket(socket.AF_UNIX) as listening:
+        left.bind(str(dead / "engine"))
+        left.close()
+        listening.bind(str(alive / "engine"))
+        listening.listen()
+        with private_endpoint():
+            assert not dead.exists() and alive.exists() and other.exists()

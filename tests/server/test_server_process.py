@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -113,6 +114,7 @@ def test_a_stuck_engine_is_killed(tmp_path: Path):
     with running(spawn_echo(tmp_path / "server.log", watchdog_timeout=5.0)) as server:
         response = post(server, "/v1/completions", {"prompt": "stuck!"})
         assert response.status_code == 503
+        assert "--watchdog-timeout" in response.text and "memory" not in response.text
         server.wait_until_ready()
         assert ask(server, "again") == "again"
         assert "stuck" in server.log.read_text()
@@ -166,6 +168,20 @@ def test_sigterm_drains(tmp_path: Path):
         wait_until(lambda: not alive(pid))
 
 
+def test_long_streams_end_with_the_time_that_they_were_given(tmp_path: Path):
+    """Each with an error event, and the process soon after."""
+    flags = {"loader": "load_slow", "shutdown_timeout": 0.5}
+    with running(spawn_echo(tmp_path / "server.log", **flags)) as server, ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(post, server, "/generate", LONG | {"stream": True}) for _ in range(8)]
+        wait_until(lambda: server.info()["stats"]["running"] == 8)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        for stream in streams:
+            assert "the server is stopping" in stream.result().text
+        assert server.process.wait(timeout=20) == 0
+        assert time.monotonic() - began < 0.5 + 5.0
+
+
 def test_two_signals_do_not_wait(tmp_path: Path):
     with (
         running(spawn_echo(tmp_path / "server.log", loader="load_slow")) as server,
@@ -180,9 +196,13 @@ def test_two_signals_do_not_wait(tmp_path: Path):
         assert server.process.wait(timeout=20) == 0
 
 
-def test_the_engine_dies_with_its_parent(tmp_path: Path):
+def test_the_engine_dies_with_its_parent_and_leaves_no_files(tmp_path: Path, monkeypatch):
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
     with running(spawn_echo(tmp_path / "server.log")) as server:
         pid = server.engine_pid()
+        assert not list(folder.iterdir())
         server.process.kill()
         server.process.wait()
         wait_until(lambda: not alive(pid))
@@ -257,6 +277,31 @@ def pages_are_back(server: ServerProcess) -> bool:
     stats = info["stats"]
     idle = stats["running"] == stats["waiting"] == info["open_answers"] == 0
     return idle and stats["pages_free"] == stats["pages_total"]
+
+
+def test_two_hundred_clients_leave_a_thousand_times(echo: ServerProcess):
+    """Each after some tokens of a long stream; then many connections that say nothing."""
+
+    async def leave(client: httpx.AsyncClient, places: asyncio.Semaphore, lines: int) -> int:
+        async with places, client.stream("POST", "/generate", json=LONG | {"stream": True}) as response:
+            async for _ in response.aiter_lines():
+                lines -= 1
+                if lines < 0:
+                    break
+            return response.status_code
+
+    async def crowd() -> set[int]:
+        limits, places = httpx.Limits(max_connections=200), asyncio.Semaphore(200)
+        async with httpx.AsyncClient(base_url=echo.url, limits=limits, timeout=60) as client:
+            return set(await asyncio.gather(*[leave(client, places, i % 7) for i in range(1000)]))
+
+    assert asyncio.run(crowd()) == {200}
+    wait_until(lambda: pages_are_back(echo))
+    port = int(echo.url.rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        for _ in range(500):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+        assert ask(echo, "still here") == "still here"
 
 
 def test_others_go_on_during_abuse(echo: ServerProcess):

@@ -12,6 +12,7 @@ import echo_engine
 from echo_tokenizer import EchoTokenizer
 from server_harness import LocalServer
 from server_requests import CHAT, error_of, run, user
+from tandem.config import EngineConfig
 from tandem.engine import limits as engine_limits
 from tandem.server import limits
 
@@ -158,4 +159,11 @@ def test_the_documentation_says_what_is_so():
         engine_limits.MAX_LOGIT_BIAS,
     ):  # fmt: skip
         assert f"{number:,}" in text, number
-    assert f"{limits.MAX_BODY_BYTES >> 20} MiB" in text and f"{limits.DRAIN_SECONDS:g} seconds" in text
+    assert f"{limits.MAX_UNREAD_OUTPUTS:,}" in text and f"{limits.MAX_HEADERS} lines" in text
+    for size in (limits.MAX_BODY_BYTES >> 20, limits.MAX_UNFINISHED_BYTES >> 20):
+        assert f"{size} MiB" in text
+    for size in (limits.MAX_URL_BYTES >> 10, limits.MAX_HEAD_BYTES >> 10):
+        assert f"{size} KiB" in text
+    shutdown = EngineConfig(model="m").shutdown_timeout
+    for seconds in (shutdown, limits.HEAD_SECONDS, limits.UNREAD_SECONDS, limits.TEMPLATE_SECONDS):
+        assert f"{seconds:g} seconds" in text

@@ -17,6 +17,7 @@ class Batch:
     query_starts: Tensor
     seq_lens: Tensor
     block_tables: Tensor
+    slots: Tensor
     single_rows: int = 0
 
 
@@ -26,7 +27,8 @@ def make_batch(spans: list[tuple[int, int]], tables: Tensor) -> Batch:
     rows = torch.cat([torch.full((b - a,), s) for s, (a, b) in enumerate(spans)])
     starts = torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0).int()
     slots = tables[rows, positions // PAGE].long() * PAGE + positions % PAGE
-    return Batch(positions, slots, starts, torch.tensor([b for _, b in spans]).int(), tables)
+    return Batch(positions, slots, starts, torch.tensor([b for _, b in spans]).int(), tables,
+                 torch.zeros(len(spans), dtype=torch.int32))  # fmt: skip
 
 
 def random_tables(sequences: int, tokens: int) -> tuple[Tensor, int]:

@@ -39,7 +39,7 @@ class Session:
         sizes = len(self.config.moe_layers), self.config.moe.experts.count
         self.usage = ExpertUsage(*sizes) if counted else None
         self.model = build(self.config, chosen, open_checkpoint(path), ops or TorchOps(), usage=self.usage)
-        self.states = allocate(self.config.state_layout(dtype, PAGE_SIZE), 3 * pages)
+        self.states = allocate(self.config.state_layout(dtype, PAGE_SIZE), 3 * pages, slots=4).arrays
         for array in (array for arrays in self.states for array in arrays):
             array.fill_(float("nan"))  # a read of a row that was never written must show
         self.lengths, self.pages = [0, 0, 0], pages

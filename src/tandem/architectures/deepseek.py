@@ -47,7 +47,7 @@ def _model(
     keys.only("moe_layer_freq", 1, "all layers after the dense ones are MoE")
     first = keys.optional("first_k_dense_replace", dense_layers)
     width = keys.size("moe_intermediate_size", 2048)
-    experts = moe(router, width, width * keys.optional("n_shared_experts", shared))
+    experts = moe(router, width, width * keys.count("n_shared_experts", shared))
     attention = latent(keys)
     return model(keys, generation, lambda _: attention, experts, range(first, layer_count(keys)))
 

@@ -32,7 +32,7 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
         epsilon=1e-20,
     )
     width = keys.size("moe_intermediate_size", 1408)
-    experts = moe(router, width, width * keys.optional("n_shared_experts", 1))
+    experts = moe(router, width, width * keys.count("n_shared_experts", 1))
     first = keys.optional("first_k_dense_replace", 1)
     return model(keys, generation, lambda _: attention, experts, range(first, layer_count(keys)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from tandem.architectures.family import Family
@@ -63,10 +64,8 @@ def _mixers(keys: JsonKeys, layout: Literal["heads", "kinds"]) -> list[Mixer]:
     if FULL not in kinds:
         raise ConfigError(f"config.json: layer_types has no {FULL}")
     bias = keys.optional("attention_bias", False)
-    attention = gqa(
-        keys, qkv_bias=bias, out_bias=bias, qk_norm="head", rotary_share=0.25, plus_one=True, gate=True
-    )
-    recurrent = _delta_rule(keys, layout)
+    attention = gqa(keys, qkv_bias=bias, out_bias=bias, qk_norm="head", rotary_share=0.25, plus_one=True)
+    attention, recurrent = replace(attention, gate=True), _delta_rule(keys, layout)
     return [attention if kind == FULL else recurrent for kind in kinds]
 
 

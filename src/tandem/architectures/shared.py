@@ -88,7 +88,6 @@ def gqa(
     clip: float = 0.0,
     rotary_share: float = 1.0,
     plus_one: bool = False,
-    gate: bool = False,
 ) -> Gqa:
     """rotary_share: of a head's channels that turn, where config.json does not say."""
     heads = keys.size("num_attention_heads", 16)
@@ -98,7 +97,7 @@ def gqa(
         raise ConfigError(f"config.json: num_key_value_heads {kv_heads} does not divide {heads} heads")
     return Gqa(
         heads, kv_heads, head_dim, _rope(keys, head_dim, rotary_share), window, qk_norm,
-        Norm(epsilon(keys), plus_one), qkv_bias, out_bias, clip, gate,
+        Norm(epsilon(keys), plus_one), qkv_bias, out_bias, clip,
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from tandem.checkpoint.stored_matrix import Stored
 from tandem.checkpoint.survey import stored_formats, survey
 from tandem.config import StoredFormats
 from tandem.config.json_keys import read_json
+from tandem.config.small_files import INDEX_BYTES
 from tandem.errors import CheckpointError
 from tandem.formats.codes import Weight
 from tandem.formats.cut import rows_of
@@ -206,7 +207,7 @@ class Checkpoint:
 
     @cached_property
     def _index_map(self) -> dict[str, str]:
-        weight_map = read_json(self.path / INDEX).get("weight_map")
+        weight_map = read_json(self.path / INDEX, INDEX_BYTES).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise CheckpointError(f"{self.path / INDEX} has no 'weight_map' of tensor names to files")
         return weight_map

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.config import flags
-from tandem.config.flags import Flag, flag
+from tandem.config.flags import Flag, flag, secret
 from tandem.errors import ConfigError
 
 MODEL = "Model"
@@ -71,7 +71,7 @@ class EngineConfig:
     port: int = flag(
         30000, "Port to listen on; 0: any free one.", group=SERVER, minimum=0, maximum=65535, essential=True
     )
-    api_key: str | None = flag(None, "Key that clients must send.", group=SERVER, essential=True, secret=True)
+    api_key: str | None = secret(flag(None, "Key that clients must send.", group=SERVER, essential=True))
     api_key_file: str | None = flag(
         None, "File with that key; default: $TANDEM_API_KEY, if it is set.", group=SERVER
     )
@@ -86,6 +86,9 @@ class EngineConfig:
     )
     max_queued_requests: int | None = flag(
         None, "Answers that may wait for a place; more get status 429.", group=SERVER, minimum=0
+    )
+    shutdown_timeout: float = flag(
+        60.0, "Seconds that running requests have to finish after SIGTERM.", group=SERVER, minimum=0.0
     )
     incremental_streaming_output: bool = flag(
         False, "Events of /generate have only what is new.", group=SERVER, aliases=["--stream-output"]

@@ -59,9 +59,8 @@ def flag(
     neutral: Neutral | Iterable[Any] = (),
     idle: str | None = None,
     essential: bool = False,
-    secret: bool = False,
 ) -> Any:
-    """A dataclass field that is a flag. A `secret` one is in no log.
+    """A dataclass field that is a flag.
 
     `later`: the feature does not exist yet; any value but the default and the `neutral` ones is refused, and the text
     says what works instead. `neutral` values (a predicate or a list) are accepted and change nothing; `idle` says why.
@@ -71,7 +70,13 @@ def flag(
         "help": help, "group": group, "aliases": tuple(aliases), "choices": tuple(choices), "minimum": minimum,
         "maximum": maximum, "later": later, "neutral": is_neutral, "idle": idle, "essential": essential,
     }  # fmt: skip
-    return field(default=default, repr=not secret, metadata={"flag": metadata})
+    return field(default=default, metadata={"flag": metadata})
+
+
+def secret(declared: Any) -> Any:
+    """The same field, left out where a configuration is printed."""
+    declared.repr = False
+    return declared
 
 
 def _one_of(values: tuple[Any, ...]) -> Neutral:

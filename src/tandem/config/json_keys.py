@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tandem.config.small_files import CONFIG_BYTES, read_text
 from tandem.errors import CheckpointError, ConfigError
 
 T = TypeVar("T", int, float, bool, str)
@@ -23,14 +25,16 @@ HARMLESS = frozenset((
 ))  # fmt: skip
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
     """A JSON object from a file; CheckpointError when it is missing or is not one."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path, most_bytes))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: is {path.parent} a model directory?") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is nested too deeply; fetch the model again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, not an object")
     return value
@@ -90,6 +94,13 @@ class JsonKeys(Mapping[str, Any]):
             raise ConfigError(f"{self.where}: {key} is {value}, and must be 1 to {most}; try {example}")
         return value
 
+    def count(self, key: str, default: int, most: int = 1 << 16) -> int:
+        """A whole number from 0 to `most`, or `default` when it is absent or null."""
+        value = self.optional(key, default)
+        if not 0 <= value <= most:
+            raise ConfigError(f"{self.where}: {key} is {value}, and must be 0 to {most}; try {default}")
+        return value
+
     def mapping(self, key: str) -> dict[str, Any]:
         """A JSON object; {} when absent or null."""
         value = self.get(key)
@@ -119,7 +130,7 @@ class JsonKeys(Mapping[str, Any]):
         value = self[key]
         if isinstance(example, float) and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-        if type(value) is not type(example):
+        if type(value) is not type(example) or (isinstance(value, float) and not math.isfinite(value)):
             kind = type(example).__name__
             raise ConfigError(f"{self.where}: {key} is {value!r}, not a {kind}; try {json.dumps(example)}")
         return value

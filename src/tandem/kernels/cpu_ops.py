@@ -15,11 +15,11 @@ from tandem import _core
 from tandem.config.layers import DeltaRule, Router
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
+from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
 from tandem.kernels.delta import Delta, DeltaWeights, columns_of
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
-    BatchLayout,
     ColumnRun,
     Columns,
     Lookup,

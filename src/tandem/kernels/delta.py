@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.layers import DeltaRule
-from tandem.kernels.ops import BatchLayout
+from tandem.kernels.batch_layout import BatchLayout
 
 
 class DeltaWeights(NamedTuple):

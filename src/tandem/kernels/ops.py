@@ -11,35 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tandem.config.layers import DeltaRule, Router
 from tandem.formats.codes import Blocks, Weight, WeightCodes
-
-if TYPE_CHECKING:
-    from tandem.kernels.delta import Delta, DeltaWeights
-
-
-class BatchLayout(Protocol):
-    """The part of `models.ForwardBatch` that kernels read: which row is which position of which sequence."""
-
-    @property
-    def positions(self) -> Tensor: ...  # int64 [T]
-    @property
-    def cache_slots(self) -> Tensor: ...  # int64 [T]
-    @property
-    def query_starts(self) -> Tensor: ...  # int32 [S + 1]
-    @property
-    def seq_lens(self) -> Tensor: ...  # int32 [S]
-    @property
-    def block_tables(self) -> Tensor: ...  # int32 [S, P]
-    @property
-    def slots(self) -> Tensor: ...  # int32 [S]
-    @property
-    def single_rows(self) -> int: ...  # so many first sequences surely have one row each
+from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.delta import Delta, DeltaWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem import _core
-from tandem.kernels.ops import BatchLayout
+from tandem.kernels.batch_layout import BatchLayout
 
 # Calls of torch that may be left out when a step is repeated: they only name memory, which the recording keeps.
 _ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty")

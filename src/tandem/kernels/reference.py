@@ -17,11 +17,11 @@ from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import one_tensor
 from tandem.formats.reference import decoded
+from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import Delta, DeltaWeights, TorchDelta
 from tandem.kernels.fit import as_packed
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
-    BatchLayout,
     ColumnRun,
     Columns,
     Lookup,

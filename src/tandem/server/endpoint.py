@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,17 +15,43 @@ from tandem.errors import EngineError
 
 _FALLBACKS = ("/tmp", "/dev/shm")  # where the temporary folder cannot be used
 _NAME = "engine"
+_PREFIX = "tandem-"
 _RANDOM_CHARS = 16  # of mkdtemp, and its prefix
 
 
 @contextlib.contextmanager
 def private_endpoint() -> Iterator[str]:
     """ZeroMQ address of a socket in a new folder of mode 700: nobody else can connect. Raises EngineError."""
+    for parent in _parents():
+        _remove_left_over(Path(parent))
     folder = _new_folder()
     try:
         yield f"ipc://{folder}/{_NAME}"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def forget(endpoint: str) -> None:
+    """Both have met, and need no name any more: nothing is left over, whatever ends them."""
+    shutil.rmtree(Path(endpoint.removeprefix("ipc://")).parent, ignore_errors=True)
+
+
+def _remove_left_over(parent: Path) -> None:
+    """Folders of servers that were killed before they met their engines."""
+    for name in parent.glob(f"{_PREFIX}*/{_NAME}"):
+        with contextlib.suppress(OSError):
+            if name.is_socket() and name.owner() == Path("/proc/self").owner() and not _answers(name):
+                shutil.rmtree(name.parent, ignore_errors=True)
+
+
+def _answers(name: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(name))
+        except ConnectionRefusedError:
+            return False
+        return True
 
 
 def _new_folder() -> Path:
@@ -34,7 +61,7 @@ def _new_folder() -> Path:
         if len(f"{parent}/{_NAME}") + _RANDOM_CHARS > zmq.IPC_PATH_MAX_LEN:
             continue
         try:
-            return Path(tempfile.mkdtemp(prefix="tandem-", dir=parent))
+            return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         except OSError as error:
             said = error
     raise EngineError(

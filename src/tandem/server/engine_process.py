@@ -38,6 +38,7 @@ from tandem.errors import EngineError, RequestError, TandemError
 from tandem.server.load_progress import LoadProgress
 from tandem.server.messages import (
     CacheFlushed,
+    EngineConnected,
     EngineReady,
     FlushCache,
     FromEngine,
@@ -48,7 +49,6 @@ from tandem.server.messages import (
     StopEngine,
     ToEngine,
 )
-from tandem.server.sampling_defaults import read_sampling_defaults
 from tandem.server.terminal import outlive_terminal
 
 HEARTBEAT_SECONDS = 1.0  # an idle engine reports this often
@@ -88,10 +88,6 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     from tandem.engine.start.loader import load_parts
 
     path = resolve_model(config.model)
-    if config.sampling_defaults == "model":
-        read_sampling_defaults(
-            path
-        )  # the API process wants them; what is wrong is said before the model is loaded
     with LoadProgress() as progress:
         engine = Engine.from_parts(
             load_parts(config, progress, lambda plan: print_plan(plan, config.notices()))
@@ -251,6 +247,7 @@ def connect(endpoint: str) -> zmq.Socket[bytes]:
     socket.set_hwm(0)  # never block or drop: a burst of tokens waits in memory
     socket.setsockopt(zmq.LINGER, 1000)
     socket.connect(endpoint)
+    socket.send(msgspec.msgpack.encode(EngineConnected()))
     return socket
 
 

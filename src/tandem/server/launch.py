@@ -16,18 +16,18 @@ import uvicorn
 
 from tandem.config import env
 from tandem.config.engine_config import EngineConfig
+from tandem.engine.text.chat_template import ChatTemplate, chat_template_text
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError, TandemError
 from tandem.server.app import create_app
 from tandem.server.guard.key import readable_by_others, with_key
 from tandem.server.guard.protocol import GuardedProtocol
-from tandem.server.limits import DRAIN_SECONDS
 from tandem.server.state import ServerState, TokenizerLoader
 from tandem.server.supervisor import REAL_ENGINE, EngineSupervisor
 
 log = logging.getLogger("tandem.server")
 
-_CLOSE_SECONDS = 5  # for connections that are still open after the drain
+_CLOSE_SECONDS = 2  # for connections that are still open after the drain
 _POLL_SECONDS = 0.05
 _BACKLOG = 2048
 
@@ -44,6 +44,7 @@ def serve(
     env.tokenize_on_one_thread()
     _allow_many_files()
     try:
+        check_chat_flags(config)
         config = with_key(config)
         if readable_by_others(config):
             log.warning("every user of this machine can read the key in %s", config.api_key_file)
@@ -55,6 +56,16 @@ def serve(
     except TandemError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
+
+
+def check_chat_flags(config: EngineConfig) -> None:
+    """Before a model is loaded for minutes. Raises ConfigError, CheckpointError."""
+    if config.tool_call_parser is not None:
+        tool_format(config.tool_call_parser)
+    if config.reasoning_parser is not None:
+        reasoning_format(config.reasoning_parser)
+    if config.chat_template is not None:
+        ChatTemplate(chat_template_text(config.chat_template))
 
 
 def _allow_many_files() -> None:
@@ -118,8 +129,8 @@ class _Server:
         if not engine.done():
             await self._drain()
         self._http.should_exit = True
+        await self._supervisor.stop()  # at the same time
         await http
-        await self._supervisor.stop()
         stop.cancel()
         await engine  # raises why the engine could not be started
         return 0
@@ -142,11 +153,11 @@ class _Server:
         self._stop.set()
 
     async def _drain(self) -> None:
-        """New requests get 503; running ones may finish, for DRAIN_SECONDS at most."""
+        """New requests get 503; running ones may finish, for `--shutdown-timeout` at most."""
         self._state.draining = True
         if self._state.http_active:
             log.info("stopping; %d requests may finish (again Ctrl+C: stop now)", self._state.http_active)
-        ends = asyncio.get_running_loop().time() + DRAIN_SECONDS
+        ends = asyncio.get_running_loop().time() + self._config.shutdown_timeout
         while self._state.http_active and self._signals < 2 and asyncio.get_running_loop().time() < ends:
             await asyncio.sleep(_POLL_SECONDS)
         self._state.client.detach("the server is stopping")

@@ -36,5 +36,4 @@ MAX_WAITING_CHARS = 64 << 20  # of prompts that wait to be tokenised; more is re
 TEMPLATE_SECONDS = 10.0  # for a chat template to render a prompt
 TEMPLATE_BYTES = 1 << 30  # of memory, for that
 MAX_RENDERED_CHARS = 64 << 20
-DRAIN_SECONDS = 60.0  # SIGTERM: running requests may take this long to finish
 HEALTH_SECONDS = 20.0  # /health_generate waits this long for its token

@@ -34,6 +34,10 @@ class StopEngine(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """Leave the loop and exit with code 0."""
 
 
+class EngineConnected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
+    """First message of a new engine process."""
+
+
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine is loaded. Everything the API process needs to know about the model."""
 
@@ -70,5 +74,12 @@ class CacheFlushed(msgspec.Struct, frozen=True, kw_only=True, tag="flushed"):
 
 ToEngine = StartEngine | GenerateRequest | AbortRequest | FlushCache | RecordExperts | StopEngine
 FromEngine = (
-    EngineReady | StartFailed | StepOutputs | RequestRefused | CacheFlushed | ExpertsRecorded | EngineStats
+    EngineConnected
+    | EngineReady
+    | StartFailed
+    | StepOutputs
+    | RequestRefused
+    | CacheFlushed
+    | ExpertsRecorded
+    | EngineStats
 )

@@ -19,16 +19,23 @@ import zmq.asyncio
 from tandem.config.engine_config import EngineConfig
 from tandem.errors import EngineError, TandemError
 from tandem.server import engine_client
-from tandem.server.endpoint import private_endpoint
+from tandem.server.endpoint import forget, private_endpoint
 from tandem.server.engine_client import EngineClient
-from tandem.server.messages import EngineReady, StartEngine, StartFailed, StopEngine, ToEngine
+from tandem.server.messages import (
+    EngineConnected,
+    EngineReady,
+    StartEngine,
+    StartFailed,
+    StopEngine,
+    ToEngine,
+)
 
 REAL_ENGINE = "tandem.server.engine_process:load_engine"
 START_ATTEMPTS = 5  # consecutive starts that never became ready, after the first success
 LONGEST_PAUSE_SECONDS = 30.0
 STABLE_SECONDS = 60.0  # an engine that lived this long is restarted at once
 LAST_WORDS_SECONDS = 0.1  # after the process ended, for messages still on their way
-STOP_SECONDS = 5.0  # for a clean exit, before kill
+STOP_SECONDS = 3.0  # for a clean exit, before kill
 
 log = logging.getLogger("tandem.server")
 
@@ -62,6 +69,7 @@ class EngineSupervisor:
         self._stopping = asyncio.Event()
         self._heard_at = 0.0
         self._start_error = ""
+        self._killed_because = ""
         self._loaded = False
 
     @property
@@ -111,7 +119,7 @@ class EngineSupervisor:
             with private_endpoint() as endpoint:
                 socket.bind(endpoint)
                 self._process = await self._spawn(endpoint)
-                return await self._attend(socket, self._process)
+                return await self._attend(socket, self._process, endpoint)
         finally:
             self._send = None
             socket.close(linger=0)
@@ -124,14 +132,16 @@ class EngineSupervisor:
             stdin=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
 
-    async def _attend(self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> _Life:
+    async def _attend(
+        self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process, endpoint: str
+    ) -> _Life:
         """Listen to one process until it ends, for whatever reason; never leaves it running."""
         self._send = lambda message: _send_now(socket, message)
-        self._start_error = ""
+        self._start_error = self._killed_because = ""
         self._loaded = False
         config = dataclasses.replace(self._config, api_key=None)  # the engine asks nobody for it
         self._send(StartEngine(config=config, loader=self._loader))
-        listening = asyncio.create_task(self._listen(socket))
+        listening = asyncio.create_task(self._listen(socket, endpoint))
         watching = asyncio.create_task(self._watch(process))
         stopping = asyncio.create_task(self._stop_in_time(process))
         try:
@@ -152,6 +162,7 @@ class EngineSupervisor:
             await asyncio.wait({listening}, timeout=LAST_WORDS_SECONDS)
         if listening.done() and (error := listening.exception()) is not None:
             self._start_error = str(error)
+            self._killed_because = "it could not be understood"
             log.error(
                 "lost the engine: %s", error, exc_info=None if isinstance(error, TandemError) else error
             )
@@ -162,20 +173,21 @@ class EngineSupervisor:
         if self._stopping.is_set():
             self._client.detach("the server is stopping")
             return _Life.STOPPED
-        self._client.detach(
-            f"the engine process ended ({_exit_reason(code)}) and is being restarted; try again"
-        )
+        reason = self._killed_because or _exit_reason(code)
+        self._client.detach(f"the engine process ended ({reason}) and is being restarted; try again")
         if self._loaded:
-            log.error("the engine process ended (%s); restarting it", _exit_reason(code))
+            log.error("the engine process ended (%s); restarting it", reason)
             return _Life.DIED
-        self._start_error = self._start_error or f"the engine process ended at start ({_exit_reason(code)})"
+        self._start_error = self._start_error or f"the engine process ended at start ({reason})"
         return _Life.NEVER_READY
 
-    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+    async def _listen(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
         while True:
             message = engine_client.decode(await socket.recv())
             self._heard_at = time.monotonic()
             match message:
+                case EngineConnected():
+                    forget(endpoint)
                 case EngineReady():
                     await asyncio.to_thread(self._on_ready, message)
                     self._loaded = True
@@ -200,9 +212,8 @@ class EngineSupervisor:
             self._heard_at += late if late > pause else 0.0
             silent = time.monotonic() - self._heard_at
             if self._client.ready and silent > limit:
-                log.error(
-                    "the engine has been stuck for %.0f s (--watchdog-timeout %g); killing it", silent, limit
-                )
+                self._killed_because = f"it was stuck for {silent:.0f} s, --watchdog-timeout is {limit:g}"
+                log.error("the engine is killed: %s", self._killed_because)
                 process.kill()
                 return
 

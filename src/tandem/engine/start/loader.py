@@ -28,7 +28,11 @@ from tandem.config.threads import plan_threads
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
 from tandem.engine.start.packed_start import PackedStart
 from tandem.engine.start.parts import EngineParts
+<<<<<<< HEAD
 from tandem.engine.text.chat_template import chat_template_text
+=======
+from tandem.engine.start.sampling_defaults import read_sampling_defaults
+>>>>>>> main
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts import ExpertStore
 from tandem.experts.usage.expert_usage import ExpertUsage
@@ -73,6 +77,10 @@ def load_parts(
     """
     use_one_torch_thread()
     directory, machine = model_directory(config.model), these_cpus()
+    if config.sampling_defaults == "model":
+        read_sampling_defaults(
+            directory
+        )  # a server wants them; what is wrong is said before anything is loaded
     workers = planned_pool(plan_threads(config, machine))
     with (
         PackedStart(config, directory, workers, progress) as packed,

@@ -13,11 +13,13 @@ import tokenizers
 from tandem.checkpoint.gguf_config import end_ids
 from tandem.checkpoint.gguf_model import is_gguf, open_gguf
 from tandem.checkpoint.gguf_tokenizer import gguf_texts, gguf_tokenizer
+from tandem.config.small_files import TEMPLATE_BYTES, read_text
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.engine.text.markers import MarkerGuard
 from tandem.engine.text.token_floor import TokenFloor, token_floor
 from tandem.errors import CheckpointError, RequestError
 
+TOKENIZER_BYTES = 256 << 20  # those of large vocabularies have thirty million
 _CACHED_TOKENS = 1 << 16
 
 
@@ -40,7 +42,7 @@ class Tokenizer:
         self.bos_id = bos_id
         self._template_variables = template_variables or {}
         self.chat_template = ChatTemplate(chat_template, template_variables) if chat_template else None
-        self._before = inner.encode("a", add_special_tokens=False).ids[-1:]
+        self._before = self.encode("a", add_special_tokens=False)[-1:]
         self._text_before = self.decode(self._before)
         self._added = {i: token.content for i, token in inner.get_added_tokens_decoder().items()}
         self._special = {i for i, token in inner.get_added_tokens_decoder().items() if token.special}
@@ -92,6 +94,10 @@ class Tokenizer:
             [found] = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
             raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, which is no Exception
+                raise
+            raise RequestError(f"the model's tokenizer cannot read this text: {error}", "prompt") from error
         ids: list[int] = found.ids
         return ids
 
@@ -182,9 +188,13 @@ def token_bytes(piece: str | None, text: str) -> bytes:
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """Through a text: the library's own reading would take whatever lies there."""
+    text = read_text(path, TOKENIZER_BYTES)
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more special
+        return tokenizers.Tokenizer.from_str(text)
+    except BaseException as error:  # a rule that it cannot compile is a panic, which is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise CheckpointError(
             f"{path} is no tokenizer that can be read ({error}); fetch the file again"
         ) from error
@@ -194,8 +204,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     return content if isinstance(content, dict) else {}
 
@@ -219,10 +229,7 @@ def _eos_ids(directory: Path, inner: tokenizers.Tokenizer, eos_token: str | None
 def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path} is not UTF-8: {error}") from error
+        return read_text(path, TEMPLATE_BYTES)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates
         named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]

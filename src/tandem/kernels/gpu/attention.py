@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.attention_decode import decode
 from tandem.kernels.gpu.attention_prefill import prefill
-from tandem.kernels.ops import BatchLayout
 
 
 class TritonAttention:

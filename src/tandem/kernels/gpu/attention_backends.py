@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError
+from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.attention_flashinfer import AttentionShape, FlashInferAttention
 from tandem.kernels.gpu.attention_torch import TorchAttention
-from tandem.kernels.ops import BatchLayout
 
 
 class Attention(Protocol):

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.shared_memory import shared_bytes
-from tandem.kernels.ops import BatchLayout
 
 PARTS = 32  # of a row's keys: x 4 key heads they fill a large GPU with one sequence
 STEP = 64  # keys per turn of the loop

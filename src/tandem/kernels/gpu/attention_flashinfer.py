@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError, KernelError
-from tandem.kernels.ops import BatchLayout
+from tandem.kernels.batch_layout import BatchLayout
 
 WORKSPACE_BYTES = 128 << 20  # for partial sums; what FlashInfer's documentation advises
 

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.attention_decode import LOG2_E
 from tandem.kernels.gpu.shared_memory import shared_bytes
-from tandem.kernels.ops import BatchLayout
 
 STEP = 64  # keys per turn of the loop
 SEQUENCES = 128  # looked through at a time by a tile that asks whose it is

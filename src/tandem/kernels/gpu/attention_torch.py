@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from tandem.errors import ConfigError
-from tandem.kernels.ops import BatchLayout
+from tandem.kernels.batch_layout import BatchLayout
 
 EVERYTHING = (-1, -1)  # window of a single row: all keys are its past
 CAUSAL = (-1, 0)

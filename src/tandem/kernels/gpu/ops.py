@@ -12,6 +12,7 @@ from tandem.config.layers import DeltaRule, Router
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.reference import decoded
+from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.delta import Delta, DeltaWeights
 from tandem.kernels.gpu import dense_codes, norm, route
@@ -23,7 +24,6 @@ from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.mlp import GpuMLP
 from tandem.kernels.gpu.uploads import uploaded
 from tandem.kernels.ops import (
-    BatchLayout,
     ColumnRun,
     Columns,
     Lookup,

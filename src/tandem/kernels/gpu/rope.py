@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.overlap import begin, overlapped
-from tandem.kernels.ops import BatchLayout, Rope
+from tandem.kernels.ops import Rope
 
 
 class HeadCounts(NamedTuple):

@@ -49,6 +49,9 @@ class Gate:
             refusal = self._refusal(scope)
             app = self._app if refusal is None else error_response(refusal)
             await run_while_wanted(app, scope, receive, self._counting(send), self._deadline(scope))
+        except asyncio.CancelledError:
+            if not self._state.draining:  # else its client did not read what was to end it
+                raise
         finally:
             self._state.http_active -= 1
             self._state.metrics.http_active.dec()

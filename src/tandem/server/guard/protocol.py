@@ -151,9 +151,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def _refuse(self, refusal: ApiError) -> None:
         """Answers where that is still possible, and closes; not at once: a client that still sends would not see it."""
         self._expect(None)
-        self._refused = True
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
+        self._refused = True
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.abort()  # in the midst of another answer
             return

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
+from tandem import LLM
+from tandem.engine.start.sampling_defaults import read_sampling_defaults
 from tandem.errors import CheckpointError
 from tandem.server.chat.openai.schema import ChatRequest
 from tandem.server.openai_sampling import sampling_of
-from tandem.server.sampling_defaults import read_sampling_defaults
 
 
 def request(**fields: float) -> ChatRequest:
@@ -42,6 +43,14 @@ def test_a_recommendation_that_cannot_be_is_an_error_of_the_checkpoint(tmp_path,
     (tmp_path / "generation_config.json").write_text("{" + wrong + "}")
     with pytest.raises(CheckpointError, match=f"{wrong.split(chr(34))[1]}.*--sampling-defaults openai"):
         read_sampling_defaults(tmp_path)
+
+
+def test_it_is_one_for_a_library_s_user_too(tmp_path) -> None:
+    """Before anything is loaded; here there is nothing else to load."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(CheckpointError, match="temperature is 'hot'"):
+        LLM(str(tmp_path))
 
 
 def test_whole_numbers_may_be_written_as_floats(tmp_path) -> None:

@@ -1,0 +1,33 @@
+"""`read_text`: the small files beside a model's weights, whatever lies there under their names."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from tandem.errors import CheckpointError
+
+CONFIG_BYTES = 16 << 20  # config.json and its like have thousands
+INDEX_BYTES = 64 << 20  # a name for each weight: the largest have twenty
+TEMPLATE_BYTES = 4 << 20
+
+
+def read_text(path: Path, most_bytes: int = CONFIG_BYTES) -> str:
+    """A pipe or a device would keep the reader waiting, or never end; a large file would fill the memory.
+
+    Raises CheckpointError for these and for what is not UTF-8, OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(
+                f"{path} is no file but a pipe, a device or a folder; fetch the model again"
+            )
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise CheckpointError(f"{path} has more than {most_bytes >> 20} MiB; fetch the model again")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8: {error}") from error

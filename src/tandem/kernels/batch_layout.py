@@ -1,0 +1,26 @@
+"""`BatchLayout`: which row of a step is which position of which sequence."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class BatchLayout(Protocol):
+    """The part of `models.ForwardBatch` that kernels read: which row is which position of which sequence."""
+
+    @property
+    def positions(self) -> Tensor: ...  # int64 [T]
+    @property
+    def cache_slots(self) -> Tensor: ...  # int64 [T]
+    @property
+    def query_starts(self) -> Tensor: ...  # int32 [S + 1]
+    @property
+    def seq_lens(self) -> Tensor: ...  # int32 [S]
+    @property
+    def block_tables(self) -> Tensor: ...  # int32 [S, P]
+    @property
+    def slots(self) -> Tensor: ...  # int32 [S]
+    @property
+    def single_rows(self) -> int: ...  # so many first sequences surely have one row each
