@@ -11,10 +11,10 @@ from typing import Any
 
 import openai
 import pytest
-from tool_outputs import ARGUMENTS, OPENAI_TOOLS, OUTPUTS
 
 from server_harness import LocalServer
 from server_requests import run, user
+from tool_outputs import ARGUMENTS, OPENAI_TOOLS, OUTPUTS
 
 HERMES = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
 THOUGHT = "<think>\nHm, hm.\n</think>\n\n"

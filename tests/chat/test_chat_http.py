@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from tool_outputs import ARGUMENTS, OPENAI_TOOLS, OUTPUTS
 
 from server_harness import LocalServer
 from server_requests import CHAT, error_of, events, run, user
+from tool_outputs import ARGUMENTS, OPENAI_TOOLS, OUTPUTS
 
 HERMES = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
 ANSWER = f"<think>\nHm, hm.\n</think>\n\n{OUTPUTS['hermes']}"

@@ -6,14 +6,17 @@ import json
 import logging
 
 import pytest
-from chat_models import chat_model, prepare, prompt_of
-from own_templates import HARMONY, NAMES, PLAIN, own_template
-from tool_outputs import ARGUMENTS, NOW, OUTPUTS, WEATHER
 
-from tandem.errors import ConfigError, RequestError
+from chat_models import chat_model, chat_tokenizer, prepare, prompt_of
+from own_templates import HARMONY, NAMES, PLAIN, own_template
+from tandem.config.engine_config import EngineConfig
+from tandem.engine.text.chat_template import chat_template_text
+from tandem.errors import ConfigError, RequestError, TandemError
 from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall, ToolChoice
 from tandem.server.chat.formats.tool_format import tool_format
 from tandem.server.chat.formats.writing import write_calls
+from tandem.server.launch import check_chat_flags
+from tool_outputs import ARGUMENTS, NOW, OUTPUTS, WEATHER
 
 USER = Message("user", "Weather?")
 CALLS = (ToolCall("a1", "weather", json.dumps(ARGUMENTS)), ToolCall("a2", "now", "{}"))
@@ -108,6 +111,29 @@ def test_parsers_by_name(caplog):
             pass
     with chat_model(own_template("hermes"), tool_parser="none", reasoning_parser="none") as (model, _):
         assert prepare(model, asked()).new_parser().push("<think><tool_call>") != []
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"tool_call_parser": "kimi_k3"}, "kimi_k2"),
+        ({"reasoning_parser": "deepseek-r2"}, "deepseek-r1"),
+        ({"chat_template": "no/such/file"}, "neither a file"),
+        ({"chat_template": "{% if %}"}, "not valid Jinja"),
+    ],
+)
+def test_wrong_flags_are_named_before_a_model_is_loaded(flags, says):
+    with pytest.raises(TandemError, match=says):
+        check_chat_flags(EngineConfig(model="demo", **flags))
+
+
+def test_a_chat_template_from_a_file_or_the_command_line(tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }} grüßt")
+    for given in (str(file), file.read_text()):
+        tokenizer = chat_tokenizer(PLAIN)
+        tokenizer.use_chat_template(chat_template_text(given))
+        assert tokenizer.apply_chat_template([{"content": "Er"}]) == "Er grüßt"
 
 
 def test_what_is_not_read_back_is_said_and_not_promised(caplog):

@@ -7,7 +7,6 @@ import logging
 import random
 
 import pytest
-from tool_outputs import ARGUMENTS, OUTPUTS, TOOLS, VARIANTS, WITHOUT_TEXT
 
 from tandem.server.chat.answer_parser import AnswerRules, FormattedText, Markup
 from tandem.server.chat.events import (
@@ -23,6 +22,7 @@ from tandem.server.chat.events import (
 from tandem.server.chat.formats.reasoning_format import reasoning_format, reasoning_formats
 from tandem.server.chat.formats.tool_format import tool_format, tool_formats
 from tandem.server.chat.reading.calls import short_id
+from tool_outputs import ARGUMENTS, OUTPUTS, TOOLS, VARIANTS, WITHOUT_TEXT
 
 
 def rules(name: str | None, reasoning: str | None = None, **other) -> AnswerRules:

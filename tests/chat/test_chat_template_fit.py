@@ -9,9 +9,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from own_templates import NAMES, PLAIN, own_template
-from tool_outputs import ARGUMENTS, NOW, TOOLS, WEATHER
 
+from own_templates import NAMES, PLAIN, own_template
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.server.chat.answer_parser import AnswerRules, FormattedText
 from tandem.server.chat.constraint import call_constraint
@@ -27,6 +26,7 @@ from tandem.server.chat.formats.tool_format import (
 )
 from tandem.server.chat.formats.writing import write_calls
 from tandem.server.chat.template_fit import Render, fit_template
+from tool_outputs import ARGUMENTS, NOW, TOOLS, WEATHER
 
 # The source package of llama-cpp-python: `make test-peers` downloads it. Its templates are read where they are.
 PEERS = Path(__file__).parents[2] / ".cache" / "peers"

@@ -34,11 +34,11 @@ class Speed:
         return (self.tokens - 1) / span if self.tokens > 1 and span > 0 else 0.0
 
 
-@dataclass
 class Thought(str):
     """A piece of reasoning: shown, and not sent again."""
 
 
+@dataclass
 class ChatClient:
     """Holds the history; `ask` adds a question and its answer."""
 

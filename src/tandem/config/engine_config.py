@@ -57,13 +57,13 @@ class EngineConfig:
         neutral=[True], idle="no code from a checkpoint is ever run",
     )  # fmt: skip
     chat_template: str | None = flag(
-        None, "Jinja chat template, a file or its text; default: the model's.", group=MODEL
+        None, "Jinja chat template, a file or text; default: the model's.", group=MODEL
     )
     reasoning_parser: str | None = flag(
-        None, "How reasoning is written, or none; default: as in the chat template.", group=MODEL
+        None, "Form of the reasoning, or none; default: the template's.", group=MODEL
     )
     tool_call_parser: str | None = flag(
-        None, "How tool calls are written, or none; default: as in the chat template.", group=MODEL
+        None, "Form of tool calls, or none; default: the template's.", group=MODEL
     )
 
     # --- server

@@ -20,6 +20,8 @@ from tandem.engine.text.chat_template import ChatTemplate, chat_template_text
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError, TandemError
 from tandem.server.app import create_app
+from tandem.server.chat.formats.reasoning_format import reasoning_format
+from tandem.server.chat.formats.tool_format import tool_format
 from tandem.server.guard.key import readable_by_others, with_key
 from tandem.server.guard.protocol import GuardedProtocol
 from tandem.server.state import ServerState, TokenizerLoader

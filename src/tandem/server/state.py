@@ -11,12 +11,9 @@ from tandem.config.engine_config import EngineConfig
 from tandem.config.plan import Plan
 from tandem.engine import limits as engine_limits
 from tandem.engine.protocol import GenerateRequest
-<<<<<<< HEAD
+from tandem.engine.start.sampling_defaults import read_sampling_defaults
 from tandem.engine.text.chat_template import chat_template_text
 from tandem.engine.text.markers import MarkerGuard
-=======
-from tandem.engine.start.sampling_defaults import read_sampling_defaults
->>>>>>> main
 from tandem.errors import RequestError
 from tandem.server.chat.model import ChatModel
 from tandem.server.engine_client import EngineClient, RequestStream

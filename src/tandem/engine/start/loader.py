@@ -28,11 +28,8 @@ from tandem.config.threads import plan_threads
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
 from tandem.engine.start.packed_start import PackedStart
 from tandem.engine.start.parts import EngineParts
-<<<<<<< HEAD
-from tandem.engine.text.chat_template import chat_template_text
-=======
 from tandem.engine.start.sampling_defaults import read_sampling_defaults
->>>>>>> main
+from tandem.engine.text.chat_template import chat_template_text
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts import ExpertStore
 from tandem.experts.usage.expert_usage import ExpertUsage
