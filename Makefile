@@ -75,7 +75,9 @@ fuzz: $(STAMPS)/package $(STAMPS)/test ## random routings through the expert lay
 
 test-peers: $(STAMPS)/package $(STAMPS)/test ## GGUF files beside llama.cpp, which is built from source first
 	$(BIN)/python scripts/requirements.py peers | $(PIP) install --requirement /dev/stdin
-	$(BIN)/python -m pytest tests/checkpoint/test_llama_cpp.py $(ARGS)
+	@mkdir -p .cache/peers; ls .cache/peers/llama_cpp_python-*.tar.gz >/dev/null 2>&1 || \
+	  $(BIN)/python -m pip download -q --no-deps --no-binary :all: -d .cache/peers llama-cpp-python
+	$(BIN)/python -m pytest tests/checkpoint/test_llama_cpp.py tests/chat/test_chat_template_fit.py $(ARGS)
 
 lint: $(STAMPS)/lint ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check src tests benchmarks scripts

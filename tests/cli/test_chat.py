@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from fake_chat_server import fake_chat_server
-from tandem.cli.chat_client import ChatClient, ChatError
+from tandem.cli.chat_client import ChatClient, ChatError, Thought
 
 CTRL_C, CTRL_D = "\x03", "\x04"
 
@@ -215,3 +215,13 @@ def test_speed_counts_the_servers_tokens() -> None:
     assert 0 < client.speed.first_token_seconds < client.speed.seconds
     assert client.speed.tokens_per_second > 0
     assert server.bodies[0]["temperature"] == 0.5
+
+
+def test_reasoning_is_shown_and_not_sent_again() -> None:
+    with fake_chat_server(thoughts=2, words=1) as server:
+        client = ChatClient(f"http://127.0.0.1:{server.port}")
+        pieces = list(client.ask("hi"))
+        assert [(str(piece), isinstance(piece, Thought)) for piece in pieces] == [
+            ("hm ", True), ("hm ", True), ("m1", False),
+        ]  # fmt: skip
+        assert client.history[-1] == {"role": "assistant", "content": "m1"}

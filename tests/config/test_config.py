@@ -93,7 +93,6 @@ def test_wrong_values_name_the_flag(argv: list[str], says: str) -> None:
     [
         (["--tp", "2"], "--tensor-parallel-size 2 is not available yet. Use 1"),
         (["--speculative-algorithm", "EAGLE"], "not available yet. Leave it out"),
-        (["--tool-call-parser", "qwen"], "tool calls come as text"),
         (["--nnodes", "2"], "Use 1"),
     ],
 )

@@ -9,8 +9,8 @@ import pytest
 from tandem import LLM
 from tandem.engine.start.sampling_defaults import read_sampling_defaults
 from tandem.errors import CheckpointError
+from tandem.server.chat.openai.schema import ChatRequest
 from tandem.server.openai_sampling import sampling_of
-from tandem.server.openai_schema import ChatRequest
 
 
 def request(**fields: float) -> ChatRequest:

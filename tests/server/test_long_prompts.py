@@ -109,7 +109,10 @@ def test_others_do_not_wait_while_a_megabyte_is_tokenised() -> None:
 class SlowTokenizer:
     """Tokenises while `gate` is shut."""
 
-    chat_template = None
+    chat_template = guard = None
+
+    def special_ids_in(self, texts: set[str]) -> tuple[int, ...]:
+        return ()
 
     def __init__(self) -> None:
         self.gate = threading.Event()

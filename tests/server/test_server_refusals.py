@@ -8,6 +8,7 @@ from server_harness import LocalServer
 from server_requests import CHAT, error_of, run, user
 from tandem.server.limits import MAX_BODY_BYTES
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BAD_CHAT = {
     "empty messages": ({"messages": []}, 400),
     "no messages": ({}, 400),
@@ -35,7 +36,14 @@ BAD_CHAT = {
     "logit_bias id": ({"logit_bias": {"999999": 1}}, 400),
     "logit_bias value": ({"logit_bias": {"1": 1000}}, 400),
     "stop token": ({"stop_token_ids": [10**6]}, 400),
-    "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400),
+    "tools of another type": ({"tools": [{"type": "web_search"}]}, 400),
+    "a tool's name": ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, 400),
+    "a tool twice": ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, 400),
+    "a call without tools": ({"tool_choice": "required"}, 400),
+    "calls of a user": ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, 400),
+    "no switch for thinking": ({"enable_thinking": False, "thinking_token_budget": 9}, 400),
+    "template kwargs: tools": ({"chat_template_kwargs": {"tools": []}}, 400),
+    "nothing to go on with": ({"continue_final_message": True}, 400),
     "response_format": ({"response_format": {"type": "json_object"}}, 400),
     "regex": ({"regex": "a+"}, 400),
     "top_logprobs alone": ({"top_logprobs": 2}, 400),
@@ -168,7 +176,7 @@ def test_refusals_use_the_dialect_s_names(path, body, param, code):
 
 WOULD_CHANGE_THE_ANSWER = {
     CHAT: {
-        "function_call": {"name": "f"}, "guided_json": {}, "continue_final_message": True, "bad_words": ["x"],
+        "function_call": {"name": "f"}, "guided_json": {}, "bad_words": ["x"],
         "echo": True, "lora_path": "x", "chat_template": "x", "modalities": ["audio"],
     },
     "/v1/completions": {"guided_regex": "a", "use_beam_search": True, "suffix": "x"},

@@ -14,6 +14,7 @@ class EchoTokenizer:
     eos_ids = (EOS,)
     bos_id = None
     chat_template = None
+    guard = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [*text.encode(), END] if text else []
@@ -32,6 +33,9 @@ class EchoTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
+
+    def special_ids_in(self, texts: set[str]) -> tuple[int, ...]:
+        return ()
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
         return str(messages[-1]["content"])

@@ -20,6 +20,7 @@ class FakeChatServer:
     api_key: str | None = None
     seconds_per_word: float = 0.0
     words: int = 5
+    thoughts: int = 0  # pieces of reasoning before the words
     fails: str = ""  # "400": refuses; "midway": an error event after the first word
     bodies: list[dict[str, Any]] = field(default_factory=list)
     client_left: threading.Event = field(default_factory=threading.Event)
@@ -68,6 +69,8 @@ def _handler(fake: FakeChatServer) -> type[BaseHTTPRequestHandler]:
 
         def _words(self, messages: int) -> None:
             self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+            for _ in range(fake.thoughts):
+                self._event({"choices": [{"delta": {"reasoning_content": "hm "}}]})
             for number in range(fake.words):
                 text = f"m{messages}" if number == 0 else f" word{number}"
                 self._event({"choices": [{"delta": {"content": text}}]})

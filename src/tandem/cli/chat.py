@@ -103,12 +103,17 @@ class Conversation:
         self._console.print(f"system prompt: {self._client.system or '(none)'}", markup=False, style="dim")
 
     def _answer(self, question: str) -> None:
-        from tandem.cli.chat_client import ChatError
+        from tandem.cli.chat_client import ChatError, Thought
 
+        thinking = False
         try:
             with contextlib.closing(self._client.ask(question)) as pieces:
                 for piece in pieces:
-                    self._console.print(piece, end="", markup=False)
+                    thought = isinstance(piece, Thought)
+                    if thinking and not thought:
+                        self._console.print("\n")
+                    thinking = thought
+                    self._console.print(piece, end="", markup=False, style="dim" if thought else None)
             self._console.print(f"\n{self._speed_text()}\n", style="dim", markup=False)
         except KeyboardInterrupt:
             self._console.print("\n[dim]stopped[/]\n")

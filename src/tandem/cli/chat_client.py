@@ -34,6 +34,10 @@ class Speed:
         return (self.tokens - 1) / span if self.tokens > 1 and span > 0 else 0.0
 
 
+class Thought(str):
+    """A piece of reasoning: shown, and not sent again."""
+
+
 @dataclass
 class ChatClient:
     """Holds the history; `ask` adds a question and its answer."""
@@ -79,7 +83,8 @@ class ChatClient:
         pieces: list[str] = []
         try:
             for piece in self._stream():
-                pieces.append(piece)
+                if not isinstance(piece, Thought):
+                    pieces.append(piece)
                 yield piece
         finally:
             self._remember("".join(pieces))
@@ -145,8 +150,10 @@ class ChatClient:
 
 def _texts(event: dict[str, Any]) -> Iterator[str]:
     for choice in event.get("choices", ()):
-        text = choice.get("delta", {}).get("content")
-        if text:
+        delta = choice.get("delta", {})
+        if thought := delta.get("reasoning_content"):
+            yield Thought(thought)
+        if text := delta.get("content"):
             yield text
 
 

@@ -56,14 +56,15 @@ class EngineConfig:
         False, "Accepted for compatibility.", group=MODEL,
         neutral=[True], idle="no code from a checkpoint is ever run",
     )  # fmt: skip
+    chat_template: str | None = flag(
+        None, "Jinja chat template, a file or text; default: the model's.", group=MODEL
+    )
     reasoning_parser: str | None = flag(
-        None, "Split reasoning from the answer.", group=MODEL,
-        later=f"{_LEAVE_OUT}: reasoning comes as part of the content.",
-    )  # fmt: skip
+        None, "Form of the reasoning, or none; default: the template's.", group=MODEL
+    )
     tool_call_parser: str | None = flag(
-        None, "Parse tool calls out of the answer.", group=MODEL,
-        later=f"{_LEAVE_OUT}: tool calls come as text.",
-    )  # fmt: skip
+        None, "Form of tool calls, or none; default: the template's.", group=MODEL
+    )
 
     # --- server
     host: str = flag("127.0.0.1", "Address to listen on.", group=SERVER, essential=True)

@@ -46,6 +46,7 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
         )
     _validate_stops(params)
     _validate_token_ids("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKENS, vocab_size)
+    _validate_token_ids("show_tokens", params.show_tokens, MAX_STOP_TOKENS, vocab_size)
     _validate_token_ids("logit_bias", params.logit_bias, MAX_LOGIT_BIAS, vocab_size)
     for value in params.logit_bias.values():
         if not _within(value, -100.0, 100.0, True):

@@ -30,6 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     include_stop: bool = False  # keep the matched stop string in the text
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    show_tokens: tuple[int, ...] = ()  # special tokens that are not skipped: a parser needs their text
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None

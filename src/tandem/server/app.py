@@ -12,12 +12,11 @@ from starlette.responses import PlainTextResponse
 import tandem
 from tandem.server import errors, openai_chat, openai_completions, sglang_control, sglang_generate
 from tandem.server.body import body_schema
+from tandem.server.chat.openai.schema import ChatCompletion, ChatRequest
 from tandem.server.errors import ErrorBody
 from tandem.server.guard import gate
 from tandem.server.guard.bodies import UnfinishedBodies
 from tandem.server.openai_schema import (
-    ChatCompletion,
-    ChatRequest,
     Completion,
     CompletionRequest,
     ModelCard,

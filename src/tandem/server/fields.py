@@ -23,7 +23,7 @@ _MAX_NAMES = 16
 # false and what is empty: clients send those for what they do not use.
 _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     # tools
-    "tools": (), "functions": (), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
+    "functions": (), "function_call": ("none", "auto"),
     # what the answer must look like
     "response_format": ({"type": "text"},), "regex": (), "ebnf": (), "json_schema": (), "structural_tag": (),
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
@@ -31,7 +31,7 @@ _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "stop_regex": (), "bad_words": (), "allowed_token_ids": (), "use_beam_search": (), "custom_logit_processor": (),
     "logits_processors": (), "include_stop_str_in_output": (),
     # another prompt, other weights, another kind of answer
-    "suffix": (), "echo": (), "chat_template": (), "documents": (), "continue_final_message": (),
+    "suffix": (), "echo": (), "chat_template": (), "documents": (),
     "truncate_prompt_tokens": (-1,), "input_embeds": (), "image_data": (), "video_data": (), "audio_data": (),
     "modalities": (["text"],), "audio": (), "lora_path": (), "lora_request": (), "session_params": (),
     "return_hidden_states": (), "prompt_logprobs": (),

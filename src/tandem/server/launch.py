@@ -16,9 +16,12 @@ import uvicorn
 
 from tandem.config import env
 from tandem.config.engine_config import EngineConfig
+from tandem.engine.text.chat_template import ChatTemplate, chat_template_text
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError, TandemError
 from tandem.server.app import create_app
+from tandem.server.chat.formats.reasoning_format import reasoning_format
+from tandem.server.chat.formats.tool_format import tool_format
 from tandem.server.guard.key import readable_by_others, with_key
 from tandem.server.guard.protocol import GuardedProtocol
 from tandem.server.state import ServerState, TokenizerLoader
@@ -43,6 +46,7 @@ def serve(
     env.tokenize_on_one_thread()
     _allow_many_files()
     try:
+        check_chat_flags(config)
         config = with_key(config)
         if readable_by_others(config):
             log.warning("every user of this machine can read the key in %s", config.api_key_file)
@@ -54,6 +58,16 @@ def serve(
     except TandemError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
+
+
+def check_chat_flags(config: EngineConfig) -> None:
+    """Before a model is loaded for minutes. Raises ConfigError, CheckpointError."""
+    if config.tool_call_parser is not None:
+        tool_format(config.tool_call_parser)
+    if config.reasoning_parser is not None:
+        reasoning_format(config.reasoning_parser)
+    if config.chat_template is not None:
+        ChatTemplate(chat_template_text(config.chat_template))
 
 
 def _allow_many_files() -> None:

@@ -5,12 +5,12 @@ What becomes of fields that are not here, `fields.py` says.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from tandem.server.limits import MAX_MESSAGES, MAX_TOP_LOGPROBS
+from tandem.server.limits import MAX_TOP_LOGPROBS
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -45,28 +45,6 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-
-
-class ContentPart(msgspec.Struct, frozen=True):
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(msgspec.Struct, frozen=True):
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: Any = None
-
-
-class ChatRequest(SamplingBody, kw_only=True):
-    """POST /v1/chat/completions"""
-
-    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Int64 | None = None
-    logprobs: bool | None = None
-    top_logprobs: TopLogprobs | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(SamplingBody, kw_only=True):
@@ -115,50 +93,6 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
-
-
-class AssistantMessage(msgspec.Struct, frozen=True):
-    content: str
-    role: str = "assistant"
-    refusal: None = None
-
-
-class ChatChoice(msgspec.Struct, frozen=True):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    matched_stop: str | int | None = None  # as SGLang
-
-
-class ChatCompletion(msgspec.Struct, frozen=True):
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    object: str = "chat.completion"
-
-
-class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class ChatChunkChoice(msgspec.Struct, frozen=True):
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-
-
-class ChatChunk(msgspec.Struct, frozen=True):
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-    object: str = "chat.completion.chunk"
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):

@@ -12,7 +12,10 @@ from tandem.config.plan import Plan
 from tandem.engine import limits as engine_limits
 from tandem.engine.protocol import GenerateRequest
 from tandem.engine.start.sampling_defaults import read_sampling_defaults
+from tandem.engine.text.chat_template import chat_template_text
+from tandem.engine.text.markers import MarkerGuard
 from tandem.errors import RequestError
+from tandem.server.chat.model import ChatModel
 from tandem.server.engine_client import EngineClient, RequestStream
 from tandem.server.errors import ApiError, overloaded, unavailable
 from tandem.server.limits import MAX_OPEN_ANSWERS
@@ -28,6 +31,10 @@ class TextTokenizer(PromptTokenizer, Protocol):
     def token_text(self, token_id: int) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
     def is_special(self, token_id: int) -> bool: ...
+    @property
+    def guard(self) -> MarkerGuard | None: ...
+    def special_ids_in(self, texts: set[str]) -> tuple[int, ...]: ...
+    def use_chat_template(self, source: str) -> None: ...
 
 
 TokenizerLoader = Callable[[Path], TextTokenizer]
@@ -48,6 +55,7 @@ class ServerState:
         self._load_tokenizer = load_tokenizer
         self._tokenizer: TextTokenizer | None = None
         self._prompts: PromptReader | None = None
+        self._chat: ChatModel | None = None
         self._engine: EngineReady | None = None
         self.metrics.watch_engine(lambda: self.client.stats, lambda: self.client.ready, self._restarts)
 
@@ -60,9 +68,13 @@ class ServerState:
             if self.config.sampling_defaults == "model":
                 self.sampling_defaults = read_sampling_defaults(Path(ready.model_path))
             self._tokenizer = self._load_tokenizer(Path(ready.model_path))
+            if self.config.chat_template is not None:
+                self._tokenizer.use_chat_template(chat_template_text(self.config.chat_template))
         if self._prompts is None:
             prompts = PromptReader(self._tokenizer)
             prompts.start()
+            parsers = self.config.tool_call_parser, self.config.reasoning_parser
+            self._chat = ChatModel(self._tokenizer, prompts, *parsers)
             self._prompts = prompts
         self._prompts.limit = engine_limits.token_limit(*_room(ready.plan))
         self._engine = ready
@@ -80,6 +92,13 @@ class ServerState:
         if self._tokenizer is None:
             raise unavailable(self.client.why_down)
         return self._tokenizer
+
+    @property
+    def chat(self) -> ChatModel:
+        """Raises ApiError 503 while the first engine is loading."""
+        if self._chat is None:
+            raise unavailable(self.client.why_down)
+        return self._chat
 
     @property
     def prompts(self) -> PromptReader:

@@ -29,6 +29,7 @@ from tandem.engine.expert_statistics import expert_recorder, expert_usage
 from tandem.engine.start.packed_start import PackedStart
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.start.sampling_defaults import read_sampling_defaults
+from tandem.engine.text.chat_template import chat_template_text
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts import ExpertStore
 from tandem.experts.usage.expert_usage import ExpertUsage
@@ -92,6 +93,8 @@ def load_parts(
         ops = CpuOps(workers, plan.tier, plan.int8_activations, plan.experts_in_place)
         packed.open(plan, model_config, checkpoint, ops)
         tokenizer = Tokenizer.load(directory)
+        if config.chat_template is not None:
+            tokenizer.use_chat_template(chat_template_text(config.chat_template))
         start = _Start(config, plan, model_config, checkpoint, tokenizer, ops, packed, progress)
         return start.on_cpu() if plan.gpu is None else start.on_gpu()
 

@@ -6,6 +6,7 @@ import datetime
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
@@ -13,7 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tandem.errors import CheckpointError, RequestError
+from tandem.errors import CheckpointError, ConfigError, RequestError
 
 MAX_TEMPLATE_CHARS = 1 << 20  # the longest that models have are some 30,000
 
@@ -52,12 +53,15 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
         self._environment.filters["tojson"] = _tojson
+        self._environment.filters["from_json"] = json.loads
         self._environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         self._compiled: Template | None = None
         if len(source) > MAX_TEMPLATE_CHARS:
             raise CheckpointError(f"the model's chat template has more than {MAX_TEMPLATE_CHARS} characters")
         with _readable():
-            self._environment.parse(source)
+            tree = self._environment.parse(source)
+            # what it reads, and a request may set
+            self.names = frozenset(n.name for n in tree.find_all(nodes.Name) if n.ctx == "load")
 
     def compile(self) -> Template:
         """Raises CheckpointError. Takes as long as the template wants."""
@@ -80,6 +84,18 @@ class ChatTemplate:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", "messages"
             ) from error
+
+
+def chat_template_text(given: str) -> str:
+    """`--chat-template`: a file, or the template itself. Raises ConfigError."""
+    if "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--chat-template {given[:200]!r} is neither a file that can be read nor a Jinja template ({error})"
+        ) from error
 
 
 @contextmanager

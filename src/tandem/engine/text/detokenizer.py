@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 from tandem.engine.protocol import SamplingParams
@@ -25,15 +26,25 @@ class IncrementalDecoder:
     """Text of a growing list of ids. A token's text may depend on the one before it (spaces) and may be part of a
     character, so each step decodes a short window twice: without and with the new ids; the difference is new."""
 
-    def __init__(self, decoder: Decoder, prompt_ids: list[int], skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompt_ids: list[int],
+        skip_special_tokens: bool,
+        shown: Collection[int] = (),
+    ) -> None:
+        """shown: special tokens whose text is not skipped."""
         self._decoder = decoder
         self._skip_special = skip_special_tokens
+        self._shown = frozenset(shown) if skip_special_tokens else frozenset()
         self._window = prompt_ids[
             -_MOST_PARTIAL_TOKENS:
         ]  # ids whose text is out, then `_fresh` ids whose is not
         self._fresh = 0
 
     def push(self, token_id: int) -> str:
+        if token_id in self._shown:
+            return self._push_special(token_id)
         self._window.append(token_id)
         self._fresh += 1
         text = self._fresh_text()
@@ -48,6 +59,13 @@ class IncrementalDecoder:
             self._window = self._window[: -self._fresh]
             self._fresh = 0
         return text
+
+    def _push_special(self, token_id: int) -> str:
+        """It ends the text before it, and is itself no part of the window, where it would be skipped."""
+        text = self._fresh_text()
+        self._window = self._window[-self._fresh :] if self._fresh else self._window
+        self._fresh = 0
+        return text + self._decoder.decode([token_id], skip_special_tokens=False)
 
     def flush(self) -> str:
         return self._fresh_text()
@@ -66,7 +84,7 @@ class TextStream:
     """Decodes, and looks for stop strings across token borders."""
 
     def __init__(self, decoder: Decoder, prompt_ids: list[int], params: SamplingParams) -> None:
-        self._ids = IncrementalDecoder(decoder, prompt_ids, params.skip_special_tokens)
+        self._ids = IncrementalDecoder(decoder, prompt_ids, params.skip_special_tokens, params.show_tokens)
         self._stops = StopMatcher(params.stop) if params.stop else None
         self._include_stop = params.include_stop
 

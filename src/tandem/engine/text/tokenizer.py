@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tandem.checkpoint.gguf_model import is_gguf, open_gguf
 from tandem.checkpoint.gguf_tokenizer import gguf_texts, gguf_tokenizer
 from tandem.config.small_files import TEMPLATE_BYTES, read_text
 from tandem.engine.text.chat_template import ChatTemplate
+from tandem.engine.text.markers import MarkerGuard
 from tandem.engine.text.token_floor import TokenFloor, token_floor
 from tandem.errors import CheckpointError, RequestError
 
@@ -38,10 +40,13 @@ class Tokenizer:
         self._inner = inner
         self.eos_ids = eos_ids
         self.bos_id = bos_id
+        self._template_variables = template_variables or {}
         self.chat_template = ChatTemplate(chat_template, template_variables) if chat_template else None
         self._before = self.encode("a", add_special_tokens=False)[-1:]
         self._text_before = self.decode(self._before)
+        self._added = {i: token.content for i, token in inner.get_added_tokens_decoder().items()}
         self._special = {i for i, token in inner.get_added_tokens_decoder().items() if token.special}
+        self._guard: MarkerGuard | None = None
         # log-probabilities name the same tokens often
         self._text_of = lru_cache(_CACHED_TOKENS)(self._token_text)
         self._floor: TokenFloor | None = None
@@ -123,6 +128,33 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves it out."""
         return token_id in self._special
+
+    def special_ids_in(self, texts: Iterable[str]) -> tuple[int, ...]:
+        """Special tokens that are, or are part of, one of these texts."""
+        searched = "\n".join(texts)
+        return tuple(sorted(i for i in self._special if self._added[i] and self._added[i] in searched))
+
+    @property
+    def guard(self) -> MarkerGuard:
+        """Keeps control tokens that messages spell from being ones."""
+        if self._guard is None:
+            source = self.chat_template.source if self.chat_template else ""
+            special = {self._added[i] for i in self._special}
+            written = {text for text in self._added.values() if text and text in source}
+            self._guard = MarkerGuard(self._inner, special | written)
+        return self._guard
+
+    def encode_guarded(self, text: str, sign: str) -> list[int]:
+        """Of a rendered chat template whose messages were guarded with `sign`."""
+        try:
+            return self.guard.encode(text, sign)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
+
+    def use_chat_template(self, source: str) -> None:
+        """Instead of the checkpoint's. Raises CheckpointError."""
+        variables = self._template_variables
+        self.chat_template, self._guard = ChatTemplate(source, variables), None
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any

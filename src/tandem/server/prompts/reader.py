@@ -30,6 +30,7 @@ class PromptTokenizer(Protocol):
     @property
     def chat_template(self) -> ChatTemplate | None: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def encode_guarded(self, text: str, sign: str) -> list[int]: ...
     def fewest_tokens(self, text: str) -> int: ...
     def apply_chat_template(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
@@ -76,6 +77,15 @@ class PromptReader:
             return self._tokenizer.apply_chat_template(messages, **variables)
         return await self._template.render(messages, **variables)
 
+    def render_now(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The same off the event loop, while the server starts."""
+        variables["add_generation_prompt"] = add_generation_prompt
+        if self._template is None:
+            return self._tokenizer.apply_chat_template(messages, **variables)
+        return self._template.render_now(messages, **variables)
+
     def check_length(self, ids: bytes | msgspec.Raw | None, param: str) -> None:
         """ids: JSON, lists of token ids or whatever else was sent. Millions of ids are refused before they are decoded,
         which would hold up others. Raises RequestError."""
@@ -87,15 +97,18 @@ class PromptReader:
         if longest >= self.limit.tokens:
             raise too_long(f"at least {longest}", self.limit, param)
 
-    async def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text. Raises RequestError, with `param` "prompt", and ApiError 429."""
+    async def encode_all(
+        self, texts: Sequence[str], add_special_tokens: bool, sign: str = ""
+    ) -> list[list[int]]:
+        """Token ids of each text. `sign`: what messages in it were guarded with (`MarkerGuard`); then no begin-of-text
+        is added. Raises RequestError, with `param` "prompt", and ApiError 429."""
         chars, gone = sum(map(len, texts)), threading.Event()
         if chars <= INLINE_TOKENIZE_CHARS:
-            return self._encode_each(texts, add_special_tokens, gone)
+            return self._encode_each(texts, add_special_tokens, gone, sign)
         if self._chars and self._chars + chars > MAX_WAITING_CHARS:
             raise overloaded("too many long prompts are waiting to be tokenised; try again later")
         threads = self._large if chars > LARGE_TOKENIZE_CHARS else self._long
-        job = threads.submit(self._encode_each, texts, add_special_tokens, gone)
+        job = threads.submit(self._encode_each, texts, add_special_tokens, gone, sign)
         self._count(job, chars)
         try:
             return await asyncio.wrap_future(job)
@@ -116,19 +129,24 @@ class PromptReader:
     def _uncount(self, chars: int) -> None:
         self._chars -= chars
 
-    def _encode_each(self, texts: Sequence[str], special: bool, gone: threading.Event) -> list[list[int]]:
-        return [self._encode(text, special) for text in texts if not gone.is_set()]
+    def _encode_each(
+        self, texts: Sequence[str], special: bool, gone: threading.Event, sign: str
+    ) -> list[list[int]]:
+        return [self._encode(text, special, sign) for text in texts if not gone.is_set()]
 
-    def _encode(self, text: str, special: bool) -> list[int]:
+    def _encode(self, text: str, special: bool, sign: str) -> list[int]:
         if len(text) <= INLINE_TOKENIZE_CHARS:
-            return self._tokenizer.encode(text, special)
-        fewest = self._tokenizer.fewest_tokens(text)
+            return self._ids(text, special, sign)
+        fewest = self._tokenizer.fewest_tokens(text.replace(sign, "") if sign else text)
         if self.limit is not None and fewest >= self.limit.tokens:
             raise too_long(f"at least {fewest}", self.limit)
-        ids = self._tokenizer.encode(text, special)
+        ids = self._ids(text, special, sign)
         if len(text) > LARGE_TOKENIZE_CHARS:
             give_back_memory()
         return ids
+
+    def _ids(self, text: str, special: bool, sign: str) -> list[int]:
+        return self._tokenizer.encode_guarded(text, sign) if sign else self._tokenizer.encode(text, special)
 
 
 def give_back_memory() -> None:

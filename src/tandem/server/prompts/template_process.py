@@ -41,6 +41,10 @@ class TemplateProcess:
             self._thread, self._render, messages, self._template.values(**variables)
         )
 
+    def render_now(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        """The same, waiting for it."""
+        return self._thread.submit(self._render, messages, self._template.values(**variables)).result()
+
     def start(self) -> None:
         """Raises CheckpointError where the template cannot be compiled."""
         self._thread.submit(self._connected).result()

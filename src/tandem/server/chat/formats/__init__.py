@@ -1,0 +1,1 @@
+"""How models write tool calls and reasoning: one data file for each format, and who reads them."""

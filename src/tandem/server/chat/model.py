@@ -1,0 +1,165 @@
+"""`ChatModel`: how the served model chats. Its template makes prompts, its formats say how its answers are read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from tandem.engine.protocol import SamplingParams
+from tandem.errors import RequestError, TandemError
+from tandem.server.chat.answer_parser import AnswerParser, AnswerRules
+from tandem.server.chat.constraint import Tag, call_constraint, wants_constraint
+from tandem.server.chat.conversation import Conversation
+from tandem.server.chat.formats.reasoning_format import detect_reasoning_format, reasoning_format
+from tandem.server.chat.formats.tool_format import (
+    NONE,
+    ToolFormat,
+    Written,
+    detect_tool_format,
+    tool_format,
+)
+from tandem.server.chat.history import earlier_calls
+from tandem.server.chat.rendering import Prompt, PromptRenderer, Speaking, TemplateTokenizer
+from tandem.server.chat.template_fit import Render, TemplateFit, fit_template
+from tandem.server.prompts.reader import PromptReader
+
+log = logging.getLogger("tandem.server")
+
+_FALLBACK = "hermes"  # what is described to a model whose template says nothing of tools
+
+Constrain = Callable[[SamplingParams, Tag], SamplingParams]
+
+
+class ChatTokenizer(TemplateTokenizer, Protocol):
+    """What is needed of `tandem.engine.text.tokenizer.Tokenizer`."""
+
+    def special_ids_in(self, texts: set[str]) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """What to submit, and how to read each of the answers: every answer needs its own parser."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    rules: AnswerRules
+
+    def new_parser(self) -> AnswerParser:
+        return self.rules.new_parser()
+
+
+class ChatModel:
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        prompts: PromptReader,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        constrain: Constrain | None = None,
+    ) -> None:
+        """`tool_parser`, `reasoning_parser`: names of formats, "none", or None to find them by the template.
+        `constrain` puts a structural tag into sampling parameters. Raises ConfigError for a name that is none."""
+        self._constrain = constrain
+        self._prompts = prompts
+        self._speaking = speaking_of(tokenizer, prompts.render_now, tool_parser, reasoning_parser)
+        self._renderer = PromptRenderer(tokenizer, prompts.render, self._speaking)
+        self._shown = tokenizer.special_ids_in(self._speaking.markers())
+        self._written = _written(self._speaking)
+
+    async def prepare(self, conversation: Conversation, sampling: SamplingParams) -> PreparedChat:
+        """`sampling` comes back with what reading the answer needs. Raises RequestError, with `param` "messages",
+        "prompt", "tools", "tool_choice" or what else of the conversation is wrong; ApiError 429, 500."""
+        prompt = await self._renderer.render(conversation)
+        rules = self._rules(conversation, prompt)
+        sampling = self._sampling(conversation, rules, sampling)
+        [ids] = await self._prompts.encode_all([prompt.text], False, prompt.sign)
+        return PreparedChat(ids, sampling, rules)
+
+    def _rules(self, conversation: Conversation, prompt: Prompt) -> AnswerRules:
+        reasoning = self._speaking.reasoning_format if conversation.separate_reasoning else None
+        return AnswerRules(
+            tool_format=self._speaking.tool_format,
+            reasoning_format=reasoning,
+            tools=conversation.callable_tools,
+            in_reasoning=reasoning is not None and reasoning.is_open(prompt.text),
+            parallel=conversation.parallel_tool_calls,
+            stream_reasoning=conversation.stream_reasoning,
+            earlier_calls=earlier_calls(conversation),
+        )
+
+    def _sampling(
+        self, conversation: Conversation, rules: AnswerRules, sampling: SamplingParams
+    ) -> SamplingParams:
+        if rules.parses:
+            sampling = msgspec.structs.replace(sampling, show_tokens=self._shown)
+        if not (rules.tools and wants_constraint(conversation)):
+            return sampling
+        if self._constrain is None or self._written is None or rules.tool_format is None:
+            return _unconstrained(conversation, sampling)
+        reasoning, in_reasoning = self._speaking.reasoning_format, rules.in_reasoning
+        tag = call_constraint(conversation, rules.tool_format, self._written, reasoning, in_reasoning)
+        return self._constrain(sampling, tag)
+
+
+def _unconstrained(conversation: Conversation, sampling: SamplingParams) -> SamplingParams:
+    """A strict schema is tried; a call that must be made cannot be promised."""
+    if conversation.tool_choice.mode in ("required", "named"):
+        text = "calls of this model cannot be constrained (the server's log says why); use tool_choice: auto"
+        raise RequestError(text, "tool_choice", "not_available")
+    return sampling
+
+
+def _written(speaking: Speaking) -> Written | None:
+    """The exact form of a call: the template's, or what was described."""
+    if speaking.calls_as_text and speaking.tool_format and speaking.tool_format.written:
+        return speaking.tool_format.written[0]
+    return speaking.fit.written
+
+
+def speaking_of(
+    tokenizer: TemplateTokenizer, render: Render, tool_parser: str | None, reasoning_parser: str | None
+) -> Speaking:
+    """Says in the log what was found. Raises ConfigError."""
+    source = tokenizer.chat_template.source if tokenizer.chat_template else ""
+    reasoning = reasoning_format(reasoning_parser) if reasoning_parser else detect_reasoning_format(source)
+    found = tool_format(tool_parser) if tool_parser else detect_tool_format(source)
+    if tokenizer.chat_template is None or (tool_parser or "").lower() == NONE:
+        return Speaking(found, reasoning)
+    tools = found or _fallback()
+    fit = _fit(render, tools)
+    unknown = found is None or not (fit.tools or fit.reads_back)
+    speaking = Speaking(tools, reasoning, fit, describe=unknown or not fit.tools, calls_as_text=unknown)
+    log.info("%s", _told(speaking, named=tool_parser is not None))
+    return speaking
+
+
+def _fit(render: Render, tools: ToolFormat) -> TemplateFit:
+    try:
+        return fit_template(render, tools)
+    except TandemError as error:  # takes too long, or too much memory
+        log.warning("the chat template cannot be tried with tools: %s", error)
+        return TemplateFit()
+
+
+def _fallback() -> ToolFormat:
+    found = tool_format(_FALLBACK)
+    assert found is not None
+    return found
+
+
+def _told(speaking: Speaking, named: bool) -> str:
+    """One line for the log."""
+    assert speaking.tool_format is not None
+    how = "named" if named else "found in the chat template"
+    if speaking.calls_as_text:
+        how = "described in a system message: the chat template has no tools of a known format"
+    elif not speaking.fit.reads_back:
+        how += "; not constrained: a call that the template writes is not read back"
+    elif speaking.fit.written is None:
+        how += "; not constrained: the template writes calls in no exact form of this format"
+    reasoning = speaking.reasoning_format.name if speaking.reasoning_format else NONE
+    return f"tool calls: {speaking.tool_format.name} ({how}); reasoning: {reasoning}"

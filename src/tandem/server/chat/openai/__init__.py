@@ -1,0 +1,1 @@
+"""OpenAI's chat dialect: its bodies, what they mean, and its answers."""

@@ -1,0 +1,121 @@
+"""`conversation_of`: what a body of /v1/chat/completions asks for. Every complaint names the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.errors import RequestError
+from tandem.server.chat.conversation import Conversation, Message, Role, Tool, ToolCall, ToolChoice
+from tandem.server.chat.openai.schema import ChatMessage, ChatRequest, NamedTool, ToolCallBody
+from tandem.server.errors import ApiError
+
+_ROLES: dict[str, Role] = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
+}  # fmt: skip
+
+
+def conversation_of(body: ChatRequest) -> Conversation:
+    """Raises RequestError, ApiError 400."""
+    tools = _tools(body)
+    return Conversation(
+        messages=tuple(_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)),
+        tools=tools,
+        tool_choice=_tool_choice(body, tools),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        template_variables=body.chat_template_kwargs or {},
+        thinking=_thinking(body),
+        reasoning_effort=body.reasoning_effort,
+        thinking_budget=_budget(body),
+        separate_reasoning=body.separate_reasoning is not False,
+        stream_reasoning=body.stream_reasoning is not False,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+    )
+
+
+def _tools(body: ChatRequest) -> tuple[Tool, ...]:
+    tools = tuple(
+        Tool(
+            tool.function.name,
+            tool.function.description,
+            tool.function.parameters,
+            bool(tool.function.strict),
+        )
+        for tool in body.tools or ()
+    )
+    names = [tool.name for tool in tools]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise RequestError(f"tools[{i}]: there are two functions {name!r}", f"tools[{i}].function.name")
+    return tools
+
+
+def _tool_choice(body: ChatRequest, tools: tuple[Tool, ...]) -> ToolChoice:
+    choice = body.tool_choice
+    if choice is None or choice in ("auto", "none"):
+        return ToolChoice("none" if choice == "none" else "auto")
+    if not tools:
+        raise RequestError("tool_choice asks for a call, and there are no tools", "tool_choice")
+    if not isinstance(choice, NamedTool):
+        return ToolChoice("required")
+    name = choice.function.name
+    if name not in {tool.name for tool in tools}:
+        raise RequestError(f"tool_choice names {name[:100]!r}, which is not among tools", "tool_choice")
+    return ToolChoice("named", name)
+
+
+def _thinking(body: ChatRequest) -> bool | None:
+    if body.thinking is None or body.enable_thinking is not None:
+        return body.enable_thinking
+    return body.thinking.type == "enabled"
+
+
+def _budget(body: ChatRequest) -> int | None:
+    """Its three names."""
+    thinking = body.thinking.budget_tokens if body.thinking else None
+    return next(
+        (b for b in (body.thinking_budget, body.thinking_token_budget, thinking) if b is not None), None
+    )
+
+
+def _message(message: ChatMessage, where: str) -> Message:
+    if message.role not in _ROLES:
+        roles = ", ".join(_ROLES)
+        raise RequestError(f"{where}.role must be one of {roles}, not {message.role[:40]!r}", f"{where}.role")
+    role = _ROLES[message.role]
+    if message.tool_calls and role != "assistant":
+        raise RequestError(f"{where}.tool_calls: only assistants call tools", f"{where}.tool_calls")
+    if role == "tool" and message.tool_call_id is None:
+        raise RequestError(
+            f"{where}.tool_call_id is missing; say whose result this is", f"{where}.tool_call_id"
+        )
+    return Message(
+        role,
+        _content(message, role, where),
+        name=message.name,
+        reasoning=message.reasoning_content or message.reasoning,
+        tool_calls=tuple(
+            _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
+        ),
+        tool_call_id=message.tool_call_id,
+    )
+
+
+def _call(call: ToolCallBody, where: str) -> ToolCall:
+    return ToolCall(call.id or where, call.function.name, call.function.arguments)
+
+
+def _content(message: ChatMessage, role: Role, where: str) -> str:
+    """An assistant may have said nothing, or refused; a tool may have found nothing."""
+    content: Any = message.content
+    if content is None:
+        if role in ("assistant", "tool"):
+            return message.refusal or ""
+        raise RequestError(f"{where}.content is missing; send a string", f"{where}.content")
+    if isinstance(content, str):
+        return content
+    for i, part in enumerate(content):
+        if part.type not in ("text", "refusal"):
+            text = f"{where}.content[{i}]: only text parts are served, not {part.type[:40]!r}"
+            raise ApiError(400, text, param=f"{where}.content[{i}].type", code="not_available")
+    return "".join(part.text or part.refusal or "" for part in content)

@@ -1,0 +1,176 @@
+"""Bodies of /v1/chat/completions. Fields: https://platform.openai.com/docs/api-reference/chat, and SGLang's, vLLM's
+and DeepSeek's for reasoning."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from tandem.server.limits import MAX_MESSAGES, MAX_TOOLS
+from tandem.server.openai_schema import ChatLogprobs, Int64, SamplingBody, TopLogprobs, Usage
+
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(msgspec.Struct, frozen=True):
+    """`arguments`: JSON text; some clients send the object."""
+
+    name: ToolName
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCallBody(msgspec.Struct, frozen=True):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """`reasoning_content` (or `reasoning`) of an assistant goes back to the model where its template has a place."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionBody(msgspec.Struct, frozen=True):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(msgspec.Struct, frozen=True):
+    function: FunctionBody
+    type: Literal["function"] = "function"
+
+
+class FunctionName(msgspec.Struct, frozen=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """As DeepSeek's and GLM's own servers take it."""
+
+    type: Literal["enabled", "disabled"]
+    budget_tokens: Int64 | None = None
+
+
+class ChatRequest(SamplingBody, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Int64 | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    thinking: Thinking | None = None
+    thinking_budget: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+
+
+# --- answers
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class CalledTool(msgspec.Struct, frozen=True):
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class AssistantMessage(msgspec.Struct, frozen=True):
+    """`content` is null beside calls without text."""
+
+    content: str | None
+    role: str = "assistant"
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    matched_stop: str | int | None = None  # as SGLang
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of each call the first has its id and name, all others a piece of its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "chat.completion.chunk"

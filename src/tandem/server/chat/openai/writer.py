@@ -1,0 +1,138 @@
+"""`ChatWriter`: one request's answers as /v1/chat/completions gives them, whole or as events."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from tandem.engine.protocol import TokenOutput
+from tandem.server.chat.answer_parser import AnswerParser
+from tandem.server.chat.events import (
+    ChatAnswer,
+    ChatEvent,
+    Finish,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    whole_answer,
+)
+from tandem.server.chat.model import PreparedChat
+from tandem.server.chat.openai.schema import (
+    AssistantMessage,
+    CalledFunction,
+    CalledTool,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatRequest,
+    Delta,
+    FunctionDelta,
+    ToolCallDelta,
+)
+from tandem.server.generation import DONE, Answer, TokenCount, frame, usage_of
+from tandem.server.logprobs import chat_logprobs
+from tandem.server.openai_sampling import wants_usage
+from tandem.server.openai_schema import ChatLogprobs, Usage
+from tandem.server.state import ServerState
+
+
+class ChatWriter:
+    def __init__(
+        self, state: ServerState, body: ChatRequest, prepared: PreparedChat, request_id: str
+    ) -> None:
+        self._tokenizer = state.tokenizer
+        self._prepared = prepared
+        self._head: dict[str, Any] = {
+            "id": request_id,
+            "created": int(time.time()),
+            "model": state.model_name,
+        }
+        self._with_logprobs = bool(body.logprobs)
+        self._with_reasoning = body.include_reasoning is not False
+        self._with_usage = wants_usage(body.stream_options)
+        self._count = TokenCount()
+        self._parsers: dict[int, AnswerParser] = {}
+        self._encoder = msgspec.json.Encoder()
+
+    # --- whole
+
+    def whole(self, answers: list[Answer]) -> ChatCompletion:
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        return ChatCompletion(**self._head, choices=choices, usage=usage_of([answers]))
+
+    def _choice(self, index: int, answer: Answer) -> ChatChoice:
+        logprobs = chat_logprobs(self._tokenizer, answer.logprobs) if self._with_logprobs else None
+        parser = self._prepared.new_parser()
+        said = whole_answer([*parser.push(answer.text), *parser.end(answer.finish_reason or "stop")])
+        return ChatChoice(index, self._message(said), logprobs, said.finish_reason, answer.stop_match)
+
+    def _message(self, said: ChatAnswer) -> AssistantMessage:
+        calls = [CalledTool(call.id, CalledFunction(call.name, call.arguments)) for call in said.calls]
+        reasoning = said.reasoning if said.reasoning and self._with_reasoning else UNSET
+        content = None if calls and not said.text else said.text
+        return AssistantMessage(content, reasoning_content=reasoning, tool_calls=calls or UNSET)
+
+    # --- as events
+
+    def frames(self, outputs: list[TokenOutput]) -> bytes:
+        return b"".join([self._frames(output) for output in outputs])
+
+    def _frames(self, output: TokenOutput) -> bytes:
+        self._count.add(output)
+        data = b""
+        if output.index not in self._parsers:
+            self._parsers[output.index] = self._prepared.new_parser()
+            data = self._event(ChatChunkChoice(output.index, Delta("assistant", "")))
+        return data + b"".join(self._event(choice) for choice in self._chunks(output))
+
+    def _chunks(self, output: TokenOutput) -> list[ChatChunkChoice]:
+        parser = self._parsers[output.index]
+        events = parser.push(output.text)
+        if output.finish_reason is not None:
+            events += parser.end(output.finish_reason)
+        found = [choice for event in events if (choice := self._of(output.index, event)) is not None]
+        logprobs = self._logprobs(output)
+        if logprobs is None:
+            return found
+        if not found or found[0].finish_reason is not None:  # the text is held back
+            return [ChatChunkChoice(output.index, Delta(content=""), logprobs), *found]
+        return [msgspec.structs.replace(found[0], logprobs=logprobs), *found[1:]]
+
+    def _of(self, index: int, event: ChatEvent) -> ChatChunkChoice | None:
+        match event:
+            case TextDelta(text):
+                return ChatChunkChoice(index, Delta(content=text))
+            case ReasoningDelta(text):
+                return ChatChunkChoice(index, Delta(reasoning_content=text)) if self._with_reasoning else None
+            case ToolCallStart(number, call_id, name):
+                return _call(index, ToolCallDelta(number, FunctionDelta(name, ""), call_id, "function"))
+            case ToolCallArguments(number, fragment):
+                return _call(index, ToolCallDelta(number, FunctionDelta(arguments=fragment)))
+            case Finish(reason):
+                return ChatChunkChoice(index, Delta(), None, reason)
+        return None
+
+    def _logprobs(self, output: TokenOutput) -> ChatLogprobs | None:
+        if not (self._with_logprobs and output.logprobs):
+            return None
+        return chat_logprobs(self._tokenizer, output.logprobs)
+
+    def _event(self, choice: ChatChunkChoice) -> bytes:
+        if self._with_usage:
+            return self._chunk([choice], None)
+        return frame(self._encoder.encode(ChatChunk(**self._head, choices=[choice])))
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> bytes:
+        return frame(self._encoder.encode(ChatChunk(**self._head, choices=choices, usage=usage)))
+
+    def last(self) -> bytes:
+        return (self._chunk([], self._count.usage()) if self._with_usage else b"") + DONE
+
+
+def _call(index: int, delta: ToolCallDelta) -> ChatChunkChoice:
+    return ChatChunkChoice(index, Delta(tool_calls=[delta]))

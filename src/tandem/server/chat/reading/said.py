@@ -1,0 +1,47 @@
+"""`Said`: passes text on as reasoning or as the answer, without the white space around markers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tandem.server.chat.events import ChatEvent, ReasoningDelta, TextDelta
+
+_SPACE = " \t\r\n"
+
+
+class Said:
+    """Holds white space until text or a marker follows. `dropped` hears of what nobody is shown."""
+
+    def __init__(self, emit: Callable[[ChatEvent], None], dropped: Callable[[str], None]) -> None:
+        self._emit = emit
+        self._dropped = dropped
+        self._held = ""
+        self._after_marker = False
+        self.reasoning = False
+
+    def say(self, text: str) -> None:
+        if self._after_marker:
+            rest = text.lstrip(_SPACE)
+            self._dropped(text[: len(text) - len(rest)])
+            text = rest
+        if not text:
+            return
+        self._after_marker = False
+        text = self._held + text
+        shown = text.rstrip(_SPACE)
+        self._held = text[len(shown) :]
+        self._pass_on(shown)
+
+    def _pass_on(self, text: str) -> None:
+        if text:
+            self._emit(ReasoningDelta(text) if self.reasoning else TextDelta(text))
+
+    def marker(self, text: str) -> None:
+        """What comes next belongs to the format. White space on both sides of it does, too."""
+        self._dropped(self._held + text)
+        self._held = ""
+        self._after_marker = True
+
+    def end(self) -> None:
+        self._pass_on(self._held)
+        self._held = ""

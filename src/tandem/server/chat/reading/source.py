@@ -1,0 +1,135 @@
+"""`Source`: text that is still coming, for readers that look ahead and go back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+from tandem.server.chat.events import CallOutcome
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]  # yields: more text is needed
+
+_SPACE = " \t\r\n"
+
+
+class Source:
+    """`text` is what has come and is not taken. What is taken since `mark` can be put back."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.ended = False
+        self.cut = False  # it ended because no more was allowed
+        self._taken: list[str] = []
+
+    def take(self, count: int) -> str:
+        taken, self.text = self.text[:count], self.text[count:]
+        self._taken.append(taken)
+        return taken
+
+    def mark(self) -> None:
+        self._taken = []
+
+    @property
+    def taken(self) -> str:
+        """Since `mark`."""
+        return "".join(self._taken)
+
+    def put_back(self) -> None:
+        self.text = self.taken + self.text
+        self._taken = []
+
+    def broken(self) -> CallOutcome:
+        """What became of a call that could not be read on."""
+        return "cut" if self.cut and self.ended and not self.text else "malformed"
+
+    def peek(self) -> Reading[str]:
+        """The next character; "" at the end."""
+        while not self.text and not self.ended:
+            yield
+        return self.text[:1]
+
+    def space(self) -> Reading[None]:
+        """Takes white space, as much as there is."""
+        while True:
+            self.take(len(self.text) - len(self.text.lstrip(_SPACE)))
+            if self.text or self.ended:
+                return
+            yield
+
+    def next_of(self, options: Sequence[str]) -> Reading[str]:
+        """The longest of `options` that comes next, not taken; "" if none does."""
+        while not self.ended and any(len(o) > len(self.text) and o.startswith(self.text) for o in options):
+            yield
+        return max((o for o in options if self.text.startswith(o)), key=len, default="")
+
+    def literal(self, options: Sequence[str]) -> Reading[str]:
+        """Takes the longest of `options` that comes next; "" if none does."""
+        found = yield from self.next_of(options)
+        self.take(len(found))
+        return found
+
+    def behind_space(self, options: Sequence[str]) -> Reading[str]:
+        """The longest of `options` that comes behind white space, or at once. Nothing is taken."""
+        while True:
+            rest = self.text.lstrip(_SPACE)
+            growing = not rest or any(len(o) > len(rest) and o.startswith(rest) for o in options)
+            if self.ended or not growing:
+                return max((o for o in options if rest.startswith(o)), key=len, default="")
+            yield
+
+    def take_behind_space(self, option: str) -> str:
+        """What `behind_space` has found, and the space before it."""
+        return self.take(len(self.text) - len(self.text.lstrip(_SPACE)) + len(option)) if option else ""
+
+    def until(
+        self,
+        stops: Sequence[str],
+        say: Callable[[str], None],
+        most: int | None = None,
+        say_open_end: bool = True,
+    ) -> Reading[str]:
+        """Gives `say` all text before the first of `stops`, which is returned and not taken. "": the text ended, or
+        `most` characters came without one. `say_open_end`: also what the text ends with and may be part of a stop."""
+        while True:
+            at, stop = _first(self.text, stops)
+            if stop and not self.ended and _may_grow(self.text[at:], stop, stops):
+                stop = ""
+            held = 0 if stop or (self.ended and say_open_end) else _open_end(self.text, stops)
+            end = at if stop else len(self.text) - held
+            if not stop:
+                end = min(end, at)
+            if end:
+                say(self.take(end))
+                most = None if most is None else most - end
+            if stop or (self.ended and not self.text) or (most is not None and most < 0):
+                return stop
+            if self.ended:
+                self.take(len(self.text))
+                return ""
+            yield
+
+
+def _first(text: str, stops: Sequence[str]) -> tuple[int, str]:
+    """The first place where one of `stops` is, and the longest there. Without one: the text's length, ""."""
+    best, found = len(text), ""
+    for stop in stops:
+        at = text.find(stop)
+        if 0 <= at < best or (at == best and found and len(stop) > len(found)):
+            best, found = at, stop
+    return best, found
+
+
+def _may_grow(text: str, stop: str, stops: Sequence[str]) -> bool:
+    """Whether a longer stop may turn out to be here."""
+    return any(len(other) > len(text) and other.startswith(text) for other in stops if len(other) > len(stop))
+
+
+def _open_end(text: str, stops: Sequence[str]) -> int:
+    """How much of the text's end may be the beginning of one of `stops`."""
+    longest = max((len(stop) for stop in stops), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        end = text[-size:]
+        if any(len(stop) > size and stop.startswith(end) for stop in stops):
+            return size
+    return 0

@@ -1,0 +1,180 @@
+"""`PromptRenderer`: conversations through the checkpoint's chat template, with control tokens of users as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tandem.engine.text.chat_template import ChatTemplate
+from tandem.engine.text.markers import MarkerGuard
+from tandem.errors import RequestError
+from tandem.server.chat.conversation import Conversation
+from tandem.server.chat.formats.reasoning_format import ReasoningFormat
+from tandem.server.chat.formats.tool_format import ToolFormat
+from tandem.server.chat.history import template_messages
+from tandem.server.chat.template_fit import TemplateFit, TemplateMessages
+from tandem.server.chat.tools_in_text import as_text, described, tool_for_template, with_system_text
+
+_RESERVED = frozenset(("messages", "self", "tools"))
+_SWITCHES = ("enable_thinking", "thinking", "thinking_mode")  # names under which templates have it
+_EFFORTS = ("reasoning_effort", "thinking_effort")
+_NO_EFFORT = ("none", "minimal")
+
+
+class TemplateTokenizer(Protocol):
+    """What is needed of `tandem.engine.text.tokenizer.Tokenizer`."""
+
+    @property
+    def chat_template(self) -> ChatTemplate | None: ...
+    @property
+    def guard(self) -> MarkerGuard | None: ...
+
+
+class Render(Protocol):
+    """`PromptReader.render`."""
+
+    async def __call__(
+        self, messages: TemplateMessages, add_generation_prompt: bool = True, **variables: Any
+    ) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered conversation. `sign`: what its messages were guarded with; "" where nothing had to be."""
+
+    text: str
+    sign: str
+
+
+@dataclass(frozen=True, slots=True)
+class Speaking:
+    """How a model speaks of tools and reasoning.
+
+    `describe`: the template says nothing of tools, a system message does. `calls_as_text`: nor does it write calls.
+    """
+
+    tool_format: ToolFormat | None = None
+    reasoning_format: ReasoningFormat | None = None
+    fit: TemplateFit = field(default_factory=TemplateFit)
+    describe: bool = False
+    calls_as_text: bool = False
+
+    def markers(self) -> set[str]:
+        """Texts that must reach the parser even where they are special tokens."""
+        formats = (self.tool_format, self.reasoning_format)
+        return {marker for one in formats if one is not None for marker in one.markers()}
+
+
+class PromptRenderer:
+    def __init__(self, tokenizer: TemplateTokenizer, render: Render, speaking: Speaking) -> None:
+        template = tokenizer.chat_template
+        self._names = template.names if template else frozenset[str]()
+        self._guard = tokenizer.guard
+        self._render = render
+        self._speaking = speaking
+
+    async def render(self, conversation: Conversation) -> Prompt:
+        """Raises RequestError, ApiError 500."""
+        messages, variables = self._messages(conversation), self._variables(conversation)
+        sign, guard = "", self._guard
+        if guard is not None and (sign := guard.sign("\n".join(_texts([messages, variables.get("tools")])))):
+            messages = [self._guarded(message, guard, sign) for message in messages]
+            variables["tools"] = guard.guard(variables.get("tools"), sign)
+        prompted = conversation.add_generation_prompt and not conversation.continue_final_message
+        prompted = bool(variables.pop("add_generation_prompt", prompted))
+        text = await self._render(messages, prompted, **variables)
+        if sign:  # a template that writes JSON in ASCII
+            text = text.replace(f"\\u{ord(sign):04x}", sign)
+        return Prompt(_up_to_last(text, messages) if conversation.continue_final_message else text, sign)
+
+    def _guarded(self, message: dict[str, Any], guard: MarkerGuard, sign: str) -> dict[str, Any]:
+        """An assistant may have said calls and reasoning in the format's own markers."""
+        own = self._speaking.markers() if message["role"] == "assistant" else set[str]()
+        return {
+            key: guard.guard(value, sign, own if key != "tool_calls" else ())
+            for key, value in message.items()
+        }
+
+    def _messages(self, conversation: Conversation) -> TemplateMessages:
+        speaking, messages = self._speaking, conversation.messages
+        if speaking.tool_format and speaking.calls_as_text:
+            messages = as_text(messages, speaking.tool_format)
+        if speaking.tool_format and speaking.describe and (tools := _offered(conversation)):
+            text = described(tools, speaking.tool_format)
+            messages = with_system_text(messages, text, speaking.fit.system)
+        ids = speaking.tool_format.ids if speaking.tool_format else "call"
+        return template_messages(messages, speaking.fit, ids)
+
+    def _variables(self, conversation: Conversation) -> dict[str, Any]:
+        given = conversation.template_variables
+        for name in given:
+            if name in _RESERVED:
+                raise RequestError(f"chat_template_kwargs must not set {name!r}", "chat_template_kwargs")
+        offered = [] if self._speaking.describe else _offered(conversation)
+        tools = {"tools": [tool_for_template(tool) for tool in offered]} if offered else {}
+        return tools | self._switches(conversation) | given
+
+    def _switches(self, conversation: Conversation) -> dict[str, Any]:
+        """Variables of the template that say how much to reason. Raises RequestError where it has none."""
+        names = self._names
+        thinking, effort, found = conversation.thinking, conversation.reasoning_effort, dict[str, Any]()
+        if effort is not None:
+            known = [name for name in _EFFORTS if name in names]
+            found |= dict.fromkeys(known, effort)
+            if not known:
+                thinking = effort not in _NO_EFFORT if thinking is None else thinking
+        if conversation.thinking_budget is not None:
+            found["thinking_budget"] = conversation.thinking_budget
+            if "thinking_budget" not in names:
+                raise _no_switch("thinking_budget")
+        if thinking is not None:
+            found |= self._thinking(
+                thinking, names, "enable_thinking" if effort is None else "reasoning_effort"
+            )
+        return found
+
+    def _thinking(self, thinking: bool, names: frozenset[str], asked: str) -> dict[str, Any]:
+        values = {"enable_thinking": thinking, "thinking": thinking}
+        found = {
+            name: values.get(name, "enabled" if thinking else "disabled")
+            for name in _SWITCHES
+            if name in names
+        }
+        always = thinking and self._speaking.reasoning_format is not None
+        never = not thinking and self._speaking.reasoning_format is None
+        if not (found or always or never):
+            raise _no_switch(asked)
+        return found
+
+
+def _offered(conversation: Conversation) -> list[Any]:
+    return [] if conversation.tool_choice.mode == "none" else list(conversation.tools)
+
+
+def _no_switch(name: str) -> RequestError:
+    text = f"{name}: the model's chat template has no such switch; leave it out, or try chat_template_kwargs"
+    return RequestError(text, name)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from _texts(key)
+            yield from _texts(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _texts(one)
+
+
+def _up_to_last(text: str, messages: TemplateMessages) -> str:
+    """The prompt up to the end of the last message: the answer goes on there. Raises RequestError."""
+    last = messages[-1]
+    content = last["content"].rstrip() if isinstance(last["content"], str) else ""
+    begin = text.rfind(content) if content else -1
+    if last["role"] != "assistant" or begin < 0:
+        text = "continue_final_message needs a last message of role assistant with text, which the chat template shows"
+        raise RequestError(text, "continue_final_message")
+    return text[: begin + len(content)]
