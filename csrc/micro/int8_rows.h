@@ -118,8 +118,10 @@ class Int8Product {
     Sum v[R][kPanels];
   };
 
+  // Not inlined: it is called in three places, for every number of rows.
   template <int R>
-  void block(const PairOfPanels& panels, int first_row, const Slice& slice, int64_t origin, float* y) {
+  __attribute__((noinline)) void block(const PairOfPanels& panels, int first_row, const Slice& slice, int64_t origin,
+                                       float* y) {
     const uint8_t* x[R];
     for (int r = 0; r < R; ++r) x[r] = static_cast<const uint8_t*>(args_.x_rows[first_row + r]);
     const int64_t blocks = layout_.group / kInt8Block, all = args_.weights.padded_depth / kInt8Block;
@@ -235,9 +237,11 @@ int64_t int8_peak(int64_t rounds, uint8_t* scratch) {
 // round. By these ceilings, not by timing both.
 constexpr int32_t kInt8BelowTiles = 12;
 
-// Adds what a tier can do with int8 activations.
+// What a tier can do with int8 activations.
 template <class Ints>
-constexpr KernelTable with_int8(KernelTable table, int32_t below_rows = INT32_MAX) {
+constexpr KernelTable int8_activations(Tier tier, int32_t below_rows = INT32_MAX) {
+  KernelTable table{};
+  table.tier = tier;
 #define TANDEM_INT8_KERNELS(name, F) table.int8[int(Format::name)] = int8_kernels<Ints, F>(below_rows);
   TANDEM_INT8_FORMATS(TANDEM_INT8_KERNELS)
 #undef TANDEM_INT8_KERNELS

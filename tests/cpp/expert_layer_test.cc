@@ -8,7 +8,7 @@
 
 #include "abi/tiers.h"
 #include "experts/expert_layer.h"
-#include "runtime/widest.h"
+#include "runtime/tiers.h"
 
 namespace tandem {
 // Only the scalar tier is linked, and no dense kernels.
