@@ -39,22 +39,28 @@ struct TileFromRows {
 template <class Isa, int32_t kTileFromRows>
 constexpr int kMostDotRows = kTileFromRows > Isa::kDotRows ? Isa::kDotRows : kTileFromRows - 1;
 
-template <class Isa, template <class> class Format, int32_t kTileFromRows>
+// kTiled: other units have many rows.
+template <class Isa, template <class> class Format, int32_t kTileFromRows, bool kTiled>
 constexpr FormatKernels vector_kernels() {
+  FormatKernels kernels{};
   if constexpr (HasWholeRows<Format<Isa>>)
-    return {dot_whole_rows<Isa>, tile_mm<Isa, Format>, kTileFromRows, 0, 0};
+    kernels.dot_rows = dot_whole_rows<Isa>;
   else
-    return {dot_rows<Isa, Format, kMostDotRows<Isa, kTileFromRows>>, tile_mm<Isa, Format>, kTileFromRows, 0, 0};
+    kernels.dot_rows = dot_rows<Isa, Format, kMostDotRows<Isa, kTileFromRows>>;
+  if constexpr (!kTiled) kernels.tile_mm = tile_mm<Isa, Format>;
+  kernels.tile_from_rows = kTileFromRows;
+  return kernels;
 }
 
-template <class Isa, TileFromRows kFrom>
-constexpr KernelTable vectors(Tier tier, Blocking blocking = kVectorBlocking) {
+// kTiled: the tier has matrix tiles, which other units list; float32 weights have none.
+template <class Isa, TileFromRows kFrom, bool kTiled = false>
+constexpr KernelTable vectors(Tier tier) {
   KernelTable table{};
   table.tier = tier;
   table.lane_type = Isa::Lane::kType;
-  table.blocking = blocking;
-  table.formats[int(Format::f32)] = vector_kernels<Isa, F32Format, kFrom.f32>();
-#define TANDEM_VECTOR_KERNELS(name, F) table.formats[int(Format::name)] = vector_kernels<Isa, F, kFrom.name>();
+  table.blocking = kTiled ? kTileBlocking : kVectorBlocking;
+  table.formats[int(Format::f32)] = vector_kernels<Isa, F32Format, kFrom.f32, false>();
+#define TANDEM_VECTOR_KERNELS(name, F) table.formats[int(Format::name)] = vector_kernels<Isa, F, kFrom.name, kTiled>();
   TANDEM_FORMATS(TANDEM_VECTOR_KERNELS)
 #undef TANDEM_VECTOR_KERNELS
   table.prepare_row = prepare_row<Isa>;

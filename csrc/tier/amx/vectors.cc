@@ -4,7 +4,6 @@
 
 namespace tandem {
 
-constexpr KernelTable kAmxVectors =
-    vectors<Avx512Bf16Isa, TileFromRows{8, 2, 4, 4, 2, 3, 4, 4, 2}>(Tier::amx, kTileBlocking);
+constexpr KernelTable kAmxVectors = vectors<Avx512Bf16Isa, TileFromRows{8, 2, 4, 4, 2, 3, 4, 4, 2}, true>(Tier::amx);
 
 }  // namespace tandem
