@@ -2,8 +2,8 @@
 // worker's own L2, all workers at once. Says what a kernel could read if memory gave more, and what it costs beside it.
 //
 // From the root, after `make ext`, in a directory O=build/dev/CMakeFiles/_core.dir/csrc:
-//   g++ -O2 -std=c++20 -Icsrc benchmarks/probes/kernels_in_l2.cc $O/tier/amx.cc.o $O/format/*.o -o kernels_in_l2
-//   -pthread
+//   g++ -O2 -std=c++20 -Icsrc benchmarks/probes/kernels_in_l2.cc $O/tier/*/*.o $O/runtime/{tiers,cpu_features}.cc.o
+//   $O/format/*.o -o kernels_in_l2 -pthread
 //   ./kernels_in_l2 THREADS SECONDS DEPTH PAIRS [FORMATS [ALGORITHMS [ROWS]]]    16 0.012 2048 4 int4,fp8, tdg 1,4,16,
 // ALGORITHMS: t tiles, d dot_rows, g digits.
 #include <pthread.h>
@@ -22,9 +22,9 @@
 #include <utility>
 #include <vector>
 
-#include "abi/tiers.h"
 #include "format/digit_row.h"
 #include "made_up_panels.h"
+#include "runtime/tiers.h"
 
 using Clock = std::chrono::steady_clock;
 
@@ -33,9 +33,11 @@ namespace {
 constexpr int kMostRows = 512;
 constexpr int64_t kYStride = 528;
 
+const KernelTable& table() { return table_of_tier("amx"); }
+
 MatmulFn kernel_of(Format format, char algorithm) {
-  const FormatKernels& kernels = kAmxTable.formats[int(format)];
-  return algorithm == 'd' ? kernels.dot_rows : algorithm == 't' ? kernels.tile_mm : kAmxTable.digits[int(format)].rows;
+  const FormatKernels& kernels = table().formats[int(format)];
+  return algorithm == 'd' ? kernels.dot_rows : algorithm == 't' ? kernels.tile_mm : table().digits[int(format)].rows;
 }
 
 // One worker's weights, rows and scratch.
@@ -60,10 +62,10 @@ struct Bench {
     for (int r = 0; r < count; ++r) {
       rows[size_t(r)] = x + r * row_bytes;
       if (algorithm != 'g') continue;
-      const IntegerKernels& integers = kAmxTable.digits[int(view.format)];
+      const IntegerKernels& integers = table().digits[int(view.format)];
       const IntegerRowArgs row{view,          rows[size_t(r)], DType::bf16, digits + r * digit_bytes, integers.offset,
                                integers.split};
-      kAmxTable.cut_row(&row);
+      table().cut_row(&row);
       rows[size_t(r)] = row.to;
     }
     uint8_t* const scratch = take(kMatmulScratchBytes);

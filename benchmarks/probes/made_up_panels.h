@@ -8,10 +8,8 @@
 
 #include "format/pack.h"
 #include "runtime/readable_file.h"
-#include "runtime/widest.h"
 
 namespace tandem {  // what packing numbers would need
-const DenseKernels& widest_kernels() { abort(); }
 bool ReadableFile::read(const uint8_t*, int64_t, uint8_t*) { abort(); }
 }  // namespace tandem
 

@@ -4,11 +4,13 @@
 // (Cores that somebody else's hyperthread keeps busy and cores of one's own differ by two and change by the second, so
 // a mean of few threads or calls says little.)
 //
-// From the root, with each build's amx.cc.o (in build/dev/CMakeFiles/_core.dir/csrc/tier) copied to 0.o, 1.o, ...:
-//   objcopy --redefine-sym _ZN6tandem9kAmxTableE=_ZN6tandem7kTable0E 0.o; the same for 1.o with kTable1 (7: its length)
+// From the root, with the tiles of a kind of each build (tiles_nibbles.cc.o or tiles_others.cc.o, in
+// build/dev/CMakeFiles/_core.dir/csrc/tier/amx) copied to 0.o, 1.o, ...:
+//   objcopy --redefine-sym _ZN6tandem15kAmxNibbleTilesE=_ZN6tandem7kTable0E 0.o; the same for 1.o with kTable1 (numbers:
+//   lengths; the others' symbol is 14kAmxOtherTiles)
 //   g++ -O2 -std=c++20 -DTABLES=kTable0,kTable1 -Icsrc benchmarks/probes/many_rows.cc 0.o 1.o
 //   build/dev/CMakeFiles/_core.dir/csrc/format/*.o -o many_rows -pthread
-//   ./many_rows THREADS SECONDS TURNS DEPTH FORMATS ROWS BUILDS    16 0.04 9 7168 bf16,int4, 256,512 01
+//   ./many_rows THREADS SECONDS TURNS DEPTH FORMATS ROWS BUILDS    16 0.04 9 7168 int4,mxfp4, 256,512 01
 #include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -26,8 +28,10 @@
 
 #include "abi/tiers.h"
 #include "made_up_panels.h"
+#include "runtime/tiers.h"
 
 namespace tandem {
+const DenseKernels& widest_kernels() { abort(); }  // what packing numbers would need, too
 extern const KernelTable TABLES;
 }  // namespace tandem
 using Clock = std::chrono::steady_clock;

@@ -3,8 +3,8 @@
 // and rows in L2. Prints medians of eighths, from idle neighbours to busy ones.
 //
 // From the root, after `make ext`, in a directory O=build/dev/CMakeFiles/_core.dir/csrc:
-//   g++ -O2 -std=c++20 -Icsrc benchmarks/probes/shared_cores.cc $O/tier/{amx,avx512,avx512_bf16}.cc.o $O/format/*.o
-//   -o shared_cores -pthread
+//   g++ -O2 -std=c++20 -Icsrc benchmarks/probes/shared_cores.cc $O/tier/*/*.o $O/runtime/{tiers,cpu_features}.cc.o
+//   $O/format/*.o -o shared_cores -pthread
 //   ./shared_cores THREADS TURNS ROWS TIER    16 30 256 avx512
 #include <pthread.h>
 #include <sched.h>
@@ -22,13 +22,11 @@
 #include <thread>
 #include <vector>
 
-#include "abi/tiers.h"
 #include "format/pack.h"
 #include "runtime/readable_file.h"
-#include "runtime/widest.h"
+#include "runtime/tiers.h"
 
 namespace tandem {  // what packing numbers would need
-const DenseKernels& widest_kernels() { abort(); }
 bool ReadableFile::read(const uint8_t*, int64_t, uint8_t*) { abort(); }
 }  // namespace tandem
 
@@ -46,10 +44,6 @@ uint8_t* huge(int64_t bytes) {
   const uintptr_t start = (reinterpret_cast<uintptr_t>(p) + kHugePage - 1) & ~uintptr_t(kHugePage - 1);
   madvise(reinterpret_cast<void*>(start), bytes, MADV_HUGEPAGE);
   return reinterpret_cast<uint8_t*>(start);
-}
-
-const KernelTable& table_of(const std::string& tier) {
-  return tier == "avx512" ? kAvx512Table : tier == "avx512_bf16" ? kAvx512Bf16Table : kAmxTable;
 }
 
 struct Reading {
@@ -132,7 +126,7 @@ double median(const Reading* from, const Reading* to, Of of) {
 int main(int argc, char** argv) {
   if (argc < 5) return std::fprintf(stderr, "THREADS TURNS ROWS TIER\n"), 1;
   syscall(SYS_arch_prctl, 0x1023, 18);  // tiles
-  std::vector<Reading> all = measure(table_of(argv[4]), std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3]));
+  std::vector<Reading> all = measure(table_of_tier(argv[4]), std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3]));
   std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.addition_ns < b.addition_ns; });
   for (size_t e = 0; e < 8; ++e) {
     const Reading *from = &all[all.size() * e / 8], *to = all.data() + all.size() * (e + 1) / 8;

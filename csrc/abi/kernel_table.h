@@ -1,4 +1,5 @@
-// The function pointers of one tier (instruction set). A tier's translation unit exports exactly one of these.
+// The function pointers of one tier (instruction set). Each of a tier's translation units exports exactly one of these,
+// with what it has and zeros elsewhere; runtime/tiers.cc puts them together.
 #pragma once
 
 #include <stdint.h>

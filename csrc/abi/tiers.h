@@ -1,15 +1,16 @@
-// The tables of all tiers. Choosing one that the host cannot execute is the caller's fault: see runtime/cpu_features.h.
+// What the units of all tiers export; runtime/tiers.h joins them. Which are linked is the build's choice
+// (TANDEM_TIERS).
 #pragma once
 
 #include "abi/kernel_table.h"
 
 namespace tandem {
 
-extern const KernelTable kScalarTable;
-extern const KernelTable kAvx2Table;
-extern const KernelTable kAvx512Table;
-extern const KernelTable kAvx512Bf16Table;
-extern const KernelTable kAmxTable;
-extern const KernelTable kAmxStandinTable;
+extern const KernelTable kScalarVectors, kScalarIntegers;
+extern const KernelTable kAvx2Vectors, kAvx2Integers;
+extern const KernelTable kAvx512Vectors, kAvx512Integers;
+extern const KernelTable kAvx512Bf16Vectors, kAvx512Bf16Integers;
+extern const KernelTable kAmxVectors, kAmxIntegers, kAmxNibbleTiles, kAmxOtherTiles;
+extern const KernelTable kAmxStandinVectors, kAmxStandinIntegers, kAmxStandinNibbleTiles, kAmxStandinOtherTiles;
 
 }  // namespace tandem

@@ -5,7 +5,7 @@
 
 namespace tandem {
 
-void bind_runtime(nanobind::module_& m);  // pool.cc: WorkerPool, supported_tiers, cpu_model
+void bind_runtime(nanobind::module_& m);  // pool.cc: WorkerPool, tiers, cpu_model
 void bind_codes(nanobind::module_& m);    // codes.cc: Codes, WeightFormat
 void bind_dense(nanobind::module_& m);    // dense.cc: BatchView, Heads, DenseOps
 void bind_matrix(nanobind::module_& m);   // matrix.cc: Workspace, PackedMatrix

@@ -12,6 +12,7 @@
 #include "bindings/bindings.h"
 #include "bindings/recording.h"
 #include "bindings/tensor.h"
+#include "runtime/tiers.h"
 
 namespace nb = nanobind;
 

@@ -6,6 +6,7 @@
 #include "bindings/bindings.h"
 #include "bindings/tensor.h"
 #include "ops/dense.h"
+#include "runtime/tiers.h"
 
 namespace nb = nanobind;
 

@@ -10,6 +10,7 @@
 #include "bindings/recording.h"
 #include "bindings/tensor.h"
 #include "ops/matrix.h"
+#include "runtime/tiers.h"
 
 namespace nb = nanobind;
 

@@ -19,6 +19,7 @@
 #include "runtime/bulk_copy.h"
 #include "runtime/checksum.h"
 #include "runtime/mapped_file.h"
+#include "runtime/tiers.h"
 
 namespace nb = nanobind;
 

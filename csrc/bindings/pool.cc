@@ -8,6 +8,7 @@
 #include "runtime/cpu_features.h"
 #include "runtime/memory.h"
 #include "runtime/readable_file.h"
+#include "runtime/tiers.h"
 #include "runtime/worker_pool.h"
 
 namespace nb = nanobind;
@@ -40,7 +41,9 @@ void bind_runtime(nb::module_& m) {
   m.def("heap_bytes", &heap_bytes, "What malloc has given out; 0 where nobody knows.");
   m.def("return_free_memory", &return_free_memory, nb::call_guard<nb::gil_scoped_release>(),
         "What malloc has kept of freed memory goes back to the system.");
-  m.def("supported_tiers", &supported_tiers, "Kernel tiers this host can run, slowest first.");
+  m.def("cpu_tiers", &cpu_tiers, "Kernel tiers this CPU runs, built or not, slowest first.");
+  m.def("built_tiers", &built_tiers, "Kernel tiers in this extension, slowest first; amx_standin is for tests.");
+  m.def("supported_tiers", &supported_tiers, "Kernel tiers that were built and that this CPU runs, slowest first.");
   m.def("cpu_model", [] { return cpu_features().model; }, "The CPU's own name for itself.");
 }
 

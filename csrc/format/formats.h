@@ -2,14 +2,12 @@
 // A new format is one more struct here, one more packer, and one more line in micro/table.h.
 #pragma once
 
-// Every format but f32, in the order of the enum, and what decodes it: whoever has something for each lists them by
-// this.
-#define TANDEM_FORMATS(X) \
-  X(bf16, Bf16Format)     \
-  X(int8, Int8Format)     \
-  X(int4, Int4Format)     \
-  X(fp8, Fp8Format)       \
-  X(fp4, Fp4Format) X(uint4, Uint4Format) X(int6, Int6Format) X(bf16_rows, Bf16RowsFormat)
+// Every format but f32, and what decodes it: whoever has something for each lists them by this. Nibbles are listed
+// apart, so that units can share the formats out between them.
+#define TANDEM_NIBBLE_FORMATS(X) X(int4, Int4Format) X(fp4, Fp4Format) X(uint4, Uint4Format)
+#define TANDEM_OTHER_FORMATS(X) \
+  X(bf16, Bf16Format) X(int8, Int8Format) X(fp8, Fp8Format) X(int6, Int6Format) X(bf16_rows, Bf16RowsFormat)
+#define TANDEM_FORMATS(X) TANDEM_NIBBLE_FORMATS(X) TANDEM_OTHER_FORMATS(X)
 
 #include "abi/weight_view.h"
 #include "isa/inline.h"

@@ -10,7 +10,7 @@
 #include "format/codes.h"
 #include "format/interleave.h"
 #include "format/scale_table.h"
-#include "runtime/widest.h"
+#include "runtime/tiers.h"
 
 namespace tandem {
 namespace {

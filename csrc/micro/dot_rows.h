@@ -37,14 +37,14 @@ TANDEM_INLINE Lookahead look_ahead(int64_t units, int64_t payload_bytes, int64_t
 }
 
 // Rows [first, first + rows) of the call, all pairs of panels. sums: see Scales; null where nothing is shifted.
-template <class Isa, class Format>
+template <class Isa, class Format, int kMost>
 void dot_some_rows(const MatmulArgs* args, int first, int rows, const float* sums, int64_t sums_stride) {
   using Source = PayloadSource<Isa, Format>;
   const WeightView& w = args->weights;
   const uint8_t* const* x = reinterpret_cast<const uint8_t* const*>(args->x_rows) + first;
   const int64_t depth = w.padded_depth / 2, unit = w.group > 32 ? w.group / 2 : 16;  // of k, in pairs
   const int64_t unit_scales = w.group ? 2 * unit / w.group * group_bytes(w.scale_type) : 0;
-  const int step = rows_per_block<Isa::kDotRows>(rows);
+  const int step = rows_per_block<kMost>(rows);
   for (int p = 0; p < args->pairs; ++p) {
     PairOfPanels panels = pair_of_panels(w, args->first_pair + p);
     panels.scales.x_sums = sums;
@@ -59,9 +59,8 @@ void dot_some_rows(const MatmulArgs* args, int first, int rows, const float* sum
         source.ahead = ahead.payload[turned];
         panels.scales.ahead = ahead.scales[turned];
         const Scales scales = panels.scales.at(0, r);
-        block_of<Isa, Source, Format::kScaled, Isa::kDotRows>(rows - r < step ? rows - r : step, source, 0, x + r,
-                                                              begin, end, &scales, y + r * args->y_stride,
-                                                              args->y_stride);
+        block_of<Isa, Source, Format::kScaled, kMost>(rows - r < step ? rows - r : step, source, 0, x + r, begin, end,
+                                                      &scales, y + r * args->y_stride, args->y_stride);
       };
       if (ahead.turn > 0) part(0, ahead.turn * unit, 0);
       part(ahead.turn * unit, depth, 1);
@@ -70,11 +69,12 @@ void dot_some_rows(const MatmulArgs* args, int first, int rows, const float* sum
   }
 }
 
-template <class Isa, template <class> class F>
+// kMost: rows of a block.
+template <class Isa, template <class> class F, int kMost>
 void dot_rows(const MatmulArgs* args) {
   using Format = F<Isa>;
   const WeightView& w = args->weights;
-  if (!w.shift_offset) return dot_some_rows<Isa, Format>(args, 0, args->rows, nullptr, 0);
+  if (!w.shift_offset) return dot_some_rows<Isa, Format, kMost>(args, 0, args->rows, nullptr, 0);
   const int64_t groups = w.padded_depth / w.group;
   const int most = int(kFewRowsScratchBytes / 4 / groups);  // rows whose sums fit; see kMaxShiftedGroups
   float* sums = reinterpret_cast<float*>(args->scratch);
@@ -82,7 +82,7 @@ void dot_rows(const MatmulArgs* args) {
     const int rows = args->rows - first < most ? args->rows - first : most;
     const uint8_t* const* x = reinterpret_cast<const uint8_t* const*>(args->x_rows) + first;
     sum_groups<Isa, typename Format::Lane>(x, rows, w.group, 0, groups, sums);
-    dot_some_rows<Isa, Format>(args, first, rows, sums, groups);
+    dot_some_rows<Isa, Format, kMost>(args, first, rows, sums, groups);
   }
 }
 

@@ -118,19 +118,26 @@ class Int8Product {
     Sum v[R][kPanels];
   };
 
+  // Not inlined: it is called in three places, for every number of rows.
   template <int R>
-  void block(const PairOfPanels& panels, int first_row, const Slice& slice, int64_t origin, float* y) {
+  __attribute__((noinline)) void block(const PairOfPanels& panels, int first_row, const Slice& slice, int64_t origin,
+                                       float* y) {
     const uint8_t* x[R];
     for (int r = 0; r < R; ++r) x[r] = static_cast<const uint8_t*>(args_.x_rows[first_row + r]);
     const int64_t blocks = layout_.group / kInt8Block, all = args_.weights.padded_depth / kInt8Block;
     const float* scales = reinterpret_cast<const float*>(args_.scratch) + (slice.first - origin) * kScaleFloats;
-    for (int64_t g = slice.first; g < slice.last; ++g, scales += kScaleFloats) {
+    const uint8_t* const payload[2] = {panels.payload[0], panels.payload[1]};
+    // What is stored might be anything's memory, as far as the compiler knows: what is used between is copied first.
+    const Int8RowLayout layout = layout_;
+    const int64_t last = slice.last, ahead = slice.ahead, stride = args_.y_stride;
+    const bool shifted = args_.weights.shift_offset;
+    for (int64_t g = slice.first; g < last; ++g, scales += kScaleFloats) {
       const int64_t begin = g * blocks, end = begin + blocks < all ? begin + blocks : all;
       for (int q = 0; q < 2; q += kPanels) {
         Sums<R> sums;
-        start(x, layout_.starts + 4 * g, sums);
-        accumulate(panels.payload[q], panels.payload[q + kPanels - 1], x, begin, end, slice.ahead, sums);
-        add_scaled(scales + kPanelRows * q, x, g, sums, y + kPanelRows * q);
+        start(x, layout.starts + 4 * g, sums);
+        accumulate(payload[q], payload[q + kPanels - 1], x, begin, end, ahead, sums);
+        add_scaled(layout, stride, shifted, scales + kPanelRows * q, x, g, sums, y + kPanelRows * q);
       }
     }
   }
@@ -175,20 +182,19 @@ class Int8Product {
 
   // y = scale of x * (scale of w * sum + shift * sum of x) + (y or 0)
   template <int R>
-  TANDEM_INLINE void add_scaled(const float* scales, const uint8_t* const (&x)[R], int64_t g, const Sums<R>& sums,
-                                float* y) {
-    const bool shifted = args_.weights.shift_offset;
+  TANDEM_INLINE static void add_scaled(const Int8RowLayout& layout, int64_t stride, bool shifted, const float* scales,
+                                       const uint8_t* const (&x)[R], int64_t g, const Sums<R>& sums, float* y) {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Vec row_scale = Isa::set1(load<float>(x[r] + layout_.scales + 4 * g));
+      const Vec row_scale = Isa::set1(load<float>(x[r] + layout.scales + 4 * g));
       for (int p = 0; p < kPanels; ++p) {
         const float* scale = scales + kPanelRows * p;
         Vec v = Isa::mul(Codes::floats(sums.v[r][p]), Isa::load(scale));
         if (shifted) {
-          const Vec row_sum = Isa::set1(load<float>(x[r] + layout_.sums + 4 * g));
+          const Vec row_sum = Isa::set1(load<float>(x[r] + layout.sums + 4 * g));
           v = Isa::fma(row_sum, Isa::load(scale + 2 * kPanelRows), v);
         }
-        float* out = y + r * args_.y_stride + kPanelRows * p;
+        float* out = y + r * stride + kPanelRows * p;
         Isa::store(out, Isa::fma(v, row_scale, g > 0 ? Isa::load(out) : Isa::zero()));
       }
     }
@@ -235,9 +241,11 @@ int64_t int8_peak(int64_t rounds, uint8_t* scratch) {
 // round. By these ceilings, not by timing both.
 constexpr int32_t kInt8BelowTiles = 12;
 
-// Adds what a tier can do with int8 activations.
+// What a tier can do with int8 activations.
 template <class Ints>
-constexpr KernelTable with_int8(KernelTable table, int32_t below_rows = INT32_MAX) {
+constexpr KernelTable int8_activations(Tier tier, int32_t below_rows = INT32_MAX) {
+  KernelTable table{};
+  table.tier = tier;
 #define TANDEM_INT8_KERNELS(name, F) table.int8[int(Format::name)] = int8_kernels<Ints, F>(below_rows);
   TANDEM_INT8_FORMATS(TANDEM_INT8_KERNELS)
 #undef TANDEM_INT8_KERNELS

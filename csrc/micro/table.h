@@ -1,4 +1,4 @@
-// Lists what a tier offers: every format with both algorithms, and the row kernels.
+// Lists what a tier's vectors offer: every format with both algorithms, and the row kernels.
 #pragma once
 
 #include "micro/dot_rows.h"
@@ -35,39 +35,43 @@ struct TileFromRows {
   int32_t f32, bf16, int8, int4, fp8, fp4, uint4, int6, bf16_rows;
 };
 
-template <class Isa, template <class> class Format>
-constexpr FormatKernels vector_kernels(int32_t tile_from_rows) {
+// Blocks of more rows than dot_rows is given are not compiled.
+template <class Isa, int32_t kTileFromRows>
+constexpr int kMostDotRows = kTileFromRows > Isa::kDotRows ? Isa::kDotRows : kTileFromRows - 1;
+
+// kTiled: other units have many rows.
+template <class Isa, template <class> class Format, int32_t kTileFromRows, bool kTiled>
+constexpr FormatKernels vector_kernels() {
+  FormatKernels kernels{};
   if constexpr (HasWholeRows<Format<Isa>>)
-    return {dot_whole_rows<Isa>, tile_mm<Isa, Format>, tile_from_rows, 0, 0};
+    kernels.dot_rows = dot_whole_rows<Isa>;
   else
-    return {dot_rows<Isa, Format>, tile_mm<Isa, Format>, tile_from_rows, 0, 0};
+    kernels.dot_rows = dot_rows<Isa, Format, kMostDotRows<Isa, kTileFromRows>>;
+  if constexpr (!kTiled) kernels.tile_mm = tile_mm<Isa, Format>;
+  kernels.tile_from_rows = kTileFromRows;
+  return kernels;
 }
 
-template <class Isa>
-constexpr KernelTable make_table(Tier tier, TileFromRows from) {
-  return {
-      tier,
-      Isa::Lane::kType,
-      kVectorBlocking,
-      {vector_kernels<Isa, F32Format>(from.f32),
-#define TANDEM_VECTOR_KERNELS(name, F) vector_kernels<Isa, F>(from.name),
-       TANDEM_FORMATS(TANDEM_VECTOR_KERNELS)
+// kTiled: the tier has matrix tiles, which other units list; float32 weights have none.
+template <class Isa, TileFromRows kFrom, bool kTiled = false>
+constexpr KernelTable vectors(Tier tier) {
+  KernelTable table{};
+  table.tier = tier;
+  table.lane_type = Isa::Lane::kType;
+  table.blocking = kTiled ? kTileBlocking : kVectorBlocking;
+  table.formats[int(Format::f32)] = vector_kernels<Isa, F32Format, kFrom.f32, false>();
+#define TANDEM_VECTOR_KERNELS(name, F) table.formats[int(Format::name)] = vector_kernels<Isa, F, kFrom.name, kTiled>();
+  TANDEM_FORMATS(TANDEM_VECTOR_KERNELS)
 #undef TANDEM_VECTOR_KERNELS
-      },
-      prepare_row<Isa>,
-      activate_row<Isa>,
-      add_scaled_row<Isa>,
-      add_row<Isa>,
-      stream_rows<Isa>,
-      store_row<Isa>,
-      lane_peak<Isa, typename Isa::Lane>,
-      lane_peak<Isa, typename Isa::FloatLane>,
-      {},  // int8 activations: see with_int8
-      nullptr,
-      nullptr,
-      {},  // digits: see with_digits
-      nullptr,
-  };
+  table.prepare_row = prepare_row<Isa>;
+  table.activate_row = activate_row<Isa>;
+  table.add_scaled_row = add_scaled_row<Isa>;
+  table.add_row = add_row<Isa>;
+  table.stream_rows = stream_rows<Isa>;
+  table.store_row = store_row<Isa>;
+  table.peak = lane_peak<Isa, typename Isa::Lane>;
+  table.peak_f32 = lane_peak<Isa, typename Isa::FloatLane>;
+  return table;
 }
 
 }  // namespace

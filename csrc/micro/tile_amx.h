@@ -157,21 +157,33 @@ void tile_mm_amx(const MatmulArgs* args) {
 template <class Format>
 constexpr bool kStreamsTwice = Format::kPairBytes == 16;
 
-// The tier's vector kernels for few rows, tiles for many. float32 weights have no tiles.
+// Many rows. The tier's vector kernels are for few, and for float32 weights, which have no tiles.
+template <class Isa, class Tiles, template <class> class F, Format kFormat>
+constexpr void add_tiles(KernelTable& table) {
+  FormatKernels& kernels = table.formats[int(kFormat)];
+  kernels.tile_mm = tile_mm_amx<Isa, Tiles, F, has_groups(kFormat)>;
+  kernels.part_rows = kStreamsTwice<F<Isa>> ? kStreamRows : 0;
+  kernels.part_bytes = kMatmulScratchBytes - kStreamRowsAt;
+}
+
+#define TANDEM_TILES(name, F) add_tiles<Isa, Tiles, F, Format::name>(table);
 template <class Isa, class Tiles>
-constexpr KernelTable make_amx_table(Tier tier, KernelTable vectors) {
-  KernelTable table = vectors;
+constexpr KernelTable nibble_tiles(Tier tier) {
+  KernelTable table{};
   table.tier = tier;
-  table.blocking = kTileBlocking;
-#define TANDEM_TILES(name, F)                                                                      \
-  table.formats[int(Format::name)].tile_mm = tile_mm_amx<Isa, Tiles, F, has_groups(Format::name)>; \
-  table.formats[int(Format::name)].part_rows = kStreamsTwice<F<Isa>> ? kStreamRows : 0;            \
-  table.formats[int(Format::name)].part_bytes = kMatmulScratchBytes - kStreamRowsAt;
-  TANDEM_FORMATS(TANDEM_TILES)
-#undef TANDEM_TILES
+  TANDEM_NIBBLE_FORMATS(TANDEM_TILES)
+  return table;
+}
+
+template <class Isa, class Tiles>
+constexpr KernelTable other_tiles(Tier tier) {
+  KernelTable table{};
+  table.tier = tier;
+  TANDEM_OTHER_FORMATS(TANDEM_TILES)
   table.peak = tile_peak<Tiles>;
   return table;
 }
+#undef TANDEM_TILES
 
 }  // namespace
 }  // namespace tandem

@@ -8,7 +8,7 @@
 //                last: neither waits for what was stored a moment ago
 #pragma once
 
-#include "micro/block.h"
+#include "micro/dot_rows.h"
 #include "micro/tile_rows.h"
 #include "micro/tile_unpack.h"
 

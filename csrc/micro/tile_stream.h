@@ -58,9 +58,10 @@ class Folding {
 
  public:
   // unit: what a code counts in them. x_sums: of activations, [row][group], where there are shifts.
-  TANDEM_INLINE Folding(const MatmulArgs* args, int pair, int64_t group, const float* sums, float unit,
+  // rows: 0 where there is nothing to fold yet.
+  TANDEM_INLINE Folding(const MatmulArgs* args, int rows, int pair, int64_t group, const float* sums, float unit,
                         const float* x_sums, int64_t turns)
-      : rows_(args->rows),
+      : rows_(rows),
         each_((rows_ + int(turns) - 1) / int(turns)),
         onto_(group > 0),
         y_stride_(args->y_stride),
@@ -162,14 +163,11 @@ class StreamProduct {
     int64_t n = 0;
     for (int64_t i = 0; i <= count; ++i) {
       const uint8_t* a = args_->scratch + kStreamRowsAt + i % groups * each * a_step;
-      if (i == 0) {
-        multiply_group<kTiles>(sums, a, feed, n, each, [] {});
-      } else {
-        Folding<Isa, F<Isa>> fold(args_, int((i - 1) / groups), (i - 1) % groups, part(i - 1), feed.kCodeUnit, x_sums(),
-                                  each);
-        if (i < count) multiply_group<kTiles>(sums, a, feed, n, each, [&] { fold.step(); });
-        fold.finish();
-      }
+      const int64_t before = i > 0 ? i - 1 : 0;
+      Folding<Isa, F<Isa>> fold(args_, i > 0 ? args_->rows : 0, int(before / groups), before % groups, part(before),
+                                feed.kCodeUnit, x_sums(), each);
+      if (i < count) multiply_group<kTiles>(sums, a, feed, n, each, [&] { fold.step(); });
+      fold.finish();
       if (i < count) Tiles::template store<kTiles, 2>(sums, tiles_.high, part(i), kPairColumns);
     }
   }

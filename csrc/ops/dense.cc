@@ -23,15 +23,6 @@ float whole_row_rms(const DenseKernels& kernels, const void* x, int64_t norm_siz
 
 }  // namespace
 
-const DenseKernels& dense_kernels(const std::string& tier) {
-  if (tier == "scalar") return kScalarDense;
-  if (tier == "avx2") return kAvx2Dense;
-  if (tier == "avx512") return kAvx512Dense;
-  if (tier == "avx512_bf16" || tier == "amx") return kAvx512Bf16Dense;  // tiles are for matrices only
-  if (tier == "amx_standin") return kScalarDense;
-  throw std::invalid_argument("unknown tier '" + tier + "'; these exist: scalar, avx2, avx512, avx512_bf16, amx");
-}
-
 BatchView::BatchView(std::vector<int64_t> positions_, std::vector<int64_t> cache_slots_,
                      std::vector<int32_t> query_starts_, std::vector<int32_t> seq_lens_,
                      std::vector<int32_t> block_tables_, std::vector<int32_t> slots_, int64_t page_size_,

@@ -10,9 +10,6 @@
 
 namespace tandem {
 
-// The kernels of a tier by its name. Throws std::invalid_argument for an unknown one.
-const DenseKernels& dense_kernels(const std::string& tier);
-
 // The part of a step that every layer shares: a checked copy of the batch's index tensors.
 struct BatchView {
   // query_starts has sequences + 1 entries, block_tables [sequences, table_width]. Throws std::invalid_argument

@@ -4,29 +4,10 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "abi/tiers.h"
-#include "runtime/cpu_features.h"
-
 namespace tandem {
 namespace {
 
 constexpr int64_t kTileRows = 16;
-
-struct NamedTable {
-  const char* name;
-  const KernelTable* table;
-};
-
-const NamedTable kTables[] = {
-    {"scalar", &kScalarTable},          {"avx2", &kAvx2Table}, {"avx512", &kAvx512Table},
-    {"avx512_bf16", &kAvx512Bf16Table}, {"amx", &kAmxTable},   {"amx_standin", &kAmxStandinTable},
-};
-
-std::string joined(const std::vector<std::string>& names) {
-  std::string text;
-  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
-  return text;
-}
 
 void set_below_rows(IntegerKernels& kernels, int rows) { kernels.below_rows = kernels.below_rows_of_groups = rows; }
 
@@ -48,15 +29,6 @@ int64_t rows_of_part(const KernelTable& table, const WeightView& layout) {
 }
 
 }  // namespace
-
-const KernelTable& table_of_tier(const std::string& tier) {
-  const std::vector<std::string> supported = supported_tiers();
-  const bool runs = tier == "amx_standin" || std::find(supported.begin(), supported.end(), tier) != supported.end();
-  for (const NamedTable& entry : kTables)
-    if (runs && tier == entry.name) return *entry.table;
-  throw std::invalid_argument("kernel tier '" + tier + "' does not run on this machine: take one of " +
-                              joined(supported));
-}
 
 Workspace::Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table, int tile_from_rows,
                      int digits_below_rows)

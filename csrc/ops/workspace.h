@@ -13,9 +13,6 @@
 
 namespace tandem {
 
-// Throws std::invalid_argument if there is no such tier, or this host cannot execute it.
-const KernelTable& table_of_tier(const std::string& tier);
-
 // One worker's own scratch.
 struct WorkerScratch {
   uint8_t* matmul = nullptr;  // kMatmulScratchBytes

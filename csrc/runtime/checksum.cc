@@ -6,7 +6,7 @@
 
 #include "isa/inline.h"
 #include "runtime/readable_file.h"
-#include "runtime/widest.h"
+#include "runtime/tiers.h"
 
 namespace tandem {
 namespace {

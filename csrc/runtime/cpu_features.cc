@@ -84,7 +84,7 @@ const CpuFeatures& cpu_features() {
   return features;
 }
 
-std::vector<std::string> supported_tiers() {
+std::vector<std::string> cpu_tiers() {
   const CpuFeatures& f = cpu_features();
   std::vector<std::string> tiers{"scalar"};
   if (f.avx2) tiers.push_back("avx2");

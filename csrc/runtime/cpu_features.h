@@ -17,7 +17,7 @@ struct CpuFeatures {
 // Looked up once; asks the OS for AMX tile state the first time.
 const CpuFeatures& cpu_features();
 
-// Names of the tiers that this host can run, slowest first; always begins with "scalar".
-std::vector<std::string> supported_tiers();
+// Names of the tiers that this host can run, slowest first, built or not; always begins with "scalar".
+std::vector<std::string> cpu_tiers();
 
 }  // namespace tandem

@@ -8,11 +8,10 @@
 
 #include "abi/tiers.h"
 #include "experts/expert_layer.h"
-#include "runtime/widest.h"
+#include "runtime/tiers.h"
 
 namespace tandem {
-// Only the scalar tier is linked, and no dense kernels.
-extern const KernelTable kAvx2Table{}, kAvx512Table{}, kAvx512Bf16Table{}, kAmxTable{}, kAmxStandinTable{};
+// Only the scalar tier's vectors are linked, and no dense kernels.
 const DenseKernels& widest_kernels() { std::abort(); }
 }  // namespace tandem
 
@@ -47,7 +46,7 @@ bool always_the_same(std::vector<int> nodes) {
   std::mt19937 random(1);
   const auto pool = std::make_shared<WorkerPool>(std::vector<int>{-1, -1}, 200, std::move(nodes));
   const WeightFormat format{Format::f32, 0, ScaleType::f32};
-  ExpertLayer layer(std::make_shared<Workspace>(pool, kScalarTable),
+  ExpertLayer layer(std::make_shared<Workspace>(pool, kScalarVectors),
                     {kExperts, kHidden, kWidth, format, format, {ActivationKind::silu, 0.0f, 0.0f}});
   load(layer, random);
   const std::vector<float> x = numbers(kTokens * kHidden, random), weights = numbers(kTokens * kTopK, random);
@@ -65,7 +64,7 @@ bool always_the_same(std::vector<int> nodes) {
 
 // Kernels write whole tiles of 16 rows.
 bool results_fit() {
-  KernelTable table = kScalarTable;
+  KernelTable table = kScalarVectors;
   table.blocking.pairs_per_call = kMaxPairsPerCall;
   table.blocking.most_pairs = 32;
   const Workspace workspace(std::make_shared<WorkerPool>(std::vector<int>{-1}), table);

@@ -19,8 +19,8 @@ LAYER = {  # what a layer of experts on the scalar tier needs
     "routing_plan",
     "ops": "workspace integer_rows",
     "format": "interleave layout pack quantise scale_table staged",
-    "runtime": "worker_pool memory mapped_file readable_file cpu_features bulk_copy",
-    "tier": "scalar",
+    "runtime": "worker_pool memory mapped_file readable_file bulk_copy",
+    "tier/scalar": "vectors",
 }
 SOURCES = {  # of csrc, beside the test itself
     "task_sizes_test": [],
