@@ -10,13 +10,26 @@ TandemError
 └── KernelError        a kernel was given an array it cannot take    (a bug of ours, or of a library user)
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class TandemError(Exception):
     """Root of the tree: catching it catches everything Tandem raises on purpose."""
 
 
 class ConfigError(TandemError, ValueError):
-    """A flag, a value or a combination of them cannot work."""
+    """A flag, a value or a combination of them cannot work.
+
+    `reasons`: all that stand in the way, each one sentence or more. `fields`: those of `EngineConfig` without which
+    the reasons would not hold; `resolve` leaves them out to find what else stands in the way.
+    """
+
+    def __init__(self, *reasons: str, fields: tuple[str, ...] = ()) -> None:
+        self.reasons = tuple(dict.fromkeys(reasons))
+        self.fields = fields
+        super().__init__(listed(self.reasons))
 
 
 class DoesNotFit(ConfigError):
@@ -50,3 +63,10 @@ class EngineError(TandemError):
 
 class KernelError(TandemError, ValueError):
     """A kernel was given an array of a shape, type or alignment it cannot take."""
+
+
+def listed(reasons: Sequence[str]) -> str:
+    """One reason as it is; several as a list."""
+    if len(reasons) == 1:
+        return reasons[0]
+    return "\n  * ".join([f"{len(reasons)} things stand in the way:", *reasons])
