@@ -81,7 +81,10 @@ def test_values_arrive_typed() -> None:
         (["--kt-cpuinfr", "3"], "unknown flag --kt-cpuinfr; the nearest known one is --kt-cpuinfer"),
         (["--portt=3"], "unknown flag --portt; the nearest known one is --port"),
         (["--qqqq"], r"unknown flag --qqqq \(kt serve --help-all"),
-        (["--quantization", "fp8"], "unknown flag --quantization: how weights are stored is read from the checkpoint"),
+        (
+            ["--quantization", "fp8"],
+            "unknown flag --quantization: how weights are stored is read from the checkpoint",
+        ),
         (["--load-format", "auto"], "unknown flag --load-format: how weights are stored"),
         (["--config", "x.yaml"], "unknown flag --config: flags are given on the command line"),
         (["extra"], "unexpected argument 'extra'"),
@@ -96,7 +99,9 @@ def test_everything_wrong_with_a_line_is_said_at_once() -> None:
     line = "--tp 2 --port x --speculative-algorithm EAGLE --quantization fp8 --portt 3 --dtype float8 --page-size 0"
     with pytest.raises(ConfigError) as refused:
         EngineConfig.from_args(["demo", *line.split()])
-    said = [reason.split()[0 if reason.startswith("--") else 2].rstrip(":;") for reason in refused.value.reasons]
+    said = [
+        reason.split()[0 if reason.startswith("--") else 2].rstrip(":;") for reason in refused.value.reasons
+    ]
     assert sorted(said) == sorted(
         ["--tensor-parallel-size", "--port", "--speculative-algorithm", "--quantization", "--portt", "--dtype",
          "--page-size"]
@@ -114,8 +119,15 @@ def test_a_hint_never_names_a_flag_of_another_meaning() -> None:
 
 
 def test_fields_can_be_left_out() -> None:
-    config = EngineConfig.from_args(["demo", "--kt-cpuinfer", "3", "--port", "8"]).without(("kt_cpuinfer", "model"))
-    assert (config.model, config.kt_cpuinfer, config.port, config.given) == ("demo", None, 8, {"model", "port"})
+    config = EngineConfig.from_args(["demo", "--kt-cpuinfer", "3", "--port", "8"]).without(
+        ("kt_cpuinfer", "model")
+    )
+    assert (config.model, config.kt_cpuinfer, config.port, config.given) == (
+        "demo",
+        None,
+        8,
+        {"model", "port"},
+    )
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def flag(
     is_neutral = neutral if callable(neutral) else _one_of(tuple(neutral))
     metadata = {
         "help": help, "group": group, "aliases": tuple(aliases), "choices": tuple(choices), "minimum": minimum,
-        "maximum": maximum, "without": without or {}, "later": later, "neutral": is_neutral, "idle": idle, "essential": essential,
+        "maximum": maximum, "without": without or {}, "later": later, "neutral": is_neutral, "idle": idle,
+        "essential": essential,
     }  # fmt: skip
     return field(default=default, repr=not secret, metadata={"flag": metadata})
 
@@ -252,7 +253,9 @@ def unknown_texts(words: Iterable[str], known: Sequence[str]) -> list[str]:
         if word.startswith("-"):
             texts.append(unknown_flag(word.partition("=")[0], known))
         elif not texts:
-            texts.append(f"unexpected argument {word!r}: one MODEL is taken; all else are flags (kt serve --help-all)")
+            texts.append(
+                f"unexpected argument {word!r}: one MODEL is taken; all else are flags (kt serve --help-all)"
+            )
     return texts
 
 
