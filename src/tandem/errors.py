@@ -65,6 +65,11 @@ class KernelError(TandemError, ValueError):
     """A kernel was given an array of a shape, type or alignment it cannot take."""
 
 
+def exit_status(error: TandemError) -> int:
+    """Of a program that ends with this error: 2 where what was asked cannot be met, else 1."""
+    return 2 if isinstance(error, ConfigError) else 1
+
+
 def listed(reasons: Sequence[str]) -> str:
     """One reason as it is; several as a list."""
     if len(reasons) == 1:

@@ -176,7 +176,7 @@ def test_a_shard_of_a_real_model_that_lost_its_end_stops_the_load(tiny_models, t
 def test_a_file_larger_than_memory_is_mapped(tmp_path):
     """A writable private mapping of it would be refused as memory that is not there."""
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    swap = next(int(line.split()[1]) << 10 for line in open("/proc/meminfo") if line.startswith("SwapTotal"))
+    swap = int(re.search(r"SwapTotal:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) << 10
     columns = 1 << 20
     rows = 3 * (ram + swap) // (2 * columns)
     header = json.dumps({"big.weight": {"dtype": "BF16", "shape": [rows, columns],

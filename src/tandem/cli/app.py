@@ -16,7 +16,7 @@ from tandem.cli.quality import quality
 from tandem.cli.serve import serve
 from tandem.cli.stats import stats
 from tandem.cli.version import version
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import TandemError, exit_status
 
 app = typer.Typer(
     name="kt",
@@ -46,10 +46,8 @@ def run(argv: Sequence[str] | None = None) -> None:
     """Runs one command and exits: 0, 2 for a wrong flag or value, 130 after Ctrl-C, 1 for anything else."""
     try:
         app(args=None if argv is None else list(argv), prog_name="kt")
-    except ConfigError as error:
-        fail(error, 2)
     except TandemError as error:
-        fail(error, 1)
+        fail(error, exit_status(error))
     except OSError as error:  # a full disk, a folder that may not be written
         fail(f"{error.filename or 'output'}: {error.strerror or error}", 1)
 

@@ -34,7 +34,7 @@ from tandem.engine.protocol import (
     SamplingParams,
     TokenOutput,
 )
-from tandem.errors import EngineError, RequestError, TandemError
+from tandem.errors import ConfigError, EngineError, RequestError, TandemError
 from tandem.server.load_progress import LoadProgress
 from tandem.server.messages import (
     CacheFlushed,
@@ -268,7 +268,8 @@ def run_engine(socket: zmq.Socket[bytes]) -> int:
     except Exception as error:
         if not isinstance(error, TandemError):
             traceback.print_exc()
-        socket.send(msgspec.msgpack.encode(StartFailed(message=describe(error))))
+        failed = StartFailed(message=describe(error), refused=isinstance(error, ConfigError))
+        socket.send(msgspec.msgpack.encode(failed))
         return 1
     ready = EngineReady(
         plan=loaded.plan,

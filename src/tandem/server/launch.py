@@ -17,7 +17,7 @@ import uvicorn
 from tandem.config import env
 from tandem.config.engine_config import EngineConfig
 from tandem.engine.text.tokenizer import Tokenizer
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError, TandemError, exit_status
 from tandem.server.app import create_app
 from tandem.server.guard.key import readable_by_others, with_key
 from tandem.server.guard.protocol import GuardedProtocol
@@ -54,7 +54,7 @@ def serve(
         return code
     except TandemError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+        return exit_status(error)
 
 
 def _allow_many_files() -> None:

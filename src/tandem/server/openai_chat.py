@@ -41,7 +41,6 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 async def chat(state: ServerState, http: Request) -> Response:
     fields = await read_fields(http)
     body = decode_fields(fields, ChatRequest)
-    state.check_model(body.model)
     ignored = unknown_fields(fields, ChatRequest)
     check_stream_options(body)
     if body.top_logprobs and not body.logprobs:

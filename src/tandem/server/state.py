@@ -97,7 +97,7 @@ class ServerState:
         return self.config.served_model_name or Path(self.config.model).name or self.config.model
 
     def check_model(self, name: str | None) -> None:
-        """Requests may leave the name out, say the served name, or the path. Raises ApiError 404."""
+        """Of a route that names it. Requests may say any name: one model is served. Raises ApiError 404."""
         if name not in (None, self.model_name, self.config.model):
             message = f"the model {name[:100]!r} is not served here; use {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")

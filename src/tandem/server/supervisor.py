@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from tandem.config.engine_config import EngineConfig
-from tandem.errors import EngineError, TandemError
+from tandem.errors import ConfigError, EngineError, TandemError
 from tandem.server import engine_client
 from tandem.server.endpoint import private_endpoint
 from tandem.server.engine_client import EngineClient
@@ -61,7 +61,7 @@ class EngineSupervisor:
         self._send: Callable[[ToEngine], None] | None = None
         self._stopping = asyncio.Event()
         self._heard_at = 0.0
-        self._start_error = ""
+        self._start_error, self._refused = "", False
         self._loaded = False
 
     @property
@@ -69,7 +69,8 @@ class EngineSupervisor:
         return self._process.pid if self._process is not None else None
 
     async def run(self) -> None:
-        """Lives, deaths and restarts. Raises EngineError when the engine cannot be started (again)."""
+        """Lives, deaths and restarts. Raises EngineError when the engine cannot be started (again), ConfigError when
+        what was asked cannot be met."""
         short_lives = failed_starts = lives = 0
         try:
             while not self._stopping.is_set():
@@ -80,7 +81,7 @@ class EngineSupervisor:
                 failed_starts = failed_starts + 1 if how is _Life.NEVER_READY else 0
                 lives += how is _Life.DIED
                 if lives == 0 or failed_starts >= START_ATTEMPTS:
-                    raise EngineError(self._start_error)
+                    raise (ConfigError if self._refused else EngineError)(self._start_error)
                 if failed_starts:
                     log.error("the engine could not be started again: %s", self._start_error)
                 short_lives = short_lives + 1 if time.monotonic() - began < STABLE_SECONDS else 0
@@ -127,7 +128,7 @@ class EngineSupervisor:
     async def _attend(self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> _Life:
         """Listen to one process until it ends, for whatever reason; never leaves it running."""
         self._send = lambda message: _send_now(socket, message)
-        self._start_error = ""
+        self._start_error, self._refused = "", False
         self._loaded = False
         config = dataclasses.replace(self._config, api_key=None)  # the engine asks nobody for it
         self._send(StartEngine(config=config, loader=self._loader))
@@ -183,8 +184,8 @@ class EngineSupervisor:
                         self._client.attach(self._send)
                     if self.restarts:
                         log.info("the engine is ready again")
-                case StartFailed(message=text):
-                    self._start_error = text
+                case StartFailed(message=text, refused=refused):
+                    self._start_error, self._refused = text, refused
                 case _:
                     self._client.deliver(message)
 
