@@ -81,7 +81,8 @@ class EngineSupervisor:
                 failed_starts = failed_starts + 1 if how is _Life.NEVER_READY else 0
                 lives += how is _Life.DIED
                 if lives == 0 or failed_starts >= START_ATTEMPTS:
-                    raise (ConfigError if self._refused else EngineError)(self._start_error)
+                    refused = self._refused and lives == 0
+                    raise (ConfigError if refused else EngineError)(self._start_error)
                 if failed_starts:
                     log.error("the engine could not be started again: %s", self._start_error)
                 short_lives = short_lives + 1 if time.monotonic() - began < STABLE_SECONDS else 0
