@@ -72,6 +72,11 @@ class Shard:
         return [(first + entries[name].begin, first + entries[name].end) for name in names]
 
 
+def tensor_names(path: Path) -> list[str]:
+    """What a file holds. Raises CheckpointError as `Shard` does."""
+    return list(_entries(path)[0])
+
+
 def _read_only_tensor(mapped: mmap.mmap) -> Tensor:
     """Bytes that nobody may write to; the tensor keeps `mapped` alive."""
     with warnings.catch_warnings():
