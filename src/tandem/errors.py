@@ -4,6 +4,7 @@ TandemError
 ├── ConfigError        a flag, a value or a combination of them
 │   └── GpuTooSmall    what was to be on the GPU, or beside it in CPU memory, does not fit
 ├── CheckpointError    a file of the model: missing, truncated, wrong shape, unknown format
+│   ├── HubError       a model that cannot be fetched by its name
 │   └── CacheDamaged   a packed cache is not what was written; the model is loaded from its checkpoint
 ├── RequestError       one request is wrong; the others go on        (HTTP 400)
 ├── EngineError        the engine failed or died while it had work   (HTTP 503)
@@ -42,6 +43,10 @@ class GpuTooSmall(DoesNotFit):
 
 class CheckpointError(TandemError):
     """A model file is missing, truncated, or holds something we cannot read."""
+
+
+class HubError(CheckpointError):
+    """A model cannot be fetched by its name."""
 
 
 class CacheDamaged(CheckpointError):

@@ -22,7 +22,7 @@ from tandem.bench.load_client import Answer, Load, LoadClient, LoadError
 from tandem.bench.own_server import own_server
 from tandem.config import EngineConfig, Machine
 from tandem.config.model_config import STORED
-from tandem.engine.start.demo_model import prepare
+from tandem.engine.start.model_files import prepare
 from tandem.engine.start.planning import model_of, plan_of
 from tandem.kernels.workers import planned_pool
 

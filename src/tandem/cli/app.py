@@ -12,6 +12,7 @@ from tandem.cli.chat import chat
 from tandem.cli.convert import convert
 from tandem.cli.demo import demo
 from tandem.cli.doctor import doctor
+from tandem.cli.model import model
 from tandem.cli.quality import quality
 from tandem.cli.serve import serve
 from tandem.cli.stats import stats
@@ -40,6 +41,7 @@ app.command()(demo)
 app.command()(quality)
 app.command()(stats)
 app.add_typer(bench, name="bench")
+app.add_typer(model, name="model")
 
 
 def run(argv: Sequence[str] | None = None) -> None:

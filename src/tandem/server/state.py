@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tandem.config.engine_config import EngineConfig
+from tandem.config.model_name import shown_name
 from tandem.config.plan import Plan
 from tandem.engine import limits as engine_limits
 from tandem.engine.protocol import GenerateRequest
@@ -94,7 +95,7 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
-        return self.config.served_model_name or Path(self.config.model).name or self.config.model
+        return self.config.served_model_name or shown_name(self.config.model)
 
     def check_model(self, name: str | None) -> None:
         """Of a route that names it. Requests may say any name: one model is served. Raises ApiError 404."""

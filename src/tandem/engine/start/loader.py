@@ -24,10 +24,14 @@ from tandem.checkpoint import (
 from tandem.checkpoint.demo import build_demo
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.in_place import stored_in
+from tandem.config.model_name import hub_name
+from tandem.config.plan import machine_refusals
 from tandem.config.threads import plan_threads
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
+from tandem.engine.start.model_files import fetch
 from tandem.engine.start.packed_start import PackedStart
 from tandem.engine.start.parts import EngineParts
+from tandem.engine.start.planning import plan_of
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts import ExpertStore
 from tandem.experts.usage.expert_usage import ExpertUsage
@@ -72,6 +76,8 @@ def load_parts(
     """
     use_one_torch_thread()
     directory, machine = model_directory(config.model), these_cpus()
+    if machine_refusals(config, machine):
+        plan_of(config)  # raises them, with all else that stands in the way
     workers = planned_pool(plan_threads(config, machine))
     with (
         PackedStart(config, directory, workers, progress) as packed,
@@ -140,7 +146,10 @@ def use_one_torch_thread() -> None:
 
 
 def model_directory(name_or_path: str) -> Path:
-    """The model's directory or GGUF file; the demo model is built if it is not there yet."""
+    """The model's directory or GGUF file; the demo model is built, and a name fetched, if it is not there yet."""
+    name = hub_name(name_or_path)
+    if name is not None:
+        return fetch(name)
     directory = resolve_model(name_or_path)
     if directory == demo_dir() and not (directory / "config.json").is_file():
         build_demo(directory)
