@@ -155,7 +155,7 @@ def test_what_a_user_types_is_resolved(tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
     assert resolve_model("demo") == tmp_path / "cache" / "demo"
     assert resolve_model(str(tmp_path)) == tmp_path
-    with pytest.raises(CheckpointError, match="hf download Qwen/Qwen3-30B-A3B --local-dir DIR"):
+    with pytest.raises(CheckpointError, match="kt model pull Qwen/Qwen3-30B-A3B"):
         resolve_model("Qwen/Qwen3-30B-A3B")
     with pytest.raises(CheckpointError, match="does not exist"):
         resolve_model(str(tmp_path / "absent"))

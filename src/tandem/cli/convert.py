@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 WINDOW = 512  # tokens of a calibration text that see each other
 
 
-Method = Annotated[str, typer.Option("--method", "--quant-method", help="INT4, INT8, MXFP4 or FP8.")]
+Method = Annotated[str, typer.Option(help="INT4, INT8, MXFP4 or FP8.")]
 InputType = Annotated[
     str, typer.Option(help="What the experts must be stored as: auto, bf16, fp16, fp8, fp4 or int4.")
 ]
@@ -31,12 +31,12 @@ PerLayer = Annotated[
 Calibrate = Annotated[
     Path | None, typer.Option(help="Text that says where errors may go (GPTQ); slower; INT4, INT8.")
 ]
-Workers = Annotated[
-    int, typer.Option("--workers", "--cpuinfer-threads", help="Threads; 0: one for each core it may use.")
-]
+Workers = Annotated[int, typer.Option(help="Threads; 0: one for each core this process may use.")]
 # As KTransformers' converter spells them.
 InputPath = Annotated[str | None, typer.Option("--input-path", "-i", hidden=True)]
 Output = Annotated[Path | None, typer.Option("--output", "-o", hidden=True)]
+QuantMethod = Annotated[str | None, typer.Option(hidden=True)]
+CpuinferThreads = Annotated[int | None, typer.Option(hidden=True)]
 ThreadpoolCount = Annotated[int, typer.Option(hidden=True)]
 
 
@@ -54,6 +54,8 @@ def convert(
     workers: Workers = 0,
     input_path: InputPath = None,
     output: Output = None,
+    quant_method: QuantMethod = None,
+    cpuinfer_threads: CpuinferThreads = None,
     threadpool_count: ThreadpoolCount = 1,
 ) -> None:
     """Quantise a model's routed experts into a compressed-tensors checkpoint that other engines read, too.
@@ -69,14 +71,14 @@ def convert(
 
     named = _one(model, input_path, "MODEL", "--input-path")
     target = Path(_one(out, output, "OUT", "--output"))
-    directory = _directory(named)
+    directory, workers = _directory(named), cpuinfer_threads or workers
     if max_shard_gb <= 0 or workers < 0:
         raise ConfigError("--max-shard-gb must be more than 0, --workers 0 or more")
     for line in _notes(directory, threadpool_count):
         typer.echo(f"note: {line}", err=True)
     cores = len(os.sched_getaffinity(0))
     wish = Conversion(
-        directory, target, usual_name(method), group, input_type.lower(), dense, not no_merge_safetensor,
+        directory, target, usual_name(quant_method or method), group, input_type.lower(), dense, not no_merge_safetensor,
         int(max_shard_gb * 1e9), min(workers, cores), _windows(directory, calibrate, calibrate_tokens),
     )  # fmt: skip
     layout = run_shown(wish)

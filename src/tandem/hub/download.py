@@ -100,8 +100,8 @@ class Download:
             if not last:
                 self._say(f"{file.name} came with wrong bytes (its checksum differs); fetching it again")
         raise HubError(
-            f"{file.name} of {self._model.name} came with wrong bytes twice: its checksum is {digest}, not {file.digest}; "
-            "try again, or another hub with HF_ENDPOINT"
+            f"{file.name} of {self._model.name} came with wrong bytes twice: its checksum is {digest}, not "
+            f"{file.digest}; try again, or another hub with HF_ENDPOINT"
         )
 
     def _stream(self, file: RemoteFile, partial: BinaryIO) -> str:
@@ -114,10 +114,7 @@ class Download:
                 if partial.tell() > here:
                     patience.reset()
                 if not patience.wait():
-                    raise HubError(
-                        f"{self._model.name}: {file.name} cannot be fetched ({error or type(error).__name__}); "
-                        f"{partial.tell() / 1e6:.0f} of {file.nbytes / 1e6:.0f} MB are here, and the same command goes on"
-                    ) from error
+                    raise HubError(self._interrupted(file, partial.tell(), error)) from error
         return _digest(partial, file)
 
     def _append(self, file: RemoteFile, partial: BinaryIO, here: int) -> None:
@@ -137,6 +134,12 @@ class Download:
             partial.truncate(file.nbytes)
         if partial.tell() == here:
             raise httpx.ReadError("the file ends early")
+
+    def _interrupted(self, file: RemoteFile, here: int, error: Exception) -> str:
+        return (
+            f"{self._model.name}: {file.name} cannot be fetched ({error or type(error).__name__}); "
+            f"{here / 1e6:.0f} of {file.nbytes / 1e6:.0f} MB are here, and the same command goes on"
+        )
 
     def _partial(self, file: RemoteFile) -> Path:
         return self._blobs / f"{file.digest}.incomplete"

@@ -46,13 +46,13 @@ def _gguf_names(model: RemoteModel) -> list[str]:
     if len(found) != 1:
         choices = ", ".join(f"{stem} ({_gigabytes(models[stem], sizes)})" for stem in sorted(found or models))
         asked = (
-            f"has no {name.variant}"
-            if not found
-            else "has several"
+            "several"
             if not name.variant
-            else "has more than one such"
+            else f"no {name.variant}"
+            if not found
+            else f"several {name.variant}"
         )
-        raise HubError(f"{name.repo} {asked}; say which: {name.repo}:Q4_K_M. It has {choices}")
+        raise HubError(f"{name.repo} has {asked}; say which: {name.repo}:Q4_K_M. It has {choices}")
     files = models[found[0]]
     if not is_whole(files):
         raise HubError(f"{name} lacks some of its files; it has {', '.join(files)}: the repository is broken")

@@ -61,12 +61,8 @@ def read_snapshot(directory: Path, name: HubName) -> Snapshot:
         return _only_gguf(directory, names, name)
     index = (directory / INDEX).read_text() if INDEX in names else None
     wanted = shards(names, index)
-    missing = tuple(shard for shard in wanted if shard not in names)
-    return Snapshot(
-        directory,
-        None if missing or not wanted else directory,
-        missing or (() if wanted else ("*.safetensors",)),
-    )
+    missing = tuple(shard for shard in wanted if shard not in names) if wanted else ("*.safetensors",)
+    return Snapshot(directory, None if missing else directory, missing)
 
 
 def _gguf(directory: Path, names: list[str], name: HubName) -> Snapshot:

@@ -151,9 +151,10 @@ def _progress(
             bar.advance(task, nbytes)
             lines.advance(nbytes)
 
-        download = Download(
-            hub, model, report, lambda text: console.print(f"note: {text}", markup=False, highlight=False)
-        )
+        def say(text: str) -> None:
+            console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+
+        download = Download(hub, model, report, say)
         report(total - download.missing_bytes(files or ()))
         yield download
 
