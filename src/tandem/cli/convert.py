@@ -78,8 +78,9 @@ def convert(
         typer.echo(f"note: {line}", err=True)
     cores = len(os.sched_getaffinity(0))
     wish = Conversion(
-        directory, target, usual_name(quant_method or method), group, input_type.lower(), dense, not no_merge_safetensor,
-        int(max_shard_gb * 1e9), min(workers, cores), _windows(directory, calibrate, calibrate_tokens),
+        directory, target, usual_name(quant_method or method), group, input_type.lower(), dense,
+        not no_merge_safetensor, int(max_shard_gb * 1e9), min(workers, cores),
+        _windows(directory, calibrate, calibrate_tokens),
     )  # fmt: skip
     layout = run_shown(wish)
     typer.echo(

@@ -21,7 +21,7 @@ from tandem.hub.remote import Hub, RemoteModel, pauses
 from tandem.hub.snapshot import cache_root, repo_dir
 
 WORKERS = 4  # files at a time
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 8 << 20  # that are read at a time for a checksum
 SPARE_BYTES = 1 << 30  # of the disk that stay free
 Report = Callable[[int], None]  # so many more bytes are here; fewer, where some were wrong
 Say = Callable[[str], None]
@@ -123,7 +123,7 @@ class Download:
                 self._report(-here)
                 partial.truncate(0)
             partial.seek(0, os.SEEK_END)
-            for piece in response.iter_bytes(PIECE_BYTES):
+            for piece in response.iter_bytes():
                 if self._stop.is_set():
                     raise Stopped
                 partial.write(piece)
@@ -168,7 +168,7 @@ def _digest(file: BinaryIO, wanted: RemoteFile) -> str:
     found = hashlib.sha256() if wanted.is_sha256 else hashlib.sha1(f"blob {wanted.nbytes}\0".encode())
     file.flush()
     file.seek(0)
-    while piece := file.read(8 * PIECE_BYTES):
+    while piece := file.read(PIECE_BYTES):
         found.update(piece)
     return found.hexdigest()
 

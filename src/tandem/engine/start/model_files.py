@@ -86,7 +86,7 @@ def pull(name: HubName, plan: Planner | None = None, shown: Shown | None = None,
 def _named(name: HubName, weights: list[RemoteFile]) -> HubName:
     """With the quantisation that was fetched."""
     one = weights[0].name
-    return HubName(name.repo, name.revision, one.rsplit("/", 1)[-1]) if one.endswith(".gguf") else name
+    return HubName(name.repo, name.revision, one) if one.endswith(".gguf") else name
 
 
 def _weights(hub: Hub, model: RemoteModel) -> list[RemoteFile]:
