@@ -3,7 +3,12 @@ expert shape of Qwen3-Next."""
 
 from __future__ import annotations
 
-from tandem.config import ModelConfig
+import json
+import tempfile
+from pathlib import Path
+
+from tandem.checkpoint.from_names import formats_from_names
+from tandem.config import ModelConfig, StoredFormats
 from tandem.errors import ConfigError
 
 
@@ -38,13 +43,61 @@ def _glm(
     }  # fmt: skip
 
 
+_YARN = {"type": "yarn", "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def _deepseek(
+    layers: int, heads: int, experts: int, dense: int, groups: tuple[int, int], **more: object
+) -> dict[str, object]:
+    return {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "n_routed_experts": experts, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+        "intermediate_size": 18432, "first_k_dense_replace": dense, "n_group": groups[0], "topk_group": groups[1],
+        "rms_norm_eps": 1e-6, "rope_theta": 1e4, "quantization_config": _FP8,
+    } | more  # fmt: skip
+
+
+def _mixtral(
+    hidden: int, layers: int, heads: int, width: int, vocab: int, positions: int
+) -> dict[str, object]:
+    return {
+        "model_type": "mixtral", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": width,
+        "vocab_size": vocab, "max_position_embeddings": positions, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+    }  # fmt: skip
+
+
 CONFIGS = {
     "qwen3-30b-a3b": _qwen3(2048, 48, 32, 4, 128, 8, 768),
     "qwen3-235b-a22b": _qwen3(4096, 94, 64, 4, 128, 8, 1536),
+    "qwen3-coder-480b-a35b": _qwen3(6144, 62, 96, 8, 160, 8, 2560),
     "glm-4.5-air": _glm(4096, 46, 1, 128, 1408, 10944, False, 1.0),
     "glm-4.6": _glm(5120, 92, 3, 160, 1536, 12288, True, 2.5),
+    "deepseek-v3": _deepseek(
+        61, 128, 256, 3, (8, 4), routed_scaling_factor=2.5, vocab_size=129280, max_position_embeddings=163840,
+        rope_scaling=_YARN | {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "kimi-k2": _deepseek(
+        61, 64, 384, 1, (1, 1), routed_scaling_factor=2.827, vocab_size=163840, max_position_embeddings=131072,
+        rope_scaling=_YARN | {"factor": 32, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "mixtral-8x7b": _mixtral(4096, 32, 32, 14336, 32000, 32768),
+    "mixtral-8x22b": _mixtral(6144, 56, 48, 16384, 32768, 65536),
+    "olmoe-1b-7b": {
+        "model_type": "olmoe", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "intermediate_size": 1024,
+        "vocab_size": 50304, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+    },
+    "qwen2-57b-a14b": {
+        "model_type": "qwen2_moe", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560,
+        "shared_expert_intermediate_size": 20480, "intermediate_size": 18944, "vocab_size": 151936,
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    },
     "qwen3-512e": _qwen3(2048, 48, 32, 4, 512, 10, 512),
-}
+}  # fmt: skip
 
 
 NAMES = ", ".join(CONFIGS)
@@ -56,3 +109,13 @@ def named_config(name: str, layers: int | None) -> ModelConfig:
         raise ConfigError(f"--config {name!r} is not known; these are: {NAMES}")
     keys = CONFIGS[name] | ({} if layers is None else {"num_hidden_layers": layers})
     return ModelConfig.from_dict(keys)
+
+
+def named_subject(name: str) -> tuple[ModelConfig, StoredFormats]:
+    """The architecture, and how its published checkpoint stores it. Raises ConfigError."""
+    model = named_config(name, None)
+    if "quantization_config" not in CONFIGS[name]:
+        return model, StoredFormats()
+    with tempfile.TemporaryDirectory(prefix="tandem-plan-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[name]))
+        return model, formats_from_names(Path(folder), model)

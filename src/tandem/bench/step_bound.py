@@ -9,10 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-
-def experts_seconds(on_cpu: float, on_gpu: float, nbytes: int, dram_gbps: float, gpu_gbps: float) -> float:
-    """The least that reading so many experts of `nbytes` takes."""
-    return max(on_cpu * nbytes / dram_gbps, on_gpu * nbytes / gpu_gbps) / 1e9
+from tandem.config.forecast.bound import experts_seconds
 
 
 def paired_share(bounds: Sequence[float], times: Sequence[float]) -> float:

@@ -13,6 +13,7 @@ from tandem.cli.convert import convert
 from tandem.cli.demo import demo
 from tandem.cli.doctor import doctor
 from tandem.cli.model import model
+from tandem.cli.plan import plan
 from tandem.cli.quality import quality
 from tandem.cli.serve import serve
 from tandem.cli.stats import stats
@@ -37,6 +38,10 @@ app.command()(chat)
 app.command()(convert)
 app.command()(version)
 app.command()(doctor)
+app.command(
+    # As with serve: what is not one of its own flags is one of EngineConfig's.
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)(plan)
 app.command()(demo)
 app.command()(quality)
 app.command()(stats)

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -35,6 +36,7 @@ from tandem.kernels.this_machine import this_machine
 
 LINES = 10  # that say how far a download is, where nobody watches a bar
 
+T = TypeVar("T")
 Planner = Callable[[Path], Planned]
 Shown = Callable[[Planned, int], None]
 
@@ -83,6 +85,20 @@ def pull(name: HubName, plan: Planner | None = None, shown: Shown | None = None,
     return found.model
 
 
+def inspect(model: str, look: Callable[[Path], T]) -> T:
+    """What `look` makes of the model's files; of a name that is not here, of those that describe it: its weights are
+    not fetched."""
+    name = hub_name(model)
+    if name is None:
+        return look(resolve_model(model))
+    here = find_snapshot(name)
+    if here is not None and here.model is not None:
+        return look(here.model)
+    with Hub.open(name) as hub:
+        remote = hub.look(name)
+        return _looked(hub, remote, _weights(hub, remote), look)
+
+
 def _named(name: HubName, weights: list[RemoteFile]) -> HubName:
     """With the quantisation that was fetched."""
     one = weights[0].name
@@ -107,7 +123,7 @@ def _check_plan(
     """Raises ConfigError with the plan's reasons where the model would not run here."""
     shown, force, coming = how
     try:
-        found = _planned(hub, model, weights, plan)
+        found = _looked(hub, model, weights, plan)
     except ConfigError as error:
         if force:
             return
@@ -117,14 +133,14 @@ def _check_plan(
         shown(found, coming)
 
 
-def _planned(hub: Hub, model: RemoteModel, weights: list[RemoteFile], plan: Planner) -> Planned:
+def _looked(hub: Hub, model: RemoteModel, weights: list[RemoteFile], look: Callable[[Path], T]) -> T:
     if not wants_gguf(model):
-        return plan(Download(hub, model, lambda _n: None, print).directory)
+        return look(Download(hub, model, lambda _n: None, print).directory)
     for nbytes in HEADER_BYTES:
         with tempfile.TemporaryDirectory(prefix="tandem-headers-") as folder:
             first = write_headers(hub, model, weights, Path(folder), nbytes)
             try:
-                return plan(first)
+                return look(first)
             except CheckpointError:
                 if nbytes == HEADER_BYTES[-1]:
                     raise
