@@ -11,7 +11,7 @@ import pytest
 import stored_formats
 from quantised_models import everything, experts_only, save_quantised
 from tandem.checkpoint import open_checkpoint
-from tandem.checkpoint.from_names import INDEX, formats_from_names, read_index
+from tandem.checkpoint.glance.from_names import INDEX, formats_from_names, read_index
 from tandem.config import ModelConfig
 from tiny import VARIANTS, file_tensors, save_tiny, settings
 

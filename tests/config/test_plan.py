@@ -13,6 +13,7 @@ from tandem.config import (
     Dense,
     EngineConfig,
     Experts,
+    Machine,
     ModelConfig,
     Moe,
     Plan,
@@ -317,7 +318,7 @@ def test_a_smaller_prefill_bound_is_said_to_change_nothing() -> None:
 
 def test_what_loses_nothing_is_advised_first() -> None:
     """DeepSeek-V3's shape in fp8 on 768 GB: more of the memory is enough."""
-    model = replace(big_model(), layers=58, moe=replace(big_model().moe, layers=tuple(range(58))))
+    model = replace(big_model(), layers=big_model().layers * 2)
     needed = model.weight_bytes("bfloat16", "stored", StoredFormats(FP8, FP8, FP8))
     with pytest.raises(ConfigError) as refused:
         config = EngineConfig(model="demo")

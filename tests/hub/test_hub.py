@@ -14,19 +14,19 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from hub_server import COMMIT, FakeHub, serving
 from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
 from gguf_files import split, write_gguf
-from hub_server import COMMIT, FakeHub, serving
 from tandem import LLM, SamplingParams
 from tandem.checkpoint import resolve_model
 from tandem.cli.app import app
 from tandem.config import EngineConfig, Machine
-from tandem.config.model_name import HubName, hub_name, shown_name
 from tandem.engine.start import model_files
 from tandem.errors import CheckpointError, ConfigError, HubError
 from tandem.hub import download, remote
+from tandem.hub.names import HubName, hub_name, shown_name
 from tandem.hub.snapshot import find_snapshot
 from tandem.hub.store import kept_models
 from tiny import save_tiny

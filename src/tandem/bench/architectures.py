@@ -7,7 +7,6 @@ import json
 import tempfile
 from pathlib import Path
 
-from tandem.checkpoint.from_names import formats_from_names
 from tandem.config import ModelConfig, StoredFormats
 from tandem.errors import ConfigError
 
@@ -116,6 +115,8 @@ def named_subject(name: str) -> tuple[ModelConfig, StoredFormats]:
     model = named_config(name, None)
     if "quantization_config" not in CONFIGS[name]:
         return model, StoredFormats()
+    from tandem.checkpoint.glance.from_names import formats_from_names  # torch: names alone must not load it
+
     with tempfile.TemporaryDirectory(prefix="tandem-plan-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[name]))
         return model, formats_from_names(Path(folder), model)

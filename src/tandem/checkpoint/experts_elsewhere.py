@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.kt_packed import FLAG, check_not_kt_packed
+from tandem.checkpoint.glance.kt_packed import FLAG, check_not_kt_packed
 from tandem.checkpoint.parts import is_expert
 from tandem.checkpoint.resolve import resolve_model
 from tandem.checkpoint.source import Checkpoint, Lookup, load_model_config, open_checkpoint

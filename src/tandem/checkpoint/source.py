@@ -16,7 +16,7 @@ from tandem.checkpoint import checkpoint as safetensors
 from tandem.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from tandem.checkpoint.gguf_config import config_json, generation_json
 from tandem.checkpoint.gguf_model import is_gguf, open_gguf
-from tandem.checkpoint.kt_packed import check_not_kt_packed
+from tandem.checkpoint.glance.kt_packed import check_not_kt_packed
 from tandem.config import ModelConfig, StoredFormats
 from tandem.config.json_keys import read_json
 from tandem.errors import ConfigError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from tandem.config.model_name import HubName
+    from tandem.hub.names import HubName
 
 model = typer.Typer(
     help="Models by name, in the Hugging Face hub's cache: fetch, list, remove.\n\n"
@@ -83,8 +83,8 @@ def path(name: Name) -> None:
 
 
 def _hub_name(text: str) -> HubName:
-    from tandem.config.model_name import hub_name
     from tandem.errors import ConfigError
+    from tandem.hub.names import hub_name
 
     found = hub_name(text)
     if found is None:

@@ -26,6 +26,10 @@ STATS = "Expert statistics"
 
 _LEAVE_OUT = "Leave it out"
 _NO_DRAFT = f"{_LEAVE_OUT}: each step decodes one token per sequence."
+_MEAN_NOTHING = {
+    ("chunked_prefill_size", 0): "give a number of tokens, or -1 for whole prompts",
+    ("expert_distribution_recorder_buffer_size", 0): "give a number of steps, or -1 for all",
+}  # fmt: skip
 _ONE_PROCESS = "Use 1: one engine process serves the model."
 
 
@@ -120,7 +124,6 @@ class EngineConfig:
         "Most tokens in a step, decode too; -1: whole prompts.",
         group=MEMORY,
         minimum=-1,
-        without={0: "give a number of tokens, or -1 for whole prompts"},
         essential=True,
     )
     max_prefill_tokens: int | None = flag(
@@ -255,7 +258,6 @@ class EngineConfig:
     )  # fmt: skip
     expert_distribution_recorder_buffer_size: int = flag(
         1000, "Steps that per_pass and per_token keep; -1: all.", group=STATS, minimum=-1,
-        without={0: "give a number of steps, or -1 for all"},
     )  # fmt: skip
     expert_distribution_recorder_dir: str | None = flag(
         None, "Directory of the files; default: the temporary one.", group=STATS
@@ -274,7 +276,7 @@ class EngineConfig:
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # fields named by the user
 
     def __post_init__(self) -> None:
-        checked, reasons = flags.checked(FLAGS, {f.name: getattr(self, f.name) for f in FLAGS})
+        checked, reasons = flags.checked(FLAGS, {f.name: getattr(self, f.name) for f in FLAGS}, _MEAN_NOTHING)
         if reasons:
             raise ConfigError(*reasons)
         for name, value in checked.items():
@@ -292,7 +294,7 @@ class EngineConfig:
     def possible(cls, argv: Sequence[str]) -> tuple[EngineConfig | None, tuple[str, ...]]:
         """What of a command line can be met, and why the rest cannot; None where no model is named."""
         words, reasons = flags.parse(FLAGS, argv)
-        given, refused = flags.checked(FLAGS, words)
+        given, refused = flags.checked(FLAGS, words, _MEAN_NOTHING)
         reasons += refused
         if not given.get("model"):
             return None, ("no model is named; try `kt serve demo`, or --model DIRECTORY", *reasons)

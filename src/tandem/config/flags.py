@@ -32,7 +32,6 @@ class Flag:
     choices: tuple[str, ...]
     minimum: float | None
     maximum: float | None
-    without: Mapping[Any, str]  # values inside the range that mean nothing, and what to give instead
     later: str | None  # not available yet; this says what works instead
     neutral: Neutral  # whether a value changes nothing
     idle: str | None  # why a neutral value changes nothing, said at start-up
@@ -58,7 +57,6 @@ def flag(
     choices: Sequence[str] = (),
     minimum: float | None = None,
     maximum: float | None = None,
-    without: Mapping[Any, str] | None = None,
     later: str | None = None,
     neutral: Neutral | Iterable[Any] = (),
     idle: str | None = None,
@@ -73,7 +71,7 @@ def flag(
     is_neutral = neutral if callable(neutral) else _one_of(tuple(neutral))
     metadata = {
         "help": help, "group": group, "aliases": tuple(aliases), "choices": tuple(choices), "minimum": minimum,
-        "maximum": maximum, "without": without or {}, "later": later, "neutral": is_neutral, "idle": idle,
+        "maximum": maximum, "later": later, "neutral": is_neutral, "idle": idle,
         "essential": essential,
     }  # fmt: skip
     return field(default=default, repr=not secret, metadata={"flag": metadata})
@@ -105,14 +103,19 @@ def _bind(name: str, default: Any, hint: Any, metadata: Mapping[str, Any]) -> Fl
     )
 
 
-def checked(flags: Iterable[Flag], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Of these values by field: those that can be met, as their fields' types; and why the others cannot."""
+def checked(
+    flags: Iterable[Flag], values: Mapping[str, Any], advice: Mapping[tuple[str, Any], str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Of these values by field: those that can be met, as their fields' types; and why the others cannot. advice: for
+    values inside a flag's range that mean nothing, what to give instead."""
     met: dict[str, Any] = {}
     reasons: list[str] = []
     for f in flags:
         if f.name in values:
             try:
                 met[f.name] = check(f, values[f.name])
+                if text := advice.get((f.name, met[f.name])):
+                    raise ConfigError(f"{f.spellings[0]} is {met[f.name]}; {text}")
                 check_available(f, met[f.name])
             except ConfigError as error:
                 met.pop(f.name, None)
@@ -141,8 +144,6 @@ def _check_one(flag: Flag, value: Any) -> Any:
         return _check_choice(flag, value)
     if not _in_range(flag, value):
         raise ConfigError(f"{flag.spellings[0]} is {value}; it must be {_range_text(flag)}")
-    if value in flag.without:
-        raise ConfigError(f"{flag.spellings[0]} is {value}; {flag.without[value]}")
     return value
 
 

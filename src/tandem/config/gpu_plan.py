@@ -189,13 +189,14 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
 
 def gpu_ledger(request: MemoryRequest, gpu: Gpu, experts: int, memory: MemoryPlan, kv_bytes: int) -> Ledger:
     """Of the GPU's memory."""
-    each, logits = expert_bytes(request), workspace_bytes(request) - GPU_WORKSPACE_BYTES
+    each, logits = expert_bytes(request), workspace_bytes(request) - GPU_WORKSPACE_BYTES - request.slot_bytes
     entries = [
         Entry(
             "dense weights", dense_bytes(request.model, request.dtype, request.stored), "embedding included"
         ),
         Entry("experts", experts * each, f"{experts} of {_all_experts(request.model)}, {gib(each)} each"),
         Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
+        Entry("states", request.slot_bytes, "of sequences, whatever their length"),
         Entry("graph logits", logits, "float32, of every CUDA graph"),
         Entry("workspace", GPU_WORKSPACE_BYTES, "of one step, libraries, CUDA graphs"),
     ]

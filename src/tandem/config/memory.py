@@ -139,7 +139,10 @@ def memory_ledger(request: MemoryRequest, memory: MemoryPlan, kv_bytes: int) -> 
         Entry("dense weights", dense, "attention, shared and dense layers, head"),
         Entry("experts", memory.weight_bytes - dense, experts),
         Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
-        Entry("workspace", request.workspace_bytes, "of one step, Python, the tokenizer"),
+        Entry("states", request.slot_bytes, "of sequences, whatever their length"),
+        Entry(
+            "workspace", request.workspace_bytes - request.slot_bytes, "of one step, Python, the tokenizer"
+        ),
     ]
     return ledger(RAM, entries, memory.budget_bytes, request.machine.available_memory)
 

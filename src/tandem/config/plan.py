@@ -204,7 +204,7 @@ def _resolved(
     memory, gpu_plan = (size_memory(request), None) if gpu is None else _on_gpu(request, gpu, log)
     num_pages = _pages(config, model, dtype, memory, log)
     step_tokens = _step_tokens(config, memory.context_length, running, gpu is not None, log)
-    kv_bytes = num_pages * config.page_size * model.kv_bytes_per_token(dtype)
+    kv_bytes = num_pages * config.page_size * model.state_layout(dtype).token_bytes
     ledgers: tuple[Ledger, ...] = (memory_ledger(request, memory, kv_bytes),)
     if gpu is not None and gpu_plan is not None:
         workers, fused = len(threads.cpus), _fuse_shared(request, True, [])

@@ -34,4 +34,4 @@ def _alike(model: ModelConfig, expert_format: str, dtype: str, stored: StoredFor
             dtype == "float32" or not stored.shared.quantised
         )
     experts = stored.experts
-    return stored.shared == experts and experts.group > 0 and model.moe.width % experts.group == 0
+    return stored.shared == experts and experts.group > 0 and model.moe.experts.width % experts.group == 0

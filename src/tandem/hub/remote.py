@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from tandem.config.model_name import HubName
 from tandem.errors import HubError
 from tandem.hub.files import RemoteFile
+from tandem.hub.names import HubName
 from tandem.hub.snapshot import is_offline
 
 CONNECT_SECONDS, SILENT_SECONDS = 15.0, 60.0

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.config.model_name import HubName
 from tandem.errors import HubError
 from tandem.hub.files import CONFIG, INDEX, gguf_variants, is_whole, shards, variant_of
+from tandem.hub.names import HubName
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 

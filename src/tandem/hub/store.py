@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.config.model_name import HubName
 from tandem.errors import HubError
 from tandem.hub.files import gguf_variants, is_whole, variant_of
+from tandem.hub.names import HubName
 from tandem.hub.snapshot import cache_root, find_snapshot, repo_dir
 
 _PREFIX = "models--"

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Protocol
 
 from tandem.config.engine_config import EngineConfig
-from tandem.config.model_name import shown_name
 from tandem.config.plan import Plan
 from tandem.engine import limits as engine_limits
 from tandem.engine.protocol import GenerateRequest
 from tandem.errors import RequestError
+from tandem.hub.names import shown_name
 from tandem.server.engine_client import EngineClient, RequestStream
 from tandem.server.errors import ApiError, overloaded, unavailable
 from tandem.server.limits import MAX_OPEN_ANSWERS

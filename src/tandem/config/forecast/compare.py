@@ -56,6 +56,5 @@ def _row(question: Question, method: str | None, share: float | None) -> Row:
 
 
 def _on_gpu(question: Question, plan: Plan) -> float:
-    moe = question.model.moe
-    everyone = moe.router.num_experts * len(moe.layers)
+    everyone = question.model.routed_experts
     return plan.gpu.experts / everyone if plan.gpu is not None and everyone else 0.0

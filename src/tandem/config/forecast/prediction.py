@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.speeds import Speeds
+from tandem.config.layers import DeltaRule, Latent
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.plan import Plan
 from tandem.config.stored import StoredFormats
@@ -56,12 +57,18 @@ class Case:
     @property
     def gpu_share(self) -> float:
         """Of the routed experts."""
-        everyone = self.model.moe.router.num_experts * len(self.model.moe.layers)
+        everyone = self.model.routed_experts
         return 0.0 if self.plan.gpu is None or not everyone else self.plan.gpu.experts / everyone
 
     @property
     def kv_bytes(self) -> int:
-        return self.model.kv_bytes_per_token(self.plan.dtype)
+        """Of a token."""
+        return self.model.state_layout(self.plan.dtype).token_bytes
+
+    def state_bytes(self, batch: int, context: int) -> float:
+        """That a step reads of so many sequences' past."""
+        slots = self.model.state_layout(self.plan.dtype).slot_bytes
+        return float(batch * (context * self.kv_bytes + slots))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +115,15 @@ def _range(tokens: float, parts: Mapping[str, float], bound: float) -> Range:
 
 
 def _decode(case: Case, batch: int, context: int) -> Range:
-    parts = (
-        _decode_on_cpu(case, batch, context)
-        if case.plan.gpu is None
-        else _decode_on_gpu(case, batch, context)
-    )
+    decode = _decode_on_cpu if case.plan.gpu is None else _decode_on_gpu
+    parts = decode(case, batch, context)
     return _range(batch, parts, batch / _decode_bound(case, batch, context))
 
 
 def _decode_bound(case: Case, batch: int, context: int) -> float:
     """Seconds: all bytes at the memories' full speed, and nothing else."""
     on_cpu, on_gpu = _sides(case, batch)
-    others, speeds = case.dense_bytes + batch * context * case.kv_bytes, case.speeds
+    others, speeds = case.dense_bytes + case.state_bytes(batch, context), case.speeds
     gbps = speeds.dram_gbps if case.plan.gpu is None else speeds.gpu_gbps
     experts = experts_seconds(on_cpu, on_gpu, case.expert_bytes, speeds.dram_gbps, speeds.gpu_gbps)
     return others / gbps / 1e9 + experts
@@ -127,7 +131,7 @@ def _decode_bound(case: Case, batch: int, context: int) -> float:
 
 def _sides(case: Case, batch: int) -> tuple[float, float]:
     """Experts that a step uses in all layers: those in CPU memory, those on the GPU."""
-    used = distinct_experts(case.model.moe.router, batch) * len(case.model.moe.layers)
+    used = distinct_experts(case.model.moe.router, batch) * len(case.model.moe_layers)
     return used * (1 - case.gpu_share), used * case.gpu_share
 
 
@@ -136,17 +140,19 @@ def _decode_on_cpu(case: Case, batch: int, context: int) -> dict[str, float]:
     rate, model = case.speeds.dram_gbps * 1e9 * DRAM_SHARE, case.model
     return {
         "dense layers": case.dense_bytes / rate,
-        "KV cache": batch * context * case.kv_bytes / rate,
+        "KV cache": case.state_bytes(batch, context) / rate,
         "experts": on_cpu * case.expert_bytes / rate,
-        "between layers": model.layers * CPU_LAYER_SECONDS,
+        "between layers": len(model.layers) * CPU_LAYER_SECONDS,
     }
 
 
 def _decode_on_gpu(case: Case, batch: int, context: int) -> dict[str, float]:
     on_cpu, on_gpu = _sides(case, batch)
-    speeds, model, moe = case.speeds, case.model, len(case.model.moe.layers)
+    speeds, model, moe = case.speeds, case.model, len(case.model.moe_layers)
     doublings = (batch - 1).bit_length()
-    dense = case.dense_bytes / speeds.gpu_gbps / 1e9 + model.layers * GRAPH_KERNELS * speeds.kernel_seconds
+    dense = (
+        case.dense_bytes / speeds.gpu_gbps / 1e9 + len(model.layers) * GRAPH_KERNELS * speeds.kernel_seconds
+    )
     there = on_gpu * case.expert_bytes / speeds.gpu_gbps / 1e9 / _gpu_experts_share(case)
     there += moe * EXPERT_KERNELS * speeds.kernel_seconds if case.gpu_share else 0.0
     here = on_cpu * case.expert_bytes / speeds.dram_gbps / 1e9 / DRAM_SHARE
@@ -154,7 +160,7 @@ def _decode_on_gpu(case: Case, batch: int, context: int) -> dict[str, float]:
     side = "experts in CPU memory" if here > there else "experts on the GPU"
     return {
         "dense layers": dense * (1 + GPU_ROWS_GROWTH * doublings),
-        "KV cache": batch * context * case.kv_bytes / speeds.gpu_gbps / 1e9,
+        "KV cache": case.state_bytes(batch, context) / speeds.gpu_gbps / 1e9,
         side: max(here, there),
     }
 
@@ -179,19 +185,17 @@ def _prompt_parts(case: Case, tokens: int) -> dict[str, float]:
 def _chunk(case: Case, rows: int, before: int) -> dict[str, float]:
     model, speeds = case.model, case.speeds
     dense_flops = 2.0 * rows * (model.dense_params - model.vocab * model.hidden)
-    attention = (
-        4.0 * rows * (before + rows / 2) * model.attention.heads * model.attention.head_dim * model.layers
-    )
+    attention = _attention_flops(model, rows, before)
     on_cpu, on_gpu = _expert_chunk(case, rows)
     if case.plan.gpu is None:
         peak, rate = speeds.cpu_flops * _cpu_share(case), speeds.dram_gbps * 1e9 * DRAM_SHARE
         return {
             "dense layers": max(dense_flops / peak, case.dense_bytes / rate)
-            + model.layers * CPU_LAYER_SECONDS,
+            + len(model.layers) * CPU_LAYER_SECONDS,
             "attention": attention / peak,
             "experts": on_cpu,
         }
-    launches = model.layers * EAGER_KERNELS * speeds.launch_seconds
+    launches = len(model.layers) * EAGER_KERNELS * speeds.launch_seconds
     products = dense_flops / speeds.gpu_flops / GPU_PEAK_SHARE
     side = "experts in CPU memory" if on_cpu > on_gpu else "experts on the GPU"
     return {
@@ -201,10 +205,24 @@ def _chunk(case: Case, rows: int, before: int) -> dict[str, float]:
     }
 
 
+def _attention_flops(model: ModelConfig, rows: int, before: int) -> float:
+    """Products of queries with keys and of weights with values; a memory of constant size counts as it is."""
+    total, seen = 0.0, before + rows / 2
+    for mixer in model.mixers:
+        if isinstance(mixer, DeltaRule):
+            total += 6.0 * rows * mixer.v_heads * mixer.k_dim * mixer.v_dim
+        elif isinstance(mixer, Latent):
+            total += 2.0 * rows * seen * mixer.heads * (mixer.cached_dim + mixer.kv_rank)
+        else:
+            window = min(seen, mixer.window) if mixer.window else seen
+            total += 4.0 * rows * window * mixer.heads * mixer.head_dim
+    return total
+
+
 def _expert_chunk(case: Case, rows: int) -> tuple[float, float]:
     """Seconds of a chunk's experts on the CPU and on the GPU: each expert is read once, or its products take longer."""
     model, speeds, share = case.model, case.speeds, case.gpu_share
-    moe = len(model.moe.layers)
+    moe = len(model.moe_layers)
     flops = 2.0 * rows * model.moe.router.top_k * model.expert_params * moe
     nbytes = distinct_experts(model.moe.router, rows) * moe * case.expert_bytes
     here = max(
@@ -224,7 +242,7 @@ def _cpu_share(case: Case) -> float:
 def _prompt_bound(case: Case, tokens: int) -> float:
     """Seconds at the machine's full speeds: the products of each side, at the same time."""
     model, speeds, share = case.model, case.speeds, case.gpu_share
-    routed = 2.0 * tokens * model.moe.router.top_k * model.expert_params * len(model.moe.layers)
+    routed = 2.0 * tokens * model.moe.router.top_k * model.expert_params * len(model.moe_layers)
     dense = 2.0 * tokens * (model.dense_params - model.vocab * model.hidden)
     if case.plan.gpu is None:
         return (routed + dense) / speeds.cpu_flops

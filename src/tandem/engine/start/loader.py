@@ -24,7 +24,6 @@ from tandem.checkpoint import (
 from tandem.checkpoint.demo import build_demo
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.in_place import stored_in
-from tandem.config.model_name import hub_name
 from tandem.config.plan import machine_refusals
 from tandem.config.threads import plan_threads
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
@@ -35,6 +34,7 @@ from tandem.engine.start.planning import plan_of
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts import ExpertStore
 from tandem.experts.usage.expert_usage import ExpertUsage
+from tandem.hub.names import hub_name
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
 from tandem.kernels.this_machine import these_cpus

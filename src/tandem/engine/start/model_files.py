@@ -23,13 +23,13 @@ from rich.progress import (
 
 from tandem.checkpoint import demo_dir, resolve_model
 from tandem.config import EngineConfig
-from tandem.config.model_name import HubName, hub_name
 from tandem.engine.start.demo_model import prepare_demo
 from tandem.engine.start.planning import Planned, planned
 from tandem.errors import CheckpointError, ConfigError, HubError
 from tandem.hub.download import Download
 from tandem.hub.files import RemoteFile, small_files
 from tandem.hub.look import HEADER_BYTES, gguf_files, safetensors_files, wants_gguf, write_headers
+from tandem.hub.names import HubName, hub_name
 from tandem.hub.remote import Hub, RemoteModel
 from tandem.hub.snapshot import find_snapshot, read_snapshot
 from tandem.kernels.this_machine import this_machine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.checkpoint import demo_dir, load_model_config, open_checkpoint, resolve_model, with_experts
 from tandem.checkpoint.demo_text import CONFIG
-from tandem.checkpoint.from_names import formats_from_names
+from tandem.checkpoint.glance.from_names import formats_from_names
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
 from tandem.config.in_place import stored_in
 from tandem.config.plan import machine_refusals

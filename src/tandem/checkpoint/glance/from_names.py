@@ -96,7 +96,7 @@ def _matrices(
 ) -> Matrices:
     table = model.vocab * model.hidden
     head = 0 if model.tied_embeddings else table
-    unrounded = head + model.hidden * model.moe.router.num_experts * len(model.moe.layers)
+    unrounded = head + model.hidden * model.moe.router.num_experts * len(model.moe_layers)
     tied = table - head
     layer = "model.layers.0."
     return [
