@@ -18,6 +18,8 @@ from tandem.config.forecast.speeds import Speeds
 from tandem.config.memory import gib
 from tandem.config.plan import Decision
 
+ROUNDING_BYTES = 1 << 20  # the KV cache is whole pages
+
 
 def show(report: Report, measured: Mapping[str, float] | None = None) -> None:
     console = Console()
@@ -30,17 +32,17 @@ def show(report: Report, measured: Mapping[str, float] | None = None) -> None:
     for reason in report.reasons:
         _say(console, f"  * {reason}")
     for ledger in report.ledgers:
-        console.print(ledger_table(ledger))
+        console.print("", ledger_table(ledger), sep="\n")
     if report.plan is not None:
-        console.print(choices_table(report.plan.decisions))
+        console.print("", choices_table(report.plan.decisions), sep="\n")
     if report.predicted is not None:
-        console.print(speed_table(report.predicted, measured or {}))
+        console.print("", speed_table(report.predicted, measured or {}), sep="\n")
         _say(console, speeds_text(report.speeds), "dim")
     _ways(console, "To make it fit", report.to_fit)
     _ways(console, "To go faster", report.to_go_faster)
     if report.compared:
-        console.print(compare_table(report.compared))
-    for notice in report.plan.notices if report.plan is not None else ():
+        console.print("", compare_table(report.compared), sep="\n")
+    for notice in report.notices:
         _say(console, f"note: {notice}")
 
 
@@ -63,20 +65,22 @@ def _table(title: str, *columns: str) -> Table:
 
 def ledger_table(ledger: Ledger) -> Table:
     """Line by line, then the sum, and what may be used."""
-    table = _table(f"\n{ledger.place}", "taken by", " size", "what")
+    table = _table(ledger.place, "taken by", " size", "what")
     for entry in ledger.entries:
         table.add_row(entry.name, gib(entry.nbytes), Text(entry.what))
     table.add_row("together", gib(ledger.total_bytes), "", style="bold")
     table.add_row("may be used", gib(ledger.budget_bytes), f"of {gib(ledger.free_bytes)} free")
-    left = ledger.left_bytes
+    short = -ledger.left_bytes > ROUNDING_BYTES
     table.add_row(
-        "left" if left >= 0 else "missing", gib(abs(left)), "", style="" if left >= -(1 << 20) else "bold red"
+        "missing" if short else "left",
+        gib(abs(ledger.left_bytes) if short else max(0, ledger.left_bytes)),
+        style="bold red" if short else "",
     )
     return table
 
 
 def choices_table(decisions: Iterable[Decision]) -> Table:
-    table = _table("\nChoices", "choice", "value", "because")
+    table = _table("Choices", "choice", "value", "because")
     for decision in decisions:
         table.add_row(*map(Text, dataclasses.astuple(decision)))
     return table
@@ -91,7 +95,7 @@ def speed_table(predicted: Prediction, measured: Mapping[str, float]) -> Table:
         *((" measured",) if measured else ()),
         "most of it",
     )
-    table = _table("\nSpeed", *columns)
+    table = _table("Speed", *columns)
     for name, found in speeds_by_name(predicted).items():
         cells = [name, f"{_rate(found.low)} to {_rate(found.high)}", _rate(found.bound)]
         cells += [_rate(measured[name]) if name in measured else ""] if measured else []
@@ -141,17 +145,15 @@ def _ways(console: Console, title: str, ways: list[Way]) -> None:
 
 
 def compare_table(rows: list[Row]) -> Table:
-    table = _table("\nCompared", "experts", " on the GPU", " VRAM", " RAM", " decoding", " prompt", "what")
+    table = _table("Compared", "experts", " on the GPU", " VRAM", " RAM", " decoding", " prompt")
     for row in rows:
         name = f"{row.method}{' (lossy)' if row.lossy else ''}"
         if row.decode is None or row.prompt is None:
-            asked = "auto" if row.gpu_share is None else f"{row.gpu_share:.0%}"
-            table.add_row(name, asked, "", "", "", "", Text(_short(row.why)), style="dim")
+            asked = "what fits" if row.gpu_share is None else f"{row.gpu_share:.0%}"
+            table.add_row(
+                name, asked, "", "", "not possible" if row.fits else "does not fit", "", style="dim"
+            )
         else:
             rates = (f"{_rate(r.low)} to {_rate(r.high)}" for r in (row.decode, row.prompt))
-            table.add_row(name, f"{row.on_gpu:.0%}", gib(row.vram_bytes), gib(row.ram_bytes), *rates, "")
+            table.add_row(name, f"{row.on_gpu:.0%}", gib(row.vram_bytes), gib(row.ram_bytes), *rates)
     return table
-
-
-def _short(text: str, most: int = 90) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"

@@ -76,12 +76,26 @@ def _refusals(config: EngineConfig) -> tuple[str, ...]:
 
 
 def say_coming(planned: Planned, nbytes: int) -> None:
-    """Before a download: that it will fit, and what it takes."""
+    """Before a download: that it will fit, what it takes, and how fast it will be."""
     taken = ", ".join(
         f"{gib(ledger.total_bytes)} of {gib(ledger.free_bytes)} {ledger.place}"
         for ledger in planned.plan.ledgers
     )
-    print(f"it fits: {taken}; {nbytes / 1e9:.1f} GB are fetched first", file=sys.stderr, flush=True)
+    speed = f"{_speed_text(planned)}; " if planned.model.moe_layers else ""
+    print(f"it fits: {taken}; {speed}{nbytes / 1e9:.1f} GB are fetched first", file=sys.stderr, flush=True)
+
+
+def _speed_text(planned: Planned) -> str:
+    """From how fast this machine reads its memory, which takes a second to measure."""
+    from tandem.bench.probes import cpu_speeds
+    from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
+    from tandem.config.forecast.prediction import Case, predict
+    from tandem.kernels.this_machine import this_machine
+
+    machine = this_machine()
+    speeds = wished_speeds(MachineWish(), machine, cpu_speeds(machine, planned.plan.tier))
+    decode = predict(Case(planned.model, planned.stored, planned.plan, speeds)).decode[1]
+    return f"decoding {decode.low:.1f} to {decode.high:.1f} tokens/s"
 
 
 def show_plan(plan: Plan) -> None:

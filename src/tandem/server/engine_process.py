@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from tandem.config.engine_config import EngineConfig
+from tandem.config.memory import gib
 from tandem.config.plan import Plan
 from tandem.engine.protocol import (
     AbortRequest,
@@ -111,9 +112,15 @@ def pin_main_thread(cpu: int) -> None:
 
 
 def print_plan(plan: Plan, said: Sequence[str]) -> None:
-    """With the notices that were not said yet: those that depend on the machine and the model."""
+    """With what it takes of each memory, and the notices that were not said yet: those that depend on the machine and
+    the model."""
     for decision in plan.decisions:
         print(f"  {decision.name:<24} {decision.value:<16} {decision.reason}", flush=True)
+    for ledger in plan.ledgers:
+        taken = ", ".join(f"{entry.name} {gib(entry.nbytes)}" for entry in ledger.entries)
+        print(
+            f"  {ledger.place}: {taken}; {gib(ledger.total_bytes)} of {gib(ledger.budget_bytes)}", flush=True
+        )
     for notice in plan.notices:
         if notice not in said:
             print(f"note: {notice}", flush=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from tandem.config.engine_config import EngineConfig
+from tandem.config.expert_format import EXPERT_FORMATS
 from tandem.config.forecast.prediction import Case, Prediction, predict
 from tandem.config.forecast.speeds import GIB, Speeds
 from tandem.config.machine import Machine
@@ -57,16 +59,28 @@ class Way:
 
 
 def ways_to_fit(question: Question) -> list[Way]:
-    """Empty where the model fits as it is."""
+    """Empty where the model fits as it is. Flags come before memory that has to be bought."""
     if _fits(question, {}):
         return []
-    found = [
-        way for changes, lossy in _fitting_changes(question) if (way := _tried(question, changes, lossy))
-    ]
-    lossless = [way for way in found if not way.lossy]
-    if not lossless and (needed := least_ram(question)):
-        lossless.append(Way(f"{gib(needed)} of RAM", f"instead of {gib(question.machine.total_memory)}"))
-    return [*lossless, *(way for way in found if way.lossy)]
+    found: list[Way] = []
+    for changes, lossy in _fitting_changes(question):
+        way = _tried(question, changes, lossy)
+        if way is not None and not any(other.change in way.change for other in found):
+            found.append(way)
+    more = [] if any(not way.lossy for way in found) else [*_more_memory(question, False)]
+    more += [] if found else [*_more_memory(question, True)]
+    return sorted([*found, *more], key=lambda way: way.lossy)
+
+
+def _more_memory(question: Question, lossy: bool) -> Iterator[Way]:
+    """How much RAM would do, as the model is stored or with smaller experts."""
+    more: dict[str, Any] = {"mem_fraction_static": LARGEST_FRACTION}
+    methods = _smaller_methods(question)[-1:] if lossy else [None]
+    for method in methods:
+        changes = more if method is None else {"kt_method": method} | more
+        if needed := least_ram(question, changes):
+            brings = f"fits with {_typed(changes)}; the machine has {gib(question.machine.total_memory)}"
+            yield Way(f"{gib(needed)} of RAM", brings, lossy)
 
 
 def _fitting_changes(question: Question) -> Iterator[tuple[dict[str, Any], bool]]:
@@ -80,9 +94,15 @@ def _fitting_changes(question: Question) -> Iterator[tuple[dict[str, Any], bool]
     if question.machine.gpus:
         yield {"kt_gpu_experts_ratio": None, "kt_num_gpu_experts": None}, False
         yield {"device": "cpu"}, False
-    for method in roundings(question.stored):
+    for method in _smaller_methods(question):
         yield {"kt_method": method}, True
         yield {"kt_method": method} | more, True
+
+
+def _smaller_methods(question: Question) -> list[str]:
+    """Roundings that were not asked for already."""
+    now = EXPERT_FORMATS.get(question.config.kt_method or "")
+    return [method for method in roundings(question.stored) if now not in (method.lower(), "int4")]
 
 
 def _tried(question: Question, changes: dict[str, Any], lossy: bool) -> Way | None:
@@ -102,7 +122,7 @@ def _typed(changes: Mapping[str, Any]) -> str:
                     for name, value in changes.items())  # fmt: skip
 
 
-def _fits(question: Question, changes: dict[str, Any]) -> bool:
+def _fits(question: Question, changes: Mapping[str, Any]) -> bool:
     try:
         question.plan(**changes)
     except ConfigError:
@@ -110,14 +130,14 @@ def _fits(question: Question, changes: dict[str, Any]) -> bool:
     return True
 
 
-def least_ram(question: Question) -> int:
-    """Bytes of RAM, in steps of a GiB, with which the same plan is possible; 0: memory is not what is missing."""
+def least_ram(question: Question, changes: Mapping[str, Any] = MappingProxyType({})) -> int:
+    """Bytes of RAM, in steps of a GiB, that the plan needs with these changes; 0: memory is not what is missing."""
 
     def enough(total: int) -> bool:
         machine = question.machine
         used = machine.total_memory - machine.available_memory
         other = dataclasses.replace(machine, total_memory=total, available_memory=total - min(used, total))
-        return _fits(dataclasses.replace(question, machine=other), {})
+        return _fits(dataclasses.replace(question, machine=other), changes)
 
     if not enough(LARGEST_RAM):
         return 0

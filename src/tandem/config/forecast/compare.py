@@ -8,7 +8,7 @@ from tandem.config.forecast.advice import Question, roundings
 from tandem.config.forecast.ledger import RAM, VRAM
 from tandem.config.forecast.prediction import Range
 from tandem.config.plan import Plan
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, DoesNotFit
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -16,7 +16,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 @dataclass(frozen=True, slots=True)
 class Row:
     """gpu_share of the experts, None: what fits was asked for. bytes; why: the first reason why it cannot be done, ""
-    where it can."""
+    where it can; fits: memory is not the reason."""
 
     method: str
     gpu_share: float | None
@@ -27,6 +27,7 @@ class Row:
     prompt: Range | None = None
     lossy: bool = False
     why: str = ""
+    fits: bool = True
 
 
 def compare(question: Question) -> list[Row]:
@@ -46,7 +47,13 @@ def _row(question: Question, method: str | None, share: float | None) -> Row:
     try:
         plan = question.plan(**changes)
     except ConfigError as error:
-        return Row(name, share, lossy=method is not None, why=error.reasons[0])
+        return Row(
+            name,
+            share,
+            lossy=method is not None,
+            why=error.reasons[0],
+            fits=not isinstance(error, DoesNotFit),
+        )
     predicted = question.predicted(plan)
     taken = {ledger.place: ledger.total_bytes for ledger in plan.ledgers}
     return Row(

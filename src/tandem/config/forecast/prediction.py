@@ -22,7 +22,8 @@ CONTEXT, PROMPT = 1024, 2048  # tokens, where none are said
 
 DRAM_SHARE = 0.92  # of the reading speed that the CPU's experts reach
 CPU_SHARE = {"amx": 0.42}  # of the tier's peak, with many rows; others:
-OTHER_CPU_SHARE = 0.65
+OTHER_CPU_SHARE = 0.55
+CPU_ATTENTION_SHARE = 0.28  # of the same peak: attention is computed in float32
 CPU_LAYER_SECONDS = 6e-5  # without a GPU: norms, router, attention's small parts
 HANDOFF_LAYER_SECONDS = 2.1e-5  # beside one: from the GPU to the CPU's experts and back
 GRAPH_KERNELS, EXPERT_KERNELS = 11, 3  # of a decode layer; of experts on the GPU beyond these
@@ -192,7 +193,7 @@ def _chunk(case: Case, rows: int, before: int) -> dict[str, float]:
         return {
             "dense layers": max(dense_flops / peak, case.dense_bytes / rate)
             + len(model.layers) * CPU_LAYER_SECONDS,
-            "attention": attention / peak,
+            "attention": attention / speeds.cpu_flops / CPU_ATTENTION_SHARE,
             "experts": on_cpu,
         }
     launches = len(model.layers) * EAGER_KERNELS * speeds.launch_seconds

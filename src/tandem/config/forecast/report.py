@@ -16,6 +16,8 @@ from tandem.config.memory import gib
 from tandem.config.plan import Plan
 from tandem.errors import ConfigError
 
+ENOUGH_TOKENS = 4096  # of KV cache, where a model does not fit and nothing was asked
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -39,6 +41,7 @@ class Report:
     speeds: Speeds
     to_fit: list[Way]
     to_go_faster: list[Way]
+    notices: tuple[str, ...] = ()
     compared: list[Row] = field(default_factory=list)
 
     @property
@@ -52,7 +55,7 @@ class Report:
             "model": self.model, "machine": self.machine, "fits": self.fits, "reasons": list(self.reasons),
             "ledgers": [_ledger_dict(ledger) for ledger in self.ledgers],
             "choices": [] if plan is None else [dataclasses.asdict(decision) for decision in plan.decisions],
-            "notices": [] if plan is None else list(plan.notices),
+            "notices": list(self.notices),
             "predicted": None if self.predicted is None else _prediction_dict(self.predicted),
             "speeds": dataclasses.asdict(self.speeds),
             "to_fit": [dataclasses.asdict(way) for way in self.to_fit],
@@ -63,19 +66,18 @@ class Report:
 
 def report(name: str, question: Question, refused: tuple[str, ...] = (), asked: Asked = Asked()) -> Report:
     """refused: what of the command line cannot be met anywhere."""
-    machine = machine_text(question.machine)
+    about, speeds = (name, machine_text(question.machine)), question.speeds
     try:
         plan = question.plan()
     except ConfigError as error:
-        reasons = (*refused, *error.reasons)
-        return Report(
-            name, machine, reasons, None, _needs(question), None, question.speeds, ways_to_fit(question), []
-        )
+        ledgers, notices = _needs(question)
+        reasons, ways = (*refused, *error.reasons), ways_to_fit(question)
+        return Report(*about, reasons, None, ledgers, None, speeds, ways, [], notices)
     predicted = _predict(question, plan, asked)
     if refused:
-        return Report(name, machine, refused, None, plan.ledgers, predicted, question.speeds, [], [])
+        return Report(*about, refused, None, plan.ledgers, predicted, speeds, [], [], plan.notices)
     faster = ways_to_go_faster(question, plan)
-    return Report(name, machine, (), plan, plan.ledgers, predicted, question.speeds, [], faster)
+    return Report(*about, (), plan, plan.ledgers, predicted, speeds, [], faster, plan.notices)
 
 
 def _predict(question: Question, plan: Plan, asked: Asked) -> Prediction:
@@ -83,22 +85,28 @@ def _predict(question: Question, plan: Plan, asked: Asked) -> Prediction:
     return predict(case, asked.batches, asked.context, asked.prompt)
 
 
-def _needs(question: Question) -> tuple[Ledger, ...]:
-    """What it would take with as much RAM as it wants, beside what may be used; () where that does not help."""
-    machine = question.machine
+def _needs(question: Question) -> tuple[tuple[Ledger, ...], tuple[str, ...]]:
+    """What it would take with as much RAM as it wants, beside what may be used, and notices; nothing where more RAM
+    does not help."""
+    machine, config = question.machine, question.config
+    enough = config.max_total_tokens or min(
+        config.context_length or ENOUGH_TOKENS, question.model.max_positions
+    )
     roomy = dataclasses.replace(machine, total_memory=LARGEST_RAM, available_memory=LARGEST_RAM)
     try:
-        plan = dataclasses.replace(question, machine=roomy).plan()
+        plan = dataclasses.replace(question, machine=roomy).plan(max_total_tokens=enough)
     except ConfigError:
-        return ()
+        return (), ()
+    ledgers = tuple(_beside(ledger, machine) if ledger.place == RAM else ledger for ledger in plan.ledgers)
+    unused = [d.reason for d in plan.decisions if d.name == "device" and d.value == "cpu" and machine.gpus]
+    return ledgers, (*plan.notices, *(f"the GPU is not used: {reason}" for reason in unused))
+
+
+def _beside(roomy: Ledger, machine: Machine) -> Ledger:
+    """The same, beside what this machine has."""
     share = machine.available_memory / LARGEST_RAM
-    return tuple(
-        dataclasses.replace(
-            one, budget_bytes=int(one.budget_bytes * share), free_bytes=machine.available_memory
-        )
-        if one.place == RAM
-        else one
-        for one in plan.ledgers
+    return dataclasses.replace(
+        roomy, budget_bytes=int(roomy.budget_bytes * share), free_bytes=machine.available_memory
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from tandem.errors import ConfigError
 
@@ -43,10 +44,11 @@ class GpuModel:
 
 
 GPU_MODELS: Mapping[str, GpuModel] = {
-    "3090": GpuModel(24, 936, 7.1e13, (8, 6)), "a100-40": GpuModel(40, 1555, 3.12e14, (8, 0)),
+    "3090": GpuModel(24, 936, 7.1e13, (8, 6)), "a10040": GpuModel(40, 1555, 3.12e14, (8, 0)),
     "a100": GpuModel(80, 2039, 3.12e14, (8, 0)), "a6000": GpuModel(48, 768, 7.7e13, (8, 6)),
     "l4": GpuModel(24, 300, 1.21e14, (8, 9)), "l20": GpuModel(48, 864, 1.2e14, (8, 9)),
     "l40": GpuModel(48, 864, 1.81e14, (8, 9)), "4060ti": GpuModel(16, 288, 4.4e13, (8, 9)),
+    "l40s": GpuModel(48, 864, 3.62e14, (8, 9)),
     "4070": GpuModel(12, 504, 5.8e13, (8, 9)), "4080": GpuModel(16, 717, 9.7e13, (8, 9)),
     "4090": GpuModel(24, 1008, 1.65e14, (8, 9)), "5060ti": GpuModel(16, 448, 4.7e13, (12, 0)),
     "5070": GpuModel(12, 672, 6.2e13, (12, 0)), "5080": GpuModel(16, 960, 1.13e14, (12, 0)),
@@ -77,9 +79,10 @@ class Speeds:
 
 
 def gpu_model(name: str) -> GpuModel | None:
-    """The table's entry for "RTX 4090", "NVIDIA H200", "h100"; the longest name that fits."""
-    plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    found = [key for key in GPU_MODELS if re.search(rf"(?<![0-9]){key.replace('-', '')}(?![0-9])", plain)]
+    """The table's entry for "NVIDIA GeForce RTX 4060 Ti", "H100 80GB HBM3", "4090": the longest that fits."""
+    words = [word.removeprefix("rtx") for word in re.findall(r"[a-z0-9]+", name.lower())]
+    known = {*words, *(a + b for a, b in pairwise(words))}
+    found = [key for key in GPU_MODELS if key in known]
     return GPU_MODELS[max(found, key=len)] if found else None
 
 
