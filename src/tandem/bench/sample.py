@@ -157,7 +157,9 @@ def _sample(question: Question, plan: Plan, depth: int) -> ModelConfig:
     each = model.expert_bytes(plan.expert_format, question.stored.experts) * max(1, len(model.moe_layers))
     count = _expert_count(model, each // max(1, len(model.moe_layers)))
     layers = tuple(_smaller(layer, count) for layer in model.layers[-depth:])
-    return dataclasses.replace(model, layers=layers, vocab=VOCAB, eos_ids=(), tied_embeddings=False)
+    return dataclasses.replace(
+        model, layers=layers, vocab=VOCAB, eos_ids=(), tied_embeddings=False, max_positions=1 << 20
+    )
 
 
 def _expert_count(model: ModelConfig, nbytes: int) -> int:
