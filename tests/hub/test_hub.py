@@ -361,3 +361,20 @@ def test_a_killed_download_goes_on(hub, source, tmp_path):
     assert done.returncode == 0, done.stderr
     assert (Path(done.stdout.strip()) / shards_of(hub)[0]).read_bytes() == big
     assert (f"/{NAME}/resolve/{COMMIT}/{shards_of(hub)[0]}", f"bytes={here}-") in hub.asked
+
+
+def test_a_plan_by_name_fetches_no_weights(hub, gguf):
+    for name in (NAME, "tiny/Tiny-GGUF:Q8_0"):
+        shown = kt("plan", name, "--bandwidth", "50GB/s", "--cpu", "2", "--isa", "scalar", "--json")
+        assert shown.exit_code == 0, shown.output
+        assert '"fits": true' in shown.stdout
+    assert not any(name.endswith(".safetensors") for name in hub.fetched())
+    assert find_snapshot(HubName("tiny/Tiny-GGUF", variant="Q8_0")) is None
+
+
+def test_what_is_said_before_a_download(hub, capsys):
+    from tandem.cli.serve import say_coming
+
+    model_files.prepare(EngineConfig.from_args([NAME]), say_coming)
+    said = capsys.readouterr().err
+    assert "it fits: " in said and "RAM; decoding " in said and "tokens/s; 0.0 GB are fetched first" in said

@@ -154,8 +154,7 @@ def _engine(question: Question, plan: Plan, depth: int, tokens: int) -> Engine:
 def _sample(question: Question, plan: Plan, depth: int) -> ModelConfig:
     """The last layers, with fewer experts: enough that no cache holds them."""
     model = question.model
-    each = model.expert_bytes(plan.expert_format, question.stored.experts) * max(1, len(model.moe_layers))
-    count = _expert_count(model, each // max(1, len(model.moe_layers)))
+    count = _expert_count(model, model.expert_bytes(plan.expert_format, question.stored.experts))
     layers = tuple(_smaller(layer, count) for layer in model.layers[-depth:])
     return dataclasses.replace(
         model, layers=layers, vocab=VOCAB, eos_ids=(), tied_embeddings=False, max_positions=1 << 20
