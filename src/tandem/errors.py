@@ -4,11 +4,16 @@ TandemError
 ├── ConfigError        a flag, a value or a combination of them
 │   └── GpuTooSmall    what was to be on the GPU, or beside it in CPU memory, does not fit
 ├── CheckpointError    a file of the model: missing, truncated, wrong shape, unknown format
+│   ├── HubError       a model that cannot be fetched by its name
 │   └── CacheDamaged   a packed cache is not what was written; the model is loaded from its checkpoint
 ├── RequestError       one request is wrong; the others go on        (HTTP 400)
 ├── EngineError        the engine failed or died while it had work   (HTTP 503)
 └── KernelError        a kernel was given an array it cannot take    (a bug of ours, or of a library user)
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class TandemError(Exception):
@@ -16,7 +21,16 @@ class TandemError(Exception):
 
 
 class ConfigError(TandemError, ValueError):
-    """A flag, a value or a combination of them cannot work."""
+    """A flag, a value or a combination of them cannot work.
+
+    `reasons`: all that stand in the way, each one sentence or more. `fields`: those of `EngineConfig` without which
+    the reasons would not hold; `resolve` leaves them out to find what else stands in the way.
+    """
+
+    def __init__(self, *reasons: str, fields: tuple[str, ...] = ()) -> None:
+        self.reasons = tuple(dict.fromkeys(reasons))
+        self.fields = fields
+        super().__init__(listed(self.reasons))
 
 
 class DoesNotFit(ConfigError):
@@ -29,6 +43,10 @@ class GpuTooSmall(DoesNotFit):
 
 class CheckpointError(TandemError):
     """A model file is missing, truncated, or holds something we cannot read."""
+
+
+class HubError(CheckpointError):
+    """A model cannot be fetched by its name."""
 
 
 class CacheDamaged(CheckpointError):
@@ -50,3 +68,15 @@ class EngineError(TandemError):
 
 class KernelError(TandemError, ValueError):
     """A kernel was given an array of a shape, type or alignment it cannot take."""
+
+
+def exit_status(error: TandemError) -> int:
+    """Of a program that ends with this error: 2 where what was asked cannot be met, else 1."""
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def listed(reasons: Sequence[str]) -> str:
+    """One reason as it is; several as a list."""
+    if len(reasons) == 1:
+        return reasons[0]
+    return "\n  * ".join([f"{len(reasons)} things stand in the way:", *reasons])

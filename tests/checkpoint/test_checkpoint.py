@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import struct
@@ -154,7 +155,7 @@ def test_what_a_user_types_is_resolved(tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
     assert resolve_model("demo") == tmp_path / "cache" / "demo"
     assert resolve_model(str(tmp_path)) == tmp_path
-    with pytest.raises(CheckpointError, match="hf download Qwen/Qwen3-30B-A3B --local-dir DIR"):
+    with pytest.raises(CheckpointError, match="kt model pull Qwen/Qwen3-30B-A3B"):
         resolve_model("Qwen/Qwen3-30B-A3B")
     with pytest.raises(CheckpointError, match="does not exist"):
         resolve_model(str(tmp_path / "absent"))
@@ -170,3 +171,19 @@ def test_a_shard_of_a_real_model_that_lost_its_end_stops_the_load(tiny_models, t
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="truncated"):
         open_checkpoint(copy)
+
+
+def test_a_file_larger_than_memory_is_mapped(tmp_path):
+    """A writable private mapping of it would be refused as memory that is not there."""
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    swap = int(re.search(r"SwapTotal:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) << 10
+    columns = 1 << 20
+    rows = 3 * (ram + swap) // (2 * columns)
+    header = json.dumps({"big.weight": {"dtype": "BF16", "shape": [rows, columns],
+                                        "data_offsets": [0, 2 * rows * columns]}}).encode()  # fmt: skip
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * rows * columns)  # a hole, which takes no disk
+    found = open_checkpoint(tmp_path)
+    assert found.get("big.weight")[-1, -3:].tolist() == [0, 0, 0]
+    assert found.nbytes() > ram + swap

@@ -10,6 +10,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils import match_name
+from typer.testing import CliRunner
 
 from convert_models import (
     EXPERTS,
@@ -25,6 +26,7 @@ from convert_models import (
     save_plain,
 )
 from tandem.checkpoint import open_checkpoint
+from tandem.cli.app import app
 from tandem.convert import METHODS, Conversion, convert
 from tandem.errors import CheckpointError, ConfigError
 from tandem.formats.codes import WeightCodes
@@ -235,3 +237,40 @@ def test_a_weight_that_is_no_number_is_named_and_leaves_no_half_file(workers, tm
     ):
         convert(Conversion(source, tmp_path / "out", workers=workers))
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["conversion.json"]
+
+
+def kt_convert(*words: object):
+    return CliRunner().invoke(app, ["convert", *map(str, words)])
+
+
+def test_the_tutorials_spellings_are_taken(tmp_path):
+    source = save_plain(tmp_path / "in")
+    flags = "--input-type bf16 --cpuinfer-threads 64 --threadpool-count 4 --no-merge-safetensor".split()
+    done = kt_convert("--input-path", source, "--output", tmp_path / "a", "--quant-method", "int4", *flags)
+    assert done.exit_code == 0, done.output
+    assert "--threadpool-count changes nothing" in done.stderr
+    for method in ("AMXINT4", "INT4"):
+        done = kt_convert(source, tmp_path / method, "--method", method, "--no-merge-safetensor")
+        assert done.exit_code == 0, done.output
+    ours, theirs = (file_tensors(tmp_path / name) for name in ("INT4", "a"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+    assert config_of(tmp_path / "AMXINT4") == config_of(tmp_path / "INT4")
+
+
+def test_what_cannot_be_served_is_converted_with_a_word(tmp_path):
+    source = save_plain(tmp_path / "in")
+    served = {
+        "model_type": "qwen3_moe", "hidden_size": HIDDEN, "num_hidden_layers": 3, "vocab_size": 40,
+        "rms_norm_eps": 1e-6, "num_attention_heads": 4, "num_experts": EXPERTS, "num_experts_per_tok": 2,
+        "moe_intermediate_size": WIDTH, "intermediate_size": WIDTH, "max_position_embeddings": 64, "rope_theta": 1e4,
+    }  # fmt: skip
+    for model_type in ("qwen3_moe", "next_year"):
+        (source / "config.json").write_text(json.dumps(served | {"model_type": model_type}))
+        done = kt_convert(source, tmp_path / model_type)
+        assert done.exit_code == 0, done.output
+        assert ("cannot be served by Tandem" in done.stderr) == (model_type == "next_year")
+
+
+def test_model_and_out_are_given_once(tmp_path):
+    for words in ([], [tmp_path], [tmp_path, tmp_path / "a", "--output", tmp_path / "b"]):
+        assert isinstance(kt_convert(*words).exception, ConfigError)

@@ -172,3 +172,43 @@ def test_a_path_without_experts_is_refused(models, tmp_path, tiny_models) -> Non
         answer(models[0], kt_weight_path=str(tiny_models["llama"]))
     with pytest.raises(ConfigError, match="another model"):
         answer(tiny_models["qwen3_moe"], kt_weight_path=str(models[0]))
+
+
+def kt_merged(path: Path, name: str = "blk.1.ffn_{}_exps.{}.numa.{}.{}") -> Path:
+    """As KTransformers' converter merges its experts: flat codes and scales by NUMA node, the rest renamed."""
+    path.mkdir()
+    tensors = {"blk.0.attn_norm.weight": torch.ones(4)}
+    for matrix in ("up", "gate", "down"):
+        for node in range(4):
+            tensors[name.format(matrix, 0, node, "weight")] = torch.zeros(64, dtype=torch.int8)
+            tensors[name.format(matrix, 0, node, "scale")] = torch.ones(8)
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def kt_loose(path: Path) -> Path:
+    folder = path / "_layer_1" / "_numa_0"
+    folder.mkdir(parents=True)
+    for part in ("quant", "scale"):
+        (folder / f"INT8_down_0_64Byte_{part}_.kt").write_bytes(bytes(64))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("made", "kind", "method"),
+    [(kt_merged, "for 4 NUMA nodes", "INT4"), (kt_loose, "loose .kt files", "INT8")],
+)
+def test_what_ktransformers_packed_is_refused_with_the_command_for_ours(
+    models, tmp_path, made, kind, method
+) -> None:
+    dense, path = models[0], made(tmp_path / f"Tiny-AMX{'INT8' if made is kt_loose else 'INT4'}")
+    ours = f"{path}-tandem"
+    with pytest.raises(ConfigError) as refused:
+        with_experts(open_checkpoint(dense), str(path), ModelConfig.load(dense))
+    text = str(refused.value)
+    assert (
+        kind in text
+        and f"kt convert {dense} {ours} --method {method}, and give --kt-weight-path {ours}" in text
+    )
+    with pytest.raises(ConfigError, match="KTransformers' converter packed these"):
+        open_checkpoint(path)

@@ -11,6 +11,7 @@ from fake_model import VOCAB, fake_engine, fake_plan
 from tandem.bench import decode as bench_decode
 from tandem.bench import peers as bench_peers
 from tandem.config import ModelConfig
+from tandem.config.forecast.bound import bytes_per_step
 from tandem.errors import ConfigError
 
 
@@ -21,9 +22,9 @@ def demo_config(demo_dir) -> ModelConfig:
 
 def test_one_token_reads_its_experts_and_many_read_them_all(demo_config) -> None:
     plan = fake_plan(dtype="bfloat16", expert_format="bf16")
-    one = bench_decode.bytes_per_step(demo_config, plan, 1)
+    one = bytes_per_step(demo_config, plan.dtype, plan.expert_format, 1)
     assert one == pytest.approx(348e6, rel=0.01)
-    many = bench_decode.bytes_per_step(demo_config, plan, 10_000)
+    many = bytes_per_step(demo_config, plan.dtype, plan.expert_format, 10_000)
     assert many == pytest.approx(demo_config.weight_bytes("bfloat16", "bf16"), rel=1e-6)
 
 

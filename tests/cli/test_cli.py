@@ -14,12 +14,9 @@ from typer.testing import CliRunner, Result
 
 from tandem import __version__
 from tandem.cli.app import app, run
-from tandem.cli.doctor import hardware
-from tandem.config import Machine
 from tandem.config.engine_config import FLAGS
-from tandem.config.machine import Core
 
-COMMANDS = ["serve", "chat", "convert", "version", "doctor", "demo", "quality", "bench"]
+COMMANDS = ["serve", "plan", "chat", "convert", "version", "doctor", "demo", "model", "quality", "bench"]
 MODEL = {
     "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "rms_norm_eps": 1e-6,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
@@ -143,14 +140,3 @@ def test_the_demo_s_plan_needs_no_demo(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert shown.exit_code == 0, shown.output
     assert re.search(r"context length +8192", shown.stdout)
     assert not list(tmp_path.iterdir())
-
-
-def test_doctor_names_the_fix_of_what_is_missing() -> None:
-    poor = Machine("Old CPU", (Core(0, 0, 0), Core(1, 0, 0)), ("scalar",), 1 << 30, 1 << 29, cpu_quota=1.0)
-    fixes = {finding.name: finding.fix for finding in hardware(poor)}
-    assert "AVX2" in fixes["instruction sets"]
-    assert "--cpus" in fixes["cores"]
-    assert "2 GiB" in fixes["memory"]
-    assert fixes["GPU"] == ""
-    rich = Machine("New CPU", (Core(0, 0, 0),), ("scalar", "avx2"), 1 << 34, 1 << 34)
-    assert not any(finding.fix for finding in hardware(rich))

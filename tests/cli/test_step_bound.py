@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.bench.step_bound import Ceilings, Turn, experts_seconds, paired_share
+from tandem.bench.step_bound import Ceilings, Turn, paired_share
+from tandem.config.forecast.bound import experts_seconds
 
 GB = 10**9
 

@@ -10,6 +10,7 @@ import pytest
 
 from tandem.config import EngineConfig
 from tandem.config.engine_config import FLAGS
+from tandem.config.foreign_flags import FOREIGN
 from tandem.errors import ConfigError
 
 # The names that users already type; a copy on purpose, so that a renamed flag fails here.
@@ -79,13 +80,54 @@ def test_values_arrive_typed() -> None:
         ),
         (["--kt-cpuinfr", "3"], "unknown flag --kt-cpuinfr; the nearest known one is --kt-cpuinfer"),
         (["--portt=3"], "unknown flag --portt; the nearest known one is --port"),
-        (["--qqqq"], "unknown flag --qqqq; the nearest"),
+        (["--qqqq"], r"unknown flag --qqqq \(kt serve --help-all"),
+        (
+            ["--quantization", "fp8"],
+            "unknown flag --quantization: how weights are stored is read from the checkpoint",
+        ),
+        (["--load-format", "auto"], "unknown flag --load-format: how weights are stored"),
+        (["--config", "x.yaml"], "unknown flag --config: flags are given on the command line"),
         (["extra"], "unexpected argument 'extra'"),
     ],
 )
 def test_wrong_values_name_the_flag(argv: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         EngineConfig.from_args(["demo", *argv])
+
+
+def test_everything_wrong_with_a_line_is_said_at_once() -> None:
+    line = "--tp 2 --port x --speculative-algorithm EAGLE --quantization fp8 --portt 3 --dtype float8 --page-size 0"
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig.from_args(["demo", *line.split()])
+    said = [
+        reason.split()[0 if reason.startswith("--") else 2].rstrip(":;") for reason in refused.value.reasons
+    ]
+    assert sorted(said) == sorted(
+        ["--tensor-parallel-size", "--port", "--speculative-algorithm", "--quantization", "--portt", "--dtype",
+         "--page-size"]
+    )  # fmt: skip
+    assert str(refused.value).splitlines()[0] == "7 things stand in the way:"
+
+
+def test_a_hint_never_names_a_flag_of_another_meaning() -> None:
+    """Nearest by letters, `--quantization` was `--kt-int8-activations`, which is lossy."""
+    for name in FOREIGN:
+        with pytest.raises(ConfigError) as refused:
+            EngineConfig.from_args(["demo", name, "1"])
+        assert "nearest" not in str(refused.value)
+        assert not [f for f in FLAGS if name in f.spellings]
+
+
+def test_fields_can_be_left_out() -> None:
+    config = EngineConfig.from_args(["demo", "--kt-cpuinfer", "3", "--port", "8"]).without(
+        ("kt_cpuinfer", "model")
+    )
+    assert (config.model, config.kt_cpuinfer, config.port, config.given) == (
+        "demo",
+        None,
+        8,
+        {"model", "port"},
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,6 +150,7 @@ def test_missing_features_are_refused_with_what_works(argv: list[str], says: str
         ["--trust-remote-code"], ["--enable-mixed-chunk"], ["--nnodes", "1"],
         ["--dist-init-addr", "a:1"],
         ["--kt-max-deferred-experts-per-token", "0"],
+        ["--kt-gpu-prefill-token-threshold", "0"],
     ],
 )  # fmt: skip
 def test_flags_that_change_nothing_say_so(argv: list[str]) -> None:

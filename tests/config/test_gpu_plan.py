@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -318,3 +319,43 @@ def test_dense_codes_leave_room_for_experts() -> None:
     saved = dense_bytes(QWEN3, "bfloat16") - dense_bytes(QWEN3, "bfloat16", StoredFormats(dense=fp8))
     assert saved == pytest.approx(0.6 * QWEN3.dense_params, rel=1e-3)
     assert coded.gpu.experts - plain.gpu.experts > 0.7 * saved / QWEN3.expert_bytes("bf16")
+
+
+def test_flags_and_gpus_that_change_nothing_are_named(tmp_path: Path) -> None:
+    two = with_gpu()
+    two = replace(two, gpus=(two.gpus[0], replace(two.gpus[0], number=1, name="L40")))
+    (line,) = plan(two).notices
+    assert line.startswith("GPU 1 (L40) not used: one engine process uses one GPU")
+    (line,) = plan(with_gpu(), kt_num_gpu_experts=1000).notices
+    assert line == "--kt-num-gpu-experts 1000: the model has 32 per layer, so all of them are meant"
+    (line,) = plan(with_gpu(), init_expert_location=str(tmp_path / "x.pt")).notices
+    assert "--init-expert-location changes nothing" in line and "only frequency reads statistics" in line
+    (line,) = plan(with_gpu(), kt_num_gpu_experts=3, kt_gpu_experts_ratio=0.5).notices
+    assert line == "--kt-num-gpu-experts changes nothing: --kt-gpu-experts-ratio beats it"
+
+
+def test_frequency_needs_a_file_that_is_there(tmp_path: Path) -> None:
+    flags = {"kt_expert_placement_strategy": "frequency", "kt_gpu_experts_ratio": 0.5}
+    with pytest.raises(
+        ConfigError, match="frequency needs activation statistics: give --init-expert-location"
+    ):
+        plan(with_gpu(), **flags)
+    file = tmp_path / "counts.pt"
+    with pytest.raises(ConfigError, match=r"--init-expert-location .*counts.pt does not exist"):
+        plan(with_gpu(), init_expert_location=str(file), **flags)
+    file.touch()
+    found = plan(with_gpu(), init_expert_location=str(file), **flags).gpu
+    assert found is not None and found.statistics == str(file)
+    everything = plan(with_gpu(), kt_expert_placement_strategy="frequency", kt_gpu_experts_ratio=1.0)
+    assert everything.gpu is not None and everything.gpu.statistics is None
+
+
+def test_the_ledgers_of_both_memories_are_the_sums_that_were_made() -> None:
+    p = plan(with_gpu(), kt_gpu_experts_ratio=0.5)
+    vram, ram = p.ledgers
+    sizes = {entry.name: entry.nbytes for entry in vram.entries}
+    assert (vram.place, vram.budget_bytes, vram.free_bytes) == ("VRAM", int(0.9 * 16 * GIB), 16 * GIB)
+    assert sizes["dense weights"] == dense_bytes(MODEL, "bfloat16")
+    assert sizes["experts"] == 30 * 16 * MODEL.expert_bytes("bf16") and vram.left_bytes >= -(1 << 20)
+    assert {entry.name: entry.nbytes for entry in ram.entries}["experts"] == sizes["experts"]
+    assert ram.place == "RAM" and ram.left_bytes > 0

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.config import ModelConfig
+from tandem.config.json_keys import JsonKeys
 from tandem.errors import ConfigError
 from tiny import COMMON, VARIANTS
 
@@ -82,11 +83,11 @@ DEEPSEEK = {
 
 
 def test_deepseek_v3_is_what_its_authors_say_it_is():
-    """671 B parameters (arXiv 2412.19437), 576 numbers per token and layer in the cache, nothing left unread."""
+    """671 B parameters (arXiv 2412.19437), 576 numbers per token and layer in the cache, all read but MTP."""
     config = ModelConfig.from_dict(DEEPSEEK)
     assert round((config.dense_params + config.routed_params + config.vocab * config.hidden) / 1e9) == 671
     assert config.state_layout("bfloat16").token_bytes == 61 * 576 * 2
-    assert config.unread_keys == ()
+    assert config.unread_keys == ("num_nextn_predict_layers",)
     attention = config.mixers[0]
     assert attention.rope.table_factor == 1.0
     assert attention.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
@@ -169,3 +170,9 @@ def test_junk_in_any_key_is_accepted_or_a_config_error(variant, junk):
     for key in (*good, "rope_parameters", "layer_types", "mlp_only_layers", "sliding_window", "head_dim"):
         with contextlib.suppress(ConfigError):
             ModelConfig.from_dict(good | {key: junk})
+
+
+def test_keys_that_are_null_say_nothing():
+    """Every Qwen3 config has `"sliding_window": null`."""
+    keys = JsonKeys({"sliding_window": None, "use_xyz": None, "use_abc": 0, "num_mtp_layers": 0})
+    assert keys.unread == ("use_abc",)

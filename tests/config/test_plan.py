@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from tandem.config import (
     Dense,
     EngineConfig,
     Experts,
+    Machine,
     ModelConfig,
     Moe,
     Plan,
@@ -21,7 +23,7 @@ from tandem.config import (
     resolve,
 )
 from tandem.config.machine import TIERS
-from tandem.config.memory import DEFAULT_KV_BYTES, DEFAULT_PREFILL_TOKENS, WORKSPACE_BYTES
+from tandem.config.memory import DEFAULT_KV_BYTES, DEFAULT_PREFILL_TOKENS, RESULT_BYTES, WORKSPACE_BYTES
 from tandem.errors import ConfigError
 
 KV_BYTES = 2 * 30 * 3 * 64 * 2  # K and V × layers × heads × head_dim × bf16
@@ -136,19 +138,29 @@ def test_weights_are_divided_among_the_nodes_of_pinned_threads() -> None:
     assert plan(two, kt_threadpool_count=1).parts == ()
     assert plan(two, kt_numa_nodes=(1,)).parts == ()
     assert plan(machine(cores=8, nodes=2, quota=4.0)).parts == ()
-    with pytest.raises(
-        ConfigError, match="count 3: the threads' cores are on NUMA nodes 0-1; leave the flag out"
-    ):
-        plan(two, kt_threadpool_count=3)
-    with pytest.raises(ConfigError, match="under the CPU quota threads are not pinned"):
-        plan(machine(cores=8, nodes=2, quota=4.0), kt_threadpool_count=2)
     # One node: as on a host with several, to try it out.
     p = plan(machine(cores=4), kt_threadpool_count=2)
     assert (p.parts, p.part_nodes) == ((0, 0, 1, 1), ())
     p = plan(two, kt_numa_nodes=(1,), kt_threadpool_count=2)  # nothing is asked of a node that was not named
     assert (p.parts, p.part_nodes) == ((0, 0, 1, 1), ())
-    with pytest.raises(ConfigError, match="only 4 threads"):
-        plan(machine(cores=4), kt_threadpool_count=5)
+
+
+@pytest.mark.parametrize(
+    ("host", "asked", "parts", "why"),
+    [
+        (machine(cores=8, nodes=4), 2, (0, 0, 1, 1, 2, 2, 3, 3), "among the 4 NUMA nodes"),
+        (machine(cores=8, nodes=2, quota=4.0), 2, (), "under the CPU quota threads are not pinned"),
+        (machine(cores=2), 4, (), "only 2 threads on one NUMA node"),
+    ],
+)
+def test_a_tutorial_s_number_of_parts_does_no_harm_elsewhere(
+    host: Machine, asked: int, parts: tuple[int, ...], why: str
+) -> None:
+    p = plan(host, kt_threadpool_count=asked)
+    assert p.parts == parts
+    assert [
+        n for n in p.notices if n.startswith(f"--kt-threadpool-count {asked} changes nothing: ") and why in n
+    ]
 
 
 def test_kernel_tier() -> None:
@@ -269,15 +281,69 @@ def test_gpu_flags_without_a_gpu_say_that_they_change_nothing(flags: dict[str, o
     assert re.match(r"--[a-z-]+ changes nothing: ", line)
 
 
-@pytest.mark.parametrize("flags", [{"kt_num_gpu_experts": 8}, {"kt_gpu_experts_ratio": 0.5}])
-def test_experts_on_a_gpu_need_one(flags: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="needs a GPU, but no GPU was found; leave it out"):
+WISHES = {
+    "kt_num_gpu_experts": 8, "kt_gpu_experts_ratio": 0.5, "kt_enable_dynamic_expert_update": True,
+    "attention_backend": "flashinfer", "disable_expert_foresight": True, "record_kt_gpu_expert_distribution": True,
+    "init_expert_location": "/no/such/file",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", WISHES)
+def test_what_only_a_gpu_has_is_a_note_without_one(field: str) -> None:
+    (line,) = plan(machine(), **{field: WISHES[field]}).notices
+    assert line.startswith("--" + field.replace("_", "-")) and "CUDA graphs" not in line
+    with pytest.raises(ConfigError, match="--device cuda: no GPU was found"):
+        plan(machine(), device="cuda", **{field: WISHES[field]})
+
+
+def test_all_that_stands_in_the_way_is_said_at_once() -> None:
+    flags = {
+        "kt_method": "AWQ", "kernel_tier": "amx", "context_length": 9000, "kt_numa_nodes": (7,), "device": "cuda",
+        "kt_int8_activations": True, "max_total_tokens": 10_000_000,
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as refused:
         plan(machine(), **flags)
+    said = {re.match(r"--[a-z0-9-]+", reason)[0] for reason in refused.value.reasons}  # type: ignore[index]
+    assert said >= {"--" + name.replace("_", "-") for name in flags}
+    with pytest.raises(ConfigError) as refused:
+        plan(machine(free=16 * GIB), big_model(), kernel_tier="amx")
+    assert [reason.split()[0] for reason in refused.value.reasons] == ["--kernel-tier", "the"]
 
 
-def test_moving_experts_needs_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="could move to, but no GPU was found; leave it out"):
-        plan(machine(), kt_enable_dynamic_expert_update=True)
+def test_a_smaller_prefill_bound_is_said_to_change_nothing() -> None:
+    (line,) = plan(machine(), max_prefill_tokens=2048, chunked_prefill_size=512).notices
+    assert line == "--max-prefill-tokens 2048 changes nothing: --chunked-prefill-size 512 is not larger"
+    assert plan(machine(), max_prefill_tokens=256, chunked_prefill_size=512).notices == ()
+
+
+def test_what_loses_nothing_is_advised_first() -> None:
+    """DeepSeek-V3's shape in fp8 on 768 GB: more of the memory is enough."""
+    model = replace(big_model(), layers=big_model().layers * 2)
+    needed = model.weight_bytes("bfloat16", "stored", StoredFormats(FP8, FP8, FP8))
+    with pytest.raises(ConfigError) as refused:
+        config = EngineConfig(model="demo")
+        resolve(config, model, machine(free=int(needed / 0.88)), StoredFormats(FP8, FP8, FP8))
+    text = str(refused.value)
+    assert 0 < text.index("--mem-fraction-static 0.") < text.index("--kt-method") < text.index("(lossy)")
+    advised = float(re.search(r"--mem-fraction-static (0\.\d+)", text)[1])  # type: ignore[index]
+    assert 0.88 < advised < 0.92
+    config = EngineConfig(model="demo", mem_fraction_static=advised)
+    assert resolve(config, model, machine(free=int(needed / 0.88)), StoredFormats(FP8, FP8, FP8))
+
+
+def test_the_planner_counts_the_results_that_the_kernels_keep() -> None:
+    source = (Path(__file__).parents[2] / "csrc/experts/down.cc").read_text()
+    mebibytes = re.search(r"TANDEM_RESULT_BYTES \(int64_t\{(\d+)\} << 20\)", source)
+    assert mebibytes is not None and int(mebibytes[1]) << 20 == RESULT_BYTES
+
+
+def test_the_ledger_is_the_sum_that_was_made() -> None:
+    p = plan(machine())
+    (ram,) = p.ledgers
+    assert ram.place == "RAM" and ram.budget_bytes == int(0.8 * 16 * GIB) and ram.free_bytes == 16 * GIB
+    sizes = {entry.name: entry.nbytes for entry in ram.entries}
+    assert sizes["dense weights"] + sizes["experts"] == MODEL.weight_bytes("bfloat16", "bf16")
+    assert sizes["KV cache"] == kv_bytes(p) and 0 < ram.left_bytes == ram.budget_bytes - sum(sizes.values())
 
 
 def test_int8_activations_need_experts_with_codes() -> None:

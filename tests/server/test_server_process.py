@@ -229,6 +229,14 @@ def test_a_model_that_cannot_be_loaded_is_one_clear_line(tmp_path: Path):
     assert server.log.read_text().strip() == "error: this model is broken on purpose; give another"
 
 
+def test_what_cannot_be_met_ends_as_the_plan_does(tmp_path: Path):
+    """`kt serve --plan-only` ends with 2, and with the same lines."""
+    server = spawn_echo(tmp_path / "server.log", loader="load_refused")
+    assert server.process.wait(timeout=60) == 2
+    reasons = "  * the echo does not fit\n  * --tp 3 is not for it\n"
+    assert server.log.read_text() == f"error: 2 things stand in the way:\n{reasons}"
+
+
 def test_a_tokenizer_that_cannot_be_loaded_is_one_clear_line(tmp_path: Path):
     """It is read in the API process, once the engine has said where the model is."""
     server = spawn_echo(tmp_path / "server.log", load_tokenizer="load_no_tokenizer")
@@ -257,7 +265,7 @@ def test_a_taken_port_is_named(tmp_path: Path):
         taken.listen()
         port = taken.getsockname()[1]
         log = tmp_path / "log"
-        assert spawn(["-c", echo_code("load", port=port)], log).wait(timeout=60) == 1
+        assert spawn(["-c", echo_code("load", port=port)], log).wait(timeout=60) == 2
         assert f"127.0.0.1:{port}" in log.read_text() and "Traceback" not in log.read_text()
 
 

@@ -20,7 +20,6 @@ BAD_CHAT = {
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         400,
     ),
-    "unknown model": ({"model": "gpt-99"}, 404),
     "n = 0": ({"n": 0}, 400),
     "n is huge": ({"n": 10**18}, 400),
     "n is a string": ({"n": "3"}, 400),
@@ -237,6 +236,20 @@ def test_routes_and_methods():
         assert error_of(await server.client.get(CHAT), 405)["code"] == "method_not_allowed"
         assert error_of(await server.client.get("/v1/models/other"), 404)["code"] == "model_not_found"
         error_of(await server.client.post("/abort_request", json={}), 400)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_any_name_means_the_model_that_is_served(path):
+    """The tutorials' curl says "model-name"; the answer says what answered."""
+
+    async def scenario(server: LocalServer):
+        text = {"messages": [{"role": "user", "content": "ab"}], "prompt": "ab"}
+        body = {"model": "model-name", **{k: text[k] for k in ("messages" if path == CHAT else "prompt",)}}
+        response = await server.client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        assert response.json()["model"] == server.state.model_name != "model-name"
 
     run(scenario)
 

@@ -13,7 +13,7 @@ import pytest
 
 from tandem.config import EngineConfig
 from tandem.engine.protocol import GenerateRequest, SamplingParams
-from tandem.errors import EngineError, RequestError
+from tandem.errors import ConfigError, EngineError, RequestError
 from tandem.server import supervisor
 from tandem.server.engine_client import EngineClient
 from tandem.server.metrics import ServerMetrics
@@ -47,7 +47,7 @@ async def supervised(
         yield client, boss, running
     finally:
         await boss.stop()
-        with contextlib.suppress(EngineError):
+        with contextlib.suppress(EngineError, ConfigError):
             await asyncio.wait_for(running, 30)
 
 
@@ -162,7 +162,7 @@ def test_a_first_start_that_fails_is_not_repeated(tmp_path: Path):
 
     async def scenario():
         async with supervised("load_once", str(marker)) as (_, boss, running):
-            with pytest.raises(EngineError, match="the model went away"):
+            with pytest.raises(ConfigError, match="the model went away"):
                 await running
             assert boss.restarts == 0
 

@@ -21,7 +21,7 @@ from fake_model import fake_config, fake_plan
 from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.start.parts import EngineParts
-from tandem.errors import CheckpointError, EngineError
+from tandem.errors import CheckpointError, ConfigError, EngineError
 from tandem.server.engine_process import LoadedEngine
 
 PAGES, CONTEXT = 2048, 4096
@@ -120,6 +120,10 @@ def load_when_told(config: EngineConfig) -> LoadedEngine:
 
 def load_broken(config: EngineConfig) -> LoadedEngine:
     raise CheckpointError("this model is broken on purpose; give another")
+
+
+def load_refused(config: EngineConfig) -> LoadedEngine:
+    raise ConfigError("the echo does not fit", "--tp 3 is not for it")
 
 
 def load_crashing(config: EngineConfig) -> LoadedEngine:

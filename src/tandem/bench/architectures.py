@@ -3,7 +3,11 @@ expert shape of Qwen3-Next."""
 
 from __future__ import annotations
 
-from tandem.config import ModelConfig
+import json
+import tempfile
+from pathlib import Path
+
+from tandem.config import ModelConfig, StoredFormats
 from tandem.errors import ConfigError
 
 
@@ -57,21 +61,54 @@ def _latent(
     } | more  # fmt: skip
 
 
+_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def _mixtral(
+    hidden: int, layers: int, heads: int, width: int, vocab: int, positions: int
+) -> dict[str, object]:
+    return {
+        "model_type": "mixtral", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": width,
+        "vocab_size": vocab, "max_position_embeddings": positions, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+    }  # fmt: skip
+
+
 CONFIGS = {
     "qwen3-30b-a3b": _qwen3(2048, 48, 32, 4, 128, 8, 768),
     "qwen3-235b-a22b": _qwen3(4096, 94, 64, 4, 128, 8, 1536),
+    "qwen3-coder-480b-a35b": _qwen3(6144, 62, 96, 8, 160, 8, 2560),
     "glm-4.5-air": _glm(4096, 46, 1, 128, 1408, 10944, False, 1.0),
     "glm-4.6": _glm(5120, 92, 3, 160, 1536, 12288, True, 2.5),
+    "mixtral-8x7b": _mixtral(4096, 32, 32, 14336, 32000, 32768),
+    "mixtral-8x22b": _mixtral(6144, 56, 48, 16384, 32768, 65536),
+    "olmoe-1b-7b": {
+        "model_type": "olmoe", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "intermediate_size": 1024,
+        "vocab_size": 50304, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+    },
+    "qwen2-57b-a14b": {
+        "model_type": "qwen2_moe", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560,
+        "shared_expert_intermediate_size": 20480, "intermediate_size": 18944, "vocab_size": 151936,
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    },
+    "qwen3-next-80b-a3b": _qwen3(2048, 48, 16, 2, 512, 10, 512) | {
+        "model_type": "qwen3_next", "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "shared_expert_intermediate_size": 512,
+        "intermediate_size": 5120, "max_position_embeddings": 262144, "rope_theta": 1e7,
+    },
     "qwen3-512e": _qwen3(2048, 48, 32, 4, 512, 10, 512),
     "deepseek-v3": _latent(
         7168, 61, 3, 128, 1536, 256, 8, 2048, model_type="deepseek_v3", n_shared_experts=1, intermediate_size=18432,
         n_group=8, topk_group=4, norm_topk_prob=True, routed_scaling_factor=2.5, vocab_size=129280,
-        max_position_embeddings=163840, rope_theta=1e4, rope_scaling=_yarn(40.0, 32.0),
+        max_position_embeddings=163840, rope_theta=1e4, rope_scaling=_yarn(40.0, 32.0), quantization_config=_FP8,
     ),
     "kimi-k2": _latent(
         7168, 61, 1, 64, 1536, 384, 8, 2048, model_type="kimi_k2", n_shared_experts=1, intermediate_size=18432,
         n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.827, vocab_size=163840,
-        max_position_embeddings=131072, rope_theta=5e4, rope_scaling=_yarn(32.0, 1.0),
+        max_position_embeddings=131072, rope_theta=5e4, rope_scaling=_yarn(32.0, 1.0), quantization_config=_FP8,
     ),
     "deepseek-v2-lite": _latent(
         2048, 27, 1, 16, None, 64, 6, 1408, model_type="deepseek_v2", n_shared_experts=2, intermediate_size=10944,
@@ -89,3 +126,15 @@ def named_config(name: str, layers: int | None) -> ModelConfig:
         raise ConfigError(f"--config {name!r} is not known; these are: {NAMES}")
     keys = CONFIGS[name] | ({} if layers is None else {"num_hidden_layers": layers})
     return ModelConfig.from_dict(keys)
+
+
+def named_subject(name: str) -> tuple[ModelConfig, StoredFormats]:
+    """The architecture, and how its published checkpoint stores it. Raises ConfigError."""
+    model = named_config(name, None)
+    if "quantization_config" not in CONFIGS[name]:
+        return model, StoredFormats()
+    from tandem.checkpoint.glance.from_names import formats_from_names  # torch: names alone must not load it
+
+    with tempfile.TemporaryDirectory(prefix="tandem-plan-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[name]))
+        return model, formats_from_names(Path(folder), model)

@@ -17,8 +17,8 @@ from rich.table import Table
 from tandem.bench.ceilings import measure_read_gbps
 from tandem.bench.kernels import commit
 from tandem.bench.peers import check_installed, llama_cpp_rate, transformers_rate
-from tandem.config import EngineConfig, Machine, ModelConfig, Plan
-from tandem.config.state import DTYPE_BYTES
+from tandem.config import EngineConfig, Machine, Plan
+from tandem.config.forecast.bound import bytes_per_step
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.engine.start.loader import load_parts, model_directory
@@ -104,7 +104,7 @@ def _own_rows(request: Request, fmt: str) -> Iterator[Row]:
     plan, model = parts.plan, parts.model_config
     for batch in request.batches:
         rate, gbps = decode_rate(Engine.from_parts(parts), model.vocab, batch, request)
-        bound = batch * gbps * 1e9 / bytes_per_step(model, plan, batch)
+        bound = batch * gbps * 1e9 / bytes_per_step(model, plan.dtype, plan.expert_format, batch)
         yield _row(request, "tandem", plan.expert_format, batch, rate, bound, gbps)
 
 
@@ -144,15 +144,6 @@ def _timed_rate(engine: Engine, steps: int) -> float:
     for _ in range(steps):
         tokens += len(engine.step())
     return tokens / (perf_counter() - started)
-
-
-def bytes_per_step(model: ModelConfig, plan: Plan, batch: int) -> float:
-    """Weight bytes that a step must read: the dense ones, and the experts that `batch` tokens are expected to choose
-    between them if routing is uniform: E (1 - (1 - k/E)^batch) per layer."""
-    router = model.moe.router
-    chosen = router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** batch)
-    dense = model.dense_params * DTYPE_BYTES[plan.dtype]
-    return dense + chosen * len(model.moe_layers) * model.expert_bytes(plan.expert_format)
 
 
 def _row(

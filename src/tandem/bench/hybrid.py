@@ -33,9 +33,10 @@ from tandem.bench.decode_counts import StepCounts
 from tandem.bench.handoff_time import handoff_us
 from tandem.bench.kernels import commit
 from tandem.bench.memory_ledger import Taken, memory_columns, planned
-from tandem.bench.step_bound import experts_seconds, gpu_step_bytes, paired_share
+from tandem.bench.step_bound import gpu_step_bytes, paired_share
 from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore, stored_as
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
+from tandem.config.forecast.bound import experts_seconds
 from tandem.engine.expert_statistics import expert_usage
 from tandem.engine.gpu_runner import GpuRunner, GraphPlan
 from tandem.engine.start.gpu_side import GpuSide, gpu_side

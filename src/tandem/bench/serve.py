@@ -16,14 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tandem.bench.ceilings import measure_read_gbps
-from tandem.bench.decode import bytes_per_step
 from tandem.bench.kernels import commit
 from tandem.bench.load_client import Answer, Load, LoadClient, LoadError
 from tandem.bench.own_server import own_server
 from tandem.config import EngineConfig, Machine
-from tandem.config.model_config import STORED
-from tandem.engine.start.demo_model import prepare
-from tandem.engine.start.planning import model_of, plan_of
+from tandem.config.forecast.bound import bytes_per_step
+from tandem.engine.start.model_files import prepare
+from tandem.engine.start.planning import planned
+from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
 
 WARM_UP = Load(requests=2, input_len=32, output_len=4, concurrency=2, seed=-1)
@@ -105,11 +105,14 @@ def decode_bound(request: Request) -> Callable[[int], float]:
     """Tokens per second that no decoding of so many sequences at once can exceed on this machine; 0: not known."""
     config = EngineConfig.from_args([request.model, *request.flags])
     prepare(config)
-    plan, model = plan_of(config), model_of(config)
-    if plan.gpu is not None or plan.expert_format == STORED:
+    found = planned(config, this_machine())
+    plan, model, stored = found.plan, found.model, found.stored
+    if plan.gpu is not None:
         return lambda _batch: 0.0
     gbps = measure_read_gbps(planned_pool(plan), plan.tier)
-    return lambda batch: batch * gbps * 1e9 / bytes_per_step(model, plan, batch)
+    return lambda batch: (
+        batch * gbps * 1e9 / bytes_per_step(model, plan.dtype, plan.expert_format, batch, stored)
+    )
 
 
 def _rows(request: Request, url: str, bound: Callable[[int], float]) -> Iterator[tuple[Row, list[Answer]]]:

@@ -10,17 +10,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tandem.config import ModelConfig, StoredFormats
+from tandem.config.forecast.bound import experts_seconds
 
 
 def gpu_step_bytes(model: ModelConfig, stored: StoredFormats, batch: int, context: int) -> int:
     """What a step without routed experts reads of GPU memory: dense weights, and what is kept of every token."""
     tokens = batch * context * model.state_layout("bfloat16").token_bytes
     return model.dense_bytes("bfloat16", stored, on_gpu=True) + tokens
-
-
-def experts_seconds(on_cpu: float, on_gpu: float, nbytes: int, dram_gbps: float, gpu_gbps: float) -> float:
-    """The least that reading so many experts of `nbytes` takes."""
-    return max(on_cpu * nbytes / dram_gbps, on_gpu * nbytes / gpu_gbps) / 1e9
 
 
 def paired_share(bounds: Sequence[float], times: Sequence[float]) -> float:

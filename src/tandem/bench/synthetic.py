@@ -73,6 +73,9 @@ class SyntheticCheckpoint:
     def has_matrix(self, module: str) -> bool:
         return "gate_up_proj" not in module
 
+    def __contains__(self, name: str) -> bool:
+        return self.has_matrix(name)
+
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         size, first = math.prod(shape), hash(name) % 4096 * 64
         if "norm" in name:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.glance.kt_packed import FLAG, check_not_kt_packed
 from tandem.checkpoint.parts import is_expert
 from tandem.checkpoint.resolve import resolve_model
 from tandem.checkpoint.source import Checkpoint, Lookup, load_model_config, open_checkpoint
@@ -20,8 +21,6 @@ from tandem.config import ModelConfig, StoredFormats
 from tandem.errors import CheckpointError, ConfigError
 from tandem.formats.codes import Weight
 from tandem.formats.quant_format import QuantFormat
-
-FLAG = "--kt-weight-path"
 
 
 def with_experts(checkpoint: Checkpoint, wanted: str | None, model: ModelConfig) -> Checkpoint:
@@ -34,6 +33,7 @@ def with_experts(checkpoint: Checkpoint, wanted: str | None, model: ModelConfig)
     path = resolve_model(wanted)
     if path.resolve() == checkpoint.path.resolve():
         return checkpoint
+    check_not_kt_packed(path, checkpoint.path)
     experts = open_checkpoint(path)
     if not any(map(is_expert, experts.names())):
         raise CheckpointError(

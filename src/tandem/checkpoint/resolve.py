@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from tandem.checkpoint.gguf_model import SUFFIX, is_gguf, split_files
 from tandem.config.env import cache_dir
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, HubError
+from tandem.hub.names import HubName, hub_name
+from tandem.hub.snapshot import cache_root, find_snapshot
 
 DEMO = "demo"
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def demo_dir() -> Path:
@@ -19,7 +19,8 @@ def demo_dir() -> Path:
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
-    """ "demo" → its cache directory (built or not); else an existing directory or GGUF file. Nothing is downloaded.
+    """ "demo" → its cache directory (built or not); an existing directory or GGUF file; a name of the hub → where the
+    cache has it. Nothing is downloaded.
 
     A directory that holds one GGUF model and no config.json is that model.
 
@@ -36,12 +37,44 @@ def resolve_model(name_or_path: str | Path) -> Path:
         raise CheckpointError(
             f"{path} is not GGUF: give a GGUF file, or the directory that holds config.json and *.safetensors"
         )
-    if _HUB_NAME.fullmatch(str(name_or_path)):
-        raise CheckpointError(
-            f"{name_or_path} is no directory here, and models are not downloaded by name: "
-            f"run `hf download {name_or_path} --local-dir DIR`, then give DIR"
+    name = hub_name(str(name_or_path))
+    if name is not None:
+        return _cached(name)
+    raise CheckpointError(_neither(str(name_or_path), path))
+
+
+def _cached(name: HubName) -> Path:
+    found = find_snapshot(name)
+    if found is None:
+        raise HubError(
+            f"{name} is no directory here, and not in {cache_root()}: `kt model pull {name}` fetches it"
         )
-    raise CheckpointError(f"{path} does not exist: give a model directory, or 'demo'")
+    if found.model is None:
+        raise HubError(
+            f"{name} is in {cache_root()}, but lacks {_listed(found.missing)}: `kt model pull {name}`"
+        )
+    return found.model if found.model.is_file() else found.directory
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _neither(text: str, path: Path) -> str:
+    """Both readings of what was typed."""
+    if text.startswith(("/", ".", "~")):
+        return f"{path} does not exist: give a model directory, a GGUF file, or 'demo'"
+    first = text.split("/")[0]
+    if "/" in text and Path(first).is_dir():
+        return (
+            f"{path} does not exist, though {first} is a directory here; if the hub's model is meant, give "
+            f"https://huggingface.co/{text}"
+        )
+    return (
+        f"{text} does not exist here, and is no name of the hub either: give a model directory, a GGUF file, ORG/NAME "
+        "(as Qwen/Qwen3-30B-A3B), or 'demo'"
+    )
 
 
 def _only_gguf(directory: Path) -> Path:

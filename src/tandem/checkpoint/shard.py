@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,9 +42,9 @@ class Shard:
         self.path = path
         self.entries, self.header_digest = _entries(path)
         with path.open("rb") as file:
-            # A private mapping: nothing is ever written through it, but torch warns of read-only buffers.
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            whole = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps `mapped` alive
+            # Read-only: a private writable mapping counts as memory, and a file larger than RAM would be refused.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            whole = _read_only_tensor(mapped)
             self._readable = _core.ReadableFile(file.fileno(), whole.data_ptr(), whole.numel())
         self._bytes = whole  # after it, so that the mapping is never gone while it is taken for the file
 
@@ -71,11 +72,23 @@ class Shard:
         return [(first + entries[name].begin, first + entries[name].end) for name in names]
 
 
+def tensor_names(path: Path) -> list[str]:
+    """What a file holds. Raises CheckpointError as `Shard` does."""
+    return list(_entries(path)[0])
+
+
+def _read_only_tensor(mapped: mmap.mmap) -> Tensor:
+    """Bytes that nobody may write to; the tensor keeps `mapped` alive."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
 def _entries(path: Path) -> tuple[dict[str, Entry], bytes]:
     """The header, after the library has checked it: sizes, order, no gaps, no overlaps, nothing past the end; and its
     digest."""
     try:
-        with safe_open(str(path), framework="pt"):
+        with safe_open(str(path), framework="np"):  # "pt" would map it as writable memory
             pass
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -16,6 +16,7 @@ from tandem.checkpoint import checkpoint as safetensors
 from tandem.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from tandem.checkpoint.gguf_config import config_json, generation_json
 from tandem.checkpoint.gguf_model import is_gguf, open_gguf
+from tandem.checkpoint.glance.kt_packed import check_not_kt_packed
 from tandem.config import ModelConfig, StoredFormats
 from tandem.config.json_keys import read_json
 from tandem.errors import ConfigError
@@ -107,9 +108,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """A directory of `*.safetensors`, or a GGUF file (the first of several, or any of them).
 
     Opening reads only headers. Raises CheckpointError naming the file (and tensor) for whatever is missing, truncated
-    or unknown.
+    or unknown, ConfigError for what KTransformers' converter packed.
     """
     path = Path(path)
+    check_not_kt_packed(path)
     return GGUFCheckpoint(open_gguf(path)) if is_gguf(path) else safetensors.open_checkpoint(path)
 
 

@@ -12,11 +12,13 @@ from tandem.cli.chat import chat
 from tandem.cli.convert import convert
 from tandem.cli.demo import demo
 from tandem.cli.doctor import doctor
+from tandem.cli.model import model
+from tandem.cli.plan import plan
 from tandem.cli.quality import quality
 from tandem.cli.serve import serve
 from tandem.cli.stats import stats
 from tandem.cli.version import version
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import TandemError, exit_status
 
 app = typer.Typer(
     name="kt",
@@ -36,20 +38,23 @@ app.command()(chat)
 app.command()(convert)
 app.command()(version)
 app.command()(doctor)
+app.command(
+    # As with serve: what is not one of its own flags is one of EngineConfig's.
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)(plan)
 app.command()(demo)
 app.command()(quality)
 app.command()(stats)
 app.add_typer(bench, name="bench")
+app.add_typer(model, name="model")
 
 
 def run(argv: Sequence[str] | None = None) -> None:
     """Runs one command and exits: 0, 2 for a wrong flag or value, 130 after Ctrl-C, 1 for anything else."""
     try:
         app(args=None if argv is None else list(argv), prog_name="kt")
-    except ConfigError as error:
-        fail(error, 2)
     except TandemError as error:
-        fail(error, 1)
+        fail(error, exit_status(error))
     except OSError as error:  # a full disk, a folder that may not be written
         fail(f"{error.filename or 'output'}: {error.strerror or error}", 1)
 

@@ -231,3 +231,26 @@ def experts(
         seed, context, threads, tier, dram_gbps, pcie_gbps, hbm_gbps, gpu_step_ms,
     )  # fmt: skip
     bench_placement.run(request, simulate, out, plot)
+
+
+@bench.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def report(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option(help="the file")] = Path("tandem-report.json"),
+) -> None:
+    """Write one JSON to send with a question: this machine, the plan for MODEL (default: demo), predicted and measured
+    speeds. Flags of kt serve are taken; no user, host or path is named.
+
+    Example: kt bench report Qwen/Qwen3-30B-A3B --kt-method INT4
+    """
+    from tandem.bench.report import write
+    from tandem.config import EngineConfig
+
+    argv = (
+        context.args
+        if any(not word.startswith("-") for word in context.args[:1])
+        else ["demo", *context.args]
+    )
+    found = write(EngineConfig.from_args(argv), out)
+    for name, rate in found["measured"].items():
+        typer.echo(f"{name}: {rate:.1f} tokens/s measured")

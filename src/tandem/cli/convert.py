@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,33 +16,47 @@ if TYPE_CHECKING:
 WINDOW = 512  # tokens of a calibration text that see each other
 
 
+Method = Annotated[str, typer.Option(help="INT4, INT8, MXFP4 or FP8.")]
+InputType = Annotated[
+    str, typer.Option(help="What the experts must be stored as: auto, bf16, fp16, fp8, fp4 or int4.")
+]
+Group = Annotated[int, typer.Option(help="Weights that share a scale, of INT4 and INT8: 32, 64 or 128.")]
+Dense = Annotated[
+    bool,
+    typer.Option("--dense", help="Convert attention, dense and shared layers, too; not heads and routers."),
+]
+PerLayer = Annotated[
+    bool, typer.Option("--no-merge-safetensor", help="One file for each layer instead of files of one size.")
+]
+Calibrate = Annotated[
+    Path | None, typer.Option(help="Text that says where errors may go (GPTQ); slower; INT4, INT8.")
+]
+Workers = Annotated[int, typer.Option(help="Threads; 0: one for each core this process may use.")]
+# As KTransformers' converter spells them.
+InputPath = Annotated[str | None, typer.Option("--input-path", "-i", hidden=True)]
+Output = Annotated[Path | None, typer.Option("--output", "-o", hidden=True)]
+QuantMethod = Annotated[str | None, typer.Option(hidden=True)]
+CpuinferThreads = Annotated[int | None, typer.Option(hidden=True)]
+ThreadpoolCount = Annotated[int, typer.Option(hidden=True)]
+
+
 def convert(
-    model: Annotated[str, typer.Argument(help="Model directory, or 'demo'.")],
-    out: Annotated[Path, typer.Argument(help="New directory, or one to be finished.")],
-    method: Annotated[str, typer.Option(help="INT4, INT8, MXFP4 or FP8.")] = "INT4",
-    input_type: Annotated[
-        str, typer.Option(help="What the experts must be stored as: auto, bf16, fp16, fp8, fp4 or int4.")
-    ] = "auto",
-    group: Annotated[
-        int, typer.Option(help="Weights that share a scale, of INT4 and INT8: 32, 64 or 128.")
-    ] = 32,
-    dense: Annotated[
-        bool,
-        typer.Option(
-            "--dense", help="Convert attention, dense and shared layers, too; not heads and routers."
-        ),
-    ] = False,
-    no_merge_safetensor: Annotated[
-        bool,
-        typer.Option("--no-merge-safetensor", help="One file for each layer instead of files of one size."),
-    ] = False,
+    model: Annotated[str | None, typer.Argument(help="Model directory, or 'demo'.")] = None,
+    out: Annotated[Path | None, typer.Argument(help="New directory, or one to be finished.")] = None,
+    method: Method = "INT4",
+    input_type: InputType = "auto",
+    group: Group = 32,
+    dense: Dense = False,
+    no_merge_safetensor: PerLayer = False,
     max_shard_gb: Annotated[float, typer.Option(help="Size of the files; a kill costs one at most.")] = 4.0,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(help="Text that says where errors may go (GPTQ); slower; INT4, INT8."),
-    ] = None,
+    calibrate: Calibrate = None,
     calibrate_tokens: Annotated[int, typer.Option(min=2, help="How many tokens of it.")] = 16384,
-    workers: Annotated[int, typer.Option(help="Threads; 0: one for each core this process may use.")] = 0,
+    workers: Workers = 0,
+    input_path: InputPath = None,
+    output: Output = None,
+    quant_method: QuantMethod = None,
+    cpuinfer_threads: CpuinferThreads = None,
+    threadpool_count: ThreadpoolCount = 1,
 ) -> None:
     """Quantise a model's routed experts into a compressed-tensors checkpoint that other engines read, too.
 
@@ -49,24 +65,61 @@ def convert(
 
     Example: kt convert DeepSeek-V3 DeepSeek-V3-INT4 --method INT4
     """
-    from tandem.checkpoint import demo_dir, resolve_model
     from tandem.convert import Conversion
-    from tandem.engine.start.demo_model import prepare_demo
+    from tandem.convert.methods import usual_name
     from tandem.errors import ConfigError
+
+    named = _one(model, input_path, "MODEL", "--input-path")
+    target = Path(_one(out, output, "OUT", "--output"))
+    directory, workers = _directory(named), cpuinfer_threads or workers
+    if max_shard_gb <= 0 or workers < 0:
+        raise ConfigError("--max-shard-gb must be more than 0, --workers 0 or more")
+    for line in _notes(directory, threadpool_count):
+        typer.echo(f"note: {line}", err=True)
+    cores = len(os.sched_getaffinity(0))
+    wish = Conversion(
+        directory, target, usual_name(quant_method or method), group, input_type.lower(), dense,
+        not no_merge_safetensor, int(max_shard_gb * 1e9), min(workers, cores),
+        _windows(directory, calibrate, calibrate_tokens),
+    )  # fmt: skip
+    layout = run_shown(wish)
+    typer.echo(
+        f"{target}: {len(layout.converted)} matrices as {wish.method}, {layout.output_bytes / 1e9:.2f} GB"
+    )
+
+
+def _one(word: object, flag: object, name: str, spelling: str) -> str:
+    """What was given in one of two ways."""
+    from tandem.errors import ConfigError
+
+    if word is not None and flag is not None and str(word) != str(flag):
+        raise ConfigError(f"{name} is {word}, but {spelling} is {flag}; give one of the two")
+    if word is None and flag is None:
+        raise ConfigError(f"{name} is missing: kt convert MODEL OUT --method INT4")
+    return str(flag if word is None else word)
+
+
+def _directory(model: str) -> Path:
+    from tandem.checkpoint import demo_dir, resolve_model
+    from tandem.engine.start.demo_model import prepare_demo
 
     directory = resolve_model(model)
     if directory == demo_dir():
         prepare_demo(directory)
-    if max_shard_gb <= 0 or workers < 0:
-        raise ConfigError("--max-shard-gb must be more than 0, --workers 0 or more")
-    wish = Conversion(
-        directory, out, method.upper(), group, input_type.lower(), dense, not no_merge_safetensor,
-        int(max_shard_gb * 1e9), workers, _windows(directory, calibrate, calibrate_tokens),
-    )  # fmt: skip
-    layout = run_shown(wish)
-    typer.echo(
-        f"{out}: {len(layout.converted)} matrices as {wish.method}, {layout.output_bytes / 1e9:.2f} GB"
-    )
+    return directory
+
+
+def _notes(directory: Path, threadpool_count: int) -> Iterator[str]:
+    """Flags that change nothing, and a model that only other engines can serve."""
+    from tandem.checkpoint import load_model_config
+    from tandem.errors import TandemError
+
+    if threadpool_count != 1:
+        yield "--threadpool-count changes nothing: weights are divided among NUMA nodes when they are loaded"
+    try:
+        load_model_config(directory)
+    except TandemError as error:
+        yield f"what is written cannot be served by Tandem, only by engines that know the model: {error}"
 
 
 def _windows(model: Path, text: Path | None, tokens: int) -> Windows | None:

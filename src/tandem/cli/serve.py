@@ -12,19 +12,24 @@ import typer
 from tandem.config import EngineConfig
 from tandem.config.engine_config import FLAGS
 from tandem.config.flags import Flag
+from tandem.config.memory import gib
+from tandem.errors import ConfigError, TandemError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from tandem.config import Plan
+    from tandem.engine.start.planning import Planned
 
 _EXAMPLES = """[bold]kt serve[/] MODEL [dim]\\[flags][/]   (= python -m tandem.launch_server --model MODEL)
 
-Serve a model over HTTP: OpenAI's and SGLang's API. MODEL is a Hugging Face directory, a GGUF file, or [cyan]demo[/].
+Serve a model over HTTP: OpenAI's and SGLang's API. MODEL is a name of the Hugging Face hub, a directory,
+a GGUF file, or [cyan]demo[/].
 
   [dim]$[/] kt serve demo
   [dim]$[/] kt serve /models/Qwen3-30B-A3B --kt-method INT4 --port 8000
-  [dim]$[/] kt serve Qwen3-30B-A3B-Q4_K_M.gguf
+  [dim]$[/] kt serve Qwen/Qwen3-30B-A3B           [dim](fetched first, if it fits)[/]
+  [dim]$[/] kt serve Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M
 """
 
 
@@ -33,19 +38,64 @@ def serve(context: typer.Context) -> None:
     argv = list(context.args)
     if {"-h", "--help", "--help-all"} & set(argv) or not argv:
         return show_help(everything="--help-all" in argv)
-    plan_only = "--plan-only" in argv
-    config = EngineConfig.from_args([word for word in argv if word != "--plan-only"])
-    from tandem.engine.start.demo_model import prepare
+    asked = {"--plan-only", "--force"} & set(argv)
+    config = possible_config([word for word in argv if word not in asked])
+    from tandem.engine.start.model_files import prepare
     from tandem.engine.start.planning import plan_of
 
-    if plan_only:
+    if "--plan-only" in asked:
         return show_plan(plan_of(config))
-    prepare(config)
+    prepare(config, say_coming, force="--force" in asked)
     for notice in config.notices():
         print(f"note: {notice}", file=sys.stderr)
     from tandem.server.launch import serve as run_server
 
     raise typer.Exit(run_server(config))
+
+
+def possible_config(argv: list[str]) -> EngineConfig:
+    """Raises ConfigError with every reason: also those that only the model and the machine know."""
+    config, refused = EngineConfig.possible(argv)
+    if config is None:
+        raise ConfigError(*refused)
+    if refused:
+        raise ConfigError(*refused, *_refusals(config))
+    return config
+
+
+def _refusals(config: EngineConfig) -> tuple[str, ...]:
+    from tandem.engine.start.planning import plan_of
+
+    try:
+        plan_of(config)
+    except ConfigError as error:
+        return error.reasons
+    except TandemError as error:
+        return (str(error),)
+    return ()
+
+
+def say_coming(planned: Planned, nbytes: int) -> None:
+    """Before a download: that it will fit, what it takes, and how fast it will be."""
+    taken = ", ".join(
+        f"{gib(ledger.total_bytes)} of {gib(ledger.free_bytes)} {ledger.place}"
+        for ledger in planned.plan.ledgers
+    )
+    speed = f"{_speed_text(planned)}; " if planned.model.moe_layers else ""
+    print(f"it fits: {taken}; {speed}{nbytes / 1e9:.1f} GB are fetched first", file=sys.stderr, flush=True)
+
+
+def _speed_text(planned: Planned) -> str:
+    """From how fast this machine reads its memory, which takes a second to measure."""
+    from tandem.bench.probes import cpu_speeds
+    from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
+    from tandem.config.forecast.prediction import Case, predict
+    from tandem.kernels.this_machine import this_machine
+
+    machine = this_machine()
+    speeds = wished_speeds(MachineWish(), machine, cpu_speeds(machine, planned.plan.tier))
+    decode = predict(Case(planned.model, planned.stored, planned.plan, speeds)).decode[1]
+    return f"decoding {decode.low:.1f} to {decode.high:.1f} tokens/s"
 
 
 def show_plan(plan: Plan) -> None:
@@ -82,6 +132,7 @@ def show_help(everything: bool) -> None:
         console.print(_flag_table(list(flags)))
     console.print("[bold]Help[/]")
     console.print("  --plan-only   Print what would be chosen, and why, and stop.")
+    console.print("  --force       Fetch a model even if it would not fit.")
     if not everything:
         console.print("  --help-all    All flags, also those that do not work yet.")
 

@@ -10,6 +10,7 @@ from tandem.config.machine import Machine
 from tandem.errors import ConfigError
 
 FLAG = "--attention-backend"
+FIELDS = ("attention_backend",)
 TORCH_LEAST = (2, 13)  # whose torch.nn.attention.varlen reads pages through a block table
 TORCH_PAGE = 256  # tokens: a page must be a multiple of this many (PyTorch's flash_api.cpp)
 TORCH_LARGEST_HEAD = 256
@@ -40,18 +41,21 @@ def _check_torch(config: EngineConfig, mixers: tuple[Attention, ...], version: s
         least = ".".join(map(str, TORCH_LEAST))
         raise ConfigError(
             f"{FLAG} torch needs PyTorch {least} or newer (torch.nn.attention.varlen with a block table), this is "
-            f"{version or 'an unknown version'}; pip install 'torch>={least}', or take {FLAG} triton"
+            f"{version or 'an unknown version'}; pip install 'torch>={least}', or take {FLAG} triton",
+            fields=FIELDS,
         )
     if config.page_size % TORCH_PAGE:
         raise ConfigError(
             f"{FLAG} torch reads pages of a multiple of {TORCH_PAGE} tokens, not {config.page_size}; "
-            f"give --page-size {TORCH_PAGE}, or take {FLAG} triton"
+            f"give --page-size {TORCH_PAGE}, or take {FLAG} triton",
+            fields=FIELDS,
         )
     wrong = [dim for dim in _head_dims(mixers) if dim % 8 or dim > TORCH_LARGEST_HEAD]
     if wrong:
         raise ConfigError(
             f"{FLAG} torch needs heads of a multiple of 8 and at most {TORCH_LARGEST_HEAD} channels, not "
-            f"{_listed(wrong)}; take {FLAG} triton"
+            f"{_listed(wrong)}; take {FLAG} triton",
+            fields=FIELDS,
         )
 
 
@@ -62,14 +66,16 @@ def _check_flashinfer(mixers: tuple[Attention, ...], version: str) -> None:
         raise ConfigError(
             f"{FLAG} flashinfer needs the package flashinfer-python {least} or newer, {state}; pip install "
             f"'flashinfer-python>={least}' (its kernels are compiled at the first start, which takes nvcc and ninja), "
-            f"or take {FLAG} triton"
+            f"or take {FLAG} triton",
+            fields=FIELDS,
         )
     windows = sorted({mixer.window for mixer in mixers if isinstance(mixer, Gqa)})
     dims = _head_dims(mixers)
     if set(dims) - set(FLASHINFER_HEADS) or len(dims) > 1 or len(windows) > 1:
         raise ConfigError(
             f"{FLAG} flashinfer needs heads of {' or '.join(map(str, FLASHINFER_HEADS))} channels and one window for "
-            f"all layers; this model has heads of {_listed(dims)} and windows of {windows}; take {FLAG} triton"
+            f"all layers; this model has heads of {_listed(dims)} and windows of {windows}; take {FLAG} triton",
+            fields=FIELDS,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.config.engine_config import EngineConfig
 
-GRAPH_FLAGS = ("disable_cuda_graph", "cuda_graph_bs", "cuda_graph_max_bs", "disable_expert_foresight")
+GRAPH_FLAGS = ("disable_cuda_graph", "cuda_graph_bs", "cuda_graph_max_bs")
 SMALL_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 DEFAULT_LARGEST_GRAPH = 256  # each graph keeps its logits; larger ones have to be asked for
 GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the small ones: steps between graphs

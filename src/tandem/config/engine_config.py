@@ -5,7 +5,8 @@ Names are those of SGLang and KTransformers (`spec.md` of the project), so that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,10 @@ STATS = "Expert statistics"
 
 _LEAVE_OUT = "Leave it out"
 _NO_DRAFT = f"{_LEAVE_OUT}: each step decodes one token per sequence."
+_MEAN_NOTHING = {
+    ("chunked_prefill_size", 0): "give a number of tokens, or -1 for whole prompts",
+    ("expert_distribution_recorder_buffer_size", 0): "give a number of steps, or -1 for all",
+}  # fmt: skip
 _ONE_PROCESS = "Use 1: one engine process serves the model."
 
 
@@ -208,6 +213,7 @@ class EngineConfig:
     kt_gpu_prefill_token_threshold: int | None = flag(
         None, "Chunk size from which prefill uses the GPU.", group=GPU, minimum=0,
         later=f"{_LEAVE_OUT}: prompts are computed where their experts are, on both sides at once.",
+        neutral=[0], idle="prompts are computed where their experts are",
     )  # fmt: skip
 
     # --- several GPUs and hosts
@@ -255,8 +261,8 @@ class EngineConfig:
         choices=["stat", "stat_approx", "per_pass", "per_token"],
     )  # fmt: skip
     expert_distribution_recorder_buffer_size: int = flag(
-        1000, "Steps that per_pass and per_token keep; -1: all.", group=STATS, minimum=-1
-    )
+        1000, "Steps that per_pass and per_token keep; -1: all.", group=STATS, minimum=-1,
+    )  # fmt: skip
     expert_distribution_recorder_dir: str | None = flag(
         None, "Directory of the files; default: the temporary one.", group=STATS
     )
@@ -274,24 +280,34 @@ class EngineConfig:
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # fields named by the user
 
     def __post_init__(self) -> None:
-        for f in FLAGS:
-            value = flags.check(f, getattr(self, f.name))
-            flags.check_available(f, value)
-            object.__setattr__(self, f.name, value)
-        if self.chunked_prefill_size == 0:
-            raise ConfigError("--chunked-prefill-size is 0; give a number of tokens, or -1 for whole prompts")
-        if self.expert_distribution_recorder_buffer_size == 0:
-            raise ConfigError(
-                "--expert-distribution-recorder-buffer-size is 0; give a number of steps, or -1 for all"
-            )
+        checked, reasons = flags.checked(FLAGS, {f.name: getattr(self, f.name) for f in FLAGS}, _MEAN_NOTHING)
+        if reasons:
+            raise ConfigError(*reasons)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_args(cls, argv: Sequence[str]) -> EngineConfig:
-        """From a command line: flags and one optional positional MODEL. Raises ConfigError."""
-        given = flags.parse(FLAGS, argv)
+        """From a command line: flags and one optional positional MODEL. Raises ConfigError with every reason."""
+        config, reasons = cls.possible(argv)
+        if config is None or reasons:
+            raise ConfigError(*reasons)
+        return config
+
+    @classmethod
+    def possible(cls, argv: Sequence[str]) -> tuple[EngineConfig | None, tuple[str, ...]]:
+        """What of a command line can be met, and why the rest cannot; None where no model is named."""
+        words, reasons = flags.parse(FLAGS, argv)
+        given, refused = flags.checked(FLAGS, words, _MEAN_NOTHING)
+        reasons += refused
         if not given.get("model"):
-            raise ConfigError("no model is named; try `kt serve demo`, or --model DIRECTORY")
-        return cls(**given, given=frozenset(given))
+            return None, ("no model is named; try `kt serve demo`, or --model DIRECTORY", *reasons)
+        return cls(**given, given=frozenset(given)), tuple(reasons)
+
+    def without(self, fields: Iterable[str]) -> EngineConfig:
+        """The same, with these as if they had not been given."""
+        left_out = {f.name: f.default for f in FLAGS if f.name in set(fields) and f.name != "model"}
+        return dataclasses.replace(self, **left_out, given=self.given - set(left_out))
 
     @classmethod
     def from_keywords(cls, model: str, **keywords: Any) -> EngineConfig:

@@ -1,4 +1,4 @@
-"""What routed experts are packed as: the format, and why."""
+"""What weights are packed as, and why."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def stored_or_asked(config: EngineConfig, dtype: str, stored: StoredFormats) -> 
     if method not in EXPERT_FORMATS:
         raise ConfigError(
             f"--kt-method {method}: the checkpoint's experts are {experts.name}; leave the flag out to take them as "
-            "they are, or give BF16, INT8 or INT4 to convert them while loading"
+            "they are, or give BF16, INT8 or INT4 to convert them while loading",
+            fields=("kt_method",),
         )
     chosen, reason = EXPERT_FORMATS[method], f"--kt-method {method}"
     reason += f"; the checkpoint's {experts.name} is decoded and rounded again" if experts.quantised else ""
@@ -52,3 +53,17 @@ def as_stored(stored: StoredFormat, dtype: str) -> str:
         f"{stored.decoded} is decoded and rounded to {dtype}" if stored.decoded else "nothing is rounded"
     )
     return f"as the checkpoint has it; {rounded}"
+
+
+def dense_choice(dtype: str, stored: StoredFormats, on_gpu: bool) -> tuple[bool, str, str]:
+    """Whether dense matrices stay codes, what they are then, and why."""
+    name = stored.dense.name
+    if stored.shared.quantised and stored.shared.name != name:
+        name += f", shared experts {stored.shared.name}"
+    if dtype == "float32":
+        return False, "f32", f"{name} in the checkpoint, decoded for --dtype float32"
+    unread = ", ".join(dict.fromkeys(f.not_on_gpu for f in (stored.dense, stored.shared) if f.not_on_gpu))
+    reason = as_stored(stored.dense, dtype)
+    if on_gpu and unread:
+        reason += f"; the GPU kernels do not read {unread}, which is decoded to {dtype}"
+    return stored.dense_codes, name, reason

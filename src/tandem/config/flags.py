@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NoReturn
 
+from tandem.config.foreign_flags import FOREIGN
 from tandem.errors import ConfigError
 
 Neutral = Callable[[Any], bool]
+LEAST_ALIKE = 0.75  # of difflib's ratio: below it a "nearest" flag has another meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,8 @@ def flag(
     is_neutral = neutral if callable(neutral) else _one_of(tuple(neutral))
     metadata = {
         "help": help, "group": group, "aliases": tuple(aliases), "choices": tuple(choices), "minimum": minimum,
-        "maximum": maximum, "later": later, "neutral": is_neutral, "idle": idle, "essential": essential,
+        "maximum": maximum, "later": later, "neutral": is_neutral, "idle": idle,
+        "essential": essential,
     }  # fmt: skip
     return field(default=default, metadata={"flag": metadata})
 
@@ -103,6 +106,26 @@ def _bind(name: str, default: Any, hint: Any, metadata: Mapping[str, Any]) -> Fl
     return Flag(
         name=name, default=default, value_type=element, repeated=repeated, optional=optional, **metadata
     )
+
+
+def checked(
+    flags: Iterable[Flag], values: Mapping[str, Any], advice: Mapping[tuple[str, Any], str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Of these values by field: those that can be met, as their fields' types; and why the others cannot. advice: for
+    values inside a flag's range that mean nothing, what to give instead."""
+    met: dict[str, Any] = {}
+    reasons: list[str] = []
+    for f in flags:
+        if f.name in values:
+            try:
+                met[f.name] = check(f, values[f.name])
+                if text := advice.get((f.name, met[f.name])):
+                    raise ConfigError(f"{f.spellings[0]} is {met[f.name]}; {text}")
+                check_available(f, met[f.name])
+            except ConfigError as error:
+                met.pop(f.name, None)
+                reasons.extend(error.reasons)
+    return met, reasons
 
 
 def check(flag: Flag, value: Any) -> Any:
@@ -175,52 +198,81 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "))
 
 
-def parse(flags: Sequence[Flag], argv: Sequence[str]) -> dict[str, Any]:
-    """Command line → the fields that were given. One positional argument is `model`. Raises ConfigError."""
+def parse(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Command line → the fields that were given, and what is wrong with the rest. One positional argument is `model`.
+
+    Raises ConfigError where the line cannot be taken apart: a flag without its value.
+    """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("positional", nargs="?", metavar="MODEL")
     for f in flags:
         parser.add_argument(*f.spellings, dest=f.name, **_argparse_options(f))
-    known, unknown = parser.parse_known_args(list(argv))
-    for word in unknown:
-        raise ConfigError(_unknown_text(word, [s for f in flags for s in f.spellings]))
-    return _with_positional(vars(known))
+    known, left = parser.parse_known_args(list(argv))
+    unknown = unknown_texts(left, [s for f in flags for s in f.spellings])
+    given, doubled = _with_positional(vars(known))
+    by_name = {f.name: f for f in flags}
+    typed, wrong = _typed([(by_name[name], words) for name, words in given.items()])
+    return typed, wrong + (unknown or doubled)  # a word beside an unknown flag may be its value
 
 
 def _argparse_options(flag: Flag) -> dict[str, Any]:
     if flag.value_type is bool:
         return {"action": "store_true"}
-    if flag.repeated:
-        return {"type": lambda word: _element(flag, word), "nargs": "+"}
-    return {"type": flag.value_type}
+    return {"nargs": "+"} if flag.repeated else {}
 
 
-def _element(flag: Flag, word: str) -> Any:
+def _typed(given: Iterable[tuple[Flag, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """Words as the flags' types; and what is wrong with those that are not."""
+    typed: dict[str, Any] = {}
+    wrong: list[str] = []
+    for flag, words in given:
+        try:
+            typed[flag.name] = [_number(flag, w) for w in words] if flag.repeated else _number(flag, words)
+        except ValueError as error:
+            wrong.append(str(error))
+    return typed, wrong
+
+
+def _number(flag: Flag, word: Any) -> Any:
     """A flag of several values also takes the word after them, which may have been meant as MODEL."""
     try:
         return flag.value_type(word)
-    except ValueError as error:
+    except ValueError:
+        more = "; if it is the MODEL, put MODEL first" if flag.repeated else ""
         kind = _KINDS[flag.value_type]
-        raise argparse.ArgumentTypeError(
-            f"{word!r} is not {kind}; if it is the MODEL, put MODEL first"
-        ) from error
+        raise ValueError(f"{flag.spellings[0]}: {word!r} is not {kind}{more}") from None
 
 
-def _with_positional(given: dict[str, Any]) -> dict[str, Any]:
+def _with_positional(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     positional = given.pop("positional", None)
-    if positional is not None:
-        if given.get("model", positional) != positional:
-            raise ConfigError(f"two models are named: {positional} and --model {given['model']}; name one")
-        given["model"] = positional
-    return given
+    if positional is None:
+        return given, []
+    if given.get("model", positional) != positional:
+        return given, [f"two models are named: {positional} and --model {given['model']}; name one"]
+    return {**given, "model": positional}, []
 
 
-def _unknown_text(word: str, known: Sequence[str]) -> str:
-    if not word.startswith("-"):
-        return f"unexpected argument {word!r}: one MODEL is taken; all else are flags (kt serve --help-all)"
-    name = word.partition("=")[0]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-    return f"unknown flag {name}; the nearest known one is {near} (kt serve --help-all lists them)"
+def unknown_texts(words: Iterable[str], known: Sequence[str]) -> list[str]:
+    """What is said about each flag that does not exist; the values that follow it are its own."""
+    texts: list[str] = []
+    for word in words:
+        if word.startswith("-"):
+            texts.append(unknown_flag(word.partition("=")[0], known))
+        elif not texts:
+            texts.append(
+                f"unexpected argument {word!r}: one MODEL is taken; all else are flags (kt serve --help-all)"
+            )
+    return texts
+
+
+def unknown_flag(name: str, known: Sequence[str]) -> str:
+    """With what to type instead: where another engine has it, its equal here; else a flag spelt nearly so, if any."""
+    said = f"unknown flag {name}"
+    if name in FOREIGN:
+        return f"{said}: {FOREIGN[name]}"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=LEAST_ALIKE)
+    hint = f"; the nearest known one is {near[0]}" if near else ""
+    return f"{said}{hint} (kt serve --help-all lists them)"
 
 
 def rename_keywords(flags: Sequence[Flag], keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,8 +281,9 @@ def rename_keywords(flags: Sequence[Flag], keywords: Mapping[str, Any]) -> dict[
     given: dict[str, Any] = {}
     for keyword, value in keywords.items():
         if keyword not in fields_by_keyword:
-            near = difflib.get_close_matches(keyword, fields_by_keyword, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"unknown keyword {keyword}; the nearest known one is {near}")
+            near = difflib.get_close_matches(keyword, fields_by_keyword, n=1, cutoff=LEAST_ALIKE)
+            hint = f"; the nearest known one is {near[0]}" if near else ""
+            raise ConfigError(f"unknown keyword {keyword}{hint}")
         name = fields_by_keyword[keyword]
         if name in given:
             raise ConfigError(f"{keyword} is given twice, once under another name of {name}")

@@ -8,9 +8,11 @@ cache. Where nothing was asked, the KV cache takes a quarter of the room, at lea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from tandem.config.cuda_graphs import graph_sizes
 from tandem.config.engine_config import EngineConfig
+from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
 from tandem.config.gpus import Gpu
 from tandem.config.host_memory import HostShare, host_memory
 from tandem.config.latent_scratch import latent_scratch_bytes
@@ -36,6 +38,8 @@ GPU_WORKSPACE_BYTES = 2 << 30  # activations, libraries, CUDA graphs but for the
 KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
 DEFAULT_CONTEXT = 32768  # tokens: experts do not make room for more unless --context-length asks for it
 MAX_PATIENCE_SECONDS = 30.0
+SHARE_FIELDS = ("kt_gpu_experts_ratio", "kt_num_gpu_experts")
+GPU_FIELDS = ("device", *SHARE_FIELDS, "kt_enable_dynamic_expert_update")  # wishes that only a GPU can meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ def usable_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> tu
     gpu = next(filter(_is_new_enough, machine.gpus), None)
     why_not = _why_no_gpu(config, model, machine)
     if why_not and config.device == "cuda":
-        raise ConfigError(f"--device cuda: {why_not}; take --device cpu or auto")
+        raise ConfigError(f"--device cuda: {why_not}; take --device cpu or auto", fields=("device",))
     if gpu is None or why_not:
         return None, why_not
     number = f"GPU {gpu.number}, " if gpu.number or len(machine.gpus) > 1 else ""
@@ -112,28 +116,8 @@ def needs_gpu(config: EngineConfig) -> str:
         "--kt-num-gpu-experts": config.kt_num_gpu_experts,
         "--kt-gpu-experts-ratio": config.kt_gpu_experts_ratio,
         "--kt-enable-dynamic-expert-update": config.kt_enable_dynamic_expert_update,
-        f"--attention-backend {config.attention_backend}": config.attention_backend != "auto",
     }
     return next((flag for flag, wish in wishes.items() if wish), "")
-
-
-def check_no_gpu_wishes(config: EngineConfig, why: str) -> None:
-    """Raises ConfigError when experts or attention kernels of a GPU were asked for."""
-    for flag, value in (
-        ("--kt-num-gpu-experts", config.kt_num_gpu_experts),
-        ("--kt-gpu-experts-ratio", config.kt_gpu_experts_ratio),
-    ):
-        if value:
-            raise ConfigError(f"{flag} {value:g} needs a GPU, but {why}; leave it out, or give 0")
-    if config.kt_enable_dynamic_expert_update:
-        raise ConfigError(
-            f"--kt-enable-dynamic-expert-update needs a GPU that experts could move to, but {why}; leave it out"
-        )
-    if config.attention_backend != "auto":
-        raise ConfigError(
-            f"--attention-backend {config.attention_backend} needs a GPU, but {why}; leave it out: on a CPU attention "
-            "always runs in Tandem's own kernel"
-        )
 
 
 def live_placement(config: EngineConfig, on_gpu: int, model: ModelConfig) -> tuple[bool, str]:
@@ -145,6 +129,25 @@ def live_placement(config: EngineConfig, on_gpu: int, model: ModelConfig) -> tup
     if on_gpu >= _all_experts(model):
         return False, "every expert is on the GPU already"
     return True, "--kt-enable-dynamic-expert-update"
+
+
+def statistics_file(config: EngineConfig, needed: bool) -> str | None:
+    """The file that says which experts are used most. Raises ConfigError where the strategy lacks it."""
+    file = None if config.init_expert_location == "trivial" else config.init_expert_location
+    if config.kt_expert_placement_strategy != "frequency":
+        return None
+    fields = ("kt_expert_placement_strategy", "init_expert_location")
+    if file is None and needed:
+        raise ConfigError(
+            "--kt-expert-placement-strategy frequency needs activation statistics: give --init-expert-location FILE, "
+            "which /dump_expert_distribution_record writes, or take uniform",
+            fields=fields,
+        )
+    if file is not None and not Path(file).expanduser().is_file():
+        raise ConfigError(
+            f"--init-expert-location {file} does not exist; give a file of statistics", fields=fields
+        )
+    return file
 
 
 def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredFormats) -> str:
@@ -182,6 +185,22 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     weights = dense + asked * expert_bytes(request)
     memory = MemoryPlan(weights, budget, context, tokens, context_reason, kv_reason)
     return GpuMemory(asked, expert_reason, memory)
+
+
+def gpu_ledger(request: MemoryRequest, gpu: Gpu, experts: int, memory: MemoryPlan, kv_bytes: int) -> Ledger:
+    """Of the GPU's memory."""
+    each, logits = expert_bytes(request), workspace_bytes(request) - GPU_WORKSPACE_BYTES - request.slot_bytes
+    entries = [
+        Entry(
+            "dense weights", dense_bytes(request.model, request.dtype, request.stored), "embedding included"
+        ),
+        Entry("experts", experts * each, f"{experts} of {_all_experts(request.model)}, {gib(each)} each"),
+        Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
+        Entry("states", request.slot_bytes, "of sequences, whatever their length"),
+        Entry("graph logits", logits, "float32, of every CUDA graph"),
+        Entry("workspace", GPU_WORKSPACE_BYTES, "of one step, libraries, CUDA graphs"),
+    ]
+    return ledger(VRAM, entries, memory.budget_bytes, gpu.free_bytes)
 
 
 def dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats = UNQUANTISED) -> int:
@@ -246,7 +265,8 @@ def _experts_asked(request: MemoryRequest) -> tuple[int | None, str]:
     if why_not and asked:
         raise ConfigError(
             f"{reason}: {why_not}; leave the flag out to have the experts computed on the CPU, or convert them while "
-            "loading with --kt-method INT8 or INT4"
+            "loading with --kt-method INT8 or INT4",
+            fields=SHARE_FIELDS,
         )
     return (0, f"{why_not}, so the CPU computes them") if why_not else (asked, reason)
 
@@ -258,7 +278,8 @@ def _least_tokens(request: MemoryRequest, context: int, room: int) -> int:
         if asked * per_token > room:
             raise ConfigError(
                 f"--max-total-tokens {asked} needs {gib(asked * per_token)} of GPU memory; "
-                f"give at most {room // per_token}"
+                f"give at most {room // per_token}",
+                fields=("max_total_tokens",),
             )
         return asked
     one = context
@@ -285,7 +306,8 @@ def _shortened(request: MemoryRequest, context: int, tokens: int) -> str:
     """Why a context is only `tokens` long. Raises ConfigError if more was asked for."""
     if request.config.context_length is not None:
         raise ConfigError(
-            f"--context-length {context} needs more KV cache than the {tokens} tokens that fit; give at most that"
+            f"--context-length {context} needs more KV cache than the {tokens} tokens that fit; give at most that",
+            fields=("context_length",),
         )
     return f"what the KV cache holds (the model could do {context})"
 

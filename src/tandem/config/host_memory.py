@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from tandem.config.memory import gib
+from tandem.config.forecast.ledger import RAM, Entry, Ledger, ledger
+from tandem.config.machine import Machine
+from tandem.config.memory import DEFAULT_FRACTION, gib
 from tandem.config.model_config import ModelConfig
 
 SCRATCH_BYTES_PER_WORKER = (1152 + 1056 + 2048) << 10  # of csrc/ops/workspace.cc
@@ -105,3 +107,15 @@ def graph_wide_bytes(size: int) -> int:
 def pinned_bytes(nbytes: int) -> int:
     """PyTorch pins memory in powers of two."""
     return 1 << max(0, nbytes - 1).bit_length()
+
+
+_HOST_WORDS = {
+    "experts": "packed experts in CPU memory", "spare": "places for experts that move", "scratch": "of the threads",
+    "handoff": "pinned, between GPU and CPU", "inputs": "pinned, of CUDA graphs", "graphs": "CUDA graphs, the driver's",
+}  # fmt: skip
+
+
+def host_ledger(host: HostMemory, machine: Machine) -> Ledger:
+    """Of CPU memory beside a GPU."""
+    entries = [Entry(name, nbytes, _HOST_WORDS[name]) for name, nbytes in host.parts().items()]
+    return ledger(RAM, entries, int(machine.available_memory * DEFAULT_FRACTION), machine.available_memory)

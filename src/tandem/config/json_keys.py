@@ -25,6 +25,10 @@ HARMLESS = frozenset((
 ))  # fmt: skip
 
 
+DRAFT_LAYERS = ("num_mtp_layers", "num_nextn_predict_layers")
+"""How many layers a checkpoint has for speculative decoding."""
+
+
 def read_json(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
     """A JSON object from a file; CheckpointError when it is missing or is not one."""
     try:
@@ -73,8 +77,10 @@ class JsonKeys(Mapping[str, Any]):
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Keys that may matter and that no one has asked for, sorted."""
-        return tuple(sorted(set(self._values) - self._read - HARMLESS))
+        """Keys that may matter and that no one has asked for, sorted. A key that is null says nothing."""
+        said = {key for key, value in self._values.items() if value is not None}
+        draft = {key for key in DRAFT_LAYERS if self._values.get(key)}
+        return tuple(sorted((said - self._read - HARMLESS) | (draft - self._read)))
 
     def need(self, key: str, example: T, *aliases: str) -> T:
         """The value of the first of `key, *aliases` that is present, as `example`'s type."""

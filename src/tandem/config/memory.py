@@ -6,9 +6,12 @@ of that, at most 4 GiB, but always one full context if that fits: a laptop is no
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tandem.config.engine_config import EngineConfig
+from tandem.config.forecast.ledger import RAM, Entry, Ledger, ledger
 from tandem.config.machine import Machine
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.stored import UNQUANTISED, StoredFormats
@@ -25,6 +28,7 @@ RESULT_BYTES, RESULT_TOKENS = 3 * GIB // 8, 4096
 DEFAULT_KV_SHARE = 4  # the KV cache takes 1/4 of what is left ...
 DEFAULT_KV_BYTES = 4 * GIB  # ... and no more than this
 PAGE_TABLE_SHARE = 512  # of a mapping's bytes, which takes 8 bytes for every 4 KiB
+LARGEST_FRACTION = 0.95  # that is advised: the rest is the system's
 LEAST_CONTEXT = 256  # tokens; with less than this the model counts as not fitting
 
 
@@ -124,9 +128,29 @@ def size_memory(request: MemoryRequest) -> MemoryPlan:
     tokens, kv_reason = _kv_tokens(request, context, room)
     if tokens < context:
         if request.config.context_length is not None:
-            raise DoesNotFit(_too_long(request, context, tokens))
+            raise DoesNotFit(_too_long(request, context, tokens), fields=("context_length",))
         context, context_reason = tokens, f"what the KV cache holds (the model could do {context})"
     return MemoryPlan(request.weight_bytes, request.budget_bytes, context, tokens, context_reason, kv_reason)
+
+
+def memory_ledger(request: MemoryRequest, memory: MemoryPlan, kv_bytes: int) -> Ledger:
+    """Of a model without a GPU."""
+    dense = request.model.dense_bytes(request.dtype, request.stored)
+    experts = (
+        "page tables of experts in the file"
+        if request.experts_are_there
+        else f"{request.experts_text}, packed"
+    )
+    entries = [
+        Entry("dense weights", dense, "attention, shared and dense layers, head"),
+        Entry("experts", memory.weight_bytes - dense, experts),
+        Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
+        Entry("states", request.slot_bytes, "of sequences, whatever their length"),
+        Entry(
+            "workspace", request.workspace_bytes - request.slot_bytes, "of one step, Python, the tokenizer"
+        ),
+    ]
+    return ledger(RAM, entries, memory.budget_bytes, request.machine.available_memory)
 
 
 def wanted_context(request: MemoryRequest) -> tuple[int, str]:
@@ -134,7 +158,10 @@ def wanted_context(request: MemoryRequest) -> tuple[int, str]:
     if asked is None:
         return limit, "the model's own limit"
     if asked > limit:
-        raise ConfigError(f"--context-length is {asked}, but the model goes to {limit}; give at most that")
+        raise ConfigError(
+            f"--context-length is {asked}, but the model goes to {limit}; give at most that",
+            fields=("context_length",),
+        )
     return asked, "--context-length"
 
 
@@ -156,7 +183,8 @@ def _asked_tokens(asked: int, per_token: int, room: int) -> int:
     if asked > room:
         raise DoesNotFit(
             f"--max-total-tokens {asked} needs {gib(asked * per_token)} for the KV cache, "
-            f"but {gib(room * per_token)} are left after the weights; give at most {room}"
+            f"but {gib(room * per_token)} are left after the weights; give at most {room}",
+            fields=("max_total_tokens",),
         )
     return asked
 
@@ -179,16 +207,25 @@ def _check_fits(request: MemoryRequest, room: int, least: int) -> None:
 
 
 def _way_out(request: MemoryRequest, needed: int) -> str:
-    for method in ("INT8", "INT4"):
-        smaller = request.bytes_with(method.lower())
-        if needed - request.weight_bytes + smaller <= request.budget_bytes:
-            return f"--kt-method {method} fits: it takes {gib(smaller)}"
-    if needed <= request.machine.available_memory * 0.99:
-        return f"--mem-fraction-static {needed / request.machine.available_memory + 0.005:.2f} would just do"
+    """What loses nothing comes first."""
+    ways = list(_ways_out(request, needed))
+    if ways:
+        return "; ".join(ways)
     least = request.bytes_with("int4")
     if request.weight_bytes <= least:
         return "Free some memory or use a larger machine"
     return f"Even with --kt-method INT4 it takes {gib(least)}: free some memory or use a larger machine"
+
+
+def _ways_out(request: MemoryRequest, needed: int) -> Iterator[str]:
+    fraction = needed / request.machine.available_memory + 0.005
+    if request.fraction < fraction <= LARGEST_FRACTION:
+        yield f"--mem-fraction-static {math.ceil(fraction * 100) / 100:.2f} fits without loss"
+    for method in ("INT8", "INT4"):
+        smaller = request.bytes_with(method.lower())
+        if smaller < request.weight_bytes and needed - request.weight_bytes + smaller <= request.budget_bytes:
+            yield f"--kt-method {method} fits: it takes {gib(smaller)} (lossy)"
+            return
 
 
 def _too_long(request: MemoryRequest, context: int, tokens: int) -> str:

@@ -6,33 +6,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.config.attention_backend import attention_backend
-from tandem.config.cuda_graphs import GRAPH_FLAGS, graph_reason, graph_sizes
+from tandem.config.cuda_graphs import graph_reason, graph_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.expert_format import (
-    as_stored,
+    dense_choice,
     dtype_of,
     expert_format_of,
     stored_or_asked,
-    unrounded_format,
 )
+from tandem.config.forecast.ledger import Ledger
 from tandem.config.gpu_plan import (
+    GPU_FIELDS,
     MAX_PATIENCE_SECONDS,
     GpuPlan,
-    check_no_gpu_wishes,
     expert_bytes,
-    experts_kept_off,
+    gpu_ledger,
     host_share,
     live_placement,
     needs_gpu,
     size_gpu,
+    statistics_file,
     usable_gpu,
 )
 from tandem.config.gpus import Gpu
-from tandem.config.host_memory import host_memory
+from tandem.config.host_memory import host_ledger, host_memory
 from tandem.config.in_place import against_in_place
 from tandem.config.machine import Machine
-from tandem.config.memory import MemoryPlan, MemoryRequest, gib, prefill_tokens, size_memory
+from tandem.config.memory import MemoryPlan, MemoryRequest, gib, memory_ledger, prefill_tokens, size_memory
 from tandem.config.model_config import STORED, ModelConfig
+from tandem.config.notices import notices
+from tandem.config.shared_experts import why_apart
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.config.threads import plan_threads
 from tandem.errors import ConfigError, DoesNotFit, GpuTooSmall
@@ -86,6 +89,7 @@ class Plan:
     gpu: GpuPlan | None = None  # None: everything runs on the CPU
     int8_activations: bool = False  # of CPU experts: rounded before each product
     experts_in_place: bool = False  # those in CPU memory are used in the checkpoint's own pages, not packed
+    ledgers: tuple[Ledger, ...] = field(default=())  # what it takes of each memory
 
 
 def resolve(
@@ -93,12 +97,42 @@ def resolve(
 ) -> Plan:
     """What was asked + what the checkpoint is + what the machine has → what will be done.
 
-    Raises ConfigError naming the flag when a wish cannot be met, with the numbers when the model does not fit.
+    Raises ConfigError with every reason: each names its flag, and a model that does not fit its numbers.
     """
+    refused: list[ConfigError] = []
+    while True:
+        try:
+            plan = _resolve(config, model, machine, stored)
+            break
+        except ConfigError as error:
+            refused.append(error)
+            left = config.without(error.fields)
+            if left == config:
+                break
+            config = left
+    if refused:
+        kind = DoesNotFit if isinstance(refused[-1], DoesNotFit) else ConfigError
+        raise kind(*(reason for error in refused for reason in error.reasons))
+    return plan
+
+
+def machine_refusals(config: EngineConfig, machine: Machine) -> tuple[str, ...]:
+    """What cannot be met on this machine, whatever the model."""
+    reasons: list[str] = []
+    for check in (lambda: plan_threads(config, machine), lambda: _tier(config, machine, [])):
+        try:
+            check()
+        except ConfigError as error:
+            reasons += error.reasons
+    return tuple(reasons)
+
+
+def _resolve(config: EngineConfig, model: ModelConfig, machine: Machine, stored: StoredFormats) -> Plan:
+    """With experts packed or where they lie. Raises ConfigError with one reason or a few."""
     mode = config.map_experts
     against = against_in_place(config, model, expert_format_of(config, stored), stored)
     if mode == "always" and against:
-        raise ConfigError(f"--map-experts always: {against}")
+        raise ConfigError(f"--map-experts always: {against}", fields=("map_experts",))
     if mode == "always" or not stored.in_memory:
         return _on_best_device(config, model, machine, stored, mode == "always")
     if mode == "never":
@@ -108,7 +142,8 @@ def resolve(
     except DoesNotFit as error:
         if against:
             raise DoesNotFit(
-                f"{error}. Its experts lie in memory and could be used there, but {against}"
+                f"{error}. Its experts lie in memory and could be used there, but {against}",
+                fields=error.fields,
             ) from error
         return _on_best_device(config, model, machine, stored, True)
     if against or config.context_length is not None or packed.context_length >= model.max_positions:
@@ -125,12 +160,14 @@ def _on_best_device(
         return _resolved(config, model, machine, stored, (gpu, why), in_place)
     except GpuTooSmall as error:
         if flag := needs_gpu(config):
-            raise DoesNotFit(f"{flag}: {error}; ask for less, or take --device cpu") from error
+            raise DoesNotFit(
+                f"{flag}: {error}; ask for less, or take --device cpu", fields=GPU_FIELDS
+            ) from error
         why = str(error)
     try:
         return _resolved(config, model, machine, stored, (None, why), in_place)
     except ConfigError as error:
-        raise type(error)(f"{why}. Without the GPU: {error}") from error
+        raise type(error)(f"{why}. Without the GPU: {error}", fields=error.fields) from error
 
 
 def _resolved(
@@ -145,7 +182,8 @@ def _resolved(
     log: list[Decision] = []
     gpu = _device(config, *device, log)
     dtype = _dtype(config, log)
-    dense_codes = _dense_codes(dtype, stored, gpu is not None, log)
+    dense_codes, *shown = dense_choice(dtype, stored, gpu is not None)
+    log += [Decision("dense format", *shown)] if stored.dense_codes else []
     expert_format = _expert_format(config, dtype, stored, log if model.moe_layers else [])
     _check_activations(config, expert_format, log)
     tier = _tier(config, machine, log)
@@ -155,18 +193,18 @@ def _resolved(
     if in_place:
         log.append(Decision("experts", "not packed", _why_in_place(config)))
     request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, in_place)
-    gpu_plan = None
-    if gpu is None:
-        memory = size_memory(request)
-    else:
-        memory, gpu_plan = _on_gpu(request, gpu, log)
+    memory, gpu_plan = (size_memory(request), None) if gpu is None else _on_gpu(request, gpu, log)
     num_pages = _pages(config, model, dtype, memory, log)
     step_tokens = _step_tokens(config, memory.context_length, running, gpu is not None, log)
-    if gpu_plan is not None:
+    kv_bytes = num_pages * config.page_size * model.state_layout(dtype).token_bytes
+    ledgers: tuple[Ledger, ...] = (memory_ledger(request, memory, kv_bytes),)
+    if gpu is not None and gpu_plan is not None:
         workers, fused = len(threads.cpus), _fuse_shared(request, True, [])
         pages, each = -(-memory.context_length // config.page_size), expert_bytes(request)
         share = host_share(model, gpu_plan, each, workers, step_tokens, pages, fused, in_place)
-        log.append(Decision("CPU memory", *host_memory(model, share).texts()))
+        host = host_memory(model, share)
+        log.append(Decision("CPU memory", *host.texts()))
+        ledgers = (gpu_ledger(request, gpu, gpu_plan.experts, memory, kv_bytes), host_ledger(host, machine))
     return Plan(
         dtype=dtype,
         expert_format=expert_format,
@@ -184,10 +222,11 @@ def _resolved(
         fuse_shared_experts=_fuse_shared(request, gpu is not None, log),
         dense_codes=dense_codes,
         decisions=tuple(log),
-        notices=(*config.notices(), *_unread(model), *_idle_on_cpu(config, gpu)),
+        notices=(*notices(config, model, machine, gpu, device[1]), *filter(None, [threads.notice])),
         gpu=gpu_plan,
         int8_activations=config.kt_int8_activations,
         experts_in_place=in_place,
+        ledgers=ledgers,
     )
 
 
@@ -197,27 +236,9 @@ def _why_in_place(config: EngineConfig) -> str:
     return "the checkpoint lies in memory, and beside it there is no room for a packed copy and the whole context"
 
 
-def _unread(model: ModelConfig) -> list[str]:
-    return [f"config.json: {key} is not understood and has no effect" for key in model.unread_keys]
-
-
 def _device(config: EngineConfig, gpu: Gpu | None, reason: str, log: list[Decision]) -> Gpu | None:
-    if gpu is None:
-        check_no_gpu_wishes(config, reason)
     log.append(Decision("device", "cpu" if gpu is None else "cuda", reason))
     return gpu
-
-
-def _idle_on_cpu(config: EngineConfig, gpu: Gpu | None) -> list[str]:
-    if gpu is not None:
-        return []
-    graphs = config.given_flags(GRAPH_FLAGS)
-    names = (
-        "kt_num_gpu_experts", "kt_gpu_experts_ratio", "kt_expert_placement_strategy", "init_expert_location"
-    )  # fmt: skip
-    experts = config.given_flags(names)
-    lines = [f"{flag} changes nothing: the CPU engine has no CUDA graphs" for flag in graphs]
-    return lines + [f"{flag} changes nothing: every expert is computed on the CPU" for flag in experts]
 
 
 def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[MemoryPlan, GpuPlan]:
@@ -234,7 +255,7 @@ def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memo
     if sizes and m.experts < everyone and "cuda-core" in request.machine.gpu_missing:
         sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
     log.append(Decision("CUDA graphs", ", ".join(map(str, sizes)) or "off", why))
-    statistics = None if config.init_expert_location == "trivial" else config.init_expert_location
+    statistics = statistics_file(config, 0 < m.experts < everyone)
     kernels, origin = attention_backend(config, model.attentions, request.machine)
     log.append(Decision("attention", kernels, origin))
     patience = min(MAX_PATIENCE_SECONDS, config.watchdog_timeout / 3)
@@ -255,24 +276,6 @@ def _dtype(config: EngineConfig, log: list[Decision]) -> str:
     return dtype_of(config)
 
 
-def _dense_codes(dtype: str, stored: StoredFormats, on_gpu: bool, log: list[Decision]) -> bool:
-    if not stored.dense_codes:
-        return False
-    name = stored.dense.name
-    if stored.shared.quantised and stored.shared.name != name:
-        name += f", shared experts {stored.shared.name}"
-    reason = f"{name} in the checkpoint, decoded for --dtype float32"
-    if dtype == "float32":
-        log.append(Decision("dense format", "f32", reason))
-        return False
-    unread = ", ".join(dict.fromkeys(f.not_on_gpu for f in (stored.dense, stored.shared) if f.not_on_gpu))
-    reason = as_stored(stored.dense, dtype)
-    if on_gpu and unread:
-        reason += f"; the GPU kernels do not read {unread}, which is decoded to {dtype}"
-    log.append(Decision("dense format", name, reason))
-    return True
-
-
 def _expert_format(config: EngineConfig, dtype: str, stored: StoredFormats, log: list[Decision]) -> str:
     chosen, reason = stored_or_asked(config, dtype, stored)
     log.append(Decision("expert format", stored.experts.name if chosen == STORED else chosen, reason))
@@ -288,7 +291,8 @@ def _check_activations(config: EngineConfig, expert_format: str, log: list[Decis
     if expert_format in ("bf16", "f32"):
         raise ConfigError(
             f"--kt-int8-activations: the experts are {expert_format}, and integer products need codes; "
-            "add --kt-method INT8 or INT4, or leave the flag out"
+            "add --kt-method INT8 or INT4, or leave the flag out",
+            fields=("kt_int8_activations",),
         )
     log.append(
         Decision(
@@ -299,23 +303,16 @@ def _check_activations(config: EngineConfig, expert_format: str, log: list[Decis
     )
 
 
-def _alike(model: ModelConfig, expert_format: str, dtype: str, stored: StoredFormats) -> bool:
-    """Whether routed and shared experts keep their own values in one and the same format."""
-    if expert_format != STORED:
-        return expert_format == unrounded_format(dtype) and (
-            dtype == "float32" or not stored.shared.quantised
-        )
-    experts = stored.experts
-    return stored.shared == experts and experts.group > 0 and model.moe.experts.width % experts.group == 0
-
-
 def _tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> str:
     usable = machine.tiers
     tier, reason = config.kernel_tier, "--kernel-tier"
     if tier == "auto":
         tier, reason = usable[-1], f"the widest that can run here ({', '.join(usable)})"
     if tier not in usable:
-        raise ConfigError(f"--kernel-tier {tier}: this CPU cannot run it; it can: {', '.join(usable)}")
+        raise ConfigError(
+            f"--kernel-tier {tier}: this CPU cannot run it; it can: {', '.join(usable)}",
+            fields=("kernel_tier",),
+        )
     log.append(Decision("kernel tier", tier, reason + (AMX_ROUNDING if tier == "amx" else "")))
     return tier
 
@@ -373,7 +370,7 @@ def _radix(config: EngineConfig, log: list[Decision]) -> bool:
 def _fuse_shared(request: MemoryRequest, on_gpu: bool, log: list[Decision]) -> bool:
     if request.model.moe.shared is None:
         return False
-    why = _why_apart(request, on_gpu)
+    why = why_apart(request, on_gpu)
     if why:
         log.append(Decision("shared experts", "apart", why))
     else:
@@ -381,18 +378,3 @@ def _fuse_shared(request: MemoryRequest, on_gpu: bool, log: list[Decision]) -> b
             Decision("shared experts", "fused", "computed with the routed ones in one parallel region")
         )
     return not why
-
-
-def _why_apart(request: MemoryRequest, on_gpu: bool) -> str:
-    """Shared experts that count as routed ones are where every token is computed: on the GPU, if there is one."""
-    model, fmt, stored = request.model, request.expert_format, request.stored
-    if request.config.disable_shared_experts_fusion:
-        return "--disable-shared-experts-fusion"
-    if request.experts_in_place:
-        return "they are packed, which the routed ones are not"
-    if not _alike(model, fmt, request.dtype, stored):
-        return "routed experts have a format of their own"
-    if model.moe.fusible_shared == 0:
-        why = "has its own gate" if model.moe.shared_gate else "is no multiple of a routed one"
-        return f"the shared expert {why}"
-    return experts_kept_off(model, fmt, stored) if on_gpu else ""

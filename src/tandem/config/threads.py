@@ -12,25 +12,27 @@ from tandem.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class Threads:
     """cpus: the logical CPU of each pool thread, -1: not pinned. parts: which part of the weights each reads, from 0,
-    ascending; (): they are not divided. part_nodes: the NUMA node whose memory a part is in; (): any."""
+    ascending; (): they are not divided. part_nodes: the NUMA node whose memory a part is in; (): any. notice: about a
+    division that was asked for and is not possible here; "": none."""
 
     cpus: tuple[int, ...]
     parts: tuple[int, ...]
     part_nodes: tuple[int, ...]
     reason: str
+    notice: str = ""
 
 
 def plan_threads(config: EngineConfig, machine: Machine) -> Threads:
-    """One thread per usable core unless flags say less. Raises ConfigError."""
+    """One thread per usable core unless flags say less. Raises ConfigError for nodes that are not there."""
     nodes = _nodes(config, machine)
     usable = machine.spread(len(machine.cores), nodes)
     limit = min(machine.max_threads, len(usable))
     asked = config.kt_cpuinfer
     cores = machine.spread(limit if asked is None else min(asked, limit), nodes)
     cpus = machine.pinned(cores)
-    parts, part_nodes = _parts(config, machine, cores)
+    (parts, part_nodes), notice = _parts(config.kt_threadpool_count, machine, cores)
     reason = f"{_reason(machine, asked, limit, cpus)}{_division(parts)}"
-    return Threads(cpus, parts, part_nodes, reason)
+    return Threads(cpus, parts, part_nodes, reason, notice)
 
 
 def _nodes(config: EngineConfig, machine: Machine) -> tuple[int, ...]:
@@ -40,29 +42,39 @@ def _nodes(config: EngineConfig, machine: Machine) -> tuple[int, ...]:
     if missing:
         here = ", ".join(map(str, machine.nodes))
         raise ConfigError(
-            f"--kt-numa-nodes: node {min(missing)} has no core this process may use; these have: {here}"
+            f"--kt-numa-nodes: node {min(missing)} has no core this process may use; these have: {here}",
+            fields=("kt_numa_nodes",),
         )
     return tuple(sorted(set(config.kt_numa_nodes)))
 
 
-def _parts(
-    config: EngineConfig, machine: Machine, cores: tuple[Core, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    nodes, asked = machine.memory_nodes(cores), config.kt_threadpool_count
-    if asked == 1 or (asked is None and not nodes):
-        return (), ()
+_Parts = tuple[tuple[int, ...], tuple[int, ...]]  # parts, part_nodes
+
+
+def _parts(asked: int | None, machine: Machine, cores: tuple[Core, ...]) -> tuple[_Parts, str]:
+    """And a notice where as many parts as asked for are not possible: the number that other machines want does no
+    harm on this one."""
+    nodes = machine.memory_nodes(cores)
+    by_node = tuple(nodes.index(core.node) for core in cores) if nodes else ()
+    if asked == 1:
+        return ((), ()), ""
     if asked in (None, len(nodes)):
-        return tuple(nodes.index(core.node) for core in cores), nodes
+        return (by_node, nodes), ""
+    assert asked is not None
     here = {core.node for core in cores}
-    if len(here) > 1 or asked is None:
-        raise ConfigError(
-            f"--kt-threadpool-count {asked}: the threads' cores are on NUMA nodes {cpu_list_text(here)}"
-            f"{'' if nodes else ', but under the CPU quota threads are not pinned to them'}; "
-            "leave the flag out, or take 1: weights are not divided then"
-        )
-    if asked > len(cores):
-        raise ConfigError(f"--kt-threadpool-count {asked}: there are only {len(cores)} threads")
-    return tuple(i * asked // len(cores) for i in range(len(cores))), ()  # one node: to try it out
+    if len(here) > 1 or asked > len(cores):
+        return (by_node, nodes), _not_divided_so(asked, machine, cores, nodes)
+    return (tuple(i * asked // len(cores) for i in range(len(cores))), ()), ""  # one node: to try it out
+
+
+def _not_divided_so(asked: int, machine: Machine, cores: tuple[Core, ...], nodes: tuple[int, ...]) -> str:
+    here = {core.node for core in cores}
+    said = f"--kt-threadpool-count {asked} changes nothing: "
+    if nodes:
+        return f"{said}weights are divided among the {len(nodes)} NUMA nodes of the threads' cores"
+    if len(here) > 1:
+        return f"{said}under the CPU quota threads are not pinned to NUMA nodes, so weights are not divided"
+    return f"{said}there are only {len(cores)} threads on one NUMA node, so weights are not divided"
 
 
 def _reason(machine: Machine, asked: int | None, limit: int, cpus: tuple[int, ...]) -> str:

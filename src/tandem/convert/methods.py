@@ -49,6 +49,15 @@ class Method:
             raise ConfigError(f"{module} has {columns} input columns, no multiple of {self.group}: {advice}")
 
 
+OTHER_NAMES = {"AMXINT4": "INT4", "AMXINT8": "INT8", "MOE_INT4": "INT4", "MOE_INT8": "INT8"}
+"""As KTransformers' converter calls them: it writes layouts of its own kernels, we write what every engine reads."""
+
+
+def usual_name(name: str) -> str:
+    """Of a method, however it is spelt."""
+    return OTHER_NAMES.get(name.upper(), name.upper())
+
+
 def method_named(name: str, group: int) -> Method:
     """Raises ConfigError naming the methods and groups that exist."""
     if name not in METHODS:

@@ -26,6 +26,7 @@ _NOT_LINEAR = re.compile(
     r"(embed|norm|conv)[^.]*$|(^|\.)(lm_head|head|gate|router|shared_expert_gate|weights_proj)$"
 )
 _INPUT_NAMES = {"f16": "fp16", "f32": "fp32", "mxfp8": "fp8", "mxfp4": "fp4", "nvfp4": "fp4"}
+OTHER_INPUT_NAMES = {"awq": "int4", "gptq": "int4", "mxfp4": "fp4", "float16": "fp16", "bfloat16": "bf16"}
 INPUT_TYPES = ("auto", "bf16", "fp16", "fp8", "fp4", "int4")
 
 
@@ -124,6 +125,7 @@ class Source:
 
     def check_input(self, converted: Iterable[Module], wanted: str, method: str) -> None:
         """Raises ConfigError when the weights are not stored as --input-type says, or already as `method` has them."""
+        wanted = OTHER_INPUT_NAMES.get(wanted, wanted)
         if wanted not in INPUT_TYPES:
             raise ConfigError(f"--input-type {wanted!r} does not exist; these do: {', '.join(INPUT_TYPES)}")
         for module in converted:

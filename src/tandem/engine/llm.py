@@ -18,6 +18,7 @@ from tandem.engine.llm_input import (
     sampling_for_each,
 )
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenLogprob, TokenOutput
+from tandem.engine.start.model_files import prepare
 from tandem.engine.start.progress import Progress
 from tandem.errors import EngineError
 
@@ -71,6 +72,7 @@ class LLM:
         config = EngineConfig.from_keywords(model, **flags)
         for notice in config.notices():
             warnings.warn(notice, stacklevel=2)
+        prepare(config)
         self.engine = Engine(config)
         for notice in self.engine.plan.notices:  # those that depend on the machine and the model
             if notice not in config.notices():

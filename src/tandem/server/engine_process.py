@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from tandem.config.engine_config import EngineConfig
+from tandem.config.memory import gib
 from tandem.config.plan import Plan
 from tandem.engine.protocol import (
     AbortRequest,
@@ -34,7 +35,7 @@ from tandem.engine.protocol import (
     SamplingParams,
     TokenOutput,
 )
-from tandem.errors import EngineError, RequestError, TandemError
+from tandem.errors import ConfigError, EngineError, RequestError, TandemError
 from tandem.server.load_progress import LoadProgress
 from tandem.server.messages import (
     CacheFlushed,
@@ -107,9 +108,15 @@ def pin_main_thread(cpu: int) -> None:
 
 
 def print_plan(plan: Plan, said: Sequence[str]) -> None:
-    """With the notices that were not said yet: those that depend on the machine and the model."""
+    """With what it takes of each memory, and the notices that were not said yet: those that depend on the machine and
+    the model."""
     for decision in plan.decisions:
         print(f"  {decision.name:<24} {decision.value:<16} {decision.reason}", flush=True)
+    for ledger in plan.ledgers:
+        taken = ", ".join(f"{entry.name} {gib(entry.nbytes)}" for entry in ledger.entries)
+        print(
+            f"  {ledger.place}: {taken}; {gib(ledger.total_bytes)} of {gib(ledger.budget_bytes)}", flush=True
+        )
     for notice in plan.notices:
         if notice not in said:
             print(f"note: {notice}", flush=True)
@@ -265,7 +272,8 @@ def run_engine(socket: zmq.Socket[bytes]) -> int:
     except Exception as error:
         if not isinstance(error, TandemError):
             traceback.print_exc()
-        socket.send(msgspec.msgpack.encode(StartFailed(message=describe(error))))
+        failed = StartFailed(message=describe(error), refused=isinstance(error, ConfigError))
+        socket.send(msgspec.msgpack.encode(failed))
         return 1
     ready = EngineReady(
         plan=loaded.plan,

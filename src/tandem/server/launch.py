@@ -18,7 +18,7 @@ from tandem.config import env
 from tandem.config.engine_config import EngineConfig
 from tandem.engine.text.chat_template import ChatTemplate, chat_template_text
 from tandem.engine.text.tokenizer import Tokenizer
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError, TandemError, exit_status
 from tandem.server.app import create_app
 from tandem.server.chat.formats.reasoning_format import reasoning_format
 from tandem.server.chat.formats.tool_format import tool_format
@@ -57,7 +57,7 @@ def serve(
         return code
     except TandemError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+        return exit_status(error)
 
 
 def check_chat_flags(config: EngineConfig) -> None:

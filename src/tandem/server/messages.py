@@ -48,9 +48,11 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag="start_failed"):
-    """The engine could not be built; the process exits with code 1 after this."""
+    """The engine could not be built; the process exits with code 1 after this. refused: what was asked cannot be
+    met."""
 
     message: str
+    refused: bool = False
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):

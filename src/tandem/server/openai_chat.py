@@ -21,7 +21,6 @@ from tandem.server.state import ServerState
 async def chat(state: ServerState, http: Request) -> Response:
     fields = await read_fields(http)
     body = decode_fields(fields, ChatRequest)
-    state.check_model(body.model)
     ignored = unknown_fields(fields, ChatRequest)
     check_stream_options(body)
     if body.top_logprobs and not body.logprobs:

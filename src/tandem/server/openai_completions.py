@@ -40,7 +40,6 @@ async def complete(state: ServerState, http: Request) -> Response:
     fields = await read_fields(http)
     state.prompts.check_length(fields.get("prompt"), "prompt")
     body = decode_fields(fields, CompletionRequest)
-    state.check_model(body.model)
     ignored = unknown_fields(fields, CompletionRequest)
     _check_counts(body)
     check_stream_options(body)

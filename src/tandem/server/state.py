@@ -15,6 +15,7 @@ from tandem.engine.start.sampling_defaults import read_sampling_defaults
 from tandem.engine.text.chat_template import chat_template_text
 from tandem.engine.text.markers import MarkerGuard
 from tandem.errors import RequestError
+from tandem.hub.names import shown_name
 from tandem.server.chat.model import ChatModel
 from tandem.server.engine_client import EngineClient, RequestStream
 from tandem.server.errors import ApiError, overloaded, unavailable
@@ -113,10 +114,10 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
-        return self.config.served_model_name or Path(self.config.model).name or self.config.model
+        return self.config.served_model_name or shown_name(self.config.model)
 
     def check_model(self, name: str | None) -> None:
-        """Requests may leave the name out, say the served name, or the path. Raises ApiError 404."""
+        """Of a route that names it. Requests may say any name: one model is served. Raises ApiError 404."""
         if name not in (None, self.model_name, self.config.model):
             message = f"the model {name[:100]!r} is not served here; use {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")

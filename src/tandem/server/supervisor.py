@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from tandem.config.engine_config import EngineConfig
-from tandem.errors import EngineError, TandemError
+from tandem.errors import ConfigError, EngineError, TandemError
 from tandem.server import engine_client
 from tandem.server.endpoint import forget, private_endpoint
 from tandem.server.engine_client import EngineClient
@@ -68,8 +68,7 @@ class EngineSupervisor:
         self._send: Callable[[ToEngine], None] | None = None
         self._stopping = asyncio.Event()
         self._heard_at = 0.0
-        self._start_error = ""
-        self._killed_because = ""
+        self._start_error, self._killed_because, self._refused = "", "", False
         self._loaded = False
 
     @property
@@ -77,7 +76,8 @@ class EngineSupervisor:
         return self._process.pid if self._process is not None else None
 
     async def run(self) -> None:
-        """Lives, deaths and restarts. Raises EngineError when the engine cannot be started (again)."""
+        """Lives, deaths and restarts. Raises EngineError when the engine cannot be started (again), ConfigError when
+        what was asked cannot be met."""
         short_lives = failed_starts = lives = 0
         try:
             while not self._stopping.is_set():
@@ -88,7 +88,8 @@ class EngineSupervisor:
                 failed_starts = failed_starts + 1 if how is _Life.NEVER_READY else 0
                 lives += how is _Life.DIED
                 if lives == 0 or failed_starts >= START_ATTEMPTS:
-                    raise EngineError(self._start_error)
+                    refused = self._refused and lives == 0
+                    raise (ConfigError if refused else EngineError)(self._start_error)
                 if failed_starts:
                     log.error("the engine could not be started again: %s", self._start_error)
                 short_lives = short_lives + 1 if time.monotonic() - began < STABLE_SECONDS else 0
@@ -137,7 +138,7 @@ class EngineSupervisor:
     ) -> _Life:
         """Listen to one process until it ends, for whatever reason; never leaves it running."""
         self._send = lambda message: _send_now(socket, message)
-        self._start_error = self._killed_because = ""
+        self._start_error, self._killed_because, self._refused = "", "", False
         self._loaded = False
         config = dataclasses.replace(self._config, api_key=None)  # the engine asks nobody for it
         self._send(StartEngine(config=config, loader=self._loader))
@@ -195,8 +196,8 @@ class EngineSupervisor:
                         self._client.attach(self._send)
                     if self.restarts:
                         log.info("the engine is ready again")
-                case StartFailed(message=text):
-                    self._start_error = text
+                case StartFailed(message=text, refused=refused):
+                    self._start_error, self._refused = text, refused
                 case _:
                     self._client.deliver(message)
 

@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tandem.checkpoint import demo_dir, resolve_model
-from tandem.config import EngineConfig
-
-
-def prepare(config: EngineConfig) -> None:
-    """Builds the demo model if that is what will be served; names a directory that does not exist."""
-    path = resolve_model(config.model)
-    if path == demo_dir():
-        prepare_demo(path)
-
 
 def prepare_demo(directory: Path) -> Path:
     """The demo model in `directory`, built with a progress bar on stderr if it is not there yet."""

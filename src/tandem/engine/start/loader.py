@@ -24,15 +24,19 @@ from tandem.checkpoint import (
 from tandem.checkpoint.demo import build_demo
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.in_place import stored_in
+from tandem.config.plan import machine_refusals
 from tandem.config.threads import plan_threads
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
+from tandem.engine.start.model_files import fetch
 from tandem.engine.start.packed_start import PackedStart
 from tandem.engine.start.parts import EngineParts
+from tandem.engine.start.planning import plan_of
 from tandem.engine.start.sampling_defaults import read_sampling_defaults
 from tandem.engine.text.chat_template import chat_template_text
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts import ExpertStore
 from tandem.experts.usage.expert_usage import ExpertUsage
+from tandem.hub.names import hub_name
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
 from tandem.kernels.this_machine import these_cpus
@@ -78,6 +82,8 @@ def load_parts(
         read_sampling_defaults(
             directory
         )  # a server wants them; what is wrong is said before anything is loaded
+    if machine_refusals(config, machine):
+        plan_of(config)  # raises them, with all else that stands in the way
     workers = planned_pool(plan_threads(config, machine))
     with (
         PackedStart(config, directory, workers, progress) as packed,
@@ -148,7 +154,10 @@ def use_one_torch_thread() -> None:
 
 
 def model_directory(name_or_path: str) -> Path:
-    """The model's directory or GGUF file; the demo model is built if it is not there yet."""
+    """The model's directory or GGUF file; the demo model is built, and a name fetched, if it is not there yet."""
+    name = hub_name(name_or_path)
+    if name is not None:
+        return fetch(name)
     directory = resolve_model(name_or_path)
     if directory == demo_dir() and not (directory / "config.json").is_file():
         build_demo(directory)

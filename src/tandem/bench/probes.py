@@ -1,0 +1,113 @@
+"""How fast this machine is: a few seconds of reading, multiplying and copying. What plans are predicted from, and what
+`kt doctor` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from tandem.bench.ceilings import DramReader, measure_flops
+from tandem.config import Machine
+from tandem.config.forecast.speeds import MEASURED, Speeds
+from tandem.kernels.workers import machine_pool
+
+QUICK_BYTES = 512 << 20  # more than any cache of one CPU; larger buffers take seconds to fill
+QUICK_SECONDS = 0.15
+COPY_BYTES = 256 << 20
+MATRIX = 4096
+KERNELS = 200  # in a chain
+
+
+class GpuSpeeds(NamedTuple):
+    """GB/s of GPU memory (read and written), of pinned copies there and back; bf16 operations per second; seconds of a
+    small kernel inside and outside of a CUDA graph."""
+
+    gbps: float
+    to_gpu_gbps: float
+    from_gpu_gbps: float
+    flops: float
+    kernel_seconds: float
+    launch_seconds: float
+
+
+def cpu_speeds(machine: Machine, tier: str, nbytes: int = QUICK_BYTES) -> Speeds:
+    """All threads that this process may use. tier: of `this_machine().tiers`."""
+    pool = machine_pool(machine, machine.max_threads)
+    dram = DramReader(pool, tier, min(nbytes, machine.available_memory // 4)).gbps(QUICK_SECONDS)
+    flops = measure_flops(pool, tier, min_seconds=QUICK_SECONDS)
+    return Speeds().having(MEASURED, dram_gbps=round(dram, 1), cpu_flops=flops)
+
+
+def with_gpu_speeds(speeds: Speeds, gpu: GpuSpeeds | None) -> Speeds:
+    if gpu is None:
+        return speeds
+    return speeds.having(
+        MEASURED, gpu_gbps=gpu.gbps, gpu_flops=gpu.flops, pcie_gbps=gpu.to_gpu_gbps,
+        kernel_seconds=gpu.kernel_seconds, launch_seconds=gpu.launch_seconds,
+    )  # fmt: skip
+
+
+def gpu_speeds(device: torch.device | None = None) -> GpuSpeeds | None:
+    """Of the GPU that PyTorch would use; None where it can use none."""
+    if not torch.cuda.is_available():
+        return None
+    where = device or torch.device("cuda")
+    with torch.cuda.device(where):
+        there, back = _pinned_gbps(where)
+        rates = _copy_gbps(where), there, back, _product_flops(where)
+        return GpuSpeeds(*rates, _graph_seconds(where), _eager_seconds(where))
+
+
+def _timed(call: Callable[[], object], repeats: int = 5) -> float:
+    """Seconds of the best of some calls, after one that warms up."""
+    call()
+    torch.cuda.synchronize()
+    times: list[float] = []
+    for _ in range(repeats):
+        started = perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(perf_counter() - started)
+    return min(times)
+
+
+def _copy_gbps(device: torch.device) -> float:
+    source = torch.ones(4 * COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return round(2 * source.numel() / _timed(lambda: target.copy_(source)) / 1e9, 1)
+
+
+def _pinned_gbps(device: torch.device) -> tuple[float, float]:
+    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    up = COPY_BYTES / _timed(lambda: there.copy_(host, non_blocking=True)) / 1e9
+    return round(up, 1), round(COPY_BYTES / _timed(lambda: host.copy_(there, non_blocking=True)) / 1e9, 1)
+
+
+def _product_flops(device: torch.device) -> float:
+    a = torch.randn(MATRIX, MATRIX, device=device).bfloat16()
+    return 2.0 * MATRIX**3 / _timed(lambda: a @ a)
+
+
+def _graph_seconds(device: torch.device) -> float:
+    """Of a kernel that waits for the one before."""
+    x, graph = torch.zeros(64, device=device), torch.cuda.CUDAGraph()
+    x.add_(1)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(KERNELS):
+            x.add_(1)
+    return _timed(graph.replay) / KERNELS
+
+
+def _eager_seconds(device: torch.device) -> float:
+    x = torch.zeros(64, device=device)
+
+    def chain() -> None:
+        for _ in range(KERNELS):
+            x.add_(1)
+
+    return _timed(chain) / KERNELS

@@ -1,0 +1,87 @@
+"""`kt bench report`: one JSON that a user can send: the machine, a plan, what was predicted and what was measured.
+
+It names no user, host or path: of the model, the last part of its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tandem import __version__
+from tandem.bench import probes
+from tandem.bench.kernels import commit
+from tandem.bench.sample import measured_rates
+from tandem.config import EngineConfig
+from tandem.config.forecast.advice import Question
+from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
+from tandem.config.forecast.report import Asked, report
+from tandem.config.machine import Machine
+from tandem.engine.start.model_files import inspect
+from tandem.engine.start.planning import model_at, stored_at
+from tandem.errors import ConfigError
+from tandem.hub.names import shown_name
+from tandem.kernels.this_machine import this_machine
+
+FORMAT = 1  # of the file
+PRIVATE = frozenset((
+    "model", "kt_weight_path", "api_key", "api_key_file", "host", "init_expert_location", "packed_cache",
+    "expert_distribution_recorder_dir", "served_model_name", "dist_init_addr",
+))  # fmt: skip
+
+
+def made(config: EngineConfig, asked: Asked = Asked()) -> dict[str, Any]:
+    """Measures for some seconds. Raises ConfigError where the model does not fit this machine."""
+    machine = this_machine()
+    gpu = probes.gpu_speeds() if machine.gpus else None
+    here = probes.with_gpu_speeds(probes.cpu_speeds(machine, machine.tiers[-1]), gpu)
+    model, stored = inspect(config.model, lambda path: _subject(path, config))
+    question = Question(config, model, machine, stored, wished_speeds(MachineWish(), machine, here))
+    found = report(shown_name(config.model), question, (), asked)
+    if not found.fits:
+        raise ConfigError(*found.reasons)
+    return {
+        "bench": "report", "format": FORMAT, "machine": machine_dict(machine), "software": software(),
+        "flags": _flags(config),
+        "plan": found.as_dict(), "measured": measured_rates(question, asked.context, asked.prompt),
+        "commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def _flags(config: EngineConfig) -> dict[str, Any]:
+    """Those that were given and say nothing of where things are or who may use them."""
+    return {name: getattr(config, name) for name in sorted(config.given - PRIVATE)}
+
+
+def _subject(path: Path, config: EngineConfig) -> Any:
+    model = model_at(path)
+    return model, stored_at(path, model, config.kt_weight_path)
+
+
+def machine_dict(machine: Machine) -> dict[str, Any]:
+    """Without what tells one machine from another of its kind."""
+    kept = dataclasses.asdict(machine) | {"cores": len(machine.cores), "nodes": len(machine.nodes)}
+    kept["gpus"] = [{k: v for k, v in gpu.items() if k != "uuid"} for gpu in kept["gpus"]]
+    return kept
+
+
+def software() -> dict[str, str]:
+    import torch
+
+    return {
+        "tandem": __version__, "python": platform.python_version(), "system": platform.platform(terse=True),
+        "torch": torch.__version__, "cuda": str(torch.version.cuda or ""),
+    }  # fmt: skip
+
+
+def write(config: EngineConfig, out: Path) -> dict[str, Any]:
+    found = made(config)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1, default=str) + "\n")
+    print(f"written to {out}", file=sys.stderr)
+    return found

@@ -1,0 +1,199 @@
+"""A few layers of a model, with made-up weights, run by the engine: what `kt plan --verify` measures.
+
+Two samples of different depth are timed; their difference is what a layer takes. The head is counted by its bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, cast
+
+from tandem import models
+from tandem.bench.ceilings import last_level_cache_bytes
+from tandem.bench.synthetic import DENSE_FORMATS, SyntheticCheckpoint, SyntheticStore, stored_as
+from tandem.config import ModelConfig, Plan, resolve
+from tandem.config.forecast.advice import Question
+from tandem.config.layers import Layer, Moe
+from tandem.config.model_config import STORED
+from tandem.engine.engine import Engine
+from tandem.engine.expert_statistics import expert_usage
+from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.start.loader import use_one_torch_thread
+from tandem.engine.start.parts import EngineParts
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.workers import planned_pool
+
+VOCAB = 4096  # a small head, which is counted apart
+DEPTHS = 1, 3  # periods of layers
+LONGEST_PERIOD = 4  # layers after which they repeat
+EXPERT_BYTES = 1 << 30  # of the deeper sample's experts, at most
+WARM_STEPS, STEPS = 3, 16
+PROMPTS = 2
+PROMPT_SECONDS = 6.0  # of all prompts, about
+
+
+class NoText:
+    """A tokenizer of numbers: nobody reads the answers."""
+
+    eos_ids: tuple[int, ...] = ()
+    bos_id = None
+    chat_template = None
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return ""
+
+    def token_text(self, token_id: int) -> str:
+        return ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+    def is_special(self, token_id: int) -> bool:
+        return False
+
+
+def measured_rates(question: Question, context: int, prompt: int) -> dict[str, float]:
+    """Tokens per second by the names of the prediction: decoding of one sequence, and a prompt."""
+    use_one_torch_thread()
+    plan = question.plan()
+    predicted = question.predicted(plan, (1,))
+    prompt = min(prompt, plan.context_length)
+    period = _period(question.model.layers)
+    share = DEPTHS[-1] * period / len(question.model.layers)
+    affordable = int(PROMPT_SECONDS * predicted.prompt.middle / max(share, 1e-3) / 2 / PROMPTS)
+    tokens = max(16, min(prompt, affordable))
+    times = [
+        _times(question, plan, depth * period, min(context, plan.context_length - STEPS - 16), tokens)
+        for depth in DEPTHS
+    ]
+    decode, prefill = (_whole(question.model, period, [time[i] for time in times]) for i in (0, 1))
+    decode += _head_seconds(question, plan)
+    return {"decoding, 1 sequence": 1 / decode, f"prompt of {prompt}": tokens / prefill}
+
+
+def _whole(model: ModelConfig, period: int, seconds: Sequence[float]) -> float:
+    """Of all layers, from those of two depths."""
+    fewer, more = seconds
+    each = max((more - fewer) / (DEPTHS[1] - DEPTHS[0]), more / DEPTHS[1] / 4) / period
+    return fewer + each * (len(model.layers) - DEPTHS[0] * period)
+
+
+def _head_seconds(question: Question, plan: Plan) -> float:
+    nbytes = 2 * question.model.vocab * question.model.hidden
+    return nbytes / 1e9 / (question.speeds.dram_gbps if plan.gpu is None else question.speeds.gpu_gbps)
+
+
+def _period(layers: Sequence[Layer]) -> int:
+    """After so many layers they repeat, at the model's end."""
+    periods = range(1, min(LONGEST_PERIOD, len(layers) // 2) + 1)
+    return next((p for p in periods if layers[-p:] == layers[-2 * p : -p]), 1)
+
+
+def _times(question: Question, plan: Plan, depth: int, context: int, prompt: int) -> tuple[float, float]:
+    """Seconds of a decode step at `context`, and of a prompt."""
+    engine = _engine(question, plan, depth, max(context, prompt) + WARM_STEPS + STEPS + 16)
+    prefill = min(_prompt_seconds(engine, prompt) for _ in range(PROMPTS))  # the first touches its memory
+    _prompt_seconds(engine, context, keep=True)
+    times: list[float] = []
+    for step in range(WARM_STEPS + STEPS):
+        started = perf_counter()
+        engine.step()
+        if step >= WARM_STEPS:
+            times.append(perf_counter() - started)
+    engine.abort("")
+    engine.step()
+    return statistics.median(times), prefill
+
+
+def _prompt_seconds(engine: Engine, tokens: int, keep: bool = False) -> float:
+    """Until the first token. keep: the sequence goes on."""
+    ids = [(7919 * i + tokens) % VOCAB for i in range(tokens)]
+    limit = None if keep else 1
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=limit)
+    engine.add(GenerateRequest(id=f"{tokens}-{keep}", prompt_ids=ids, sampling=sampling))
+    started = perf_counter()
+    while not any(output.token_ids for output in engine.step()):
+        pass
+    return perf_counter() - started
+
+
+def _engine(question: Question, plan: Plan, depth: int, tokens: int) -> Engine:
+    model, dense = _sample(question, plan, depth), _dense_format(question)
+    share = 0.0 if plan.gpu is None else plan.gpu.experts / max(1, question.model.routed_experts)
+    config = dataclasses.replace(
+        question.config, kt_method=_method(question, plan), kt_weight_path=None, context_length=tokens,
+        max_total_tokens=tokens + question.config.page_size, max_running_requests=1, kt_num_gpu_experts=None,
+        kt_gpu_experts_ratio=share, packed_cache=None, map_experts="never", disable_radix_cache=True,
+        kt_expert_placement_strategy="uniform", init_expert_location="trivial",
+        kt_enable_dynamic_expert_update=False, device="cpu" if plan.gpu is None else "cuda",
+    )  # fmt: skip
+    small = resolve(config, model, question.machine, stored_as(model, dense))
+    small = dataclasses.replace(small, max_step_tokens=plan.max_step_tokens)
+    workers = planned_pool(small)
+    ops, checkpoint = (
+        CpuOps(workers, small.tier, small.int8_activations),
+        cast(Any, SyntheticCheckpoint(dense)),
+    )
+    text = cast(Any, NoText())
+    if small.gpu is None:
+        built = models.build(model, small, checkpoint, ops)
+        return Engine.from_parts(EngineParts(small, model, built, text, workers))
+    from tandem.engine.start.gpu_side import gpu_side  # Triton is there only where a GPU is
+
+    side = gpu_side(small, model, ops)
+    usage = expert_usage(config, small, model, side.ops.device, side.placement.on_gpu)
+    store = SyntheticStore(side.store, side.handoff)
+    built = models.build(model, small, checkpoint, side.ops, None, store, usage=usage)
+    parts = EngineParts(small, model, built, text, workers, usage)
+    return Engine.from_parts(dataclasses.replace(parts, handoff=side.handoff, begin_step=side.ops.begin_step))
+
+
+def _sample(question: Question, plan: Plan, depth: int) -> ModelConfig:
+    """The last layers, with fewer experts: enough that no cache holds them."""
+    model = question.model
+    count = _expert_count(model, model.expert_bytes(plan.expert_format, question.stored.experts))
+    layers = tuple(_smaller(layer, count) for layer in model.layers[-depth:])
+    return dataclasses.replace(
+        model, layers=layers, vocab=VOCAB, eos_ids=(), tied_embeddings=False, max_positions=1 << 20
+    )
+
+
+def _expert_count(model: ModelConfig, nbytes: int) -> int:
+    layers = DEPTHS[-1] * LONGEST_PERIOD
+    wanted = max(2 * model.moe.router.top_k, 2 * last_level_cache_bytes() // max(1, nbytes))
+    return max(
+        model.moe.router.top_k, min(model.moe.experts.count, wanted, EXPERT_BYTES // max(1, nbytes * layers))
+    )
+
+
+def _smaller(layer: Layer, count: int) -> Layer:
+    def smaller(moe: Moe) -> Moe:
+        router = dataclasses.replace(moe.router, num_experts=count, num_groups=1, top_groups=1)
+        return dataclasses.replace(moe, router=router, experts=dataclasses.replace(moe.experts, count=count))
+
+    blocks = (
+        dataclasses.replace(block, body=smaller(block.body)) if isinstance(block.body, Moe) else block
+        for block in layer.blocks
+    )
+    return Layer(tuple(blocks))
+
+
+def _method(question: Question, plan: Plan) -> str:
+    """The format that is made while loading and comes nearest in bytes."""
+    if plan.expert_format != STORED:
+        return {"bf16": "BF16", "f32": "BF16", "int8": "INT8", "int4": "INT4"}[plan.expert_format]
+    each = question.stored.experts.bytes_per_weight
+    return "BF16" if each > 1.5 else "INT8" if each > 0.8 else "INT4"
+
+
+def _dense_format(question: Question) -> str:
+    """Likewise, of dense matrices."""
+    dense = question.stored.dense
+    if not dense.quantised:
+        return "bf16"
+    return min(
+        DENSE_FORMATS, key=lambda name: abs(DENSE_FORMATS[name].bytes_per_weight - dense.bytes_per_weight)
+    )

@@ -1,0 +1,179 @@
+"""What a checkpoint's matrices are stored as, from config.json and the index alone: before a weight is downloaded.
+
+Headers say types and shapes; names do not. So formats are found by the tensors that lie beside a weight and by
+`quantization_config`, and where both leave a choice, by the index's `total_size`. Once files are there, headers are
+read instead (`survey.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tandem.checkpoint.key_names import hugging_face_names
+from tandem.checkpoint.parts import CODES, is_expert, part_of
+from tandem.checkpoint.quant_hints import QuantHints, quant_hints
+from tandem.checkpoint.survey import stored_formats
+from tandem.config import ModelConfig, StoredFormats
+from tandem.config.json_keys import read_json
+from tandem.formats.quant_format import QuantFormat
+
+INDEX = "model.safetensors.index.json"
+PLAIN = {"float16": "f16", "float32": "f32"}  # of torch_dtype; all else is bf16
+CLOSE = 0.04  # of the total size: what norms, biases and scales of unknown types may make
+_NOT_QUANTISED = ("lm_head", "embed_tokens", ".gate", "shared_expert_gate", "norm")
+
+Roles = frozenset[str]
+
+
+class Index(NamedTuple):
+    """What is known of the tensors without their files. total_bytes 0: not known."""
+
+    names: tuple[str, ...]
+    total_bytes: int
+
+
+def read_index(directory: Path) -> Index:
+    """Of model.safetensors.index.json; empty where there is none. Raises CheckpointError when it cannot be read."""
+    file = directory / INDEX
+    if not file.is_file():
+        return Index((), 0)
+    content = read_json(file)
+    weight_map, metadata = content.get("weight_map"), content.get("metadata")
+    total = metadata.get("total_size", 0) if isinstance(metadata, dict) else 0
+    names = tuple(weight_map) if isinstance(weight_map, dict) else ()
+    return Index(names, int(total) if isinstance(total, int | float) else 0)
+
+
+def formats_from_names(directory: Path, model: ModelConfig, index: Index | None = None) -> StoredFormats:
+    """Of a directory that has config.json and perhaps an index. Raises CheckpointError for a quantisation that cannot
+    be read."""
+    index = read_index(directory) if index is None else index
+    config, hints = read_json(directory / "config.json"), quant_hints(directory)
+    guesses = list(_guesses(index, config, hints, model))
+    chosen = guesses[0]
+    if index.total_bytes:
+        chosen = min(guesses, key=lambda matrices: _distance(matrices, index.total_bytes))
+        if _distance(guesses[0], index.total_bytes) < CLOSE:
+            chosen = guesses[0]  # what the configuration says, if it can be
+    return stored_formats(chosen)
+
+
+Matrices = list[
+    tuple[str, QuantFormat, int]
+]  # a module that stands for its kind, its format, its number of weights
+
+
+def file_bytes(matrices: Matrices) -> float:
+    """Of these matrices in the checkpoint's files."""
+    return sum(fmt.file_bytes_per_weight * weights for _, fmt, weights in matrices)
+
+
+def _distance(matrices: Matrices, total: int) -> float:
+    return abs(file_bytes(matrices) / total - 1)
+
+
+def _guesses(
+    index: Index, config: Mapping[str, Any], hints: QuantHints, model: ModelConfig
+) -> Iterator[Matrices]:
+    """The most likely first."""
+    kinds = _kinds(index.names) if index.names else _kinds_by_config(hints)
+    plain = QuantFormat(PLAIN.get(str(config.get("torch_dtype") or config.get("dtype")), "bf16"))
+    experts = _formats(kinds["experts"], hints, config, plain)
+    dense = _formats(kinds["dense"], hints, config, plain)
+    shared = _formats(kinds["shared"], hints, config, plain)
+    for i in range(max(len(dense), len(shared))):
+        for expert in experts:
+            yield _matrices(
+                model, expert, shared[min(i, len(shared) - 1)], dense[min(i, len(dense) - 1)], plain
+            )
+
+
+def _matrices(
+    model: ModelConfig, experts: QuantFormat, shared: QuantFormat, dense: QuantFormat, plain: QuantFormat
+) -> Matrices:
+    table = model.vocab * model.hidden
+    head = 0 if model.tied_embeddings else table
+    unrounded = head + model.hidden * model.moe.router.num_experts * len(model.moe_layers)
+    tied = table - head
+    layer = "model.layers.0."
+    return [
+        (f"{layer}mlp.experts.0.up_proj", experts, model.routed_params),
+        (f"{layer}mlp.shared_experts.up_proj", shared, model.shared_params),
+        (f"{layer}self_attn.o_proj", dense, model.dense_params - model.shared_params - unrounded - tied),
+        ("lm_head", plain, unrounded),
+        ("model.embed_tokens", plain, table),
+    ]
+
+
+def _kinds(names: Iterable[str]) -> dict[str, Roles]:
+    """Kind of matrix → the tensors that most matrices of the kind consist of."""
+    modules: dict[str, set[str]] = {}
+    for name in hugging_face_names(names):
+        module, role = part_of(name)
+        modules.setdefault(module, set()).add(f"{role}_inv" if name.endswith("_scale_inv") else role)
+    counts = {kind: Counter[Roles]() for kind in ("experts", "shared", "dense")}
+    for module, roles in modules.items():
+        if roles.isdisjoint(CODES) or module.endswith(_NOT_QUANTISED) or module.endswith(".bias"):
+            continue
+        kind = "shared" if "shared_expert" in module else "experts" if is_expert(module) else "dense"
+        counts[kind][frozenset(roles)] += 1
+    plain = frozenset(("weight",))
+    return {kind: found.most_common(1)[0][0] if found else plain for kind, found in counts.items()}
+
+
+def _kinds_by_config(hints: QuantHints) -> dict[str, Roles]:
+    """Without names: all matrices are as the configuration says."""
+    by_method = {
+        "": ("weight",), "gptq": ("qweight", "scale"), "gptq_v2": ("qweight", "scale"), "awq": ("qweight", "scale"),
+        "compressed-tensors": ("packed", "scale", "shape"), "mxfp4": ("blocks", "scale"),
+        "modelopt": ("weight", "scale", "multiplier"), "modelopt_fp4": ("weight", "scale", "multiplier"),
+    }  # fmt: skip
+    roles = frozenset(by_method.get(hints.method, ("weight", "scale_inv" if hints.blocks else "scale")))
+    return dict.fromkeys(("experts", "shared", "dense"), roles)
+
+
+def _formats(
+    roles: Roles, hints: QuantHints, config: Mapping[str, Any], plain: QuantFormat
+) -> list[QuantFormat]:
+    """What such a matrix may be, the most likely first."""
+    group = hints.groups[0] if hints.groups else 128
+    if "qweight" in roles:
+        packing, ordered = (
+            "awq" if hints.method == "awq" else "gptq",
+            "order" in roles and hints.act_order is not False,
+        )
+        kind = f"int{hints.bits or 4}"
+        return [QuantFormat(kind, packing, group, 1, "F16", not hints.symmetric, ordered)]
+    if "packed" in roles:
+        return _packed(roles, hints, group)
+    if "blocks" in roles:
+        return [QuantFormat("mxfp4", "mxfp4", 32, 1, "U8")]
+    if "multiplier" in roles:
+        return [QuantFormat("nvfp4", "modelopt", 16, 1, "F8_E4M3")]
+    if roles.isdisjoint(("scale", "scale_inv")):
+        return [plain]
+    return _scaled(hints, config, "scale_inv" in roles)
+
+
+def _packed(roles: Roles, hints: QuantHints, group: int) -> list[QuantFormat]:
+    if "divisor" in roles:
+        return [QuantFormat("nvfp4", "compressed-tensors", 16, 1, "F8_E4M3")]
+    if "shape" not in roles:
+        return [QuantFormat("mxfp4", "mxfp4", 32, 1, "U8")]
+    groups = group if hints.groups else 0
+    return [QuantFormat(f"int{hints.bits or 4}", "compressed-tensors", groups, 1, "BF16", "zeros" in roles)]
+
+
+def _scaled(hints: QuantHints, config: Mapping[str, Any], inverse: bool) -> list[QuantFormat]:
+    """One byte or half a byte a weight: which, only the total size says for sure."""
+    rows, columns = hints.blocks[0] if hints.blocks else (128, 128) if inverse else (1, 0)
+    fp8 = QuantFormat("fp8", "fp8", columns, rows, "F32")
+    mxfp4 = QuantFormat("mxfp4", "mxfp4", 32, 1, "F8_E8M0")
+    if hints.method == "w4afp8":
+        return [QuantFormat("int4", "w4afp8", hints.groups[0] if hints.groups else 128, 1, "BF16"), fp8]
+    if hints.method == "compressed-tensors" and "'int'" in str(config.get("quantization_config")):
+        return [QuantFormat("int8", "compressed-tensors", 0, 1, "BF16"), fp8]
+    return [fp8, mxfp4]

@@ -1,0 +1,141 @@
+"""`kt plan`: does a model fit a machine, how fast will it be, and what to change: from its configuration alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from tandem.config import EngineConfig, Machine, ModelConfig, StoredFormats
+    from tandem.config.forecast.machine_spec import MachineWish
+    from tandem.config.forecast.speeds import Speeds
+
+Subject = tuple["ModelConfig", "StoredFormats"]
+NAMES = "deepseek-v3, kimi-k2, qwen3-30b-a3b, qwen3-235b-a22b, glm-4.5-air, mixtral-8x7b, …"
+
+ConfigName = Annotated[
+    str | None, typer.Option("--config", help=f"A named architecture instead of MODEL: {NAMES}")
+]
+Gpu = Annotated[
+    str | None, typer.Option(help='"4090", "24GB", "24GB@1000GB/s", two with a comma, or "none".')
+]
+Ram = Annotated[str | None, typer.Option(help="Of the machine: 256GB.")]
+Bandwidth = Annotated[str | None, typer.Option(help="Reading RAM with all cores: 80GB/s.")]
+Cpu = Annotated[int | None, typer.Option(help="Physical cores.")]
+Isa = Annotated[str | None, typer.Option(help="scalar, avx2, avx512, avx512_bf16 or amx.")]
+Pcie = Annotated[str | None, typer.Option(help="From RAM to the GPU: 25GB/s.")]
+Prompt = Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")]
+Compare = Annotated[bool, typer.Option("--compare", help="Formats x shares of experts on the GPU, ranked.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Measure this machine and some layers, at most 30 s.")]
+
+
+def plan(
+    context: typer.Context,
+    config: ConfigName = None,
+    gpu: Gpu = None,
+    ram: Ram = None,
+    bandwidth: Bandwidth = None,
+    cpu: Cpu = None,
+    isa: Isa = None,
+    pcie: Pcie = None,
+    tokens: Annotated[
+        int, typer.Option("--context", min=1, help="Tokens that a decoding sequence has.")
+    ] = 1024,
+    prompt: Prompt = 2048,
+    compare: Compare = False,
+    as_json: Json = False,
+    verify: Verify = False,
+) -> None:
+    """Does MODEL fit, how fast will it be, and what to change: before anything is loaded or fetched.
+
+    MODEL is a directory (config.json and the index are enough), a GGUF file or a name of the hub. All flags of kt serve
+    are taken, too. What is not said of the machine is as on this one.
+
+    Example: kt plan deepseek-ai/DeepSeek-V3 --gpu 4090 --ram 256GB
+    """
+    from tandem.cli.plan_text import show
+    from tandem.config.forecast.advice import Question
+    from tandem.config.forecast.compare import compare as compared
+    from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
+    from tandem.config.forecast.report import Asked, report
+
+    wish = MachineWish(gpu, ram, bandwidth, cpu, isa, pcie)
+    asked, refused = _config(context.args, config)
+    here = _this_machine()
+    machine = wished_machine(wish, here)
+    speeds = wished_speeds(wish, machine, _speeds_here(wish, here, verify))
+    model, stored = _subject(asked, config)
+    question = Question(asked, model, machine, stored, speeds)
+    found = report(asked.model, question, refused, Asked(tokens, prompt))
+    if compare:
+        found.compared.extend(compared(question))
+    measured = _measured(question, wish, found.fits, tokens, prompt) if verify else None
+    if as_json:
+        typer.echo(json.dumps(found.as_dict() | ({"measured": measured} if verify else {}), indent=1))
+    else:
+        show(found, measured)
+    raise typer.Exit(0 if found.fits else 2)
+
+
+def _config(argv: list[str], named: str | None) -> tuple[EngineConfig, tuple[str, ...]]:
+    """The flags that can be met, and why the others cannot. Raises ConfigError where no model is named."""
+    from tandem.config import EngineConfig
+    from tandem.errors import ConfigError
+
+    found, refused = EngineConfig.possible([*([] if named is None else [named]), *argv])
+    if found is None:
+        raise ConfigError("no model is named; try kt plan DIRECTORY, or --config deepseek-v3", *refused[1:])
+    return found, refused
+
+
+def _this_machine() -> Machine:
+    from tandem.kernels.this_machine import this_machine
+
+    return this_machine()
+
+
+def _speeds_here(wish: MachineWish, machine: Machine, everything: bool) -> Speeds | None:
+    """Measured in a second or two; the GPU too, where that was asked for."""
+    from tandem.bench import probes
+
+    if wish.other_cpu and not everything:
+        return None
+    speeds = probes.cpu_speeds(machine, machine.tiers[-1])
+    gpu = probes.gpu_speeds() if everything and machine.gpus else None
+    return probes.with_gpu_speeds(speeds, gpu)
+
+
+def _subject(asked: EngineConfig, named: str | None) -> Subject:
+    """The model's sizes and how it is stored. Raises what reading them raises."""
+    from tandem.bench.architectures import named_subject
+    from tandem.engine.start.model_files import inspect
+    from tandem.engine.start.planning import model_at, stored_at
+
+    if named is not None:
+        return named_subject(named)
+
+    def look(path: Path) -> Subject:
+        model = model_at(path)
+        return model, stored_at(path, model, asked.kt_weight_path)
+
+    return inspect(asked.model, look)
+
+
+def _measured(
+    question: object, wish: MachineWish, fits: bool, tokens: int, prompt: int
+) -> dict[str, float] | None:
+    """Of a few layers of such a model on this machine; None on another one, or where it does not fit."""
+    from tandem.bench.sample import measured_rates
+    from tandem.config.forecast.advice import Question
+    from tandem.errors import ConfigError
+
+    assert isinstance(question, Question)
+    if wish.anything:
+        raise ConfigError(
+            "--verify measures this machine; leave --gpu, --ram, --bandwidth, --cpu, --isa and --pcie out"
+        )
+    return measured_rates(question, tokens, prompt) if fits else None

@@ -1,0 +1,159 @@
+"""A `Report` as text: the answer first, then what it takes, what was chosen, how fast, and what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tandem.config.forecast.advice import Way
+from tandem.config.forecast.compare import Row
+from tandem.config.forecast.ledger import Ledger
+from tandem.config.forecast.prediction import Prediction, Range
+from tandem.config.forecast.report import Report
+from tandem.config.forecast.speeds import Speeds
+from tandem.config.memory import gib
+from tandem.config.plan import Decision
+
+ROUNDING_BYTES = 1 << 20  # the KV cache is whole pages
+
+
+def show(report: Report, measured: Mapping[str, float] | None = None) -> None:
+    console = Console()
+    _say(console, f"{report.model} on {report.machine}", "dim")
+    _say(
+        console,
+        "It fits." if report.fits else "It does not run there:",
+        "bold green" if report.fits else "bold red",
+    )
+    for reason in report.reasons:
+        _say(console, f"  * {reason}")
+    for ledger in report.ledgers:
+        console.print("", ledger_table(ledger), sep="\n")
+    if report.plan is not None:
+        console.print("", choices_table(report.plan.decisions), sep="\n")
+    if report.predicted is not None:
+        console.print("", speed_table(report.predicted, measured or {}), sep="\n")
+        _say(console, speeds_text(report.speeds), "dim")
+    _ways(console, "To make it fit", report.to_fit)
+    _ways(console, "To go faster", report.to_go_faster)
+    if report.compared:
+        console.print("", compare_table(report.compared), sep="\n")
+    for notice in report.notices:
+        _say(console, f"note: {notice}")
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True, style=style or None)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in columns:
+        wraps = heading in ("because", "what")
+        table.add_column(
+            heading.strip(),
+            header_style="bold",
+            no_wrap=not wraps,
+            justify="right" if heading[0] == " " else "left",
+        )
+    return table
+
+
+def ledger_table(ledger: Ledger) -> Table:
+    """Line by line, then the sum, and what may be used."""
+    table = _table(ledger.place, "taken by", " size", "what")
+    for entry in ledger.entries:
+        table.add_row(entry.name, gib(entry.nbytes), Text(entry.what))
+    table.add_row("together", gib(ledger.total_bytes), "", style="bold")
+    table.add_row("may be used", gib(ledger.budget_bytes), f"of {gib(ledger.free_bytes)} free")
+    short = -ledger.left_bytes > ROUNDING_BYTES
+    table.add_row(
+        "missing" if short else "left",
+        gib(abs(ledger.left_bytes) if short else max(0, ledger.left_bytes)),
+        style="bold red" if short else "",
+    )
+    return table
+
+
+def choices_table(decisions: Iterable[Decision]) -> Table:
+    table = _table("Choices", "choice", "value", "because")
+    for decision in decisions:
+        table.add_row(*map(Text, dataclasses.astuple(decision)))
+    return table
+
+
+def speed_table(predicted: Prediction, measured: Mapping[str, float]) -> Table:
+    """measured: by the same names, where something was."""
+    columns = (
+        "tokens per second",
+        " predicted",
+        " bound",
+        *((" measured",) if measured else ()),
+        "most of it",
+    )
+    table = _table("Speed", *columns)
+    for name, found in speeds_by_name(predicted).items():
+        cells = [name, f"{_rate(found.low)} to {_rate(found.high)}", _rate(found.bound)]
+        cells += [_rate(measured[name]) if name in measured else ""] if measured else []
+        table.add_row(*cells, _largest(found))
+    return table
+
+
+def speeds_by_name(predicted: Prediction) -> dict[str, Range]:
+    """Every range under the name that tables and `measured` use."""
+    named = {f"decoding, {_sequences(batch)}": found for batch, found in predicted.decode.items()}
+    return named | {f"prompt of {predicted.prompt_tokens}": predicted.prompt}
+
+
+def _sequences(batch: int) -> str:
+    return "1 sequence" if batch == 1 else f"{batch} sequences"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.1f}" if rate < 100 else f"{rate:.0f}"
+
+
+def _largest(found: Range) -> str:
+    name, seconds = max(found.parts.items(), key=lambda part: part[1])
+    return f"{name}, {seconds / sum(found.parts.values()):.0%}"
+
+
+def speeds_text(speeds: Speeds) -> str:
+    """What the prediction stands on, and where each number comes from."""
+    parts = [_spoken(speeds, "dram_gbps", f"RAM {speeds.dram_gbps:.0f} GB/s")]
+    parts.append(_spoken(speeds, "cpu_flops", f"CPU {speeds.cpu_flops / 1e12:.2f} TFLOPS"))
+    if speeds.gpu_gbps:
+        parts.append(_spoken(speeds, "gpu_gbps", f"GPU {speeds.gpu_gbps:.0f} GB/s"))
+        parts.append(_spoken(speeds, "gpu_flops", f"{speeds.gpu_flops / 1e12:.0f} TFLOPS"))
+    return "from " + ", ".join(parts)
+
+
+def _spoken(speeds: Speeds, name: str, text: str) -> str:
+    return f"{text} ({speeds.sources.get(name, 'assumed')})"
+
+
+def _ways(console: Console, title: str, ways: list[Way]) -> None:
+    if not ways:
+        return
+    _say(console, f"\n{title}", "bold")
+    for way in ways:
+        _say(console, f"  {way.change}: {way.brings}{' (lossy)' if way.lossy else ''}")
+
+
+def compare_table(rows: list[Row]) -> Table:
+    table = _table("Compared", "experts", " on the GPU", " VRAM", " RAM", " decoding", " prompt")
+    for row in rows:
+        name = f"{row.method}{' (lossy)' if row.lossy else ''}"
+        if row.decode is None or row.prompt is None:
+            asked = "what fits" if row.gpu_share is None else f"{row.gpu_share:.0%}"
+            table.add_row(
+                name, asked, "", "", "not possible" if row.fits else "does not fit", "", style="dim"
+            )
+        else:
+            rates = (f"{_rate(r.low)} to {_rate(r.high)}" for r in (row.decode, row.prompt))
+            table.add_row(name, f"{row.on_gpu:.0%}", gib(row.vram_bytes), gib(row.ram_bytes), *rates)
+    return table

@@ -1,0 +1,142 @@
+"""A machine that one does not have, or this one with other parts: `--gpu 4090 --ram 256GB --cpu 32`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tandem.config.forecast.speeds import (
+    ASSUMED,
+    CORE_FLOPS,
+    DRAM_GBPS,
+    GIB,
+    GIVEN,
+    GPU_FLOPS,
+    GPU_GBPS,
+    PCIE_GBPS,
+    GpuModel,
+    Speeds,
+    gpu_model,
+    read_rate,
+    read_size,
+)
+from tandem.config.gpus import Gpu
+from tandem.config.machine import TIERS, Core, Machine
+from tandem.errors import ConfigError
+
+SYSTEM_BYTES, SYSTEM_SHARE = 2 * GIB, 0.03  # of RAM, what other programs keep: the larger of the two
+GPU_FREE_SHARE = 0.97  # the driver keeps the rest
+CAPABILITY = (8, 0)  # of a GPU whose name is not known
+ANY_VERSION = "999.0"  # of packages: whoever asks about another machine can install them there
+
+
+@dataclass(frozen=True, slots=True)
+class MachineWish:
+    """What was said, as typed; None: as this machine is. gpus: names or sizes with commas between, or "none"."""
+
+    gpus: str | None = None
+    ram: str | None = None
+    bandwidth: str | None = None
+    cores: int | None = None
+    isa: str | None = None
+    pcie: str | None = None
+
+    @property
+    def other_cpu(self) -> bool:
+        """Whether this machine's CPU says nothing of that one's speed."""
+        return self.cores is not None or self.isa is not None
+
+    @property
+    def other_gpu(self) -> bool:
+        return self.gpus is not None
+
+    @property
+    def anything(self) -> bool:
+        return self != MachineWish()
+
+
+def wished_machine(wish: MachineWish, here: Machine) -> Machine:
+    """Raises ConfigError naming the flag that cannot be read."""
+    machine = here
+    if wish.other_cpu:
+        machine = _with_cpu(wish, machine)
+    if wish.ram is not None:
+        total = read_size(wish.ram, "--ram")
+        free = total - max(SYSTEM_BYTES, int(total * SYSTEM_SHARE))
+        machine = replace(machine, total_memory=total, available_memory=max(0, free))
+    if wish.gpus is not None:
+        gpus = _gpus(wish.gpus, wish.pcie or "PCIe")
+        no_gpu = "" if gpus else "--gpu none"
+        machine = replace(machine, gpus=gpus, no_gpu=no_gpu, gpu_missing=())
+    return replace(machine, torch=ANY_VERSION, flashinfer=ANY_VERSION) if wish.anything else machine
+
+
+def wished_speeds(wish: MachineWish, machine: Machine, here: Speeds | None) -> Speeds:
+    """here: as measured on this machine; None: nothing was. What is neither said nor measured is assumed."""
+    tier = machine.tiers[-1]
+    found = Speeds().having(
+        ASSUMED, dram_gbps=DRAM_GBPS, cpu_flops=CORE_FLOPS[tier] * machine.max_threads, pcie_gbps=PCIE_GBPS
+    )
+    if here is not None and not wish.other_cpu:
+        found = found.having(here.sources.get("dram_gbps", ASSUMED), dram_gbps=here.dram_gbps)
+        found = found.having(here.sources.get("cpu_flops", ASSUMED), cpu_flops=here.cpu_flops)
+    if wish.bandwidth is not None:
+        found = found.having(GIVEN, dram_gbps=read_rate(wish.bandwidth, "--bandwidth"))
+    if machine.gpus:
+        found = _gpu_speeds(wish, machine.gpus[0], found, here)
+    if wish.pcie is not None:
+        found = found.having(GIVEN, pcie_gbps=read_rate(wish.pcie, "--pcie"))
+    return found
+
+
+def _gpu_speeds(wish: MachineWish, gpu: Gpu, found: Speeds, here: Speeds | None) -> Speeds:
+    if not wish.other_gpu and here is not None and here.gpu_gbps:
+        for name in ("gpu_gbps", "gpu_flops", "pcie_gbps", "kernel_seconds", "launch_seconds"):
+            found = found.having(here.sources.get(name, ASSUMED), **{name: getattr(here, name)})
+        return found
+    known = gpu_model(gpu.name)
+    if known is None:
+        found = found.having(ASSUMED, gpu_gbps=GPU_GBPS, gpu_flops=GPU_FLOPS)
+    else:
+        found = found.having("the maker's", gpu_gbps=known.gbps, gpu_flops=known.flops)
+    _, _, rate = gpu.name.partition("@")
+    return found.having(GIVEN, gpu_gbps=read_rate(rate, "--gpu")) if rate else found
+
+
+def _with_cpu(wish: MachineWish, here: Machine) -> Machine:
+    tiers = here.tiers
+    if wish.isa is not None:
+        if wish.isa not in TIERS:
+            raise ConfigError(f"--isa {wish.isa!r} is not known; these are: {', '.join(TIERS)}")
+        tiers = TIERS[: TIERS.index(wish.isa) + 1]
+    count = len(here.cores) if wish.cores is None else wish.cores
+    if count < 1:
+        raise ConfigError(f"--cpu {count} is no number of cores; try 16")
+    cores = tuple(Core(cpu, 0, 0) for cpu in range(count)) if wish.cores is not None else here.cores
+    quota = None if wish.cores is not None else here.cpu_quota
+    return replace(here, cpu_model=f"{count} cores, {tiers[-1]}", cores=cores, tiers=tiers, cpu_quota=quota)
+
+
+def _gpus(text: str, pcie: str) -> tuple[Gpu, ...]:
+    if text.strip().lower() in ("none", "no", "0"):
+        return ()
+    return tuple(_gpu(word.strip(), number, pcie) for number, word in enumerate(text.split(",")))
+
+
+def _gpu(word: str, number: int, pcie: str) -> Gpu:
+    """A size, a name of the table, or either with @ and its memory's speed."""
+    what, _, rate = word.partition("@")
+    if rate:
+        read_rate(rate, "--gpu")
+    known = gpu_model(what)
+    if known is not None:
+        return _made(what, known, number, pcie, rate)
+    size = read_size(what, "--gpu") / GIB
+    return _made(
+        f"a GPU of {size:g} GiB", GpuModel(size, GPU_GBPS, GPU_FLOPS, CAPABILITY), number, pcie, rate
+    )
+
+
+def _made(name: str, model: GpuModel, number: int, pcie: str, rate: str) -> Gpu:
+    total = int(model.gib * GIB)
+    shown = f"{name}@{rate}" if rate else name
+    return Gpu(shown, total, int(total * GPU_FREE_SHARE), pcie, number, "", model.capability)

@@ -1,0 +1,250 @@
+"""How fast a plan will be: tokens per second of decoding and of prompts, as ranges, from a machine's speeds alone.
+
+Decoding is bound by the bytes that a step reads; prompts by products, or by reading every expert once per chunk. What
+the kernels reach of a machine's speeds are the constants here: they are the engine's, none is a model's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tandem.config.forecast.bound import distinct_experts, experts_seconds
+from tandem.config.forecast.speeds import Speeds
+from tandem.config.layers import DeltaRule, Latent
+from tandem.config.model_config import STORED, ModelConfig
+from tandem.config.plan import Plan
+from tandem.config.stored import StoredFormats
+
+WIDTH = 1.4  # of a range: high ÷ low
+CONTEXT, PROMPT = 1024, 2048  # tokens, where none are said
+
+DRAM_SHARE = 0.92  # of the reading speed that the CPU's experts reach
+CPU_SHARE = {"amx": 0.42}  # of the tier's peak, with many rows; others:
+OTHER_CPU_SHARE = 0.55
+CPU_ATTENTION_SHARE = 0.28  # of the same peak: attention is computed in float32
+CPU_LAYER_SECONDS = 6e-5  # without a GPU: norms, router, attention's small parts
+HANDOFF_LAYER_SECONDS = 2.1e-5  # beside one: from the GPU to the CPU's experts and back
+GRAPH_KERNELS, EXPERT_KERNELS = 11, 3  # of a decode layer; of experts on the GPU beyond these
+EAGER_KERNELS = 100  # of a layer outside of graphs, in time
+GPU_ROWS_GROWTH = 0.18  # of the GPU's dense step each time the batch doubles
+GPU_CODE_SHARE, GPU_NUMBER_SHARE = 0.5, 0.8  # of GPU memory's speed, experts of codes and of numbers
+GPU_PEAK_SHARE = 0.09  # of the GPU's peak, in prompts
+GPU_ATTENTION_SHARE = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is predicted: a model as it is stored, the plan for it, and the machine's speeds."""
+
+    model: ModelConfig
+    stored: StoredFormats
+    plan: Plan
+    speeds: Speeds
+
+    @property
+    def expert_bytes(self) -> int:
+        return self.model.expert_bytes(self.plan.expert_format, self.stored.experts)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Read in every step: on a GPU without the embedding."""
+        model, dtype = self.model, self.plan.dtype
+        if self.plan.gpu is None:
+            return model.dense_bytes(dtype, self.stored)
+        return model.dense_bytes(dtype, self.stored, on_gpu=True)
+
+    @property
+    def gpu_share(self) -> float:
+        """Of the routed experts."""
+        everyone = self.model.routed_experts
+        return 0.0 if self.plan.gpu is None or not everyone else self.plan.gpu.experts / everyone
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a token."""
+        return self.model.state_layout(self.plan.dtype).token_bytes
+
+    def state_bytes(self, batch: int, context: int) -> float:
+        """That a step reads of so many sequences' past."""
+        slots = self.model.state_layout(self.plan.dtype).slot_bytes
+        return float(batch * (context * self.kv_bytes + slots))
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Tokens per second. bound: what the machine's memories allow at best. parts: seconds of a step or a prompt, by
+    what takes them."""
+
+    low: float
+    high: float
+    bound: float
+    parts: Mapping[str, float]
+
+    @property
+    def middle(self) -> float:
+        return math.sqrt(self.low * self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """decode: by how many sequences are decoded together; context: tokens that each has; prompt: of so many tokens."""
+
+    decode: Mapping[int, Range]
+    prompt: Range
+    context: int
+    prompt_tokens: int
+
+
+def predict(
+    case: Case, batches: tuple[int, ...] = (1, 8), context: int = CONTEXT, prompt: int = PROMPT
+) -> Prediction:
+    """context and prompt are cut to what the plan allows."""
+    most = case.plan.context_length
+    context, prompt = min(context, most), min(prompt, most)
+    batches = tuple(b for b in batches if b <= case.plan.max_running_requests) or (1,)
+    decode = {batch: _decode(case, batch, context) for batch in batches}
+    parts = _prompt_parts(case, prompt)
+    bound = prompt / max(1e-12, _prompt_bound(case, prompt))
+    return Prediction(decode, _range(prompt, parts, bound), context, prompt)
+
+
+def _range(tokens: float, parts: Mapping[str, float], bound: float) -> Range:
+    rate, half = tokens / sum(parts.values()), WIDTH**0.5
+    return Range(rate / half, min(rate * half, bound), bound, parts)
+
+
+def _decode(case: Case, batch: int, context: int) -> Range:
+    decode = _decode_on_cpu if case.plan.gpu is None else _decode_on_gpu
+    parts = decode(case, batch, context)
+    return _range(batch, parts, batch / _decode_bound(case, batch, context))
+
+
+def _decode_bound(case: Case, batch: int, context: int) -> float:
+    """Seconds: all bytes at the memories' full speed, and nothing else."""
+    on_cpu, on_gpu = _sides(case, batch)
+    others, speeds = case.dense_bytes + case.state_bytes(batch, context), case.speeds
+    gbps = speeds.dram_gbps if case.plan.gpu is None else speeds.gpu_gbps
+    experts = experts_seconds(on_cpu, on_gpu, case.expert_bytes, speeds.dram_gbps, speeds.gpu_gbps)
+    return others / gbps / 1e9 + experts
+
+
+def _sides(case: Case, batch: int) -> tuple[float, float]:
+    """Experts that a step uses in all layers: those in CPU memory, those on the GPU."""
+    used = distinct_experts(case.model.moe.router, batch) * len(case.model.moe_layers)
+    return used * (1 - case.gpu_share), used * case.gpu_share
+
+
+def _decode_on_cpu(case: Case, batch: int, context: int) -> dict[str, float]:
+    on_cpu, _ = _sides(case, batch)
+    rate, model = case.speeds.dram_gbps * 1e9 * DRAM_SHARE, case.model
+    return {
+        "dense layers": case.dense_bytes / rate,
+        "KV cache": case.state_bytes(batch, context) / rate,
+        "experts": on_cpu * case.expert_bytes / rate,
+        "between layers": len(model.layers) * CPU_LAYER_SECONDS,
+    }
+
+
+def _decode_on_gpu(case: Case, batch: int, context: int) -> dict[str, float]:
+    on_cpu, on_gpu = _sides(case, batch)
+    speeds, model, moe = case.speeds, case.model, len(case.model.moe_layers)
+    doublings = (batch - 1).bit_length()
+    dense = (
+        case.dense_bytes / speeds.gpu_gbps / 1e9 + len(model.layers) * GRAPH_KERNELS * speeds.kernel_seconds
+    )
+    there = on_gpu * case.expert_bytes / speeds.gpu_gbps / 1e9 / _gpu_experts_share(case)
+    there += moe * EXPERT_KERNELS * speeds.kernel_seconds if case.gpu_share else 0.0
+    here = on_cpu * case.expert_bytes / speeds.dram_gbps / 1e9 / DRAM_SHARE
+    here += moe * HANDOFF_LAYER_SECONDS if case.gpu_share < 1 and moe else 0.0
+    side = "experts in CPU memory" if here > there else "experts on the GPU"
+    return {
+        "dense layers": dense * (1 + GPU_ROWS_GROWTH * doublings),
+        "KV cache": case.state_bytes(batch, context) / speeds.gpu_gbps / 1e9,
+        side: max(here, there),
+    }
+
+
+def _gpu_experts_share(case: Case) -> float:
+    plain = case.plan.expert_format == "bf16" or (
+        case.plan.expert_format == STORED and not case.stored.experts.quantised
+    )
+    return GPU_NUMBER_SHARE if plain else GPU_CODE_SHARE
+
+
+def _prompt_parts(case: Case, tokens: int) -> dict[str, float]:
+    """Seconds of all chunks of a prompt."""
+    parts: dict[str, float] = {}
+    for start in range(0, tokens, max(1, case.plan.max_step_tokens)):
+        rows = min(case.plan.max_step_tokens, tokens - start)
+        for what, seconds in _chunk(case, rows, start).items():
+            parts[what] = parts.get(what, 0.0) + seconds
+    return parts
+
+
+def _chunk(case: Case, rows: int, before: int) -> dict[str, float]:
+    model, speeds = case.model, case.speeds
+    dense_flops = 2.0 * rows * (model.dense_params - model.vocab * model.hidden)
+    attention = _attention_flops(model, rows, before)
+    on_cpu, on_gpu = _expert_chunk(case, rows)
+    if case.plan.gpu is None:
+        peak, rate = speeds.cpu_flops * _cpu_share(case), speeds.dram_gbps * 1e9 * DRAM_SHARE
+        return {
+            "dense layers": max(dense_flops / peak, case.dense_bytes / rate)
+            + len(model.layers) * CPU_LAYER_SECONDS,
+            "attention": attention / speeds.cpu_flops / CPU_ATTENTION_SHARE,
+            "experts": on_cpu,
+        }
+    launches = len(model.layers) * EAGER_KERNELS * speeds.launch_seconds
+    products = dense_flops / speeds.gpu_flops / GPU_PEAK_SHARE
+    side = "experts in CPU memory" if on_cpu > on_gpu else "experts on the GPU"
+    return {
+        "dense layers": max(launches, products),
+        "attention": attention / speeds.gpu_flops / GPU_ATTENTION_SHARE,
+        side: max(on_cpu, on_gpu),
+    }
+
+
+def _attention_flops(model: ModelConfig, rows: int, before: int) -> float:
+    """Products of queries with keys and of weights with values; a memory of constant size counts as it is."""
+    total, seen = 0.0, before + rows / 2
+    for mixer in model.mixers:
+        if isinstance(mixer, DeltaRule):
+            total += 6.0 * rows * mixer.v_heads * mixer.k_dim * mixer.v_dim
+        elif isinstance(mixer, Latent):
+            total += 2.0 * rows * seen * mixer.heads * (mixer.cached_dim + mixer.kv_rank)
+        else:
+            window = min(seen, mixer.window) if mixer.window else seen
+            total += 4.0 * rows * window * mixer.heads * mixer.head_dim
+    return total
+
+
+def _expert_chunk(case: Case, rows: int) -> tuple[float, float]:
+    """Seconds of a chunk's experts on the CPU and on the GPU: each expert is read once, or its products take longer."""
+    model, speeds, share = case.model, case.speeds, case.gpu_share
+    moe = len(model.moe_layers)
+    flops = 2.0 * rows * model.moe.router.top_k * model.expert_params * moe
+    nbytes = distinct_experts(model.moe.router, rows) * moe * case.expert_bytes
+    here = max(
+        (1 - share) * nbytes / speeds.dram_gbps / 1e9 / DRAM_SHARE,
+        (1 - share) * flops / speeds.cpu_flops / _cpu_share(case),
+    )
+    if not share:
+        return here, 0.0
+    there = max(share * nbytes / speeds.gpu_gbps / 1e9, share * flops / speeds.gpu_flops / GPU_PEAK_SHARE)
+    return here, there
+
+
+def _cpu_share(case: Case) -> float:
+    return CPU_SHARE.get(case.plan.tier, OTHER_CPU_SHARE)
+
+
+def _prompt_bound(case: Case, tokens: int) -> float:
+    """Seconds at the machine's full speeds: the products of each side, at the same time."""
+    model, speeds, share = case.model, case.speeds, case.gpu_share
+    routed = 2.0 * tokens * model.moe.router.top_k * model.expert_params * len(model.moe_layers)
+    dense = 2.0 * tokens * (model.dense_params - model.vocab * model.hidden)
+    if case.plan.gpu is None:
+        return (routed + dense) / speeds.cpu_flops
+    return max((1 - share) * routed / speeds.cpu_flops, (dense + share * routed) / speeds.gpu_flops)

@@ -1,0 +1,107 @@
+"""`Speeds`: how fast a machine reads and computes: measured, given by the user, or assumed; and which it was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from tandem.errors import ConfigError
+
+MEASURED, GIVEN, ASSUMED = "measured", "given", "assumed"
+
+GIB = 1 << 30
+_UNITS = {
+    "kb": 1e3,
+    "mb": 1e6,
+    "gb": 1e9,
+    "tb": 1e12,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+
+# Of one core that runs the tier, operations per second in bf16; common for CPUs of the 2020s.
+CORE_FLOPS = {"scalar": 4e9, "avx2": 5e10, "avx512": 1e11, "avx512_bf16": 2e11, "amx": 1.2e12}
+DRAM_GBPS = 60.0  # two channels of DDR5, as read by all cores
+PCIE_GBPS = 25.0  # generation 4, 16 lanes
+GPU_GBPS, GPU_FLOPS = 800.0, 1e14  # of a GPU that is not in the table
+KERNEL_SECONDS = 1.6e-6  # a small kernel inside a CUDA graph that waits for the one before
+LAUNCH_SECONDS = 1.2e-5  # a small kernel outside of one
+
+
+@dataclass(frozen=True, slots=True)
+class GpuModel:
+    """GiB; GB/s of memory; dense bf16 products with float32 sums, operations per second; compute capability. All as the
+    maker says."""
+
+    gib: float
+    gbps: float
+    flops: float
+    capability: tuple[int, int]
+
+
+GPU_MODELS: Mapping[str, GpuModel] = {
+    "3090": GpuModel(24, 936, 7.1e13, (8, 6)), "a10040": GpuModel(40, 1555, 3.12e14, (8, 0)),
+    "a100": GpuModel(80, 2039, 3.12e14, (8, 0)), "a6000": GpuModel(48, 768, 7.7e13, (8, 6)),
+    "l4": GpuModel(24, 300, 1.21e14, (8, 9)), "l20": GpuModel(48, 864, 1.2e14, (8, 9)),
+    "l40": GpuModel(48, 864, 1.81e14, (8, 9)), "4060ti": GpuModel(16, 288, 4.4e13, (8, 9)),
+    "l40s": GpuModel(48, 864, 3.62e14, (8, 9)),
+    "4070": GpuModel(12, 504, 5.8e13, (8, 9)), "4080": GpuModel(16, 717, 9.7e13, (8, 9)),
+    "4090": GpuModel(24, 1008, 1.65e14, (8, 9)), "5060ti": GpuModel(16, 448, 4.7e13, (12, 0)),
+    "5070": GpuModel(12, 672, 6.2e13, (12, 0)), "5080": GpuModel(16, 960, 1.13e14, (12, 0)),
+    "5090": GpuModel(32, 1792, 2.1e14, (12, 0)), "6000ada": GpuModel(48, 960, 1.82e14, (8, 9)),
+    "pro6000": GpuModel(96, 1792, 2.5e14, (12, 0)), "h100": GpuModel(80, 3350, 9.89e14, (9, 0)),
+    "h200": GpuModel(141, 4800, 9.89e14, (9, 0)), "b200": GpuModel(180, 8000, 2.25e15, (10, 0)),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """dram_gbps: reading, all threads. cpu_flops, gpu_flops: bf16, operations per second. gpu_gbps: of GPU memory.
+    pcie_gbps: from pinned memory. kernel_seconds, launch_seconds: of a small kernel inside and outside of a CUDA graph.
+    sources: of each, where it comes from."""
+
+    dram_gbps: float = DRAM_GBPS
+    cpu_flops: float = CORE_FLOPS["avx2"]
+    gpu_gbps: float = 0.0
+    gpu_flops: float = 0.0
+    pcie_gbps: float = 0.0
+    kernel_seconds: float = KERNEL_SECONDS
+    launch_seconds: float = LAUNCH_SECONDS
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def having(self, source: str, **values: float) -> Speeds:
+        """With these instead, which come from `source`."""
+        return replace(self, **values, sources={**self.sources, **dict.fromkeys(values, source)})
+
+
+def gpu_model(name: str) -> GpuModel | None:
+    """The table's entry for "NVIDIA GeForce RTX 4060 Ti", "H100 80GB HBM3", "4090": the longest that fits."""
+    words = [word.removeprefix("rtx") for word in re.findall(r"[a-z0-9]+", name.lower())]
+    known = {*words, *(a + b for a, b in pairwise(words))}
+    found = [key for key in GPU_MODELS if key in known]
+    return GPU_MODELS[max(found, key=len)] if found else None
+
+
+def read_size(text: str, flag: str) -> int:
+    """Bytes of "24GB"; memory is sold in powers of two, so GB are GiB. Raises ConfigError naming the flag."""
+    value, unit = _split(text, flag, "256GB")
+    return int(value * _UNITS[unit if unit.endswith("ib") else unit.replace("b", "ib")])
+
+
+def read_rate(text: str, flag: str) -> float:
+    """GB/s of "80GB/s". Raises ConfigError naming the flag."""
+    value, unit = _split(text.lower().removesuffix("/s"), flag, "80GB/s")
+    return value * _UNITS[unit] / 1e9
+
+
+def _split(text: str, flag: str, example: str) -> tuple[float, str]:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", text.strip().lower())
+    unit = found[2] if found else ""
+    unit = "gb" if unit in ("", "g") else unit if unit.endswith("b") else unit + "b"
+    if found is None or unit not in _UNITS or float(found[1]) <= 0:
+        raise ConfigError(f"{flag} {text!r} is no size; try {example}")
+    return float(found[1]), unit

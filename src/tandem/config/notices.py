@@ -1,0 +1,79 @@
+"""What start-up says beside the plan: flags, keys and GPUs that change nothing here, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tandem.config.cuda_graphs import GRAPH_FLAGS
+from tandem.config.engine_config import EngineConfig
+from tandem.config.gpu_plan import SHARE_FIELDS
+from tandem.config.gpus import Gpu
+from tandem.config.json_keys import DRAFT_LAYERS
+from tandem.config.machine import Machine
+from tandem.config.model_config import ModelConfig
+
+
+def notices(
+    config: EngineConfig, model: ModelConfig, machine: Machine, gpu: Gpu | None, no_gpu: str
+) -> list[str]:
+    """gpu: the one that is used; no_gpu: why none is."""
+    found = [*config.notices(), *_unread(model), *_overridden(config)]
+    if gpu is None:
+        return [*found, *_idle_on_cpu(config, no_gpu)]
+    return [*found, *_idle_on_gpu(config, model), *_idle_gpus(machine, gpu)]
+
+
+def _unread(model: ModelConfig) -> Iterator[str]:
+    for key in model.unread_keys:
+        if key in DRAFT_LAYERS:
+            yield f"config.json: {key}: the model's draft layers (MTP) are not loaded; each step decodes one token"
+        else:
+            yield f"config.json: {key} is not understood and has no effect"
+
+
+def _overridden(config: EngineConfig) -> Iterator[str]:
+    """Flags that another flag makes meaningless, wherever the model runs."""
+    most, chunk = config.max_prefill_tokens, config.chunked_prefill_size
+    if most is not None and chunk is not None and 0 < chunk <= most:
+        yield f"--max-prefill-tokens {most} changes nothing: --chunked-prefill-size {chunk} is not larger"
+
+
+def _idle_on_cpu(config: EngineConfig, no_gpu: str) -> Iterator[str]:
+    for flag in config.given_flags(GRAPH_FLAGS):
+        yield f"{flag} changes nothing: the CPU engine has no CUDA graphs"
+    if config.disable_expert_foresight:
+        yield "--disable-expert-foresight changes nothing: foresight is for experts in CPU memory beside a GPU"
+    if config.attention_backend != "auto":
+        yield (
+            f"--attention-backend {config.attention_backend} changes nothing: on a CPU attention runs in Tandem's own "
+            "kernel"
+        )
+    if config.kt_enable_dynamic_expert_update:
+        yield f"--kt-enable-dynamic-expert-update changes nothing: there is no GPU to move to ({no_gpu})"
+    if config.record_kt_gpu_expert_distribution:
+        yield "--record-kt-gpu-expert-distribution: no expert is on a GPU, so zeros are recorded"
+    names = (*SHARE_FIELDS, "kt_expert_placement_strategy", "init_expert_location")
+    for flag in config.given_flags(names):
+        yield f"{flag} changes nothing: every expert is computed on the CPU ({no_gpu})"
+
+
+def _idle_on_gpu(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
+    strategy, experts = config.kt_expert_placement_strategy, model.moe.router.num_experts
+    if config.init_expert_location != "trivial" and strategy != "frequency":
+        yield (
+            f"--init-expert-location changes nothing: --kt-expert-placement-strategy is {strategy}; "
+            "only frequency reads statistics"
+        )
+    asked = config.kt_num_gpu_experts
+    if config.kt_gpu_experts_ratio is not None:
+        if asked is not None:
+            yield "--kt-num-gpu-experts changes nothing: --kt-gpu-experts-ratio beats it"
+    elif asked is not None and asked > experts:
+        yield f"--kt-num-gpu-experts {asked}: the model has {experts} per layer, so all of them are meant"
+
+
+def _idle_gpus(machine: Machine, used: Gpu) -> Iterator[str]:
+    others = [gpu for gpu in machine.gpus if gpu is not used]
+    if others:
+        names = ", ".join(f"GPU {gpu.number} ({gpu.name})" for gpu in others)
+        yield f"{names} not used: one engine process uses one GPU; CUDA_VISIBLE_DEVICES says which"

@@ -1,0 +1,137 @@
+"""`kt plan` as it is typed, and what `kt serve` and `kt bench report` say by the same sums."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from plans import plan, with_gpu
+from tandem.bench import probes, sample
+from tandem.cli import plan_text
+from tandem.cli.app import app
+from tandem.config.forecast.speeds import Speeds
+from tandem.errors import CheckpointError, ConfigError
+from tandem.server.engine_process import print_plan
+
+MODEL = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 128, "rms_norm_eps": 1e-6,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "intermediate_size": 128, "max_position_embeddings": 512, "rope_theta": 1e4,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Speeds().having("measured", dram_gbps=50.0, cpu_flops=1e12)
+    monkeypatch.setattr(probes, "cpu_speeds", lambda _machine, _tier: found)
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return tmp_path
+
+
+def kt(*argv: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in argv], env={"COLUMNS": "160", "TERM": "dumb"})
+
+
+def test_config_json_alone_is_enough(model_dir: Path) -> None:
+    shown = kt("plan", model_dir)
+    assert shown.exit_code == 0, shown.output
+    for part in ("It fits.", "RAM", "dense weights", "together", "Choices", "decoding, 1 sequence", "prompt of 512",
+                 "RAM 50 GB/s (measured)"):  # fmt: skip
+        assert part in shown.stdout
+
+
+def test_json_says_the_same(model_dir: Path) -> None:
+    shown = kt("plan", model_dir, "--json", "--compare", "--kt-method", "INT4", "--gpu", "4090")
+    found = json.loads(shown.stdout)
+    assert found["fits"] and {ledger["place"] for ledger in found["ledgers"]} == {"VRAM", "RAM"}
+    assert found["predicted"]["decode"]["1"]["low"] < found["predicted"]["decode"]["1"]["high"]
+    assert {choice["name"]: choice["value"] for choice in found["choices"]}["expert format"] == "int4"
+    assert found["speeds"]["sources"]["gpu_gbps"] == "the maker's" and len(found["compared"]) > 2
+
+
+def test_a_question_about_another_machine() -> None:
+    flags = "--gpu 4090 --ram 256GB --bandwidth 80GB/s --cpu 16 --isa avx512_bf16".split()
+    shown = kt("plan", "--config", "deepseek-v3", *flags)
+    assert shown.exit_code == 2
+    for part in (
+        "It does not run there",
+        "take 644.5 GiB",
+        "missing",
+        "To make it fit",
+        "of RAM: fits",
+        "(lossy)",
+    ):
+        assert part in shown.stdout
+    shown = kt("plan", "--config", "deepseek-v3", *flags, "--ram", "768GB", "--mem-fraction-static", "0.95")
+    assert shown.exit_code == 0 and "It fits." in shown.stdout
+
+
+def test_all_that_stands_in_the_way_is_listed(model_dir: Path) -> None:
+    shown = kt("plan", model_dir, "--tp", "2", "--kt-method", "AWQ", "--context-length", "9999")
+    assert shown.exit_code == 2
+    for part in ("--tensor-parallel-size 2 is not available", "--kt-method AWQ", "--context-length is 9999"):
+        assert f"  * {part}" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "no model is named; try kt plan DIRECTORY"),
+        (["--config", "gpt-7"], "--config 'gpt-7' is not known; these are: qwen3-30b-a3b"),
+        (["demo", "--ram", "much"], "--ram 'much' is no size"),
+        (["demo", "--ram", "64GB", "--verify"], "--verify measures this machine; leave --gpu"),
+    ],
+)
+def test_wrong_lines(argv: list[str], says: str) -> None:
+    error = kt("plan", *argv).exception
+    assert isinstance(error, ConfigError) and says in str(error)
+
+
+def test_a_path_that_is_not_there() -> None:
+    assert isinstance(kt("plan", "/no/such/model").exception, CheckpointError)
+
+
+def test_verify_measures_some_layers(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "PROMPT_SECONDS", 0.5)
+    shown = kt("plan", model_dir, "--verify", "--context", "64", "--prompt", "64")
+    assert shown.exit_code == 0, shown.output
+    (line,) = (line for line in shown.stdout.splitlines() if line.startswith("decoding, 1 sequence"))
+    assert len(line.split()) > 7 and float(line.split()[7]) > 0  # predicted low, to, high, bound, measured
+
+
+def test_a_report_to_send(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "PROMPT_SECONDS", 0.5)
+    done = kt(
+        "bench",
+        "report",
+        model_dir,
+        "--kt-method",
+        "INT4",
+        "--api-key",
+        "secret",
+        "--out",
+        tmp_path / "r.json",
+    )
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "r.json").read_text()
+    found = json.loads(text)
+    assert set(found["measured"]) == {"decoding, 1 sequence", "prompt of 512"} and found["flags"] == {
+        "kt_method": "INT4"
+    }
+    assert found["plan"]["predicted"] and found["machine"]["cores"] >= 1 and found["software"]["torch"]
+    assert "secret" not in text and str(tmp_path) not in text
+
+
+def test_serve_logs_the_ledger(capsys: pytest.CaptureFixture[str]) -> None:
+    p = plan(with_gpu(), kt_gpu_experts_ratio=0.5)
+    print_plan(p, [])
+    shown = capsys.readouterr().out
+    assert "  VRAM: dense weights " in shown and "  RAM: experts " in shown
+    assert plan_text.ledger_table(p.ledgers[0]).row_count == len(p.ledgers[0].entries) + 3

@@ -1,0 +1,95 @@
+"""What `kt plan` advises is tried before it is said, and what loses nothing comes first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from plans import GIB, MODEL, machine, with_gpu
+from tandem.bench.architectures import named_subject
+from tandem.config import EngineConfig, Machine, StoredFormat, StoredFormats
+from tandem.config.forecast.advice import Question, least_ram, roundings, ways_to_fit, ways_to_go_faster
+from tandem.config.forecast.compare import compare
+from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
+from tandem.config.forecast.report import report
+from tandem.config.forecast.speeds import Speeds
+from tandem.errors import ConfigError
+
+WEIGHTS = MODEL.weight_bytes("bfloat16", "bf16")
+
+
+def question(host: Machine, **flags: object) -> Question:
+    config = EngineConfig.from_keywords("demo", **flags)
+    speeds = wished_speeds(MachineWish(), host, Speeds().having("measured", dram_gbps=50.0, cpu_flops=1e12))
+    return Question(config, MODEL, host, StoredFormats(), speeds)
+
+
+def test_a_model_that_fits_needs_no_advice() -> None:
+    assert ways_to_fit(question(machine())) == []
+
+
+def test_flags_that_lose_nothing_come_first() -> None:
+    ways = ways_to_fit(question(machine(free=int((WEIGHTS + GIB // 4) / 0.85))))
+    assert [way.lossy for way in ways] == sorted(way.lossy for way in ways)
+    assert ways[0].change == "--mem-fraction-static 0.95" and ways[-1].change.startswith("--kt-method")
+
+
+def test_memory_that_has_to_be_bought_is_said_in_numbers() -> None:
+    host = machine(free=WEIGHTS // 10)
+    ways = ways_to_fit(question(host))
+    assert [way.lossy for way in ways] == [False, True] and all("of RAM" in way.change for way in ways)
+    needed = least_ram(question(host))
+    used = host.total_memory - host.available_memory
+    for total, fits in ((needed, True), (needed - 2 * GIB, False)):
+        other = replace(host, total_memory=total, available_memory=total - used)
+        if fits:
+            assert question(other).plan()
+        else:
+            with pytest.raises(ConfigError):
+                question(other).plan()
+
+
+def test_ways_to_go_faster_are_faster() -> None:
+    asked = question(with_gpu(free=3 * GIB), kt_gpu_experts_ratio=0.0)
+    ways = ways_to_go_faster(asked, asked.plan())
+    assert ways and ways[0].change == "without --kt-num-gpu-experts and --kt-gpu-experts-ratio"
+    assert [way.lossy for way in ways] == sorted(way.lossy for way in ways)
+
+
+def test_only_smaller_formats_are_advised() -> None:
+    int4 = StoredFormat("int4 g32", True, 0.5625, ("RAWINT4", "INT4"), 32)
+    fp8 = StoredFormat("fp8 128x128", True, 1.03, ("FP8",), 128)
+    assert roundings(StoredFormats()) == ["INT8", "INT4"]
+    assert roundings(StoredFormats(int4)) == [] and roundings(StoredFormats(fp8)) == ["INT4"]
+
+
+def test_compare_ranks_what_can_be_done() -> None:
+    rows = compare(question(with_gpu(free=4 * GIB)))
+    possible = [row for row in rows if row.decode is not None]
+    rates = [row.decode.middle for row in possible if row.decode is not None]
+    assert len(possible) > 5 and rates == sorted(rates, reverse=True)
+    assert len({(row.method, round(row.on_gpu, 3)) for row in possible}) == len(possible)
+    assert possible[0].on_gpu > possible[-1].on_gpu and all(row.why for row in rows[len(possible) :])
+    assert {row.method for row in compare(question(machine()))} == {"as stored", "INT8", "INT4"}
+
+
+def test_is_256_gb_and_a_4090_enough_for_deepseek_v3() -> None:
+    model, stored = named_subject("deepseek-v3")
+    wish = MachineWish("4090", "256GB", "80GB/s", 16, "avx512_bf16")
+    host = wished_machine(wish, machine())
+    asked = Question(EngineConfig(model="deepseek-v3"), model, host, stored, wished_speeds(wish, host, None))
+    found = report("deepseek-v3", asked)
+    assert (
+        not found.fits and "644.5 GiB" in found.reasons[-1] and "198.7 GiB may be used" in found.reasons[-1]
+    )
+    (ram,) = (ledger for ledger in found.ledgers if ledger.place == "RAM")
+    assert ram.left_bytes < -400 * GIB and {e.name for e in ram.entries} >= {
+        "dense weights",
+        "experts",
+        "KV cache",
+    }
+    assert [way.lossy for way in found.to_fit] == [False, True]
+    assert all("of RAM" in way.change for way in found.to_fit)
+    as_json = found.as_dict()
+    assert as_json["fits"] is False and as_json["ledgers"][0]["left_bytes"] < 0

@@ -1,0 +1,96 @@
+"""Predicted speeds: they follow the bytes and products, hold what was measured, and say where they come from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from plans import GIB, MODEL, machine
+from tandem.bench.architectures import CONFIGS, named_config, named_subject
+from tandem.config import EngineConfig, Machine, ModelConfig, StoredFormats, resolve
+from tandem.config.forecast.bound import bytes_per_step
+from tandem.config.forecast.prediction import WIDTH, Case, Prediction, predict
+from tandem.config.forecast.speeds import Speeds
+from tandem.config.gpus import Gpu
+from tandem.config.machine import TIERS, Core
+
+# The machine that was measured, and its speeds on that day (benchmarks/results, commit 9481f19).
+CORES = tuple(Core(cpu, 0, 0) for cpu in range(16))
+MEASURED = Machine(
+    "Xeon", CORES, TIERS, 128 * GIB, 120 * GIB,
+    gpus=(Gpu("H200", 141 * GIB, 139 * GIB, "gen5 x16", capability=(9, 0)),),
+)  # fmt: skip
+SPEEDS = Speeds(dram_gbps=137, cpu_flops=17.4e12, gpu_gbps=4200, gpu_flops=6.5e14, pcie_gbps=55)
+# (share of the experts on the GPU, sequences) → tokens per second of Qwen3-30B-A3B's shape in int4
+DECODED = {
+    (0.0, 1): 88, (0.5, 1): 157, (1.0, 1): 499, (0.0, 8): 131, (0.5, 8): 261, (1.0, 8): 1497, (1.0, 16): 1928,
+}  # fmt: skip
+PROMPTS = {  # (share, tokens)
+    (0.0, 512): 1556, (0.0, 2048): 1937, (0.0, 4096): 2071, (0.0, 8192): 2137, (0.5, 2048): 3062, (0.5, 4096): 3444,
+    (0.5, 8192): 3781, (1.0, 64): 1049, (1.0, 2048): 9125, (1.0, 4096): 9370, (1.0, 8192): 9108,
+}  # fmt: skip
+
+
+def case(share: float, model: ModelConfig = named_config("qwen3-30b-a3b", None), **flags: object) -> Case:
+    flags = {"kt_method": "INT4", "kt_gpu_experts_ratio": share, "context_length": 9000} | flags
+    config = EngineConfig.from_keywords("m", max_running_requests=32, **flags)
+    return Case(model, StoredFormats(), resolve(config, model, MEASURED), SPEEDS)
+
+
+@pytest.mark.parametrize("where", DECODED)
+def test_what_was_measured_lies_in_the_predicted_range_of_decoding(where: tuple[float, int]) -> None:
+    found = predict(case(where[0]), (where[1],)).decode[where[1]]
+    assert found.low <= DECODED[where] <= found.high and found.high / found.low <= WIDTH + 1e-9
+
+
+def test_nearly_all_prompts_lie_in_their_ranges() -> None:
+    found = {where: predict(case(where[0]), prompt=where[1]).prompt for where in PROMPTS}
+    outside = [where for where, rate in PROMPTS.items() if not found[where].low <= rate <= found[where].high]
+    assert len(outside) <= len(PROMPTS) // 10, outside
+
+
+def on_cpu(gbps: float = 50.0, **flags: object) -> Prediction:
+    plan = resolve(EngineConfig.from_keywords("demo", **flags), MODEL, machine())
+    return predict(Case(MODEL, StoredFormats(), plan, Speeds(gbps, 1e12)))
+
+
+def test_no_prediction_is_above_the_bound() -> None:
+    for found in (on_cpu(), predict(case(0.5))):
+        assert all(r.low < r.high <= r.bound for r in (*found.decode.values(), found.prompt))
+
+
+def test_the_bound_of_decoding_is_the_bytes_over_the_bandwidth() -> None:
+    found = on_cpu(50.0)
+    states = found.context * MODEL.state_layout("bfloat16").token_bytes
+    nbytes = bytes_per_step(MODEL, "bfloat16", "bf16", 1) + states
+    assert found.decode[1].bound == pytest.approx(50e9 / nbytes)
+
+
+def test_faster_memory_and_smaller_experts_decode_faster() -> None:
+    slow, fast, small = on_cpu(50.0), on_cpu(100.0), on_cpu(50.0, kt_method="INT4")
+    assert fast.decode[1].middle > 1.5 * slow.decode[1].middle
+    assert small.decode[1].middle > slow.decode[1].middle
+    assert slow.decode[8].middle > slow.decode[1].middle  # together; each slower
+    assert slow.decode[8].middle / 8 < slow.decode[1].middle
+
+
+def test_a_longer_context_decodes_slower() -> None:
+    short, long = (predict(case(0.5), context=tokens).decode[1].middle for tokens in (100, 8000))
+    assert long < short
+
+
+def test_context_and_prompt_are_what_the_plan_allows() -> None:
+    plan = resolve(EngineConfig(model="demo", context_length=300, max_running_requests=4), MODEL, machine())
+    found = predict(Case(MODEL, StoredFormats(), plan, Speeds()), (1, 8))
+    assert (found.context, found.prompt_tokens, set(found.decode)) == (300, 300, {1})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_named_model_is_predicted_where_it_fits(name: str) -> None:
+    model, stored = named_subject(name)
+    roomy = replace(MEASURED, total_memory=4096 * GIB, available_memory=4000 * GIB)
+    plan = resolve(EngineConfig(model=name), model, roomy, stored)
+    found = predict(Case(model, stored, plan, SPEEDS))
+    assert all(0 < r.low < r.high <= r.bound for r in (*found.decode.values(), found.prompt))
+    assert stored.experts.quantised == ("quantization_config" in CONFIGS[name])
