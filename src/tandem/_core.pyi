@@ -53,8 +53,16 @@ def heap_bytes() -> int:
 def return_free_memory() -> None:
     """What malloc has kept of freed memory goes back to the system."""
 
+def cpu_tiers() -> list[str]:
+    """Kernel tiers this CPU runs, built or not, slowest first."""
+
+def built_tiers() -> list[str]:
+    """
+    Kernel tiers in this extension, slowest first; amx_standin is for tests.
+    """
+
 def supported_tiers() -> list[str]:
-    """Kernel tiers this host can run, slowest first."""
+    """Kernel tiers that were built and that this CPU runs, slowest first."""
 
 def cpu_model() -> str:
     """The CPU's own name for itself."""
