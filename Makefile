@@ -82,7 +82,7 @@ test-peers: $(STAMPS)/package $(STAMPS)/test ## GGUF files beside llama.cpp, whi
 lint: $(STAMPS)/lint ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check src tests benchmarks scripts
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+	@echo "clang-format --dry-run csrc"; $(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 format: $(STAMPS)/lint ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff check --fix --quiet src tests benchmarks scripts
