@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 
@@ -15,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.bench.ceilings import measure_read_gbps
-from tandem.bench.kernels import commit
 from tandem.bench.peers import check_installed, llama_cpp_rate, transformers_rate
+from tandem.bench.rows import machine_name, stamp
 from tandem.config import EngineConfig, Machine, Plan
 from tandem.config.forecast.bound import bytes_per_step
 from tandem.engine.engine import Engine
@@ -149,7 +147,6 @@ def _timed_rate(engine: Engine, steps: int) -> float:
 def _row(
     request: Request, bench: str, fmt: str, batch: int, rate: float, bound: float = 0.0, gbps: float = 0.0
 ) -> Row:
-    machine = Machine.detect()
     return Row(
         bench=bench,
         config=Path(request.model).name,
@@ -159,10 +156,7 @@ def _row(
         bound_tok_s=round(bound, 2),
         share=round(rate / bound, 4) if bound else 0.0,
         dram_gbps=round(gbps, 1),
-        machine=f"{machine.cpu_model}, {request.threads or machine.max_threads} threads",
-        commit=commit(),
-        command=" ".join(["kt", *sys.argv[1:]]),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        **stamp(machine_name(Machine.detect(), request.threads)),
     )
 
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -31,8 +29,8 @@ from tandem.bench.architectures import named_config
 from tandem.bench.ceilings import DramReader
 from tandem.bench.decode_counts import StepCounts
 from tandem.bench.handoff_time import handoff_us
-from tandem.bench.kernels import commit
 from tandem.bench.memory_ledger import Taken, memory_columns, planned
+from tandem.bench.rows import machine_name, stamp
 from tandem.bench.step_bound import gpu_step_bytes, paired_share
 from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore, stored_as
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
@@ -345,12 +343,7 @@ def gpu_copy_gbps() -> float:
 
 
 def _where(request: Request) -> dict[str, Any]:
-    machine = Machine.detect()
-    return {
-        "machine": f"{machine.gpus[0].name}; {machine.cpu_model}, {request.threads or machine.max_threads} threads",
-        "commit": commit(), "command": " ".join(["kt", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }  # fmt: skip
+    return stamp(machine_name(Machine.detect(), request.threads))
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

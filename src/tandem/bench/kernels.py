@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -46,8 +43,9 @@ from tandem.bench.experts import (
     torch_layers,
 )
 from tandem.bench.plot import draw_roofline
+from tandem.bench.rows import stamp
 from tandem.config.machine import Machine
-from tandem.convert.shard_file import write_whole
+from tandem.config.small_files import write_whole
 from tandem.errors import ConfigError
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import machine_pool
@@ -280,13 +278,10 @@ def short(value: float) -> str:
 def write_json(path: Path, bench: Bench, results: list[Result]) -> None:
     """{machine, threads, commit, version, torch, command, date, interrupted, ceilings, rows}."""
     report: dict[str, Any] = {
-        "machine": bench.machine.cpu_model,
+        **stamp(bench.machine.cpu_model),
         "threads": len(bench.pool),
-        "commit": commit(),
         "version": __version__,
         "torch": torch.__version__,
-        "command": " ".join(["kt", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "interrupted": bench.interrupted,
         "ceilings": ceiling_rows(bench.roofs),
         "rows": [dataclasses.asdict(result) for result in results],
@@ -307,18 +302,3 @@ def ceiling_rows(roofs: Roofs) -> list[dict[str, Any]]:
         for (tier, fmt), flops in roofs.peaks.items()
     ]
     return reads + peaks
-
-
-def commit() -> str | None:
-    """The commit of the checkout this runs from; None when installed."""
-    here = Path(__file__).parent
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "--short", "HEAD"],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()

@@ -15,7 +15,7 @@ from typing import Any
 
 from tandem import __version__
 from tandem.bench import probes
-from tandem.bench.kernels import commit
+from tandem.bench.rows import commit
 from tandem.bench.sample import measured_rates
 from tandem.config import EngineConfig
 from tandem.config.forecast.advice import Question

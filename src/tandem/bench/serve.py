@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tandem.bench.ceilings import measure_read_gbps
-from tandem.bench.kernels import commit
 from tandem.bench.load_client import Answer, Load, LoadClient, LoadError
 from tandem.bench.own_server import own_server
+from tandem.bench.rows import stamp
 from tandem.config import EngineConfig, Machine
 from tandem.config.forecast.bound import bytes_per_step
 from tandem.engine.start.model_files import prepare
@@ -167,10 +165,7 @@ def _row(request: Request, name: str, load: Load, good: list[Answer], seconds: f
         tpot_ms_p99=_milliseconds(per_token, 99),
         gap_ms_p99=_milliseconds([gap for a in good for gap in a.gaps], 99),
         total_ms_p50=_milliseconds(total, 50),
-        machine=f"{machine.cpu_model}, {machine.max_threads} threads; the client runs on it too",
-        commit=commit(),
-        command=" ".join(["kt", *sys.argv[1:]]),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        **stamp(f"{machine.cpu_model}, {machine.max_threads} threads; the client runs on it too"),
     )
 
 

@@ -1,4 +1,4 @@
-"""`read_text`: the small files beside a model's weights, whatever lies there under their names."""
+"""Small files: `read_text` reads what lies beside a model's weights; `write_whole` writes all or nothing."""
 
 from __future__ import annotations
 
@@ -31,3 +31,23 @@ def read_text(path: Path, most_bytes: int = CONFIG_BYTES) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not UTF-8: {error}") from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """A small file, all of it or nothing."""
+    unfinished = path.with_name(f".{path.name}.part")
+    with unfinished.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(unfinished, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes renames last: they live in the directory, not in the file."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

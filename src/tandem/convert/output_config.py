@@ -11,10 +11,10 @@ from typing import Any
 from tandem.checkpoint.checkpoint import INDEX
 from tandem.checkpoint.demo import MANIFEST
 from tandem.config.json_keys import read_json
+from tandem.config.small_files import write_whole
 from tandem.convert.layout import Layout
 from tandem.convert.methods import Method
 from tandem.convert.record import RECORD
-from tandem.convert.shard_file import write_whole
 from tandem.convert.source import Module, Source
 
 CONFIG = "config.json"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.json_keys import read_json
-from tandem.convert.shard_file import write_whole
+from tandem.config.small_files import write_whole
 from tandem.errors import CheckpointError, ConfigError
 
 RECORD = "conversion.json"

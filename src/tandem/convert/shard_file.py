@@ -114,26 +114,6 @@ class ShardFile:
             self._unfinished.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """A small file, all of it or nothing."""
-    unfinished = path.with_name(f".{path.name}.part")
-    with unfinished.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(unfinished, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes renames last: they live in the directory, not in the file."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _write_at(file: int, data: memoryview, offset: int) -> None:
     while len(data):
         written = os.pwrite(file, data, offset)

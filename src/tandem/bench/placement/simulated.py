@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.bench.architectures import named_config
-from tandem.bench.kernels import commit
 from tandem.bench.placement.plot import check_matplotlib, draw
 from tandem.bench.placement.request import FORMATS, SIMULATED, Request, shape_columns, traffic
 from tandem.bench.placement.simulation import simulate_live, simulate_static
 from tandem.bench.placement.traces import ROUTINGS
+from tandem.bench.rows import stamp
 from tandem.config import Machine, ModelConfig
 from tandem.experts.live.cost import StepCost
 from tandem.experts.live.policy import PolicySettings
@@ -95,13 +93,9 @@ def step_cost(request: Request, config: ModelConfig) -> StepCost:
 
 def _where(request: Request, machine: Machine, simulated: bool) -> dict[str, Any]:
     gpu = "none used (simulation)" if simulated else machine.gpus[0].name
+    where = f"{gpu}; {machine.cpu_model}, {request.threads or machine.max_threads} threads"
     law = ROUTINGS.get(request.routing)
-    return {
-        "machine": f"{gpu}; {machine.cpu_model}, {request.threads or machine.max_threads} threads",
-        "routing_parameters": None if law is None else dataclasses.asdict(law),
-        "commit": commit(), "command": " ".join(["kt", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }  # fmt: skip
+    return {"routing_parameters": None if law is None else dataclasses.asdict(law), **stamp(where)}
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

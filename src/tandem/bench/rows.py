@@ -1,0 +1,102 @@
+"""Rows of measurements: what each says of its run, and where the repository keeps them.
+
+A row is a flat object with `bench`, the figures, and `machine`, `commit`, `command`, `date`. `keep` writes the rows of
+one run to `benchmarks/results/<machine>/<bench>.json`, which holds the current figures (git has the old ones), and adds
+one line to `benchmarks/results/history.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tandem.config.machine import Machine
+from tandem.config.small_files import write_whole
+
+Row = dict[str, Any]
+STAMP = ("machine", "commit", "command", "date")
+
+
+def commit() -> str | None:
+    """The commit of the checkout this runs from; None when installed."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def machine_name(machine: Machine, threads: int | None = None) -> str:
+    """As `NVIDIA H200; Intel(R) Xeon(R) ..., 16 threads`: what a row is measured on."""
+    cpu = f"{machine.cpu_model}, {threads or machine.max_threads} threads"
+    return f"{machine.gpus[0].name}; {cpu}" if machine.gpus else cpu
+
+
+def stamp(machine: str) -> Row:
+    """What every row says of its run: {machine, commit, command, date}."""
+    program = Path(sys.argv[0]).name
+    return {
+        "machine": machine, "commit": commit(), "command": " ".join([program, *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def folder_name(machine: str) -> str:
+    """The folder of a machine's rows: its name in small letters, digits and dashes."""
+    plain = re.sub(r"\((r|tm)\)", "", machine.lower())
+    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
+
+
+def keep(rows: Sequence[Row], results: Path) -> list[Path]:
+    """Writes one run's rows, which are stamped, under `results`; returns the files that were written."""
+    missing = [name for row in rows for name in ("bench", *STAMP) if name not in row]
+    if missing:
+        raise ValueError(f"a row lacks {missing[0]}")
+    written = []
+    for machine, bench in dict.fromkeys((row["machine"], row["bench"]) for row in rows):
+        chosen = [row for row in rows if (row["machine"], row["bench"]) == (machine, bench)]
+        written.append(_write_current(results / folder_name(machine) / f"{bench}.json", chosen))
+        _add_to_history(results / "history.jsonl", chosen)
+    return written
+
+
+def _write_current(file: Path, rows: Sequence[Row]) -> Path:
+    """Rows of other configurations stay; those that were measured again are replaced."""
+    old = json.loads(file.read_text()) if file.exists() else []
+    again = {_identity(row) for row in rows}
+    kept = [row for row in old if _identity(row) not in again]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(" " + json.dumps(row) for row in (*kept, *rows))
+    write_whole(file, f"[\n{lines}\n]\n".encode())
+    return file
+
+
+def _identity(row: Row) -> str:
+    """What was measured, without how much it was: names, formats, counts and shares."""
+    said = {name: value for name, value in row.items() if name not in STAMP}
+    keys = {name: value for name, value in said.items() if isinstance(value, str | bool) or name in COUNTS}
+    return json.dumps(keys, sort_keys=True)
+
+
+COUNTS = frozenset((
+    "acceptance", "batch", "cached", "clients", "context", "cores", "gpu_share", "heads", "hidden", "layers", "overlap",
+    "rows", "steps", "threads", "tokens", "top_k",
+))  # fmt: skip
+"""Numbers that say what was measured; any other number of a row is a figure."""
+
+
+def _add_to_history(file: Path, rows: Sequence[Row]) -> None:
+    """One line a run and bench: the stamp once, then the rows without it."""
+    first = rows[0]
+    bare = [{name: value for name, value in row.items() if name not in (*STAMP, "bench")} for row in rows]
+    line = {"bench": first["bench"], **{name: first[name] for name in STAMP}, "rows": bare}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as out:
+        out.write(json.dumps(line) + "\n")
