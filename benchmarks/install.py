@@ -4,12 +4,14 @@
 
 Clones the commit into a temporary directory, runs `make serve` there without ccache and without pip's cache, asks for
 one answer over HTTP, and stops everything. `s` is seconds of the wall, `cpu_s` processor seconds of all its processes
-(compiling, pip, building the demo model, the server), `compile_cpu_s` those of compilers alone. Nothing else should run.
+(compiling, pip, building the demo model, the server), `compile_cpu_s` those of compilers alone. Nothing else
+should run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -46,9 +48,10 @@ def compilers(folder: Path) -> None:
 
 
 def environment(home: Path, tools: Path) -> dict[str, str]:
-    kept = {name: os.environ[name] for name in ("LANG", "PIP_INDEX_URL", "PIP_CONFIG_FILE") if name in os.environ}
+    """Ours (pip's mirrors are in it), with an empty HOME, no caches and no environment that is active."""
+    ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     return {
-        **kept, "HOME": str(home), "PATH": f"{tools}:{os.environ['PATH']}", "CCACHE_DISABLE": "1",
+        **ours, "HOME": str(home), "PATH": f"{tools}:{os.environ['PATH']}", "CCACHE_DISABLE": "1",
         "COMPILE_TIMES": str(home / "compile-times"), "PIP_NO_CACHE_DIR": "1",
     }  # fmt: skip
 
@@ -77,7 +80,8 @@ def until_first_answer(clone: Path, env: dict[str, str], port: int) -> float:
                 time.sleep(0.2)
             return time.perf_counter() - began
         finally:
-            os.killpg(served.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(served.pid, signal.SIGTERM)
             served.wait()
 
 
@@ -112,7 +116,8 @@ def main() -> int:
     here = Machine.detect()
     rows = []
     for commit in asked.commit or ["HEAD"]:
-        short = subprocess.check_output(["git", "-C", str(REPOSITORY), "rev-parse", "--short", commit], text=True).strip()
+        ask = ["git", "-C", str(REPOSITORY), "rev-parse", "--short", commit]
+        short = subprocess.check_output(ask, text=True).strip()
         row = {"bench": "install", "how": "source", "cores": len(here.cores), **measured(commit, asked.port)}
         rows.append(row | stamp(here.cpu_model) | {"commit": short})
         print(json.dumps(rows[-1]), flush=True)

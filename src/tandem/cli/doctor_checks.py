@@ -39,7 +39,7 @@ class Finding(NamedTuple):
 def software(machine: Machine | None = None) -> Iterator[Finding]:
     """Python, torch, our kernels, and what a GPU needs beside them."""
     here, (oldest, newest) = sys.version_info[:2], SUPPORTED_PYTHON
-    wrong = "" if oldest <= here <= newest else "Tandem runs on Python 3.11 to 3.13"
+    wrong = "" if oldest <= here <= newest else "Tandem runs on Python 3.11 to 3.14"
     command = "python3.13 -m venv .venv && .venv/bin/pip install tandem-moe" if wrong else ""
     yield Finding("Python", ".".join(map(str, here)), wrong, command)
     torch = installed_version("torch")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.config.small_files import sync_directory
 from tandem.convert.methods import Part
 from tandem.errors import CheckpointError
 
