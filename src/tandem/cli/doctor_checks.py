@@ -20,7 +20,7 @@ from tandem.config.memory import gib
 
 DEMO_BYTES = 1 << 30  # weights, the base file and what lies beside them while building
 LOW_BANDWIDTH = 15.0  # GB/s; one channel of old memory
-SUPPORTED_PYTHON = ((3, 11), (3, 13))
+SUPPORTED_PYTHON = ((3, 11), (3, 14))
 OPEN_FILES = 1024  # large checkpoints have hundreds of files
 DEFAULT_PORT = 30000
 LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.97, 5: 3.94, 6: 7.56}  # of a PCIe generation's lane
