@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.bench.kernels import commit
+from tandem.bench.rows import commit
 from tandem.errors import TandemError
 from tandem.kernels.gpu.attention_backends import Attention, attention_of
 from tandem.kernels.gpu.attention_flashinfer import AttentionShape

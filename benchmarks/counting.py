@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tandem.bench.kernels import commit
+from tandem.bench.rows import commit
 from tandem.config import EngineConfig, Machine
 
 STEPS = 10

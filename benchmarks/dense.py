@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.bench.hybrid import gpu_copy_gbps
-from tandem.bench.kernels import commit
+from tandem.bench.rows import commit
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu import code_mma

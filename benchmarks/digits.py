@@ -22,7 +22,7 @@ import typer
 from tandem.bench import formats as bench_formats
 from tandem.bench.ceilings import DramReader
 from tandem.bench.experts import SHAPES, Shape, Workload, random_expert
-from tandem.bench.kernels import commit
+from tandem.bench.rows import commit
 from tandem.formats.codes import Weight
 from tandem.kernels.cpu import PackedExperts, Workspace
 from tandem.kernels.this_machine import this_machine

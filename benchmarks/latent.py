@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.bench.kernels import commit
+from tandem.bench.rows import commit
 from tandem.kernels.gpu.latent import decode as decode_module
 from tandem.kernels.gpu.latent import heads as heads_module
 from tandem.kernels.gpu.latent.decode import Pages, decode

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.bench.architectures import CONFIGS, named_subject
-from tandem.bench.kernels import commit
+from tandem.bench.rows import commit
 from tandem.config import EngineConfig, Machine
 from tandem.config.forecast.advice import Question
 from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds

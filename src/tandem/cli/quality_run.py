@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from tandem import __version__
-from tandem.bench.kernels import commit
+from tandem.bench.rows import commit
 from tandem.checkpoint import demo_dir, resolve_model
 from tandem.config import Machine
 from tandem.engine.start.demo_model import prepare_demo
