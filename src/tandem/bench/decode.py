@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.table import Table
 
 from tandem.bench.ceilings import measure_read_gbps
 from tandem.bench.peers import check_installed, llama_cpp_rate, transformers_rate
-from tandem.bench.rows import machine_name, stamp
+from tandem.bench.rows import machine_name, stamp, write
 from tandem.config import EngineConfig, Machine, Plan
 from tandem.config.forecast.bound import bytes_per_step
 from tandem.engine.engine import Engine
@@ -71,8 +70,7 @@ def run(request: Request, out: Path | None) -> None:
         console.print(_line(row), highlight=False)
     console.print(table(rows))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+        write([dataclasses.asdict(row) for row in rows], out)
         console.print(f"Written to {out}")
 
 

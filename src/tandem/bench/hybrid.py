@@ -30,7 +30,7 @@ from tandem.bench.ceilings import DramReader
 from tandem.bench.decode_counts import StepCounts
 from tandem.bench.handoff_time import handoff_us
 from tandem.bench.memory_ledger import Taken, memory_columns, planned
-from tandem.bench.rows import machine_name, stamp
+from tandem.bench.rows import machine_name, stamp, write
 from tandem.bench.step_bound import gpu_step_bytes, paired_share
 from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore, stored_as
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
@@ -126,8 +126,7 @@ def run(request: Request, out: Path | None) -> None:
         console.print(json.dumps(row), highlight=False, soft_wrap=True)
     console.print(table(rows))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(rows, indent=1) + "\n")
+        write(rows, out)
         console.print(f"Written to {out}")
 
 

@@ -6,7 +6,6 @@ A row is measured in turns with the ceilings it is compared with: what a shared 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -43,9 +42,8 @@ from tandem.bench.experts import (
     torch_layers,
 )
 from tandem.bench.plot import draw_roofline
-from tandem.bench.rows import stamp
+from tandem.bench.rows import STAMP, keep, stamp, write_json_file
 from tandem.config.machine import Machine
-from tandem.config.small_files import write_whole
 from tandem.errors import ConfigError
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import machine_pool
@@ -286,12 +284,10 @@ def write_json(path: Path, bench: Bench, results: list[Result]) -> None:
         "ceilings": ceiling_rows(bench.roofs),
         "rows": [dataclasses.asdict(result) for result in results],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(report, indent=1) + "\n"
-    if path.exists() and not path.is_file():  # /dev/stdout
-        path.write_text(text)
+    if path.is_dir():
+        keep([row | {name: report[name] for name in STAMP} for row in report["rows"]], path)
     else:
-        write_whole(path.resolve(), text.encode())
+        write_json_file(report, path)
 
 
 def ceiling_rows(roofs: Roofs) -> list[dict[str, Any]]:

@@ -54,6 +54,24 @@ def folder_name(machine: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
 
 
+def write(rows: Sequence[Row], out: Path) -> None:
+    """To the file `out` as one JSON list, whole or not at all; to a directory as `keep` does."""
+    if out.is_dir():
+        keep(rows, out)
+    else:
+        write_json_file(list(rows), out)
+
+
+def write_json_file(content: Row | list[Row], out: Path) -> None:
+    """Whole or not at all; to a device or a pipe as it comes."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=1) + "\n"
+    if out.exists() and not out.is_file():
+        out.write_text(text)
+    else:
+        write_whole(out.resolve(), text.encode())
+
+
 def keep(rows: Sequence[Row], results: Path) -> list[Path]:
     """Writes one run's rows, which are stamped, under `results`; returns the files that were written."""
     missing = [name for row in rows for name in ("bench", *STAMP) if name not in row]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.table import Table
 from tandem.bench.ceilings import measure_read_gbps
 from tandem.bench.load_client import Answer, Load, LoadClient, LoadError
 from tandem.bench.own_server import own_server
-from tandem.bench.rows import stamp
+from tandem.bench.rows import stamp, write
 from tandem.config import EngineConfig, Machine
 from tandem.config.forecast.bound import bytes_per_step
 from tandem.engine.start.model_files import prepare
@@ -82,8 +81,7 @@ def run(request: Request, out: Path | None) -> None:
         _show_errors(console, answers)
     console.print(table(rows))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+        write([dataclasses.asdict(row) for row in rows], out)
         console.print(f"Written to {out}")
 
 

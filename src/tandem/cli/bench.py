@@ -30,6 +30,9 @@ GpuShare = Annotated[
 ]
 Lengths = Annotated[int, typer.Option(min=1, help="tokens, on average")]
 Layers = Annotated[int | None, typer.Option(min=1, help="first layers only, with --config")]
+Out = Annotated[
+    Path | None, typer.Option(help="write the rows as JSON; a directory keeps them by machine and bench")
+]
 Context = Annotated[int, typer.Option(min=1, help="tokens of every sequence, with --config")]
 
 
@@ -58,7 +61,7 @@ def kernels(
     working_set_mib: Annotated[
         int | None, typer.Option(min=1, help="distinct weights (default: 4 x the last-level cache)")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
+    out: Out = None,
     plot: Annotated[Path | None, typer.Option(help="draw the roofline as PNG (needs matplotlib)")] = None,
 ) -> None:
     """Measure the expert kernels against this machine's ceilings, and against PyTorch.
@@ -113,7 +116,7 @@ def decode(
     foresight: Annotated[
         str, typer.Option(help="with --config: expert foresight on, off, or both in turn")
     ] = "on",
-    out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
+    out: Out = None,
 ) -> None:
     """Measure decoding against the memory-bandwidth bound of the same run, and against other engines.
 
@@ -166,7 +169,7 @@ def serve(
     seed: Annotated[int, typer.Option(help="of prompts, lengths and times")] = 0,
     api_key: Annotated[str | None, typer.Option(help="if the server wants one; or TANDEM_API_KEY")] = None,
     flag: Annotated[list[str] | None, typer.Option(help="for kt serve, as --flag='--kt-method INT4'")] = None,
-    out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
+    out: Out = None,
 ) -> None:
     """Measure a server under load: throughput, time to the first token, time per token.
 
@@ -216,7 +219,7 @@ def experts(
     gpu_step_ms: Annotated[
         float | None, typer.Option(min=0, help="cost model: a GPU step without experts (default: estimated)")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
+    out: Out = None,
     plot: Annotated[Path | None, typer.Option(help="draw as PNG (needs matplotlib)")] = None,
 ) -> None:
     """Compare where experts live: tokens per second by share on the GPU and by strategy.

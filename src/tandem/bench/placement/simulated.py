@@ -21,7 +21,7 @@ from tandem.bench.placement.plot import check_matplotlib, draw
 from tandem.bench.placement.request import FORMATS, SIMULATED, Request, shape_columns, traffic
 from tandem.bench.placement.simulation import simulate_live, simulate_static
 from tandem.bench.placement.traces import ROUTINGS
-from tandem.bench.rows import stamp
+from tandem.bench.rows import stamp, write
 from tandem.config import Machine, ModelConfig
 from tandem.experts.live.cost import StepCost
 from tandem.experts.live.policy import PolicySettings
@@ -47,8 +47,7 @@ def run(request: Request, simulate: bool, out: Path | None, plot: Path | None) -
         console.print(json.dumps(row), highlight=False, soft_wrap=True)
     console.print(table(rows))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(rows, indent=1) + "\n")
+        write(rows, out)
         console.print(f"Written to {out}")
     if plot is not None:
         draw(plot, rows)

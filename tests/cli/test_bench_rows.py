@@ -1,0 +1,69 @@
+"""Rows of measurements: where they are kept, what replaces what, and that a half-written file is never left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.bench.rows import folder_name, keep, stamp, write
+
+MACHINE = "NVIDIA H200; INTEL(R) XEON(R) PLATINUM 8581C, 16 threads"
+
+
+def row(bench: str = "decode", machine: str = MACHINE, **more: object) -> dict[str, object]:
+    return {"bench": bench, **more} | stamp(machine)
+
+
+def test_a_machine_has_one_folder_with_a_plain_name() -> None:
+    assert folder_name(MACHINE) == "nvidia-h200-intel-xeon-platinum-8581c-16-threads"
+
+
+def test_rows_lie_by_machine_and_bench(tmp_path: Path) -> None:
+    rows = [row(batch=1, tok_s=5.0), row("install", "AMD EPYC", how="wheel", s=40)]
+    assert keep(rows, tmp_path) == [
+        tmp_path / folder_name(MACHINE) / "decode.json",
+        tmp_path / "amd-epyc" / "install.json",
+    ]
+    assert json.loads((tmp_path / "amd-epyc" / "install.json").read_text()) == [rows[1]]
+
+
+def test_a_new_figure_replaces_that_of_the_same_configuration_only(tmp_path: Path) -> None:
+    keep([row(batch=1, gpu_share=0.5, tok_s=5.0), row(batch=8, gpu_share=0.5, tok_s=20.0)], tmp_path)
+    (file,) = keep([row(batch=1, gpu_share=0.5, tok_s=6.0)], tmp_path)
+    assert sorted((r["batch"], r["tok_s"]) for r in json.loads(file.read_text())) == [(1, 6.0), (8, 20.0)]
+
+
+def test_every_run_is_one_line_of_history(tmp_path: Path) -> None:
+    for speed in (5.0, 6.0):
+        keep([row(batch=1, tok_s=speed), row(batch=8, tok_s=speed)], tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert [line["rows"] for line in lines] == [
+        [{"batch": 1, "tok_s": speed}, {"batch": 8, "tok_s": speed}] for speed in (5.0, 6.0)
+    ]
+    assert {"bench", "machine", "commit", "command", "date", "rows"} == set(lines[0])
+
+
+def test_a_row_without_its_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="machine"):
+        keep([{"bench": "decode", "tok_s": 1.0}], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_one_list(tmp_path: Path) -> None:
+    rows = [row(batch=1, tok_s=5.0)]
+    write(rows, tmp_path / "new" / "rows.json")
+    assert json.loads((tmp_path / "new" / "rows.json").read_text()) == rows
+    assert [each.name for each in (tmp_path / "new").iterdir()] == ["rows.json"]
+
+
+def test_what_the_repository_keeps_can_be_read() -> None:
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    for file in results.glob("*/*.json"):
+        rows = json.loads(file.read_text())
+        assert rows
+        assert {r["bench"] for r in rows} == {file.stem}
+        assert {folder_name(r["machine"]) for r in rows} == {file.parent.name}
+    for line in (results / "history.jsonl").read_text().splitlines():
+        assert json.loads(line)["rows"]
