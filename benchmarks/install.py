@@ -1,11 +1,12 @@
-"""How long a newcomer waits: from a fresh clone and an empty HOME to the first answer of `make serve`.
+"""How long a newcomer waits for the first answer, with an empty HOME and no caches.
 
     PYTHONPATH=src python benchmarks/install.py --commit HEAD --keep benchmarks/results
+    PYTHONPATH=src python benchmarks/install.py --wheel dist/tandem_moe-0.1.0-cp311-*.whl --keep benchmarks/results
 
-Clones the commit into a temporary directory, runs `make serve` there without ccache and without pip's cache, asks for
-one answer over HTTP, and stops everything. `s` is seconds of the wall, `cpu_s` processor seconds of all its processes
-(compiling, pip, building the demo model, the server), `compile_cpu_s` those of compilers alone. Nothing else
-should run.
+From source: clones the commit into a temporary directory and runs `make serve` there. From a wheel: makes an empty
+environment, installs torch into it (`torch_s`, not part of `s`), then the wheel, and runs `kt serve demo`. Both ask for
+one answer over HTTP and stop everything. `s` is seconds of the wall, `cpu_s` processor seconds of all processes,
+`compile_cpu_s` those of compilers alone, `mb` the wheel's size. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +70,14 @@ def answers(port: int) -> bool:
         return False
 
 
-def until_first_answer(clone: Path, env: dict[str, str], port: int) -> float:
-    """Seconds from `make serve` to its first answer. Raises RuntimeError when it ends before that."""
-    command = ["make", "serve", f"ARGS=--port {port}"]
+def until_first_answer(command: list[str], where: Path, env: dict[str, str], port: int) -> float:
+    """Seconds until the server that `command` starts answers. Raises RuntimeError when it ends before that."""
     began = time.perf_counter()
-    with subprocess.Popen(command, cwd=clone, env=env, start_new_session=True) as served:
+    with subprocess.Popen(command, cwd=where, env=env, start_new_session=True) as served:
         try:
             while not answers(port):
                 if served.poll() is not None:
-                    raise RuntimeError(f"make serve ended with {served.returncode}")
+                    raise RuntimeError(f"{command[0]} ended with {served.returncode}")
                 time.sleep(0.2)
             return time.perf_counter() - began
         finally:
@@ -91,38 +92,80 @@ def compile_seconds(file: Path) -> float | None:
     return sum(float(word) for line in file.read_text().splitlines() for word in line.split() if word[0].isdigit())
 
 
-def measured(commit: str, port: int) -> dict[str, Any]:
+class Spent:
+    """Processor seconds of the processes that ended since it was made."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    @staticmethod
+    def _now() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    def seconds(self) -> int:
+        return round(self._now() - self._before)
+
+
+def from_source(commit: str, port: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         home, clone, tools = Path(name) / "home", Path(name) / "clone", Path(name) / "tools"
         home.mkdir()
         compilers(tools)
         subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(clone)], check=True)
         subprocess.run(["git", "-C", str(clone), "checkout", "-q", commit], check=True)
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds = until_first_answer(clone, environment(home, tools), port)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        found = {"s": round(seconds), "cpu_s": round(spent)}
+        spent = Spent()
+        command = ["make", "serve", f"ARGS=--port {port}"]
+        seconds = until_first_answer(command, clone, environment(home, tools), port)
+        found = {"how": "source", "s": round(seconds), "cpu_s": spent.seconds()}
         compiling = compile_seconds(home / "compile-times")
         return found if compiling is None else found | {"compile_cpu_s": round(compiling)}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", action="append", help="measured in this order; default: HEAD")
-    parser.add_argument("--port", type=int, default=30999)
-    parser.add_argument("--keep", type=Path, help="directory of results to add the rows to")
-    asked = parser.parse_args()
+def from_wheel(wheel: Path, port: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        home, venv, tools = Path(name) / "home", Path(name) / "venv", Path(name) / "tools"
+        home.mkdir()
+        tools.mkdir()  # no compilers of ours: none must be needed
+        env = environment(home, tools) | {"CC": "/bin/false", "CXX": "/bin/false"}
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        python = str(venv / "bin" / "python")
+        began = time.perf_counter()
+        subprocess.run([python, str(REPOSITORY / "scripts" / "install_torch.py")], env=env, check=True)
+        torch_seconds, spent, began = time.perf_counter() - began, Spent(), time.perf_counter()
+        subprocess.run([python, "-m", "pip", "install", "-qq", str(wheel)], env=env, check=True)
+        installing = time.perf_counter() - began
+        command = [str(venv / "bin" / "kt"), "serve", "demo", "--port", str(port)]
+        seconds = installing + until_first_answer(command, home, env, port)
+        return {
+            "how": "wheel", "s": round(seconds), "cpu_s": spent.seconds(), "torch_s": round(torch_seconds),
+            "mb": round(wheel.stat().st_size / 1e6, 1),
+        }  # fmt: skip
+
+
+def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     here = Machine.detect()
-    rows = []
-    for commit in asked.commit or ["HEAD"]:
+    common = {"bench": "install", "cores": len(here.cores)}
+    for commit in asked.commit or ([] if asked.wheel else ["HEAD"]):
         ask = ["git", "-C", str(REPOSITORY), "rev-parse", "--short", commit]
         short = subprocess.check_output(ask, text=True).strip()
-        row = {"bench": "install", "how": "source", "cores": len(here.cores), **measured(commit, asked.port)}
-        rows.append(row | stamp(here.cpu_model) | {"commit": short})
-        print(json.dumps(rows[-1]), flush=True)
+        yield common | from_source(commit, asked.port) | stamp(here.cpu_model) | {"commit": short}
+    if asked.wheel:
+        yield common | from_wheel(asked.wheel.resolve(), asked.port) | stamp(here.cpu_model)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", action="append", help="from source, in this order; default: HEAD")
+    parser.add_argument("--wheel", type=Path, help="from this wheel")
+    parser.add_argument("--port", type=int, default=30999)
+    parser.add_argument("--keep", type=Path, help="directory of results to add the rows to")
+    asked, found = parser.parse_args(), []
+    for row in rows(asked):
+        found.append(row)
+        print(json.dumps(row), flush=True)
     if asked.keep:
-        keep(rows, asked.keep)
+        keep(found, asked.keep)
     return 0
 
 
