@@ -7,6 +7,20 @@ from typing import Literal
 import msgspec
 
 
+GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer must match, from its first token to its last; `engine/grammar/sources.py` makes them.
+
+    `text` is a JSON schema, a regular expression, a grammar in GBNF (its rule `root`), or a structural tag of xgrammar
+    (JSON).
+    """
+
+    kind: GrammarKind
+    text: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen and when to stop. `validate` (engine/limits.py) checks the ranges.
 
@@ -34,6 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
