@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tandem.bench.ceilings import measure_read_gbps
 from tandem.bench.peers import check_installed, llama_cpp_rate, transformers_rate
-from tandem.bench.rows import machine_name, stamp, write
+from tandem.bench.rows import machine_name, of_bench, stamp, write
 from tandem.config import EngineConfig, Machine, Plan
 from tandem.config.forecast.bound import bytes_per_step
 from tandem.engine.engine import Engine
@@ -70,7 +70,8 @@ def run(request: Request, out: Path | None) -> None:
         console.print(_line(row), highlight=False)
     console.print(table(rows))
     if out is not None:
-        write([dataclasses.asdict(row) for row in rows], out)
+        found = [dataclasses.asdict(row) for row in rows]
+        write([of_bench("decode", row) for row in found] if out.is_dir() else found, out)
         console.print(f"Written to {out}")
 
 

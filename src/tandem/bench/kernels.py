@@ -42,7 +42,7 @@ from tandem.bench.experts import (
     torch_layers,
 )
 from tandem.bench.plot import draw_roofline
-from tandem.bench.rows import STAMP, keep, stamp, write_json_file
+from tandem.bench.rows import STAMP, keep, of_bench, stamp, write_json_file
 from tandem.config.machine import Machine
 from tandem.errors import ConfigError
 from tandem.kernels.this_machine import this_machine
@@ -285,7 +285,9 @@ def write_json(path: Path, bench: Bench, results: list[Result]) -> None:
         "rows": [dataclasses.asdict(result) for result in results],
     }
     if path.is_dir():
-        keep([row | {name: report[name] for name in STAMP} for row in report["rows"]], path)
+        run = {name: report[name] for name in STAMP}
+        run["machine"] += f", {report['threads']} threads"  # as other benches' rows name it
+        keep([of_bench("kernels", row | run) for row in report["rows"]], path)
     else:
         write_json_file(report, path)
 

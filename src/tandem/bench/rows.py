@@ -72,6 +72,11 @@ def write_json_file(content: Row | list[Row], out: Path) -> None:
         write_whole(out.resolve(), text.encode())
 
 
+def of_bench(bench: str, row: Row) -> Row:
+    """A row whose `bench` says who computed: {..., "bench": bench, "by": who}."""
+    return {**row, "bench": bench, "by": row["bench"]}
+
+
 def keep(rows: Sequence[Row], results: Path) -> list[Path]:
     """Writes one run's rows, which are stamped, under `results`; returns the files that were written."""
     missing = [name for row in rows for name in ("bench", *STAMP) if name not in row]
