@@ -11,7 +11,7 @@
 // Up to 80 rows, if they fit its scratch, are left to tile_stream.h, few of 4-bit codes to tile_groups.h.
 //
 // L2 gives a line in 0.5 to 0.7 ns up to 1.5 MiB, L3 in 3 (a Xeon, 16 threads), so rows, sums and panels must fit these
-// 1.5 MiB, or nearly. What else bounds a step, and what was tried: docs/many_rows.md.
+// 1.5 MiB, or nearly. What else bounds a step, and what was tried: docs/lab/many-rows.md.
 #pragma once
 
 #include "micro/peak.h"

@@ -2,7 +2,7 @@
 
 Three implementations: `reference.TorchOps` (plain torch, the oracle), `cpu_ops.CpuOps` (the C++ core) and
 `gpu.ops.GpuOps`. Everything is row-independent: a row's result does not depend on which other rows are in the call,
-but for the last bits on AMX and GPUs (docs/structure.md). Activations `x` are [T, hidden], contiguous, bfloat16 or
+but for the last bits on AMX and GPUs (docs/design/state.md). Activations `x` are [T, hidden], contiguous, bfloat16 or
 float32, and results have the dtype of `x` unless said otherwise. Rounding points are those of Hugging Face
 Transformers, so the implementations and the original agree within the last bits.
 """
