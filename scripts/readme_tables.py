@@ -1,4 +1,4 @@
-"""The speed table of README.md, made from benchmarks/results/history.jsonl.
+"""The speed table of README.md, made from the histories in benchmarks/results.
 
     python scripts/readme_tables.py --check   # exit code 1 where README says something else
     python scripts/readme_tables.py --write
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-README, HISTORY = ROOT / "README.md", ROOT / "benchmarks" / "results" / "history.jsonl"
+README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed: scripts/readme_tables.py writes this -->", "<!-- /speed -->"
 
 Row = dict[str, Any]
@@ -88,9 +88,10 @@ LINES = (
 MACHINES = {H200: "H200 and 16 Xeon threads", XEON: "16 Xeon threads, AMX", EPYC: "2 Zen 5 cores"}
 
 
-def runs(history: Path) -> list[Row]:
-    """{bench, machine, date, …, rows}, the newest first."""
-    found = [json.loads(line) for line in history.read_text(encoding="utf-8").splitlines()]
+def runs(results: Path) -> list[Row]:
+    """{bench, machine, date, …, rows}, the newest first. `history-DATE.jsonl` has what was measured until then."""
+    files = [file.read_text(encoding="utf-8") for file in results.glob("history*.jsonl")]
+    found = [json.loads(line) for text in files for line in text.splitlines()]
     return sorted(found, key=lambda run: str(run["date"]), reverse=True)
 
 
@@ -152,7 +153,7 @@ def main() -> int:
     asked.add_argument("--write", action="store_true")
     write = parser.parse_args().write
     text = README.read_text(encoding="utf-8")
-    made = f"{BEGIN}\n{table(runs(HISTORY))}\n{END}"
+    made = f"{BEGIN}\n{table(runs(RESULTS))}\n{END}"
     new, places = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: made, text, flags=re.S)
     if places != 1:
         print(f"README.md needs one {BEGIN} … {END}", file=sys.stderr)
