@@ -11,6 +11,7 @@ import torch
 
 from sessions import Session, ours, plan, prompts, reference, rms, worst
 from tandem import _core
+from tandem.architectures import FAMILIES
 from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig
 from tandem.errors import ConfigError
@@ -20,7 +21,7 @@ from tandem.kernels.reference import TorchOps
 from tandem.models import build
 from tiny import VARIANTS
 
-KNOWN = "deepseek_v2, deepseek_v3, glm4_moe, kimi_k2, llama, mixtral, olmoe, qwen2_moe, qwen3_5_moe"
+KNOWN = ", ".join(sorted(FAMILIES))
 
 
 @pytest.fixture(scope="module", params=["torch", *_core.supported_tiers()])
