@@ -1,7 +1,7 @@
-// A batch of exchanges from its first copy to its last, a piece of microseconds at a time: the thread that answers the
-// GPU's posts has time for one or two after each answer, while the GPU computes up to the next layer's. All of it may
-// be done while a step runs, but for forgetting the coming experts, which that step still uses in CPU memory. What is
-// given to the stream that computes comes after the step; up to there its tables say what they said.
+// A batch of exchanges from its first copy to its last, a piece of microseconds at a time. The thread that answers the
+// GPU's posts does one or two after each answer, while the GPU computes up to the next layer's post. All of it may be
+// done while a step runs, but for forgetting the coming experts: that step still uses them in CPU memory. The computing
+// stream gets new tables after the step; up to there its tables say what they said.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Exchanges of experts between slots on the GPU and places in CPU memory that go together: what is done with each of
-// them, one call an exchange, so that `ExchangeTurn` can do them one at a time while a step runs.
+// Exchanges of experts between slots on the GPU and places in CPU memory, which go together. Each step of one is a call
+// of its own, so that `ExchangeTurn` can do them one at a time while a step runs.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,5 @@
-// Experts that a layer will probably be asked for. From `begin` until workers compute (or `end`) those that are idle
-// bring their gate and up into the caches, the most probable expert's first: each what it will compute itself
-// (OwnPairs).
+// Experts that a layer will probably be asked for. From `begin` until workers compute (or `end`), idle workers prefetch
+// their gate and up, the most probable expert's first. Each worker takes what it will compute itself (OwnPairs).
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
-// The CPU's end of a hand-off from a CUDA stream: a kernel of the stream posts a layer's tokens into memory that both
-// see and raises a number; here somebody polls for it, runs the layer, and answers with the same number, which another
-// kernel of the stream waits for. Neither side enters the driver, so it costs microseconds, inside CUDA graphs too.
+// The CPU's end of a hand-off from a CUDA stream. A kernel of the stream posts a layer's tokens into memory that both
+// see, and raises a number. The engine's thread polls for it here, runs the layer, and answers with the same number.
+// Another kernel waits for that. Neither side enters the driver: it costs microseconds, inside CUDA graphs too.
 //
 //   words (32 bits)   0 posted, 1 layer, 2 tokens    written by the GPU; `posted` last
 //                     32 done                        written by the CPU
@@ -14,9 +14,9 @@
 // One post is under way at a time. Numbers count from 1 since the last reset, on both sides.
 //
 // Between two posts the CPU has nothing to do, and its memory neither. So after a post the GPU may say which experts
-// the next one will probably ask for (`hinted` is the number of the post before), and while the CPU waits for that,
-// whoever is idle fetches their weights into the caches. Nobody waits for a hint, nobody trusts it, and no result
-// depends on it. The thread itself also does pieces of other work then (`meanwhile`).
+// the next one will probably ask for (`hinted` is the number of the post before). While the CPU waits for that, idle
+// workers prefetch their weights. Nobody waits for a hint, nobody trusts it, and no result depends on it. The thread
+// itself also does pieces of other work then (`meanwhile`).
 #pragma once
 
 #include <cstdint>
@@ -54,8 +54,9 @@ class Mailbox {
   // given up, and whatever a layer throws; then the GPU is told not to wait, and only `reset` makes this usable again.
   void serve(int64_t posts, double timeout_seconds);
 
-  // Pieces of it are done in the next `serve`, after answers, as long as nothing is posted; of what was given first,
-  // first. What is left then is its giver's, as are all but the last ones given where nothing is served.
+  // Pieces of it are done in the next `serve`, after answers, as long as nothing is posted; first given, first done.
+  // What is not finished when `serve` returns belongs to its caller again. At most kMostWork are kept; the oldest is
+  // dropped.
   void meanwhile(std::shared_ptr<Meanwhile> work);
 
   int64_t posts() const { return posts_; }                 // answered since this was made

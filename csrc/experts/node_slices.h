@@ -1,7 +1,7 @@
-// How a layer's experts are divided among the memory nodes of a host: each node holds some of every expert's columns of
-// gate and up, and some of down's output columns, and its workers compute those. So all nodes read their own memory at
-// the same time, whichever experts a token needs; only activations and results cross, and every sum is made by one
-// worker as on one node: results have the same bits for any number of nodes.
+// How a layer's experts are divided among the memory nodes of a host. Each node holds some of every expert's columns of
+// gate and up, and some of down's output columns. Its workers compute those. So all nodes read their own memory at the
+// same time, whichever experts a token needs. Only activations and results cross. One worker makes every sum, as on one
+// node: results have the same bits for any number of nodes.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Pairs of panels of gate and up, of parts in a row, as tasks that are workers' own: each has a share of every part,
-// the same that it fetches while nobody knows yet which experts will be chosen (experts/foresight.h).
+// Pairs of panels of gate and up, of parts in a row, as tasks that are workers' own. A worker has a share of every
+// part. It prefetches the same share while nobody knows yet which experts will be chosen (experts/foresight.h).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Weight formats for integer products: how a block of 8 k of one panel is decoded into two lines of 16 columns x 4
-// bytes, all of them code + offset, never negative (or signed bytes, where a tier prefers them for int8).
+// bytes. Every byte is code + offset and never negative, or a signed byte where a tier prefers that for int8.
 #pragma once
 
 // Formats whose codes are integers, times a unit, and what decodes them.

@@ -1,6 +1,6 @@
-// Integer products with AVX2. vpmaddubsw adds two products to 16 bits and saturates: with codes below 64 two of its
-// results still fit together (4 * 63 * 127), and int8 is multiplied as magnitude times activation with the weight's
-// sign (2 * 128 * 127), so every sum is exact.
+// Integer products with AVX2. vpmaddubsw adds two products to 16 bits and saturates. With codes below 64, two of its
+// results still fit together (4 * 63 * 127). int8 is multiplied as magnitude times activation with the weight's sign (2
+// * 128 * 127). So every sum is exact.
 #pragma once
 
 #include "isa/avx2.h"

@@ -1,11 +1,10 @@
 // Matrix tiles in hardware (AMX-TILE, AMX-BF16). Tile numbers must be literals, so the whole 2 x 2 block is here.
 //
-// A tile is zeroed after its last use, which gives its physical register back. Where the core's other hyperthread is
-// busy, be it somebody else's, there is hardly one more of them than tiles: with all eight in use each product then
-// waits for the one before, 24 ns where 6 (registers alone: 16) are possible, and 16 with unused tiles zeroed. A core
-// of one's own gives 6 either way (benchmarks/probes/amx_renaming.cc). On a host where half the cores were shared,
-// tiles from L1 in equal shares, so at the pace of the slowest core, went from 9.0 to 14.3 TFLOPS; layers of 1024
-// tokens and more took 9 to 17 % less time.
+// A tile is zeroed after its last use, which gives its physical register back. A core whose other hyperthread is busy
+// has hardly one register more than tiles. With all eight in use, each product then waits for the one before: 24 ns,
+// and 16 with unused tiles zeroed. A core of one's own takes 6 either way (benchmarks/probes/amx_renaming.cc). On a
+// host with half the cores shared, tiles from L1 at the slowest core's pace went from 9.0 to 14.3 TFLOPS, and layers of
+// 1024 tokens and more took 9 to 17 % less time.
 #pragma once
 
 #include <immintrin.h>

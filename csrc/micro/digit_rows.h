@@ -1,10 +1,10 @@
-// Few rows as digits (format/digit_row.h) times packed codes: every digit's products are summed as integers, exactly,
-// over a group of K, the three sums become one float, and that is scaled and added, group after group. So nothing but
-// sums over groups is rounded, and activations lose what is below 2^-22 of their group's largest at most.
+// Few rows as digits (format/digit_row.h) times packed codes. Every digit's products are summed as integers, exactly,
+// over a group of K. The three sums become one float, which is scaled and added, group after group. So nothing but sums
+// over groups is rounded. Activations lose at most what is below 2^-22 of their group's largest.
 //
-// Why: 64 bytes of int4 times one row cost a Xeon 11 cycles of its port 0 with vdpbf16ps (4 instructions of two passes
-// each, 3 shifts), more than the 10 that memory leaves a core; vpdpbusd goes to two ports and takes four products a
-// lane: 6 instructions for three digits, 3 for decoding, and some 2 at the ends of groups of 32, 5.6 cycles in all.
+// Why: 64 bytes of int4 times one row cost a Xeon 11 cycles of its port 0 with vdpbf16ps (4 instructions of two passes,
+// 3 shifts). Memory leaves a core 10. vpdpbusd goes to two ports and takes four products a lane: 6 instructions for
+// three digits, 3 for decoding, and some 2 at the ends of groups of 32, 5.6 cycles in all.
 #pragma once
 
 #include <stddef.h>

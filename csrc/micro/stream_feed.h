@@ -1,6 +1,6 @@
-// What few rows on matrix tiles are multiplied with (tile_stream.h), step after step of 32 k through a call's pairs of
-// panels, both at once, or panel after panel (kPanels): unpacked to a ring, or, if they already are lines, where they
-// lie; and what comes later is asked for.
+// What tile_stream.h multiplies few rows with, step after step of 32 k through a call's pairs of panels: both panels at
+// once, or one after the other (kPanels). Codes are unpacked to a ring; panels that already are lines are used where
+// they lie. What comes later is prefetched.
 #pragma once
 
 #include "micro/dot_rows.h"

@@ -1,15 +1,15 @@
-// Few rows on matrix tiles: all of K of the rows lies in tile order in L2, the weights pass once, and the sums stay in
-// tiles from the first k to the last. What tiles multiply next is unpacked to a ring that never leaves L1, or, if it
-// already is lines, fetched into L1.
+// Few rows on matrix tiles. All of K of the rows lies in tile order in L2. The weights pass once, and the sums stay in
+// tiles from the first k to the last. What tiles multiply next is unpacked to a ring that never leaves L1; if it
+// already is lines, it is prefetched into L1.
 //
 //   pair of panels, or one: a turn
 //     step of 32 k   2 panels x 1 or 2 tiles of rows, or 1 panel x 3 to 5; meanwhile step n + kStreamAhead is unpacked,
 //                    and what comes 4 to 8 KiB later is asked for
 //
-// All rows' K must fit 512 KiB: 7936 for 32 rows, 15872 for 16; of 33 rows and more all of the scratch: 9088 for 64,
-// 7264 for 80; others are left to tile_amx.h. Up to 32 rows, groups of 128 k and more are not scaled before they are
-// multiplied, so no weight is rounded: what a group sums up to is scaled in float and added to the sums of those before
-// it, while tiles multiply the next group.
+// All rows' K must fit 512 KiB: 7936 for 32 rows, 15872 for 16. 33 rows and more may use all of the scratch: 9088 for
+// 64, 7264 for 80. Others are left to tile_amx.h. Up to 32 rows, groups of 128 k and more are not scaled before they
+// are multiplied, so no weight is rounded. A group's sum is scaled in float and added to those before it, while tiles
+// multiply the next group.
 //
 // Tiles load a line from L1 in 0.2 to 0.3 ns, from L2 in 0.5 to 0.7, from L3 in 3 (a Xeon, 16 threads; up to 1.5 MiB of
 // L2). Weights in L2, us a pair of panels of K = 2048 before and with this, 4, 16 and 32 rows: bf16 5.1, 7.4, 11.9 and

@@ -1,8 +1,8 @@
-// Weights in whole rows, as a checkpoint has them: 16 rows at a time become the lines of a panel, in cache, and are
-// multiplied as those of a packed panel are, in the same order of sums: results have the same bits.
+// Weights in whole rows, as a checkpoint has them. 16 rows at a time become the lines of a panel, in cache. They are
+// multiplied as a packed panel's lines are, in the same order of sums: results have the same bits.
 //
-// A row is a stream of its own, and 32 of them are more than hardware follows, so all is prefetched by hand; into L2,
-// since rows that lie a multiple of 4 KiB apart share one set of L1. A line is loaded once.
+// A row is a stream of its own, and 32 of them are more than hardware follows. So all is prefetched by hand, into L2:
+// rows that lie a multiple of 4 KiB apart share one set of L1. A line is loaded once.
 #pragma once
 
 #include "micro/block.h"

@@ -1,5 +1,5 @@
-// Tasks that belong to workers, because what they read lies in their caches: a queue for each worker, who takes some at
-// once from its front. Who has none left takes single ones from the end of the longest, where least was fetched.
+// Tasks that belong to workers, because what they read lies in their caches. Each worker has a queue and takes some at
+// once from its front. A worker without tasks takes single ones from the end of the longest, where least was fetched.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
-// Weights that will probably be read when somebody else has spoken: a GPU, in tens of microseconds. Until then workers
-// with nothing to do bring them into their caches. Every worker has a fixed share: sixteen (Xeon) that took 4 KiB at a
-// time from one counter asked for 1.6 MB in 35 us, since each of them waited for the counter's cache line; with shares
-// it is 5.2 MB. And it is what the worker will compute: another core's cache is as slow to read as memory.
+// Weights that will probably be read when somebody else has spoken: a GPU, in tens of microseconds. Until then idle
+// workers prefetch them. Every worker has a fixed share, and computes it later: another core's cache is as slow to read
+// as memory. Without shares, 16 workers (Xeon) that took 4 KiB at a time from one counter asked for 1.6 MB in 35 us,
+// since each waited for the counter's cache line. With shares it is 5.2 MB.
 #pragma once
 
 #include <algorithm>

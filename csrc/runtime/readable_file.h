@@ -1,5 +1,5 @@
-// Files whose bytes somebody has mapped, so that packing can read them as a file: into a buffer that stays in the
-// cache. Touching the mapping costs a page fault for every 64 KB, and letting go of the pages later as much again; and
+// Files whose bytes somebody has mapped, so that packing can read them as a file, into a buffer that stays in the
+// cache. Touching the mapping costs a page fault for every 64 KB, and letting go of the pages later as much again. And
 // a file that was cut short meanwhile is an error here, not a SIGBUS.
 #pragma once
 

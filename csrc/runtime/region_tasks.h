@@ -1,4 +1,4 @@
-// The tasks of a region that nobody has taken yet: those that are workers' own, and those that are not.
+// A region's tasks that nobody has taken yet: some belong to a worker, the others to whoever is free.
 #pragma once
 
 #include <cstdint>

@@ -76,9 +76,11 @@ def repeat_seconds(call: Callable[[], object], min_seconds: float = 0.2, min_rep
 
 
 class DramReader:
-    """All workers read memory that no cache keeps: a buffer of their own, or experts where they lie, which is what
-    computing those experts can reach: a virtual machine's memory may be near its cores or not, without its knowing
-    (110 and 160 GB/s, from one buffer to the next)."""
+    """All workers read memory that no cache keeps: a buffer of their own, or experts where they lie.
+
+    The latter is what computing those experts can reach. A virtual machine does not know whether memory is near its
+    cores: 110 and 160 GB/s, from one buffer to the next.
+    """
 
     def __init__(self, pool: _core.WorkerPool, tier: str, buffer_bytes: int | None = None) -> None:
         """A buffer of its own; default: `beyond_caches_bytes`."""
@@ -152,9 +154,9 @@ def measure_read_gbps(
 
 
 def measure_flops(pool: _core.WorkerPool, tier: str, fmt: str = "bf16", min_seconds: float = 0.2) -> float:
-    """Multiply-adds per second of all workers, each at its own pace, counted as two operations each, on operands in
-    registers (AMX: in L1), in the compute
-    type that the tier uses for weights of `fmt`. A call takes some milliseconds, so that its start does not count."""
+    """Operations per second of all workers, each at its own pace; a multiply-add counts as two. Operands are in
+    registers (AMX: in L1), in the compute type that the tier uses for weights of `fmt`. A call takes some milliseconds,
+    so that its start does not count."""
     workspace = _core.Workspace(pool, tier)
     kind = ("int8", True) if fmt == INT8_ACTIVATIONS else (fmt, False)
     rounds = _burst_rounds(workspace, *kind)

@@ -1,11 +1,14 @@
 """`kt bench decode --config`: decoding on a GPU with a share of the experts on it, beside what the hardware allows.
 
 A step is what the engine does for `batch` sequences at a given context: inputs to the GPU, the model, logits back, the
-most likely token of each. Its bound: the GPU's own step without routed experts, measured in the same run, plus the
-distinct experts' bytes that the step read from CPU memory ÷ DRAM bandwidth measured in the same run, plus those read
-from GPU memory ÷ its bandwidth (a large device-to-device copy). Experts on both sides are read at the same time, so the
-longer of the two counts. DRAM is read where the experts lie, and its mean counts (in results until 21 November 2026
-the best of a buffer elsewhere), so shares are lower than theirs.
+most likely token of each. Its bound is a sum, measured in the same run:
+
+- the GPU's own step without routed experts
+- the longer of two: distinct experts' bytes read from CPU memory ÷ DRAM bandwidth, and those read from GPU memory ÷ its
+  bandwidth (a large device-to-device copy); both sides read at the same time
+
+DRAM is read where the experts lie, and its mean counts. Results until 21 November 2026 took the best of a buffer
+elsewhere, so their shares are higher.
 """
 
 from __future__ import annotations

@@ -53,9 +53,11 @@ def counts_pinned() -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Taken:
-    """Bytes of RAM and of GPU memory, and what the RAM consists of. Of what is used: buffers are the C++ core's, pinned
-    PyTorch's, heap what malloc has given out (CPU tensors, Python, compilers), rest all else; parts of buffers that
-    nobody has touched make it less."""
+    """Bytes of RAM and of GPU memory, and the parts of the RAM that is used.
+
+    buffers: the C++ core's. pinned: PyTorch's. heap: what malloc has given out (CPU tensors, Python, compilers). rest:
+    all else, less what nobody has touched of the buffers.
+    """
 
     ram: int
     gpu: int

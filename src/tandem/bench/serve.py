@@ -40,10 +40,10 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One load. Rates count successful requests over the time from the first one sent to the last token; times are
+    """One load. Rates count successful requests over the time from the first one sent to the last token. Times are in
     milliseconds: to the first token, per further token of an answer, between pieces as they came, of a request.
-    bound_tok_s: what decoding alone could do with so many sequences: weights read per step ÷ DRAM bandwidth measured
-    before the server started; 0: not known (another server, a GPU, a rate)."""
+    bound_tok_s: of decoding alone with so many sequences: weights read per step ÷ DRAM bandwidth, measured before the
+    server started; 0: not known (another server, a GPU, a rate)."""
 
     bench: str
     config: str

@@ -181,9 +181,11 @@ class NoExperts:
 
 
 class SyntheticStore:
-    """As `HybridStore`, filled with copies; `empty`: no routed experts at all; `chosen` int32 [MoE layers, tokens, k]:
-    where experts find what to compute, instead of the router's choice; whole: with `chosen`, every expert is in CPU
-    memory, whether it is on the GPU or not."""
+    """As `HybridStore`, filled with copies.
+
+    empty: no routed experts at all. chosen int32 [MoE layers, tokens, k]: what experts compute instead of the router's
+    choice. whole: with `chosen`, every expert is in CPU memory, whether it is on the GPU or not.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """`Checkpoint`: a directory of safetensors files as named tensors and matrices, mapped, not read.
 
-Knows no model: which names exist and what they mean is `models/`' business. Names are Hugging Face's, however they are
-spelt in the files (`key_names.py`). Two things are read out of a name: which matrix the tensor is part of (`parts.py`),
-and the number of its layer, so that a whole layer's bytes can be asked for before they are needed.
+Knows no model: `models/` says which names exist and what they mean. Names are Hugging Face's, however they are spelt in
+the files (`key_names.py`). A name says two things: which matrix the tensor is part of (`parts.py`), and its layer, for
+reading a layer's pages ahead.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """A model directory: one or several `*.safetensors`, with or without an index.
 
-    Opening reads only headers. Raises CheckpointError naming the file (and tensor): no such directory, no weights, a
-    missing or truncated shard, a tensor in two shards, an index that does not match, a quantised matrix whose scales
-    are missing or do not fit.
+    Opening reads only headers. Raises CheckpointError, which names the file (and tensor), for a missing directory, no
+    weights, a missing or truncated shard, a tensor in two shards, an index that does not match, and scales that are
+    missing or do not fit.
     """
     return Checkpoint(Path(path))
 

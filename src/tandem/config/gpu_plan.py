@@ -1,8 +1,10 @@
 """What of a model goes to the GPU: the only place that divides GPU memory between weights, KV cache and experts.
 
-Dense weights and the embedding are always there. Then come the experts that were asked for; the rest is for the KV
-cache. Where nothing was asked, the KV cache takes a quarter of the room, at least one request of 32768 tokens (or what
---context-length says) but no more than half for that, experts the rest; what they leave is the KV cache's, too.
+Dense weights and the embedding are always there. Then come the experts that were asked for. The KV cache takes the
+rest.
+
+Where nothing was asked, the KV cache takes a quarter of the room. It takes more, up to half, for one request of 32768
+tokens (or of --context-length). Experts take the rest, and the KV cache what they leave.
 """
 
 from __future__ import annotations
@@ -44,21 +46,18 @@ GPU_FIELDS = ("device", *SHARE_FIELDS, "kt_enable_dynamic_expert_update")  # wis
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
-    """experts: (layer, expert) pairs on the GPU; graph_sizes: batch sizes of CUDA graphs, () for none; statistics: file
-    of activation counts; patience_seconds: how long a kernel waits for the CPU's experts; live: experts move while
-    serving; uuid: of the GPU, "" for any; attention: whose kernels compute it, "triton", "torch"
-    or "flashinfer"; foresight: in small batches the CPU fetches experts' weights before it is asked for them."""
+    """What the GPU gets and how it is used."""
 
     name: str
-    experts: int
+    experts: int  # (layer, expert) pairs there
     placement: str
-    statistics: str | None
-    graph_sizes: tuple[int, ...]
-    patience_seconds: float
-    live: bool = False
-    uuid: str = ""
-    attention: str = "triton"
-    foresight: bool = True
+    statistics: str | None  # file of activation counts
+    graph_sizes: tuple[int, ...]  # batch sizes of CUDA graphs, () for none
+    patience_seconds: float  # that a kernel waits for the CPU's experts
+    live: bool = False  # experts move while serving
+    uuid: str = ""  # "": any GPU
+    attention: str = "triton"  # whose kernels compute it: or "torch", "flashinfer"
+    foresight: bool = True  # in small batches the CPU prefetches the next layer's probable experts
 
 
 @dataclass(frozen=True, slots=True)

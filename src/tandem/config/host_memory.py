@@ -1,11 +1,10 @@
 """What a model on a GPU takes of CPU memory, beside its process: the only place that does this sum.
 
-Left out is what comes back from the GPU: rows of logits where whole ones are fetched (`engine/sampling/logits.py`),
-counts of experts (`experts/usage/expert_usage.py`), and the image of the tables that say where experts are
-(`experts/slot_tables.py`).
+What comes back from the GPU is left out: whole rows of logits (`engine/sampling/logits.py`), counts of experts
+(`experts/usage/expert_usage.py`), and the tables' image (`experts/slot_tables.py`).
 
-While it is loaded, two pinned buffers of 64 MiB come to that (`kernels/gpu/uploads.py`), for which memory that plans
-leave free has room; they are given back afterwards.
+Loading takes two pinned buffers of 64 MiB more (`kernels/gpu/uploads.py`). They fit into what plans leave free, and are
+given back afterwards.
 """
 
 from __future__ import annotations
@@ -27,19 +26,17 @@ INPUT_ALIGNED_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """What decides it. on_gpu: (layer, expert) pairs there; live: experts may change places; in_place: those in CPU
-    memory are used where the checkpoint has them; step_tokens: of the largest step; graph_sizes: rows of each graph;
-    pages: of the longest sequence."""
+    """What decides it."""
 
-    on_gpu: int
+    on_gpu: int  # (layer, expert) pairs
     expert_bytes: int
     workers: int
-    step_tokens: int
-    graph_sizes: tuple[int, ...]
-    pages: int
+    step_tokens: int  # of the largest step
+    graph_sizes: tuple[int, ...]  # rows of each graph
+    pages: int  # of the longest sequence
     top_k: int
-    live: bool = False
-    in_place: bool = False
+    live: bool = False  # experts may change places
+    in_place: bool = False  # those in CPU memory are used where the checkpoint has them
 
     @property
     def graph_tokens(self) -> int:
@@ -49,16 +46,14 @@ class HostShare:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes. experts: packed ones; spare: places for those that move, at most (a layer with all experts on one side has
-    none); scratch: of the workers; handoff: pinned, between the GPU and the CPU's experts; inputs: pinned, of graphs;
-    graphs: the driver's. A long prompt makes the experts' shared scratch grow, which is kept: by 0.4 GiB at most."""
+    """Bytes. A long prompt makes the experts' shared scratch grow by 0.4 GiB at most, which is kept."""
 
-    experts: int
-    spare: int
-    scratch: int
-    handoff: int
-    inputs: int
-    graphs: int
+    experts: int  # packed
+    spare: int  # places for those that move, at most: a layer with all experts on one side has none
+    scratch: int  # of the workers
+    handoff: int  # pinned, between the GPU and the CPU's experts
+    inputs: int  # pinned, of graphs
+    graphs: int  # the driver's
 
     @property
     def total(self) -> int:

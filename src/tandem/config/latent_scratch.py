@@ -22,6 +22,6 @@ def latent_scratch_bytes(shape: Latent, context: int, step_rows: int) -> int:
 
 
 def head_bytes(nope: int, rope: int, value: int, rows: int, tokens: int) -> int:
-    """Of one head of a chunk: keys and values of so many tokens as they come out of one product, and keys beside the
-    rotary channels; and for each row a query, two pieces and their sum."""
+    """Of one head of a chunk. For each token: keys and values as one product makes them, and keys beside the rotary
+    channels. For each row: a query, two pieces and their sum."""
     return 2 * tokens * (2 * nope + rope + value) + rows * (2 * (nope + rope) + (2 + 2 + 4) * value)

@@ -75,8 +75,8 @@ class Machine:
     def pinned(self, cores: Iterable[Core]) -> tuple[int, ...]:
         """The CPU that the thread of each core is pinned to, -1 for none.
 
-        Under a CPU quota other groups run on the same cores; pinned there, two of them would fight for one core while
-        others idle, so the kernel's scheduler is left to place the threads.
+        Under a CPU quota other groups run on the same cores. Pinned threads of two groups would fight for one core
+        while others idle. So the kernel's scheduler is left to place the threads.
         """
         quota_rules = self.cpu_quota is not None and self.cpu_quota < len(self.cores)
         return tuple(-1 if quota_rules else core.cpu for core in cores)

@@ -1,7 +1,7 @@
 """`LookAhead`: a layer's matrices, looked up while the layer before is packed.
 
-Finding a tensor in a checkpoint is Python's work, 20 to 40 us an expert: little beside packing it, but all workers
-stand still while a layer's first experts are looked up, and those that are found together are packed together.
+Finding a tensor in a checkpoint is Python's work, 20 to 40 us an expert. That is little beside packing it. But all
+workers would stand still while a layer's first experts are looked up. And experts found together are packed together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ExpertMatrices = tuple[Weight, Weight, Weight]
 
 
 def are_views(matrices: ExpertMatrices) -> bool:
-    """Numbers as most files hold them, which take no memory; whatever else there is, is made of what they hold."""
+    """Whether these are plain bf16 tensors: views of the mapped file, which take no memory. Others must be made."""
     return all(isinstance(w, Tensor) and w.dtype == torch.bfloat16 and w.is_contiguous() for w in matrices)
 
 

@@ -20,8 +20,8 @@ class SlotTable(NamedTuple):
 
 
 class SlotTables:
-    """The image of all layers is copied at once (48 x 512 experts: 98 KB, 2 us of PCIe), so that what it costs does not
-    grow with the experts that have moved."""
+    """The image of all layers is copied at once: 98 KB and 2 us of PCIe for 48 x 512 experts. So the cost does not grow
+    with the experts that have moved."""
 
     def __init__(self, layers: int, experts: int, device: torch.device) -> None:
         shape = layers, -(-experts // ALIGNED) * ALIGNED

@@ -54,8 +54,8 @@ Weight = Tensor | WeightCodes
 """A matrix [N, K] as a checkpoint holds it: float32, float16 or bfloat16 numbers, or codes."""
 
 Blocks = tuple[Tensor, ...]
-"""A matrix of numbers in several tensors [.., K] of one type, whose rows follow each other: large ones are packed from
-where they are, since joining them would take as long as packing."""
+"""A matrix of numbers in several tensors [.., K] of one type, whose rows follow each other. Large ones are packed from
+where they are: joining them would take as long as packing."""
 
 
 def _bytes(codes: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Bit orders of checkpoints → `WeightCodes`: compressed-tensors, GPTQ, AWQ. Nothing is rounded.
 
-int32 words hold their codes from the low bits up, so on a little-endian machine a word's bytes already are codes in
-order; 4-bit ones have the even index in the low half, as `WeightCodes` has.
+int32 words hold their codes from the low bits up. So on a little-endian machine a word's bytes already are codes in
+order. Codes of 4 bits have the even index in the low half, as in `WeightCodes`.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def fit_groups(
 ) -> tuple[Tensor, Tensor]:
     """int8 codes [n, K] and bfloat16 scales [n, K / group]; `group` divides K.
 
-    Each first guess of a scale gives codes, and codes q give their best scale s = <w, q> / <q, q>; the guess whose
-    error is the least wins: |w - s q|^2 = |w|^2 - <w, q>^2 / <q, q>. With the rounded scale, codes are made anew.
+    Each first guess of a scale gives codes q, and these give their best scale s = <w, q> / <q, q>. The guess with the
+    least error wins: |w - s q|^2 = |w|^2 - <w, q>^2 / <q, q>. With the rounded scale, codes are made anew.
     importance [K] >= 0: how much the squared error of a column counts (1 everywhere if None).
     """
     groups = weight.view(len(weight), -1, group)

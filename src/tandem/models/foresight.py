@@ -1,8 +1,8 @@
 """Which experts the next layer will probably choose, while this one's are being computed.
 
-A layer adds little to the residual stream, so the next layer's router, asked about the stream as it is before this
-layer's experts and the next attention have added theirs, names most of those that it will choose in the end (Eliseev
-and Mazur, 2023, "Fast inference of Mixture-of-Experts language models with offloading").
+A layer adds little to the residual stream. So the next layer's router can be asked about the stream as it is now,
+before this layer's experts and the next attention have added theirs. It names most of those that it will choose in the
+end (Eliseev and Mazur, 2023, "Fast inference of Mixture-of-Experts language models with offloading").
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ def dense_mlp(b: Builder, prefix: str, width: int) -> MLP:
 class MoEBlock:
     """Router, routed experts, shared expert. Routes and calls experts; where they run is not known here.
 
-    With `plan.fuse_shared_experts` an ungated shared expert whose width is a multiple of the routed ones' is cut
-    into experts of that width which every token chooses, so that a layer's experts are one call.
+    With `plan.fuse_shared_experts`, an ungated shared expert is cut into experts of the routed ones' width, if it is a
+    multiple of that. Every token chooses them. So a layer's experts are one call.
     """
 
     def __init__(self, b: Builder, index: int, shape: Moe, names: Names) -> None:

@@ -1,7 +1,7 @@
 """Runs a reference and everything that is measured against it through the layers side by side, then compares logits.
 
-Layer by layer: the reference's layer moves its own hidden states on, then each measured layer moves its own on and,
-to see what this layer alone does, those that the reference had before it. No two layers are in memory at a time.
+Layer by layer, the reference's layer moves its own hidden states on, and each measured layer its own. To see what this
+layer alone does, it also moves those that the reference had before it. No two layers are in memory at a time.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from torch import Tensor
 class KeptRows(NamedTuple):
     """The likeliest tokens of each row, and what all logits of the row add up to.
 
-    ids int64 [n, K], or None where all of the vocabulary is kept in order; logits float32 [n, K]; log_total float64
-    [n], logsumexp of the whole row; target float32 [n], the logit of the token that came.
+    ids int64 [n, K]; None: all of the vocabulary, in order. logits float32 [n, K]. log_total float64 [n]: logsumexp of
+    the whole row. target float32 [n]: the logit of the token that came.
     """
 
     ids: Tensor | None

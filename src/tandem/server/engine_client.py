@@ -143,8 +143,8 @@ class _Route(NamedTuple):
 class EngineClient:
     """Routes outputs to streams by request id. `attach` and `detach` follow the engine's lives.
 
-    The engine knows a request by a serial number of ours: a client may use its id again at once, and what the engine
-    still says about the request before must not reach the new one.
+    The engine knows a request by a serial number of ours. A client may use its id again at once, and what the engine
+    still says about the earlier request must not reach the new one.
 
     Not thread-safe: everything happens on the event loop.
     """

@@ -1,8 +1,8 @@
 """`kt bench experts`: tokens per second by share of experts on the GPU and by strategy, for a given routing.
 
-On a GPU the model of `kt bench decode --config` decodes with its experts chosen by a trace (`bench_placement_gpu`).
-Without one, or with --simulate, the same placements and the same live policy run against the trace, and a cost model
-(`experts.live_cost`) says how long a step takes; everything that comes of that says "simulated".
+On a GPU the model of `kt bench decode --config` decodes with its experts chosen by a trace (`on_gpu.py`). Without one,
+or with --simulate, the same placements and live policy run against the trace. A cost model (`experts/live/cost.py`)
+then says how long a step takes, and every result says "simulated".
 """
 
 from __future__ import annotations

@@ -35,9 +35,11 @@ class Zipf:
     `request_tokens` starts with that ranking, but `jump` of its places are shuffled; while it runs, `drift` of the
     places are shuffled every 100 tokens, a tenth of that every 10.
 
-    The defaults are near what is published for real text. Measured on 8000 tokens of 128 experts, top-8: the most
-    popular quarter serves 42 % of the stream (Qwen3-30B: 43 %), a cache of an eighth by decayed counts 54 % (63 %), and
-    31 % of the most popular eighth change in 100 tokens (22 to 58 %).
+    The defaults are near what is published for real text. On 8000 tokens of 128 experts, top-8 (in brackets Qwen3-30B):
+
+    - the most popular quarter serves 42 % of the stream (43 %)
+    - a cache of an eighth by decayed counts serves 54 % (63 %)
+    - 31 % of the most popular eighth change in 100 tokens (22 to 58 %)
     """
 
     exponent: float = 1.1

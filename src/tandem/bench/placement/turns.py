@@ -34,9 +34,9 @@ WARM_TOKENS = 20  # decoded before the clock starts; what is measured begins at 
 
 
 def moving_columns(live: LiveExperts | None) -> dict[str, Any]:
-    """moved_gb: both ways together; thread_us: what the engine's thread does for live placement, per step, and its
-    parts; waited_us: of that, what the GPU may have stood still for, of which an exchange has its share; beside_us:
-    what it does between layers, not in thread_us."""
+    """Of live placement. moved_gb: both ways together. The others are per step: thread_us and thread_us_of: the
+    engine's thread, and its parts; waited_us: of that, what the GPU may have stood still for; beside_us: between
+    layers, not in thread_us."""
     if live is None:
         return {}
     times = live.times()

@@ -1,5 +1,7 @@
-"""Chooses tokens from logits on a GPU. What needs the whole vocabulary is computed there; the choice itself, among a
-row's most probable tokens, is made here by the rules and the numbers of `sampling.py`, so it is the same choice.
+"""Chooses tokens from logits on a GPU.
+
+The GPU computes what needs the whole vocabulary. The choice itself, among a row's most probable tokens, is made here by
+the rules and random numbers of `sampler.py`. So it is the same choice.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ Ids = npt.NDArray[np.int64]
 class Candidates:
     """A row's most probable tokens, best first, and what was summed over all of them.
 
-    mass: sum of exp((logit - best) / temperature); norm: logsumexp of the logits; best: the token of the largest logit,
-    which need not be the first here if others have the same; drawn: a token of the unfiltered distribution (after
-    min_p); both with their logits.
+    mass: sum of exp((logit - best) / temperature). norm: logsumexp of the logits. best: the token of the largest logit,
+    which need not be the first here if others have the same. drawn: a token of the unfiltered distribution (after
+    min_p). Both come with their logits.
     """
 
     ids: Ids

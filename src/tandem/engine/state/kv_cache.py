@@ -11,9 +11,9 @@ from tandem.engine.state.prefix_tree import PrefixTree
 class KVCache:
     """Counts the users of every page. A page is free, in use (count > 0), or idle: unused but holding a known prefix.
 
-    Sequences release pages deepest first, and whoever uses a prefix page uses all pages before it. Hence a
-    page goes idle before the pages in front of it do, and the head of `_idle`, the least recently used one,
-    is always a leaf of the tree: eviction needs neither timestamps nor a search.
+    Sequences release pages deepest first, and a user of a prefix page uses all pages before it. Hence a page goes idle
+    before the pages in front of it do. So the head of `_idle`, the least recently used one, is always a leaf of the
+    tree: eviction needs neither timestamps nor a search.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool) -> None:

@@ -23,8 +23,8 @@ class Piece(NamedTuple):
 
 
 class IncrementalDecoder:
-    """Text of a growing list of ids. A token's text may depend on the one before it (spaces) and may be part of a
-    character, so each step decodes a short window twice: without and with the new ids; the difference is new."""
+    """Text of a growing list of ids. A token's text may depend on the one before it (spaces), and may be part of a
+    character. So each step decodes a short window twice, without and with the new ids. The difference is new."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """`Copies`: how bytes get from CPU memory to the GPU and back beside the GPU's steps; `CudaCopies` does it.
 
-Memory is named by its address, and CUDA's driver is called directly: a copy between PyTorch's tensors on a stream of
+Memory is named by its address, and CUDA's driver is called directly. A copy between PyTorch's tensors on a stream of
 its own takes 25 us of the calling thread (measured on an H200).
 """
 

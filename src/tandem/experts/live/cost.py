@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 READS_PER_EXCHANGE = 3.0
-"""Reads of an expert from CPU memory that take as long as what an exchange does beside the steps: it reads one there,
-writes one, and some tokens pass until it is used."""
+"""An exchange costs as much memory time as so many reads of an expert from CPU memory. It reads one there and writes
+one, and some tokens pass until it is used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,19 @@ Neither has a second copy anywhere, so both are used where they were until both 
    CPU spare ◀──DMA── slot                       the one that leaves
 
 DMA reads and writes the experts' own CPU memory and runs beside the steps; no thread copies anything. Once both are
-there, the leaving expert's place becomes the spare one, its entry in the GPU's tables -1, the slot is overwritten, the
-coming expert's entry becomes the slot, and, when the step has ended, its old place is the layer's spare one. Each of
-these leaves a placement that is right; an error before the slot is touched drops the exchange. All that travel together
-end together: the tables are copied twice for all of them. What is done for each is done in C++, a piece at a time, by
-the thread that answers the GPU's posts, while it waits for the next one (`ExchangeTurn`); what is left is done after
-the step, for a while.
+there:
 
-Memory: one spare place per layer on the CPU (1/128 or 1/512 of a layer there), so a layer's exchanges follow each
-other; and staging for all layers on the GPU, whose memory is what there is little of: a spare slot in each of 94 layers
-would be 1 GB of Qwen3-235B in int4.
+1. The leaving expert lives in the spare place, and its entry in the GPU's tables becomes -1.
+2. The slot is overwritten, and the coming expert's entry becomes the slot.
+3. When the step has ended, the coming expert's old place is the layer's spare one.
+
+Each of these leaves a placement that is right. An error before the slot is touched drops the exchange. All that travel
+together end together: the tables are copied twice for all of them. C++ does the work for each, a piece at a time, while
+the engine's thread waits for the GPU's next post (`ExchangeTurn`). What is left is done after the step, for a while.
+
+Memory: one spare place per layer on the CPU (1/128 or 1/512 of a layer), so a layer's exchanges follow each other. On
+the GPU memory is scarce, so all layers share the staging there: a spare slot in each of 94 layers would be 1 GB of
+Qwen3-235B in int4.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
 """`LiveExperts`: placement follows the traffic. Once a step it looks at what was used, and has experts moved.
 
-It waits for nothing: counts are asked for after one step and looked at beside the next, and bytes travel beside the
-steps. When a step was started, what is to be done in its course is handed over; what is done for each expert is done
-then, between its layers (`UseDecision`, `ExchangeTurn`), the exchange's copies to the GPU's slots and tables too. When
-the CPU has answered the step's last layer, while the GPU computes its logits, this thread would only wait: then it
-does what is left of that for a while, and forgets experts that the step may still have used in CPU memory, asks,
-decides, chooses what travels next and notes what has moved. What takes longer than the GPU does is measured, after the
-step and between its layers, and what exchanges take of it is weighed against what they gain.
+It waits for nothing. Counts are asked for after one step and looked at beside the next. Bytes travel beside the steps.
+
+Work has two places in a step:
+
+- Between layers: what is done for each expert (`UseDecision`, `ExchangeTurn`), with the copies to the GPU's slots and
+  tables. It is handed over when the step was started.
+- After the CPU's last answer, while the GPU computes logits: what is left of that, for a while. Then this thread
+  forgets experts that the step may still have used in CPU memory, asks, decides, chooses what travels next and notes
+  what moved.
+
+What takes longer than the GPU does is measured in both places. The exchanges' part is weighed against what they gain.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """`LivePolicy`: which experts should change places, from how often each was used. Pure data in, exchanges out.
 
-An expert in CPU memory takes the slot of the coldest one of its layer when its decayed count says that this pays: it
-has been used twice, beats the other by a factor, and the difference, if it lasts for `horizon_tokens`, is more reads
-saved than the exchange costs. A newcomer stays for a while. A decision moves one expert per layer at most (a layer has
-one spare place, so its exchanges follow each other), and at most `bytes_per_step` move.
+An expert in CPU memory takes the slot of the coldest one of its layer when its decayed count says that this pays. It
+must have been used twice and beat the other by a factor. The difference, if it lasts for `horizon_tokens`, must save
+more reads than the exchange costs. A newcomer stays for a while. A decision moves one expert per layer at most (a layer
+has one spare place, so its exchanges follow each other), and at most `bytes_per_step` move.
 
 It also knows what the placement that it began with ("home") would have hit, so each window of tokens says what moving
 has gained. A window whose exchanges cost more than that ends the moving; it is tried again after a pause that doubles
 each time. While resting, a placement that does worse than home goes back there, if that pays.
 
-A decision looks at all experts, 48 x 512 of them, while everything may stand still: hence few and small arrays, since
-all of them have left the caches meanwhile, each passed once in C++ (`csrc/experts/use_counts.h`), and no sorting of
-whole layers.
+A decision looks at all experts, 48 x 512 of them, while everything may stand still. The arrays have left the caches by
+then. So they are few and small, C++ passes over each once (`csrc/experts/use_counts.h`), and no layer is sorted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`ExpertRecorder`: records which experts are used from a start to a stop, and writes it to files.
 
-Modes: "stat" adds everything up and costs nothing per step (its name "stat_approx" in SGLang stands for the same here:
-counts are always exact); "per_pass" keeps the counts of each of the last steps; "per_token" each token's choice, too.
-What was typed is never recorded, only which experts it went to.
+Modes: "stat" adds everything up and costs nothing per step. SGLang's "stat_approx" is the same here: counts are always
+exact. "per_pass" keeps the counts of each of the last steps, "per_token" each token's choice, too. What was typed is
+never recorded, only which experts it went to.
 """
 
 from __future__ import annotations

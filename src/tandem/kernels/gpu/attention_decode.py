@@ -1,7 +1,7 @@
 """Decoding rows: one query each against all its keys, which PARTS programs share; a second kernel merges their sums.
 
-Program p takes blocks p, p + PARTS, p + 2 PARTS, … of STEP keys, so that all have the same work at any length, and the
-pages of its first block are known before the length is. How the keys are divided depends on the row's length alone: the
+Program p takes blocks p, p + PARTS, p + 2 PARTS, … of STEP keys. So all have the same work at any length, and each
+knows the pages of its first block before it knows the length. The division depends on the row's length alone, so the
 result is the same in every batch.
 """
 

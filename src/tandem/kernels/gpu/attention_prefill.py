@@ -1,7 +1,7 @@
 """Chunks of several rows: blocks of queries, the heads of a group beside each other, walk the keys from the first on.
 
-A row adds its keys in blocks of STEP from position 0 (or the window's first block), by the same operations whether all
-of its tile sees a block or not: its result depends neither on the batch nor on where its prompt was cut.
+A row adds its keys in blocks of STEP from position 0 (or the window's first block). The operations are the same whether
+all rows of its tile see a block or not. So its result depends neither on the batch nor on where its prompt was cut.
 """
 
 from __future__ import annotations

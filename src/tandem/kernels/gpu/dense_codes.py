@@ -2,7 +2,7 @@
 
 A decode step reads every dense matrix once, so it is as fast as its bytes are few. Few rows are multiplied straight
 from the codes: by CUDA kernels on tensor cores (`code_mma.py`), or where these cannot, by Triton's (`code_tiles.py`).
-For more rows the matrix is unpacked into scratch, some columns at a time, and multiplied by PyTorch: Triton's tiles of
+For more rows the matrix is unpacked into scratch, some columns at a time, and PyTorch multiplies it. Triton's tiles of
 64 rows that unpack for themselves were slower on an H200 from 32 rows on.
 """
 

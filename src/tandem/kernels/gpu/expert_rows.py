@@ -98,8 +98,8 @@ def _combine(partial, slots, elsewhere, out, columns, TOP_K: tl.constexpr, PAIRS
 
 
 def row_step(panels: Panels) -> int:
-    """Words along k per step: a quarter of them was best or near it on an H200 (of 32 to 256, at 1 and 8 tokens, bf16
-    and int4, Qwen3-30B-A3B's shapes): the loads of a step are in flight together."""
+    """Words along k per step, whose loads are in flight together. Of 32 to 256, a quarter of them was best or near it
+    on an H200 (1 and 8 tokens, bf16 and int4, Qwen3-30B-A3B's shapes)."""
     return min(256, max(32, int(triton.next_power_of_2(panels.blocks // 4))))
 
 

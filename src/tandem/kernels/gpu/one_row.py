@@ -1,8 +1,8 @@
 """One row times a matrix: the weights are read once, at the rate of GPU memory, and multiplied in float32.
 
-cuBLAS takes tiles of 64 columns for one row, too few to keep all of a large GPU's memory busy: on an H200 4096 x 2048
-took 8.7 us with it and 6.1 this way (bf16). And here the weights are asked for before the kernel that makes the row has
-ended.
+cuBLAS takes tiles of 64 columns for one row, too few to keep all of a large GPU's memory busy. On an H200, 4096 x 2048
+in bf16 took 8.7 us with it and 6.1 this way. Here the weights are also asked for before the kernel that makes the row
+has ended.
 """
 
 from __future__ import annotations
