@@ -6,7 +6,6 @@ from typing import Literal
 
 import msgspec
 
-
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
 
