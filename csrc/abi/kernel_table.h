@@ -24,7 +24,11 @@ enum class ActivationKind : int32_t {
   gelu_tanh = 2,     // the tanh approximation
   swiglu_clamp = 3,  // gate <= limit, -limit <= up <= limit, then silu(gate) * up
   swiglu_oai = 4,    // clamped as above, then gate * sigmoid(alpha * gate) * (up + 1)   (gpt-oss)
+  silu_clamp = 5,    // silu(gate) <= limit, -limit <= up <= limit, then their product
+  relu2 = 6,         // without a gate: max(x, 0)^2 of every column; see ExpertShape
 };
+
+constexpr bool is_gated(ActivationKind kind) { return kind != ActivationKind::relu2; }
 
 struct Activation {
   ActivationKind kind;
@@ -107,8 +111,9 @@ struct KernelTable {
   // Rows of `source` to prepared rows: rounded to bf16 where round_to_bf16, stored as `to`, padded with zeros.
   void (*prepare_row)(const void* source, DType from, void* destination, DType to, bool round_to_bf16, int64_t length,
                       int64_t padded_length);
-  // gate_up: pairs of [16 gate][16 up] columns, `pairs` of them; destination: 16 * pairs values as prepared.
-  void (*activate_row)(const Activation* activation, const float* gate_up, void* destination, DType to,
+  // gate_up: pairs of [16 gate][16 up] columns, `pairs` of them; destination: 16 * pairs values as prepared. Without a
+  // gate the first 16 columns of each pair go to destination, the others to `second`; else that is not used.
+  void (*activate_row)(const Activation* activation, const float* gate_up, void* destination, void* second, DType to,
                        bool round_to_bf16, int64_t pairs);
   void (*add_scaled_row)(float* sum, const float* y, float weight, int64_t length);  // sum += weight * y
   void (*add_row)(float* sum, const float* y, int64_t length);                       // sum += y

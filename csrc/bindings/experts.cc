@@ -27,33 +27,40 @@ void make_layer(ExpertLayer* self, std::shared_ptr<Workspace> workspace, int exp
   new (self) ExpertLayer(std::move(workspace), {experts, hidden, width, gate_up, down, act, places, int8_activations});
 }
 
-void load(ExpertLayer& self, int expert, nb::handle gate, nb::handle up, nb::handle down, nb::handle gate_bias,
-          nb::handle up_bias, nb::handle down_bias) {
-  const int64_t hidden = self.shape().hidden, width = self.shape().width;
-  SourceViews views[3];
-  TensorView biases[3];
-  const ExpertSource source{source_of(gate, "gate", width, hidden, &views[0]),
-                            source_of(up, "up", width, hidden, &views[1]),
-                            source_of(down, "down", hidden, width, &views[2]),
-                            optional_floats(gate_bias, "gate_bias", width, &biases[0]),
-                            optional_floats(up_bias, "up_bias", width, &biases[1]),
-                            optional_floats(down_bias, "down_bias", hidden, &biases[2])};
+ExpertSource source_of_expert(const ExpertLayer& self, nb::handle gate, nb::handle up, nb::handle down,
+                              std::array<SourceViews, 3>& views) {
+  const int64_t hidden = self.shape().hidden, rows = self.shape().gate_rows();
+  return {source_of(gate, "gate", rows, hidden, &views[0]), source_of(up, "up", rows, hidden, &views[1]),
+          source_of(down, "down", hidden, self.shape().width, &views[2])};
+}
+
+void load(ExpertLayer& self, int expert, nb::handle gate, nb::handle up, nb::handle down) {
+  std::array<SourceViews, 3> views;
+  const ExpertSource source = source_of_expert(self, gate, up, down, views);
   const nb::gil_scoped_release unlocked;
   self.load(expert, source);
+}
+
+void set_biases(ExpertLayer& self, nb::handle gate, nb::handle up, nb::handle down) {
+  const auto floats = [&](nb::handle array, const char* name, int64_t columns) -> const float* {
+    if (array.is_none()) return nullptr;
+    return static_cast<const float*>(view_of(array, name, {Element::f32}, {self.shape().experts, columns}).data);
+  };
+  const int64_t rows = self.shape().gate_rows();
+  const ExpertBiases biases{floats(gate, "gate biases", rows), floats(up, "up biases", rows),
+                            floats(down, "down biases", self.shape().hidden)};
+  self.set_biases(biases);
 }
 
 // Of tuples of gate, up and down. `views` owns what they are seen through.
 std::vector<ExpertSource> sources_of(const ExpertLayer& self, const nb::list& experts,
                                      std::vector<std::array<SourceViews, 3>>& views) {
-  const int64_t hidden = self.shape().hidden, width = self.shape().width;
   views.resize(experts.size());
   std::vector<ExpertSource> sources;
   for (size_t i = 0; i < views.size(); ++i) {
     const nb::tuple expert = nb::cast<nb::tuple>(experts[i]);
     if (expert.size() != 3) throw KernelError("an expert is gate, up and down");
-    sources.push_back({source_of(expert[0], "gate", width, hidden, &views[i][0]),
-                       source_of(expert[1], "up", width, hidden, &views[i][1]),
-                       source_of(expert[2], "down", hidden, width, &views[i][2]), nullptr, nullptr, nullptr});
+    sources.push_back(source_of_expert(self, expert[0], expert[1], expert[2], views[i]));
   }
   return sources;
 }
@@ -178,9 +185,9 @@ void bind_experts(nb::module_& m) {
       .def("__init__", &make_layer, nb::arg("workspace"), nb::arg("experts"), nb::arg("hidden"), nb::arg("width"),
            nb::arg("gate_up"), nb::arg("down"), nb::arg("activation"), nb::arg("alpha"), nb::arg("limit"),
            nb::arg("places") = 0, nb::arg("int8_activations") = false)
-      .def("load", &load, nb::arg("expert"), nb::arg("gate"), nb::arg("up"), nb::arg("down"),
-           nb::arg("gate_bias").none() = nb::none(), nb::arg("up_bias").none() = nb::none(),
-           nb::arg("down_bias").none() = nb::none())
+      .def("load", &load, nb::arg("expert"), nb::arg("gate"), nb::arg("up"), nb::arg("down"))
+      .def("set_biases", &set_biases, nb::arg("gate").none(), nb::arg("up").none(), nb::arg("down").none(),
+           "Of all experts, wherever they live: float32 [experts, rows].")
       .def("load_all", &load_all, nb::arg("ids"), nb::arg("experts"),
            "These experts from tuples of gate, up and down, in one parallel region.")
       .def("pack_to", &pack_to, nb::arg("experts"), nb::arg("out"),

@@ -36,10 +36,6 @@ Bytes view(const void* data, int64_t bytes, nb::handle owner) {
   return Bytes(static_cast<const uint8_t*>(data), {size_t(bytes)}, owner);
 }
 
-Bytes view(const std::vector<float>& floats, nb::handle owner) {
-  return view(floats.data(), int64_t(floats.size() * sizeof(float)), owner);
-}
-
 FormatNames names_of(const WeightFormat& f) { return {kFormatNames[int(f.format)], f.group, scales_name_of(f)}; }
 
 WeightFormat format_of(const FormatNames& names) {
@@ -101,23 +97,16 @@ std::unique_ptr<PackedMatrix> adopt_matrix(std::shared_ptr<Workspace> workspace,
 }
 
 nb::tuple expert_bytes(nb::handle_t<ExpertLayer> self) {
-  const ExpertLayer& layer = nb::cast<const ExpertLayer&>(self);
-  return nb::make_tuple(view(layer.packed().data, layer.packed().bytes, self), view(layer.gate_up_bias(), self),
-                        view(layer.down_bias(), self));
+  const ByteRange packed = nb::cast<const ExpertLayer&>(self).packed();
+  return nb::make_tuple(view(packed.data, packed.bytes, self));
 }
 
 std::pair<FormatNames, FormatNames> expert_formats(const ExpertLayer& layer) {
   return {names_of(layer.shape().gate_up), names_of(layer.shape().down)};
 }
 
-void adopt_experts(ExpertLayer& layer, std::shared_ptr<MappedFile> file, int64_t offset, nb::handle gate_up_bias,
-                   nb::handle down_bias) {
-  const auto copied = [](nb::handle array, const char* name) {
-    const TensorView v = view_of(array, name, {Element::f32}, {kAnySize});
-    const float* first = static_cast<const float*>(v.data);
-    return std::vector<float>(first, first + v.shape[0]);
-  };
-  layer.adopt(std::move(file), offset, copied(gate_up_bias, "gate_up_bias"), copied(down_bias, "down_bias"));
+void adopt_experts(ExpertLayer& layer, std::shared_ptr<MappedFile> file, int64_t offset) {
+  layer.adopt(std::move(file), offset);
 }
 
 }  // namespace
@@ -145,10 +134,10 @@ void bind_packed(nb::module_& m) {
   m.def("adopt_matrix", &adopt_matrix, nb::arg("workspace"), nb::arg("format"), nb::arg("rows"), nb::arg("depth"),
         nb::arg("file"), nb::arg("offset"), nb::arg("bias").none(),
         "A matrix whose panels lie in the file; bias may be empty.");
-  m.def("expert_bytes", &expert_bytes, nb::arg("layer"), "Panels of all experts, biases of gate and up, of down.");
+  m.def("expert_bytes", &expert_bytes, nb::arg("layer"), "Panels of all experts.");
   m.def("expert_formats", &expert_formats, nb::arg("layer"), "Format, group, scale type of gate and up, and of down.");
-  m.def("adopt_experts", &adopt_experts, nb::arg("layer"), nb::arg("file"), nb::arg("offset"), nb::arg("gate_up_bias"),
-        nb::arg("down_bias"), "The layer's experts, as they lie in the file; biases may be empty.");
+  m.def("adopt_experts", &adopt_experts, nb::arg("layer"), nb::arg("file"), nb::arg("offset"),
+        "The layer's experts, as they lie in the file.");
 }
 
 }  // namespace tandem

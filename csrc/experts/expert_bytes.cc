@@ -21,11 +21,7 @@ bool same_slices(const std::vector<NodeSlice>& a, const std::vector<NodeSlice>& 
 
 void ExpertLayer::pack_to(const std::vector<ExpertSource>& sources, uint8_t* to) const {
   check_packed();
-  for (const ExpertSource& source : sources) {
-    check_formats(source);
-    if (source.gate_bias || source.up_bias || source.down_bias)
-      throw std::invalid_argument("experts with biases cannot be packed outside of their layer");
-  }
+  for (const ExpertSource& source : sources) check_formats(source);
   const auto lock = workspace_->lock();
   const NodeSlice whole{0, gate_up_layout_.pairs, 0, down_layout_.pairs, 0, expert_bytes_};
   const int64_t panels = 2 * int64_t{gate_up_layout_.pairs} + 2 * int64_t{down_layout_.pairs};
@@ -68,8 +64,6 @@ void ExpertLayer::load_from(const ExpertLayer& other, const std::vector<int>& ex
       !(shape_.down == other.shape_.down))
     throw std::invalid_argument("experts are taken from another layer, packed alike");
   other.check_packed();
-  if (!other.gate_up_bias_.empty() || !gate_up_bias_.empty())
-    throw std::invalid_argument("experts with biases are not taken from another layer");
   places_.check_room(experts);
   const auto lock = workspace_->lock();
   own_memory();

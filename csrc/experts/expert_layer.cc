@@ -22,6 +22,9 @@ void check_shape(const ExpertShape& shape) {
     throw std::invalid_argument("an expert layer needs at least one expert, hidden and width >= 1");
   if ((shape.gate_up.format == Format::bf16_rows) != (shape.down.format == Format::bf16_rows))
     throw std::invalid_argument("either all of an expert's matrices are read in whole rows, or none");
+  if (!shape.gated() && shape.width % kPairColumns)
+    throw std::invalid_argument("experts without a gate have a width of whole " + std::to_string(kPairColumns) +
+                                "s, not of " + std::to_string(shape.width));
 }
 
 std::vector<ExpertLayer::Piece> joined(const std::vector<ExpertLayer::Piece>& pieces) {
@@ -46,7 +49,7 @@ ExpertLayer::ExpertLayer(std::shared_ptr<Workspace> workspace, const ExpertShape
       places_(std::max(shape.experts, 1), shape.places ? shape.places : std::max(shape.experts, 1)) {
   check_shape(shape);
   // Whole pairs of 16 gate and 16 up columns.
-  const int64_t padded_width = (shape.width + kPanelRows - 1) / kPanelRows * int64_t{kPanelRows};
+  const int64_t padded_width = (shape.gate_rows() + kPanelRows - 1) / kPanelRows * int64_t{kPanelRows};
   gate_up_layout_ = packed_layout(shape.gate_up, 2 * padded_width, shape.hidden);
   down_layout_ = packed_layout(shape.down, shape.hidden, shape.width);
   expert_bytes_ = packed_bytes(gate_up_layout_) + packed_bytes(down_layout_);
@@ -188,7 +191,6 @@ void ExpertLayer::load_all(const std::vector<int>& experts, const std::vector<Ex
     return offset / slice.expert_bytes * panels_of(slice) + first_panel_from(slice, offset % slice.expert_bytes);
   };
   fill_places(places, first_from, pack);
-  for (size_t i = 0; i < sources.size(); ++i) pack_biases(experts[i], sources[i]);
   taken.keep();
 }
 
@@ -213,21 +215,13 @@ void ExpertLayer::pack_panel_of(uint8_t* memory, const ExpertSource& source, con
   }
 }
 
-void ExpertLayer::adopt(std::shared_ptr<const MappedFile> file, int64_t offset, std::vector<float> gate_up_bias,
-                        std::vector<float> down_bias) {
-  const size_t gate_up = size_t(gate_up_layout_.pairs * kPairColumns) * size_t(shape_.experts),
-               down = size_t(down_layout_.pairs * kPairColumns) * size_t(shape_.experts);
-  if (gate_up_bias.empty() != down_bias.empty() || (!down_bias.empty() && down_bias.size() != down) ||
-      (!gate_up_bias.empty() && gate_up_bias.size() != gate_up))
-    throw std::invalid_argument("the biases are not those of this layer");
+void ExpertLayer::adopt(std::shared_ptr<const MappedFile> file, int64_t offset) {
   check_packed();
   check_activations();
   const auto lock = workspace_->lock();
   panels_ = file->at(offset, packed().bytes);
   file_ = std::move(file);
   memory_ = HugeBuffer();
-  gate_up_bias_ = std::move(gate_up_bias);
-  down_bias_ = std::move(down_bias);
   places_.take_all();
 }
 
@@ -320,20 +314,25 @@ ByteRange ExpertLayer::own() const {
   return memory_.data() ? ByteRange{memory_.data(), memory_bytes()} : ByteRange{nullptr, 0};
 }
 
-void ExpertLayer::pack_biases(int expert, const ExpertSource& source) {
-  const int64_t gate_up_length = gate_up_layout_.pairs * kPairColumns, down_length = down_layout_.pairs * kPairColumns;
-  if (source.gate_bias || source.up_bias || source.down_bias) {
-    gate_up_bias_.resize(size_t(gate_up_length * shape_.experts));
-    down_bias_.resize(size_t(down_length * shape_.experts));
+void ExpertLayer::set_biases(const ExpertBiases& biases) {
+  const auto lock = workspace_->lock();
+  const auto padded = [&](const WeightView& layout, bool any) {
+    return std::vector<float>(any ? size_t(layout.pairs) * kPairColumns * size_t(shape_.experts) : 0);
+  };
+  gate_up_bias_ = padded(gate_up_layout_, biases.gate || biases.up);
+  down_bias_ = padded(down_layout_, biases.down);
+  const int64_t rows = shape_.gate_rows(), hidden = shape_.hidden;
+  for (int64_t e = 0; e < shape_.experts; ++e) {
+    const auto interleave = [&](const float* from, int64_t panel) {
+      float* const to = gate_up_bias_.data() + e * gate_up_layout_.pairs * kPairColumns + panel * kPanelRows;
+      for (int64_t i = 0; i < rows; ++i)
+        to[i / kPanelRows * kPairColumns + i % kPanelRows] = from[e * rows + i];
+    };
+    if (biases.gate) interleave(biases.gate, 0);
+    if (biases.up) interleave(biases.up, 1);
+    if (biases.down)
+      std::copy_n(biases.down + e * hidden, hidden, down_bias_.data() + e * down_layout_.pairs * kPairColumns);
   }
-  if (gate_up_bias_.empty()) return;
-  float* gate_up = gate_up_bias_.data() + expert * gate_up_length;
-  for (int64_t i = 0; i < shape_.width; ++i) {
-    gate_up[i / 16 * 32 + i % 16] = source.gate_bias ? source.gate_bias[i] : 0.0f;
-    gate_up[i / 16 * 32 + 16 + i % 16] = source.up_bias ? source.up_bias[i] : 0.0f;
-  }
-  for (int64_t i = 0; i < shape_.hidden; ++i)
-    down_bias_[size_t(expert * down_length + i)] = source.down_bias ? source.down_bias[i] : 0.0f;
 }
 
 int64_t ExpertLayer::tokens_per_chunk(int64_t top_k) const {

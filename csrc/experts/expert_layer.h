@@ -15,6 +15,8 @@
 
 namespace tandem {
 
+// Without a gate, rows of `up` are the first half of an expert's, in the place of gate's, and the second half. Both
+// halves are whole panels, so that each lands in its half of the intermediate activations.
 struct ExpertShape {
   int experts;
   int hidden;
@@ -23,15 +25,21 @@ struct ExpertShape {
   Activation activation;
   int places = 0;                 // experts that there is memory for; 0: all of them
   bool int8_activations = false;  // rounded before both products: an explicit choice that costs accuracy
+
+  bool gated() const { return is_gated(activation.kind); }
+  int gate_rows() const { return gated() ? width : width / 2; }  // and as many of up
 };
 
-// Weights of one expert as the checkpoint has them; biases (float) may be null.
+// Weights of one expert as the checkpoint has them.
 struct ExpertSource {
-  MatrixSource gate, up;  // [width, hidden]
+  MatrixSource gate, up;  // [gate_rows, hidden]
   MatrixSource down;      // [hidden, width]
-  const float* gate_bias;
-  const float* up_bias;
-  const float* down_bias;
+};
+
+// Of all experts, float; any may be null.
+struct ExpertBiases {
+  const float *gate, *up;  // [experts, gate_rows]
+  const float* down;       // [experts, hidden]
 };
 
 struct ExpertCall {
@@ -106,15 +114,15 @@ class ExpertLayer {
   // (files are mapped; throws UnreadableFile where one has become shorter).
   void load_all(const std::vector<int>& experts, const std::vector<ExpertSource>& sources);
 
-  // What `load` has packed, as it lies in memory (see NodeSlice), and the biases as they are added (null: none). Throws
-  // std::invalid_argument for a layer that has no place for some of its experts.
+  // Of all experts, wherever they live: they are small, and so experts may come and go without them. They are copied.
+  void set_biases(const ExpertBiases& biases);
+
+  // What `load` has packed, as it lies in memory (see NodeSlice). Throws std::invalid_argument for a layer that has no
+  // place for some of its experts.
   ByteRange packed() const;
-  const std::vector<float>& gate_up_bias() const { return gate_up_bias_; }
-  const std::vector<float>& down_bias() const { return down_bias_; }
-  // Takes them from before, from a layer with as many nodes and workers: the panels are read where they lie in `file`,
-  // the biases are copied. Throws std::invalid_argument if sizes do not fit.
-  void adopt(std::shared_ptr<const MappedFile> file, int64_t offset, std::vector<float> gate_up_bias,
-             std::vector<float> down_bias);
+  // Takes them from before, from a layer with as many nodes and workers: the panels are read where they lie in `file`.
+  // Throws std::invalid_argument if sizes do not fit.
+  void adopt(std::shared_ptr<const MappedFile> file, int64_t offset);
 
   // out[t] = sum over slots of weights[t, slot] * expert[ids[t, slot]](x[t]). A token's experts are added in the order
   // of their ids, so the result does not depend on the batch. Large batches run in chunks of fixed scratch. Throws
@@ -146,7 +154,6 @@ class ExpertLayer {
   void check_activations() const;  // throws std::invalid_argument if the tier has no kernels for them
   // The first panel that begins there or later in an expert's bytes of that node.
   int64_t first_panel_from(const NodeSlice& slice, int64_t offset) const;
-  void pack_biases(int expert, const ExpertSource& source);
   int64_t tokens_per_chunk(int64_t top_k) const;
   void check_loaded() const;
   void leave_out(const ExpertCall& call) const;
@@ -164,7 +171,7 @@ class ExpertLayer {
   std::shared_ptr<const MappedFile> file_;  // what they lie in
   const uint8_t* panels_ = nullptr;
   std::vector<Rows> rows_;                       // in place: where each expert lies
-  std::vector<float> gate_up_bias_, down_bias_;  // padded, of all experts; empty: none has been loaded
+  std::vector<float> gate_up_bias_, down_bias_;  // padded, of all experts; empty: there are none
   Places places_;
   RoutingPlan plan_;
   std::vector<ByteRange> upcoming_;

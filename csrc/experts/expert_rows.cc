@@ -31,10 +31,7 @@ void ExpertLayer::take_rows(const std::vector<int>& experts, const std::vector<E
   });
   NewPlaces taken(places_);
   take_places(taken, experts);
-  for (size_t i = 0; i < sources.size(); ++i) {
-    rows_[size_t(experts[i])] = found[i];
-    pack_biases(experts[i], sources[i]);
-  }
+  for (size_t i = 0; i < sources.size(); ++i) rows_[size_t(experts[i])] = found[i];
   taken.keep();
 }
 

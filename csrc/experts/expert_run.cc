@@ -273,8 +273,9 @@ void ExpertRun::gate_up(const Piece& piece, WorkerScratch& scratch) {
     if (bias) table_.add_row(y, bias, int64_t{piece.pairs} * kPairColumns);
     uint8_t* to = const_cast<uint8_t*>(hidden_.data) + (part.first_row + r) * hidden_.stride +
                   column / 2 * bytes_of(hidden_type_);
-    table_.activate_row(&layer_.shape_.activation, y, to, hidden_type_, layer_.shape_.down.format != Format::f32,
-                        piece.pairs);
+    uint8_t* second = to + layer_.shape_.gate_rows() * bytes_of(hidden_type_);
+    table_.activate_row(&layer_.shape_.activation, y, to, second, hidden_type_,
+                        layer_.shape_.down.format != Format::f32, piece.pairs);
     if (pair + piece.pairs == layer_.gate_up_layout_.pairs) clear_padding(part.first_row + r);
   }
   finish(piece);
@@ -282,7 +283,8 @@ void ExpertRun::gate_up(const Piece& piece, WorkerScratch& scratch) {
 
 // Padded weights are 0, but 0 times what an earlier call left here could be NaN.
 void ExpertRun::clear_padding(int64_t row) {
-  const int64_t used = int64_t{layer_.gate_up_layout_.pairs} * kPanelRows * bytes_of(hidden_type_);
+  const int64_t columns = layer_.gate_up_layout_.pairs * int64_t{layer_.shape_.gated() ? kPanelRows : kPairColumns};
+  const int64_t used = columns * bytes_of(hidden_type_);
   std::memset(const_cast<uint8_t*>(hidden_.data) + row * hidden_.stride + used, 0, size_t(hidden_.stride - used));
 }
 

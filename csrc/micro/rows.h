@@ -62,13 +62,18 @@ void prepare_row(const void* source, DType from, void* destination, DType to, bo
 }
 
 template <class Isa>
-void activate_row(const Activation* activation, const float* gate_up, void* destination, DType to, bool round_to_bf16,
-                  int64_t pairs) {
+void activate_row(const Activation* activation, const float* gate_up, void* destination, void* second, DType to,
+                  bool round_to_bf16, int64_t pairs) {
+  using Vec = typename Isa::Vec;
   const bool round = round_to_bf16 && to == DType::f32;
   for (int64_t p = 0; p < pairs; ++p) {
-    const typename Isa::Vec gate = Isa::load(gate_up + 32 * p), up = Isa::load(gate_up + 32 * p + 16);
-    const typename Isa::Vec v = gated<Isa>(*activation, gate, up);
+    const Vec gate = Isa::load(gate_up + 32 * p), up = Isa::load(gate_up + 32 * p + 16);
+    const bool has_gate = is_gated(activation->kind);
+    const Vec v = has_gate ? gated<Isa>(*activation, gate, up) : relu2<Isa>(gate);
     store_as<Isa>(destination, to, 16 * p, round ? rounded_to_bf16<Isa>(v) : v);
+    if (has_gate) continue;
+    const Vec other = relu2<Isa>(up);
+    store_as<Isa>(second, to, 16 * p, round ? rounded_to_bf16<Isa>(other) : other);
   }
 }
 

@@ -69,14 +69,20 @@ TANDEM_INLINE typename Isa::Vec gated(const Activation& a, typename Isa::Vec gat
   using Vec = typename Isa::Vec;
   if (a.kind == ActivationKind::gelu) return Isa::mul(gelu<Isa>(gate), up);
   if (a.kind == ActivationKind::gelu_tanh) return Isa::mul(gelu_tanh<Isa>(gate), up);
-  if (a.kind != ActivationKind::silu) {
-    const Vec limit = Isa::set1(a.limit);
-    gate = Isa::min(limit, gate);
-    up = Isa::max(Isa::set1(-a.limit), Isa::min(limit, up));
-  }
+  const Vec limit = Isa::set1(a.limit);
+  if (a.kind != ActivationKind::silu) up = Isa::max(Isa::set1(-a.limit), Isa::min(limit, up));
+  if (a.kind == ActivationKind::silu_clamp)
+    return Isa::mul(Isa::min(limit, Isa::mul(gate, vector_sigmoid<Isa>(gate))), up);
+  if (a.kind != ActivationKind::silu) gate = Isa::min(limit, gate);
   const Vec alpha = Isa::set1(a.kind == ActivationKind::swiglu_oai ? a.alpha : 1.0f);
   if (a.kind == ActivationKind::swiglu_oai) up = Isa::add(up, Isa::set1(1.0f));
   return Isa::mul(Isa::mul(gate, vector_sigmoid<Isa>(Isa::mul(alpha, gate))), up);
+}
+
+template <class Isa>
+TANDEM_INLINE typename Isa::Vec relu2(typename Isa::Vec x) {
+  x = Isa::max(Isa::zero(), x);  // NaN stays NaN
+  return Isa::mul(x, x);
 }
 
 }  // namespace

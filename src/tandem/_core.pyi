@@ -334,16 +334,10 @@ class ExpertLayer:
         places: int = 0,
         int8_activations: bool = False,
     ) -> None: ...
-    def load(
-        self,
-        expert: int,
-        gate: object,
-        up: object,
-        down: object,
-        gate_bias: object | None = None,
-        up_bias: object | None = None,
-        down_bias: object | None = None,
-    ) -> None: ...
+    def load(self, expert: int, gate: object, up: object, down: object) -> None: ...
+    def set_biases(self, gate: object | None, up: object | None, down: object | None) -> None:
+        """Of all experts, wherever they live: float32 [experts, rows]."""
+
     def load_all(self, ids: Sequence[int], experts: list) -> None:
         """
         These experts from tuples of gate, up and down, in one parallel region.
@@ -460,15 +454,13 @@ def adopt_matrix(
     """A matrix whose panels lie in the file; bias may be empty."""
 
 def expert_bytes(layer: ExpertLayer) -> tuple:
-    """Panels of all experts, biases of gate and up, of down."""
+    """Panels of all experts."""
 
 def expert_formats(layer: ExpertLayer) -> tuple[tuple[str, int, str], tuple[str, int, str]]:
     """Format, group, scale type of gate and up, and of down."""
 
-def adopt_experts(
-    layer: ExpertLayer, file: MappedFile, offset: int, gate_up_bias: object, down_bias: object
-) -> None:
-    """The layer's experts, as they lie in the file; biases may be empty."""
+def adopt_experts(layer: ExpertLayer, file: MappedFile, offset: int) -> None:
+    """The layer's experts, as they lie in the file."""
 
 class Recording:
     """Operations with their arrays, to be run again; made inside `with`."""

@@ -134,7 +134,7 @@ def test_a_missing_key_is_named_with_a_value_to_try(key):
     [
         ("hidden_size", "4096", "hidden_size is '4096', not a int"),
         ("hidden_size", 0, "must be 1 to"),
-        ("hidden_act", "gelu", "hidden_act = 'gelu' is not supported"),
+        ("hidden_act", "mish", "hidden_act = 'mish' is not supported; these are: silu,"),
         ("rope_scaling", {"type": "dynamic", "factor": 4.0}, "rope type 'dynamic'"),
         ("rms_norm_eps", float("nan"), "rms_norm_eps is nan"),
         ("rope_theta", 0, "rope_theta is 0"),

@@ -36,8 +36,7 @@ void load(ExpertLayer& layer, std::mt19937& random) {
   for (int expert = 0; expert < kExperts; ++expert) {
     const auto gate = numbers(kWidth * kHidden, random), up = numbers(kWidth * kHidden, random),
                down = numbers(kHidden * kWidth, random);
-    layer.load(expert, {matrix(gate, kWidth, kHidden), matrix(up, kWidth, kHidden), matrix(down, kHidden, kWidth),
-                        nullptr, nullptr, nullptr});
+    layer.load(expert, {matrix(gate, kWidth, kHidden), matrix(up, kWidth, kHidden), matrix(down, kHidden, kWidth)});
   }
 }
 

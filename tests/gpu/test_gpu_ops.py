@@ -19,7 +19,7 @@ from tandem.config.layers import Router
 from tandem.formats.codes import WeightCodes, join_nibbles
 from tandem.formats.reference import quantise, stored
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import Ops, Rope
+from tandem.kernels.ops import Ops, Rope, Routing
 from tandem.kernels.reference import TorchOps
 
 if AVAILABLE:
@@ -301,20 +301,21 @@ def test_a_long_step_in_pieces_gives_the_same_bits(
         layer.load(e, gate[e].cpu(), up[e].cpu(), down[e].cpu())
     sizes: list[int] = []
 
-    def pairs(x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+    def pairs(x: Tensor, routing: Routing) -> Tensor:
         """Stands in for tiles in Triton's interpreter, which takes bfloat16 for integers there."""
         sizes.append(len(x))
-        factors = torch.where(slots < 0, torch.nan, weights * (slots + 1))
+        assert routing.slots is not None
+        factors = torch.where(routing.slots < 0, torch.nan, routing.weights * (routing.slots + 1))
         return (factors[..., None] * x[:, None].float()).view(-1, 64)
 
     if INTERPRETED:
         monkeypatch.setattr(layer, "_tiled", pairs)
-    slots = layer.table[ids]
+    routing = Routing(ids, weights, layer.table[ids])
     elsewhere = torch.randn(150, 64, device=DEVICE) if more else None
     kept = None if elsewhere is None else elsewhere.clone()
-    whole = layer.combine(layer.partial(x, slots, weights), kept)
+    whole = layer.combine(layer.partial(x, routing), kept)
     monkeypatch.setattr(experts, "SCRATCH_BYTES", 3 * (64 * 4 + 40 * 2) * 100)
-    in_pieces = layer.partial(x, slots, weights)
+    in_pieces = layer.partial(x, routing)
     assert in_pieces.slots is None and in_pieces.values.shape == x.shape
     got = layer.combine(in_pieces, elsewhere)
     if INTERPRETED:  # Triton's interpreter cuts off where PyTorch rounds to bfloat16

@@ -19,7 +19,7 @@ from tandem import _core
 from tandem.config.layers import Router
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import LatentSizes, LatentWeights, Rope, Tally
+from tandem.kernels.ops import LatentSizes, LatentWeights, Rope, Routing, Tally
 
 if HAS_TRITON and not INTERPRETED:
     import triton
@@ -136,8 +136,8 @@ def test_experts(compiler: Compiler, ops: GpuOps, fmt: str) -> None:
     for expert in range(2):
         layer.load(expert, *(matrices if numbers else [stored(m, fmt) for m in matrices]))
     for tokens in (1, 2, 15, 17, 64, 100):
-        slots = torch.zeros(tokens, 2, dtype=torch.int32)
-        partial = layer.partial(torch.zeros(tokens, 256).bfloat16(), slots, torch.ones(tokens, 2))
+        ids = torch.zeros(tokens, 2, dtype=torch.int32)
+        partial = layer.partial(torch.zeros(tokens, 256).bfloat16(), Routing(ids, torch.ones(tokens, 2), ids))
         layer.combine(partial, torch.zeros(tokens, 256))
     counts = {name: len(variants) for name, variants in compiler.variants.items()}
     # few rows and tiles have kernels of the same names
@@ -174,7 +174,7 @@ def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:
             *pools, heads=32, kv_heads=4, head_dim=128, q_norm=norm, k_norm=norm,
         )  # fmt: skip
     counts = {name: len(variants) for name, variants in compiler.variants.items()}
-    assert counts == {"_rms_norm": 2, "_silu_mul": 1, "_route": 1, "_rope_store": 1, "_one_row": 2}
+    assert counts == {"_rms_norm": 2, "_activate": 1, "_route": 1, "_rope_store": 1, "_one_row": 2}
 
 
 CARDS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KB of shared memory that a program may have

@@ -20,6 +20,7 @@ from tandem.config import EngineConfig, StoredFormat, StoredFormats, in_place, r
 from tandem.engine.start.loader import load_parts
 from tandem.errors import CheckpointError, ConfigError, KernelError
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
+from tandem.kernels.ops import ExpertBiases
 
 EXPERTS, TOP_K = 6, 3
 SIZES = [(64, 32), (160, 96), (2048, 64)]  # rows of 4 KiB share a set of L1
@@ -86,7 +87,8 @@ def test_biases_and_experts_that_are_elsewhere(tmp_path: Path) -> None:
     layers = [PackedExperts(workspace, EXPERTS, 64, 32, places=3, in_place=there) for there in (False, True)]
     for layer in layers:
         for e in (1, 4, 5):
-            layer.load(e, *experts[e], gate_bias=torch.ones(32), down_bias=torch.ones(64))
+            layer.load(e, *experts[e])
+        layer.set_biases(ExpertBiases(torch.ones(EXPERTS, 32), torch.zeros(EXPERTS, 32), torch.ones(EXPERTS, 64)))
     x, ids = torch.randn(4, 64).bfloat16(), torch.tensor([[1, 4], [5, -1], [4, 99], [-1, -1]]).int()
     packed, there = (layer.forward(x, ids, torch.ones(4, 2), torch.zeros(4, 64)) for layer in layers)
     assert torch.equal(packed, there)
@@ -135,7 +137,7 @@ def test_other_sizes_and_formats_are_packed() -> None:
     with pytest.raises(KernelError, match="only experts"):
         PackedMatrix(workspace, torch.randn(32, 32).bfloat16(), None, "bf16_rows")
     with pytest.raises(KernelError, match="multiples of 32"):
-        _core.ExpertLayer(workspace, 2, 72, 32, rows, rows, "silu", 1.0, 1.0)
+        _core.ExpertLayer(workspace, 2, 72, 32, rows, rows, "silu", 0.0, 0.0)
 
 
 def test_a_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ import torch
 
 import kernel_cases as cases
 from tandem import _core
+from tandem.config.layers import Activation
 from tandem.errors import KernelError
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, Workspace
+from tandem.kernels.ops import ExpertBiases
 from tandem.kernels.reference import TorchOps
 
 WORKSPACE = cases.workspace_of("scalar")
@@ -34,7 +36,18 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "int4 rows": (lambda: PackedMatrix(WORKSPACE, torch.ones(4, 4), None, "int4", 0), "int4 needs a group"),
     "tier": (lambda: Workspace(cases.pool_of(1), "avx1024"), "avx1024.*take one of"),
     "empty weight": (lambda: PackedMatrix(WORKSPACE, torch.ones(0, 4)), "cannot be packed"),
-    "activation": (lambda: PackedExperts(WORKSPACE, 4, 8, 8, "bf16", "relu"), "unknown activation 'relu'"),
+    "activation": (
+        lambda: PackedExperts(WORKSPACE, 4, 8, 8, "bf16", Activation("relu")),  # type: ignore[arg-type]
+        "unknown activation 'relu'",
+    ),
+    "ungated": (
+        lambda: PackedExperts(WORKSPACE, 4, 8, 40, "bf16", Activation("relu2")),
+        "have a width of whole 32s, not of 40",
+    ),
+    "biases": (
+        lambda: LAYER.set_biases(ExpertBiases(torch.ones(4, 40), torch.ones(4, 40), torch.ones(3, 100))),
+        r"down biases has shape \[3, 100\]; expected \[4, 100\]",
+    ),
     "no experts": (lambda: PackedExperts(WORKSPACE, 0, 8, 8), "at least one expert"),
     "int64 ids": (lambda: LAYER.forward(X, IDS.long(), WEIGHTS), "ids is int64; expected int32"),
     "weights": (lambda: LAYER.forward(X, IDS, WEIGHTS[:2]), "weights has shape"),

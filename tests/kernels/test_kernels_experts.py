@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import get_args
 
 import pytest
 import torch
@@ -11,9 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernel_cases as cases
+from tandem.config.layers import Activation, ActivationKind
 from tandem.errors import KernelError
 from tandem.kernels.cpu import PackedExperts
+from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.fit import as_packed
+from tandem.kernels.ops import ExpertBiases
+from tandem.kernels.reference import TorchOps
 
 EXPERTS, HIDDEN, WIDTH = 13, 100, 40  # width: half a pair of panels is padding
 ALPHA, LIMIT = 1.702, 1.0  # a limit that cuts many values
@@ -32,10 +37,11 @@ class Weights:
 
 
 @functools.cache
-def weights_of(seed: int = 0, width: int = WIDTH) -> Weights:
+def weights_of(seed: int = 0, width: int = WIDTH, halves: int = 1) -> Weights:
+    """halves: of the intermediate activations that gate and up make, each `width` of them."""
     g = torch.Generator().manual_seed(seed)
     gate, up = 2 * torch.randn(2, EXPERTS, width, HIDDEN, generator=g) / HIDDEN**0.5
-    down = torch.randn(EXPERTS, HIDDEN, width, generator=g) / width**0.5
+    down = torch.randn(EXPERTS, HIDDEN, halves * width, generator=g) / width**0.5
     biases = torch.randn(2, EXPERTS, width, generator=g)
     return Weights(gate, up, down, biases[0], biases[1], torch.randn(EXPERTS, HIDDEN, generator=g))
 
@@ -47,22 +53,36 @@ def activated(kind: str, gate: Tensor, up: Tensor) -> Tensor:
         return F.gelu(gate, approximate="tanh") * up
     if kind == "silu":
         return F.silu(gate) * up
+    if kind == "relu2":
+        return torch.cat((gate, up), -1).clamp(min=0) ** 2
+    if kind == "silu_clamp":
+        return F.silu(gate).clamp(max=LIMIT) * up.clamp(-LIMIT, LIMIT)
     gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
     if kind == "swiglu_clamp":
         return F.silu(gate) * up
     return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
 
 
+def activation_error(
+    kind: str, gate: Tensor, up: Tensor, gate_error: Tensor, up_error: Tensor
+) -> Tensor:
+    """First order. The slope is below 1.2 in the gate for silu and gelu, times |up|; clamps make nothing steeper."""
+    if kind == "relu2":
+        x, error = torch.cat((gate, up), -1), torch.cat((gate_error, up_error), -1)
+        return (2 * x.clamp(min=0) + error) * error + 4 * cases.F32_UNIT * x**2
+    slope = 1.3 * max(1.0, ALPHA)
+    error = slope * (up.abs() + 1) * gate_error + (gate.abs() + 1) * up_error
+    # exp, division and A&S 7.1.26's erf (1.5e-7 absolute) are good to 4e-7 of gate * up.
+    return error + 4e-7 * gate.abs() * (up.abs() + 1)
+
+
 def load(
     layer: PackedExperts, w: Weights, biased: bool = False, fmt: str = "bf16", group: int = 0
 ) -> PackedExperts:
     for e in range(EXPERTS):
-        biases = {
-            "gate_bias": w.gate_bias[e],
-            "up_bias": w.up_bias[e],
-            "down_bias": w.down_bias[e],
-        }
-        cases.load_expert(layer, e, (w.gate[e], w.up[e], w.down[e]), fmt, group, **(biases if biased else {}))
+        cases.load_expert(layer, e, (w.gate[e], w.up[e], w.down[e]), fmt, group)
+    if biased:
+        layer.set_biases(ExpertBiases(w.gate_bias, w.up_bias, w.down_bias))
     return layer
 
 
@@ -79,8 +99,8 @@ def exact_and_bound(
 ) -> tuple[Tensor, Tensor]:
     """The float64 result, and how far float32 kernels may be from it.
 
-    First order: the products' own bounds, passed through the activation (whose slope is below 1.2 in its gate for
-    silu and gelu, times |up|) and down; the intermediate activations are rounded to bfloat16 once.
+    First order: the products' own bounds, passed through the activation and down; the intermediate activations are
+    rounded to bfloat16 once.
     """
     out, bound = torch.zeros(2, len(x), HIDDEN, dtype=torch.float64)
     for e in range(EXPERTS):
@@ -93,10 +113,7 @@ def exact_and_bound(
         gate_error = cases.product_bound(row.abs() @ gate_m.T + 3.0, HIDDEN, fmt, group, tier)
         up_error = cases.product_bound(row.abs() @ up_m.T + 3.0, HIDDEN, fmt, group, tier)
         hidden = activated(kind, gate, up)
-        slope = 1.3 * max(1.0, ALPHA)
-        hidden_error = slope * (up.abs() + 1) * gate_error + (gate.abs() + 1) * up_error
-        # exp, division and A&S 7.1.26's erf (1.5e-7 absolute) are good to 4e-7 of gate * up.
-        hidden_error = hidden_error + 4e-7 * gate.abs() * (up.abs() + 1)
+        hidden_error = activation_error(kind, gate, up, gate_error, up_error)
         if fmt != "f32":
             hidden_error = hidden_error + cases.BF16_UNIT * (hidden.abs() + hidden_error)
         y = hidden @ down_w.T + b[2]
@@ -159,17 +176,60 @@ def test_intermediate_activations_of_several_slices(tier: str) -> None:
     check_many_rows(tier, "bf16", 0, 1100)
 
 
+@pytest.mark.parametrize("rows", [1, 6, 900])  # digits and streams of few rows, tiles of many
+@pytest.mark.parametrize("fmt", ["f32", "bf16", "mxfp4"])
 @pytest.mark.parametrize("tier", cases.TIERS)
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "swiglu_clamp", "swiglu_oai"])
-def test_activations_and_biases(kind: str, tier: str) -> None:
+@pytest.mark.parametrize("kind", get_args(ActivationKind))
+def test_activations_and_biases(kind: ActivationKind, tier: str, fmt: str, rows: int) -> None:
     cases.require_tier(tier)
-    layer = PackedExperts(
-        cases.workspace_of(tier), EXPERTS, HIDDEN, WIDTH, "f32", kind, alpha=ALPHA, limit=LIMIT
-    )
-    load(layer, weights_of(), biased=True)
+    how, group = Activation(kind, ALPHA, LIMIT), 32 if fmt == "mxfp4" else 0
+    w = weights_of() if how.gated else weights_of(width=48, halves=2)
+    numbers = "bf16" if group else fmt
+    layer = PackedExperts(cases.workspace_of(tier, "auto"), EXPERTS, HIDDEN, w.down.shape[-1], numbers, how)
+    load(layer, w, biased=True, fmt=fmt, group=group)
+    x, (ids, weights) = 3 * cases.activations(rows, HIDDEN, fmt), random_routing(rows, 3)
+    exact, bound = exact_and_bound(w, x, ids, weights, fmt, group, tier, kind, True)
+    y = layer.forward(x, ids, weights, out=torch.empty(rows, HIDDEN))
+    assert ((y.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("kind", get_args(ActivationKind))
+def test_what_is_no_number_stays_none(kind: ActivationKind) -> None:
+    """A clamp must not make a limit of it."""
+    how = Activation(kind, ALPHA, LIMIT)
+    w = weights_of(width=48, halves=1 if how.gated else 2)
+    layer = PackedExperts(cases.workspace_of("scalar"), EXPERTS, HIDDEN, w.down.shape[-1], "f32", how)
+    x = torch.full((1, HIDDEN), torch.nan)
+    ids, weights = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1)
+    assert load(layer, w).forward(x, ids, weights).isnan().all()
+
+
+@pytest.mark.parametrize("kind", get_args(ActivationKind))
+def test_the_reference_computes_the_same(kind: ActivationKind) -> None:
+    how = Activation(kind, ALPHA, LIMIT)
+    w = weights_of(width=48, halves=1 if how.gated else 2)
+    layer = TorchOps().experts(EXPERTS, HIDDEN, w.down.shape[-1], "f32", how)
+    layer.load_all(0, list(zip(w.gate, w.up, w.down, strict=True)))
+    layer.set_biases(ExpertBiases(w.gate_bias, w.up_bias, w.down_bias))
     x, (ids, weights) = 3 * cases.activations(20, HIDDEN, "f32"), random_routing(20, 3)
-    exact, bound = exact_and_bound(weights_of(), x, ids, weights, "f32", 0, tier, kind, True)
+    exact, bound = exact_and_bound(w, x, ids, weights, "f32", 0, "scalar", kind, True)
     assert ((layer.forward(x, ids, weights).double() - exact).abs() <= bound).all()
+
+
+def test_many_experts_and_many_of_them_for_a_token() -> None:
+    """1,024 experts, of which a token chooses 22: as many as any model has."""
+    g, experts = torch.Generator().manual_seed(5), 1024
+    gate, up = torch.randn(2, experts, 16, 32, generator=g) / 32**0.5
+    down = torch.randn(experts, 32, 16, generator=g) / 4
+    layer, reference = (
+        ops.experts(experts, 32, 16, "f32") for ops in (CpuOps(cases.pool_of(2), "scalar"), TorchOps())
+    )
+    for each in (layer, reference):
+        each.load_all(0, list(zip(gate, up, down, strict=True)))
+    for rows in (1, 70):
+        x, weights = torch.randn(rows, 32, generator=g), torch.rand(rows, 22, generator=g)
+        ids = torch.stack([torch.randperm(experts, generator=g)[:22] for _ in range(rows)]).int()
+        torch.testing.assert_close(layer.forward(x, ids, weights), reference.forward(x, ids, weights))
 
 
 @functools.cache

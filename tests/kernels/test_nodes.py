@@ -10,6 +10,7 @@ import torch
 import kernel_cases as cases
 from tandem import _core
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
+from tandem.kernels.ops import ExpertBiases
 from tandem.kernels.packed.file import PackedFile, PackedWriter
 from tandem.kernels.packed.verification import Verification
 
@@ -37,13 +38,15 @@ def loaded(where: Workspace, fmt: str, group: int) -> PackedExperts:
     for e in range(EXPERTS):
         gate, up = torch.randn(2, WIDTH, HIDDEN, generator=g) / HIDDEN**0.5
         down = torch.randn(HIDDEN, WIDTH, generator=g) / WIDTH**0.5
-        biases = {
-            "gate_bias": torch.randn(WIDTH, generator=g),
-            "up_bias": torch.randn(WIDTH, generator=g),
-            "down_bias": torch.randn(HIDDEN, generator=g),
-        }
-        layer.load(e, gate, up, down, **biases)
+        layer.load(e, gate, up, down)
+    layer.set_biases(biases(EXPERTS, HIDDEN, WIDTH))
     return layer
+
+
+def biases(experts: int, hidden: int, width: int) -> ExpertBiases:
+    g = torch.Generator().manual_seed(3)
+    gate, up = torch.randn(2, experts, width, generator=g)
+    return ExpertBiases(gate, up, torch.randn(experts, hidden, generator=g))
 
 
 def run(layer: PackedExperts, tokens: int) -> torch.Tensor:
@@ -140,9 +143,8 @@ def test_more_results_than_are_kept_at_once(nodes: tuple[int, ...], hidden: int,
     layer = PackedExperts(workspace(nodes, "avx2"), experts, hidden, width, "bf16")
     for e in range(experts):
         gate, up = torch.randn(2, width, hidden, generator=g) / hidden**0.5
-        layer.load(
-            e, gate, up, torch.randn(hidden, width, generator=g), down_bias=torch.randn(hidden, generator=g)
-        )
+        layer.load(e, gate, up, torch.randn(hidden, width, generator=g))
+    layer.set_biases(biases(experts, hidden, width))
     of_round = (384 << 20) // 3  # see down.cc
     assert (
         -(-tokens * top_k * hidden * 4 // of_round) == rounds and some * top_k * (hidden + 64) * 4 < of_round
@@ -193,6 +195,7 @@ def test_a_file_of_divided_experts_is_read_as_it_was_divided(tmp_path: Path) -> 
     file = PackedFile(path)
     Verification(file, where_pool).wait(lambda _done, _all: None)
     adopted = PackedExperts(where, EXPERTS, HIDDEN, WIDTH)
+    adopted.set_biases(biases(EXPERTS, HIDDEN, WIDTH))
     adopted.adopt(file, file.sections["experts"])
     assert torch.equal(run(adopted, 40), run(divided, 40))
 

@@ -100,11 +100,10 @@ def load_expert(
     weights: tuple[Tensor, Tensor, Tensor],
     fmt: str,
     group: int,
-    **biases: Tensor,
 ) -> None:
     """gate, up and down, as numbers or as codes."""
     gate, up, down = (stored(w, fmt, group) for w in weights) if fmt in STORED else weights
-    layer.load(expert, gate, up, down, **biases)
+    layer.load(expert, gate, up, down)
 
 
 def magnitude_of(weight: Tensor, fmt: str, group: int) -> Tensor:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection
 
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import (
+    Activation,
+    ActivationKind,
     Attention,
     Dense,
     Experts,
@@ -40,13 +42,16 @@ def model(
     moe_layers: Collection[int] = (),
     plus_one: bool = False,
 ) -> ModelConfig:
-    """Layers of attention and a feed-forward: `moe` in `moe_layers`, a dense one elsewhere. plus_one: of all norms."""
-    keys.only("hidden_act", "silu", "experts are SwiGLU")
+    """Layers of attention and a feed-forward: `moe` in `moe_layers`, a dense one elsewhere, all of the activation that
+    `hidden_act` names. plus_one: of all norms."""
+    how = activation(keys)
+    moe = None if moe is None else moe.activated_by(how)
     if moe is not None and not moe_layers:
         raise ConfigError("config.json: no layer is MoE; this is a dense model")
     count, norm = layer_count(keys), Norm(epsilon(keys), plus_one)
     sparse = moe is not None and len(set(moe_layers)) == count
-    dense = Dense(keys.optional("intermediate_size", 0) if sparse else keys.size("intermediate_size", 5632))
+    width = keys.optional("intermediate_size", 0) if sparse else keys.size("intermediate_size", 5632)
+    dense = Dense(width, how)
     layers = [
         pre_norm(mixers(i), moe if moe is not None and i in moe_layers else dense, norm) for i in range(count)
     ]
@@ -69,6 +74,22 @@ def assembled(
         eos_ids=generation.integers("eos_token_id") or keys.integers("eos_token_id"),
         unread_keys=keys.unread,
     )
+
+
+ACTIVATIONS: dict[str, ActivationKind] = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+}  # fmt: skip
+"""Of gated feed-forwards, by the names that Transformers has for them."""
+
+
+def activation(keys: JsonKeys) -> Activation:
+    """What `hidden_act` names. ConfigError for one that no kernel computes."""
+    name = keys.optional("hidden_act", "silu")
+    if name not in ACTIVATIONS:
+        raise ConfigError(
+            f"{keys.where}: hidden_act = {name!r} is not supported; these are: {', '.join(ACTIVATIONS)}"
+        )
+    return Activation(ACTIVATIONS[name])
 
 
 def epsilon(keys: JsonKeys) -> float:

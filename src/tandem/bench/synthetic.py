@@ -17,6 +17,7 @@ from tandem.bench.formats import as_stored
 from tandem.checkpoint.parts import is_expert
 from tandem.checkpoint.survey import stored_formats
 from tandem.config import ModelConfig, StoredFormats
+from tandem.config.layers import SILU, Activation
 from tandem.errors import ConfigError
 from tandem.experts import ExpertMatrices, Experts
 from tandem.experts.handoff import Handoff
@@ -26,7 +27,7 @@ from tandem.formats.codes import Weight
 from tandem.formats.quant_format import QuantFormat
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.gpu.experts import GpuExperts
-from tandem.kernels.ops import Lookup, Routing, SureRead
+from tandem.kernels.ops import ExpertBiases, Lookup, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
 
 POOL_WEIGHTS = 1 << 26
@@ -165,6 +166,8 @@ class NoExperts:
         self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
     ) -> None: ...
 
+    def set_biases(self, biases: ExpertBiases) -> None: ...
+
     def sure_read(self, experts: int) -> SureRead:
         return SureRead(cast(Any, self), experts)
 
@@ -198,13 +201,13 @@ class SyntheticStore:
         self._store, self._handoff, self._empty, self._chosen = store, handoff, empty, chosen
         self._whole = whole
 
-    def layer(self, index: int, count: int, width: int, fmt: str) -> Experts:
+    def layer(self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU) -> Experts:
         if self._empty:
             return NoExperts()
         if self._chosen is None:
-            return self._store.layer(index, count, width, fmt, SyntheticExperts)
+            return self._store.layer(index, count, width, fmt, activation, SyntheticExperts)
         kind, places = (ReplayedAnywhere, count) if self._whole else (ReplayedExperts, 0)
-        made = self._store.layer(index, count, width, fmt, kind, places)
+        made = self._store.layer(index, count, width, fmt, activation, kind, places)
         assert isinstance(made, ReplayedExperts)
         made.chosen = self._chosen[index]
         return made

@@ -47,6 +47,8 @@ def _surveyed(part: Part, parts: Parts, hints: QuantHints) -> tuple[Stored, int]
 
 def _is_matrix(part: Part, parts: Parts) -> bool:
     """Tables of integers, biases and the kernels of convolutions are none."""
+    if part.name.endswith("bias"):
+        return False
     if part.dtype in FLOATS:
         return len(part.shape) in (2, 3)
     return (

@@ -48,7 +48,7 @@ class HostShare:
 class HostMemory:
     """Bytes. A long prompt makes the experts' shared scratch grow by 0.4 GiB at most, which is kept."""
 
-    experts: int  # packed
+    experts: int  # packed, and all biases
     spare: int  # places for those that move, at most: a layer with all experts on one side has none
     scratch: int  # of the workers
     handoff: int  # pinned, between the GPU and the CPU's experts
@@ -77,8 +77,8 @@ def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
     packed = 0 if share.in_place else everyone - share.on_gpu
     spare = len(model.moe_layers) if share.live else 0
     return HostMemory(
-        packed * share.expert_bytes, spare * share.expert_bytes, share.workers * SCRATCH_BYTES_PER_WORKER,
-        _handoff_bytes(model.hidden, share), inputs, graphs,
+        packed * share.expert_bytes + model.expert_bias_bytes, spare * share.expert_bytes,
+        share.workers * SCRATCH_BYTES_PER_WORKER, _handoff_bytes(model.hidden, share), inputs, graphs,
     )  # fmt: skip
 
 

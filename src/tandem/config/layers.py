@@ -5,11 +5,12 @@ Mechanisms have no family names. A family is data over them (`architectures/`); 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from tandem.config.rope import Rope
 from tandem.config.state import Array, Fold, Pages, State
+from tandem.errors import ConfigError
 
 QkNorm = Literal["none", "head", "width"]
 
@@ -22,13 +23,34 @@ class Norm:
     plus_one: bool = False
 
 
+ActivationKind = Literal["silu", "gelu", "gelu_tanh", "swiglu_clamp", "swiglu_oai", "silu_clamp", "relu2"]
+
+
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """Of a gated feed-forward: what becomes of gate and up. alpha and limit: of the kinds that have them."""
+    """Of a feed-forward: what becomes of gate and up. alpha and limit: of the kinds that have them.
 
-    kind: Literal["silu", "gelu", "gelu_tanh", "swiglu_clamp", "swiglu_oai"] = "silu"
+    "silu", "gelu" and "gelu_tanh": that of gate, times up. "swiglu_clamp": gate at most `limit`, up within it, then
+    silu(gate) * up. "swiglu_oai": clamped likewise, then gate * sigmoid(alpha * gate) * (up + 1). "silu_clamp":
+    silu(gate) at most `limit`, times up within it. "relu2": there is no gate; max(up, 0) squared.
+    """
+
+    kind: ActivationKind = "silu"
     alpha: float = 0.0
     limit: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind in ("swiglu_clamp", "swiglu_oai", "silu_clamp") and not self.limit > 0:
+            raise ConfigError(f"the limit of a {self.kind} activation is {self.limit}, and must be above 0")
+
+    @property
+    def gated(self) -> bool:
+        return self.kind != "relu2"
+
+    @property
+    def matrices(self) -> int:
+        """Of a feed-forward."""
+        return 3 if self.gated else 2
 
 
 SILU = Activation()
@@ -152,7 +174,7 @@ class Dense:
     activation: Activation = SILU
 
     def params(self, hidden: int) -> int:
-        return 3 * hidden * self.width
+        return self.activation.matrices * hidden * self.width
 
     def states(self) -> tuple[State, ...]:
         return ()
@@ -183,15 +205,22 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The routed experts of a layer: gated feed-forwards of equal shape."""
+    """The routed experts of a layer: feed-forwards of equal shape. biases: of all their matrices."""
 
     count: int
     width: int
     activation: Activation = SILU
+    biases: bool = False
+    copied: bool = False  # numbers lie in the checkpoint in another order than kernels read
 
     def params(self, hidden: int) -> int:
-        """Of one."""
-        return 3 * hidden * self.width
+        """Of one; biases are not counted."""
+        return self.activation.matrices * hidden * self.width
+
+    def bias_bytes(self, hidden: int) -> int:
+        """Of all of them, float32, wherever experts are computed."""
+        each = (self.activation.matrices - 1) * self.width + hidden
+        return 4 * self.count * each if self.biases else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +232,18 @@ class Moe:
     shared: Dense | None = None
     shared_gate: bool = False
 
+    def activated_by(self, how: Activation) -> Moe:
+        """The same experts, routed and shared, with another activation."""
+        shared = None if self.shared is None else replace(self.shared, activation=how)
+        return replace(self, experts=replace(self.experts, activation=how), shared=shared)
+
     @property
     def fusible_shared(self) -> int:
         """How many routed-sized experts the shared expert equals; 0 when it has a gate or cannot be cut evenly."""
         width = self.experts.width
         if self.shared is None or self.shared_gate or not width or self.shared.width % width:
+            return 0
+        if self.experts.biases:
             return 0
         return self.shared.width // width if self.shared.activation == self.experts.activation else 0
 

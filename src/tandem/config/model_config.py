@@ -126,9 +126,17 @@ class ModelConfig:
         shared = self.moe.shared
         return 0 if shared is None else shared.params(self.hidden) * len(self.moe_layers)
 
+    @property
+    def expert_bias_bytes(self) -> int:
+        """Of all routed experts; a machine that computes some of them has all."""
+        return self.moe.experts.bias_bytes(self.hidden) * len(self.moe_layers)
+
     def dense_bytes(self, dtype: str, stored: StoredFormats = UNQUANTISED, on_gpu: bool = False) -> int:
-        """Packed bytes of all other weights; those that are stored as codes stay so, unless dtype is float32, or a GPU
-        has no kernels for them."""
+        """Packed bytes of all other weights, experts' biases included; those that are stored as codes stay so, unless
+        dtype is float32, or a GPU has no kernels for them."""
+        return self._dense_bytes(dtype, stored, on_gpu) + self.expert_bias_bytes
+
+    def _dense_bytes(self, dtype: str, stored: StoredFormats, on_gpu: bool) -> int:
         if not stored.dense_codes or dtype == "float32":
             return self.dense_params * DTYPE_BYTES[dtype]
         kinds = stored.dense, stored.shared, stored.embedding

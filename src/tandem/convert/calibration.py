@@ -20,7 +20,7 @@ from torch import Tensor
 from tandem import _core
 from tandem.experts import ExpertMatrices
 from tandem.experts.cpu_experts import Experts
-from tandem.kernels.ops import Routing, SureRead
+from tandem.kernels.ops import ExpertBiases, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
 from tandem.quality.stream import LayerStream, Variant
 from tandem.quality.text import Windows
@@ -47,6 +47,9 @@ class RecordingExperts:
         self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
     ) -> None:
         self._experts.load(count, matrices, kept)
+
+    def set_biases(self, biases: ExpertBiases) -> None:
+        self._experts.set_biases(biases)
 
     @property
     def expert_bytes(self) -> int:

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from tandem.config.layers import SILU, Activation
 from tandem.experts.look_ahead import ExpertMatrices, are_views
 from tandem.formats.codes import WeightCodes
 from tandem.formats.cut import weight_bytes
-from tandem.kernels.ops import ExpertLayer, Routing, SureRead
+from tandem.kernels.ops import ExpertBiases, ExpertLayer, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
 
 CHUNK_BYTES = 256 << 20  # of weights made ahead
@@ -35,6 +36,10 @@ class Experts(Protocol):
     ) -> None:
         """Packs experts 0 ... count - 1, with few of them unpacked at a time (`runs`). Those that are kept from an
         earlier start are not packed again."""
+        ...
+
+    def set_biases(self, biases: ExpertBiases) -> None:
+        """Of all experts of the layer, after `load`."""
         ...
 
     @property
@@ -71,7 +76,7 @@ class Experts(Protocol):
 class ExpertStore(Protocol):
     """Decides where each routed expert lives."""
 
-    def layer(self, index: int, count: int, width: int, fmt: str) -> Experts:
+    def layer(self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU) -> Experts:
         """The experts of the index-th MoE layer; ids beyond the routed ones are shared experts."""
         ...
 
@@ -173,6 +178,9 @@ class CpuExperts:
             self._layer.load_all(first, run)
         if kept is not None:
             kept.keep(self._layer)
+
+    def set_biases(self, biases: ExpertBiases) -> None:
+        self._layer.set_biases(biases)
 
     @property
     def expert_bytes(self) -> int:

@@ -18,7 +18,7 @@ from tandem.experts.handoff import Handoff
 from tandem.experts.live.exchange import LiveLayer
 from tandem.experts.look_ahead import ExpertMatrices
 from tandem.kernels.cpu import PackedExperts
-from tandem.kernels.ops import Routing, SureRead
+from tandem.kernels.ops import ExpertBiases, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
 
 if TYPE_CHECKING:
@@ -73,6 +73,12 @@ class HybridExperts:
             self._pack(count, matrices)
         if self._gpu is not None:
             self._gpu.all_loaded()
+
+    def set_biases(self, biases: ExpertBiases) -> None:
+        """Both sides have all of them: an expert that changes places finds its own there."""
+        for side in (self._gpu, self._cpu):
+            if side is not None:
+                side.set_biases(biases)
 
     def _pack(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
         for first, run in runs(count, matrices):
@@ -136,7 +142,9 @@ class HybridExperts:
         if self._cpu is not None:
             self._handoff.post(self._number, x, routing, slots)
         alone = self._cpu is None
-        partial = None if self._gpu is None else self._gpu.partial(x, slots, routing.weights, alone)
+        partial = None
+        if self._gpu is not None:
+            partial = self._gpu.partial(x, Routing(routing.ids, routing.weights, slots), alone)
         return HybridTicket(slots, partial, x.dtype)
 
     def wait(self, ticket: HybridTicket) -> Tensor:

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from tandem.config.layers import SILU, Activation
 from tandem.experts.handoff import Handoff
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.experts.placement import ExpertPlacement
@@ -31,6 +32,7 @@ class HybridStore:
         count: int,
         width: int,
         fmt: str,
+        activation: Activation = SILU,
         kind: type[HybridExperts] = HybridExperts,
         places: int = 0,
     ) -> HybridExperts:
@@ -40,11 +42,12 @@ class HybridStore:
         slot_of = torch.cat((slot_of, torch.arange(first, first + shared, dtype=torch.int32)))
         on_gpu, on_cpu = int((slot_of >= 0).sum()), int((slot_of < 0).sum())
         tables = self._tables_of(index, count)
-        gpu = self._ops.gpu_experts(slot_of, self._hidden, width, fmt, tables=tables) if on_gpu else None
+        shape = self._hidden, width, fmt, activation
+        gpu = self._ops.gpu_experts(slot_of, *shape, tables=tables) if on_gpu else None
         places = places or min(count, on_cpu + int(self._live))
-        cpu = self._ops.cpu.experts(count, self._hidden, width, fmt, places=places) if on_cpu else None
+        cpu = self._ops.cpu.experts(count, *shape, places=places) if on_cpu else None
         # No closure over self, which holds the layers: their memory is to be free as soon as nobody has them.
-        whole = partial(self._ops.cpu.experts, count, self._hidden, width, fmt)
+        whole = partial(self._ops.cpu.experts, count, *shape)
         self.layers[index] = kind(slot_of, gpu, cpu, self._handoff, whole, self._live, shared)
         return self.layers[index]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.config.layers import DeltaRule, Router
+from tandem.config.layers import SILU, Activation, DeltaRule, Router
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
@@ -102,7 +102,7 @@ class CpuOps:
         hidden: int,
         width: int,
         fmt: str = "bf16",
-        activation: str = "silu",
+        activation: Activation = SILU,
         places: int = 0,
     ) -> PackedExperts:
         """places: experts that there is memory for, 0: all."""
@@ -111,8 +111,10 @@ class CpuOps:
             int8_activations=self.int8_activations, in_place=self.experts_in_place,
         )  # fmt: skip
 
-    def mlp(self, hidden: int, width: int, fmt: str = "bf16") -> OneExpert:
-        return OneExpert(PackedExperts(self.workspace, 1, hidden, width, fmt))
+    def mlp(
+        self, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU
+    ) -> OneExpert:
+        return OneExpert(PackedExperts(self.workspace, 1, hidden, width, fmt, activation))
 
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
         """Idle workers fetch the weights that follow, as many as their L2 caches hold."""

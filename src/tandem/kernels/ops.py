@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.config.layers import DeltaRule, Router
+from tandem.config.layers import SILU, Activation, DeltaRule, Router
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import Delta, DeltaWeights
@@ -130,14 +130,27 @@ class LatentHeads(Protocol):
         ...
 
 
+class ExpertBiases(NamedTuple):
+    """Of all experts of a layer, wherever they live: float32, gate and up [E, their rows], down [E, hidden]."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
 class ExpertLayer(Protocol):
-    """The routed experts of one layer: gated MLPs of equal shape."""
+    """The routed experts of one layer: MLPs of equal shape."""
 
     @property
     def bytes_per_expert(self) -> int: ...
 
+    def set_biases(self, biases: ExpertBiases) -> None:
+        """Added to the three products from now on."""
+        ...
+
     def load(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
-        """Packs one expert: gate and up [width, hidden], down [hidden, width]. The weights are not kept.
+        """Packs one expert: gate and up [width, hidden], down [hidden, width]. The weights are not kept. Without a gate
+        the first half of up's rows is called gate and the second up: each [width / 2, hidden].
 
         Numbers are packed as the layer's fmt, codes as they are. All experts of a layer must have the formats of the
         first one: one for gate and up, one for down.
@@ -159,7 +172,7 @@ class ExpertLayer(Protocol):
 
 
 class MLP(Protocol):
-    """A dense feed-forward block: down(silu(gate(x)) * up(x))."""
+    """A dense feed-forward block: down(activation(gate(x), up(x)))."""
 
     @property
     def packed(self) -> object:
@@ -223,12 +236,12 @@ class Ops(Protocol):
         ...
 
     def experts(
-        self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
+        self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU
     ) -> ExpertLayer:
         """An empty expert layer; fill it with `load`."""
         ...
 
-    def mlp(self, hidden: int, width: int, fmt: str = "bf16") -> MLP:
+    def mlp(self, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU) -> MLP:
         """An empty dense MLP; fill it with `load`."""
         ...
 

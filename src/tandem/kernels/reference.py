@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.layers import DeltaRule, Router
+from tandem.config.layers import SILU, Activation, DeltaRule, Router
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import one_tensor
@@ -25,6 +25,7 @@ from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
     ColumnRun,
     Columns,
+    ExpertBiases,
     LatentSizes,
     LatentWeights,
     Lookup,
@@ -78,10 +79,9 @@ class TorchPerHead:
 class TorchExperts:
     """`ExpertLayer` as a loop over the experts that were chosen."""
 
-    def __init__(self, num_experts: int, hidden: int, width: int, fmt: str, activation: str) -> None:
-        if activation != "silu":
-            raise KernelError(f"unknown activation {activation!r}; silu exists")
-        self.hidden, self.width, self.fmt = hidden, width, fmt
+    def __init__(self, num_experts: int, hidden: int, width: int, fmt: str, activation: Activation) -> None:
+        self.hidden, self.width, self.fmt, self._activation = hidden, width, fmt, activation
+        self._biases: ExpertBiases | None = None
         self._experts: list[tuple[TorchLinear, TorchLinear, TorchLinear] | None] = [None] * num_experts
 
     @property
@@ -89,8 +89,12 @@ class TorchExperts:
         loaded = next((mlp for mlp in self._experts if mlp is not None), ())
         return sum(matrix.weight.nbytes for matrix in loaded)
 
+    def set_biases(self, biases: ExpertBiases) -> None:
+        self._biases = biases
+
     def load(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
-        up_shape, down_shape = (self.width, self.hidden), (self.hidden, self.width)
+        rows = self.width if self._activation.gated else self.width // 2
+        up_shape, down_shape = (rows, self.hidden), (self.hidden, self.width)
         if (gate.shape, up.shape, down.shape) != (up_shape, up_shape, down_shape):
             raise KernelError(f"expert {expert}: gate and up must be {up_shape}, down {down_shape}")
         first, second, third = (TorchLinear(w, None, self.fmt) for w in (gate, up, down))
@@ -110,13 +114,42 @@ class TorchExperts:
                 continue
             if mlp is None:
                 raise KernelError(f"expert {expert} was routed to before it was loaded")
-            gate, up, down = mlp
-            y = down(F.silu(gate(x[rows])) * up(x[rows]), torch.float32)
+            y = self._of_expert(mlp, x[rows], self._biases_of(expert))
             total.index_add_(0, rows, y * weights[rows, places, None])
         result = total.to(x.dtype)
         if out is None:
             return result
         return out.add_(result) if add else out.copy_(result)
+
+    def _biases_of(self, expert: int) -> tuple[Tensor, ...]:
+        return () if self._biases is None else tuple(each[expert] for each in self._biases)
+
+    def _of_expert(
+        self, mlp: tuple[TorchLinear, TorchLinear, TorchLinear], x: Tensor, biases: tuple[Tensor, ...]
+    ) -> Tensor:
+        """One expert's float32 rows. Biases are float32, and so are the sums that they are added to."""
+        gate, up, down = mlp
+        if not biases:
+            return down(activated(self._activation, gate(x), up(x)), torch.float32)
+        first, second = gate(x, torch.float32) + biases[0], up(x, torch.float32) + biases[1]
+        return down(activated(self._activation, first, second).to(x.dtype), torch.float32) + biases[2]
+
+
+def activated(how: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    """What the down projection is given: [T, width]."""
+    if how.kind == "relu2":
+        return torch.cat((gate, up), -1).relu().square()
+    if how.kind in ("gelu", "gelu_tanh"):
+        return F.gelu(gate, approximate="tanh" if how.kind == "gelu_tanh" else "none") * up
+    if how.kind == "silu":
+        return F.silu(gate) * up
+    up = up.clamp(-how.limit, how.limit)
+    if how.kind == "silu_clamp":
+        return F.silu(gate).clamp(max=how.limit) * up
+    gate = gate.clamp(max=how.limit)
+    if how.kind == "swiglu_clamp":
+        return F.silu(gate) * up
+    return gate * torch.sigmoid(how.alpha * gate) * (up + 1)
 
 
 class TorchOps:
@@ -150,12 +183,14 @@ class TorchOps:
         return AbsorbedHeads(self, sizes, weights, fmt)
 
     def experts(
-        self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
+        self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU
     ) -> TorchExperts:
         return TorchExperts(num_experts, hidden, width, fmt, activation)
 
-    def mlp(self, hidden: int, width: int, fmt: str = "bf16") -> OneExpert:
-        return OneExpert(self.experts(1, hidden, width, fmt))
+    def mlp(
+        self, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU
+    ) -> OneExpert:
+        return OneExpert(self.experts(1, hidden, width, fmt, activation))
 
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
         """Nothing to prepare: torch reads weights when it multiplies."""

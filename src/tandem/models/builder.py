@@ -11,15 +11,16 @@ from torch import Tensor
 
 from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig, Plan
+from tandem.config import layers as config_layers
 from tandem.config import rope as config_rope
-from tandem.config.layers import Norm
+from tandem.config.layers import Dense, Norm
 from tandem.config.model_config import STORED
 from tandem.errors import CheckpointError, KernelError
 from tandem.experts import CpuExperts, ExpertMatrices, Experts, ExpertStore, LookAhead
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import numbers, stacked, weight_bytes
-from tandem.kernels.ops import MLP, Linear, Ops, Rope, Tally
+from tandem.kernels.ops import MLP, ExpertBiases, Linear, Ops, Rope, Tally
 from tandem.kernels.packed.cache import PackedCache
 from tandem.models.linear import SideBySide
 
@@ -122,9 +123,10 @@ class Builder:
             return packed
         return self._pack(name, numbers(self._weight(name, rows, columns)).float(), None, "f32")
 
-    def mlp(self, name: str, width: int, matrices: Callable[[], ExpertMatrices]) -> MLP:
+    def mlp(self, name: str, shape: Dense, matrices: Callable[[], ExpertMatrices]) -> MLP:
         """A dense MLP, which lives where `ops` computes, from an earlier start or from `matrices`."""
-        mlp, kept = self.ops.mlp(self.config.hidden, width, self.dense_format), f"{name} as an expert"
+        mlp = self.ops.mlp(self.config.hidden, shape.width, self.dense_format, shape.activation)
+        kept = f"{name} as an expert"
         if self._kept is not None and self._kept.fill(kept, mlp.packed):
             return mlp
         with self._named_errors():
@@ -135,15 +137,22 @@ class Builder:
             self._kept.keep(kept, mlp.packed)
         return mlp
 
-    def experts(self, layer: int, count: int, width: int, fmt: str, matrices_of: LayerMatrices) -> Experts:
-        """`count` experts of decoder layer `layer`, packed from `matrices_of(layer)(expert)`; meanwhile those of the
-        next MoE layer are looked up. fmt "stored": codes as they are stored."""
+    def experts(
+        self,
+        layer: int,
+        shape: config_layers.Experts,
+        matrices_of: LayerMatrices,
+        biases: ExpertBiases | None = None,
+    ) -> Experts:
+        """The experts of decoder layer `layer`, packed from `matrices_of(layer)(expert)`; meanwhile those of the next
+        MoE layer are looked up. Where the plan says "stored", codes stay as they are."""
+        fmt, count = self.plan.expert_format, shape.count
         plain, index = self.dense_format if fmt == STORED else fmt, self.config.moe_layers.index(layer)
         experts: Experts
         if self._store is not None:
-            experts = self._store.layer(index, count, width, plain)
+            experts = self._store.layer(index, count, shape.width, plain, shape.activation)
         else:
-            packed = self.ops.experts(count, self.config.hidden, width, plain, "silu")
+            packed = self.ops.experts(count, self.config.hidden, shape.width, plain, shape.activation)
             experts = CpuExperts(packed, self._in_place)
         kept = None if self._kept is None else self._kept.layer(f"model.layers.{layer}.experts")
         ready, lookup = self._lookup(
@@ -151,6 +160,8 @@ class Builder:
         )
         with self._named_errors():
             experts.load(count, lookup, kept)
+        if biases is not None:
+            experts.set_biases(biases)
         self._done += ready.nbytes
         if self._usage is not None:
             self._usage.weigh(index, experts.expert_bytes)

@@ -99,5 +99,5 @@ def _operator(b: Builder, index: int, names: Names, block: Block) -> Operator:
     if isinstance(body, DeltaRule):
         return DeltaNet(b, body, layer + names.recurrent)
     if isinstance(body, Dense):
-        return DenseBlock(dense_mlp(b, layer + names.dense, body.width))
+        return DenseBlock(dense_mlp(b, layer + names.dense, body))
     return MoEBlock(b, index, body, names)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.layers import Moe
+from tandem.config.layers import Dense, Moe
 from tandem.experts import ExpertMatrices, Experts
 from tandem.formats.cut import columns_of, rows_of
 from tandem.kernels.ops import MLP, Linear, Routing, SureRead
 from tandem.models.builder import Builder
-from tandem.models.names import expert_matrices, mlp_matrices
+from tandem.models.names import expert_biases, expert_matrices, mlp_matrices, ungated
 from tandem.models.passing import Pass, States
 
 
-def dense_mlp(b: Builder, prefix: str, width: int) -> MLP:
-    """SwiGLU for every token."""
-    return b.mlp(prefix, width, lambda: mlp_matrices(b.checkpoint, prefix, b.config.hidden, width))
+def dense_mlp(b: Builder, prefix: str, shape: Dense) -> MLP:
+    """A feed-forward for every token."""
+    hidden, width = b.config.hidden, shape.width
+    return b.mlp(prefix, shape, lambda: mlp_matrices(b.checkpoint, prefix, hidden, width))
 
 
 class MoEBlock:
@@ -42,7 +44,7 @@ class MoEBlock:
         self.shared: MLP | None = None
         self.shared_gate: Linear | None = None
         if shape.shared is not None and not self.fused:
-            self.shared = dense_mlp(b, layer + names.shared, shape.shared.width)
+            self.shared = dense_mlp(b, layer + names.shared, shape.shared)
         if shape.shared_gate:
             self.shared_gate = b.linear([layer + names.shared_gate], [1], b.config.hidden)
 
@@ -90,17 +92,24 @@ def _experts(b: Builder, index: int, shape: Moe, names: Names, fused: int) -> Ex
     """The routed experts, followed by the `fused` ones that the shared expert is cut into."""
     hidden, routed, width = b.config.hidden, shape.experts.count, shape.experts.width
     shared = 0 if shape.shared is None else shape.shared.width
+    gated = shape.experts.activation.gated
 
     def matrices_of(index: int) -> Callable[[int], ExpertMatrices]:
         layer = f"model.layers.{index}."
 
         def matrices(expert: int) -> ExpertMatrices:
             if expert < routed:
-                return expert_matrices(names.experts, b.checkpoint, layer, expert, (routed, hidden, width))
+                sizes = routed, hidden, width
+                found = expert_matrices(names.experts, b.checkpoint, layer, expert, sizes, gated)
+                return found if gated else ungated(*found[1:])
             gate, up, down = mlp_matrices(b.checkpoint, layer + names.shared, hidden, shared)
             cut = slice((expert - routed) * width, (expert - routed + 1) * width)
             return rows_of(gate, cut), rows_of(up, cut), columns_of(down, cut)
 
         return matrices
 
-    return b.experts(index, routed + fused, width, b.plan.expert_format, matrices_of)
+    biases = None
+    if shape.experts.biases:
+        sizes = routed, hidden, width
+        biases = expert_biases(names.experts, b.checkpoint, f"model.layers.{index}.", sizes)
+    return b.experts(index, replace(shape.experts, count=routed + fused), matrices_of, biases)

@@ -14,6 +14,7 @@ from tandem import _core
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES
+from tandem.config.layers import SILU, Activation
 from tandem.config.memory import gib
 from tandem.config.state import DTYPE_BYTES, State, state_layout
 from tandem.engine.state.arrays import allocate
@@ -216,8 +217,10 @@ class _OneLayer:
     def __init__(self, gpu: GpuSide, plan: Plan, config: ModelConfig) -> None:
         self._gpu, self._plan, self._config = gpu, plan, config
 
-    def layer(self, index: int, count: int, width: int, fmt: str) -> Experts:
+    def layer(self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU) -> Experts:
         from tandem.engine.start.gpu_side import handoff_sizes
 
         sizes = handoff_sizes(self._plan, self._config)
-        return self._gpu.another_store(sizes, self._config.hidden).layer(index, count, width, fmt)
+        return self._gpu.another_store(sizes, self._config.hidden).layer(
+            index, count, width, fmt, activation
+        )

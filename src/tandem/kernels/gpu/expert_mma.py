@@ -18,10 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.config.layers import SILU, Activation
+from tandem.kernels.gpu.expert_rows import Between, slots_of
+from tandem.kernels.gpu.mlp import activation_constants
 from tandem.kernels.gpu.mma_source import STEP, Kind, code_steps, group_shift, has_steps, kind_of
 from tandem.kernels.gpu.nvrtc import available, compiled, launch
 from tandem.kernels.gpu.overlap import can_overlap
 from tandem.kernels.gpu.panels import Panels
+from tandem.kernels.ops import Routing
 
 SHARING_WARPS = 4  # of a block of gate_up
 ROW_UNITS = 2048  # its row is copied by so many numbers
@@ -119,11 +123,25 @@ __device__ inline int read(const int* p) {
   return v;
 }
 
-// Grid (token-expert pairs, pairs of panels), warps share K: silu(gate) * up, bf16 [pairs, width]. In shared memory: a
-// row.
+// The activation of a gate and an up, by KIND (config/layers.py's order); NaN stays NaN.
+__device__ inline float at_most(float x, float limit) { return x > limit ? limit : x; }
+__device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ inline float relu2(float x) { return x < 0 ? 0.0f : x * x; }
+__device__ inline float activated(float gate, float up) {
+  if (KIND >= 3) up = -at_most(-at_most(up, LIMIT), LIMIT);
+  if (KIND == 0) return gate / (1.0f + expf(-gate)) * up;
+  if (KIND == 1) return 0.5f * gate * (1.0f + erff(gate * 0.70710678f)) * up;
+  if (KIND == 2) return gate * sigmoid(1.59576912f * gate * (1.0f + 0.044715f * gate * gate)) * up;
+  if (KIND == 5) return at_most(gate * sigmoid(gate), LIMIT) * up;
+  gate = at_most(gate, LIMIT);
+  return KIND == 4 ? gate * sigmoid(ALPHA * gate) * (up + 1.0f) : gate * sigmoid(gate) * up;
+}
+
+// Grid (token-expert pairs, pairs of panels), warps share K: the activation, bf16 [pairs, width]. In shared memory: a
+// row. biases: float [experts, 2 columns], or null; without a gate (KIND 6) width is 2 columns.
 extern "C" __global__ void __launch_bounds__(128, 3)
-gate_up(const uint4* x, const u8* pool, const int* slots, u16* hidden, int top_k, u64 stride, u64 panel_bytes,
-        u64 scale_at, int depth, int steps, int group_shift, int columns) {
+gate_up(const uint4* x, const u8* pool, const int* slots, const int* ids, const float* biases, u16* hidden,
+        int top_k, u64 stride, u64 panel_bytes, u64 scale_at, int depth, int steps, int group_shift, int columns) {
   extern __shared__ uint4 row[];
   __shared__ float parts[4][32];
   // In this order: when blocks of `down` start, the slots have been written, and they read them before this ends.
@@ -149,15 +167,26 @@ gate_up(const uint4* x, const u8* pool, const int* slots, u16* hidden, int top_k
   add_warps<2>(parts, sums);
   const int r = threadIdx.x, column = 16 * panel + r;
   if (r >= 16 || column >= columns) return;
-  const float gate = parts[0][r], up = parts[0][16 + r];
-  hidden[u64(pair) * columns + column] = rounded(gate / (1.0f + expf(-gate)) * up);
+  float gate = parts[0][r], up = parts[0][16 + r];
+  if (biases) {
+    const float* bias = biases + u64(read(ids + pair)) * 2 * columns + column;
+    gate += bias[0];
+    up += bias[columns];
+  }
+  if (KIND == 6) {
+    hidden[u64(pair) * 2 * columns + column] = rounded(relu2(gate));
+    hidden[(u64(pair) * 2 + 1) * columns + column] = rounded(relu2(up));
+  } else {
+    hidden[u64(pair) * columns + column] = rounded(activated(gate, up));
+  }
 }
 
 // Grid (tokens, panels): the weighted sum of a token's experts, float32 or bf16 [tokens, columns]. `each` warps share
-// the K of one expert. The first words are read while `gate_up` still runs.
+// the K of one expert. The first words are read while `gate_up` still runs. biases: float [experts, columns], or null.
 extern "C" __global__ void __launch_bounds__(512)
-down(const uint4* hidden, const u8* pool, const int* slots, const float* weights, void* out, int out_bf16, int top_k,
-     int each, u64 stride, u64 panel_bytes, u64 scale_at, int depth, int steps, int group_shift, int columns) {
+down(const uint4* hidden, const u8* pool, const int* slots, const int* ids, const float* biases, const float* weights,
+     void* out, int out_bf16, int top_k, int each, u64 stride, u64 panel_bytes, u64 scale_at, int depth, int steps,
+     int group_shift, int columns) {
   __shared__ float parts[16][16];
   __shared__ uint4 rows[16][4 * kDownAhead];
   start_next();
@@ -185,6 +214,12 @@ down(const uint4* hidden, const u8* pool, const int* slots, const float* weights
     }
     if (slot >= 0) {
       scale_rows(sum[0], at, m);
+      if (biases && part == 0) {
+        const int column = 16 * panel + threadIdx.x % 32 / 4 * 2;
+        const float* bias = biases + u64(read(ids + pair)) * columns;
+        for (int r = 0; r < 2; ++r)
+          if (column + r < columns) sum[0][r] += bias[column + r];
+      }
       for (int r = 0; r < 2; ++r) sums[0][r] += sum[0][r] * weights[pair];
     }
     if (unit + blockDim.x / 32 >= units) break;
@@ -209,29 +244,41 @@ def reads(panels: Panels, device: torch.device) -> bool:
 
 
 @cache
-def kernels(kind: Kind, device_index: int | None) -> tuple[Any, Any]:
+def kernels(kind: Kind, activation: Activation, device_index: int | None) -> tuple[Any, Any]:
     """gate_up and down, compiled on first use."""
-    gate_up, down = compiled(source(kind), ("gate_up", "down"), device_index)
+    gate_up, down = compiled(source(kind, activation), ("gate_up", "down"), device_index)
     return gate_up, down
 
 
-def source(kind: Kind) -> str:
+def source(kind: Kind, activation: Activation = SILU) -> str:
     """Of both kernels for one kind of codes."""
     gate_up, down = AHEAD[kind.fmt]
-    return code_steps(kind) + f"enum {{ kGateUpAhead = {gate_up}, kDownAhead = {down} }};\n" + SOURCE
+    ahead = f"enum {{ kGateUpAhead = {gate_up}, kDownAhead = {down} }};\n"
+    constants = activation_constants(activation).items()
+    defined = "".join(
+        f"#define {name} {value}{'f' if isinstance(value, float) else ''}\n" for name, value in constants
+    )
+    return code_steps(kind) + ahead + defined + SOURCE
 
 
-def gate_up(x: Tensor, pool: Tensor, panels: Panels, stride: int, slots: Tensor, width: int) -> Tensor:
+def gate_up(
+    x: Tensor, pool: Tensor, panels: Panels, stride: int, routing: Routing, between: Between
+) -> Tensor:
     """As `expert_rows.gate_up`."""
-    hidden = x.new_empty((slots.numel(), width))
-    kernel, _ = kernels(kind_of(panels), x.device.index)
+    slots = slots_of(routing)
+    hidden = x.new_empty((slots.numel(), between.width))
+    kernel, _ = kernels(kind_of(panels), between.activation, x.device.index)
     launch(
         kernel, (slots.numel(), panels.panels // 2), 32 * SHARING_WARPS, _stream(x),
-        x.data_ptr(), pool.data_ptr(), slots.data_ptr(), hidden.data_ptr(), np.int32(slots.shape[1]),
-        np.uint64(stride), *_matrix(panels, width), overlap=can_overlap(x.device),
-        shared_bytes=-(-panels.padded_depth // ROW_UNITS) * ROW_UNITS * 2,
+        x.data_ptr(), pool.data_ptr(), slots.data_ptr(), routing.ids.data_ptr(), _address(between.gate_up),
+        hidden.data_ptr(), np.int32(slots.shape[1]), np.uint64(stride), *_matrix(panels, between.rows),
+        overlap=can_overlap(x.device), shared_bytes=-(-panels.padded_depth // ROW_UNITS) * ROW_UNITS * 2,
     )  # fmt: skip
     return hidden
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def down(
@@ -240,17 +287,19 @@ def down(
     offset: int,
     panels: Panels,
     stride: int,
-    slots: Tensor,
-    weights: Tensor,
+    routing: Routing,
+    between: Between,
     out: Tensor,
 ) -> Tensor:
     """The weighted sum over a token's experts, those below slot 0 left out: out float32 or bfloat16 [T, columns]."""
+    slots = slots_of(routing)
     tokens, top_k = slots.shape
     each = max(1, min(MAX_WARPS // top_k, -(-panels.padded_depth // (STEP * AHEAD[panels.fmt][1]))))
-    _, kernel = kernels(kind_of(panels), out.device.index)
+    _, kernel = kernels(kind_of(panels), between.activation, out.device.index)
     launch(
         kernel, (tokens, panels.panels), 32 * min(MAX_WARPS, top_k * each), _stream(out),
-        hidden.data_ptr(), pool.data_ptr() + offset, slots.data_ptr(), weights.data_ptr(), out.data_ptr(),
+        hidden.data_ptr(), pool.data_ptr() + offset, slots.data_ptr(), routing.ids.data_ptr(), _address(between.down),
+        routing.weights.data_ptr(), out.data_ptr(),
         *map(np.int32, (out.dtype is torch.bfloat16, top_k, each)), np.uint64(stride),
         *_matrix(panels, panels.columns), overlap=can_overlap(out.device),
     )  # fmt: skip

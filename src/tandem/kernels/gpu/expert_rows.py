@@ -6,13 +6,18 @@ lives elsewhere and is skipped.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.config.layers import SILU, Activation
+from tandem.kernels.gpu.mlp import activated, activation_constants, relu2
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.panels import Panels, halves, plane, row_factor, scale_value, views
+from tandem.kernels.ops import Routing
 
 
 @triton.jit
@@ -43,9 +48,10 @@ def dot_panel(x, words, scales, depth, blocks, FMT: tl.constexpr, CODES: tl.cons
 
 
 @triton.jit
-def _gate_up(x, words, scales, slots, hidden, depth, blocks, width, word_stride, scale_stride,
+def _gate_up(x, words, scales, slots, ids, biases, hidden, depth, blocks, width, word_stride, scale_stride,
              TOP_K: tl.constexpr, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
              PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr, STEP: tl.constexpr,
+             KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
              OVERLAP: tl.constexpr):  # fmt: skip
     begin(OVERLAP)
     pair, panel = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -58,15 +64,24 @@ def _gate_up(x, words, scales, slots, hidden, depth, blocks, width, word_stride,
     gate = dot_panel(row, words, scales, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
     up = dot_panel(row, words + PANEL, scales + SCALE_PANEL, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
     column = panel * 16 + tl.arange(0, 16)
-    y = gate * tl.sigmoid(gate) * up
-    tl.store(hidden + pair * width + column, y.to(tl.bfloat16), column < width)
+    inside = column < width
+    if BIASED:
+        bias = biases + tl.load(ids + pair).to(tl.int64) * 2 * width + column
+        gate += tl.load(bias, inside, other=0.0)
+        up += tl.load(bias + width, inside, other=0.0)
+    if GATED:
+        y = activated(gate, up, KIND, ALPHA, LIMIT)
+        tl.store(hidden + pair * width + column, y.to(tl.bfloat16), inside)
+    else:
+        tl.store(hidden + pair * 2 * width + column, relu2(gate).to(tl.bfloat16), inside)
+        tl.store(hidden + (pair * 2 + 1) * width + column, relu2(up).to(tl.bfloat16), inside)
 
 
 @triton.jit
-def _down(hidden, words, scales, slots, weights, partial, depth, blocks, columns, word_stride, scale_stride,
-          FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
+def _down(hidden, words, scales, slots, ids, biases, weights, partial, depth, blocks, columns, word_stride,
+          scale_stride, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
           PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr, STEP: tl.constexpr,
-             OVERLAP: tl.constexpr):  # fmt: skip
+          BIASED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     begin(OVERLAP)
     pair, panel = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + pair).to(tl.int64)
@@ -76,6 +91,8 @@ def _down(hidden, words, scales, slots, weights, partial, depth, blocks, columns
     scales += slot * scale_stride + panel * SCALE_PANEL + SCALE_AT
     y = dot_panel(hidden + pair * (depth // 2), words, scales, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
     column = panel * 16 + tl.arange(0, 16)
+    if BIASED:
+        y += tl.load(biases + tl.load(ids + pair).to(tl.int64) * columns + column, column < columns, other=0.0)
     tl.store(partial + pair * columns + column, y * tl.load(weights + pair), column < columns)
 
 
@@ -103,29 +120,60 @@ def row_step(panels: Panels) -> int:
     return min(256, max(32, int(triton.next_power_of_2(panels.blocks // 4))))
 
 
-def gate_up(x: Tensor, pool: Tensor, panels: Panels, stride: int, slots: Tensor, width: int) -> Tensor:
-    """silu(gate) * up of every pair: x bfloat16 [T, depth], slots [T, k] -> bfloat16 [T * k, width]."""
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What lies between an expert's products, and what is added to them: float32 gate_up [E, 2 rows] and down
+    [E, columns], of all experts, wherever they lie; None: nothing."""
+
+    width: int  # of the intermediate activations
+    activation: Activation = SILU
+    gate_up: Tensor | None = None
+    down: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Of gate, and of up; without a gate halves of up."""
+        return self.width if self.activation.gated else self.width // 2
+
+    def constants(self) -> dict[str, float]:
+        how = self.activation
+        return {**activation_constants(how), "GATED": how.gated, "BIASED": self.gate_up is not None}
+
+
+def slots_of(routing: Routing) -> Tensor:
+    """Where the chosen experts lie, which GPU kernels always ask for."""
+    assert routing.slots is not None
+    return routing.slots
+
+
+def gate_up(
+    x: Tensor, pool: Tensor, panels: Panels, stride: int, routing: Routing, between: Between
+) -> Tensor:
+    """The activation of every pair: x bfloat16 [T, depth], slots [T, k] -> bfloat16 [T * k, width]."""
     words, scales = views(pool, 0, panels)
-    hidden = x.new_empty((slots.numel(), width))
+    slots, bias = slots_of(routing), between.gate_up
+    hidden = x.new_empty((slots.numel(), between.width))
     _gate_up[(slots.numel(), panels.panels // 2)](
-        x.view(torch.int32), words, scales, slots, hidden, panels.depth, panels.blocks, width,
-        stride // panels.word_bytes, stride // panels.scale_bytes,
-        TOP_K=slots.shape[1], **panels.constants(), STEP=row_step(panels), num_warps=4,
+        x.view(torch.int32), words, scales, slots, routing.ids, hidden if bias is None else bias, hidden, panels.depth,
+        panels.blocks, between.rows, stride // panels.word_bytes, stride // panels.scale_bytes,
+        TOP_K=slots.shape[1], **panels.constants(), STEP=row_step(panels), **between.constants(), num_warps=4,
         **overlapped(x.device),
     )  # fmt: skip
     return hidden
 
 
 def down(
-    hidden: Tensor, pool: Tensor, offset: int, panels: Panels, stride: int, slots: Tensor, weights: Tensor
+    hidden: Tensor, pool: Tensor, offset: int, panels: Panels, stride: int, routing: Routing, bias: Tensor | None
 ) -> Tensor:
     """weight * down of every pair: float32 [T * k, columns], unwritten where the slot is below 0."""
     words, scales = views(pool, offset, panels)
+    slots = slots_of(routing)
     partial = hidden.new_empty((slots.numel(), panels.columns), dtype=torch.float32)
     _down[(slots.numel(), panels.panels)](
-        hidden.view(torch.int32), words, scales, slots, weights, partial, panels.depth, panels.blocks, panels.columns,
+        hidden.view(torch.int32), words, scales, slots, routing.ids, partial if bias is None else bias,
+        routing.weights, partial, panels.depth, panels.blocks, panels.columns,
         stride // panels.word_bytes, stride // panels.scale_bytes, **panels.constants(), STEP=row_step(panels),
-        num_warps=4, **overlapped(hidden.device),
+        BIASED=bias is not None, num_warps=4, **overlapped(hidden.device),
     )  # fmt: skip
     return partial
 

@@ -11,7 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.gpu.expert_rows import Between
+from tandem.kernels.gpu.mlp import activated, relu2
 from tandem.kernels.gpu.panels import Panels, halves, plane, row_factor, scale_value, views
+from tandem.kernels.ops import Routing
 
 ROWS = 64  # of a tile
 COLUMNS = 64
@@ -90,10 +93,17 @@ def multiply_tile(acc, x, real, words, scales, lane, depth, blocks, FMT: tl.cons
 
 
 @triton.jit
-def _gate_up(x, words, scales, order, slots, first, end, hidden, depth, blocks, width, word_stride, scale_stride,
-             panels, TOP_K: tl.constexpr, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
+def _expert_of(order, first, ids, tile):
+    """All pairs of a tile chose it."""
+    return tl.load(ids + tl.load(order + tl.load(first + tile))).to(tl.int64)
+
+
+@triton.jit
+def _gate_up(x, words, scales, order, slots, first, end, ids, biases, hidden, depth, blocks, width, word_stride,
+             scale_stride, panels, TOP_K: tl.constexpr, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
              SCALED: tl.constexpr, PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr,
-             STEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+             STEP: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr,
+             BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     slot = tl.load(slots + tile).to(tl.int64)
     if slot < 0:
@@ -123,15 +133,25 @@ def _gate_up(x, words, scales, order, slots, first, end, hidden, depth, blocks, 
         SCALED,
         STEP,
     )
-    y = (gate * tl.sigmoid(gate) * up).to(tl.bfloat16)
-    tl.store(hidden + pair[:, None] * width + column[None, :], y, real[:, None] & (column < width)[None, :])
+    inside = real[:, None] & (column < width)[None, :]
+    if BIASED:
+        bias = biases + _expert_of(order, first, ids, tile) * 2 * width + column
+        gate += tl.load(bias, column < width, other=0.0)[None, :]
+        up += tl.load(bias + width, column < width, other=0.0)[None, :]
+    if GATED:
+        y = activated(gate, up, KIND, ALPHA, LIMIT)
+        tl.store(hidden + pair[:, None] * width + column[None, :], y.to(tl.bfloat16), inside)
+    else:
+        to = hidden + pair[:, None] * 2 * width + column[None, :]
+        tl.store(to, relu2(gate).to(tl.bfloat16), inside)
+        tl.store(to + width, relu2(up).to(tl.bfloat16), inside)
 
 
 @triton.jit
-def _down(hidden, words, scales, order, slots, first, end, weights, partial, depth, blocks, columns, word_stride,
-          scale_stride, panels, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
-          PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr, STEP: tl.constexpr,
-          BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _down(hidden, words, scales, order, slots, first, end, ids, biases, weights, partial, depth, blocks, columns,
+          word_stride, scale_stride, panels, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
+          SCALED: tl.constexpr, PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr,
+          STEP: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     slot = tl.load(slots + tile).to(tl.int64)
     if slot < 0:
@@ -159,6 +179,9 @@ def _down(hidden, words, scales, order, slots, first, end, weights, partial, dep
         SCALED,
         STEP,
     )
+    if BIASED:
+        bias = biases + _expert_of(order, first, ids, tile) * columns + column
+        y += tl.load(bias, column < columns, other=0.0)[None, :]
     y *= tl.load(weights + pair, real, other=0.0)[:, None]
     tl.store(
         partial + pair[:, None] * columns + column[None, :], y, real[:, None] & (column < columns)[None, :]
@@ -171,28 +194,39 @@ def tile_step(panels: Panels) -> int:
 
 
 def gate_up(
-    x: Tensor, pool: Tensor, panels: Panels, stride: int, tiles: RowTiles, slots: Tensor, width: int
+    x: Tensor, pool: Tensor, panels: Panels, stride: int, tiles: RowTiles, routing: Routing, between: Between
 ) -> Tensor:
     """As `expert_rows.gate_up`."""
     words, scales = views(pool, 0, panels)
-    hidden = x.new_empty((slots.numel(), width))
-    _gate_up[(len(tiles.slots), triton.cdiv(width, COLUMNS))](
-        x.view(torch.int32), words, scales, tiles.order, tiles.slots, tiles.first, tiles.end, hidden, panels.depth,
-        panels.blocks, width, stride // panels.word_bytes, stride // panels.scale_bytes, panels.panels,
-        TOP_K=slots.shape[1], **panels.constants(), STEP=tile_step(panels), BM=ROWS, BN=COLUMNS, num_warps=4,
+    bias, pairs = between.gate_up, routing.ids.numel()
+    hidden = x.new_empty((pairs, between.width))
+    _gate_up[(len(tiles.slots), triton.cdiv(between.rows, COLUMNS))](
+        x.view(torch.int32), words, scales, tiles.order, tiles.slots, tiles.first, tiles.end, routing.ids,
+        hidden if bias is None else bias, hidden, panels.depth, panels.blocks, between.rows,
+        stride // panels.word_bytes, stride // panels.scale_bytes, panels.panels, TOP_K=routing.ids.shape[1],
+        **panels.constants(), STEP=tile_step(panels), **between.constants(), BM=ROWS, BN=COLUMNS, num_warps=4,
     )  # fmt: skip
     return hidden
 
 
 def down(
-    hidden: Tensor, pool: Tensor, offset: int, panels: Panels, stride: int, tiles: RowTiles, weights: Tensor
+    hidden: Tensor,
+    pool: Tensor,
+    offset: int,
+    panels: Panels,
+    stride: int,
+    tiles: RowTiles,
+    routing: Routing,
+    bias: Tensor | None,
 ) -> Tensor:
     """As `expert_rows.down`."""
     words, scales = views(pool, offset, panels)
-    partial = hidden.new_empty((weights.numel(), panels.columns), dtype=torch.float32)
+    partial = hidden.new_empty((routing.weights.numel(), panels.columns), dtype=torch.float32)
     _down[(len(tiles.slots), triton.cdiv(panels.columns, COLUMNS))](
-        hidden.view(torch.int32), words, scales, tiles.order, tiles.slots, tiles.first, tiles.end, weights, partial,
+        hidden.view(torch.int32), words, scales, tiles.order, tiles.slots, tiles.first, tiles.end, routing.ids,
+        partial if bias is None else bias, routing.weights, partial,
         panels.depth, panels.blocks, panels.columns, stride // panels.word_bytes, stride // panels.scale_bytes,
-        panels.panels, **panels.constants(), STEP=tile_step(panels), BM=ROWS, BN=COLUMNS, num_warps=4,
+        panels.panels, **panels.constants(), STEP=tile_step(panels), BIASED=bias is not None,
+        BM=ROWS, BN=COLUMNS, num_warps=4,
     )  # fmt: skip
     return partial

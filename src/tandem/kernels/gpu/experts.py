@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor
 from tandem.errors import KernelError
 from tandem.formats.codes import Weight
 from tandem.kernels.gpu import expert_mma, expert_rows, expert_tiles
+from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.uploads import Uploads
+from tandem.kernels.ops import ExpertBiases, Routing
 from tandem.kernels.packed.experts import ExpertWeights, PackedExperts
 
 FEW_TOKENS = 16  # up to here every (token, expert) pair streams its weights; from there on tiles share them
@@ -43,7 +45,7 @@ class GpuExperts:
     def __init__(
         self,
         new_packer: Callable[[], PackedExperts],
-        width: int,
+        between: Between,
         slot_of: Tensor,
         device: torch.device,
         tables: tuple[Tensor, Tensor] | None = None,
@@ -51,7 +53,7 @@ class GpuExperts:
         """new_packer: makes an empty CPU layer of such experts, which never holds any; it lives from the first `load`
         to `all_loaded`. tables: int32 [num_experts] on the CPU and on the device, to be filled and used as `slot_of`
         and `table`."""
-        self._new_packer, self.width, self.device = new_packer, width, device
+        self._new_packer, self._between, self.device = new_packer, between, device
         self._packer: PackedExperts | None = None
         self._uploads: Uploads | None = None
         if tables is None:
@@ -63,6 +65,11 @@ class GpuExperts:
         self.slot_of, self.table = (table.copy_(slot_of) for table in tables)
         self.slots = int(self.slot_of.max()) + 1
         self.stride = 0  # bytes of one expert; 0: none was loaded
+
+    def set_biases(self, biases: ExpertBiases) -> None:
+        """Of all experts: those that live elsewhere may come here."""
+        both = torch.cat((biases.gate, biases.up), 1).to(self.device)
+        self._between = replace(self._between, gate_up=both, down=biases.down.to(self.device))
 
     def load(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
         """Packs one expert on the CPU and copies its bytes to its slot."""
@@ -128,22 +135,23 @@ class GpuExperts:
         """Packed bytes of one expert; 0 while none was loaded."""
         return self.stride
 
-    def partial(self, x: Tensor, slots: Tensor, weights: Tensor, alone: bool = False) -> PartialSums:
-        """x bfloat16 [T, hidden], slots and weights [T, k]; `combine` ends it. A long step is taken in pieces, each
+    def partial(self, x: Tensor, routing: Routing, alone: bool = False) -> PartialSums:
+        """x bfloat16 [T, hidden], routing [T, k] with slots; `combine` ends it. A long step is taken in pieces, each
         added up before the next, so that its memory is bounded; a row's bits are the same. alone: nothing will be
         added to the sums, so they may be rounded."""
+        slots = expert_rows.slots_of(routing)
         if len(x) <= FEW_TOKENS and self._mma:
-            return PartialSums(self._multiplied(x.contiguous(), slots, weights, alone), None)
+            return PartialSums(self._multiplied(x.contiguous(), routing, alone), None)
         if len(x) <= FEW_TOKENS:
-            return PartialSums(self._streamed(x, slots, weights), slots)
+            return PartialSums(self._streamed(x, routing), slots)
         each = self._tokens_at_once(x.shape[1], slots.shape[1])
         if len(x) <= each:
-            return PartialSums(self._tiled(x, slots, weights), slots)
+            return PartialSums(self._tiled(x, routing), slots)
         sums = torch.empty_like(x, dtype=torch.float32)
         for first in range(0, len(x), each):
             part = slice(first, first + each)
-            pairs = self._tiled(x[part], slots[part], weights[part])
-            expert_rows.combine(pairs, slots[part], sums[part])
+            some = Routing(routing.ids[part], routing.weights[part], slots[part])
+            expert_rows.combine(self._tiled(x[part], some), slots[part], sums[part])
         return PartialSums(sums, None)
 
     def combine(self, partial: PartialSums, elsewhere: Tensor | None = None) -> Tensor:
@@ -155,37 +163,40 @@ class GpuExperts:
         return expert_rows.combine(partial.values, partial.slots, out, elsewhere)
 
     def _tokens_at_once(self, hidden: int, top_k: int) -> int:
-        per_token = top_k * (hidden * 4 + self.width * 2)
+        per_token = top_k * (hidden * 4 + self._between.width * 2)
         return max(1, SCRATCH_BYTES // per_token // expert_tiles.ROWS) * expert_tiles.ROWS
 
-    def _multiplied(self, x: Tensor, slots: Tensor, weights: Tensor, alone: bool) -> Tensor:
+    def _multiplied(self, x: Tensor, routing: Routing, alone: bool) -> Tensor:
         out = torch.empty_like(x, dtype=torch.bfloat16 if alone else torch.float32)
-        h = expert_mma.gate_up(x, self.pool, self.gate_up, self.stride, slots, self.width)
-        return expert_mma.down(h, self.pool, self.gate_up.bytes, self.down, self.stride, slots, weights, out)
+        between, offset, stride = self._between, self.gate_up.bytes, self.stride
+        h = expert_mma.gate_up(x, self.pool, self.gate_up, stride, routing, between)
+        return expert_mma.down(h, self.pool, offset, self.down, stride, routing, between, out)
 
-    def _streamed(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-        offset, stride = self.gate_up.bytes, self.stride
-        h = expert_rows.gate_up(x, self.pool, self.gate_up, stride, slots, self.width)
-        return expert_rows.down(h, self.pool, offset, self.down, stride, slots, weights)
+    def _streamed(self, x: Tensor, routing: Routing) -> Tensor:
+        between, offset, stride = self._between, self.gate_up.bytes, self.stride
+        h = expert_rows.gate_up(x, self.pool, self.gate_up, stride, routing, between)
+        return expert_rows.down(h, self.pool, offset, self.down, stride, routing, between.down)
 
-    def _tiled(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-        offset, stride = self.gate_up.bytes, self.stride
-        tiles = expert_tiles.row_tiles(slots, self.slots)
-        h = expert_tiles.gate_up(x, self.pool, self.gate_up, stride, tiles, slots, self.width)
-        return expert_tiles.down(h, self.pool, offset, self.down, stride, tiles, weights)
+    def _tiled(self, x: Tensor, routing: Routing) -> Tensor:
+        between, offset, stride = self._between, self.gate_up.bytes, self.stride
+        tiles = expert_tiles.row_tiles(expert_rows.slots_of(routing), self.slots)
+        h = expert_tiles.gate_up(x, self.pool, self.gate_up, stride, tiles, routing, between)
+        return expert_tiles.down(h, self.pool, offset, self.down, stride, tiles, routing, between.down)
 
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None, add: bool = False
     ) -> Tensor:
-        result = self.combine(self.partial(x, self._slots(ids), weights, alone=True))
+        result = self.combine(self.partial(x, Routing(ids, weights, _slots(self.table, ids)), alone=True))
         if out is None:
             return result
         return out.add_(result) if add else out.copy_(result)
 
-    def _slots(self, ids: Tensor) -> Tensor:
-        """Where each lies, int32; -1 for ids that no expert has."""
-        last = len(self.table) - 1
-        return torch.where((ids >= 0) & (ids <= last), self.table[ids.clamp(0, last)], -1)
+
+
+def _slots(table: Tensor, ids: Tensor) -> Tensor:
+    """Where each lies, int32; -1 for ids that no expert has."""
+    last = len(table) - 1
+    return torch.where((ids >= 0) & (ids <= last), table[ids.clamp(0, last)], -1)
 
 
 def _parts(count: int, size: int) -> list[slice]:

@@ -3,35 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.config.layers import SILU, Activation, ActivationKind
 from tandem.formats.codes import Blocks, Weight
 from tandem.formats.cut import numbers, stacked
 from tandem.kernels.ops import Linear, SureRead
 
+KINDS = {name: kind for kind, name in enumerate(get_args(ActivationKind))}  # what KIND says
 SCRATCH_BYTES = 512 << 20  # of what lies between the matrices, at a time
 ALIGNED_ROWS = 64
 
 
+def activation_constants(how: Activation) -> dict[str, float]:
+    """What every kernel that ends in `activated` is compiled with."""
+    return {"KIND": KINDS[how.kind], "ALPHA": how.alpha, "LIMIT": how.limit}
+
+
 @triton.jit
-def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
+def _at_most(x, limit):
+    """NaN stays NaN, which tl.minimum would drop."""
+    return tl.where(x > limit, limit, x)
+
+
+@triton.jit
+def relu2(x):
+    x = tl.where(x < 0, 0.0, x)
+    return x * x
+
+
+@triton.jit
+def activated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """Of kinds with a gate, in the order of `ActivationKind`; float32."""
+    if KIND >= 3:
+        up = -_at_most(-_at_most(up, LIMIT), LIMIT)
+    if KIND == 0:
+        y = gate * tl.sigmoid(gate) * up
+    elif KIND == 1:
+        y = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    elif KIND == 2:
+        y = gate * tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)) * up
+    elif KIND == 5:
+        y = _at_most(gate * tl.sigmoid(gate), LIMIT) * up
+    else:
+        gate = _at_most(gate, LIMIT)
+        if KIND == 4:
+            y = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
+        else:
+            y = gate * tl.sigmoid(gate) * up
+    return y
+
+
+@triton.jit
+def _activate(gate_up, out, width, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(gate_up + row * 2 * width + column, inside, other=0.0)
     up = tl.load(gate_up + (row * 2 + 1) * width + column, inside, other=0.0)
-    y = gate * tl.sigmoid(gate) * up
+    y = activated(gate, up, KIND, ALPHA, LIMIT)
     tl.store(out + row * width + column, y.to(out.dtype.element_ty), inside)
 
 
-def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 [T, 2 width], gates first -> silu(gate) * up, [T, width]."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+@triton.jit
+def _activate_all(x, out, width, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    y = relu2(tl.load(x + row * width + column, column < width, other=0.0))
+    tl.store(out + row * width + column, y.to(out.dtype.element_ty), column < width)
+
+
+def activate(how: Activation, gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 [T, 2 width], gates first; or without gates [T, width] -> [T, width]."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // (2 if how.gated else 1)
     out = gate_up.new_empty((rows, width), dtype=dtype)
-    _silu_mul[(rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
+    grid = rows, triton.cdiv(width, 1024)
+    if how.gated:
+        constants = activation_constants(how)
+        _activate[grid](gate_up, out, width, **constants, BLOCK=1024, num_warps=4)
+    else:
+        _activate_all[grid](gate_up, out, width, BLOCK=1024, num_warps=4)
     return out
 
 
@@ -40,9 +95,9 @@ class GpuMLP:
 
     packed = None  # nothing that a packed cache could keep
 
-    def __init__(self, linear: Callable[[Weight | Blocks], Linear]) -> None:
+    def __init__(self, linear: Callable[[Weight | Blocks], Linear], activation: Activation = SILU) -> None:
         """linear: makes the matrices."""
-        self._linear = linear
+        self._linear, self._activation = linear, activation
         self._gate_up: Linear
         self._down: Linear
 
@@ -67,4 +122,4 @@ class GpuMLP:
         return out
 
     def _between(self, x: Tensor) -> Tensor:
-        return silu_mul(self._gate_up(x, torch.float32), x.dtype)
+        return activate(self._activation, self._gate_up(x, torch.float32), x.dtype)

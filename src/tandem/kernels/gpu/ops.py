@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from tandem.config.layers import DeltaRule, Router
+from tandem.config.layers import SILU, Activation, DeltaRule, Router
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.reference import decoded
@@ -19,6 +19,7 @@ from tandem.kernels.gpu import dense_codes, norm, route
 from tandem.kernels.gpu import rope as rotation
 from tandem.kernels.gpu.attention_backends import Attention, attention_of
 from tandem.kernels.gpu.dense_codes import GpuCodes
+from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.gpu.latent.heads import GpuLatentHeads
 from tandem.kernels.gpu.linear import DTYPES, GpuLinear
@@ -88,7 +89,7 @@ class GpuOps:
         return GpuLatentHeads(sizes, weights, _dtype(fmt), self.device)
 
     def experts(
-        self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: str = "silu"
+        self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU
     ) -> GpuExperts:
         """All of them on the GPU."""
         return self.gpu_experts(torch.arange(num_experts, dtype=torch.int32), hidden, width, fmt, activation)
@@ -99,20 +100,17 @@ class GpuOps:
         hidden: int,
         width: int,
         fmt: str,
-        activation: str = "silu",
+        activation: Activation = SILU,
         tables: tuple[Tensor, Tensor] | None = None,
     ) -> GpuExperts:
         """Those whose slot is not -1. tables: as `GpuExperts` has them."""
-        if activation != "silu":
-            raise KernelError(f"unknown activation {activation!r} on the GPU; silu exists")
-
         def packer() -> PackedExperts:
             return PackedExperts(self.cpu.workspace, 1, hidden, width, fmt, activation)
 
-        return GpuExperts(packer, width, slot_of, self.device, tables)
+        return GpuExperts(packer, Between(width, activation), slot_of, self.device, tables)
 
-    def mlp(self, hidden: int, width: int, fmt: str = "bf16") -> GpuMLP:
-        return GpuMLP(lambda weight: self.linear(weight, None, fmt))
+    def mlp(self, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU) -> GpuMLP:
+        return GpuMLP(lambda weight: self.linear(weight, None, fmt), activation)
 
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
         """Nothing is fetched ahead: a GPU's kernels hide their reads themselves."""

@@ -10,17 +10,17 @@ from torch import Tensor
 from tandem import _core
 from tandem._core import Workspace
 from tandem.config.in_place import ROW_UNIT
+from tandem.config.layers import SILU, Activation
 from tandem.errors import CheckpointError, KernelError
 from tandem.formats.codes import Weight, WeightCodes
+from tandem.kernels.ops import ExpertBiases
 from tandem.kernels.packed.file import PackedFile, Section
 from tandem.kernels.packed.packable import (
     DEFAULT_GROUP,
     FormatNames,
     PanelLayout,
-    bias_of,
     core_codes,
     core_source,
-    floats_of,
     made_here,
 )
 
@@ -34,10 +34,9 @@ WHOLE_ROWS = _core.WeightFormat("bf16_rows", 0, "f32")
 
 
 class PackedExperts:
-    """`ExpertLayer` on packed weights: the routed experts of one layer, gated MLPs of equal shape.
+    """`ExpertLayer` on packed weights: the routed experts of one layer, MLPs of equal shape.
 
-    activation: "silu", "gelu", "gelu_tanh", "swiglu_clamp" (gate <= limit, |up| <= limit) or "swiglu_oai" (gpt-oss:
-    clamped, gate * sigmoid(alpha * gate) * (up + 1)). fmt and group say how numbers are packed, as in `PackedMatrix`.
+    fmt and group say how numbers are packed, as in `PackedMatrix`.
     The first expert loaded decides what the layer holds: gate and up in one format, down in the same or another.
     places: how many experts there is memory for, when the others live elsewhere; 0: for all.
     int8_activations: x, and the activations between the two products, are rounded to int8 (`int8_activations.py`);
@@ -54,11 +53,9 @@ class PackedExperts:
         hidden: int,
         width: int,
         fmt: str = "bf16",
-        activation: str = "silu",
+        activation: Activation = SILU,
         *,
         group: int = DEFAULT_GROUP,
-        alpha: float = 1.702,
-        limit: float = 7.0,
         places: int = 0,
         int8_activations: bool = False,
         in_place: bool = False,
@@ -66,7 +63,7 @@ class PackedExperts:
         self.num_experts, self.hidden, self.width, self.places = num_experts, hidden, width, places
         self.numbers = made_here(fmt, group)
         self._workspace, self._activation = workspace, activation
-        self._alpha, self._limit = alpha, limit
+        self._biases: ExpertBiases | None = None
         self.int8_activations = int8_activations
         self._in_place = in_place and fmt == "bf16" and hidden % ROW_UNIT == width % ROW_UNIT == 0
         first = WHOLE_ROWS if self._in_place else self.numbers
@@ -77,28 +74,24 @@ class PackedExperts:
 
     def _make(self) -> None:
         sizes, (gate_up, down) = (self.num_experts, self.hidden, self.width), self._formats
-        act = self._activation, self._alpha, self._limit
+        act = self._activation.kind, self._activation.alpha, self._activation.limit
         self._core = _core.ExpertLayer(
             self._workspace, *sizes, gate_up, down, *act, self.places, self.int8_activations
         )
         self._forward = self._core.forward
+        if self._biases is not None:
+            self._core.set_biases(*self._biases)
 
-    def load(
-        self,
-        expert: int,
-        gate: Weight,
-        up: Weight,
-        down: Weight,
-        *,
-        gate_bias: Tensor | None = None,
-        up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-    ) -> None:
+    def set_biases(self, biases: ExpertBiases) -> None:
+        """Of all experts, those that live elsewhere included, so that one may come without its own."""
+        self._biases = biases
+        self._core.set_biases(*biases)
+
+    def load(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
         """Packs one expert: gate and up [width, hidden], down [hidden, width]. The weights are only kept in place."""
         self.hold(gate, up, down, expert)
-        biases = bias_of(gate_bias), bias_of(up_bias), bias_of(down_bias)
-        sources = self._sources((gate, up, down))
-        self._core.load(expert, *sources, *biases)
+        sources = _sources((gate, up, down), self.in_place)
+        self._core.load(expert, *sources)
         self._loaded([expert], [sources])
 
     def load_all(self, first: int, experts: Sequence[ExpertWeights]) -> None:
@@ -108,13 +101,9 @@ class PackedExperts:
     def load_each(self, ids: Sequence[int], experts: Sequence[ExpertWeights]) -> None:
         """Packs the experts `ids` in one parallel region."""
         self._hold_each(ids, experts)
-        sources = [self._sources(expert) for expert in experts]
+        sources = [_sources(expert, self.in_place) for expert in experts]
         self._core.load_all(list(ids), sources)
         self._loaded(ids, sources)
-
-    def _sources(self, expert: ExpertWeights) -> Sources:
-        gate, up, down = (_whole_rows(w) if self.in_place else core_source(w) for w in expert)
-        return gate, up, down
 
     def _loaded(self, ids: Sequence[int], sources: Sequence[Sources]) -> None:
         self._empty = False
@@ -125,7 +114,7 @@ class PackedExperts:
         """What `load_each` would make of them, one after the other in `out`, uint8 [their bytes]. No expert is kept,
         but their formats are the layer's from now on. An empty layer takes no memory for it."""
         self._hold_each(ids, experts)
-        self._core.pack_to([self._sources(expert) for expert in experts], out)
+        self._core.pack_to([_sources(expert, self.in_place) for expert in experts], out)
         self._empty = False
 
     def _hold_each(self, ids: Sequence[int], experts: Sequence[ExpertWeights]) -> None:
@@ -273,9 +262,7 @@ class PackedExperts:
         gate_up, down = section.formats
         self._formats = _core.WeightFormat(*gate_up), _core.WeightFormat(*down)
         self._make()
-        panels, *floats = section.parts
-        biases = floats_of(file.view(floats[0])), floats_of(file.view(floats[1]))
-        _core.adopt_experts(self._core, file.mapped, panels.offset, *biases)
+        _core.adopt_experts(self._core, file.mapped, section.parts[0].offset)
         self._empty = False
 
     def share(self, other: PackedExperts) -> None:
@@ -309,8 +296,13 @@ class PackedExperts:
         return len(self.parts()[0])
 
     def parts(self) -> tuple[memoryview, ...]:
-        """Panels of all experts and both biases as they lie in memory; valid as long as this object."""
+        """Panels of all experts as they lie in memory; valid as long as this object."""
         return _core.expert_bytes(self._core)
+
+
+def _sources(expert: ExpertWeights, in_place: bool) -> Sources:
+    gate, up, down = (_whole_rows(w) if in_place else core_source(w) for w in expert)
+    return gate, up, down
 
 
 def _whole_rows(weight: Weight) -> _core.Codes | Tensor:

@@ -39,7 +39,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Section(msgspec.Struct, frozen=True):
-    """One packed object: what it is, and its parts (panels first, then biases)."""
+    """One packed object: what it is, and its parts (panels first, then a matrix' bias)."""
 
     name: str
     formats: tuple[tuple[str, int, str], ...]  # format, group, scale type of each matrix
