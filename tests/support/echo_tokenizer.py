@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tandem.engine.text.token_table import TokenTable
 from tandem.errors import CheckpointError
 
 EOS, END, VOCAB = 256, 257, 258
@@ -33,6 +34,10 @@ class EchoTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
+
+    def token_table(self) -> TokenTable:
+        pieces = tuple(self.token_bytes(i) for i in range(VOCAB))
+        return TokenTable(pieces, {EOS: "<eos>", END: "<end>"})
 
     def special_ids_in(self, texts: set[str]) -> tuple[int, ...]:
         return ()

@@ -27,9 +27,10 @@ class Answer:
             sampled.token_id, may_stop=sequence.answer_len > sequence.sampling.min_tokens
         )
         text, stop, reason = piece.text, piece.stop, "stop" if piece.stop else None
-        if reason is None and sequence.total_len == sequence.max_len:
+        if reason is None and (sequence.grammar_ended or sequence.total_len == sequence.max_len):
             rest = self._stream.finish()
-            text, stop, reason = text + rest.text, rest.stop, "stop" if rest.stop else "length"
+            complete = rest.stop is not None or sequence.grammar_ended
+            text, stop, reason = text + rest.text, rest.stop, "stop" if complete else "length"
         return self._output(text, [sampled.token_id], logprobs, reason, stop)
 
     def end(self, reason: str, error: str | None = None) -> TokenOutput:

@@ -6,6 +6,7 @@ import logging
 from concurrent.futures import Future
 from time import perf_counter
 
+import msgspec
 from torch import Tensor
 
 from tandem.config import EngineConfig
@@ -14,13 +15,14 @@ from tandem.engine.answer import Answer
 from tandem.engine.counters import Counters
 from tandem.engine.expert_statistics import ExpertMeter, perform, rows_of
 from tandem.engine.gpu_runner import GpuRunner, GraphPlan
-from tandem.engine.limits import answer_limit, check_prompt_ids, validate
+from tandem.engine.grammar.waiting import GrammarQueue
+from tandem.engine.limits import answer_limit, check_prompt_ids, refused_grammar, validate
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, GenerateRequest, TokenOutput
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling.logprobs import score_prompt
 from tandem.engine.sampling.sampler import Sampled, fresh_seed
 from tandem.engine.scheduler import Scheduler
-from tandem.engine.sequence import Chunk, Sequence, Status
+from tandem.engine.sequence import Chunk, Sequence, Status, masks_of
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.arrays import StateArrays, allocate
 from tandem.engine.state.kv_cache import KVCache
@@ -99,6 +101,7 @@ class Engine:
         self._meter: ExpertMeter | None = None
         if parts.usage is not None:
             self._meter = ExpertMeter(parts.usage, parts.model_config.moe_layers, parts.handoff, parts.live)
+        self._grammars = GrammarQueue(parts.tokenizer, parts.model_config.vocab, self._eos_ids)
         self._answers: dict[str, list[Answer]] = {}
         self._notices: list[TokenOutput] = []  # outputs that no step made: aborts
         self._arrivals = 0
@@ -114,7 +117,10 @@ class Engine:
         sequences = self._sequences(request, max_len)
         self._answers[request.id] = [Answer(s, self.tokenizer, self._eos_ids) for s in sequences]
         self._counters.prompt_tokens += len(request.prompt_ids)
-        self._scheduler.add(sequences)
+        if request.sampling.grammar is None:
+            self._scheduler.add(sequences)
+        else:
+            self._grammars.add(sequences, request.sampling.grammar)
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages now; the next step reports "abort". "" means all; unknown ids are
@@ -136,8 +142,11 @@ class Engine:
         step could work either; then the process has to end."""
         started = perf_counter()
         outputs, self._notices = self._notices, []
+        outputs += self._take_grammars()
         chunks = self._scheduler.next()
         if not chunks:
+            if not outputs and self._grammars:
+                self._grammars.wait()
             return outputs
         try:
             outputs += self._run(chunks)
@@ -166,7 +175,7 @@ class Engine:
         parked = sum(len(s.siblings) for s in (*scheduler.running, *scheduler.waiting))
         return EngineStats(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + parked,
+            waiting=len(scheduler.waiting) + parked + len(self._grammars),
             pages_total=self._kv.num_pages,
             pages_free=self._kv.available,
             pages_cached=self._kv.idle,
@@ -193,6 +202,23 @@ class Engine:
             for index in range(request.sampling.n)
         ]  # fmt: skip
 
+    def _take_grammars(self) -> list[TokenOutput]:
+        """Requests whose grammars are compiled may run; outputs of those whose cannot be."""
+        outputs: list[TokenOutput] = []
+        for sequences, error in self._grammars.ready():
+            if error is None:
+                self._scheduler.add(sequences)
+            else:
+                outputs += [self._refuse(sequence, error) for sequence in sequences]
+        return outputs
+
+    def _refuse(self, sequence: Sequence, error: Exception) -> TokenOutput:
+        answer = self._answers[sequence.request_id][sequence.index]
+        output = answer.end("error", refused_grammar(error))
+        if isinstance(error, RequestError):
+            output = msgspec.structs.replace(output, refused="grammar")
+        return self._end(answer, output, keep=False)
+
     def _run(self, chunks: list[Chunk]) -> list[TokenOutput]:
         logits = self._runner.run(chunks)
         if self._recorder is not None:
@@ -205,7 +231,7 @@ class Engine:
             if chunk.samples:
                 rows.append(last - 1)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        tokens = iter(logits.chosen(rows, sampling, self._eos_ids))
+        tokens = iter(logits.chosen(rows, sampling, self._eos_ids, masks_of(sampling)))
         outputs = [self._settle(chunk, next(tokens) if chunk.samples else None) for chunk in chunks]
         return [output for output in outputs if output is not None]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from tandem.engine.grammar.sources import check
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import RequestError
 
@@ -45,6 +46,7 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
             f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})", "min_tokens"
         )
     _validate_stops(params)
+    _validate_grammar(params)
     _validate_token_ids("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKENS, vocab_size)
     _validate_token_ids("show_tokens", params.show_tokens, MAX_STOP_TOKENS, vocab_size)
     _validate_token_ids("logit_bias", params.logit_bias, MAX_LOGIT_BIAS, vocab_size)
@@ -113,6 +115,19 @@ def _validate_stops(params: SamplingParams) -> None:
         raise RequestError("a stop string must not be empty", "stop")
     if sum(map(len, params.stop)) > MAX_STOP_CHARS:
         raise RequestError(f"stop strings must have at most {MAX_STOP_CHARS} characters together", "stop")
+
+
+def _validate_grammar(params: SamplingParams) -> None:
+    if params.grammar is None:
+        return
+    try:
+        check(params.grammar)
+    except RequestError as error:
+        raise RequestError(refused_grammar(error), "grammar") from error
+
+
+def refused_grammar(error: Exception) -> str:
+    return f"the grammar of the answer is refused: {error}"
 
 
 def _validate_token_ids(

@@ -20,7 +20,7 @@ from tandem.engine.llm_input import (
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenLogprob, TokenOutput
 from tandem.engine.start.model_files import prepare
 from tandem.engine.start.progress import Progress
-from tandem.errors import EngineError
+from tandem.errors import EngineError, RequestError
 
 
 @dataclass(slots=True)
@@ -158,6 +158,8 @@ class LLM:
 
 
 def _collect(result: Generation, output: TokenOutput) -> None:
+    if output.refused is not None:
+        raise RequestError(output.error or "the request is refused", output.refused)
     if output.finish_reason == "error":
         raise EngineError(output.error or "the engine failed")
     answer = result.answers[output.index]

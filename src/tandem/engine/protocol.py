@@ -84,6 +84,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
     finish_reason: str | None = None  # None | "stop" | "length" | "abort" | "error"
     stop_match: str | int | None = None  # the stop string or token id that matched
     error: str | None = None  # with finish_reason "error"
+    refused: str | None = None  # with an error that the request made: the field that is wrong
     prompt_tokens: int = 0
     completion_tokens: int = 0  # of this answer so far
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tandem.engine.grammar.matcher import GrammarMatcher
 from tandem.engine.protocol import SamplingParams, TokenLogprob
+from tandem.engine.sampling.masks import RowMasks
 
 
 class Status(enum.Enum):
@@ -35,8 +38,8 @@ class Sequence:
 
     __slots__ = (
         "arrival", "border_len", "border_slot", "cached_prompt_len", "computed_len", "index", "leader", "matched_len",
-        "max_len", "num_pages", "page_size", "page_table", "prompt_len", "prompt_logprobs", "request_id", "sampling",
-        "seed", "siblings", "slot", "status", "token_counts", "tokens",
+        "matcher", "max_len", "num_pages", "page_size", "page_table", "prompt_len", "prompt_logprobs", "request_id",
+        "sampling", "seed", "siblings", "slot", "status", "token_counts", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -76,6 +79,7 @@ class Sequence:
         self.siblings: list[Sequence] = []  # parked until this leader's prompt is computed
         self.prompt_logprobs: list[TokenLogprob] = []
         self.token_counts: dict[int, int] | None = None  # penalties only, see engine/penalties.py
+        self.matcher: GrammarMatcher | None = None  # of the answer's grammar, if it has one
 
     @property
     def total_len(self) -> int:
@@ -89,6 +93,11 @@ class Sequence:
     @property
     def answer_len(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def grammar_ended(self) -> bool:
+        """The answer matches its grammar, which allows nothing more."""
+        return self.matcher is not None and self.matcher.ended
 
     @property
     def pages(self) -> list[int]:
@@ -137,10 +146,13 @@ class Sequence:
         assert self.computed_len <= min(self.total_len, self.num_pages * self.page_size)
 
     def append(self, token_id: int) -> None:
+        """Raises EngineError for a token that the answer's grammar does not allow."""
         assert self.pending_len == 0 and self.total_len < self.max_len
         self.tokens.append(token_id)
         if self.token_counts is not None:
             self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
 
 
 class Chunk(NamedTuple):
@@ -154,3 +166,10 @@ class Chunk(NamedTuple):
     def samples(self) -> bool:
         """Whether the step reaches the sequence's last token, so that the next one is chosen."""
         return self.length == self.sequence.pending_len
+
+
+def masks_of(sequences: Rows[Sequence]) -> RowMasks:
+    """Of each one's next token; empty where no sequence has a grammar."""
+    if all(sequence.matcher is None for sequence in sequences):
+        return ()
+    return [None if sequence.matcher is None else sequence.matcher.mask for sequence in sequences]

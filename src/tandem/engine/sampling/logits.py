@@ -6,12 +6,14 @@ from collections.abc import Collection
 from collections.abc import Sequence as Rows
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.engine.sampling.masks import RowMasks, TokenMask, without_forbidden_rows
 from tandem.engine.sampling.on_device import choose
 from tandem.engine.sampling.penalties import FloatRows, changes_logits
-from tandem.engine.sampling.sampler import Sampled, sample
+from tandem.engine.sampling.sampler import Sampled, is_greedy, sample
 from tandem.engine.sequence import Sequence
 
 
@@ -22,8 +24,10 @@ class Logits(Protocol):
         """In host memory."""
         ...
 
-    def chosen(self, rows: Rows[int], sequences: Rows[Sequence], eos_ids: Collection[int]) -> list[Sampled]:
-        """rows[i] belongs to sequences[i]."""
+    def chosen(
+        self, rows: Rows[int], sequences: Rows[Sequence], eos_ids: Collection[int], masks: RowMasks = ()
+    ) -> list[Sampled]:
+        """rows[i] belongs to sequences[i]; masks[i] says which tokens it may choose. No masks: any, in all rows."""
         ...
 
 
@@ -36,9 +40,11 @@ class HostLogits:
     def fetched(self, rows: slice) -> FloatRows:
         return self._array[rows]
 
-    def chosen(self, rows: Rows[int], sequences: Rows[Sequence], eos_ids: Collection[int]) -> list[Sampled]:
+    def chosen(
+        self, rows: Rows[int], sequences: Rows[Sequence], eos_ids: Collection[int], masks: RowMasks = ()
+    ) -> list[Sampled]:
         wanted = self._array if len(rows) == len(self._array) else self._array[list(rows)]
-        return sample(wanted, sequences, eos_ids)
+        return sample(wanted, sequences, eos_ids, masks)
 
 
 def best_of(logits: Tensor) -> Tensor:
@@ -105,24 +111,50 @@ class StepEnd:
 class DeviceLogits:
     """`Logits` that stay where they are: only what decides is fetched, and rows that penalties and biases change."""
 
-    def __init__(self, logits: Tensor, best: Tensor, host: HostRows) -> None:
-        """best: of the same rows, see `best_of`, in host memory."""
-        self.logits, self.best, self._host = logits, best, host
+    def __init__(self, logits: Tensor, best: Tensor, host: HostRows, *, masked: bool = False) -> None:
+        """best: of the same rows, see `best_of`, in host memory; masked: among the tokens that rows may choose."""
+        self.logits, self.best, self._host, self._masked = logits, best, host, masked
 
     def fetched(self, rows: slice) -> FloatRows:
         return self._host.copy_of(self.logits[rows])
 
-    def chosen(self, rows: Rows[int], sequences: Rows[Sequence], eos_ids: Collection[int]) -> list[Sampled]:
-        here = [i for i, s in enumerate(sequences) if not changes_logits(s)]
-        free = [rows[i] for i in here]
-        logits, best = _part(self.logits, free), self.best[free].numpy()
-        chosen = zip(here, choose(logits, best, [sequences[i] for i in here]), strict=True)
+    def chosen(
+        self, rows: Rows[int], sequences: Rows[Sequence], eos_ids: Collection[int], masks: RowMasks = ()
+    ) -> list[Sampled]:
+        masks = masks or [None] * len(rows)
+        here = [i for i, s in enumerate(sequences) if not _needs_whole_row(s, masks[i])]
+        logits, best = self._among(here, rows, sequences, masks)
+        chosen = zip(here, choose(logits, best.numpy(), [sequences[i] for i in here]), strict=True)
         made = {i: sampled for i, sampled in chosen if sampled is not None}
         rest = [i for i in range(len(rows)) if i not in made]
         if rest:
             whole = self._host.copy_of(_part(self.logits, [rows[i] for i in rest]))
-            made |= zip(rest, sample(whole, [sequences[i] for i in rest], eos_ids), strict=True)
+            again = sample(whole, [sequences[i] for i in rest], eos_ids, [masks[i] for i in rest])
+            made |= zip(rest, again, strict=True)
         return [made[i] for i in range(len(rows))]
+
+    def _among(
+        self, here: list[int], rows: Rows[int], sequences: Rows[Sequence], masks: RowMasks
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and best of these rows, among the tokens that each may choose."""
+        free = [rows[i] for i in here]
+        logits, best = _part(self.logits, free), self.best[free]
+        bits = {k: mask for k, i in enumerate(here) if (mask := masks[i]) is not None}
+        limited = list(bits)
+        if not limited or (self._masked and all(is_greedy(sequences[here[k]].sampling) for k in limited)):
+            return logits, best
+        places = torch.tensor(limited, dtype=torch.int64, device=logits.device)
+        some = without_forbidden_rows(
+            logits[places], torch.from_numpy(np.stack(list(bits.values()))).to(logits.device)
+        )
+        if not self._masked:
+            best[limited] = best_of(some).cpu()
+        return logits.index_copy(0, places, some), best
+
+
+def _needs_whole_row(sequence: Sequence, mask: TokenMask | None) -> bool:
+    """Log-probabilities are those of the row as it is, so a masked copy does not do."""
+    return changes_logits(sequence) or (mask is not None and sequence.sampling.logprobs is not None)
 
 
 def _part(tensor: Tensor, rows: list[int]) -> Tensor:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tandem.engine.protocol import SamplingParams, TokenLogprob
 from tandem.engine.sampling.logprobs import token_logprob
+from tandem.engine.sampling.masks import RowMasks, TokenMask, without_forbidden
 from tandem.engine.sampling.penalties import FloatRow, FloatRows, adjust, changes_logits
 from tandem.engine.sequence import Sequence
 
@@ -51,21 +52,30 @@ def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < _GREEDY_BELOW or params.top_k == 1
 
 
-def sample(logits: FloatRows, sequences: Rows[Sequence], eos_ids: Collection[int]) -> list[Sampled]:
-    """logits [R, vocab], row r belongs to sequences[r]. Log-probabilities are those of the unmodified logits."""
+def sample(
+    logits: FloatRows, sequences: Rows[Sequence], eos_ids: Collection[int], masks: RowMasks = ()
+) -> list[Sampled]:
+    """logits [R, vocab]; row r belongs to sequences[r], and masks[r] limits it. No masks: nothing does.
+
+    Log-probabilities are those of the unmodified logits.
+    """
+    masks = masks or [None] * len(sequences)
     best = logits.argmax(axis=1)
     finite = np.isfinite(logits[np.arange(len(best)), best])  # argmax lands on a NaN if there is one
     return [
-        _sample_row(row, int(top), sequence, eos_ids) if ok else Sampled(-1, None)
-        for row, top, ok, sequence in zip(logits, best, finite, sequences, strict=True)
+        _sample_row(row, int(top), sequence, eos_ids, mask) if ok else Sampled(-1, None)
+        for row, top, ok, sequence, mask in zip(logits, best, finite, sequences, masks, strict=True)
     ]
 
 
-def _sample_row(logits: FloatRow, best: int, sequence: Sequence, eos_ids: Collection[int]) -> Sampled:
+def _sample_row(
+    logits: FloatRow, best: int, sequence: Sequence, eos_ids: Collection[int], mask: TokenMask | None
+) -> Sampled:
     params = sequence.sampling
-    row = logits
-    if changes_logits(sequence):
-        row = adjust(logits, sequence, eos_ids)
+    row = adjust(logits, sequence, eos_ids) if changes_logits(sequence) else logits
+    if mask is not None:
+        row = without_forbidden(row, mask)
+    if row is not logits:
         best = int(row.argmax())
         if not np.isfinite(row[best]):
             return Sampled(-1, None)

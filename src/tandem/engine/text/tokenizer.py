@@ -17,6 +17,7 @@ from tandem.config.small_files import TEMPLATE_BYTES, read_text
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.engine.text.markers import MarkerGuard
 from tandem.engine.text.token_floor import TokenFloor, token_floor
+from tandem.engine.text.token_table import TokenTable, read_token_table
 from tandem.errors import CheckpointError, RequestError
 
 TOKENIZER_BYTES = 256 << 20  # those of large vocabularies have thirty million
@@ -124,6 +125,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token adds to a text, also where they are only part of a character."""
         return token_bytes(self._inner.id_to_token(token_id), self.token_text(token_id))
+
+    def token_table(self) -> TokenTable:
+        """All tokens' bytes; a pass over the whole vocabulary."""
+        return read_token_table(self._inner, _BYTE_OF_CHAR, self.token_bytes)
 
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves it out."""

@@ -9,39 +9,17 @@ from __future__ import annotations
 import resource
 import signal
 import socket
-import struct
 import sys
 from typing import Any, NoReturn
 
 import msgspec
 
+from tandem.engine.frames import receive_frame, send_frame
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.errors import TandemError
 from tandem.server.limits import MAX_RENDERED_CHARS, TEMPLATE_BYTES, TEMPLATE_SECONDS
 
 DONE, REFUSED, NO_TEMPLATE = b"+", b"-", b"!"  # what an answer begins with; then a text
-_LENGTH = struct.Struct(">I")
-
-
-def send_frame(to: socket.socket, data: bytes) -> None:
-    to.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def receive_frame(of: socket.socket) -> bytes:
-    """Raises EOFError when the other side has gone, TimeoutError."""
-    [length] = _LENGTH.unpack(_receive(of, _LENGTH.size))
-    return bytes(_receive(of, length))
-
-
-def _receive(of: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view, done = memoryview(data), 0
-    while done < size:
-        got = of.recv_into(view[done:])
-        if got == 0:
-            raise EOFError("the connection was closed")
-        done += got
-    return data
 
 
 def work(ours: socket.socket) -> NoReturn:

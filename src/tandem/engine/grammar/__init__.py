@@ -1,0 +1,1 @@
+"""Structured output: grammars that answers match, compiled in a process of their own."""

@@ -1,0 +1,387 @@
+"""Answers match their grammars, whatever the model wants: on an engine around random logits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import jsonschema_rs
+import numpy as np
+import pytest
+import torch
+
+from fake_model import FakeModel, fake_config, fake_plan, run, text, token_ids
+from tandem.engine.engine import Engine
+from tandem.engine.grammar import sources
+from tandem.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from tandem.engine.grammar.matcher import GrammarMatcher
+from tandem.engine.protocol import GenerateRequest, Grammar, SamplingParams, TokenOutput
+from tandem.engine.sampling.masks import bits_of, without_forbidden, without_forbidden_rows
+from tandem.engine.start.parts import EngineParts
+from tandem.engine.text.token_table import TokenTable
+from tandem.errors import EngineError, RequestError
+
+EOS, MARKER = 256, 257
+PIECES = ['": "', '", "', '": ', '{"', '"}', "true", "null", "  ", "12", '"', "é", "ab"]
+TOKENS, VOCAB = 258 + len(PIECES), 300  # the model has more rows than the tokenizer has tokens
+
+
+class ByteTokenizer:
+    """Bytes, two control tokens, and some longer tokens."""
+
+    eos_ids = (EOS,)
+    bos_id = None
+
+    def token_table(self) -> TokenTable:
+        pieces = [bytes([i]) for i in range(256)] + [b"<eos>", b"<mark>"] + [p.encode() for p in PIECES]
+        return TokenTable(tuple(pieces), {EOS: "<eos>", MARKER: "<mark>"})
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        hidden = {EOS, MARKER} if skip_special_tokens else set()
+        pieces = self.token_table().pieces
+        return b"".join(pieces[i] for i in ids if i < TOKENS and i not in hidden).decode(errors="replace")
+
+
+class RandomModel(FakeModel):
+    """Wants anything: control tokens, rows that are no tokens. It ends strings, lists and objects sooner or later."""
+
+    def _row(self, batch, layer, row: int) -> np.ndarray:
+        super()._row(batch, layer, row)
+        s = int(np.searchsorted(batch.query_starts.numpy(), row, side="right")) - 1
+        length = int(batch.positions[row]) + 1
+        pages = batch.block_tables[s, : -(-length // layer[0].shape[1])].long()
+        seed = layer[0][pages].flatten()[:length].numpy().astype(np.int64)
+        logits = np.random.default_rng(seed).normal(0.0, 1.0, VOCAB).astype(np.float32)
+        logits[[EOS, MARKER, VOCAB - 1]] += 4.0
+        logits[[ord(c) for c in '"}],']] += 4.0
+        return logits
+
+
+def engine(**plan) -> Engine:
+    config = fake_config()
+    object.__setattr__(config, "vocab", VOCAB)
+    object.__setattr__(config, "eos_ids", (EOS,))
+    plan = {"context_length": 4096, "num_pages": 4096, "max_running_requests": 64} | plan
+    return Engine.from_parts(EngineParts(fake_plan(**plan), config, RandomModel(), ByteTokenizer()))
+
+
+@pytest.fixture(scope="module")
+def model() -> Engine:
+    return engine()
+
+
+def request(name: str, grammar: Grammar | None, prompt: str = "?", **sampling) -> GenerateRequest:
+    sampling = {"temperature": 1.0, "seed": 5, "max_tokens": 2000} | sampling
+    return GenerateRequest(
+        id=name, prompt_ids=list(prompt.encode()), sampling=SamplingParams(grammar=grammar, **sampling)
+    )
+
+
+def answer(model: Engine, grammar: Grammar | None, **sampling) -> list[TokenOutput]:
+    return run(model, request("x", grammar, **sampling))["x", 0]
+
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{1,5}$"},
+        "kind": {"enum": ["red", "green", 3, None]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "minItems": 1, "maxItems": 3},
+        "child": {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "minimum": -5, "maximum": 20}, "y": {"type": "boolean"}},
+            "required": ["x"],
+        },
+    },
+    "required": ["name", "kind", "tags", "child"],
+    "additionalProperties": False,
+}
+SCHEMAS = {
+    "nested": NESTED,
+    "any object": {"type": "object", "maxProperties": 3, "additionalProperties": {"type": "boolean"}},
+    "a required name that properties lack": {
+        "type": "object", "required": ["a"], "additionalProperties": {"type": "null"},
+    },
+    "items as a list": {
+        "$schema": "http://json-schema.org/draft-07/schema#", "type": "array",
+        "items": [{"type": "boolean"}, {"type": "null"}], "additionalItems": False,
+    },
+    "a type beside anyOf": {"type": "string", "anyOf": [{"minLength": 3, "maxLength": 4}, {"const": "a"}]},
+    "a tree": {
+        "type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}, "required": ["next"],
+    },
+    "definitions": {
+        "$defs": {"x": {"type": "integer", "multipleOf": 5}}, "type": "array", "items": {"$ref": "#/$defs/x"},
+    },
+    "formats": {
+        "type": "object", "required": ["u", "i"],
+        "properties": {n: {"type": "string", "format": f} for n, f in (("u", "uuid"), ("i", "ipv4"))},
+    },
+    "numbers": {
+        "type": "array", "items": {"type": "number", "minimum": 0.5, "maximum": 2}, "minItems": 2, "maxItems": 4,
+    },
+    "several types": {"type": ["integer", "null", "boolean"]},
+    "patterns of names": {
+        "type": "object", "patternProperties": {"^k[0-9]$": {"type": "null"}}, "additionalProperties": False,
+    },
+    "lengths": {
+        "type": "array", "minItems": 3, "maxItems": 3,
+        "items": {"type": ["string", "null"], "minLength": 2, "maxLength": 9},
+    },
+}  # fmt: skip
+REFUSED = {
+    "uniqueItems": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    "not": ({"properties": {"a": {"not": {"type": "string"}}}}, "#/properties/a: not"),
+    "if": ({"if": {}, "then": {}}, "if"),
+    "allOf": ({"allOf": [{"type": "string"}, {"minLength": 2}]}, "allOf"),
+    "beside $ref": ({"$defs": {"a": {}}, "$ref": "#/$defs/a", "maximum": 3}, "maximum beside $ref"),
+    "beside anyOf": ({"properties": {}, "anyOf": [{"required": ["a"]}]}, "properties beside anyOf"),
+    "nowhere": ({"$ref": "#/$defs/a"}, "nowhere"),
+    "elsewhere": ({"$ref": "https://example.com/a.json"}, "must be '#'"),
+    "itself": ({"type": "object", "properties": {"c": {"$ref": "#"}}, "required": ["c"]}, "requires itself"),
+    "a wrong type": ({"anyOf": 5}, "wrong type"),
+    "no type": ({"type": "strnig"}, "strnig"),
+    "an empty range": ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum greater than maximum"),
+    "a number's steps": ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
+    "a look ahead": ({"type": "string", "pattern": "^(?=a)a$"}, "Lookahead"),
+    "a back reference": ({"type": "string", "pattern": "^(a)\\1$"}, "Backreference"),
+    "false": (False, "cannot accept any value"),
+    "deep": (json.loads('{"items":' * 120 + "{}" + "}" * 120), "deep"),
+}  # fmt: skip
+
+
+def engine_says(model: Engine, grammar: Grammar) -> str:
+    """Why it is refused, at once or when it is compiled."""
+    try:
+        [output] = run(model, request("x", grammar))["x", 0]
+    except RequestError as error:
+        assert error.param == "grammar"
+        return str(error)
+    assert output.finish_reason == "error" and output.refused == "grammar"
+    return output.error or ""
+
+
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
+def test_answers_are_valid(model, schema) -> None:
+    valid = jsonschema_rs.validator_for(schema, validate_formats=True).is_valid
+    outputs = run(model, *[request(str(i), sources.json_schema(schema), seed=i) for i in range(12)])
+    assert len(outputs) == 12
+    for each in outputs.values():
+        assert each[-1].finish_reason == "stop", text(each)
+        assert valid(json.loads(text(each))), text(each)
+
+
+@pytest.mark.parametrize(("schema", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_held_to_is_named(model, schema, said) -> None:
+    assert said in engine_says(model, sources.json_schema(schema))
+
+
+def test_other_grammars(model) -> None:
+    cases = {
+        r"[0-9]{3}-[a-c]+x": Grammar("regex", r"[0-9]{3}-[a-c]+x"),
+        r"(yes|no|\"q\" ü)": sources.choice(["yes", "no", '"q" ü']),
+        r"a+b": Grammar("ebnf", 'root ::= "a" root | "ab"'),
+        r"<mark>[xy]</mark>": Grammar("structural_tag", json.dumps({
+            "type": "structural_tag",
+            "format": {"type": "tag", "begin": "<mark>", "content": {"type": "regex", "pattern": "[xy]"},
+                       "end": "</mark>"},
+        })),
+    }  # fmt: skip
+    for pattern, grammar in cases.items():
+        for seed in range(5):
+            out = answer(model, grammar, seed=seed, skip_special_tokens=False, logit_bias={ord("b"): 5.0})
+            assert re.fullmatch(pattern, text(out)) and out[-1].finish_reason == "stop", (pattern, text(out))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("json_schema", "{"), Grammar("json_schema", "5"), Grammar("regex", "("), Grammar("ebnf", "root ::="),
+        Grammar("ebnf", 'other ::= "a"'), Grammar("structural_tag", "[]"), Grammar("regex", " "),
+        Grammar("structural_tag", '{"type": "structural_tag", "format": {"type": "tog"}}'), Grammar("regex", "a\0b"),
+        Grammar("regex", "a" * (sources.MOST_CHARS + 1)),
+    ],
+)  # fmt: skip
+def test_what_is_no_grammar_is_refused(model, grammar) -> None:
+    assert "the grammar of the answer is refused: " in engine_says(model, grammar)
+
+
+def test_a_grammar_that_takes_too_long_ends_alone(model) -> None:
+    huge = {"type": "string", "pattern": "^(a|b|ab){1,3000}(c|d){1,3000}$", "maxLength": 9}
+    many = {f"k{i}": {"type": "string", "maxLength": 3000 + i} for i in range(60)}
+    began = time.monotonic()
+    said = engine_says(model, sources.json_schema({"type": "object", "properties": many | {"h": huge}}))
+    assert re.search("takes more than|too much memory|more than 64 MiB|not supported", said), said
+    assert time.monotonic() - began < 30  # many times the bound: it is not waited for
+    assert json.loads(text(answer(model, sources.json_schema(NESTED))))
+
+
+def test_end_tokens_and_limits(model) -> None:
+    digits = Grammar("regex", "[0-9]+")
+    ended = answer(model, digits, logit_bias={EOS: 20.0})
+    assert token_ids(ended)[-1] == EOS and ended[-1].stop_match == EOS and len(ended) == 2
+    cut = answer(model, digits, ignore_eos=True, max_tokens=30)
+    assert cut[-1].finish_reason == "length" and re.fullmatch("[0-9]{30,}", text(cut))
+    least = answer(model, digits, min_tokens=9, logit_bias={EOS: 20.0})
+    assert len(token_ids(least)) == 10 and token_ids(least)[-1] == EOS
+    complete = answer(model, Grammar("regex", "[0-9]{4}"), ignore_eos=True)
+    assert complete[-1].finish_reason == "stop" and re.fullmatch("[0-9]{4}", text(complete))
+    exact = answer(model, Grammar("regex", "[a-z]{4}"), logit_bias={258 + PIECES.index("ab"): -99.0}, max_tokens=4)
+    assert exact[-1].finish_reason == "stop"
+    stopped = answer(model, Grammar("regex", "[0-9]{3}x[0-9]{3}"), stop=("x",))
+    assert stopped[-1].stop_match == "x" and re.fullmatch("[0-9]{3}", text(stopped))
+    marked = answer(model, digits, stop_token_ids=(MARKER,), logit_bias={MARKER: 20.0})
+    assert marked[-1].stop_match == MARKER and re.fullmatch("[0-9]+", text(marked))
+
+
+def test_sampling_and_penalties_stay_within_the_grammar(model) -> None:
+    grammar = sources.json_schema(NESTED)
+    for change in (
+        {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.2}, {"min_p": 0.3}, {"top_k": 1}, {"repetition_penalty": 1.3},
+        {"presence_penalty": 2.0, "frequency_penalty": 1.0}, {"logit_bias": {ord("}"): -50.0}}, {"logprobs": 3},
+    ):  # fmt: skip
+        out = answer(model, grammar, **change)
+        assert jsonschema_rs.is_valid(NESTED, json.loads(text(out))), change
+
+
+def test_log_probabilities_are_those_of_the_model(model) -> None:
+    """Of all tokens, those that the grammar forbids included."""
+    out = answer(model, Grammar("regex", "[0-9]{3}"), logprobs=2, temperature=0.0)
+    for each in out:
+        [score] = each.logprobs
+        assert score.token_id in each.token_ids and score.logprob < score.top[1][1] < -0.01
+
+
+def test_several_answers_and_strangers_share_steps(model) -> None:
+    alone = token_ids(answer(model, None, max_tokens=20))
+    grammar = sources.json_schema(NESTED)
+    single = token_ids(answer(model, grammar, seed=3))
+    outputs = run(
+        model,
+        request("free", None, max_tokens=20),
+        request("one", grammar, seed=3),
+        request("many", grammar, n=5),
+        request("other", Grammar("regex", "[0-9]{20}")),
+    )
+    assert token_ids(outputs["free", 0]) == alone and token_ids(outputs["one", 0]) == single
+    answers = {text(outputs["many", i]) for i in range(5)}
+    assert len(answers) == 5 and all(jsonschema_rs.is_valid(NESTED, json.loads(each)) for each in answers)
+    assert re.fullmatch("[0-9]{20}", text(outputs["other", 0]))
+
+
+def test_preemption_changes_nothing(model) -> None:
+    grammar = Grammar("regex", "[0-9]{60}")
+    wanted = {i: text(answer(model, grammar, seed=i)) for i in range(3)}
+    small = engine(num_pages=24, page_size=4)
+    outputs = run(small, *[request(str(i), grammar, seed=i, max_tokens=80) for i in range(3)])
+    assert small.stats().preemptions > 0
+    assert {i: text(outputs[str(i), 0]) for i in range(3)} == wanted
+
+
+def test_other_requests_run_while_a_grammar_is_compiled(monkeypatch) -> None:
+    """By events, not by time: the compiling thread stands still until the other answer has ended."""
+    model, may_go_on = engine(), threading.Event()
+    compile_now = GrammarCompiler._compile
+
+    def late(self: GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
+        assert may_go_on.wait(60)
+        return compile_now(self, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", late)
+    model.add(request("slow", Grammar("regex", "[0-9]{3}")))
+    others = run_until(model, request("free", None, max_tokens=50, ignore_eos=True), "free")
+    assert len(token_ids(others)) == 50 and model.stats().waiting == 1
+    may_go_on.set()
+    assert re.fullmatch("[0-9]{3}", text(run_until(model, None, "slow")))
+
+
+def run_until(model: Engine, one: GenerateRequest | None, name: str) -> list[TokenOutput]:
+    """Steps until that answer has ended."""
+    if one is not None:
+        model.add(one)
+    outputs: list[TokenOutput] = []
+    while not outputs or outputs[-1].finish_reason is None:
+        outputs += [each for each in model.step() if each.id == name]
+    return outputs
+
+
+def test_an_aborted_request_does_not_wait_for_its_grammar(model) -> None:
+    model.add(request("gone", Grammar("regex", "[a-f]{7}"), n=2))
+    model.abort("gone")
+    outputs = []
+    while model.has_work():
+        outputs += model.step()
+    assert [o.finish_reason for o in outputs] == ["abort", "abort"]
+    assert text(answer(model, Grammar("regex", "[a-f]{3}x")))
+
+
+def test_a_dead_compiling_process_is_replaced(model) -> None:
+    assert answer(model, Grammar("regex", "[a-f]{5}"))
+    process = model._grammars._compiler._ready[1]
+    process._process.kill()
+    process._process.wait()
+    assert re.fullmatch("[a-f]{6}", text(answer(model, Grammar("regex", "[a-f]{6}"))))
+
+
+def test_equal_grammars_are_compiled_once_and_old_ones_forgotten(monkeypatch) -> None:
+    model, compiled = engine(), []
+    monkeypatch.setattr("tandem.engine.grammar.compiler.MOST_CACHED", 2)
+    plain = GrammarCompiler._compile
+    monkeypatch.setattr(
+        GrammarCompiler, "_compile", lambda self, g: (compiled.append(g.text), plain(self, g))[1]
+    )
+    for pattern in ("a", "b", "a", "c", "a", "b"):
+        assert text(answer(model, Grammar("regex", pattern))) == pattern
+    assert compiled == ["a", "b", "c", "b"]
+
+
+def test_masks_of_drafts(model) -> None:
+    """Several rows of one sequence: each is masked as if the tokens before it had been chosen."""
+    compiled = model._grammars._compiler.compiled(Grammar("regex", "ab[0-9]")).result()
+    matcher = GrammarMatcher(compiled, SamplingParams())
+    before = matcher.mask.copy()
+    masks = matcher.masks_after([ord("a"), ord("b"), ord("7"), EOS])
+    wanted = [{ord("a"), 258 + PIECES.index("ab")}, {ord("b")}, {*b"0123456789"}, {EOS}]
+    assert [allowed(mask) for mask in masks] == wanted
+    assert (matcher.mask == before).all() and len(matcher.masks_after([ord("x")])) == 1
+    for token in b"ab7":
+        assert not matcher.ended
+        matcher.accept(token)
+    assert matcher.ended
+    with pytest.raises(EngineError, match="does not match"):
+        matcher.accept(ord("a"))
+
+
+def allowed(mask: np.ndarray) -> set[int]:
+    return set(np.flatnonzero(np.isfinite(without_forbidden(np.zeros(VOCAB, np.float32), mask))).tolist())
+
+
+def test_masks_on_rows() -> None:
+    logits = torch.randn(3, 71)
+    logits[2, 5] = torch.nan
+    ids = [{0, 31, 32, 70}, set(range(71)), {1}]
+    masks = torch.from_numpy(np.stack([bits_of(each, 71) for each in ids]))
+    got = without_forbidden_rows(logits, masks)
+    for row, mask, each, kept in zip(logits, masks, ids, got, strict=True):
+        wanted = torch.full((71,), float("-inf"))
+        wanted[sorted(each)] = row[sorted(each)]
+        assert torch.equal(torch.from_numpy(without_forbidden(row.numpy(), mask.numpy())), wanted)
+        assert torch.equal(kept[~kept.isnan()], wanted[~kept.isnan()])
+    assert got[2].isnan().sum() == 1  # a broken row stays known as one
+
+
+def test_nothing_is_imported_before_a_grammar_is_used() -> None:
+    code = (
+        "import sys, fake_model as f, tandem.engine.engine\n"
+        "f.run(f.fake_engine(), f.request('a', [2, 3]))\n"
+        "assert not {'xgrammar', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ, PYTHONPATH=":".join(sys.path)))
