@@ -25,7 +25,7 @@ class LoadError(TandemError):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent. Lengths are tokens; spread 0.5: between half and one and a half times as many. concurrency:
+    """The load to send. Lengths are tokens; spread 0.5: between half and one and a half times as many. concurrency:
     requests in flight, a new one when one ends; or rate: requests per second, at random times (Poisson)."""
 
     requests: int

@@ -240,8 +240,8 @@ class Checkpoint:
         return self._pages_of_stored(self._part(name).name for name in names)
 
     def _pages(self, layer: int, experts: bool | None = None) -> Iterator[Pages]:
-        """A generator, so that `Paging` does the work: of all layers at once, while the first weights are packed. Later
-        whoever gives workers the next layer would wait for the interpreter meanwhile."""
+        """A generator, so that `Paging` does the work for all layers at once, while the first weights are packed. Later
+        the thread that gives workers the next layer would wait for the interpreter meanwhile."""
         if experts not in self._joined:
             wanted = {
                 layer: [name for name in names if experts is None or experts == is_expert(name)]

@@ -89,7 +89,7 @@ def convert(
 
 
 def _one(word: object, flag: object, name: str, spelling: str) -> str:
-    """What was given in one of two ways."""
+    """A value that can be given in two ways."""
     from tandem.errors import ConfigError
 
     if word is not None and flag is not None and str(word) != str(flag):

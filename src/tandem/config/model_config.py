@@ -76,7 +76,7 @@ class ModelConfig:
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """Those of them that look back at tokens."""
+        """The mixers that look back at tokens."""
         return tuple(mixer for mixer in self.mixers if isinstance(mixer, Attention))
 
     @property

@@ -46,7 +46,7 @@ VERSION = 1  # of what is written: a conversion does not resume what another ver
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What is asked for."""
+    """The wishes of one `kt convert`."""
 
     model: Path
     out: Path
@@ -178,7 +178,7 @@ class _Run:
 
 
 def row_ranges(rows: int, columns: int) -> Iterator[slice]:
-    """What is rounded at a time."""
+    """Rows that are rounded together."""
     step = BLOCK_ROWS * max(1, WEIGHTS_AT_A_TIME // (BLOCK_ROWS * columns))
     return (slice(start, min(rows, start + step)) for start in range(0, rows, step))
 

@@ -19,7 +19,7 @@ from tandem.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What is written together: a converted matrix, or a tensor copied from `copied` (its name in the source)."""
+    """One piece of the output: a converted matrix, or a tensor copied from `copied` (its name in the source)."""
 
     parts: dict[str, Part]
     layer: int

@@ -170,8 +170,8 @@ class Builder:
     def _lookup(
         self, index: int, count: int, ready_of: Callable[[int], ReadyExperts]
     ) -> tuple[ReadyExperts, Callable[[int], ExpertMatrices]]:
-        """Of the index-th MoE layer, which were looked up while the one before was packed. Whoever asks for the last
-        one makes that begin with the next layer: then workers have something to do, and Python has not."""
+        """The index-th MoE layer's experts, which were looked up while the layer before was packed. A call for the last
+        one starts looking up the next layer's: workers then have something to do, and Python has not."""
         layers, (ahead, self._ahead) = self.config.moe_layers, (self._ahead, None)
         packs = self._store is not None or not self._in_place
         found: Callable[[int], ExpertMatrices]

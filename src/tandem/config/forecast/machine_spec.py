@@ -26,7 +26,7 @@ from tandem.errors import ConfigError
 SYSTEM_BYTES, SYSTEM_SHARE = 2 * GIB, 0.03  # of RAM, what other programs keep: the larger of the two
 GPU_FREE_SHARE = 0.97  # the driver keeps the rest
 CAPABILITY = (8, 0)  # of a GPU whose name is not known
-ANY_VERSION = "999.0"  # of packages: whoever asks about another machine can install them there
+ANY_VERSION = "999.0"  # of packages: they can be installed on the machine that is asked about
 
 
 @dataclass(frozen=True, slots=True)

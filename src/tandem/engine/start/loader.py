@@ -107,7 +107,7 @@ def load_parts(
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What is known when the first weight is read."""
+    """Everything that is known when the first weight is read."""
 
     config: EngineConfig
     plan: Plan

@@ -52,7 +52,7 @@ class PackedStart:
             self.cache.stop()
 
     def open(self, plan: Plan, model: ModelConfig, checkpoint: Checkpoint, ops: CpuOps) -> None:
-        """What is in the cache may be taken from now on."""
+        """From now on weights may be taken from the cache."""
         self.cache = packed_cache(self._config, plan, model, checkpoint, ops)
         if self.cache is not None:
             self.cache.begin(self._early)

@@ -118,7 +118,7 @@ class PackedCache:
             self._writing.add(name, packed)
 
     def layer(self, name: str) -> KeptLayer:
-        """For whoever loads that layer."""
+        """The part of the cache that this layer is loaded from, or kept in."""
         return KeptLayer(self, name)
 
     def keep(self, name: str, packed: object) -> None:

@@ -10,7 +10,7 @@ from tandem.server.limits import MAX_UNFINISHED_BYTES, RETRY_AFTER_SECONDS, SMAL
 
 
 class UnfinishedBodies:
-    """Small bodies are not counted: whoever holds up large ones does not hold up the others."""
+    """Small bodies are not counted. So a client that holds up large ones does not hold up the others."""
 
     def __init__(self) -> None:
         self._bytes = 0

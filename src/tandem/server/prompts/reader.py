@@ -116,7 +116,7 @@ class PromptReader:
             gone.set()
 
     def _count(self, job: Future[list[list[int]]], chars: int) -> None:
-        """Until it is done, whoever still waits for it: till then it takes memory."""
+        """A text counts until its job is done, even if its client has left: it takes memory until then."""
         loop = asyncio.get_running_loop()
         self._chars += chars
 
