@@ -89,7 +89,9 @@ def until_first_answer(command: list[str], where: Path, env: dict[str, str], por
 def compile_seconds(file: Path) -> float | None:
     if not file.exists():
         return None
-    return sum(float(word) for line in file.read_text().splitlines() for word in line.split() if word[0].isdigit())
+    return sum(
+        float(word) for line in file.read_text().splitlines() for word in line.split() if word[0].isdigit()
+    )
 
 
 class Spent:
@@ -155,7 +157,9 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--commit", action="append", help="from source, in this order; default: HEAD")
     parser.add_argument("--wheel", type=Path, help="from this wheel")
     parser.add_argument("--port", type=int, default=30999)

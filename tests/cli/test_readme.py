@@ -20,7 +20,12 @@ TEXT = {page: page.read_text() for page in PAGES}
 SERVE_FLAGS = {s for f in FLAGS for s in f.spellings} | {"--plan-only", "--help", "--help-all"}
 GROUP = typer.main.get_command(app)
 
-COMMAND_FLAGS = {s for c in GROUP.commands.values() for p in c.params for s in p.opts}  # type: ignore[attr-defined]
+COMMANDS = [
+    each
+    for c in GROUP.commands.values()
+    for each in (c, *getattr(c, "commands", {}).values())  # type: ignore[attr-defined]
+]
+COMMAND_FLAGS = {s for c in COMMANDS for p in c.params for s in p.opts}
 
 
 def code(text: str) -> str:
