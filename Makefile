@@ -31,11 +31,11 @@ $(STAMPS)/torch: $(STAMPS)/venv scripts/install_torch.py
 	$(BIN)/python scripts/install_torch.py
 	@touch $@
 
-$(STAMPS)/build-tools: $(STAMPS)/torch
+$(STAMPS)/build-tools: $(STAMPS)/venv
 	$(PIP) install "scikit-build-core>=0.10" "nanobind>=2.9" "cmake>=3.18" ninja
 	@touch $@
 
-$(STAMPS)/package: $(STAMPS)/build-tools $(SOURCES)
+$(STAMPS)/package: $(STAMPS)/torch $(STAMPS)/build-tools $(SOURCES)
 	@echo "Installing Tandem into $(VENV) (the first build takes a few minutes) ..."
 	$(PIP) install --no-build-isolation .
 	@touch $@
