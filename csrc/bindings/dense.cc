@@ -115,12 +115,14 @@ struct Ops {
   }
 
   void attention(const BatchView& batch, const DenseOps::Heads& heads, nb::handle q, nb::handle k_pages,
-                 nb::handle v_pages, nb::handle out, float scale, int64_t window) const {
+                 nb::handle v_pages, nb::handle out, float scale, int64_t window, nb::handle sinks) const {
     const TensorView in = activations(q, "q", {batch.rows(), heads.heads, heads.head_dim});
     const TensorView k = pages(in, k_pages, "k_pages", batch, heads);
     const TensorView v = optional_pages(in, v_pages, "v_pages", batch, heads);
     const TensorView y = like(in, out, "out", {batch.rows(), heads.heads * heads.head_dim}, true);
-    const DenseOps::Attention call{in.data, k.data, v.data, y.data, scale, window, in.type()};
+    TensorView s;
+    const float* floats = optional_floats(sinks, "sinks", heads.heads, &s);
+    const DenseOps::Attention call{in.data, k.data, v.data, y.data, scale, window, in.type(), floats};
     if (Recording* recording = Recording::current()) recording->keep(nb::find(&batch));
     perform(*this, [this, &batch, heads, call] { dense.attention(batch, heads, call); });
   }
@@ -282,7 +284,8 @@ void bind_dense(nb::module_& m) {
            nb::arg("sin"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("k_pages"),
            nb::arg("v_pages").none(), nb::arg("q"), nb::arg("eps"), "v_pages None: keys are values, too.")
       .def("attention", &Ops::attention, nb::arg("batch"), nb::arg("heads"), nb::arg("q"), nb::arg("k_pages"),
-           nb::arg("v_pages").none(), nb::arg("out"), nb::arg("scale"), nb::arg("window"))
+           nb::arg("v_pages").none(), nb::arg("out"), nb::arg("scale"), nb::arg("window"),
+           nb::arg("sinks") = nb::none())
       .def("route", &Ops::route, nb::arg("rule"), nb::arg("logits"), nb::arg("bias").none(), nb::arg("ids"),
            nb::arg("weights"), nb::arg("tokens") = nb::none(), nb::arg("seen") = nb::none(),
            nb::arg("chosen") = nb::none())

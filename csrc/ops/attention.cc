@@ -203,9 +203,16 @@ class AttentionCall {
     const int64_t head = h_.head_dim * size_;
     for (int64_t r = 0; r < rows_of(task); ++r) {
       const int64_t index = query_row(task, r / task.heads) + r % task.heads;
-      kernels_.narrow(&total.acc[r * padded_], 1.0f / total.states[r].sum, static_cast<char*>(a_.out) + index * head,
-                      h_.head_dim, a_.type);
+      kernels_.narrow(&total.acc[r * padded_], share_of(total.states[r], index % h_.heads),
+                      static_cast<char*>(a_.out) + index * head, h_.head_dim, a_.type);
     }
+  }
+
+  // What a row's values are multiplied with in the end.
+  float share_of(const AttentionState& state, int64_t head) const {
+    if (!a_.sinks) return 1.0f / state.sum;
+    const float sink = a_.sinks[head], highest = std::max(state.max, sink), shrink = std::exp(state.max - highest);
+    return shrink / (state.sum * shrink + std::exp(sink - highest));
   }
 
   const DenseKernels& kernels_;

@@ -58,6 +58,7 @@ struct DenseOps {
     float scale;
     int64_t window;  // 0: all keys
     DType type;
+    const float* sinks = nullptr;  // [heads]: a score of each that counts in its softmax and has no value; null: none
   };
   void attention(const BatchView& batch, const Heads& heads, const Attention& args) const;
 

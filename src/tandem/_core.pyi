@@ -192,6 +192,7 @@ class DenseOps:
         out: object,
         scale: float,
         window: int,
+        sinks: object | None = None,
     ) -> None: ...
     def route(
         self,

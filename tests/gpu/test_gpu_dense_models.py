@@ -42,9 +42,16 @@ class PlainAttention:
     def begin(self, batch: BatchLayout, captured: bool) -> None: ...
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: BatchLayout, scale: float, window: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: BatchLayout,
+        scale: float,
+        window: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return TorchOps().attention(q, k, v, batch, scale, window)
+        return TorchOps().attention(q, k, v, batch, scale, window, sinks)
 
 
 class GpuSession(Session):

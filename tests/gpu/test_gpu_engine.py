@@ -22,7 +22,7 @@ SHARES = (0.0, 0.25, 0.5, 1.0)
 @pytest.mark.parametrize("together", [True, False], ids=["batch8", "batch1"])
 @pytest.mark.parametrize("graphs", [(), (1, 8)], ids=["kernels", "graphs"])
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("variant", ["qwen3_moe-gpu", "glm4_moe"])
+@pytest.mark.parametrize("variant", ["qwen3_moe-gpu", "glm4_moe", "gpt_oss"])
 def test_placement_does_not_change_the_logits(tiny_models, variant, share, graphs, together) -> None:
     path = tiny_models[variant]
     exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
@@ -37,7 +37,7 @@ def test_placement_does_not_change_the_logits(tiny_models, variant, share, graph
 @pytest.mark.parametrize("together", [True, False], ids=["batch8", "batch1"])
 @pytest.mark.parametrize("graphs", [(), (1, 8)], ids=["kernels", "graphs"])
 @pytest.mark.parametrize("share", [0.25, 0.5])
-@pytest.mark.parametrize("variant", ["qwen3_moe-gpu", "glm4_moe"])
+@pytest.mark.parametrize("variant", ["qwen3_moe-gpu", "glm4_moe", "gpt_oss"])
 def test_experts_that_move_at_every_step_do_not_change_the_logits(
     tiny_models, variant, share, graphs, together
 ) -> None:
@@ -62,7 +62,7 @@ def test_experts_that_move_at_every_step_do_not_change_the_logits(
             assert torch.equal(slots >= 0, session.usage.on_gpu[layer])
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe-gpu", "glm4_moe"])
+@pytest.mark.parametrize("variant", ["qwen3_moe-gpu", "glm4_moe", "gpt_oss"])
 def test_rows_decode_beside_a_prompt(tiny_models, variant) -> None:
     """Three sequences with one row each, a fourth with many, in one step."""
     path = tiny_models[variant]

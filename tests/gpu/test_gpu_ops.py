@@ -116,21 +116,32 @@ SPANS = [
 ]
 
 
+@pytest.mark.parametrize("sink", [0.0, 1.0, 100.0])  # the size of a head's; 0: there are none
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 1, 64), (6, 2, 24)])
 @pytest.mark.parametrize(("spans", "single"), SPANS)
 def test_attention(
-    ops: Ops, window: int, heads: int, kv_heads: int, dim: int, spans: list[tuple[int, int]], single: int
+    ops: Ops,
+    window: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    spans: list[tuple[int, int]],
+    single: int,
+    sink: float,
 ) -> None:
     torch.manual_seed(0)
+    sinks = sink * torch.randn(heads) if sink else None
     tables, pages = random_tables(len(spans), 300)
     # Triton's interpreter multiplies the bits of bfloat16, as if they were integers
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     k, v = torch.randn(2, pages, PAGE, kv_heads, dim).to(dtype).unbind()
     batch = replace(make_batch(spans, tables), single_rows=single)
     q = torch.randn(len(batch.positions), heads, dim).to(dtype)
-    expected = TorchOps().attention(q, k, v, batch, dim**-0.5, window)
-    got = ops.attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), there(batch), dim**-0.5, window)
+    how = dim**-0.5, window
+    expected = TorchOps().attention(q, k, v, batch, *how, sinks)
+    moved = None if sinks is None else sinks.to(DEVICE)
+    got = ops.attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), there(batch), *how, moved)
     if INTERPRETED:  # at most 300 terms of size 1
         near(got, expected, 2.0**-15, 2.0**-15)
     else:

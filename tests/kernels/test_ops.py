@@ -117,6 +117,23 @@ def test_attention(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1.0, 300.0])  # so large ones take all, on one side or the other
+@pytest.mark.parametrize("window", [0, 7, 600])
+def test_sinks(ops: CpuOps, dtype: torch.dtype, window: int, size: float) -> None:
+    heads, head_dim, spans = 6, 24, [(0, 37), (690, 700), (128, 129)]
+    q, k, v, tables = attention_case(dtype, heads, 2, head_dim, 700)
+    batch, sinks = make_batch(spans, tables), size * torch.randn(heads)
+    rows = torch.cat([q[s, a:b] for s, (a, b) in enumerate(spans)])
+    how = batch, head_dim**-0.5, window
+    got, expected = (each.attention(rows, k, v, *how, sinks) for each in (ops, TorchOps()))
+    assert_near(got, expected, 700 + 4 * head_dim, size=4.0)
+    without = ops.attention(rows, k, v, *how)
+    assert not torch.equal(got, without)
+    nothing = torch.full((heads,), -1e30)  # a sink that nobody sees
+    assert_near(ops.attention(rows, k, v, *how, nothing), without, 1, size=1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_keys_that_are_values_too(ops: CpuOps, dtype: torch.dtype) -> None:
     """Latent attention's cache: one tensor is k_pages and v_pages, nothing else is stored or read."""
     torch.manual_seed(0)

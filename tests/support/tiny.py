@@ -132,6 +132,23 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         rope_parameters=settings(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0,
                                  high_freq_factor=4.0, original_max_position_embeddings=32),
     )),
+    "gpt_oss": ("gpt_oss", settings(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, num_local_experts=9, intermediate_size=44,
+        sliding_window=7, swiglu_limit=0.4,
+        rope_parameters=settings(rope_type="yarn", rope_theta=5000.0, factor=4.0, beta_fast=32.0, beta_slow=1.0,
+                                 truncate=False, original_max_position_embeddings=32),
+    )),
+    "gpt_oss-blocks": ("gpt_oss", settings(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=6, hidden_size=64,
+        intermediate_size=32, sliding_window=9, swiglu_limit=0.5,
+        rope_parameters=settings(rope_type="default", rope_theta=5000.0),
+    )),
+    "gpt_oss-plain": ("gpt_oss", settings(
+        num_attention_heads=4, num_key_value_heads=4, head_dim=24, num_local_experts=5, intermediate_size=28,
+        sliding_window=16, num_hidden_layers=4, attention_bias=False,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters=settings(rope_type="default", rope_theta=5000.0),
+    )),
     "llama": ("llama", settings(num_attention_heads=6, num_key_value_heads=2, intermediate_size=44)),
     "llama-bias": ("llama", settings(
         num_attention_heads=4, num_key_value_heads=4, head_dim=22, intermediate_size=44, attention_bias=True,
@@ -167,7 +184,7 @@ def save_tiny(variant: str, path: Path) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(COMMON | changes)))
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in name or name.endswith("bias"):  # else all ones and zeros, which tests nothing
+            if "norm" in name or name.endswith(("bias", "sinks")):  # else all ones and zeros, which tests nothing
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     model.to(torch.bfloat16).float().save_pretrained(path)  # every weight is exact in bf16, and stored as f32
     save_tokenizer(path)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from tandem.architectures import deepseek, glm4_moe, llama, mixtral, olmoe, qwen2_moe, qwen3_moe, qwen3_next
+from tandem.architectures import (
+    deepseek,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+    qwen3_next,
+)
 from tandem.architectures.family import Family, Gguf
 from tandem.errors import ConfigError
 
 _ALL = (
-    *deepseek.FAMILIES, glm4_moe.FAMILY, llama.FAMILY, mixtral.FAMILY, olmoe.FAMILY, qwen2_moe.FAMILY,
+    *deepseek.FAMILIES, glm4_moe.FAMILY, gpt_oss.FAMILY, llama.FAMILY, mixtral.FAMILY, olmoe.FAMILY, qwen2_moe.FAMILY,
     qwen3_moe.FAMILY, *qwen3_next.FAMILIES,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family in _ALL for name in family.model_types}

@@ -74,12 +74,26 @@ def _mixtral(
     }  # fmt: skip
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, object]:
+    return {
+        "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": layers, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": experts, "num_experts_per_tok": 4,
+        "intermediate_size": 2880, "sliding_window": 128, "swiglu_limit": 7.0, "attention_bias": True,
+        "vocab_size": 201088, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                         "original_max_position_embeddings": 4096},
+        "quantization_config": {"quant_method": "mxfp4"},
+    }  # fmt: skip
+
+
 CONFIGS = {
     "qwen3-30b-a3b": _qwen3(2048, 48, 32, 4, 128, 8, 768),
     "qwen3-235b-a22b": _qwen3(4096, 94, 64, 4, 128, 8, 1536),
     "qwen3-coder-480b-a35b": _qwen3(6144, 62, 96, 8, 160, 8, 2560),
     "glm-4.5-air": _glm(4096, 46, 1, 128, 1408, 10944, False, 1.0),
     "glm-4.6": _glm(5120, 92, 3, 160, 1536, 12288, True, 2.5),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "gpt-oss-20b": _gpt_oss(24, 32),
     "mixtral-8x7b": _mixtral(4096, 32, 32, 14336, 32000, 32768),
     "mixtral-8x22b": _mixtral(6144, 56, 48, 16384, 32768, 65536),
     "olmoe-1b-7b": {

@@ -27,6 +27,8 @@ def attention_backend(
         raise ConfigError(
             f"{FLAG} {asked} does not read latents; leave it out: Tandem's own kernels do, with cuDNN's for prompts"
         )
+    if asked in ("torch", "flashinfer") and any(isinstance(mixer, Gqa) and mixer.sinks for mixer in mixers):
+        raise ConfigError(f"{FLAG} {asked} has no sinks, which this model's softmax counts; take {FLAG} triton")
     if asked == "torch":
         _check_torch(config, mixers, machine.torch)
     if asked == "flashinfer":

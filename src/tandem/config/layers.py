@@ -17,10 +17,12 @@ QkNorm = Literal["none", "head", "width"]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Root mean square norm. plus_one: w is stored, and 1 + w multiplies, before anything is rounded."""
+    """Root mean square norm. plus_one: w is stored, and 1 + w multiplies, before anything is rounded. wide: so does w
+    itself."""
 
     eps: float
     plus_one: bool = False
+    wide: bool = False
 
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "swiglu_clamp", "swiglu_oai", "silu_clamp", "relu2"]
@@ -70,6 +72,7 @@ class Gqa:
     qkv_bias: bool = False
     out_bias: bool = False
     clip: float = 0.0  # q, k, v are clamped to [-clip, clip]; 0: not
+    sinks: bool = False  # a score of each head counts in the softmax and has no value
     gate: bool = (
         False  # the result times the sigmoid of a gate, which q's projection makes beside each query head
     )
@@ -200,6 +203,7 @@ class Router:
     group_score: Literal["top2", "max"] = "top2"
     epsilon: float = 0.0  # added to the sum before dividing (1e-20 in DeepSeek and GLM)
     has_bias: bool = False  # the checkpoint has a selection bias per expert
+    logits_bias: bool = False  # is added to the logits
     float32_logits: bool = False  # logits are computed in f32; else in the activations' dtype
 
 

@@ -175,12 +175,13 @@ class CpuOps:
         batch: BatchLayout,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         rows, heads, head_dim = q.shape
         shape, view = _heads(heads, k_pages.shape[2], head_dim, 0, 0), self._view_of(batch, k_pages)
         out = q.new_empty((rows, heads * head_dim))
         values = None if v_pages is k_pages else v_pages
-        self._dense.attention(view, shape, q, k_pages, values, out, scale, window)
+        self._dense.attention(view, shape, q, k_pages, values, out, scale, window, sinks)
         return out
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:

@@ -298,11 +298,13 @@ class Ops(Protocol):
         batch: BatchLayout,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention over the pages of each row's own sequence; softmax in float32. v_pages may be k_pages.
 
         q [T, H, D] -> [T, H * D]. Query head h reads kv head h // (H / G). `window` > 0: only the last
-        `window` keys, the row's own included. A row's result depends neither on the batch nor on how its
+        `window` keys, the row's own included. sinks float32 [H]: a score of each head that counts in the softmax
+        and has no value. A row's result depends neither on the batch nor on how its
         prompt was chunked.
         """
         ...

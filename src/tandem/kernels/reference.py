@@ -249,6 +249,7 @@ class TorchOps:
         batch: BatchLayout,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty_like(q)
         starts = batch.query_starts.tolist()
@@ -257,7 +258,7 @@ class TorchOps:
             pages = batch.block_tables[s, : -(-length // k_pages.shape[1])].long()
             k = k_pages[pages].flatten(0, 1)[:length]
             v = v_pages[pages].flatten(0, 1)[:length]
-            out[rows] = _attend(q[rows], k, v, batch.positions[rows], scale, window)
+            out[rows] = _attend(q[rows], k, v, batch.positions[rows], scale, window, sinks)
         return out.flatten(1)
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
@@ -328,12 +329,17 @@ def _rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int, sinks: Tensor | None
+) -> Tensor:
     """q [t, H, D] over k, v [n, G, D] -> [t, H, D]; key j is at position j."""
     share = q.shape[1] // k.shape[1]
     k, v = k.float().repeat_interleave(share, dim=1), v.float().repeat_interleave(share, dim=1)
     scores = torch.einsum("thd,nhd->htn", q.float(), k) * scale
     age = positions[:, None] - torch.arange(len(k))
     hidden = age < 0 if window == 0 else (age < 0) | (age >= window)
-    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores).view(-1, 1, 1).expand(-1, len(q), 1)), -1)
+    probabilities = scores.softmax(-1)[..., : len(k)]
     return torch.einsum("htn,nhd->thd", probabilities, v).to(q.dtype)

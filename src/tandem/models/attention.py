@@ -23,6 +23,7 @@ class Attention:
         rows = (2 * q if shape.gate else q), kv, kv
         self.qkv = b.linear(modules, rows, b.config.hidden, bias=shape.qkv_bias)
         self.out = b.linear([f"{name}.o_proj"], [b.config.hidden], q, bias=shape.out_bias)
+        self.sinks = b.float_tensor(f"{name}.sinks", shape.heads) if shape.sinks else None
         self.q_norm = self.k_norm = None
         if shape.qk_norm != "none":
             per_head = shape.qk_norm == "head"
@@ -45,7 +46,7 @@ class Attention:
             heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim,
             q_norm=norms[0], k_norm=norms[1], eps=s.norm.eps,
         )  # fmt: skip
-        seen = self.ops.attention(q, k_pages, v_pages, p.batch, s.scale, s.window)
+        seen = self.ops.attention(q, k_pages, v_pages, p.batch, s.scale, s.window, self.sinks)
         return self.out(seen if gate is None else seen * gate.sigmoid())
 
     def _without_gate(self, qkv: Tensor) -> tuple[Tensor, Tensor]:

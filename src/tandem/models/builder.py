@@ -88,7 +88,7 @@ class Builder:
         """A norm's weight as the operations take it: float32 where it multiplies before anything is rounded."""
         if norm.plus_one:
             return self.ops.resident(self._get(name, size).to(torch.float32, copy=True) + 1)
-        return self.tensor(name, size)
+        return self.float_tensor(name, size) if norm.wide else self.tensor(name, size)
 
     def lookup(self, name: str, rows: int, columns: int) -> Callable[[Tensor], Tensor]:
         """Ids [T] → rows [T, columns] of a matrix that stays in the mapped file, or where `ops` computes."""

@@ -85,7 +85,7 @@ def _router_gate(b: Builder, shape: Moe, name: str) -> Linear:
     experts, hidden = shape.router.num_experts, b.config.hidden
     if shape.router.float32_logits:
         return b.float_linear(name, experts, hidden)
-    return b.linear([name], [experts], hidden)
+    return b.linear([name], [experts], hidden, bias=shape.router.logits_bias)
 
 
 def _experts(b: Builder, index: int, shape: Moe, names: Names, fused: int) -> Experts:

@@ -116,7 +116,7 @@ def _kinds(names: Iterable[str]) -> dict[str, Roles]:
         modules.setdefault(module, set()).add(f"{role}_inv" if name.endswith("_scale_inv") else role)
     counts = {kind: Counter[Roles]() for kind in ("experts", "shared", "dense")}
     for module, roles in modules.items():
-        if roles.isdisjoint(CODES) or module.endswith(_NOT_QUANTISED) or module.endswith(".bias"):
+        if roles.isdisjoint(CODES) or module.endswith(_NOT_QUANTISED) or module.endswith("bias"):
             continue
         kind = "shared" if "shared_expert" in module else "experts" if is_expert(module) else "dense"
         counts[kind][frozenset(roles)] += 1
@@ -132,6 +132,8 @@ def _kinds_by_config(hints: QuantHints) -> dict[str, Roles]:
         "modelopt": ("weight", "scale", "multiplier"), "modelopt_fp4": ("weight", "scale", "multiplier"),
     }  # fmt: skip
     roles = frozenset(by_method.get(hints.method, ("weight", "scale_inv" if hints.blocks else "scale")))
+    if hints.method == "mxfp4":  # of experts alone
+        return {"experts": roles, "shared": frozenset(("weight",)), "dense": frozenset(("weight",))}
     return dict.fromkeys(("experts", "shared", "dense"), roles)
 
 

@@ -20,7 +20,14 @@ class TritonAttention:
         """Nothing is planned."""
 
     def __call__(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: BatchLayout, scale: float, window: int
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: BatchLayout,
+        scale: float,
+        window: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Any mixture of chunks: q [T, H, D] -> [T, H * D]. The first sequences with one row each are decoded: a tile
         of queries would walk all keys of such a row alone."""
@@ -28,7 +35,7 @@ class TritonAttention:
         single = sequences if rows == sequences else batch.single_rows
         out = q.new_empty((rows, q.shape[1] * q.shape[2]))
         if single:
-            decode(q, (k_pages, v_pages), batch, scale, window, single, out)
+            decode(q, (k_pages, v_pages), batch, (scale, window, sinks), single, out)
         if single < sequences:
-            prefill(q, (k_pages, v_pages), batch, scale, window, single, out)
+            prefill(q, (k_pages, v_pages), batch, (scale, window, sinks), single, out)
         return out

@@ -22,10 +22,18 @@ class Attention(Protocol):
         ...
 
     def __call__(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: BatchLayout, scale: float, window: int
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: BatchLayout,
+        scale: float,
+        window: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, H, D], pages [pages, page_size, G, D] -> [T, H * D]. May be captured in a CUDA graph where every
-        sequence has one row: nothing is read back, and no shape depends on what tensors hold."""
+        sequence has one row: nothing is read back, and no shape depends on what tensors hold. sinks: only of Triton's
+        kernels; `config/attention_backend.py` refuses the others."""
         ...
 
 

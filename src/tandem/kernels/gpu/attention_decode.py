@@ -24,6 +24,9 @@ STAGES = 3  # one block of keys in use, two on their way: 70 KB of shared memory
 # 35.8 us instead of 23.9.
 MANY_HEADS = 32
 LOG2_E = 1.4426950408889634  # exp2 is an instruction, exp is not
+OF_SINKS = tl.constexpr(LOG2_E)
+How = tuple[float, int, Tensor | None]
+"""Scale above 0, window, and sinks: float32 [heads]."""
 # Differ between steps: Triton would compile anew for 1 and for multiples of 16, a second or more while serving.
 VARYING = ["window", "table_width"]
 
@@ -84,8 +87,8 @@ def _decode(q, k_pages, v_pages, tables, lens, partial, stats, scale, window, ta
 
 
 @triton.jit(do_not_specialize=["window"])
-def _merge(partial, stats, lens, out, window, HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
-           BLOCK: tl.constexpr, STEP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+def _merge(partial, stats, lens, sinks, out, window, HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
+           BLOCK: tl.constexpr, STEP: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part, d = tl.arange(0, PARTS), tl.arange(0, BLOCK)
     n = tl.load(lens + row // HEADS)
@@ -96,8 +99,15 @@ def _merge(partial, stats, lens, out, window, HEADS: tl.constexpr, DIM: tl.const
     acc = tl.load(partial + at[:, None] * DIM + d[None, :], used[:, None] & (d < DIM)[None, :], other=0.0)
     m = tl.load(stats + at * 2, used, other=float("-inf"))
     total = tl.load(stats + at * 2 + 1, used, other=0.0)
-    shrink = tl.exp2(m - tl.max(m))
-    y = tl.sum(acc * shrink[:, None], 0) / tl.sum(total * shrink)
+    top = tl.max(m)
+    if SINKS:
+        sink = tl.load(sinks + row % HEADS) * OF_SINKS
+        top = tl.maximum(top, sink)
+    shrink = tl.exp2(m - top)
+    whole = tl.sum(total * shrink)
+    if SINKS:
+        whole += tl.exp2(sink - top)
+    y = tl.sum(acc * shrink[:, None], 0) / whole
     tl.store(out + row * DIM + d, y.to(out.dtype.element_ty), d < DIM)
 
 
@@ -110,12 +120,12 @@ def decode(
     q: Tensor,
     pages: tuple[Tensor, Tensor],
     batch: BatchLayout,
-    scale: float,
-    window: int,
+    how: How,
     rows: int,
     out: Tensor,
 ) -> None:
-    """One new token of each of the first `rows` sequences. scale > 0."""
+    """One new token of each of the first `rows` sequences."""
+    scale, window, sinks = how
     heads, dim = q.shape[1:]
     _, page, kv_heads, _ = pages[0].shape
     block = max(16, triton.next_power_of_2(dim))
@@ -130,4 +140,7 @@ def decode(
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32", **shared,
         num_warps=4, num_stages=STAGES if few else STAGES - 1,
     )  # fmt: skip
-    _merge[(rows * heads,)](partial, stats, batch.seq_lens, out, window, BLOCK=block, **shared, num_warps=2)
+    _merge[(rows * heads,)](
+        partial, stats, batch.seq_lens, stats if sinks is None else sinks, out, window, BLOCK=block,
+        SINKS=sinks is not None, **shared, num_warps=2,
+    )  # fmt: skip

@@ -60,9 +60,17 @@ class FlashInferAttention:
         )  # fmt: skip
 
     def __call__(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: BatchLayout, scale: float, window: int
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: BatchLayout,
+        scale: float,
+        window: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """As `begin` has planned it. Raises KernelError for another scale or window than the model's."""
+        assert sinks is None
         if (scale, window) != (self._shape.scale, self._shape.window):
             raise KernelError(
                 f"FlashInfer has planned scale and window of {self._shape}, not {scale}, {window}"

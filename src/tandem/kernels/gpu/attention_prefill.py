@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.batch_layout import BatchLayout
-from tandem.kernels.gpu.attention_decode import LOG2_E
+from tandem.kernels.gpu.attention_decode import LOG2_E, OF_SINKS, How
 from tandem.kernels.gpu.shared_memory import shared_bytes
 
 STEP = 64  # keys per turn of the loop
@@ -97,10 +97,10 @@ def _walk(x, k_pages, v_pages, table, position, begin, end, last, m, total, acc,
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _prefill(q, k_pages, v_pages, tables, starts, positions, out, scale, window, table_width, first, sequences,
+def _prefill(q, k_pages, v_pages, tables, starts, positions, sinks, out, scale, window, table_width, first, sequences,
              HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
              QUERIES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-             AT_ONCE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+             AT_ONCE: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     block = (
         tl.num_programs(0) - 1 - tl.program_id(0)
     )  # the longest first: the short ones fill the gaps at the end
@@ -129,6 +129,12 @@ def _prefill(q, k_pages, v_pages, tables, starts, positions, out, scale, window,
                           KV_HEADS, DIM, PAGE, BLOCK, STEP, False, PRECISION)  # fmt: skip
     m, total, acc = _walk(x, k_pages, v_pages, table, position, seen, end, end, m, total, acc, scale, window, g,
                           KV_HEADS, DIM, PAGE, BLOCK, STEP, True, PRECISION)  # fmt: skip
+    if SINKS:
+        sink = tl.load(sinks + g * SHARE + r % GROUP, r % GROUP < SHARE, other=0.0) * OF_SINKS
+        top = tl.maximum(m, sink)
+        shrink = tl.exp2(m - top)
+        total = total * shrink + tl.exp2(sink - top)
+        acc *= shrink[:, None]
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), real)
 
 
@@ -141,12 +147,12 @@ def prefill(
     q: Tensor,
     pages: tuple[Tensor, Tensor],
     batch: BatchLayout,
-    scale: float,
-    window: int,
+    how: How,
     first: int,
     out: Tensor,
 ) -> None:
-    """All sequences from `first` on; those before have one row each. scale > 0."""
+    """All sequences from `first` on; those before have one row each."""
+    scale, window, sinks = how
     heads, dim = q.shape[1:]
     _, page, kv_heads, _ = pages[0].shape
     rows, sequences = q.shape[0] - first, batch.seq_lens.shape[0]
@@ -154,8 +160,9 @@ def prefill(
     tile = tile_of(q.device, block)
     queries = max(1, tile.rows // group)
     _prefill[(rows // queries + sequences - first, kv_heads)](
-        q, *pages, batch.block_tables, batch.query_starts, batch.positions, out, scale * LOG2_E, window,
-        batch.block_tables.shape[1], first, sequences, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page,
-        QUERIES=queries, GROUP=group, BLOCK=block, STEP=STEP, AT_ONCE=SEQUENCES,
-        PRECISION="ieee" if q.dtype is torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+        q, *pages, batch.block_tables, batch.query_starts, batch.positions, q if sinks is None else sinks, out,
+        scale * LOG2_E, window, batch.block_tables.shape[1], first, sequences,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, QUERIES=queries, GROUP=group, BLOCK=block, STEP=STEP,
+        AT_ONCE=SEQUENCES, SINKS=sinks is not None, PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

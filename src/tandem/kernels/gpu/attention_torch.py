@@ -32,8 +32,16 @@ class TorchAttention:
         """Nothing is planned."""
 
     def __call__(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: BatchLayout, scale: float, window: int
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: BatchLayout,
+        scale: float,
+        window: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        assert sinks is None
         rows, sequences = q.shape[0], batch.seq_lens.shape[0]
         single = sequences if rows == sequences else batch.single_rows
         pages = k_pages, v_pages

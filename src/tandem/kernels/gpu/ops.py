@@ -151,8 +151,9 @@ class GpuOps:
         batch: BatchLayout,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return self._attention(q, k_pages, v_pages, batch, scale, window)
+        return self._attention(q, k_pages, v_pages, batch, scale, window, sinks)
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
         raise KernelError("gated delta nets have no GPU kernels")

@@ -1,0 +1,119 @@
+"""gpt-oss as it lies on the hub: experts in MXFP4 blocks, transposed numbers, biases; and through the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from sessions import Session, ours, reference, worst
+from tandem import LLM, SamplingParams, _core
+from tandem.checkpoint import open_checkpoint
+from tandem.config import ModelConfig
+from tandem.errors import ConfigError
+from tandem.formats.codes import WeightCodes
+from tandem.formats.cut import numbers
+from tandem.formats.reference import stored
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.reference import TorchOps
+from tiny import file_tensors
+
+OPS = ["torch", *_core.supported_tiers()]
+
+
+def ops_of(name: str) -> CpuOps | TorchOps:
+    return TorchOps() if name == "torch" else CpuOps(_core.WorkerPool([-1, -1]), name)
+
+
+def as_blocks(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """[E, K, N] as Transformers holds it -> the file's blocks [E, N, K / 32, 16], scales, and what they stand for."""
+    codes = [stored(each.T.contiguous(), "mxfp4") for each in weight]
+    assert all(isinstance(each, WeightCodes) for each in codes)
+    blocks = torch.stack([each.codes.view(each.rows, -1, 16) for each in codes])
+    scales = torch.stack([each.scales.view(torch.uint8) for each in codes])
+    held = torch.stack([numbers(each).T for each in codes])
+    return {"_blocks": blocks, "_scales": scales}, held.contiguous()
+
+
+def saved(path: Path, tensors: dict[str, Tensor], source: Path, **changes: object) -> Path:
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    for file in source.glob("*.json"):
+        (path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((source / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def both(tiny_models, tmp_path_factory) -> tuple[Path, Path]:
+    """(the hub's own format, the numbers that it stands for)."""
+    source, target = tiny_models["gpt_oss-blocks"], tmp_path_factory.mktemp("gpt_oss")
+    packed: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in file_tensors(source).items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            made, plain[name] = as_blocks(tensor)
+            packed |= {name + ending: part for ending, part in made.items()}
+        else:
+            packed[name] = plain[name] = tensor
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    return (
+        saved(target / "blocks", packed, source, quantization_config=quantised),
+        saved(target / "plain", plain, source),
+    )
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_blocks_are_computed_as_they_are_stored(both: tuple[Path, Path], name: str) -> None:
+    """Of CPU kernels that round activations to bfloat16 the tolerance is that of such a rounding, 2^-8, at each of the
+    6 products of 3 layers, which add up as independent ones do."""
+    blocks, plain = both
+    got = ours(Session(blocks, ops=ops_of(name), expert_format="stored"))
+    assert worst(got, reference(plain)) < (1e-4 if name == "torch" else 6**0.5 * 2.0**-8)
+
+
+def test_the_plan_keeps_the_blocks(both: tuple[Path, Path]) -> None:
+    formats = open_checkpoint(both[0]).formats()
+    assert formats.experts.name == "mxfp4" and not formats.experts.not_on_gpu
+    assert open_checkpoint(both[1]).formats().experts.name == "f32"
+
+
+def generated(path: Path, calls: list[list[list[int]]], **flags: object) -> tuple[list[list[int]], int, int]:
+    """Greedy answers of calls of prompts, one call after the other; tokens that were found, and preemptions."""
+    llm = LLM(str(path), dtype="float32", kt_cpuinfer=2, page_size=4, **flags)
+    greedy = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    answers = [each.token_ids for call in calls for each in llm.generate(call, greedy, progress=False)]
+    stats = llm.engine.stats()
+    return answers, stats.cached_tokens, stats.preemptions
+
+
+def test_found_prefixes_and_preempted_sequences_answer_alike(tiny_models) -> None:
+    """Windows of 7 tokens in pages of 4; the second call begins with what the first one left."""
+    g = torch.Generator().manual_seed(3)
+    path, prompts = tiny_models["gpt_oss"], torch.randint(256, (3, 30), generator=g).tolist()
+    longer = [[*prompt[:26], 7, 8, 9] for prompt in prompts]
+    calls = [prompts, longer]
+    plain, none, _ = generated(path, calls, disable_radix_cache=True, max_total_tokens=400)
+    cached, found, _ = generated(path, calls, max_total_tokens=400)
+    tight, _, preempted = generated(path, calls, max_total_tokens=72, context_length=64, chunked_prefill_size=8)
+    assert none == 0 and found >= 3 * 24 and preempted > 0
+    assert cached == plain and tight == plain
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        for prompt, answer in zip([*prompts, *longer], plain, strict=True):
+            scores = model(torch.tensor([prompt + answer])).logits[0]
+            assert scores[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+
+def test_unknown_layer_types_are_refused(tiny_models) -> None:
+    config = json.loads((tiny_models["gpt_oss"] / "config.json").read_text())
+    with pytest.raises(ConfigError, match="layer type 'chunked_attention' is not supported"):
+        ModelConfig.from_dict(config | {"layer_types": ["chunked_attention"] * 3})
+    with pytest.raises(ConfigError, match="limit of a swiglu_oai activation is 0.0"):
+        ModelConfig.from_dict(config | {"swiglu_limit": 0.0})
