@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from server_harness import LocalServer
-from server_requests import CHAT, error_of, run, user
+from server_requests import CHAT, error_of, events, run, user
 from tandem.server.limits import MAX_BODY_BYTES
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -175,10 +175,15 @@ def test_refusals_use_the_dialect_s_names(path, body, param, code):
 
 WOULD_CHANGE_THE_ANSWER = {
     CHAT: {
-        "function_call": {"name": "f"}, "guided_json": {}, "bad_words": ["x"],
+        "function_call": {"name": "f"}, "guided_json": {}, "bad_words": ["x"], "do_sample": False, "best_of": 2,
+        "input_ids": [1], "prompt_logprobs": 0, "return_token_ids": True, "grammar": "root ::= x", "mirostat": 2,
+        "n_predict": 3, "options": {"seed": 1}, "add_special_tokens": True,
         "echo": True, "lora_path": "x", "chat_template": "x", "modalities": ["audio"],
     },
-    "/v1/completions": {"guided_regex": "a", "use_beam_search": True, "suffix": "x"},
+    "/v1/completions": {
+        "guided_regex": "a", "use_beam_search": True, "suffix": "x", "chat_template_kwargs": {"x": 1},
+        "top_logprobs": 2, "max_completion_tokens": 5, "max_new_tokens": 5, "reasoning_effort": "high",
+    },
     "/generate": {"lora_path": "x", "session_params": {"id": "x"}, "input_embeds": [[0.5]], "stop_regex": "x"},
 }  # fmt: skip
 
@@ -198,7 +203,8 @@ def test_fields_that_would_change_the_answer_are_refused(path):
 
 def test_the_same_fields_with_values_that_change_nothing_are_taken():
     async def scenario(server: LocalServer):
-        neutral = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "regex": None}
+        neutral = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "regex": None,
+                   "do_sample": True, "best_of": 1, "mirostat": 0, "repeat_penalty": 1.0}  # fmt: skip
         response = await server.post(CHAT, messages=user("x"), **neutral, echo=False, lora_path="")
         assert response.status_code == 200
 
@@ -224,8 +230,49 @@ def test_sampling_params_must_be_spelt_right():
         harmless = {"spaces_between_special_tokens": True, "regex": None}
         response = await server.post("/generate", text="x", sampling_params=harmless)
         assert response.status_code == 200
-        names = "sampling_params.regex, sampling_params.spaces_between_special_tokens"
+        names = "sampling_params.spaces_between_special_tokens"  # null asks for nothing
         assert response.headers["x-tandem-ignored"] == names
+
+    run(scenario)
+
+
+def test_unknown_fields_of_objects_in_a_body_are_named():
+    async def scenario(server: LocalServer):
+        message = {"role": "user", "content": [{"type": "text", "text": "x", "mood": "good"}], "audio": None}
+        tool = {"type": "function", "function": {"name": "f", "emoji": "x"}}
+        answer = {"role": "assistant", "content": "y", "annotations": [], "weight": 0}
+        response = await server.post(CHAT, messages=[message, answer, *user("z")], tools=[tool], nothing=1)
+        assert response.status_code == 200
+        named = set(response.headers["x-tandem-ignored"].split(", "))
+        assert named == {
+            "nothing", "messages[].content[].mood", "messages[].weight", "tools[].function.emoji",
+        }  # fmt: skip
+        message["audio"] = {"id": "x"}
+        error = error_of(await server.post(CHAT, messages=[message]), 400)
+        assert (error["param"], error["code"]) == ("messages[].audio", "not_available")
+
+    run(scenario)
+
+
+def test_an_answer_that_the_client_began():
+    async def scenario(server: LocalServer):
+        begun = {"role": "assistant", "content": "One, tw", "prefix": True}
+        response = await server.post(CHAT, messages=[*user("Count."), begun])
+        assert response.json()["choices"][0]["message"]["content"] == "One, tw"
+        error = error_of(await server.post(CHAT, messages=[begun, *user("Count.")]), 400)
+        assert error["param"] == "messages[0].prefix"
+
+    run(scenario)
+
+
+def test_names_and_usage_that_clients_ask_for():
+    async def scenario(server: LocalServer):
+        for path, body in ((CHAT, {"messages": user("abc")}), ("/v1/completions", {"prompt": "abc"})):
+            assert (await server.post(path, **body, rid="mine")).json()["id"] == "mine"
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            response = await server.post(path, **body, stream=True, stream_options=options)
+            counts = [event["usage"]["completion_tokens"] for event in events(response.text)]
+            assert counts == sorted(counts) and {1, 2, 3} <= set(counts)
 
     run(scenario)
 

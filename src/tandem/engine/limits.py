@@ -68,23 +68,29 @@ def token_limit(context_length: int, cache_tokens: int) -> TokenLimit:
     return TokenLimit(context_length, "context_length")
 
 
+def _most(limit: TokenLimit) -> str:
+    """In words that clients look for: some then ask another model, or drop old messages."""
+    return f"this model's maximum context length is {limit.tokens} tokens ({limit.name})"
+
+
 def too_long(prompt_tokens: str, limit: TokenLimit, param: str = "prompt") -> RequestError:
     """prompt_tokens: the number, or "at least" so many."""
-    said = f"the prompt has {prompt_tokens} tokens; with one token of answer at most {limit.tokens} fit ({limit.name})"
+    said = f"{_most(limit)}; the prompt has {prompt_tokens}, and an answer needs one more"
     return RequestError(said, param, TOO_LONG)
 
 
 def answer_limit(request: GenerateRequest, context_length: int, cache_tokens: int) -> int:
     """Longest prompt + answer of this request, in tokens. Raises RequestError when it can never fit."""
     prompt, asked = len(request.prompt_ids), request.sampling.max_tokens
-    limit, name = most = token_limit(context_length, cache_tokens)
+    most = token_limit(context_length, cache_tokens)
+    limit = most.tokens
     if prompt == 0:
         raise RequestError("the prompt is empty; send at least one token", "prompt")
     if prompt >= limit:
         raise too_long(str(prompt), most)
     if asked is not None and prompt + asked > limit:
         raise RequestError(
-            f"prompt ({prompt} tokens) and max_tokens ({asked}) exceed {limit} ({name}); "
+            f"{_most(most)}; prompt ({prompt} tokens) and max_tokens ({asked}) exceed it: "
             f"ask for at most {limit - prompt}",
             "max_tokens",
             TOO_LONG,

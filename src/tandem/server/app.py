@@ -11,7 +11,10 @@ from starlette.responses import PlainTextResponse
 
 import tandem
 from tandem.server import errors, openai_chat, openai_completions, sglang_control, sglang_generate
-from tandem.server.body import body_schema
+from tandem.server.anthropic import routes as anthropic_routes
+from tandem.server.anthropic import schema as anthropic_schema
+from tandem.server.anthropic import writer as anthropic_writer
+from tandem.server.body import answers, body_schema, given
 from tandem.server.chat.openai.schema import ChatCompletion, ChatRequest
 from tandem.server.errors import ErrorBody
 from tandem.server.guard import gate
@@ -28,6 +31,8 @@ from tandem.server.state import ServerState
 _SCHEMA_TYPES = [
     ChatRequest, CompletionRequest, SglangRequest, AbortBody,
     ChatCompletion, Completion, SglangAnswer, ModelList, ErrorBody,
+    anthropic_schema.MessagesRequest, anthropic_schema.CountRequest, anthropic_schema.Message,
+    anthropic_schema.TokenCountBody, anthropic_schema.AnthropicError,
 ]  # fmt: skip
 _REFUSALS = {
     400: "The request is wrong; the message says where", 401: "Key missing or wrong",
@@ -35,42 +40,47 @@ _REFUSALS = {
     413: "Body too large", 414: "URL too long", 429: "Too many requests are waiting", 431: "Headers too large",
     503: "The engine is not ready", 504: "Longer than --request-timeout",
 }  # fmt: skip
+_NOT_NULL = {"not": {"type": "null"}}
+_SGLANG_BODY = body_schema(SglangRequest, oneOf=[given("text", **_NOT_NULL), given("input_ids", **_NOT_NULL)])
+_ERROR_FORMS = {"/v1/messages": anthropic_writer.error_body}
+_ERROR_SCHEMAS = {"/v1/messages": "AnthropicError"}
 
 
 def create_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="Tandem", version=tandem.__version__, redoc_url=None)
     app.state.bodies = UnfinishedBodies()
-    errors.install(app)
+    errors.install(app, _ERROR_FORMS)
     _add_openai_routes(app, state)
     _add_own_routes(app, state)
     app.include_router(sglang_control.routes(state))
+    app.include_router(anthropic_routes.routes(state))
     gate.install(app, state)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
 
 def _add_openai_routes(app: FastAPI, state: ServerState) -> None:
-    @app.get("/v1/models", openapi_extra=_answers(ModelList))
+    @app.get("/v1/models", openapi_extra=answers(ModelList))
     async def models() -> Response:
         return _json(ModelList([_card(state)]))
 
-    @app.get("/v1/models/{model_id:path}", openapi_extra=_answers(ModelCard))
+    @app.get("/v1/models/{model_id:path}", openapi_extra=answers(ModelCard))
     async def model(model_id: str) -> Response:
         state.check_model(model_id)
         return _json(_card(state))
 
-    @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest) | _answers(ChatCompletion))
+    @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest) | answers(ChatCompletion))
     async def chat_completions(http: Request) -> Response:
         return await openai_chat.chat(state, http)
 
-    @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest) | _answers(Completion))
+    @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest) | answers(Completion))
     async def completions(http: Request) -> Response:
         return await openai_completions.complete(state, http)
 
 
 def _add_own_routes(app: FastAPI, state: ServerState) -> None:
     @app.post(
-        "/generate", openapi_extra=body_schema(SglangRequest) | _answers(SglangAnswer | list[SglangAnswer])
+        "/generate", openapi_extra=_SGLANG_BODY | answers(SglangAnswer | list[SglangAnswer])
     )
     async def generate(http: Request) -> Response:
         return await sglang_generate.generate(state, http)
@@ -94,13 +104,6 @@ def _json(content: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 
-def _answers(kind: Any) -> dict[str, Any]:
-    """OpenAPI fragment: what a route answers. A streamed answer is text/event-stream."""
-    (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
-    body: dict[str, Any] = {"application/json": {"schema": schema}}
-    return {"responses": {"200": {"description": "OK", "content": body | {"text/event-stream": {}}}}}
-
-
 def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
@@ -114,9 +117,10 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 def _document_refusals(schema: dict[str, Any]) -> None:
-    """Every route can refuse, and always in the same shape; FastAPI's own 422 never happens."""
-    body = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
-    for methods in schema["paths"].values():
+    """Every route can refuse, and always in its dialect's shape; FastAPI's own 422 never happens."""
+    for path, methods in schema["paths"].items():
+        name = next((n for prefix, n in _ERROR_SCHEMAS.items() if path.startswith(prefix)), "ErrorBody")
+        body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
         for operation in methods.values():
             responses = operation["responses"]
             responses.pop("422", None)

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from tandem.server.errors import ApiError, ClientGone
 from tandem.server.guard.bodies import UnfinishedBodies
+from tandem.server.guard.shape import Shape, shape_of
 from tandem.server.limits import DISCARD_BYTES, DISCARD_SECONDS, MAX_BODY_BYTES, MAX_JSON_VALUES
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -20,6 +21,7 @@ D = TypeVar("D")
 
 Fields = dict[str, msgspec.Raw]
 _FIELDS = msgspec.json.Decoder(Fields)
+_ANYTHING = msgspec.json.Decoder(Any)
 
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>key in )?`\$(?P<path>.*)`)?$", re.DOTALL)
 
@@ -81,15 +83,32 @@ def _check_values(body: bytes) -> None:
         raise ApiError(400, message, code="too_many_values")
 
 
-def decode_fields(fields: Fields, kind: type[T]) -> T:
-    """Those that `kind` has, checked. The others are not looked into. Raises ApiError 400 naming the field."""
+def decode_fields(fields: Fields, kind: type[T]) -> tuple[T, dict[str, Any]]:
+    """Those that `kind` has, checked, and what it does not have at any depth: a name such as "messages[].prefix" with
+    a value that says something. Of the body itself the values are still as they were sent, whatever they say.
+    Raises ApiError 400 naming the field."""
     values: dict[str, Any] = {}
-    for known in _decoders(kind):
-        if known.sent_as in fields:
-            values[known.name] = _decode(fields[known.sent_as], known.decoder, known.sent_as)
-        elif known.required:
-            raise _complaint(f"Object missing required field `{known.sent_as}`", "")
-    return kind(**values)
+    known = _known_fields(kind)
+    unknown: dict[str, Any] = {name: raw for name, raw in fields.items() if name not in known}
+    for sent_as, field in known.items():
+        if sent_as in fields:
+            values[field.name] = _decode_field(fields[sent_as], field, sent_as, unknown)
+        elif field.required:
+            raise _complaint(f"Object missing required field `{sent_as}`", "")
+    return kind(**values), unknown
+
+
+def _decode_field(raw: msgspec.Raw, field: _Known, sent_as: str, unknown: dict[str, Any]) -> Any:
+    """Objects are decoded once, to look at what they have, and then made what they should be."""
+    if not field.shape.has_fields:
+        return _decode(raw, field.decoder, sent_as)
+    value = _decode(raw, _ANYTHING, sent_as)
+    try:
+        checked = msgspec.convert(value, field.kind)
+    except msgspec.ValidationError as error:
+        raise _complaint(str(error), sent_as) from error
+    field.shape.find_unknown(value, sent_as, unknown)
+    return checked
 
 
 def decode(body: bytes | msgspec.Raw, kind: type[D], where: str = "") -> D:
@@ -112,20 +131,24 @@ def _decode(body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[D], where: 
 
 
 class _Known(NamedTuple):
-    """A field of a struct."""
+    """A field of a struct. Without objects in it, `decoder` decodes it."""
 
     name: str
-    sent_as: str
     required: bool
+    kind: Any
     decoder: msgspec.json.Decoder[Any]
+    shape: Shape
 
 
 @cache
-def _decoders(kind: type[msgspec.Struct]) -> list[_Known]:
-    return [
-        _Known(field.name, field.encode_name, field.required, msgspec.json.Decoder(field.type))
+def _known_fields(kind: type[msgspec.Struct]) -> dict[str, _Known]:
+    """By the names under which they are sent."""
+    return {
+        field.encode_name: _Known(
+            field.name, field.required, field.type, msgspec.json.Decoder(field.type), shape_of(field.type)
+        )
         for field in msgspec.structs.fields(kind)
-    ]
+    }
 
 
 def _complaint(text: str, where: str) -> ApiError:
@@ -137,7 +160,22 @@ def _complaint(text: str, where: str) -> ApiError:
     return ApiError(400, f"{param or 'the body'}: {what}", param=param, code="invalid_type")
 
 
-def body_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The OpenAPI fragment that documents a JSON body of this type, definitions inlined by reference."""
+def body_schema(kind: type[msgspec.Struct], **also: Any) -> dict[str, Any]:
+    """The OpenAPI fragment that documents a JSON body of this type, definitions inlined by reference. also: what else
+    its JSON schema says."""
     (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+    if also:
+        schema = {"allOf": [schema, also]}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def given(name: str, **schema: Any) -> dict[str, Any]:
+    """A JSON schema: the field is there and fits `schema`."""
+    return {"required": [name], "properties": {name: schema}}
+
+
+def answers(kind: Any) -> dict[str, Any]:
+    """OpenAPI fragment: what a route answers. A streamed answer is text/event-stream."""
+    (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+    body: dict[str, Any] = {"application/json": {"schema": schema}}
+    return {"responses": {"200": {"description": "OK", "content": body | {"text/event-stream": {}}}}}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from tandem.errors import EngineError, RequestError, TandemError
 from tandem.server.limits import RETRY_AFTER_SECONDS
@@ -56,6 +57,9 @@ class ErrorBody(msgspec.Struct, frozen=True):
     """What every refused request gets."""
 
     error: ErrorDetail
+
+
+Form = Callable[[ApiError], bytes]
 
 
 def unavailable(message: str) -> ApiError:
@@ -108,9 +112,16 @@ def body_of(error: ApiError) -> bytes:
     return msgspec.json.encode(ErrorBody(detail))
 
 
-def error_response(error: Exception) -> Response:
+def error_response(error: Exception, scope: Scope | None = None) -> Response:
+    """scope: of the request; its route's dialect has its own form of errors."""
     api = as_api_error(error)
-    return Response(body_of(api), api.status, api.headers, media_type="application/json")
+    body = _form(scope)(api) if scope else body_of(api)
+    return Response(body, api.status, api.headers, media_type="application/json")
+
+
+def _form(scope: Scope) -> Form:
+    forms: Mapping[str, Form] = scope["app"].state.error_forms if "app" in scope else {}
+    return next((form for prefix, form in forms.items() if scope["path"].startswith(prefix)), body_of)
 
 
 def _from_http(error: HTTPException) -> ApiError:
@@ -123,10 +134,12 @@ def _from_http(error: HTTPException) -> ApiError:
 
 
 async def _handle(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, forms: Mapping[str, Form] | None = None) -> None:
+    """forms: bodies of errors by what a path begins with, where it is not OpenAI's."""
+    app.state.error_forms = forms or {}
     kinds: list[Any] = [TandemError, HTTPException, Exception]
     for kind in kinds:
         app.add_exception_handler(kind, _handle)

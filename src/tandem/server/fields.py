@@ -5,60 +5,88 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Response
 
 from tandem.errors import RequestError
-from tandem.server.body import Fields, decode
+from tandem.server.body import Fields, decode, decode_fields
 from tandem.server.errors import not_available
+from tandem.server.guard.shape import says_nothing
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 IGNORED_HEADER = "x-tandem-ignored"
-_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
 _MAX_NAMES = 16
 
-# Fields of OpenAI, SGLang and vLLM that would change the answer, each with the values that would not. Nor do null,
-# false and what is empty: clients send those for what they do not use.
+_KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+# Fields of OpenAI, SGLang, vLLM, llama.cpp and others that would change the answer where a route does not have them,
+# each with the values that would not. Nor do null, false and what is empty: clients send those for what they do not
+# use.
 _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     # tools
-    "functions": (), "function_call": ("none", "auto"),
+    "functions": (), "function_call": ("none", "auto"), "tools": (), "tool_choice": ("none", "auto"),
+    "mcp_servers": (), "container": (), "context_management": ({"edits": []}, _KEEP_ALL), "web_search_options": (),
     # what the answer must look like
     "response_format": ({"type": "text"},), "regex": (), "ebnf": (), "json_schema": (), "structural_tag": (),
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
+    "grammar": (), "format": (), "output_format": (),
     # which tokens are chosen, and when to stop
     "stop_regex": (), "bad_words": (), "allowed_token_ids": (), "use_beam_search": (), "custom_logit_processor": (),
-    "logits_processors": (), "include_stop_str_in_output": (),
+    "logits_processors": (), "include_stop_str_in_output": (), "best_of": (1,), "do_sample": (True,),
+    "num_beams": (1,), "top_a": (0,), "tfs": (1,), "tfs_z": (1,), "mirostat": (0,), "mirostat_mode": (0,),
+    "top_n_sigma": (-1, 0), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "dynatemp_range": (0,), "samplers": (),
+    "smoothing_factor": (0,), "repeat_penalty": (1,), "no_repeat_ngram_size": (0,), "length_penalty": (1,),
+    # how long the answer may be, by other names
+    "max_completion_tokens": (), "max_output_tokens": (), "max_new_tokens": (), "min_new_tokens": (0,),
+    "n_predict": (), "num_predict": (), "max_length": (), "options": ({},),
+    # how much to reason
+    "reasoning_effort": ("none",), "thinking_token_budget": (), "thinking_budget": (),
+    "thinking": ({"type": "disabled"},),
+    "enable_thinking": (), "reasoning": (), "think": (), "separate_reasoning": (), "include_reasoning": (),
     # another prompt, other weights, another kind of answer
-    "suffix": (), "echo": (), "chat_template": (), "documents": (),
+    "suffix": (), "echo": (), "chat_template": (), "documents": (), "chat_template_kwargs": ({},),
+    "add_special_tokens": (), "input_ids": (), "prompt_token_ids": (), "prompt_embeds": (),
     "truncate_prompt_tokens": (-1,), "input_embeds": (), "image_data": (), "video_data": (), "audio_data": (),
     "modalities": (["text"],), "audio": (), "lora_path": (), "lora_request": (), "session_params": (),
-    "return_hidden_states": (), "prompt_logprobs": (),
+    "return_hidden_states": (), "prompt_logprobs": (), "top_logprobs": (), "logprob_token_ids": (),
+    "return_token_ids": (), "return_tokens_as_token_ids": (), "return_routed_experts": (),
+    # of objects in a body
+    "messages[].audio": (), "messages[].function_call": (), "messages[].prompt_token_ids": (),
+    "stream_options.chunk_size": (),
 }  # fmt: skip
-_EMPTY: tuple[Any, ...] = (None, False, "", [])
+_FALSE_COUNTS = {"do_sample"}
 # Of `sampling_params`: they change nothing here.
 _HARMLESS = {"spaces_between_special_tokens", "stream_interval", "custom_params"}
-_NULL = msgspec.Raw(b"null")
-_SAMPLING: Any = Fields | list[Fields] | None
+_SAMPLING = re.compile(r"sampling_params(\[\])?\.")
 
 
-def unknown_fields(fields: Fields, kind: type[msgspec.Struct]) -> list[str]:
-    """Names in a body that `kind` does not have. Raises ApiError 400 when one of them asks for what is not
-    available."""
-    return _unknown(fields, _known(kind), "")
+def read_fields_as(fields: Fields, kind: type[T]) -> tuple[T, list[str]]:
+    """A checked body, and the names of what is ignored in it. Raises ApiError 400 for what is wrong, and for what is
+    not available."""
+    body, unknown = decode_fields(fields, kind)
+    for path, given in unknown.items():
+        name = _SAMPLING.sub("", path)
+        if name in _UNAVAILABLE:
+            value = decode(given, Any, path) if isinstance(given, msgspec.Raw) else given
+            if not _changes_nothing(name, value):
+                raise not_available(path)
+    return body, list(unknown)
 
 
-def unknown_sampling(fields: Fields, kind: type[msgspec.Struct]) -> list[str]:
-    """The same of SGLang's `sampling_params`, one or a list, decoded as `kind`. As in SGLang a name that is none is
-    refused (RequestError): mostly it is misspelt."""
-    params = decode(fields.get("sampling_params", _NULL), _SAMPLING, "sampling_params")
-    each = params if isinstance(params, list) else [params or {}]
-    known = _known(kind)
-    names = {name for one in each for name in _unknown(one, known, "sampling_params.")}
-    for name in sorted(names):
-        _refuse_misspelt(name.removeprefix("sampling_params."), known)
-    return sorted(names)
+def refuse_misspelt(ignored: Iterable[str], kind: type[msgspec.Struct]) -> None:
+    """As in SGLang a name in `sampling_params` that is none is refused: mostly it is misspelt. Raises RequestError."""
+    known = sorted(f.encode_name for f in msgspec.structs.fields(kind))
+    for path in ignored:
+        name = _SAMPLING.sub("", path)
+        if name == path or name in _UNAVAILABLE or name in _HARMLESS:
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+        text = f"sampling_params has no {name[:64]!r}; the nearest name is {near!r}"
+        raise RequestError(text, f"sampling_params.{name[:64]}")
 
 
 def name_ignored(response: Response, ignored: list[str]) -> Response:
@@ -69,26 +97,9 @@ def name_ignored(response: Response, ignored: list[str]) -> Response:
     return response
 
 
-def _known(kind: type[msgspec.Struct]) -> set[str]:
-    return {f.encode_name for f in msgspec.structs.fields(kind)}
-
-
-def _unknown(given: Mapping[str, msgspec.Raw], known: set[str], prefix: str) -> list[str]:
-    names = [name for name in given if name not in known]
-    for name in names:
-        if name in _UNAVAILABLE and not _changes_nothing(name, decode(given[name], Any, prefix + name)):
-            raise not_available(prefix + name)
-    return [prefix + name for name in names]
-
-
 def _changes_nothing(name: str, value: Any) -> bool:
-    return value in (*_EMPTY, *_UNAVAILABLE[name])
-
-
-def _refuse_misspelt(name: str, known: set[str]) -> None:
-    if name in _UNAVAILABLE or name in _HARMLESS:
-        return
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
-    raise RequestError(
-        f"sampling_params has no {name[:64]!r}; the nearest name is {near!r}", f"sampling_params.{name[:64]}"
-    )
+    if value is None or any(type(value) is not bool and value == harmless for harmless in _UNAVAILABLE[name]):
+        return True
+    if type(value) is bool and name in _FALSE_COUNTS:
+        return value in _UNAVAILABLE[name]
+    return says_nothing(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fastapi import Request
 from starlette.responses import StreamingResponse
@@ -12,12 +13,15 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.engine.protocol import GenerateRequest, TokenLogprob, TokenOutput
 from tandem.errors import TandemError
-from tandem.server.errors import as_api_error, body_of
+from tandem.server.errors import ApiError, as_api_error, body_of
 from tandem.server.guard.connection import Deadline
 from tandem.server.openai_schema import PromptTokensDetails, Usage
 from tandem.server.state import ServerState
 
 DONE = b"data: [DONE]\n\n"
+EVENTS = "text/event-stream"
+
+Failed = Callable[[ApiError], bytes]
 
 
 @dataclass(slots=True)
@@ -113,24 +117,37 @@ class Generation:
     async def collect(self) -> list[list[Answer]]:
         """All answers, complete: `[prompt][index]`. Closes."""
         answers = [[Answer() for _ in range(r.sampling.n)] for r in self.requests]
-        try:
-            while outputs := await self.next():
-                for output in outputs:
-                    answers[self.position(output)][output.index].add(output)
-        finally:
-            self.close()
+
+        def add(outputs: list[TokenOutput]) -> None:
+            for output in outputs:
+                answers[self.position(output)][output.index].add(output)
+
+        await self.run(add)
         return answers
 
+    async def run(self, take: Callable[[list[TokenOutput]], object]) -> None:
+        """`take` gets all outputs as they come. Closes."""
+        try:
+            while outputs := await self.next():
+                take(outputs)
+        finally:
+            self.close()
+
     async def events(
-        self, frames: Callable[[list[TokenOutput]], bytes], last: Callable[[], bytes]
+        self,
+        frames: Callable[[list[TokenOutput]], bytes],
+        last: Callable[[], bytes],
+        failed: Failed | None = None,
+        media_type: str = EVENTS,
     ) -> EventStream:
-        """Waits for the first output, so that a refusal still gets its own HTTP status."""
+        """Waits for the first output, so that a refusal still gets its own HTTP status. `failed`: what ends a stream
+        that has begun and fails; None: OpenAI's."""
         try:
             first = await self.next()
         except BaseException:
             self.close()
             raise
-        return EventStream(self, first, frames, last)
+        return EventStream(self, first, Writing(frames, last, failed or _openai_failure), media_type)
 
     def _set_alarm(self, http: Request) -> asyncio.TimerHandle | None:
         """`Gate` ends a request that is late; a stream that has begun must end with an event."""
@@ -140,25 +157,27 @@ class Generation:
         return asyncio.get_running_loop().call_at(deadline.at, self._stream.fail_reader, deadline.error())
 
 
-class EventStream(StreamingResponse):
-    """`frames(outputs)` gives the bytes of all events of one wake-up (one write), `last()` those of the end.
+class Writing(NamedTuple):
+    """`frames(outputs)` gives the bytes of all events of one wake-up (one write), `last()` those of the end, `failed`
+    those of another end."""
 
-    Not Starlette's own loop: that costs a task and a queue hop per chunk, and two processes share few cores.
+    frames: Callable[[list[TokenOutput]], bytes]
+    last: Callable[[], bytes]
+    failed: Failed
+
+
+class EventStream(StreamingResponse):
+    """Not Starlette's own loop: that costs a task and a queue hop per chunk, and two processes share few cores.
     """
 
     def __init__(
-        self,
-        generation: Generation,
-        first: list[TokenOutput],
-        frames: Callable[[list[TokenOutput]], bytes],
-        last: Callable[[], bytes],
+        self, generation: Generation, first: list[TokenOutput], writing: Writing, media_type: str
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would collect events
-        super().__init__(iter(()), media_type="text/event-stream", headers=headers)
+        super().__init__(iter(()), media_type=media_type, headers=headers)
         self._generation = generation
         self._first = first
-        self._frames = frames
-        self._last = last
+        self._writing = writing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -172,15 +191,20 @@ class EventStream(StreamingResponse):
         outputs = self._first
         try:
             while outputs:
-                if data := self._frames(outputs):
+                if data := self._writing.frames(outputs):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 outputs = await self._generation.next()
-            end = self._last()
+            end = self._writing.last()
         except TandemError as error:
-            end = b"data: " + body_of(as_api_error(error)) + b"\n\n" + DONE
+            end = self._writing.failed(as_api_error(error))
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
-def frame(data: bytes) -> bytes:
+def frame(data: bytes, event: str = "") -> bytes:
     """One server-sent event."""
-    return b"data: " + data + b"\n\n"
+    named = f"event: {event}\n".encode() if event else b""
+    return named + b"data: " + data + b"\n\n"
+
+
+def _openai_failure(error: ApiError) -> bytes:
+    return frame(body_of(error)) + DONE

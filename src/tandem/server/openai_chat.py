@@ -7,21 +7,20 @@ from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import RequestError
-from tandem.server.body import decode_fields, read_fields
+from tandem.server.body import read_fields
 from tandem.server.chat.openai.request import conversation_of
 from tandem.server.chat.openai.schema import ChatRequest
 from tandem.server.chat.openai.writer import ChatWriter
 from tandem.server.errors import named
-from tandem.server.fields import name_ignored, unknown_fields
+from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.generation import Generation
-from tandem.server.openai_sampling import check_stream_options, new_id, sampling_of
+from tandem.server.openai_sampling import check_stream_options, request_id, sampling_of
 from tandem.server.state import ServerState
 
 
 async def chat(state: ServerState, http: Request) -> Response:
     fields = await read_fields(http)
-    body = decode_fields(fields, ChatRequest)
-    ignored = unknown_fields(fields, ChatRequest)
+    body, ignored = read_fields_as(fields, ChatRequest)
     check_stream_options(body)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
@@ -30,7 +29,7 @@ async def chat(state: ServerState, http: Request) -> Response:
     with named(_names(body)):
         prepared = await state.chat.prepare(conversation, _sampling(state, body))
         request = GenerateRequest(
-            id=new_id("chatcmpl"), prompt_ids=prepared.prompt_ids, sampling=prepared.sampling
+            id=request_id(body, "chatcmpl"), prompt_ids=prepared.prompt_ids, sampling=prepared.sampling
         )
         generation = Generation(state, http, [request])
     writer = ChatWriter(state, body, prepared, request.id)

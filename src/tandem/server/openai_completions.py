@@ -12,16 +12,16 @@ from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenLogprob, TokenOutput
 from tandem.errors import RequestError
-from tandem.server.body import decode_fields, read_fields
-from tandem.server.errors import not_available
-from tandem.server.fields import name_ignored, unknown_fields
+from tandem.server.body import read_fields
+from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.generation import DONE, Answer, Generation, TokenCount, frame, usage_of
 from tandem.server.limits import MAX_PROMPTS
 from tandem.server.logprobs import CompletionOffsets
 from tandem.server.openai_sampling import (
     check_stream_options,
-    new_id,
+    request_id,
     sampling_of,
+    wants_all_usage,
     wants_usage,
 )
 from tandem.server.openai_schema import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
@@ -39,13 +39,12 @@ class _Prompt:
 async def complete(state: ServerState, http: Request) -> Response:
     fields = await read_fields(http)
     state.prompts.check_length(fields.get("prompt"), "prompt")
-    body = decode_fields(fields, CompletionRequest)
-    ignored = unknown_fields(fields, CompletionRequest)
+    body, ignored = read_fields_as(fields, CompletionRequest)
     _check_counts(body)
     check_stream_options(body)
     state.admit()
-    prompts = await _read_prompts(state, _split(body.prompt), bool(body.echo))
-    completion_id = new_id("cmpl")
+    prompts = await _read_prompts(state, _split(body.prompt), body)
+    completion_id = request_id(body, "cmpl")
     generation = Generation(state, http, _requests(state, body, prompts, completion_id), completion_id)
     writer = _CompletionWriter(state, body, prompts, completion_id)
     if body.stream:
@@ -57,8 +56,6 @@ async def complete(state: ServerState, http: Request) -> Response:
 
 
 def _check_counts(body: CompletionRequest) -> None:
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise not_available("best_of")
     if body.max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens must be at least 1 (0 only with echo: true)", "max_tokens")
 
@@ -77,11 +74,13 @@ def _split(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     return [item for item in prompt if not isinstance(item, int)]
 
 
-async def _read_prompts(state: ServerState, prompts: list[str | list[int]], echo: bool) -> list[_Prompt]:
+async def _read_prompts(
+    state: ServerState, prompts: list[str | list[int]], body: CompletionRequest
+) -> list[_Prompt]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    encoded = iter(await state.encode_all(texts, add_special_tokens=True))
+    encoded = iter(await state.encode_all(texts, body.add_special_tokens is not False))
     return [
-        _Prompt(next(encoded), prompt) if isinstance(prompt, str) else _read_ids(state, prompt, echo)
+        _Prompt(next(encoded), prompt) if isinstance(prompt, str) else _read_ids(state, prompt, bool(body.echo))
         for prompt in prompts
     ]
 
@@ -142,6 +141,7 @@ class _CompletionWriter:
         self._prompt_only = body.max_tokens == 0
         self._top = body.logprobs
         self._with_usage = wants_usage(body.stream_options)
+        self._all_usage = wants_all_usage(body.stream_options)
         self._count = TokenCount()
         self._offsets: dict[int, CompletionOffsets] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprob]] = {}
@@ -208,7 +208,8 @@ class _CompletionWriter:
 
     def _event(self, choice: CompletionChoice) -> bytes:
         if self._with_usage:
-            return frame(self._encoder.encode(Completion(**self._head, choices=[choice], usage=None)))
+            usage = self._count.usage() if self._all_usage else None
+            return frame(self._encoder.encode(Completion(**self._head, choices=[choice], usage=usage)))
         return frame(self._encoder.encode(Completion(**self._head, choices=[choice])))
 
     def last(self) -> bytes:

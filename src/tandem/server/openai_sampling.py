@@ -47,8 +47,17 @@ def logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
     return {int(key): value for key, value in (bias or {}).items()}
 
 
+def request_id(body: SamplingBody, prefix: str) -> str:
+    """The client's own, or a new one."""
+    return body.rid or body.request_id or new_id(prefix)
+
+
 def wants_usage(options: StreamOptions | None) -> bool:
     return options is not None and options.include_usage
+
+
+def wants_all_usage(options: StreamOptions | None) -> bool:
+    return options is not None and options.include_usage and options.continuous_usage_stats
 
 
 def check_stream_options(body: SamplingBody) -> None:

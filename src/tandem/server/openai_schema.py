@@ -10,15 +10,17 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from tandem.server.limits import MAX_TOP_LOGPROBS
+from tandem.server.limits import MAX_ID_CHARS, MAX_TOP_LOGPROBS
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # in every chunk, as vLLM
 
 
 class SamplingBody(msgspec.Struct, kw_only=True):
@@ -45,6 +47,8 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
+    rid: RequestId | None = None
+    request_id: RequestId | None = None  # vLLM's name for it
 
 
 class CompletionRequest(SamplingBody, kw_only=True):
@@ -53,7 +57,7 @@ class CompletionRequest(SamplingBody, kw_only=True):
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
-    best_of: Int64 | None = None
+    add_special_tokens: bool | None = None
 
 
 # --- answers

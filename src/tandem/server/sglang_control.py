@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse
 import tandem
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import RequestError
-from tandem.server.body import body_schema, decode, read_body
+from tandem.server.body import body_schema, decode, given, read_body
 from tandem.server.errors import unavailable
 from tandem.server.generation import Generation
 from tandem.server.limits import HEALTH_SECONDS
@@ -22,6 +22,7 @@ from tandem.server.sglang_schema import AbortBody
 from tandem.server.state import ServerState
 
 _SECRET_FIELDS = {"api_key", "given"}
+_ABORT_BODY = body_schema(AbortBody, anyOf=[given("rid", minLength=1), given("abort_all", const=True)])
 _RECORDER_FIELDS = ("recording", "mode", "passes", "tokens", "file")
 
 
@@ -65,7 +66,7 @@ def routes(state: ServerState) -> APIRouter:
     add_recorder_route("stop", "Stop recording")
     add_recorder_route("dump", "Write what was recorded to a file, and go on from zero")
 
-    @router.post("/abort_request", openapi_extra=body_schema(AbortBody))
+    @router.post("/abort_request", openapi_extra=_ABORT_BODY)
     async def abort_request(http: Request) -> Response:
         body = decode(await read_body(http), AbortBody)
         return _json({"aborted": _abort(state, body)})

@@ -12,9 +12,9 @@ from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import RequestError
-from tandem.server.body import decode_fields, read_fields
+from tandem.server.body import read_fields
 from tandem.server.errors import named
-from tandem.server.fields import name_ignored, unknown_fields, unknown_sampling
+from tandem.server.fields import name_ignored, read_fields_as, refuse_misspelt
 from tandem.server.generation import DONE, Answer, Generation, frame
 from tandem.server.limits import MAX_PROMPTS
 from tandem.server.logprobs import sglang_logprobs, sglang_top_logprobs
@@ -41,8 +41,8 @@ class _Ask:
 async def generate(state: ServerState, http: Request) -> Response:
     fields = await read_fields(http)
     state.prompts.check_length(fields.get("input_ids"), "input_ids")
-    body = decode_fields(fields, SglangRequest)
-    ignored = unknown_fields(fields, SglangRequest) + unknown_sampling(fields, SglangSampling)
+    body, ignored = read_fields_as(fields, SglangRequest)
+    refuse_misspelt(ignored, SglangSampling)
     state.admit()
     name = body.rid if isinstance(body.rid, str) else ""
     with named(_NAMES | {"prompt": "text" if body.input_ids is None else "input_ids"}):

@@ -7,11 +7,9 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from tandem.server.limits import MAX_ID_CHARS, MAX_PROMPTS
+from tandem.server.limits import MAX_PROMPTS
 from tandem.server.logprobs import SglangLogprob
-from tandem.server.openai_schema import Int64, TokenId, TopLogprobs
-
-RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
+from tandem.server.openai_schema import Int64, RequestId, TokenId, TopLogprobs
 
 
 class SglangSampling(msgspec.Struct, kw_only=True):

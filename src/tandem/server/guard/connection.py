@@ -37,7 +37,7 @@ async def run_while_wanted(
             raise  # somebody else's cancellation
         connection.task.uncancel()
         if deadline is not None and connection.late:
-            await error_response(deadline.error())(scope, receive, send)
+            await error_response(deadline.error(), scope)(scope, receive, send)
     finally:
         connection.close()
 

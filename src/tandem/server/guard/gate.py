@@ -47,7 +47,7 @@ class Gate:
         self._state.metrics.http_active.inc()
         try:
             refusal = self._refusal(scope)
-            app = self._app if refusal is None else error_response(refusal)
+            app = self._app if refusal is None else error_response(refusal, scope)
             await run_while_wanted(app, scope, receive, self._counting(send), self._deadline(scope))
         except asyncio.CancelledError:
             if not self._state.draining:  # else its client did not read what was to end it
@@ -74,8 +74,9 @@ class Gate:
             return error
         if self._expected is None:
             return None
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return None if hmac.compare_digest(given, self._expected) else _unauthorized()
+        given = (b"Bearer " + value if name == b"x-api-key" else value for name, value in _keys(scope))
+        right = [hmac.compare_digest(key, self._expected) for key in given]
+        return None if any(right) else _unauthorized()
 
     def _counting(self, send: Send) -> Send:
         async def counted(message: Message) -> None:
@@ -86,7 +87,12 @@ class Gate:
         return counted
 
 
+def _keys(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """OpenAI's header and Anthropic's."""
+    return [header for header in scope["headers"] if header[0] in (b"authorization", b"x-api-key")]
+
+
 def _unauthorized() -> ApiError:
-    message = "the API key is missing or wrong; send Authorization: Bearer KEY"
+    message = "the API key is missing or wrong; send Authorization: Bearer KEY, or x-api-key: KEY"
     headers = {"WWW-Authenticate": "Bearer"}
     return ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)

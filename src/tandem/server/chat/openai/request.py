@@ -29,8 +29,18 @@ def conversation_of(body: ChatRequest) -> Conversation:
         separate_reasoning=body.separate_reasoning is not False,
         stream_reasoning=body.stream_reasoning is not False,
         add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
+        continue_final_message=bool(body.continue_final_message) or _is_begun(body),
     )
+
+
+def _is_begun(body: ChatRequest) -> bool:
+    """By the last message, as at DeepSeek and Mistral. Raises RequestError."""
+    for i, message in enumerate(body.messages):
+        last = i == len(body.messages) - 1
+        if message.prefix and not (last and message.role == "assistant"):
+            text = f"messages[{i}].prefix: only the last message, an assistant's, can be continued"
+            raise RequestError(text, f"messages[{i}].prefix")
+    return bool(body.messages[-1].prefix)
 
 
 def _tools(body: ChatRequest) -> tuple[Tool, ...]:

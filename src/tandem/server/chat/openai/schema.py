@@ -35,9 +35,10 @@ class ToolCallBody(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """`reasoning_content` (or `reasoning`) of an assistant goes back to the model where its template has a place."""
+    """`reasoning_content` (or `reasoning`) of an assistant goes back to the model where its template has a place.
+    `prefix` of the last message: the answer goes on with it."""
 
-    role: str
+    role: Annotated[str, Meta(extra_json_schema={"enum": ["system", "developer", "user", "assistant", "tool"]})]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
@@ -45,6 +46,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     reasoning: str | None = None
     tool_calls: list[ToolCallBody] | None = None
     tool_call_id: str | None = None
+    prefix: bool | None = None
 
 
 class FunctionBody(msgspec.Struct, frozen=True):

@@ -36,7 +36,7 @@ from tandem.server.chat.openai.schema import (
 )
 from tandem.server.generation import DONE, Answer, TokenCount, frame, usage_of
 from tandem.server.logprobs import chat_logprobs
-from tandem.server.openai_sampling import wants_usage
+from tandem.server.openai_sampling import wants_all_usage, wants_usage
 from tandem.server.openai_schema import ChatLogprobs, Usage
 from tandem.server.state import ServerState
 
@@ -55,6 +55,7 @@ class ChatWriter:
         self._with_logprobs = bool(body.logprobs)
         self._with_reasoning = body.include_reasoning is not False
         self._with_usage = wants_usage(body.stream_options)
+        self._all_usage = wants_all_usage(body.stream_options)
         self._count = TokenCount()
         self._parsers: dict[int, AnswerParser] = {}
         self._encoder = msgspec.json.Encoder()
@@ -124,7 +125,7 @@ class ChatWriter:
 
     def _event(self, choice: ChatChunkChoice) -> bytes:
         if self._with_usage:
-            return self._chunk([choice], None)
+            return self._chunk([choice], self._count.usage() if self._all_usage else None)
         return frame(self._encoder.encode(ChatChunk(**self._head, choices=[choice])))
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> bytes:

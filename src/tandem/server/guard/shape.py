@@ -1,0 +1,77 @@
+"""`Shape`: which names a type's JSON has at every depth, to find those that it does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import inspect
+
+NOTHING: tuple[Any, ...] = (None, False, "", [])  # what clients send for what they do not use
+
+
+def says_nothing(value: Any) -> bool:
+    """0 says something, though it equals False."""
+    return any(type(value) is type(empty) and value == empty for empty in NOTHING)
+
+
+@dataclass(eq=False, slots=True)
+class Shape:
+    """`fields`: of an object whose names are fixed; None: none is expected, or one with any names. `items`: of a list.
+    A type may refer to itself."""
+
+    fields: dict[str, Shape] | None = None
+    items: Shape | None = None
+
+    @property
+    def has_fields(self) -> bool:
+        """Whether anything in it is an object with fixed names."""
+        return self.fields is not None or (self.items is not None and self.items.has_fields)
+
+    def find_unknown(self, value: Any, path: str, found: dict[str, Any]) -> None:
+        """Adds the names that say something to `found`, each with its first value. `value` fits the type."""
+        if isinstance(value, list) and self.items is not None:
+            for item in value:
+                self.items.find_unknown(item, f"{path}[]", found)
+        elif isinstance(value, dict) and self.fields is not None:
+            for name, inner in value.items():
+                known = self.fields.get(name)
+                if known is not None:
+                    known.find_unknown(inner, f"{path}.{name}", found)
+                elif not says_nothing(inner):
+                    found.setdefault(f"{path}.{name}", inner)
+
+
+def shape_of(kind: Any) -> Shape:
+    return _shape(inspect.type_info(kind), {})
+
+
+def _shape(info: inspect.Type, structs: dict[type, Shape]) -> Shape:
+    shape = Shape()
+    for part in _parts(info):
+        if isinstance(part, inspect.StructType):
+            shape.fields = _of_struct(part, structs).fields
+        elif isinstance(part, inspect.ListType):
+            shape.items = _shape(part.item_type, structs)
+    return shape
+
+
+def _of_struct(info: inspect.StructType, structs: dict[type, Shape]) -> Shape:
+    if info.cls not in structs:
+        structs[info.cls] = shape = Shape(fields={})
+        assert shape.fields is not None
+        for one in info.fields:
+            shape.fields[one.encode_name] = _shape(one.type, structs)
+    return structs[info.cls]
+
+
+def _parts(info: inspect.Type) -> Iterator[inspect.Type]:
+    if isinstance(info, inspect.UnionType):
+        for part in info.types:
+            yield from _parts(part)
+    elif isinstance(info, inspect.Metadata):
+        yield from _parts(info.type)
+    else:
+        yield info
+
