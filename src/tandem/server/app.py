@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
-from starlette.responses import PlainTextResponse
+from starlette.responses import HTMLResponse, PlainTextResponse
 
 import tandem
 from tandem.server import errors, openai_chat, openai_completions, sglang_control, sglang_generate
@@ -19,6 +19,9 @@ from tandem.server.chat.openai.schema import ChatCompletion, ChatRequest
 from tandem.server.errors import ErrorBody
 from tandem.server.guard import gate
 from tandem.server.guard.bodies import UnfinishedBodies
+from tandem.server.info import routes as info_routes
+from tandem.server.info import schema as info_schema
+from tandem.server.info.docs_page import docs_page
 from tandem.server.openai_schema import (
     Completion,
     CompletionRequest,
@@ -32,7 +35,8 @@ _SCHEMA_TYPES = [
     ChatRequest, CompletionRequest, SglangRequest, AbortBody,
     ChatCompletion, Completion, SglangAnswer, ModelList, ErrorBody,
     anthropic_schema.MessagesRequest, anthropic_schema.CountRequest, anthropic_schema.Message,
-    anthropic_schema.TokenCountBody, anthropic_schema.AnthropicError,
+    anthropic_schema.TokenCountBody, anthropic_schema.AnthropicError, info_schema.TokenizeBody,
+    info_schema.DetokenizeBody, info_schema.Tokens, info_schema.Text, info_schema.Load, info_schema.Loads,
 ]  # fmt: skip
 _REFUSALS = {
     400: "The request is wrong; the message says where", 401: "Key missing or wrong",
@@ -47,13 +51,16 @@ _ERROR_SCHEMAS = {"/v1/messages": "AnthropicError"}
 
 
 def create_app(state: ServerState) -> FastAPI:
-    app = FastAPI(title="Tandem", version=tandem.__version__, redoc_url=None)
+    app = FastAPI(
+        title="Tandem", version=tandem.__version__, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.state.bodies = UnfinishedBodies()
     errors.install(app, _ERROR_FORMS)
     _add_openai_routes(app, state)
     _add_own_routes(app, state)
     app.include_router(sglang_control.routes(state))
     app.include_router(anthropic_routes.routes(state))
+    app.include_router(info_routes.routes(state))
     gate.install(app, state)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
@@ -86,8 +93,13 @@ def _add_own_routes(app: FastAPI, state: ServerState) -> None:
         return await sglang_generate.generate(state, http)
 
     @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def metrics(http: Request) -> Response:
+        data, media_type = state.metrics.render(http.headers.get("accept", ""))
+        return Response(data, headers={"Content-Type": media_type})
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(docs_page(app.openapi()))
 
     @app.get("/", response_class=PlainTextResponse)
     async def index() -> Response:

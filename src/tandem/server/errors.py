@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
 from tandem.errors import EngineError, RequestError, TandemError
@@ -89,7 +90,7 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
         raise RequestError(text, names.get(error.param or "", error.param), error.code) from error
 
 
-def as_api_error(error: Exception) -> ApiError:
+def as_api_error(error: Exception, scope: Scope | None = None) -> ApiError:
     """The one translation of our error tree (and of surprises) into HTTP."""
     match error:
         case ApiError():
@@ -101,7 +102,7 @@ def as_api_error(error: Exception) -> ApiError:
         case ClientGone():
             return ApiError(499, "the client closed the connection")
         case HTTPException():
-            return _from_http(error)
+            return _from_http(error, scope)
         case _:
             log.error("a bug in the server", exc_info=error)
             return ApiError(500, "the server made a mistake; its log says where", kind="server_error")
@@ -114,7 +115,7 @@ def body_of(error: ApiError) -> bytes:
 
 def error_response(error: Exception, scope: Scope | None = None) -> Response:
     """scope: of the request; its route's dialect has its own form of errors."""
-    api = as_api_error(error)
+    api = as_api_error(error, scope)
     body = _form(scope)(api) if scope else body_of(api)
     return Response(body, api.status, api.headers, media_type="application/json")
 
@@ -124,13 +125,24 @@ def _form(scope: Scope) -> Form:
     return next((form for prefix, form in forms.items() if scope["path"].startswith(prefix)), body_of)
 
 
-def _from_http(error: HTTPException) -> ApiError:
+def _from_http(error: HTTPException, scope: Scope | None) -> ApiError:
     """Routing errors of Starlette."""
+    headers = error.headers
+    if error.status_code == 405 and scope is not None:
+        headers = {"Allow": ", ".join(_methods(scope))}
     messages = {404: "no such route; /docs lists them", 405: "this route does not take this method"}
     codes = {404: "unknown_route", 405: "method_not_allowed"}
     message = messages.get(error.status_code, str(error.detail))
     code = codes.get(error.status_code)
-    return ApiError(error.status_code, message, code=code, headers=error.headers)
+    return ApiError(error.status_code, message, code=code, headers=headers)
+
+
+def _methods(scope: Scope) -> list[str]:
+    """Of all routes with this path; Starlette names those of the first."""
+    routes: list[BaseRoute] = scope["app"].routes
+    asked = {method: {**scope, "method": method} for method in ("DELETE", "GET", "POST")}
+    found = [m for m in asked if any(route.matches(asked[m])[0] is Match.FULL for route in routes)]
+    return sorted([*found, "HEAD"] if "GET" in found else found)
 
 
 async def _handle(request: Request, error: Exception) -> Response:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 
 from tandem.engine.protocol import EngineStats, ExpertStats
 
@@ -14,11 +15,11 @@ _ITL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.
 _E2E_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 _GAUGES = {
-    "running": "Sequences in the current batch",
-    "waiting": "Sequences waiting for a place",
-    "pages_total": "KV cache pages",
-    "pages_free": "KV cache pages that a new request could have",
-    "pages_cached": "KV cache pages that only the prefix cache holds",
+    "running": ("running", "Sequences in the current batch"),
+    "waiting": ("waiting", "Sequences waiting for a place"),
+    "pages": ("pages_total", "KV cache pages"),  # a gauge must not be called …_total
+    "pages_free": ("pages_free", "KV cache pages that a new request could have"),
+    "pages_cached": ("pages_cached", "KV cache pages that only the prefix cache holds"),
 }
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens",
@@ -69,8 +70,8 @@ class EngineCollector:
         yield CounterMetricFamily(
             "tandem_engine_restarts", "Engine processes started again", self._restarts()
         )
-        for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(f"tandem_{name}", text, getattr(stats, name))
+        for name, (field, text) in _GAUGES.items():
+            yield GaugeMetricFamily(f"tandem_{name}", text, getattr(stats, field))
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"tandem_{name}", text, getattr(stats, name))
         if stats.experts is not None:
@@ -139,5 +140,7 @@ class ServerMetrics:
     def responded(self, status: int) -> None:
         self._responses.labels(str(status)).inc()
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The text and its media type: OpenMetrics where `accept` asks for it."""
+        encode, media_type = choose_encoder(accept)
+        return encode(self.registry), media_type

@@ -29,7 +29,6 @@ _RECORDER_FIELDS = ("recording", "mode", "passes", "tokens", "file")
 def routes(state: ServerState) -> APIRouter:
     router = APIRouter()
 
-    @router.head("/health", include_in_schema=False)  # what some load balancers ask
     @router.get("/health", summary="200 when the engine takes requests, else 503")
     async def health() -> Response:
         state.check_up()
@@ -41,10 +40,12 @@ def routes(state: ServerState) -> APIRouter:
         return _json({"status": "ok"})
 
     @router.get("/get_model_info")
+    @router.get("/model_info", operation_id="model_info")
     async def get_model_info() -> Response:
         return _json(_model_info(state))
 
     @router.get("/get_server_info")
+    @router.get("/server_info", operation_id="server_info")
     async def get_server_info() -> Response:
         return _json(_server_info(state))
 
@@ -127,6 +128,7 @@ def _server_info(state: ServerState) -> dict[str, Any]:
     return flags | {
         "version": tandem.__version__,
         "model_path": state.engine.model_path,
+        "served_model_name": state.model_name,
         "plan": state.engine.plan,
         "stats": state.client.stats,
         "open_answers": state.client.open_answers,

@@ -15,7 +15,7 @@ from tandem.server.guard.connection import Deadline, run_while_wanted
 from tandem.server.guard.origins import ANY, Origins
 from tandem.server.state import ServerState
 
-_OPEN_PATHS = {"/health", "/ping"}  # without a key: load balancers ask them
+_OPEN_PATHS = {"/health", "/ping", "/favicon.ico"}  # without a key: load balancers and browsers ask them
 
 
 def install(app: FastAPI, state: ServerState) -> None:
@@ -43,6 +43,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope, send = _tolerant(scope, send)
         self._state.http_active += 1
         self._state.metrics.http_active.inc()
         try:
@@ -85,6 +86,20 @@ class Gate:
             await send(message)
 
         return counted
+
+
+def _tolerant(scope: Scope, send: Send) -> tuple[Scope, Send]:
+    """A slash at the path's end changes nothing. HEAD is GET without the body, on every route."""
+    path = scope["path"].rstrip("/") or "/"
+    if scope["method"] != "HEAD":
+        return (scope if path == scope["path"] else {**scope, "path": path}), send
+
+    async def without_body(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            message = {**message, "body": b""}
+        await send(message)
+
+    return {**scope, "path": path, "method": "GET"}, without_body
 
 
 def _keys(scope: Scope) -> list[tuple[bytes, bytes]]:
