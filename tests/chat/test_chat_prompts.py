@@ -148,19 +148,19 @@ def test_what_is_not_read_back_is_said_and_not_promised(caplog):
 
 
 def test_constraints_reach_the_sampling_parameters():
-    def constrain(sampling, tag):
-        tags.append(tag)
-        return sampling
-
-    tags: list[dict] = []
     strict = Tool("weather", None, WEATHER.parameters, strict=True)
-    with chat_model(own_template("hermes"), constrain=constrain) as (model, _):
-        prepare(model, asked())
-        assert not tags
-        prepare(model, asked(tool_choice=ToolChoice("required")))
-        prepare(model, asked(tools=(strict, NOW)))
-        prepare(model, asked(tools=(strict, NOW), tool_choice=ToolChoice("none")))
-    assert len(tags) == 2 and "<tool_call>" in json.dumps(tags[0])
+    with chat_model(own_template("hermes")) as (model, _):
+        grammars = [
+            prepare(model, conversation).sampling.grammar
+            for conversation in (
+                asked(),
+                asked(tool_choice=ToolChoice("required")),
+                asked(tools=(strict, NOW)),
+                asked(tools=(strict, NOW), tool_choice=ToolChoice("none")),
+            )
+        ]
+    assert [grammar is None for grammar in grammars] == [True, False, False, True]
+    assert "<tool_call>" in grammars[1].text and grammars[1].lenient
 
 
 # --- reasoning

@@ -152,7 +152,7 @@ def test_stop(client: openai.OpenAI):
         ({"temperature": 1e9}, openai.BadRequestError),
         ({"messages": user("word " * 10_000)}, openai.BadRequestError),
         ({"stop": ["x"] * 10_000}, openai.BadRequestError),
-        ({"response_format": {"type": "json_object"}}, openai.BadRequestError),
+        ({"response_format": {"type": "json_schema"}}, openai.BadRequestError),
     ],
 )
 def test_errors(client: openai.OpenAI, changes: dict, kind: type[openai.APIStatusError]):

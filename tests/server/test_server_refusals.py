@@ -43,8 +43,8 @@ BAD_CHAT = {
     "no switch for thinking": ({"enable_thinking": False, "thinking_token_budget": 9}, 400),
     "template kwargs: tools": ({"chat_template_kwargs": {"tools": []}}, 400),
     "nothing to go on with": ({"continue_final_message": True}, 400),
-    "response_format": ({"response_format": {"type": "json_object"}}, 400),
-    "regex": ({"regex": "a+"}, 400),
+    "response_format": ({"response_format": {"type": "jason"}}, 400),
+    "regex": ({"regex": ["a+"]}, 400),
     "top_logprobs alone": ({"top_logprobs": 2}, 400),
     "top_logprobs 21": ({"logprobs": True, "top_logprobs": 21}, 400),
     "stream_options alone": ({"stream_options": {"include_usage": True}}, 400),
@@ -125,7 +125,7 @@ BAD_GENERATE = {
     "both": {"text": "a", "input_ids": [1]},
     "params count": {"text": ["a", "b"], "sampling_params": [{}]},
     "same rids": {"text": ["a", "b"], "rid": ["x", "x"]},
-    "regex": {"text": "a", "sampling_params": {"regex": "a"}},
+    "regex": {"text": "a", "sampling_params": {"regex": "a", "ebnf": "a"}},
     "temperature": {"text": "a", "sampling_params": {"temperature": 1e9}},
     "image": {"text": "a", "image_data": "x"},
     "rid type": {"text": "a", "rid": 3},
@@ -175,13 +175,14 @@ def test_refusals_use_the_dialect_s_names(path, body, param, code):
 
 WOULD_CHANGE_THE_ANSWER = {
     CHAT: {
-        "function_call": {"name": "f"}, "guided_json": {}, "bad_words": ["x"], "do_sample": False, "best_of": 2,
+        "function_call": {"name": "f"}, "guided_whitespace_pattern": "x", "bad_words": ["x"], "do_sample": False,
+        "best_of": 2,
         "input_ids": [1], "prompt_logprobs": 0, "return_token_ids": True, "grammar": "root ::= x", "mirostat": 2,
         "n_predict": 3, "options": {"seed": 1}, "add_special_tokens": True,
         "echo": True, "lora_path": "x", "chat_template": "x", "modalities": ["audio"],
     },
     "/v1/completions": {
-        "guided_regex": "a", "use_beam_search": True, "suffix": "x", "chat_template_kwargs": {"x": 1},
+        "custom_logit_processor": "a", "use_beam_search": True, "suffix": "x", "chat_template_kwargs": {"x": 1},
         "top_logprobs": 2, "max_completion_tokens": 5, "max_new_tokens": 5, "reasoning_effort": "high",
     },
     "/generate": {"lora_path": "x", "session_params": {"id": "x"}, "input_embeds": [[0.5]], "stop_regex": "x"},

@@ -18,6 +18,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
     kind: GrammarKind
     text: str
+    lenient: bool = False  # what cannot be held to is left out instead of refused
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

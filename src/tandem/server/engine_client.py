@@ -90,7 +90,7 @@ class RequestStream:
             del self._open[(output.id, output.index)]
         if output.finish_reason == "error":
             self._observer.finished("error", time.monotonic() - self.submitted_at)
-            self.fail_reader(EngineError(output.error or "the engine failed on this request"))
+            self.fail_reader(_failure(output))
             return
         self._arrived.append(output)
         self._notify()
@@ -131,6 +131,12 @@ class RequestStream:
     def _notify(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
+
+
+def _failure(output: TokenOutput) -> TandemError:
+    """Whose fault it was."""
+    said = output.error or "the engine failed on this request"
+    return EngineError(said) if output.refused is None else RequestError(said, output.refused)
 
 
 class _Route(NamedTuple):

@@ -33,7 +33,8 @@ _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     # what the answer must look like
     "response_format": ({"type": "text"},), "regex": (), "ebnf": (), "json_schema": (), "structural_tag": (),
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
-    "grammar": (), "format": (), "output_format": (),
+    "grammar": (), "format": (), "output_format": (), "guided_whitespace_pattern": (),
+    "guided_decoding_backend": ("auto", "xgrammar"),
     # which tokens are chosen, and when to stop
     "stop_regex": (), "bad_words": (), "allowed_token_ids": (), "use_beam_search": (), "custom_logit_processor": (),
     "logits_processors": (), "include_stop_str_in_output": (), "best_of": (1,), "do_sample": (True,),

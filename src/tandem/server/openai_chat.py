@@ -8,6 +8,7 @@ from fastapi import Request, Response
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import RequestError
 from tandem.server.body import read_fields
+from tandem.server.chat.answer_grammar import grammar_field
 from tandem.server.chat.openai.request import conversation_of
 from tandem.server.chat.openai.schema import ChatRequest
 from tandem.server.chat.openai.writer import ChatWriter
@@ -32,18 +33,18 @@ async def chat(state: ServerState, http: Request) -> Response:
             id=request_id(body, "chatcmpl"), prompt_ids=prepared.prompt_ids, sampling=prepared.sampling
         )
         generation = Generation(state, http, [request])
-    writer = ChatWriter(state, body, prepared, request.id)
-    if body.stream:
-        response: Response = await generation.events(writer.frames, writer.last)
-    else:
-        answers = await generation.collect()
-        response = Response(msgspec.json.encode(writer.whole(answers[0])), media_type="application/json")
+        writer = ChatWriter(state, body, prepared, request.id)
+        if body.stream:
+            response: Response = await generation.events(writer.frames, writer.last)
+        else:
+            answers = await generation.collect()
+            response = Response(msgspec.json.encode(writer.whole(answers[0])), media_type="application/json")
     return name_ignored(response, ignored)
 
 
 def _names(body: ChatRequest) -> dict[str, str]:
     longest = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    return {"prompt": "messages", "max_tokens": longest}
+    return {"prompt": "messages", "max_tokens": longest, "grammar": grammar_field(body) or "tools"}
 
 
 def _sampling(state: ServerState, body: ChatRequest) -> SamplingParams:

@@ -13,6 +13,8 @@ from fastapi import Request, Response
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenLogprob, TokenOutput
 from tandem.errors import RequestError
 from tandem.server.body import read_fields
+from tandem.server.chat.answer_grammar import grammar_field
+from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.generation import DONE, Answer, Generation, TokenCount, frame, usage_of
 from tandem.server.limits import MAX_PROMPTS
@@ -45,13 +47,14 @@ async def complete(state: ServerState, http: Request) -> Response:
     state.admit()
     prompts = await _read_prompts(state, _split(body.prompt), body)
     completion_id = request_id(body, "cmpl")
-    generation = Generation(state, http, _requests(state, body, prompts, completion_id), completion_id)
-    writer = _CompletionWriter(state, body, prompts, completion_id)
-    if body.stream:
-        response: Response = await generation.events(writer.frames, writer.last)
-    else:
-        whole = writer.whole(await generation.collect())
-        response = Response(msgspec.json.encode(whole), media_type="application/json")
+    with named({"grammar": grammar_field(body) or "grammar"}):
+        generation = Generation(state, http, _requests(state, body, prompts, completion_id), completion_id)
+        writer = _CompletionWriter(state, body, prompts, completion_id)
+        if body.stream:
+            response: Response = await generation.events(writer.frames, writer.last)
+        else:
+            whole = writer.whole(await generation.collect())
+            response = Response(msgspec.json.encode(whole), media_type="application/json")
     return name_ignored(response, ignored)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from tandem.engine.protocol import SamplingParams
 from tandem.errors import RequestError
+from tandem.server.chat.answer_grammar import grammar_of
 from tandem.server.openai_schema import SamplingBody, StreamOptions
 
 _SAME_NAME = (
@@ -29,6 +30,7 @@ def sampling_of(body: SamplingBody, defaults: dict[str, float], **chosen: Any) -
         stop_token_ids=tuple(body.stop_token_ids or ()),
         include_stop=bool(body.no_stop_trim),
         logit_bias=logit_bias(body.logit_bias),
+        grammar=grammar_of(body),
         **chosen,
     )
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from tandem.server.chat.answer_grammar import OpenAIGrammarFields
 from tandem.server.limits import MAX_ID_CHARS, MAX_TOP_LOGPROBS
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -23,7 +24,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool = False  # in every chunk, as vLLM
 
 
-class SamplingBody(msgspec.Struct, kw_only=True):
+class SamplingBody(OpenAIGrammarFields, kw_only=True):
     """What both OpenAI routes share. Ranges are checked by `engine/limits.py`."""
 
     model: str | None = None

@@ -13,6 +13,7 @@ from fastapi import Request, Response
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import RequestError
 from tandem.server.body import read_fields
+from tandem.server.chat.answer_grammar import grammar_field, grammar_of
 from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_fields_as, refuse_misspelt
 from tandem.server.generation import DONE, Answer, Generation, frame
@@ -45,16 +46,23 @@ async def generate(state: ServerState, http: Request) -> Response:
     refuse_misspelt(ignored, SglangSampling)
     state.admit()
     name = body.rid if isinstance(body.rid, str) else ""
-    with named(_NAMES | {"prompt": "text" if body.input_ids is None else "input_ids"}):
+    with named(_names(body)):
         asks, batched = await _asks(state, body)
         generation = Generation(state, http, [ask.request for ask in asks], name)
-    writer = _Writer(state, body, asks, generation, batched)
-    if body.stream:
-        response: Response = await generation.events(writer.frames, lambda: DONE)
-    else:
-        whole = writer.whole(await generation.collect())
-        response = Response(msgspec.json.encode(whole), media_type="application/json")
+        writer = _Writer(state, body, asks, generation, batched)
+        if body.stream:
+            response: Response = await generation.events(writer.frames, lambda: DONE)
+        else:
+            whole = writer.whole(await generation.collect())
+            response = Response(msgspec.json.encode(whole), media_type="application/json")
     return name_ignored(response, ignored)
+
+
+def _names(body: SglangRequest) -> dict[str, str]:
+    params = body.sampling_params
+    each = params if isinstance(params, list) else [params or SglangSampling()]
+    grammar = next((name for one in each if (name := grammar_field(one))), "grammar")
+    return _NAMES | {"prompt": "text" if body.input_ids is None else "input_ids", "grammar": grammar}
 
 
 async def _asks(state: ServerState, body: SglangRequest) -> tuple[list[_Ask], bool]:
@@ -127,6 +135,7 @@ def _sampling(
         min_tokens=p.min_new_tokens,
         seed=p.sampling_seed,
         logit_bias=logit_bias(p.logit_bias),
+        grammar=grammar_of(p),
         stop=stop_strings(p.stop),
         stop_token_ids=tuple(p.stop_token_ids or ()),
         include_stop=p.no_stop_trim,

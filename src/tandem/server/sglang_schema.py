@@ -7,12 +7,13 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from tandem.server.chat.answer_grammar import GrammarFields
 from tandem.server.limits import MAX_PROMPTS
 from tandem.server.logprobs import SglangLogprob
 from tandem.server.openai_schema import Int64, RequestId, TokenId, TopLogprobs
 
 
-class SglangSampling(msgspec.Struct, kw_only=True):
+class SglangSampling(GrammarFields, kw_only=True):
     """`sampling_params`. Ranges are checked by `engine/limits.py`."""
 
     max_new_tokens: Int64 | UnsetType | None = UNSET  # left out: 128; null: up to the context length

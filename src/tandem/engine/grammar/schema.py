@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
+from tandem.engine.grammar.patterns import FORMATS, counted_groups
 from tandem.errors import RequestError
 
 MOST_DEPTH = 96
@@ -77,7 +78,25 @@ def prepared(schema: Any) -> Any:
     for name in (*_LISTS, "items"):
         if isinstance(made.get(name), list):
             made[name] = [prepared(part) for part in made[name]]
-    return _with_required(_with_prefix_items(_with_type_inside(_with_counted_text(made))))
+    made = _with_exact_patterns(_with_counted_text(_with_format(made)))
+    return _with_required(_with_prefix_items(_with_type_inside(made)))
+
+
+def _with_exact_patterns(schema: Schema) -> Schema:
+    made = dict(schema)
+    if isinstance(made.get("pattern"), str):
+        made["pattern"] = counted_groups(made["pattern"])
+    if isinstance(made.get("patternProperties"), dict):
+        made["patternProperties"] = {counted_groups(key): part for key, part in made["patternProperties"].items()}
+    return made
+
+
+def _with_format(schema: Schema) -> Schema:
+    """Formats of which xgrammar allows what is none: 31 November, 01.2.3.4."""
+    pattern = FORMATS.get(str(schema.get("format")))
+    if pattern is None or {"pattern", "enum", "const"} & set(schema):
+        return schema
+    return {name: part for name, part in schema.items() if name != "format"} | {"pattern": f"^{pattern}$"}
 
 
 def _with_counted_text(schema: Schema) -> Schema:

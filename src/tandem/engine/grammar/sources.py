@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tandem.engine.grammar.schema import check_schema
@@ -50,9 +50,31 @@ def check(grammar: Grammar) -> None:
     if "\0" in grammar.text:
         raise RequestError(f"{grammar.kind} has a character that is no text")
     if grammar.kind == "json_schema":
-        check_schema(_decoded(grammar))
-    elif grammar.kind == "structural_tag" and not isinstance(_decoded(grammar), dict):
-        raise RequestError("a structural tag is an object")
+        _check_schemas([_decoded(grammar)], grammar.lenient)
+    elif grammar.kind == "structural_tag":
+        tag = _decoded(grammar)
+        if not isinstance(tag, dict):
+            raise RequestError("a structural tag is an object")
+        _check_schemas(schemas_in(tag), grammar.lenient)
+
+
+def schemas_in(tag: Any) -> Iterator[Any]:
+    """All JSON schemas of a structural tag."""
+    waiting = [tag]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict) and part.get("type") == "json_schema" and "json_schema" in part:
+            yield part["json_schema"]
+        elif isinstance(part, dict):
+            waiting += part.values()
+
+
+def _check_schemas(schemas: Iterable[Any], lenient: bool) -> None:
+    if not lenient:
+        for schema in schemas:
+            check_schema(schema)
 
 
 def _decoded(grammar: Grammar) -> Any:

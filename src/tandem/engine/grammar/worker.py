@@ -104,7 +104,7 @@ def _result(compiler: Any, grammar: Grammar) -> bytes:
     except Exception as error:
         return REFUSED + complaint(error).encode(errors="replace")
     ignored = warned(os.pread(said, _MOST_SAID, 0).decode(errors="replace"))
-    if ignored is not None and grammar.kind != "structural_tag":  # who makes tags checks what must be held to
+    if ignored is not None and not grammar.lenient:
         return REFUSED + ignored.encode()
     text = str(compiled.serialize_json()).encode()
     if len(text) > MOST_RESULT_BYTES:

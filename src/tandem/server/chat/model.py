@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from tandem.engine.protocol import SamplingParams
-from tandem.errors import RequestError, TandemError
+from tandem.errors import TandemError
 from tandem.server.chat.answer_parser import AnswerParser, AnswerRules
-from tandem.server.chat.constraint import Tag, call_constraint, wants_constraint
+from tandem.server.chat.constraint import Speech, constraint
 from tandem.server.chat.conversation import Conversation
 from tandem.server.chat.formats.reasoning_format import detect_reasoning_format, reasoning_format
 from tandem.server.chat.formats.tool_format import (
@@ -30,9 +29,6 @@ from tandem.server.prompts.reader import PromptReader
 log = logging.getLogger("tandem.server")
 
 _FALLBACK = "hermes"  # what is described to a model whose template says nothing of tools
-
-Constrain = Callable[[SamplingParams, Tag], SamplingParams]
-
 
 class ChatTokenizer(TemplateTokenizer, Protocol):
     """What is needed of `tandem.engine.text.tokenizer.Tokenizer`."""
@@ -59,11 +55,9 @@ class ChatModel:
         prompts: PromptReader,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
-        constrain: Constrain | None = None,
     ) -> None:
-        """`tool_parser`, `reasoning_parser`: names of formats, "none", or None to find them by the template.
-        `constrain` puts a structural tag into sampling parameters. Raises ConfigError for a name that is none."""
-        self._constrain = constrain
+        """`tool_parser`, `reasoning_parser`: names of formats, "none", or None to find them by the template. Raises
+        ConfigError for a name that is none."""
         self._prompts = prompts
         self._speaking = speaking_of(tokenizer, prompts.render_now, tool_parser, reasoning_parser)
         self._renderer = PromptRenderer(tokenizer, prompts.render, self._speaking)
@@ -71,11 +65,12 @@ class ChatModel:
         self._written = _written(self._speaking)
 
     async def prepare(self, conversation: Conversation, sampling: SamplingParams) -> PreparedChat:
-        """`sampling` comes back with what reading the answer needs. Raises RequestError, with `param` "messages",
-        "prompt", "tools", "tool_choice" or what else of the conversation is wrong; ApiError 429, 500."""
+        """`sampling` comes back with what reading the answer needs, and all that it must match. Raises
+        RequestError, with `param` "messages", "prompt", "tools", "tool_choice" or what else of the conversation is
+        wrong; ApiError 429, 500."""
         prompt = await self._renderer.render(conversation)
         rules = self._rules(conversation, prompt)
-        sampling = self._sampling(conversation, rules, sampling)
+        sampling = self._sampling(conversation, rules, prompt, sampling)
         [ids] = await self._prompts.encode_all([prompt.text], False, prompt.sign)
         return PreparedChat(ids, sampling, rules)
 
@@ -92,25 +87,20 @@ class ChatModel:
         )
 
     def _sampling(
-        self, conversation: Conversation, rules: AnswerRules, sampling: SamplingParams
+        self, conversation: Conversation, rules: AnswerRules, prompt: Prompt, sampling: SamplingParams
     ) -> SamplingParams:
         if rules.parses:
             sampling = msgspec.structs.replace(sampling, show_tokens=self._shown)
-        if not (rules.tools and wants_constraint(conversation)):
-            return sampling
-        if self._constrain is None or self._written is None or rules.tool_format is None:
-            return _unconstrained(conversation, sampling)
-        reasoning, in_reasoning = self._speaking.reasoning_format, rules.in_reasoning
-        tag = call_constraint(conversation, rules.tool_format, self._written, reasoning, in_reasoning)
-        return self._constrain(sampling, tag)
-
-
-def _unconstrained(conversation: Conversation, sampling: SamplingParams) -> SamplingParams:
-    """A strict schema is tried; a call that must be made cannot be promised."""
-    if conversation.tool_choice.mode in ("required", "named"):
-        text = "calls of this model cannot be constrained (the server's log says why); use tool_choice: auto"
-        raise RequestError(text, "tool_choice", "not_available")
-    return sampling
+        reasoning = self._speaking.reasoning_format
+        speech = Speech(
+            rules.tool_format,
+            self._written,
+            reasoning,
+            in_reasoning=reasoning is not None and reasoning.is_open(prompt.text),
+            may_reason=conversation.thinking is not False,
+        )
+        grammar = constraint(conversation, speech, sampling.grammar)
+        return msgspec.structs.replace(sampling, grammar=grammar)
 
 
 def _written(speaking: Speaking) -> Written | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from tandem.server.chat.conversation import Tool
 from tandem.server.chat.events import CallOutcome, ChatEvent, ToolCallArguments, ToolCallEnd, ToolCallStart
-from tandem.server.chat.reading.values import property_types
+from tandem.server.chat.reading.values import property_choices, property_types
 
 _SHORT = re.compile(r"[a-zA-Z0-9]{9}")
 _SHORT_CHARS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -53,6 +53,10 @@ class CallWriter:
     def types(self, key: str) -> frozenset[str]:
         """JSON types that a parameter of the open call may have."""
         return property_types(self._tools[self._name].parameters, key)
+
+    def choices(self, key: str) -> frozenset[str]:
+        """The only texts that it may be, if it may be no others."""
+        return property_choices(self._tools[self._name].parameters, key)
 
     def _new_id(self, name: str) -> str:
         if self._ids == "numbered":

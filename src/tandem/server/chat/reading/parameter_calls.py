@@ -66,7 +66,7 @@ def _parameter(
     key, kind = "".join(said).strip(), syntax.key_end[stop]
     types = call.types(key) if kind == "schema" else frozenset({"string"} if kind == "string" else ())
     call.arguments(f"{separator}{quoted(key)}: ")
-    value = _Value(call.arguments, types, syntax.trim)
+    value = _Value(call.arguments, types, syntax.trim, call.choices(key))
     outcome = yield from _read_value(source, syntax, tool_format, value)
     value.end(outcome)
     return outcome
@@ -101,15 +101,21 @@ def _is_last(source: Source, close: str, follows: tuple[str, ...]) -> Reading[bo
 
 
 class _Value:
-    """One value's text, passed on as JSON: at once where it can only be a string, else when it has ended."""
+    """One value's text, passed on as JSON: at once where it can only be a string, else when it has ended.
 
-    def __init__(self, emit: Callable[[str], None], types: frozenset[str], trim: bool) -> None:
+    Models write white space around a value. A string may have it, but not one of `choices`.
+    """
+
+    def __init__(
+        self, emit: Callable[[str], None], types: frozenset[str], trim: bool, choices: frozenset[str]
+    ) -> None:
+        self._choices = choices
         self._emit = emit
         self._types = types
         self._trim = trim
         self._begun = False
         self._held = ""  # of a string, a line break that may be its last; else all of it
-        self._is_string = types == {"string"}
+        self._is_string = types == {"string"} and not choices
         if self._is_string:
             emit('"')
 
@@ -128,5 +134,7 @@ class _Value:
             return
         if self._is_string:
             self._emit('"')
-        else:
-            self._emit(json_of(self._held.removesuffix("\n") if self._trim else self._held, self._types))
+            return
+        text = self._held.removesuffix("\n") if self._trim else self._held
+        chosen = text.strip() in self._choices
+        self._emit(quoted(text.strip()) if chosen else json_of(text, self._types))

@@ -11,6 +11,16 @@ _MAX_LITERAL = 100_000
 _MAX_REFERENCES = 8
 
 
+def property_choices(schema: dict[str, Any] | None, key: str) -> frozenset[str]:
+    """The texts that a property may be; empty where it may be others, or anything else."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    one = properties.get(key) if isinstance(properties, dict) else None
+    values = one.get("enum") if isinstance(one, dict) else None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        return frozenset()
+    return frozenset(values)
+
+
 def property_types(schema: dict[str, Any] | None, key: str) -> frozenset[str]:
     """JSON types that a property may have; empty if the schema does not say."""
     if not isinstance(schema, dict):
