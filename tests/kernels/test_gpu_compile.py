@@ -7,7 +7,7 @@ or more while serving.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,10 +16,10 @@ from gpu import HAS_TRITON, INTERPRETED
 from kernel_cases import coded
 from paged_batches import make_batch, random_tables
 from tandem import _core
-from tandem.config.layers import Router
+from tandem.config.layers import Activation, ActivationKind, Router
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import LatentSizes, LatentWeights, Rope, Routing, Tally
+from tandem.kernels.ops import ExpertBiases, LatentSizes, LatentWeights, Rope, Routing, Tally
 
 if HAS_TRITON and not INTERPRETED:
     import triton
@@ -95,8 +95,10 @@ def test_attention_is_compiled_once_for_all_mixtures_of_rows(compiler: Compiler,
         q = torch.zeros(len(batch.positions), 32, 128, dtype=torch.bfloat16)
         ops.attention(q, k, v, batch, 0.1, 0)
         ops.attention(q, k, v, batch, 0.1, 64)
+        ops.attention(q, k, v, batch, 0.1, 64, torch.zeros(q.shape[1]))
     counts = {name: len(variants) for name, variants in compiler.variants.items()}
-    assert counts == {"_decode": 2, "_prefill": 1, "_merge": 1}  # decoding: few rows, and many
+    # decoding: few rows, and many; without sinks, and with them
+    assert counts == {"_decode": 2, "_prefill": 2, "_merge": 2}
 
 
 def test_the_best_logit_is_compiled_once_for_any_number_of_rows(compiler: Compiler) -> None:
@@ -142,6 +144,24 @@ def test_experts(compiler: Compiler, ops: GpuOps, fmt: str) -> None:
     counts = {name: len(variants) for name, variants in compiler.variants.items()}
     # few rows and tiles have kernels of the same names
     assert counts == {"_gate_up": 2, "_down": 2, "_combine": 1}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in get_args(ActivationKind) if kind != "silu"])
+def test_experts_of_other_shapes(compiler: Compiler, ops: GpuOps, kind: ActivationKind) -> None:
+    """Every activation, with biases; a dense MLP, too."""
+    how = Activation(kind, 1.702, 7.0)
+    rows = 128 if how.gated else 64
+    layer, mlp = ops.gpu_experts(torch.arange(2), 256, 128, "bf16", how), ops.mlp(256, 128, "bf16", how)
+    matrices = torch.randn(rows, 256), torch.randn(rows, 256), torch.randn(256, 128)
+    layer.load_all(0, [matrices] * 2)
+    layer.set_biases(ExpertBiases(torch.zeros(2, rows), torch.zeros(2, rows), torch.zeros(2, 256)))
+    mlp.load(*matrices)
+    for tokens in (1, 64):
+        ids = torch.zeros(tokens, 2, dtype=torch.int32)
+        layer.combine(layer.partial(torch.zeros(tokens, 256).bfloat16(), Routing(ids, torch.ones(tokens, 2), ids)))
+        mlp(torch.zeros(tokens, 256).bfloat16())
+    between = "_activate" if how.gated else "_activate_all"
+    assert set(compiler.variants) >= {"_gate_up", "_down", "_combine", between}
 
 
 @pytest.mark.parametrize("fmt", ["int8", "int4", "fp8", "mxfp4", "nvfp4"])
