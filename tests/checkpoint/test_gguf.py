@@ -250,7 +250,7 @@ SIZES = {
     [
         (
             {"architecture": "rwkv7"},
-            "architecture 'rwkv7' is not supported; these are: deepseek2, glm4moe, llama",
+            "architecture 'rwkv7' is not supported; these are: deepseek2, glm4moe, gpt-oss, llama",
         ),
         ({}, "lacks llama.attention.head_count: convert"),
         (SIZES | {"llama__block_count": "x"}, "llama.block_count is 'x', not a int"),

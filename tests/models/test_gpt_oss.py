@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from gguf_files import Kind, write_gguf
 from sessions import Session, ours, reference, worst
 from tandem import LLM, SamplingParams, _core
-from tandem.checkpoint import open_checkpoint
+from tandem.checkpoint import Checkpoint, open_checkpoint
 from tandem.config import ModelConfig
 from tandem.errors import ConfigError
 from tandem.formats.codes import WeightCodes
@@ -117,3 +118,37 @@ def test_unknown_layer_types_are_refused(tiny_models) -> None:
         ModelConfig.from_dict(config | {"layer_types": ["chunked_attention"] * 3})
     with pytest.raises(ConfigError, match="limit of a swiglu_oai activation is 0.0"):
         ModelConfig.from_dict(config | {"swiglu_limit": 0.0})
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.MXFP4])
+def test_gguf_files_give_what_their_numbers_give(tiny_models, tmp_path: Path, kind: Kind) -> None:
+    """ggml's blocks as they are: what Transformers computes from the numbers that the file holds."""
+    source = tiny_models["gpt_oss-blocks"]
+
+    def choose(name: str, _: object) -> Kind:
+        return kind if name.endswith("exps.weight") else Kind.F32
+
+    file = write_gguf(source, tmp_path / "x.gguf", choose)
+    tensors, held = file_tensors(source), open_checkpoint(file)
+    for name in tensors if kind == Kind.MXFP4 else ():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = _held(held, name, tensors[name].shape)
+    plain = saved(tmp_path / "plain", tensors, source)
+    session = Session(file, expert_format="stored")
+    assert worst(ours(session), reference(plain)) < 1e-4
+    assert session.config.moe == ModelConfig.load(source).moe
+    assert held.formats().experts.not_on_gpu == ""
+
+
+def _held(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:
+    """Numbers of all experts, [E, K, N] as Transformers has them."""
+    count, depth, rows = shape
+    layer, fused = name.rpartition("experts.")[0] + "experts.", "gate_up" in name
+    matrices = ("gate_proj", "up_proj") if fused else ("down_proj",)
+    each = (rows // len(matrices), depth)
+    made = torch.empty(shape)
+    for expert in range(count):
+        for i, matrix in enumerate(matrices):
+            weight = numbers(checkpoint.weight(f"{layer}{expert}.{matrix}", each))
+            made[expert, :, i :: len(matrices)] = weight.T
+    return made

@@ -22,7 +22,8 @@ from tiny import file_tensors
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA, "mixtral": gguf.MODEL_ARCH.LLAMA, "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "olmoe": gguf.MODEL_ARCH.OLMOE, "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
-    "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2, "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS, "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
 }  # fmt: skip
 NORMAL, CONTROL = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
 
@@ -91,7 +92,7 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: Kind
         writer.add_tensor(name, data, raw_dtype=kind)
 
 
-QUANTISED_HERE = (Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)
+QUANTISED_HERE = (Kind.BF16, Kind.MXFP4, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)
 # Places of the halves that scale a block of a k-quant (ggml-common.h).
 HALVES = {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
 # Scales that bring random codes of a k-quant to a standard deviation near 0.05.
@@ -122,6 +123,9 @@ def gguf_tensors(
         if found := re.fullmatch(r"(.*experts\.)(\d+)\.(\w+)\.weight", name):
             experts.setdefault(found[1] + found[3], {})[int(found[2])] = array
             continue
+        if config["model_type"] == "gpt_oss" and ("experts" in name or "sinks" in name):
+            yield from of_gpt_oss(name, array)
+            continue
         if "e_score_correction_bias" in name:
             layer = name.split(".")[2]
             yield f"blk.{layer}.exp_probs_b.bias", array
@@ -138,6 +142,19 @@ def gguf_tensors(
         renamed = names.get_name(name)
         assert renamed is not None, name
         yield renamed + ".weight", np.stack([each[i] for i in range(len(each))])
+
+
+def of_gpt_oss(name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Experts' numbers [E, K, N] and biases, of which gate's and up's columns take turns; and sinks."""
+    block, last = f"blk.{name.split('.')[2]}.", name.rpartition(".")[2]
+    if last == "sinks":
+        yield f"{block}attn_sinks.weight", array
+        return
+    ending = ".bias" if last.endswith("bias") else ".weight"
+    parts = {"gate": array[..., ::2], "up": array[..., 1::2]} if last.startswith("gate_up") else {"down": array}
+    for matrix, part in parts.items():
+        turned = part if ending == ".bias" else part.swapaxes(1, 2)
+        yield f"{block}ffn_{matrix}_exps{ending}", np.ascontiguousarray(turned)
 
 
 def reordered(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarray:
@@ -179,6 +196,7 @@ def add_deepseek(writer: gguf.GGUFWriter, config: dict[str, Any], whole_kv_b: bo
     writer.add_vocab_size(config["vocab_size"])
     if rope["rope_type"] == "yarn":
         add_yarn(writer, rope)
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
     add_deepseek_experts(writer, config)
 
 
@@ -188,7 +206,6 @@ def add_yarn(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
     writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
     writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-    writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
 def add_deepseek_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -222,6 +239,11 @@ def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
+    if config["model_type"] == "gpt_oss":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        if rope["rope_type"] == "yarn":
+            add_yarn(writer, rope)
     if config.get("clip_qkv"):
         writer.add_clamp_kqv(config["clip_qkv"])
     if config["model_type"] != "llama":
@@ -235,7 +257,7 @@ def add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_used_count(config["num_experts_per_tok"])
     if kind in ("qwen2_moe", "qwen3_moe", "glm4_moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if kind != "mixtral":
+    if kind not in ("mixtral", "gpt_oss"):
         writer.add_expert_weights_norm(config["norm_topk_prob"])
     if kind == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])

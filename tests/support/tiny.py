@@ -140,7 +140,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     )),
     "gpt_oss-blocks": ("gpt_oss", settings(
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=6, hidden_size=64,
-        intermediate_size=32, sliding_window=9, swiglu_limit=0.5,
+        intermediate_size=32, sliding_window=9,
         rope_parameters=settings(rope_type="default", rope_theta=5000.0),
     )),
     "gpt_oss-plain": ("gpt_oss", settings(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from tandem.architectures.family import Family
-from tandem.architectures.names import ExpertNames, Names
+from tandem.architectures.family import Family, Gguf, GgufKeys
+from tandem.architectures.names import GGUF_DECODER, ExpertNames, Names
 from tandem.architectures.shared import assembled, epsilon, gqa, layer_kinds, moe
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import Activation, Experts, Gqa, Moe, Norm, Router, pre_norm
@@ -57,4 +58,22 @@ def experts_of(keys: JsonKeys) -> Moe:
 NAMES = Names(router="mlp.router", experts=ExpertNames(interleaved=True, transposed=True))
 
 
-FAMILY = Family(("gpt_oss",), config, (NAMES,))
+def gguf_config(keys: GgufKeys) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_oss",
+        "num_local_experts": keys.need("expert_count"),
+        "num_experts_per_tok": keys.need("expert_used_count"),
+        "intermediate_size": keys.expert_width,
+        "sliding_window": keys.optional("attention.sliding_window", 128),
+        "attention_bias": keys.has_bias,
+        "rope_parameters": keys.rope() | {"truncate": False},
+    }
+
+
+STEMS = GGUF_DECODER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+}
+
+FAMILY = Family(("gpt_oss",), config, (NAMES,), Gguf("gpt-oss", gguf_config, STEMS))

@@ -13,7 +13,7 @@ from tandem.architectures import GGUF
 from tandem.checkpoint.gguf_file import GGUFTensor
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-PLAIN = ("mlp.gate.e_score_correction_bias",)  # Hugging Face names without `.weight` or `.bias`
+PLAIN = ("mlp.gate.e_score_correction_bias", "self_attn.sinks")  # Hugging Face names without `.weight` or `.bias`
 
 
 class Place(NamedTuple):

@@ -167,7 +167,16 @@ def _pairs(packed: Tensor) -> Tensor:
     return torch.cat([halves >> shift & 3 for shift in _PAIRS], -2).flatten(2)
 
 
+def gguf_mxfp4(data: Tensor) -> WeightCodes:
+    """32 weights: an exponent, then 16 bytes. ggml's numbers are twice e2m1's and its exponents one less."""
+    blocks = gguf_rows(data, 17)
+    nibbles = _halves_of_16(blocks[..., 1:]).flatten(1)
+    scales = blocks[..., 0].contiguous().view(torch.float8_e8m0fnu)
+    return WeightCodes(join_nibbles(nibbles), scales, "fp4", 32, nibbles.shape[1])
+
+
 GGUF_CODES: dict[str, Callable[[Tensor], WeightCodes]] = {
+    "MXFP4": gguf_mxfp4,
     "Q2_K": gguf_q2_k,
     "Q3_K": gguf_q3_k,
     "Q4_0": gguf_q4_0,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from tandem.architectures.names import ExpertNames
 from tandem.checkpoint import Checkpoint
 from tandem.errors import CheckpointError
@@ -56,11 +59,22 @@ def _of_all(names: ExpertNames, checkpoint: Checkpoint, module: str, expert: int
 
 
 def expert_biases(names: ExpertNames, checkpoint: Checkpoint, layer: str, sizes: Sizes) -> ExpertBiases:
-    """Of all experts of a layer whose tensors hold all of them."""
+    """Of all experts of a layer, from tensors that hold all of them, or from one for each."""
     count, hidden, width = sizes
+    if f"{layer}{names.gate_up}_bias" not in checkpoint:
+        each = [_biases_of(names, checkpoint, layer, expert, (width, hidden)) for expert in range(count)]
+        return ExpertBiases(*(torch.stack(biases) for biases in zip(*each, strict=True)))
     both = checkpoint.get(f"{layer}{names.gate_up}_bias", (count, 2 * width)).float()
     gate, up = (both[:, rows].contiguous() for rows in _gate_and_up(names, width))
     return ExpertBiases(gate, up, checkpoint.get(f"{layer}{names.down}_bias", (count, hidden)).float())
+
+
+def _biases_of(
+    names: ExpertNames, checkpoint: Checkpoint, layer: str, expert: int, rows: tuple[int, int]
+) -> list[Tensor]:
+    modules = (layer + names.each.format(expert=expert, matrix=matrix) for matrix in names.matrices)
+    sizes = rows[0], rows[0], rows[1]
+    return [checkpoint.get(f"{module}.bias", (n,)).float() for module, n in zip(modules, sizes, strict=True)]
 
 
 def ungated(up: Weight, down: Weight) -> ExpertMatrices:
