@@ -28,6 +28,8 @@ from tandem.server.openai_schema import (
     ModelCard,
     ModelList,
 )
+from tandem.server.responses import routes as responses_routes
+from tandem.server.responses import schema as responses_schema
 from tandem.server.sglang_schema import AbortBody, SglangAnswer, SglangRequest
 from tandem.server.state import ServerState
 
@@ -37,6 +39,7 @@ _SCHEMA_TYPES = [
     anthropic_schema.MessagesRequest, anthropic_schema.CountRequest, anthropic_schema.Message,
     anthropic_schema.TokenCountBody, anthropic_schema.AnthropicError, info_schema.TokenizeBody,
     info_schema.DetokenizeBody, info_schema.Tokens, info_schema.Text, info_schema.Load, info_schema.Loads,
+    responses_schema.ResponsesRequest, responses_schema.Response, responses_schema.Deleted,
 ]  # fmt: skip
 _REFUSALS = {
     400: "The request is wrong; the message says where", 401: "Key missing or wrong",
@@ -61,6 +64,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.include_router(sglang_control.routes(state))
     app.include_router(anthropic_routes.routes(state))
     app.include_router(info_routes.routes(state))
+    app.include_router(responses_routes.routes(state))
     gate.install(app, state)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app

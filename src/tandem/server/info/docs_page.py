@@ -1,4 +1,4 @@
-"""`/docs`: the routes and their fields as one page, made from the OpenAPI document; nothing is fetched from elsewhere."""
+"""`/docs`: routes and their fields as one page, made from the OpenAPI document; nothing is fetched from elsewhere."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""OpenAI's Responses dialect: /v1/responses. https://platform.openai.com/docs/api-reference/responses"""

@@ -1,0 +1,116 @@
+"""`Items`: a response's output items as they grow, and the events that tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.server.chat.conversation import Message, ToolCall
+from tandem.server.chat.events import AnsweredCall, Finish, ReasoningDelta, TextDelta
+from tandem.server.chat.settled import SettledEvent
+from tandem.server.openai_sampling import new_id
+
+Event = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Open:
+    """The message or the reasoning that is being written."""
+
+    id: str
+    reasoning: bool
+    pieces: list[str] = field(default_factory=list)
+
+    def part(self, text: str) -> dict[str, Any]:
+        if self.reasoning:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def item(self, status: str, *parts: dict[str, Any]) -> dict[str, Any]:
+        if self.reasoning:
+            return {"type": "reasoning", "id": self.id, "summary": [], "content": [*parts], "status": status}
+        return {
+            "type": "message", "id": self.id, "role": "assistant", "content": [*parts], "status": status,
+        }  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        """Of its events."""
+        return "response.reasoning_text" if self.reasoning else "response.output_text"
+
+
+class Items:
+    def __init__(self) -> None:
+        self.done: list[dict[str, Any]] = []
+        self._open: _Open | None = None
+
+    def add(self, event: SettledEvent) -> Iterator[Event]:
+        match event:
+            case TextDelta(text):
+                yield from self._grow(text, reasoning=False)
+            case ReasoningDelta(text):
+                yield from self._grow(text, reasoning=True)
+            case AnsweredCall():
+                yield from self._close("completed")
+                yield from self._call(event)
+            case Finish(reason):
+                yield from self._close("completed" if reason in ("stop", "tool_calls") else "incomplete")
+
+    def said(self) -> Message:
+        """For what comes after this response."""
+        texts: dict[str, list[str]] = {"message": [], "reasoning": []}
+        for item in self.done:
+            if item["type"] in texts:
+                texts[item["type"]].append(item["content"][0]["text"])
+        calls = [
+            ToolCall(item["call_id"], item["name"], item["arguments"])
+            for item in self.done
+            if item["type"] == "function_call"
+        ]
+        reasoning = "".join(texts["reasoning"]) or None
+        return Message("assistant", "".join(texts["message"]), reasoning=reasoning, tool_calls=tuple(calls))
+
+    def _grow(self, text: str, reasoning: bool) -> Iterator[Event]:
+        if self._open is None or self._open.reasoning != reasoning:
+            yield from self._close("completed")
+            self._open = _Open(new_id("rs" if reasoning else "msg"), reasoning)
+            yield self._item("added", self._open.item("in_progress"))
+            yield self._of_part(self._open, "response.content_part.added", part=self._open.part(""))
+        self._open.pieces.append(text)
+        logprobs = {} if reasoning else {"logprobs": list[Any]()}
+        yield self._of_part(self._open, f"{self._open.name}.delta", delta=text, **logprobs)
+
+    def _close(self, status: str) -> Iterator[Event]:
+        one = self._open
+        if one is None:
+            return
+        text = "".join(one.pieces)
+        logprobs = {} if one.reasoning else {"logprobs": list[Any]()}
+        yield self._of_part(one, f"{one.name}.done", text=text, **logprobs)
+        yield self._of_part(one, "response.content_part.done", part=one.part(text))
+        item = one.item(status, one.part(text))
+        yield self._item("done", item)
+        self.done.append(item)
+        self._open = None
+
+    def _call(self, call: AnsweredCall) -> Iterator[Event]:
+        item = {
+            "type": "function_call", "id": new_id("fc"), "call_id": call.id, "name": call.name,
+            "arguments": "", "status": "in_progress",
+        }  # fmt: skip
+        place = {"item_id": item["id"], "output_index": len(self.done)}
+        name = "response.function_call_arguments"
+        yield self._item("added", item)
+        yield {"type": f"{name}.delta", **place, "delta": call.arguments}
+        yield {"type": f"{name}.done", **place, "name": call.name, "arguments": call.arguments}
+        item = item | {"arguments": call.arguments, "status": "completed"}
+        yield self._item("done", item)
+        self.done.append(item)
+
+    def _item(self, what: str, item: dict[str, Any]) -> Event:
+        return {"type": f"response.output_item.{what}", "output_index": len(self.done), "item": item}
+
+    def _of_part(self, one: _Open, kind: str, **said: Any) -> Event:
+        place = {"item_id": one.id, "output_index": len(self.done), "content_index": 0}
+        return {"type": kind, **place, **said}

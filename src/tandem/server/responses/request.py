@@ -1,0 +1,139 @@
+"""`conversation_of`: what a body of /v1/responses asks for. Every complaint names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tandem.errors import RequestError
+from tandem.server.chat.conversation import Conversation, Message, Role, Tool, ToolCall, ToolChoice
+from tandem.server.errors import ApiError, not_available
+from tandem.server.responses.schema import Item, NamedTool, Part, ResponsesRequest
+
+_TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+_ASSISTANT = ("reasoning", "function_call")  # items that are an assistant's, as are its messages
+_ROLES: dict[str, Role] = {
+    "user": "user", "assistant": "assistant", "system": "system", "developer": "system",
+}  # fmt: skip
+
+
+def conversation_of(body: ResponsesRequest, earlier: Sequence[Message]) -> Conversation:
+    """earlier: what was said up to the end of the previous response. Raises RequestError, ApiError 400."""
+    if body.text is not None and body.text.format is not None and body.text.format.type != "text":
+        raise not_available("text.format")
+    system = [Message("system", body.instructions)] if body.instructions else []
+    messages = (*system, *earlier, *input_messages(body))
+    tools = _tools(body)
+    return Conversation(
+        messages=messages,
+        tools=tools,
+        tool_choice=_tool_choice(body, tools),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+    )
+
+
+def input_messages(body: ResponsesRequest) -> tuple[Message, ...]:
+    """Raises RequestError, ApiError 400."""
+    if isinstance(body.input, str):
+        return (Message("user", body.input),)
+    return tuple(_messages(body.input))
+
+
+def _messages(items: Sequence[Item]) -> Iterator[Message]:
+    """What an assistant thought, said and called in a row is one message."""
+    turn = _Turn()
+    for i, item in enumerate(items):
+        where = f"input[{i}]"
+        if item.type in _ASSISTANT or (item.type == "message" and item.role == "assistant"):
+            if turn.is_over(item):
+                yield from turn.end()
+            turn.add(item, where)
+            continue
+        yield from turn.end()
+        yield _message(item, where)
+    yield from turn.end()
+
+
+class _Turn:
+    """An assistant's."""
+
+    def __init__(self) -> None:
+        self._thoughts: list[str] = []
+        self._texts: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    def is_over(self, item: Item) -> bool:
+        """Behind calls only calls belong to the same turn."""
+        return bool(self._calls) and item.type != "function_call"
+
+    def add(self, item: Item, where: str) -> None:
+        if item.type == "reasoning":
+            self._thoughts.append(_text(item.content, f"{where}.content") or _text(item.summary, where))
+        elif item.type == "function_call":
+            if item.call_id is None or item.name is None:
+                missing = "call_id" if item.call_id is None else "name"
+                raise RequestError(f"{where}.{missing} is missing", f"{where}.{missing}")
+            self._calls.append(ToolCall(item.call_id, item.name, item.arguments or ""))
+        else:
+            self._texts.append(_text(item.content, f"{where}.content"))
+
+    def end(self) -> Iterator[Message]:
+        if self._thoughts or self._texts or self._calls:
+            reasoning = "\n\n".join(filter(None, self._thoughts)) or None
+            text = "\n\n".join(filter(None, self._texts))
+            yield Message("assistant", text, reasoning=reasoning, tool_calls=tuple(self._calls))
+        self._thoughts, self._texts, self._calls = [], [], []
+
+
+def _message(item: Item, where: str) -> Message:
+    if item.type == "function_call_output":
+        if item.call_id is None:
+            text = f"{where}.call_id is missing; say whose output this is"
+            raise RequestError(text, f"{where}.call_id")
+        return Message("tool", _text(item.output, f"{where}.output"), tool_call_id=item.call_id)
+    if item.type != "message":
+        text = f"{where}.type: {item.type[:40]!r} is not served"
+        raise ApiError(400, text, param=f"{where}.type", code="not_available")
+    if item.role is None or item.content is None:
+        missing = "role" if item.role is None else "content"
+        raise RequestError(f"{where}.{missing} is missing", f"{where}.{missing}")
+    return Message(_ROLES[item.role], _text(item.content, f"{where}.content"))
+
+
+def _text(parts: str | Sequence[Part] | None, where: str) -> str:
+    if parts is None or isinstance(parts, str):
+        return parts or ""
+    for i, part in enumerate(parts):
+        if part.type not in _TEXTS:
+            text = f"{where}[{i}]: only text parts are served, not {part.type[:40]!r}"
+            raise ApiError(400, text, param=f"{where}[{i}].type", code="not_available")
+    return "".join(part.text or part.refusal or "" for part in parts)
+
+
+def _tools(body: ResponsesRequest) -> tuple[Tool, ...]:
+    tools = []
+    for i, tool in enumerate(body.tools or ()):
+        where = f"tools[{i}]"
+        if tool.type != "function":
+            text = f"{where}.type: only functions are served, not {tool.type[:40]!r}"
+            raise ApiError(400, text, param=f"{where}.type", code="not_available")
+        if tool.name is None:
+            raise RequestError(f"{where}.name is missing", f"{where}.name")
+        if tool.name in {other.name for other in tools}:
+            raise RequestError(f"{where}: there are two functions {tool.name!r}", f"{where}.name")
+        tools.append(Tool(tool.name, tool.description, tool.parameters, bool(tool.strict)))
+    return tuple(tools)
+
+
+def _tool_choice(body: ResponsesRequest, tools: Sequence[Tool]) -> ToolChoice:
+    choice = body.tool_choice
+    if choice is None or choice in ("auto", "none"):
+        return ToolChoice("none" if choice == "none" else "auto")
+    if not tools:
+        raise RequestError("tool_choice asks for a call, and there are no tools", "tool_choice")
+    if not isinstance(choice, NamedTool):
+        return ToolChoice("required")
+    if choice.name not in {tool.name for tool in tools}:
+        text = f"tool_choice names {choice.name[:100]!r}, which is not among tools"
+        raise RequestError(text, "tool_choice")
+    return ToolChoice("named", choice.name)

@@ -1,0 +1,61 @@
+"""`ResponseStore`: responses that later ones may go on from, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from tandem.server.chat.conversation import Message
+from tandem.server.errors import ApiError
+
+MAX_RESPONSES = 1024
+MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """messages: all that was said up to the end of the response, without `instructions`. body: as it was sent."""
+
+    messages: tuple[Message, ...]
+    body: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes, nearly. A later response has the same texts: they are counted for each."""
+        return len(self.body) + sum(_size(message) for message in self.messages)
+
+
+class ResponseStore:
+    """The least recently used go first. All are gone when the server ends."""
+
+    def __init__(self, most: int = MAX_RESPONSES, most_bytes: int = MAX_BYTES) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, response_id: str, stored: Stored) -> None:
+        self._stored[response_id] = stored
+        self._bytes += stored.size
+        while len(self._stored) > self._most or self._bytes > self._most_bytes:
+            self._bytes -= self._stored.popitem(last=False)[1].size
+
+    def get(self, response_id: str, param: str) -> Stored:
+        """Raises ApiError: 400 for one that another request names, else 404."""
+        if response_id not in self._stored:
+            status = 400 if param == "previous_response_id" else 404
+            text = (
+                f"there is no response {response_id[:100]!r}; it was not stored, or was dropped for newer ones"
+            )
+            raise ApiError(status, text, param=param, code="previous_response_not_found")
+        self._stored.move_to_end(response_id)
+        return self._stored[response_id]
+
+    def drop(self, response_id: str, param: str) -> None:
+        """Raises ApiError 404."""
+        self._bytes -= self.get(response_id, param).size
+        del self._stored[response_id]
+
+
+def _size(message: Message) -> int:
+    calls = sum(len(str(call.arguments)) for call in message.tool_calls)
+    return 4 * (len(message.content) + len(message.reasoning or "") + calls) + 200

@@ -1,0 +1,212 @@
+"""/v1/responses with OpenAI's own client. The echo model says what the last user says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from echo_tokenizer import EchoTokenizer
+from server_harness import LocalServer
+from server_requests import error_of, run
+from tandem.errors import EngineError
+from tandem.server.chat.conversation import Message
+from tandem.server.errors import ApiError
+from tandem.server.responses.store import ResponseStore, Stored
+from tandem.server.responses.writer import ResponseWriter
+from tool_outputs import ARGUMENTS, OUTPUTS, TOOLS
+
+HERMES = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+THOUGHT = "<think>\nHm, hm.\n</think>\n\n"
+PATH = "/v1/responses"
+FUNCTIONS: list[Any] = [
+    {"type": "function", "name": t.name, "description": t.description, "parameters": t.parameters, "strict": False}
+    for t in TOOLS.values()
+]  # fmt: skip
+
+
+def client_of(server: LocalServer) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url="http://tandem/v1", api_key="none", http_client=server.client, max_retries=0
+    )
+
+
+def shown(items: list[Any]) -> list[tuple[str, Any]]:
+    """What items say, without their ids."""
+    said: list[tuple[str, Any]] = []
+    for item in items:
+        if item.type == "function_call":
+            said.append((item.name, json.loads(item.arguments)))
+        else:
+            said.append((item.type, item.content[0].text))
+    return said
+
+
+EXPECTED = [("reasoning", "Hm, hm."), ("message", "Hm."), ("weather", ARGUMENTS), ("now", {})]
+
+
+def test_text_reasoning_and_calls():
+    async def scenario(server: LocalServer):
+        create = client_of(server).responses.create
+        answer = await create(model="any", input=THOUGHT + OUTPUTS["hermes"], tools=FUNCTIONS)
+        assert shown(answer.output) == EXPECTED
+        assert answer.status == "completed" and answer.model == "echo" and answer.output_text == "Hm."
+        usage = answer.usage
+        assert usage.input_tokens + usage.output_tokens == usage.total_tokens
+        assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
+        cut = await create(model="any", input="one two", max_output_tokens=3)
+        assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
+        assert cut.output_text == "one"
+
+    run(scenario, **HERMES)
+
+
+def test_streamed_is_whole():
+    async def scenario(server: LocalServer):
+        asked = {"model": "any", "input": THOUGHT + OUTPUTS["hermes"], "tools": FUNCTIONS}
+        async with client_of(server).responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        assert shown(final.output) == EXPECTED and final.status == "completed"
+        kinds = [event.type for event in events]
+        assert kinds[:2] == ["response.created", "response.in_progress"]
+        assert kinds[-1] == "response.completed"
+        assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 4
+        assert "response.reasoning_text.delta" in kinds and "response.function_call_arguments.done" in kinds
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+
+    run(scenario, **HERMES)
+
+
+def test_the_order_of_events():
+    async def scenario(server: LocalServer):
+        text = (await server.post(PATH, input="Hi", stream=True)).text
+        names = [line.removeprefix("event: response.") for line in text.split("\n") if line.startswith("event")]
+        assert names == [
+            "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta",
+            "output_text.delta", "output_text.done", "content_part.done", "output_item.done", "completed",
+        ]  # fmt: skip
+
+    run(scenario)
+
+
+def templated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the chat template is given for the newest prompt."""
+    seen: list[dict[str, Any]] = []
+
+    def noted(self: EchoTokenizer, messages: list[dict[str, Any]], **variables: Any) -> str:
+        seen[:] = messages
+        return str(messages[-1]["content"])
+
+    monkeypatch.setattr(EchoTokenizer, "apply_chat_template", noted)
+    return seen
+
+
+def test_it_goes_on_from_a_response(monkeypatch):
+    """The same prompt as when the client keeps all items itself. `instructions` are of one response only."""
+    seen = templated(monkeypatch)
+
+    async def scenario(server: LocalServer):
+        create = client_of(server).responses.create
+        first = await create(
+            model="any", input=THOUGHT + OUTPUTS["hermes"], tools=FUNCTIONS, instructions="Be brief."
+        )
+        calls = [item for item in first.output if item.type == "function_call"]
+        results = [{"type": "function_call_output", "call_id": c.call_id, "output": "Rain."} for c in calls]
+        more = [*results, {"role": "user", "content": [{"type": "input_text", "text": "Fine."}]}]
+        second = await create(model="any", input=more, previous_response_id=first.id, instructions="Be kind.")
+        assert second.output_text == "Fine." and second.previous_response_id == first.id
+        by_id = list(seen)
+        assert [m["role"] for m in by_id] == ["system", "user", "assistant", "tool", "tool", "user"]
+        assert by_id[0]["content"] == "Be kind." and by_id[2]["reasoning_content"] == "Hm, hm."
+        asked = {"role": "user", "content": THOUGHT + OUTPUTS["hermes"]}
+        whole = [asked, *[item.model_dump() for item in first.output], *more]
+        await create(model="any", input=whole, instructions="Be kind.", store=False)
+        assert seen == by_id
+
+    run(scenario, **HERMES)
+
+
+def test_stored_responses():
+    async def scenario(server: LocalServer):
+        responses = client_of(server).responses
+        answer = await responses.create(model="any", input="x", metadata={"mine": "1"})
+        again = await responses.retrieve(answer.id)
+        assert again.output_text == "x" and again.metadata == {"mine": "1"}
+        await responses.delete(answer.id)
+        with pytest.raises(openai.NotFoundError):
+            await responses.retrieve(answer.id)
+        with pytest.raises(openai.BadRequestError, match="there is no response"):
+            await responses.create(model="any", input="x", previous_response_id=answer.id)
+        unstored = await responses.create(model="any", input="x", store=False)
+        with pytest.raises(openai.NotFoundError):
+            await responses.retrieve(unstored.id)
+
+    run(scenario)
+
+
+def test_the_store_is_bounded():
+    def stored(text: str) -> Stored:
+        return Stored((Message("user", text),), b"{}")
+
+    store = ResponseStore(most=3)
+    for name in "abc":
+        store.put(name, stored("x"))
+    store.get("a", "")
+    store.put("d", stored("x"))
+    assert store.get("a", "") and store.get("d", "")  # b was used longest ago
+    with pytest.raises(ApiError):
+        store.get("b", "previous_response_id")
+    small = ResponseStore(most_bytes=10_000)
+    for name in "abc":
+        small.put(name, stored("x" * 1000))
+    assert small.get("b", "") and small.get("c", "")
+    with pytest.raises(ApiError):
+        small.get("a", "")
+    small.put("huge", stored("x" * 10_000))
+    for name in ("b", "c", "huge"):
+        with pytest.raises(ApiError):
+            small.get(name, "")
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "an image": (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input[0].content[0].type",
+    ),
+    "their tools": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    "an unknown tool": ({"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+    "an item": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    "an output of nothing": ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+    "max_output_tokens": ({"max_output_tokens": 0}, "max_output_tokens"),
+    "background": ({"background": True}, "background"),
+    "truncation": ({"truncation": "auto"}, "truncation"),
+    "too long": ({"input": "x" * 5000}, "input"),
+    "nothing": ({"input": []}, "input"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_complaints_name_the_field(name):
+    fields, param = BAD[name]
+
+    async def scenario(server: LocalServer):
+        assert error_of(await server.post(PATH, **{"input": "x"} | fields), 400)["param"] == param
+
+    run(scenario, **HERMES)
+
+
+def test_a_failing_stream_ends_with_an_event(monkeypatch):
+    def died(writer: ResponseWriter) -> bytes:
+        raise EngineError("the engine died")
+
+    async def scenario(server: LocalServer):
+        monkeypatch.setattr(ResponseWriter, "last", died)
+        lines = (await server.post(PATH, input="x", stream=True)).text.split("\n")
+        names = [line for line in lines if line.startswith("event: ")]
+        assert names[-2:] == ["event: response.failed", "event: error"]
+        assert json.loads(lines[-3].removeprefix("data: "))["message"] == "the engine died"
+
+    run(scenario)
