@@ -14,9 +14,10 @@ from tandem.server.anthropic.request import conversation_of
 from tandem.server.anthropic.schema import CountRequest, Message, MessagesRequest, TokenCountBody
 from tandem.server.anthropic.writer import MessageWriter, failure
 from tandem.server.body import answers, body_schema, read_fields
+from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
 from tandem.server.chat.conversation import Conversation
 from tandem.server.chat.model import PreparedChat
-from tandem.server.errors import named, not_available
+from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.generation import Generation
 from tandem.server.openai_sampling import new_id, sampling_of
@@ -25,7 +26,10 @@ from tandem.server.state import ServerState
 
 T = TypeVar("T", bound=CountRequest)
 
-_NAMES = {"prompt": "messages", "stop": "stop_sequences", "continue_final_message": "messages"}
+_NAMES = {
+    "prompt": "messages", "stop": "stop_sequences", "continue_final_message": "messages",
+    "response_format": "output_config.format",
+}  # fmt: skip
 # What says how much to think is a wish here, as it is at Anthropic: clients send it to every model.
 _WISHES = {
     "thinking_budget": ("thinking_budget", "thinking.budget_tokens"),
@@ -59,7 +63,7 @@ async def _messages(state: ServerState, http: Request) -> Response:
     body, ignored = await _read(http, MessagesRequest)
     state.admit()
     message_id = new_id("msg")
-    with named(_NAMES):
+    with named(_NAMES | {"grammar": "tools" if _format(body) is None else "output_config.format"}):
         prepared = await _prepare(state, conversation_of(body), _sampling(state, body), ignored)
         sampling = prepared.sampling
         room = max(1, state.answer_room(len(prepared.prompt_ids)))
@@ -68,30 +72,38 @@ async def _messages(state: ServerState, http: Request) -> Response:
             sampling = msgspec.structs.replace(sampling, max_tokens=room)
         request = GenerateRequest(id=message_id, prompt_ids=prepared.prompt_ids, sampling=sampling)
         generation = Generation(state, http, [request])
-    shown = body.thinking is None or body.thinking.display != "omitted"
-    writer = MessageWriter(
-        message_id, state.model_name, prepared.new_parser(), clipped=clipped, show_thinking=shown
-    )
-    if body.stream:
-        response: Response = await generation.events(writer.frames, writer.last, failure)
-    else:
-        await generation.run(writer.take)
-        response = Response(msgspec.json.encode(writer.whole()), media_type="application/json")
+        shown = body.thinking is None or body.thinking.display != "omitted"
+        writer = MessageWriter(
+            message_id, state.model_name, prepared.new_parser(), clipped=clipped, show_thinking=shown
+        )
+        if body.stream:
+            response: Response = await generation.events(writer.frames, writer.last, failure)
+        else:
+            await generation.run(writer.take)
+            response = Response(msgspec.json.encode(writer.whole()), media_type="application/json")
     response.headers["request-id"] = message_id
     return name_ignored(response, ignored)
 
 
 async def _read(http: Request, kind: type[T]) -> tuple[T, list[str]]:
     """The body, and the names of fields that nobody knows."""
-    body, ignored = read_fields_as(await read_fields(http), kind)
-    if body.output_config is not None and body.output_config.format is not None:
-        raise not_available("output_config.format")
-    return body, ignored
+    return read_fields_as(await read_fields(http), kind)
+
+
+def _format(body: CountRequest) -> ResponseFormat | None:
+    output = body.output_config
+    if output is None or output.format is None:
+        return None
+    return ResponseFormat("json_schema", NamedSchema(output.format.schema))
 
 
 def _sampling(state: ServerState, body: MessagesRequest) -> SamplingParams:
     same = SamplingBody(
-        temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        stop=body.stop_sequences,
+        response_format=_format(body),
     )
     return sampling_of(same, state.sampling_defaults, max_tokens=body.max_tokens)
 

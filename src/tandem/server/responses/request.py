@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from tandem.errors import RequestError
 from tandem.server.chat.conversation import Conversation, Message, Role, Tool, ToolCall, ToolChoice
-from tandem.server.errors import ApiError, not_available
+from tandem.server.errors import ApiError
 from tandem.server.responses.schema import Item, NamedTool, Part, ResponsesRequest
 
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
@@ -18,8 +18,6 @@ _ROLES: dict[str, Role] = {
 
 def conversation_of(body: ResponsesRequest, earlier: Sequence[Message]) -> Conversation:
     """earlier: what was said up to the end of the previous response. Raises RequestError, ApiError 400."""
-    if body.text is not None and body.text.format is not None and body.text.format.type != "text":
-        raise not_available("text.format")
     system = [Message("system", body.instructions)] if body.instructions else []
     messages = (*system, *earlier, *input_messages(body))
     tools = _tools(body)
@@ -111,7 +109,7 @@ def _text(parts: str | Sequence[Part] | None, where: str) -> str:
 
 
 def _tools(body: ResponsesRequest) -> tuple[Tool, ...]:
-    tools = []
+    tools: list[Tool] = []
     for i, tool in enumerate(body.tools or ()):
         where = f"tools[{i}]"
         if tool.type != "function":
