@@ -16,9 +16,10 @@ from gpu import HAS_TRITON, INTERPRETED
 from kernel_cases import coded
 from paged_batches import make_batch, random_tables
 from tandem import _core
-from tandem.config.layers import Activation, ActivationKind, Router
+from tandem.config.layers import Activation, ActivationKind, DeltaRule, Norm, Router
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.delta import DeltaWeights
 from tandem.kernels.ops import ExpertBiases, LatentSizes, LatentWeights, Rope, Routing, Tally
 
 if HAS_TRITON and not INTERPRETED:
@@ -29,6 +30,7 @@ if HAS_TRITON and not INTERPRETED:
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
     from tandem.kernels.gpu import attention_decode, attention_prefill, best, overlap
+    from tandem.kernels.gpu.delta import prompt
     from tandem.kernels.gpu.latent import decode, prompt_kernels
     from tandem.kernels.gpu.ops import GpuOps
 
@@ -183,7 +185,9 @@ def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:
     mlp.load(torch.randn(128, 256), torch.randn(128, 256), torch.randn(256, 128))
     angles, norm = torch.rand(50, 64), torch.ones(128).bfloat16()
     for rows in (1, 3, 48):
-        x = torch.zeros(rows, 256).bfloat16()
+        x, gates = torch.zeros(rows, 256).bfloat16(), torch.zeros(rows, 512).bfloat16()
+        ops.gated(x, gates[:, :1], x.clone())
+        ops.gated(x, gates.unflatten(1, (4, 2, 64))[:, :, 1])
         ops.rms_norm(x, torch.ones(256).bfloat16(), 1e-6)
         ops.add_rms_norm(x, x.clone(), torch.ones(256).bfloat16(), 1e-6)
         mlp(x)
@@ -194,7 +198,7 @@ def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:
             *pools, heads=32, kv_heads=4, head_dim=128, q_norm=norm, k_norm=norm,
         )  # fmt: skip
     counts = {name: len(variants) for name, variants in compiler.variants.items()}
-    assert counts == {"_rms_norm": 2, "_activate": 1, "_route": 1, "_rope_store": 1, "_one_row": 2}
+    assert counts == {"_rms_norm": 2, "_activate": 1, "_route": 1, "_rope_store": 1, "_one_row": 2, "_gated": 2}
 
 
 CARDS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KB of shared memory that a program may have
@@ -215,7 +219,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Com
         from tandem.kernels.gpu.latent.decode_hopper import decode_hopper
 
         monkeypatch.setattr(decode, "_hopper_kernel", lambda device: decode_hopper)
-    for module in (decode, prompt_kernels):
+    for module in (decode, prompt_kernels, prompt):
         monkeypatch.setattr(module, "shared_bytes", lambda device: made.shared_bytes)
     return made
 
@@ -244,3 +248,24 @@ def test_latent_attention(card: Compiler, ops: GpuOps, heads: int) -> None:
         "_turn": 2, "_per_head": 2, name: 1, "_merge": 1,  # queries with keys and without; keys and values
         "_spread": 1, "_gather": 1, "_join": 1, "_prompt": 2, "_fold": 3,  # causal or not; first, last and only piece
     }  # fmt: skip
+
+
+def test_gated_delta_nets(card: Compiler, ops: GpuOps) -> None:
+    """Rows that decode and chunks, each kernel once, whatever the numbers of rows and sequences."""
+    shape = DeltaRule(16, 32, 128, 128, 4, Norm(1e-6), "heads")
+    gates = torch.zeros(32)
+    delta = ops.delta_rule(
+        shape, DeltaWeights(torch.zeros(4, shape.channels), gates, gates, torch.zeros(128).bfloat16())
+    )
+    inputs = torch.zeros(9, 4, shape.channels, dtype=torch.bfloat16)
+    memory = torch.zeros(9, 32, 128, 128)
+    for spans, single in [
+        ([(9, 10)], 0), ([(9, 10)] * 3, 3), ([(40, 41), (0, 30)], 1), ([(0, 64)] * 16, 0),
+        ([(9, 10)] * 16 + [(0, 130)], 16),
+    ]:  # fmt: skip
+        tables, _ = random_tables(len(spans), max(end for _, end in spans))
+        batch = replace(make_batch(spans, tables), single_rows=single)
+        rows = len(batch.positions)
+        delta(torch.zeros(rows, 12288).bfloat16(), torch.zeros(rows, 64).bfloat16(), batch, inputs, memory)
+    counts = {name: len(variants) for name, variants in card.variants.items()}
+    assert counts == {"_step": 1, "convolve": 1, "keep": 1, "within": 1, "walk": 1, "gated_norm": 1}

@@ -118,9 +118,11 @@ class Session:
         self.model = build(
             config, made, open_checkpoint(path), self.side.ops, None, self.side.store, usage=self.usage
         )
-        states = allocate(config.state_layout("bfloat16", PAGE), ROWS * PAGES, torch.device("cuda")).arrays
+        layout = config.state_layout("bfloat16", PAGE)
+        kept = allocate(layout, ROWS * PAGES, torch.device("cuda"), ROWS + 2)
+        self.slots = kept.slots  # of sequence s: s + 1; the last is spare
         self.runner = GpuRunner(
-            self.model, states, self.side.handoff, GraphPlan(graphs, PAGES), page_size=PAGE, max_step_tokens=256,
+            self.model, kept.arrays, self.side.handoff, GraphPlan(graphs, PAGES), page_size=PAGE, max_step_tokens=256,
             usage=self.usage, live=restless(self.side, self.usage) if moving else None,
         )  # fmt: skip
 
@@ -165,7 +167,7 @@ def on_the_cpu(path: Path, dtype: str) -> Tensor:
     fmt = "f32" if dtype == "float32" else "bf16"
     made = replace(plan(0.0, (), 0), dtype=dtype, expert_format=fmt, gpu=None)
     model = build(config, made, open_checkpoint(path), CpuOps(_core.WorkerPool([-1, -1]), made.tier))
-    states = allocate(config.state_layout(dtype, PAGE), ROWS * PAGES).arrays
+    states = allocate(config.state_layout(dtype, PAGE), ROWS * PAGES, slots=ROWS + 1).arrays
     with torch.inference_mode():
         logits = model.forward(batch_of(list(range(ROWS)), 0, PROMPT + DECODED), states)
     return logits.view(ROWS, PROMPT + DECODED, -1)

@@ -18,7 +18,7 @@ from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
 from tandem.config.gpus import Gpu
 from tandem.config.host_memory import HostShare, host_memory
 from tandem.config.latent_scratch import latent_scratch_bytes
-from tandem.config.layers import DeltaRule, Latent
+from tandem.config.layers import DeltaRule, Latent, Mixer
 from tandem.config.machine import Machine
 from tandem.config.memory import (
     DEFAULT_FRACTION,
@@ -34,6 +34,7 @@ from tandem.config.state import DTYPE_BYTES
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError, GpuTooSmall
 
+MAX_DELTA_HEAD = 1 << 15  # elements of a delta net's head that a program holds, padded to powers of two
 LEAST_CAPABILITY = (8, 0)  # Ampere: the kernels multiply bfloat16
 GPU_FRACTION = 0.9  # of free GPU memory
 GPU_WORKSPACE_BYTES = 2 << 30  # activations, libraries, CUDA graphs but for their logits
@@ -94,13 +95,18 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
         return _too_old(machine.gpus[0])
     if missing := [name for name in machine.gpu_missing if name != "cuda-core"]:
         return f"{machine.gpus[0].name} cannot be used: {' and '.join(missing)} is missing"
-    if any(isinstance(mixer, DeltaRule) for mixer in model.mixers):
-        return "gated delta nets run on the CPU"
     if config.dtype == "float32":
         return "the GPU kernels compute in bfloat16, not float32"
     if model.hidden % 8:  # rows are handed to the CPU 16 bytes at a time
         return f"the GPU kernels need a hidden size that is a multiple of 8, not {model.hidden}"
-    return ""
+    return next(filter(None, map(_too_large, model.mixers)), "")
+
+
+def _too_large(mixer: Mixer) -> str:
+    """Why the kernels cannot hold a head's memory in registers; "" where they can."""
+    if not isinstance(mixer, DeltaRule) or mixer.padded_head <= MAX_DELTA_HEAD:
+        return ""
+    return f"heads of gated delta nets may have 128 x 256 channels on a GPU, not {mixer.k_dim} x {mixer.v_dim}"
 
 
 def _too_old(gpu: Gpu) -> str:

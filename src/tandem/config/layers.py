@@ -6,6 +6,7 @@ Mechanisms have no family names. A family is data over them (`architectures/`); 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Literal, Protocol
 
 from tandem.config.rope import Rope
@@ -159,12 +160,17 @@ class DeltaRule:
     def values(self) -> int:
         return self.v_heads * self.v_dim
 
+    @property
+    def padded_head(self) -> int:
+        """Elements of a head's memory on a GPU, where tiles have powers of two of at least 16."""
+        return prod(max(16, 1 << (dim - 1).bit_length()) for dim in (self.k_dim, self.v_dim))
+
     def params(self, hidden: int) -> int:
         projections = self.channels + 2 * self.values + 2 * self.v_heads
         return hidden * projections + self.channels * self.conv
 
     def states(self) -> tuple[State, ...]:
-        inputs = Array("inputs", (self.conv - 1, self.channels))
+        inputs = Array("inputs", (self.conv, self.channels))
         memory = Array("memory", (self.v_heads, self.k_dim, self.v_dim), "float32")
         return (Fold((inputs, memory)),)
 

@@ -74,10 +74,8 @@ class _Inputs:
             values = getattr(source, name).numpy()
             to = to[:, :width] if name == "block_tables" else to
             to[:rows] = values
-            if rows < self._size:
-                to[rows:] = (
-                    0 if name == "slots" else values[-1]
-                )  # a copy would change the sequence's state twice
+            if rows < self._size:  # a copy that had the sequence's slot would change its state twice
+                to[rows:] = 0 if name == "slots" else values[-1]
         self._count[0] = rows
 
     def send(self) -> None:
@@ -101,7 +99,8 @@ class _Graph:
 class GpuRunner:
     """A step whose rows are all decode rows and fit a graph is replayed; others run kernel by kernel.
 
-    A batch smaller than its graph is filled up with copies of its last row: they compute and write the same.
+    A batch smaller than its graph is filled up with copies of its last row: they compute and write the same. Kernels
+    that change what a sequence keeps in its slot know copies by their slot, 0, and give them the last row's result.
     """
 
     def __init__(

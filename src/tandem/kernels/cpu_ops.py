@@ -16,9 +16,11 @@ from tandem import _core
 from tandem.config.layers import SILU, Activation, DeltaRule, Router
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
+from tandem.kernels import gates
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
 from tandem.kernels.delta import Delta, DeltaWeights, columns_of
+from tandem.kernels.gates import without_gates
 from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
@@ -159,6 +161,7 @@ class CpuOps:
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
     ) -> Tensor:
+        qkv = without_gates(qkv, heads, kv_heads, head_dim)
         q_norm, k_norm = _beside(qkv, q_norm), _beside(qkv, k_norm)
         sizes = (0 if q_norm is None else q_norm.numel(), 0 if k_norm is None else k_norm.numel())
         shape, view = _heads(heads, kv_heads, head_dim, *sizes), self._view_of(batch, k_pages)
@@ -183,6 +186,8 @@ class CpuOps:
         values = None if v_pages is k_pages else v_pages
         self._dense.attention(view, shape, q, k_pages, values, out, scale, window, sinks)
         return out
+
+    gated = staticmethod(gates.gated)
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
         return _CpuDelta(self, shape, weights)
@@ -241,8 +246,9 @@ class _CpuDelta:
     def __call__(
         self, projected: Tensor, gates: Tensor, batch: BatchLayout, inputs: Tensor, memory: Tensor
     ) -> Tensor:
+        kept = inputs[:, : len(self._weights.conv) - 1]  # oldest first
         return self._ops.delta(
-            self._shape, (projected, gates), self._weights, batch, (inputs, memory), self._eps
+            self._shape, (projected, gates), self._weights, batch, (kept, memory), self._eps
         )
 
 

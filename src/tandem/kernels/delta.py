@@ -11,6 +11,8 @@ from torch import Tensor
 from tandem.config.layers import DeltaRule
 from tandem.kernels.batch_layout import BatchLayout
 
+UNIT_EPS = 1e-6  # of the norms of q and k
+
 
 class DeltaWeights(NamedTuple):
     """C = channels of the convolution, V = value heads."""
@@ -29,8 +31,9 @@ class Delta(Protocol):
     ) -> Tensor:
         """projected [T, C + V * v_dim] and gates [T, 2 V] as the layout of the shape has them → [T, V * v_dim].
 
-        inputs [slots, conv - 1, C] and memory float32 [slots, V, k_dim, v_dim] of each sequence's slot go on; a
-        sequence without tokens starts from zeros. A row depends on its own sequence only, not on how that was cut.
+        inputs [slots, conv, C] and memory float32 [slots, V, k_dim, v_dim] of each sequence's slot go on; a sequence
+        without tokens starts from zeros. Which place of `inputs` has which token is the implementation's: there is one
+        more than needed. A row depends on its own sequence only, not on how that was cut (last bits on a GPU).
         """
         ...
 
@@ -67,6 +70,7 @@ class TorchDelta:
         self, projected: Tensor, gates: Tensor, batch: BatchLayout, inputs: Tensor, memory: Tensor
     ) -> Tensor:
         out = projected.new_empty((len(projected), self.shape.values))
+        inputs = inputs[:, : self.shape.conv - 1]  # oldest first
         starts = batch.query_starts.tolist()
         for s, slot in enumerate(batch.slots.tolist()):
             rows = slice(starts[s], starts[s + 1])
@@ -117,7 +121,7 @@ class TorchDelta:
         """Of unit length, [T, V, k_dim]: value heads of a group share a key head."""
         s = self.shape
         heads = x.unflatten(1, (s.k_heads, s.k_dim))
-        heads = heads * torch.rsqrt(heads.pow(2).sum(-1, keepdim=True) + 1e-6)
+        heads = heads * torch.rsqrt(heads.pow(2).sum(-1, keepdim=True) + UNIT_EPS)
         shared: Tensor = heads.repeat_interleave(s.v_heads // s.k_heads, 1)
         return shared
 

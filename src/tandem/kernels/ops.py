@@ -281,7 +281,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """Per-head norm, rotation and the cache write of one layer, in one pass.
 
-        qkv is [T, (H + 2G) * D]: all q heads, then k, then v. q_norm and k_norm are [D] weights of an RMS
+        qkv is [T, (H + 2G) * D]: all q heads, then k, then v; or [T, (2H + 2G) * D]: each q head is followed by a
+        gate, which is left out. q_norm and k_norm are [D] weights of an RMS
         norm over each head (Qwen3, GLM-4.6) or [H * D] and [G * D] over all heads together (OLMoE), before
         the rotation. K and V of row t go to row batch.cache_slots[t] of k_pages and v_pages ([num_pages,
         page_size, G, D]). Where v_pages is k_pages, keys are values, too: qkv is [T, (H + G) * D], without v.
@@ -307,6 +308,11 @@ class Ops(Protocol):
         and has no value. A row's result depends neither on the batch nor on how its
         prompt was chunked.
         """
+        ...
+
+    def gated(self, x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [T, n] times sigmoid(gate), gate [T, 1] or [T, H, n / H], which need not be contiguous; the sigmoid and the
+        product are rounded. Added to `out` [T, n] if given, and returned."""
         ...
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:

@@ -17,9 +17,11 @@ from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import one_tensor
 from tandem.formats.reference import decoded
+from tandem.kernels import gates
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import Delta, DeltaWeights, TorchDelta
 from tandem.kernels.fit import as_packed
+from tandem.kernels.gates import without_gates
 from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
@@ -223,6 +225,7 @@ class TorchOps:
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
     ) -> Tensor:
+        qkv = without_gates(qkv, heads, kv_heads, head_dim)
         values = 0 if v_pages is k_pages else kv_heads * head_dim
         q, k, v = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, values], dim=-1)
         q, k = self._head_norm(q, q_norm, head_dim, eps), self._head_norm(k, k_norm, head_dim, eps)
@@ -260,6 +263,8 @@ class TorchOps:
             v = v_pages[pages].flatten(0, 1)[:length]
             out[rows] = _attend(q[rows], k, v, batch.positions[rows], scale, window, sinks)
         return out.flatten(1)
+
+    gated = staticmethod(gates.gated)
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
         return TorchDelta(shape, weights)

@@ -36,9 +36,6 @@ class Attention:
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
         s, qkv, norms, ((k_pages, v_pages),) = self.shape, self.qkv(x), (self.q_norm, self.k_norm), states
-        gate: Tensor | None = None
-        if s.gate:
-            qkv, gate = self._without_gate(qkv)
         if s.clip:
             qkv, norms = self._clipped(qkv), (None, None)
         q = self.ops.rope_store(
@@ -47,13 +44,12 @@ class Attention:
             q_norm=norms[0], k_norm=norms[1], eps=s.norm.eps,
         )  # fmt: skip
         seen = self.ops.attention(q, k_pages, v_pages, p.batch, s.scale, s.window, self.sinks)
-        return self.out(seen if gate is None else seen * gate.sigmoid())
+        return self.out(self.ops.gated(seen, self._gates(qkv)) if s.gate else seen)
 
-    def _without_gate(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """q, k, v side by side, and the gate [T, H * D]: each query head is followed by its own."""
-        q = self.shape.heads * self.shape.head_dim
-        both = qkv[:, : 2 * q].unflatten(1, (self.shape.heads, 2, self.shape.head_dim))
-        return torch.cat((both[:, :, 0].flatten(1), qkv[:, 2 * q :]), dim=1), both[:, :, 1].flatten(1)
+    def _gates(self, qkv: Tensor) -> Tensor:
+        """[T, H, D]: each query head is followed by its own."""
+        heads, dim = self.shape.heads, self.shape.head_dim
+        return qkv[:, : 2 * heads * dim].unflatten(1, (heads, 2, dim))[:, :, 1]
 
     def _clipped(self, qkv: Tensor) -> Tensor:
         """OLMoE's clip_qkv: the clamp is between the norms and the rotation."""

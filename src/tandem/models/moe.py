@@ -58,7 +58,7 @@ class MoEBlock:
         self, x: Tensor, p: Pass, states: States, meanwhile: Callable[[], None] | None = None
     ) -> Tensor:
         """meanwhile: called while others compute."""
-        weight = None if self.shared_gate is None else self.shared_gate(x).sigmoid()
+        gate = None if self.shared_gate is None else self.shared_gate(x)
         ticket = self.experts.submit(x, self._route(x))
         shared = None if self.shared is None else self.shared(x)
         if meanwhile is not None:
@@ -66,7 +66,7 @@ class MoEBlock:
         routed = self.experts.wait(ticket)
         if shared is None:
             return routed
-        return routed.add_(shared if weight is None else shared * weight)
+        return routed.add_(shared) if gate is None else self.ops.gated(shared, gate, routed)
 
     def foresee(self, x: Tensor) -> None:
         """x: about what the next call will be given. Tells the experts who would be chosen; nobody is counted."""

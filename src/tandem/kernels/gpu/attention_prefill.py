@@ -43,7 +43,7 @@ TILES = (
 
 
 @triton.jit
-def _sequence_of(starts, sequences, block, QUERIES: tl.constexpr, AT_ONCE: tl.constexpr):
+def sequence_of(starts, sequences, block, QUERIES: tl.constexpr, AT_ONCE: tl.constexpr):
     """Which sequence block `block` of queries belongs to, and its number there; (sequences, 0) past the last."""
     sequence, skipped, before = 0, 0, 0
     for first in range(0, sequences, AT_ONCE):
@@ -104,7 +104,7 @@ def _prefill(q, k_pages, v_pages, tables, starts, positions, sinks, out, scale, 
     block = (
         tl.num_programs(0) - 1 - tl.program_id(0)
     )  # the longest first: the short ones fill the gaps at the end
-    s, block = _sequence_of(starts + first, sequences - first, block, QUERIES, AT_ONCE)
+    s, block = sequence_of(starts + first, sequences - first, block, QUERIES, AT_ONCE)
     s += first
     if s >= sequences:
         return

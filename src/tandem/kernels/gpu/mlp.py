@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.config.layers import SILU, Activation, ActivationKind
 from tandem.formats.codes import Blocks, Weight
 from tandem.formats.cut import numbers, stacked
+from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.ops import Linear, SureRead
 
 KINDS = {name: kind for kind, name in enumerate(get_args(ActivationKind))}  # what KIND says
@@ -88,6 +89,33 @@ def activate(how: Activation, gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     else:
         _activate_all[grid](gate_up, out, width, BLOCK=1024, num_warps=4)
     return out
+
+
+@triton.jit
+def _gated(x, gate, out, width, gate_row, gate_head, head, BLOCK: tl.constexpr, ALONE: tl.constexpr, ADD: tl.constexpr,
+           OVERLAP: tl.constexpr):  # fmt: skip
+    begin(OVERLAP)
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, at = column < width, gate + row * gate_row
+    if not ALONE:
+        at += column // head * gate_head + column % head
+    kind = out.dtype.element_ty
+    weight = tl.sigmoid(tl.load(at).to(tl.float32) if ALONE else tl.load(at, inside, other=0.0).to(tl.float32))
+    y = tl.load(x + row * width + column, inside, other=0.0).to(tl.float32) * weight.to(kind).to(tl.float32)
+    if ADD:
+        y = tl.load(out + row * width + column, inside, other=0.0).to(tl.float32) + y.to(kind).to(tl.float32)
+    tl.store(out + row * width + column, y.to(kind), inside)
+
+
+def gated(x: Tensor, gate: Tensor, out: Tensor | None) -> Tensor:
+    """As `Ops.gated`."""
+    x, width, alone = x.contiguous(), x.shape[1], gate.dim() == 2
+    to = torch.empty_like(x) if out is None else out
+    _gated[(len(x), triton.cdiv(width, 1024))](
+        x, gate, to, width, gate.stride(0), 0 if alone else gate.stride(1), width if alone else gate.shape[2],
+        BLOCK=1024, ALONE=alone, ADD=out is not None, num_warps=4, **overlapped(x.device),
+    )  # fmt: skip
+    return to
 
 
 class GpuMLP:

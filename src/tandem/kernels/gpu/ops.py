@@ -15,9 +15,10 @@ from tandem.formats.reference import decoded
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.delta import Delta, DeltaWeights
-from tandem.kernels.gpu import dense_codes, norm, route
+from tandem.kernels.gpu import dense_codes, mlp, norm, route
 from tandem.kernels.gpu import rope as rotation
 from tandem.kernels.gpu.attention_backends import Attention, attention_of
+from tandem.kernels.gpu.delta.net import GpuDelta
 from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.experts import GpuExperts
@@ -156,7 +157,10 @@ class GpuOps:
         return self._attention(q, k_pages, v_pages, batch, scale, window, sinks)
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
-        raise KernelError("gated delta nets have no GPU kernels")
+        return GpuDelta(shape, weights)
+
+    def gated(self, x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
+        return mlp.gated(x, gate, out)
 
     def route(
         self,

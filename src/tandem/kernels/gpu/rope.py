@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.errors import KernelError
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.ops import Rope
@@ -59,12 +60,12 @@ def _rotated(row, weight, cos, sin, inverse, DIM: tl.constexpr, HALF: tl.constex
 @triton.jit
 def _rope_store(qkv, cos, sin, positions, slots, k_pages, v_pages, q, q_norm, k_norm, eps,
                 HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-                NORM: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
-                OVERLAP: tl.constexpr):  # fmt: skip
+                NORM: tl.constexpr, WHOLE: tl.constexpr, GATES: tl.constexpr, BLOCK: tl.constexpr,
+                WIDE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     begin(OVERLAP)
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    base = qkv + t * (HEADS + 2 * KV_HEADS) * DIM
-    row = base + h * DIM
+    base = qkv + t * (HEADS + GATES + 2 * KV_HEADS) * DIM
+    row = base + (h + tl.minimum(h, GATES)) * DIM  # each q head is followed by its gate, where there are any
     d = tl.arange(0, BLOCK)
     inside = d < DIM
     if h >= HEADS + KV_HEADS:
@@ -99,11 +100,14 @@ def rope_store(
     q = qkv.new_empty((qkv.shape[0], heads, dim))
     q_norm, k_norm = norms
     has_norm = q_norm is not None and k_norm is not None
+    whole, gated = q_norm is not None and q_norm.numel() != dim, qkv.shape[1] == 2 * (heads + kv_heads) * dim
+    if whole and gated:
+        raise KernelError("a norm over all heads together cannot pass over gates on the GPU")
     _rope_store[(qkv.shape[0], heads + 2 * kv_heads)](
         qkv, rope.cos, rope.sin, batch.positions, batch.cache_slots, *pages, q,
         q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=rope.rotary_dim // 2, NORM=has_norm,
-        WHOLE=q_norm is not None and q_norm.numel() != dim,
+        WHOLE=whole, GATES=heads if gated else 0,
         BLOCK=triton.next_power_of_2(dim), WIDE=triton.next_power_of_2(heads * dim), num_warps=1 if dim <= 128 else 4,
         **overlapped(qkv.device),
     )  # fmt: skip

@@ -1,0 +1,112 @@
+"""One token of each sequence: convolution, gates, recurrence and gated norm in one kernel.
+
+A program has one value head of one sequence, whose memory it holds in registers. It asks for that before the kernel
+that makes the projections has ended: nobody else writes it in a step.
+
+Programs of value heads that share a key head read the same last inputs while one of them keeps the new one. So inputs
+lie in a ring of as many places as the convolution is wide: the place of a token's own input is one that nobody reads.
+
+Rows of slot 0 fill up a graph. They are copies of the last real row, which writes its result for them, too: what they
+then write into the cache is the same. They fold nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.config.layers import DeltaRule
+from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.delta import UNIT_EPS, DeltaWeights
+from tandem.kernels.gpu.delta.parts import activated, constants, gates_of, normed
+from tandem.kernels.gpu.overlap import begin, overlapped
+
+ELEMENTS_PER_WARP = 1 << 11
+
+
+@triton.jit
+def _past(ring, conv, channel, d, inside, known, CHANNELS: tl.constexpr, CONV: tl.constexpr):
+    """What the inputs before add to the convolution of channels channel + d, and the weights of the new one."""
+    at = channel + d
+    summed = tl.zeros_like(d).to(tl.float32)
+    for back in tl.static_range(1, CONV):
+        place = (known + CONV - back) % CONV
+        old = tl.load(ring + place * CHANNELS + at, inside & (known >= back), other=0.0).to(tl.float32)
+        summed += old * tl.load(conv + (CONV - 1 - back) * CHANNELS + at, inside, other=0.0)
+    return summed, tl.load(conv + (CONV - 1) * CHANNELS + at, inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _step(projected, gates, conv, decay, dt_bias, norm, lens, slots, inputs, memory, out, rows, inputs_stride,
+          memory_stride, scale, unit_eps, eps, V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, GROUP: tl.constexpr,
+          K_DIM: tl.constexpr, V_DIM: tl.constexpr, CONV: tl.constexpr, CHANNELS: tl.constexpr,
+          PROJECTED: tl.constexpr, GATES: tl.constexpr, Q_FIRST: tl.constexpr, Q_STEP: tl.constexpr,
+          K_FIRST: tl.constexpr, K_STEP: tl.constexpr, V_FIRST: tl.constexpr, V_STEP: tl.constexpr,
+          Z_FIRST: tl.constexpr, Z_STEP: tl.constexpr, B_FIRST: tl.constexpr, B_STEP: tl.constexpr,
+          A_FIRST: tl.constexpr, A_STEP: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
+          OVERLAP: tl.constexpr):  # fmt: skip
+    s, head = tl.program_id(0), tl.program_id(1)
+    slot, known = tl.load(slots + s).to(tl.int64), tl.load(lens + s) - 1
+    i, j = tl.arange(0, KB), tl.arange(0, VB)
+    in_k, in_v = i < K_DIM, j < V_DIM
+    inner = in_k[:, None] & in_v[None, :]
+    held = memory + slot * memory_stride + head * K_DIM * V_DIM + i[:, None] * V_DIM + j[None, :]
+    state = tl.load(held, inner & (known > 0) & (slot > 0), other=0.0)
+    ring = inputs + slot * inputs_stride
+    key_head, own = head // GROUP, head % GROUP
+    q_channel, k_channel = key_head * K_DIM, (K_HEADS + key_head) * K_DIM
+    v_channel = 2 * K_HEADS * K_DIM + head * V_DIM
+    q_past, q_weight = _past(ring, conv, q_channel, i, in_k, known, CHANNELS, CONV)
+    k_past, k_weight = _past(ring, conv, k_channel, i, in_k, known, CHANNELS, CONV)
+    v_past, v_weight = _past(ring, conv, v_channel, j, in_v, known, CHANNELS, CONV)
+    weight = tl.load(norm + j, in_v, other=0.0).to(tl.float32)
+    to = out + (s.to(tl.int64) * V_HEADS + head) * V_DIM + j
+    begin(OVERLAP)
+    kind: tl.constexpr = out.dtype.element_ty
+    if slot == 0:
+        if tl.load(slots) == 0:  # there is no real row at all
+            tl.store(to, tl.zeros_like(weight).to(kind), in_v)
+        return
+    row = projected + s.to(tl.int64) * PROJECTED
+    new_q = tl.load(row + Q_FIRST + key_head * Q_STEP + i, in_k, other=0.0)
+    new_k = tl.load(row + K_FIRST + key_head * K_STEP + i, in_k, other=0.0)
+    new_v = tl.load(row + V_FIRST + key_head * V_STEP + own * V_DIM + j, in_v, other=0.0)
+    z = tl.load(row + Z_FIRST + key_head * Z_STEP + own * V_DIM + j, in_v, other=0.0).to(tl.float32)
+    kept = ring + known % CONV * CHANNELS
+    tl.store(kept + q_channel + i, new_q, in_k & (own == 0))
+    tl.store(kept + k_channel + i, new_k, in_k & (own == 0))
+    tl.store(kept + v_channel + j, new_v, in_v)
+    q = activated(q_past + new_q.to(tl.float32) * q_weight, kind)
+    k = activated(k_past + new_k.to(tl.float32) * k_weight, kind)
+    v = activated(v_past + new_v.to(tl.float32) * v_weight, kind)
+    q *= tl.rsqrt(tl.sum(q * q) + unit_eps) * scale
+    k *= tl.rsqrt(tl.sum(k * k) + unit_eps)
+    beta, log = gates_of(gates, decay, dt_bias, s.to(tl.int64), head, True, GROUP, GATES, B_FIRST, B_STEP, A_FIRST,
+                         A_STEP)  # fmt: skip
+    shrink = tl.exp(log)
+    # Both sums are of the memory as it was, so that its rows pass once.
+    learnt = beta * (v - shrink * tl.sum(state * k[:, None], 0))
+    y = shrink * tl.sum(state * q[:, None], 0) + tl.sum(q * k) * learnt
+    tl.store(held, shrink * state + k[:, None] * learnt[None, :], inner)
+    y = y.to(kind).to(tl.float32)
+    result = normed(y, tl.sum(y * y) / V_DIM, weight, z, eps, kind)
+    tl.store(to, result, in_v)
+    if tl.load(slots + s + 1, s + 1 < rows, other=1) == 0:
+        for copy in range(s + 1, rows):
+            tl.store(to + (copy - s) * V_HEADS * V_DIM, result, in_v)
+
+
+def step(
+    shape: DeltaRule, weights: DeltaWeights, rows: tuple[Tensor, Tensor], batch: BatchLayout, count: int,
+    states: tuple[Tensor, Tensor], out: Tensor,
+) -> None:  # fmt: skip
+    """The first `count` sequences, which have one row each. rows: projections and gates; states: inputs, memory."""
+    inputs, memory = states
+    named = constants(shape)
+    warps = max(1, min(16, shape.padded_head // ELEMENTS_PER_WARP))
+    _step[(count, shape.v_heads)](
+        *rows, *weights, batch.seq_lens, batch.slots, inputs, memory, out, count, inputs.stride(0), memory.stride(0),
+        shape.k_dim**-0.5, UNIT_EPS, shape.norm.eps, V_HEADS=shape.v_heads, CHANNELS=shape.channels,
+        PROJECTED=rows[0].shape[1], GATES=rows[1].shape[1], **named, num_warps=warps, **overlapped(out.device),
+    )  # fmt: skip

@@ -1,0 +1,136 @@
+"""Whole models of gated delta nets and gated attention, on a GPU or in Triton's interpreter.
+
+On a GPU the reference is the same model in float32 on the CPU, which is compared with Transformers elsewhere, and the
+tolerance is the error that bfloat16 has there, half as much again. The interpreter computes in float32, against
+Transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
+from gpu_sessions import DECODED, PROMPT, ROWS, Session, on_the_cpu, rms
+from sessions import Session as PlainSession
+from sessions import ours, reference, worst
+from tandem import LLM, SamplingParams, _core
+from tandem.engine.llm import Generation
+from tandem.engine.state.slots import SlotPool
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.reference import TorchOps
+
+if AVAILABLE:
+    from tandem.kernels.gpu.ops import GpuOps
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.gpu, needs_triton]
+ANSWER = 16  # tokens
+VARIANTS = ["qwen3_next", "qwen3_next-dense", "qwen3_5_moe_text"]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="bfloat16 on a GPU")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_float32_logits_equal_transformers(
+    tiny_models, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    """Prompts in chunks, several sequences together, decode steps; experts are plain torch's."""
+    ops = GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1]), "scalar"))
+    for name in ("experts", "mlp"):
+        monkeypatch.setattr(ops, name, getattr(TorchOps(), name))
+    session = PlainSession(tiny_models[variant], ops=ops)
+    assert worst(ours(session), reference(tiny_models[variant])) < 1e-4
+
+
+def check(path: Path, got: torch.Tensor, first: int = 0) -> None:
+    exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
+    assert rms(got, exact[:, first:]) < 1.5 * rms(theirs[:, first:], exact[:, first:])
+
+
+@needs_cuda
+@pytest.mark.parametrize("together", [True, False], ids=["batch8", "batch1"])
+@pytest.mark.parametrize("graphs", [(), (1, 8)], ids=["kernels", "graphs"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_placement_does_not_change_the_logits(tiny_models, variant, share, graphs, together) -> None:
+    check(tiny_models[variant], Session(tiny_models[variant], share, graphs).logits(together))
+
+
+@needs_cuda
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cut_prompts_go_on_from_their_state(tiny_models, variant: str) -> None:
+    """Then they are computed anew, as after preemption, in slots that hold something else."""
+    path, everyone = tiny_models[variant], list(range(ROWS))
+    session = Session(path, 0.5, (1, 8))
+    parts = [session.step(everyone, first, count) for first, count in ((0, 3), (3, 9), (12, PROMPT - 12))]
+    check(path, torch.cat([*parts, *session.decoded(everyone)], 1))
+    again = torch.cat(
+        [session.step(everyone, 0, PROMPT + 4), session.step(everyone, PROMPT + 4, DECODED - 4)], 1
+    )
+    check(path, again)
+
+
+@needs_cuda
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_graph_is_filled_up_with_copies_that_fold_nothing(tiny_models, variant: str) -> None:
+    """Three rows in a graph of eight give the bits that they give among eight, step after step."""
+    whole, few = (Session(tiny_models[variant], 0.5, (8,)) for _ in range(2))
+    for session in (whole, few):
+        session.step(list(range(ROWS)), 0, PROMPT)
+    for i in range(DECODED):
+        expected = whole.step(list(range(ROWS)), PROMPT + i, 1)
+        assert torch.equal(few.step([0, 1, 2], PROMPT + i, 1), expected[:3])
+    assert few.slots[0].eq(0).all()
+
+
+@needs_cuda
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_snapshot_on_the_device_is_the_state(tiny_models, variant: str) -> None:
+    session, everyone = Session(tiny_models[variant], 0.5, (1, 8)), list(range(ROWS))
+    pool, spare = SlotPool(session.slots), ROWS + 1
+    session.step(everyone, 0, PROMPT)
+    pool.copy(3, spare)  # of sequence 2
+    first = torch.cat(session.decoded([2]), 1)
+    pool.copy(spare, 3)
+    assert torch.equal(torch.cat(session.decoded([2]), 1), first)
+
+
+def logprobs(path: Path, dtype: str, texts: list[list[int]], answered: int) -> torch.Tensor:
+    """Of the last `answered` tokens of each text, all computed at once on the CPU."""
+    llm = LLM(str(path), device="cpu", dtype=dtype, kt_cpuinfer=2, max_total_tokens=1024)
+    scored = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    return torch.tensor([[token.logprob for token in one.prompt_logprobs[-answered:]] for one in scored])
+
+
+def check_answers(path: Path, prompts: list[list[int]], answers: list[Generation]) -> None:
+    """What the engine says of its tokens is what float32 says of them, as nearly as bfloat16 on the CPU does."""
+    texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
+    exact, theirs = (logprobs(path, dtype, texts, ANSWER) for dtype in ("float32", "bfloat16"))
+    got = torch.tensor([[token.logprob for token in answer.logprobs] for answer in answers])
+    assert rms(got, exact) < 2 * rms(theirs, exact)
+
+
+@needs_cuda
+@pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5_moe_text"])
+def test_answers_from_snapshots_and_after_preemption(tiny_models, variant: str) -> None:
+    path, sampling = tiny_models[variant], SamplingParams(
+        temperature=0.0, max_tokens=ANSWER, ignore_eos=True, logprobs=0
+    )
+    flags = {
+        "device": "cuda", "kt_cpuinfer": 2, "page_size": 4, "kt_gpu_experts_ratio": 0.5, "max_running_requests": 4,
+    }  # fmt: skip
+    cached = LLM(str(path), **flags)
+    prompts = [list(range(40, 90))]
+    answers = cached.generate(prompts, sampling)
+    prompts.append([*prompts[0], *answers[0].token_ids, 7, 8, 9])
+    answers += cached.generate(prompts[1:], sampling)
+    assert answers[1].cached_tokens >= len(prompts[1]) - 3 - 2 * 4
+    tight = LLM(str(path), **flags, max_total_tokens=160)
+    many = [[*range(40, 80), n] for n in range(6)]
+    answers += tight.generate(many, sampling)
+    assert tight.engine.stats().preemptions > 0
+    check_answers(path, [*prompts, *many], answers)
