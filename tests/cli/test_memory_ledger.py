@@ -67,7 +67,8 @@ def test_experts_on_the_gpu_are_not_planned_in_ram(ratio: float) -> None:
 def test_dense_codes_take_what_is_planned(hidden: int, fmt: str) -> None:
     """Attention's projections in GPU memory are these bytes."""
     pytest.importorskip("triton")
-    from tandem.bench.synthetic import SyntheticCheckpoint, stored_as
+    from tandem.bench.stored import stored_as
+    from tandem.bench.synthetic import SyntheticCheckpoint
 
     config, workspace = qwen3(hidden, 768), Workspace(_core.WorkerPool([-1]), "scalar")
     heads = (("q", 4096, hidden), ("k", 512, hidden), ("v", 512, hidden), ("o", hidden, 4096))

@@ -7,7 +7,7 @@ import pytest
 from plans import GIB, with_gpu
 from tandem.bench.architectures import CONFIGS, named_config
 from tandem.bench.step_bound import gpu_step_bytes
-from tandem.bench.synthetic import stored_as
+from tandem.bench.stored import stored_as
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, workspace_bytes
 from tandem.config.latent_scratch import PARTIAL_BYTES, SQUARE, latent_scratch_bytes

@@ -107,7 +107,7 @@ CONFIGS = {
         "shared_expert_intermediate_size": 20480, "intermediate_size": 18944, "vocab_size": 151936,
         "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
     },
-    "qwen3-next-80b-a3b": _qwen3(2048, 48, 16, 2, 512, 10, 512) | {
+    "qwen3-next-80b": _qwen3(2048, 48, 16, 2, 512, 10, 512) | {
         "model_type": "qwen3_next", "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
         "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
         "linear_num_value_heads": 32, "linear_value_head_dim": 128, "shared_expert_intermediate_size": 512,

@@ -35,7 +35,8 @@ from tandem.bench.handoff_time import handoff_us
 from tandem.bench.memory_ledger import Taken, memory_columns, planned
 from tandem.bench.rows import machine_name, stamp, write
 from tandem.bench.step_bound import gpu_step_bytes, paired_share
-from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore, stored_as
+from tandem.bench.stored import expert_bytes, experts_of, format_name, stored_as
+from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
 from tandem.config.forecast.bound import experts_seconds
 from tandem.engine.expert_statistics import expert_usage
@@ -60,7 +61,7 @@ READ_SECONDS = 0.1
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """What the flags asked for; context: tokens that every sequence has; dense: what dense projections are stored as,
-    of `synthetic.DENSE_FORMATS`; foresight: with it, without, or both in turn."""
+    of `stored.FORMATS`; foresight: with it, without, or both in turn."""
 
     config: str
     formats: tuple[str, ...]
@@ -95,6 +96,7 @@ class Built:
     runner: GpuRunner
     workers: _core.WorkerPool
     usage: ExpertUsage | None
+    expert_bytes: int  # of one routed expert, packed
     new_runner: Callable[[], GpuRunner]
 
     def counts(self) -> StepCounts:
@@ -156,9 +158,9 @@ def _decode_rows(
 ) -> Iterator[dict[str, Any]]:
     empty = Taken.now()
     built = build(request, fmt, share)
-    stored = stored_as(built.config, request.dense)
+    stored = stored_as(built.config, request.dense, experts_of(fmt))
     taken = memory_columns(planned(built.plan, built.config, stored), Taken.now().since(empty))
-    where = _model(request) | {"format": built.plan.expert_format}
+    where = _model(request) | {"format": format_name(fmt)}
     yield {"bench": "memory", **where, "gpu_share": share, **taken}
     reader = dram_reader(built)
     each = {foresight: built.with_foresight(foresight) for foresight in request.foresight}
@@ -166,7 +168,7 @@ def _decode_rows(
         for foresight, measured in _in_turn(each, batch, request, reader).items():
             row = _decode_row(built, batch, request, measured, alone[batch], gpu_gbps)
             yield {
-                "bench": "decode", **_shape(request, batch), "format": built.plan.expert_format, "gpu_share": share,
+                "bench": "decode", **_shape(request, batch), "format": format_name(fmt), "gpu_share": share,
                 "foresight": foresight, **row,
             }  # fmt: skip
 
@@ -177,7 +179,7 @@ def _decode_row(
     counts, steps = measured.counts, request.repeats * (WARM_STEPS + request.steps)
     used = counts.cpu_experts_per_step(len(built.config.moe_layers))
     there = _gpu_experts_per_step(built, batch, used)
-    nbytes = built.config.expert_bytes(built.plan.expert_format)
+    nbytes = built.expert_bytes
     bounds = [alone + experts_seconds(used, there, nbytes, gbps, gpu_gbps) for gbps in measured.dram]
     seconds, bound = statistics.median(measured.times), statistics.median(bounds)
     return {
@@ -234,9 +236,9 @@ def build(
         kernel_tier=request.tier, max_running_requests=max(request.batches), cuda_graph_bs=request.batches,
         disable_expert_foresight=request.foresight[0] is False,
         context_length=request.context + 1024, max_total_tokens=max(request.batches) * (request.context + 1024),
-        device="cuda", **flags,
+        device="cuda", disable_radix_cache=True, **flags,
     )  # fmt: skip
-    plan = resolve(asked, config, this_machine(), stored_as(config, request.dense))
+    plan = resolve(asked, config, this_machine(), stored_as(config, request.dense, experts_of(fmt)))
     workers = planned_pool(plan)
     side = gpu_side(plan, config, CpuOps(workers, plan.tier))
     if placement is not None:
@@ -247,11 +249,11 @@ def build(
     store = SyntheticStore(side.store, side.handoff, empty, chosen, whole=placement is not None)
     usage = expert_usage(asked, plan, config, side.ops.device, side.placement.on_gpu)
     usage = usage if counted else None
-    checkpoint: Any = SyntheticCheckpoint(request.dense)
+    checkpoint: Any = SyntheticCheckpoint(request.dense, experts_of(fmt))
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
     moving = None if live is None or usage is None else live(plan, side, usage)
     runner = partial(_runner, plan, config, model, side, usage, moving)
-    return Built(plan, config, side, runner(), workers, usage, runner)
+    return Built(plan, config, side, runner(), workers, usage, expert_bytes(config, fmt), runner)
 
 
 def _runner(

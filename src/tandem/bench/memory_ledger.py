@@ -87,8 +87,9 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     pages = -(-plan.context_length // plan.page_size)
     share = host_share(model, plan.gpu, expert, workers, steps, pages, plan.fuse_shared_experts, in_place)
     host = host_memory(model, share)
-    kv = plan.num_pages * plan.page_size * model.state_layout(plan.dtype).token_bytes
-    on_gpu = dense_bytes(model, plan.dtype, stored) + plan.gpu.experts * expert + kv
+    kept = model.state_layout(plan.dtype)
+    states = plan.num_pages * plan.page_size * kept.token_bytes + plan.num_slots * kept.slot_bytes
+    on_gpu = dense_bytes(model, plan.dtype, stored) + plan.gpu.experts * expert + states
     logits = sum(plan.gpu.graph_sizes) * model.vocab * 4
     returned = plan.max_step_tokens * model.hidden * 4 if host.handoff else 0  # the CPU's sums
     return Taken(host.total, on_gpu + logits + returned, host.parts())

@@ -13,7 +13,8 @@ from typing import Any, cast
 
 from tandem import models
 from tandem.bench.ceilings import last_level_cache_bytes
-from tandem.bench.synthetic import DENSE_FORMATS, SyntheticCheckpoint, SyntheticStore, stored_as
+from tandem.bench.stored import FORMATS, stored_as
+from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore
 from tandem.config import ModelConfig, Plan, resolve
 from tandem.config.forecast.advice import Question
 from tandem.config.layers import Layer, Moe
@@ -195,5 +196,5 @@ def _dense_format(question: Question) -> str:
     if not dense.quantised:
         return "bf16"
     return min(
-        DENSE_FORMATS, key=lambda name: abs(DENSE_FORMATS[name].bytes_per_weight - dense.bytes_per_weight)
+        FORMATS, key=lambda name: abs(FORMATS[name].bytes_per_weight - dense.bytes_per_weight)
     )

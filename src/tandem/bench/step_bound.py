@@ -14,9 +14,11 @@ from tandem.config.forecast.bound import experts_seconds
 
 
 def gpu_step_bytes(model: ModelConfig, stored: StoredFormats, batch: int, context: int) -> int:
-    """What a step without routed experts reads of GPU memory: dense weights, and what is kept of every token."""
-    tokens = batch * context * model.state_layout("bfloat16").token_bytes
-    return model.dense_bytes("bfloat16", stored, on_gpu=True) + tokens
+    """What a step without routed experts reads of GPU memory, or writes: dense weights, what is kept of every token,
+    and what is kept of every sequence, which is read and written."""
+    kept = model.state_layout("bfloat16")
+    states = batch * (context * kept.token_bytes + 2 * kept.slot_bytes)
+    return model.dense_bytes("bfloat16", stored, on_gpu=True) + states
 
 
 def paired_share(bounds: Sequence[float], times: Sequence[float]) -> float:

@@ -15,16 +15,12 @@ from torch import Tensor
 
 from tandem.bench.formats import as_stored
 from tandem.checkpoint.parts import is_expert
-from tandem.checkpoint.survey import stored_formats
-from tandem.config import ModelConfig, StoredFormats
 from tandem.config.layers import SILU, Activation
-from tandem.errors import ConfigError
 from tandem.experts import ExpertMatrices, Experts
 from tandem.experts.handoff import Handoff
 from tandem.experts.hybrid_experts import HybridExperts, HybridTicket
 from tandem.experts.hybrid_store import HybridStore
 from tandem.formats.codes import Weight
-from tandem.formats.quant_format import QuantFormat
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.ops import ExpertBiases, Lookup, Routing, SureRead
@@ -34,39 +30,13 @@ POOL_WEIGHTS = 1 << 26
 WEIGHT_SIZE = 0.02  # standard deviation, as models are initialised
 
 
-DENSE_FORMATS = {
-    "bf16": QuantFormat("bf16"),
-    "fp8": QuantFormat("fp8", "fp8", 128, 128, "F32"),
-    "int4-g128": QuantFormat("int4", "compressed-tensors", 128, 1, "BF16"),
-    "mxfp4": QuantFormat("mxfp4", "mxfp4", 32, 1, "U8"),
-}
-"""What dense projections may be stored as, by `bench_formats`' names."""
-
-
-def stored_as(config: ModelConfig, dense: str) -> StoredFormats:
-    """What such a checkpoint holds: projections in the format `dense`, router and head in bfloat16."""
-    if dense not in DENSE_FORMATS:
-        raise ConfigError(f"--dense-format {dense!r} is not known; these are: {', '.join(DENSE_FORMATS)}")
-    head = 0 if config.tied_embeddings else config.vocab * config.hidden
-    plain = head + config.hidden * config.moe.router.num_experts * len(config.moe_layers)
-    tied = config.vocab * config.hidden - head
-    layer, fmt = "model.layers.0.", DENSE_FORMATS[dense]
-    others = config.dense_params - config.shared_params - plain - tied
-    return stored_formats(
-        [
-            (layer + "self_attn.q_proj", fmt, others),
-            (layer + "mlp.shared_experts.up_proj", fmt, config.shared_params),
-            ("lm_head", QuantFormat("bf16"), plain),
-        ]
-    )
-
-
 class SyntheticCheckpoint:
-    """Answers for every tensor with random numbers, views of one pool where they fit. dense: of DENSE_FORMATS; all
-    projections of one shape have the same codes."""
+    """Answers for every tensor with random numbers, views of one pool where they fit. dense, experts: of
+    `stored.FORMATS`; all projections of one shape have the same codes, and all experts'."""
 
-    def __init__(self, dense: str = "bf16") -> None:
-        self._dense, self._codes = dense, dict[tuple[int, int], Weight]()
+    def __init__(self, dense: str = "bf16", experts: str = "bf16") -> None:
+        self._dense, self._experts = dense, experts
+        self._codes = dict[tuple[int, int, str], Weight]()
         generator = torch.Generator().manual_seed(0)
         self._pool = (torch.randn(POOL_WEIGHTS, generator=generator) * WEIGHT_SIZE).to(torch.bfloat16)
         self.path = Path("synthetic")
@@ -87,11 +57,12 @@ class SyntheticCheckpoint:
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         numbers = self.get(module + ".weight", shape)
-        if self._dense == "bf16" or "_proj" not in module.rpartition(".")[2] or is_expert(module):
+        name = self._experts if is_expert(module) else self._dense
+        if name == "bf16" or "_proj" not in module.rpartition(".")[2]:
             return numbers
-        if shape not in self._codes:
-            self._codes[shape] = as_stored(numbers.float(), self._dense)
-        return self._codes[shape]
+        if (*shape, name) not in self._codes:
+            self._codes[*shape, name] = as_stored(numbers.float(), name)
+        return self._codes[*shape, name]
 
     def lookup(self, name: str, shape: tuple[int, int]) -> Lookup:
         table = self.get(name, shape)

@@ -89,7 +89,8 @@ def kernels(
 def decode(
     model: Annotated[str, typer.Argument(help="model directory, or demo")] = "demo",
     fmt: Annotated[
-        list[str] | None, typer.Option("--format", help="expert format: BF16, INT8 or INT4 (default: BF16)")
+        list[str] | None,
+        typer.Option("--format", help="of experts (default: BF16): BF16, INT8, INT4; with --config also FP8, MXFP4"),
     ] = None,
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="sequences decoded together (default: 1, 8)")
@@ -201,7 +202,7 @@ def experts(
     strategies: Annotated[
         str, typer.Option(help="of random, uniform, front-loading, frequency and dynamic (starts as uniform)")
     ] = "random,uniform,front-loading,frequency,dynamic",
-    fmt: Annotated[str, typer.Option("--format", help="expert format: BF16, INT8 or INT4")] = "INT4",
+    fmt: Annotated[str, typer.Option("--format", help="expert format: BF16, INT8, INT4, FP8 or MXFP4")] = "INT4",
     simulate: Annotated[
         bool, typer.Option("--simulate", help="cost model instead of a GPU; without a GPU always")
     ] = False,

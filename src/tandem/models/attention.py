@@ -49,7 +49,8 @@ class Attention:
     def _gates(self, qkv: Tensor) -> Tensor:
         """[T, H, D]: each query head is followed by its own."""
         heads, dim = self.shape.heads, self.shape.head_dim
-        return qkv[:, : 2 * heads * dim].unflatten(1, (heads, 2, dim))[:, :, 1]
+        gates: Tensor = qkv[:, : 2 * heads * dim].unflatten(1, (heads, 2, dim))[:, :, 1]
+        return gates
 
     def _clipped(self, qkv: Tensor) -> Tensor:
         """OLMoE's clip_qkv: the clamp is between the norms and the rotation."""

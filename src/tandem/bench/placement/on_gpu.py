@@ -82,7 +82,7 @@ def _row(
     seconds = sum(turn.seconds for turn in turns)
     return {
         **shape_columns(request, MEASURED, strategy, share), "tok_s": round(len(trace) / seconds, 2),
-        **ceilings.columns(turns, built.config.expert_bytes(built.plan.expert_format)),
+        **ceilings.columns(turns, built.expert_bytes),
         "hit": round(usages[0].hits / trace.numel(), 4), "swaps": usages[0].swaps, "rests": usages[0].swap_rests,
         **moving_columns(moving[0]),
     }  # fmt: skip

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from tandem.bench.placement.traces import ROUTINGS, TraceShape, expert_counts, generate, load_trace
+from tandem.bench.stored import METHODS
 from tandem.config import ModelConfig
 from tandem.errors import ConfigError
 
 STRATEGIES = ("random", "uniform", "front-loading", "frequency", "dynamic")
-FORMATS = {"BF16": "bf16", "INT8": "int8", "INT4": "int4"}
 SIMULATED, MEASURED = "experts_simulated", "experts"
 
 
@@ -44,8 +44,8 @@ class Request:
             raise ConfigError(f"--strategies {','.join(unknown)}: these exist: {', '.join(STRATEGIES)}")
         if not self.shares or not all(0 <= share <= 1 for share in self.shares):
             raise ConfigError("--shares are percentages from 0 to 100, like 0,10,50")
-        if self.fmt not in FORMATS:
-            raise ConfigError(f"--format {self.fmt}: give {', '.join(FORMATS)}")
+        if self.fmt not in METHODS:
+            raise ConfigError(f"--format {self.fmt}: give {', '.join(METHODS)}")
         if self.routing not in ROUTINGS and not Path(self.routing).is_file():
             raise ConfigError(f"--routing {self.routing}: give {', '.join(ROUTINGS)}, or a recorded file")
 

@@ -18,10 +18,11 @@ from rich.table import Table
 
 from tandem.bench.architectures import named_config
 from tandem.bench.placement.plot import check_matplotlib, draw
-from tandem.bench.placement.request import FORMATS, SIMULATED, Request, shape_columns, traffic
+from tandem.bench.placement.request import SIMULATED, Request, shape_columns, traffic
 from tandem.bench.placement.simulation import simulate_live, simulate_static
 from tandem.bench.placement.traces import ROUTINGS
 from tandem.bench.rows import stamp, write
+from tandem.bench.stored import expert_bytes
 from tandem.config import Machine, ModelConfig
 from tandem.experts.live.cost import StepCost
 from tandem.experts.live.policy import PolicySettings
@@ -85,7 +86,7 @@ def step_cost(request: Request, config: ModelConfig) -> StepCost:
     )  # large matrices run at twice the experts' rate
     gpu_step = dense + len(config.layers) * LAYER_SECONDS
     return StepCost(
-        config.expert_bytes(FORMATS[request.fmt]), request.dram_gbps, request.pcie_gbps, request.hbm_gbps,
+        expert_bytes(config, request.fmt), request.dram_gbps, request.pcie_gbps, request.hbm_gbps,
         gpu_step if request.gpu_step_ms is None else request.gpu_step_ms / 1e3,
     )  # fmt: skip
 

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from tandem.bench import hybrid as bench_hybrid
 from tandem.bench.architectures import named_config
-from tandem.bench.placement.request import FORMATS, MEASURED, Request, Traffic, shape_columns
+from tandem.bench.placement.request import MEASURED, Request, Traffic, shape_columns
 from tandem.bench.placement.trace_usage import TraceUsage
 from tandem.bench.step_bound import Ceilings, Turn
+from tandem.bench.stored import expert_bytes
 from tandem.config import Machine, Plan
 from tandem.config.memory import DEFAULT_FRACTION
 from tandem.engine.start.gpu_side import GpuSide, live_experts
@@ -207,13 +208,12 @@ def rows_in_turn(
     except torch.OutOfMemoryError as error:
         _apart(f"GPU memory has no room for the slots of all: {error}")
         return {}
-    expert_bytes = model.built.config.expert_bytes(model.built.plan.expert_format)
     rows = {}
     for name, each in model.run().items():
         seconds = sum(turn.seconds for turn in each.turns)
         rows[name] = {
             **shape_columns(request, MEASURED, name, share), "in_turn_with": [n for n in made if n != name],
-            "tok_s": round(len(seen.trace) / seconds, 2), **ceilings.columns(each.turns, expert_bytes),
+            "tok_s": round(len(seen.trace) / seconds, 2), **ceilings.columns(each.turns, model.built.expert_bytes),
             "hit": round(each.usage.hits / seen.trace.numel(), 4), "swaps": each.usage.swaps,
             "rests": each.usage.swap_rests, **moving_columns(None if each.live is None else each.live.live),
         }  # fmt: skip
@@ -222,7 +222,7 @@ def rows_in_turn(
 
 def _room(request: Request, seen: Traffic) -> bool:
     """In CPU memory, for every expert."""
-    each = named_config(request.config, request.layers).expert_bytes(FORMATS[request.fmt])
+    each = expert_bytes(named_config(request.config, request.layers), request.fmt)
     needed, free = each * seen.counts.numel(), DEFAULT_FRACTION * Machine.detect().available_memory
     if needed > free:
         _apart(f"all experts take {needed / 2**30:.1f} GiB of CPU memory, and {free / 2**30:.1f} may be used")

@@ -58,8 +58,8 @@ def within(qk, gates, decay, dt_bias, starts, solved, seen, logs, betas, first, 
            GROUP: tl.constexpr, K_DIM: tl.constexpr, GATES: tl.constexpr, B_FIRST: tl.constexpr,
            B_STEP: tl.constexpr, A_FIRST: tl.constexpr, A_STEP: tl.constexpr, KB: tl.constexpr,
            PRECISION: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """solved: (I + A)^-1; seen: q . k with decays; both [T, V_HEADS, CHUNK]: a row's columns are its chunk's rows. logs: G,
-    betas: float32 [T, V_HEADS]."""
+    """solved: (I + A)^-1; seen: q . k with decays; both [T, V_HEADS, CHUNK]: a row's columns are its chunk's rows.
+    logs: G, betas: float32 [T, V_HEADS]."""
     s, block = sequence_of(starts + first, sequences - first, tl.program_id(0), CHUNK, AT_ONCE)
     s += first
     if s >= sequences:

@@ -43,14 +43,14 @@ def _summed(rows, ring, conv, channel, t, n, d, inside, known, CHANNELS: tl.cons
 
 @triton.jit(do_not_specialize=["first", "sequences"])
 def convolve(projected, conv, starts, lens, slots, inputs, qk, v, first, sequences, inputs_stride, scale, unit_eps,
-             CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, CHANNELS: tl.constexpr, PROJECTED: tl.constexpr,
+             ROWS: tl.constexpr, AT_ONCE: tl.constexpr, CHANNELS: tl.constexpr, PROJECTED: tl.constexpr,
              K_HEADS: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, CONV: tl.constexpr,
              Q_FIRST: tl.constexpr, Q_STEP: tl.constexpr, K_FIRST: tl.constexpr, K_STEP: tl.constexpr,
              V_FIRST: tl.constexpr, V_STEP: tl.constexpr, Z_FIRST: tl.constexpr, Z_STEP: tl.constexpr,
              B_FIRST: tl.constexpr, B_STEP: tl.constexpr, A_FIRST: tl.constexpr, A_STEP: tl.constexpr,
              KB: tl.constexpr, VB: tl.constexpr):  # fmt: skip
     """qk [T, 2 K_HEADS, K_DIM] of unit length, q times `scale`; v [T, V_HEADS, V_DIM]."""
-    s, block = sequence_of(starts + first, sequences - first, tl.program_id(0), CHUNK, AT_ONCE)
+    s, block = sequence_of(starts + first, sequences - first, tl.program_id(0), ROWS, AT_ONCE)
     s += first
     if s >= sequences:
         return
@@ -58,7 +58,7 @@ def convolve(projected, conv, starts, lens, slots, inputs, qk, v, first, sequenc
     start = tl.load(starts + s)
     n = tl.load(starts + s + 1) - start
     known = tl.load(lens + s) - n
-    t = block * CHUNK + tl.arange(0, CHUNK)
+    t = block * ROWS + tl.arange(0, ROWS)
     column = _columns(h, K_HEADS, GROUP, V_DIM, Q_FIRST, Q_STEP, K_FIRST, K_STEP, V_FIRST, V_STEP)
     rows = projected + start.to(tl.int64) * PROJECTED + column
     ring = inputs + tl.load(slots + s).to(tl.int64) * inputs_stride

@@ -19,7 +19,7 @@ from tandem.kernels.gpu.delta.walk import gated_norm, walk
 from tandem.kernels.gpu.shared_memory import shared_bytes
 
 COLUMNS = 32  # of a head's memory in a program: with 32 heads of 128 one sequence fills a large GPU
-NORM_ROWS = 16
+CONV_ROWS, NORM_ROWS = 32, 16
 
 
 class Between(NamedTuple):
@@ -40,10 +40,10 @@ class Between(NamedTuple):
         def empty(*sizes: int, dtype: torch.dtype = projected.dtype) -> Tensor:
             return projected.new_empty((rows, *sizes), dtype=dtype)
 
-        gates = [empty(heads, dtype=torch.float32) for _ in range(2)]
-        pairs = [empty(heads, CHUNK) for _ in range(2)]
-        values = [empty(heads, shape.v_dim) for _ in range(2)]
-        return cls(empty(2 * shape.k_heads, shape.k_dim), values[0], *pairs, *gates, values[1])
+        return cls(
+            empty(2 * shape.k_heads, shape.k_dim), empty(heads, shape.v_dim), empty(heads, CHUNK), empty(heads, CHUNK),
+            empty(heads, dtype=torch.float32), empty(heads, dtype=torch.float32), empty(heads, shape.v_dim),
+        )  # fmt: skip
 
 
 def prompt(
@@ -59,9 +59,9 @@ def prompt(
     runs = 2 * shape.k_heads + heads  # of channels
     exact = {"PRECISION": "ieee" if projected.dtype is torch.float32 else "tf32"}
     where = batch.query_starts, batch.seq_lens, batch.slots
-    convolve[(blocks, runs)](
+    convolve[((len(projected) - first) // CONV_ROWS + sequences - first, runs)](
         projected, weights.conv, *where, inputs, between.qk, between.v, first, sequences, inputs.stride(0),
-        shape.k_dim**-0.5, UNIT_EPS, CHUNK=CHUNK, AT_ONCE=SEQUENCES, **widths, **named, num_warps=4,
+        shape.k_dim**-0.5, UNIT_EPS, ROWS=CONV_ROWS, AT_ONCE=SEQUENCES, **widths, **named, num_warps=4,
     )  # fmt: skip
     keep[(sequences - first, runs)](projected, *where, inputs, first, inputs.stride(0), **widths, **named, num_warps=1)
     of_gates = {name: named[name] for name in ("B_FIRST", "B_STEP", "A_FIRST", "A_STEP")}

@@ -26,15 +26,17 @@ ELEMENTS_PER_WARP = 1 << 11
 
 
 @triton.jit
-def _past(ring, conv, channel, d, inside, known, CHANNELS: tl.constexpr, CONV: tl.constexpr):
-    """What the inputs before add to the convolution of channels channel + d, and the weights of the new one."""
-    at = channel + d
-    summed = tl.zeros_like(d).to(tl.float32)
-    for back in tl.static_range(1, CONV):
-        place = (known + CONV - back) % CONV
-        old = tl.load(ring + place * CHANNELS + at, inside & (known >= back), other=0.0).to(tl.float32)
-        summed += old * tl.load(conv + (CONV - 1 - back) * CHANNELS + at, inside, other=0.0)
-    return summed, tl.load(conv + (CONV - 1) * CHANNELS + at, inside, other=0.0)
+def _past(ring, conv, channel, d, inside, known, CHANNELS: tl.constexpr, CONV: tl.constexpr, TAPS: tl.constexpr):
+    """What the inputs before add to the convolution of channels channel + d, and the weights of the new one.
+
+    All of them are one tile, a number a thread. Rows one by one would be asked for in the memory's layout, in which
+    every thread needs several channels and a warp's threads need the same ones.
+    """
+    back, at = tl.arange(0, TAPS)[:, None], (channel + d)[None, :]
+    weight = tl.load(conv + (CONV - 1 - back) * CHANNELS + at, (back < CONV) & inside[None, :], other=0.0)
+    there = (back > 0) & (back < CONV) & (back <= known) & inside[None, :]
+    old = tl.load(ring + (known + CONV - back) % CONV * CHANNELS + at, there, other=0.0)
+    return tl.sum(old.to(tl.float32) * weight, 0), tl.sum(tl.where(back == 0, weight, 0.0), 0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -45,7 +47,7 @@ def _step(projected, gates, conv, decay, dt_bias, norm, lens, slots, inputs, mem
           K_FIRST: tl.constexpr, K_STEP: tl.constexpr, V_FIRST: tl.constexpr, V_STEP: tl.constexpr,
           Z_FIRST: tl.constexpr, Z_STEP: tl.constexpr, B_FIRST: tl.constexpr, B_STEP: tl.constexpr,
           A_FIRST: tl.constexpr, A_STEP: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
-          OVERLAP: tl.constexpr):  # fmt: skip
+          TAPS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     s, head = tl.program_id(0), tl.program_id(1)
     slot, known = tl.load(slots + s).to(tl.int64), tl.load(lens + s) - 1
     i, j = tl.arange(0, KB), tl.arange(0, VB)
@@ -57,9 +59,9 @@ def _step(projected, gates, conv, decay, dt_bias, norm, lens, slots, inputs, mem
     key_head, own = head // GROUP, head % GROUP
     q_channel, k_channel = key_head * K_DIM, (K_HEADS + key_head) * K_DIM
     v_channel = 2 * K_HEADS * K_DIM + head * V_DIM
-    q_past, q_weight = _past(ring, conv, q_channel, i, in_k, known, CHANNELS, CONV)
-    k_past, k_weight = _past(ring, conv, k_channel, i, in_k, known, CHANNELS, CONV)
-    v_past, v_weight = _past(ring, conv, v_channel, j, in_v, known, CHANNELS, CONV)
+    q_past, q_weight = _past(ring, conv, q_channel, i, in_k, known, CHANNELS, CONV, TAPS)
+    k_past, k_weight = _past(ring, conv, k_channel, i, in_k, known, CHANNELS, CONV, TAPS)
+    v_past, v_weight = _past(ring, conv, v_channel, j, in_v, known, CHANNELS, CONV, TAPS)
     weight = tl.load(norm + j, in_v, other=0.0).to(tl.float32)
     to = out + (s.to(tl.int64) * V_HEADS + head) * V_DIM + j
     begin(OVERLAP)
@@ -108,5 +110,6 @@ def step(
     _step[(count, shape.v_heads)](
         *rows, *weights, batch.seq_lens, batch.slots, inputs, memory, out, count, inputs.stride(0), memory.stride(0),
         shape.k_dim**-0.5, UNIT_EPS, shape.norm.eps, V_HEADS=shape.v_heads, CHANNELS=shape.channels,
-        PROJECTED=rows[0].shape[1], GATES=rows[1].shape[1], **named, num_warps=warps, **overlapped(out.device),
+        PROJECTED=rows[0].shape[1], GATES=rows[1].shape[1], **named,
+        TAPS=triton.next_power_of_2(shape.conv), num_warps=warps, **overlapped(out.device),
     )  # fmt: skip
