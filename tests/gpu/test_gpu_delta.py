@@ -206,5 +206,7 @@ def test_memory_that_is_kept_for_long_is_not_lost() -> None:
 
 def test_the_smaller_tile_of_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_module, "shared_bytes", lambda device: 0)
+    prompt_module.options.cache_clear()
     case = Case(AWKWARD, 100)
     case.check(1, case.run([(1, 0, 100)])[0])
+    prompt_module.options.cache_clear()

@@ -250,15 +250,15 @@ def test_latent_attention(card: Compiler, ops: GpuOps, heads: int) -> None:
     }  # fmt: skip
 
 
-def test_gated_delta_nets(card: Compiler, ops: GpuOps) -> None:
+@pytest.mark.parametrize("sizes", [(16, 32, 128, 128, 4), (2, 6, 20, 40, 3)], ids=["qwen3-next", "awkward"])
+def test_gated_delta_nets(card: Compiler, ops: GpuOps, sizes: tuple[int, int, int, int, int]) -> None:
     """Rows that decode and chunks, each kernel once, whatever the numbers of rows and sequences."""
-    shape = DeltaRule(16, 32, 128, 128, 4, Norm(1e-6), "heads")
-    gates = torch.zeros(32)
-    delta = ops.delta_rule(
-        shape, DeltaWeights(torch.zeros(4, shape.channels), gates, gates, torch.zeros(128).bfloat16())
-    )
-    inputs = torch.zeros(9, 4, shape.channels, dtype=torch.bfloat16)
-    memory = torch.zeros(9, 32, 128, 128)
+    prompt.options.cache_clear()  # chosen by the card's shared memory
+    shape = DeltaRule(*sizes, Norm(1e-6), "heads")
+    gates, norm = torch.zeros(shape.v_heads), torch.zeros(shape.v_dim).bfloat16()
+    delta = ops.delta_rule(shape, DeltaWeights(torch.zeros(shape.conv, shape.channels), gates, gates, norm))
+    inputs = torch.zeros(9, shape.conv, shape.channels, dtype=torch.bfloat16)
+    memory = torch.zeros(9, shape.v_heads, shape.k_dim, shape.v_dim)
     for spans, single in [
         ([(9, 10)], 0), ([(9, 10)] * 3, 3), ([(40, 41), (0, 30)], 1), ([(0, 64)] * 16, 0),
         ([(9, 10)] * 16 + [(0, 130)], 16),
@@ -266,6 +266,7 @@ def test_gated_delta_nets(card: Compiler, ops: GpuOps) -> None:
         tables, _ = random_tables(len(spans), max(end for _, end in spans))
         batch = replace(make_batch(spans, tables), single_rows=single)
         rows = len(batch.positions)
-        delta(torch.zeros(rows, 12288).bfloat16(), torch.zeros(rows, 64).bfloat16(), batch, inputs, memory)
+        wide, narrow = torch.zeros(rows, shape.channels + shape.values), torch.zeros(rows, 2 * shape.v_heads)
+        delta(wide.bfloat16(), narrow.bfloat16(), batch, inputs, memory)
     counts = {name: len(variants) for name, variants in card.variants.items()}
     assert counts == {"_step": 1, "convolve": 1, "keep": 1, "within": 1, "walk": 1, "gated_norm": 1}

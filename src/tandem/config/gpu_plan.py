@@ -194,7 +194,8 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
 
 def gpu_ledger(request: MemoryRequest, gpu: Gpu, experts: int, memory: MemoryPlan, kv_bytes: int) -> Ledger:
     """Of the GPU's memory."""
-    each, logits = expert_bytes(request), workspace_bytes(request) - GPU_WORKSPACE_BYTES - request.slot_bytes
+    each, scratch = expert_bytes(request), _scratch_bytes(request)
+    logits = workspace_bytes(request) - GPU_WORKSPACE_BYTES - request.slot_bytes - scratch
     entries = [
         Entry(
             "dense weights", dense_bytes(request.model, request.dtype, request.stored), "embedding included"
@@ -202,6 +203,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, experts: int, memory: MemoryPla
         Entry("experts", experts * each, f"{experts} of {_all_experts(request.model)}, {gib(each)} each"),
         Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
         Entry("states", request.slot_bytes, "of sequences, whatever their length"),
+        Entry("prompt scratch", scratch, "that layers share"),
         Entry("graph logits", logits, "float32, of every CUDA graph"),
         Entry("workspace", GPU_WORKSPACE_BYTES, "of one step, libraries, CUDA graphs"),
     ]
@@ -217,15 +219,19 @@ def dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats = UNQUANTI
 def workspace_bytes(request: MemoryRequest) -> int:
     """Of steps, and the float32 logits that every graph keeps."""
     rows = sum(graph_sizes(request.config, request.max_running_requests))
-    return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + request.slot_bytes + _latent_bytes(request)
+    return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + request.slot_bytes + _scratch_bytes(request)
 
 
-def _latent_bytes(request: MemoryRequest) -> int:
-    """Scratch of latent attention, which layers share."""
+def _scratch_bytes(request: MemoryRequest) -> int:
+    """Of latent attention and of delta nets' prompts, which layers share."""
     context, chunk = wanted_context(request)[0], request.config.chunked_prefill_size
     rows = GPU_PREFILL_TOKENS if chunk is None else chunk if chunk > 0 else context
-    shapes = {mixer for mixer in request.model.mixers if isinstance(mixer, Latent)}
-    return max((latent_scratch_bytes(shape, context, rows) for shape in shapes), default=0)
+    sizes = [
+        latent_scratch_bytes(shape, context, rows) if isinstance(shape, Latent) else rows * shape.chunk_row_bytes
+        for shape in set(request.model.mixers)
+        if isinstance(shape, Latent | DeltaRule)
+    ]
+    return max(sizes, default=0)
 
 
 def expert_bytes(request: MemoryRequest) -> int:

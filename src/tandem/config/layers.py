@@ -13,6 +13,7 @@ from tandem.config.rope import Rope
 from tandem.config.state import Array, Fold, Pages, State
 from tandem.errors import ConfigError
 
+DELTA_CHUNK = 64  # rows of a prompt that a GPU takes together
 QkNorm = Literal["none", "head", "width"]
 
 
@@ -159,6 +160,13 @@ class DeltaRule:
     @property
     def values(self) -> int:
         return self.v_heads * self.v_dim
+
+    @property
+    def chunk_row_bytes(self) -> int:
+        """What a prompt's row leaves between the GPU's kernels: q, k, v, results, and two numbers for each pair of rows
+        of a chunk, in bfloat16; two gates in float32."""
+        rows = 2 * self.k_heads * self.k_dim + 2 * self.values
+        return 2 * rows + self.v_heads * (2 * 2 * DELTA_CHUNK + 2 * 4)
 
     @property
     def padded_head(self) -> int:

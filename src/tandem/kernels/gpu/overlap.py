@@ -19,8 +19,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr):
+    let_next_start(OVERLAP)
+    wait_for_last(OVERLAP)
+
+
+@triton.jit
+def let_next_start(OVERLAP: tl.constexpr):
+    """The first half of `begin`, for a kernel that has much to do before the second."""
     if OVERLAP:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(OVERLAP: tl.constexpr):
+    if OVERLAP:
         gdc_wait()
 
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tandem.config.layers import DELTA_CHUNK
 from tandem.kernels.gpu.attention_prefill import sequence_of
 from tandem.kernels.gpu.delta.parts import gates_of
 
-CHUNK, SMALL = 64, 16  # rows of a chunk; of a block that is inverted row by row
+CHUNK, SMALL = DELTA_CHUNK, 16  # rows of a chunk; of a block that is inverted row by row
 
 
 @triton.jit
@@ -69,8 +70,9 @@ def within(qk, gates, decay, dt_bias, starts, solved, seen, logs, betas, first, 
     r, d = tl.arange(0, CHUNK), tl.arange(0, KB)
     inside = start + r < tl.load(starts + s + 1)
     rows = (start + r).to(tl.int64)
-    beta, log = gates_of(gates, decay, dt_bias, rows, head, inside, GROUP, GATES, B_FIRST, B_STEP, A_FIRST, A_STEP)
-    log = tl.cumsum(log, 0)
+    beta, log = gates_of(gates, tl.load(decay + head), tl.load(dt_bias + head), rows, head, inside, GROUP, GATES,
+                         B_FIRST, B_STEP, A_FIRST, A_STEP)  # fmt: skip
+    beta, log = tl.where(inside, beta, 0.0), tl.cumsum(tl.where(inside, log, 0.0), 0)
     tl.store(betas + rows * V_HEADS + head, beta, inside)
     tl.store(logs + rows * V_HEADS + head, log, inside)
     at = qk + (rows[:, None] * 2 * K_HEADS + head // GROUP) * K_DIM + d[None, :]

@@ -46,9 +46,7 @@ def convolve(projected, conv, starts, lens, slots, inputs, qk, v, first, sequenc
              ROWS: tl.constexpr, AT_ONCE: tl.constexpr, CHANNELS: tl.constexpr, PROJECTED: tl.constexpr,
              K_HEADS: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, CONV: tl.constexpr,
              Q_FIRST: tl.constexpr, Q_STEP: tl.constexpr, K_FIRST: tl.constexpr, K_STEP: tl.constexpr,
-             V_FIRST: tl.constexpr, V_STEP: tl.constexpr, Z_FIRST: tl.constexpr, Z_STEP: tl.constexpr,
-             B_FIRST: tl.constexpr, B_STEP: tl.constexpr, A_FIRST: tl.constexpr, A_STEP: tl.constexpr,
-             KB: tl.constexpr, VB: tl.constexpr):  # fmt: skip
+             V_FIRST: tl.constexpr, V_STEP: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr):  # fmt: skip
     """qk [T, 2 K_HEADS, K_DIM] of unit length, q times `scale`; v [T, V_HEADS, V_DIM]."""
     s, block = sequence_of(starts + first, sequences - first, tl.program_id(0), ROWS, AT_ONCE)
     s += first
@@ -68,23 +66,22 @@ def convolve(projected, conv, starts, lens, slots, inputs, qk, v, first, sequenc
         d = tl.arange(0, KB)
         y = activated(_summed(rows, ring, conv, h * K_DIM, t, n, d, d < K_DIM, known, CHANNELS, PROJECTED, CONV), kind)
         unit = tl.rsqrt(tl.sum(y * y, 1) + unit_eps) * tl.where(h < K_HEADS, scale, 1.0)
-        inside = (t < n)[:, None] & (d < K_DIM)[None, :]
-        tl.store(qk + (to * 2 * K_HEADS + h) * K_DIM + d[None, :], (y * unit[:, None]).to(kind), inside)
+        in_k = (t < n)[:, None] & (d < K_DIM)[None, :]
+        tl.store(qk + (to * 2 * K_HEADS + h) * K_DIM + d[None, :], (y * unit[:, None]).to(kind), in_k)
     else:
         j, head = tl.arange(0, VB), h - 2 * K_HEADS
         channel = 2 * K_HEADS * K_DIM + head * V_DIM
         w = activated(_summed(rows, ring, conv, channel, t, n, j, j < V_DIM, known, CHANNELS, PROJECTED, CONV), kind)
-        inside = (t < n)[:, None] & (j < V_DIM)[None, :]
-        tl.store(v + (to * K_HEADS * GROUP + head) * V_DIM + j[None, :], w.to(kind), inside)
+        in_v = (t < n)[:, None] & (j < V_DIM)[None, :]
+        tl.store(v + (to * K_HEADS * GROUP + head) * V_DIM + j[None, :], w.to(kind), in_v)
 
 
 @triton.jit(do_not_specialize=["first"])
 def keep(projected, starts, lens, slots, inputs, first, inputs_stride, CHANNELS: tl.constexpr,
          PROJECTED: tl.constexpr, K_HEADS: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr,
          V_DIM: tl.constexpr, CONV: tl.constexpr, Q_FIRST: tl.constexpr, Q_STEP: tl.constexpr, K_FIRST: tl.constexpr,
-         K_STEP: tl.constexpr, V_FIRST: tl.constexpr, V_STEP: tl.constexpr, Z_FIRST: tl.constexpr,
-         Z_STEP: tl.constexpr, B_FIRST: tl.constexpr, B_STEP: tl.constexpr, A_FIRST: tl.constexpr,
-         A_STEP: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr):  # fmt: skip
+         K_STEP: tl.constexpr, V_FIRST: tl.constexpr, V_STEP: tl.constexpr, KB: tl.constexpr,
+         VB: tl.constexpr):  # fmt: skip
     """The chunk's last inputs into the ring. After `convolve`, which reads what was there."""
     s, h = tl.program_id(0) + first, tl.program_id(1)
     slot = tl.load(slots + s).to(tl.int64)

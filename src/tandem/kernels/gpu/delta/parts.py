@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+
 import triton
 import triton.language as tl
 
@@ -11,8 +14,9 @@ from tandem.kernels.delta import columns_of
 COLUMN_NAMES = "Q", "K", "V", "Z", "B", "A"  # B: beta; A: of the decay
 
 
-def constants(shape: DeltaRule) -> dict[str, int]:
-    """Sizes and columns of a shape, as every kernel takes them."""
+@cache
+def constants(shape: DeltaRule) -> Mapping[str, int]:
+    """Sizes and columns of a shape, as kernels take them."""
     names = [f"{name}_{part}" for name in COLUMN_NAMES for part in ("FIRST", "STEP")]
     numbers = [number for columns in columns_of(shape) for number in columns]
     return dict(zip(names, numbers, strict=True)) | {
@@ -45,12 +49,11 @@ def silu(x):
 @triton.jit
 def gates_of(gates, decay, dt_bias, row, head, inside, GROUP: tl.constexpr, GATES: tl.constexpr, B_FIRST: tl.constexpr,
              B_STEP: tl.constexpr, A_FIRST: tl.constexpr, A_STEP: tl.constexpr):  # fmt: skip
-    """beta and the logarithm of the decay of rows `row` and value head `head`, float32; 0 outside."""
+    """beta and the logarithm of the decay of rows `row` and value head `head`, float32, where `inside`."""
     own, at = head % GROUP, gates + row * GATES
     b = tl.load(at + B_FIRST + head // GROUP * B_STEP + own, inside, other=0.0).to(tl.float32)
     a = tl.load(at + A_FIRST + head // GROUP * A_STEP + own, inside, other=0.0).to(tl.float32)
-    log = tl.load(decay + head) * softplus(a + tl.load(dt_bias + head))
-    return tl.where(inside, tl.sigmoid(b), 0.0), tl.where(inside, log, 0.0)
+    return tl.sigmoid(b), decay * softplus(a + dt_bias)
 
 
 @triton.jit

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -46,45 +48,81 @@ class Between(NamedTuple):
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What does not differ between calls, of each kernel."""
+
+    convolve: dict[str, Any]
+    keep: dict[str, Any]
+    within: dict[str, Any]
+    walk: dict[str, Any]
+    norm: dict[str, Any]
+
+
+@cache
+def options(shape: DeltaRule, dtype: torch.dtype, device: torch.device) -> Options:
+    """For projections of `dtype`."""
+
+    def named(*names: str) -> dict[str, Any]:
+        return {name: constants(shape)[name] for name in names}
+
+    projected, exact = shape.channels + shape.values, dtype is torch.float32
+    heads = {"V_HEADS": shape.v_heads, **named("K_HEADS", "GROUP", "K_DIM", "KB")}
+    runs = named("K_HEADS", "GROUP", "K_DIM", "V_DIM", "CONV", "KB", "VB", *_columns("Q", "K", "V"))
+    runs |= {"CHANNELS": shape.channels, "PROJECTED": projected}
+    columns, precision = min(COLUMNS, constants(shape)["VB"]), "ieee" if exact else "tf32"
+    return Options(
+        convolve={**runs, "ROWS": CONV_ROWS, "AT_ONCE": SEQUENCES, "num_warps": 4},
+        keep={**runs, "num_warps": 1},
+        within={
+            **heads, **named(*_columns("B", "A")), "GATES": 2 * shape.v_heads, "CHUNK": CHUNK, "SMALL": SMALL,
+            "AT_ONCE": SEQUENCES, "PRECISION": precision, "EXACT": "ieee" if exact else "tf32x3", "num_warps": 4,
+        },
+        walk={
+            **heads, "V_DIM": shape.v_dim, "CHUNK": CHUNK, "COLUMNS": columns, "PRECISION": precision, "num_warps": 4,
+            "num_stages": _stages(dtype.itemsize, heads["KB"], columns, device),
+        },
+        norm={
+            **named("GROUP", "V_DIM", "VB", *_columns("Z")), "V_HEADS": shape.v_heads, "PROJECTED": projected,
+            "ROWS": NORM_ROWS, "num_warps": 4,
+        },
+    )  # fmt: skip
+
+
+def _columns(*kinds: str) -> list[str]:
+    return [f"{kind}_{part}" for kind in kinds for part in ("FIRST", "STEP")]
+
+
 def prompt(
     shape: DeltaRule, weights: DeltaWeights, rows: tuple[Tensor, Tensor], batch: BatchLayout, first: int,
     states: tuple[Tensor, Tensor], out: Tensor,
 ) -> None:  # fmt: skip
     """All sequences from `first` on; those before have one row each. rows: projections and gates; states: inputs and
     memory."""
-    (projected, gates), (inputs, memory) = rows, states
-    named, between, heads = constants(shape), Between.of(shape, projected), shape.v_heads
-    sequences, widths = len(batch.seq_lens), {"CHANNELS": shape.channels, "PROJECTED": projected.shape[1]}
-    blocks = (len(projected) - first) // CHUNK + sequences - first
+    (projected, gates), (inputs, memory), chosen = rows, states, options(shape, out.dtype, out.device)
+    between, where = Between.of(shape, projected), (batch.query_starts, batch.seq_lens, batch.slots)
+    new, sequences = len(projected) - first, len(batch.seq_lens)
+    others, heads = sequences - first, shape.v_heads
     runs = 2 * shape.k_heads + heads  # of channels
-    exact = {"PRECISION": "ieee" if projected.dtype is torch.float32 else "tf32"}
-    where = batch.query_starts, batch.seq_lens, batch.slots
-    convolve[((len(projected) - first) // CONV_ROWS + sequences - first, runs)](
+    convolve[(new // CONV_ROWS + others, runs)](
         projected, weights.conv, *where, inputs, between.qk, between.v, first, sequences, inputs.stride(0),
-        shape.k_dim**-0.5, UNIT_EPS, ROWS=CONV_ROWS, AT_ONCE=SEQUENCES, **widths, **named, num_warps=4,
+        shape.k_dim**-0.5, UNIT_EPS, **chosen.convolve,
     )  # fmt: skip
-    keep[(sequences - first, runs)](projected, *where, inputs, first, inputs.stride(0), **widths, **named, num_warps=1)
-    of_gates = {name: named[name] for name in ("B_FIRST", "B_STEP", "A_FIRST", "A_STEP")}
-    sizes = {name: named[name] for name in ("K_HEADS", "GROUP", "K_DIM", "KB")} | {"V_HEADS": heads}
-    within[(blocks, heads)](
+    keep[(others, runs)](projected, *where, inputs, first, inputs.stride(0), **chosen.keep)
+    within[(new // CHUNK + others, heads)](
         between.qk, gates, weights.decay, weights.dt_bias, batch.query_starts, *between[2:6], first, sequences,
-        CHUNK=CHUNK, SMALL=SMALL, AT_ONCE=SEQUENCES, GATES=gates.shape[1], **of_gates, **sizes, **exact,
-        EXACT="ieee" if projected.dtype is torch.float32 else "tf32x3", num_warps=4,
+        **chosen.within,
     )  # fmt: skip
-    columns = min(COLUMNS, named["VB"])
-    walk[(triton.cdiv(shape.v_dim, columns), heads, sequences - first)](
-        *between[:6], *where, memory, between.read, first, memory.stride(0), CHUNK=CHUNK, COLUMNS=columns,
-        V_DIM=shape.v_dim, **sizes, **exact, num_warps=4, num_stages=_stages(projected, named["KB"], columns),
-    )  # fmt: skip
-    of_z = {name: named[name] for name in ("GROUP", "V_DIM", "Z_FIRST", "Z_STEP", "VB")}
-    gated_norm[(triton.cdiv(len(projected) - first, NORM_ROWS), heads)](
-        between.read, projected, weights.norm, out, first, len(projected), shape.norm.eps,
-        PROJECTED=projected.shape[1], V_HEADS=heads, **of_z, ROWS=NORM_ROWS, num_warps=4,
-    )  # fmt: skip
+    walk[(triton.cdiv(shape.v_dim, chosen.walk["COLUMNS"]), heads, others)](
+        *between[:6], *where, memory, between.read, first, memory.stride(0), **chosen.walk
+    )
+    gated_norm[(triton.cdiv(new, NORM_ROWS), heads)](
+        between.read, projected, weights.norm, out, first, len(projected), shape.norm.eps, **chosen.norm
+    )
 
 
-def _stages(x: Tensor, keys: int, columns: int) -> int:
+def _stages(item_bytes: int, keys: int, columns: int, device: torch.device) -> int:
     """Chunks that `walk` has in shared memory at a time."""
     chunk = CHUNK * (2 * keys + columns + 2 * CHUNK)
     memory = keys * columns + 2 * CHUNK * columns  # as operands
-    return 2 if (2 * chunk + memory) * x.element_size() <= shared_bytes(x.device) else 1
+    return 2 if (2 * chunk + memory) * item_bytes <= shared_bytes(device) else 1

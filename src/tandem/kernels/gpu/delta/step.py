@@ -20,9 +20,20 @@ from tandem.config.layers import DeltaRule
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import UNIT_EPS, DeltaWeights
 from tandem.kernels.gpu.delta.parts import activated, constants, gates_of, normed
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
 
 ELEMENTS_PER_WARP = 1 << 11
+MAX_REGISTERS = 128  # of a thread: then two programs of eight warps share a multiprocessor
+
+
+@triton.jit
+def _add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
 
 
 @triton.jit
@@ -36,7 +47,7 @@ def _past(ring, conv, channel, d, inside, known, CHANNELS: tl.constexpr, CONV: t
     weight = tl.load(conv + (CONV - 1 - back) * CHANNELS + at, (back < CONV) & inside[None, :], other=0.0)
     there = (back > 0) & (back < CONV) & (back <= known) & inside[None, :]
     old = tl.load(ring + (known + CONV - back) % CONV * CHANNELS + at, there, other=0.0)
-    return tl.sum(old.to(tl.float32) * weight, 0), tl.sum(tl.where(back == 0, weight, 0.0), 0)
+    return tl.reduce((old.to(tl.float32) * weight, tl.where(back == 0, weight, 0.0)), 0, _add_two)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -48,6 +59,7 @@ def _step(projected, gates, conv, decay, dt_bias, norm, lens, slots, inputs, mem
           Z_FIRST: tl.constexpr, Z_STEP: tl.constexpr, B_FIRST: tl.constexpr, B_STEP: tl.constexpr,
           A_FIRST: tl.constexpr, A_STEP: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
           TAPS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    let_next_start(OVERLAP)
     s, head = tl.program_id(0), tl.program_id(1)
     slot, known = tl.load(slots + s).to(tl.int64), tl.load(lens + s) - 1
     i, j = tl.arange(0, KB), tl.arange(0, VB)
@@ -64,7 +76,9 @@ def _step(projected, gates, conv, decay, dt_bias, norm, lens, slots, inputs, mem
     v_past, v_weight = _past(ring, conv, v_channel, j, in_v, known, CHANNELS, CONV, TAPS)
     weight = tl.load(norm + j, in_v, other=0.0).to(tl.float32)
     to = out + (s.to(tl.int64) * V_HEADS + head) * V_DIM + j
-    begin(OVERLAP)
+    own_decay, own_bias = tl.load(decay + head), tl.load(dt_bias + head)
+    following = tl.load(slots + s + 1, s + 1 < rows, other=1)
+    wait_for_last(OVERLAP)
     kind: tl.constexpr = out.dtype.element_ty
     if slot == 0:
         if tl.load(slots) == 0:  # there is no real row at all
@@ -75,26 +89,26 @@ def _step(projected, gates, conv, decay, dt_bias, norm, lens, slots, inputs, mem
     new_k = tl.load(row + K_FIRST + key_head * K_STEP + i, in_k, other=0.0)
     new_v = tl.load(row + V_FIRST + key_head * V_STEP + own * V_DIM + j, in_v, other=0.0)
     z = tl.load(row + Z_FIRST + key_head * Z_STEP + own * V_DIM + j, in_v, other=0.0).to(tl.float32)
+    beta, log = gates_of(gates, own_decay, own_bias, s.to(tl.int64), head, True, GROUP, GATES, B_FIRST, B_STEP,
+                         A_FIRST, A_STEP)  # fmt: skip
+    q = activated(q_past + new_q.to(tl.float32) * q_weight, kind)
+    k = activated(k_past + new_k.to(tl.float32) * k_weight, kind)
+    v = activated(v_past + new_v.to(tl.float32) * v_weight, kind)
+    # All sums are of the memory as it was, and of q and k before they are of unit length: two waits instead of six.
+    q_square, k_square, both = tl.reduce((q * q, k * k, q * k), 0, _add_three)
+    of_k, of_q = tl.reduce((state * k[:, None], state * q[:, None]), 0, _add_two)
+    shrink = tl.exp(log)
+    q_unit, k_unit = tl.rsqrt(q_square + unit_eps) * scale, tl.rsqrt(k_square + unit_eps)
+    learnt = beta * (v - shrink * k_unit * of_k)
+    y = (q_unit * (shrink * of_q + k_unit * both * learnt)).to(kind).to(tl.float32)
+    result = normed(y, tl.sum(y * y) / V_DIM, weight, z, eps, kind)
+    tl.store(to, result, in_v)
+    tl.store(held, shrink * state + (k * k_unit)[:, None] * learnt[None, :], inner)
     kept = ring + known % CONV * CHANNELS
     tl.store(kept + q_channel + i, new_q, in_k & (own == 0))
     tl.store(kept + k_channel + i, new_k, in_k & (own == 0))
     tl.store(kept + v_channel + j, new_v, in_v)
-    q = activated(q_past + new_q.to(tl.float32) * q_weight, kind)
-    k = activated(k_past + new_k.to(tl.float32) * k_weight, kind)
-    v = activated(v_past + new_v.to(tl.float32) * v_weight, kind)
-    q *= tl.rsqrt(tl.sum(q * q) + unit_eps) * scale
-    k *= tl.rsqrt(tl.sum(k * k) + unit_eps)
-    beta, log = gates_of(gates, decay, dt_bias, s.to(tl.int64), head, True, GROUP, GATES, B_FIRST, B_STEP, A_FIRST,
-                         A_STEP)  # fmt: skip
-    shrink = tl.exp(log)
-    # Both sums are of the memory as it was, so that its rows pass once.
-    learnt = beta * (v - shrink * tl.sum(state * k[:, None], 0))
-    y = shrink * tl.sum(state * q[:, None], 0) + tl.sum(q * k) * learnt
-    tl.store(held, shrink * state + k[:, None] * learnt[None, :], inner)
-    y = y.to(kind).to(tl.float32)
-    result = normed(y, tl.sum(y * y) / V_DIM, weight, z, eps, kind)
-    tl.store(to, result, in_v)
-    if tl.load(slots + s + 1, s + 1 < rows, other=1) == 0:
+    if following == 0:
         for copy in range(s + 1, rows):
             tl.store(to + (copy - s) * V_HEADS * V_DIM, result, in_v)
 
@@ -111,5 +125,5 @@ def step(
         *rows, *weights, batch.seq_lens, batch.slots, inputs, memory, out, count, inputs.stride(0), memory.stride(0),
         shape.k_dim**-0.5, UNIT_EPS, shape.norm.eps, V_HEADS=shape.v_heads, CHANNELS=shape.channels,
         PROJECTED=rows[0].shape[1], GATES=rows[1].shape[1], **named,
-        TAPS=triton.next_power_of_2(shape.conv), num_warps=warps, **overlapped(out.device),
+        TAPS=triton.next_power_of_2(shape.conv), num_warps=warps, maxnreg=MAX_REGISTERS, **overlapped(out.device),
     )  # fmt: skip
