@@ -11,12 +11,15 @@ import torch
 
 from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.gpu_runner import GpuRunner, _Inputs
-from tandem.engine.sampling.logits import BestRows, HostRows, StepEnd
+from tandem.engine.sampling.graph_masks import GraphMasks
+from tandem.engine.sampling.logits import BestRows, HostRows, StepEnd, best_of
+from tandem.engine.sampling.masks import bits_of
 from tandem.engine.sequence import Chunk
 from tandem.errors import EngineError
 from tandem.models import ForwardBatch
 
-SIZE, PAGES = 6, 5
+SIZE, PAGES, VOCAB = 6, 5, 71
+MASKS = GraphMasks(SIZE, VOCAB, torch.device("cpu"))
 
 
 def batch(rows: int, pages: int, first: int) -> ForwardBatch:
@@ -118,10 +121,12 @@ def test_what_is_planned_outside_graphs_knows_the_steps_rows(monkeypatch: pytest
     runner._begin_step = lambda batch, captured: begun.append((batch.seq_lens.tolist(), captured))
     replayed = SimpleNamespace(slot=0, replay=lambda: begun.append(([], True)))
     runner._graphs = {
-        SIZE: cast(Any, SimpleNamespace(slot=0, inputs=inputs, graph=replayed, posts=0, logits=[], best=[]))
+        SIZE: cast(
+            Any, SimpleNamespace(slot=0, inputs=inputs, graph=replayed, posts=0, masks=MASKS, logits=[], best=[])
+        )
     }
     runner._handoff = cast(Any, SimpleNamespace(slot=0, serve=lambda posts: None))
-    monkeypatch.setattr(runner, "_done", lambda *result: None)
+    monkeypatch.setattr(runner, "_done", lambda *result, masked=False: None)
     monkeypatch.setattr(runner, "_forward", lambda batch, counted: torch.zeros(1, 4))
     runner.logits(batch(4, 2, 7))
     assert begun == [([108, 109, 110, 111, 111, 111], True), ([], True)]
@@ -140,7 +145,7 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
     replayed = SimpleNamespace(slot=0, replay=lambda: calls.append("graph"))
     results = {"logits": torch.zeros(SIZE, 4), "best": torch.zeros(SIZE, 2)}
     runner._graphs = {
-        SIZE: cast(Any, SimpleNamespace(slot=0, inputs=inputs, graph=replayed, posts=0, **results))
+        SIZE: cast(Any, SimpleNamespace(slot=0, inputs=inputs, graph=replayed, posts=0, masks=MASKS, **results))
     }
     runner._handoff = cast(
         Any,
@@ -163,3 +168,43 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
     )
     runner.logits(batch(7, 2, 0))
     assert calls == ["layers", "mark", "beside_step", "after_step", "end", "check"]
+
+
+def test_masks_stay_where_a_graph_reads_them_and_go_with_their_rows() -> None:
+    """The best of each row, as the graph's last kernels find it from what was sent, step after step."""
+    masks, logits = GraphMasks(SIZE, VOCAB, torch.device("cpu")), torch.randn(SIZE, VOCAB)
+    place = masks.there.data_ptr()
+    for given in ([None, {3, 40}, None, {70}], [], [{0, 31, 32}, None], [None] * 6, [None, None, {5}, None, {64}, {1}]):
+        masks.send([None if ids is None else bits_of(ids, VOCAB) for ids in given])
+        assert masks.there.data_ptr() == place
+        wanted = [range(VOCAB) if ids is None else sorted(ids) for ids in (*given, *[None] * (SIZE - len(given)))]
+        best = best_of(logits, masks.there)
+        for row, (found, value), ids in zip(logits, best.tolist(), wanted, strict=True):
+            assert value == row[list(ids)].max() and row[int(found)] == value and int(found) in ids
+    logits[2, 9] = torch.nan
+    assert best_of(logits, masks.there)[2, 1].isnan()
+
+
+def test_a_step_without_masks_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = GraphMasks(SIZE, VOCAB, torch.device("cpu"))
+    sent: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source, non_blocking: sent.append(len(source)))
+    for given in ([], [None, None], [bits_of({1}, VOCAB), None], [], []):
+        masks.send(given)
+    assert sent == [1, 1]  # the mask, and that it is gone
+
+
+def test_a_replayed_graph_gets_its_masks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    runner, inputs = runner_on("cpu"), _Inputs(SIZE, PAGES, torch.device("cpu"))
+    runner._begin_step = lambda batch, captured: None
+    graph = SimpleNamespace(slot=0, replay=lambda: calls.append("graph"))
+    masks = SimpleNamespace(slot=0, send=lambda masks: calls.append(f"{len(masks)} masks"))
+    results = {"logits": torch.zeros(SIZE, 4), "best": torch.zeros(SIZE, 2)}
+    runner._graphs = {
+        SIZE: cast(Any, SimpleNamespace(slot=0, inputs=inputs, graph=graph, posts=0, masks=masks, **results))
+    }
+    runner._handoff = cast(Any, SimpleNamespace(slot=0, serve=lambda posts: None, check=lambda: None))
+    runner._rows = HostRows(torch.device("cpu"))
+    made = runner.logits(batch(2, 2, 7), [None, bits_of({1}, VOCAB)])
+    assert calls == ["2 masks", "graph"] and made._masked

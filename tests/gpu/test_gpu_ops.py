@@ -16,6 +16,7 @@ from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from paged_batches import Batch, make_batch, random_tables
 from tandem import _core
 from tandem.config.layers import Router
+from tandem.engine.sampling.logits import best_of
 from tandem.formats.codes import WeightCodes, join_nibbles
 from tandem.formats.reference import quantise, stored
 from tandem.kernels.cpu_ops import CpuOps
@@ -64,6 +65,19 @@ def test_the_best_logit_of_every_row_is_found(rows: int, vocab: int) -> None:
     assert torch.equal(got[:, 1], logits.amax(1).double())
     logits[:, vocab - 2] = float("nan")
     assert best.best_of(logits.to(DEVICE))[:, 1].isnan().all()
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 9000), (5, 4096), (3, 151936)])
+def test_the_best_logit_among_those_that_a_mask_allows(rows: int, vocab: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(rows, vocab, generator=generator)
+    bits = torch.randint(-(2**31), 2**31 - 1, (rows, -(-vocab // 32)), dtype=torch.int32, generator=generator)
+    flags = torch.arange(rows, dtype=torch.int32)[:, None] % 2  # every other row is free
+    masks = torch.cat((flags, bits & bits.roll(1)), 1)
+    expected = best_of(logits, masks)
+    assert torch.equal(best.best_of(logits.to(DEVICE), masks.to(DEVICE)).cpu(), expected)
+    masks[:, 0], masks[:, 1:] = 1, 0
+    assert best.best_of(logits.to(DEVICE), masks.to(DEVICE))[:, 1].isneginf().all()
 
 
 @pytest.mark.parametrize("shape", [(1, 2048), (3, 100)])

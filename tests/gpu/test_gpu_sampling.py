@@ -11,7 +11,9 @@ import torch
 
 from tandem.engine.protocol import SamplingParams
 from tandem.engine.sampling import on_device as device_sampling
+from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import DeviceLogits, HostLogits, HostRows, best_of
+from tandem.engine.sampling.masks import bits_of
 from tandem.engine.sequence import Sequence
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
@@ -127,3 +129,31 @@ def test_most_rows_are_decided_by_their_candidates(monkeypatch: pytest.MonkeyPat
         50, SamplingParams(temperature=0.6, top_p=0.95, top_k=20), SamplingParams(temperature=1.0)
     )
     assert None not in device_sampling.choose(logits, best_of(logits).numpy(), sequences)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize(
+    "change", [{"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"logprobs": 2}]
+)
+def test_masked_rows_choose_what_they_choose_on_the_host(device, in_graph, change) -> None:
+    """Every third row is free. In a graph the best is found by its masks, outside for the rows that need it."""
+    logits = rows_of(30, 7)
+    sequences = sequences_of(30, SamplingParams(**change), SamplingParams(repetition_penalty=1.2))
+    generator = np.random.default_rng(0)
+    masks = [
+        None if i % 3 == 0 else bits_of(generator.integers(0, VOCAB, 1 + i * i).tolist(), VOCAB) for i in range(30)
+    ]
+    there = logits.to(device)
+    graph = GraphMasks(30, VOCAB, there.device)
+    if in_graph:
+        graph.send(masks)
+    made = DeviceLogits(
+        there, best_of(there, graph.there if in_graph else None).cpu(), HostRows(there.device), masked=in_graph
+    )
+    rows = list(range(30))
+    ours = made.chosen(rows, sequences, EOS, masks)
+    theirs = HostLogits(logits.numpy()).chosen(rows, sequences, EOS, masks)
+    assert [s.token_id for s in ours] == [s.token_id for s in theirs]
+    for sampled, mask in zip(ours, masks, strict=True):
+        assert mask is None or (int(mask[sampled.token_id // 32]) >> (sampled.token_id % 32)) & 1

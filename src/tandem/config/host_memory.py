@@ -70,7 +70,10 @@ class HostMemory:
 
 def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
     everyone = model.routed_experts
-    inputs = sum(pinned_bytes(graph_input_bytes(size, share.pages)) for size in share.graph_sizes)
+    inputs = sum(
+        pinned_bytes(graph_input_bytes(size, share.pages)) + pinned_bytes(graph_mask_bytes(size, model.vocab))
+        for size in share.graph_sizes
+    )
     graphs = GRAPH_BYTES if share.graph_sizes else 0
     if share.on_gpu >= everyone:
         return HostMemory(0, 0, 0, 0, inputs, graphs)
@@ -92,6 +95,11 @@ def _handoff_bytes(hidden: int, share: HostShare) -> int:
 def graph_input_bytes(size: int, pages: int) -> int:
     """Of a graph's batch: three numbers of 64 bits a row, then its length, slot and pages, and one for all, of 32."""
     return graph_wide_bytes(size) + 4 * (size * (2 + pages) + 1)
+
+
+def graph_mask_bytes(size: int, vocab: int) -> int:
+    """Of the masks of a graph's rows: a bit a token, and a number that says whether there is a mask."""
+    return 4 * size * (1 + -(-vocab // 32))
 
 
 def graph_wide_bytes(size: int) -> int:

@@ -60,7 +60,8 @@ def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner
             max_step_tokens=plan.max_step_tokens,
             usage=parts.usage,
         )
-    graphs = GraphPlan(plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size))
+    pages = -(-plan.context_length // plan.page_size)
+    graphs = GraphPlan(plan.gpu.graph_sizes, pages, parts.model_config.vocab)
     return GpuRunner(
         parts.model, states, parts.handoff, graphs,
         page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=parts.usage, live=parts.live,

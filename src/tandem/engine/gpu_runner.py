@@ -14,8 +14,10 @@ from torch import Tensor
 from tandem.config.host_memory import graph_input_bytes, graph_wide_bytes
 from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.runner import StepModel
+from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
-from tandem.engine.sequence import Chunk
+from tandem.engine.sampling.masks import RowMasks
+from tandem.engine.sequence import Chunk, masks_of
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts
@@ -29,11 +31,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """sizes: batch sizes to capture, ascending; pages: of the longest sequence; warm_ups: runs before a capture, which
-    compile kernels and let libraries allocate."""
+    """sizes: batch sizes to capture, ascending; pages: of the longest sequence; vocab: logits of a row; warm_ups: runs
+    before a capture, which compile kernels and let libraries allocate."""
 
     sizes: tuple[int, ...]
     pages: int
+    vocab: int
     warm_ups: int = 2
 
 
@@ -93,6 +96,7 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     logits: Tensor
     best: Tensor  # of logits, in host memory: the graph's last node copies it
+    masks: GraphMasks  # that the best of each row is chosen by
     posts: int  # hand-offs to the CPU's experts
 
 
@@ -131,7 +135,7 @@ class GpuRunner:
         """Logits rows of all chunks, in order; valid until the model runs again."""
         batch = self._arrays.fill(chunks)
         with torch.inference_mode():
-            return self.logits(batch)
+            return self.logits(batch, masks_of([chunk.sequence for chunk in chunks]))
 
     def after_failure(self) -> None:
         """Raises EngineError when the GPU cannot go on: after an illegal access or a memory error every later call
@@ -143,7 +147,9 @@ class GpuRunner:
         except Exception as error:
             raise EngineError(f"the GPU stopped working: {error}") from error
 
-    def logits(self, batch: ForwardBatch) -> DeviceLogits:
+    def logits(self, batch: ForwardBatch, masks: RowMasks = ()) -> DeviceLogits:
+        """masks: of each sequence's next token. They count where a graph is replayed; `DeviceLogits.chosen` wants them
+        anyway."""
         graph, rows = self._graph_of(batch), len(batch.seq_lens)
         if graph is None:
             self._begin_step(batch, False)
@@ -153,21 +159,22 @@ class GpuRunner:
             self._move_experts()
             return self._done(logits, best, len(batch.input_ids))
         graph.inputs.fill(batch)
+        graph.masks.send(masks)
         self._begin_step(graph.inputs.image, True)
         graph.graph.replay()
         self._end.mark()
         self._move_experts()
         self._handoff.serve(graph.posts)
-        return self._done(graph.logits[:rows], graph.best[:rows], rows)
+        return self._done(graph.logits[:rows], graph.best[:rows], rows, masked=True)
 
-    def _done(self, logits: Tensor, best: Tensor, tokens: int) -> DeviceLogits:
+    def _done(self, logits: Tensor, best: Tensor, tokens: int, *, masked: bool = False) -> DeviceLogits:
         """Ends the step: so its time is known, and the pinned images are free again. The CPU has done its part, so
         experts may change places while the GPU does the rest of its own: their copies come after it."""
         if self._live is not None:
             self._live.after_step(tokens, self._end.passed)
         self._end.wait()
         self._handoff.check()
-        return DeviceLogits(logits, best, self._rows)
+        return DeviceLogits(logits, best, self._rows, masked=masked)
 
     def _move_experts(self) -> None:
         """Beside a step that was started."""
@@ -211,10 +218,11 @@ class GpuRunner:
 
     def _captured(self, size: int, pool: Any) -> _Graph:
         inputs, fetched = _Inputs(size, self._plan.pages, self._device), BestRows(size, self._device)
+        masks = GraphMasks(size, self._plan.vocab, self._device)
         self._begin_step(inputs.image, True)
         with self._handoff.rehearsing():
             for _ in range(self._plan.warm_ups):
-                fetched.fetch(self._forward(inputs.batch, inputs.counted))
+                fetched.fetch(self._forward(inputs.batch, inputs.counted), masks.there)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with (
@@ -223,5 +231,5 @@ class GpuRunner:
         ):
             inputs.send()
             logits = self._forward(inputs.batch, inputs.counted)
-            best = fetched.fetch(logits)
-        return _Graph(inputs, graph, logits, best, len(posted))
+            best = fetched.fetch(logits, masks.there)
+        return _Graph(inputs, graph, logits, best, masks, len(posted))

@@ -47,12 +47,18 @@ class HostLogits:
         return sample(wanted, sequences, eos_ids, masks)
 
 
-def best_of(logits: Tensor) -> Tensor:
-    """float64 [R, 2]: every row's best id and its logit; NaN if there is one. Both are exact in float64."""
+def best_of(logits: Tensor, masks: Tensor | None = None) -> Tensor:
+    """float64 [R, 2]: every row's best id and its logit; NaN if there is one. Both are exact in float64.
+
+    masks: of these rows, as `GraphMasks.there`; the best is then among the tokens that a row may choose.
+    """
     if logits.is_cuda:
         from tandem.kernels.gpu import best  # Triton is there only where a GPU is used
 
-        return best.best_of(logits)
+        return best.best_of(logits, masks)
+    if masks is not None:
+        limited = without_forbidden_rows(logits, masks[:, 1:])
+        logits = torch.where(masks[:, :1] != 0, limited, logits)
     ids = logits.argmax(1, keepdim=True)
     return torch.cat((ids.double(), logits.gather(1, ids).double()), 1)
 
@@ -84,9 +90,9 @@ class BestRows:
     def __init__(self, rows: int, device: torch.device) -> None:
         self._memory = torch.zeros(rows, 2, dtype=torch.float64, pin_memory=device.type == "cuda")
 
-    def fetch(self, logits: Tensor) -> Tensor:
+    def fetch(self, logits: Tensor, masks: Tensor | None = None) -> Tensor:
         """Waits for nothing: what is returned is filled when the device has done it."""
-        return self._memory[: len(logits)].copy_(best_of(logits), non_blocking=True)
+        return self._memory[: len(logits)].copy_(best_of(logits, masks), non_blocking=True)
 
 
 class StepEnd:
