@@ -12,16 +12,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gguf_files import Kind, write_gguf
-from sessions import Session, ours, reference, worst
+from sessions import Session, ours, reference, rms, worst
 from tandem import LLM, SamplingParams, _core
 from tandem.checkpoint import Checkpoint, open_checkpoint
 from tandem.config import ModelConfig
+from tandem.convert import Conversion, convert
 from tandem.errors import ConfigError
 from tandem.formats.codes import WeightCodes
 from tandem.formats.cut import numbers
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
+from tandem.quality.text import Windows
 from tiny import file_tensors
 
 OPS = ["torch", *_core.supported_tiers()]
@@ -152,3 +154,20 @@ def _held(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:
             weight = numbers(checkpoint.weight(f"{layer}{expert}.{matrix}", each))
             made[expert, :, i :: len(matrices)] = weight.T
     return made
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_converted_experts_are_those_that_were_rounded(tiny_models, tmp_path: Path, calibrated: bool) -> None:
+    """Transposed and interleaved numbers become one matrix per expert; biases and sinks are copied. What is served then
+    is as close as rounding to int8 leaves it: 1/254 of a group's largest, at both products of three layers."""
+    source = tiny_models["gpt_oss-blocks"]
+    text = Windows((tuple(range(40)), tuple(range(60, 100)))) if calibrated else None
+    convert(Conversion(source, tmp_path / "int8", "INT8", 32, calibrate=text))
+    exact = ours(Session(source))
+    got = ours(Session(tmp_path / "int8", expert_format="stored"))
+    assert rms(got, exact) < 0.03 * rms(exact, [torch.zeros_like(each) for each in exact])
+    tensors = file_tensors(tmp_path / "int8")
+    assert "model.layers.0.mlp.experts.5.gate_proj.weight_scale" in tensors
+    assert torch.equal(
+        tensors["model.layers.2.self_attn.sinks"], file_tensors(source)["model.layers.2.self_attn.sinks"]
+    )

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tandem import _core
+from tandem.config.layers import SILU, Activation
 from tandem.experts import ExpertMatrices
 from tandem.experts.cpu_experts import Experts
 from tandem.kernels.ops import ExpertBiases, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
+from tandem.kernels.reference import activated
 from tandem.quality.stream import LayerStream, Variant
 from tandem.quality.text import Windows
 
@@ -78,6 +79,8 @@ class LayerInputs:
     x: Tensor
     ids: Tensor
     weights: Tensor
+    how: Activation = SILU
+    biases: ExpertBiases | None = None
 
     def of_expert(self, expert: int) -> tuple[Tensor, Tensor]:
         """float32 rows [n, hidden] that this expert sees, and how much its answer counts, [n, 1].
@@ -96,8 +99,10 @@ class LayerInputs:
         goes into down."""
         x, counts = self.of_expert(expert)
         if gate_up is not None:
-            gate, up = gate_up
-            x = F.silu(x @ gate.T) * (x @ up.T)
+            gate, up = (x @ matrix.T for matrix in gate_up)
+            if self.biases is not None:
+                gate, up = gate + self.biases.gate[expert], up + self.biases.up[expert]
+            x = activated(self.how, gate, up)
         x = x * counts
         return x.T @ x
 
@@ -133,7 +138,11 @@ class Calibration:
             return None
         xs, routings = zip(*recording.asked, strict=True)
         return LayerInputs(
-            torch.cat(xs), torch.cat([r.ids for r in routings]), torch.cat([r.weights for r in routings])
+            torch.cat(xs),
+            torch.cat([r.ids for r in routings]),
+            torch.cat([r.weights for r in routings]),
+            self._stream.config.moe.experts.activation,
+            self._stream.biases(index),
         )
 
 

@@ -19,13 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.architectures import FAMILIES
+from tandem.architectures.names import ExpertNames
 from tandem.checkpoint.checkpoint import open_checkpoint
+from tandem.config.json_keys import read_json
 from tandem.convert import record
 from tandem.convert.calibration import Calibration, LayerInputs, expert_of, siblings
 from tandem.convert.compensate import compensated
 from tandem.convert.layout import Item, Layout, Shard, plan_layout
 from tandem.convert.methods import Method, integer_parts, method_named
-from tandem.convert.output_config import copy_small_files, write_config, write_index
+from tandem.convert.output_config import CONFIG, copy_small_files, write_config, write_index
 from tandem.convert.shard_file import ShardFile
 from tandem.convert.source import Module, Source
 from tandem.errors import CheckpointError, ConfigError
@@ -70,7 +73,7 @@ def convert(wish: Conversion, progress: Progress | None = None) -> Layout:
     """
     if wish.model.is_file():
         raise ConfigError(f"{wish.model} is served as it is; a directory of safetensors can be converted")
-    source = Source(open_checkpoint(wish.model))
+    source = Source(open_checkpoint(wish.model), _expert_names(wish.model))
     method = method_named(wish.method, wish.group)
     if wish.calibrate is not None and method.grid is None:
         raise ConfigError(
@@ -86,6 +89,13 @@ def convert(wish: Conversion, progress: Progress | None = None) -> Layout:
         write_index(layout, wish.out)
         write_config(source, method, layout, wish.out)  # last: without config.json a directory is no model
     return layout
+
+
+def _expert_names(model: Path) -> ExpertNames | None:
+    """Of the model's family; None where there is no configuration, or it is no family that is served."""
+    file = model / CONFIG
+    kind = read_json(file).get("model_type") if file.is_file() else None
+    return FAMILIES[kind].names[0].experts if kind in FAMILIES else None
 
 
 class _Run:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.architectures.names import ExpertNames
 from tandem.checkpoint.checkpoint import Checkpoint
 from tandem.checkpoint.parts import Parts, codes_part
 from tandem.convert.methods import Part
@@ -58,12 +59,13 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class FusedPlace:
-    """Rows of one expert in a tensor [E, N, K] that holds all experts of a layer."""
+    """Rows of one expert in a tensor [E, N, K], or transposed [E, K, N], that holds all experts of a layer."""
 
     module: str
     expert: int
     shape: tuple[int, int, int]
     rows: slice
+    transposed: bool = False
 
 
 def layer_of(name: str) -> int:
@@ -75,8 +77,9 @@ def layer_of(name: str) -> int:
 class Source:
     """Reads headers only; `weight` maps weights, `rows` reads them."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint, experts: ExpertNames | None = None) -> None:
+        """experts: how the family stores them in one tensor; None: in the usual way."""
+        self.checkpoint, self._experts = checkpoint, experts or ExpertNames()
         self._names = {(p.file, p.name): name for name in checkpoint.names() for p in [checkpoint.part(name)]}
         found = (
             module for name, parts in checkpoint.modules().items() for module in self._modules(name, parts)
@@ -103,6 +106,10 @@ class Source:
     def weight(self, module: Module) -> Weight:
         """The matrix, mapped; its bytes are asked for."""
         fused = module.fused
+        if fused is not None and fused.transposed:
+            whole = self.checkpoint.expert_weight(fused.module, fused.expert, fused.shape)
+            assert not isinstance(whole, WeightCodes)
+            return whole.T[fused.rows].contiguous()
         if fused is not None:
             return self.checkpoint.expert_weight(fused.module, fused.expert, fused.shape, fused.rows)
         self.checkpoint.read_ahead_tensors(module.tensors)
@@ -160,22 +167,25 @@ class Source:
             yield Module(name, self.checkpoint.shape(name), self.checkpoint.format(name), own)
 
     def _fused(self, name: str, parts: Parts, own: tuple[str, ...]) -> Iterator[Module]:
-        """Transformers' form: gate_up [E, 2 width, hidden], gate rows first; down [E, hidden, width]."""
+        """Transformers' form: gate_up [E, 2 width, hidden], gate rows first; down [E, hidden, width]. Or as the family
+        has it: transposed, gate and up in turn."""
         if set(parts) != {"weight"}:
             raise ConfigError(
                 f"{name} holds experts in a fused quantised form, which is not converted: serve it as it is"
             )
-        experts, n, k = parts["weight"].shape
+        turned = self._experts.transposed
+        experts, *sizes = stored = parts["weight"].shape
+        n, k = reversed(sizes) if turned else sizes
         layer, _, matrix = name.rpartition(".")
-        halves = (
-            {"gate_proj": slice(0, n // 2), "up_proj": slice(n // 2, n)}
-            if matrix == "gate_up_proj"
-            else {matrix: slice(0, n)}
-        )
+        halves = {matrix: slice(0, n)}
+        if matrix == "gate_up_proj" and self._experts.interleaved:
+            halves = {"gate_proj": slice(0, n, 2), "up_proj": slice(1, n, 2)}
+        elif matrix == "gate_up_proj":
+            halves = {"gate_proj": slice(0, n // 2), "up_proj": slice(n // 2, n)}
         for expert in range(experts):
             for each, rows in halves.items():
-                place = FusedPlace(name, expert, (experts, n, k), rows)
-                shape = (rows.stop - rows.start, k)
+                place = FusedPlace(name, expert, (stored[0], stored[1], stored[2]), rows, turned)
+                shape = (len(range(n)[rows]), k)
                 yield Module(f"{layer}.{expert}.{each}", shape, self.checkpoint.format(name), own, place)
 
 

@@ -21,13 +21,14 @@ from tandem.engine.state.arrays import allocate
 from tandem.errors import ConfigError
 from tandem.experts import Experts
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import Linear, Ops
+from tandem.kernels.ops import ExpertBiases, Linear, Ops
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
 from tandem.models import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.model import embedding_of, head_of, names_of
+from tandem.models.names import expert_biases
 from tandem.models.passing import Arrays, Pass
 from tandem.quality.text import Windows
 
@@ -142,6 +143,14 @@ class LayerStream:
         made = decoder_layer(self._builder, index, names_of(self._builder))
         self._builder.layer_done(index)
         return made
+
+    def biases(self, index: int) -> ExpertBiases | None:
+        """Of the experts of layer `index`; None where they have none."""
+        shape, b = self.config.moe.experts, self._builder
+        if not shape.biases:
+            return None
+        sizes = shape.count, self.config.hidden, shape.width
+        return expert_biases(names_of(b).experts, b.checkpoint, f"model.layers.{index}.", sizes)
 
     def advance(self, layer: DecoderLayer, hidden: Tensor, tick: Tick = lambda: None) -> None:
         """`hidden` [rows, hidden] becomes what it is after `layer`, in place; `tick` is called after every window."""
