@@ -261,6 +261,7 @@ BAD = {
     "an unknown tool": (
         {"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name",
     ),
+    "a call that the echo cannot promise": ({"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "any"}}, "tool_choice"),
     "a result of nothing": (
         {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
         "messages[0].content[0].tool_use_id",

@@ -185,3 +185,53 @@ def test_openai_client_parses(served) -> None:
             )
 
     served(scenario)
+
+
+@pytest.fixture(scope="module")
+def served_plain():
+    """One that does not reason, for dialects without a seed: reasoning is free, and may never end."""
+    with asyncio.Runner() as runner:
+        opened = local_server(tool_call_parser="hermes", reasoning_parser="none")
+        server = runner.run(opened.__aenter__())
+        yield lambda scenario: runner.run(asyncio.wait_for(scenario(server), 60))
+        runner.run(opened.__aexit__(None, None, None))
+
+
+DIALECTS = {
+    "/v1/messages": {
+        "messages": user("Hi"), "max_tokens": 900,
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    },
+    "/v1/responses": {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+    "/api/chat": {"messages": user("Hi"), "format": SCHEMA, "stream": False},
+    "/api/generate": {"prompt": "Hi", "format": SCHEMA, "stream": False},
+}  # fmt: skip
+
+
+def answered(path: str, body: dict) -> str:
+    match path:
+        case "/v1/messages":
+            return body["content"][0]["text"]
+        case "/v1/responses":
+            return body["output"][0]["content"][0]["text"]
+        case "/api/chat":
+            return body["message"]["content"]
+        case _:
+            return body["response"]
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_other_dialects(served_plain, path) -> None:
+    """The schema is held to, and a bad one is a 400 that names the dialect's field."""
+
+    async def scenario(server: LocalServer) -> None:
+        response = await server.post(path, **DIALECTS[path])
+        assert response.status_code == 200, response.text
+        check(answered(path, response.json()), SCHEMA)
+        bad = json.loads(json.dumps(DIALECTS[path]).replace('"integer"', '"nonsense"'))
+        refused = await server.post(path, **bad)
+        assert refused.status_code == 400
+        field = {"/v1/messages": "output_config.format", "/v1/responses": "text.format"}.get(path, "format")
+        assert field in refused.text
+
+    served_plain(scenario)

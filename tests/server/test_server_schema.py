@@ -74,7 +74,9 @@ def test_every_route_is_documented():
     routes = {
         "/v1/models", "/v1/models/{model_id}", "/v1/chat/completions", "/v1/completions", "/generate", "/health",
         "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/version", "/ping", "/get_load",
-        "/v1/responses", "/v1/responses/{response_id}", "/v1/loads", "/server_info", "/model_info",
+        "/api/chat", "/api/generate", "/api/tags", "/api/ps", "/api/show", "/api/version",
+        "/v1/responses", "/v1/responses/{response_id}",
+        "/v1/loads", "/server_info", "/model_info",
         "/health_generate", "/get_model_info", "/get_server_info", "/flush_cache", "/abort_request", "/metrics", "/",
         *(f"/{action}_expert_distribution_record" for action in ("start", "stop", "dump")),
     }  # fmt: skip

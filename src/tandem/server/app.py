@@ -22,6 +22,9 @@ from tandem.server.guard.bodies import UnfinishedBodies
 from tandem.server.info import routes as info_routes
 from tandem.server.info import schema as info_schema
 from tandem.server.info.docs_page import docs_page
+from tandem.server.ollama import routes as ollama_routes
+from tandem.server.ollama import schema as ollama_schema
+from tandem.server.ollama import writer as ollama_writer
 from tandem.server.openai_schema import (
     Completion,
     CompletionRequest,
@@ -40,6 +43,8 @@ _SCHEMA_TYPES = [
     anthropic_schema.TokenCountBody, anthropic_schema.AnthropicError, info_schema.TokenizeBody,
     info_schema.DetokenizeBody, info_schema.Tokens, info_schema.Text, info_schema.Load, info_schema.Loads,
     responses_schema.ResponsesRequest, responses_schema.Response, responses_schema.Deleted,
+    ollama_schema.ChatBody, ollama_schema.GenerateBody, ollama_schema.ShowBody, ollama_schema.Chunk,
+    ollama_schema.Tags, ollama_schema.Show, ollama_schema.OllamaError,
 ]  # fmt: skip
 _REFUSALS = {
     400: "The request is wrong; the message says where", 401: "Key missing or wrong",
@@ -49,8 +54,8 @@ _REFUSALS = {
 }  # fmt: skip
 _NOT_NULL = {"not": {"type": "null"}}
 _SGLANG_BODY = body_schema(SglangRequest, oneOf=[given("text", **_NOT_NULL), given("input_ids", **_NOT_NULL)])
-_ERROR_FORMS = {"/v1/messages": anthropic_writer.error_body}
-_ERROR_SCHEMAS = {"/v1/messages": "AnthropicError"}
+_ERROR_FORMS = {"/v1/messages": anthropic_writer.error_body, "/api/": ollama_writer.error_body}
+_ERROR_SCHEMAS = {"/v1/messages": "AnthropicError", "/api/": "OllamaError"}
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -64,6 +69,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.include_router(sglang_control.routes(state))
     app.include_router(anthropic_routes.routes(state))
     app.include_router(info_routes.routes(state))
+    app.include_router(ollama_routes.routes(state))
     app.include_router(responses_routes.routes(state))
     gate.install(app, state)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]

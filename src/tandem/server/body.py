@@ -174,8 +174,8 @@ def given(name: str, **schema: Any) -> dict[str, Any]:
     return {"required": [name], "properties": {name: schema}}
 
 
-def answers(kind: Any) -> dict[str, Any]:
-    """OpenAPI fragment: what a route answers. A streamed answer is text/event-stream."""
+def answers(kind: Any, streamed: str = "text/event-stream") -> dict[str, Any]:
+    """OpenAPI fragment: what a route answers. streamed: the media type of a streamed answer."""
     (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
     body: dict[str, Any] = {"application/json": {"schema": schema}}
-    return {"responses": {"200": {"description": "OK", "content": body | {"text/event-stream": {}}}}}
+    return {"responses": {"200": {"description": "OK", "content": body | {streamed: {}}}}}

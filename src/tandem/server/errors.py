@@ -108,6 +108,12 @@ def as_api_error(error: Exception, scope: Scope | None = None) -> ApiError:
             return ApiError(500, "the server made a mistake; its log says where", kind="server_error")
 
 
+def naming(error: ApiError) -> str:
+    """The message, for dialects whose errors have no place for the field."""
+    text = str(error)
+    return text if error.param is None or error.param in text else f"{error.param}: {text}"
+
+
 def body_of(error: ApiError) -> bytes:
     detail = ErrorDetail(str(error), error.kind, error.param, error.code)
     return msgspec.json.encode(ErrorBody(detail))

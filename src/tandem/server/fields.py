@@ -49,7 +49,8 @@ _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "thinking": ({"type": "disabled"},),
     "enable_thinking": (), "reasoning": (), "think": (), "separate_reasoning": (), "include_reasoning": (),
     # another prompt, other weights, another kind of answer
-    "suffix": (), "echo": (), "chat_template": (), "documents": (), "chat_template_kwargs": ({},),
+    "suffix": (), "echo": (), "chat_template": (), "template": (),
+    "context": (), "documents": (), "chat_template_kwargs": ({},),
     "add_special_tokens": (), "input_ids": (), "prompt_token_ids": (), "prompt_embeds": (),
     "truncate_prompt_tokens": (-1,), "input_embeds": (), "image_data": (), "video_data": (), "audio_data": (),
     "modalities": (["text"],), "audio": (), "lora_path": (), "lora_request": (), "session_params": (),
@@ -62,7 +63,7 @@ _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
 _FALSE_COUNTS = {"do_sample"}
 # Of `sampling_params`: they change nothing here.
 _HARMLESS = {"spaces_between_special_tokens", "stream_interval", "custom_params"}
-_SAMPLING = re.compile(r"sampling_params(\[\])?\.")
+_SAMPLING = re.compile(r"(sampling_params(\[\])?|options)\.")
 
 
 def read_fields_as(fields: Fields, kind: type[T]) -> tuple[T, list[str]]:

@@ -15,7 +15,7 @@ from tandem.server.chat.answer_parser import AnswerParser
 from tandem.server.chat.events import AnsweredCall, Finish, ReasoningDelta, TextDelta
 from tandem.server.chat.settled import SettledCalls, SettledEvent
 from tandem.server.chat.tools_in_text import arguments_object
-from tandem.server.errors import ApiError
+from tandem.server.errors import ApiError, naming
 from tandem.server.generation import frame
 from tandem.server.openai_sampling import new_id
 
@@ -32,7 +32,7 @@ Event = dict[str, Any]
 
 def error_body(error: ApiError) -> bytes:
     kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return msgspec.json.encode(AnthropicError(ErrorDetail(kind, str(error)), new_id("req")))
+    return msgspec.json.encode(AnthropicError(ErrorDetail(kind, naming(error)), new_id("req")))
 
 
 def failure(error: ApiError) -> bytes:

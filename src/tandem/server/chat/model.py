@@ -64,6 +64,11 @@ class ChatModel:
         self._shown = tokenizer.special_ids_in(self._speaking.markers())
         self._written = _written(self._speaking)
 
+    @property
+    def reasons(self) -> bool:
+        """Whether it may reason before it answers."""
+        return self._speaking.reasoning_format is not None
+
     async def prepare(self, conversation: Conversation, sampling: SamplingParams) -> PreparedChat:
         """`sampling` comes back with what reading the answer needs, and all that it must match. Raises
         RequestError, with `param` "messages", "prompt", "tools", "tool_choice" or what else of the conversation is

@@ -1,0 +1,101 @@
+"""What bodies of Ollama's routes ask for: a `Conversation`, and OpenAI's sampling fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.errors import RequestError
+from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
+from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall
+from tandem.server.errors import ApiError
+from tandem.server.ollama.schema import ChatBody, CommonBody, GenerateBody, MessageBody, Options
+from tandem.server.openai_schema import SamplingBody
+
+
+def chat_of(body: ChatBody) -> Conversation:
+    """Raises RequestError, ApiError 400."""
+    tools = tuple(
+        Tool(t.function.name, t.function.description, t.function.parameters, bool(t.function.strict))
+        for t in body.tools or ()
+    )
+    return Conversation(messages=_messages(body.messages), tools=tools, **_thinking(body))
+
+
+def generation_of(body: GenerateBody) -> Conversation:
+    """Raises ApiError 400."""
+    if body.images:
+        raise _no_images("images")
+    system = [Message("system", body.system)] if body.system else []
+    return Conversation(messages=(*system, Message("user", body.prompt)), **_thinking(body))
+
+
+def sampling_body(body: CommonBody) -> SamplingBody:
+    """Raises RequestError."""
+    options = body.options or Options()
+    return SamplingBody(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        stop=options.stop,
+        repetition_penalty=options.repeat_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        response_format=_format(body),
+    )
+
+
+def _format(body: CommonBody) -> ResponseFormat | None:
+    if not body.format:
+        return None
+    if isinstance(body.format, dict):
+        return ResponseFormat("json_schema", NamedSchema(body.format))
+    if body.format != "json":
+        raise RequestError(f'format must be "json" or a JSON schema, not {body.format[:40]!r}', "format")
+    return ResponseFormat("json_object")
+
+
+def _thinking(body: CommonBody) -> dict[str, Any]:
+    if isinstance(body.think, str):
+        return {"reasoning_effort": body.think}
+    return {"thinking": body.think}
+
+
+def _messages(bodies: list[MessageBody]) -> tuple[Message, ...]:
+    """Results of tools name no call, only the tool: they answer the calls before them in order."""
+    messages: list[Message] = []
+    waiting: list[ToolCall] = []
+    for i, body in enumerate(bodies):
+        if body.images:
+            raise _no_images(f"messages[{i}].images")
+        if body.role == "tool":
+            messages.append(_result(body, waiting))
+            continue
+        calls = _calls(body, f"call_{i}")
+        waiting = list(calls)
+        messages.append(
+            Message(body.role, body.content or "", reasoning=body.thinking or None, tool_calls=calls)
+        )
+    return tuple(messages)
+
+
+def _calls(body: MessageBody, prefix: str) -> tuple[ToolCall, ...]:
+    return tuple(
+        ToolCall(call.id or f"{prefix}_{j}", call.function.name, call.function.arguments)
+        for j, call in enumerate(body.tool_calls or ())
+    )
+
+
+def _result(body: MessageBody, waiting: list[ToolCall]) -> Message:
+    same = [call for call in waiting if body.tool_call_id == call.id]
+    same = same or [call for call in waiting if body.tool_name in (None, call.name)]
+    call_id = body.tool_call_id
+    if same:
+        waiting.remove(same[0])
+        call_id = same[0].id
+    return Message("tool", body.content or "", name=body.tool_name, tool_call_id=call_id)
+
+
+def _no_images(where: str) -> ApiError:
+    return ApiError(400, f"{where}: only text is served", param=where, code="not_available")

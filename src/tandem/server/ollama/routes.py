@@ -1,0 +1,157 @@
+"""/api/chat, /api/generate, /api/tags, /api/ps, /api/show, /api/version; what else Ollama has is refused."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+import tandem
+from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.server.body import answers, body_schema, read_fields
+from tandem.server.chat.answer_parser import AnswerRules
+from tandem.server.chat.model import PreparedChat
+from tandem.server.errors import ApiError, named
+from tandem.server.fields import name_ignored, read_fields_as
+from tandem.server.generation import Generation
+from tandem.server.ollama.request import chat_of, generation_of, sampling_body
+from tandem.server.ollama.schema import (
+    ChatBody,
+    Chunk,
+    CommonBody,
+    Details,
+    GenerateBody,
+    Said,
+    Show,
+    ShowBody,
+    Tag,
+    Tags,
+)
+from tandem.server.ollama.writer import LINES, OllamaWriter, failure, now
+from tandem.server.openai_sampling import new_id, sampling_of
+from tandem.server.state import ServerState
+
+_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+_NAMES = {name: f"options.{name}" for name in _OPTIONS} | {
+    "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty",
+    "enable_thinking": "think", "reasoning_effort": "think", "response_format": "format",
+}  # fmt: skip
+
+
+def routes(state: ServerState) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/api/chat", openapi_extra=body_schema(ChatBody) | answers(Chunk, LINES))
+    async def chat(http: Request) -> Response:
+        body, ignored = read_fields_as(await read_fields(http), ChatBody)
+        return name_ignored(await _chat(state, http, body), ignored)
+
+    @router.post("/api/generate", openapi_extra=body_schema(GenerateBody) | answers(Chunk, LINES))
+    async def generate(http: Request) -> Response:
+        body, ignored = read_fields_as(await read_fields(http), GenerateBody)
+        return name_ignored(await _generate(state, http, body), ignored)
+
+    @router.get("/api/version")
+    async def version() -> Response:
+        return _json({"version": tandem.__version__})
+
+    @router.get("/api/tags", openapi_extra=answers(Tags))
+    @router.get("/api/ps", operation_id="ps", openapi_extra=answers(Tags))
+    async def tags() -> Response:
+        return _json(Tags([_tag(state)]))
+
+    @router.post("/api/show", openapi_extra=body_schema(ShowBody) | answers(Show))
+    async def show(http: Request) -> Response:
+        _, ignored = read_fields_as(await read_fields(http), ShowBody)
+        return name_ignored(_json(_show(state)), ignored)
+
+    for path in ("/api/embed", "/api/embeddings"):
+
+        @router.post(path, include_in_schema=False)
+        async def embed() -> Response:
+            text = "embeddings are not served: a model that writes text makes none that mean anything"
+            raise ApiError(400, text, code="not_available")
+
+    return router
+
+
+async def _chat(state: ServerState, http: Request, body: ChatBody) -> Response:
+    """Without messages a client asks for the model to be loaded."""
+    state.admit()
+    if not body.messages:
+        return _loaded(state, message=Said("assistant", ""))
+    with named(_names(body, "messages")):
+        prepared = await state.chat.prepare(chat_of(body), _sampling(state, body))
+        return await _answer(state, http, body, prepared, chat=True)
+
+
+async def _generate(state: ServerState, http: Request, body: GenerateBody) -> Response:
+    state.admit()
+    if not body.prompt:
+        return _loaded(state, response="")
+    with named(_names(body, "prompt")):
+        if body.raw:
+            ids = await state.encode(body.prompt, add_special_tokens=True)
+            prepared = PreparedChat(ids, _sampling(state, body), AnswerRules())
+        else:
+            prepared = await state.chat.prepare(generation_of(body), _sampling(state, body))
+        return await _answer(state, http, body, prepared, chat=False)
+
+
+async def _answer(
+    state: ServerState, http: Request, body: CommonBody, prepared: PreparedChat, *, chat: bool
+) -> Response:
+    room = max(1, state.answer_room(len(prepared.prompt_ids)))
+    limit = prepared.sampling.max_tokens
+    sampling = msgspec.structs.replace(
+        prepared.sampling, max_tokens=room if limit is None else min(room, limit)
+    )
+    request = GenerateRequest(id=new_id("ollama"), prompt_ids=prepared.prompt_ids, sampling=sampling)
+    writer = OllamaWriter(state.model_name, prepared.new_parser(), chat=chat)
+    generation = Generation(state, http, [request])
+    if body.stream is not False:
+        return await generation.events(writer.frames, writer.last, failure, LINES)
+    await generation.run(writer.take)
+    return _json(writer.whole())
+
+
+def _names(body: CommonBody, prompt: str) -> dict[str, str]:
+    return _NAMES | {"prompt": prompt, "grammar": "format" if body.format else "tools"}
+
+
+def _sampling(state: ServerState, body: CommonBody) -> SamplingParams:
+    asked = body.options.num_predict if body.options else None
+    limit = None if asked is not None and asked < 0 else asked
+    return sampling_of(sampling_body(body), state.sampling_defaults, max_tokens=limit)
+
+
+def _loaded(state: ServerState, **said: Any) -> Response:
+    chunk = Chunk(model=state.model_name, created_at=now(), done=True, done_reason="load", **said)
+    return _json(chunk)
+
+
+def _tag(state: ServerState) -> Tag:
+    began = datetime.fromtimestamp(state.started_at, UTC).isoformat()
+    return Tag(state.model_name, state.model_name, began, 0, "", _details(state))
+
+
+def _details(state: ServerState) -> Details:
+    kind = state.engine.model_type
+    return Details("", kind, [kind])
+
+
+def _show(state: ServerState) -> Show:
+    engine, tag = state.engine, _tag(state)
+    info = {
+        "general.architecture": engine.model_type,
+        f"{engine.model_type}.context_length": engine.plan.context_length,
+        f"{engine.model_type}.vocab_size": engine.vocab_size,
+    }
+    capabilities = ["completion", "tools", *(["thinking"] if state.chat.reasons else [])]
+    return Show("", "", "", tag.details, info, capabilities, tag.modified_at)
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
