@@ -13,7 +13,6 @@ FOREIGN = {
     "--tokenizer-path": "the tokenizer is the model directory's; leave the flag out",
     "--tokenizer": "the tokenizer is the model directory's; leave the flag out",
     "--tokenizer-mode": "there is one tokenizer; leave the flag out",
-    "--chat-template": "the template is the model directory's (chat_template.jinja); change it there",
     "--revision": "give it with the name: ORG/NAME@REVISION",
     "--download-dir": "models are kept where the Hugging Face hub keeps them; set HF_HUB_CACHE",
     "--kv-cache-dtype": "the KV cache has the activations' dtype: --dtype",
