@@ -216,6 +216,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Com
 
     monkeypatch.setattr(JITFunction, "run", launch)
     monkeypatch.setattr(overlap, "can_overlap", lambda _: request.param >= 90)
+    monkeypatch.setattr(decode, "has_tensor_memory", lambda device: request.param == 100)
     if request.param == 90:
         from tandem.kernels.gpu.latent.decode_hopper import decode_hopper
 

@@ -11,6 +11,12 @@ LEAST_BYTES = 99 << 10  # of the GPUs that multiply bfloat16; larger ones have 1
 
 
 @cache
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether products go through tensor memory (B100, B200): Triton then keeps more in shared memory."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
+@cache
 def shared_bytes(device: torch.device) -> int:
     """Of one program on this device, after Triton, which refuses larger ones; on no GPU, what every GPU has."""
     if device.type != "cuda":

@@ -20,7 +20,7 @@ from tandem.config.latent_scratch import PARTIAL_BYTES
 from tandem.kernels.gpu.attention_decode import LOG2_E
 from tandem.kernels.gpu.latent.per_head import precision
 from tandem.kernels.gpu.overlap import begin, overlapped
-from tandem.kernels.gpu.shared_memory import shared_bytes
+from tandem.kernels.gpu.shared_memory import has_tensor_memory, shared_bytes
 from tandem.kernels.ops import LatentSizes
 
 PARTS = 64  # of a row's keys, for all tiles of heads together: one row fills half of a large GPU
@@ -140,6 +140,8 @@ def tile_of(device: torch.device, sizes: LatentSizes) -> Tile:
     """The fastest tile for so many heads that fits the GPU; the last one if none does."""
     width = block_of(sizes.rank) + block_of(sizes.rope)
     tiles = MANY_HEADS if sizes.heads > 32 else SOME_HEADS if sizes.heads > 16 else FEW_HEADS
+    if has_tensor_memory(device):  # tiles of 64 heads would not fit there
+        tiles = tuple(tile for tile in tiles if tile.heads < 64)
     return next((tile for tile in tiles if tile.shared_bytes(width) <= shared_bytes(device)), tiles[-1])
 
 
