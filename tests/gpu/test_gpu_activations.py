@@ -42,11 +42,11 @@ def experts_of(ops: Ops, how: Activation, fmt: str) -> list:
         torch.randn(EXPERTS, HIDDEN, generator=g),
     )
     slot_of = torch.arange(EXPERTS, dtype=torch.int32) - 1
-    numbers = "bf16" if fmt == "mxfp4" else fmt
+    numbers = fmt if fmt in ("bf16", "int4") else "bf16"
     ours = ops.gpu_experts(slot_of, HIDDEN, width, numbers, how)
     theirs = ops.cpu.experts(EXPERTS, HIDDEN, width, numbers, how)
     for e in range(EXPERTS):
-        matrices = [stored(m[e], fmt) if fmt == "mxfp4" else m[e] for m in (gate, up, down)]
+        matrices = [m[e] if fmt == numbers else stored(m[e], fmt, 32) for m in (gate, up, down)]
         theirs.load(e, *matrices)
         if e:
             ours.load(e, *matrices)
@@ -67,7 +67,7 @@ def near(got: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 150])
-@pytest.mark.parametrize("fmt", ["bf16", "int4", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["bf16", "int4", "mxfp4", "int4_zeros"])
 @pytest.mark.parametrize("kind", get_args(ActivationKind))
 def test_activations_and_biases(ops: Ops, kind: ActivationKind, fmt: str, tokens: int) -> None:
     if INTERPRETED and tokens > FEW_TOKENS:

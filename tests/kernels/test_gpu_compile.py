@@ -131,7 +131,7 @@ def test_attention_fits_the_shared_memory(
     assert set(compiler.variants) == {"_decode", "_merge", "_prefill"}
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4", "fp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4", "fp8", "mxfp4", "nvfp4", "int4_zeros"])
 def test_experts(compiler: Compiler, ops: GpuOps, fmt: str) -> None:
     if compiler.target.arch == 80 and fmt not in ("bf16", "int4"):
         pytest.skip("one format of each size is enough for the older ones")

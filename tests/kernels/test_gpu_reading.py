@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import kernel_cases as cases
 import stored_formats as formats
 from tandem.checkpoint import open_checkpoint
+from tandem.checkpoint.survey import stored_formats
 from tandem.config import StoredFormat
 from tandem.errors import KernelError
 from tandem.formats.codes import Weight
@@ -32,7 +33,7 @@ def accepted(weight: Weight) -> bool:
         layouts = layer.layout()
     except KernelError:
         return False
-    return not any(refusal(fmt, scale, depth) for fmt, _, depth, *_, scale, _ in layouts)
+    return not any(refusal(fmt, scale, depth, zeros > 0) for fmt, _, depth, *_, scale, _, zeros in layouts)
 
 
 @pytest.mark.parametrize("name", formats.MAKERS)
@@ -47,6 +48,9 @@ def test_checkpoints(name: str, tmp_path) -> None:
     stored = checkpoint.formats().experts
     assert (stored.not_on_gpu == "") == accepted(checkpoint.weight(MODULE, (SIZE, SIZE)))
     assert stored.not_on_gpu in ("", stored.name)
+    dense = stored_formats([("model.layers.3.self_attn.o_proj", checkpoint.format(MODULE), 100)]).dense
+    known = checkpoint.format(MODULE)  # only kernels of experts know zero points
+    assert dense.not_on_gpu or not (known.zero_points and known.packable)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BITS if kind.startswith("q")])
@@ -63,8 +67,6 @@ def test_every_kind_is_decided() -> None:
 
 def test_one_unreadable_format_among_several_is_named() -> None:
     """A K-quant file: gate and up in Q4_K, half of the downs in Q6_K, the others in Q8_0."""
-    from tandem.checkpoint.survey import stored_formats
-
     module = "model.layers.{}.mlp.experts.0.{}_proj"
     kinds = [
         (module.format(0, "gate"), "q4_k"),

@@ -77,7 +77,7 @@ def stored_formats(matrices: Iterable[tuple[str, QuantFormat, int]]) -> StoredFo
         sums[which] = fmt, weights + (sums[which][1] if which in sums else 0)
     for (kind, _), (fmt, weights) in sums.items():
         counts[kind][fmt] += weights
-    experts, shared, dense, embedding = (_summed(counts[kind]) for kind in KINDS)
+    experts, shared, dense, embedding = (_summed(counts[kind], kind == "experts") for kind in KINDS)
     return StoredFormats(experts, shared, dense, embedding)
 
 
@@ -89,7 +89,7 @@ def _kind(module: str) -> str:
     return "embedding" if module.endswith("embed_tokens") else "dense"
 
 
-def _summed(counts: Counter[QuantFormat]) -> StoredFormat:
+def _summed(counts: Counter[QuantFormat], experts: bool) -> StoredFormat:
     total = counts.total()
     if not total:
         return StoredFormat()
@@ -103,7 +103,9 @@ def _summed(counts: Counter[QuantFormat]) -> StoredFormat:
         group=largest.group if len(names) == 1 else 0,
         decoded=", ".join(str(fmt) for fmt in counts if fmt.quantised and not fmt.packable),
         gpu_bytes_per_weight=sum(_gpu_bytes(fmt) * n for fmt, n in counts.items()) / total,
-        not_on_gpu=", ".join(str(fmt) for fmt in counts if not fmt.gpu_readable),
+        not_on_gpu=", ".join(
+            str(fmt) for fmt in counts if not (fmt.gpu_expert if experts else fmt.gpu_readable)
+        ),
     )
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 GPU_CODES = ("bf16", "int8", "int4", "fp8", "fp4")
+EXPERT_CODES = (*GPU_CODES, "uint4")  # the last one with zero points
 GPU_SCALES = ("f32", "bf16", "f16", "e8m0", "e4m3")
 
 PACKED_KINDS = {
@@ -16,15 +17,21 @@ PACKED_KINDS = {
 """Kind of `QuantFormat` → codes and scales as packed; "": scales of a type of their own, all of which are read."""
 
 
-def refusal(codes: str, scale: str, depth: int = 0) -> str:
-    """Why experts of these packed codes, scales and number of inputs are not read; "" when they are."""
-    if codes not in GPU_CODES:
+def refusal(codes: str, scale: str, depth: int = 0, zeros: bool = False) -> str:
+    """Why experts of these packed codes, scales and number of inputs are not read; "" when they are. zeros: they have
+    zero points."""
+    if (codes == "uint4") != zeros:
+        return f"the GPU kernels do not read {codes} experts with{'' if zeros else 'out'} zero points"
+    if codes not in EXPERT_CODES:
         return f"the GPU kernels do not read {codes} experts; they read {', '.join(GPU_CODES)}"
     if scale and scale not in GPU_SCALES:
         return f"the GPU kernels do not read {scale} scales; they read {', '.join(GPU_SCALES)}"
     return f"the GPU kernels read k in pairs: a depth of {depth} is odd" if depth % 2 else ""
 
 
-def kind_is_read(kind: str, shifted: bool) -> bool:
-    """Of a stored kind that is packed as it is. shifted: with zero points, which none of the GPU kernels adds."""
-    return not shifted and not refusal(*PACKED_KINDS[kind])
+def kind_is_read(kind: str, shifted: bool, experts: bool = False) -> bool:
+    """Of a stored kind that is packed as it is. shifted: with zero points, which kernels of experts subtract from codes
+    of 4 bits."""
+    if shifted:
+        return experts and kind == "int4"
+    return not refusal(*PACKED_KINDS[kind])

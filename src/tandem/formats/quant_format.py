@@ -72,6 +72,13 @@ class QuantFormat:
         return kind_is_read(self.kind, self.zero_points)
 
     @property
+    def gpu_expert(self) -> bool:
+        """Whether those of experts do, which know zero points."""
+        if not self.quantised or not self.packable:
+            return True
+        return kind_is_read(self.kind, self.zero_points, experts=True)
+
+    @property
     def bytes_per_weight(self) -> float:
         """Once packed as it is: codes, and a scale for every group of every row."""
         if self.packing == "gguf" and self.quantised:

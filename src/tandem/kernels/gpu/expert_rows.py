@@ -16,25 +16,29 @@ from torch import Tensor
 from tandem.config.layers import SILU, Activation
 from tandem.kernels.gpu.mlp import activated, activation_constants, relu2
 from tandem.kernels.gpu.overlap import begin, overlapped
-from tandem.kernels.gpu.panels import Panels, halves, plane, row_factor, scale_value, views
+from tandem.kernels.gpu.panels import Panels, halves, plane, row_factor, scale_value, views, zeros_of
 from tandem.kernels.ops import Routing
 
 
 @triton.jit
 def dot_panel(x, words, scales, depth, blocks, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
-              SCALED: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
-    """x (bfloat16 pairs, [depth / 2]) times one panel: float32 [16]."""
+              SCALED: tl.constexpr, STEP: tl.constexpr, zeros=None, ZERO_AT: tl.constexpr = 0):  # fmt: skip
+    """x (bfloat16 pairs, [depth / 2]) times one panel: float32 [16]. With ZERO_AT `zeros` points at its zero points."""
     r, b = tl.arange(0, 16), tl.arange(0, STEP)
     acc = tl.zeros([STEP, 16], tl.float32)
     for start in range(0, blocks, STEP):
         at = start + b
         word = tl.load(words + at[:, None] * 16 + r[None, :], (at < blocks)[:, None], other=0)
         part = tl.zeros([STEP, 16], tl.float32)
+        zero = 0.0
+        if ZERO_AT:
+            zero_at = zeros + (at // GROUP)[:, None] * 16 + r[None, :]
+            zero = tl.load(zero_at, (at < blocks)[:, None], other=0).to(tl.float32)
         for pair in tl.static_range(CODES // 2):
             k = at * (CODES // 2) + pair
             even, odd = halves(tl.load(x + k, k < depth // 2, other=0))
-            part += even[:, None] * plane(word, 2 * pair, FMT)
-            part += odd[:, None] * plane(word, 2 * pair + 1, FMT)
+            part += even[:, None] * (plane(word, 2 * pair, FMT) - zero)
+            part += odd[:, None] * (plane(word, 2 * pair + 1, FMT) - zero)
         if SCALED and GROUP:
             raw = tl.load(scales + (at // GROUP)[:, None] * 16 + r[None, :], (at < blocks)[:, None], other=0)
             part *= scale_value(raw, SCALED)
@@ -48,11 +52,11 @@ def dot_panel(x, words, scales, depth, blocks, FMT: tl.constexpr, CODES: tl.cons
 
 
 @triton.jit
-def _gate_up(x, words, scales, slots, ids, biases, hidden, depth, blocks, width, word_stride, scale_stride,
+def _gate_up(x, words, scales, zeros, slots, ids, biases, hidden, depth, blocks, width, word_stride, scale_stride,
              TOP_K: tl.constexpr, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
              PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr, STEP: tl.constexpr,
              KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
-             OVERLAP: tl.constexpr):  # fmt: skip
+             ZERO_AT: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     begin(OVERLAP)
     pair, panel = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + pair).to(tl.int64)
@@ -61,8 +65,13 @@ def _gate_up(x, words, scales, slots, ids, biases, hidden, depth, blocks, width,
     row = x + pair // TOP_K * (depth // 2)
     words += slot * word_stride + 2 * panel * PANEL
     scales += slot * scale_stride + 2 * panel * SCALE_PANEL + SCALE_AT
-    gate = dot_panel(row, words, scales, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
-    up = dot_panel(row, words + PANEL, scales + SCALE_PANEL, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
+    up_zeros = zeros
+    if ZERO_AT:
+        zeros += (slot * word_stride + 2 * panel * PANEL) * 4 + ZERO_AT
+        up_zeros = zeros + PANEL * 4
+    gate = dot_panel(row, words, scales, depth, blocks, FMT, CODES, GROUP, SCALED, STEP, zeros, ZERO_AT)
+    up = dot_panel(row, words + PANEL, scales + SCALE_PANEL, depth, blocks, FMT, CODES, GROUP, SCALED, STEP,
+                   up_zeros, ZERO_AT)  # fmt: skip
     column = panel * 16 + tl.arange(0, 16)
     inside = column < width
     if BIASED:
@@ -78,10 +87,10 @@ def _gate_up(x, words, scales, slots, ids, biases, hidden, depth, blocks, width,
 
 
 @triton.jit
-def _down(hidden, words, scales, slots, ids, biases, weights, partial, depth, blocks, columns, word_stride,
+def _down(hidden, words, scales, zeros, slots, ids, biases, weights, partial, depth, blocks, columns, word_stride,
           scale_stride, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
           PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr, STEP: tl.constexpr,
-          BIASED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+          BIASED: tl.constexpr, ZERO_AT: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     begin(OVERLAP)
     pair, panel = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + pair).to(tl.int64)
@@ -89,7 +98,10 @@ def _down(hidden, words, scales, slots, ids, biases, weights, partial, depth, bl
         return
     words += slot * word_stride + panel * PANEL
     scales += slot * scale_stride + panel * SCALE_PANEL + SCALE_AT
-    y = dot_panel(hidden + pair * (depth // 2), words, scales, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
+    if ZERO_AT:
+        zeros += (slot * word_stride + panel * PANEL) * 4 + ZERO_AT
+    row = hidden + pair * (depth // 2)
+    y = dot_panel(row, words, scales, depth, blocks, FMT, CODES, GROUP, SCALED, STEP, zeros, ZERO_AT)
     column = panel * 16 + tl.arange(0, 16)
     if BIASED:
         y += tl.load(biases + tl.load(ids + pair).to(tl.int64) * columns + column, column < columns, other=0.0)
@@ -154,10 +166,10 @@ def gate_up(
     slots, bias = slots_of(routing), between.gate_up
     hidden = x.new_empty((slots.numel(), between.width))
     _gate_up[(slots.numel(), panels.panels // 2)](
-        x.view(torch.int32), words, scales, slots, routing.ids, hidden if bias is None else bias, hidden, panels.depth,
-        panels.blocks, between.rows, stride // panels.word_bytes, stride // panels.scale_bytes,
-        TOP_K=slots.shape[1], **panels.constants(), STEP=row_step(panels), **between.constants(), num_warps=4,
-        **overlapped(x.device),
+        x.view(torch.int32), words, scales, zeros_of(pool, 0, panels), slots, routing.ids,
+        hidden if bias is None else bias, hidden, panels.depth, panels.blocks, between.rows,
+        stride // panels.word_bytes, stride // panels.scale_bytes, TOP_K=slots.shape[1], **panels.expert_constants(),
+        STEP=row_step(panels), **between.constants(), num_warps=4, **overlapped(x.device),
     )  # fmt: skip
     return hidden
 
@@ -170,9 +182,10 @@ def down(
     slots = slots_of(routing)
     partial = hidden.new_empty((slots.numel(), panels.columns), dtype=torch.float32)
     _down[(slots.numel(), panels.panels)](
-        hidden.view(torch.int32), words, scales, slots, routing.ids, partial if bias is None else bias,
+        hidden.view(torch.int32), words, scales, zeros_of(pool, offset, panels), slots, routing.ids,
+        partial if bias is None else bias,
         routing.weights, partial, panels.depth, panels.blocks, panels.columns,
-        stride // panels.word_bytes, stride // panels.scale_bytes, **panels.constants(), STEP=row_step(panels),
+        stride // panels.word_bytes, stride // panels.scale_bytes, **panels.expert_constants(), STEP=row_step(panels),
         BIASED=bias is not None, num_warps=4, **overlapped(hidden.device),
     )  # fmt: skip
     return partial

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.mlp import activated, relu2
-from tandem.kernels.gpu.panels import Panels, halves, plane, row_factor, scale_value, views
+from tandem.kernels.gpu.panels import Panels, halves, plane, row_factor, scale_value, views, zeros_of
 from tandem.kernels.ops import Routing
 
 ROWS = 64  # of a tile
@@ -49,11 +49,13 @@ def row_tiles(slots: Tensor, num_slots: int) -> RowTiles:
 
 
 @triton.jit
-def _scaled(
-    word, scales, at, blocks, j: tl.constexpr, FMT: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr
-):
+def _scaled(word, scales, zeros, at, blocks, j: tl.constexpr, FMT: tl.constexpr, GROUP: tl.constexpr,
+            SCALED: tl.constexpr, ZERO_AT: tl.constexpr):  # fmt: skip
     """Plane j as bfloat16 [STEP, COLUMNS]; `scales` points at the scales of each column's panel row."""
     value = plane(word, j, FMT)
+    if ZERO_AT:
+        zero = tl.load(zeros[None, :] + (at // GROUP)[:, None] * 16, (at < blocks)[:, None], other=0)
+        value -= zero.to(tl.float32)
     if SCALED and GROUP:
         raw = tl.load(scales[None, :] + (at // GROUP)[:, None] * 16, (at < blocks)[:, None], other=0)
         value *= scale_value(raw, SCALED)
@@ -72,7 +74,8 @@ def _dot(x, weights, acc):
 
 @triton.jit
 def multiply_tile(acc, x, real, words, scales, lane, depth, blocks, FMT: tl.constexpr, CODES: tl.constexpr,
-                  GROUP: tl.constexpr, SCALED: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+                  GROUP: tl.constexpr, SCALED: tl.constexpr, STEP: tl.constexpr, zeros=None,
+                  ZERO_AT: tl.constexpr = 0):  # fmt: skip
     """acc += rows x (pointers to bfloat16 pairs, [ROWS]) times the columns `words` points at; lane: column % 16."""
     b = tl.arange(0, STEP)
     for start in range(0, blocks, STEP):
@@ -83,8 +86,8 @@ def multiply_tile(acc, x, real, words, scales, lane, depth, blocks, FMT: tl.cons
             even, odd = halves(
                 tl.load(x[:, None] + k[None, :], real[:, None] & (k < depth // 2)[None, :], other=0)
             )
-            acc = _dot(even, _scaled(word, scales, at, blocks, 2 * pair, FMT, GROUP, SCALED), acc)
-            acc = _dot(odd, _scaled(word, scales, at, blocks, 2 * pair + 1, FMT, GROUP, SCALED), acc)
+            acc = _dot(even, _scaled(word, scales, zeros, at, blocks, 2 * pair, FMT, GROUP, SCALED, ZERO_AT), acc)
+            acc = _dot(odd, _scaled(word, scales, zeros, at, blocks, 2 * pair + 1, FMT, GROUP, SCALED, ZERO_AT), acc)
     if SCALED and not GROUP:
         acc *= scale_value(tl.load(scales), SCALED)[None, :]
     if SCALED == 3:
@@ -99,11 +102,11 @@ def _expert_of(order, first, ids, tile):
 
 
 @triton.jit
-def _gate_up(x, words, scales, order, slots, first, end, ids, biases, hidden, depth, blocks, width, word_stride,
+def _gate_up(x, words, scales, zeros, order, slots, first, end, ids, biases, hidden, depth, blocks, width, word_stride,
              scale_stride, panels, TOP_K: tl.constexpr, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
              SCALED: tl.constexpr, PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr,
              STEP: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr,
-             BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+             BIASED: tl.constexpr, ZERO_AT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     slot = tl.load(slots + tile).to(tl.int64)
     if slot < 0:
@@ -117,7 +120,13 @@ def _gate_up(x, words, scales, order, slots, first, end, ids, biases, hidden, de
     s = scales + slot * scale_stride + panel * SCALE_PANEL + SCALE_AT + column % 16
     row = x + pair // TOP_K * (depth // 2)
     zero = tl.zeros([BM, BN], tl.float32)
-    gate = multiply_tile(zero, row, real, w, s, column % 16, depth, blocks, FMT, CODES, GROUP, SCALED, STEP)
+    z = zeros
+    up_z = zeros
+    if ZERO_AT:
+        z = zeros + (slot * word_stride + panel * PANEL) * 4 + ZERO_AT + column % 16
+        up_z = z + PANEL * 4
+    gate = multiply_tile(zero, row, real, w, s, column % 16, depth, blocks, FMT, CODES, GROUP, SCALED, STEP, z,
+                         ZERO_AT)  # fmt: skip
     up = multiply_tile(
         zero,
         row,
@@ -132,6 +141,8 @@ def _gate_up(x, words, scales, order, slots, first, end, ids, biases, hidden, de
         GROUP,
         SCALED,
         STEP,
+        up_z,
+        ZERO_AT,
     )
     inside = real[:, None] & (column < width)[None, :]
     if BIASED:
@@ -148,10 +159,11 @@ def _gate_up(x, words, scales, order, slots, first, end, ids, biases, hidden, de
 
 
 @triton.jit
-def _down(hidden, words, scales, order, slots, first, end, ids, biases, weights, partial, depth, blocks, columns,
+def _down(hidden, words, scales, zeros, order, slots, first, end, ids, biases, weights, partial, depth, blocks, columns,
           word_stride, scale_stride, panels, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
           SCALED: tl.constexpr, PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr,
-          STEP: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+          STEP: tl.constexpr, BIASED: tl.constexpr, ZERO_AT: tl.constexpr, BM: tl.constexpr,
+          BN: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     slot = tl.load(slots + tile).to(tl.int64)
     if slot < 0:
@@ -164,6 +176,9 @@ def _down(hidden, words, scales, order, slots, first, end, ids, biases, weights,
     w = words + slot * word_stride + panel * PANEL + column % 16
     s = scales + slot * scale_stride + panel * SCALE_PANEL + SCALE_AT + column % 16
     acc = tl.zeros([BM, BN], tl.float32)
+    z = zeros
+    if ZERO_AT:
+        z = zeros + (slot * word_stride + panel * PANEL) * 4 + ZERO_AT + column % 16
     y = multiply_tile(
         acc,
         hidden + pair * (depth // 2),
@@ -178,6 +193,8 @@ def _down(hidden, words, scales, order, slots, first, end, ids, biases, weights,
         GROUP,
         SCALED,
         STEP,
+        z,
+        ZERO_AT,
     )
     if BIASED:
         bias = biases + _expert_of(order, first, ids, tile) * columns + column
@@ -201,10 +218,11 @@ def gate_up(
     bias, pairs = between.gate_up, routing.ids.numel()
     hidden = x.new_empty((pairs, between.width))
     _gate_up[(len(tiles.slots), triton.cdiv(between.rows, COLUMNS))](
-        x.view(torch.int32), words, scales, tiles.order, tiles.slots, tiles.first, tiles.end, routing.ids,
+        x.view(torch.int32), words, scales, zeros_of(pool, 0, panels), tiles.order, tiles.slots, tiles.first,
+        tiles.end, routing.ids,
         hidden if bias is None else bias, hidden, panels.depth, panels.blocks, between.rows,
         stride // panels.word_bytes, stride // panels.scale_bytes, panels.panels, TOP_K=routing.ids.shape[1],
-        **panels.constants(), STEP=tile_step(panels), **between.constants(), BM=ROWS, BN=COLUMNS, num_warps=4,
+        **panels.expert_constants(), STEP=tile_step(panels), **between.constants(), BM=ROWS, BN=COLUMNS, num_warps=4,
     )  # fmt: skip
     return hidden
 
@@ -223,10 +241,11 @@ def down(
     words, scales = views(pool, offset, panels)
     partial = hidden.new_empty((routing.weights.numel(), panels.columns), dtype=torch.float32)
     _down[(len(tiles.slots), triton.cdiv(panels.columns, COLUMNS))](
-        hidden.view(torch.int32), words, scales, tiles.order, tiles.slots, tiles.first, tiles.end, routing.ids,
+        hidden.view(torch.int32), words, scales, zeros_of(pool, offset, panels), tiles.order, tiles.slots, tiles.first,
+        tiles.end, routing.ids,
         partial if bias is None else bias, routing.weights, partial,
         panels.depth, panels.blocks, panels.columns, stride // panels.word_bytes, stride // panels.scale_bytes,
-        panels.panels, **panels.constants(), STEP=tile_step(panels), BIASED=bias is not None,
+        panels.panels, **panels.expert_constants(), STEP=tile_step(panels), BIASED=bias is not None,
         BM=ROWS, BN=COLUMNS, num_warps=4,
     )  # fmt: skip
     return partial

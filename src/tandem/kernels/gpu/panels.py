@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.errors import KernelError
-from tandem.formats.gpu_reading import GPU_CODES, refusal
+from tandem.formats.gpu_reading import EXPERT_CODES, refusal
 
-KINDS = {name: kind for kind, name in enumerate(GPU_CODES)}  # what FMT says
+KINDS = {name: kind for kind, name in enumerate(EXPERT_CODES)}  # what FMT says
 SCALE_TYPES = {
     "f32": torch.float32,
     "bf16": torch.bfloat16,
@@ -43,9 +43,10 @@ class Panels:
     scale_offset: int  # of the scales in a panel; 0: the format has none
     scale: str  # their type, a key of SCALE_TYPES
     group: int  # k per scale; 0: one per row
+    zero_offset: int = 0  # of the zero points in a panel, signed bytes as the scales lie; 0: there are none
 
     def __post_init__(self) -> None:
-        if why := refusal(self.fmt, self.scale, self.depth):
+        if why := refusal(self.fmt, self.scale, self.depth, self.zero_offset > 0):
             raise KernelError(why)
 
     @property
@@ -55,7 +56,7 @@ class Panels:
     @property
     def codes(self) -> int:
         """Of one word."""
-        return 8 if self.fmt in ("int4", "fp4") else 2
+        return 8 if self.fmt in ("int4", "fp4", "uint4") else 2
 
     @property
     def word_bytes(self) -> int:
@@ -78,8 +79,17 @@ class Panels:
     def scale_bytes(self) -> int:
         return self.scale_type.itemsize
 
+    def expert_constants(self) -> dict[str, int]:
+        """What a kernel of experts over such panels is compiled with: it subtracts zero points."""
+        return {**self._constants(), "ZERO_AT": self.zero_offset}
+
     def constants(self) -> dict[str, int]:
-        """What every kernel over such panels is compiled with."""
+        """What any other kernel over such panels is compiled with, where there are no zero points."""
+        if self.zero_offset:
+            raise KernelError(f"only kernels of experts read {self.fmt} with zero points")
+        return self._constants()
+
+    def _constants(self) -> dict[str, int]:
         scaled = {"e8m0": E8M0, "e4m3": E4M3}.get(self.scale, NUMBERS) if self.scale_offset else 0
         scale_at = self.scale_offset + (FACTOR_BYTES if scaled == E4M3 else 0)
         return {
@@ -87,6 +97,11 @@ class Panels:
             "SCALED": scaled, "PANEL": self.panel_bytes // self.word_bytes,
             "SCALE_PANEL": self.panel_bytes // self.scale_bytes, "SCALE_AT": scale_at // self.scale_bytes,
         }  # fmt: skip
+
+
+def zeros_of(pool: Tensor, offset: int, panels: Panels) -> Tensor | None:
+    """The bytes of a uint8 pool from `offset` on, for kernels of experts with zero points."""
+    return pool[offset:].view(torch.int8) if panels.zero_offset else None
 
 
 def views(pool: Tensor, offset: int, panels: Panels) -> tuple[Tensor, Tensor]:
@@ -142,7 +157,9 @@ def plane(word, j: tl.constexpr, FMT: tl.constexpr):
     elif FMT == 3:  # fp8: the bits of a half 2^8 times smaller
         byte = word.to(tl.int32) >> 8 * j
         value = _half_of((byte & 0x80) << 8 | (byte & 0x7F) << 7) * 256.0
-    else:  # fp4, likewise 2^14
+    elif FMT == 4:  # fp4, likewise 2^14
         nibble = word >> shift
         value = _half_of((nibble & 8) << 12 | (nibble & 7) << 9) * 16384.0
+    else:  # uint4, as int4
+        value = ((word >> shift & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     return value

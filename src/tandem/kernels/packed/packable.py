@@ -62,8 +62,9 @@ def made_here(fmt: str, group: int) -> _core.WeightFormat:
 FormatNames = tuple[str, int, str]
 """Format, group, scale type of a packed matrix."""
 
-PanelLayout = tuple[str, int, int, int, int, int, int, str, int]
-"""format, columns, depth, padded depth, panels, panel bytes, offset of the scales, their type, group."""
+PanelLayout = tuple[str, int, int, int, int, int, int, str, int, int]
+"""format, columns, depth, padded depth, panels, panel bytes, offset of the scales, their type, group, offset of the
+zero points."""
 
 
 def floats_of(data: memoryview) -> Tensor:
