@@ -178,6 +178,13 @@ def test_rows_of_nobody_are_copies_and_fold_nothing(real: int) -> None:
     untouched(case, [0, 4, 5])
 
 
+def test_warming_up_folds_nothing() -> None:
+    case = Case(AWKWARD, 70)
+    case.delta.warm_up()
+    untouched(case, list(range(SLOTS)))
+    case.check(2, case.run([(2, 0, 70)])[0])
+
+
 @pytest.mark.skipif(INTERPRETED, reason="NumPy's sums may differ by their surroundings")
 def test_a_row_that_decodes_is_the_same_in_every_batch() -> None:
     case, other = Case(REAL, 40), Case(REAL, 40)

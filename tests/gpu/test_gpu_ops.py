@@ -17,6 +17,7 @@ from paged_batches import Batch, make_batch, random_tables
 from tandem import _core
 from tandem.config.layers import Router
 from tandem.engine.sampling.logits import best_of
+from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes, join_nibbles
 from tandem.formats.reference import quantise, stored
 from tandem.kernels.cpu_ops import CpuOps
@@ -96,15 +97,16 @@ def test_norm_adds_the_residual_and_normalises(ops: Ops, shape: tuple[int, int])
     near(kept, residual, BF16_ULP if INTERPRETED else 0.0)
 
 
-@pytest.mark.parametrize("norm", ["none", "head", "all"])
+@pytest.mark.parametrize("norm", ["none", "head", "all", "gates"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), [(8, 2, 64, 64), (6, 3, 24, 12)])
 def test_rope_store(ops: Ops, norm: str, heads: int, kv_heads: int, dim: int, rotary: int) -> None:
+    """gates: beside each query head, and norms of heads."""
     torch.manual_seed(0)
     tables, pages = random_tables(2, 50)
     batch = make_batch([(0, 5), (49, 50)], tables)
     angles = torch.rand(50, rotary // 2) * 6.3
-    qkv = bf16(6, (heads + 2 * kv_heads) * dim)
-    sizes = {"none": None, "head": (dim, dim), "all": (heads * dim, kv_heads * dim)}[norm]
+    qkv = bf16(6, ((1 + (norm == "gates")) * heads + 2 * kv_heads) * dim)
+    sizes = {"none": None, "head": (dim, dim), "gates": (dim, dim), "all": (heads * dim, kv_heads * dim)}[norm]
     norms = (None, None) if sizes is None else tuple(1 + 0.1 * bf16(n) for n in sizes)
     results = []
     for each, device in ((ops, DEVICE), (TorchOps(), torch.device("cpu"))):
@@ -120,6 +122,33 @@ def test_rope_store(ops: Ops, norm: str, heads: int, kv_heads: int, dim: int, ro
         results.append((q, k_pages, v_pages))
     for got, expected in zip(*results, strict=True):
         near(got, expected, 4 * BF16_ULP, 4 * BF16_ULP)  # both norms' roundings, then two products
+
+
+def test_a_norm_over_all_heads_does_not_pass_over_gates(ops: Ops) -> None:
+    tables, pages = random_tables(1, 5)
+    k, v = torch.zeros(2, pages, PAGE, 2, 24, dtype=torch.bfloat16).to(DEVICE).unbind()
+    angles, norms = torch.rand(5, 6).to(DEVICE), (bf16(96).to(DEVICE), bf16(48).to(DEVICE))
+    with pytest.raises(KernelError, match="cannot pass over gates"):
+        ops.rope_store(
+            bf16(5, 12 * 24).to(DEVICE), Rope(angles, angles), there(make_batch([(0, 5)], tables)), k, v, heads=4,
+            kv_heads=2, head_dim=24, q_norm=norms[0], k_norm=norms[1],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize(("heads", "width"), [(0, 72), (0, 3000), (3, 72), (16, 4096)])
+def test_gated(ops: Ops, heads: int, width: int, added: bool) -> None:
+    """By one gate a row, and by gates that lie between other columns; rounded where plain torch rounds."""
+    torch.manual_seed(0)
+    x, out, wide = bf16(5, width), bf16(5, width), bf16(5, 2 * width + 7)
+    results = []
+    for each, device in ((ops, DEVICE), (TorchOps(), torch.device("cpu"))):
+        moved, to = wide.to(device), out.clone().to(device) if added else None
+        gate = moved[:, :1]
+        if heads:
+            gate = moved[:, : 2 * width].unflatten(1, (heads, 2, width // heads))[:, :, 1]
+        results.append(each.gated(x.to(device), gate, to))
+    near(*results, 2 * BF16_ULP, 2 * BF16_ULP)  # the sigmoid and the product may round to the other side
 
 
 SPANS = [

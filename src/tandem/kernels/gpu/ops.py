@@ -50,6 +50,7 @@ class GpuOps:
         """attention: Triton's where none is given."""
         self.device, self.cpu = device, cpu
         self._attention = attention or attention_of("triton")
+        self._warm: set[DeltaRule] = set()  # shapes whose kernels for prompts are compiled
 
     def begin_step(self, batch: BatchLayout, captured: bool) -> None:
         """As `Attention.begin`."""
@@ -157,7 +158,11 @@ class GpuOps:
         return self._attention(q, k_pages, v_pages, batch, scale, window, sinks)
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
-        return GpuDelta(shape, weights)
+        delta = GpuDelta(shape, weights)
+        if self.device.type == "cuda" and shape not in self._warm:
+            self._warm.add(shape)
+            delta.warm_up()
+        return delta
 
     def gated(self, x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
         return mlp.gated(x, gate, out)

@@ -60,10 +60,12 @@ def _route(logits, bias, ids, weights, places, found, tokens, seen, rows, expert
         tl.where(slot < TOP_K, 0.0, 1.0),
     )  # the shared ones follow the routed
     for i in tl.static_range(TOP_K):
-        at = tl.argmax(ranks, 0, tie_break_left=True)
+        rank, at = tl.max(ranks, 0, return_indices=True, return_indices_tie_break_left=True)
         best = tl.minimum(at // EACH * each + at % EACH, experts - 1)  # within bounds even for NaN
         chosen = tl.where(slot == i, best, chosen)
-        weight = tl.where(slot == i, tl.sum(tl.where(place == at, scores, 0.0)), weight)
+        if BIAS:
+            rank = tl.sum(tl.where(place == at, scores, 0.0))
+        weight = tl.where(slot == i, rank, weight)
         ranks = tl.where(place == at, float("-inf"), ranks)
     routed = slot < TOP_K
     if NORMALIZE:

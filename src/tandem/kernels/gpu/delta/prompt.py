@@ -11,7 +11,6 @@ import triton
 from torch import Tensor
 
 from tandem.config.layers import DeltaRule
-from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import UNIT_EPS, DeltaWeights
 from tandem.kernels.gpu.attention_prefill import SEQUENCES
 from tandem.kernels.gpu.delta.chunk import CHUNK, SMALL, within
@@ -22,6 +21,14 @@ from tandem.kernels.gpu.shared_memory import shared_bytes
 
 COLUMNS = 32  # of a head's memory in a program: with 32 heads of 128 one sequence fills a large GPU
 CONV_ROWS, NORM_ROWS = 32, 16
+
+
+class Chunks(NamedTuple):
+    """The part of `BatchLayout` that the kernels read, int32."""
+
+    query_starts: Tensor  # [S + 1]
+    seq_lens: Tensor  # [S]
+    slots: Tensor  # [S]
 
 
 class Between(NamedTuple):
@@ -94,14 +101,14 @@ def _columns(*kinds: str) -> list[str]:
 
 
 def prompt(
-    shape: DeltaRule, weights: DeltaWeights, rows: tuple[Tensor, Tensor], batch: BatchLayout, first: int,
+    shape: DeltaRule, weights: DeltaWeights, rows: tuple[Tensor, Tensor], where: Chunks, first: int,
     states: tuple[Tensor, Tensor], out: Tensor,
 ) -> None:  # fmt: skip
     """All sequences from `first` on; those before have one row each. rows: projections and gates; states: inputs and
     memory."""
     (projected, gates), (inputs, memory), chosen = rows, states, options(shape, out.dtype, out.device)
-    between, where = Between.of(shape, projected), (batch.query_starts, batch.seq_lens, batch.slots)
-    new, sequences = len(projected) - first, len(batch.seq_lens)
+    between = Between.of(shape, projected)
+    new, sequences = len(projected) - first, len(where.seq_lens)
     others, heads = sequences - first, shape.v_heads
     runs = 2 * shape.k_heads + heads  # of channels
     convolve[(new // CONV_ROWS + others, runs)](
@@ -110,7 +117,7 @@ def prompt(
     )  # fmt: skip
     keep[(others, runs)](projected, *where, inputs, first, inputs.stride(0), **chosen.keep)
     within[(new // CHUNK + others, heads)](
-        between.qk, gates, weights.decay, weights.dt_bias, batch.query_starts, *between[2:6], first, sequences,
+        between.qk, gates, weights.decay, weights.dt_bias, where.query_starts, *between[2:6], first, sequences,
         **chosen.within,
     )  # fmt: skip
     walk[(triton.cdiv(shape.v_dim, chosen.walk["COLUMNS"]), heads, others)](
