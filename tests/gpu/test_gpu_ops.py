@@ -290,8 +290,9 @@ def test_route(ops: Ops, router: Router, shared: int) -> None:
     bias = torch.rand(router.num_experts) if router.has_bias else None
     places = torch.randperm(router.num_experts + shared).int() - 3
     expected = TorchOps().route(logits, router, bias, shared, places=places)
+    beside = torch.cat((logits, torch.full((9, 1), 99.0)), 1).to(DEVICE)  # a column that is not the router's
     got = ops.route(
-        logits.to(DEVICE), router, None if bias is None else bias.to(DEVICE), shared, places=places.to(DEVICE)
+        beside[:, :-1], router, None if bias is None else bias.to(DEVICE), shared, places=places.to(DEVICE)
     )
     assert torch.equal(got.ids.cpu(), expected.ids)
     assert got.slots is not None and torch.equal(got.slots.cpu(), places[expected.ids])

@@ -201,7 +201,7 @@ class CpuOps:
         tally: Tally | None = None,
         places: Tensor | None = None,
     ) -> Routing:
-        logits = logits.float()
+        logits = logits.float().contiguous()
         key = (id(router), shared)
         if key not in self._rules:
             self._rules[key] = (router, _rule(router, shared))  # holds the router: its id stays its own

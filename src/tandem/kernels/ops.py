@@ -328,7 +328,8 @@ class Ops(Protocol):
         tally: Tally | None = None,
         places: Tensor | None = None,
     ) -> Routing:
-        """Logits [T, E], float32 or bfloat16 (and score bias [E]) -> the top-k experts and their weights in float32.
+        """Logits [T, E], float32 or bfloat16, of which rows may lie apart (and score bias [E]) -> the top-k experts
+        and their weights in float32.
 
         `shared` experts, ids E … E + shared - 1, are appended to every row's choice with weight 1; `tally` does not
         count them. places int32 [E + shared]: something about every expert that is looked up for the chosen ones.

@@ -12,8 +12,9 @@ from tandem.architectures.names import Names
 from tandem.config.layers import Dense, Moe
 from tandem.experts import ExpertMatrices, Experts
 from tandem.formats.cut import columns_of, rows_of
-from tandem.kernels.ops import MLP, Linear, Routing, SureRead
+from tandem.kernels.ops import MLP, Linear, SureRead
 from tandem.models.builder import Builder
+from tandem.models.linear import sure_reads
 from tandem.models.names import expert_biases, expert_matrices, mlp_matrices, ungated
 from tandem.models.passing import Pass, States
 
@@ -35,31 +36,30 @@ class MoEBlock:
         layer = f"model.layers.{index}."
         self.ops, self.router = b.ops, shape.router
         self.fused = shape.fusible_shared if b.plan.fuse_shared_experts else 0
-        self.gate = _router_gate(b, shape, layer + names.router)
+        self.gate = _router_gate(b, shape, layer, names)
         self.tally = b.tally(index)
         self.bias = None
         if self.router.has_bias:
             self.bias = b.float_tensor(layer + names.router_bias, self.router.num_experts)
         self.experts = _experts(b, index, shape, names, self.fused)
         self.shared: MLP | None = None
-        self.shared_gate: Linear | None = None
         if shape.shared is not None and not self.fused:
             self.shared = dense_mlp(b, layer + names.shared, shape.shared)
-        if shape.shared_gate:
-            self.shared_gate = b.linear([layer + names.shared_gate], [1], b.config.hidden)
 
     def reads(self) -> list[SureRead]:
         """Weights in the order of `__call__`."""
-        first = [] if self.shared_gate is None else [SureRead(self.shared_gate)]
-        routed = [SureRead(self.gate), self.experts.sure_read(self.fused)]
-        return first + routed + ([] if self.shared is None else self.shared.reads())
+        routed = [*sure_reads(self.gate), self.experts.sure_read(self.fused)]
+        return routed + ([] if self.shared is None else self.shared.reads())
 
     def __call__(
         self, x: Tensor, p: Pass, states: States, meanwhile: Callable[[], None] | None = None
     ) -> Tensor:
         """meanwhile: called while others compute."""
-        gate = None if self.shared_gate is None else self.shared_gate(x)
-        ticket = self.experts.submit(x, self._route(x))
+        logits, gate = self._logits(x)
+        routing = self.ops.route(
+            logits, self.router, self.bias, self.fused, self.tally, self.experts.places
+        )
+        ticket = self.experts.submit(x, routing)
         shared = None if self.shared is None else self.shared(x)
         if meanwhile is not None:
             meanwhile()
@@ -71,21 +71,24 @@ class MoEBlock:
     def foresee(self, x: Tensor) -> None:
         """x: about what the next call will be given. Tells the experts who would be chosen; nobody is counted."""
         places = self.experts.places
-        self.experts.hint(self.ops.route(self._logits(x), self.router, self.bias, places=places))
+        self.experts.hint(self.ops.route(self._logits(x)[0], self.router, self.bias, places=places))
 
-    def _route(self, x: Tensor) -> Routing:
-        logits = self._logits(x)
-        return self.ops.route(logits, self.router, self.bias, self.fused, self.tally, self.experts.places)
+    def _logits(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of the router [T, E], and of the shared expert's gate [T, 1], if it has one."""
+        y = self.gate(x, torch.float32) if self.router.float32_logits else self.gate(x)
+        experts = self.router.num_experts
+        return (y, None) if y.shape[1] == experts else (y[:, :experts], y[:, experts:])
 
-    def _logits(self, x: Tensor) -> Tensor:
-        return self.gate(x, torch.float32) if self.router.float32_logits else self.gate(x)
 
-
-def _router_gate(b: Builder, shape: Moe, name: str) -> Linear:
-    experts, hidden = shape.router.num_experts, b.config.hidden
-    if shape.router.float32_logits:
-        return b.float_linear(name, experts, hidden)
-    return b.linear([name], [experts], hidden, bias=shape.router.logits_bias)
+def _router_gate(b: Builder, shape: Moe, layer: str, names: Names) -> Linear:
+    """The router and, below it, the gate of the shared expert: one matrix, for each is small."""
+    rows, hidden = [shape.router.num_experts], b.config.hidden
+    if not shape.shared_gate:
+        if shape.router.float32_logits:
+            return b.float_linear(layer + names.router, rows[0], hidden)
+        return b.linear([layer + names.router], rows, hidden, bias=shape.router.logits_bias)
+    assert not (shape.router.float32_logits or shape.router.logits_bias), "gates beside such routers"
+    return b.linear([layer + names.router, layer + names.shared_gate], [*rows, 1], hidden)
 
 
 def _experts(b: Builder, index: int, shape: Moe, names: Names, fused: int) -> Experts:

@@ -32,7 +32,7 @@ def _best_groups(ranks, groups, TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, GRO
 
 
 @triton.jit
-def _route(logits, bias, ids, weights, places, found, tokens, seen, rows, experts, groups, scale, epsilon,
+def _route(logits, bias, ids, weights, places, found, tokens, seen, rows, width, experts, groups, scale, epsilon,
            TOP_K: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
            NORMALIZE: tl.constexpr, PLACED: tl.constexpr, COUNT: tl.constexpr, TOP_GROUPS: tl.constexpr,
            TWO: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, SLOTS: tl.constexpr,
@@ -43,7 +43,7 @@ def _route(logits, bias, ids, weights, places, found, tokens, seen, rows, expert
     place, slot, each = tl.arange(0, GROUPS * EACH), tl.arange(0, SLOTS), experts // groups
     e = place // EACH * each + place % EACH
     inside = (place % EACH < each) & (place // EACH < groups)
-    x = tl.load(logits + t * experts + e, inside, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + t * width + e, inside, other=float("-inf")).to(tl.float32)
     if SIGMOID:
         scores = tl.sigmoid(x)
     else:
@@ -98,7 +98,7 @@ def route(
     _route[(rows,)](
         logits, logits if bias is None else bias, ids, weights, ids if places is None else places,
         ids if found is None else found, *_counted(tally, ids),
-        router.num_experts, router.num_groups, router.scale, router.epsilon,
+        logits.stride(0), router.num_experts, router.num_groups, router.scale, router.epsilon,
         TOP_K=router.top_k, SHARED=shared, SIGMOID=router.score == "sigmoid", BIAS=bias is not None,
         NORMALIZE=router.normalize, PLACED=places is not None,
         COUNT=tally is not None, TOP_GROUPS=router.top_groups, TWO=router.group_score == "top2",
