@@ -22,6 +22,13 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "temperature": (0.0, 100.0, True),
     "top_p": (0.0, 1.0, False),
     "min_p": (0.0, 1.0, True),
+    "typical_p": (0.0, 1.0, False),
+    "xtc_probability": (0.0, 1.0, True),
+    "xtc_threshold": (0.0, 1.0, True),
+    "dry_multiplier": (0.0, 100.0, True),
+    "dry_base": (1.0, 100.0, True),
+    "dry_allowed_length": (1, math.inf, True),
+    "dry_penalty_last_n": (-1, math.inf, True),
     "repetition_penalty": (0.01, 100.0, True),  # beyond this logits leave float32's range
     "presence_penalty": (-100.0, 100.0, True),
     "frequency_penalty": (-100.0, 100.0, True),
@@ -49,6 +56,7 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
     _validate_grammar(params)
     _validate_token_ids("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKENS, vocab_size)
     _validate_token_ids("show_tokens", params.show_tokens, MAX_STOP_TOKENS, vocab_size)
+    _validate_token_ids("dry_breakers", params.dry_breakers, MAX_STOP_TOKENS, vocab_size)
     _validate_token_ids("logit_bias", params.logit_bias, MAX_LOGIT_BIAS, vocab_size)
     for value in params.logit_bias.values():
         if not _within(value, -100.0, 100.0, True):

@@ -34,6 +34,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0  # with which XTC acts on a token; 0: never
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0  # 0: no DRY
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1  # tokens that DRY looks at; -1: all
+    dry_breakers: tuple[int, ...] = ()  # tokens that a repetition does not reach over
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

@@ -15,7 +15,7 @@ from tandem.server.chat.openai.writer import ChatWriter
 from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.generation import Generation
-from tandem.server.openai_sampling import check_stream_options, request_id, sampling_of
+from tandem.server.openai_sampling import check_stream_options, dry_breakers, request_id, sampling_of
 from tandem.server.state import ServerState
 
 
@@ -50,4 +50,5 @@ def _names(body: ChatRequest) -> dict[str, str]:
 def _sampling(state: ServerState, body: ChatRequest) -> SamplingParams:
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return sampling_of(body, state.sampling_defaults, max_tokens=limit, logprobs=logprobs)
+    breakers = dry_breakers(body, state.tokenizer)
+    return sampling_of(body, state.sampling_defaults, max_tokens=limit, logprobs=logprobs, dry_breakers=breakers)

@@ -21,6 +21,7 @@ from tandem.server.limits import MAX_PROMPTS
 from tandem.server.logprobs import CompletionOffsets
 from tandem.server.openai_sampling import (
     check_stream_options,
+    dry_breakers,
     request_id,
     sampling_of,
     wants_all_usage,
@@ -122,6 +123,7 @@ def _sampling(state: ServerState, body: CompletionRequest, limit: int) -> Sampli
         max_tokens=limit,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
+        dry_breakers=dry_breakers(body, state.tokenizer),
     )
 
 

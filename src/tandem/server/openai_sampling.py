@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from typing import Any, Protocol
 
 from tandem.engine.protocol import SamplingParams
 from tandem.errors import RequestError
 from tandem.server.chat.answer_grammar import grammar_of
 from tandem.server.openai_schema import SamplingBody, StreamOptions
 
+NARROWING = (
+    "typical_p", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length",
+    "dry_penalty_last_n",
+)  # fmt: skip
+_BREAKERS = ("\n", ":", '"', "*")
 _SAME_NAME = (
     "temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p",
-    "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens",
+    "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", *NARROWING,
 )  # fmt: skip
 
 
@@ -39,6 +44,32 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     if stop is None:
         return ()
     return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+class _Dry(Protocol):
+    """The fields of a body that say where repetitions end."""
+
+    @property
+    def dry_multiplier(self) -> float | None: ...
+    @property
+    def dry_sequence_breakers(self) -> list[str] | None: ...
+
+
+class _Encoder(Protocol):
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+
+def dry_breakers(body: _Dry, tokenizer: _Encoder) -> tuple[int, ...]:
+    """The token with which each text ends inside of a text."""
+    if not body.dry_multiplier:
+        return ()
+    texts = _BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers
+    if any(len(text) > 64 for text in texts):
+        raise RequestError(
+            "dry_sequence_breakers must have at most 64 characters each", "dry_sequence_breakers"
+        )
+    ids = (tokenizer.encode(f"a{text}", False) for text in texts if text)
+    return tuple(dict.fromkeys(each[-1] for each in ids))
 
 
 def logit_bias(bias: dict[str, float] | None) -> dict[int, float]:

@@ -39,9 +39,17 @@ class SamplingBody(OpenAIGrammarFields, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    # SGLang's extras
+    # SGLang's extras, and llama.cpp's
     top_k: Int64 | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: Int64 | None = None
+    dry_penalty_last_n: Int64 | None = None
+    dry_sequence_breakers: Annotated[list[str], Meta(max_length=64)] | None = None
     repetition_penalty: float | None = None
     min_tokens: Int64 | None = None
     ignore_eos: bool | None = None

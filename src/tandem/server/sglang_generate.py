@@ -19,7 +19,7 @@ from tandem.server.fields import name_ignored, read_fields_as, refuse_misspelt
 from tandem.server.generation import DONE, Answer, Generation, frame
 from tandem.server.limits import MAX_PROMPTS
 from tandem.server.logprobs import sglang_logprobs, sglang_top_logprobs
-from tandem.server.openai_sampling import logit_bias, new_id, stop_strings
+from tandem.server.openai_sampling import NARROWING, dry_breakers, logit_bias, new_id, stop_strings
 from tandem.server.sglang_schema import FinishReason, MetaInfo, SglangAnswer, SglangRequest, SglangSampling
 from tandem.server.state import ServerState
 
@@ -139,6 +139,7 @@ def _sampling(
         stop=stop_strings(p.stop),
         stop_token_ids=tuple(p.stop_token_ids or ()),
         include_stop=p.no_stop_trim,
+        dry_breakers=dry_breakers(p, state.tokenizer),
         logprobs=top,
         prompt_logprobs=None if top is None else prompt_top,
     )
@@ -146,7 +147,7 @@ def _sampling(
 
 _SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "ignore_eos", "skip_special_tokens", "n",
+    "ignore_eos", "skip_special_tokens", "n", *NARROWING,
 )  # fmt: skip
 
 

@@ -22,6 +22,14 @@ class SglangSampling(GrammarFields, kw_only=True):
     top_p: float = 1.0
     top_k: Int64 = -1
     min_p: float = 0.0
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: Int64 = 2
+    dry_penalty_last_n: Int64 = -1
+    dry_sequence_breakers: Annotated[list[str], Meta(max_length=64)] | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tandem.engine.protocol import SamplingParams, TokenLogprob
+from tandem.engine.sampling.narrowing import narrowed, narrows
 from tandem.engine.sampling.penalties import FloatRow
-from tandem.engine.sampling.sampler import Sampled, invert, is_greedy, largest, uniform
+from tandem.engine.sampling.sampler import Sampled, coin_of, invert, is_greedy, largest, number_of
 from tandem.engine.sequence import Sequence
 
 # Of a row: more than any usual top_k and nearly every nucleus. A row that needs more is fetched whole.
@@ -89,7 +90,7 @@ def _numbers(sequence: Sequence) -> tuple[float, float, float]:
     params = sequence.sampling
     temperature = 1.0 if is_greedy(params) else params.temperature
     least = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
-    return 1.0 / temperature, least, uniform(sequence.seed, sequence.index, sequence.total_len)
+    return 1.0 / temperature, least, number_of(sequence)
 
 
 def _drawn(weights: Tensor, u: Tensor) -> Tensor:
@@ -106,8 +107,7 @@ def _chosen(row: Candidates, sequence: Sequence) -> Sampled | None:
     params = sequence.sampling
     token_id: int | None = row.best[0]
     if not is_greedy(params):
-        u = uniform(sequence.seed, sequence.index, sequence.total_len)
-        token_id = row.drawn[0] if _unfiltered(params, row) else _among(row, params, u)
+        token_id = row.drawn[0] if _unfiltered(params, row) else _among(row, sequence)
     if token_id is None:
         return None
     if params.logprobs is None:
@@ -118,13 +118,13 @@ def _chosen(row: Candidates, sequence: Sequence) -> Sampled | None:
 
 def _unfiltered(params: SamplingParams, row: Candidates) -> bool:
     """Nothing but min_p, which `drawn` has taken into account."""
-    return params.top_p >= 1.0 and not (
-        params.top_k > 0 and not (row.complete and params.top_k >= len(row.ids))
-    )
+    limited = params.top_k > 0 and not (row.complete and params.top_k >= len(row.ids))
+    return params.top_p >= 1.0 and not narrows(params) and not limited
 
 
-def _among(row: Candidates, params: SamplingParams, u: float) -> int | None:
-    """Top_k, top_p over what top_k left, min_p; then the inverse of the distribution function at u, by ids."""
+def _among(row: Candidates, sequence: Sequence) -> int | None:
+    """As `sampler.draw`: the filters, then the inverse of the distribution function, by ids."""
+    params = sequence.sampling
     falling = (row.logits - row.logits[0]) * np.float32(1.0 / params.temperature)
     count = _kept(row, params, falling)
     if count is None:
@@ -134,7 +134,9 @@ def _among(row: Candidates, params: SamplingParams, u: float) -> int | None:
     kept = order[largest(values, count, falling[count - 1])]
     if params.min_p > 0.0:
         kept = kept[falling[kept] >= math.log(params.min_p)]
-    return int(row.ids[kept[invert(np.exp(falling[kept]), u)]])
+    if narrows(params):
+        kept = kept[narrowed(falling[kept], params, coin_of(sequence))]
+    return int(row.ids[kept[invert(np.exp(falling[kept]), number_of(sequence))]])
 
 
 def _kept(row: Candidates, params: SamplingParams, falling: FloatRow) -> int | None:
@@ -150,6 +152,8 @@ def _kept(row: Candidates, params: SamplingParams, falling: FloatRow) -> int | N
         if reached > count and not limited and not row.complete:
             return None
         count = min(count, reached)
+    elif not (limited or row.complete) and params.min_p > 0.0:
+        count = int((falling >= math.log(params.min_p)).sum())
     return count if row.complete or falling[count - 1] > falling[-1] else None
 
 

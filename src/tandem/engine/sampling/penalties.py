@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.protocol import SamplingParams
+from tandem.engine.sampling.dry import dry_penalties
 from tandem.engine.sequence import Sequence
 
 FloatRow = npt.NDArray[np.float32]  # [vocab]
@@ -25,7 +26,8 @@ def uses_penalties(params: SamplingParams) -> bool:
 
 def changes_logits(sequence: Sequence) -> bool:
     params = sequence.sampling
-    return uses_penalties(params) or bool(params.logit_bias) or sequence.answer_len < params.min_tokens
+    penalised = uses_penalties(params) or params.dry_multiplier > 0.0
+    return penalised or bool(params.logit_bias) or sequence.answer_len < params.min_tokens
 
 
 def adjust(logits: FloatRow, sequence: Sequence, eos_ids: Collection[int]) -> FloatRow:
@@ -33,6 +35,9 @@ def adjust(logits: FloatRow, sequence: Sequence, eos_ids: Collection[int]) -> Fl
     row = logits.copy()
     if uses_penalties(sequence.sampling):
         _penalise(row, sequence)
+    if sequence.sampling.dry_multiplier > 0.0:
+        ids, penalties = dry_penalties(sequence)
+        row[ids] -= penalties
     for token_id, addend in sequence.sampling.logit_bias.items():
         row[token_id] += addend
     if sequence.answer_len < sequence.sampling.min_tokens:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tandem.engine.protocol import SamplingParams, TokenLogprob
 from tandem.engine.sampling.logprobs import token_logprob
 from tandem.engine.sampling.masks import RowMasks, TokenMask, without_forbidden
+from tandem.engine.sampling.narrowing import narrowed, narrows
 from tandem.engine.sampling.penalties import FloatRow, FloatRows, adjust, changes_logits
 from tandem.engine.sequence import Sequence
 
@@ -40,12 +41,25 @@ def fresh_seed() -> int:
     return int.from_bytes(os.urandom(8), "little")
 
 
-def uniform(seed: int, index: int, position: int) -> float:
+def uniform(seed: int, index: int, position: int, purpose: bytes = b"") -> float:
     """The random number in [0, 1) for one token: a hash of what names the token, so a counter-based generator without
-    state (cf. Salmon et al., SC11). It is the same in any batch, after preemption, and on any machine."""
+    state (cf. Salmon et al., SC11). It is the same in any batch, after preemption, and on any machine. Numbers for
+    another purpose are others."""
     name = struct.pack("<QIQ", seed & 0xFFFF_FFFF_FFFF_FFFF, index, position)
-    word = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+    word = int.from_bytes(hashlib.blake2b(name, digest_size=8, person=purpose).digest(), "little")
     return (word >> 11) * 2.0**-53
+
+
+def number_of(sequence: Sequence) -> float:
+    """For the choice of its next token."""
+    return uniform(sequence.seed, sequence.index, sequence.total_len)
+
+
+def coin_of(sequence: Sequence) -> float:
+    """Whether XTC acts on its next token."""
+    if sequence.sampling.xtc_probability <= 0.0:
+        return 1.0
+    return uniform(sequence.seed, sequence.index, sequence.total_len, b"xtc")
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -82,17 +96,20 @@ def _sample_row(
     if is_greedy(params):
         token_id = best
     else:
-        token_id = draw(row, params, uniform(sequence.seed, sequence.index, sequence.total_len), row[best])
+        token_id = draw(row, params, number_of(sequence), row[best], coin_of(sequence))
     logprob = None if params.logprobs is None else token_logprob(logits, token_id, params.logprobs)
     return Sampled(token_id, logprob)
 
 
-def draw(row: FloatRow, params: SamplingParams, u: float, best: np.float32) -> int:
+def draw(row: FloatRow, params: SamplingParams, u: float, best: np.float32, coin: float = 1.0) -> int:
     """Inverse of the distribution function at u. Filters act in Transformers' order: temperature, top_k, top_p over
-    what top_k left, min_p. Filtered rows are laid out by falling probability (ties: by id), others by id."""
+    what top_k left, min_p, typical_p; then XTC. What is left is laid out by id."""
     scaled = row - best
     scaled *= np.float32(1.0 / params.temperature)
     ids = _kept_ids(scaled, params)
+    if narrows(params):
+        ids = np.arange(len(scaled)) if ids is None else ids
+        ids = ids[narrowed(scaled[ids], params, coin)]
     if ids is None:
         return _invert_in_blocks(np.exp(scaled, out=scaled), u)
     return int(ids[invert(np.exp(scaled[ids]), u)])

@@ -37,6 +37,7 @@ def sampling_body(body: CommonBody) -> SamplingBody:
         top_k=options.top_k,
         top_p=options.top_p,
         min_p=options.min_p,
+        typical_p=options.typical_p,
         seed=options.seed,
         stop=options.stop,
         repetition_penalty=options.repeat_penalty,

@@ -45,6 +45,7 @@ class Options(msgspec.Struct, frozen=True):
     top_k: Int64 | None = None
     top_p: float | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     seed: Int64 | None = None
     stop: str | list[str] | None = None
     repeat_penalty: float | None = None
