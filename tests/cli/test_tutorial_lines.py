@@ -67,12 +67,12 @@ LINES: dict[str, tuple[set[str], set[str]]] = {
         {"--kt-expert-placement-strategy", "--init-expert-location"},
     ),
     f"{SCHEDULING} frequency --init-expert-location {{stats}} --kt-enable-dynamic-expert-update {THRESHOLD} 512": (
-        {THRESHOLD},
-        {"--kt-enable-dynamic-expert-update"},
+        set(),
+        {"--kt-enable-dynamic-expert-update", THRESHOLD},
     ),
-    FLASH: ({THRESHOLD}, {"--tensor-parallel-size", "--cuda-graph-bs", "--kt-enable-dynamic-expert-update"}),
-    FLASH + SPECULATION: ({THRESHOLD} | DRAFT, {"--max-prefill-tokens"}),
-    FLASH.replace("parallel-size 1", "parallel-size 2"): ({THRESHOLD, "--tensor-parallel-size"}, set()),
+    FLASH: (set(), {THRESHOLD, "--tensor-parallel-size", "--cuda-graph-bs", "--kt-enable-dynamic-expert-update"}),
+    FLASH + SPECULATION: (DRAFT, {"--max-prefill-tokens"}),
+    FLASH.replace("parallel-size 1", "parallel-size 2"): ({"--tensor-parallel-size"}, set()),
 }
 
 
@@ -133,8 +133,8 @@ def test_what_the_model_and_the_machine_refuse_is_said_with_the_rest(places):
     other.mkdir()
     (other / "config.json").write_text(json.dumps(config | {"model_type": "next_year"}))
     with pytest.raises(ConfigError) as error:
-        possible_config([str(other), "--kt-gpu-prefill-token-threshold", "9", "--kt-numa-nodes", "9"])
-    assert flags_of(error.value.reasons) == {THRESHOLD, "config.json", "--kt-numa-nodes"}
+        possible_config([str(other), "--nnodes", "2", "--kt-numa-nodes", "9"])
+    assert flags_of(error.value.reasons) == {"--nnodes", "config.json", "--kt-numa-nodes"}
 
 
 def test_the_tutorial_s_converter_line(places, tmp_path):

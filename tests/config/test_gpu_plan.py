@@ -19,7 +19,9 @@ from tandem.config import (
     resolve,
 )
 from tandem.config.cuda_graphs import SMALL_GRAPH_SIZES as SMALL
-from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, dense_bytes
+from tandem.config.forecast.ledger import VRAM
+from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, STREAM_TOKENS, dense_bytes, unpacking_bytes
+from tandem.config.gpu_scratch import RING_BYTES
 from tandem.config.memory import DEFAULT_FRACTION
 from tandem.errors import ConfigError
 
@@ -155,14 +157,13 @@ def test_graphs_larger_than_what_runs_together_are_explained() -> None:
 
 
 # Qwen3-30B-A3B: 3.1 GiB of dense weights, 6144 experts of 9 MiB in bf16, 96 KiB of KV cache per token.
-QWEN3 = ModelConfig.from_dict(
-    {
-        "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True, "vocab_size": 151936,
-        "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_theta": 1e7,
-    }
-)  # fmt: skip
+QWEN3_KEYS = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True, "vocab_size": 151936,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_theta": 1e7,
+}  # fmt: skip
+QWEN3 = ModelConfig.from_dict(QWEN3_KEYS)
 QWEN3_KV = QWEN3.state_layout("bfloat16").token_bytes
 
 
@@ -176,7 +177,8 @@ def test_a_long_context_leaves_room_for_experts(gpu_gib: int) -> None:
     """Most of what is left beside the dense weights, without a flag; and nearly all of it is used."""
     p = qwen3(gpu_gib)
     assert p.gpu is not None
-    workspace = GPU_WORKSPACE_BYTES + sum(p.gpu.graph_sizes) * 151936 * 4
+    gpu = with_gpu(free=gpu_gib * GIB).gpus[0]
+    workspace = GPU_WORKSPACE_BYTES + sum(p.gpu.graph_sizes) * 151936 * 4 + unpacking_bytes(gpu) + p.gpu.ring_bytes
     room = 0.9 * gpu_gib * GIB - workspace - dense_bytes(QWEN3, "bfloat16")
     experts, kv = p.gpu.experts * QWEN3.expert_bytes("bf16"), p.num_pages * p.page_size * QWEN3_KV
     assert experts > 0.6 * room and room - 10 * 2**20 < experts + kv < room + 2**21
@@ -359,3 +361,41 @@ def test_the_ledgers_of_both_memories_are_the_sums_that_were_made() -> None:
     assert sizes["experts"] == 30 * 16 * MODEL.expert_bytes("bf16") and vram.left_bytes >= -(1 << 20)
     assert {entry.name: entry.nbytes for entry in ram.entries}["experts"] == sizes["experts"]
     assert ram.place == "RAM" and ram.left_bytes > 0
+
+
+def test_experts_travel_for_long_prompts() -> None:
+    """Where the CPU has some: steps are long, and a ring of the GPU's memory is theirs."""
+    p = qwen3(24, kt_method="INT4", kt_gpu_experts_ratio=0.5)
+    assert p.gpu is not None and p.gpu.stream_from is None
+    assert 600 * 2**20 < p.gpu.ring_bytes <= RING_BYTES and p.max_step_tokens == STREAM_TOKENS
+    assert "measured" in reason(p, "streamed experts")
+    (vram,) = (each for each in p.ledgers if each.place == VRAM)
+    assert [e.nbytes for e in vram.entries if e.name == "ring"] == [p.gpu.ring_bytes]
+    asked = qwen3(24, kt_gpu_experts_ratio=0.25, kt_gpu_prefill_token_threshold=700)
+    assert asked.gpu is not None and asked.gpu.stream_from == 700
+    assert reason(asked, "streamed experts") == "--kt-gpu-prefill-token-threshold"
+    assert qwen3(24, kt_gpu_experts_ratio=0.25, chunked_prefill_size=600).max_step_tokens == 600
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability", "flags", "why"),
+    [
+        ({}, (9, 0), {"kt_gpu_prefill_token_threshold": 0}, "threshold 0"),
+        ({}, (8, 6), {}, "compute capability"),
+        ({"moe_intermediate_size": 764}, (9, 0), {}, "multiples of 8"),
+    ],
+)
+def test_experts_stay_where_they_cannot_travel(
+    changes: dict[str, int], capability: tuple[int, int], flags: dict[str, int], why: str
+) -> None:
+    roomy = replace(with_gpu(free=24 * GIB), available_memory=250 * GIB)
+    roomy = replace(roomy, gpus=(replace(roomy.gpus[0], capability=capability),))
+    p = plan(roomy, ModelConfig.from_dict(QWEN3_KEYS | changes), kt_gpu_experts_ratio=0.25, **flags)
+    assert p.gpu is not None and (p.gpu.ring_bytes, p.gpu.stream_from) == (0, 0)
+    assert why in reason(p, "streamed experts") and p.max_step_tokens == 2048
+
+
+def test_nothing_is_said_where_all_experts_are_on_the_gpu() -> None:
+    p = qwen3(80, kt_method="INT4")
+    assert p.gpu is not None and p.gpu.ring_bytes == 0
+    assert "streamed experts" not in [decision.name for decision in p.decisions]

@@ -368,11 +368,11 @@ def test_a_long_step_in_pieces_gives_the_same_bits(
     routing = Routing(ids, weights, layer.table[ids])
     elsewhere = torch.randn(150, 64, device=DEVICE) if more else None
     kept = None if elsewhere is None else elsewhere.clone()
-    whole = layer.combine(layer.partial(x, routing), kept)
+    whole = layer.partial(x, routing).combined(kept)
     monkeypatch.setattr(experts, "SCRATCH_BYTES", 3 * (64 * 4 + 40 * 2) * 100)
     in_pieces = layer.partial(x, routing)
     assert in_pieces.slots is None and in_pieces.values.shape == x.shape
-    got = layer.combine(in_pieces, elsewhere)
+    got = in_pieces.combined(elsewhere)
     if INTERPRETED:  # Triton's interpreter cuts off where PyTorch rounds to bfloat16
         near(got.float(), whole.float(), BF16_ULP)
         assert sizes == [150, 64, 64, 22]

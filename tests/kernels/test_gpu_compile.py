@@ -29,10 +29,12 @@ if HAS_TRITON and not INTERPRETED:
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
-    from tandem.kernels.gpu import attention_decode, attention_prefill, best, overlap
+    from tandem.kernels.gpu import attention_decode, attention_prefill, best, experts, overlap
     from tandem.kernels.gpu.delta import prompt
     from tandem.kernels.gpu.latent import decode, prompt_kernels
     from tandem.kernels.gpu.ops import GpuOps
+    from tandem.kernels.gpu.prompts import products
+    from tandem.kernels.gpu.prompts.order import keyed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -143,7 +145,7 @@ def test_experts(compiler: Compiler, ops: GpuOps, fmt: str) -> None:
     for tokens in (1, 2, 15, 17, 64, 100):
         ids = torch.zeros(tokens, 2, dtype=torch.int32)
         partial = layer.partial(torch.zeros(tokens, 256).bfloat16(), Routing(ids, torch.ones(tokens, 2), ids))
-        layer.combine(partial, torch.zeros(tokens, 256))
+        partial.combined(torch.zeros(tokens, 256))
     counts = {name: len(variants) for name, variants in compiler.variants.items()}
     # few rows and tiles have kernels of the same names
     assert counts == {"_gate_up": 2, "_down": 2, "_combine": 1}
@@ -161,10 +163,36 @@ def test_experts_of_other_shapes(compiler: Compiler, ops: GpuOps, kind: Activati
     mlp.load(*matrices)
     for tokens in (1, 64):
         ids = torch.zeros(tokens, 2, dtype=torch.int32)
-        layer.combine(layer.partial(torch.zeros(tokens, 256).bfloat16(), Routing(ids, torch.ones(tokens, 2), ids)))
+        layer.partial(torch.zeros(tokens, 256).bfloat16(), Routing(ids, torch.ones(tokens, 2), ids)).combined()
         mlp(torch.zeros(tokens, 256).bfloat16())
     between = "_activate" if how.gated else "_activate_all"
     assert set(compiler.variants) >= {"_gate_up", "_down", "_combine", between}
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4", "fp8", "mxfp4", "nvfp4"])
+def test_experts_of_many_rows(
+    compiler: Compiler, ops: GpuOps, monkeypatch: pytest.MonkeyPatch, fmt: str
+) -> None:
+    """Once for all numbers of rows, parts and pieces; only the first part's results are written, not added."""
+    if compiler.target.arch == 80:
+        pytest.skip("it has no grouped products")
+    monkeypatch.setattr(experts, "MANY_PAIRS", 0)
+    monkeypatch.setattr(products, "ROW_BYTES", 1 << 21)
+    monkeypatch.setattr(products, "grouped_product", lambda a, b, offs: a.new_empty(len(a), b.shape[2]))
+    numbers = fmt in ("bf16", "int8", "int4")
+    layer = ops.gpu_experts(torch.arange(21), 256, 128, fmt if numbers else "bf16")
+    matrices = [torch.randn(128, 256), torch.randn(128, 256), torch.randn(256, 128)]
+    for expert in range(21):
+        layer.load(expert, *(matrices if numbers else [stored(m, fmt) for m in matrices]))
+    assert layer.prompts is not None
+    for tokens, at_once in ((128, 1), (129, 16), (700, 5), (2048, 21)):
+        layer.prompts.at_once = at_once
+        slots = keyed(*(torch.zeros(tokens, 3, dtype=torch.int32) for _ in range(2)), layer.table, tokens)
+        layer.partial(torch.zeros(tokens, 256).bfloat16(), Routing(slots, torch.ones(tokens, 3), slots))
+    names = ("_keyed", "_rank", "_edges", "_gather", "_gated")
+    # gate and up, and down
+    expected = dict.fromkeys(names, 1) | {"_add": 2, "_unpack": 2}
+    assert {name: len(variants) for name, variants in compiler.variants.items()} == expected
 
 
 @pytest.mark.parametrize("fmt", ["int8", "int4", "fp8", "mxfp4", "nvfp4"])

@@ -40,8 +40,8 @@ from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
 from tandem.config.forecast.bound import experts_seconds
 from tandem.engine.expert_statistics import expert_usage
-from tandem.engine.gpu_runner import GpuRunner, GraphPlan
-from tandem.engine.start.gpu_side import GpuSide, gpu_side
+from tandem.engine.gpu_runner import BeginStep, GpuRunner, GraphPlan
+from tandem.engine.start.gpu_side import GpuSide, begin_step, expert_stream, gpu_side, registered
 from tandem.engine.start.loader import use_one_torch_thread
 from tandem.engine.state.arrays import allocate
 from tandem.errors import ConfigError
@@ -229,7 +229,8 @@ def build(
 ) -> Built:
     """empty: without routed experts. counted: as in the server, `ExpertUsage` counts who is chosen. chosen: what is
     computed instead, as in `SyntheticStore`. placement: instead of what flags say; CPU memory then has a place for
-    every expert. flags: more of `EngineConfig`'s."""
+    every expert. flags: more of `EngineConfig`'s; experts travel for long prompts where these say so."""
+    flags = {"kt_gpu_prefill_token_threshold": 0} | flags
     config = named_config(request.config, request.layers)
     asked = EngineConfig.from_keywords(
         request.config, kt_method=fmt, kt_gpu_experts_ratio=0.0 if empty else share, kt_cpuinfer=request.threads,
@@ -252,7 +253,8 @@ def build(
     checkpoint: Any = SyntheticCheckpoint(request.dense, experts_of(fmt))
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
     moving = None if live is None or usage is None else live(plan, side, usage)
-    runner = partial(_runner, plan, config, model, side, usage, moving)
+    stream = expert_stream(plan, side, registered(plan, side) if plan.gpu and plan.gpu.ring_bytes else None)
+    runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side.ops, stream))
     return Built(plan, config, side, runner(), workers, usage, expert_bytes(config, fmt), runner)
 
 
@@ -263,6 +265,7 @@ def _runner(
     side: GpuSide,
     usage: ExpertUsage | None,
     live: LiveExperts | None,
+    begin: BeginStep,
 ) -> GpuRunner:
     assert plan.gpu is not None
     layout = config.state_layout(plan.dtype, plan.page_size)
@@ -273,6 +276,7 @@ def _runner(
     return GpuRunner(
         model, states, side.handoff, graphs,
         page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=usage, live=live,
+        begin_step=begin,
     )  # fmt: skip
 
 

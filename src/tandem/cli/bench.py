@@ -148,6 +148,39 @@ def decode(
 
 
 @bench.command()
+def prefill(
+    config: Annotated[str, typer.Option(help="dimensions, with made-up weights: " + NAMES)] = "qwen3-30b-a3b",
+    fmt: Annotated[
+        list[str] | None, typer.Option("--format", help="expert format: BF16, INT8 or INT4 (default: INT4)")
+    ] = None,
+    gpu_share: GpuShare = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="of a prompt (default: 512, 2048, 8192)")
+    ] = None,
+    layers: Layers = None,
+    chunk: Annotated[int, typer.Option(min=1, help="tokens of a step at most")] = 8192,
+    threshold: Annotated[
+        int | None,
+        typer.Option(min=0, help="rows from which a step brings the CPU's experts (default: where that is faster)"),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="prompts per row; the median counts")] = 3,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="worker threads (default: usable physical cores)")
+    ] = None,
+    tier: Annotated[str, typer.Option(help="kernel tier")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
+) -> None:
+    """Measure prompts on a GPU against what bus, CPU and GPU allow together.
+
+    Example: kt bench prefill --gpu-share 0 --tokens 2048 --out prefill.json
+    """
+    from tandem.bench.prefill import Request, run
+
+    lists = (tuple(fmt or ["INT4"]), tuple(gpu_share or [0.0, 0.5, 1.0]), tuple(tokens or [512, 2048, 8192]))
+    run(Request(config, *lists, layers, chunk, threshold, repeats, threads, tier), out)
+
+
+@bench.command()
 def serve(
     model: Annotated[
         str, typer.Argument(help="model directory, GGUF file, or demo, served for the time")

@@ -211,9 +211,7 @@ class EngineConfig:
         False, "Fetch no expert weights before they are asked for.", group=GPU
     )
     kt_gpu_prefill_token_threshold: int | None = flag(
-        None, "Chunk size from which prefill uses the GPU.", group=GPU, minimum=0,
-        later=f"{_LEAVE_OUT}: prompts are computed where their experts are, on both sides at once.",
-        neutral=[0], idle="prompts are computed where their experts are",
+        None, "Rows from which a step brings the CPU's experts; 0: never.", group=GPU, minimum=0
     )  # fmt: skip
 
     # --- several GPUs and hosts

@@ -9,15 +9,15 @@ tokens (or of --context-length). Experts take the rest, and the KV cache what th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tandem.config.cuda_graphs import graph_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
+from tandem.config.gpu_scratch import expert_scratch_bytes, experts_at_once, latent_scratch_bytes, ring_of
 from tandem.config.gpus import Gpu
 from tandem.config.host_memory import HostShare, host_memory
-from tandem.config.latent_scratch import latent_scratch_bytes
 from tandem.config.layers import DeltaRule, Latent, Mixer
 from tandem.config.machine import Machine
 from tandem.config.memory import (
@@ -38,9 +38,12 @@ MAX_DELTA_HEAD = 1 << 15  # elements of a delta net's head that a program holds,
 LEAST_CAPABILITY = (8, 0)  # Ampere: the kernels multiply bfloat16
 GPU_FRACTION = 0.9  # of free GPU memory
 GPU_WORKSPACE_BYTES = 2 << 30  # activations, libraries, CUDA graphs but for their logits
+EXPERT_WORKSPACE_BYTES = 512 << 20  # of it, for unpacked experts
 KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
 DEFAULT_CONTEXT = 32768  # tokens: experts do not make room for more unless --context-length asks for it
 MAX_PATIENCE_SECONDS = 30.0
+STREAM_TOKENS, WIDE = 8192, 4096  # of a step where experts travel: each brings all of them; half for a larger hidden
+GROUPED = (9, 10)  # major compute capabilities on which PyTorch's grouped products ask nothing back
 SHARE_FIELDS = ("kt_gpu_experts_ratio", "kt_num_gpu_experts")
 GPU_FIELDS = ("device", *SHARE_FIELDS, "kt_enable_dynamic_expert_update")  # wishes that only a GPU can meet
 
@@ -59,15 +62,19 @@ class GpuPlan:
     uuid: str = ""  # "": any GPU
     attention: str = "triton"  # whose kernels compute it: or "torch", "flashinfer"
     foresight: bool = True  # in small batches the CPU prefetches the next layer's probable experts
+    stream_from: int | None = 0  # rows of a step that brings the CPU's experts; 0: never, None: where that is faster
+    ring_bytes: int = 0  # of GPU memory that they are brought to
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """experts: (layer, expert) pairs on the GPU; memory: the GPU's, these included."""
+    """experts: (layer, expert) pairs on the GPU; memory: its own, these included; ring_bytes: for those that travel."""
 
     experts: int
     expert_reason: str
     memory: MemoryPlan
+    ring_bytes: int = 0
+    ring_reason: str = "every expert is on the GPU"
 
 
 def usable_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> tuple[Gpu | None, str]:
@@ -164,12 +171,49 @@ def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredForma
     return ""
 
 
+def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
+    """Why experts in CPU memory do not travel to the GPU for steps of many rows; "" where they can."""
+    experts, hidden = request.model.moe.experts, request.model.hidden
+    if request.config.kt_gpu_prefill_token_threshold == 0:
+        return "--kt-gpu-prefill-token-threshold 0"
+    if why_not := experts_kept_off(request.model, request.expert_format, request.stored):
+        return why_not
+    if request.experts_in_place:
+        return "experts are used in the mapped file, which DMA cannot read"
+    if gpu.capability is not None and gpu.capability[0] not in GROUPED:
+        return "PyTorch's grouped products need a GPU of compute capability 9 or 10"
+    if not experts.activation.gated or experts.biases:
+        return "grouped products are for experts with gates and without biases"
+    uneven = hidden % 8 or experts.width % 8
+    return f"grouped products need multiples of 8, not {hidden} and {experts.width}" if uneven else ""
+
+
+def stream_tokens(model: ModelConfig) -> int:
+    """Of a step where experts travel, if nothing was asked."""
+    return STREAM_TOKENS if model.hidden <= WIDE else STREAM_TOKENS // 2
+
+
 def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
+    found = _sized(request, gpu, 0)
+    if found.experts >= _all_experts(request.model):
+        return found
+    if why_not := streams_not(request, gpu):
+        return replace(found, ring_reason=why_not)
+    shape, scratch = (request.model.hidden, request.model.moe.experts.width), expert_scratch_bytes(gpu.memory_bytes)
+    ring = ring_of(expert_bytes(request), experts_at_once(*shape, scratch)).nbytes
+    more = _scratch_bytes(request, stream_tokens(request.model)) - _scratch_bytes(request)
+    try:
+        return replace(_sized(request, gpu, ring + more), ring_bytes=ring, ring_reason="")
+    except ConfigError as error:
+        return replace(found, ring_reason=f"{gib(ring)} of GPU memory for experts that travel: {error}")
+
+
+def _sized(request: MemoryRequest, gpu: Gpu, ring: int) -> GpuMemory:
     config, model = request.config, request.model
     budget = int(gpu.free_bytes * (config.mem_fraction_static or GPU_FRACTION))
     dense = dense_bytes(model, request.dtype, request.stored)
-    workspace = workspace_bytes(request)
+    workspace = workspace_bytes(request) + unpacking_bytes(gpu) + ring
     room = budget - dense - workspace
     context, context_reason = wanted_context(request)
     asked, expert_reason = _experts_asked(request)
@@ -192,8 +236,9 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     return GpuMemory(asked, expert_reason, memory)
 
 
-def gpu_ledger(request: MemoryRequest, gpu: Gpu, experts: int, memory: MemoryPlan, kv_bytes: int) -> Ledger:
+def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPlan, kv_bytes: int) -> Ledger:
     """Of the GPU's memory."""
+    experts = plan.experts
     each, scratch = expert_bytes(request), _scratch_bytes(request)
     logits = workspace_bytes(request) - GPU_WORKSPACE_BYTES - request.slot_bytes - scratch
     entries = [
@@ -205,7 +250,8 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, experts: int, memory: MemoryPla
         Entry("states", request.slot_bytes, "of sequences, whatever their length"),
         Entry("prompt scratch", scratch, "that layers share"),
         Entry("graph logits", logits, "float32, of every CUDA graph"),
-        Entry("workspace", GPU_WORKSPACE_BYTES, "of one step, libraries, CUDA graphs"),
+        Entry("workspace", GPU_WORKSPACE_BYTES + unpacking_bytes(gpu), "of one step, libraries, CUDA graphs"),
+        Entry("ring", plan.ring_bytes, "of experts that travel to the GPU for a step"),
     ]
     return ledger(VRAM, entries, memory.budget_bytes, gpu.free_bytes)
 
@@ -222,10 +268,15 @@ def workspace_bytes(request: MemoryRequest) -> int:
     return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + request.slot_bytes + _scratch_bytes(request)
 
 
-def _scratch_bytes(request: MemoryRequest) -> int:
-    """Of latent attention and of delta nets' prompts, which layers share."""
+def unpacking_bytes(gpu: Gpu) -> int:
+    """For experts of long prompts, beyond what any GPU's workspace has for them."""
+    return max(0, expert_scratch_bytes(gpu.memory_bytes) - EXPERT_WORKSPACE_BYTES)
+
+
+def _scratch_bytes(request: MemoryRequest, tokens: int = GPU_PREFILL_TOKENS) -> int:
+    """Of latent attention and of delta nets' prompts, which layers share. tokens: of a step, if nothing was asked."""
     context, chunk = wanted_context(request)[0], request.config.chunked_prefill_size
-    rows = GPU_PREFILL_TOKENS if chunk is None else chunk if chunk > 0 else context
+    rows = tokens if chunk is None else chunk if chunk > 0 else context
     sizes = [
         latent_scratch_bytes(shape, context, rows) if isinstance(shape, Latent) else rows * shape.chunk_row_bytes
         for shape in set(request.model.mixers)

@@ -50,6 +50,8 @@ def _idle_on_cpu(config: EngineConfig, no_gpu: str) -> Iterator[str]:
         )
     if config.kt_enable_dynamic_expert_update:
         yield f"--kt-enable-dynamic-expert-update changes nothing: there is no GPU to move to ({no_gpu})"
+    if config.kt_gpu_prefill_token_threshold:
+        yield f"--kt-gpu-prefill-token-threshold changes nothing: there is no GPU to compute prompts ({no_gpu})"
     if config.record_kt_gpu_expert_distribution:
         yield "--record-kt-gpu-expert-distribution: no expert is on a GPU, so zeros are recorded"
     names = (*SHARE_FIELDS, "kt_expert_placement_strategy", "init_expert_location")

@@ -26,6 +26,7 @@ from tandem.config.gpu_plan import (
     needs_gpu,
     size_gpu,
     statistics_file,
+    stream_tokens,
     usable_gpu,
 )
 from tandem.config.gpus import Gpu
@@ -195,7 +196,9 @@ def _resolved(
     request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, in_place)
     memory, gpu_plan = (size_memory(request), None) if gpu is None else _on_gpu(request, gpu, log)
     num_pages = _pages(config, model, dtype, memory, log)
-    step_tokens = _step_tokens(config, memory.context_length, running, gpu is not None, log)
+    streams = gpu_plan is not None and gpu_plan.ring_bytes > 0
+    usual = stream_tokens(model) if streams else prefill_tokens(gpu is not None)
+    step_tokens = _step_tokens(config, memory.context_length, running, usual, log)
     kv_bytes = num_pages * config.page_size * model.state_layout(dtype).token_bytes
     ledgers: tuple[Ledger, ...] = (memory_ledger(request, memory, kv_bytes),)
     if gpu is not None and gpu_plan is not None:
@@ -204,7 +207,7 @@ def _resolved(
         share = host_share(model, gpu_plan, each, workers, step_tokens, pages, fused, in_place)
         host = host_memory(model, share)
         log.append(Decision("CPU memory", *host.texts()))
-        ledgers = (gpu_ledger(request, gpu, gpu_plan.experts, memory, kv_bytes), host_ledger(host, machine))
+        ledgers = (gpu_ledger(request, gpu, gpu_plan, memory, kv_bytes), host_ledger(host, machine))
     return Plan(
         dtype=dtype,
         expert_format=expert_format,
@@ -263,11 +266,24 @@ def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memo
     live, reason = live_placement(config, m.experts, model)
     if config.kt_enable_dynamic_expert_update:
         log.append(Decision("live placement", "on" if live else "off", reason))
+    threshold = config.kt_gpu_prefill_token_threshold
+    if m.experts < everyone:
+        log.append(_streaming(threshold, m.ring_reason))
     if not foresight:
         log.append(Decision("expert foresight", "off", "--disable-expert-foresight"))
     return m.memory, GpuPlan(
-        gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight
-    )
+        gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight,
+        threshold if m.ring_bytes else 0, m.ring_bytes,
+    )  # fmt: skip
+
+
+def _streaming(threshold: int | None, why_not: str) -> Decision:
+    """Of experts in CPU memory."""
+    if why_not:
+        return Decision("streamed experts", "off", why_not)
+    if threshold is None:
+        return Decision("streamed experts", "on", "in steps where that is faster, as measured at the start")
+    return Decision("streamed experts", f"from {threshold} rows", "--kt-gpu-prefill-token-threshold")
 
 
 def _dtype(config: EngineConfig, log: list[Decision]) -> str:
@@ -343,11 +359,8 @@ def _pages(
     return pages
 
 
-def _step_tokens(config: EngineConfig, context: int, running: int, on_gpu: bool, log: list[Decision]) -> int:
-    chunk, reason = (
-        prefill_tokens(on_gpu),
-        "default; longer prompts are cut into chunks, so that others go on",
-    )
+def _step_tokens(config: EngineConfig, context: int, running: int, usual: int, log: list[Decision]) -> int:
+    chunk, reason = usual, "default; longer prompts are cut into chunks, so that others go on"
     if config.chunked_prefill_size is not None:
         chunk, reason = config.chunked_prefill_size, "--chunked-prefill-size"
     if chunk < 0:

@@ -118,12 +118,13 @@ class Handoff:
             self._copies = _Copies(self.sizes, self.device)
         self._copies.post(self._layers[layer], x, routing, slots)
 
-    def collect(self, tokens: int) -> Tensor:
-        """The sum over those pairs, float32 [T, hidden] on the device."""
+    def collect(self, tokens: int, in_place: bool = False) -> Tensor:
+        """The sum over those pairs, float32 [T, hidden] on the device. in_place: outside graphs in pinned memory, which
+        kernels read and nobody changes before the next `collect`: a copy would wait behind those of experts."""
         if self._in_graph and self._mailbox is not None:
             return self._mailbox.collect(tokens)
         assert self._copies is not None
-        return self._copies.collect(tokens)
+        return self._copies.collect(tokens, in_place)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -208,7 +209,7 @@ class _Copies:
         if self._event is not None:
             self._event.record()
 
-    def collect(self, tokens: int) -> Tensor:
+    def collect(self, tokens: int, in_place: bool) -> Tensor:
         started = perf_counter()
         if self._event is not None:
             self._event.synchronize()
@@ -218,6 +219,8 @@ class _Copies:
         ids, weights, result = (plain(t[rows]) for t in (self._ids, self._weights, self._result))
         self._layer.forward(x, ids, weights, result)
         self.times = self.times.plus(HandoffTimes(1, posted - started, perf_counter() - posted))
+        if in_place:
+            return self._result[rows]
         return self._there[rows].copy_(self._result[rows], non_blocking=True)
 
 

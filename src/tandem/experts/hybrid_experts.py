@@ -22,6 +22,7 @@ from tandem.kernels.ops import ExpertBiases, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
 
 if TYPE_CHECKING:
+    from tandem.experts.streams.stream import ExpertStream
     from tandem.kernels.gpu.experts import GpuExperts, PartialSums
 
 LEAST_EXPECTED = 0.75
@@ -32,15 +33,22 @@ with: 0.4 experts 337, 318; 0.8: 288, 295; 1.2: 257, 268; of 4 rows 1.6: 783, 78
 
 @dataclass(frozen=True, slots=True)
 class HybridTicket:
-    """A batch under way: each pair's slot on the GPU or -1, and what the GPU's experts add."""
+    """A batch under way: each pair's slot on the GPU or -1, what the GPU's experts add, whether the CPU has a part, and
+    whether experts travel meanwhile."""
 
     slots: Tensor
     partial: PartialSums | None
     dtype: torch.dtype
+    posted: bool
+    streamed: bool = False
 
 
 class HybridExperts:
-    """`submit` hands the CPU its pairs and computes the GPU's; `wait` adds both sums."""
+    """`submit` hands the CPU its pairs and computes the GPU's; `wait` adds both sums. stream: brings experts from CPU
+    memory to the GPU in steps of many rows; index: which of its layers this is."""
+
+    stream: ExpertStream | None = None
+    index = 0
 
     def __init__(
         self,
@@ -105,6 +113,16 @@ class HybridExperts:
             self._cpu.load_from(whole, [expert for expert, here in enumerate(self._on_gpu) if not here])
 
     @property
+    def cpu(self) -> PackedExperts | None:
+        """Those in CPU memory."""
+        return self._cpu
+
+    @property
+    def gpu(self) -> GpuExperts | None:
+        """Those on the GPU."""
+        return self._gpu
+
+    @property
     def sides(self) -> LiveLayer | None:
         """What an exchange between them needs; None where one side has no experts."""
         return None if self._gpu is None or self._cpu is None else LiveLayer(self._gpu, self._cpu)
@@ -139,18 +157,30 @@ class HybridExperts:
         slots = routing.slots
         if slots is None:
             slots = self._table.index_select(0, routing.ids.flatten()).view_as(routing.ids)
+        if self.stream is not None and self.index in self.stream.counts:
+            return self._submit_streamed(self.stream, x, routing, slots)
         if self._cpu is not None:
             self._handoff.post(self._number, x, routing, slots)
         alone = self._cpu is None
         partial = None
         if self._gpu is not None:
             partial = self._gpu.partial(x, Routing(routing.ids, routing.weights, slots), alone)
-        return HybridTicket(slots, partial, x.dtype)
+        return HybridTicket(slots, partial, x.dtype, not alone)
+
+    def _submit_streamed(
+        self, stream: ExpertStream, x: Tensor, routing: Routing, slots: Tensor
+    ) -> HybridTicket:
+        """The CPU gets what neither is on the GPU nor travels there."""
+        keys, shared = stream.keys(self.index, routing.ids, slots), stream.leaves_some(self.index)
+        if shared:
+            self._handoff.post(self._number, x, routing, keys)
+        partial = stream.compute(self.index, x, keys, routing.weights)
+        return HybridTicket(keys, partial, x.dtype, shared, streamed=True)
 
     def wait(self, ticket: HybridTicket) -> Tensor:
         """sum over k of weight * expert(x), [T, hidden]."""
-        elsewhere = None if self._cpu is None else self._handoff.collect(len(ticket.slots))
-        if self._gpu is not None and ticket.partial is not None:
-            return self._gpu.combine(ticket.partial, elsewhere)
+        elsewhere = self._handoff.collect(len(ticket.slots), ticket.streamed) if ticket.posted else None
+        if ticket.partial is not None:
+            return ticket.partial.combined(elsewhere)
         assert elsewhere is not None
         return elsewhere.to(ticket.dtype)

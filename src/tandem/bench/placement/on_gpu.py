@@ -28,7 +28,7 @@ from tandem.bench.placement.turns import (
 )
 from tandem.bench.step_bound import Ceilings, Turn
 from tandem.config import Plan
-from tandem.engine.start.gpu_side import GpuSide, live_experts
+from tandem.engine.start.gpu_side import GpuSide, live_experts, registered
 from tandem.engine.start.loader import use_one_torch_thread
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.usage.expert_usage import ExpertUsage
@@ -67,7 +67,7 @@ def _row(
 
     def follow(plan: Plan, side: GpuSide, usage: ExpertUsage) -> LiveExperts | None:
         usages.append(TraceUsage(usage, trace, side.placement.on_gpu))
-        moving.append(live_experts(plan, side, usages[0]))
+        moving.append(live_experts(plan, side, usages[0], registered(plan, side)))
         return moving[0]
 
     built = bench_hybrid.build(

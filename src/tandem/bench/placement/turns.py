@@ -24,7 +24,7 @@ from tandem.bench.step_bound import Ceilings, Turn
 from tandem.bench.stored import expert_bytes
 from tandem.config import Machine, Plan
 from tandem.config.memory import DEFAULT_FRACTION
-from tandem.engine.start.gpu_side import GpuSide, live_experts
+from tandem.engine.start.gpu_side import GpuSide, live_experts, registered
 from tandem.experts.live.exchange import LiveLayer
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement, place
@@ -153,7 +153,8 @@ class OneModel:
         for name, placement in self._made.items():
             traced, switched = TraceUsage(usage, self._trace, placement.on_gpu), None
             if name == "dynamic":
-                live = live_experts(plan, dataclasses.replace(side, placement=placement), traced)
+                placed = dataclasses.replace(side, placement=placement)
+                live = live_experts(plan, placed, traced, registered(plan, placed))
                 switched = None if live is None else Switched(live)
             slots = torch.stack([placement.slots(layer) for layer in range(len(placement.on_gpu))])
             self._contestants[name] = Contestant(slots, traced, switched)

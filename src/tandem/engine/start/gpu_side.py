@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from tandem.config import ModelConfig, Plan
+from tandem.config.gpu_scratch import ring_of
 from tandem.config.layers import Latent
 from tandem.engine.expert_statistics import expert_placement
+from tandem.engine.gpu_runner import BeginStep
 from tandem.engine.start.gpu_device import planned_device
 from tandem.experts.handoff import Handoff, HandoffSizes
+from tandem.experts.hybrid_experts import HybridExperts
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live.copies import CudaCopies, hold_all
 from tandem.experts.live.cost import READS_PER_EXCHANGE
@@ -20,11 +23,14 @@ from tandem.experts.live.exchange import LiveExchange
 from tandem.experts.live.live_experts import LiveExperts, Usage
 from tandem.experts.live.policy import LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement
+from tandem.experts.streams.bus import CudaBus
+from tandem.experts.streams.measured import measured_rates
+from tandem.experts.streams.stream import ExpertStream, Followed, streamed_layer
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu.attention_backends import attention_of
 from tandem.kernels.gpu.attention_flashinfer import AttentionShape
 from tandem.kernels.gpu.ops import GpuOps
-from tandem.models import Progress
+from tandem.models import ForwardBatch, Progress
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +43,11 @@ class GpuSide:
     store: HybridStore
     handoff: Handoff
     placement: ExpertPlacement
+
+    @property
+    def hybrids(self) -> list[HybridExperts]:
+        """Of every MoE layer, in order; once the model was built."""
+        return [experts for _, experts in sorted(self.store.layers.items())]
 
     def another_store(self, sizes: HandoffSizes, hidden: int) -> HybridStore:
         """The same placement with a hand-off of its own, so that nothing of it stays when its layers are let go."""
@@ -66,26 +77,76 @@ def attention_shape(plan: Plan, model: ModelConfig) -> AttentionShape:
     )
 
 
+def registered(plan: Plan, side: GpuSide, progress: Progress | None = None) -> CudaCopies | None:
+    """After the model was built: experts in CPU memory, if any may move or travel, such that DMA reads them. None where
+    the system refuses that, where they lie in a file, or where nobody wants it."""
+    layers = [experts.cpu for experts in side.hybrids if experts.cpu is not None]
+    if plan.gpu is None or not layers or not (plan.gpu.live or plan.gpu.ring_bytes):
+        return None
+    if any(layer.own_memory()[1] == 0 for layer in layers):
+        _log.warning("experts do not travel to the GPU for long prompts: they lie in a mapped file")
+        return None
+    copies = CudaCopies(side.ops.device)
+    return copies if hold_all(layers, copies, progress) else None
+
+
 def live_experts(
-    plan: Plan, side: GpuSide, usage: Usage[Any] | None, progress: Progress | None = None
+    plan: Plan, side: GpuSide, usage: Usage[Any] | None, copies: CudaCopies | None = None
 ) -> LiveExperts | None:
-    """After the model was built; None where experts stay where they are."""
+    """After the model was built; None where experts stay where they are. copies: as `registered` made them."""
     tables = side.store.tables
     if plan.gpu is None or not plan.gpu.live or usage is None or tables is None:
         return None
-    layers = [experts.sides for _, experts in sorted(side.store.layers.items())]
+    layers = [experts.sides for experts in side.hybrids]
     if not any(layers):
         _log.warning("experts stay where they are: every layer has all of them on one side")
         return None
-    settings, copies = PolicySettings(), CudaCopies(side.ops.device)
+    settings, copies = PolicySettings(), copies or CudaCopies(side.ops.device)
     slot_of = torch.stack([side.placement.slots(layer) for layer in range(len(layers))])
     largest = max(layer.gpu.bytes_per_expert for layer in layers if layer)
     policy = LivePolicy(slot_of, largest, READS_PER_EXCHANGE, settings)
     usage.copy = copies.in_order
-    hold_all([layer.cpu for layer in layers if layer], copies, progress)
     at_once = settings.bytes_per_step * settings.interval_steps
     exchange = LiveExchange(layers, tables, copies, at_once, meanwhile=side.handoff.meanwhile)
     return LiveExperts(policy, exchange, usage, side.handoff.seconds_per_expert)
+
+
+def expert_stream(
+    plan: Plan, side: GpuSide, copies: CudaCopies | None, live: LiveExperts | None = None
+) -> ExpertStream | None:
+    """After the model was built; None where no expert travels. copies: as `registered` made them, kept by the stream.
+    live: what moves experts meanwhile."""
+    if plan.gpu is None or not plan.gpu.ring_bytes or copies is None:
+        return None
+    layers = [streamed_layer(experts.cpu, experts.gpu, side.ops.device) for experts in side.hybrids]
+    travelling = [layer for layer in layers if layer is not None]
+    if not travelling:
+        return None
+    bus, device = CudaBus(side.ops.device, copies), side.ops.device
+    largest = max(layer.cpu.bytes_per_expert for layer in travelling)
+    ring = ring_of(largest, min(layer.prompts.at_once for layer in travelling))
+    rates = measured_rates(travelling, ring, bus, device, side.handoff.sizes.top_k)
+    rates.least_rows = plan.gpu.stream_from
+    _log.info("experts travel to the GPU %s", rates.text(plan.max_step_tokens))
+    followed = Followed(served=lambda: side.handoff.times().serve_seconds)
+    if live is not None:
+        followed = followed._replace(moves=live.bytes_moved)
+    stream = ExpertStream(layers, ring, bus, rates, device, followed)
+    for index, experts in enumerate(side.hybrids):
+        experts.stream, experts.index = stream, index
+    return stream
+
+
+def begin_step(ops: GpuOps, stream: ExpertStream | None) -> BeginStep:
+    """What is called before a step of the engine."""
+    if stream is None:
+        return ops.begin_step
+
+    def begin(batch: ForwardBatch, captured: bool) -> None:
+        ops.begin_step(batch, captured)
+        stream.begin(0 if captured else len(batch.input_ids))
+
+    return begin
 
 
 def handoff_sizes(plan: Plan, model: ModelConfig) -> HandoffSizes:

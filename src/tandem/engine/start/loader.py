@@ -124,15 +124,23 @@ class _Start:
         return self._parts(model, usage)
 
     def on_gpu(self) -> EngineParts:
-        from tandem.engine.start.gpu_side import gpu_side, live_experts  # Triton is there only where a GPU is
+        from tandem.engine.start.gpu_side import (  # Triton is there only where a GPU is
+            begin_step,
+            expert_stream,
+            gpu_side,
+            live_experts,
+            registered,
+        )
 
         gpu = gpu_side(self.plan, self.model_config, self.ops)
         on_gpu = gpu.placement.on_gpu
         usage = expert_usage(self.config, self.plan, self.model_config, gpu.ops.device, on_gpu)
         self.packed.confirm()  # experts are copied to where they live
         parts = self._parts(self._model(gpu.ops, gpu.store, usage), usage)
-        live = live_experts(self.plan, gpu, usage, self.progress)
-        return replace(parts, live=live, handoff=gpu.handoff, begin_step=gpu.ops.begin_step)
+        copies = registered(self.plan, gpu, self.progress)
+        live = live_experts(self.plan, gpu, usage, copies)
+        stream = expert_stream(self.plan, gpu, copies, live)
+        return replace(parts, live=live, handoff=gpu.handoff, begin_step=begin_step(gpu.ops, stream))
 
     def _model(self, ops: Ops, store: ExpertStore | None, usage: ExpertUsage | None) -> Model:
         kept = self.packed.cache

@@ -70,7 +70,7 @@ class CudaCopies:
         self._held: dict[int, object] = {}
         self._driver, self._device = driver or _cuda_driver(), device
         self._success = self._driver.CUresult.CUDA_SUCCESS
-        self.functions = functions or _driver_functions()
+        self.functions = functions or driver_functions()
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.directions = self._up.cuda_stream, self._down.cuda_stream
         self.computing = _current_stream(device)
@@ -122,7 +122,7 @@ def _current_stream(device: torch.device) -> Callable[[], int]:
     return partial(asked, torch.cuda.current_device() if device.index is None else device.index)
 
 
-def _driver_functions() -> tuple[int, int]:
+def driver_functions() -> tuple[int, int]:
     """Of the driver that PyTorch has loaded: a call by way of Python's bindings takes 5 us (measured on an H200)."""
     library = ctypes.CDLL("libcuda.so.1")
     copy, query = (ctypes.cast(f, ctypes.c_void_p) for f in (library.cuMemcpyAsync, library.cuStreamQuery))
@@ -142,10 +142,10 @@ def _cuda_driver() -> Any:
 
 def hold_all(
     layers: Sequence[PackedExperts], copies: Copies, progress: Callable[[str, int, int], None] | None = None
-) -> None:
+) -> bool:
     """Lets DMA read and write the memory of all layers' experts; progress(what, bytes done, bytes in all). Where the
-    system refuses, experts travel through the driver's own buffers, for which steps wait: live placement measures
-    that, and rests where it does not pay."""
+    system refuses, the answer is False and experts travel through the driver's own buffers, for which steps wait: live
+    placement measures that, and rests where it does not pay."""
     memory = [layer.own_memory() for layer in layers]
     total, done, started = sum(nbytes for _, nbytes in memory), 0, perf_counter()
     for layer, (address, nbytes) in zip(layers, memory, strict=True):
@@ -153,8 +153,9 @@ def hold_all(
             copies.hold(layer, address, nbytes)
         except EngineError as error:
             _log.warning("%s; experts move more slowly. Raise the limit of locked memory (ulimit -l)", error)
-            return
+            return False
         done += nbytes
         if progress is not None:
             progress("registering experts with CUDA", done, total)
     _log.info("registered %.1f GiB of experts with CUDA in %.1f s", total / 2**30, perf_counter() - started)
+    return True

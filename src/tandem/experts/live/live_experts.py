@@ -144,6 +144,10 @@ class LiveExperts:
             dict(self._parts),
         )
 
+    def bytes_moved(self) -> int:
+        """Changes whenever experts have changed places."""
+        return self._exchange.bytes_moved
+
     def beside_step(self) -> None:
         if self._exchange.under_way:
             self._guarded("begin", self._exchange.begin, _over)

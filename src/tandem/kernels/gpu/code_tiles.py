@@ -59,21 +59,18 @@ def _number(word, scale, j: tl.constexpr, FMT: tl.constexpr):
 
 
 @triton.jit
-def _unpack(words, scales, out, first_panel, depth, blocks, columns, FMT: tl.constexpr, CODES: tl.constexpr,
-            GROUP: tl.constexpr, SCALED: tl.constexpr, PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr,
-            SCALE_AT: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
-    panel = first_panel + tl.program_id(0).to(tl.int64)
-    r, at = tl.arange(0, 16), tl.program_id(1) * STEP + tl.arange(0, STEP)
+def panel_numbers(words, scales, part, blocks, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
+                  SCALED: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    """Of the panel at `words`, whose scales begin at `scales`: bfloat16 [16, STEP * CODES], the part-th such piece."""
+    r, at = tl.arange(0, 16), part * STEP + tl.arange(0, STEP)
     inside = (at < blocks)[None, :] & (r >= 0)[:, None]
-    word = tl.load(words + panel * PANEL + at[None, :] * 16 + r[:, None], inside, other=0)
-    scales += panel * SCALE_PANEL + SCALE_AT
+    word = tl.load(words + at[None, :] * 16 + r[:, None], inside, other=0)
     scale = tl.full([16, STEP], 1.0, tl.float32)
     if SCALED:
         groups = (at // GROUP if GROUP else at * 0)[None, :] * 16 + r[:, None]
         scale = scale_value(tl.load(scales + groups, inside, other=0), SCALED)
     if SCALED == 3:
         scale *= row_factor(scales, r)[:, None]
-    row = tl.program_id(0).to(tl.int64) * 16 + r
     if CODES == 8:  # k of a word side by side: 0, 2, 4, 6 and 1, 3, 5, 7, interleaved
         a = tl.interleave(_number(word, scale, 0, FMT), _number(word, scale, 4, FMT))
         b = tl.interleave(_number(word, scale, 2, FMT), _number(word, scale, 6, FMT))
@@ -82,7 +79,19 @@ def _unpack(words, scales, out, first_panel, depth, blocks, columns, FMT: tl.con
         value = tl.interleave(tl.interleave(a, b), tl.interleave(c, d))
     else:
         value = tl.interleave(_number(word, scale, 0, FMT), _number(word, scale, 1, FMT))
-    k = tl.program_id(1) * STEP * CODES + tl.arange(0, STEP * CODES)
+    return value
+
+
+@triton.jit
+def _unpack(words, scales, out, first_panel, depth, blocks, columns, FMT: tl.constexpr, CODES: tl.constexpr,
+            GROUP: tl.constexpr, SCALED: tl.constexpr, PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr,
+            SCALE_AT: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    panel, part = first_panel + tl.program_id(0).to(tl.int64), tl.program_id(1)
+    words += panel * PANEL
+    scales += panel * SCALE_PANEL + SCALE_AT
+    value = panel_numbers(words, scales, part, blocks, FMT, CODES, GROUP, SCALED, STEP)
+    row = tl.program_id(0).to(tl.int64) * 16 + tl.arange(0, 16)
+    k = part * STEP * CODES + tl.arange(0, STEP * CODES)
     tl.store(out + row[:, None] * depth + k[None, :], value, (row < columns)[:, None] & (k < depth)[None, :])
 
 

@@ -14,12 +14,14 @@ from tandem.formats.codes import Weight
 from tandem.kernels.gpu import expert_mma, expert_rows, expert_tiles
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.panels import Panels
+from tandem.kernels.gpu.prompts.products import Part, PromptExperts, parts_of
 from tandem.kernels.gpu.uploads import Uploads
 from tandem.kernels.ops import ExpertBiases, Routing
 from tandem.kernels.packed.experts import ExpertWeights, PackedExperts
 
 FEW_TOKENS = 16  # up to here every (token, expert) pair streams its weights; from there on tiles share them
 SCRATCH_BYTES = 512 << 20  # of a step's pairs at a time: thousands of tokens, so that tiles are full
+MANY_TOKENS, MANY_PAIRS = 128, 24  # from so many, and so many pairs an expert on average, unpacking weights pays
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,14 @@ class PartialSums:
 
     values: Tensor
     slots: Tensor | None
+
+    def combined(self, elsewhere: Tensor | None = None) -> Tensor:
+        """The sum over each token's experts, plus what other places computed: bfloat16 [T, hidden]."""
+        if self.slots is None and elsewhere is None:
+            return self.values.to(torch.bfloat16)
+        rows = len(self.values) if self.slots is None else len(self.slots)
+        out = self.values.new_empty((rows, self.values.shape[1]), dtype=torch.bfloat16)
+        return expert_rows.combine(self.values, self.slots, out, elsewhere)
 
 
 class GpuExperts:
@@ -56,6 +66,7 @@ class GpuExperts:
         self._new_packer, self._between, self.device = new_packer, between, device
         self._packer: PackedExperts | None = None
         self._uploads: Uploads | None = None
+        self.prompts: PromptExperts | None = None
         if tables is None:
             shape = slot_of.shape
             tables = (
@@ -70,6 +81,7 @@ class GpuExperts:
         """Of all experts: those that live elsewhere may come here."""
         both = torch.cat((biases.gate, biases.up), 1).to(self.device)
         self._between = replace(self._between, gate_up=both, down=biases.down.to(self.device))
+        self.prompts = None  # it adds none
 
     def load(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
         """Packs one expert on the CPU and copies its bytes to its slot."""
@@ -115,6 +127,8 @@ class GpuExperts:
             self.stride = layer.bytes_per_expert
             self._mma = all(expert_mma.reads(panels, self.device) for panels in (self.gate_up, self.down))
             self.pool = torch.empty(self.slots * self.stride, dtype=torch.uint8, device=self.device)
+            if PromptExperts.reads(self.device, self.gate_up.depth, self._between):
+                self.prompts = PromptExperts(self.gate_up, self.down, self._between, self.device)
         if self._uploads is None:
             self._uploads = Uploads(self.pool, self.stride, self.slots)
         return self._uploads
@@ -136,7 +150,7 @@ class GpuExperts:
         return self.stride
 
     def partial(self, x: Tensor, routing: Routing, alone: bool = False) -> PartialSums:
-        """x bfloat16 [T, hidden], routing [T, k] with slots; `combine` ends it. A long step is taken in pieces, each
+        """x bfloat16 [T, hidden], routing [T, k] with slots; `combined` ends it. A long step is taken in pieces, each
         added up before the next, so that its memory is bounded; a row's bits are the same. alone: nothing will be
         added to the sums, so they may be rounded."""
         slots = expert_rows.slots_of(routing)
@@ -144,6 +158,8 @@ class GpuExperts:
             return PartialSums(self._multiplied(x.contiguous(), routing, alone), None)
         if len(x) <= FEW_TOKENS:
             return PartialSums(self._streamed(x, routing), slots)
+        if self.prompts is not None and are_many(slots, len(self.slot_of)):
+            return PartialSums(self.prompts(x, slots, routing.weights, self.parts()), None)
         each = self._tokens_at_once(x.shape[1], slots.shape[1])
         if len(x) <= each:
             return PartialSums(self._tiled(x, routing), slots)
@@ -154,13 +170,9 @@ class GpuExperts:
             expert_rows.combine(self._tiled(x[part], some), slots[part], sums[part])
         return PartialSums(sums, None)
 
-    def combine(self, partial: PartialSums, elsewhere: Tensor | None = None) -> Tensor:
-        """The sum over each token's experts, plus what other places computed: bfloat16 [T, hidden]."""
-        if partial.slots is None and elsewhere is None:
-            return partial.values.to(torch.bfloat16)
-        rows = len(partial.values) if partial.slots is None else len(partial.slots)
-        out = partial.values.new_empty((rows, partial.values.shape[1]), dtype=torch.bfloat16)
-        return expert_rows.combine(partial.values, partial.slots, out, elsewhere)
+    def parts(self) -> list[Part]:
+        """What many rows are multiplied with at a time: expert n of all of them is in slot n."""
+        return [] if self.prompts is None else parts_of(self.pool, self.stride, self.slots, self.prompts.at_once)
 
     def _tokens_at_once(self, hidden: int, top_k: int) -> int:
         per_token = top_k * (hidden * 4 + self._between.width * 2)
@@ -186,7 +198,7 @@ class GpuExperts:
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None, add: bool = False
     ) -> Tensor:
-        result = self.combine(self.partial(x, Routing(ids, weights, _slots(self.table, ids)), alone=True))
+        result = self.partial(x, Routing(ids, weights, _slots(self.table, ids)), alone=True).combined()
         if out is None:
             return result
         return out.add_(result) if add else out.copy_(result)
@@ -197,6 +209,11 @@ def _slots(table: Tensor, ids: Tensor) -> Tensor:
     """Where each lies, int32; -1 for ids that no expert has."""
     last = len(table) - 1
     return torch.where((ids >= 0) & (ids <= last), table[ids.clamp(0, last)], -1)
+
+
+def are_many(slots: Tensor, experts: int) -> bool:
+    """Whether unpacking the weights of so many experts pays for these pairs, [T, k]."""
+    return len(slots) >= MANY_TOKENS and slots.numel() >= MANY_PAIRS * experts
 
 
 def _parts(count: int, size: int) -> list[slice]:

@@ -62,8 +62,8 @@ class PackedExperts:
     ) -> None:
         self.num_experts, self.hidden, self.width, self.places = num_experts, hidden, width, places
         self.numbers = made_here(fmt, group)
-        self._workspace, self._activation = workspace, activation
-        self._biases: ExpertBiases | None = None
+        self._workspace, self.activation = workspace, activation
+        self.biases: ExpertBiases | None = None
         self.int8_activations = int8_activations
         self._in_place = in_place and fmt == "bf16" and hidden % ROW_UNIT == width % ROW_UNIT == 0
         first = WHOLE_ROWS if self._in_place else self.numbers
@@ -74,17 +74,17 @@ class PackedExperts:
 
     def _make(self) -> None:
         sizes, (gate_up, down) = (self.num_experts, self.hidden, self.width), self._formats
-        act = self._activation.kind, self._activation.alpha, self._activation.limit
+        act = self.activation.kind, self.activation.alpha, self.activation.limit
         self._core = _core.ExpertLayer(
             self._workspace, *sizes, gate_up, down, *act, self.places, self.int8_activations
         )
         self._forward = self._core.forward
-        if self._biases is not None:
-            self._core.set_biases(*self._biases)
+        if self.biases is not None:
+            self._core.set_biases(*self.biases)
 
     def set_biases(self, biases: ExpertBiases) -> None:
         """Of all experts, those that live elsewhere included, so that one may come without its own."""
-        self._biases = biases
+        self.biases = biases
         self._core.set_biases(*biases)
 
     def load(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.latent_scratch import PARTIAL_BYTES
+from tandem.config.gpu_scratch import PARTIAL_BYTES
 from tandem.kernels.gpu.attention_decode import LOG2_E
 from tandem.kernels.gpu.latent.per_head import precision
 from tandem.kernels.gpu.overlap import begin, overlapped

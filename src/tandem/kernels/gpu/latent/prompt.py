@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.latent_scratch import HEAD_BYTES, PIECE, ROUND_KEYS, ROUND_ROWS, SQUARE, head_bytes
+from tandem.config.gpu_scratch import HEAD_BYTES, PIECE, ROUND_KEYS, ROUND_ROWS, SQUARE, head_bytes
 from tandem.kernels.gpu.latent.prompt_kernels import Folded, attended, gather, join
 from tandem.kernels.gpu.latent.turn import spread
 from tandem.kernels.ops import LatentSizes, LatentWeights

@@ -1,0 +1,174 @@
+"""`kt bench prefill`: prompts on a GPU with a share of the experts on it, beside what the hardware allows.
+
+A prompt is what the engine does for one sequence: chunks through the model, logits of the last row. Its bound is the
+least, over all ways to divide the work on the experts in CPU memory, of the longest of three times: their bytes that go
+over the bus; what the CPU computes, by operations or by reading DRAM; what the GPU computes, by operations or by
+reading its memory. All rates are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from tandem.bench import hybrid
+from tandem.bench.ceilings import measure_flops
+from tandem.bench.probes import GpuSpeeds, gpu_speeds
+from tandem.bench.rows import machine_name, stamp
+from tandem.config import Machine, ModelConfig
+from tandem.config.layers import Gqa, Latent
+from tandem.engine.start.loader import use_one_torch_thread
+from tandem.errors import ConfigError
+from tandem.models import ForwardBatch
+
+SPLITS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the flags asked for. chunk: tokens of a step at most; threshold: rows from which experts travel, None: where
+    it pays."""
+
+    config: str
+    formats: tuple[str, ...]
+    shares: tuple[float, ...]
+    tokens: tuple[int, ...]
+    layers: int | None = None
+    chunk: int = 8192
+    threshold: int | None = None
+    repeats: int = 3
+    threads: int | None = None
+    tier: str = "auto"
+
+    def model(self) -> hybrid.Request:
+        """As the decode bench builds one."""
+        sizes = (self.layers, max(self.tokens), 1, self.repeats, self.threads, self.tier)
+        return hybrid.Request(self.config, self.formats, self.shares, (1,), *sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """GB/s of the CPU's memory, and of its multiply-adds operations per second; and the GPU's."""
+
+    dram_gbps: float
+    cpu_flops: float
+    gpu: GpuSpeeds
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Of a prompt: operations and bytes of what is always on the GPU; of all routed experts, and their share there."""
+
+    dense_flops: float
+    dense_bytes: float
+    expert_flops: float
+    expert_bytes: float
+    gpu_share: float
+
+    def bound_seconds(self, rates: Rates) -> float:
+        return min(self._seconds(rates, i / SPLITS) for i in range(SPLITS + 1))
+
+    def _seconds(self, rates: Rates, travelling: float) -> float:
+        """travelling: of the experts in CPU memory."""
+        elsewhere = 1 - self.gpu_share
+        there, here = self.gpu_share + travelling * elsewhere, (1 - travelling) * elsewhere
+        bus = travelling * elsewhere * self.expert_bytes / (rates.gpu.to_gpu_gbps * 1e9)
+        cpu = here * max(self.expert_flops / rates.cpu_flops, self.expert_bytes / (rates.dram_gbps * 1e9))
+        flops, nbytes = self.dense_flops + there * self.expert_flops, self.dense_bytes + there * self.expert_bytes
+        return max(bus, cpu, flops / rates.gpu.flops, nbytes / (rates.gpu.gbps * 1e9))
+
+
+def work_of(model: ModelConfig, fmt: str, tokens: int, gpu_share: float) -> Work:
+    """fmt: as the plan says it."""
+    head = model.vocab * model.hidden  # one row of it
+    dense = (model.dense_params - head) * 2.0 * tokens + 2.0 * head
+    top_k, each = model.moe.router.top_k, model.moe.experts.params(model.hidden)
+    experts = 2.0 * tokens * top_k * each * len(model.moe_layers)
+    used = model.routed_experts * (1 - (1 - top_k / model.moe.router.num_experts) ** tokens)
+    attention = sum(_attention_flops(mixer, tokens) for mixer in model.mixers)
+    nbytes = model.dense_bytes("bfloat16", on_gpu=True), used * model.expert_bytes(fmt)
+    return Work(dense + attention, nbytes[0], experts, nbytes[1], gpu_share)
+
+
+def _attention_flops(mixer: object, tokens: int) -> float:
+    """Of causal rows: half of all pairs."""
+    pairs = tokens * (tokens + 1) / 2
+    if isinstance(mixer, Gqa):
+        return 4.0 * pairs * mixer.heads * mixer.head_dim
+    if isinstance(mixer, Latent):
+        return 2.0 * pairs * mixer.heads * (mixer.nope_dim + mixer.rope_dim + mixer.value_dim)
+    return 0.0
+
+
+def run(request: Request, out: Path | None) -> None:
+    use_one_torch_thread()
+    if not Machine.detect().gpus:
+        raise ConfigError("kt bench prefill measures a GPU, and there is none")
+    console, rows, where = Console(), [], stamp(machine_name(Machine.detect(), request.threads))
+    for row in measure(request):
+        rows.append(row | where)
+        console.print(json.dumps(row), highlight=False, soft_wrap=True)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(rows, indent=1) + "\n")
+        console.print(f"Written to {out}")
+
+
+def measure(request: Request) -> Iterator[dict[str, Any]]:
+    gpu = gpu_speeds()
+    assert gpu is not None
+    for fmt in request.formats:
+        for share in request.shares:
+            built = hybrid.build(
+                request.model(), fmt, share, chunked_prefill_size=request.chunk,
+                kt_gpu_prefill_token_threshold=request.threshold,
+            )  # fmt: skip
+            dram = hybrid.dram_reader(built).mean_gbps()
+            rates = Rates(dram, measure_flops(built.workers, built.plan.tier, min_seconds=0.1), gpu)
+            for tokens in request.tokens:
+                yield _row(request, built, tokens, share, rates)
+
+
+def _row(request: Request, built: hybrid.Built, tokens: int, share: float, rates: Rates) -> dict[str, Any]:
+    times = list(prompt_seconds(built, tokens, request.repeats))
+    seconds, fmt = statistics.median(times), built.plan.expert_format
+    bound = work_of(built.config, fmt, tokens, share).bound_seconds(rates)
+    return {
+        "bench": "prefill", "config": request.config, "layers": request.layers, "format": fmt, "gpu_share": share,
+        "tokens": tokens, "cached": 0, "tok_s": round(tokens / seconds, 1), "bound_tok_s": round(tokens / bound, 1),
+        "share": round(bound / seconds, 4), "chunk": request.chunk, "threshold": request.threshold,
+        "dram_gbps": round(rates.dram_gbps, 1), "pcie_gbps": rates.gpu.to_gpu_gbps,
+    }  # fmt: skip
+
+
+def prompt_seconds(built: hybrid.Built, tokens: int, repeats: int) -> Iterator[float]:
+    """Of a prompt from nothing, after one that warms up."""
+    for repeat in range(repeats + 1):
+        started = perf_counter()
+        with torch.inference_mode():
+            for first in range(0, tokens, built.plan.max_step_tokens):
+                last = min(first + built.plan.max_step_tokens, tokens)
+                built.runner.logits(chunk_of(built, first, last))
+        if repeat:
+            yield perf_counter() - started
+
+
+def chunk_of(built: hybrid.Built, first: int, last: int) -> ForwardBatch:
+    """Tokens [first, last) of the one sequence."""
+    page, positions = built.plan.page_size, torch.arange(first, last)
+    table = torch.arange(built.plan.num_pages, dtype=torch.int32)
+    ids = torch.randint(built.config.vocab, (last - first,), generator=torch.Generator().manual_seed(first))
+    return ForwardBatch(
+        input_ids=ids, positions=positions, cache_slots=positions,
+        query_starts=torch.tensor([0, last - first], dtype=torch.int32),
+        seq_lens=torch.tensor([last], dtype=torch.int32), block_tables=table[None, : -(-last // page)],
+        logits_rows=torch.tensor([last - first - 1]), slots=torch.ones(1, dtype=torch.int32),
+    )  # fmt: skip

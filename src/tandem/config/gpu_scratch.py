@@ -1,0 +1,76 @@
+"""What steps take of GPU memory beside weights and pages: sizes that planner and kernels share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.config.layers import Latent
+
+PARTIAL_BYTES = (
+    256 << 20
+)  # of sums of rows that decode, before they are merged; once for graphs, once for other steps
+HEAD_BYTES = 512 << 20  # of a prompt's queries, keys, values and results, of as many heads as fit
+PIECE = 16384  # tokens of a prefix whose keys and values are there at a time
+SQUARE = 8192  # rows of a chunk at a time
+ROUND_ROWS, ROUND_KEYS = 256, 512  # tokens: lengths are rounded up, because cuDNN plans every new shape
+
+
+def latent_scratch_bytes(shape: Latent, context: int, step_rows: int) -> int:
+    """Of one layer, at most: of rows that decode, and of a chunk of so many rows in so long a context."""
+    rows = -(-min(step_rows, SQUARE) // ROUND_ROWS) * ROUND_ROWS + ROUND_KEYS
+    tokens = max(rows, min(PIECE, context))
+    head = head_bytes(shape.nope_dim, shape.rope_dim, shape.value_dim, rows, tokens)
+    return 2 * PARTIAL_BYTES + max(HEAD_BYTES, head) + 2 * tokens * shape.cached_dim
+
+
+def head_bytes(nope: int, rope: int, value: int, rows: int, tokens: int) -> int:
+    """Of one head of a chunk. For each token: keys and values as one product makes them, and keys beside the rotary
+    channels. For each row: a query, two pieces and their sum."""
+    return 2 * tokens * (2 * nope + rope + value) + rows * (2 * (nope + rope) + (2 + 2 + 4) * value)
+
+
+# Of experts with many rows (`kernels/gpu/prompts/`).
+LEAST_EXPERT_BYTES, MOST_EXPERT_BYTES = 128 << 20, 1280 << 20  # unpacked at a time: a layer of Qwen3-30B-A3B at most
+EXPERT_SHARE = 64  # ... of the GPU's memory
+ROW_BYTES = 512 << 20  # rows before, between and after the products
+
+
+def unpacked_bytes(hidden: int, width: int) -> int:
+    """Of one expert in bfloat16."""
+    return 2 * 3 * hidden * width
+
+
+def expert_scratch_bytes(gpu_bytes: int) -> int:
+    """On a GPU of so much memory."""
+    return max(LEAST_EXPERT_BYTES, min(MOST_EXPERT_BYTES, gpu_bytes // EXPERT_SHARE))
+
+
+def experts_at_once(hidden: int, width: int, scratch: int) -> int:
+    """How many are unpacked together; one may need more than the scratch."""
+    return max(1, scratch // unpacked_bytes(hidden, width))
+
+
+# Of experts that travel to the GPU for a step (`experts/streams/`).
+PART_BYTES = 128 << 20  # of the ring that are copied, waited for and unpacked at once; or one expert
+RING_BYTES = 768 << 20
+MOST_PARTS, LEAST_PARTS = 6, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Parts of so many experts each. One is unpacked while the others arrive."""
+
+    parts: int
+    experts: int
+    part_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.parts * self.part_bytes
+
+
+def ring_of(expert_bytes: int, at_once: int) -> Ring:
+    """expert_bytes: of the largest expert, packed. at_once: how many are unpacked together."""
+    experts = max(1, min(at_once, PART_BYTES // max(1, expert_bytes)))
+    part = -(-experts * expert_bytes // 256) * 256
+    return Ring(max(LEAST_PARTS, min(MOST_PARTS, RING_BYTES // max(1, part))), experts, part)

@@ -1,0 +1,61 @@
+"""What a layer's experts take over the bus, and on the CPU: measured at the start, with the layer's own bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import torch
+
+from tandem.config.gpu_scratch import Ring
+from tandem.experts.streams.bus import Bus
+from tandem.experts.streams.rates import StreamRates
+from tandem.experts.streams.stream import StreamedLayer, place_of
+from tandem.kernels.packed.experts import PackedExperts
+
+FEW, MANY = 64, 256  # rows of the two steps that the CPU's time is read from
+REPEATS = 2  # after one that warms up; the best counts
+
+
+def measured_rates(
+    layers: Sequence[StreamedLayer], ring: Ring, bus: Bus, device: torch.device, top_k: int
+) -> StreamRates:
+    """Of layers that have experts in CPU memory. `least_rows` is left for the caller."""
+    largest = max(layers, key=lambda layer: layer.cpu.loaded)
+    memory = torch.empty(ring.part_bytes, dtype=torch.uint8, device=device)
+    runs = largest.runs(0, min(ring.experts, largest.places))
+
+    def copy() -> None:
+        for source, target, nbytes in runs:
+            bus.copy(source, memory.data_ptr() + target, nbytes)
+        bus.finish()
+
+    mean = sum(layer.places * layer.cpu.bytes_per_expert for layer in layers) / len(layers)
+    bus_seconds = _best(copy) * mean / sum(nbytes for *_, nbytes in runs)
+    share = sum(layer.cpu.loaded for layer in layers) / len(layers) / largest.cpu.loaded
+    everyone = largest.cpu.num_experts
+    few, many = (share * _best(_step(largest.cpu, rows, top_k, everyone)) for rows in (FEW, MANY))
+    per_row = max(0.0, many - few) / (MANY - FEW)
+    return StreamRates(bus_seconds, max(0.0, few - FEW * per_row), per_row)
+
+
+def _step(layer: PackedExperts, rows: int, top_k: int, experts: int) -> Callable[[], object]:
+    """Rows that use all experts alike; the layer skips those that it does not have."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, layer.hidden, generator=generator).bfloat16()
+    ids = torch.rand(rows, experts, generator=generator).topk(min(top_k, experts)).indices.int()
+    loaded = torch.tensor([place_of(layer, expert) >= 0 for expert in range(experts)])
+    ids = torch.where(loaded[ids.long()], ids, -1)
+    weights, out = torch.full(ids.shape, 1 / top_k), torch.empty(rows, layer.hidden)
+    return lambda: layer.forward(x, ids, weights, out)
+
+
+def _best(call: Callable[[], object]) -> float:
+    """Seconds."""
+    call()
+    times = []
+    for _ in range(REPEATS):
+        started = perf_counter()
+        call()
+        times.append(perf_counter() - started)
+    return min(times)

@@ -1,0 +1,64 @@
+"""`StreamRates`: how much of a layer's experts in CPU memory travels to the GPU, and how much the CPU computes.
+
+Both happen at the same time. The CPU begins later: rows are handed to it, and its thread gives the GPU all its work
+first. So the share f that takes both equally long is best: f * bus = host + (1 - f) * cpu, with the seconds that each
+would take for all. A step streams where that gains a tenth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+GAIN = 1.1
+HOST_SECONDS = 2.5e-3
+"""Of a layer in which the CPU has a part, beside that: 2.7 ms at 512 rows, 2.4 at 2048 (H100, Qwen3-30B-A3B, int4)."""
+GPU_SECONDS = 5e-4  # of a layer that travels whole, before its experts: attention, router
+WHOLE = 0.85  # for less than the rest the CPU is left out: it slows the bus, by a tenth at most where measured
+SLOWER, FASTER, NEWEST = 4.0, 0.25, 0.3  # how far, and how soon, measured times correct those of the start
+
+
+@dataclass(slots=True)
+class StreamRates:
+    """Seconds of a layer, on average over those that have experts in CPU memory. bus: of copying them all; cpu_fixed
+    and cpu_row: of computing them all, for a step and for each of its rows. least_rows: of a step that streams; None:
+    wherever it pays."""
+
+    bus: float
+    cpu_fixed: float
+    cpu_row: float
+    least_rows: int | None = None
+    factors: dict[int, float] = field(default_factory=dict)  # by size of steps: the CPU's time ÷ the start's
+
+    def share(self, rows: int) -> float:
+        """Of the experts in CPU memory, that travel in a step of so many rows: 0 for none."""
+        if self.least_rows is not None and rows < max(1, self.least_rows):
+            return 0.0
+        cpu = self.cpu_seconds(rows)
+        share = (HOST_SECONDS + cpu) / (cpu + self.bus)
+        share = 1.0 if share > WHOLE else share
+        taken = share * self.bus + (GPU_SECONDS if share == 1.0 else 0.0)
+        return share if self.least_rows is not None or cpu >= GAIN * taken else 0.0
+
+    def cpu_seconds(self, rows: int) -> float:
+        """That the CPU would take for a layer."""
+        return self.factors.get(rows.bit_length(), 1.0) * (self.cpu_fixed + rows * self.cpu_row)
+
+    def observe(self, rows: int, share: float, seconds: float) -> None:
+        """The CPU took so long for its part of a layer, on average, while `share` of its experts travelled."""
+        expected = self.cpu_seconds(rows) * (1 - share)
+        if expected > 0 and seconds > 0:
+            size = rows.bit_length()
+            wanted = self.factors.get(size, 1.0) * (1 + NEWEST * (seconds / expected - 1))
+            self.factors[size] = min(SLOWER, max(FASTER, wanted))
+
+    def text(self, most: int) -> str:
+        """For the log: from which steps on, and what was measured."""
+        least = self.least(most)
+        when = f"for steps of {least} rows and more" if least else "for no step"
+        cpu = self.cpu_seconds(most)
+        return f"{when}: a layer's take {self.bus * 1e3:.2f} ms, the CPU {cpu * 1e3:.1f} ms for {most} rows"
+
+    def least(self, most: int) -> int:
+        """The least rows of a step that streams, in powers of two up to `most`; 0: none does."""
+        sizes = [1 << i for i in range(max(1, most).bit_length())]
+        return next((rows for rows in sizes if self.share(rows) > 0), 0)

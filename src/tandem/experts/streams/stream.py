@@ -1,0 +1,249 @@
+"""`ExpertStream`: experts in CPU memory travel to a ring of places on the GPU, ahead of the layers that use them.
+
+Both sides read the same bytes, so a part of the ring is filled by plain copies from the experts' own memory, whole runs
+of places at a time. The host gives copies as soon as a part is free to be, not when it is: the bus waits for the GPU's
+marks by itself, and never for Python as long as the ring holds a layer's parts.
+
+   copies   [layer 0: part 0][part 1][part 2] [layer 1: part 0][part 1] ...
+   compute  [attention, router 0][experts on the GPU][part 0][part 1][part 2][attention, router 1] ...
+
+Places are copied whatever lies in them, so nobody asks which experts a layer will use; the table of keys says who was
+where when the step began. Exchanges change nothing while a step is given; what they write later comes after all that
+the GPU was given by then, which waits for these copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.config.gpu_scratch import Ring
+from tandem.errors import EngineError
+from tandem.experts.streams.bus import Bus
+from tandem.experts.streams.rates import StreamRates
+from tandem.kernels.gpu.expert_rows import Between
+from tandem.kernels.gpu.experts import GpuExperts, PartialSums
+from tandem.kernels.gpu.panels import Panels
+from tandem.kernels.gpu.prompts.order import keyed
+from tandem.kernels.gpu.prompts.products import Part, PromptExperts
+from tandem.kernels.gpu.prompts.unpack import Packed
+from tandem.kernels.packed.experts import PackedExperts
+
+Run = tuple[int, int, int]
+"""Where copied from, where to in a part of the ring, and bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedLayer:
+    """One that has experts in CPU memory. residents: parts that are on the GPU, whose keys come first."""
+
+    cpu: PackedExperts
+    prompts: PromptExperts
+    residents: tuple[Part, ...]
+
+    @property
+    def places(self) -> int:
+        return self.cpu.places or self.cpu.num_experts
+
+    @property
+    def first_key(self) -> int:
+        """Of what travels."""
+        return sum(part.count for part in self.residents)
+
+    def runs(self, first: int, count: int) -> list[Run]:
+        """Copies of places [first, first + count); what lies side by side on both sides is one."""
+        made: list[Run] = []
+        for i in range(count):
+            for offset, source, nbytes in self.cpu.pieces(first + i):
+                target = i * self.cpu.bytes_per_expert + offset
+                if made and made[-1][0] + made[-1][2] == source and made[-1][1] + made[-1][2] == target:
+                    source, target, nbytes = *made[-1][:2], made.pop()[2] + nbytes
+                made.append((source, target, nbytes))
+        return made
+
+    def keys(self) -> list[int]:
+        """Of each expert: its place's; -1 where it is not in CPU memory."""
+        places = [place_of(self.cpu, expert) for expert in range(self.cpu.num_experts)]
+        return [place if place < 0 else self.first_key + place for place in places]
+
+
+def streamed_layer(
+    cpu: PackedExperts | None, gpu: GpuExperts | None, device: torch.device
+) -> StreamedLayer | None:
+    """None where no expert is in CPU memory, or the GPU's products cannot read them."""
+    if cpu is None or cpu.biases is not None:
+        return None
+    between = Between(cpu.width, cpu.activation)
+    if not PromptExperts.reads(device, cpu.hidden, between):
+        return None
+    if gpu is not None and gpu.prompts is not None:
+        return StreamedLayer(cpu, gpu.prompts, tuple(gpu.parts()))
+    gate_up, down = (Panels(*layout) for layout in cpu.layout())
+    return StreamedLayer(cpu, PromptExperts(gate_up, down, between, device), ())
+
+
+def place_of(layer: PackedExperts, expert: int) -> int:
+    """-1 where it is not loaded."""
+    try:
+        return layer.place_of(expert)
+    except ValueError:
+        return -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """Places [first, first + count) of a layer, in one part of the ring."""
+
+    layer: int
+    first: int
+    count: int
+
+
+def _nothing() -> int:
+    return 0
+
+
+class Followed(NamedTuple):
+    """What the stream looks at before a step. moves: changes when experts have changed places; served: seconds that the
+    CPU has computed experts since the start."""
+
+    moves: Callable[[], int] = _nothing
+    served: Callable[[], float] = _nothing
+
+
+class ExpertStream:
+    """One for all layers of a model, which run in order. `begin` before each step; then each layer asks for its own."""
+
+    def __init__(
+        self,
+        layers: Sequence[StreamedLayer | None],
+        ring: Ring,
+        bus: Bus,
+        rates: StreamRates,
+        device: torch.device,
+        followed: Followed = Followed(),
+    ) -> None:
+        """layers: None for those without experts in CPU memory. The device is the memory's."""
+        self._layers, self._ring, self._bus, self.rates, self._followed = layers, ring, bus, rates, followed
+        self._memory = torch.empty(ring.nbytes, dtype=torch.uint8, device=device)
+        width = max(layer.cpu.num_experts for layer in layers if layer)
+        self._tables = torch.full((len(layers), width), -1, dtype=torch.int32, device=device)
+        self._seen_moves: int | None = None
+        self._runs: dict[_Delivery, list[Run]] = {}  # places never move
+        self._free: list[object] = [None] * ring.parts  # marks: the part was unpacked
+        self._arrived: list[object] = [None] * ring.parts
+        self._deliveries: list[_Delivery] = []
+        self._given = self._taken = 0
+        self._counts: dict[int, int] = {}  # places of each layer that travel in this step
+        self._last: tuple[int, float] | None = None  # rows of the step before, and its share
+        self._served = 0.0  # what `Followed.served` said before it
+        self.streamed_bytes = 0  # since the start
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """How many places of each layer travel in this step; empty: none does."""
+        return self._counts
+
+    def begin(self, rows: int) -> None:
+        """Before a step of so many rows; 0: one that is recorded or replayed, in which nothing travels."""
+        if self._taken < self._given:  # a step has failed
+            self._bus.finish()
+        share = self._share(rows)
+        self._counts = self._planned(share)
+        self._deliveries = [delivery for layer, count in self._counts.items() for delivery in self._cut(layer, count)]
+        self._given = self._taken = 0
+        if self._deliveries:
+            self._look_up()
+        for _ in range(self._ring.parts):
+            self._give()
+
+    def _share(self, rows: int) -> float:
+        """Of experts that travel; and learns from the step before."""
+        served, (before, least) = self._followed.served(), (self._last, self._served)
+        if before is not None:
+            count = sum(layer is not None for layer in self._layers)
+            self.rates.observe(*before, (served - least) / count)
+        share = self.rates.share(rows) if rows else 0.0
+        self._last, self._served = (rows, share) if rows else None, served
+        return share
+
+    def _planned(self, share: float) -> dict[int, int]:
+        if share <= 0:
+            return {}
+        found = {i: round(share * layer.places) for i, layer in enumerate(self._layers) if layer is not None}
+        return {i: count for i, count in found.items() if count}
+
+    def _cut(self, layer: int, count: int) -> list[_Delivery]:
+        each = self._ring.experts
+        return [_Delivery(layer, first, min(each, count - first)) for first in range(0, count, each)]
+
+    def _look_up(self) -> None:
+        """Who is where."""
+        moved = self._followed.moves()
+        if moved == self._seen_moves:
+            return
+        for index, layer in enumerate(self._layers):
+            if layer is not None:
+                keys = torch.tensor(layer.keys(), dtype=torch.int32)
+                self._tables[index, : len(keys)] = keys.to(self._tables.device)
+        self._seen_moves = moved
+
+    def _give(self) -> None:
+        """The next part's copies, which begin when the part is free."""
+        if self._given == len(self._deliveries):
+            return
+        delivery, turn = self._deliveries[self._given], self._given % self._ring.parts
+        layer = self._layers[delivery.layer]
+        assert layer is not None
+        if delivery not in self._runs:
+            self._runs[delivery] = layer.runs(delivery.first, delivery.count)
+        self._given += 1
+        self._bus.copy_after(self._free[turn])
+        to = self._memory.data_ptr() + turn * self._ring.part_bytes
+        for source, target, nbytes in self._runs[delivery]:
+            self._bus.copy(source, to + target, nbytes)
+            self.streamed_bytes += nbytes
+        self._arrived[turn] = self._bus.copies_given()
+
+    def keys(self, index: int, ids: Tensor, slots: Tensor) -> Tensor:
+        """int32 [T, k]: of pairs of the layer `index`; -1 for those that the CPU computes."""
+        layer = self._layers[index]
+        assert layer is not None
+        return keyed(ids, slots, self._tables[index], layer.first_key + self._counts[index])
+
+    def compute(self, index: int, x: Tensor, keys: Tensor, weights: Tensor) -> PartialSums:
+        """The sum over each token's experts that are on the GPU or travel."""
+        layer = self._layers[index]
+        assert layer is not None
+        parts = [*layer.residents, *self._parts(index, layer)]
+        return PartialSums(layer.prompts(x, keys, weights, parts), None)
+
+    def leaves_some(self, index: int) -> bool:
+        """Whether the CPU has a part of the layer `index`."""
+        layer = self._layers[index]
+        return layer is not None and self._counts[index] < layer.places
+
+    def _parts(self, index: int, layer: StreamedLayer) -> list[Part]:
+        mine = [i for i, each in enumerate(self._deliveries) if each.layer == index]
+        if not mine or mine[0] != self._taken:
+            raise EngineError(f"layer {index} is not the one whose experts have been sent")
+        return [self._part(i, layer) for i in mine]
+
+    def _part(self, number: int, layer: StreamedLayer) -> Part:
+        turn, count = number % self._ring.parts, self._deliveries[number].count
+        pool = self._memory[turn * self._ring.part_bytes :]
+        packed = Packed(pool, layer.cpu.bytes_per_expert, 0)
+
+        def arrive() -> None:
+            self._bus.compute_after(self._arrived[turn])
+
+        def read() -> None:
+            self._free[turn] = self._bus.computing_given()
+            self._taken += 1
+            self._give()
+
+        return Part(packed, count, arrive, read)

@@ -1,0 +1,1 @@
+"""Experts of steps with many rows: packed panels are unpacked into scratch, and grouped products read that."""

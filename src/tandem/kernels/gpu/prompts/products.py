@@ -1,0 +1,129 @@
+"""`PromptExperts`: a layer's experts with many rows each. Panels become bfloat16 in scratch, some experts at a time,
+and PyTorch's grouped product multiplies each expert's rows on the tensor cores.
+
+Nothing is asked back from the GPU: who has how many rows is known there only. Scratch is bounded
+(`config/gpu_scratch.py`).
+Scaled weights, gate, up and each expert's result are rounded to bfloat16 once more than with few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tandem.config.gpu_plan import GROUPED
+from tandem.config.gpu_scratch import ROW_BYTES, expert_scratch_bytes, experts_at_once
+from tandem.kernels.gpu.expert_rows import Between
+from tandem.kernels.gpu.panels import Panels
+from tandem.kernels.gpu.prompts import rows
+from tandem.kernels.gpu.prompts.order import Order, order
+from tandem.kernels.gpu.prompts.unpack import Packed, unpack
+
+ALIGNED = 8  # numbers: grouped products read rows 16 bytes at a time
+ALIGNED_TOKENS = 64
+grouped_product = cast(Any, torch)._grouped_mm
+
+
+def _at_once() -> None:
+    """Where nobody waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Experts that are computed at once, those of the next `count` keys. arrive: called before anything reads them,
+    read: as soon as they are in scratch."""
+
+    packed: Packed
+    count: int
+    arrive: Callable[[], None] = _at_once
+    read: Callable[[], None] = _at_once
+
+
+@lru_cache(maxsize=8)
+def multiplies(device: torch.device) -> bool:
+    """Whether PyTorch has a grouped product there that asks nothing back: elsewhere it loops over experts, after
+    waiting for their numbers of rows. On a CPU (Triton's interpreter) nobody minds."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] in GROUPED
+
+
+@lru_cache(maxsize=8)
+def _scratch_bytes(device: torch.device) -> int:
+    return expert_scratch_bytes(
+        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    )
+
+
+def parts_of(pool: Tensor, stride: int, experts: int, at_once: int) -> list[Part]:
+    """Slots 0 ... experts - 1 of `pool`, in parts of nearly equal size."""
+    each = -(-experts // max(1, -(-experts // at_once)))
+    return [
+        Part(Packed(pool, stride, first), min(each, experts - first)) for first in range(0, experts, each)
+    ]
+
+
+class PromptExperts:
+    """Of one shape and format; whose they are is said at each call."""
+
+    def __init__(self, gate_up: Panels, down: Panels, between: Between, device: torch.device) -> None:
+        self._gate_up, self._down, self._activation = gate_up, down, between.activation
+        self.hidden, self.width = gate_up.depth, between.width
+        self.at_once = experts_at_once(self.hidden, self.width, _scratch_bytes(device))
+
+    @staticmethod
+    def reads(device: torch.device, hidden: int, between: Between) -> bool:
+        """Whether such experts are multiplied there: of aligned sizes, with gates, without biases."""
+        aligned = hidden % ALIGNED == 0 and between.width % ALIGNED == 0
+        return multiplies(device) and aligned and between.activation.gated and between.gate_up is None
+
+    def __call__(self, x: Tensor, keys: Tensor, weights: Tensor, parts: Sequence[Part]) -> Tensor:
+        """The sum over each token's experts, float32 [T, hidden]. x bfloat16 [T, hidden], weights float32 [T, k], keys
+        int32 [T, k]: expert n of all parts together has key n; pairs with keys below 0 are left out."""
+        sums = torch.empty_like(x, dtype=torch.float32)
+        pieces = list(self._pieces(x.contiguous(), keys, weights, sums))
+        sizes = [part.count for part in parts]
+        counts = torch.zeros((len(pieces), sum(sizes)), dtype=torch.int32, device=x.device)
+        orders = [order(piece[1], counts[i], sizes) for i, piece in enumerate(pieces)]
+        first = 0
+        for part in parts:
+            numbered = range(first, first + part.count)
+            part.arrive()
+            matrices = self._unpacked(part, counts, first)
+            part.read()
+            for (own, _, weight, out), each in zip(pieces, orders, strict=True):
+                down = self._products(own, each, numbered, *matrices)
+                rows.add(down, each, weight, out, numbered, new=first == 0)
+            first = numbered.stop
+        return sums
+
+    def _pieces(
+        self, x: Tensor, keys: Tensor, weights: Tensor, sums: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Of so many tokens that what lies between the products is bounded."""
+        per_token = keys.shape[1] * 2 * (2 * self.hidden + 3 * self.width)
+        each = max(1, ROW_BYTES // per_token // ALIGNED_TOKENS) * ALIGNED_TOKENS
+        whole = (x, keys.contiguous(), weights.contiguous(), sums)
+        return zip(*(tensor.split(each) for tensor in whole), strict=True)
+
+    def _unpacked(self, part: Part, counts: Tensor, key: int) -> tuple[Tensor, Tensor]:
+        """Gate and up [experts, 2 width, hidden], down [experts, hidden, width]."""
+        made = part.packed.pool.new_empty(
+            part.count * 3 * self.width * self.hidden, dtype=torch.bfloat16
+        )  # one block, which the next part uses again
+        gate_up, down = made.split([made.numel() // 3 * 2, made.numel() // 3])
+        gate_up = gate_up.view(part.count, 2 * self.width, self.hidden)
+        down = down.view(part.count, self.hidden, self.width)
+        unpack(part.packed, 0, self._gate_up, 2, counts, key, gate_up)
+        unpack(part.packed, self._gate_up.bytes, self._down, 1, counts, key, down)
+        return gate_up, down
+
+    def _products(self, x: Tensor, order: Order, keys: range, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Of each of the part's rows its expert's result, bfloat16 [T * k, hidden]."""
+        ends = order.ends[keys.start : keys.stop]
+        gathered = rows.gather(x, order, keys.start, keys.stop)
+        between = rows.gated(grouped_product(gathered, gate_up.transpose(1, 2), offs=ends), ends, self._activation)
+        return cast(Tensor, grouped_product(between, down.transpose(1, 2), offs=ends))

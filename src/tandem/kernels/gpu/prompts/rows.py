@@ -1,0 +1,103 @@
+"""What is done to rows around the grouped products: they are brought together, gate and up become one, and a token's
+results are added.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.config.layers import Activation
+from tandem.kernels.gpu.mlp import activated, activation_constants
+from tandem.kernels.gpu.prompts.order import Order
+
+COLUMNS = 1024
+GATED_ROWS, GATED_COLUMNS = 8, 256
+
+
+@triton.jit
+def _places(keys, ranks, first, t, head, tail, TOP_K: tl.constexpr, PAIRS: tl.constexpr):
+    """Of token t's pairs: their rows in the part of keys [head, tail), and which are in it."""
+    k = tl.arange(0, PAIRS)
+    key = tl.load(keys + t * TOP_K + k, k < TOP_K, other=-1)
+    here = (key >= head) & (key < tail)
+    row = tl.load(first + key, here, other=0) + tl.load(ranks + t * TOP_K + k, here, other=0)
+    return row.to(tl.int64), here
+
+
+@triton.jit(do_not_specialize=["head", "tail"], do_not_specialize_on_alignment=["first"])
+def _gather(x, keys, ranks, first, out, width, head, tail, TOP_K: tl.constexpr, PAIRS: tl.constexpr,
+            BLOCK: tl.constexpr):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    row, here = _places(keys, ranks, first, t, head, tail, TOP_K, PAIRS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + t * width + column, column < width)
+    at = out + row[:, None] * width + column[None, :]
+    tl.store(at, tl.broadcast_to(value[None, :], [PAIRS, BLOCK]), here[:, None] & (column < width)[None, :])
+
+
+@triton.jit(do_not_specialize_on_alignment=["last"])
+def _gated(gate_up, last, out, width, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+           ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    begin, end = tl.program_id(0).to(tl.int64) * ROWS, tl.load(last)
+    if begin >= end:
+        return
+    row, column = begin + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < end)[:, None] & (column < width)[None, :]
+    at = gate_up + row[:, None] * 2 * width + column[None, :]
+    gate = tl.load(at, inside, other=0.0).to(tl.float32)
+    up = tl.load(at + width, inside, other=0.0).to(tl.float32)
+    y = activated(gate, up, KIND, ALPHA, LIMIT)
+    tl.store(out + row[:, None] * width + column[None, :], y.to(tl.bfloat16), inside)
+
+
+@triton.jit(do_not_specialize=["head", "tail"], do_not_specialize_on_alignment=["first"])
+def _add(down, keys, ranks, first, weights, sums, width, head, tail, TOP_K: tl.constexpr, PAIRS: tl.constexpr,
+         NEW: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    row, here = _places(keys, ranks, first, t, head, tail, TOP_K, PAIRS)
+    if (not NEW) and tl.sum(here.to(tl.int32), 0) == 0:
+        return
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    k = tl.arange(0, PAIRS)
+    weight = tl.load(weights + t * TOP_K + k, here, other=0.0)
+    at = down + row[:, None] * width + column[None, :]
+    value = tl.load(at, here[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    total = tl.sum(value * weight[:, None], 0)
+    if not NEW:
+        total += tl.load(sums + t * width + column, inside, other=0.0)
+    tl.store(sums + t * width + column, total, inside)
+
+
+def gather(x: Tensor, order: Order, head: int, tail: int) -> Tensor:
+    """x bfloat16 [T, H] -> [T * k, H]: the rows of the part that keys [head, tail) are, then nothing that means
+    anything."""
+    tokens, k = order.keys.shape
+    out = x.new_empty((tokens * k, x.shape[1]))
+    _gather[(tokens, triton.cdiv(x.shape[1], COLUMNS))](
+        x, order.keys, order.ranks, order.first, out, x.shape[1], head, tail, TOP_K=k,
+        PAIRS=triton.next_power_of_2(k), BLOCK=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def gated(gate_up: Tensor, ends: Tensor, how: Activation) -> Tensor:
+    """bfloat16 [rows, 2 width], gates first -> their activation, [rows, width], of the first ends[-1] rows."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((rows, width))
+    _gated[triton.cdiv(rows, GATED_ROWS), triton.cdiv(width, GATED_COLUMNS)](
+        gate_up, ends[-1:], out, width, **activation_constants(how), ROWS=GATED_ROWS, BLOCK=GATED_COLUMNS, num_warps=4
+    )  # fmt: skip
+    return out
+
+
+def add(down: Tensor, order: Order, weights: Tensor, sums: Tensor, keys: range, new: bool) -> None:
+    """Each token's weighted results of the part that `keys` are: to float32 [T, H]; new: written there, zeros where a
+    token has none."""
+    tokens, k = order.keys.shape
+    _add[(tokens, triton.cdiv(sums.shape[1], COLUMNS))](
+        down, order.keys, order.ranks, order.first, weights, sums, sums.shape[1], keys.start, keys.stop, TOP_K=k,
+        PAIRS=triton.next_power_of_2(k), NEW=new, BLOCK=COLUMNS, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,57 @@
+"""`StreamRates`: what travels to the GPU in a step, from what both ways take."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.experts.streams.rates import HOST_SECONDS, WHOLE, StreamRates
+
+H100 = {"bus": 6.2e-3, "cpu_fixed": 2.32e-3, "cpu_row": 1.036e-5}  # Qwen3-30B-A3B in int4, as measured
+
+
+@pytest.mark.parametrize(
+    ("rows", "least", "most"), [(16, 0.0, 0.0), (512, 0.6, WHOLE), (2048, 1.0, 1.0), (8192, 1.0, 1.0)]
+)
+def test_the_share_that_takes_both_equally_long(rows: int, least: float, most: float) -> None:
+    rates = StreamRates(**H100)
+    share = rates.share(rows)
+    assert least <= share <= most
+    if 0 < share < 1:
+        assert share * rates.bus == pytest.approx(HOST_SECONDS + (1 - share) * rates.cpu_seconds(rows))
+
+
+def test_a_step_streams_only_where_that_is_faster() -> None:
+    slow, fast = StreamRates(**H100), StreamRates(bus=0.01, cpu_fixed=1e-4, cpu_row=1e-7)
+    assert fast.share(1) == fast.share(1000) == 0.0 and fast.least(1000) == 0
+    least = slow.least(8192)
+    assert 64 < least <= 512 and slow.share(least) > 0 and slow.share(least // 2) == 0.0
+    assert f"steps of {least} rows" in slow.text(8192) and "no step" in fast.text(1000)
+
+
+@pytest.mark.parametrize("asked", [1, 100, 4096])
+def test_a_threshold_that_was_asked_for(asked: int) -> None:
+    """Streams from there on, faster or not; a CPU that is much slower is left out."""
+    rates = StreamRates(**H100, least_rows=asked)
+    assert rates.share(asked) > 0 and rates.share(asked - 1) == 0.0
+    assert StreamRates(1e-3, 1.0, 0.0, asked).share(asked) == 1.0
+
+
+def test_measured_times_correct_the_split() -> None:
+    """A CPU that takes twice as long as at the start gets less, in steps of such a size."""
+    rates, fresh = StreamRates(0.02, 0.001, 1e-4), StreamRates(0.02, 0.001, 1e-4)
+    for _ in range(20):
+        share = rates.share(100)
+        rates.observe(100, share, 2 * (0.001 + 100 * 1e-4) * (1 - share))
+    assert rates.cpu_seconds(100) == pytest.approx(2 * fresh.cpu_seconds(100), rel=0.01)
+    assert rates.share(100) > fresh.share(100) and rates.share(1000) == fresh.share(1000)
+    before = rates.share(100)
+    rates.observe(100, 1.0, 5.0)  # it had no part
+    rates.observe(100, 0.5, 0.0)  # nobody measured
+    assert rates.share(100) == before
+
+
+def test_one_wild_measurement_changes_little() -> None:
+    rates = StreamRates(**H100)
+    rates.observe(512, 0.5, 100.0)
+    assert rates.cpu_seconds(512) <= 4 * StreamRates(**H100).cpu_seconds(512)
+    assert rates.share(512) <= 1.0

@@ -1,0 +1,198 @@
+"""Experts of many rows: unpacked panels and grouped products (on a GPU, or in Triton's interpreter).
+
+Rounding to bfloat16 errs by 0.43 * 2^-8 of a number, root mean square over all mantissas. On the way from x to the sum
+are eight such roundings, independent of each other: of the weights of gate, up and down where they are scaled, of gate,
+up, their product, each expert's result, and the sum; gate's two count up to 1.3 times through silu. Together 1.3 * 2^-8
+of the sum, and less where three experts' errors average out. The CPU kernels round up to three numbers, too: 0.7 more,
+1.5 in all, and a few rows may have a third more than what is usual. Triton's interpreter cuts bits off: that shrinks a
+number by 0.72 * 2^-8 on average, always in the same direction, so those of weights, product and sum add up to
+3.8 * 2^-8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
+from tandem import _core
+from tandem.formats.codes import WeightCodes, join_nibbles
+from tandem.formats.reference import quantise, stored
+from tandem.kernels.cpu_ops import CpuOps
+
+if AVAILABLE:
+    from tandem.config.layers import Activation
+    from tandem.kernels.gpu import experts as gpu_experts
+    from tandem.kernels.gpu.expert_rows import Between
+    from tandem.kernels.gpu.ops import GpuOps
+    from tandem.kernels.gpu.prompts import products
+    from tandem.kernels.gpu.prompts.order import order
+    from tandem.kernels.gpu.prompts.products import Part, PromptExperts, parts_of
+
+pytestmark = [pytest.mark.gpu, needs_triton]
+TOLERANCE = (4.5 if INTERPRETED else 2.0) * 2.0**-8
+COUNT, TOP_K = 6, 3
+PLAIN = ("bf16", "int8", "int4")
+STORED = ("fp8", "mxfp8", "mxfp4", "nvfp4", "int4 f16")
+
+
+@pytest.fixture(scope="module")
+def ops() -> GpuOps:
+    return GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1]))
+
+
+def matrices(hidden: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    gate, up = torch.randn(2, COUNT, width, hidden) / hidden**0.5
+    return gate, up, torch.randn(COUNT, hidden, width) / width**0.5
+
+
+def coded(weight: Tensor, fmt: str) -> Tensor | WeightCodes:
+    if fmt in PLAIN:
+        return weight
+    if fmt != "int4 f16":
+        return stored(weight, fmt)
+    codes, scales = quantise(weight, "int4", 32)
+    joined = join_nibbles((codes.flatten(1).int() & 15).to(torch.uint8))
+    return WeightCodes(joined, scales[..., 0].half(), "int4", 32, weight.shape[1])
+
+
+def routed(tokens: int, hidden: int, choose: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """x, ids and weights."""
+    ids = torch.stack([choose() for _ in range(tokens)]).int()
+    return torch.randn(tokens, hidden).bfloat16(), ids, torch.rand(tokens, TOP_K)
+
+
+def anyone() -> Tensor:
+    return torch.randperm(COUNT)[:TOP_K]
+
+
+class Layer:
+    """Experts 1 ... 5 on the GPU, all on the CPU."""
+
+    def __init__(self, ops: GpuOps, fmt: str, hidden: int = 256, width: int = 128) -> None:
+        torch.manual_seed(0)
+        packed = fmt if fmt in PLAIN else "bf16"
+        each = [tuple(coded(m[e], fmt) for m in matrices(hidden, width)) for e in range(COUNT)]
+        slot_of = torch.arange(-1, COUNT - 1, dtype=torch.int32)
+        self.there = ops.gpu_experts(slot_of, hidden, width, packed)
+        self.here = ops.cpu.experts(COUNT, hidden, width, packed)
+        for e in range(COUNT):
+            self.here.load(e, *each[e])
+            if e:
+                self.there.load(e, *each[e])
+
+    def check(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Against the CPU kernels on the same packed bytes, which are tested against float64."""
+        expected = self.here.forward(x.float(), torch.where(ids == 0, -1, ids), weights)
+        got = self.there.forward(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)).cpu()
+        error, size = (got.float() - expected).norm(), expected.norm()
+        print(f"{error / size * 256:.2f} * 2^-8")
+        assert error <= TOLERANCE * size
+        return got
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few tokens are many."""
+    monkeypatch.setattr(gpu_experts, "MANY_TOKENS", 17)
+    monkeypatch.setattr(gpu_experts, "MANY_PAIRS", 0)
+    monkeypatch.setattr(products, "ALIGNED_TOKENS", 8)
+
+
+@pytest.mark.parametrize("fmt", [*PLAIN, *STORED])
+def test_every_format_is_unpacked(ops: GpuOps, many: None, fmt: str) -> None:
+    Layer(ops, fmt).check(*routed(40, 256, anyone))
+
+
+@pytest.mark.parametrize("shape", [(64, 40), (200, 72), (1096, 24)])
+@pytest.mark.parametrize("fmt", ["bf16", "int4"])
+def test_shapes_that_fill_no_panel(ops: GpuOps, many: None, fmt: str, shape: tuple[int, int]) -> None:
+    Layer(ops, fmt, *shape).check(*routed(24, shape[0], anyone))
+
+
+def test_parts_and_pieces(ops: GpuOps, many: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two experts at a time, and eight tokens, of which the last piece has five."""
+    layer, case = Layer(ops, "int4"), routed(37, 256, anyone)
+    whole = layer.check(*case)
+    monkeypatch.setattr(products, "ROW_BYTES", 8 * 2 * TOP_K * (2 * 256 + 3 * 128))
+    assert layer.there.prompts is not None
+    layer.there.prompts.at_once = 2
+    got = layer.check(*case)
+    # float32 sums of the same results in another order, rounded to bfloat16: neighbours at most, or two where bits are
+    # cut off
+    torch.testing.assert_close(got, whole, rtol=2.0**-7, atol=2.0**-9)
+
+
+@pytest.mark.parametrize("chosen", [[3, 4, 5], [0, 0, 2], [0, 0, 0]])
+def test_all_rows_of_one_expert_and_none(ops: GpuOps, many: None, chosen: list[int]) -> None:
+    """Experts without rows; tokens whose experts all live elsewhere get zeros."""
+    layer = Layer(ops, "int4")
+    got = layer.check(*routed(20, 256, lambda: torch.tensor(chosen)))
+    assert any(chosen) or got.eq(0).all()
+
+
+def test_pairs_that_nobody_has_are_left_out(ops: GpuOps, many: None) -> None:
+    layer, (x, ids, weights) = Layer(ops, "bf16"), routed(20, 256, anyone)
+    ids[0], ids[1, 0], ids[2, 1] = -1, COUNT, 1 << 30
+    expected = layer.here.forward(x.float(), torch.where(ids == 0, -1, ids), weights)
+    got = layer.there.forward(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)).float().cpu()
+    assert (got - expected).norm() <= TOLERANCE * expected.norm() and got[0].eq(0).all()
+
+
+def test_a_row_that_is_no_number_stays_alone(ops: GpuOps, many: None) -> None:
+    layer, (x, ids, weights) = Layer(ops, "int4"), routed(20, 256, anyone)
+    ids[4] = torch.tensor([1, 2, 3])
+    x[4, 7] = torch.nan
+    got = layer.there.forward(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)).cpu()
+    assert got[4].isnan().all() and got[torch.arange(20) != 4].isfinite().all()
+
+
+def test_few_rows_are_not_unpacked() -> None:
+    """What unpacking takes is worth it from some rows an expert on."""
+    experts = 32
+    tokens = max(gpu_experts.MANY_TOKENS, -(-gpu_experts.MANY_PAIRS * experts // TOP_K))
+    slots = torch.zeros((tokens, TOP_K), dtype=torch.int32)
+    assert gpu_experts.are_many(slots, experts) and not gpu_experts.are_many(slots[1:], experts)
+
+
+def test_an_order_says_where_each_row_lies() -> None:
+    torch.manual_seed(1)
+    keys = torch.stack([torch.randperm(9)[:TOP_K] - 1 for _ in range(1500)]).int()
+    counts = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    made = order(keys.to(DEVICE), counts, [3, 1, 4])
+    assert counts.tolist() == [int((keys == key).sum()) for key in range(8)]
+    first, ends, ranks = made.first.cpu(), made.ends.cpu(), made.ranks.cpu()
+    assert torch.equal(ends - first, counts.cpu())
+    assert [int(first[key]) for key in (0, 3, 4)] == [0, 0, 0]
+    for head, tail in ((0, 3), (3, 4), (4, 8)):
+        here = (keys >= head) & (keys < tail)
+        rows = first[keys[here].long()] + ranks[here]
+        assert sorted(rows.tolist()) == list(range(int(here.sum())))
+        assert (rows < ends[keys[here].long()]).all()
+
+
+def test_parts_are_read_as_soon_as_they_arrive(ops: GpuOps) -> None:
+    """Each is waited for before its bytes are read, and free before its products."""
+    layer, (x, ids, weights) = Layer(ops, "int4").there, routed(20, 256, anyone)
+    said: list[str] = []
+    assert layer.prompts is not None
+    parts = [
+        Part(part.packed, part.count, lambda i=i: said.append(f"arrive {i}"), lambda i=i: said.append(f"read {i}"))
+        for i, part in enumerate(parts_of(layer.pool, layer.stride, 5, 2))
+    ]
+    keys = layer.table.to(DEVICE)[ids.long().to(DEVICE)]
+    layer.prompts(x.to(DEVICE), keys, weights.to(DEVICE), parts)
+    assert said == [f"{word} {i}" for i in range(3) for word in ("arrive", "read")]
+    assert [part.count for part in parts] == [2, 2, 1]
+
+
+def test_what_grouped_products_cannot_read(ops: GpuOps) -> None:
+    assert PromptExperts.reads(DEVICE, 64, Between(40)) == products.multiplies(DEVICE)
+    for hidden, between in (
+        (64, Between(42)), (60, Between(40)), (64, Between(40, Activation("relu2"))),
+        (64, Between(40, gate_up=torch.zeros(1, 80), down=torch.zeros(1, 64))),
+    ):  # fmt: skip
+        assert not PromptExperts.reads(DEVICE, hidden, between)

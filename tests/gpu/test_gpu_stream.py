@@ -1,0 +1,312 @@
+"""Experts that travel to the GPU for a step give what those that live there give (on a GPU, or interpreted).
+
+Tolerances are those of `test_gpu_prompts.py`: the products are the same, whoever brought the bytes. Where the CPU
+computes a part, that part has fewer roundings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from fake_copies import advance, at_once
+from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
+from gpu_sessions import DECODED, PROMPT, ROWS, Session, batch_of, on_the_cpu, rms
+from tandem import _core
+from tandem.config.gpu_scratch import Ring
+from tandem.errors import EngineError
+from tandem.experts.handoff import Handoff, HandoffSizes
+from tandem.experts.live.exchange import LiveExchange
+from tandem.experts.live.policy import Exchange
+from tandem.experts.placement import ExpertPlacement
+from tandem.experts.streams.rates import StreamRates
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.ops import Routing
+
+if AVAILABLE:
+    from tandem.experts.hybrid_store import HybridStore
+    from tandem.experts.live.copies import CudaCopies, hold_all
+    from tandem.experts.streams.bus import CudaBus
+    from tandem.experts.streams.measured import measured_rates
+    from tandem.experts.streams.stream import ExpertStream, Followed, streamed_layer
+    from tandem.kernels.gpu.ops import GpuOps
+
+pytestmark = [pytest.mark.gpu, needs_triton]
+TOLERANCE = (4.5 if INTERPRETED else 2.0) * 2.0**-8
+LAYERS, EXPERTS, HIDDEN, WIDTH, TOKENS, TOP_K = 2, 6, 64, 32, 12, 2
+
+
+@dataclass
+class FakeBus:
+    """Copies arrive when somebody waits for them, or (early) at once; the `failing`-th from now on fails."""
+
+    early: bool = False
+    failing: int = -1
+    given: list[tuple[int, int, int]] = field(default_factory=list)
+    arrived: int = 0
+    waits: int = 0
+
+    def copy(self, source: int, target: int, nbytes: int) -> None:
+        self.failing -= 1
+        if self.failing == -1:
+            raise EngineError("a copy failed")
+        self.given.append((source, target, nbytes))
+        if self.early:
+            self.compute_after(len(self.given))
+
+    def copies_given(self) -> int:
+        return len(self.given)
+
+    def computing_given(self) -> int:
+        return self.arrived
+
+    def compute_after(self, copies: int | None) -> None:
+        for source, target, nbytes in self.given[self.arrived : copies]:
+            ctypes.memmove(target, source, nbytes)
+        self.arrived = max(self.arrived, copies or 0)
+
+    def copy_after(self, computing: int | None) -> None:
+        self.waits += computing is not None
+
+    def finish(self) -> None:
+        self.compute_after(len(self.given))
+
+
+def rates(share: float, least_rows: int = 1) -> StreamRates:
+    """Such that this share travels, nearly."""
+    return StreamRates(1e-9 if share == 1.0 else 1000 * (1 - share) / share, 1000.0, 0.0, least_rows)
+
+
+def ring(parts: int, nbytes: int) -> Ring:
+    """Of two experts each."""
+    return Ring(parts, 2, -(-2 * nbytes // 256) * 256)
+
+
+class Layers:
+    """Two layers with experts on both sides, or one; and the same ones whole in CPU memory."""
+
+    def __init__(self, on_gpu: int = 2, fmt: str = "int4", live: bool = False, nodes: tuple[int, ...] = ()) -> None:
+        torch.manual_seed(0)
+        workers = _core.WorkerPool([-1, -1], 20, list(nodes)) if nodes else _core.WorkerPool([-1, -1])
+        self.ops = GpuOps(DEVICE, CpuOps(workers, _core.supported_tiers()[-1]))
+        placed = torch.zeros(LAYERS, EXPERTS, dtype=torch.bool)
+        placed[:, 1 : 1 + on_gpu] = True
+        self.handoff = Handoff(HandoffSizes(TOKENS, TOKENS, HIDDEN, TOP_K), DEVICE, 20.0)
+        self.store = HybridStore(self.ops, ExpertPlacement(placed), self.handoff, HIDDEN, live=live)
+        self.each, self.whole = [], []
+        for index in range(LAYERS):
+            gate, up = torch.randn(2, EXPERTS, WIDTH, HIDDEN) / HIDDEN**0.5
+            down = torch.randn(EXPERTS, HIDDEN, WIDTH) / WIDTH**0.5
+            weights = list(zip(gate, up, down, strict=True))
+            self.each.append(self.store.layer(index, EXPERTS, WIDTH, fmt))
+            self.each[-1].load(EXPERTS, weights.__getitem__)
+            self.whole.append(self.ops.cpu.experts(EXPERTS, HIDDEN, WIDTH, fmt))
+            self.whole[-1].load_all(0, weights)
+
+    def stream(self, share: float, least_rows: int = 1, bus: object = None) -> ExpertStream:
+        """Attached, with a ring of two parts of two experts."""
+        layers = [streamed_layer(each.cpu, each.gpu, DEVICE) for each in self.each]
+        nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)
+        bus = bus or (FakeBus() if DEVICE.type == "cpu" else CudaBus(DEVICE))
+        made = ExpertStream(layers, ring(2, nbytes), bus, rates(share, least_rows), DEVICE)
+        for index, each in enumerate(self.each):
+            each.stream, each.index = made, index
+        return made
+
+    def check(self, tokens: int = TOKENS, chosen: list[int] | None = None) -> None:
+        """One step: all layers in order."""
+        for each, whole in zip(self.each, self.whole, strict=True):
+            x, weights = torch.randn(tokens, HIDDEN).bfloat16(), torch.rand(tokens, TOP_K)
+            ids = torch.stack([torch.tensor(chosen or torch.randperm(EXPERTS)[:TOP_K].tolist()) for _ in range(tokens)])
+            routing = Routing(ids.int().to(DEVICE), weights.to(DEVICE))
+            got = each.wait(each.submit(x.to(DEVICE), routing)).float().cpu()
+            expected = whole.forward(x.float(), ids.int(), weights)
+            assert (got - expected).norm() <= TOLERANCE * expected.norm()
+
+    @property
+    def posts(self) -> int:
+        return self.handoff.times().posts
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("share", [1.0, 0.6])
+@pytest.mark.parametrize("on_gpu", [0, 2])
+def test_what_travels_is_computed_as_what_lives_there(on_gpu: int, share: float, early: bool) -> None:
+    """Through a ring of two parts, whoever is faster; the CPU computes the rest, if there is one."""
+    layers = Layers(on_gpu)
+    stream = layers.stream(share, bus=FakeBus(early) if DEVICE.type == "cpu" else None)
+    travelling = round(share * (EXPERTS - on_gpu))
+    for step in range(2):
+        stream.begin(TOKENS)
+        assert stream.counts == dict.fromkeys(range(LAYERS), travelling)
+        layers.check()
+        assert layers.posts == (0 if share == 1.0 else LAYERS * (step + 1))
+    each = layers.whole[0].bytes_per_expert
+    assert stream.streamed_bytes == 2 * LAYERS * travelling * each
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int8"])
+@pytest.mark.parametrize("nodes", [(), (0, 1)])
+def test_on_several_memory_nodes_too(fmt: str, nodes: tuple[int, ...]) -> None:
+    """Where an expert lies in pieces."""
+    layers = Layers(2, fmt, nodes=nodes)
+    layers.stream(1.0).begin(TOKENS)
+    layers.check()
+
+
+@pytest.mark.parametrize("chosen", [[0, 5], [1, 2], [5, 5]])
+@pytest.mark.parametrize("tokens", [1, TOKENS])
+def test_all_rows_to_few_experts_and_a_step_of_one_row(tokens: int, chosen: list[int]) -> None:
+    layers = Layers()
+    layers.stream(1.0).begin(tokens)
+    layers.check(tokens, chosen)
+
+
+def test_a_prompt_that_crosses_the_threshold() -> None:
+    """Chunks of many rows travel, those of few and recorded steps do not; what travels next is not what was left."""
+    layers = Layers()
+    stream = layers.stream(1.0, least_rows=10)
+    for rows, recorded in ((TOKENS, False), (9, False), (10, False), (10, True), (TOKENS, False)):
+        before = layers.posts
+        stream.begin(0 if recorded else rows)
+        layers.check(rows)
+        travels = rows >= 10 and not recorded
+        assert bool(stream.counts) == travels and layers.posts == before + (0 if travels else LAYERS)
+
+
+def test_rates_are_measured_with_the_layers_own_bytes() -> None:
+    layers = [layer for each in Layers().each if (layer := streamed_layer(each.cpu, each.gpu, DEVICE))]
+    nbytes = layers[0].cpu.bytes_per_expert
+    bus = FakeBus() if DEVICE.type == "cpu" else CudaBus(DEVICE)
+    found = measured_rates(layers, ring(2, nbytes), bus, DEVICE, TOP_K)
+    assert 0 < found.bus < 1 and found.cpu_seconds(64) > 0 and found.cpu_row >= 0
+
+
+@pytest.mark.parametrize("failing", [0, 2, 3])
+def test_a_copy_that_fails_is_that_step_s_error(failing: int) -> None:
+    """At its begin or between its layers; the next one is right."""
+    bus = FakeBus()
+    if DEVICE.type != "cpu":
+        pytest.skip("the driver's copies are failed below")
+    layers = Layers()
+    stream = layers.stream(1.0, bus=bus)
+    bus.failing = failing
+    with pytest.raises(EngineError, match="a copy failed"):
+        stream.begin(TOKENS)
+        layers.check()
+    bus.failing = -1
+    for _ in range(2):
+        stream.begin(TOKENS)
+        assert bus.arrived <= len(bus.given)
+        layers.check()
+
+
+def test_layers_out_of_order_are_an_error() -> None:
+    layers = Layers()
+    layers.stream(1.0).begin(TOKENS)
+    layers.each.reverse()
+    with pytest.raises(EngineError, match="not the one"):
+        layers.check()
+
+
+def test_experts_that_change_places_are_found_where_they_are() -> None:
+    """An exchange between two steps, and copies of the first still to come: those read what was there."""
+    layers = Layers(live=True)
+    copies = layer_copies()
+    sides = [each.sides for each in layers.each]
+    exchange = LiveExchange(sides, layers.store.tables, copies, 1 << 30, meanwhile=at_once, tail_seconds=60.0)
+    stream = layers.stream(1.0)
+    stream._followed = Followed(moves=lambda: exchange.bytes_moved)
+    for step in range(3):
+        stream.begin(TOKENS)
+        layers.check()
+        wanted = [Exchange(layer, 0, [1, 0, 3][step], [0, 3, 4][step]) for layer in range(LAYERS)]
+        exchange.add(wanted)
+        assert not advance(exchange).done
+        if DEVICE.type == "cpu":
+            copies.arrive(1.0)
+        else:
+            torch.cuda.synchronize()
+        assert advance(exchange).done == wanted
+    stream.begin(TOKENS)
+    layers.check()
+
+
+def layer_copies() -> object:
+    if DEVICE.type == "cuda":
+        return CudaCopies(DEVICE)
+    from fake_copies import FakeCopies
+
+    return FakeCopies()
+
+
+# -- the whole model, on a GPU ---
+
+
+def streaming(
+    path: object, share: float, travelling: float, graphs: tuple[int, ...] = (), copy: int = 0
+) -> tuple[Session, ExpertStream]:
+    """A session whose steps of more than eight rows stream."""
+    session = Session(path, share, graphs)
+    hybrids = session.side.hybrids
+    layers = [streamed_layer(each.cpu, each.gpu, DEVICE) for each in hybrids]
+    held = CudaCopies(DEVICE)
+    assert hold_all([layer.cpu for layer in layers if layer], held)
+    nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)
+    stream = ExpertStream(layers, ring(3, nbytes), CudaBus(DEVICE, held, copy), rates(travelling, ROWS + 1), DEVICE)
+    for index, each in enumerate(hybrids):
+        each.stream, each.index = stream, index
+    session.runner._begin_step = lambda batch, captured: stream.begin(0 if captured else len(batch.input_ids))
+    return session, stream
+
+
+@needs_cuda
+@pytest.mark.parametrize("graphs", [(), (1, 8)], ids=["kernels", "graphs"])
+@pytest.mark.parametrize("travelling", [1.0, 0.5])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_logits_are_those_of_the_cpu(tiny_models, share: float, travelling: float, graphs: tuple[int, ...]) -> None:
+    """Prompts travel, decode steps do not. The tolerance is that of `test_gpu_engine.py`."""
+    path = tiny_models["qwen3_moe-gpu"]
+    exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
+    session, stream = streaming(path, share, travelling, graphs)
+    ours, allowed = session.logits(True), 1.5 * rms(theirs, exact)
+    print(f"{rms(ours, exact):.2e} of {allowed:.2e}, {stream.streamed_bytes} bytes")
+    assert rms(ours, exact) < allowed and stream.streamed_bytes > 0
+
+
+CopyAsync = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+
+
+@needs_cuda
+def test_a_failed_copy_fails_its_step_and_the_next_one_works(tiny_models) -> None:
+    path, left = tiny_models["qwen3_moe-gpu"], [1 << 30]
+    driver = CopyAsync(CudaCopies(DEVICE).functions[0])
+
+    def sometimes(target: int, source: int, nbytes: int, stream: int) -> int:
+        left[0] -= 1
+        return 700 if left[0] == 0 else driver(target, source, nbytes, stream)
+
+    copy = CopyAsync(sometimes)
+    session, _ = streaming(path, 0.5, 1.0, copy=ctypes.cast(copy, ctypes.c_void_p).value or 0)
+    rows = list(range(ROWS))
+    right = session.step(rows, 0, PROMPT)
+    for failing in (1, 5):
+        left[0] = failing
+        with torch.inference_mode(), pytest.raises(EngineError, match="error 700"):
+            session.runner.logits(batch_of(rows, 0, PROMPT))
+        session.runner.after_failure()
+        left[0] = 1 << 30
+        assert torch.equal(session.step(rows, 0, PROMPT), right)
+    assert session.step(rows, PROMPT, 1).isfinite().all() and DECODED > 1
+
+
+@needs_cuda
+def test_streamed_steps_have_the_same_bits_each_time(tiny_models) -> None:
+    """Rows of an expert have any order; each has its own product."""
+    session, _ = streaming(tiny_models["qwen3_moe-gpu"], 0.5, 1.0)
+    rows = list(range(ROWS))
+    first = session.step(rows, 0, PROMPT)
+    assert all(torch.equal(session.step(rows, 0, PROMPT), first) for _ in range(5))
