@@ -139,7 +139,7 @@ def _merge(partial, stats, lens, out, HEADS: tl.constexpr, RANK: tl.constexpr, P
 def tile_of(device: torch.device, sizes: LatentSizes) -> Tile:
     """The fastest tile for so many heads that fits the GPU; the last one if none does."""
     width = block_of(sizes.rank) + block_of(sizes.rope)
-    tiles = MANY_HEADS if sizes.heads > 32 else SOME_HEADS if sizes.heads > 16 else FEW_HEADS
+    tiles: tuple[Tile, ...] = MANY_HEADS if sizes.heads > 32 else SOME_HEADS if sizes.heads > 16 else FEW_HEADS
     if has_tensor_memory(device):  # tiles of 64 heads would not fit there
         tiles = tuple(tile for tile in tiles if tile.heads < 64)
     return next((tile for tile in tiles if tile.shared_bytes(width) <= shared_bytes(device)), tiles[-1])
