@@ -266,6 +266,12 @@ def test_experts_that_the_gpu_kernels_do_not_read_stay_on_the_cpu() -> None:
     assert converted is not None and converted.experts == 30 * 32
 
 
+def test_experts_with_zero_points_are_on_the_gpu_and_do_not_travel() -> None:
+    p = stored_on_gpu(replace(INT4, zero_points=True), kt_gpu_experts_ratio=0.5)
+    assert p.gpu is not None and p.gpu.experts > 0 and p.gpu.ring_bytes == 0
+    assert "without biases and zero points" in reason(p, "streamed experts")
+
+
 def test_shared_experts_are_not_fused_with_what_the_gpu_does_not_read() -> None:
     """Fused ones would always be on the GPU."""
     unread = replace(INT4, name="awq", not_on_gpu="awq")

@@ -28,6 +28,7 @@ if AVAILABLE:
     from tandem.kernels.gpu import experts as gpu_experts
     from tandem.kernels.gpu.expert_rows import Between
     from tandem.kernels.gpu.ops import GpuOps
+    from tandem.kernels.gpu.panels import Panels
     from tandem.kernels.gpu.prompts import products
     from tandem.kernels.gpu.prompts.order import order
     from tandem.kernels.gpu.prompts.products import Part, PromptExperts, parts_of
@@ -190,9 +191,15 @@ def test_parts_are_read_as_soon_as_they_arrive(ops: GpuOps) -> None:
 
 
 def test_what_grouped_products_cannot_read(ops: GpuOps) -> None:
-    assert PromptExperts.reads(DEVICE, 64, Between(40)) == products.multiplies(DEVICE)
-    for hidden, between in (
-        (64, Between(42)), (60, Between(40)), (64, Between(40, Activation("relu2"))),
-        (64, Between(40, gate_up=torch.zeros(1, 80), down=torch.zeros(1, 64))),
+    def panels(depth: int, zero_offset: int = 0) -> Panels:
+        fmt = "uint4" if zero_offset else "int4"
+        return Panels(fmt, 64, depth, depth, 4, depth * 8 + 128, depth * 8, "bf16", 32, zero_offset)
+
+    plain = panels(64), panels(40)
+    assert PromptExperts.reads(DEVICE, plain, Between(40)) == products.multiplies(DEVICE)
+    for matrices, between in (
+        (plain, Between(42)), ((panels(60), panels(40)), Between(40)), (plain, Between(40, Activation("relu2"))),
+        (plain, Between(40, gate_up=torch.zeros(1, 80), down=torch.zeros(1, 64))),
+        ((panels(64), panels(40, 384)), Between(40)),
     ):  # fmt: skip
-        assert not PromptExperts.reads(DEVICE, hidden, between)
+        assert not PromptExperts.reads(DEVICE, matrices, between)

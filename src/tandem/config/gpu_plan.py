@@ -182,8 +182,9 @@ def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
         return "experts are used in the mapped file, which DMA cannot read"
     if gpu.capability is not None and gpu.capability[0] not in GROUPED:
         return "PyTorch's grouped products need a GPU of compute capability 9 or 10"
-    if not experts.activation.gated or experts.biases:
-        return "grouped products are for experts with gates and without biases"
+    shifted = request.expert_format == STORED and request.stored.experts.zero_points
+    if not experts.activation.gated or experts.biases or shifted:
+        return "grouped products are for experts with gates, without biases and zero points"
     uneven = hidden % 8 or experts.width % 8
     return f"grouped products need multiples of 8, not {hidden} and {experts.width}" if uneven else ""
 

@@ -18,6 +18,7 @@ class StoredFormat:
     gpu_bytes_per_weight: float = (
         2.0  # of dense matrices in GPU memory, where what the kernels do not read is bfloat16
     )
+    zero_points: bool = False  # of some of it, as packed
     not_on_gpu: str = ""  # what of it the GPU kernels do not read: "q4_k, q6_k"
 
 

@@ -78,11 +78,11 @@ def streamed_layer(
     if cpu is None or cpu.biases is not None:
         return None
     between = Between(cpu.width, cpu.activation)
-    if not PromptExperts.reads(device, cpu.hidden, between):
+    gate_up, down = (Panels(*layout) for layout in cpu.layout())
+    if not PromptExperts.reads(device, (gate_up, down), between):
         return None
     if gpu is not None and gpu.prompts is not None:
         return StreamedLayer(cpu, gpu.prompts, tuple(gpu.parts()))
-    gate_up, down = (Panels(*layout) for layout in cpu.layout())
     return StreamedLayer(cpu, PromptExperts(gate_up, down, between, device), ())
 
 

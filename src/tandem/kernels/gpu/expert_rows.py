@@ -16,7 +16,7 @@ from torch import Tensor
 from tandem.config.layers import SILU, Activation
 from tandem.kernels.gpu.mlp import activated, activation_constants, relu2
 from tandem.kernels.gpu.overlap import begin, overlapped
-from tandem.kernels.gpu.panels import Panels, halves, plane, row_factor, scale_value, views, zeros_of
+from tandem.kernels.gpu.panels import Panels, expert_views, halves, plane, row_factor, scale_value
 from tandem.kernels.ops import Routing
 
 
@@ -162,11 +162,11 @@ def gate_up(
     x: Tensor, pool: Tensor, panels: Panels, stride: int, routing: Routing, between: Between
 ) -> Tensor:
     """The activation of every pair: x bfloat16 [T, depth], slots [T, k] -> bfloat16 [T * k, width]."""
-    words, scales = views(pool, 0, panels)
+    views = expert_views(pool, 0, panels)
     slots, bias = slots_of(routing), between.gate_up
     hidden = x.new_empty((slots.numel(), between.width))
     _gate_up[(slots.numel(), panels.panels // 2)](
-        x.view(torch.int32), words, scales, zeros_of(pool, 0, panels), slots, routing.ids,
+        x.view(torch.int32), *views, slots, routing.ids,
         hidden if bias is None else bias, hidden, panels.depth, panels.blocks, between.rows,
         stride // panels.word_bytes, stride // panels.scale_bytes, TOP_K=slots.shape[1], **panels.expert_constants(),
         STEP=row_step(panels), **between.constants(), num_warps=4, **overlapped(x.device),
@@ -178,11 +178,11 @@ def down(
     hidden: Tensor, pool: Tensor, offset: int, panels: Panels, stride: int, routing: Routing, bias: Tensor | None
 ) -> Tensor:
     """weight * down of every pair: float32 [T * k, columns], unwritten where the slot is below 0."""
-    words, scales = views(pool, offset, panels)
+    views = expert_views(pool, offset, panels)
     slots = slots_of(routing)
     partial = hidden.new_empty((slots.numel(), panels.columns), dtype=torch.float32)
     _down[(slots.numel(), panels.panels)](
-        hidden.view(torch.int32), words, scales, zeros_of(pool, offset, panels), slots, routing.ids,
+        hidden.view(torch.int32), *views, slots, routing.ids,
         partial if bias is None else bias,
         routing.weights, partial, panels.depth, panels.blocks, panels.columns,
         stride // panels.word_bytes, stride // panels.scale_bytes, **panels.expert_constants(), STEP=row_step(panels),

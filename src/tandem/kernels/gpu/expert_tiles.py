@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.mlp import activated, relu2
-from tandem.kernels.gpu.panels import Panels, halves, plane, row_factor, scale_value, views, zeros_of
+from tandem.kernels.gpu.panels import Panels, expert_views, halves, plane, row_factor, scale_value
 from tandem.kernels.ops import Routing
 
 ROWS = 64  # of a tile
@@ -214,11 +214,11 @@ def gate_up(
     x: Tensor, pool: Tensor, panels: Panels, stride: int, tiles: RowTiles, routing: Routing, between: Between
 ) -> Tensor:
     """As `expert_rows.gate_up`."""
-    words, scales = views(pool, 0, panels)
+    views = expert_views(pool, 0, panels)
     bias, pairs = between.gate_up, routing.ids.numel()
     hidden = x.new_empty((pairs, between.width))
     _gate_up[(len(tiles.slots), triton.cdiv(between.rows, COLUMNS))](
-        x.view(torch.int32), words, scales, zeros_of(pool, 0, panels), tiles.order, tiles.slots, tiles.first,
+        x.view(torch.int32), *views, tiles.order, tiles.slots, tiles.first,
         tiles.end, routing.ids,
         hidden if bias is None else bias, hidden, panels.depth, panels.blocks, between.rows,
         stride // panels.word_bytes, stride // panels.scale_bytes, panels.panels, TOP_K=routing.ids.shape[1],
@@ -238,10 +238,10 @@ def down(
     bias: Tensor | None,
 ) -> Tensor:
     """As `expert_rows.down`."""
-    words, scales = views(pool, offset, panels)
+    views = expert_views(pool, offset, panels)
     partial = hidden.new_empty((routing.weights.numel(), panels.columns), dtype=torch.float32)
     _down[(len(tiles.slots), triton.cdiv(panels.columns, COLUMNS))](
-        hidden.view(torch.int32), words, scales, zeros_of(pool, offset, panels), tiles.order, tiles.slots, tiles.first,
+        hidden.view(torch.int32), *views, tiles.order, tiles.slots, tiles.first,
         tiles.end, routing.ids,
         partial if bias is None else bias, routing.weights, partial,
         panels.depth, panels.blocks, panels.columns, stride // panels.word_bytes, stride // panels.scale_bytes,

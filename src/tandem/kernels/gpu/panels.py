@@ -99,14 +99,14 @@ class Panels:
         }  # fmt: skip
 
 
-def zeros_of(pool: Tensor, offset: int, panels: Panels) -> Tensor | None:
-    """The bytes of a uint8 pool from `offset` on, for kernels of experts with zero points."""
-    return pool[offset:].view(torch.int8) if panels.zero_offset else None
-
-
 def views(pool: Tensor, offset: int, panels: Panels) -> tuple[Tensor, Tensor]:
     """The words and the scales of a uint8 pool from byte `offset` on."""
     return pool[offset:].view(panels.word_type), pool[offset:].view(panels.scale_type)
+
+
+def expert_views(pool: Tensor, offset: int, panels: Panels) -> tuple[Tensor, Tensor, Tensor]:
+    """And signed bytes, for kernels that know zero points."""
+    return *views(pool, offset, panels), pool[offset:].view(torch.int8)
 
 
 @triton.jit

@@ -75,10 +75,11 @@ class PromptExperts:
         self.at_once = experts_at_once(self.hidden, self.width, _scratch_bytes(device))
 
     @staticmethod
-    def reads(device: torch.device, hidden: int, between: Between) -> bool:
-        """Whether such experts are multiplied there: of aligned sizes, with gates, without biases."""
-        aligned = hidden % ALIGNED == 0 and between.width % ALIGNED == 0
-        return multiplies(device) and aligned and between.activation.gated and between.gate_up is None
+    def reads(device: torch.device, matrices: tuple[Panels, Panels], between: Between) -> bool:
+        """Whether such experts are multiplied there: of aligned sizes, with gates, without biases and zero points."""
+        aligned = matrices[0].depth % ALIGNED == 0 and between.width % ALIGNED == 0
+        plain = between.activation.gated and between.gate_up is None
+        return multiplies(device) and aligned and plain and not any(each.zero_offset for each in matrices)
 
     def __call__(self, x: Tensor, keys: Tensor, weights: Tensor, parts: Sequence[Part]) -> Tensor:
         """The sum over each token's experts, float32 [T, hidden]. x bfloat16 [T, hidden], weights float32 [T, k], keys
