@@ -173,7 +173,7 @@ def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredForma
 
 def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
     """Why experts in CPU memory do not travel to the GPU for steps of many rows; "" where they can."""
-    experts, hidden = request.model.moe.experts, request.model.hidden
+    experts, hidden, stored = request.model.moe.experts, request.model.hidden, request.stored.experts
     if request.config.kt_gpu_prefill_token_threshold == 0:
         return "--kt-gpu-prefill-token-threshold 0"
     if why_not := experts_kept_off(request.model, request.expert_format, request.stored):
@@ -182,8 +182,7 @@ def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
         return "experts are used in the mapped file, which DMA cannot read"
     if gpu.capability is not None and gpu.capability[0] not in GROUPED:
         return "PyTorch's grouped products need a GPU of compute capability 9 or 10"
-    shifted = request.expert_format == STORED and request.stored.experts.zero_points
-    if not experts.activation.gated or experts.biases or shifted:
+    if not experts.activation.gated or experts.biases or (request.keeps_codes and stored.zero_points):
         return "grouped products are for experts with gates, without biases and zero points"
     uneven = hidden % 8 or experts.width % 8
     return f"grouped products need multiples of 8, not {hidden} and {experts.width}" if uneven else ""

@@ -91,8 +91,13 @@ class MemoryRequest:
         return self.model.weight_bytes(self.dtype, expert_format, self.stored)
 
     @property
+    def keeps_codes(self) -> bool:
+        """Whether experts are as the checkpoint has them."""
+        return self.expert_format == STORED
+
+    @property
     def experts_text(self) -> str:
-        return self.stored.experts.name if self.expert_format == STORED else self.expert_format
+        return self.stored.experts.name if self.keeps_codes else self.expert_format
 
     @property
     def fraction(self) -> float:
