@@ -7,20 +7,27 @@ Transformers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from fake_model import FakeTokenizer
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
 from gpu_sessions import DECODED, PROMPT, ROWS, Session, on_the_cpu, rms
 from sessions import Session as PlainSession
 from sessions import ours, reference, worst
+from sessions import plan as plain_plan
 from tandem import LLM, SamplingParams, _core
+from tandem.checkpoint import load_model_config, open_checkpoint
+from tandem.engine.engine import Engine
 from tandem.engine.llm import Generation
+from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.slots import SlotPool
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
+from tandem.models import build
 
 if AVAILABLE:
     from tandem.kernels.gpu.ops import GpuOps
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 ANSWER = 16  # tokens
+PROMPT_IDS = list(range(40, 58))
 VARIANTS = ["qwen3_next", "qwen3_next-dense", "qwen3_5_moe_text"]
 
 
@@ -44,6 +52,38 @@ def test_float32_logits_equal_transformers(
         monkeypatch.setattr(ops, name, getattr(TorchOps(), name))
     session = PlainSession(tiny_models[variant], ops=ops)
     assert worst(ours(session), reference(tiny_models[variant])) < 1e-4
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the same on a GPU is below, with its own runner")
+def test_interpreted_answers_from_snapshots_and_after_preemption(
+    tiny_models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's slots and snapshots under the GPU's kernels: greedy text equals that of plain torch."""
+    path = tiny_models["qwen3_next"]
+    gpu = GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1]), "scalar"))
+    for name in ("experts", "mlp"):
+        monkeypatch.setattr(gpu, name, getattr(TorchOps(), name))
+    sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    found = []
+    for ops in (gpu, TorchOps()):
+        llm = interpreted_engine(path, ops)
+        first = llm.generate([PROMPT_IDS], sampling)[0].token_ids
+        second = llm.generate([[*PROMPT_IDS, *first, 7, 8, 9]], sampling)[0]
+        assert second.cached_tokens >= len(PROMPT_IDS) - 4
+        crowded = llm.generate([[n, *PROMPT_IDS[:7]] for n in range(3)], sampling)
+        assert llm.engine.stats().preemptions > 0
+        found.append([first, second.token_ids, *(each.token_ids for each in crowded)])
+    assert found[0] == found[1]
+
+
+def interpreted_engine(path: Path, ops: GpuOps | TorchOps) -> LLM:
+    """With fewer pages than three answers take."""
+    config = load_model_config(path)
+    small = replace(
+        plain_plan(), num_pages=8, num_slots=1 + 3 * 3, max_running_requests=3, radix_cache=True, max_step_tokens=32,
+    )  # fmt: skip
+    model = build(config, small, open_checkpoint(path), ops)
+    return LLM.from_engine(Engine.from_parts(EngineParts(small, config, model, FakeTokenizer())))
 
 
 def check(path: Path, got: torch.Tensor, first: int = 0) -> None:
