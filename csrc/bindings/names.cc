@@ -7,8 +7,7 @@
 namespace tandem {
 namespace {
 
-const char* const kActivations[] = {"silu", "gelu", "gelu_tanh", "swiglu_clamp",
-                                    "swiglu_oai", "silu_clamp", "relu2"};
+const char* const kActivations[] = {"silu", "gelu", "gelu_tanh", "swiglu_clamp", "swiglu_oai", "silu_clamp", "relu2"};
 const char* const kShiftNames[] = {"", "+offsets", "+zeros"};  // after the name of a scale type
 const char* const kTiers[] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx", "amx_standin"};
 

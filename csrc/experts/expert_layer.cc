@@ -325,8 +325,7 @@ void ExpertLayer::set_biases(const ExpertBiases& biases) {
   for (int64_t e = 0; e < shape_.experts; ++e) {
     const auto interleave = [&](const float* from, int64_t panel) {
       float* const to = gate_up_bias_.data() + e * gate_up_layout_.pairs * kPairColumns + panel * kPanelRows;
-      for (int64_t i = 0; i < rows; ++i)
-        to[i / kPanelRows * kPairColumns + i % kPanelRows] = from[e * rows + i];
+      for (int64_t i = 0; i < rows; ++i) to[i / kPanelRows * kPairColumns + i % kPanelRows] = from[e * rows + i];
     };
     if (biases.gate) interleave(biases.gate, 0);
     if (biases.up) interleave(biases.up, 1);

@@ -114,6 +114,15 @@ def test_found_prefixes_and_preempted_sequences_answer_alike(tiny_models) -> Non
             assert scores[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
+def test_experts_out_of_a_packed_cache_have_their_biases(tiny_models, tmp_path: Path) -> None:
+    """The cache holds panels; biases come from the checkpoint at every start."""
+    path, calls = tiny_models["gpt_oss"], [[[1, 2, 3, 4, 5, 6, 7, 8, 9]]]
+    plain, _, _ = generated(path, calls, max_total_tokens=128)
+    for _ in range(2):
+        assert generated(path, calls, max_total_tokens=128, packed_cache=str(tmp_path))[0] == plain
+    assert list(tmp_path.rglob("*.packed"))
+
+
 def test_unknown_layer_types_are_refused(tiny_models) -> None:
     config = json.loads((tiny_models["gpt_oss"] / "config.json").read_text())
     with pytest.raises(ConfigError, match="layer type 'chunked_attention' is not supported"):
