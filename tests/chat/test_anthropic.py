@@ -67,7 +67,9 @@ def test_text_thinking_and_calls():
         assert (first.name, first.input, second.name, second.input) == ("weather", ARGUMENTS, "now", {})
         assert first.id.startswith("toolu_") and first.id != second.id
         assert message.stop_reason == "tool_use" and message.model == "echo" and message.role == "assistant"
-        assert message.usage.output_tokens > 100 and message.usage.input_tokens > 100
+        usage = message.usage
+        assert usage.output_tokens > 100 and usage.input_tokens > 100
+        assert 5 <= usage.output_tokens_details.thinking_tokens < 20
 
     run(scenario, **HERMES)
 
@@ -194,6 +196,9 @@ def test_history(monkeypatch):
         assert seen[2]["reasoning_content"] == "Hm, hm." and seen[2]["content"].startswith("Hm.")
         assert [seen[3]["content"], seen[4]["content"]] == ["Rain.", "Error: no clock"]
         assert seen[3]["name"] == "weather"
+        late = [{"role": "user", "content": "x"}, {"role": "system", "content": "Stop."}]
+        await create(**asked("", messages=[*late, {"role": "user", "content": "y"}]))
+        assert [message["role"] for message in seen] == ["user", "system", "user"]
 
     run(scenario, **HERMES)
 
@@ -266,7 +271,8 @@ BAD = {
         {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
         "messages[0].content[0].tool_use_id",
     ),
-    "a role": ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+    "a role": ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    "only a system": ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
     "temperature": ({"temperature": -1}, "temperature"),
     "stop": ({"stop_sequences": [""]}, "stop"),
     "empty": ({"messages": []}, "messages"),

@@ -9,7 +9,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import anthropic
 import httpx
+import ollama
 import openai
 import psutil
 import pytest
@@ -99,6 +101,65 @@ def test_stream_equals_the_whole_answer(client: openai.OpenAI):
     assert len(chunks) > 8, "it did not stream"
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+
+
+def test_every_dialect_says_the_same(server: ServerProcess, client: openai.OpenAI):
+    """Whole and streamed, each with its own client."""
+    question = user("What is the capital of France? One short sentence.")
+    chat = client.chat.completions.create(model="demo", messages=question, temperature=0, max_tokens=30)
+    expected = chat.choices[0].message.content
+    assert "Paris" in expected
+    messages = anthropic.Anthropic(base_url=server.url, api_key="s3cret", max_retries=0).messages
+    cold = {"temperature": 0}  # newer clients have no argument for it
+    asked = {"model": "demo", "messages": question, "max_tokens": 30, "extra_body": cold}
+    answer = messages.create(**asked)
+    assert answer.content[0].text == expected and answer.usage.output_tokens == chat.usage.completion_tokens
+    with messages.stream(**asked) as stream:
+        assert stream.get_final_text() == expected
+    asked = {"model": "demo", "input": question, "temperature": 0, "max_output_tokens": 30}
+    assert client.responses.create(**asked).output_text == expected
+    with client.responses.stream(**asked) as stream:
+        assert stream.get_final_response().output_text == expected
+    local = ollama.Client(server.url, headers=server.headers)
+    options = {"temperature": 0, "num_predict": 30}
+    assert local.chat("demo", question, options=options).message.content == expected
+    parts = local.generate("demo", question[0]["content"], options=options, stream=True)
+    assert "".join(part.response for part in parts) == expected
+
+
+def test_every_dialect_makes_a_call_that_must_be_made(server: ServerProcess, client: openai.OpenAI):
+    """Constrained decoding: what the model says fits the schema, and a result goes back."""
+    schema = {
+        "type": "object", "properties": {"city": {"enum": ["Paris", "Oslo"]}}, "required": ["city"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    question = user("What is the weather in Paris?")
+    messages = anthropic.Anthropic(base_url=server.url, api_key="s3cret", max_retries=0).messages
+    tools = [{"name": "weather", "description": "Tells the weather", "input_schema": schema}]
+    asked = {"model": "demo", "max_tokens": 100, "tools": tools, "extra_body": {"temperature": 0}}
+    answer = messages.create(**asked, messages=question, tool_choice={"type": "any"})
+    call = answer.content[-1]
+    assert answer.stop_reason == "tool_use" and call.name == "weather"
+    assert call.input["city"] in ("Paris", "Oslo")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "It rains."}
+    history = [
+        *question,
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [result]},
+    ]
+    usage = messages.create(**asked, messages=history).usage
+    assert usage.input_tokens + usage.cache_read_input_tokens > answer.usage.input_tokens
+    function = {"type": "function", "name": "weather", "parameters": schema, "strict": True}
+    response = client.responses.create(
+        model="demo", input=question, tools=[function], tool_choice="required", max_output_tokens=100,
+        parallel_tool_calls=False, temperature=0,
+    )  # fmt: skip
+    assert [item.type for item in response.output] == ["function_call"]
+    output = {"type": "function_call_output", "call_id": response.output[0].call_id, "output": "It rains."}
+    again = client.responses.create(
+        model="demo", input=[output], previous_response_id=response.id, tools=[function], max_output_tokens=20
+    )
+    assert again.usage.input_tokens > response.usage.input_tokens
 
 
 def test_n_answers_with_a_seed(client: openai.OpenAI):

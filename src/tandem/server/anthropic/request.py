@@ -28,11 +28,18 @@ def conversation_of(body: CountRequest) -> Conversation:
         tools=tools,
         tool_choice=_tool_choice(body, tools),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
-        thinking=None if thinking is None else thinking.type != "disabled",
+        thinking=_thinking(body),
         thinking_budget=thinking.budget_tokens if thinking else None,
         reasoning_effort=output.effort if output else None,
         continue_final_message=_is_begun(messages[-1]),
     )
+
+
+def _thinking(body: CountRequest) -> bool | None:
+    """None: as the model does by itself."""
+    if body.thinking is None or body.thinking.type == "between_tools":
+        return None
+    return body.thinking.type != "disabled"
 
 
 def _is_begun(last: Message) -> bool:
@@ -83,7 +90,10 @@ def _turns(bodies: Iterable[MessageBody]) -> Iterator[Message]:
     numbered = enumerate(bodies)
     for role, several in groupby(numbered, key=lambda each: each[1].role):
         blocks = [placed for i, body in several for placed in _blocks(body, f"messages[{i}]")]
-        yield from _assistant(blocks) if role == "assistant" else _user(blocks)
+        if role == "system":
+            yield Message("system", _text(blocks))
+        else:
+            yield from _assistant(blocks) if role == "assistant" else _user(blocks)
 
 
 def _blocks(body: MessageBody, where: str) -> list[Placed]:

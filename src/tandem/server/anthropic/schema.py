@@ -35,7 +35,7 @@ class Block(msgspec.Struct, frozen=True):
 
 
 class MessageBody(msgspec.Struct, frozen=True):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
@@ -58,7 +58,7 @@ class ToolChoiceBody(msgspec.Struct, frozen=True):
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
@@ -86,7 +86,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """POST /v1/messages. `metadata` and `service_tier` change nothing here."""
+    """POST /v1/messages. The fields from `metadata` on change nothing here."""
 
     max_tokens: Int64
     stream: bool | None = None
@@ -96,6 +96,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_k: Int64 | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
+    cache_control: Any = None
 
 
 # --- answers
@@ -105,12 +106,17 @@ class TokenCountBody(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
+class OutputDetails(msgspec.Struct, frozen=True):
+    thinking_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """`input_tokens` are those that no cache held."""
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int
+    output_tokens_details: OutputDetails
     cache_creation_input_tokens: int = 0
 
 

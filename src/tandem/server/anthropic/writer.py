@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tandem.engine.protocol import TokenOutput
-from tandem.server.anthropic.schema import AnthropicError, ErrorDetail, Message, Usage
+from tandem.server.anthropic.schema import AnthropicError, ErrorDetail, Message, OutputDetails, Usage
 from tandem.server.chat.answer_parser import AnswerParser
 from tandem.server.chat.events import AnsweredCall, Finish, ReasoningDelta, TextDelta
 from tandem.server.chat.settled import SettledCalls, SettledEvent
@@ -51,6 +51,7 @@ class MessageWriter:
         self._newest: TokenOutput | None = None
         self._finish = "stop"
         self._sent_at = 0.0
+        self._thinking_tokens = 0
 
     # --- whole
 
@@ -86,7 +87,7 @@ class MessageWriter:
         return b"".join(map(_frame, end))
 
     def _start(self, output: TokenOutput) -> Event:
-        empty = Message(self._id, self._model, [], None, None, _usage(output))
+        empty = Message(self._id, self._model, [], None, None, _usage(output, 0))
         return {"type": "message_start", "message": msgspec.to_builtins(empty)}
 
     def _events(self, output: TokenOutput) -> Iterator[Event]:
@@ -94,6 +95,8 @@ class MessageWriter:
         events = self._parser.push(output.text)
         if output.finish_reason is not None:
             events += self._parser.end(output.finish_reason)
+        if events and isinstance(events[0], ReasoningDelta):
+            self._thinking_tokens += len(output.token_ids)
         for event in self._settled.push(events):
             if isinstance(event, Finish):
                 self._finish = event.reason
@@ -112,7 +115,7 @@ class MessageWriter:
 
     def _usage(self) -> Usage:
         assert self._newest is not None, "an answer has at least one output"
-        return _usage(self._newest)
+        return _usage(self._newest, self._thinking_tokens)
 
 
 class _Blocks:
@@ -197,9 +200,9 @@ def _newer(before: TokenOutput, now: TokenOutput) -> TokenOutput:
     )
 
 
-def _usage(output: TokenOutput) -> Usage:
+def _usage(output: TokenOutput, thinking: int) -> Usage:
     read = output.cached_tokens
-    return Usage(output.prompt_tokens - read, output.completion_tokens, read)
+    return Usage(output.prompt_tokens - read, output.completion_tokens, read, OutputDetails(thinking))
 
 
 def _frame(event: Event) -> bytes:
