@@ -78,6 +78,7 @@ def test_every_route_is_documented():
         "/v1/responses", "/v1/responses/{response_id}",
         "/v1/loads", "/server_info", "/model_info",
         "/health_generate", "/get_model_info", "/get_server_info", "/flush_cache", "/abort_request", "/metrics", "/",
+        "/tandem/live",
         *(f"/{action}_expert_distribution_record" for action in ("start", "stop", "dump")),
     }  # fmt: skip
     assert set(paths) == routes

@@ -20,8 +20,10 @@ from echo_tokenizer import END, EOS, VOCAB, EchoTokenizer
 from fake_model import fake_config, fake_plan
 from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
+from tandem.engine.expert_statistics import ExpertMeter
 from tandem.engine.start.parts import EngineParts
 from tandem.errors import CheckpointError, ConfigError, EngineError
+from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.server.engine_process import LoadedEngine
 
 PAGES, CONTEXT = 2048, 4096
@@ -128,3 +130,50 @@ def load_refused(config: EngineConfig) -> LoadedEngine:
 
 def load_crashing(config: EngineConfig) -> LoadedEngine:
     raise ZeroDivisionError("a bug while loading")
+
+
+class RoutedEcho(EchoModel):
+    """Counts as a model with experts on both sides of a GPU would, and moves one of them every few steps."""
+
+    def __init__(self, seconds_per_step: float, layers: int, experts: int) -> None:
+        super().__init__(seconds_per_step)
+        rng = np.random.default_rng(7)
+        self._rng, self._steps = rng, 0
+        popular = rng.zipf(1.4, (layers, experts)).clip(1, 60).astype(np.float64)
+        self._chances = popular / popular.sum(1, keepdims=True)
+        on_gpu = torch.from_numpy(popular >= np.quantile(popular, 0.7, axis=1, keepdims=True))
+        self.usage = ExpertUsage(layers, experts, on_gpu=on_gpu)
+        for layer in range(layers):
+            self.usage.weigh(layer, 2_400_000)
+
+    def forward(self, batch, kv) -> torch.Tensor:
+        self._steps += 1
+        self.usage.begin(len(batch.input_ids))
+        for layer, chances in enumerate(self._chances):
+            ids = torch.from_numpy(self._rng.choice(len(chances), (len(batch.input_ids), 8), p=chances))
+            tally = self.usage.tally(layer)
+            tally.tokens.index_add_(0, ids.flatten(), torch.ones(ids.numel(), dtype=torch.int64))
+            tally.seen[ids.flatten()] = 1
+        if self._steps % 10 == 0:
+            self._exchange()
+        return super().forward(batch, kv)
+
+    def _exchange(self) -> None:
+        layer = int(self._rng.integers(len(self._chances)))
+        here = self.usage.on_gpu[layer].numpy()
+        comes, goes = (int(self._rng.choice(np.flatnonzero(side))) for side in (~here, here))
+        self.usage.moved(lambda: [(layer, comes, True), (layer, goes, False)], 1)
+
+
+def load_routed(config: EngineConfig, layers: int = 6, experts: int = 32) -> LoadedEngine:
+    loaded = build(seconds_per_step=0.02)
+    assert isinstance(loaded.engine, Engine)
+    model = RoutedEcho(0.02, layers, experts)
+    loaded.engine._runner._model = model
+    loaded.engine._meter = ExpertMeter(model.usage, range(1, layers + 1), None)
+    return loaded
+
+
+def load_routed_large(config: EngineConfig) -> LoadedEngine:
+    """The size of a real model, for pictures."""
+    return load_routed(config, 48, 128)

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from tandem.config import EngineConfig, Plan
-from tandem.engine.protocol import EngineStats, ExpertsRecorded, GenerateRequest, TokenOutput
+from tandem.engine.protocol import EngineStats, ExpertsRecorded, ExpertTraffic, GenerateRequest, TokenOutput
 from tandem.errors import ConfigError
 from tandem.server.engine_process import LoadedEngine
 
@@ -50,6 +50,9 @@ class IdleEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self._queue))
+
+    def expert_traffic(self) -> ExpertTraffic:
+        return ExpertTraffic()
 
     def flush_cache(self) -> int:
         return 0

@@ -17,7 +17,7 @@ from tandem.engine.expert_statistics import ExpertMeter, perform, rows_of
 from tandem.engine.gpu_runner import GpuRunner, GraphPlan
 from tandem.engine.grammar.waiting import GrammarQueue
 from tandem.engine.limits import answer_limit, check_prompt_ids, refused_grammar, validate
-from tandem.engine.protocol import EngineStats, ExpertsRecorded, GenerateRequest, TokenOutput
+from tandem.engine.protocol import EngineStats, ExpertsRecorded, ExpertTraffic, GenerateRequest, TokenOutput
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling.logprobs import score_prompt
 from tandem.engine.sampling.sampler import Sampled, fresh_seed
@@ -170,6 +170,10 @@ class Engine:
     def record_experts(self, action: str) -> Future[ExpertsRecorded]:
         """action "start", "stop" or "dump" (`ExpertRecorder`). The future has a RequestError or EngineError instead."""
         return perform(self._recorder, action)
+
+    def expert_traffic(self) -> ExpertTraffic:
+        """For the live map; empty for a dense model."""
+        return ExpertTraffic() if self._meter is None else self._meter.traffic(idle=not self.has_work())
 
     def stats(self) -> EngineStats:
         c, scheduler = self._counters, self._scheduler

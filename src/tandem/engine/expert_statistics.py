@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem.config import EngineConfig, ModelConfig, Plan
 from tandem.config.env import recorder_dir
 from tandem.config.gpu_plan import GpuPlan
-from tandem.engine.protocol import ExpertsRecorded, ExpertStats
+from tandem.engine.protocol import ExpertsRecorded, ExpertStats, ExpertTraffic
 from tandem.engine.sequence import Chunk
 from tandem.errors import RequestError
 from tandem.experts.handoff import Handoff, HandoffTimes, HintCounts
@@ -88,12 +88,24 @@ class ExpertMeter:
         self._usage, self._layers, self._handoff, self._live = usage, list(layers), handoff, live
         self._read_at = -math.inf
 
-    def stats(self, idle: bool) -> ExpertStats:
-        """idle: no step is to come, so this is the last reading for a while."""
+    def traffic(self, idle: bool) -> ExpertTraffic:
+        """By the same readings as `stats`."""
+        self._read(idle)
+        tokens = self._usage.tokens.numpy().astype("<i8", copy=False)
+        on_gpu = self._usage.on_gpu.numpy().astype("u1", copy=False)
+        return ExpertTraffic(
+            layers=self._layers, experts=tokens.shape[1], tokens=tokens.tobytes(), on_gpu=on_gpu.tobytes()
+        )
+
+    def _read(self, idle: bool) -> None:
         now = monotonic()
         if idle or self._handoff is None or now - self._read_at >= READ_SECONDS:
             self._read_at = now
             self._usage.read()
+
+    def stats(self, idle: bool) -> ExpertStats:
+        """idle: no step is to come, so this is the last reading for a while."""
+        self._read(idle)
         sides = self._usage.sides()
         times = HandoffTimes() if self._handoff is None else self._handoff.times()
         moving = None if self._live is None else self._live.times()

@@ -117,6 +117,20 @@ class ExpertsRecorded(msgspec.Struct, frozen=True, kw_only=True, tag="experts_re
     fault: str | None = None  # with an error, whose it is: "request" or "engine"
 
 
+class LookAtExperts(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
+    """Ask for the traffic of each expert; answered by one `ExpertTraffic`."""
+
+
+class ExpertTraffic(msgspec.Struct, frozen=True, kw_only=True, tag="traffic"):
+    """Where each routed expert lives, and the tokens it got since start. All empty: a dense model. The arrays are
+    bytes, as they lie in memory: making lists of them would take the engine longer than reading them."""
+
+    layers: list[int] = []  # decoder layers
+    experts: int = 0  # of a layer
+    tokens: bytes = b""  # int64 [layers, experts], little-endian
+    on_gpu: bytes = b""  # 0 or 1 [layers, experts]
+
+
 class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
     """What became of routed tokens, since start: lists have an entry for each MoE layer. A token counts once for each
     expert it was routed to; bytes are those of expert weights, counted once per step and expert that was used."""

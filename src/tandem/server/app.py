@@ -31,6 +31,7 @@ from tandem.server.openai_schema import (
     ModelCard,
     ModelList,
 )
+from tandem.server.page import routes as page
 from tandem.server.responses import routes as responses_routes
 from tandem.server.responses import schema as responses_schema
 from tandem.server.sglang_schema import AbortBody, SglangAnswer, SglangRequest
@@ -71,6 +72,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.include_router(info_routes.routes(state))
     app.include_router(ollama_routes.routes(state))
     app.include_router(responses_routes.routes(state))
+    app.include_router(page.routes(state))
     gate.install(app, state)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
@@ -110,11 +112,6 @@ def _add_own_routes(app: FastAPI, state: ServerState) -> None:
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         return HTMLResponse(docs_page(app.openapi()))
-
-    @app.get("/", response_class=PlainTextResponse)
-    async def index() -> Response:
-        text = f"Tandem {tandem.__version__} serves {state.model_name}.\nRoutes: /docs. Chat: kt chat\n"
-        return Response(text, media_type="text/plain; charset=utf-8")
 
 
 def _card(state: ServerState) -> ModelCard:

@@ -14,7 +14,9 @@ from tandem.engine.protocol import (
     AbortRequest,
     EngineStats,
     ExpertsRecorded,
+    ExpertTraffic,
     GenerateRequest,
+    LookAtExperts,
     RecordExperts,
     TokenOutput,
 )
@@ -165,6 +167,7 @@ class EngineClient:
         self._routes: dict[str, _Route] = {}  # by serial
         self._flushes: list[asyncio.Future[None]] = []
         self._recordings: list[asyncio.Future[ExpertsRecorded]] = []
+        self._looks: list[asyncio.Future[ExpertTraffic]] = []
 
     @property
     def ready(self) -> bool:
@@ -193,8 +196,8 @@ class EngineClient:
         self.stats = EngineStats()
         streams = self._all_streams()
         self._routes, self._serials = {}, {}
-        waiting: list[asyncio.Future[Any]] = [*self._flushes, *self._recordings]
-        self._flushes, self._recordings = [], []
+        waiting: list[asyncio.Future[Any]] = [*self._flushes, *self._recordings, *self._looks]
+        self._flushes, self._recordings, self._looks = [], [], []
         for stream in streams:
             stream.fail(EngineError(why))
         for answer in waiting:
@@ -259,6 +262,13 @@ class EngineClient:
             raise RequestError(answer.error)
         raise ApiError(500, answer.error, kind="server_error", code="not_recorded")
 
+    async def look_at_experts(self) -> ExpertTraffic:
+        """Answered between two steps. Raises EngineError."""
+        done: asyncio.Future[ExpertTraffic] = asyncio.get_running_loop().create_future()
+        self._tell(LookAtExperts())
+        self._looks.append(done)
+        return await done
+
     def deliver(self, message: FromEngine) -> None:
         """Take one message from the engine."""
         match message:
@@ -279,6 +289,10 @@ class EngineClient:
                 recording = self._recordings.pop(0)
                 if not recording.done():
                     recording.set_result(message)
+            case ExpertTraffic():
+                look = self._looks.pop(0)
+                if not look.done():
+                    look.set_result(message)
             case _:
                 raise EngineError(f"unexpected message from the engine: {type(message).__name__}")
 

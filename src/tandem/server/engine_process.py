@@ -30,7 +30,9 @@ from tandem.engine.protocol import (
     AbortRequest,
     EngineStats,
     ExpertsRecorded,
+    ExpertTraffic,
     GenerateRequest,
+    LookAtExperts,
     RecordExperts,
     SamplingParams,
     TokenOutput,
@@ -68,6 +70,7 @@ class SteppedEngine(Protocol):
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
     def flush_cache(self) -> object: ...
+    def expert_traffic(self) -> ExpertTraffic: ...
     def record_experts(self, action: str) -> Future[ExpertsRecorded]: ...
 
 
@@ -183,6 +186,8 @@ class EngineLoop:
             case FlushCache():
                 self._engine.flush_cache()
                 self._send(CacheFlushed())
+            case LookAtExperts():
+                self._send(self._engine.expert_traffic())
             case RecordExperts(action=action):
                 self._recordings.append(self._engine.record_experts(action))
             case StopEngine():

@@ -10,7 +10,9 @@ from tandem.engine.protocol import (
     AbortRequest,
     EngineStats,
     ExpertsRecorded,
+    ExpertTraffic,
     GenerateRequest,
+    LookAtExperts,
     RecordExperts,
     TokenOutput,
 )
@@ -74,7 +76,7 @@ class CacheFlushed(msgspec.Struct, frozen=True, kw_only=True, tag="flushed"):
     """Answer to `FlushCache`."""
 
 
-ToEngine = StartEngine | GenerateRequest | AbortRequest | FlushCache | RecordExperts | StopEngine
+ToEngine = StartEngine | GenerateRequest | AbortRequest | FlushCache | RecordExperts | LookAtExperts | StopEngine
 FromEngine = (
     EngineConnected
     | EngineReady
@@ -83,5 +85,6 @@ FromEngine = (
     | RequestRefused
     | CacheFlushed
     | ExpertsRecorded
+    | ExpertTraffic
     | EngineStats
 )

@@ -167,6 +167,11 @@ class ExpertUsage:
         self._gpu_totals = torch.from_numpy(self._left) + (self._totals * self._on_gpu).sum(2)
         return UsageTotals(self._totals[0].clone(), self._totals[1].clone())
 
+    @property
+    def tokens(self) -> Tensor:
+        """Routed to each expert, int64 [MoE layers, experts], by the last `read`, which the next one changes."""
+        return self._totals[0]
+
     def sides(self) -> SideTotals:
         """By the last `read`."""
         gpu = self._gpu_totals

@@ -1,0 +1,96 @@
+"""The page's routes: `/` for browsers, its files under `/page/`, and the numbers of its map."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse
+from starlette.types import Scope
+
+import tandem
+from tandem.server.page.live import LiveView
+from tandem.server.state import ServerState
+
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_INDEX = "index.html"
+_FILES = "/page/"
+
+_INDEX_ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/html": {}, "text/plain": {}}}}
+_HEADERS = {
+    # Answers of a model are shown on this page: whatever they contain, no script of theirs runs, and nothing is
+    # fetched from or sent to another site.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # asked for again each time, and answered by 304: an update shows at once
+}
+
+
+class _File(NamedTuple):
+    data: bytes
+    media_type: str
+    etag: str
+
+
+def is_public(scope: Scope) -> bool:
+    """Files of this package, which hold nothing that a key protects: the page itself asks for the key."""
+    if scope["method"] not in ("GET", "HEAD"):
+        return False
+    path: str = scope["path"]
+    return path.startswith(_FILES) or (path == "/" and _wants_html(dict(scope["headers"]).get(b"accept", b"")))
+
+
+def routes(state: ServerState) -> APIRouter:
+    router, live, stored = APIRouter(), LiveView(state), _read()
+
+    @router.get("/", responses=_INDEX_ANSWERS, response_class=PlainTextResponse)
+    @router.head("/", include_in_schema=False)
+    async def index(http: Request) -> Response:
+        if _wants_html(http.headers.get("accept", "").encode("latin-1")):
+            return _answer(http, stored[_INDEX])
+        text = f"Tandem {tandem.__version__} serves {state.model_name}.\nRoutes: /docs. Chat: kt chat\n"
+        return Response(text, media_type="text/plain; charset=utf-8", headers={"Vary": "Accept"})
+
+    @router.get(_FILES + "{name}", include_in_schema=False)
+    @router.head(_FILES + "{name}", include_in_schema=False)
+    async def file(http: Request, name: str) -> Response:
+        if name not in stored:
+            raise HTTPException(404)
+        return _answer(http, stored[name])
+
+    @router.get("/tandem/live", summary="What the engine and each of its experts do now")
+    async def look() -> Response:
+        return Response(
+            await live.body(), media_type="application/json", headers={"Cache-Control": "no-store"}
+        )
+
+    return router
+
+
+def _wants_html(accept: bytes) -> bool:
+    """Browsers ask for it by name; clients of the API take anything."""
+    return b"text/html" in accept
+
+
+def _read() -> Mapping[str, _File]:
+    folder = files("tandem.server.page").joinpath("static")
+    found = {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
+    return {
+        name: _File(data, _TYPES["." + name.rpartition(".")[2]], f'"{hashlib.sha256(data).hexdigest()[:16]}"')
+        for name, data in found.items()
+    }
+
+
+def _answer(http: Request, file: _File) -> Response:
+    headers = _HEADERS | {"ETag": file.etag, "Vary": "Accept"}
+    if http.headers.get("if-none-match") == file.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.data, headers=headers, media_type=f"{file.media_type}; charset=utf-8")
