@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import Any
 
@@ -22,7 +23,7 @@ class LiveView:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._asked_at = 0.0
+        self._asked_at = -math.inf
         self._asking: asyncio.Task[ExpertTraffic] | None = None
         self._experts: dict[str, Any] | None = None
 

@@ -1,0 +1,328 @@
+"""The page in a real browser: Chromium, driven by Selenium, before a real server and a real engine process.
+
+Debian: `apt-get install chromium chromium-driver`. Accessibility is checked by axe-core, where
+`npm install --no-save axe-core` has put it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server_harness import ServerProcess, echo_code, running, spawn, spawn_echo
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+CHROMEDRIVER = shutil.which("chromedriver")
+AXE = Path(__file__).parents[2] / "node_modules" / "axe-core" / "axe.min.js"
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and CHROMEDRIVER), reason="chromium and chromedriver are not installed"
+)
+WAIT_SECONDS = 60  # on a machine that does other things as well
+LONG = "a long story, " * 25  # the echo of it takes seconds
+
+
+class Browser:
+    """One window. It waits for what it looks for."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def until(self, true: Callable[[], Any]) -> Any:
+        return WebDriverWait(self.driver, WAIT_SECONDS, 0.05).until(lambda _: true())
+
+    def open(self, server: ServerProcess) -> None:
+        """With an empty storage."""
+        self.driver.get(server.url + "/page/icon.svg")
+        self.script("localStorage.clear(); sessionStorage.clear()")
+        self.driver.get(server.url + "/")
+
+    def script(self, source: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(source, *arguments)
+
+    def one(self, selector: str) -> Any:
+        return self.driver.find_element(By.CSS_SELECTOR, selector)
+
+    def count(self, selector: str) -> int:
+        return len(self.driver.find_elements(By.CSS_SELECTOR, selector))
+
+    def text(self, selector: str) -> str:
+        """Of all of them, read at one moment: the page draws anew while we look."""
+        source = "return [...document.querySelectorAll(arguments[0])].map((n) => n.innerText).join('\\n')"
+        return str(self.script(source, selector))
+
+    def up(self) -> None:
+        self.until(lambda: self.script("return document.getElementById('status').dataset.state") == "up")
+
+    def say(self, text: str) -> None:
+        self.script("document.getElementById('input').value = arguments[0]", text)
+        self.one("#input").send_keys(Keys.ENTER)
+
+    def answered(self, times: int = 1) -> None:
+        self.until(lambda: self.count(".message.assistant:not(.running) .foot button") >= 1)
+        self.until(lambda: self.count(".message.assistant:not(.running)") >= times)
+
+    def complaints(self) -> list[str]:
+        """Of the page's own code and of its security policy."""
+        logs = self.driver.get_log("browser")
+        return [each["message"] for each in logs if each["source"] != "network"]
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1440,900"):
+        options.add_argument(f"--{flag}")
+    options.binary_location = CHROMIUM
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
+    driver.set_script_timeout(WAIT_SECONDS)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with running(spawn_echo(tmp_path_factory.mktemp("page") / "log", "load_routed")) as found:
+        yield found
+
+
+@pytest.fixture
+def browser(driver: Any, server: ServerProcess) -> Iterator[Browser]:
+    driver.get_log("browser")
+    browser = Browser(driver)
+    browser.open(server)
+    browser.up()
+    yield browser
+    assert not browser.complaints()
+
+
+def test_a_chat_is_streamed_drawn_and_kept(browser: Browser) -> None:
+    browser.say("**bold** and `code`\n\n| a | b |\n| - | -: |\n| 1 | 2 |\n\n```py\nx = 1\n```")
+    browser.until(lambda: "bold" in browser.text(".message.assistant.running > .text"))
+    browser.answered()
+    assert browser.text(".message.assistant strong") == "bold"
+    assert browser.text(".message.assistant td") == "1\n2"
+    assert browser.text(".message.assistant pre") == "x = 1" and "py" in browser.text(".code-head")
+    assert "tokens/s" in browser.text(".message.assistant .foot")
+    browser.one("#input").send_keys("two", Keys.SHIFT, Keys.ENTER, Keys.NULL, "lines", Keys.ENTER)
+    browser.answered(2)
+    assert browser.text(".message.user:nth-last-child(2) .said") == "two\nlines"
+    browser.driver.refresh()
+    browser.up()
+    assert browser.count(".message") == 4 and browser.text(".message.assistant strong") == "bold"
+
+
+def test_several_conversations(browser: Browser) -> None:
+    browser.say("the first")
+    browser.answered()
+    browser.one("body").send_keys(Keys.CONTROL, "k")
+    assert browser.count(".message") == 0
+    browser.say("the second")
+    browser.answered()
+    assert browser.text("#conversations .open") == "the second\nthe first"
+    browser.driver.find_elements(By.CSS_SELECTOR, "#conversations .open")[1].click()
+    assert browser.text(".message.assistant > .text") == "the first"
+    browser.script("window.confirm = () => true")
+    browser.one("#conversations button[aria-label='Delete the first']").click()
+    assert browser.text("#conversations .open") == "the second"
+    assert browser.text(".message.assistant > .text") == "the second"
+    assert browser.script("return Object.keys(localStorage).filter((k) => k.startsWith('tandem.chat')).length") == 1
+
+
+@pytest.mark.parametrize("how", ["escape", "button"])
+def test_stop_ends_the_answer_here_and_in_the_engine(
+    browser: Browser, server: ServerProcess, how: str
+) -> None:
+    browser.say(LONG)
+    browser.until(lambda: "a long" in browser.text(".message.assistant > .text"))
+    if how == "escape":
+        browser.one("#input").send_keys(Keys.ESCAPE)
+    else:
+        browser.one("#stop").click()
+    browser.answered()
+    said = browser.text(".message.assistant > .text")
+    assert "stopped" in browser.text(".foot") and 0 < len(said) < len(LONG.strip())
+    browser.until(lambda: server.info()["stats"]["running"] == 0)
+    assert server.info()["stats"]["aborted_requests"] > 0
+    browser.say("next")
+    browser.answered(2)
+    assert browser.text(".message:last-child > .text") == "next"
+
+
+def test_nothing_that_a_model_writes_runs(browser: Browser) -> None:
+    browser.say(
+        "<script>pwned = 1</script><img src=x onerror='pwned = 1'>\n\n[a](javascript:pwned=1) ![b](http://x.example/y) "
+        "[c](data:text/html,x) [d](https://ok.example) <a href='javascript:1'>e</a>"
+    )
+    browser.answered()
+    links = browser.script(
+        "return [...document.querySelectorAll('.text a')].map((a) => [a.href, a.rel, a.target])"
+    )
+    safe = ["noopener noreferrer", "_blank"]
+    assert links == [["http://x.example/y", *safe], ["https://ok.example/", *safe]]
+    assert browser.count(".text script, .text img, .text [onerror]") == 0
+    assert browser.script("return typeof pwned") == "undefined"
+    assert "<script>pwned = 1</script>" in browser.text(".message.assistant > .text")
+
+
+def test_reasoning_and_tool_calls_are_shown(browser: Browser) -> None:
+    """The echo writes neither, so the page is given a conversation that has them."""
+    call = {"id": "call_1", "name": "weather", "arguments": '{"city": "Oslo"}'}
+    said = {"role": "assistant", "content": "", "reasoning": "They want **weather**.", "calls": [call]}
+    kept = {"id": "1", "title": "", "changed": 1, "messages": [{"role": "user", "content": "Oslo?"}, said]}
+    browser.script("localStorage.setItem('tandem.chat.1', JSON.stringify(arguments[0]))", kept)
+    browser.driver.refresh()
+    browser.up()
+    assert browser.count("details.reasoning:not([open])") == 1
+    browser.one("details.reasoning summary").click()
+    assert browser.text("details.reasoning strong") == "weather"
+    assert "weather" in browser.text(".call") and '"city": "Oslo"' in browser.text(".call pre")
+    browser.one(".result-form input").send_keys("rain", Keys.ENTER)
+    browser.answered(2)
+    assert browser.text(".message.tool .result") == "rain"
+    assert browser.text(".message:last-child > .text") == "rain"
+
+
+def test_settings_are_sent_and_kept(browser: Browser) -> None:
+    browser.one("#open-settings").click()
+    browser.one("[name=max_tokens]").send_keys("3")
+    browser.one("[name=tools]").send_keys("no JSON")
+    browser.one("#settings .primary").click()
+    assert browser.text("#settings-error") == "The tools are no JSON list."
+    browser.one("[name=tools]").clear()
+    browser.one("#settings .primary").click()
+    browser.say("abcdefgh")
+    browser.answered()
+    assert browser.text(".message.assistant > .text") == "abc"
+    assert "cut at max tokens" in browser.text(".foot")
+    browser.driver.refresh()
+    browser.one("#open-settings").click()
+    assert browser.one("[name=max_tokens]").get_property("value") == "3"
+    browser.one("#settings .primary").click()
+
+
+def test_the_map_shows_traffic_sides_and_exchanges(browser: Browser) -> None:
+    browser.one("#to-live").click()
+    browser.script("document.getElementById('input').value = arguments[0]", LONG)
+    browser.script("document.getElementById('composer').requestSubmit()")
+    browser.until(lambda: "→ GPU" in browser.text("#moves") and "→ CPU" in browser.text("#moves"))
+    browser.until(lambda: browser.text(".tile").count("\n") > 6)
+    tiles = browser.text(".tile")
+    assert "On the GPU" in tiles and "of routed tokens" in tiles and "Exchanges" in tiles
+    assert "on the GPU" in browser.text("#legend") and "in CPU memory" in browser.text("#legend")
+    assert browser.script(_COLOURS) > 20  # shades of two ramps, not one flat field
+    browser.one("#map").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
+    assert browser.text("#under").startswith("Layer 2, expert 1: ")
+    assert "6 layers × 32 experts" in browser.one("#map").get_attribute("aria-label")
+
+
+_COLOURS = """
+const map = document.getElementById("map"), brush = map.getContext("2d"), found = new Set();
+const data = brush.getImageData(0, 0, map.width, map.height).data;
+for (let i = 0; i < data.length; i += 4) found.add((data[i] << 16) | (data[i + 1] << 8) | data[i + 2]);
+return found.size;
+"""
+
+
+def test_the_page_goes_on_after_the_engine_has_died(driver: Any, tmp_path: Path) -> None:
+    with running(spawn_echo(tmp_path / "log", "load_routed")) as server:
+        browser = Browser(driver)
+        browser.open(server)
+        browser.up()
+        browser.say(LONG)
+        browser.until(lambda: "a long" in browser.text(".message.assistant > .text"))
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        browser.until(lambda: "is being restarted" in browser.text(".message .error"))
+        assert "a long" in browser.text(".message.assistant > .text")
+        browser.until(lambda: server.healthy() and server.info()["engine_restarts"] == 1)
+        browser.up()
+        browser.script("document.querySelector('.foot button:last-of-type').click()")
+        browser.until(lambda: browser.text(".message.assistant:not(.running) > .text").strip() == LONG.strip())
+        assert browser.count(".message") == 2 and not browser.text(".message .error")
+
+
+def test_a_page_without_its_server_says_so_and_comes_back(driver: Any, tmp_path: Path) -> None:
+    """Another server on the same port, as after `kt serve` was started anew."""
+    server = spawn_echo(tmp_path / "log")
+    browser = Browser(driver)
+    with running(server):
+        browser.open(server)
+        browser.up()
+    browser.until(lambda: "cannot be reached" in browser.text("#banner"))
+    assert not browser.one("#send").is_enabled()
+    port, log = int(server.url.rpartition(":")[2]), tmp_path / "again"
+    with running(ServerProcess(spawn(["-c", echo_code("load", port=port)], log), port, log)):
+        browser.up()
+        browser.until(lambda: not browser.text("#banner"))
+        browser.say("back")
+        browser.answered()
+    driver.get("about:blank")
+
+
+def test_the_key_is_asked_for_and_kept_in_this_tab(driver: Any, tmp_path: Path) -> None:
+    server = spawn_echo(tmp_path / "log", api_key="s3cret")
+    server.headers = {"Authorization": "Bearer s3cret"}
+    with running(server):
+        browser = Browser(driver)
+        browser.open(server)
+        browser.until(lambda: browser.one("#key").is_displayed())
+        browser.one("[name=key]").send_keys("wrong", Keys.ENTER)
+        browser.until(lambda: browser.one("#key-error").is_displayed())
+        browser.one("[name=key]").send_keys("s3cret", Keys.ENTER)
+        browser.up()
+        browser.say("hello")
+        browser.answered()
+        assert browser.text(".message.assistant > .text") == "hello"
+        driver.refresh()
+        browser.up()
+        assert not browser.one("#key").is_displayed()
+        assert "s3cret" not in browser.script("return JSON.stringify(localStorage)")
+        assert "s3cret" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("size", [(1440, 900), (390, 844)], ids=["wide", "phone"])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_nothing_is_in_the_way_of_anybody(browser: Browser, size: tuple[int, int], theme: str) -> None:
+    """axe-core finds nothing serious, and nothing is wider than the window."""
+    if not AXE.exists():
+        pytest.skip("axe-core is not installed: npm install --no-save axe-core")
+    browser.driver.set_window_size(*size)
+    try:
+        browser.script("document.documentElement.dataset.theme = arguments[0]", theme)
+        browser.say("# Title\n\n- a list\n\n```c\nint x;\n```\n\n| a |\n| - |\n| 1 |\n\n> said\n\n[x](https://ok.example)")
+        browser.answered()
+        _check(browser)
+        browser.one("#to-live").click()
+        browser.until(lambda: browser.text("#plan"))
+        _check(browser)
+        browser.one("#open-settings").click()
+        _check(browser)
+        browser.one("#settings .primary").click()
+    finally:
+        browser.driver.set_window_size(1440, 900)
+
+
+def _check(browser: Browser) -> None:
+    source = "const done = arguments[0]; axe.run().then((found) => done(found.violations), (e) => done(String(e)))"
+    browser.driver.execute_cdp_cmd("Page.setBypassCSP", {"enabled": True})
+    browser.script(AXE.read_text() + "; window.axe = axe")
+    found = browser.driver.execute_async_script(source)
+    assert isinstance(found, list), found
+    serious = [
+        (each["id"], [node["html"][:160] for node in each["nodes"]])
+        for each in found
+        if each["impact"] in ("serious", "critical")
+    ]
+    assert not serious
+    assert browser.script("return document.documentElement.scrollWidth <= innerWidth")
