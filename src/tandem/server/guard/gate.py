@@ -13,6 +13,7 @@ from tandem.server.errors import ApiError, error_response
 from tandem.server.fields import IGNORED_HEADER
 from tandem.server.guard.connection import Deadline, run_while_wanted
 from tandem.server.guard.origins import ANY, Origins
+from tandem.server.guard.request_log import RequestNote
 from tandem.server.page.routes import is_public
 from tandem.server.state import ServerState
 
@@ -26,7 +27,7 @@ def install(app: FastAPI, state: ServerState) -> None:
     if origins is not None:
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=[ANY], allow_headers=[ANY],
-            expose_headers=[IGNORED_HEADER, "Retry-After"],
+            expose_headers=[IGNORED_HEADER, "Retry-After", "x-request-id"],
         )  # fmt: skip
 
 
@@ -44,7 +45,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope, send = _tolerant(scope, send)
+        note = RequestNote(scope)
+        scope, send = _tolerant(scope, note.sending(send))
         self._state.http_active += 1
         self._state.metrics.http_active.inc()
         try:
@@ -57,6 +59,7 @@ class Gate:
         finally:
             self._state.http_active -= 1
             self._state.metrics.http_active.dec()
+            note.tell()
 
     def _deadline(self, scope: Scope) -> Deadline | None:
         """Also for those who answer: `request.state.deadline`."""
