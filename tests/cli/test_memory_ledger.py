@@ -16,6 +16,7 @@ from tandem.config import ModelConfig
 from tandem.config.gpu_plan import GpuPlan, dense_bytes
 from tandem.config.host_memory import HostShare, host_memory, pinned_bytes
 from tandem.engine.gpu_runner import _Inputs
+from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.experts.handoff import HandoffSizes, _Copies
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, Workspace
@@ -100,8 +101,10 @@ def test_what_the_handoff_pins_is_planned() -> None:
 def test_what_graphs_inputs_pin_is_planned(on_gpu: int) -> None:
     sizes = (1, 3, 64)
     share = HostShare(on_gpu, 1000, 3, step_tokens=300, graph_sizes=sizes, pages=2561, top_k=8)
-    made = [_Inputs(size, 2561, torch.device("cpu")) for size in sizes]
-    assert host_memory(qwen3(2048, 768), share).inputs == sum(pinned_bytes(i._host.nbytes) for i in made)
+    model, device = qwen3(2048, 768), torch.device("cpu")
+    inputs = [_Inputs(size, 2561, device) for size in sizes]
+    masks = [GraphMasks(size, model.vocab, device) for size in sizes]
+    assert host_memory(model, share).inputs == sum(pinned_bytes(each._host.nbytes) for each in (*inputs, *masks))
 
 
 def test_an_engine_beside_a_gpu_takes_scratch_as_planned() -> None:

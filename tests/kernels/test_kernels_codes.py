@@ -164,7 +164,7 @@ def _power(code: Tensor) -> float:
 # Where the halves of a block lie.
 GGUF_HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
-    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": (),
 }  # fmt: skip
 
 
@@ -182,6 +182,8 @@ def test_gguf_weights_equal_ggufs_own_reading(name: str, tier: str, size: float)
         half = (size * random.uniform(-1, 1, (*blocks.shape[:2], 1))).astype(np.float16)
         half[::7, 0] = 0
         blocks[..., at : at + 2] = half.view(np.uint8)
+    if name == "MXFP4":  # a block's scale is one exponent: of 2^-20 to 2^3 times `size`
+        blocks[..., 0] = random.integers(107, 131, blocks.shape[:2]) + int(np.log2(size))
     data = blocks.reshape(33, -1)
     codes = gguf_blocks.GGUF_CODES[name](torch.from_numpy(data))
     expected = torch.from_numpy(gguf.dequantize(data, kind))

@@ -32,9 +32,10 @@ def expert_matrices(
     gate_name, up_name, down_name = (
         layer + names.each.format(expert=expert, matrix=m) for m in names.matrices
     )
-    if not checkpoint.has_matrix(up_name):
+    first = gate_name if gated else up_name
+    if not checkpoint.has_matrix(first):
         raise CheckpointError(
-            f"{checkpoint.path_of(up_name)} has neither {up_name}.weight nor {layer + names.gate_up}"
+            f"{checkpoint.path_of(first)} has neither {first}.weight nor {layer + names.gate_up}"
         )
     up = checkpoint.weight(up_name, (width, hidden))
     gate = checkpoint.weight(gate_name, (width, hidden)) if gated else up
