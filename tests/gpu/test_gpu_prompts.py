@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.gpu, needs_triton]
 TOLERANCE = (4.5 if INTERPRETED else 2.0) * 2.0**-8
 COUNT, TOP_K = 6, 3
 PLAIN = ("bf16", "int8", "int4")
-STORED = ("fp8", "mxfp8", "mxfp4", "nvfp4", "int4 f16")
+STORED = ("fp8", "mxfp8", "mxfp4", "nvfp4", "int4 f16", "int4_zeros")
 
 
 @pytest.fixture(scope="module")

@@ -169,7 +169,7 @@ def test_experts_of_other_shapes(compiler: Compiler, ops: GpuOps, kind: Activati
     assert set(compiler.variants) >= {"_gate_up", "_down", "_combine", between}
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4", "fp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4", "fp8", "mxfp4", "nvfp4", "int4_zeros"])
 def test_experts_of_many_rows(
     compiler: Compiler, ops: GpuOps, monkeypatch: pytest.MonkeyPatch, fmt: str
 ) -> None:

@@ -54,31 +54,38 @@ def _tile(x, words, scales, bias, out, rows, depth, blocks, columns, panels, out
 
 
 @triton.jit
-def _number(word, scale, j: tl.constexpr, FMT: tl.constexpr):
-    return (plane(word, j, FMT) * scale).to(tl.bfloat16)
+def _number(word, scale, zero, j: tl.constexpr, FMT: tl.constexpr, ZERO_AT: tl.constexpr):
+    value = plane(word, j, FMT)
+    if ZERO_AT:
+        value -= zero
+    return (value * scale).to(tl.bfloat16)
 
 
 @triton.jit
 def panel_numbers(words, scales, part, blocks, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
-                  SCALED: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
-    """Of the panel at `words`, whose scales begin at `scales`: bfloat16 [16, STEP * CODES], the part-th such piece."""
+                  SCALED: tl.constexpr, STEP: tl.constexpr, zeros=None, ZERO_AT: tl.constexpr = 0):  # fmt: skip
+    """Of the panel at `words`, whose scales begin at `scales`: bfloat16 [16, STEP * CODES], the part-th such piece.
+    With ZERO_AT `zeros` points at its zero points."""
     r, at = tl.arange(0, 16), part * STEP + tl.arange(0, STEP)
     inside = (at < blocks)[None, :] & (r >= 0)[:, None]
     word = tl.load(words + at[None, :] * 16 + r[:, None], inside, other=0)
     scale = tl.full([16, STEP], 1.0, tl.float32)
+    zero = scale
+    groups = (at // GROUP if GROUP else at * 0)[None, :] * 16 + r[:, None]
+    if ZERO_AT:
+        zero = tl.load(zeros + groups, inside, other=0).to(tl.float32)
     if SCALED:
-        groups = (at // GROUP if GROUP else at * 0)[None, :] * 16 + r[:, None]
         scale = scale_value(tl.load(scales + groups, inside, other=0), SCALED)
     if SCALED == 3:
         scale *= row_factor(scales, r)[:, None]
     if CODES == 8:  # k of a word side by side: 0, 2, 4, 6 and 1, 3, 5, 7, interleaved
-        a = tl.interleave(_number(word, scale, 0, FMT), _number(word, scale, 4, FMT))
-        b = tl.interleave(_number(word, scale, 2, FMT), _number(word, scale, 6, FMT))
-        c = tl.interleave(_number(word, scale, 1, FMT), _number(word, scale, 5, FMT))
-        d = tl.interleave(_number(word, scale, 3, FMT), _number(word, scale, 7, FMT))
+        a = tl.interleave(_number(word, scale, zero, 0, FMT, ZERO_AT), _number(word, scale, zero, 4, FMT, ZERO_AT))
+        b = tl.interleave(_number(word, scale, zero, 2, FMT, ZERO_AT), _number(word, scale, zero, 6, FMT, ZERO_AT))
+        c = tl.interleave(_number(word, scale, zero, 1, FMT, ZERO_AT), _number(word, scale, zero, 5, FMT, ZERO_AT))
+        d = tl.interleave(_number(word, scale, zero, 3, FMT, ZERO_AT), _number(word, scale, zero, 7, FMT, ZERO_AT))
         value = tl.interleave(tl.interleave(a, b), tl.interleave(c, d))
     else:
-        value = tl.interleave(_number(word, scale, 0, FMT), _number(word, scale, 1, FMT))
+        value = tl.interleave(_number(word, scale, zero, 0, FMT, ZERO_AT), _number(word, scale, zero, 1, FMT, ZERO_AT))
     return value
 
 

@@ -9,15 +9,16 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.gpu.code_tiles import panel_numbers
-from tandem.kernels.gpu.panels import Panels, views
+from tandem.kernels.gpu.panels import Panels, views, zeros_of
 
 WORDS = 128  # along k, of a program
 
 
 @triton.jit(do_not_specialize=["pieces", "keys", "key", "slot"], do_not_specialize_on_alignment=["counts"])
-def _unpack(words, scales, counts, out, pieces, keys, key, slot, word_stride, scale_stride, depth, blocks, columns,
-            halves, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
-            PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+def _unpack(words, scales, zeros, counts, out, pieces, keys, key, slot, word_stride, scale_stride, depth, blocks,
+            columns, halves, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
+            PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr, ZERO_AT: tl.constexpr,
+            STEP: tl.constexpr):  # fmt: skip
     """halves: 2 where panels of two matrices alternate, which come one after the other in `out`."""
     expert = tl.program_id(2)
     rows = 0
@@ -27,9 +28,12 @@ def _unpack(words, scales, counts, out, pieces, keys, key, slot, word_stride, sc
         return
     panel, lane = tl.program_id(0), tl.arange(0, 16)
     at = (slot + expert).to(tl.int64)
+    if ZERO_AT:
+        zeros += (at * word_stride + panel * PANEL) * 4 + ZERO_AT
     words += at * word_stride + panel * PANEL
     scales += at * scale_stride + panel * SCALE_PANEL + SCALE_AT
-    value = panel_numbers(words, scales, tl.program_id(1), blocks, FMT, CODES, GROUP, SCALED, STEP)
+    value = panel_numbers(words, scales, tl.program_id(1), blocks, FMT, CODES, GROUP, SCALED, STEP, zeros,
+                          ZERO_AT)  # fmt: skip
     row = panel // halves * 16 + lane
     k = tl.program_id(1) * STEP * CODES + tl.arange(0, STEP * CODES)
     out += (expert.to(tl.int64) * halves + panel % halves) * columns * depth
@@ -54,8 +58,8 @@ def unpack(
     words, scales = views(packed.pool, offset, panels)
     grid = panels.panels, triton.cdiv(panels.blocks, WORDS), len(out)
     _unpack[grid](
-        words, scales, counts, out, len(counts), counts.shape[1], key, packed.slot,
-        packed.stride // panels.word_bytes, packed.stride // panels.scale_bytes, panels.depth, panels.blocks,
-        out.shape[1] // halves, halves, **panels.constants(), STEP=WORDS, num_warps=4,
+        words, scales, zeros_of(packed.pool, offset, panels), counts, out, len(counts), counts.shape[1], key,
+        packed.slot, packed.stride // panels.word_bytes, packed.stride // panels.scale_bytes, panels.depth,
+        panels.blocks, out.shape[1] // halves, halves, **panels.expert_constants(), STEP=WORDS, num_warps=4,
     )  # fmt: skip
     return out
