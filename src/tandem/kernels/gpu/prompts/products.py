@@ -76,10 +76,10 @@ class PromptExperts:
 
     @staticmethod
     def reads(device: torch.device, matrices: tuple[Panels, Panels], between: Between) -> bool:
-        """Whether such experts are multiplied there: of aligned sizes, with gates, without biases and zero points."""
+        """Whether such experts are multiplied there: of aligned sizes, with gates, without biases."""
         aligned = matrices[0].depth % ALIGNED == 0 and between.width % ALIGNED == 0
         plain = between.activation.gated and between.gate_up is None
-        return multiplies(device) and aligned and plain and not any(each.zero_offset for each in matrices)
+        return multiplies(device) and aligned and plain
 
     def __call__(self, x: Tensor, keys: Tensor, weights: Tensor, parts: Sequence[Part]) -> Tensor:
         """The sum over each token's experts, float32 [T, hidden]. x bfloat16 [T, hidden], weights float32 [T, k], keys

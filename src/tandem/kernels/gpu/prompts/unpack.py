@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.gpu.code_tiles import panel_numbers
-from tandem.kernels.gpu.panels import Panels, views, zeros_of
+from tandem.kernels.gpu.panels import Panels, expert_views
 
 WORDS = 128  # along k, of a program
 
@@ -55,10 +55,10 @@ def unpack(
     """out bfloat16 [experts, halves * columns, K]: of matrices whose panels begin at byte `offset` of each expert;
     halves: 2 for gate and up, whose panels alternate. counts int32 [pieces, keys]: experts from key `key` on whose
     counts are all 0 stay unwritten."""
-    words, scales = views(packed.pool, offset, panels)
+    words, scales, zeros = expert_views(packed.pool, offset, panels)
     grid = panels.panels, triton.cdiv(panels.blocks, WORDS), len(out)
     _unpack[grid](
-        words, scales, zeros_of(packed.pool, offset, panels), counts, out, len(counts), counts.shape[1], key,
+        words, scales, zeros, counts, out, len(counts), counts.shape[1], key,
         packed.slot, packed.stride // panels.word_bytes, packed.stride // panels.scale_bytes, panels.depth,
         panels.blocks, out.shape[1] // halves, halves, **panels.expert_constants(), STEP=WORDS, num_warps=4,
     )  # fmt: skip
