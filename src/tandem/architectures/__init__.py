@@ -14,6 +14,8 @@ from tandem.architectures import (
     qwen3_next,
 )
 from tandem.architectures.family import Family, Gguf
+from tandem.config.json_keys import JsonKeys
+from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 
 _ALL = (
@@ -27,12 +29,29 @@ GGUF: dict[str, Gguf] = {family.gguf.architecture: family.gguf for family in _AL
 """By GGUF architecture."""
 
 
+def config_of(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    """Of a family of ours, else of one that Transformers' modules run. Raises ConfigError where neither can."""
+    model_type = str(keys.get("model_type"))
+    if model_type in FAMILIES:
+        return FAMILIES[model_type].config(keys, generation)
+    from tandem.architectures.foreign import foreign_config  # which imports transformers
+
+    try:
+        return foreign_config(dict(keys), generation)
+    except ConfigError as error:
+        raise ConfigError(f"{_unsupported(model_type)}; {error}") from error
+
+
 def family_of(model_type: str) -> Family:
     """Raises ConfigError naming those that there are."""
     if model_type not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise ConfigError(f"config.json: model_type {model_type!r} is not supported; these are: {known}")
+        raise ConfigError(_unsupported(model_type))
     return FAMILIES[model_type]
 
 
-__all__ = ["FAMILIES", "GGUF", "Family", "Gguf", "family_of"]
+def _unsupported(model_type: str) -> str:
+    known = ", ".join(sorted(FAMILIES))
+    return f"config.json: model_type {model_type!r} is not supported; these are: {known}"
+
+
+__all__ = ["FAMILIES", "GGUF", "Family", "Gguf", "config_of", "family_of"]

@@ -261,7 +261,7 @@ def build(
 def _runner(
     plan: Plan,
     config: ModelConfig,
-    model: models.Model,
+    model: models.AnyModel,
     side: GpuSide,
     usage: ExpertUsage | None,
     live: LiveExperts | None,

@@ -276,9 +276,24 @@ class Moe:
 NO_EXPERTS = Moe(Router(num_experts=0, top_k=0), Experts(count=0, width=0))
 """Of a model without experts."""
 
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """What a layer does outside its experts, where code that is not ours does it. weights: all of it uses for a token;
+    kept: of a sequence between steps."""
+
+    weights: int
+    kept: tuple[State, ...]
+
+    def params(self, hidden: int) -> int:
+        return self.weights
+
+    def states(self) -> tuple[State, ...]:
+        return self.kept
+
+
 Attention = Gqa | Latent
 Mixer = Gqa | Latent | DeltaRule
-Body = Gqa | Latent | DeltaRule | Dense | Moe
+Body = Gqa | Latent | DeltaRule | Dense | Moe | Foreign
 
 
 class Mechanism(Protocol):

@@ -67,7 +67,7 @@ class MemoryRequest:
         many snapshots of prefixes."""
         if not self.model.state_layout(self.dtype).slot_bytes:
             return 0
-        return 1 + self.max_running_requests * (1 if self.config.disable_radix_cache else 3)
+        return 1 + self.max_running_requests * (1 if self.config.disable_radix_cache or self.model.alone else 3)
 
     @property
     def slot_bytes(self) -> int:

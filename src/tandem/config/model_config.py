@@ -21,6 +21,15 @@ FORMAT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0625, "int4": 0.5625}
 STORED = "stored"  # the format that means: as the checkpoint has it
 
 
+@dataclass(frozen=True, slots=True)
+class ForeignCode:
+    """A model that runs through another library's modules. config_json: what its config.json says. alone: why its
+    sequences run one at a time; "": they are packed."""
+
+    config_json: str
+    alone: str = ""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer: an embedding, layers, a last norm, a head. Built by `ModelConfig.load`."""
@@ -34,6 +43,7 @@ class ModelConfig:
     max_positions: int
     eos_ids: tuple[int, ...] = ()
     unread_keys: tuple[str, ...] = ()  # keys of config.json that may matter and were not understood
+    foreign: ForeignCode | None = None  # None: Tandem's own code runs it
 
     @classmethod
     def load(cls, path: str | Path) -> ModelConfig:
@@ -50,14 +60,18 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: dict[str, object], generation: dict[str, object] | None = None) -> ModelConfig:
         """From the parsed JSON files."""
-        from tandem.architectures import family_of
+        from tandem.architectures import config_of
 
-        family = family_of(str(config.get("model_type")))
-        return family.config(JsonKeys(config), JsonKeys(generation or {}, "generation_config.json"))
+        return config_of(JsonKeys(config), JsonKeys(generation or {}, "generation_config.json"))
 
     def __post_init__(self) -> None:
         if len({layer.moe for layer in self.layers} - {None}) > 1:
             raise ConfigError("config.json: experts that differ between layers are not supported")
+
+    @property
+    def alone(self) -> str:
+        """Why sequences run one at a time, without a prefix match; "": they do not."""
+        return "" if self.foreign is None else self.foreign.alone
 
     @cached_property
     def moe_layers(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ def notices(
     config: EngineConfig, model: ModelConfig, machine: Machine, gpu: Gpu | None, no_gpu: str
 ) -> list[str]:
     """gpu: the one that is used; no_gpu: why none is."""
-    found = [*config.notices(), *_unread(model), *_overridden(config)]
+    found = [*config.notices(), *_unread(model), *_foreign(config, model), *_overridden(config)]
     if gpu is None:
         return [*found, *_idle_on_cpu(config, no_gpu)]
     return [*found, *_idle_on_gpu(config, model), *_idle_gpus(machine, gpu)]
@@ -29,6 +29,20 @@ def _unread(model: ModelConfig) -> Iterator[str]:
             yield f"config.json: {key}: the model's draft layers (MTP) are not loaded; each step decodes one token"
         else:
             yield f"config.json: {key} is not understood and has no effect"
+
+
+def _foreign(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
+    if model.foreign is None:
+        return
+    how = "one sequence at a time, without shared prefixes" if model.alone else "with Tandem's attention"
+    yield f"{model.model_type} runs through Transformers' modules, {how} and Tandem's experts"
+    if model.alone:
+        yield (
+            f"{model.alone}; so each request waits for the one before, and its cache is planned as keys and values of "
+            "every layer, which it may exceed"
+        )
+        if config.max_running_requests not in (None, 1):
+            yield f"--max-running-requests {config.max_running_requests}: one runs at a time"
 
 
 def _overridden(config: EngineConfig) -> Iterator[str]:

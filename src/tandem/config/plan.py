@@ -190,7 +190,7 @@ def _resolved(
     tier = _tier(config, machine, log)
     threads = plan_threads(config, machine)
     log.append(Decision("threads", str(len(threads.cpus)), threads.reason))
-    running = _running(config, model.state_layout(dtype).slot_bytes, log)
+    running = _running(config, model, dtype, log)
     if in_place:
         log.append(Decision("experts", "not packed", _why_in_place(config)))
     request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, in_place)
@@ -221,7 +221,7 @@ def _resolved(
         num_slots=request.num_slots,
         max_running_requests=running,
         max_step_tokens=step_tokens,
-        radix_cache=_radix(config, log),
+        radix_cache=_radix(config, model, log),
         fuse_shared_experts=_fuse_shared(request, gpu is not None, log),
         dense_codes=dense_codes,
         decisions=tuple(log),
@@ -333,11 +333,13 @@ def _tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> str:
     return tier
 
 
-def _running(config: EngineConfig, slot_bytes: int, log: list[Decision]) -> int:
-    """slot_bytes: what each sequence takes beside its pages."""
+def _running(config: EngineConfig, model: ModelConfig, dtype: str, log: list[Decision]) -> int:
     asked, fitting = config.max_running_requests, DEFAULT_RUNNING_REQUESTS
+    slot_bytes = model.state_layout(dtype).slot_bytes  # what each sequence takes beside its pages
     reason = "default; later requests wait"
-    if asked is not None:
+    if model.alone:
+        fitting, reason = 1, f"Transformers' own cache holds one sequence: {model.alone}"
+    elif asked is not None:
         fitting, reason = asked, "--max-running-requests"
     elif slot_bytes:
         fitting = min(fitting, max(LEAST_RUNNING, DEFAULT_SLOT_BYTES // slot_bytes))
@@ -373,9 +375,10 @@ def _step_tokens(config: EngineConfig, context: int, running: int, usual: int, l
     return chunk
 
 
-def _radix(config: EngineConfig, log: list[Decision]) -> bool:
-    on = not config.disable_radix_cache
+def _radix(config: EngineConfig, model: ModelConfig, log: list[Decision]) -> bool:
+    on = not config.disable_radix_cache and not model.alone
     reason = "requests that begin alike share their KV pages" if on else "--disable-radix-cache"
+    reason = "Transformers' own cache cannot be shared" if model.alone else reason
     log.append(Decision("prefix cache", "on" if on else "off", reason))
     return on
 

@@ -289,7 +289,7 @@ class TorchOps:
             weights = weights / (weights.sum(-1, keepdim=True) + router.epsilon)
         ids, weights = ids.int(), weights * router.scale
         if tally is not None:
-            _count(tally, ids)
+            count_choices(tally, ids)
         if shared:
             always = torch.arange(
                 router.num_experts, router.num_experts + shared, dtype=torch.int32, device=ids.device
@@ -299,7 +299,7 @@ class TorchOps:
         return Routing(ids, weights, None if places is None else places[ids])
 
 
-def _count(tally: Tally, ids: Tensor) -> None:
+def count_choices(tally: Tally, ids: Tensor) -> None:
     """ids [T, k] of routed experts. Nothing here waits for a GPU."""
     flat, kind = ids.flatten().long(), tally.tokens.dtype
     counts = torch.ones_like(flat, dtype=kind)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
+from torch import Tensor
+
 from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.experts import ExpertStore
@@ -11,6 +15,15 @@ from tandem.kernels.packed.cache import PackedCache
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder, Progress
 from tandem.models.model import Model
+from tandem.models.passing import States
+
+
+class AnyModel(Protocol):
+    """What runs a step."""
+
+    def forward(self, batch: ForwardBatch, states: States) -> Tensor:
+        """As `Model.forward`."""
+        ...
 
 
 def build(
@@ -22,14 +35,19 @@ def build(
     store: ExpertStore | None = None,
     kept: PackedCache | None = None,
     usage: ExpertUsage | None = None,
-) -> Model:
+) -> AnyModel:
     """Loads a model: reads and packs layer by layer, so the weights are never held twice.
 
     `store` says where routed experts live, None: where `ops` computes. What `kept` holds is not packed again, and what
     it lacks is written to it. `usage` counts which experts are chosen. `progress(what, bytes done, bytes in all)` is
     called after every layer. Raises CheckpointError naming file and tensor, ConfigError for an unknown family.
     """
-    return Model(Builder(config, plan, checkpoint, ops, progress, store, kept, usage))
+    b = Builder(config, plan, checkpoint, ops, progress, store, kept, usage)
+    if config.foreign is None:
+        return Model(b)
+    from tandem.models.foreign import foreign_model  # which imports transformers
+
+    return foreign_model(b)
 
 
-__all__ = ["ForwardBatch", "Model", "Progress", "build"]
+__all__ = ["AnyModel", "ForwardBatch", "Model", "Progress", "build"]

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.layers import Block, DeltaRule, Dense, Gqa, Latent
+from tandem.config.layers import Block, DeltaRule, Dense, Gqa, Latent, Moe
 from tandem.config.state import State
 from tandem.kernels.ops import MLP, Ops, SureRead
 from tandem.models.attention import Attention
@@ -100,4 +100,5 @@ def _operator(b: Builder, index: int, names: Names, block: Block) -> Operator:
         return DeltaNet(b, body, layer + names.recurrent)
     if isinstance(body, Dense):
         return DenseBlock(dense_mlp(b, layer + names.dense, body))
+    assert isinstance(body, Moe), "this layer is not ours"
     return MoEBlock(b, index, body, names)

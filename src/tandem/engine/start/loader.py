@@ -41,7 +41,6 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
 from tandem.kernels.this_machine import these_cpus
 from tandem.kernels.workers import planned_pool
-from tandem.models.model import Model
 
 TURN_SECONDS = 5e-4
 
@@ -142,13 +141,13 @@ class _Start:
         stream = expert_stream(self.plan, gpu, copies, live)
         return replace(parts, live=live, handoff=gpu.handoff, begin_step=begin_step(gpu.ops, stream))
 
-    def _model(self, ops: Ops, store: ExpertStore | None, usage: ExpertUsage | None) -> Model:
+    def _model(self, ops: Ops, store: ExpertStore | None, usage: ExpertUsage | None) -> models.AnyModel:
         kept = self.packed.cache
         return models.build(
             self.model_config, self.plan, self.checkpoint, ops, self.progress, store, kept, usage
         )
 
-    def _parts(self, model: Model, usage: ExpertUsage | None) -> EngineParts:
+    def _parts(self, model: models.AnyModel, usage: ExpertUsage | None) -> EngineParts:
         recorder = expert_recorder(self.config, self.model_config, usage)
         return EngineParts(
             self.plan, self.model_config, model, self.tokenizer, self.ops.pool, usage, recorder

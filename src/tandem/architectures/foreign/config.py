@@ -1,0 +1,128 @@
+"""`foreign_config`: a family that Tandem has no code for, as far as it can be known without running it."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.architectures.foreign.gates import activation_of
+from tandem.architectures.foreign.observe import AttentionCall, Observation, observe
+from tandem.architectures.foreign.registry import why_not_installed
+from tandem.architectures.foreign.skeleton import expert_modules, layer_of, skeleton
+from tandem.config.json_keys import JsonKeys
+from tandem.config.layers import Activation, Block, Experts, Foreign, Layer, Moe, Norm, Router
+from tandem.config.model_config import ForeignCode, ModelConfig
+from tandem.config.state import Array, Fold, Pages, State
+from tandem.errors import ConfigError
+
+OURS = ("silu",)  # activations that Tandem's experts have
+LONGEST = 1 << 17  # tokens, where a configuration names no limit
+NORM = Norm(1e-6)  # whose numbers nobody asks: Transformers' modules have their own
+
+
+def foreign_config(values: Mapping[str, Any], generation: JsonKeys) -> ModelConfig:
+    """Of config.json. Raises ConfigError naming what is missing: the package, the family, or a mechanism."""
+    why = why_not_installed()
+    if why:
+        raise ConfigError(why)
+    text = json.dumps(dict(values))
+    model = skeleton(text)
+    experts = expert_modules(model)
+    if not experts:
+        raise ConfigError("its experts are not in Transformers' registry of experts, if it has any")
+    found = observe(model)
+    part = model.config.get_text_config()
+    return ModelConfig(
+        model_type=str(values["model_type"]),
+        hidden=part.hidden_size,
+        vocab=model.get_input_embeddings().weight.shape[0],
+        layers=_layers(model, experts, found),
+        norm=NORM,
+        tied_embeddings=bool(part.tie_word_embeddings),
+        max_positions=getattr(part, "max_position_embeddings", None) or LONGEST,
+        eos_ids=generation.integers("eos_token_id") or JsonKeys(values).integers("eos_token_id"),
+        foreign=ForeignCode(text, found.alone),
+    )
+
+
+def _layers(model: Any, experts: dict[str, Any], found: Observation) -> tuple[Layer, ...]:
+    count, moe = model.config.get_text_config().num_hidden_layers, _moe(model, experts, found)
+    sparse = {layer_of(name) for name in experts}
+    weights = _weights(model, experts)
+    kept = _kept(model, found, count)
+    layers, hidden = [], hidden_size(model)
+    for index in range(count):  # a block's norm is counted with it, a router with its experts
+        beside = 2 * hidden + moe.params(hidden) if index in sparse else hidden
+        code = Foreign(max(0, weights[index] - beside), kept[index])
+        blocks = (Block(code, NORM), Block(moe, NORM)) if index in sparse else (Block(code, NORM),)
+        layers.append(Layer(blocks))
+    return tuple(layers)
+
+
+def hidden_size(model: Any) -> int:
+    return int(model.config.get_text_config().hidden_size)
+
+
+def _kept(model: Any, found: Observation, count: int) -> list[tuple[State, ...]]:
+    """What each layer keeps. Where Transformers' own cache runs, pages are never written: they stand for what it takes,
+    and a slot keeps the answers of one request apart."""
+    if found.alone:
+        part = model.config.get_text_config()
+        heads = getattr(part, "num_key_value_heads", None) or part.num_attention_heads
+        size = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
+        pages = Pages((Array("transformers", (2, heads, size)),))
+        own = Fold((Array("transformers", (1,), "float32"),))
+        return [(pages, own), *[(pages,)] * (count - 1)]
+    kept: dict[int, tuple[State, ...]] = defaultdict(tuple)
+    for call in found.attention:
+        kept[layer_of(call.module)] += (pages_of(call),)
+    return [kept[index] for index in range(count)]
+
+
+def pages_of(call: AttentionCall) -> Pages:
+    return Pages((Array("k", (call.kv_heads, call.key_dim)), Array("v", (call.kv_heads, call.value_dim))))
+
+
+def _weights(model: Any, experts: dict[str, Any]) -> dict[int, int]:
+    """Of each layer outside its experts."""
+    inside, sums = tuple(f"{name}." for name in experts), defaultdict[int, int](int)
+    for name, parameter in model.named_parameters():
+        if not name.startswith(inside) and layer_of(name) >= 0:
+            sums[layer_of(name)] += parameter.numel()
+    return sums
+
+
+def _moe(model: Any, experts: dict[str, Any], found: Observation) -> Moe:
+    shapes = {_shape(name, module) for name, module in experts.items()}
+    if len(shapes) > 1:
+        raise ConfigError("its experts differ between layers, which is not supported")
+    count, width, hidden = shapes.pop()
+    if hidden != hidden_size(model):
+        raise ConfigError(f"its experts read rows of {hidden} numbers, not the model's {hidden_size(model)}")
+    each = max(found.top_k.values(), default=0) or model.config.get_text_config().num_experts_per_tok
+    name, module = next(iter(experts.items()))
+    return Moe(Router(count, each), Experts(count, width, _activation(name, module)))
+
+
+def _shape(name: str, module: Any) -> tuple[int, int, int]:
+    """Experts, their width, and the size of the rows that they read."""
+    if not module.has_gate:
+        raise ConfigError(f"{name}: experts without a gate are not supported")
+    if module.has_bias:
+        raise ConfigError(f"{name}: experts with biases are not supported")
+    count, first, second = module.down_proj.shape
+    hidden, width = (second, first) if module.is_transposed else (first, second)
+    return count, width, hidden
+
+
+def _activation(name: str, module: Any) -> Activation:
+    activation = activation_of(module)
+    if activation is None:
+        raise ConfigError(f"{name}: its activation is none of those that are known")
+    if activation.kind not in OURS:
+        raise ConfigError(
+            f"{name}: its activation is {activation.kind}; Tandem's experts have {', '.join(OURS)}"
+        )
+    return activation

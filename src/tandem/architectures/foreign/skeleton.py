@@ -1,0 +1,59 @@
+"""A model of Transformers without memory: all modules, on PyTorch's meta device."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from typing import Any
+
+import torch
+
+from tandem.architectures.foreign.hooks import NAME, register
+from tandem.architectures.foreign.registry import config_class, installed_version, model_class
+from tandem.errors import ConfigError
+
+NOT_FOR_MODULES = ("quantization_config", "auto_map", "dtype", "torch_dtype", "architectures")
+_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+def skeleton(config_json: str, dtype: torch.dtype = torch.float32, attention: str | None = NAME) -> Any:
+    """config_json: as in the file. attention: an entry of Transformers' registry; None: what Transformers would take.
+
+    No code of a checkpoint is run: only classes of the installed package. Raises ConfigError naming what it lacks.
+    """
+    register()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    read = json.loads(config_json, object_hook=_special_float)
+    values = {k: v for k, v in read.items() if k not in NOT_FOR_MODULES}
+    try:
+        config = config_class(values["model_type"]).from_dict(values)
+        cls, part = model_class(config)
+        chosen = {} if attention is None else {"attn_implementation": attention}
+        with torch.device("meta"):
+            model = cls._from_config(part, dtype=dtype, experts_implementation=NAME, **chosen)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a class makes of these keys
+        raise ConfigError(
+            f"config.json: Transformers {installed_version()} cannot build {values['model_type']!r} from it: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return model.eval()
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """Transformers writes what JSON has no number for as {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
+def layer_of(name: str) -> int:
+    """The decoder layer that a module or tensor belongs to, by its name; -1: none."""
+    found = _NUMBER.search(name)
+    return int(found[1]) if found else -1
+
+
+def expert_modules(model: Any) -> dict[str, Any]:
+    """By name: the modules whose experts Transformers lets others compute."""
+    marks = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
+    return {name: m for name, m in model.named_modules() if all(hasattr(m, mark) for mark in marks)}

@@ -1,0 +1,129 @@
+"""One layer's experts: read by the names and in the layout that Transformers' module has, computed by Tandem's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.errors import CheckpointError
+from tandem.experts import ExpertMatrices, Experts
+from tandem.formats.codes import Weight, WeightCodes
+from tandem.formats.cut import numbers, rows_of
+from tandem.kernels.ops import Routing, Tally
+from tandem.kernels.reference import count_choices
+from tandem.models.foreign.names import Source, module_of
+from tandem.models.foreign.stored import StoredTensors
+
+BOTH, DOWN = "gate_up_proj", "down_proj"
+
+
+class LayerExperts:
+    """What an experts module of Transformers computes: the sum over a token's experts."""
+
+    def __init__(
+        self, experts: Experts, tally: Tally | None, norm: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        """norm: of each expert's result, before it is weighed."""
+        self._experts, self._tally, self._norm = experts, tally, norm
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [T, hidden], ids and weights [T, k] -> [T, hidden]."""
+        ids, weights = ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous()
+        if self._tally is not None:
+            count_choices(self._tally, ids)
+        if self._norm is None:
+            return self._sum(x, ids, weights)
+        each = [self._sum(x, one, torch.ones_like(weight)) for one, weight in _columns(ids, weights)]
+        normed = torch.stack([self._norm(y).float() for y in each], dim=1)
+        return (normed * weights[..., None]).sum(1).to(x.dtype)
+
+    def _sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        places = self._experts.places
+        routing = Routing(ids, weights, None if places is None else places[ids])
+        return self._experts.wait(self._experts.submit(x.contiguous(), routing))
+
+
+def _columns(ids: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
+    pairs = zip(ids.split(1, dim=1), weights.split(1, dim=1), strict=True)
+    return [(one.contiguous(), weight) for one, weight in pairs]
+
+
+class ExpertReader:
+    """The matrices of a layer's experts, by their numbers."""
+
+    def __init__(self, model: Any, name: str, module: Any, stored: StoredTensors) -> None:
+        """name: of the module."""
+        self._model, self._module, self._checkpoint = model, module, stored.checkpoint
+        self._names = {part: f"{name}.{part}" for part in (BOTH, DOWN)}
+        self._sources = {part: _need(stored, full) for part, full in self._names.items()}
+        self._shapes = {part: tuple(stored.targets[full].shape) for part, full in self._names.items()}
+
+    def __call__(self, expert: int) -> ExpertMatrices:
+        """gate and up [width, hidden], down [hidden, width]."""
+        both, down = self._matrices(BOTH, expert), self._matrices(DOWN, expert)
+        if len(both) == 2:
+            return both[0], both[1], down[0]
+        return *self._cut(both[0]), down[0]
+
+    def _matrices(self, part: str, expert: int) -> list[Weight]:
+        """Gate and up apart, or in one matrix of output rows."""
+        source = self._sources[part]
+        if source.converter is None:
+            return [self._upright(self._fused(part, source.name, expert))]
+        if _merges(source):
+            return [self._one(part, names[expert], len(source.found)) for names in source.found.values()]
+        return [self._upright(self._converted(part, source, expert))]
+
+    def _one(self, part: str, name: str, of: int) -> Weight:
+        """An expert's own matrix, stored under its own name."""
+        _, rows, columns = self._shapes[part]
+        return self._checkpoint.weight(module_of(name), (rows // of, columns))
+
+    def _fused(self, part: str, name: str, expert: int) -> Weight:
+        count, rows, columns = self._shapes[part]
+        return self._checkpoint.expert_weight(module_of(name), expert, (count, rows, columns))
+
+    def _converted(self, part: str, source: Source, expert: int) -> Tensor:
+        """Through Transformers' converter, with this expert alone."""
+        count = self._shapes[part][0]
+        tensors = {p: self._of_expert(names, expert, count) for p, names in source.found.items()}
+        made = source.converted(self._names[part], self._model, tensors)
+        return made[self._names[part]][0]
+
+    def _of_expert(self, names: list[str], expert: int, count: int) -> list[Tensor]:
+        if len(names) == count:
+            return [self._checkpoint.get(names[expert])]
+        return [self._checkpoint.get(name)[expert : expert + 1] for name in names]
+
+    def _upright(self, weight: Weight) -> Weight:
+        """[output rows, input columns]."""
+        if not self._module.is_transposed:
+            return weight
+        if isinstance(weight, WeightCodes):
+            raise CheckpointError(
+                f"{self._names[BOTH]}: transposed experts that are stored as codes cannot be read"
+            )
+        return weight.T
+
+    def _cut(self, both: Weight) -> tuple[Weight, Weight]:
+        width = both.shape[0] // 2
+        if self._module.is_concatenated:
+            return rows_of(both, slice(0, width)), rows_of(both, slice(width, None))
+        rows = numbers(both)
+        return rows[0::2], rows[1::2]
+
+
+def _merges(source: Source) -> bool:
+    """Experts that are stored one by one, and only stacked, gate before up."""
+    kinds = [type(each).__name__ for each in source.converter.operations]
+    return kinds in (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
+
+
+def _need(stored: StoredTensors, name: str) -> Source:
+    source = stored.source(name)
+    if source is None:
+        raise stored.missing(name)
+    return source

@@ -1,0 +1,85 @@
+"""Which tensors of a checkpoint make which tensor of a module, as Transformers' own conversions say."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tandem.checkpoint.parts import CODES, part_of
+
+
+@dataclass(slots=True)
+class Source:
+    """converter: what makes one tensor of several, or others of one; None: it is only called otherwise. found: names in
+    the checkpoint by the converter's patterns, in the order of their numbers."""
+
+    converter: Any = None
+    found: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def name(self) -> str:
+        """Where there is one."""
+        return next(iter(self.found.values()))[0]
+
+    def converted(self, target: str, model: Any, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        """The module tensors that the converter makes of `tensors`, by name."""
+        work = copy.deepcopy(self.converter)
+        for pattern, each in tensors.items():
+            for name, tensor in zip(self.found[pattern], each, strict=False):
+                work.add_tensor(target, name, pattern, lambda tensor=tensor: tensor)
+        made = work.convert(target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def sources(model: Any, names: Iterable[str]) -> tuple[dict[str, Source], list[str]]:
+    """By the module tensor that they make, the first where a converter makes several; and names that make none."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    targets, prefix = model.state_dict(), model.base_model_prefix
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    found: dict[str, Source] = {}
+    unused = []
+    for name in sorted(matrix_names(names), key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, targets)
+        if target not in targets and name in targets:
+            target, pattern = name, None
+        if target not in targets:
+            unused.append(name)
+            continue
+        source = found.setdefault(target, Source(by_pattern.get(pattern) if pattern else None))
+        source.found[pattern or name].append(name)
+    return found, unused
+
+
+def matrix_names(names: Iterable[str]) -> set[str]:
+    """One name for each matrix, as if its numbers were stored: scales and the like beside it are left out."""
+    roles: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in names:
+        module, role = part_of(name)
+        roles[module][role] = name
+    return {_as_numbers(module, each) for module, each in roles.items() if not each.keys().isdisjoint(CODES)}
+
+
+def _as_numbers(module: str, roles: dict[str, str]) -> str:
+    if roles.get("weight") == module or "blocks" in roles:
+        return module
+    return f"{module}.weight"
+
+
+def module_of(name: str) -> str:
+    """As `Checkpoint.weight` takes it."""
+    return name.removesuffix(".weight")
