@@ -17,7 +17,6 @@ from tandem.config.model_config import ForeignCode, ModelConfig
 from tandem.config.state import Array, Fold, Pages, State
 from tandem.errors import ConfigError
 
-OURS = ("silu",)  # activations that Tandem's experts have
 LONGEST = 1 << 17  # tokens, where a configuration names no limit
 NORM = Norm(1e-6)  # whose numbers nobody asks: Transformers' modules have their own
 
@@ -121,8 +120,4 @@ def _activation(name: str, module: Any) -> Activation:
     activation = activation_of(module)
     if activation is None:
         raise ConfigError(f"{name}: its activation is none of those that are known")
-    if activation.kind not in OURS:
-        raise ConfigError(
-            f"{name}: its activation is {activation.kind}; Tandem's experts have {', '.join(OURS)}"
-        )
     return activation

@@ -122,9 +122,7 @@ class WeightLoader:
             name = names[index]
             return ExpertReader(self._model, name, self._modules[name], self._stored)
 
-        experts = self._b.experts(
-            layer, shape.experts.count, shape.experts.width, self._b.plan.expert_format, matrices_of
-        )
+        experts = self._b.experts(layer, shape.experts, matrices_of)
         module = self._modules[names[layer]]
         norm = module.post_expert_norm if module.has_post_expert_norm else None
         self.experts[id(module)] = LayerExperts(experts, self._b.tally(layer), norm)
