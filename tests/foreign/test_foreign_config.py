@@ -15,6 +15,7 @@ from tandem.architectures.foreign.gates import activation_of
 from tandem.architectures.foreign.masks import seen_through
 from tandem.config import ModelConfig
 from tandem.config.layers import Activation
+from tandem.config.model_config import why_alone
 from tandem.errors import ConfigError
 
 NATIVE = """
@@ -117,4 +118,4 @@ def test_a_missing_or_old_package_is_named(monkeypatch):
 def test_a_rotation_that_depends_on_the_batch_runs_alone():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     config = ModelConfig.from_dict(values_of("minimax_m2", rope_parameters=rope))
-    assert "rotation (dynamic)" in config.alone
+    assert "rotation (dynamic)" in why_alone(config)

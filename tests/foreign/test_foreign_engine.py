@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from foreign_models import ALONE, PAGED, ForeignModels
 from tandem import LLM, SamplingParams
 from tandem.config import EngineConfig
+from tandem.config.model_config import why_alone
 from tandem.engine.engine import Engine
 from tandem.engine.start.loader import load_parts
 from tiny import VOCAB
@@ -66,7 +67,7 @@ def tokens_of(results) -> list[list[int]]:
 def test_greedy_text_equals_transformers(foreign_models, model_type):
     path = foreign_models[model_type]
     model = llm(path)
-    assert bool(model.engine.model_config.alone) == (model_type in ALONE)
+    assert bool(why_alone(model.engine.model_config)) == (model_type in ALONE)
     assert tokens_of(model.generate(questions(), GREEDY, progress=False)) == greedy_text(path)
 
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from tandem.cli.version import installed_version
 from tandem.config import Machine
 from tandem.config.forecast.speeds import Speeds, gpu_model
-from tandem.config.gpu_plan import LEAST_CAPABILITY
-from tandem.config.gpus import Gpu
+from tandem.config.gpus import LEAST_CAPABILITY, Gpu
 from tandem.config.memory import gib
 
 DEMO_BYTES = 1 << 30  # weights, the base file and what lies beside them while building

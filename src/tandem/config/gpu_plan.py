@@ -16,7 +16,7 @@ from tandem.config.cuda_graphs import graph_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
 from tandem.config.gpu_scratch import expert_scratch_bytes, experts_at_once, latent_scratch_bytes, ring_of
-from tandem.config.gpus import Gpu
+from tandem.config.gpus import Gpu, is_new_enough, too_old
 from tandem.config.host_memory import HostShare, host_memory
 from tandem.config.layers import DeltaRule, Latent, Mixer
 from tandem.config.machine import Machine
@@ -35,7 +35,6 @@ from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError, GpuTooSmall
 
 MAX_DELTA_HEAD = 1 << 15  # elements of a delta net's head that a program holds, padded to powers of two
-LEAST_CAPABILITY = (8, 0)  # Ampere: the kernels multiply bfloat16
 GPU_FRACTION = 0.9  # of free GPU memory
 GPU_WORKSPACE_BYTES = 2 << 30  # activations, libraries, CUDA graphs but for their logits
 EXPERT_WORKSPACE_BYTES = 512 << 20  # of it, for unpacked experts
@@ -81,7 +80,7 @@ def usable_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> tu
     """The GPU to use and why, or None and why not. Raises ConfigError when one was asked for in vain."""
     if config.device == "cpu":
         return None, "--device cpu"
-    gpu = next(filter(_is_new_enough, machine.gpus), None)
+    gpu = next(filter(is_new_enough, machine.gpus), None)
     why_not = _why_no_gpu(config, model, machine)
     if why_not and config.device == "cuda":
         raise ConfigError(f"--device cuda: {why_not}; take --device cpu or auto", fields=("device",))
@@ -91,15 +90,11 @@ def usable_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> tu
     return gpu, f"{number}{gpu.name}, {gib(gpu.free_bytes)} free"
 
 
-def _is_new_enough(gpu: Gpu) -> bool:
-    return gpu.capability is None or gpu.capability >= LEAST_CAPABILITY
-
-
 def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> str:
     if not machine.gpus:
         return machine.no_gpu
-    if not any(map(_is_new_enough, machine.gpus)):
-        return _too_old(machine.gpus[0])
+    if not any(map(is_new_enough, machine.gpus)):
+        return too_old(machine.gpus[0])
     if missing := [name for name in machine.gpu_missing if name != "cuda-core"]:
         return f"{machine.gpus[0].name} cannot be used: {' and '.join(missing)} is missing"
     if model.foreign is not None:
@@ -116,11 +111,6 @@ def _too_large(mixer: Mixer) -> str:
     if not isinstance(mixer, DeltaRule) or mixer.padded_head <= MAX_DELTA_HEAD:
         return ""
     return f"heads of gated delta nets may have 128 x 256 channels on a GPU, not {mixer.k_dim} x {mixer.v_dim}"
-
-
-def _too_old(gpu: Gpu) -> str:
-    has, least = (".".join(map(str, pair)) for pair in (gpu.capability or (0, 0), LEAST_CAPABILITY))
-    return f"{gpu.name} has compute capability {has}; the GPU kernels need {least} (Ampere, for bfloat16) or newer"
 
 
 def needs_gpu(config: EngineConfig) -> str:

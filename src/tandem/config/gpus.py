@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tandem.config.env import visible_gpus
 
+LEAST_CAPABILITY = (8, 0)  # Ampere: the kernels multiply bfloat16
 MIB = 1 << 20
 _FIELDS = "index,uuid,name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max,compute_cap"
 
@@ -88,3 +89,13 @@ def _gpu(row: list[str]) -> Gpu:
     major, _, minor = capability.partition(".")
     known = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
     return Gpu(name, int(total) * MIB, int(free) * MIB, f"gen{generation} x{width}", int(index), uuid, known)
+
+
+def is_new_enough(gpu: Gpu) -> bool:
+    return gpu.capability is None or gpu.capability >= LEAST_CAPABILITY
+
+
+def too_old(gpu: Gpu) -> str:
+    """The refusal of one that is not."""
+    has, least = (".".join(map(str, pair)) for pair in (gpu.capability or (0, 0), LEAST_CAPABILITY))
+    return f"{gpu.name} has compute capability {has}; the GPU kernels need {least} (Ampere, for bfloat16) or newer"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import RAM, Entry, Ledger, ledger
 from tandem.config.machine import Machine
-from tandem.config.model_config import STORED, ModelConfig
+from tandem.config.model_config import STORED, ModelConfig, why_alone
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError, DoesNotFit
 
@@ -67,7 +67,7 @@ class MemoryRequest:
         many snapshots of prefixes."""
         if not self.model.state_layout(self.dtype).slot_bytes:
             return 0
-        return 1 + self.max_running_requests * (1 if self.config.disable_radix_cache or self.model.alone else 3)
+        return 1 + self.max_running_requests * (1 if self.config.disable_radix_cache or why_alone(self.model) else 3)
 
     @property
     def slot_bytes(self) -> int:

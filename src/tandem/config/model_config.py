@@ -68,11 +68,6 @@ class ModelConfig:
         if len({layer.moe for layer in self.layers} - {None}) > 1:
             raise ConfigError("config.json: experts that differ between layers are not supported")
 
-    @property
-    def alone(self) -> str:
-        """Why sequences run one at a time, without a prefix match; "": they do not."""
-        return "" if self.foreign is None else self.foreign.alone
-
     @cached_property
     def moe_layers(self) -> tuple[int, ...]:
         """Which layers have routed experts."""
@@ -165,3 +160,8 @@ class ModelConfig:
         """Bytes of all packed weights; the embedding stays in the mapped file and is not counted."""
         experts = self.expert_bytes(expert_format, stored.experts) * self.routed_experts
         return self.dense_bytes(dtype, stored) + experts
+
+
+def why_alone(model: ModelConfig) -> str:
+    """Why its sequences run one at a time, without a prefix match; "": they do not."""
+    return "" if model.foreign is None else model.foreign.alone

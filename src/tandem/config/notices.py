@@ -10,7 +10,7 @@ from tandem.config.gpu_plan import SHARE_FIELDS
 from tandem.config.gpus import Gpu
 from tandem.config.json_keys import DRAFT_LAYERS
 from tandem.config.machine import Machine
-from tandem.config.model_config import ModelConfig
+from tandem.config.model_config import ModelConfig, why_alone
 
 
 def notices(
@@ -34,11 +34,12 @@ def _unread(model: ModelConfig) -> Iterator[str]:
 def _foreign(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
     if model.foreign is None:
         return
-    how = "one sequence at a time, without shared prefixes" if model.alone else "with Tandem's attention"
+    alone = why_alone(model)
+    how = "one sequence at a time, without shared prefixes" if alone else "with Tandem's attention"
     yield f"{model.model_type} runs through Transformers' modules, {how} and Tandem's experts"
-    if model.alone:
+    if alone:
         yield (
-            f"{model.alone}; so each request waits for the one before, and its cache is planned as keys and values of "
+            f"{alone}; so each request waits for the one before, and its cache is planned as keys and values of "
             "every layer, which it may exceed"
         )
         if config.max_running_requests not in (None, 1):

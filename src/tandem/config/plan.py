@@ -34,7 +34,7 @@ from tandem.config.host_memory import host_ledger, host_memory
 from tandem.config.in_place import against_in_place
 from tandem.config.machine import Machine
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, memory_ledger, prefill_tokens, size_memory
-from tandem.config.model_config import STORED, ModelConfig
+from tandem.config.model_config import STORED, ModelConfig, why_alone
 from tandem.config.notices import notices
 from tandem.config.shared_experts import why_apart
 from tandem.config.stored import UNQUANTISED, StoredFormats
@@ -337,8 +337,8 @@ def _running(config: EngineConfig, model: ModelConfig, dtype: str, log: list[Dec
     asked, fitting = config.max_running_requests, DEFAULT_RUNNING_REQUESTS
     slot_bytes = model.state_layout(dtype).slot_bytes  # what each sequence takes beside its pages
     reason = "default; later requests wait"
-    if model.alone:
-        fitting, reason = 1, f"Transformers' own cache holds one sequence: {model.alone}"
+    if why_alone(model):
+        fitting, reason = 1, f"Transformers' own cache holds one sequence: {why_alone(model)}"
     elif asked is not None:
         fitting, reason = asked, "--max-running-requests"
     elif slot_bytes:
@@ -376,9 +376,9 @@ def _step_tokens(config: EngineConfig, context: int, running: int, usual: int, l
 
 
 def _radix(config: EngineConfig, model: ModelConfig, log: list[Decision]) -> bool:
-    on = not config.disable_radix_cache and not model.alone
+    on = not config.disable_radix_cache and not why_alone(model)
     reason = "requests that begin alike share their KV pages" if on else "--disable-radix-cache"
-    reason = "Transformers' own cache cannot be shared" if model.alone else reason
+    reason = "Transformers' own cache cannot be shared" if why_alone(model) else reason
     log.append(Decision("prefix cache", "on" if on else "off", reason))
     return on
 
