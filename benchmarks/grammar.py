@@ -1,0 +1,127 @@
+"""What a grammar costs a decode step: the demo model's steps with and without, in turn, another schema in each row.
+
+    python benchmarks/grammar.py [--out benchmarks/results]
+
+A row of the results: `ratio` is the time of a step without grammars over that of one with. Both are medians. The steps
+without say the same tokens as those with: which experts a step reads, and so its time, depends on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from tandem.bench.rows import Row, keep, machine_name, stamp
+from tandem.config import EngineConfig, Machine
+from tandem.engine.engine import Engine
+from tandem.engine.grammar import sources
+from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.sampling.sampler import Sampled
+
+BATCHES = (1, 16)
+STEPS, ROUNDS = 24, 4
+PROMPT = list(range(100, 120))
+
+
+def schema(number: int) -> dict[str, Any]:
+    """Nested, with an enum, a pattern, a list and an object; long enough that no answer ends while it is measured."""
+    item = {
+        "type": "object",
+        "properties": {
+            f"name{number}": {"type": "string", "pattern": "^[A-Z][a-z]{2,12}$"},
+            "kind": {"enum": ["red", "green", "blue", f"kind{number}"]},
+            "tags": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 4},
+            "place": {
+                "type": "object",
+                "properties": {"x": {"type": "integer"}, "y": {"type": "number"}, "note": {"type": "string"}},
+                "required": ["x", "y", "note"],
+            },
+        },
+        "required": [f"name{number}", "kind", "tags", "place"],
+    }
+    return {"type": "array", "items": item, "minItems": 40}
+
+
+class Replayed:
+    """A runner whose rows choose as ever, and then get the tokens that they are given: `tokens[step][row]`."""
+
+    def __init__(self, runner: Any, tokens: list[list[int]]) -> None:
+        self._runner, self._tokens = runner, iter(tokens)
+
+    def run(self, chunks: Any) -> Any:
+        logits = self._runner.run(chunks)
+        chosen = logits.chosen
+
+        def replayed(*arguments: Any) -> list[Sampled]:
+            made = chosen(*arguments)
+            return [Sampled(token, None) for token in next(self._tokens)] if made else made
+
+        logits.chosen = replayed
+        return logits
+
+
+def steps(engine: Engine, batch: int, constrained: bool) -> tuple[list[float], list[list[int]]]:
+    """Seconds of the steps in which all rows decode, and every step's tokens."""
+    for number in range(batch):
+        grammar = sources.json_schema(schema(number)) if constrained else None
+        sampling = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True, grammar=grammar)
+        engine.add(GenerateRequest(id=str(number), prompt_ids=PROMPT, sampling=sampling))
+    said: list[list[int]] = []
+    seconds: list[float] = []
+    while len(seconds) < STEPS:
+        began = time.perf_counter()
+        outputs = engine.step()
+        taken = time.perf_counter() - began
+        assert all(each.finish_reason is None for each in outputs), outputs
+        if len(outputs) == batch and said:
+            seconds.append(taken)
+        if outputs:
+            said.append([token for each in outputs for token in each.token_ids])
+    engine.abort("")
+    engine.step()
+    return seconds, said
+
+
+def replayed_steps(engine: Engine, batch: int, said: list[list[int]]) -> list[float]:
+    runner = engine._runner
+    engine._runner = Replayed(runner, said)  # type: ignore[assignment]
+    try:
+        return steps(engine, batch, constrained=False)[0]
+    finally:
+        engine._runner = runner
+
+
+def measure(engine: Engine, batch: int, machine: str) -> Row:
+    free: list[float] = []
+    held: list[float] = []
+    steps(engine, batch, constrained=True)  # compiles
+    for _ in range(ROUNDS):
+        seconds, said = steps(engine, batch, constrained=True)
+        held += seconds
+        free += replayed_steps(engine, batch, said)
+    without, with_one = statistics.median(free), statistics.median(held)
+    return {
+        "bench": "grammar", "batch": batch, "ratio": round(without / with_one, 3),
+        "step_ms": round(1e3 * without, 3), "step_ms_with": round(1e3 * with_one, 3), **stamp(machine),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="keep the rows here")
+    parser.add_argument("--model", default="demo")
+    options = parser.parse_args()
+    engine = Engine(EngineConfig(model=options.model, max_running_requests=max(BATCHES)))
+    machine = machine_name(Machine.detect(), len(engine.plan.cpus))
+    rows = [measure(engine, batch, machine) for batch in BATCHES]
+    for row in rows:
+        print(row)
+    if options.out is not None:
+        keep(rows, options.out)
+
+
+if __name__ == "__main__":
+    main()
