@@ -216,6 +216,16 @@ def test_prompts_take_a_bounded_time_of_steps_that_others_wait_for() -> None:
     pace.observe(tokens=100, seconds=100.0)
     pace.observe(tokens=100, seconds=100.0)
     assert pace.step_tokens(decoding=1) == 1 + 32
+
+
+def test_a_step_in_which_experts_travel_takes_as_long_for_any_rows() -> None:
+    """What a long step alone shows says nothing about short ones, whose experts the CPU computes."""
+    pace = PrefillPace(8192, streams=True)
+    pace.observe(tokens=8192, seconds=0.3, shared=False)
+    assert pace.step_tokens(decoding=2) == 2 + 128
+    pace.observe(tokens=128, seconds=0.128)
+    assert pace.step_tokens(decoding=2) == 2 + 250
+    assert PrefillPace(8192, streams=True, whole_chunks=True).step_tokens(decoding=2) == 8192
     assert PrefillPace(16).step_tokens(decoding=5) == 16
 
 

@@ -219,13 +219,15 @@ def test_experts_that_change_places_are_found_where_they_are() -> None:
     sides = [each.sides for each in layers.each]
     exchange = LiveExchange(sides, layers.store.tables, copies, 1 << 30, meanwhile=at_once, tail_seconds=60.0)
     stream = layers.stream(1.0)
-    stream._followed = Followed(moves=lambda: exchange.bytes_moved)
+    stream._followed = Followed(moves=exchange.moves)
     for step in range(3):
         stream.begin(TOKENS)
         layers.check()
         wanted = [Exchange(layer, 0, [1, 0, 3][step], [0, 3, 4][step]) for layer in range(LAYERS)]
         exchange.add(wanted)
         assert not advance(exchange).done
+        stream.begin(TOKENS)  # a step while they travel looks up who is where, and the one after must again
+        layers.check()
         if DEVICE.type == "cpu":
             copies.arrive(1.0)
         else:

@@ -34,6 +34,10 @@ LEAST_EXPERT_BYTES, MOST_EXPERT_BYTES = 128 << 20, 1280 << 20  # unpacked at a t
 EXPERT_SHARE = 64  # ... of the GPU's memory
 ROW_BYTES = 512 << 20  # rows before, between and after the products
 
+MOST_SHARED_SECONDS = 0.4
+"""Of a step in which all experts travel, for which those that decode wait: it moves a whole chunk of a prompt. Where it
+would be longer, such steps are short and the CPU computes its experts."""
+
 
 def unpacked_bytes(hidden: int, width: int) -> int:
     """Of one expert in bfloat16."""
@@ -46,8 +50,8 @@ def expert_scratch_bytes(gpu_bytes: int) -> int:
 
 
 def experts_at_once(hidden: int, width: int, scratch: int) -> int:
-    """How many are unpacked together; one may need more than the scratch."""
-    return max(1, scratch // unpacked_bytes(hidden, width))
+    """How many are unpacked together; one may need more than the scratch. PyTorch refuses 1024 groups."""
+    return min(1023, max(1, scratch // unpacked_bytes(hidden, width)))
 
 
 # Of experts that travel to the GPU for a step (`experts/streams/`).

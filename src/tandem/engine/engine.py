@@ -10,6 +10,7 @@ import msgspec
 from torch import Tensor
 
 from tandem.config import EngineConfig
+from tandem.config.gpu_scratch import MOST_SHARED_SECONDS
 from tandem.config.state import StateLayout
 from tandem.engine.answer import Answer
 from tandem.engine.counters import Counters
@@ -17,6 +18,7 @@ from tandem.engine.expert_statistics import ExpertMeter, perform, rows_of
 from tandem.engine.gpu_runner import GpuRunner, GraphPlan
 from tandem.engine.grammar.waiting import GrammarQueue
 from tandem.engine.limits import answer_limit, check_prompt_ids, refused_grammar, validate
+from tandem.engine.pace import PrefillPace
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, ExpertTraffic, GenerateRequest, TokenOutput
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling.logprobs import score_prompt
@@ -48,6 +50,12 @@ def _states(parts: EngineParts) -> StateArrays:
 def _store(parts: EngineParts, pages: KVCache, slots: Tensor) -> StateStore:
     layout = _layout(parts)
     return StateStore(layout, pages, SlotPool(slots) if layout.slot_bytes else None)
+
+
+def _pace(parts: EngineParts) -> PrefillPace:
+    """Where all experts travel in a step, others wait for it if it is short enough."""
+    seconds, most = parts.stream_seconds, parts.plan.max_step_tokens
+    return PrefillPace(most, seconds is not None, seconds is not None and seconds <= MOST_SHARED_SECONDS)
 
 
 def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner | GpuRunner:
@@ -95,6 +103,7 @@ class Engine:
             _store(parts, self._kv, states.slots),
             max_step_tokens=plan.max_step_tokens,
             max_running=plan.max_running_requests,
+            pace=_pace(parts),
         )
         self._runner = _runner(parts, states.arrays)
         return_free_memory()  # what loading and compiling took
@@ -158,7 +167,7 @@ class Engine:
                 self._recorder.after_failure()
             outputs += [self._fail(chunk, error) for chunk in chunks]
         seconds = perf_counter() - started
-        self._scheduler.pace.observe(sum(chunk.length for chunk in chunks), seconds)
+        self._scheduler.pace.observe(sum(chunk.length for chunk in chunks), seconds, chunks[0].length == 1)
         self._counters.steps += 1
         self._counters.step_seconds += seconds
         return outputs

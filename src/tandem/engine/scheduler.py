@@ -25,9 +25,12 @@ class Scheduler:
     engine admits only what fits the empty cache: so it always gets on, and everybody becomes the oldest in time.
     """
 
-    def __init__(self, store: StateStore, *, max_step_tokens: int, max_running: int) -> None:
+    def __init__(
+        self, store: StateStore, *, max_step_tokens: int, max_running: int, pace: PrefillPace | None = None
+    ) -> None:
+        """pace: None for that of steps which take as long as they have tokens."""
         self._store = store
-        self.pace = PrefillPace(max_step_tokens)
+        self.pace = pace or PrefillPace(max_step_tokens)
         # Each running sequence needs at least one row of a step, or the youngest could starve.
         self._max_running = min(max_running, max_step_tokens)
         self._blocked: tuple[Sequence, int] | None = None

@@ -57,14 +57,15 @@ class HybridExperts:
         cpu: PackedExperts | None,
         handoff: Handoff,
         whole: Callable[[], PackedExperts] | None = None,
-        live: bool = False,
+        own_memory: bool = False,
         shared: int = 0,
     ) -> None:
         """slot_of int32 [experts]: the slot of those on the GPU, else -1. A side without experts is None. whole: makes
-        an empty layer of all of them in CPU memory, for packed caches. live: they may change places later. shared: how
-        many of the last ones are on the GPU and every row's, chosen by no router."""
+        an empty layer of all of them in CPU memory, for packed caches. own_memory: they are
+        not used in a file, for they may change places, or travel. shared: how many of the last ones are on the GPU and
+        every row's, chosen by no router."""
         self._slot_of, self._gpu, self._cpu, self._handoff = slot_of, gpu, cpu, handoff
-        self._whole, self._live, self._on_gpu = whole, live, (slot_of >= 0).tolist()
+        self._whole, self._own_memory, self._on_gpu = whole, own_memory, (slot_of >= 0).tolist()
         self._table = slot_of.to(handoff.device) if gpu is None else gpu.table
         self._number = -1 if cpu is None else handoff.add(cpu)
         routed, chosen = len(slot_of) - shared, handoff.sizes.top_k - shared
@@ -103,11 +104,11 @@ class HybridExperts:
         return whole
 
     def _take(self, whole: PackedExperts) -> None:
-        """Out of a layer that has all of them. If that lies in a file, the CPU's stay there, unless experts may change
-        places: then they need memory that can be written."""
+        """Out of a layer that has all of them. If that lies in a file, the CPU's stay there, unless they need memory of
+        their own."""
         if self._gpu is not None:
             self._gpu.take([expert for expert, here in enumerate(self._on_gpu) if here], whole)
-        if self._cpu is not None and whole.in_file and not self._live:
+        if self._cpu is not None and whole.in_file and not self._own_memory:
             self._cpu.share(whole)
         elif self._cpu is not None:
             self._cpu.load_from(whole, [expert for expert, here in enumerate(self._on_gpu) if not here])

@@ -18,11 +18,18 @@ class HybridStore:
     """Shared experts that count as routed ones (ids past them) always live on the GPU: every token uses them."""
 
     def __init__(
-        self, ops: GpuOps, placement: ExpertPlacement, handoff: Handoff, hidden: int, live: bool = False
+        self,
+        ops: GpuOps,
+        placement: ExpertPlacement,
+        handoff: Handoff,
+        hidden: int,
+        live: bool = False,
+        own_memory: bool = False,
     ) -> None:
-        """live: experts may move later, for which every layer has a spare place in CPU memory."""
+        """live: experts may move later, for which every layer has a spare place in CPU memory. own_memory: they are not
+        used in a file, which DMA cannot read."""
         self._ops, self._placement, self._handoff, self._hidden = ops, placement, handoff, hidden
-        self._live = live
+        self._live, self._own_memory = live, live or own_memory
         self.tables: SlotTables | None = None  # where experts may move, from the first layer on
         self.layers: dict[int, HybridExperts] = {}  # by MoE layer, as they are made
 
@@ -48,7 +55,7 @@ class HybridStore:
         cpu = self._ops.cpu.experts(count, *shape, places=places) if on_cpu else None
         # No closure over self, which holds the layers: their memory is to be free as soon as nobody has them.
         whole = partial(self._ops.cpu.experts, count, *shape)
-        self.layers[index] = kind(slot_of, gpu, cpu, self._handoff, whole, self._live, shared)
+        self.layers[index] = kind(slot_of, gpu, cpu, self._handoff, whole, self._own_memory, shared)
         return self.layers[index]
 
     def _tables_of(self, index: int, count: int) -> SlotTable | None:

@@ -14,6 +14,7 @@ from tandem.config.layers import Latent
 from tandem.engine.expert_statistics import expert_placement
 from tandem.engine.gpu_runner import BeginStep
 from tandem.engine.start.gpu_device import planned_device
+from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff, HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.experts.hybrid_store import HybridStore
@@ -63,7 +64,8 @@ def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
     ops = GpuOps(device, cpu, attention_of(plan.gpu.attention, attention_shape(plan, model), device))
     sizes, patience = handoff_sizes(plan, model), plan.gpu.patience_seconds
     handoff = Handoff(sizes, device, patience, plan.gpu.foresight)
-    store = HybridStore(ops, placement, handoff, model.hidden, plan.gpu.live)
+    streams = plan.gpu.ring_bytes > 0
+    store = HybridStore(ops, placement, handoff, model.hidden, plan.gpu.live, own_memory=streams)
     return GpuSide(ops, store, handoff, placement)
 
 
@@ -86,7 +88,11 @@ def registered(plan: Plan, side: GpuSide, progress: Progress | None = None) -> C
     if any(layer.own_memory()[1] == 0 for layer in layers):
         _log.warning("experts do not travel to the GPU for long prompts: they lie in a mapped file")
         return None
-    copies = CudaCopies(side.ops.device)
+    try:
+        copies = CudaCopies(side.ops.device)
+    except EngineError as error:  # a package is missing, which nothing else needs
+        _log.warning("experts do not travel to the GPU: %s", error)
+        return None
     return copies if hold_all(layers, copies, progress) else None
 
 
@@ -128,9 +134,11 @@ def expert_stream(
     rates = measured_rates(travelling, ring, bus, device, side.handoff.sizes.top_k)
     rates.least_rows = plan.gpu.stream_from
     _log.info("experts travel to the GPU %s", rates.text(plan.max_step_tokens))
+    if not rates.least(plan.max_step_tokens):
+        return None
     followed = Followed(served=lambda: side.handoff.times().serve_seconds)
     if live is not None:
-        followed = followed._replace(moves=live.bytes_moved)
+        followed = followed._replace(moves=live.moves)
     stream = ExpertStream(layers, ring, bus, rates, device, followed)
     for index, experts in enumerate(side.hybrids):
         experts.stream, experts.index = stream, index
@@ -144,7 +152,7 @@ def begin_step(ops: GpuOps, stream: ExpertStream | None) -> BeginStep:
 
     def begin(batch: ForwardBatch, captured: bool) -> None:
         ops.begin_step(batch, captured)
-        stream.begin(0 if captured else len(batch.input_ids))
+        stream.begin(0 if captured else len(batch.input_ids), shared=batch.single_rows > 0)
 
     return begin
 

@@ -30,7 +30,7 @@ from tandem.engine.expert_statistics import expert_recorder, expert_usage
 from tandem.engine.start.model_files import fetch
 from tandem.engine.start.packed_start import PackedStart
 from tandem.engine.start.parts import EngineParts
-from tandem.engine.start.planning import plan_of
+from tandem.engine.start.planning import plan_of, without_streams
 from tandem.engine.start.sampling_defaults import read_sampling_defaults
 from tandem.engine.text.chat_template import chat_template_text
 from tandem.engine.text.tokenizer import Tokenizer
@@ -139,7 +139,10 @@ class _Start:
         copies = registered(self.plan, gpu, self.progress)
         live = live_experts(self.plan, gpu, usage, copies)
         stream = expert_stream(self.plan, gpu, copies, live)
-        return replace(parts, live=live, handoff=gpu.handoff, begin_step=begin_step(gpu.ops, stream))
+        parts = replace(parts, live=live, handoff=gpu.handoff, begin_step=begin_step(gpu.ops, stream))
+        if stream is None:
+            return replace(parts, plan=without_streams(self.config, self.plan))
+        return replace(parts, stream_seconds=stream.step_seconds)
 
     def _model(self, ops: Ops, store: ExpertStore | None, usage: ExpertUsage | None) -> models.AnyModel:
         kept = self.packed.cache

@@ -29,3 +29,4 @@ class EngineParts:
     live: LiveExperts | None = None  # moves experts between steps; None: they stay where they are
     handoff: Handoff | None = None  # between a GPU and the experts in CPU memory; None: no GPU
     begin_step: BeginStep | None = None  # on a GPU: what its operations prepare outside CUDA graphs
+    stream_seconds: float | None = None  # of a step in which all experts travel to the GPU; None: none does

@@ -10,6 +10,7 @@ from tandem.checkpoint.demo_text import CONFIG
 from tandem.checkpoint.glance.from_names import formats_from_names
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
 from tandem.config.in_place import stored_in
+from tandem.config.memory import prefill_tokens
 from tandem.config.plan import machine_refusals
 from tandem.errors import ConfigError
 from tandem.kernels.this_machine import this_machine
@@ -77,3 +78,11 @@ def stored_at(path: Path, model: ModelConfig, experts: str | None) -> StoredForm
     if experts is None:
         return stored
     return replace(stored, experts=open_checkpoint(resolve_model(experts)).formats().experts)
+
+def without_streams(config: EngineConfig, plan: Plan) -> Plan:
+    """The same where experts turn out not to travel to the GPU: long steps would take seconds on the CPU."""
+    asked = config.chunked_prefill_size is not None or config.max_prefill_tokens is not None
+    most = max(prefill_tokens(on_gpu=True), plan.max_running_requests)
+    if asked or plan.gpu is None or not plan.gpu.ring_bytes or plan.max_step_tokens <= most:
+        return plan
+    return replace(plan, max_step_tokens=most)

@@ -152,7 +152,10 @@ def hold_all(
         try:
             copies.hold(layer, address, nbytes)
         except EngineError as error:
-            _log.warning("%s; experts move more slowly. Raise the limit of locked memory (ulimit -l)", error)
+            _log.warning(
+                "%s; experts move more slowly, and not for long prompts. Raise the limit of locked memory (ulimit -l)",
+                error,
+            )
             return False
         done += nbytes
         if progress is not None:

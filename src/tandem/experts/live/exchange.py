@@ -152,6 +152,11 @@ class LiveExchange:
         """Whether there is anything to begin or to end."""
         return self._batch is not None
 
+    def moves(self) -> int | None:
+        """Changes whenever experts have changed places; None while something is under way: then they may at any time,
+        after their bytes were counted."""
+        return None if self.under_way else self.bytes_moved
+
     @property
     def bytes_moved(self) -> int:
         """Both ways, since the start."""

@@ -144,9 +144,9 @@ class LiveExperts:
             dict(self._parts),
         )
 
-    def bytes_moved(self) -> int:
-        """Changes whenever experts have changed places."""
-        return self._exchange.bytes_moved
+    def moves(self) -> int | None:
+        """As `LiveExchange.moves`."""
+        return self._exchange.moves()
 
     def beside_step(self) -> None:
         if self._exchange.under_way:

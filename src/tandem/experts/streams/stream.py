@@ -8,8 +8,8 @@ marks by itself, and never for Python as long as the ring holds a layer's parts.
    compute  [attention, router 0][experts on the GPU][part 0][part 1][part 2][attention, router 1] ...
 
 Places are copied whatever lies in them, so nobody asks which experts a layer will use; the table of keys says who was
-where when the step began. Exchanges change nothing while a step is given; what they write later comes after all that
-the GPU was given by then, which waits for these copies.
+where when the step began. Exchanges change no table while a step is given. Meanwhile they write to spare places only,
+which no table names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.config.gpu_scratch import Ring
+from tandem.config.gpu_scratch import MOST_SHARED_SECONDS, Ring
 from tandem.errors import EngineError
 from tandem.experts.streams.bus import Bus
 from tandem.experts.streams.rates import StreamRates
@@ -77,6 +77,8 @@ def streamed_layer(
     """None where no expert is in CPU memory, or the GPU's products cannot read them."""
     if cpu is None or cpu.biases is not None:
         return None
+    if gpu is not None and gpu.prompts is None:
+        return None
     between = Between(cpu.width, cpu.activation)
     gate_up, down = (Panels(*layout) for layout in cpu.layout())
     if not PromptExperts.reads(device, (gate_up, down), between):
@@ -108,11 +110,14 @@ def _nothing() -> int:
 
 
 class Followed(NamedTuple):
-    """What the stream looks at before a step. moves: changes when experts have changed places; served: seconds that the
-    CPU has computed experts since the start."""
+    """What the stream looks at before a step. moves: changes when experts have changed places, None while they may be
+    changing; served: seconds that the CPU has computed experts since the start."""
 
-    moves: Callable[[], int] = _nothing
+    moves: Callable[[], int | None] = _nothing
     served: Callable[[], float] = _nothing
+
+
+UNKNOWN = -1  # no number of moves
 
 
 class ExpertStream:
@@ -132,7 +137,7 @@ class ExpertStream:
         self._memory = torch.empty(ring.nbytes, dtype=torch.uint8, device=device)
         width = max(layer.cpu.num_experts for layer in layers if layer)
         self._tables = torch.full((len(layers), width), -1, dtype=torch.int32, device=device)
-        self._seen_moves: int | None = None
+        self._seen_moves: int | None = UNKNOWN
         self._runs: dict[_Delivery, list[Run]] = {}  # places never move
         self._free: list[object] = [None] * ring.parts  # marks: the part was unpacked
         self._arrived: list[object] = [None] * ring.parts
@@ -148,11 +153,19 @@ class ExpertStream:
         """How many places of each layer travel in this step; empty: none does."""
         return self._counts
 
-    def begin(self, rows: int) -> None:
-        """Before a step of so many rows; 0: one that is recorded or replayed, in which nothing travels."""
+    @property
+    def step_seconds(self) -> float:
+        """Of a step in which all travel: what the bus takes."""
+        return self.rates.bus * sum(layer is not None for layer in self._layers)
+
+    def begin(self, rows: int, shared: bool = False) -> None:
+        """Before a step of so many rows; 0: one that is recorded or replayed, in which nothing travels. shared: others
+        wait in it for their next token."""
         if self._taken < self._given:  # a step has failed
             self._bus.finish()
-        share = self._share(rows)
+            self._last = None  # its times say nothing
+        long = shared and self.rates.least_rows is None and self.step_seconds > MOST_SHARED_SECONDS
+        share = self._share(0 if long else rows)
         self._counts = self._planned(share)
         self._deliveries = [delivery for layer, count in self._counts.items() for delivery in self._cut(layer, count)]
         self._given = self._taken = 0
@@ -184,7 +197,7 @@ class ExpertStream:
     def _look_up(self) -> None:
         """Who is where."""
         moved = self._followed.moves()
-        if moved == self._seen_moves:
+        if moved is not None and moved == self._seen_moves:
             return
         for index, layer in enumerate(self._layers):
             if layer is not None:

@@ -41,6 +41,14 @@ class PartialSums:
         return expert_rows.combine(self.values, self.slots, out, elsewhere)
 
 
+@dataclass(slots=True)
+class StepKind:
+    """What the layers of a model run in. captured: a CUDA graph, recorded or rehearsed: grouped products would keep
+    their scratch in its memory a second time."""
+
+    captured: bool = False
+
+
 class GpuExperts:
     """The experts of one layer that live on the GPU, each as a CPU layer of one expert packs it.
 
@@ -67,6 +75,7 @@ class GpuExperts:
         self._packer: PackedExperts | None = None
         self._uploads: Uploads | None = None
         self.prompts: PromptExperts | None = None
+        self.step = StepKind()
         if tables is None:
             shape = slot_of.shape
             tables = (
@@ -158,7 +167,7 @@ class GpuExperts:
             return PartialSums(self._multiplied(x.contiguous(), routing, alone), None)
         if len(x) <= FEW_TOKENS:
             return PartialSums(self._streamed(x, routing), slots)
-        if self.prompts is not None and are_many(slots, len(self.slot_of)):
+        if self.prompts is not None and not self.step.captured and are_many(slots, len(self.slot_of)):
             return PartialSums(self.prompts(x, slots, routing.weights, self.parts()), None)
         each = self._tokens_at_once(x.shape[1], slots.shape[1])
         if len(x) <= each:
@@ -202,7 +211,6 @@ class GpuExperts:
         if out is None:
             return result
         return out.add_(result) if add else out.copy_(result)
-
 
 
 def _slots(table: Tensor, ids: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from tandem.kernels.gpu.attention_backends import Attention, attention_of
 from tandem.kernels.gpu.delta.net import GpuDelta
 from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.expert_rows import Between
-from tandem.kernels.gpu.experts import GpuExperts
+from tandem.kernels.gpu.experts import GpuExperts, StepKind
 from tandem.kernels.gpu.latent.heads import GpuLatentHeads
 from tandem.kernels.gpu.linear import DTYPES, GpuLinear
 from tandem.kernels.gpu.mlp import GpuMLP
@@ -51,10 +51,12 @@ class GpuOps:
         self.device, self.cpu = device, cpu
         self._attention = attention or attention_of("triton")
         self._warm: set[DeltaRule] = set()  # shapes whose kernels for prompts are compiled
+        self._step = StepKind()
 
     def begin_step(self, batch: BatchLayout, captured: bool) -> None:
         """As `Attention.begin`."""
         self._attention.begin(batch, captured)
+        self._step.captured = captured
 
     def resident(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
@@ -109,7 +111,9 @@ class GpuOps:
         def packer() -> PackedExperts:
             return PackedExperts(self.cpu.workspace, 1, hidden, width, fmt, activation)
 
-        return GpuExperts(packer, Between(width, activation), slot_of, self.device, tables)
+        made = GpuExperts(packer, Between(width, activation), slot_of, self.device, tables)
+        made.step = self._step
+        return made
 
     def mlp(self, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU) -> GpuMLP:
         return GpuMLP(lambda weight: self.linear(weight, None, fmt), activation)

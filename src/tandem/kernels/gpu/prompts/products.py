@@ -26,7 +26,7 @@ from tandem.kernels.gpu.prompts.unpack import Packed, unpack
 
 ALIGNED = 8  # numbers: grouped products read rows 16 bytes at a time
 ALIGNED_TOKENS = 64
-grouped_product = cast(Any, torch)._grouped_mm
+grouped_product: Any = getattr(torch, "_grouped_mm", None)  # private: where a PyTorch has none, tiles go on
 
 
 def _at_once() -> None:
@@ -48,6 +48,8 @@ class Part:
 def multiplies(device: torch.device) -> bool:
     """Whether PyTorch has a grouped product there that asks nothing back: elsewhere it loops over experts, after
     waiting for their numbers of rows. On a CPU (Triton's interpreter) nobody minds."""
+    if grouped_product is None:
+        return False
     return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] in GROUPED
 
 
