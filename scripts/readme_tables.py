@@ -24,6 +24,7 @@ BEGIN, END = "<!-- speed: scripts/readme_tables.py writes this -->", "<!-- /spee
 
 Row = dict[str, Any]
 H200 = "NVIDIA H200; Intel(R) Xeon(R) Processor, 16 threads"
+H100 = "NVIDIA H100 80GB HBM3; Intel(R) Xeon(R) Processor, 16 threads"
 XEON, EPYC = "Intel(R) Xeon(R) Processor, 16 threads", "AMD EPYC, 2 threads"
 QWEN = {"config": "qwen3-30b-a3b", "batch": 1}
 TORCH = ("torch loop", "torch grouped_mm")
@@ -57,6 +58,11 @@ def _qwen(what: str, share: float) -> Line:
     return Line(H200, what, "decode", "tok_s", ours, (peer,))
 
 
+def _prompt(what: str, share: float, tokens: int, way: str) -> Line:
+    ours = {"config": "qwen3-30b-a3b", "format": "int4", "gpu_share": share, "tokens": tokens, "way": way}
+    return Line(H100, what, "prefill", "tok_s", ours)
+
+
 def _layer(what: str, fmt: str, tokens: int) -> Line:
     common = {"shape": "ds3", "tokens": tokens}
     peer = Peer("PyTorch, bf16", TORCH, common | {"format": "bf16"})
@@ -77,6 +83,10 @@ LINES = (
     _qwen("Qwen3-30B-A3B int4, one stream, tokens/s: experts on the CPU", 0.0),
     _qwen("the same, half of the experts on the GPU", 0.5),
     _qwen("the same, all on the GPU", 1.0),
+    _prompt("Qwen3-30B-A3B int4, a prompt of 2048, tokens/s: experts in CPU memory", 0.0, 2048, "all travel"),
+    _prompt("the same, of 8192", 0.0, 8192, "all travel"),
+    _prompt("a prompt of 2048, all experts on the GPU", 1.0, 2048, "grouped products"),
+    _prompt("the same, of 8192", 1.0, 8192, "grouped products"),
     _layer("a layer of DeepSeek-V3's width, 32 experts, bf16, 1 token, ms", "bf16", 1),
     _layer("the same, 64 tokens", "bf16", 64),
     _layer("the same, 4096 tokens", "bf16", 4096),
@@ -85,7 +95,10 @@ LINES = (
     _demo("the demo model, bf16, one stream, tokens/s", 1, _transformers(1), LLAMA_DENSE),
     _demo("the same, 8 streams", 8, _transformers(8)),
 )
-MACHINES = {H200: "H200 and 16 Xeon threads", XEON: "16 Xeon threads, AMX", EPYC: "2 Zen 5 cores"}
+MACHINES = {
+    H200: "H200 and 16 Xeon threads", H100: "H100 and 16 Xeon threads", XEON: "16 Xeon threads, AMX",
+    EPYC: "2 Zen 5 cores",
+}  # fmt: skip
 
 
 def runs(results: Path) -> list[Row]:
@@ -138,9 +151,8 @@ def table(history: list[Row]) -> str:
         )
         machine = "" if line.machine == named else MACHINES[line.machine]
         named = line.machine
-        lines.append(
-            f"| {machine} | {line.what} | {short(ours[line.figure])} | {ours['share']:.2f} | {others} |"
-        )
+        share = f"{ours['share']:.2f}" if "share" in ours else ""
+        lines.append(f"| {machine} | {line.what} | {short(ours[line.figure])} | {share} | {others} |")
     return "\n".join(lines)
 
 
