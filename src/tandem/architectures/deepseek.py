@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3, R1, Kimi-K2, GLM-4.7-Flash and Mistral 4: latent attention, first layers dense, grouped routing."""
+"""DeepSeek-V2, V3, R1 and Kimi-K2: latent attention, first layers dense, grouped routing."""
 
 from __future__ import annotations
 
