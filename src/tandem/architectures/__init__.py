@@ -31,7 +31,9 @@ GGUF: dict[str, Gguf] = {family.gguf.architecture: family.gguf for family in _AL
 
 def config_of(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     """Of a family of ours, else of one that Transformers' modules run. Raises ConfigError where neither can."""
-    model_type = str(keys.get("model_type"))
+    model_type = keys.get("model_type")
+    if not isinstance(model_type, str):
+        raise ConfigError(_unsupported(str(model_type)))
     if model_type in FAMILIES:
         return FAMILIES[model_type].config(keys, generation)
     from tandem.architectures.foreign import foreign_config  # which imports transformers
