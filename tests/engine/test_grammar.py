@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 
 import jsonschema_rs
 import numpy as np
@@ -21,6 +22,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.grammar import sources
 from tandem.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from tandem.engine.grammar.matcher import GrammarMatcher
+from tandem.engine.grammar.schema import check_schema
 from tandem.engine.protocol import GenerateRequest, Grammar, SamplingParams, TokenOutput
 from tandem.engine.sampling.masks import bits_of, without_forbidden, without_forbidden_rows
 from tandem.errors import EngineError, RequestError
@@ -331,3 +333,29 @@ def test_nothing_is_imported_before_a_grammar_is_used() -> None:
         "assert not {'xgrammar', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ, PYTHONPATH=":".join(sys.path)))
+
+
+def test_a_refusal_is_worded_once() -> None:
+    with pytest.raises(RequestError, match=r"^#: uniqueItems cannot be held to; leave it out$"):
+        check_schema({"type": "array", "uniqueItems": True})
+
+
+def test_large_schemas_are_refused_before_they_take_memory() -> None:
+    """A long key is in the place of every child."""
+    inner = {"type": "object", "properties": {f"p{i}": {} for i in range(20_000)}}
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="more than 10000 parts"):
+            check_schema({"type": "object", "properties": {"k" * 100_000: inner}})
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_other_spellings_of_a_reference_are_one() -> None:
+    a = {"type": "object", "properties": {f"p{i}": {} for i in range(50)}, "required": ["p0"] * 20_000}
+    spellings = ["#/$defs/a", "#/$defs/%61", "#/%24defs/a", "#/%24defs/%61"]
+    check_schema({"$defs": {"a": a}, "anyOf": [{"$ref": each} for each in spellings]})
+    with pytest.raises(RequestError, match="requires itself"):
+        loop = {"type": "object", "properties": {"x": {"$ref": "#/$defs/%61"}}, "required": ["x"]}
+        check_schema({"$defs": {"a": loop}, "$ref": "#/$defs/a"})

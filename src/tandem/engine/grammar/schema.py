@@ -14,6 +14,8 @@ from tandem.engine.grammar.patterns import FORMATS, counted_groups
 from tandem.errors import RequestError
 
 MOST_DEPTH = 96
+MOST_PARTS = 10_000  # schemas in a schema: checking holds up other requests
+MOST_PLACE = 200  # characters that say where something is
 
 Schema = dict[str, Any]
 
@@ -38,14 +40,16 @@ _ONE = (
 )
 _LISTS = ("prefixItems", *_UNIONS)
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_ROUNDS = 64
+_ROUNDS, _VISITS = 64, 50_000  # of looking for what ends; visits: parts times rounds
 
 
 def check_schema(schema: Any) -> None:
     """Raises RequestError, without a field, that names the place."""
     try:
         _check(schema)
-    except (TypeError, ValueError, AttributeError) as error:
+    except RequestError:
+        raise
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise RequestError(f"a keyword of the JSON schema has a value of the wrong type ({error})") from error
 
 
@@ -53,14 +57,19 @@ def _check(schema: Any) -> None:
     if not isinstance(schema, dict | bool):
         raise RequestError("a JSON schema is an object")
     refs: dict[str, Any] = {}
+    count = 0
     for place, part, depth in _parts(schema):
+        count += 1
+        if count > MOST_PARTS:
+            raise RequestError(f"the schema has more than {MOST_PARTS} parts")
         if depth > MOST_DEPTH:
             raise RequestError(f"{place[:200]}: the schema is nested more than {MOST_DEPTH} deep")
         if isinstance(part, dict):
             _check_part(place, part)
             if "$ref" in part:
-                refs[part["$ref"]] = _target(schema, part["$ref"], place)
-    if not _ends(schema, _ending(refs)):
+                target = _target(schema, part["$ref"], place)
+                refs[unquote(part["$ref"])] = target
+    if not _ends(schema, _ending(refs, max(2, min(_ROUNDS, _VISITS // count)))):
         raise RequestError("no answer of finite length matches the schema: it requires itself")
 
 
@@ -142,7 +151,7 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any, int]]:
         place, part, depth = waiting.pop()
         yield place, part, depth
         if isinstance(part, dict):
-            waiting += [(f"{place}/{key}", each, depth + 1) for key, each in _children(part)]
+            waiting += [(f"{place}/{key}"[:MOST_PLACE], each, depth + 1) for key, each in _children(part)]
 
 
 def _children(part: Schema) -> Iterator[tuple[str, Any]]:
@@ -196,10 +205,10 @@ def _target(schema: Any, ref: Any, place: str) -> Any:
     return found
 
 
-def _ending(refs: dict[str, Any]) -> set[str]:
+def _ending(refs: dict[str, Any], rounds: int) -> set[str]:
     """References that something finite matches. One that takes more rounds to find out counts as such."""
     ending: set[str] = set()
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         more = {ref for ref, part in refs.items() if ref not in ending and _ends(part, ending)}
         if not more:
             return ending
@@ -212,14 +221,14 @@ def _ends(part: Any, ending: set[str]) -> bool:
     if not isinstance(part, dict) or "enum" in part or "const" in part:
         return True
     if "$ref" in part:
-        return part["$ref"] in ending
+        return unquote(part["$ref"]) in ending
     for name in ("anyOf", "oneOf"):
         if name in part:
             return any(_ends(each, ending) for each in part[name])
     must = list(part.get("allOf", ()))
     known = part.get("properties", {})
     if part.get("type", "object") == "object":
-        must += [known[name] for name in part.get("required", ()) if name in known]
+        must += [known[name] for name in dict.fromkeys(part.get("required", ())) if name in known]
     if part.get("type") == "array" and part.get("minItems", 0) > 0:
         must.append(part.get("items"))
     return all(_ends(each, ending) for each in must)
