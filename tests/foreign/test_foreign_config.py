@@ -39,8 +39,8 @@ def test_a_native_family_does_not_import_transformers(tiny_models):
 
 
 def test_sizes_are_those_of_the_modules():
-    """minimax_m2: 3 layers of 6 experts; k and v of 2 heads of 16."""
-    config = ModelConfig.from_dict(values_of("minimax_m2"))
+    """flex_olmo: 3 layers of 6 experts; k and v of 2 heads of 16."""
+    config = ModelConfig.from_dict(values_of("flex_olmo"))
     assert config.routed_params == 3 * 6 * 3 * 48 * config.moe.experts.width
     assert config.state_layout("float32").token_bytes == 3 * 2 * 2 * 16 * 4
     assert config.moe.router.top_k == 3 and config.moe_layers == (0, 1, 2)
@@ -98,7 +98,7 @@ def test_activations_are_known_by_their_numbers(formula, activation, concatenate
     ("model_type", "changes", "why"),
     [
         ("gpt2", {}, "not in Transformers' registry of experts"),
-        ("minimax_m2", {"hidden_act": "relu"}, "its activation is none of those that are known"),
+        ("flex_olmo", {"hidden_act": "relu"}, "its activation is none of those that are known"),
         ("no_such_model", {}, "has no 'no_such_model' either"),
     ],
 )
@@ -112,10 +112,10 @@ def test_a_missing_or_old_package_is_named(monkeypatch):
     for found, why in (("", "which is not installed"), ("5.9.1", "5.10 or newer, this is 5.9.1")):
         monkeypatch.setattr(registry, "installed_version", lambda found=found: found)
         with pytest.raises(ConfigError, match=why):
-            ModelConfig.from_dict({"model_type": "minimax_m2"})
+            ModelConfig.from_dict({"model_type": "flex_olmo"})
 
 
 def test_a_rotation_that_depends_on_the_batch_runs_alone():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    config = ModelConfig.from_dict(values_of("minimax_m2", rope_parameters=rope))
+    config = ModelConfig.from_dict(values_of("flex_olmo", rope_parameters=rope))
     assert "rotation (dynamic)" in why_alone(config)

@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from gguf_files import Kind, write_gguf
-from sessions import Session, ours, reference, rms, worst
-from tandem import LLM, SamplingParams, _core
+from sessions import Session, generated, ours, reference, rms, worst
+from tandem import _core
 from tandem.checkpoint import Checkpoint, open_checkpoint
 from tandem.config import ModelConfig
 from tandem.convert import Conversion, convert
@@ -85,33 +84,6 @@ def test_the_plan_keeps_the_blocks(both: tuple[Path, Path]) -> None:
     formats = open_checkpoint(both[0]).formats()
     assert formats.experts.name == "mxfp4" and not formats.experts.not_on_gpu
     assert open_checkpoint(both[1]).formats().experts.name == "f32"
-
-
-def generated(path: Path, calls: list[list[list[int]]], **flags: object) -> tuple[list[list[int]], int, int]:
-    """Greedy answers of calls of prompts, one call after the other; tokens that were found, and preemptions."""
-    llm = LLM(str(path), dtype="float32", kt_cpuinfer=2, page_size=4, **flags)
-    greedy = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-    answers = [each.token_ids for call in calls for each in llm.generate(call, greedy, progress=False)]
-    stats = llm.engine.stats()
-    return answers, stats.cached_tokens, stats.preemptions
-
-
-def test_found_prefixes_and_preempted_sequences_answer_alike(tiny_models) -> None:
-    """Windows of 7 tokens in pages of 4; the second call begins with what the first one left."""
-    g = torch.Generator().manual_seed(3)
-    path, prompts = tiny_models["gpt_oss"], torch.randint(256, (3, 30), generator=g).tolist()
-    longer = [[*prompt[:26], 7, 8, 9] for prompt in prompts]
-    calls = [prompts, longer]
-    plain, none, _ = generated(path, calls, disable_radix_cache=True, max_total_tokens=400)
-    cached, found, _ = generated(path, calls, max_total_tokens=400)
-    tight, _, preempted = generated(path, calls, max_total_tokens=72, context_length=64, chunked_prefill_size=8)
-    assert none == 0 and found >= 3 * 24 and preempted > 0
-    assert cached == plain and tight == plain
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    with torch.inference_mode():
-        for prompt, answer in zip([*prompts, *longer], plain, strict=True):
-            scores = model(torch.tensor([prompt + answer])).logits[0]
-            assert scores[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
 def test_experts_out_of_a_packed_cache_have_their_biases(tiny_models, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from sessions import Session, ours, plan, prompts, reference, rms, worst
 from tandem import _core
 from tandem.architectures import FAMILIES
-from tandem.checkpoint import open_checkpoint
+from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import ModelConfig
 from tandem.errors import ConfigError
 from tandem.kernels.cpu_ops import CpuOps
@@ -22,6 +22,7 @@ from tandem.models import build
 from tiny import VARIANTS
 
 KNOWN = ", ".join(sorted(FAMILIES))
+SHARED = ("glm4", "qwen2", "deepseek", "dots1", "hy_v3")  # have shared experts
 
 
 @pytest.fixture(scope="module", params=["torch", *_core.supported_tiers()])
@@ -51,7 +52,7 @@ def test_fused_checkpoint_gives_the_same_bits(tiny_models, variant):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.startswith(("glm4", "qwen2", "deepseek"))])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.startswith(SHARED)])
 def test_shared_experts_apart_equal_transformers(tiny_models, ops, variant):
     session = Session(tiny_models[variant], fuse=False, ops=ops)
     assert worst(ours(session), reference(tiny_models[variant])) < 1e-4
@@ -59,10 +60,16 @@ def test_shared_experts_apart_equal_transformers(tiny_models, ops, variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16_is(tiny_models, ops, variant):
-    """The tolerance is Transformers' own rounding error; half as much again, since rounding points differ."""
-    exact = reference(tiny_models[variant])
-    theirs = rms(reference(tiny_models[variant], torch.bfloat16), exact)
-    assert rms(ours(Session(tiny_models[variant], "bfloat16", ops=ops)), exact) < 1.5 * theirs
+    """The tolerance is Transformers' own rounding error; half as much again, since rounding points differ.
+
+    Where experts are chosen with a bias, all of them are: scores of a sigmoid lie close together, so rounding changes
+    who is chosen, and such a change says nothing about how exactly either side computes."""
+    path = tiny_models[variant]
+    if load_model_config(path).moe.router.has_bias:
+        path = tiny_models.unchosen(variant)
+    exact = reference(path)
+    theirs = rms(reference(path, torch.bfloat16), exact)
+    assert rms(ours(Session(path, "bfloat16", ops=ops)), exact) < 1.5 * theirs
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones(tiny_models):

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from transformers import AutoModelForCausalLM
 
+from tandem import LLM, SamplingParams
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import Plan
 from tandem.engine.state.arrays import allocate
@@ -109,3 +110,12 @@ def rms(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 def median(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     return float((torch.cat(got) - torch.cat(expected)).abs().median())
+
+
+def generated(path, calls: list[list[list[int]]], **flags: object) -> tuple[list[list[int]], int, int]:
+    """Greedy answers of calls of prompts, one call after the other; tokens that were found, and preemptions."""
+    llm = LLM(str(path), dtype="float32", kt_cpuinfer=2, page_size=4, **flags)
+    greedy = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    answers = [each.token_ids for call in calls for each in llm.generate(call, greedy, progress=False)]
+    stats = llm.engine.stats()
+    return answers, stats.cached_tokens, stats.preemptions

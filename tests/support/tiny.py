@@ -6,6 +6,7 @@ Sizes are deliberately awkward: no power of two, no multiple of a panel, of a gr
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -87,6 +88,45 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=20,
         intermediate_size=52, first_k_dense_replace=0, topk_method="greedy",
         rope_parameters=settings(rope_type="default", rope_theta=10000.0),
+    )),
+    "glm4_moe_lite": ("glm4_moe_lite", settings(
+        num_attention_heads=5, num_key_value_heads=5, q_lora_rank=38, kv_lora_rank=42, qk_nope_head_dim=18,
+        qk_rope_head_dim=12, v_head_dim=22, n_routed_experts=12, n_shared_experts=2, moe_intermediate_size=28,
+        intermediate_size=60, n_group=4, topk_group=2,
+        rope_parameters=settings(rope_type="default", rope_theta=3000.0),
+    )),
+    "glm4_moe_lite-plain": ("glm4_moe_lite", settings(
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=33, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=9, n_shared_experts=1, moe_intermediate_size=20,
+        intermediate_size=60, norm_topk_prob=False, attention_bias=True, mlp_layer_types=["sparse", "dense", "sparse"],
+        rope_parameters=settings(rope_type="default", rope_theta=3000.0),
+    )),
+    "dots1": ("dots1", settings(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, n_routed_experts=12, n_shared_experts=2,
+        moe_intermediate_size=28, intermediate_size=60, first_k_dense_replace=1, n_group=4, topk_group=2,
+        routed_scaling_factor=1.7, norm_topk_prob=True, sliding_window=None,
+    )),
+    "dots1-window": ("dots1", settings(
+        num_attention_heads=4, num_key_value_heads=4, head_dim=22, n_routed_experts=9, n_shared_experts=1,
+        moe_intermediate_size=20, intermediate_size=44, first_k_dense_replace=0, attention_bias=True,
+        sliding_window=9, max_window_layers=2,
+    )),
+    "minimax_m2": ("minimax_m2", settings(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, num_local_experts=10, intermediate_size=28,
+        rotary_dim=8,
+    )),
+    "minimax_m2-whole": ("minimax_m2", settings(
+        num_attention_heads=4, num_key_value_heads=4, head_dim=22, num_local_experts=7, intermediate_size=20,
+        rope_parameters=settings(rope_type="default", rope_theta=5000.0),
+    )),
+    "hy_v3": ("hy_v3", settings(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, num_experts=12, num_shared_experts=2,
+        moe_intermediate_size=28, intermediate_size=60, num_nextn_predict_layers=0,
+    )),
+    "hy_v3-bias": ("hy_v3", settings(
+        num_attention_heads=4, num_key_value_heads=4, head_dim=22, num_experts=7, num_shared_experts=1,
+        moe_intermediate_size=20, intermediate_size=44, attention_bias=True, router_scaling_factor=1.3,
+        mlp_layer_types=["sparse", "dense", "sparse"],
     )),
     "mixtral": ("mixtral", settings(
         num_attention_heads=6, num_key_value_heads=2, num_local_experts=5, intermediate_size=44,
@@ -176,6 +216,21 @@ class TinyModels:
         if not path.exists():
             save_fused(self[variant], path)
         return path
+
+    def unchosen(self, variant: str) -> Path:
+        """The same weights, of which every token uses all experts."""
+        path = self._directory / f"{variant}-unchosen"
+        if not path.exists():
+            shutil.copytree(self[variant], path)
+            config = json.loads((path / "config.json").read_text())
+            config["num_experts_per_tok"] = next(config[key] for key in EXPERT_COUNTS if config.get(key))
+            if "n_group" in config:
+                config["topk_group"] = config["n_group"]
+            (path / "config.json").write_text(json.dumps(config))
+        return path
+
+
+EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 def save_tiny(variant: str, path: Path) -> None:

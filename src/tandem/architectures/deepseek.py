@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3, R1 and Kimi-K2: latent attention, first layers dense, grouped routing."""
+"""DeepSeek-V2, V3, R1, Kimi-K2 and the text part of K2.5: latent attention, first layers dense, grouped routing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.glm4_moe import SIGMOID, STEMS
 from tandem.architectures.names import Names
-from tandem.architectures.shared import layer_count, model, moe
+from tandem.architectures.shared import layer_count, model, moe, sigmoid_router
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import Latent, Router
 from tandem.config.model_config import ModelConfig
@@ -27,9 +27,14 @@ def deepseek_v2(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
             f"config.json: topk_method {method!r} is not DeepSeek-V2's; try 'group_limited_greedy'"
         )
     router = replace(
-        _router(keys, method == "group_limited_greedy"), score="softmax", normalize=False, group_score="max",
-        has_bias=False, scale=keys.optional("routed_scaling_factor", 1.0),
-    )  # fmt: skip
+        sigmoid_router(keys, groups=8, kept=4),
+        score="softmax",
+        normalize=False,
+        group_score="max",
+        has_bias=False,
+    )
+    if method == "greedy":
+        router = replace(router, num_groups=1, top_groups=1)
     return _model(keys, generation, router, dense_layers=0, shared=2)
 
 
@@ -37,7 +42,17 @@ def deepseek_v3(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     keys.only("scoring_func", "sigmoid", "DeepSeek-V3's")
     keys.only("topk_method", "noaux_tc", "DeepSeek-V3's")
     keys.only("rope_interleave", True, "rotary channels are pairs of neighbours")
-    return _model(keys, generation, _router(keys, True), dense_layers=3, shared=1)
+    return _model(
+        keys, generation, sigmoid_router(keys, scale=2.5, groups=8, kept=4), dense_layers=3, shared=1
+    )
+
+
+def kimi_k25(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    """Its text is DeepSeek-V3's; the keys lie in `text_config`, beside a vision tower's."""
+    kind = keys.mapping("text_config").get("model_type", "deepseek_v3")
+    if kind not in ("deepseek_v3", "kimi_k2"):
+        raise ConfigError(f"{keys.where}: text_config.model_type {kind!r} is not supported; kimi_k2 is")
+    return deepseek_v3(keys.inside("text_config"), generation)
 
 
 def _model(
@@ -73,24 +88,6 @@ def latent(keys: JsonKeys) -> Latent:
         rope=read_rope(turning, rope_dim, "neighbours"),
         bias=keys.optional("attention_bias", False),
         softmax_factor=softmax_factor(turning),
-    )
-
-
-def _router(keys: JsonKeys, grouped: bool) -> Router:
-    """DeepSeek-V3's: sigmoid, chosen with a bias, from the best groups."""
-    groups = keys.optional("n_group", 8 if grouped else 1)
-    kept = keys.optional("topk_group", 4 if grouped else 1)
-    return Router(
-        num_experts=keys.size("n_routed_experts", 256, "num_local_experts"),
-        top_k=keys.size("num_experts_per_tok", 8),
-        score="sigmoid",
-        normalize=keys.optional("norm_topk_prob", True),
-        scale=keys.optional("routed_scaling_factor", 2.5),
-        num_groups=groups if grouped else 1,
-        top_groups=kept if grouped else 1,
-        has_bias=True,
-        float32_logits=True,
-        epsilon=1e-20,
     )
 
 
@@ -149,4 +146,5 @@ GGUF_STEMS = STEMS | {  # newer files have kv_b in two, k_b transposed per head
 FAMILIES = (
     Family(("deepseek_v2",), deepseek_v2, (NAMES,)),
     Family(("deepseek_v3", "kimi_k2"), deepseek_v3, (NAMES,), Gguf("deepseek2", gguf_config, GGUF_STEMS)),
+    Family(("kimi_k25",), kimi_k25, (NAMES,)),
 )

@@ -6,9 +6,8 @@ from typing import Any
 
 from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, Names
-from tandem.architectures.shared import gqa, layer_count, model, moe
+from tandem.architectures.shared import gqa, layer_count, model, moe, sigmoid_router
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Router
 from tandem.config.model_config import ModelConfig
 
 NAMES = Names(shared="mlp.shared_experts")
@@ -19,20 +18,8 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     bias = keys.optional("attention_bias", False)
     norms = keys.optional("use_qk_norm", False)
     attention = gqa(keys, qkv_bias=bias, qk_norm="head" if norms else "none", rotary_share=0.5)
-    router = Router(
-        num_experts=keys.size("n_routed_experts", 128, "num_local_experts"),
-        top_k=keys.size("num_experts_per_tok", 8),
-        score="sigmoid",
-        normalize=keys.optional("norm_topk_prob", True),
-        scale=keys.optional("routed_scaling_factor", 1.0),
-        num_groups=keys.optional("n_group", 1),
-        top_groups=keys.optional("topk_group", 1),
-        has_bias=True,
-        float32_logits=True,
-        epsilon=1e-20,
-    )
     width = keys.size("moe_intermediate_size", 1408)
-    experts = moe(router, width, width * keys.count("n_shared_experts", 1))
+    experts = moe(sigmoid_router(keys), width, width * keys.count("n_shared_experts", 1))
     first = keys.optional("first_k_dense_replace", 1)
     return model(keys, generation, lambda _: attention, experts, range(first, layer_count(keys)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import (
@@ -107,10 +108,10 @@ def gqa(
     qk_norm: QkNorm = "none",
     window: int = 0,
     clip: float = 0.0,
-    rotary_share: float = 1.0,
+    rotary_share: float | None = None,
     plus_one: bool = False,
 ) -> Gqa:
-    """rotary_share: of a head's channels that turn, where config.json does not say."""
+    """rotary_share: of a head's channels that turn, where config.json does not say; None: all, always."""
     heads = keys.size("num_attention_heads", 16)
     kv_heads = keys.optional("num_key_value_heads", heads)
     head_dim = keys.optional("head_dim", keys.size("hidden_size", 2048) // heads)
@@ -122,10 +123,10 @@ def gqa(
     )  # fmt: skip
 
 
-def _rope(keys: JsonKeys, head_dim: int, default_share: float) -> Rope:
+def _rope(keys: JsonKeys, head_dim: int, default_share: float | None) -> Rope:
     merged = rope_keys(keys)
-    share = merged.optional("partial_rotary_factor", default_share)
-    if share != 1.0 and default_share == 1.0:
+    share = merged.optional("partial_rotary_factor", 1.0 if default_share is None else default_share)
+    if share != 1.0 and default_share is None:
         raise ConfigError(f"config.json: partial_rotary_factor {share} is not part of this family; 1.0 is")
     dims = int(head_dim * share)
     if not 0 < dims <= head_dim:
@@ -136,6 +137,31 @@ def _rope(keys: JsonKeys, head_dim: int, default_share: float) -> Rope:
 def softmax_router(keys: JsonKeys, experts_key: str, normalize: bool, *aliases: str) -> Router:
     return Router(
         keys.size(experts_key, 64, *aliases), keys.size("num_experts_per_tok", 8), "softmax", normalize
+    )
+
+
+def sigmoid_router(
+    keys: JsonKeys,
+    experts: str = "n_routed_experts",
+    *,
+    normalize: bool = True,
+    scale: float = 1.0,
+    groups: int = 1,
+    kept: int = 1,
+) -> Router:
+    """DeepSeek-V3's: sigmoid, chosen with a bias, from the best groups. experts: the key of their number; the others:
+    what absent keys mean."""
+    return Router(
+        num_experts=keys.size(experts, 256, "num_local_experts"),
+        top_k=keys.size("num_experts_per_tok", 8),
+        score="sigmoid",
+        normalize=keys.optional("norm_topk_prob", normalize),
+        scale=keys.optional("routed_scaling_factor", scale),
+        num_groups=keys.optional("n_group", groups),
+        top_groups=keys.optional("topk_group", kept),
+        has_bias=True,
+        float32_logits=True,
+        epsilon=1e-20,
     )
 
 
@@ -164,6 +190,18 @@ def sparse_step_layers(keys: JsonKeys) -> list[int]:
     return [i for i in range(layer_count(keys)) if i not in dense and (i + 1) % step == 0]
 
 
+def layers_after_dense(keys: JsonKeys, dense: int) -> list[int]:
+    """Those of `mlp_layer_types` that are sparse; where it is absent, all after the first `first_k_dense_replace`.
+    dense: what absent ones mean."""
+    count, kinds = layer_count(keys), keys.get("mlp_layer_types")
+    first = keys.count("first_k_dense_replace", dense)
+    if kinds is None:
+        return list(range(first, count))
+    if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - {"dense", "sparse"}:
+        raise ConfigError(f"{keys.where}: mlp_layer_types must be a list of {count} times dense or sparse")
+    return [i for i, kind in enumerate(kinds) if kind == "sparse"]
+
+
 def layer_kinds(keys: JsonKeys, default: Callable[[int], str]) -> list[str]:
     """`layer_types`, or what stands for it where it is absent."""
     count = layer_count(keys)
@@ -173,3 +211,21 @@ def layer_kinds(keys: JsonKeys, default: Callable[[int], str]) -> list[str]:
             f"config.json: layer_types must be a list of {count}, one for each layer; or remove it"
         )
     return [str(kind) for kind in kinds]
+
+
+WINDOW, FULL = "sliding_attention", "full_attention"
+
+
+def windowed(keys: JsonKeys, attention: Gqa, window: int, has_window: Callable[[int], bool]) -> list[Gqa]:
+    """Of each layer: `attention`, with the `sliding_window` in layers that have one. window and has_window: what absent
+    keys mean."""
+    absent = "sliding_window" not in keys
+    size = window if absent else keys.count("sliding_window", 0, most=1 << 31)
+    kinds = layer_kinds(keys, lambda i: WINDOW if size and has_window(i) else FULL)
+    if unknown := sorted(set(kinds) - {WINDOW, FULL}):
+        raise ConfigError(
+            f"{keys.where}: layer type {unknown[0]!r} is not supported; {WINDOW} and {FULL} are"
+        )
+    if WINDOW in kinds and not size:
+        raise ConfigError(f"{keys.where}: layer_types has {WINDOW}, but there is no sliding_window; try 4096")
+    return [replace(attention, window=size if kind == WINDOW else 0) for kind in kinds]

@@ -18,15 +18,19 @@ HARMLESS = frozenset((
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id",
     "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label", "initializer_range",
     "is_decoder", "is_encoder_decoder", "keys_to_ignore_at_inference", "label2id",
-    "max_window_layers", "model_type", "num_mtp_layers", "num_nextn_predict_layers",
+    "max_window_layers", "model_type", "mtp_transformer_layers", "num_mtp_layers", "num_mtp_modules",
+    "num_nextn_predict_layers", "use_mtp",
     "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
     "problem_type", "quantization_config", "return_dict", "rope_theta", "router_aux_loss_coef", "router_jitter_noise",
     "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux", "torch_dtype", "transformers_version", "use_cache",
 ))  # fmt: skip
 
 
-DRAFT_LAYERS = ("num_mtp_layers", "num_nextn_predict_layers")
+DRAFT_LAYERS = ("num_mtp_layers", "num_mtp_modules", "num_nextn_predict_layers")
 """How many layers a checkpoint has for speculative decoding."""
+
+TOWERS = ("vision_config", "audio_config")
+"""Of multimodal models: parts that text does not pass through."""
 
 
 def read_json(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
@@ -62,7 +66,7 @@ class JsonKeys(Mapping[str, Any]):
         if not nested:
             return self
         inner = JsonKeys({**self._values, **nested, "model_type": self._values["model_type"]}, self.where)
-        inner._read |= set(self._values) - set(nested)
+        inner._read |= set(self._values) - set(nested) - set(TOWERS)
         return inner
 
     def __getitem__(self, key: str) -> Any:

@@ -8,7 +8,7 @@ from tandem.config.cuda_graphs import GRAPH_FLAGS
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpu_plan import SHARE_FIELDS
 from tandem.config.gpus import Gpu
-from tandem.config.json_keys import DRAFT_LAYERS
+from tandem.config.json_keys import DRAFT_LAYERS, TOWERS
 from tandem.config.machine import Machine
 from tandem.config.model_config import ModelConfig, why_alone
 
@@ -27,6 +27,8 @@ def _unread(model: ModelConfig) -> Iterator[str]:
     for key in model.unread_keys:
         if key in DRAFT_LAYERS:
             yield f"config.json: {key}: the model's draft layers (MTP) are not loaded; each step decodes one token"
+        elif key in TOWERS:
+            yield f"config.json: {key}: the part that reads images or sound is not loaded; text alone is served"
         else:
             yield f"config.json: {key} is not understood and has no effect"
 

@@ -17,14 +17,11 @@ COMMON = settings(
 
 # model type: what differs from COMMON
 PAGED: dict[str, dict[str, object]] = {
-    "minimax_m2": settings(num_local_experts=6),
-    "dots1": settings(n_routed_experts=6, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1),
     "afmoe": settings(num_experts=6, num_shared_experts=1, num_dense_layers=1, sliding_window=7,
                       layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
     "ernie4_5_moe": settings(moe_num_experts=6, moe_k=2, moe_num_shared_experts=1, moe_layer_start_index=1,
                              moe_layer_end_index=2),
     "hunyuan_v1_moe": settings(num_experts=6, moe_topk=2, num_shared_expert=1),
-    "hy_v3": settings(num_experts=6, num_shared_experts=1, first_k_dense_replace=1),
     "flex_olmo": settings(num_experts=6),
     "granitemoe": settings(num_local_experts=6, logits_scaling=2.0, residual_multiplier=0.7, embedding_multiplier=3.0,
                            attention_multiplier=0.2),
@@ -34,9 +31,6 @@ PAGED: dict[str, dict[str, object]] = {
     "exaone_moe": settings(num_experts=6, num_shared_experts=1, n_group=1, topk_group=1, sliding_window=7,
                            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
                            mlp_layer_types=["dense", "sparse", "sparse"]),
-    "glm4_moe_lite": settings(n_routed_experts=6, n_shared_experts=1, n_group=1, topk_group=1, kv_lora_rank=24,
-                              q_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16,
-                              num_key_value_heads=4),
     "laguna": settings(num_experts=6, sliding_window=7, shared_expert_intermediate_size=28),
     "mimo_v2_flash": settings(n_routed_experts=6, sliding_window=7, v_head_dim=8),
     "solar_open": settings(n_routed_experts=6, n_shared_experts=1, n_group=1, topk_group=1),

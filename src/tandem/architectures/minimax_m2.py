@@ -1,0 +1,36 @@
+"""MiniMax-M2: norms over all heads of q and k at once, partial rotation, sigmoid router with a selection bias."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tandem.architectures.family import Family
+from tandem.architectures.mixtral import NAMES as MIXTRAL
+from tandem.architectures.names import Names
+from tandem.architectures.shared import gqa, layer_count, model, moe, softmax_router
+from tandem.config.json_keys import JsonKeys
+from tandem.config.model_config import ModelConfig
+from tandem.errors import ConfigError
+
+NAMES = replace(MIXTRAL, router_bias="block_sparse_moe.e_score_correction_bias")
+IN_MEMORY = Names(router_bias="mlp.e_score_correction_bias")
+"""As Transformers 5 holds it."""
+
+
+def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    keys.only("scoring_func", "sigmoid", "MiniMax-M2's")
+    keys.only("use_routing_bias", True, "experts are chosen with a bias")
+    keys.only("use_qk_norm", True, "q and k are normed")
+    keys.only("qk_norm_type", "per_layer", "over all heads at once")
+    keys.only("shared_intermediate_size", 0, "there is no shared expert")
+    if set(keys.integers("attn_type_list")) - {1}:
+        raise ConfigError(f"{keys.where}: attn_type_list has layers that are not 1, full attention")
+    head = keys.size("head_dim", 128)
+    attention = gqa(keys, qk_norm="width", rotary_share=keys.optional("rotary_dim", head) / head)
+    router = softmax_router(keys, "num_local_experts", True, "num_experts")
+    router = replace(router, score="sigmoid", has_bias=True, float32_logits=True)
+    experts = moe(router, keys.size("intermediate_size", 1536))
+    return model(keys, generation, lambda _: attention, experts, range(layer_count(keys)))
+
+
+FAMILY = Family(("minimax_m2",), config, (NAMES, IN_MEMORY))

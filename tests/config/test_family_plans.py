@@ -1,0 +1,58 @@
+"""Every family at its published size on a machine with a GPU: hybrid, or refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from transformers import AutoConfig
+
+from plans import GIB, with_gpu
+from tandem.config import EngineConfig, ModelConfig, Plan, resolve
+from tiny import settings
+
+# model type: what differs from its class's defaults, and how many billions its authors count
+PUBLISHED: dict[str, tuple[dict[str, object], float]] = {
+    "glm4_moe_lite": (settings(), 30),
+    "dots1": (
+        settings(
+            hidden_size=4096,
+            n_routed_experts=128,
+            n_shared_experts=2,
+            num_experts_per_tok=6,
+            first_k_dense_replace=1,
+        ),
+        142,
+    ),
+    "minimax_m2": (settings(rotary_dim=64), 229),
+    "hy_v3": (settings(), 295),
+}
+
+
+def config_of(model_type: str) -> ModelConfig:
+    config = AutoConfig.for_model(model_type, **PUBLISHED[model_type][0]).to_dict()
+    return ModelConfig.from_dict({"rope_theta": 1e6} | config)
+
+
+def planned(model: ModelConfig, **flags: object) -> Plan:
+    machine = replace(with_gpu(80 * GIB), available_memory=700 * GIB)
+    config = EngineConfig.from_keywords(
+        "m", kt_method="INT4", context_length=2048, max_running_requests=4, **flags
+    )
+    return resolve(config, model, machine)
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_experts_are_divided_between_gpu_and_cpu(model_type: str) -> None:
+    model = config_of(model_type)
+    plan = planned(model, kt_gpu_experts_ratio=0.1)
+    assert plan.gpu is not None and plan.gpu.experts == round(0.1 * model.routed_experts)
+    assert model.unread_keys == ()
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_parameters_are_as_many_as_its_authors_say(model_type: str) -> None:
+    model = config_of(model_type)
+    embedding = 0 if model.tied_embeddings else model.vocab * model.hidden
+    billions = (model.dense_params + model.routed_params + embedding) / 1e9
+    assert billions == pytest.approx(PUBLISHED[model_type][1], rel=0.02)
