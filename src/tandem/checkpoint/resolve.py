@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from tandem.checkpoint.gguf_model import SUFFIX, is_gguf, split_files
-from tandem.config.env import cache_dir
+from tandem.config.env import DEMO, cache_dir
 from tandem.errors import CheckpointError, HubError
 from tandem.hub.names import HubName, hub_name
 from tandem.hub.snapshot import cache_root, find_snapshot
-
-DEMO = "demo"
 
 
 def demo_dir() -> Path:

@@ -11,6 +11,8 @@ import os
 import tempfile
 from pathlib import Path
 
+DEMO = "demo"  # the model that comes with Tandem
+
 
 def cache_dir() -> Path:
     """Where prepared models are kept: $TANDEM_CACHE_DIR, else $XDG_CACHE_HOME/tandem, else ~/.cache/tandem."""

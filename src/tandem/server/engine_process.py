@@ -17,7 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -83,6 +83,7 @@ class LoadedEngine:
     model_path: str
     model_type: str
     vocab_size: int
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
 
 
 def load_engine(config: EngineConfig) -> LoadedEngine:
@@ -90,6 +91,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     from tandem.checkpoint import resolve_model
     from tandem.engine.engine import Engine
     from tandem.engine.start.loader import load_parts
+    from tandem.engine.start.sampling_defaults import read_sampling_defaults
 
     path = resolve_model(config.model)
     with LoadProgress() as progress:
@@ -100,7 +102,8 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     if not config.skip_server_warmup:
         warm_up(engine, engine.model_config.vocab)
     model = engine.model_config
-    return LoadedEngine(engine, engine.plan, str(path), model.model_type, model.vocab)
+    defaults = read_sampling_defaults(path) if config.sampling_defaults == "model" else {}
+    return LoadedEngine(engine, engine.plan, str(path), model.model_type, model.vocab, defaults)
 
 
 def pin_main_thread(cpu: int) -> None:
@@ -285,6 +288,7 @@ def run_engine(socket: zmq.Socket[bytes]) -> int:
         model_path=loaded.model_path,
         model_type=loaded.model_type,
         vocab_size=loaded.vocab_size,
+        sampling_defaults=loaded.sampling_defaults,
     )
     socket.send(msgspec.msgpack.encode(ready))
     EngineLoop(loaded.engine, socket).run()

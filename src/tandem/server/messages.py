@@ -47,6 +47,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     model_path: str
     model_type: str
     vocab_size: int
+    sampling_defaults: dict[str, float] = {}
 
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag="start_failed"):

@@ -11,7 +11,6 @@ from tandem.config.engine_config import EngineConfig
 from tandem.config.plan import Plan
 from tandem.engine import limits as engine_limits
 from tandem.engine.protocol import GenerateRequest
-from tandem.engine.start.sampling_defaults import read_sampling_defaults
 from tandem.engine.text.chat_template import chat_template_text
 from tandem.engine.text.markers import MarkerGuard
 from tandem.errors import RequestError
@@ -66,8 +65,7 @@ class ServerState:
     def engine_ready(self, ready: EngineReady) -> None:
         """A (new) engine is loaded. The tokenizer is read once, from the directory that the engine resolved."""
         if self._tokenizer is None:
-            if self.config.sampling_defaults == "model":
-                self.sampling_defaults = read_sampling_defaults(Path(ready.model_path))
+            self.sampling_defaults = ready.sampling_defaults
             self._tokenizer = self._load_tokenizer(Path(ready.model_path))
             if self.config.chat_template is not None:
                 self._tokenizer.use_chat_template(chat_template_text(self.config.chat_template))

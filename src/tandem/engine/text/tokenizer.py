@@ -10,9 +10,6 @@ from typing import Any
 
 import tokenizers
 
-from tandem.checkpoint.gguf_config import end_ids
-from tandem.checkpoint.gguf_model import is_gguf, open_gguf
-from tandem.checkpoint.gguf_tokenizer import gguf_texts, gguf_tokenizer
 from tandem.config.small_files import TEMPLATE_BYTES, read_text
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.engine.text.markers import MarkerGuard
@@ -57,9 +54,8 @@ class Tokenizer:
     def load(cls, directory: Path) -> Tokenizer:
         """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, and the end tokens of
         generation_config.json or config.json; or a GGUF file, which has all that inside."""
-        if is_gguf(directory):
-            model = open_gguf(directory)
-            return cls._of(gguf_tokenizer(model), tuple(end_ids(model)), gguf_texts(model))
+        if directory.is_file():
+            return cls._of(*_read_gguf(directory))
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(
@@ -190,6 +186,16 @@ def token_bytes(piece: str | None, text: str) -> bytes:
     if all(char in _BYTE_OF_CHAR for char in piece):
         return bytes(_BYTE_OF_CHAR[char] for char in piece)
     return text.encode()
+
+
+def _read_gguf(path: Path) -> tuple[tokenizers.Tokenizer, tuple[int, ...], dict[str, Any]]:
+    """Imported here: it needs torch, whose import would make every start of the API process 1.3 s longer."""
+    from tandem.checkpoint.gguf_config import end_ids
+    from tandem.checkpoint.gguf_model import open_gguf
+    from tandem.checkpoint.gguf_tokenizer import gguf_texts, gguf_tokenizer
+
+    model = open_gguf(path)
+    return gguf_tokenizer(model), tuple(end_ids(model)), gguf_texts(model)
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
