@@ -94,6 +94,11 @@ struct DenseKernels {
   // out = norm of x, rounded to `type`, times weight, times silu(gate).
   void (*gated_norm)(const float* x, const void* gate, const void* weight, void* out, int64_t n, float eps, DType type);
 
+  // out[j] = sum over heads of gates[h] * max(0, q[:, h] . k[j]) for `keys` keys, `stride` floats apart. q
+  // [dim][heads]; heads: a multiple of kRowLanes.
+  void (*token_scores)(const float* q, const float* gates, const float* k, int64_t heads, int64_t dim, int64_t stride,
+                       int64_t keys, float* out);
+
   // A ceiling of the machine. Returns something computed from all that was read, so that nothing is optimised away.
   float (*read_memory)(const void* data, int64_t bytes);  // bytes: a multiple of 1024
 };

@@ -125,5 +125,51 @@ void narrow(const float* x, float scale, void* out, int64_t d, DType type) {
                       : Attention<Isa>::template narrow_as<DType::f32>(x, scale, out, d);
 }
 
+// Scores of tokens for one query row: what small heads say of each key, as far as it is positive, in a weighted sum.
+// Heads lie side by side, so nothing is added up across lanes but once a key, and a key's score depends on nothing
+// else.
+template <class Isa>
+struct TokenScores {
+  using Vec = typename Isa::Vec;
+  static constexpr int kRuns = 2;  // of heads at a time
+
+  // scores[j] += sum over the heads of `runs` runs of gate * max(0, q . k_j).
+  template <int kKeys, int runs>
+  static void add_heads(const float* q, const float* gates, const float* k, int64_t heads, int64_t dim, int64_t stride,
+                        Vec* scores) {
+    Vec sum[kKeys][runs];
+    for (int j = 0; j < kKeys; ++j)
+      for (int r = 0; r < runs; ++r) sum[j][r] = Isa::zero();
+    for (int64_t i = 0; i < dim; ++i, q += heads)
+      for (int r = 0; r < runs; ++r) {
+        const Vec qi = Isa::load(q + r * kRowLanes);
+        for (int j = 0; j < kKeys; ++j) sum[j][r] = Isa::fma(qi, Isa::set1(k[j * stride + i]), sum[j][r]);
+      }
+    for (int r = 0; r < runs; ++r) {
+      const Vec gate = Isa::load(gates + r * kRowLanes);
+      for (int j = 0; j < kKeys; ++j) scores[j] = Isa::fma(gate, Isa::max(sum[j][r], Isa::zero()), scores[j]);
+    }
+  }
+
+  template <int kKeys>
+  static void some_keys(const float* q, const float* gates, const float* k, int64_t heads, int64_t dim, int64_t stride,
+                        float* out) {
+    Vec scores[kKeys];
+    for (int j = 0; j < kKeys; ++j) scores[j] = Isa::zero();
+    int64_t h = 0;
+    for (; h + kRuns * kRowLanes <= heads; h += kRuns * kRowLanes)
+      add_heads<kKeys, kRuns>(q + h, gates + h, k, heads, dim, stride, scores);
+    for (; h < heads; h += kRowLanes) add_heads<kKeys, 1>(q + h, gates + h, k, heads, dim, stride, scores);
+    for (int j = 0; j < kKeys; ++j) out[j] = Isa::reduce_add(scores[j]);
+  }
+
+  static void scores(const float* q, const float* gates, const float* k, int64_t heads, int64_t dim, int64_t stride,
+                     int64_t keys, float* out) {
+    int64_t j = 0;
+    for (; j + 4 <= keys; j += 4) some_keys<4>(q, gates, k + j * stride, heads, dim, stride, out + j);
+    for (; j < keys; ++j) some_keys<1>(q, gates, k + j * stride, heads, dim, stride, out + j);
+  }
+};
+
 }  // namespace
 }  // namespace tandem

@@ -25,6 +25,7 @@
       conv_silu<Isa>,                       \
       DeltaRule<Isa>::step,                 \
       gated_norm<Isa>,                      \
+      TokenScores<Isa>::scores,             \
       Ceilings<Isa>::read_memory,           \
   };                                        \
   }

@@ -240,6 +240,36 @@ class Columns:
         out[:, target + i] = x[:, source + i * step], i < count; other columns of out stay as they are.
         """
 
+class TokenIndex:
+    """Which tokens each row attends to, on a pool."""
+
+    def __init__(
+        self, pool: WorkerPool, tier: str, heads: int, dim: int, half: int, budget: int, neighbours: bool
+    ) -> None: ...
+    def choose(
+        self,
+        batch: BatchView,
+        q: object,
+        k: object,
+        gates: object,
+        norm: object,
+        bias: object,
+        cos: object,
+        sin: object,
+        pages: object,
+        chosen: object,
+        counts: object,
+        eps: float,
+    ) -> None: ...
+
+class ChosenAttention:
+    """Attention whose rows see chosen tokens; keys are values, too."""
+
+    def __init__(self, pool: WorkerPool, tier: str) -> None: ...
+    def attend(
+        self, batch: BatchView, q: object, pages: object, chosen: object, out: object, scale: float
+    ) -> None: ...
+
 class Workspace:
     """
     A worker pool, the kernels of a tier, and scratch for one call at a time.

@@ -39,7 +39,7 @@ def latent(tmp_path_factory) -> dict[str, Path]:
     """DeepSeek models whose heads are whole panels, as those that people have: nothing between them is padded."""
     sizes = settings(kv_lora_rank=64, v_head_dim=32, qk_nope_head_dim=32, qk_rope_head_dim=16)
     made = {}
-    for name in ("deepseek_v3", "deepseek_v2-greedy"):
+    for name in ("deepseek_v3", "deepseek_v2-greedy", "deepseek_v32", "glm_moe_dsa"):
         family, changes = VARIANTS[name]
         VARIANTS[f"{name}-panels"] = (family, changes | sizes)
         made[f"{name}-panels"] = tmp_path_factory.mktemp("latent") / name
@@ -48,9 +48,12 @@ def latent(tmp_path_factory) -> dict[str, Path]:
     return made
 
 
-@pytest.mark.parametrize("variant", ["deepseek_v3-panels", "deepseek_v2-greedy-panels"])
+@pytest.mark.parametrize(
+    "variant", [f"{name}-panels" for name in ("deepseek_v3", "deepseek_v2-greedy", "deepseek_v32", "glm_moe_dsa")]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_latent_attention_is_recorded(latent, monkeypatch, variant: str, dtype: str) -> None:
+    """Where tokens are chosen, sequences outgrow the number that are, while their steps are repeated."""
     test_a_recorded_step_gives_the_same_bits(latent, monkeypatch, variant, dtype)
 
 

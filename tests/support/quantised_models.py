@@ -91,6 +91,8 @@ _DEEPSEEK = (
     ("model.embed_tokens.", "embed."), ("lm_head.", "head."), ("model.", ""), ("self_attn.", "attn."),
     ("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm"), ("mlp.", "ffn."),
     (".q_proj.", ".wq."), (".k_proj.", ".wk."), (".v_proj.", ".wv."), (".o_proj.", ".wo."),
+    (".q_a_proj.", ".wq_a."), (".q_b_proj.", ".wq_b."), (".kv_a_proj_with_mqa.", ".wkv_a."),
+    (".kv_b_proj.", ".wkv_b."), (".q_a_layernorm.", ".q_norm."), (".kv_a_layernorm.", ".kv_norm."),
     (".gate_proj.", ".w1."), (".down_proj.", ".w2."), (".up_proj.", ".w3."),
     ("gate.e_score_correction_bias", "gate.bias"), ("weight_scale_inv", "scale"),
 )  # fmt: skip

@@ -128,6 +128,33 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         moe_intermediate_size=20, intermediate_size=44, attention_bias=True, router_scaling_factor=1.3,
         mlp_layer_types=["sparse", "dense", "sparse"],
     )),
+    "deepseek_v32": ("deepseek_v32", settings(
+        num_attention_heads=5, num_key_value_heads=5, q_lora_rank=38, kv_lora_rank=42, qk_nope_head_dim=18,
+        qk_rope_head_dim=12, v_head_dim=22, n_routed_experts=12, n_shared_experts=2, moe_intermediate_size=28,
+        intermediate_size=60, first_k_dense_replace=1, n_group=4, topk_group=2, index_n_heads=20, index_head_dim=18,
+        index_topk=9,
+        rope_parameters=settings(rope_type="yarn", rope_theta=3000.0, factor=4.0, mscale=1.0, mscale_all_dim=0.8,
+                                 original_max_position_embeddings=32, beta_fast=32, beta_slow=1),
+    )),
+    "deepseek_v32-short": ("deepseek_v32", settings(
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=33, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=9, n_shared_experts=1, moe_intermediate_size=20,
+        intermediate_size=60, first_k_dense_replace=0, n_group=1, topk_group=1, attention_bias=True, index_n_heads=12,
+        index_head_dim=16, index_topk=64, rope_parameters=settings(rope_type="default", rope_theta=3000.0),
+    )),
+    "glm_moe_dsa": ("glm_moe_dsa", settings(
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=30, kv_lora_rank=32,
+        qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=20, n_routed_experts=10, n_shared_experts=1,
+        moe_intermediate_size=24, intermediate_size=52, mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+        index_n_heads=16, index_head_dim=24, index_topk=7, indexer_types=["full", "shared", "full", "shared"],
+        rms_norm_eps=1e-5, rope_parameters=settings(rope_type="default", rope_theta=5000.0),
+    )),
+    "glm_moe_dsa-every": ("glm_moe_dsa", settings(
+        num_attention_heads=18, num_key_value_heads=18, q_lora_rank=40, kv_lora_rank=24, qk_nope_head_dim=8,
+        qk_rope_head_dim=16, v_head_dim=12, n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=20,
+        intermediate_size=52, first_k_dense_replace=1, index_n_heads=33, index_head_dim=16, index_topk=16,
+        rope_parameters=settings(rope_type="default", rope_theta=10000.0),
+    )),
     "mixtral": ("mixtral", settings(
         num_attention_heads=6, num_key_value_heads=2, num_local_experts=5, intermediate_size=44,
     )),

@@ -119,6 +119,19 @@ CONFIGS = {
         n_group=8, topk_group=4, norm_topk_prob=True, routed_scaling_factor=2.5, vocab_size=129280,
         max_position_embeddings=163840, rope_theta=1e4, rope_scaling=_yarn(40.0, 32.0), quantization_config=_FP8,
     ),
+    "deepseek-v32": _latent(
+        7168, 61, 3, 128, 1536, 256, 8, 2048, model_type="deepseek_v32", n_shared_experts=1, intermediate_size=18432,
+        n_group=8, topk_group=4, norm_topk_prob=True, routed_scaling_factor=2.5, vocab_size=129280,
+        max_position_embeddings=163840, rope_theta=1e4, rope_scaling=_yarn(40.0, 32.0), index_n_heads=64,
+        index_head_dim=128, index_topk=2048, quantization_config=_FP8,
+    ),
+    "glm-5": _latent(
+        6144, 78, 3, 64, 2048, 256, 8, 2048, model_type="glm_moe_dsa", n_shared_experts=1, intermediate_size=12288,
+        n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, vocab_size=154880, v_head_dim=256,
+        qk_nope_head_dim=192, max_position_embeddings=202752, rms_norm_eps=1e-5, index_n_heads=32, index_head_dim=128,
+        index_topk=2048, indexer_rope_interleave=True, quantization_config=_FP8,
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+    ),
     "kimi-k2": _latent(
         7168, 61, 1, 64, 1536, 384, 8, 2048, model_type="kimi_k2", n_shared_experts=1, intermediate_size=18432,
         n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.827, vocab_size=163840,

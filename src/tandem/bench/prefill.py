@@ -104,7 +104,10 @@ def _attention_flops(mixer: object, tokens: int) -> float:
     if isinstance(mixer, Gqa):
         return 4.0 * pairs * mixer.heads * mixer.head_dim
     if isinstance(mixer, Latent):
-        return 2.0 * pairs * mixer.heads * (mixer.nope_dim + mixer.rope_dim + mixer.value_dim)
+        outside = max(0, tokens - mixer.seen(tokens))  # rows that do not look at all tokens before them
+        looked = pairs - outside * (outside + 1) / 2
+        heads = mixer.heads * (mixer.nope_dim + mixer.rope_dim + mixer.value_dim)
+        return 2.0 * (looked * heads + pairs * mixer.scored_channels)
     return 0.0
 
 

@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 from tandem.config import ModelConfig, StoredFormats
 from tandem.config.forecast.bound import experts_seconds
+from tandem.config.model_config import past_bytes
 
 
 def gpu_step_bytes(model: ModelConfig, stored: StoredFormats, batch: int, context: int) -> int:
-    """What a step without routed experts reads of GPU memory, or writes: dense weights, what is kept of every token,
-    and what is kept of every sequence, which is read and written."""
-    kept = model.state_layout("bfloat16")
-    states = batch * (context * kept.token_bytes + 2 * kept.slot_bytes)
+    """What a step without routed experts reads of GPU memory, or writes: dense weights, what is kept of every token
+    that is looked at, and what is kept of every sequence, which is read and written."""
+    slots = 2 * model.state_layout("bfloat16").slot_bytes
+    states = batch * (past_bytes(model, "bfloat16", context) + slots)
     return model.dense_bytes("bfloat16", stored, on_gpu=True) + states
 
 

@@ -103,11 +103,13 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
         return "the GPU kernels compute in bfloat16, not float32"
     if model.hidden % 8:  # rows are handed to the CPU 16 bytes at a time
         return f"the GPU kernels need a hidden size that is a multiple of 8, not {model.hidden}"
-    return next(filter(None, map(_too_large, model.mixers)), "")
+    return next(filter(None, map(_without_kernels, model.mixers)), "")
 
 
-def _too_large(mixer: Mixer) -> str:
-    """Why the kernels cannot hold a head's memory in registers; "" where they can."""
+def _without_kernels(mixer: Mixer) -> str:
+    """Why there are no kernels for it; a head's memory must fit in registers. "" where there are."""
+    if isinstance(mixer, Latent) and mixer.index is not None:
+        return "there are no GPU kernels for indexers that choose the tokens that latent attention looks at"
     if not isinstance(mixer, DeltaRule) or mixer.padded_head <= MAX_DELTA_HEAD:
         return ""
     return f"heads of gated delta nets may have 128 x 256 channels on a GPU, not {mixer.k_dim} x {mixer.v_dim}"

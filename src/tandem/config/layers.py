@@ -94,6 +94,25 @@ class Gqa:
 
 
 @dataclass(frozen=True, slots=True)
+class Index:
+    """Which tokens a token looks at: of itself and all before it the `budget` best. A token's score for another is the
+    weighted sum of what small heads of their own say, as far as it is positive (DeepSeek-V3.2's lightning indexer).
+
+    reuse: the layer whose choice counts here, too; None: this one chooses, and keeps a key of every token.
+    """
+
+    heads: int
+    dim: int  # of a head, and of the key that all share; the first `rope.dims` channels turn
+    budget: int
+    rope: Rope
+    reuse: int | None = None
+    eps: float = 1e-6  # of the keys' norm, which takes away their mean, too
+
+    def params(self, hidden: int, q_rank: int) -> int:
+        return 0 if self.reuse is not None else self.heads * (q_rank * self.dim + hidden) + hidden * self.dim
+
+
+@dataclass(frozen=True, slots=True)
 class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent and one rotary key per token are kept,
     from which the keys and values of all heads are made."""
@@ -108,6 +127,7 @@ class Latent:
     bias: bool = False
     softmax_factor: float = 1.0
     norm: Norm = field(default=Norm(1e-6))
+    index: Index | None = None  # a token looks at some others; None: at all before it
 
     @property
     def qk_dim(self) -> int:
@@ -125,15 +145,29 @@ class Latent:
 
     def params(self, hidden: int) -> int:
         q = hidden * self.q_rank + (self.q_rank or hidden) * self.heads * self.qk_dim
-        return q + hidden * self.cached_dim + self.head_params + self.heads * self.value_dim * hidden
+        index = 0 if self.index is None else self.index.params(hidden, self.q_rank)
+        return index + q + hidden * self.cached_dim + self.head_params + self.heads * self.value_dim * hidden
 
     @property
     def head_params(self) -> int:
         """Of the matrices that make keys and values of a latent, which are numbers however they are stored."""
         return self.kv_rank * self.heads * (self.nope_dim + self.value_dim)
 
+    def seen(self, context: int) -> int:
+        """How many of so many tokens a token looks at."""
+        return context if self.index is None else min(context, self.index.budget)
+
+    @property
+    def scored_channels(self) -> int:
+        """Products that a token costs for each before it, where it chooses."""
+        index = self.index
+        return 0 if index is None or index.reuse is not None else index.heads * index.dim
+
     def states(self) -> tuple[State, ...]:
-        return (Pages((Array("latent", (1, self.cached_dim)),)),)
+        latent = Array("latent", (1, self.cached_dim))
+        if self.index is None or self.index.reuse is not None:
+            return (Pages((latent,)),)
+        return (Pages((latent, Array("index", (1, self.index.dim)))),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,13 @@ class ModelConfig:
         return self.dense_bytes(dtype, stored) + experts
 
 
+def past_bytes(model: ModelConfig, dtype: str, context: int) -> int:
+    """What a token reads of the pages of a context of so many."""
+    latents = (mixer for mixer in model.mixers if isinstance(mixer, Latent))
+    spared = sum((context - mixer.seen(context)) * mixer.cached_dim for mixer in latents)
+    return context * model.state_layout(dtype).token_bytes - spared * DTYPE_BYTES[dtype]
+
+
 def why_alone(model: ModelConfig) -> str:
     """Why its sequences run one at a time, without a prefix match; "": they do not."""
     return "" if model.foreign is None else model.foreign.alone

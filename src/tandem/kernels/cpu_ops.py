@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.config.layers import SILU, Activation, DeltaRule, Router
+from tandem.config.layers import SILU, Activation, DeltaRule, Index, Router
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels import gates
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
+from tandem.kernels.cpu_chosen import CpuChosenAttention, CpuTokenIndex
 from tandem.kernels.delta import Delta, DeltaWeights, columns_of
 from tandem.kernels.gates import without_gates
 from tandem.kernels.latent import AbsorbedHeads
@@ -37,6 +38,7 @@ from tandem.kernels.ops import (
     Tally,
 )
 from tandem.kernels.recorded import OnlyAllocations, RecordedStep
+from tandem.kernels.token_index import IndexWeights, TokenIndex
 
 
 def _beside(x: Tensor, weight: Tensor | None) -> Tensor | None:
@@ -96,7 +98,7 @@ class CpuOps:
         return _core.Columns(self.pool, [(r.source, r.step, r.target, r.width) for r in runs]).copy
 
     def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> AbsorbedHeads:
-        return AbsorbedHeads(self, sizes, weights, fmt)
+        return AbsorbedHeads(self, CpuChosenAttention(self), sizes, weights, fmt)
 
     def experts(
         self,
@@ -164,7 +166,7 @@ class CpuOps:
         qkv = without_gates(qkv, heads, kv_heads, head_dim)
         q_norm, k_norm = _beside(qkv, q_norm), _beside(qkv, k_norm)
         sizes = (0 if q_norm is None else q_norm.numel(), 0 if k_norm is None else k_norm.numel())
-        shape, view = _heads(heads, kv_heads, head_dim, *sizes), self._view_of(batch, k_pages)
+        shape, view = _heads(heads, kv_heads, head_dim, *sizes), self.view_of(batch, k_pages)
         q = qkv.new_empty((qkv.shape[0], heads, head_dim))
         values = None if v_pages is k_pages else v_pages
         self._dense.rope_store(view, shape, qkv, rope.cos, rope.sin, q_norm, k_norm, k_pages, values, q, eps)
@@ -181,7 +183,7 @@ class CpuOps:
         sinks: Tensor | None = None,
     ) -> Tensor:
         rows, heads, head_dim = q.shape
-        shape, view = _heads(heads, k_pages.shape[2], head_dim, 0, 0), self._view_of(batch, k_pages)
+        shape, view = _heads(heads, k_pages.shape[2], head_dim, 0, 0), self.view_of(batch, k_pages)
         out = q.new_empty((rows, heads * head_dim))
         values = None if v_pages is k_pages else v_pages
         self._dense.attention(view, shape, q, k_pages, values, out, scale, window, sinks)
@@ -191,6 +193,9 @@ class CpuOps:
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
         return _CpuDelta(self, shape, weights)
+
+    def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
+        return CpuTokenIndex(self, shape, weights)
 
     def route(
         self,
@@ -211,24 +216,14 @@ class CpuOps:
         self._dense.route(self._rules[key][1], logits, bias, ids, weights, *counted)
         return Routing(ids, weights, None if places is None else places[ids])
 
-    def _view_of(self, batch: BatchLayout, k_pages: Tensor) -> _core.BatchView:
-        """The step's checked indices: every layer of a step asks for the same."""
-        if batch is not self._batch or tuple(k_pages.shape[:2]) != self._pages:
-            self._pages = k_pages.shape[0], k_pages.shape[1]
-            self._view, self._batch, self._views = _checked(batch, *self._pages), batch, self._views + 1
+    def view_of(self, batch: BatchLayout, pages: Tensor | None = None) -> _core.BatchView:
+        """The step's checked indices: every layer of a step asks for the same. pages: None where none are read."""
+        if batch is not self._batch or (pages is not None and tuple(pages.shape[:2]) != self._pages):
+            if pages is not None:
+                self._pages = pages.shape[0], pages.shape[1]
+            sizes = self._pages if all(self._pages) else (1 << 31, 1 << 31)  # no pages yet: any cache will do
+            self._view, self._batch, self._views = _checked(batch, *sizes), batch, self._views + 1
         return self._view
-
-    def delta(
-        self, shape: _core.DeltaShape, rows: tuple[Tensor, Tensor], weights: DeltaWeights, batch: BatchLayout,
-        states: tuple[Tensor, Tensor], eps: float,
-    ) -> Tensor:  # fmt: skip
-        """As `Delta`. rows: projections and gates; states: inputs and memory."""
-        if batch is not self._batch:  # no layer with pages has run yet: any cache will do
-            pages = self._pages if all(self._pages) else (1 << 31, 1 << 31)
-            self._view, self._batch, self._views = _checked(batch, *pages), batch, self._views + 1
-        out = rows[0].new_empty((len(rows[0]), states[1].shape[1] * states[1].shape[3]))
-        self._dense.delta_rule(self._view, shape, *rows, *weights, *states, out, eps)
-        return out
 
 
 class _CpuDelta:
@@ -247,9 +242,11 @@ class _CpuDelta:
         self, projected: Tensor, gates: Tensor, batch: BatchLayout, inputs: Tensor, memory: Tensor
     ) -> Tensor:
         kept = inputs[:, : len(self._weights.conv) - 1]  # oldest first
-        return self._ops.delta(
-            self._shape, (projected, gates), self._weights, batch, (kept, memory), self._eps
+        out = projected.new_empty((len(projected), memory.shape[1] * memory.shape[3]))
+        self._ops._dense.delta_rule(
+            self._ops.view_of(batch), self._shape, projected, gates, *self._weights, kept, memory, out, self._eps
         )
+        return out
 
 
 @cache

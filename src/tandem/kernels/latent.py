@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.ops import ColumnRun, Columns, LatentSizes, LatentWeights, Ops, PerHead
+from tandem.kernels.token_index import Chosen
 
 
 class HeadOps(Ops, Protocol):
@@ -28,24 +29,38 @@ class HeadOps(Ops, Protocol):
         ...
 
 
+class AttendChosen(Protocol):
+    """`Ops.attention` of one kv head, whose keys are values, too, over what rows have chosen."""
+
+    def __call__(self, q: Tensor, pages: Tensor, batch: BatchLayout, scale: float, chosen: Chosen) -> Tensor: ...
+
+
 class AbsorbedHeads:
     """`LatentHeads` where there are no kernels of its own."""
 
-    def __init__(self, ops: HeadOps, sizes: LatentSizes, weights: LatentWeights, fmt: str) -> None:
-        self._ops, self._sizes = ops, sizes
+    def __init__(
+        self, ops: HeadOps, attend: AttendChosen, sizes: LatentSizes, weights: LatentWeights, fmt: str
+    ) -> None:
+        self._ops, self._attend_chosen, self._sizes = ops, attend, sizes
         self._norm, self._eps = weights.norm, weights.eps
         self._rope, self._scale = weights.rope, weights.scale
         self._absorb, self._values = ops.per_head(weights.keys, fmt), ops.per_head(weights.values, fmt)
         self._moves = _Moves(ops, sizes, 2 if weights.neighbours else 1)
 
-    def __call__(self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor) -> Tensor:
+    def __call__(
+        self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor, chosen: Chosen | None = None
+    ) -> Tensor:
         s, rows = self._sizes, len(q)
         turned = self._ops.rope_store(
             self._queries_and_key(q, kv), self._rope, batch, pages, pages,
             heads=s.heads, kv_heads=1, head_dim=s.width,
         )  # fmt: skip
-        seen = q.new_empty((rows, s.heads * s.rank))
-        self._moves.seen(self._ops.attention(turned, pages, pages, batch, self._scale), seen)
+        seen, scale = q.new_empty((rows, s.heads * s.rank)), self._scale
+        if chosen is None:
+            looked = self._ops.attention(turned, pages, pages, batch, scale)
+        else:
+            looked = self._attend_chosen(turned, pages, batch, scale, chosen)
+        self._moves.seen(looked, seen)
         return self._values(seen.view(rows, s.heads, s.rank)).flatten(1)
 
     def _queries_and_key(self, q: Tensor, kv: Tensor) -> Tensor:

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.config.layers import SILU, Activation, DeltaRule, Router
+from tandem.config.layers import SILU, Activation, DeltaRule, Index, Router
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import Delta, DeltaWeights
+from tandem.kernels.token_index import Chosen, IndexWeights, TokenIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +123,13 @@ class LatentWeights(NamedTuple):
 class LatentHeads(Protocol):
     """Latent attention between its matrices."""
 
-    def __call__(self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor) -> Tensor:
+    def __call__(
+        self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor, chosen: Chosen | None = None
+    ) -> Tensor:
         """q [T, H * (nope + rope)] and kv [T, rank + rope], before norm and rotation -> values [T, H * value].
 
         Keys of row t, [rotary | latent], go to row batch.cache_slots[t] of pages [num_pages, page_size, 1, width].
+        chosen: what rows attend to; None: all tokens up to themselves.
         """
         ...
 
@@ -317,6 +321,10 @@ class Ops(Protocol):
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
         """A gated delta net of this shape, bound to its small weights (`kernels/delta.py`)."""
+        ...
+
+    def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
+        """An indexer of this shape, bound to its small weights (`kernels/token_index.py`)."""
         ...
 
     def route(

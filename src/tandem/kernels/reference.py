@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.layers import SILU, Activation, DeltaRule, Router
+from tandem.config.layers import SILU, Activation, DeltaRule, Index, Router
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import one_tensor
@@ -38,6 +38,7 @@ from tandem.kernels.ops import (
     SureRead,
     Tally,
 )
+from tandem.kernels.token_index import IndexWeights, TokenIndex, TorchTokenIndex, attend_chosen
 
 
 def round_to_format(weight: Weight, fmt: str) -> Tensor:
@@ -182,7 +183,7 @@ class TorchOps:
         return copy
 
     def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> AbsorbedHeads:
-        return AbsorbedHeads(self, sizes, weights, fmt)
+        return AbsorbedHeads(self, attend_chosen, sizes, weights, fmt)
 
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU
@@ -268,6 +269,9 @@ class TorchOps:
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
         return TorchDelta(shape, weights)
+
+    def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
+        return TorchTokenIndex(shape, weights)
 
     def route(
         self,

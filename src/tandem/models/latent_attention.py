@@ -9,17 +9,19 @@ from torch import Tensor
 from tandem.config.layers import Latent
 from tandem.formats.cut import numbers, rows_of
 from tandem.kernels.ops import LatentSizes, LatentWeights, Linear, SureRead
+from tandem.kernels.token_index import Chosen
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
+from tandem.models.token_choice import TokenChoice
 
 
 class LatentAttention:
     """Queries (through a latent of their own where the model has one), latents, attention, values, output."""
 
-    def __init__(self, b: Builder, shape: Latent, name: str) -> None:
-        """name: of the module that holds the projections."""
-        self.shape, self.ops = shape, b.ops
+    def __init__(self, b: Builder, shape: Latent, name: str, layer: int) -> None:
+        """name: of the module that holds the projections; layer: its number."""
+        self.shape, self.ops, self.layer = shape, b.ops, layer
         name, s, hidden = name + ".", shape, b.config.hidden
         self.q_down, self.q_norm = self._query_latent(b, name)
         q = "q_b_proj" if s.q_rank else "q_proj"
@@ -31,14 +33,29 @@ class LatentAttention:
         weights = LatentWeights(*self._absorbed(b, name), norm, s.norm.eps, b.rope(s.rope), s.scale, turns)
         self.heads = b.ops.latent(sizes, weights, b.dense_format)
         self.out = b.linear([name + "o_proj"], [hidden], s.heads * s.value_dim, bias=s.bias)
+        self.choice: TokenChoice | None = None
+        if s.index is not None and s.index.reuse is None:
+            self.choice = TokenChoice(b, s.index, s.q_rank, name + "indexer")
 
     def reads(self) -> list[SureRead]:
-        down = () if self.q_down is None else (self.q_down,)
-        return sure_reads(*down, self.query, self.kv_down, self.out)
+        down = sure_reads() if self.q_down is None else sure_reads(self.q_down)
+        choice = [] if self.choice is None else self.choice.reads()
+        return [*down, *choice, *sure_reads(self.query, self.kv_down, self.out)]
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
-        ((latents,),) = states
-        return self.out(self.heads(self.query(self._query_input(x)), self.kv_down(x), p.batch, latents))
+        ((latents, *keys),) = states
+        wanted = self._query_input(x)
+        chosen = self._chosen(x, wanted, p, *keys)
+        return self.out(self.heads(self.query(wanted), self.kv_down(x), p.batch, latents, chosen))
+
+    def _chosen(self, x: Tensor, latent: Tensor, p: Pass, *keys: Tensor) -> Chosen | None:
+        """Which tokens the rows attend to: this layer's choice, or that of one before it; None: all."""
+        index = self.shape.index
+        if self.choice is not None:
+            p.links.clear()  # of long prompts a choice takes megabytes, and nobody asks for older ones
+            p.links[self.layer] = self.choice(x, latent, p, *keys)
+            return p.links[self.layer]
+        return None if index is None or index.reuse is None else p.links[index.reuse]
 
     def _query_input(self, x: Tensor) -> Tensor:
         if self.q_down is None or self.q_norm is None:

@@ -95,7 +95,7 @@ def _operator(b: Builder, index: int, names: Names, block: Block) -> Operator:
     if isinstance(body, Gqa):
         return Attention(b, body, layer + names.attention)
     if isinstance(body, Latent):
-        return LatentAttention(b, body, layer + names.attention)
+        return LatentAttention(b, body, layer + names.attention, index)
     if isinstance(body, DeltaRule):
         return DeltaNet(b, body, layer + names.recurrent)
     if isinstance(body, Dense):

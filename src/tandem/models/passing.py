@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from tandem.kernels.token_index import Chosen
 from tandem.models.batch import ForwardBatch
 
 Arrays = tuple[Tensor, ...]
@@ -20,10 +21,11 @@ States = Sequence[Arrays]
 class Pass:
     """residual [T, hidden]: the stream, without what the last block computed; pending: that, None at the start.
 
-    links: what a layer leaves for later ones, by its number. A batch's rows and indices do not change meanwhile.
+    links: which tokens the last layer that chose has chosen, by its number. A batch's rows and indices do not change
+    meanwhile.
     """
 
     batch: ForwardBatch
     residual: Tensor
     pending: Tensor | None = None
-    links: dict[int, Tensor] = field(default_factory=dict)
+    links: dict[int, Chosen] = field(default_factory=dict)

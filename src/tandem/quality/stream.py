@@ -23,6 +23,7 @@ from tandem.experts import Experts
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, Linear, Ops
 from tandem.kernels.this_machine import this_machine
+from tandem.kernels.token_index import Chosen
 from tandem.kernels.workers import planned_pool
 from tandem.models import ForwardBatch
 from tandem.models.builder import Builder
@@ -136,6 +137,7 @@ class LayerStream:
         self._builder = Builder(self.config, self.plan, checkpoint, self.ops, store=store)
         self._states = self._new_states(longest)
         self._batches = [self._batch(window) for window in windows.ids]
+        self._links: list[dict[int, Chosen]] = [{} for _ in self._batches]
         self.hidden = self._embedded()
 
     def layer(self, index: int) -> DecoderLayer:
@@ -155,9 +157,9 @@ class LayerStream:
     def advance(self, layer: DecoderLayer, hidden: Tensor, tick: Tick = lambda: None) -> None:
         """`hidden` [rows, hidden] becomes what it is after `layer`, in place; `tick` is called after every window."""
         with torch.inference_mode():
-            for span, batch in zip(self.windows.spans, self._batches, strict=True):
+            for span, batch, links in zip(self.windows.spans, self._batches, self._links, strict=True):
                 residual = hidden[span].to(self.device)
-                self._advance(layer, residual, batch)
+                self._advance(layer, Pass(batch, residual, links=links))
                 if self._gpu is not None:
                     hidden[span] = residual.cpu()
                 tick()
@@ -168,15 +170,14 @@ class LayerStream:
     def final_norm(self) -> Tensor:
         return self._builder.norm("model.norm.weight", self.config.norm, self.config.hidden)
 
-    def _advance(self, layer: DecoderLayer, residual: Tensor, batch: ForwardBatch) -> None:
+    def _advance(self, layer: DecoderLayer, p: Pass) -> None:
         if self._gpu is not None:
-            self._gpu.ops.begin_step(batch, False)
-        p = Pass(batch, residual)
+            self._gpu.ops.begin_step(p.batch, False)
         for block in layer.blocks:
             states = [self._states[each] for each in block.states]
             p.pending = block.operator(block.enter(p, self.ops), p, states)
         if p.pending is not None:
-            residual.add_(p.pending)
+            p.residual.add_(p.pending)
 
     def _embedded(self) -> Tensor:
         largest = int(self.windows.tokens.max())

@@ -51,10 +51,6 @@ ALONE: dict[str, dict[str, object]] = {
                                  layer_types=["mamba", "attention", "mamba"]),
     "minimax": settings(num_local_experts=6, block_size=8,
                         layer_types=["linear_attention", "full_attention", "linear_attention"]),
-    "deepseek_v32": settings(n_routed_experts=6, n_shared_experts=1, n_group=1, topk_group=1, kv_lora_rank=24,
-                             q_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16,
-                             num_key_value_heads=4, first_k_dense_replace=1, index_n_heads=2, index_head_dim=16,
-                             index_topk=64),
 }  # fmt: skip
 FOREIGN = PAGED | ALONE
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.layers import DeltaRule, Latent
-from tandem.config.model_config import STORED, ModelConfig
+from tandem.config.model_config import STORED, ModelConfig, past_bytes
 from tandem.config.plan import Plan
 from tandem.config.stored import StoredFormats
 
@@ -61,15 +61,10 @@ class Case:
         everyone = self.model.routed_experts
         return 0.0 if self.plan.gpu is None or not everyone else self.plan.gpu.experts / everyone
 
-    @property
-    def kv_bytes(self) -> int:
-        """Of a token."""
-        return self.model.state_layout(self.plan.dtype).token_bytes
-
     def state_bytes(self, batch: int, context: int) -> float:
         """That a step reads of so many sequences' past."""
         slots = self.model.state_layout(self.plan.dtype).slot_bytes
-        return float(batch * (context * self.kv_bytes + slots))
+        return float(batch * (past_bytes(self.model, self.plan.dtype, context) + slots))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +208,8 @@ def _attention_flops(model: ModelConfig, rows: int, before: int) -> float:
         if isinstance(mixer, DeltaRule):
             total += 6.0 * rows * mixer.v_heads * mixer.k_dim * mixer.v_dim
         elif isinstance(mixer, Latent):
-            total += 2.0 * rows * seen * mixer.heads * (mixer.cached_dim + mixer.kv_rank)
+            total += 2.0 * rows * mixer.seen(int(seen)) * mixer.heads * (mixer.cached_dim + mixer.kv_rank)
+            total += 2.0 * rows * seen * mixer.scored_channels
         else:
             window = min(seen, mixer.window) if mixer.window else seen
             total += 4.0 * rows * window * mixer.heads * mixer.head_dim

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from tandem.config.layers import SILU, Activation, DeltaRule, Router
+from tandem.config.layers import SILU, Activation, DeltaRule, Index, Router
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.reference import decoded
@@ -39,6 +39,7 @@ from tandem.kernels.ops import (
 )
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.packed.matrix import PackedMatrix
+from tandem.kernels.token_index import IndexWeights, TokenIndex
 
 LOOKUP_ROWS, LOOKUP_THREADS = 1 << 12, 8  # of a table, found at a time by each of so many threads
 
@@ -69,12 +70,8 @@ class GpuOps:
             for first in range(0, len(parts), LOOKUP_THREADS):
                 some = parts[first : first + LOOKUP_THREADS]
                 for ids, found in zip(some, threads.map(find, some), strict=True):
-                    table[int(ids[0]) : int(ids[-1]) + 1].copy_(self._there(found))
+                    table[int(ids[0]) : int(ids[-1]) + 1].copy_(_there(found, self))
         return lambda wanted: table.index_select(0, wanted)
-
-    def _there(self, weight: Tensor | Blocks) -> Tensor:
-        """[N, K] on the device, in the type that it is stored in."""
-        return uploaded((weight,) if isinstance(weight, Tensor) else weight, self.device, self.cpu.pool)
 
     def reads(self, weight: WeightCodes) -> bool:
         return dense_codes.readable(weight)
@@ -83,7 +80,7 @@ class GpuOps:
         self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16"
     ) -> GpuLinear | GpuCodes:
         if not isinstance(weight, WeightCodes):
-            return GpuLinear(self._there(weight), bias, fmt, self.device)
+            return GpuLinear(_there(weight, self), bias, fmt, self.device)
         if not self.reads(weight):
             return GpuLinear(decoded(weight), bias, fmt, self.device)
         packed = PackedMatrix.from_codes(self.cpu.workspace, weight)
@@ -168,6 +165,9 @@ class GpuOps:
             delta.warm_up()
         return delta
 
+    def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
+        raise KernelError("indexers that choose tokens have no kernels on the GPU; take --device cpu")
+
     def gated(self, x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
         return mlp.gated(x, gate, out)
 
@@ -181,6 +181,11 @@ class GpuOps:
         places: Tensor | None = None,
     ) -> Routing:
         return route.route(logits, router, bias, shared, tally, places)
+
+
+def _there(weight: Tensor | Blocks, ops: GpuOps) -> Tensor:
+    """[N, K] on the device, in the type that it is stored in."""
+    return uploaded((weight,) if isinstance(weight, Tensor) else weight, ops.device, ops.cpu.pool)
 
 
 def _dtype(fmt: str) -> torch.dtype:

@@ -14,12 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.errors import KernelError
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.latent.decode import Pages, decode, hopper_kernel
 from tandem.kernels.gpu.latent.per_head import per_head
 from tandem.kernels.gpu.latent.prompt import Chunk, Prompts
 from tandem.kernels.gpu.latent.turn import NewKeys, turn
 from tandem.kernels.ops import LatentSizes, LatentWeights
+from tandem.kernels.token_index import Chosen
 
 FEW_ROWS = 64  # of a chunk: making its keys and values anew would take longer
 
@@ -37,7 +39,11 @@ class GpuLatentHeads:
         self._prompts = Prompts(sizes, self._weights, self._up)
         hopper_kernel(device, sizes)  # tried before a graph is captured
 
-    def __call__(self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor) -> Tensor:
+    def __call__(
+        self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor, chosen: Chosen | None = None
+    ) -> Tensor:
+        if chosen is not None:
+            raise KernelError("latent attention over chosen tokens has no kernels on the GPU; take --device cpu")
         s, rows, sequences = self._sizes, len(q), len(batch.seq_lens)
         q, kv = q.view(rows, s.heads, s.nope + s.rope), kv.contiguous()
         out = q.new_empty((rows, s.heads * s.value))

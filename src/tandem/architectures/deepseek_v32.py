@@ -1,0 +1,102 @@
+"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 whose tokens look only at those that an indexer chooses; from GLM-5.2 on, most
+layers take the choice of one before them.
+
+DeepSeek's own code turns the indexer's queries and keys with a Hadamard matrix before it rounds them to fp8. The matrix
+is orthogonal, so scores are the same without it; it only spreads what rounding costs. Here nothing is rounded so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from tandem.architectures.deepseek import NAMES, latent
+from tandem.architectures.family import Family
+from tandem.architectures.shared import layer_count, layers_after_dense, model, moe, sigmoid_router
+from tandem.config.json_keys import JsonKeys
+from tandem.config.layers import Index, Latent
+from tandem.config.model_config import ModelConfig
+from tandem.errors import ConfigError
+
+Pairs = Literal["halves", "neighbours"]
+_PATTERN = {"F": "full", "S": "shared"}
+
+
+def deepseek_v32(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    return _model(keys, generation, "halves", groups=8, kept=4)
+
+
+def glm_moe_dsa(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    keys.only("moe_router_dtype", "float32", "the router's logits are float32")
+    keys.get("index_share_for_mtp_iteration")  # of draft layers
+    return _model(keys, generation, "neighbours", groups=1, kept=1)
+
+
+def _model(keys: JsonKeys, generation: JsonKeys, pairs: Pairs, *, groups: int, kept: int) -> ModelConfig:
+    """pairs: of the indexer's rotary channels, where config.json does not say; groups, kept: likewise, of experts."""
+    keys.only("scoring_func", "sigmoid", "DeepSeek-V3's")
+    keys.only("topk_method", "noaux_tc", "DeepSeek-V3's")
+    keys.only("rope_interleave", True, "rotary channels are pairs of neighbours")
+    keys.only("moe_layer_freq", 1, "all layers after the dense ones are MoE")
+    keys.only("mlp_bias", False, "feed-forwards have no biases")
+    keys.only("layer_types", ["indexed_attention"] * layer_count(keys), "every layer has an indexer's choice")
+    router, width = sigmoid_router(keys, scale=2.5, groups=groups, kept=kept), keys.size("moe_intermediate_size", 2048)
+    experts = moe(router, width, width * keys.count("n_shared_experts", 1))
+    return model(keys, generation, _mixers(keys, pairs).__getitem__, experts, layers_after_dense(keys, 3))
+
+
+def _mixers(keys: JsonKeys, pairs: Pairs) -> list[Latent]:
+    """Of each layer."""
+    attention, index = latent(keys), _index(keys, pairs)
+    if not attention.q_rank:
+        raise ConfigError(
+            "config.json: q_lora_rank is null, and the indexer's queries are made from it; try 1536"
+        )
+    return [_mixer(attention, index, i, source) for i, source in enumerate(_sources(keys))]
+
+
+def _mixer(attention: Latent, index: Index, layer: int, source: int) -> Latent:
+    return replace(attention, index=replace(index, reuse=None if source == layer else source))
+
+
+def _index(keys: JsonKeys, pairs: Pairs) -> Index:
+    rope, dim = latent(keys).rope, keys.size("index_head_dim", 128)
+    if dim < rope.dims:
+        raise ConfigError(
+            f"config.json: index_head_dim {dim} is less than qk_rope_head_dim {rope.dims}; try 128"
+        )
+    neighbours = keys.optional("indexer_rope_interleave", pairs == "neighbours")
+    rope = replace(rope, pairs="neighbours" if neighbours else "halves")
+    return Index(keys.size("index_n_heads", 64), dim, keys.size("index_topk", 2048), rope)
+
+
+def _sources(keys: JsonKeys) -> list[int]:
+    """Whose choice counts in each layer."""
+    kinds, sources = _kinds(keys), list[int]()
+    if len(kinds) != layer_count(keys) or not set(kinds) <= {"full", "shared"} or kinds[0] != "full":
+        raise ConfigError(
+            f"config.json: indexer_types must say 'full' or 'shared' for each of {layer_count(keys)} layers, and "
+            "'full' for the first; remove it, and every layer chooses"
+        )
+    for layer, kind in enumerate(kinds):
+        sources.append(layer if kind == "full" else sources[-1])
+    return sources
+
+
+def _kinds(keys: JsonKeys) -> list[str]:
+    """Of each layer's indexer: as listed, as letters, or every so many layers from an offset on."""
+    listed, pattern = keys.get("indexer_types"), keys.get("index_topk_pattern")
+    every, offset = keys.count("index_topk_freq", 1), keys.count("index_skip_topk_offset", 2)
+    listed = listed or (pattern if isinstance(pattern, list) else None)
+    if isinstance(listed, list):
+        return [str(kind) for kind in listed]
+    if isinstance(pattern, str):
+        return [_PATTERN.get(letter, letter) for letter in pattern]
+    layers = range(layer_count(keys))
+    return ["shared" if max(i - offset + 1, 0) % max(every, 1) else "full" for i in layers]
+
+
+FAMILIES = (
+    Family(("deepseek_v32",), deepseek_v32, (NAMES,)),
+    Family(("glm_moe_dsa",), glm_moe_dsa, (NAMES,)),
+)
