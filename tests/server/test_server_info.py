@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
+import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 import echo_engine
-from echo_tokenizer import END
+from echo_tokenizer import END, EchoTokenizer
 from server_harness import LocalServer, listening_server
 from server_requests import CHAT, error_of, run, user
 from tandem import __version__
@@ -28,6 +30,37 @@ def test_tokens():
         for body in ({}, {"prompt": "a", "messages": user("a")}):
             error_of(await server.post("/tokenize", **body), 400)
         error_of(await server.post("/detokenize", tokens=[10**6]), 400)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("route", ["/detokenize", "/tokenize", "/v1/completions"])
+def test_many_ids_hold_up_nobody(route, monkeypatch):
+    """Their texts are looked up on a thread: the loop answers others meanwhile."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow(self, *arguments, right=EchoTokenizer.decode):
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert may_end.wait(20)
+        return right(self, *arguments)
+
+    async def scenario(server: LocalServer):
+        monkeypatch.setattr(EchoTokenizer, "decode", lambda self, ids, skip_special_tokens=True: slow(self, ids))
+        many = [97] * 2000
+        body = {
+            "/detokenize": {"tokens": many},
+            "/tokenize": {"prompt": "a" * 2000, "return_token_strs": True},
+            "/v1/completions": {"prompt": many, "echo": True, "max_tokens": 1},
+        }[route]
+        asked = asyncio.create_task(server.post(route, **body))
+        while not begun.is_set():
+            await asyncio.sleep(0.002)
+        assert (await server.client.get("/version")).status_code == 200 and not asked.done()
+        may_end.set()
+        answer = await asked
+        assert answer.status_code == 200 and answer.text.count("a") >= 2000
+        assert server.state.prompts.busy is False
 
     run(scenario)
 

@@ -31,6 +31,8 @@ MAX_OPEN_ANSWERS = 4096  # running + waiting over all clients; more is refused w
 RETRY_AFTER_SECONDS = 1
 
 INLINE_TOKENIZE_CHARS = 4_000  # longer prompts are tokenised off the event loop: other streams go on
+INLINE_DECODE_TOKENS = 1_000  # the same the other way
+CHARS_OF_TOKEN = 4
 LARGE_TOKENIZE_CHARS = 500_000  # longer ones one at a time: each may take a gigabyte
 MAX_WAITING_CHARS = 64 << 20  # of prompts that wait to be tokenised; more is refused with 429
 TEMPLATE_SECONDS = 10.0  # for a chat template to render a prompt

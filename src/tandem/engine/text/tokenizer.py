@@ -19,6 +19,7 @@ from tandem.errors import CheckpointError, RequestError
 
 TOKENIZER_BYTES = 256 << 20  # those of large vocabularies have thirty million
 _CACHED_TOKENS = 1 << 16
+_FEW_TOKENS = 1000
 
 
 class Tokenizer:
@@ -108,6 +109,9 @@ class Tokenizer:
             raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Other threads go on meanwhile where there are many ids: `decode` of the library would hold the GIL."""
+        if len(ids) > _FEW_TOKENS:
+            return str(self._inner.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
         return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 import tandem
 from tandem.engine.protocol import SamplingParams
 from tandem.errors import RequestError
-from tandem.server.body import answers, body_schema, given, read_fields
+from tandem.server.body import answers, body_schema, given, json_response, read_fields
 from tandem.server.chat.openai.request import conversation_of
 from tandem.server.chat.openai.schema import ChatRequest
 from tandem.server.errors import ApiError, named
@@ -29,20 +27,20 @@ def routes(state: ServerState) -> APIRouter:
 
     @router.get("/version")
     async def version() -> Response:
-        return _json({"version": tandem.__version__})
+        return json_response({"version": tandem.__version__})
 
     @router.get("/ping", summary="As /health")
     async def ping() -> Response:
         state.check_up()
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     @router.get("/get_load", openapi_extra=answers(list[Load]))
     async def get_load() -> Response:
-        return _json([_load(state)])
+        return json_response([_load(state)])
 
     @router.get("/v1/loads", openapi_extra=answers(Loads))
     async def loads() -> Response:
-        return _json(Loads(time.time(), tandem.__version__, 1, [_load(state)]))
+        return json_response(Loads(time.time(), tandem.__version__, 1, [_load(state)]))
 
     @router.get("/favicon.ico", include_in_schema=False)
     async def favicon() -> Response:
@@ -61,7 +59,7 @@ def _add_token_routes(router: APIRouter, state: ServerState) -> None:
     async def tokenize(http: Request) -> Response:
         body, ignored = read_fields_as(await read_fields(http), TokenizeBody)
         state.check_up()
-        return name_ignored(_json(await _tokens(state, body)), ignored)
+        return name_ignored(json_response(await _tokens(state, body)), ignored)
 
     @router.post("/detokenize", openapi_extra=body_schema(DetokenizeBody) | answers(Text))
     async def detokenize(http: Request) -> Response:
@@ -69,8 +67,8 @@ def _add_token_routes(router: APIRouter, state: ServerState) -> None:
         state.prompts.check_length(fields.get("tokens"), "tokens")
         body, ignored = read_fields_as(fields, DetokenizeBody)
         state.check_ids(body.tokens)
-        text = state.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
-        return name_ignored(_json(Text(text, text)), ignored)
+        text = await state.prompts.decode(body.tokens, bool(body.skip_special_tokens))
+        return name_ignored(json_response(Text(text, text)), ignored)
 
 
 async def _tokens(state: ServerState, body: TokenizeBody) -> Tokens:
@@ -84,7 +82,7 @@ async def _tokens(state: ServerState, body: TokenizeBody) -> Tokens:
         ids = await state.encode(body.prompt, body.add_special_tokens is not False)
     else:
         ids = await _chat_tokens(state, body)
-    texts = [state.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
+    texts = await state.prompts.texts_of(ids) if body.return_token_strs else None
     return Tokens(len(ids), most, [*ids], texts)
 
 
@@ -109,7 +107,3 @@ def _load(state: ServerState) -> Load:
     used = (stats.pages_total - stats.pages_free) * plan.page_size
     room = plan.num_pages * plan.page_size
     return Load(0, running + waiting, running, waiting, used, used, room, used / room)
-
-
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")

@@ -9,17 +9,25 @@ import asyncio
 import contextlib
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from tandem.engine.limits import TokenLimit, too_long
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.server.errors import overloaded
-from tandem.server.limits import INLINE_TOKENIZE_CHARS, LARGE_TOKENIZE_CHARS, MAX_WAITING_CHARS
+from tandem.server.limits import (
+    CHARS_OF_TOKEN,
+    INLINE_DECODE_TOKENS,
+    INLINE_TOKENIZE_CHARS,
+    LARGE_TOKENIZE_CHARS,
+    MAX_WAITING_CHARS,
+)
 from tandem.server.prompts.template_process import TemplateProcess
+
+T = TypeVar("T")
 
 _THREADS = 2  # more would take the engine's cores
 
@@ -31,6 +39,8 @@ class PromptTokenizer(Protocol):
     def chat_template(self) -> ChatTemplate | None: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def encode_guarded(self, text: str, sign: str) -> list[int]: ...
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
+    def token_text(self, token_id: int) -> str: ...
     def fewest_tokens(self, text: str) -> int: ...
     def apply_chat_template(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
@@ -105,8 +115,7 @@ class PromptReader:
         chars, gone = sum(map(len, texts)), threading.Event()
         if chars <= INLINE_TOKENIZE_CHARS:
             return self._encode_each(texts, add_special_tokens, gone, sign)
-        if self._chars and self._chars + chars > MAX_WAITING_CHARS:
-            raise overloaded("too many long prompts are waiting to be tokenised; try again later")
+        self._check_room(chars)
         threads = self._large if chars > LARGE_TOKENIZE_CHARS else self._long
         job = threads.submit(self._encode_each, texts, add_special_tokens, gone, sign)
         self._count(job, chars)
@@ -115,7 +124,33 @@ class PromptReader:
         finally:
             gone.set()
 
-    def _count(self, job: Future[list[list[int]]], chars: int) -> None:
+    async def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """The ids' text. Raises ApiError 429."""
+        return await self._on_thread(self._tokenizer.decode, ids, skip_special_tokens)
+
+    async def texts_of(self, ids: list[int]) -> list[str]:
+        """Of each token by itself. Raises ApiError 429."""
+        return await self._on_thread(self._texts_of, ids)
+
+    def _texts_of(self, ids: list[int]) -> list[str]:
+        return [self._tokenizer.token_text(i) for i in ids]
+
+    async def _on_thread(self, work: Callable[..., T], ids: list[int], *more: Any) -> T:
+        """Many ids hold up nobody else: of a token's few characters each counts."""
+        if len(ids) <= INLINE_DECODE_TOKENS:
+            return work(ids, *more)
+        chars = len(ids) * CHARS_OF_TOKEN
+        self._check_room(chars)
+        job = self._long.submit(work, ids, *more)
+        self._count(job, chars)
+        return await asyncio.wrap_future(job)
+
+    def _check_room(self, chars: int) -> None:
+        """Raises ApiError 429."""
+        if self._chars and self._chars + chars > MAX_WAITING_CHARS:
+            raise overloaded("too many long prompts are waiting to be tokenised; try again later")
+
+    def _count(self, job: Future[Any], chars: int) -> None:
         """A text counts until its job is done, even if its client has left: it takes memory until then."""
         loop = asyncio.get_running_loop()
         self._chars += chars
