@@ -144,17 +144,6 @@ def test_a_malformed_call_is_text_also_in_a_stream():
     run(scenario, **HERMES)
 
 
-def test_a_call_that_is_cut_has_an_object_as_input():
-    async def scenario(server: LocalServer):
-        message = await client_of(server).messages.create(
-            **asked(OUTPUTS["hermes"], tools=ANTHROPIC_TOOLS, max_tokens=80)
-        )
-        assert message.stop_reason == "max_tokens"
-        assert message.content[-1].input["arguments"].startswith('{"city"')
-
-    run(scenario, **HERMES)
-
-
 def seen_by_the_model(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What the chat template is given for the newest prompt."""
     seen: list[dict[str, Any]] = []

@@ -10,18 +10,17 @@ import pytest
 
 from tandem.server.chat.answer_parser import AnswerRules, FormattedText, Markup
 from tandem.server.chat.events import (
-    ChatAnswer,
     Finish,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
     ToolCallEnd,
     ToolCallStart,
-    whole_answer,
 )
 from tandem.server.chat.formats.reasoning_format import reasoning_format, reasoning_formats
 from tandem.server.chat.formats.tool_format import tool_format, tool_formats
 from tandem.server.chat.reading.calls import short_id
+from tandem.server.chat.settled import ChatAnswer, whole_answer
 from tool_outputs import ARGUMENTS, OUTPUTS, TOOLS, VARIANTS, WITHOUT_TEXT
 
 

@@ -147,7 +147,30 @@ def test_options_that_change_nothing_are_named():
     async def scenario(server: LocalServer):
         options = {"num_ctx": 8192, "num_gpu": 99, "temperature": 0.5}
         response = await server.post("/api/chat", messages=user("x"), options=options, keep_alive="5m")
-        assert response.headers["x-tandem-ignored"] == "options.num_ctx, options.num_gpu"
+        assert response.headers["x-tandem-ignored"] == "options.num_ctx, options.num_gpu, keep_alive"
+        stays = await server.post("/api/chat", messages=user("x"), keep_alive=-1)
+        assert "x-tandem-ignored" not in stays.headers
+
+    run(scenario)
+
+
+def test_a_model_that_stays_is_not_told_as_unloaded():
+    """`ollama stop` asks for that, with either route."""
+
+    async def scenario(server: LocalServer):
+        for path, nothing in (("/api/generate", {"prompt": ""}), ("/api/chat", {"messages": []})):
+            for zero in (0, 0.0, "0", "0s", "0m0s", "-0s"):
+                refused = await server.post(path, **nothing, keep_alive=zero)
+                assert refused.status_code == 400 and "keep_alive" in refused.json()["error"], zero
+            for more in (None, -1, 300, "5m", "10s", "-1m"):
+                loaded = await server.post(path, **nothing, keep_alive=more)
+                assert loaded.json()["done_reason"] == "load", more
+                assert loaded.headers.get("x-tandem-ignored") == (
+                    None if more is None or str(more).startswith("-") else "keep_alive"
+                )
+        answered = await server.post("/api/generate", prompt="x", keep_alive=0, stream=False)
+        assert answered.json()["done_reason"] == "stop"
+        assert answered.headers["x-tandem-ignored"] == "keep_alive"
 
     run(scenario)
 

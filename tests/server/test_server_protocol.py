@@ -17,6 +17,7 @@ from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import TandemError
 from tandem.server import engine_client
 from tandem.server.guard import bodies, protocol
+from tandem.server.limits import MAX_BODY_BYTES
 
 LONG = {"input_ids": [97], "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}, "stream": True}
 HEAD = b"POST /generate HTTP/1.1\r\nHost: tandem\r\n"
@@ -52,10 +53,14 @@ class Connection:
             await self.writer.drain()
 
     async def answer(self, seconds: float = 20.0) -> tuple[int, dict]:
-        """Until the server closes: status and JSON body."""
+        """Until the server closes: status, and the error of the body."""
+        status, body = await self.whole_answer(seconds)
+        return status, body["error"]
+
+    async def whole_answer(self, seconds: float = 20.0) -> tuple[int, dict]:
         data = await asyncio.wait_for(self.reader.read(), seconds)
         head, _, body = data.partition(b"\r\n\r\n")
-        return int(head.split()[1]), json.loads(body)["error"]
+        return int(head.split()[1]), json.loads(body)
 
 
 def test_header_lines_have_a_limit_before_the_key_is_looked_at() -> None:
@@ -99,6 +104,54 @@ def test_an_address_has_a_limit() -> None:
         assert (await server.client.get("/health?" + "x" * 8_000)).status_code == 200
 
     run(scenario)
+
+
+FORMS = {"/v1/messages": {"type", "error", "request_id"}, "/api/chat": {"error"}, "/v1/responses": {"error"}}
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_every_refusal_has_its_dialects_form(path: str, monkeypatch) -> None:
+    """Whether the route, the gate or the protocol refuses."""
+    monkeypatch.setattr(protocol, "BODY_SECONDS", 0.2)
+    key = {"authorization": "Bearer right"}
+
+    def check(body: dict, what: int) -> None:
+        assert set(body) == FORMS[path], what
+        assert isinstance(body["error"], str) == (path == "/api/chat"), what
+        assert ("code" in body["error"]) == (path == "/v1/responses"), what
+        if path == "/v1/messages":
+            assert body["type"] == "error" and body["error"]["type"] == KINDS[what]
+
+    async def scenario(server: LocalServer) -> None:
+        post, large = server.client.post, b" " * (MAX_BODY_BYTES + 1)
+        answers = {
+            401: await post(path, json={}),
+            403: await post(path, json={}, headers=key | {"origin": "https://x.example", "host": "evil"}),
+            400: await post(path, content=b"{", headers=key),
+            404: await post(path + "/nothing/here", json={}, headers=key),
+            405: await server.client.put(path, json={}, headers=key),
+            413: await post(path, content=large, headers=key),
+            414: await post(f"{path}?{'x' * 20_000}", json={}, headers=key),
+            431: await post(path, json={}, headers=key | {"x-long": "x" * 70_000}),
+        }
+        for status, answer in answers.items():
+            assert answer.status_code == status, answer.text
+            check(answer.json(), status)
+        connection = await Connection.to(server)
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nx-api-key: right\r\nContent-Length: 9\r\n\r\n{{"
+        await connection.send(head.encode())
+        status, body = await connection.whole_answer()
+        assert status == 408
+        check(body, status)
+
+    run(scenario, api_key="right", allowed_hosts=("127.0.0.1",))
+
+
+KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 413: "request_too_large", 414: "request_too_large",
+    431: "request_too_large",
+}  # fmt: skip
 
 
 def test_what_is_not_http_gets_an_error_of_the_usual_form() -> None:

@@ -11,10 +11,10 @@ from starlette.responses import HTMLResponse, PlainTextResponse
 
 import tandem
 from tandem.server import errors, openai_chat, openai_completions, sglang_control, sglang_generate
+from tandem.server.anthropic import errors as anthropic_errors
 from tandem.server.anthropic import routes as anthropic_routes
 from tandem.server.anthropic import schema as anthropic_schema
-from tandem.server.anthropic import writer as anthropic_writer
-from tandem.server.body import answers, body_schema, given
+from tandem.server.body import answers, body_schema, given, json_response
 from tandem.server.chat.openai.schema import ChatCompletion, ChatRequest
 from tandem.server.errors import ErrorBody
 from tandem.server.guard import gate
@@ -22,9 +22,9 @@ from tandem.server.guard.bodies import UnfinishedBodies
 from tandem.server.info import routes as info_routes
 from tandem.server.info import schema as info_schema
 from tandem.server.info.docs_page import docs_page
+from tandem.server.ollama import errors as ollama_errors
 from tandem.server.ollama import routes as ollama_routes
 from tandem.server.ollama import schema as ollama_schema
-from tandem.server.ollama import writer as ollama_writer
 from tandem.server.openai_schema import (
     Completion,
     CompletionRequest,
@@ -55,7 +55,7 @@ _REFUSALS = {
 }  # fmt: skip
 _NOT_NULL = {"not": {"type": "null"}}
 _SGLANG_BODY = body_schema(SglangRequest, oneOf=[given("text", **_NOT_NULL), given("input_ids", **_NOT_NULL)])
-_ERROR_FORMS = {"/v1/messages": anthropic_writer.error_body, "/api/": ollama_writer.error_body}
+_ERROR_FORMS = {"/v1/messages": anthropic_errors.error_body, "/api/": ollama_errors.error_body}
 _ERROR_SCHEMAS = {"/v1/messages": "AnthropicError", "/api/": "OllamaError"}
 
 
@@ -81,12 +81,12 @@ def create_app(state: ServerState) -> FastAPI:
 def _add_openai_routes(app: FastAPI, state: ServerState) -> None:
     @app.get("/v1/models", openapi_extra=answers(ModelList))
     async def models() -> Response:
-        return _json(ModelList([_card(state)]))
+        return json_response(ModelList([_card(state)]))
 
     @app.get("/v1/models/{model_id:path}", openapi_extra=answers(ModelCard))
     async def model(model_id: str) -> Response:
         state.check_model(model_id)
-        return _json(_card(state))
+        return json_response(_card(state))
 
     @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest) | answers(ChatCompletion))
     async def chat_completions(http: Request) -> Response:
@@ -117,10 +117,6 @@ def _add_own_routes(app: FastAPI, state: ServerState) -> None:
 def _card(state: ServerState) -> ModelCard:
     length = state.engine.plan.context_length
     return ModelCard(state.model_name, state.started_at, length, root=state.config.model)
-
-
-def _json(content: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

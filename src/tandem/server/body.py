@@ -1,4 +1,5 @@
-"""Request bodies: read with a limit, decoded and checked by msgspec, every complaint translated for the client."""
+"""Bodies: requests' are read with a limit, decoded and checked by msgspec, every complaint translated for the client;
+answers' are JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from fastapi import Request
+from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
 from tandem.server.errors import ApiError, ClientGone
@@ -158,6 +159,11 @@ def _complaint(text: str, where: str) -> ApiError:
     param = (where + (path or "")).lstrip(".") or None
     what = what[:1].lower() + what[1:]
     return ApiError(400, f"{param or 'the body'}: {what}", param=param, code="invalid_type")
+
+
+def json_response(content: Any) -> Response:
+    """What msgspec can encode."""
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def body_schema(kind: type[msgspec.Struct], **also: Any) -> dict[str, Any]:

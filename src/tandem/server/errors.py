@@ -122,13 +122,15 @@ def body_of(error: ApiError) -> bytes:
 def error_response(error: Exception, scope: Scope | None = None) -> Response:
     """scope: of the request; its route's dialect has its own form of errors."""
     api = as_api_error(error, scope)
-    body = _form(scope)(api) if scope else body_of(api)
+    form = form_of(scope["app"], scope["path"]) if scope and "app" in scope else body_of
+    body = form(api)
     return Response(body, api.status, api.headers, media_type="application/json")
 
 
-def _form(scope: Scope) -> Form:
-    forms: Mapping[str, Form] = scope["app"].state.error_forms if "app" in scope else {}
-    return next((form for prefix, form in forms.items() if scope["path"].startswith(prefix)), body_of)
+def form_of(app: Any, path: str) -> Form:
+    """How the dialect of a path says errors. app: on which `install` was called, or another."""
+    forms: Mapping[str, Form] = getattr(getattr(app, "state", None), "error_forms", {})
+    return next((form for prefix, form in forms.items() if path.startswith(prefix)), body_of)
 
 
 def _from_http(error: HTTPException, scope: Scope | None) -> ApiError:

@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from fastapi import Request
+from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tandem.engine.protocol import GenerateRequest, TokenLogprob, TokenOutput
 from tandem.errors import TandemError
+from tandem.server.body import json_response
 from tandem.server.errors import ApiError, as_api_error, body_of
 from tandem.server.guard.connection import Deadline
 from tandem.server.openai_schema import PromptTokensDetails, Usage
 from tandem.server.state import ServerState
 
+log = logging.getLogger("tandem.server")
+
 DONE = b"data: [DONE]\n\n"
 EVENTS = "text/event-stream"
 
 Failed = Callable[[ApiError], bytes]
+
+
+class AnswerWriter(Protocol):
+    """Writes a request's answers in a dialect: `take` and `whole`, or `frames` and `last`."""
+
+    def take(self, outputs: list[TokenOutput]) -> object: ...
+    def whole(self) -> Any:
+        """All that was taken, as JSON."""
+        ...
+
+    def frames(self, outputs: list[TokenOutput]) -> bytes:
+        """The events of one wake-up: one write. They may be none."""
+        ...
+
+    def last(self) -> bytes:
+        """What ends a stream."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """What ends a stream that has begun, instead of `last`."""
+        ...
 
 
 @dataclass(slots=True)
@@ -133,6 +158,18 @@ class Generation:
         finally:
             self.close()
 
+    async def answer(self, writer: AnswerWriter, stream: bool | None, media_type: str = EVENTS) -> Response:
+        """Closes, at once or with the stream. media_type: of a stream. A mistake of the writer is an ApiError, too."""
+        if stream:
+            return await self.events(writer.frames, writer.last, writer.failed, media_type)
+        try:
+            await self.run(writer.take)
+            return json_response(writer.whole())
+        except TandemError:
+            raise
+        except Exception as error:
+            raise as_api_error(error) from error
+
     async def events(
         self,
         frames: Callable[[list[TokenOutput]], bytes],
@@ -140,14 +177,13 @@ class Generation:
         failed: Failed | None = None,
         media_type: str = EVENTS,
     ) -> EventStream:
-        """Waits for the first output, so that a refusal still gets its own HTTP status. `failed`: what ends a stream
-        that has begun and fails; None: OpenAI's."""
+        """Waits for the first output, so that a refusal still gets its own HTTP status. `failed`: None: OpenAI's."""
         try:
             first = await self.next()
         except BaseException:
             self.close()
             raise
-        return EventStream(self, first, Writing(frames, last, failed or _openai_failure), media_type)
+        return EventStream(self, first, Writing(frames, last, failed or openai_failure), media_type)
 
     def _set_alarm(self, http: Request) -> asyncio.TimerHandle | None:
         """`Gate` ends a request that is late; a stream that has begun must end with an event."""
@@ -188,16 +224,33 @@ class EventStream(StreamingResponse):
             self._generation.close()
 
     async def _send_all(self, send: Send) -> None:
-        outputs = self._first
+        data, more = self._part(self._first)
+        while more:
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            data, more = await self._next_part()
+        await send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _next_part(self) -> tuple[bytes, bool]:
         try:
-            while outputs:
-                if data := self._writing.frames(outputs):
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                outputs = await self._generation.next()
-            end = self._writing.last()
-        except TandemError as error:
-            end = self._writing.failed(as_api_error(error))
-        await send({"type": "http.response.body", "body": end, "more_body": False})
+            outputs = await self._generation.next()
+        except Exception as error:
+            return self._ended_by(error), False
+        return self._part(outputs)
+
+    def _part(self, outputs: list[TokenOutput]) -> tuple[bytes, bool]:
+        """What to send, and whether more comes. A mistake of the writer ends this stream, as an error of the engine."""
+        try:
+            return (self._writing.frames(outputs), True) if outputs else (self._writing.last(), False)
+        except Exception as error:
+            return self._ended_by(error), False
+
+    def _ended_by(self, error: Exception) -> bytes:
+        try:
+            return self._writing.failed(as_api_error(error))
+        except Exception:  # what it has of the answer may be what is wrong
+            log.exception("a bug in the server, at the end of a stream")
+            return b""
 
 
 def frame(data: bytes, event: str = "") -> bytes:
@@ -206,5 +259,5 @@ def frame(data: bytes, event: str = "") -> bytes:
     return named + b"data: " + data + b"\n\n"
 
 
-def _openai_failure(error: ApiError) -> bytes:
+def openai_failure(error: ApiError) -> bytes:
     return frame(body_of(error)) + DONE

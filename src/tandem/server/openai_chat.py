@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams
@@ -32,13 +31,8 @@ async def chat(state: ServerState, http: Request) -> Response:
         request = GenerateRequest(
             id=request_id(body, "chatcmpl"), prompt_ids=prepared.prompt_ids, sampling=prepared.sampling
         )
-        generation = Generation(state, http, [request])
         writer = ChatWriter(state, body, prepared, request.id)
-        if body.stream:
-            response: Response = await generation.events(writer.frames, writer.last)
-        else:
-            answers = await generation.collect()
-            response = Response(msgspec.json.encode(writer.whole(answers[0])), media_type="application/json")
+        response = await Generation(state, http, [request]).answer(writer, body.stream)
     return name_ignored(response, ignored)
 
 

@@ -12,7 +12,7 @@ from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenLogprob, TokenOutput
 from tandem.errors import RequestError
-from tandem.server.body import read_fields
+from tandem.server.body import json_response, read_fields
 from tandem.server.chat.answer_grammar import grammar_field
 from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_fields_as
@@ -54,8 +54,7 @@ async def complete(state: ServerState, http: Request) -> Response:
         if body.stream:
             response: Response = await generation.events(writer.frames, writer.last)
         else:
-            whole = writer.whole(await generation.collect())
-            response = Response(msgspec.json.encode(whole), media_type="application/json")
+            response = json_response(writer.whole(await generation.collect()))
     return name_ignored(response, ignored)
 
 
@@ -84,15 +83,18 @@ async def _read_prompts(
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     encoded = iter(await state.encode_all(texts, body.add_special_tokens is not False))
     return [
-        _Prompt(next(encoded), prompt) if isinstance(prompt, str) else _read_ids(state, prompt, bool(body.echo))
+        _Prompt(next(encoded), prompt)
+        if isinstance(prompt, str)
+        else await _read_ids(state, prompt, bool(body.echo))
         for prompt in prompts
     ]
 
 
-def _read_ids(state: ServerState, prompt: list[int], echo: bool) -> _Prompt:
-    if echo:
-        state.check_ids(prompt)
-    return _Prompt(prompt, state.tokenizer.decode(prompt, skip_special_tokens=False) if echo else "")
+async def _read_ids(state: ServerState, prompt: list[int], echo: bool) -> _Prompt:
+    if not echo:
+        return _Prompt(prompt, "")
+    state.check_ids(prompt)
+    return _Prompt(prompt, await state.prompts.decode(prompt, skip_special_tokens=False))
 
 
 def _requests(

@@ -6,14 +6,13 @@ import asyncio
 import dataclasses
 from typing import Any, Literal
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 from starlette.responses import PlainTextResponse
 
 import tandem
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import RequestError
-from tandem.server.body import body_schema, decode, given, read_body
+from tandem.server.body import body_schema, decode, given, json_response, read_body
 from tandem.server.errors import unavailable
 from tandem.server.generation import Generation
 from tandem.server.limits import HEALTH_SECONDS
@@ -32,22 +31,22 @@ def routes(state: ServerState) -> APIRouter:
     @router.get("/health", summary="200 when the engine takes requests, else 503")
     async def health() -> Response:
         state.check_up()
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     @router.get("/health_generate", summary="Generates one token")
     async def health_generate(http: Request) -> Response:
         await _generate_one(state, http)
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     @router.get("/get_model_info")
     @router.get("/model_info", operation_id="model_info")
     async def get_model_info() -> Response:
-        return _json(_model_info(state))
+        return json_response(_model_info(state))
 
     @router.get("/get_server_info")
     @router.get("/server_info", operation_id="server_info")
     async def get_server_info() -> Response:
-        return _json(_server_info(state))
+        return json_response(_server_info(state))
 
     @router.post("/flush_cache", summary="Drop the prefix cache", response_class=PlainTextResponse)
     async def flush_cache() -> Response:
@@ -61,7 +60,7 @@ def routes(state: ServerState) -> APIRouter:
         async def record() -> Response:
             state.check_up()
             done = await state.client.record_experts(action)
-            return _json({name: getattr(done, name) for name in _RECORDER_FIELDS})
+            return json_response({name: getattr(done, name) for name in _RECORDER_FIELDS})
 
     add_recorder_route("start", "Record which experts are used, from zero")
     add_recorder_route("stop", "Stop recording")
@@ -70,13 +69,9 @@ def routes(state: ServerState) -> APIRouter:
     @router.post("/abort_request", openapi_extra=_ABORT_BODY)
     async def abort_request(http: Request) -> Response:
         body = decode(await read_body(http), AbortBody)
-        return _json({"aborted": _abort(state, body)})
+        return json_response({"aborted": _abort(state, body)})
 
     return router
-
-
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def _abort(state: ServerState, body: AbortBody) -> bool:

@@ -12,7 +12,7 @@ from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import RequestError
-from tandem.server.body import read_fields
+from tandem.server.body import json_response, read_fields
 from tandem.server.chat.answer_grammar import grammar_field, grammar_of
 from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_fields_as, refuse_misspelt
@@ -53,8 +53,7 @@ async def generate(state: ServerState, http: Request) -> Response:
         if body.stream:
             response: Response = await generation.events(writer.frames, lambda: DONE)
         else:
-            whole = writer.whole(await generation.collect())
-            response = Response(msgspec.json.encode(whole), media_type="application/json")
+            response = json_response(writer.whole(await generation.collect()))
     return name_ignored(response, ignored)
 
 

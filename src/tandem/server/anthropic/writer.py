@@ -10,34 +10,20 @@ from typing import Any
 import msgspec
 
 from tandem.engine.protocol import TokenOutput
-from tandem.server.anthropic.schema import AnthropicError, ErrorDetail, Message, OutputDetails, Usage
+from tandem.server.anthropic.errors import error_body
+from tandem.server.anthropic.schema import Message, OutputDetails, Usage
 from tandem.server.chat.answer_parser import AnswerParser
-from tandem.server.chat.events import AnsweredCall, Finish, ReasoningDelta, TextDelta
-from tandem.server.chat.settled import SettledCalls, SettledEvent
+from tandem.server.chat.events import Finish, ReasoningDelta, TextDelta
+from tandem.server.chat.one_answer import OneAnswer
+from tandem.server.chat.settled import AnsweredCall, CutCall, SettledEvent
 from tandem.server.chat.tools_in_text import arguments_object
-from tandem.server.errors import ApiError, naming
+from tandem.server.errors import ApiError
 from tandem.server.generation import frame
-from tandem.server.openai_sampling import new_id
 
 PING_SECONDS = 5.0  # without an event, while a call is written that is not shown yet
 SIGNATURE = "dGFuZGVt"  # of all thinking: clients send it back, and want it not to be empty
 
-_ERRORS = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
-}  # fmt: skip
-
 Event = dict[str, Any]
-
-
-def error_body(error: ApiError) -> bytes:
-    kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return msgspec.json.encode(AnthropicError(ErrorDetail(kind, naming(error)), new_id("req")))
-
-
-def failure(error: ApiError) -> bytes:
-    """The last event of a stream that has begun."""
-    return frame(error_body(error), "error")
 
 
 class MessageWriter:
@@ -45,18 +31,16 @@ class MessageWriter:
         self, message_id: str, model: str, parser: AnswerParser, *, clipped: bool, show_thinking: bool
     ) -> None:
         """clipped: the context ends before `max_tokens`."""
-        self._id, self._model, self._parser, self._clipped = message_id, model, parser, clipped
-        self._settled = SettledCalls()
+        self._id, self._model, self._clipped = message_id, model, clipped
+        self._answer = OneAnswer(parser)
         self._blocks = _Blocks(show_thinking)
-        self._newest: TokenOutput | None = None
-        self._finish = "stop"
+        self._begun = False
         self._sent_at = 0.0
-        self._thinking_tokens = 0
 
     # --- whole
 
     def take(self, outputs: list[TokenOutput]) -> list[Event]:
-        return [event for output in outputs for event in self._events(output)]
+        return [new for event in self._answer.settled(outputs) for new in self._blocks.add(event)]
 
     def whole(self) -> Message:
         return Message(
@@ -66,11 +50,11 @@ class MessageWriter:
     # --- as events
 
     def frames(self, outputs: list[TokenOutput]) -> bytes:
-        first = self._newest is None
         events = self.take(outputs)
         now = time.monotonic()
-        if first:
-            events = [self._start(outputs[0]), {"type": "ping"}, *events]
+        if not self._begun:
+            self._begun = True
+            events = [self._start(), {"type": "ping"}, *events]
         elif not events and now - self._sent_at > PING_SECONDS:
             events = [{"type": "ping"}]
         if events:
@@ -86,36 +70,31 @@ class MessageWriter:
         ]
         return b"".join(map(_frame, end))
 
-    def _start(self, output: TokenOutput) -> Event:
-        empty = Message(self._id, self._model, [], None, None, _usage(output, 0))
+    def failed(self, error: ApiError) -> bytes:
+        return frame(error_body(error), "error")
+
+    def _start(self) -> Event:
+        empty = Message(self._id, self._model, [], None, None, self._usage())
         return {"type": "message_start", "message": msgspec.to_builtins(empty)}
 
-    def _events(self, output: TokenOutput) -> Iterator[Event]:
-        self._newest = output if self._newest is None else _newer(self._newest, output)
-        events = self._parser.push(output.text)
-        if output.finish_reason is not None:
-            events += self._parser.end(output.finish_reason)
-        if events and isinstance(events[0], ReasoningDelta):
-            self._thinking_tokens += len(output.token_ids)
-        for event in self._settled.push(events):
-            if isinstance(event, Finish):
-                self._finish = event.reason
-            yield from self._blocks.add(event)
-
     def _stop_sequence(self) -> str | None:
-        match = self._newest.stop_match if self._newest else None
-        return match if isinstance(match, str) and self._finish == "stop" else None
+        match = self._answer.stop_match
+        return match if isinstance(match, str) and self._answer.finish == "stop" else None
 
     def _stop_reason(self) -> str:
-        if self._finish == "tool_calls":
+        """There is no reason for an answer that was aborted; it was cut."""
+        finish = self._answer.finish
+        if finish == "tool_calls":
             return "tool_use"
-        if self._finish == "stop":
+        if finish == "stop":
             return "end_turn" if self._stop_sequence() is None else "stop_sequence"
-        return "model_context_window_exceeded" if self._clipped else "max_tokens"
+        return "model_context_window_exceeded" if self._clipped and finish == "length" else "max_tokens"
 
     def _usage(self) -> Usage:
-        assert self._newest is not None, "an answer has at least one output"
-        return _usage(self._newest, self._thinking_tokens)
+        answer = self._answer
+        fresh = answer.prompt_tokens - answer.cached_tokens
+        details = OutputDetails(answer.reasoning_tokens)
+        return Usage(fresh, answer.completion_tokens, answer.cached_tokens, details)
 
 
 class _Blocks:
@@ -140,6 +119,8 @@ class _Blocks:
             case AnsweredCall():
                 yield from self._close()
                 yield from self._call(event)
+            case CutCall(raw=raw):  # a client would run what looks like a call
+                yield from self.add(TextDelta(raw))
             case Finish():
                 yield from self._close()
 
@@ -188,21 +169,6 @@ def _block(kind: str, text: str, signature: str) -> dict[str, Any]:
 
 def _tool_use_id(call_id: str) -> str:
     return f"toolu_{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id
-
-
-def _newer(before: TokenOutput, now: TokenOutput) -> TokenOutput:
-    """Counts never shrink: an aborted answer's last output has none."""
-    return msgspec.structs.replace(
-        now,
-        prompt_tokens=max(before.prompt_tokens, now.prompt_tokens),
-        cached_tokens=max(before.cached_tokens, now.cached_tokens),
-        completion_tokens=max(before.completion_tokens, now.completion_tokens),
-    )
-
-
-def _usage(output: TokenOutput, thinking: int) -> Usage:
-    read = output.cached_tokens
-    return Usage(output.prompt_tokens - read, output.completion_tokens, read, OutputDetails(thinking))
 
 
 def _frame(event: Event) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 from tandem.server.chat.conversation import Message, Tool
 from tandem.server.chat.formats.tool_format import ToolFormat
 from tandem.server.chat.formats.writing import write_calls
+from tandem.server.chat.reading.json_text import without_lone_surrogates
 
 _DESCRIPTION = """# Tools
 
@@ -76,9 +77,10 @@ def as_text(messages: Iterable[Message], tool_format: ToolFormat) -> tuple[Messa
 
 def arguments_object(arguments: str | dict[str, Any]) -> dict[str, Any]:
     """A call's arguments as templates want them. What is no JSON object was refused by the tool, and is told as it
-    was written."""
+    was written. No string has lone surrogates: neither a template's process nor an answer could take them."""
     if isinstance(arguments, dict):
         return arguments
+    arguments = without_lone_surrogates(arguments)
     try:
         value = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):

@@ -9,7 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from tandem.server.errors import ApiError, body_of
+from tandem.server.errors import ApiError, form_of
 from tandem.server.limits import (
     BODY_SECONDS,
     HEAD_SECONDS,
@@ -157,7 +157,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.abort()  # in the midst of another answer
             return
-        body = body_of(refusal)
+        url: bytes = getattr(self, "url", b"")  # as much of it as has come
+        body = form_of(self.config.app, url.decode("latin-1"))(refusal)
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(
             body
         )

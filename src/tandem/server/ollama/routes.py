@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 import tandem
 from tandem.engine.protocol import GenerateRequest, SamplingParams
-from tandem.server.body import answers, body_schema, read_fields
+from tandem.server.body import answers, body_schema, json_response, read_fields
 from tandem.server.chat.answer_parser import AnswerRules
 from tandem.server.chat.model import PreparedChat
 from tandem.server.errors import ApiError, named
@@ -29,7 +30,7 @@ from tandem.server.ollama.schema import (
     Tag,
     Tags,
 )
-from tandem.server.ollama.writer import LINES, OllamaWriter, failure, now
+from tandem.server.ollama.writer import LINES, OllamaWriter, now
 from tandem.server.openai_sampling import new_id, sampling_of
 from tandem.server.state import ServerState
 
@@ -46,26 +47,26 @@ def routes(state: ServerState) -> APIRouter:
     @router.post("/api/chat", openapi_extra=body_schema(ChatBody) | answers(Chunk, LINES))
     async def chat(http: Request) -> Response:
         body, ignored = read_fields_as(await read_fields(http), ChatBody)
-        return name_ignored(await _chat(state, http, body), ignored)
+        return name_ignored(await _chat(state, http, body), _with_keep_alive(body, ignored))
 
     @router.post("/api/generate", openapi_extra=body_schema(GenerateBody) | answers(Chunk, LINES))
     async def generate(http: Request) -> Response:
         body, ignored = read_fields_as(await read_fields(http), GenerateBody)
-        return name_ignored(await _generate(state, http, body), ignored)
+        return name_ignored(await _generate(state, http, body), _with_keep_alive(body, ignored))
 
     @router.get("/api/version")
     async def version() -> Response:
-        return _json({"version": tandem.__version__})
+        return json_response({"version": tandem.__version__})
 
     @router.get("/api/tags", openapi_extra=answers(Tags))
     @router.get("/api/ps", operation_id="ps", openapi_extra=answers(Tags))
     async def tags() -> Response:
-        return _json(Tags([_tag(state)]))
+        return json_response(Tags([_tag(state)]))
 
     @router.post("/api/show", openapi_extra=body_schema(ShowBody) | answers(Show))
     async def show(http: Request) -> Response:
         _, ignored = read_fields_as(await read_fields(http), ShowBody)
-        return name_ignored(_json(_show(state)), ignored)
+        return name_ignored(json_response(_show(state)), ignored)
 
     for path in ("/api/embed", "/api/embeddings"):
 
@@ -81,7 +82,7 @@ async def _chat(state: ServerState, http: Request, body: ChatBody) -> Response:
     """Without messages a client asks for the model to be loaded."""
     state.admit()
     if not body.messages:
-        return _loaded(state, message=Said("assistant", ""))
+        return _loaded(state, body, message=Said("assistant", ""))
     with named(_names(body, "messages")):
         prepared = await state.chat.prepare(chat_of(body), _sampling(state, body))
         return await _answer(state, http, body, prepared, chat=True)
@@ -90,7 +91,7 @@ async def _chat(state: ServerState, http: Request, body: ChatBody) -> Response:
 async def _generate(state: ServerState, http: Request, body: GenerateBody) -> Response:
     state.admit()
     if not body.prompt:
-        return _loaded(state, response="")
+        return _loaded(state, body, response="")
     with named(_names(body, "prompt")):
         if body.raw:
             ids = await state.encode(body.prompt, add_special_tokens=True)
@@ -110,11 +111,7 @@ async def _answer(
     )
     request = GenerateRequest(id=new_id("ollama"), prompt_ids=prepared.prompt_ids, sampling=sampling)
     writer = OllamaWriter(state.model_name, prepared.new_parser(), chat=chat)
-    generation = Generation(state, http, [request])
-    if body.stream is not False:
-        return await generation.events(writer.frames, writer.last, failure, LINES)
-    await generation.run(writer.take)
-    return _json(writer.whole())
+    return await Generation(state, http, [request]).answer(writer, body.stream is not False, LINES)
 
 
 def _names(body: CommonBody, prompt: str) -> dict[str, str]:
@@ -127,9 +124,25 @@ def _sampling(state: ServerState, body: CommonBody) -> SamplingParams:
     return sampling_of(sampling_body(body), state.sampling_defaults, max_tokens=limit)
 
 
-def _loaded(state: ServerState, **said: Any) -> Response:
+def _loaded(state: ServerState, body: CommonBody, **said: Any) -> Response:
+    """The model was loaded before the server took requests. Raises ApiError 400 where it is to be unloaded."""
+    if _is_zero(body.keep_alive):
+        text = "keep_alive 0 unloads the model elsewhere; here it stays until the server ends: stop the server"
+        raise ApiError(400, text, param="keep_alive", code="not_available")
     chunk = Chunk(model=state.model_name, created_at=now(), done=True, done_reason="load", **said)
-    return _json(chunk)
+    return json_response(chunk)
+
+
+def _with_keep_alive(body: CommonBody, ignored: list[str]) -> list[str]:
+    """Below 0 it asks for what is done here: the model stays."""
+    stays = body.keep_alive is None or str(body.keep_alive).startswith("-")
+    return ignored if stays else [*ignored, "keep_alive"]
+
+
+def _is_zero(keep_alive: Any) -> bool:
+    """A number of seconds, or a duration in Go's form: "0", "0s", "0m0s"."""
+    text = str(keep_alive)
+    return keep_alive is not None and bool(re.fullmatch(r"[+-]?(0+(\.0*)?[a-zµ]*)+", text))
 
 
 def _tag(state: ServerState) -> Tag:
@@ -151,7 +164,3 @@ def _show(state: ServerState) -> Show:
     }
     capabilities = ["completion", "tools", *(["thinking"] if state.chat.reasons else [])]
     return Show("", "", "", tag.details, info, capabilities, tag.modified_at)
-
-
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")

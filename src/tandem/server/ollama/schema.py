@@ -54,7 +54,8 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class CommonBody(msgspec.Struct, kw_only=True):
-    """`keep_alive` changes nothing: the model stays."""
+    """`keep_alive`: the model stays. What asks for less is named in the answer, or refused where it is all that is
+    asked for."""
 
     model: str | None = None
     stream: bool | None = None

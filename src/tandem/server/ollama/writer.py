@@ -9,22 +9,15 @@ import msgspec
 
 from tandem.engine.protocol import TokenOutput
 from tandem.server.chat.answer_parser import AnswerParser
-from tandem.server.chat.events import AnsweredCall, Finish, ReasoningDelta, TextDelta
-from tandem.server.chat.settled import SettledCalls, SettledEvent
+from tandem.server.chat.events import Finish, ReasoningDelta, TextDelta
+from tandem.server.chat.one_answer import OneAnswer
+from tandem.server.chat.settled import AnsweredCall, CutCall, SettledEvent
 from tandem.server.chat.tools_in_text import arguments_object
-from tandem.server.errors import ApiError, naming
-from tandem.server.generation import Answer
-from tandem.server.ollama.schema import CalledFunction, CalledTool, Chunk, OllamaError, Said
+from tandem.server.errors import ApiError
+from tandem.server.ollama.errors import error_body
+from tandem.server.ollama.schema import CalledFunction, CalledTool, Chunk, Said
 
 LINES = "application/x-ndjson"
-
-
-def error_body(error: ApiError) -> bytes:
-    return msgspec.json.encode(OllamaError(naming(error)))
-
-
-def failure(error: ApiError) -> bytes:
-    return error_body(error) + b"\n"
 
 
 def now() -> str:
@@ -33,10 +26,8 @@ def now() -> str:
 
 class OllamaWriter:
     def __init__(self, model: str, parser: AnswerParser, *, chat: bool) -> None:
-        self._model, self._parser, self._chat = model, parser, chat
-        self._settled = SettledCalls()
-        self._counts = Answer()
-        self._finish = "stop"
+        self._model, self._chat = model, chat
+        self._answer = OneAnswer(parser)
         self._events: list[SettledEvent] = []  # of a whole answer
         self._calls = 0
         self._began = time.monotonic_ns()
@@ -48,6 +39,9 @@ class OllamaWriter:
     def last(self) -> bytes:
         return self._line(self._chunk([], done=True))
 
+    def failed(self, error: ApiError) -> bytes:
+        return error_body(error) + b"\n"
+
     def take(self, outputs: list[TokenOutput]) -> None:
         self._events += self._new(outputs)
 
@@ -55,23 +49,13 @@ class OllamaWriter:
         return self._chunk(self._events, done=True)
 
     def _new(self, outputs: list[TokenOutput]) -> list[SettledEvent]:
-        if self._counts.completion_tokens == 0:
+        if self._answer.completion_tokens == 0:
             self._first_at = time.monotonic_ns()
-        found: list[SettledEvent] = []
-        for output in outputs:
-            self._counts.add(output)
-            self._counts.forget()
-            events = self._parser.push(output.text)
-            if output.finish_reason is not None:
-                events += self._parser.end(output.finish_reason)
-            found += self._settled.push(events)
-        for event in found:
-            if isinstance(event, Finish):
-                self._finish = event.reason
+        found = self._answer.settled(outputs)
         return [event for event in found if not isinstance(event, Finish)]
 
     def _chunk(self, events: list[SettledEvent], done: bool = False) -> Chunk:
-        text = "".join(event.text for event in events if isinstance(event, TextDelta))
+        text = "".join(map(_text, events))
         thinking = "".join(event.text for event in events if isinstance(event, ReasoningDelta)) or None
         chunk = Chunk(model=self._model, created_at=now(), done=done)
         if self._chat:
@@ -91,14 +75,21 @@ class OllamaWriter:
         ended = time.monotonic_ns()
         return msgspec.structs.replace(
             chunk,
-            done_reason="stop" if self._finish in ("stop", "tool_calls") else "length",
+            done_reason="stop" if self._answer.finish in ("stop", "tool_calls") else "length",
             total_duration=ended - self._began,
             load_duration=0,
-            prompt_eval_count=self._counts.prompt_tokens,
+            prompt_eval_count=self._answer.prompt_tokens,
             prompt_eval_duration=self._first_at - self._began,
-            eval_count=self._counts.completion_tokens,
+            eval_count=self._answer.completion_tokens,
             eval_duration=ended - self._first_at,
         )
 
     def _line(self, chunk: Chunk) -> bytes:
         return msgspec.json.encode(chunk) + b"\n"
+
+
+def _text(event: SettledEvent) -> str:
+    """A call's arguments are an object here, so one that was cut can only be text."""
+    if isinstance(event, CutCall):
+        return event.raw
+    return event.text if isinstance(event, TextDelta) else ""

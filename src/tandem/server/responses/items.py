@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.server.chat.conversation import Message, ToolCall
-from tandem.server.chat.events import AnsweredCall, Finish, ReasoningDelta, TextDelta
-from tandem.server.chat.settled import SettledEvent
+from tandem.server.chat.events import Finish, ReasoningDelta, TextDelta
+from tandem.server.chat.settled import AnsweredCall, CutCall, SettledEvent
 from tandem.server.openai_sampling import new_id
 
 Event = dict[str, Any]
@@ -51,14 +51,14 @@ class Items:
                 yield from self._grow(text, reasoning=False)
             case ReasoningDelta(text):
                 yield from self._grow(text, reasoning=True)
-            case AnsweredCall():
+            case AnsweredCall() | CutCall():
                 yield from self._close("completed")
                 yield from self._call(event)
             case Finish(reason):
                 yield from self._close("completed" if reason in ("stop", "tool_calls") else "incomplete")
 
     def said(self) -> Message:
-        """For what comes after this response."""
+        """For what comes after this response. Nobody can answer a call that was cut, so it is left out."""
         texts: dict[str, list[str]] = {"message": [], "reasoning": []}
         for item in self.done:
             if item["type"] in texts:
@@ -66,7 +66,7 @@ class Items:
         calls = [
             ToolCall(item["call_id"], item["name"], item["arguments"])
             for item in self.done
-            if item["type"] == "function_call"
+            if item["type"] == "function_call" and item["status"] == "completed"
         ]
         reasoning = "".join(texts["reasoning"]) or None
         return Message("assistant", "".join(texts["message"]), reasoning=reasoning, tool_calls=tuple(calls))
@@ -94,7 +94,8 @@ class Items:
         self.done.append(item)
         self._open = None
 
-    def _call(self, call: AnsweredCall) -> Iterator[Event]:
+    def _call(self, call: AnsweredCall | CutCall) -> Iterator[Event]:
+        whole = isinstance(call, AnsweredCall)
         item = {
             "type": "function_call", "id": new_id("fc"), "call_id": call.id, "name": call.name,
             "arguments": "", "status": "in_progress",
@@ -103,8 +104,9 @@ class Items:
         name = "response.function_call_arguments"
         yield self._item("added", item)
         yield {"type": f"{name}.delta", **place, "delta": call.arguments}
-        yield {"type": f"{name}.done", **place, "name": call.name, "arguments": call.arguments}
-        item = item | {"arguments": call.arguments, "status": "completed"}
+        if whole:
+            yield {"type": f"{name}.done", **place, "name": call.name, "arguments": call.arguments}
+        item = item | {"arguments": call.arguments, "status": "completed" if whole else "incomplete"}
         yield self._item("done", item)
         self.done.append(item)
 

@@ -7,9 +7,10 @@ from fastapi import APIRouter, Request
 from fastapi import Response as HttpResponse
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams
-from tandem.server.body import answers, body_schema, read_fields
+from tandem.server.body import answers, body_schema, json_response, read_fields
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
 from tandem.server.chat.conversation import Message
+from tandem.server.chat.wishes import Wishes, prepare_wishes
 from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.generation import Generation
@@ -17,7 +18,7 @@ from tandem.server.openai_sampling import new_id, sampling_of
 from tandem.server.openai_schema import SamplingBody
 from tandem.server.responses.items import Items
 from tandem.server.responses.request import conversation_of, input_messages
-from tandem.server.responses.schema import Deleted, Response, ResponsesRequest, TextBody
+from tandem.server.responses.schema import Deleted, Reasoning, Response, ResponsesRequest, TextBody
 from tandem.server.responses.store import ResponseStore, Stored
 from tandem.server.responses.writer import ResponseWriter, begun
 from tandem.server.state import ServerState
@@ -27,6 +28,11 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort", "enable_thinking": "reasoning.effort",
     "response_format": "text.format",
 }  # fmt: skip
+# As for Anthropic's clients: agents send an effort to every model.
+_WISHES: Wishes = {
+    "reasoning_effort": ("reasoning_effort", "reasoning.effort"),
+    "enable_thinking": ("reasoning_effort", "reasoning.effort"),
+}
 
 
 def routes(state: ServerState) -> APIRouter:
@@ -43,7 +49,7 @@ def routes(state: ServerState) -> APIRouter:
     @router.delete("/v1/responses/{response_id}", openapi_extra=answers(Deleted))
     async def delete(response_id: str) -> HttpResponse:
         store.drop(response_id, "response_id")
-        return HttpResponse(msgspec.json.encode(Deleted(response_id)), media_type="application/json")
+        return json_response(Deleted(response_id))
 
     return router
 
@@ -61,19 +67,21 @@ async def _respond(state: ServerState, store: ResponseStore, http: Request) -> H
 
     formatted = body.text is not None and body.text.format is not None and body.text.format.type != "text"
     with named(_NAMES | {"grammar": "text.format" if formatted else "tools"}):
-        prepared = await state.chat.prepare(conversation_of(body, earlier), _sampling(state, body))
+        conversation = conversation_of(body, earlier)
+        prepared = await prepare_wishes(state.chat, conversation, _sampling(state, body), _WISHES, ignored)
         request = GenerateRequest(
             id=response_id, prompt_ids=prepared.prompt_ids, sampling=prepared.sampling
         )
-        generation = Generation(state, http, [request])
         start = begun(body, response_id, state.model_name, request.sampling)
         writer = ResponseWriter(start, prepared.new_parser(), keep)
-        if body.stream:
-            answer: HttpResponse = await generation.events(writer.frames, writer.last, writer.failed)
-        else:
-            await generation.run(writer.take)
-            answer = HttpResponse(msgspec.json.encode(writer.whole()), media_type="application/json")
-    return name_ignored(answer, ignored)
+        answer = await Generation(state, http, [request]).answer(writer, body.stream)
+    return name_ignored(answer, [*ignored, *_unserved(body.reasoning)])
+
+
+def _unserved(reasoning: Reasoning | None) -> list[str]:
+    """Names of what is asked for beside reasoning and not made."""
+    names = ("summary", "generate_summary")
+    return [f"reasoning.{name}" for name in names if reasoning and getattr(reasoning, name) is not None]
 
 
 def _earlier(store: ResponseStore, body: ResponsesRequest) -> tuple[Message, ...]:

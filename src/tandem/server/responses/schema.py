@@ -53,7 +53,7 @@ class NamedTool(msgspec.Struct, frozen=True):
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """`summary` changes nothing: reasoning is told as it is."""
+    """A `summary` is not made: reasoning is told as it is, and the answer's header says so."""
 
     effort: str | None = None
     summary: str | None = None

@@ -34,6 +34,9 @@ class ResponseStore:
         self._bytes = 0
 
     def put(self, response_id: str, stored: Stored) -> None:
+        """One that is too large for the store is not kept; it would take all others' place."""
+        if stored.size > self._most_bytes:
+            return
         self._stored[response_id] = stored
         self._bytes += stored.size
         while len(self._stored) > self._most or self._bytes > self._most_bytes:
@@ -42,11 +45,12 @@ class ResponseStore:
     def get(self, response_id: str, param: str) -> Stored:
         """Raises ApiError: 400 for one that another request names, else 404."""
         if response_id not in self._stored:
-            status = 400 if param == "previous_response_id" else 404
+            earlier = param == "previous_response_id"
             text = (
                 f"there is no response {response_id[:100]!r}; it was not stored, or was dropped for newer ones"
             )
-            raise ApiError(status, text, param=param, code="previous_response_not_found")
+            code = "previous_response_not_found" if earlier else "response_not_found"
+            raise ApiError(400 if earlier else 404, text, param=param, code=code)
         self._stored.move_to_end(response_id)
         return self._stored[response_id]
 

@@ -4,17 +4,16 @@ same way, so they say the same."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from tandem.engine.protocol import SamplingParams, TokenOutput
 from tandem.server.chat.answer_parser import AnswerParser
-from tandem.server.chat.events import Finish, ReasoningDelta
-from tandem.server.chat.settled import SettledCalls
-from tandem.server.errors import ApiError
-from tandem.server.generation import Answer, frame
+from tandem.server.chat.one_answer import OneAnswer
+from tandem.server.errors import ApiError, naming
+from tandem.server.generation import frame
 from tandem.server.responses.items import Event, Items
 from tandem.server.responses.schema import (
     CachedTokens,
@@ -30,6 +29,8 @@ from tandem.server.responses.schema import (
     Usage,
 )
 
+_CUT = {"length": "max_output_tokens", "abort": "aborted"}  # how an answer ended, and what OpenAI calls that
+
 
 class ResponseWriter:
     def __init__(
@@ -37,29 +38,24 @@ class ResponseWriter:
     ) -> None:
         """response: as it is before anything was said. finished: told of the whole."""
         self._response = response
-        self._parser = parser
+        self._answer = OneAnswer(parser)
         self._finished = finished
-        self._settled = SettledCalls()
         self._items = Items()
-        self._counts = Answer()
-        self._reasoning_tokens = 0
-        self._finish = "stop"
         self._number = 0
 
     # --- whole
 
     def take(self, outputs: list[TokenOutput]) -> list[Event]:
-        return [event for output in outputs for event in self._events(output)]
+        return [new for event in self._answer.settled(outputs) for new in self._items.add(event)]
 
     def whole(self) -> Response:
-        cut = self._finish not in ("stop", "tool_calls")
-        reason = Incomplete("max_output_tokens") if cut else None
+        reason = _CUT.get(self._answer.finish)
         response = msgspec.structs.replace(
             self._response,
-            status="incomplete" if cut else "completed",
+            status="completed" if reason is None else "incomplete",
             output=self._items.done,
             usage=self._usage(),
-            incomplete_details=reason,
+            incomplete_details=None if reason is None else Incomplete(reason),
         )
         self._finished(response, self._items)
         return response
@@ -67,25 +63,25 @@ class ResponseWriter:
     # --- as events
 
     def frames(self, outputs: list[TokenOutput]) -> bytes:
-        first = self._number == 0
         events = self.take(outputs)
-        if first:
-            events = [self._of_response(kind, self._response) for kind in ("created", "in_progress")] + events
-        return b"".join(map(self._frame, events))
+        return self._begin() + b"".join(map(self._frame, events))
 
     def last(self) -> bytes:
         response = self.whole()
         return self._frame(self._of_response(response.status, response))
 
     def failed(self, error: ApiError) -> bytes:
-        """The end of a stream that has begun: its response failed."""
-        code = error.code or "server_error"
-        said = ResponseError(code, str(error))
+        """Of the two events that OpenAI has for it the one with the response. Both would end a stream twice."""
+        said = ResponseError(error.code or "server_error", naming(error))
         response = msgspec.structs.replace(
             self._response, status="failed", output=self._items.done, error=said
         )
-        event = {"type": "error", "code": code, "message": str(error), "param": error.param}
-        return self._frame(self._of_response("failed", response)) + self._frame(event)
+        return self._begin() + self._frame(self._of_response("failed", response))
+
+    def _begin(self) -> bytes:
+        """Before all else, once."""
+        kinds = ("created", "in_progress") if self._number == 0 else ()
+        return b"".join(self._frame(self._of_response(kind, self._response)) for kind in kinds)
 
     def _of_response(self, kind: str, response: Response) -> Event:
         return {"type": f"response.{kind}", "response": response}
@@ -95,27 +91,14 @@ class ResponseWriter:
         self._number += 1
         return frame(msgspec.json.encode(numbered), event["type"])
 
-    def _events(self, output: TokenOutput) -> Iterator[Event]:
-        self._counts.add(output)
-        self._counts.forget()
-        events = self._parser.push(output.text)
-        if output.finish_reason is not None:
-            events += self._parser.end(output.finish_reason)
-        if events and isinstance(events[0], ReasoningDelta):
-            self._reasoning_tokens += len(output.token_ids)
-        for event in self._settled.push(events):
-            if isinstance(event, Finish):
-                self._finish = event.reason
-            yield from self._items.add(event)
-
     def _usage(self) -> Usage:
-        counts = self._counts
+        answer = self._answer
         return Usage(
-            counts.prompt_tokens,
-            CachedTokens(counts.cached_tokens),
-            counts.completion_tokens,
-            ReasoningTokens(self._reasoning_tokens),
-            counts.prompt_tokens + counts.completion_tokens,
+            answer.prompt_tokens,
+            CachedTokens(answer.cached_tokens),
+            answer.completion_tokens,
+            ReasoningTokens(answer.reasoning_tokens),
+            answer.prompt_tokens + answer.completion_tokens,
         )
 
 

@@ -9,18 +9,16 @@ import msgspec
 from msgspec import UNSET
 
 from tandem.engine.protocol import TokenOutput
-from tandem.server.chat.answer_parser import AnswerParser
 from tandem.server.chat.events import (
-    ChatAnswer,
     ChatEvent,
     Finish,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
-    whole_answer,
 )
 from tandem.server.chat.model import PreparedChat
+from tandem.server.chat.one_answer import OneAnswer
 from tandem.server.chat.openai.schema import (
     AssistantMessage,
     CalledFunction,
@@ -34,7 +32,9 @@ from tandem.server.chat.openai.schema import (
     FunctionDelta,
     ToolCallDelta,
 )
-from tandem.server.generation import DONE, Answer, TokenCount, frame, usage_of
+from tandem.server.chat.settled import ChatAnswer, whole_answer
+from tandem.server.errors import ApiError
+from tandem.server.generation import DONE, Answer, TokenCount, frame, openai_failure, usage_of
 from tandem.server.logprobs import chat_logprobs
 from tandem.server.openai_sampling import wants_all_usage, wants_usage
 from tandem.server.openai_schema import ChatLogprobs, Usage
@@ -57,14 +57,19 @@ class ChatWriter:
         self._with_usage = wants_usage(body.stream_options)
         self._all_usage = wants_all_usage(body.stream_options)
         self._count = TokenCount()
-        self._parsers: dict[int, AnswerParser] = {}
+        self._answers: dict[int, OneAnswer] = {}
+        self._taken = [Answer() for _ in range(prepared.sampling.n)]
         self._encoder = msgspec.json.Encoder()
 
     # --- whole
 
-    def whole(self, answers: list[Answer]) -> ChatCompletion:
-        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        return ChatCompletion(**self._head, choices=choices, usage=usage_of([answers]))
+    def take(self, outputs: list[TokenOutput]) -> None:
+        for output in outputs:
+            self._taken[output.index].add(output)
+
+    def whole(self) -> ChatCompletion:
+        choices = [self._choice(index, answer) for index, answer in enumerate(self._taken)]
+        return ChatCompletion(**self._head, choices=choices, usage=usage_of([self._taken]))
 
     def _choice(self, index: int, answer: Answer) -> ChatChoice:
         logprobs = chat_logprobs(self._tokenizer, answer.logprobs) if self._with_logprobs else None
@@ -86,16 +91,13 @@ class ChatWriter:
     def _frames(self, output: TokenOutput) -> bytes:
         self._count.add(output)
         data = b""
-        if output.index not in self._parsers:
-            self._parsers[output.index] = self._prepared.new_parser()
+        if output.index not in self._answers:
+            self._answers[output.index] = OneAnswer(self._prepared.new_parser())
             data = self._event(ChatChunkChoice(output.index, Delta("assistant", "")))
         return data + b"".join(self._event(choice) for choice in self._chunks(output))
 
     def _chunks(self, output: TokenOutput) -> list[ChatChunkChoice]:
-        parser = self._parsers[output.index]
-        events = parser.push(output.text)
-        if output.finish_reason is not None:
-            events += parser.end(output.finish_reason)
+        events = self._answers[output.index].events(output)
         found = [choice for event in events if (choice := self._of(output.index, event)) is not None]
         logprobs = self._logprobs(output)
         if logprobs is None:
@@ -133,6 +135,9 @@ class ChatWriter:
 
     def last(self) -> bytes:
         return (self._chunk([], self._count.usage()) if self._with_usage else b"") + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return openai_failure(error)
 
 
 def _call(index: int, delta: ToolCallDelta) -> ChatChunkChoice:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 from tandem.server.chat.conversation import Tool
 from tandem.server.chat.events import CallOutcome, ChatEvent, ToolCallArguments, ToolCallEnd, ToolCallStart
+from tandem.server.chat.reading.json_text import well_formed
 from tandem.server.chat.reading.values import property_choices, property_types
 
 _SHORT = re.compile(r"[a-zA-Z0-9]{9}")
@@ -42,8 +43,9 @@ class CallWriter:
         self._emit(ToolCallStart(self.count, call_id, name))
 
     def arguments(self, fragment: str) -> None:
+        """Escapes in Python's strings can name half a character, which no answer can say."""
         if fragment:
-            self._emit(ToolCallArguments(self.count, fragment))
+            self._emit(ToolCallArguments(self.count, well_formed(fragment)))
 
     def end(self, outcome: CallOutcome, raw: str) -> None:
         self._emit(ToolCallEnd(self.count, outcome, raw))

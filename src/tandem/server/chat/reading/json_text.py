@@ -12,6 +12,11 @@ from tandem.server.chat.reading.source import Reading, Source
 
 MAX_DEPTH = 128
 
+# A pair of surrogates, half of one, or any other escape. Without the others, what follows "\\\\" would be half of one.
+_ESCAPED = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL
+)
+
 State = Literal["more", "done", "bad"]
 
 ATOM = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -120,6 +125,22 @@ class JsonScanner:
             return "bad"
         self._expect = self._after
         return self._after(char)
+
+
+def without_lone_surrogates(text: str) -> str:
+    """JSON text whose strings are Unicode: what escapes half a character becomes U+FFFD. UTF-8 cannot say it."""
+    if "\\u" in text:
+        text = _ESCAPED.sub(lambda found: "\\ufffd" if found[1] else found[0], text)
+    return well_formed(text)
+
+
+def well_formed(text: str) -> str:
+    """The same with U+FFFD for lone surrogates that stand in the text themselves."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def read_json(source: Source, say: Callable[[str], None]) -> Reading[CallOutcome]:
