@@ -253,8 +253,8 @@ DenseOps::Route make_route(int64_t experts, int64_t top_k, int64_t groups, int64
   expect(groups >= 1 && experts % groups == 0 && 1 <= top_groups && top_groups <= groups &&
              top_groups * (experts / groups) >= top_k,
          "route: the groups do not fit the experts");
-  return {nullptr, nullptr,   nullptr,       nullptr, experts, top_k,   groups,  top_groups, shared,
-          sigmoid, normalize, group_by_top2, scale,   epsilon, nullptr, nullptr, nullptr};
+  return {nullptr,    nullptr, nullptr, nullptr,   experts,       top_k, groups,
+          top_groups, shared,  sigmoid, normalize, group_by_top2, scale, epsilon};
 }
 
 }  // namespace
@@ -275,7 +275,8 @@ void bind_dense(nb::module_& m) {
   nb::class_<DenseOps::Route>(m, "Route", "How logits become experts and weights.")
       .def(nb::new_(&make_route), nb::arg("experts"), nb::arg("top_k"), nb::arg("groups"), nb::arg("top_groups"),
            nb::arg("shared"), nb::arg("sigmoid"), nb::arg("normalize"), nb::arg("group_by_top2"), nb::arg("scale"),
-           nb::arg("epsilon"));
+           nb::arg("epsilon"))
+      .def_rw("least_sum", &DenseOps::Route::least_sum, "What chosen weights are divided by is at least this.");
   nb::class_<Ops>(m, "DenseOps", "Norm, rotation, attention and routing on a pool.")
       .def(nb::init<std::shared_ptr<WorkerPool>, const std::string&>(), nb::arg("pool"), nb::arg("tier"))
       .def("rms_norm", &Ops::rms_norm, nb::arg("x"), nb::arg("residual").none(), nb::arg("weight"), nb::arg("out"),

@@ -70,6 +70,7 @@ struct DenseOps {
     int64_t shared;  // experts after the routed ones that every row chooses, with weight 1
     bool sigmoid, normalize, group_by_top2;
     float scale, epsilon;
+    float least_sum = 0.0f;  // what chosen weights are divided by is at least this
     // What is counted beside, any of them null. Experts that every row chooses are not in it.
     int64_t* tokens = nullptr;  // [experts] += rows that chose the expert
     int64_t* seen = nullptr;    // [experts] = 1 where a row did

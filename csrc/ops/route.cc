@@ -65,6 +65,7 @@ void route_row(const DenseOps::Route& a, int64_t row) {
   top_k(ranks.data(), a.experts, a.top_k, ids);
   float sum = a.epsilon;
   for (int64_t i = 0; i < a.top_k; ++i) sum += weights[i] = scores[ids[i]];
+  sum = std::max(sum, a.least_sum);
   for (int64_t i = 0; i < a.top_k; ++i) weights[i] = (a.normalize ? weights[i] / sum : weights[i]) * a.scale;
   for (int64_t i = 0; i < a.shared; ++i) {
     ids[a.top_k + i] = static_cast<int32_t>(a.experts + i);

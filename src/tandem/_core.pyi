@@ -159,6 +159,8 @@ class Route:
         epsilon: float,
     ) -> None: ...
 
+    least_sum: float
+
 class DenseOps:
     """Norm, rotation, attention and routing on a pool."""
 

@@ -26,6 +26,8 @@ PUBLISHED: dict[str, tuple[dict[str, object], float]] = {
     ),
     "minimax_m2": (settings(rotary_dim=64), 229),
     "hy_v3": (settings(), 295),
+    "mistral4": (settings(), 119),
+    "ernie4_5_moe": (settings(), 21.8),
 }
 
 

@@ -8,7 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from sessions import generated
 
-VARIANTS_OF_FAMILIES = ["gpt_oss", "glm4_moe_lite", "dots1-window", "minimax_m2", "hy_v3", "deepseek_v3"]
+VARIANTS_OF_FAMILIES = [
+    "gpt_oss", "glm4_moe_lite", "dots1-window", "minimax_m2", "hy_v3", "deepseek_v3", "mistral4",
+    "ernie4_5_moe",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("variant", VARIANTS_OF_FAMILIES)

@@ -274,7 +274,7 @@ def test_more_sequences_than_a_tile_looks_through_at_a_time(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("router", [
-    Router(128, 8), Router(12, 3, normalize=False, scale=1.7),
+    Router(128, 8), Router(12, 3, normalize=False, scale=1.7), Router(64, 6, has_bias=True, least_sum=0.4),
     Router(60, 4, score="sigmoid", epsilon=1e-20, has_bias=True),
     Router(16, 3, score="sigmoid", num_groups=4, top_groups=2, has_bias=True),
     Router(256, 8, score="sigmoid", num_groups=8, top_groups=4, has_bias=True, scale=2.5, epsilon=1e-20),

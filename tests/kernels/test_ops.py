@@ -229,6 +229,7 @@ ROUTERS = [
     Router(num_experts=64, top_k=6, score="sigmoid", num_groups=8, top_groups=3, scale=2.5),
     Router(num_experts=64, top_k=6, num_groups=4, top_groups=2, group_score="max"),
     Router(num_experts=3, top_k=3),
+    Router(num_experts=40, top_k=4, least_sum=0.3),
 ]
 
 

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from plans import with_gpu
+from quantised_models import CHOICES, save_quantised
 from sessions import Session, ours, reference, worst
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import EngineConfig, resolve
 from tandem.errors import ConfigError
-from tiny import file_tensors
+from tiny import VARIANTS, file_tensors, save_tiny, settings
 
 
 def nested(source: Path, path: Path, model_type: str, inner: str) -> Path:
@@ -30,7 +31,10 @@ def nested(source: Path, path: Path, model_type: str, inner: str) -> Path:
     return path
 
 
-NESTED = [("kimi_k25", "kimi_k2", "deepseek_v3"), ("kimi_k25", "deepseek_v3", "deepseek_v3-plain")]
+NESTED = [
+    ("kimi_k25", "kimi_k2", "deepseek_v3"), ("kimi_k25", "deepseek_v3", "deepseek_v3-plain"),
+    ("mistral3", "mistral4", "mistral4"),
+]
 
 
 @pytest.mark.parametrize(("model_type", "inner", "variant"), NESTED)
@@ -41,9 +45,10 @@ def test_text_inside_a_multimodal_checkpoint(tiny_models, tmp_path, model_type, 
     assert any("vision_config" in notice and "images" in notice for notice in plan.notices)
 
 
-def test_another_text_is_refused(tiny_models, tmp_path):
-    path = nested(tiny_models["llama"], tmp_path / "nested", "kimi_k25", "llama")
-    with pytest.raises(ConfigError, match="text_config.model_type 'llama' is not supported; kimi_k2 is"):
+@pytest.mark.parametrize(("model_type", "known"), [("kimi_k25", "kimi_k2"), ("mistral3", "mistral4")])
+def test_another_text_is_refused(tiny_models, tmp_path, model_type, known):
+    path = nested(tiny_models["llama"], tmp_path / "nested", model_type, "llama")
+    with pytest.raises(ConfigError, match=f"text_config.model_type 'llama' is not supported; {known} is"):
         load_model_config(path)
 
 
@@ -67,11 +72,29 @@ def test_layers_for_drafts_are_named_and_left_out(tiny_models, tmp_path, variant
     assert worst(ours(Session(tmp_path)), reference(source)) < 1e-4
 
 
-@pytest.mark.parametrize("variant", ["minimax_m2", "hy_v3"])
+@pytest.mark.parametrize("variant", ["minimax_m2", "hy_v3", "ernie4_5_moe"])
 def test_the_hubs_own_names_are_what_is_read(tiny_models, variant):
     """Transformers saves under the names of the hub, and holds others."""
-    parts = {"minimax_m2": ".block_sparse_moe.experts.3.w1.", "hy_v3": ".mlp.router.gate."}
+    parts = {"minimax_m2": ".block_sparse_moe.experts.3.w1.", "hy_v3": ".mlp.router.gate.",
+             "ernie4_5_moe": ".mlp.moe_statics."}  # fmt: skip
     names = list(open_checkpoint(tiny_models[variant]).names())
     assert any(parts[variant] in name for name in names)
     fused = list(open_checkpoint(tiny_models.fused(variant)).names())
     assert not any(parts[variant] in name for name in fused)
+
+
+WIDE = settings(
+    hidden_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+    moe_intermediate_size=128, intermediate_size=256,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", ["minimax_m2", "ernie4_5_moe", "hy_v3", "dots1"])
+def test_fp8_blocks(tmp_path, monkeypatch, variant):
+    """Rotary pairs of neighbours are put in another order inside blocks that share a scale."""
+    family, changes = VARIANTS[variant]
+    monkeypatch.setitem(VARIANTS, "wide", (family, changes | WIDE))
+    save_tiny("wide", tmp_path / "source")
+    quantised, plain = save_quantised(tmp_path / "source", tmp_path, CHOICES["all fp8"])
+    assert open_checkpoint(quantised).formats().dense_codes
+    assert worst(ours(Session(quantised, dense_codes=True)), reference(plain)) < 1e-4

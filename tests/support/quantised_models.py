@@ -24,7 +24,7 @@ def is_matrix(name: str, tensor: Tensor) -> bool:
     return (
         tensor.dim() == 2
         and not name.startswith(("model.embed", "lm_head"))
-        and not name.endswith("gate.weight")
+        and not name.endswith(("gate.weight", "bias"))
     )
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
 BOS, EOS = 256, 257
 VOCAB = 263  # 256 bytes, <bos>, <eos>, and five that no text has
+
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # it only knows it beside images
 
 
 def settings(**keys: object) -> dict[str, object]:
@@ -155,6 +157,30 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         intermediate_size=52, first_k_dense_replace=1, index_n_heads=33, index_head_dim=16, index_topk=16,
         rope_parameters=settings(rope_type="default", rope_theta=10000.0),
     )),
+    "mistral4": ("mistral4", settings(
+        num_attention_heads=5, num_key_value_heads=5, q_lora_rank=38, kv_lora_rank=42, qk_nope_head_dim=18,
+        qk_rope_head_dim=12, v_head_dim=22, n_routed_experts=12, n_shared_experts=2, moe_intermediate_size=28,
+        intermediate_size=60, first_k_dense_replace=1, n_group=4, topk_group=2, routed_scaling_factor=1.4,
+        rope_parameters=settings(rope_type="yarn", rope_theta=3000.0, factor=4.0, mscale=1.0, mscale_all_dim=0.8,
+                                 original_max_position_embeddings=8, beta_fast=32, beta_slow=1,
+                                 llama_4_scaling_beta=0.3),
+    )),
+    "mistral4-plain": ("mistral4", settings(
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=33, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=9, n_shared_experts=1, moe_intermediate_size=20,
+        intermediate_size=60, norm_topk_prob=False, attention_bias=True,
+        rope_parameters=settings(rope_type="yarn", rope_theta=3000.0, factor=2.0, beta_fast=32, beta_slow=1,
+                                 original_max_position_embeddings=512, llama_4_scaling_beta=0.1),
+    )),
+    "ernie4_5_moe": ("ernie4_5_moe", settings(
+        num_attention_heads=6, num_key_value_heads=2, moe_num_experts=10, moe_k=3, moe_num_shared_experts=2,
+        moe_intermediate_size=28, intermediate_size=60, moe_layer_start_index=1, moe_norm_min=0.4,
+    )),
+    "ernie4_5_moe-layers": ("ernie4_5_moe", settings(
+        num_attention_heads=4, num_key_value_heads=4, head_dim=22, moe_num_experts=7, moe_k=2, moe_layer_interval=2,
+        moe_num_shared_experts=0, moe_intermediate_size=20, intermediate_size=44, moe_layer_start_index=0,
+        num_hidden_layers=4, moe_layer_end_index=2, tie_word_embeddings=False,
+    )),
     "mixtral": ("mixtral", settings(
         num_attention_heads=6, num_key_value_heads=2, num_local_experts=5, intermediate_size=44,
     )),
@@ -250,14 +276,15 @@ class TinyModels:
         if not path.exists():
             shutil.copytree(self[variant], path)
             config = json.loads((path / "config.json").read_text())
-            config["num_experts_per_tok"] = next(config[key] for key in EXPERT_COUNTS if config.get(key))
+            chosen = "moe_k" if "moe_k" in config else "num_experts_per_tok"
+            config[chosen] = next(config[key] for key in EXPERT_COUNTS if config.get(key))
             if "n_group" in config:
                 config["topk_group"] = config["n_group"]
             (path / "config.json").write_text(json.dumps(config))
         return path
 
 
-EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
+EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 
 
 def save_tiny(variant: str, path: Path) -> None:

@@ -6,12 +6,14 @@ from tandem.architectures import (
     deepseek,
     deepseek_v32,
     dots1,
+    ernie4_5_moe,
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
     hy_v3,
     llama,
     minimax_m2,
+    mistral4,
     mixtral,
     olmoe,
     qwen2_moe,
@@ -24,9 +26,9 @@ from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 
 _ALL = (
-    *deepseek.FAMILIES, *deepseek_v32.FAMILIES, dots1.FAMILY, glm4_moe.FAMILY, glm4_moe_lite.FAMILY, gpt_oss.FAMILY,
-    hy_v3.FAMILY, llama.FAMILY, minimax_m2.FAMILY, mixtral.FAMILY, olmoe.FAMILY, qwen2_moe.FAMILY, qwen3_moe.FAMILY,
-    *qwen3_next.FAMILIES,
+    *deepseek.FAMILIES, *deepseek_v32.FAMILIES, dots1.FAMILY, ernie4_5_moe.FAMILY, glm4_moe.FAMILY,
+    glm4_moe_lite.FAMILY, gpt_oss.FAMILY, hy_v3.FAMILY, llama.FAMILY, minimax_m2.FAMILY, *mistral4.FAMILIES,
+    mixtral.FAMILY, olmoe.FAMILY, qwen2_moe.FAMILY, qwen3_moe.FAMILY, *qwen3_next.FAMILIES,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family in _ALL for name in family.model_types}
 """By `model_type`."""

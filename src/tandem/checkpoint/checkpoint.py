@@ -91,9 +91,12 @@ class Checkpoint:
         return DTYPES[part.dtype]
 
     def get(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """A view of the mapped file, in the stored dtype. CheckpointError when absent or not of `shape`."""
+        """A view of the mapped file, in the stored dtype; [1, n] is a vector, too. CheckpointError when absent or not
+        of `shape`."""
         self.dtype(name)
         part = self._part(name)
+        if shape is not None and part.shape == (1, *shape):
+            return self._mapped(part)[0]
         if shape is not None and part.shape != shape:
             raise part.wrong(f"has shape {part.shape}, but config.json implies {shape}")
         return self._mapped(part)

@@ -113,6 +113,22 @@ class Index:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Queries of position p times 1 + beta * log(1 + floor(p / every)), as Llama 4 has it."""
+
+    beta: float
+    every: int
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigError(f"queries are scaled every {self.every} positions, which must be at least 1")
+
+    def acts_within(self, positions: int) -> bool:
+        """Whether any of the first `positions` is scaled."""
+        return self.beta != 0 and positions > self.every
+
+
+@dataclass(frozen=True, slots=True)
 class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent and one rotary key per token are kept,
     from which the keys and values of all heads are made."""
@@ -128,6 +144,7 @@ class Latent:
     softmax_factor: float = 1.0
     norm: Norm = field(default=Norm(1e-6))
     index: Index | None = None  # a token looks at some others; None: at all before it
+    query_scale: QueryScale | None = None
 
     @property
     def qk_dim(self) -> int:
@@ -250,6 +267,7 @@ class Router:
     top_groups: int = 1
     group_score: Literal["top2", "max"] = "top2"
     epsilon: float = 0.0  # added to the sum before dividing (1e-20 in DeepSeek and GLM)
+    least_sum: float = 0.0  # the sum is at least this before dividing
     has_bias: bool = False  # the checkpoint has a selection bias per expert
     logits_bias: bool = False  # is added to the logits
     float32_logits: bool = False  # logits are computed in f32; else in the activations' dtype

@@ -34,6 +34,13 @@ def rows_of(weight: Weight, rows: slice) -> Weight:
     return _scales_cut(apart, rows, codes=apart.codes[rows])
 
 
+def arranged(weight: Weight, pieces: Sequence[slice]) -> Weight:
+    """Those rows, one piece after the other."""
+    whole = stacked([rows_of(weight, piece) for piece in pieces])
+    assert whole is not None, "pieces of one matrix have one format"
+    return torch.cat(whole) if isinstance(whole, tuple) else whole
+
+
 def columns_of(weight: Weight, columns: slice) -> Weight:
     """weight[:, columns]; codes stay codes where the cut is between groups."""
     if not isinstance(weight, WeightCodes):

@@ -289,7 +289,7 @@ def _checked(batch: BatchLayout, num_pages: int, page_size: int) -> _core.BatchV
 
 
 def _rule(router: Router, shared: int) -> _core.Route:
-    return _core.Route(
+    rule = _core.Route(
         experts=router.num_experts,
         top_k=router.top_k,
         groups=router.num_groups,
@@ -301,3 +301,6 @@ def _rule(router: Router, shared: int) -> _core.Route:
         scale=router.scale,
         epsilon=router.epsilon,
     )
+    if router.least_sum:
+        rule.least_sum = router.least_sum
+    return rule

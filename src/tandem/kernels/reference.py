@@ -290,7 +290,8 @@ class TorchOps:
         ids = _descending(ranks)[:, : router.top_k]
         weights = scores.gather(-1, ids)
         if router.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + router.epsilon)
+            sums = weights.sum(-1, keepdim=True) + router.epsilon
+            weights = weights / sums.clamp(min=router.least_sum)
         ids, weights = ids.int(), weights * router.scale
         if tally is not None:
             count_choices(tally, ids)

@@ -21,7 +21,7 @@ class Attention:
         q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         modules = [f"{name}.{module}" for module in ("q_proj", "k_proj", "v_proj")]
         rows = (2 * q if shape.gate else q), kv, kv
-        self.qkv = b.linear(modules, rows, b.config.hidden, bias=shape.qkv_bias)
+        self.qkv = b.linear(modules, rows, b.config.hidden, bias=shape.qkv_bias, order=_as_halves(shape))
         self.out = b.linear([f"{name}.o_proj"], [b.config.hidden], q, bias=shape.out_bias)
         self.sinks = b.float_tensor(f"{name}.sinks", shape.heads) if shape.sinks else None
         self.q_norm = self.k_norm = None
@@ -61,3 +61,20 @@ class Attention:
             q = self.ops.rms_norm(q.contiguous(), self.q_norm, s.norm.eps)
             k = self.ops.rms_norm(k.contiguous(), self.k_norm, s.norm.eps)
         return torch.cat((q, k, v), dim=1).clamp_(-s.clip, s.clip)
+
+
+def _as_halves(shape: Gqa) -> list[list[slice]]:
+    """Rows of q and k in the order in which pairs of neighbours become halves, which is all that kernels turn: both
+    change alike, so their products stay."""
+    if shape.rope.pairs == "halves":
+        return []
+    assert shape.qk_norm == "none" and not shape.gate, "norms and gates of channels in another order"
+    dims, head = shape.rope.dims, shape.head_dim
+
+    def pieces(start: int) -> list[slice]:
+        turned, stop = start + dims, start + head
+        rest = [slice(turned, stop)] if turned < stop else []
+        return [slice(start, turned, 2), slice(start + 1, turned, 2), *rest]
+
+    counts = shape.heads, shape.kv_heads
+    return [[piece for h in range(count) for piece in pieces(h * head)] for count in counts]

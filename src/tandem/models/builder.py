@@ -19,7 +19,7 @@ from tandem.errors import CheckpointError, KernelError
 from tandem.experts import CpuExperts, ExpertMatrices, Experts, ExpertStore, LookAhead
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.formats.codes import Blocks, Weight, WeightCodes
-from tandem.formats.cut import numbers, stacked, weight_bytes
+from tandem.formats.cut import arranged, numbers, stacked, weight_bytes
 from tandem.kernels.ops import MLP, ExpertBiases, Linear, Ops, Rope, Tally
 from tandem.kernels.packed.cache import PackedCache
 from tandem.models.linear import SideBySide
@@ -30,6 +30,9 @@ LOOK_AHEAD_AFTER_SECONDS = (
 
 LayerMatrices = Callable[[int], Callable[[int], ExpertMatrices]]
 """A decoder layer → its experts' matrices, by their numbers."""
+
+Orders = Sequence[Sequence[slice]]
+"""Pieces of the rows of several matrices."""
 
 Progress = Callable[[str, int, int], None]  # what is being loaded, bytes done, bytes in all
 
@@ -94,20 +97,36 @@ class Builder:
         """Ids [T] → rows [T, columns] of a matrix that stays in the mapped file, or where `ops` computes."""
         return self.ops.lookup(self.checkpoint.lookup(name, (rows, columns)), rows)
 
-    def linear(self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool = False) -> Linear:
+    def linear(
+        self,
+        names: Sequence[str],
+        rows: Sequence[int],
+        columns: int,
+        bias: bool = False,
+        order: Orders = (),
+    ) -> Linear:
         """The modules `names` (without `.weight`), stacked along their output rows, as one packed matrix; side by side
-        where their formats differ."""
+        where their formats differ. order: of the rows of the first modules, where it is another than the
+        checkpoint's."""
         whole = self._packed("+".join(names))
         if whole is not None:
             return whole
         parts = [part for part in map(self._packed, names) if part is not None]
-        return SideBySide(parts) if len(parts) == len(names) else self._linear(names, rows, columns, bias)
+        if len(parts) == len(names):
+            return SideBySide(parts)
+        return self._linear(names, rows, columns, bias, order)
 
-    def _linear(self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Linear:
+    def _linear(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool, order: Orders
+    ) -> Linear:
         weights = [self._held(self._weight(name, n, columns)) for name, n in zip(names, rows, strict=True)]
         biases = [
             self.tensor(f"{name}.bias", n) if bias else None for name, n in zip(names, rows, strict=True)
         ]
+        for i, pieces in enumerate(order):
+            weights[i] = arranged(weights[i], pieces)
+            if (own := biases[i]) is not None:
+                biases[i] = torch.cat([own[piece] for piece in pieces])
         whole = stacked(weights)
         if whole is not None:
             given = [b for b in biases if b is not None]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.config.layers import Latent
+from tandem.config.layers import Latent, QueryScale
 from tandem.formats.cut import numbers, rows_of
 from tandem.kernels.ops import LatentSizes, LatentWeights, Linear, SureRead
 from tandem.kernels.token_index import Chosen
@@ -32,6 +32,7 @@ class LatentAttention:
         turns = s.rope.pairs == "neighbours"
         weights = LatentWeights(*self._absorbed(b, name), norm, s.norm.eps, b.rope(s.rope), s.scale, turns)
         self.heads = b.ops.latent(sizes, weights, b.dense_format)
+        self.query_scales = _query_scales(b, shape.query_scale)
         self.out = b.linear([name + "o_proj"], [hidden], s.heads * s.value_dim, bias=s.bias)
         self.choice: TokenChoice | None = None
         if s.index is not None and s.index.reuse is None:
@@ -46,7 +47,10 @@ class LatentAttention:
         ((latents, *keys),) = states
         wanted = self._query_input(x)
         chosen = self._chosen(x, wanted, p, *keys)
-        return self.out(self.heads(self.query(wanted), self.kv_down(x), p.batch, latents, chosen))
+        q = self.query(wanted)
+        if self.query_scales is not None:
+            q = q * self.query_scales[p.batch.positions]
+        return self.out(self.heads(q, self.kv_down(x), p.batch, latents, chosen))
 
     def _chosen(self, x: Tensor, latent: Tensor, p: Pass, *keys: Tensor) -> Chosen | None:
         """Which tokens the rows attend to: this layer's choice, or that of one before it; None: all."""
@@ -86,3 +90,12 @@ class LatentAttention:
         return torch.stack(
             [numbers(rows_of(whole, slice(h * rows, (h + 1) * rows))).to(b.dtype) for h in range(heads)]
         )
+
+
+def _query_scales(b: Builder, rule: QueryScale | None) -> Tensor | None:
+    """[positions, 1] of the plan's context; None where no position is scaled."""
+    context = b.plan.context_length
+    if rule is None or not rule.acts_within(context):
+        return None
+    steps = torch.arange(context) // rule.every
+    return b.ops.resident((1 + rule.beta * torch.log(1.0 + steps)).to(b.dtype)[:, None])

@@ -114,11 +114,14 @@ def _spans(layers: list[DecoderLayer]) -> list[tuple[int, int]]:
 
 
 def names_of(b: Builder) -> Names:
-    """What the checkpoint calls its layers: of the family's spellings the first whose router is there."""
+    """What the checkpoint calls its layers: of the family's spellings the first whose router is there, with its bias
+    if it has one."""
     spellings = family_of(b.config.model_type).names
-    layers = b.config.moe_layers
-    for names in spellings:
-        if layers and f"model.layers.{layers[0]}.{names.router}.weight" in b.checkpoint:
+    layers, router = b.config.moe_layers, b.config.moe.router
+    for names in spellings if layers else ():
+        layer = f"model.layers.{layers[0]}."
+        needed = [f"{layer}{names.router}.weight", *([layer + names.router_bias] if router.has_bias else [])]
+        if all(name in b.checkpoint for name in needed):
             return names
     return spellings[0]
 

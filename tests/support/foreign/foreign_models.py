@@ -19,8 +19,6 @@ COMMON = settings(
 PAGED: dict[str, dict[str, object]] = {
     "afmoe": settings(num_experts=6, num_shared_experts=1, num_dense_layers=1, sliding_window=7,
                       layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
-    "ernie4_5_moe": settings(moe_num_experts=6, moe_k=2, moe_num_shared_experts=1, moe_layer_start_index=1,
-                             moe_layer_end_index=2),
     "hunyuan_v1_moe": settings(num_experts=6, moe_topk=2, num_shared_expert=1),
     "flex_olmo": settings(num_experts=6),
     "granitemoe": settings(num_local_experts=6, logits_scaling=2.0, residual_multiplier=0.7, embedding_multiplier=3.0,

@@ -33,7 +33,7 @@ def _best_groups(ranks, groups, TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, GRO
 
 @triton.jit
 def _route(logits, bias, ids, weights, places, found, tokens, seen, rows, width, experts, groups, scale, epsilon,
-           TOP_K: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
+           least, TOP_K: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
            NORMALIZE: tl.constexpr, PLACED: tl.constexpr, COUNT: tl.constexpr, TOP_GROUPS: tl.constexpr,
            TWO: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, SLOTS: tl.constexpr,
            OVERLAP: tl.constexpr):  # fmt: skip
@@ -69,7 +69,8 @@ def _route(logits, bias, ids, weights, places, found, tokens, seen, rows, width,
         ranks = tl.where(place == at, float("-inf"), ranks)
     routed = slot < TOP_K
     if NORMALIZE:
-        weight = tl.where(routed, weight / (tl.sum(tl.where(routed, weight, 0.0)) + epsilon), weight)
+        total = tl.maximum(tl.sum(tl.where(routed, weight, 0.0)) + epsilon, least)
+        weight = tl.where(routed, weight / total, weight)
     weight = tl.where(routed, weight * scale, weight)
     out = t * (TOP_K + SHARED) + slot
     tl.store(ids + out, chosen, slot < TOP_K + SHARED)
@@ -99,6 +100,7 @@ def route(
         logits, logits if bias is None else bias, ids, weights, ids if places is None else places,
         ids if found is None else found, *_counted(tally, ids),
         logits.stride(0), router.num_experts, router.num_groups, router.scale, router.epsilon,
+        router.least_sum,
         TOP_K=router.top_k, SHARED=shared, SIGMOID=router.score == "sigmoid", BIAS=bias is not None,
         NORMALIZE=router.normalize, PLACED=places is not None,
         COUNT=tally is not None, TOP_GROUPS=router.top_groups, TWO=router.group_score == "top2",

@@ -1,0 +1,52 @@
+"""Mistral-Small-4: latent attention whose queries grow with their position, softmax router over groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tandem.architectures.deepseek import NAMES, latent
+from tandem.architectures.family import Family
+from tandem.architectures.shared import layers_after_dense, model, moe, sigmoid_router
+from tandem.config.json_keys import JsonKeys
+from tandem.config.layers import Latent, QueryScale
+from tandem.config.model_config import ModelConfig
+from tandem.config.rope import rope_keys
+from tandem.errors import ConfigError
+
+ROPE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+"""Where config.json says nothing."""
+
+
+def mistral4(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    keys.only("rope_interleave", True, "rotary channels are pairs of neighbours")
+    if not (keys.mapping("rope_parameters") or keys.mapping("rope_scaling")):
+        keys = keys.overlaid({"rope_parameters": ROPE})
+    router = replace(sigmoid_router(keys), score="softmax", has_bias=False, float32_logits=False)
+    width = keys.size("moe_intermediate_size", 2048)
+    experts = moe(router, width, width * keys.count("n_shared_experts", 1))
+    attention = _attention(keys)
+    return model(keys, generation, lambda _: attention, experts, layers_after_dense(keys, 0))
+
+
+def mistral3(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    """The same beside a vision tower: the keys lie in `text_config`."""
+    kind = keys.mapping("text_config").get("model_type")
+    if kind != "mistral4":
+        raise ConfigError(f"{keys.where}: text_config.model_type {kind!r} is not supported; mistral4 is")
+    return mistral4(keys.inside("text_config"), generation)
+
+
+def _attention(keys: JsonKeys) -> Latent:
+    turning = rope_keys(keys)
+    turning.get("partial_rotary_factor")  # qk_rope_head_dim says which channels turn
+    beta = turning.optional("llama_4_scaling_beta", 0.0)
+    if not beta:
+        return latent(keys)
+    every = turning.size("original_max_position_embeddings", 8192)
+    return replace(latent(keys), query_scale=QueryScale(beta, every))
+
+
+FAMILIES = (Family(("mistral4",), mistral4, (NAMES,)), Family(("mistral3",), mistral3, (NAMES,)))
