@@ -7,6 +7,7 @@ TandemError
 │   ├── HubError       a model that cannot be fetched by its name
 │   └── CacheDamaged   a packed cache is not what was written; the model is loaded from its checkpoint
 ├── RequestError       one request is wrong; the others go on        (HTTP 400)
+├── BusyError          there is too much of something already; the same may work later (HTTP 429)
 ├── EngineError        the engine failed or died while it had work   (HTTP 503)
 └── KernelError        a kernel was given an array it cannot take    (a bug of ours, or of a library user)
 """
@@ -60,6 +61,10 @@ class RequestError(TandemError, ValueError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+class BusyError(TandemError):
+    """Too many want the same at once. It may work later."""
 
 
 class EngineError(TandemError):

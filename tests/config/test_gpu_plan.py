@@ -22,7 +22,7 @@ from tandem.config.cuda_graphs import SMALL_GRAPH_SIZES as SMALL
 from tandem.config.forecast.ledger import VRAM
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, STREAM_TOKENS, dense_bytes, unpacking_bytes
 from tandem.config.gpu_scratch import RING_BYTES
-from tandem.config.memory import DEFAULT_FRACTION
+from tandem.config.memory import DEFAULT_FRACTION, GRAMMAR_BYTES
 from tandem.errors import ConfigError
 
 
@@ -365,7 +365,8 @@ def test_the_ledgers_of_both_memories_are_the_sums_that_were_made() -> None:
     assert (vram.place, vram.budget_bytes, vram.free_bytes) == ("VRAM", int(0.9 * 16 * GIB), 16 * GIB)
     assert sizes["dense weights"] == dense_bytes(MODEL, "bfloat16")
     assert sizes["experts"] == 30 * 16 * MODEL.expert_bytes("bf16") and vram.left_bytes >= -(1 << 20)
-    assert {entry.name: entry.nbytes for entry in ram.entries}["experts"] == sizes["experts"]
+    beside = {entry.name: entry.nbytes for entry in ram.entries}
+    assert beside["experts"] == sizes["experts"] and beside["compiled grammars"] == GRAMMAR_BYTES
     assert ram.place == "RAM" and ram.left_bytes > 0
 
 

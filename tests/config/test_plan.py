@@ -23,7 +23,13 @@ from tandem.config import (
     resolve,
 )
 from tandem.config.machine import TIERS
-from tandem.config.memory import DEFAULT_KV_BYTES, DEFAULT_PREFILL_TOKENS, RESULT_BYTES, WORKSPACE_BYTES
+from tandem.config.memory import (
+    DEFAULT_KV_BYTES,
+    DEFAULT_PREFILL_TOKENS,
+    GRAMMAR_BYTES,
+    RESULT_BYTES,
+    WORKSPACE_BYTES,
+)
 from tandem.errors import ConfigError
 
 KV_BYTES = 2 * 30 * 3 * 64 * 2  # K and V × layers × heads × head_dim × bf16
@@ -183,7 +189,7 @@ def test_default_kv_cache_leaves_a_laptop_room() -> None:
     assert small.context_length == large.context_length == 8192
 
 
-WORKSPACE = WORKSPACE_BYTES + 4 * DEFAULT_PREFILL_TOKENS * MODEL.moe.router.top_k * MODEL.hidden
+WORKSPACE = WORKSPACE_BYTES + GRAMMAR_BYTES + 4 * DEFAULT_PREFILL_TOKENS * MODEL.moe.router.top_k * MODEL.hidden
 
 
 def kv_bytes(p: Plan) -> int:
@@ -343,6 +349,7 @@ def test_the_ledger_is_the_sum_that_was_made() -> None:
     assert ram.place == "RAM" and ram.budget_bytes == int(0.8 * 16 * GIB) and ram.free_bytes == 16 * GIB
     sizes = {entry.name: entry.nbytes for entry in ram.entries}
     assert sizes["dense weights"] + sizes["experts"] == MODEL.weight_bytes("bfloat16", "bf16")
+    assert sizes["compiled grammars"] == GRAMMAR_BYTES
     assert sizes["KV cache"] == kv_bytes(p) and 0 < ram.left_bytes == ram.budget_bytes - sum(sizes.values())
 
 

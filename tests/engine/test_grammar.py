@@ -20,7 +20,8 @@ from fake_model import run, text, token_ids
 from random_engine import EOS, MARKER, PIECES, VOCAB, answer, engine, request
 from tandem.engine.engine import Engine
 from tandem.engine.grammar import sources
-from tandem.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from tandem.engine.grammar.compiled import CompiledGrammar
+from tandem.engine.grammar.compiler import GrammarCompiler
 from tandem.engine.grammar.matcher import GrammarMatcher
 from tandem.engine.grammar.schema import check_schema
 from tandem.engine.protocol import GenerateRequest, Grammar, SamplingParams, TokenOutput
@@ -239,9 +240,9 @@ def test_other_requests_run_while_a_grammar_is_compiled(monkeypatch) -> None:
     model, may_go_on = engine(), threading.Event()
     compile_now = GrammarCompiler._compile
 
-    def late(self: GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
+    def late(self: GrammarCompiler, *asked) -> CompiledGrammar:
         assert may_go_on.wait(60)
-        return compile_now(self, grammar)
+        return compile_now(self, *asked)
 
     monkeypatch.setattr(GrammarCompiler, "_compile", late)
     model.add(request("slow", Grammar("regex", "[0-9]{3}")))
@@ -273,7 +274,7 @@ def test_an_aborted_request_does_not_wait_for_its_grammar(model) -> None:
 
 def test_a_dead_compiling_process_is_replaced(model) -> None:
     assert answer(model, Grammar("regex", "[a-f]{5}"))
-    process = model._grammars._compiler._ready[1]
+    process = model._grammars._compiler._ready[2]
     process._process.kill()
     process._process.wait()
     assert re.fullmatch("[a-f]{6}", text(answer(model, Grammar("regex", "[a-f]{6}"))))
@@ -284,7 +285,7 @@ def test_equal_grammars_are_compiled_once_and_old_ones_forgotten(monkeypatch) ->
     monkeypatch.setattr("tandem.engine.grammar.compiler.MOST_CACHED", 2)
     plain = GrammarCompiler._compile
     monkeypatch.setattr(
-        GrammarCompiler, "_compile", lambda self, g: (compiled.append(g.text), plain(self, g))[1]
+        GrammarCompiler, "_compile", lambda self, g, *more: (compiled.append(g.text), plain(self, g, *more))[1]
     )
     for pattern in ("a", "b", "a", "c", "a", "b"):
         assert text(answer(model, Grammar("regex", pattern))) == pattern
@@ -293,7 +294,7 @@ def test_equal_grammars_are_compiled_once_and_old_ones_forgotten(monkeypatch) ->
 
 def test_masks_of_drafts(model) -> None:
     """Several rows of one sequence: each is masked as if the tokens before it had been chosen."""
-    compiled = model._grammars._compiler.compiled(Grammar("regex", "ab[0-9]")).result()
+    compiled = compiled_for(model, Grammar("regex", "ab[0-9]"))
     matcher = GrammarMatcher(compiled, SamplingParams())
     before = matcher.mask.copy()
     masks = matcher.masks_after([ord("a"), ord("b"), ord("7"), EOS])
@@ -306,6 +307,13 @@ def test_masks_of_drafts(model) -> None:
     assert matcher.ended
     with pytest.raises(EngineError, match="does not match"):
         matcher.accept(ord("a"))
+
+
+def compiled_for(model: Engine, grammar: Grammar) -> CompiledGrammar:
+    compiler = model._grammars._compiler
+    one = compiler.ask(grammar)
+    one.future.result(60)
+    return compiler.take(one)
 
 
 def allowed(mask: np.ndarray) -> set[int]:

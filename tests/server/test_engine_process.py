@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
+import zmq
 
 from fake_model import VOCAB, FakeModel, fake_config, fake_engine, fake_plan
+from idle_engine import PLAN, IdleEngine
 from tandem.config import EngineConfig
 from tandem.errors import EngineError
-from tandem.server.engine_process import load_engine, warm_up
+from tandem.server import engine_process
+from tandem.server.engine_process import LoadedEngine, load_engine, run_engine, warm_up
+from tandem.server.messages import StartEngine, StopEngine
 
 
 @pytest.fixture
@@ -56,3 +61,38 @@ def test_a_first_step_that_works_leaves_nothing_behind() -> None:
     engine = fake_engine()
     warm_up(engine, VOCAB)
     assert not engine.has_work() and engine.stats().pages_cached == 0
+
+
+class Wire:
+    """A socket on which these messages have arrived."""
+
+    def __init__(self, *messages) -> None:
+        self._messages = [msgspec.msgpack.encode(each) for each in messages]
+
+    def poll(self, _: int) -> bool:
+        return bool(self._messages)
+
+    def recv(self, flags: int = 0) -> bytes:
+        if not self._messages:
+            raise zmq.Again
+        return self._messages.pop(0)
+
+    def send(self, data: bytes) -> None:
+        pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_engine_is_closed_whatever_ends_it(monkeypatch, fails) -> None:
+    """What it has started beside itself ends with it."""
+    engine, closed = IdleEngine(), []
+    engine.close = lambda: closed.append(1)
+    if fails:
+        engine.has_work = lambda: 1 / 0
+    loaded = LoadedEngine(engine, PLAN, "m", "m", 8)
+    monkeypatch.setattr(engine_process, "find_loader", lambda name: lambda config: loaded)
+    wire = Wire(StartEngine(config=EngineConfig(model="m"), loader="a:b"), StopEngine())
+    try:
+        assert run_engine(wire) == 0 and not fails
+    except ZeroDivisionError:
+        assert fails
+    assert closed == [1]

@@ -14,6 +14,8 @@ import pytest
 
 from server_harness import LocalServer, local_server
 from server_requests import CHAT, error_of, events, user
+from tandem.engine.grammar import compiler
+from tandem.errors import EngineError
 
 SCHEMA = {
     "type": "object",
@@ -183,6 +185,26 @@ def test_openai_client_parses(served) -> None:
             await client.chat.completions.create(
                 model="x", messages=user("x"), response_format={"type": "json_schema", "json_schema": schema}
             )
+
+    served(scenario)
+
+
+def test_too_many_grammars_at_once_are_a_429(served, monkeypatch) -> None:
+    """And one that the machine was too busy for a 503: both may be asked for again."""
+
+    async def scenario(server: LocalServer) -> None:
+        monkeypatch.setattr(compiler, "MOST_WAITING", 0)
+        for stream in (False, True):
+            response = await server.post("/v1/completions", prompt="x", stream=stream, regex="[0-9]{2}q")
+            error = error_of(response, 429)
+            assert error["code"] == "overloaded" and "Retry-After" in response.headers
+        assert (await server.post("/v1/completions", prompt="x", max_tokens=1)).status_code == 200
+        monkeypatch.setattr(compiler, "MOST_WAITING", 9)
+        busy = EngineError("the machine was too busy to compile it in 15 s; try again")
+        monkeypatch.setattr(compiler.GrammarCompiler, "_compile", lambda *_: (_ for _ in ()).throw(busy))
+        response = await server.post("/v1/completions", prompt="x", regex="[0-9]{2}r")
+        assert "too busy" in error_of(response, 503)["message"] and "Retry-After" in response.headers
+        assert server.state.client.open_answers == 0
 
     served(scenario)
 

@@ -57,6 +57,9 @@ class IdleEngine:
     def flush_cache(self) -> int:
         return 0
 
+    def close(self) -> None:
+        pass
+
     def record_experts(self, action: str) -> Future[ExpertsRecorded]:
         """Never finishes, as on a disk that hangs."""
         return Future()

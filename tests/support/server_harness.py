@@ -90,6 +90,7 @@ async def local_server(loaded: LoadedEngine | None = None, **flags: Any) -> Asyn
             yield LocalServer(state, app, client)
     finally:
         turning.cancel()
+        loop._engine.close()
 
 
 @contextlib.asynccontextmanager

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from tandem.config.forecast.ledger import RAM, Entry, Ledger, ledger
 from tandem.config.machine import Machine
-from tandem.config.memory import DEFAULT_FRACTION, gib
+from tandem.config.memory import DEFAULT_FRACTION, GRAMMAR_BYTES, GRAMMAR_WORDS, gib
 from tandem.config.model_config import ModelConfig
 
 SCRATCH_BYTES_PER_WORKER = (1152 + 1056 + 2048) << 10  # of csrc/ops/workspace.cc
@@ -121,4 +121,5 @@ _HOST_WORDS = {
 def host_ledger(host: HostMemory, machine: Machine) -> Ledger:
     """Of CPU memory beside a GPU."""
     entries = [Entry(name, nbytes, _HOST_WORDS[name]) for name, nbytes in host.parts().items()]
+    entries.append(Entry("compiled grammars", GRAMMAR_BYTES, GRAMMAR_WORDS))
     return ledger(RAM, entries, int(machine.available_memory * DEFAULT_FRACTION), machine.available_memory)

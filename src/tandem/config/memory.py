@@ -27,6 +27,8 @@ GPU_PREFILL_TOKENS = 2048  # the same on a GPU
 RESULT_BYTES, RESULT_TOKENS = 3 * GIB // 8, 4096
 DEFAULT_KV_SHARE = 4  # the KV cache takes 1/4 of what is left ...
 DEFAULT_KV_BYTES = 4 * GIB  # ... and no more than this
+GRAMMAR_BYTES = GIB // 8  # compiled grammars of structured output, kept or in use; more are refused
+GRAMMAR_WORDS = "of structured output, at most"
 PAGE_TABLE_SHARE = 512  # of a mapping's bytes, which takes 8 bytes for every 4 KiB
 LARGEST_FRACTION = 0.95  # that is advised: the rest is the system's
 LEAST_CONTEXT = 256  # tokens; with less than this the model counts as not fitting
@@ -109,11 +111,12 @@ class MemoryRequest:
 
     @property
     def workspace_bytes(self) -> int:
-        """What a step takes beside weights and KV cache; its experts' results are kept until they are added up."""
+        """What a step takes beside weights and KV cache; its experts' results are kept until they are added up. With
+        what compiled grammars may take."""
         chunk = self.config.chunked_prefill_size or DEFAULT_PREFILL_TOKENS
         tokens = min(chunk, RESULT_TOKENS) if chunk > 0 else RESULT_TOKENS
         results = min(RESULT_BYTES, 4 * tokens * self.model.moe.router.top_k * self.model.hidden)
-        return WORKSPACE_BYTES + self.slot_bytes + results
+        return WORKSPACE_BYTES + GRAMMAR_BYTES + self.slot_bytes + results
 
     @property
     def kv_room_bytes(self) -> int:
@@ -151,8 +154,11 @@ def memory_ledger(request: MemoryRequest, memory: MemoryPlan, kv_bytes: int) -> 
         Entry("experts", memory.weight_bytes - dense, experts),
         Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
         Entry("states", request.slot_bytes, "of sequences, whatever their length"),
+        Entry("compiled grammars", GRAMMAR_BYTES, GRAMMAR_WORDS),
         Entry(
-            "workspace", request.workspace_bytes - request.slot_bytes, "of one step, Python, the tokenizer"
+            "workspace",
+            request.workspace_bytes - request.slot_bytes - GRAMMAR_BYTES,
+            "of one step, Python, the tokenizer",
         ),
     ]
     return ledger(RAM, entries, memory.budget_bytes, request.machine.available_memory)

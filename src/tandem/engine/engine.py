@@ -36,6 +36,10 @@ from tandem.kernels.free_memory import return_free_memory
 _log = logging.getLogger(__name__)
 
 _BAD_LOGITS = "the model returned NaN or infinite logits for this request"
+_NO_TOKEN = (
+    "no token can come next: min_tokens forbids all that the grammar of the answer allows, or the model returned NaN "
+    "or infinite logits"
+)
 
 
 def _layout(parts: EngineParts) -> StateLayout:
@@ -118,19 +122,23 @@ class Engine:
         self._counters = Counters()
 
     def add(self, request: GenerateRequest) -> None:
-        """Queues a request. Raises RequestError, and changes nothing, if it can never run."""
+        """Queues a request. Raises RequestError, and changes nothing, if it can never run; BusyError if not now."""
         if request.id in self._answers:
             raise RequestError(f"request id {request.id!r} is in use", "id")
         validate(request.sampling, self.model_config.vocab)
         check_prompt_ids(request.prompt_ids, self.model_config.vocab)
         max_len = answer_limit(request, self.plan.context_length, self._kv.num_pages * self._kv.page_size)
         sequences = self._sequences(request, max_len)
-        self._answers[request.id] = [Answer(s, self.tokenizer, self._eos_ids) for s in sequences]
-        self._counters.prompt_tokens += len(request.prompt_ids)
         if request.sampling.grammar is None:
             self._scheduler.add(sequences)
         else:
             self._grammars.add(sequences, request.sampling.grammar)
+        self._answers[request.id] = [Answer(s, self.tokenizer, self._eos_ids) for s in sequences]
+        self._counters.prompt_tokens += len(request.prompt_ids)
+
+    def close(self) -> None:
+        """Ends what serves the engine beside it: the process that compiles grammars."""
+        self._grammars.close()
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages now; the next step reports "abort". "" means all; unknown ids are
@@ -258,9 +266,10 @@ class Engine:
 
     def _advance(self, chunk: Chunk, sampled: Sampled | None) -> TokenOutput | None:
         answer = self._answers[chunk.sequence.request_id][chunk.sequence.index]
-        if sampled is not None and sampled.token_id < 0:
-            return self._end(answer, answer.end("error", _BAD_LOGITS), keep=False)
         sequence = chunk.sequence
+        if sampled is not None and sampled.token_id < 0:
+            why = _BAD_LOGITS if sequence.matcher is None else _NO_TOKEN
+            return self._end(answer, answer.end("error", why), keep=False)
         first = chunk.samples and sequence.index == sequence.answer_len == 0
         self._scheduler.advance(chunk)
         if sampled is None:

@@ -126,6 +126,8 @@ class Sequence:
     def become(self, status: Status) -> None:
         assert status in _NEXT_STATUS[self.status], f"{self.status} -> {status}"
         self.status = status
+        if status is Status.FINISHED:
+            self.matcher = None  # or its grammar would count as used, and its memory would not come back
 
     def add_pages(self, pages: list[int]) -> None:
         end = self.num_pages + len(pages)

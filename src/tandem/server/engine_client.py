@@ -20,7 +20,7 @@ from tandem.engine.protocol import (
     RecordExperts,
     TokenOutput,
 )
-from tandem.errors import EngineError, RequestError, TandemError
+from tandem.errors import BusyError, EngineError, RequestError, TandemError
 from tandem.server.errors import ApiError
 from tandem.server.limits import MAX_UNREAD_OUTPUTS, MAX_UNREAD_PER_ANSWER
 from tandem.server.messages import CacheFlushed, FlushCache, FromEngine, RequestRefused, StepOutputs, ToEngine
@@ -308,6 +308,8 @@ class EngineClient:
         error: TandemError = EngineError(message.message)
         if message.fault == "request":
             error = RequestError(message.message, message.param)
+        elif message.fault == "busy":
+            error = BusyError(message.message)
         route.stream.fail(error, route.request_id)
 
     def _tell(self, message: ToEngine) -> None:

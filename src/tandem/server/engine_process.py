@@ -37,7 +37,7 @@ from tandem.engine.protocol import (
     SamplingParams,
     TokenOutput,
 )
-from tandem.errors import ConfigError, EngineError, RequestError, TandemError
+from tandem.errors import BusyError, ConfigError, EngineError, RequestError, TandemError
 from tandem.server.load_progress import LoadProgress
 from tandem.server.messages import (
     CacheFlushed,
@@ -72,6 +72,7 @@ class SteppedEngine(Protocol):
     def flush_cache(self) -> object: ...
     def expert_traffic(self) -> ExpertTraffic: ...
     def record_experts(self, action: str) -> Future[ExpertsRecorded]: ...
+    def close(self) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +205,8 @@ class EngineLoop:
             self._engine.add(request)
         except RequestError as error:
             self._send(RequestRefused(id=request.id, message=str(error), param=error.param))
+        except BusyError as error:
+            self._send(RequestRefused(id=request.id, message=str(error), fault="busy"))
         except Exception as error:
             traceback.print_exc()
             self._engine.abort(request.id)
@@ -291,7 +294,10 @@ def run_engine(socket: zmq.Socket[bytes]) -> int:
         sampling_defaults=loaded.sampling_defaults,
     )
     socket.send(msgspec.msgpack.encode(ready))
-    EngineLoop(loaded.engine, socket).run()
+    try:
+        EngineLoop(loaded.engine, socket).run()
+    finally:
+        loaded.engine.close()
     return 0
 
 

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
-from tandem.errors import EngineError, RequestError, TandemError
+from tandem.errors import BusyError, EngineError, RequestError, TandemError
 from tandem.server.limits import RETRY_AFTER_SECONDS
 
 log = logging.getLogger("tandem.server")
@@ -97,6 +97,8 @@ def as_api_error(error: Exception, scope: Scope | None = None) -> ApiError:
             return error
         case RequestError():
             return ApiError(400, str(error), param=error.param, code=error.code)
+        case BusyError():
+            return overloaded(str(error))
         case EngineError():
             return unavailable(str(error))
         case ClientGone():

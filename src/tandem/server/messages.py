@@ -65,7 +65,8 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """`Engine.add` did not take the request. `fault` says whose: "request" or "engine"."""
+    """`Engine.add` did not take the request. `fault` says whose: "request", "engine", or "busy" where there
+    is too much to do."""
 
     id: str
     message: str

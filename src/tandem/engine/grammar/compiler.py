@@ -7,62 +7,134 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
+from tandem.config.memory import GRAMMAR_BYTES
+from tandem.engine.grammar.allowance import AMBIGUOUS
 from tandem.engine.grammar.backend import quick_switches
-from tandem.engine.grammar.process import CompilerProcess, allowed_cpus
+from tandem.engine.grammar.compiled import CompiledGrammar
+from tandem.engine.grammar.process import Cancellation, CompilerProcess, allowed_cpus
 from tandem.engine.grammar.vocabulary import Vocabulary
 from tandem.engine.protocol import Grammar
+from tandem.errors import BusyError, EngineError, RequestError
 
 MOST_AT_ONCE = 4  # jobs in the compiling process
-MOST_CACHED, MOST_CACHED_BYTES = 1024, 512 << 20
+MOST_WAITING = 64  # grammars that are being compiled or wait for it
+MOST_CACHED = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class CompiledGrammar:
-    """What any number of sequences may be matched against at once. `shown`: control tokens that it spells."""
+class Compilation:
+    """One grammar, being compiled or compiled. `waiting`: requests that wait for it."""
 
-    inner: Any  # xgrammar's
-    vocabulary: Vocabulary
-    shown: tuple[int, ...]
-    nbytes: int
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar, self.waiting = grammar, 0
+        self.cancellation = Cancellation()
+        self.future: Future[CompiledGrammar]
+
+    @property
+    def compiled(self) -> CompiledGrammar | None:
+        """None: it is not there yet, or never will be."""
+        done = self.future.done() and not self.future.cancelled() and self.future.exception() is None
+        return self.future.result() if done else None
+
+    @property
+    def failed(self) -> bool:
+        return self.future.done() and self.compiled is None
+
+    @property
+    def idle(self) -> bool:
+        """Nobody's answer is matched against it, or will be."""
+        return not self.waiting and (self.compiled is None or not self.compiled.users)
 
 
 class GrammarCompiler:
-    """`compiled` is called by the engine's thread alone and returns at once.
+    """For the engine's thread alone; what it calls returns at once.
 
     Other threads wait for the compiling process and read what it made, which for a large vocabulary takes a tenth of a
     second in C++, without Python's lock.
     """
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+    def __init__(self, vocabulary: Callable[[], Vocabulary], most_bytes: int = GRAMMAR_BYTES) -> None:
         """vocabulary: called at the first grammar. Made before the calling thread is bound to a CPU, as others that it
-        makes later would be, too."""
-        self._read, self._cpus = vocabulary, allowed_cpus()
+        makes later would be, too. most_bytes: of all compiled grammars."""
+        self._read, self._cpus, self._most_bytes = vocabulary, allowed_cpus(), most_bytes
         self._lock = threading.Lock()
-        self._ready: tuple[Vocabulary, CompilerProcess] | None = None
-        self._infos: OrderedDict[tuple[int, ...], Any] = (
-            OrderedDict()
-        )  # xgrammar's, by the tokens that are text
-        self._cache: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        self._ready: tuple[Vocabulary, Any, CompilerProcess] | None = None  # with xgrammar's tables of it
+        self._known: OrderedDict[Grammar, Compilation] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
 
-    def compiled(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """The future has a RequestError, without a field, where the grammar cannot be compiled in bounded time and
-        memory; EngineError where nothing can."""
-        known = self._cache.get(grammar)
-        if known is None or (known.done() and known.exception() is not None):
-            self._cache[grammar] = known = self._pool().submit(self._compile, grammar)
-        self._cache.move_to_end(grammar)
-        self._forget()
+    def ask(self, grammar: Grammar) -> Compilation:
+        """For one request, until `take` or `leave`. Raises RequestError, without a field, where an answer has shown
+        that it cannot be matched fast enough; BusyError where too many are being compiled."""
+        known = self._known.get(grammar)
+        if known is None or known.failed:
+            known = self._begin(grammar)
+        elif known.compiled is not None and known.compiled.too_slow:
+            raise RequestError(AMBIGUOUS)
+        self._known.move_to_end(grammar)
+        known.waiting += 1
         return known
 
+    def leave(self, one: Compilation) -> None:
+        """A request waits no more. Nobody's grammar is not compiled to its end."""
+        one.waiting -= 1
+        if not one.waiting and not one.future.done():
+            one.future.cancel()
+            one.cancellation.cancel()
+            self._drop(one)
+
+    def take(self, one: Compilation) -> CompiledGrammar:
+        """Of a future that is done, for matchers that must be made before anything else is asked. Raises RequestError,
+        without a field, where the grammar cannot be compiled in bounded time and memory; EngineError where nothing can,
+        or where others take the memory of all."""
+        one.waiting -= 1
+        compiled = one.future.result()
+        if compiled.nbytes > self._most_bytes:
+            raise RequestError(f"its compiled form has more than {self._most_bytes >> 20} MiB")
+        if not self._make_room(one):
+            self._drop(one)
+            raise EngineError(
+                f"the grammars of running requests take all of the {self._most_bytes >> 20} MiB that compiled ones may "
+                "take; try again"
+            )
+        return compiled
+
     def close(self) -> None:
+        """Whoever waits gets an EngineError. No process and no thread is left."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
+        for one in self._known.values():
+            one.cancellation.cancel()
         if self._ready is not None:
-            self._ready[1].close()
+            self._ready[2].close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
+
+    def _begin(self, grammar: Grammar) -> Compilation:
+        waiting = sum(not each.future.done() for each in self._known.values())
+        if waiting >= MOST_WAITING:
+            raise BusyError(f"{waiting} grammars are waiting to be compiled; try again")
+        one = Compilation(grammar)
+        one.future = self._pool().submit(self._compile, grammar, one.cancellation)
+        self._known[grammar] = one
+        return one
+
+    def _make_room(self, newest: Compilation) -> bool:
+        """Forgets what was not used for the longest time. False: the rest is in use, and too much."""
+        sizes = {one: one.compiled.nbytes for one in self._known.values() if one.compiled is not None}
+        sizes.setdefault(newest, newest.future.result().nbytes)
+        total = sum(sizes.values())
+        for one in list(self._known.values()):
+            if total <= self._most_bytes and len(self._known) <= MOST_CACHED:
+                break
+            if one is not newest and one.idle and one.future.done():
+                self._drop(one)
+                total -= sizes.get(one, 0)
+        return total <= self._most_bytes
+
+    def _drop(self, one: Compilation) -> None:
+        if self._known.get(one.grammar) is one:
+            del self._known[one.grammar]
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None:
@@ -71,41 +143,19 @@ class GrammarCompiler:
             )
         return self._threads
 
-    def _forget(self) -> None:
-        """The least recently used; those that sequences use live on with them."""
-        sizes = {grammar: _nbytes(future) for grammar, future in self._cache.items()}
-        total = sum(sizes.values())
-        while len(self._cache) > 1 and (len(self._cache) > MOST_CACHED or total > MOST_CACHED_BYTES):
-            oldest, _ = self._cache.popitem(last=False)
-            total -= sizes[oldest]
-
-    def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        vocabulary, process = self._started()
-        shown = vocabulary.spelt_in(grammar.text)
-        text = process.compiled(grammar, shown)
+    def _compile(self, grammar: Grammar, cancellation: Cancellation) -> CompiledGrammar:
+        vocabulary, tables, process = self._started()
+        text = process.compiled(grammar, cancellation)
         import xgrammar
 
-        inner = xgrammar.CompiledGrammar.deserialize_json(text.decode(), self._info(vocabulary, shown))
-        return CompiledGrammar(inner, vocabulary, shown, inner.memory_size_bytes)
+        inner = xgrammar.CompiledGrammar.deserialize_json(text.decode(), tables)
+        return CompiledGrammar.of(inner, vocabulary, vocabulary.spelt_in(grammar.text))
 
-    def _started(self) -> tuple[Vocabulary, CompilerProcess]:
+    def _started(self) -> tuple[Vocabulary, Any, CompilerProcess]:
         with self._lock:
             if self._ready is None:
                 with quick_switches():
                     vocabulary = self._read()
-                    import xgrammar  # noqa: F401
-                self._ready = vocabulary, CompilerProcess(vocabulary, self._cpus)
+                    tables = vocabulary.tokenizer_info()
+                self._ready = vocabulary, tables, CompilerProcess(vocabulary, self._cpus)
             return self._ready
-
-    def _info(self, vocabulary: Vocabulary, shown: tuple[int, ...]) -> Any:
-        with self._lock:
-            if shown not in self._infos:
-                self._infos[shown] = vocabulary.tokenizer_info(shown)
-            if len(self._infos) > MOST_AT_ONCE:
-                self._infos.popitem(last=False)
-            return self._infos[shown]
-
-
-def _nbytes(future: Future[CompiledGrammar]) -> int:
-    done = future.done() and not future.cancelled() and future.exception() is None
-    return future.result().nbytes if done else 0

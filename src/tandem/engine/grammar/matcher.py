@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from time import thread_time
 
 import numpy as np
 import torch
 
-from tandem.engine.grammar.compiler import CompiledGrammar
+from tandem.engine.grammar.allowance import Allowance, GrammarTooSlow
+from tandem.engine.grammar.compiled import CompiledGrammar
 from tandem.engine.protocol import SamplingParams
-from tandem.engine.sampling.masks import TokenMask, bits_of
+from tandem.engine.sampling.masks import TokenMask, allows, bits_of, mask_words
 from tandem.errors import EngineError
 
 
@@ -19,61 +21,108 @@ class GrammarMatcher:
     A grammar that may end or go on allows end tokens as well; where these are ignored, it goes on.
     """
 
-    __slots__ = ("_end_bits", "_inner", "_may_end", "ended", "mask")
+    __slots__ = (
+        "__weakref__", "_allowance", "_compiled", "_end_bits", "_ends", "_inner", "_may_end", "_room", "_text_bits",
+        "ended", "mask",
+    )  # fmt: skip
 
     def __init__(self, compiled: CompiledGrammar, sampling: SamplingParams) -> None:
+        """Raises EngineError where no answer begins, or where looking for one takes too long."""
         import xgrammar
 
-        ends = _end_ids(compiled, sampling)
-        self._inner = xgrammar.GrammarMatcher(compiled.inner, override_stop_tokens=sorted(ends) or None)
-        self._end_bits = bits_of(ends, compiled.vocabulary.size)
+        vocabulary = compiled.vocabulary
+        self._compiled, self._inner = compiled, xgrammar.GrammarMatcher(compiled.inner)
+        self._ends = _end_ids(compiled, sampling)
+        self._end_bits = bits_of(self._ends, vocabulary.size)
+        self._text_bits = compiled.text_bits & ~self._end_bits
         self._may_end = not sampling.ignore_eos
+        self._allowance = Allowance()
+        self._room = np.zeros(vocabulary.inner_words, dtype=np.int32)
         self.ended = False
-        self.mask: TokenMask = np.zeros_like(self._end_bits)
+        self.mask: TokenMask = np.zeros(mask_words(vocabulary.size), dtype=np.int32)
+        compiled.users.add(self)
         self._look_ahead()
 
     def accept(self, token_id: int) -> None:
         """The answer's next token. Raises EngineError for one that `mask` does not allow, or after which nothing
-        matches in this vocabulary."""
-        if not self._inner.accept_token(token_id):
+        matches in this vocabulary, or where that takes too long to find out."""
+        if self.ended or not allows(self.mask, token_id):
             raise EngineError(f"token {token_id} does not match the request's grammar")
-        self.ended = bool(self._inner.is_terminated())
-        if not self.ended:
-            self._look_ahead()
+        if token_id in self._ends:
+            self.ended = True
+            return
+        self._advance(token_id)
+        self._look_ahead()
 
     def masks_after(self, drafts: Rows[int]) -> list[TokenMask]:
         """`mask`, and those of the rows behind each of the drafted tokens, up to the first that does not match or ends
         the answer. The matcher stays where it is."""
         masks, taken = [self.mask], 0
         for token_id in drafts:
-            if not self._inner.accept_token(token_id):
+            if token_id in self._ends or not allows(masks[-1], token_id):
                 break
+            self._advance(token_id)
             taken += 1
-            if self._inner.is_terminated():
+            mask = np.zeros_like(self.mask)
+            self._fill(mask)
+            if not mask.any():
                 break
-            masks.append(self._filled(np.zeros_like(self.mask)))
+            masks.append(mask)
         if taken:
             self._inner.rollback(taken)
         return masks
 
+    def try_repeated(self, piece: bytes, times: int, seconds: float) -> float:
+        """Seconds of matching a text that often, or as often as it matches; not much more than `seconds`. The matcher
+        stays where it is."""
+        began, taken = thread_time(), 0
+        while taken < times and thread_time() - began <= seconds and self._inner.accept_string(piece):
+            taken += 1
+        spent = thread_time() - began
+        if taken:
+            self._inner.rollback(taken)
+        return spent
+
+    def _advance(self, token_id: int) -> None:
+        began = thread_time()
+        taken = self._inner.accept_token(token_id)
+        self._spend(began, tokens=0)
+        if not taken:
+            raise EngineError(f"token {token_id} does not match the request's grammar")
+
     def _look_ahead(self) -> None:
-        self._filled(self.mask)
+        complete = self._fill(self.mask)
         if (self.mask & ~self._end_bits).any():
             return
-        if not self._inner.is_completed():
+        if not complete:
             raise EngineError("no token of this model continues an answer that matches the request's grammar")
         self.ended = True
 
-    def _filled(self, mask: TokenMask) -> TokenMask:
-        """In place."""
-        self._inner.fill_next_token_bitmask(torch.from_numpy(mask[None]))
-        if not self._may_end:
-            mask &= ~self._end_bits
-        return mask
+    def _fill(self, mask: TokenMask) -> bool:
+        """In place. Whether the answer is complete as it is; only then end tokens may come."""
+        began = thread_time()
+        limited = self._inner.fill_next_token_bitmask(torch.from_numpy(self._room[None]))
+        self._spend(began, tokens=1)
+        if not limited:
+            self._room.fill(-1)
+        word, bit = self._compiled.vocabulary.stop
+        complete = bool(int(self._room[word]) & bit)
+        np.bitwise_and(self._room[: len(mask)], self._text_bits, out=mask)
+        if complete and self._may_end:
+            mask |= self._end_bits
+        return complete
+
+    def _spend(self, began: float, tokens: int) -> None:
+        try:
+            self._allowance.spend(thread_time() - began, tokens)
+        except GrammarTooSlow:
+            self._compiled.too_slow = True  # the next request would hold up the others as long
+            raise
 
 
-def _end_ids(compiled: CompiledGrammar, sampling: SamplingParams) -> set[int]:
-    """A control token that the request stops at ends the answer as the model's own end tokens do."""
+def _end_ids(compiled: CompiledGrammar, sampling: SamplingParams) -> frozenset[int]:
+    """A control token that the request stops at ends the answer as the model's own end tokens do. One that the grammar
+    spells ends it there only."""
     vocabulary = compiled.vocabulary
     stops = {i for i in sampling.stop_token_ids if i in vocabulary.special}
-    return {*vocabulary.end_ids, *stops} - set(compiled.shown)
+    return frozenset({*vocabulary.end_ids, *stops} - set(compiled.shown))

@@ -8,18 +8,39 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import msgspec
 
 from tandem.engine.frames import receive_frame, send_frame
+from tandem.engine.grammar.jobs import BUSY, DONE, WALL_SECONDS
 from tandem.engine.grammar.vocabulary import Vocabulary
-from tandem.engine.grammar.worker import DONE, Job, send_job
 from tandem.engine.protocol import Grammar
 from tandem.errors import EngineError, RequestError
 
-COMPILE_SECONDS = 1.8  # by the clock: with what else a refusal takes, it is there within 2 s
 START_SECONDS = 60.0  # importing takes seconds, on a busy machine many
+
+
+class Cancellation:
+    """Of one job, by any thread. Its fork ends when nobody holds the other end of its socket."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)  # also wakes the thread that reads from it
+
+    def of(self, ours: socket.socket | None) -> None:
+        """The job's end of its socket; None before it is closed. Raises EngineError if it is cancelled already."""
+        with self._lock:
+            self._socket = ours
+            if self._cancelled and ours is not None:
+                raise EngineError("nobody waits for this grammar any more")
 
 
 class CompilerProcess:
@@ -31,39 +52,56 @@ class CompilerProcess:
         self._lock = threading.Lock()  # of all that follows, and of writing to the socket
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._closed = False
 
-    def compiled(self, grammar: Grammar, shown: tuple[int, ...]) -> bytes:
-        """Serialised. Raises RequestError with what is wrong with it, EngineError where there is no process."""
+    def compiled(self, grammar: Grammar, cancellation: Cancellation) -> bytes:
+        """Serialised. Raises RequestError with what is wrong with it, EngineError where it was cancelled, where there
+        is no process, or where the machine is too busy."""
         ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                process = self._send(Job(grammar, shown, COMPILE_SECONDS), theirs)
-            began = time.monotonic()
-            ours.settimeout(COMPILE_SECONDS + START_SECONDS)
+        with ours, theirs:
+            cancellation.of(ours)
             try:
-                answer = receive_frame(ours)
-            except (OSError, EOFError) as error:
-                if process.poll() is not None:
-                    raise EngineError("the process that compiles grammars has ended; try again") from error
-                raise _ended(time.monotonic() - began) from error
-        if answer[:1] != DONE:
-            raise RequestError(answer[1:].decode())
-        return answer[1:]
+                answer = self._answer(grammar, ours, theirs)
+            finally:
+                cancellation.of(None)
+        if answer[:1] == DONE:
+            return answer[1:]
+        said = answer[1:].decode()
+        raise EngineError(said) if answer[:1] == BUSY else RequestError(said)
 
     def close(self) -> None:
+        """For good: whoever still compiles gets an EngineError."""
+        self._closed, process = True, self._process
+        if process is not None:
+            process.kill()  # whoever holds the lock waits for it
         with self._lock:
             self._end()
 
-    def _send(self, job: Job, answer: socket.socket) -> subprocess.Popen[bytes]:
-        """To a new process where the last one has died."""
+    def _answer(self, grammar: Grammar, ours: socket.socket, theirs: socket.socket) -> bytes:
+        ours.settimeout(WALL_SECONDS + START_SECONDS)
+        self._hand_over(theirs)
+        theirs.close()
+        try:
+            send_frame(ours, msgspec.msgpack.encode(grammar))
+            return receive_frame(ours)
+        except (OSError, EOFError) as error:
+            raise EngineError("the process that compiles grammars has ended; try again") from error
+
+    def _hand_over(self, theirs: socket.socket) -> None:
+        """To a new process where the last one has died. One byte is sent or not: there is nothing in between that the
+        next job could be taken for."""
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self._end()
-            send_job(self._connected(), job, answer)
-            assert self._process is not None
-            return self._process
+            try:
+                socket.send_fds(self._connected(), [b"j"], [theirs.fileno()])
+            except OSError as error:
+                self._end()
+                raise EngineError("the process that compiles grammars does not listen; try again") from error
 
     def _connected(self) -> socket.socket:
+        if self._closed:
+            raise EngineError("the engine is being closed")
         if self._socket is None:
             ours, theirs = socket.socketpair()
             cpus = ",".join(map(str, sorted(self._cpus)))
@@ -86,22 +124,15 @@ class CompilerProcess:
             raise EngineError("the process that compiles grammars does not start; see the log") from error
 
     def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                self._socket.close()
+                self._socket.close()  # it ends its jobs, then itself
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+            self._process.kill()
+            self._process.wait()
         self._process = self._socket = None
-
-
-def _ended(seconds: float) -> RequestError:
-    if seconds >= 0.9 * COMPILE_SECONDS:
-        return RequestError(
-            f"compiling it takes more than {COMPILE_SECONDS:g} s; make it smaller: maxLength, maxItems and counts in "
-            "patterns cost most"
-        )
-    return RequestError("compiling it takes too much memory; make it smaller")
 
 
 def allowed_cpus() -> set[int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.engine.sampling.masks import TokenMask, bits_but, mask_words
 from tandem.engine.text.token_table import TokenTable
 
 
@@ -38,18 +39,29 @@ class Vocabulary(msgspec.Struct, frozen=True):
         plain = _unescaped(text)
         return tuple(sorted(i for i, marker in self.special.items() if marker and marker in plain))
 
-    def end_ids_beside(self, shown: Collection[int]) -> list[int]:
-        """An end token that a grammar spells ends the answer there only."""
-        return [i for i in self.end_ids if i not in shown]
+    def text_bits(self, shown: Collection[int]) -> TokenMask:
+        """Tokens that are text in a grammar that spells the control tokens `shown`."""
+        return bits_but(set(self.special) - set(shown), self.size)
 
-    def tokenizer_info(self, shown: Collection[int]) -> Any:
-        """xgrammar's; `shown`: control tokens that are text."""
+    @property
+    def stop(self) -> tuple[int, int]:
+        """The word and the bit of xgrammar's masks that say whether an answer may end: of a row behind all others."""
+        return self.size // 32, 1 << (self.size % 32)
+
+    @property
+    def inner_words(self) -> int:
+        """Of xgrammar's masks."""
+        return mask_words(self.size + 1)
+
+    def tokenizer_info(self) -> Any:
+        """xgrammar's, one for all grammars: its tables of 150,000 tokens take 22 MB.
+
+        Control tokens are text in it; `text_bits` leaves out those that a grammar does not spell.
+        """
         import xgrammar
 
-        hidden = set(self.special) - set(shown)
-        pieces = [b"" if i in hidden else piece for i, piece in enumerate(self.pieces)]
         return xgrammar.TokenizerInfo(
-            pieces, xgrammar.VocabType.RAW, vocab_size=self.size, stop_token_ids=self.end_ids_beside(shown)
+            [*self.pieces, b""], xgrammar.VocabType.RAW, vocab_size=self.size + 1, stop_token_ids=[self.size]
         )
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Collection, Iterator
-from concurrent.futures import Future
 
-from tandem.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from tandem.engine.grammar.compiler import Compilation, GrammarCompiler
 from tandem.engine.grammar.matcher import GrammarMatcher
 from tandem.engine.grammar.vocabulary import Vocabulary
+from tandem.engine.limits import refused_grammar
 from tandem.engine.protocol import Grammar
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.text.tokenizer import Tokenizer
+from tandem.errors import RequestError
 
 WAIT_SECONDS = 0.005  # of an engine with nothing else to do; messages wait for that long, too
 
-_Entry = tuple[list[Sequence], Future[CompiledGrammar]]
+_Entry = tuple[list[Sequence], Compilation]
 
 
 class GrammarQueue:
@@ -29,39 +30,42 @@ class GrammarQueue:
         return sum(len(sequences) for sequences, _ in self._waiting)
 
     def add(self, sequences: list[Sequence], grammar: Grammar) -> None:
-        """The answers of one request."""
-        self._waiting.append((sequences, self._compiler.compiled(grammar)))
+        """The answers of one request. Raises RequestError or BusyError."""
+        try:
+            self._waiting.append((sequences, self._compiler.ask(grammar)))
+        except RequestError as error:
+            raise RequestError(refused_grammar(error), "grammar") from error
 
     def ready(self) -> Iterator[tuple[list[Sequence], Exception | None]]:
         """Requests that wait no more, those that were aborted left out: with matchers, or with why there are none."""
-        done, self._waiting = self._split()
-        for sequences, future in done:
-            live = [s for s in sequences if s.status is not Status.FINISHED]
-            if live:
-                yield live, _give_matchers(live, future)
+        for entry in [entry for entry in self._waiting if _live(entry[0]) and entry[1].future.done()]:
+            self._waiting.remove(entry)
+            live = _live(entry[0])
+            yield live, self._give_matchers(live, entry[1])
+        for entry in [entry for entry in self._waiting if not _live(entry[0])]:
+            self._waiting.remove(entry)
+            self._compiler.leave(entry[1])
 
     def wait(self) -> None:
         """For a moment, or until a grammar is compiled."""
         concurrent.futures.wait(
-            [future for _, future in self._waiting],
+            [one.future for _, one in self._waiting],
             timeout=WAIT_SECONDS,
             return_when=concurrent.futures.FIRST_COMPLETED,
         )
 
-    def _split(self) -> tuple[list[_Entry], list[_Entry]]:
-        """Those that are done or aborted, and the others; in order of arrival."""
-        done: list[_Entry] = []
-        still: list[_Entry] = []
-        for entry in self._waiting:
-            aborted = all(s.status is Status.FINISHED for s in entry[0])
-            (done if aborted or entry[1].done() else still).append(entry)
-        return done, still
+    def close(self) -> None:
+        self._compiler.close()
+
+    def _give_matchers(self, sequences: list[Sequence], one: Compilation) -> Exception | None:
+        try:
+            compiled = self._compiler.take(one)
+            for sequence in sequences:
+                sequence.matcher = GrammarMatcher(compiled, sequence.sampling)
+        except Exception as error:  # of this request alone, whatever it is
+            return error
+        return None
 
 
-def _give_matchers(sequences: list[Sequence], future: Future[CompiledGrammar]) -> Exception | None:
-    try:
-        for sequence in sequences:
-            sequence.matcher = GrammarMatcher(future.result(), sequence.sampling)
-    except Exception as error:  # of this request alone, whatever it is
-        return error
-    return None
+def _live(sequences: list[Sequence]) -> list[Sequence]:
+    return [sequence for sequence in sequences if sequence.status is not Status.FINISHED]

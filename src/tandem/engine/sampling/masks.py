@@ -26,6 +26,18 @@ def bits_of(token_ids: Collection[int], vocab: int) -> TokenMask:
     return mask.view(np.int32)
 
 
+def bits_but(token_ids: Collection[int], vocab: int) -> TokenMask:
+    """All tokens but these; bits behind the last token stay 0."""
+    mask = ~bits_of(token_ids, vocab)
+    if vocab % 32:
+        mask[-1] &= np.int32((1 << (vocab % 32)) - 1)
+    return mask
+
+
+def allows(mask: TokenMask, token_id: int) -> bool:
+    return bool(mask[token_id // 32] >> (token_id % 32) & 1)
+
+
 def without_forbidden(row: npt.NDArray[np.float32], mask: TokenMask) -> npt.NDArray[np.float32]:
     """A copy of one row in which tokens that may not come have no probability."""
     bits = np.unpackbits(mask.view(np.uint8), count=len(row), bitorder="little")

@@ -1,0 +1,404 @@
+"""What a grammar may cost others: time of the engine's thread, compiling processes, memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from fake_model import run, text, token_ids
+from random_engine import EOS, MARKER, VOCAB, engine, request
+from tandem.engine.frames import receive_frame, send_frame
+from tandem.engine.grammar import allowance, compiler, jobs, sources
+from tandem.engine.grammar.allowance import Allowance, GrammarTooSlow
+from tandem.engine.grammar.compiled import CompiledGrammar
+from tandem.engine.grammar.compiler import GrammarCompiler
+from tandem.engine.grammar.matcher import GrammarMatcher
+from tandem.engine.grammar.process import Cancellation, CompilerProcess, allowed_cpus
+from tandem.engine.grammar.vocabulary import Vocabulary
+from tandem.engine.protocol import Grammar, SamplingParams
+from tandem.engine.sampling.masks import allows, bits_but, bits_of
+from tandem.engine.text.token_table import TokenTable
+from tandem.errors import BusyError, EngineError, RequestError
+
+TOKENS = 20_000
+DIGITS = Grammar("regex", "[0-9]{3}")
+# Forty digits more than the probe looks at; then ways without end.
+LATE = Grammar("ebnf", "root ::= [0-9]{90} s\ns ::= s s | [a-z]")
+
+
+def vocabulary() -> Vocabulary:
+    """As large as a small tokenizer's: each token of letters must be tried where letters may come."""
+    chance = random.Random(0)
+    pieces = {bytes([i]): None for i in range(256)} | {b"<eos>": None}
+    while len(pieces) < TOKENS:
+        pieces[bytes(chance.choices(b"etaoinshrdlu ,.01\"", k=chance.randint(2, 9)))] = None
+    return Vocabulary.of(TokenTable(tuple(pieces), {EOS: "<eos>"}), TOKENS, (EOS,))
+
+
+@pytest.fixture(scope="module")
+def large():
+    made = GrammarCompiler(vocabulary)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = engine()
+    yield made
+    made.close()
+
+
+# --- time of the engine's thread
+
+
+AMBIGUOUS = {
+    "a rule twice": Grammar("ebnf", "root ::= s\ns ::= s s | [a-z]"),
+    "a star of a star": Grammar("regex", "(([a-z]*)*)*b"),
+    "stars in a star": Grammar("regex", "([a-z]*[a-z]*[a-z]*)*b"),
+    "in a tag": Grammar("structural_tag", json.dumps({
+        "type": "structural_tag",
+        "format": {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "(([a-z]*)*)*b"}, "end": ">"},
+    })),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("grammar", AMBIGUOUS.values(), ids=AMBIGUOUS)
+def test_ambiguous_grammars_are_refused(large, grammar) -> None:
+    with pytest.raises(RequestError, match="ambiguous"):
+        large.ask(grammar).future.result(60)
+
+
+def test_what_grows_with_the_text_is_refused_where_tokens_are_short(model) -> None:
+    [output] = run(model, request("x", Grammar("regex", "((a*)*)*b")))["x", 0]
+    assert output.refused == "grammar" and "ambiguous" in output.error
+
+
+PLAIN = {
+    "words": Grammar("regex", r"[a-z]+( [a-z]+)*\."), "any text": Grammar("regex", r".{1,50}"),
+    "lines": Grammar("ebnf", 'root ::= (line "\\n")*\nline ::= [^\\n]*'),
+    "nested": Grammar("ebnf", 'root ::= "(" root* ")" | [a-z]'),
+    "palindromes": Grammar("ebnf", 'root ::= "a" root "a" | "b" root "b" | "c"'),
+    "a pattern": sources.json_schema({"type": "array", "items": {"type": "string", "pattern": "^(([a-z]+)*)+$"}}),
+    "objects": sources.json_object(),
+    "a list": sources.json_schema({"type": "array", "items": {"type": "string"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("grammar", PLAIN.values(), ids=PLAIN)
+def test_others_are_not(large, grammar) -> None:
+    assert large.ask(grammar).future.result(60).nbytes > 0
+
+
+def test_one_that_turns_out_ambiguous_ends_its_answer(large) -> None:
+    """And is refused from then on. What it takes until then is near the bound, not many times that."""
+    one = large.ask(LATE)
+    one.future.result(60)
+    matcher, began = GrammarMatcher(large.take(one), SamplingParams()), time.thread_time()
+    for _ in range(90):
+        matcher.accept(ord("7"))
+    with pytest.raises(GrammarTooSlow, match="ambiguous"):
+        for _ in range(1000):
+            matcher.accept(ord("e"))
+    assert time.thread_time() - began < 40 * allowance.MOST_SECONDS
+    with pytest.raises(RequestError, match="ambiguous"):
+        large.ask(LATE)
+
+
+def test_only_the_answer_of_a_slow_grammar_ends(model, monkeypatch) -> None:
+    free = token_ids(run(model, request("free", None, max_tokens=60))["free", 0])
+    monkeypatch.setattr(allowance, "SECONDS_PER_TOKEN", 1e-9)  # as if every grammar were slow
+    monkeypatch.setattr(allowance, "MOST_SECONDS", 0.002)
+    slow = request("slow", Grammar("regex", "[0-9]+"), ignore_eos=True, max_tokens=3000)
+    outputs = run(model, slow, request("free", None, max_tokens=60))
+    last = outputs["slow", 0][-1]
+    assert last.finish_reason == "error" and "ambiguous" in last.error and last.refused is None
+    assert re.fullmatch("[0-9]+", text(outputs["slow", 0]))
+    assert token_ids(outputs["free", 0]) == free
+
+
+def test_an_allowance_pays_back() -> None:
+    many, once = Allowance(), Allowance()
+    for _ in range(1000):
+        many.spend(0.9 * allowance.SECONDS_PER_TOKEN, 1)
+    with pytest.raises(GrammarTooSlow):
+        for _ in range(1000):
+            many.spend(1.1 * allowance.SECONDS_PER_TOKEN, 1)
+    once.spend(0.9 * allowance.MOST_SECONDS, 1)
+    with pytest.raises(GrammarTooSlow):
+        once.spend(0.3 * allowance.MOST_SECONDS, 1)
+
+
+# --- compiling processes
+
+
+SLOW = Grammar("regex", ".{1,600}")  # seconds, for so many tokens
+
+
+def forks(made: GrammarCompiler) -> list[int]:
+    """Processes of jobs."""
+    parent = made._ready[2]._process.pid
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def until(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_nobodys_grammar_is_not_compiled(large) -> None:
+    large.ask(DIGITS).future.result(60)
+    until(lambda: not forks(large))
+    one = large.ask(SLOW)
+    until(lambda: forks(large))
+    assert large.ask(SLOW) is one
+    large.leave(one)
+    assert not one.future.done() and forks(large)  # another waits
+    large.leave(one)
+    with pytest.raises(EngineError):
+        one.future.result(60)
+    until(lambda: not forks(large))
+    assert large.ask(DIGITS).future.result(60)
+
+
+def test_an_aborted_request_leaves_no_job(model, monkeypatch) -> None:
+    left = []
+    monkeypatch.setattr(GrammarCompiler, "leave", lambda self, one: left.append(one.grammar))
+    monkeypatch.setattr(GrammarCompiler, "_compile", lambda self, grammar, job: time.sleep(0.2))
+    model.add(request("gone", SLOW, n=2))
+    model.abort("gone")
+    assert [o.finish_reason for o in model.step()] == ["abort", "abort"] and left == [SLOW]
+    assert not model.has_work()
+
+
+def test_too_many_wait(model, monkeypatch) -> None:
+    may_go_on, compile_now = threading.Event(), GrammarCompiler._compile
+    made = GrammarCompiler(model._grammars._compiler._read)
+    monkeypatch.setattr(compiler, "MOST_WAITING", 3)
+    monkeypatch.setattr(
+        GrammarCompiler, "_compile", lambda self, *asked: (may_go_on.wait(60), compile_now(self, *asked))[1]
+    )
+    waiting = [made.ask(Grammar("regex", pattern)) for pattern in ("a", "b", "c", "a")]
+    with pytest.raises(BusyError, match="3 grammars are waiting"):
+        made.ask(Grammar("regex", "d"))
+    may_go_on.set()
+    for one in waiting:
+        assert one.future.result(60)
+    assert made.ask(Grammar("regex", "d")).future.result(60)
+    made.close()
+
+
+@contextmanager
+def jobs_running(work) -> Iterator[socket.socket]:
+    """The engine's end; jobs are run by another process."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            jobs.Jobs(theirs, work, threads=1).run()
+        finally:
+            os._exit(0)
+    with ours, theirs:
+        theirs.close()
+        yield ours
+    os.waitpid(pid, 0)
+
+
+def answer_of(to: socket.socket) -> bytes:
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.settimeout(60)
+        with theirs:
+            socket.send_fds(to, [b"j"], [theirs.fileno()])
+        return receive_frame(ours)
+
+
+def end_with(code: int, answer: socket.socket, said: bytes = b"") -> NoReturn:
+    if said:
+        send_frame(answer, said)
+    os._exit(code)
+
+
+def spin() -> NoReturn:
+    while True:
+        pass
+
+
+def test_time_on_a_cpu_decides_not_the_clock(monkeypatch) -> None:
+    monkeypatch.setattr(jobs, "COMPILE_SECONDS", 0.3)
+    monkeypatch.setattr(jobs, "WALL_SECONDS", 2.0)
+    busy = lambda answer: (time.sleep(1.0), end_with(0, answer, b"+done"))  # noqa: E731
+    for work, said in (
+        (busy, "+done"), (lambda answer: spin(), "-compiling it takes more than"),
+        (lambda answer: time.sleep(100), "?the machine was too busy"),
+        (lambda answer: end_with(1, answer), "-compiling it takes too much memory"),
+    ):  # fmt: skip
+        with jobs_running(work) as to:
+            assert answer_of(to).decode().startswith(said)
+
+
+def test_a_job_ends_with_its_clients_socket_and_all_with_the_engines() -> None:
+    started, ends = socket.socketpair()
+
+    def work(answer: socket.socket) -> NoReturn:
+        started.send(os.getpid().to_bytes(4, "little"))
+        time.sleep(1000)
+        os._exit(0)
+
+    def begun(to: socket.socket) -> tuple[socket.socket, int]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(to, [b"j"], [theirs.fileno()])
+        return ours, int.from_bytes(ends.recv(4), "little")
+
+    with jobs_running(work) as to:
+        (first, first_id), (second, second_id) = begun(to), begun(to)
+        first.close()
+        until(lambda: not Path(f"/proc/{first_id}").exists())
+        assert Path(f"/proc/{second_id}").exists()
+    assert not Path(f"/proc/{second_id}").exists()
+    second.close()
+
+
+def test_closing_leaves_no_process(model) -> None:
+    made = GrammarCompiler(vocabulary)
+    made.ask(DIGITS).future.result(60)
+    until(lambda: not forks(made))
+    waiting, parent = made.ask(SLOW), made._ready[2]._process.pid
+    until(lambda: forks(made))
+    [job] = forks(made)
+    made.close()
+    assert isinstance(waiting.future.exception(60), EngineError)
+    assert not Path(f"/proc/{parent}").exists()
+    until(lambda: not Path(f"/proc/{job}").exists())
+
+
+def test_a_job_that_was_not_sent_is_not_taken_for_the_next(model, monkeypatch) -> None:
+    words = Vocabulary.of(TokenTable((b"a", b"b", b""), {2: "<eos>"}), 3, (2,))
+    made, plain = CompilerProcess(words, allowed_cpus()), socket.send_fds
+    try:
+        assert made.compiled(Grammar("regex", "a"), Cancellation())
+        ours, theirs = socket.socketpair()
+        made._hand_over(theirs)
+        theirs.close()
+        ours.close()  # before the grammar was written
+        assert b"ebnf" not in made.compiled(Grammar("regex", "ab"), Cancellation())[:1]
+        monkeypatch.setattr(socket, "send_fds", lambda *_: (_ for _ in ()).throw(TimeoutError("full")))
+        with pytest.raises(EngineError, match="try again"):
+            made.compiled(Grammar("regex", "aa"), Cancellation())
+        monkeypatch.setattr(socket, "send_fds", plain)
+        assert made.compiled(Grammar("regex", "bb"), Cancellation())
+    finally:
+        made.close()
+
+
+# --- memory
+
+
+def test_compiled_grammars_take_bounded_memory(model) -> None:
+    """What is in use stays, what is idle goes, what does not fit beside those in use is refused for now."""
+    made = GrammarCompiler(model._grammars._compiler._read)
+    size = compiled_by(made, "a").nbytes
+    made._most_bytes = 2 * size + size // 2
+    users = [GrammarMatcher(compiled_by(made, pattern), SamplingParams()) for pattern in "bc"]
+    assert {one.text for one in made._known} == {"b", "c"}
+    with pytest.raises(EngineError, match="running requests take all of the"):
+        compiled_by(made, "d")
+    assert {one.text for one in made._known} == {"b", "c"}
+    assert compiled_by(made, "b") is users[0]._compiled
+    del users[0]
+    assert compiled_by(made, "d") and {one.text for one in made._known} == {"c", "d"}
+    made._most_bytes = size // 2
+    with pytest.raises(RequestError, match="more than"):
+        compiled_by(made, "e")
+    made.close()
+
+
+def compiled_by(made: GrammarCompiler, pattern: str) -> CompiledGrammar:
+    one = made.ask(Grammar("regex", pattern))
+    one.future.result(60)
+    return made.take(one)
+
+
+def test_an_answer_that_has_ended_uses_no_grammar(model) -> None:
+    for change in ({}, {"max_tokens": 1}, {"stop": ("1",), "logit_bias": {ord("1"): 99.0}}):
+        run(model, request("x", DIGITS, n=3, **change))
+    model.add(request("gone", DIGITS, n=2))
+    model._grammars._waiting[0][1].future.result(60)
+    model.step()
+    known = model._grammars._compiler._known[DIGITS]
+    assert len(known.compiled.users) == 2 and not known.idle
+    model.abort("gone")
+    assert known.idle
+
+
+def test_all_grammars_share_one_table_of_tokens(monkeypatch) -> None:
+    import xgrammar
+
+    made, plain = [], xgrammar.TokenizerInfo
+    monkeypatch.setattr(xgrammar, "TokenizerInfo", lambda *said, **more: (made.append(1), plain(*said, **more))[1])
+    fresh = engine()
+    for pattern in ("[0-9]", "<mark>[0-9]", "[0-9]<eos>", "<mark>[0-9]<eos>"):
+        said = text(run(fresh, request("x", Grammar("regex", pattern), skip_special_tokens=False))["x", 0])
+        assert re.fullmatch(pattern.removesuffix("<eos>"), said.removesuffix("<eos>"))
+    assert made == [1]
+    fresh.close()
+
+
+# --- masks
+
+
+def test_no_token_goes_on() -> None:
+    """A model without the letter that the grammar wants: an error, not whatever else is probable."""
+    digits = tuple(str(i).encode() for i in range(10))
+    made = GrammarCompiler(lambda: Vocabulary.of(TokenTable((*digits, b""), {10: "<eos>"}), 40, (10,)))
+    matcher = GrammarMatcher(compiled_by(made, "[0-9]?[0-9]x"), SamplingParams())
+    matcher.accept(3)
+    with pytest.raises(EngineError, match="no token of this model continues"):
+        matcher.accept(4)
+    with pytest.raises(EngineError, match="no token of this model continues"):
+        GrammarMatcher(compiled_by(made, "x"), SamplingParams())
+    made.close()
+
+
+def test_what_is_left_may_be_forbidden_as_well(model) -> None:
+    outputs = run(
+        model, request("x", Grammar("regex", "[0-9]x"), stop_token_ids=(ord("x"),), min_tokens=5),
+        request("y", Grammar("regex", "[0-9]x"), stop_token_ids=(ord("x"),)),
+    )  # fmt: skip
+    last = outputs["x", 0][-1]
+    assert last.finish_reason == "error" and "min_tokens" in last.error
+    assert outputs["y", 0][-1].stop_match == ord("x")
+
+
+def test_end_tokens_come_where_the_grammar_may_end_alone(model) -> None:
+    pushed = {EOS: 99.0, MARKER: 99.0, VOCAB - 1: 99.0}
+    for change, wanted in (
+        ({}, "[c-z]{2}"), ({"ignore_eos": True}, "[c-z]{4}"), ({"min_tokens": 3}, "[c-z]{3}"),
+        ({"min_tokens": 9}, "[c-z]{4}"), ({"stop_token_ids": (MARKER,)}, "[c-z]{2}"),
+        ({"repetition_penalty": 1.5, "presence_penalty": 1.0, "temperature": 0.0}, "[c-z]{2}"),
+    ):  # fmt: skip
+        out = run(model, request("x", Grammar("regex", "[c-z]{2,4}"), logit_bias=pushed, **change))["x", 0]
+        assert out[-1].finish_reason == "stop" and re.fullmatch(wanted, text(out)), (change, text(out))
+
+
+def test_bits() -> None:
+    for vocab in (1, 31, 32, 33, 300):
+        hidden = {0, vocab - 1}
+        mask = bits_but(hidden, vocab)
+        assert [i for i in range(32 * len(mask)) if allows(mask, i)] == [i for i in range(vocab) if i not in hidden]
+        assert not (mask & bits_of(hidden, vocab)).any()
