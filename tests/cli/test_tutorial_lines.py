@@ -48,10 +48,6 @@ SPECULATION = """
   --speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1
   --speculative-num-draft-tokens 4 --speculative-moe-runner-backend auto
 """
-DRAFT = {
-    "--speculative-algorithm", "--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens",
-    "--speculative-moe-runner-backend",
-}  # fmt: skip
 THRESHOLD = "--kt-gpu-prefill-token-threshold"
 
 # line: (flags that are refused, flags that a note is about)
@@ -71,7 +67,7 @@ LINES: dict[str, tuple[set[str], set[str]]] = {
         {"--kt-enable-dynamic-expert-update", THRESHOLD},
     ),
     FLASH: (set(), {THRESHOLD, "--tensor-parallel-size", "--cuda-graph-bs", "--kt-enable-dynamic-expert-update"}),
-    FLASH + SPECULATION: (DRAFT, {"--max-prefill-tokens"}),
+    FLASH + SPECULATION: ({"--speculative-algorithm"}, {"--max-prefill-tokens", "--speculative-num-steps"}),
     FLASH.replace("parallel-size 1", "parallel-size 2"): ({"--tensor-parallel-size"}, set()),
 }
 

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from fake_model import (
     FakeModel,
     FakeTokenizer,
+    check_pages,
     fake_config,
     fake_engine,
     fake_plan,
+    foretold_engine,
     greedy_reference,
     request,
     run,
@@ -20,27 +22,8 @@ from fake_model import (
 )
 from tandem.engine.engine import Engine
 from tandem.engine.pace import PrefillPace
-from tandem.engine.sequence import Status
 from tandem.engine.start.parts import EngineParts
 from tandem.errors import RequestError
-
-
-def check_pages(engine: Engine) -> None:
-    """No page leaked, none owned twice: counts of users equal what the running sequences hold."""
-    kv, running = engine._kv, engine._scheduler.running
-    users = [0] * kv.num_pages
-    for sequence in running:
-        assert len(set(sequence.pages)) == len(sequence.pages)
-        for page in sequence.pages:
-            users[page] += 1
-    assert users == kv._users
-    free, idle = set(kv._free), set(kv._idle)
-    assert len(free) == len(kv._free) and not free & idle
-    assert {page for page, count in enumerate(users) if count == 0} == free | idle
-    assert idle <= set(kv._tree._node_of_page) if kv._tree else not idle
-    for sequence in engine._scheduler.waiting:
-        assert sequence.num_pages == 0 and sequence.status in (Status.WAITING, Status.PREEMPTED)
-
 
 prompts = st.lists(st.integers(2, 5), min_size=1, max_size=24)
 WISHES: dict[str, dict] = {
@@ -49,6 +32,8 @@ WISHES: dict[str, dict] = {
     "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     "nucleus": {"temperature": 1.5, "top_p": 0.9, "seed": 7},
     "stop": {"stop": ("Z", "A", "bc", "cd")},
+    "least": {"min_tokens": 4, "stop_token_ids": (9, 12, 20, 33), "logit_bias": {9: 3.0, 12: 2.0}},
+    "narrow": {"temperature": 1.2, "dry_multiplier": 0.8, "xtc_probability": 0.5, "seed": 3, "min_p": 0.02},
 }
 arrivals = st.lists(
     st.tuples(
@@ -72,12 +57,22 @@ arrivals = st.lists(
     max_step_tokens=st.integers(1, 20),
     radix_cache=st.booleans(),
     page_size=st.sampled_from([4, 5]),
+    acceptance=st.sampled_from([None, 0.0, 0.5, 1.0]),
 )
-def test_random_traffic(arrivals, num_pages, max_running, max_step_tokens, radix_cache, page_size) -> None:
-    engine = fake_engine(
-        num_pages=num_pages, max_running_requests=max_running, max_step_tokens=max_step_tokens,
-        radix_cache=radix_cache, page_size=page_size,
-    )  # fmt: skip
+def test_random_traffic(
+    arrivals, num_pages, max_running, max_step_tokens, radix_cache, page_size, acceptance
+) -> None:
+    """acceptance: of guesses of what each answer is when it runs alone; None: nothing is guessed."""
+    known = [
+        run(fake_engine(), request("alone", prompt, **wanted(max_tokens, n, wish)))
+        for _, prompt, max_tokens, n, _, wish in arrivals
+    ]
+    foretold = {(str(i), index): token_ids(o) for i, each in enumerate(known) for (_, index), o in each.items()}
+    plan = {
+        "num_pages": num_pages, "max_running_requests": max_running, "max_step_tokens": max_step_tokens,
+        "radix_cache": radix_cache, "page_size": page_size,
+    }  # fmt: skip
+    engine = fake_engine(**plan) if acceptance is None else foretold_engine(foretold, acceptance, **plan)
     answers: dict[tuple[str, int], list] = {}
     for step in range(2000):
         for i, (arrival, prompt, max_tokens, n, abort, wish) in enumerate(arrivals):
@@ -93,7 +88,7 @@ def test_random_traffic(arrivals, num_pages, max_running, max_step_tokens, radix
             break
     assert not engine.has_work()
     for i, (arrival, prompt, max_tokens, n, abort, wish) in enumerate(arrivals):
-        alone = run(fake_engine(), request("alone", prompt, **wanted(max_tokens, n, wish)))
+        alone = known[i]
         for index in range(n):
             got, expected = answers.get((str(i), index), []), alone["alone", index]
             if wish == "nothing":
@@ -113,7 +108,8 @@ def test_random_traffic(arrivals, num_pages, max_running, max_step_tokens, radix
 
 
 def wanted(max_tokens: int, n: int, wish: str) -> dict:
-    return {"max_tokens": max_tokens, "n": n, **WISHES[wish]}
+    made = {"max_tokens": max_tokens, "n": n, **WISHES[wish]}
+    return made | {"min_tokens": min(made.get("min_tokens", 0), max_tokens)}
 
 
 def scores(outputs: list) -> tuple[list, list]:

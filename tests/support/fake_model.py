@@ -15,8 +15,12 @@ import torch
 from tandem.config import Dense, Gqa, ModelConfig, Norm, Plan
 from tandem.config.layers import pre_norm
 from tandem.config.rope import Rope
+from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
+from tandem.engine.sequence import Status
+from tandem.engine.speculation.draft import Drafter
+from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.start.parts import EngineParts
 
 VOCAB = 64
@@ -92,9 +96,36 @@ def fake_config() -> ModelConfig:
     )  # fmt: skip
 
 
-def fake_engine(model: FakeModel | None = None, **plan) -> Engine:
-    parts = EngineParts(fake_plan(**plan), fake_config(), model or FakeModel(), FakeTokenizer())
-    return Engine.from_parts(parts)
+def fake_engine(model: FakeModel | None = None, *, drafter: Drafter | None = None, **plan) -> Engine:
+    made = fake_plan(**plan)
+    return Engine.from_parts(
+        EngineParts(made, fake_config(), model or FakeModel(), FakeTokenizer(), drafter=drafter)
+    )
+
+
+def foretold_engine(
+    answers: dict[tuple[str, int], list[int]], acceptance: float, *, governed: bool = False, most: int = 4, **plan
+) -> Engine:
+    """One whose drafter knows the answers, and says so much of them right."""
+    wanted = SpeculationPlan("made up", most, governed)
+    return fake_engine(drafter=Foretold(answers, acceptance, VOCAB), speculation=wanted, **plan)
+
+
+def check_pages(engine: Engine) -> None:
+    """No page leaked, none owned twice: counts of users equal what the running sequences hold."""
+    kv, running = engine._kv, engine._scheduler.running
+    users = [0] * kv.num_pages
+    for sequence in running:
+        assert len(set(sequence.pages)) == len(sequence.pages)
+        for page in sequence.pages:
+            users[page] += 1
+    assert users == kv._users
+    free, idle = set(kv._free), set(kv._idle)
+    assert len(free) == len(kv._free) and not free & idle
+    assert {page for page, count in enumerate(users) if count == 0} == free | idle
+    assert idle <= set(kv._tree._node_of_page) if kv._tree else not idle
+    for sequence in engine._scheduler.waiting:
+        assert sequence.num_pages == 0 and sequence.status in (Status.WAITING, Status.PREEMPTED)
 
 
 def request(name: str, prompt: list[int], **sampling) -> GenerateRequest:

@@ -25,7 +25,7 @@ DRAFT = "Speculative decoding"
 STATS = "Expert statistics"
 
 _LEAVE_OUT = "Leave it out"
-_NO_DRAFT = f"{_LEAVE_OUT}: each step decodes one token per sequence."
+_NO_DRAFT = f"{_LEAVE_OUT}, or use NGRAM, which needs no draft model."
 _MEAN_NOTHING = {
     ("chunked_prefill_size", 0): "give a number of tokens, or -1 for whole prompts",
     ("expert_distribution_recorder_buffer_size", 0): "give a number of steps, or -1 for all",
@@ -238,16 +238,30 @@ class EngineConfig:
     cuda_graph_max_bs: int | None = flag(None, "Largest batch size to capture.", group=CUDA, minimum=1)
 
     # --- speculative decoding
-    speculative_algorithm: str | None = flag(None, "EAGLE or NEXTN.", group=DRAFT, later=_NO_DRAFT)
-    speculative_num_steps: int | None = flag(None, "Draft steps.", group=DRAFT, minimum=1, later=_NO_DRAFT)
+    speculative_algorithm: str | None = flag(
+        None, "Who guesses the next tokens; NGRAM: the text itself.", group=DRAFT,
+        choices=["NGRAM", "NEXTN", "EAGLE"], later=_NO_DRAFT, neutral=["NGRAM"],
+    )  # fmt: skip
+    speculative_num_steps: int | None = flag(
+        None, "Most guesses of a sequence in a step; default: 7.", group=DRAFT, minimum=1, maximum=63
+    )
     speculative_eagle_topk: int | None = flag(
-        None, "Branches per draft step.", group=DRAFT, minimum=1, later=_NO_DRAFT
+        None, "Branches per draft step.", group=DRAFT, minimum=1, later="Use 1: guesses are a chain.", neutral=[1]
     )
     speculative_num_draft_tokens: int | None = flag(
-        None, "Draft tokens per step.", group=DRAFT, minimum=1, later=_NO_DRAFT
+        None, "The same and one more: rows of a sequence in a step.", group=DRAFT, minimum=2, maximum=64
     )
     speculative_moe_runner_backend: str | None = flag(
-        None, "Expert kernels of the draft.", group=DRAFT, later=_NO_DRAFT
+        None, "Expert kernels of the draft.", group=DRAFT, later=_NO_DRAFT, neutral=["auto"]
+    )
+    speculative_ngram_min_match_window_size: int = flag(
+        2, "Fewest tokens that NGRAM finds again.", group=DRAFT, minimum=1, maximum=64
+    )
+    speculative_ngram_max_match_window_size: int = flag(
+        16, "Most tokens that it compares.", group=DRAFT, minimum=1, maximum=64
+    )
+    disable_speculative_governor: bool = flag(
+        False, "Always use all guesses, even if they cost more.", group=DRAFT
     )
 
     # --- expert statistics

@@ -11,6 +11,7 @@ from tandem.config.gpus import Gpu
 from tandem.config.json_keys import DRAFT_LAYERS, TOWERS
 from tandem.config.machine import Machine
 from tandem.config.model_config import ModelConfig, why_alone
+from tandem.config.speculation.choice import speculation_notices
 
 
 def notices(
@@ -18,6 +19,7 @@ def notices(
 ) -> list[str]:
     """gpu: the one that is used; no_gpu: why none is."""
     found = [*config.notices(), *_unread(model), *_foreign(config, model), *_overridden(config)]
+    found += speculation_notices(config, model)
     if gpu is None:
         return [*found, *_idle_on_cpu(config, no_gpu)]
     return [*found, *_idle_on_gpu(config, model), *_idle_gpus(machine, gpu)]

@@ -37,6 +37,7 @@ from tandem.config.memory import MemoryPlan, MemoryRequest, gib, memory_ledger, 
 from tandem.config.model_config import STORED, ModelConfig, why_alone
 from tandem.config.notices import notices
 from tandem.config.shared_experts import why_apart
+from tandem.config.speculation.choice import SpeculationPlan, speculation, speculation_texts
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.config.threads import plan_threads
 from tandem.errors import ConfigError, DoesNotFit, GpuTooSmall
@@ -90,6 +91,7 @@ class Plan:
     gpu: GpuPlan | None = None  # None: everything runs on the CPU
     int8_activations: bool = False  # of CPU experts: rounded before each product
     experts_in_place: bool = False  # those in CPU memory are used in the checkpoint's own pages, not packed
+    speculation: SpeculationPlan | None = None  # None: each step decodes one token per sequence
     ledgers: tuple[Ledger, ...] = field(default=())  # what it takes of each memory
 
 
@@ -196,8 +198,7 @@ def _resolved(
     request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, in_place)
     memory, gpu_plan = (size_memory(request), None) if gpu is None else _on_gpu(request, gpu, log)
     num_pages = _pages(config, model, dtype, memory, log)
-    streams = gpu_plan is not None and gpu_plan.ring_bytes > 0
-    usual = stream_tokens(model) if streams else prefill_tokens(gpu is not None)
+    usual = stream_tokens(model) if gpu_plan and gpu_plan.ring_bytes else prefill_tokens(gpu is not None)
     step_tokens = _step_tokens(config, memory.context_length, running, usual, log)
     kv_bytes = num_pages * config.page_size * model.state_layout(dtype).token_bytes
     ledgers: tuple[Ledger, ...] = (memory_ledger(request, memory, kv_bytes),)
@@ -224,11 +225,12 @@ def _resolved(
         radix_cache=_radix(config, model, log),
         fuse_shared_experts=_fuse_shared(request, gpu is not None, log),
         dense_codes=dense_codes,
-        decisions=tuple(log),
+        decisions=(*log, *(Decision("speculation", *said) for said in speculation_texts(config, model))),
         notices=(*notices(config, model, machine, gpu, device[1]), *filter(None, [threads.notice])),
         gpu=gpu_plan,
         int8_activations=config.kt_int8_activations,
         experts_in_place=in_place,
+        speculation=speculation(config, model, gpu is not None),
         ledgers=ledgers,
     )
 

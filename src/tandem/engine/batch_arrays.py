@@ -56,7 +56,7 @@ class BatchArrays:
     def _place(self, row: int, chunk: Chunk) -> None:
         sequence, first, size = chunk.sequence, chunk.sequence.computed_len, self._page_size
         end, rows = first + chunk.length, slice(row, row + chunk.length)
-        self._input_ids[rows] = sequence.tokens[first:end]
+        self._input_ids[rows] = chunk.tokens
         if chunk.length == 1:
             self._positions[row] = first
             self._cache_slots[row] = int(sequence.page_table[first // size]) * size + first % size

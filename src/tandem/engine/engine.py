@@ -14,22 +14,26 @@ from tandem.config.gpu_scratch import MOST_SHARED_SECONDS
 from tandem.config.state import StateLayout
 from tandem.engine.answer import Answer
 from tandem.engine.counters import Counters
-from tandem.engine.expert_statistics import ExpertMeter, perform, rows_of
+from tandem.engine.expert_statistics import ExpertMeter, count_step, perform
 from tandem.engine.gpu_runner import GpuRunner, GraphPlan
 from tandem.engine.grammar.waiting import GrammarQueue
 from tandem.engine.limits import answer_limit, check_prompt_ids, refused_grammar, validate
 from tandem.engine.pace import PrefillPace
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, ExpertTraffic, GenerateRequest, TokenOutput
 from tandem.engine.runner import ModelRunner
+from tandem.engine.sampling.logits import Logits
 from tandem.engine.sampling.logprobs import score_prompt
 from tandem.engine.sampling.sampler import Sampled, fresh_seed
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk, Sequence, Status, masks_of
+from tandem.engine.speculation.ngram import NGram
+from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.arrays import StateArrays, allocate
 from tandem.engine.state.kv_cache import KVCache
 from tandem.engine.state.slots import SlotPool
 from tandem.engine.state.store import StateStore
+from tandem.engine.turns import Turn, turns_of
 from tandem.errors import RequestError
 from tandem.kernels.free_memory import return_free_memory
 
@@ -60,6 +64,14 @@ def _pace(parts: EngineParts) -> PrefillPace:
     """Where all experts travel in a step, others wait for it if it is short enough."""
     seconds, most = parts.stream_seconds, parts.plan.max_step_tokens
     return PrefillPace(most, seconds is not None, seconds is not None and seconds <= MOST_SHARED_SECONDS)
+
+
+def _speculation(parts: EngineParts) -> Speculation | None:
+    asked = parts.plan.speculation
+    if asked is None:
+        return None
+    drafter = parts.drafter or NGram(asked.least_match, asked.longest_match)
+    return Speculation(drafter, asked.algorithm, asked.most_guesses, governed=asked.governed)
 
 
 def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner | GpuRunner:
@@ -102,12 +114,14 @@ class Engine:
         self._workers = parts.workers
         self._eos_ids = frozenset((*parts.model_config.eos_ids, *parts.tokenizer.eos_ids))
         states = _states(parts)
+        self._speculation = _speculation(parts)
         self._kv = KVCache(plan.num_pages, plan.page_size, prefix_cache=plan.radix_cache)
         self._scheduler = Scheduler(
             _store(parts, self._kv, states.slots),
             max_step_tokens=plan.max_step_tokens,
             max_running=plan.max_running_requests,
             pace=_pace(parts),
+            guesser=self._speculation,
         )
         self._runner = _runner(parts, states.arrays)
         return_free_memory()  # what loading and compiling took
@@ -175,6 +189,8 @@ class Engine:
                 self._recorder.after_failure()
             outputs += [self._fail(chunk, error) for chunk in chunks]
         seconds = perf_counter() - started
+        if self._speculation is not None:
+            self._speculation.timed(seconds)
         self._scheduler.pace.observe(sum(chunk.length for chunk in chunks), seconds, chunks[0].length == 1)
         self._counters.steps += 1
         self._counters.step_seconds += seconds
@@ -210,6 +226,7 @@ class Engine:
             steps=c.steps,
             step_seconds=c.step_seconds,
             experts=None if self._meter is None else self._meter.stats(idle=not self.has_work()),
+            speculation=None if self._speculation is None else self._speculation.stats(),
         )
 
     def _sequences(self, request: GenerateRequest, max_len: int) -> list[Sequence]:
@@ -243,41 +260,56 @@ class Engine:
 
     def _run(self, chunks: list[Chunk]) -> list[TokenOutput]:
         logits = self._runner.run(chunks)
-        if self._recorder is not None:
-            self._recorder.after_step(rows_of(chunks))
-        rows, last = [], 0
-        for chunk in chunks:
-            last += chunk.logits
-            if chunk.sequence.scores_prompt:
-                score_prompt(chunk, logits.fetched(slice(last - chunk.logits, last)))
-            if chunk.samples:
-                rows.append(last - 1)
-        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        tokens = iter(logits.chosen(rows, sampling, self._eos_ids, masks_of(sampling)))
-        outputs = [self._settle(chunk, next(tokens) if chunk.samples else None) for chunk in chunks]
-        return [output for output in outputs if output is not None]
+        turns = list(turns_of(chunks))
+        for turn in turns:
+            if turn.sequence.scores_prompt:
+                score_prompt(turn.chunk, logits.fetched(slice(turn.row + 1 - turn.chunk.logits, turn.row + 1)))
+        going = [turn for turn in turns if turn.chunk.samples or self._settle(turn, None)]
+        while going:  # once, and again for those whose guess was right
+            tokens = self._chosen(logits, going)
+            going = [turn for turn, sampled in zip(going, tokens, strict=False) if self._settle(turn, sampled)]
+        count_step(self._meter, self._recorder, turns)
+        if self._speculation is not None:
+            self._speculation.learn(turns)
+        return [output for turn in turns if (output := turn.output) is not None]
 
-    def _settle(self, chunk: Chunk, sampled: Sampled | None) -> TokenOutput | None:
+    def _chosen(self, logits: Logits, turns: list[Turn]) -> list[Sampled]:
+        """The next token of each. If that fails, they end, and nothing is chosen: others may have got theirs."""
+        sequences = [turn.sequence for turn in turns]
         try:
-            return self._advance(chunk, sampled)
-        except Exception as error:  # of this answer alone: the others of the step have their tokens
-            _log.exception("request %s failed after its step", chunk.sequence.request_id)
-            return self._fail(chunk, error)
+            rows = [turn.row for turn in turns]
+            return logits.chosen(rows, sequences, self._eos_ids, masks_of(sequences))
+        except Exception as error:
+            _log.exception("no token could be chosen for %d sequences", len(turns))
+            self._runner.after_failure()
+            for turn in turns:
+                turn.end(self._fail(turn.chunk, error))
+            return []
 
-    def _advance(self, chunk: Chunk, sampled: Sampled | None) -> TokenOutput | None:
-        answer = self._answers[chunk.sequence.request_id][chunk.sequence.index]
-        sequence = chunk.sequence
+    def _settle(self, turn: Turn, sampled: Sampled | None) -> bool:
+        """True: its next token can be chosen in this step, too. sampled: None where the prompt goes on."""
+        try:
+            return self._advance(turn, sampled)
+        except Exception as error:  # of this answer alone: the others of the step have their tokens
+            _log.exception("request %s failed after its step", turn.sequence.request_id)
+            turn.end(self._fail(turn.chunk, error))
+            return False
+
+    def _advance(self, turn: Turn, sampled: Sampled | None) -> bool:
+        sequence = turn.sequence
+        answer = self._answers[sequence.request_id][sequence.index]
         if sampled is not None and sampled.token_id < 0:
             why = _BAD_LOGITS if sequence.matcher is None else _NO_TOKEN
-            return self._end(answer, answer.end("error", why), keep=False)
-        first = chunk.samples and sequence.index == sequence.answer_len == 0
-        self._scheduler.advance(chunk)
+            turn.end(self._end(answer, answer.end("error", why), keep=False))
+            return False
+        first = sampled is not None and sequence.index == sequence.answer_len == 0
+        self._scheduler.advance(turn.computed)
         if sampled is None:
-            return None
+            return False
         output = answer.push(sampled)
         self._counters.generated_tokens += 1
         self._counters.cached_tokens += output.cached_tokens if first else 0
-        return self._end(answer, output) if output.finish_reason else output
+        return turn.take(sampled.token_id, self._end(answer, output) if output.finish_reason else output)
 
     def _end(self, answer: Answer, output: TokenOutput, *, keep: bool = True) -> TokenOutput:
         self._scheduler.finish(answer.sequence, keep=keep)

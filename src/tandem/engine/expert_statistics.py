@@ -16,7 +16,7 @@ from tandem.config import EngineConfig, ModelConfig, Plan
 from tandem.config.env import recorder_dir
 from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.protocol import ExpertsRecorded, ExpertStats, ExpertTraffic
-from tandem.engine.sequence import Chunk
+from tandem.engine.turns import Turn
 from tandem.errors import RequestError
 from tandem.experts.handoff import Handoff, HandoffTimes, HintCounts
 from tandem.experts.live.live_experts import LiveExperts
@@ -38,9 +38,10 @@ def expert_usage(
     if not model.moe_layers:
         return None
     router, layers = model.moe.router, len(model.moe_layers)
-    per_token = config.expert_distribution_recorder_mode == "per_token"
+    # Rows of wrong guesses are taken back by their ids.
+    by_row = config.expert_distribution_recorder_mode == "per_token" or plan.speculation is not None
     graphs = () if plan.gpu is None else plan.gpu.graph_sizes
-    chosen = (max(plan.max_step_tokens, *graphs, 0), router.top_k) if per_token else None
+    chosen = (max(plan.max_step_tokens, *graphs, 0), router.top_k) if by_row else None
     return ExpertUsage(
         layers, router.num_experts, device=device, padded=device is not None, on_gpu=on_gpu, chosen=chosen
     )
@@ -97,6 +98,10 @@ class ExpertMeter:
             layers=self._layers, experts=tokens.shape[1], tokens=tokens.tobytes(), on_gpu=on_gpu.tobytes()
         )
 
+    def take_back(self, rows: list[int]) -> None:
+        """Of the last step: rows that turned out to be no tokens."""
+        self._usage.take_back(rows)
+
     def _read(self, idle: bool) -> None:
         now = monotonic()
         if idle or self._handoff is None or now - self._read_at >= READ_SECONDS:
@@ -130,9 +135,14 @@ class ExpertMeter:
         )
 
 
-def rows_of(chunks: Sequence[Chunk]) -> list[Rows]:
-    """Before the chunks are advanced."""
-    return [Rows(c.sequence.arrival[0], c.sequence.computed_len, c.length) for c in chunks]
+def count_step(meter: ExpertMeter | None, recorder: ExpertRecorder | None, turns: Sequence[Turn]) -> None:
+    """After a step. Rows of wrong guesses were never tokens: the model has counted them, and they are taken back."""
+    wrong = [row for turn in turns for row in turn.rejected]
+    if wrong and meter is not None:
+        meter.take_back(wrong)
+    if recorder is not None:
+        kept = [Rows(turn.sequence.arrival[0], turn.first_position, turn.rows) for turn in turns]
+        recorder.after_step(kept, wrong)
 
 
 def perform(recorder: ExpertRecorder | None, action: str) -> Future[ExpertsRecorded]:

@@ -153,6 +153,21 @@ class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
     hint_bytes: int = 0  # of foreseen experts that were fetched before they were computed
 
 
+class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What guesses of next tokens have gained, since start. Only steps without prompts are meant."""
+
+    algorithm: str
+    governed: bool  # whether each step's guesses are as many as pay
+    most: int  # guesses of a sequence in a step
+    steps: int = 0
+    guess_steps: int = 0  # those that had guesses
+    guess_step_tokens: int = 0  # what all sequences got in these
+    guesses: int = 0
+    right_guesses: int = 0
+    widths: list[int] = []  # how often a sequence had 0, 1, … guesses in a step
+    saved_seconds: float = 0.0  # of steps, beside what the same tokens would have taken without guesses
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """A snapshot of counters and gauges, for /metrics and /get_server_info."""
 
@@ -170,3 +185,4 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     steps: int = 0
     step_seconds: float = 0.0
     experts: ExpertStats | None = None  # None: a dense model
+    speculation: SpeculationStats | None = None  # None: nothing is guessed

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
+from collections.abc import Sequence as Rows
+from typing import Protocol
 
 from tandem.engine.pace import PrefillPace
 from tandem.engine.sequence import Chunk, Sequence, Status
 from tandem.engine.state.store import StateStore
 
 # Logits rows of prompts (prompt_logprobs) in one step: they are float32 x vocabulary each, 0.2-0.6 MB.
+# Rows of guesses count as well.
 MAX_PROMPT_LOGITS_ROWS = 256
+
+
+class Guesser(Protocol):
+    """Says what may come next."""
+
+    def guesses(self, sequences: Rows[Sequence], room: int) -> Rows[tuple[int, ...]]:
+        """Of each of these sequences, for the next step; at most `room` tokens in all."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+        ...
 
 
 def _by_arrival(sequence: Sequence) -> tuple[int, int]:
@@ -26,13 +41,21 @@ class Scheduler:
     """
 
     def __init__(
-        self, store: StateStore, *, max_step_tokens: int, max_running: int, pace: PrefillPace | None = None
+        self,
+        store: StateStore,
+        *,
+        max_step_tokens: int,
+        max_running: int,
+        pace: PrefillPace | None = None,
+        guesser: Guesser | None = None,
     ) -> None:
-        """pace: None for that of steps which take as long as they have tokens."""
+        """pace: None for that of steps which take as long as they have tokens. guesser: None where nothing is
+        guessed."""
         self._store = store
         self.pace = pace or PrefillPace(max_step_tokens)
         # Each running sequence needs at least one row of a step, or the youngest could starve.
         self._max_running = min(max_running, max_step_tokens)
+        self._guesser, self._most_guess_rows = guesser, min(max_step_tokens, MAX_PROMPT_LOGITS_ROWS)
         self._blocked: tuple[Sequence, int] | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -49,7 +72,8 @@ class Scheduler:
     def next(self) -> list[Chunk]:
         """The step's chunks: decode rows, then prompts under way, then newly admitted ones. Empty: nothing can run."""
         chunks = [Chunk(sequence, 1, 1) for sequence in self._decoding()]
-        tokens = self.pace.step_tokens(len(chunks)) - len(chunks)
+        decoding = len(chunks)
+        tokens = self.pace.step_tokens(decoding) - decoding
         rows = MAX_PROMPT_LOGITS_ROWS
         for sequence in self._prefilling():
             chunk = self._chunk(sequence, tokens, rows)
@@ -58,7 +82,20 @@ class Scheduler:
             rows -= chunk.logits - 1
             if tokens <= 0:
                 break
-        return chunks
+        # Beside a prompt a guess would wait longer than it saves, and its cost could not be measured.
+        return self._with_guesses(chunks) if chunks and len(chunks) == decoding else chunks
+
+    def _with_guesses(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Decode rows, and behind them rows of guesses. Nobody loses a page for a guess."""
+        if self._guesser is None:
+            return chunks
+        found = self._guesser.guesses([c.sequence for c in chunks], self._most_guess_rows - len(chunks))
+        return [
+            Chunk(c.sequence, 1 + len(guesses), 1 + len(guesses), guesses)
+            if guesses and self._store.grow(c.sequence, len(guesses))
+            else c
+            for c, guesses in zip(chunks, found, strict=True)
+        ]
 
     def advance(self, chunk: Chunk) -> None:
         """The model has run `chunk`. A finished prompt becomes a cached prefix and wakes the other answers."""
@@ -79,6 +116,8 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.become(Status.FINISHED)
+        if self._guesser is not None:
+            self._guesser.forget(sequence)
         self._wake_siblings(sequence)
 
     def _decoding(self) -> Iterator[Sequence]:

@@ -104,10 +104,9 @@ class Sequence:
         pages: list[int] = self.page_table[: self.num_pages].tolist()
         return pages
 
-    @property
-    def pages_wanted(self) -> int:
-        """Pages that hold all tokens known now."""
-        return -(-len(self.tokens) // self.page_size)
+    def pages_wanted(self, guesses: int = 0) -> int:
+        """Pages that hold all tokens known now, and so many that are guessed."""
+        return -(-(len(self.tokens) + guesses) // self.page_size)
 
     @property
     def reusable_len(self) -> int:
@@ -158,16 +157,32 @@ class Sequence:
 
 
 class Chunk(NamedTuple):
-    """What one sequence does in one step: rows computed_len : computed_len + length, logits of the last `logits`."""
+    """What one sequence does in one step: rows computed_len : computed_len + length, logits of the last `logits`.
+
+    The last rows are of `guesses`, tokens that the sequence does not have yet. Such a row counts only if all guesses up
+    to its own are what is chosen.
+    """
 
     sequence: Sequence
     length: int
     logits: int
+    guesses: tuple[int, ...] = ()
+
+    @property
+    def sure(self) -> int:
+        """Rows of tokens that the sequence has."""
+        return self.length - len(self.guesses)
 
     @property
     def samples(self) -> bool:
         """Whether the step reaches the sequence's last token, so that the next one is chosen."""
-        return self.length == self.sequence.pending_len
+        return self.sure == self.sequence.pending_len
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of its rows."""
+        first = self.sequence.computed_len
+        return [*self.sequence.tokens[first : first + self.sure], *self.guesses]
 
 
 def masks_of(sequences: Rows[Sequence]) -> RowMasks:

@@ -53,8 +53,8 @@ class Model:
         [R, vocab]."""
         embedded = self.embedding(batch.input_ids).to(self.dtype)
         rows = len(embedded)
-        one_each = rows == len(batch.seq_lens) == len(batch.logits_rows)
-        run = self._recorded_layers if one_each and self._worth_recording(rows) else self._layers
+        all_wanted = rows == len(batch.logits_rows)  # as in decode steps, with guesses or without
+        run = self._recorded_layers if all_wanted and self._worth_recording(rows) else self._layers
         return self.head(run(embedded, batch, states), torch.float32)
 
     def begin(self, batch: ForwardBatch) -> Pass:
@@ -90,7 +90,8 @@ class Model:
         return rows <= RECORDED_ROWS and elements <= RECORDED_ELEMENTS
 
     def _recorded_layers(self, embedded: Tensor, batch: ForwardBatch, states: States) -> Tensor:
-        """`_layers` for one token per sequence: from the second call of its size on, a recording of the first."""
+        """`_layers` where all logits are wanted: from the second call of its size on, a recording of the first. Which
+        rows are whose does not matter: the indices are exchanged as a whole."""
         if states[0][0] is not self._recorded_cache:
             self._recorded_cache, self._recorded = states[0][0], {}
         rows = len(embedded)

@@ -8,6 +8,7 @@ from typing import Any
 from tandem.config import ModelConfig, Plan
 from tandem.engine.gpu_runner import BeginStep
 from tandem.engine.runner import StepModel
+from tandem.engine.speculation.draft import Drafter
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts
@@ -29,4 +30,5 @@ class EngineParts:
     live: LiveExperts | None = None  # moves experts between steps; None: they stay where they are
     handoff: Handoff | None = None  # between a GPU and the experts in CPU memory; None: no GPU
     begin_step: BeginStep | None = None  # on a GPU: what its operations prepare outside CUDA graphs
+    drafter: Drafter | None = None  # who guesses, where the plan wants guesses; None: whom it names
     stream_seconds: float | None = None  # of a step in which all experts travel to the GPU; None: none does

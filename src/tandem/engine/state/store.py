@@ -34,7 +34,7 @@ class StateStore:
         """Gives a sequence pages for all tokens known now, and a slot; what an equal prefix left is taken up, and
         counts as computed. False, and nothing has changed, where that leaves fewer than `spare` pages."""
         cached = self._match(sequence)
-        wanted = sequence.pages_wanted - len(cached)
+        wanted = sequence.pages_wanted() - len(cached)
         if self.pages.available < wanted + spare or not self._slots_left():
             self.pages.release(cached)
             return False
@@ -43,9 +43,10 @@ class StateStore:
         sequence.advance(len(cached) * self.pages.page_size)
         return True
 
-    def grow(self, sequence: Sequence) -> bool:
-        """Pages for the tokens known now. False where there are too few; then nothing has changed."""
-        wanted = sequence.pages_wanted - sequence.num_pages
+    def grow(self, sequence: Sequence, guesses: int = 0) -> bool:
+        """Pages for the tokens known now and so many guesses. False where there are too few; then nothing has
+        changed."""
+        wanted = sequence.pages_wanted(guesses) - sequence.num_pages
         if self.pages.available < wanted:
             return False
         if wanted > 0:

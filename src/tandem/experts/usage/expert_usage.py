@@ -236,7 +236,19 @@ class ExpertUsage:
         for left, each in zip(self._left, counted, strict=True):
             np.add.at(left, layers, each)
 
-    def chosen(self, rows: int) -> Tensor:
-        """Ids of the last step's first rows, int16 [rows, MoE layers, top_k] on the CPU; only if they are kept."""
+    def chosen(self, rows: int, wrong: Sequence[int] = ()) -> Tensor:
+        """Ids of so many of the last step's first rows, `wrong` ones left out: int16 [rows, MoE layers, top_k] on the
+        CPU; only if they are kept."""
         assert self._chosen is not None
-        return self._chosen[:, :rows].transpose(0, 1).to("cpu", torch.int16)
+        some = self._chosen[:, : rows + len(wrong)]
+        if wrong:
+            others = set(wrong)
+            some = some[:, [row for row in range(rows + len(wrong)) if row not in others]]
+        return some.transpose(0, 1).to("cpu", torch.int16)
+
+    def take_back(self, rows: Sequence[int]) -> None:
+        """These rows of the last step were no tokens. Their experts were read all the same. Only if ids are kept."""
+        assert self._chosen is not None
+        ids = self._chosen[:, list(rows)].flatten(1).long()
+        tokens = self._arrays[_TOKENS]
+        tokens.scatter_add_(1, ids, torch.full_like(ids, -1, dtype=tokens.dtype))

@@ -103,15 +103,15 @@ class ExpertRecorder:
         self._count(self._book)
         self.recording = False
 
-    def after_step(self, rows: Sequence[Rows]) -> None:
-        """The model has run these rows."""
+    def after_step(self, rows: Sequence[Rows], wrong: Sequence[int] = ()) -> None:
+        """The model has run these rows. wrong: the numbers of others that it has run among them, which do not count."""
         if not self.recording or self._book is None:
             return
         count = sum(r.length for r in rows)
         self._book.passes += 1
         self._book.tokens += count
         if self.options.mode in DETAILED:
-            chosen = self._usage.chosen(count) if self.options.mode == "per_token" else None
+            chosen = self._usage.chosen(count, wrong) if self.options.mode == "per_token" else None
             new = self._count(self._book).int()
             self._book.steps.append(_Pass(new, self._usage.on_gpu, tuple(rows), chosen))
 

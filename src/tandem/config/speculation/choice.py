@@ -1,0 +1,110 @@
+"""`SpeculationPlan`: who guesses the next tokens, and how many; or why nobody does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tandem.config.engine_config import EngineConfig
+from tandem.config.model_config import ModelConfig, why_alone
+from tandem.config.state import Pages
+from tandem.errors import ConfigError
+
+DEFAULT_GUESSES = 7  # with the token before them 8 rows: as many as are recorded on a CPU
+DEFAULT_LEAST_MATCH, DEFAULT_LONGEST_MATCH = 2, 16  # tokens
+SPECULATION_FIELDS = (
+    "speculative_num_steps", "speculative_num_draft_tokens", "speculative_eagle_topk",
+    "speculative_moe_runner_backend", "speculative_ngram_min_match_window_size",
+    "speculative_ngram_max_match_window_size", "disable_speculative_governor",
+)  # fmt: skip
+_ALGORITHM = ("speculative_algorithm",)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationPlan:
+    """most_guesses: of a sequence in a step. governed: each step has as many as pay, else all there are. Matches are in
+    tokens."""
+
+    algorithm: str
+    most_guesses: int
+    governed: bool = True
+    least_match: int = DEFAULT_LEAST_MATCH
+    longest_match: int = DEFAULT_LONGEST_MATCH
+
+
+def speculation(config: EngineConfig, model: ModelConfig, on_gpu: bool) -> SpeculationPlan | None:
+    """None where no algorithm is asked for, or the model decodes one token a step. Raises ConfigError."""
+    asked = config.speculative_algorithm
+    if asked is None:
+        return None
+    if on_gpu:
+        raise ConfigError(
+            f"--speculative-algorithm {asked} needs the CPU: on a GPU, CUDA graphs decode one row per sequence, and "
+            "no rows of guesses; take --device cpu, or leave it out",
+            fields=_ALGORITHM,
+        )
+    most = _most_guesses(config)
+    least, longest = _match(config)
+    if why_one_token(model):
+        return None
+    return SpeculationPlan(asked, most, not config.disable_speculative_governor, least, longest)
+
+
+def speculation_texts(config: EngineConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """What was decided and why, for the plan; nothing where no algorithm is asked for. Raises ConfigError."""
+    if config.speculative_algorithm is None:
+        return
+    if why := why_one_token(model):
+        yield "off", why
+        return
+    how = f"{config.speculative_algorithm}, up to {_most_guesses(config)} guesses a step"
+    always = config.disable_speculative_governor
+    yield how, "--disable-speculative-governor: all of them" if always else "in each step as many as pay"
+
+
+def why_one_token(model: ModelConfig) -> str:
+    """Why rows of guesses are not possible; "": they are."""
+    if alone := why_alone(model):
+        return f"Transformers' own cache cannot forget wrong guesses: {alone}"
+    if not all(isinstance(state, Pages) and state.stride == 1 for state in model.states):
+        return "the model keeps more than a row for each token, and wrong guesses could not be taken back"
+    return ""
+
+
+def speculation_notices(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
+    """Flags that change nothing, and why."""
+    asked = config.speculative_algorithm
+    if asked is None:
+        for flag in config.given_flags(SPECULATION_FIELDS):
+            yield f"{flag} changes nothing: no --speculative-algorithm is given"
+    elif why := why_one_token(model):
+        yield f"--speculative-algorithm {asked} changes nothing: {why}"
+    else:
+        for flag in config.given_flags(("speculative_eagle_topk", "speculative_moe_runner_backend")):
+            yield f"{flag} changes nothing: {asked} has no draft model"
+
+
+def _most_guesses(config: EngineConfig) -> int:
+    """Draft tokens are rows of a sequence: the newest token's and those of its guesses."""
+    steps, rows = config.speculative_num_steps, config.speculative_num_draft_tokens
+    if steps is not None and rows is not None and rows != steps + 1:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens is {rows}, and --speculative-num-steps is {steps}; a chain of {steps} "
+            f"guesses has {steps + 1} draft tokens: give one of the two",
+            fields=("speculative_num_steps", "speculative_num_draft_tokens"),
+        )
+    if steps is not None:
+        return steps
+    return DEFAULT_GUESSES if rows is None else rows - 1
+
+
+def _match(config: EngineConfig) -> tuple[int, int]:
+    least = config.speculative_ngram_min_match_window_size
+    longest = config.speculative_ngram_max_match_window_size
+    if least > longest:
+        raise ConfigError(
+            f"--speculative-ngram-min-match-window-size is {least}, more than "
+            f"--speculative-ngram-max-match-window-size {longest}",
+            fields=("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size"),
+        )
+    return least, longest

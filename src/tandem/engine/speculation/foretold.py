@@ -1,0 +1,31 @@
+"""`Foretold`: guesses from answers that are known already, for measurements: right as often as wished."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+
+from tandem.engine.sampling.sampler import uniform
+from tandem.engine.sequence import Sequence
+from tandem.engine.speculation.draft import Draft
+
+
+class Foretold:
+    """`Drafter`. Whether a guess is right depends on its place alone, so it is the same at any width."""
+
+    def __init__(self, answers: Mapping[tuple[str, int], Rows[int]], acceptance: float, vocab: int) -> None:
+        """answers: tokens by request and index. acceptance: the share of the guesses that are right."""
+        self._answers, self._acceptance, self._vocab = answers, acceptance, vocab
+
+    def propose(self, sequence: Sequence, most: int) -> Draft | None:
+        answer, first = self._answers.get((sequence.request_id, sequence.index), ()), sequence.answer_len
+        places = range(first, min(first + most, len(answer)))
+        tokens = tuple(self._guess(answer[place], place) for place in places)
+        return Draft(tokens, (1,) * len(tokens)) if tokens else None
+
+    def forget(self, sequence: Sequence) -> None:
+        """There is nothing to forget."""
+
+    def _guess(self, token_id: int, place: int) -> int:
+        right = uniform(0, 0, place, b"foretold") < self._acceptance
+        return token_id if right else (token_id + 1) % self._vocab

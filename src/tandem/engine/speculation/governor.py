@@ -1,0 +1,133 @@
+"""`Governor`: how many guesses are worth a row in the next step.
+
+Each guess lengthens the step by what its row costs, and saves a share of a later step if it comes. Both are measured:
+the cost by the time of steps, the chance by comparing guesses with what came, whether a row was computed for them or
+not. So a step without guesses costs nothing more, and still tells whether they would have been right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Rows
+
+from tandem.engine.sequence import Sequence
+from tandem.engine.speculation.draft import Draft
+from tandem.engine.speculation.step_times import StepTimes
+
+LEAST_GAIN = 1.02  # below it a step goes without guesses: a difference this small may be none
+LEAST_CHANCE = 0.02  # of a guess that is looked at
+PROBE_EVERY = 64  # steps with guesses, then one without; likewise steps without that might have had some
+_HOPE = 0.5  # chance from which a step without guesses might have had some
+_MEMORY = 0.97  # of a sequence's counts, from guess to guess
+_SERVER_MEMORY = 0.995
+_SERVER_WEIGHT = 4.0  # guesses that the server's mean counts as, for a sequence
+_FIRST_CHANCES = {1: 0.3, 2: 0.5, 3: 0.7, 4: 0.8, 5: 0.85}  # by kind
+
+
+class _Counts:
+    """Of guesses of one kind, old ones forgotten."""
+
+    __slots__ = ("hits", "trials")
+
+    def __init__(self, hits: float = 0.0, trials: float = 0.0) -> None:
+        self.hits, self.trials = hits, trials
+
+    def add(self, hit: bool, memory: float) -> None:
+        self.hits = memory * self.hits + hit
+        self.trials = memory * self.trials + 1.0
+
+
+class Governor:
+    """One per engine. `times`: of its steps."""
+
+    def __init__(self) -> None:
+        self.times = StepTimes()
+        self._server: dict[int, _Counts] = {}
+        self._known: dict[Sequence, dict[int, _Counts]] = {}
+        self._with = self._without = 0  # steps since the last probe
+
+    def widths(self, sequences: Rows[Sequence], drafts: Rows[Draft | None], room: int) -> list[int]:
+        """Guesses of each draft that get a row, `room` in all at most."""
+        found = self._chances(sequences, drafts)
+        if not found or self.times.plain(len(sequences)) is None:
+            return [0] * len(drafts)
+        best = self._best(len(sequences), [chance for chance, _ in found[:room]])
+        widths = [0] * len(drafts)
+        for _, number in found[:best]:
+            widths[number] += 1
+        return widths
+
+    def learn(self, sequence: Sequence, draft: Draft, came: Rows[int]) -> None:
+        """came: the tokens that the sequence got. Those behind the first that was guessed wrong tell nothing."""
+        known = self._known.setdefault(sequence, {})
+        for token, guess, kind in zip(came, draft.tokens, draft.kinds, strict=False):
+            hit = token == guess
+            known.setdefault(kind, _Counts()).add(hit, _MEMORY)
+            self._server_counts(kind).add(hit, _SERVER_MEMORY)
+            if not hit:
+                return
+
+    def forget(self, sequence: Sequence) -> None:
+        self._known.pop(sequence, None)
+
+    def chance(self, sequence: Sequence, kind: int) -> float:
+        """That a guess of this kind comes: the mean less one deviation, so that little evidence promises little."""
+        server = self._server_counts(kind)
+        own = self._known.get(sequence, {}).get(kind) or _Counts()
+        trials = own.trials + _SERVER_WEIGHT
+        mean = (own.hits + _SERVER_WEIGHT * server.hits / server.trials) / trials
+        return max(0.0, mean - math.sqrt(mean * (1.0 - mean) / (trials + 1.0)))
+
+    def _server_counts(self, kind: int) -> _Counts:
+        if kind not in self._server:
+            first = _FIRST_CHANCES.get(kind, 0.5)
+            self._server[kind] = _Counts(first * _SERVER_WEIGHT, _SERVER_WEIGHT)
+        return self._server[kind]
+
+    def _chances(self, sequences: Rows[Sequence], drafts: Rows[Draft | None]) -> list[tuple[float, int]]:
+        """Of every guess that it and all before it come, with its draft's number; the likeliest first. Those of a draft
+        never rise, and sorting keeps their order."""
+        found: list[tuple[float, int]] = []
+        for number, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
+            chance = 1.0
+            for kind in () if draft is None else draft.kinds:
+                chance *= self.chance(sequence, kind)
+                if chance < LEAST_CHANCE:
+                    break
+                found.append((chance, number))
+        found.sort(key=lambda each: -each[0])
+        return found
+
+    def _best(self, sequences: int, chances: list[float]) -> int:
+        """The number of guesses that gives the most tokens per second."""
+        might = chances[0] >= _HOPE
+        if might and self._with >= PROBE_EVERY:  # what a step without guesses takes may have changed
+            self._with = 0
+            return 0
+        best = self._fastest(sequences, chances, hopeful=might and self._without >= PROBE_EVERY)
+        if best:
+            self._with, self._without = self._with + 1, 0
+        else:
+            self._without += might
+        return best
+
+    def _fastest(self, sequences: int, chances: list[float], *, hopeful: bool) -> int:
+        cost = self.times.curve(sequences, hopeful=hopeful)
+        tokens, best, most = float(sequences), 0, LEAST_GAIN
+        for guesses, chance in enumerate(chances, 1):
+            tokens += chance
+            gain = tokens / sequences / cost(guesses)
+            if gain > most:
+                best, most = guesses, gain
+        return best
+
+
+class FixedWidth(Governor):
+    """Every draft gets all its rows: `--disable-speculative-governor`."""
+
+    def widths(self, sequences: Rows[Sequence], drafts: Rows[Draft | None], room: int) -> list[int]:
+        widths = []
+        for draft in drafts:
+            widths.append(0 if draft is None else min(room, len(draft.tokens)))
+            room -= widths[-1]
+        return widths

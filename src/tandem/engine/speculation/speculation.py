@@ -1,0 +1,118 @@
+"""`Speculation`: a drafter, its governor, and what they have gained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Rows
+from time import monotonic
+
+from tandem.engine.protocol import SpeculationStats
+from tandem.engine.sequence import Sequence
+from tandem.engine.speculation.draft import Draft, Drafter
+from tandem.engine.speculation.governor import FixedWidth, Governor
+from tandem.engine.turns import Turn
+
+LOG_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class Speculation:
+    """What the scheduler asks for guesses, and the engine tells what became of them.
+
+    A step is asked, then `learn`, then `timed`; one that fails is not told.
+    """
+
+    def __init__(self, drafter: Drafter, algorithm: str, most: int, *, governed: bool) -> None:
+        """most: guesses of one sequence in one step."""
+        self._drafter, self._algorithm, self._most, self._governed = drafter, algorithm, most, governed
+        self._governor = Governor() if governed else FixedWidth()
+        self._drafts: dict[Sequence, Draft] = {}  # of the step that is being made
+        self._asked = False  # whether that step may have guesses
+        self._step: tuple[int, int, int] | None = None  # its sequences, guesses and tokens, once they are known
+        self._steps = self._with_guesses = self._guesses = self._right = self._tokens = 0
+        self._widths = [0] * (most + 1)
+        self._saved = 0.0
+        self._logged, self._logged_steps = monotonic(), 0
+
+    def guesses(self, sequences: Rows[Sequence], room: int) -> list[tuple[int, ...]]:
+        """As `scheduler.Guesses`."""
+        self._asked, self._step = True, None
+        drafts = [self._draft(sequence) for sequence in sequences]
+        self._drafts = {
+            sequence: draft
+            for sequence, draft in zip(sequences, drafts, strict=True)
+            if draft is not None
+        }
+        widths = self._governor.widths(sequences, drafts, room)
+        return [
+            () if draft is None else draft.tokens[:width]
+            for draft, width in zip(drafts, widths, strict=True)
+        ]
+
+    def forget(self, sequence: Sequence) -> None:
+        self._drafter.forget(sequence)
+        self._governor.forget(sequence)
+        self._drafts.pop(sequence, None)
+
+    def learn(self, turns: Rows[Turn]) -> None:
+        """What the step's sequences got."""
+        if not self._asked:  # a prompt was computed
+            return
+        self._asked = False
+        for turn in turns:
+            self._note(turn)
+        self._step = len(turns), sum(len(t.chunk.guesses) for t in turns), sum(t.tokens for t in turns)
+
+    def timed(self, seconds: float) -> None:
+        """The step that has been learnt from took so long."""
+        if self._step is None:
+            return
+        (sequences, guesses, tokens), self._step = self._step, None
+        self._governor.times.observe(sequences, guesses, seconds)
+        self._steps += 1
+        if guesses:
+            self._with_guesses += 1
+            self._tokens += tokens
+            plain = self._governor.times.plain(sequences)
+            self._saved += 0.0 if plain is None else plain * tokens / sequences - seconds
+        self._say()
+
+    def stats(self) -> SpeculationStats:
+        return SpeculationStats(
+            algorithm=self._algorithm,
+            governed=self._governed,
+            most=self._most,
+            steps=self._steps,
+            guess_steps=self._with_guesses,
+            guess_step_tokens=self._tokens,
+            guesses=self._guesses,
+            right_guesses=self._right,
+            widths=list(self._widths),
+            saved_seconds=self._saved,
+        )
+
+    def _draft(self, sequence: Sequence) -> Draft | None:
+        """The last token of an answer needs no guess behind it."""
+        most = min(self._most, sequence.max_len - sequence.total_len - 1)
+        return self._drafter.propose(sequence, most) if most > 0 and sequence.answer_len else None
+
+    def _note(self, turn: Turn) -> None:
+        width, right = len(turn.chunk.guesses), max(0, turn.tokens - 1)
+        self._widths[width] += 1
+        self._guesses += width
+        self._right += right
+        draft = self._drafts.get(turn.sequence)  # none if it has ended
+        if draft is not None and turn.tokens:
+            self._governor.learn(turn.sequence, draft, turn.sequence.tokens[-turn.tokens :])
+
+    def _say(self) -> None:
+        now = monotonic()
+        if now - self._logged < LOG_SECONDS or self._with_guesses == self._logged_steps:
+            return
+        self._logged, self._logged_steps = now, self._with_guesses
+        _log.info(
+            "speculation %s: %d of %d decode steps had guesses, %.0f %% of %d were right; %.1f s saved since start",
+            self._algorithm, self._with_guesses, self._steps,
+            100.0 * self._right / max(1, self._guesses), self._guesses, self._saved,
+        )  # fmt: skip

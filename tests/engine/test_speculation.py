@@ -1,0 +1,334 @@
+"""Several tokens a step: guesses decide what is computed, never what is answered."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fake_model import (
+    VOCAB,
+    FakeModel,
+    FakeTokenizer,
+    check_pages,
+    fake_config,
+    fake_engine,
+    fake_plan,
+    foretold_engine,
+    request,
+    run,
+    text,
+    token_ids,
+)
+from recorded_steps import tiny_engine
+from tandem import LLM, SamplingParams
+from tandem.config import EngineConfig, Machine
+from tandem.config.speculation.choice import SpeculationPlan
+from tandem.engine.engine import Engine
+from tandem.engine.llm import Generation
+from tandem.engine.protocol import GenerateRequest, Grammar
+from tandem.engine.speculation.foretold import Foretold
+from tandem.engine.start.loader import load_parts
+from tandem.engine.start.parts import EngineParts
+from tandem.experts.usage.usage_file import read_usage
+
+PROMPT = list(range(2, 9))
+
+
+def test_the_made_up_drafter_is_right_as_often_as_wished() -> None:
+    engine = fake_engine()
+    engine.add(request("a", PROMPT, max_tokens=200, ignore_eos=True))
+    engine.step()
+    [sequence] = engine._scheduler.running
+    for acceptance, least, most in ((0.0, 0, 0), (0.5, 80, 120), (1.0, 200, 200)):
+        draft = Foretold({("a", 0): [7] * 300}, acceptance, VOCAB).propose(sequence, 200)
+        assert least <= sum(token == 7 for token in draft.tokens) <= most
+
+
+def test_right_guesses_save_steps_and_wrong_ones_cost_none() -> None:
+    ask = request("a", PROMPT, max_tokens=40, ignore_eos=True)
+    plain = fake_engine()
+    expected = run(plain, ask)
+    answer = {("a", 0): token_ids(expected["a", 0])}
+    steps = {}
+    for acceptance in (0.0, 0.5, 1.0):
+        engine = foretold_engine(answer, acceptance)
+        got = run(engine, ask)
+        assert token_ids(got["a", 0]) == answer["a", 0] and text(got["a", 0]) == text(expected["a", 0])
+        steps[acceptance] = engine.stats().steps
+    assert steps[0.0] == plain.stats().steps == 40
+    assert steps[1.0] == 1 + 39 // 5 + 1  # the prompt, then five tokens a step, and four in the last
+    assert steps[1.0] < steps[0.5] < steps[0.0]
+
+
+def test_what_a_step_brings_is_one_output() -> None:
+    ask = request("a", PROMPT, max_tokens=11, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    expected = run(fake_engine(), ask)["a", 0]
+    got = run(foretold_engine({("a", 0): token_ids(expected)}, 1.0), ask)["a", 0]
+    assert [len(output.token_ids) for output in got] == [1, 5, 5]
+    assert [each for output in got for each in output.logprobs] == [o.logprobs[0] for o in expected]
+    assert got[0].prompt_logprobs == expected[0].prompt_logprobs
+    assert [output.completion_tokens for output in got] == [1, 6, 11]
+    assert [output.finish_reason for output in got] == [None, None, "length"]
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
+def test_the_prefix_tree_holds_accepted_tokens_only(acceptance: float) -> None:
+    """A follow-up finds what a plain run would have left, and no page of a guess that was wrong."""
+    ask = request("a", PROMPT, max_tokens=21, ignore_eos=True)
+    plain = fake_engine()
+    answer = token_ids(run(plain, ask)["a", 0])
+    engine = foretold_engine({("a", 0): answer}, acceptance)
+    run(engine, ask)
+    assert set(trie(engine)) == set(trie(plain)) and len(trie(engine)) == (len(PROMPT) + 20) // 4
+    again = request("b", PROMPT + answer + [9])
+    assert run(engine, again)["b", 0][0].cached_tokens == run(plain, again)["b", 0][0].cached_tokens > 0
+
+
+def trie(engine: Engine) -> list[tuple[int, ...]]:
+    return [node.key for node in engine._kv._tree._node_of_page.values()]
+
+
+def test_nobody_loses_a_page_for_a_guess() -> None:
+    """Both answers fit the cache exactly; guesses would need more, and are not made then."""
+    asks = [request(name, PROMPT, max_tokens=17, ignore_eos=True) for name in "ab"]  # 24 tokens: 6 pages each
+    plain = {key: token_ids(outputs) for key, outputs in run(fake_engine(), *asks).items()}
+    engine = foretold_engine(plain, 0.0, num_pages=12, most=8, radix_cache=False)
+    got = run(engine, *asks)
+    assert {key: token_ids(outputs) for key, outputs in got.items()} == plain
+    assert engine.stats().preemptions == 0
+    check_pages(engine)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
+def test_preempted_sequences_answer_the_same(acceptance: float) -> None:
+    asks = [request(str(i), [i + 2, 3, 4, 5, 6], max_tokens=30, ignore_eos=True) for i in range(6)]
+    plain = {key: token_ids(outputs) for key, outputs in run(fake_engine(), *asks).items()}
+    engine = foretold_engine(plain, acceptance, num_pages=12)
+    assert {key: token_ids(outputs) for key, outputs in run(engine, *asks).items()} == plain
+    assert engine.stats().preemptions > 0 and engine.stats().speculation.guesses > 0
+    check_pages(engine)
+
+
+def test_rows_of_guesses_are_limited_together() -> None:
+    asks = [request(str(i), [i + 2, 3], max_tokens=20, ignore_eos=True) for i in range(6)]
+    plain = {key: token_ids(outputs) for key, outputs in run(fake_engine(), *asks).items()}
+    model = FakeModel()
+    parts = EngineParts(
+        fake_plan(speculation=SpeculationPlan("made up", 8, False), max_step_tokens=16), fake_config(), model,
+        FakeTokenizer(), drafter=Foretold(plain, 1.0, VOCAB),
+    )  # fmt: skip
+    engine = Engine.from_parts(parts)
+    for ask in asks:
+        engine.add(ask)
+    most, seen = 0, defaultdict(list)
+    while engine.has_work():
+        before = model.rows_run
+        for output in engine.step():
+            seen[output.id, output.index] += output.token_ids
+        most = max(most, model.rows_run - before)
+    assert most == 16 and seen == plain
+
+
+def test_a_prompt_s_step_has_no_guesses() -> None:
+    answer = {("a", 0): token_ids(run(fake_engine(), request("a", PROMPT, max_tokens=60, ignore_eos=True))["a", 0])}
+    engine = foretold_engine(answer, 1.0, max_step_tokens=8)
+    engine.add(request("a", PROMPT, max_tokens=60, ignore_eos=True))
+    while engine.stats().generated_tokens < 11:
+        engine.step()
+    engine.add(request("b", [5] * 40))
+    widths = []
+    while engine._scheduler.waiting or any(s.pending_len > 1 for s in engine._scheduler.running):
+        widths += [len(output.token_ids) for output in engine.step() if output.id == "a"]
+    assert set(widths) == {1} and len(widths) >= 5
+
+
+class FailingTurns(FakeModel):
+    """Its logits of a guessed row are no numbers."""
+
+    def forward(self, batch, kv):
+        logits = super().forward(batch, kv)
+        if len(batch.input_ids) > len(batch.seq_lens) == len(batch.logits_rows) - 4:
+            logits[2] = np.nan
+        return logits
+
+
+def test_bad_logits_of_a_guess_end_the_answer_where_they_would_have() -> None:
+    ask = request("a", PROMPT, max_tokens=30, ignore_eos=True)
+    plain = token_ids(run(fake_engine(), ask)["a", 0])
+    parts = EngineParts(
+        fake_plan(speculation=SpeculationPlan("made up", 4, False)), fake_config(), FailingTurns(),
+        FakeTokenizer(), drafter=Foretold({("a", 0): plain}, 1.0, VOCAB),
+    )  # fmt: skip
+    engine = Engine.from_parts(parts)
+    outputs = run(engine, ask)["a", 0]
+    assert outputs[-1].finish_reason == "error" and "NaN" in outputs[-1].error
+    assert token_ids(outputs) == plain[:3]  # the prompt's, and two before the row that has none
+    check_pages(engine)
+    assert engine.stats().pages_free == engine.stats().pages_total
+
+
+def test_a_failing_choice_fails_only_those_that_wait_for_it(monkeypatch) -> None:
+    """One answer ends with its first token of the step. The other's second cannot be chosen."""
+    asks = [
+        request("ends", [2, 3], max_tokens=2, ignore_eos=True),
+        request("fails", [4, 5], max_tokens=9, ignore_eos=True),
+    ]
+    plain = {key: token_ids(outputs) for key, outputs in run(fake_engine(), *asks).items()}
+    engine = foretold_engine(plain, 1.0)
+    from tandem.engine.sampling.logits import HostLogits
+
+    choose = HostLogits.chosen
+
+    def failing(self, rows, sequences, eos_ids, masks=()):
+        if len(sequences) == 1 and sequences[0].answer_len == 2:
+            raise RuntimeError("no choice")
+        return choose(self, rows, sequences, eos_ids, masks)
+
+    monkeypatch.setattr(HostLogits, "chosen", failing)
+    got = run(engine, *asks)
+    assert token_ids(got["ends", 0]) == plain["ends", 0] and got["ends", 0][-1].finish_reason == "length"
+    assert got["fails", 0][-1].finish_reason == "error" and "no choice" in got["fails", 0][-1].error
+    assert token_ids(got["fails", 0]) == plain["fails", 0][:2]
+    check_pages(engine)
+    assert not engine.has_work()
+
+
+# -- a model with experts ---
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
+def test_wrong_guesses_count_nowhere(tiny_models, tmp_path: Path, acceptance: float) -> None:
+    """Counts and records of experts are those of a run without guesses, token by token."""
+    path = tiny_models["qwen3_moe"]
+    records, stats = [], []
+    answers: dict[tuple[str, int], list[int]] = {}
+    for guessing in (False, True):
+        engine = tiny_engine(path, tmp_path, expert_distribution_recorder_mode="per_token",
+                             speculative_algorithm="NGRAM")  # fmt: skip
+        wanted = SpeculationPlan("made up", 3, False) if guessing else None
+        parts = replace(engine_parts(engine), plan=replace(engine.plan, speculation=wanted))
+        engine = Engine.from_parts(replace(parts, drafter=Foretold(answers, acceptance, 256)))
+        engine.record_experts("start").result()
+        got = run(engine, *(request(name, prompt, max_tokens=12, ignore_eos=True)
+                            for name, prompt in (("0", [7, 8, 9]), ("1", [40] * 6))))  # fmt: skip
+        answers = {key: token_ids(outputs) for key, outputs in got.items()} if not guessing else answers
+        assert {key: token_ids(outputs) for key, outputs in got.items()} == answers
+        records.append(read_usage(Path(engine.record_experts("dump").result(60).file)))
+        stats.append(engine.stats())
+    plain, guessed = records
+    assert sorted(rows_of(plain)) == sorted(rows_of(guessed))
+    assert guessed.tokens == plain.tokens
+    assert (guessed.counts.sum(0) == plain.counts.sum(0)).all()
+    assert stats[0].experts.cpu_tokens == stats[1].experts.cpu_tokens
+    assert (stats[1].speculation.guesses > 0) and stats[1].steps <= stats[0].steps
+
+
+def engine_parts(engine: Engine) -> EngineParts:
+    runner = engine._runner
+    return EngineParts(
+        engine.plan, engine.model_config, runner._model, engine.tokenizer, engine._workers, runner._usage,
+        engine._recorder,
+    )  # fmt: skip
+
+
+def rows_of(record) -> list[tuple]:
+    """(request, position, ids of all layers) of every token."""
+    requests, positions = record.requests.tolist(), record.positions.tolist()
+    return [(r, p, str(ids)) for r, p, ids in zip(requests, positions, record.topk_ids.tolist(), strict=True)]
+
+
+# -- the demo model ---
+
+ASKED = [
+    "Repeat exactly: one two three four five six seven eight one two three four five six seven eight",
+    "Why is the sky blue?",
+]
+WISHES = {
+    "greedy": {"temperature": 0.0, "logprobs": 1, "ignore_eos": True},
+    "nucleus": {"temperature": 0.8, "top_p": 0.9, "seed": 11, "n": 2, "ignore_eos": True},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3,
+        "min_tokens": 20, "ignore_eos": True},
+    "narrow": {"temperature": 0.9, "seed": 2, "dry_multiplier": 0.8,
+        "xtc_probability": 0.4, "min_p": 0.05, "ignore_eos": True},
+    "grammar": {"temperature": 0.0, "grammar": Grammar("regex", r"([a-z]+ ){8}[a-z]+\.")},
+    "stops": {"temperature": 0.0, "stop": ("five", "er "), "logit_bias": {284: 1.0}},
+}
+
+
+@pytest.fixture(scope="module")
+def parts() -> EngineParts:
+    """AMX promises no equal bits, so it is left out."""
+    tier = "avx512_bf16" if "amx" in Machine.detect().tiers else "auto"
+    flags = {"max_total_tokens": 4096, "max_running_requests": 8, "kernel_tier": tier, "device": "cpu"}
+    return load_parts(EngineConfig(model="demo", speculative_algorithm="NGRAM", **flags))
+
+
+@pytest.fixture(scope="module")
+def plain(parts) -> dict[str, list[Generation]]:
+    return {wish: ask(parts, wish)[0] for wish in WISHES}
+
+
+def ask(parts: EngineParts, wish: str, **plan) -> tuple[list[Generation], Engine]:
+    engine = Engine.from_parts(replace(parts, plan=replace(parts.plan, **{"speculation": None} | plan)))
+    params = SamplingParams(max_tokens=24, **WISHES[wish])
+    asked = [[{"role": "user", "content": each}] for each in ASKED]
+    return LLM.from_engine(engine).chat(asked, params, progress=False), engine
+
+
+def told(results: list[Generation]) -> list:
+    return [(a.text, a.token_ids, a.logprobs, a.finish_reason, a.stop_match) for r in results for a in r.answers]
+
+
+WAYS = {  # acceptance of a drafter that knows the answer, None: NGRAM; and changes to the plan
+    "NGRAM": (None, {}),
+    "half right": (0.5, {}),
+    "tight": (0.8, {"num_pages": 8, "max_step_tokens": 16, "radix_cache": False}),
+}
+
+
+@pytest.mark.parametrize("wish", sorted(WISHES))
+@pytest.mark.parametrize("way", WAYS)
+def test_the_demo_model_answers_the_same_bits(parts, plain, wish: str, way: str) -> None:
+    """Tokens, texts, log-probabilities and reasons."""
+    acceptance, changes = WAYS[way]
+    expected = plain[wish]
+    answers = {(str(i), n): a.token_ids for i, r in enumerate(expected, 1) for n, a in enumerate(r.answers)}
+    drafter = None if acceptance is None else Foretold(answers, acceptance, parts.model_config.vocab)
+    wanted = SpeculationPlan("NGRAM", 7, governed=False)
+    got, engine = ask(replace(parts, drafter=drafter), wish, speculation=wanted, **changes)
+    assert told(got) == told(expected)
+    stats = engine.stats()
+    if drafter is not None:
+        assert 0 < stats.speculation.right_guesses < stats.speculation.guesses
+
+
+def test_recorded_steps_do_not_depend_on_whose_their_rows_are(parts) -> None:
+    """Eight rows of one sequence and one row of each of eight replay the same recording."""
+    llm = LLM.from_engine(
+        Engine.from_parts(replace(parts, plan=replace(parts.plan, speculation=SpeculationPlan("NGRAM", 7, False))))
+    )
+    crowd = [[{"role": "user", "content": f"{ASKED[0]} {i}"}] for i in range(8)]
+    params = SamplingParams(max_tokens=24, temperature=0.0, logprobs=1)
+    model = llm.engine._runner._model
+    first = llm.chat(crowd[:1], params, progress=False)
+    assert 8 in model._recorded
+    llm.chat(crowd, params, progress=False)
+    again = llm.chat(crowd[:1], params, progress=False)
+    assert [(r.token_ids, r.logprobs) for r in again] == [(r.token_ids, r.logprobs) for r in first]
+
+
+def test_stats_say_what_was_gained(parts) -> None:
+    engine = Engine.from_parts(replace(parts, plan=replace(parts.plan, speculation=SpeculationPlan("NGRAM", 7, False))))
+    prompt = engine.tokenizer.encode("a b c d e f g h " * 6)
+    engine.add(GenerateRequest(id="a", prompt_ids=prompt, sampling=SamplingParams(temperature=0.0, max_tokens=40)))
+    while engine.has_work():
+        engine.step()
+    said = engine.stats().speculation
+    assert (said.algorithm, said.governed, said.most) == ("NGRAM", False, 7)
+    assert 0 < said.right_guesses <= said.guesses
+    assert sum(said.widths) == said.steps and sum(i * n for i, n in enumerate(said.widths)) == said.guesses
+    assert said.guess_step_tokens == said.right_guesses + said.guess_steps
