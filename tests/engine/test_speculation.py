@@ -241,6 +241,37 @@ def rows_of(record) -> list[tuple]:
     return [(r, p, str(ids)) for r, p, ids in zip(requests, positions, record.topk_ids.tolist(), strict=True)]
 
 
+FAMILIES = (
+    "glm4_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "mixtral-window", "qwen2_moe-window", "olmoe-clip", "llama",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_every_paged_family_answers_the_same_bits(tiny_models, tmp_path: Path, variant: str) -> None:
+    """Windows, latents, indexers, sinks; with answers longer than the windows. Half the guesses are right."""
+    tier = "avx512" if "amx" in Machine.detect().tiers else "auto"
+    engine = tiny_engine(
+        tiny_models[variant], tmp_path, speculative_algorithm="NGRAM", kernel_tier=tier,
+        disable_speculative_governor=True,
+    )  # fmt: skip
+    asks = [
+        request(name, prompt, max_tokens=30, ignore_eos=True, logprobs=3)
+        for name, prompt in (("a", [7, 8, 9, 7, 8]), ("b", [40] * 20))
+    ]
+    parts = engine_parts(engine)
+    plain = run(Engine.from_parts(replace(parts, plan=replace(parts.plan, speculation=None))), *asks)
+    answers = {key: token_ids(outputs) for key, outputs in plain.items()}
+    foretold = Foretold(answers, 0.5, parts.model_config.vocab)
+    for drafter in (None, foretold):
+        guessing = Engine.from_parts(replace(parts, drafter=drafter))
+        assert scores(run(guessing, *asks)) == scores(plain)
+        assert guessing.stats().speculation.guesses > 0
+
+
+def scores(answers: dict) -> dict:
+    return {key: [each for output in outputs for each in output.logprobs] for key, outputs in answers.items()}
+
+
 # -- the demo model ---
 
 ASKED = [

@@ -19,6 +19,7 @@ import torch
 from echo_tokenizer import END, EOS, VOCAB, EchoTokenizer
 from fake_model import fake_config, fake_plan
 from tandem.config import EngineConfig
+from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.expert_statistics import ExpertMeter
 from tandem.engine.start.parts import EngineParts
@@ -85,10 +86,13 @@ def after_failure() -> None:
         raise EngineError("the GPU stopped working")
 
 
-def build(seconds_per_step: float = 0.0, context_length: int = CONTEXT) -> LoadedEngine:
+def build(
+    seconds_per_step: float = 0.0, context_length: int = CONTEXT, speculation: SpeculationPlan | None = None
+) -> LoadedEngine:
     plan = fake_plan(
-        context_length=context_length, num_pages=PAGES, max_running_requests=64, max_step_tokens=512
-    )
+        context_length=context_length, num_pages=PAGES, max_running_requests=64, max_step_tokens=512,
+        speculation=speculation,
+    )  # fmt: skip
     config = fake_config()
     object.__setattr__(config, "vocab", VOCAB)
     object.__setattr__(config, "eos_ids", (EOS,))
