@@ -93,6 +93,19 @@ def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner
     )  # fmt: skip
 
 
+def _sequences(request: GenerateRequest, max_len: int, arrival: int, page_size: int) -> list[Sequence]:
+    """Of all its answers."""
+    asked = request.sampling.seed
+    seed = fresh_seed() if asked is None else asked
+    return [
+        Sequence(
+            request.id, index, request.prompt_ids, request.sampling,
+            arrival=arrival, max_len=max_len, page_size=page_size, seed=seed,
+        )
+        for index in range(request.sampling.n)
+    ]  # fmt: skip
+
+
 class Engine:
     """Not thread-safe: one thread adds, aborts and steps."""
 
@@ -142,7 +155,8 @@ class Engine:
         validate(request.sampling, self.model_config.vocab)
         check_prompt_ids(request.prompt_ids, self.model_config.vocab)
         max_len = answer_limit(request, self.plan.context_length, self._kv.num_pages * self._kv.page_size)
-        sequences = self._sequences(request, max_len)
+        self._arrivals += 1
+        sequences = _sequences(request, max_len, self._arrivals, self._kv.page_size)
         if request.sampling.grammar is None:
             self._scheduler.add(sequences)
         else:
@@ -228,18 +242,6 @@ class Engine:
             experts=None if self._meter is None else self._meter.stats(idle=not self.has_work()),
             speculation=None if self._speculation is None else self._speculation.stats(),
         )
-
-    def _sequences(self, request: GenerateRequest, max_len: int) -> list[Sequence]:
-        asked = request.sampling.seed
-        seed = fresh_seed() if asked is None else asked
-        self._arrivals += 1
-        return [
-            Sequence(
-                request.id, index, request.prompt_ids, request.sampling,
-                arrival=self._arrivals, max_len=max_len, page_size=self._kv.page_size, seed=seed,
-            )
-            for index in range(request.sampling.n)
-        ]  # fmt: skip
 
     def _take_grammars(self) -> list[TokenOutput]:
         """Requests whose grammars are compiled may run; outputs of those whose cannot be."""
