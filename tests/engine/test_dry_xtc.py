@@ -15,6 +15,7 @@ from tandem.engine.sampling import on_device
 from tandem.engine.sampling.dry import LONGEST, dry_penalties
 from tandem.engine.sampling.logits import DeviceLogits, HostLogits, HostRows, best_of
 from tandem.engine.sampling.narrowing import narrowed
+from tandem.engine.sampling.repetitions import Repetitions
 from tandem.engine.sampling.sampler import coin_of, draw, uniform
 from tandem.engine.sequence import Sequence
 
@@ -26,7 +27,7 @@ def random_row(seed: int, vocab: int = VOCAB, spread: float = 3.0) -> np.ndarray
 
 
 def sequence(params: SamplingParams, tokens: list[int], seed: int = 0) -> Sequence:
-    return Sequence("r", 0, tokens, params, arrival=0, max_len=10_000, page_size=16, seed=seed)
+    return Sequence("r", 0, tokens, params, arrival=0, max_len=300_000, page_size=16, seed=seed)
 
 
 # --- DRY
@@ -69,6 +70,44 @@ def test_dry_against_the_definition(tokens, allowed, last_n, breakers) -> None:
     assert set(ids.tolist()) == set(expected) and len(ids) == len(expected)
     for token, penalty in zip(ids.tolist(), penalties.tolist(), strict=True):
         assert penalty == pytest.approx(expected[token], rel=1e-6)  # float32
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=70), min_size=1, max_size=5), st.integers(1, 3),
+    st.sampled_from([-1, 3, 40, 90]), st.sets(st.integers(0, 2), max_size=1),
+)  # fmt: skip
+def test_dry_token_by_token(pieces, allowed, last_n, breakers) -> None:
+    """What is kept from token to token, or from one piece to the next, is what a fresh look finds: of texts shorter
+    and longer than what counts of a repetition."""
+    params = SamplingParams(
+        dry_multiplier=0.8, dry_allowed_length=allowed, dry_penalty_last_n=last_n, dry_breakers=tuple(breakers)
+    )
+    kept = sequence(params, pieces[0])
+    for piece in [[], *pieces[1:], *[[token] for token in pieces[-1]]]:
+        kept.tokens += piece
+        ids, penalties = dry_penalties(kept)
+        expected = plain_dry(kept.tokens, params)
+        assert dict(zip(ids.tolist(), penalties.tolist(), strict=True)) == pytest.approx(expected, rel=1e-6)
+        assert len(ids) == len(expected)
+
+
+def test_a_token_costs_dry_its_own_places_only(monkeypatch) -> None:
+    """Not the whole text: by what is looked at, not by time."""
+    looked: list[int] = []
+    plain = Repetitions._lengths_at
+    monkeypatch.setattr(
+        Repetitions, "_lengths_at", lambda self, places: (looked.append(len(places)), plain(self, places))[1]
+    )
+    text = [int(i) for i in np.random.default_rng(0).integers(0, 900, 200_000)]
+    long = sequence(SamplingParams(dry_multiplier=0.8), text)
+    dry_penalties(long)
+    looked.clear()
+    for token in text[1000:1020]:
+        long.tokens.append(token)
+        ids, _ = dry_penalties(long)
+    assert len(looked) == 20 and max(looked) < 400 and text[1020] in ids
+    assert plain_dry(long.tokens[-3000:], long.sampling).keys() <= set(ids.tolist())
 
 
 def test_dry_breaks_a_loop_that_greedy_decoding_would_not_leave() -> None:

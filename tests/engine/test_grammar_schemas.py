@@ -18,6 +18,7 @@ from fake_model import run, text
 from random_engine import engine, request
 from tandem.engine.engine import Engine
 from tandem.engine.grammar import sources
+from tandem.engine.grammar.schema import check_schema, prepared
 from tandem.errors import RequestError
 
 SUITE = Path(__file__).parents[2] / "node_modules" / "json-schema-test-suite" / "tests"
@@ -131,3 +132,51 @@ def test_answers_to_schemas_of_packages(model, schemas) -> None:
     counts = outcomes(model, list(schemas()))
     print(dict(counts))
     assert counts["valid"] > 0
+
+
+AWAY = {
+    "components": {"schemas": {"a b": {
+        "type": "object", "required": ["code", "next"], "additionalProperties": False,
+        "properties": {
+            "code": {"type": "string", "format": "ipv4"},
+            "part": {"type": "string", "pattern": r"^1(\.5+)?$"},
+            "next": {"anyOf": [{"type": "null"}, {"$ref": "#/components/schemas/a%20b"}]},
+        },
+    }}},
+    "type": "array", "items": {"$ref": "#/components/schemas/a%20b"}, "minItems": 2,
+}  # fmt: skip
+
+
+def test_what_a_reference_leads_to_is_held_to_wherever_it_stands(model) -> None:
+    """And spelt as what stands elsewhere: xgrammar's own reading of `ipv4` allows 01.2.3.4."""
+    assert outcomes(model, [AWAY] * 12) == {"valid": 12}
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"uniqueItems": True, "type": "array"}, "uniqueItems"), ({"$ref": "#/x/c"}, "nowhere"), ([1], "no schema"),
+        ({"type": "object", "properties": {"y": {"$ref": "#/x/b"}}, "required": ["y"]}, "requires itself"),
+        ({"properties": {"deep": {"not": {}}}}, "#/x/b/properties/deep: not"),
+    ],
+)  # fmt: skip
+def test_what_a_reference_leads_to_is_checked(bad, said) -> None:
+    """Through another one, too, in places that no keyword leads to."""
+    schema = {"x": {"a": {"type": "array", "minItems": 1, "items": {"$ref": "#/x/b"}}, "b": bad}, "$ref": "#/x/a"}
+    with pytest.raises(RequestError, match=said):
+        check_schema(schema)
+    check_schema({"x": schema["x"], "type": "string"})  # nothing leads there
+
+
+def test_data_is_no_schema() -> None:
+    """What looks like one in an enum, or where nothing leads to, stays as it is."""
+    looks = {"type": "string", "maxLength": 3, "items": [{"format": "date"}]}
+    schema = {"enum": [looks], "examples": [looks], "elsewhere": looks}
+    assert prepared(schema) == schema
+
+
+def test_long_chains_of_references_are_followed_once() -> None:
+    chain = {f"p{i}": {"$ref": f"#/$defs/p{i + 1}"} for i in range(300)} | {"p300": {"type": "null"}}
+    check_schema({"$defs": chain, "$ref": "#/$defs/p0"})
+    both = {"type": "array", "prefixItems": [{"$ref": "#/x/b"}, {"$ref": "#/x/b"}]}
+    check_schema({"x": {"a": both, "b": {"type": "null"}}, "$ref": "#/x/a"})

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from tandem.engine.grammar.matcher import GrammarMatcher
 from tandem.engine.protocol import SamplingParams, TokenLogprob
 from tandem.engine.sampling.masks import RowMasks
+from tandem.engine.sampling.repetitions import Repetitions
 
 
 class Status(enum.Enum):
@@ -37,9 +38,30 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival", "border_len", "border_slot", "cached_prompt_len", "computed_len", "index", "leader", "matched_len",
-        "matcher", "max_len", "num_pages", "page_size", "page_table", "prompt_len", "prompt_logprobs", "request_id",
-        "sampling", "seed", "siblings", "slot", "status", "token_counts", "tokens",
+        "arrival",
+        "border_len",
+        "border_slot",
+        "cached_prompt_len",
+        "computed_len",
+        "index",
+        "leader",
+        "matched_len",
+        "matcher",
+        "max_len",
+        "num_pages",
+        "page_size",
+        "page_table",
+        "prompt_len",
+        "prompt_logprobs",
+        "repetitions",
+        "request_id",
+        "sampling",
+        "seed",
+        "siblings",
+        "slot",
+        "status",
+        "token_counts",
+        "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +101,7 @@ class Sequence:
         self.siblings: list[Sequence] = []  # parked until this leader's prompt is computed
         self.prompt_logprobs: list[TokenLogprob] = []
         self.token_counts: dict[int, int] | None = None  # penalties only, see engine/penalties.py
+        self.repetitions: Repetitions | None = None  # DRY only
         self.matcher: GrammarMatcher | None = None  # of the answer's grammar, if it has one
 
     @property

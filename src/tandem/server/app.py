@@ -14,7 +14,7 @@ from tandem.server import errors, openai_chat, openai_completions, sglang_contro
 from tandem.server.anthropic import errors as anthropic_errors
 from tandem.server.anthropic import routes as anthropic_routes
 from tandem.server.anthropic import schema as anthropic_schema
-from tandem.server.body import answers, body_schema, given, json_response
+from tandem.server.body import answers, body_schema, json_response, one_given
 from tandem.server.chat.openai.schema import ChatCompletion, ChatRequest
 from tandem.server.errors import ErrorBody
 from tandem.server.guard import gate
@@ -53,8 +53,7 @@ _REFUSALS = {
     413: "Body too large", 414: "URL too long", 429: "Too many requests are waiting", 431: "Headers too large",
     503: "The engine is not ready", 504: "Longer than --request-timeout",
 }  # fmt: skip
-_NOT_NULL = {"not": {"type": "null"}}
-_SGLANG_BODY = body_schema(SglangRequest, oneOf=[given("text", **_NOT_NULL), given("input_ids", **_NOT_NULL)])
+_SGLANG_BODY = body_schema(SglangRequest, oneOf=one_given("text", "input_ids"))
 _ERROR_FORMS = {"/v1/messages": anthropic_errors.error_body, "/api/": ollama_errors.error_body}
 _ERROR_SCHEMAS = {"/v1/messages": "AnthropicError", "/api/": "OllamaError"}
 

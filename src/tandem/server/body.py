@@ -180,6 +180,11 @@ def given(name: str, **schema: Any) -> dict[str, Any]:
     return {"required": [name], "properties": {name: schema}}
 
 
+def one_given(*names: str) -> list[dict[str, Any]]:
+    """JSON schemas for `oneOf`: one of the fields is there and not null."""
+    return [given(name, **{"not": {"type": "null"}}) for name in names]
+
+
 def answers(kind: Any, streamed: str = "text/event-stream") -> dict[str, Any]:
     """OpenAPI fragment: what a route answers. streamed: the media type of a streamed answer."""
     (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")

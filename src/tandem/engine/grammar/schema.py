@@ -6,16 +6,15 @@ A keyword that is silently ignored makes answers that the schema refuses. So it 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
 from tandem.engine.grammar.patterns import FORMATS, counted_groups
+from tandem.engine.grammar.references import MAPS, MOST_PLACE, UNIONS, ending_of, ends, reached, target
 from tandem.errors import RequestError
 
 MOST_DEPTH = 96
 MOST_PARTS = 10_000  # schemas in a schema: checking holds up other requests
-MOST_PLACE = 200  # characters that say where something is
 
 Schema = dict[str, Any]
 
@@ -24,22 +23,11 @@ _IGNORED = (
     "uniqueItems", "contains", "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies",
     "$dynamicRef", "$recursiveRef", "contentSchema",
 )  # fmt: skip
-_UNIONS = ("anyOf", "oneOf", "allOf")
 _ASSERTIONS = {
     "type", "enum", "const", "multipleOf", "maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum", "maxLength",
     "minLength", "pattern", "format", "items", "prefixItems", "maxItems", "minItems", "properties", "patternProperties",
-    "additionalProperties", "propertyNames", "required", "maxProperties", "minProperties", "$ref", *_UNIONS,
+    "additionalProperties", "propertyNames", "required", "maxProperties", "minProperties", "$ref", *UNIONS,
 }  # fmt: skip
-_ONE = (
-    "items",
-    "additionalItems",
-    "additionalProperties",
-    "propertyNames",
-    "unevaluatedProperties",
-    "unevaluatedItems",
-)
-_LISTS = ("prefixItems", *_UNIONS)
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _ROUNDS, _VISITS = 64, 50_000  # of looking for what ends; visits: parts times rounds
 
 
@@ -58,37 +46,43 @@ def _check(schema: Any) -> None:
         raise RequestError("a JSON schema is an object")
     refs: dict[str, Any] = {}
     count = 0
-    for place, part, depth in _parts(schema):
+    for place, part, depth in reached(schema):
         count += 1
         if count > MOST_PARTS:
             raise RequestError(f"the schema has more than {MOST_PARTS} parts")
         if depth > MOST_DEPTH:
-            raise RequestError(f"{place[:200]}: the schema is nested more than {MOST_DEPTH} deep")
+            raise RequestError(f"{place[:MOST_PLACE]}: the schema is nested more than {MOST_DEPTH} deep")
         if isinstance(part, dict):
             _check_part(place, part)
             if "$ref" in part:
-                target = _target(schema, part["$ref"], place)
-                refs[unquote(part["$ref"])] = target
-    if not _ends(schema, _ending(refs, max(2, min(_ROUNDS, _VISITS // count)))):
+                refs[unquote(part["$ref"])] = target(schema, part["$ref"], place)
+    if not ends(schema, ending_of(refs, max(2, min(_ROUNDS, _VISITS // count)))):
         raise RequestError("no answer of finite length matches the schema: it requires itself")
 
 
 def prepared(schema: Any) -> Any:
-    """The same schema in words that xgrammar reads rightly."""
-    if not isinstance(schema, dict):
-        return schema
-    made = dict(schema)
-    for name in _ONE:
-        if isinstance(made.get(name), dict):
-            made[name] = prepared(made[name])
-    for name in _MAPS:
-        if isinstance(made.get(name), dict):
-            made[name] = {key: prepared(part) for key, part in made[name].items()}
-    for name in (*_LISTS, "items"):
-        if isinstance(made.get(name), list):
-            made[name] = [prepared(part) for part in made[name]]
-    made = _with_exact_patterns(_with_counted_text(_with_format(made)))
+    """The same schema in words that xgrammar reads rightly, wherever a reference leads to."""
+    return _rebuilt(schema, {id(part) for _, part, _ in reached(schema) if isinstance(part, dict)})
+
+
+def _rebuilt(node: Any, schemas: set[int]) -> Any:
+    """schemas: which of the objects are, others are data."""
+    if isinstance(node, list):
+        return [_rebuilt(each, schemas) for each in node]
+    if not isinstance(node, dict):
+        return node
+    made = {name: _rebuilt(each, schemas) for name, each in node.items()}
+    return _spelt(made) if id(node) in schemas else made
+
+
+def _spelt(schema: Schema) -> Schema:
+    made = _with_exact_patterns(_with_counted_text(_with_format(_with_plain_reference(schema))))
     return _with_required(_with_prefix_items(_with_type_inside(made)))
+
+
+def _with_plain_reference(schema: Schema) -> Schema:
+    """xgrammar takes `%20` for three characters of a name."""
+    return schema | {"$ref": unquote(schema["$ref"])} if isinstance(schema.get("$ref"), str) else schema
 
 
 def _with_exact_patterns(schema: Schema) -> Schema:
@@ -144,37 +138,16 @@ def _with_type_inside(schema: Schema) -> Schema:
     return schema
 
 
-def _parts(schema: Any) -> Iterator[tuple[str, Any, int]]:
-    """Every schema in a schema: its place, itself, its depth."""
-    waiting: list[tuple[str, Any, int]] = [("#", schema, 0)]
-    while waiting:
-        place, part, depth = waiting.pop()
-        yield place, part, depth
-        if isinstance(part, dict):
-            waiting += [(f"{place}/{key}"[:MOST_PLACE], each, depth + 1) for key, each in _children(part)]
-
-
-def _children(part: Schema) -> Iterator[tuple[str, Any]]:
-    for name in (*_ONE, *_LISTS, *_MAPS):
-        value = part.get(name)
-        if name in _MAPS and isinstance(value, dict):
-            yield from ((f"{name}/{key}", each) for key, each in value.items())
-        elif isinstance(value, list):
-            yield from ((f"{name}/{i}", each) for i, each in enumerate(value))
-        elif isinstance(value, dict):
-            yield name, value
-
-
 def _check_part(place: str, part: Schema) -> None:
     for name in _IGNORED:
         if name in part and part[name] is not False:
-            raise RequestError(f"{place[:200]}: {name} cannot be held to; leave it out")
-    for name in _MAPS:
+            raise RequestError(f"{place[:MOST_PLACE]}: {name} cannot be held to; leave it out")
+    for name in MAPS:
         if not isinstance(part.get(name, {}), dict):
-            raise RequestError(f"{place[:200]}: {name} must be an object")
+            raise RequestError(f"{place[:MOST_PLACE]}: {name} must be an object")
     if part.get("minLength", 0) > part.get("maxLength", math.inf):
-        raise RequestError(f"{place[:200]}: minLength is greater than maxLength")
-    for name in ("$ref", *_UNIONS):
+        raise RequestError(f"{place[:MOST_PLACE]}: minLength is greater than maxLength")
+    for name in ("$ref", *UNIONS):
         if name in part:
             _check_alone(place, part, name)
 
@@ -184,51 +157,6 @@ def _check_alone(place: str, part: Schema, name: str) -> None:
     same = {name, "type"} if name in ("anyOf", "oneOf") else {name}
     beside = sorted(_ASSERTIONS & set(part) - same)
     if name == "allOf" and len(part[name]) > 1:
-        raise RequestError(f"{place[:200]}: allOf of several schemas cannot be held to; merge them")
+        raise RequestError(f"{place[:MOST_PLACE]}: allOf of several schemas cannot be held to; merge them")
     if beside:
-        raise RequestError(f"{place[:200]}: {beside[0]} beside {name} cannot be held to; put it inside")
-
-
-def _target(schema: Any, ref: Any, place: str) -> Any:
-    """What a reference within the schema means."""
-    if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
-        raise RequestError(f"{place[:200]}: $ref must be '#' or begin with '#/', not {ref!r:.100}")
-    found = schema
-    for name in ref.split("/")[1:]:
-        name = unquote(name).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            raise RequestError(f"{place[:200]}: $ref {ref[:100]!r} is nowhere in the schema")
-    return found
-
-
-def _ending(refs: dict[str, Any], rounds: int) -> set[str]:
-    """References that something finite matches. One that takes more rounds to find out counts as such."""
-    ending: set[str] = set()
-    for _ in range(rounds):
-        more = {ref for ref, part in refs.items() if ref not in ending and _ends(part, ending)}
-        if not more:
-            return ending
-        ending |= more
-    return set(refs)
-
-
-def _ends(part: Any, ending: set[str]) -> bool:
-    """Whether something finite matches, if these references end."""
-    if not isinstance(part, dict) or "enum" in part or "const" in part:
-        return True
-    if "$ref" in part:
-        return unquote(part["$ref"]) in ending
-    for name in ("anyOf", "oneOf"):
-        if name in part:
-            return any(_ends(each, ending) for each in part[name])
-    must = list(part.get("allOf", ()))
-    known = part.get("properties", {})
-    if part.get("type", "object") == "object":
-        must += [known[name] for name in dict.fromkeys(part.get("required", ())) if name in known]
-    if part.get("type") == "array" and part.get("minItems", 0) > 0:
-        must.append(part.get("items"))
-    return all(_ends(each, ending) for each in must)
+        raise RequestError(f"{place[:MOST_PLACE]}: {beside[0]} beside {name} cannot be held to; put it inside")

@@ -6,11 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.protocol import SamplingParams
+from tandem.engine.sampling.repetitions import Repetitions
 from tandem.engine.sequence import Sequence
 
-# A repetition counts as no longer than this: by then nothing is left of a token's probability. Without a bound the work
-# would grow with the square of a text of one token.
+# A repetition counts as no longer than this: by then nothing is left of a token's probability.
 LONGEST = 64
+_LENGTH_BITS = LONGEST.bit_length()
 _MOST = 1e4  # of a penalty: float32 must hold the difference
 
 Ids = npt.NDArray[np.int64]
@@ -23,40 +24,37 @@ def dry_penalties(sequence: Sequence) -> tuple[Ids, npt.NDArray[np.float32]]:
     place loses multiplier x base^(n - allowed). The longest n of a token counts. A repetition does not reach over
     `dry_breakers`, and such a token itself loses nothing.
     """
-    params = sequence.sampling
-    tokens = np.asarray(_window(sequence.tokens, params), dtype=np.int64)
-    breakers = frozenset(params.dry_breakers)
-    lengths = _repeated(tokens, breakers, params.dry_allowed_length)
-    lengths = {token: n for token, n in lengths.items() if token not in breakers}
-    ids = np.fromiter(lengths, dtype=np.int64, count=len(lengths))
-    penalties = [_penalty(n, params) for n in lengths.values()]
-    return ids, np.asarray(penalties, dtype=np.float32)
+    params, known = sequence.sampling, _repetitions(sequence)
+    places, lengths = _in_window(known, params.dry_penalty_last_n)
+    long = lengths >= params.dry_allowed_length
+    ids, lengths = _longest(known.behind(places[long]), lengths[long])
+    loses = ~np.isin(ids, params.dry_breakers)
+    return ids[loses], _penalties(lengths[loses], params)
 
 
-def _window(tokens: list[int], params: SamplingParams) -> list[int]:
-    last = params.dry_penalty_last_n
-    return tokens if last < 0 else tokens[max(0, len(tokens) - last) :]
+def _repetitions(sequence: Sequence) -> Repetitions:
+    if sequence.repetitions is None:
+        sequence.repetitions = Repetitions(LONGEST, sequence.sampling.dry_breakers)
+    sequence.repetitions.extend(sequence.tokens[sequence.repetitions.size :])
+    return sequence.repetitions
 
 
-def _repeated(tokens: Ids, breakers: frozenset[int], least: int) -> dict[int, int]:
-    """By the token behind it, the length of the longest end of `tokens` that stands before: `least` or longer."""
-    found: dict[int, int] = {}
-    if len(tokens) < 2:
-        return found
-    ends = np.arange(len(tokens) - 1)  # places where the end of `tokens` may stand, too
-    for length in range(1, min(LONGEST, len(tokens) - 1) + 1):
-        wanted = int(tokens[-length])
-        if wanted in breakers:
-            break
-        ends = ends[ends - length + 1 >= 0]
-        ends = ends[tokens[ends - length + 1] == wanted]
-        if not len(ends):
-            break
-        if length >= least:
-            found.update(dict.fromkeys(tokens[ends + 1].tolist(), length))
-    return found
+def _in_window(known: Repetitions, last: int) -> tuple[Ids, Ids]:
+    """As if there were nothing before the last so many tokens; -1: all."""
+    start = 0 if last < 0 else max(0, known.size - last)
+    first = np.searchsorted(known.places, start)
+    places = known.places[first:]
+    return places, np.minimum(known.lengths[first:], places - start + 1)
 
 
-def _penalty(length: int, params: SamplingParams) -> float:
-    growth = min((length - params.dry_allowed_length) * np.log(params.dry_base), 80.0)
-    return min(params.dry_multiplier * float(np.exp(growth)), _MOST)
+def _longest(ids: Ids, lengths: Ids) -> tuple[Ids, Ids]:
+    """Each id once, with the greatest of its lengths."""
+    keys = np.sort(ids << _LENGTH_BITS | lengths)
+    ids, lengths = keys >> _LENGTH_BITS, keys & ((1 << _LENGTH_BITS) - 1)
+    last = np.append(ids[1:] != ids[:-1], True)[: len(ids)]
+    return ids[last], lengths[last]
+
+
+def _penalties(lengths: Ids, params: SamplingParams) -> npt.NDArray[np.float32]:
+    growth = np.minimum((lengths - params.dry_allowed_length) * np.log(params.dry_base), 80.0)
+    return np.minimum(params.dry_multiplier * np.exp(growth), _MOST).astype(np.float32)

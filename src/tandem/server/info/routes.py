@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 import tandem
 from tandem.engine.protocol import SamplingParams
 from tandem.errors import RequestError
-from tandem.server.body import answers, body_schema, given, json_response, read_fields
+from tandem.server.body import answers, body_schema, json_response, one_given, read_fields
 from tandem.server.chat.openai.request import conversation_of
 from tandem.server.chat.openai.schema import ChatRequest
 from tandem.server.errors import ApiError, named
@@ -17,8 +17,7 @@ from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.info.schema import DetokenizeBody, Load, Loads, Text, TokenizeBody, Tokens
 from tandem.server.state import ServerState
 
-_NOT_NULL = {"not": {"type": "null"}}
-_TOKENIZE = body_schema(TokenizeBody, oneOf=[given("prompt", **_NOT_NULL), given("messages", **_NOT_NULL)])
+_TOKENIZE = body_schema(TokenizeBody, oneOf=one_given("prompt", "messages"))
 
 
 def routes(state: ServerState) -> APIRouter:
