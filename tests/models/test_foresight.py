@@ -100,7 +100,7 @@ def test_where_layers_add_nothing_hints_are_right(tiny_models, variant) -> None:
     model, heard = made(tiny_models[variant], Silent)
     first, *others = model.layers
     model.layers = [first, *map(without_attention, others)]
-    model._operators = operators(model.ops, model.layers)
+    model._operators = operators(model.layers)
     for layer in model.layers:
         cast(Any, layer.blocks[1].operator).shared = None
     logits(model)

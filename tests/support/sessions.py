@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from tandem import LLM, SamplingParams
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import Plan
+from tandem.config.state import page_tokens
 from tandem.engine.state.arrays import allocate
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.reference import TorchOps
@@ -36,11 +37,12 @@ class Session:
         self, path, dtype="float32", fuse=True, ops=None, pages=PAGES, counted=False, **changes
     ) -> None:
         self.config = load_model_config(path)
-        chosen = replace(plan(dtype, fuse, 4 * pages), **changes)
+        self.page = page_tokens(self.config.states, PAGE_SIZE)
+        chosen = replace(plan(dtype, fuse, self.page * pages), page_size=self.page, **changes)
         sizes = len(self.config.moe_layers), self.config.moe.experts.count
         self.usage = ExpertUsage(*sizes) if counted else None
         self.model = build(self.config, chosen, open_checkpoint(path), ops or TorchOps(), usage=self.usage)
-        self.states = allocate(self.config.state_layout(dtype, PAGE_SIZE), 3 * pages, slots=4).arrays
+        self.states = allocate(self.config.state_layout(dtype, self.page), 3 * pages, slots=4).arrays
         for array in (array for arrays in self.states for array in arrays):
             array.fill_(float("nan"))  # a read of a row that was never written must show
         self.lengths, self.pages = [0, 0, 0], pages
@@ -54,7 +56,7 @@ class Session:
             self.lengths[s] = new.stop
             starts.append(starts[-1] + len(tokens))
             positions += new
-            slots += [pages[p // PAGE_SIZE] * PAGE_SIZE + p % PAGE_SIZE for p in new]
+            slots += [pages[p // self.page] * self.page + p % self.page for p in new]
             lens.append(new.stop)
             tables.append(pages)
         batch = ForwardBatch(

@@ -242,6 +242,21 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
         rope_parameters=settings(rope_type="default", rope_theta=5000.0),
     )),
+    "deepseek_v4": ("deepseek_v4", settings(
+        num_hidden_layers=6, num_attention_heads=6, head_dim=40, q_lora_rank=44, n_routed_experts=12,
+        moe_intermediate_size=28, sliding_window=7, o_groups=3, o_lora_rank=20, index_n_heads=10, index_head_dim=28,
+        index_topk=3, num_hash_layers=2, partial_rotary_factor=0.3, swiglu_limit=0.7, hc_mult=4,
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"] * 2,
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        rope_parameters=settings(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=32,
+                                 beta_slow=1),
+    )),
+    "deepseek_v4-narrow": ("deepseek_v4", settings(
+        num_hidden_layers=4, num_attention_heads=4, head_dim=32, q_lora_rank=40, n_routed_experts=9,
+        moe_intermediate_size=20, sliding_window=16, o_groups=2, o_lora_rank=24, index_n_heads=8, index_head_dim=16,
+        index_topk=100, num_hash_layers=0, qk_rope_head_dim=8, hc_mult=3, hc_sinkhorn_iters=5,
+        compress_ratios=[0, 4, 128, 4], routed_scaling_factor=2.5,
+    )),
     "llama": ("llama", settings(num_attention_heads=6, num_key_value_heads=2, intermediate_size=44)),
     "llama-bias": ("llama", settings(
         num_attention_heads=4, num_key_value_heads=4, head_dim=22, intermediate_size=44, attention_bias=True,
@@ -293,8 +308,11 @@ def save_tiny(variant: str, path: Path) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(COMMON | changes)))
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in name or name.endswith(("bias", "sinks")):  # else all ones and zeros, which tests nothing
+            if "norm" in name or name.endswith(("bias", "sinks", "base")):  # else all ones and zeros: tests nothing
                 tensor.add_(torch.randn_like(tensor) * 0.1)
+            if name.endswith("tid2eid"):
+                choices = torch.rand(len(tensor), model.config.n_routed_experts)
+                tensor.copy_(choices.argsort(-1)[:, : tensor.shape[1]])
     model.to(torch.bfloat16).float().save_pretrained(path)  # every weight is exact in bf16, and stored as f32
     save_tokenizer(path)
 

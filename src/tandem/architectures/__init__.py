@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tandem.architectures import (
     deepseek,
+    deepseek_v4,
     deepseek_v32,
     dots1,
     ernie4_5_moe,
@@ -26,9 +27,9 @@ from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 
 _ALL = (
-    *deepseek.FAMILIES, *deepseek_v32.FAMILIES, dots1.FAMILY, ernie4_5_moe.FAMILY, glm4_moe.FAMILY,
-    glm4_moe_lite.FAMILY, gpt_oss.FAMILY, hy_v3.FAMILY, llama.FAMILY, minimax_m2.FAMILY, *mistral4.FAMILIES,
-    mixtral.FAMILY, olmoe.FAMILY, qwen2_moe.FAMILY, qwen3_moe.FAMILY, *qwen3_next.FAMILIES,
+    *deepseek.FAMILIES, deepseek_v4.FAMILY, *deepseek_v32.FAMILIES, dots1.FAMILY, ernie4_5_moe.FAMILY,
+    glm4_moe.FAMILY, glm4_moe_lite.FAMILY, gpt_oss.FAMILY, hy_v3.FAMILY, llama.FAMILY, minimax_m2.FAMILY,
+    *mistral4.FAMILIES, mixtral.FAMILY, olmoe.FAMILY, qwen2_moe.FAMILY, qwen3_moe.FAMILY, *qwen3_next.FAMILIES,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family in _ALL for name in family.model_types}
 """By `model_type`."""

@@ -24,14 +24,16 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Modules of a layer; "" where a family has none. norms: of its blocks, in order."""
+    """Modules of a layer; "" where a family has none. norms, streams: of its blocks, in order."""
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    streams: tuple[str, ...] = ("attn_hc", "ffn_hc")
     attention: str = "self_attn"
     recurrent: str = "linear_attn"
     dense: str = "mlp"
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"
+    router_table: str = "mlp.gate.tid2eid"
     experts: ExpertNames = ExpertNames()
     shared: str = ""
     shared_gate: str = ""

@@ -47,7 +47,9 @@ class SyntheticCheckpoint:
     def __contains__(self, name: str) -> bool:
         return self.has_matrix(name)
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], *, whole: bool = False) -> Tensor:
+        if whole:  # a token's row names as many different experts
+            return torch.arange(math.prod(shape)).remainder(8 * shape[-1]).view(shape)
         size, first = math.prod(shape), hash(name) % 4096 * 64
         if "norm" in name:
             return torch.ones(shape, dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.identity import identity
-from tandem.checkpoint.key_names import hugging_face_names
+from tandem.checkpoint.key_names import DRAFT, hugging_face_names
 from tandem.checkpoint.layouts import detect
 from tandem.checkpoint.pages import Pages, Paging, joined
 from tandem.checkpoint.parts import Part, Parts, by_module, codes_part, is_expert, one_expert
@@ -36,6 +36,7 @@ from tandem.formats.quant_format import QuantFormat
 INDEX = "model.safetensors.index.json"
 BF16_BYTES = 2
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+INTEGERS = ("I32", "I64")
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -90,11 +91,14 @@ class Checkpoint:
             raise part.wrong(f"is stored as {part.dtype}; readable are {', '.join(DTYPES)}")
         return DTYPES[part.dtype]
 
-    def get(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...] | None = None, *, whole: bool = False) -> Tensor:
         """A view of the mapped file, in the stored dtype; [1, n] is a vector, too. CheckpointError when absent or not
         of `shape`."""
-        self.dtype(name)
         part = self._part(name)
+        if not whole:
+            self.dtype(name)
+        elif part.dtype not in INTEGERS:
+            raise part.wrong(f"is stored as {part.dtype}; its whole numbers are read as {' or '.join(INTEGERS)}")
         if shape is not None and part.shape == (1, *shape):
             return self._mapped(part)[0]
         if shape is not None and part.shape != shape:
@@ -235,7 +239,7 @@ class Checkpoint:
         layers: dict[int, list[str]] = defaultdict(list)
         for name in self._shard_of:
             number = _NUMBER.search(name)
-            if number is not None:
+            if number is not None and not name.startswith(DRAFT):
                 layers[int(number[1])].append(name)
         return layers
 

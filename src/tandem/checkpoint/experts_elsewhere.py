@@ -95,8 +95,8 @@ class ExpertsElsewhere:
     def dtype(self, name: str) -> torch.dtype:
         return self._of(name).dtype(name)
 
-    def get(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        return self._of(name).get(name, shape)
+    def get(self, name: str, shape: tuple[int, ...] | None = None, *, whole: bool = False) -> Tensor:
+        return self._of(name).get(name, shape, whole=whole)
 
     def lookup(self, name: str, shape: tuple[int, int]) -> Lookup:
         return self._of(name).lookup(name, shape)

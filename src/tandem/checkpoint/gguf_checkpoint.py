@@ -65,7 +65,10 @@ class GGUFCheckpoint:
     def dtype(self, name: str) -> torch.dtype:
         return NUMBERS.get(self._place(name).tensor.kind, torch.float32)
 
-    def get(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...] | None = None, *, whole: bool = False) -> Tensor:
+        if whole:
+            where = self.model.where(self._place(name).tensor)
+            raise CheckpointError(f"{where}: whole numbers are not read from GGUF files")
         stored = self._shape(name)
         self._check_shape(name, stored if shape is None else shape)
         return numbers(self._read(name)).reshape(stored if shape is None else shape)

@@ -1,13 +1,17 @@
 """Tensor names as stored → Hugging Face's names, which are the ones that the rest of the program knows.
 
 Two spellings are known beside Hugging Face's own: DeepSeek's inference names (`layers.3.ffn.experts.7.w1.weight`; the
-renaming of DeepSeek-V3's inference/convert.py, backwards) and language models inside multimodal ones.
+renaming of DeepSeek-V3's inference/convert.py, backwards) and language models inside multimodal ones. Where all heads
+share one key (`attn.wkv`), DeepSeek's names have other meanings; Transformers saves such models with some of them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+
+DRAFT = "mtp."
+"""Of layers that only guess: their numbers are their own."""
 
 _DEEPSEEK_ROOTS = {"embed": "model.embed_tokens", "head": "lm_head", "norm": "model.norm"}
 _DEEPSEEK_BLOCKS = {
@@ -19,6 +23,13 @@ _DEEPSEEK_ATTENTION = {
 }  # fmt: skip
 _DEEPSEEK_MLP = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _DEEPSEEK_LAYER = re.compile(r"layers\.\d+\.(attn|ffn)\.")
+_SHARED_KEYS = {
+    "attn_sink": "sinks", "wq_a": "q_a_proj", "wq_b": "q_b_proj", "wkv": "kv_proj", "wo_a": "o_a_proj",
+    "wo_b": "o_b_proj", "q_norm": "q_a_norm", "norm": "kv_norm", "wgate": "gate_proj", "ape": "position_bias",
+    "weights_proj": "scorer.weights_proj",
+}  # fmt: skip
+_INDEX = {"indexer.compressor": "compressor.indexer", "indexer": "compressor.indexer"}
+_STREAMS = re.compile(r"hc_(attn|ffn)_(fn|base|scale)")
 _NESTED = ("language_model.model.", "model.language_model.", "language_model.")
 
 
@@ -30,6 +41,8 @@ def hugging_face_names(stored: Iterable[str]) -> dict[str, str]:
 
 
 def _renaming(names: tuple[str, ...]) -> Callable[[str], str]:
+    if any(".attn.wkv." in name for name in names):
+        return _from_shared_keys
     if any(_DEEPSEEK_LAYER.match(name) for name in names):
         latent = any(".attn.wq_a." in name for name in names)
         return lambda name: _from_deepseek(name, latent)
@@ -60,6 +73,27 @@ def _from_deepseek(name: str, latent: bool) -> str:
     elif block == "ffn":
         below = _mlp(below)
     return ".".join(["model", "layers", parts[1], _DEEPSEEK_BLOCKS.get(block, block), *below])
+
+
+def _from_shared_keys(name: str) -> str:
+    """With or without `model.` in front."""
+    plain = name.removeprefix("model.")
+    if plain.startswith("hc_head_"):
+        return f"model.hc_head.hc_{plain.removeprefix('hc_head_')}"
+    parts = plain.split(".")
+    if parts[0] != "layers" or len(parts) < 3:
+        return _from_deepseek(plain if parts[0] in _DEEPSEEK_ROOTS else name, latent=True)
+    if streams := _STREAMS.fullmatch(parts[2]):
+        return f"model.layers.{parts[1]}.{streams[1]}_hc.{streams[2]}"
+    if parts[2] != "attn":
+        return _from_deepseek(plain, latent=True)
+    return ".".join(["model", "layers", parts[1], "self_attn", *_shared_keys(parts[3:])])
+
+
+def _shared_keys(parts: list[str]) -> list[str]:
+    where = ".".join(part for part in parts if part in ("indexer", "compressor"))
+    below = [_SHARED_KEYS.get(part, part) for part in parts if part not in ("indexer", "compressor")]
+    return [_INDEX.get(where, where), *below] if where else below
 
 
 def _attention(parts: list[str], latent: bool) -> list[str]:

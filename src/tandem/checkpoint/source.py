@@ -49,8 +49,9 @@ class Checkpoint(Protocol):
         """Of what `get` returns, without loading. CheckpointError for a dtype we cannot compute with."""
         ...
 
-    def get(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """A view of the file, or GGUF's blocks as float32. CheckpointError when absent or not of `shape`."""
+    def get(self, name: str, shape: tuple[int, ...] | None = None, *, whole: bool = False) -> Tensor:
+        """A view of the file, or GGUF's blocks as float32. whole: of whole numbers, int32 or int64. CheckpointError
+        when absent, not of `shape`, or of another type."""
         ...
 
     def lookup(self, name: str, shape: tuple[int, int]) -> Lookup:

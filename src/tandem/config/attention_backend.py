@@ -7,6 +7,7 @@ import re
 from tandem.config.engine_config import EngineConfig
 from tandem.config.layers import Attention, Gqa, Latent
 from tandem.config.machine import Machine
+from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import ConfigError
 
 FLAG = "--attention-backend"
@@ -23,6 +24,8 @@ def attention_backend(
 ) -> tuple[str, str]:
     """The backend's name, and why. Raises ConfigError when what was asked for cannot run."""
     asked = "torch" if config.attention_backend == "torch_native" else config.attention_backend
+    if mixers and all(isinstance(mixer, SharedKv) for mixer in mixers):
+        return "triton", f"{FLAG} changes nothing: keys that are values, too, are read by operations of their own"
     if asked in ("torch", "flashinfer") and any(isinstance(mixer, Latent) for mixer in mixers):
         raise ConfigError(
             f"{FLAG} {asked} does not read latents; leave it out: Tandem's own kernels do, with cuDNN's for prompts"

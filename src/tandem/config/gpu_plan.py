@@ -20,6 +20,7 @@ from tandem.config.gpus import Gpu, is_new_enough, too_old
 from tandem.config.host_memory import HostShare, host_memory
 from tandem.config.layers import DeltaRule, Latent, Mixer
 from tandem.config.machine import Machine
+from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.memory import (
     DEFAULT_FRACTION,
     GPU_PREFILL_TOKENS,
@@ -110,6 +111,8 @@ def _without_kernels(mixer: Mixer) -> str:
     """Why there are no kernels for it; a head's memory must fit in registers. "" where there are."""
     if isinstance(mixer, Latent) and mixer.index is not None:
         return "there are no GPU kernels for indexers that choose the tokens that latent attention looks at"
+    if isinstance(mixer, SharedKv):
+        return "keys that are values, too, and entries that stand for many tokens are not computed on a GPU yet"
     if not isinstance(mixer, DeltaRule) or mixer.padded_head <= MAX_DELTA_HEAD:
         return ""
     return f"heads of gated delta nets may have 128 x 256 channels on a GPU, not {mixer.k_dim} x {mixer.v_dim}"

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, Protocol
 
+from tandem.config.mechanisms.hyper import Hyper
+from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.rope import Rope
 from tandem.config.state import Array, Fold, Pages, State
 from tandem.errors import ConfigError
@@ -252,15 +254,15 @@ class Dense:
 class Router:
     """How gate logits become experts and weights.
 
-    Scores are softmax or sigmoid of the logits. With `has_bias`, experts are chosen by score + bias, but weighted
-    by the score alone (DeepSeek-V3). With `num_groups` > 1 only the best `top_groups` groups stay in the
-    race; a group counts as its two best biased scores added (DeepSeek-V3, GLM-4.5), or with
-    `group_score="max"` as its best (DeepSeek-V2).
+    Scores are softmax or sigmoid of the logits, or the square root of their softplus. With `has_bias`, experts are
+    chosen by score + bias, but weighted by the score alone (DeepSeek-V3). With `num_groups` > 1 only the best
+    `top_groups` groups stay in the race; a group counts as its two best biased scores added (DeepSeek-V3, GLM-4.5), or
+    with `group_score="max"` as its best (DeepSeek-V2). table: each token's id names its experts, and scores weigh them.
     """
 
     num_experts: int
     top_k: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     normalize: bool = True  # divide the chosen weights by their sum
     scale: float = 1.0  # routed_scaling_factor, applied last
     num_groups: int = 1
@@ -271,6 +273,7 @@ class Router:
     has_bias: bool = False  # the checkpoint has a selection bias per expert
     logits_bias: bool = False  # is added to the logits
     float32_logits: bool = False  # logits are computed in f32; else in the activations' dtype
+    table: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,9 +346,9 @@ class Foreign:
         return self.kept
 
 
-Attention = Gqa | Latent
-Mixer = Gqa | Latent | DeltaRule
-Body = Gqa | Latent | DeltaRule | Dense | Moe | Foreign
+Attention = Gqa | Latent | SharedKv
+Mixer = Attention | DeltaRule
+Body = Mixer | Dense | Moe | Foreign
 
 
 class Mechanism(Protocol):
@@ -362,10 +365,11 @@ class Mechanism(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """residual + body(norm(residual))."""
+    """residual + body(norm(residual)); hyper: what stands for the residual and the sum."""
 
     body: Body
     norm: Norm
+    hyper: Hyper | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +377,11 @@ class Layer:
     """Blocks in the order in which they run."""
 
     blocks: tuple[Block, ...]
+
+    @property
+    def hyper(self) -> Hyper | None:
+        """What connects its blocks, all alike; None: one residual."""
+        return self.blocks[0].hyper
 
     @property
     def moe(self) -> Moe | None:
@@ -383,6 +392,6 @@ class Layer:
         return next((block.body for block in self.blocks if isinstance(block.body, Mixer)), None)
 
 
-def pre_norm(mixer: Mixer, feed_forward: Dense | Moe, norm: Norm) -> Layer:
+def pre_norm(mixer: Mixer, feed_forward: Dense | Moe, norm: Norm, hyper: Hyper | None = None) -> Layer:
     """The usual decoder layer: attention, then a feed-forward, each behind a norm of its own."""
-    return Layer((Block(mixer, norm), Block(feed_forward, norm)))
+    return Layer((Block(mixer, norm, hyper), Block(feed_forward, norm, hyper)))

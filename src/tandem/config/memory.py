@@ -61,7 +61,7 @@ class MemoryRequest:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.model.state_layout(self.dtype).token_bytes
+        return max(1, self.model.state_layout(self.dtype).token_bytes)  # where all state is in slots
 
     @property
     def num_slots(self) -> int:

@@ -5,12 +5,22 @@ Nothing below `models/` sees a Hugging Face key: a key is read in `architectures
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from tandem.config.json_keys import JsonKeys, read_json
-from tandem.config.layers import NO_EXPERTS, Attention, Body, Latent, Layer, Mixer, Moe, Norm
+from tandem.config.layers import (
+    NO_EXPERTS,
+    Attention,
+    Body,
+    Latent,
+    Layer,
+    Mixer,
+    Moe,
+    Norm,
+)
+from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.state import DTYPE_BYTES, State, StateLayout, state_layout
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
 from tandem.errors import ConfigError
@@ -43,6 +53,7 @@ class ModelConfig:
     max_positions: int
     eos_ids: tuple[int, ...] = ()
     unread_keys: tuple[str, ...] = ()  # keys of config.json that may matter and were not understood
+    draft: str = ""  # what of the checkpoint would guess tokens, and is not run
     foreign: ForeignCode | None = None  # None: Tandem's own code runs it
 
     @classmethod
@@ -65,7 +76,7 @@ class ModelConfig:
         return config_of(JsonKeys(config), JsonKeys(generation or {}, "generation_config.json"))
 
     def __post_init__(self) -> None:
-        if len({layer.moe for layer in self.layers} - {None}) > 1:
+        if len({_experts_of(layer.moe) for layer in self.layers} - {None}) > 1:
             raise ConfigError("config.json: experts that differ between layers are not supported")
 
     @cached_property
@@ -126,7 +137,7 @@ class ModelConfig:
     @property
     def dense_params(self) -> int:
         """Weights that every token uses: attention, norms, routers, shared and dense MLPs, head; no embedding."""
-        bodies = sum(body.params(self.hidden) for body in self.bodies)
+        bodies = sum(body.params(self.hidden) for body in self.bodies) + _hyper_params(self)
         return bodies + (len(self.bodies) + 1) * self.hidden + self.vocab * self.hidden
 
     @property
@@ -151,7 +162,8 @@ class ModelConfig:
         kinds = stored.dense, stored.shared, stored.embedding
         dense, shared, embedding = (f.gpu_bytes_per_weight if on_gpu else f.bytes_per_weight for f in kinds)
         head = self.vocab * self.hidden if self.tied_embeddings else 0
-        plain = sum(mixer.head_params for mixer in self.mixers if isinstance(mixer, Latent))
+        plain = sum(mixer.head_params for mixer in self.mixers if isinstance(mixer, Latent | SharedKv))
+        plain += 2 * _hyper_params(self)
         others = self.dense_params - self.shared_params - head - plain
         numbers = plain * DTYPE_BYTES[dtype]
         return int(others * dense + self.shared_params * shared + head * embedding) + numbers
@@ -166,7 +178,19 @@ def past_bytes(model: ModelConfig, dtype: str, context: int) -> int:
     """What a token reads of the pages of a context of so many."""
     latents = (mixer for mixer in model.mixers if isinstance(mixer, Latent))
     spared = sum((context - mixer.seen(context)) * mixer.cached_dim for mixer in latents)
+    spared += sum(mixer.unseen(context) * mixer.dim for mixer in model.mixers if isinstance(mixer, SharedKv))
     return context * model.state_layout(dtype).token_bytes - spared * DTYPE_BYTES[dtype]
+
+
+def _hyper_params(model: ModelConfig) -> int:
+    """Of what connects blocks; all are float32."""
+    blocks = (block.hyper for layer in model.layers for block in layer.blocks)
+    return sum(hyper.params(model.hidden) for hyper in blocks if hyper is not None)
+
+
+def _experts_of(moe: Moe | None) -> Moe | None:
+    """What of it must be the same in all layers: not whether ids name the experts."""
+    return None if moe is None else replace(moe, router=replace(moe.router, table=False, has_bias=False))
 
 
 def why_alone(model: ModelConfig) -> str:

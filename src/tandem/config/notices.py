@@ -12,13 +12,14 @@ from tandem.config.json_keys import DRAFT_LAYERS, TOWERS
 from tandem.config.machine import Machine
 from tandem.config.model_config import ModelConfig, why_alone
 from tandem.config.speculation.choice import speculation_notices
+from tandem.config.state import page_tokens
 
 
 def notices(
     config: EngineConfig, model: ModelConfig, machine: Machine, gpu: Gpu | None, no_gpu: str
 ) -> list[str]:
     """gpu: the one that is used; no_gpu: why none is."""
-    found = [*config.notices(), *_unread(model), *_foreign(config, model), *_overridden(config)]
+    found = [*config.notices(), *_unread(model), *_foreign(config, model), *_overridden(config), *_pages(config, model)]
     found += speculation_notices(config, model)
     if gpu is None:
         return [*found, *_idle_on_cpu(config, no_gpu)]
@@ -26,6 +27,8 @@ def notices(
 
 
 def _unread(model: ModelConfig) -> Iterator[str]:
+    if model.draft:
+        yield f"the checkpoint has {model.draft}, which stays in its files: each step decodes one token"
     for key in model.unread_keys:
         if key in DRAFT_LAYERS:
             yield f"config.json: {key}: the model's draft layers (MTP) are not loaded; each step decodes one token"
@@ -48,6 +51,12 @@ def _foreign(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
         )
         if config.max_running_requests not in (None, 1):
             yield f"--max-running-requests {config.max_running_requests}: one runs at a time"
+
+
+def _pages(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
+    page = page_tokens(model.states, config.page_size)
+    if page != config.page_size and config.given_flags(("page_size",)):
+        yield f"--page-size {config.page_size} becomes {page}: a page has whole entries, which stand for several tokens"
 
 
 def _overridden(config: EngineConfig) -> Iterator[str]:

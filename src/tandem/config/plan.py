@@ -38,6 +38,7 @@ from tandem.config.model_config import STORED, ModelConfig, why_alone
 from tandem.config.notices import notices
 from tandem.config.shared_experts import why_apart
 from tandem.config.speculation.choice import SpeculationPlan, speculation, speculation_texts
+from tandem.config.state import page_tokens
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.config.threads import plan_threads
 from tandem.errors import ConfigError, DoesNotFit, GpuTooSmall
@@ -197,14 +198,14 @@ def _resolved(
         log.append(Decision("experts", "not packed", _why_in_place(config)))
     request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, in_place)
     memory, gpu_plan = (size_memory(request), None) if gpu is None else _on_gpu(request, gpu, log)
-    num_pages = _pages(config, model, dtype, memory, log)
+    page, num_pages = _pages(config, model, dtype, memory, log)
     usual = stream_tokens(model) if gpu_plan and gpu_plan.ring_bytes else prefill_tokens(gpu is not None)
     step_tokens = _step_tokens(config, memory.context_length, running, usual, log)
-    kv_bytes = num_pages * config.page_size * model.state_layout(dtype).token_bytes
+    kv_bytes = num_pages * page * model.state_layout(dtype).token_bytes
     ledgers: tuple[Ledger, ...] = (memory_ledger(request, memory, kv_bytes),)
     if gpu is not None and gpu_plan is not None:
         workers, fused = len(threads.cpus), _fuse_shared(request, True, [])
-        pages, each = -(-memory.context_length // config.page_size), expert_bytes(request)
+        pages, each = -(-memory.context_length // page), expert_bytes(request)
         share = host_share(model, gpu_plan, each, workers, step_tokens, pages, fused, in_place)
         host = host_memory(model, share)
         log.append(Decision("CPU memory", *host.texts()))
@@ -217,7 +218,7 @@ def _resolved(
         parts=threads.parts,
         part_nodes=threads.part_nodes,
         context_length=memory.context_length,
-        page_size=config.page_size,
+        page_size=page,
         num_pages=num_pages,
         num_slots=request.num_slots,
         max_running_requests=running,
@@ -352,15 +353,17 @@ def _running(config: EngineConfig, model: ModelConfig, dtype: str, log: list[Dec
 
 def _pages(
     config: EngineConfig, model: ModelConfig, dtype: str, memory: MemoryPlan, log: list[Decision]
-) -> int:
-    pages = -(-memory.kv_tokens // config.page_size)
-    size = pages * config.page_size * model.state_layout(dtype).token_bytes
+) -> tuple[int, int]:
+    """Tokens of a page, and how many there are."""
+    page = page_tokens(model.states, config.page_size)
+    pages = -(-memory.kv_tokens // page)
+    size = pages * page * model.state_layout(dtype).token_bytes
     weights = f"{gib(memory.weight_bytes)} of the {gib(memory.budget_bytes)} that may be used"
     log.append(Decision("weights", gib(memory.weight_bytes), f"once loaded; {weights}"))
     log.append(Decision("context length", str(memory.context_length), memory.context_reason))
-    text = f"{pages} pages × {config.page_size} tokens = {gib(size)}"
+    text = f"{pages} pages × {page} tokens = {gib(size)}"
     log.append(Decision("KV cache", text, memory.kv_reason))
-    return pages
+    return page, pages
 
 
 def _step_tokens(config: EngineConfig, context: int, running: int, usual: int, log: list[Decision]) -> int:

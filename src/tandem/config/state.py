@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
+from fractions import Fraction
+from math import ceil, lcm, prod
 from typing import NamedTuple
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -23,7 +24,7 @@ class Array(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Rows that are kept for all tokens, one for every `stride` of them."""
+    """Rows that are kept for all tokens, one for every `stride` of them. A row counts from its last token on."""
 
     rows: tuple[Array, ...]
     stride: int = 1
@@ -58,13 +59,15 @@ class StateLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token, in all layers."""
+        """Of one token, in all layers; rounded up where rows stand for several tokens."""
         pages = (s for s in self.states if isinstance(s, Pages))
-        return sum(a.nbytes(self.dtype) // s.stride for s in pages for a in s.rows)
+        return ceil(sum(Fraction(a.nbytes(self.dtype), s.stride) for s in pages for a in s.rows))
 
     @property
     def page_bytes(self) -> int:
-        return self.page * self.token_bytes
+        """Of a page that the strides divide."""
+        pages = (s for s in self.states if isinstance(s, Pages))
+        return sum(self.page // s.stride * a.nbytes(self.dtype) for s in pages for a in s.rows)
 
     @property
     def slot_bytes(self) -> int:
@@ -79,6 +82,12 @@ class StateLayout:
     def page_shape(self, state: Pages, array: Array, pages: int) -> tuple[int, ...]:
         """Of the tensor that holds `array` in `pages` pages."""
         return (pages, self.page // state.stride, *array.shape)
+
+
+def page_tokens(states: Iterable[State], wanted: int) -> int:
+    """Tokens of a page: `wanted`, or the next number that has whole rows of every state."""
+    unit = lcm(*(s.stride for s in states if isinstance(s, Pages)))
+    return -(-wanted // unit) * unit
 
 
 def _padded(nbytes: int) -> int:

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.config.layers import SILU, Activation, DeltaRule, Index, Router
+from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
-from tandem.kernels import gates
+from tandem.kernels import gates, routing
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
 from tandem.kernels.cpu_chosen import CpuChosenAttention, CpuTokenIndex
 from tandem.kernels.delta import Delta, DeltaWeights, columns_of
 from tandem.kernels.gates import without_gates
+from tandem.kernels.in_memory import InMemory
 from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
@@ -29,7 +31,6 @@ from tandem.kernels.ops import (
     Columns,
     LatentSizes,
     LatentWeights,
-    Lookup,
     Recorded,
     Rope,
     Routing,
@@ -38,6 +39,8 @@ from tandem.kernels.ops import (
     Tally,
 )
 from tandem.kernels.recorded import OnlyAllocations, RecordedStep
+from tandem.kernels.shared_kv.heads import SharedKvHeads
+from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import IndexWeights, TokenIndex
 
 
@@ -51,7 +54,7 @@ def _beside(x: Tensor, weight: Tensor | None) -> Tensor | None:
 AHEAD_BYTES_PER_WORKER = 1 << 20  # about an L2 cache
 
 
-class CpuOps:
+class CpuOps(InMemory):
     """`Ops` over one worker pool and one kernel tier. A batch must not change after its first use.
 
     int8_activations: layers of experts (not dense MLPs) round activations to int8; experts_in_place: those of bfloat16
@@ -76,15 +79,6 @@ class CpuOps:
         self._pages = (0, 0)  # their number, and rows of one
         self._views = 0  # made so far
         self._view: _core.BatchView
-
-    def resident(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def lookup(self, find: Lookup, rows: int) -> Lookup:
-        return find
-
-    def reads(self, weight: WeightCodes) -> bool:
-        return True
 
     def linear(self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16") -> PackedMatrix:
         if isinstance(weight, WeightCodes):
@@ -132,10 +126,10 @@ class CpuOps:
         self._batch, before = None, self._views
         with recording, OnlyAllocations() as torch_calls:
             result = step(own, batch)
-        pages, view = self._pages, self._view
         self._batch = None  # the view is the recording's from now on
-        if torch_calls.others or self._views > before + 1:  # a recorded step has one view that changes
+        if torch_calls.others or self._views != before + 1:  # a recorded step has one view that changes
             return result, None
+        pages, view = self._pages, self._view
         return result, RecordedStep(recording, own, result, view, lambda other: _checked(other, *pages))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -191,6 +185,9 @@ class CpuOps:
 
     gated = staticmethod(gates.gated)
 
+    def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
+        return SharedKvHeads(shape, weights, OwnKeys(self._dense), self.per_head(weights.groups, fmt))
+
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
         return _CpuDelta(self, shape, weights)
 
@@ -205,7 +202,10 @@ class CpuOps:
         shared: int = 0,
         tally: Tally | None = None,
         places: Tensor | None = None,
+        chosen: Tensor | None = None,
     ) -> Routing:
+        if routing.in_torch(router):
+            return routing.route(logits, router, bias, shared, tally, places, chosen)
         logits = logits.float().contiguous()
         key = (id(router), shared)
         if key not in self._rules:
@@ -246,6 +246,25 @@ class _CpuDelta:
         self._ops._dense.delta_rule(
             self._ops.view_of(batch), self._shape, projected, gates, *self._weights, kept, memory, out, self._eps
         )
+        return out
+
+
+class OwnKeys:
+    """`shared_kv.heads.Attend` on the C++ core: every row is a sequence of its own, whose one page is its keys."""
+
+    def __init__(self, dense: _core.DenseOps) -> None:
+        self._dense = dense
+
+    def __call__(self, q: Tensor, keys: Tensor, counts: Tensor, scale: float, sinks: Tensor) -> Tensor:
+        rows, width, head_dim = keys.shape
+        each = torch.arange(rows + 1, dtype=torch.int32)
+        view = _core.BatchView(
+            positions=counts - 1, cache_slots=each[:rows].long() * width, query_starts=each, seq_lens=counts.int(),
+            block_tables=each[:rows, None], page_size=width, num_pages=rows, slots=torch.zeros(rows, dtype=torch.int32),
+        )  # fmt: skip
+        out = torch.empty_like(q)
+        shape, pages = _heads(q.shape[1], 1, head_dim, 0, 0), keys.view(rows, width, 1, head_dim)
+        self._dense.attention(view, shape, q, pages, None, out.view(rows, -1), scale, 0, sinks)
         return out
 
 

@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from tandem.config.layers import SILU, Activation, DeltaRule, Index, Router
+from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import Delta, DeltaWeights
+from tandem.kernels.shared_kv.heads import SharedKvHeads
+from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import Chosen, IndexWeights, TokenIndex
 
 
@@ -323,6 +326,10 @@ class Ops(Protocol):
         """A gated delta net of this shape, bound to its small weights (`kernels/delta.py`)."""
         ...
 
+    def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
+        """Shared keys of this shape, bound to their small weights; packs `weights.groups` once."""
+        ...
+
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         """An indexer of this shape, bound to its small weights (`kernels/token_index.py`)."""
         ...
@@ -335,11 +342,13 @@ class Ops(Protocol):
         shared: int = 0,
         tally: Tally | None = None,
         places: Tensor | None = None,
+        chosen: Tensor | None = None,
     ) -> Routing:
         """Logits [T, E], float32 or bfloat16, of which rows may lie apart (and score bias [E]) -> the top-k experts
         and their weights in float32.
 
         `shared` experts, ids E … E + shared - 1, are appended to every row's choice with weight 1; `tally` does not
         count them. places int32 [E + shared]: something about every expert that is looked up for the chosen ones.
+        chosen [T, k]: of a router with a table: who that names; only weights are computed.
         """
         ...

@@ -13,15 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.layers import SILU, Activation, DeltaRule, Index, Router
+from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import one_tensor
 from tandem.formats.reference import decoded
-from tandem.kernels import gates
+from tandem.kernels import gates, routing
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import Delta, DeltaWeights, TorchDelta
 from tandem.kernels.fit import as_packed
 from tandem.kernels.gates import without_gates
+from tandem.kernels.in_memory import InMemory
 from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
@@ -30,7 +32,6 @@ from tandem.kernels.ops import (
     ExpertBiases,
     LatentSizes,
     LatentWeights,
-    Lookup,
     Recorded,
     Rope,
     Routing,
@@ -38,6 +39,8 @@ from tandem.kernels.ops import (
     SureRead,
     Tally,
 )
+from tandem.kernels.shared_kv.heads import SharedKvHeads, plain_attend
+from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import IndexWeights, TokenIndex, TorchTokenIndex, attend_chosen
 
 
@@ -155,17 +158,8 @@ def activated(how: Activation, gate: Tensor, up: Tensor) -> Tensor:
     return gate * torch.sigmoid(how.alpha * gate) * (up + 1)
 
 
-class TorchOps:
+class TorchOps(InMemory):
     """`Ops` in plain torch, any float dtype."""
-
-    def resident(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def lookup(self, find: Lookup, rows: int) -> Lookup:
-        return find
-
-    def reads(self, weight: WeightCodes) -> bool:
-        return True
 
     def linear(self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16") -> TorchLinear:
         return TorchLinear(weight if isinstance(weight, WeightCodes) else one_tensor(weight), bias, fmt)
@@ -273,6 +267,9 @@ class TorchOps:
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         return TorchTokenIndex(shape, weights)
 
+    def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
+        return SharedKvHeads(shape, weights, plain_attend, self.per_head(weights.groups, fmt))
+
     def route(
         self,
         logits: Tensor,
@@ -281,53 +278,9 @@ class TorchOps:
         shared: int = 0,
         tally: Tally | None = None,
         places: Tensor | None = None,
+        chosen: Tensor | None = None,
     ) -> Routing:
-        logits = logits.float()
-        scores = logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()
-        ranks = scores if bias is None else scores + bias
-        if router.num_groups > 1:
-            ranks = _keep_top_groups(ranks, router)
-        ids = _descending(ranks)[:, : router.top_k]
-        weights = scores.gather(-1, ids)
-        if router.normalize:
-            sums = weights.sum(-1, keepdim=True) + router.epsilon
-            weights = weights / sums.clamp(min=router.least_sum)
-        ids, weights = ids.int(), weights * router.scale
-        if tally is not None:
-            count_choices(tally, ids)
-        if shared:
-            always = torch.arange(
-                router.num_experts, router.num_experts + shared, dtype=torch.int32, device=ids.device
-            )
-            ids = torch.cat((ids, always.expand(len(ids), shared)), dim=1)
-            weights = torch.cat((weights, weights.new_ones(len(ids), shared)), dim=1)
-        return Routing(ids, weights, None if places is None else places[ids])
-
-
-def count_choices(tally: Tally, ids: Tensor) -> None:
-    """ids [T, k] of routed experts. Nothing here waits for a GPU."""
-    flat, kind = ids.flatten().long(), tally.tokens.dtype
-    counts = torch.ones_like(flat, dtype=kind)
-    if tally.rows is not None:
-        counts = (torch.arange(len(ids), device=ids.device) < tally.rows).repeat_interleave(ids.shape[1])
-    tally.tokens.scatter_add_(0, flat, counts.to(kind))
-    tally.seen.scatter_reduce_(0, flat, counts.to(kind), "amax")
-    if tally.chosen is not None:
-        tally.chosen[: len(ids)].copy_(ids)
-
-
-def _descending(ranks: Tensor) -> Tensor:
-    """Indices of ranks [T, n] from the best; a stable sort, not topk, so that equal ranks give the lower id first."""
-    return torch.sort(ranks, stable=True, dim=-1, descending=True).indices
-
-
-def _keep_top_groups(ranks: Tensor, router: Router) -> Tensor:
-    """ranks [T, E] with -inf outside each token's best groups."""
-    groups = ranks.view(len(ranks), router.num_groups, -1)
-    group_ranks = groups.topk(2 if router.group_score == "top2" else 1, dim=-1).values.sum(-1)
-    kept = _descending(group_ranks)[:, : router.top_groups]
-    dropped = torch.ones_like(group_ranks, dtype=torch.bool).scatter_(1, kept, False)
-    return groups.masked_fill(dropped[:, :, None], float("-inf")).flatten(1)
+        return routing.route(logits, router, bias, shared, tally, places, chosen)
 
 
 def _rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tandem.kernels.ops import Ops, SureRead
+from tandem.kernels.ops import SureRead
 from tandem.models.layers import BuiltBlock, DecoderLayer, Operator
 from tandem.models.moe import MoEBlock
 from tandem.models.passing import Pass, States
@@ -25,7 +25,6 @@ class Foreseeing:
     block: MoEBlock
     later: BuiltBlock  # its operator routes
     router: MoEBlock
-    ops: Ops
 
     def reads(self) -> list[SureRead]:
         return self.block.reads()
@@ -36,21 +35,21 @@ class Foreseeing:
         return self.block(x, p, states, lambda: self._foresee(p))
 
     def _foresee(self, p: Pass) -> None:
-        self.router.foresee(self.ops.rms_norm(p.residual, self.later.norm, self.later.eps))
+        self.router.foresee(self.later.peek(p), p)
 
 
-def operators(ops: Ops, layers: Sequence[DecoderLayer]) -> list[Operator]:
+def operators(layers: Sequence[DecoderLayer]) -> list[Operator]:
     """Of all blocks in order. Experts that are followed by a layer with experts ask its router in the meantime."""
     found: list[Operator] = []
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
-        found += [_operator(ops, block.operator, following) for block in layer.blocks]
+        found += [_operator(block.operator, following) for block in layer.blocks]
     return found
 
 
-def _operator(ops: Ops, operator: Operator, following: DecoderLayer | None) -> Operator:
+def _operator(operator: Operator, following: DecoderLayer | None) -> Operator:
     if following is None or not isinstance(operator, MoEBlock):
         return operator
     for block in following.blocks:
         if isinstance(block.operator, MoEBlock):
-            return Foreseeing(operator, block, block.operator, ops)
+            return Foreseeing(operator, block, block.operator)
     return operator

@@ -9,14 +9,17 @@ from torch import Tensor
 
 from tandem.architectures.names import Names
 from tandem.config.layers import Block, DeltaRule, Dense, Gqa, Latent, Moe
+from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.state import State
-from tandem.kernels.ops import MLP, Ops, SureRead
+from tandem.kernels.ops import MLP, SureRead
 from tandem.models.attention import Attention
 from tandem.models.builder import Builder
 from tandem.models.delta_net import DeltaNet
 from tandem.models.latent_attention import LatentAttention
 from tandem.models.moe import MoEBlock, dense_mlp
 from tandem.models.passing import Pass, States
+from tandem.models.residual import Residual, residual_of
+from tandem.models.shared_kv import SharedKvAttention
 
 
 class Operator(Protocol):
@@ -46,18 +49,21 @@ class DenseBlock:
 
 @dataclass(frozen=True, slots=True)
 class BuiltBlock:
-    """residual + operator(norm(residual))."""
+    """residual + operator(norm(residual)), or what streams have in place of that."""
 
     norm: Tensor
     eps: float
     operator: Operator
     states: tuple[State, ...]  # what the operator keeps of a sequence
+    residual: Residual
 
-    def enter(self, p: Pass, ops: Ops) -> Tensor:
+    def enter(self, p: Pass) -> Tensor:
         """Adds what is pending to the stream; the normed rows that the operator takes."""
-        if p.pending is None:
-            return ops.rms_norm(p.residual, self.norm, self.eps)
-        return ops.add_rms_norm(p.pending, p.residual, self.norm, self.eps)
+        return self.residual.enter(p, self.norm, self.eps)
+
+    def peek(self, p: Pass) -> Tensor:
+        """About what `enter` will give, before the stream is complete."""
+        return self.residual.peek(p.residual, self.norm, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +84,15 @@ class DecoderLayer:
 
 def decoder_layer(b: Builder, index: int, names: Names) -> DecoderLayer:
     """Layer `index` as the configuration says, from tensors that are called `names`."""
-    blocks = b.config.layers[index].blocks
-    return DecoderLayer(
-        tuple(_block(b, index, names, *pair) for pair in zip(blocks, names.norms, strict=True))
-    )
+    blocks = zip(b.config.layers[index].blocks, names.norms, names.streams, strict=True)
+    return DecoderLayer(tuple(_block(b, index, names, *block) for block in blocks))
 
 
-def _block(b: Builder, index: int, names: Names, block: Block, norm: str) -> BuiltBlock:
-    operator = _operator(b, index, names, block)
-    weight = b.norm(f"model.layers.{index}.{norm}.weight", block.norm, b.config.hidden)
-    return BuiltBlock(weight, block.norm.eps, operator, block.body.states())
+def _block(b: Builder, index: int, names: Names, block: Block, norm: str, streams: str) -> BuiltBlock:
+    layer, operator = f"model.layers.{index}.", _operator(b, index, names, block)
+    weight = b.norm(f"{layer}{norm}.weight", block.norm, b.config.hidden)
+    residual = residual_of(b, block.hyper, layer + streams)
+    return BuiltBlock(weight, block.norm.eps, operator, block.body.states(), residual)
 
 
 def _operator(b: Builder, index: int, names: Names, block: Block) -> Operator:
@@ -96,6 +101,8 @@ def _operator(b: Builder, index: int, names: Names, block: Block) -> Operator:
         return Attention(b, body, layer + names.attention)
     if isinstance(body, Latent):
         return LatentAttention(b, body, layer + names.attention, index)
+    if isinstance(body, SharedKv):
+        return SharedKvAttention(b, body, layer + names.attention)
     if isinstance(body, DeltaRule):
         return DeltaNet(b, body, layer + names.recurrent)
     if isinstance(body, Dense):

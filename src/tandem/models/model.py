@@ -15,6 +15,7 @@ from tandem.models.builder import Builder
 from tandem.models.foresight import operators
 from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.passing import Pass, States
+from tandem.models.residual import end_of, widened
 
 # Steps of few rows are recorded: in those, Python's part of the time is worth the memory of all their intermediate
 # results (some twenty arrays of rows * hidden a layer).
@@ -33,13 +34,14 @@ class Model:
         self.config, self.ops, self.dtype = config, b.ops, b.dtype
         self.head = head_of(b)
         self.final_norm = b.norm("model.norm.weight", config.norm, config.hidden)
+        self.ending = end_of(b)
         names = names_of(b)
         self.layers: list[DecoderLayer] = []
         for index in range(len(config.layers)):
             self.layers.append(decoder_layer(b, index, names))
             b.layer_done(index)
         self._spans = _spans(self.layers)
-        self._operators = operators(self.ops, self.layers)
+        self._operators = operators(self.layers)
         reads = [read for layer in self.layers for read in layer.reads()]
         self.ops.read_in_order([*reads, SureRead(self.head)])
         self._recorded: dict[int, Recorded | None] = {}  # by rows; for one KV cache
@@ -59,7 +61,7 @@ class Model:
 
     def begin(self, batch: ForwardBatch) -> Pass:
         """A pass over T new tokens, before the first layer."""
-        return Pass(batch, self.embedding(batch.input_ids).to(self.dtype))
+        return Pass(batch, widened(self.embedding(batch.input_ids).to(self.dtype), self.config.layers[0].hyper))
 
     def layer(self, p: Pass, index: int, states: States) -> None:
         """Takes a pass through layer `index`; the caller has taken it through all before."""
@@ -67,20 +69,21 @@ class Model:
         for i, block in enumerate(self.layers[index].blocks, first_block):
             last_state = first_state + len(block.states)
             own = states[first_state:last_state]
-            p.pending = self._operators[i](block.enter(p, self.ops), p, own)
+            p.pending = self._operators[i](block.enter(p), p, own)
             first_state = last_state
 
     def end(self, p: Pass) -> Tensor:
         """The normed rows whose logits are wanted, [R, hidden]."""
         assert p.pending is not None, "no layer has run"
-        x, residual, rows = p.pending, p.residual, p.batch.logits_rows
-        if len(rows) != len(x):
-            x, residual = x[rows], residual[rows]
-        return self.ops.add_rms_norm(x, residual, self.final_norm, self.config.norm.eps)
+        rows = p.batch.logits_rows
+        if len(rows) != len(p.pending):
+            mix = None if p.mix is None else p.mix.of(rows)
+            p = Pass(p.batch, p.residual[rows], p.pending[rows], mix)
+        return self.ending.enter(p, self.final_norm, self.config.norm.eps)
 
     def _layers(self, embedded: Tensor, batch: ForwardBatch, states: States) -> Tensor:
         """From the embedded tokens, which it changes, to the normed rows whose logits are wanted."""
-        p = Pass(batch, embedded)
+        p = Pass(batch, widened(embedded, self.config.layers[0].hyper))
         for index in range(len(self.layers)):
             self.layer(p, index, states)
         return self.end(p)

@@ -38,7 +38,11 @@ class MoEBlock:
         self.fused = shape.fusible_shared if b.plan.fuse_shared_experts else 0
         self.gate = _router_gate(b, shape, layer, names)
         self.tally = b.tally(index)
-        self.bias = None
+        self.bias = self.table = None
+        if self.router.table:
+            table = layer + names.router_table
+            found = b.checkpoint.get(table, (b.config.vocab, self.router.top_k), whole=True)
+            self.table = b.ops.resident(found.to(torch.int32, copy=True))
         if self.router.has_bias:
             self.bias = b.float_tensor(layer + names.router_bias, self.router.num_experts)
         self.experts = _experts(b, index, shape, names, self.fused)
@@ -57,7 +61,7 @@ class MoEBlock:
         """meanwhile: called while others compute."""
         logits, gate = self._logits(x)
         routing = self.ops.route(
-            logits, self.router, self.bias, self.fused, self.tally, self.experts.places
+            logits, self.router, self.bias, self.fused, self.tally, self.experts.places, self._named(p)
         )
         ticket = self.experts.submit(x, routing)
         shared = None if self.shared is None else self.shared(x)
@@ -68,10 +72,16 @@ class MoEBlock:
             return routed
         return routed.add_(shared) if gate is None else self.ops.gated(shared, gate, routed)
 
-    def foresee(self, x: Tensor) -> None:
+    def foresee(self, x: Tensor, p: Pass) -> None:
         """x: about what the next call will be given. Tells the experts who would be chosen; nobody is counted."""
-        places = self.experts.places
-        self.experts.hint(self.ops.route(self._logits(x)[0], self.router, self.bias, places=places))
+        places, named = self.experts.places, self._named(p)
+        self.experts.hint(
+            self.ops.route(self._logits(x)[0], self.router, self.bias, places=places, chosen=named)
+        )
+
+    def _named(self, p: Pass) -> Tensor | None:
+        """The experts that a table names for each token, int32 [T, k]."""
+        return None if self.table is None else self.table[p.batch.input_ids]
 
     def _logits(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Of the router [T, E], and of the shared expert's gate [T, 1], if it has one."""

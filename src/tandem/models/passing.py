@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from tandem.kernels.hyper import Mix
+from tandem.kernels.shared_kv.rows import StepRows, step_rows
 from tandem.kernels.token_index import Chosen
 from tandem.models.batch import ForwardBatch
 
@@ -19,7 +21,8 @@ States = Sequence[Arrays]
 
 @dataclass(slots=True)
 class Pass:
-    """residual [T, hidden]: the stream, without what the last block computed; pending: that, None at the start.
+    """residual [T, hidden], or [T, n, hidden] of n streams: without what the last block computed; pending [T, hidden]:
+    that, None at the start; mix: how it returns to several streams.
 
     links: which tokens the last layer that chose has chosen, by its number. A batch's rows and indices do not change
     meanwhile.
@@ -28,4 +31,13 @@ class Pass:
     batch: ForwardBatch
     residual: Tensor
     pending: Tensor | None = None
+    mix: Mix | None = None
     links: dict[int, Chosen] = field(default_factory=dict)
+    indices: StepRows | None = None
+
+    @property
+    def rows(self) -> StepRows:
+        """Of the batch, worked out when first asked for."""
+        if self.indices is None:
+            self.indices = step_rows(self.batch)
+        return self.indices

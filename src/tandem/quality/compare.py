@@ -71,13 +71,13 @@ class Head:
     """Final norm and output matrix of a stream."""
 
     def __init__(self, stream: LayerStream) -> None:
-        self.ops, self.eps, self._device = stream.ops, stream.config.norm.eps, stream.device
-        self.norm, self.matrix = stream.final_norm(), stream.head()
+        self.eps, self._device = stream.config.norm.eps, stream.device
+        (self.end, self.norm), self.matrix = stream.final_norm(), stream.head()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden] → float32 [n, vocab], both in CPU memory."""
+        """hidden [n, hidden], or of several streams → float32 [n, vocab], both in CPU memory."""
         with torch.inference_mode():
-            normed = self.ops.rms_norm(hidden.to(self._device), self.norm, self.eps)
+            normed = self.end.peek(hidden.to(self._device), self.norm, self.eps)
             return self.matrix(normed, torch.float32).cpu()
 
 

@@ -31,6 +31,7 @@ from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.model import embedding_of, head_of, names_of
 from tandem.models.names import expert_biases
 from tandem.models.passing import Arrays, Pass
+from tandem.models.residual import Residual, end_of, settle, widened
 from tandem.quality.text import Windows
 
 if TYPE_CHECKING:
@@ -119,8 +120,8 @@ def _check_gpu_fits(model: ModelConfig, plan: Plan, machine: Machine, stored: St
 class LayerStream:
     """Gives the same bits as `models.Model` does: the same operations on the same rows in the same order.
 
-    `hidden` is the residual stream of every row, [rows, hidden] in the plan's dtype, in CPU memory; `advance` moves it
-    one layer on.
+    `hidden` is the residual stream of every row, [rows, hidden] in the plan's dtype, in CPU memory, or
+    [rows, n, hidden] where there are n; `advance` moves it one layer on.
     """
 
     def __init__(self, variant: Variant, windows: Windows, pool: _core.WorkerPool | None = None) -> None:
@@ -158,26 +159,26 @@ class LayerStream:
         """`hidden` [rows, hidden] becomes what it is after `layer`, in place; `tick` is called after every window."""
         with torch.inference_mode():
             for span, batch, links in zip(self.windows.spans, self._batches, self._links, strict=True):
-                residual = hidden[span].to(self.device)
-                self._advance(layer, Pass(batch, residual, links=links))
-                if self._gpu is not None:
-                    hidden[span] = residual.cpu()
+                p = Pass(batch, hidden[span].to(self.device), links=links)
+                self._advance(layer, p)
+                hidden[span] = p.residual.cpu()
                 tick()
 
     def head(self) -> Linear:
         return head_of(self._builder)
 
-    def final_norm(self) -> Tensor:
-        return self._builder.norm("model.norm.weight", self.config.norm, self.config.hidden)
+    def final_norm(self) -> tuple[Residual, Tensor]:
+        """How the stream ends, and the weight of the norm behind it."""
+        norm = self._builder.norm("model.norm.weight", self.config.norm, self.config.hidden)
+        return end_of(self._builder), norm
 
     def _advance(self, layer: DecoderLayer, p: Pass) -> None:
         if self._gpu is not None:
             self._gpu.ops.begin_step(p.batch, False)
         for block in layer.blocks:
             states = [self._states[each] for each in block.states]
-            p.pending = block.operator(block.enter(p, self.ops), p, states)
-        if p.pending is not None:
-            p.residual.add_(p.pending)
+            p.pending = block.operator(block.enter(p), p, states)
+        settle(p)
 
     def _embedded(self) -> Tensor:
         largest = int(self.windows.tokens.max())
@@ -187,7 +188,8 @@ class LayerStream:
                 "its tokenizer is another model's"
             )
         rows = embedding_of(self._builder)(self.windows.tokens.to(self.device))
-        return rows.to("cpu", getattr(torch, self.plan.dtype))
+        rows = rows.to("cpu", getattr(torch, self.plan.dtype))
+        return widened(rows, self.config.layers[0].hyper)
 
     def _new_states(self, tokens: int) -> dict[State, Arrays]:
         """One window of each kind of state: nothing is read that was not written just before."""

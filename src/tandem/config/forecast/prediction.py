@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.layers import DeltaRule, Latent
+from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.model_config import STORED, ModelConfig, past_bytes
 from tandem.config.plan import Plan
 from tandem.config.stored import StoredFormats
@@ -210,6 +211,8 @@ def _attention_flops(model: ModelConfig, rows: int, before: int) -> float:
         elif isinstance(mixer, Latent):
             total += 2.0 * rows * mixer.seen(int(seen)) * mixer.heads * (mixer.cached_dim + mixer.kv_rank)
             total += 2.0 * rows * seen * mixer.scored_channels
+        elif isinstance(mixer, SharedKv):
+            total += 4.0 * rows * mixer.keys_seen(int(seen)) * mixer.heads * mixer.dim
         else:
             window = min(seen, mixer.window) if mixer.window else seen
             total += 4.0 * rows * window * mixer.heads * mixer.head_dim

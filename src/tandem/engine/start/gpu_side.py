@@ -11,6 +11,7 @@ import torch
 from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_scratch import ring_of
 from tandem.config.layers import Latent
+from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.engine.expert_statistics import expert_placement
 from tandem.engine.gpu_runner import BeginStep
 from tandem.engine.start.gpu_device import planned_device
@@ -74,6 +75,8 @@ def attention_shape(plan: Plan, model: ModelConfig) -> AttentionShape:
     first, pages = model.attentions[0], -(-plan.context_length // plan.page_size)
     if isinstance(first, Latent):
         return AttentionShape(first.heads, 1, first.cached_dim, first.scale, 0, plan.page_size, pages)
+    if isinstance(first, SharedKv):
+        return AttentionShape(first.heads, 1, first.dim, first.scale, first.window, plan.page_size, pages)
     return AttentionShape(
         first.heads, first.kv_heads, first.head_dim, first.scale, first.window, plan.page_size, pages
     )

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from tandem.config.layers import SILU, Activation, DeltaRule, Index, Router
+from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.reference import decoded
+from tandem.kernels import routing
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.delta import Delta, DeltaWeights
@@ -39,6 +41,8 @@ from tandem.kernels.ops import (
 )
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.packed.matrix import PackedMatrix
+from tandem.kernels.shared_kv.heads import SharedKvHeads, plain_attend
+from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import IndexWeights, TokenIndex
 
 LOOKUP_ROWS, LOOKUP_THREADS = 1 << 12, 8  # of a table, found at a time by each of so many threads
@@ -73,8 +77,7 @@ class GpuOps:
                     table[int(ids[0]) : int(ids[-1]) + 1].copy_(_there(found, self))
         return lambda wanted: table.index_select(0, wanted)
 
-    def reads(self, weight: WeightCodes) -> bool:
-        return dense_codes.readable(weight)
+    reads = staticmethod(dense_codes.readable)
 
     def linear(
         self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16"
@@ -165,6 +168,14 @@ class GpuOps:
             delta.warm_up()
         return delta
 
+    def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
+        groups = weights.groups.to(self.device, _dtype(fmt)).transpose(1, 2).contiguous()
+
+        def projected(x: Tensor) -> Tensor:
+            return torch.matmul(x.transpose(0, 1), groups).transpose(0, 1)
+
+        return SharedKvHeads(shape, weights, plain_attend, projected)
+
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         raise KernelError("indexers that choose tokens have no kernels on the GPU; take --device cpu")
 
@@ -179,7 +190,10 @@ class GpuOps:
         shared: int = 0,
         tally: Tally | None = None,
         places: Tensor | None = None,
+        chosen: Tensor | None = None,
     ) -> Routing:
+        if routing.in_torch(router):
+            return routing.route(logits, router, bias, shared, tally, places, chosen)
         return route.route(logits, router, bias, shared, tally, places)
 
 

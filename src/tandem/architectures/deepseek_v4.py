@@ -1,0 +1,165 @@
+"""DeepSeek-V4: shared keys in a window, pooled entries behind it, hyper-connections, routers by score or by table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tandem.architectures.family import Family
+from tandem.architectures.names import Names
+from tandem.architectures.shared import activation, assembled, epsilon, layer_count, moe
+from tandem.config.json_keys import JsonKeys
+from tandem.config.layers import Activation, Moe, Norm, Router, pre_norm
+from tandem.config.mechanisms.hyper import Hyper
+from tandem.config.mechanisms.shared_kv import EntryIndex, Pool, SharedKv
+from tandem.config.model_config import ModelConfig
+from tandem.config.rope import Rope, read_rope
+from tandem.errors import ConfigError
+
+SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+KINDS = (SLIDING, SPARSE, HEAVY)
+RATIOS = {0: SLIDING, 4: SPARSE, 128: HEAVY}
+"""Of `compress_ratios`, which has an entry for each layer, and for draft layers behind them."""
+
+STRIDES = {SPARSE: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
+HASHED, SCORED = "hash_moe", "moe"
+HASH_LAYERS = 3
+DSPARK = "dspark_"
+
+
+def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    _refuse_others(keys)
+    norm, count = Norm(epsilon(keys), wide=True), layer_count(keys)
+    hyper = Hyper(
+        keys.size("hc_mult", 4), keys.size("hc_sinkhorn_iters", 20), keys.optional("hc_eps", 1e-6), norm.eps
+    )
+    experts = _experts(keys)
+    hashed = replace(experts, router=replace(experts.router, table=True, has_bias=False))
+    attention = {kind: _attention(keys, kind) for kind in KINDS}
+    layers = [
+        pre_norm(attention[kind], hashed if router == HASHED else experts, norm, hyper)
+        for kind, router in zip(_kinds(keys, count), _routers(keys, count), strict=True)
+    ]
+    draft = _draft(keys)
+    return replace(assembled(keys, generation, tuple(layers), norm, attention[HEAVY].rope), draft=draft)
+
+
+def _refuse_others(keys: JsonKeys) -> None:
+    keys.only("scoring_func", "sqrtsoftplus", "DeepSeek-V4's")
+    keys.only("norm_topk_prob", True, "DeepSeek-V4 normalises")
+    keys.only("topk_method", "noaux_tc", "DeepSeek-V4's")
+    keys.only("num_key_value_heads", 1, "all heads share one key")
+    keys.only("hidden_act", "silu", "its experts clamp before silu")
+    for key in ("attention_bias", "mlp_bias"):
+        keys.only(key, False, "its matrices have none")
+    keys.get("expert_dtype"), keys.get("n_group"), keys.get("topk_group")  # what tensors say themselves; unused
+
+
+def _attention(keys: JsonKeys, kind: str) -> SharedKv:
+    heads, groups = keys.size("num_attention_heads", 64), keys.optional("o_groups", 8)
+    if groups < 1 or heads % groups:
+        raise ConfigError(f"{keys.where}: o_groups {groups} does not divide {heads} heads; try 8")
+    return SharedKv(
+        heads=heads,
+        dim=keys.optional("head_dim", 512),
+        q_rank=keys.size("q_lora_rank", 1024),
+        window=keys.optional("sliding_window", 128),
+        rope=_rope(keys, kind != SLIDING),
+        out_groups=groups,
+        out_rank=keys.optional("o_lora_rank", 1024),
+        eps=epsilon(keys),
+        pool=None if kind == SLIDING else _pool(keys, kind),
+    )
+
+
+def _pool(keys: JsonKeys, kind: str) -> Pool:
+    """`compress_rates` by kind; older files have a key for each."""
+    key, usual = STRIDES[kind]
+    stride = keys.optional(key, keys.mapping("compress_rates").get(kind, usual))
+    if type(stride) is not int or not 1 < stride <= 4096:
+        raise ConfigError(f"{keys.where}: {kind} pools {stride} tokens, and must be 2 to 4096; try {usual}")
+    if kind == HEAVY:
+        return Pool(stride)
+    heads, dim = keys.optional("index_n_heads", 64), keys.optional("index_head_dim", 128)
+    return Pool(stride, True, EntryIndex(heads, dim, keys.optional("index_topk", 512)))
+
+
+def _rope(keys: JsonKeys, compressed: bool) -> Rope:
+    """Layers that pool turn by a base and a scaling of their own; no scaling changes the size of what turns."""
+    given = keys.mapping("rope_parameters") or keys.mapping("rope_scaling")
+    nested: dict[str, Any] = given.get("compress" if compressed else "main", {})
+    if nested:
+        said = nested
+    elif compressed:
+        said = given | {"rope_theta": float(keys.optional("compress_rope_theta", 160000.0))}
+    else:
+        said = {"rope_theta": float(keys.optional("rope_theta", 10000.0)), "rope_type": "default"}
+    keys.get("compress_rope_theta")
+    rope = read_rope(keys.overlaid({"rope_type": None, "type": None} | said), _rotary_dims(keys, said), "neighbours")
+    return replace(rope, table_factor=said.get("attention_factor") or 1.0)
+
+
+def _rotary_dims(keys: JsonKeys, said: dict[str, Any]) -> int:
+    head = keys.optional("head_dim", 512)
+    share = said.get("partial_rotary_factor") or keys.optional("partial_rotary_factor", 0.0)
+    dims = int(head * share) if share else keys.optional("qk_rope_head_dim", head // 8)
+    keys.get("qk_rope_head_dim"), keys.get("partial_rotary_factor")
+    smallest = min(head, keys.optional("index_head_dim", 128))
+    if not 0 < dims <= smallest:
+        raise ConfigError(f"{keys.where}: {dims} rotary channels of {smallest} do not fit; try {smallest // 2}")
+    return dims
+
+
+def _kinds(keys: JsonKeys, count: int) -> list[str]:
+    """`layer_types`, or `compress_ratios`. Neither: V4-Pro's schedule, as Transformers has it."""
+    kinds, ratios = keys.get("layer_types"), keys.get("compress_ratios")
+    if kinds is None and ratios is not None:
+        kinds = [RATIOS.get(ratio, str(ratio)) for ratio in ratios]
+    if kinds is None:
+        kinds = [SPARSE if i >= 2 and i % 2 else HEAVY for i in range(count)]
+    if not isinstance(kinds, list) or len(kinds) < count or not set(kinds[:count]) <= set(KINDS):
+        raise ConfigError(
+            f"{keys.where}: layer_types or compress_ratios must name one of {', '.join(KINDS)} (0, 4 or 128) for each "
+            f"of {count} layers"
+        )
+    return kinds[:count]
+
+
+def _routers(keys: JsonKeys, count: int) -> list[str]:
+    kinds, hashed = keys.get("mlp_layer_types"), keys.count("num_hash_layers", HASH_LAYERS)
+    if kinds is None:
+        kinds = [HASHED if i < hashed else SCORED for i in range(count)]
+    if not isinstance(kinds, list) or len(kinds) < count or not set(kinds[:count]) <= {HASHED, SCORED}:
+        raise ConfigError(f"{keys.where}: mlp_layer_types must name {HASHED} or {SCORED} for each of {count} layers")
+    return kinds[:count]
+
+
+def _experts(keys: JsonKeys) -> Moe:
+    router = Router(
+        num_experts=keys.size("n_routed_experts", 256, "num_local_experts"),
+        top_k=keys.size("num_experts_per_tok", 6),
+        score="sqrt_softplus",
+        scale=keys.optional("routed_scaling_factor", 1.5),
+        has_bias=True,
+        float32_logits=True,
+        epsilon=1e-20,
+    )
+    width = keys.size("moe_intermediate_size", 2048)
+    keys.only("n_shared_experts", 1, "every layer has one")
+    activation(keys)
+    limit = keys.optional("swiglu_limit", 10.0)
+    return moe(router, width, width).activated_by(Activation("swiglu_clamp", limit=limit))
+
+
+def _draft(keys: JsonKeys) -> str:
+    """What guesses tokens: NextN layers, or since 0731 DSpark's stages. Neither is run yet."""
+    layers, block = keys.count("num_nextn_predict_layers", 0), keys.count(f"{DSPARK}block_size", 0)
+    for key in list(keys):
+        if key.startswith(DSPARK):
+            keys.get(key)
+    if block:
+        return f"a DSpark draft of {layers} stages for blocks of {block} tokens"
+    return f"{layers} draft layer{'s'[: layers != 1]} (NextN)" if layers else ""
+
+
+FAMILY = Family(("deepseek_v4",), config, (Names(shared="mlp.shared_experts"),))

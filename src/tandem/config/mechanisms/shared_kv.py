@@ -1,0 +1,117 @@
+"""Attention over one key per token that is its value, too: a window of last tokens, and entries that stand for many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.config.rope import Rope
+from tandem.config.state import Array, Fold, Pages, State
+
+
+@dataclass(frozen=True, slots=True)
+class EntryIndex:
+    """Chooses the entries that a token sees: sums over `heads` of a weight times max(0, q · k); the best `budget`."""
+
+    heads: int
+    dim: int
+    budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Every `stride` tokens become one entry: sums of their inputs, channel by channel weighted by a softmax of gates.
+
+    overlap: an entry also takes the window before, by inputs and gates of their own. index: of one's own smaller
+    entries; None: all entries are seen. A token sees an entry once its last token is there.
+    """
+
+    stride: int
+    overlap: bool = False
+    index: EntryIndex | None = None
+
+    @property
+    def series(self) -> int:
+        """Of inputs and gates that every token makes."""
+        return 2 if self.overlap else 1
+
+    @property
+    def rows(self) -> int:
+        """Tokens that an entry is made of."""
+        return self.series * self.stride
+
+    def widths(self, dim: int) -> tuple[int, ...]:
+        """Channels of an entry, and of an entry of the index."""
+        return (dim,) if self.index is None else (dim, self.index.dim)
+
+    def inputs(self, dim: int) -> int:
+        """Numbers that a token makes for its entries: inputs and gates."""
+        return 2 * self.series * sum(self.widths(dim))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKv:
+    """Heads of queries over one key of `dim` channels for each of the last `window` tokens, and over a pool's entries.
+
+    Queries are made from a latent of `q_rank` and normed per head. The last channels of queries and keys turn, and
+    those of the result turn back. Every head has a sink. The output is projected in `out_groups` groups of heads to
+    `out_rank` channels each, then together.
+    """
+
+    heads: int
+    dim: int
+    q_rank: int
+    window: int
+    rope: Rope
+    out_groups: int
+    out_rank: int
+    eps: float
+    pool: Pool | None = None
+
+    @property
+    def scale(self) -> float:
+        """Of the softmax."""
+        return float(self.dim**-0.5)
+
+    @property
+    def group_dim(self) -> int:
+        """Channels of a group of heads."""
+        return self.heads * self.dim // self.out_groups
+
+    def keys_seen(self, length: int) -> int:
+        """By a token after `length` others: of its window, and entries."""
+        entries = 0 if self.pool is None else length // self.pool.stride
+        return min(length, self.window) + entries - self.unseen(length)
+
+    def unseen(self, length: int) -> int:
+        """Entries of so many tokens that an index leaves out."""
+        if self.pool is None or self.pool.index is None:
+            return 0
+        return max(0, length // self.pool.stride - self.pool.index.budget)
+
+    def params(self, hidden: int) -> int:
+        q = hidden * self.q_rank + self.q_rank * self.heads * self.dim
+        return q + hidden * self.dim + self.head_params + self._pool_params(hidden) + self._out(hidden)
+
+    @property
+    def head_params(self) -> int:
+        """Of the first output matrices, which are numbers however they are stored."""
+        return self.heads * self.dim * self.out_rank
+
+    def _out(self, hidden: int) -> int:
+        return self.out_groups * self.out_rank * hidden
+
+    def _pool_params(self, hidden: int) -> int:
+        if self.pool is None:
+            return 0
+        index = self.pool.index
+        chooses = 0 if index is None else self.q_rank * index.heads * index.dim + hidden * index.heads
+        return hidden * self.pool.inputs(self.dim) + chooses
+
+    def states(self) -> tuple[State, ...]:
+        """A row of position p lies at p modulo their number; an entry of tokens up to p in row p / stride."""
+        kept = Array("window", (self.window, self.dim))
+        if self.pool is None:
+            return (Fold((kept,)),)
+        inputs = Array("inputs", (self.pool.rows, self.pool.inputs(self.dim)))
+        names = zip(("entry", "index"), self.pool.widths(self.dim), strict=False)
+        return Fold((kept, inputs)), Pages(tuple(Array(n, (w,)) for n, w in names), self.pool.stride)

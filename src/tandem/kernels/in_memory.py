@@ -1,0 +1,21 @@
+"""`InMemory`: what operations on the CPU have in common."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tandem.formats.codes import WeightCodes
+from tandem.kernels.ops import Lookup
+
+
+class InMemory:
+    """Tensors are read where they lie, and codes of every kind."""
+
+    def resident(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def lookup(self, find: Lookup, rows: int) -> Lookup:
+        return find
+
+    def reads(self, weight: WeightCodes) -> bool:
+        return True

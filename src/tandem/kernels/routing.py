@@ -1,0 +1,86 @@
+"""From gate logits to experts and weights in plain torch; nothing here waits for a GPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.config.layers import Router
+from tandem.kernels.ops import Routing, Tally
+
+LANES = 16  # torch computes what is left over of a vector in another way, so that bits would depend on the rows beside
+
+
+def in_torch(router: Router) -> bool:
+    """Whether kernels leave this router to torch."""
+    return router.table or router.score == "sqrt_softplus"
+
+
+def route(
+    logits: Tensor,
+    router: Router,
+    bias: Tensor | None = None,
+    shared: int = 0,
+    tally: Tally | None = None,
+    places: Tensor | None = None,
+    chosen: Tensor | None = None,
+) -> Routing:
+    """As `Ops.route`."""
+    scores = _scores(logits.float(), router)
+    ids = _best(scores if bias is None else scores + bias, router) if chosen is None else chosen.long()
+    weights = scores.gather(-1, ids)
+    if router.normalize:
+        sums = weights.sum(-1, keepdim=True) + router.epsilon
+        weights = weights / sums.clamp(min=router.least_sum)
+    ids, weights = ids.int(), weights * router.scale
+    if tally is not None:
+        count_choices(tally, ids)
+    if shared:
+        always = torch.arange(
+            router.num_experts, router.num_experts + shared, dtype=torch.int32, device=ids.device
+        )
+        ids = torch.cat((ids, always.expand(len(ids), shared)), dim=1)
+        weights = torch.cat((weights, weights.new_ones(len(ids), shared)), dim=1)
+    return Routing(ids, weights, None if places is None else places[ids])
+
+
+def _scores(logits: Tensor, router: Router) -> Tensor:
+    if router.score == "softmax":
+        return logits.softmax(-1)
+    if router.score == "sigmoid":
+        return logits.sigmoid()
+    whole = F.pad(logits, (0, -logits.shape[1] % LANES))
+    return F.softplus(whole)[:, : logits.shape[1]].sqrt()
+
+
+def _best(ranks: Tensor, router: Router) -> Tensor:
+    if router.num_groups > 1:
+        ranks = _keep_top_groups(ranks, router)
+    return _descending(ranks)[:, : router.top_k]
+
+
+def count_choices(tally: Tally, ids: Tensor) -> None:
+    """ids [T, k] of routed experts. Nothing here waits for a GPU."""
+    flat, kind = ids.flatten().long(), tally.tokens.dtype
+    counts = torch.ones_like(flat, dtype=kind)
+    if tally.rows is not None:
+        counts = (torch.arange(len(ids), device=ids.device) < tally.rows).repeat_interleave(ids.shape[1])
+    tally.tokens.scatter_add_(0, flat, counts.to(kind))
+    tally.seen.scatter_reduce_(0, flat, counts.to(kind), "amax")
+    if tally.chosen is not None:
+        tally.chosen[: len(ids)].copy_(ids)
+
+
+def _descending(ranks: Tensor) -> Tensor:
+    """Indices of ranks [T, n] from the best; a stable sort, not topk, so that equal ranks give the lower id first."""
+    return torch.sort(ranks, stable=True, dim=-1, descending=True).indices
+
+
+def _keep_top_groups(ranks: Tensor, router: Router) -> Tensor:
+    """ranks [T, E] with -inf outside each token's best groups."""
+    groups = ranks.view(len(ranks), router.num_groups, -1)
+    group_ranks = groups.topk(2 if router.group_score == "top2" else 1, dim=-1).values.sum(-1)
+    kept = _descending(group_ranks)[:, : router.top_groups]
+    dropped = torch.ones_like(group_ranks, dtype=torch.bool).scatter_(1, kept, False)
+    return groups.masked_fill(dropped[:, :, None], float("-inf")).flatten(1)

@@ -1,0 +1,106 @@
+"""What stands around a block: one residual that results are added to, or several streams that mix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.config.mechanisms.hyper import Hyper
+from tandem.kernels.hyper import LANES, HyperStreams, HyperWeights, left
+from tandem.kernels.ops import Ops
+from tandem.models.builder import Builder
+from tandem.models.passing import Pass
+
+
+class Residual(Protocol):
+    """Of a block, or of what follows the last one. norm: the weight of the norm behind it, with `eps`."""
+
+    def enter(self, p: Pass, norm: Tensor, eps: float) -> Tensor:
+        """Adds what is pending to the stream; the normed rows [T, hidden] that a block takes."""
+        ...
+
+    def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """What `enter` gives where nothing is pending; nothing changes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneStream:
+    """residual + block(norm(residual))."""
+
+    ops: Ops
+
+    def enter(self, p: Pass, norm: Tensor, eps: float) -> Tensor:
+        if p.pending is None:
+            return self.ops.rms_norm(p.residual, norm, eps)
+        return self.ops.add_rms_norm(p.pending, p.residual, norm, eps)
+
+    def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        return self.ops.rms_norm(residual, norm, eps)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedStreams:
+    """Hyper-connections. last: no block follows, the streams only end."""
+
+    ops: Ops
+    streams: HyperStreams
+    last: bool = False
+
+    def enter(self, p: Pass, norm: Tensor, eps: float) -> Tensor:
+        settle(p)
+        if self.last:
+            return self.peek(p.residual, norm, eps)
+        x, p.mix = self.streams.entered(p.residual)
+        return self.ops.rms_norm(x, norm, eps)
+
+    def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        x = self.streams.summed(residual) if self.last else self.streams.entered(residual)[0]
+        return self.ops.rms_norm(x, norm, eps)
+
+
+def settle(p: Pass) -> None:
+    """What is pending becomes part of the stream."""
+    if p.pending is None:
+        return
+    p.residual = p.residual.add_(p.pending) if p.mix is None else left(p.residual, p.pending, p.mix)
+    p.pending = p.mix = None
+
+
+def widened(embedded: Tensor, hyper: Hyper | None) -> Tensor:
+    """Embedded tokens [T, hidden] as the first block takes them up."""
+    if hyper is None:
+        return embedded
+    return embedded[:, None].expand(-1, hyper.streams, -1).contiguous()
+
+
+def residual_of(b: Builder, hyper: Hyper | None, name: str) -> Residual:
+    """Of a block whose streams' weights are called `name`.fn, .scale and .base."""
+    if hyper is None:
+        return OneStream(b.ops)
+    n = hyper.streams
+    scale = b.float_tensor(f"{name}.scale", 3)
+    each = torch.tensor([n, n, n * n], device=scale.device)
+    return MixedStreams(b.ops, _streams(b, hyper, (f"{name}.fn", f"{name}.base"), scale.repeat_interleave(each)))
+
+
+def end_of(b: Builder) -> Residual:
+    """Before the last norm."""
+    hyper, name = b.config.layers[0].hyper, "model.hc_head.hc_"
+    if hyper is None:
+        return OneStream(b.ops)
+    scale = b.float_tensor(f"{name}scale", 1).repeat(hyper.streams)
+    return MixedStreams(b.ops, _streams(b, hyper, (f"{name}fn", f"{name}base"), scale), last=True)
+
+
+def _streams(b: Builder, hyper: Hyper, names: tuple[str, str], scale: Tensor) -> HyperStreams:
+    """names: of the matrix and of what is added to its products."""
+    rows, missing = len(scale), -len(scale) % LANES
+    matrix = b.checkpoint.get(names[0], (rows, hyper.streams * b.config.hidden)).float()
+    project = b.ops.linear(F.pad(matrix, (0, 0, 0, missing)), fmt="f32")
+    base = F.pad(b.float_tensor(names[1], rows), (0, missing))
+    return HyperStreams(hyper, HyperWeights(project, F.pad(scale, (0, missing)), base))

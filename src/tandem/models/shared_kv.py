@@ -1,0 +1,87 @@
+"""Attention over shared keys, written in `Ops` only: its matrices. What lies between them is in `kernels/shared_kv`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.config.mechanisms.shared_kv import Pool, SharedKv
+from tandem.formats.cut import numbers
+from tandem.kernels.ops import Linear, SureRead
+from tandem.kernels.shared_kv.heads import Projected
+from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights, own_bias
+from tandem.models.builder import Builder
+from tandem.models.linear import sure_reads
+from tandem.models.passing import Pass, States
+
+COMPRESSOR, INDEX = "compressor.", "compressor.indexer."
+
+
+class SharedKvAttention:
+    """Queries through a latent of their own, one key for all heads, inputs of entries, attention, output in groups."""
+
+    def __init__(self, b: Builder, shape: SharedKv, name: str) -> None:
+        """name: of the module that holds the projections."""
+        self.shape, self.ops, hidden, name = shape, b.ops, b.config.hidden, name + "."
+        s, q_width = shape, shape.heads * shape.dim
+        self.down = b.linear([name + "q_a_proj", name + "kv_proj"], [s.q_rank, s.dim], hidden)
+        self.query = b.linear([name + "q_b_proj"], [q_width], s.q_rank)
+        self.q_norm = b.float_tensor(name + "q_a_norm.weight", s.q_rank)
+        self.kv_norm = b.float_tensor(name + "kv_norm.weight", s.dim)
+        self.ones = b.ops.resident(torch.ones(s.dim))
+        self.inputs = None if s.pool is None else _inputs(b, s, s.pool, name)
+        index = None if s.pool is None else s.pool.index
+        self.index_query = None
+        if index is not None:
+            self.index_query = b.linear([f"{name}{INDEX}q_b_proj"], [index.heads * index.dim], s.q_rank)
+        self.heads = b.ops.shared_kv(shape, _weights(b, s, name), b.dense_format)
+        self.out = b.linear([name + "o_b_proj"], [hidden], s.out_groups * s.out_rank)
+
+    def reads(self) -> list[SureRead]:
+        optional = (m for m in (self.inputs, self.index_query) if m is not None)
+        return sure_reads(self.down, self.query, *optional, self.out)
+
+    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+        (ring, *inputs), *pages = states
+        pooled = (*inputs, *(array for arrays in pages for array in arrays))
+        return self.out(self.heads(self._projected(x), p.rows, ring, pooled))
+
+    def _projected(self, x: Tensor) -> Projected:
+        s, down = self.shape, self.down(x)
+        latent = self.ops.rms_norm(down[:, : s.q_rank].contiguous(), self.q_norm, s.eps)
+        q = self.ops.rms_norm(self.query(latent).view(-1, s.dim), self.ones, s.eps).view(len(x), -1)
+        kv = self.ops.rms_norm(down[:, s.q_rank :].contiguous(), self.kv_norm, s.eps)
+        if self.inputs is None or s.pool is None:
+            return Projected(q, kv)
+        made, width = self.inputs(x), s.pool.inputs(s.dim)
+        if self.index_query is None:
+            return Projected(q, kv, made)
+        return Projected(q, kv, made[:, :width], self.index_query(latent), made[:, width:])
+
+
+def _inputs(b: Builder, shape: SharedKv, pool: Pool, name: str) -> Linear:
+    """Inputs and gates of entries, those of an index's entries, and its queries' weights: one matrix, for each is
+    small."""
+    modules, rows = [], []
+    for prefix, width in zip((COMPRESSOR, INDEX), pool.widths(shape.dim), strict=False):
+        modules += [f"{name}{prefix}kv_proj", f"{name}{prefix}gate_proj"]
+        rows += [pool.series * width] * 2
+    if pool.index is not None:
+        modules.append(f"{name}{INDEX}scorer.weights_proj")
+        rows.append(pool.index.heads)
+    return b.linear(modules, rows, b.config.hidden)
+
+
+def _weights(b: Builder, shape: SharedKv, name: str) -> SharedKvWeights:
+    s, rope = shape, b.rope(shape.rope)
+    groups = numbers(b.checkpoint.weight(name + "o_a_proj", (s.out_groups * s.out_rank, s.group_dim))).to(b.dtype)
+    widths = () if s.pool is None else s.pool.widths(s.dim)
+    prefixes = (name + COMPRESSOR, name + INDEX)
+    pools = tuple(_pool(b, s.pool, *each) for each in zip(prefixes, widths, strict=False) if s.pool is not None)
+    sinks = b.float_tensor(name + "sinks", s.heads)
+    return SharedKvWeights(rope.cos, rope.sin, sinks, groups.unflatten(0, (s.out_groups, s.out_rank)), pools)
+
+
+def _pool(b: Builder, pool: Pool, name: str, width: int) -> PoolWeights:
+    bias = b.float_tensor(name + "position_bias", pool.stride, pool.series * width)
+    return PoolWeights(own_bias(bias, pool.overlap), b.float_tensor(name + "kv_norm.weight", width))
