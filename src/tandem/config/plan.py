@@ -355,8 +355,7 @@ def _pages(
     config: EngineConfig, model: ModelConfig, dtype: str, memory: MemoryPlan, log: list[Decision]
 ) -> tuple[int, int]:
     """Tokens of a page, and how many there are."""
-    page = page_tokens(model.states, config.page_size)
-    pages = -(-memory.kv_tokens // page)
+    pages = -(-memory.kv_tokens // (page := page_tokens(model.states, config.page_size)))
     size = pages * page * model.state_layout(dtype).token_bytes
     weights = f"{gib(memory.weight_bytes)} of the {gib(memory.budget_bytes)} that may be used"
     log.append(Decision("weights", gib(memory.weight_bytes), f"once loaded; {weights}"))
