@@ -109,8 +109,6 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
 
 def _without_kernels(mixer: Mixer) -> str:
     """Why there are no kernels for it; a head's memory must fit in registers. "" where there are."""
-    if isinstance(mixer, Latent) and mixer.index is not None:
-        return "there are no GPU kernels for indexers that choose the tokens that latent attention looks at"
     if isinstance(mixer, SharedKv):
         return "keys that are values, too, and entries that stand for many tokens are not computed on a GPU yet"
     if not isinstance(mixer, DeltaRule) or mixer.padded_head <= MAX_DELTA_HEAD:

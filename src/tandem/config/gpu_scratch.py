@@ -10,6 +10,7 @@ PARTIAL_BYTES = (
     256 << 20
 )  # of sums of rows that decode, before they are merged; once for graphs, once for other steps
 HEAD_BYTES = 512 << 20  # of a prompt's queries, keys, values and results, of as many heads as fit
+SCORE_BYTES = 256 << 20  # of scores of tokens that rows may choose; once for graphs, once for other steps
 PIECE = 16384  # tokens of a prefix whose keys and values are there at a time
 SQUARE = 8192  # rows of a chunk at a time
 ROUND_ROWS, ROUND_KEYS = 256, 512  # tokens: lengths are rounded up, because cuDNN plans every new shape
@@ -20,7 +21,13 @@ def latent_scratch_bytes(shape: Latent, context: int, step_rows: int) -> int:
     rows = -(-min(step_rows, SQUARE) // ROUND_ROWS) * ROUND_ROWS + ROUND_KEYS
     tokens = max(rows, min(PIECE, context))
     head = head_bytes(shape.nope_dim, shape.rope_dim, shape.value_dim, rows, tokens)
-    return 2 * PARTIAL_BYTES + max(HEAD_BYTES, head) + 2 * tokens * shape.cached_dim
+    return 2 * PARTIAL_BYTES + max(HEAD_BYTES, head) + 2 * tokens * shape.cached_dim + _index_bytes(shape, step_rows)
+
+
+def _index_bytes(shape: Latent, step_rows: int) -> int:
+    """Scores, half as much again for the lists of the best of them; turned queries, and choices."""
+    index = shape.index
+    return 0 if index is None else 3 * SCORE_BYTES + step_rows * (2 * index.heads * index.dim + 4 * index.budget)
 
 
 def head_bytes(nope: int, rope: int, value: int, rows: int, tokens: int) -> int:

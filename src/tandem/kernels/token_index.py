@@ -32,8 +32,9 @@ class Chosen(NamedTuple):
 class TokenIndex(Protocol):
     """An indexer between its matrices."""
 
-    def __call__(self, q: Tensor, k: Tensor, gates: Tensor, batch: BatchLayout, pages: Tensor) -> Chosen:
-        """q [T, heads * dim] and k [T, dim], before norm and rotation, gates float32 [T, heads] → each row's choice.
+    def __call__(self, q: Tensor, k: Tensor, gates: Tensor, batch: BatchLayout, pages: Tensor) -> Chosen | None:
+        """q [T, heads * dim] and k [T, dim], before norm and rotation, gates float32 [T, heads] → each row's choice;
+        None: all tokens up to itself, for every row.
 
         The key of row t goes to row batch.cache_slots[t] of pages [num_pages, page_size, 1, dim]. A row chooses of
         all tokens up to itself: all of them, or the `budget` with the highest scores, of equal ones the earliest.

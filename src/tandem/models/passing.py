@@ -32,7 +32,7 @@ class Pass:
     residual: Tensor
     pending: Tensor | None = None
     mix: Mix | None = None
-    links: dict[int, Chosen] = field(default_factory=dict)
+    links: dict[int, Chosen | None] = field(default_factory=dict)
     indices: StepRows | None = None
 
     @property

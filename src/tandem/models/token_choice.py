@@ -29,6 +29,6 @@ class TokenChoice:
     def reads(self) -> list[SureRead]:
         return sure_reads(self.query, self.key, self.gates)
 
-    def __call__(self, x: Tensor, latent: Tensor, p: Pass, keys: Tensor) -> Chosen:
+    def __call__(self, x: Tensor, latent: Tensor, p: Pass, keys: Tensor) -> Chosen | None:
         """x [T, hidden], normed; latent [T, q_rank], of the queries; keys: the pages of the indexer's."""
         return self.index(self.query(latent), self.key(x), self.gates(x, torch.float32), p.batch, keys)

@@ -138,7 +138,7 @@ class LayerStream:
         self._builder = Builder(self.config, self.plan, checkpoint, self.ops, store=store)
         self._states = self._new_states(longest)
         self._batches = [self._batch(window) for window in windows.ids]
-        self._links: list[dict[int, Chosen]] = [{} for _ in self._batches]
+        self._links: list[dict[int, Chosen | None]] = [{} for _ in self._batches]
         self.hidden = self._embedded()
 
     def layer(self, index: int) -> DecoderLayer:

@@ -20,6 +20,7 @@ from tandem.kernels.delta import Delta, DeltaWeights
 from tandem.kernels.gpu import dense_codes, mlp, norm, route
 from tandem.kernels.gpu import rope as rotation
 from tandem.kernels.gpu.attention_backends import Attention, attention_of
+from tandem.kernels.gpu.chosen.index import GpuTokenIndex
 from tandem.kernels.gpu.delta.net import GpuDelta
 from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.expert_rows import Between
@@ -177,7 +178,7 @@ class GpuOps:
         return SharedKvHeads(shape, weights, plain_attend, projected)
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
-        raise KernelError("indexers that choose tokens have no kernels on the GPU; take --device cpu")
+        return GpuTokenIndex(shape, weights)
 
     def gated(self, x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
         return mlp.gated(x, gate, out)

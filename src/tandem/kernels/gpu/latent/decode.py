@@ -54,11 +54,16 @@ FEW_HEADS = (Tile(16, 64, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2))
 
 class Pages(NamedTuple):
     """Whose latents each row reads. tables int32 [rows, P], or [1, P] for all of them; lens int32 [rows]: keys that a
-    row sees."""
+    row sees. Keys that rows have chosen are pages of one token."""
 
     latents: Tensor  # [num_pages, page_size, 1, width]
     tables: Tensor
     lens: Tensor
+
+    @property
+    def chosen(self) -> bool:
+        """A kernel of the same step may have written tables and lengths."""
+        return self.latents.shape[1] == 1
 
 
 @triton.jit
@@ -78,15 +83,16 @@ def _attend(turned, straight, r, c, inside, m, sums, acc, scale, PRECISION: tl.c
 def _decode(x, latents, tables, lens, partial, stats, scale, table_width, table_row,
             HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
             ROWS: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr, KEYS: tl.constexpr,
-            PRECISION: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+            PRECISION: tl.constexpr, CHOSEN: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     tile, part, t = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     HOP: tl.constexpr = KEYS * PARTS
     WIDTH: tl.constexpr = ROPE + RANK
     table, room = tables + t * table_row, table_width * PAGE
     ahead = part * KEYS + tl.arange(0, KEYS)
+    begin(OVERLAP and CHOSEN)
     page = tl.load(table + ahead // PAGE, ahead < room, other=0)
     n = tl.load(lens + t)
-    begin(OVERLAP)  # pages and lengths are there before a step starts
+    begin(OVERLAP and not CHOSEN)  # pages and lengths are there before a step starts
     if part * KEYS >= n:
         return
     h, d, e = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.arange(0, TURNED)
@@ -115,11 +121,13 @@ def _decode(x, latents, tables, lens, partial, stats, scale, table_width, table_
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED[1:])
 def _merge(partial, stats, lens, out, HEADS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
-           KEYS: tl.constexpr, BLOCK: tl.constexpr, MERGED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+           KEYS: tl.constexpr, BLOCK: tl.constexpr, MERGED: tl.constexpr, CHOSEN: tl.constexpr,
+           OVERLAP: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part, d = tl.arange(0, PARTS), tl.arange(0, BLOCK)
+    begin(OVERLAP and CHOSEN)
     used = tl.minimum(tl.cdiv(tl.load(lens + row // HEADS), KEYS), PARTS)  # the others have written nothing
-    begin(OVERLAP)
+    begin(OVERLAP and not CHOSEN)
     at = row * PARTS + part
     m = tl.load(stats + at * 2, part < used, other=float("-inf"))
     most = tl.max(m)
@@ -154,10 +162,11 @@ def parts_of(sizes: LatentSizes, tile: Tile) -> int:
     return max(16, PARTS >> (tiles - 1).bit_length())
 
 
-def decode(x: Tensor, pages: Pages, sizes: LatentSizes, scale: float) -> Tensor:
-    """x [T, H, width], absorbed and turned -> what each head sees, [T, H, rank]. scale > 0."""
+def decode(x: Tensor, pages: Pages, sizes: LatentSizes, scale: float, parts: int = 0) -> Tensor:
+    """x [T, H, width], absorbed and turned -> what each head sees, [T, H, rank]. scale > 0. parts: of a row's keys, 0:
+    as many as keep the GPU busy with few rows."""
     tile = tile_of(x.device, sizes)
-    parts, out = parts_of(sizes, tile), x.new_empty((len(x), sizes.heads, sizes.rank))
+    parts, out = parts or parts_of(sizes, tile), x.new_empty((len(x), sizes.heads, sizes.rank))
     each = max(1, PARTIAL_BYTES // (sizes.heads * parts * (sizes.rank + 2) * 4))
     for first in range(0, len(x), each):
         some = slice(first, first + each)
@@ -175,7 +184,8 @@ def _some_rows(
     heads, rank, rows = sizes.heads, sizes.rank, len(x)
     partial = x.new_empty((rows, heads, parts, rank), dtype=torch.float32)
     stats = x.new_empty((rows, heads, parts, 2), dtype=torch.float32)
-    shared = {"HEADS": heads, "RANK": rank, "PARTS": parts, "KEYS": tile.keys, **overlapped(x.device)}
+    shared = {"HEADS": heads, "RANK": rank, "PARTS": parts, "KEYS": tile.keys, "CHOSEN": pages.chosen}
+    shared |= overlapped(x.device)
     width = pages.tables.shape[1]
     common = (
         x, pages.latents, pages.tables, pages.lens, partial, stats, scale * LOG2_E, width,
@@ -183,7 +193,9 @@ def _some_rows(
     )  # fmt: skip
     grid, page = (triton.cdiv(heads, tile.heads), parts, rows), pages.latents.shape[1]
     if tile == MANY_HEADS[0] and x.dtype is torch.bfloat16 and (kernel := hopper_kernel(x.device, sizes)):
-        kernel[grid](*common, HEADS=heads, PAGE=page, PARTS=parts, num_warps=8, **overlapped(x.device))
+        kernel[grid](
+            *common, HEADS=heads, PAGE=page, PARTS=parts, CHOSEN=pages.chosen, num_warps=8, **overlapped(x.device)
+        )
     else:
         _decode[grid](
             *common, ROPE=sizes.rope, PAGE=page, ROWS=tile.heads, BLOCK=block_of(rank), TURNED=block_of(sizes.rope),
@@ -220,7 +232,7 @@ def _try(kernel: Any, device: torch.device) -> None:
     partial, stats = torch.zeros(64, 16, 512, device=device), torch.zeros(64, 16, 2, device=device)
     kernel[(1, 16, 1)](
         x, latents, table, torch.ones_like(table[0]), partial, stats, 1.0, 1, 1, HEADS=64, PAGE=16, PARTS=16,
-        num_warps=8, **overlapped(device),
+        CHOSEN=False, num_warps=8, **overlapped(device),
     )  # fmt: skip
     if not (bool((partial[:, 0] == 1).all()) and bool((stats[:, 0, 1] == 1).all())):
         raise RuntimeError("a wrong result")

@@ -84,7 +84,7 @@ def _store(acc, m, total, partial, stats, row, tile, part, HEADS: gl.constexpr, 
 
 @gluon.jit(do_not_specialize=["table_width", "table_row"], do_not_specialize_on_alignment=["tables", "lens"])
 def decode_hopper(x, latents, tables, lens, partial, stats, scale, table_width, table_row, HEADS: gl.constexpr,
-                  PAGE: gl.constexpr, PARTS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+                  PAGE: gl.constexpr, PARTS: gl.constexpr, CHOSEN: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     HOP: gl.constexpr = 64 * PARTS
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
@@ -97,8 +97,11 @@ def decode_hopper(x, latents, tables, lens, partial, stats, scale, table_width, 
     )
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     tile, part, t = gl.program_id(0), gl.program_id(1), gl.program_id(2).to(gl.int64)
+    if CHOSEN:  # by a kernel of the same step
+        t = _begin(t, part, OVERLAP)
     n = gl.load(lens + t)
-    t = _begin(t, n, OVERLAP)
+    if not CHOSEN:
+        t = _begin(t, n, OVERLAP)
     if part * 64 >= n:
         return
     q_turned = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.errors import KernelError
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.latent.decode import Pages, decode, hopper_kernel
 from tandem.kernels.gpu.latent.per_head import per_head
@@ -24,6 +23,7 @@ from tandem.kernels.ops import LatentSizes, LatentWeights
 from tandem.kernels.token_index import Chosen
 
 FEW_ROWS = 64  # of a chunk: making its keys and values anew would take longer
+MANY_ROWS = 256  # of a chunk that choose their tokens, at a time; nothing of a row is divided then
 
 
 class GpuLatentHeads:
@@ -42,39 +42,69 @@ class GpuLatentHeads:
     def __call__(
         self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor, chosen: Chosen | None = None
     ) -> Tensor:
-        if chosen is not None:
-            raise KernelError("latent attention over chosen tokens has no kernels on the GPU; take --device cpu")
         s, rows, sequences = self._sizes, len(q), len(batch.seq_lens)
         q, kv = q.view(rows, s.heads, s.nope + s.rope), kv.contiguous()
         out = q.new_empty((rows, s.heads * s.value))
         single = sequences if rows == sequences else batch.single_rows
         new = NewKeys(kv, pages, batch.cache_slots)
         x = turn(q[:single], batch.positions, s, self._weights, new)
-        self._ask(q[:single], x, Pages(pages, batch.block_tables, batch.seq_lens), out[:single])
+        seen = Pages(pages, batch.block_tables, batch.seq_lens)
+        if chosen is not None:
+            seen = _chosen_pages(pages, chosen, slice(0, single))
+        self._ask(q[:single], x, seen, out[:single])
         for few, chunks in _by_length(chunks_of(batch, single) if single < sequences else []):
             if few:
-                self._few_rows(q, batch, pages, chunks, out)
+                self._few_rows(q, batch, pages, chunks, out, chosen)
                 continue
             for chunk in chunks:
-                self._prompts(q, batch.positions, (pages, batch.block_tables), chunk, out)
+                self._many_rows(q, batch, pages, chunk, out, chosen)
         return out
 
-    def _ask(self, q: Tensor, x: Tensor, pages: Pages, out: Tensor) -> None:
-        """In absorbed form: q [t, H, nope + rope], x as `turn` makes it, to out [t, H * value]."""
+    def _ask(self, q: Tensor, x: Tensor, pages: Pages, out: Tensor, parts: int = 0) -> None:
+        """In absorbed form: q [t, H, nope + rope], x as `turn` makes it, to out [t, H * value]; parts: of `decode`."""
         s, w = self._sizes, self._weights
         if len(q):
             per_head(q[..., : s.nope], w.keys, x[..., s.rope :], flipped=True)
-            per_head(decode(x, pages, s, w.scale), w.values, out.view(len(q), s.heads, s.value))
+            per_head(decode(x, pages, s, w.scale, parts), w.values, out.view(len(q), s.heads, s.value))
 
     def _few_rows(
-        self, q: Tensor, batch: BatchLayout, pages: Tensor, chunks: list[Chunk], out: Tensor
+        self,
+        q: Tensor,
+        batch: BatchLayout,
+        pages: Tensor,
+        chunks: list[Chunk],
+        out: Tensor,
+        chosen: Chosen | None,
     ) -> None:
-        """Chunks of neighbours: each row asks all keys up to its own, as if it decoded."""
+        """Chunks of neighbours: each row asks all keys up to its own, or those chosen, as if it decoded."""
         rows = slice(chunks[0].first, chunks[-1].first + chunks[-1].rows)
         owners = torch.tensor([chunk.sequence for chunk in chunks for _ in range(chunk.rows)]).to(q.device)
         positions = batch.positions[rows]
         seen = Pages(pages, batch.block_tables[owners], (positions + 1).int())
+        if chosen is not None:
+            seen = _chosen_pages(pages, chosen, rows)
         self._ask(q[rows], turn(q[rows], positions, self._sizes, self._weights), seen, out[rows])
+
+    def _many_rows(
+        self, q: Tensor, batch: BatchLayout, pages: Tensor, chunk: Chunk, out: Tensor, chosen: Chosen | None
+    ) -> None:
+        """Rows that see all tokens before them, then those that ask their chosen ones."""
+        all_seen = chunk.rows
+        if chosen is not None:
+            all_seen = min(chunk.rows, max(0, chosen.rows.shape[1] - chunk.before))
+        if all_seen:
+            first = chunk._replace(rows=all_seen)
+            self._prompts(q, batch.positions, (pages, batch.block_tables), first, out)
+        if chosen is None:
+            return
+        for start in range(chunk.first + all_seen, chunk.first + chunk.rows, MANY_ROWS):
+            rows = slice(start, min(start + MANY_ROWS, chunk.first + chunk.rows))
+            x = turn(q[rows], batch.positions[rows], self._sizes, self._weights)
+            self._ask(q[rows], x, _chosen_pages(pages, chosen, rows), out[rows], parts=1)
+
+
+def _chosen_pages(pages: Tensor, chosen: Chosen, rows: slice) -> Pages:
+    return Pages(pages.view(-1, 1, 1, pages.shape[3]), chosen.rows[rows], chosen.counts[rows])
 
 
 def _by_length(chunks: list[Chunk]) -> Iterator[tuple[bool, list[Chunk]]]:
@@ -83,20 +113,27 @@ def _by_length(chunks: list[Chunk]) -> Iterator[tuple[bool, list[Chunk]]]:
         yield few, list(some)
 
 
-class _Known(NamedTuple):
+class Known(NamedTuple):
+    """starts: first rows; ends: lengths of sequences with them."""
+
     lens: weakref.ref[Tensor]
     starts: list[int]
     ends: list[int]
 
 
-_known: _Known | None = None
+_known: Known | None = None
+
+
+def lengths_of(batch: BatchLayout) -> Known:
+    """A step's first layer waits for the GPU to say how long sequences are."""
+    global _known
+    if _known is None or _known.lens() is not batch.seq_lens:
+        _known = Known(weakref.ref(batch.seq_lens), batch.query_starts.tolist(), batch.seq_lens.tolist())
+    return _known
 
 
 def chunks_of(batch: BatchLayout, first: int) -> list[Chunk]:
-    """Sequences from `first` on. A step's first layer waits for the GPU to say how long they are."""
-    global _known
-    if _known is None or _known.lens() is not batch.seq_lens:
-        _known = _Known(weakref.ref(batch.seq_lens), batch.query_starts.tolist(), batch.seq_lens.tolist())
-    starts, ends = _known.starts, _known.ends
+    """Sequences from `first` on."""
+    _, starts, ends = lengths_of(batch)
     each = ((s, starts[s], starts[s + 1] - starts[s]) for s in range(first, len(ends)))
     return [Chunk(s, row, rows, ends[s] - rows) for s, row, rows in each if rows]
