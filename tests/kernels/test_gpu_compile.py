@@ -16,11 +16,13 @@ from gpu import HAS_TRITON, INTERPRETED
 from kernel_cases import coded
 from paged_batches import make_batch, random_tables
 from tandem import _core
-from tandem.config.layers import Activation, ActivationKind, DeltaRule, Norm, Router
+from tandem.config.layers import Activation, ActivationKind, DeltaRule, Index, Norm, Router
+from tandem.config.rope import Rope as RopeShape
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.delta import DeltaWeights
 from tandem.kernels.ops import ExpertBiases, LatentSizes, LatentWeights, Rope, Routing, Tally
+from tandem.kernels.token_index import IndexWeights
 
 if HAS_TRITON and not INTERPRETED:
     import triton
@@ -278,6 +280,40 @@ def test_latent_attention(card: Compiler, ops: GpuOps, heads: int) -> None:
         "_turn": 2, "_per_head": 2, name: 1, "_merge": 1,  # queries with keys and without; keys and values
         "_spread": 1, "_gather": 1, "_join": 1, "_prompt": 2, "_fold": 3,  # causal or not; first, last and only piece
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("heads, nope, value", [(128, 128, 128), (64, 192, 256)], ids=["deepseek", "glm"])
+def test_latent_attention_over_chosen_tokens(
+    card: Compiler, ops: GpuOps, heads: int, nope: int, value: int
+) -> None:
+    """Indexers and attention of rows that decode, and of chunks that see all and not; lists of one and more pieces."""
+    if card.target.arch not in (86, 90):
+        pytest.skip("the smallest of the others, and Hopper, are enough")
+    sizes, angles = LatentSizes(heads, nope, 64, 512, value), torch.rand(40001, 32)
+    keys, values = torch.zeros(heads, 512, nope).bfloat16(), torch.zeros(heads, value, 512).bfloat16()
+    norm, rope = torch.ones(512).bfloat16(), Rope(angles, angles)
+    layer = ops.latent(sizes, LatentWeights(keys, values, norm, 1e-6, rope, 0.1))
+    shape = Index(heads // 2, 128, 2048, RopeShape(1e4, 64, pairs="halves"))
+    index = ops.token_index(shape, IndexWeights(torch.ones(128), torch.ones(128), angles, angles))
+    for spans, single in [
+        ([(99, 100)], 0), ([(9000, 9001)] * 3, 3), ([(40000, 40001)], 0), ([(2040, 2041), (2000, 2130)], 1),
+        ([(2990, 3010), (0, 5)], 0), ([(40000, 40003)], 0), ([(2999, 3000)], 0), ([(99, 100)] * 17 + [(5000, 5300)], 17),
+    ]:  # fmt: skip
+        tables, pages = random_tables(len(spans), max(end for _, end in spans))
+        batch = replace(make_batch(spans, tables), single_rows=single)
+        rows = len(batch.positions)
+        cache = torch.zeros(pages, PAGE, 1, 128).bfloat16()
+        q, k = torch.zeros(rows, shape.heads * 128).bfloat16(), torch.zeros(rows, 128).bfloat16()
+        chosen = index(q, k, torch.zeros(rows, shape.heads), batch, cache)
+        assert (chosen is None) == (spans[0] == (99, 100) and len(spans) == 1)
+        latents = torch.zeros(pages, PAGE, 1, sizes.width, dtype=torch.bfloat16)
+        x = torch.zeros(rows, heads * (nope + 64)).bfloat16()
+        layer(x, torch.zeros(rows, 576).bfloat16(), batch, latents, chosen)
+    counts = {name: len(variants) for name, variants in card.variants.items()}
+    assert (counts["_turn_index"], counts["_token_scores"]) == (1, 2)  # rows of owners, and each its own
+    assert counts["_keep_best"] == 6  # the first and further times; the last one and the only one, of both
+    name = "decode_hopper" if card.target.arch == 90 else "_decode"
+    assert (counts[name], counts["_merge"]) == (3, 3)  # all keys; chosen ones, divided and not
 
 
 @pytest.mark.parametrize("sizes", [(16, 32, 128, 128, 4), (2, 6, 20, 40, 3)], ids=["qwen3-next", "awkward"])

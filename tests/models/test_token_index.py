@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernel_cases import TIERS, require_tier
-from paged_batches import PAGE, Batch, make_batch, random_tables
+from paged_batches import PAGE, IndexCase, check_choice
 from tandem import _core
 from tandem.config.layers import Index
 from tandem.config.rope import Rope
@@ -28,75 +28,6 @@ def ops(tier: str) -> CpuOps:
     return CpuOps(_core.WorkerPool([-1, -1]), tier)
 
 
-@dataclass
-class Case:
-    """Sequences whose first tokens are cached, as a step that chose for them has left them."""
-
-    shape: Index
-    spans: list[tuple[int, int]]
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        torch.manual_seed(1)
-        s, longest = self.shape, max(end for _, end in self.spans)
-        self.tables, self.pages = random_tables(len(self.spans), longest)
-        angles = torch.rand(longest, s.rope.dims // 2) * 6.3
-        self.weights = IndexWeights(
-            torch.rand(s.dim) + 0.5, torch.randn(s.dim) / 4, angles.cos(), angles.sin()
-        )
-        self.q, self.k, self.gates = (
-            [torch.randn(end, n).to(dtype) for _, end in self.spans]
-            for n, dtype in ((s.heads * s.dim, self.dtype), (s.dim, self.dtype), (s.heads, torch.float32))
-        )
-
-    def batch(self, spans: list[tuple[int, int]]) -> Batch:
-        return make_batch(spans, self.tables)
-
-    def chosen(self, index, spans: list[tuple[int, int]], cache: Tensor) -> Chosen:
-        rows = [slice(*span) for span in spans]
-        q, k, gates = (torch.cat([x[i][r] for i, r in enumerate(rows)]) for x in (self.q, self.k, self.gates))
-        return index(q, k, gates, self.batch(spans), cache)
-
-    def run(self, index) -> tuple[Chosen, Tensor]:
-        """What the last rows of the spans choose; pages, of which nothing that was never written may matter."""
-        cache = torch.full((self.pages, PAGE, 1, self.shape.dim), float("nan"), dtype=self.dtype)
-        if any(start for start, _ in self.spans):
-            self.chosen(index, [(0, start) for start, _ in self.spans], cache)
-        return self.chosen(index, self.spans, cache), cache
-
-    def exact(self, cache: Tensor) -> list[Tensor]:
-        """Scores in float64 of every token that a row sees, with the keys that are cached and queries that are rounded
-        as activations are."""
-        oracle = TorchTokenIndex(self.shape, self.weights)
-        found = []
-        for i, (start, end) in enumerate(self.spans):
-            at = torch.arange(end)
-            keys = cache[self.tables[i].long()[at // PAGE], at % PAGE, 0].double()
-            q = oracle._turned(self.q[i].view(end, self.shape.heads, self.shape.dim), at).double()
-            for t in range(start, end):
-                found.append(self.gates[i][t].double() @ (q[t] @ keys[: t + 1].T).relu())
-        return found
-
-    def positions(self, chosen: Chosen) -> list[Tensor]:
-        """Of each row's choice, in its order."""
-        batch, found = self.batch(self.spans), []
-        for t, (rows, count) in enumerate(zip(chosen.rows.long(), chosen.counts.tolist(), strict=True)):
-            s = int((batch.query_starts[1:] <= t).sum())
-            slots = self.tables[s].long()[:, None] * PAGE + torch.arange(PAGE)
-            found.append(torch.cat([(slots.flatten() == row).nonzero()[:, 0] for row in rows[:count]]))
-        return found
-
-
-def check(case: Case, chosen: Chosen, cache: Tensor) -> None:
-    """Each row has as many as it may, in order, and none is worse than one that was left out. Scores are sums of
-    heads * dim products in float32."""
-    budget, terms = case.shape.budget, case.shape.heads * case.shape.dim
-    for scores, got in zip(case.exact(cache), case.positions(chosen), strict=True):
-        assert len(got) == min(budget, len(scores)) and bool((got.diff() > 0).all())
-        least = scores.sort(descending=True).values[len(got) - 1]
-        assert scores[got].min() >= least - terms * 2.0**-24 * scores.abs().max()
-
-
 SPANS = [(1, 2), (30, 31), (0, 7), (5, 40), (8, 10)]
 
 
@@ -105,12 +36,12 @@ SPANS = [(1, 2), (30, 31), (0, 7), (5, 40), (8, 10)]
 @pytest.mark.parametrize("tier", [*TIERS[:5], "torch"])
 def test_the_best_are_chosen(tier: str, pairs: str, dtype: torch.dtype) -> None:
     shape = replace(SHAPE, rope=replace(SHAPE.rope, pairs=pairs))
-    case = Case(shape, SPANS, dtype)
+    case = IndexCase(shape, SPANS, dtype)
     ours = TorchOps() if tier == "torch" else ops(tier)
     chosen, cache = case.run(ours.token_index(shape, case.weights))
-    check(case, chosen, cache)
+    check_choice(case, chosen, cache)
     oracle = IndexWeights(*(w.double() for w in case.weights))
-    expected = Case(shape, SPANS, torch.float32)
+    expected = IndexCase(shape, SPANS, torch.float32)
     for mine, theirs in ((case.k, expected.k), (case.q, expected.q)):
         theirs[:] = [x.double() for x in mine]
     expected.dtype = torch.float64
@@ -127,14 +58,14 @@ def test_the_best_are_chosen(tier: str, pairs: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tier", TIERS[:5])
 def test_many_tokens_are_several_chunks(tier: str) -> None:
     shape = Index(64, 32, 40, Rope(1e4, 16))
-    case = Case(shape, [(1499, 1500), (1020, 1030), (0, 45)])
-    check(case, *case.run(ops(tier).token_index(shape, case.weights)))
+    case = IndexCase(shape, [(1499, 1500), (1020, 1030), (0, 45)])
+    check_choice(case, *case.run(ops(tier).token_index(shape, case.weights)))
 
 
 def test_long_prompts_are_several_waves() -> None:
     """2000 rows of up to 9000 scores are more than are kept at a time: each row's choice is that of the row alone."""
     shape = Index(2, 4, 16, Rope(1e4, 4))
-    case, ours = Case(shape, [(7000, 9000)]), ops(_core.supported_tiers()[-1])
+    case, ours = IndexCase(shape, [(7000, 9000)]), ops(_core.supported_tiers()[-1])
     chosen, cache = case.run(ours.token_index(shape, case.weights))
     for t in (0, 999, 1900, 1999):
         alone = ours.token_index(shape, case.weights)(
@@ -147,7 +78,7 @@ def test_long_prompts_are_several_waves() -> None:
 
 @pytest.mark.parametrize("tier", [*TIERS[:5], "torch"])
 def test_of_equal_scores_the_earliest_count(tier: str) -> None:
-    case = Case(SHAPE, [(0, 60)])
+    case = IndexCase(SHAPE, [(0, 60)])
     case.gates[0][:] = 0
     chosen, _ = case.run((TorchOps() if tier == "torch" else ops(tier)).token_index(SHAPE, case.weights))
     assert torch.equal(case.positions(chosen)[59], torch.arange(9))
@@ -156,7 +87,7 @@ def test_of_equal_scores_the_earliest_count(tier: str) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_scores_that_are_no_numbers_end(bad: float) -> None:
     """Weights of a broken checkpoint: something is chosen, of the row's own tokens."""
-    case = Case(SHAPE, [(0, 60)])
+    case = IndexCase(SHAPE, [(0, 60)])
     case.gates[0][40:, ::2] = bad
     chosen, _ = case.run(ops(_core.supported_tiers()[-1]).token_index(SHAPE, case.weights))
     found = case.positions(chosen)
@@ -166,7 +97,7 @@ def test_scores_that_are_no_numbers_end(bad: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tier", TIERS[:5])
 def test_no_cut_changes_a_choice(tier: str, dtype: torch.dtype) -> None:
-    case = Case(SHAPE, [(0, 50)], dtype)
+    case = IndexCase(SHAPE, [(0, 50)], dtype)
     index = ops(tier).token_index(SHAPE, case.weights)
     whole, whole_cache = case.run(index)
     cache = torch.full_like(whole_cache, float("nan"))
@@ -182,7 +113,7 @@ def test_no_cut_changes_a_choice(tier: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tier", TIERS[:5])
 def test_attention_over_a_choice_agrees_with_float64(tier: str, dtype: torch.dtype) -> None:
     """With sequences that see all of their tokens, some of them, and both."""
-    case = Case(SHAPE, SPANS, dtype)
+    case = IndexCase(SHAPE, SPANS, dtype)
     ours, batch = ops(tier), case.batch(SPANS)
     chosen, _ = case.run(ours.token_index(SHAPE, case.weights))
     q, pages = (
@@ -207,7 +138,7 @@ def _attended(q: Tensor, pages: Tensor, chosen: Chosen) -> Tensor:
 
 def test_a_row_that_sees_all_has_the_bits_of_dense_attention() -> None:
     shape = replace(SHAPE, budget=600)
-    case, ours = Case(shape, [(550, 600), (0, 30)]), ops(_core.supported_tiers()[-1])
+    case, ours = IndexCase(shape, [(550, 600), (0, 30)]), ops(_core.supported_tiers()[-1])
     chosen, _ = case.run(ours.token_index(shape, case.weights))
     longer = replace(shape, budget=599)  # the last row of the first sequence chooses
     few, _ = case.run(ours.token_index(longer, case.weights))
@@ -220,7 +151,7 @@ def test_a_row_that_sees_all_has_the_bits_of_dense_attention() -> None:
 
 
 def test_a_position_beyond_the_tables_is_refused() -> None:
-    case = Case(SHAPE, [(0, 20)])
+    case = IndexCase(SHAPE, [(0, 20)])
     short = case.weights._replace(cos=case.weights.cos[:19], sin=case.weights.sin[:19])
     with pytest.raises(KernelError, match="beyond the rotary tables"):
         case.run(ops("scalar").token_index(SHAPE, short))

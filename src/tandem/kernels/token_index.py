@@ -51,9 +51,8 @@ class TorchTokenIndex:
         self.shape, self.weights, self.wide = shape, weights, weights.norm.dtype
 
     def __call__(self, q: Tensor, k: Tensor, gates: Tensor, batch: BatchLayout, pages: Tensor) -> Chosen:
-        s, w = self.shape, self.weights
-        keys = F.layer_norm(k.to(self.wide), (s.dim,), w.norm, w.bias, s.eps).to(k.dtype)
-        pages.view(-1, s.dim)[batch.cache_slots] = self._turned(keys[:, None], batch.positions)[:, 0]
+        s = self.shape
+        self.store(k, batch, pages)
         queries = self._turned(q.view(len(q), s.heads, s.dim), batch.positions)
         rows = q.new_zeros((len(q), s.budget), dtype=torch.int32)
         starts = batch.query_starts.tolist()
@@ -65,6 +64,11 @@ class TorchTokenIndex:
                 best = self._best(queries[t], gates[t], known[:seen])
                 rows[t, : len(best)] = there[best].int()
         return Chosen(rows, (batch.positions + 1).clamp(max=s.budget).int())
+
+    def store(self, k: Tensor, batch: BatchLayout, pages: Tensor) -> None:
+        s, w = self.shape, self.weights
+        keys = F.layer_norm(k.to(self.wide), (s.dim,), w.norm, w.bias, s.eps).to(k.dtype)
+        pages.view(-1, s.dim)[batch.cache_slots] = self._turned(keys[:, None], batch.positions)[:, 0]
 
     def _best(self, q: Tensor, gates: Tensor, keys: Tensor) -> Tensor:
         """Positions, ascending. A stable sort, not topk, so that equal scores give the earlier one."""

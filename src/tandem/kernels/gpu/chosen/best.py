@@ -119,12 +119,13 @@ def keep_best(scores: Tensor, keys: Keys, rows: range, chosen: Chosen) -> None:
 def _level(lists: Lists, kept: Lists | None, keys: Keys, rows: range, chosen: Chosen, level: int) -> None:
     """kept: None for the last time."""
     budget, width = chosen.rows.shape[1], lists.scores.shape[1]
-    piece, owners = piece_of(budget), keys.positions if keys.owners is None else keys.owners
+    piece, owners = piece_of(budget), keys.owners if kept is None else None
     to = (lists.scores, chosen.rows) if kept is None or kept.positions is None else (kept.scores, kept.positions)
     _keep_best[(triton.cdiv(width, piece), len(rows))](
-        lists.scores, to[1] if lists.positions is None else lists.positions, keys.positions, owners, keys.tables, *to,
+        lists.scores, to[1] if lists.positions is None else lists.positions, keys.positions,
+        keys.positions if owners is None else owners, keys.tables, *to,
         chosen.counts, rows.start, level, lists.scores.stride(0), to[0].stride(0), keys.tables.shape[1], PIECE=piece,
-        BUDGET=budget, PAGE=keys.pages.shape[1], LISTED=lists.positions is not None, OWNED=keys.owners is not None,
-        LAST=kept is None, FILL=triton.next_power_of_2(budget), num_warps=max(4, min(16, piece // 1024)),
+        BUDGET=budget, PAGE=keys.pages.shape[1], LISTED=lists.positions is not None,
+        OWNED=owners is not None, LAST=kept is None, FILL=triton.next_power_of_2(budget), num_warps=max(4, min(16, piece // 1024)),
         **overlapped(lists.scores.device),
     )  # fmt: skip
