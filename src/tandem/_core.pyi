@@ -158,8 +158,12 @@ class Route:
         scale: float,
         epsilon: float,
     ) -> None: ...
+    @property
+    def least_sum(self) -> float:
+        """What chosen weights are divided by is at least this."""
 
-    least_sum: float
+    @least_sum.setter
+    def least_sum(self, arg: float, /) -> None: ...
 
 class DenseOps:
     """Norm, rotation, attention and routing on a pool."""

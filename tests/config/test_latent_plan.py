@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from plans import GIB, with_gpu
@@ -10,7 +12,7 @@ from tandem.bench.step_bound import gpu_step_bytes
 from tandem.bench.stored import stored_as
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, workspace_bytes
-from tandem.config.gpu_scratch import PARTIAL_BYTES, SQUARE, latent_scratch_bytes
+from tandem.config.gpu_scratch import PARTIAL_BYTES, SCORE_BYTES, SQUARE, latent_scratch_bytes
 from tandem.config.layers import Latent
 from tandem.config.memory import MemoryRequest
 from tandem.errors import ConfigError
@@ -58,6 +60,22 @@ def test_scratch_is_bounded_and_in_the_ledger(name: str) -> None:
     request = MemoryRequest(config, model(name), with_gpu(), "bfloat16", "int4", 8)
     most = latent_scratch_bytes(shape, request.model.max_positions, 2048)
     assert workspace_bytes(request) == GPU_WORKSPACE_BYTES + most
+
+
+@pytest.mark.parametrize("name", ["deepseek-v32", "glm-5"])
+def test_indexers_take_scores_turned_queries_and_choices_beside(name: str) -> None:
+    shape = latent(name)
+    assert shape.index is not None
+    plain, row = replace(shape, index=None), 2 * shape.index.heads * 128 + 4 * 2048
+    for context, rows in ((4096, 512), (1 << 20, 8192)):
+        more = latent_scratch_bytes(shape, context, rows) - latent_scratch_bytes(plain, context, rows)
+        assert more == 3 * SCORE_BYTES + rows * row < GIB
+
+
+def test_glm_5_runs_beside_a_gpu_and_keeps_keys_of_its_indexers() -> None:
+    plan = resolve(EngineConfig.from_keywords("m"), model("glm-5", 6), with_gpu(80 * GIB))
+    assert plan.gpu is not None and plan.gpu.attention == "triton"
+    assert model("glm-5", 6).state_layout("bfloat16").token_bytes == 6 * 2 * (512 + 64 + 128)
 
 
 @pytest.mark.parametrize("name", [name for name, keys in CONFIGS.items() if "kv_lora_rank" in keys])

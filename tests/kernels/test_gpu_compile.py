@@ -297,7 +297,8 @@ def test_latent_attention_over_chosen_tokens(
     index = ops.token_index(shape, IndexWeights(torch.ones(128), torch.ones(128), angles, angles))
     for spans, single in [
         ([(99, 100)], 0), ([(9000, 9001)] * 3, 3), ([(40000, 40001)], 0), ([(2040, 2041), (2000, 2130)], 1),
-        ([(2990, 3010), (0, 5)], 0), ([(40000, 40003)], 0), ([(2999, 3000)], 0), ([(99, 100)] * 17 + [(5000, 5300)], 17),
+        ([(2990, 3010), (0, 5)], 0), ([(40000, 40003)], 0), ([(2999, 3000)], 0),
+        ([(99, 100)] * 17 + [(5000, 5300)], 17),
     ]:  # fmt: skip
         tables, pages = random_tables(len(spans), max(end for _, end in spans))
         batch = replace(make_batch(spans, tables), single_rows=single)

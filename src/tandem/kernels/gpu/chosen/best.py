@@ -126,6 +126,6 @@ def _level(lists: Lists, kept: Lists | None, keys: Keys, rows: range, chosen: Ch
         keys.positions if owners is None else owners, keys.tables, *to,
         chosen.counts, rows.start, level, lists.scores.stride(0), to[0].stride(0), keys.tables.shape[1], PIECE=piece,
         BUDGET=budget, PAGE=keys.pages.shape[1], LISTED=lists.positions is not None,
-        OWNED=owners is not None, LAST=kept is None, FILL=triton.next_power_of_2(budget), num_warps=max(4, min(16, piece // 1024)),
-        **overlapped(lists.scores.device),
+        OWNED=owners is not None, LAST=kept is None, FILL=triton.next_power_of_2(budget),
+        num_warps=max(4, min(16, piece // 1024)), **overlapped(lists.scores.device),
     )  # fmt: skip
