@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import kernel_cases as cases
 from tandem import LLM, SamplingParams, _core, models
 from tandem.checkpoint import open_checkpoint
 from tandem.errors import CheckpointError, ConfigError
@@ -31,7 +32,7 @@ VARIANTS = ["qwen2_moe", "glm4_moe", "olmoe-clip", "qwen3_moe-tied"]
 
 def answer(model: Path, **flags: object) -> tuple[list[int], object]:
     """Tokens and log-probabilities, bit for bit."""
-    llm = LLM(str(model), max_total_tokens=256, kernel_tier="avx2", kt_cpuinfer=2, **flags)
+    llm = LLM(str(model), max_total_tokens=256, kernel_tier=cases.PLAIN_TIER, kt_cpuinfer=2, **flags)
     [result] = llm.generate([[5, 9, 250, 17]], GREEDY)
     return result.token_ids, result.logprobs
 

@@ -215,6 +215,10 @@ def test_memory_that_is_kept_for_long_is_not_lost() -> None:
     case.check(1, got)
 
 
+@pytest.mark.skipif(
+    not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9,
+    reason="Hopper has room for two stages; Triton 3.6 compiles one wrongly there (its issues 10486 and 11366)",
+)
 def test_the_smaller_tile_of_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_module, "shared_bytes", lambda device: 0)
     prompt_module.options.cache_clear()

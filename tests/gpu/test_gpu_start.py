@@ -21,18 +21,21 @@ SMALL = {"kt_cpuinfer": 2, "max_total_tokens": 128, "max_running_requests": 2}
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(AWQ experts, the same numbers as float32)."""
+def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """(AWQ experts, the same numbers as float32, experts of int8 with zero points)."""
     family, changes = VARIANTS["qwen3_moe-gpu"]
     VARIANTS["qwen3_moe-awq"] = (family, changes | settings(hidden_size=128, moe_intermediate_size=64))
     plain = TinyModels(tmp_path_factory.mktemp("plain"))["qwen3_moe-awq"]
     del VARIANTS["qwen3_moe-awq"]
-    return save_quantised(plain, tmp_path_factory.mktemp("awq"), experts_only("awq"))
+    shifted, _ = save_quantised(plain, tmp_path_factory.mktemp("zeros"), experts_only("int8 packed zeros"))
+    return *save_quantised(plain, tmp_path_factory.mktemp("awq"), experts_only("awq")), shifted
 
 
-def test_experts_that_the_gpu_does_not_read_are_served_without_a_flag(directories) -> None:
-    llm = LLM(str(directories[0]), **SMALL)
-    assert llm.engine.plan.gpu is not None and llm.engine.plan.gpu.experts == 0
+@pytest.mark.parametrize(("index", "read"), [(0, True), (2, False)], ids=["awq", "int8 zeros"])
+def test_quantised_experts_are_served_without_a_flag(directories, index: int, read: bool) -> None:
+    """On the GPU where it reads them, else in CPU memory."""
+    llm = LLM(str(directories[index]), **SMALL)
+    assert llm.engine.plan.gpu is not None and (llm.engine.plan.gpu.experts > 0) == read
     (answer,) = llm.generate(["Hello"], GREEDY)
     assert len(answer.token_ids) == 6
 

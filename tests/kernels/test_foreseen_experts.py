@@ -109,18 +109,18 @@ def test_bits_are_those_of_experts_that_were_not_foreseen(fmt: str, group: int, 
 @pytest.mark.parametrize("tokens", [1, 2, 4])
 @pytest.mark.parametrize("nodes", [[0], [0, 0], [0] * 7, [0, 0, 1], [0, 1, 1, 2, 2, 2]], ids=str)
 def test_any_number_of_workers_and_memory_nodes(nodes: list[int], tokens: int) -> None:
-    check(layer_of(nodes, "avx2"), tokens)
+    check(layer_of(nodes, cases.PLAIN_TIER), tokens)
 
 
 def test_more_workers_than_pairs_of_panels() -> None:
-    check(layer_of([0] * 14, "avx2", "bf16", 0), tokens=2)
+    check(layer_of([0] * 14, cases.PLAIN_TIER, "bf16", 0), tokens=2)
 
 
 def test_experts_that_are_used_in_place() -> None:
-    layer = layer_of([0, 0, 1], "avx2", "bf16", 0, in_place=True)
+    layer = layer_of([0, 0, 1], cases.PLAIN_TIER, "bf16", 0, in_place=True)
     assert layer.in_place
     check(layer, tokens=2)
 
 
 def test_integers() -> None:
-    check(layer_of([0, 0], "avx2", int8_activations=True), tokens=2)
+    check(layer_of([0, 0], cases.PLAIN_TIER, int8_activations=True), tokens=2)

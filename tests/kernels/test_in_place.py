@@ -83,7 +83,7 @@ def test_bits_are_the_same_on_two_memory_nodes(tmp_path: Path, tier: str) -> Non
 
 
 def test_biases_and_experts_that_are_elsewhere(tmp_path: Path) -> None:
-    workspace, experts = cases.workspace_of("avx2"), mapped(tmp_path / "w", 64, 32)
+    workspace, experts = cases.workspace_of(cases.PLAIN_TIER), mapped(tmp_path / "w", 64, 32)
     layers = [PackedExperts(workspace, EXPERTS, 64, 32, places=3, in_place=there) for there in (False, True)]
     for layer in layers:
         for e in (1, 4, 5):
@@ -97,7 +97,7 @@ def test_biases_and_experts_that_are_elsewhere(tmp_path: Path) -> None:
 
 
 def test_memory_is_kept_alive() -> None:
-    layer = PackedExperts(cases.workspace_of("avx2"), EXPERTS, 64, 32, in_place=True)
+    layer = PackedExperts(cases.workspace_of(cases.PLAIN_TIER), EXPERTS, 64, 32, in_place=True)
     g = torch.Generator().manual_seed(1)
     for e in range(EXPERTS):  # nobody else has these; the last one is made of float32 with gaps
         gate, up = torch.randn(2, 32, 64, generator=g).bfloat16()
@@ -110,7 +110,7 @@ def test_memory_is_kept_alive() -> None:
 
 def test_there_are_no_packed_bytes(tmp_path: Path) -> None:
     experts = mapped(tmp_path / "w", 64, 32)
-    packed, there = both(cases.workspace_of("avx2"), experts)
+    packed, there = both(cases.workspace_of(cases.PLAIN_TIER), experts)
     room = torch.empty(there.bytes_per_expert, dtype=torch.uint8)
     for ask in (
         lambda: there.packed(0),
@@ -128,7 +128,7 @@ def test_there_are_no_packed_bytes(tmp_path: Path) -> None:
 
 
 def test_other_sizes_and_formats_are_packed() -> None:
-    workspace = cases.workspace_of("avx2")
+    workspace = cases.workspace_of(cases.PLAIN_TIER)
     for hidden, width, fmt in ((72, 32, "bf16"), (64, 20, "bf16"), (64, 32, "int8")):
         layer = PackedExperts(workspace, 2, hidden, width, fmt, in_place=True)
         layer.load(0, torch.randn(width, hidden), torch.randn(width, hidden), torch.randn(hidden, width))
@@ -145,14 +145,14 @@ def test_a_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:
     first = experts[0][0]
     with (tmp_path / "w").open("r+b") as file:
         _known = _core.ReadableFile(file.fileno(), first.data_ptr() - 6, (tmp_path / "w").stat().st_size)
-        layer = PackedExperts(cases.workspace_of("avx2"), EXPERTS, 160, 96, in_place=True)
+        layer = PackedExperts(cases.workspace_of(cases.PLAIN_TIER), EXPERTS, 160, 96, in_place=True)
         layer.load_all(0, [tuple(w.clone() for w in expert) for expert in experts])
         before = run(layer, 5)
         file.truncate(8192)
         with pytest.raises(CheckpointError, match="shorter"):
             layer.load_all(0, experts)
         assert torch.equal(run(layer, 5), before)  # those that were there are used as before
-        empty = PackedExperts(cases.workspace_of("avx2"), EXPERTS, 160, 96, in_place=True)
+        empty = PackedExperts(cases.workspace_of(cases.PLAIN_TIER), EXPERTS, 160, 96, in_place=True)
         with pytest.raises(CheckpointError, match="shorter"):
             empty.load_all(0, experts)
         assert empty.loaded == 0
@@ -267,7 +267,7 @@ def test_pages_of_experts_stay_and_others_are_let_go_of(demo_dir: Path, mode: st
 def test_the_demo_model_answers_the_same(demo_dir: Path) -> None:
     def answer(mode: str) -> object:
         llm = LLM(
-            str(demo_dir), max_total_tokens=256, kernel_tier="avx2", kt_cpuinfer=2, map_experts=mode,
+            str(demo_dir), max_total_tokens=256, kernel_tier=cases.PLAIN_TIER, kt_cpuinfer=2, map_experts=mode,
             disable_shared_experts_fusion=True,
         )  # fmt: skip
         [result] = llm.generate([[5, 9, 250, 17]], SamplingParams(temperature=0.0, max_tokens=8, logprobs=1))

@@ -137,10 +137,9 @@ def test_calls_of_few_rows_are_wider(tokens: int, tier: str) -> None:
 def test_more_results_than_are_kept_at_once(nodes: tuple[int, ...], hidden: int, rounds: int) -> None:
     """Down in rounds of columns, of odd sizes, more than are kept and more phases than a region has, gives what some
     tokens at a time give, each time in one round."""
-    cases.require_tier("avx2")
     experts, width, tokens, top_k, some = 5, 16, 900, 4, 60
     g = torch.Generator().manual_seed(1)
-    layer = PackedExperts(workspace(nodes, "avx2"), experts, hidden, width, "bf16")
+    layer = PackedExperts(workspace(nodes, cases.PLAIN_TIER), experts, hidden, width, "bf16")
     for e in range(experts):
         gate, up = torch.randn(2, width, hidden, generator=g) / hidden**0.5
         layer.load(e, gate, up, torch.randn(hidden, width, generator=g))
@@ -187,7 +186,7 @@ def test_divided_matrices_give_the_same_bits(tier: str) -> None:
 
 
 def test_a_file_of_divided_experts_is_read_as_it_was_divided(tmp_path: Path) -> None:
-    where = workspace((0, 0, 1), "avx2")
+    where = workspace((0, 0, 1), cases.PLAIN_TIER)
     divided, path = loaded(where, "bf16", 0), tmp_path / "packed"
     writer = PackedWriter(path, where_pool := WorkerPool([-1]))
     writer.add("experts", divided.formats, divided.shape, *divided.parts())

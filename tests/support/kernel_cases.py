@@ -58,6 +58,9 @@ def runs(tier: str) -> bool:
     return stands_in or tier in _core.supported_tiers()
 
 
+PLAIN_TIER = "avx2" if runs("avx2") else "scalar"  # where any tier will do that rounds as float does
+
+
 def pairwise(*axes: Iterable[Any]) -> list[Any]:
     """`covering.pairwise`, where tiers that are skipped here cover nothing."""
     return covering.pairwise(*axes, skipped=[tier for tier in TIERS if not runs(tier)])
