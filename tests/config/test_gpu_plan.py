@@ -266,10 +266,9 @@ def test_experts_that_the_gpu_kernels_do_not_read_stay_on_the_cpu() -> None:
     assert converted is not None and converted.experts == 30 * 32
 
 
-def test_experts_with_zero_points_are_on_the_gpu_and_do_not_travel() -> None:
+def test_experts_with_zero_points_are_on_the_gpu_and_travel() -> None:
     p = stored_on_gpu(replace(INT4, zero_points=True), kt_gpu_experts_ratio=0.5)
-    assert p.gpu is not None and p.gpu.experts > 0 and p.gpu.ring_bytes == 0
-    assert "without biases and zero points" in reason(p, "streamed experts")
+    assert p.gpu is not None and p.gpu.experts > 0 and p.gpu.ring_bytes > 0
 
 
 def test_shared_experts_are_not_fused_with_what_the_gpu_does_not_read() -> None:
@@ -385,18 +384,16 @@ def test_experts_travel_for_long_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "capability", "flags", "why"),
+    ("changes", "flags", "why"),
     [
-        ({}, (9, 0), {"kt_gpu_prefill_token_threshold": 0}, "threshold 0"),
-        ({}, (8, 6), {}, "compute capability"),
-        ({"moe_intermediate_size": 764}, (9, 0), {}, "multiples of 8"),
+        ({}, {"kt_gpu_prefill_token_threshold": 0}, "threshold 0"),
+        ({"moe_intermediate_size": 764}, {}, "multiples of 8"),
     ],
 )
 def test_experts_stay_where_they_cannot_travel(
-    changes: dict[str, int], capability: tuple[int, int], flags: dict[str, int], why: str
+    changes: dict[str, int], flags: dict[str, int], why: str
 ) -> None:
     roomy = replace(with_gpu(free=24 * GIB), available_memory=250 * GIB)
-    roomy = replace(roomy, gpus=(replace(roomy.gpus[0], capability=capability),))
     p = plan(roomy, ModelConfig.from_dict(QWEN3_KEYS | changes), kt_gpu_experts_ratio=0.25, **flags)
     assert p.gpu is not None and (p.gpu.ring_bytes, p.gpu.stream_from) == (0, 0)
     assert why in reason(p, "streamed experts") and p.max_step_tokens == 2048

@@ -29,7 +29,7 @@ if AVAILABLE:
     from tandem.kernels.gpu.expert_rows import Between
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.gpu.panels import Panels
-    from tandem.kernels.gpu.prompts import products
+    from tandem.kernels.gpu.prompts import grouped, products
     from tandem.kernels.gpu.prompts.order import order
     from tandem.kernels.gpu.prompts.products import Part, PromptExperts, parts_of
 
@@ -95,9 +95,14 @@ class Layer:
         return got
 
 
-@pytest.fixture
-def many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few tokens are many."""
+@pytest.fixture(params=["PyTorch's", "ours"])
+def many(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """So few tokens are many; with either grouped product."""
+    if request.param == "ours" and INTERPRETED:
+        pytest.skip("the interpreter multiplies the bits of bfloat16, as if they were integers")
+    if request.param == "PyTorch's" and not products.has_pytorchs(DEVICE):
+        pytest.skip("PyTorch's asks this GPU back")
+    monkeypatch.setattr(products, "has_pytorchs", lambda device: request.param != "ours")
     monkeypatch.setattr(gpu_experts, "MANY_TOKENS", 17)
     monkeypatch.setattr(gpu_experts, "MANY_PAIRS", 0)
     monkeypatch.setattr(products, "ALIGNED_TOKENS", 8)
@@ -151,6 +156,24 @@ def test_a_row_that_is_no_number_stays_alone(ops: GpuOps, many: None) -> None:
     assert got[4].isnan().all() and got[torch.arange(20) != 4].isfinite().all()
 
 
+@pytest.mark.parametrize("mean_rows", [1, 1000])  # chooses the tile
+@pytest.mark.parametrize(("n", "k"), [(40, 24), (256, 128), (136, 200)])
+def test_our_grouped_product(n: int, k: int, mean_rows: float) -> None:
+    """Experts without rows, of one row, of several tiles and their borders; rows behind the last are nobody's.
+
+    float16 operands are exact in the sums of float32, and the result is rounded once."""
+    torch.manual_seed(0)
+    counts = torch.tensor([0, 1, 128, 0, 64, 65, 7, 300, 0])
+    rows = int(counts.sum())
+    x, matrices = torch.randn(rows + 50, k).half(), (torch.randn(len(counts), n, k) / k**0.5).half()
+    ends = counts.cumsum(0).int()
+    got = grouped.grouped_product(x.to(DEVICE), matrices.to(DEVICE), ends.to(DEVICE), mean_rows).cpu()[:rows]
+    whose = torch.arange(len(counts)).repeat_interleave(counts)
+    expected = torch.einsum("rk,rnk->rn", x[:rows].double(), matrices[whose].double())
+    assert (got.double() - expected).norm() <= 2.0**-11 * expected.norm()
+    torch.testing.assert_close(got.double(), expected, rtol=2.0**-10, atol=2.0**-10)
+
+
 def test_few_rows_are_not_unpacked() -> None:
     """What unpacking takes is worth it from some rows an expert on."""
     experts = 32
@@ -181,7 +204,12 @@ def test_parts_are_read_as_soon_as_they_arrive(ops: GpuOps) -> None:
     said: list[str] = []
     assert layer.prompts is not None
     parts = [
-        Part(part.packed, part.count, lambda i=i: said.append(f"arrive {i}"), lambda i=i: said.append(f"read {i}"))
+        Part(
+            part.packed,
+            part.count,
+            lambda i=i: said.append(f"arrive {i}"),
+            lambda i=i: said.append(f"read {i}"),
+        )
         for i, part in enumerate(parts_of(layer.pool, layer.stride, 5, 2))
     ]
     keys = layer.table.to(DEVICE)[ids.long().to(DEVICE)]
@@ -190,14 +218,14 @@ def test_parts_are_read_as_soon_as_they_arrive(ops: GpuOps) -> None:
     assert [part.count for part in parts] == [2, 2, 1]
 
 
-def test_what_grouped_products_cannot_read(ops: GpuOps) -> None:
+def test_what_grouped_products_cannot_read() -> None:
     def panels(depth: int) -> Panels:
         return Panels("int4", 64, depth, depth, 4, depth * 8 + 128, depth * 8, "bf16", 32)
 
     plain = panels(64), panels(40)
-    assert PromptExperts.reads(DEVICE, plain, Between(40)) == products.multiplies(DEVICE)
+    assert PromptExperts.reads(plain, Between(40))
     for matrices, between in (
         (plain, Between(42)), ((panels(60), panels(40)), Between(40)), (plain, Between(40, Activation("relu2"))),
         (plain, Between(40, gate_up=torch.zeros(1, 80), down=torch.zeros(1, 64))),
     ):  # fmt: skip
-        assert not PromptExperts.reads(DEVICE, matrices, between)
+        assert not PromptExperts.reads(matrices, between)

@@ -23,6 +23,7 @@ from tandem.experts.live.exchange import LiveExchange
 from tandem.experts.live.policy import Exchange
 from tandem.experts.placement import ExpertPlacement
 from tandem.experts.streams.rates import StreamRates
+from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
 
@@ -37,6 +38,7 @@ if AVAILABLE:
 pytestmark = [pytest.mark.gpu, needs_triton]
 TOLERANCE = (4.5 if INTERPRETED else 2.0) * 2.0**-8
 LAYERS, EXPERTS, HIDDEN, WIDTH, TOKENS, TOP_K = 2, 6, 64, 32, 12, 2
+CODED = ("int4_zeros",)  # stored as codes, and packed as they are
 
 
 @dataclass
@@ -96,14 +98,16 @@ class Layers:
         placed[:, 1 : 1 + on_gpu] = True
         self.handoff = Handoff(HandoffSizes(TOKENS, TOKENS, HIDDEN, TOP_K), DEVICE, 20.0)
         self.store = HybridStore(self.ops, ExpertPlacement(placed), self.handoff, HIDDEN, live=live)
-        self.each, self.whole = [], []
+        self.each, self.whole, packed = [], [], "bf16" if fmt in CODED else fmt
         for index in range(LAYERS):
             gate, up = torch.randn(2, EXPERTS, WIDTH, HIDDEN) / HIDDEN**0.5
             down = torch.randn(EXPERTS, HIDDEN, WIDTH) / WIDTH**0.5
             weights = list(zip(gate, up, down, strict=True))
-            self.each.append(self.store.layer(index, EXPERTS, WIDTH, fmt))
+            if fmt in CODED:
+                weights = [tuple(stored(matrix, fmt) for matrix in each) for each in weights]
+            self.each.append(self.store.layer(index, EXPERTS, WIDTH, packed))
             self.each[-1].load(EXPERTS, weights.__getitem__)
-            self.whole.append(self.ops.cpu.experts(EXPERTS, HIDDEN, WIDTH, fmt))
+            self.whole.append(self.ops.cpu.experts(EXPERTS, HIDDEN, WIDTH, packed))
             self.whole[-1].load_all(0, weights)
 
     def stream(self, share: float, least_rows: int = 1, bus: object = None) -> ExpertStream:
@@ -148,7 +152,7 @@ def test_what_travels_is_computed_as_what_lives_there(on_gpu: int, share: float,
     assert stream.streamed_bytes == 2 * LAYERS * travelling * each
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "int8"])
+@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4_zeros"])
 @pytest.mark.parametrize("nodes", [(), (0, 1)])
 def test_on_several_memory_nodes_too(fmt: str, nodes: tuple[int, ...]) -> None:
     """Where an expert lies in pieces."""

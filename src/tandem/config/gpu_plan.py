@@ -43,7 +43,6 @@ KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
 DEFAULT_CONTEXT = 32768  # tokens: experts do not make room for more unless --context-length asks for it
 MAX_PATIENCE_SECONDS = 30.0
 STREAM_TOKENS, WIDE = 8192, 4096  # of a step where experts travel: each brings all of them; half for a larger hidden
-GROUPED = (9, 10)  # major compute capabilities on which PyTorch's grouped products ask nothing back
 SHARE_FIELDS = ("kt_gpu_experts_ratio", "kt_num_gpu_experts")
 GPU_FIELDS = ("device", *SHARE_FIELDS, "kt_enable_dynamic_expert_update")  # wishes that only a GPU can meet
 
@@ -168,17 +167,15 @@ def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredForma
 
 def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
     """Why experts in CPU memory do not travel to the GPU for steps of many rows; "" where they can."""
-    experts, hidden, stored = request.model.moe.experts, request.model.hidden, request.stored.experts
+    experts, hidden = request.model.moe.experts, request.model.hidden
     if request.config.kt_gpu_prefill_token_threshold == 0:
         return "--kt-gpu-prefill-token-threshold 0"
     if why_not := experts_kept_off(request.model, request.expert_format, request.stored):
         return why_not
     if request.experts_in_place:
         return "experts are used in the mapped file, which DMA cannot read"
-    if gpu.capability is not None and gpu.capability[0] not in GROUPED:
-        return "PyTorch's grouped products need a GPU of compute capability 9 or 10"
-    if not experts.activation.gated or experts.biases or (request.keeps_codes and stored.zero_points):
-        return "grouped products are for experts with gates, without biases and zero points"
+    if not experts.activation.gated or experts.biases:
+        return "grouped products are for experts with gates, without biases"
     uneven = hidden % 8 or experts.width % 8
     return f"grouped products need multiples of 8, not {hidden} and {experts.width}" if uneven else ""
 

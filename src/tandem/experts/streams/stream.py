@@ -81,7 +81,7 @@ def streamed_layer(
         return None
     between = Between(cpu.width, cpu.activation)
     gate_up, down = (Panels(*layout) for layout in cpu.layout())
-    if not PromptExperts.reads(device, (gate_up, down), between):
+    if not PromptExperts.reads((gate_up, down), between):
         return None
     if gpu is not None and gpu.prompts is not None:
         return StreamedLayer(cpu, gpu.prompts, tuple(gpu.parts()))

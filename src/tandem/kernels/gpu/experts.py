@@ -136,7 +136,7 @@ class GpuExperts:
             self.stride = layer.bytes_per_expert
             self._mma = all(expert_mma.reads(panels, self.device) for panels in (self.gate_up, self.down))
             self.pool = torch.empty(self.slots * self.stride, dtype=torch.uint8, device=self.device)
-            if PromptExperts.reads(self.device, (self.gate_up, self.down), self._between):
+            if PromptExperts.reads((self.gate_up, self.down), self._between):
                 self.prompts = PromptExperts(self.gate_up, self.down, self._between, self.device)
         if self._uploads is None:
             self._uploads = Uploads(self.pool, self.stride, self.slots)

@@ -1,5 +1,6 @@
 """`PromptExperts`: a layer's experts with many rows each. Panels become bfloat16 in scratch, some experts at a time,
-and PyTorch's grouped product multiplies each expert's rows on the tensor cores.
+and a grouped product multiplies each expert's rows on the tensor cores: PyTorch's on Hopper and Blackwell servers, ours
+elsewhere.
 
 Nothing is asked back from the GPU: who has how many rows is known there only. Scratch is bounded
 (`config/gpu_scratch.py`).
@@ -16,17 +17,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tandem.config.gpu_plan import GROUPED
 from tandem.config.gpu_scratch import ROW_BYTES, expert_scratch_bytes, experts_at_once
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.panels import Panels
-from tandem.kernels.gpu.prompts import rows
+from tandem.kernels.gpu.prompts import grouped, rows
 from tandem.kernels.gpu.prompts.order import Order, order
 from tandem.kernels.gpu.prompts.unpack import Packed, unpack
 
 ALIGNED = 8  # numbers: grouped products read rows 16 bytes at a time
 ALIGNED_TOKENS = 64
-grouped_product: Any = getattr(torch, "_grouped_mm", None)  # private: where a PyTorch has none, tiles go on
+PYTORCHS = (9, 10)  # major compute capabilities on which PyTorch's grouped product asks nothing back
+grouped_product: Any = getattr(torch, "_grouped_mm", None)  # private: where a PyTorch has none, ours goes on
 
 
 def _at_once() -> None:
@@ -45,12 +46,12 @@ class Part:
 
 
 @lru_cache(maxsize=8)
-def multiplies(device: torch.device) -> bool:
-    """Whether PyTorch has a grouped product there that asks nothing back: elsewhere it loops over experts, after
-    waiting for their numbers of rows. On a CPU (Triton's interpreter) nobody minds."""
+def has_pytorchs(device: torch.device) -> bool:
+    """Elsewhere it loops over experts, after waiting for their numbers of rows. On a CPU (Triton's interpreter) nobody
+    minds."""
     if grouped_product is None:
         return False
-    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] in GROUPED
+    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] in PYTORCHS
 
 
 @lru_cache(maxsize=8)
@@ -77,11 +78,11 @@ class PromptExperts:
         self.at_once = experts_at_once(self.hidden, self.width, _scratch_bytes(device))
 
     @staticmethod
-    def reads(device: torch.device, matrices: tuple[Panels, Panels], between: Between) -> bool:
-        """Whether such experts are multiplied there: of aligned sizes, with gates, without biases."""
+    def reads(matrices: tuple[Panels, Panels], between: Between) -> bool:
+        """Whether such experts are multiplied: of aligned sizes, with gates, without biases."""
         aligned = matrices[0].depth % ALIGNED == 0 and between.width % ALIGNED == 0
         plain = between.activation.gated and between.gate_up is None
-        return multiplies(device) and aligned and plain
+        return aligned and plain
 
     def __call__(self, x: Tensor, keys: Tensor, weights: Tensor, parts: Sequence[Part]) -> Tensor:
         """The sum over each token's experts, float32 [T, hidden]. x bfloat16 [T, hidden], weights float32 [T, k], keys
@@ -128,5 +129,13 @@ class PromptExperts:
         """Of each of the part's rows its expert's result, bfloat16 [T * k, hidden]."""
         ends = order.ends[keys.start : keys.stop]
         gathered = rows.gather(x, order, keys.start, keys.stop)
-        between = rows.gated(grouped_product(gathered, gate_up.transpose(1, 2), offs=ends), ends, self._activation)
-        return cast(Tensor, grouped_product(between, down.transpose(1, 2), offs=ends))
+        mean = len(gathered) / len(order.ends)
+        between = rows.gated(_product(gathered, gate_up, ends, mean), ends, self._activation)
+        return _product(between, down, ends, mean)
+
+
+def _product(x: Tensor, matrices: Tensor, ends: Tensor, mean_rows: float) -> Tensor:
+    """As `grouped.grouped_product`."""
+    if has_pytorchs(x.device):
+        return cast(Tensor, grouped_product(x, matrices.transpose(1, 2), offs=ends))
+    return grouped.grouped_product(x, matrices, ends, mean_rows)
