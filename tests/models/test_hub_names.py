@@ -54,7 +54,8 @@ def test_another_text_is_refused(tiny_models, tmp_path, model_type, known):
 
 DRAFTS = {
     "minimax_m2": ("num_mtp_modules", 3), "hy_v3": ("num_nextn_predict_layers", 1),
-    "glm4_moe_lite": ("num_nextn_predict_layers", 1),
+    "glm4_moe_lite": ("num_nextn_predict_layers", 1), "deepseek_v32": ("num_nextn_predict_layers", 1),
+    "glm_moe_dsa-every": ("num_nextn_predict_layers", 1),
 }  # fmt: skip
 
 

@@ -15,11 +15,13 @@ from tandem import LLM, SamplingParams, _core
 from tandem.bench.architectures import CONFIGS, named_config
 from tandem.bench.step_bound import gpu_step_bytes
 from tandem.bench.stored import stored_as
+from tandem.bench.synthetic import SyntheticCheckpoint
 from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig
 from tandem.config.layers import Index, Latent
 from tandem.engine.protocol import GenerateRequest
 from tandem.errors import ConfigError
+from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tiny import VARIANTS, save_tiny, settings
@@ -202,6 +204,12 @@ def test_a_step_reads_the_latents_of_chosen_tokens_and_all_keys_of_indexers() ->
     stored = stored_as(config, "fp8")
     short, long = (gpu_step_bytes(config, stored, 2, tokens) for tokens in (2048, 131072))
     assert long - short == 2 * 8 * 2 * 128 * (131072 - 2048)
+
+
+def test_benches_store_indexers_as_published_checkpoints_do() -> None:
+    checkpoint, layer = SyntheticCheckpoint("fp8"), "model.layers.0.self_attn.indexer."
+    for module, codes in (("wq_b", True), ("wk", True), ("weights_proj", False)):
+        assert isinstance(checkpoint.weight(layer + module, (128, 256)), WeightCodes) == codes
 
 
 def test_the_draft_layer_is_named(tiny_models, tmp_path: Path) -> None:

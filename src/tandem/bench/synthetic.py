@@ -60,7 +60,7 @@ class SyntheticCheckpoint:
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         numbers = self.get(module + ".weight", shape)
         name = self._experts if is_expert(module) else self._dense
-        if name == "bf16" or "_proj" not in module.rpartition(".")[2]:
+        if name == "bf16" or not _is_projection(module.rpartition(".")[2]):
             return numbers
         if (*shape, name) not in self._codes:
             self._codes[*shape, name] = as_stored(numbers.float(), name)
@@ -78,6 +78,11 @@ class SyntheticCheckpoint:
     def forget(self, layer: int, experts: bool | None = None) -> None: ...
 
     def release(self, experts: bool | None = None) -> None: ...
+
+
+def _is_projection(name: str) -> bool:
+    """As published checkpoints store codes; an indexer's gates are small and stay numbers."""
+    return name in ("wq_b", "wk") or ("_proj" in name and name != "weights_proj")
 
 
 class SyntheticExperts(HybridExperts):
