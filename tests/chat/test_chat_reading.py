@@ -83,9 +83,13 @@ def test_other_ways_to_write_them_are_read(name):
     assert answer.text == ""
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
+ALL = {name: (name, text) for name, text in OUTPUTS.items()} | VARIANTS
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_cut_at_every_character_the_calls_are_the_same(name):
-    text, how = OUTPUTS[name], rules(name)
+    which, text = ALL[name]
+    how = rules(which)
     whole = said(read(how, text))
     for at in range(len(text) + 1):
         assert said(whole_answer(events(how, [text[:at], text[at:]]))) == whole, at
@@ -312,6 +316,7 @@ def pieces_of(name: str) -> list[str]:
     return [
         *sorted(one.markers()), *one.at_start, "<think>", "</think>", "weather", "now", "city", "days", "units",
         '"', "{", "}", "[", "]", ":", ",", "(", ")", "=", "\\", "\n", " ", "3", "true", "x", "é😀", "'",
+        "\\ud83d", "\\ude00", "\\u00e9",
         '{"name": "weather", "arguments": ', '"city"', '"arguments"', '"name"', '{"city": "x"}', "functions.",
         OUTPUTS[name],
     ]  # fmt: skip
@@ -328,6 +333,7 @@ def fuzz(name: str, count: int, caplog) -> None:
         reason = rng.choice(("stop", "length"))
         letters = events(how, text, reason, markup=True)
         assert everything(letters) == text
+        assert all(map(sayable, letters)), text
         whole = whole_answer(events(how, [text], reason))
         assert said(whole_answer(letters)) == said(whole), text
         for event in letters:
@@ -335,6 +341,12 @@ def fuzz(name: str, count: int, caplog) -> None:
                 call = next(c for i, c in enumerate(started(letters)) if i == event.index)
                 assert isinstance(json.loads(call), dict), text
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+def sayable(event: object) -> bool:
+    """UTF-8 can say all its texts: it has no half of a character."""
+    texts = [value for name in event.__dataclass_fields__ if isinstance(value := getattr(event, name), str)]
+    return all(text.encode() is not None for text in texts)
 
 
 def started(found: list) -> list[str]:
@@ -355,4 +367,4 @@ def test_fuzzed_answers(name, caplog):
 @pytest.mark.full
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_many_fuzzed_answers(name, caplog):
-    fuzz(name, 2_000, caplog)  # thirty thousand of all formats
+    fuzz(name, 10_000, caplog)

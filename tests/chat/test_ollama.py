@@ -168,6 +168,8 @@ def test_a_model_that_stays_is_not_told_as_unloaded():
                 assert loaded.headers.get("x-tandem-ignored") == (
                     None if more is None or str(more).startswith("-") else "keep_alive"
                 )
+            wrong = await server.post(path, **nothing, options={"frequency_penalty": 101})
+            assert wrong.status_code == 400 and "options.frequency_penalty" in wrong.json()["error"]
         answered = await server.post("/api/generate", prompt="x", keep_alive=0, stream=False)
         assert answered.json()["done_reason"] == "stop"
         assert answered.headers["x-tandem-ignored"] == "keep_alive"

@@ -212,6 +212,28 @@ def test_the_same_fields_with_values_that_change_nothing_are_taken():
     run(scenario)
 
 
+WHOLE = [
+    ("/v1/completions", {"prompt": "x", "max_tokens": 2.0, "seed": 1e3}, {"prompt": "x", "max_tokens": 2.5}),
+    ("/v1/completions", {"prompt": [97.0, 98]}, {"prompt": [97.5]}),
+    ("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 2.0}}, {"text": "x", "rid": 1.0}),
+    ("/detokenize", {"tokens": [97.0]}, {"tokens": [1e300]}),
+    (CHAT, {"messages": user("x"), "top_k": 5.0}, {"messages": user("x"), "top_k": "5"}),
+]
+
+
+@pytest.mark.parametrize(("path", "taken", "refused"), WHOLE)
+def test_a_number_without_a_fraction_is_an_integer(path, taken, refused):
+    """As in JSON schema, and for languages that have one kind of number. Texts are none."""
+
+    async def scenario(server: LocalServer):
+        assert (await server.post(path, **taken)).status_code == 200
+        assert error_of(await server.post(path, **refused), 400)["code"] == "invalid_type"
+        many = {"prompt": [97.0] * 30_000}  # it is not looked at each of millions
+        assert error_of(await server.post("/v1/completions", **many), 400)
+
+    run(scenario)
+
+
 def test_sampling_params_must_be_spelt_right():
     async def scenario(server: LocalServer):
         for given, param in [

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
+import pytest
 import schemathesis
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -15,7 +18,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 import echo_engine
-from server_harness import LocalSocket, local_state
+from server_harness import LocalServer, LocalSocket, local_state
+from server_requests import run
 from tandem.server import engine_client
 from tandem.server.app import create_app
 from tandem.server.messages import ToEngine
@@ -57,7 +61,7 @@ def documented_answers_only(operation: str):
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     def check(case: schemathesis.Case):
-        case.call_and_validate(checks=CHECKS)
+        case.call_and_validate(checks=CHECKS, timeout=120)  # the first grammar starts a process
 
     return check
 
@@ -67,6 +71,51 @@ for each in schema.get_all_operations():
     globals()["test_documented_answers_only_" + re.sub(r"\W+", "_", label).strip("_")] = (
         documented_answers_only(label)
     )
+
+
+USER = [{"role": "user", "content": "x"}]
+BOUNDED = {
+    "ChatRequest": ("/v1/chat/completions", lambda f: {"messages": USER, "logprobs": True, "max_tokens": 4} | f),
+    "CompletionRequest": ("/v1/completions", lambda f: {"prompt": "x"} | f),
+    "SglangSampling": ("/generate", lambda f: {"text": "x", "sampling_params": f}),
+    "MessagesRequest": (
+        "/v1/messages", lambda f: {"messages": USER, "max_tokens": 9} | f,
+    ),
+    "ResponsesRequest": ("/v1/responses", lambda f: {"input": "x"} | f),
+    "Options": ("/api/generate", lambda f: {"prompt": "x", "options": {"num_predict": 4} | f}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BOUNDED)
+def test_bounds_are_those_of_the_document(body):
+    """What is just outside is refused, what is on a bound is not refused for the field."""
+    path, ask = BOUNDED[body]
+
+    async def scenario(server: LocalServer):
+        checked = 0
+        for name, field in schema.raw_schema["components"]["schemas"][body]["properties"].items():
+            if name.startswith("thinking"):  # which the echo cannot be told
+                continue
+            for number in field.get("anyOf", [field]):
+                for value, right in values_at(number):
+                    answer = await server.post(path, **ask({name: value}))
+                    assert answer.status_code == 200 or (not right and name in answer.text), (name, value)
+                    assert right or answer.status_code == 400, (name, value)
+                    checked += 1
+        assert checked >= 6
+
+    run(scenario)
+
+
+def values_at(number: dict[str, Any]) -> Iterator[tuple[float, bool]]:
+    """Values beside the bounds of a schema, and whether they fit. Int64's own bounds are left out."""
+    step = 1 if number.get("type") == "integer" else 1e-6
+    if number.get("minimum", -(2**40)) > -(2**40):
+        yield from ((number["minimum"], True), (number["minimum"] - step, False))
+    if "exclusiveMinimum" in number:
+        yield from ((number["exclusiveMinimum"], False), (number["exclusiveMinimum"] + step, True))
+    if number.get("maximum", 2**40) < 2**31 - 1:
+        yield from ((number["maximum"], True), (number["maximum"] + step, False))
 
 
 def test_every_route_is_documented():

@@ -18,7 +18,7 @@ MAX_LOGIT_BIAS = 4096
 TOO_LONG = "context_length_exceeded"  # OpenAI's word, which clients look for
 
 # field: (lowest, highest, whether the lowest itself is allowed)
-_RANGES: dict[str, tuple[float, float, bool]] = {
+RANGES: dict[str, tuple[float, float, bool]] = {
     "temperature": (0.0, 100.0, True),
     "top_p": (0.0, 1.0, False),
     "min_p": (0.0, 1.0, True),
@@ -44,7 +44,7 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
 
 def validate(params: SamplingParams, vocab_size: int) -> None:
     """Raises RequestError, with the field as `param`, for anything the sampler cannot do."""
-    for field, (lowest, highest, inclusive) in _RANGES.items():
+    for field, (lowest, highest, inclusive) in RANGES.items():
         value = getattr(params, field)
         if value is not None and not _within(value, lowest, highest, inclusive):
             raise RequestError(_range_text(field, value, lowest, highest, inclusive), field)

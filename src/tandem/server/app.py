@@ -22,6 +22,7 @@ from tandem.server.guard.bodies import UnfinishedBodies
 from tandem.server.info import routes as info_routes
 from tandem.server.info import schema as info_schema
 from tandem.server.info.docs_page import docs_page
+from tandem.server.info.openapi import document_ranges
 from tandem.server.ollama import errors as ollama_errors
 from tandem.server.ollama import routes as ollama_routes
 from tandem.server.ollama import schema as ollama_schema
@@ -47,6 +48,9 @@ _SCHEMA_TYPES = [
     ollama_schema.ChatBody, ollama_schema.GenerateBody, ollama_schema.ShowBody, ollama_schema.Chunk,
     ollama_schema.Tags, ollama_schema.Show, ollama_schema.OllamaError,
 ]  # fmt: skip
+_BODIES = (
+    "ChatRequest", "CompletionRequest", "SglangSampling", "MessagesRequest", "ResponsesRequest", "Options",
+)  # fmt: skip
 _REFUSALS = {
     400: "The request is wrong; the message says where", 401: "Key missing or wrong",
     403: "A web page or a host that is not allowed", 404: "Unknown model", 408: "The request came too slowly",
@@ -124,6 +128,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         _, components = msgspec.json.schema_components(
             _SCHEMA_TYPES, ref_template="#/components/schemas/{name}"
         )
+        document_ranges(components, _BODIES)
         schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
         _document_refusals(schema)
         app.openapi_schema = schema

@@ -4,6 +4,7 @@ answers' are JSON."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +16,13 @@ from starlette.requests import ClientDisconnect
 from tandem.server.errors import ApiError, ClientGone
 from tandem.server.guard.bodies import UnfinishedBodies
 from tandem.server.guard.shape import Shape, shape_of
-from tandem.server.limits import DISCARD_BYTES, DISCARD_SECONDS, MAX_BODY_BYTES, MAX_JSON_VALUES
+from tandem.server.limits import (
+    DISCARD_BYTES,
+    DISCARD_SECONDS,
+    MAX_BODY_BYTES,
+    MAX_JSON_VALUES,
+    SMALL_BODY_BYTES,
+)
 
 T = TypeVar("T", bound=msgspec.Struct)
 D = TypeVar("D")
@@ -102,14 +109,43 @@ def decode_fields(fields: Fields, kind: type[T]) -> tuple[T, dict[str, Any]]:
 def _decode_field(raw: msgspec.Raw, field: _Known, sent_as: str, unknown: dict[str, Any]) -> Any:
     """Objects are decoded once, to look at what they have, and then made what they should be."""
     if not field.shape.has_fields:
-        return _decode(raw, field.decoder, sent_as)
+        try:
+            return _decode(raw, field.decoder, sent_as)
+        except ApiError as error:
+            if not _may_be_whole(raw, error):
+                raise
     value = _decode(raw, _ANYTHING, sent_as)
     try:
-        checked = msgspec.convert(value, field.kind)
+        checked = _converted(raw, value, field.kind)
     except msgspec.ValidationError as error:
         raise _complaint(str(error), sent_as) from error
     field.shape.find_unknown(value, sent_as, unknown)
     return checked
+
+
+def _converted(raw: msgspec.Raw, value: Any, kind: Any) -> Any:
+    """`value` as `kind`. To JSON 3.0 is an integer, and some languages write all numbers so."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        if not _may_be_whole(raw, error):
+            raise
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.convert(_whole_numbers(value), kind)
+        raise
+
+
+def _may_be_whole(raw: msgspec.Raw, error: Exception) -> bool:
+    """Whether numbers are looked at one by one: not millions."""
+    return "got `float`" in str(error) and len(bytes(raw)) <= SMALL_BODY_BYTES
+
+
+def _whole_numbers(value: Any) -> Any:
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, list):
+        return [_whole_numbers(one) for one in value]
+    return {key: _whole_numbers(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
 def decode(body: bytes | msgspec.Raw, kind: type[D], where: str = "") -> D:

@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 import tandem
+from tandem.engine.limits import validate
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.server.body import answers, body_schema, json_response, read_fields
 from tandem.server.chat.answer_parser import AnswerRules
@@ -125,10 +126,13 @@ def _sampling(state: ServerState, body: CommonBody) -> SamplingParams:
 
 
 def _loaded(state: ServerState, body: CommonBody, **said: Any) -> Response:
-    """The model was loaded before the server took requests. Raises ApiError 400 where it is to be unloaded."""
+    """The model was loaded before the server took requests. Raises RequestError; ApiError 400 where it is to be
+    unloaded."""
     if _is_zero(body.keep_alive):
         text = "keep_alive 0 unloads the model elsewhere; here it stays until the server ends: stop the server"
         raise ApiError(400, text, param="keep_alive", code="not_available")
+    with named(_names(body, "prompt")):
+        validate(_sampling(state, body), state.engine.vocab_size)
     chunk = Chunk(model=state.model_name, created_at=now(), done=True, done_reason="load", **said)
     return json_response(chunk)
 

@@ -58,18 +58,19 @@ class ChatWriter:
         self._all_usage = wants_all_usage(body.stream_options)
         self._count = TokenCount()
         self._answers: dict[int, OneAnswer] = {}
-        self._taken = [Answer() for _ in range(prepared.sampling.n)]
+        self._taken: dict[int, Answer] = {}
         self._encoder = msgspec.json.Encoder()
 
     # --- whole
 
     def take(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:
-            self._taken[output.index].add(output)
+            self._taken.setdefault(output.index, Answer()).add(output)
 
     def whole(self) -> ChatCompletion:
-        choices = [self._choice(index, answer) for index, answer in enumerate(self._taken)]
-        return ChatCompletion(**self._head, choices=choices, usage=usage_of([self._taken]))
+        answers = [self._taken[index] for index in sorted(self._taken)]
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        return ChatCompletion(**self._head, choices=choices, usage=usage_of([answers]))
 
     def _choice(self, index: int, answer: Answer) -> ChatChoice:
         logprobs = chat_logprobs(self._tokenizer, answer.logprobs) if self._with_logprobs else None

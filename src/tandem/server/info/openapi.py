@@ -1,0 +1,40 @@
+"""What the OpenAPI document says beyond the types of fields: how sampling parameters are bounded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tandem.engine.limits import RANGES
+
+# Fields by the names that dialects have for them.
+_ALIASES = {
+    "max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens", "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens", "sampling_seed": "seed", "repeat_penalty": "repetition_penalty",
+}  # fmt: skip
+_ELSEWHERE = {"CompletionRequest": ("max_tokens",), "ChatRequest": ("logprobs",)}  # 0 with echo; a truth value
+
+
+def document_ranges(schemas: dict[str, Any], bodies: Iterable[str]) -> None:
+    """Adds the bounds to the schemas of request bodies."""
+    for body in bodies:
+        for name, field in schemas[body].get("properties", {}).items():
+            bounds = RANGES.get(_ALIASES.get(name, name))
+            if bounds is not None and name not in _ELSEWHERE.get(body, ()):
+                for number in _numbers(field):
+                    number.update(_keywords(*bounds, number))
+
+
+def _numbers(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for one in schema.get("anyOf", [schema]):
+        if one.get("type") in ("integer", "number"):
+            yield one
+
+
+def _keywords(lowest: float, highest: float, inclusive: bool, number: dict[str, Any]) -> dict[str, Any]:
+    """What the schema says itself stays where it is narrower."""
+    least = max(lowest, number.get("minimum", -math.inf))
+    most = min(highest, number.get("maximum", math.inf))
+    found: dict[str, Any] = {"minimum" if inclusive else "exclusiveMinimum": least}
+    return found if most == math.inf else found | {"maximum": most}
