@@ -19,6 +19,7 @@ from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 
 Pairs = Literal["halves", "neighbours"]
+KINDS = "indexed_attention", "deepseek_sparse_attention"
 _PATTERN = {"F": "full", "S": "shared"}
 
 
@@ -39,10 +40,17 @@ def _model(keys: JsonKeys, generation: JsonKeys, pairs: Pairs, *, groups: int, k
     keys.only("rope_interleave", True, "rotary channels are pairs of neighbours")
     keys.only("moe_layer_freq", 1, "all layers after the dense ones are MoE")
     keys.only("mlp_bias", False, "feed-forwards have no biases")
-    keys.only("layer_types", ["indexed_attention"] * layer_count(keys), "every layer has an indexer's choice")
+    _check_kinds(keys)
     router, width = sigmoid_router(keys, scale=2.5, groups=groups, kept=kept), keys.size("moe_intermediate_size", 2048)
     experts = moe(router, width, width * keys.count("n_shared_experts", 1))
     return model(keys, generation, _mixers(keys, pairs).__getitem__, experts, layers_after_dense(keys, 3))
+
+
+def _check_kinds(keys: JsonKeys) -> None:
+    """Transformers up to 5.17 or so writes the second name."""
+    kinds = keys.get("layer_types")
+    if kinds is not None and kinds not in [[name] * layer_count(keys) for name in KINDS]:
+        raise ConfigError(f"{keys.where}: layer_types = {kinds!r} is not supported; every layer is {KINDS[0]}")
 
 
 def _mixers(keys: JsonKeys, pairs: Pairs) -> list[Latent]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +88,17 @@ class _Inputs:
         self._there.copy_(self._host, non_blocking=True)
 
 
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Garbage that frees GPU memory or pinned memory would spoil a graph that is being captured."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def _nothing(batch: ForwardBatch, captured: bool) -> None:
     """Where no backend plans its steps."""
 
@@ -128,7 +141,7 @@ class GpuRunner:
         self._graphs: dict[int, _Graph] = {}
         self._rows, self._best = HostRows(handoff.device), BestRows(max_step_tokens, handoff.device)
         self._end = StepEnd(handoff.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), _nothing_collected():
             self._capture_all()
 
     def run(self, chunks: Rows[Chunk]) -> DeviceLogits:

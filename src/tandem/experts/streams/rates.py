@@ -15,8 +15,7 @@ HOST_SECONDS = 2.5e-3
 HOST_BASE, HOST_ROW = 5e-4, 4e-6
 """Likewise, where nothing travels: 0.9 ms at 64 rows and 3 at 512, of which a share is on the GPU (as above)."""
 SPLIT_SECONDS = 1e-3  # that a layer takes longer than its bus where both compute: 5.2 ms instead of 4.1 at 512 rows
-GPU_SECONDS = 5e-4  # of a layer that travels whole, before its experts: attention, router
-WHOLE = 0.85  # for less than the rest the CPU is left out: it slows the bus, by a tenth at most where measured
+WHOLE = 0.8  # for less than the rest the CPU is left out: it slows the bus, by a tenth at most where measured
 SLOWER, FASTER, NEWEST = 4.0, 0.25, 0.3  # how far, and how soon, measured times correct those of the start
 
 
@@ -39,7 +38,7 @@ class StreamRates:
         cpu = self.cpu_seconds(rows)
         share = (HOST_SECONDS + cpu) / (cpu + self.bus)
         share = 1.0 if share > WHOLE else share
-        taken = share * self.bus + (GPU_SECONDS if share == 1.0 else SPLIT_SECONDS)
+        taken = share * self.bus + (0.0 if share == 1.0 else SPLIT_SECONDS)
         alone = cpu + min(HOST_SECONDS, HOST_BASE + rows * HOST_ROW)
         return share if self.least_rows is not None or alone >= GAIN * taken else 0.0
 
