@@ -251,6 +251,13 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         rope_parameters=settings(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=32,
                                  beta_slow=1),
     )),
+    "deepseek_v4-hub": ("deepseek_v4", settings(
+        num_hidden_layers=4, hidden_size=64, num_attention_heads=4, head_dim=64, q_lora_rank=48, n_routed_experts=8,
+        moe_intermediate_size=32, sliding_window=8, o_groups=2, o_lora_rank=32, index_n_heads=16, index_head_dim=32,
+        num_experts_per_tok=8, index_topk=64, num_hash_layers=1, qk_rope_head_dim=16, compress_ratios=[0, 4, 128, 4],
+        rope_parameters=settings(rope_type="yarn", factor=16.0, original_max_position_embeddings=64, beta_fast=32,
+                                 beta_slow=1),
+    )),
     "deepseek_v4-narrow": ("deepseek_v4", settings(
         num_hidden_layers=4, num_attention_heads=4, head_dim=32, q_lora_rank=40, n_routed_experts=9,
         moe_intermediate_size=20, sliding_window=16, o_groups=2, o_lora_rank=24, index_n_heads=8, index_head_dim=16,

@@ -89,6 +89,8 @@ class Model:
         return self.end(p)
 
     def _worth_recording(self, rows: int) -> bool:
+        if self.config.layers[0].hyper is not None:  # torch mixes streams, which a recording cannot repeat
+            return False
         elements = rows * len(self.layers) * self.config.hidden
         return rows <= RECORDED_ROWS and elements <= RECORDED_ELEMENTS
 

@@ -1,0 +1,210 @@
+"""DeepSeek-V4 as it lies on the hub: its own names, fp8 with scales of powers of two, experts in MXFP4, drafts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from sessions import Session, worst
+from stored_formats import Made, fp4_deepseek, fp8_blocks
+from tandem import LLM, SamplingParams, _core
+from tandem.checkpoint import open_checkpoint
+from tandem.config import ModelConfig
+from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.errors import CheckpointError, ConfigError
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.reference import TorchOps
+from tiny import file_tensors
+
+OPS = ["torch", *_core.supported_tiers()]
+YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
+FP8 = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3")
+LENGTH = 140
+
+
+def on_the_hub(name: str) -> str:
+    """What Transformers saves as … → DeepSeek's own name."""
+    plain = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+    return plain.replace(".attn.norm.", ".attn.kv_norm.")
+
+
+def as_stored(name: str, tensor: Tensor) -> Made:
+    """A tensor of the hub's name as the hub's checkpoint has it, and the numbers it stands for."""
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    if ".ffn.experts." in name:
+        return fp4_deepseek(tensor)
+    if module in FP8 and "compressor" not in name:
+        return in_blocks(tensor)
+    wide = "norm" in name or not name.endswith(".weight") or tensor.dtype is torch.int64
+    kept = tensor if wide else tensor.bfloat16()
+    return Made({".weight": kept}, kept if wide else kept.float())
+
+
+def in_blocks(weight: Tensor) -> Made:
+    """The last blocks are cut off at the matrix's edge."""
+    n, k = weight.shape
+    made = fp8_blocks(F.pad(weight, (0, -k % 128, 0, -n % 128)), power=True)
+    codes = made.tensors[".weight"][:n, :k].contiguous()
+    return Made(made.tensors | {".weight": codes}, made.expected[:n, :k].contiguous())
+
+
+def hub_config(source: Path) -> dict[str, object]:
+    config = json.loads((source / "config.json").read_text())
+    for key in ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor"):
+        del config[key]
+    quantised = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    return config | {
+        "compress_ratios": [0, 4, 128, 4, 0], "num_hash_layers": 1, "rope_scaling": YARN, "expert_dtype": "fp4",
+        "qk_rope_head_dim": 16, "quantization_config": quantised, "topk_method": "noaux_tc",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def both(tiny_models, tmp_path_factory) -> tuple[Path, Path]:
+    """(the hub's own format, the numbers that it stands for)."""
+    source, target = tiny_models["deepseek_v4-hub"], tmp_path_factory.mktemp("v4")
+    packed: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in file_tensors(source).items():
+        there = on_the_hub(name)
+        made = as_stored(there, tensor)
+        stem = there.removesuffix(".weight") if len(made.tensors) > 1 else there
+        endings = made.tensors if len(made.tensors) > 1 else {"": made.tensors[".weight"]}
+        packed |= {stem + ending.replace("_scale_inv", "_scale").replace("weight_scale", "scale"): part.clone()
+                   for ending, part in endings.items()}  # fmt: skip
+        plain[name] = made.expected.clone()
+    draft = {f"mtp.0.{n.removeprefix('layers.0.')}": t.clone() for n, t in packed.items() if n.startswith("layers.0.")}
+    return saved(target / "hub", packed | draft, source, hub_config(source)), saved(target / "plain", plain, source)
+
+
+def saved(path: Path, tensors: dict[str, Tensor], source: Path, config: dict[str, object] | None = None) -> Path:
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    for file in source.glob("*.json"):
+        (path / file.name).write_bytes(file.read_bytes())
+    if config is not None:
+        (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def exact(path: Path, prompt: list[int]) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        return model(torch.tensor([prompt])).logits[0]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_hubs_own_format_is_computed_as_stored(both: tuple[Path, Path], name: str) -> None:
+    """Of CPU kernels that round activations to bfloat16 the tolerance is that of such a rounding, 2^-8, at each of the
+    11 products of 4 layers on a token's way, which add up as independent ones do. Every expert and entry is chosen:
+    what rounding chooses differently is no error of arithmetic."""
+    hub, plain = both
+    prompt = torch.randint(256, (LENGTH,), generator=torch.Generator().manual_seed(7)).tolist()
+    session = Session(hub, fuse=False, ops=TorchOps() if name == "torch" else CpuOps(_core.WorkerPool([-1, -1]), name),
+                      pages=2, expert_format="stored", dense_codes=True)  # fmt: skip
+    parts = prompt[:9], prompt[9:131], *([token] for token in prompt[131:])
+    got = torch.cat([session.step([(0, part)])[0] for part in parts])
+    assert worst([got], [exact(plain, prompt)]) < (1e-4 if name == "torch" else 44**0.5 * 2.0**-8)
+
+
+def test_the_planner_sees_what_is_stored(both: tuple[Path, Path]) -> None:
+    formats = open_checkpoint(both[0]).formats()
+    assert formats.experts.name == "mxfp4" and "fp8" in formats.dense.name and "fp8" in formats.shared.name
+
+
+def test_every_spelling_has_the_same_names(both: tuple[Path, Path], tiny_models) -> None:
+    """Transformers' in memory, what it saves, and the hub's, which has a draft, too."""
+    hub, saved_names = (set(open_checkpoint(path).names()) for path in both)
+    scales = {name for name in hub if name.endswith(".scale") and "_hc." not in name}
+    assert {name for name in hub - scales if not name.startswith("mtp.")} == saved_names
+    fused = set(open_checkpoint(tiny_models.fused("deepseek_v4-hub")).names())
+    assert {name for name in fused if ".experts." not in name} == {n for n in saved_names if ".experts." not in n}
+
+
+def test_the_engine_answers_and_names_the_draft(both: tuple[Path, Path]) -> None:
+    hub, plain = both
+    llm = LLM(str(hub), device="cpu", dtype="float32", kt_cpuinfer=2, max_total_tokens=512)
+    assert any("1 draft layer (NextN)" in notice for notice in llm.engine.plan.notices)
+    assert not any("not understood" in notice for notice in llm.engine.plan.notices)
+    prompt = list(range(30, 70))
+    answer = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[0].token_ids
+    scores = exact(plain, prompt + answer)[len(prompt) - 1 : -1]
+    chosen = scores[torch.arange(8), torch.tensor(answer)]
+    assert (scores.max(-1).values - chosen).max() < 44**0.5 * 2.0**-8 * scores.abs().max()
+
+
+def changed(tiny_models, **changes: object) -> ModelConfig:
+    config = hub_config(tiny_models["deepseek_v4-hub"]) | changes
+    return ModelConfig.from_dict({key: value for key, value in config.items() if value is not None})
+
+
+def test_a_dspark_draft_is_named(tiny_models) -> None:
+    keys = {"dspark_block_size": 5, "dspark_target_layer_ids": [1, 2, 3], "dspark_markov_rank": 256}
+    model = changed(tiny_models, num_nextn_predict_layers=3, **keys)
+    assert model.draft == "a DSpark draft of 3 stages for blocks of 5 tokens" and not model.unread_keys
+    assert changed(tiny_models, num_nextn_predict_layers=0).draft == ""
+
+
+FLASH = {
+    "model_type": "deepseek_v4", "vocab_size": 129280, "hidden_size": 4096, "moe_intermediate_size": 2048,
+    "num_hidden_layers": 43, "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512, "q_lora_rank": 1024,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 6, "rms_norm_eps": 1e-6,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "num_nextn_predict_layers": 1, "num_hash_layers": 3,
+    "max_position_embeddings": 1048576, "qk_rope_head_dim": 64, "hc_mult": 4, "hc_sinkhorn_iters": 20,
+}  # fmt: skip
+PRO = FLASH | {
+    "hidden_size": 7168, "num_attention_heads": 128, "num_hidden_layers": 61, "n_routed_experts": 384, "o_groups": 16,
+    "index_topk": 1024, "moe_intermediate_size": 3072, "compress_ratios": None,
+}  # fmt: skip
+
+
+def kinds(model: ModelConfig) -> list[int]:
+    bodies = [mixer for mixer in model.mixers if isinstance(mixer, SharedKv)]
+    return [0 if body.pool is None else body.pool.stride for body in bodies]
+
+
+def test_the_flash_model_has_its_layers_and_sizes() -> None:
+    """284 billion weights, 13 of which a token uses, without the draft: as its makers say."""
+    model = ModelConfig.from_dict(FLASH)
+    assert [kinds(model).count(stride) for stride in (0, 4, 128)] == [2, 21, 20]
+    assert [layer.moe.router.table for layer in model.layers if layer.moe][:4] == [True, True, True, False]
+    everything = model.routed_params + model.dense_params + model.vocab * model.hidden
+    used = model.dense_params + model.routed_params * 6 / 256  # of the embedding one row
+    assert round(everything / 1e9) == 284 and round(used / 1e9) == 13
+
+
+def test_the_pro_model_by_its_configuration() -> None:
+    model = ModelConfig.from_dict({key: value for key, value in PRO.items() if value is not None})
+    assert kinds(model)[:6] == [128, 128, 128, 4, 128, 4]
+    everything = model.routed_params + model.dense_params + model.vocab * model.hidden
+    assert 1.5e12 < everything < 1.7e12
+
+
+@pytest.mark.parametrize("changes,said", [
+    ({"compress_ratios": [0, 4, 7, 4]}, "layer_types or compress_ratios"),
+    ({"compress_ratios": [0, 4]}, "for each of 4 layers"),
+    ({"o_groups": 3}, "o_groups 3 does not divide 4 heads"),
+    ({"scoring_func": "softmax"}, "scoring_func"),
+    ({"num_key_value_heads": 2}, "num_key_value_heads"),
+    ({"qk_rope_head_dim": 96}, "96 rotary channels of 32"),
+    ({"mlp_layer_types": ["dense"] * 4}, "mlp_layer_types"),
+    ({"compress_rate_hca": 1}, "pools 1 tokens"),
+])  # fmt: skip
+def test_what_is_not_computed_is_refused(tiny_models, changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        changed(tiny_models, **changes)
+
+
+def test_a_table_of_other_experts_is_refused(both: tuple[Path, Path], tmp_path: Path) -> None:
+    tensors = file_tensors(both[0])
+    tensors["layers.0.ffn.gate.tid2eid"] = tensors["layers.0.ffn.gate.tid2eid"].to(torch.float32)
+    broken = saved(tmp_path / "broken", tensors, both[0])
+    with pytest.raises(CheckpointError, match="tid2eid is stored as F32; its whole numbers are read as I32 or I64"):
+        Session(broken, pages=2)
