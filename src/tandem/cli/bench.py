@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tandem.bench.architectures import NAMES
+from tandem.config.speculation.choice import DEFAULT_GUESSES, check_algorithm
 
 KERNEL_FORMATS = (
     "bf16, f32, int8, int4, int4-g64, int4-g128, int4-zeros (GPTQ, AWQ), fp8 (128x128 blocks), fp8-row, mxfp4, mxfp8, "
@@ -34,6 +35,35 @@ Out = Annotated[
     Path | None, typer.Option(help="write the rows as JSON; a directory keeps them by machine and bench")
 ]
 Context = Annotated[int, typer.Option(min=1, help="tokens of every sequence, with --config")]
+
+DecodeFormats = Annotated[
+    list[str] | None,
+    typer.Option("--format", help="of experts (default: BF16): BF16, INT8, INT4; with --config also FP8, MXFP4"),
+]
+DecodeBatches = Annotated[
+    list[int] | None, typer.Option(min=1, help="sequences decoded together (default: 1, 8)")
+]
+BesideTransformers = Annotated[
+    bool, typer.Option("--transformers", help="Transformers' generate beside ours")
+]
+BesideLlamaCpp = Annotated[
+    bool, typer.Option("--llama-cpp", help="llama-cpp-python on the dense base model beside ours")
+]
+DenseFormat = Annotated[
+    str, typer.Option(help="with --config: dense matrices are bf16, fp8, int4-g128 or mxfp4")
+]
+Speculative = Annotated[
+    str | None, typer.Option(help="with guesses of next tokens, and without, in turn: NGRAM")
+]
+MostGuesses = Annotated[
+    int, typer.Option("--speculative-num-steps", min=1, max=63, help="most guesses of a sequence in a step")
+]
+Acceptances = Annotated[
+    list[float] | None, typer.Option(min=0, max=1, help="with --speculative: so many guesses are right")
+]
+Governed = Annotated[
+    bool, typer.Option("--governor/--no-governor", help="with --speculative: as many guesses as pay")
+]
 
 
 @bench.command()
@@ -88,35 +118,28 @@ def kernels(
 @bench.command()
 def decode(
     model: Annotated[str, typer.Argument(help="model directory, or demo")] = "demo",
-    fmt: Annotated[
-        list[str] | None,
-        typer.Option("--format", help="of experts (default: BF16): BF16, INT8, INT4; with --config also FP8, MXFP4"),
-    ] = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="sequences decoded together (default: 1, 8)")
-    ] = None,
+    fmt: DecodeFormats = None,
+    batch: DecodeBatches = None,
     steps: Annotated[int, typer.Option(min=1, help="decode steps per repeat")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="repeats; the median counts")] = 5,
     threads: Annotated[
         int | None, typer.Option(min=1, help="worker threads (default: usable physical cores)")
     ] = None,
     tier: Annotated[str, typer.Option(help="kernel tier")] = "auto",
-    transformers: Annotated[
-        bool, typer.Option("--transformers", help="Transformers' generate beside ours")
-    ] = False,
-    llama_cpp: Annotated[
-        bool, typer.Option("--llama-cpp", help="llama-cpp-python on the dense base model beside ours")
-    ] = False,
+    transformers: BesideTransformers = False,
+    llama_cpp: BesideLlamaCpp = False,
     config: Synthetic = None,
     gpu_share: GpuShare = None,
     layers: Layers = None,
     context: Context = 1024,
-    dense_format: Annotated[
-        str, typer.Option(help="with --config: dense matrices are bf16, fp8, int4-g128 or mxfp4")
-    ] = "bf16",
+    dense_format: DenseFormat = "bf16",
     foresight: Annotated[
         str, typer.Option(help="with --config: expert foresight on, off, or both in turn")
     ] = "on",
+    speculative: Speculative = None,
+    num_steps: MostGuesses = DEFAULT_GUESSES,
+    acceptance: Acceptances = None,
+    governor: Governed = True,
     out: Out = None,
 ) -> None:
     """Measure decoding against the memory-bandwidth bound of the same run, and against other engines.
@@ -130,6 +153,13 @@ def decode(
         asked = (config, tuple(fmt or ["BF16"]), shares, tuple(batch or [1, 8]), layers, context)
         more = (steps, repeats, threads, tier, dense_format, bench_hybrid.foresight_modes(foresight))
         bench_hybrid.run(bench_hybrid.Request(*asked, *more), out)
+        return
+    if speculative is not None:
+        from tandem.bench import speculation as bench_speculation
+
+        known = (model, tuple(fmt or ["BF16"]), tuple(batch or [1]), steps, repeats, threads, tier)
+        guesses = (check_algorithm(speculative), num_steps, governor, tuple(acceptance or ()))
+        bench_speculation.run(bench_speculation.Request(*known, *guesses), out)
         return
     from tandem.bench.decode import Request, run
 

@@ -32,6 +32,13 @@ class SpeculationPlan:
     longest_match: int = DEFAULT_LONGEST_MATCH
 
 
+def check_algorithm(name: str) -> str:
+    """As `EngineConfig` spells it. Raises ConfigError for one that is not there."""
+    config = EngineConfig.from_keywords("demo", speculative_algorithm=name)
+    assert config.speculative_algorithm is not None
+    return config.speculative_algorithm
+
+
 def speculation(config: EngineConfig, model: ModelConfig, on_gpu: bool) -> SpeculationPlan | None:
     """None where no algorithm is asked for, or the model decodes one token a step. Raises ConfigError."""
     asked = config.speculative_algorithm

@@ -1,0 +1,207 @@
+"""`kt bench decode --speculative`: decoding with guesses beside decoding without, in turn, on real prompts."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tandem.bench.rows import machine_name, stamp, write
+from tandem.config import EngineConfig, Machine
+from tandem.config.speculation.choice import SpeculationPlan
+from tandem.engine.engine import Engine
+from tandem.engine.pace import PrefillPace
+from tandem.engine.protocol import GenerateRequest, SamplingParams, SpeculationStats
+from tandem.engine.speculation.foretold import Foretold
+from tandem.engine.start.loader import load_parts
+from tandem.engine.start.parts import EngineParts
+
+_CODE = "\n".join(  # of some thirty lines
+    [inspect.getsource(PrefillPace.observe), inspect.getsource(PrefillPace.step_tokens)]
+)
+MODEL_S_OWN = "model"  # the experts that neighbouring tokens share are those of the model's own routing
+TASKS = {
+    "rewrite": f"Rewrite this code. Rename `rate` to `speed`.\n```python\n{_CODE}```",
+    "prose": "Tell me a long story about a lighthouse keeper and the sea.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the flags asked for. `tokens` of each answer are timed, `repeats` times each way; acceptances: of guesses
+    from the known answer, instead of the algorithm's own."""
+
+    model: str
+    formats: tuple[str, ...]
+    batches: tuple[int, ...]
+    tokens: int
+    repeats: int
+    threads: int | None
+    tier: str
+    algorithm: str
+    most: int
+    governed: bool
+    acceptances: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement. ratio: the median of the turns' own. acceptance: wanted, or the share of the guesses that were
+    right; steps: most guesses of a sequence in a step."""
+
+    bench: str
+    config: str
+    format: str
+    task: str
+    algorithm: str
+    acceptance: float
+    overlap: str
+    steps: int
+    governor: bool
+    batch: int
+    gpu_share: float
+    tok_s: float
+    plain_tok_s: float
+    ratio: float
+    machine: str
+    commit: str | None
+    command: str
+    date: str
+
+
+def run(request: Request, out: Path | None) -> None:
+    console, rows = Console(), []
+    for row in measure(request):
+        rows.append(row)
+        console.print(
+            f"{row.task}, {row.format}, batch {row.batch}: {row.ratio:.2f} x", highlight=False
+        )
+    console.print(table(rows))
+    if out is not None:
+        write([asdict(row) for row in rows], out)
+        console.print(f"Written to {out}")
+
+
+def measure(request: Request) -> Iterator[Row]:
+    for fmt in request.formats:
+        parts = _parts(request, fmt)
+        for batch in request.batches:
+            for task in TASKS:
+                asked = _Turns(parts, task, batch, request)
+                for acceptance in request.acceptances or (None,):
+                    yield _row(request, fmt, task, batch, acceptance, asked)
+
+
+def _parts(request: Request, fmt: str) -> EngineParts:
+    return load_parts(
+        EngineConfig.from_keywords(
+            request.model,
+            device="cpu",
+            kt_method=fmt,
+            kt_cpuinfer=request.threads,
+            kernel_tier=request.tier,
+            max_running_requests=max(request.batches),
+            speculative_algorithm=request.algorithm,
+        )
+    )
+
+
+class _Turns:
+    """The same answers with guesses and without, one after the other."""
+
+    def __init__(self, parts: EngineParts, task: str, batch: int, request: Request) -> None:
+        self._parts, self._request = parts, request
+        self._plain = Engine.from_parts(replace(parts, plan=replace(parts.plan, speculation=None)))
+        self._prompts = [_prompt(parts, task, i) for i in range(batch)]
+        self._answers = {(str(i), 0): tokens for i, tokens in enumerate(self._timed(self._plain)[1])}
+
+    def ratios(self, acceptance: float | None) -> tuple[list[tuple[float, float]], SpeculationStats]:
+        """(tokens per second with guesses, without) of every repeat; and what the engine says of them."""
+        engine = self._guessing(acceptance)
+        self._timed(engine)  # it learns what steps take
+        turns = []
+        for i in range(self._request.repeats):
+            ways = (engine, self._plain) if i % 2 else (self._plain, engine)
+            rates = {way: self._timed(way)[0] for way in ways}
+            turns.append((rates[engine], rates[self._plain]))
+        said = engine.stats().speculation
+        assert said is not None
+        return turns, said
+
+    def _guessing(self, acceptance: float | None) -> Engine:
+        request, parts = self._request, self._parts
+        wanted = SpeculationPlan(request.algorithm, request.most, request.governed)
+        drafter = None
+        if acceptance is not None:
+            drafter = Foretold(self._answers, acceptance, parts.model_config.vocab)
+        plan = replace(parts.plan, speculation=wanted)
+        return Engine.from_parts(replace(parts, plan=plan, drafter=drafter))
+
+    def _timed(self, engine: Engine) -> tuple[float, list[list[int]]]:
+        """Tokens per second from when all prompts are computed; and the answers."""
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=self._request.tokens)
+        answers: list[list[int]] = [[] for _ in self._prompts]
+        for i, prompt in enumerate(self._prompts):
+            engine.add(GenerateRequest(id=str(i), prompt_ids=prompt, sampling=params))
+        started, before = perf_counter(), 0
+        while engine.has_work():
+            for output in engine.step():
+                answers[int(output.id)] += output.token_ids
+            if not before and all(answers):
+                started, before = perf_counter(), sum(map(len, answers))
+        return (sum(map(len, answers)) - before) / (perf_counter() - started), answers
+
+
+def _prompt(parts: EngineParts, task: str, number: int) -> list[int]:
+    """Those of a batch begin differently."""
+    said = TASKS[task] if number == 0 else f"Question {number}. {TASKS[task]}"
+    tokenizer = parts.tokenizer
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(said)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": said}], add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _row(
+    request: Request, fmt: str, task: str, batch: int, acceptance: float | None, asked: _Turns
+) -> Row:
+    turns, said = asked.ratios(acceptance)
+    machine: dict[str, Any] = stamp(machine_name(Machine.detect(), request.threads))
+    measured = said.right_guesses / said.guesses if said.guesses else 0.0
+    return Row(
+        bench="speculation",
+        config=Path(request.model).name,
+        format=fmt.lower(),
+        task=task,
+        algorithm=request.algorithm if acceptance is None else "foretold",
+        acceptance=round(measured if acceptance is None else acceptance, 3),
+        overlap=MODEL_S_OWN,
+        steps=request.most,
+        governor=request.governed,
+        batch=batch,
+        gpu_share=0.0,
+        tok_s=round(statistics.median(guessing for guessing, _ in turns), 2),
+        plain_tok_s=round(statistics.median(plain for _, plain in turns), 2),
+        ratio=round(statistics.median(guessing / plain for guessing, plain in turns), 3),
+        **machine,
+    )
+
+
+def table(rows: list[Row]) -> Table:
+    made = Table(title="Decoding with guesses of next tokens, beside decoding without, in turn")
+    for name in ("task", "format", "algorithm", "governor"):
+        made.add_column(name)
+    for name in ("batch", "steps", "acceptance", "tokens/s", "plain", "ratio"):
+        made.add_column(name, justify="right")
+    for r in rows:
+        figures = f"{r.acceptance:.2f}", f"{r.tok_s:.1f}", f"{r.plain_tok_s:.1f}", f"{r.ratio:.2f}"
+        governor = "on" if r.governor else "off"
+        made.add_row(r.task, r.format, r.algorithm, governor, str(r.batch), str(r.steps), *figures)
+    return made
