@@ -156,7 +156,9 @@ def test_deepseek_v32_is_what_its_authors_say_it_is() -> None:
 GLM_52 = settings(
     indexer_types=["full" if i < 3 or i % 4 == 2 else "shared" for i in range(78)], index_topk_freq=4,
     index_skip_topk_offset=3, index_topk_pattern=None, index_share_for_mtp_iteration=True, moe_router_dtype="float32",
-    max_position_embeddings=1048576, rope_parameters={"rope_theta": 8e6, "rope_type": "default"},
+    max_position_embeddings=1048576, head_dim=64, qk_head_dim=256, num_key_value_heads=64, ep_size=1, pretraining_tp=1,
+    moe_layer_freq=1, rope_interleave=True, scoring_func="sigmoid", topk_method="noaux_tc",
+    rope_parameters={"rope_theta": 8e6, "rope_type": "default"},
 )  # fmt: skip
 
 

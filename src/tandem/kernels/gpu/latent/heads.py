@@ -78,11 +78,12 @@ class GpuLatentHeads:
     ) -> None:
         """Chunks of neighbours: each row asks all keys up to its own, or those chosen, as if it decoded."""
         rows = slice(chunks[0].first, chunks[-1].first + chunks[-1].rows)
-        owners = torch.tensor([chunk.sequence for chunk in chunks for _ in range(chunk.rows)]).to(q.device)
         positions = batch.positions[rows]
-        seen = Pages(pages, batch.block_tables[owners], (positions + 1).int())
         if chosen is not None:
             seen = _chosen_pages(pages, chosen, rows)
+        else:
+            owners = torch.tensor([chunk.sequence for chunk in chunks for _ in range(chunk.rows)]).to(q.device)
+            seen = Pages(pages, batch.block_tables[owners], (positions + 1).int())
         self._ask(q[rows], turn(q[rows], positions, self._sizes, self._weights), seen, out[rows])
 
     def _many_rows(
