@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.experts.streams.rates import HOST_SECONDS, WHOLE, StreamRates
+from tandem.config.forecast.stream_rates import HOST_SECONDS, WHOLE, StreamRates
 
 H100 = {"bus": 6.2e-3, "cpu_fixed": 2.32e-3, "cpu_row": 1.036e-5}  # Qwen3-30B-A3B in int4, as measured
 

@@ -16,13 +16,13 @@ from fake_copies import advance, at_once
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
 from gpu_sessions import DECODED, PROMPT, ROWS, Session, batch_of, on_the_cpu, rms
 from tandem import _core
+from tandem.config.forecast.stream_rates import StreamRates
 from tandem.config.gpu_scratch import Ring
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff, HandoffSizes
 from tandem.experts.live.exchange import LiveExchange
 from tandem.experts.live.policy import Exchange
 from tandem.experts.placement import ExpertPlacement
-from tandem.experts.streams.rates import StreamRates
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing

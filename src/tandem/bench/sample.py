@@ -30,7 +30,7 @@ from tandem.kernels.workers import planned_pool
 VOCAB = 4096  # a small head, which is counted apart
 DEPTHS = 1, 3  # periods of layers
 LONGEST_PERIOD = 4  # layers after which they repeat
-EXPERT_BYTES = 1 << 30  # of the deeper sample's experts, at most
+EXPERT_BYTES = 4 << 30  # of the deeper sample's experts, at most
 WARM_STEPS, STEPS = 3, 16
 PROMPTS = 2
 PROMPT_SECONDS = 6.0  # of all prompts, about
@@ -142,32 +142,39 @@ def _engine(question: Question, plan: Plan, depth: int, tokens: int) -> Engine:
     if small.gpu is None:
         built = models.build(model, small, checkpoint, ops)
         return Engine.from_parts(EngineParts(small, model, built, text, workers))
-    from tandem.engine.start.gpu_side import gpu_side  # Triton is there only where a GPU is
+    from tandem.engine.start.gpu_side import (  # Triton is there only where a GPU is
+        begin_step,
+        expert_stream,
+        gpu_side,
+        registered,
+    )
 
     side = gpu_side(small, model, ops)
     usage = expert_usage(config, small, model, side.ops.device, side.placement.on_gpu)
     store = SyntheticStore(side.store, side.handoff)
     built = models.build(model, small, checkpoint, side.ops, None, store, usage=usage)
-    parts = EngineParts(small, model, built, text, workers, usage)
-    return Engine.from_parts(dataclasses.replace(parts, handoff=side.handoff, begin_step=side.ops.begin_step))
+    copies = registered(small, side) if small.gpu.ring_bytes else None
+    begin = begin_step(side.ops, expert_stream(small, side, copies))
+    return Engine.from_parts(
+        EngineParts(small, model, built, text, workers, usage, handoff=side.handoff, begin_step=begin)
+    )
 
 
 def _sample(question: Question, plan: Plan, depth: int) -> ModelConfig:
     """The last layers, with fewer experts: enough that no cache holds them."""
     model = question.model
-    count = _expert_count(model, model.expert_bytes(plan.expert_format, question.stored.experts))
+    count = _expert_count(model, model.expert_bytes(plan.expert_format, question.stored.experts), plan.gpu is not None)
     layers = tuple(_smaller(layer, count) for layer in model.layers[-depth:])
     return dataclasses.replace(
         model, layers=layers, vocab=VOCAB, eos_ids=(), tied_embeddings=False, max_positions=1 << 20
     )
 
 
-def _expert_count(model: ModelConfig, nbytes: int) -> int:
-    layers = DEPTHS[-1] * LONGEST_PERIOD
-    wanted = max(2 * model.moe.router.top_k, 2 * last_level_cache_bytes() // max(1, nbytes))
-    return max(
-        model.moe.router.top_k, min(model.moe.experts.count, wanted, EXPERT_BYTES // max(1, nbytes * layers))
-    )
+def _expert_count(model: ModelConfig, nbytes: int, gpu: bool) -> int:
+    """All, where a GPU may bring them and they fit: what the bus takes depends on how many there are."""
+    most, all_of_them = EXPERT_BYTES // max(1, nbytes * DEPTHS[-1] * _period(model.layers)), model.moe.experts.count
+    wanted = all_of_them if gpu else max(2 * model.moe.router.top_k, 2 * last_level_cache_bytes() // max(1, nbytes))
+    return max(model.moe.router.top_k, min(all_of_them, wanted, most))
 
 
 def _smaller(layer: Layer, count: int) -> Layer:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.speeds import Speeds
+from tandem.config.forecast.stream_rates import StreamRates
 from tandem.config.layers import DeltaRule, Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.model_config import STORED, ModelConfig, past_bytes
@@ -31,8 +32,8 @@ GRAPH_KERNELS, EXPERT_KERNELS = 11, 3  # of a decode layer; of experts on the GP
 EAGER_KERNELS = 100  # of a layer outside of graphs, in time
 GPU_ROWS_GROWTH = 0.18  # of the GPU's dense step each time the batch doubles
 GPU_CODE_SHARE, GPU_NUMBER_SHARE = 0.5, 0.8  # of GPU memory's speed, experts of codes and of numbers
-GPU_PEAK_SHARE = 0.09  # of the GPU's peak, in prompts
-GPU_ATTENTION_SHARE = 0.4
+GPU_PEAK_SHARE = 0.7  # of the GPU's measured peak, in prompts
+GPU_ATTENTION_SHARE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ def _chunk(case: Case, rows: int, before: int) -> dict[str, float]:
     model, speeds = case.model, case.speeds
     dense_flops = 2.0 * rows * (model.dense_params - model.vocab * model.hidden)
     attention = _attention_flops(model, rows, before)
-    on_cpu, on_gpu = _expert_chunk(case, rows)
+    on_cpu = _experts_on_cpu(case, rows)
     if case.plan.gpu is None:
         peak, rate = speeds.cpu_flops * _cpu_share(case), speeds.dram_gbps * 1e9 * DRAM_SHARE
         return {
@@ -192,14 +193,47 @@ def _chunk(case: Case, rows: int, before: int) -> dict[str, float]:
             "attention": attention / speeds.cpu_flops / CPU_ATTENTION_SHARE,
             "experts": on_cpu,
         }
-    launches = len(model.layers) * EAGER_KERNELS * speeds.launch_seconds
-    products = dense_flops / speeds.gpu_flops / GPU_PEAK_SHARE
-    side = "experts in CPU memory" if on_cpu > on_gpu else "experts on the GPU"
-    return {
-        "dense layers": max(launches, products),
-        "attention": attention / speeds.gpu_flops / GPU_ATTENTION_SHARE,
-        side: max(on_cpu, on_gpu),
+    return _chunk_on_gpu(case, rows, attention, on_cpu)
+
+
+def _chunk_on_gpu(case: Case, rows: int, attention_flops: float, on_cpu: float) -> dict[str, float]:
+    """Whatever takes longest: the GPU, the host that starts its kernels, or experts that are in CPU memory. on_cpu:
+    seconds that the CPU would take for those."""
+    model, speeds = case.model, case.speeds
+    travelling, elsewhere = _elsewhere(case, rows, on_cpu)
+    dense_flops = 2.0 * rows * (model.dense_params - model.vocab * model.hidden)
+    others = {
+        "dense layers": dense_flops / speeds.gpu_flops / GPU_PEAK_SHARE,
+        "attention": attention_flops / speeds.gpu_flops / GPU_ATTENTION_SHARE,
     }
+    there = case.gpu_share + (1 - case.gpu_share) * travelling
+    ways = [
+        others | {"experts on the GPU": _experts_on_gpu(case, rows, there)},
+        {"starting kernels": len(model.layers) * EAGER_KERNELS * speeds.launch_seconds},
+        {"experts over the bus": elsewhere} if travelling == 1.0 else others | {"experts in CPU memory": elsewhere},
+    ]
+    return max(ways, key=lambda parts: sum(parts.values()))
+
+
+def _elsewhere(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:
+    """Of experts in CPU memory the share that travels, and seconds until all are computed."""
+    plan, moe = case.plan, len(case.model.moe_layers)
+    if case.gpu_share == 1.0 or not moe or plan.gpu is None:
+        return 0.0, 0.0
+    bus = (1 - case.gpu_share) * case.model.routed_experts * case.expert_bytes / case.speeds.pcie_gbps / 1e9
+    rates = StreamRates(bus / moe, on_cpu / moe, 0.0, plan.gpu.stream_from)
+    share = rates.share(rows) if plan.gpu.ring_bytes else 0.0
+    return share, moe * rates.seconds(rows, share)
+
+
+def _experts_on_gpu(case: Case, rows: int, share: float) -> float:
+    """Codes become bfloat16 in scratch; products read it, or take longer."""
+    model, speeds = case.model, case.speeds
+    used = share * distinct_experts(model.moe.router, rows) * len(model.moe_layers)
+    flops = 2.0 * rows * model.moe.router.top_k * model.expert_params * len(model.moe_layers) * share
+    there = 2.0 * model.expert_params * used
+    unpacked = (used * case.expert_bytes + there) / speeds.gpu_gbps / 1e9
+    return unpacked + max(there / speeds.gpu_gbps / 1e9, flops / speeds.gpu_flops / GPU_PEAK_SHARE)
 
 
 def _attention_flops(model: ModelConfig, rows: int, before: int) -> float:
@@ -219,20 +253,14 @@ def _attention_flops(model: ModelConfig, rows: int, before: int) -> float:
     return total
 
 
-def _expert_chunk(case: Case, rows: int) -> tuple[float, float]:
-    """Seconds of a chunk's experts on the CPU and on the GPU: each expert is read once, or its products take longer."""
-    model, speeds, share = case.model, case.speeds, case.gpu_share
+def _experts_on_cpu(case: Case, rows: int) -> float:
+    """Seconds of a chunk's experts that are not on the GPU: each is read once, or its products take longer."""
+    model, speeds, share = case.model, case.speeds, 1 - case.gpu_share
     moe = len(model.moe_layers)
     flops = 2.0 * rows * model.moe.router.top_k * model.expert_params * moe
     nbytes = distinct_experts(model.moe.router, rows) * moe * case.expert_bytes
-    here = max(
-        (1 - share) * nbytes / speeds.dram_gbps / 1e9 / DRAM_SHARE,
-        (1 - share) * flops / speeds.cpu_flops / _cpu_share(case),
-    )
-    if not share:
-        return here, 0.0
-    there = max(share * nbytes / speeds.gpu_gbps / 1e9, share * flops / speeds.gpu_flops / GPU_PEAK_SHARE)
-    return here, there
+    reading = nbytes / speeds.dram_gbps / 1e9 / DRAM_SHARE
+    return share * max(reading, flops / speeds.cpu_flops / _cpu_share(case))
 
 
 def _cpu_share(case: Case) -> float:
@@ -246,4 +274,8 @@ def _prompt_bound(case: Case, tokens: int) -> float:
     dense = 2.0 * tokens * (model.dense_params - model.vocab * model.hidden)
     if case.plan.gpu is None:
         return (routed + dense) / speeds.cpu_flops
-    return max((1 - share) * routed / speeds.cpu_flops, (dense + share * routed) / speeds.gpu_flops)
+    computed = (1 - share) * routed / speeds.cpu_flops
+    if case.plan.gpu.ring_bytes and share < 1:  # the bus and the CPU at the same time
+        brought = (1 - share) * model.routed_experts * case.expert_bytes / speeds.pcie_gbps / 1e9
+        computed = 1 / (1 / computed + 1 / brought)
+    return max(computed, (dense + share * routed) / speeds.gpu_flops)

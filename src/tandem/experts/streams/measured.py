@@ -7,9 +7,9 @@ from time import perf_counter
 
 import torch
 
+from tandem.config.forecast.stream_rates import StreamRates
 from tandem.config.gpu_scratch import Ring
 from tandem.experts.streams.bus import Bus
-from tandem.experts.streams.rates import StreamRates
 from tandem.experts.streams.stream import StreamedLayer, place_of
 from tandem.kernels.packed.experts import PackedExperts
 

@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.config.forecast.stream_rates import StreamRates
 from tandem.config.gpu_scratch import MOST_SHARED_SECONDS, Ring
 from tandem.errors import EngineError
 from tandem.experts.streams.bus import Bus
-from tandem.experts.streams.rates import StreamRates
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.experts import GpuExperts, PartialSums
 from tandem.kernels.gpu.panels import Panels

@@ -38,9 +38,14 @@ class StreamRates:
         cpu = self.cpu_seconds(rows)
         share = (HOST_SECONDS + cpu) / (cpu + self.bus)
         share = 1.0 if share > WHOLE else share
-        taken = share * self.bus + (0.0 if share == 1.0 else SPLIT_SECONDS)
-        alone = cpu + min(HOST_SECONDS, HOST_BASE + rows * HOST_ROW)
-        return share if self.least_rows is not None or alone >= GAIN * taken else 0.0
+        gains = self.seconds(rows, 0.0) >= GAIN * self.seconds(rows, share)
+        return share if self.least_rows is not None or gains else 0.0
+
+    def seconds(self, rows: int, share: float) -> float:
+        """Until a layer's experts are computed, of which `share` travels."""
+        if share <= 0.0:
+            return self.cpu_seconds(rows) + min(HOST_SECONDS, HOST_BASE + rows * HOST_ROW)
+        return share * self.bus + (0.0 if share == 1.0 else SPLIT_SECONDS)
 
     def cpu_seconds(self, rows: int) -> float:
         """That the CPU would take for a layer."""
