@@ -1,0 +1,89 @@
+"""What `kt plan` predicts beside what a few layers of the same model take on this machine, for several plans.
+
+    python benchmarks/plan_measured.py --out benchmarks/results
+
+The machine's speeds are probed once; no prediction sees a measured time of a model. Rows: `predicted_low`,
+`predicted_high` and `measured` in tokens per second, of decoding one sequence and of a prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.bench import probes
+from tandem.bench.architectures import named_subject
+from tandem.bench.rows import Row, keep, machine_name, stamp
+from tandem.bench.sample import measured_rates
+from tandem.config import EngineConfig, Machine
+from tandem.config.forecast.advice import Question
+from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
+from tandem.config.forecast.prediction import CONTEXT, PROMPT, Range
+from tandem.config.forecast.speeds import Speeds
+from tandem.errors import TandemError
+from tandem.kernels.this_machine import this_machine
+
+CASES = (
+    ("qwen3-30b-a3b", "INT4", 0.0), ("qwen3-30b-a3b", "INT4", 0.5), ("qwen3-30b-a3b", "INT4", 1.0),
+    ("qwen3-30b-a3b", "INT8", 0.5), ("qwen3-30b-a3b", "BF16", 0.25), ("glm-4.5-air", "INT4", 0.0),
+    ("glm-4.5-air", "INT4", 0.5), ("mixtral-8x7b", "INT4", 0.5), ("olmoe-1b-7b", "BF16", 1.0),
+    ("deepseek-v2-lite", "INT4", 0.0), ("deepseek-v2-lite", "INT8", 1.0),
+)  # fmt: skip
+
+
+def question(name: str, method: str, share: float, machine: Machine, speeds: Speeds) -> Question:
+    model, stored = named_subject(name)
+    flags: dict[str, Any] = {"kt_method": method}
+    if machine.gpus:
+        flags["kt_gpu_experts_ratio"] = share
+    config = EngineConfig.from_keywords(name, max_total_tokens=8192, **flags)
+    return Question(config, model, machine, stored, speeds)
+
+
+def rows(name: str, method: str, share: float, asked: Question) -> Iterator[Row]:
+    predicted = asked.predicted(asked.plan(), (1,))
+    measured = measured_rates(asked, CONTEXT, PROMPT)
+    for (what, rate), found in zip(measured.items(), (predicted.decode[1], predicted.prompt), strict=True):
+        yield _row(name, method, share, what, found) | {"measured": round(rate, 1)}
+
+
+def _row(name: str, method: str, share: float, what: str, found: Range) -> Row:
+    return {
+        "bench": "plan", "config": name, "method": method, "gpu_share": share, "what": what,
+        "predicted_low": round(found.low, 1), "predicted_high": round(found.high, 1),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="keep the rows here")
+    options = parser.parse_args()
+    machine = this_machine()
+    gpu = probes.gpu_speeds() if machine.gpus else None
+    here = probes.with_gpu_speeds(probes.cpu_speeds(machine, machine.tiers[-1]), gpu)
+    speeds, made = wished_speeds(MachineWish(), machine, here), []
+    where = stamp(machine_name(Machine.detect()))
+    for case in CASES:
+        try:
+            made += [row | where for row in rows(*case, question(*case, machine, speeds))]
+        except TandemError as error:
+            print(*case, error)
+            continue
+        for row in made[-2:]:
+            holds = row["predicted_low"] <= row["measured"] <= row["predicted_high"]
+            print({key: row[key] for key in list(row)[1:8]}, "holds" if holds else "OUTSIDE", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    if options.out is not None:
+        keep(made, options.out)
+
+
+if __name__ == "__main__":
+    main()
