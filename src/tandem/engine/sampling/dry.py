@@ -57,4 +57,7 @@ def _longest(ids: Ids, lengths: Ids) -> tuple[Ids, Ids]:
 
 def _penalties(lengths: Ids, params: SamplingParams) -> npt.NDArray[np.float32]:
     growth = np.minimum((lengths - params.dry_allowed_length) * np.log(params.dry_base), 80.0)
-    return np.minimum(params.dry_multiplier * np.exp(growth), _MOST).astype(np.float32)
+    penalties: npt.NDArray[np.float32] = np.minimum(params.dry_multiplier * np.exp(growth), _MOST).astype(
+        np.float32
+    )
+    return penalties
