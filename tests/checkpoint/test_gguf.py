@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import tiny
 from gguf_files import (
     ARCHITECTURES,
     HALVES,
@@ -41,7 +42,7 @@ from tiny import save_tokenizer, settings
 # All but those with a sliding window, which these architectures' metadata do not have.
 VARIANTS = (
     "llama", "llama-bias", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe-tied", "glm4_moe", "glm4_moe-plain",
-    "olmoe", "olmoe-clip",
+    "olmoe", "olmoe-clip", "dots1", "minimax_m2", "minimax_m2-whole",
 )  # fmt: skip
 
 
@@ -73,6 +74,19 @@ def test_f32_files_give_the_same_tensors_and_bits(tiny_models, files, variant):
     for name in source.names():
         assert torch.equal(found.get(name, tuple(source.get(name).shape)), source.get(name)), name
     for a, b in zip(ours(Session(tiny_models[variant])), ours(Session(files(variant))), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("changes", [{}, {"moe_layer_interval": 2, "moe_num_shared_experts": 0}])
+def test_ernie(tmp_path, monkeypatch, changes):
+    """Rotary pairs stay neighbours in the file, and its router's bias is a vector; files have no moe_norm_min."""
+    family, others = tiny.VARIANTS["ernie4_5_moe"]
+    monkeypatch.setitem(tiny.VARIANTS, "ernie", (family, others | {"moe_norm_min": 1e-12} | changes))
+    tiny.save_tiny("ernie", tmp_path / "source")
+    file = write_gguf(tmp_path / "source", tmp_path / "m.gguf")
+    found, expected = load_model_config(file), ModelConfig.load(tmp_path / "source")
+    assert replace(found, unread_keys=()) == replace(expected, unread_keys=(), eos_ids=found.eos_ids)
+    for a, b in zip(ours(Session(tmp_path / "source")), ours(Session(file)), strict=True):
         assert torch.equal(a, b)
 
 

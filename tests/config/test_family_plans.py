@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from plans import GIB, with_gpu
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
+from tandem.errors import ConfigError
 from tiny import settings
 
 # model type: what differs from its class's defaults, and how many billions its authors count
@@ -28,16 +29,17 @@ PUBLISHED: dict[str, tuple[dict[str, object], float]] = {
     "hy_v3": (settings(), 295),
     "mistral4": (settings(), 119),
     "ernie4_5_moe": (settings(), 21.8),
+    "laguna": (settings(), 33.4),
 }
 
 
-def config_of(model_type: str) -> ModelConfig:
-    config = AutoConfig.for_model(model_type, **PUBLISHED[model_type][0]).to_dict()
+def config_of(model_type: str, **changes: object) -> ModelConfig:
+    config = AutoConfig.for_model(model_type, **(PUBLISHED[model_type][0] | changes)).to_dict()
     return ModelConfig.from_dict({"rope_theta": 1e6} | config)
 
 
 def planned(model: ModelConfig, **flags: object) -> Plan:
-    machine = replace(with_gpu(80 * GIB), available_memory=700 * GIB)
+    machine = replace(with_gpu(80 * GIB), available_memory=700 * GIB, flashinfer="0.6.0")
     config = EngineConfig.from_keywords(
         "m", kt_method="INT4", context_length=2048, max_running_requests=4, **flags
     )
@@ -58,3 +60,10 @@ def test_parameters_are_as_many_as_its_authors_say(model_type: str) -> None:
     embedding = 0 if model.tied_embeddings else model.vocab * model.hidden
     billions = (model.dense_params + model.routed_params + embedding) / 1e9
     assert billions == pytest.approx(PUBLISHED[model_type][1], rel=0.02)
+
+
+def test_a_backend_for_equal_heads_is_refused_where_layers_differ() -> None:
+    model = config_of("laguna", num_attention_heads_per_layer=[48, 64] * 20)
+    with pytest.raises(ConfigError, match="as many heads in every layer; .* \\(48, 8\\), \\(64, 8\\); take .* triton"):
+        planned(model, attention_backend="flashinfer")
+    assert planned(model, attention_backend="triton").gpu is not None

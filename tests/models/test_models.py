@@ -22,7 +22,7 @@ from tandem.models import build
 from tiny import VARIANTS
 
 KNOWN = ", ".join(sorted(FAMILIES))
-SHARED = ("glm4", "qwen2", "deepseek", "dots1", "hy_v3", "mistral4", "ernie4_5_moe")  # have shared experts
+SHARED = ("glm4", "qwen2", "deepseek", "dots1", "hy_v3", "mistral4", "ernie4_5_moe", "laguna")  # have shared experts
 
 
 @pytest.fixture(scope="module", params=["torch", *_core.supported_tiers()])

@@ -23,7 +23,8 @@ ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA, "mixtral": gguf.MODEL_ARCH.LLAMA, "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "olmoe": gguf.MODEL_ARCH.OLMOE, "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS, "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
-    "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2, "dots1": gguf.MODEL_ARCH.DOTS1, "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
+    "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
 }  # fmt: skip
 NORMAL, CONTROL = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
 
@@ -128,7 +129,7 @@ def gguf_tensors(
             continue
         if "e_score_correction_bias" in name:
             layer = name.split(".")[2]
-            yield f"blk.{layer}.exp_probs_b.bias", array
+            yield f"blk.{layer}.exp_probs_b.bias", array.reshape(-1)
             continue
         if "kv_b_proj" in name and not whole_kv_b:
             yield from divided(name.split(".")[2], array, config)
@@ -246,7 +247,9 @@ def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
             add_yarn(writer, rope)
     if config.get("clip_qkv"):
         writer.add_clamp_kqv(config["clip_qkv"])
-    if config["model_type"] != "llama":
+    if config["model_type"] == "ernie4_5_moe":
+        add_ernie(writer, config)
+    elif config["model_type"] != "llama":
         add_experts(writer, config)
 
 
@@ -255,19 +258,31 @@ def add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     counts = (config.get(name) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
     writer.add_expert_count(next(count for count in counts if count))
     writer.add_expert_used_count(config["num_experts_per_tok"])
-    if kind in ("qwen2_moe", "qwen3_moe", "glm4_moe"):
+    if kind in ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if kind not in ("mixtral", "gpt_oss"):
+    if kind == "minimax_m2":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if kind not in ("mixtral", "gpt_oss", "minimax_m2"):
         writer.add_expert_weights_norm(config["norm_topk_prob"])
     if kind == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if kind == "glm4_moe":
+    if kind in ("glm4_moe", "dots1"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
         writer.add_expert_shared_count(config["n_shared_experts"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
+
+
+def add_ernie(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_count(config["moe_num_experts"])
+    writer.add_expert_used_count(config["moe_k"])
+    writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+    writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["moe_num_shared_experts"])
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, source: Path, pre: str) -> None:

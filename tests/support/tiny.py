@@ -181,6 +181,21 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         moe_num_shared_experts=0, moe_intermediate_size=20, intermediate_size=44, moe_layer_start_index=0,
         num_hidden_layers=4, moe_layer_end_index=2, tie_word_embeddings=False,
     )),
+    "laguna": ("laguna", settings(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, num_experts=10, moe_intermediate_size=20,
+        shared_expert_intermediate_size=40, intermediate_size=44, sliding_window=9, moe_routed_scaling_factor=1.6,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        num_attention_heads_per_layer=[4, 6, 6],
+    )),
+    "laguna-yarn": ("laguna", settings(
+        num_attention_heads=4, num_key_value_heads=4, head_dim=22, num_experts=7, moe_intermediate_size=28,
+        shared_expert_intermediate_size=20, intermediate_size=44, sliding_window=16, attention_bias=True,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse"], rope_parameters=settings(
+            full_attention=settings(rope_type="yarn", rope_theta=5000.0, factor=4.0, partial_rotary_factor=1.0,
+                                    original_max_position_embeddings=32),
+            sliding_attention=settings(rope_type="default", rope_theta=3000.0, partial_rotary_factor=1.0)),
+    )),
     "mixtral": ("mixtral", settings(
         num_attention_heads=6, num_key_value_heads=2, num_local_experts=5, intermediate_size=44,
     )),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tandem.architectures.family import Family
+from typing import Any
+
+from tandem.architectures import glm4_moe
+from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.names import Names
 from tandem.architectures.shared import (
     gqa,
@@ -29,4 +32,13 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     return model(keys, generation, mixers.__getitem__, experts, layers_after_dense(keys, 0))
 
 
-FAMILY = Family(("dots1",), config, (Names(shared="mlp.shared_experts"),))
+def gguf_config(keys: GgufKeys) -> dict[str, Any]:
+    """Files have no windows; no model of the family has one."""
+    found = glm4_moe.gguf_config(keys) | {"model_type": "dots1", "sliding_window": 0}
+    del found["use_qk_norm"], found["partial_rotary_factor"]
+    return found | {"norm_topk_prob": keys.flag("expert_weights_norm", False)}
+
+
+STEMS = glm4_moe.STEMS | {"ffn_norm": "post_attention_layernorm"}
+
+FAMILY = Family(("dots1",), config, (Names(shared="mlp.shared_experts"),), Gguf("dots1", gguf_config, STEMS))

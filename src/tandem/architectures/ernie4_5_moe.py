@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from tandem.architectures.family import Family
-from tandem.architectures.names import Names
+from tandem.architectures.family import Family, Gguf, GgufKeys
+from tandem.architectures.names import GGUF_DECODER, Names
 from tandem.architectures.shared import gqa, layer_count, model, moe
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import Router
@@ -44,4 +45,23 @@ def _moe_layers(keys: JsonKeys) -> list[int]:
     return [i for i in range(max(first, 0), last + 1) if (i + 1) % interval == 0]
 
 
-FAMILY = Family(("ernie4_5_moe",), config, (NAMES, IN_MEMORY))
+def gguf_config(keys: GgufKeys) -> dict[str, Any]:
+    return {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": keys.need("expert_count"),
+        "moe_k": keys.need("expert_used_count"),
+        "moe_num_shared_experts": keys.optional("expert_shared_count", 0),
+        "moe_intermediate_size": keys.expert_width,
+        "moe_layer_start_index": keys.optional("leading_dense_block_count", 0),
+        "moe_layer_interval": keys.optional("interleave_moe_layer_step", 1),
+    }
+
+
+STEMS = GGUF_DECODER | {
+    "exp_probs_b": NAMES.router_bias,
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+
+FAMILY = Family(("ernie4_5_moe",), config, (NAMES, IN_MEMORY), Gguf("ernie4_5-moe", gguf_config, STEMS))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from tandem.architectures.family import Family
+from tandem.architectures.family import Family, Gguf, GgufKeys
+from tandem.architectures.glm4_moe import SIGMOID
 from tandem.architectures.mixtral import NAMES as MIXTRAL
+from tandem.architectures.mixtral import STEMS as MIXTRAL_STEMS
 from tandem.architectures.names import Names
 from tandem.architectures.shared import gqa, layer_count, model, moe, softmax_router
 from tandem.config.json_keys import JsonKeys
@@ -33,4 +36,18 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     return model(keys, generation, lambda _: attention, experts, range(layer_count(keys)))
 
 
-FAMILY = Family(("minimax_m2",), config, (NAMES, IN_MEMORY))
+def gguf_config(keys: GgufKeys) -> dict[str, Any]:
+    if keys.optional("expert_gating_func", SIGMOID) != SIGMOID:
+        raise keys.refuse("expert_gating_func", f"is not {SIGMOID} (sigmoid)")
+    return {
+        "model_type": "minimax_m2",
+        "num_local_experts": keys.need("expert_count"),
+        "num_experts_per_tok": keys.need("expert_used_count"),
+        "intermediate_size": keys.expert_width,
+        "rotary_dim": keys.optional("rope.dimension_count", keys.need("attention.key_length")),
+    }
+
+
+STEMS = MIXTRAL_STEMS | {"exp_probs_b": NAMES.router_bias}
+
+FAMILY = Family(("minimax_m2",), config, (NAMES, IN_MEMORY), Gguf("minimax-m2", gguf_config, STEMS))

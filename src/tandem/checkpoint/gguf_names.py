@@ -13,7 +13,7 @@ from tandem.architectures import GGUF
 from tandem.checkpoint.gguf_file import GGUFTensor
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-PLAIN = ("mlp.gate.e_score_correction_bias", "self_attn.sinks")  # Hugging Face names without `.weight` or `.bias`
+PLAIN = (".e_score_correction_bias", ".sinks")  # ends of Hugging Face names without `.weight` or `.bias`
 
 
 class Place(NamedTuple):
@@ -33,7 +33,7 @@ def places(architecture: str, tensor: GGUFTensor) -> Iterator[tuple[str, Place]]
     if layer is None or name is None:
         return
     full = f"model.layers.{layer}.{name}"
-    if name in PLAIN:
+    if name.endswith(PLAIN):
         yield full, Place(tensor)
     elif "{expert}" in name:
         for expert in range(tensor.shape[0]):

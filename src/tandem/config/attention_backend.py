@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.layers import Attention, Gqa, Latent
@@ -76,6 +77,13 @@ def _check_flashinfer(mixers: tuple[Attention, ...], version: str) -> None:
         )
     windows = sorted({mixer.window for mixer in mixers if isinstance(mixer, Gqa)})
     dims = _head_dims(mixers)
+    counts = sorted({(mixer.heads, mixer.kv_heads) for mixer in mixers if isinstance(mixer, Gqa)})
+    if len(counts) > 1:
+        raise ConfigError(
+            f"{FLAG} flashinfer needs as many heads in every layer; this model has (heads, kv heads) "
+            f"{_listed(counts)}; take {FLAG} triton",
+            fields=FIELDS,
+        )
     if set(dims) - set(FLASHINFER_HEADS) or len(dims) > 1 or len(windows) > 1:
         raise ConfigError(
             f"{FLAG} flashinfer needs heads of {' or '.join(map(str, FLASHINFER_HEADS))} channels and one window for "
@@ -88,7 +96,7 @@ def _head_dims(mixers: tuple[Attention, ...]) -> list[int]:
     return sorted({mixer.head_dim for mixer in mixers if isinstance(mixer, Gqa)})
 
 
-def _listed(numbers: list[int]) -> str:
+def _listed(numbers: Sequence[object]) -> str:
     return ", ".join(map(str, numbers))
 
 

@@ -80,6 +80,7 @@ class Gqa:
     gate: bool = (
         False  # the result times the sigmoid of a gate, which q's projection makes beside each query head
     )
+    head_gate: bool = False  # each head's result times softplus of a number, which a projection of its own makes
 
     @property
     def scale(self) -> float:
@@ -88,7 +89,8 @@ class Gqa:
 
     def params(self, hidden: int) -> int:
         gates = self.heads if self.gate else 0
-        return hidden * (2 * (self.heads + self.kv_heads) + gates) * self.head_dim
+        own = hidden * self.heads if self.head_gate else 0
+        return hidden * (2 * (self.heads + self.kv_heads) + gates) * self.head_dim + own
 
     def states(self) -> tuple[State, ...]:
         shape = self.kv_heads, self.head_dim

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from tandem.config.layers import Gqa
 from tandem.kernels.ops import SureRead
@@ -22,6 +23,7 @@ class Attention:
         modules = [f"{name}.{module}" for module in ("q_proj", "k_proj", "v_proj")]
         rows = (2 * q if shape.gate else q), kv, kv
         self.qkv = b.linear(modules, rows, b.config.hidden, bias=shape.qkv_bias, order=_as_halves(shape))
+        self.head_gate = b.linear([f"{name}.g_proj"], [shape.heads], b.config.hidden) if shape.head_gate else None
         self.out = b.linear([f"{name}.o_proj"], [b.config.hidden], q, bias=shape.out_bias)
         self.sinks = b.float_tensor(f"{name}.sinks", shape.heads) if shape.sinks else None
         self.q_norm = self.k_norm = None
@@ -32,7 +34,7 @@ class Attention:
             self.k_norm = b.norm(f"{name}.k_norm.weight", shape.norm, sizes[1])
 
     def reads(self) -> list[SureRead]:
-        return sure_reads(self.qkv, self.out)
+        return sure_reads(self.qkv, *([] if self.head_gate is None else [self.head_gate]), self.out)
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
         s, qkv, norms, ((k_pages, v_pages),) = self.shape, self.qkv(x), (self.q_norm, self.k_norm), states
@@ -44,7 +46,15 @@ class Attention:
             q_norm=norms[0], k_norm=norms[1], eps=s.norm.eps,
         )  # fmt: skip
         seen = self.ops.attention(q, k_pages, v_pages, p.batch, s.scale, s.window, self.sinks)
+        if self.head_gate is not None:
+            seen = self._softplus_gated(seen, self.head_gate(x))
         return self.out(self.ops.gated(seen, self._gates(qkv)) if s.gate else seen)
+
+    def _softplus_gated(self, seen: Tensor, gates: Tensor) -> Tensor:
+        """seen [T, H * D] times softplus of gates [T, H]."""
+        each = softplus(gates.float()).to(seen.dtype)
+        gated: Tensor = seen.unflatten(1, (self.shape.heads, -1)) * each[..., None]
+        return gated.flatten(1)
 
     def _gates(self, qkv: Tensor) -> Tensor:
         """[T, H, D]: each query head is followed by its own."""

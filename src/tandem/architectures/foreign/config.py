@@ -39,7 +39,7 @@ def foreign_config(values: Mapping[str, Any], generation: JsonKeys) -> ModelConf
         vocab=model.get_input_embeddings().weight.shape[0],
         layers=_layers(model, experts, found),
         norm=NORM,
-        tied_embeddings=bool(part.tie_word_embeddings),
+        tied_embeddings=bool(getattr(part, "tie_word_embeddings", False)),
         max_positions=getattr(part, "max_position_embeddings", None) or LONGEST,
         eos_ids=generation.integers("eos_token_id") or JsonKeys(values).integers("eos_token_id"),
         foreign=ForeignCode(text, found.alone),
@@ -100,9 +100,18 @@ def _moe(model: Any, experts: dict[str, Any], found: Observation) -> Moe:
     count, width, hidden = shapes.pop()
     if hidden != hidden_size(model):
         raise ConfigError(f"its experts read rows of {hidden} numbers, not the model's {hidden_size(model)}")
-    each = max(found.top_k.values(), default=0) or model.config.get_text_config().num_experts_per_tok
+    each = max(found.top_k.values(), default=0) or _top_k(model.config.get_text_config())
     name, module = next(iter(experts.items()))
     return Moe(Router(count, each), Experts(count, width, _activation(name, module)))
+
+
+def _top_k(part: Any) -> int:
+    """What its configuration calls by one of several names."""
+    names = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token")
+    for name in names:
+        if isinstance(found := getattr(part, name, None), int):
+            return found
+    raise ConfigError("its configuration does not say how many experts a token uses")
 
 
 def _shape(name: str, module: Any) -> tuple[int, int, int]:

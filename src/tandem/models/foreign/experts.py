@@ -71,11 +71,18 @@ class ExpertReader:
     def _matrices(self, part: str, expert: int) -> list[Weight]:
         """Gate and up apart, or in one matrix of output rows."""
         source = self._sources[part]
-        if source.converter is None:
+        if source.converter is None or self._is_upright(part, source):
             return [self._upright(self._fused(part, source.name, expert))]
         if _merges(source):
             return [self._one(part, names[expert], len(source.found)) for names in source.found.values()]
         return [self._upright(self._converted(part, source, expert))]
+
+    def _is_upright(self, part: str, source: Source) -> bool:
+        """Whether a converter that only transposes what lies otherwise would leave it."""
+        checks = all(getattr(each, "check_dims", False) for each in source.converter.operations)
+        if not checks or source.name not in self._checkpoint:
+            return False
+        return tuple(self._checkpoint.get(source.name).shape) == self._shapes[part]
 
     def _one(self, part: str, name: str, of: int) -> Weight:
         """An expert's own matrix, stored under its own name."""

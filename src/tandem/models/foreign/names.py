@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from tandem.checkpoint.parts import CODES, part_of
+
+INSIDE = "model.language_model."
 
 
 @dataclass(slots=True)
@@ -55,8 +57,8 @@ def sources(model: Any, names: Iterable[str]) -> tuple[dict[str, Source], list[s
     unused = []
     for name in sorted(matrix_names(names), key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, targets)
-        if target not in targets and name in targets:
-            target, pattern = name, None
+        if target not in targets:
+            target, pattern = _spelt_otherwise(name, target, pattern, targets)
         if target not in targets:
             unused.append(name)
             continue
@@ -65,13 +67,27 @@ def sources(model: Any, names: Iterable[str]) -> tuple[dict[str, Source], list[s
     return found, unused
 
 
+def _spelt_otherwise(
+    name: str, target: str, pattern: str | None, targets: Mapping[str, Tensor]
+) -> tuple[str, str | None]:
+    """The module tensor of a name that Transformers' conversions do not lead to one: the same, or that of a text model
+    inside a multimodal one, whose names a checkpoint has without the part before."""
+    if name in targets:
+        return name, None
+    inside = target.replace("model.", INSIDE, 1) if target.startswith("model.") else target
+    return (inside, pattern) if inside in targets else (target, pattern)
+
+
 def matrix_names(names: Iterable[str]) -> set[str]:
-    """One name for each matrix, as if its numbers were stored: scales and the like beside it are left out."""
+    """One name for each matrix, as if its numbers were stored: scales and the like beside it are left out. What is
+    called a scale, without codes or numbers beside it, is a tensor as any other."""
     roles: dict[str, dict[str, str]] = defaultdict(dict)
     for name in names:
         module, role = part_of(name)
         roles[module][role] = name
-    return {_as_numbers(module, each) for module, each in roles.items() if not each.keys().isdisjoint(CODES)}
+    coded = {module for module, each in roles.items() if not each.keys().isdisjoint(CODES)}
+    matrices = {_as_numbers(module, roles[module]) for module in coded}
+    return matrices | {name for module in roles.keys() - coded for name in roles[module].values()}
 
 
 def _as_numbers(module: str, roles: dict[str, str]) -> str:
