@@ -2,101 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
-from collections.abc import Iterator
-from importlib import resources
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
-import jsonschema_rs
 import pytest
 
-from fake_model import run, text
-from random_engine import engine, request
+from random_engine import engine
+from schemas import made_up_object, of_check_jsonschema, of_suite, outcomes
+from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.grammar import sources
 from tandem.engine.grammar.schema import check_schema, prepared
 from tandem.errors import RequestError
-
-SUITE = Path(__file__).parents[2] / "node_modules" / "json-schema-test-suite" / "tests"
-PATTERNS = [r"^[a-f]{2,6}$", r"^v[0-9]+(\.[0-9]+)?$", r"^(on|off|[A-Z]{3})$", r"^[^0-9]{1,4}$", r"^\w+@\w+$"]
-FORMATS = ["date", "date-time", "uuid", "ipv4", "time"]
 
 
 @pytest.fixture(scope="module")
 def model() -> Engine:
     return engine()
-
-
-def made_up(chance: random.Random, depth: int = 3) -> dict[str, Any]:
-    """A schema of what clients send: objects, lists, enums, patterns, bounds, unions, definitions."""
-    kinds = ["string", "integer", "number", "boolean", "enum", "pattern", "format", "null"]
-    kind = chance.choice(kinds + ["object"] * 4 + ["array"] * 3 + ["anyOf"] * 2 if depth else kinds)
-    least = chance.randint(0, 3)
-    match kind:
-        case "object":
-            return made_up_object(chance, depth)
-        case "array":
-            items = made_up(chance, depth - 1)
-            return {"type": "array", "items": items, "minItems": least, "maxItems": least + 2}
-        case "anyOf":
-            return {"anyOf": [made_up(chance, depth - 1) for _ in range(2)]}
-        case "enum":
-            return {"enum": chance.sample(["a", "b c", 1, 2.5, True, None, "ü"], 3)}
-        case "pattern":
-            return {"type": "string", "pattern": chance.choice(PATTERNS)}
-        case "format":
-            return {"type": "string", "format": chance.choice(FORMATS)}
-        case "string":
-            return {"type": "string", "minLength": least, "maxLength": least + 5}
-        case "integer":
-            return {"type": "integer", "minimum": -least, "maximum": 10**least}
-        case "number":
-            return {"type": "number", "exclusiveMinimum": -1.5, "maximum": 10}
-        case _:
-            return {"type": kind}
-
-
-def made_up_object(chance: random.Random, depth: int) -> dict[str, Any]:
-    names = chance.sample(["id", "name", "näme", "a b", "x-y", "tags", "at"], chance.randint(1, 4))
-    one: dict[str, Any] = {
-        "type": "object",
-        "properties": {name: made_up(chance, depth - 1) for name in names},
-        "required": chance.sample(names, chance.randint(0, len(names))),
-    }
-    if chance.random() < 0.3:
-        one["additionalProperties"] = chance.choice([False, {"type": "null"}])
-    return one
-
-
-def outcomes(model: Engine, schemas: list[Any]) -> Counter[str]:
-    """How many answers are valid, are cut, or were refused. Fails for an answer that its schema refuses."""
-    counts: Counter[str] = Counter()
-    asked = {}
-    for number, schema in enumerate(schemas):
-        one = request(str(number), sources.json_schema(schema), seed=number, max_tokens=1500)
-        try:
-            model.add(one)
-            asked[one.id] = schema
-        except RequestError:
-            counts["refused"] += 1
-    for (name, _), outputs in run(model).items():
-        counts[kind := kind_of(outputs)] += 1
-        if kind == "valid":
-            checker = jsonschema_rs.validator_for(asked[name], validate_formats=True)
-            assert checker.is_valid(json.loads(text(outputs))), (asked[name], text(outputs))
-    return counts
-
-
-def kind_of(outputs: list) -> str:
-    last = outputs[-1]
-    if last.refused is not None:
-        return "refused"
-    assert last.finish_reason in ("stop", "length"), last.error
-    return "valid" if last.finish_reason == "stop" else "cut"
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.full)])
@@ -106,32 +27,34 @@ def test_answers_to_schemas_made_up(model, count) -> None:
     assert counts == {"valid": count}
 
 
-def of_check_jsonschema() -> Iterator[Any]:
-    """What it has built in: the schemas of well-known services' files, up to 200 kB."""
-    if find_spec("check_jsonschema") is None:
-        pytest.skip("check-jsonschema is not installed")
-    folder = resources.files("check_jsonschema") / "builtin_schemas" / "vendor"
-    for file in sorted(folder.iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".json"):
-            yield json.loads(file.read_text(encoding="utf-8"))
-
-
-def of_suite() -> Iterator[Any]:
-    if not SUITE.is_dir():
-        pytest.skip("npm's json-schema-test-suite is not in node_modules")
-    for file in sorted(SUITE.glob("*/*.json")):
-        dialect = {"draft7": "http://json-schema.org/draft-07/schema#"}.get(file.parent.name)
-        for group in json.loads(file.read_text(encoding="utf-8")):
-            schema = group["schema"]
-            yield {"$schema": dialect} | schema if dialect and isinstance(schema, dict) else schema
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("schemas", [of_check_jsonschema, of_suite])
 def test_answers_to_schemas_of_packages(model, schemas) -> None:
-    counts = outcomes(model, list(schemas()))
+    if not (found := schemas()):
+        pytest.skip("the package is not installed")
+    counts = outcomes(model, found)
     print(dict(counts))
     assert counts["valid"] > 0
+
+
+WANTED = 200
+
+
+@pytest.mark.full
+def test_answers_of_the_demo_model(demo_dir) -> None:
+    """Valid, every one that is complete, until there are 200: one that is cut counts as neither."""
+    model = Engine(EngineConfig(model=str(demo_dir), max_running_requests=16, context_length=2048))
+    prompt = model.tokenizer.encode("An example of the file, as JSON:")
+    chance, counts = random.Random(1), Counter[str]()
+    given = [*of_suite(), *of_check_jsonschema()]
+    try:
+        while counts["valid"] < WANTED:
+            counts += outcomes(model, given or [made_up_object(chance, 3) for _ in range(64)], prompt, max_tokens=600)
+            print(dict(counts), "of packages" if given else "of ours")
+            given = []
+    finally:
+        model.close()
+    assert counts["cut"] < counts["valid"] // 4
 
 
 AWAY = {

@@ -200,7 +200,7 @@ def test_too_many_grammars_at_once_are_a_429(served, monkeypatch) -> None:
             assert error["code"] == "overloaded" and "Retry-After" in response.headers
         assert (await server.post("/v1/completions", prompt="x", max_tokens=1)).status_code == 200
         monkeypatch.setattr(compiler, "MOST_WAITING", 9)
-        busy = EngineError("the machine was too busy to compile it in 15 s; try again")
+        busy = EngineError("the machine was too busy to compile it in 30 s; try again")
         monkeypatch.setattr(compiler.GrammarCompiler, "_compile", lambda *_: (_ for _ in ()).throw(busy))
         response = await server.post("/v1/completions", prompt="x", regex="[0-9]{2}r")
         assert "too busy" in error_of(response, 503)["message"] and "Retry-After" in response.headers

@@ -12,7 +12,7 @@ SECONDS_PER_TOKEN = 0.02
 MOST_SECONDS = 0.25  # ahead of that: what a single token may hold the others up
 
 AMBIGUOUS = (
-    "matching it takes too long: it is ambiguous, as ([a-z]*)* and s ::= s s are; write it so that "
+    "matching the grammar takes too long: it is ambiguous, as ([a-z]*)* and s ::= s s are; write it so that "
     "each text can be matched in one way only"
 )
 

@@ -21,7 +21,7 @@ DONE, REFUSED, BUSY = b"+", b"-", b"?"
 # With what else a refusal takes, it is there within 2 s on an idle machine. A busy one takes longer: it does not decide
 # what is refused.
 COMPILE_SECONDS = 1.8
-WALL_SECONDS = 15.0  # then the machine is too busy
+WALL_SECONDS = 30.0  # then the machine is too busy
 
 _TICK_SECONDS = 0.02
 _TOO_LONG = (

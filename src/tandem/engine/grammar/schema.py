@@ -28,6 +28,15 @@ _ASSERTIONS = {
     "minLength", "pattern", "format", "items", "prefixItems", "maxItems", "minItems", "properties", "patternProperties",
     "additionalProperties", "propertyNames", "required", "maxProperties", "minProperties", "$ref", *UNIONS,
 }  # fmt: skip
+_OF_KIND = {
+    "string": {"maxLength", "minLength", "pattern", "format"},
+    "number": {"multipleOf", "maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum"},
+    "array": {"items", "prefixItems", "maxItems", "minItems", "additionalItems"},
+    "object": {
+        "properties", "patternProperties", "additionalProperties", "propertyNames", "required", "maxProperties",
+        "minProperties",
+    },
+}  # fmt: skip
 _ROUNDS, _VISITS = 64, 50_000  # of looking for what ends; visits: parts times rounds
 
 
@@ -76,13 +85,22 @@ def _rebuilt(node: Any, schemas: set[int]) -> Any:
 
 
 def _spelt(schema: Schema) -> Schema:
-    made = _with_exact_patterns(_with_counted_text(_with_format(_with_plain_reference(schema))))
+    typed = _with_type(_with_plain_reference(schema))
+    made = _with_exact_patterns(_with_counted_text(_with_format(typed)))
     return _with_required(_with_prefix_items(_with_type_inside(made)))
 
 
 def _with_plain_reference(schema: Schema) -> Schema:
     """xgrammar takes `%20` for three characters of a name."""
     return schema | {"$ref": unquote(schema["$ref"])} if isinstance(schema.get("$ref"), str) else schema
+
+
+def _with_type(schema: Schema) -> Schema:
+    """Without a type xgrammar leaves out what is said of strings, say. An answer of that kind is always valid."""
+    if {"type", "enum", "const", "$ref", *UNIONS} & set(schema):
+        return schema
+    kinds = [kind for kind, names in _OF_KIND.items() if names & set(schema)]
+    return schema | {"type": kinds[0] if len(kinds) == 1 else kinds} if kinds else schema
 
 
 def _with_exact_patterns(schema: Schema) -> Schema:
