@@ -4,11 +4,16 @@
 
 A row of the results: `ratio` is the time of a step without grammars over that of one with. Both are medians. The steps
 without say the same tokens as those with: which experts a step reads, and so its time, depends on them.
+
+A row of "grammar_compile" says what others notice while grammars are compiled, one after the other: `ratio` is the P99
+of their steps' times meanwhile over that of steps without. `refused_s` is how long the worst schema takes to be refused
+beside those steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from pathlib import Path
@@ -18,11 +23,12 @@ from tandem.bench.rows import Row, keep, machine_name, stamp
 from tandem.config import EngineConfig, Machine
 from tandem.engine.engine import Engine
 from tandem.engine.grammar import sources
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.engine.sampling.sampler import Sampled
 
 BATCHES = (1, 16)
 STEPS, ROUNDS = 24, 4
+GAP_BATCH, GAP_STEPS = 4, 400
 PROMPT = list(range(100, 120))
 
 
@@ -109,6 +115,64 @@ def measure(engine: Engine, batch: int, machine: str) -> Row:
     }  # fmt: skip
 
 
+def too_large(number: int) -> dict[str, Any]:
+    """What compiling takes all the time that it may have for."""
+    names = {f"k{number}_{i}": {"type": "string", "maxLength": 3000 + i} for i in range(60)}
+    return {"type": "object", "properties": names}
+
+
+class Compiling:
+    """Keeps one grammar after another being compiled."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._began, self._numbers = engine, 0.0, itertools.count()
+        self.refused_seconds: list[float] = []
+
+    def ask(self) -> None:
+        sampling = SamplingParams(grammar=sources.json_schema(too_large(next(self._numbers))))
+        self._engine.add(GenerateRequest(id="compiled", prompt_ids=PROMPT, sampling=sampling))
+        self._began = time.perf_counter()
+
+    def see(self, outputs: list[TokenOutput]) -> None:
+        if any(each.id == "compiled" for each in outputs):
+            self.refused_seconds.append(time.perf_counter() - self._began)
+            self.ask()
+
+
+def gaps(engine: Engine, compiling: Compiling | None) -> list[float]:
+    """Seconds from one step of free answers to the next."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=GAP_STEPS + 1, ignore_eos=True)
+    for number in range(GAP_BATCH):
+        engine.add(GenerateRequest(id=str(number), prompt_ids=PROMPT, sampling=sampling))
+    if compiling is not None:
+        compiling.ask()
+    found: list[float] = []
+    last = None
+    while len(found) < GAP_STEPS - 1:
+        outputs = engine.step()
+        now = time.perf_counter()
+        if any(each.id != "compiled" for each in outputs):
+            found += [] if last is None else [now - last]
+            last = now
+        if compiling is not None:
+            compiling.see(outputs)
+    engine.abort("")
+    engine.step()
+    return found
+
+
+def measure_compiling(engine: Engine, machine: str) -> Row:
+    compiling = Compiling(engine)
+    gaps(engine, compiling)  # imports
+    free, meanwhile = gaps(engine, None), gaps(engine, compiling)
+    p99 = [statistics.quantiles(each, n=100)[98] for each in (free, meanwhile)]
+    return {
+        "bench": "grammar_compile", "batch": GAP_BATCH, "ratio": round(p99[1] / p99[0], 3),
+        "p99_ms": round(1e3 * p99[0], 3), "p99_ms_meanwhile": round(1e3 * p99[1], 3),
+        "refused_s": round(max(compiling.refused_seconds), 3), **stamp(machine),
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="keep the rows here")
@@ -116,7 +180,8 @@ def main() -> None:
     options = parser.parse_args()
     engine = Engine(EngineConfig(model=options.model, max_running_requests=max(BATCHES)))
     machine = machine_name(Machine.detect(), len(engine.plan.cpus))
-    rows = [measure(engine, batch, machine) for batch in BATCHES]
+    rows = [*(measure(engine, batch, machine) for batch in BATCHES), measure_compiling(engine, machine)]
+    engine.close()
     for row in rows:
         print(row)
     if options.out is not None:

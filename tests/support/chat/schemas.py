@@ -84,7 +84,9 @@ def outcomes(
     return counts
 
 
-def _outcomes(model: Engine, schemas: dict[int, Any], prompt_ids: list[int], sampling: dict[str, Any]) -> dict[int, str]:
+def _outcomes(
+    model: Engine, schemas: dict[int, Any], prompt_ids: list[int], sampling: dict[str, Any]
+) -> dict[int, str]:
     kinds: dict[int, str] = {}
     for number, schema in schemas.items():
         one = request(str(number), sources.json_schema(schema), seed=number, **sampling)
