@@ -49,7 +49,7 @@ NESTED = {
     "required": ["name", "kind", "tags", "child"],
     "additionalProperties": False,
 }
-FORMATS = ("u", "uuid"), ("i", "ipv4"), ("d", "date"), ("t", "date-time")
+FORMATS = ("u", "uuid"), ("i", "ipv4"), ("d", "date"), ("t", "date-time"), ("o", "time")
 SCHEMAS = {
     "nested": NESTED,
     "any object": {"type": "object", "maxProperties": 3, "additionalProperties": {"type": "boolean"}},
@@ -68,7 +68,7 @@ SCHEMAS = {
         "$defs": {"x": {"type": "integer", "multipleOf": 5}}, "type": "array", "items": {"$ref": "#/$defs/x"},
     },
     "formats": {
-        "type": "object", "required": ["u", "i", "d", "t"],
+        "type": "object", "required": ["u", "i", "d", "t", "o"],
         "properties": {n: {"type": "string", "format": f} for n, f in FORMATS},
     },
     "numbers": {

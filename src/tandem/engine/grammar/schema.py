@@ -113,7 +113,7 @@ def _with_exact_patterns(schema: Schema) -> Schema:
 
 
 def _with_format(schema: Schema) -> Schema:
-    """Formats of which xgrammar allows what is none: 31 November, 01.2.3.4."""
+    """Formats of which xgrammar allows what is none: 31 November, 20:57:60, 01.2.3.4."""
     pattern = FORMATS.get(str(schema.get("format")))
     if pattern is None or {"pattern", "enum", "const"} & set(schema):
         return schema
