@@ -266,7 +266,7 @@ def test_models_that_cannot_take_rows_back_decode_one_token() -> None:
     assert speculation(config, MODEL, on_gpu=False) is not None
     assert speculation(config, folding_config(), on_gpu=False) is None
     [said] = speculation_notices(config, folding_config())
-    assert said.startswith("--speculative-algorithm NGRAM changes nothing: the model keeps more than a row")
+    assert said.startswith("--speculative-algorithm NGRAM changes nothing: part of its state holds several tokens")
     alone = replace(MODEL, foreign=ForeignCode("{}", alone="it has a cache of its own"))
     [said] = speculation_notices(config, alone)
     assert speculation(config, alone, on_gpu=False) is None and "it has a cache of its own" in said

@@ -13,7 +13,10 @@ from foreign_models import ALONE, PAGED, ForeignModels
 from tandem import LLM, SamplingParams
 from tandem.config import EngineConfig
 from tandem.config.model_config import why_alone
+from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
+from tandem.engine.speculation.draft import Drafter
+from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.start.loader import load_parts
 from tiny import VOCAB
 
@@ -28,12 +31,15 @@ def foreign_models(tmp_path_factory):
 
 @cache
 def parts(path):
-    return load_parts(EngineConfig(model=str(path), device="cpu", dtype="float32", page_size=4))
+    flags = {"device": "cpu", "dtype": "float32", "page_size": 4, "speculative_algorithm": "NGRAM"}
+    return load_parts(EngineConfig(model=str(path), **flags))
 
 
-def llm(path, **plan) -> LLM:
+def llm(path, drafter: Drafter | None = None, **plan) -> LLM:
+    """Without guesses, unless `speculation` is named."""
     loaded = parts(path)
-    return LLM.from_engine(Engine.from_parts(replace(loaded, plan=replace(loaded.plan, **plan))))
+    changed = replace(loaded.plan, **{"speculation": None} | plan)
+    return LLM.from_engine(Engine.from_parts(replace(loaded, plan=changed, drafter=drafter)))
 
 
 def questions() -> list[list[int]]:
@@ -69,6 +75,26 @@ def test_greedy_text_equals_transformers(foreign_models, model_type):
     model = llm(path)
     assert bool(why_alone(model.engine.model_config)) == (model_type in ALONE)
     assert tokens_of(model.generate(questions(), GREEDY, progress=False)) == greedy_text(path)
+
+
+@pytest.mark.parametrize("model_type", PAGED)
+def test_guesses_change_nothing(foreign_models, model_type):
+    """Half of them are right. Their rows run through the same modules, several of a sequence at a time."""
+    path = foreign_models[model_type]
+    expected = greedy_text(path)
+    answers = {(str(i), 0): tokens for i, tokens in enumerate(expected, 1)}
+    wanted = SpeculationPlan("NGRAM", 3, governed=False)
+    model = llm(path, Foretold(answers, 0.5, VOCAB), speculation=wanted)
+    assert tokens_of(model.generate(questions(), GREEDY, progress=False)) == expected
+    said = model.engine.stats().speculation
+    assert 0 < said.right_guesses < said.guesses
+
+
+@pytest.mark.parametrize("model_type", ALONE)
+def test_models_with_a_cache_of_their_own_decode_one_token(foreign_models, model_type):
+    plan = parts(foreign_models[model_type]).plan
+    assert plan.speculation is None
+    assert [n for n in plan.notices if n.startswith("--speculative-algorithm NGRAM changes nothing: Transf")]
 
 
 @pytest.mark.parametrize("model_type", PAGED)

@@ -205,7 +205,7 @@ class Engine:
         seconds = perf_counter() - started
         if self._speculation is not None:
             self._speculation.timed(seconds)
-        self._scheduler.pace.observe(sum(chunk.length for chunk in chunks), seconds, chunks[0].length == 1)
+        self._scheduler.pace.observe(sum(chunk.length for chunk in chunks), seconds, chunks[0].sure == 1)
         self._counters.steps += 1
         self._counters.step_seconds += seconds
         return outputs

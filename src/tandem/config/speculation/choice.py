@@ -74,7 +74,7 @@ def why_one_token(model: ModelConfig) -> str:
     if alone := why_alone(model):
         return f"Transformers' own cache cannot forget wrong guesses: {alone}"
     if not all(isinstance(state, Pages) and state.stride == 1 for state in model.states):
-        return "the model keeps more than a row for each token, and wrong guesses could not be taken back"
+        return "part of its state holds several tokens together, and wrong guesses could not be taken back"
     return ""
 
 
