@@ -106,6 +106,11 @@ def load(config: EngineConfig) -> LoadedEngine:
     return build(seconds_per_step=0.002)
 
 
+def load_short(config: EngineConfig) -> LoadedEngine:
+    """Whose longest answers are soon over."""
+    return build(context_length=200)
+
+
 def load_slow(config: EngineConfig) -> LoadedEngine:
     return build(seconds_per_step=0.1)
 
