@@ -58,8 +58,8 @@ def _qwen(what: str, share: float) -> Line:
     return Line(H200, what, "decode", "tok_s", ours, (peer,))
 
 
-def _prompt(what: str, share: float, tokens: int, way: str) -> Line:
-    ours = {"config": "qwen3-30b-a3b", "format": "int4", "gpu_share": share, "tokens": tokens, "way": way}
+def _prompt(what: str, share: float, tokens: int) -> Line:
+    ours = {"config": "qwen3-30b-a3b", "format": "int4", "gpu_share": share, "tokens": tokens, "chunk": 8192}
     return Line(H100, what, "prefill", "tok_s", ours)
 
 
@@ -83,10 +83,10 @@ LINES = (
     _qwen("Qwen3-30B-A3B int4, one stream, tokens/s: experts on the CPU", 0.0),
     _qwen("the same, half of the experts on the GPU", 0.5),
     _qwen("the same, all on the GPU", 1.0),
-    _prompt("Qwen3-30B-A3B int4, a prompt of 2048, tokens/s: experts in CPU memory", 0.0, 2048, "all travel"),
-    _prompt("the same, of 8192", 0.0, 8192, "all travel"),
-    _prompt("a prompt of 2048, all experts on the GPU", 1.0, 2048, "grouped products"),
-    _prompt("the same, of 8192", 1.0, 8192, "grouped products"),
+    _prompt("Qwen3-30B-A3B int4, a prompt of 2048, tokens/s: experts in CPU memory", 0.0, 2048),
+    _prompt("the same, half of the experts on the GPU", 0.5, 2048),
+    _prompt("the same, all on the GPU", 1.0, 2048),
+    _prompt("all on the GPU, a prompt of 8192", 1.0, 8192),
     _layer("a layer of DeepSeek-V3's width, 32 experts, bf16, 1 token, ms", "bf16", 1),
     _layer("the same, 64 tokens", "bf16", 64),
     _layer("the same, 4096 tokens", "bf16", 4096),
