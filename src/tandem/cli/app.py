@@ -13,6 +13,7 @@ from tandem.cli.convert import convert
 from tandem.cli.demo import demo
 from tandem.cli.doctor import doctor
 from tandem.cli.model import model
+from tandem.cli.models import models
 from tandem.cli.plan import plan
 from tandem.cli.quality import quality
 from tandem.cli.serve import serve
@@ -37,6 +38,7 @@ app.command(
 app.command()(chat)
 app.command()(convert)
 app.command()(version)
+app.command()(models)
 app.command()(doctor)
 app.command(
     # As with serve: what is not one of its own flags is one of EngineConfig's.

@@ -1,0 +1,211 @@
+"""Which model types run, and how: each type of the installed Transformers that has experts, on a tiny random model.
+
+python scripts/model_table.py --write         # runs every type: minutes; writes the package's table, docs/models.md
+python scripts/model_table.py --write afmoe   # runs these again, and keeps what is known of the others
+python scripts/model_table.py --check         # exit code 1 where docs/models.md does not say what the table says
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [
+    str(ROOT / "src"),
+    str(ROOT / "tests" / "support"),
+    str(ROOT / "tests" / "support" / "foreign"),
+]
+
+from tandem.architectures.model_types import TABLE_FILE, Runs, read_table  # noqa: E402
+
+PAGE = ROOT / "docs" / "models.md"
+CLOSE = 1e-4  # of the largest logit, float32
+MOST_PARAMETERS = 160e6
+HOW = {
+    "native": "Tandem's own code",
+    "paged": "Transformers' modules, Tandem's experts and pages: packed batches, prefix cache",
+    "alone": "Transformers' modules and cache, Tandem's experts: one sequence at a time",
+    "refused": "not at all",
+}
+
+
+def tried(model_type: str) -> Runs:
+    """One type on a tiny random model, against Transformers alone."""
+    from tandem.errors import TandemError
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "tiny"
+        try:
+            how, why, error = _run(model_type, path)
+        except TandemError as refused:
+            return Runs(model_type, "refused", _reason(refused, path))
+    if error >= CLOSE:
+        return Runs(model_type, "refused", f"its results are not those of Transformers (by {error:.1g})")
+    return Runs(model_type, how, why)
+
+
+def _run(model_type: str, path: Path) -> tuple[str, str, float]:
+    """How it runs, why so, and the largest difference."""
+    from every_type import OWN_EXPERTS
+    from sessions import Session, ours, worst
+    from tandem.checkpoint import load_model_config
+    from tandem.config import ModelConfig
+
+    if model_type in OWN_EXPERTS:
+        ModelConfig.from_dict({"model_type": model_type})
+    wanted = _saved(model_type, path)
+    config = load_model_config(path)
+    if config.foreign is None:
+        return "native", "", worst(ours(Session(path)), wanted(_whole))
+    if config.foreign.alone:
+        return "alone", config.foreign.alone, worst(_one_by_one(Session(path)), wanted(_pieces))
+    return "paged", "", worst(ours(Session(path)), wanted(_whole))
+
+
+def _saved(model_type: str, path: Path) -> Any:
+    """Writes a checkpoint; what gives Transformers' logits of it."""
+    import torch
+
+    from every_type import TEXT_OF, tiny_config
+    from sessions import prompts
+    from tandem.architectures.foreign.registry import model_class
+
+    torch.manual_seed(sum(map(ord, model_type)))
+    cls, part = model_class(tiny_config(TEXT_OF.get(model_type, model_type)))
+    with torch.device("meta"):
+        count = sum(p.numel() for p in cls._from_config(part).parameters())
+    assert count < MOST_PARAMETERS, f"{model_type}: {count / 1e6:.0f} million parameters are not tiny"
+    cls._from_config(part).float().save_pretrained(path)
+    text = json.loads((path / "config.json").read_text())
+
+    def logits(pieces_of: Callable[[list[int]], list[list[int]]]) -> list[torch.Tensor]:
+        """With its cache, where a prompt is several pieces."""
+        model = cls.from_pretrained(
+            path,
+            config=part,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+        ).eval()
+        found = []
+        with torch.inference_mode():
+            for prompt in prompts():
+                cache, rows, done = None, [], 0
+                for piece in pieces_of(prompt):
+                    at = torch.arange(done, done + len(piece))[None]
+                    out = model(torch.tensor([piece]), position_ids=at, past_key_values=cache, use_cache=True)
+                    cache, done = out.past_key_values, done + len(piece)
+                    rows.append(out.logits[0].float())
+                found.append(torch.cat(rows))
+        return found
+
+    if model_type in TEXT_OF:
+        named = {"model_type": model_type}
+        nested = named | {"text_config": text} if model_type != "kimi_k2" else text | named
+        (path / "config.json").write_text(json.dumps(nested))
+    return logits
+
+
+def _one_by_one(session: Any) -> list[Any]:
+    import torch
+
+    from sessions import prompts
+
+    return [
+        torch.cat([session.step([(s, piece)])[0] for piece in _pieces(prompt)])
+        for s, prompt in enumerate(prompts())
+    ]
+
+
+def _whole(prompt: list[int]) -> list[list[int]]:
+    return [prompt]
+
+
+def _pieces(prompt: list[int]) -> list[list[int]]:
+    """A prompt at once, but its last six tokens through the cache."""
+    return [prompt[:-6], *([token] for token in prompt[-6:])]
+
+
+def _reason(error: Exception, path: Path) -> str:
+    """What stands in the way, without names of files and of all other families."""
+    deepest = (
+        error.__cause__ if error.__cause__ is not None and isinstance(error.__cause__, type(error)) else error
+    )
+    text = (
+        str(deepest)
+        .replace(str(path / "model.safetensors"), "the checkpoint")
+        .replace(str(path), "the checkpoint")
+    )
+    text = re.sub(r"^config\.json: (?=Transformers)|^the checkpoint: ", "", text).partition("\n")[0]
+    return re.sub(r"Transformers [\d.]+", "Transformers", text)
+
+
+def every_row(only: Sequence[str]) -> list[Runs]:
+    from every_type import every_type
+
+    known = {row.model_type: row for row in read_table().rows} if only else {}
+    rows = []
+    for model_type in every_type():
+        if not only or model_type in only:
+            known[model_type] = tried(model_type)
+            print(f"{model_type}: {known[model_type].how} {known[model_type].why}", flush=True)
+        rows.append(known[model_type])
+    return rows
+
+
+def page(rows: Sequence[Runs], version: str) -> str:
+    counts = Counter(row.how for row in rows)
+    lines = [
+        "# Models",
+        "",
+        f"Every model type with experts of Transformers {version}, as each ran on a tiny random model.",
+        "Float32 logits were within 1e-4 of Transformers' own. `kt models` prints this table, and",
+        "`python scripts/model_table.py --write` makes it.",
+        "",
+        "| runs | how | types |",
+        "| --- | --- | --- |",
+        *(f"| {how} | {HOW[how]} | {counts[how]} |" for how in HOW),
+        "",
+        "Types that run through Transformers' modules do so on the CPU.",
+        "Parts that read images or sound are not loaded.",
+        "",
+        "| type | runs | why |",
+        "| --- | --- | --- |",
+        *(f"| `{row.model_type}` | {row.how} | {row.why.replace('|', ' ')} |" for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write(only: Sequence[str]) -> None:
+    import transformers
+
+    rows = every_row(only)
+    table = {"transformers": transformers.__version__, "types": [row.as_json() for row in rows]}
+    TABLE_FILE.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+    PAGE.write_text(page(rows, transformers.__version__))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("types", nargs="*")
+    given = parser.parse_args(argv)
+    if given.write:
+        write(given.types)
+    table = read_table()
+    return 0 if PAGE.read_text() == page(table.rows, table.transformers) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

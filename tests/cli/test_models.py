@@ -1,0 +1,113 @@
+"""`kt models`, its table, and docs/models.md, which are made by running every type."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import transformers
+from typer.testing import CliRunner
+
+from every_type import every_type
+from tandem.architectures import FAMILIES
+from tandem.architectures.model_types import Runs, read_table
+from tandem.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+TABLE = read_table()
+DENSE = {"llama"}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("model_table", ROOT / "scripts" / "model_table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    path = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = path
+    return module
+
+
+def told(*words: str) -> tuple[str, int]:
+    result = CliRunner().invoke(app, ["models", *words], env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.output, result.exit_code
+
+
+def test_the_families_of_ours_are_the_native_ones() -> None:
+    assert {row.model_type for row in TABLE.rows if row.how == "native"} == set(FAMILIES) - DENSE
+
+
+@pytest.mark.skipif(
+    transformers.__version__ != TABLE.transformers, reason="another Transformers than the table's"
+)
+def test_every_type_of_transformers_is_in_the_table() -> None:
+    """After a new family or version: python scripts/model_table.py --write TYPE"""
+    assert [row.model_type for row in TABLE.rows] == every_type()
+
+
+def test_the_page_says_what_the_table_says(script) -> None:
+    """After a change: python scripts/model_table.py --write"""
+    assert script.PAGE.read_text() == script.page(TABLE.rows, TABLE.transformers)
+
+
+def test_whoever_does_not_run_packed_has_a_reason() -> None:
+    assert all(bool(row.why) == (row.how in ("alone", "refused")) for row in TABLE.rows)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_moe", "axk1", "gemma4_text", "qwen3_vl_moe", "jamba", "nemotron_h"]
+)
+def test_types_run_as_the_table_says(script, model_type) -> None:
+    assert script.tried(model_type) == TABLE.row(model_type)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", [row.model_type for row in TABLE.rows])
+def test_every_type_runs_as_the_table_says(script, model_type) -> None:
+    assert script.tried(model_type) == TABLE.row(model_type)
+
+
+def test_results_that_differ_are_refused(script, monkeypatch) -> None:
+    monkeypatch.setattr(script, "_run", lambda model_type, path: ("paged", "", 0.3))
+    assert script.tried("afmoe") == Runs(
+        "afmoe", "refused", "its results are not those of Transformers (by 0.3)"
+    )
+
+
+def test_all_types_are_printed() -> None:
+    text, code = told()
+    assert code == 0 and all(row.model_type in text for row in TABLE.rows)
+    assert f"native: {len(FAMILIES) - len(DENSE)}, Tandem's own code" in text
+    listed = json.loads(told("--json")[0])
+    assert listed["transformers"] == TABLE.transformers and len(listed["types"]) == len(TABLE.rows)
+
+
+def test_one_type_is_explained() -> None:
+    assert told("qwen3_moe") == ("qwen3_moe: native, Tandem's own code, on the CPU or beside a GPU\n", 0)
+    text, code = told("nemotron_h")
+    assert code == 1 and "refused, does not run: " in text and "without a gate" in text
+    entry = json.loads(told("jamba", "--json")[0])
+    assert entry["how"] == "alone" and "states of their own" in entry["why"]
+
+
+def test_a_directory_is_looked_at(tiny_models, tmp_path) -> None:
+    assert told(str(tiny_models["minimax_m2"]))[0].startswith("minimax_m2: native")
+    (tmp_path / "config.json").write_text('{"model_type": "nllb-moe"}')
+    text, code = told(str(tmp_path))
+    assert code == 1 and "refused" in text and "no class of 'nllb-moe' that makes text" in text
+
+
+def test_a_name_that_is_nothing_is_an_error_with_near_ones() -> None:
+    with pytest.raises(Exception, match="no model type with experts of that name; near it are .*glm4_moe"):
+        told("glm4moe")
+
+
+def test_help_has_an_example() -> None:
+    assert "Example: kt models glm4_moe" in told("--help")[0]
