@@ -192,7 +192,7 @@ def _index(config: ModelConfig, layer: int) -> Index:
     ({"mlp_layer_types": ["dense"] * 3}, "mlp_layer_types must be a list of 78"),
     ({"q_lora_rank": None}, "q_lora_rank is null"),
     ({"index_head_dim": 32}, "index_head_dim 32 is less than qk_rope_head_dim 64"),
-    ({"layer_types": ["full_attention"] * 78}, "every layer has an indexer's choice"),
+    ({"layer_types": ["full_attention"] * 78}, "every layer is indexed_attention"),
     ({"index_topk": 0}, "index_topk is 0"),
     ({"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
 ])  # fmt: skip
