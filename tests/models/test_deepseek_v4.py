@@ -12,11 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from plans import reason, with_gpu
 from sessions import Session, worst
 from stored_formats import Made, fp4_deepseek, fp8_blocks
 from tandem import LLM, SamplingParams, _core
 from tandem.checkpoint import open_checkpoint
-from tandem.config import ModelConfig
+from tandem.config import EngineConfig, ModelConfig, resolve
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kernels.cpu_ops import CpuOps
@@ -208,3 +209,15 @@ def test_a_table_of_other_experts_is_refused(both: tuple[Path, Path], tmp_path: 
     broken = saved(tmp_path / "broken", tensors, both[0])
     with pytest.raises(CheckpointError, match="tid2eid is stored as F32; its whole numbers are read as I32 or I64"):
         Session(broken, pages=2)
+
+
+def test_a_gpu_takes_it_whatever_backend_is_asked_for(tiny_models) -> None:
+    """Its keys are read by PyTorch's operations; gathered keys, queries and streams of a chunk are planned for."""
+    model = changed(tiny_models)
+    config = EngineConfig(model="demo", attention_backend="flashinfer", page_size=16, chunked_prefill_size=512)
+    made = resolve(config, model, with_gpu())
+    assert made.gpu is not None and made.gpu.attention == "triton" and made.page_size == 128
+    assert "read by PyTorch's operations" in reason(made, "attention")
+    scratch = next(e.nbytes for ledger in made.ledgers for e in ledger.entries if e.name == "prompt scratch")
+    row = 2 * 3 * 4 * 64 + 4 * 4 * 4 * 16 + 16 * 4 * 64  # queries, what turns of them, four streams
+    assert scratch == 9 * (64 << 20) + 512 * row

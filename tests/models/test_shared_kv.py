@@ -20,7 +20,7 @@ from tandem.kernels.hyper import HyperStreams, HyperWeights, left
 from tandem.kernels.ops import Ops
 from tandem.kernels.reference import TorchOps
 from tandem.kernels.shared_kv.heads import plain_attend
-from tandem.kernels.shared_kv.rows import step_rows
+from tandem.kernels.shared_kv.rows import StepRows, step_rows
 from tandem.models.batch import ForwardBatch
 
 OPS = ["torch", *_core.supported_tiers()]
@@ -188,3 +188,48 @@ def test_streams_mix_without_growing() -> None:
     y, wide = torch.randn(3, hidden), [t.double() for t in (streams, *mix)]
     expected = torch.einsum("tjk,tjd->tkd", wide[2], wide[0]) + wide[1][:, :, None] * y.double()[:, None]
     assert (left(streams, y, mix) - expected).abs().max() < 8 * 2.0**-24 * float(expected.abs().max())
+
+
+@pytest.fixture
+def static(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a decode step's shapes must not depend on values: it may become a graph."""
+    monkeypatch.setattr(StepRows, "static", property(lambda rows: rows.alone))
+
+
+@pytest.mark.parametrize("name", OPS[:: len(OPS) - 1])
+@pytest.mark.parametrize("variant", ["deepseek_v4", "deepseek_v4-narrow"])
+def test_steps_of_one_shape_equal_transformers(tiny_models, static: None, variant: str, name: str) -> None:
+    """From the first token on one by one, so that windows are not full and no entry is closed at first."""
+    path, prompt = tiny_models[variant], tokens(PROMPT)
+    session = Session(path, ops=ops_of(name))
+    got = torch.cat([session.step([(1, [token])])[0] for token in prompt])
+    assert worst([got], [exact(path, prompt)]) < 1e-4
+
+
+def padded(batch: ForwardBatch) -> ForwardBatch:
+    """As a graph's batch is filled up: two copies of the last row, whose slot is nobody's."""
+    def filled(values: Tensor) -> Tensor:
+        return torch.cat((values, values[-1:], values[-1:]))
+
+    rows = torch.arange(len(batch.positions) + 2)
+    slots = torch.cat((batch.slots, torch.zeros(2, dtype=torch.int32)))
+    return ForwardBatch(
+        filled(batch.input_ids), filled(batch.positions), filled(batch.cache_slots),
+        torch.arange(len(rows) + 1, dtype=torch.int32), filled(batch.seq_lens), filled(batch.block_tables), rows, slots,
+    )  # fmt: skip
+
+
+def test_a_batch_that_is_filled_up_computes_the_same(
+    tiny_models, static: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies write what the last row writes, step after step; nobody's slot stays full of NaN."""
+    path, prompts = tiny_models["deepseek_v4"], [tokens(PROMPT, seed) for seed in range(2)]
+    session = Session(path, ops=ops_of(OPS[-1]))
+    forward = session.model.forward
+    monkeypatch.setattr(session.model, "forward", lambda batch, states: forward(padded(batch), states)[:2])
+    parts = [session.step([(s, [prompts[s][i]]) for s in range(2)]) for i in range(PROMPT)]
+    for s in range(2):
+        got = torch.cat([part[s] for part in parts])
+        assert worst([got], [exact(path, prompts[s])]) < 1e-4
+    rings = [array for arrays in session.states for array in arrays if len(array) == 4]
+    assert rings and all(ring[0].isnan().all() for ring in rings)

@@ -273,6 +273,14 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         rope_parameters=settings(rope_type="yarn", factor=16.0, original_max_position_embeddings=64, beta_fast=32,
                                  beta_slow=1),
     )),
+    "deepseek_v4-every": ("deepseek_v4", settings(  # chooses all of few experts and entries
+        num_hidden_layers=4, hidden_size=64, num_attention_heads=4, head_dim=32, q_lora_rank=40, n_routed_experts=4,
+        num_experts_per_tok=4, moe_intermediate_size=24, sliding_window=6, o_groups=2, o_lora_rank=24, index_n_heads=4,
+        index_head_dim=16, index_topk=64, num_hash_layers=1, qk_rope_head_dim=8,
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"] * 1
+        + ["compressed_sparse_attention"], compress_rates={"compressed_sparse_attention": 4,
+                                                           "heavily_compressed_attention": 8},
+    )),
     "deepseek_v4-narrow": ("deepseek_v4", settings(
         num_hidden_layers=4, num_attention_heads=4, head_dim=32, q_lora_rank=40, n_routed_experts=9,
         moe_intermediate_size=20, sliding_window=16, o_groups=2, o_lora_rank=24, index_n_heads=8, index_head_dim=16,

@@ -15,12 +15,11 @@ from pathlib import Path
 from tandem.config.cuda_graphs import graph_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
-from tandem.config.gpu_scratch import expert_scratch_bytes, experts_at_once, latent_scratch_bytes, ring_of
+from tandem.config.gpu_scratch import expert_scratch_bytes, experts_at_once, mixer_scratch_bytes, ring_of
 from tandem.config.gpus import Gpu, is_new_enough, too_old
 from tandem.config.host_memory import HostShare, host_memory
-from tandem.config.layers import DeltaRule, Latent, Mixer
+from tandem.config.layers import DeltaRule, Mixer
 from tandem.config.machine import Machine
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.memory import (
     DEFAULT_FRACTION,
     GPU_PREFILL_TOKENS,
@@ -108,8 +107,6 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
 
 def _without_kernels(mixer: Mixer) -> str:
     """Why there are no kernels for it; a head's memory must fit in registers. "" where there are."""
-    if isinstance(mixer, SharedKv):
-        return "keys that are values, too, and entries that stand for many tokens are not computed on a GPU yet"
     if not isinstance(mixer, DeltaRule) or mixer.padded_head <= MAX_DELTA_HEAD:
         return ""
     return f"heads of gated delta nets may have 128 x 256 channels on a GPU, not {mixer.k_dim} x {mixer.v_dim}"
@@ -266,15 +263,12 @@ def unpacking_bytes(gpu: Gpu) -> int:
 
 
 def _scratch_bytes(request: MemoryRequest, tokens: int = GPU_PREFILL_TOKENS) -> int:
-    """Of latent attention and of delta nets' prompts, which layers share. tokens: of a step, if nothing was asked."""
+    """That layers share. tokens: of a step, if nothing was asked."""
     context, chunk = wanted_context(request)[0], request.config.chunked_prefill_size
     rows = tokens if chunk is None else chunk if chunk > 0 else context
-    sizes = [
-        latent_scratch_bytes(shape, context, rows) if isinstance(shape, Latent) else rows * shape.chunk_row_bytes
-        for shape in set(request.model.mixers)
-        if isinstance(shape, Latent | DeltaRule)
-    ]
-    return max(sizes, default=0)
+    hyper, hidden = request.model.layers[0].hyper, request.model.hidden
+    kinds = set(request.model.mixers)
+    return max((mixer_scratch_bytes(each, hyper, hidden, context, rows) for each in kinds), default=0)
 
 
 def expert_bytes(request: MemoryRequest) -> int:

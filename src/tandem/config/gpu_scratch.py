@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.config.layers import Latent
+from tandem.config.layers import DeltaRule, Latent, Mixer
+from tandem.config.mechanisms.hyper import Hyper
+from tandem.config.mechanisms.shared_kv import SharedKv
 
 PARTIAL_BYTES = (
     256 << 20
@@ -14,6 +16,15 @@ SCORE_BYTES = 256 << 20  # of scores of tokens that rows may choose; once for gr
 PIECE = 16384  # tokens of a prefix whose keys and values are there at a time
 SQUARE = 8192  # rows of a chunk at a time
 ROUND_ROWS, ROUND_KEYS = 256, 512  # tokens: lengths are rounded up, because cuDNN plans every new shape
+
+
+def mixer_scratch_bytes(mixer: Mixer, hyper: Hyper | None, hidden: int, context: int, step_rows: int) -> int:
+    """Of a layer's mixer, for a chunk of so many rows."""
+    if isinstance(mixer, Latent):
+        return latent_scratch_bytes(mixer, context, step_rows)
+    if isinstance(mixer, SharedKv):
+        return shared_kv_scratch_bytes(mixer, hyper, hidden, step_rows)
+    return step_rows * mixer.chunk_row_bytes if isinstance(mixer, DeltaRule) else 0
 
 
 def latent_scratch_bytes(shape: Latent, context: int, step_rows: int) -> int:
@@ -28,6 +39,18 @@ def _index_bytes(shape: Latent, step_rows: int) -> int:
     """Scores, half as much again for the lists of the best of them; turned queries, and choices."""
     index = shape.index
     return 0 if index is None else 3 * SCORE_BYTES + step_rows * (2 * index.heads * index.dim + 4 * index.budget)
+
+
+SHARED_KEY_BYTES = 1 << 26  # of keys that are gathered at a time, and as many of an index's products
+
+
+def shared_kv_scratch_bytes(shape: SharedKv, hyper: Hyper | None, hidden: int, step_rows: int) -> int:
+    """Gathered keys twice in bfloat16 and in float32, an index's products three times. Of each row: queries as
+    projected and normed, results, and what turns of them in float32; streams before and after a block, and three times
+    in float32 while they mix."""
+    row = 2 * 3 * shape.heads * shape.dim + 4 * 4 * shape.heads * shape.rope.dims
+    streams = 0 if hyper is None else (2 * 2 + 3 * 4) * hyper.streams * hidden
+    return 9 * SHARED_KEY_BYTES + step_rows * (row + streams)
 
 
 def head_bytes(nope: int, rope: int, value: int, rows: int, tokens: int) -> int:

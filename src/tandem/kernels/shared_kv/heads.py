@@ -8,12 +8,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tandem.config.gpu_scratch import SHARED_KEY_BYTES
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.kernels.shared_kv.pool import Entries, Seen
 from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import SharedKvWeights, turn
-
-KEY_BYTES = 1 << 26  # of gathered keys at a time
 
 
 class Attend(Protocol):
@@ -77,14 +76,14 @@ class SharedKvHeads:
     def _attended(self, q: Tensor, tokens: Tensor, rows: StepRows, seen: Seen | None, entries: Tensor) -> Tensor:
         """[T, H, D]. tokens: `StepRows.joined`; entries: all pages' rows."""
         window, counts, order = self._keys(rows, seen)
-        width = window.shape[1] + (0 if seen is None else seen.entries.shape[1])
-        each = max(1, KEY_BYTES // (width * q.shape[2] * q.element_size()))
+        width = window.shape[1] + (0 if seen is None else seen.width)
+        each = max(1, SHARED_KEY_BYTES // (width * q.shape[2] * q.element_size()))
         out = torch.empty_like(q)
         for i in range(0, len(q), each):
             part = slice(i, i + each)
             keys = tokens[window[part]]
             if seen is not None:
-                keys = torch.cat((keys, entries[seen.entries[part]]), 1)
+                keys = torch.cat((keys, entries[seen.of(part)]), 1)
             if order is not None:
                 keys = keys.gather(1, order[part][:, :, None].expand(-1, -1, keys.shape[2]))
             out[part] = self._attend(q[part], keys, counts[part], self.shape.scale, self.weights.sinks)
@@ -94,7 +93,7 @@ class SharedKvHeads:
         """Where `joined` has the window of each row, how many keys it has in all, and the order in which those that
         count come first; None where they do so already."""
         pool, most = self.shape.pool, self.shape.window
-        kind = "window", most, None if pool is None else pool, None if seen is None else seen.entries.shape[1]
+        kind = "window", most, None if pool is None else pool, None if seen is None else seen.width
         return rows.once(kind, lambda: _keys(rows, seen, most))
 
 
@@ -104,7 +103,7 @@ def _keys(rows: StepRows, seen: Seen | None, most: int) -> tuple[Tensor, Tensor,
     window = rows.keys_of(most, most)[:, :width]
     if seen is None:
         return window, own, None
-    counts, entries = own + seen.counts, seen.entries.shape[1]
+    counts, entries = own + seen.counts, seen.width
     if not rows.static and (not entries or int(own.min()) == width):
         return window, counts, None
     each = torch.arange(width + entries, device=own.device)

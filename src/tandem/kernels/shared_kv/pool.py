@@ -7,18 +7,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.config.gpu_scratch import SHARED_KEY_BYTES
 from tandem.config.mechanisms.shared_kv import EntryIndex, Pool, SharedKv
 from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights, turn
 
-SCORE_BYTES = 1 << 26  # of an index's float32 products at a time
-
 
 class Seen(NamedTuple):
-    """Entries of each row: int64 [T, E], rows of the flattened pages, of which the first `counts` [T] are meant."""
+    """What rows see: `places` int64 [·, E] are rows of the flattened pages, of which the first counts [T] are meant.
+    whose [T]: which line of `places` is a row's; None: its own."""
 
-    entries: Tensor
+    places: Tensor
     counts: Tensor
+    whose: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        return int(self.places.shape[1])
+
+    def of(self, rows: slice) -> Tensor:
+        """[b, E] of some of the rows."""
+        return self.places[rows if self.whose is None else self.whose[rows]]
 
 
 class Entries:
@@ -69,19 +78,18 @@ class Entries:
     def chosen(self, seen: Seen, index: EntryIndex, query: tuple[Tensor, Tensor], rows: StepRows, keys: Tensor) -> Seen:
         """The best of `seen` for each row, in their own order, so that rounding does not depend on scores. query: q
         [T, Hi, Di] and weights [T, Hi], as projected; keys [pages, entries, Di]."""
-        if seen.entries.shape[1] <= index.budget:
+        if seen.width <= index.budget:
             return seen
         cos, sin = (table[rows.positions][:, None] for table in (self.weights.cos, self.weights.sin))
         q, weights = turn(query[0].float(), cos, sin), query[1].float() * (index.dim * index.heads) ** -0.5
-        there, width = keys.flatten(0, 1), seen.entries.shape[1]
-        each = max(1, SCORE_BYTES // (4 * width * (index.heads + index.dim)))
-        best = [
-            _best(there[seen.entries[i : i + each]], q[i : i + each], weights[i : i + each], seen.counts[i : i + each],
-                  index.budget)
-            for i in range(0, len(q), each)
-        ]  # fmt: skip
-        order = torch.cat(best)
-        return Seen(seen.entries.gather(1, order), seen.counts.clamp(max=index.budget))
+        there, best = keys.flatten(0, 1), []
+        each = max(1, SHARED_KEY_BYTES // (4 * seen.width * (index.heads + index.dim)))
+        for i in range(0, len(q), each):
+            part = slice(i, i + each)
+            places = seen.of(part)
+            order = _best(there[places], q[part], weights[part], seen.counts[part], index.budget)
+            best.append(places.gather(1, order))
+        return Seen(torch.cat(best), seen.counts.clamp(max=index.budget))
 
 
 def _best(keys: Tensor, q: Tensor, weights: Tensor, counts: Tensor, budget: int) -> Tensor:
@@ -107,7 +115,7 @@ def _all_seen(rows: StepRows, stride: int, page: int) -> Seen:
     width = rows.tables.shape[1] * page if rows.static else int(counts.max())
     each = torch.arange(width, device=counts.device)
     places = rows.tables[:, each // page] * page + each % page
-    return Seen(places[rows.sequence], counts)
+    return Seen(places, counts, rows.sequence)
 
 
 def _twice(widths: tuple[int, ...]) -> list[int]:

@@ -1,0 +1,182 @@
+"""Whole models of shared keys, pooled entries and mixed streams, on a GPU or in Triton's interpreter.
+
+On a GPU the reference is the same model in float32 on the CPU, which is compared with Transformers elsewhere, and the
+tolerance is the error that bfloat16 has there, half as much again. The interpreter computes in float32, against
+Transformers. Where bfloat16 is measured, every expert and entry is chosen: other choices are no errors of arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
+from gpu_sessions import DECODED, PROMPT, ROWS, Session, on_the_cpu, rms
+from sessions import Session as PlainSession
+from sessions import ours, reference, worst
+from tandem import LLM, SamplingParams, _core
+from tandem.config.mechanisms.shared_kv import EntryIndex, Pool, SharedKv
+from tandem.config.rope import Rope
+from tandem.engine.llm import Generation
+from tandem.engine.state.slots import SlotPool
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.reference import TorchOps
+from tandem.kernels.shared_kv.heads import Projected, SharedKvHeads, plain_attend
+from tandem.kernels.shared_kv.rows import StepRows, step_rows
+from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights
+from tandem.models.batch import ForwardBatch
+
+if AVAILABLE:
+    from tandem.kernels.gpu.ops import GpuOps
+
+pytestmark = [pytest.mark.gpu, needs_triton]
+ALL_CHOSEN = "deepseek_v4-every"
+ANSWER = 12  # tokens
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="bfloat16 on a GPU")
+@pytest.mark.parametrize("static", [False, True], ids=["prompts", "graphs"])
+@pytest.mark.parametrize("variant", ["deepseek_v4", "deepseek_v4-narrow"])
+def test_float32_logits_equal_transformers(
+    tiny_models, monkeypatch: pytest.MonkeyPatch, variant: str, static: bool
+) -> None:
+    """Prompts in chunks, several sequences together, decode steps; experts are plain torch's."""
+    ops = GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1]), "scalar"))
+    for name in ("experts", "mlp"):
+        monkeypatch.setattr(ops, name, getattr(TorchOps(), name))
+    if static:
+        monkeypatch.setattr(StepRows, "static", property(lambda rows: rows.alone))
+    session = PlainSession(tiny_models[variant], ops=ops)
+    assert worst(ours(session), reference(tiny_models[variant])) < 1e-4
+
+
+def check(path: Path, got: torch.Tensor, first: int = 0) -> None:
+    exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
+    assert rms(got, exact[:, first:]) < 1.5 * rms(theirs[:, first:], exact[:, first:])
+
+
+@needs_cuda
+@pytest.mark.parametrize("together", [True, False], ids=["batch8", "batch1"])
+@pytest.mark.parametrize("graphs", [(), (1, 8)], ids=["kernels", "graphs"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_placement_does_not_change_the_logits(tiny_models, share, graphs, together) -> None:
+    check(tiny_models[ALL_CHOSEN], Session(tiny_models[ALL_CHOSEN], share, graphs).logits(together))
+
+
+@needs_cuda
+def test_cut_prompts_go_on_from_their_state(tiny_models) -> None:
+    """Then they are computed anew, as after preemption, in slots that hold something else."""
+    path, everyone = tiny_models[ALL_CHOSEN], list(range(ROWS))
+    session = Session(path, 0.5, (1, 8))
+    parts = [session.step(everyone, first, count) for first, count in ((0, 3), (3, 9), (12, PROMPT - 12))]
+    check(path, torch.cat([*parts, *session.decoded(everyone)], 1))
+    again = torch.cat(
+        [session.step(everyone, 0, PROMPT + 4), session.step(everyone, PROMPT + 4, DECODED - 4)], 1
+    )
+    check(path, again)
+
+
+@needs_cuda
+@pytest.mark.parametrize("variant", ["deepseek_v4", ALL_CHOSEN])
+def test_a_graph_is_filled_up_with_copies_that_change_nothing(tiny_models, variant: str) -> None:
+    """Three rows in a graph of eight give the bits that they give among eight, step after step."""
+    whole, few = (Session(tiny_models[variant], 0.5, (8,)) for _ in range(2))
+    for session in (whole, few):
+        session.step(list(range(ROWS)), 0, PROMPT)
+    for i in range(DECODED):
+        expected = whole.step(list(range(ROWS)), PROMPT + i, 1)
+        assert torch.equal(few.step([0, 1, 2], PROMPT + i, 1), expected[:3])
+
+
+@needs_cuda
+def test_a_snapshot_on_the_device_is_the_state(tiny_models) -> None:
+    session, everyone = Session(tiny_models[ALL_CHOSEN], 0.5, (1, 8)), list(range(ROWS))
+    pool, spare = SlotPool(session.slots), ROWS + 1
+    session.step(everyone, 0, PROMPT)
+    pool.copy(3, spare)  # of sequence 2
+    first = torch.cat(session.decoded([2]), 1)
+    pool.copy(spare, 3)
+    assert torch.equal(torch.cat(session.decoded([2]), 1), first)
+
+
+SHAPE = SharedKv(4, 32, 24, 6, Rope(1e4, 8, pairs="neighbours"), 2, 16, 1e-6, Pool(4, True, EntryIndex(8, 16, 3)))
+STEPS = ((0, 9), (9, 17), *((i, i + 1) for i in range(17, 40)))  # of a sequence: rows of each step
+
+
+def heads(device: torch.device) -> SharedKvHeads:
+    g = torch.Generator().manual_seed(1)
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g).to(device)
+
+    groups, angles = made(2, 16, 64), torch.arange(64)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
+    pools = tuple(PoolWeights(made(8, width), made(width)) for width in (32, 16))
+    cos, sin = angles.cos().to(device), angles.sin().to(device)
+    weights = SharedKvWeights(cos, sin, made(4), groups, pools)
+    return SharedKvHeads(SHAPE, weights, plain_attend, lambda x: torch.einsum("tgk,gnk->tgn", x, groups))
+
+
+def walked(device: torch.device) -> torch.Tensor:
+    """Two sequences from their first token on; every array is NaN before it is written."""
+    g, attention, results = torch.Generator().manual_seed(2), heads(device), []
+    sizes = (3, 6, 32), (3, 8, SHAPE.pool.inputs(32)), (24, 1, 32), (24, 1, 16)
+    states = [torch.full(size, float("nan"), device=device) for size in sizes]
+    for first, last in STEPS:
+        count, positions = last - first, torch.arange(first, last).repeat(2)
+        tables = torch.arange(12, dtype=torch.int32) + torch.tensor([[0], [12]], dtype=torch.int32)
+        whose = torch.arange(2).repeat_interleave(count)
+        batch = ForwardBatch(
+            positions, positions, tables[whose, positions // 4].long() * 4 + positions % 4,
+            torch.arange(3, dtype=torch.int32) * count, torch.full((2,), last, dtype=torch.int32), tables, positions,
+            torch.tensor([1, 2], dtype=torch.int32),
+        )  # fmt: skip
+        there = replace(batch, **{f.name: getattr(batch, f.name).to(device) for f in fields(batch)[:-1]})
+        widths = 128, 32, SHAPE.pool.inputs(32), 128, 8
+        rows = Projected(*(torch.randn(2 * count, width, generator=g).to(device) for width in widths))
+        results.append(attention(rows, step_rows(there), states[0], tuple(states[1:])).cpu())
+    return torch.cat(results)
+
+
+@needs_cuda
+def test_shared_keys_on_a_gpu_are_those_of_the_cpu() -> None:
+    """Prompts in pieces and single tokens, whose shapes are fixed on a GPU; an index that leaves out seven of ten
+    entries. Sums of 128 float32 products are divided in other ways."""
+    expected, got = walked(torch.device("cpu")), walked(torch.device("cuda"))
+    assert (got - expected).abs().max() < 128 * 2.0**-24 * 16 * float(expected.abs().max())
+
+
+def logprobs(path: Path, dtype: str, texts: list[list[int]], answered: int) -> torch.Tensor:
+    """Of the last `answered` tokens of each text, all computed at once on the CPU."""
+    llm = LLM(str(path), device="cpu", dtype=dtype, kt_cpuinfer=2, max_total_tokens=1024)
+    scored = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    return torch.tensor([[token.logprob for token in one.prompt_logprobs[-answered:]] for one in scored])
+
+
+def check_answers(path: Path, prompts: list[list[int]], answers: list[Generation]) -> None:
+    """What the engine says of its tokens is what float32 says of them, as nearly as bfloat16 on the CPU does."""
+    texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
+    exact, theirs = (logprobs(path, dtype, texts, ANSWER) for dtype in ("float32", "bfloat16"))
+    got = torch.tensor([[token.logprob for token in answer.logprobs] for answer in answers])
+    assert rms(got, exact) < 2 * rms(theirs, exact)
+
+
+@needs_cuda
+def test_answers_from_snapshots_and_after_preemption(tiny_models) -> None:
+    path, sampling = tiny_models[ALL_CHOSEN], SamplingParams(
+        temperature=0.0, max_tokens=ANSWER, ignore_eos=True, logprobs=0
+    )
+    flags = {"device": "cuda", "kt_cpuinfer": 2, "kt_gpu_experts_ratio": 0.5, "max_running_requests": 4}
+    cached = LLM(str(path), **flags, page_size=4)  # which becomes 8, as the strides want
+    prompts = [list(range(40, 90))]
+    answers = cached.generate(prompts, sampling)
+    prompts.append([*prompts[0], *answers[0].token_ids, 7, 8, 9])
+    answers += cached.generate(prompts[1:], sampling)
+    assert answers[1].cached_tokens >= len(prompts[1]) - 3 - 2 * 8
+    tight = LLM(str(path), **flags, page_size=8, max_total_tokens=160)
+    many = [[*range(40, 80), n] for n in range(6)]
+    answers += tight.generate(many, sampling)
+    assert tight.engine.stats().preemptions > 0
+    check_answers(path, [*prompts, *many], answers)
