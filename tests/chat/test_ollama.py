@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import ollama
@@ -12,6 +13,7 @@ from echo_tokenizer import EchoTokenizer
 from server_harness import LocalServer
 from server_requests import run, user
 from tandem.errors import EngineError
+from tandem.server.ollama import routes
 from tandem.server.ollama.writer import OllamaWriter
 from tool_outputs import ARGUMENTS, OPENAI_TOOLS, OUTPUTS
 
@@ -152,6 +154,20 @@ def test_options_that_change_nothing_are_named():
         assert "x-tandem-ignored" not in stays.headers
 
     run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("given", "zero"),
+    [(0, True), ("0", True), ("0s", True), ("0m0.0s", True), ("-0", True), ("5m", False), ("0m5s", False)],
+)
+def test_a_duration_of_nothing(given: object, zero: bool):
+    assert routes._is_zero(given) == zero
+
+
+def test_a_long_duration_of_nothing_is_read_in_no_time():
+    began = time.perf_counter()
+    assert not routes._is_zero("0" * 50 + "!") and not routes._is_zero("0" * 100_000 + "!")
+    assert time.perf_counter() - began < 1.0  # it was 2^50 steps
 
 
 def test_a_model_that_stays_is_not_told_as_unloaded():

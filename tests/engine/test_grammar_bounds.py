@@ -334,6 +334,17 @@ def compiled_by(made: GrammarCompiler, pattern: str) -> CompiledGrammar:
     return made.take(one)
 
 
+def test_refused_grammars_are_forgotten(model) -> None:
+    """Their texts, too, take memory."""
+    made = GrammarCompiler(model._grammars._compiler._read)
+    one = made.ask(Grammar("ebnf", "root ::= nobody"))
+    assert one.future.exception(60)
+    with pytest.raises(RequestError):
+        made.take(one)
+    assert not made._known
+    made.close()
+
+
 def test_an_answer_that_has_ended_uses_no_grammar(model) -> None:
     for change in ({}, {"max_tokens": 1}, {"stop": ("1",), "logit_bias": {ord("1"): 99.0}}):
         run(model, request("x", DIGITS, n=3, **change))

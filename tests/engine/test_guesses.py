@@ -15,6 +15,8 @@ from plans import MODEL, machine
 from tandem.config import EngineConfig, resolve
 from tandem.config.model_config import ForeignCode
 from tandem.config.speculation.choice import speculation, speculation_notices
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.sequence import Chunk
 from tandem.engine.speculation import ngram
 from tandem.engine.speculation.draft import Draft
 from tandem.engine.speculation.governor import PROBE_EVERY, FixedWidth, Governor
@@ -221,6 +223,16 @@ def test_sequences_share_a_step_s_rows_by_their_chances() -> None:
 
 def plan_of(*argv: str, device: str = "cpu"):
     return resolve(EngineConfig.from_args(["demo", "--device", device, *argv]), MODEL, machine())
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_more_sequences_than_rows_get_no_guesses(rows: int) -> None:
+    """`room` would be below 0: nobody is asked."""
+    asked = SimpleNamespace(guesses=lambda sequences, room: pytest.fail(f"asked for {room}"))
+    scheduler = object.__new__(Scheduler)
+    scheduler._guesser, scheduler._most_guess_rows = asked, rows
+    chunks = [Chunk(SimpleNamespace(), 1, 1)] * 4
+    assert scheduler._with_guesses(chunks) is chunks
 
 
 def test_flags_make_a_plan() -> None:

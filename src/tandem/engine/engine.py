@@ -35,6 +35,7 @@ from tandem.engine.state.slots import SlotPool
 from tandem.engine.state.store import StateStore
 from tandem.engine.turns import Turn, turns_of
 from tandem.errors import RequestError
+from tandem.experts.usage.recorder import ExpertRecorder
 from tandem.kernels.free_memory import return_free_memory
 
 _log = logging.getLogger(__name__)
@@ -201,6 +202,8 @@ class Engine:
             self._runner.after_failure()
             if self._recorder is not None:
                 self._recorder.after_failure()
+            if self._speculation is not None:
+                self._speculation.failed()
             outputs += [self._fail(chunk, error) for chunk in chunks]
         seconds = perf_counter() - started
         if self._speculation is not None:
@@ -270,9 +273,7 @@ class Engine:
         while going:  # once, and again for those whose guess was right
             tokens = self._chosen(logits, going)
             going = [turn for turn, sampled in zip(going, tokens, strict=False) if self._settle(turn, sampled)]
-        count_step(self._meter, self._recorder, turns)
-        if self._speculation is not None:
-            self._speculation.learn(turns)
+        _note(turns, self._meter, self._recorder, self._speculation)
         return [output for turn in turns if (output := turn.output) is not None]
 
     def _chosen(self, logits: Logits, turns: list[Turn]) -> list[Sampled]:
@@ -332,3 +333,15 @@ class Engine:
                 id=name, index=index, text="", token_ids=[], finish_reason="error", error=text
             )
         return self._end(answer, output, keep=False)
+
+
+def _note(
+    turns: list[Turn], meter: ExpertMeter | None, recorder: ExpertRecorder | None, guesses: Speculation | None
+) -> None:
+    """For statistics and guesses: what goes wrong here costs nobody an answer."""
+    try:
+        count_step(meter, recorder, turns)
+        if guesses is not None:
+            guesses.learn(turns)
+    except Exception:
+        _log.exception("a step was not counted")

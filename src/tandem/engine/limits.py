@@ -27,7 +27,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "xtc_threshold": (0.0, 1.0, True),
     "dry_multiplier": (0.0, 100.0, True),
     "dry_base": (1.0, 100.0, True),
-    "dry_allowed_length": (1, math.inf, True),
+    "dry_allowed_length": (1, 2**31, True),
     "dry_penalty_last_n": (-1, math.inf, True),
     "repetition_penalty": (0.01, 100.0, True),  # beyond this logits leave float32's range
     "presence_penalty": (-100.0, 100.0, True),

@@ -86,13 +86,14 @@ class Scheduler:
         return self._with_guesses(chunks) if chunks and len(chunks) == decoding else chunks
 
     def _with_guesses(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Decode rows, and behind them rows of guesses. Nobody loses a page for a guess."""
-        if self._guesser is None:
+        """Decode rows, and behind them rows of guesses. Nobody loses a page for a guess: each can have its next one."""
+        room = self._most_guess_rows - len(chunks)
+        if self._guesser is None or room <= 0:
             return chunks
-        found = self._guesser.guesses([c.sequence for c in chunks], self._most_guess_rows - len(chunks))
+        found = self._guesser.guesses([c.sequence for c in chunks], room)
         return [
             Chunk(c.sequence, 1 + len(guesses), 1 + len(guesses), guesses)
-            if guesses and self._store.grow(c.sequence, len(guesses))
+            if guesses and self._store.grow(c.sequence, len(guesses), left=len(chunks))
             else c
             for c, guesses in zip(chunks, found, strict=True)
         ]

@@ -88,15 +88,24 @@ class GrammarCompiler:
         without a field, where the grammar cannot be compiled in bounded time and memory; EngineError where nothing can,
         or where others take the memory of all."""
         one.waiting -= 1
-        compiled = one.future.result()
-        if compiled.nbytes > self._most_bytes:
-            raise RequestError(f"its compiled form has more than {self._most_bytes >> 20} MiB")
+        compiled = self._result(one)
         if not self._make_room(one):
             self._drop(one)
             raise EngineError(
                 f"the grammars of running requests take all of the {self._most_bytes >> 20} MiB that compiled ones may "
                 "take; try again"
             )
+        return compiled
+
+    def _result(self, one: Compilation) -> CompiledGrammar:
+        """A grammar that was refused is forgotten: its text, too, is up to half a MiB."""
+        try:
+            compiled = one.future.result()
+            if compiled.nbytes > self._most_bytes:
+                raise RequestError(f"its compiled form has more than {self._most_bytes >> 20} MiB")
+        except Exception:
+            self._drop(one)
+            raise
         return compiled
 
     def close(self) -> None:

@@ -74,13 +74,17 @@ def target(schema: Any, ref: Any, place: str) -> Any:
 
 
 def ending_of(refs: dict[str, Any], rounds: int) -> set[str]:
-    """References that something finite matches. One that takes more rounds to find out counts as such."""
+    """References that something finite matches. One that takes more rounds to find out counts as such. A part is looked
+    at once a round, however many references spell it."""
+    spellings: dict[int, list[str]] = {}
+    for ref, part in refs.items():
+        spellings.setdefault(id(part), []).append(ref)
     ending: set[str] = set()
     for _ in range(rounds):
-        more = {ref for ref, part in refs.items() if ref not in ending and ends(part, ending)}
+        more = [each for each in spellings.values() if each[0] not in ending and ends(refs[each[0]], ending)]
         if not more:
             return ending
-        ending |= more
+        ending.update(*more)
     return set(refs)
 
 

@@ -64,6 +64,10 @@ class Speculation:
             self._note(turn)
         self._step = len(turns), sum(len(t.chunk.guesses) for t in turns), sum(t.tokens for t in turns)
 
+    def failed(self) -> None:
+        """The step that was asked for: nothing is learnt from it."""
+        self._asked, self._step = False, None
+
     def timed(self, seconds: float) -> None:
         """The step that has been learnt from took so long."""
         if self._step is None:

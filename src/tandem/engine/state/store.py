@@ -43,11 +43,11 @@ class StateStore:
         sequence.advance(len(cached) * self.pages.page_size)
         return True
 
-    def grow(self, sequence: Sequence, guesses: int = 0) -> bool:
-        """Pages for the tokens known now and so many guesses. False where there are too few; then nothing has
-        changed."""
+    def grow(self, sequence: Sequence, guesses: int = 0, left: int = 0) -> bool:
+        """Pages for the tokens known now and so many guesses. False where fewer than `left` would be left for others;
+        then nothing has changed."""
         wanted = sequence.pages_wanted(guesses) - sequence.num_pages
-        if self.pages.available < wanted:
+        if wanted > 0 and self.pages.available < wanted + left:
             return False
         if wanted > 0:
             sequence.add_pages(self.pages.allocate(wanted))
