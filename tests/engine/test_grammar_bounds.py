@@ -26,6 +26,7 @@ from tandem.engine.grammar.compiler import GrammarCompiler
 from tandem.engine.grammar.matcher import GrammarMatcher
 from tandem.engine.grammar.process import Cancellation, CompilerProcess, allowed_cpus
 from tandem.engine.grammar.vocabulary import Vocabulary
+from tandem.engine.llm import LLM
 from tandem.engine.protocol import Grammar, SamplingParams
 from tandem.engine.sampling.masks import allows, bits_but, bits_of
 from tandem.engine.text.token_table import TokenTable
@@ -199,6 +200,16 @@ def test_too_many_wait(model, monkeypatch) -> None:
         assert one.future.result(60)
     assert made.ask(Grammar("regex", "d")).future.result(60)
     made.close()
+
+
+def test_a_list_of_prompts_may_have_more_grammars(model, monkeypatch) -> None:
+    """In one's own process the others wait: nobody else is kept from anything."""
+    monkeypatch.setattr(compiler, "MOST_WAITING", 1)
+    patterns = [f"{letter}[0-9]{{2}}" for letter in "pqrstu"]
+    params = [SamplingParams(grammar=Grammar("regex", each)) for each in patterns]
+    made = LLM.from_engine(model).generate([[63]] * len(patterns), params, progress=False)
+    for each, pattern in zip(made, patterns, strict=True):
+        assert re.fullmatch(pattern, each.text) and each.finish_reason == "stop"
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from tandem.engine.llm_input import (
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenLogprob, TokenOutput
 from tandem.engine.start.model_files import prepare
 from tandem.engine.start.progress import Progress
-from tandem.errors import EngineError, RequestError
+from tandem.errors import BusyError, EngineError, RequestError
 
 
 @dataclass(slots=True)
@@ -78,11 +78,12 @@ class LLM:
             if notice not in config.notices():
                 warnings.warn(notice, stacklevel=2)
         self._requests = 0
+        self._early: list[TokenOutput] = []  # outputs of steps that made room for further prompts
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:
         llm = cls.__new__(cls)
-        llm.engine, llm._requests = engine, 0
+        llm.engine, llm._requests, llm._early = engine, 0, []
         return llm
 
     def generate(
@@ -141,18 +142,29 @@ class LLM:
             self._requests += 1
             names.append(str(self._requests))
             try:
-                self.engine.add(GenerateRequest(id=names[-1], prompt_ids=prompt_ids, sampling=one))
+                self._add(GenerateRequest(id=names[-1], prompt_ids=prompt_ids, sampling=one))
             except BaseException:
                 self._empty()
                 raise
         return names
 
+    def _add(self, request: GenerateRequest) -> None:
+        """Where too much waits already, until less does."""
+        while True:
+            try:
+                return self.engine.add(request)
+            except BusyError:
+                self._early += self.engine.step()
+
     def _empty(self) -> None:
         """For the next call."""
+        self._early = []
         self.engine.abort("")
         self.engine.step()
 
     def _outputs(self) -> Iterator[TokenOutput]:
+        early, self._early = self._early, []
+        yield from early
         while self.engine.has_work():
             yield from self.engine.step()
 
