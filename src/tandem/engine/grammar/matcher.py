@@ -22,8 +22,8 @@ class GrammarMatcher:
     """
 
     __slots__ = (
-        "__weakref__", "_allowance", "_compiled", "_end_bits", "_ends", "_inner", "_may_end", "_room", "_text_bits",
-        "ended", "mask",
+        "__weakref__", "_allowance", "_compiled", "_end_bits", "_ends", "_going_bits", "_inner", "_may_end", "_room",
+        "_rows", "_text_bits", "ended", "mask",
     )  # fmt: skip
 
     def __init__(self, compiled: CompiledGrammar, sampling: SamplingParams) -> None:
@@ -34,14 +34,18 @@ class GrammarMatcher:
         self._compiled, self._inner = compiled, xgrammar.GrammarMatcher(compiled.inner)
         self._ends = _end_ids(compiled, sampling)
         self._end_bits = bits_of(self._ends, vocabulary.size)
-        self._text_bits = compiled.text_bits & ~self._end_bits
+        self._going_bits = ~self._end_bits
+        self._text_bits = compiled.text_bits & self._going_bits
         self._may_end = not sampling.ignore_eos
         self._allowance = Allowance()
         self._room = np.zeros(vocabulary.inner_words, dtype=np.int32)
+        self._rows = torch.from_numpy(self._room[None])  # the same memory, as xgrammar takes it
         self.ended = False
         self.mask: TokenMask = np.zeros(mask_words(vocabulary.size), dtype=np.int32)
         compiled.users.add(self)
+        began = thread_time()
         self._look_ahead()
+        self._spend(began)
 
     def accept(self, token_id: int) -> None:
         """The answer's next token. Raises EngineError for one that `mask` does not allow, or after which nothing
@@ -51,8 +55,10 @@ class GrammarMatcher:
         if token_id in self._ends:
             self.ended = True
             return
+        began = thread_time()
         self._advance(token_id)
         self._look_ahead()
+        self._spend(began)
 
     def masks_after(self, drafts: Rows[int]) -> list[TokenMask]:
         """`mask`, and those of the rows behind each of the drafted tokens, up to the first that does not match or ends
@@ -61,10 +67,12 @@ class GrammarMatcher:
         for token_id in drafts:
             if token_id in self._ends or not allows(masks[-1], token_id):
                 break
+            began = thread_time()
             self._advance(token_id)
             taken += 1
             mask = np.zeros_like(self.mask)
             self._fill(mask)
+            self._spend(began)
             if not mask.any():
                 break
             masks.append(mask)
@@ -84,15 +92,12 @@ class GrammarMatcher:
         return spent
 
     def _advance(self, token_id: int) -> None:
-        began = thread_time()
-        taken = self._inner.accept_token(token_id)
-        self._spend(began, tokens=0)
-        if not taken:
+        if not self._inner.accept_token(token_id):
             raise EngineError(f"token {token_id} does not match the request's grammar")
 
     def _look_ahead(self) -> None:
         complete = self._fill(self.mask)
-        if (self.mask & ~self._end_bits).any():
+        if (self.mask & self._going_bits).any():
             return
         if not complete:
             raise EngineError("no token of this model continues an answer that matches the request's grammar")
@@ -100,10 +105,7 @@ class GrammarMatcher:
 
     def _fill(self, mask: TokenMask) -> bool:
         """In place. Whether the answer is complete as it is; only then end tokens may come."""
-        began = thread_time()
-        limited = self._inner.fill_next_token_bitmask(torch.from_numpy(self._room[None]))
-        self._spend(began, tokens=1)
-        if not limited:
+        if not self._inner.fill_next_token_bitmask(self._rows):
             self._room.fill(-1)
         word, bit = self._compiled.vocabulary.stop
         complete = bool(int(self._room[word]) & bit)
@@ -112,9 +114,10 @@ class GrammarMatcher:
             mask |= self._end_bits
         return complete
 
-    def _spend(self, began: float, tokens: int) -> None:
+    def _spend(self, began: float) -> None:
+        """For one token."""
         try:
-            self._allowance.spend(thread_time() - began, tokens)
+            self._allowance.spend(thread_time() - began, 1)
         except GrammarTooSlow:
             self._compiled.too_slow = True  # the next request would hold up the others as long
             raise
