@@ -1,0 +1,58 @@
+"""Families that are data over known mechanisms, on a GPU or in Triton's interpreter.
+
+Every expert is chosen where routers choose with a bias: rounding changes who is chosen, which says nothing of kernels.
+On a GPU the reference is the same model in float32 on the CPU, which is compared with Transformers elsewhere, and the
+tolerance is the error that bfloat16 has there, half as much again. The interpreter computes in float32, against
+Transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
+from gpu_sessions import Session, on_the_cpu, rms
+from sessions import Session as PlainSession
+from sessions import ours, reference, worst
+from tandem import _core
+from tandem.checkpoint import load_model_config
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.reference import TorchOps
+
+if AVAILABLE:
+    from tandem.kernels.gpu.ops import GpuOps
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.gpu, needs_triton]
+VARIANTS = ["dots1-window", "ernie4_5_moe", "glm4_moe_lite", "hy_v3", "laguna", "minimax_m2", "mistral4"]
+
+
+def path_of(tiny_models, variant: str) -> Path:
+    chosen = tiny_models[variant]
+    return tiny_models.unchosen(variant) if load_model_config(chosen).moe.router.has_bias else chosen
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="bfloat16 on a GPU")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_float32_logits_equal_transformers(tiny_models, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    """Prompts in chunks, several sequences together, decode steps; experts are plain torch's."""
+    ops = GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1]), "scalar"))
+    for name in ("experts", "mlp"):
+        monkeypatch.setattr(ops, name, getattr(TorchOps(), name))
+    assert worst(ours(PlainSession(tiny_models[variant], ops=ops)), reference(tiny_models[variant])) < 1e-4
+
+
+@needs_cuda
+@pytest.mark.parametrize("together", [True, False], ids=["batch8", "batch1"])
+@pytest.mark.parametrize("graphs", [(), (1, 8)], ids=["kernels", "graphs"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_placement_does_not_change_the_logits(tiny_models, variant, share, graphs, together) -> None:
+    path = path_of(tiny_models, variant)
+    exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
+    got = Session(path, share, graphs).logits(together)
+    assert rms(got, exact) < 1.5 * rms(theirs, exact)
