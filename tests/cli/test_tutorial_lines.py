@@ -78,6 +78,7 @@ def places(tmp_path_factory) -> dict[str, Path]:
     for name, family, more in (
         ("deepseek", "deepseek_v3", {"num_attention_heads": 4, "num_key_value_heads": 4, "v_head_dim": 32}),
         ("qwen", "qwen3_moe", {}),
+        ("v4", "deepseek_v4-hub", {"compress_ratios": [0, 4]}),
     ):
         model_type, changes = VARIANTS[family]
         VARIANTS[name] = (model_type, changes | SIZES | more)
@@ -89,11 +90,11 @@ def places(tmp_path_factory) -> dict[str, Path]:
     def gptq_beside_fp8(module: str) -> str | None:
         return "gptq" if ".experts." in module else "fp8 blocks of 64" if module.endswith("o_proj") else None
 
-    plain = folder / "deepseek"
     made = {
-        "deepseek": gptq_beside_fp8, "int8": experts_only("int8 per channel"), "flash": experts_only("mxfp4 packed"),
+        "deepseek": gptq_beside_fp8, "int8": experts_only("int8 per channel"), "flash": experts_only("mxfp4 deepseek"),
     }  # fmt: skip
-    found = {name: save_quantised(plain, folder / f"made-{name}", choice)[0] for name, choice in made.items()}
+    plain = {name: folder / ("v4" if name == "flash" else "deepseek") for name in made}
+    found = {name: save_quantised(plain[name], folder / f"made-{name}", made[name])[0] for name in made}
     return found | {"qwen": folder / "qwen", "stats": folder / "activation_stats.pt"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,15 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from plans import reason, with_gpu
 from sessions import Session, worst
 from stored_formats import Made, fp4_deepseek, fp8_blocks
 from tandem import LLM, SamplingParams, _core
 from tandem.checkpoint import open_checkpoint
-from tandem.config import EngineConfig, ModelConfig, resolve
+from tandem.cli.app import app
+from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kernels.cpu_ops import CpuOps
@@ -221,3 +224,23 @@ def test_a_gpu_takes_it_whatever_backend_is_asked_for(tiny_models) -> None:
     scratch = next(e.nbytes for ledger in made.ledgers for e in ledger.entries if e.name == "prompt scratch")
     row = 2 * 3 * 4 * 64 + 4 * 4 * 4 * 16 + 16 * 4 * 64  # queries, what turns of them, four streams
     assert scratch == 9 * (64 << 20) + 512 * row
+
+
+def test_the_tutorial_s_conversion_is_served_beside_the_checkpoint(both: tuple[Path, Path], tmp_path: Path) -> None:
+    """Experts from MXFP4 to int4; what is dense stays the hub's. The answers are those of the converted numbers."""
+    hub, out = both[0], tmp_path / "AMXINT4"
+    line = f"""convert --input-path {hub} --input-type fp4 --output {out} --quant-method int4 --cpuinfer-threads 2
+      --threadpool-count 1 --no-merge-safetensor"""
+    done = CliRunner().invoke(app, shlex.split(line))
+    assert done.exit_code == 0, done.output
+    llm = LLM(str(hub), device="cpu", dtype="float32", kt_cpuinfer=2, max_total_tokens=512, kt_weight_path=str(out),
+              kt_method="AMXINT4")  # fmt: skip
+    assert "int4" in reason_of(llm.engine.plan, "expert format")
+    sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    alone = LLM(str(out), device="cpu", dtype="float32", kt_cpuinfer=2, max_total_tokens=512)
+    answers = [each.generate([list(range(30, 70))], sampling)[0].token_ids for each in (llm, alone)]
+    assert answers[0] == answers[1]
+
+
+def reason_of(plan: Plan, name: str) -> str:
+    return next(decision.value for decision in plan.decisions if decision.name == name)
