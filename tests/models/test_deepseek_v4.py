@@ -18,6 +18,7 @@ from plans import reason, with_gpu
 from sessions import Session, worst
 from stored_formats import Made, fp4_deepseek, fp8_blocks
 from tandem import LLM, SamplingParams, _core
+from tandem.bench.architectures import named_subject
 from tandem.checkpoint import open_checkpoint
 from tandem.cli.app import app
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
@@ -244,3 +245,11 @@ def test_the_tutorial_s_conversion_is_served_beside_the_checkpoint(both: tuple[P
 
 def reason_of(plan: Plan, name: str) -> str:
     return next(decision.value for decision in plan.decisions if decision.name == name)
+
+
+def test_the_plan_of_the_whole_model_before_it_is_downloaded() -> None:
+    """Its experts in MXFP4 and the rest mostly in fp8: what config.json says, without an index. 147 GB of experts."""
+    model, stored = named_subject("deepseek-v4-flash")
+    assert stored.experts.name == "mxfp4" and "fp8" in stored.dense.name
+    experts = model.expert_bytes("stored", stored.experts) * model.routed_experts
+    assert round(experts / 1e9) == 147

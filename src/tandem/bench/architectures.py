@@ -92,6 +92,18 @@ CONFIGS = {
     "qwen3-coder-480b-a35b": _qwen3(6144, 62, 96, 8, 160, 8, 2560),
     "glm-4.5-air": _glm(4096, 46, 1, 128, 1408, 10944, False, 1.0),
     "glm-4.6": _glm(5120, 92, 3, 160, 1536, 12288, True, 2.5),
+    "deepseek-v4-flash": {
+        "model_type": "deepseek_v4", "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64,
+        "num_key_value_heads": 1, "head_dim": 512, "q_lora_rank": 1024, "qk_rope_head_dim": 64, "o_groups": 8,
+        "o_lora_rank": 1024, "sliding_window": 128, "compress_ratios": [0, 0, *[4, 128] * 20, 4], "index_topk": 512,
+        "n_routed_experts": 256, "num_experts_per_tok": 6, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+        "num_hash_layers": 3, "hc_mult": 4, "hc_sinkhorn_iters": 20, "vocab_size": 129280, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1048576, "expert_dtype": "fp4", "rope_scaling": {
+            "type": "yarn", "factor": 16.0, "original_max_position_embeddings": 65536, "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+        "quantization_config": {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]},
+    },
     "gpt-oss-120b": _gpt_oss(36, 128),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "mixtral-8x7b": _mixtral(4096, 32, 32, 14336, 32000, 32768),

@@ -25,6 +25,7 @@ from tandem.bench.probes import GpuSpeeds, gpu_speeds
 from tandem.bench.rows import machine_name, stamp
 from tandem.config import Machine, ModelConfig
 from tandem.config.layers import Gqa, Latent
+from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.engine.start.loader import use_one_torch_thread
 from tandem.errors import ConfigError
 from tandem.models import ForwardBatch
@@ -108,6 +109,8 @@ def _attention_flops(mixer: object, tokens: int) -> float:
         looked = pairs - outside * (outside + 1) / 2
         heads = mixer.heads * (mixer.nope_dim + mixer.rope_dim + mixer.value_dim)
         return 2.0 * (looked * heads + pairs * mixer.scored_channels)
+    if isinstance(mixer, SharedKv):
+        return 4.0 * tokens * mixer.keys_seen(tokens // 2) * mixer.heads * mixer.dim
     return 0.0
 
 

@@ -82,6 +82,8 @@ def _guesses(
     kinds = _kinds(index.names) if index.names else _kinds_by_config(hints)
     plain = QuantFormat(PLAIN.get(str(config.get("torch_dtype") or config.get("dtype")), "bf16"))
     experts = _formats(kinds["experts"], hints, config, plain)
+    if config.get("expert_dtype") == "fp4":
+        experts.sort(key=lambda fmt: fmt.kind != "mxfp4")
     dense = _formats(kinds["dense"], hints, config, plain)
     shared = _formats(kinds["shared"], hints, config, plain)
     for i in range(max(len(dense), len(shared))):
