@@ -63,6 +63,11 @@ def test_parameters_are_counted_as_transformers_counts_them(variant):
         "A_log",
         "linear_attn.norm",
         "sinks",
+        "q_a_norm",
+        "kv_norm",
+        "_hc.base",
+        "_hc.scale",
+        "hc_head",
     )  # not counted: no planner needs them
     counted = sum(p.numel() for n, p in model.named_parameters() if not any(s in n for s in small))
     embedding = 0 if config.tied_embeddings else config.vocab * config.hidden

@@ -18,7 +18,7 @@ from tandem.errors import ConfigError
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 KINDS = (SLIDING, SPARSE, HEAVY)
-RATIOS = {0: SLIDING, 4: SPARSE, 128: HEAVY}
+RATIOS = {"0": SLIDING, "4": SPARSE, "128": HEAVY}
 """Of `compress_ratios`, which has an entry for each layer, and for draft layers behind them."""
 
 STRIDES = {SPARSE: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
@@ -31,7 +31,10 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     _refuse_others(keys)
     norm, count = Norm(epsilon(keys), wide=True), layer_count(keys)
     hyper = Hyper(
-        keys.size("hc_mult", 4), keys.size("hc_sinkhorn_iters", 20), keys.optional("hc_eps", 1e-6), norm.eps
+        _count(keys, "hc_mult", 4),
+        _count(keys, "hc_sinkhorn_iters", 20),
+        keys.optional("hc_eps", 1e-6),
+        norm.eps,
     )
     experts = _experts(keys)
     hashed = replace(experts, router=replace(experts.router, table=True, has_bias=False))
@@ -44,6 +47,14 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     return replace(assembled(keys, generation, tuple(layers), norm, attention[HEAVY].rope), draft=draft)
 
 
+def _count(keys: JsonKeys, key: str, usual: int) -> int:
+    """At least 1."""
+    value = keys.count(key, usual, most=256)
+    if not value:
+        raise ConfigError(f"{keys.where}: {key} is 0; try {usual}")
+    return value
+
+
 def _refuse_others(keys: JsonKeys) -> None:
     keys.only("scoring_func", "sqrtsoftplus", "DeepSeek-V4's")
     keys.only("norm_topk_prob", True, "DeepSeek-V4 normalises")
@@ -52,7 +63,11 @@ def _refuse_others(keys: JsonKeys) -> None:
     keys.only("hidden_act", "silu", "its experts clamp before silu")
     for key in ("attention_bias", "mlp_bias"):
         keys.only(key, False, "its matrices have none")
-    keys.get("expert_dtype"), keys.get("n_group"), keys.get("topk_group")  # what tensors say themselves; unused
+    (
+        keys.get("expert_dtype"),
+        keys.get("n_group"),
+        keys.get("topk_group"),
+    )  # what tensors say themselves; unused
 
 
 def _attention(keys: JsonKeys, kind: str) -> SharedKv:
@@ -95,7 +110,9 @@ def _rope(keys: JsonKeys, compressed: bool) -> Rope:
     else:
         said = {"rope_theta": float(keys.optional("rope_theta", 10000.0)), "rope_type": "default"}
     keys.get("compress_rope_theta")
-    rope = read_rope(keys.overlaid({"rope_type": None, "type": None} | said), _rotary_dims(keys, said), "neighbours")
+    rope = read_rope(
+        keys.overlaid({"rope_type": None, "type": None} | said), _rotary_dims(keys, said), "neighbours"
+    )
     return replace(rope, table_factor=said.get("attention_factor") or 1.0)
 
 
@@ -106,7 +123,9 @@ def _rotary_dims(keys: JsonKeys, said: dict[str, Any]) -> int:
     keys.get("qk_rope_head_dim"), keys.get("partial_rotary_factor")
     smallest = min(head, keys.optional("index_head_dim", 128))
     if not 0 < dims <= smallest:
-        raise ConfigError(f"{keys.where}: {dims} rotary channels of {smallest} do not fit; try {smallest // 2}")
+        raise ConfigError(
+            f"{keys.where}: {dims} rotary channels of {smallest} do not fit; try {smallest // 2}"
+        )
     return dims
 
 
@@ -114,10 +133,10 @@ def _kinds(keys: JsonKeys, count: int) -> list[str]:
     """`layer_types`, or `compress_ratios`. Neither: V4-Pro's schedule, as Transformers has it."""
     kinds, ratios = keys.get("layer_types"), keys.get("compress_ratios")
     if kinds is None and ratios is not None:
-        kinds = [RATIOS.get(ratio, str(ratio)) for ratio in ratios]
+        kinds = [RATIOS.get(str(ratio)) for ratio in ratios] if isinstance(ratios, list) else ratios
     if kinds is None:
         kinds = [SPARSE if i >= 2 and i % 2 else HEAVY for i in range(count)]
-    if not isinstance(kinds, list) or len(kinds) < count or not set(kinds[:count]) <= set(KINDS):
+    if not isinstance(kinds, list) or len(kinds) < count or not all(kind in KINDS for kind in kinds[:count]):
         raise ConfigError(
             f"{keys.where}: layer_types or compress_ratios must name one of {', '.join(KINDS)} (0, 4 or 128) for each "
             f"of {count} layers"
@@ -129,8 +148,14 @@ def _routers(keys: JsonKeys, count: int) -> list[str]:
     kinds, hashed = keys.get("mlp_layer_types"), keys.count("num_hash_layers", HASH_LAYERS)
     if kinds is None:
         kinds = [HASHED if i < hashed else SCORED for i in range(count)]
-    if not isinstance(kinds, list) or len(kinds) < count or not set(kinds[:count]) <= {HASHED, SCORED}:
-        raise ConfigError(f"{keys.where}: mlp_layer_types must name {HASHED} or {SCORED} for each of {count} layers")
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) < count
+        or not all(kind in (HASHED, SCORED) for kind in kinds[:count])
+    ):
+        raise ConfigError(
+            f"{keys.where}: mlp_layer_types must name {HASHED} or {SCORED} for each of {count} layers"
+        )
     return kinds[:count]
 
 

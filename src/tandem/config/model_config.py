@@ -163,9 +163,9 @@ class ModelConfig:
         dense, shared, embedding = (f.gpu_bytes_per_weight if on_gpu else f.bytes_per_weight for f in kinds)
         head = self.vocab * self.hidden if self.tied_embeddings else 0
         plain = sum(mixer.head_params for mixer in self.mixers if isinstance(mixer, Latent | SharedKv))
-        plain += 2 * _hyper_params(self)
-        others = self.dense_params - self.shared_params - head - plain
-        numbers = plain * DTYPE_BYTES[dtype]
+        hyper = _hyper_params(self)
+        others = self.dense_params - self.shared_params - head - plain - hyper
+        numbers = plain * DTYPE_BYTES[dtype] + hyper * DTYPE_BYTES["float32"]
         return int(others * dense + self.shared_params * shared + head * embedding) + numbers
 
     def weight_bytes(self, dtype: str, expert_format: str, stored: StoredFormats = UNQUANTISED) -> int:
