@@ -106,6 +106,14 @@ def test_verify_measures_some_layers(model_dir: Path, monkeypatch: pytest.Monkey
     assert len(line.split()) > 7 and float(line.split()[7]) > 0  # predicted low, to, high, bound, measured
 
 
+def test_verify_measures_layers_that_share_a_choice(tiny_models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layers of GLM-5.2 take the choice of one that is not among them."""
+    monkeypatch.setattr(sample, "PROMPT_SECONDS", 0.5)
+    shown = kt("plan", tiny_models["glm_moe_dsa"], "--verify", "--context", "64", "--prompt", "64", "--json")
+    assert shown.exit_code == 0, shown.output
+    assert all(rate > 0 for rate in json.loads(shown.stdout)["measured"].values())
+
+
 def test_a_report_to_send(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "PROMPT_SECONDS", 0.5)
     done = kt(

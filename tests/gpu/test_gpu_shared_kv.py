@@ -176,7 +176,7 @@ def test_answers_from_snapshots_and_after_preemption(tiny_models) -> None:
     answers += cached.generate(prompts[1:], sampling)
     assert answers[1].cached_tokens >= len(prompts[1]) - 3 - 2 * 8
     tight = LLM(str(path), **flags, page_size=8, max_total_tokens=160)
-    many = [[*range(40, 80), n] for n in range(6)]
+    many = [list(range(40 + n, 81 + n)) for n in range(6)]  # nothing is shared, so four do not fit
     answers += tight.generate(many, sampling)
     assert tight.engine.stats().preemptions > 0
     check_answers(path, [*prompts, *many], answers)

@@ -57,12 +57,14 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 def _attention(keys: JsonKeys, kind: str, heads: int) -> Gqa:
     if kind not in ROPE:
         raise ConfigError(f"{keys.where}: layer type {kind!r} is not supported; {WINDOW} and {FULL} are")
-    bias, window = keys.optional("attention_bias", False), keys.size("sliding_window", 512)
+    bias, window = keys.optional("attention_bias", False), keys.optional("sliding_window", 512)
     turning = keys.mapping("rope_parameters") or ROPE
     own = turning.get(kind, turning)
     if not isinstance(own, Mapping):
         raise ConfigError(f"{keys.where}: rope_parameters.{kind} is {own!r}, not an object")
-    of_kind = keys.overlaid({"rope_parameters": dict(own), "num_attention_heads": heads})
+    of_kind = keys.overlaid(
+        {"partial_rotary_factor": 1.0, "rope_parameters": dict(own), "num_attention_heads": heads}
+    )  # each kind says for itself what turns
     attention = gqa(of_kind, qkv_bias=bias, out_bias=bias, qk_norm="head", rotary_share=1.0)
     return replace(attention, window=window if kind == WINDOW else 0, head_gate=True)
 

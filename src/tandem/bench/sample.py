@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from tandem.bench.stored import FORMATS, stored_as
 from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore
 from tandem.config import ModelConfig, Plan, resolve
 from tandem.config.forecast.advice import Question
-from tandem.config.layers import Layer, Moe
+from tandem.config.layers import Latent, Layer, Moe
 from tandem.config.model_config import STORED
 from tandem.engine.engine import Engine
 from tandem.engine.expert_statistics import expert_usage
@@ -164,10 +164,29 @@ def _sample(question: Question, plan: Plan, depth: int) -> ModelConfig:
     """The last layers, with fewer experts: enough that no cache holds them."""
     model = question.model
     count = _expert_count(model, model.expert_bytes(plan.expert_format, question.stored.experts), plan.gpu is not None)
-    layers = tuple(_smaller(layer, count) for layer in model.layers[-depth:])
+    layers = tuple(_smaller(layer, count) for layer in _cut(model.layers, depth))
     return dataclasses.replace(
         model, layers=layers, vocab=VOCAB, eos_ids=(), tied_embeddings=False, max_positions=1 << 20
     )
+
+
+def _cut(layers: Sequence[Layer], depth: int) -> Iterator[Layer]:
+    """The last ones. The first that would take another's choice of tokens makes its own, which others then take."""
+    first, chooser = len(layers) - depth, None
+    for number, layer in enumerate(layers[first:]):
+        found = next((block.body for block in layer.blocks if isinstance(block.body, Latent)), None)
+        index = None if found is None else found.index
+        if found is not None and index is not None:
+            chooser = number if index.reuse is None or chooser is None else chooser
+            own = dataclasses.replace(found, index=dataclasses.replace(index, reuse=_unless(chooser, number)))
+            layer = Layer(tuple(
+                dataclasses.replace(block, body=own) if block.body is found else block for block in layer.blocks
+            ))  # fmt: skip
+        yield layer
+
+
+def _unless(chooser: int, number: int) -> int | None:
+    return None if chooser == number else chooser
 
 
 def _expert_count(model: ModelConfig, nbytes: int, gpu: bool) -> int:
