@@ -61,6 +61,16 @@ SCHEMAS = {
         "items": [{"type": "boolean"}, {"type": "null"}], "additionalItems": False,
     },
     "a type beside anyOf": {"type": "string", "anyOf": [{"minLength": 3, "maxLength": 4}, {"const": "a"}]},
+    "types beside anyOf's own": {
+        "type": ["string", "number"],
+        "anyOf": [{"type": "integer", "maximum": 3}, {"type": "null"}, {"enum": ["b", None]}],
+    },
+    "values that are something else": {
+        "type": "integer", "enum": [1, 2, "a", 2.5, True, 9], "minimum": 2, "maximum": 8,
+    },
+    "a text among others": {"type": "string", "enum": ["a", 1, "abcd"], "maxLength": 2.0},
+    "a constant": {"type": "number", "const": 3},
+    "a whole number as a float": {"type": "string", "minLength": 2.0, "maxLength": 3.0},
     "a tree": {
         "type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}, "required": ["next"],
     },
@@ -93,6 +103,16 @@ REFUSED = {
     "allOf": ({"allOf": [{"type": "string"}, {"minLength": 2}]}, "allOf"),
     "beside $ref": ({"$defs": {"a": {}}, "$ref": "#/$defs/a", "maximum": 3}, "maximum beside $ref"),
     "beside anyOf": ({"properties": {}, "anyOf": [{"required": ["a"]}]}, "properties beside anyOf"),
+    "a type beside references": (
+        {"$defs": {"a": {"type": "integer"}}, "type": "string", "anyOf": [{"$ref": "#/$defs/a"}]}, "type beside anyOf",
+    ),
+    "a pattern beside values": ({"enum": ["a"], "pattern": "^b$"}, "pattern beside enum"),
+    "no value is left": ({"type": "string", "enum": [1]}, "no value of an enum"),
+    "no part is left": ({"type": "string", "anyOf": [{"type": "null"}]}, "no part of anyOf"),
+    "half a letter": ({"type": "string", "minLength": 1.5}, "minLength is 1.5"),
+    "a required name that a pattern has": (
+        {"patternProperties": {"^x": {"type": "integer"}}, "required": ["x1"]}, "beside patternProperties",
+    ),
     "nowhere": ({"$ref": "#/$defs/a"}, "nowhere"),
     "elsewhere": ({"$ref": "https://example.com/a.json"}, "must be '#'"),
     "itself": ({"type": "object", "properties": {"c": {"$ref": "#"}}, "required": ["c"]}, "requires itself"),

@@ -113,8 +113,8 @@ class Chosen(TorchOps):
     def __init__(self) -> None:
         self.ids: list[Tensor] = []
 
-    def route(self, logits, router, bias=None, shared=0, tally=None, places=None):
-        routing = super().route(logits, router, bias, shared, tally, places)
+    def route(self, logits, router, bias=None, shared=0, tally=None, places=None, chosen=None):
+        routing = super().route(logits, router, bias, shared, tally, places, chosen)
         self.ids.append(routing.ids[:, : router.top_k])
         return routing
 

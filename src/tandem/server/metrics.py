@@ -155,7 +155,8 @@ class ServerMetrics:
         self._ttft.observe(seconds)
 
     def next_token(self, seconds: float, tokens: int) -> None:
-        self._itl.observe(seconds / tokens)
+        for _ in range(tokens):
+            self._itl.observe(seconds / tokens)
 
     def finished(self, reason: str, seconds: float) -> None:
         self._answers.labels(reason).inc()

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 from tandem.engine.grammar.patterns import FORMATS, counted_groups
 from tandem.engine.grammar.references import MAPS, MOST_PLACE, UNIONS, ending_of, ends, reached, target
+from tandem.engine.grammar.values import LOOKED_AT, common_kinds, fits
 from tandem.errors import RequestError
 
 MOST_DEPTH = 96
@@ -85,7 +86,7 @@ def _rebuilt(node: Any, schemas: set[int]) -> Any:
 
 
 def _spelt(schema: Schema) -> Schema:
-    typed = _with_type(_with_plain_reference(schema))
+    typed = _with_type(_with_fitting_values(_with_plain_reference(schema)))
     made = _with_exact_patterns(_with_counted_text(_with_format(typed)))
     return _with_required(_with_prefix_items(_with_type_inside(made)))
 
@@ -101,6 +102,16 @@ def _with_type(schema: Schema) -> Schema:
         return schema
     kinds = [kind for kind, names in _OF_KIND.items() if names & set(schema)]
     return schema | {"type": kinds[0] if len(kinds) == 1 else kinds} if kinds else schema
+
+
+def _with_fitting_values(schema: Schema) -> Schema:
+    """Only those listed values that are what stands beside them."""
+    if "enum" not in schema and "const" not in schema:
+        return schema
+    values = [value for value in schema.get("enum", [schema.get("const")]) if fits(value, schema)]
+    if not values:
+        raise RequestError("no value of an enum or const is what stands beside it")
+    return {name: part for name, part in schema.items() if name not in ("const", *LOOKED_AT)} | {"enum": values}
 
 
 def _with_exact_patterns(schema: Schema) -> Schema:
@@ -126,7 +137,7 @@ def _with_counted_text(schema: Schema) -> Schema:
     if (least, most) == (None, None) or {"pattern", "format", "enum", "const"} & set(schema):
         return schema
     rest = {name: part for name, part in schema.items() if name not in ("minLength", "maxLength")}
-    return rest | {"pattern": f"^.{{{least or 0},{'' if most is None else most}}}$"}
+    return rest | {"pattern": f"^.{{{int(least or 0)},{'' if most is None else int(most)}}}$"}
 
 
 def _with_required(schema: Schema) -> Schema:
@@ -150,10 +161,24 @@ def _with_type_inside(schema: Schema) -> Schema:
     """A type beside anyOf counts for each of its parts."""
     for name in ("anyOf", "oneOf"):
         if name in schema and "type" in schema:
-            kind = {"type": schema["type"]}
-            parts = [kind | part if isinstance(part, dict) else part for part in schema[name]]
+            parts = [made for part in schema[name] if (made := _of_type(schema["type"], part)) is not None]
+            if not parts:
+                raise RequestError(f"no part of {name} has the type beside it")
             return {key: value for key, value in schema.items() if key != "type"} | {name: parts}
     return schema
+
+
+def _of_type(kinds: Any, part: Any) -> Any:
+    """The part of a union where these types are asked for beside it; None: it has none of them."""
+    if not isinstance(part, dict):
+        return {"type": kinds} if part is True else None
+    if "enum" in part:  # as `_with_fitting_values` leaves it
+        values = [value for value in part["enum"] if fits(value, {"type": kinds})]
+        return part | {"enum": values} if values else None
+    if "type" not in part:
+        return part | {"type": kinds}
+    both = common_kinds(kinds, part["type"])
+    return part | {"type": both[0] if len(both) == 1 else both} if both else None
 
 
 def _check_part(place: str, part: Schema) -> None:
@@ -163,11 +188,38 @@ def _check_part(place: str, part: Schema) -> None:
     for name in MAPS:
         if not isinstance(part.get(name, {}), dict):
             raise RequestError(f"{place[:MOST_PLACE]}: {name} must be an object")
-    if part.get("minLength", 0) > part.get("maxLength", math.inf):
-        raise RequestError(f"{place[:MOST_PLACE]}: minLength is greater than maxLength")
+    _check_counts(place, part)
+    _check_values(place, part)
     for name in ("$ref", *UNIONS):
         if name in part:
             _check_alone(place, part, name)
+
+
+def _check_counts(place: str, part: Schema) -> None:
+    least, most = part.get("minLength", 0), part.get("maxLength", math.inf)
+    for name, value in (("minLength", least), ("maxLength", most)):
+        if name in part and (isinstance(value, bool) or not float(value).is_integer()):
+            raise RequestError(f"{place[:MOST_PLACE]}: {name} is {value!r:.40}; write a whole number")
+    if least > most:
+        raise RequestError(f"{place[:MOST_PLACE]}: minLength is greater than maxLength")
+
+
+def _check_values(place: str, part: Schema) -> None:
+    """What stands beside lists of values, types and patterns of names, and cannot be held to there."""
+    listed = [name for name in ("enum", "const") if name in part]
+    beside = sorted(_ASSERTIONS & set(part) - LOOKED_AT - {"enum", "const", "format"})
+    if listed and (beside or len(listed) > 1):
+        name = beside[0] if beside else listed[1]
+        raise RequestError(f"{place[:MOST_PLACE]}: {name} beside {listed[0]} cannot be held to; leave it out")
+    for union in ("anyOf", "oneOf"):
+        unlike = {"$ref", *UNIONS}
+        if "type" in part and any(isinstance(each, dict) and unlike & set(each) for each in part.get(union, ())):
+            where = f"{place[:MOST_PLACE]}: type beside {union} of references"
+            raise RequestError(f"{where} cannot be held to; put it inside")
+    unlisted = [name for name in part.get("required", ()) if name not in part.get("properties", {})]
+    if unlisted and part.get("patternProperties"):
+        where = f"{place[:MOST_PLACE]}: required {unlisted[0]!r:.60}"
+        raise RequestError(f"{where} beside patternProperties cannot be held to; list it in properties")
 
 
 def _check_alone(place: str, part: Schema, name: str) -> None:
