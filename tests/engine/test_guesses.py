@@ -107,6 +107,20 @@ def test_a_long_prompt_is_learnt_in_pieces(monkeypatch) -> None:
     assert not drafter._texts
 
 
+def test_long_prompts_share_a_step(monkeypatch) -> None:
+    """Together they learn no more than one alone."""
+    learnt = []
+    index = ngram._Text._index
+    monkeypatch.setattr(ngram._Text, "_index", lambda self, end: learnt.append(end - self._known) or index(self, end))
+    drafter, texts = NGram(2, 16), [text(range(20_000)) for _ in range(16)]
+    for each in texts:
+        drafter.propose(each, 3)
+    learnt.clear()
+    for each in texts:
+        drafter.propose(each, 3)
+    assert sum(learnt) == ngram.TOKENS_AT_ONCE
+
+
 def test_two_texts_of_one_hash_are_no_match(monkeypatch) -> None:
     monkeypatch.setattr(ngram, "hash", lambda _: 1, raising=False)
     assert NGram(2, 8).propose(text([1, 2, 3, 4]), 2) is None

@@ -12,7 +12,8 @@ from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.draft import Draft
 
 CANDIDATES = 8  # places that are compared with the end of the text: the newest ones
-TOKENS_AT_ONCE = 4096  # of a prompt that are learnt in one step: about a millisecond
+TOKENS_AT_ONCE = 4096  # of prompts that are learnt in one step: about a millisecond
+LEAST_AT_ONCE = 32  # of each, more than a step brings
 LONGEST_KIND = 16  # matches of so many tokens are as good as longer ones
 
 
@@ -27,7 +28,7 @@ class NGram:
         text = self._texts.get(sequence)
         if text is None:
             text = self._texts[sequence] = _Text(sequence.tokens, self._least, self._longest)
-        text.read()
+        text.read(max(LEAST_AT_ONCE, TOKENS_AT_ONCE // len(self._texts)))
         return text.draft(most) if text.at else None
 
     def forget(self, sequence: Sequence) -> None:
@@ -52,10 +53,10 @@ class _Text:
         self._known = least  # places below it are in the index
         self.at = self.matched = 0
 
-    def read(self) -> None:
-        """Takes in what is new, and follows its match or looks for another."""
+    def read(self, most: int) -> None:
+        """Takes in what is new, `most` tokens of it, and follows its match or looks for another."""
         new = self._known
-        self._index(min(len(self._tokens), new + TOKENS_AT_ONCE))
+        self._index(min(len(self._tokens), new + most))
         if self._known < len(self._tokens):  # a long prompt: some of it is known, none of it is followed yet
             self.at = 0
             return
