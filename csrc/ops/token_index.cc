@@ -199,8 +199,8 @@ class ChooseCall {
   std::vector<Block> blocks_;
 };
 
-// The batch as a cache of pages of one token has it: a sequence that is no longer than `budget` as it is, and every row
-// of a longer one as a sequence of its own, of the tokens that it chose.
+// The batch over pages of one token. A sequence of at most `budget` tokens stays as it is. Every row of a longer one
+// becomes a sequence of its own: of the tokens that it chose.
 BatchView chosen_view(const BatchView& batch, const int32_t* chosen, int64_t budget) {
   std::vector<int32_t> starts{0}, lens, tables;
   const auto add = [&](int64_t rows, int64_t length, const auto& row_of) {

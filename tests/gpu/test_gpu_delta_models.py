@@ -15,14 +15,13 @@ import torch
 
 from fake_model import FakeTokenizer
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
-from gpu_sessions import DECODED, PROMPT, ROWS, Session, on_the_cpu, rms
+from gpu_sessions import DECODED, PROMPT, ROWS, Session, check_answers, on_the_cpu, rms
 from sessions import Session as PlainSession
 from sessions import ours, reference, worst
 from sessions import plan as plain_plan
 from tandem import LLM, SamplingParams, _core
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.engine.engine import Engine
-from tandem.engine.llm import Generation
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.slots import SlotPool
 from tandem.kernels.cpu_ops import CpuOps
@@ -137,21 +136,6 @@ def test_a_snapshot_on_the_device_is_the_state(tiny_models, variant: str) -> Non
     first = torch.cat(session.decoded([2]), 1)
     pool.copy(spare, 3)
     assert torch.equal(torch.cat(session.decoded([2]), 1), first)
-
-
-def logprobs(path: Path, dtype: str, texts: list[list[int]], answered: int) -> torch.Tensor:
-    """Of the last `answered` tokens of each text, all computed at once on the CPU."""
-    llm = LLM(str(path), device="cpu", dtype=dtype, kt_cpuinfer=2, max_total_tokens=1024)
-    scored = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0))
-    return torch.tensor([[token.logprob for token in one.prompt_logprobs[-answered:]] for one in scored])
-
-
-def check_answers(path: Path, prompts: list[list[int]], answers: list[Generation]) -> None:
-    """What the engine says of its tokens is what float32 says of them, as nearly as bfloat16 on the CPU does."""
-    texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
-    exact, theirs = (logprobs(path, dtype, texts, ANSWER) for dtype in ("float32", "bfloat16"))
-    got = torch.tensor([[token.logprob for token in answer.logprobs] for answer in answers])
-    assert rms(got, exact) < 2 * rms(theirs, exact)
 
 
 @needs_cuda

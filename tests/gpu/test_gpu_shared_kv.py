@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
-from gpu_sessions import DECODED, PROMPT, ROWS, Session, on_the_cpu, rms
+from gpu_sessions import DECODED, PROMPT, ROWS, Session, check_answers, on_the_cpu, rms
 from sessions import Session as PlainSession
 from sessions import ours, reference, worst
 from tandem import LLM, SamplingParams, _core
 from tandem.config.mechanisms.shared_kv import EntryIndex, Pool, SharedKv
 from tandem.config.rope import Rope
-from tandem.engine.llm import Generation
 from tandem.engine.state.slots import SlotPool
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
@@ -146,21 +145,6 @@ def test_shared_keys_on_a_gpu_are_those_of_the_cpu() -> None:
     entries. Sums of 128 float32 products are divided in other ways."""
     expected, got = walked(torch.device("cpu")), walked(torch.device("cuda"))
     assert (got - expected).abs().max() < 128 * 2.0**-24 * 16 * float(expected.abs().max())
-
-
-def logprobs(path: Path, dtype: str, texts: list[list[int]], answered: int) -> torch.Tensor:
-    """Of the last `answered` tokens of each text, all computed at once on the CPU."""
-    llm = LLM(str(path), device="cpu", dtype=dtype, kt_cpuinfer=2, max_total_tokens=1024)
-    scored = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0))
-    return torch.tensor([[token.logprob for token in one.prompt_logprobs[-answered:]] for one in scored])
-
-
-def check_answers(path: Path, prompts: list[list[int]], answers: list[Generation]) -> None:
-    """What the engine says of its tokens is what float32 says of them, as nearly as bfloat16 on the CPU does."""
-    texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
-    exact, theirs = (logprobs(path, dtype, texts, ANSWER) for dtype in ("float32", "bfloat16"))
-    got = torch.tensor([[token.logprob for token in answer.logprobs] for answer in answers])
-    assert rms(got, exact) < 2 * rms(theirs, exact)
 
 
 @needs_cuda

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tandem import _core
+from tandem import LLM, SamplingParams, _core
 from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_plan import GpuPlan
+from tandem.engine.llm import Generation
 from tandem.engine.state.arrays import allocate
 from tandem.experts.live.copies import CudaCopies, hold_all
 from tandem.experts.live.exchange import LiveExchange
@@ -180,3 +181,19 @@ def rms(a: Tensor, b: Tensor) -> float:
 
 def by_row(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).pow(2).mean(-1).sqrt()
+
+
+def logprobs(path: Path, dtype: str, texts: list[list[int]], answered: int) -> Tensor:
+    """Of the last `answered` tokens of each text, all computed at once on the CPU."""
+    llm = LLM(str(path), device="cpu", dtype=dtype, kt_cpuinfer=2, max_total_tokens=1024)
+    scored = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    return torch.tensor([[token.logprob for token in one.prompt_logprobs[-answered:]] for one in scored])
+
+
+def check_answers(path: Path, prompts: list[list[int]], answers: list[Generation]) -> None:
+    """Of equal length. What the engine says of its tokens is what float32 says of them, as nearly as bfloat16 on the
+    CPU does."""
+    texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
+    got = torch.tensor([[token.logprob for token in answer.logprobs] for answer in answers])
+    exact, theirs = (logprobs(path, dtype, texts, got.shape[1]) for dtype in ("float32", "bfloat16"))
+    assert rms(got, exact) < 2 * rms(theirs, exact)

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.layers import Router
+from tandem.kernels.hyper import LANES
 from tandem.kernels.ops import Routing, Tally
-
-LANES = 16  # torch computes what is left over of a vector in another way, so that bits would depend on the rows beside
 
 
 def in_torch(router: Router) -> bool:

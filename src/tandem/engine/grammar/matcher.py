@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
 from time import thread_time
 
 import numpy as np
@@ -59,26 +58,6 @@ class GrammarMatcher:
         self._advance(token_id)
         self._look_ahead()
         self._spend(began)
-
-    def masks_after(self, drafts: Rows[int]) -> list[TokenMask]:
-        """`mask`, and those of the rows behind each of the drafted tokens, up to the first that does not match or ends
-        the answer. The matcher stays where it is."""
-        masks, taken = [self.mask], 0
-        for token_id in drafts:
-            if token_id in self._ends or not allows(masks[-1], token_id):
-                break
-            began = thread_time()
-            self._advance(token_id)
-            taken += 1
-            mask = np.zeros_like(self.mask)
-            self._fill(mask)
-            self._spend(began)
-            if not mask.any():
-                break
-            masks.append(mask)
-        if taken:
-            self._inner.rollback(taken)
-        return masks
 
     def try_repeated(self, piece: bytes, times: int, seconds: float) -> float:
         """Seconds of matching a text that often, or as often as it matches; not much more than `seconds`. The matcher
