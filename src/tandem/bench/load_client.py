@@ -64,17 +64,22 @@ class Answer:
         return [later - earlier for earlier, later in zip(self.pieces, self.pieces[1:], strict=False)]
 
 
+def some_ids(dice: random.Random, count: int) -> list[int]:
+    """Of ordinary tokens."""
+    return [dice.randint(FIRST_ID, LAST_ID) for _ in range(count)]
+
+
 def prompts_of(load: Load) -> list[tuple[list[int], int]]:
     """(prompt ids, answer length) of every request; the same for a seed."""
     dice = random.Random(load.seed)
-    prefix = [dice.randint(FIRST_ID, LAST_ID) for _ in range(load.shared_prefix)]
+    prefix = some_ids(dice, load.shared_prefix)
 
     def length(mean: int) -> int:
         return max(1, round(mean * dice.uniform(1 - load.spread, 1 + load.spread)))
 
     return [
         (
-            prefix + [dice.randint(FIRST_ID, LAST_ID) for _ in range(length(load.input_len))],
+            prefix + some_ids(dice, length(load.input_len)),
             length(load.output_len),
         )
         for _ in range(load.requests)
@@ -102,22 +107,28 @@ class LoadClient:
                 f"no OpenAI server answers at {self._url} ({error}); start one with kt serve, or give another --url"
             ) from error
 
+    def http(self) -> httpx.AsyncClient:
+        """For any number of requests at once."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        return httpx.AsyncClient(
+            base_url=self._url, headers=self._headers, timeout=_TIMEOUT, limits=limits, trust_env=False
+        )
+
     def run(self, model: str, load: Load, done: Callable[[int], None]) -> tuple[list[Answer], float]:
         """All answers and the seconds from the first request to the last token. `done(n)` after each answer."""
         return asyncio.run(self._run(model, load, done))
 
     async def _run(self, model: str, load: Load, done: Callable[[int], None]) -> tuple[list[Answer], float]:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(
-            base_url=self._url, headers=self._headers, timeout=_TIMEOUT, limits=limits, trust_env=False
-        ) as http:
+        async with self.http() as http:
             answers: list[Answer] = []
             gate = asyncio.Semaphore(load.concurrency or load.requests)
             started = perf_counter()
 
             async def one(prompt: list[int], length: int) -> None:
                 async with gate:
-                    answers.append(await _answer(http, _body(model, prompt, length), len(prompt), started))
+                    answer = Answer(perf_counter() - started, len(prompt))
+                    await ask(http, body_of(model, prompt, length), answer, started)
+                    answers.append(answer)
                 done(len(answers))
 
             async with asyncio.TaskGroup() as group:
@@ -134,17 +145,16 @@ async def _timed(load: Load) -> AsyncIterator[tuple[list[int], int]]:
             await asyncio.sleep(dice.expovariate(load.rate))
 
 
-def _body(model: str, prompt: list[int], length: int) -> dict[str, Any]:
+def body_of(model: str, prompt: list[int], length: int) -> dict[str, Any]:
+    """A streamed completion of exactly `length` tokens."""
     return {
         "model": model, "prompt": prompt, "max_tokens": length, "temperature": 0.0, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
 
 
-async def _answer(
-    http: httpx.AsyncClient, body: dict[str, Any], prompt_tokens: int, started: float
-) -> Answer:
-    answer = Answer(perf_counter() - started, prompt_tokens)
+async def ask(http: httpx.AsyncClient, body: dict[str, Any], answer: Answer, started: float) -> None:
+    """Fills `answer` as its pieces come, with times after `started`; an error is in it."""
     try:
         async with http.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
@@ -157,7 +167,6 @@ async def _answer(
     answer.ended = perf_counter() - started
     if answer.error is None and not answer.tokens:
         answer.error = "the server sent no usage, so its tokens cannot be counted"
-    return answer
 
 
 async def _read(response: httpx.Response, answer: Answer, started: float) -> None:

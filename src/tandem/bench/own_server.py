@@ -15,14 +15,15 @@ from tandem.bench.load_client import LoadError
 
 _READY = re.compile(r" is ready at (http://\S+)")
 _STOP_SECONDS = 20
+KT_SERVE = ("tandem", "serve")
 
 
 @contextmanager
-def own_server(model: str, flags: Sequence[str]) -> Iterator[str]:
-    """The address of `kt serve model flags` on a free port; it is stopped at the end. Raises LoadError with what it
+def own_server(model: str, flags: Sequence[str], program: Sequence[str] = KT_SERVE) -> Iterator[str]:
+    """The address of `program model flags` on a free port; it is stopped at the end. Raises LoadError with what it
     printed when it does not start."""
     with tempfile.TemporaryFile() as printed:
-        command = [sys.executable, "-m", "tandem", "serve", model, "--port", "0", *flags]
+        command = [sys.executable, "-m", *program, model, "--port", "0", *flags]
         process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT)
         try:
             yield _address(process, printed)

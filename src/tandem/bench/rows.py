@@ -110,7 +110,7 @@ def _identity(row: Row) -> str:
 
 COUNTS = frozenset((
     "acceptance", "batch", "cached", "clients", "context", "cores", "gpu_share", "heads", "hidden", "layers", "overlap",
-    "rows", "steps", "threads", "tokens", "top_k",
+    "rows", "steps", "streams", "threads", "tokens", "top_k",
 ))  # fmt: skip
 """Numbers that say what was measured; any other number of a row is a figure."""
 

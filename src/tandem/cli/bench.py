@@ -26,6 +26,10 @@ Synthetic = Annotated[
     str | None,
     typer.Option(help="on a GPU, with made-up weights: " + NAMES),
 ]
+MadeUp = Annotated[str | None, typer.Option(help="with --long-prompt: made-up weights of " + NAMES)]
+OutputLength = Annotated[
+    int | None, typer.Option(min=1, help="tokens, on average (default: 64; with --long-prompt 1024)")
+]
 GpuShare = Annotated[
     list[float] | None, typer.Option(min=0, max=1, help="of the experts, with --config (default: 0, 0.5, 1)")
 ]
@@ -227,26 +231,47 @@ def serve(
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="requests per row")] = 32,
     input_len: Lengths = 256,
-    output_len: Lengths = 64,
+    output_len: OutputLength = None,
     spread: Annotated[float, typer.Option(min=0, max=1, help="0.5: lengths vary by half both ways")] = 0.0,
     shared_prefix: Annotated[int, typer.Option(min=0, help="first tokens that all prompts share")] = 0,
     seed: Annotated[int, typer.Option(help="of prompts, lengths and times")] = 0,
     api_key: Annotated[str | None, typer.Option(help="if the server wants one; or TANDEM_API_KEY")] = None,
     flag: Annotated[list[str] | None, typer.Option(help="for kt serve, as --flag='--kt-method INT4'")] = None,
+    long_prompt: Annotated[
+        int | None,
+        typer.Option(min=1, help="tokens: instead, how long readers wait alone and beside such prompts"),
+    ] = None,
+    gaps: Annotated[int, typer.Option(min=1, help="with --long-prompt: waits to see of each kind")] = 500,
+    seconds: Annotated[float, typer.Option(min=1, help="... but not for longer than that, each")] = 120.0,
+    config: MadeUp = None,
+    layers: Layers = None,
     out: Out = None,
+    plot: Annotated[Path | None, typer.Option(help="with --long-prompt: draw as PNG (matplotlib)")] = None,
 ) -> None:
     """Measure a server under load: throughput, time to the first token, time per token.
 
     Example: kt bench serve demo --concurrency 1 --concurrency 8 --out serve.json
+
+    Example: kt bench serve demo --long-prompt 4000 --plot gaps.png
     """
-    from tandem.bench.load_client import Load
-    from tandem.bench.serve import Request, run
     from tandem.config import env
 
+    flags = tuple(word for text in flag or () for word in shlex.split(text))
+    if long_prompt is not None:
+        from tandem.bench.gaps import readers, rows
+
+        wanted = readers.Wanted(
+            long_prompt, (concurrency or [1])[0], input_len, output_len or 1024, gaps, seconds=seconds, seed=seed
+        )
+        key = api_key or env.api_key()
+        return rows.run(rows.Request(model, url, config, layers, wanted, key, flags), out, plot)
+    from tandem.bench.load_client import Load
+    from tandem.bench.serve import Request, run
+
+    output_len = output_len or 64
     loads = [Load(requests, input_len, output_len, None, r, spread, shared_prefix, seed) for r in rate or ()]
     in_flight = concurrency or ([] if rate else [1, 8])
     loads += [Load(requests, input_len, output_len, c, None, spread, shared_prefix, seed) for c in in_flight]
-    flags = tuple(word for text in flag or () for word in shlex.split(text))
     run(Request(model, url, tuple(loads), api_key or env.api_key(), flags), out)
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -41,6 +42,10 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
 from tandem.kernels.this_machine import these_cpus
 from tandem.kernels.workers import planned_pool
+
+if TYPE_CHECKING:
+    from tandem.experts.handoff import Handoff
+    from tandem.experts.hybrid_store import HybridStore
 
 TURN_SECONDS = 5e-4
 
@@ -100,12 +105,12 @@ def load_parts(
         tokenizer = Tokenizer.load(directory)
         if config.chat_template is not None:
             tokenizer.use_chat_template(chat_template_text(config.chat_template))
-        start = _Start(config, plan, model_config, checkpoint, tokenizer, ops, packed, progress)
+        start = Start(config, plan, model_config, checkpoint, tokenizer, ops, packed, progress)
         return start.on_cpu() if plan.gpu is None else start.on_gpu()
 
 
 @dataclass(frozen=True, slots=True)
-class _Start:
+class Start:
     """Everything that is known when the first weight is read."""
 
     config: EngineConfig
@@ -119,7 +124,7 @@ class _Start:
 
     def on_cpu(self) -> EngineParts:
         usage = expert_usage(self.config, self.plan, self.model_config)
-        model = self.packed.built(lambda: self._model(self.ops, None, usage))
+        model = self.packed.built(lambda: self._model(self.ops, self.cpu_store(), usage))
         return self._parts(model, usage)
 
     def on_gpu(self) -> EngineParts:
@@ -135,7 +140,7 @@ class _Start:
         on_gpu = gpu.placement.on_gpu
         usage = expert_usage(self.config, self.plan, self.model_config, gpu.ops.device, on_gpu)
         self.packed.confirm()  # experts are copied to where they live
-        parts = self._parts(self._model(gpu.ops, gpu.store, usage), usage)
+        parts = self._parts(self._model(gpu.ops, self.gpu_store(gpu.store, gpu.handoff), usage), usage)
         copies = registered(self.plan, gpu, self.progress)
         live = live_experts(self.plan, gpu, usage, copies)
         stream = expert_stream(self.plan, gpu, copies, live)
@@ -143,6 +148,14 @@ class _Start:
         if stream is None:
             return replace(parts, plan=without_streams(self.config, self.plan))
         return replace(parts, stream_seconds=stream.step_seconds)
+
+    def cpu_store(self) -> ExpertStore | None:
+        """Where routed experts live without a GPU; None: where the operations compute. Benches have their own."""
+        return None
+
+    def gpu_store(self, store: HybridStore, handoff: Handoff) -> ExpertStore:
+        """Likewise beside a GPU."""
+        return store
 
     def _model(self, ops: Ops, store: ExpertStore | None, usage: ExpertUsage | None) -> models.AnyModel:
         kept = self.packed.cache

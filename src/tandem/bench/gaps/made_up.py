@@ -1,0 +1,127 @@
+"""`python -m tandem.bench.gaps.made_up FOLDER flags`: `kt serve` of a named architecture with made-up weights.
+
+The folder has a config.json and a vocabulary, but no weights. Each process makes them: an expert's are packed once and
+copied to the others, so that gigabytes take seconds and no disk.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from tandem.bench.architectures import CONFIGS, named_config
+from tandem.bench.stored import experts_of, stored_as
+from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore
+from tandem.checkpoint import load_model_config
+from tandem.config import EngineConfig, ModelConfig, Plan, resolve
+from tandem.config.layers import SILU, Activation
+from tandem.engine.engine import Engine
+from tandem.engine.start.loader import Start, for_loading, use_one_torch_thread
+from tandem.engine.start.packed_start import PackedStart
+from tandem.engine.start.parts import EngineParts
+from tandem.engine.text.tokenizer import Tokenizer
+from tandem.experts import CpuExperts, ExpertMatrices, ExpertStore
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.ops import Ops
+from tandem.kernels.packed.cache import KeptLayer
+from tandem.kernels.this_machine import this_machine
+from tandem.kernels.workers import planned_pool
+from tandem.server.engine_process import LoadedEngine, pin_main_thread, print_plan, warm_up
+
+if TYPE_CHECKING:
+    from tandem.experts.handoff import Handoff
+    from tandem.experts.hybrid_store import HybridStore
+
+PROGRAM = ("tandem.bench.gaps.made_up",)
+LOADER = "tandem.bench.gaps.made_up:load_engine"
+
+
+def write_folder(folder: Path, config: str, layers: int | None) -> None:
+    """What a server needs to know of a named architecture. Raises ConfigError."""
+    vocab = named_config(config, layers).vocab
+    keys = CONFIGS[config] | ({} if layers is None else {"num_hidden_layers": layers})
+    (folder / "config.json").write_text(json.dumps(keys))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    _vocabulary(vocab).save(str(folder / "tokenizer.json"))
+
+
+def _vocabulary(size: int) -> tokenizers.Tokenizer:
+    """All bytes, then numbers as words: every token but a few hundred is text of its own."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*letters, *(f"Ġ{i}" for i in range(len(letters), size))]
+    made = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+class CopiedExperts(CpuExperts):
+    """One expert is packed; the others are copies of its bytes."""
+
+    def load(
+        self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
+    ) -> None:
+        layer: Any = self._layer
+        layer.load(0, *matrices(0))
+        packed = layer.packed(0)
+        for expert in range(1, count):
+            layer.load_packed(expert, packed)
+
+
+class CopiedStore:
+    """Every layer's experts in CPU memory."""
+
+    def __init__(self, ops: Ops, hidden: int) -> None:
+        self._ops, self._hidden = ops, hidden
+
+    def layer(
+        self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU
+    ) -> CopiedExperts:
+        return CopiedExperts(self._ops.experts(count, self._hidden, width, fmt, activation))
+
+
+class MadeUpStart(Start):
+    """Copies in place of a checkpoint's experts."""
+
+    def cpu_store(self) -> ExpertStore:
+        return CopiedStore(self.ops, self.model_config.hidden)
+
+    def gpu_store(self, store: HybridStore, handoff: Handoff) -> ExpertStore:
+        return SyntheticStore(store, handoff)
+
+
+def load_engine(config: EngineConfig) -> LoadedEngine:
+    """In the engine's process, instead of `engine_process.load_engine`."""
+    directory = Path(config.model)
+    model = load_model_config(directory)
+    experts = experts_of(config.kt_method or "BF16")
+    plan = resolve(config, model, this_machine(), stored_as(model, "bf16", experts))
+    print_plan(plan, config.notices())
+    engine = Engine.from_parts(_parts(config, plan, model, experts))
+    pin_main_thread(engine.plan.cpus[0])
+    warm_up(engine, model.vocab)
+    return LoadedEngine(engine, engine.plan, str(directory), model.model_type, model.vocab)
+
+
+@for_loading()
+def _parts(config: EngineConfig, plan: Plan, model: ModelConfig, experts: str) -> EngineParts:
+    use_one_torch_thread()
+    directory, workers = Path(config.model), planned_pool(plan)
+    ops = CpuOps(workers, plan.tier, plan.int8_activations)
+    checkpoint: Any = SyntheticCheckpoint("bf16", experts)
+    with PackedStart(config, directory, workers, None) as packed:  # which keeps nothing
+        parts = config, plan, model, checkpoint, Tokenizer.load(directory), ops, packed, None
+        start = MadeUpStart(*parts)
+        return start.on_cpu() if plan.gpu is None else start.on_gpu()
+
+
+if __name__ == "__main__":
+    from tandem.server.launch import serve
+
+    sys.exit(serve(EngineConfig.from_args(sys.argv[1:]), loader=LOADER))

@@ -1,0 +1,54 @@
+"""The picture of `kt bench serve --long-prompt --plot`: how many gaps are how long, alone and beside long prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from tandem.bench.gaps.readers import Gap, Seen
+from tandem.bench.rows import Row
+from tandem.errors import ConfigError
+
+
+def check_matplotlib() -> None:
+    """Raises ConfigError before anything is measured."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError('--plot needs matplotlib: pip install "tandem-moe[bench]"') from None
+
+
+def draw(path: Path, row: Row, found: Seen) -> None:
+    """Left the gaps as they came, right how many are longer."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    for prompt in found.beside:
+        left.axvspan(prompt.sent, prompt.came, color="tab:orange", alpha=0.15, linewidth=0)
+    gaps = list(found.gaps())
+    left.plot([gap.ended for gap in gaps], _ms(gaps), ".", markersize=2)
+    left.set(xlabel="seconds (shaded: a long prompt runs)", ylabel="gap, ms", yscale="log")
+    for name, some in (("alone", found.idle_gaps()), ("beside long prompts", found.gaps_beside())):
+        longest = np.sort(_ms(some))[::-1]
+        right.plot(longest, (np.arange(len(longest)) + 1) / len(longest), label=f"{name}, {len(some)} gaps")
+    right.axvline(row["idle_p50_ms"], linestyle=":", color="tab:grey", label="median alone")
+    right.axhline(0.01, linestyle="--", color="tab:grey", linewidth=0.8)
+    right.set(xlabel="gap, ms", ylabel="share that is longer", xscale="log", yscale="log")
+    right.legend(fontsize="small")
+    figure.suptitle(_title(row), fontsize="medium")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, format="png")
+    pyplot.close(figure)
+
+
+def _ms(gaps: list[Gap]) -> list[float]:
+    return [1e3 * gap.seconds for gap in gaps]
+
+
+def _title(row: Row) -> str:
+    prompt = f"prompts of {row['tokens']:,} tokens at {row['prompt_share']:.0%} of their speed alone"
+    return f"{row['config']}: P99 beside {row['p99_over_idle']:.1f} times the median alone; {prompt}"

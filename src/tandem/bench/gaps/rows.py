@@ -1,0 +1,119 @@
+"""`kt bench serve --long-prompt`: gaps between the pieces of an answer, alone and beside long prompts, as a row."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from rich.console import Console
+
+from tandem.bench.architectures import named_config
+from tandem.bench.gaps.made_up import PROGRAM, write_folder
+from tandem.bench.gaps.readers import Gap, Prompt, Seen, Wanted, seen
+from tandem.bench.load_client import LoadClient, LoadError
+from tandem.bench.own_server import own_server
+from tandem.bench.rows import Row, machine_name, stamp, write
+from tandem.config import EngineConfig, Machine
+from tandem.engine.start.model_files import prepare
+from tandem.engine.start.planning import model_of
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the flags asked for. url: of a running server. Else `kt serve model flags` is started, or, if `config` says
+    so, that architecture with made-up weights and its first `layers` layers."""
+
+    model: str
+    url: str | None
+    config: str | None
+    layers: int | None
+    wanted: Wanted
+    api_key: str | None
+    flags: tuple[str, ...]
+
+
+def run(request: Request, out: Path | None, plot: Path | None) -> None:
+    """Prints the row. Raises LoadError, ConfigError."""
+    from tandem.bench.gaps.plot import check_matplotlib, draw
+
+    if plot is not None:
+        check_matplotlib()
+    console = Console()
+    with Console(stderr=True).status("starting a server …") as status, _server(request) as url:
+        client = LoadClient(url, request.api_key)
+        name = client.model_name()
+        found = seen(client, name, request.wanted, status.update)
+        row = row_of(request, name, found, gpu_share(request, url))
+    console.print_json(data=row)
+    if out is not None:
+        write([row], out)
+        console.print(f"Written to {out}")
+    if plot is not None:
+        draw(plot, row, found)
+        console.print(f"Drawn to {plot}")
+
+
+@contextmanager
+def _server(request: Request) -> Iterator[str]:
+    if request.url is not None:
+        yield request.url
+    elif request.config is None:
+        prepare(EngineConfig.from_args([request.model, *request.flags]))
+        with own_server(request.model, request.flags) as url:
+            yield url
+    else:
+        with tempfile.TemporaryDirectory(prefix="tandem-made-up-") as folder:
+            write_folder(Path(folder), request.config, request.layers)
+            with own_server(folder, ("--served-model-name", request.config, *request.flags), PROGRAM) as url:
+                yield url
+
+
+def gpu_share(request: Request, url: str) -> float | None:
+    """Of the routed experts that are on the GPU; None where that is not known: of a server that we have not started."""
+    if request.url is not None:
+        return None
+    gpu = httpx.get(f"{url}/server_info", trust_env=False).raise_for_status().json()["plan"]["gpu"]
+    model = (
+        model_of(EngineConfig.from_args([request.model]))
+        if request.config is None
+        else named_config(request.config, request.layers)
+    )
+    if not gpu or not model.routed_experts:
+        return 0.0
+    return round(int(gpu["experts"]) / model.routed_experts, 4)
+
+
+def row_of(request: Request, name: str, found: Seen, share: float | None) -> Row:
+    """Gaps in milliseconds; of prompts the median speed counts. Raises LoadError where nothing can be said."""
+    idle, beside = found.idle_gaps(), found.gaps_beside()
+    if not idle or not beside:
+        raise LoadError("no gaps were seen; give a shorter --long-prompt, or a longer --output-len")
+    tokens, p50, p99 = request.wanted.prompt_len, _ms(idle, 50), _ms(beside, 99)
+    alone, shared = (_speed(prompts, tokens) for prompts in (found.alone, found.beside))
+    figures: dict[str, Any] = {
+        "idle_p50_ms": p50, "idle_p99_ms": _ms(idle, 99), "beside_p50_ms": _ms(beside, 50), "beside_p99_ms": p99,
+        "beside_max_ms": _ms(beside, 100), "p99_over_idle": round(p99 / p50, 2), "prompt_tok_s": shared,
+        "prompt_alone_tok_s": alone, "prompt_share": round(shared / alone, 3), "idle_gaps": len(idle),
+        "gaps": len(beside), "prompts": len(found.beside),
+    }  # fmt: skip
+    return {
+        "bench": "gaps", "config": name, "server": request.url or "tandem", "flags": " ".join(request.flags),
+        "layers": request.layers, "gpu_share": share, "tokens": tokens, "streams": request.wanted.streams,
+        **figures, **stamp(f"{machine_name(Machine.detect())}; the client runs on it too"),
+    }  # fmt: skip
+
+
+def _ms(gaps: list[Gap], percentile: float) -> float:
+    return round(1e3 * float(np.percentile([gap.seconds for gap in gaps], percentile)), 2)
+
+
+def _speed(prompts: list[Prompt], tokens: int) -> float:
+    seconds = statistics.median(prompt.came - prompt.sent for prompt in prompts)
+    return round(tokens / float(seconds), 1)
