@@ -145,6 +145,27 @@ def test_graph_sizes(flags: dict[str, object], sizes: tuple[int, ...]) -> None:
     assert p.gpu is not None and p.gpu.graph_sizes == sizes
 
 
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ({"max_running_requests": 1}, (1, 2, 3, 4, 5, 6, 7, 8)),
+        ({"max_running_requests": 1, "speculative_num_steps": 2}, (1, 2, 3)),
+        ({"max_running_requests": 4, "speculative_num_steps": 3}, (*range(1, 9), 12, 16)),
+        ({"max_running_requests": 100}, (*range(1, 9), *SMALL[6:], 40, 48, 56, 64, 80, 96, 100, 112, 128)),
+        ({"max_running_requests": 8, "cuda_graph_bs": (5, 40), "speculative_num_steps": 1}, (*range(1, 9), 12, 16)),
+        ({"max_running_requests": 1, "disable_cuda_graph": True}, ()),
+    ],
+)
+def test_graphs_have_rows_for_guesses(flags: dict[str, object], sizes: tuple[int, ...]) -> None:
+    """And the GPU's memory has room for their logits."""
+    plain, p = plan(with_gpu(), **flags), plan(with_gpu(), speculative_algorithm="NGRAM", **flags)
+    assert p.gpu is not None and p.gpu.graph_sizes == sizes
+    before, now = (
+        sum(e.nbytes for e in each.ledgers[0].entries if e.name == "graph logits") for each in (plain, p)
+    )
+    assert now == sum(sizes) * MODEL.vocab * 4 and (now > before or not sizes)
+
+
 def test_graphs_larger_than_what_runs_together_are_explained() -> None:
     assert "no more than 64 requests" in reason(plan(with_gpu(), cuda_graph_max_bs=128), "CUDA graphs")
     assert "no more than 8" in reason(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.engine.batch_arrays import BatchArrays
-from tandem.engine.gpu_runner import GpuRunner, _Inputs
+from tandem.engine.gpu_runner import GpuRunner, _Inputs, _masks
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, HostRows, StepEnd, best_of
 from tandem.engine.sampling.masks import bits_of
@@ -90,9 +90,52 @@ def test_a_batch_says_how_many_rows_decode(lengths: tuple[int, ...], single: int
     assert made.query_starts.diff()[:single].eq(1).all()
 
 
+def test_rows_of_guesses_are_sequences_of_one_row() -> None:
+    """Each sees what is before it in its own sequence, as rows that decode do; a step without guesses is as ever."""
+    two = [chunk(17, 1), chunk(30, 4)._replace(logits=4, guesses=(5, 6, 7))]
+    two[0].sequence.slot, two[1].sequence.slot = 3, 9
+    two[1].sequence.tokens = two[1].sequence.tokens[:31]
+    two[1].sequence.page_table = np.arange(10, 14, dtype=np.int32)
+    arrays = BatchArrays(16, 64, apart=True)
+    made = arrays.fill(two)
+    assert made.input_ids.tolist() == [17, 30, 5, 6, 7] and made.positions.tolist() == [17, 30, 31, 32, 33]
+    assert made.seq_lens.tolist() == [18, 31, 32, 33, 34] and made.query_starts.tolist() == [0, 1, 2, 3, 4, 5]
+    assert made.slots.tolist() == [3, 9, 9, 9, 9] and made.logits_rows.tolist() == [0, 1, 2, 3, 4]
+    assert made.block_tables.tolist() == [[0, 1, 2, 3]] + [[10, 11, 12, 13]] * 4 and made.single_rows == 5
+    assert made.cache_slots.tolist() == [17, 11 * 16 + 14, 11 * 16 + 15, 12 * 16, 12 * 16 + 1]
+    plain = arrays.fill([chunk(0, 5), chunk(30, 1)])
+    assert plain.query_starts.tolist() == [0, 5, 6] and plain.seq_lens.tolist() == [5, 31]
+    together = BatchArrays(16, 64).fill(two)
+    assert together.query_starts.tolist() == [0, 1, 5] and together.seq_lens.tolist() == [18, 34]
+
+
+def test_a_row_s_mask_is_known_once_the_guess_before_it_has_come() -> None:
+    masks = [bits_of({i}, VOCAB) for i in range(2)]
+    two = [chunk(17, 1), chunk(30, 3)._replace(logits=3, guesses=(5, 6))]
+    for each, mask in zip(two, masks, strict=True):
+        each.sequence.matcher = SimpleNamespace(mask=mask)
+    assert [None if m is None else m.tolist() for m in _masks(two)] == [*(m.tolist() for m in masks), None, None]
+    two[0].sequence.matcher = two[1].sequence.matcher = None
+    assert _masks(two) == ()
+
+
+def test_experts_move_after_wrong_guesses_are_no_longer_counted() -> None:
+    calls: list[tuple[str, int]] = []
+    runner = runner_on("cpu")
+    runner._rows, runner._handoff = HostRows(torch.device("cpu")), cast(Any, SimpleNamespace(check=lambda: None))
+    runner._live = cast(Any, SimpleNamespace(after_step=lambda tokens, over: calls.append(("moved", tokens))))
+    for guessing, tokens in ((False, 4), (True, 3)):
+        runner._guessing = guessing
+        runner._done(torch.zeros(4, VOCAB), torch.zeros(4, 2), 4)
+        calls.append(("done", 4))
+        runner.settled(tokens)
+        runner.settled(tokens)
+    assert calls == [("moved", 4), ("done", 4), ("done", 4), ("moved", 3)]
+
+
 def runner_on(device: str) -> GpuRunner:
     runner = GpuRunner.__new__(GpuRunner)
-    runner._device, runner._live = torch.device(device), None
+    runner._device, runner._live, runner._guessing = torch.device(device), None, False
     runner._best, runner._end = BestRows(1, torch.device("cpu")), StepEnd(torch.device("cpu"))
     return runner
 
@@ -126,7 +169,7 @@ def test_what_is_planned_outside_graphs_knows_the_steps_rows(monkeypatch: pytest
         )
     }
     runner._handoff = cast(Any, SimpleNamespace(slot=0, serve=lambda posts: None))
-    monkeypatch.setattr(runner, "_done", lambda *result, masked=False: None)
+    monkeypatch.setattr(runner, "_done", lambda *result, masked=(): None)
     monkeypatch.setattr(runner, "_forward", lambda batch, counted: torch.zeros(1, 4))
     runner.logits(batch(4, 2, 7))
     assert begun == [([108, 109, 110, 111, 111, 111], True), ([], True)]
@@ -207,4 +250,4 @@ def test_a_replayed_graph_gets_its_masks_first(monkeypatch: pytest.MonkeyPatch) 
     runner._handoff = cast(Any, SimpleNamespace(slot=0, serve=lambda posts: None, check=lambda: None))
     runner._rows = HostRows(torch.device("cpu"))
     made = runner.logits(batch(2, 2, 7), [None, bits_of({1}, VOCAB)])
-    assert calls == ["2 masks", "graph"] and made._masked
+    assert calls == ["2 masks", "graph"] and made._masked == [False, True]

@@ -289,17 +289,10 @@ def test_flags_without_an_algorithm_change_nothing() -> None:
 
 def test_models_that_cannot_take_rows_back_decode_one_token() -> None:
     config = EngineConfig.from_args(["demo", "--speculative-algorithm", "NGRAM"])
-    assert speculation(config, MODEL, on_gpu=False) is not None
-    assert speculation(config, folding_config(), on_gpu=False) is None
+    assert speculation(config, MODEL) is not None
+    assert speculation(config, folding_config()) is None
     [said] = speculation_notices(config, folding_config())
     assert said.startswith("--speculative-algorithm NGRAM changes nothing: part of its state holds several tokens")
     alone = replace(MODEL, foreign=ForeignCode("{}", alone="it has a cache of its own"))
     [said] = speculation_notices(config, alone)
-    assert speculation(config, alone, on_gpu=False) is None and "it has a cache of its own" in said
-
-
-def test_a_gpu_refuses_guesses_and_says_what_works() -> None:
-    config = EngineConfig.from_args(["demo", "--speculative-algorithm", "NGRAM"])
-    with pytest.raises(ConfigError, match="one row per sequence.*--device cpu") as error:
-        speculation(config, MODEL, on_gpu=True)
-    assert error.value.fields == ("speculative_algorithm",)
+    assert speculation(config, alone) is None and "it has a cache of its own" in said

@@ -27,6 +27,7 @@ from recorded_steps import tiny_engine
 from tandem import LLM, SamplingParams
 from tandem.config import EngineConfig, Machine
 from tandem.config.speculation.choice import SpeculationPlan
+from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.engine import Engine
 from tandem.engine.llm import Generation
 from tandem.engine.protocol import GenerateRequest, Grammar
@@ -266,6 +267,31 @@ def test_every_paged_family_answers_the_same_bits(tiny_models, tmp_path: Path, v
         guessing = Engine.from_parts(replace(parts, drafter=drafter))
         assert scores(run(guessing, *asks)) == scores(plain)
         assert guessing.stats().speculation.guesses > 0
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("variant", ["glm4_moe", "deepseek_v32", "gpt_oss", "mixtral-window"])
+def test_rows_that_are_sequences_of_their_own_answer_the_same(
+    tiny_models, tmp_path: Path, variant: str, acceptance: float
+) -> None:
+    """As a GPU has them in its graphs, here on the CPU."""
+    tier = "avx512" if "amx" in Machine.detect().tiers else "auto"
+    engine = tiny_engine(
+        tiny_models[variant], tmp_path, speculative_algorithm="NGRAM", kernel_tier=tier,
+        disable_speculative_governor=True, expert_distribution_recorder_mode="per_token",
+    )  # fmt: skip
+    asks = [request(name, prompt, max_tokens=30, ignore_eos=True, logprobs=3)
+            for name, prompt in (("a", [7, 8, 9, 7, 8]), ("b", [40] * 20))]  # fmt: skip
+    parts, apart = engine_parts(engine), BatchArrays(engine.plan.page_size, engine.plan.max_step_tokens, apart=True)
+    plain = Engine.from_parts(replace(parts, plan=replace(parts.plan, speculation=None)))
+    expected = run(plain, *asks)
+    answers = {key: token_ids(outputs) for key, outputs in expected.items()}
+    counted = plain.stats().experts.cpu_tokens
+    guessing = Engine.from_parts(replace(parts, drafter=Foretold(answers, acceptance, parts.model_config.vocab)))
+    guessing._runner._arrays = apart
+    assert scores(run(guessing, *asks)) == scores(expected)
+    assert guessing.stats().speculation.guesses > 0
+    assert [2 * n for n in counted] == guessing.stats().experts.cpu_tokens  # both runs, and no wrong guess
 
 
 def scores(answers: dict) -> dict:

@@ -1,4 +1,4 @@
-"""Which batch sizes of decode steps are captured as CUDA graphs."""
+"""Of which numbers of rows decode steps are captured as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from tandem.config.engine_config import EngineConfig
 GRAPH_FLAGS = ("disable_cuda_graph", "cuda_graph_bs", "cuda_graph_max_bs")
 SMALL_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 DEFAULT_LARGEST_GRAPH = 256  # each graph keeps its logits; larger ones have to be asked for
+MOST_GUESS_ROWS = 128  # with guesses, if more sequences do not run together: longer steps gain little from them
+FEW_ROWS = tuple(range(1, 9))  # a step with guesses may have any number of rows, and a copy costs as much as a guess
 GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the small ones: steps between graphs
 
 
-def graph_sizes(config: EngineConfig, running: int) -> tuple[int, ...]:
-    """Ascending, none larger than the sequences that run together."""
+def graph_sizes(config: EngineConfig, running: int, guesses: int = 0) -> tuple[int, ...]:
+    """Rows, ascending: no more than sequences run together, or than they have with so many guesses of each."""
     if config.disable_cuda_graph:
         return ()
     asked = config.cuda_graph_bs
     largest = min(running, config.cuda_graph_max_bs or (running if asked else DEFAULT_LARGEST_GRAPH))
     asked = asked or (*_sizes_to(largest), largest)
+    if guesses:
+        few = tuple(size for size in asked if size <= largest)
+        largest = max(largest, min(largest * (1 + guesses), MOST_GUESS_ROWS))
+        asked = (*few, *FEW_ROWS, *_sizes_to(largest), largest)
     return tuple(sorted({size for size in asked if size <= largest}))
 
 

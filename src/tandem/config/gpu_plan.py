@@ -54,7 +54,7 @@ class GpuPlan:
     experts: int  # (layer, expert) pairs there
     placement: str
     statistics: str | None  # file of activation counts
-    graph_sizes: tuple[int, ...]  # batch sizes of CUDA graphs, () for none
+    graph_sizes: tuple[int, ...]  # rows of CUDA graphs, () for none
     patience_seconds: float  # that a kernel waits for the CPU's experts
     live: bool = False  # experts move while serving
     uuid: str = ""  # "": any GPU
@@ -253,7 +253,7 @@ def dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats = UNQUANTI
 
 def workspace_bytes(request: MemoryRequest) -> int:
     """Of steps, and the float32 logits that every graph keeps."""
-    rows = sum(graph_sizes(request.config, request.max_running_requests))
+    rows = sum(graph_sizes(request.config, request.max_running_requests, request.guesses))
     return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + request.slot_bytes + _scratch_bytes(request)
 
 

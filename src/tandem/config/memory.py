@@ -14,6 +14,7 @@ from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import RAM, Entry, Ledger, ledger
 from tandem.config.machine import Machine
 from tandem.config.model_config import STORED, ModelConfig, why_alone
+from tandem.config.speculation.choice import most_guesses
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError, DoesNotFit
 
@@ -62,6 +63,11 @@ class MemoryRequest:
     @property
     def kv_bytes_per_token(self) -> int:
         return max(1, self.model.state_layout(self.dtype).token_bytes)  # where all state is in slots
+
+    @property
+    def guesses(self) -> int:
+        """Of next tokens, of a sequence in a step, at most."""
+        return most_guesses(self.config, self.model)
 
     @property
     def num_slots(self) -> int:

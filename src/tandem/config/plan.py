@@ -231,7 +231,7 @@ def _resolved(
         gpu=gpu_plan,
         int8_activations=config.kt_int8_activations,
         experts_in_place=in_place,
-        speculation=speculation(config, model, gpu is not None),
+        speculation=speculation(config, model),
         ledgers=ledgers,
     )
 
@@ -257,7 +257,7 @@ def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memo
             Decision("placement", config.kt_expert_placement_strategy, "--kt-expert-placement-strategy")
         )
     running = request.max_running_requests
-    sizes, why = graph_sizes(config, running), graph_reason(config, running)
+    sizes, why = graph_sizes(config, running, request.guesses), graph_reason(config, running)
     if sizes and m.experts < everyone and "cuda-core" in request.machine.gpu_missing:
         sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
     log.append(Decision("CUDA graphs", ", ".join(map(str, sizes)) or "off", why))

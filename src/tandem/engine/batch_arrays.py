@@ -16,7 +16,10 @@ from tandem.models.batch import ForwardBatch
 class BatchArrays:
     """The arrays are allocated once and refilled: a decode step costs some microseconds per sequence here."""
 
-    def __init__(self, page_size: int, max_step_tokens: int) -> None:
+    def __init__(self, page_size: int, max_step_tokens: int, *, apart: bool = False) -> None:
+        """apart: in a step with guesses each row is a sequence of its own, as rows that decode are: it sees the tokens
+        before it in the same pages. So kernels and CUDA graphs for rows that decode compute it, with the same bits."""
+        self._apart = apart
         self._page_size = page_size
         self._input_ids = np.zeros(max_step_tokens, dtype=np.int64)
         self._positions = np.zeros(max_step_tokens, dtype=np.int64)
@@ -30,28 +33,40 @@ class BatchArrays:
 
     def fill(self, chunks: Rows[Chunk]) -> ForwardBatch:
         """The chunks in host memory; valid until the next `fill`."""
-        tables = self._tables(chunks)
-        row = logits = 0
-        for s, chunk in enumerate(chunks):
+        apart = self._apart and any(chunk.guesses for chunk in chunks)
+        sequences = sum(chunk.length for chunk in chunks) if apart else len(chunks)
+        tables = self._tables(chunks, sequences)
+        s = row = logits = 0
+        for chunk in chunks:
             self._place(row, chunk)
             row += chunk.length
-            self._query_starts[s + 1] = row
-            self._seq_lens[s] = chunk.sequence.computed_len + chunk.length
-            self._slots[s] = chunk.sequence.slot
-            tables[s, : chunk.sequence.num_pages] = chunk.sequence.page_table[: chunk.sequence.num_pages]
+            s += self._describe(s, chunk, row, tables, apart)
             self._logits_rows[logits : logits + chunk.logits] = self._counting[row - chunk.logits : row]
             logits += chunk.logits
         return ForwardBatch(
             input_ids=torch.from_numpy(self._input_ids[:row]),
             positions=torch.from_numpy(self._positions[:row]),
             cache_slots=torch.from_numpy(self._cache_slots[:row]),
-            query_starts=torch.from_numpy(self._query_starts[: len(chunks) + 1]),
-            seq_lens=torch.from_numpy(self._seq_lens[: len(chunks)]),
+            query_starts=torch.from_numpy(self._query_starts[: sequences + 1]),
+            seq_lens=torch.from_numpy(self._seq_lens[:sequences]),
             block_tables=torch.from_numpy(tables),
             logits_rows=torch.from_numpy(self._logits_rows[:logits]),
-            slots=torch.from_numpy(self._slots[: len(chunks)]),
-            single_rows=sum(1 for _ in takewhile(lambda chunk: chunk.length == 1, chunks)),
+            slots=torch.from_numpy(self._slots[:sequences]),
+            single_rows=sequences if apart else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks)),
         )
+
+    def _describe(
+        self, s: int, chunk: Chunk, row_end: int, tables: npt.NDArray[np.int32], apart: bool
+    ) -> int:
+        """The chunk as sequence s, or its rows as sequences from s on; how many that are."""
+        sequence, count = chunk.sequence, chunk.length if apart else 1
+        which, end = slice(s, s + count), sequence.computed_len + chunk.length
+        for i in range(count):
+            left = count - 1 - i
+            self._query_starts[s + i + 1], self._seq_lens[s + i] = row_end - left, end - left
+        self._slots[which] = sequence.slot
+        tables[which, : sequence.num_pages] = sequence.page_table[: sequence.num_pages]
+        return count
 
     def _place(self, row: int, chunk: Chunk) -> None:
         sequence, first, size = chunk.sequence, chunk.sequence.computed_len, self._page_size
@@ -67,12 +82,12 @@ class BatchArrays:
             sequence.page_table[positions // size].astype(np.int64) * size + positions % size
         )
 
-    def _tables(self, chunks: Rows[Chunk]) -> npt.NDArray[np.int32]:
+    def _tables(self, chunks: Rows[Chunk], sequences: int) -> npt.NDArray[np.int32]:
         """[S, P] zeros, P the most pages any of these sequences has; the memory grows but is kept."""
         width = max(chunk.sequence.num_pages for chunk in chunks)
-        needed = len(chunks) * width
+        needed = sequences * width
         if len(self._block_tables) < needed:
             self._block_tables = np.zeros(2 * needed, dtype=np.int32)
-        tables = self._block_tables[:needed].reshape(len(chunks), width)
+        tables = self._block_tables[:needed].reshape(sequences, width)
         tables.fill(0)
         return tables

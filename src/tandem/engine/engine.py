@@ -274,6 +274,7 @@ class Engine:
             tokens = self._chosen(logits, going)
             going = [turn for turn, sampled in zip(going, tokens, strict=False) if self._settle(turn, sampled)]
         _note(turns, self._meter, self._recorder, self._speculation)
+        self._runner.settled(sum(turn.rows for turn in turns))
         return [output for turn in turns if (output := turn.output) is not None]
 
     def _chosen(self, logits: Logits, turns: list[Turn]) -> list[Sampled]:
@@ -306,7 +307,10 @@ class Engine:
             turn.end(self._end(answer, answer.end("error", why), keep=False))
             return False
         first = sampled is not None and sequence.index == sequence.answer_len == 0
-        self._scheduler.advance(turn.computed)
+        if turn.tokens:
+            self._scheduler.accept(sequence)
+        else:
+            self._scheduler.advance(turn.chunk)
         if sampled is None:
             return False
         output = answer.push(sampled)

@@ -1,4 +1,4 @@
-"""`GpuRunner`: runs steps on a GPU; decode steps as one CUDA graph per batch size, CPU experts included."""
+"""`GpuRunner`: runs steps on a GPU; decode steps as one CUDA graph per number of rows, CPU experts included."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """sizes: batch sizes to capture, ascending; pages: of the longest sequence; vocab: logits of a row; warm_ups: runs
-    before a capture, which compile kernels and let libraries allocate."""
+    """sizes: rows of the graphs to capture, ascending; pages: of the longest sequence; vocab: logits of a row;
+    warm_ups: runs before a capture, which compile kernels and let libraries allocate."""
 
     sizes: tuple[int, ...]
     pages: int
@@ -99,6 +99,14 @@ def _nothing_collected() -> Iterator[None]:
         gc.enable()
 
 
+def _masks(chunks: Rows[Chunk]) -> RowMasks:
+    """Of the rows of a step that may be replayed. What may come after a guess is known when the guess has come."""
+    masks = masks_of([chunk.sequence for chunk in chunks])
+    if not masks or not any(chunk.guesses for chunk in chunks):
+        return masks
+    return [each for mask, c in zip(masks, chunks, strict=True) for each in (mask, *(None for _ in c.guesses))]
+
+
 def _nothing(batch: ForwardBatch, captured: bool) -> None:
     """Where no backend plans its steps."""
 
@@ -114,7 +122,8 @@ class _Graph:
 
 
 class GpuRunner:
-    """A step whose rows are all decode rows and fit a graph is replayed; others run kernel by kernel.
+    """A step whose rows are all decode rows and fit a graph is replayed; others run kernel by kernel. A row of a guess
+    is a decode row, too (`BatchArrays`).
 
     A batch smaller than its graph is filled up with copies of its last row: they compute and write the same. Kernels
     that change what a sequence keeps in its slot know copies by their slot, 0, and give them the last row's result.
@@ -136,9 +145,10 @@ class GpuRunner:
         """begin_step: called before the layers of a step run, and before a graph is captured (True) or replayed."""
         self._model, self._states, self._handoff, self._plan = model, states, handoff, graphs
         self._usage, self._live, self._begin_step = usage, live, begin_step or _nothing
-        self._arrays = BatchArrays(page_size, max_step_tokens)
+        self._arrays = BatchArrays(page_size, max_step_tokens, apart=True)
         self._device = handoff.device
         self._graphs: dict[int, _Graph] = {}
+        self._guessing = False  # whether the last step had rows of guesses that are not settled yet
         self._rows, self._best = HostRows(handoff.device), BestRows(max_step_tokens, handoff.device)
         self._end = StepEnd(handoff.device)
         with torch.inference_mode(), _nothing_collected():
@@ -147,8 +157,15 @@ class GpuRunner:
     def run(self, chunks: Rows[Chunk]) -> DeviceLogits:
         """Logits rows of all chunks, in order; valid until the model runs again."""
         batch = self._arrays.fill(chunks)
+        self._guessing = any(chunk.guesses for chunk in chunks)
         with torch.inference_mode():
-            return self.logits(batch, masks_of([chunk.sequence for chunk in chunks]))
+            return self.logits(batch, _masks(chunks))
+
+    def settled(self, tokens: int) -> None:
+        """The last step's rows were so many tokens, and nothing else is counted any more."""
+        if self._guessing and self._live is not None:
+            self._live.after_step(tokens, self._end.passed)
+        self._guessing = False
 
     def after_failure(self) -> None:
         """Raises EngineError when the GPU cannot go on: after an illegal access or a memory error every later call
@@ -161,8 +178,8 @@ class GpuRunner:
             raise EngineError(f"the GPU stopped working: {error}") from error
 
     def logits(self, batch: ForwardBatch, masks: RowMasks = ()) -> DeviceLogits:
-        """masks: of each sequence's next token. They count where a graph is replayed; `DeviceLogits.chosen` wants them
-        anyway."""
+        """masks: of each row's next token, where it is known. They count where a graph is replayed;
+        `DeviceLogits.chosen` wants them anyway."""
         graph, rows = self._graph_of(batch), len(batch.seq_lens)
         if graph is None:
             self._begin_step(batch, False)
@@ -178,16 +195,17 @@ class GpuRunner:
         self._end.mark()
         self._move_experts()
         self._handoff.serve(graph.posts)
-        return self._done(graph.logits[:rows], graph.best[:rows], rows, masked=True)
+        return self._done(graph.logits[:rows], graph.best[:rows], rows, masked=masks)
 
-    def _done(self, logits: Tensor, best: Tensor, tokens: int, *, masked: bool = False) -> DeviceLogits:
+    def _done(self, logits: Tensor, best: Tensor, tokens: int, *, masked: RowMasks = ()) -> DeviceLogits:
         """Ends the step: so its time is known, and the pinned images are free again. The CPU has done its part, so
-        experts may change places while the GPU does the rest of its own: their copies come after it."""
-        if self._live is not None:
+        experts may change places while the GPU does the rest of its own: their copies come after it. After rows of
+        guesses they wait until wrong ones are no longer counted (`settled`)."""
+        if self._live is not None and not self._guessing:
             self._live.after_step(tokens, self._end.passed)
         self._end.wait()
         self._handoff.check()
-        return DeviceLogits(logits, best, self._rows, masked=masked)
+        return DeviceLogits(logits, best, self._rows, masked=[mask is not None for mask in masked])
 
     def _move_experts(self) -> None:
         """Beside a step that was started."""
@@ -227,7 +245,7 @@ class GpuRunner:
             self._graphs[size] = graph
         self._graphs = dict(sorted(self._graphs.items()))
         if self._graphs:
-            _log.info("captured CUDA graphs for batch sizes %s", ", ".join(map(str, self._graphs)))
+            _log.info("captured CUDA graphs of %s rows", ", ".join(map(str, self._graphs)))
 
     def _captured(self, size: int, pool: Any) -> _Graph:
         inputs, fetched = _Inputs(size, self._plan.pages, self._device), BestRows(size, self._device)

@@ -47,5 +47,8 @@ class ModelRunner:
             logits = self._model.forward(batch, self._states)
             return HostLogits(logits.to(device="cpu", dtype=torch.float32).numpy())
 
+    def settled(self, tokens: int) -> None:
+        """As `GpuRunner.settled`; nothing has waited for it."""
+
     def after_failure(self) -> None:
         """Nothing that a step leaves behind keeps the next one from working."""

@@ -99,13 +99,19 @@ class Scheduler:
         ]
 
     def advance(self, chunk: Chunk) -> None:
-        """The model has run `chunk`. A finished prompt becomes a cached prefix and wakes the other answers."""
+        """The model has run `chunk`: its rows of tokens that the sequence has count. A finished prompt becomes a cached
+        prefix and wakes the other answers."""
         sequence, done = chunk.sequence, chunk.samples
-        sequence.advance(chunk.length)
+        sequence.advance(chunk.sure)
         self._store.mark(sequence)
         if done and sequence.answer_len == 0:
             self._store.remember(sequence)
             self._wake_siblings(sequence)
+
+    def accept(self, sequence: Sequence) -> None:
+        """The token appended last was guessed: the next row of the chunk that has run counts as well."""
+        sequence.advance(1)
+        self._store.mark(sequence)
 
     def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Ends a sequence in any state and frees its pages now. `keep`: what they hold is sound, cache it."""

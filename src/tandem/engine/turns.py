@@ -38,11 +38,6 @@ class Turn:
         """The model's rows of tokens that the sequence has had, once its first token is chosen."""
         return self.chunk.sure + max(0, self.tokens - 1)
 
-    @property
-    def computed(self) -> Chunk:
-        """The rows that count as computed before the next token is chosen."""
-        return Chunk(self.sequence, 1 if self.tokens else self.chunk.sure, 1)
-
     def take(self, token_id: int, output: TokenOutput) -> bool:
         """The next token of the sequence. True: the row behind it is of this token, and the answer goes on."""
         self.tokens += 1

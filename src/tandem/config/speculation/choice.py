@@ -17,7 +17,6 @@ SPECULATION_FIELDS = (
     "speculative_moe_runner_backend", "speculative_ngram_min_match_window_size",
     "speculative_ngram_max_match_window_size", "disable_speculative_governor",
 )  # fmt: skip
-_ALGORITHM = ("speculative_algorithm",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +38,22 @@ def check_algorithm(name: str) -> str:
     return config.speculative_algorithm
 
 
-def speculation(config: EngineConfig, model: ModelConfig, on_gpu: bool) -> SpeculationPlan | None:
+def speculation(config: EngineConfig, model: ModelConfig) -> SpeculationPlan | None:
     """None where no algorithm is asked for, or the model decodes one token a step. Raises ConfigError."""
     asked = config.speculative_algorithm
     if asked is None:
         return None
-    if on_gpu:
-        raise ConfigError(
-            f"--speculative-algorithm {asked} needs the CPU: on a GPU, CUDA graphs decode one row per sequence, and "
-            "no rows of guesses; take --device cpu, or leave it out",
-            fields=_ALGORITHM,
-        )
     most = _most_guesses(config)
     least, longest = _match(config)
     if why_one_token(model):
         return None
     return SpeculationPlan(asked, most, not config.disable_speculative_governor, least, longest)
+
+
+def most_guesses(config: EngineConfig, model: ModelConfig) -> int:
+    """Of a sequence in a step; 0 where nothing is guessed. Raises ConfigError."""
+    plan = speculation(config, model)
+    return 0 if plan is None else plan.most_guesses
 
 
 def speculation_texts(config: EngineConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:

@@ -117,8 +117,9 @@ class StepEnd:
 class DeviceLogits:
     """`Logits` that stay where they are: only what decides is fetched, and rows that penalties and biases change."""
 
-    def __init__(self, logits: Tensor, best: Tensor, host: HostRows, *, masked: bool = False) -> None:
-        """best: of the same rows, see `best_of`, in host memory; masked: among the tokens that rows may choose."""
+    def __init__(self, logits: Tensor, best: Tensor, host: HostRows, *, masked: Rows[bool] = ()) -> None:
+        """best: of the same rows, see `best_of`, in host memory; masked: of the first rows, whether it is among the
+        tokens that the row may choose."""
         self.logits, self.best, self._host, self._masked = logits, best, host, masked
 
     def fetched(self, rows: slice) -> FloatRows:
@@ -147,13 +148,14 @@ class DeviceLogits:
         logits, best = _part(self.logits, free), self.best[free]
         bits = {k: mask for k, i in enumerate(here) if (mask := masks[i]) is not None}
         limited = list(bits)
-        if not limited or (self._masked and all(is_greedy(sequences[here[k]].sampling) for k in limited)):
+        unknown = [k for k in limited if free[k] >= len(self._masked) or not self._masked[free[k]]]
+        if not unknown and all(is_greedy(sequences[here[k]].sampling) for k in limited):
             return logits, best
         places = torch.tensor(limited, dtype=torch.int64, device=logits.device)
         some = without_forbidden_rows(
             logits[places], torch.from_numpy(np.stack(list(bits.values()))).to(logits.device)
         )
-        if not self._masked:
+        if unknown:
             best[limited] = best_of(some).cpu()
         return logits.index_copy(0, places, some), best
 

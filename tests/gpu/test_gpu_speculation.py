@@ -1,0 +1,124 @@
+"""Several tokens a step on a GPU: guesses decide what is computed, never what is answered.
+
+All steps run in one graph of 16 rows, with guesses and without. So every row's products are of the same shapes, and
+answers have the same bits. Shapes of their own, and kernels without graphs, are held against float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fake_model import request, run, token_ids
+from gpu import needs_cuda
+from gpu_sessions import check_answers
+from tandem import LLM, SamplingParams
+from tandem.config import EngineConfig
+from tandem.config.speculation.choice import SpeculationPlan
+from tandem.engine.engine import Engine
+from tandem.engine.protocol import Grammar
+from tandem.engine.speculation.foretold import Foretold
+from tandem.engine.start.loader import load_parts
+from tandem.engine.start.parts import EngineParts
+
+pytestmark = [pytest.mark.gpu, needs_cuda]
+ROWS, MOST = 16, 5
+PAGED = ["qwen3_moe-gpu", "glm4_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "mixtral-window"]
+SLOTTED: list[str] = []
+PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20}
+
+
+def parts_of(path: Path, share: float, **flags) -> EngineParts:
+    return load_parts(
+        EngineConfig.from_keywords(
+            str(path), device="cuda", kt_gpu_experts_ratio=share, kt_cpuinfer=2, max_total_tokens=512,
+            max_running_requests=2, speculative_algorithm="NGRAM", speculative_num_steps=MOST,
+            disable_speculative_governor=True, **flags,
+        )
+    )  # fmt: skip
+
+
+def engine_of(parts: EngineParts, drafter: Foretold | None, *, most: int = MOST) -> Engine:
+    """drafter: None for one token a step. All its graphs have 16 rows."""
+    assert parts.plan.gpu is not None
+    wanted = None if drafter is None else SpeculationPlan("made up", most, False)
+    plan = replace(parts.plan, speculation=wanted, gpu=replace(parts.plan.gpu, graph_sizes=(ROWS,)))
+    return Engine.from_parts(replace(parts, plan=plan, drafter=drafter))
+
+
+def scores(answers: dict) -> dict:
+    return {key: [each for output in outputs for each in output.logprobs] for key, outputs in answers.items()}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("variant", [*PAGED, *SLOTTED])
+def test_answers_have_the_same_bits(tiny_models, variant: str, share: float) -> None:
+    """Tokens, log-probabilities, and counts of experts; rejected rows leave nothing behind."""
+    parts = parts_of(tiny_models[variant], share)
+    asks = [request(name, prompt, max_tokens=40, ignore_eos=True, logprobs=3) for name, prompt in PROMPTS.items()]
+    plain = engine_of(parts, None)
+    expected = run(plain, *asks)
+    answers = {key: token_ids(outputs) for key, outputs in expected.items()}
+    counted = [plain.stats().experts.cpu_tokens[0] + plain.stats().experts.gpu_tokens[0]]
+    steps = []
+    for acceptance in (0.0, 0.5, 1.0):
+        engine = engine_of(parts, Foretold(answers, acceptance, parts.model_config.vocab))
+        assert scores(run(engine, *asks)) == scores(expected)
+        stats = engine.stats()
+        counted.append(stats.experts.cpu_tokens[0] + stats.experts.gpu_tokens[0] - sum(counted))
+        steps.append(stats.steps)
+        assert stats.speculation.guesses > 0
+    assert set(counted) == {counted[0]}
+    assert plain.stats().steps >= steps[0] > steps[1] > steps[2]
+
+
+@pytest.mark.parametrize("wish", ["grammar", "nucleus", "penalties"])
+def test_every_row_is_chosen_by_the_requests_own_rule(tiny_models, wish: str) -> None:
+    """Masks of guessed rows are known only when the guess has come."""
+    wishes = {
+        "grammar": {"grammar": Grammar("regex", r"([a-z]+ ){4}[a-z]+\\.")},
+        "nucleus": {"temperature": 0.8, "top_p": 0.9, "seed": 11, "ignore_eos": True},
+        "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "min_tokens": 9},
+    }
+    parts = parts_of(tiny_models["qwen3_moe-gpu"], 0.5)
+    asks = [request(name, prompt, max_tokens=30, **wishes[wish]) for name, prompt in PROMPTS.items()]
+    expected = run(engine_of(parts, None), *asks)
+    answers = {key: token_ids(outputs) for key, outputs in expected.items()}
+    for acceptance in (0.5, 1.0):
+        engine = engine_of(parts, Foretold(answers, acceptance, parts.model_config.vocab))
+        got = run(engine, *asks)
+        assert {key: token_ids(outputs) for key, outputs in got.items()} == answers
+        assert engine.stats().speculation.right_guesses > 0
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "kernels"])
+@pytest.mark.parametrize("variant", [*PAGED, *SLOTTED])
+def test_shapes_of_their_own_say_what_float32_says(tiny_models, variant: str, graphs: bool) -> None:
+    """n-grams with the graphs of the plan, or with none."""
+    path = tiny_models[variant]
+    engine = Engine.from_parts(parts_of(path, 0.5, disable_cuda_graph=not graphs))
+    prompts = list(PROMPTS.values())
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
+    results = LLM.from_engine(engine).generate(prompts, params, progress=False)
+    check_answers(path, prompts, results)
+    assert engine.stats().speculation.guesses > 0
+
+
+def test_live_experts_move_by_accepted_tokens(tiny_models) -> None:
+    """They move while guesses are verified, and no answer changes."""
+    flags = {"kt_enable_dynamic_expert_update": True, "kt_expert_placement_strategy": "random"}
+    parts = parts_of(tiny_models["qwen3_moe-gpu"], 0.5, **flags)
+    asks = [request(name, prompt, max_tokens=100, ignore_eos=True) for name, prompt in PROMPTS.items()]
+    plain = engine_of(parts, None)
+    answers = {key: token_ids(outputs) for key, outputs in run(plain, *asks).items()}
+    engine = engine_of(parts, Foretold(answers, 0.5, parts.model_config.vocab))
+    got = {key: token_ids(outputs) for key, outputs in run(engine, *asks).items()}
+    same = [sum(a == b for a, b in zip(got[key], answers[key], strict=True)) for key in answers]
+    print(f"{same} of 100 tokens are the same; swaps {engine.stats().experts.swaps}")
+    assert parts.usage is not None
+    tokens = parts.usage.read().tokens.sum(1)
+    top_k = parts.model_config.moe.router.top_k
+    computed = sum(len(prompt) + 99 for prompt in PROMPTS.values())
+    assert tokens.eq(2 * computed * top_k).all()
