@@ -103,7 +103,7 @@ def test_what_graphs_inputs_pin_is_planned(on_gpu: int) -> None:
     share = HostShare(on_gpu, 1000, 3, step_tokens=300, graph_sizes=sizes, pages=2561, top_k=8)
     model, device = qwen3(2048, 768), torch.device("cpu")
     inputs = [_Inputs(size, 2561, device) for size in sizes]
-    masks = [GraphMasks(size, model.vocab, device) for size in sizes]
+    masks = [GraphMasks(size, device) for size in sizes]
     assert host_memory(model, share).inputs == sum(pinned_bytes(each._host.nbytes) for each in (*inputs, *masks))
 
 

@@ -19,7 +19,7 @@ from tandem.errors import EngineError
 from tandem.models import ForwardBatch
 
 SIZE, PAGES, VOCAB = 6, 5, 71
-MASKS = GraphMasks(SIZE, VOCAB, torch.device("cpu"))
+MASKS = GraphMasks(SIZE, torch.device("cpu"))
 
 
 def batch(rows: int, pages: int, first: int) -> ForwardBatch:
@@ -215,26 +215,46 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
 
 def test_masks_stay_where_a_graph_reads_them_and_go_with_their_rows() -> None:
     """The best of each row, as the graph's last kernels find it from what was sent, step after step."""
-    masks, logits = GraphMasks(SIZE, VOCAB, torch.device("cpu")), torch.randn(SIZE, VOCAB)
+    masks, logits = GraphMasks(SIZE, torch.device("cpu")), torch.randn(SIZE, VOCAB)
     place = masks.there.data_ptr()
     for given in ([None, {3, 40}, None, {70}], [], [{0, 31, 32}, None], [None] * 6, [None, None, {5}, None, {64}, {1}]):
         masks.send([None if ids is None else bits_of(ids, VOCAB) for ids in given])
         assert masks.there.data_ptr() == place
         wanted = [range(VOCAB) if ids is None else sorted(ids) for ids in (*given, *[None] * (SIZE - len(given)))]
-        best = best_of(logits, masks.there)
+        best = best_of(logits, masks)
         for row, (found, value), ids in zip(logits, best.tolist(), wanted, strict=True):
             assert value == row[list(ids)].max() and row[int(found)] == value and int(found) in ids
     logits[2, 9] = torch.nan
-    assert best_of(logits, masks.there)[2, 1].isnan()
+    assert best_of(logits, masks)[2, 1].isnan()
 
 
 def test_a_step_without_masks_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    masks = GraphMasks(SIZE, VOCAB, torch.device("cpu"))
+    masks = GraphMasks(SIZE, torch.device("cpu"))
     sent: list[int] = []
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source, non_blocking: sent.append(len(source)))
-    for given in ([], [None, None], [bits_of({1}, VOCAB), None], [], []):
+    one, other = bits_of({1}, VOCAB), bits_of({2}, VOCAB)
+    for given in ([], [None, None], [one, None], [one, None], [None, one], [other, one], [], []):
         masks.send(given)
-    assert sent == [1, 1]  # the mask, and that it is gone
+    assert sent == [SIZE] * 4  # a mask, that it moved, another, and that they are gone
+
+
+def test_a_mask_changes_where_a_graph_reads_it() -> None:
+    """Its answer goes on: nothing is sent, and the next replay reads what is there then."""
+    masks, one = GraphMasks(2, torch.device("cpu")), bits_of({1}, VOCAB)
+    logits = torch.zeros(2, VOCAB)
+    masks.send([None, one])
+    assert masks.there.tolist() == [0, one.ctypes.data]
+    assert best_of(logits, masks)[:, 0].tolist() == [0, 1]
+    one[:] = bits_of({40}, VOCAB)
+    masks.send([None, one])
+    assert best_of(logits, masks)[:, 0].tolist() == [0, 40]
+
+
+def test_a_mask_that_a_gpu_cannot_read_is_an_error() -> None:
+    masks = GraphMasks(2, torch.device("cpu"))
+    masks._pinned = True
+    with pytest.raises(ValueError, match="pinned"):
+        masks.send([bits_of({1}, VOCAB)])
 
 
 def test_a_replayed_graph_gets_its_masks_first(monkeypatch: pytest.MonkeyPatch) -> None:

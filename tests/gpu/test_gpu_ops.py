@@ -16,7 +16,9 @@ from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from paged_batches import Batch, make_batch, random_tables
 from tandem import _core
 from tandem.config.layers import Router
+from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import best_of
+from tandem.engine.sampling.masks import new_mask
 from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes, join_nibbles
 from tandem.formats.reference import quantise, stored
@@ -73,12 +75,20 @@ def test_the_best_logit_among_those_that_a_mask_allows(rows: int, vocab: int) ->
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(rows, vocab, generator=generator)
     bits = torch.randint(-(2**31), 2**31 - 1, (rows, -(-vocab // 32)), dtype=torch.int32, generator=generator)
-    flags = torch.arange(rows, dtype=torch.int32)[:, None] % 2  # every other row is free
-    masks = torch.cat((flags, bits & bits.roll(1)), 1)
-    expected = best_of(logits, masks)
-    assert torch.equal(best.best_of(logits.to(DEVICE), masks.to(DEVICE)).cpu(), expected)
-    masks[:, 0], masks[:, 1:] = 1, 0
-    assert best.best_of(logits.to(DEVICE), masks.to(DEVICE))[:, 1].isneginf().all()
+    place = logits.to(DEVICE)  # the GPU is in use: masks lie where it reads them
+    masks = [new_mask(bits.shape[1]) if row % 2 else None for row in range(rows)]  # every other row is free
+    for row, mask in enumerate(masks):
+        if mask is not None:
+            mask[:] = (bits[row] & bits[row].roll(1)).numpy()
+    here, there = GraphMasks(rows, torch.device("cpu")), GraphMasks(rows, torch.device(DEVICE))
+    here.send(masks)
+    there.send(masks)
+    assert torch.equal(best.best_of(place, there.there).cpu(), best_of(logits, here))
+    there.send(none := [new_mask(bits.shape[1]) for _ in range(rows)])
+    assert best.best_of(place, there.there)[:, 1].isneginf().all()
+    for row, mask in enumerate(none):  # an answer goes on: the same memory, another token
+        mask[0] = 1 << row
+    assert best.best_of(place, there.there)[:, 0].tolist() == list(range(rows))
 
 
 @pytest.mark.parametrize("shape", [(1, 2048), (3, 100)])

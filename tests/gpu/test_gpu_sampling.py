@@ -13,7 +13,7 @@ from tandem.engine.protocol import SamplingParams
 from tandem.engine.sampling import on_device as device_sampling
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import DeviceLogits, HostLogits, HostRows, best_of
-from tandem.engine.sampling.masks import bits_of
+from tandem.engine.sampling.masks import TokenMask, bits_of, new_mask
 from tandem.engine.sequence import Sequence
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
@@ -131,6 +131,13 @@ def test_most_rows_are_decided_by_their_candidates(monkeypatch: pytest.MonkeyPat
     assert None not in device_sampling.choose(logits, best_of(logits).numpy(), sequences)
 
 
+def readable(mask: TokenMask) -> TokenMask:
+    """Where a GPU can read it."""
+    made = new_mask(len(mask))
+    made[:] = mask
+    return made
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("in_graph", [0, 17, 30])
 @pytest.mark.parametrize(
@@ -146,10 +153,11 @@ def test_masked_rows_choose_what_they_choose_on_the_host(device, in_graph, chang
         None if i % 3 == 0 else bits_of(generator.integers(0, VOCAB, 1 + i * i).tolist(), VOCAB) for i in range(30)
     ]
     there = logits.to(device)
-    graph = GraphMasks(30, VOCAB, there.device)
+    masks = [None if mask is None else readable(mask) for mask in masks]
+    graph = GraphMasks(30, there.device)
     if in_graph:
         graph.send(masks[:in_graph])
-    best = best_of(there, graph.there if in_graph else None).cpu()
+    best = best_of(there, graph if in_graph else None).cpu()
     made = DeviceLogits(there, best, HostRows(there.device), masked=[i < in_graph for i in range(30)])
     rows = list(range(30))
     ours = made.chosen(rows, sequences, EOS, masks)

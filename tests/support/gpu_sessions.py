@@ -123,7 +123,7 @@ class Session:
         kept = allocate(layout, ROWS * PAGES, torch.device("cuda"), ROWS + 2)
         self.slots = kept.slots  # of sequence s: s + 1; the last is spare
         self.runner = GpuRunner(
-            self.model, kept.arrays, self.side.handoff, GraphPlan(graphs, PAGES, config.vocab),
+            self.model, kept.arrays, self.side.handoff, GraphPlan(graphs, PAGES),
             page_size=PAGE, max_step_tokens=256,
             usage=self.usage, live=restless(self.side, self.usage) if moving else None,
         )  # fmt: skip

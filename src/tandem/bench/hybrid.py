@@ -272,7 +272,7 @@ def _runner(
     states = allocate(layout, plan.num_pages, side.ops.device, plan.num_slots).arrays
     for array in (array for arrays in states for array in arrays):
         array.normal_()
-    graphs = GraphPlan(plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size), config.vocab)
+    graphs = GraphPlan(plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size))
     return GpuRunner(
         model, states, side.handoff, graphs,
         page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=usage, live=live,

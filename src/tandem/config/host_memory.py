@@ -71,7 +71,7 @@ class HostMemory:
 def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
     everyone = model.routed_experts
     inputs = sum(
-        pinned_bytes(graph_input_bytes(size, share.pages)) + pinned_bytes(graph_mask_bytes(size, model.vocab))
+        pinned_bytes(graph_input_bytes(size, share.pages)) + pinned_bytes(graph_mask_bytes(size))
         for size in share.graph_sizes
     )
     graphs = GRAPH_BYTES if share.graph_sizes else 0
@@ -97,9 +97,9 @@ def graph_input_bytes(size: int, pages: int) -> int:
     return graph_wide_bytes(size) + 4 * (size * (2 + pages) + 1)
 
 
-def graph_mask_bytes(size: int, vocab: int) -> int:
-    """Of the masks of a graph's rows: a bit a token, and a number that says whether there is a mask."""
-    return 4 * size * (1 + -(-vocab // 32))
+def graph_mask_bytes(size: int) -> int:
+    """Of where the masks of a graph's rows are."""
+    return 8 * size
 
 
 def graph_wide_bytes(size: int) -> int:

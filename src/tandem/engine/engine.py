@@ -86,7 +86,7 @@ def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner
             usage=parts.usage,
         )
     pages = -(-plan.context_length // plan.page_size)
-    graphs = GraphPlan(plan.gpu.graph_sizes, pages, parts.model_config.vocab)
+    graphs = GraphPlan(plan.gpu.graph_sizes, pages)
     return GpuRunner(
         parts.model, states, parts.handoff, graphs,
         page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=parts.usage, live=parts.live,

@@ -33,12 +33,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """sizes: rows of the graphs to capture, ascending; pages: of the longest sequence; vocab: logits of a row;
-    warm_ups: runs before a capture, which compile kernels and let libraries allocate."""
+    """sizes: rows of the graphs to capture, ascending; pages: of the longest sequence; warm_ups: runs before a capture,
+    which compile kernels and let libraries allocate."""
 
     sizes: tuple[int, ...]
     pages: int
-    vocab: int
     warm_ups: int = 2
 
 
@@ -249,11 +248,11 @@ class GpuRunner:
 
     def _captured(self, size: int, pool: Any) -> _Graph:
         inputs, fetched = _Inputs(size, self._plan.pages, self._device), BestRows(size, self._device)
-        masks = GraphMasks(size, self._plan.vocab, self._device)
+        masks = GraphMasks(size, self._device)
         self._begin_step(inputs.image, True)
         with self._handoff.rehearsing():
             for _ in range(self._plan.warm_ups):
-                fetched.fetch(self._forward(inputs.batch, inputs.counted), masks.there)
+                fetched.fetch(self._forward(inputs.batch, inputs.counted), masks)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with (
@@ -262,5 +261,5 @@ class GpuRunner:
         ):
             inputs.send()
             logits = self._forward(inputs.batch, inputs.counted)
-            best = fetched.fetch(logits, masks.there)
+            best = fetched.fetch(logits, masks)
         return _Graph(inputs, graph, logits, best, masks, len(posted))

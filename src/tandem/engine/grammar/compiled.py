@@ -7,22 +7,19 @@ from typing import Any
 from weakref import WeakSet
 
 from tandem.engine.grammar.vocabulary import Vocabulary
-from tandem.engine.sampling.masks import TokenMask
 
 
 @dataclass(slots=True, eq=False)
 class CompiledGrammar:
-    """`shown`: control tokens that it spells. `text_bits`: tokens that are text in it. `users`: its matchers."""
+    """`shown`: control tokens that it spells. `users`: its matchers."""
 
     inner: Any  # xgrammar's
     vocabulary: Vocabulary
     shown: tuple[int, ...]
-    text_bits: TokenMask
     nbytes: int
     too_slow: bool = False  # an answer's matcher took too long
     users: WeakSet[Any] = field(default_factory=WeakSet)
 
     @classmethod
     def of(cls, inner: Any, vocabulary: Vocabulary, shown: tuple[int, ...]) -> CompiledGrammar:
-        bits = vocabulary.text_bits(shown)
-        return cls(inner, vocabulary, shown, bits, inner.memory_size_bytes + bits.nbytes)
+        return cls(inner, vocabulary, shown, inner.memory_size_bytes)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from time import thread_time
 
 import numpy as np
-import torch
 
 from tandem.engine.grammar.allowance import Allowance, GrammarTooSlow
 from tandem.engine.grammar.compiled import CompiledGrammar
+from tandem.engine.grammar.shared_bits import Room
 from tandem.engine.protocol import SamplingParams
-from tandem.engine.sampling.masks import TokenMask, allows, bits_of, mask_words
+from tandem.engine.sampling.masks import allows
 from tandem.errors import EngineError
 
 
@@ -21,8 +21,8 @@ class GrammarMatcher:
     """
 
     __slots__ = (
-        "__weakref__", "_allowance", "_compiled", "_end_bits", "_ends", "_going_bits", "_inner", "_may_end", "_room",
-        "_rows", "_text_bits", "ended", "mask",
+        "__weakref__", "_allowance", "_compiled", "_end_bits", "_ends", "_inner", "_may_end", "_room", "_text_bits",
+        "ended", "mask",
     )  # fmt: skip
 
     def __init__(self, compiled: CompiledGrammar, sampling: SamplingParams) -> None:
@@ -32,15 +32,11 @@ class GrammarMatcher:
         vocabulary = compiled.vocabulary
         self._compiled, self._inner = compiled, xgrammar.GrammarMatcher(compiled.inner)
         self._ends = _end_ids(compiled, sampling)
-        self._end_bits = bits_of(self._ends, vocabulary.size)
-        self._going_bits = ~self._end_bits
-        self._text_bits = compiled.text_bits & self._going_bits
+        self._text_bits, self._end_bits = vocabulary.shared.of(compiled.shown, self._ends)
         self._may_end = not sampling.ignore_eos
         self._allowance = Allowance()
-        self._room = np.zeros(vocabulary.inner_words, dtype=np.int32)
-        self._rows = torch.from_numpy(self._room[None])  # the same memory, as xgrammar takes it
-        self.ended = False
-        self.mask: TokenMask = np.zeros(mask_words(vocabulary.size), dtype=np.int32)
+        self._room = Room(vocabulary.size)
+        self.ended, self.mask = False, self._room.tokens
         compiled.users.add(self)
         began = thread_time()
         self._look_ahead()
@@ -75,23 +71,18 @@ class GrammarMatcher:
             raise EngineError(f"token {token_id} does not match the request's grammar")
 
     def _look_ahead(self) -> None:
-        complete = self._fill(self.mask)
-        if (self.mask & self._going_bits).any():
-            return
-        if not complete:
-            raise EngineError("no token of this model continues an answer that matches the request's grammar")
-        self.ended = True
-
-    def _fill(self, mask: TokenMask) -> bool:
-        """In place. Whether the answer is complete as it is; only then end tokens may come."""
-        if not self._inner.fill_next_token_bitmask(self._rows):
-            self._room.fill(-1)
-        word, bit = self._compiled.vocabulary.stop
-        complete = bool(int(self._room[word]) & bit)
-        np.bitwise_and(self._room[: len(mask)], self._text_bits, out=mask)
+        """The mask, in place. Only an answer that is complete as it is may end."""
+        room, mask = self._room, self.mask
+        if not self._inner.fill_next_token_bitmask(room.rows):
+            room.words.fill(-1)
+        complete = room.says_complete
+        mask &= self._text_bits
+        going = np.count_nonzero(mask) > 0  # NumPy's `any` takes three times as long
         if complete and self._may_end:
             mask |= self._end_bits
-        return complete
+        if not going and not complete:
+            raise EngineError("no token of this model continues an answer that matches the request's grammar")
+        self.ended = not going
 
     def _spend(self, began: float) -> None:
         """For one token."""

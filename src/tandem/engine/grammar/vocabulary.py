@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
-from tandem.engine.sampling.masks import TokenMask, bits_but, mask_words
+from tandem.engine.grammar.shared_bits import SharedBits
 from tandem.engine.text.token_table import TokenTable
 
 
-class Vocabulary(msgspec.Struct, frozen=True):
+class Vocabulary(msgspec.Struct, frozen=True, dict=True):
     """`pieces`: each token's bytes, `size` of them (the model's rows of logits), empty where a token is no text.
 
     `special`: control tokens' texts by id. `end_ids`: tokens that end an answer.
@@ -39,19 +40,10 @@ class Vocabulary(msgspec.Struct, frozen=True):
         plain = _unescaped(text)
         return tuple(sorted(i for i, marker in self.special.items() if marker and marker in plain))
 
-    def text_bits(self, shown: Collection[int]) -> TokenMask:
-        """Tokens that are text in a grammar that spells the control tokens `shown`."""
-        return bits_but(set(self.special) - set(shown), self.size)
-
-    @property
-    def stop(self) -> tuple[int, int]:
-        """The word and the bit of xgrammar's masks that say whether an answer may end: of a row behind all others."""
-        return self.size // 32, 1 << (self.size % 32)
-
-    @property
-    def inner_words(self) -> int:
-        """Of xgrammar's masks."""
-        return mask_words(self.size + 1)
+    @cached_property
+    def shared(self) -> SharedBits:
+        """What the matchers of one thread have in common."""
+        return SharedBits(self.size, self.special)
 
     def tokenizer_info(self) -> Any:
         """xgrammar's, one for all grammars: its tables of 150,000 tokens take 22 MB.

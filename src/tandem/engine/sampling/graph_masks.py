@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence as Rows
 
-from tandem.engine.sampling.masks import RowMasks, mask_words
+import torch
+from torch import Tensor
+
+from tandem.engine.sampling.masks import RowMasks, TokenMask, masked_rows
 
 
 class GraphMasks:
-    """`there`: int32 [size, 1 + words] on the device. A row's first number says whether the row is masked.
+    """`there`: int64 [size] on the device, the addresses of masks in memory that it reads. 0: the row is free.
 
-    A step without masks sends nothing, and its kernels read the first numbers only.
+    A mask stays where it is while its answer goes on. So a step with the rows of the step before sends nothing.
     """
 
-    def __init__(self, size: int, vocab: int, device: torch.device) -> None:
-        shape = size, 1 + mask_words(vocab)
-        self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.there = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._rows = self._host.numpy()
-        self._masked = 0  # rows up to the last one that is masked on the device
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=self._pinned)
+        self.there = torch.zeros(size, dtype=torch.int64, device=device)
+        self._sent: Rows[TokenMask | None] = ()  # held, or another mask could get the same memory
 
     def send(self, masks: RowMasks) -> None:
-        """Of the first rows; others are free. Before the graph is replayed; the step before must have ended."""
-        rows = max((i + 1 for i, mask in enumerate(masks) if mask is not None), default=0)
-        self._rows[: self._masked, 0] = 0
-        for row, mask in zip(self._rows, masks, strict=False):
+        """Of the first rows; others are free. Before the graph is replayed; the step before must have ended. Raises
+        ValueError for a mask that a GPU cannot read."""
+        masks = [] if all(mask is None for mask in masks) else list(masks)
+        if len(masks) == len(self._sent) and all(map(_same, masks, self._sent)):
+            return
+        self._host.zero_()
+        for row, mask in enumerate(masks):
             if mask is not None:
-                row[0], row[1:] = 1, mask
-        changed = max(rows, self._masked)
-        self._masked = rows
-        if changed:
-            self.there[:changed].copy_(self._host[:changed], non_blocking=True)
+                self._host[row] = self._address(mask)
+        self.there.copy_(self._host, non_blocking=True)
+        self._sent = masks
+
+    def applied(self, logits: Tensor) -> Tensor:
+        """What the GPU's kernel does while it looks for the best token, by PyTorch."""
+        return masked_rows(logits, self._sent)
+
+    def _address(self, mask: TokenMask) -> int:
+        there = torch.from_numpy(mask)
+        if self._pinned and not there.is_pinned():
+            raise ValueError("a graph reads masks from pinned memory: make them with masks.new_mask")
+        return there.data_ptr()
+
+
+def _same(one: TokenMask | None, other: TokenMask | None) -> bool:
+    return one is other

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.masks import RowMasks, TokenMask, without_forbidden_rows
 from tandem.engine.sampling.on_device import choose
 from tandem.engine.sampling.penalties import FloatRows, changes_logits
@@ -47,18 +48,17 @@ class HostLogits:
         return sample(wanted, sequences, eos_ids, masks)
 
 
-def best_of(logits: Tensor, masks: Tensor | None = None) -> Tensor:
+def best_of(logits: Tensor, masks: GraphMasks | None = None) -> Tensor:
     """float64 [R, 2]: every row's best id and its logit; NaN if there is one. Both are exact in float64.
 
-    masks: of these rows, as `GraphMasks.there`; the best is then among the tokens that a row may choose.
+    masks: of these rows; the best is then among the tokens that a row may choose.
     """
     if logits.is_cuda:
         from tandem.kernels.gpu import best  # Triton is there only where a GPU is used
 
-        return best.best_of(logits, masks)
+        return best.best_of(logits, None if masks is None else masks.there)
     if masks is not None:
-        limited = without_forbidden_rows(logits, masks[:, 1:])
-        logits = torch.where(masks[:, :1] != 0, limited, logits)
+        logits = masks.applied(logits)
     ids = logits.argmax(1, keepdim=True)
     return torch.cat((ids.double(), logits.gather(1, ids).double()), 1)
 
@@ -90,7 +90,7 @@ class BestRows:
     def __init__(self, rows: int, device: torch.device) -> None:
         self._memory = torch.zeros(rows, 2, dtype=torch.float64, pin_memory=device.type == "cuda")
 
-    def fetch(self, logits: Tensor, masks: Tensor | None = None) -> Tensor:
+    def fetch(self, logits: Tensor, masks: GraphMasks | None = None) -> Tensor:
         """Waits for nothing: what is returned is filled when the device has done it."""
         return self._memory[: len(logits)].copy_(best_of(logits, masks), non_blocking=True)
 
@@ -146,15 +146,13 @@ class DeviceLogits:
         """Logits and best of these rows, among the tokens that each may choose."""
         free = [rows[i] for i in here]
         logits, best = _part(self.logits, free), self.best[free]
-        bits = {k: mask for k, i in enumerate(here) if (mask := masks[i]) is not None}
-        limited = list(bits)
+        limited = [k for k, i in enumerate(here) if masks[i] is not None]
         unknown = [k for k in limited if free[k] >= len(self._masked) or not self._masked[free[k]]]
         if not unknown and all(is_greedy(sequences[here[k]].sampling) for k in limited):
             return logits, best
         places = torch.tensor(limited, dtype=torch.int64, device=logits.device)
-        some = without_forbidden_rows(
-            logits[places], torch.from_numpy(np.stack(list(bits.values()))).to(logits.device)
-        )
+        bits = np.stack([mask for i in here if (mask := masks[i]) is not None])
+        some = without_forbidden_rows(logits[places], torch.from_numpy(bits).to(logits.device))
         if unknown:
             best[limited] = best_of(some).cpu()
         return logits.index_copy(0, places, some), best

@@ -19,6 +19,12 @@ def mask_words(vocab: int) -> int:
     return -(-vocab // 32)
 
 
+def new_mask(words: int) -> TokenMask:
+    """Nothing may come. Where this process uses a GPU, it can read the mask where it is."""
+    mask: TokenMask = torch.zeros(words, dtype=torch.int32, pin_memory=torch.cuda.is_initialized()).numpy()
+    return mask
+
+
 def bits_of(token_ids: Collection[int], vocab: int) -> TokenMask:
     mask = np.zeros(mask_words(vocab), dtype=np.uint32)
     for token_id in token_ids:
@@ -50,3 +56,13 @@ def without_forbidden_rows(logits: Tensor, masks: Tensor) -> Tensor:
     bits = (masks[:, :, None] >> shifts) & 1
     allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
     return torch.where(allowed | logits.isnan(), logits, float("-inf"))
+
+
+def masked_rows(logits: Tensor, masks: RowMasks) -> Tensor:
+    """The same where only some of the first rows have a mask."""
+    held = {row: torch.from_numpy(mask) for row, mask in enumerate(masks) if mask is not None}
+    if not held:
+        return logits
+    rows = torch.tensor(list(held), device=logits.device)
+    there = torch.stack(list(held.values())).to(logits.device)
+    return logits.index_copy(0, rows, without_forbidden_rows(logits[rows], there))

@@ -23,16 +23,16 @@ def _best(x, at, inside, last):
 
 
 @triton.jit
-def _of_part(logits, masks, values, ids, vocab, parts, words, MASKED: tl.constexpr, PART: tl.constexpr,
+def _of_part(logits, masks, values, ids, vocab, parts, MASKED: tl.constexpr, PART: tl.constexpr,
              OVERLAP: tl.constexpr):
     begin(OVERLAP)
     row, part = tl.program_id(0), tl.program_id(1)
     at = part * PART + tl.arange(0, PART)
     x = tl.load(logits + row.to(tl.int64) * vocab + at, at < vocab, other=0.0)
     if MASKED:
-        mine = masks + row.to(tl.int64) * words
-        is_masked = tl.load(mine) != 0
-        bits = tl.load(mine + 1 + at // 32, (at < vocab) & is_masked, other=-1)
+        place = tl.load(masks + row)
+        is_masked = place != 0
+        bits = tl.load(place.to(tl.pointer_type(tl.int32)) + at // 32, (at < vocab) & is_masked, other=-1)
         allowed = ((bits >> (at % 32)) & 1) != 0
         x = tl.where(allowed | (x != x), x, float("-inf"))
     value, first = _best(x, at, at < vocab, vocab)
@@ -54,19 +54,18 @@ def _of_row(values, ids, best, vocab, parts, BLOCK: tl.constexpr, OVERLAP: tl.co
 def best_of(logits: Tensor, masks: Tensor | None = None) -> Tensor:
     """logits float32 [R, vocab] -> float64 [R, 2], as `engine.sampling.logits.best_of`; of equal ones the first.
 
-    masks: int32 [R, 1 + words], contiguous, see `engine.sampling.graph_masks`.
+    masks: int64 [R], addresses of masks, see `engine.sampling.graph_masks`. They may lie in pinned memory of the host.
     """
-    assert masks is None or (masks.is_contiguous() and masks.dtype == torch.int32 and len(masks) == len(logits))
+    assert masks is None or (masks.is_contiguous() and masks.dtype == torch.int64 and len(masks) == len(logits))
     logits, (rows, vocab) = logits.contiguous(), logits.shape
     parts, device = triton.cdiv(vocab, PART), logits.device
     values = torch.empty(rows, parts, device=device)
     ids = torch.empty(rows, parts, dtype=torch.int32, device=device)
     best = torch.empty(rows, 2, dtype=torch.float64, device=device)
     overlap = overlapped(device)
-    words, masked = (0, False) if masks is None else (masks.shape[1], True)
+    masked = masks is not None
     _of_part[(rows, parts)](
-        logits, masks if masked else ids, values, ids, vocab, parts, words, MASKED=masked, PART=PART, num_warps=8,
-        **overlap,
+        logits, masks if masked else ids, values, ids, vocab, parts, MASKED=masked, PART=PART, num_warps=8, **overlap,
     )  # fmt: skip
     block = triton.next_power_of_2(parts)
     _of_row[(rows,)](values, ids, best, vocab, parts, BLOCK=block, num_warps=1, **overlap)
