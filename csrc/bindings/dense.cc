@@ -84,13 +84,13 @@ struct Ops {
                   nb::handle q_norm, nb::handle k_norm, nb::handle k_pages, nb::handle v_pages, nb::handle q,
                   float eps) const {
     const int64_t rows = batch.rows(), d = heads.head_dim;
-    const int64_t kinds = v_pages.is_none() ? 1 : 2;  // of what is cached; 1: keys are values, too
-    const TensorView in = activations(qkv, "qkv", {rows, (heads.heads + kinds * heads.kv_heads) * d});
+    const int64_t values = v_pages.is_none() ? 0 : heads.kv_heads * heads.value_dim;  // 0: keys are values, too
+    const TensorView in = activations(qkv, "qkv", {rows, (heads.heads + heads.kv_heads) * d + values});
     const TensorView c = view_of(cos, "rope.cos", {Element::f32}, {kAnySize, kAnySize});
     const TensorView s = view_of(sin, "rope.sin", {Element::f32}, {c.shape[0], c.shape[1]});
     expect(2 * c.shape[1] <= d, "rope_store: the rotary tables turn more elements than a head has");
-    const TensorView k = pages(in, k_pages, "k_pages", batch, heads);
-    const TensorView v = optional_pages(in, v_pages, "v_pages", batch, heads);
+    const TensorView k = pages(in, k_pages, "k_pages", batch, heads.kv_heads, d);
+    const TensorView v = value_pages(in, v_pages, batch, heads);
     const TensorView y = like(in, q, "q", {rows, heads.heads, d}, true);
     const TensorView qn = heads.q_norm_size ? weights_of(in, q_norm, "q_norm", {heads.q_norm_size}) : TensorView{};
     const TensorView kn = heads.k_norm_size ? weights_of(in, k_norm, "k_norm", {heads.k_norm_size}) : TensorView{};
@@ -117,9 +117,9 @@ struct Ops {
   void attention(const BatchView& batch, const DenseOps::Heads& heads, nb::handle q, nb::handle k_pages,
                  nb::handle v_pages, nb::handle out, float scale, int64_t window, nb::handle sinks) const {
     const TensorView in = activations(q, "q", {batch.rows(), heads.heads, heads.head_dim});
-    const TensorView k = pages(in, k_pages, "k_pages", batch, heads);
-    const TensorView v = optional_pages(in, v_pages, "v_pages", batch, heads);
-    const TensorView y = like(in, out, "out", {batch.rows(), heads.heads * heads.head_dim}, true);
+    const TensorView k = pages(in, k_pages, "k_pages", batch, heads.kv_heads, heads.head_dim);
+    const TensorView v = value_pages(in, v_pages, batch, heads);
+    const TensorView y = like(in, out, "out", {batch.rows(), heads.heads * heads.value_dim}, true);
     TensorView s;
     const float* floats = optional_floats(sinks, "sinks", heads.heads, &s);
     const DenseOps::Attention call{in.data, k.data, v.data, y.data, scale, window, in.type(), floats};
@@ -203,12 +203,14 @@ struct Ops {
 
  private:
   static TensorView pages(const TensorView& x, nb::handle array, const char* name, const BatchView& batch,
-                          const DenseOps::Heads& heads) {
-    return like(x, array, name, {batch.num_pages, batch.page_size, heads.kv_heads, heads.head_dim}, true);
+                          int64_t heads, int64_t dim) {
+    return like(x, array, name, {batch.num_pages, batch.page_size, heads, dim}, true);
   }
-  static TensorView optional_pages(const TensorView& x, nb::handle array, const char* name, const BatchView& batch,
-                                   const DenseOps::Heads& heads) {
-    return array.is_none() ? TensorView{} : pages(x, array, name, batch, heads);
+  static TensorView value_pages(const TensorView& x, nb::handle array, const BatchView& batch,
+                                const DenseOps::Heads& heads) {
+    if (!array.is_none()) return pages(x, array, "v_pages", batch, heads.kv_heads, heads.value_dim);
+    expect(heads.value_dim == heads.head_dim, "keys that are values, too, are as wide as these");
+    return {};
   }
   static TensorView optional(nb::handle array, const char* name, Element element,
                              std::initializer_list<int64_t> shape) {
@@ -216,15 +218,16 @@ struct Ops {
   }
 };
 
-DenseOps::Heads make_heads(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t q_norm_size,
-                           int64_t k_norm_size) {
+DenseOps::Heads make_heads(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t q_norm_size, int64_t k_norm_size,
+                           int64_t value_dim) {
+  expect(0 <= value_dim && value_dim <= head_dim, "the values of a head are wider than its keys");
   expect(head_dim > 0 && kv_heads > 0 && heads % kv_heads == 0, "the heads do not share the kv heads evenly");
   const auto fits = [&](int64_t size, int64_t count) {
     return size == 0 || size == head_dim || size == count * head_dim;
   };
   expect(fits(q_norm_size, heads) && fits(k_norm_size, kv_heads),
          "a head norm must have the elements of one head or of all heads");
-  return {heads, kv_heads, head_dim, q_norm_size, k_norm_size};
+  return {heads, kv_heads, head_dim, q_norm_size, k_norm_size, value_dim ? value_dim : head_dim};
 }
 
 DeltaShape make_delta_shape(int64_t k_heads, int64_t v_heads, int64_t k_dim, int64_t v_dim, int64_t conv_width,
@@ -265,9 +268,10 @@ void bind_dense(nb::module_& m) {
            nb::arg("seq_lens"), nb::arg("block_tables"), nb::arg("page_size"), nb::arg("num_pages"),
            nb::arg("slots") = nb::none())
       .def("become", &become, nb::arg("other"), "Takes over the indices of another batch of as many rows.");
-  nb::class_<DenseOps::Heads>(m, "Heads", "Head counts; a norm size of 0 means no q or k norm.")
+  nb::class_<DenseOps::Heads>(m, "Heads",
+                              "Head counts; a norm size of 0: no q or k norm; value_dim 0: as wide as keys.")
       .def(nb::new_(&make_heads), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
-           nb::arg("q_norm_size") = 0, nb::arg("k_norm_size") = 0);
+           nb::arg("q_norm_size") = 0, nb::arg("k_norm_size") = 0, nb::arg("value_dim") = 0);
   nb::class_<DeltaShape>(m, "DeltaShape", "Sizes of a gated delta net, and where its projections lie in a row.")
       .def(nb::new_(&make_delta_shape), nb::arg("k_heads"), nb::arg("v_heads"), nb::arg("k_dim"), nb::arg("v_dim"),
            nb::arg("conv_width"), nb::arg("columns"), nb::arg("projected"), nb::arg("gates"),

@@ -66,7 +66,7 @@ struct ChosenAttention {
   void attend(const BatchView& batch, nb::handle q, nb::handle pages, nb::handle chosen, nb::handle out,
               float scale) const {
     const TensorView in = view_of(q, "q", {Element::bf16, Element::f32}, {batch.rows(), kAnySize, kAnySize});
-    const DenseOps::Heads heads{in.shape[1], 1, in.shape[2], 0, 0};
+    const DenseOps::Heads heads{in.shape[1], 1, in.shape[2], 0, 0, in.shape[2]};
     const TensorView kept =
         view_of(pages, "pages", {in.element}, {batch.num_pages, batch.page_size, 1, heads.head_dim}, true);
     const TensorView which = view_of(chosen, "chosen", {Element::i32}, {batch.rows(), kAnySize});

@@ -101,6 +101,8 @@ struct Attention : Rows<Isa> {
       const void* row = static_cast<const char*>(x) + r * stride;
       R::for_runs(
           d, [&](int64_t i, int64_t m) { Isa::store(out + i, Isa::mul(R::template load_n<type>(row, i, m), factor)); });
+      for (int64_t i = (d + kRowLanes - 1) / kRowLanes * kRowLanes; i < padded; i += kRowLanes)
+        Isa::store(out + i, Isa::zero());
     }
   }
 

@@ -178,18 +178,16 @@ class AttentionCall {
 
   void load_keys(const Task& task, int64_t first, int64_t keys, float* k, float* v) const {
     const int32_t* table = &batch_.block_tables[task.sequence * batch_.table_width()];
-    const int64_t head = h_.head_dim * size_, stride = h_.kv_heads * head;
     for (int64_t j = 0; j < keys;) {  // page by page
       const int64_t position = first + j, row = position % batch_.page_size;
       const int64_t run = std::min(keys - j, batch_.page_size - row);
-      const int64_t offset =
-          (table[position / batch_.page_size] * batch_.page_size + row) * stride + task.kv_head * head;
-      const auto load = [&](const void* pages, float* to) {
-        kernels_.widen(static_cast<const char*>(pages) + offset, stride, run, 1.0f, to + j * padded_, h_.head_dim,
-                       padded_, a_.type);
+      const int64_t at = (table[position / batch_.page_size] * batch_.page_size + row) * h_.kv_heads + task.kv_head;
+      const auto load = [&](const void* pages, int64_t dim, float* to) {
+        kernels_.widen(static_cast<const char*>(pages) + at * dim * size_, h_.kv_heads * dim * size_, run, 1.0f,
+                       to + j * padded_, dim, padded_, a_.type);
       };
-      load(a_.k_pages, k);
-      if (v != k) load(a_.v_pages, v);
+      load(a_.k_pages, h_.head_dim, k);
+      if (v != k) load(a_.v_pages, h_.value_dim, v);
       j += run;
     }
   }
@@ -200,11 +198,11 @@ class AttentionCall {
   }
 
   void finish(const Task& task, const RowSums& total) const {
-    const int64_t head = h_.head_dim * size_;
+    const int64_t head = h_.value_dim * size_;
     for (int64_t r = 0; r < rows_of(task); ++r) {
       const int64_t index = query_row(task, r / task.heads) + r % task.heads;
       kernels_.narrow(&total.acc[r * padded_], share_of(total.states[r], index % h_.heads),
-                      static_cast<char*>(a_.out) + index * head, h_.head_dim, a_.type);
+                      static_cast<char*>(a_.out) + index * head, h_.value_dim, a_.type);
     }
   }
 

@@ -104,7 +104,8 @@ void DenseOps::rope_store(const BatchView& batch, const Heads& h, const RopeStor
   for (int64_t position : batch.positions)
     check(position < a.table_rows, "rope_store: a position lies beyond the rotary tables (context length)");
   const int64_t size = bytes_of(a.type), head = h.head_dim * size;
-  const int64_t row_bytes = (h.heads + (a.v_pages ? 2 : 1) * h.kv_heads) * head;
+  const int64_t value_bytes = a.v_pages ? h.kv_heads * h.value_dim * size : 0;
+  const int64_t row_bytes = (h.heads + h.kv_heads) * head + value_bytes;
   for_rows(pool, batch.rows(), row_bytes / size, [&](int64_t t) {
     const char* q = static_cast<const char*>(a.qkv) + t * row_bytes;
     const char *k = q + h.heads * head, *v = k + h.kv_heads * head;
@@ -120,10 +121,10 @@ void DenseOps::rope_store(const BatchView& batch, const Heads& h, const RopeStor
                             a.norm_type);
       }
     };
-    const int64_t cache_row = batch.cache_slots[t] * h.kv_heads * head;
+    const int64_t row = batch.cache_slots[t];
     turn(q, static_cast<char*>(a.q) + t * h.heads * head, h.heads, a.q_norm, h.q_norm_size);
-    turn(k, static_cast<char*>(a.k_pages) + cache_row, h.kv_heads, a.k_norm, h.k_norm_size);
-    if (a.v_pages) std::copy_n(v, h.kv_heads * head, static_cast<char*>(a.v_pages) + cache_row);
+    turn(k, static_cast<char*>(a.k_pages) + row * h.kv_heads * head, h.kv_heads, a.k_norm, h.k_norm_size);
+    if (a.v_pages) std::copy_n(v, value_bytes, static_cast<char*>(a.v_pages) + row * value_bytes);
   });
 }
 

@@ -39,13 +39,14 @@ struct DenseOps {
   struct Heads {
     int64_t heads, kv_heads, head_dim;
     int64_t q_norm_size, k_norm_size;  // 0: none; head_dim: per head; otherwise over all heads together
+    int64_t value_dim;                 // of a head: at most head_dim
   };
   struct RopeStore {
-    const void* qkv;         // [rows, (heads + 2 * kv_heads) * head_dim]; without v_pages there is no v
+    const void* qkv;         // [rows, (heads + kv_heads) * head_dim + kv_heads * value_dim]; without v_pages no v
     const float *cos, *sin;  // [table_rows, half]
     int64_t table_rows, half;
     const void *q_norm, *k_norm;
-    void *k_pages, *v_pages;  // [num_pages, page_size, kv_heads, head_dim]; v_pages null: keys are values, too
+    void *k_pages, *v_pages;  // [num_pages, page_size, kv_heads, head_dim or value_dim]; v_pages null: keys are values
     void* q;                  // [rows, heads * head_dim]
     float eps;
     DType type, norm_type;  // norm_type: of both norms' weights
@@ -54,7 +55,7 @@ struct DenseOps {
 
   struct Attention {
     const void *q, *k_pages, *v_pages;  // v_pages null: keys are values, too
-    void* out;                          // [rows, heads * head_dim]
+    void* out;                          // [rows, heads * value_dim]
     float scale;
     int64_t window;  // 0: all keys
     DType type;

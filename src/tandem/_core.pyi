@@ -118,10 +118,16 @@ class BatchView:
         """Takes over the indices of another batch of as many rows."""
 
 class Heads:
-    """Head counts; a norm size of 0 means no q or k norm."""
+    """Head counts; a norm size of 0: no q or k norm; value_dim 0: as wide as keys."""
 
     def __init__(
-        self, heads: int, kv_heads: int, head_dim: int, q_norm_size: int = 0, k_norm_size: int = 0
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        q_norm_size: int = 0,
+        k_norm_size: int = 0,
+        value_dim: int = 0,
     ) -> None: ...
 
 class DeltaShape:

@@ -13,7 +13,7 @@ from tandem.bench.stored import stored_as
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, workspace_bytes
 from tandem.config.gpu_scratch import PARTIAL_BYTES, SCORE_BYTES, SQUARE, latent_scratch_bytes
-from tandem.config.layers import Latent
+from tandem.config.mechanisms.latent import Latent
 from tandem.config.memory import MemoryRequest
 from tandem.errors import ConfigError
 

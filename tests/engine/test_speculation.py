@@ -244,6 +244,7 @@ def rows_of(record) -> list[tuple]:
 
 FAMILIES = (
     "glm4_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "mixtral-window", "qwen2_moe-window", "olmoe-clip", "llama",
+    "mimo_v2_flash", "gemma4_text",
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from paged_batches import PAGE, IndexCase, check_choice, make_batch, random_tabl
 from sessions import Session as PlainSession
 from sessions import ours, reference, worst
 from tandem import _core
-from tandem.config.layers import Index
+from tandem.config.mechanisms.latent import Index
 from tandem.config.rope import Rope as RopeShape
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import LatentSizes, LatentWeights, Rope

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.config.layers import DeltaRule, Norm
+from tandem.config.layers import DeltaRule
+from tandem.config.mechanisms.norm import Norm
 from tandem.kernels.delta import DeltaWeights, TorchDelta
 from tandem.models.batch import ForwardBatch
 

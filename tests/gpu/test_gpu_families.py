@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [pytest.mark.gpu, needs_triton]
-VARIANTS = ["dots1-window", "ernie4_5_moe", "glm4_moe_lite", "hy_v3", "laguna", "minimax_m2", "mistral4"]
+VARIANTS = [
+    "dots1-window", "ernie4_5_moe", "gemma4_text", "glm4_moe_lite", "hy_v3", "laguna", "mimo_v2_flash", "minimax_m2",
+    "mistral4",
+]  # fmt: skip
 
 
 def path_of(tiny_models, variant: str) -> Path:

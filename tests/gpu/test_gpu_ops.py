@@ -108,20 +108,26 @@ def test_norm_adds_the_residual_and_normalises(ops: Ops, shape: tuple[int, int])
 
 
 @pytest.mark.parametrize("norm", ["none", "head", "all", "gates"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), [(8, 2, 64, 64), (6, 3, 24, 12)])
-def test_rope_store(ops: Ops, norm: str, heads: int, kv_heads: int, dim: int, rotary: int) -> None:
-    """gates: beside each query head, and norms of heads."""
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary", "value"), [(8, 2, 64, 64, 64), (6, 3, 24, 12, 24), (4, 2, 40, 12, 22)]
+)
+def test_rope_store(
+    ops: Ops, norm: str, heads: int, kv_heads: int, dim: int, rotary: int, value: int
+) -> None:
+    """gates: beside each query head, and norms of heads; they are not beside narrower values."""
+    if norm == "gates" and value != dim:
+        norm = "head"
     torch.manual_seed(0)
     tables, pages = random_tables(2, 50)
     batch = make_batch([(0, 5), (49, 50)], tables)
     angles = torch.rand(50, rotary // 2) * 6.3
-    qkv = bf16(6, ((1 + (norm == "gates")) * heads + 2 * kv_heads) * dim)
+    qkv = bf16(6, ((1 + (norm == "gates")) * heads + kv_heads) * dim + kv_heads * value)
     sizes = {"none": None, "head": (dim, dim), "gates": (dim, dim), "all": (heads * dim, kv_heads * dim)}[norm]
     norms = (None, None) if sizes is None else tuple(1 + 0.1 * bf16(n) for n in sizes)
     results = []
     for each, device in ((ops, DEVICE), (TorchOps(), torch.device("cpu"))):
         k_pages, v_pages = (
-            torch.zeros(2, pages, PAGE, kv_heads, dim, dtype=torch.bfloat16).to(device).unbind()
+            torch.zeros(pages, PAGE, kv_heads, n, dtype=torch.bfloat16, device=device) for n in (dim, value)
         )
         q = each.rope_store(
             qkv.to(device), Rope(angles.cos().to(device), angles.sin().to(device)),
@@ -171,7 +177,9 @@ SPANS = [
 
 @pytest.mark.parametrize("sink", [0.0, 1.0, 100.0])  # the size of a head's; 0: there are none
 @pytest.mark.parametrize("window", [0, 40])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 1, 64), (6, 2, 24)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value"), [(8, 1, 64, 64), (6, 2, 24, 24), (6, 2, 40, 22), (4, 2, 192, 128)]
+)
 @pytest.mark.parametrize(("spans", "single"), SPANS)
 def test_attention(
     ops: Ops,
@@ -179,6 +187,7 @@ def test_attention(
     heads: int,
     kv_heads: int,
     dim: int,
+    value: int,
     spans: list[tuple[int, int]],
     single: int,
     sink: float,
@@ -188,7 +197,7 @@ def test_attention(
     tables, pages = random_tables(len(spans), 300)
     # Triton's interpreter multiplies the bits of bfloat16, as if they were integers
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
-    k, v = torch.randn(2, pages, PAGE, kv_heads, dim).to(dtype).unbind()
+    k, v = (torch.randn(pages, PAGE, kv_heads, channels).to(dtype) for channels in (dim, value))
     batch = replace(make_batch(spans, tables), single_rows=single)
     q = torch.randn(len(batch.positions), heads, dim).to(dtype)
     how = dim**-0.5, window

@@ -16,7 +16,9 @@ from gpu import HAS_TRITON, INTERPRETED
 from kernel_cases import coded
 from paged_batches import make_batch, random_tables
 from tandem import _core
-from tandem.config.layers import Activation, ActivationKind, DeltaRule, Index, Norm, Router
+from tandem.config.layers import Activation, ActivationKind, DeltaRule, Router
+from tandem.config.mechanisms.latent import Index
+from tandem.config.mechanisms.norm import Norm
 from tandem.config.rope import Rope as RopeShape
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
@@ -117,10 +119,10 @@ def test_the_best_logit_is_compiled_once_for_any_number_of_rows(compiler: Compil
     }
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(("dim", "value"), [(64, 64), (128, 128), (256, 256), (192, 128)])
 @pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
 def test_attention_fits_the_shared_memory(
-    compiler: Compiler, ops: GpuOps, monkeypatch: pytest.MonkeyPatch, shared: int, dim: int
+    compiler: Compiler, ops: GpuOps, monkeypatch: pytest.MonkeyPatch, shared: int, dim: int, value: int
 ) -> None:
     """Of consumer GPUs, A100 and H100."""
     if (compiler.target.arch == 80) == (shared == 227 << 10):
@@ -129,7 +131,7 @@ def test_attention_fits_the_shared_memory(
     for module in (attention_decode, attention_prefill):
         monkeypatch.setattr(module, "shared_bytes", lambda device: shared)
     tables, pages = random_tables(2, 30)
-    k, v = torch.zeros(2, pages, PAGE, 4, dim, dtype=torch.bfloat16).unbind()
+    k, v = (torch.zeros(pages, PAGE, 4, channels, dtype=torch.bfloat16) for channels in (dim, value))
     batch = replace(make_batch([(20, 21), (0, 30)], tables), single_rows=1)
     ops.attention(torch.zeros(31, 32, dim, dtype=torch.bfloat16), k, v, batch, 0.1)
     assert set(compiler.variants) == {"_decode", "_merge", "_prefill"}

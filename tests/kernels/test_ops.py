@@ -59,22 +59,33 @@ def test_rms_norm(ops: CpuOps, dtype: torch.dtype, shape: tuple[int, int]) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", ["none", "head", "all"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "rotary"), [(9, 3, 64, 64), (4, 1, 40, 20), (2, 2, 18, 18)]
+    ("heads", "kv_heads", "head_dim", "rotary", "narrower"),
+    [(9, 3, 64, 64, 0), (4, 1, 40, 20, 0), (2, 2, 18, 18, 0), (6, 2, 40, 12, 18)],
 )
 def test_rope_store(
-    ops: CpuOps, dtype: torch.dtype, norm: str, heads: int, kv_heads: int, head_dim: int, rotary: int
+    ops: CpuOps,
+    dtype: torch.dtype,
+    norm: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary: int,
+    narrower: int,
 ) -> None:
+    """narrower: by so many channels values are narrower than keys."""
     torch.manual_seed(0)
     tables, pages = random_tables(2, 50)
     batch = make_batch([(0, 21), (49, 50)], tables)
     angles = torch.rand(50, rotary // 2) * 6.3
     rope = Rope(angles.cos(), angles.sin())
-    qkv = torch.randn(22, (heads + 2 * kv_heads) * head_dim).to(dtype)
+    value_dim = head_dim - narrower
+    qkv = torch.randn(22, (heads + kv_heads) * head_dim + kv_heads * value_dim).to(dtype)
     sizes = {"none": None, "head": (head_dim, head_dim), "all": (heads * head_dim, kv_heads * head_dim)}[norm]
     q_norm, k_norm = (None, None) if sizes is None else (1 + 0.1 * torch.randn(n).to(dtype) for n in sizes)
     results = []
     for each in (ops, TorchOps()):
-        k_pages, v_pages = torch.zeros(2, pages, PAGE, kv_heads, head_dim).to(dtype).unbind()
+        dims = head_dim, value_dim
+        k_pages, v_pages = (torch.zeros(pages, PAGE, kv_heads, n, dtype=dtype) for n in dims)
         q = each.rope_store(
             qkv, rope, batch, k_pages, v_pages, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
             q_norm=q_norm, k_norm=k_norm,
@@ -89,11 +100,12 @@ def test_rope_store(
 
 
 def attention_case(
-    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, tokens: int
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, tokens: int, value_dim: int = 0
 ) -> tuple[Tensor, ...]:
     torch.manual_seed(0)
     tables, pages = random_tables(3, tokens)
-    k, v = torch.randn(2, pages, PAGE, kv_heads, head_dim).to(dtype).unbind()
+    dims = head_dim, value_dim or head_dim
+    k, v = (torch.randn(pages, PAGE, kv_heads, n).to(dtype) for n in dims)
     return torch.randn(3, tokens, heads, head_dim).to(dtype), k, v, tables
 
 
@@ -103,11 +115,14 @@ def attend(ops: CpuOps | TorchOps, q: Tensor, k: Tensor, v: Tensor, batch: Batch
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 7, 100])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 1, 40), (2, 2, 18), (37, 1, 24)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "value_dim"),
+    [(9, 3, 64, 64), (4, 1, 40, 40), (2, 2, 18, 18), (37, 1, 24, 24), (6, 2, 72, 20), (4, 1, 192, 128)],
+)
 def test_attention(
-    ops: CpuOps, dtype: torch.dtype, window: int, heads: int, kv_heads: int, head_dim: int
+    ops: CpuOps, dtype: torch.dtype, window: int, heads: int, kv_heads: int, head_dim: int, value_dim: int
 ) -> None:
-    q, k, v, tables = attention_case(dtype, heads, kv_heads, head_dim, 700)
+    q, k, v, tables = attention_case(dtype, heads, kv_heads, head_dim, 700, value_dim)
     spans = [(0, 37), (690, 700), (128, 129)]
     batch = make_batch(spans, tables)
     rows = torch.cat([q[s, a:b] for s, (a, b) in enumerate(spans)])

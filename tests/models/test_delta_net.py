@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kernel_cases import TIERS, require_tier
 from tandem import LLM, SamplingParams, _core
-from tandem.config.layers import DeltaRule, Norm
+from tandem.config.layers import DeltaRule
+from tandem.config.mechanisms.norm import Norm
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.delta import DeltaWeights, TorchDelta
 from tandem.models.batch import ForwardBatch

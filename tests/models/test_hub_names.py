@@ -13,7 +13,7 @@ from plans import with_gpu
 from quantised_models import CHOICES, save_quantised
 from sessions import Session, ours, reference, worst
 from tandem.checkpoint import load_model_config, open_checkpoint
-from tandem.config import EngineConfig, resolve
+from tandem.config import EngineConfig, ModelConfig, resolve
 from tandem.errors import ConfigError
 from tiny import VARIANTS, file_tensors, save_tiny, settings
 
@@ -33,7 +33,7 @@ def nested(source: Path, path: Path, model_type: str, inner: str) -> Path:
 
 NESTED = [
     ("kimi_k25", "kimi_k2", "deepseek_v3"), ("kimi_k25", "deepseek_v3", "deepseek_v3-plain"),
-    ("mistral3", "mistral4", "mistral4"),
+    ("mistral3", "mistral4", "mistral4"), ("gemma4", "gemma4_text", "gemma4_text"),
 ]
 
 
@@ -99,3 +99,60 @@ def test_fp8_blocks(tmp_path, monkeypatch, variant):
     quantised, plain = save_quantised(tmp_path / "source", tmp_path, CHOICES["all fp8"])
     assert open_checkpoint(quantised).formats().dense_codes
     assert worst(ours(Session(quantised, dense_codes=True)), reference(plain)) < 1e-4
+
+
+MIMO = {
+    "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1], "sliding_window": 8, "sliding_window_size": 8,
+    "attention_chunk_size": 8, "swa_num_key_value_heads": 4, "swa_num_attention_heads": 8, "swa_head_dim": 24,
+    "swa_v_head_dim": 20, "swa_rope_theta": 300, "rope_theta": 5000, "partial_rotary_factor": 0.334,
+    "layernorm_epsilon": 1e-5, "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_shared_experts": None, "attention_value_scale": 0.707,
+}  # fmt: skip
+"""Keys of the hub's MiMo-V2-Flash."""
+GEMMA = {
+    "global_head_dim": 24, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
+    "vocab_size_per_layer_input": 262144, "use_bidirectional_attention": "vision",
+}  # fmt: skip
+"""Keys of the hub's Gemma 4."""
+SPELLED = {
+    "mimo_v2_flash": (MIMO, ("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps")),
+    "gemma4_text": (GEMMA, ("per_layer_config",)),
+}
+
+
+@pytest.mark.parametrize("variant", SPELLED)
+def test_the_hubs_keys_say_what_transformers_do(tiny_models, variant):
+    said, absent = SPELLED[variant]
+    theirs = json.loads((tiny_models[variant] / "config.json").read_text())
+    if variant == "mimo_v2_flash":
+        theirs |= {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+    ours = {key: value for key, value in theirs.items() if key not in absent} | said
+    found = ModelConfig.from_dict(ours)
+    assert found.layers == ModelConfig.from_dict(theirs).layers and not found.unread_keys
+
+
+@pytest.mark.parametrize(
+    ("variant", "key", "value", "message"),
+    [
+        ("mimo_v2_flash", "v_head_dim", 25, "values of 25 channels are wider than keys of 24"),
+        ("mimo_v2_flash", "swa_head_dim", 32, "swa_head_dim = 32 is not supported"),
+        ("mimo_v2_flash", "moe_layer_freq", [0, 2, 1], "moe_layer_freq must be a list of 3 times 0 or 1"),
+        ("gemma4_text", "hidden_size_per_layer_input", 8, "embeddings of layers are not supported; 0 is"),
+        ("gemma4_text", "num_kv_shared_layers", 1, "layers that read another's keys are not supported; 0 is"),
+        ("gemma4_text", "per_layer_config", {"1": 3}, "per_layer_config.1 is 3, not an object"),
+    ],
+)  # fmt: skip
+def test_what_is_not_computed_is_refused(tiny_models, variant, key, value, message):
+    theirs = json.loads((tiny_models[variant] / "config.json").read_text())
+    if key == "moe_layer_freq":
+        del theirs["mlp_layer_types"]
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dict(theirs | {key: value})
+
+
+def test_wide_heads_stay_on_the_cpu(tiny_models):
+    keys = json.loads((tiny_models["gemma4_text"] / "config.json").read_text()) | GEMMA | {"global_head_dim": 512}
+    del keys["per_layer_config"]
+    plan = resolve(EngineConfig(model="m"), ModelConfig.from_dict(keys), with_gpu())
+    why = next(each.reason for each in plan.decisions if each.name == "device")
+    assert plan.gpu is None and "heads of at most 256 channels, not 512" in why

@@ -18,7 +18,7 @@ from tandem.bench.stored import stored_as
 from tandem.bench.synthetic import SyntheticCheckpoint
 from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig
-from tandem.config.layers import Index, Latent
+from tandem.config.mechanisms.latent import Index, Latent
 from tandem.engine.protocol import GenerateRequest
 from tandem.errors import ConfigError
 from tandem.formats.codes import WeightCodes

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernel_cases import TIERS, require_tier
 from paged_batches import PAGE, IndexCase, check_choice
 from tandem import _core
-from tandem.config.layers import Index
+from tandem.config.mechanisms.latent import Index
 from tandem.config.rope import Rope
 from tandem.errors import KernelError
 from tandem.kernels.cpu_chosen import CpuChosenAttention

@@ -196,6 +196,38 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
                                     original_max_position_embeddings=32),
             sliding_attention=settings(rope_type="default", rope_theta=3000.0, partial_rotary_factor=1.0)),
     )),
+    "mimo_v2_flash": ("mimo_v2_flash", settings(
+        num_attention_heads=8, num_key_value_heads=2, head_dim=24, v_head_dim=20, n_routed_experts=12,
+        moe_intermediate_size=28, intermediate_size=60, sliding_window=9, n_group=4, topk_group=2,
+        routed_scaling_factor=1.7, layer_types=["full_attention", "sliding_attention", "full_attention"],
+        rope_parameters=settings(
+            full_attention=settings(rope_type="default", rope_theta=5000.0, partial_rotary_factor=0.334),
+            sliding_attention=settings(rope_type="default", rope_theta=300.0, partial_rotary_factor=0.334)),
+    )),
+    "mimo_v2_flash-hub": ("mimo_v2_flash", settings(
+        num_attention_heads=4, num_key_value_heads=1, head_dim=36, v_head_dim=22, n_routed_experts=7,
+        moe_intermediate_size=20, intermediate_size=44, attention_bias=True, sliding_window_size=7,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"], attention_value_scale=None,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+    )),
+    "gemma4_text": ("gemma4_text", settings(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, global_head_dim=24, num_global_key_value_heads=1,
+        attention_k_eq_v=True, enable_moe_block=True, num_experts=10, top_k_experts=3, moe_intermediate_size=20,
+        intermediate_size=44, hidden_size_per_layer_input=0, sliding_window=9, final_logit_softcapping=3.0,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+    )),
+    "gemma4_text-plain": ("gemma4_text", settings(
+        num_attention_heads=4, num_key_value_heads=4, head_dim=22, global_head_dim=32, enable_moe_block=True,
+        num_experts=7, top_k_experts=2, moe_intermediate_size=28, intermediate_size=60, hidden_size_per_layer_input=0,
+        sliding_window=16, attention_bias=True, tie_word_embeddings=False,
+        layer_types=["full_attention", "sliding_attention", "full_attention"], rope_parameters=settings(
+            full_attention=settings(rope_type="proportional", rope_theta=3000.0, partial_rotary_factor=0.5),
+            sliding_attention=settings(rope_type="default", rope_theta=500.0)),
+    )),
+    "gemma4_text-dense": ("gemma4_text", settings(
+        num_attention_heads=6, num_key_value_heads=3, head_dim=16, global_head_dim=16, intermediate_size=44,
+        hidden_size_per_layer_input=0, sliding_window=7, attention_k_eq_v=True, num_global_key_value_heads=2,
+    )),
     "mixtral": ("mixtral", settings(
         num_attention_heads=6, num_key_value_heads=2, num_local_experts=5, intermediate_size=44,
     )),
@@ -342,6 +374,8 @@ def save_tiny(variant: str, path: Path) -> None:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or name.endswith(("bias", "sinks", "base")):  # else all ones and zeros: tests nothing
                 tensor.add_(torch.randn_like(tensor) * 0.1)
+            if name.endswith(("router.scale", "expert_scale", "layer_scalar")):  # likewise
+                tensor.mul_(1 + torch.randn_like(tensor) * 0.2)
             if name.endswith("tid2eid"):
                 choices = torch.rand(len(tensor), model.config.n_routed_experts)
                 tensor.copy_(choices.argsort(-1)[:, : tensor.shape[1]])

@@ -8,12 +8,14 @@ from tandem.architectures import (
     deepseek_v32,
     dots1,
     ernie4_5_moe,
+    gemma4,
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
     hy_v3,
     laguna,
     llama,
+    mimo_v2_flash,
     minimax_m2,
     mistral4,
     mixtral,
@@ -29,8 +31,9 @@ from tandem.errors import ConfigError
 
 _ALL = (
     *deepseek.FAMILIES, deepseek_v4.FAMILY, *deepseek_v32.FAMILIES, dots1.FAMILY, ernie4_5_moe.FAMILY,
-    glm4_moe.FAMILY, glm4_moe_lite.FAMILY, gpt_oss.FAMILY, hy_v3.FAMILY, laguna.FAMILY, llama.FAMILY, minimax_m2.FAMILY,
-    *mistral4.FAMILIES, mixtral.FAMILY, olmoe.FAMILY, qwen2_moe.FAMILY, qwen3_moe.FAMILY, *qwen3_next.FAMILIES,
+    *gemma4.FAMILIES, glm4_moe.FAMILY, glm4_moe_lite.FAMILY, gpt_oss.FAMILY, hy_v3.FAMILY, laguna.FAMILY, llama.FAMILY,
+    mimo_v2_flash.FAMILY, minimax_m2.FAMILY, *mistral4.FAMILIES, mixtral.FAMILY, olmoe.FAMILY,
+    qwen2_moe.FAMILY, qwen3_moe.FAMILY, *qwen3_next.FAMILIES,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family in _ALL for name in family.model_types}
 """By `model_type`."""

@@ -10,7 +10,8 @@ from tandem.architectures.glm4_moe import SIGMOID, STEMS
 from tandem.architectures.names import Names
 from tandem.architectures.shared import layer_count, model, moe, sigmoid_router
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Latent, Router
+from tandem.config.layers import Router
+from tandem.config.mechanisms.latent import Latent
 from tandem.config.model_config import ModelConfig
 from tandem.config.rope import read_rope, rope_keys, softmax_factor
 from tandem.errors import ConfigError

@@ -14,7 +14,7 @@ from tandem.architectures.deepseek import NAMES, latent
 from tandem.architectures.family import Family
 from tandem.architectures.shared import layer_count, layers_after_dense, model, moe, sigmoid_router
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Index, Latent
+from tandem.config.mechanisms.latent import Index, Latent
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 

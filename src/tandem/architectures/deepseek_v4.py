@@ -9,8 +9,9 @@ from tandem.architectures.family import Family
 from tandem.architectures.names import Names
 from tandem.architectures.shared import activation, assembled, epsilon, layer_count, moe
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Activation, Moe, Norm, Router, pre_norm
+from tandem.config.layers import Activation, Moe, Router, pre_norm
 from tandem.config.mechanisms.hyper import Hyper
+from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.shared_kv import EntryIndex, Pool, SharedKv
 from tandem.config.model_config import ModelConfig
 from tandem.config.rope import Rope, read_rope
@@ -44,7 +45,7 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
         for kind, router in zip(_kinds(keys, count), _routers(keys, count), strict=True)
     ]
     draft = _draft(keys)
-    return replace(assembled(keys, generation, tuple(layers), norm, attention[HEAVY].rope), draft=draft)
+    return replace(assembled(keys, generation, tuple(layers), norm), draft=draft)
 
 
 def _count(keys: JsonKeys, key: str, usual: int) -> int:

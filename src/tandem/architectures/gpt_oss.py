@@ -9,7 +9,8 @@ from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, ExpertNames, Names
 from tandem.architectures.shared import assembled, epsilon, gqa, layer_kinds, moe
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Activation, Experts, Gqa, Moe, Norm, Router, pre_norm
+from tandem.config.layers import Activation, Experts, Gqa, Moe, Router, pre_norm
+from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 
@@ -31,9 +32,9 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     if not (keys.mapping("rope_parameters") or keys.mapping("rope_scaling")):
         keys = keys.overlaid({"rope_parameters": ROPE})
     norm, experts = Norm(epsilon(keys), wide=True), experts_of(keys)
-    mixers = [attention(keys, kind) for kind in layer_kinds(keys, lambda i: KINDS[i % 2])]
-    layers = tuple(pre_norm(mixer, experts, norm) for mixer in mixers)
-    return assembled(keys, generation, layers, norm, mixers[0].rope)
+    kinds = layer_kinds(keys, lambda i: KINDS[i % 2])
+    layers = tuple(pre_norm(attention(keys, kind), experts, norm) for kind in kinds)
+    return assembled(keys, generation, layers, norm)
 
 
 def attention(keys: JsonKeys, kind: str) -> Gqa:

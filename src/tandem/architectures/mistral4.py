@@ -8,7 +8,7 @@ from tandem.architectures.deepseek import NAMES, latent
 from tandem.architectures.family import Family
 from tandem.architectures.shared import layers_after_dense, model, moe, sigmoid_router
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Latent, QueryScale
+from tandem.config.mechanisms.latent import Latent, QueryScale
 from tandem.config.model_config import ModelConfig
 from tandem.config.rope import rope_keys
 from tandem.errors import ConfigError

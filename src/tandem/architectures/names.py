@@ -24,7 +24,8 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Modules of a layer; "" where a family has none. norms, streams: of its blocks, in order."""
+    """Modules of a layer; "" where a family has none. norms, streams, post_norms: of its blocks, in order.
+    beside_norms: of the dense feed-forward's result, of what experts take, and of theirs."""
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     streams: tuple[str, ...] = ("attn_hc", "ffn_hc")
@@ -34,6 +35,13 @@ class Names:
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"
     router_table: str = "mlp.gate.tid2eid"
+    router_norm: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
+    post_norms: tuple[str, ...] = ("post_attention_layernorm", "post_feedforward_layernorm")
+    beside_norms: tuple[str, str, str] = (
+        "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2",
+    )  # fmt: skip
+    scale: str = "layer_scalar"
     experts: ExpertNames = ExpertNames()
     shared: str = ""
     shared_gate: str = ""

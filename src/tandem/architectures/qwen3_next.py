@@ -18,7 +18,8 @@ from tandem.architectures.shared import (
     sparse_step_layers,
 )
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import DeltaRule, Mixer, Norm
+from tandem.config.layers import DeltaRule, Mixer
+from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 

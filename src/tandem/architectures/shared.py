@@ -21,11 +21,11 @@ from tandem.config.layers import (
     Layer,
     Mixer,
     Moe,
-    Norm,
     QkNorm,
     Router,
     pre_norm,
 )
+from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ModelConfig
 from tandem.config.rope import Rope, positions_of, read_rope, rope_keys
 from tandem.errors import ConfigError
@@ -56,13 +56,10 @@ def model(
     layers = [
         pre_norm(mixers(i), moe if moe is not None and i in moe_layers else dense, norm) for i in range(count)
     ]
-    rope = next(mixer.rope for mixer in map(mixers, range(count)) if isinstance(mixer, Attention))
-    return assembled(keys, generation, tuple(layers), norm, rope)
+    return assembled(keys, generation, tuple(layers), norm)
 
 
-def assembled(
-    keys: JsonKeys, generation: JsonKeys, layers: tuple[Layer, ...], norm: Norm, rope: Rope
-) -> ModelConfig:
+def assembled(keys: JsonKeys, generation: JsonKeys, layers: tuple[Layer, ...], norm: Norm) -> ModelConfig:
     """What surrounds the layers of every family."""
     return ModelConfig(
         model_type=keys["model_type"],
@@ -71,10 +68,17 @@ def assembled(
         layers=layers,
         norm=norm,
         tied_embeddings=keys.optional("tie_word_embeddings", False),
-        max_positions=positions_of(rope_keys(keys), rope),
+        max_positions=_positions(keys, layers),
         eos_ids=generation.integers("eos_token_id") or keys.integers("eos_token_id"),
         unread_keys=keys.unread,
     )
+
+
+def _positions(keys: JsonKeys, layers: tuple[Layer, ...]) -> int:
+    """The least of what layers read. Those that look back no farther than a window turn as well at any position."""
+    attentions = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
+    far = [each for each in attentions if each.sees_all] or attentions
+    return min(positions_of(rope_keys(keys), each.rope) for each in far)
 
 
 ACTIVATIONS: dict[str, ActivationKind] = {
@@ -125,10 +129,11 @@ def gqa(
 
 def _rope(keys: JsonKeys, head_dim: int, default_share: float | None) -> Rope:
     merged = rope_keys(keys)
+    whole = (merged.get("rope_type") or merged.get("type")) == "proportional"  # says for itself what turns
     share = merged.optional("partial_rotary_factor", 1.0 if default_share is None else default_share)
-    if share != 1.0 and default_share is None:
+    if share != 1.0 and default_share is None and not whole:
         raise ConfigError(f"config.json: partial_rotary_factor {share} is not part of this family; 1.0 is")
-    dims = int(head_dim * share)
+    dims = head_dim if whole else int(head_dim * share)
     if not 0 < dims <= head_dim:
         raise ConfigError(f"config.json: {dims} rotary channels of {head_dim} do not fit")
     return read_rope(merged, dims)

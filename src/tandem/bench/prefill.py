@@ -24,7 +24,8 @@ from tandem.bench.ceilings import measure_flops
 from tandem.bench.probes import GpuSpeeds, gpu_speeds
 from tandem.bench.rows import machine_name, stamp
 from tandem.config import Machine, ModelConfig
-from tandem.config.layers import Gqa, Latent
+from tandem.config.layers import Gqa
+from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.engine.start.loader import use_one_torch_thread
 from tandem.errors import ConfigError
@@ -103,7 +104,7 @@ def _attention_flops(mixer: object, tokens: int) -> float:
     """Of causal rows: half of all pairs."""
     pairs = tokens * (tokens + 1) / 2
     if isinstance(mixer, Gqa):
-        return 4.0 * pairs * mixer.heads * mixer.head_dim
+        return 2.0 * pairs * mixer.heads * (mixer.head_dim + mixer.value_dim)
     if isinstance(mixer, Latent):
         outside = max(0, tokens - mixer.seen(tokens))  # rows that do not look at all tokens before them
         looked = pairs - outside * (outside + 1) / 2

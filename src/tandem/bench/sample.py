@@ -17,7 +17,8 @@ from tandem.bench.stored import FORMATS, stored_as
 from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore
 from tandem.config import ModelConfig, Plan, resolve
 from tandem.config.forecast.advice import Question
-from tandem.config.layers import Latent, Layer, Moe
+from tandem.config.layers import Layer, Moe
+from tandem.config.mechanisms.latent import Latent
 from tandem.config.model_config import STORED
 from tandem.engine.engine import Engine
 from tandem.engine.expert_statistics import expert_usage

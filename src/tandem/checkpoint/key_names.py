@@ -30,6 +30,7 @@ _SHARED_KEYS = {
 }  # fmt: skip
 _INDEX = {"indexer.compressor": "compressor.indexer", "indexer": "compressor.indexer"}
 _STREAMS = re.compile(r"hc_(attn|ffn)_(fn|base|scale)")
+_SINKS = ("self_attn.attention_sink_bias", "self_attn.sinks")  # on the hub, and in Transformers
 _NESTED = ("language_model.model.", "model.language_model.", "language_model.")
 
 
@@ -50,7 +51,7 @@ def _renaming(names: tuple[str, ...]) -> Callable[[str], str]:
         for prefix in _NESTED:
             if f"{prefix}embed_tokens.weight" in names or f"{prefix}model.embed_tokens.weight" in names:
                 return lambda name: _unnested(name, prefix)
-    return lambda name: name
+    return lambda name: name.replace(*_SINKS)
 
 
 def _unnested(name: str, prefix: str) -> str:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 
 from tandem.config.engine_config import EngineConfig
-from tandem.config.layers import Attention, Gqa, Latent
+from tandem.config.layers import Attention, Gqa
 from tandem.config.machine import Machine
+from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import ConfigError
 
@@ -33,6 +34,10 @@ def attention_backend(
         )
     if asked in ("torch", "flashinfer") and any(isinstance(mixer, Gqa) and mixer.sinks for mixer in mixers):
         raise ConfigError(f"{FLAG} {asked} has no sinks, which this model's softmax counts; take {FLAG} triton")
+    if asked in ("torch", "flashinfer") and any(
+        isinstance(mixer, Gqa) and mixer.value_dim != mixer.head_dim for mixer in mixers
+    ):
+        raise ConfigError(f"{FLAG} {asked} needs values as wide as keys; this model's are narrower; take {FLAG} triton")
     if asked == "torch":
         _check_torch(config, mixers, machine.torch)
     if asked == "flashinfer":

@@ -18,7 +18,7 @@ from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
 from tandem.config.gpu_scratch import expert_scratch_bytes, experts_at_once, mixer_scratch_bytes, ring_of
 from tandem.config.gpus import Gpu, is_new_enough, too_old
 from tandem.config.host_memory import HostShare, host_memory
-from tandem.config.layers import DeltaRule, Mixer
+from tandem.config.layers import DeltaRule, Gqa, Mixer
 from tandem.config.machine import Machine
 from tandem.config.memory import (
     DEFAULT_FRACTION,
@@ -34,6 +34,7 @@ from tandem.config.state import DTYPE_BYTES
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError, GpuTooSmall
 
+MAX_HEAD = 256  # channels of a key: several blocks of them lie in shared memory at a time
 MAX_DELTA_HEAD = 1 << 15  # elements of a delta net's head that a program holds, padded to powers of two
 GPU_FRACTION = 0.9  # of free GPU memory
 GPU_WORKSPACE_BYTES = 2 << 30  # activations, libraries, CUDA graphs but for their logits
@@ -106,7 +107,10 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
 
 
 def _without_kernels(mixer: Mixer) -> str:
-    """Why there are no kernels for it; a head's memory must fit in registers. "" where there are."""
+    """Why there are no kernels for it; a head's memory must fit in registers, or its keys in shared memory. "" where
+    there are."""
+    if isinstance(mixer, Gqa) and mixer.head_dim > MAX_HEAD:
+        return f"the GPU kernels read heads of at most {MAX_HEAD} channels, not {mixer.head_dim}"
     if not isinstance(mixer, DeltaRule) or mixer.padded_head <= MAX_DELTA_HEAD:
         return ""
     return f"heads of gated delta nets may have 128 x 256 channels on a GPU, not {mixer.k_dim} x {mixer.v_dim}"

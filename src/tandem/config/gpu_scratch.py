@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.config.layers import DeltaRule, Latent, Mixer
+from tandem.config.layers import DeltaRule, Mixer
 from tandem.config.mechanisms.hyper import Hyper
+from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
 
 PARTIAL_BYTES = (

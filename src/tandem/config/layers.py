@@ -10,6 +10,8 @@ from math import prod
 from typing import Literal, Protocol
 
 from tandem.config.mechanisms.hyper import Hyper
+from tandem.config.mechanisms.latent import Latent
+from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.rope import Rope
 from tandem.config.state import Array, Fold, Pages, State
@@ -17,16 +19,6 @@ from tandem.errors import ConfigError
 
 DELTA_CHUNK = 64  # rows of a prompt that a GPU takes together
 QkNorm = Literal["none", "head", "width"]
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """Root mean square norm. plus_one: w is stored, and 1 + w multiplies, before anything is rounded. wide: so does w
-    itself."""
-
-    eps: float
-    plus_one: bool = False
-    wide: bool = False
 
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "swiglu_clamp", "swiglu_oai", "silu_clamp", "relu2"]
@@ -63,6 +55,21 @@ SILU = Activation()
 
 
 @dataclass(frozen=True, slots=True)
+class Values:
+    """What a head's values differ in from a projection of its own, as wide as keys."""
+
+    dim: int = 0  # of a head; 0: as keys
+    scale: float = 1.0  # they are multiplied with it
+    norm: bool = False  # each head passes a norm without weights, with the eps of q's and k's
+    from_keys: bool = False  # they are made of keys before norm and rotation
+
+    @property
+    def plain(self) -> bool:
+        """Whether they are kept as they were projected."""
+        return self.scale == 1.0 and not self.norm and not self.from_keys
+
+
+@dataclass(frozen=True, slots=True)
 class Gqa:
     """Grouped-query attention. window: how many last tokens a token sees, itself included; 0: all."""
 
@@ -81,114 +88,38 @@ class Gqa:
         False  # the result times the sigmoid of a gate, which q's projection makes beside each query head
     )
     head_gate: bool = False  # each head's result times softplus of a number, which a projection of its own makes
-
-    @property
-    def scale(self) -> float:
-        """Of the softmax."""
-        return float(self.head_dim**-0.5)
-
-    def params(self, hidden: int) -> int:
-        gates = self.heads if self.gate else 0
-        own = hidden * self.heads if self.head_gate else 0
-        return hidden * (2 * (self.heads + self.kv_heads) + gates) * self.head_dim + own
-
-    def states(self) -> tuple[State, ...]:
-        shape = self.kv_heads, self.head_dim
-        return (Pages((Array("k", shape), Array("v", shape))),)
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """Which tokens a token looks at: of itself and all before it the `budget` best. A token's score for another is the
-    weighted sum of what small heads of their own say, as far as it is positive (DeepSeek-V3.2's lightning indexer).
-
-    reuse: the layer whose choice counts here, too; None: this one chooses, and keeps a key of every token.
-    """
-
-    heads: int
-    dim: int  # of a head, and of the key that all share; the first `rope.dims` channels turn
-    budget: int
-    rope: Rope
-    reuse: int | None = None
-    eps: float = 1e-6  # of the keys' norm, which takes away their mean, too
-
-    def params(self, hidden: int, q_rank: int) -> int:
-        return 0 if self.reuse is not None else self.heads * (q_rank * self.dim + hidden) + hidden * self.dim
-
-
-@dataclass(frozen=True, slots=True)
-class QueryScale:
-    """Queries of position p times 1 + beta * log(1 + floor(p / every)), as Llama 4 has it."""
-
-    beta: float
-    every: int
+    values: Values = field(default=Values())
+    factor: float = 0.0  # of the softmax; 0: head_dim ** -0.5
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ConfigError(f"queries are scaled every {self.every} positions, which must be at least 1")
-
-    def acts_within(self, positions: int) -> bool:
-        """Whether any of the first `positions` is scaled."""
-        return self.beta != 0 and positions > self.every
-
-
-@dataclass(frozen=True, slots=True)
-class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent and one rotary key per token are kept,
-    from which the keys and values of all heads are made."""
-
-    heads: int
-    q_rank: int  # queries are made from a latent of this width; 0: straight from the hidden state
-    kv_rank: int
-    nope_dim: int  # of a query and key head: channels that are not turned …
-    rope_dim: int  # … and that are; the key's are shared by all heads
-    value_dim: int  # of a head
-    rope: Rope
-    bias: bool = False
-    softmax_factor: float = 1.0
-    norm: Norm = field(default=Norm(1e-6))
-    index: Index | None = None  # a token looks at some others; None: at all before it
-    query_scale: QueryScale | None = None
-
-    @property
-    def qk_dim(self) -> int:
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def cached_dim(self) -> int:
-        """Of a token: the rotary key, then the latent."""
-        return self.rope_dim + self.kv_rank
+        if not 0 <= self.values.dim <= self.head_dim:
+            raise ConfigError(
+                f"config.json: values of {self.values.dim} channels are wider than keys of {self.head_dim}"
+            )
 
     @property
     def scale(self) -> float:
         """Of the softmax."""
-        return float(self.qk_dim**-0.5) * self.softmax_factor
+        return self.factor or float(self.head_dim**-0.5)
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether a token looks back farther than a window."""
+        return self.window == 0
+
+    @property
+    def value_dim(self) -> int:
+        """Of a head."""
+        return self.values.dim or self.head_dim
 
     def params(self, hidden: int) -> int:
-        q = hidden * self.q_rank + (self.q_rank or hidden) * self.heads * self.qk_dim
-        index = 0 if self.index is None else self.index.params(hidden, self.q_rank)
-        return index + q + hidden * self.cached_dim + self.head_params + self.heads * self.value_dim * hidden
-
-    @property
-    def head_params(self) -> int:
-        """Of the matrices that make keys and values of a latent, which are numbers however they are stored."""
-        return self.kv_rank * self.heads * (self.nope_dim + self.value_dim)
-
-    def seen(self, context: int) -> int:
-        """How many of so many tokens a token looks at."""
-        return context if self.index is None else min(context, self.index.budget)
-
-    @property
-    def scored_channels(self) -> int:
-        """Products that a token costs for each before it, where it chooses."""
-        index = self.index
-        return 0 if index is None or index.reuse is not None else index.heads * index.dim
+        q = self.heads * (2 if self.gate else 1) * self.head_dim + (self.heads if self.head_gate else 0)
+        v = 0 if self.values.from_keys else self.kv_heads * self.value_dim
+        return hidden * (q + self.kv_heads * self.head_dim + v + self.heads * self.value_dim)
 
     def states(self) -> tuple[State, ...]:
-        latent = Array("latent", (1, self.cached_dim))
-        if self.index is None or self.index.reuse is not None:
-            return (Pages((latent,)),)
-        return (Pages((latent, Array("index", (1, self.index.dim)))),)
+        k, v = (self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim)
+        return (Pages((Array("k", k), Array("v", v))),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +207,7 @@ class Router:
     logits_bias: bool = False  # is added to the logits
     float32_logits: bool = False  # logits are computed in f32; else in the activations' dtype
     table: bool = False
+    expert_scale: bool = False  # a chosen weight times a number of the expert, last
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +231,20 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """A dense feed-forward that takes a block's input, while router and experts take the residual behind norms of their
+    own. Its result and theirs pass a norm each before they are added. The router's norm has `factor` in its weights.
+    """
+
+    dense: Dense
+    norm: Norm
+    factor: float
+
+    def params(self, hidden: int) -> int:
+        return self.dense.params(hidden) + 4 * hidden
+
+
+@dataclass(frozen=True, slots=True)
 class Moe:
     """Router, routed experts, and a shared one that every token uses; shared_gate: times sigmoid(gate · x)."""
 
@@ -306,6 +252,7 @@ class Moe:
     experts: Experts
     shared: Dense | None = None
     shared_gate: bool = False
+    beside: Beside | None = None
 
     def activated_by(self, how: Activation) -> Moe:
         """The same experts, routed and shared, with another activation."""
@@ -324,7 +271,10 @@ class Moe:
 
     def params(self, hidden: int) -> int:
         """What every token uses."""
-        return hidden * self.router.num_experts + (0 if self.shared is None else self.shared.params(hidden))
+        shared = 0 if self.shared is None else self.shared.params(hidden)
+        beside = 0 if self.beside is None else self.beside.params(hidden)
+        scales = self.router.num_experts if self.router.expert_scale else 0
+        return hidden * self.router.num_experts + scales + shared + beside
 
     def states(self) -> tuple[State, ...]:
         return ()
@@ -367,18 +317,21 @@ class Mechanism(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """residual + body(norm(residual)); hyper: what stands for the residual and the sum."""
+    """residual + body(norm(residual)); hyper: what stands for the residual and the sum; post: a norm of the body's
+    result."""
 
     body: Body
     norm: Norm
     hyper: Hyper | None = None
+    post: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Blocks in the order in which they run."""
+    """Blocks in the order in which they run. scaled: in the end the residual is multiplied with a stored number."""
 
     blocks: tuple[Block, ...]
+    scaled: bool = False
 
     @property
     def hyper(self) -> Hyper | None:

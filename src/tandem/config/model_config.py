@@ -10,16 +10,9 @@ from functools import cached_property
 from pathlib import Path
 
 from tandem.config.json_keys import JsonKeys, read_json
-from tandem.config.layers import (
-    NO_EXPERTS,
-    Attention,
-    Body,
-    Latent,
-    Layer,
-    Mixer,
-    Moe,
-    Norm,
-)
+from tandem.config.layers import NO_EXPERTS, Attention, Body, Layer, Mixer, Moe
+from tandem.config.mechanisms.latent import Latent
+from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.state import DTYPE_BYTES, State, StateLayout, state_layout
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
@@ -55,6 +48,8 @@ class ModelConfig:
     unread_keys: tuple[str, ...] = ()  # keys of config.json that may matter and were not understood
     draft: str = ""  # what of the checkpoint would guess tokens, and is not run
     foreign: ForeignCode | None = None  # None: Tandem's own code runs it
+    embedding_scale: float = 1.0  # embedded tokens are multiplied with it
+    logit_cap: float = 0.0  # logits are cap * tanh(logits / cap); 0: as they are
 
     @classmethod
     def load(cls, path: str | Path) -> ModelConfig:
@@ -138,7 +133,9 @@ class ModelConfig:
     def dense_params(self) -> int:
         """Weights that every token uses: attention, norms, routers, shared and dense MLPs, head; no embedding."""
         bodies = sum(body.params(self.hidden) for body in self.bodies) + _hyper_params(self)
-        return bodies + (len(self.bodies) + 1) * self.hidden + self.vocab * self.hidden
+        blocks = [block for layer in self.layers for block in layer.blocks]
+        norms = 1 + len(blocks) + sum(block.post is not None for block in blocks)
+        return bodies + norms * self.hidden + self.vocab * self.hidden
 
     @property
     def shared_params(self) -> int:

@@ -9,7 +9,7 @@ from typing import Literal
 from tandem.config.json_keys import JsonKeys
 from tandem.errors import ConfigError
 
-KINDS = "default, linear, yarn and llama3"
+KINDS = "default, linear, yarn, llama3 and proportional"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,18 @@ class Llama3:
 
 
 @dataclass(frozen=True, slots=True)
+class Proportional:
+    """The first `share` of the pairs turn as if all did, divided by `factor`; the others stand still."""
+
+    share: float
+    factor: float = 1.0
+
+    def frequencies(self, plain: list[float], theta: float) -> list[float]:
+        turning = int(self.share * 2 * len(plain) // 2)
+        return [f / self.factor if i < turning else 0.0 for i, f in enumerate(plain)]
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """The first `dims` channels of a head turn in pairs; position p turns pair i by p * frequencies[i].
 
@@ -75,7 +87,7 @@ class Rope:
 
     theta: float
     dims: int
-    scaling: Linear | Yarn | Llama3 | None = None
+    scaling: Linear | Yarn | Llama3 | Proportional | None = None
     table_factor: float = 1.0
     pairs: Literal["halves", "neighbours"] = "halves"
 
@@ -104,6 +116,9 @@ def read_rope(keys: JsonKeys, dims: int, pairs: Literal["halves", "neighbours"] 
         return Rope(theta, dims, Linear(_factor(keys)), pairs=pairs)
     if kind == "llama3":
         return Rope(theta, dims, _llama3(keys), pairs=pairs)
+    if kind == "proportional":
+        share = keys.optional("partial_rotary_factor", 1.0)
+        return Rope(theta, dims, Proportional(share, keys.optional("factor", 1.0)), pairs=pairs)
     if kind == "yarn":
         return Rope(theta, dims, _yarn(keys), keys.optional("attention_factor", _table_factor(keys)), pairs)
     raise ConfigError(f"{keys.where}: rope type {kind!r} is not supported; {KINDS} are")
@@ -118,7 +133,7 @@ def positions_of(keys: JsonKeys, rope: Rope) -> int:
     """How many positions a model reads: what config.json says, or as many as its scaling stretches to."""
     stated = keys.size("max_position_embeddings", 32768)
     scaling = rope.scaling
-    if scaling is None or isinstance(scaling, Linear):
+    if scaling is None or isinstance(scaling, Linear | Proportional):
         return stated
     return max(stated, int(scaling.factor * scaling.original_positions))
 

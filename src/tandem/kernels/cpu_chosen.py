@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.config.layers import Index
+from tandem.config.mechanisms.latent import Index
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.token_index import Chosen, IndexWeights
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.config.layers import SILU, Activation, DeltaRule, Index, Router
+from tandem.config.layers import SILU, Activation, DeltaRule, Router
+from tandem.config.mechanisms.latent import Index
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
@@ -160,7 +161,7 @@ class CpuOps(InMemory):
         qkv = without_gates(qkv, heads, kv_heads, head_dim)
         q_norm, k_norm = _beside(qkv, q_norm), _beside(qkv, k_norm)
         sizes = (0 if q_norm is None else q_norm.numel(), 0 if k_norm is None else k_norm.numel())
-        shape, view = _heads(heads, kv_heads, head_dim, *sizes), self.view_of(batch, k_pages)
+        shape, view = _heads(heads, kv_heads, head_dim, *sizes, v_pages.shape[3]), self.view_of(batch, k_pages)
         q = qkv.new_empty((qkv.shape[0], heads, head_dim))
         values = None if v_pages is k_pages else v_pages
         self._dense.rope_store(view, shape, qkv, rope.cos, rope.sin, q_norm, k_norm, k_pages, values, q, eps)
@@ -177,8 +178,9 @@ class CpuOps(InMemory):
         sinks: Tensor | None = None,
     ) -> Tensor:
         rows, heads, head_dim = q.shape
-        shape, view = _heads(heads, k_pages.shape[2], head_dim, 0, 0), self.view_of(batch, k_pages)
-        out = q.new_empty((rows, heads * head_dim))
+        width = v_pages.shape[3]  # of a head's values
+        shape, view = _heads(heads, k_pages.shape[2], head_dim, 0, 0, width), self.view_of(batch, k_pages)
+        out = q.new_empty((rows, heads * width))
         values = None if v_pages is k_pages else v_pages
         self._dense.attention(view, shape, q, k_pages, values, out, scale, window, sinks)
         return out

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.config.layers import SILU, Activation, DeltaRule, Index, Router
+from tandem.config.layers import SILU, Activation, DeltaRule, Router
+from tandem.config.mechanisms.latent import Index
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
@@ -292,8 +293,9 @@ class Ops(Protocol):
         gate, which is left out. q_norm and k_norm are [D] weights of an RMS
         norm over each head (Qwen3, GLM-4.6) or [H * D] and [G * D] over all heads together (OLMoE), before
         the rotation. K and V of row t go to row batch.cache_slots[t] of k_pages and v_pages ([num_pages,
-        page_size, G, D]). Where v_pages is k_pages, keys are values, too: qkv is [T, (H + G) * D], without v.
-        Returns q [T, H, D]. In bfloat16 the tables are rounded to bfloat16 first and each
+        page_size, G, D]). Values may be narrower: v_pages [num_pages, page_size, G, E], and qkv likewise. Where
+        v_pages is k_pages, keys are values, too: qkv is [T, (H + G) * D], without v. Returns q [T, H, D]. In
+        bfloat16 the tables are rounded to bfloat16 first and each
         product and the sum are rounded, as Transformers does.
         """
         ...
@@ -310,8 +312,9 @@ class Ops(Protocol):
     ) -> Tensor:
         """Causal attention over the pages of each row's own sequence; softmax in float32. v_pages may be k_pages.
 
-        q [T, H, D] -> [T, H * D]. Query head h reads kv head h // (H / G). `window` > 0: only the last
-        `window` keys, the row's own included. sinks float32 [H]: a score of each head that counts in the softmax
+        q [T, H, D] -> [T, H * D], or [T, H * E] of values of E channels. Query head h reads kv head h // (H / G).
+        `window` > 0: only the last `window` keys, the row's own included. sinks float32 [H]: a score of each head
+        that counts in the softmax
         and has no value. A row's result depends neither on the batch nor on how its
         prompt was chunked.
         """

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.layers import SILU, Activation, DeltaRule, Index, Router
+from tandem.config.layers import SILU, Activation, DeltaRule, Router
+from tandem.config.mechanisms.latent import Index
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
@@ -221,13 +222,13 @@ class TorchOps(InMemory):
         eps: float = 1e-6,
     ) -> Tensor:
         qkv = without_gates(qkv, heads, kv_heads, head_dim)
-        values = 0 if v_pages is k_pages else kv_heads * head_dim
+        values = 0 if v_pages is k_pages else kv_heads * v_pages.shape[-1]
         q, k, v = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, values], dim=-1)
         q, k = self._head_norm(q, q_norm, head_dim, eps), self._head_norm(k, k_norm, head_dim, eps)
         rows = batch.cache_slots
         k_pages.view(-1, kv_heads, head_dim)[rows] = _rotate(k, rope, batch.positions)
         if values:
-            v_pages.view(-1, kv_heads, head_dim)[rows] = v.reshape(-1, kv_heads, head_dim)
+            v_pages.view(-1, *v_pages.shape[2:])[rows] = v.unflatten(1, (kv_heads, -1))
         return _rotate(q, rope, batch.positions)
 
     def _head_norm(self, x: Tensor, weight: Tensor | None, head_dim: int, eps: float) -> Tensor:
@@ -249,7 +250,7 @@ class TorchOps(InMemory):
         window: int = 0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:2], v_pages.shape[-1]))
         starts = batch.query_starts.tolist()
         for s, length in enumerate(batch.seq_lens.tolist()):
             rows = slice(starts[s], starts[s + 1])
@@ -295,7 +296,7 @@ def _rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int, sinks: Tensor | None
 ) -> Tensor:
-    """q [t, H, D] over k, v [n, G, D] -> [t, H, D]; key j is at position j."""
+    """q [t, H, D] over k [n, G, D] and v [n, G, E] -> [t, H, E]; key j is at position j."""
     share = q.shape[1] // k.shape[1]
     k, v = k.float().repeat_interleave(share, dim=1), v.float().repeat_interleave(share, dim=1)
     scores = torch.einsum("thd,nhd->htn", q.float(), k) * scale

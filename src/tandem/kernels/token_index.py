@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.layers import Index
+from tandem.config.mechanisms.latent import Index
 from tandem.kernels.batch_layout import BatchLayout
 
 

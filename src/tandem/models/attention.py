@@ -19,19 +19,22 @@ class Attention:
     def __init__(self, b: Builder, shape: Gqa, name: str) -> None:
         """name: of the module that holds the projections."""
         self.shape, self.ops, self.rope = shape, b.ops, b.rope(shape.rope)
-        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        modules = [f"{name}.{module}" for module in ("q_proj", "k_proj", "v_proj")]
-        rows = (2 * q if shape.gate else q), kv, kv
-        self.qkv = b.linear(modules, rows, b.config.hidden, bias=shape.qkv_bias, order=_as_halves(shape))
+        q, kv, values = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.values
+        rows = {"q": 2 * q if shape.gate else q, "k": kv, "v": shape.kv_heads * shape.value_dim}
+        if values.from_keys:
+            del rows["v"]
+        modules, sizes = [f"{name}.{each}_proj" for each in rows], list(rows.values())
+        self.qkv = b.linear(modules, sizes, b.config.hidden, bias=shape.qkv_bias, order=_as_halves(shape))
         self.head_gate = b.linear([f"{name}.g_proj"], [shape.heads], b.config.hidden) if shape.head_gate else None
-        self.out = b.linear([f"{name}.o_proj"], [b.config.hidden], q, bias=shape.out_bias)
+        self.out = b.linear([f"{name}.o_proj"], [b.config.hidden], shape.heads * shape.value_dim, bias=shape.out_bias)
         self.sinks = b.float_tensor(f"{name}.sinks", shape.heads) if shape.sinks else None
+        self.ones = b.ops.resident(torch.ones(shape.value_dim)) if values.norm else None
         self.q_norm = self.k_norm = None
         if shape.qk_norm != "none":
             per_head = shape.qk_norm == "head"
-            sizes = (shape.head_dim, shape.head_dim) if per_head else (q, kv)
-            self.q_norm = b.norm(f"{name}.q_norm.weight", shape.norm, sizes[0])
-            self.k_norm = b.norm(f"{name}.k_norm.weight", shape.norm, sizes[1])
+            normed = (shape.head_dim, shape.head_dim) if per_head else (q, kv)
+            self.q_norm = b.norm(f"{name}.q_norm.weight", shape.norm, normed[0])
+            self.k_norm = b.norm(f"{name}.k_norm.weight", shape.norm, normed[1])
 
     def reads(self) -> list[SureRead]:
         return sure_reads(self.qkv, *([] if self.head_gate is None else [self.head_gate]), self.out)
@@ -40,6 +43,8 @@ class Attention:
         s, qkv, norms, ((k_pages, v_pages),) = self.shape, self.qkv(x), (self.q_norm, self.k_norm), states
         if s.clip:
             qkv, norms = self._clipped(qkv), (None, None)
+        if not s.values.plain:
+            qkv = self._with_values(qkv)
         q = self.ops.rope_store(
             qkv, self.rope, p.batch, k_pages, v_pages,
             heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim,
@@ -55,6 +60,17 @@ class Attention:
         each = softplus(gates.float()).to(seen.dtype)
         gated: Tensor = seen.unflatten(1, (self.shape.heads, -1)) * each[..., None]
         return gated.flatten(1)
+
+    def _with_values(self, qkv: Tensor) -> Tensor:
+        """q and k as they are; values as they are kept."""
+        s, values = self.shape, self.shape.values
+        kept = qkv.shape[1] - (0 if values.from_keys else s.kv_heads * s.value_dim)
+        made = qkv[:, kept - s.kv_heads * s.head_dim :] if values.from_keys else qkv[:, kept:]
+        if self.ones is not None:
+            heads = made.reshape(-1, s.value_dim).contiguous()
+            made = self.ops.rms_norm(heads, self.ones, s.norm.eps).view(len(qkv), -1)
+        scaled = made if values.scale == 1.0 else made * values.scale
+        return torch.cat((qkv[:, :kept], scaled), dim=1)
 
     def _gates(self, qkv: Tensor) -> Tensor:
         """[T, H, D]: each query head is followed by its own."""

@@ -13,7 +13,8 @@ from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.config import layers as config_layers
 from tandem.config import rope as config_rope
-from tandem.config.layers import Dense, Norm
+from tandem.config.layers import Dense
+from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import STORED
 from tandem.errors import CheckpointError, KernelError
 from tandem.experts import CpuExperts, ExpertMatrices, Experts, ExpertStore, LookAhead

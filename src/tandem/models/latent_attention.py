@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.config.layers import Latent, QueryScale
+from tandem.config.mechanisms.latent import Latent, QueryScale
 from tandem.formats.cut import numbers, rows_of
 from tandem.kernels.ops import LatentSizes, LatentWeights, Linear, SureRead
 from tandem.kernels.token_index import Chosen

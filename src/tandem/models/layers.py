@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.layers import Block, DeltaRule, Dense, Gqa, Latent, Moe
+from tandem.config.layers import Block, DeltaRule, Dense, Gqa, Moe
+from tandem.config.mechanisms.latent import Latent
+from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.state import State
 from tandem.kernels.ops import MLP, SureRead
@@ -16,9 +19,9 @@ from tandem.models.attention import Attention
 from tandem.models.builder import Builder
 from tandem.models.delta_net import DeltaNet
 from tandem.models.latent_attention import LatentAttention
-from tandem.models.moe import MoEBlock, dense_mlp
+from tandem.models.moe import MoEBlock, dense_mlp, moe_block
 from tandem.models.passing import Pass, States
-from tandem.models.residual import Residual, residual_of
+from tandem.models.residual import Residual, residual_of, scale_of
 from tandem.models.shared_kv import SharedKvAttention
 
 
@@ -56,6 +59,11 @@ class BuiltBlock:
     operator: Operator
     states: tuple[State, ...]  # what the operator keeps of a sequence
     residual: Residual
+    post: Callable[[Tensor], Tensor] | None = None  # a norm of the operator's result
+
+    def leave(self, y: Tensor) -> Tensor:
+        """What the stream is given of the operator's result."""
+        return y if self.post is None else self.post(y)
 
     def enter(self, p: Pass) -> Tensor:
         """Adds what is pending to the stream; the normed rows that the operator takes."""
@@ -84,15 +92,25 @@ class DecoderLayer:
 
 def decoder_layer(b: Builder, index: int, names: Names) -> DecoderLayer:
     """Layer `index` as the configuration says, from tensors that are called `names`."""
-    blocks = zip(b.config.layers[index].blocks, names.norms, names.streams, strict=True)
-    return DecoderLayer(tuple(_block(b, index, names, *block) for block in blocks))
+    return DecoderLayer(tuple(_block(b, index, at, names) for at in range(len(b.config.layers[index].blocks))))
 
 
-def _block(b: Builder, index: int, names: Names, block: Block, norm: str, streams: str) -> BuiltBlock:
-    layer, operator = f"model.layers.{index}.", _operator(b, index, names, block)
-    weight = b.norm(f"{layer}{norm}.weight", block.norm, b.config.hidden)
-    residual = residual_of(b, block.hyper, layer + streams)
-    return BuiltBlock(weight, block.norm.eps, operator, block.body.states(), residual)
+def _block(b: Builder, index: int, at: int, names: Names) -> BuiltBlock:
+    """The at-th of a layer."""
+    layer, block = f"model.layers.{index}.", b.config.layers[index].blocks[at]
+    operator = _operator(b, index, names, block)
+    weight = b.norm(f"{layer}{names.norms[at]}.weight", block.norm, b.config.hidden)
+    before = index - 1 if at == 0 else None  # the layer that ends here
+    residual = residual_of(b, block.hyper, layer + names.streams[at], scale_of(b, before, names))
+    post = _post(b, layer + names.post_norms[at], block.post)
+    return BuiltBlock(weight, block.norm.eps, operator, block.body.states(), residual, post)
+
+
+def _post(b: Builder, name: str, norm: Norm | None) -> Callable[[Tensor], Tensor] | None:
+    if norm is None:
+        return None
+    weight, eps, ops = b.norm(f"{name}.weight", norm, b.config.hidden), norm.eps, b.ops
+    return lambda y: ops.rms_norm(y, weight, eps)
 
 
 def _operator(b: Builder, index: int, names: Names, block: Block) -> Operator:
@@ -108,4 +126,4 @@ def _operator(b: Builder, index: int, names: Names, block: Block) -> Operator:
     if isinstance(body, Dense):
         return DenseBlock(dense_mlp(b, layer + names.dense, body))
     assert isinstance(body, Moe), "this layer is not ours"
-    return MoEBlock(b, index, body, names)
+    return moe_block(b, index, body, names)

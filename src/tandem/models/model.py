@@ -34,8 +34,8 @@ class Model:
         self.config, self.ops, self.dtype = config, b.ops, b.dtype
         self.head = head_of(b)
         self.final_norm = b.norm("model.norm.weight", config.norm, config.hidden)
-        self.ending = end_of(b)
         names = names_of(b)
+        self.ending = end_of(b, names)
         self.layers: list[DecoderLayer] = []
         for index in range(len(config.layers)):
             self.layers.append(decoder_layer(b, index, names))
@@ -57,7 +57,7 @@ class Model:
         rows = len(embedded)
         all_wanted = rows == len(batch.logits_rows)  # as in decode steps, with guesses or without
         run = self._recorded_layers if all_wanted and self._worth_recording(rows) else self._layers
-        return self.head(run(embedded, batch, states), torch.float32)
+        return capped(self.head(run(embedded, batch, states), torch.float32), self.config.logit_cap)
 
     def begin(self, batch: ForwardBatch) -> Pass:
         """A pass over T new tokens, before the first layer."""
@@ -69,7 +69,7 @@ class Model:
         for i, block in enumerate(self.layers[index].blocks, first_block):
             last_state = first_state + len(block.states)
             own = states[first_state:last_state]
-            p.pending = self._operators[i](block.enter(p), p, own)
+            p.pending = block.leave(self._operators[i](block.enter(p), p, own))
             first_state = last_state
 
     def end(self, p: Pass) -> Tensor:
@@ -139,5 +139,15 @@ def head_of(b: Builder) -> Linear:
 
 
 def embedding_of(b: Builder) -> Callable[[Tensor], Tensor]:
-    """Ids [T] → rows [T, hidden] out of the mapped file, in the stored dtype or float32."""
-    return b.lookup("model.embed_tokens.weight", b.config.vocab, b.config.hidden)
+    """Ids [T] → rows [T, hidden] out of the mapped file, in the stored dtype or float32; scaled ones in the
+    activations'."""
+    find, dtype = b.lookup("model.embed_tokens.weight", b.config.vocab, b.config.hidden), b.dtype
+    if b.config.embedding_scale == 1.0:
+        return find
+    scale = torch.tensor(b.config.embedding_scale).to(dtype).item()
+    return lambda ids: find(ids).to(dtype) * scale
+
+
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """Logits within `cap`, in place; 0: as they are."""
+    return logits if not cap else logits.div_(cap).tanh_().mul_(cap)

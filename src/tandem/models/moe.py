@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.layers import Dense, Moe
+from tandem.config.layers import Beside, Dense, Moe
 from tandem.experts import ExpertMatrices, Experts
 from tandem.formats.cut import columns_of, rows_of
-from tandem.kernels.ops import MLP, Linear, SureRead
+from tandem.kernels.ops import MLP, Linear, Routing, SureRead
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.names import expert_biases, expert_matrices, mlp_matrices, ungated
@@ -38,7 +38,9 @@ class MoEBlock:
         self.fused = shape.fusible_shared if b.plan.fuse_shared_experts else 0
         self.gate = _router_gate(b, shape, layer, names)
         self.tally = b.tally(index)
-        self.bias = self.table = None
+        self.bias = self.table = self.scales = None
+        if self.router.expert_scale:
+            self.scales = b.float_tensor(layer + names.expert_scale, self.router.num_experts)
         if self.router.table:
             table = layer + names.router_table
             found = b.checkpoint.get(table, (b.config.vocab, self.router.top_k), whole=True)
@@ -60,9 +62,7 @@ class MoEBlock:
     ) -> Tensor:
         """meanwhile: called while others compute."""
         logits, gate = self._logits(x)
-        routing = self.ops.route(
-            logits, self.router, self.bias, self.fused, self.tally, self.experts.places, self._named(p)
-        )
+        routing = self._routed(logits, p)
         ticket = self.experts.submit(x, routing)
         shared = None if self.shared is None else self.shared(x)
         if meanwhile is not None:
@@ -79,6 +79,14 @@ class MoEBlock:
             self.ops.route(self._logits(x)[0], self.router, self.bias, places=places, chosen=named)
         )
 
+    def _routed(self, logits: Tensor, p: Pass) -> Routing:
+        """Counts who is chosen."""
+        places, named = self.experts.places, self._named(p)
+        found = self.ops.route(logits, self.router, self.bias, self.fused, self.tally, places, named)
+        if self.scales is None:
+            return found
+        return found._replace(weights=found.weights * self.scales[found.ids.long()])
+
     def _named(self, p: Pass) -> Tensor | None:
         """The experts that a table names for each token, int32 [T, k]."""
         return None if self.table is None else self.table[p.batch.input_ids]
@@ -88,6 +96,45 @@ class MoEBlock:
         y = self.gate(x, torch.float32) if self.router.float32_logits else self.gate(x)
         experts = self.router.num_experts
         return (y, None) if y.shape[1] == experts else (y[:, :experts], y[:, experts:])
+
+
+class ExpertsBeside(MoEBlock):
+    """Router and experts, which take the residual, beside a dense feed-forward, which takes what the block is given."""
+
+    def __init__(self, b: Builder, index: int, shape: Moe, beside: Beside, names: Names) -> None:
+        super().__init__(b, index, shape, names)
+        layer, hidden, norm = f"model.layers.{index}.", b.config.hidden, beside.norm
+        self.eps = norm.eps
+        self.dense = dense_mlp(b, layer + names.dense, beside.dense)
+        self.router_norm = b.float_tensor(layer + names.router_norm, hidden) * beside.factor
+        found = [b.norm(f"{layer}{name}.weight", norm, hidden) for name in names.beside_norms]
+        self.dense_norm, self.experts_norm, self.result_norm = found
+
+    def reads(self) -> list[SureRead]:
+        return super().reads() + self.dense.reads()
+
+    def __call__(
+        self, x: Tensor, p: Pass, states: States, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
+        routing = self._routed(self._logits(self._asked(p))[0], p)
+        ticket = self.experts.submit(self.ops.rms_norm(p.residual, self.experts_norm, self.eps), routing)
+        dense = self.ops.rms_norm(self.dense(x), self.dense_norm, self.eps)
+        if meanwhile is not None:
+            meanwhile()
+        return dense.add_(self.ops.rms_norm(self.experts.wait(ticket), self.result_norm, self.eps))
+
+    def foresee(self, x: Tensor, p: Pass) -> None:
+        super().foresee(self._asked(p), p)
+
+    def _asked(self, p: Pass) -> Tensor:
+        """What the router takes."""
+        return self.ops.rms_norm(p.residual, self.router_norm, self.eps)
+
+
+def moe_block(b: Builder, index: int, shape: Moe, names: Names) -> MoEBlock:
+    if shape.beside is None:
+        return MoEBlock(b, index, shape, names)
+    return ExpertsBeside(b, index, shape, shape.beside, names)
 
 
 def _router_gate(b: Builder, shape: Moe, layer: str, names: Names) -> Linear:

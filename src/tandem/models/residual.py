@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.architectures.names import Names
 from tandem.config.mechanisms.hyper import Hyper
 from tandem.kernels.hyper import LANES, HyperStreams, HyperWeights, left
 from tandem.kernels.ops import Ops
@@ -30,17 +31,21 @@ class Residual(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneStream:
-    """residual + block(norm(residual))."""
+    """residual + block(norm(residual)). scale [1]: of the residual, where the layer before ends with one."""
 
     ops: Ops
+    scale: Tensor | None = None
 
     def enter(self, p: Pass, norm: Tensor, eps: float) -> Tensor:
+        if self.scale is not None:
+            settle(p)
+            p.residual.mul_(self.scale)
         if p.pending is None:
             return self.ops.rms_norm(p.residual, norm, eps)
         return self.ops.add_rms_norm(p.pending, p.residual, norm, eps)
 
     def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        return self.ops.rms_norm(residual, norm, eps)
+        return self.ops.rms_norm(residual if self.scale is None else residual * self.scale, norm, eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +83,28 @@ def widened(embedded: Tensor, hyper: Hyper | None) -> Tensor:
     return embedded[:, None].expand(-1, hyper.streams, -1).contiguous()
 
 
-def residual_of(b: Builder, hyper: Hyper | None, name: str) -> Residual:
-    """Of a block whose streams' weights are called `name`.fn, .scale and .base."""
+def scale_of(b: Builder, layer: int | None, names: Names) -> Tensor | None:
+    """What the residual is multiplied with where that layer ends, [1]."""
+    if layer is None or layer < 0 or not b.config.layers[layer].scaled:
+        return None
+    return b.tensor(f"model.layers.{layer}.{names.scale}", 1)
+
+
+def residual_of(b: Builder, hyper: Hyper | None, name: str, scale: Tensor | None = None) -> Residual:
+    """Of a block whose streams' weights are called `name`.fn, .scale and .base. scale: of one residual."""
     if hyper is None:
-        return OneStream(b.ops)
+        return OneStream(b.ops, scale)
     n = hyper.streams
     scale = b.float_tensor(f"{name}.scale", 3)
     each = torch.tensor([n, n, n * n], device=scale.device)
     return MixedStreams(b.ops, _streams(b, hyper, (f"{name}.fn", f"{name}.base"), scale.repeat_interleave(each)))
 
 
-def end_of(b: Builder) -> Residual:
+def end_of(b: Builder, names: Names) -> Residual:
     """Before the last norm."""
     hyper, name = b.config.layers[0].hyper, "model.hc_head.hc_"
     if hyper is None:
-        return OneStream(b.ops)
+        return OneStream(b.ops, scale_of(b, len(b.config.layers) - 1, names))
     scale = b.float_tensor(f"{name}scale", 1).repeat(hyper.streams)
     return MixedStreams(b.ops, _streams(b, hyper, (f"{name}fn", f"{name}base"), scale), last=True)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.config.layers import Index
+from tandem.config.mechanisms.latent import Index
 from tandem.kernels.ops import SureRead
 from tandem.kernels.token_index import Chosen, IndexWeights
 from tandem.models.builder import Builder

@@ -170,14 +170,14 @@ class LayerStream:
     def final_norm(self) -> tuple[Residual, Tensor]:
         """How the stream ends, and the weight of the norm behind it."""
         norm = self._builder.norm("model.norm.weight", self.config.norm, self.config.hidden)
-        return end_of(self._builder), norm
+        return end_of(self._builder, names_of(self._builder)), norm
 
     def _advance(self, layer: DecoderLayer, p: Pass) -> None:
         if self._gpu is not None:
             self._gpu.ops.begin_step(p.batch, False)
         for block in layer.blocks:
             states = [self._states[each] for each in block.states]
-            p.pending = block.operator(block.enter(p), p, states)
+            p.pending = block.leave(block.operator(block.enter(p), p, states))
         settle(p)
 
     def _embedded(self) -> Tensor:

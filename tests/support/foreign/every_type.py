@@ -69,8 +69,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dots3_note_text": LATENT | settings(per_layer_config={}, head_dim=20),
     "ernie4_5_vl_moe": settings(moe_intermediate_size=[20, 20], rope_parameters=settings(
         rope_type="default", rope_theta=1e4, mrope_section=[2, 2, 2])),
-    "gemma4": GEMMA,
-    "gemma4_text": GEMMA,
+    "gemma4": GEMMA | settings(hidden_size_per_layer_input=0),
+    "gemma4_text": GEMMA | settings(hidden_size_per_layer_input=0),
     "glm4_moe_lite": LATENT,
     "glm4v_moe": settings(rope_parameters=settings(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5,
                                                    mrope_section=[1, 1, 1])),
@@ -81,6 +81,7 @@ CHANGES: dict[str, dict[str, Any]] = {
                       use_mamba_kernels=False),
     "kimi_linear": LATENT | settings(layer_types=RECURRENT),
     "lfm2_moe": settings(layer_types=["conv", "full_attention", "conv", "full_attention"], conv_L_cache=3),
+    "mimo_v2_flash": settings(head_dim=18),  # a third of the channels turns: an even number
     "minimax": settings(block_size=8, layer_types=RECURRENT),
     "minimax_m3_vl": settings(layer_types=["full_attention", "minimax_m3_sparse"] * 2),
     "minimax_m3_vl_text": settings(layer_types=["full_attention", "minimax_m3_sparse"] * 2),

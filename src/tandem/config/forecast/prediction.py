@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.forecast.stream_rates import StreamRates
-from tandem.config.layers import DeltaRule, Latent
+from tandem.config.layers import DeltaRule
+from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.model_config import STORED, ModelConfig, past_bytes
 from tandem.config.plan import Plan
@@ -249,7 +250,7 @@ def _attention_flops(model: ModelConfig, rows: int, before: int) -> float:
             total += 4.0 * rows * mixer.keys_seen(int(seen)) * mixer.heads * mixer.dim
         else:
             window = min(seen, mixer.window) if mixer.window else seen
-            total += 4.0 * rows * window * mixer.heads * mixer.head_dim
+            total += 2.0 * rows * window * mixer.heads * (mixer.head_dim + mixer.value_dim)
     return total
 
 

@@ -77,6 +77,11 @@ class SharedKv:
         """Channels of a group of heads."""
         return self.heads * self.dim // self.out_groups
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether a token looks back farther than its window."""
+        return self.pool is not None
+
     def keys_seen(self, length: int) -> int:
         """By a token after `length` others: of its window, and entries."""
         entries = 0 if self.pool is None else length // self.pool.stride

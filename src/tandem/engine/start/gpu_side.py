@@ -10,7 +10,7 @@ import torch
 
 from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_scratch import ring_of
-from tandem.config.layers import Latent
+from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.engine.expert_statistics import expert_placement
 from tandem.engine.gpu_runner import BeginStep

@@ -29,11 +29,11 @@ class TritonAttention:
         window: int,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Any mixture of chunks: q [T, H, D] -> [T, H * D]. The first sequences with one row each are decoded: a tile
+        """Any mixture of chunks: q [T, H, D] -> [T, H * E]. The first sequences with one row each are decoded: a tile
         of queries would walk all keys of such a row alone."""
         rows, sequences = q.shape[0], batch.seq_lens.shape[0]
         single = sequences if rows == sequences else batch.single_rows
-        out = q.new_empty((rows, q.shape[1] * q.shape[2]))
+        out = q.new_empty((rows, q.shape[1] * v_pages.shape[3]))
         if single:
             decode(q, (k_pages, v_pages), batch, (scale, window, sinks), single, out)
         if single < sequences:

@@ -33,7 +33,7 @@ VARYING = ["window", "table_width"]
 
 @triton.jit
 def _attend(x, k, v, inside, m, sums, acc, scale, PRECISION: tl.constexpr):
-    """Adds one block of keys: x [M, D], k and v [N, D], inside [N]. sums [M, N] are added up once, at the end."""
+    """Adds one block of keys: x [M, D], k [N, D], v [N, E], inside [N]. sums [M, N] are added up once, at the end."""
     scores = tl.dot(x, tl.trans(k), input_precision=PRECISION)
     scores = tl.where(inside[None, :], scores, float("-inf"))
     top = tl.maximum(m, tl.max(scores, 1) * scale)
@@ -46,9 +46,9 @@ def _attend(x, k, v, inside, m, sums, acc, scale, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def _decode(q, k_pages, v_pages, tables, lens, partial, stats, scale, window, table_width,
-            HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
-            ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
-            OVERLAP: tl.constexpr):  # fmt: skip
+            HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr, PAGE: tl.constexpr,
+            PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+            STEP: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     s, g, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     SHARE: tl.constexpr = HEADS // KV_HEADS
     HOP: tl.constexpr = STEP * PARTS
@@ -64,24 +64,25 @@ def _decode(q, k_pages, v_pages, tables, lens, partial, stats, scale, window, ta
     if base > 0:
         ahead += base
         page = tl.load(table + ahead // PAGE, ahead < room, other=0)
-    r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    r, d, e = tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.arange(0, VALUE_BLOCK)
     head, real = g * SHARE + r, (r < SHARE)[:, None] & (d < DIM)[None, :]
     x = tl.load(q + (s * HEADS + head)[:, None] * DIM + d[None, :], real, other=0.0)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     sums = tl.zeros([ROWS, STEP], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
     for start in range(base + part * STEP, n, HOP):
         keys = start + tl.arange(0, STEP)
-        rows = ((page.to(tl.int64) * PAGE + keys % PAGE) * KV_HEADS + g) * DIM
+        rows = (page.to(tl.int64) * PAGE + keys % PAGE) * KV_HEADS + g
         ahead = keys + HOP
         # a turn early, so that the keys' addresses wait for no load and several blocks can be on their way
         page = tl.load(table + ahead // PAGE, ahead < room, other=0)
         inside = (keys >= first) & (keys < n)
-        at, there = rows[:, None] + d[None, :], inside[:, None] & (d < DIM)[None, :]
-        k, v = tl.load(k_pages + at, there, other=0.0), tl.load(v_pages + at, there, other=0.0)
+        k = tl.load(k_pages + rows[:, None] * DIM + d[None, :], inside[:, None] & (d < DIM)[None, :], other=0.0)
+        v = tl.load(v_pages + rows[:, None] * VALUE + e[None, :], inside[:, None] & (e < VALUE)[None, :], other=0.0)
         m, sums, acc = _attend(x, k, v, inside, m, sums, acc, scale, PRECISION)
     out = (s * HEADS + head) * PARTS + part
-    tl.store(partial + out[:, None] * DIM + d[None, :], acc, real)
+    kept = (r < SHARE)[:, None] & (e < VALUE)[None, :]
+    tl.store(partial + out[:, None] * VALUE + e[None, :], acc, kept)
     tl.store(stats + out * 2, m, r < SHARE)
     tl.store(stats + out * 2 + 1, tl.sum(sums, 1), r < SHARE)
 
@@ -128,19 +129,20 @@ def decode(
     scale, window, sinks = how
     heads, dim = q.shape[1:]
     _, page, kv_heads, _ = pages[0].shape
-    block = max(16, triton.next_power_of_2(dim))
+    value = pages[1].shape[3]
+    block, values = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value))
     few = rows * kv_heads < MANY_HEADS and _block_bytes(block, STAGES) <= shared_bytes(q.device)
-    partial = q.new_empty((rows, heads, PARTS, dim), dtype=torch.float32)
+    partial = q.new_empty((rows, heads, PARTS, value), dtype=torch.float32)
     stats = q.new_empty((rows, heads, PARTS, 2), dtype=torch.float32)
-    shared = {"HEADS": heads, "DIM": dim, "PARTS": PARTS, "STEP": STEP, **overlapped(q.device)}
+    shared = {"HEADS": heads, "PARTS": PARTS, "STEP": STEP, **overlapped(q.device)}
     _decode[(rows, kv_heads, PARTS)](
         q, *pages, batch.block_tables, batch.seq_lens, partial, stats, scale * LOG2_E, window,
-        batch.block_tables.shape[1], KV_HEADS=kv_heads, PAGE=page,
-        ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), BLOCK=block,
+        batch.block_tables.shape[1], KV_HEADS=kv_heads, DIM=dim, VALUE=value, PAGE=page,
+        ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), BLOCK=block, VALUE_BLOCK=values,
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32", **shared,
         num_warps=4, num_stages=STAGES if few else STAGES - 1,
     )  # fmt: skip
     _merge[(rows * heads,)](
-        partial, stats, batch.seq_lens, stats if sinks is None else sinks, out, window, BLOCK=block,
+        partial, stats, batch.seq_lens, stats if sinks is None else sinks, out, window, DIM=value, BLOCK=values,
         SINKS=sinks is not None, **shared, num_warps=2,
     )  # fmt: skip

@@ -60,7 +60,7 @@ def sequence_of(starts, sequences, block, QUERIES: tl.constexpr, AT_ONCE: tl.con
 
 @triton.jit
 def _attend(x, k, v, visible, m, total, acc, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds one block of keys: x [M, D], k and v [N, D], visible [M, N] if MASKED."""
+    """Adds one block of keys: x [M, D], k [N, D], v [N, E], visible [M, N] if MASKED."""
     scores = tl.dot(x, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
@@ -74,33 +74,34 @@ def _attend(x, k, v, visible, m, total, acc, scale, MASKED: tl.constexpr, PRECIS
 
 @triton.jit
 def _walk(x, k_pages, v_pages, table, position, begin, end, last, m, total, acc, scale, window, g,
-          KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-          MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+          KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+          VALUE_BLOCK: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Keys begin … end - 1; `last` is past the last key that there is."""
-    d = tl.arange(0, BLOCK)
+    d, e = tl.arange(0, BLOCK), tl.arange(0, VALUE_BLOCK)
     ahead = begin + tl.arange(0, STEP)
     page = tl.load(table + ahead // PAGE, ahead < last, other=0)
     for start in range(begin, end, STEP):
         keys = start + tl.arange(0, STEP)
-        rows = ((page.to(tl.int64) * PAGE + keys % PAGE) * KV_HEADS + g) * DIM
+        rows = (page.to(tl.int64) * PAGE + keys % PAGE) * KV_HEADS + g
         ahead = keys + STEP
         page = tl.load(table + ahead // PAGE, ahead < last, other=0)  # a turn early, as in decoding
-        at, there = rows[:, None] + d[None, :], (d < DIM)[None, :]
+        there, valued = (d < DIM)[None, :], (e < VALUE)[None, :]
         visible = True
         if MASKED:
-            there = (keys < last)[:, None] & there
+            there, valued = (keys < last)[:, None] & there, (keys < last)[:, None] & valued
             age = position[:, None] - keys[None, :]
             visible = (age >= 0) & ((window <= 0) | (age < window))
-        k, v = tl.load(k_pages + at, there, other=0.0), tl.load(v_pages + at, there, other=0.0)
+        k = tl.load(k_pages + rows[:, None] * DIM + d[None, :], there, other=0.0)
+        v = tl.load(v_pages + rows[:, None] * VALUE + e[None, :], valued, other=0.0)
         m, total, acc = _attend(x, k, v, visible, m, total, acc, scale, MASKED, PRECISION)
     return m, total, acc
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _prefill(q, k_pages, v_pages, tables, starts, positions, sinks, out, scale, window, table_width, first, sequences,
-             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-             QUERIES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-             AT_ONCE: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr, PAGE: tl.constexpr,
+             QUERIES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+             STEP: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     block = (
         tl.num_programs(0) - 1 - tl.program_id(0)
     )  # the longest first: the short ones fill the gaps at the end
@@ -113,9 +114,8 @@ def _prefill(q, k_pages, v_pages, tables, starts, positions, sinks, out, scale, 
     r, d = tl.arange(0, QUERIES * GROUP), tl.arange(0, BLOCK)
     t = tl.load(starts + s) + block * QUERIES + r // GROUP
     ok = (t < tl.load(starts + s + 1)) & (r % GROUP < SHARE)
-    at = (t.to(tl.int64) * HEADS + g * SHARE + r % GROUP)[:, None] * DIM + d[None, :]
-    real = ok[:, None] & (d < DIM)[None, :]
-    x = tl.load(q + at, real, other=0.0)
+    row = t.to(tl.int64) * HEADS + g * SHARE + r % GROUP
+    x = tl.load(q + row[:, None] * DIM + d[None, :], ok[:, None] & (d < DIM)[None, :], other=0.0)
     position = tl.load(positions + t, ok, other=-1).to(tl.int32)
     end = tl.max(position) + 1
     lowest = tl.min(tl.where(ok, position, end))
@@ -124,17 +124,19 @@ def _prefill(q, k_pages, v_pages, tables, starts, positions, sinks, out, scale, 
     table = tables + s.to(tl.int64) * table_width
     m = tl.full([QUERIES * GROUP], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES * GROUP], tl.float32)
-    acc = tl.zeros([QUERIES * GROUP, BLOCK], tl.float32)
+    acc = tl.zeros([QUERIES * GROUP, VALUE_BLOCK], tl.float32)
     m, total, acc = _walk(x, k_pages, v_pages, table, position, begin, seen, end, m, total, acc, scale, window, g,
-                          KV_HEADS, DIM, PAGE, BLOCK, STEP, False, PRECISION)  # fmt: skip
+                          KV_HEADS, DIM, VALUE, PAGE, BLOCK, VALUE_BLOCK, STEP, False, PRECISION)  # fmt: skip
     m, total, acc = _walk(x, k_pages, v_pages, table, position, seen, end, end, m, total, acc, scale, window, g,
-                          KV_HEADS, DIM, PAGE, BLOCK, STEP, True, PRECISION)  # fmt: skip
+                          KV_HEADS, DIM, VALUE, PAGE, BLOCK, VALUE_BLOCK, STEP, True, PRECISION)  # fmt: skip
     if SINKS:
         sink = tl.load(sinks + g * SHARE + r % GROUP, r % GROUP < SHARE, other=0.0) * OF_SINKS
         top = tl.maximum(m, sink)
         shrink = tl.exp2(m - top)
         total = total * shrink + tl.exp2(sink - top)
         acc *= shrink[:, None]
+    e = tl.arange(0, VALUE_BLOCK)
+    at, real = row[:, None] * VALUE + e[None, :], ok[:, None] & (e < VALUE)[None, :]
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), real)
 
 
@@ -156,13 +158,15 @@ def prefill(
     heads, dim = q.shape[1:]
     _, page, kv_heads, _ = pages[0].shape
     rows, sequences = q.shape[0] - first, batch.seq_lens.shape[0]
-    block, group = max(16, triton.next_power_of_2(dim)), triton.next_power_of_2(heads // kv_heads)
+    value, group = pages[1].shape[3], triton.next_power_of_2(heads // kv_heads)
+    block, values = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value))
     tile = tile_of(q.device, block)
     queries = max(1, tile.rows // group)
     _prefill[(rows // queries + sequences - first, kv_heads)](
         q, *pages, batch.block_tables, batch.query_starts, batch.positions, q if sinks is None else sinks, out,
         scale * LOG2_E, window, batch.block_tables.shape[1], first, sequences,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, QUERIES=queries, GROUP=group, BLOCK=block, STEP=STEP,
-        AT_ONCE=SEQUENCES, SINKS=sinks is not None, PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, VALUE=value, PAGE=page, QUERIES=queries, GROUP=group, BLOCK=block,
+        VALUE_BLOCK=values, STEP=STEP, AT_ONCE=SEQUENCES,
+        SINKS=sinks is not None, PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

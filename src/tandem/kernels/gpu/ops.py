@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from tandem.config.layers import SILU, Activation, DeltaRule, Index, Router
+from tandem.config.layers import SILU, Activation, DeltaRule, Router
+from tandem.config.mechanisms.latent import Index
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
@@ -147,7 +148,7 @@ class GpuOps:
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
     ) -> Tensor:
-        counts = rotation.HeadCounts(heads, kv_heads, head_dim)
+        counts = rotation.HeadCounts(heads, kv_heads, head_dim, v_pages.shape[3])
         return rotation.rope_store(qkv, rope, batch, (k_pages, v_pages), counts, (q_norm, k_norm), eps)
 
     def attention(

@@ -15,11 +15,12 @@ from tandem.kernels.ops import Rope
 
 
 class HeadCounts(NamedTuple):
-    """Query heads, key/value heads and channels of each."""
+    """Query heads, key/value heads and channels of each; those of a value."""
 
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
 
 
 @triton.jit
@@ -59,18 +60,20 @@ def _rotated(row, weight, cos, sin, inverse, DIM: tl.constexpr, HALF: tl.constex
 
 @triton.jit
 def _rope_store(qkv, cos, sin, positions, slots, k_pages, v_pages, q, q_norm, k_norm, eps,
-                HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+                HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr, HALF: tl.constexpr,
                 NORM: tl.constexpr, WHOLE: tl.constexpr, GATES: tl.constexpr, BLOCK: tl.constexpr,
                 WIDE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     begin(OVERLAP)
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    base = qkv + t * (HEADS + GATES + 2 * KV_HEADS) * DIM
+    base = qkv + t * ((HEADS + GATES + KV_HEADS) * DIM + KV_HEADS * VALUE)
     row = base + (h + tl.minimum(h, GATES)) * DIM  # each q head is followed by its gate, where there are any
     d = tl.arange(0, BLOCK)
     inside = d < DIM
     if h >= HEADS + KV_HEADS:
-        to = v_pages + (tl.load(slots + t) * KV_HEADS + h - HEADS - KV_HEADS) * DIM
-        tl.store(to + d, tl.load(row + d, inside), inside)
+        v = h - HEADS - KV_HEADS
+        row = base + (HEADS + GATES + KV_HEADS) * DIM + v * VALUE
+        to = v_pages + (tl.load(slots + t) * KV_HEADS + v) * VALUE
+        tl.store(to + d, tl.load(row + d, d < VALUE), d < VALUE)
         return
     angle = tl.load(positions + t) * HALF
     is_q = h < HEADS
@@ -96,7 +99,7 @@ def rope_store(
     norms: tuple[Tensor | None, Tensor | None], eps: float,
 ) -> Tensor:  # fmt: skip
     """As `Ops.rope_store`."""
-    heads, kv_heads, dim = counts
+    heads, kv_heads, dim, value = counts
     q = qkv.new_empty((qkv.shape[0], heads, dim))
     q_norm, k_norm = norms
     has_norm = q_norm is not None and k_norm is not None
@@ -106,7 +109,7 @@ def rope_store(
     _rope_store[(qkv.shape[0], heads + 2 * kv_heads)](
         qkv, rope.cos, rope.sin, batch.positions, batch.cache_slots, *pages, q,
         q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, eps,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=rope.rotary_dim // 2, NORM=has_norm,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, VALUE=value, HALF=rope.rotary_dim // 2, NORM=has_norm,
         WHOLE=whole, GATES=heads if gated else 0,
         BLOCK=triton.next_power_of_2(dim), WIDE=triton.next_power_of_2(heads * dim), num_warps=1 if dim <= 128 else 4,
         **overlapped(qkv.device),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.gpu_scratch import SCORE_BYTES
-from tandem.config.layers import Index
+from tandem.config.mechanisms.latent import Index
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.chosen.best import keep_best
 from tandem.kernels.gpu.chosen.scores import Keys, token_scores

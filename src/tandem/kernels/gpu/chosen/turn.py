@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.layers import Index
+from tandem.config.mechanisms.latent import Index
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.token_index import IndexWeights
 
