@@ -59,4 +59,4 @@ def test_a_forced_acceptance_is_what_comes_out(tiny_models, tmp_path: Path, shor
 
 def test_an_algorithm_that_is_not_there_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "decode", "--speculative", "NEXTN"])
-    assert done.exit_code != 0 and "not available yet" in str(done.exception or done.output)
+    assert done.exit_code != 0 and "has no draft layer" in str(done.exception or done.output)

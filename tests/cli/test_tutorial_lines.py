@@ -67,7 +67,7 @@ LINES: dict[str, tuple[set[str], set[str]]] = {
         {"--kt-enable-dynamic-expert-update", THRESHOLD},
     ),
     FLASH: (set(), {THRESHOLD, "--tensor-parallel-size", "--cuda-graph-bs", "--kt-enable-dynamic-expert-update"}),
-    FLASH + SPECULATION: ({"--speculative-algorithm"}, {"--max-prefill-tokens", "--speculative-num-steps"}),
+    FLASH + SPECULATION: (set(), {"--max-prefill-tokens", "--speculative-algorithm"}),
     FLASH.replace("parallel-size 1", "parallel-size 2"): ({"--tensor-parallel-size"}, set()),
 }
 

@@ -96,14 +96,14 @@ def test_wrong_values_name_the_flag(argv: list[str], says: str) -> None:
 
 
 def test_everything_wrong_with_a_line_is_said_at_once() -> None:
-    line = "--tp 2 --port x --speculative-algorithm EAGLE --quantization fp8 --portt 3 --dtype float8 --page-size 0"
+    line = "--tp 2 --port x --speculative-eagle-topk 2 --quantization fp8 --portt 3 --dtype float8 --page-size 0"
     with pytest.raises(ConfigError) as refused:
         EngineConfig.from_args(["demo", *line.split()])
     said = [
         reason.split()[0 if reason.startswith("--") else 2].rstrip(":;") for reason in refused.value.reasons
     ]
     assert sorted(said) == sorted(
-        ["--tensor-parallel-size", "--port", "--speculative-algorithm", "--quantization", "--portt", "--dtype",
+        ["--tensor-parallel-size", "--port", "--speculative-eagle-topk", "--quantization", "--portt", "--dtype",
          "--page-size"]
     )  # fmt: skip
     assert str(refused.value).splitlines()[0] == "7 things stand in the way:"
@@ -134,7 +134,7 @@ def test_fields_can_be_left_out() -> None:
     ("argv", "says"),
     [
         (["--tp", "2"], "--tensor-parallel-size 2 is not available yet. Use 1"),
-        (["--speculative-algorithm", "EAGLE"], "not available yet. Leave it out"),
+        (["--speculative-moe-runner-backend", "triton"], "not available yet. Use auto"),
         (["--nnodes", "2"], "Use 1"),
     ],
 )

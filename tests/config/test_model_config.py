@@ -89,11 +89,11 @@ DEEPSEEK = {
 
 
 def test_deepseek_v3_is_what_its_authors_say_it_is():
-    """671 B parameters (arXiv 2412.19437), 576 numbers per token and layer in the cache, all read but MTP."""
+    """671 B parameters (arXiv 2412.19437), 576 numbers per token and layer in the cache, all read."""
     config = ModelConfig.from_dict(DEEPSEEK)
     assert round((config.dense_params + config.routed_params + config.vocab * config.hidden) / 1e9) == 671
     assert config.state_layout("bfloat16").token_bytes == 61 * 576 * 2
-    assert config.unread_keys == ("num_nextn_predict_layers",)
+    assert not config.unread_keys and config.drafts.layer == config.layers[-1] and config.drafter is None
     attention = config.mixers[0]
     assert attention.rope.table_factor == 1.0
     assert attention.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)

@@ -267,8 +267,8 @@ def test_flags_make_a_plan() -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--speculative-algorithm NEXTN", "NEXTN is not available yet.*NGRAM"),
-        ("--speculative-algorithm EAGLE", "EAGLE is not available yet.*NGRAM"),
+        ("--speculative-algorithm NEXTN", "NEXTN: the checkpoint has no draft layer.*NGRAM"),
+        ("--speculative-algorithm EAGLE", "EAGLE: the checkpoint has no draft layer.*NGRAM"),
         ("--speculative-algorithm DRAFT", "must be one of NGRAM, NEXTN, EAGLE"),
         ("--speculative-algorithm NGRAM --speculative-num-steps 3 --speculative-num-draft-tokens 3", "give one"),
         ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 1", "from 2 to 64"),

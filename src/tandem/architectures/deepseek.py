@@ -8,7 +8,7 @@ from typing import Any
 from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.glm4_moe import SIGMOID, STEMS
 from tandem.architectures.names import Names
-from tandem.architectures.shared import layer_count, model, moe, sigmoid_router
+from tandem.architectures.shared import layer_count, model, moe, sigmoid_router, with_drafts
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import Router
 from tandem.config.mechanisms.latent import Latent
@@ -43,9 +43,8 @@ def deepseek_v3(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     keys.only("scoring_func", "sigmoid", "DeepSeek-V3's")
     keys.only("topk_method", "noaux_tc", "DeepSeek-V3's")
     keys.only("rope_interleave", True, "rotary channels are pairs of neighbours")
-    return _model(
-        keys, generation, sigmoid_router(keys, scale=2.5, groups=8, kept=4), dense_layers=3, shared=1
-    )
+    router = sigmoid_router(keys, scale=2.5, groups=8, kept=4)
+    return with_drafts(keys, _model(keys, generation, router, dense_layers=3, shared=1))
 
 
 def kimi_k25(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:

@@ -12,7 +12,14 @@ from typing import Literal
 
 from tandem.architectures.deepseek import NAMES, latent
 from tandem.architectures.family import Family
-from tandem.architectures.shared import layer_count, layers_after_dense, model, moe, sigmoid_router
+from tandem.architectures.shared import (
+    layer_count,
+    layers_after_dense,
+    model,
+    moe,
+    sigmoid_router,
+    with_drafts,
+)
 from tandem.config.json_keys import JsonKeys
 from tandem.config.mechanisms.latent import Index, Latent
 from tandem.config.model_config import ModelConfig
@@ -24,7 +31,7 @@ _PATTERN = {"F": "full", "S": "shared"}
 
 
 def deepseek_v32(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
-    return _model(keys, generation, "halves", groups=8, kept=4)
+    return with_drafts(keys, _model(keys, generation, "halves", groups=8, kept=4))
 
 
 def glm_moe_dsa(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:

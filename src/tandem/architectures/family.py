@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tandem.architectures.names import Names
+from tandem.architectures.names import PLAIN_DRAFT_NAMES, DraftNames, Names
 from tandem.config.json_keys import JsonKeys
 from tandem.config.model_config import ModelConfig
 
@@ -53,3 +53,4 @@ class Family:
     config: Callable[[JsonKeys, JsonKeys], ModelConfig]
     names: tuple[Names, ...] = (Names(),)
     gguf: Gguf | None = None
+    drafts: DraftNames = PLAIN_DRAFT_NAMES

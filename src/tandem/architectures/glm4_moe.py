@@ -6,7 +6,7 @@ from typing import Any
 
 from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, Names
-from tandem.architectures.shared import gqa, layer_count, model, moe, sigmoid_router
+from tandem.architectures.shared import gqa, layer_count, model, moe, sigmoid_router, with_drafts
 from tandem.config.json_keys import JsonKeys
 from tandem.config.model_config import ModelConfig
 
@@ -21,7 +21,8 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     width = keys.size("moe_intermediate_size", 1408)
     experts = moe(sigmoid_router(keys), width, width * keys.count("n_shared_experts", 1))
     first = keys.optional("first_k_dense_replace", 1)
-    return model(keys, generation, lambda _: attention, experts, range(first, layer_count(keys)))
+    made = model(keys, generation, lambda _: attention, experts, range(first, layer_count(keys)))
+    return with_drafts(keys, made)
 
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.architectures.deepseek import NAMES, latent
 from tandem.architectures.family import Family
-from tandem.architectures.shared import layers_after_dense, model, moe, sigmoid_router
+from tandem.architectures.shared import layers_after_dense, model, moe, sigmoid_router, with_drafts
 from tandem.config.json_keys import JsonKeys
 from tandem.config.model_config import ModelConfig
 
@@ -16,7 +16,8 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     width = keys.size("moe_intermediate_size", 1536)
     experts = moe(sigmoid_router(keys, scale=1.8), width, width * keys.count("n_shared_experts", 1))
     attention = latent(keys)
-    return model(keys, generation, lambda _: attention, experts, layers_after_dense(keys, 1))
+    made = model(keys, generation, lambda _: attention, experts, layers_after_dense(keys, 1))
+    return with_drafts(keys, made)
 
 
 FAMILY = Family(("glm4_moe_lite",), config, (NAMES,))

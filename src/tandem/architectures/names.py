@@ -24,9 +24,10 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Modules of a layer; "" where a family has none. norms, streams, post_norms: of its blocks, in order.
-    beside_norms: of the dense feed-forward's result, of what experts take, and of theirs."""
+    """Modules of a layer; "" where a family has none. layer: what is in front of them. norms, streams, post_norms: of
+    its blocks, in order. beside_norms: of the dense feed-forward's result, of what experts take, and of theirs."""
 
+    layer: str = "model.layers.{layer}."
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     streams: tuple[str, ...] = ("attn_hc", "ffn_hc")
     attention: str = "self_attn"
@@ -46,6 +47,24 @@ class Names:
     shared: str = ""
     shared_gate: str = ""
 
+    def at(self, index: int) -> str:
+        """What is in front of the modules of layer `index`."""
+        return self.layer.format(layer=index)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftNames:
+    """Modules of a draft layer: its own, and what stands around it. {layer}: the number behind the last layer's."""
+
+    layer: str = "model.layers.{layer}."
+    embedding_norm: str = "model.layers.{layer}.enorm"
+    hidden_norm: str = "model.layers.{layer}.hnorm"
+    projection: str = "model.layers.{layer}.eh_proj"
+    norm: str = "model.layers.{layer}.shared_head.norm"
+
+
+PLAIN_DRAFT_NAMES = DraftNames()
+"""DeepSeek-V3's."""
 
 GGUF_DECODER = {
     "attn_norm": "input_layernorm",

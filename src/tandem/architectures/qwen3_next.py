@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from tandem.architectures.family import Family
-from tandem.architectures.names import Names
+from tandem.architectures.names import DraftNames, Names
 from tandem.architectures.shared import (
     epsilon,
     gqa,
@@ -16,6 +16,7 @@ from tandem.architectures.shared import (
     moe,
     softmax_router,
     sparse_step_layers,
+    with_drafts,
 )
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import DeltaRule, Mixer
@@ -24,19 +25,22 @@ from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 
 NAMES = Names(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
+DRAFTS = DraftNames("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
 RECURRENT, FULL = "linear_attention", "full_attention"
 
 
 def qwen3_next(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     normalise = keys.optional("norm_topk_prob", True)
-    return _model(keys, generation, "heads", normalise, sparse_step_layers(keys))
+    made = _model(keys, generation, "heads", normalise, sparse_step_layers(keys))
+    return with_drafts(keys, made, count=1)  # config.json does not say
 
 
 def qwen3_5_moe(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     """The keys of a checkpoint with a vision tower lie in `text_config`."""
     text = keys.inside("text_config")
-    text.get("mtp_num_hidden_layers"), text.get("mtp_use_dedicated_embeddings")
-    return _model(text, generation, "kinds", True, range(layer_count(text)))
+    text.only("mtp_use_dedicated_embeddings", False, "draft layers share the model's")
+    made = _model(text, generation, "kinds", True, range(layer_count(text)))
+    return with_drafts(text, made, count=text.count("mtp_num_hidden_layers", 0))
 
 
 def _model(
@@ -86,6 +90,6 @@ def _delta_rule(keys: JsonKeys, layout: Literal["heads", "kinds"]) -> DeltaRule:
 
 
 FAMILIES = (
-    Family(("qwen3_next",), qwen3_next, (NAMES,)),
-    Family(("qwen3_5_moe", "qwen3_5_moe_text"), qwen3_5_moe, (NAMES,)),
+    Family(("qwen3_next",), qwen3_next, (NAMES,), drafts=DRAFTS),
+    Family(("qwen3_5_moe", "qwen3_5_moe_text"), qwen3_5_moe, (NAMES,), drafts=DRAFTS),
 )

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from tandem.config.json_keys import JsonKeys
+from tandem.config.json_keys import DRAFT_LAYERS, JsonKeys
 from tandem.config.layers import (
     Activation,
     ActivationKind,
@@ -28,6 +28,7 @@ from tandem.config.layers import (
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ModelConfig
 from tandem.config.rope import Rope, positions_of, read_rope, rope_keys
+from tandem.config.speculation.drafts import Drafts
 from tandem.errors import ConfigError
 
 
@@ -79,6 +80,16 @@ def _positions(keys: JsonKeys, layers: tuple[Layer, ...]) -> int:
     attentions = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
     far = [each for each in attentions if each.sees_all] or attentions
     return min(positions_of(rope_keys(keys), each.rope) for each in far)
+
+
+def with_drafts(keys: JsonKeys, made: ModelConfig, *, count: int = 0) -> ModelConfig:
+    """With a draft layer like the last one that looks back at tokens, where the checkpoint has some. Of several the
+    first guesses all tokens. count: what absent keys mean."""
+    given = [keys.count(key, 0) for key in DRAFT_LAYERS if keys.get(key) is not None]
+    layers = [layer for layer in made.layers if isinstance(layer.mixer, Attention) and layer.moe is not None]
+    if not max(given, default=count) or not layers:
+        return made
+    return replace(made, drafts=Drafts(layers[-1], made.norm))
 
 
 ACTIVATIONS: dict[str, ActivationKind] = {

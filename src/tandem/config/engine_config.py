@@ -24,8 +24,6 @@ CUDA = "CUDA"
 DRAFT = "Speculative decoding"
 STATS = "Expert statistics"
 
-_LEAVE_OUT = "Leave it out"
-_NO_DRAFT = f"{_LEAVE_OUT}, or use NGRAM, which needs no draft model."
 _MEAN_NOTHING = {
     ("chunked_prefill_size", 0): "give a number of tokens, or -1 for whole prompts",
     ("expert_distribution_recorder_buffer_size", 0): "give a number of steps, or -1 for all",
@@ -239,11 +237,11 @@ class EngineConfig:
 
     # --- speculative decoding
     speculative_algorithm: str | None = flag(
-        None, "Who guesses the next tokens; NGRAM: the text itself.", group=DRAFT,
-        choices=["NGRAM", "NEXTN", "EAGLE"], later=_NO_DRAFT, neutral=["NGRAM"],
+        None, "Who guesses: NGRAM the text itself, NEXTN the draft layer.", group=DRAFT,
+        choices=["NGRAM", "NEXTN", "EAGLE"],
     )  # fmt: skip
     speculative_num_steps: int | None = flag(
-        None, "Most guesses of a sequence in a step; default: 7.", group=DRAFT, minimum=1, maximum=63
+        None, "Most guesses of a sequence in a step; default: 7, NEXTN: 3.", group=DRAFT, minimum=1, maximum=63
     )
     speculative_eagle_topk: int | None = flag(
         None, "Branches per draft step.", group=DRAFT, minimum=1, later="Use 1: guesses are a chain.", neutral=[1]
@@ -252,7 +250,7 @@ class EngineConfig:
         None, "The same and one more: rows of a sequence in a step.", group=DRAFT, minimum=2, maximum=64
     )
     speculative_moe_runner_backend: str | None = flag(
-        None, "Expert kernels of the draft.", group=DRAFT, later=_NO_DRAFT, neutral=["auto"]
+        None, "Expert kernels of the draft.", group=DRAFT, later="Use auto: they are the model's.", neutral=["auto"]
     )
     speculative_ngram_min_match_window_size: int = flag(
         2, "Fewest tokens that NGRAM finds again.", group=DRAFT, minimum=1, maximum=64

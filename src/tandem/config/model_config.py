@@ -14,6 +14,7 @@ from tandem.config.layers import NO_EXPERTS, Attention, Body, Layer, Mixer, Moe
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.speculation.drafts import Drafts
 from tandem.config.state import DTYPE_BYTES, State, StateLayout, state_layout
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
 from tandem.errors import ConfigError
@@ -47,6 +48,8 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     unread_keys: tuple[str, ...] = ()  # keys of config.json that may matter and were not understood
     draft: str = ""  # what of the checkpoint would guess tokens, and is not run
+    drafts: Drafts | None = None  # a layer that guesses tokens, if the checkpoint has one ...
+    drafter: Drafts | None = None  # ... and the same, if it is loaded
     foreign: ForeignCode | None = None  # None: Tandem's own code runs it
     embedding_scale: float = 1.0  # embedded tokens are multiplied with it
     logit_cap: float = 0.0  # logits are cap * tanh(logits / cap); 0: as they are
@@ -71,7 +74,8 @@ class ModelConfig:
         return config_of(JsonKeys(config), JsonKeys(generation or {}, "generation_config.json"))
 
     def __post_init__(self) -> None:
-        if len({_experts_of(layer.moe) for layer in self.layers} - {None}) > 1:
+        layers = self.layers if self.drafts is None else (*self.layers, self.drafts.layer)
+        if len({_experts_of(layer.moe) for layer in layers} - {None}) > 1:
             raise ConfigError("config.json: experts that differ between layers are not supported")
 
     @cached_property
@@ -101,8 +105,9 @@ class ModelConfig:
 
     @property
     def states(self) -> tuple[State, ...]:
-        """What all blocks keep of a sequence."""
-        return tuple(state for body in self.bodies for state in body.states())
+        """What all blocks keep of a sequence; behind that, what a draft layer needs."""
+        own = tuple(state for body in self.bodies for state in body.states())
+        return own if self.drafter is None else own + self.drafter.states(self.hidden)
 
     # -- sizes, for the planner ---
 
@@ -135,13 +140,14 @@ class ModelConfig:
         bodies = sum(body.params(self.hidden) for body in self.bodies) + _hyper_params(self)
         blocks = [block for layer in self.layers for block in layer.blocks]
         norms = 1 + len(blocks) + sum(block.post is not None for block in blocks)
-        return bodies + norms * self.hidden + self.vocab * self.hidden
+        drafter = 0 if self.drafter is None else self.drafter.params(self.hidden)
+        return bodies + norms * self.hidden + self.vocab * self.hidden + drafter
 
     @property
     def shared_params(self) -> int:
         """Weights of all shared experts."""
         shared = self.moe.shared
-        return 0 if shared is None else shared.params(self.hidden) * len(self.moe_layers)
+        return 0 if shared is None else shared.params(self.hidden) * _loaded_moe_layers(self)
 
     @property
     def expert_bias_bytes(self) -> int:
@@ -159,7 +165,8 @@ class ModelConfig:
         kinds = stored.dense, stored.shared, stored.embedding
         dense, shared, embedding = (f.gpu_bytes_per_weight if on_gpu else f.bytes_per_weight for f in kinds)
         head = self.vocab * self.hidden if self.tied_embeddings else 0
-        plain = sum(mixer.head_params for mixer in self.mixers if isinstance(mixer, Latent | SharedKv))
+        mixers = self.mixers if self.drafter is None else (*self.mixers, self.drafter.layer.mixer)
+        plain = sum(mixer.head_params for mixer in mixers if isinstance(mixer, Latent | SharedKv))
         hyper = _hyper_params(self)
         others = self.dense_params - self.shared_params - head - plain - hyper
         numbers = plain * DTYPE_BYTES[dtype] + hyper * DTYPE_BYTES["float32"]
@@ -167,8 +174,30 @@ class ModelConfig:
 
     def weight_bytes(self, dtype: str, expert_format: str, stored: StoredFormats = UNQUANTISED) -> int:
         """Bytes of all packed weights; the embedding stays in the mapped file and is not counted."""
-        experts = self.expert_bytes(expert_format, stored.experts) * self.routed_experts
-        return self.dense_bytes(dtype, stored) + experts
+        experts = self.expert_bytes(expert_format, stored.experts) * self.moe.experts.count
+        return self.dense_bytes(dtype, stored) + experts * _loaded_moe_layers(self)
+
+
+def layer_of(model: ModelConfig, index: int) -> Layer:
+    """A draft layer counts as the one behind the last."""
+    if index < len(model.layers) or model.drafter is None:
+        return model.layers[index]
+    return model.drafter.layer
+
+
+def moe_index(model: ModelConfig, layer: int) -> int:
+    """Which of the layers with experts it is; a draft layer comes behind them."""
+    return len(model.moe_layers) if drafts(model, layer) else model.moe_layers.index(layer)
+
+
+def drafts(model: ModelConfig, layer: int) -> bool:
+    """Whether it is the draft layer's number."""
+    return layer == len(model.layers)
+
+
+def _loaded_moe_layers(model: ModelConfig) -> int:
+    """With a draft layer's."""
+    return len(model.moe_layers) + (model.drafter is not None and model.drafter.layer.moe is not None)
 
 
 def past_bytes(model: ModelConfig, dtype: str, context: int) -> int:

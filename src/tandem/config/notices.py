@@ -11,7 +11,7 @@ from tandem.config.gpus import Gpu
 from tandem.config.json_keys import DRAFT_LAYERS, TOWERS
 from tandem.config.machine import Machine
 from tandem.config.model_config import ModelConfig, why_alone
-from tandem.config.speculation.choice import speculation_notices
+from tandem.config.speculation.choice import speculation_notices, why_one_token
 from tandem.config.state import page_tokens
 
 
@@ -27,6 +27,8 @@ def notices(
 
 
 def _unread(model: ModelConfig) -> Iterator[str]:
+    if model.drafts is not None and model.drafter is None and not why_one_token(model):
+        yield "the checkpoint has a draft layer, which is not loaded; --speculative-algorithm NEXTN guesses with it"
     if model.draft:
         yield f"the checkpoint has {model.draft}, which stays in its files: each step decodes one token"
     for key in model.unread_keys:

@@ -37,7 +37,7 @@ from tandem.config.memory import MemoryPlan, MemoryRequest, gib, memory_ledger, 
 from tandem.config.model_config import STORED, ModelConfig, why_alone
 from tandem.config.notices import notices
 from tandem.config.shared_experts import why_apart
-from tandem.config.speculation.choice import SpeculationPlan, speculation, speculation_texts
+from tandem.config.speculation.choice import SpeculationPlan, drafting, speculation, speculation_texts
 from tandem.config.state import page_tokens
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.config.threads import plan_threads
@@ -103,7 +103,7 @@ def resolve(
 
     Raises ConfigError with every reason: each names its flag, and a model that does not fit its numbers.
     """
-    refused: list[ConfigError] = []
+    refused, model = list[ConfigError](), drafting(config, model)
     while True:
         try:
             plan = _resolve(config, model, machine, stored)

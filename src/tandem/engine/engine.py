@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem.config import EngineConfig
 from tandem.config.gpu_scratch import MOST_SHARED_SECONDS
+from tandem.config.speculation.choice import SpeculationPlan
 from tandem.config.state import StateLayout
 from tandem.engine.answer import Answer
 from tandem.engine.counters import Counters
@@ -26,6 +27,8 @@ from tandem.engine.sampling.logprobs import score_prompt
 from tandem.engine.sampling.sampler import Sampled, fresh_seed
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk, Sequence, Status, masks_of
+from tandem.engine.speculation.draft import Drafter
+from tandem.engine.speculation.nextn import DraftingModel, NextN
 from tandem.engine.speculation.ngram import NGram
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.start.parts import EngineParts
@@ -67,12 +70,19 @@ def _pace(parts: EngineParts) -> PrefillPace:
     return PrefillPace(most, seconds is not None, seconds is not None and seconds <= MOST_SHARED_SECONDS)
 
 
-def _speculation(parts: EngineParts) -> Speculation | None:
+def _speculation(parts: EngineParts, states: StateArrays, pages: KVCache) -> Speculation | None:
     asked = parts.plan.speculation
     if asked is None:
         return None
-    drafter = parts.drafter or NGram(asked.least_match, asked.longest_match)
+    drafter = parts.drafter or _drafter(parts, states, pages, asked)
     return Speculation(drafter, asked.algorithm, asked.most_guesses, governed=asked.governed)
+
+
+def _drafter(parts: EngineParts, states: StateArrays, pages: KVCache, asked: SpeculationPlan) -> Drafter:
+    if asked.algorithm != "NEXTN":
+        return NGram(asked.least_match, asked.longest_match)
+    assert isinstance(parts.model, DraftingModel), "this model has no draft layer"
+    return NextN(parts.model, states.arrays, pages, most_rows=parts.plan.max_step_tokens)
 
 
 def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner | GpuRunner:
@@ -128,8 +138,8 @@ class Engine:
         self._workers = parts.workers
         self._eos_ids = frozenset((*parts.model_config.eos_ids, *parts.tokenizer.eos_ids))
         states = _states(parts)
-        self._speculation = _speculation(parts)
         self._kv = KVCache(plan.num_pages, plan.page_size, prefix_cache=plan.radix_cache)
+        self._speculation = _speculation(parts, states, self._kv)
         self._scheduler = Scheduler(
             _store(parts, self._kv, states.slots),
             max_step_tokens=plan.max_step_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from typing import Protocol
 
@@ -16,11 +16,15 @@ from tandem.engine.state.store import StateStore
 MAX_PROMPT_LOGITS_ROWS = 256
 
 
+Grow = Callable[[Sequence, int], bool]
+"""Gets a sequence pages for so many guesses. False: there are none for them."""
+
+
 class Guesser(Protocol):
     """Says what may come next."""
 
-    def guesses(self, sequences: Rows[Sequence], room: int) -> Rows[tuple[int, ...]]:
-        """Of each of these sequences, for the next step; at most `room` tokens in all."""
+    def guesses(self, sequences: Rows[Sequence], room: int, grow: Grow) -> Rows[tuple[int, ...]]:
+        """Of each of these sequences, for the next step; at most `room` tokens in all, and those that fit pages."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -90,11 +94,12 @@ class Scheduler:
         room = self._most_guess_rows - len(chunks)
         if self._guesser is None or room <= 0:
             return chunks
-        found = self._guesser.guesses([c.sequence for c in chunks], room)
+        left = len(chunks)
+        found = self._guesser.guesses(
+            [c.sequence for c in chunks], room, lambda sequence, n: self._store.grow(sequence, n, left)
+        )
         return [
-            Chunk(c.sequence, 1 + len(guesses), 1 + len(guesses), guesses)
-            if guesses and self._store.grow(c.sequence, len(guesses), left=len(chunks))
-            else c
+            Chunk(c.sequence, 1 + len(guesses), 1 + len(guesses), guesses) if guesses else c
             for c, guesses in zip(chunks, found, strict=True)
         ]
 

@@ -14,6 +14,7 @@ from tandem.kernels.ops import Ops
 from tandem.kernels.packed.cache import PackedCache
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder, Progress
+from tandem.models.draft_layer import check_draft_layer
 from tandem.models.model import Model
 from tandem.models.passing import States
 
@@ -50,4 +51,4 @@ def build(
     return foreign_model(b)
 
 
-__all__ = ["AnyModel", "ForwardBatch", "Model", "Progress", "build"]
+__all__ = ["AnyModel", "ForwardBatch", "Model", "Progress", "build", "check_draft_layer"]

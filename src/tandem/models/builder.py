@@ -15,7 +15,7 @@ from tandem.config import layers as config_layers
 from tandem.config import rope as config_rope
 from tandem.config.layers import Dense
 from tandem.config.mechanisms.norm import Norm
-from tandem.config.model_config import STORED
+from tandem.config.model_config import STORED, drafts, moe_index
 from tandem.errors import CheckpointError, KernelError
 from tandem.experts import CpuExperts, ExpertMatrices, Experts, ExpertStore, LookAhead
 from tandem.experts.usage.expert_usage import ExpertUsage
@@ -167,7 +167,7 @@ class Builder:
         """The experts of decoder layer `layer`, packed from `matrices_of(layer)(expert)`; meanwhile those of the next
         MoE layer are looked up. Where the plan says "stored", codes stay as they are."""
         fmt, count = self.plan.expert_format, shape.count
-        plain, index = self.dense_format if fmt == STORED else fmt, self.config.moe_layers.index(layer)
+        plain, index = self.dense_format if fmt == STORED else fmt, moe_index(self.config, layer)
         experts: Experts
         if self._store is not None:
             experts = self._store.layer(index, count, shape.width, plain, shape.activation)
@@ -176,29 +176,29 @@ class Builder:
             experts = CpuExperts(packed, self._in_place)
         kept = None if self._kept is None else self._kept.layer(f"model.layers.{layer}.experts")
         ready, lookup = self._lookup(
-            index, count, lambda each: ReadyExperts(matrices_of(each), fmt == STORED)
+            layer, index, count, lambda each: ReadyExperts(matrices_of(each), fmt == STORED)
         )
         with self._named_errors():
             experts.load(count, lookup, kept)
         if biases is not None:
             experts.set_biases(biases)
         self._done += ready.nbytes
-        if self._usage is not None:
+        if self._usage is not None and not drafts(self.config, layer):
             self._usage.weigh(index, experts.expert_bytes)
         return experts
 
     def _lookup(
-        self, index: int, count: int, ready_of: Callable[[int], ReadyExperts]
+        self, layer: int, index: int, count: int, ready_of: Callable[[int], ReadyExperts]
     ) -> tuple[ReadyExperts, Callable[[int], ExpertMatrices]]:
-        """The index-th MoE layer's experts, which were looked up while the layer before was packed. A call for the last
-        one starts looking up the next layer's: workers then have something to do, and Python has not."""
+        """The experts of `layer`, the index-th with some, which were looked up while the layer before was packed. A
+        call for the last one starts looking up the next layer's: workers then have something to do, Python has not."""
         layers, (ahead, self._ahead) = self.config.moe_layers, (self._ahead, None)
         packs = self._store is not None or not self._in_place
         found: Callable[[int], ExpertMatrices]
         if ahead is not None and ahead[0] == index:
             _, ready, found = ahead
         else:
-            found = ready = ready_of(layers[index])
+            found = ready = ready_of(layer)
 
         def lookup(expert: int) -> ExpertMatrices:
             matrices = found(expert)
@@ -210,8 +210,10 @@ class Builder:
         return ready, lookup
 
     def tally(self, layer: int) -> Tally | None:
-        """Where decoder layer `layer` counts who was chosen."""
-        return None if self._usage is None else self._usage.tally(self.config.moe_layers.index(layer))
+        """Where decoder layer `layer` counts who was chosen; a draft layer does not."""
+        if self._usage is None or drafts(self.config, layer):
+            return None
+        return self._usage.tally(moe_index(self.config, layer))
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from tandem.config.layers import Block, DeltaRule, Dense, Gqa, Moe
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.model_config import layer_of
 from tandem.config.state import State
 from tandem.kernels.ops import MLP, SureRead
 from tandem.models.attention import Attention
@@ -92,12 +93,12 @@ class DecoderLayer:
 
 def decoder_layer(b: Builder, index: int, names: Names) -> DecoderLayer:
     """Layer `index` as the configuration says, from tensors that are called `names`."""
-    return DecoderLayer(tuple(_block(b, index, at, names) for at in range(len(b.config.layers[index].blocks))))
+    return DecoderLayer(tuple(_block(b, index, at, names) for at in range(len(layer_of(b.config, index).blocks))))
 
 
 def _block(b: Builder, index: int, at: int, names: Names) -> BuiltBlock:
     """The at-th of a layer."""
-    layer, block = f"model.layers.{index}.", b.config.layers[index].blocks[at]
+    layer, block = names.at(index), layer_of(b.config, index).blocks[at]
     operator = _operator(b, index, names, block)
     weight = b.norm(f"{layer}{names.norms[at]}.weight", block.norm, b.config.hidden)
     before = index - 1 if at == 0 else None  # the layer that ends here
@@ -114,7 +115,7 @@ def _post(b: Builder, name: str, norm: Norm | None) -> Callable[[Tensor], Tensor
 
 
 def _operator(b: Builder, index: int, names: Names, block: Block) -> Operator:
-    layer, body = f"model.layers.{index}.", block.body
+    layer, body = names.at(index), block.body
     if isinstance(body, Gqa):
         return Attention(b, body, layer + names.attention)
     if isinstance(body, Latent):

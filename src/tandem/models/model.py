@@ -12,6 +12,7 @@ from tandem.architectures.names import Names
 from tandem.kernels.ops import Linear, Recorded, SureRead
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
+from tandem.models.draft_layer import DraftLayer
 from tandem.models.foresight import operators
 from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.passing import Pass, States
@@ -44,6 +45,7 @@ class Model:
         self._operators = operators(self.layers)
         reads = [read for layer in self.layers for read in layer.reads()]
         self.ops.read_in_order([*reads, SureRead(self.head)])
+        self.drafter = None if config.drafter is None else DraftLayer(b, names)
         self._recorded: dict[int, Recorded | None] = {}  # by rows; for one KV cache
         self._recorded_cache: Tensor | None = None
         b.all_done()
@@ -57,7 +59,28 @@ class Model:
         rows = len(embedded)
         all_wanted = rows == len(batch.logits_rows)  # as in decode steps, with guesses or without
         run = self._recorded_layers if all_wanted and self._worth_recording(rows) else self._layers
-        return capped(self.head(run(embedded, batch, states), torch.float32), self.config.logit_cap)
+        x = self._kept(run(embedded, batch, states), batch, states)
+        return capped(self.head(x, torch.float32), self.config.logit_cap)
+
+    def draft(self, hidden: Tensor | None, batch: ForwardBatch, states: States) -> tuple[Tensor, Tensor]:
+        """One guess for each of batch.logits_rows by the draft layer, int64 [R], and what its norm made, [R, hidden].
+
+        Row p of the batch has the token at p + 1. hidden: what stands for the model's hidden states; None: they are
+        those that `forward` kept at the batch's cache slots.
+        """
+        assert self.drafter is not None, "a model without a draft layer"
+        if hidden is None:
+            hidden = states[-1][0].flatten(0, 1)[batch.cache_slots]
+        first = self._spans[-1][1] + sum(len(block.states) for block in self.layers[-1].blocks)
+        x = self.drafter(self.embedding(batch.input_ids), hidden, batch, states[first:-1])
+        return self.head(x, torch.float32).argmax(-1), x
+
+    def _kept(self, x: Tensor, batch: ForwardBatch, states: States) -> Tensor:
+        """The rows whose logits are wanted. Where a draft layer follows, x has all rows, and it can read them later."""
+        if self.drafter is None:
+            return x
+        states[-1][0].flatten(0, 1)[batch.cache_slots] = x
+        return x if len(batch.logits_rows) == len(x) else x[batch.logits_rows]
 
     def begin(self, batch: ForwardBatch) -> Pass:
         """A pass over T new tokens, before the first layer."""
@@ -73,10 +96,10 @@ class Model:
             first_state = last_state
 
     def end(self, p: Pass) -> Tensor:
-        """The normed rows whose logits are wanted, [R, hidden]."""
+        """The normed rows whose logits are wanted, [R, hidden]; all where a draft layer wants them."""
         assert p.pending is not None, "no layer has run"
         rows = p.batch.logits_rows
-        if len(rows) != len(p.pending):
+        if len(rows) != len(p.pending) and self.drafter is None:
             mix = None if p.mix is None else p.mix.of(rows)
             p = Pass(p.batch, p.residual[rows], p.pending[rows], mix)
         return self.ending.enter(p, self.final_norm, self.config.norm.eps)
@@ -125,7 +148,7 @@ def names_of(b: Builder) -> Names:
     spellings = family_of(b.config.model_type).names
     layers, router = b.config.moe_layers, b.config.moe.router
     for names in spellings if layers else ():
-        layer = f"model.layers.{layers[0]}."
+        layer = names.at(layers[0])
         needed = [f"{layer}{names.router}.weight", *([layer + names.router_bias] if router.has_bias else [])]
         if all(name in b.checkpoint for name in needed):
             return names

@@ -33,7 +33,7 @@ class MoEBlock:
     """
 
     def __init__(self, b: Builder, index: int, shape: Moe, names: Names) -> None:
-        layer = f"model.layers.{index}."
+        layer = names.at(index)
         self.ops, self.router = b.ops, shape.router
         self.fused = shape.fusible_shared if b.plan.fuse_shared_experts else 0
         self.gate = _router_gate(b, shape, layer, names)
@@ -155,7 +155,7 @@ def _experts(b: Builder, index: int, shape: Moe, names: Names, fused: int) -> Ex
     gated = shape.experts.activation.gated
 
     def matrices_of(index: int) -> Callable[[int], ExpertMatrices]:
-        layer = f"model.layers.{index}."
+        layer = names.at(index)
 
         def matrices(expert: int) -> ExpertMatrices:
             if expert < routed:
@@ -171,5 +171,5 @@ def _experts(b: Builder, index: int, shape: Moe, names: Names, fused: int) -> Ex
     biases = None
     if shape.experts.biases:
         sizes = routed, hidden, width
-        biases = expert_biases(names.experts, b.checkpoint, f"model.layers.{index}.", sizes)
+        biases = expert_biases(names.experts, b.checkpoint, names.at(index), sizes)
     return b.experts(index, replace(shape.experts, count=routed + fused), matrices_of, biases)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.model_config import ModelConfig, why_alone
@@ -11,12 +11,17 @@ from tandem.config.state import Pages
 from tandem.errors import ConfigError
 
 DEFAULT_GUESSES = 7  # with the token before them 8 rows: as many as are recorded on a CPU
+DEFAULT_DRAFTS = 3  # of a draft layer: each costs a pass through it, and is likely only if those before it are
+DRAFT_ALGORITHMS = ("NEXTN", "EAGLE")
 DEFAULT_LEAST_MATCH, DEFAULT_LONGEST_MATCH = 2, 16  # tokens
 SPECULATION_FIELDS = (
     "speculative_num_steps", "speculative_num_draft_tokens", "speculative_eagle_topk",
     "speculative_moe_runner_backend", "speculative_ngram_min_match_window_size",
     "speculative_ngram_max_match_window_size", "disable_speculative_governor",
 )  # fmt: skip
+_ALGORITHM = ("speculative_algorithm",)
+_DRAFT_FLAGS = ("speculative_eagle_topk", "speculative_moe_runner_backend")
+_NGRAM_FLAGS = ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,25 @@ def speculation(config: EngineConfig, model: ModelConfig) -> SpeculationPlan | N
     least, longest = _match(config)
     if why_one_token(model):
         return None
-    return SpeculationPlan(asked, most, not config.disable_speculative_governor, least, longest)
+    if asked in DRAFT_ALGORITHMS and model.drafts is None:
+        raise ConfigError(_no_layer(asked, model), fields=_ALGORITHM)
+    return SpeculationPlan(_taken_as(asked), most, not config.disable_speculative_governor, least, longest)
+
+
+def drafting(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+    """With its draft layer, where one is asked for and can guess."""
+    if config.speculative_algorithm not in DRAFT_ALGORITHMS or model.drafts is None or why_one_token(model):
+        return model
+    return replace(model, drafter=model.drafts)
+
+
+def _taken_as(asked: str) -> str:
+    return "NEXTN" if asked in DRAFT_ALGORITHMS else asked
+
+
+def _no_layer(asked: str, model: ModelConfig) -> str:
+    has = f"has {model.draft}, which Tandem does not run yet" if model.draft else "has no draft layer that is known"
+    return f"--speculative-algorithm {asked}: the checkpoint {has}; take NGRAM, which needs none, or leave it out"
 
 
 def most_guesses(config: EngineConfig, model: ModelConfig) -> int:
@@ -63,7 +86,7 @@ def speculation_texts(config: EngineConfig, model: ModelConfig) -> Iterator[tupl
     if why := why_one_token(model):
         yield "off", why
         return
-    how = f"{config.speculative_algorithm}, up to {_most_guesses(config)} guesses a step"
+    how = f"{_taken_as(config.speculative_algorithm)}, up to {_most_guesses(config)} guesses a step"
     always = config.disable_speculative_governor
     yield how, "--disable-speculative-governor: all of them" if always else "in each step as many as pay"
 
@@ -85,8 +108,13 @@ def speculation_notices(config: EngineConfig, model: ModelConfig) -> Iterator[st
             yield f"{flag} changes nothing: no --speculative-algorithm is given"
     elif why := why_one_token(model):
         yield f"--speculative-algorithm {asked} changes nothing: {why}"
+    elif asked in DRAFT_ALGORITHMS:
+        if asked != "NEXTN":
+            yield f"--speculative-algorithm {asked} is taken as NEXTN: the checkpoint's own draft layer guesses"
+        for flag in config.given_flags(_NGRAM_FLAGS):
+            yield f"{flag} changes nothing: NEXTN looks nothing up"
     else:
-        for flag in config.given_flags(("speculative_eagle_topk", "speculative_moe_runner_backend")):
+        for flag in config.given_flags(_DRAFT_FLAGS):
             yield f"{flag} changes nothing: {asked} has no draft model"
 
 
@@ -101,7 +129,8 @@ def _most_guesses(config: EngineConfig) -> int:
         )
     if steps is not None:
         return steps
-    return DEFAULT_GUESSES if rows is None else rows - 1
+    default = DEFAULT_DRAFTS if config.speculative_algorithm in DRAFT_ALGORITHMS else DEFAULT_GUESSES
+    return default if rows is None else rows - 1
 
 
 def _match(config: EngineConfig) -> tuple[int, int]:

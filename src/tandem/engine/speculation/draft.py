@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence as Rows
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from tandem.engine.sequence import Sequence
+
+LAYER_KINDS = 64  # of a draft layer's guesses: this, and how many come before
 
 
 class Draft(NamedTuple):
     """Tokens that may follow a sequence's last one, in order. kinds: of each, how good its evidence is, given that
-    those before it come: guesses of one kind come about as often as each other."""
+    those before it come: guesses of one kind come about as often as each other. More kinds than tokens: those could
+    be drawn, at a cost."""
 
     tokens: tuple[int, ...]
     kinds: tuple[int, ...]
@@ -24,4 +28,18 @@ class Drafter(Protocol):
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
+        ...
+
+
+@runtime_checkable
+class Drawing(Protocol):
+    """A `Drafter` whose guesses cost time, so that only those are made that get a row."""
+
+    def draw(self, wanted: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
+        """So many guesses of each sequence, which has pages for them; none of one that is not ready yet."""
+        ...
+
+    @property
+    def unusual(self) -> bool:
+        """Whether the last call did more than a usual one: its time says nothing."""
         ...

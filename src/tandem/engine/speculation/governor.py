@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence as Rows
 
 from tandem.engine.sequence import Sequence
-from tandem.engine.speculation.draft import Draft
+from tandem.engine.speculation.draft import LAYER_KINDS, Draft
 from tandem.engine.speculation.step_times import StepTimes
 
 LEAST_GAIN = 1.02  # below it a step goes without guesses: a difference this small may be none
@@ -22,6 +22,7 @@ _MEMORY = 0.97  # of a sequence's counts, from guess to guess
 _SERVER_MEMORY = 0.995
 _SERVER_WEIGHT = 4.0  # guesses that the server's mean counts as, for a sequence
 _FIRST_CHANCES = {1: 0.3, 2: 0.5, 3: 0.7, 4: 0.8, 5: 0.85}  # by kind
+_LAYERS_CHANCE = 0.8  # of a trained draft layer's guess
 
 
 class _Counts:
@@ -80,7 +81,7 @@ class Governor:
 
     def _server_counts(self, kind: int) -> _Counts:
         if kind not in self._server:
-            first = _FIRST_CHANCES.get(kind, 0.5)
+            first = _LAYERS_CHANCE if kind >= LAYER_KINDS else _FIRST_CHANCES.get(kind, 0.5)
             self._server[kind] = _Counts(first * _SERVER_WEIGHT, _SERVER_WEIGHT)
         return self._server[kind]
 
@@ -128,6 +129,6 @@ class FixedWidth(Governor):
     def widths(self, sequences: Rows[Sequence], drafts: Rows[Draft | None], room: int) -> list[int]:
         widths = []
         for draft in drafts:
-            widths.append(0 if draft is None else min(room, len(draft.tokens)))
+            widths.append(0 if draft is None else min(room, len(draft.kinds)))
             room -= widths[-1]
         return widths

@@ -7,9 +7,11 @@ from collections.abc import Sequence as Rows
 from time import monotonic
 
 from tandem.engine.protocol import SpeculationStats
+from tandem.engine.scheduler import Grow
 from tandem.engine.sequence import Sequence
-from tandem.engine.speculation.draft import Draft, Drafter
+from tandem.engine.speculation.draft import Draft, Drafter, Drawing
 from tandem.engine.speculation.governor import FixedWidth, Governor
+from tandem.engine.speculation.shadows import Shadows
 from tandem.engine.turns import Turn
 
 LOG_SECONDS = 60.0
@@ -27,24 +29,33 @@ class Speculation:
         """most: guesses of one sequence in one step."""
         self._drafter, self._algorithm, self._most, self._governed = drafter, algorithm, most, governed
         self._governor = Governor() if governed else FixedWidth()
+        self._drawing = drafter if isinstance(drafter, Drawing) else None
+        self._shadows = Shadows()
         self._drafts: dict[Sequence, Draft] = {}  # of the step that is being made
         self._asked = False  # whether that step may have guesses
+        self._usual = True  # whether its time says what such steps take
         self._step: tuple[int, int, int] | None = None  # its sequences, guesses and tokens, once they are known
         self._steps = self._with_guesses = self._guesses = self._right = self._tokens = 0
         self._widths = [0] * (most + 1)
         self._saved = 0.0
         self._logged, self._logged_steps = monotonic(), 0
 
-    def guesses(self, sequences: Rows[Sequence], room: int) -> list[tuple[int, ...]]:
-        """As `scheduler.Guesses`."""
-        self._asked, self._step = True, None
+    def guesses(self, sequences: Rows[Sequence], room: int, grow: Grow) -> list[tuple[int, ...]]:
+        """As `scheduler.Guesser`."""
+        self._asked, self._usual, self._step = True, True, None
         drafts = [self._draft(sequence) for sequence in sequences]
+        widths = self._governor.widths(sequences, drafts, room)
+        widths = [
+            width if width and grow(sequence, width) else 0
+            for sequence, width in zip(sequences, widths, strict=True)
+        ]
+        if self._drawing is not None:
+            drafts = self._drawn(self._drawing, sequences, drafts, widths, grow)
         self._drafts = {
             sequence: draft
             for sequence, draft in zip(sequences, drafts, strict=True)
             if draft is not None
         }
-        widths = self._governor.widths(sequences, drafts, room)
         return [
             () if draft is None else draft.tokens[:width]
             for draft, width in zip(drafts, widths, strict=True)
@@ -53,7 +64,28 @@ class Speculation:
     def forget(self, sequence: Sequence) -> None:
         self._drafter.forget(sequence)
         self._governor.forget(sequence)
+        self._shadows.forget(sequence)
         self._drafts.pop(sequence, None)
+
+    def _drawn(
+        self, drawing: Drawing, sequences: Rows[Sequence], offers: Rows[Draft | None], widths: list[int], grow: Grow
+    ) -> list[Draft | None]:
+        """What the offers become, where guesses get a row. Now and then, where none does, some are drawn to be compared
+        with what comes."""
+        each = list(zip(sequences, offers, widths, strict=True))
+        wanted = [(sequence, width) for sequence, _, width in each if width]
+        shadow = not wanted and self._governed and self._shadows.due(any(offers))
+        if shadow:
+            wanted = [(s, len(offer.kinds)) for s, offer, _ in each if offer and grow(s, len(offer.kinds))]
+        if not wanted:
+            return [None] * len(each)
+        found = dict(zip([sequence for sequence, _ in wanted], drawing.draw(wanted), strict=True))
+        self._usual = not shadow and not drawing.unusual
+        drawn = {s: d._replace(tokens=found[s]) for s, d, _ in each if d is not None and found.get(s)}
+        if shadow:
+            self._shadows.cast(drawn)
+            return [None] * len(each)
+        return [drawn.get(sequence) for sequence in sequences]
 
     def learn(self, turns: Rows[Turn]) -> None:
         """What the step's sequences got."""
@@ -73,7 +105,8 @@ class Speculation:
         if self._step is None:
             return
         (sequences, guesses, tokens), self._step = self._step, None
-        self._governor.times.observe(sequences, guesses, seconds)
+        if self._usual:
+            self._governor.times.observe(sequences, guesses, seconds)
         self._steps += 1
         if guesses:
             self._with_guesses += 1
@@ -106,6 +139,8 @@ class Speculation:
         self._widths[width] += 1
         self._guesses += width
         self._right += right
+        for draft, came in self._shadows.compared(turn.sequence):
+            self._governor.learn(turn.sequence, draft, came)
         draft = self._drafts.get(turn.sequence)  # none if it has ended
         if draft is not None and turn.tokens:
             self._governor.learn(turn.sequence, draft, turn.sequence.tokens[-turn.tokens :])

@@ -26,6 +26,7 @@ from tandem.checkpoint.demo import build_demo
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.in_place import stored_in
 from tandem.config.plan import machine_refusals
+from tandem.config.speculation.choice import drafting
 from tandem.config.threads import plan_threads
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
 from tandem.engine.start.model_files import fetch
@@ -94,10 +95,11 @@ def load_parts(
         ThreadPoolExecutor(1, "tandem-gpus") as asking,
     ):
         whole = asking.submit(lambda: machine if config.device == "cpu" else machine.with_gpus())
-        model_config = load_model_config(directory)
+        model_config = drafting(config, load_model_config(directory))
         checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model_config)
         stored = stored_in(checkpoint.formats(), *checkpoint.expert_files())
         plan = resolve(config, model_config, whole.result(), stored)
+        models.check_draft_layer(model_config, checkpoint)
         if planned is not None:
             planned(plan)
         ops = CpuOps(workers, plan.tier, plan.int8_activations, plan.experts_in_place)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+import numpy as np
+import numpy.typing as npt
+
 from tandem.engine.state.prefix_tree import PrefixTree
 
 
@@ -22,6 +25,7 @@ class KVCache:
         self.prefix_cache = prefix_cache
         self.on_eviction: Callable[[int], None] = lambda _: None  # of a page that held a known prefix
         self.releases = 0  # grows whenever pages became available: admission retries only then
+        self.times_given: npt.NDArray[np.int64] = np.zeros(num_pages, dtype=np.int64)  # each page, as an empty one
         self._users = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -43,6 +47,7 @@ class KVCache:
         while len(self._free) < count:
             self._evict_oldest()
         pages = [self._free.pop() for _ in range(count)]
+        self.times_given[pages] += 1
         for page in pages:
             self._users[page] = 1
         return pages

@@ -1,0 +1,43 @@
+"""A draft layer's rows as a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tandem.engine.sequence import Sequence
+from tandem.models.batch import ForwardBatch
+
+
+class Run(NamedTuple):
+    """Rows of one sequence from `first` on, with the tokens one behind them. wanted: the last one guesses."""
+
+    sequence: Sequence
+    first: int
+    tokens: list[int]
+    wanted: bool
+
+
+def batch_of(runs: Rows[Run], page_size: int) -> ForwardBatch:
+    """In host memory."""
+    starts = np.cumsum([0, *(len(run.tokens) for run in runs)])
+    positions = np.concatenate([np.arange(run.first, run.first + len(run.tokens)) for run in runs])
+    tables = np.zeros((len(runs), max(run.sequence.num_pages for run in runs)), dtype=np.int32)
+    for table, run in zip(tables, runs, strict=True):
+        table[: run.sequence.num_pages] = run.sequence.page_table[: run.sequence.num_pages]
+    owners = np.repeat(np.arange(len(runs)), np.diff(starts))
+    slots = tables[owners, positions // page_size].astype(np.int64) * page_size + positions % page_size
+    ends = [end - 1 for run, end in zip(runs, starts[1:], strict=True) if run.wanted]
+    return ForwardBatch(
+        input_ids=torch.tensor([token for run in runs for token in run.tokens], dtype=torch.int64),
+        positions=torch.from_numpy(positions.astype(np.int64)),
+        cache_slots=torch.from_numpy(slots),
+        query_starts=torch.from_numpy(starts.astype(np.int32)),
+        seq_lens=torch.tensor([run.first + len(run.tokens) for run in runs], dtype=torch.int32),
+        block_tables=torch.from_numpy(tables),
+        logits_rows=torch.tensor(ends, dtype=torch.int64),
+        slots=torch.tensor([run.sequence.slot for run in runs], dtype=torch.int32),
+    )

@@ -1,0 +1,119 @@
+"""Tiny models with a draft layer of random weights, and Transformers' own `MtpModel` as what it should guess."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from tiny import file_tensors
+
+QWEN = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+
+
+@dataclass
+class Drafted:
+    """A model directory with a draft layer, and the reference."""
+
+    path: Path
+    model: torch.nn.Module
+    layer: MtpModel
+
+    @torch.no_grad()
+    def chain(self, tokens: list[int], width: int) -> list[int]:
+        """What the layer guesses behind `tokens`, each guess taken for what came."""
+        ids = torch.tensor([tokens])
+        hidden = self.model(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
+        kept = copy.deepcopy(self.layer.config)
+        if (kinds := getattr(self.model.config, "layer_types", None)) is not None:
+            kept.layer_types = kinds[-1:]  # MtpModel masks an indexed layer only if it is called a full one
+        cache, inputs = MtpCache(config=kept), ids[:, 1:]
+        positions = torch.arange(1, len(tokens))[None]
+        guesses: list[int] = []
+        while True:
+            hidden = self.layer.forward_layer(0, hidden, positions, cache, input_ids=inputs)[:, -1:]
+            guesses.append(int(self.model.lm_head(hidden)[0, -1].argmax()))
+            if len(guesses) == width:
+                return guesses
+            inputs, positions = torch.tensor([guesses[-1:]]), positions[:, -1:] + 1
+
+
+def drafted(source: Path, path: Path, *, seed: int = 5, taught: Rows[list[int]] = ()) -> Drafted:
+    """`source` with a draft layer, as `path`. taught: texts that it has learnt, so that it guesses them right."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
+    config = model.config
+    config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["full_attention"], ["sparse"]
+    torch.manual_seed(seed)
+    layer = MtpModel(model, 1).eval()
+    with torch.no_grad():
+        for name, tensor in [*layer.layers.named_parameters(), *layer.layers.named_buffers()]:
+            centre = 1.0 if "norm" in name and "qwen" not in config.model_type else 0.0
+            tensor.copy_((centre + torch.randn_like(tensor) * (0.1 if "norm" in name else 0.15)).bfloat16())
+    if taught:
+        _teach(model, layer, taught)
+    if not path.exists():
+        shutil.copytree(source, path)
+        tensors = file_tensors(source) | _stored(layer, config)
+        for file in path.glob("*.safetensors*"):
+            file.unlink()
+        save_file({k: v.contiguous() for k, v in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+        said = json.loads((path / "config.json").read_text())
+        said["num_nextn_predict_layers"] = 1
+        said.pop("num_mtp_layers", None)
+        (path / "config.json").write_text(json.dumps(said))
+    return Drafted(path, model, layer)
+
+
+def _teach(model: torch.nn.Module, layer: MtpModel, texts: Rows[list[int]], rounds: int = 60) -> None:
+    parameters = [p.requires_grad_() for p in layer.layers.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=4e-3)
+    for text in list(texts) * rounds:
+        ids = torch.tensor([text])
+        with torch.no_grad():
+            hidden = model(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
+        positions, inputs = torch.arange(1, len(text))[None], ids[:, 1:]
+        out = layer.forward_layer(0, hidden, positions, MtpCache(config=layer.config), input_ids=inputs)
+        loss = torch.nn.functional.cross_entropy(model.lm_head(out[0, :-1]), ids[0, 2:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def _stored(layer: MtpModel, config) -> dict[str, Tensor]:
+    """By the names of published checkpoints."""
+    qwen = "qwen" in config.model_type
+    number = json.loads(json.dumps(config.to_dict()["num_hidden_layers"]))
+    before = "mtp.layers.0." if qwen else f"model.layers.{number}."
+    found: dict[str, Tensor] = {}
+    for name, tensor in layer.layers[0].state_dict().items():
+        module, _, rest = name.partition(".")
+        if module == "mtp_block":
+            found |= _split(before + rest, tensor)
+        elif qwen:
+            found[f"mtp.{QWEN[module]}.{rest}"] = tensor
+        else:
+            found[f"{before}{'shared_head.norm' if module == 'post_norm' else module}.{rest}"] = tensor
+    return found
+
+
+def _split(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Experts one by one."""
+    head, _, last = name.rpartition(".")
+    if last == "gate_up_proj":
+        halves = (each.chunk(2) for each in tensor)
+        pairs = [(f"{head}.{e}.{m}_proj.weight", w) for e, both in enumerate(halves)
+                 for m, w in zip(("gate", "up"), both, strict=True)]  # fmt: skip
+        return dict(pairs)
+    if last == "down_proj" and tensor.dim() == 3:
+        return {f"{head}.{e}.down_proj.weight": each for e, each in enumerate(tensor)}
+    return {name: tensor}

@@ -1,0 +1,224 @@
+"""Guesses by a checkpoint's draft layer: what it guesses, and that answers stay the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from draft_models import Drafted, drafted
+from fake_model import check_pages, request, run, token_ids
+from quantised_models import everything, save_quantised
+from recorded_steps import tiny_engine
+from tandem.checkpoint import load_model_config
+from tandem.config import EngineConfig, Machine, resolve
+from tandem.config.speculation.choice import SpeculationPlan
+from tandem.engine.engine import Engine
+from tandem.engine.protocol import Grammar
+from tandem.engine.start.parts import EngineParts
+from tandem.errors import ConfigError
+from tiny import file_tensors
+
+FAMILIES = ("glm4_moe", "glm4_moe-plain", "deepseek_v3", "deepseek_v3-plain", "glm4_moe_lite", "deepseek_v32")
+PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20, "c": list(range(60, 99))}
+
+
+@pytest.fixture(scope="session")
+def made(tiny_models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drafted")
+    kept: dict[str, Drafted] = {}
+
+    def make(variant: str) -> Drafted:
+        if variant not in kept:
+            kept[variant] = drafted(tiny_models[variant], folder / variant)
+        return kept[variant]
+
+    return make
+
+
+def engine_of(path: Path, tmp_path: Path, **flags) -> Engine:
+    tier = "avx512" if "amx" in Machine.detect().tiers else "auto"
+    flags = {"speculative_algorithm": "NEXTN", "kernel_tier": tier, "disable_speculative_governor": True,
+             "page_size": 4} | flags  # fmt: skip
+    return tiny_engine(path, tmp_path, **flags)
+
+
+def chunks_of(engine: Engine, *asks) -> Iterator[tuple[list[int], tuple[int, ...]]]:
+    """Of every step: what a sequence had, and what was guessed behind it. Runs the engine."""
+    for ask in asks:
+        engine.add(ask)
+    told, run_model = [], engine._runner.run
+
+    def noted(chunks):
+        told.extend((list(c.sequence.tokens), c.guesses) for c in chunks if c.guesses)
+        return run_model(chunks)
+
+    engine._runner.run = noted
+    while engine.has_work():
+        engine.step()
+        yield from told
+        told.clear()
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_it_guesses_what_transformers_layer_guesses(made, tmp_path: Path, variant: str) -> None:
+    """Token by token, three prompts at once, in chunks; each chain against the whole text, computed anew."""
+    model = made(variant)
+    engine = engine_of(model.path, tmp_path)
+    asks = [request(name, prompt, max_tokens=14, ignore_eos=True) for name, prompt in PROMPTS.items()]
+    seen = list(chunks_of(engine, *asks))
+    assert len(seen) > 20 and {len(guesses) for _, guesses in seen} == {1, 2, 3}
+    for tokens, guesses in seen:
+        assert list(guesses) == model.chain(tokens, len(guesses))
+    check_pages(engine)
+
+
+def test_guesses_do_not_depend_on_what_happened_to_the_pages(made, tmp_path: Path) -> None:
+    """Preemptions, answers of one prompt, prefix matches that part inside a page and at its border, two at once."""
+    model = made("glm4_moe")
+    engine = engine_of(model.path, tmp_path, max_total_tokens=96)
+    asks = [request(name, prompt, max_tokens=20, n=2, temperature=1.0, seed=3, ignore_eos=True)
+            for name, prompt in PROMPTS.items()]  # fmt: skip
+    seen = list(chunks_of(engine, *asks))
+    assert engine.stats().preemptions > 0
+    base = PROMPTS["c"]
+    for cut in (35, 36, 37, 36):
+        both = [request(f"{cut}{i}", [*base[:cut], 5 + i, 9], max_tokens=9, ignore_eos=True) for i in range(2)]
+        for pair in ([both[0]], [both[1]], both):
+            seen += chunks_of(engine, *pair)
+    assert engine.stats().cached_tokens > 300
+    assert len(seen) > 100
+    for tokens, guesses in seen:
+        assert list(guesses) == model.chain(tokens, len(guesses))
+    check_pages(engine)
+
+
+def test_a_long_prompt_is_made_up_for_in_several_steps(made, tmp_path: Path) -> None:
+    """Its answer begins without guesses; then they are those of a layer that read it all."""
+    model, prompt = made("glm4_moe"), [i * 7 % 250 for i in range(90)]
+    engine = engine_of(model.path, tmp_path)
+    engine._speculation._drafter._most_rows = 8
+    seen = list(chunks_of(engine, request("a", prompt, max_tokens=30, ignore_eos=True)))
+    assert len(seen[0][0]) == len(prompt) + 1 + 12  # each step adds a row, and eight are made
+    assert all(list(guesses) == model.chain(tokens, len(guesses)) for tokens, guesses in seen)
+
+
+WISHES = {
+    "greedy": {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 1},
+    "sampled": {"temperature": 0.3, "seed": 4, "n": 2, "logprobs": 1},
+    "penalties": {"temperature": 0.0, "frequency_penalty": 0.2, "min_tokens": 8},
+    "grammar": {"temperature": 0.0, "grammar": Grammar("regex", r"[a-z]{5}[^a]*")},
+}
+
+
+@pytest.fixture(scope="module")
+def taught(tiny_models, tmp_path_factory):
+    """A layer that has learnt the model's own answers, and the model alone."""
+    source, folder = tiny_models["glm4_moe"], tmp_path_factory.mktemp("taught")
+    plain = engine_of(source, folder, speculative_algorithm="NGRAM", max_total_tokens=512)
+    asks = [request(name, prompt, max_tokens=25, ignore_eos=True) for name, prompt in PROMPTS.items()]
+    answers = {name: token_ids(outputs) for (name, _), outputs in run(plain, *asks).items()}
+    return drafted(source, folder / "model", taught=[PROMPTS[name] + answer for name, answer in answers.items()])
+
+
+@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("tokens", [512, 80])
+def test_answers_are_those_of_plain_decoding(taught, tmp_path: Path, wish: str, tokens: int) -> None:
+    """Bit for bit, with guesses of which some are right; also where sequences are preempted."""
+    asks = [request(name, prompt, max_tokens=25, ignore_eos=wish != "grammar", **WISHES[wish])
+            for name, prompt in PROMPTS.items()]  # fmt: skip
+    engine = engine_of(taught.path, tmp_path, max_total_tokens=tokens)
+    plain = run(without_guesses(engine), *asks)
+    got = run(engine, *asks)
+    assert {key: told(outputs) for key, outputs in got.items()} == {k: told(outputs) for k, outputs in plain.items()}
+    said = engine.stats().speculation
+    assert said.algorithm == "NEXTN" and 0 < said.right_guesses < said.guesses
+    if wish == "greedy":
+        assert said.right_guesses > said.guess_steps  # more than one of three
+
+
+def without_guesses(engine: Engine) -> Engine:
+    runner = engine._runner
+    parts = EngineParts(engine.plan, engine.model_config, runner._model, engine.tokenizer, engine._workers)
+    return Engine.from_parts(replace(parts, plan=replace(engine.plan, speculation=None)))
+
+
+def told(outputs: list) -> tuple:
+    scores = [each for output in outputs for each in output.logprobs or ()]
+    return token_ids(outputs), "".join(o.text for o in outputs), scores, outputs[-1].finish_reason
+
+
+def test_the_governor_leaves_bad_guesses_alone_and_looks_again(made, tmp_path: Path) -> None:
+    """A random layer is never right: it is hardly asked, and now and then without a row."""
+    engine = engine_of(made("glm4_moe").path, tmp_path, disable_speculative_governor=False, context_length=128)
+    drawn, draw = [], engine._speculation._drafter.draw
+
+    def noted(wanted):
+        drawn.append(len(wanted))
+        return draw(wanted)
+
+    engine._speculation._drafter.draw = noted
+    asks = [request(str(i), [i, 8, 9], max_tokens=110, ignore_eos=True) for i in range(4)]
+    for ask in asks:
+        run(engine, ask)
+    said = engine.stats().speculation
+    assert said.widths[0] > 10 * sum(said.widths[1:]) and sum(said.widths[1:]) < len(drawn) <= 40
+    assert sum(said.widths) == said.steps
+
+
+def test_what_is_quantised_guesses_as_its_numbers_do(made, tmp_path: Path) -> None:
+    """fp8 in blocks, as DeepSeek and GLM publish draft layers: the same guesses as from the numbers it stands for."""
+    stored, plain = save_quantised(made("deepseek_v3").path, tmp_path, everything("fp8 blocks"))
+    seen = []
+    for path in (stored, plain):
+        engine = engine_of(path, tmp_path)
+        asks = [request(name, prompt, max_tokens=14, ignore_eos=True) for name, prompt in PROMPTS.items()]
+        seen.append(list(chunks_of(engine, *asks)))
+    assert seen[0] == seen[1] and len(seen[0]) > 20
+
+
+def test_a_checkpoint_without_the_layer_is_refused_by_name(tiny_models, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_models["glm4_moe"], path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_mtp_layers": 1}))
+    with pytest.raises(ConfigError, match=r"no tensor model\.layers\.3\.eh_proj\.weight; take NGRAM"):
+        engine_of(path, tmp_path)
+    with pytest.raises(ConfigError, match="no draft layer that is known; take NGRAM"):
+        engine_of(tiny_models["glm4_moe"], tmp_path)
+
+
+def test_the_plan_counts_the_layer(made, tmp_path: Path) -> None:
+    """Weights as in the file, and rows of its pages; nothing where it is not asked for."""
+    model = made("deepseek_v3")
+    tensors = file_tensors(model.path)
+    own = {k: t for k, t in tensors.items() if k.startswith("model.layers.3.")}
+    experts = sum(t.numel() for k, t in own.items() if ".experts." in k)
+    dense = sum(t.numel() for k, t in own.items() if t.dim() == 2) - experts
+    config = load_model_config(model.path)
+    drafting = replace(config, drafter=config.drafts)
+    more = drafting.weight_bytes("float32", "f32") - config.weight_bytes("float32", "f32")
+    norms = (2 + 3) * config.hidden
+    assert more == 4 * (experts + dense + norms)
+    latent, hidden = 42 + 12, 72
+    each = [c.state_layout("float32").token_bytes for c in (config, drafting)]
+    assert each == [3 * 4 * latent, 4 * (4 * latent + hidden)]
+    said = " ".join(resolve(EngineConfig.from_keywords(str(model.path)), config, Machine.detect()).notices)
+    assert "has a draft layer, which is not loaded; --speculative-algorithm NEXTN" in said
+
+
+def test_the_tutorial_s_words_are_understood(made) -> None:
+    model = load_model_config(made("deepseek_v3").path)
+    flags = "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1"
+    flags += " --speculative-num-draft-tokens 4 --speculative-moe-runner-backend auto --device cpu"
+    plan = resolve(EngineConfig.from_args(["x", *flags.split()]), model, Machine.detect())
+    assert plan.speculation == SpeculationPlan("NEXTN", 3)
+    assert [n for n in plan.notices if "specul" in n] == [
+        "--speculative-algorithm EAGLE is taken as NEXTN: the checkpoint's own draft layer guesses"
+    ]
+    [said] = [d for d in plan.decisions if d.name == "speculation"]
+    assert said.value == "NEXTN, up to 3 guesses a step"
