@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from draft_models import Drafted, drafted
+
 from fake_model import check_pages, request, run, token_ids
 from quantised_models import everything, save_quantised
 from recorded_steps import tiny_engine
@@ -171,8 +171,8 @@ def test_the_governor_leaves_bad_guesses_alone_and_looks_again(made, tmp_path: P
 
 
 def test_what_is_quantised_guesses_as_its_numbers_do(made, tmp_path: Path) -> None:
-    """fp8 in blocks, as DeepSeek and GLM publish draft layers: the same guesses as from the numbers it stands for."""
-    stored, plain = save_quantised(made("deepseek_v3").path, tmp_path, everything("fp8 blocks"))
+    """fp8, as DeepSeek and GLM publish draft layers, too: the same guesses as from the numbers it stands for."""
+    stored, plain = save_quantised(made("deepseek_v3").path, tmp_path, everything("fp8 per channel"))
     seen = []
     for path in (stored, plain):
         engine = engine_of(path, tmp_path)

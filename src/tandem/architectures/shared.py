@@ -87,9 +87,8 @@ def with_drafts(keys: JsonKeys, made: ModelConfig, *, count: int = 0) -> ModelCo
     first guesses all tokens. count: what absent keys mean."""
     given = [keys.count(key, 0) for key in DRAFT_LAYERS if keys.get(key) is not None]
     layers = [layer for layer in made.layers if isinstance(layer.mixer, Attention) and layer.moe is not None]
-    if not max(given, default=count) or not layers:
-        return made
-    return replace(made, drafts=Drafts(layers[-1], made.norm))
+    found = Drafts(layers[-1], made.norm) if max(given, default=count) and layers else None
+    return replace(made, drafts=found, unread_keys=keys.unread)
 
 
 ACTIVATIONS: dict[str, ActivationKind] = {

@@ -30,6 +30,7 @@ from tandem.config.memory import (
     wanted_context,
 )
 from tandem.config.model_config import STORED, ModelConfig
+from tandem.config.speculation.choice import refuse_drafts_on_gpu
 from tandem.config.state import DTYPE_BYTES
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError, GpuTooSmall
@@ -188,6 +189,7 @@ def stream_tokens(model: ModelConfig) -> int:
 
 def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
+    refuse_drafts_on_gpu(request.config)
     found = _sized(request, gpu, 0)
     if found.experts >= _all_experts(request.model):
         return found

@@ -64,6 +64,17 @@ def drafting(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     return replace(model, drafter=model.drafts)
 
 
+def refuse_drafts_on_gpu(config: EngineConfig) -> None:
+    """Raises ConfigError."""
+    asked = config.speculative_algorithm
+    if asked in DRAFT_ALGORITHMS:
+        raise ConfigError(
+            f"--speculative-algorithm {asked} needs the CPU as yet: draft layers do not run on a GPU; "
+            "take --device cpu, or NGRAM",
+            fields=_ALGORITHM,
+        )
+
+
 def _taken_as(asked: str) -> str:
     return "NEXTN" if asked in DRAFT_ALGORITHMS else asked
 

@@ -139,8 +139,8 @@ class Speculation:
         self._widths[width] += 1
         self._guesses += width
         self._right += right
-        for draft, came in self._shadows.compared(turn.sequence):
-            self._governor.learn(turn.sequence, draft, came)
+        for shadow, came in self._shadows.compared(turn.sequence):
+            self._governor.learn(turn.sequence, shadow, came)
         draft = self._drafts.get(turn.sequence)  # none if it has ended
         if draft is not None and turn.tokens:
             self._governor.learn(turn.sequence, draft, turn.sequence.tokens[-turn.tokens :])
