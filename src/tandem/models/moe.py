@@ -103,7 +103,7 @@ class ExpertsBeside(MoEBlock):
 
     def __init__(self, b: Builder, index: int, shape: Moe, beside: Beside, names: Names) -> None:
         super().__init__(b, index, shape, names)
-        layer, hidden, norm = f"model.layers.{index}.", b.config.hidden, beside.norm
+        layer, hidden, norm = names.at(index), b.config.hidden, beside.norm
         self.eps = norm.eps
         self.dense = dense_mlp(b, layer + names.dense, beside.dense)
         self.router_norm = b.float_tensor(layer + names.router_norm, hidden) * beside.factor
