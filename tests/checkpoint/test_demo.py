@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tandem.checkpoint import demo, demo_source, open_checkpoint
 from tandem.checkpoint.demo_weights import DemoWeights
 from tandem.errors import CheckpointError
+from tandem.hub import demo_check
+from tandem.hub.demo_check import known_whole
 
 CHECK_TEXT = (files("tandem") / "data" / "demo" / "check.txt").read_text(encoding="utf-8")
 
@@ -76,6 +79,29 @@ def test_a_whole_model_is_not_built_again_and_a_broken_one_is(demo_dir, tmp_path
     demo.build_demo(out)
     assert len(built) == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == [".demo.lock", "demo"]
+
+
+def test_a_model_that_was_read_once_is_read_again_when_it_has_changed(tmp_path, monkeypatch):
+    out = tmp_path / "demo"
+    fake_model(out)
+    assert not known_whole(out) and demo.demo_is_whole(out) and known_whole(out)
+    (out / "config.json").write_text("[]")  # of the same size
+    os.utime(out / "config.json", (1e9, 1e9))
+    assert not known_whole(out) and not demo.demo_is_whole(out)
+    (out / "config.json").write_text("{}")
+    assert not known_whole(out) and demo.demo_is_whole(out) and known_whole(out)
+    (out / "config.json").unlink()
+    assert not known_whole(out)
+    (out / "config.json").write_text("{}")
+    assert demo.demo_is_whole(out)
+    monkeypatch.setattr(demo_check, "_builder", lambda: "another")
+    assert not known_whole(out)
+
+
+def test_what_is_known_is_not_read(demo_dir, monkeypatch):
+    assert demo.demo_is_whole(demo_dir)
+    monkeypatch.setattr(demo, "sha256_of", None)
+    assert demo.build_demo(demo_dir) == demo_dir
 
 
 def fake_model(path):

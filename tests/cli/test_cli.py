@@ -81,6 +81,30 @@ def test_light_commands_do_not_import_torch(argv: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "False", done.stderr
 
 
+def test_a_model_that_is_here_is_found_without_torch(demo_dir: Path) -> None:
+    """The process that asks goes on to serve."""
+    code = """if True:
+        import sys
+        from tandem.cli.serve import all_is_here
+        from tandem.config import EngineConfig
+        print([all_is_here(EngineConfig(model=name)) for name in sys.argv[1:]], 'torch' in sys.modules)"""
+    command = [sys.executable, "-c", code, "demo", str(demo_dir), str(demo_dir / "tokenizer.json"), "org/not-here"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[True, True, True, False] False\n", done.stderr
+
+
+def test_what_is_not_here_is_prepared_by_a_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whose error is the last line, and whose status is ours."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(SystemExit) as left:
+        run(["serve", "org/not-here", "--api-key", "s3cret"])
+    shown = capfd.readouterr().err
+    assert left.value.code == 1 and shown.startswith("error: org/not-here") and len(shown.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("argv", "status", "says"),
     [

@@ -21,7 +21,9 @@ from typer.testing import CliRunner, Result
 from gguf_files import split, write_gguf
 from tandem import LLM, SamplingParams
 from tandem.checkpoint import resolve_model
+from tandem.cli import prepare
 from tandem.cli.app import app
+from tandem.cli.serve import all_is_here
 from tandem.config import EngineConfig, Machine
 from tandem.engine.start import model_files
 from tandem.errors import CheckpointError, ConfigError, HubError
@@ -233,6 +235,16 @@ def test_the_plan_comes_before_the_weights(hub):
         model_files.prepare(EngineConfig.from_args(["tiny/Unknown"]))
 
 
+def test_the_serving_process_finds_what_its_child_has_fetched(hub, capfd):
+    config = EngineConfig.from_args([NAME, "--api-key", "s3cret"])
+    assert not all_is_here(config)
+    prepare.main([NAME, "--api-key", "s3cret"])
+    assert "it fits: " in capfd.readouterr().err
+    assert all_is_here(config)
+    (find_snapshot(HubName(NAME)).directory / shards_of(hub)[0]).unlink()
+    assert not all_is_here(config)
+
+
 @pytest.fixture
 def gguf(hub, source, tmp_path) -> FakeHub:
     whole = source.parent / "whole"
@@ -373,7 +385,7 @@ def test_a_plan_by_name_fetches_no_weights(hub, gguf):
 
 
 def test_what_is_said_before_a_download(hub, capsys):
-    from tandem.cli.serve import say_coming
+    from tandem.cli.prepare import say_coming
 
     model_files.prepare(EngineConfig.from_args([NAME]), say_coming)
     said = capsys.readouterr().err

@@ -24,9 +24,7 @@ from tandem.bench.ceilings import measure_flops
 from tandem.bench.probes import GpuSpeeds, gpu_speeds
 from tandem.bench.rows import machine_name, stamp
 from tandem.config import Machine, ModelConfig
-from tandem.config.layers import Gqa
-from tandem.config.mechanisms.latent import Latent
-from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.forecast.attention import attention_flops
 from tandem.engine.start.loader import use_one_torch_thread
 from tandem.errors import ConfigError
 from tandem.models import ForwardBatch
@@ -95,24 +93,9 @@ def work_of(model: ModelConfig, fmt: str, tokens: int, gpu_share: float) -> Work
     top_k, each = model.moe.router.top_k, model.moe.experts.params(model.hidden)
     experts = 2.0 * tokens * top_k * each * len(model.moe_layers)
     used = model.routed_experts * (1 - (1 - top_k / model.moe.router.num_experts) ** tokens)
-    attention = sum(_attention_flops(mixer, tokens) for mixer in model.mixers)
+    attention = attention_flops(model, tokens, 0, per_head=True)
     nbytes = model.dense_bytes("bfloat16", on_gpu=True), used * model.expert_bytes(fmt)
     return Work(dense + attention, nbytes[0], experts, nbytes[1], gpu_share)
-
-
-def _attention_flops(mixer: object, tokens: int) -> float:
-    """Of causal rows: half of all pairs."""
-    pairs = tokens * (tokens + 1) / 2
-    if isinstance(mixer, Gqa):
-        return 2.0 * pairs * mixer.heads * (mixer.head_dim + mixer.value_dim)
-    if isinstance(mixer, Latent):
-        outside = max(0, tokens - mixer.seen(tokens))  # rows that do not look at all tokens before them
-        looked = pairs - outside * (outside + 1) / 2
-        heads = mixer.heads * (mixer.nope_dim + mixer.rope_dim + mixer.value_dim)
-        return 2.0 * (looked * heads + pairs * mixer.scored_channels)
-    if isinstance(mixer, SharedKv):
-        return 4.0 * tokens * mixer.keys_seen(tokens // 2) * mixer.heads * mixer.dim
-    return 0.0
 
 
 def run(request: Request, out: Path | None) -> None:

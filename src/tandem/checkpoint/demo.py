@@ -24,6 +24,7 @@ from tandem.checkpoint.demo_source import base_gguf, sha256_of, trained_parts
 from tandem.checkpoint.demo_text import RECIPE, write_text_files
 from tandem.checkpoint.demo_weights import LAYERS, DemoWeights
 from tandem.errors import CheckpointError
+from tandem.hub.demo_check import known_whole, remember_whole, state_of
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much of how much is done
 
@@ -40,7 +41,7 @@ def build_demo(out_dir: str | Path, progress: Progress | None = None) -> Path:
     should be.
     """
     out, report = Path(out_dir), progress or (lambda _name, _done, _total: None)
-    if demo_is_whole(out):  # perhaps where this process may only read
+    if known_whole(out) or demo_is_whole(out):  # perhaps where this process may only read
         return out
     with _write_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -64,15 +65,20 @@ def _write_errors(out: Path) -> Iterator[None]:
 
 
 def demo_is_whole(directory: Path) -> bool:
-    """Whether every file of the manifest is there with its checksum, and the manifest is this version's."""
+    """Whether every file of the manifest is there with its checksum, and the manifest is this version's.
+    Reads them all; then it is known until one changes."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        state = state_of(directory, manifest["files"])
         ours = manifest["weights"] == WEIGHTS_SHA256 and manifest["recipe"] == RECIPE
-        return ours and all(
+        whole = ours and all(
             sha256_of(directory / name) == digest for name, digest in manifest["files"].items()
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+    if whole:
+        remember_whole(directory, state)
+    return whole
 
 
 def _build(scratch: Path, report: Progress) -> None:

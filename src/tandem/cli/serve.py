@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -12,16 +14,14 @@ import typer
 
 from tandem.config import EngineConfig
 from tandem.config.engine_config import FLAGS
-from tandem.config.env import DEMO
+from tandem.config.env import DEMO, cache_dir
 from tandem.config.flags import Flag
-from tandem.config.memory import gib
 from tandem.errors import ConfigError, TandemError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from tandem.config import Plan
-    from tandem.engine.start.planning import Planned
 
 _EXAMPLES = """[bold]kt serve[/] MODEL [dim]\\[flags][/]   (= python -m tandem.launch_server --model MODEL)
 
@@ -47,9 +47,7 @@ def serve(context: typer.Context) -> None:
 
         return show_plan(plan_of(config))
     if not all_is_here(config):
-        from tandem.engine.start.model_files import prepare
-
-        prepare(config, say_coming, force="--force" in asked)
+        prepare_in_a_child(argv)
     for notice in config.notices():
         print(f"note: {notice}", file=sys.stderr)
     from tandem.server.launch import serve as run_server
@@ -58,10 +56,36 @@ def serve(context: typer.Context) -> None:
 
 
 def all_is_here(config: EngineConfig) -> bool:
-    """Whether only directories are named. Looking closer would import torch, and this process goes on to serve: that
-    is 1.3 s and 200 MiB."""
+    """Whether everything that is named is known to be here. What finds that out must not import torch: this process
+    goes on to serve, and torch is 1.3 s and 200 MiB. Raises CheckpointError for a path that does not exist."""
     named = [path for path in (config.model, config.kt_weight_path) if path is not None]
-    return DEMO not in named and all(Path(path).is_dir() for path in named)
+    return all(_is_here(name) for name in named)
+
+
+def _is_here(name: str) -> bool:
+    from tandem.hub.demo_check import known_whole
+    from tandem.hub.names import hub_name
+    from tandem.hub.snapshot import find_snapshot
+
+    if name == DEMO:
+        return known_whole(cache_dir() / DEMO)
+    if Path(name).expanduser().exists():
+        return True
+    of_hub = hub_name(name)
+    if of_hub is None:  # there is no such model: this raises CheckpointError
+        from tandem.checkpoint import resolve_model
+
+        return bool(resolve_model(name))
+    found = find_snapshot(of_hub)
+    return found is not None and found.model is not None
+
+
+def prepare_in_a_child(argv: list[str]) -> None:
+    """What is not here is built or fetched by a process of its own, for the same reason. Its errors are on stderr.
+    Raises typer.Exit with its status where it fails."""
+    child = subprocess.run([sys.executable, "-m", "tandem.cli.prepare"], input=json.dumps(argv), text=True)
+    if child.returncode:
+        raise typer.Exit(child.returncode if child.returncode > 0 else 1)
 
 
 def possible_config(argv: list[str]) -> EngineConfig:
@@ -84,29 +108,6 @@ def _refusals(config: EngineConfig) -> tuple[str, ...]:
     except TandemError as error:
         return (str(error),)
     return ()
-
-
-def say_coming(planned: Planned, nbytes: int) -> None:
-    """Before a download: that it will fit, what it takes, and how fast it will be."""
-    taken = ", ".join(
-        f"{gib(ledger.total_bytes)} of {gib(ledger.free_bytes)} {ledger.place}"
-        for ledger in planned.plan.ledgers
-    )
-    speed = f"{_speed_text(planned)}; " if planned.model.moe_layers else ""
-    print(f"it fits: {taken}; {speed}{nbytes / 1e9:.1f} GB are fetched first", file=sys.stderr, flush=True)
-
-
-def _speed_text(planned: Planned) -> str:
-    """From how fast this machine reads its memory, which takes a second to measure."""
-    from tandem.bench.probes import cpu_speeds
-    from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
-    from tandem.config.forecast.prediction import Case, predict
-    from tandem.kernels.this_machine import this_machine
-
-    machine = this_machine()
-    speeds = wished_speeds(MachineWish(), machine, cpu_speeds(machine, planned.plan.tier))
-    decode = predict(Case(planned.model, planned.stored, planned.plan, speeds)).decode[1]
-    return f"decoding {decode.low:.1f} to {decode.high:.1f} tokens/s"
 
 
 def show_plan(plan: Plan) -> None:

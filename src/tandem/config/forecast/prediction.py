@@ -10,12 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tandem.config.forecast.attention import attention_flops
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.forecast.stream_rates import StreamRates
-from tandem.config.layers import DeltaRule
-from tandem.config.mechanisms.latent import Latent
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.model_config import STORED, ModelConfig, past_bytes
 from tandem.config.plan import Plan
 from tandem.config.stored import StoredFormats
@@ -184,7 +182,7 @@ def _prompt_parts(case: Case, tokens: int) -> dict[str, float]:
 def _chunk(case: Case, rows: int, before: int) -> dict[str, float]:
     model, speeds = case.model, case.speeds
     dense_flops = 2.0 * rows * (model.dense_params - model.vocab * model.hidden)
-    attention = _attention_flops(model, rows, before)
+    attention = attention_flops(model, rows, before, per_head=case.plan.gpu is not None)
     on_cpu = _experts_on_cpu(case, rows)
     if case.plan.gpu is None:
         peak, rate = speeds.cpu_flops * _cpu_share(case), speeds.dram_gbps * 1e9 * DRAM_SHARE
@@ -235,23 +233,6 @@ def _experts_on_gpu(case: Case, rows: int, share: float) -> float:
     there = 2.0 * model.expert_params * used
     unpacked = (used * case.expert_bytes + there) / speeds.gpu_gbps / 1e9
     return unpacked + max(there / speeds.gpu_gbps / 1e9, flops / speeds.gpu_flops / GPU_PEAK_SHARE)
-
-
-def _attention_flops(model: ModelConfig, rows: int, before: int) -> float:
-    """Products of queries with keys and of weights with values; a memory of constant size counts as it is."""
-    total, seen = 0.0, before + rows / 2
-    for mixer in model.mixers:
-        if isinstance(mixer, DeltaRule):
-            total += 6.0 * rows * mixer.v_heads * mixer.k_dim * mixer.v_dim
-        elif isinstance(mixer, Latent):
-            total += 2.0 * rows * mixer.seen(int(seen)) * mixer.heads * (mixer.cached_dim + mixer.kv_rank)
-            total += 2.0 * rows * seen * mixer.scored_channels
-        elif isinstance(mixer, SharedKv):
-            total += 4.0 * rows * mixer.keys_seen(int(seen)) * mixer.heads * mixer.dim
-        else:
-            window = min(seen, mixer.window) if mixer.window else seen
-            total += 2.0 * rows * window * mixer.heads * (mixer.head_dim + mixer.value_dim)
-    return total
 
 
 def _experts_on_cpu(case: Case, rows: int) -> float:
