@@ -61,7 +61,8 @@ serve: $(STAMPS)/package ## serve the demo model (or MODEL=directory) on 127.0.0
 chat: $(STAMPS)/package ## chat with the running server
 	$(BIN)/kt chat $(ARGS)
 
-PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --durations 25
+# Compiled test modules are kept: two processes read each, and so does every server that a test starts.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) --durations 25
 
 test: $(STAMPS)/package $(STAMPS)/test ## the tests that need no GPU (ARGS="-k name" for some)
 	$(PYTEST) $(ARGS)

@@ -26,7 +26,7 @@ PROMPTS = [
     "Explain gravity to a child.", "Write a Python function that adds two numbers.", "What is the largest ocean?",
     "Summarise the plot of Hamlet in one sentence.", "ünïcödé ✓ 漢字?", "a",
 ]  # fmt: skip
-TOKENS = 64
+TOKENS, FULL_TOKENS = 32, 64  # of an answer
 CHECK_TEXT = (files("tandem") / "data" / "demo" / "check.txt").read_text(encoding="utf-8")
 
 Answer = tuple[list[int], list[int]]  # ids of the prompt, ids of the answer
@@ -46,10 +46,15 @@ def theirs(demo_dir: Path):
 
 
 @pytest.fixture(scope="module")
-def answers(demo_dir: Path) -> list[Answer]:
+def tokens(request: pytest.FixtureRequest) -> int:
+    return FULL_TOKENS if request.config.getoption("--full") else TOKENS
+
+
+@pytest.fixture(scope="module")
+def answers(demo_dir: Path, tokens: int) -> list[Answer]:
     """Of our engine, all prompts in one batch."""
     model = LLM(str(demo_dir), dtype="float32", max_total_tokens=8192, max_running_requests=20)
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     results = model.chat([[{"role": "user", "content": prompt}] for prompt in PROMPTS], params)
     return [(result.prompt_ids, result.token_ids) for result in results]
 
@@ -87,7 +92,7 @@ def test_prompts_are_tokenised_as_transformers_does(demo_dir, answers) -> None:
         assert ids == tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]
 
 
-def test_each_token_is_the_best_of_transformers(theirs, answers) -> None:
+def test_each_token_is_the_best_of_transformers(theirs, answers, tokens) -> None:
     """After the prompt and all earlier tokens of ours: so their greedy answer is ours, whole. Rows are padded behind
     their end, which no token sees."""
     longest = max(len(prompt) + len(answer) for prompt, answer in answers)
@@ -95,18 +100,18 @@ def test_each_token_is_the_best_of_transformers(theirs, answers) -> None:
     with torch.inference_mode():
         best = theirs(torch.tensor(rows)).logits.argmax(-1)
     for (prompt, answer), row in zip(answers, best, strict=True):
-        assert len(answer) == TOKENS
-        assert row[len(prompt) - 1 :][:TOKENS].tolist() == answer
+        assert len(answer) == tokens
+        assert row[len(prompt) - 1 :][:tokens].tolist() == answer
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(len(PROMPTS)))
-def test_transformers_generates_the_same(theirs, answers, index: int) -> None:
+def test_transformers_generates_the_same(theirs, answers, tokens, index: int) -> None:
     """Through their cache and their loop, one by one."""
     prompt, answer = answers[index]
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         generated = theirs.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=2
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=2
         )
     assert generated[0, len(prompt) :].tolist() == answer

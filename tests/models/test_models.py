@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from covering import pairwise
 from sessions import Session, ours, plan, prompts, reference, rms, worst
 from tandem import _core
 from tandem.architectures import FAMILIES
@@ -25,7 +26,28 @@ KNOWN = ", ".join(sorted(FAMILIES))
 SHARED = ("glm4", "qwen2", "deepseek", "dots1", "hy_v3", "mistral4", "ernie4_5_moe", "laguna")  # have shared experts
 
 
-@pytest.fixture(scope="module", params=["torch", *_core.supported_tiers()])
+WAYS = ("torch", *_core.supported_tiers())
+QUESTIONS = "chunked", "at once", "bfloat16"
+
+
+def rows(question: str) -> pytest.MarkDecorator:
+    """Every variant meets every way and every question; the rest of the product is full."""
+    made = [row for row in pairwise(QUESTIONS, WAYS, VARIANTS) if row.values[0] == question]
+    cases = [pytest.param(*row.values[1:], marks=row.marks) for row in made]
+    return pytest.mark.parametrize(("ops", "variant"), cases, indirect=["ops"])
+
+
+def in_turn(variants: list[str]) -> pytest.MarkDecorator:
+    """Every variant in plain torch and in one tier, every tier in some; the rest is full."""
+    cases = [
+        pytest.param(way, variant, marks=() if not w or w == i % len(WAYS[1:]) + 1 else pytest.mark.full)
+        for i, variant in enumerate(variants)
+        for w, way in enumerate(WAYS)
+    ]
+    return pytest.mark.parametrize(("ops", "variant"), cases, indirect=["ops"])
+
+
+@pytest.fixture(scope="module")
 def ops(request: pytest.FixtureRequest) -> Ops:
     """Plain torch, and the C++ core in every tier that this machine runs."""
     if request.param == "torch":
@@ -33,12 +55,12 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return CpuOps(_core.WorkerPool([-1, -1]), request.param)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@rows("chunked")
 def test_float32_logits_equal_transformers(tiny_models, ops, variant):
     assert worst(ours(Session(tiny_models[variant], ops=ops)), reference(tiny_models[variant])) < 1e-4
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@rows("at once")
 def test_prefill_at_once_equals_transformers(tiny_models, ops, variant):
     session = Session(tiny_models[variant], ops=ops)
     got = [session.step([(s, prompt)])[0] for s, prompt in enumerate(prompts())]
@@ -52,13 +74,13 @@ def test_fused_checkpoint_gives_the_same_bits(tiny_models, variant):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.startswith(SHARED)])
+@in_turn([v for v in VARIANTS if v.startswith(SHARED)])
 def test_shared_experts_apart_equal_transformers(tiny_models, ops, variant):
     session = Session(tiny_models[variant], fuse=False, ops=ops)
     assert worst(ours(session), reference(tiny_models[variant])) < 1e-4
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@rows("bfloat16")
 def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16_is(tiny_models, ops, variant):
     """The tolerance is Transformers' own rounding error; half as much again, since rounding points differ.
 

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 WAIT_SECONDS = 60  # on a machine that does other things as well
 LONG = "a long story, " * 25  # the echo of it takes seconds
+SHORTER = "a long story, " * 10  # two
 
 
 class Browser:
@@ -235,44 +236,23 @@ return found.size;
 """
 
 
-def test_the_page_goes_on_after_the_engine_has_died(driver: Any, tmp_path: Path) -> None:
-    with running(spawn_echo(tmp_path / "log", "load_routed")) as server:
-        browser = Browser(driver)
-        browser.open(server)
-        browser.up()
-        browser.say(LONG)
-        browser.until(lambda: "a long" in browser.text(".message.assistant > .text"))
-        os.kill(server.engine_pid(), signal.SIGKILL)
-        browser.until(lambda: "is being restarted" in browser.text(".message .error"))
-        assert "a long" in browser.text(".message.assistant > .text")
-        browser.until(lambda: server.healthy() and server.info()["engine_restarts"] == 1)
-        browser.up()
-        browser.script("document.querySelector('.foot button:last-of-type').click()")
-        browser.until(lambda: browser.text(".message.assistant:not(.running) > .text").strip() == LONG.strip())
-        assert browser.count(".message") == 2 and not browser.text(".message .error")
+def test_the_page_goes_on_after_the_engine_has_died(browser: Browser, server: ServerProcess) -> None:
+    restarts = server.info()["engine_restarts"]
+    browser.say(SHORTER)
+    browser.until(lambda: "a long" in browser.text(".message.assistant > .text"))
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    browser.until(lambda: "is being restarted" in browser.text(".message .error"))
+    assert "a long" in browser.text(".message.assistant > .text")
+    browser.until(lambda: server.healthy() and server.info()["engine_restarts"] == restarts + 1)
+    browser.up()
+    browser.script("document.querySelector('.foot button:last-of-type').click()")
+    browser.until(lambda: browser.text(".message.assistant:not(.running) > .text").strip() == SHORTER.strip())
+    assert browser.count(".message") == 2 and not browser.text(".message .error")
 
 
-def test_a_page_without_its_server_says_so_and_comes_back(driver: Any, tmp_path: Path) -> None:
-    """Another server on the same port, as after `kt serve` was started anew."""
-    server = spawn_echo(tmp_path / "log")
-    browser = Browser(driver)
-    with running(server):
-        browser.open(server)
-        browser.up()
-    browser.until(lambda: "cannot be reached" in browser.text("#banner"))
-    assert not browser.one("#send").is_enabled()
-    port, log = int(server.url.rpartition(":")[2]), tmp_path / "again"
-    with running(ServerProcess(spawn(["-c", echo_code("load", port=port)], log), port, log)):
-        browser.up()
-        browser.until(lambda: not browser.text("#banner"))
-        browser.say("back")
-        browser.answered()
-    driver.get("about:blank")
-
-
-def test_the_key_is_asked_for_and_kept_in_this_tab(driver: Any, tmp_path: Path) -> None:
-    server = spawn_echo(tmp_path / "log", api_key="s3cret")
-    server.headers = {"Authorization": "Bearer s3cret"}
+def test_the_key_is_asked_for_and_kept_while_the_server_is_away(driver: Any, tmp_path: Path) -> None:
+    """In this tab. Another server on the same port is as after `kt serve` was started anew."""
+    server = with_key(spawn_echo(tmp_path / "log", api_key="s3cret"))
     with running(server):
         browser = Browser(driver)
         browser.open(server)
@@ -289,6 +269,22 @@ def test_the_key_is_asked_for_and_kept_in_this_tab(driver: Any, tmp_path: Path) 
         assert not browser.one("#key").is_displayed()
         assert "s3cret" not in browser.script("return JSON.stringify(localStorage)")
         assert "s3cret" not in server.log.read_text()
+    browser.until(lambda: "cannot be reached" in browser.text("#banner"))
+    assert not browser.one("#send").is_enabled()
+    port, log = int(server.url.rpartition(":")[2]), tmp_path / "again"
+    again = spawn(["-c", echo_code("load", port=port, api_key="s3cret")], log)
+    with running(with_key(ServerProcess(again, port, log))):
+        browser.up()
+        browser.until(lambda: not browser.text("#banner"))
+        browser.say("back")
+        browser.answered(2)
+        assert browser.text(".message:last-child > .text") == "back"
+    driver.get("about:blank")
+
+
+def with_key(server: ServerProcess) -> ServerProcess:
+    server.headers = {"Authorization": "Bearer s3cret"}
+    return server
 
 
 @pytest.mark.parametrize("size", [(1440, 900), (390, 844)], ids=["wide", "phone"])

@@ -23,7 +23,7 @@ from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.expert_statistics import ExpertMeter
 from tandem.engine.start.parts import EngineParts
-from tandem.errors import CheckpointError, ConfigError, EngineError
+from tandem.errors import EngineError
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.server.engine_process import LoadedEngine
 
@@ -127,18 +127,6 @@ def load_when_told(config: EngineConfig) -> LoadedEngine:
     while not Path(str(config.served_model_name)).exists():
         time.sleep(0.02)
     return load(config)
-
-
-def load_broken(config: EngineConfig) -> LoadedEngine:
-    raise CheckpointError("this model is broken on purpose; give another")
-
-
-def load_refused(config: EngineConfig) -> LoadedEngine:
-    raise ConfigError("the echo does not fit", "--tp 3 is not for it")
-
-
-def load_crashing(config: EngineConfig) -> LoadedEngine:
-    raise ZeroDivisionError("a bug while loading")
 
 
 class RoutedEcho(EchoModel):

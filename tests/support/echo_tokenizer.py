@@ -1,12 +1,15 @@
-"""Text is bytes: token = byte, END closes a prompt, EOS an answer. Without torch, so that a server starts fast."""
+"""Text is bytes: token = byte, END closes a prompt, EOS an answer; and engines that cannot be loaded.
+
+Without torch: a server starts fast, and fails fast."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from tandem.config import EngineConfig
 from tandem.engine.text.token_table import TokenTable
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, ConfigError
 
 EOS, END, VOCAB = 256, 257, 258
 
@@ -52,3 +55,15 @@ def load_tokenizer(path: Path) -> EchoTokenizer:
 
 def load_no_tokenizer(path: Path) -> EchoTokenizer:
     raise CheckpointError("no tokenizer here; give one")
+
+
+def load_broken(config: EngineConfig) -> NoReturn:
+    raise CheckpointError("this model is broken on purpose; give another")
+
+
+def load_refused(config: EngineConfig) -> NoReturn:
+    raise ConfigError("the echo does not fit", "--tp 3 is not for it")
+
+
+def load_crashing(config: EngineConfig) -> NoReturn:
+    raise ZeroDivisionError("a bug while loading")

@@ -179,21 +179,24 @@ def spawn(arguments: list[str], log: Path, output: int | None = None) -> subproc
 
 
 def echo_code(loader: str, load_tokenizer: str = "load_tokenizer", **flags: Any) -> str:
-    """Python source of a server around `echo_engine.<loader>`."""
+    """Python source of a server around `echo_engine.<loader>`, or "module:loader". It starts dead engines anew at
+    once: tests/server/test_server_supervisor.py looks at the pauses."""
+    loader = loader if ":" in loader else f"echo_engine:{loader}"
     return (
         "import sys, echo_tokenizer; from tandem.config import EngineConfig; from tandem.server.launch import serve; "
+        "from tandem.server import supervisor; supervisor.LONGEST_PAUSE_SECONDS = 0.05; "
         f"sys.exit(serve(EngineConfig(model='echo', **{flags!r}), "
-        f"loader='echo_engine:{loader}', load_tokenizer=echo_tokenizer.{load_tokenizer}))"
+        f"loader={loader!r}, load_tokenizer=echo_tokenizer.{load_tokenizer}))"
     )
 
 
 def spawn_echo(log: Path, loader: str = "load", output: int | None = None, **options: Any) -> ServerProcess:
-    """The real server process and a real engine process, which loads `echo_engine.<loader>`."""
+    """The real server process and a real engine process, which loads `echo_engine.<loader>` or "module:loader"."""
     port = free_port()
     return ServerProcess(spawn(["-c", echo_code(loader, port=port, **options)], log, output), port, log)
 
 
-def spawn_real(model: Path, log: Path, *flags: str, api_key: str | None = None) -> ServerProcess:
+def spawn_real(model: Path | str, log: Path, *flags: str, api_key: str | None = None) -> ServerProcess:
     port = free_port()
     arguments = ["-m", "tandem.launch_server", "--model", str(model), "--port", str(port), *flags]
     return ServerProcess(spawn(arguments, log), port, log, api_key)
