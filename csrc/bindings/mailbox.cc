@@ -10,21 +10,21 @@ namespace nb = nanobind;
 namespace tandem {
 namespace {
 
-MailboxShape shape_of(int64_t tokens, int64_t hidden, int64_t top_k) {
+MailboxShape shape_of(int64_t tokens, int64_t hidden, int64_t top_k, bool late) {
   if (tokens < 1 || hidden < 1 || top_k < 1) throw KernelError("a mailbox needs tokens, hidden and top_k >= 1");
-  return {tokens, hidden, top_k};
+  return {tokens, hidden, top_k, late};
 }
 
-void make_mailbox(Mailbox* self, nb::handle memory, int64_t tokens, int64_t hidden, int64_t top_k) {
-  const MailboxShape shape = shape_of(tokens, hidden, top_k);
+void make_mailbox(Mailbox* self, nb::handle memory, int64_t tokens, int64_t hidden, int64_t top_k, bool late) {
+  const MailboxShape shape = shape_of(tokens, hidden, top_k, late);
   const TensorView view = view_of(memory, "memory", {Element::byte}, {mailbox_offsets(shape).bytes}, true);
   if (reinterpret_cast<uintptr_t>(view.data) % 128 != 0) throw KernelError("memory is not aligned to 128 bytes");
   new (self) Mailbox(static_cast<uint8_t*>(view.data), shape);
 }
 
-nb::tuple offsets(int64_t tokens, int64_t hidden, int64_t top_k) {
-  const MailboxOffsets at = mailbox_offsets(shape_of(tokens, hidden, top_k));
-  return nb::make_tuple(at.x, at.ids, at.weights, at.result, at.hints, at.bytes);
+nb::tuple offsets(int64_t tokens, int64_t hidden, int64_t top_k, bool late) {
+  const MailboxOffsets at = mailbox_offsets(shape_of(tokens, hidden, top_k, late));
+  return nb::make_tuple(at.x, at.ids, at.weights, at.result, at.hints, at.half, at.bytes);
 }
 
 }  // namespace
@@ -38,8 +38,12 @@ void bind_mailbox(nb::module_& m) {
       .def_prop_ro("late_seconds", &Meanwhile::late_seconds, "Of these, what pieces took beyond their time.");
   nb::class_<Mailbox>(m, "Mailbox", "The CPU's end of the hand-off from a CUDA stream, see csrc/experts/mailbox.h.")
       .def("__init__", &make_mailbox, nb::arg("memory"), nb::arg("tokens"), nb::arg("hidden"), nb::arg("top_k"),
-           nb::keep_alive<1, 2>())
+           nb::arg("late") = false, nb::keep_alive<1, 2>())
       .def("add", &Mailbox::add, nb::arg("layer"), "Returns the number that posts call the layer by.")
+      .def(
+          "defer", [](Mailbox& m, int layer, int64_t kept, int64_t routed) { m.defer(layer, {kept, routed}); },
+          nb::arg("layer"), nb::arg("kept"), nb::arg("routed"),
+          "Of a token's first `routed` experts only the `kept` of the largest weights are in this layer's answer.")
       .def("meanwhile", &Mailbox::meanwhile, nb::arg("work"),
            "Pieces of it are done in the next `serve`, while nothing is posted.")
       .def("serve", &Mailbox::serve, nb::arg("posts"), nb::arg("timeout_seconds"),
@@ -56,8 +60,8 @@ void bind_mailbox(nb::module_& m) {
           "bytes_ahead", [](const Mailbox& m) { return m.foresight().bytes(); },
           "Of hinted experts' weights that were fetched before they were computed.")
       .def("reset", &Mailbox::reset, "After a failure, when no kernel of the stream is running any more.");
-  m.def("mailbox_offsets", &offsets, nb::arg("tokens"), nb::arg("hidden"), nb::arg("top_k"),
-        "Bytes at which x, ids, weights, result and hints begin, and the bytes in all.");
+  m.def("mailbox_offsets", &offsets, nb::arg("tokens"), nb::arg("hidden"), nb::arg("top_k"), nb::arg("late") = false,
+        "Bytes at which x, ids, weights, result and hints begin, from the first half to the second, and in all.");
   m.attr("MOST_HINTED_TOKENS") = kMostHintedTokens;
 }
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace tandem {
 namespace {
@@ -25,6 +26,7 @@ enum Word {
 constexpr int64_t kHeaderBytes = 640;
 constexpr int kPollsPerClock = 64;
 constexpr size_t kMostWork = 4;
+constexpr int64_t kAll = int64_t{1} << 30;  // experts that are kept: none is late
 
 int64_t aligned(int64_t bytes) { return (bytes + 127) / 128 * 128; }
 
@@ -48,7 +50,9 @@ MailboxOffsets mailbox_offsets(const MailboxShape& s) {
   at.ids = at.x + aligned(s.tokens * s.hidden * 2);
   at.weights = at.ids + aligned(s.tokens * s.top_k * 4);
   at.result = at.weights + aligned(s.tokens * s.top_k * 4);
-  at.hints = at.result + aligned(s.tokens * s.hidden * 4);
+  const int64_t end = at.result + aligned(s.tokens * s.hidden * 4);
+  at.half = s.late ? end - at.x : 0;
+  at.hints = end + at.half;
   at.bytes = at.hints + aligned(kMostHintedTokens * s.top_k * 4);
   return at;
 }
@@ -61,7 +65,14 @@ int Mailbox::add(std::shared_ptr<ExpertLayer> layer) {
     throw std::invalid_argument("the layer's hidden size is " + std::to_string(layer->shape().hidden) +
                                 ", the mailbox's " + std::to_string(shape_.hidden));
   layers_.push_back(std::move(layer));
+  deferring_.push_back({kAll, 0});
   return int(layers_.size()) - 1;
+}
+
+void Mailbox::defer(int layer, const Late& late) {
+  if (layer < 0 || size_t(layer) >= layers_.size() || !shape_.late || late.kept < 0 || late.routed > shape_.top_k)
+    throw std::invalid_argument("layer " + std::to_string(layer) + " of this mailbox cannot defer experts");
+  deferring_[size_t(layer)] = late;
 }
 
 void Mailbox::serve(int64_t posts, double timeout_seconds) {
@@ -72,8 +83,10 @@ void Mailbox::serve(int64_t posts, double timeout_seconds) {
       wait_for(answered_ + 1, timeout_seconds);
       const auto posted = Clock::now();
       wait_seconds_ += seconds(posted - ready);
-      const ExpertLayer& asked = answer();
+      half_ = i % 2 * at_.half;
+      ExpertLayer& asked = answer(i + 1 < posts);
       word(memory_, kDone).store(++answered_, std::memory_order_release);
+      compute_late(asked);
       ready = Clock::now();
       serve_seconds_ += seconds(ready - posted);
       foresight_.compare(asked, ids_);
@@ -84,6 +97,7 @@ void Mailbox::serve(int64_t posts, double timeout_seconds) {
     word(memory_, kFailed).store(1, std::memory_order_release);  // the GPU waits; what follows may wait for Python
     meanwhile_.clear();
     foresight_.forget();
+    waiting_ = 0;
     throw;
   }
 }
@@ -141,32 +155,69 @@ void Mailbox::look_for_hint() {
   foresight_.begin(layers_[layer], {ids, ids + count});
 }
 
-const ExpertLayer& Mailbox::answer() {
+ExpertLayer& Mailbox::answer(bool may_defer) {
   const uint32_t layer = word(memory_, kLayer).load(std::memory_order_relaxed);
   const uint32_t tokens = word(memory_, kTokens).load(std::memory_order_relaxed);
   if (layer >= layers_.size() || int64_t(tokens) > shape_.tokens)
     throw std::runtime_error("the GPU asked for layer " + std::to_string(layer) + " with " + std::to_string(tokens) +
                              " tokens, which do not exist");
+  if (waiting_ && waiting_ != int64_t(tokens))
+    throw std::runtime_error("late experts of " + std::to_string(waiting_) + " tokens wait, and the GPU asked for " +
+                             std::to_string(tokens));
   // A GPU that has given up posts on: what is counted and then used must not change in between.
-  const int32_t* ids = reinterpret_cast<const int32_t*>(memory_ + at_.ids);
-  ids_.assign(ids, ids + tokens * shape_.top_k);
-  layers_[layer]->forward({{memory_ + at_.x, DType::bf16, int64_t(tokens), shape_.hidden},
-                           ids_.data(),
-                           reinterpret_cast<const float*>(memory_ + at_.weights),
-                           shape_.top_k,
-                           memory_ + at_.result,
-                           DType::f32,
-                           false,
-                           foresight_.of(*layers_[layer])});
+  const int32_t* ids = reinterpret_cast<const int32_t*>(memory_ + at_.ids + half_);
+  tokens_ = tokens;
+  ids_.assign(ids, ids + tokens_ * shape_.top_k);
+  late_.clear();
+  if (may_defer && deferring_[layer].kept < deferring_[layer].routed)
+    choose_late(deferring_[layer], reinterpret_cast<const float*>(memory_ + at_.weights + half_));
+  run(*layers_[layer], late_.empty() ? ids_ : now_, false);
+  waiting_ = 0;
   ++posts_;
-  experts_ += layers_[layer]->experts_used();
   return *layers_[layer];
+}
+
+// Divides `ids_`; `late_` stays empty if none is.
+void Mailbox::choose_late(const Late& late, const float* weights) {
+  now_ = ids_;
+  for (int64_t t = 0; t < tokens_; ++t) {
+    const float* const w = weights + t * shape_.top_k;
+    for (int64_t k = 0; k < late.routed; ++k) {
+      const int64_t pair = t * shape_.top_k + k;
+      int64_t stronger = 0;
+      for (int64_t other = 0; other < late.routed; ++other)
+        stronger += w[other] > w[k] || (w[other] == w[k] && other < k);
+      if (stronger < late.kept || ids_[size_t(pair)] < 0) continue;
+      late_.resize(ids_.size(), -1);
+      late_[size_t(pair)] = std::exchange(now_[size_t(pair)], -1);
+    }
+  }
+}
+
+void Mailbox::compute_late(ExpertLayer& layer) {
+  if (late_.empty()) return;
+  run(layer, late_, true);
+  waiting_ = tokens_;
+}
+
+// Of the post that is answered; to the other half, nothing is added to what lies there.
+void Mailbox::run(ExpertLayer& layer, const std::vector<int32_t>& ids, bool to_other_half) {
+  layer.forward({{memory_ + at_.x + half_, DType::bf16, tokens_, shape_.hidden},
+                 ids.data(),
+                 reinterpret_cast<const float*>(memory_ + at_.weights + half_),
+                 shape_.top_k,
+                 memory_ + at_.result + (to_other_half ? at_.half - half_ : half_),
+                 DType::f32,
+                 !to_other_half && waiting_ > 0,
+                 to_other_half ? nullptr : foresight_.of(layer)});
+  experts_ += layer.experts_used();
 }
 
 void Mailbox::reset() {
   std::memset(memory_, 0, kHeaderBytes);
   answered_ = 0;
   may_be_hinted_ = false;
+  waiting_ = 0;
   foresight_.forget();
 }
 

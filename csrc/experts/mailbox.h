@@ -9,7 +9,7 @@
 //                     128 hinted, 129 layer,         written by the GPU; `hinted` last
 //                     130 ids
 //   from byte 640     x [tokens, hidden] bf16, ids [tokens, top_k] i32, weights f32, result [tokens, hidden] f32,
-//                     hints i32, each aligned to 128 bytes
+//                     each aligned to 128 bytes; the same a second time where experts may be late; hints i32
 //
 // One post is under way at a time. Numbers count from 1 since the last reset, on both sides.
 //
@@ -17,6 +17,10 @@
 // the next one will probably ask for (`hinted` is the number of the post before). While the CPU waits for that, idle
 // workers prefetch their weights. Nobody waits for a hint, nobody trusts it, and no result depends on it. The thread
 // itself also does pieces of other work then (`meanwhile`).
+//
+// Experts may be late: of a layer that defers, a token's weakest experts are computed after the answer, while the GPU
+// goes on to the next layer. Their sum is added to the answer of the next post. So posts take turns between two halves:
+// late experts read x in theirs and write to the other's result, before the next answer is added there.
 #pragma once
 
 #include <cstdint>
@@ -34,10 +38,19 @@ struct MailboxShape {
   int64_t tokens;  // at most, of one post
   int64_t hidden;
   int64_t top_k;
+  bool late = false;  // experts may be late: there are two halves
 };
 
 struct MailboxOffsets {
-  int64_t x, ids, weights, result, hints, bytes;
+  int64_t x, ids, weights, result, hints;
+  int64_t half;  // bytes from the first x, ids, weights and result to the second; 0: there is one of each
+  int64_t bytes;
+};
+
+// Of a token's first `routed` experts the `kept` of the largest weights are computed at once, and so is all that
+// follows these. Equal weights: the earlier one counts as larger.
+struct Late {
+  int64_t kept, routed;
 };
 
 MailboxOffsets mailbox_offsets(const MailboxShape& shape);
@@ -50,8 +63,13 @@ class Mailbox {
   // Returns the number that posts call the layer by.
   int add(std::shared_ptr<ExpertLayer> layer);
 
-  // Answers the next `posts` posts. Throws std::runtime_error when none comes for `timeout_seconds` or the GPU has
-  // given up, and whatever a layer throws; then the GPU is told not to wait, and only `reset` makes this usable again.
+  // Other experts of this layer are late from now on, unless a post is the last of its `serve`. Throws
+  // std::invalid_argument for a layer that does not exist, or a mailbox of one half.
+  void defer(int layer, const Late& late);
+
+  // Answers the next `posts` posts; they begin with the first half. Throws std::runtime_error when none comes for
+  // `timeout_seconds` or the GPU has given up, and whatever a layer throws; then the GPU is told not to wait, and only
+  // `reset` makes this usable again.
   void serve(int64_t posts, double timeout_seconds);
 
   // Pieces of it are done in the next `serve`, after answers, as long as nothing is posted; first given, first done.
@@ -74,13 +92,20 @@ class Mailbox {
   void use_time();
   bool do_a_piece();
   bool posted(uint32_t number);
-  const ExpertLayer& answer();  // the layer that was asked
+  ExpertLayer& answer(bool may_defer);  // the layer that was asked
+  void choose_late(const Late& late, const float* weights);
+  void compute_late(ExpertLayer& layer);
+  void run(ExpertLayer& layer, const std::vector<int32_t>& ids, bool to_other_half);
 
   uint8_t* memory_;
   MailboxShape shape_;
   MailboxOffsets at_;
-  std::vector<int32_t> ids_;  // of the post that is answered
+  std::vector<int32_t> ids_;         // of the post that is answered
+  std::vector<int32_t> now_, late_;  // of these, in their places, -1 elsewhere
+  int64_t half_ = 0, tokens_ = 0;    // of that post
+  int64_t waiting_ = 0;              // tokens of late experts, whose sum lies in this half's result; 0: there is none
   std::vector<std::shared_ptr<ExpertLayer>> layers_;
+  std::vector<Late> deferring_;  // of each layer
   Foresight foresight_;
   std::vector<std::shared_ptr<Meanwhile>> meanwhile_;
   uint32_t answered_ = 0;

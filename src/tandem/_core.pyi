@@ -534,9 +534,14 @@ class Mailbox:
     The CPU's end of the hand-off from a CUDA stream, see csrc/experts/mailbox.h.
     """
 
-    def __init__(self, memory: object, tokens: int, hidden: int, top_k: int) -> None: ...
+    def __init__(self, memory: object, tokens: int, hidden: int, top_k: int, late: bool = False) -> None: ...
     def add(self, layer: ExpertLayer) -> int:
         """Returns the number that posts call the layer by."""
+
+    def defer(self, layer: int, kept: int, routed: int) -> None:
+        """
+        Of a token's first `routed` experts only the `kept` of the largest weights are in this layer's answer.
+        """
 
     def meanwhile(self, work: Meanwhile) -> None:
         """Pieces of it are done in the next `serve`, while nothing is posted."""
@@ -575,9 +580,9 @@ class Mailbox:
     def reset(self) -> None:
         """After a failure, when no kernel of the stream is running any more."""
 
-def mailbox_offsets(tokens: int, hidden: int, top_k: int) -> tuple:
+def mailbox_offsets(tokens: int, hidden: int, top_k: int, late: bool = False) -> tuple:
     """
-    Bytes at which x, ids, weights, result and hints begin, and the bytes in all.
+    Bytes at which x, ids, weights, result and hints begin, from the first half to the second, and in all.
     """
 
 MOST_HINTED_TOKENS: int = 4

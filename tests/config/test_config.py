@@ -149,7 +149,6 @@ def test_missing_features_are_refused_with_what_works(argv: list[str], says: str
         ["--tp", "1"],
         ["--trust-remote-code"], ["--enable-mixed-chunk"], ["--nnodes", "1"],
         ["--dist-init-addr", "a:1"],
-        ["--kt-max-deferred-experts-per-token", "0"],
     ],
 )  # fmt: skip
 def test_flags_that_change_nothing_say_so(argv: list[str]) -> None:

@@ -424,3 +424,34 @@ def test_nothing_is_said_where_all_experts_are_on_the_gpu() -> None:
     p = qwen3(80, kt_method="INT4")
     assert p.gpu is not None and p.gpu.ring_bytes == 0
     assert "streamed experts" not in [decision.name for decision in p.decisions]
+
+
+LATE = "--kt-max-deferred-experts-per-token"
+
+
+@pytest.mark.parametrize(
+    ("machine_", "flags", "why"),
+    [
+        (machine(), {}, "none is used"),
+        (with_gpu(), {}, "every expert is on the GPU"),
+        (with_gpu(), {"kt_num_gpu_experts": 4, "disable_cuda_graph": True}, "only decode steps that are CUDA graphs"),
+    ],
+)
+def test_late_experts_that_change_nothing_say_so(machine_: Machine, flags: dict[str, object], why: str) -> None:
+    p = plan(machine_, kt_max_deferred_experts_per_token=2, **flags)
+    (line,) = [line for line in p.notices if line.startswith(LATE)]
+    assert line.startswith(f"{LATE} 2 changes nothing: ") and why in line
+    assert p.gpu is None or p.gpu.deferred == 0
+
+
+@pytest.mark.parametrize(("asked", "late"), [(2, 2), (1000, MODEL.moe.router.top_k)])
+def test_late_experts_are_announced_as_lossy(asked: int, late: int) -> None:
+    p = plan(with_gpu(), kt_max_deferred_experts_per_token=asked, kt_num_gpu_experts=4)
+    assert p.gpu is not None and p.gpu.deferred == late
+    assert "lossy" in reason(p, "late experts")
+    (line,) = [line for line in p.notices if line.startswith(LATE)]
+    assert f"is lossy: up to {late} of " in line
+    assert f"kt quality demo {LATE} {asked} --kt-gpu-experts-ratio 0.1" in line
+    usual = plan(with_gpu(), kt_num_gpu_experts=4)
+    assert usual.gpu is not None and usual.gpu.deferred == 0
+    assert not any(LATE in line for line in usual.notices)

@@ -26,14 +26,14 @@ GATE_UP_BYTES = 2 * WIDTH * 64 * 2  # bfloat16, rows padded to 64
 class FakeGpu:
     """Posts and reads answers as the CUDA kernels do."""
 
-    def __init__(self, workers: int = 2) -> None:
+    def __init__(self, workers: int = 2, late: bool = False) -> None:
         torch.manual_seed(0)
-        *self.at, size = _core.mailbox_offsets(TOKENS, HIDDEN, TOP_K)
+        *self.at, size = _core.mailbox_offsets(TOKENS, HIDDEN, TOP_K, late)
         room = np.zeros(size + 128, dtype=np.uint8)
         first = -room.ctypes.data % 128
         self.memory = torch.from_numpy(room[first : first + size])
         self.words = self.memory[:640].view(torch.int32)
-        self.mailbox = _core.Mailbox(self.memory, TOKENS, HIDDEN, TOP_K)
+        self.mailbox = _core.Mailbox(self.memory, TOKENS, HIDDEN, TOP_K, late)
         workspace = _core.Workspace(_core.WorkerPool([-1] * workers), "scalar")
         self.layers = [self._layer(workspace) for _ in range(2)]
         assert [self.mailbox.add(layer.core) for layer in self.layers] == [0, 1]
@@ -326,3 +326,47 @@ def test_batches_outside_graphs_are_timed_too() -> None:
         handoff.collect(3)
     times = handoff.times()
     assert times.posts == 2 and times.wait_seconds >= 0 and times.serve_seconds > 0
+
+
+# -- experts that are late ---
+
+
+def test_the_last_post_of_a_graph_has_no_late_experts() -> None:
+    gpu, (x, ids, weights) = FakeGpu(late=True), batch(3)
+    gpu.mailbox.defer(0, 1, TOP_K)
+    for number in (1, 2):  # each begins with the first half
+        gpu.post(number, 0, x, ids, weights)
+        gpu.mailbox.serve(1, PATIENCE)
+        assert torch.equal(
+            gpu.answer(number, 3), gpu.layers[0].forward(x, ids, weights, torch.empty(3, HIDDEN))
+        )
+
+
+def test_what_is_late_is_forgotten_after_a_failure() -> None:
+    gpu, (x, ids, weights) = FakeGpu(late=True), batch(3)
+    gpu.mailbox.defer(0, 1, TOP_K)
+    gpu.post(1, 0, x, ids, weights)
+
+    def play() -> None:  # fewer tokens than are late
+        gpu.answer(1, 3)
+        gpu.words[LAYER], gpu.words[COUNT] = 1, 2
+        gpu.words[POSTED] = 2
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    with pytest.raises(RuntimeError, match="late experts of 3 tokens wait, and the GPU asked for 2"):
+        gpu.mailbox.serve(2, PATIENCE)
+    thread.join()
+    assert int(gpu.words[FAILED]) == 1
+    gpu.mailbox.reset()
+    gpu.post(1, 1, x, ids, weights)
+    gpu.mailbox.serve(1, PATIENCE)
+    assert torch.equal(gpu.answer(1, 3), gpu.layers[1].forward(x, ids, weights, torch.empty(3, HIDDEN)))
+
+
+@pytest.mark.parametrize(
+    ("late", "rule"), [(False, (0, 1, TOP_K)), (True, (2, 1, TOP_K)), (True, (0, -1, TOP_K)), (True, (0, 1, TOP_K + 1))]
+)
+def test_layers_that_cannot_defer_are_refused(late: bool, rule: tuple[int, int, int]) -> None:
+    with pytest.raises(KernelError, match="cannot defer"):
+        FakeGpu(late=late).mailbox.defer(*rule)

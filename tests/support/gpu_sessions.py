@@ -102,13 +102,15 @@ class Session:
         moving: bool = False,
         fmt: str = "bf16",
         foresight: bool = True,
+        late: int = 0,
     ) -> None:
         from tandem.engine.gpu_runner import GpuRunner, GraphPlan
-        from tandem.engine.start.gpu_side import gpu_side
+        from tandem.engine.start.gpu_side import defer_experts, gpu_side
 
         config = ModelConfig.load(path)
         experts = config.routed_experts
         made = replace(plan(share, graphs, experts, patience, moving, foresight), expert_format=fmt)
+        made = replace(made, gpu=replace(made.gpu, deferred=late))
         self.pool = _core.WorkerPool([-1, -1])
         self.side = gpu_side(made, config, CpuOps(self.pool, made.tier))
         self.usage = ExpertUsage(
@@ -119,6 +121,7 @@ class Session:
         self.model = build(
             config, made, open_checkpoint(path), self.side.ops, None, self.side.store, usage=self.usage
         )
+        defer_experts(made, self.side)
         layout = config.state_layout("bfloat16", PAGE)
         kept = allocate(layout, ROWS * PAGES, torch.device("cuda"), ROWS + 2)
         self.slots = kept.slots  # of sequence s: s + 1; the last is spare

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tandem.config.choices.decision import Decision
 from tandem.config.forecast.advice import Way
 from tandem.config.forecast.compare import Row
 from tandem.config.forecast.ledger import Ledger
@@ -16,7 +17,6 @@ from tandem.config.forecast.prediction import Prediction, Range
 from tandem.config.forecast.report import Report
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.memory import gib
-from tandem.config.plan import Decision
 
 ROUNDING_BYTES = 1 << 20  # the KV cache is whole pages
 

@@ -22,6 +22,15 @@ GpuShares = Annotated[
         help="of its experts on a GPU, for each format",
     ),
 ]
+Late = Annotated[
+    int | None,
+    typer.Option(
+        "--kt-max-deferred-experts-per-token",
+        min=1,
+        metavar="N",
+        help="each format with a token's N weakest CPU experts added one layer later, too",
+    ),
+]
 
 
 def quality(
@@ -39,6 +48,7 @@ def quality(
     ] = False,
     kt_int8_activations: Int8Activations = False,
     kt_gpu_experts_ratio: GpuShares = None,
+    kt_max_deferred_experts_per_token: Late = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "auto",
     reference_dtype: Annotated[str, typer.Option(help="of the reference")] = "auto",
     kernel_tier: Annotated[str, typer.Option(help="of what is measured")] = "auto",
@@ -72,6 +82,7 @@ def quality(
             layer_kl=layer_kl,
             int8_activations=kt_int8_activations,
             gpu_shares=tuple(kt_gpu_experts_ratio or ()),
+            late=kt_max_deferred_experts_per_token or 0,
             dtype=dtype,
             reference_dtype=reference_dtype,
             tier=kernel_tier,

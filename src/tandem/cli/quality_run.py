@@ -49,6 +49,7 @@ class Request:
     layer_kl: bool = False
     int8_activations: bool = False  # beside the usual ones
     gpu_shares: tuple[float, ...] = ()  # of the experts, on a GPU; (): computed on the CPU
+    late: int = 0  # experts of a token, beside the usual way
     dtype: str = "auto"
     reference_dtype: str = "auto"
     tier: str = "auto"
@@ -58,6 +59,12 @@ class Request:
         if self.reference_logits and (self.reference or self.save_logits or self.layer_kl):
             raise ConfigError(
                 "--reference-logits stands for the reference: leave out --reference, --save-logits and --layer-kl"
+            )
+
+        if self.late and self.layer_kl:
+            raise ConfigError(
+                "--layer-kl measures a layer alone, but late experts are added in the next one: leave out --layer-kl "
+                "or --kt-max-deferred-experts-per-token"
             )
 
     @property
@@ -71,6 +78,7 @@ class Request:
             or self.dtype != self.reference_dtype
             or self.tier != "auto"
             or self.gpu_shares
+            or self.late
         ):
             return (None,)
         return () if self.save_logits else DEFAULT_METHODS
@@ -79,20 +87,21 @@ class Request:
         """What is measured, each with its label."""
         modes = (False, True) if self.int8_activations else (False,)
         shares: tuple[float | None, ...] = self.gpu_shares or (None,)
-        return [
-            (
-                _label(method, mode, share),
-                Variant(directory, method, self.dtype, self.tier, self.threads, mode, share),
-            )
+        found = [
+            Variant(directory, method, self.dtype, self.tier, self.threads, mode, share, late)
             for method in self.measured
             for mode in modes
             for share in shares
+            for late in ((0, self.late) if self.late else (0,))
         ]
+        return [(_label(variant), variant) for variant in found]
 
 
-def _label(method: str | None, int8_activations: bool, gpu_share: float | None) -> str:
-    label = (method or "as stored") + (" A8" if int8_activations else "")
-    return label if gpu_share is None else f"{label}, {gpu_share:.0%} on the GPU"
+def _label(variant: Variant) -> str:
+    label = (variant.method or "as stored") + (" A8" if variant.int8_activations else "")
+    if variant.gpu_share is not None:
+        label += f", {variant.gpu_share:.0%} on the GPU"
+    return f"{label}, {variant.late} late" if variant.late else label
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
 """What was asked, what the checkpoint is, what the machine has, and one function that resolves them into a Plan."""
 
+from tandem.config.choices.decision import Decision
 from tandem.config.engine_config import EngineConfig
 from tandem.config.layers import Dense, Experts, Gqa, Layer, Moe, Router
 from tandem.config.machine import Machine
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ModelConfig
-from tandem.config.plan import Decision, Plan, resolve
+from tandem.config.plan import Plan, resolve
 from tandem.config.stored import StoredFormat, StoredFormats
 
 __all__ = [

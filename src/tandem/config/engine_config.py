@@ -180,9 +180,8 @@ class EngineConfig:
         group=CPU, choices=("auto", "always", "never"),
     )  # fmt: skip
     kt_max_deferred_experts_per_token: int | None = flag(
-        None, "Experts added one layer later (lossy).", group=CPU, minimum=0, later="Use 0.",
-        neutral=[0], idle="deferral is off",
-    )  # fmt: skip
+        None, "Weakest CPU experts that decoding adds one layer later (lossy); 0: none.", group=GPU, minimum=0
+    )
 
     # --- GPU
     device: str = flag(

@@ -64,6 +64,7 @@ class GpuPlan:
     foresight: bool = True  # in small batches the CPU prefetches the next layer's probable experts
     stream_from: int | None = 0  # rows of a step that brings the CPU's experts; 0: never, None: where that is faster
     ring_bytes: int = 0  # of GPU memory that they are brought to
+    deferred: int = 0  # of a token's experts in CPU memory, at most so many are added one layer late; lossy
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +296,8 @@ def host_share(
     """pages: of the longest sequence; fused: shared experts are computed as routed ones."""
     top_k = model.moe.router.top_k + (model.moe.fusible_shared if fused else 0)
     sizes = gpu.graph_sizes
-    return HostShare(gpu.experts, expert_bytes, workers, step_tokens, sizes, pages, top_k, gpu.live, in_place)
+    late = gpu.deferred > 0
+    return HostShare(gpu.experts, expert_bytes, workers, step_tokens, sizes, pages, top_k, gpu.live, in_place, late)
 
 
 def _all_experts(model: ModelConfig) -> int:

@@ -37,6 +37,7 @@ class HostShare:
     top_k: int
     live: bool = False  # experts may change places
     in_place: bool = False  # those in CPU memory are used where the checkpoint has them
+    late: bool = False  # some are added one layer later, for which graphs' hand-off has two halves
 
     @property
     def graph_tokens(self) -> int:
@@ -89,7 +90,8 @@ def _handoff_bytes(hidden: int, share: HostShare) -> int:
     """Of `experts.handoff`: x, the chosen experts and their weights, and the result; of graphs in one block."""
     each = 2 * hidden, 4 * share.top_k, 4 * share.top_k, 4 * hidden
     outside = sum(pinned_bytes(share.step_tokens * nbytes) for nbytes in each)
-    return outside + (pinned_bytes(share.graph_tokens * sum(each)) if share.graph_tokens else 0)
+    inside = share.graph_tokens * sum(each) * (2 if share.late else 1)
+    return outside + (pinned_bytes(inside) if share.graph_tokens else 0)
 
 
 def graph_input_bytes(size: int, pages: int) -> int:

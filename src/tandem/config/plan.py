@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem.config.attention_backend import attention_backend
-from tandem.config.cuda_graphs import graph_reason, graph_sizes
+from tandem.config.choices.decision import Decision
+from tandem.config.choices.deferral import deferral_notices
+from tandem.config.choices.on_gpu import on_gpu
 from tandem.config.engine_config import EngineConfig
 from tandem.config.expert_format import (
     dense_choice,
@@ -17,15 +18,11 @@ from tandem.config.expert_format import (
 from tandem.config.forecast.ledger import Ledger
 from tandem.config.gpu_plan import (
     GPU_FIELDS,
-    MAX_PATIENCE_SECONDS,
     GpuPlan,
     expert_bytes,
     gpu_ledger,
     host_share,
-    live_placement,
     needs_gpu,
-    size_gpu,
-    statistics_file,
     stream_tokens,
     usable_gpu,
 )
@@ -53,15 +50,6 @@ AMX_ROUNDING = (
     "; an answer's last bits may depend on what else is in the batch, "
     "--kernel-tier avx512_bf16 keeps them the same"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One resolved choice: what was chosen, and why (a measured fact, a flag, a limit)."""
-
-    name: str
-    value: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +185,7 @@ def _resolved(
     if in_place:
         log.append(Decision("experts", "not packed", _why_in_place(config)))
     request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, in_place)
-    memory, gpu_plan = (size_memory(request), None) if gpu is None else _on_gpu(request, gpu, log)
+    memory, gpu_plan = (size_memory(request), None) if gpu is None else on_gpu(request, gpu, log)
     page, num_pages = _pages(config, model, dtype, memory, log)
     usual = stream_tokens(model) if gpu_plan and gpu_plan.ring_bytes else prefill_tokens(gpu is not None)
     step_tokens = _step_tokens(config, memory.context_length, running, usual, log)
@@ -227,13 +215,18 @@ def _resolved(
         fuse_shared_experts=_fuse_shared(request, gpu is not None, log),
         dense_codes=dense_codes,
         decisions=(*log, *(Decision("speculation", *said) for said in speculation_texts(config, model))),
-        notices=(*notices(config, model, machine, gpu, device[1]), *filter(None, [threads.notice])),
+        notices=(*_notices(request, device, gpu_plan), *filter(None, [threads.notice])),
         gpu=gpu_plan,
         int8_activations=config.kt_int8_activations,
         experts_in_place=in_place,
         speculation=speculation(config, model),
         ledgers=ledgers,
     )
+
+
+def _notices(request: MemoryRequest, device: tuple[Gpu | None, str], gpu: GpuPlan | None) -> list[str]:
+    config, model = request.config, request.model
+    return [*notices(config, model, request.machine, *device), *deferral_notices(config, model, gpu)]
 
 
 def _why_in_place(config: EngineConfig) -> str:
@@ -245,48 +238,6 @@ def _why_in_place(config: EngineConfig) -> str:
 def _device(config: EngineConfig, gpu: Gpu | None, reason: str, log: list[Decision]) -> Gpu | None:
     log.append(Decision("device", "cpu" if gpu is None else "cuda", reason))
     return gpu
-
-
-def _on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[MemoryPlan, GpuPlan]:
-    config, model = request.config, request.model
-    m = size_gpu(request, gpu)
-    everyone = model.routed_experts
-    log.append(Decision("GPU experts", f"{m.experts} of {everyone}", m.expert_reason))
-    if 0 < m.experts < everyone:
-        log.append(
-            Decision("placement", config.kt_expert_placement_strategy, "--kt-expert-placement-strategy")
-        )
-    running = request.max_running_requests
-    sizes, why = graph_sizes(config, running, request.guesses), graph_reason(config, running)
-    if sizes and m.experts < everyone and "cuda-core" in request.machine.gpu_missing:
-        sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
-    log.append(Decision("CUDA graphs", ", ".join(map(str, sizes)) or "off", why))
-    statistics = statistics_file(config, 0 < m.experts < everyone)
-    kernels, origin = attention_backend(config, model.attentions, request.machine)
-    log.append(Decision("attention", kernels, origin))
-    patience = min(MAX_PATIENCE_SECONDS, config.watchdog_timeout / 3)
-    strategy, foresight = config.kt_expert_placement_strategy, not config.disable_expert_foresight
-    live, reason = live_placement(config, m.experts, model)
-    if config.kt_enable_dynamic_expert_update:
-        log.append(Decision("live placement", "on" if live else "off", reason))
-    threshold = config.kt_gpu_prefill_token_threshold
-    if m.experts < everyone:
-        log.append(_streaming(threshold, m.ring_reason))
-    if not foresight:
-        log.append(Decision("expert foresight", "off", "--disable-expert-foresight"))
-    return m.memory, GpuPlan(
-        gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight,
-        threshold if m.ring_bytes else 0, m.ring_bytes,
-    )  # fmt: skip
-
-
-def _streaming(threshold: int | None, why_not: str) -> Decision:
-    """Of experts in CPU memory."""
-    if why_not:
-        return Decision("streamed experts", "off", why_not)
-    if threshold is None:
-        return Decision("streamed experts", "on", "in steps where that is faster, as measured at the start")
-    return Decision("streamed experts", f"from {threshold} rows", "--kt-gpu-prefill-token-threshold")
 
 
 def _dtype(config: EngineConfig, log: list[Decision]) -> str:

@@ -8,6 +8,9 @@ function nodes would do the same at 50 us a layer (measured on an H200; this way
 Every wait is bounded: if the CPU's side throws, hangs or is gone, the kernels give up after `patience_seconds`, the
 stream runs to its end and the step raises EngineError.
 
+Experts may be late in graphs (`Deferral`): of a layer that defers, the CPU computes a token's weakest experts after its
+answer, and their sum comes with the next one. Posts take turns between two halves of the mailbox for that.
+
 In graphs of few rows the GPU says after a layer's post which experts the next one will probably want, and the CPU
 fetches their weights while it waits for that post (csrc/experts/foresight.h). No result depends on it.
 """
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.errors import EngineError
+from tandem.experts.deferral import Deferral
 from tandem.experts.mailbox_kernels import GAVE_UP, kernels
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.gpu.nvrtc import launch
@@ -37,12 +41,13 @@ UNITS_PER_BLOCK = 1024  # of 16 bytes, of the answer: more blocks would only pol
 
 @dataclass(frozen=True, slots=True)
 class HandoffSizes:
-    """mailbox_tokens: of the largest graph; tokens: of the largest step."""
+    """mailbox_tokens: of the largest graph; tokens: of the largest step; late: experts may be, in graphs."""
 
     mailbox_tokens: int
     tokens: int
     hidden: int
     top_k: int
+    late: bool = False
 
 
 class HandoffTimes(NamedTuple):
@@ -79,6 +84,7 @@ class Handoff:
         self.sizes, self.device, self.patience_seconds = sizes, device, patience_seconds
         self.foresight = foresight
         self._layers: list[PackedExperts] = []
+        self._deferring: dict[int, Deferral] = {}  # by layer
         self._copies: _Copies | None = None
         self._mailbox: _Mailbox | None = None
         self._in_graph = self._rehearsing = False
@@ -90,6 +96,10 @@ class Handoff:
             self._mailbox.add(layer)
         return len(self._layers) - 1
 
+    def defer(self, layer: int, deferral: Deferral) -> None:
+        """In graphs, experts of this layer may be late. Before any is recorded; another post follows in each."""
+        self._deferring[layer] = deferral
+
     @property
     def layers(self) -> Sequence[PackedExperts]:
         """The CPU's experts, in the order of their numbers."""
@@ -100,6 +110,8 @@ class Handoff:
         """Around a capture: posts go through the mailbox. The list is filled with the layers that were posted."""
         if self._mailbox is None and self._layers:
             self._mailbox = _Mailbox(self.sizes, self.device, self._layers, self.patience_seconds)
+            for layer, deferral in self._deferring.items():
+                self._mailbox.defer(layer, deferral)
         posted: list[int] = []
         if self._mailbox is not None:
             self._mailbox.posted = posted
@@ -232,7 +244,7 @@ class _Mailbox:
     ) -> None:
         # Before a capture: compiling and loading a module may allocate and synchronise.
         self._kernels = kernels(device.index)
-        shape = (sizes.mailbox_tokens, sizes.hidden, sizes.top_k)
+        shape = (sizes.mailbox_tokens, sizes.hidden, sizes.top_k, sizes.late)
         *self._at, size = _core.mailbox_offsets(*shape)
         # Pinned memory is mapped into the GPU's address space at the same address (unified addressing).
         self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -249,13 +261,20 @@ class _Mailbox:
     def add(self, layer: PackedExperts) -> None:
         self._core.add(layer.core)
 
+    def defer(self, layer: int, deferral: Deferral) -> None:
+        self._core.defer(layer, deferral.kept, deferral.routed)
+
+    def _half(self, post: int) -> int:
+        """Bytes to the half that a graph's post lies in; `serve` counts them as well."""
+        return post % 2 * int(self._at[5])
+
     def post(self, layer: int, x: Tensor, routing: Routing, slots: Tensor) -> None:
         tokens, hidden = x.shape
         if tokens > self._sizes.mailbox_tokens or slots.shape[1] != self._sizes.top_k or hidden % 8:
             raise EngineError(
                 f"the mailbox does not take {list(x.shape)} tokens with {slots.shape[1]} experts"
             )
-        mail_x, mail_ids, mail_weights, *_ = self._at
+        mail_x, mail_ids, mail_weights, *_ = (at + self._half(len(self.posted)) for at in self._at)
         base = self._memory.data_ptr()
         numbers = [np.int32(n) for n in (x.numel() // 8, slots.numel(), layer, tokens)]
         launch(
@@ -269,9 +288,10 @@ class _Mailbox:
         out = torch.empty(tokens, self._sizes.hidden, device=self._device)
         units = out.numel() // 4
         base, patience = self._memory.data_ptr(), np.uint64(self._patience * 1e9)
+        result = base + self._at[3] + self._half(len(self.posted) - 1)
         launch(
             self._kernels[1], -(-units // UNITS_PER_BLOCK), COLLECT_THREADS, self._stream(), base,
-            self._state.data_ptr(), base + self._at[3], out.data_ptr(), np.int32(units), patience,
+            self._state.data_ptr(), result, out.data_ptr(), np.int32(units), patience,
         )  # fmt: skip
         return out
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.experts.cpu_experts import CpuExperts, runs
+from tandem.experts.deferral import Deferral
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.exchange import LiveLayer
 from tandem.experts.look_ahead import ExpertMatrices
@@ -67,7 +68,7 @@ class HybridExperts:
         self._slot_of, self._gpu, self._cpu, self._handoff = slot_of, gpu, cpu, handoff
         self._whole, self._own_memory, self._on_gpu = whole, own_memory, (slot_of >= 0).tolist()
         self._table = slot_of.to(handoff.device) if gpu is None else gpu.table
-        self._number = -1 if cpu is None else handoff.add(cpu)
+        self._number, self._shared = -1 if cpu is None else handoff.add(cpu), shared
         routed, chosen = len(slot_of) - shared, handoff.sizes.top_k - shared
         self._expected = chosen * self._on_gpu.count(False) / routed  # on the CPU, of a row
 
@@ -122,6 +123,11 @@ class HybridExperts:
     def gpu(self) -> GpuExperts | None:
         """Those on the GPU."""
         return self._gpu
+
+    def defer(self, most: int) -> None:
+        """In graphs, up to `most` of a token's experts are late (`deferral`)."""
+        routed = self._handoff.sizes.top_k - self._shared
+        self._handoff.defer(self._number, Deferral(max(0, routed - most), routed))
 
     @property
     def sides(self) -> LiveLayer | None:

@@ -159,7 +159,7 @@ class Comparison:
         """before: the reference's hidden states."""
         stream = candidate.stream
         layer = stream.layer(index)
-        stream.advance(layer, stream.hidden, self._tick)
+        stream.advance(layer, stream.hidden, self._tick, stream.owed)
         if self.reference is not None and before is not None:
             own = before.to(stream.hidden.dtype, copy=True)
             stream.advance(layer, own, self._tick)

@@ -20,6 +20,7 @@ from tandem.config.state import DTYPE_BYTES, State, state_layout
 from tandem.engine.state.arrays import allocate
 from tandem.errors import ConfigError
 from tandem.experts import Experts
+from tandem.experts.deferral import Deferral, Due, LateExperts, who_defers
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, Linear, Ops
 from tandem.kernels.this_machine import this_machine
@@ -53,6 +54,7 @@ class Variant:
     threads: int | None = None
     int8_activations: bool = False
     gpu_share: float | None = None  # of the routed experts, on a GPU beside everything else; None: no GPU
+    late: int = 0  # of a token's experts in CPU memory, at most so many are added one layer later
 
     def plan(self, model: ModelConfig, machine: Machine, window: int, stored: StoredFormats) -> Plan:
         """As the server's, but memory holds a layer and a window, not the model and its KV cache."""
@@ -121,7 +123,8 @@ class LayerStream:
     """Gives the same bits as `models.Model` does: the same operations on the same rows in the same order.
 
     `hidden` is the residual stream of every row, [rows, hidden] in the plan's dtype, in CPU memory, or
-    [rows, n, hidden] where there are n; `advance` moves it one layer on.
+    [rows, n, hidden] where there are n; `advance` moves it one layer on. `owed` [rows, hidden]: the sums of experts
+    that are late; None where none ever are.
     """
 
     def __init__(self, variant: Variant, windows: Windows, pool: _core.WorkerPool | None = None) -> None:
@@ -139,13 +142,26 @@ class LayerStream:
         self._states = self._new_states(longest)
         self._batches = [self._batch(window) for window in windows.ids]
         self._links: list[dict[int, Chosen | None]] = [{} for _ in self._batches]
+        self._due = Due()
         self.hidden = self._embedded()
+        self.owed = self.hidden.new_zeros(len(self.hidden), self.config.hidden) if variant.late else None
 
     def layer(self, index: int) -> DecoderLayer:
         """Reads and packs layer `index`; it lives as long as it is referenced."""
         made = decoder_layer(self._builder, index, names_of(self._builder))
         self._builder.layer_done(index)
+        if made.moe is not None and self.variant.late:
+            made.moe.experts = LateExperts(made.moe.experts, self._deferral(index), self._due)
         return made
+
+    def _deferral(self, index: int) -> Deferral | None:
+        layers, top_k = self.config.moe_layers, self.config.moe.router.top_k
+        on_cpu = [True] * len(layers)
+        if self._gpu is not None:
+            on_cpu = [not bool(layer.all()) for layer in self._gpu.placement.on_gpu]
+        if not who_defers(on_cpu)[layers.index(index)]:
+            return None
+        return Deferral(max(0, top_k - self.variant.late), top_k)
 
     def biases(self, index: int) -> ExpertBiases | None:
         """Of the experts of layer `index`; None where they have none."""
@@ -155,13 +171,19 @@ class LayerStream:
         sizes = shape.count, self.config.hidden, shape.width
         return expert_biases(names_of(b).experts, b.checkpoint, f"model.layers.{index}.", sizes)
 
-    def advance(self, layer: DecoderLayer, hidden: Tensor, tick: Tick = lambda: None) -> None:
-        """`hidden` [rows, hidden] becomes what it is after `layer`, in place; `tick` is called after every window."""
+    def advance(
+        self, layer: DecoderLayer, hidden: Tensor, tick: Tick = lambda: None, owed: Tensor | None = None
+    ) -> None:
+        """`hidden` [rows, hidden] becomes what it is after `layer`, in place; `tick` is called after every window.
+        owed: likewise what is late; None: nothing was before this layer, and what is after it nobody gets."""
         with torch.inference_mode():
             for span, batch, links in zip(self.windows.spans, self._batches, self._links, strict=True):
                 p = Pass(batch, hidden[span].to(self.device), links=links)
+                self._due.sum = None if owed is None else owed[span].to(self.device)
                 self._advance(layer, p)
                 hidden[span] = p.residual.cpu()
+                if owed is not None:
+                    owed[span] = 0 if self._due.sum is None else self._due.sum.cpu()
                 tick()
 
     def head(self) -> Linear:

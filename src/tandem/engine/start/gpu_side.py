@@ -16,6 +16,7 @@ from tandem.engine.expert_statistics import expert_placement
 from tandem.engine.gpu_runner import BeginStep
 from tandem.engine.start.gpu_device import planned_device
 from tandem.errors import EngineError
+from tandem.experts.deferral import who_defers
 from tandem.experts.handoff import Handoff, HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.experts.hybrid_store import HybridStore
@@ -68,6 +69,16 @@ def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
     streams = plan.gpu.ring_bytes > 0
     store = HybridStore(ops, placement, handoff, model.hidden, plan.gpu.live, own_memory=streams)
     return GpuSide(ops, store, handoff, placement)
+
+
+def defer_experts(plan: Plan, side: GpuSide) -> None:
+    """After the model was built, before a graph is recorded."""
+    if plan.gpu is None or not plan.gpu.deferred:
+        return
+    layers = side.hybrids
+    for experts, defers in zip(layers, who_defers([each.cpu is not None for each in layers]), strict=True):
+        if defers:
+            experts.defer(plan.gpu.deferred)
 
 
 def attention_shape(plan: Plan, model: ModelConfig) -> AttentionShape:
@@ -164,4 +175,5 @@ def handoff_sizes(plan: Plan, model: ModelConfig) -> HandoffSizes:
     assert plan.gpu is not None
     fused = model.moe.fusible_shared if plan.fuse_shared_experts else 0
     largest = max(plan.gpu.graph_sizes, default=1)
-    return HandoffSizes(largest, plan.max_step_tokens, model.hidden, model.moe.router.top_k + fused)
+    top_k, late = model.moe.router.top_k + fused, plan.gpu.deferred > 0
+    return HandoffSizes(largest, plan.max_step_tokens, model.hidden, top_k, late)

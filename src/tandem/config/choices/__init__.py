@@ -1,0 +1,1 @@
+"""What was chosen for a plan, and why: one file for each choice."""

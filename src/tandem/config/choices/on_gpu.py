@@ -1,0 +1,57 @@
+"""`on_gpu`: every choice that only a GPU asks for."""
+
+from __future__ import annotations
+
+from tandem.config.attention_backend import attention_backend
+from tandem.config.choices.decision import Decision
+from tandem.config.choices.deferral import deferred_experts
+from tandem.config.cuda_graphs import graph_reason, graph_sizes
+from tandem.config.gpu_plan import MAX_PATIENCE_SECONDS, GpuPlan, live_placement, size_gpu, statistics_file
+from tandem.config.gpus import Gpu
+from tandem.config.memory import MemoryPlan, MemoryRequest
+
+
+def on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[MemoryPlan, GpuPlan]:
+    """What the GPU gets and how it is used; the reasons go to `log`. Raises GpuTooSmall, ConfigError."""
+    config, model = request.config, request.model
+    m = size_gpu(request, gpu)
+    everyone = model.routed_experts
+    log.append(Decision("GPU experts", f"{m.experts} of {everyone}", m.expert_reason))
+    if 0 < m.experts < everyone:
+        log.append(
+            Decision("placement", config.kt_expert_placement_strategy, "--kt-expert-placement-strategy")
+        )
+    running = request.max_running_requests
+    sizes, why = graph_sizes(config, running, request.guesses), graph_reason(config, running)
+    if sizes and m.experts < everyone and "cuda-core" in request.machine.gpu_missing:
+        sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
+    log.append(Decision("CUDA graphs", ", ".join(map(str, sizes)) or "off", why))
+    statistics = statistics_file(config, 0 < m.experts < everyone)
+    kernels, origin = attention_backend(config, model.attentions, request.machine)
+    log.append(Decision("attention", kernels, origin))
+    patience = min(MAX_PATIENCE_SECONDS, config.watchdog_timeout / 3)
+    strategy, foresight = config.kt_expert_placement_strategy, not config.disable_expert_foresight
+    live, reason = live_placement(config, m.experts, model)
+    if config.kt_enable_dynamic_expert_update:
+        log.append(Decision("live placement", "on" if live else "off", reason))
+    threshold = config.kt_gpu_prefill_token_threshold
+    if m.experts < everyone:
+        log.append(_streaming(threshold, m.ring_reason))
+    late, why_late = deferred_experts(config, model, m.experts, sizes)
+    if late:
+        log.append(Decision("late experts", f"up to {late} of a token's {model.moe.router.top_k}", why_late))
+    if not foresight:
+        log.append(Decision("expert foresight", "off", "--disable-expert-foresight"))
+    return m.memory, GpuPlan(
+        gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight,
+        threshold if m.ring_bytes else 0, m.ring_bytes, late,
+    )  # fmt: skip
+
+
+def _streaming(threshold: int | None, why_not: str) -> Decision:
+    """Of experts in CPU memory."""
+    if why_not:
+        return Decision("streamed experts", "off", why_not)
+    if threshold is None:
+        return Decision("streamed experts", "on", "in steps where that is faster, as measured at the start")
+    return Decision("streamed experts", f"from {threshold} rows", "--kt-gpu-prefill-token-threshold")

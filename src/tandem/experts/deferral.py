@@ -1,0 +1,124 @@
+"""Expert deferral: in decode steps a token's weakest experts in CPU memory are added one layer later.
+
+Of a token's routed experts, the `kept` of the largest weights are computed in their layer, wherever they live, and so
+are all that live on the GPU. The sum of the others is added to what the next layer with experts gives. The last such
+layer never defers. So the CPU computes while the GPU attends. It is lossy.
+
+In graphs csrc/experts/mailbox.cc does it. `LateExperts` does the same with any operations: it is what `kt quality`
+measures, and what tests compare with. Steps that are no graph (prompts, chunks beside decode) defer nothing.
+
+Chen et al. 2025, "KTransformers: Unleashing the Full Potential of CPU/GPU Hybrid Inference for MoE Models".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.experts.cpu_experts import Experts
+from tandem.kernels.ops import ExpertBiases, Routing, SureRead
+from tandem.kernels.packed.cache import KeptLayer
+
+
+class Deferral(NamedTuple):
+    """Of a token's first `routed` experts the `kept` of the largest weights are not late; equal weights: the earlier
+    one counts as larger. What follows these (shared experts) is never late."""
+
+    kept: int
+    routed: int
+
+    def late(self, routing: Routing) -> Tensor:
+        """bool [T, k]: which pairs are late; those with a slot on the GPU are not."""
+        weights = routing.weights[:, : self.routed]
+        order = torch.sort(weights, dim=-1, descending=True, stable=True).indices
+        late = torch.zeros_like(routing.ids, dtype=torch.bool)
+        late.scatter_(1, order[:, self.kept :], True)
+        return late if routing.slots is None else late & (routing.slots < 0)
+
+
+def who_defers(on_cpu: Sequence[bool]) -> list[bool]:
+    """on_cpu: whether each layer with experts has some in CPU memory. A layer defers if the next one asks the CPU, too:
+    its answer brings what is late."""
+    return [mine and following for mine, following in pairwise([*on_cpu, False])]
+
+
+@dataclass(slots=True)
+class Due:
+    """What a layer owes to the next: [T, hidden], or None. All layers of a model share one; it is for one batch."""
+
+    sum: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LateTicket:
+    """A batch under way, and what will be computed after its answer."""
+
+    inner: Any
+    x: Tensor
+    late: Routing | None
+
+
+class LateExperts:
+    """`Experts` of a layer, some late. Every row counts as one of a decode step."""
+
+    def __init__(self, inner: Experts, deferral: Deferral | None, due: Due) -> None:
+        """deferral: None for a layer that only takes what is due."""
+        self._inner, self._deferral, self._due = inner, deferral, due
+
+    def load(
+        self,
+        count: int,
+        matrices: Callable[[int], tuple[Any, Any, Any]],
+        kept: KeptLayer | None = None,
+    ) -> None:
+        self._inner.load(count, matrices, kept)
+
+    def set_biases(self, biases: ExpertBiases) -> None:
+        self._inner.set_biases(biases)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Packed bytes of one expert."""
+        return self._inner.expert_bytes
+
+    @property
+    def places(self) -> Tensor | None:
+        """As the inner ones'."""
+        return self._inner.places
+
+    def sure_read(self, experts: int) -> SureRead:
+        """As the inner ones'."""
+        return self._inner.sure_read(experts)
+
+    def takes_hints(self, rows: int) -> bool:
+        """Nobody waits between these layers."""
+        return False
+
+    def hint(self, routing: Routing) -> None: ...
+
+    def submit(self, x: Tensor, routing: Routing) -> LateTicket:
+        """x [T, hidden], routing [T, k]."""
+        if self._deferral is None:
+            return LateTicket(self._inner.submit(x, routing), x, None)
+        late = self._deferral.late(routing)
+        return LateTicket(self._inner.submit(x, _only(routing, ~late)), x, _only(routing, late))
+
+    def wait(self, ticket: LateTicket) -> Tensor:
+        """sum over k of weight * expert(x), without those that are late and with what was due: [T, hidden]."""
+        total = self._inner.wait(ticket.inner)
+        due, self._due.sum = self._due.sum, None
+        if ticket.late is not None:
+            self._due.sum = self._inner.wait(self._inner.submit(ticket.x, ticket.late))
+        return total if due is None else total + due
+
+
+def _only(routing: Routing, chosen: Tensor) -> Routing:
+    """The pairs that are chosen; the others are nobody's."""
+    slots = routing.slots
+    nobody = torch.where(chosen, routing.ids, -1)
+    return Routing(nobody, routing.weights, None if slots is None else torch.where(chosen, slots, -1))

@@ -1,0 +1,97 @@
+"""Late experts in CUDA graphs, against `LateExperts` on the CPU with the same placement.
+
+Prompts defer nothing, decode steps do. The tolerance is the error that bfloat16 has on the CPU with the same late
+experts, half as much again, since rounding points differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu import needs_cuda
+from gpu_sessions import DECODED, PAGE, PAGES, PROMPT, ROWS, Session, batch_of, plan, rms
+from tandem import _core
+from tandem.checkpoint import open_checkpoint
+from tandem.config import ModelConfig
+from tandem.engine.state.arrays import allocate
+from tandem.experts.deferral import Deferral, Due, LateExperts, who_defers
+from tandem.experts.placement import ExpertPlacement
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.models import build
+
+pytestmark = [pytest.mark.gpu, needs_cuda]
+
+
+def on_the_cpu(path: Any, dtype: str, most: int, placement: ExpertPlacement) -> Tensor:
+    """[ROWS, PROMPT + DECODED, vocab]: prompts as usual, then a token at a time with late experts."""
+    config = ModelConfig.load(path)
+    fmt = "f32" if dtype == "float32" else "bf16"
+    made = replace(plan(0.0, (), 0), dtype=dtype, expert_format=fmt, gpu=None)
+    model = build(config, made, open_checkpoint(path), CpuOps(_core.WorkerPool([-1, -1]), made.tier))
+    states = allocate(config.state_layout(dtype, PAGE), ROWS * PAGES, slots=ROWS + 1).arrays
+    rows = list(range(ROWS))
+    with torch.inference_mode():
+        found = [model.forward(batch_of(rows, 0, PROMPT), states).view(ROWS, PROMPT, -1)]
+        make_late(model, most, placement)
+        for i in range(DECODED):
+            found.append(model.forward(batch_of(rows, PROMPT + i, 1), states).view(ROWS, 1, -1))
+    return torch.cat(found, 1)
+
+
+def make_late(model: Any, most: int, placement: ExpertPlacement) -> None:
+    blocks, due = [layer.moe for layer in model.layers if layer.moe is not None], Due()
+    defers = who_defers([not bool(layer.all()) for layer in placement.on_gpu])
+    for index, moe in enumerate(blocks):
+        top_k = moe.router.top_k
+        moe.experts.places = torch.cat((placement.slots(index), torch.zeros(moe.fused, dtype=torch.int32)))
+        moe.experts = LateExperts(moe.experts, Deferral(top_k - most, top_k) if defers[index] else None, due)
+
+
+@pytest.mark.parametrize("graphs", [(1, 8), (8,)], ids=["own", "filled"])
+@pytest.mark.parametrize("moving", [False, True], ids=["static", "moving"])
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("variant", ["qwen3_moe", "qwen3_moe-gpu", "glm4_moe"])
+def test_graphs_add_late_experts_one_layer_later(tiny_models, variant, most, share, moving, graphs) -> None:
+    if moving and share == 0.0:
+        pytest.skip("nothing is on the GPU")
+    path, together = tiny_models[variant], graphs == (1, 8)
+    session = Session(path, share, graphs, late=most, moving=moving)
+    placement = session.side.placement
+    exact, theirs = (on_the_cpu(path, dtype, most, placement) for dtype in ("float32", "bfloat16"))
+    ours, usual = session.logits(together), on_the_cpu(path, "float32", 0, placement)
+    allowed = 1.5 * rms(theirs, exact)
+    off = rms(ours[:, PROMPT:], exact[:, PROMPT:])
+    print(f"{variant} {most} late, {share:.0%} there: {off:.2e} of {allowed:.2e}; late {rms(usual, exact):.2e}")
+    if moving:  # who is late follows where experts are; answers stay as near as any placement's are
+        allowed += rms(usual, exact)
+    assert rms(ours[:, :PROMPT], exact[:, :PROMPT]) < allowed and off < allowed
+
+
+def test_kernel_by_kernel_nothing_is_late(tiny_models) -> None:
+    """Steps that are no graph give the same bits with the flag and without."""
+    path = tiny_models["qwen3_moe"]
+    late, usual = (Session(path, 0.25, (), late=most).logits(True) for most in (2, 0))
+    assert torch.equal(late, usual)
+
+
+def test_a_cpu_that_fails_while_experts_are_late_fails_this_step_only(tiny_models) -> None:
+    session = Session(tiny_models["qwen3_moe"], 0.25, (8,), late=2, patience=2.0)
+    rows = list(range(ROWS))
+    session.step(rows, 0, PROMPT)
+    right = session.step(rows, PROMPT, 1)
+    serve, handoff = session.side.handoff.serve, session.side.handoff
+
+    def short(posts: int) -> None:
+        serve(posts - 1)  # the last answer never comes
+
+    handoff.serve = short  # type: ignore[method-assign]
+    with pytest.raises(Exception, match="experts in CPU memory"):
+        session.step(rows, PROMPT, 1)
+    handoff.serve = serve  # type: ignore[method-assign]
+    assert torch.equal(session.step(rows, PROMPT, 1), right)
