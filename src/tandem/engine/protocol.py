@@ -88,6 +88,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
     index: int  # which of the n answers
     text: str
     token_ids: list[int]
+    lengths: list[int] | None = None  # of several tokens: characters that each added to `text`
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None  # once, with the first output of index 0
     finish_reason: str | None = None  # None | "stop" | "length" | "abort" | "error"

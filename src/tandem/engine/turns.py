@@ -77,6 +77,7 @@ def merged(outputs: list[TokenOutput]) -> TokenOutput:
         outputs[-1],
         text="".join(output.text for output in outputs),
         token_ids=[token for output in outputs for token in output.token_ids],
+        lengths=[len(output.text) for output in outputs if output.token_ids],
         logprobs=logprobs or None,
         prompt_logprobs=outputs[0].prompt_logprobs,
     )

@@ -76,11 +76,20 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """`reasoning_tokens`: with those of its markers."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
+    """`completion_tokens_details`: of chats."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True):

@@ -32,6 +32,11 @@ _CUT = ("length", "abort", "error")
 class AnswerParser(Protocol):
     """Whatever pieces the text comes in, the events say the same. Never raises; what is no call is text."""
 
+    @property
+    def reasoning(self) -> bool:
+        """Whether what has come ends in reasoning."""
+        ...
+
     def push(self, text: str) -> list[ChatEvent]:
         """`text`: what `TokenOutput.text` adds."""
         ...
@@ -43,6 +48,8 @@ class AnswerParser(Protocol):
 
 class PlainText:
     """Where neither reasoning nor calls are looked for."""
+
+    reasoning = False
 
     def push(self, text: str) -> list[ChatEvent]:
         return [TextDelta(text)] if text else []
@@ -97,6 +104,10 @@ class FormattedText:
         self._complete = False
         self._reasoning: list[str] = []
         self._run = self._reading()
+
+    @property
+    def reasoning(self) -> bool:
+        return self._said.reasoning
 
     def push(self, text: str) -> list[ChatEvent]:
         self._source.text += text

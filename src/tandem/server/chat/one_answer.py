@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from tandem.engine.protocol import TokenOutput
 from tandem.server.chat.answer_parser import AnswerParser
-from tandem.server.chat.events import ChatEvent, Finish, ReasoningDelta
+from tandem.server.chat.events import ChatEvent, Finish
 from tandem.server.chat.settled import SettledCalls, SettledEvent
 
 
@@ -27,14 +27,20 @@ class OneAnswer:
     def events(self, output: TokenOutput) -> list[ChatEvent]:
         """The same, with calls as the model writes them."""
         self._count(output)
-        events = self._parser.push(output.text)
+        events = [event for text, tokens in _pieces(output) for event in self._push(text, tokens)]
         if output.finish_reason is not None:
             events += self._parser.end(output.finish_reason)
             self.stop_match = output.stop_match
-        if events and isinstance(events[0], ReasoningDelta):
-            self.reasoning_tokens += len(output.token_ids)
         if events and isinstance(events[-1], Finish):
             self.finish = events[-1].reason
+        return events
+
+    def _push(self, text: str, tokens: int) -> list[ChatEvent]:
+        """Reasoning has its markers' tokens, too: those before which it had begun, or behind which it has."""
+        begun = self._parser.reasoning
+        events = self._parser.push(text)
+        if begun or self._parser.reasoning:
+            self.reasoning_tokens += tokens
         return events
 
     def _count(self, output: TokenOutput) -> None:
@@ -42,3 +48,16 @@ class OneAnswer:
         self.prompt_tokens = max(self.prompt_tokens, output.prompt_tokens)
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self.completion_tokens = max(self.completion_tokens, output.completion_tokens)
+
+
+def _pieces(output: TokenOutput) -> Iterator[tuple[str, int]]:
+    """Its text by tokens, and how many tokens each piece has: several tokens of one step may come as one output."""
+    if output.lengths is None:
+        yield output.text, len(output.token_ids)
+        return
+    at = 0
+    for length in output.lengths:
+        yield output.text[at : at + length], 1
+        at += length
+    if at < len(output.text):  # what was held back until the end
+        yield output.text[at:], 0

@@ -37,7 +37,7 @@ from tandem.server.errors import ApiError
 from tandem.server.generation import DONE, Answer, TokenCount, frame, openai_failure, usage_of
 from tandem.server.logprobs import chat_logprobs
 from tandem.server.openai_sampling import wants_all_usage, wants_usage
-from tandem.server.openai_schema import ChatLogprobs, Usage
+from tandem.server.openai_schema import ChatLogprobs, CompletionTokensDetails, Usage
 from tandem.server.state import ServerState
 
 
@@ -59,23 +59,36 @@ class ChatWriter:
         self._count = TokenCount()
         self._answers: dict[int, OneAnswer] = {}
         self._taken: dict[int, Answer] = {}
+        self._events: dict[int, list[ChatEvent]] = {}
         self._encoder = msgspec.json.Encoder()
+
+    def _answer(self, index: int) -> OneAnswer:
+        if index not in self._answers:
+            self._answers[index] = OneAnswer(self._prepared.new_parser())
+        return self._answers[index]
+
+    def _detailed(self, usage: Usage) -> Usage:
+        tokens = sum(answer.reasoning_tokens for answer in self._answers.values())
+        return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(tokens))
+
+    def _usage(self) -> Usage:
+        return self._detailed(self._count.usage())
 
     # --- whole
 
     def take(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:
             self._taken.setdefault(output.index, Answer()).add(output)
+            self._events.setdefault(output.index, []).extend(self._answer(output.index).events(output))
 
     def whole(self) -> ChatCompletion:
         answers = [self._taken[index] for index in sorted(self._taken)]
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        return ChatCompletion(**self._head, choices=choices, usage=usage_of([answers]))
+        return ChatCompletion(**self._head, choices=choices, usage=self._detailed(usage_of([answers])))
 
     def _choice(self, index: int, answer: Answer) -> ChatChoice:
         logprobs = chat_logprobs(self._tokenizer, answer.logprobs) if self._with_logprobs else None
-        parser = self._prepared.new_parser()
-        said = whole_answer([*parser.push(answer.text), *parser.end(answer.finish_reason or "stop")])
+        said = whole_answer(self._events[index])
         return ChatChoice(index, self._message(said), logprobs, said.finish_reason, answer.stop_match)
 
     def _message(self, said: ChatAnswer) -> AssistantMessage:
@@ -93,12 +106,11 @@ class ChatWriter:
         self._count.add(output)
         data = b""
         if output.index not in self._answers:
-            self._answers[output.index] = OneAnswer(self._prepared.new_parser())
             data = self._event(ChatChunkChoice(output.index, Delta("assistant", "")))
         return data + b"".join(self._event(choice) for choice in self._chunks(output))
 
     def _chunks(self, output: TokenOutput) -> list[ChatChunkChoice]:
-        events = self._answers[output.index].events(output)
+        events = self._answer(output.index).events(output)
         found = [choice for event in events if (choice := self._of(output.index, event)) is not None]
         logprobs = self._logprobs(output)
         if logprobs is None:
@@ -128,14 +140,14 @@ class ChatWriter:
 
     def _event(self, choice: ChatChunkChoice) -> bytes:
         if self._with_usage:
-            return self._chunk([choice], self._count.usage() if self._all_usage else None)
+            return self._chunk([choice], self._usage() if self._all_usage else None)
         return frame(self._encoder.encode(ChatChunk(**self._head, choices=[choice])))
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> bytes:
         return frame(self._encoder.encode(ChatChunk(**self._head, choices=choices, usage=usage)))
 
     def last(self) -> bytes:
-        return (self._chunk([], self._count.usage()) if self._with_usage else b"") + DONE
+        return (self._chunk([], self._usage()) if self._with_usage else b"") + DONE
 
     def failed(self, error: ApiError) -> bytes:
         return openai_failure(error)
