@@ -255,11 +255,22 @@ def test_time_on_a_cpu_decides_not_the_clock(monkeypatch) -> None:
     busy = lambda answer: (time.sleep(1.0), end_with(0, answer, b"+done"))  # noqa: E731
     for work, said in (
         (busy, "+done"), (lambda answer: spin(), "-compiling it takes more than"),
-        (lambda answer: time.sleep(100), "?the machine was too busy"),
+        (lambda answer: time.sleep(100), "?the machine is too busy"),
         (lambda answer: end_with(1, answer), "-compiling it takes too much memory"),
     ):  # fmt: skip
         with jobs_running(work) as to:
             assert answer_of(to).decode().startswith(said)
+
+
+def test_a_busy_machine_is_no_reason_to_wait_for_a_large_grammar(monkeypatch) -> None:
+    """Its own time would allow it: it may be asked for again. A small one is waited for."""
+    monkeypatch.setattr(jobs, "COMPILE_SECONDS", 60.0)
+    monkeypatch.setattr(jobs, "LARGE_SECONDS", 0.1)
+    monkeypatch.setattr(jobs, "BUSY_SECONDS", 0.5)
+    with jobs_running(lambda answer: spin()) as to:
+        assert answer_of(to) == b"?the machine is too busy to compile it in 0.5 s; make it smaller, or try again"
+    with jobs_running(lambda answer: (time.sleep(1.5), end_with(0, answer, b"+done"))) as to:
+        assert answer_of(to) == b"+done"
 
 
 def test_a_job_ends_with_its_clients_socket_and_all_with_the_engines() -> None:

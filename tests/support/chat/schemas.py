@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections import Counter
@@ -77,11 +78,13 @@ def outcomes(
     counts: Counter[str] = Counter()
     for first in range(0, len(schemas), AT_ONCE):
         waiting = dict(enumerate(schemas[first : first + AT_ONCE], first))
-        while waiting:
-            kinds = _outcomes(model, waiting, prompt_ids or [ord("?")], {"max_tokens": 1500} | sampling)
-            waiting = {number: waiting[number] for number, kind in kinds.items() if kind == "busy"}
-            counts += Counter(kind for kind in kinds.values() if kind != "busy")
-    return counts
+        for at_once in (AT_ONCE, 8, *[1] * 2 * AT_ONCE):  # alone even a busy machine compiles a large one
+            if asked := dict(itertools.islice(waiting.items(), at_once)):
+                kinds = _outcomes(model, asked, prompt_ids or [ord("?")], {"max_tokens": 1500} | sampling)
+                waiting = {n: schema for n, schema in waiting.items() if kinds.get(n, "busy") == "busy"}
+                counts += Counter(kind for kind in kinds.values() if kind != "busy")
+        counts["busy"] += len(waiting)
+    return +counts
 
 
 def _outcomes(

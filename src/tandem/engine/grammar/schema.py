@@ -16,6 +16,9 @@ from tandem.errors import RequestError
 
 MOST_DEPTH = 96
 MOST_PARTS = 10_000  # schemas in a schema: checking holds up other requests
+# Compiling a text of at most n characters takes xgrammar 0.9 us * n^2, with 150,000 tokens. So much, all texts of a
+# schema together, is many times what any machine has the time for: such a schema is refused without trying.
+MOST_COUNTED = 10_000  # root of the sum of the squares
 
 Schema = dict[str, Any]
 
@@ -55,7 +58,7 @@ def _check(schema: Any) -> None:
     if not isinstance(schema, dict | bool):
         raise RequestError("a JSON schema is an object")
     refs: dict[str, Any] = {}
-    count = 0
+    count, counted = 0, 0.0
     for place, part, depth in reached(schema):
         count += 1
         if count > MOST_PARTS:
@@ -64,6 +67,10 @@ def _check(schema: Any) -> None:
             raise RequestError(f"{place[:MOST_PLACE]}: the schema is nested more than {MOST_DEPTH} deep")
         if isinstance(part, dict):
             _check_part(place, part)
+            counted = math.hypot(counted, _counted(part))
+            if counted > MOST_COUNTED:
+                where = f"{place[:MOST_PLACE]}: maxLength or minLength"
+                raise RequestError(f"{where}: texts with such lengths take too long to compile; leave large ones out")
             if "$ref" in part:
                 refs[unquote(part["$ref"])] = target(schema, part["$ref"], place)
     if not ends(schema, ending_of(refs, max(2, min(_ROUNDS, _VISITS // count)))):
@@ -193,6 +200,11 @@ def _check_part(place: str, part: Schema) -> None:
     for name in ("$ref", *UNIONS):
         if name in part:
             _check_alone(place, part, name)
+
+
+def _counted(part: Schema) -> float:
+    """How many characters of a text must be counted."""
+    return float(part.get("maxLength", part.get("minLength", 0)))
 
 
 def _check_counts(place: str, part: Schema) -> None:

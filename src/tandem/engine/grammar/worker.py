@@ -28,7 +28,7 @@ from tandem.engine.protocol import Grammar
 from tandem.errors import RequestError
 
 NICENESS = 5
-MOST_THREADS = 8  # of a job
+MOST_THREADS = 8  # of a job, on half of the CPUs: a step waits for the slowest of the engine's cores
 MEMORY_BYTES = 1 << 30  # of a job, beyond what the process has when it is forked
 MOST_RESULT_BYTES = 64 << 20
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -39,7 +39,7 @@ _MOST_SAID = 64 << 10
 def serve(ours: socket.socket) -> None:
     """Until nobody asks any more."""
     vocabulary = msgspec.msgpack.decode(receive_frame(ours), type=Vocabulary)
-    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
     compiler = grammar_compiler(vocabulary.tokenizer_info(), threads)
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     send_frame(ours, DONE)
