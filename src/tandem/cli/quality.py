@@ -23,14 +23,11 @@ GpuShares = Annotated[
     ),
 ]
 Late = Annotated[
-    int | None,
-    typer.Option(
-        "--kt-max-deferred-experts-per-token",
-        min=1,
-        metavar="N",
-        help="each format with a token's N weakest CPU experts added one layer later, too",
-    ),
+    int, typer.Option("--late", min=0, metavar="N", help="with N late experts of a token, too")
 ]
+LateAsServed = Annotated[
+    int, typer.Option("--kt-max-deferred-experts-per-token", min=0, hidden=True)
+]  # the server's name of it, too long for the table
 
 
 def quality(
@@ -48,7 +45,8 @@ def quality(
     ] = False,
     kt_int8_activations: Int8Activations = False,
     kt_gpu_experts_ratio: GpuShares = None,
-    kt_max_deferred_experts_per_token: Late = None,
+    late: Late = 0,
+    kt_max_deferred_experts_per_token: LateAsServed = 0,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "auto",
     reference_dtype: Annotated[str, typer.Option(help="of the reference")] = "auto",
     kernel_tier: Annotated[str, typer.Option(help="of what is measured")] = "auto",
@@ -82,7 +80,7 @@ def quality(
             layer_kl=layer_kl,
             int8_activations=kt_int8_activations,
             gpu_shares=tuple(kt_gpu_experts_ratio or ()),
-            late=kt_max_deferred_experts_per_token or 0,
+            late=late or kt_max_deferred_experts_per_token,
             dtype=dtype,
             reference_dtype=reference_dtype,
             tier=kernel_tier,

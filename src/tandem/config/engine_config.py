@@ -180,7 +180,7 @@ class EngineConfig:
         group=CPU, choices=("auto", "always", "never"),
     )  # fmt: skip
     kt_max_deferred_experts_per_token: int | None = flag(
-        None, "Weakest CPU experts that decoding adds one layer later (lossy); 0: none.", group=GPU, minimum=0
+        None, "Most CPU experts of a token that are added one layer late (lossy).", group=GPU, minimum=0
     )
 
     # --- GPU
