@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "olmoe": gguf.MODEL_ARCH.OLMOE, "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS, "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2, "dots1": gguf.MODEL_ARCH.DOTS1, "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
-    "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
+    "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE, "glm_moe_dsa": gguf.MODEL_ARCH.GLM_DSA,
 }  # fmt: skip
 NORMAL, CONTROL = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
 
@@ -49,7 +49,7 @@ def write_gguf(
     config = json.loads((source / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
-    if architecture == gguf.MODEL_ARCH.DEEPSEEK2:
+    if architecture in (gguf.MODEL_ARCH.DEEPSEEK2, gguf.MODEL_ARCH.GLM_DSA):
         add_deepseek(writer, config, whole_kv_b)
     else:
         add_config(writer, config)
@@ -198,6 +198,10 @@ def add_deepseek(writer: gguf.GGUFWriter, config: dict[str, Any], whole_kv_b: bo
     if rope["rope_type"] == "yarn":
         add_yarn(writer, rope)
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    if config.get("index_topk"):
+        writer.add_indexer_head_count(config["index_n_heads"])
+        writer.add_indexer_key_length(config["index_head_dim"])
+        writer.add_indexer_top_k(config["index_topk"])
     add_deepseek_experts(writer, config)
 
 
@@ -210,7 +214,9 @@ def add_yarn(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
 
 
 def add_deepseek_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    dense = config.get("first_k_dense_replace")
+    kinds = config.get("mlp_layer_types", [])
+    writer.add_leading_dense_block_count(kinds.index("sparse") if dense is None else dense)
     writer.add_expert_count(config["n_routed_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_shared_count(config["n_shared_experts"])
@@ -219,7 +225,7 @@ def add_deepseek_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> Non
     if config.get("n_group"):
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
-    if config["model_type"] == "deepseek_v3":
+    if config["model_type"] in ("deepseek_v3", "glm_moe_dsa"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         if config["norm_topk_prob"]:
             writer.add_expert_weights_norm(True)

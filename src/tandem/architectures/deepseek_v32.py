@@ -8,10 +8,12 @@ is orthogonal, so scores are the same without it; it only spreads what rounding 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
-from tandem.architectures.deepseek import NAMES, latent
-from tandem.architectures.family import Family
+from tandem.architectures.deepseek import GGUF_STEMS, NAMES, latent
+from tandem.architectures.deepseek import gguf_config as deepseek_gguf
+from tandem.architectures.family import Family, Gguf, GgufKeys
+from tandem.architectures.glm4_moe import SIGMOID
 from tandem.architectures.shared import (
     layer_count,
     layers_after_dense,
@@ -111,7 +113,32 @@ def _kinds(keys: JsonKeys) -> list[str]:
     return ["shared" if max(i - offset + 1, 0) % max(every, 1) else "full" for i in layers]
 
 
+def gguf_config(keys: GgufKeys) -> dict[str, Any]:
+    """Layers that have no indexer take the choice of one before them."""
+    if keys.optional("expert_gating_func", 0) != SIGMOID:
+        raise keys.refuse("expert_gating_func", f"is not {SIGMOID} (sigmoid)")
+    chooses = [keys.has_tensor(f"blk.{i}.indexer.attn_k.weight") for i in range(_gguf_layers(keys))]
+    return deepseek_gguf(keys) | {
+        "model_type": "glm_moe_dsa",
+        "index_n_heads": keys.need("attention.indexer.head_count"),
+        "index_head_dim": keys.need("attention.indexer.key_length"),
+        "index_topk": keys.need("attention.indexer.top_k"),
+        "indexer_types": ["full" if own else "shared" for own in chooses],
+    }
+
+
+def _gguf_layers(keys: GgufKeys) -> int:
+    return keys.need("block_count") - keys.optional("nextn_predict_layers", 0)
+
+
+GLM_STEMS = GGUF_STEMS | {
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+}
+
 FAMILIES = (
     Family(("deepseek_v32",), deepseek_v32, (NAMES,)),
-    Family(("glm_moe_dsa",), glm_moe_dsa, (NAMES,)),
+    Family(("glm_moe_dsa",), glm_moe_dsa, (NAMES,), Gguf("glm-dsa", gguf_config, GLM_STEMS)),
 )

@@ -29,7 +29,7 @@ def places(architecture: str, tensor: GGUFTensor) -> Iterator[tuple[str, Place]]
     if stem in OUTER:
         yield f"{OUTER[stem]}.{ending}", Place(tensor)
         return
-    layer, name = layer_of(tensor), GGUF[architecture].stems.get(stem.rpartition(".")[2])
+    layer, name = layer_of(tensor), GGUF[architecture].stems.get(stem.split(".", 2)[-1])
     if layer is None or name is None:
         return
     full = f"model.layers.{layer}.{name}"
