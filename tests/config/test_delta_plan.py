@@ -44,7 +44,8 @@ def test_scratch_of_long_chunks_is_counted() -> None:
     for chunk, rows in ((None, 2048), (16384, 16384)):
         config = EngineConfig.from_keywords("m", disable_cuda_graph=True, chunked_prefill_size=chunk)
         request = MemoryRequest(config, MODEL, with_gpu(), "bfloat16", "int4", 8)
-        assert workspace_bytes(request) == GPU_WORKSPACE_BYTES + 25 * SLOT + rows * shape.chunk_row_bytes
+        tables = 4 * 64 * MODEL.max_positions  # of 64 channels that turn
+        assert workspace_bytes(request) == GPU_WORKSPACE_BYTES + 25 * SLOT + rows * shape.chunk_row_bytes + tables
 
 
 def test_a_head_that_does_not_fit_stays_on_the_cpu_and_says_so() -> None:

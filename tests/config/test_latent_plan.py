@@ -15,6 +15,7 @@ from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, workspace_bytes
 from tandem.config.gpu_scratch import PARTIAL_BYTES, SCORE_BYTES, SQUARE, latent_scratch_bytes
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.memory import MemoryRequest
+from tandem.config.model_config import rope_bytes
 from tandem.errors import ConfigError
 
 LITE = "deepseek-v2-lite"
@@ -59,7 +60,8 @@ def test_scratch_is_bounded_and_in_the_ledger(name: str) -> None:
     config = EngineConfig.from_keywords("m", disable_cuda_graph=True)
     request = MemoryRequest(config, model(name), with_gpu(), "bfloat16", "int4", 8)
     most = latent_scratch_bytes(shape, request.model.max_positions, 2048)
-    assert workspace_bytes(request) == GPU_WORKSPACE_BYTES + most
+    tables = rope_bytes(request.model, request.model.max_positions)
+    assert workspace_bytes(request) == GPU_WORKSPACE_BYTES + most + tables
 
 
 @pytest.mark.parametrize("name", ["deepseek-v32", "glm-5"])

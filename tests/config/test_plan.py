@@ -30,6 +30,7 @@ from tandem.config.memory import (
     RESULT_BYTES,
     WORKSPACE_BYTES,
 )
+from tandem.config.model_config import rope_bytes
 from tandem.errors import ConfigError
 
 KV_BYTES = 2 * 30 * 3 * 64 * 2  # K and V × layers × heads × head_dim × bf16
@@ -189,7 +190,8 @@ def test_default_kv_cache_leaves_a_laptop_room() -> None:
     assert small.context_length == large.context_length == 8192
 
 
-WORKSPACE = WORKSPACE_BYTES + GRAMMAR_BYTES + 4 * DEFAULT_PREFILL_TOKENS * MODEL.moe.router.top_k * MODEL.hidden
+RESULTS = 4 * DEFAULT_PREFILL_TOKENS * MODEL.moe.router.top_k * MODEL.hidden
+WORKSPACE = WORKSPACE_BYTES + GRAMMAR_BYTES + RESULTS + rope_bytes(MODEL, MODEL.max_positions)
 
 
 def kv_bytes(p: Plan) -> int:

@@ -15,7 +15,13 @@ from pathlib import Path
 from tandem.config.cuda_graphs import graph_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
-from tandem.config.gpu_scratch import expert_scratch_bytes, experts_at_once, mixer_scratch_bytes, ring_of
+from tandem.config.gpu_scratch import (
+    StepSize,
+    expert_scratch_bytes,
+    experts_at_once,
+    mixer_scratch_bytes,
+    ring_of,
+)
 from tandem.config.gpus import Gpu, is_new_enough, too_old
 from tandem.config.host_memory import HostShare, host_memory
 from tandem.config.layers import DeltaRule, Gqa, Mixer
@@ -24,12 +30,13 @@ from tandem.config.memory import (
     DEFAULT_FRACTION,
     GPU_PREFILL_TOKENS,
     LEAST_CONTEXT,
+    ROPE_WORDS,
     MemoryPlan,
     MemoryRequest,
     gib,
     wanted_context,
 )
-from tandem.config.model_config import STORED, ModelConfig
+from tandem.config.model_config import STORED, ModelConfig, rope_bytes
 from tandem.config.speculation.choice import refuse_drafts_on_gpu
 from tandem.config.state import DTYPE_BYTES
 from tandem.config.stored import UNQUANTISED, StoredFormats
@@ -135,7 +142,7 @@ def live_placement(config: EngineConfig, on_gpu: int, model: ModelConfig) -> tup
         return False, "--kt-enable-dynamic-expert-update is not given"
     if on_gpu == 0:
         return False, "no expert is on the GPU, so there is no slot to move into"
-    if on_gpu >= _all_experts(model):
+    if on_gpu >= model.routed_experts:
         return False, "every expert is on the GPU already"
     return True, "--kt-enable-dynamic-expert-update"
 
@@ -192,7 +199,7 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
     refuse_drafts_on_gpu(request.config)
     found = _sized(request, gpu, 0)
-    if found.experts >= _all_experts(request.model):
+    if found.experts >= request.model.routed_experts:
         return found
     if why_not := streams_not(request, gpu):
         return replace(found, ring_reason=why_not)
@@ -220,7 +227,7 @@ def _sized(request: MemoryRequest, gpu: Gpu, ring: int) -> GpuMemory:
     least, way_out = _least_tokens(request, context, kv_room), ""
     if asked is None:
         way_out = "; --context-length takes it from experts"
-        asked = min(_all_experts(model), (kv_room - least * per_token) // per_expert)
+        asked = min(model.routed_experts, (kv_room - least * per_token) // per_expert)
         expert_reason = "what fits beside dense weights and KV cache"
         kv_room -= asked * per_expert
     tokens, kv_reason = _kv_tokens(request, context, kv_room, least)
@@ -236,14 +243,15 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
     """Of the GPU's memory."""
     experts = plan.experts
     each, scratch = expert_bytes(request), _scratch_bytes(request)
-    logits = workspace_bytes(request) - GPU_WORKSPACE_BYTES - request.slot_bytes - scratch
+    logits = workspace_bytes(request) - GPU_WORKSPACE_BYTES - request.slot_bytes - request.rope_bytes - scratch
     entries = [
         Entry(
             "dense weights", dense_bytes(request.model, request.dtype, request.stored), "embedding included"
         ),
-        Entry("experts", experts * each, f"{experts} of {_all_experts(request.model)}, {gib(each)} each"),
+        Entry("experts", experts * each, f"{experts} of {request.model.routed_experts}, {gib(each)} each"),
         Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
         Entry("states", request.slot_bytes, "of sequences, whatever their length"),
+        Entry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
         Entry("prompt scratch", scratch, "that layers share"),
         Entry("graph logits", logits, "float32, of every CUDA graph"),
         Entry("workspace", GPU_WORKSPACE_BYTES + unpacking_bytes(gpu), "of one step, libraries, CUDA graphs"),
@@ -261,7 +269,8 @@ def dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats = UNQUANTI
 def workspace_bytes(request: MemoryRequest) -> int:
     """Of steps, and the float32 logits that every graph keeps."""
     rows = sum(graph_sizes(request.config, request.max_running_requests, request.guesses))
-    return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + request.slot_bytes + _scratch_bytes(request)
+    shared = request.slot_bytes + request.rope_bytes + _scratch_bytes(request)
+    return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + shared
 
 
 def unpacking_bytes(gpu: Gpu) -> int:
@@ -275,7 +284,8 @@ def _scratch_bytes(request: MemoryRequest, tokens: int = GPU_PREFILL_TOKENS) -> 
     rows = tokens if chunk is None else chunk if chunk > 0 else context
     hyper, hidden = request.model.layers[0].hyper, request.model.hidden
     kinds = set(request.model.mixers)
-    return max((mixer_scratch_bytes(each, hyper, hidden, context, rows) for each in kinds), default=0)
+    size = StepSize(rows, context, request.max_running_requests)
+    return max((mixer_scratch_bytes(each, hyper, hidden, size) for each in kinds), default=0)
 
 
 def expert_bytes(request: MemoryRequest) -> int:
@@ -300,13 +310,9 @@ def host_share(
     return HostShare(gpu.experts, expert_bytes, workers, step_tokens, sizes, pages, top_k, gpu.live, in_place, late)
 
 
-def _all_experts(model: ModelConfig) -> int:
-    return model.routed_experts
-
-
 def asked_experts(config: EngineConfig, model: ModelConfig) -> tuple[int | None, str]:
     """How many (layer, expert) pairs the flags put on the GPU; None: they do not say."""
-    everyone = _all_experts(model)
+    everyone = model.routed_experts
     if config.kt_gpu_experts_ratio is not None:
         return round(config.kt_gpu_experts_ratio * everyone), "--kt-gpu-experts-ratio"
     if config.kt_num_gpu_experts is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem.config.layers import DeltaRule, Mixer
 from tandem.config.mechanisms.hyper import Hyper
@@ -19,13 +20,21 @@ SQUARE = 8192  # rows of a chunk at a time
 ROUND_ROWS, ROUND_KEYS = 256, 512  # tokens: lengths are rounded up, because cuDNN plans every new shape
 
 
-def mixer_scratch_bytes(mixer: Mixer, hyper: Hyper | None, hidden: int, context: int, step_rows: int) -> int:
-    """Of a layer's mixer, for a chunk of so many rows."""
+class StepSize(NamedTuple):
+    """Of a step, at most: rows, tokens of a sequence, and sequences."""
+
+    rows: int
+    context: int
+    sequences: int
+
+
+def mixer_scratch_bytes(mixer: Mixer, hyper: Hyper | None, hidden: int, step: StepSize) -> int:
+    """Of a layer's mixer."""
     if isinstance(mixer, Latent):
-        return latent_scratch_bytes(mixer, context, step_rows)
+        return latent_scratch_bytes(mixer, step.context, step.rows)
     if isinstance(mixer, SharedKv):
-        return shared_kv_scratch_bytes(mixer, hyper, hidden, step_rows)
-    return step_rows * mixer.chunk_row_bytes if isinstance(mixer, DeltaRule) else 0
+        return shared_kv_scratch_bytes(mixer, hyper, hidden, step)
+    return step.rows * mixer.chunk_row_bytes if isinstance(mixer, DeltaRule) else 0
 
 
 def latent_scratch_bytes(shape: Latent, context: int, step_rows: int) -> int:
@@ -45,13 +54,25 @@ def _index_bytes(shape: Latent, step_rows: int) -> int:
 SHARED_KEY_BYTES = 1 << 26  # of keys that are gathered at a time, and as many of an index's products
 
 
-def shared_kv_scratch_bytes(shape: SharedKv, hyper: Hyper | None, hidden: int, step_rows: int) -> int:
+def shared_kv_scratch_bytes(shape: SharedKv, hyper: Hyper | None, hidden: int, step: StepSize) -> int:
     """Gathered keys twice in bfloat16 and in float32, an index's products three times. Of each row: queries as
     projected and normed, results, and what turns of them in float32; streams before and after a block, and three times
-    in float32 while they mix."""
+    in float32 while they mix. What grows with the context comes beside."""
     row = 2 * 3 * shape.heads * shape.dim + 4 * 4 * shape.heads * shape.rope.dims
     streams = 0 if hyper is None else (2 * 2 + 3 * 4) * hyper.streams * hidden
-    return 9 * SHARED_KEY_BYTES + step_rows * (row + streams)
+    return 9 * SHARED_KEY_BYTES + step.rows * (row + streams) + _entry_bytes(shape, step)
+
+
+def _entry_bytes(shape: SharedKv, step: StepSize) -> int:
+    """Places of all entries of each sequence, worked out in three arrays of int64; of each row the order of its keys,
+    in two; and one row's products with an index, three times, where they are more than what is taken at a time."""
+    if shape.pool is None:
+        return 0
+    entries, index = step.context // shape.pool.stride, shape.pool.index
+    seen = entries if index is None else min(entries, index.budget)
+    one = 0 if index is None else 4 * entries * (index.heads + index.dim)
+    order = 2 * 8 * step.rows * (shape.window + seen)
+    return 3 * 8 * step.sequences * entries + order + 3 * max(0, one - SHARED_KEY_BYTES)
 
 
 def head_bytes(nope: int, rope: int, value: int, rows: int, tokens: int) -> int:

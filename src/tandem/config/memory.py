@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import RAM, Entry, Ledger, ledger
 from tandem.config.machine import Machine
-from tandem.config.model_config import STORED, ModelConfig, why_alone
+from tandem.config.model_config import STORED, ModelConfig, rope_bytes, why_alone
 from tandem.config.speculation.choice import most_guesses
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError, DoesNotFit
@@ -30,6 +30,7 @@ DEFAULT_KV_SHARE = 4  # the KV cache takes 1/4 of what is left ...
 DEFAULT_KV_BYTES = 4 * GIB  # ... and no more than this
 GRAMMAR_BYTES = GIB // 8  # compiled grammars of structured output, kept or in use; more are refused
 GRAMMAR_WORDS = "of structured output, at most"
+ROPE_WORDS = "for every position"
 PAGE_TABLE_SHARE = 512  # of a mapping's bytes, which takes 8 bytes for every 4 KiB
 LARGEST_FRACTION = 0.95  # that is advised: the rest is the system's
 LEAST_CONTEXT = 256  # tokens; with less than this the model counts as not fitting
@@ -83,6 +84,11 @@ class MemoryRequest:
         return self.num_slots * self.model.state_layout(self.dtype).slot_bytes
 
     @property
+    def rope_bytes(self) -> int:
+        """Of rotary tables, at most: for every position of the context that is wanted."""
+        return rope_bytes(self.model, wanted_context(self)[0])
+
+    @property
     def weight_bytes(self) -> int:
         if not self.experts_are_there:
             return self.bytes_with(self.expert_format)
@@ -122,7 +128,7 @@ class MemoryRequest:
         chunk = self.config.chunked_prefill_size or DEFAULT_PREFILL_TOKENS
         tokens = min(chunk, RESULT_TOKENS) if chunk > 0 else RESULT_TOKENS
         results = min(RESULT_BYTES, 4 * tokens * self.model.moe.router.top_k * self.model.hidden)
-        return WORKSPACE_BYTES + GRAMMAR_BYTES + self.slot_bytes + results
+        return WORKSPACE_BYTES + GRAMMAR_BYTES + self.slot_bytes + results + self.rope_bytes
 
     @property
     def kv_room_bytes(self) -> int:
@@ -160,10 +166,11 @@ def memory_ledger(request: MemoryRequest, memory: MemoryPlan, kv_bytes: int) -> 
         Entry("experts", memory.weight_bytes - dense, experts),
         Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
         Entry("states", request.slot_bytes, "of sequences, whatever their length"),
+        Entry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
         Entry("compiled grammars", GRAMMAR_BYTES, GRAMMAR_WORDS),
         Entry(
             "workspace",
-            request.workspace_bytes - request.slot_bytes - GRAMMAR_BYTES,
+            request.workspace_bytes - request.slot_bytes - GRAMMAR_BYTES - request.rope_bytes,
             "of one step, Python, the tokenizer",
         ),
     ]

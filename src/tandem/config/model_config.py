@@ -14,6 +14,7 @@ from tandem.config.layers import NO_EXPERTS, Attention, Body, Layer, Mixer, Moe
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.rope import Rope
 from tandem.config.speculation.drafts import Drafts
 from tandem.config.state import DTYPE_BYTES, State, StateLayout, state_layout
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
@@ -160,16 +161,16 @@ class ModelConfig:
         return self._dense_bytes(dtype, stored, on_gpu) + self.expert_bias_bytes
 
     def _dense_bytes(self, dtype: str, stored: StoredFormats, on_gpu: bool) -> int:
+        hyper, streams = _hyper_params(self), _hyper_bytes(self)
         if not stored.dense_codes or dtype == "float32":
-            return self.dense_params * DTYPE_BYTES[dtype]
+            return (self.dense_params - hyper) * DTYPE_BYTES[dtype] + streams
         kinds = stored.dense, stored.shared, stored.embedding
         dense, shared, embedding = (f.gpu_bytes_per_weight if on_gpu else f.bytes_per_weight for f in kinds)
         head = self.vocab * self.hidden if self.tied_embeddings else 0
         mixers = self.mixers if self.drafter is None else (*self.mixers, self.drafter.layer.mixer)
         plain = sum(mixer.head_params for mixer in mixers if isinstance(mixer, Latent | SharedKv))
-        hyper = _hyper_params(self)
         others = self.dense_params - self.shared_params - head - plain - hyper
-        numbers = plain * DTYPE_BYTES[dtype] + hyper * DTYPE_BYTES["float32"]
+        numbers = plain * DTYPE_BYTES[dtype] + streams
         return int(others * dense + self.shared_params * shared + head * embedding) + numbers
 
     def weight_bytes(self, dtype: str, expert_format: str, stored: StoredFormats = UNQUANTISED) -> int:
@@ -212,6 +213,22 @@ def _hyper_params(model: ModelConfig) -> int:
     """Of what connects blocks; all are float32."""
     blocks = (block.hyper for layer in model.layers for block in layer.blocks)
     return sum(hyper.params(model.hidden) for hyper in blocks if hyper is not None)
+
+
+def _hyper_bytes(model: ModelConfig) -> int:
+    blocks = (block.hyper for layer in model.layers for block in layer.blocks)
+    return sum(hyper.matrix_bytes(model.hidden) for hyper in blocks if hyper is not None)
+
+
+def rope_bytes(model: ModelConfig, context: int) -> int:
+    """Of the rotary tables for so many positions: float32 cosines and sines. Layers that turn alike share them."""
+    ropes = {replace(rope, pairs="halves") for each in model.attentions for rope in _ropes_of(each)}
+    return sum(2 * DTYPE_BYTES["float32"] * rope.dims // 2 for rope in ropes) * context
+
+
+def _ropes_of(mixer: Attention) -> list[Rope]:
+    index = mixer.index if isinstance(mixer, Latent) else None
+    return [mixer.rope] if index is None else [mixer.rope, index.rope]
 
 
 def _experts_of(moe: Moe | None) -> Moe | None:

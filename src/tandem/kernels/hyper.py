@@ -10,12 +10,11 @@ from torch import Tensor
 
 from tandem.config.mechanisms.hyper import Hyper
 
-LANES = 16  # torch computes what is left over of a vector in another way, so that bits would depend on the rows beside
-
 
 class HyperWeights(NamedTuple):
     """Of a block, m = n * (2 + n); of what follows the last one, m = n. project: a row of all streams, float32, to [M],
-    of which the first m count: M is a multiple of `LANES`. scale and base [M] multiply what it makes and are added."""
+    of which the first m count: M is a multiple of `hyper.LANES`. scale and base [M] multiply what it makes and are
+    added."""
 
     project: Callable[[Tensor], Tensor]
     scale: Tensor

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.layers import Router
-from tandem.kernels.hyper import LANES
+from tandem.config.mechanisms.hyper import LANES
 from tandem.kernels.ops import Routing, Tally
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.mechanisms.hyper import Hyper
-from tandem.kernels.hyper import LANES, HyperStreams, HyperWeights, left
+from tandem.config.mechanisms.hyper import LANES, Hyper
+from tandem.kernels.hyper import HyperStreams, HyperWeights, left
 from tandem.kernels.ops import Ops
 from tandem.models.builder import Builder
 from tandem.models.passing import Pass

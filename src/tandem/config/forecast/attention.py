@@ -21,7 +21,9 @@ def _of_mixer(mixer: object, rows: int, before: int, per_head: bool) -> float:
     if isinstance(mixer, Latent):
         return _of_latent(mixer, rows, before, per_head)
     if isinstance(mixer, SharedKv):  # of the middle row
-        return 4.0 * rows * mixer.keys_seen(before + rows // 2) * mixer.heads * mixer.dim
+        middle = before + rows // 2
+        looked = 2.0 * mixer.keys_seen(middle) * mixer.heads * mixer.dim
+        return 2.0 * rows * (looked + mixer.scored_products(middle))
     if isinstance(mixer, Gqa):
         channels = mixer.heads * (mixer.head_dim + mixer.value_dim)
         return 2.0 * pairs(rows, before, mixer.window or before + rows) * channels

@@ -14,6 +14,8 @@ from tandem.config.forecast.attention import attention_flops
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.forecast.stream_rates import StreamRates
+from tandem.config.layers import Layer
+from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.model_config import STORED, ModelConfig, past_bytes
 from tandem.config.plan import Plan
 from tandem.config.stored import StoredFormats
@@ -28,6 +30,8 @@ CPU_ATTENTION_SHARE = 0.28  # of the same peak: attention is computed in float32
 CPU_LAYER_SECONDS = 6e-5  # without a GPU: norms, router, attention's small parts
 HANDOFF_LAYER_SECONDS = 2.1e-5  # beside one: from the GPU to the CPU's experts and back
 GRAPH_KERNELS, EXPERT_KERNELS = 11, 3  # of a decode layer; of experts on the GPU beyond these
+STREAM_KERNELS, BALANCING_KERNELS = 32, 6  # where streams mix: of a block, and of each norm by rows and columns
+SHARED_KEY_KERNELS = 90  # of attention by PyTorch's operations
 EAGER_KERNELS = 100  # of a layer outside of graphs, in time
 GPU_ROWS_GROWTH = 0.18  # of the GPU's dense step each time the batch doubles
 GPU_CODE_SHARE, GPU_NUMBER_SHARE = 0.5, 0.8  # of GPU memory's speed, experts of codes and of numbers
@@ -148,7 +152,7 @@ def _decode_on_gpu(case: Case, batch: int, context: int) -> dict[str, float]:
     speeds, model, moe = case.speeds, case.model, len(case.model.moe_layers)
     doublings = (batch - 1).bit_length()
     dense = (
-        case.dense_bytes / speeds.gpu_gbps / 1e9 + len(model.layers) * GRAPH_KERNELS * speeds.kernel_seconds
+        case.dense_bytes / speeds.gpu_gbps / 1e9 + sum(map(_kernels, model.layers)) * speeds.kernel_seconds
     )
     there = on_gpu * case.expert_bytes / speeds.gpu_gbps / 1e9 / _gpu_experts_share(case)
     there += moe * EXPERT_KERNELS * speeds.kernel_seconds if case.gpu_share else 0.0
@@ -160,6 +164,17 @@ def _decode_on_gpu(case: Case, batch: int, context: int) -> dict[str, float]:
         "KV cache": case.state_bytes(batch, context) / speeds.gpu_gbps / 1e9,
         side: max(here, there),
     }
+
+
+def _kernels(layer: Layer) -> int:
+    """Of a decode step in a graph."""
+    hyper = [block.hyper for block in layer.blocks if block.hyper is not None]
+    streams = sum(STREAM_KERNELS + BALANCING_KERNELS * each.iterations for each in hyper)
+    return GRAPH_KERNELS + streams + (SHARED_KEY_KERNELS if isinstance(layer.mixer, SharedKv) else 0)
+
+
+def _eager_kernels(layer: Layer) -> int:
+    return EAGER_KERNELS + _kernels(layer) - GRAPH_KERNELS
 
 
 def _gpu_experts_share(case: Case) -> float:
@@ -208,7 +223,7 @@ def _chunk_on_gpu(case: Case, rows: int, attention_flops: float, on_cpu: float) 
     there = case.gpu_share + (1 - case.gpu_share) * travelling
     ways = [
         others | {"experts on the GPU": _experts_on_gpu(case, rows, there)},
-        {"starting kernels": len(model.layers) * EAGER_KERNELS * speeds.launch_seconds},
+        {"starting kernels": sum(map(_eager_kernels, model.layers)) * speeds.launch_seconds},
         {"experts over the bus": elsewhere} if travelling == 1.0 else others | {"experts in CPU memory": elsewhere},
     ]
     return max(ways, key=lambda parts: sum(parts.values()))

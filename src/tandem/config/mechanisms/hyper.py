@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LANES = 16  # torch computes what is left over of a vector in another way, so that bits would depend on the rows beside
+
 
 @dataclass(frozen=True, slots=True)
 class Hyper:
@@ -27,3 +29,7 @@ class Hyper:
     def params(self, hidden: int) -> int:
         """Of a block, float32."""
         return self.weights * self.streams * hidden
+
+    def matrix_bytes(self, hidden: int) -> int:
+        """Of a block, as packed: rows are filled up to whole vectors."""
+        return 4 * -(-self.weights // LANES) * LANES * self.streams * hidden

@@ -87,6 +87,13 @@ class SharedKv:
         entries = 0 if self.pool is None else length // self.pool.stride
         return min(length, self.window) + entries - self.unseen(length)
 
+    def scored_products(self, length: int) -> int:
+        """Of an index that chooses entries of so many tokens: of its heads' queries with their keys."""
+        index = None if self.pool is None else self.pool.index
+        if self.pool is None or index is None or length // self.pool.stride <= index.budget:
+            return 0
+        return length // self.pool.stride * index.heads * index.dim
+
     def unseen(self, length: int) -> int:
         """Entries of so many tokens that an index leaves out."""
         if self.pool is None or self.pool.index is None:
