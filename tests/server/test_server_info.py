@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import shutil
+import subprocess
 import threading
 
 import pytest
@@ -13,6 +16,7 @@ from echo_tokenizer import END, EchoTokenizer
 from server_harness import LocalServer, listening_server
 from server_requests import CHAT, error_of, run, user
 from tandem import __version__
+from tandem.config import EngineConfig
 
 
 def test_tokens():
@@ -133,6 +137,34 @@ def test_metrics_in_both_formats():
         assert {"tandem_pages", "tandem_answers", "tandem_http_responses"} <= families
 
     run(scenario)
+
+
+HISTOGRAMS = (
+    "request_queue_time_seconds", "request_prefill_time_seconds", "time_to_first_token_seconds", "answer_seconds",
+)  # fmt: skip
+
+
+def test_latencies_are_counted_once_an_answer():
+    async def scenario(server: LocalServer):
+        assert (await server.post(CHAT, messages=user("xyz"), n=2)).status_code == 200
+        text = (await server.client.get("/metrics")).text
+        for name in HISTOGRAMS:
+            assert f"tandem_{name}_count 2.0" in text, name
+        queue, prefill, first, _ = (float(re.search(f"tandem_{name}_sum (.*)", text)[1]) for name in HISTOGRAMS)
+        assert 0 <= queue + prefill <= first  # the way to the engine and back comes on top
+
+    run(scenario)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+def test_promtool_finds_nothing():
+    async def scenario(server: LocalServer):
+        await server.post(CHAT, messages=user("xyz"))
+        text = (await server.client.get("/metrics")).text
+        done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and not done.stdout + done.stderr, done.stdout + done.stderr
+
+    run(scenario, loaded=echo_engine.load_routed(EngineConfig(model="echo"), 2, 16))
 
 
 def test_the_page_of_routes_needs_nothing_from_elsewhere():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from time import perf_counter
 
-from tandem.engine.protocol import TokenLogprob, TokenOutput
+from tandem.engine.protocol import FirstToken, TokenLogprob, TokenOutput
 from tandem.engine.sampling.sampler import Sampled
 from tandem.engine.sequence import Sequence
 from tandem.engine.text.detokenizer import Decoder, TextStream
@@ -61,18 +62,24 @@ class Answer:
         error: str | None = None,
     ) -> TokenOutput:
         sequence = self.sequence
-        first_with_scores = sequence.answer_len == 1 and bool(token_ids) and bool(sequence.prompt_logprobs)
+        first = sequence.answer_len == 1 and bool(token_ids)
         return TokenOutput(
             id=sequence.request_id,
             index=sequence.index,
             text=text,
             token_ids=token_ids,
             logprobs=logprobs,
-            prompt_logprobs=sequence.prompt_logprobs if first_with_scores else None,
+            prompt_logprobs=(sequence.prompt_logprobs or None) if first else None,
             finish_reason=reason,
             stop_match=stop,
             error=error,
             prompt_tokens=sequence.prompt_len,
             completion_tokens=sequence.answer_len,
             cached_tokens=sequence.cached_prompt_len,
+            first_token=_first_token(sequence) if first else None,
         )
+
+
+def _first_token(sequence: Sequence) -> FirstToken:
+    started = sequence.started_at
+    return FirstToken(started - sequence.arrived_at, perf_counter() - started)

@@ -81,6 +81,13 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+class FirstToken(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer's first token took, in seconds."""
+
+    queue: float  # from the request until it ran; a grammar is compiled meanwhile
+    prefill: float  # from then on; with what a preemption cost
+
+
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
     """What one step added to one answer. `text` is final: held back while a stop string may still match."""
 
@@ -98,6 +105,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
     prompt_tokens: int = 0
     completion_tokens: int = 0  # of this answer so far
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    first_token: FirstToken | None = None  # once, with the first token
 
 
 class RecordExperts(msgspec.Struct, frozen=True, kw_only=True, tag="record_experts"):

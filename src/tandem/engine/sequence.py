@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as Rows
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "arrived_at",
         "border_len",
         "border_slot",
         "cached_prompt_len",
@@ -59,6 +61,7 @@ class Sequence:
         "seed",
         "siblings",
         "slot",
+        "started_at",
         "status",
         "token_counts",
         "tokens",
@@ -79,6 +82,7 @@ class Sequence:
         assert 0 < len(prompt_ids) < max_len, (len(prompt_ids), max_len)
         self.request_id = request_id
         self.index = index
+        self.arrived_at = self.started_at = perf_counter()
         self.arrival = (arrival, index)  # orders admission, and preemption the other way round
         self.sampling = sampling
         self.seed = seed
@@ -147,6 +151,8 @@ class Sequence:
 
     def become(self, status: Status) -> None:
         assert status in _NEXT_STATUS[self.status], f"{self.status} -> {status}"
+        if self.status is Status.WAITING:
+            self.started_at = perf_counter()
         self.status = status
         if status is Status.FINISHED:
             self.matcher = None  # or its grammar would count as used, and its memory would not come back

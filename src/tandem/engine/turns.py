@@ -80,4 +80,5 @@ def merged(outputs: list[TokenOutput]) -> TokenOutput:
         lengths=[len(output.text) for output in outputs if output.token_ids],
         logprobs=logprobs or None,
         prompt_logprobs=outputs[0].prompt_logprobs,
+        first_token=outputs[0].first_token,
     )

@@ -15,6 +15,7 @@ from tandem.engine.protocol import (
     EngineStats,
     ExpertsRecorded,
     ExpertTraffic,
+    FirstToken,
     GenerateRequest,
     LookAtExperts,
     RecordExperts,
@@ -29,7 +30,7 @@ from tandem.server.messages import CacheFlushed, FlushCache, FromEngine, Request
 class StreamObserver(Protocol):
     """Told what users notice; `server/metrics.py` counts it."""
 
-    def first_token(self, seconds: float) -> None: ...
+    def first_token(self, seconds: float, took: FirstToken | None) -> None: ...
     def next_token(self, seconds: float, tokens: int) -> None: ...
     def finished(self, reason: str, seconds: float) -> None: ...
 
@@ -123,7 +124,7 @@ class RequestStream:
         now = time.monotonic()
         if output.token_ids:
             if answer.last_token_at is None:
-                self._observer.first_token(now - self.submitted_at)
+                self._observer.first_token(now - self.submitted_at, output.first_token)
             else:
                 self._observer.next_token(now - answer.last_token_at, len(output.token_ids))
             answer.last_token_at = now

@@ -8,9 +8,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from tandem.engine.protocol import EngineStats, ExpertStats, SpeculationStats
+from tandem.engine.protocol import EngineStats, ExpertStats, FirstToken, SpeculationStats
 
 _TTFT_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_QUEUE_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _ITL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 5)
 _E2E_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -140,6 +141,12 @@ class ServerMetrics:
         self._ttft = self._histogram(
             "time_to_first_token_seconds", "From request to first token", _TTFT_SECONDS
         )
+        self._queue = self._histogram(
+            "request_queue_time_seconds", "From request until the engine ran it", _QUEUE_SECONDS
+        )
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From then to the first token", _TTFT_SECONDS
+        )
         self._itl = self._histogram("inter_token_seconds", "Between two tokens of an answer", _ITL_SECONDS)
         self._e2e = self._histogram("answer_seconds", "From request to the end of an answer", _E2E_SECONDS)
 
@@ -151,8 +158,11 @@ class ServerMetrics:
     ) -> None:
         self.registry.register(EngineCollector(stats, up, restarts))
 
-    def first_token(self, seconds: float) -> None:
+    def first_token(self, seconds: float, took: FirstToken | None) -> None:
         self._ttft.observe(seconds)
+        if took is not None:
+            self._queue.observe(took.queue)
+            self._prefill.observe(took.prefill)
 
     def next_token(self, seconds: float, tokens: int) -> None:
         for _ in range(tokens):

@@ -204,7 +204,7 @@ def _check_part(place: str, part: Schema) -> None:
 
 def _counted(part: Schema) -> float:
     """How many characters of a text must be counted."""
-    return float(part.get("maxLength", part.get("minLength", 0)))
+    return float(part.get("maxLength") or part.get("minLength") or 0)
 
 
 def _check_counts(place: str, part: Schema) -> None:
