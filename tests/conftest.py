@@ -8,19 +8,24 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+import fault_table
 import scheduling
+from fault_table import fault as fault  # a fixture
 
 settings.register_profile("fuzz", max_examples=1500, deadline=None)  # `make fuzz`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     scheduling.add_options(parser)
+    parser.addoption("--write-faults", type=Path, metavar="DIR", help="keep what tests marked `fault` saw")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     scheduling.use_one_torch_thread()
     if config.getoption("--store-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(scheduling.Durations())
+    if (folder := config.getoption("--write-faults")) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(fault_table.FaultRows(folder))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

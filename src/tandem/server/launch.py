@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -84,8 +85,14 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port} ({error.strerror}); try another --port or --host"
+            f"cannot listen on {host}:{port} ({_reason(error)}); try another --port or --host"
         ) from error
+
+
+def _reason(error: OSError) -> str:
+    """Python adds the address to the system's words, which it then says twice."""
+    number = error.errno or 0
+    return os.strerror(number) if number in errno.errorcode else str(error.strerror)
 
 
 def _event_loop() -> asyncio.Runner:
