@@ -18,7 +18,7 @@ SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find src csrc -type f
 CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat test test-all test-peers tsan fuzz lint format ext stub bench wheel test-gpu clean
+.PHONY: help venv serve chat test test-all test-peers faults tsan fuzz lint format ext stub bench wheel test-gpu clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -75,6 +75,9 @@ $(STAMPS)/clients: $(STAMPS)/test
 
 test-all: $(STAMPS)/package $(STAMPS)/clients ## them all: full products, thread sanitizer, agent frameworks
 	$(PYTEST) --full $(ARGS)
+
+faults: $(STAMPS)/package $(STAMPS)/test ## what happens when something goes wrong; writes docs/faults.md
+	$(BIN)/python -m pytest tests/faults tests/hub -m fault --full --write-faults benchmarks/results $(ARGS)
 
 tsan: $(STAMPS)/package $(STAMPS)/test ## the worker pool under the thread sanitizer
 	$(BIN)/python -m pytest tests/kernels/test_worker_pool.py --full -k sanitizer $(ARGS)

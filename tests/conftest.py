@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fault_table
 import pytest
+from fault_table import fault as fault  # a fixture
 from hypothesis import settings
 
-import fault_table
 import scheduling
-from fault_table import fault as fault  # a fixture
 
 settings.register_profile("fuzz", max_examples=1500, deadline=None)  # `make fuzz`
 

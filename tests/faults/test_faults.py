@@ -15,7 +15,6 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-
 from fault_servers import (
     ENGINE,
     LONG,
@@ -36,6 +35,7 @@ from fault_servers import (
 )
 from fault_table import Fault
 from faulty_engine import command
+
 from server_harness import ServerProcess
 from tandem.experts.usage.usage_file import read_usage
 

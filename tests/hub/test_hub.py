@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -390,3 +391,30 @@ def test_what_is_said_before_a_download(hub, capsys):
     model_files.prepare(EngineConfig.from_args([NAME]), say_coming)
     said = capsys.readouterr().err
     assert "it fits: " in said and "RAM; decoding " in said and "tokens/s; 0.0 GB are fetched first" in said
+
+
+@pytest.mark.fault("The disk is full: a download (`RLIMIT_FSIZE`)")
+def test_a_disk_that_fills_up_during_a_download(hub, source, tmp_path, fault):
+    """Its size was looked at before; somebody else has written meanwhile. What is here stays."""
+    big = os.urandom(6 << 20)
+    hub.repos[NAME] = hub.repos[NAME] | {shards_of(hub)[0]: big}
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0",
+        "PYTHONPATH": str(Path(model_files.__file__).parents[3]),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "tandem", "model", "pull", NAME, "--force"]
+
+    def full() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    fault.strikes()
+    failed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, preexec_fn=full)
+    fault.seen("it ends: “… cannot be written (…): free some space, or set HF_HUB_CACHE”; the same command goes on", 60)
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert "cannot be written" in failed.stderr and "HF_HUB_CACHE" in failed.stderr
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    fault.good(120)
+    assert done.returncode == 0, done.stderr
+    assert (Path(done.stdout.strip()) / shards_of(hub)[0]).read_bytes() == big
+    assert any(given and path.endswith(shards_of(hub)[0]) for path, given in hub.asked)

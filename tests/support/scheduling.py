@@ -15,7 +15,9 @@ import torch
 
 DURATIONS = Path(__file__).parents[1] / "durations.json"
 LEAST_SECONDS = 1.0  # shorter files are not listed
-SERVERS = "tests/server/", "tests/faults/", "tests/clients/", "tests/cli/test_bench_serve.py"  # what start servers, or are like them
+SERVERS = (  # what start servers, or are like them
+    "tests/server/", "tests/faults/", "tests/clients/", "tests/cli/test_bench_serve.py",
+)  # fmt: skip
 
 
 def add_options(parser: pytest.Parser) -> None:

@@ -7,7 +7,9 @@ AMX_METHOD, …) are not read, so they are harmless; one says where files go: SG
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -37,6 +39,18 @@ def visible_gpus() -> str | None:
 def number_gpus_by_slot() -> None:
     """CUDA, once it starts in this process, will number GPUs as nvidia-smi does, unless it was told how."""
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+
+
+def keep_kernels_where_possible() -> None:
+    """Triton writes the kernels that it has compiled below HOME. Where it cannot, a start would fail; they then go to a
+    folder of this process's own, which ends with it."""
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    place = Path(os.environ.get("TRITON_CACHE_DIR", "").strip() or home / ".triton" / "cache")
+    nearest = next(path for path in (place, *place.parents) if path.exists())
+    if os.access(nearest, os.W_OK):
+        return
+    os.environ["TRITON_CACHE_DIR"] = made = tempfile.mkdtemp(prefix="tandem-kernels-")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
 
 
 def tokenize_on_one_thread() -> None:

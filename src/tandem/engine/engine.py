@@ -16,6 +16,7 @@ from tandem.config.state import StateLayout
 from tandem.engine.answer import Answer
 from tandem.engine.counters import Counters
 from tandem.engine.expert_statistics import ExpertMeter, count_step, perform
+from tandem.engine.failures import why
 from tandem.engine.gpu_runner import GpuRunner, GraphPlan
 from tandem.engine.grammar.waiting import GrammarQueue
 from tandem.engine.limits import answer_limit, check_prompt_ids, refused_grammar, validate
@@ -337,7 +338,7 @@ class Engine:
         return output
 
     def _fail(self, chunk: Chunk, error: Exception) -> TokenOutput:
-        text = f"{type(error).__name__}: {error}"
+        text = why(error)
         name, index = chunk.sequence.request_id, chunk.sequence.index
         answer = self._answers[name][index]
         try:

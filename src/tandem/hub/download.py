@@ -62,6 +62,13 @@ class Download:
     def fetch(self, files: Sequence[RemoteFile]) -> Path:
         """The snapshot's directory, with all of `files`. Raises HubError; what is here then stays, and the same call
         goes on from there."""
+        try:
+            self._fetch(files)
+        except OSError as error:
+            raise HubError(self._unwritten(error)) from error
+        return self.directory
+
+    def _fetch(self, files: Sequence[RemoteFile]) -> None:
         self._blobs.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(WORKERS, "tandem-hub") as pool:
             futures = [pool.submit(self._one, file) for file in files]
@@ -70,7 +77,12 @@ class Download:
             finally:
                 self._stop.set()
             _raise_first(futures)
-        return self.directory
+
+    def _unwritten(self, error: OSError) -> str:
+        return (
+            f"{self._model.name} cannot be written to {self._repo} ({error.strerror or error}): free some space, or "
+            "set HF_HUB_CACHE to another disk; what is here stays, and the same command goes on"
+        )
 
     def finish(self) -> None:
         """The revision is the one that was fetched, from now on. Called when all is there."""

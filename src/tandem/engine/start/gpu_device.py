@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.config.env import number_gpus_by_slot
+from tandem.config.env import keep_kernels_where_possible, number_gpus_by_slot
 from tandem.config.gpu_plan import GpuPlan
 from tandem.errors import ConfigError
 
@@ -15,6 +15,7 @@ def planned_device(gpu: GpuPlan) -> torch.device:
     Raises ConfigError when PyTorch cannot use it.
     """
     number_gpus_by_slot()  # before CUDA starts: else it puts the fastest first, and numbers mean other GPUs
+    keep_kernels_where_possible()
     if not torch.cuda.is_available():
         raise ConfigError(f"PyTorch cannot use {gpu.name}: check its driver, or take --device cpu")
     for index in range(torch.cuda.device_count()):
