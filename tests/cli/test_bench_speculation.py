@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem.bench import speculation as bench_speculation
+from tandem.bench.architectures import CONFIGS
 from tandem.cli.app import app
+from tandem.engine.speculation.nextn import NextN
 
 KEYS = {
     "bench", "config", "algorithm", "acceptance", "overlap", "steps", "governor", "batch", "gpu_share", "tok_s",
@@ -55,6 +57,20 @@ def test_a_forced_acceptance_is_what_comes_out(tiny_models, tmp_path: Path, shor
     assert never.right_guesses == 0 < never.guesses
     assert always.right_guesses == always.guesses
     assert always.guess_step_tokens == 4 * always.guess_steps
+
+
+def test_a_draft_layer_of_made_up_weights_does_its_work(tmp_path: Path, short_tasks, monkeypatch) -> None:
+    """Its guesses are replaced by right ones, and it has made as many."""
+    monkeypatch.setitem(CONFIGS, "small", CONFIGS["glm-4.5-air"] | {
+        "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64, "vocab_size": 300,
+    })  # fmt: skip
+    drawn, draw = [], NextN.draw
+    monkeypatch.setattr(NextN, "draw", lambda self, wanted: drawn.append(draw(self, wanted)) or drawn[-1])
+    line = "--speculative EAGLE --config small --layers 3 --no-governor --acceptance 1 --steps 33 --repeats 1"
+    [row] = rows(tmp_path, *line.split(), "--threads", "1", "--speculative-num-steps", "3")
+    assert (row["config"], row["algorithm"], row["acceptance"]) == ("small", "NEXTN, foretold", 1.0)
+    assert len(drawn) == 2 * 8 and all(len(guesses) == 3 for [guesses] in drawn)  # the first run warms up
 
 
 def test_an_algorithm_that_is_not_there_is_refused(tmp_path: Path) -> None:

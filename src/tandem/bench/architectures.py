@@ -38,7 +38,7 @@ def _glm(
         "moe_intermediate_size": width, "intermediate_size": dense_width, "first_k_dense_replace": dense,
         "n_shared_experts": 1, "use_qk_norm": qk_norm, "attention_bias": True, "routed_scaling_factor": scale,
         "norm_topk_prob": True, "vocab_size": 151552, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6, "partial_rotary_factor": 0.5,
+        "rope_theta": 1e6, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1,
     }  # fmt: skip
 
 
@@ -128,11 +128,13 @@ CONFIGS = {
     "qwen3-512e": _qwen3(2048, 48, 32, 4, 512, 10, 512),
     "deepseek-v3": _latent(
         7168, 61, 3, 128, 1536, 256, 8, 2048, model_type="deepseek_v3", n_shared_experts=1, intermediate_size=18432,
+        num_nextn_predict_layers=1,
         n_group=8, topk_group=4, norm_topk_prob=True, routed_scaling_factor=2.5, vocab_size=129280,
         max_position_embeddings=163840, rope_theta=1e4, rope_scaling=_yarn(40.0, 32.0), quantization_config=_FP8,
     ),
     "deepseek-v32": _latent(
         7168, 61, 3, 128, 1536, 256, 8, 2048, model_type="deepseek_v32", n_shared_experts=1, intermediate_size=18432,
+        num_nextn_predict_layers=1,
         n_group=8, topk_group=4, norm_topk_prob=True, routed_scaling_factor=2.5, vocab_size=129280,
         max_position_embeddings=163840, rope_theta=1e4, rope_scaling=_yarn(40.0, 32.0), index_n_heads=64,
         index_head_dim=128, index_topk=2048, quantization_config=_FP8,

@@ -7,15 +7,17 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from tandem.bench.gaps.made_up import made_up_parts, write_folder
 from tandem.bench.rows import machine_name, stamp, write
 from tandem.config import EngineConfig, Machine
-from tandem.config.speculation.choice import SpeculationPlan
+from tandem.config.speculation.choice import DRAFT_ALGORITHMS, SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.pace import PrefillPace
 from tandem.engine.protocol import GenerateRequest, SamplingParams, SpeculationStats
@@ -26,6 +28,7 @@ from tandem.engine.start.parts import EngineParts
 _CODE = "\n".join(  # of some thirty lines
     [inspect.getsource(PrefillPace.observe), inspect.getsource(PrefillPace.step_tokens)]
 )
+CONTEXT = 4096  # of made-up models
 MODEL_S_OWN = "model"  # the experts that neighbouring tokens share are those of the model's own routing
 TASKS = {
     "rewrite": f"Rewrite this code. Rename `rate` to `speed`.\n```python\n{_CODE}```",
@@ -49,6 +52,8 @@ class Request:
     most: int
     governed: bool
     acceptances: tuple[float, ...] = ()
+    config: str | None = None  # a named architecture with made-up weights, instead of `model` ...
+    layers: int | None = None  # ... and how many of its layers; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +85,7 @@ def run(request: Request, out: Path | None) -> None:
     console, rows = Console(), []
     for row in measure(request):
         rows.append(row)
-        console.print(
-            f"{row.task}, {row.format}, batch {row.batch}: {row.ratio:.2f} x", highlight=False
-        )
+        console.print(f"{row.task}, {row.format}, batch {row.batch}: {row.ratio:.2f} x", highlight=False)
     console.print(table(rows))
     if out is not None:
         write([asdict(row) for row in rows], out)
@@ -100,16 +103,23 @@ def measure(request: Request) -> Iterator[Row]:
 
 
 def _parts(request: Request, fmt: str) -> EngineParts:
-    return load_parts(
-        EngineConfig.from_keywords(
-            request.model,
-            device="cpu",
-            kt_method=fmt,
-            kt_cpuinfer=request.threads,
-            kernel_tier=request.tier,
-            max_running_requests=max(request.batches),
-            speculative_algorithm=request.algorithm,
-        )
+    if request.config is None:
+        return load_parts(_config(request, request.model, fmt))
+    with TemporaryDirectory(prefix="tandem-bench-") as folder:
+        write_folder(Path(folder), request.config, request.layers)
+        return made_up_parts(_config(request, folder, fmt))
+
+
+def _config(request: Request, model: str, fmt: str) -> EngineConfig:
+    return EngineConfig.from_keywords(
+        model,
+        device="cpu",
+        kt_method=fmt,
+        kt_cpuinfer=request.threads,
+        kernel_tier=request.tier,
+        max_running_requests=max(request.batches),
+        speculative_algorithm=request.algorithm,
+        context_length=CONTEXT if request.config else None,
     )
 
 
@@ -137,7 +147,8 @@ class _Turns:
 
     def _guessing(self, acceptance: float | None) -> Engine:
         request, parts = self._request, self._parts
-        wanted = SpeculationPlan(request.algorithm, request.most, request.governed)
+        named = "NGRAM" if parts.plan.speculation is None else parts.plan.speculation.algorithm
+        wanted = SpeculationPlan(named, request.most, request.governed)
         drafter = None
         if acceptance is not None:
             drafter = Foretold(self._answers, acceptance, parts.model_config.vocab)
@@ -169,18 +180,16 @@ def _prompt(parts: EngineParts, task: str, number: int) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _row(
-    request: Request, fmt: str, task: str, batch: int, acceptance: float | None, asked: _Turns
-) -> Row:
+def _row(request: Request, fmt: str, task: str, batch: int, acceptance: float | None, asked: _Turns) -> Row:
     turns, said = asked.ratios(acceptance)
     machine: dict[str, Any] = stamp(machine_name(Machine.detect(), request.threads))
     measured = said.right_guesses / said.guesses if said.guesses else 0.0
     return Row(
         bench="speculation",
-        config=Path(request.model).name,
+        config=request.config or Path(request.model).name,
         format=fmt.lower(),
         task=task,
-        algorithm=request.algorithm if acceptance is None else "foretold",
+        algorithm=_algorithm(request, acceptance),
         acceptance=round(measured if acceptance is None else acceptance, 3),
         overlap=MODEL_S_OWN,
         steps=request.most,
@@ -192,6 +201,13 @@ def _row(
         ratio=round(statistics.median(guessing / plain for guessing, plain in turns), 3),
         **machine,
     )
+
+
+def _algorithm(request: Request, acceptance: float | None) -> str:
+    """A draft layer does its work even where other guesses than its own count."""
+    if acceptance is None:
+        return request.algorithm
+    return "NEXTN, foretold" if request.algorithm in DRAFT_ALGORITHMS else "foretold"
 
 
 def table(rows: list[Row]) -> Table:

@@ -24,7 +24,7 @@ bench = typer.Typer(
 
 Synthetic = Annotated[
     str | None,
-    typer.Option(help="on a GPU, with made-up weights: " + NAMES),
+    typer.Option(help="made-up weights, on a GPU, or on a CPU with --speculative: " + NAMES),
 ]
 MadeUp = Annotated[str | None, typer.Option(help="with --long-prompt: made-up weights of " + NAMES)]
 OutputLength = Annotated[
@@ -57,7 +57,7 @@ DenseFormat = Annotated[
     str, typer.Option(help="with --config: dense matrices are bf16, fp8, int4-g128 or mxfp4")
 ]
 Speculative = Annotated[
-    str | None, typer.Option(help="with guesses of next tokens, and without, in turn: NGRAM")
+    str | None, typer.Option(help="with guesses of next tokens, and without, in turn: NGRAM, NEXTN")
 ]
 MostGuesses = Annotated[
     int, typer.Option("--speculative-num-steps", min=1, max=63, help="most guesses of a sequence in a step")
@@ -150,7 +150,7 @@ def decode(
 
     Example: kt bench decode --transformers --out decode.json
     """
-    if config is not None:
+    if config is not None and speculative is None:
         from tandem.bench import hybrid as bench_hybrid
 
         shares = tuple(gpu_share or [0.0, 0.5, 1.0])
@@ -162,7 +162,7 @@ def decode(
         from tandem.bench import speculation as bench_speculation
 
         known = (model, tuple(fmt or ["BF16"]), tuple(batch or [1]), steps, repeats, threads, tier)
-        guesses = (check_algorithm(speculative), num_steps, governor, tuple(acceptance or ()))
+        guesses = (check_algorithm(speculative), num_steps, governor, tuple(acceptance or ()), config, layers)
         bench_speculation.run(bench_speculation.Request(*known, *guesses), out)
         return
     from tandem.bench.decode import Request, run

@@ -29,6 +29,7 @@ from tandem.engine.sampling.sampler import Sampled, fresh_seed
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk, Sequence, Status, masks_of
 from tandem.engine.speculation.draft import Drafter
+from tandem.engine.speculation.foretold import Instead
 from tandem.engine.speculation.nextn import DraftingModel, NextN
 from tandem.engine.speculation.ngram import NGram
 from tandem.engine.speculation.speculation import Speculation
@@ -75,15 +76,16 @@ def _speculation(parts: EngineParts, states: StateArrays, pages: KVCache) -> Spe
     asked = parts.plan.speculation
     if asked is None:
         return None
-    drafter = parts.drafter or _drafter(parts, states, pages, asked)
+    drafter = _drafter(parts, states, pages, asked)
     return Speculation(drafter, asked.algorithm, asked.most_guesses, governed=asked.governed)
 
 
 def _drafter(parts: EngineParts, states: StateArrays, pages: KVCache, asked: SpeculationPlan) -> Drafter:
     if asked.algorithm != "NEXTN":
-        return NGram(asked.least_match, asked.longest_match)
+        return parts.drafter or NGram(asked.least_match, asked.longest_match)
     assert isinstance(parts.model, DraftingModel), "this model has no draft layer"
-    return NextN(parts.model, states.arrays, pages, most_rows=parts.plan.max_step_tokens)
+    layer = NextN(parts.model, states.arrays, pages, most_rows=parts.plan.max_step_tokens)
+    return layer if parts.drafter is None else Instead(layer, parts.drafter)
 
 
 def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner | GpuRunner:

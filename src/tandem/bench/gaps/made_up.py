@@ -21,6 +21,7 @@ from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore
 from tandem.checkpoint import load_model_config
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.layers import SILU, Activation
+from tandem.config.speculation.choice import drafting
 from tandem.engine.engine import Engine
 from tandem.engine.start.loader import Start, for_loading, use_one_torch_thread
 from tandem.engine.start.packed_start import PackedStart
@@ -98,15 +99,21 @@ class MadeUpStart(Start):
 
 def load_engine(config: EngineConfig) -> LoadedEngine:
     """In the engine's process, instead of `engine_process.load_engine`."""
-    directory = Path(config.model)
-    model = load_model_config(directory)
-    experts = experts_of(config.kt_method or "BF16")
-    plan = resolve(config, model, this_machine(), stored_as(model, "bf16", experts))
-    print_plan(plan, config.notices())
-    engine = Engine.from_parts(_parts(config, plan, model, experts))
+    parts = made_up_parts(config, lambda plan: print_plan(plan, config.notices()))
+    model, engine = parts.model_config, Engine.from_parts(parts)
     pin_main_thread(engine.plan.cpus[0])
     warm_up(engine, model.vocab)
-    return LoadedEngine(engine, engine.plan, str(directory), model.model_type, model.vocab)
+    return LoadedEngine(engine, engine.plan, config.model, model.model_type, model.vocab)
+
+
+def made_up_parts(config: EngineConfig, planned: Callable[[Plan], None] | None = None) -> EngineParts:
+    """Of the folder `config.model`. planned: called before anything is made."""
+    model = drafting(config, load_model_config(Path(config.model)))
+    experts = experts_of(config.kt_method or "BF16")
+    plan = resolve(config, model, this_machine(), stored_as(model, "bf16", experts))
+    if planned is not None:
+        planned(plan)
+    return _parts(config, plan, model, experts)
 
 
 @for_loading()

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Rows
 
 from tandem.engine.sampling.sampler import uniform
 from tandem.engine.sequence import Sequence
-from tandem.engine.speculation.draft import Draft
+from tandem.engine.speculation.draft import Draft, Drafter, Drawing
 
 
 class Foretold:
@@ -29,3 +29,27 @@ class Foretold:
     def _guess(self, token_id: int, place: int) -> int:
         right = uniform(0, 0, place, b"foretold") < self._acceptance
         return token_id if right else (token_id + 1) % self._vocab
+
+
+class Instead:
+    """`Drafter`, and `Drawing`: does what a draft layer does, and says what another drafter says."""
+
+    def __init__(self, layer: Drafter, said: Drafter) -> None:
+        assert isinstance(layer, Drawing)
+        self._layer, self._drawing, self._said = layer, layer, said
+
+    def propose(self, sequence: Sequence, most: int) -> Draft | None:
+        return self._layer.propose(sequence, most)
+
+    def draw(self, wanted: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
+        drawn = self._drawing.draw(wanted)
+        said = (self._said.propose(sequence, width) for sequence, width in wanted)
+        return [() if draft is None or not own else draft.tokens for own, draft in zip(drawn, said, strict=True)]
+
+    def forget(self, sequence: Sequence) -> None:
+        self._layer.forget(sequence)
+        self._said.forget(sequence)
+
+    @property
+    def unusual(self) -> bool:
+        return self._drawing.unusual

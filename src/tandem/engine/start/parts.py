@@ -30,5 +30,5 @@ class EngineParts:
     live: LiveExperts | None = None  # moves experts between steps; None: they stay where they are
     handoff: Handoff | None = None  # between a GPU and the experts in CPU memory; None: no GPU
     begin_step: BeginStep | None = None  # on a GPU: what its operations prepare outside CUDA graphs
-    drafter: Drafter | None = None  # who guesses, where the plan wants guesses; None: whom it names
+    drafter: Drafter | None = None  # who guesses, where the plan wants it; None: whom that names. A layer works anyway
     stream_seconds: float | None = None  # of a step in which all experts travel to the GPU; None: none does
