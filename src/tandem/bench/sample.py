@@ -1,6 +1,7 @@
 """A few layers of a model, with made-up weights, run by the engine: what `kt plan --verify` measures.
 
-Two samples of different depth are timed; their difference is what a layer takes. The head is counted by its bytes.
+Two samples of different depth are timed; their difference is what a layer takes. The deeper they are, the less of it is
+what starts and ends a step, so they are as deep as the time for them allows. The head is counted by its bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tandem.bench.stored import FORMATS, stored_as
 from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore
 from tandem.config import ModelConfig, Plan, resolve
 from tandem.config.forecast.advice import Question
+from tandem.config.forecast.prediction import Prediction
 from tandem.config.layers import Layer, Moe
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.model_config import STORED
@@ -29,9 +31,12 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.workers import planned_pool
 
 VOCAB = 4096  # a small head, which is counted apart
-DEPTHS = 1, 3  # periods of layers
+LEAST_DEPTH, MOST_DEPTH = 3, 24  # periods of layers of the deeper sample, where the model has as many
+SHALLOW_SHARE = 3  # the other has the third of them
 LONGEST_PERIOD = 4  # layers after which they repeat
-EXPERT_BYTES = 4 << 30  # of the deeper sample's experts, at most
+EXPERT_BYTES = 4 << 30  # of the experts of LEAST_DEPTH periods, at most
+BUILD_BYTES = 12e9  # of the deeper sample's weights: about ten seconds of copying
+STEP_SECONDS = 6.0  # of the deeper sample's context and steps, about
 WARM_STEPS, STEPS = 3, 16
 PROMPTS = 2
 PROMPT_SECONDS = 6.0  # of all prompts, about
@@ -63,24 +68,45 @@ def measured_rates(question: Question, context: int, prompt: int) -> dict[str, f
     plan = question.plan()
     predicted = question.predicted(plan, (1,))
     prompt = min(prompt, plan.context_length)
-    period = _period(question.model.layers)
-    share = DEPTHS[-1] * period / len(question.model.layers)
-    affordable = int(PROMPT_SECONDS * predicted.prompt.middle / max(share, 1e-3) / 2 / PROMPTS)
+    context = min(context, plan.context_length - STEPS - 16)
+    period, layers = _period(question.model.layers), len(question.model.layers)
+    depths = [depth * period for depth in depths_of(question, plan, predicted, context)]
+    affordable = int(PROMPT_SECONDS * predicted.prompt.middle / (depths[-1] / layers) / 2 / PROMPTS)
     tokens = max(16, min(prompt, affordable))
-    times = [
-        _times(question, plan, depth * period, min(context, plan.context_length - STEPS - 16), tokens)
-        for depth in DEPTHS
-    ]
-    decode, prefill = (_whole(question.model, period, [time[i] for time in times]) for i in (0, 1))
+    times = [_times(question, plan, depth, context, tokens) for depth in depths]
+    decode, prefill = (whole_seconds(layers, depths, [time[i] for time in times]) for i in (0, 1))
     decode += _head_seconds(question, plan)
     return {"decoding, 1 sequence": 1 / decode, f"prompt of {prompt}": tokens / prefill}
 
 
-def _whole(model: ModelConfig, period: int, seconds: Sequence[float]) -> float:
-    """Of all layers, from those of two depths."""
-    fewer, more = seconds
-    each = max((more - fewer) / (DEPTHS[1] - DEPTHS[0]), more / DEPTHS[1] / 4) / period
-    return fewer + each * (len(model.layers) - DEPTHS[0] * period)
+def depths_of(question: Question, plan: Plan, predicted: Prediction, context: int) -> list[int]:
+    """Periods of layers of both samples, or of one, where the model has no more. What the deeper takes of any memory is
+    a part of what the plan's ledger says, so time alone bounds it: to make its weights, and to run its steps."""
+    model, period = question.model, _period(question.model.layers)
+    most = len(model.layers) // period
+    ledger = sum(entry.total_bytes for entry in plan.ledgers) / most
+    weights = min(ledger, _sample_bytes(question, plan) * period)
+    steps = (WARM_STEPS + STEPS) / predicted.decode[1].middle + context / predicted.prompt.middle
+    affordable = min(BUILD_BYTES / max(1.0, weights), most * STEP_SECONDS / steps, MOST_DEPTH)
+    deeper = min(most, max(LEAST_DEPTH, int(affordable)))
+    return sorted({max(1, deeper // SHALLOW_SHARE), deeper})
+
+
+def _sample_bytes(question: Question, plan: Plan) -> float:
+    """Of a layer of a sample."""
+    model = question.model
+    nbytes = model.expert_bytes(plan.expert_format, question.stored.experts)
+    experts = _expert_count(model, nbytes, plan.gpu is not None) * nbytes * len(model.moe_layers)
+    return (model.dense_bytes(plan.dtype, question.stored) + experts) / len(model.layers)
+
+
+def whole_seconds(layers: int, depths: Sequence[int], seconds: Sequence[float]) -> float:
+    """Of all layers, from those of samples of so many."""
+    deepest, longest = depths[-1], seconds[-1]
+    each = longest / deepest
+    if len(depths) > 1:  # a quarter of the mean at least: two times that are nearly equal say little
+        each = max((longest - seconds[0]) / (deepest - depths[0]), each / 4)
+    return longest + each * (layers - deepest)
 
 
 def _head_seconds(question: Question, plan: Plan) -> float:
@@ -192,9 +218,14 @@ def _unless(chooser: int, number: int) -> int | None:
 
 def _expert_count(model: ModelConfig, nbytes: int, gpu: bool) -> int:
     """All, where a GPU may bring them and they fit: what the bus takes depends on how many there are."""
-    most, all_of_them = EXPERT_BYTES // max(1, nbytes * DEPTHS[-1] * _period(model.layers)), model.moe.experts.count
+    most, all_of_them = _experts_that_fit(model, nbytes), model.moe.experts.count
     wanted = all_of_them if gpu else max(2 * model.moe.router.top_k, 2 * last_level_cache_bytes() // max(1, nbytes))
     return max(model.moe.router.top_k, min(all_of_them, wanted, most))
+
+
+def _experts_that_fit(model: ModelConfig, nbytes: int) -> int:
+    layers = min(LEAST_DEPTH * _period(model.layers), len(model.layers))
+    return EXPERT_BYTES // max(1, nbytes * layers)
 
 
 def _smaller(layer: Layer, count: int) -> Layer:

@@ -1,0 +1,60 @@
+"""The samples that `kt plan --verify` measures: how deep they are, and what follows of their times."""
+
+from __future__ import annotations
+
+import pytest
+
+from plans import machine
+from tandem.bench import sample
+from tandem.bench.architectures import named_config
+from tandem.bench.sample import depths_of, whole_seconds
+from tandem.config import EngineConfig
+from tandem.config.forecast.advice import Question
+from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
+from tandem.config.stored import StoredFormats
+
+
+def question_of(name: str, layers: int, ram: str = "2TB", bandwidth: str = "100GB/s") -> Question:
+    """On a machine without a GPU."""
+    wish = MachineWish("none", ram, bandwidth, 16, "avx512_bf16")
+    host = wished_machine(wish, machine())
+    config = EngineConfig(model=name, kt_method="INT4")
+    return Question(config, named_config(name, layers), host, StoredFormats(), wished_speeds(wish, host, None))
+
+
+def depths(question: Question, context: int = 1024) -> list[int]:
+    plan = question.plan()
+    return depths_of(question, plan, question.predicted(plan), context)
+
+
+def test_samples_are_as_deep_as_the_time_allows() -> None:
+    assert depths(question_of("qwen3-30b-a3b", 48)) == [8, 24]
+    shorter = depths(question_of("glm-4.5-air", 46, bandwidth="40GB/s"))
+    assert 3 < shorter[-1] < 24 and shorter[0] == shorter[-1] // 3
+    assert depths(question_of("glm-4.5-air", 46, bandwidth="2GB/s")) == [1, 3]  # however long it takes
+
+
+def test_weights_of_samples_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = question_of("qwen3-30b-a3b", 48)
+    each = sample._sample_bytes(asked, asked.plan())
+    monkeypatch.setattr(sample, "BUILD_BYTES", 10.5 * each)
+    assert depths(asked) == [3, 10]
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(1, [1]), (2, [1, 2]), (3, [1, 3])])
+def test_no_sample_is_deeper_than_the_model(layers: int, expected: list[int]) -> None:
+    assert depths(question_of("qwen3-30b-a3b", layers)) == expected
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 7, 61])
+def test_a_model_is_the_sum_of_its_layers(layers: int) -> None:
+    """Each takes 2 ms, and a step 5 more, however deep the samples are."""
+    for depths in ([1], [1, 2], [1, 3], [8, 24]):
+        if depths[-1] <= layers:
+            times = [5 + 2 * depth for depth in depths]
+            expected = 5 + 2 * layers if len(depths) > 1 else 7 * layers
+            assert whole_seconds(layers, depths, times) == pytest.approx(expected)
+
+
+def test_two_times_that_are_nearly_equal_say_little() -> None:
+    assert whole_seconds(60, [1, 3], [9.0, 8.9]) == pytest.approx(8.9 + 57 * 8.9 / 3 / 4)
