@@ -15,12 +15,14 @@ import pytest
 from typer.testing import CliRunner
 
 from quantised_models import experts_only, save_quantised
+from tandem import LLM, SamplingParams
 from tandem.cli.app import app
 from tandem.cli.serve import possible_config
 from tandem.config import EngineConfig
 from tandem.engine.start.planning import plan_of, planned
 from tandem.errors import ConfigError
 from tandem.kernels.this_machine import these_cpus
+from tandem.server import engine_process
 from tiny import VARIANTS, save_tiny, settings
 
 SIZES = settings(
@@ -117,6 +119,32 @@ def test_a_tutorial_s_line_starts_or_says_all_that_is_missing(places, line):
         assert flags_of(error.value.reasons) == refused
     else:
         assert possible_config(argv) == config and plan_of(config)
+
+
+@pytest.mark.parametrize("line", [line for line, (refused, _) in LINES.items() if not refused])
+def test_a_tutorial_s_line_answers(places, monkeypatch, line):
+    answers(monkeypatch, line.format(**places))
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    """The engine that such a server starts does."""
+    monkeypatch.setattr(engine_process, "pin_main_thread", lambda cpu: None)  # this process has other tests to run
+    loaded = engine_process.load_engine(EngineConfig.from_args([*shlex.split(line), "--device", "cpu"]))
+    try:
+        [answer] = LLM.from_engine(loaded.engine).generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(answer.token_ids) == 3
+    finally:
+        loaded.engine.close()
+
+
+def test_the_flash_tutorial_s_converter_line(places, monkeypatch, tmp_path):
+    """From the checkpoint's own FP4 experts. What it wrote is served."""
+    line = f"""convert --input-path {places["flash"]} --input-type fp4 --output {tmp_path}/AMXINT4 --quant-method int4
+      --cpuinfer-threads 64 --threadpool-count 4 --no-merge-safetensor"""
+    done = CliRunner().invoke(app, shlex.split(line))
+    assert done.exit_code == 0, done.output
+    experts = f"--kt-weight-path {tmp_path}/AMXINT4 --kt-method AMXINT4"
+    answers(monkeypatch, FLASH.replace("--kt-weight-path {flash} --kt-method MXFP4", experts).format(**places))
 
 
 def test_what_the_model_and_the_machine_refuse_is_said_with_the_rest(places):
