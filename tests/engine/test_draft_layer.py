@@ -12,6 +12,7 @@ import pytest
 from draft_models import Drafted, drafted
 
 from fake_model import check_pages, request, run, token_ids
+from gguf_files import write_gguf
 from quantised_models import everything, save_quantised
 from recorded_steps import tiny_engine
 from tandem.checkpoint import load_model_config
@@ -177,6 +178,25 @@ def told(outputs: list) -> tuple:
     return token_ids(outputs), "".join(o.text for o in outputs), scores, outputs[-1].finish_reason
 
 
+def test_a_layer_that_fails_costs_no_answer(made, tmp_path: Path, monkeypatch) -> None:
+    engine = engine_of(made("glm4_moe").path, tmp_path)
+    asks = [request(name, prompt, max_tokens=14, ignore_eos=True) for name, prompt in PROMPTS.items()]
+    plain, passes = run(without_guesses(engine), *asks), []
+    run_layer = engine._runner._model.draft
+
+    def failing(*args):
+        passes.append(args)
+        if len(passes) == 5:
+            raise RuntimeError("the layer was told to fail")
+        return run_layer(*args)
+
+    monkeypatch.setattr(engine._runner._model, "draft", failing)
+    got = run(engine, *asks)
+    assert {key: told(outputs) for key, outputs in got.items()} == {k: told(outputs) for k, outputs in plain.items()}
+    assert len(passes) == 5 and engine.stats().speculation.guesses > 0
+    check_pages(engine)
+
+
 def test_the_governor_leaves_bad_guesses_alone_and_looks_again(made, tmp_path: Path) -> None:
     """A random layer is never right: it is hardly asked, and now and then without a row."""
     engine = engine_of(made("glm4_moe").path, tmp_path, disable_speculative_governor=False, context_length=128)
@@ -204,6 +224,16 @@ def test_what_is_quantised_guesses_as_its_numbers_do(made, tmp_path: Path) -> No
         asks = [request(name, prompt, max_tokens=14, ignore_eos=True) for name, prompt in PROMPTS.items()]
         seen.append(list(chunks_of(engine, *asks)))
     assert seen[0] == seen[1] and len(seen[0]) > 20
+
+
+def test_a_gguf_file_s_layer_guesses_the_same(made, tmp_path: Path) -> None:
+    """llama.cpp's converter keeps GLM-4.5's, under names of its own; it does not run it."""
+    model = made("glm4_moe")
+    engine = engine_of(write_gguf(model.path, tmp_path / "m.gguf"), tmp_path)
+    asks = [request(name, prompt, max_tokens=14, ignore_eos=True) for name, prompt in PROMPTS.items()]
+    seen = list(chunks_of(engine, *asks))
+    assert len(seen) > 20
+    assert all(list(guesses) == model.chain(tokens, len(guesses)) for tokens, guesses in seen)
 
 
 def test_a_packed_cache_keeps_the_layer_too(made, tmp_path: Path) -> None:

@@ -116,7 +116,8 @@ def gguf_tensors(
     source: Path, config: dict[str, Any], whole_kv_b: bool = False
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Names and float32 arrays as llama.cpp's converter makes them."""
-    names = gguf.get_tensor_name_map(ARCHITECTURES[config["model_type"]], config["num_hidden_layers"])
+    layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    names = gguf.get_tensor_name_map(ARCHITECTURES[config["model_type"]], layers)
     dense = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in file_tensors(source).items():
@@ -236,7 +237,10 @@ def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    drafts = config.get("num_nextn_predict_layers", 0)
+    writer.add_block_count(config["num_hidden_layers"] + drafts)
+    if drafts:
+        writer.add_nextn_predict_layers(drafts)
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])

@@ -43,6 +43,7 @@ def gguf_config(keys: GgufKeys) -> dict[str, Any]:
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
         "n_group": keys.optional("expert_group_count", 1),
         "topk_group": keys.optional("expert_group_used_count", 1),
+        "num_nextn_predict_layers": keys.optional("nextn_predict_layers", 0),
     }
 
 
@@ -52,6 +53,10 @@ STEMS = GGUF_DECODER | {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm",
 }
 
 FAMILY = Family(("glm4_moe",), config, (NAMES,), Gguf("glm4moe", gguf_config, STEMS))

@@ -79,13 +79,22 @@ class Speculation:
             wanted = [(s, len(offer.kinds)) for s, offer, _ in each if offer and grow(s, len(offer.kinds))]
         if not wanted:
             return [None] * len(each)
-        found = dict(zip([sequence for sequence, _ in wanted], drawing.draw(wanted), strict=True))
+        found = dict(zip([sequence for sequence, _ in wanted], self._draw(drawing, wanted), strict=True))
         self._usual = not shadow and not drawing.unusual
         drawn = {s: d._replace(tokens=found[s]) for s, d, _ in each if d is not None and found.get(s)}
         if shadow:
             self._shadows.cast(drawn)
             return [None] * len(each)
         return [drawn.get(sequence) for sequence in sequences]
+
+    def _draw(self, drawing: Drawing, wanted: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
+        """If it fails, answers go on without guesses."""
+        try:
+            return drawing.draw(wanted)
+        except Exception:
+            _log.exception("no guesses could be drawn; from now on each step decodes one token")
+            self._most = 0
+            return [()] * len(wanted)
 
     def learn(self, turns: Rows[Turn]) -> None:
         """What the step's sequences got."""
