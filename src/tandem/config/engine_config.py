@@ -106,6 +106,9 @@ class EngineConfig:
         "model", "Whose temperature etc. fill the gaps of a request.", group=SERVER,
         choices=["model", "openai"],
     )  # fmt: skip
+    otlp_traces_endpoint: str | None = flag(
+        None, "URL that OpenTelemetry spans of requests are sent to.", group=SERVER
+    )
     log_level: str = flag(
         "info", "How much the server logs.", group=SERVER, choices=["debug", "info", "warning", "error"]
     )

@@ -125,6 +125,7 @@ class Generation:
         self.requests = requests
         self._client = state.client
         self._stream = state.submit(requests, name)
+        self._span = state.traces.begin(http.url.path, http.headers, requests)
         self._alarm = self._set_alarm(http)
 
     def position(self, output: TokenOutput) -> int:
@@ -132,12 +133,19 @@ class Generation:
         return self._stream.position[output.id]
 
     async def next(self) -> list[TokenOutput]:
-        return await self._stream.next()
+        try:
+            outputs = await self._stream.next()
+        except Exception as error:
+            self._span.failed(error)
+            raise
+        self._span.add(outputs)
+        return outputs
 
     def close(self) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
         self._client.release(self._stream)
+        self._span.end()
 
     async def collect(self) -> list[list[Answer]]:
         """All answers, complete: `[prompt][index]`. Closes."""

@@ -22,6 +22,7 @@ from tandem.server.limits import MAX_OPEN_ANSWERS
 from tandem.server.messages import EngineReady
 from tandem.server.metrics import ServerMetrics
 from tandem.server.prompts.reader import PromptReader, PromptTokenizer
+from tandem.server.traces import traces_of
 
 
 class TextTokenizer(PromptTokenizer, Protocol):
@@ -46,6 +47,7 @@ class ServerState:
     def __init__(self, config: EngineConfig, load_tokenizer: TokenizerLoader) -> None:
         self.config = config
         self.metrics = ServerMetrics()
+        self.traces = traces_of(config, lambda: self.model_name)
         self.client = EngineClient(self.metrics)
         self.started_at = int(time.time())
         self.draining = False
@@ -108,6 +110,7 @@ class ServerState:
 
     def close(self) -> bool:
         """The server ends. True: a thread is still at a long prompt."""
+        self.traces.close()
         return self._prompts is not None and self._prompts.close()
 
     @property

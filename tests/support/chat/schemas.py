@@ -75,16 +75,22 @@ def outcomes(
     model: Engine, schemas: Sequence[Any], prompt_ids: list[int] | None = None, **sampling: Any
 ) -> Counter[str]:
     """How many answers are valid, are cut, or were refused. Fails for an answer that its schema refuses."""
-    counts: Counter[str] = Counter()
+    return Counter(kinds_of_answers(model, schemas, prompt_ids, **sampling))
+
+
+def kinds_of_answers(
+    model: Engine, schemas: Sequence[Any], prompt_ids: list[int] | None = None, **sampling: Any
+) -> list[str]:
+    """Of each schema: "valid", "cut", "refused", or "busy" where it cannot be compiled in time, however often."""
+    found: dict[int, str] = {}
     for first in range(0, len(schemas), AT_ONCE):
         waiting = dict(enumerate(schemas[first : first + AT_ONCE], first))
         for at_once in (AT_ONCE, 8, *[1] * 2 * AT_ONCE):  # alone even a busy machine compiles a large one
             if asked := dict(itertools.islice(waiting.items(), at_once)):
                 kinds = _outcomes(model, asked, prompt_ids or [ord("?")], {"max_tokens": 1500} | sampling)
                 waiting = {n: schema for n, schema in waiting.items() if kinds.get(n, "busy") == "busy"}
-                counts += Counter(kind for kind in kinds.values() if kind != "busy")
-        counts["busy"] += len(waiting)
-    return +counts
+                found |= kinds
+    return [found[number] for number in range(len(schemas))]
 
 
 def _outcomes(

@@ -1,0 +1,109 @@
+"""OpenTelemetry's spans of requests: one each, with what was asked and what it took, and never what was said."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+import echo_engine
+from server_harness import LocalServer
+from server_requests import CHAT, run, user
+from tandem.config import EngineConfig
+from tandem.errors import ConfigError
+from tandem.server.traces import OpenTelemetry, traces_of
+
+sdk = pytest.importorskip("opentelemetry.sdk.trace.export")
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def traced(scenario, **flags):
+    """The spans that ended while it ran."""
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+
+    async def with_spans(server: LocalServer):
+        server.state.traces = OpenTelemetry(sdk.SimpleSpanProcessor(exporter), lambda: "echo")
+        await scenario(server)
+
+    run(with_spans, **flags)
+    return exporter.get_finished_spans()
+
+
+def test_a_span_says_what_was_asked_and_what_it_took():
+    async def scenario(server: LocalServer):
+        body = {"messages": user("one two three"), "temperature": 0.5, "seed": 7, "n": 2, "max_tokens": 5}
+        answer = await server.client.post(CHAT, json=body, headers={"traceparent": PARENT})
+        usage = answer.json()["usage"]
+        told.update(usage, id=answer.json()["id"])
+
+    told: dict = {}
+    [span] = traced(scenario)
+    assert span.name == "chat echo" and span.kind.name == "SERVER" and span.status.is_ok
+    assert span.context.trace_id == int(PARENT.split("-")[1], 16) and span.parent.span_id == int(PARENT[36:52], 16)
+    has = dict(span.attributes)
+    assert has["gen_ai.response.id"] == told["id"] and has["gen_ai.request.model"] == "echo"
+    assert has["gen_ai.usage.input_tokens"] == told["prompt_tokens"]
+    assert has["gen_ai.usage.output_tokens"] == told["completion_tokens"]
+    assert has["gen_ai.response.finish_reasons"] == ("length", "length")
+    asked = {name: has[f"gen_ai.request.{name}"] for name in ("temperature", "seed", "choice.count", "max_tokens")}
+    assert asked == {"temperature": 0.5, "seed": 7, "choice.count": 2, "max_tokens": 5}
+    parts = [has[f"gen_ai.latency.{name}"] for name in ("time_in_queue", "time_in_model_prefill")]
+    assert 0 <= sum(parts) <= has["gen_ai.latency.time_to_first_token"] <= has["gen_ai.latency.e2e"]
+    assert "three" not in str(has)
+
+
+def test_streams_and_other_routes_have_one_each():
+    async def scenario(server: LocalServer):
+        await server.post(CHAT, messages=user("x"), stream=True)
+        await server.post("/v1/completions", prompt=["a", "b"], max_tokens=3)
+        await server.post("/generate", text="x")
+
+    spans = traced(scenario)
+    assert [span.name for span in spans] == ["chat echo", "text_completion echo", "text_completion echo"]
+    assert all(span.attributes["gen_ai.usage.output_tokens"] > 0 and span.parent is None for span in spans)
+
+
+def test_a_failure_is_told_without_its_words():
+    async def scenario(server: LocalServer):
+        client = server.state.client
+        client.attach(lambda message: None)  # an engine that never answers
+        asyncio.get_running_loop().call_later(0.1, client.detach, "the engine has died of a secret")
+        assert (await server.post(CHAT, messages=user("x"))).status_code == 503
+
+    [span] = traced(scenario)
+    assert span.attributes["error.type"] == "EngineError" and not span.status.is_ok
+    assert "secret" not in str(span.attributes) + str(span.status.description)
+
+
+def test_nothing_is_imported_unless_it_is_asked_for():
+    # FastAPI imports OpenTelemetry's interface where that is installed.
+    code = "import sys, tandem.server.app; print([name for name in sys.modules if '.sdk' in name])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
+    config = EngineConfig(model="echo", otlp_traces_endpoint="http://localhost:4318/v1/traces")
+    with pytest.raises(ConfigError, match=r"pip install 'tandem-moe\[otel\]'"):
+        traces_of(config, lambda: "echo")
+
+
+def test_what_has_not_been_sent_is_sent_at_the_end():
+    """A batch that waits for its time is not lost when the server ends."""
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    traces = OpenTelemetry(sdk.BatchSpanProcessor(exporter, schedule_delay_millis=3_600_000), lambda: "echo")
+
+    async def scenario(server: LocalServer):
+        server.state.traces = traces
+        await server.post("/generate", text="x")
+        server.state.close()
+
+    run(scenario, loaded=echo_engine.build())
+    assert len(exporter.get_finished_spans()) == 1
