@@ -75,6 +75,11 @@ def test_compare_ranks_what_can_be_done() -> None:
     assert {row.method for row in compare(question(machine()))} == {"as stored", "INT8", "INT4"}
 
 
+def test_what_a_change_does_not_change_is_not_mentioned() -> None:
+    ways = ways_to_go_faster(question(machine()), question(machine()).plan())
+    assert ways and all("1.00" not in way.brings and "times as fast" in way.brings for way in ways)
+
+
 def test_is_256_gb_and_a_4090_enough_for_deepseek_v3() -> None:
     model, stored = named_subject("deepseek-v3")
     wish = MachineWish("4090", "256GB", "80GB/s", 16, "avx512_bf16")

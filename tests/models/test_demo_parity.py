@@ -27,6 +27,7 @@ PROMPTS = [
     "Summarise the plot of Hamlet in one sentence.", "ünïcödé ✓ 漢字?", "a",
 ]  # fmt: skip
 TOKENS, FULL_TOKENS = 32, 64  # of an answer
+TORCH_TOKENS = 100  # of the text in plain torch, which takes many times as long
 CHECK_TEXT = (files("tandem") / "data" / "demo" / "check.txt").read_text(encoding="utf-8")
 
 Answer = tuple[list[int], list[int]]  # ids of the prompt, ids of the answer
@@ -74,10 +75,11 @@ def test_float32_perplexity_and_logits_equal_transformers(demo_dir, theirs, chec
         expected = theirs(torch.tensor([check_ids])).logits[0]
     assert perplexity(expected, check_ids) == pytest.approx(20.073, abs=0.001)
     core = CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1])
-    for ops in (TorchOps(), core):
-        ours = run(demo_dir, "float32", check_ids, ops)
-        assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-4
-        assert perplexity(ours, check_ids) == pytest.approx(20.073, rel=1e-3)
+    ours = run(demo_dir, "float32", check_ids, core)
+    assert perplexity(ours, check_ids) == pytest.approx(20.073, rel=1e-3)
+    some = run(demo_dir, "float32", check_ids[:TORCH_TOKENS], TorchOps())
+    for got in (ours, some):
+        assert float((got - expected[: len(got)]).abs().max() / expected.abs().max()) < 1e-4
 
 
 def test_bfloat16_perplexity(demo_dir, check_ids) -> None:

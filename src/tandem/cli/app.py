@@ -43,6 +43,7 @@ app.command()(doctor)
 app.command(
     # As with serve: what is not one of its own flags is one of EngineConfig's.
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    options_metavar="MODEL [OPTIONS] [FLAGS OF kt serve]",
 )(plan)
 app.command()(demo)
 app.command()(quality)

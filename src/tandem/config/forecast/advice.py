@@ -161,10 +161,15 @@ def ways_to_go_faster(question: Question, plan: Plan) -> list[Way]:
             other.prompt.middle / now.prompt.middle,
         )
         if max(decode, prompt) >= WORTH:
-            brings = f"decoding {decode:.2f} times as fast, prompts {prompt:.2f} times"
-            found.append((decode, Way(_typed(changes), brings, lossy)))
+            found.append((decode, Way(_typed(changes), _brings(decode, prompt), lossy)))
     found.sort(key=lambda way: (way[1].lossy, -way[0]))
     return [way for _, way in found]
+
+
+def _brings(decode: float, prompt: float) -> str:
+    """What stays as fast is not mentioned."""
+    changed = {"decoding": decode, "prompts": prompt}
+    return ", ".join(f"{what} {times:.2f} times as fast" for what, times in changed.items() if abs(times - 1) > 0.02)
 
 
 def _faster_changes(question: Question, plan: Plan) -> Iterator[tuple[dict[str, Any], bool]]:
