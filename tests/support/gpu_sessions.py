@@ -105,7 +105,7 @@ class Session:
         late: int = 0,
     ) -> None:
         from tandem.engine.gpu_runner import GpuRunner, GraphPlan
-        from tandem.engine.start.gpu_side import defer_experts, gpu_side
+        from tandem.engine.start.gpu_side import begin_step, defer_experts, gpu_side
 
         config = ModelConfig.load(path)
         experts = config.routed_experts
@@ -129,6 +129,7 @@ class Session:
             self.model, kept.arrays, self.side.handoff, GraphPlan(graphs, PAGES),
             page_size=PAGE, max_step_tokens=256,
             usage=self.usage, live=restless(self.side, self.usage) if moving else None,
+            begin_step=begin_step(self.side.ops, None),
         )  # fmt: skip
 
     def step(self, rows: list[int], first: int, count: int) -> Tensor:

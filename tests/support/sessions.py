@@ -47,8 +47,8 @@ class Session:
             array.fill_(float("nan"))  # a read of a row that was never written must show
         self.lengths, self.pages = [0, 0, 0], pages
 
-    def step(self, parts: list[tuple[int, list[int]]]) -> list[torch.Tensor]:
-        """Runs (sequence, new tokens) pairs as one batch; logits [new tokens, vocab] of each."""
+    def batch(self, parts: list[tuple[int, list[int]]]) -> ForwardBatch:
+        """Of (sequence, new tokens) pairs, which are taken to run."""
         starts, positions, slots, lens, tables = [0], [], [], [], []
         for s, tokens in parts:
             pages = [3 * i + s for i in range(self.pages)]
@@ -59,7 +59,7 @@ class Session:
             slots += [pages[p // self.page] * self.page + p % self.page for p in new]
             lens.append(new.stop)
             tables.append(pages)
-        batch = ForwardBatch(
+        return ForwardBatch(
             input_ids=torch.tensor([t for _, tokens in parts for t in tokens]),
             positions=torch.tensor(positions),
             cache_slots=torch.tensor(slots),
@@ -69,9 +69,14 @@ class Session:
             logits_rows=torch.arange(starts[-1]),
             slots=torch.tensor([s + 1 for s, _ in parts], dtype=torch.int32),
         )
+
+    def step(self, parts: list[tuple[int, list[int]]]) -> list[torch.Tensor]:
+        """Runs (sequence, new tokens) pairs as one batch; logits [new tokens, vocab] of each."""
+        batch = self.batch(parts)
         with torch.inference_mode():
             logits = self.model.forward(batch, self.states)
         assert logits.dtype == torch.float32
+        starts = batch.query_starts.tolist()
         return [logits[starts[i] : starts[i + 1]] for i in range(len(parts))]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 from time import perf_counter
 
@@ -14,6 +15,7 @@ from tandem.config.gpu_scratch import MOST_SHARED_SECONDS
 from tandem.config.speculation.choice import SpeculationPlan
 from tandem.config.state import StateLayout
 from tandem.engine.answer import Answer
+from tandem.engine.aside import Aside
 from tandem.engine.counters import Counters
 from tandem.engine.expert_statistics import ExpertMeter, count_step, perform
 from tandem.engine.failures import why
@@ -21,6 +23,7 @@ from tandem.engine.gpu_runner import GpuRunner, GraphPlan
 from tandem.engine.grammar.waiting import GrammarQueue
 from tandem.engine.limits import answer_limit, check_prompt_ids, refused_grammar, validate
 from tandem.engine.pace import PrefillPace
+from tandem.engine.paused_pass import PausingModel
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, ExpertTraffic, GenerateRequest, TokenOutput
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling.logits import Logits
@@ -69,7 +72,9 @@ def _store(parts: EngineParts, pages: KVCache, slots: Tensor) -> StateStore:
 def _pace(parts: EngineParts) -> PrefillPace:
     """Where all experts travel in a step, others wait for it if it is short enough."""
     seconds, most = parts.stream_seconds, parts.plan.max_step_tokens
-    return PrefillPace(most, seconds is not None, seconds is not None and seconds <= MOST_SHARED_SECONDS)
+    pieces = parts.model.depth if isinstance(parts.model, PausingModel) and parts.handoff is None else 1
+    whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
+    return PrefillPace(most, seconds is not None, whole, pieces)
 
 
 def _speculation(parts: EngineParts, states: StateArrays, pages: KVCache) -> Speculation | None:
@@ -151,6 +156,10 @@ class Engine:
             guesser=self._speculation,
         )
         self._runner = _runner(parts, states.arrays)
+        together, asked = not _layout(parts).slot_bytes, plan.speculation
+        # A draft layer runs between steps, where a pass may have its experts on the way.
+        self._may_pause = asked is None or asked.algorithm != "NEXTN"
+        self._aside = Aside(self._scheduler, self._runner, together)
         return_free_memory()  # what loading and compiling took
         self._recorder = parts.recorder
         self._meter: ExpertMeter | None = None
@@ -200,31 +209,45 @@ class Engine:
         """Runs the model once for as many sequences as fit; returns what became of them. An error in here fails the
         requests of this step, with finish_reason "error", and leaves the others alone. Raises EngineError when no later
         step could work either; then the process has to end."""
-        started = perf_counter()
         outputs, self._notices = self._notices, []
         outputs += self._take_grammars()
         chunks = self._scheduler.next()
+        if self._may_pause and not (self._recorder is not None and self._recorder.recording):
+            chunks = self._aside.take(chunks)
+        if aside := self._aside.chunks:
+            whole = not chunks or not self._runner.runs_beside(chunks)
+            outputs += self._tried(aside, lambda: self._aside.slice(whole), None)
         if not chunks:
-            if not outputs and self._grammars:
+            if not outputs and not aside and self._grammars:
                 self._grammars.wait()
             return outputs
+        started, decoding = perf_counter(), not any(chunk.prefills for chunk in chunks)
+        outputs += self._tried(chunks, lambda: self._runner.run(chunks), self._recorder)
+        seconds = perf_counter() - started
+        if self._speculation is not None:
+            self._speculation.timed(seconds)
+        if decoding:
+            self._scheduler.pace.decoded(seconds)
+        self._scheduler.pace.observe(sum(chunk.length for chunk in chunks), seconds, chunks[0].sure == 1)
+        self._counters.steps += 1
+        self._counters.step_seconds += seconds
+        return outputs
+
+    def _tried(
+        self, chunks: list[Chunk], run: Callable[[], Logits | None], recorder: ExpertRecorder | None
+    ) -> list[TokenOutput]:
+        """What became of these chunks. An error fails them all, whatever it was: the engine goes on."""
         try:
-            outputs += self._run(chunks)
-        except Exception as error:  # whatever it was: the engine goes on
+            logits = run()
+            return [] if logits is None else self._settled(chunks, logits, recorder)
+        except Exception as error:
             _log.exception("a step of %d sequences failed", len(chunks))
             self._runner.after_failure()
             if self._recorder is not None:
                 self._recorder.after_failure()
             if self._speculation is not None:
                 self._speculation.failed()
-            outputs += [self._fail(chunk, error) for chunk in chunks]
-        seconds = perf_counter() - started
-        if self._speculation is not None:
-            self._speculation.timed(seconds)
-        self._scheduler.pace.observe(sum(chunk.length for chunk in chunks), seconds, chunks[0].sure == 1)
-        self._counters.steps += 1
-        self._counters.step_seconds += seconds
-        return outputs
+            return [self._fail(chunk, error) for chunk in chunks]
 
     def flush_cache(self) -> int:
         """Forgets all cached prefixes that no running request uses; returns the number of pages freed."""
@@ -266,18 +289,13 @@ class Engine:
             if error is None:
                 self._scheduler.add(sequences)
             else:
-                outputs += [self._refuse(sequence, error) for sequence in sequences]
+                answers = [self._answers[s.request_id][s.index] for s in sequences]
+                outputs += [self._end(a, _refusal(a, error), keep=False) for a in answers]
         return outputs
 
-    def _refuse(self, sequence: Sequence, error: Exception) -> TokenOutput:
-        answer = self._answers[sequence.request_id][sequence.index]
-        output = answer.end("error", refused_grammar(error))
-        if isinstance(error, RequestError):
-            output = msgspec.structs.replace(output, refused="grammar")
-        return self._end(answer, output, keep=False)
-
-    def _run(self, chunks: list[Chunk]) -> list[TokenOutput]:
-        logits = self._runner.run(chunks)
+    def _settled(
+        self, chunks: list[Chunk], logits: Logits, recorder: ExpertRecorder | None
+    ) -> list[TokenOutput]:
         turns = list(turns_of(chunks))
         for turn in turns:
             if turn.sequence.scores_prompt:
@@ -286,7 +304,7 @@ class Engine:
         while going:  # once, and again for those whose guess was right
             tokens = self._chosen(logits, going)
             going = [turn for turn, sampled in zip(going, tokens, strict=False) if self._settle(turn, sampled)]
-        _note(turns, self._meter, self._recorder, self._speculation)
+        _note(turns, self._meter, recorder, self._speculation)
         self._runner.settled(sum(turn.rows for turn in turns))
         return [output for turn in turns if (output := turn.output) is not None]
 
@@ -350,6 +368,14 @@ class Engine:
                 id=name, index=index, text="", token_ids=[], finish_reason="error", error=text
             )
         return self._end(answer, output, keep=False)
+
+
+def _refusal(answer: Answer, error: Exception) -> TokenOutput:
+    """Of an answer whose grammar cannot be had."""
+    output = answer.end("error", refused_grammar(error))
+    return (
+        msgspec.structs.replace(output, refused="grammar") if isinstance(error, RequestError) else output
+    )
 
 
 def _note(

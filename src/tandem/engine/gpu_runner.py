@@ -15,6 +15,8 @@ from torch import Tensor
 
 from tandem.config.host_memory import graph_input_bytes, graph_wide_bytes
 from tandem.engine.batch_arrays import BatchArrays
+from tandem.engine.gpu_pass import GpuPass, PassStart, Streams
+from tandem.engine.paused_pass import PausingModel
 from tandem.engine.runner import StepModel
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
@@ -150,6 +152,12 @@ class GpuRunner:
         self._guessing = False  # whether the last step had rows of guesses that are not settled yet
         self._rows, self._best = HostRows(handoff.device), BestRows(max_step_tokens, handoff.device)
         self._end = StepEnd(handoff.device)
+        said: object = begin_step
+        self._start = said if isinstance(said, PassStart) else None
+        apart = live is None and self._start is not None and self._start.pausable()
+        self._streams = Streams(handoff.device, apart)
+        self._paused = BatchArrays(page_size, max_step_tokens)
+        self._streams.enter()
         with torch.inference_mode(), _nothing_collected():
             self._capture_all()
 
@@ -181,12 +189,7 @@ class GpuRunner:
         `DeviceLogits.chosen` wants them anyway."""
         graph, rows = self._graph_of(batch), len(batch.seq_lens)
         if graph is None:
-            self._begin_step(batch, False)
-            logits = self._forward(self._moved(batch), len(batch.input_ids))
-            best = self._best.fetch(logits)
-            self._end.mark()
-            self._move_experts()
-            return self._done(logits, best, len(batch.input_ids))
+            return self._alone(batch)
         graph.inputs.fill(batch)
         graph.masks.send(masks)
         self._begin_step(graph.inputs.image, True)
@@ -195,6 +198,35 @@ class GpuRunner:
         self._move_experts()
         self._handoff.serve(graph.posts)
         return self._done(graph.logits[:rows], graph.best[:rows], rows, masked=masks)
+
+    def _alone(self, batch: ForwardBatch) -> DeviceLogits:
+        """Kernel by kernel, while no pass is under way."""
+        with self._streams.aside():
+            self._begin_step(batch, False)
+            logits = self._forward(self._moved(batch), len(batch.input_ids))
+            best = self._best.fetch(logits)
+            self._end.mark()
+            self._move_experts()
+            return self._done(logits, best, len(batch.input_ids))
+
+    def pause(self, chunks: list[Chunk]) -> GpuPass | None:
+        """A pass of these chunks; one at a time."""
+        return self.paused(self._paused.fill(chunks))
+
+    def paused(self, batch: ForwardBatch) -> GpuPass | None:
+        """A pass beside which graphs are replayed. None: this model cannot stop, or its operations keep something that
+        steps change. The batch is in host memory, and stays as it is."""
+        start, model = self._start, self._model
+        if start is None or self._streams.steps is None or not isinstance(model, PausingModel):
+            return None
+        with torch.inference_mode(), self._streams.aside():
+            batches = batch, self._moved(batch)
+        return GpuPass(model, self._states, batches, start, self._streams, self._usage, self._rows)
+
+    def runs_beside(self, chunks: list[Chunk]) -> bool:
+        """Only what is replayed."""
+        most = max(self._graphs, default=0)
+        return len(chunks) <= most and all(chunk.length == 1 for chunk in chunks)
 
     def _done(self, logits: Tensor, best: Tensor, tokens: int, *, masked: RowMasks = ()) -> DeviceLogits:
         """Ends the step: so its time is known, and the pinned images are free again. The CPU has done its part, so
@@ -257,7 +289,9 @@ class GpuRunner:
         graph = torch.cuda.CUDAGraph()
         with (
             self._handoff.recording() as posted,
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(
+                graph, pool=pool, stream=self._streams.steps, capture_error_mode="thread_local"
+            ),
         ):
             inputs.send()
             logits = self._forward(inputs.batch, inputs.counted)

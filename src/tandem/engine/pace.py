@@ -7,6 +7,7 @@ from __future__ import annotations
 SHARED_STEP_SECONDS = 0.25
 MIN_TOKENS = 32  # fewer are dominated by reading the weights
 _WEIGHT_OF_NEWEST = 0.3
+SLICE_OF_STEP = 1.1  # of a decoding step's time, for a slice of a prompt: gaps are to stay below 2.5 steps
 
 
 class PrefillPace:
@@ -16,10 +17,23 @@ class PrefillPace:
     wait for whole chunks; if not, only steps that others waited in say how long such steps take.
     """
 
-    def __init__(self, max_step_tokens: int, streams: bool = False, whole_chunks: bool = False) -> None:
-        """streams: experts travel in long steps. whole_chunks: such steps are short enough to be waited for."""
+    def __init__(
+        self, max_step_tokens: int, streams: bool = False, whole_chunks: bool = False, pieces: int = 1
+    ) -> None:
+        """streams: experts travel in long steps. whole_chunks: such steps are short enough to be waited for. pieces:
+        that a chunk can be cut into, so that others wait for one of them; 1: it is a step."""
         self._max_step_tokens, self._streams, self._whole_chunks = max_step_tokens, streams, whole_chunks
         self._tokens_per_second: float | None = None
+        self._pieces, self._decoding_seconds = pieces, 0.0
+
+    def decoded(self, seconds: float) -> None:
+        """A step without prompts took so long."""
+        known = self._decoding_seconds
+        self._decoding_seconds = known + _WEIGHT_OF_NEWEST * (seconds - known) if known else seconds
+
+    def slice_seconds(self) -> float:
+        """How long a slice of a prompt may take between two steps of those who decode; one piece at least is done."""
+        return SLICE_OF_STEP * self._decoding_seconds
 
     def observe(self, tokens: int, seconds: float, shared: bool = True) -> None:
         """A step of `tokens` rows took so long; shared: with sequences that decode."""
@@ -34,5 +48,6 @@ class PrefillPace:
         if decoding == 0 or self._whole_chunks:
             return self._max_step_tokens
         rate = self._tokens_per_second
-        paced = 4 * MIN_TOKENS if rate is None else int(rate * SHARED_STEP_SECONDS)
+        wait = self._pieces * self.slice_seconds() if self._pieces > 1 else SHARED_STEP_SECONDS
+        paced = 4 * MIN_TOKENS if rate is None else int(rate * wait)
         return min(self._max_step_tokens, decoding + max(MIN_TOKENS, paced))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.batch_arrays import BatchArrays
+from tandem.engine.paused_pass import PausedPass, Pausing, PausingModel
 from tandem.engine.sampling.logits import HostLogits
 from tandem.engine.sequence import Chunk
 from tandem.experts.usage.expert_usage import ExpertUsage
@@ -37,6 +38,7 @@ class ModelRunner:
     ) -> None:
         self._model, self._states, self._usage = model, states, usage
         self._arrays = BatchArrays(page_size, max_step_tokens)
+        self._paused = BatchArrays(page_size, max_step_tokens)
 
     def run(self, chunks: Rows[Chunk]) -> HostLogits:
         """Logits rows of all chunks, in order; valid until the model runs again."""
@@ -49,6 +51,16 @@ class ModelRunner:
 
     def settled(self, tokens: int) -> None:
         """As `GpuRunner.settled`; nothing has waited for it."""
+
+    def pause(self, chunks: list[Chunk]) -> Pausing | None:
+        """A pass of these chunks, one at a time; steps may run between its pieces. None: this model cannot stop."""
+        if not isinstance(self._model, PausingModel):
+            return None
+        return PausedPass(self._model, self._states, self._paused.fill(chunks), self._usage)
+
+    def runs_beside(self, chunks: list[Chunk]) -> bool:
+        """Whether a step of these chunks can run while a pass is under way."""
+        return True
 
     def after_failure(self) -> None:
         """Nothing that a step leaves behind keeps the next one from working."""

@@ -64,6 +64,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.held: list[Chunk] = []  # computed between steps (`aside.py`): their sequences are in none
+        self.let_go: Callable[[], None] = lambda: None  # one of those loses its pages
 
     def add(self, answers: list[Sequence]) -> None:
         """The n answers of one request. The first prefills; the others wait until they can share its pages."""
@@ -77,6 +79,8 @@ class Scheduler:
         """The step's chunks: decode rows, then prompts under way, then newly admitted ones. Empty: nothing can run."""
         chunks = [Chunk(sequence, 1, 1) for sequence in self._decoding()]
         decoding = len(chunks)
+        if self.held:
+            return chunks
         tokens = self.pace.step_tokens(decoding) - decoding
         rows = MAX_PROMPT_LOGITS_ROWS
         for sequence in self._prefilling():
@@ -124,7 +128,7 @@ class Scheduler:
             return
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
-            self._store.release(sequence, keep=keep)
+            self._release(sequence, keep)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.become(Status.FINISHED)
@@ -167,10 +171,16 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._store.release(sequence, keep=True)
+        self._release(sequence, keep=True)
         sequence.become(Status.PREEMPTED)
         insort(self.waiting, sequence, key=_by_arrival)
         self.preemptions += 1
+
+    def _release(self, sequence: Sequence, keep: bool) -> None:
+        """Nothing may write to pages that are somebody else's."""
+        if any(chunk.sequence is sequence for chunk in self.held):
+            self.let_go()
+        self._store.release(sequence, keep=keep)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Reserves pages for all tokens known now, and leaves one per running sequence, so that the newcomer is not

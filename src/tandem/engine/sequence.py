@@ -203,6 +203,11 @@ class Chunk(NamedTuple):
         return self.length - len(self.guesses)
 
     @property
+    def prefills(self) -> bool:
+        """Whether it is of a prompt, not of a decoding sequence. Asked before the step."""
+        return self.sequence.pending_len > 1
+
+    @property
     def samples(self) -> bool:
         """Whether the step reaches the sequence's last token, so that the next one is chosen."""
         return self.sure == self.sequence.pending_len

@@ -59,8 +59,7 @@ class Model:
         rows = len(embedded)
         all_wanted = rows == len(batch.logits_rows)  # as in decode steps, with guesses or without
         run = self._recorded_layers if all_wanted and self._worth_recording(rows) else self._layers
-        x = self._kept(run(embedded, batch, states), batch, states)
-        return capped(self.head(x, torch.float32), self.config.logit_cap)
+        return self._logits(run(embedded, batch, states), batch, states)
 
     def draft(self, hidden: Tensor | None, batch: ForwardBatch, states: States) -> tuple[Tensor, Tensor]:
         """One guess for each of batch.logits_rows by the draft layer, int64 [R], and what its norm made, [R, hidden].
@@ -103,6 +102,18 @@ class Model:
             mix = None if p.mix is None else p.mix.of(rows)
             p = Pass(p.batch, p.residual[rows], p.pending[rows], mix)
         return self.ending.enter(p, self.final_norm, self.config.norm.eps)
+
+    @property
+    def depth(self) -> int:
+        """Layers."""
+        return len(self.layers)
+
+    def logits(self, p: Pass, states: States) -> Tensor:
+        """What `forward` returns, of a pass that has run through all layers."""
+        return self._logits(self.end(p), p.batch, states)
+
+    def _logits(self, x: Tensor, batch: ForwardBatch, states: States) -> Tensor:
+        return capped(self.head(self._kept(x, batch, states), torch.float32), self.config.logit_cap)
 
     def _layers(self, embedded: Tensor, batch: ForwardBatch, states: States) -> Tensor:
         """From the embedded tokens, which it changes, to the normed rows whose logits are wanted."""

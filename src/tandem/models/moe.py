@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.architectures.names import Names
 from tandem.config.layers import Beside, Dense, Moe
+from tandem.config.model_config import moe_index
 from tandem.experts import ExpertMatrices, Experts
 from tandem.formats.cut import columns_of, rows_of
 from tandem.kernels.ops import MLP, Linear, Routing, SureRead
@@ -37,7 +38,7 @@ class MoEBlock:
         self.ops, self.router = b.ops, shape.router
         self.fused = shape.fusible_shared if b.plan.fuse_shared_experts else 0
         self.gate = _router_gate(b, shape, layer, names)
-        self.tally = b.tally(index)
+        self.tally, self.number = b.tally(index), moe_index(b.config, index)
         self.bias = self.table = self.scales = None
         if self.router.expert_scale:
             self.scales = b.float_tensor(layer + names.expert_scale, self.router.num_experts)
@@ -82,7 +83,8 @@ class MoEBlock:
     def _routed(self, logits: Tensor, p: Pass) -> Routing:
         """Counts who is chosen."""
         places, named = self.experts.places, self._named(p)
-        found = self.ops.route(logits, self.router, self.bias, self.fused, self.tally, places, named)
+        tally = self.tally if p.tallies is None else p.tallies[self.number]
+        found = self.ops.route(logits, self.router, self.bias, self.fused, tally, places, named)
         if self.scales is None:
             return found
         return found._replace(weights=found.weights * self.scales[found.ids.long()])

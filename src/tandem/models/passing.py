@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tandem.kernels.hyper import Mix
+from tandem.kernels.ops import Tally
 from tandem.kernels.shared_kv.rows import StepRows, step_rows
 from tandem.kernels.token_index import Chosen
 from tandem.models.batch import ForwardBatch
@@ -25,7 +26,8 @@ class Pass:
     that, None at the start; mix: how it returns to several streams.
 
     links: which tokens the last layer that chose has chosen, by its number. A batch's rows and indices do not change
-    meanwhile.
+    meanwhile. tallies: where its MoE layers count, by their numbers; None: where steps do, which is no place for a pass
+    that others overtake.
     """
 
     batch: ForwardBatch
@@ -33,6 +35,7 @@ class Pass:
     pending: Tensor | None = None
     mix: Mix | None = None
     links: dict[int, Chosen | None] = field(default_factory=dict)
+    tallies: Sequence[Tally] | None = None
     indices: StepRows | None = None
 
     @property

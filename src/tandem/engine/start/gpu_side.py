@@ -13,7 +13,6 @@ from tandem.config.gpu_scratch import ring_of
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.engine.expert_statistics import expert_placement
-from tandem.engine.gpu_runner import BeginStep
 from tandem.engine.start.gpu_device import planned_device
 from tandem.errors import EngineError
 from tandem.experts.deferral import who_defers
@@ -159,16 +158,35 @@ def expert_stream(
     return stream
 
 
-def begin_step(ops: GpuOps, stream: ExpertStream | None) -> BeginStep:
-    """What is called before a step of the engine."""
-    if stream is None:
-        return ops.begin_step
+class StepStart:
+    """What is called before a step of the engine, and before a pass that steps overtake."""
 
-    def begin(batch: ForwardBatch, captured: bool) -> None:
-        ops.begin_step(batch, captured)
-        stream.begin(0 if captured else len(batch.input_ids), shared=batch.single_rows > 0)
+    def __init__(self, ops: GpuOps, stream: ExpertStream | None) -> None:
+        self._ops, self._stream, self._held = ops, stream, False
 
-    return begin
+    def __call__(self, batch: ForwardBatch, captured: bool) -> None:
+        self._ops.begin_step(batch, captured)
+        if self._stream is not None and not self._held:
+            self._stream.begin(0 if captured else len(batch.input_ids), shared=batch.single_rows > 0)
+
+    def pausable(self) -> bool:
+        return self._ops.pausable
+
+    def hold(self, batch: ForwardBatch) -> None:
+        """The ring is the pass's: no graph uses it."""
+        if self._stream is not None:
+            self._stream.begin(len(batch.input_ids), whole=True)
+        self._held = True
+
+    def resume(self, batch: ForwardBatch) -> None:
+        self._ops.begin_step(batch, False)
+
+    def release(self) -> None:
+        self._held = False
+
+
+def begin_step(ops: GpuOps, stream: ExpertStream | None) -> StepStart:
+    return StepStart(ops, stream)
 
 
 def handoff_sizes(plan: Plan, model: ModelConfig) -> HandoffSizes:

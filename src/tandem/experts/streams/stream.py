@@ -158,14 +158,16 @@ class ExpertStream:
         """Of a step in which all travel: what the bus takes."""
         return self.rates.bus * sum(layer is not None for layer in self._layers)
 
-    def begin(self, rows: int, shared: bool = False) -> None:
+    def begin(self, rows: int, shared: bool = False, whole: bool = False) -> None:
         """Before a step of so many rows; 0: one that is recorded or replayed, in which nothing travels. shared: others
-        wait in it for their next token."""
+        wait in it for their next token. whole: if any travel, all do, for nobody may wait for the CPU."""
         if self._taken < self._given:  # a step has failed
             self._bus.finish()
             self._last = None  # its times say nothing
         long = shared and self.rates.least_rows is None and self.step_seconds > MOST_SHARED_SECONDS
         share = self._share(0 if long else rows)
+        share = 1.0 if whole and share > 0 else share
+        self._last = None if whole else self._last  # others use the CPU meanwhile
         self._counts = self._planned(share)
         self._deliveries = [delivery for layer, count in self._counts.items() for delivery in self._cut(layer, count)]
         self._given = self._taken = 0

@@ -127,6 +127,7 @@ class ExpertUsage:
         self._moved: list[tuple[Ints, Ints]] = []  # changes [3, n], counts [3, n], since the last `read`
         self._buffers: deque[Asked] = deque()
         self.copy: Copy | None = None  # None: PyTorch's, which takes longer
+        self._beside: tuple[Tensor, Tensor | None] | None = None  # experts seen, and rows that count
         self.expert_bytes = torch.zeros(layers, dtype=torch.int64)
         self.swaps = 0
         self.swap_rests = 0  # how often live placement paused because it did not pay
@@ -155,6 +156,23 @@ class ExpertUsage:
             self._rows.copy_(rows)
         else:
             self._rows.fill_(rows)
+
+    def beside(self, rows: int) -> list[Tally]:
+        """Where the layers of a pass of so many rows count that steps overtake. One pass at a time."""
+        if self._beside is None:
+            with torch.inference_mode(False):  # a pass begins in it, and may end elsewhere
+                seen = torch.zeros_like(self._arrays[_SEEN])
+                self._beside = seen, None if self._rows is None else torch.zeros_like(self._rows)
+        seen, limit = self._beside
+        if limit is not None:
+            limit.fill_(rows)
+        return [Tally(self._arrays[_TOKENS, layer], seen[layer], None, limit) for layer in range(len(seen))]
+
+    def end_beside(self) -> None:
+        """The pass has ended, wherever; each of its layers ran once at most."""
+        if self._beside is not None:
+            self._arrays[_READS].add_(self._beside[0])
+            self._beside[0].zero_()
 
     def read(self) -> UsageTotals:
         """Waits for the GPU's last step, which takes no time where its results have been fetched."""

@@ -16,6 +16,8 @@ from tandem.kernels.gpu.attention_prefill import prefill
 class TritonAttention:
     """Tandem's own kernels."""
 
+    pausable = True
+
     def begin(self, batch: BatchLayout, captured: bool) -> None:
         """Nothing is planned."""
 

@@ -16,6 +16,8 @@ from tandem.kernels.gpu.attention_torch import TorchAttention
 class Attention(Protocol):
     """Attention over paged keys and values, as `Ops.attention`."""
 
+    pausable: bool  # what a step plans is not kept: other steps may run between two layers of one
+
     def begin(self, batch: BatchLayout, captured: bool) -> None:
         """Before a step's layers run; captured: before a CUDA graph of so many rows is captured or replayed. The batch
         is the step's, in CPU memory."""

@@ -35,6 +35,8 @@ class AttentionShape(NamedTuple):
 class FlashInferAttention:
     """`wrapper` stands in for FlashInfer's class in tests."""
 
+    pausable = False  # all steps share its workspace
+
     def __init__(
         self, shape: AttentionShape, device: torch.device, wrapper: Callable[..., Any] | None = None
     ) -> None:

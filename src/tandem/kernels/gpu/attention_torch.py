@@ -24,6 +24,8 @@ CAUSAL = (-1, 0)
 class TorchAttention:
     """`attend` stands in for PyTorch's function in tests."""
 
+    pausable = True
+
     def __init__(self, attend: Callable[..., Tensor] | None = None) -> None:
         """Raises ConfigError where PyTorch's function is missing or reads no pages."""
         self._attend = attend or _varlen_attn()

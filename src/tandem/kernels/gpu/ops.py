@@ -65,6 +65,11 @@ class GpuOps:
         self._attention.begin(batch, captured)
         self._step.captured = captured
 
+    @property
+    def pausable(self) -> bool:
+        """Whether a pass of many rows may stop between two layers while graphs are replayed."""
+        return self._attention.pausable
+
     def resident(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
 

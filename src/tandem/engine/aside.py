@@ -1,0 +1,94 @@
+"""`Aside`: prompts that are computed between steps of those who decode, a slice at a time.
+
+A step of decoding rows and a slice take turns, so a reader waits for both, and never for a whole chunk. A slice is as
+many layers as fit into a share of a decoding step's time; or, where a device computes, as many as keep it busy.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Protocol
+
+from tandem.engine.paused_pass import Pausing
+from tandem.engine.sampling.logits import Logits
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.sequence import Chunk
+
+PIECES_AHEAD = 4  # that a device has to do while a step runs: fewer would leave it idle, more delay the step
+
+
+class PausingRunner(Protocol):
+    """Runs steps, and passes between them."""
+
+    def pause(self, chunks: list[Chunk]) -> Pausing | None:
+        """Begins a pass of these chunks; None: its model or its device cannot."""
+        ...
+
+    def runs_beside(self, chunks: list[Chunk]) -> bool:
+        """Whether a step of these chunks can run while a pass is under way."""
+        ...
+
+
+class Aside:
+    """At most one pass at a time. The scheduler keeps its sequences from running otherwise; when one of them loses its
+    pages, the pass ends, and what it computed is computed again."""
+
+    def __init__(self, scheduler: Scheduler, runner: PausingRunner, together: bool) -> None:
+        """together: several sequences may share a pass. Not where layers change what a sequence keeps in place: that
+        cannot be computed again."""
+        self._scheduler, self._runner, self._together = scheduler, runner, together
+        self._pass: Pausing | None = None
+        self._began = self._spent = 0.0
+        scheduler.let_go = self.drop
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Of the pass under way."""
+        return list(self._scheduler.held)
+
+    def take(self, chunks: list[Chunk]) -> list[Chunk]:
+        """A step's chunks without the prompts that are computed aside from now on."""
+        decoding = [chunk for chunk in chunks if not chunk.prefills]
+        prompts = [chunk for chunk in chunks if chunk.prefills]
+        if self._pass is not None or not decoding or not prompts or not self._runner.runs_beside(decoding):
+            return chunks
+        some = prompts if self._together else prompts[:1]
+        self._began, self._spent = perf_counter(), 0.0
+        self._pass = self._runner.pause(some)
+        if self._pass is None:
+            return chunks
+        self._scheduler.held = some
+        return decoding
+
+    def slice(self, whole: bool) -> Logits | None:
+        """Goes on with the pass; its logits when it has ended. whole: until then, for nobody waits."""
+        paused, started = self._pass, perf_counter()
+        assert paused is not None
+        try:
+            self._run(paused, started, whole)
+            ended = not paused.pieces_left() and (whole or not paused.under_way())
+            logits = paused.logits() if ended else None
+        except Exception:
+            self.drop()
+            raise
+        self._spent += perf_counter() - started
+        if logits is not None:
+            seconds = perf_counter() - self._began if paused.overlaps else self._spent
+            self._scheduler.pace.observe(sum(c.length for c in self._scheduler.held), seconds)
+            self._pass, self._scheduler.held = None, []
+        return logits
+
+    def _run(self, paused: Pausing, started: float, whole: bool) -> None:
+        most, longest, last = self._scheduler.pace.slice_seconds(), 0.0, started
+        while paused.pieces_left() and (whole or paused.under_way() < PIECES_AHEAD):
+            paused.piece()
+            now = perf_counter()
+            longest, last = max(longest, now - last), now
+            if not whole and now - started + longest > most:
+                return
+
+    def drop(self) -> None:
+        """Its sequences begin their chunks again, if they still run."""
+        paused, self._pass, self._scheduler.held = self._pass, None, []
+        if paused is not None:
+            paused.drop()

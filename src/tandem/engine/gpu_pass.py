@@ -1,0 +1,142 @@
+"""`GpuPass`: a prompt's chunk on a GPU's stream of low priority, while steps of those who decode run on another.
+
+Both use the GPU at the same time: a free place is given to the step's blocks first. So the host only has to give the
+pass enough to do. Steps and passes share weights, pages and counts, none of which a step changes that a pass reads;
+what kernels need meanwhile comes from each stream's own memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Rows
+from contextlib import contextmanager
+from functools import cache
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from tandem.engine.paused_pass import PausingModel
+from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows
+from tandem.experts.usage.expert_usage import ExpertUsage
+from tandem.models.batch import ForwardBatch
+
+HIGH_PRIORITY = -1
+
+
+@runtime_checkable
+class PassStart(Protocol):
+    """What operations prepare for a pass that steps overtake."""
+
+    def pausable(self) -> bool:
+        """Whether they keep nothing that a step would change."""
+        ...
+
+    def hold(self, batch: ForwardBatch) -> None:
+        """Before the pass. What it prepares stays until `release`, whatever steps begin."""
+        ...
+
+    def resume(self, batch: ForwardBatch) -> None:
+        """Before a piece of it: a step may have run."""
+        ...
+
+    def release(self) -> None: ...
+
+
+class Streams:
+    """One for steps that are replayed and for choosing tokens, which has the right of way; one for all other steps.
+    None: there is only one."""
+
+    def __init__(self, device: torch.device, apart: bool) -> None:
+        self.steps: torch.cuda.Stream | None = None
+        self._others: torch.cuda.Stream | None = None
+        if apart and device.type == "cuda":
+            self.steps, self._others = _pair(device)
+
+    def enter(self) -> None:
+        """Before anything is captured. This thread computes on the first one from now on."""
+        if self.steps is not None:
+            torch.cuda.synchronize(self.steps.device)
+            torch.cuda.empty_cache()  # what another stream has freed cannot be used on this one
+            torch.cuda.set_stream(self.steps)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is computed here comes after all that the first stream was given until now."""
+        if self._others is None:
+            yield
+            return
+        self._others.wait_stream(torch.cuda.current_stream(self._others.device))
+        with torch.cuda.stream(self._others):
+            yield
+
+    def finish(self) -> None:
+        """Waits for what was computed aside."""
+        if self._others is not None:
+            self._others.synchronize()
+
+
+@cache
+def _pair(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Of a process: an engine that is made anew finds what the memory of the last one belongs to."""
+    return torch.cuda.Stream(device, priority=HIGH_PRIORITY), torch.cuda.Stream(device, priority=0)
+
+
+class GpuPass:
+    """A piece is given to the GPU; it returns sooner, unless experts in CPU memory have a part in it."""
+
+    overlaps = True
+
+    def __init__(
+        self,
+        model: PausingModel,
+        states: Rows[tuple[Tensor, ...]],
+        batches: tuple[ForwardBatch, ForwardBatch],
+        start: PassStart,
+        streams: Streams,
+        usage: ExpertUsage | None,
+        rows: HostRows,
+    ) -> None:
+        """batches: in host memory, and on the GPU."""
+        self._model, self._states, self._start, self._streams = model, states, start, streams
+        (self._batch, there), self._usage, self._rows = batches, usage, rows
+        self._best = BestRows(len(there.logits_rows), there.input_ids.device)
+        self._next, self._given = 0, deque[torch.cuda.Event]()
+        self._found: tuple[Tensor, Tensor] | None = None
+        start.hold(self._batch)
+        with torch.inference_mode(), streams.aside():
+            self._pass = model.begin(there)
+            self._pass.tallies = None if usage is None else usage.beside(len(there.input_ids))
+
+    def pieces_left(self) -> int:
+        return self._model.depth + 1 - self._next
+
+    def piece(self) -> None:
+        with torch.inference_mode(), self._streams.aside():
+            self._start.resume(self._batch)
+            if self._next < self._model.depth:
+                self._model.layer(self._pass, self._next, self._states)
+            else:
+                logits = self._model.logits(self._pass, self._states)
+                self._found = logits, self._best.fetch(logits)
+            event = torch.cuda.Event()
+            event.record()
+        self._given.append(event)
+        self._next += 1
+
+    def under_way(self) -> int:
+        while self._given and self._given[0].query():
+            self._given.popleft()
+        return len(self._given)
+
+    def logits(self) -> DeviceLogits:
+        assert self._found is not None, "pieces are left"
+        self.drop()
+        return DeviceLogits(*self._found, self._rows)
+
+    def drop(self) -> None:
+        self._start.release()
+        self._streams.finish()
+        if self._usage is not None:
+            self._usage.end_beside()

@@ -1,0 +1,108 @@
+"""`PausedPass`: a prompt's chunk on its way through the layers, piece by piece, while others decode in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from tandem.engine.sampling.logits import HostLogits, Logits
+from tandem.experts.usage.expert_usage import ExpertUsage
+from tandem.models.batch import ForwardBatch
+from tandem.models.passing import Pass
+
+
+@runtime_checkable
+class PausingModel(Protocol):
+    """A model that can stop between two layers. What others compute meanwhile changes nothing of the pass."""
+
+    @property
+    def depth(self) -> int:
+        """Layers."""
+        ...
+
+    def begin(self, batch: ForwardBatch) -> Pass:
+        """Before the first layer."""
+        ...
+
+    def layer(self, p: Pass, index: int, states: Rows[tuple[Tensor, ...]]) -> None:
+        """After all layers before."""
+        ...
+
+    def logits(self, p: Pass, states: Rows[tuple[Tensor, ...]]) -> Tensor:
+        """float32 [len(batch.logits_rows), vocab], after the last."""
+        ...
+
+
+class Pausing(Protocol):
+    """What a runner gives for chunks that may wait. Pieces are layers, and the logits at the end."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a device computes it while others go on."""
+        ...
+
+    def pieces_left(self) -> int: ...
+
+    def piece(self) -> None:
+        """Computes the next one, or gives it to a device."""
+        ...
+
+    def under_way(self) -> int:
+        """Pieces that a device was given and has not computed yet."""
+        ...
+
+    def logits(self) -> Logits:
+        """After the last piece; waits for it."""
+        ...
+
+    def drop(self) -> None:
+        """No piece follows. Waits until nothing writes to the pages of its sequences any more."""
+        ...
+
+
+class PausedPass:
+    """Where this process computes: a piece is done when it returns."""
+
+    overlaps = False
+
+    def __init__(
+        self,
+        model: PausingModel,
+        states: Rows[tuple[Tensor, ...]],
+        batch: ForwardBatch,
+        usage: ExpertUsage | None,
+    ) -> None:
+        """The batch's arrays must not change before the end."""
+        self._model, self._states, self._usage = model, states, usage
+        self._next, self._logits = 0, torch.empty(0)
+        with torch.inference_mode():
+            self._pass = model.begin(batch)
+            self._pass.tallies = None if usage is None else usage.beside(len(batch.input_ids))
+
+    def pieces_left(self) -> int:
+        return self._model.depth + 1 - self._next
+
+    def piece(self) -> None:
+        with torch.inference_mode():
+            if self._next < self._model.depth:
+                self._model.layer(self._pass, self._next, self._states)
+            else:
+                self._logits = self._model.logits(self._pass, self._states)
+        self._next += 1
+
+    def under_way(self) -> int:
+        return 0
+
+    def logits(self) -> Logits:
+        self._count()
+        return HostLogits(self._logits.to(device="cpu", dtype=torch.float32).numpy())
+
+    def drop(self) -> None:
+        self._count()
+
+    def _count(self) -> None:
+        if self._usage is not None:
+            self._usage.end_beside()

@@ -1,0 +1,111 @@
+"""A prompt's pass on a stream of its own, between whose layers graphs of other sequences are replayed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu import needs_cuda
+from gpu_sessions import DECODED, PROMPT, Session, batch_of, on_the_cpu, rms
+from tandem import LLM, SamplingParams
+
+pytestmark = [pytest.mark.gpu, needs_cuda]
+SIX = list(range(6))
+
+
+def beside(session: Session, ahead: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of sequence 7's prompt, and of the tokens that six others decode meanwhile. ahead: pieces that the GPU has
+    been given when a graph is replayed."""
+    session.step(SIX, 0, PROMPT)
+    paused = session.runner.paused(batch_of([7], 0, PROMPT))
+    assert paused is not None
+    decoded: list[torch.Tensor] = []
+    with torch.inference_mode():
+        while paused.pieces_left():
+            for _ in range(min(ahead, paused.pieces_left())):
+                paused.piece()
+            if len(decoded) < DECODED:
+                found = session.runner.logits(batch_of(SIX, PROMPT + len(decoded), 1))
+                decoded.append(found.logits.cpu().clone())
+    return paused.logits().logits.cpu().clone(), torch.stack(decoded, 1)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 9])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("variant", ["qwen3_moe-gpu", "glm4_moe", "deepseek_v3", "qwen3_next"])
+def test_steps_and_a_pass_leave_each_other_alone(tiny_models, variant, share, ahead) -> None:
+    path = tiny_models[variant]
+    exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
+    session = Session(path, share, (1, 8))
+    prompt, decoded = beside(session, ahead)
+    steps = decoded.shape[1]
+    wanted = exact[SIX, PROMPT : PROMPT + steps]
+    allowed = 1.5 * rms(theirs, exact)
+    assert rms(prompt, exact[7, :PROMPT]) < allowed and rms(decoded, wanted) < allowed
+    after = session.step([7], PROMPT, 1)[0, 0]
+    assert rms(after, exact[7, PROMPT]) < 2 * allowed  # of one row
+
+
+def test_a_pass_and_a_step_of_the_same_rows_give_the_same_bits(tiny_models) -> None:
+    session = Session(tiny_models["qwen3_moe-gpu"], 1.0, (1, 8))
+    prompt, _ = beside(session, 2)
+    assert torch.equal(session.step([7], 0, PROMPT)[0], prompt)
+
+
+def test_what_experts_are_asked_for_counts_once(tiny_models) -> None:
+    session = Session(tiny_models["qwen3_moe-gpu"], 0.5, (1, 8))
+    _, decoded = beside(session, 3)
+    total = session.usage.read().tokens
+    rows = 6 * PROMPT + PROMPT + 6 * decoded.shape[1]
+    assert (total.sum(1) == 3 * rows).all()
+
+
+def test_a_dropped_pass_can_be_begun_again(tiny_models) -> None:
+    session = Session(tiny_models["qwen3_moe-gpu"], 0.5, (1, 8))
+    paused = session.runner.paused(batch_of([7], 0, PROMPT))
+    assert paused is not None
+    paused.piece()
+    paused.drop()
+    whole = session.step([7], 0, PROMPT)[0]
+    prompt, _ = beside(session, 1)
+    assert torch.equal(prompt, whole)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_an_engine_decodes_beside_long_prompts(tiny_models, share) -> None:
+    """Greedy answers where logits differ enough: of the same tokens as one request after the other."""
+    generator = torch.Generator().manual_seed(4)
+    prompts = torch.randint(256, (4, 60), generator=generator).tolist()
+    llm = LLM(
+        str(tiny_models["qwen3_moe-gpu"]), kt_gpu_experts_ratio=share, kt_cpuinfer=2, max_total_tokens=1024,
+        disable_radix_cache=True,
+    )  # fmt: skip
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    alone = [llm.generate([p], greedy, progress=False)[0].token_ids for p in prompts]
+    taken: list[int] = []
+    take = llm.engine._aside.take
+
+    def counted(chunks):
+        left = take(chunks)
+        taken.append(len(chunks) - len(left))
+        return left
+
+    llm.engine._aside.take = counted
+    llm.engine.add(_request("first", prompts[0], 20))
+    got = {"first": [], "b": [], "c": [], "d": []}
+    for turn in range(200):
+        if turn in (2, 4, 6):
+            llm.engine.add(_request("bcd"[turn // 2 - 1], prompts[turn // 2], 20))
+        for output in llm.engine.step():
+            assert output.error is None
+            got[output.id] += output.token_ids
+    assert sum(taken) == 3 and [len(ids) for ids in got.values()] == [20] * 4
+    same = sum(a == b for ids, one in zip(got.values(), alone, strict=True) for a, b in zip(ids, one, strict=True))
+    assert same >= 60  # bfloat16 may turn a token, and all after it differ
+
+
+def _request(name: str, prompt: list[int], tokens: int):
+    from tandem.engine.protocol import GenerateRequest
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    return GenerateRequest(id=name, prompt_ids=prompt, sampling=sampling)
