@@ -57,6 +57,7 @@ class GpuOps:
         """attention: Triton's where none is given."""
         self.device, self.cpu = device, cpu
         self._attention = attention or attention_of("triton")
+        self.pausable = self._attention.pausable  # a pass may stop between two layers while graphs are replayed
         self._warm: set[DeltaRule] = set()  # shapes whose kernels for prompts are compiled
         self._step = StepKind()
 
@@ -64,11 +65,6 @@ class GpuOps:
         """As `Attention.begin`."""
         self._attention.begin(batch, captured)
         self._step.captured = captured
-
-    @property
-    def pausable(self) -> bool:
-        """Whether a pass of many rows may stop between two layers while graphs are replayed."""
-        return self._attention.pausable
 
     def resident(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
