@@ -157,8 +157,9 @@ class Engine:
         )
         self._runner = _runner(parts, states.arrays)
         together, asked = not _layout(parts).slot_bytes, plan.speculation
-        # A draft layer runs between steps, where a pass may have its experts on the way.
-        self._may_pause = asked is None or asked.algorithm != "NEXTN"
+        # A draft layer runs between steps, where a pass may have its experts on the way. Nobody has shown yet that a
+        # GPU changes a sequence's slot for graphs and a pass at once.
+        self._may_pause = (asked is None or asked.algorithm != "NEXTN") and (together or plan.gpu is None)
         self._aside = Aside(self._scheduler, self._runner, together)
         return_free_memory()  # what loading and compiling took
         self._recorder = parts.recorder
@@ -226,7 +227,7 @@ class Engine:
         seconds = perf_counter() - started
         if self._speculation is not None:
             self._speculation.timed(seconds)
-        if decoding:
+        if decoding and not aside:  # a slice leaves little of the caches to the step after it
             self._scheduler.pace.decoded(seconds)
         self._scheduler.pace.observe(sum(chunk.length for chunk in chunks), seconds, chunks[0].sure == 1)
         self._counters.steps += 1

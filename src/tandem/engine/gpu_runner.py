@@ -282,7 +282,7 @@ class GpuRunner:
         inputs, fetched = _Inputs(size, self._plan.pages, self._device), BestRows(size, self._device)
         masks = GraphMasks(size, self._device)
         self._begin_step(inputs.image, True)
-        with self._handoff.rehearsing():
+        with self._handoff.rehearsing(), self._streams.aside():  # whose memory later steps use again
             for _ in range(self._plan.warm_ups):
                 fetched.fetch(self._forward(inputs.batch, inputs.counted), masks)
         torch.cuda.synchronize(self._device)
