@@ -14,6 +14,7 @@ void bind_fit(nanobind::module_& m);      // fit.cc: fit_groups
 void bind_experts(nanobind::module_& m);  // experts.cc: ExpertLayer
 void bind_columns(nanobind::module_& m);  // columns.cc: Columns
 void bind_recording(nanobind::module_& m);
+void bind_streams(nanobind::module_& m);  // streams.cc: Streams
 void bind_token_index(nanobind::module_& m);
 void bind_mailbox(nanobind::module_& m);  // mailbox.cc: Mailbox
 void bind_live(nanobind::module_& m);     // live.cc: MovingLayers, ExpertMoves, what live placement counts

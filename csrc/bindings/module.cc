@@ -22,6 +22,7 @@ NB_MODULE(_core, m) {
   tandem::bind_codes(m);
   tandem::bind_dense(m);
   tandem::bind_columns(m);
+  tandem::bind_streams(m);
   tandem::bind_token_index(m);
   tandem::bind_matrix(m);
   tandem::bind_fit(m);

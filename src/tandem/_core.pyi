@@ -118,7 +118,9 @@ class BatchView:
         """Takes over the indices of another batch of as many rows."""
 
 class Heads:
-    """Head counts; a norm size of 0: no q or k norm; value_dim 0: as wide as keys."""
+    """
+    Head counts; a norm size of 0: no q or k norm; value_dim 0: as wide as keys.
+    """
 
     def __init__(
         self,
@@ -251,6 +253,44 @@ class Columns:
         """
         out[:, target + i] = x[:, source + i * step], i < count; other columns of out stay as they are.
         """
+
+class Streams:
+    """
+    Several streams in place of one residual: summed up for a block, and mixed.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        tier: str,
+        streams: int,
+        hidden: int,
+        iterations: int,
+        eps: float,
+        norm_eps: float,
+    ) -> None: ...
+    def widen(self, x: object, wide: object, norms: object) -> None:
+        """
+        x [T, n, hidden] to float32 [T, n * hidden]; norms [T]: 1 over the root of each row's mean square.
+        """
+
+    def enter(
+        self,
+        x: object,
+        sums: object,
+        norms: object,
+        scale: object,
+        base: object,
+        out: object,
+        share: object | None,
+        mixing: object | None,
+    ) -> None:
+        """
+        Weights sums * norms * scale + base: out [T, hidden], and how a block's result returns; None: it does not.
+        """
+
+    def leave(self, x: object, y: object, share: object, mixing: object, out: object) -> None:
+        """out [T, n, hidden]: x mixed, and y [T, hidden] shared out."""
 
 class TokenIndex:
     """Which tokens each row attends to, on a pool."""

@@ -224,7 +224,8 @@ def test_a_gpu_takes_it_whatever_backend_is_asked_for(tiny_models) -> None:
     assert "read by PyTorch's operations" in reason(made, "attention")
     scratch = next(e.nbytes for ledger in made.ledgers for e in ledger.entries if e.name == "prompt scratch")
     row = 2 * 3 * 4 * 64 + 4 * 4 * 4 * 16 + 16 * 4 * 64  # queries, what turns of them, four streams
-    assert scratch == 9 * (64 << 20) + 512 * row
+    order, places = 512 * 2 * 8 * (8 + 64), 64 * 3 * 8 * 1024 // 4  # of keys of each row; of entries of each sequence
+    assert scratch == 9 * (64 << 20) + 512 * row + order + places
 
 
 def test_the_tutorial_s_conversion_is_served_beside_the_checkpoint(both: tuple[Path, Path], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.config.layers import SILU, Activation, DeltaRule, Router
+from tandem.config.mechanisms.hyper import Hyper
 from tandem.config.mechanisms.latent import Index
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import KernelError
@@ -22,8 +23,10 @@ from tandem.kernels import gates, routing
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
 from tandem.kernels.cpu_chosen import CpuChosenAttention, CpuTokenIndex
+from tandem.kernels.cpu_streams import CpuStreams
 from tandem.kernels.delta import Delta, DeltaWeights, columns_of
 from tandem.kernels.gates import without_gates
+from tandem.kernels.hyper import HyperStreams, HyperWeights
 from tandem.kernels.in_memory import InMemory
 from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
@@ -192,6 +195,9 @@ class CpuOps(InMemory):
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
         return _CpuDelta(self, shape, weights)
+
+    def streams(self, shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:
+        return CpuStreams(self.pool, self.tier, shape, weights, hidden)
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         return CpuTokenIndex(self, shape, weights)

@@ -21,15 +21,24 @@ class HyperWeights(NamedTuple):
     base: Tensor
 
 
+def mixed(streams: Tensor, y: Tensor, share: Tensor, mixing: Tensor) -> Tensor:
+    """`Mix.leave` in torch."""
+    total = share[:, :, None] * y.float()[:, None]
+    for j in range(streams.shape[1]):  # a fused sum's bits would depend on the number of rows
+        total += mixing[:, j, :, None] * streams[:, j, None].float()
+    return total.to(streams.dtype)
+
+
 class Mix(NamedTuple):
     """How a block's result returns to the streams: share [T, n] of it, and the streams' own mixing [T, n, n]: from the
-    second dimension to the third."""
+    second dimension to the third. leave: streams, result, share, mixing -> streams."""
 
     share: Tensor
     mixing: Tensor
+    leave: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = mixed
 
     def of(self, rows: Tensor) -> Mix:
-        return Mix(self.share[rows], self.mixing[rows])
+        return self._replace(share=self.share[rows], mixing=self.mixing[rows])
 
 
 class HyperStreams:
@@ -60,17 +69,19 @@ class HyperStreams:
     def _weighed(self, streams: Tensor, shares: Tensor) -> Tensor:
         shares = shares[:, : self.shape.streams] + self.shape.eps
         total = shares[:, 0, None] * streams[:, 0].float()
-        for j in range(1, self.shape.streams):  # a fused sum's bits would depend on the number of rows
+        for j in range(1, self.shape.streams):  # as above
             total += shares[:, j, None] * streams[:, j].float()
         return total.to(streams.dtype)
 
 
+def plain_streams(shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:
+    """`Ops.streams` in torch."""
+    return HyperStreams(shape, weights)
+
+
 def left(streams: Tensor, y: Tensor, mix: Mix) -> Tensor:
     """Streams [T, n, hidden] mixed, and the block's result y [T, hidden] shared out to them."""
-    mixed = mix.share[:, :, None] * y.float()[:, None]
-    for j in range(streams.shape[1]):  # as above
-        mixed += mix.mixing[:, j, :, None] * streams[:, j, None].float()
-    return mixed.to(streams.dtype)
+    return mix.leave(streams, y, mix.share, mix.mixing)
 
 
 def _balanced(logits: Tensor, shape: Hyper) -> Tensor:

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from tandem.config.layers import SILU, Activation, DeltaRule, Router
+from tandem.config.mechanisms.hyper import Hyper
 from tandem.config.mechanisms.latent import Index
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import Delta, DeltaWeights
+from tandem.kernels.hyper import HyperStreams, HyperWeights
 from tandem.kernels.shared_kv.heads import SharedKvHeads
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import Chosen, IndexWeights, TokenIndex
@@ -331,6 +333,10 @@ class Ops(Protocol):
 
     def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
         """Shared keys of this shape, bound to their small weights; packs `weights.groups` once."""
+        ...
+
+    def streams(self, shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:
+        """Hyper-connections of this shape, of streams of so many channels, bound to their weights."""
         ...
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:

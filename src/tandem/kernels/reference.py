@@ -24,6 +24,7 @@ from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import Delta, DeltaWeights, TorchDelta
 from tandem.kernels.fit import as_packed
 from tandem.kernels.gates import without_gates
+from tandem.kernels.hyper import plain_streams
 from tandem.kernels.in_memory import InMemory
 from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
@@ -264,6 +265,8 @@ class TorchOps(InMemory):
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
         return TorchDelta(shape, weights)
+
+    streams = staticmethod(plain_streams)
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         return TorchTokenIndex(shape, weights)

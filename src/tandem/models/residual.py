@@ -115,4 +115,5 @@ def _streams(b: Builder, hyper: Hyper, names: tuple[str, str], scale: Tensor) ->
     matrix = b.checkpoint.get(names[0], (rows, hyper.streams * b.config.hidden)).float()
     project = b.ops.linear(F.pad(matrix, (0, 0, 0, missing)), fmt="f32")
     base = F.pad(b.float_tensor(names[1], rows), (0, missing))
-    return HyperStreams(hyper, HyperWeights(project, F.pad(scale, (0, missing)), base))
+    weights = HyperWeights(project, F.pad(scale, (0, missing)), base)
+    return b.ops.streams(hyper, weights, b.config.hidden)

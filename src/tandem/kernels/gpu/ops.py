@@ -30,6 +30,7 @@ from tandem.kernels.gpu.latent.heads import GpuLatentHeads
 from tandem.kernels.gpu.linear import DTYPES, GpuLinear
 from tandem.kernels.gpu.mlp import GpuMLP
 from tandem.kernels.gpu.uploads import uploaded
+from tandem.kernels.hyper import plain_streams
 from tandem.kernels.ops import (
     LatentSizes,
     LatentWeights,
@@ -178,6 +179,8 @@ class GpuOps:
             return torch.matmul(x.transpose(0, 1), groups).transpose(0, 1)
 
         return SharedKvHeads(shape, weights, plain_attend, projected)
+
+    streams = staticmethod(plain_streams)
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         return GpuTokenIndex(shape, weights)
