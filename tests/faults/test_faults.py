@@ -1,6 +1,6 @@
 """What goes wrong while a server serves, and what its clients see: real processes and signals, one server for many.
 
-Each test is a line of docs/faults.md. The longer ones are in test_faults_long.py, those of a GPU in tests/gpu.
+Each test is a line of docs/faults.md. The longer ones are in test_faults_long.py, those of a GPU in test_gpu_faults.py.
 """
 
 from __future__ import annotations

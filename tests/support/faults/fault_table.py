@@ -119,7 +119,7 @@ def cases() -> list[Case]:
 
 
 def _cases_of(file: Path) -> Iterator[Case]:
-    where = "gpu" if file.parent.name == "gpu" else "cpu"
+    where = "gpu" if "mark.gpu" in file.read_text() else "cpu"
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.FunctionDef):
             for mark in node.decorator_list:

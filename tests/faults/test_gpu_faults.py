@@ -1,6 +1,6 @@
 """What goes wrong on a GPU while a server serves, and what its clients see: lines of docs/faults.md.
 
-    pytest -m gpu tests/gpu/test_gpu_faults.py --write-faults DIR    # DIR/faults-gpu.json
+    pytest -m gpu tests/faults/test_gpu_faults.py --write-faults DIR    # DIR/faults-gpu.json
 """
 
 from __future__ import annotations
