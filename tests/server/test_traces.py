@@ -13,7 +13,7 @@ from server_harness import LocalServer
 from server_requests import CHAT, run, user
 from tandem.config import EngineConfig
 from tandem.errors import ConfigError
-from tandem.server.traces import OpenTelemetry, traces_of
+from tandem.server.guard.traces import OpenTelemetry, traces_of
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace.export")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

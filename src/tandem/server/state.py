@@ -18,11 +18,11 @@ from tandem.hub.names import shown_name
 from tandem.server.chat.model import ChatModel
 from tandem.server.engine_client import EngineClient, RequestStream
 from tandem.server.errors import ApiError, overloaded, unavailable
+from tandem.server.guard.traces import traces_of
 from tandem.server.limits import MAX_OPEN_ANSWERS
 from tandem.server.messages import EngineReady
 from tandem.server.metrics import ServerMetrics
 from tandem.server.prompts.reader import PromptReader, PromptTokenizer
-from tandem.server.traces import traces_of
 
 
 class TextTokenizer(PromptTokenizer, Protocol):
