@@ -128,5 +128,8 @@ CHOICES = {
     "experts int4": experts_only("int4 packed g32"),
     "experts mxfp4": experts_only("mxfp4 deepseek"),
     "experts nvfp4": experts_only("nvfp4 modelopt"),
+    "experts nvfp4 packed": experts_only("nvfp4 packed"),
+    "all mxfp8": everything("mxfp8 inverse"),
+    "experts mxfp8": experts_only("mxfp8 modelopt"),
     "fp8 + int4": mixed,
 }

@@ -104,6 +104,18 @@ def mx(weight: Tensor, bits: int) -> Made:
     )
 
 
+def mxfp8_modelopt(weight: Tensor) -> Made:
+    return Made(mx(weight, 8).tensors, mx(weight, 8).expected, {"quant_method": "modelopt", "quant_algo": "MXFP8"})
+
+
+def mxfp8_inverse(weight: Tensor) -> Made:
+    """As SGLang's own quantiser names scales, which are bytes of exponents."""
+    made = mx(weight, 8)
+    tensors = {".weight": made.tensors[".weight"], ".weight_scale_inv": made.tensors[".weight_scale"]}
+    config = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
+    return Made(tensors, made.expected, config)
+
+
 def nvfp4_compressed(weight: Tensor) -> Made:
     whole = (6 * 448 / weight.abs().max())[None]
     scale = (_extremes(weight, 16) / 6 * whole).to(FP8)
@@ -243,6 +255,8 @@ MAKERS: dict[str, Callable[[Tensor], Made]] = {
     "fp8 per channel": lambda w: float8(w, "channel"),
     "fp8 per tensor": lambda w: float8(w, "tensor"),
     "mxfp8": lambda w: mx(w, 8),
+    "mxfp8 modelopt": mxfp8_modelopt,
+    "mxfp8 inverse": mxfp8_inverse,
     "int8 per channel": lambda w: int8(w, "channel"),
     "int8 per tensor": lambda w: int8(w, "tensor"),
     "int8 packed g128": lambda w: packed_int(w, 8, 128),

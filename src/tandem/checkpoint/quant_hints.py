@@ -16,7 +16,8 @@ from tandem.errors import CheckpointError
 
 KEY = "quantization_config"
 METHODS = (
-    "fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "gptq_v2", "awq", "mxfp4", "modelopt", "modelopt_fp4", "w4afp8",
+    "fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "gptq_v2", "awq", "mxfp4", "mxfp8", "modelopt", "modelopt_fp4",
+    "w4afp8",
 )  # fmt: skip
 _SPARSE_FREE = ("dense", None)
 

@@ -176,6 +176,8 @@ def _scaled(hints: QuantHints, config: Mapping[str, Any], inverse: bool) -> list
     rows, columns = hints.blocks[0] if hints.blocks else (128, 128) if inverse else (1, 0)
     fp8 = QuantFormat("fp8", "fp8", columns, rows, "F32")
     mxfp4 = QuantFormat("mxfp4", "mxfp4", 32, 1, "F8_E8M0")
+    if "MXFP8" in str(config.get("quantization_config")).upper():
+        return [QuantFormat("mxfp8", "fp8", 32, 1, "U8")]
     if hints.method == "w4afp8":
         return [QuantFormat("int4", "w4afp8", hints.groups[0] if hints.groups else 128, 1, "BF16"), fp8]
     if hints.method == "compressed-tensors" and "'int'" in str(config.get("quantization_config")):
