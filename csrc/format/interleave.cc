@@ -19,6 +19,16 @@ Vec load(const uint8_t* p) {
   return v;
 }
 
+// Lanes of a and then b, by number. GCC has Clang's builtin since 12 only.
+template <int... Lane, class Vec>
+Vec picked(Vec a, Vec b) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, Lane...);
+#else
+  return __builtin_shuffle(a, b, Vec{Lane...});
+#endif
+}
+
 Quad same(Quad q) { return q; }
 
 // Of four codes' bytes [b3 b2 b1 b0], the low halves to 16 bits and the high halves to the 16 above.
@@ -29,10 +39,10 @@ Quad split_halves(Quad q) {
   return ((low | low >> 8) & 0xffffu) | (high | high >> 8) << 16;
 }
 
-Quad low32(Quad a, Quad b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
-Quad high32(Quad a, Quad b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
-Quad low64(Quad a, Quad b) { return __builtin_shufflevector(a, b, 0, 1, 4, 5); }
-Quad high64(Quad a, Quad b) { return __builtin_shufflevector(a, b, 2, 3, 6, 7); }
+Quad low32(Quad a, Quad b) { return picked<0, 4, 1, 5>(a, b); }
+Quad high32(Quad a, Quad b) { return picked<2, 6, 3, 7>(a, b); }
+Quad low64(Quad a, Quad b) { return picked<0, 1, 4, 5>(a, b); }
+Quad high64(Quad a, Quad b) { return picked<2, 3, 6, 7>(a, b); }
 
 // Four rows x four units, transposed: unit u of row r to out[u * 16 + r].
 template <Quad (*Change)(Quad)>
@@ -65,8 +75,8 @@ void interleave_words(const uint8_t* rows, int64_t stride, int64_t count, int64_
     }
 }
 
-Eight low16(Eight a, Eight b) { return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
-Eight high16(Eight a, Eight b) { return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
+Eight low16(Eight a, Eight b) { return picked<0, 8, 1, 9, 2, 10, 3, 11>(a, b); }
+Eight high16(Eight a, Eight b) { return picked<4, 12, 5, 13, 6, 14, 7, 15>(a, b); }
 
 // Four rows x eight units of 16 bits: as two blocks of pairs of rows, whose joined units are 32 bits wide.
 void transpose4x16(const uint8_t* rows, int64_t stride, uint8_t* out) {
@@ -101,11 +111,9 @@ SixBits split_sixes(uint64_t codes) {
 
 typedef uint8_t Sixteen __attribute__((vector_size(16)));
 
-Sixteen low8(Sixteen a, Sixteen b) {
-  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-}
+Sixteen low8(Sixteen a, Sixteen b) { return picked<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(a, b); }
 Sixteen high8(Sixteen a, Sixteen b) {
-  return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  return picked<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(a, b);
 }
 
 // Of two lines of codes, `a` in the low halves of bytes.

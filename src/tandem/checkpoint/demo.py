@@ -50,6 +50,8 @@ def build_demo(out_dir: str | Path, progress: Progress | None = None) -> Path:
                 with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
                     _build(Path(scratch), report)
                     _put_in_place(Path(scratch) / "model", out)
+                manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
+                remember_whole(out, state_of(out, manifest["files"]))
     return out
 
 
