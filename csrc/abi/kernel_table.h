@@ -49,6 +49,7 @@ struct MatmulArgs {
   int32_t pairs;
   const uint8_t* next_panel;  // where the caller goes on reading weights, for prefetching; may be null
   int64_t x_stride = 0;       // bytes from each row to the next, where that is the same for all; 0: they lie anywhere
+  bool one_way = false;       // a row's sums have the same order and roundings beside any number of others
 };
 using MatmulFn = void (*)(const MatmulArgs*);
 

@@ -77,11 +77,14 @@ void bind_matrix(nb::module_& m) {
       .def(
           "__init__",
           [](Workspace* self, std::shared_ptr<WorkerPool> pool, const std::string& tier, int tile_from_rows,
-             int digits_below_rows) {
-            new (self) Workspace(std::move(pool), table_of_tier(tier), tile_from_rows, digits_below_rows);
+             int digits_below_rows, bool one_way) {
+            new (self) Workspace(std::move(pool), table_of_tier(tier), tile_from_rows, digits_below_rows, one_way);
           },
           nb::arg("pool"), nb::arg("tier"), nb::arg("tile_from_rows") = -1, nb::arg("digits_below_rows") = -1,
-          "Numbers >= 0 replace the tier's own choice of algorithm: for tests and tuning.")
+          nb::arg("one_way") = false,
+          "Numbers >= 0 replace the tier's own choice of algorithm: for tests and tuning. one_way: no choice depends "
+          "on "
+          "the number of rows.")
       .def_prop_ro("tier", [](const Workspace& self) { return name_of(self.table().tier); })
       .def(
           "tile_from_rows",

@@ -253,10 +253,10 @@ bool ExpertRun::fetch_step(const Piece& piece, int64_t step) {
 }
 
 // The rows that were found times the piece's weights, to scratch.tile.
-void ExpertRun::multiply(MatmulFn kernel, const Piece& piece, int64_t x_stride, WorkerScratch& scratch) {
-  const MatmulArgs args{piece.weights,  scratch.rows,    scratch.tile,     tile_stride(piece.pairs),
-                        scratch.matmul, piece.part.rows, piece.first_pair, piece.pairs,
-                        piece.next,     x_stride};
+void ExpertRun::multiply(MatmulFn kernel, const Piece& piece, int64_t x_stride, WorkerScratch& scratch) const {
+  const MatmulArgs args{piece.weights,  scratch.rows,    scratch.tile,        tile_stride(piece.pairs),
+                        scratch.matmul, piece.part.rows, piece.first_pair,    piece.pairs,
+                        piece.next,     x_stride,        workspace_.one_way()};
   kernel(&args);
 }
 

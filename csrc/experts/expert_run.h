@@ -86,7 +86,7 @@ class ExpertRun {
   static bool fetch_step(const Piece& piece, int64_t step);
   template <class Body>
   void for_pieces(const Tasks& tasks, NodeTasks::Place place, Body body) const;
-  static void multiply(MatmulFn kernel, const Piece& piece, int64_t x_stride, WorkerScratch& scratch);
+  void multiply(MatmulFn kernel, const Piece& piece, int64_t x_stride, WorkerScratch& scratch) const;
   void gate_up(const Piece& piece, WorkerScratch& scratch);
   void clear_padding(int64_t row);
 

@@ -18,7 +18,7 @@ constexpr int kFoldedGroup = 128, kFoldedRows = 32;
 
 inline bool folds(const MatmulArgs* args) {
   const WeightView& w = args->weights;
-  return args->rows <= kFoldedRows && w.scale_offset && w.group >= kFoldedGroup;
+  return !args->one_way && args->rows <= kFoldedRows && w.scale_offset && w.group >= kFoldedGroup;
 }
 
 // What is asked for meanwhile, by the step: a panel's payload and scales some units of K further on, or the next one's.

@@ -42,7 +42,7 @@ inline int64_t bytes_by_groups(const WeightView& w) {
 inline bool takes_groups(const MatmulArgs* args) {
   const WeightView& w = args->weights;
   const bool whole = w.scale_offset && (w.group == 32 || w.group == 64 || w.group == 128);
-  if (!whole || args->rows > kGroupRows) return false;
+  if (!whole || args->one_way || args->rows > kGroupRows) return false;
   const int64_t sums = w.shift_offset ? int64_t{args->rows} * (w.padded_depth / w.group) * 4 : 0;
   return int64_t{args->rows} * w.padded_depth * 2 <= bytes_by_groups(w) &&
          kGroupShiftsAt + sums <= kFewRowsScratchBytes;

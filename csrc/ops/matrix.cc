@@ -141,8 +141,17 @@ void PackedMatrix::multiply_tile(MatmulFn kernel, const PreparedRows& x, const S
   const KernelTable& table = workspace_->table();
   const auto row_of = [&](int64_t r) { return of.first + (first_row + r) * of.step; };
   for (int64_t r = 0; r < rows; ++r) scratch.rows[r] = x.row(row_of(r));
-  const MatmulArgs args{view_,           scratch.rows, scratch.tile, tile_stride(pairs), scratch.matmul, int(rows),
-                        int(first_pair), int(pairs),   nullptr};
+  const MatmulArgs args{view_,
+                        scratch.rows,
+                        scratch.tile,
+                        tile_stride(pairs),
+                        scratch.matmul,
+                        int(rows),
+                        int(first_pair),
+                        int(pairs),
+                        nullptr,
+                        0,
+                        workspace_->one_way()};
   kernel(&args);
   const int64_t column = first_pair * kPairColumns;
   const int64_t into_row = column - of.first_column;

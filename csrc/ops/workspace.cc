@@ -31,8 +31,9 @@ int64_t rows_of_part(const KernelTable& table, const WeightView& layout) {
 }  // namespace
 
 Workspace::Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table, int tile_from_rows,
-                     int digits_below_rows)
-    : pool_(std::move(pool)), table_(table), scratch_(size_t(pool_->size())) {
+                     int digits_below_rows, bool one_way)
+    : pool_(std::move(pool)), table_(table), one_way_(one_way), scratch_(size_t(pool_->size())) {
+  if (one_way) tile_from_rows = digits_below_rows = 0;
   if (tile_from_rows >= 0) force_tiles(table_, tile_from_rows);
   for (IntegerKernels& kernels : table_.digits)
     if (digits_below_rows >= 0) set_below_rows(kernels, digits_below_rows);

@@ -31,9 +31,11 @@ class Workspace {
   static constexpr int64_t kWorkerBytes = kMatmulScratchBytes + kTileBytes + kSumBytes;
 
   // tile_from_rows >= 0 replaces the tier's own choice of algorithm for every format (0: always tile_mm), and
-  // digits_below_rows >= 0 up to where rows are cut into digits.
+  // digits_below_rows >= 0 up to where rows are cut into digits. one_way: no choice depends on the number of rows.
   Workspace(std::shared_ptr<WorkerPool> pool, const KernelTable& table, int tile_from_rows = -1,
-            int digits_below_rows = -1);
+            int digits_below_rows = -1, bool one_way = false);
+
+  bool one_way() const { return one_way_; }  // see MatmulArgs
 
   // Pairs of panels that a call may have for so many of an expert's rows: see Blocking::most_pairs.
   int64_t most_pairs(int64_t rows) const;
@@ -61,6 +63,7 @@ class Workspace {
 
   std::shared_ptr<WorkerPool> pool_;
   KernelTable table_;
+  bool one_way_;
   std::vector<WorkerScratch> scratch_;
   HugeBuffer shared_[kSharedCount];
   std::mutex mutex_;

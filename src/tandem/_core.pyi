@@ -328,10 +328,15 @@ class Workspace:
     """
 
     def __init__(
-        self, pool: WorkerPool, tier: str, tile_from_rows: int = -1, digits_below_rows: int = -1
+        self,
+        pool: WorkerPool,
+        tier: str,
+        tile_from_rows: int = -1,
+        digits_below_rows: int = -1,
+        one_way: bool = False,
     ) -> None:
         """
-        Numbers >= 0 replace the tier's own choice of algorithm: for tests and tuning.
+        Numbers >= 0 replace the tier's own choice of algorithm: for tests and tuning. one_way: no choice depends on the number of rows.
         """
 
     @property

@@ -361,3 +361,32 @@ def test_int8_activations_need_experts_with_codes() -> None:
     assert not plan(machine(), kt_method="INT4").int8_activations
     with pytest.raises(ConfigError, match="--kt-int8-activations: the experts are bf16.*--kt-method INT8"):
         plan(machine(), kt_int8_activations=True)
+
+
+SAME_BITS = "--enable-deterministic-inference"
+
+
+def test_the_deterministic_mode_is_said_and_kept_off_gpus() -> None:
+    p = plan(machine(), enable_deterministic_inference=True)
+    assert p.deterministic and SAME_BITS in reason(p, "last bits")
+    assert not plan(machine()).deterministic
+    p = plan(with_gpu(), enable_deterministic_inference=True)
+    assert p.gpu is None and SAME_BITS in reason(p, "device")
+    with pytest.raises(ConfigError, match=f"--device cuda: on a GPU last bits depend .*{SAME_BITS}"):
+        plan(with_gpu(), enable_deterministic_inference=True, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"kt_enable_dynamic_expert_update": True}, "experts that move .* leave out one of the two"),
+        (
+            {"kt_int8_activations": True, "kt_method": "INT8", "kernel_tier": "amx"},
+            "AMX rounds .* --kernel-tier avx512_bf16",
+        ),
+    ],
+)
+def test_what_the_deterministic_mode_cannot_keep_is_refused(flags: dict[str, object], why: str) -> None:
+    tiers = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
+    with pytest.raises(ConfigError, match=f"{SAME_BITS} beside {why}|{SAME_BITS} beside --[a-z0-9-]+: {why}"):
+        plan(replace(machine(), tiers=tiers), enable_deterministic_inference=True, **flags)

@@ -1,4 +1,5 @@
-"""A row has the same result, to the bit, whatever the batch, the algorithm and the number of threads (not on AMX)."""
+"""A row has the same result, to the bit, whatever the batch, the algorithm and the number of threads (on AMX with one
+algorithm for any number of rows, as the deterministic mode has it)."""
 
 from __future__ import annotations
 
@@ -108,3 +109,43 @@ def test_order_of_a_tokens_experts_does_not_matter(tier: str) -> None:
     flipped = layer.forward(x, ids.flip(1).contiguous(), weights.flip(1).contiguous())
     distinct = (ids.sort(1).values.diff(dim=1) != 0).all(1)  # two slots with one expert add up in slot order
     assert torch.equal(flipped[distinct], layer.forward(x, ids, weights)[distinct])
+
+
+# -- AMX, one way for any number of rows ---
+
+each_tiled = pytest.mark.parametrize(
+    ("fmt", "group", "tier"),
+    [
+        pytest.param(fmt, group, tier, id=f"{fmt}-g{group}-{tier}")
+        for fmt, group in (("f32", 0), ("bf16", 0), ("int8", 32), ("int8", 0), ("int4", 64), *CODED)
+        for tier in ("amx", "amx_standin")
+    ],
+)
+
+
+@each_tiled
+@pytest.mark.parametrize("threads", [1, 3])
+def test_matrix_rows_have_one_way_on_amx(fmt: str, group: int, tier: str, threads: int) -> None:
+    cases.require_tier(tier)
+    x, matrix = cases.activations(150, K, fmt), matrix_of(fmt, group, tier, "one_way", threads)
+    rows = torch.cat([matrix(row[None], torch.float32) for row in x])
+    for first, last in ((0, 150), (3, 5), (1, 17), (7, 24), (20, 53), (30, 109), (9, 95)):
+        assert torch.equal(matrix(x[first:last], torch.float32), rows[first:last])
+
+
+@each_tiled
+@pytest.mark.parametrize("threads", [1, 3])
+def test_expert_rows_have_one_way_on_amx(fmt: str, group: int, tier: str, threads: int) -> None:
+    cases.require_tier(tier)
+    given, layer = [t[:140].contiguous() for t in routed(fmt)], layer_of(fmt, group, tier, "one_way", threads)
+    rows = torch.cat([layer.forward(*(t[i : i + 1] for t in given)) for i in range(140)])
+    for first, last in ((0, 140), (2, 4), (5, 21), (40, 80)):
+        assert torch.equal(layer.forward(*(t[first:last].contiguous() for t in given)), rows[first:last])
+
+
+@pytest.mark.parametrize("tier", ["amx", "amx_standin"])
+def test_without_it_amx_sums_in_another_order(tier: str) -> None:
+    """Else the tests above would see nothing."""
+    cases.require_tier(tier)
+    x, matrix = cases.activations(70, K, "int4"), matrix_of("int4", 64, tier)
+    assert not torch.equal(matrix(x, torch.float32)[:1], matrix(x[:1], torch.float32))

@@ -79,7 +79,8 @@ def pool_of(threads: int) -> WorkerPool:
 
 @functools.cache
 def workspace_of(tier: str, algorithm: str = "auto", threads: int = 2) -> Workspace:
-    return Workspace(pool_of(threads), tier, ALGORITHMS.get(algorithm, -1))
+    """one_way: as the deterministic mode has it."""
+    return Workspace(pool_of(threads), tier, ALGORITHMS.get(algorithm, -1), one_way=algorithm == "one_way")
 
 
 def packed_matrix(

@@ -39,6 +39,7 @@ class Request:
     llama_cpp: bool
     threads: int | None
     tier: str = "auto"  # kernel tier
+    deterministic: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ def _own_rows(request: Request, fmt: str) -> Iterator[Row]:
         kt_method=fmt,
         kt_cpuinfer=request.threads,
         kernel_tier=request.tier,
+        enable_deterministic_inference=request.deterministic,
         max_running_requests=max(request.batches),
     )
     parts = load_parts(config)
@@ -102,7 +104,8 @@ def _own_rows(request: Request, fmt: str) -> Iterator[Row]:
     for batch in request.batches:
         rate, gbps = decode_rate(Engine.from_parts(parts), model.vocab, batch, request)
         bound = batch * gbps * 1e9 / bytes_per_step(model, plan.dtype, plan.expert_format, batch)
-        yield _row(request, "tandem", plan.expert_format, batch, rate, bound, gbps)
+        name = "tandem, deterministic" if request.deterministic else "tandem"
+        yield _row(request, name, plan.expert_format, batch, rate, bound, gbps)
 
 
 def _read_gbps(plan: Plan) -> float:

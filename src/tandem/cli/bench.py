@@ -56,6 +56,9 @@ BesideLlamaCpp = Annotated[
 DenseFormat = Annotated[
     str, typer.Option(help="with --config: dense matrices are bf16, fp8, int4-g128 or mxfp4")
 ]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="with --enable-deterministic-inference")
+]
 Speculative = Annotated[
     str | None, typer.Option(help="with guesses of next tokens, and without, in turn: NGRAM, NEXTN")
 ]
@@ -140,6 +143,7 @@ def decode(
     foresight: Annotated[
         str, typer.Option(help="with --config: expert foresight on, off, or both in turn")
     ] = "on",
+    deterministic: Deterministic = False,
     speculative: Speculative = None,
     num_steps: MostGuesses = DEFAULT_GUESSES,
     acceptance: Acceptances = None,
@@ -177,6 +181,7 @@ def decode(
         llama_cpp=llama_cpp,
         threads=threads,
         tier=tier,
+        deterministic=deterministic,
     )
     run(request, out)
 

@@ -141,6 +141,9 @@ class EngineConfig:
     disable_radix_cache: bool = flag(
         False, "Do not reuse the KV pages of equal prefixes.", group=MEMORY, essential=True
     )
+    enable_deterministic_inference: bool = flag(
+        False, "The same bits alone and in any batch, slower; on a CPU.", group=MEMORY
+    )
     attention_backend: str = flag(
         "auto", "Attention kernels on a GPU; torch needs pages of 256 tokens.", group=MEMORY,
         choices=["auto", "triton", "torch", "torch_native", "flashinfer"],

@@ -108,6 +108,8 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
         return f"{machine.gpus[0].name} cannot be used: {' and '.join(missing)} is missing"
     if model.foreign is not None:
         return "families that run through Transformers' modules run on the CPU"
+    if config.enable_deterministic_inference:
+        return "on a GPU last bits depend on what else is in a step, against --enable-deterministic-inference"
     if config.dtype == "float32":
         return "the GPU kernels compute in bfloat16, not float32"
     if model.hidden % 8:  # rows are handed to the CPU 16 bytes at a time

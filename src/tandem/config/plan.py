@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tandem.config.choices.decision import Decision
 from tandem.config.choices.deferral import deferral_notices
+from tandem.config.choices.deterministic import deterministic, tier_reason
 from tandem.config.choices.on_gpu import on_gpu
 from tandem.config.engine_config import EngineConfig
 from tandem.config.expert_format import (
@@ -46,12 +47,6 @@ DEFAULT_SLOT_BYTES, LEAST_RUNNING = (
 )  # of running sequences' own state, where no number was asked for
 DEFAULT_RUNNING_REQUESTS = 64  # decoded together; more would only slow each other down on a CPU
 
-AMX_ROUNDING = (
-    "; an answer's last bits may depend on what else is in the batch, "
-    "--kernel-tier avx512_bf16 keeps them the same"
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything the engine needs to know that the user may or may not have said. Immutable."""
@@ -80,6 +75,7 @@ class Plan:
     gpu: GpuPlan | None = None  # None: everything runs on the CPU
     int8_activations: bool = False  # of CPU experts: rounded before each product
     experts_in_place: bool = False  # those in CPU memory are used in the checkpoint's own pages, not packed
+    deterministic: bool = False  # a row has the same bits in every batch
     speculation: SpeculationPlan | None = None  # None: each step decodes one token per sequence
     ledgers: tuple[Ledger, ...] = field(default=())  # what it takes of each memory
 
@@ -178,12 +174,11 @@ def _resolved(
     log += [Decision("dense format", *shown)] if stored.dense_codes else []
     expert_format = _expert_format(config, dtype, stored, log if model.moe_layers else [])
     _check_activations(config, expert_format, log)
-    tier = _tier(config, machine, log)
+    tier = _tier(config, model, machine, log)
     threads = plan_threads(config, machine)
     log.append(Decision("threads", str(len(threads.cpus)), threads.reason))
     running = _running(config, model, dtype, log)
-    if in_place:
-        log.append(Decision("experts", "not packed", _why_in_place(config)))
+    log += [Decision("experts", "not packed", _why_in_place(config))] if in_place else []
     request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, in_place)
     memory, gpu_plan = (size_memory(request), None) if gpu is None else on_gpu(request, gpu, log)
     page, num_pages = _pages(config, model, dtype, memory, log)
@@ -219,6 +214,7 @@ def _resolved(
         gpu=gpu_plan,
         int8_activations=config.kt_int8_activations,
         experts_in_place=in_place,
+        deterministic=config.enable_deterministic_inference,
         speculation=speculation(config, model),
         ledgers=ledgers,
     )
@@ -273,7 +269,7 @@ def _check_activations(config: EngineConfig, expert_format: str, log: list[Decis
     )
 
 
-def _tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> str:
+def _tier(config: EngineConfig, model: ModelConfig, machine: Machine, log: list[Decision]) -> str:
     usable = machine.tiers
     tier, reason = config.kernel_tier, "--kernel-tier"
     if tier == "auto":
@@ -283,7 +279,9 @@ def _tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> str:
             f"--kernel-tier {tier}: this CPU cannot run it; it can: {', '.join(usable)}",
             fields=("kernel_tier",),
         )
-    log.append(Decision("kernel tier", tier, reason + (AMX_ROUNDING if tier == "amx" else "")))
+    log.append(Decision("kernel tier", tier, reason + tier_reason(tier, config.enable_deterministic_inference)))
+    if said := deterministic(config, model, tier):
+        log.append(Decision("last bits", *said))
     return tier
 
 

@@ -56,13 +56,15 @@ def _beside(x: Tensor, weight: Tensor | None) -> Tensor | None:
 
 
 AHEAD_BYTES_PER_WORKER = 1 << 20  # about an L2 cache
+TILED = ("amx", "amx_standin")  # tiers whose algorithms for few and for many rows sum in another order
 
 
 class CpuOps(InMemory):
     """`Ops` over one worker pool and one kernel tier. A batch must not change after its first use.
 
     int8_activations: layers of experts (not dense MLPs) round activations to int8; experts_in_place: those of bfloat16
-    are used where they are given (see `PackedExperts`).
+    are used where they are given (see `PackedExperts`). deterministic: a row has the same bits in every batch on AMX,
+    too: one algorithm for any number of rows, and none of them cut into digits. On other tiers it always has.
     """
 
     def __init__(
@@ -71,13 +73,14 @@ class CpuOps(InMemory):
         tier: str,
         int8_activations: bool = False,
         experts_in_place: bool = False,
+        deterministic: bool = False,
     ) -> None:
         if tier not in (supported := _core.supported_tiers()):
             raise KernelError(f"this CPU cannot run tier {tier!r}; it can run {', '.join(supported)}")
         self.pool, self.tier = pool, tier
         self.int8_activations, self.experts_in_place = int8_activations, experts_in_place
         self._dense = _core.DenseOps(pool, tier)
-        self.workspace = _core.Workspace(pool, tier)
+        self.workspace = _core.Workspace(pool, tier, one_way=deterministic and tier in TILED)
         self._rules: dict[tuple[int, int], tuple[Router, _core.Route]] = {}
         self._batch: BatchLayout | None = None
         self._pages = (0, 0)  # their number, and rows of one

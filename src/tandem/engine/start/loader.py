@@ -102,7 +102,9 @@ def load_parts(
         models.check_draft_layer(model_config, checkpoint)
         if planned is not None:
             planned(plan)
-        ops = CpuOps(workers, plan.tier, plan.int8_activations, plan.experts_in_place)
+        ops = CpuOps(
+            workers, plan.tier, plan.int8_activations, plan.experts_in_place, plan.deterministic
+        )
         packed.open(plan, model_config, checkpoint, ops)
         tokenizer = Tokenizer.load(directory)
         if config.chat_template is not None:

@@ -1,0 +1,55 @@
+"""`--enable-deterministic-inference`: a row has the same bits whatever else is in its step, wherever chunks begin."""
+
+from __future__ import annotations
+
+from tandem.config.engine_config import EngineConfig
+from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.model_config import ModelConfig
+from tandem.errors import ConfigError
+
+FLAG = "--enable-deterministic-inference"
+
+
+def tier_reason(tier: str, deterministic: bool) -> str:
+    """What a kernel tier does to an answer's last bits."""
+    if tier != "amx":
+        return ""
+    if deterministic:
+        return f"; tiles for any number of rows, and no digits, for {FLAG}"
+    return (
+        "; an answer's last bits may depend on what else is in the batch, "
+        f"{FLAG} or --kernel-tier avx512_bf16 keeps them the same"
+    )
+
+
+def deterministic(config: EngineConfig, model: ModelConfig, tier: str) -> tuple[str, str] | None:
+    """What the plan says of it; None where it was not asked for. Raises ConfigError where it cannot be kept."""
+    if not config.enable_deterministic_inference:
+        return None
+    if config.kt_enable_dynamic_expert_update:
+        why = "experts that move would be computed in other places, with other last bits"
+        raise _refused(why, "kt_enable_dynamic_expert_update")
+    if config.kt_int8_activations and tier == "amx":
+        raise _refused(
+            "AMX rounds activations of experts with few rows only, and how many there are depends on the batch; "
+            "--kernel-tier avx512_bf16 rounds them all",
+            "kt_int8_activations",
+        )
+    if why := _why_not(model):
+        raise ConfigError(f"{FLAG}: {why}; leave it out", fields=("enable_deterministic_inference",))
+    return "deterministic", f"{FLAG}: the same bits alone, beside others, in any chunks, after a prefix hit"
+
+
+def _refused(why: str, field: str) -> ConfigError:
+    other = "--" + field.replace("_", "-")
+    return ConfigError(
+        f"{FLAG} beside {other}: {why}; leave out one of the two", fields=("enable_deterministic_inference", field)
+    )
+
+
+def _why_not(model: ModelConfig) -> str:
+    if model.foreign is not None:
+        return "Transformers' modules are PyTorch's products, whose sums depend on the rows beside them"
+    if any(isinstance(mixer, SharedKv) for mixer in model.mixers):
+        return "DeepSeek-V4's attention is PyTorch's products, whose sums depend on how many keys lie beside a row's"
+    return ""
