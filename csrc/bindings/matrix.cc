@@ -82,9 +82,7 @@ void bind_matrix(nb::module_& m) {
           },
           nb::arg("pool"), nb::arg("tier"), nb::arg("tile_from_rows") = -1, nb::arg("digits_below_rows") = -1,
           nb::arg("one_way") = false,
-          "Numbers >= 0 replace the tier's own choice of algorithm: for tests and tuning. one_way: no choice depends "
-          "on "
-          "the number of rows.")
+          "Numbers >= 0 replace the tier's own choice of algorithm; one_way: none depends on the number of rows.")
       .def_prop_ro("tier", [](const Workspace& self) { return name_of(self.table().tier); })
       .def(
           "tile_from_rows",

@@ -336,7 +336,7 @@ class Workspace:
         one_way: bool = False,
     ) -> None:
         """
-        Numbers >= 0 replace the tier's own choice of algorithm: for tests and tuning. one_way: no choice depends on the number of rows.
+        Numbers >= 0 replace the tier's own choice of algorithm; one_way: none depends on the number of rows.
         """
 
     @property

@@ -171,7 +171,7 @@ def decode(
         return
     from tandem.bench.decode import Request, run
 
-    request = Request(
+    run(Request(
         model=model,
         formats=tuple(fmt or ["BF16"]),
         batches=tuple(batch or [1, 8]),
@@ -182,8 +182,7 @@ def decode(
         threads=threads,
         tier=tier,
         deterministic=deterministic,
-    )
-    run(request, out)
+    ), out)  # fmt: skip
 
 
 @bench.command()

@@ -173,8 +173,8 @@ def _resolved(
     dense_codes, *shown = dense_choice(dtype, stored, gpu is not None)
     log += [Decision("dense format", *shown)] if stored.dense_codes else []
     expert_format = _expert_format(config, dtype, stored, log if model.moe_layers else [])
-    _check_activations(config, expert_format, log)
-    tier = _tier(config, model, machine, log)
+    tier = _tier(config, machine, log)
+    _check_last_bits(config, model, expert_format, tier, log)
     threads = plan_threads(config, machine)
     log.append(Decision("threads", str(len(threads.cpus)), threads.reason))
     running = _running(config, model, dtype, log)
@@ -251,6 +251,14 @@ def _expert_format(config: EngineConfig, dtype: str, stored: StoredFormats, log:
     return chosen
 
 
+def _check_last_bits(
+    config: EngineConfig, model: ModelConfig, expert_format: str, tier: str, log: list[Decision]
+) -> None:
+    """What flags say of rounding and order."""
+    _check_activations(config, expert_format, log)
+    log += [Decision("last bits", *said) for said in deterministic(config, model, tier)]
+
+
 def _check_activations(config: EngineConfig, expert_format: str, log: list[Decision]) -> None:
     if not config.kt_int8_activations:
         return
@@ -269,7 +277,7 @@ def _check_activations(config: EngineConfig, expert_format: str, log: list[Decis
     )
 
 
-def _tier(config: EngineConfig, model: ModelConfig, machine: Machine, log: list[Decision]) -> str:
+def _tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> str:
     usable = machine.tiers
     tier, reason = config.kernel_tier, "--kernel-tier"
     if tier == "auto":
@@ -280,8 +288,6 @@ def _tier(config: EngineConfig, model: ModelConfig, machine: Machine, log: list[
             fields=("kernel_tier",),
         )
     log.append(Decision("kernel tier", tier, reason + tier_reason(tier, config.enable_deterministic_inference)))
-    if said := deterministic(config, model, tier):
-        log.append(Decision("last bits", *said))
     return tier
 
 

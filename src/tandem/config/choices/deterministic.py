@@ -22,10 +22,10 @@ def tier_reason(tier: str, deterministic: bool) -> str:
     )
 
 
-def deterministic(config: EngineConfig, model: ModelConfig, tier: str) -> tuple[str, str] | None:
-    """What the plan says of it; None where it was not asked for. Raises ConfigError where it cannot be kept."""
+def deterministic(config: EngineConfig, model: ModelConfig, tier: str) -> list[tuple[str, str]]:
+    """What the plan says of it; nothing where it was not asked for. Raises ConfigError where it cannot be kept."""
     if not config.enable_deterministic_inference:
-        return None
+        return []
     if config.kt_enable_dynamic_expert_update:
         why = "experts that move would be computed in other places, with other last bits"
         raise _refused(why, "kt_enable_dynamic_expert_update")
@@ -37,7 +37,7 @@ def deterministic(config: EngineConfig, model: ModelConfig, tier: str) -> tuple[
         )
     if why := _why_not(model):
         raise ConfigError(f"{FLAG}: {why}; leave it out", fields=("enable_deterministic_inference",))
-    return "deterministic", f"{FLAG}: the same bits alone, beside others, in any chunks, after a prefix hit"
+    return [("deterministic", f"{FLAG}: the same alone, beside others, in any chunks, after a prefix hit")]
 
 
 def _refused(why: str, field: str) -> ConfigError:
