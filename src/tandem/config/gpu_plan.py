@@ -118,8 +118,7 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
 
 
 def _without_kernels(mixer: Mixer) -> str:
-    """Why there are no kernels for it; a head's memory must fit in registers, or its keys in shared memory. "" where
-    there are."""
+    """Why there are no kernels for it: a head's memory fits in no registers, or its keys in no shared memory."""
     if isinstance(mixer, Gqa) and mixer.head_dim > MAX_HEAD:
         return f"the GPU kernels read heads of at most {MAX_HEAD} channels, not {mixer.head_dim}"
     if not isinstance(mixer, DeltaRule) or mixer.padded_head <= MAX_DELTA_HEAD:
@@ -307,8 +306,7 @@ def host_share(
 ) -> HostShare:
     """pages: of the longest sequence; fused: shared experts are computed as routed ones."""
     top_k = model.moe.router.top_k + (model.moe.fusible_shared if fused else 0)
-    sizes = gpu.graph_sizes
-    late = gpu.deferred > 0
+    sizes, late = gpu.graph_sizes, gpu.deferred > 0
     return HostShare(gpu.experts, expert_bytes, workers, step_tokens, sizes, pages, top_k, gpu.live, in_place, late)
 
 
