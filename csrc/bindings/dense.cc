@@ -49,14 +49,19 @@ std::vector<T> copied(nb::handle array, const char* name, Element element, std::
 
 // Runs every step, over a table of up to 2^18 pages: no Python object per entry.
 BatchView make_batch(nb::handle positions, nb::handle cache_slots, nb::handle query_starts, nb::handle seq_lens,
-                     nb::handle block_tables, int64_t page_size, int64_t num_pages, nb::handle slots) {
-  return BatchView(copied<int64_t>(positions, "positions", Element::i64, {kAnySize}),
+                     nb::handle block_tables, int64_t page_size, int64_t num_pages, nb::handle slots,
+                     nb::handle folded, nb::handle sure) {
+  BatchView made(copied<int64_t>(positions, "positions", Element::i64, {kAnySize}),
                    copied<int64_t>(cache_slots, "cache_slots", Element::i64, {kAnySize}),
                    copied<int32_t>(query_starts, "query_starts", Element::i32, {kAnySize}),
                    copied<int32_t>(seq_lens, "seq_lens", Element::i32, {kAnySize}),
                    copied<int32_t>(block_tables, "block_tables", Element::i32, {kAnySize, kAnySize}),
                    slots.is_none() ? std::vector<int32_t>{} : copied<int32_t>(slots, "slots", Element::i32, {kAnySize}),
                    page_size, num_pages);
+  if (!folded.is_none())
+    made.guess(copied<int32_t>(folded, "folded", Element::i32, {kAnySize}),
+               copied<int32_t>(sure, "sure", Element::i32, {kAnySize}));
+  return made;
 }
 
 // Recorded operations refer to `self` and to arrays of its number of rows, in a cache of its size.
@@ -151,22 +156,31 @@ struct Ops {
 
   void delta_rule(const BatchView& batch, const DeltaShape& shape, nb::handle projected, nb::handle gates,
                   nb::handle conv, nb::handle decay, nb::handle dt_bias, nb::handle norm, nb::handle inputs,
-                  nb::handle memory, nb::handle out, float eps) const {
-    const int64_t rows = batch.rows(), kept = shape.conv_width - 1;
+                  nb::handle kept_gates, nb::handle memory, nb::handle out, float eps) const {
+    const int64_t rows = batch.rows();
     const TensorView in = activations(projected, "projected", {rows, shape.projected});
+    const int64_t size = in.type() == DType::bf16 ? 2 : 4;
     const TensorView g = like(in, gates, "gates", {rows, shape.gates});
     const TensorView c = view_of(conv, "conv", {Element::f32}, {shape.conv_width, shape.channels()});
     const TensorView a = view_of(decay, "decay", {Element::f32}, {shape.v_heads});
     const TensorView d = view_of(dt_bias, "dt_bias", {Element::f32}, {shape.v_heads});
     const TensorView n = like(in, norm, "norm", {shape.v_dim});
-    const TensorView kept_rows = slots_of(inputs, "inputs", {in.element}, {kAnySize, kept, shape.channels()});
+    const TensorView kept_rows = slots_of(inputs, "inputs", {in.element}, {kAnySize, kAnySize, shape.channels()});
+    const int64_t places = kept_rows.shape[1];
+    const TensorView kept_g = slots_of(kept_gates, "kept_gates", {in.element}, {kAnySize, places, shape.gates});
     const TensorView state =
         slots_of(memory, "memory", {Element::f32}, {kAnySize, shape.v_heads, shape.k_dim, shape.v_dim});
     const TensorView y = like(in, out, "out", {rows, shape.v_heads * shape.v_dim}, true);
-    expect(kept_rows.shape[0] == state.shape[0], "inputs and memory have different numbers of slots");
-    const DeltaState where{static_cast<char*>(kept_rows.data), static_cast<char*>(state.data),
-                           kept_rows.row_stride * (in.type() == DType::bf16 ? 2 : 4), state.row_stride * 4,
-                           state.shape[0]};
+    expect(kept_rows.shape[0] == state.shape[0] && kept_g.shape[0] == state.shape[0],
+           "inputs, gates and memory have different numbers of slots");
+    const DeltaState where{static_cast<char*>(kept_rows.data),
+                           static_cast<char*>(kept_g.data),
+                           static_cast<char*>(state.data),
+                           kept_rows.row_stride * size,
+                           kept_g.row_stride * size,
+                           state.row_stride * 4,
+                           state.shape[0],
+                           places};
     const DeltaCall call{in.data,
                          g.data,
                          static_cast<float*>(c.data),
@@ -266,7 +280,7 @@ void bind_dense(nb::module_& m) {
   nb::class_<BatchView>(m, "BatchView", "A checked copy of a step's index arrays.")
       .def(nb::new_(&make_batch), nb::arg("positions"), nb::arg("cache_slots"), nb::arg("query_starts"),
            nb::arg("seq_lens"), nb::arg("block_tables"), nb::arg("page_size"), nb::arg("num_pages"),
-           nb::arg("slots") = nb::none())
+           nb::arg("slots") = nb::none(), nb::arg("folded") = nb::none(), nb::arg("sure") = nb::none())
       .def("become", &become, nb::arg("other"), "Takes over the indices of another batch of as many rows.");
   nb::class_<DenseOps::Heads>(m, "Heads",
                               "Head counts; a norm size of 0: no q or k norm; value_dim 0: as wide as keys.")
@@ -295,8 +309,8 @@ void bind_dense(nb::module_& m) {
            nb::arg("weights"), nb::arg("tokens") = nb::none(), nb::arg("seen") = nb::none(),
            nb::arg("chosen") = nb::none())
       .def("delta_rule", &Ops::delta_rule, nb::arg("batch"), nb::arg("shape"), nb::arg("projected"), nb::arg("gates"),
-           nb::arg("conv"), nb::arg("decay"), nb::arg("dt_bias"), nb::arg("norm"), nb::arg("inputs"), nb::arg("memory"),
-           nb::arg("out"), nb::arg("eps"))
+           nb::arg("conv"), nb::arg("decay"), nb::arg("dt_bias"), nb::arg("norm"), nb::arg("inputs"),
+           nb::arg("kept_gates"), nb::arg("memory"), nb::arg("out"), nb::arg("eps"))
       .def("fill_memory", &Ops::fill_memory, nb::arg("data"), nb::arg("value"), "What read_memory is to read.")
       .def("read_ranges", &Ops::read_ranges, nb::arg("of_node"), "Reads each node's ranges once, with all workers.")
       .def("read_memory", &Ops::read_memory, nb::arg("data"), "Reads once with all workers; returns a checksum.");

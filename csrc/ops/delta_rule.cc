@@ -42,7 +42,10 @@ class HeadRun {
     first_row_ = batch.query_starts[size_t(s)];
     rows_ = batch.query_starts[size_t(s) + 1] - first_row_;
     known_ = batch.seq_lens[size_t(s)] - rows_;
+    folded_ = batch.folded.empty() ? known_ : batch.folded[size_t(s)];
+    sure_ = batch.sure.empty() ? rows_ : batch.sure[size_t(s)];
     inputs_ = call.state.inputs + slot * call.state.inputs_stride;
+    gates_ = call.state.gates + slot * call.state.gates_stride;
     memory_ = reinterpret_cast<float*>(call.state.memory + slot * call.state.memory_stride) +
               head * shape.group() * shape.k_dim * shape.v_dim;
     buffer_.resize(size_t(2 * shape.k_dim + 2 * shape.group() * shape.v_dim + 4 * kLanes));
@@ -50,23 +53,36 @@ class HeadRun {
   }
 
   void run() {
-    if (known_ == 0) std::fill_n(memory_, shape_.group() * shape_.k_dim * shape_.v_dim, 0.0f);
-    float *q = buffer_.data(), *k = q + shape_.k_dim, *v = k + shape_.k_dim;
-    float* out = v + shape_.group() * shape_.v_dim;
-    for (int64_t t = 0; t < rows_; ++t) {
-      convolve(t, shape_.q, q_channel(), shape_.k_dim, q);
-      convolve(t, shape_.k, k_channel(), shape_.k_dim, k);
-      convolve(t, shape_.v, v_channel(), shape_.group() * shape_.v_dim, v);
-      to_unit_length(q, shape_.k_dim, 1.0f / std::sqrt(float(shape_.k_dim)));
-      to_unit_length(k, shape_.k_dim, 1.0f);
-      for (int64_t j = 0; j < shape_.group(); ++j) token(t, j, q, k, v + j * shape_.v_dim, out);
+    const int64_t size = shape_.group() * shape_.k_dim * shape_.v_dim;
+    if (folded_ == 0) std::fill_n(memory_, size, 0.0f);
+    for (int64_t t = folded_ - known_; t < sure_; ++t) row(t);
+    if (sure_ < rows_) {
+      const std::vector<float> settled(memory_, memory_ + size);
+      for (int64_t t = sure_; t < rows_; ++t) row(t);
+      std::copy(settled.begin(), settled.end(), memory_);
     }
     keep(shape_.q, q_channel(), shape_.k_dim);
     keep(shape_.k, k_channel(), shape_.k_dim);
     keep(shape_.v, v_channel(), shape_.group() * shape_.v_dim);
+    keep_gates(shape_.beta);
+    keep_gates(shape_.decay);
   }
 
  private:
+  // Row t of this step, or the token at -t before it, of which only the memory learns.
+  void row(int64_t t) {
+    float *q = buffer_.data(), *k = q + shape_.k_dim, *v = k + shape_.k_dim;
+    float* out = v + shape_.group() * shape_.v_dim;
+    convolve(t, shape_.q, q_channel(), shape_.k_dim, q);
+    convolve(t, shape_.k, k_channel(), shape_.k_dim, k);
+    convolve(t, shape_.v, v_channel(), shape_.group() * shape_.v_dim, v);
+    to_unit_length(q, shape_.k_dim, 1.0f / std::sqrt(float(shape_.k_dim)));
+    to_unit_length(k, shape_.k_dim, 1.0f);
+    for (int64_t j = 0; j < shape_.group(); ++j) token(t, j, q, k, v + j * shape_.v_dim, out);
+  }
+
+  int64_t place(int64_t t) const { return (known_ + t) % call_.state.places; }
+
   int64_t q_channel() const { return head_ * shape_.k_dim; }
   int64_t k_channel() const { return (shape_.k_heads + head_) * shape_.k_dim; }
   int64_t v_channel() const { return 2 * shape_.k_heads * shape_.k_dim + head_ * shape_.group() * shape_.v_dim; }
@@ -80,7 +96,7 @@ class HeadRun {
   const void* input(int64_t t, const DeltaShape::Columns& c, int64_t channel) const {
     if (t >= 0) return projected(t, c);
     if (known_ + t < 0) return zeros_.data();
-    return inputs_ + ((shape_.conv_width - 1 + t) * shape_.channels() + channel) * size_;
+    return inputs_ + (place(t) * shape_.channels() + channel) * size_;
   }
 
   void convolve(int64_t t, const DeltaShape::Columns& c, int64_t channel, int64_t n, float* out) const {
@@ -91,36 +107,54 @@ class HeadRun {
 
   void token(int64_t t, int64_t j, const float* q, const float* k, const float* v, float* out) const {
     const int64_t row = first_row_ + t, value_head = head_ * shape_.group() + j;
-    const char* gates = static_cast<const char*>(call_.gates) + row * shape_.gates * size_;
+    const char* gates = t < 0 ? gates_ + place(t) * shape_.gates * size_
+                              : static_cast<const char*>(call_.gates) + row * shape_.gates * size_;
     const float b = element(gates, shape_.beta.first + head_ * shape_.beta.step + j, call_.type);
     const float a = element(gates, shape_.decay.first + head_ * shape_.decay.step + j, call_.type);
     const float decay = std::exp(call_.decay[value_head] * softplus(a + call_.dt_bias[value_head]));
     const DeltaToken token{q, k, v, out, decay, sigmoid(b)};
     kernels_.delta_step(memory_ + j * shape_.k_dim * shape_.v_dim, &token, shape_.k_dim, shape_.v_dim);
+    if (t < 0) return;
     const char* gate = projected(t, shape_.z) + j * shape_.v_dim * size_;
     char* to = static_cast<char*>(call_.out) + (row * shape_.v_heads + value_head) * shape_.v_dim * size_;
     kernels_.gated_norm(out, gate, call_.norm, to, shape_.v_dim, call_.eps, call_.type);
   }
 
-  // The last inputs, oldest first: each place takes an input that lies behind it, so nothing is overwritten too early.
+  // The last inputs, after all that read the ones that they replace.
   void keep(const DeltaShape::Columns& c, int64_t channel, int64_t n) {
-    const int64_t kept = shape_.conv_width - 1;
-    for (int64_t i = 0; i < kept; ++i) {
-      const void* from = input(rows_ - kept + i, c, channel);
-      std::memmove(inputs_ + (i * shape_.channels() + channel) * size_, from, size_t(n * size_));
-    }
+    for (int64_t t = first_kept(); t < rows_; ++t)
+      std::memcpy(inputs_ + (place(t) * shape_.channels() + channel) * size_, projected(t, c), size_t(n * size_));
   }
+
+  void keep_gates(const DeltaShape::Columns& c) {
+    const int64_t first = c.first + head_ * c.step;
+    for (int64_t t = first_kept(); t < rows_; ++t)
+      std::memcpy(gates_ + (place(t) * shape_.gates + first) * size_,
+                  static_cast<const char*>(call_.gates) + ((first_row_ + t) * shape_.gates + first) * size_,
+                  size_t(shape_.group() * size_));
+  }
+
+  int64_t first_kept() const { return std::max<int64_t>(0, rows_ - call_.state.places); }
 
   const DenseKernels& kernels_;
   const DeltaShape& shape_;
   const DeltaCall& call_;
   const int64_t head_, size_;
-  int64_t first_row_, rows_, known_;
-  char* inputs_;
+  int64_t first_row_, rows_, known_, folded_, sure_;
+  char *inputs_, *gates_;
   float* memory_;
   std::vector<float> buffer_;
   std::vector<char> zeros_;
 };
+
+// A token's inputs and gates must be there as long as it may be taken back, with what its convolution reads.
+void check_places(const BatchView& batch, const DeltaShape& shape, int64_t places, size_t s) {
+  const int64_t rows = batch.query_starts[s + 1] - batch.query_starts[s];
+  const int64_t behind = batch.folded.empty() ? 0 : batch.seq_lens[s] - rows - batch.folded[s];
+  const int64_t guesses = batch.sure.empty() ? 0 : rows - batch.sure[s];
+  if (std::max(behind, guesses) + shape.conv_width - 1 > places)
+    throw std::invalid_argument("delta_rule: there are too few places for the inputs of guesses");
+}
 
 }  // namespace
 
@@ -129,6 +163,7 @@ void delta_rule(const DenseOps& dense, const BatchView& batch, const DeltaShape&
     throw std::invalid_argument("delta_rule: the batch does not say which slots its sequences have");
   for (int32_t slot : batch.slots)
     if (slot < 0 || slot >= call.state.slots) throw std::invalid_argument("delta_rule: a slot is not there");
+  for (int64_t s = 0; s < batch.sequences(); ++s) check_places(batch, shape, call.state.places, size_t(s));
   const int64_t tasks = batch.sequences() * shape.k_heads;
   dense.pool.for_each(tasks, [&](int64_t task, const Worker&) {
     HeadRun(dense, batch, shape, call, task / shape.k_heads, task % shape.k_heads).run();

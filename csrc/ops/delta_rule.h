@@ -20,11 +20,13 @@ struct DeltaShape {
   int64_t channels() const { return 2 * k_heads * k_dim + v_heads * v_dim; }
 };
 
-// What a sequence keeps: `slot_bytes` from one sequence's to the next.
+// What a sequence keeps. Rows of inputs and gates are as activations, of the token at position p in place p % places.
 struct DeltaState {
-  char* inputs;  // [conv_width - 1, channels], as activations: the last ones, oldest first
+  char* inputs;  // [places, channels]
+  char* gates;   // [places, gates]
   char* memory;  // [v_heads, k_dim, v_dim] float
-  int64_t inputs_stride, memory_stride, slots;  // strides in bytes
+  int64_t inputs_stride, gates_stride, memory_stride;  // bytes from a sequence to the next
+  int64_t slots, places;
 };
 
 struct DeltaCall {
@@ -38,7 +40,10 @@ struct DeltaCall {
   DType type;
 };
 
-// Throws std::invalid_argument when the batch has no slots, or one that is not there.
+// A sequence's memory is what its sure rows made of it. Rows of guesses go on from a copy that is thrown away. What they
+// took in stays in its place, so that a later call can do again those that have come (`BatchView::folded`).
+//
+// Throws std::invalid_argument when the batch has no slots, or one that is not there, or too few places.
 void delta_rule(const DenseOps& dense, const BatchView& batch, const DeltaShape& shape, const DeltaCall& call);
 
 }  // namespace tandem

@@ -113,6 +113,8 @@ class BatchView:
         page_size: int,
         num_pages: int,
         slots: object | None = None,
+        folded: object | None = None,
+        sure: object | None = None,
     ) -> None: ...
     def become(self, other: BatchView) -> None:
         """Takes over the indices of another batch of as many rows."""
@@ -230,6 +232,7 @@ class DenseOps:
         dt_bias: object,
         norm: object,
         inputs: object,
+        kept_gates: object,
         memory: object,
         out: object,
         eps: float,

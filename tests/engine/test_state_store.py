@@ -169,10 +169,10 @@ def test_a_slot_is_restored_byte_for_byte() -> None:
     pool = SlotPool(made.slots)
     first, second, third = (pool.take() for _ in range(3))
     made.slots[first].random_(0, 255)
-    pool.copy(first, second)
+    pool.copy(first, second, 12)
     pool.keep(7, second)
     assert pool.has(7) and pool.snapshots == 1
-    pool.restore(7, third)
+    assert pool.restore(7, third) == 12
     assert made.slots[third].equal(made.slots[first])
     pool.forget(7)
     assert not pool.has(7)

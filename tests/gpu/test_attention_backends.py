@@ -191,7 +191,8 @@ def test_pytorchs_function_is_called_as_documented(
 @pytest.mark.skipif(not READS_PAGES, reason="PyTorch before 2.13: no block tables")
 def test_pytorchs_function_takes_these_arguments() -> None:
     batch, pages = paged(*SPANS[2])
-    there = {f.name: getattr(batch, f.name).to("meta") for f in fields(batch) if f.name != "single_rows"}
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    there = {name: each.to("meta") for name, each in tensors.items() if torch.is_tensor(each)}
     k = torch.empty(pages, PAGE, 2, 64, dtype=torch.bfloat16, device="meta")
     q = torch.empty(len(batch.positions), 8, 64, dtype=torch.bfloat16, device="meta")
     assert TorchAttention()(q, k, k, replace(batch, **there), 0.1, 40).shape == (len(q), 8 * 64)
@@ -286,7 +287,8 @@ def test_pytorchs_kernels(spans: list[tuple[int, int]], single: int, window: int
     batch, pages = paged(spans, single)
     k, v = torch.randn(2, pages, PAGE, 2, 64).to(torch.bfloat16).unbind()
     q = torch.randn(len(batch.positions), 8, 64).to(torch.bfloat16)
-    moved = {f.name: getattr(batch, f.name).to(DEVICE) for f in fields(batch) if f.name != "single_rows"}
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    moved = {name: each.to(DEVICE) for name, each in tensors.items() if torch.is_tensor(each)}
     got = TorchAttention()(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), replace(batch, **moved), 0.125, window)
     expected = TorchOps().attention(q.double(), k.double(), v.double(), batch, 0.125, window)
     # weights are rounded to bfloat16 and sum to 1 over values of size 1; so is the result

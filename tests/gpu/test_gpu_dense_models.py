@@ -64,7 +64,7 @@ class GpuSession(Session):
         forward = self.model.forward
 
         def there(batch: ForwardBatch, kv: list[tuple[Tensor, Tensor]]) -> Tensor:
-            tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "single_rows"}
+            tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if torch.is_tensor(getattr(batch, f.name))}
             moved = replace(batch, **{name: tensor.to(DEVICE) for name, tensor in tensors.items()})
             return forward(moved, kv).cpu()
 

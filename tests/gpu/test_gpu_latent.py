@@ -45,7 +45,7 @@ def ops() -> GpuOps:
 
 
 def there(batch: Batch) -> Batch:
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "single_rows"}
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if torch.is_tensor(getattr(batch, f.name))}
     return replace(batch, **{name: tensor.to(DEVICE) for name, tensor in tensors.items()})
 
 

@@ -1,6 +1,6 @@
 """Several tokens a step on a GPU: guesses decide what is computed, never what is answered.
 
-All steps run in one graph of 16 rows, with guesses and without. So every row's products are of the same shapes, and
+All steps run in one graph of 12 rows, with guesses and without. So every row's products are of the same shapes, and
 answers have the same bits. Shapes of their own, and kernels without graphs, are held against float32.
 """
 
@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fake_model import request, run, token_ids
 from gpu import needs_cuda
-from gpu_sessions import check_answers
+from gpu_sessions import logprobs
 from tandem import LLM, SamplingParams
 from tandem.config import EngineConfig
 from tandem.config.speculation.choice import SpeculationPlan
@@ -24,9 +25,9 @@ from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
-ROWS, MOST = 16, 5
+ROWS, MOST = 12, 5
 PAGED = ["qwen3_moe-gpu", "glm4_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "mixtral-window"]
-SLOTTED: list[str] = []
+SLOTTED = ["qwen3_next", "qwen3_5_moe_text"]
 PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20}
 
 
@@ -41,11 +42,11 @@ def parts_of(path: Path, share: float, **flags) -> EngineParts:
 
 
 def engine_of(parts: EngineParts, drafter: Foretold | None, *, most: int = MOST) -> Engine:
-    """drafter: None for one token a step. All its graphs have 16 rows."""
+    """drafter: None for one that never says anything. Its only graph has 12 rows."""
     assert parts.plan.gpu is not None
-    wanted = None if drafter is None else SpeculationPlan("made up", most, False)
+    wanted = SpeculationPlan("made up", most, False)
     plan = replace(parts.plan, speculation=wanted, gpu=replace(parts.plan.gpu, graph_sizes=(ROWS,)))
-    return Engine.from_parts(replace(parts, plan=plan, drafter=drafter))
+    return Engine.from_parts(replace(parts, plan=plan, drafter=drafter or Foretold({}, 0.0, 2)))
 
 
 def scores(answers: dict) -> dict:
@@ -65,7 +66,10 @@ def test_answers_have_the_same_bits(tiny_models, variant: str, share: float) -> 
     steps = []
     for acceptance in (0.0, 0.5, 1.0):
         engine = engine_of(parts, Foretold(answers, acceptance, parts.model_config.vocab))
-        assert scores(run(engine, *asks)) == scores(expected)
+        got = scores(run(engine, *asks))
+        for name, theirs in scores(expected).items():
+            other = [i for i, (a, b) in enumerate(zip(got[name], theirs, strict=True)) if a != b]
+            assert not other, f"{name} at {acceptance}: tokens {other} have other bits"
         stats = engine.stats()
         counted.append(stats.experts.cpu_tokens[0] + stats.experts.gpu_tokens[0] - sum(counted))
         steps.append(stats.steps)
@@ -96,14 +100,22 @@ def test_every_row_is_chosen_by_the_requests_own_rule(tiny_models, wish: str) ->
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "kernels"])
 @pytest.mark.parametrize("variant", [*PAGED, *SLOTTED])
 def test_shapes_of_their_own_say_what_float32_says(tiny_models, variant: str, graphs: bool) -> None:
-    """n-grams with the graphs of the plan, or with none."""
+    """With the graphs of the plan, or with none."""
     path = tiny_models[variant]
-    engine = Engine.from_parts(parts_of(path, 0.5, disable_cuda_graph=not graphs))
+    parts = parts_of(path, 0.5, disable_cuda_graph=not graphs)
     prompts = list(PROMPTS.values())
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
+    plain = LLM.from_engine(engine_of(parts, None) if graphs else Engine.from_parts(parts))
+    answers = {(str(i), 0): one.token_ids for i, one in enumerate(plain.generate(prompts, params, progress=False), 1)}
+    engine = Engine.from_parts(replace(parts, drafter=Foretold(answers, 0.7, parts.model_config.vocab)))
     results = LLM.from_engine(engine).generate(prompts, params, progress=False)
-    check_answers(path, prompts, results)
-    assert engine.stats().speculation.guesses > 0
+    texts = [[*prompt, *one.token_ids] for prompt, one in zip(prompts, results, strict=True)]
+    got = torch.tensor([[token.logprob for token in one.logprobs] for one in results])
+    exact, theirs = (logprobs(path, dtype, texts, 40) for dtype in ("float32", "bfloat16"))
+    ours, usual = ((each - exact).abs().median() for each in (got, theirs))
+    print(f"{variant}: {ours:.2e}, usual {usual:.2e}, guesses {engine.stats().speculation}")
+    assert ours < 2 * usual  # the middle one: in bfloat16 some rows choose another expert, and are far off
+    assert engine.stats().speculation.right_guesses > 0
 
 
 def test_live_experts_move_by_accepted_tokens(tiny_models) -> None:

@@ -22,7 +22,7 @@ from tandem.config.mechanisms.norm import Norm
 from tandem.config.rope import Rope as RopeShape
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.delta import DeltaWeights
+from tandem.kernels.delta import DeltaState, DeltaWeights
 from tandem.kernels.ops import ExpertBiases, LatentSizes, LatentWeights, Rope, Routing, Tally
 from tandem.kernels.token_index import IndexWeights
 
@@ -326,8 +326,9 @@ def test_gated_delta_nets(card: Compiler, ops: GpuOps, sizes: tuple[int, int, in
     shape = DeltaRule(*sizes, Norm(1e-6), "heads")
     gates, norm = torch.zeros(shape.v_heads), torch.zeros(shape.v_dim).bfloat16()
     delta = ops.delta_rule(shape, DeltaWeights(torch.zeros(shape.conv, shape.channels), gates, gates, norm))
-    inputs = torch.zeros(9, shape.conv, shape.channels, dtype=torch.bfloat16)
+    inputs = torch.zeros(9, shape.conv + 6, shape.channels, dtype=torch.bfloat16)
     memory = torch.zeros(9, shape.v_heads, shape.k_dim, shape.v_dim)
+    state = DeltaState(inputs, inputs[..., : 2 * shape.v_heads].contiguous(), memory)
     for spans, single in [
         ([(9, 10)], 0), ([(9, 10)] * 3, 3), ([(40, 41), (0, 30)], 1), ([(0, 64)] * 16, 0),
         ([(9, 10)] * 16 + [(0, 130)], 16),
@@ -336,6 +337,8 @@ def test_gated_delta_nets(card: Compiler, ops: GpuOps, sizes: tuple[int, int, in
         batch = replace(make_batch(spans, tables), single_rows=single)
         rows = len(batch.positions)
         wide, narrow = torch.zeros(rows, shape.channels + shape.values), torch.zeros(rows, 2 * shape.v_heads)
-        delta(wide.bfloat16(), narrow.bfloat16(), batch, inputs, memory)
+        for each in (batch, replace(batch, folded=batch.seq_lens - batch.query_starts.diff())):
+            delta(wide.bfloat16(), narrow.bfloat16(), each, state)
     counts = {name: len(variants) for name, variants in card.variants.items()}
-    assert counts == {"_step": 1, "convolve": 1, "keep": 1, "within": 1, "walk": 1, "gated_norm": 1}
+    once = dict.fromkeys(("_step", "convolve", "keep", "within", "walk", "gated_norm"), 1)
+    assert counts == {**once, "_verify": 2}  # rows that decode or guess, and what prompts go on from

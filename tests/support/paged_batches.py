@@ -22,9 +22,11 @@ class Batch:
     block_tables: Tensor
     slots: Tensor
     single_rows: int = 0
+    folded: Tensor | None = None
+    sure: Tensor | None = None
 
     def there(self, device: torch.device) -> Batch:
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "single_rows"}
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if torch.is_tensor(getattr(self, f.name))}
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 

@@ -268,11 +268,12 @@ def _runner(
     begin: BeginStep,
 ) -> GpuRunner:
     assert plan.gpu is not None
-    layout = config.state_layout(plan.dtype, plan.page_size)
+    layout = config.state_layout(plan.dtype, plan.page_size, plan.guesses)
     states = allocate(layout, plan.num_pages, side.ops.device, plan.num_slots).arrays
     for array in (array for arrays in states for array in arrays):
         array.normal_()
-    graphs = GraphPlan(plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size))
+    pages = -(-plan.context_length // plan.page_size)
+    graphs = GraphPlan(plan.gpu.graph_sizes, pages, guessing=plan.guesses > 0)
     return GpuRunner(
         model, states, side.handoff, graphs,
         page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=usage, live=live,

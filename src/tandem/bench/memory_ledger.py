@@ -87,7 +87,7 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     pages = -(-plan.context_length // plan.page_size)
     share = host_share(model, plan.gpu, expert, workers, steps, pages, plan.fuse_shared_experts, in_place)
     host = host_memory(model, share)
-    kept = model.state_layout(plan.dtype)
+    kept = model.state_layout(plan.dtype, guesses=plan.guesses)
     states = plan.num_pages * plan.page_size * kept.token_bytes + plan.num_slots * kept.slot_bytes
     on_gpu = dense_bytes(model, plan.dtype, stored) + plan.gpu.experts * expert + states
     logits = sum(plan.gpu.graph_sizes) * model.vocab * 4

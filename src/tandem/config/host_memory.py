@@ -95,8 +95,9 @@ def _handoff_bytes(hidden: int, share: HostShare) -> int:
 
 
 def graph_input_bytes(size: int, pages: int) -> int:
-    """Of a graph's batch: three numbers of 64 bits a row, then its length, slot and pages, and one for all, of 32."""
-    return graph_wide_bytes(size) + 4 * (size * (2 + pages) + 1)
+    """Of a graph's batch: three numbers of 64 bits a row, then its length, slot, what is folded and pages, and one for
+    all, of 32."""
+    return graph_wide_bytes(size) + 4 * (size * (3 + pages) + 1)
 
 
 def graph_mask_bytes(size: int) -> int:

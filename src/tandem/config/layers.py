@@ -164,9 +164,9 @@ class DeltaRule:
         return hidden * projections + self.channels * self.conv
 
     def states(self) -> tuple[State, ...]:
-        inputs = Array("inputs", (self.conv, self.channels))
+        inputs = Array("inputs", (self.channels,)), Array("gates", (2 * self.v_heads,))
         memory = Array("memory", (self.v_heads, self.k_dim, self.v_dim), "float32")
-        return (Fold((inputs, memory)),)
+        return (Fold((memory,), inputs, self.conv),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,14 +74,18 @@ class MemoryRequest:
     def num_slots(self) -> int:
         """Of what is kept beside pages: nobody's, each running sequence's, its copy at the newest page border, and as
         many snapshots of prefixes."""
-        if not self.model.state_layout(self.dtype).slot_bytes:
+        if not self._each_slot_bytes:
             return 0
         return 1 + self.max_running_requests * (1 if self.config.disable_radix_cache or why_alone(self.model) else 3)
 
     @property
     def slot_bytes(self) -> int:
         """Of all slots."""
-        return self.num_slots * self.model.state_layout(self.dtype).slot_bytes
+        return self.num_slots * self._each_slot_bytes
+
+    @property
+    def _each_slot_bytes(self) -> int:
+        return self.model.state_layout(self.dtype, guesses=self.guesses).slot_bytes
 
     @property
     def rope_bytes(self) -> int:

@@ -112,8 +112,8 @@ class ModelConfig:
 
     # -- sizes, for the planner ---
 
-    def state_layout(self, dtype: str, page: int = 1) -> StateLayout:
-        return state_layout(self.states, dtype, page)
+    def state_layout(self, dtype: str, page: int = 1, guesses: int = 0) -> StateLayout:
+        return state_layout(self.states, dtype, page, guesses)
 
     @property
     def routed_experts(self) -> int:

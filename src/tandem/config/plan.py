@@ -35,7 +35,13 @@ from tandem.config.memory import MemoryPlan, MemoryRequest, gib, memory_ledger, 
 from tandem.config.model_config import STORED, ModelConfig, why_alone
 from tandem.config.notices import notices
 from tandem.config.shared_experts import why_apart
-from tandem.config.speculation.choice import SpeculationPlan, drafting, speculation, speculation_texts
+from tandem.config.speculation.choice import (
+    SpeculationPlan,
+    drafting,
+    most_guesses,
+    speculation,
+    speculation_texts,
+)
 from tandem.config.state import page_tokens
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.config.threads import plan_threads
@@ -52,9 +58,7 @@ class Plan:
     """Everything the engine needs to know that the user may or may not have said. Immutable."""
 
     dtype: str  # "bfloat16" | "float32": activations, KV cache and dense weights
-    expert_format: (
-        str  # packed routed experts: "bf16" | "f32" | "int8" | "int4", "stored": as the checkpoint has them
-    )
+    expert_format: str  # of packed routed experts: "bf16" | "f32" | "int8" | "int4" | "stored": as they are
     tier: str  # kernel tier: "scalar" | "avx2" | "avx512" | "avx512_bf16" | "amx"
     cpus: tuple[int, ...]  # logical CPU of each pool thread, -1: not pinned; its length is the thread count
     context_length: int  # longest prompt + answer of one request, tokens
@@ -64,9 +68,7 @@ class Plan:
     max_step_tokens: int  # token budget of one step: decode tokens + prefill chunks
     radix_cache: bool  # share KV pages of equal prefixes
     fuse_shared_experts: bool  # compute shared experts as extra always-chosen routed experts
-    dense_codes: bool = (
-        False  # dense matrices that are stored as codes are computed from them, not from numbers
-    )
+    dense_codes: bool = False  # dense matrices stored as codes are computed from them, not from numbers
     parts: tuple[int, ...] = ()  # which part of the weights each pool thread reads; (): they are not divided
     part_nodes: tuple[int, ...] = ()  # the NUMA node whose memory each part is in; (): any
     decisions: tuple[Decision, ...] = field(default=())
@@ -78,6 +80,11 @@ class Plan:
     deterministic: bool = False  # a row has the same bits in every batch
     speculation: SpeculationPlan | None = None  # None: each step decodes one token per sequence
     ledgers: tuple[Ledger, ...] = field(default=())  # what it takes of each memory
+
+    @property
+    def guesses(self) -> int:
+        """Of a sequence in a step, at most."""
+        return 0 if self.speculation is None else self.speculation.most_guesses
 
 
 def resolve(
@@ -293,7 +300,7 @@ def _tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> str:
 
 def _running(config: EngineConfig, model: ModelConfig, dtype: str, log: list[Decision]) -> int:
     asked, fitting = config.max_running_requests, DEFAULT_RUNNING_REQUESTS
-    slot_bytes = model.state_layout(dtype).slot_bytes  # what each sequence takes beside its pages
+    slot_bytes = model.state_layout(dtype, guesses=most_guesses(config, model)).slot_bytes  # of each, beside its pages
     reason = "default; later requests wait"
     if why_alone(model):
         fitting, reason = 1, f"Transformers' own cache holds one sequence: {why_alone(model)}"
@@ -349,7 +356,5 @@ def _fuse_shared(request: MemoryRequest, on_gpu: bool, log: list[Decision]) -> b
     if why:
         log.append(Decision("shared experts", "apart", why))
     else:
-        log.append(
-            Decision("shared experts", "fused", "computed with the routed ones in one parallel region")
-        )
+        log.append(Decision("shared experts", "fused", "computed with the routed ones in one parallel region"))
     return not why

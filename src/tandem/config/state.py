@@ -35,9 +35,20 @@ class Fold:
     """A recurrence: what all tokens so far have become, of constant size. It cannot be cut, only restored.
 
     A sequence without tokens has none yet: kernels start from zeros and do not read the arrays.
+
+    inputs: what it took in of the last `last` tokens, and of rows that may turn out to be none. The recurrence has the
+    sure rows only; guesses that have come are taken in again. Without inputs a sequence gets one token a step.
     """
 
     arrays: tuple[Array, ...]
+    inputs: tuple[Array, ...] = ()
+    last: int = 0
+
+    def kept(self, guesses: int) -> tuple[Array, ...]:
+        """All arrays, where a step may have so many guesses of a sequence. Those of the step before are done again
+        beside those of this step, so their rows have places of their own."""
+        places = self.last + 2 * guesses
+        return (*(Array(a.name, (places, *a.shape), a.dtype) for a in self.inputs), *self.arrays)
 
 
 State = Pages | Fold
@@ -46,7 +57,8 @@ SLOT_ALIGNMENT = 256  # bytes: of every array in a slot
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """All states of a model, in the order of its blocks, with activations of `dtype` and pages of `page` tokens.
+    """All states of a model, in the order of its blocks, with activations of `dtype` and pages of `page` tokens; a step
+    may have so many guesses of a sequence.
 
     Pages are shared between sequences with an equal prefix. Whatever cannot be shared lies in the sequence's slot.
 
@@ -56,6 +68,7 @@ class StateLayout:
     states: tuple[State, ...]
     dtype: str
     page: int
+    guesses: int = 0
 
     @property
     def token_bytes(self) -> int:
@@ -77,7 +90,7 @@ class StateLayout:
     def slot_sizes(self) -> list[int]:
         """Bytes of each array of a slot, padded, one after the other."""
         folds = (s for s in self.states if isinstance(s, Fold))
-        return [_padded(a.nbytes(self.dtype)) for s in folds for a in s.arrays]
+        return [_padded(a.nbytes(self.dtype)) for s in folds for a in s.kept(self.guesses)]
 
     def page_shape(self, state: Pages, array: Array, pages: int) -> tuple[int, ...]:
         """Of the tensor that holds `array` in `pages` pages."""
@@ -94,5 +107,5 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
-def state_layout(states: Iterable[State], dtype: str, page: int) -> StateLayout:
-    return StateLayout(tuple(states), dtype, page)
+def state_layout(states: Iterable[State], dtype: str, page: int, guesses: int = 0) -> StateLayout:
+    return StateLayout(tuple(states), dtype, page, guesses)

@@ -16,10 +16,13 @@ from tandem.models.batch import ForwardBatch
 class BatchArrays:
     """The arrays are allocated once and refilled: a decode step costs some microseconds per sequence here."""
 
-    def __init__(self, page_size: int, max_step_tokens: int, *, apart: bool = False) -> None:
-        """apart: in a step with guesses each row is a sequence of its own, as rows that decode are: it sees the tokens
-        before it in the same pages. So kernels and CUDA graphs for rows that decode compute it, with the same bits."""
-        self._apart = apart
+    def __init__(
+        self, page_size: int, max_step_tokens: int, *, guessing: bool = False, apart: bool = False
+    ) -> None:
+        """guessing: steps may have rows of guesses. apart: each row of such a step is a sequence of its own, as rows
+        that decode are: it sees the tokens before it in the same pages. So kernels and CUDA graphs for rows that decode
+        compute it, with the same bits."""
+        self._apart, self._guessing = apart, guessing
         self._page_size = page_size
         self._input_ids = np.zeros(max_step_tokens, dtype=np.int64)
         self._positions = np.zeros(max_step_tokens, dtype=np.int64)
@@ -28,6 +31,8 @@ class BatchArrays:
         self._query_starts = np.zeros(max_step_tokens + 1, dtype=np.int32)
         self._seq_lens = np.zeros(max_step_tokens, dtype=np.int32)
         self._slots = np.zeros(max_step_tokens, dtype=np.int32)
+        self._folded = np.zeros(max_step_tokens, dtype=np.int32)
+        self._sure = np.zeros(max_step_tokens, dtype=np.int32)
         self._block_tables = np.zeros(0, dtype=np.int32)
         self._counting = np.arange(max_step_tokens, dtype=np.int64)
 
@@ -52,6 +57,8 @@ class BatchArrays:
             block_tables=torch.from_numpy(tables),
             logits_rows=torch.from_numpy(self._logits_rows[:logits]),
             slots=torch.from_numpy(self._slots[:sequences]),
+            folded=torch.from_numpy(self._folded[:sequences]) if self._guessing else None,
+            sure=torch.from_numpy(self._sure[:sequences]) if self._guessing and not self._apart else None,
             single_rows=sequences if apart else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks)),
         )
 
@@ -65,6 +72,8 @@ class BatchArrays:
             left = count - 1 - i
             self._query_starts[s + i + 1], self._seq_lens[s + i] = row_end - left, end - left
         self._slots[which] = sequence.slot
+        if self._guessing:
+            self._folded[which], self._sure[which] = sequence.folded_len, chunk.sure
         tables[which, : sequence.num_pages] = sequence.page_table[: sequence.num_pages]
         return count
 

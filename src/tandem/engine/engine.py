@@ -56,7 +56,7 @@ _NO_TOKEN = (
 
 
 def _layout(parts: EngineParts) -> StateLayout:
-    return parts.model_config.state_layout(parts.plan.dtype, parts.plan.page_size)
+    return parts.model_config.state_layout(parts.plan.dtype, parts.plan.page_size, parts.plan.guesses)
 
 
 def _states(parts: EngineParts) -> StateArrays:
@@ -102,9 +102,10 @@ def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner
             page_size=plan.page_size,
             max_step_tokens=plan.max_step_tokens,
             usage=parts.usage,
+            guessing=plan.guesses > 0,
         )
     pages = -(-plan.context_length // plan.page_size)
-    graphs = GraphPlan(plan.gpu.graph_sizes, pages)
+    graphs = GraphPlan(plan.gpu.graph_sizes, pages, guessing=plan.guesses > 0)
     return GpuRunner(
         parts.model, states, parts.handoff, graphs,
         page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=parts.usage, live=parts.live,

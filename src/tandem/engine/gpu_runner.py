@@ -36,11 +36,12 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
     """sizes: rows of the graphs to capture, ascending; pages: of the longest sequence; warm_ups: runs before a capture,
-    which compile kernels and let libraries allocate."""
+    which compile kernels and let libraries allocate; guessing: steps may have rows of guesses."""
 
     sizes: tuple[int, ...]
     pages: int
     warm_ups: int = 2
+    guessing: bool = False
 
 
 class _Inputs:
@@ -49,7 +50,8 @@ class _Inputs:
     At first the rows read and write page 0, before anybody uses it, and none of them counts.
     """
 
-    def __init__(self, size: int, pages: int, device: torch.device) -> None:
+    def __init__(self, size: int, pages: int, device: torch.device, guessing: bool = False) -> None:
+        self._guessing = guessing
         self._size, self._wide, nbytes = size, graph_wide_bytes(size), graph_input_bytes(size, pages)
         self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.image = self._views(self._host)
@@ -57,7 +59,8 @@ class _Inputs:
         self._there = self._host.to(device, copy=True)
         self.batch = self._views(self._there)
         self.counted = self._there[-4:].view(torch.int32)  # rows that are not copies
-        names = "input_ids", "positions", "cache_slots", "seq_lens", "slots", "block_tables"
+        names = ["input_ids", "positions", "cache_slots", "seq_lens", "slots", "block_tables"]
+        names += ["folded"] if guessing else []
         self._rows = {name: getattr(self.image, name).numpy() for name in names}
         self._count = self._host[-4:].view(torch.int32).numpy()
 
@@ -69,7 +72,8 @@ class _Inputs:
             input_ids=wide[0], positions=wide[1], cache_slots=wide[2],
             query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
             seq_lens=narrow[:size], slots=narrow[size : 2 * size],
-            block_tables=narrow[2 * size :].view(size, -1), logits_rows=torch.arange(size, device=device),
+            block_tables=narrow[3 * size :].view(size, -1), logits_rows=torch.arange(size, device=device),
+            folded=narrow[2 * size : 3 * size] if self._guessing else None,
         )  # fmt: skip
 
     def fill(self, source: ForwardBatch) -> None:
@@ -146,7 +150,7 @@ class GpuRunner:
         """begin_step: called before the layers of a step run, and before a graph is captured (True) or replayed."""
         self._model, self._states, self._handoff, self._plan = model, states, handoff, graphs
         self._usage, self._live, self._begin_step = usage, live, begin_step or _nothing
-        self._arrays = BatchArrays(page_size, max_step_tokens, apart=True)
+        self._arrays = BatchArrays(page_size, max_step_tokens, guessing=graphs.guessing, apart=True)
         self._device = handoff.device
         self._graphs: dict[int, _Graph] = {}
         self._guessing = False  # whether the last step had rows of guesses that are not settled yet
@@ -156,7 +160,7 @@ class GpuRunner:
         self._start = said if isinstance(said, PassStart) else None
         apart = live is None and self._start is not None and self._start.pausable()
         self._streams = Streams(handoff.device, apart)
-        self._paused = BatchArrays(page_size, max_step_tokens)
+        self._paused = BatchArrays(page_size, max_step_tokens, guessing=graphs.guessing)
         self._streams.enter()
         self.beside_step: Callable[[], None] = lambda: None  # called while a graph runs that wants nothing of the host
         with torch.inference_mode(), _nothing_collected():
@@ -266,7 +270,7 @@ class GpuRunner:
         return ForwardBatch(
             there(batch.input_ids), there(batch.positions), there(batch.cache_slots), there(batch.query_starts),
             there(batch.seq_lens), there(batch.block_tables), there(batch.logits_rows), there(batch.slots),
-            batch.single_rows,
+            batch.single_rows, None if batch.folded is None else there(batch.folded),
         )  # fmt: skip
 
     # -- graphs ---
@@ -282,7 +286,8 @@ class GpuRunner:
             _log.info("captured CUDA graphs of %s rows", ", ".join(map(str, self._graphs)))
 
     def _captured(self, size: int, pool: Any) -> _Graph:
-        inputs, fetched = _Inputs(size, self._plan.pages, self._device), BestRows(size, self._device)
+        inputs = _Inputs(size, self._plan.pages, self._device, self._plan.guessing)
+        fetched = BestRows(size, self._device)
         masks = GraphMasks(size, self._device)
         self._begin_step(inputs.image, True)
         with self._handoff.rehearsing(), self._streams.aside():  # whose memory later steps use again

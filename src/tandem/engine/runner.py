@@ -39,10 +39,12 @@ class ModelRunner:
         page_size: int,
         max_step_tokens: int,
         usage: ExpertUsage | None = None,
+        guessing: bool = False,
     ) -> None:
+        """guessing: steps may have rows of guesses."""
         self._model, self._states, self._usage = model, states, usage
-        self._arrays = BatchArrays(page_size, max_step_tokens)
-        self._paused = BatchArrays(page_size, max_step_tokens)
+        self._arrays = BatchArrays(page_size, max_step_tokens, guessing=guessing)
+        self._paused = BatchArrays(page_size, max_step_tokens, guessing=guessing)
         self.beside_step: Callable[[], None] = _nothing  # never called: nothing is left to a device
 
     def run(self, chunks: Rows[Chunk]) -> HostLogits:

@@ -112,6 +112,7 @@ class Scheduler:
         prefix and wakes the other answers."""
         sequence, done = chunk.sequence, chunk.samples
         sequence.advance(chunk.sure)
+        sequence.folded_len = sequence.computed_len
         self._store.mark(sequence)
         if done and sequence.answer_len == 0:
             self._store.remember(sequence)

@@ -36,6 +36,7 @@ class Sequence:
 
     Lengths, in tokens: 0 < prompt_len <= total_len <= max_len, and computed_len <= total_len is how many of them have
     their K and V in pages. A sequence is decoding when exactly one token, the newest, is not computed yet.
+    folded_len <= computed_len: tokens that its slot's folds hold. Guesses that came are computed, and folded later.
     """
 
     __slots__ = (
@@ -45,6 +46,7 @@ class Sequence:
         "border_slot",
         "cached_prompt_len",
         "computed_len",
+        "folded_len",
         "index",
         "leader",
         "matched_len",
@@ -89,7 +91,7 @@ class Sequence:
         self.tokens = list(prompt_ids)
         self.prompt_len = len(prompt_ids)
         self.max_len = max_len
-        self.computed_len = 0
+        self.computed_len = self.folded_len = 0
         self.cached_prompt_len = 0  # prompt tokens that cost nothing at the first admission
         self.status = Status.WAITING
         self.page_size = page_size
@@ -167,7 +169,7 @@ class Sequence:
         """Gives the pages back to the caller, who releases them; what was computed in them is forgotten."""
         pages = self.pages
         self.num_pages = 0
-        self.computed_len = 0
+        self.computed_len = self.folded_len = 0
         return pages
 
     def advance(self, length: int) -> None:

@@ -24,3 +24,7 @@ class BatchLayout(Protocol):
     def slots(self) -> Tensor: ...  # int32 [S]
     @property
     def single_rows(self) -> int: ...  # so many first sequences surely have one row each
+    @property
+    def folded(self) -> Tensor | None: ...  # int32 [S]
+    @property
+    def sure(self) -> Tensor | None: ...  # int32 [S]

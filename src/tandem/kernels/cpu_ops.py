@@ -24,7 +24,7 @@ from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
 from tandem.kernels.cpu_chosen import CpuChosenAttention, CpuTokenIndex
 from tandem.kernels.cpu_streams import CpuStreams
-from tandem.kernels.delta import Delta, DeltaWeights, columns_of
+from tandem.kernels.delta import Delta, DeltaState, DeltaWeights, columns_of
 from tandem.kernels.gates import without_gates
 from tandem.kernels.hyper import HyperStreams, HyperWeights
 from tandem.kernels.in_memory import InMemory
@@ -250,12 +250,11 @@ class _CpuDelta:
         )  # fmt: skip
 
     def __call__(
-        self, projected: Tensor, gates: Tensor, batch: BatchLayout, inputs: Tensor, memory: Tensor
+        self, projected: Tensor, gates: Tensor, batch: BatchLayout, state: DeltaState
     ) -> Tensor:
-        kept = inputs[:, : len(self._weights.conv) - 1]  # oldest first
-        out = projected.new_empty((len(projected), memory.shape[1] * memory.shape[3]))
+        out = projected.new_empty((len(projected), state.memory.shape[1] * state.memory.shape[3]))
         self._ops._dense.delta_rule(
-            self._ops.view_of(batch), self._shape, projected, gates, *self._weights, kept, memory, out, self._eps
+            self._ops.view_of(batch), self._shape, projected, gates, *self._weights, *state, out, self._eps
         )
         return out
 
@@ -306,6 +305,7 @@ def _ahead(following: Sequence[_core.ByteRange], limit: int) -> list[_core.ByteR
 
 def _checked(batch: BatchLayout, num_pages: int, page_size: int) -> _core.BatchView:
     """Raises KernelError when an index points outside the cache."""
+    guessed = {} if batch.folded is None else {"folded": batch.folded, "sure": batch.sure}
     return _core.BatchView(
         positions=batch.positions,
         cache_slots=batch.cache_slots,
@@ -315,6 +315,7 @@ def _checked(batch: BatchLayout, num_pages: int, page_size: int) -> _core.BatchV
         page_size=page_size,
         num_pages=num_pages,
         slots=batch.slots,
+        **guessed,
     )
 
 

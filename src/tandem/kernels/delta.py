@@ -23,17 +23,27 @@ class DeltaWeights(NamedTuple):
     norm: Tensor  # [v_dim], in the activations' dtype
 
 
+class DeltaState(NamedTuple):
+    """What each sequence keeps, in its slot. Inputs and gates of the token at position p lie in place p % places."""
+
+    inputs: Tensor  # [slots, places, C], in the activations' dtype
+    gates: Tensor  # [slots, places, 2 V], likewise
+    memory: Tensor  # float32 [slots, V, k_dim, v_dim]
+
+
 class Delta(Protocol):
     """A gated delta net between its projections."""
 
     def __call__(
-        self, projected: Tensor, gates: Tensor, batch: BatchLayout, inputs: Tensor, memory: Tensor
+        self, projected: Tensor, gates: Tensor, batch: BatchLayout, state: DeltaState
     ) -> Tensor:
         """projected [T, C + V * v_dim] and gates [T, 2 V] as the layout of the shape has them → [T, V * v_dim].
 
-        inputs [slots, conv, C] and memory float32 [slots, V, k_dim, v_dim] of each sequence's slot go on; a sequence
-        without tokens starts from zeros. Which place of `inputs` has which token is the implementation's: there is one
-        more than needed. A row depends on its own sequence only, not on how that was cut (last bits on a GPU).
+        The state of each sequence's slot goes on; a sequence without tokens starts from zeros. A row depends on its own
+        sequence only, not on how that was cut (last bits on a GPU).
+
+        The memory takes in what is sure: tokens since `batch.folded` from their places, then `batch.sure` rows of this
+        step. Guesses behind them see each other, and leave only their inputs and gates.
         """
         ...
 
@@ -67,34 +77,52 @@ class TorchDelta:
         self.shape, self.weights, self.wide = shape, weights, weights.conv.dtype
 
     def __call__(
-        self, projected: Tensor, gates: Tensor, batch: BatchLayout, inputs: Tensor, memory: Tensor
+        self, projected: Tensor, gates: Tensor, batch: BatchLayout, state: DeltaState
     ) -> Tensor:
         out = projected.new_empty((len(projected), self.shape.values))
-        inputs = inputs[:, : self.shape.conv - 1]  # oldest first
-        starts = batch.query_starts.tolist()
+        starts, lens = batch.query_starts.tolist(), batch.seq_lens.tolist()
         for s, slot in enumerate(batch.slots.tolist()):
             rows = slice(starts[s], starts[s + 1])
-            if int(batch.seq_lens[s]) == rows.stop - rows.start:
-                inputs[slot], memory[slot] = 0, 0
-            out[rows] = self._sequence(projected[rows], gates[rows], inputs[slot], memory[slot])
+            known = lens[s] - (rows.stop - rows.start)
+            folded = known if batch.folded is None else int(batch.folded[s])
+            sure = rows.stop - rows.start if batch.sure is None else int(batch.sure[s])
+            own = DeltaState(*(each[slot] for each in state))
+            out[rows] = self._sequence(projected[rows], gates[rows], own, (folded, known, known + sure))
         return out
 
-    def _sequence(self, projected: Tensor, gates: Tensor, inputs: Tensor, memory: Tensor) -> Tensor:
+    def _sequence(
+        self, projected: Tensor, gates: Tensor, own: DeltaState, lengths: tuple[int, int, int]
+    ) -> Tensor:
+        """lengths: tokens that the memory holds, those before the step, and with rows that are sure."""
+        (folded, known, sure), places = lengths, len(own.inputs)
+        q, k, v, z = self._kinds(projected, columns_of(self.shape)[:4])
+        new = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], 1)
+        first = folded - (self.shape.conv - 1)
+        old = torch.arange(max(0, first), known) % places
+        mixed = torch.cat([new.new_zeros((max(0, -first), new.shape[1])), own.inputs[old], new])
+        both = torch.cat([own.gates[torch.arange(folded, known) % places], gates])
+        if folded == 0:
+            own.memory.zero_()
+        settled = self._seen(mixed[: sure - first], both, own.memory)
+        seen = torch.cat([settled, self._seen(mixed[len(settled) :], both[len(settled) :], own.memory.clone())])
+        last = torch.arange(max(0, len(new) - places), len(new))
+        own.inputs[(known + last) % places], own.gates[(known + last) % places] = new[last], gates[last]
+        return self._normed(seen[known - folded :].to(z.dtype), z).flatten(1)
+
+    def _seen(self, mixed: Tensor, gates: Tensor, memory: Tensor) -> Tensor:
+        """What rows read from memory. mixed: inputs of conv - 1 tokens before, and theirs; gates: of these or more."""
         s, w = self.shape, self.weights
-        q, k, v, z = self._kinds(projected, columns_of(s)[:4])
-        beta, decay = self._gates(gates)
-        mixed = torch.cat([inputs, torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], 1)])
-        inputs.copy_(mixed[len(mixed) - len(inputs) :])
+        if len(mixed) < s.conv:
+            return memory.new_empty((0, s.v_heads, s.v_dim))
+        beta, decay = self._gates(gates[: len(mixed) - s.conv + 1])
         convolved = F.silu(
-            F.conv1d(mixed.to(self.wide).T[None], w.conv.T[:, None], groups=s.channels)[0].T.to(z.dtype)
+            F.conv1d(mixed.to(self.wide).T[None], w.conv.T[:, None], groups=s.channels)[0].T.to(mixed.dtype)
         )
         sizes = [s.k_heads * s.k_dim, s.k_heads * s.k_dim, s.values]
         q, k, v = (part.to(self.wide) for part in convolved.split(sizes, 1))
         q, k = (self._unit(part) for part in (q, k))
-        seen = self._recurrence(
-            q / s.k_dim**0.5, k, v.unflatten(1, (s.v_heads, s.v_dim)), beta, decay, memory
-        )
-        return self._normed(seen.to(z.dtype), z).flatten(1)
+        values = v.unflatten(1, (s.v_heads, s.v_dim))
+        return self._recurrence(q / s.k_dim**0.5, k, values, beta, decay, memory)
 
     def _kinds(self, rows: Tensor, columns: tuple[Columns, ...]) -> list[Tensor]:
         """q, k [T, K, k_dim], v, z [T, K, group * v_dim]."""

@@ -26,3 +26,9 @@ class ForwardBatch:
     single_rows: int = (
         0  # so many first sequences have one row each, as a step's decoding ones do; 0: not known
     )
+    folded: Tensor | None = (
+        None  # int32 [S]: tokens that a slot's folds hold; None: all before the step. Later ones are folded again
+    )
+    sure: Tensor | None = (
+        None  # int32 [S]: rows that are tokens for certain; None: all, or the first of a slot's where rows are apart
+    )

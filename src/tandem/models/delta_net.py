@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tandem.config.layers import DeltaRule
-from tandem.kernels.delta import DeltaWeights
+from tandem.kernels.delta import DeltaState, DeltaWeights
 from tandem.kernels.ops import SureRead
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
@@ -32,8 +32,7 @@ class DeltaNet:
         return sure_reads(self.projected, self.gates, self.out)
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
-        ((inputs, memory),) = states
-        return self.out(self.delta(self.projected(x), self.gates(x), p.batch, inputs, memory))
+        return self.out(self.delta(self.projected(x), self.gates(x), p.batch, DeltaState(*states[0])))
 
 
 def _weights(b: Builder, shape: DeltaRule, name: str) -> DeltaWeights:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.model_config import ModelConfig, why_alone
-from tandem.config.state import Pages
+from tandem.config.state import Pages, State
 from tandem.errors import ConfigError
 
 DEFAULT_GUESSES = 7  # with the token before them 8 rows: as many as are recorded on a CPU
@@ -106,9 +106,13 @@ def why_one_token(model: ModelConfig) -> str:
     """Why rows of guesses are not possible; "": they are."""
     if alone := why_alone(model):
         return f"Transformers' own cache cannot forget wrong guesses: {alone}"
-    if not all(isinstance(state, Pages) and state.stride == 1 for state in model.states):
+    if not all(map(_takes_back, model.states)):
         return "part of its state holds several tokens together, and wrong guesses could not be taken back"
     return ""
+
+
+def _takes_back(state: State) -> bool:
+    return state.stride == 1 if isinstance(state, Pages) else bool(state.inputs)
 
 
 def speculation_notices(config: EngineConfig, model: ModelConfig) -> Iterator[str]:

@@ -36,7 +36,7 @@ def _of_state(
     layout: StateLayout, state: State, pages: int, device: torch.device | None, parts: Iterator[Tensor]
 ) -> tuple[Tensor, ...]:
     if isinstance(state, Fold):
-        return tuple(_slot_array(layout, array, next(parts)) for array in state.arrays)
+        return tuple(_slot_array(layout, array, next(parts)) for array in state.kept(layout.guesses))
     return tuple(_page_array(layout, state, array, pages, device) for array in state.rows)
 
 

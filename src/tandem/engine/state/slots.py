@@ -17,6 +17,7 @@ class SlotPool:
     def __init__(self, memory: Tensor) -> None:
         """memory: uint8 [slots, bytes of one]."""
         self._memory = memory
+        self._folded = [0] * len(memory)  # tokens that a copy's folds hold
         self._free = list(range(len(memory) - 1, 0, -1))
         self._snapshots: OrderedDict[int, int] = OrderedDict()  # page → slot
 
@@ -40,8 +41,10 @@ class SlotPool:
         assert slot > 0 and slot not in self._free, f"slot {slot} given back twice"
         self._free.append(slot)
 
-    def copy(self, source: int, target: int) -> None:
+    def copy(self, source: int, target: int, folded: int) -> None:
+        """folded: tokens that the folds in `source` hold."""
         self._memory[target].copy_(self._memory[source], non_blocking=True)
+        self._folded[target] = folded
 
     def keep(self, page: int, slot: int) -> None:
         """A slot that its owner gives away becomes the snapshot of `page`; a page needs one only."""
@@ -58,10 +61,12 @@ class SlotPool:
     def has(self, page: int) -> bool:
         return page in self._snapshots
 
-    def restore(self, page: int, target: int) -> None:
-        """`target` becomes what the snapshot of `page` holds."""
+    def restore(self, page: int, target: int) -> int:
+        """`target` becomes what the snapshot of `page` holds. Returns the tokens that its folds hold."""
         self._snapshots.move_to_end(page)
-        self.copy(self._snapshots[page], target)
+        folded = self._folded[self._snapshots[page]]
+        self.copy(self._snapshots[page], target, folded)
+        return folded
 
     def forget(self, page: int) -> None:
         """The page holds something else from now on."""

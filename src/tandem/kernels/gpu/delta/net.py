@@ -9,9 +9,10 @@ from tandem.config.gpu_plan import MAX_DELTA_HEAD
 from tandem.config.layers import DeltaRule
 from tandem.errors import KernelError
 from tandem.kernels.batch_layout import BatchLayout
-from tandem.kernels.delta import DeltaWeights
+from tandem.kernels.delta import DeltaState, DeltaWeights
 from tandem.kernels.gpu.delta.prompt import Chunks, prompt
 from tandem.kernels.gpu.delta.step import step
+from tandem.kernels.gpu.delta.verify import verify
 
 
 class GpuDelta:
@@ -35,19 +36,25 @@ class GpuDelta:
         memory = zeros(1, s.v_heads, s.k_dim, s.v_dim, dtype=torch.float32)
         nobody = Chunks(*(torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, 2], [2], [0])))
         both = zeros(2, s.channels + s.values), zeros(2, 2 * s.v_heads)
-        prompt(s, self._weights, both, nobody, 0, (zeros(1, s.conv, s.channels), memory), zeros(2, s.values))
+        state = DeltaState(zeros(1, s.conv, s.channels), zeros(1, s.conv, 2 * s.v_heads), memory)
+        prompt(s, self._weights, both, nobody, 0, state, zeros(2, s.values))
 
     def __call__(
-        self, projected: Tensor, gates: Tensor, batch: BatchLayout, inputs: Tensor, memory: Tensor
+        self, projected: Tensor, gates: Tensor, batch: BatchLayout, state: DeltaState
     ) -> Tensor:
-        """As `Delta`. The first sequences with one row each are decoded."""
+        """As `Delta`, with rows of guesses as sequences of their own: neighbours of one slot. The first sequences with
+        one row each are decoded."""
         rows, sequences = len(projected), len(batch.seq_lens)
         single = sequences if rows == sequences else batch.single_rows
         out = projected.new_empty((rows, self._shape.values))
-        both, states = (projected.contiguous(), gates.contiguous()), (inputs, memory)
-        if single:
-            step(self._shape, self._weights, both, batch, single, states, out)
+        bound = self._shape, self._weights, (projected.contiguous(), gates.contiguous())
+        if single and batch.folded is None:
+            step(*bound, batch, single, state, out)
+        elif single:
+            verify(*bound, batch, range(single), state, out)
         if single < sequences:
+            if batch.folded is not None:
+                verify(*bound, batch, range(single, sequences), state, out, before=True)
             chunks = Chunks(batch.query_starts, batch.seq_lens, batch.slots)
-            prompt(self._shape, self._weights, both, chunks, single, states, out)
+            prompt(*bound, chunks, single, state, out)
         return out

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from tandem.config.layers import DeltaRule
-from tandem.kernels.delta import UNIT_EPS, DeltaWeights
+from tandem.kernels.delta import UNIT_EPS, DeltaState, DeltaWeights
 from tandem.kernels.gpu.attention_prefill import SEQUENCES
 from tandem.kernels.gpu.delta.chunk import CHUNK, SMALL, within
 from tandem.kernels.gpu.delta.convolve import convolve, keep
@@ -102,20 +102,20 @@ def _columns(*kinds: str) -> list[str]:
 
 def prompt(
     shape: DeltaRule, weights: DeltaWeights, rows: tuple[Tensor, Tensor], where: Chunks, first: int,
-    states: tuple[Tensor, Tensor], out: Tensor,
+    state: DeltaState, out: Tensor,
 ) -> None:  # fmt: skip
-    """All sequences from `first` on; those before have one row each. rows: projections and gates; states: inputs and
-    memory."""
-    (projected, gates), (inputs, memory), chosen = rows, states, options(shape, out.dtype, out.device)
+    """All sequences from `first` on; those before have one row each. rows: projections and gates. Gates are not
+    kept: all these rows are sure."""
+    (projected, gates), (inputs, _, memory), chosen = rows, state, options(shape, out.dtype, out.device)
     between = Between.of(shape, projected)
     new, sequences = len(projected) - first, len(where.seq_lens)
     others, heads = sequences - first, shape.v_heads
     runs = 2 * shape.k_heads + heads  # of channels
     convolve[(new // CONV_ROWS + others, runs)](
         projected, weights.conv, *where, inputs, between.qk, between.v, first, sequences, inputs.stride(0),
-        shape.k_dim**-0.5, UNIT_EPS, **chosen.convolve,
+        shape.k_dim**-0.5, UNIT_EPS, PLACES=inputs.shape[1], **chosen.convolve,
     )  # fmt: skip
-    keep[(others, runs)](projected, *where, inputs, first, inputs.stride(0), **chosen.keep)
+    keep[(others, runs)](projected, *where, inputs, first, inputs.stride(0), PLACES=inputs.shape[1], **chosen.keep)
     within[(new // CHUNK + others, heads)](
         between.qk, gates, weights.decay, weights.dt_bias, where.query_starts, *between[2:6], first, sequences,
         **chosen.within,

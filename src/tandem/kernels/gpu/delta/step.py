@@ -4,7 +4,8 @@ A program has one value head of one sequence, whose memory it holds in registers
 that makes the projections has ended: nobody else writes it in a step.
 
 Programs of value heads that share a key head read the same last inputs while one of them keeps the new one. So inputs
-lie in a ring of as many places as the convolution is wide: the place of a token's own input is one that nobody reads.
+lie in a ring of at least as many places as the convolution is wide: the place of a token's own input is one that nobody
+reads.
 
 Rows of slot 0 fill up a graph. They are copies of the last real row, which writes its result for them, too: what they
 then write into the cache is the same. They fold nothing.
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from tandem.config.layers import DeltaRule
 from tandem.kernels.batch_layout import BatchLayout
-from tandem.kernels.delta import UNIT_EPS, DeltaWeights
+from tandem.kernels.delta import UNIT_EPS, DeltaState, DeltaWeights
 from tandem.kernels.gpu.delta.parts import activated, constants, gates_of, normed
 from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
 
@@ -37,7 +38,8 @@ def _add_three(a, b, c, d, e, f):
 
 
 @triton.jit
-def _past(ring, conv, channel, d, inside, known, CHANNELS: tl.constexpr, CONV: tl.constexpr, TAPS: tl.constexpr):
+def _past(ring, conv, channel, d, inside, known, CHANNELS: tl.constexpr, CONV: tl.constexpr, PLACES: tl.constexpr,
+          TAPS: tl.constexpr):  # fmt: skip
     """What the inputs before add to the convolution of channels channel + d, and the weights of the new one.
 
     All of them are one tile, a number a thread. Rows one by one would be asked for in the memory's layout, in which
@@ -46,7 +48,7 @@ def _past(ring, conv, channel, d, inside, known, CHANNELS: tl.constexpr, CONV: t
     back, at = tl.arange(0, TAPS)[:, None], (channel + d)[None, :]
     weight = tl.load(conv + (CONV - 1 - back) * CHANNELS + at, (back < CONV) & inside[None, :], other=0.0)
     there = (back > 0) & (back < CONV) & (back <= known) & inside[None, :]
-    old = tl.load(ring + (known + CONV - back) % CONV * CHANNELS + at, there, other=0.0)
+    old = tl.load(ring + (known + PLACES - back) % PLACES * CHANNELS + at, there, other=0.0)
     return tl.reduce((old.to(tl.float32) * weight, tl.where(back == 0, weight, 0.0)), 0, _add_two)
 
 
@@ -58,7 +60,7 @@ def _step(projected, gates, conv, decay, dt_bias, norm, lens, slots, inputs, mem
           K_FIRST: tl.constexpr, K_STEP: tl.constexpr, V_FIRST: tl.constexpr, V_STEP: tl.constexpr,
           Z_FIRST: tl.constexpr, Z_STEP: tl.constexpr, B_FIRST: tl.constexpr, B_STEP: tl.constexpr,
           A_FIRST: tl.constexpr, A_STEP: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
-          TAPS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+          TAPS: tl.constexpr, PLACES: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     let_next_start(OVERLAP)
     s, head = tl.program_id(0), tl.program_id(1)
     slot, known = tl.load(slots + s).to(tl.int64), tl.load(lens + s) - 1
@@ -71,9 +73,9 @@ def _step(projected, gates, conv, decay, dt_bias, norm, lens, slots, inputs, mem
     key_head, own = head // GROUP, head % GROUP
     q_channel, k_channel = key_head * K_DIM, (K_HEADS + key_head) * K_DIM
     v_channel = 2 * K_HEADS * K_DIM + head * V_DIM
-    q_past, q_weight = _past(ring, conv, q_channel, i, in_k, known, CHANNELS, CONV, TAPS)
-    k_past, k_weight = _past(ring, conv, k_channel, i, in_k, known, CHANNELS, CONV, TAPS)
-    v_past, v_weight = _past(ring, conv, v_channel, j, in_v, known, CHANNELS, CONV, TAPS)
+    q_past, q_weight = _past(ring, conv, q_channel, i, in_k, known, CHANNELS, CONV, PLACES, TAPS)
+    k_past, k_weight = _past(ring, conv, k_channel, i, in_k, known, CHANNELS, CONV, PLACES, TAPS)
+    v_past, v_weight = _past(ring, conv, v_channel, j, in_v, known, CHANNELS, CONV, PLACES, TAPS)
     weight = tl.load(norm + j, in_v, other=0.0).to(tl.float32)
     to = out + (s.to(tl.int64) * V_HEADS + head) * V_DIM + j
     own_decay, own_bias = tl.load(decay + head), tl.load(dt_bias + head)
@@ -104,7 +106,7 @@ def _step(projected, gates, conv, decay, dt_bias, norm, lens, slots, inputs, mem
     result = normed(y, tl.sum(y * y) / V_DIM, weight, z, eps, kind)
     tl.store(to, result, in_v)
     tl.store(held, shrink * state + (k * k_unit)[:, None] * learnt[None, :], inner)
-    kept = ring + known % CONV * CHANNELS
+    kept = ring + known % PLACES * CHANNELS
     tl.store(kept + q_channel + i, new_q, in_k & (own == 0))
     tl.store(kept + k_channel + i, new_k, in_k & (own == 0))
     tl.store(kept + v_channel + j, new_v, in_v)
@@ -115,15 +117,16 @@ def _step(projected, gates, conv, decay, dt_bias, norm, lens, slots, inputs, mem
 
 def step(
     shape: DeltaRule, weights: DeltaWeights, rows: tuple[Tensor, Tensor], batch: BatchLayout, count: int,
-    states: tuple[Tensor, Tensor], out: Tensor,
+    state: DeltaState, out: Tensor,
 ) -> None:  # fmt: skip
-    """The first `count` sequences, which have one row each. rows: projections and gates; states: inputs, memory."""
-    inputs, memory = states
+    """The first `count` sequences, which have one row each. rows: projections and gates."""
+    inputs, _, memory = state
     named = constants(shape)
     warps = max(1, min(16, shape.padded_head // ELEMENTS_PER_WARP))
     _step[(count, shape.v_heads)](
         *rows, *weights, batch.seq_lens, batch.slots, inputs, memory, out, count, inputs.stride(0), memory.stride(0),
         shape.k_dim**-0.5, UNIT_EPS, shape.norm.eps, V_HEADS=shape.v_heads, CHANNELS=shape.channels,
         PROJECTED=rows[0].shape[1], GATES=rows[1].shape[1], **named,
-        TAPS=triton.next_power_of_2(shape.conv), num_warps=warps, maxnreg=MAX_REGISTERS, **overlapped(out.device),
+        TAPS=triton.next_power_of_2(shape.conv), PLACES=inputs.shape[1],
+        num_warps=warps, maxnreg=MAX_REGISTERS, **overlapped(out.device),
     )  # fmt: skip
