@@ -43,7 +43,7 @@ def ops() -> Ops:
 
 
 def there(batch: Batch) -> Batch:
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if torch.is_tensor(getattr(batch, f.name))}
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "single_rows"}
     return replace(batch, **{name: tensor.to(DEVICE) for name, tensor in tensors.items()})
 
 
@@ -300,6 +300,8 @@ def test_more_sequences_than_a_tile_looks_through_at_a_time(ops: Ops) -> None:
     Router(160, 6, normalize=False, scale=16.0, num_groups=8, top_groups=3, group_score="max"),
     Router(21, 5, num_groups=3, top_groups=2), Router(384, 8, score="sigmoid", has_bias=True),
     Router(512, 22, score="sigmoid", has_bias=True), Router(1024, 10),
+    Router(256, 6, score="sqrt_softplus", has_bias=True, scale=1.5, epsilon=1e-20),
+    Router(21, 5, score="sqrt_softplus"),
 ])  # fmt: skip
 @pytest.mark.parametrize("shared", [0, 2])
 def test_route(ops: Ops, router: Router, shared: int) -> None:
@@ -318,6 +320,19 @@ def test_route(ops: Ops, router: Router, shared: int) -> None:
     near(got.weights, expected.weights, 1e-5)
     rounded = logits.bfloat16()
     assert torch.equal(ops.route(rounded.to(DEVICE), router).ids.cpu(), TorchOps().route(rounded, router).ids)
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_experts_that_a_table_names(ops: Ops, shared: int) -> None:
+    """Logits from far below to far above 0, where softplus is nearly nothing and nearly its argument."""
+    torch.manual_seed(0)
+    router = Router(21, 5, score="sqrt_softplus", table=True, scale=1.5)
+    logits = torch.randn(9, 21) * 12
+    named = torch.rand(9, 21).argsort(-1)[:, :5].int()
+    expected = TorchOps().route(logits, router, shared=shared, chosen=named)
+    got = ops.route(logits.to(DEVICE), router, shared=shared, chosen=named.to(DEVICE))
+    assert torch.equal(got.ids.cpu(), expected.ids)
+    near(got.weights, expected.weights, 1e-5)
 
 
 SHAPES = [(64, 40, 6), (200, 72, 5)]

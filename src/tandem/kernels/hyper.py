@@ -41,11 +41,39 @@ class Mix(NamedTuple):
         return self._replace(share=self.share[rows], mixing=self.mixing[rows])
 
 
+class Leaving(NamedTuple):
+    """A block's result [T, hidden], and how it returns."""
+
+    y: Tensor
+    mix: Mix
+
+
+class RowNorm(NamedTuple):
+    """What rows are normed with; apply: rows, weight and eps to normed rows, as `Ops.rms_norm`."""
+
+    weight: Tensor
+    eps: float
+    apply: Callable[[Tensor, Tensor, float], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.apply(x, self.weight, self.eps)
+
+
 class HyperStreams:
     """Hyper-connections bound to their weights. streams [T, n, hidden]; everything between is float32."""
 
     def __init__(self, shape: Hyper, weights: HyperWeights) -> None:
         self.shape, self.weights = shape, weights
+
+    def advanced(
+        self, streams: Tensor, leaving: Leaving | None, norm: RowNorm, last: bool = False
+    ) -> tuple[Tensor, Tensor, Mix | None]:
+        """The streams after what is leaving has joined them, a block's normed rows [T, hidden], and how its result
+        returns; None where no block follows. The streams given stay as they are."""
+        if leaving is not None:
+            streams = left(streams, *leaving)
+        x, mix = (self.summed(streams), None) if last else self.entered(streams)
+        return streams, norm(x), mix
 
     def entered(self, streams: Tensor) -> tuple[Tensor, Mix]:
         """A block's rows [T, hidden], and how its result returns."""

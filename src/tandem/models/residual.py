@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.architectures.names import Names
 from tandem.config.mechanisms.hyper import LANES, Hyper
-from tandem.kernels.hyper import HyperStreams, HyperWeights, left
+from tandem.kernels.hyper import HyperStreams, HyperWeights, Leaving, RowNorm, left
 from tandem.kernels.ops import Ops
 from tandem.models.builder import Builder
 from tandem.models.passing import Pass
@@ -57,15 +57,14 @@ class MixedStreams:
     last: bool = False
 
     def enter(self, p: Pass, norm: Tensor, eps: float) -> Tensor:
-        settle(p)
-        if self.last:
-            return self.peek(p.residual, norm, eps)
-        x, p.mix = self.streams.entered(p.residual)
-        return self.ops.rms_norm(x, norm, eps)
+        leaving = None if p.pending is None or p.mix is None else Leaving(p.pending, p.mix)
+        rows = RowNorm(norm, eps, self.ops.rms_norm)
+        p.residual, x, p.mix = self.streams.advanced(p.residual, leaving, rows, self.last)
+        p.pending = None
+        return x
 
     def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        x = self.streams.summed(residual) if self.last else self.streams.entered(residual)[0]
-        return self.ops.rms_norm(x, norm, eps)
+        return self.streams.advanced(residual, None, RowNorm(norm, eps, self.ops.rms_norm), self.last)[1]
 
 
 def settle(p: Pass) -> None:

@@ -30,8 +30,8 @@ CPU_ATTENTION_SHARE = 0.28  # of the same peak: attention is computed in float32
 CPU_LAYER_SECONDS = 6e-5  # without a GPU: norms, router, attention's small parts
 HANDOFF_LAYER_SECONDS = 2.1e-5  # beside one: from the GPU to the CPU's experts and back
 GRAPH_KERNELS, EXPERT_KERNELS = 11, 3  # of a decode layer; of experts on the GPU beyond these
-STREAM_KERNELS, BALANCING_KERNELS = 32, 6  # where streams mix: of a block, and of each norm by rows and columns
-SHARED_KEY_KERNELS = 90  # of attention by PyTorch's operations
+STREAM_KERNELS = 2  # where streams mix, of a block; half as many again guess the next layer's
+SHARED_KEY_KERNELS, EAGER_SHARED_KEYS = 12, 90  # of attention over shared keys, in graphs and by PyTorch's operations
 EAGER_KERNELS = 100  # of a layer outside of graphs, in time
 GPU_ROWS_GROWTH = 0.18  # of the GPU's dense step each time the batch doubles
 GPU_CODE_SHARE, GPU_NUMBER_SHARE = 0.5, 0.8  # of GPU memory's speed, experts of codes and of numbers
@@ -168,13 +168,16 @@ def _decode_on_gpu(case: Case, batch: int, context: int) -> dict[str, float]:
 
 def _kernels(layer: Layer) -> int:
     """Of a decode step in a graph."""
-    hyper = [block.hyper for block in layer.blocks if block.hyper is not None]
-    streams = sum(STREAM_KERNELS + BALANCING_KERNELS * each.iterations for each in hyper)
-    return GRAPH_KERNELS + streams + (SHARED_KEY_KERNELS if isinstance(layer.mixer, SharedKv) else 0)
+    return GRAPH_KERNELS + _stream_kernels(layer) + (SHARED_KEY_KERNELS if isinstance(layer.mixer, SharedKv) else 0)
 
 
 def _eager_kernels(layer: Layer) -> int:
-    return EAGER_KERNELS + _kernels(layer) - GRAPH_KERNELS
+    return EAGER_KERNELS + _stream_kernels(layer) + (EAGER_SHARED_KEYS if isinstance(layer.mixer, SharedKv) else 0)
+
+
+def _stream_kernels(layer: Layer) -> int:
+    blocks = sum(block.hyper is not None for block in layer.blocks)
+    return STREAM_KERNELS * blocks * 3 // 2
 
 
 def _gpu_experts_share(case: Case) -> float:

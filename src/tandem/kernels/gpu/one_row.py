@@ -20,10 +20,11 @@ LARGE_ELEMENTS = 1 << 26  # a vocabulary's: enough tiles of cuBLAS's, which read
 
 
 @triton.jit
-def _one_row(x, weight, bias, out, depth, columns, BIAS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+def _one_row(x, weight, bias, out, depth, columns, each, BIAS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
              WHOLE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     n, k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, STEP)
     rows = weight + n[:, None].to(tl.int64) * depth
+    x += tl.program_id(0) * COLUMNS // each * depth
     if WHOLE:  # columns and depth are multiples: all weights at once, while the kernel before still runs
         w = tl.load(rows + k[None, :])
         begin(OVERLAP)
@@ -42,13 +43,17 @@ def _one_row(x, weight, bias, out, depth, columns, BIAS: tl.constexpr, COLUMNS: 
 
 
 def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """x [1, depth] times weight [columns, depth] plus bias float32 [columns] -> [1, columns]; sums are float32."""
+    """x [1, depth] times weight [columns, depth] plus bias float32 [columns] -> [1, columns]; sums are float32. Of x
+    [n, depth] each row is multiplied by its own n-th of the columns."""
     columns, depth = weight.shape
     out = x.new_empty((1, columns), dtype=out_dtype)
     step = min(AT_ONCE // 2, triton.next_power_of_2(depth))
     each = min(4, AT_ONCE // step) if columns >= MANY_COLUMNS else 1
+    whose = columns // len(x)
+    if whose % each:
+        each = 1
     _one_row[(triton.cdiv(columns, each),)](
-        x, weight, weight if bias is None else bias, out, depth, columns,
+        x, weight, weight if bias is None else bias, out, depth, columns, whose,
         BIAS=bias is not None, COLUMNS=each, STEP=step, WHOLE=depth == step and columns % each == 0, num_warps=4,
         **overlapped(x.device),
     )  # fmt: skip

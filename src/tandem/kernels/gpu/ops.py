@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tandem.config.layers import SILU, Activation, DeltaRule, Router
+from tandem.config.mechanisms.hyper import Hyper
 from tandem.config.mechanisms.latent import Index
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.reference import decoded
-from tandem.kernels import routing
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.delta import Delta, DeltaWeights
@@ -26,11 +26,13 @@ from tandem.kernels.gpu.delta.net import GpuDelta
 from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.experts import GpuExperts, StepKind
+from tandem.kernels.gpu.hyper import GpuHyperStreams
 from tandem.kernels.gpu.latent.heads import GpuLatentHeads
 from tandem.kernels.gpu.linear import DTYPES, GpuLinear
 from tandem.kernels.gpu.mlp import GpuMLP
+from tandem.kernels.gpu.shared_kv.heads import GpuSharedKvHeads
 from tandem.kernels.gpu.uploads import uploaded
-from tandem.kernels.hyper import plain_streams
+from tandem.kernels.hyper import HyperStreams, HyperWeights
 from tandem.kernels.ops import (
     LatentSizes,
     LatentWeights,
@@ -44,7 +46,7 @@ from tandem.kernels.ops import (
 )
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.packed.matrix import PackedMatrix
-from tandem.kernels.shared_kv.heads import SharedKvHeads, plain_attend
+from tandem.kernels.shared_kv.heads import SharedKvHeads
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import IndexWeights, TokenIndex
 
@@ -173,14 +175,10 @@ class GpuOps:
         return delta
 
     def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
-        groups = weights.groups.to(self.device, _dtype(fmt)).transpose(1, 2).contiguous()
+        return GpuSharedKvHeads(shape, weights, weights.groups.to(self.device, _dtype(fmt)).contiguous())
 
-        def projected(x: Tensor) -> Tensor:
-            return torch.matmul(x.transpose(0, 1), groups).transpose(0, 1)
-
-        return SharedKvHeads(shape, weights, plain_attend, projected)
-
-    streams = staticmethod(plain_streams)
+    def streams(self, shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:
+        return GpuHyperStreams(shape, weights)
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         return GpuTokenIndex(shape, weights)
@@ -198,9 +196,7 @@ class GpuOps:
         places: Tensor | None = None,
         chosen: Tensor | None = None,
     ) -> Routing:
-        if routing.in_torch(router):
-            return routing.route(logits, router, bias, shared, tally, places, chosen)
-        return route.route(logits, router, bias, shared, tally, places)
+        return route.route(logits, router, bias, shared, tally, places, chosen)
 
 
 def _there(weight: Tensor | Blocks, ops: GpuOps) -> Tensor:

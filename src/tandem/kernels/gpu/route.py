@@ -32,11 +32,27 @@ def _best_groups(ranks, groups, TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, GRO
 
 
 @triton.jit
-def _route(logits, bias, ids, weights, places, found, tokens, seen, rows, width, experts, groups, scale, epsilon,
-           least, TOP_K: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
-           NORMALIZE: tl.constexpr, PLACED: tl.constexpr, COUNT: tl.constexpr, TOP_GROUPS: tl.constexpr,
-           TWO: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, SLOTS: tl.constexpr,
-           OVERLAP: tl.constexpr):  # fmt: skip
+def _scores(x, KIND: tl.constexpr):
+    """x float32, -inf where there is no expert."""
+    if KIND == "sigmoid":
+        scores = tl.sigmoid(x)
+    elif KIND == "sqrt_softplus":
+        small = tl.exp(-tl.abs(x))
+        above = 1.0 + small  # its logarithm would lose what the addition has rounded away
+        more = tl.where(above == 1.0, small, tl.log(above) * (small / (above - 1.0)))
+        scores = tl.sqrt(tl.maximum(x, 0.0) + more)
+    else:
+        scores = tl.exp(x - tl.max(x))
+        scores = scores / tl.sum(scores)
+    return scores
+
+
+@triton.jit
+def _route(logits, bias, named, ids, weights, places, found, tokens, seen, rows, width, experts, groups, scale, epsilon,
+           least, TOP_K: tl.constexpr, SHARED: tl.constexpr, SCORE: tl.constexpr, BIAS: tl.constexpr,
+           NAMED: tl.constexpr, NORMALIZE: tl.constexpr, PLACED: tl.constexpr, COUNT: tl.constexpr,
+           TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
+           SLOTS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Every group has EACH places, a power of two, of which it fills the first ones."""
     begin(OVERLAP)
     t = tl.program_id(0)
@@ -44,11 +60,7 @@ def _route(logits, bias, ids, weights, places, found, tokens, seen, rows, width,
     e = place // EACH * each + place % EACH
     inside = (place % EACH < each) & (place // EACH < groups)
     x = tl.load(logits + t * width + e, inside, other=float("-inf")).to(tl.float32)
-    if SIGMOID:
-        scores = tl.sigmoid(x)
-    else:
-        scores = tl.exp(x - tl.max(x))
-        scores = scores / tl.sum(scores)
+    scores = _scores(x, SCORE)
     ranks = scores
     if BIAS:
         ranks += tl.load(bias + e, inside, other=0.0)
@@ -60,10 +72,15 @@ def _route(logits, bias, ids, weights, places, found, tokens, seen, rows, width,
         tl.where(slot < TOP_K, 0.0, 1.0),
     )  # the shared ones follow the routed
     for i in tl.static_range(TOP_K):
-        rank, at = tl.max(ranks, 0, return_indices=True, return_indices_tie_break_left=True)
-        best = tl.minimum(at // EACH * each + at % EACH, experts - 1)  # within bounds even for NaN
+        if NAMED:
+            best = tl.load(named + t * TOP_K + i)
+            at = best // each * EACH + best % each
+            rank = 0.0
+        else:
+            rank, at = tl.max(ranks, 0, return_indices=True, return_indices_tie_break_left=True)
+            best = tl.minimum(at // EACH * each + at % EACH, experts - 1)  # within bounds even for NaN
         chosen = tl.where(slot == i, best, chosen)
-        if BIAS:
+        if BIAS or NAMED:
             rank = tl.sum(tl.where(place == at, scores, 0.0))
         weight = tl.where(slot == i, rank, weight)
         ranks = tl.where(place == at, float("-inf"), ranks)
@@ -90,6 +107,7 @@ def route(
     shared: int,
     tally: Tally | None,
     places: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> Routing:
     """As `Ops.route`."""
     rows, slots = logits.shape[0], router.top_k + shared
@@ -97,12 +115,13 @@ def route(
     weights = logits.new_empty((rows, slots), dtype=torch.float32)
     found = None if places is None else torch.empty_like(ids)
     _route[(rows,)](
-        logits, logits if bias is None else bias, ids, weights, ids if places is None else places,
+        logits, logits if bias is None else bias, ids if chosen is None else chosen.contiguous(), ids, weights,
+        ids if places is None else places,
         ids if found is None else found, *_counted(tally, ids),
         logits.stride(0), router.num_experts, router.num_groups, router.scale, router.epsilon,
         router.least_sum,
-        TOP_K=router.top_k, SHARED=shared, SIGMOID=router.score == "sigmoid", BIAS=bias is not None,
-        NORMALIZE=router.normalize, PLACED=places is not None,
+        TOP_K=router.top_k, SHARED=shared, SCORE=router.score, BIAS=bias is not None,
+        NAMED=chosen is not None, NORMALIZE=router.normalize, PLACED=places is not None,
         COUNT=tally is not None, TOP_GROUPS=router.top_groups, TWO=router.group_score == "top2",
         GROUPS=triton.next_power_of_2(router.num_groups),
         EACH=triton.next_power_of_2(router.num_experts // router.num_groups),

@@ -6,20 +6,30 @@ alone, so the division changes nothing. Rows that see no more tokens than they m
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.mechanisms.latent import Index
 from tandem.kernels.gpu.latent.per_head import precision
 from tandem.kernels.gpu.overlap import begin, overlapped
 
 KEYS = 128  # of a block
 PROGRAMS = 1024  # as many are wanted: eight for each multiprocessor of an H100
 VARYING = ["first", "table_width", "out_row"]
+
+
+class Scoring(Protocol):
+    """heads of dim channels each; rows that see no more than budget keys have no scores."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def budget(self) -> int: ...
 
 
 class Keys(NamedTuple):
@@ -64,7 +74,7 @@ def _token_scores(q, gates, keys, tables, positions, owners, out, first, table_w
         tl.store(row + j, tl.sum(tl.maximum(said, 0.0) * gate[None, :], 1), j < n)
 
 
-def token_scores(q: Tensor, gates: Tensor, keys: Keys, rows: range, shape: Index, out: Tensor) -> None:
+def token_scores(q: Tensor, gates: Tensor, keys: Keys, rows: range, shape: Scoring, out: Tensor) -> None:
     """q [T, heads * dim], turned, and gates float32 [T, heads], of which rows `rows` → out float32 [rows, width]."""
     blocks = triton.cdiv(keys.width, KEYS)
     parts = max(1, min(blocks, PROGRAMS // max(1, len(rows))))
