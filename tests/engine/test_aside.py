@@ -288,35 +288,6 @@ def test_a_device_is_kept_busy_and_not_further() -> None:
     assert not engine._scheduler.held
 
 
-def test_a_step_that_leaves_the_host_nothing_to_do_is_used() -> None:
-    engine = engine_of(FakeModel())
-    chunks = chunks_of(engine)
-    paused = FakePausing(6, iter([0, 1, PIECES_AHEAD, PIECES_AHEAD, PIECES_AHEAD, 0]))
-    aside = aside_of(engine._scheduler, FakeRunner(paused))
-    aside.beside_step()
-    assert paused.left == 6
-    aside.take(chunks)
-    aside.beside_step()
-    assert paused.left == 4
-    assert aside.slice(False) is None and paused.left == 4
-
-
-def test_what_fails_beside_a_step_is_not_the_steps() -> None:
-    class Failing(FakePausing):
-        def piece(self) -> None:
-            raise RuntimeError("no memory is left")
-
-    engine = engine_of(FakeModel())
-    chunks = chunks_of(engine)
-    aside = aside_of(engine._scheduler, FakeRunner(Failing(6, iter([0, 0]))))
-    aside.take(chunks)
-    aside.beside_step()
-    aside.beside_step()
-    with pytest.raises(RuntimeError, match="no memory is left"):
-        aside.slice(False)
-    assert not engine._scheduler.held
-
-
 def test_what_is_changed_in_place_is_one_sequences() -> None:
     engine = engine_of(FakeModel())
     chunks = chunks_of(engine)

@@ -47,21 +47,6 @@ def test_steps_and_a_pass_leave_each_other_alone(tiny_models, variant, share, ah
     assert rms(prompt, exact[7, :PROMPT]) < 1.5 * rms(theirs, exact)
 
 
-def test_pieces_that_are_given_while_a_graph_runs_change_nothing(tiny_models) -> None:
-    """With all experts on the GPU the host has nothing else to do meanwhile."""
-    path = tiny_models["qwen3_moe-gpu"]
-    session, plain = Session(path, 1.0, (1, 8)), Session(path, 1.0, (1, 8))
-    for each in (session, plain):
-        each.step(SIX, 0, PROMPT)
-    paused = session.runner.paused(batch_of([7], 0, PROMPT))
-    assert paused is not None
-    session.runner.beside_step = lambda: paused.piece() if paused.pieces_left() else None
-    for i in range(DECODED):
-        assert torch.equal(session.step(SIX, PROMPT + i, 1), plain.step(SIX, PROMPT + i, 1))
-    assert not paused.pieces_left()
-    assert torch.equal(paused.logits().logits.cpu(), plain.step([7], 0, PROMPT)[0])
-
-
 def test_what_experts_are_asked_for_counts_once(tiny_models) -> None:
     session = Session(tiny_models["qwen3_moe-gpu"], 0.5, (1, 8))
     _, decoded = beside(session, 3)

@@ -138,7 +138,6 @@ def runner_on(device: str) -> GpuRunner:
     runner = GpuRunner.__new__(GpuRunner)
     runner._device, runner._live, runner._guessing = torch.device(device), None, False
     runner._streams = Streams(torch.device("cpu"), apart=False)
-    runner.beside_step = lambda: None
     runner._best, runner._end = BestRows(1, torch.device("cpu")), StepEnd(torch.device("cpu"))
     return runner
 
@@ -199,7 +198,6 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
             slot=0, serve=lambda posts: calls.append("serve"), check=lambda: calls.append("check")
         ),
     )
-    runner.beside_step = lambda: calls.append("prompts")
     names = ("beside_step", "after_step")
     runner._live = cast(
         Any, SimpleNamespace(slot=0, **{name: lambda *_, name=name: calls.append(name) for name in names})
@@ -208,7 +206,7 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
     monkeypatch.setattr(runner._end, "mark", lambda: calls.append("mark"))
     monkeypatch.setattr(runner._end, "wait", lambda: calls.append("end"))
     runner.logits(batch(4, 2, 7))
-    assert calls == ["inputs", "graph", "mark", "beside_step", "serve", "prompts", "after_step", "end", "check"]
+    assert calls == ["inputs", "graph", "mark", "beside_step", "serve", "after_step", "end", "check"]
     calls.clear()
     monkeypatch.setattr(
         runner, "_forward", lambda batch, counted: calls.append("layers") or torch.zeros(1, 4)

@@ -39,7 +39,6 @@ class Aside:
         self._scheduler, self._runner, self._together = scheduler, runner, together
         self._pass: Pausing | None = None
         self._began = self._spent = 0.0
-        self._failed: Exception | None = None  # what went wrong beside a step, which is not the step's
         scheduler.let_go = self.drop
 
     @property
@@ -66,8 +65,6 @@ class Aside:
         paused, started = self._pass, perf_counter()
         assert paused is not None
         try:
-            if self._failed is not None:
-                raise self._failed
             self._run(paused, started, whole)
             ended = not paused.pieces_left() and (whole or not paused.under_way())
             logits = paused.logits() if ended else None
@@ -81,15 +78,6 @@ class Aside:
             self._pass, self._scheduler.held = None, []
         return logits
 
-    def beside_step(self) -> None:
-        """While a device computes a step that leaves the host nothing to do."""
-        if self._pass is None or self._failed is not None:
-            return
-        try:
-            self._run(self._pass, perf_counter(), False)
-        except Exception as error:  # whatever it was: the step goes on
-            self._failed = error
-
     def _run(self, paused: Pausing, started: float, whole: bool) -> None:
         most, longest, last = self._scheduler.pace.slice_seconds(), 0.0, started
         while paused.pieces_left() and (whole or paused.under_way() < PIECES_AHEAD):
@@ -101,6 +89,6 @@ class Aside:
 
     def drop(self) -> None:
         """Its sequences begin their chunks again, if they still run."""
-        paused, self._pass, self._scheduler.held, self._failed = self._pass, None, [], None
+        paused, self._pass, self._scheduler.held = self._pass, None, []
         if paused is not None:
             paused.drop()

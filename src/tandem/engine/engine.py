@@ -162,7 +162,6 @@ class Engine:
         # GPU changes a sequence's slot for graphs and a pass at once.
         self._may_pause = (asked is None or asked.algorithm != "NEXTN") and (together or plan.gpu is None)
         self._aside = Aside(self._scheduler, self._runner, together)
-        self._runner.beside_step = self._aside.beside_step
         return_free_memory()  # what loading and compiling took
         self._recorder = parts.recorder
         self._meter: ExpertMeter | None = None

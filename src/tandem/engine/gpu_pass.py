@@ -62,14 +62,12 @@ class Streams:
             torch.cuda.set_stream(self.steps)
 
     @contextmanager
-    def aside(self, after: bool = True) -> Iterator[None]:
-        """after: what is computed here comes after all that the first stream was given until now. False: it needs
-        nothing of that, and a graph may be running there."""
+    def aside(self) -> Iterator[None]:
+        """What is computed here comes after all that the first stream was given until now."""
         if self._others is None:
             yield
             return
-        if after:
-            self._others.wait_stream(torch.cuda.current_stream(self._others.device))
+        self._others.wait_stream(torch.cuda.current_stream(self._others.device))
         with torch.cuda.stream(self._others):
             yield
 
@@ -115,7 +113,7 @@ class GpuPass:
         return self._model.depth + 1 - self._next
 
     def piece(self) -> None:
-        with torch.inference_mode(), self._streams.aside(after=False):
+        with torch.inference_mode(), self._streams.aside():
             self._start.resume(self._batch)
             if self._next < self._model.depth:
                 self._model.layer(self._pass, self._next, self._states)

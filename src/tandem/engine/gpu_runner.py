@@ -162,7 +162,6 @@ class GpuRunner:
         self._streams = Streams(handoff.device, apart)
         self._paused = BatchArrays(page_size, max_step_tokens, guessing=graphs.guessing)
         self._streams.enter()
-        self.beside_step: Callable[[], None] = lambda: None  # called while a graph runs that wants nothing of the host
         with torch.inference_mode(), _nothing_collected():
             self._capture_all()
 
@@ -202,8 +201,6 @@ class GpuRunner:
         self._end.mark()
         self._move_experts()
         self._handoff.serve(graph.posts)
-        if not graph.posts:
-            self.beside_step()
         return self._done(graph.logits[:rows], graph.best[:rows], rows, masked=masks)
 
     def _alone(self, batch: ForwardBatch) -> DeviceLogits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import Protocol
 
@@ -25,9 +24,6 @@ class StepModel(Protocol):
         ...
 
 
-def _nothing() -> None: ...
-
-
 class ModelRunner:
     """Runs the model where this process computes."""
 
@@ -45,7 +41,6 @@ class ModelRunner:
         self._model, self._states, self._usage = model, states, usage
         self._arrays = BatchArrays(page_size, max_step_tokens, guessing=guessing)
         self._paused = BatchArrays(page_size, max_step_tokens, guessing=guessing)
-        self.beside_step: Callable[[], None] = _nothing  # never called: nothing is left to a device
 
     def run(self, chunks: Rows[Chunk]) -> HostLogits:
         """Logits rows of all chunks, in order; valid until the model runs again."""
