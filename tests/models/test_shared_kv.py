@@ -185,7 +185,7 @@ def test_streams_mix_without_growing() -> None:
     x, mix = HyperStreams(shape, weights).entered(streams)
     assert x.shape == (3, hidden) and (mix.mixing >= 0).all() and (mix.share <= 2).all()
     assert (mix.mixing.sum(1) - 1).abs().max() < 1e-5 and (mix.mixing.sum(2) - 1).abs().max() < 1e-3
-    y, wide = torch.randn(3, hidden), [t.double() for t in (streams, *mix)]
+    y, wide = torch.randn(3, hidden), [t.double() for t in (streams, mix.share, mix.mixing)]
     expected = torch.einsum("tjk,tjd->tkd", wide[2], wide[0]) + wide[1][:, :, None] * y.double()[:, None]
     assert (left(streams, y, mix) - expected).abs().max() < 8 * 2.0**-24 * float(expected.abs().max())
 

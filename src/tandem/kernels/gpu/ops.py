@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tandem.config.layers import SILU, Activation, DeltaRule, Router
-from tandem.config.mechanisms.hyper import Hyper
 from tandem.config.mechanisms.latent import Index
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import KernelError
@@ -18,7 +17,7 @@ from tandem.formats.reference import decoded
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.delta import Delta, DeltaWeights
-from tandem.kernels.gpu import dense_codes, mlp, norm, route
+from tandem.kernels.gpu import dense_codes, mlp, route
 from tandem.kernels.gpu import rope as rotation
 from tandem.kernels.gpu.attention_backends import Attention, attention_of
 from tandem.kernels.gpu.chosen.index import GpuTokenIndex
@@ -26,13 +25,13 @@ from tandem.kernels.gpu.delta.net import GpuDelta
 from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.experts import GpuExperts, StepKind
-from tandem.kernels.gpu.hyper import GpuHyperStreams
 from tandem.kernels.gpu.latent.heads import GpuLatentHeads
 from tandem.kernels.gpu.linear import DTYPES, GpuLinear
 from tandem.kernels.gpu.mlp import GpuMLP
+from tandem.kernels.gpu.residual import norm
+from tandem.kernels.gpu.residual.hyper import gpu_streams
 from tandem.kernels.gpu.shared_kv.heads import GpuSharedKvHeads
 from tandem.kernels.gpu.uploads import uploaded
-from tandem.kernels.hyper import HyperStreams, HyperWeights
 from tandem.kernels.ops import (
     LatentSizes,
     LatentWeights,
@@ -177,8 +176,7 @@ class GpuOps:
     def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
         return GpuSharedKvHeads(shape, weights, weights.groups.to(self.device, _dtype(fmt)).contiguous())
 
-    def streams(self, shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:
-        return GpuHyperStreams(shape, weights)
+    streams = staticmethod(gpu_streams)
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         return GpuTokenIndex(shape, weights)

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.config.mechanisms.hyper import Hyper
 from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.overlap import begin, overlapped
-from tandem.kernels.hyper import HyperStreams, Leaving, Mix, RowNorm
+from tandem.kernels.hyper import HyperStreams, HyperWeights, Leaving, Mix, RowNorm
 
 FEW_ROWS = 16  # up to here the first kernel also multiplies; then cuBLAS reads the matrix once for many rows
 FEW_CHANNELS, MANY_CHANNELS = 64, 1024  # of a program of the first kernel
@@ -147,3 +148,8 @@ class GpuHyperStreams(HyperStreams):
             **overlapped(streams.device),
         )  # fmt: skip
         return out, made if few else project(out.flatten(1).float())[:, None], squares
+
+
+def gpu_streams(shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:
+    """`Ops.streams` on a GPU."""
+    return GpuHyperStreams(shape, weights)
