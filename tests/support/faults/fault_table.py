@@ -86,7 +86,7 @@ class FaultRows:
 
     def pytest_sessionfinish(self) -> None:
         for where, file in FILES.items():
-            new = {name: row for name, row in self._rows.items() if row.pop("where", where) == where}
+            new = {name: row for name, row in self._rows.items() if row["where"] == where}
             if new:
                 keep(self._folder / file, new)
         if self._folder.resolve() == RESULTS:
