@@ -23,7 +23,7 @@ def own_server(model: str, flags: Sequence[str], program: Sequence[str] = KT_SER
     """The address of `program model flags` on a free port; it is stopped at the end. Raises LoadError with what it
     printed when it does not start."""
     with tempfile.TemporaryFile() as printed:
-        command = [sys.executable, "-m", *program, model, "--port", "0", *flags]
+        command = [sys.executable, "-P", "-m", *program, model, "--port", "0", *flags]
         process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT)
         try:
             yield _address(process, printed)

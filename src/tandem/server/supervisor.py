@@ -128,7 +128,7 @@ class EngineSupervisor:
     async def _spawn(self, endpoint: str) -> asyncio.subprocess.Process:
         """The child shares the terminal, so its progress and plan lines are seen as they come."""
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tandem.server.engine_process",
+            sys.executable, "-P", "-m", "tandem.server.engine_process",  # nothing of the current directory is imported
             "--endpoint", endpoint, "--parent", str(os.getpid()),
             stdin=asyncio.subprocess.DEVNULL,
         )  # fmt: skip

@@ -105,7 +105,7 @@ class CompilerProcess:
         if self._socket is None:
             ours, theirs = socket.socketpair()
             cpus = ",".join(map(str, sorted(self._cpus)))
-            command = [sys.executable, "-m", "tandem.engine.grammar.worker", str(theirs.fileno()), cpus]
+            command = [sys.executable, "-P", "-m", "tandem.engine.grammar.worker", str(theirs.fileno()), cpus]
             with theirs:
                 self._process = subprocess.Popen(
                     command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL

@@ -73,7 +73,7 @@ class TemplateProcess:
         """Of a process that has compiled the template. Raises CheckpointError."""
         if self._socket is None:
             ours, theirs = socket.socketpair()
-            command = [sys.executable, "-m", "tandem.server.prompts.template_worker", str(theirs.fileno())]
+            command = [sys.executable, "-P", "-m", "tandem.server.prompts.template_worker", str(theirs.fileno())]
             with theirs, self._lock:
                 self._process = subprocess.Popen(
                     command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
