@@ -1,17 +1,20 @@
 """`python -m tandem.cli.prepare`: builds the demo model, or fetches a model by name, for `kt serve`.
 
-The command line comes through stdin, so that a key in it is not seen in `ps`.
+The command line comes through stdin, so that a key in it is not seen in `ps`. When `kt serve` ends, so does this.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 
 from tandem.cli.app import fail
 from tandem.cli.serve import possible_config
 from tandem.config.memory import gib
+from tandem.engine.children import signal_at_end_of
 from tandem.engine.start.model_files import prepare
 from tandem.engine.start.planning import Planned
 from tandem.errors import TandemError, exit_status
@@ -20,6 +23,26 @@ from tandem.errors import TandemError, exit_status
 def main(argv: Sequence[str]) -> None:
     config = possible_config([word for word in argv if word != "--force"])
     prepare(config, say_coming, force="--force" in argv)
+
+
+def clean_before_end() -> None:
+    """SIGTERM is as Ctrl+C: what is half built is removed. Of several signals only the first counts, or the second
+    would interrupt that."""
+    counted = list[int]()
+
+    def interrupt(number: int, _frame: object) -> None:
+        counted.append(number)
+        if len(counted) == 1:
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, interrupt)
+
+
+def _parent() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parent", type=int, required=True, help="process id of `kt serve`")
+    return int(parser.parse_args().parent)
 
 
 def say_coming(planned: Planned, nbytes: int) -> None:
@@ -47,6 +70,8 @@ def _speed_text(planned: Planned) -> str:
 
 if __name__ == "__main__":
     try:
+        clean_before_end()
+        signal_at_end_of(_parent(), signal.SIGTERM)
         main(json.load(sys.stdin))
     except TandemError as error:
         fail(error, exit_status(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from itertools import groupby
@@ -82,10 +83,30 @@ def _is_here(name: str) -> bool:
 
 def prepare_in_a_child(argv: list[str]) -> None:
     """What is not here is built or fetched by a process of its own, for the same reason. Its errors are on stderr.
-    Raises typer.Exit with its status where it fails."""
-    child = subprocess.run([sys.executable, "-P", "-m", "tandem.cli.prepare"], input=json.dumps(argv), text=True)
+    Raises typer.Exit with its status where it fails, TandemError where a signal ended it."""
+    from tandem.engine.children import exit_reason
+
+    command = [sys.executable, "-P", "-m", "tandem.cli.prepare", "--parent", str(os.getpid())]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+    try:
+        child.communicate(json.dumps(argv))
+    except KeyboardInterrupt:
+        _end(child)
+        raise
+    if child.returncode < 0:
+        raise TandemError(f"what prepares the model was ended by {exit_reason(child.returncode)}")
     if child.returncode:
-        raise typer.Exit(child.returncode if child.returncode > 0 else 1)
+        raise typer.Exit(child.returncode)
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """It removes what it has half built. A second Ctrl+C does not wait for that."""
+    try:
+        child.terminate()
+        child.wait()
+    except KeyboardInterrupt:
+        child.kill()
+        child.wait()
 
 
 def possible_config(argv: list[str]) -> EngineConfig:

@@ -7,7 +7,6 @@ It sends `EngineStats` at least every `HEARTBEAT_SECONDS`; the supervisor's watc
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import os
 import signal
@@ -26,6 +25,7 @@ import zmq
 from tandem.config.engine_config import EngineConfig
 from tandem.config.memory import gib
 from tandem.config.plan import Plan
+from tandem.engine.children import signal_at_end_of
 from tandem.engine.protocol import (
     AbortRequest,
     EngineStats,
@@ -58,7 +58,6 @@ HEARTBEAT_SECONDS = 1.0  # an idle engine reports this often
 STATS_SECONDS = 0.25  # a busy engine reports at most this often
 FILE_SECONDS = 0.02  # how often an idle engine looks whether a file is written
 START_MESSAGE_SECONDS = 60.0  # the supervisor sends StartEngine at once; without it there is nobody to serve
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class SteppedEngine(Protocol):
@@ -254,10 +253,7 @@ def tie_to_parent(parent: int) -> None:
     """Die when the API process does, and leave Ctrl+C and a group-wide SIGTERM to it: it drains, then stops us."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before prctl could see it
-        sys.exit(0)
+    signal_at_end_of(parent, signal.SIGKILL)
 
 
 def connect(endpoint: str) -> zmq.Socket[bytes]:

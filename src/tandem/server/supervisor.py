@@ -8,7 +8,6 @@ import dataclasses
 import enum
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from tandem.config.engine_config import EngineConfig
+from tandem.engine.children import exit_reason
 from tandem.errors import ConfigError, EngineError, TandemError
 from tandem.server import engine_client
 from tandem.server.endpoint import forget, private_endpoint
@@ -174,7 +174,7 @@ class EngineSupervisor:
         if self._stopping.is_set():
             self._client.detach("the server is stopping")
             return _Life.STOPPED
-        reason = self._killed_because or _exit_reason(code)
+        reason = self._killed_because or exit_reason(code)
         self._client.detach(f"the engine process ended ({reason}) and is being restarted; try again")
         if self._loaded:
             log.error("the engine process ended (%s); restarting it", reason)
@@ -229,18 +229,3 @@ class EngineSupervisor:
 def _send_now(socket: zmq.asyncio.Socket, message: ToEngine) -> None:
     """Without a high-water mark a send never waits, so its future is complete and holds nothing to await."""
     socket.send(engine_client.encode(message))
-
-
-def _exit_reason(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    with contextlib.suppress(ValueError):
-        name = signal.Signals(-code).name
-        return f"{name}: {_LIKELY[name]}" if name in _LIKELY else name
-    return f"signal {-code}"
-
-
-_LIKELY = {
-    "SIGKILL": "perhaps memory ran out, see dmesg",
-    "SIGBUS": "perhaps a file of the model was changed or cannot be read",
-}
