@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 from importlib.resources import files
 from pathlib import Path
 
@@ -96,6 +97,18 @@ def test_a_model_that_was_read_once_is_read_again_when_it_has_changed(tmp_path, 
     assert demo.demo_is_whole(out)
     monkeypatch.setattr(demo_check, "_builder", lambda: "another")
     assert not known_whole(out)
+
+
+def test_a_full_disk_leaves_no_part_of_what_was_to_be_kept(tmp_path):
+    out = tmp_path / "demo"
+    fake_model(out)
+    names, limits = {path.name for path in out.iterdir()}, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        assert demo.demo_is_whole(out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name for path in out.iterdir()} == names and not known_whole(out)
 
 
 def test_what_is_known_is_not_read(demo_dir, monkeypatch):

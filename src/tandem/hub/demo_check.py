@@ -34,11 +34,14 @@ def state_of(directory: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def remember_whole(directory: Path, state: dict[str, Any]) -> None:
-    """Where this process may only read, nothing is kept."""
+    """Where this process may only read, or the disk is full, nothing is kept."""
     part = directory / f"{STAMP}.{os.getpid()}"
     with contextlib.suppress(OSError):
-        part.write_text(json.dumps(state) + "\n", encoding="utf-8")
-        part.replace(directory / STAMP)
+        try:
+            part.write_text(json.dumps(state) + "\n", encoding="utf-8")
+            part.replace(directory / STAMP)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def _builder() -> str:
