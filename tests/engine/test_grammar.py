@@ -70,6 +70,15 @@ SCHEMAS = {
     },
     "a text among others": {"type": "string", "enum": ["a", 1, "abcd"], "maxLength": 2.0},
     "a constant": {"type": "number", "const": 3},
+    "large lengths that count nothing": {
+        "type": "array", "minItems": 5, "maxItems": 5,
+        "prefixItems": [
+            {"type": "string", "enum": ["a", "b"], "maxLength": 65_535}, {"const": "c", "maxLength": 65_535},
+            {"type": "integer", "maxLength": 65_535, "minimum": 0, "maximum": 9},
+            {"type": ["null", "boolean"], "minLength": 65_535}, {"enum": [1, "d"], "maxLength": 65_535},
+        ],
+        "items": False,
+    },
     "a whole number as a float": {"type": "string", "minLength": 2.0, "maxLength": 3.0},
     "a tree": {
         "type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}, "required": ["next"],
@@ -127,6 +136,14 @@ REFUSED = {
         "take too long to compile",
     ),
     "a text of a large least length": ({"type": "string", "minLength": 10_001}, "#: maxLength or minLength"),
+    "one of several types": ({"type": ["null", "string"], "maxLength": 65_535}, "#: maxLength or minLength"),
+    "no type beside a large length": ({"maxLength": 65_535}, "#: maxLength or minLength"),
+    "a format that is not known": (
+        {"type": "string", "format": "x", "maxLength": 65_535}, "#: maxLength or minLength",
+    ),
+    "a large length beside a pattern": (
+        {"type": "string", "pattern": "^a+$", "maxLength": 65_535}, "pattern combined with minLength/maxLength",
+    ),
     "false": (False, "cannot accept any value"),
     "deep": (json.loads('{"items":' * 120 + "{}" + "}" * 120), "deep"),
 }  # fmt: skip

@@ -203,7 +203,10 @@ def _check_part(place: str, part: Schema) -> None:
 
 
 def _counted(part: Schema) -> float:
-    """How many characters of a text must be counted."""
+    """How many characters of a text must be counted. Beside a format that xgrammar does not know, it counts them."""
+    kinds = part.get("type", "string")
+    if {"pattern", "enum", "const"} & set(part) or "string" not in ([kinds] if isinstance(kinds, str) else kinds):
+        return 0.0
     return float(part.get("maxLength") or part.get("minLength") or 0)
 
 
