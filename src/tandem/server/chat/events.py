@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,3 +60,27 @@ class Finish:
 
 
 ChatEvent = ReasoningDelta | TextDelta | ToolCallStart | ToolCallArguments | ToolCallEnd | Finish
+
+
+def joined(events: Iterable[ChatEvent]) -> list[ChatEvent]:
+    """The same with neighbours of one kind, and of one call, as one. A client gets each event as a message."""
+    made: list[ChatEvent] = []
+    for event in events:
+        both = _both(made[-1], event) if made else None
+        if both is None:
+            made.append(event)
+        else:
+            made[-1] = both
+    return made
+
+
+def _both(one: ChatEvent, other: ChatEvent) -> ChatEvent | None:
+    """None: they are two."""
+    match one, other:
+        case TextDelta(text), TextDelta(more):
+            return TextDelta(text + more)
+        case ReasoningDelta(text), ReasoningDelta(more):
+            return ReasoningDelta(text + more)
+        case ToolCallArguments(call, text), ToolCallArguments(again, more) if call == again:
+            return ToolCallArguments(call, text + more)
+    return None

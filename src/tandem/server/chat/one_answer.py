@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from tandem.engine.protocol import TokenOutput
 from tandem.server.chat.answer_parser import AnswerParser
-from tandem.server.chat.events import ChatEvent, Finish
+from tandem.server.chat.events import ChatEvent, Finish, joined
 from tandem.server.chat.settled import SettledCalls, SettledEvent
 
 
@@ -25,7 +25,7 @@ class OneAnswer:
         return [event for output in outputs for event in self._settled.push(self.events(output))]
 
     def events(self, output: TokenOutput) -> list[ChatEvent]:
-        """The same, with calls as the model writes them."""
+        """The same, with calls as the model writes them. What several tokens add to one text is one event."""
         self._count(output)
         events = [event for text, tokens in _pieces(output) for event in self._push(text, tokens)]
         if output.finish_reason is not None:
@@ -33,7 +33,7 @@ class OneAnswer:
             self.stop_match = output.stop_match
         if events and isinstance(events[-1], Finish):
             self.finish = events[-1].reason
-        return events
+        return joined(events)
 
     def _push(self, text: str, tokens: int) -> list[ChatEvent]:
         """Reasoning has its markers' tokens, too: those before which it had begun, or behind which it has."""
