@@ -19,13 +19,14 @@ import pytest
 from fake_model import run, text, token_ids
 from random_engine import EOS, MARKER, VOCAB, engine, request
 from tandem.engine.frames import receive_frame, send_frame
-from tandem.engine.grammar import allowance, compiler, jobs, sources
+from tandem.engine.grammar import allowance, compiler, jobs, process, sources
 from tandem.engine.grammar.allowance import Allowance, GrammarTooSlow
 from tandem.engine.grammar.compiled import CompiledGrammar
 from tandem.engine.grammar.compiler import GrammarCompiler
 from tandem.engine.grammar.matcher import GrammarMatcher
 from tandem.engine.grammar.process import Cancellation, CompilerProcess, allowed_cpus
 from tandem.engine.grammar.vocabulary import Vocabulary
+from tandem.engine.grammar.worker import MOST_THREADS, threads_on
 from tandem.engine.llm import LLM
 from tandem.engine.protocol import Grammar, SamplingParams
 from tandem.engine.sampling.masks import allows, bits_but, bits_of
@@ -229,12 +230,12 @@ def jobs_running(work) -> Iterator[socket.socket]:
     os.waitpid(pid, 0)
 
 
-def answer_of(to: socket.socket) -> bytes:
+def answer_of(to: socket.socket, mark: bytes = jobs.USUAL) -> bytes:
     ours, theirs = socket.socketpair()
     with ours:
         ours.settimeout(60)
         with theirs:
-            socket.send_fds(to, [b"j"], [theirs.fileno()])
+            socket.send_fds(to, [mark], [theirs.fileno()])
         return receive_frame(ours)
 
 
@@ -268,9 +269,56 @@ def test_a_busy_machine_is_no_reason_to_wait_for_a_large_grammar(monkeypatch) ->
     monkeypatch.setattr(jobs, "LARGE_SECONDS", 0.1)
     monkeypatch.setattr(jobs, "BUSY_SECONDS", 0.5)
     with jobs_running(lambda answer: spin()) as to:
-        assert answer_of(to) == b"?the machine is too busy to compile it in 0.5 s; make it smaller, or try again"
+        assert answer_of(to) == (
+            b"?the machine is too busy to compile it in 0.5 s; make it smaller, or try again: it may then take 30 s"
+        )
     with jobs_running(lambda answer: (time.sleep(1.5), end_with(0, answer, b"+done"))) as to:
         assert answer_of(to) == b"+done"
+
+
+def test_one_that_the_clock_has_ended_gets_its_own_time_next(monkeypatch) -> None:
+    """Else a good schema is never accepted where the machine is always busy. Others are not waited for so long."""
+    monkeypatch.setattr(jobs, "COMPILE_SECONDS", 60.0)
+    monkeypatch.setattr(jobs, "LARGE_SECONDS", 0.1)
+    monkeypatch.setattr(jobs, "BUSY_SECONDS", 0.2)
+    monkeypatch.setattr(process, "MOST_HURRIED", 2)
+
+    def work(answer: socket.socket) -> NoReturn:
+        while time.process_time() < 0.6:
+            pass
+        end_with(0, answer, b"+done")
+
+    made = CompilerProcess(vocabulary(), set())
+    with jobs_running(work) as to:
+        made._socket = to
+        for letter in "abc":  # and so "a" is forgotten
+            with pytest.raises(EngineError, match="in 0.2 s; .* try again: it may then take 30 s"):
+                made.compiled(Grammar("regex", letter), Cancellation())
+        assert made.compiled(Grammar("regex", "b"), Cancellation()) == b"done"
+        assert made.compiled(Grammar("regex", "c"), Cancellation()) == b"done"
+        with pytest.raises(EngineError, match="in 0.2 s"):
+            made.compiled(Grammar("regex", "a"), Cancellation())
+
+
+def test_patience_has_an_end_and_so_has_own_time(monkeypatch) -> None:
+    monkeypatch.setattr(jobs, "LARGE_SECONDS", 0.1)
+    monkeypatch.setattr(jobs, "BUSY_SECONDS", 0.2)
+    for own, clock, said in (
+        (60.0, 0.8, "?the machine is too busy to compile it in 0.8 s; make it smaller, or try again"),
+        (0.3, 30.0, "-compiling it takes more than 1.8 s"),
+    ):
+        monkeypatch.setattr(jobs, "COMPILE_SECONDS", own)
+        monkeypatch.setattr(jobs, "WALL_SECONDS", clock)
+        with jobs_running(lambda answer: spin()) as to:
+            assert answer_of(to, jobs.PATIENT).decode().partition("; make it smaller: ")[0] == said
+
+
+@pytest.mark.parametrize(
+    ("cpus", "quota", "threads"),
+    [(64, None, MOST_THREADS), (6, None, 3), (1, None, 1), (64, 4.0, 2), (64, 1.5, 1), (64, 0.5, 1), (4, 64.0, 2)],
+)
+def test_half_of_what_may_be_used_compiles(cpus, quota, threads) -> None:
+    assert threads_on(cpus, quota) == threads
 
 
 def test_a_job_ends_with_its_clients_socket_and_all_with_the_engines() -> None:
@@ -284,7 +332,7 @@ def test_a_job_ends_with_its_clients_socket_and_all_with_the_engines() -> None:
     def begun(to: socket.socket) -> tuple[socket.socket, int]:
         ours, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(to, [b"j"], [theirs.fileno()])
+            socket.send_fds(to, [jobs.USUAL], [theirs.fileno()])
         return ours, int.from_bytes(ends.recv(4), "little")
 
     with jobs_running(work) as to:
@@ -315,7 +363,7 @@ def test_a_job_that_was_not_sent_is_not_taken_for_the_next(model, monkeypatch) -
     try:
         assert made.compiled(Grammar("regex", "a"), Cancellation())
         ours, theirs = socket.socketpair()
-        made._hand_over(theirs)
+        made._hand_over(theirs, jobs.USUAL)
         theirs.close()
         ours.close()  # before the grammar was written
         assert b"ebnf" not in made.compiled(Grammar("regex", "ab"), Cancellation())[:1]

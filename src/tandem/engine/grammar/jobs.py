@@ -18,11 +18,15 @@ from tandem.engine.frames import send_frame
 # What an answer begins with; then the compiled grammar, or why there is none.
 DONE, REFUSED, BUSY = b"+", b"-", b"?"
 
+# What a job begins with. One that the clock has ended is asked for patiently the next time: it gets its own time then,
+# or a good schema would never be accepted where machines are always busy.
+USUAL, PATIENT = b"u", b"p"
+
 # With what else a refusal takes, it is there within 2 s. A busy machine does not decide what is refused: what takes too
 # long there only because of that may be asked for again. Usual schemas take 0.1 s, with 150,000 tokens.
 COMPILE_SECONDS = 1.8
 LARGE_SECONDS, BUSY_SECONDS = 0.6, 1.85  # of its own time; since it began: then the machine is too busy for a large one
-WALL_SECONDS = 30.0  # then for any
+WALL_SECONDS = 30.0  # then for any, and for a patient one
 
 _TICK_SECONDS = 0.02
 _TOO_LONG = (
@@ -31,6 +35,7 @@ _TOO_LONG = (
 )
 _TOO_LARGE = "compiling it takes too much memory; make it smaller"
 _TOO_BUSY = "the machine is too busy to compile it in {:g} s; make it smaller, or try again"
+_MORE_TIME = ": it may then take {:g} s"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -38,6 +43,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 class _Job:
     answer: socket.socket
     began: float
+    patient: bool
 
 
 class Jobs:
@@ -77,7 +83,7 @@ class Jobs:
             for job in self._running.values():  # or they would seem open when their own forks are gone
                 job.answer.close()
             self._work(answer)
-        self._running[pid] = _Job(answer, monotonic())
+        self._running[pid] = _Job(answer, monotonic(), mark == PATIENT)
         return True
 
     def _end_some(self) -> None:
@@ -87,14 +93,16 @@ class Jobs:
             if ended:
                 self._close(pid, None if status == 0 else REFUSED + _TOO_LARGE.encode())
             else:
-                self._end_long(pid, _seconds(pid, self._threads), monotonic() - job.began)
+                self._end_long(pid, job, _seconds(pid, self._threads))
 
-    def _end_long(self, pid: int, own: float, since: float) -> None:
-        most = BUSY_SECONDS if own > LARGE_SECONDS else WALL_SECONDS
+    def _end_long(self, pid: int, job: _Job, own: float) -> None:
+        hurried = own > LARGE_SECONDS and not job.patient
+        most = BUSY_SECONDS if hurried else WALL_SECONDS
         if own > COMPILE_SECONDS:
             self._end(pid, REFUSED + _TOO_LONG.encode())
-        elif since > most:
-            self._end(pid, BUSY + _TOO_BUSY.format(most).encode())
+        elif monotonic() - job.began > most:
+            said = _TOO_BUSY.format(most) + (_MORE_TIME.format(WALL_SECONDS) if hurried else "")
+            self._end(pid, BUSY + said.encode())
 
     def _end(self, pid: int, said: bytes | None = None) -> None:
         os.kill(pid, signal.SIGKILL)

@@ -12,12 +12,13 @@ import threading
 import msgspec
 
 from tandem.engine.frames import receive_frame, send_frame
-from tandem.engine.grammar.jobs import BUSY, DONE, WALL_SECONDS
+from tandem.engine.grammar.jobs import BUSY, DONE, PATIENT, USUAL, WALL_SECONDS
 from tandem.engine.grammar.vocabulary import Vocabulary
 from tandem.engine.protocol import Grammar
 from tandem.errors import EngineError, RequestError
 
 START_SECONDS = 60.0  # importing takes seconds, on a busy machine many
+MOST_HURRIED = 4096
 
 
 class Cancellation:
@@ -43,6 +44,27 @@ class Cancellation:
                 raise EngineError("nobody waits for this grammar any more")
 
 
+class _Hurried:
+    """Grammars that the clock has ended, by any thread. A known one stays so: its next job may need more, too.
+
+    By hash, as a text has up to half a MiB. One that is taken for another gets more time, no more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[int, None] = {}  # in order
+
+    def add(self, grammar: Grammar) -> None:
+        with self._lock:
+            self._known[hash(grammar)] = None
+            if len(self._known) > MOST_HURRIED:
+                del self._known[next(iter(self._known))]
+
+    def mark_of(self, grammar: Grammar) -> bytes:
+        with self._lock:
+            return PATIENT if hash(grammar) in self._known else USUAL
+
+
 class CompilerProcess:
     """Started at the first grammar. Several threads may compile at once; each job has its own fork there."""
 
@@ -53,6 +75,7 @@ class CompilerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._closed = False
+        self._hurried = _Hurried()
 
     def compiled(self, grammar: Grammar, cancellation: Cancellation) -> bytes:
         """Serialised. Raises RequestError with what is wrong with it, EngineError where it was cancelled, where there
@@ -67,7 +90,10 @@ class CompilerProcess:
         if answer[:1] == DONE:
             return answer[1:]
         said = answer[1:].decode()
-        raise EngineError(said) if answer[:1] == BUSY else RequestError(said)
+        if answer[:1] != BUSY:
+            raise RequestError(said)
+        self._hurried.add(grammar)
+        raise EngineError(said)
 
     def close(self) -> None:
         """For good: whoever still compiles gets an EngineError."""
@@ -79,7 +105,7 @@ class CompilerProcess:
 
     def _answer(self, grammar: Grammar, ours: socket.socket, theirs: socket.socket) -> bytes:
         ours.settimeout(WALL_SECONDS + START_SECONDS)
-        self._hand_over(theirs)
+        self._hand_over(theirs, self._hurried.mark_of(grammar))
         theirs.close()
         try:
             send_frame(ours, msgspec.msgpack.encode(grammar))
@@ -87,14 +113,14 @@ class CompilerProcess:
         except (OSError, EOFError) as error:
             raise EngineError("the process that compiles grammars has ended; try again") from error
 
-    def _hand_over(self, theirs: socket.socket) -> None:
+    def _hand_over(self, theirs: socket.socket, mark: bytes) -> None:
         """To a new process where the last one has died. One byte is sent or not: there is nothing in between that the
         next job could be taken for."""
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self._end()
             try:
-                socket.send_fds(self._connected(), [b"j"], [theirs.fileno()])
+                socket.send_fds(self._connected(), [mark], [theirs.fileno()])
             except OSError as error:
                 self._end()
                 raise EngineError("the process that compiles grammars does not listen; try again") from error

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from tandem.config.cgroup import read_cgroup_limits
 from tandem.engine.frames import receive_frame, send_frame
 from tandem.engine.grammar.backend import compiled_by, complaint, grammar_compiler, warned
 from tandem.engine.grammar.compiled import CompiledGrammar
@@ -28,7 +29,7 @@ from tandem.engine.protocol import Grammar
 from tandem.errors import RequestError
 
 NICENESS = 5
-MOST_THREADS = 8  # of a job, on half of the CPUs: a step waits for the slowest of the engine's cores
+MOST_THREADS = 8  # of a job
 MEMORY_BYTES = 1 << 30  # of a job, beyond what the process has when it is forked
 MOST_RESULT_BYTES = 64 << 20
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -39,7 +40,7 @@ _MOST_SAID = 64 << 10
 def serve(ours: socket.socket) -> None:
     """Until nobody asks any more."""
     vocabulary = msgspec.msgpack.decode(receive_frame(ours), type=Vocabulary)
-    threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
+    threads = threads_on(len(os.sched_getaffinity(0)), read_cgroup_limits().cpu_quota)
     compiler = grammar_compiler(vocabulary.tokenizer_info(), threads)
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     send_frame(ours, DONE)
@@ -58,6 +59,12 @@ def serve(ours: socket.socket) -> None:
             os._exit(code)
 
     Jobs(ours, work, threads).run()
+
+
+def threads_on(cpus: int, quota: float | None) -> int:
+    """Of a job, on half of the CPUs: a step waits for the slowest of the engine's cores. With more threads than the
+    quota (CPUs' worth of time) lets run, a job's share of their time would seem less than what it took."""
+    return max(1, min(MOST_THREADS, int(min(cpus, cpus if quota is None else quota) // 2)))
 
 
 def _result(compiler: Any, vocabulary: Vocabulary, grammar: Grammar) -> bytes:
