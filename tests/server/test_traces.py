@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -13,6 +16,7 @@ from server_harness import LocalServer
 from server_requests import CHAT, run, user
 from tandem.config import EngineConfig
 from tandem.errors import ConfigError
+from tandem.server.guard import traces as module
 from tandem.server.guard.traces import OpenTelemetry, traces_of
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace.export")
@@ -107,3 +111,58 @@ def test_what_has_not_been_sent_is_sent_at_the_end():
 
     run(scenario, loaded=echo_engine.build())
     assert len(exporter.get_finished_spans()) == 1
+
+
+def test_a_collector_that_does_not_answer_holds_up_no_end(monkeypatch):
+    """The SDK would wait half a minute, and once more when the process ends."""
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)
+    asked, may_end = threading.Event(), threading.Event()
+
+    class Dead:
+        def export(self, spans):
+            asked.set()
+            may_end.wait(60)
+            return sdk.SpanExportResult.FAILURE
+
+        def shutdown(self): ...
+
+    traces = OpenTelemetry(sdk.BatchSpanProcessor(Dead()), lambda: "echo")
+    traces._tracer.start_span("x").end()
+    began = time.monotonic()
+    traces.close()
+    took = time.monotonic() - began
+    assert asked.is_set() and traces._provider._atexit_handler is None
+    may_end.set()
+    assert 0.2 <= took < 10
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["localhost:4318", "grpc://s3cret@host:4317", "http://", "https:///v1/traces", "http://s3cret@host:port", "http://["],
+)
+def test_an_endpoint_that_cannot_be_one_is_refused(endpoint):
+    with pytest.raises(ConfigError, match="--otlp-traces-endpoint must be http:// or https:// and a host") as refused:
+        traces_of(EngineConfig(model="echo", otlp_traces_endpoint=endpoint), lambda: "echo")
+    assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("path", "told"), [("", True), ("/", True), ("/v1/traces", False), ("/otlp", False)])
+def test_an_endpoint_without_a_path_is_told(path, told, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)  # after the check
+    with pytest.raises(ConfigError, match="needs more packages"):
+        traces_of(EngineConfig(model="echo", otlp_traces_endpoint="http://me:s3cret@host:4318" + path), lambda: "")
+    assert ("usually http://localhost:4318/v1/traces" in caplog.text) is told and "s3cret" not in caplog.text
+
+
+def test_the_information_route_shows_no_password():
+    async def scenario(server: LocalServer):
+        async def shown(endpoint):
+            server.state.config = dataclasses.replace(server.state.config, otlp_traces_endpoint=endpoint)
+            return (await server.client.get("/get_server_info")).json()["otlp_traces_endpoint"]
+
+        secret = "https://me:s3cret@[::1]:4318/v1/traces?token=s3cret#s3cret"
+        assert await shown(secret) == "https://[::1]:4318/v1/traces"
+        assert await shown("http://host:4318") == "http://host:4318"
+        assert await shown(None) is None
+
+    run(scenario)

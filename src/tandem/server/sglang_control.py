@@ -15,6 +15,7 @@ from tandem.errors import RequestError
 from tandem.server.body import body_schema, decode, given, json_response, read_body
 from tandem.server.errors import unavailable
 from tandem.server.generation import Generation
+from tandem.server.guard.traces import shown_endpoint
 from tandem.server.limits import HEALTH_SECONDS
 from tandem.server.openai_sampling import new_id
 from tandem.server.sglang_schema import AbortBody
@@ -120,6 +121,8 @@ def _server_info(state: ServerState) -> dict[str, Any]:
         for field in dataclasses.fields(state.config)
         if field.name not in _SECRET_FIELDS
     }
+    if state.config.otlp_traces_endpoint is not None:
+        flags["otlp_traces_endpoint"] = shown_endpoint(state.config.otlp_traces_endpoint)
     return flags | {
         "version": tandem.__version__,
         "model_path": state.engine.model_path,

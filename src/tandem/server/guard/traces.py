@@ -6,9 +6,12 @@ is in no span.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
@@ -16,6 +19,10 @@ from tandem.config.engine_config import EngineConfig
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import ConfigError
 
+log = logging.getLogger("tandem.server")
+
+CLOSE_SECONDS = 2.0  # for a collector that takes the last spans
+_USUAL = "http://localhost:4318/v1/traces"
 _CHATS = ("/v1/chat/", "/v1/messages", "/v1/responses", "/api/chat")
 
 
@@ -32,7 +39,7 @@ class Span(Protocol):
 class Traces(Protocol):
     def begin(self, path: str, headers: Headers, requests: Sequence[GenerateRequest]) -> Span: ...
     def close(self) -> None:
-        """Sends what has not been sent."""
+        """Sends what has not been sent, to a collector that takes it soon."""
         ...
 
 
@@ -49,9 +56,11 @@ class _Nothing:
 
 
 def traces_of(config: EngineConfig, model: Callable[[], str]) -> Traces:
-    """model: the name that answers have. Raises ConfigError where the packages are missing."""
+    """model: the name that answers have. Raises ConfigError where the packages are missing, or the endpoint cannot be
+    one."""
     if config.otlp_traces_endpoint is None:
         return _Nothing()
+    _check(config.otlp_traces_endpoint)
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -59,6 +68,25 @@ def traces_of(config: EngineConfig, model: Callable[[], str]) -> Traces:
         said = f"--otlp-traces-endpoint needs more packages ({error}): pip install 'tandem-moe[otel]'"
         raise ConfigError(said) from error
     return OpenTelemetry(BatchSpanProcessor(OTLPSpanExporter(config.otlp_traces_endpoint)), model)
+
+
+def _check(endpoint: str) -> None:
+    """The endpoint is in no message: it may hold a password."""
+    try:
+        url = urlsplit(endpoint)
+        possible = url.scheme in ("http", "https") and url.hostname and url.port != 0
+    except ValueError:  # no port is a word, or larger than 65535
+        possible = False
+    if not possible:
+        raise ConfigError(f"--otlp-traces-endpoint must be http:// or https:// and a host, such as {_USUAL}")
+    if url.path in ("", "/"):
+        log.warning("--otlp-traces-endpoint has no path; OTLP over HTTP is usually %s", _USUAL)
+
+
+def shown_endpoint(endpoint: str) -> str:
+    """Without what may be secret: user, password, query. endpoint: one that a server was started with."""
+    url = urlsplit(endpoint)
+    return url._replace(netloc=url.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 class OpenTelemetry:
@@ -70,7 +98,9 @@ class OpenTelemetry:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "tandem"}))
+        # Not at exit: that would wait as long as it likes.
+        resource = Resource.create({SERVICE_NAME: "tandem"})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("tandem.server")
         self._parent_of, self._model = TraceContextTextMapPropagator().extract, model
@@ -90,7 +120,10 @@ class OpenTelemetry:
         return _RequestSpan(span)
 
     def close(self) -> None:
-        self._provider.shutdown()
+        """The SDK itself would wait half a minute for a collector that does not answer."""
+        ending = threading.Thread(target=self._provider.shutdown, name="traces-end", daemon=True)
+        ending.start()
+        ending.join(CLOSE_SECONDS)
 
 
 class _RequestSpan:
