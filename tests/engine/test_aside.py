@@ -14,7 +14,7 @@ from sessions import Session, prompts
 from tandem import _core
 from tandem.engine.aside import PIECES_AHEAD, Aside
 from tandem.engine.engine import Engine
-from tandem.engine.pace import MIN_TOKENS, SLICE_OF_STEP, PrefillPace
+from tandem.engine.pace import MIN_TOKENS, SHARED_STEP_SECONDS, SLICE_OF_STEP, PrefillPace
 from tandem.engine.paused_pass import PausedPass, PausingModel
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
@@ -306,12 +306,56 @@ def test_where_nothing_can_pause_a_step_takes_all(runner: FakeRunner) -> None:
 
 def test_a_chunk_has_as_many_tokens_as_a_slice_takes() -> None:
     pace = PrefillPace(10_000, pieces=20)
+    assert pace.slice_seconds() == SHARED_STEP_SECONDS  # nobody knows yet how long others wait anyway
     pace.decoded(0.02)
     assert pace.step_tokens(1) == 1 + 4 * MIN_TOKENS
     pace.observe(500, 1.0)
     assert pace.slice_seconds() == pytest.approx(SLICE_OF_STEP * 0.02)
     assert pace.step_tokens(3) == 3 + int(500 * 20 * SLICE_OF_STEP * 0.02)
+    assert pace.step_tokens(3, pauses=False) == 3 + int(500 * SHARED_STEP_SECONDS)
     assert pace.step_tokens(0) == 10_000
     for _ in range(60):
         pace.decoded(0.001)
     assert pace.step_tokens(1) == 1 + MIN_TOKENS
+
+
+def test_steps_beside_slices_say_how_long_decoding_takes() -> None:
+    """While prompts wait there are no others: many more sequences may decode by then, and their steps take longer."""
+    pace = PrefillPace(10_000, pieces=20)
+    pace.decoded(0.02, beside=True)
+    assert pace.slice_seconds() == pytest.approx(SLICE_OF_STEP * 0.02)
+    for _ in range(60):
+        pace.decoded(0.1, beside=True)
+    assert pace.slice_seconds() > 0.9 * SLICE_OF_STEP * 0.1
+    pace.decoded(0.02)
+    assert pace.slice_seconds() < 0.8 * SLICE_OF_STEP * 0.1
+
+
+def test_only_steps_with_prompts_say_how_fast_prompts_are() -> None:
+    """Many sequences that decode slowly are no slow prompt."""
+    engine, told = engine_of(FakeModel()), list[int]()
+    engine._scheduler.pace.observe = lambda *asked: told.append(asked[0])
+    decoding(engine)
+    assert len(told) == 1  # the prompt's step
+    while engine.has_work():
+        engine.step()
+    assert len(told) == 1
+
+
+def test_a_pass_that_cannot_begin_fails_its_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = PausingFake()
+    engine = engine_of(model)
+    decoding(engine, 8)
+    engine.add(request("b", LONG, max_tokens=4))
+
+    def begin(batch) -> FakePass:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(model, "begin", begin)
+    ended = {}
+    while engine.has_work():
+        for output in engine.step():
+            if output.finish_reason is not None:
+                ended[output.id] = output.finish_reason
+    assert ended == {"a": "length", "b": "error"}
+    check_pages(engine)

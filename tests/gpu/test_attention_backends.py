@@ -64,8 +64,8 @@ def test_what_pytorchs_kernels_lack_is_named(version: str, flags: dict[str, obje
 
 
 def test_heads_that_pytorchs_kernels_do_not_have() -> None:
-    model = with_attention(replace(ATTENTION, head_dim=288))
-    with pytest.raises(ConfigError, match="at most 256 channels, not 288; take --attention-backend triton"):
+    model = with_attention(replace(ATTENTION, head_dim=100))
+    with pytest.raises(ConfigError, match="multiple of 8 and at most 256 channels, not 100; take --attention"):
         plan(replace(with_gpu(), torch="2.14.0"), model, attention_backend="torch", page_size=256)
 
 

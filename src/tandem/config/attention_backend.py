@@ -27,7 +27,7 @@ def attention_backend(
     """The backend's name, and why. Raises ConfigError when what was asked for cannot run."""
     asked = "torch" if config.attention_backend == "torch_native" else config.attention_backend
     if mixers and all(isinstance(mixer, SharedKv) for mixer in mixers):
-        return "triton", f"keys that are values, too, are read by PyTorch's operations; {FLAG} changes nothing"
+        return "triton", f"keys that are values, too, have kernels of their own; {FLAG} changes nothing"
     if asked in ("torch", "flashinfer") and any(isinstance(mixer, Latent) for mixer in mixers):
         raise ConfigError(
             f"{FLAG} {asked} does not read latents; leave it out: Tandem's own kernels do, with cuDNN's for prompts"

@@ -6,8 +6,10 @@ many layers as fit into a share of a decoding step's time; or, where a device co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
+from weakref import WeakMethod
 
 from tandem.engine.paused_pass import Pausing
 from tandem.engine.sampling.logits import Logits
@@ -39,7 +41,7 @@ class Aside:
         self._scheduler, self._runner, self._together = scheduler, runner, together
         self._pass: Pausing | None = None
         self._began = self._spent = 0.0
-        scheduler.let_go = self.drop
+        scheduler.let_go = _weakly(self.drop)  # no circle: a model is freed with its engine
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -54,7 +56,10 @@ class Aside:
             return chunks
         some = prompts if self._together else prompts[:1]
         self._began, self._spent = perf_counter(), 0.0
-        self._pass = self._runner.pause(some)
+        try:
+            self._pass = self._runner.pause(some)
+        except Exception as error:  # its first slice says so: the prompts fail, and nobody else
+            self._pass = _Broken(error)
         if self._pass is None:
             return chunks
         self._scheduler.held = some
@@ -92,3 +97,39 @@ class Aside:
         paused, self._pass, self._scheduler.held = self._pass, None, []
         if paused is not None:
             paused.drop()
+
+
+class _Broken:
+    """A pass that could not begin."""
+
+    overlaps = False
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def pieces_left(self) -> int:
+        return 1
+
+    def piece(self) -> None:
+        raise self._error
+
+    def under_way(self) -> int:
+        return 0
+
+    def logits(self) -> Logits:
+        raise self._error
+
+    def drop(self) -> None:
+        """Nothing is held."""
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls a method as long as somebody else holds its object."""
+    found = WeakMethod(method)
+
+    def call() -> None:
+        bound = found()
+        if bound is not None:
+            bound()
+
+    return call

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tandem.config import EngineConfig
 from tandem.config.gpu_scratch import MOST_SHARED_SECONDS
-from tandem.config.speculation.choice import SpeculationPlan
 from tandem.config.state import StateLayout
 from tandem.engine.answer import Answer
 from tandem.engine.aside import Aside
@@ -31,10 +30,7 @@ from tandem.engine.sampling.logprobs import score_prompt
 from tandem.engine.sampling.sampler import Sampled, fresh_seed
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk, Sequence, Status, masks_of
-from tandem.engine.speculation.draft import Drafter
-from tandem.engine.speculation.foretold import Instead
-from tandem.engine.speculation.nextn import DraftingModel, NextN
-from tandem.engine.speculation.ngram import NGram
+from tandem.engine.speculation.made import speculation_of
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.arrays import StateArrays, allocate
@@ -75,22 +71,6 @@ def _pace(parts: EngineParts) -> PrefillPace:
     pieces = parts.model.depth if isinstance(parts.model, PausingModel) and parts.handoff is None else 1
     whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
     return PrefillPace(most, seconds is not None, whole, pieces)
-
-
-def _speculation(parts: EngineParts, states: StateArrays, pages: KVCache) -> Speculation | None:
-    asked = parts.plan.speculation
-    if asked is None:
-        return None
-    drafter = _drafter(parts, states, pages, asked)
-    return Speculation(drafter, asked.algorithm, asked.most_guesses, governed=asked.governed)
-
-
-def _drafter(parts: EngineParts, states: StateArrays, pages: KVCache, asked: SpeculationPlan) -> Drafter:
-    if asked.algorithm != "NEXTN":
-        return parts.drafter or NGram(asked.least_match, asked.longest_match)
-    assert isinstance(parts.model, DraftingModel), "this model has no draft layer"
-    layer = NextN(parts.model, states.arrays, pages, most_rows=parts.plan.max_step_tokens)
-    return layer if parts.drafter is None else Instead(layer, parts.drafter)
 
 
 def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner | GpuRunner:
@@ -148,7 +128,7 @@ class Engine:
         self._eos_ids = frozenset((*parts.model_config.eos_ids, *parts.tokenizer.eos_ids))
         states = _states(parts)
         self._kv = KVCache(plan.num_pages, plan.page_size, prefix_cache=plan.radix_cache)
-        self._speculation = _speculation(parts, states, self._kv)
+        self._speculation = speculation_of(parts, states, self._kv)
         self._scheduler = Scheduler(
             _store(parts, self._kv, states.slots),
             max_step_tokens=plan.max_step_tokens,
@@ -213,8 +193,11 @@ class Engine:
         step could work either; then the process has to end."""
         outputs, self._notices = self._notices, []
         outputs += self._take_grammars()
-        chunks = self._scheduler.next()
-        if self._may_pause and not (self._recorder is not None and self._recorder.recording):
+        started = perf_counter()
+        pauses = self._may_pause and not (self._recorder is not None and self._recorder.recording)
+        chunks = self._scheduler.next(pauses)
+        drawing = perf_counter() - started  # guesses
+        if pauses:
             chunks = self._aside.take(chunks)
         if aside := self._aside.chunks:
             whole = not chunks or not self._runner.runs_beside(chunks)
@@ -223,16 +206,17 @@ class Engine:
             if not outputs and not aside and self._grammars:
                 self._grammars.wait()
             return outputs
-        started, decoding = perf_counter(), not any(chunk.prefills for chunk in chunks)
+        started, prompts = perf_counter(), any(chunk.prefills for chunk in chunks)
         outputs += self._tried(chunks, lambda: self._runner.run(chunks), self._recorder)
         seconds = perf_counter() - started
         if self._speculation is not None:
-            self._speculation.timed(seconds)
-        if decoding and not aside:  # a slice leaves little of the caches to the step after it
-            self._scheduler.pace.decoded(seconds)
-        self._scheduler.pace.observe(sum(chunk.length for chunk in chunks), seconds, chunks[0].sure == 1)
+            self._speculation.timed(seconds + drawing)
+        if prompts:
+            self._scheduler.pace.observe(sum(chunk.length for chunk in chunks), seconds, chunks[0].sure == 1)
+        else:
+            self._scheduler.pace.decoded(seconds, beside=bool(aside))
         self._counters.steps += 1
-        self._counters.step_seconds += seconds
+        self._counters.step_seconds += seconds + drawing
         return outputs
 
     def _tried(

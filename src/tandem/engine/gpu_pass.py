@@ -105,9 +105,13 @@ class GpuPass:
         self._next, self._given = 0, deque[torch.cuda.Event]()
         self._found: tuple[Tensor, Tensor] | None = None
         start.hold(self._batch)
-        with torch.inference_mode(), streams.aside():
-            self._pass = model.begin(there)
-            self._pass.tallies = None if usage is None else usage.beside(len(there.input_ids))
+        try:
+            with torch.inference_mode(), streams.aside():
+                self._pass = model.begin(there)
+                self._pass.tallies = None if usage is None else usage.beside(len(there.input_ids))
+        except Exception:
+            self.drop()
+            raise
 
     def pieces_left(self) -> int:
         return self._model.depth + 1 - self._next

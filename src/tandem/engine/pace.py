@@ -7,6 +7,7 @@ from __future__ import annotations
 SHARED_STEP_SECONDS = 0.25
 MIN_TOKENS = 32  # fewer are dominated by reading the weights
 _WEIGHT_OF_NEWEST = 0.3
+_WEIGHT_BESIDE = 0.05  # of a decoding step beside a prompt, which takes somewhat longer than alone
 SLICE_OF_STEP = 0.9  # of a decoding step's time alone, for a slice of a prompt: gaps are to stay below 2.5 steps
 
 
@@ -26,14 +27,15 @@ class PrefillPace:
         self._tokens_per_second: float | None = None
         self._pieces, self._decoding_seconds = pieces, 0.0
 
-    def decoded(self, seconds: float) -> None:
-        """A step without prompts took so long."""
-        known = self._decoding_seconds
-        self._decoding_seconds = known + _WEIGHT_OF_NEWEST * (seconds - known) if known else seconds
+    def decoded(self, seconds: float, beside: bool = False) -> None:
+        """A step without prompts took so long; beside: a slice of one came before it. While prompts wait there are no
+        others, and more sequences decode than before."""
+        known, weight = self._decoding_seconds, _WEIGHT_BESIDE if beside else _WEIGHT_OF_NEWEST
+        self._decoding_seconds = known + weight * (seconds - known) if known else seconds
 
     def slice_seconds(self) -> float:
         """How long a slice of a prompt may take between two steps of those who decode; one piece at least is done."""
-        return SLICE_OF_STEP * self._decoding_seconds
+        return SLICE_OF_STEP * self._decoding_seconds or SHARED_STEP_SECONDS
 
     def observe(self, tokens: int, seconds: float, shared: bool = True) -> None:
         """A step of `tokens` rows took so long; shared: with sequences that decode."""
@@ -42,12 +44,14 @@ class PrefillPace:
         rate, known = tokens / seconds, self._tokens_per_second
         self._tokens_per_second = rate if known is None else known + _WEIGHT_OF_NEWEST * (rate - known)
 
-    def step_tokens(self, decoding: int) -> int:
+    def step_tokens(self, decoding: int, pauses: bool = True) -> int:
         """Token budget of a step in which `decoding` sequences take part: all of it if nobody waits. Until something
-        is known, a small chunk finds out."""
+        is known, a small chunk finds out. pauses: a chunk is computed in pieces, where it can be."""
         if decoding == 0 or self._whole_chunks:
             return self._max_step_tokens
         rate = self._tokens_per_second
-        wait = self._pieces * self.slice_seconds() if self._pieces > 1 else SHARED_STEP_SECONDS
+        wait = SHARED_STEP_SECONDS
+        if pauses and self._pieces > 1 and self._decoding_seconds:
+            wait = self._pieces * self.slice_seconds()
         paced = 4 * MIN_TOKENS if rate is None else int(rate * wait)
         return min(self._max_step_tokens, decoding + max(MIN_TOKENS, paced))

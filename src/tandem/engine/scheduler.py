@@ -75,13 +75,14 @@ class Scheduler:
         leader.siblings = siblings
         insort(self.waiting, leader, key=_by_arrival)
 
-    def next(self) -> list[Chunk]:
-        """The step's chunks: decode rows, then prompts under way, then newly admitted ones. Empty: nothing can run."""
+    def next(self, pauses: bool = True) -> list[Chunk]:
+        """The step's chunks: decode rows, then prompts under way, then newly admitted ones. Empty: nothing can run.
+        pauses: prompts may be computed in pieces."""
         chunks = [Chunk(sequence, 1, 1) for sequence in self._decoding()]
         decoding = len(chunks)
         if self.held:
             return chunks
-        tokens = self.pace.step_tokens(decoding) - decoding
+        tokens = self.pace.step_tokens(decoding, pauses) - decoding
         rows = MAX_PROMPT_LOGITS_ROWS
         for sequence in self._prefilling():
             chunk = self._chunk(sequence, tokens, rows)
