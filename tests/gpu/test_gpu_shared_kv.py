@@ -136,7 +136,8 @@ def walked(device: torch.device, kernels: bool = True) -> torch.Tensor:
             torch.arange(3, dtype=torch.int32) * count, torch.full((2,), last, dtype=torch.int32), tables, positions,
             torch.tensor([1, 2], dtype=torch.int32),
         )  # fmt: skip
-        there = replace(batch, **{f.name: getattr(batch, f.name).to(device) for f in fields(batch)[:-1]})
+        arrays = {f.name: getattr(batch, f.name) for f in fields(batch)}
+        there = replace(batch, **{n: each.to(device) for n, each in arrays.items() if isinstance(each, torch.Tensor)})
         widths = 128, 32, SHAPE.pool.inputs(32), 128, 8
         rows = Projected(*(torch.randn(2 * count, width, generator=g).to(device) for width in widths))
         results.append(attention(rows, step_rows(there), states[0], tuple(states[1:])).cpu())

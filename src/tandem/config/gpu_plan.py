@@ -198,8 +198,8 @@ def stream_tokens(model: ModelConfig) -> int:
 
 def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
-    refuse_drafts_on_gpu(request.config)
     found = _sized(request, gpu, 0)
+    refuse_drafts_on_gpu(request.config)
     if found.experts >= request.model.routed_experts:
         return found
     if why_not := streams_not(request, gpu):

@@ -99,6 +99,8 @@ class Handoff:
     def defer(self, layer: int, deferral: Deferral) -> None:
         """In graphs, experts of this layer may be late. Before any is recorded; another post follows in each."""
         self._deferring[layer] = deferral
+        if self._mailbox is not None:
+            self._mailbox.defer(layer, deferral)
 
     @property
     def layers(self) -> Sequence[PackedExperts]:

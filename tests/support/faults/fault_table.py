@@ -133,10 +133,18 @@ def table() -> str:
     rows = {where: read(RESULTS / file) for where, file in FILES.items()}
     parts = []
     for where, title in (("cpu", "Without a GPU"), ("gpu", "With a GPU")):
+        if not rows[where]:
+            parts.append(f"## {title}\n\nThese tests have not been run on this version: {_named(where)}.")
+            continue
         lines = [_line(case, rows[where].get(case.name)) for case in cases() if case.where == where]
         head = "| fault | what a client sees | s to the error | s to a good answer |\n| --- | --- | ---: | ---: |"
         parts.append("\n".join([f"## {title}", "", head, *lines]) + _machines(rows[where]))
     return "\n\n".join(parts)
+
+
+def _named(where: str) -> str:
+    names = [case.name.split(" (")[0] for case in cases() if case.where == where]
+    return "; ".join(name[0].lower() + name[1:] if name[1:2].islower() else name for name in names)
 
 
 def _line(case: Case, row: Row | None) -> str:

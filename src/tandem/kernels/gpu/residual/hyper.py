@@ -24,7 +24,7 @@ def _join(streams, y, share, mixing, matrix, out, made, squares, hidden,
     """Streams i' = share i * y + the sum over j of mixing[j, i] * stream j; of these channels, what the matrix [M, n *
     hidden] makes of all streams, and their squares' sum."""
     begin(OVERLAP)
-    part, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, m = part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, M)
     inside, row = d < hidden, t * N * hidden
     acc, total = tl.zeros([M], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -44,7 +44,7 @@ def _join(streams, y, share, mixing, matrix, out, made, squares, hidden,
         if MULTIPLY:
             w = tl.load(matrix + m[:, None] * (N * hidden) + i * hidden + d[None, :], inside[None, :], other=0.0)
             acc += tl.sum(w * wide[None, :], 1)
-    at = t * tl.num_programs(0) + part
+    at = t * tl.num_programs(1) + part
     tl.store(squares + at, tl.sum(total))
     if MULTIPLY:
         tl.store(made + at * M + m, acc)
@@ -142,7 +142,7 @@ class GpuHyperStreams(HyperStreams):
         made = squares.new_empty((rows, parts, m)) if few else squares
         out = streams if leaving is None else torch.empty_like(streams)
         y, mix = (streams, Mix(squares, squares)) if leaving is None else (leaving.y.contiguous(), leaving.mix)
-        _join[(parts, rows)](
+        _join[(rows, parts)](
             streams, y, mix.share, mix.mixing, project.weight, out, made, squares, hidden, N=n,
             M=m, LEAVE=leaving is not None, MULTIPLY=few, BLOCK=block, num_warps=4,
             **overlapped(streams.device),

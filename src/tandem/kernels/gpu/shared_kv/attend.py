@@ -22,6 +22,7 @@ from tandem.kernels.shared_kv.weights import SharedKvWeights
 HEADS = 16  # of a program: the fewest that tensor cores take
 KEYS = 32  # at a time
 PROGRAMS = 528  # as many are wanted: four for each multiprocessor of an H100
+VARYING = ["most", "table_width"]  # with the context: else each kind of number were compiled anew
 
 
 class EntriesSeen(NamedTuple):
@@ -34,7 +35,7 @@ class EntriesSeen(NamedTuple):
     stride: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _attend(q, ring, entries, chosen, tables, positions, slots, sums, tops, totals, scale, most, table_width, ring_slot,
             WINDOW: tl.constexpr, STRIDE: tl.constexpr, PAGE: tl.constexpr, CHOSEN: tl.constexpr,
             POOLED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
@@ -80,7 +81,7 @@ def _attend(q, ring, entries, chosen, tables, positions, slots, sums, tops, tota
     tl.store(sums + at[:, None] * DIM + d[None, :], acc, valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _merge(sums, tops, totals, sinks, cos, sin, positions, out, parts, HEADS: tl.constexpr, DIM: tl.constexpr,
            PAIRS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Parts of a head's result, with its sink, which has no value; then its channels turn back."""
