@@ -29,6 +29,9 @@ using tandem::WorkerPool;
 
 namespace {
 
+// `make test` goes round a fourth as often as `make test-all`, which the thread sanitizer watches, too.
+int rounds(int all) { return std::getenv("TANDEM_BRIEF") != nullptr ? (all + 3) / 4 : all; }
+
 bool has_more_workers_than_cpus(const std::vector<int>& cpus) {
   cpu_set_t allowed;
   CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
@@ -81,7 +84,7 @@ void tasks_run_exactly_once(WorkerPool& pool) {
 
 // A phase sees everything that the one before has written; empty phases are passed over.
 void phases_follow_each_other(WorkerPool& pool) {
-  for (int repeat = 0; repeat < 300; ++repeat) {
+  for (int repeat = 0; repeat < rounds(300); ++repeat) {
     std::vector<int> first(17, 0), second(5, 0);
     int sum = 0;
     pool.run_phases({
@@ -99,7 +102,7 @@ void phases_follow_each_other(WorkerPool& pool) {
 // Tasks that may be taken early run once, and only when their phase has begun; steps ahead are counted from 0, for
 // tasks that there are, and never for a phase that has tasks of another between it and the current one.
 void tasks_are_taken_early(WorkerPool& pool) {
-  for (int repeat = 0; repeat < 300; ++repeat) {
+  for (int repeat = 0; repeat < rounds(300); ++repeat) {
     std::vector<int> first(9, 0), second(5, 0), third(1 + repeat % 20, 0);
     std::atomic<int> done{0};
     std::vector<std::atomic<int>> steps(third.size());
@@ -129,7 +132,7 @@ void tasks_are_taken_early(WorkerPool& pool) {
 // Workers' own tasks are done once each, by whoever: phases of them follow each other and others, and may be begun
 // early. Some worker may have none.
 void own_tasks_are_done_once(WorkerPool& pool) {
-  for (int repeat = 0; repeat < 300; ++repeat) {
+  for (int repeat = 0; repeat < rounds(300); ++repeat) {
     std::vector<int64_t> counts(size_t(pool.size())), later(size_t(pool.size()), 1);
     for (size_t w = 0; w < counts.size(); ++w) counts[w] = repeat % 7 * int64_t((w + size_t(repeat)) % 3);
     const int64_t tasks = std::accumulate(counts.begin(), counts.end(), int64_t{0});
@@ -209,7 +212,7 @@ void a_slow_worker_is_waited_for(WorkerPool& pool, bool crowded) {
 // Tasks of the next phase that are ready do not wait for the current one, and phases end in their order all the same.
 void ready_tasks_do_not_wait(WorkerPool& pool, bool crowded) {
   if (pool.size() == 1 || crowded) return;
-  for (int repeat = 0; repeat < 100; ++repeat) {
+  for (int repeat = 0; repeat < rounds(100); ++repeat) {
     std::atomic<int> early{0}, last{0};
     std::atomic<bool> over{false};
     const auto slow = [&](int64_t, const Worker&) {
@@ -231,7 +234,7 @@ void ready_tasks_do_not_wait(WorkerPool& pool, bool crowded) {
 void regions_follow_each_other(WorkerPool& pool) {
   const int64_t tasks = pool.size();
   const auto nothing = [](int64_t, int64_t) { return false; };
-  for (int repeat = 0; repeat < 1500; ++repeat) {
+  for (int repeat = 0; repeat < rounds(1500); ++repeat) {
     std::atomic<int64_t> done{0};
     const auto in_turn = [&](int64_t phase) { CHECK(done++ / tasks == phase); };
     pool.run_phases({{tasks, [&](int64_t, const Worker&) { in_turn(0); }},
@@ -255,7 +258,7 @@ void an_exception_frees_who_waits_early(WorkerPool& pool) {
                      {64, [&](int64_t, const Worker&) { ++later; }, nullptr, nothing},
                      {64, [&](int64_t, const Worker&) { ++later; }, nullptr, nothing}});
   };
-  for (int repeat = 0; repeat < 100; ++repeat) CHECK(message_of<std::out_of_range>(region) == "task 2");
+  for (int repeat = 0; repeat < rounds(100); ++repeat) CHECK(message_of<std::out_of_range>(region) == "task 2");
   CHECK(later == 0);
 }
 
@@ -269,7 +272,7 @@ void a_throwing_task_ends_the_region(WorkerPool& pool) {
                       }},
                      {8, [&](int64_t, const Worker&) { ++later; }}});
   };
-  for (int repeat = 0; repeat < 100; ++repeat) CHECK(message_of<std::out_of_range>(region) == "task 3");
+  for (int repeat = 0; repeat < rounds(100); ++repeat) CHECK(message_of<std::out_of_range>(region) == "task 3");
   CHECK(later == 0);
 }
 
@@ -279,7 +282,7 @@ void nodes_have_their_own_tasks() {
   CHECK(pool.nodes() == 3 && pool.workers_of(0) == 2 && pool.workers_of(2) == 1);
   CHECK(pool.first_of(1, 10) == 5 && pool.first_of(2, 10) == 7 && pool.first_of(3, 10) == 10);
   CHECK(pool.memory_node(1) == 2 && pool.memory_node(2) == 5);
-  for (int repeat = 0; repeat < 300; ++repeat) {
+  for (int repeat = 0; repeat < rounds(300); ++repeat) {
     const int64_t counts[] = {repeat % 5, 20, repeat % 2}, none[] = {0, 0, 3};
     const int64_t tasks = counts[0] + counts[1] + counts[2];
     std::vector<int> hits(tasks, 0);
@@ -347,7 +350,7 @@ void tasks_wait_for_no_worker(WorkerPool& pool) {
 
 // Whichever worker throws, the region ends, the message arrives, and the pool works afterwards.
 void an_exception_frees_everybody(WorkerPool& pool) {
-  for (int repeat = 0; repeat < 300; ++repeat) {
+  for (int repeat = 0; repeat < rounds(300); ++repeat) {
     const int thrower = repeat % pool.size();
     const std::string text = message_of<std::runtime_error>([&] {
       pool.run([&](const Worker& w) {
@@ -496,7 +499,7 @@ void announced_memory_is_fetched(WorkerPool& pool) {
   std::vector<uint8_t> memory(1 << 20, 7);
   const std::vector<tandem::ByteRange> known{{memory.data(), int64_t(memory.size())}, {memory.data(), 100}};
   const std::vector<tandem::ByteRange> nowhere{{reinterpret_cast<const uint8_t*>(8), 1 << 20}};
-  for (int repeat = 0; repeat < 200; ++repeat) {
+  for (int repeat = 0; repeat < rounds(200); ++repeat) {
     pool.announce(repeat % 3 ? known : nowhere);
     const tandem::SharedRange shared{(repeat % 3 ? known : nowhere)[0].data, 64, 1 << 14, repeat, 0, pool.size()};
     if (repeat % 5 == 4) pool.announce_probable({shared, shared}, 1 << 19);

@@ -193,6 +193,7 @@ def test_a_port_that_is_taken(place: Place, server: ServerProcess, expected: lis
     fault.good(30)
 
 
+@pytest.mark.full
 @pytest.mark.fault("256 clients at once")
 def test_256_clients(server: ServerProcess, fault: Fault) -> None:
     """Each gets the answer that it gets alone."""

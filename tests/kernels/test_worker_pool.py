@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,8 @@ SOURCES = {  # of csrc, beside the test itself
 }
 
 
-def build_and_run(tmp_path: Path, *flags: str, test: str = "worker_pool_test") -> str:
+def build_and_run(tmp_path: Path, *flags: str, test: str = "worker_pool_test", brief: bool = False) -> str:
+    """brief: fewer rounds, where a test has them."""
     program = tmp_path / test
     compile_ = ["c++", "-std=c++20", "-O1", "-g", f"-I{ROOT / 'csrc'}", *flags, "-pthread"]
 
@@ -45,12 +47,20 @@ def build_and_run(tmp_path: Path, *flags: str, test: str = "worker_pool_test") -
     with ThreadPoolExecutor(2) as builders:
         objects = list(builders.map(build, [ROOT / f"tests/cpp/{test}.cc", *sources]))
     run(*objects, "-o", program)
-    done = subprocess.run([str(program)], check=False, capture_output=True, text=True, timeout=250)
+    surroundings = os.environ | ({"TANDEM_BRIEF": "1"} if brief else {})
+    done = subprocess.run(
+        [str(program)], check=False, capture_output=True, text=True, timeout=250, env=surroundings
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_contract(tmp_path: Path) -> None:
+    assert build_and_run(tmp_path, brief=True) == "worker_pool_test: ok\n"
+
+
+@pytest.mark.full
+def test_contract_often(tmp_path: Path) -> None:
     assert build_and_run(tmp_path) == "worker_pool_test: ok\n"
 
 

@@ -30,7 +30,12 @@ def refused(config: ModelConfig) -> bool:
     return False
 
 
-@pytest.fixture(scope="module", params=TIERS)
+OFTEN = [name for name in TIERS if name.startswith("amx")]  # whose kernels depend on rows without the mode
+
+
+@pytest.fixture(
+    scope="module", params=[t if t in OFTEN else pytest.param(t, marks=pytest.mark.full) for t in TIERS]
+)
 def ops(request: pytest.FixtureRequest) -> CpuOps:
     require_tier(request.param)
     with pytest.MonkeyPatch.context() as patch:

@@ -25,7 +25,7 @@ from tandem.server.app import create_app
 from tandem.server.messages import ToEngine
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-EXAMPLES = 20  # of each operation; tests/clients/test_schemathesis.py goes on for minutes (make test-all)
+EXAMPLES = 12  # of each operation; tests/clients/test_schemathesis.py goes on for minutes (make test-all)
 
 
 def self_turning_app():
