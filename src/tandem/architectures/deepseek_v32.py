@@ -29,6 +29,8 @@ from tandem.errors import ConfigError
 
 Pairs = Literal["halves", "neighbours"]
 KINDS = "indexed_attention", "deepseek_sparse_attention"
+LONG_CONTEXT = 1 << 20
+SHARING = {"index_topk_freq": 4, "index_skip_topk_offset": 3}  # config.json of GLM-5.2 and 5.3
 _PATTERN = {"F": "full", "S": "shared"}
 
 
@@ -114,17 +116,27 @@ def _kinds(keys: JsonKeys) -> list[str]:
 
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
-    """Layers that have no indexer take the choice of one before them."""
+    """As DeepSeek-V3's, and the indexer."""
     if keys.optional("expert_gating_func", 0) != SIGMOID:
         raise keys.refuse("expert_gating_func", f"is not {SIGMOID} (sigmoid)")
-    chooses = [keys.has_tensor(f"blk.{i}.indexer.attn_k.weight") for i in range(_gguf_layers(keys))]
-    return deepseek_gguf(keys) | {
+    return deepseek_gguf(keys) | _gguf_choosers(keys) | {
         "model_type": "glm_moe_dsa",
         "index_n_heads": keys.need("attention.indexer.head_count"),
         "index_head_dim": keys.need("attention.indexer.key_length"),
         "index_topk": keys.need("attention.indexer.top_k"),
-        "indexer_types": ["full" if own else "shared" for own in chooses],
-    }
+    }  # fmt: skip
+
+
+def _gguf_choosers(keys: GgufKeys) -> dict[str, Any]:
+    """Which layers choose. Files of GLM-5.2 and 5.3 without the key have an indexer in every layer, also in those that
+    did not learn one; a context of 1 M tells them from GLM-5, as in llama.cpp. Else layers without one share."""
+    layers, listed = _gguf_layers(keys), keys.flags("attention.indexer.types")
+    own = listed or [keys.has_tensor(f"blk.{i}.indexer.attn_k.weight") for i in range(layers)]
+    if listed and len(listed) not in (layers, keys.need("block_count")):
+        raise keys.refuse("attention.indexer.types", f"has {len(listed)} values for {layers} layers")
+    if not listed and all(own) and keys.need("context_length") >= LONG_CONTEXT:
+        return SHARING
+    return {"indexer_types": ["full" if chooses else "shared" for chooses in own[:layers]]}
 
 
 def _gguf_layers(keys: GgufKeys) -> int:

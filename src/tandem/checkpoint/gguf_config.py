@@ -41,6 +41,12 @@ class _Keys:
     def flag(self, key: str, default: bool) -> bool:
         return self.model.optional(self.prefix + key, default)
 
+    def flags(self, key: str) -> list[bool]:
+        values = self.model.metadata.get(self.prefix + key, [])
+        if not isinstance(values, list) or not all(isinstance(v, int) and v in (0, 1) for v in values):
+            raise self.refuse(key, "is not an array of bools")
+        return [bool(value) for value in values]
+
     def has(self, key: str) -> bool:
         return self.prefix + key in self.model.metadata
 
