@@ -18,7 +18,11 @@ from tandem.cli import serve
 from tandem.cli.app import run
 
 SECONDS = 60  # until a busy machine has imported torch
-SERVE = "import sys; from tandem.cli.app import run; {}; run(['serve', 'demo'])"
+# What runs tests in the background may have had SIGINT ignored, which children inherit.
+SERVE = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from tandem.cli.app import run; {}; run(['serve', 'demo'])"
+)
 DEAF = "#!/bin/sh\ntrap '' INT TERM\ntouch {}\nexec sleep 100\n"
 
 

@@ -52,20 +52,20 @@ std::string message_of(F&& f) {
 void every_worker_runs_once(WorkerPool& pool) {
   std::vector<int> seen(pool.size(), 0);
   const auto caller = std::this_thread::get_id();
-  for (int repeat = 0; repeat < 2000; ++repeat)
+  for (int repeat = 0; repeat < rounds(2000); ++repeat)
     pool.run([&](const Worker& w) {
       CHECK(w.count == pool.size() && w.pool == &pool);
       CHECK((w.index == 0) == (std::this_thread::get_id() == caller));
       ++seen[w.index];
     });
-  for (int n : seen) CHECK(n == 2000);
+  for (int n : seen) CHECK(n == rounds(2000));
 }
 
 // Between two barriers everybody sees what everybody wrote before the first.
 void barriers_order_writes(WorkerPool& pool) {
   std::vector<int> slot(pool.size(), 0);
   pool.run([&](const Worker& w) {
-    for (int round = 1; round <= 500; ++round) {
+    for (int round = 1; round <= rounds(500); ++round) {
       slot[w.index] = round;
       w.barrier();
       for (int value : slot) CHECK(value == round);

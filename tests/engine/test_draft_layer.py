@@ -152,7 +152,7 @@ def taught(tiny_models, tmp_path_factory):
 
 
 @pytest.mark.parametrize("wish", WISHES)
-@pytest.mark.parametrize("tokens", [512, 80])
+@pytest.mark.parametrize("tokens", [pytest.param(512, marks=pytest.mark.full), 80])
 def test_answers_are_those_of_plain_decoding(taught, tmp_path: Path, wish: str, tokens: int) -> None:
     """Bit for bit, with guesses of which some are right; also where sequences are preempted."""
     asks = [request(name, prompt, max_tokens=25, ignore_eos=wish != "grammar", **WISHES[wish])

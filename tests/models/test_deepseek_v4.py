@@ -216,12 +216,12 @@ def test_a_table_of_other_experts_is_refused(both: tuple[Path, Path], tmp_path: 
 
 
 def test_a_gpu_takes_it_whatever_backend_is_asked_for(tiny_models) -> None:
-    """Its keys are read by PyTorch's operations; gathered keys, queries and streams of a chunk are planned for."""
+    """Its keys have kernels of their own; gathered keys, queries and streams of a chunk are planned for."""
     model = changed(tiny_models)
     config = EngineConfig(model="demo", attention_backend="flashinfer", page_size=16, chunked_prefill_size=512)
     made = resolve(config, model, with_gpu())
     assert made.gpu is not None and made.gpu.attention == "triton" and made.page_size == 128
-    assert "read by PyTorch's operations" in reason(made, "attention")
+    assert "kernels of their own" in reason(made, "attention")
     scratch = next(e.nbytes for ledger in made.ledgers for e in ledger.entries if e.name == "prompt scratch")
     row = 2 * 3 * 4 * 64 + 4 * 4 * 4 * 16 + 16 * 4 * 64  # queries, what turns of them, four streams
     order, places = 512 * 2 * 8 * (8 + 64), 64 * 3 * 8 * 1024 // 4  # of keys of each row; of entries of each sequence

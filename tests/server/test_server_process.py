@@ -66,6 +66,7 @@ def alive(pid: int) -> bool:
     return False
 
 
+@pytest.mark.full  # tests/faults has one of the kind in make test
 def test_engine_killed(echo: ServerProcess):
     """In-flight requests end with an error within 2 s, health is red, the engine comes back, the next request works."""
     assert ask(echo, "before") == "before"
