@@ -49,15 +49,15 @@ std::vector<T> copied(nb::handle array, const char* name, Element element, std::
 
 // Runs every step, over a table of up to 2^18 pages: no Python object per entry.
 BatchView make_batch(nb::handle positions, nb::handle cache_slots, nb::handle query_starts, nb::handle seq_lens,
-                     nb::handle block_tables, int64_t page_size, int64_t num_pages, nb::handle slots,
-                     nb::handle folded, nb::handle sure) {
+                     nb::handle block_tables, int64_t page_size, int64_t num_pages, nb::handle slots, nb::handle folded,
+                     nb::handle sure) {
   BatchView made(copied<int64_t>(positions, "positions", Element::i64, {kAnySize}),
-                   copied<int64_t>(cache_slots, "cache_slots", Element::i64, {kAnySize}),
-                   copied<int32_t>(query_starts, "query_starts", Element::i32, {kAnySize}),
-                   copied<int32_t>(seq_lens, "seq_lens", Element::i32, {kAnySize}),
-                   copied<int32_t>(block_tables, "block_tables", Element::i32, {kAnySize, kAnySize}),
-                   slots.is_none() ? std::vector<int32_t>{} : copied<int32_t>(slots, "slots", Element::i32, {kAnySize}),
-                   page_size, num_pages);
+                 copied<int64_t>(cache_slots, "cache_slots", Element::i64, {kAnySize}),
+                 copied<int32_t>(query_starts, "query_starts", Element::i32, {kAnySize}),
+                 copied<int32_t>(seq_lens, "seq_lens", Element::i32, {kAnySize}),
+                 copied<int32_t>(block_tables, "block_tables", Element::i32, {kAnySize, kAnySize}),
+                 slots.is_none() ? std::vector<int32_t>{} : copied<int32_t>(slots, "slots", Element::i32, {kAnySize}),
+                 page_size, num_pages);
   if (!folded.is_none())
     made.guess(copied<int32_t>(folded, "folded", Element::i32, {kAnySize}),
                copied<int32_t>(sure, "sure", Element::i32, {kAnySize}));

@@ -22,9 +22,9 @@ struct DeltaShape {
 
 // What a sequence keeps. Rows of inputs and gates are as activations, of the token at position p in place p % places.
 struct DeltaState {
-  char* inputs;  // [places, channels]
-  char* gates;   // [places, gates]
-  char* memory;  // [v_heads, k_dim, v_dim] float
+  char* inputs;                                        // [places, channels]
+  char* gates;                                         // [places, gates]
+  char* memory;                                        // [v_heads, k_dim, v_dim] float
   int64_t inputs_stride, gates_stride, memory_stride;  // bytes from a sequence to the next
   int64_t slots, places;
 };
@@ -40,8 +40,8 @@ struct DeltaCall {
   DType type;
 };
 
-// A sequence's memory is what its sure rows made of it. Rows of guesses go on from a copy that is thrown away. What they
-// took in stays in its place, so that a later call can do again those that have come (`BatchView::folded`).
+// A sequence's memory is what its sure rows made of it. Rows of guesses go on from a copy that is thrown away. What
+// they took in stays in its place, so that a later call can do again those that have come (`BatchView::folded`).
 //
 // Throws std::invalid_argument when the batch has no slots, or one that is not there, or too few places.
 void delta_rule(const DenseOps& dense, const BatchView& batch, const DeltaShape& shape, const DeltaCall& call);

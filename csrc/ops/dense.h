@@ -28,7 +28,7 @@ struct BatchView {
 
   std::vector<int64_t> positions, cache_slots;
   std::vector<int32_t> query_starts, seq_lens, block_tables;
-  std::vector<int32_t> slots;  // of what models keep of each sequence beside pages; empty: of nothing
+  std::vector<int32_t> slots;         // of what models keep of each sequence beside pages; empty: of nothing
   std::vector<int32_t> folded, sure;  // see `guess`; empty: nothing is guessed
   int64_t page_size, num_pages;
 };
