@@ -18,8 +18,8 @@ from tandem.engine.frames import send_frame
 # What an answer begins with; then the compiled grammar, or why there is none.
 DONE, REFUSED, BUSY = b"+", b"-", b"?"
 
-# What a job begins with. One that the clock has ended is asked for patiently the next time: it gets its own time then,
-# or a good schema would never be accepted where machines are always busy.
+# What a job begins with. One that the clock has ended is asked for patiently the next time, and then gets its own time.
+# Else a machine that is always busy would never accept a good schema.
 USUAL, PATIENT = b"u", b"p"
 
 # With what else a refusal takes, it is there within 2 s. A busy machine does not decide what is refused: what takes too

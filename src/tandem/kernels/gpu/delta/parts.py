@@ -31,6 +31,16 @@ def block_of(dim: int) -> int:
 
 
 @triton.jit
+def add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)), accurate where it is small: decays near 1 are multiplied over whole contexts."""
     z = tl.exp(-tl.abs(x))

@@ -20,21 +20,11 @@ from torch import Tensor
 from tandem.config.layers import DeltaRule
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import UNIT_EPS, DeltaState, DeltaWeights
-from tandem.kernels.gpu.delta.parts import activated, constants, gates_of, normed
+from tandem.kernels.gpu.delta.parts import activated, add_three, add_two, constants, gates_of, normed
 from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
 
 ELEMENTS_PER_WARP = 1 << 11
 MAX_REGISTERS = 128  # of a thread: then two programs of eight warps share a multiprocessor
-
-
-@triton.jit
-def _add_two(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def _add_three(a, b, c, d, e, f):
-    return a + d, b + e, c + f
 
 
 @triton.jit
@@ -49,7 +39,7 @@ def _past(ring, conv, channel, d, inside, known, CHANNELS: tl.constexpr, CONV: t
     weight = tl.load(conv + (CONV - 1 - back) * CHANNELS + at, (back < CONV) & inside[None, :], other=0.0)
     there = (back > 0) & (back < CONV) & (back <= known) & inside[None, :]
     old = tl.load(ring + (known + PLACES - back) % PLACES * CHANNELS + at, there, other=0.0)
-    return tl.reduce((old.to(tl.float32) * weight, tl.where(back == 0, weight, 0.0)), 0, _add_two)
+    return tl.reduce((old.to(tl.float32) * weight, tl.where(back == 0, weight, 0.0)), 0, add_two)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -97,8 +87,8 @@ def _step(projected, gates, conv, decay, dt_bias, norm, lens, slots, inputs, mem
     k = activated(k_past + new_k.to(tl.float32) * k_weight, kind)
     v = activated(v_past + new_v.to(tl.float32) * v_weight, kind)
     # All sums are of the memory as it was, and of q and k before they are of unit length: two waits instead of six.
-    q_square, k_square, both = tl.reduce((q * q, k * k, q * k), 0, _add_three)
-    of_k, of_q = tl.reduce((state * k[:, None], state * q[:, None]), 0, _add_two)
+    q_square, k_square, both = tl.reduce((q * q, k * k, q * k), 0, add_three)
+    of_k, of_q = tl.reduce((state * k[:, None], state * q[:, None]), 0, add_two)
     shrink = tl.exp(log)
     q_unit, k_unit = tl.rsqrt(q_square + unit_eps) * scale, tl.rsqrt(k_square + unit_eps)
     learnt = beta * (v - shrink * k_unit * of_k)

@@ -16,19 +16,9 @@ from torch import Tensor
 from tandem.config.layers import DeltaRule
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import UNIT_EPS, DeltaState, DeltaWeights
-from tandem.kernels.gpu.delta.parts import activated, constants, normed, softplus
+from tandem.kernels.gpu.delta.parts import activated, add_three, add_two, constants, normed, softplus
 from tandem.kernels.gpu.delta.step import ELEMENTS_PER_WARP, MAX_REGISTERS
 from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
-
-
-@triton.jit
-def _add_two(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def _add_three(a, b, c, d, e, f):
-    return a + d, b + e, c + f
 
 
 @triton.jit
@@ -46,7 +36,7 @@ def _convolved(rows, ring, conv, channel, d, inside, position, known, kind: tl.c
     x = old.to(tl.float32) + new.to(tl.float32)  # one of the two is 0
     past = tl.where(back > 0, x * weight, 0.0)
     summed, own_weight, own = tl.reduce(
-        (past, tl.where(back == 0, weight, 0.0), tl.where(back == 0, x, 0.0)), 0, _add_three
+        (past, tl.where(back == 0, weight, 0.0), tl.where(back == 0, x, 0.0)), 0, add_three
     )
     return activated(summed + own * own_weight, kind), own
 
@@ -71,8 +61,8 @@ def _span(starts, lens, slots, s, rows, slot, RUN: tl.constexpr, BEFORE: tl.cons
 def _learnt(state, q, k, v, b, a, own_decay, own_bias, scale, unit_eps):
     """The memory after a token, and what the token reads from it. As in `step.py`: sums are of the memory before."""
     beta, shrink = tl.sigmoid(b), tl.exp(own_decay * softplus(a + own_bias))
-    q_square, k_square, both = tl.reduce((q * q, k * k, q * k), 0, _add_three)
-    of_k, of_q = tl.reduce((state * k[:, None], state * q[:, None]), 0, _add_two)
+    q_square, k_square, both = tl.reduce((q * q, k * k, q * k), 0, add_three)
+    of_k, of_q = tl.reduce((state * k[:, None], state * q[:, None]), 0, add_two)
     q_unit, k_unit = tl.rsqrt(q_square + unit_eps) * scale, tl.rsqrt(k_square + unit_eps)
     learnt = beta * (v - shrink * k_unit * of_k)
     read = q_unit * (shrink * of_q + k_unit * both * learnt)
