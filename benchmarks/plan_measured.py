@@ -1,8 +1,9 @@
-"""What `kt plan` predicts beside what a few layers of the same model take on this machine, for several plans.
+"""What `kt plan` predicts beside what the same model takes on this machine, for several plans.
 
     python benchmarks/plan_measured.py --out benchmarks/results
 
-The machine's speeds are probed once; no prediction sees a measured time of a model. Rows: `predicted_low`,
+The machine's speeds are probed before each plan; no prediction sees a measured time of a model. Models that take too
+long to make up are measured as samples of their layers, as by `kt plan --verify`. Rows: `predicted_low`,
 `predicted_high` and `measured` in tokens per second, of decoding one sequence and of a prompt.
 """
 
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 from collections.abc import Iterator
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -25,20 +28,26 @@ from tandem.config.forecast.advice import Question
 from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
 from tandem.config.forecast.prediction import CONTEXT, PROMPT, Range
 from tandem.config.forecast.speeds import Speeds
+from tandem.config.model_config import STORED
 from tandem.errors import TandemError
 from tandem.kernels.this_machine import this_machine
 
 CASES = (
-    ("qwen3-30b-a3b", "INT4", 0.0), ("qwen3-30b-a3b", "INT4", 0.5), ("qwen3-30b-a3b", "INT4", 1.0),
-    ("qwen3-30b-a3b", "INT8", 0.5), ("qwen3-30b-a3b", "BF16", 0.25), ("glm-4.5-air", "INT4", 0.0),
-    ("glm-4.5-air", "INT4", 0.5), ("mixtral-8x7b", "INT4", 0.5), ("olmoe-1b-7b", "BF16", 1.0),
-    ("deepseek-v2-lite", "INT4", 0.0), ("deepseek-v2-lite", "INT8", 1.0),
+    ("qwen3-30b-a3b", "INT4", 0.0), ("qwen3-30b-a3b", "INT4", 1.0), ("glm-4.5-air", "INT4", 0.0),
+    ("gpt-oss-120b", STORED, 0.5), ("olmoe-1b-7b", "BF16", 1.0), ("deepseek-v2-lite", "INT4", 0.0),
+    ("mixtral-8x7b", "INT4", 0.5), ("qwen3-next-80b", "INT4", 0.5), ("qwen3-30b-a3b", "INT4", 0.5),
+    ("deepseek-v2-lite", "INT8", 1.0), ("qwen3-30b-a3b", "INT8", 0.5), ("glm-4.5-air", "INT4", 0.5),
+    ("gpt-oss-20b", STORED, 0.0), ("qwen3-30b-a3b", "BF16", 0.25), ("deepseek-v4-flash", STORED, 0.33),
 )  # fmt: skip
+"""Names, --kt-method or what is stored, and shares of the experts on the GPU."""
+
+
+Case = tuple[str, str, float]
 
 
 def question(name: str, method: str, share: float, machine: Machine, speeds: Speeds) -> Question:
     model, stored = named_subject(name)
-    flags: dict[str, Any] = {"kt_method": method}
+    flags: dict[str, Any] = {} if method == STORED else {"kt_method": method}
     if machine.gpus:
         flags["kt_gpu_experts_ratio"] = share
     config = EngineConfig.from_keywords(name, max_total_tokens=8192, **flags)
@@ -63,26 +72,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="keep the rows here")
+    parser.add_argument("--out", type=Path, help="keep the rows here, plan after plan")
+    parser.add_argument("--only", help="plans whose names have this in them")
+    parser.add_argument("--after", type=int, default=0, help="leave so many plans out")
+    parser.add_argument("--log", action="store_true", help="show what the engine says of its start")
     options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO if options.log else logging.WARNING)
     machine = this_machine()
     gpu = probes.gpu_speeds() if machine.gpus else None
+    for case in CASES[options.after :]:
+        if options.only is None or options.only in case[0]:
+            _measure(case, machine, gpu, options.out)
+
+
+def _measure(case: Case, machine: Machine, gpu: probes.GpuSpeeds | None, out: Path | None) -> None:
+    started = perf_counter()
     here = probes.with_gpu_speeds(probes.cpu_speeds(machine, machine.tiers[-1]), gpu)
-    speeds, made = wished_speeds(MachineWish(), machine, here), []
-    where = stamp(machine_name(Machine.detect()))
-    for case in CASES:
-        try:
-            made += [row | where for row in rows(*case, question(*case, machine, speeds))]
-        except TandemError as error:
-            print(*case, error)
-            continue
-        for row in made[-2:]:
-            holds = row["predicted_low"] <= row["measured"] <= row["predicted_high"]
-            print({key: row[key] for key in list(row)[1:8]}, "holds" if holds else "OUTSIDE", flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-    if options.out is not None:
-        keep(made, options.out)
+    speeds = wished_speeds(MachineWish(), machine, here)
+    try:
+        made = list(rows(*case, question(*case, machine, speeds)))
+    except TandemError as error:
+        print(*case, error, flush=True)
+        return
+    for row in made:
+        holds = row["predicted_low"] <= row["measured"] <= row["predicted_high"]
+        print({key: row[key] for key in list(row)[1:8]}, "holds" if holds else "OUTSIDE")
+    print(f"{perf_counter() - started:.0f} s; {speeds}", flush=True)
+    if out is not None:
+        where = stamp(machine_name(Machine.detect()))
+        keep([row | where for row in made], out)
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from plans import machine
 from tandem.bench import sample
-from tandem.bench.architectures import named_config
+from tandem.bench.architectures import named_config, named_subject
 from tandem.bench.sample import depths_of, whole_seconds
 from tandem.config import EngineConfig
 from tandem.config.forecast.advice import Question
@@ -28,22 +30,42 @@ def depths(question: Question, context: int = 1024) -> list[int]:
 
 
 def test_samples_are_as_deep_as_the_time_allows() -> None:
-    assert depths(question_of("qwen3-30b-a3b", 48)) == [8, 24]
+    assert depths(question_of("qwen3-30b-a3b", 48)) == [48]  # whole
     shorter = depths(question_of("glm-4.5-air", 46, bandwidth="40GB/s"))
-    assert 3 < shorter[-1] < 24 and shorter[0] == shorter[-1] // 3
+    assert 3 < shorter[-1] < 46 and shorter[0] == shorter[-1] // 3
     assert depths(question_of("glm-4.5-air", 46, bandwidth="2GB/s")) == [1, 3]  # however long it takes
 
 
 def test_weights_of_samples_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = question_of("qwen3-30b-a3b", 48)
     each = sample._sample_bytes(asked, asked.plan())
-    monkeypatch.setattr(sample, "BUILD_BYTES", 10.5 * each)
-    assert depths(asked) == [3, 10]
+    monkeypatch.setattr(sample, "BUILD_BYTES", 12.5 * each)
+    assert depths(asked) == [3, 9]
+    monkeypatch.setattr(sample, "BUILD_BYTES", 48 * each)
+    assert depths(asked) == [48]
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(1, [1]), (2, [1, 2]), (3, [1, 3])])
-def test_no_sample_is_deeper_than_the_model(layers: int, expected: list[int]) -> None:
+def test_no_sample_is_deeper_than_the_model(layers: int, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "BUILD_BYTES", 0.0)
     assert depths(question_of("qwen3-30b-a3b", layers)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "expected"),
+    [
+        ("gpt-oss-20b", None, ("mxfp4", None)), ("deepseek-v3", None, ("fp8", None)),
+        ("deepseek-v3", "INT4", ("bf16", "INT4")), ("qwen3-30b-a3b", None, ("bf16", "BF16")),
+    ],
+)  # fmt: skip
+def test_experts_of_samples_are_stored_as_the_models_are(
+    name: str, method: str | None, expected: tuple[str, str | None]
+) -> None:
+    host = question_of("qwen3-30b-a3b", 1)
+    config = EngineConfig.from_keywords(name, **({} if method is None else {"kt_method": method}))
+    model, stored = named_subject(name)
+    asked = replace(host, config=config, model=model, stored=stored)
+    assert (sample._experts_format(asked, asked.plan()), sample._method(asked, asked.plan())) == expected
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 7, 61])

@@ -14,7 +14,8 @@ from tandem.config import Machine
 from tandem.config.forecast.speeds import MEASURED, Speeds
 from tandem.kernels.workers import machine_pool
 
-QUICK_BYTES = 512 << 20  # more than any cache of one CPU; larger buffers take seconds to fill
+QUICK_BYTES = 512 << 20  # at least: a virtual machine does not see all of its host's cache
+THREAD_BYTES = 128 << 20  # of the buffer, for each thread, which fills its own part
 QUICK_SECONDS = 0.15
 COPY_BYTES = 256 << 20
 MATRIX = 4096
@@ -33,10 +34,12 @@ class GpuSpeeds(NamedTuple):
     launch_seconds: float
 
 
-def cpu_speeds(machine: Machine, tier: str, nbytes: int = QUICK_BYTES) -> Speeds:
-    """All threads that this process may use. tier: of `this_machine().tiers`."""
+def cpu_speeds(machine: Machine, tier: str) -> Speeds:
+    """All threads that this process may use. tier: of `this_machine().tiers`. Of DRAM the mean counts, as it does for
+    experts: a machine that others share is not at its best all the time."""
     pool = machine_pool(machine, machine.max_threads)
-    dram = DramReader(pool, tier, min(nbytes, machine.available_memory // 4)).gbps(QUICK_SECONDS)
+    nbytes = max(QUICK_BYTES, THREAD_BYTES * machine.max_threads)
+    dram = DramReader(pool, tier, min(nbytes, machine.available_memory // 4)).mean_gbps(QUICK_SECONDS)
     flops = measure_flops(pool, tier, min_seconds=QUICK_SECONDS)
     return Speeds().having(MEASURED, dram_gbps=round(dram, 1), cpu_flops=flops)
 

@@ -1,7 +1,8 @@
 """A few layers of a model, with made-up weights, run by the engine: what `kt plan --verify` measures.
 
-Two samples of different depth are timed; their difference is what a layer takes. The deeper they are, the less of it is
-what starts and ends a step, so they are as deep as the time for them allows. The head is counted by its bytes.
+A model whose weights can be made up in the time is timed whole. Of others, two samples of different depth are; their
+difference is what a layer takes. The deeper they are, the less of it is what starts and ends a step. The head is
+counted by its bytes.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.workers import planned_pool
 
 VOCAB = 4096  # a small head, which is counted apart
-LEAST_DEPTH, MOST_DEPTH = 3, 24  # periods of layers of the deeper sample, where the model has as many
+LEAST_DEPTH = 3  # periods of layers of the deeper sample, where the model has as many
 SHALLOW_SHARE = 3  # the other has the third of them
 LONGEST_PERIOD = 4  # layers after which they repeat
-EXPERT_BYTES = 4 << 30  # of the experts of LEAST_DEPTH periods, at most
-BUILD_BYTES = 12e9  # of the deeper sample's weights: about ten seconds of copying
+BUILD_BYTES = 18e9  # of all samples' weights: about ten seconds of copying
+EXPERT_BYTES = 12e9  # of the experts of LEAST_DEPTH periods, at most
 STEP_SECONDS = 6.0  # of the deeper sample's context and steps, about
 WARM_STEPS, STEPS = 3, 16
 PROMPTS = 2
@@ -69,8 +70,7 @@ def measured_rates(question: Question, context: int, prompt: int) -> dict[str, f
     predicted = question.predicted(plan, (1,))
     prompt = min(prompt, plan.context_length)
     context = min(context, plan.context_length - STEPS - 16)
-    period, layers = _period(question.model.layers), len(question.model.layers)
-    depths = [depth * period for depth in depths_of(question, plan, predicted, context)]
+    layers, depths = len(question.model.layers), depths_of(question, plan, predicted, context)
     affordable = int(PROMPT_SECONDS * predicted.prompt.middle / (depths[-1] / layers) / 2 / PROMPTS)
     tokens = max(16, min(prompt, affordable))
     times = [_times(question, plan, depth, context, tokens) for depth in depths]
@@ -80,16 +80,18 @@ def measured_rates(question: Question, context: int, prompt: int) -> dict[str, f
 
 
 def depths_of(question: Question, plan: Plan, predicted: Prediction, context: int) -> list[int]:
-    """Periods of layers of both samples, or of one, where the model has no more. What the deeper takes of any memory is
-    a part of what the plan's ledger says, so time alone bounds it: to make its weights, and to run its steps."""
-    model, period = question.model, _period(question.model.layers)
-    most = len(model.layers) // period
-    ledger = sum(entry.total_bytes for entry in plan.ledgers) / most
-    weights = min(ledger, _sample_bytes(question, plan) * period)
+    """Layers of both samples, or of one: all of them where the time allows that. What a sample takes of any memory is a
+    part of what the plan's ledger says, so time alone bounds it: to make its weights, and to run its steps."""
+    layers, period = len(question.model.layers), _period(question.model.layers)
+    ledger = sum(entry.total_bytes for entry in plan.ledgers) / layers
+    weights = max(1.0, min(ledger, _sample_bytes(question, plan)))  # of a layer
     steps = (WARM_STEPS + STEPS) / predicted.decode[1].middle + context / predicted.prompt.middle
-    affordable = min(BUILD_BYTES / max(1.0, weights), most * STEP_SECONDS / steps, MOST_DEPTH)
-    deeper = min(most, max(LEAST_DEPTH, int(affordable)))
-    return sorted({max(1, deeper // SHALLOW_SHARE), deeper})
+    affordable = min(BUILD_BYTES / weights, layers * STEP_SECONDS / steps)
+    if affordable >= layers or layers <= period:
+        return [layers]
+    deeper = max(LEAST_DEPTH, int(affordable * SHALLOW_SHARE / (SHALLOW_SHARE + 1) / period))
+    deeper = min(layers // period, deeper)
+    return [period * depth for depth in sorted({max(1, deeper // SHALLOW_SHARE), deeper})]
 
 
 def _sample_bytes(question: Question, plan: Plan) -> float:
@@ -149,7 +151,8 @@ def _prompt_seconds(engine: Engine, tokens: int, keep: bool = False) -> float:
 
 
 def _engine(question: Question, plan: Plan, depth: int, tokens: int) -> Engine:
-    model, dense = _sample(question, plan, depth), _dense_format(question)
+    model = _sample(question, plan, depth)
+    dense, experts = _dense_format(question), _experts_format(question, plan)
     share = 0.0 if plan.gpu is None else plan.gpu.experts / max(1, question.model.routed_experts)
     config = dataclasses.replace(
         question.config, kt_method=_method(question, plan), kt_weight_path=None, context_length=tokens,
@@ -158,12 +161,12 @@ def _engine(question: Question, plan: Plan, depth: int, tokens: int) -> Engine:
         kt_expert_placement_strategy="uniform", init_expert_location="trivial",
         kt_enable_dynamic_expert_update=False, device="cpu" if plan.gpu is None else "cuda",
     )  # fmt: skip
-    small = resolve(config, model, question.machine, stored_as(model, dense))
+    small = resolve(config, model, question.machine, stored_as(model, dense, experts))
     small = dataclasses.replace(small, max_step_tokens=plan.max_step_tokens)
     workers = planned_pool(small)
     ops, checkpoint = (
         CpuOps(workers, small.tier, small.int8_activations),
-        cast(Any, SyntheticCheckpoint(dense)),
+        cast(Any, SyntheticCheckpoint(dense, experts)),
     )
     text = cast(Any, NoText())
     if small.gpu is None:
@@ -225,7 +228,7 @@ def _expert_count(model: ModelConfig, nbytes: int, gpu: bool) -> int:
 
 def _experts_that_fit(model: ModelConfig, nbytes: int) -> int:
     layers = min(LEAST_DEPTH * _period(model.layers), len(model.layers))
-    return EXPERT_BYTES // max(1, nbytes * layers)
+    return int(EXPERT_BYTES / max(1, nbytes * layers))
 
 
 def _smaller(layer: Layer, count: int) -> Layer:
@@ -240,12 +243,21 @@ def _smaller(layer: Layer, count: int) -> Layer:
     return Layer(tuple(blocks))
 
 
-def _method(question: Question, plan: Plan) -> str:
-    """The format that is made while loading and comes nearest in bytes."""
+def _method(question: Question, plan: Plan) -> str | None:
+    """None: as they are stored; else the format that is made while loading and comes nearest in bytes."""
+    if _experts_format(question, plan) != "bf16":
+        return None
     if plan.expert_format != STORED:
         return {"bf16": "BF16", "f32": "BF16", "int8": "INT8", "int4": "INT4"}[plan.expert_format]
     each = question.stored.experts.bytes_per_weight
     return "BF16" if each > 1.5 else "INT8" if each > 0.8 else "INT4"
+
+
+def _experts_format(question: Question, plan: Plan) -> str:
+    """What the sample's experts are stored as, of FORMATS; "bf16" where they are made while loading, or are stored as
+    nothing that can be made up."""
+    stored = question.stored.experts.name if plan.expert_format == STORED else "bf16"
+    return next((name for name in FORMATS if stored.split()[0] == name.split("-")[0]), "bf16")
 
 
 def _dense_format(question: Question) -> str:
@@ -253,6 +265,4 @@ def _dense_format(question: Question) -> str:
     dense = question.stored.dense
     if not dense.quantised:
         return "bf16"
-    return min(
-        FORMATS, key=lambda name: abs(FORMATS[name].bytes_per_weight - dense.bytes_per_weight)
-    )
+    return min(FORMATS, key=lambda name: abs(FORMATS[name].bytes_per_weight - dense.bytes_per_weight))

@@ -14,7 +14,8 @@ from tandem.config.forecast.attention import attention_flops
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.forecast.stream_rates import StreamRates
-from tandem.config.layers import Layer
+from tandem.config.layers import DeltaRule, Layer
+from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.model_config import STORED, ModelConfig, past_bytes
 from tandem.config.plan import Plan
@@ -24,6 +25,7 @@ WIDTH = 1.4  # of a range: high ÷ low
 CONTEXT, PROMPT = 1024, 2048  # tokens, where none are said
 
 DRAM_SHARE = 0.92  # of the reading speed that the CPU's experts reach
+FLOAT_CODES_DRAM_SHARE = 0.79  # likewise, of codes that are small floats: FP8, MXFP4, NVFP4
 CPU_SHARE = {"amx": 0.42}  # of the tier's peak, with many rows; others:
 OTHER_CPU_SHARE = 0.55
 CPU_ATTENTION_SHARE = 0.28  # of the same peak: attention is computed in float32
@@ -31,7 +33,9 @@ CPU_LAYER_SECONDS = 6e-5  # without a GPU: norms, router, attention's small part
 HANDOFF_LAYER_SECONDS = 2.1e-5  # beside one: from the GPU to the CPU's experts and back
 GRAPH_KERNELS, EXPERT_KERNELS = 11, 3  # of a decode layer; of experts on the GPU beyond these
 STREAM_KERNELS = 2  # where streams mix, of a block; half as many again guess the next layer's
-SHARED_KEY_KERNELS, EAGER_SHARED_KEYS = 12, 90  # of attention over shared keys, in graphs and by PyTorch's operations
+SHARED_KEY_KERNELS, EAGER_SHARED_KEYS = 60, 90  # of attention over shared keys, in graphs and by PyTorch's operations
+DELTA_KERNELS = 18  # of a delta net beyond attention's
+INDEX_KERNELS = 60  # of an indexer that chooses tokens
 EAGER_KERNELS = 100  # of a layer outside of graphs, in time
 GPU_ROWS_GROWTH = 0.18  # of the GPU's dense step each time the batch doubles
 GPU_CODE_SHARE, GPU_NUMBER_SHARE = 0.5, 0.8  # of GPU memory's speed, experts of codes and of numbers
@@ -59,6 +63,12 @@ class Case:
         if self.plan.gpu is None:
             return model.dense_bytes(dtype, self.stored)
         return model.dense_bytes(dtype, self.stored, on_gpu=True)
+
+    @property
+    def dram_share(self) -> float:
+        """Of DRAM's reading speed that the experts reach: their codes are decoded meanwhile."""
+        floats = self.plan.expert_format == STORED and "fp" in self.stored.experts.name
+        return FLOAT_CODES_DRAM_SHARE if floats else DRAM_SHARE
 
     @property
     def gpu_share(self) -> float:
@@ -142,7 +152,7 @@ def _decode_on_cpu(case: Case, batch: int, context: int) -> dict[str, float]:
     return {
         "dense layers": case.dense_bytes / rate,
         "KV cache": case.state_bytes(batch, context) / rate,
-        "experts": on_cpu * case.expert_bytes / rate,
+        "experts": on_cpu * case.expert_bytes / case.speeds.dram_gbps / 1e9 / case.dram_share,
         "between layers": len(model.layers) * CPU_LAYER_SECONDS,
     }
 
@@ -156,7 +166,7 @@ def _decode_on_gpu(case: Case, batch: int, context: int) -> dict[str, float]:
     )
     there = on_gpu * case.expert_bytes / speeds.gpu_gbps / 1e9 / _gpu_experts_share(case)
     there += moe * EXPERT_KERNELS * speeds.kernel_seconds if case.gpu_share else 0.0
-    here = on_cpu * case.expert_bytes / speeds.dram_gbps / 1e9 / DRAM_SHARE
+    here = on_cpu * case.expert_bytes / speeds.dram_gbps / 1e9 / case.dram_share
     here += moe * HANDOFF_LAYER_SECONDS if case.gpu_share < 1 and moe else 0.0
     side = "experts in CPU memory" if here > there else "experts on the GPU"
     return {
@@ -168,7 +178,16 @@ def _decode_on_gpu(case: Case, batch: int, context: int) -> dict[str, float]:
 
 def _kernels(layer: Layer) -> int:
     """Of a decode step in a graph."""
-    return GRAPH_KERNELS + _stream_kernels(layer) + (SHARED_KEY_KERNELS if isinstance(layer.mixer, SharedKv) else 0)
+    return GRAPH_KERNELS + _stream_kernels(layer) + _mixer_kernels(layer.mixer)
+
+
+def _mixer_kernels(mixer: object) -> int:
+    """Beyond those of attention with keys and values."""
+    if isinstance(mixer, SharedKv):
+        return SHARED_KEY_KERNELS
+    if isinstance(mixer, Latent) and mixer.index is not None and mixer.index.reuse is None:
+        return INDEX_KERNELS
+    return DELTA_KERNELS if isinstance(mixer, DeltaRule) else 0
 
 
 def _eager_kernels(layer: Layer) -> int:
@@ -259,7 +278,7 @@ def _experts_on_cpu(case: Case, rows: int) -> float:
     moe = len(model.moe_layers)
     flops = 2.0 * rows * model.moe.router.top_k * model.expert_params * moe
     nbytes = distinct_experts(model.moe.router, rows) * moe * case.expert_bytes
-    reading = nbytes / speeds.dram_gbps / 1e9 / DRAM_SHARE
+    reading = nbytes / speeds.dram_gbps / 1e9 / case.dram_share
     return share * max(reading, flops / speeds.cpu_flops / _cpu_share(case))
 
 
