@@ -131,7 +131,7 @@ def test_two_texts_of_one_hash_are_no_match(monkeypatch) -> None:
 
 
 def test_costs_go_through_what_was_measured() -> None:
-    curve = Curve({2: 1.5, 6: 2.5})
+    curve = Curve({2: 1.5, 6: 2.5}, 0.4)
     assert [curve(n) for n in (0, 1, 2, 4, 6, 8)] == pytest.approx([1.0, 1.25, 1.5, 2.0, 2.5, 3.0])
     times = StepTimes()
     assert times.plain(1) is None
@@ -144,6 +144,14 @@ def test_costs_go_through_what_was_measured() -> None:
     times.observe(1, 2, 1000.0)  # a pause
     assert times.curve(1)(2) < 1.7
     assert [rounded(n) for n in (1, 8, 9, 11, 12, 63, 64)] == [1, 8, 8, 10, 12, 56, 64]
+
+
+def test_guesses_of_many_sequences_are_tried_at_once() -> None:
+    """One of each costs as much of a longer step, until more is known."""
+    assert StepTimes().curve(8)(8) == pytest.approx(StepTimes().curve(1)(1))
+    world = World(0.95, 0.02, sequences=8)
+    _, widths = world.run(12)
+    assert sum(widths) > 100
 
 
 class World:

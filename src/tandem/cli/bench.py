@@ -68,6 +68,16 @@ MostGuesses = Annotated[
 Acceptances = Annotated[
     list[float] | None, typer.Option(min=0, max=1, help="with --speculative: so many guesses are right")
 ]
+Overlap = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="with --speculative and --config: neighbours share so many of their experts"),
+]
+FixedWidths = Annotated[
+    list[int] | None, typer.Option("--fixed", min=1, help="with --overlap: as many guesses in every step, as well")
+]
+DraftTime = Annotated[
+    float, typer.Option("--draft-ms", min=0, help="with --overlap: what a guess takes (default: nothing)")
+]
 Governed = Annotated[
     bool, typer.Option("--governor/--no-governor", help="with --speculative: as many guesses as pay")
 ]
@@ -148,6 +158,9 @@ def decode(
     num_steps: MostGuesses = DEFAULT_GUESSES,
     acceptance: Acceptances = None,
     governor: Governed = True,
+    overlap: Overlap = None,
+    fixed: FixedWidths = None,
+    draft_ms: DraftTime = 0.0,
     out: Out = None,
 ) -> None:
     """Measure decoding against the memory-bandwidth bound of the same run, and against other engines.
@@ -162,6 +175,11 @@ def decode(
         more = (steps, repeats, threads, tier, dense_format, bench_hybrid.foresight_modes(foresight))
         bench_hybrid.run(bench_hybrid.Request(*asked, *more), out)
         return
+    if speculative is not None and overlap is not None:
+        from tandem.bench.told import rows as told_rows
+
+        told_rows.run(told_rows.request(locals()), out)
+        return
     if speculative is not None:
         from tandem.bench import speculation as bench_speculation
 
@@ -171,18 +189,8 @@ def decode(
         return
     from tandem.bench.decode import Request, run
 
-    run(Request(
-        model=model,
-        formats=tuple(fmt or ["BF16"]),
-        batches=tuple(batch or [1, 8]),
-        steps=steps,
-        repeats=repeats,
-        transformers=transformers,
-        llama_cpp=llama_cpp,
-        threads=threads,
-        tier=tier,
-        deterministic=deterministic,
-    ), out)  # fmt: skip
+    lists, beside = (tuple(fmt or ["BF16"]), tuple(batch or [1, 8])), (transformers, llama_cpp)
+    run(Request(model, *lists, steps, repeats, *beside, threads, tier, deterministic=deterministic), out)
 
 
 @bench.command()

@@ -106,25 +106,36 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     return LoadedEngine(engine, engine.plan, config.model, model.model_type, model.vocab)
 
 
-def made_up_parts(config: EngineConfig, planned: Callable[[Plan], None] | None = None) -> EngineParts:
-    """Of the folder `config.model`. planned: called before anything is made."""
+def made_up_parts(
+    config: EngineConfig,
+    planned: Callable[[Plan], None] | None = None,
+    dense: str = "bf16",
+    start: Callable[..., MadeUpStart] = MadeUpStart,
+) -> EngineParts:
+    """Of the folder `config.model`. planned: called before anything is made. dense: what projections are stored as."""
     model = drafting(config, load_model_config(Path(config.model)))
-    experts = experts_of(config.kt_method or "BF16")
-    plan = resolve(config, model, this_machine(), stored_as(model, "bf16", experts))
+    stored = dense, experts_of(config.kt_method or "BF16")
+    plan = resolve(config, model, this_machine(), stored_as(model, *stored))
     if planned is not None:
         planned(plan)
-    return _parts(config, plan, model, experts)
+    return _parts(config, plan, model, stored, start)
 
 
 @for_loading()
-def _parts(config: EngineConfig, plan: Plan, model: ModelConfig, experts: str) -> EngineParts:
+def _parts(
+    config: EngineConfig,
+    plan: Plan,
+    model: ModelConfig,
+    stored: tuple[str, str],
+    make: Callable[..., MadeUpStart],
+) -> EngineParts:
     use_one_torch_thread()
     directory, workers = Path(config.model), planned_pool(plan)
     ops = CpuOps(workers, plan.tier, plan.int8_activations)
-    checkpoint: Any = SyntheticCheckpoint("bf16", experts)
+    checkpoint: Any = SyntheticCheckpoint(*stored)
     with PackedStart(config, directory, workers, None) as packed:  # which keeps nothing
         parts = config, plan, model, checkpoint, Tokenizer.load(directory), ops, packed, None
-        start = MadeUpStart(*parts)
+        start = make(*parts)
         return start.on_cpu() if plan.gpu is None else start.on_gpu()
 
 

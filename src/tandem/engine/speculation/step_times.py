@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 _WEIGHT_OF_NEWEST = 0.1
 _SURE_AFTER = 3  # measurements: the first one of a size pays for more than its rows
-_FIRST_SLOPE = 0.4  # of a step without guesses, per guess: until something is known
+_FIRST_SLOPE = 0.4  # of a step without guesses, per guess of every sequence: until something is known
 
 
 class _Figure:
@@ -52,19 +52,21 @@ class StepTimes:
 
     def curve(self, sequences: int, *, hopeful: bool = False) -> Curve:
         """hopeful: as if nothing bad were known."""
-        known = self._ratios.get(rounded(sequences), {})
+        known, first = self._ratios.get(rounded(sequences), {}), _FIRST_SLOPE / sequences
         sure = {guesses: f.value for guesses, f in known.items() if f.sure}
-        made = Curve(sure)
+        made = Curve(sure, first)
         tried = {g: min(f.value, made(g)) for g, f in known.items() if not f.sure}
         if not hopeful:
-            return Curve(sure | tried)
-        return Curve({g: min(value, 1.0 + _FIRST_SLOPE * g) for g, value in (sure | tried).items()})
+            return Curve(sure | tried, first)
+        return Curve({g: min(value, 1.0 + first * g) for g, value in (sure | tried).items()}, first)
 
 
 class Curve:
     """How many times as long a step takes with so many guesses: through the known points, and straight on."""
 
-    def __init__(self, points: dict[int, float]) -> None:
+    def __init__(self, points: dict[int, float], first_slope: float) -> None:
+        """first_slope: of each guess, where no point is known."""
+        self._first_slope = first_slope
         self._at = [0, *sorted(points)]
         self._values = [1.0, *(points[g] for g in self._at[1:])]
 
@@ -80,7 +82,7 @@ class Curve:
     @property
     def _slope(self) -> float:
         last = self._at[-1]
-        return (self._values[-1] - 1.0) / last if last else _FIRST_SLOPE
+        return (self._values[-1] - 1.0) / last if last else self._first_slope
 
 
 def rounded(count: int) -> int:

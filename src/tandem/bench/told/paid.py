@@ -1,0 +1,35 @@
+"""`Paid`: guesses that are right as often as wished, each at a stated price, as a draft layer's are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from time import perf_counter
+
+from tandem.engine.sequence import Sequence
+from tandem.engine.speculation.draft import LAYER_KINDS, Draft
+from tandem.engine.speculation.foretold import Foretold
+
+
+class Paid:
+    """`Drafter`, and `Drawing`. A chain for all sequences takes `seconds` times the longest."""
+
+    unusual = False
+
+    def __init__(
+        self, answers: Mapping[tuple[str, int], Rows[int]], acceptance: float, vocab: int, seconds: float
+    ) -> None:
+        self._said, self._seconds = Foretold(answers, acceptance, vocab), seconds
+
+    def propose(self, sequence: Sequence, most: int) -> Draft | None:
+        return Draft((), tuple(range(LAYER_KINDS, LAYER_KINDS + most)))
+
+    def draw(self, wanted: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
+        over = perf_counter() + self._seconds * max(width for _, width in wanted)
+        drafts = [self._said.propose(sequence, width) for sequence, width in wanted]
+        while perf_counter() < over:
+            pass
+        return [() if draft is None else draft.tokens for draft in drafts]
+
+    def forget(self, sequence: Sequence) -> None:
+        """There is nothing to forget."""

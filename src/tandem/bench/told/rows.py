@@ -1,0 +1,235 @@
+"""`kt bench decode --speculative --config --overlap`: what guesses gain, if so many are right and neighbours share so
+many experts; governed, and at fixed widths, each beside decoding without guesses, in turn.
+
+Answers are said in advance, and so are experts: weights are made up. What is computed costs what it costs.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from tandem.bench.architectures import named_config
+from tandem.bench.ceilings import DramReader
+from tandem.bench.gaps.made_up import write_folder
+from tandem.bench.rows import machine_name, stamp, write
+from tandem.bench.step_bound import gpu_step_bytes
+from tandem.bench.stored import expert_bytes, experts_of, format_name, stored_as
+from tandem.bench.told.parts import Told, told_parts
+from tandem.bench.told.turns import Asked, Guesses, Timed, Turn, Turns
+from tandem.config import EngineConfig, Machine
+from tandem.config.forecast.bound import experts_seconds
+from tandem.config.speculation.choice import check_algorithm, why_one_token
+from tandem.engine.protocol import SpeculationStats
+from tandem.errors import ConfigError
+from tandem.kernels.free_memory import return_free_memory
+
+READ_SECONDS = 0.2
+ROOM = 64  # tokens of a sequence beside its prompt and its answer
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the flags asked for. fixed: widths that are measured as well; draft_seconds: of each guess."""
+
+    config: str
+    formats: tuple[str, ...]
+    shares: tuple[float, ...]
+    batches: tuple[int, ...]
+    acceptances: tuple[float, ...]
+    overlap: float
+    most: int
+    governed: bool
+    fixed: tuple[int, ...]
+    layers: int | None
+    context: int
+    tokens: int
+    repeats: int
+    threads: int | None
+    tier: str
+    dense: str
+    draft_seconds: float
+
+    @property
+    def widths(self) -> list[tuple[int, bool]]:
+        """Most guesses, and whether each step has as many as pay."""
+        return [*([(self.most, True)] if self.governed else []), *((width, False) for width in self.fixed)]
+
+
+def request(flags: Mapping[str, Any]) -> Request:
+    """Of the parameters of `kt bench decode`. Raises ConfigError."""
+    check_algorithm(flags["speculative"])
+    if flags["config"] is None:
+        raise ConfigError("--overlap is of made-up weights: give --config, too")
+    acceptances = flags["acceptance"] or [0.0, 0.5, 0.7, 0.9, 1.0]
+    return Request(
+        flags["config"], tuple(flags["fmt"] or ["BF16"]), tuple(flags["gpu_share"] or [0.0, 0.5, 1.0]),
+        tuple(flags["batch"] or [1, 8]), tuple(acceptances), flags["overlap"], flags["num_steps"], flags["governor"],
+        tuple(flags["fixed"] or ()), flags["layers"], flags["context"], flags["steps"], flags["repeats"],
+        flags["threads"], flags["tier"], flags["dense_format"], flags["draft_ms"] / 1e3,
+    )  # fmt: skip
+
+
+class Ceilings(NamedTuple):
+    """GB/s; hbm: 0 without a GPU."""
+
+    dram: float
+    hbm: float
+
+
+def run(request: Request, out: Path | None) -> None:
+    console, rows = Console(), []
+    for row in measure(request):
+        rows.append(row)
+        console.print(json.dumps(row), highlight=False, soft_wrap=True)
+    console.print(table(rows))
+    if out is not None:
+        write(rows, out)
+        console.print(f"Written to {out}")
+
+
+def measure(request: Request) -> Iterator[dict[str, Any]]:
+    hbm = _hbm_gbps()
+    for fmt in request.formats:
+        for share in request.shares if hbm else (0.0,):
+            yield from _of_share(request, fmt, share, hbm)
+            gc.collect()
+            return_free_memory()
+
+
+def _hbm_gbps() -> float:
+    if not Machine.detect().gpus:
+        return 0.0
+    from tandem.bench.hybrid import gpu_copy_gbps  # Triton is there only where a GPU is
+
+    return gpu_copy_gbps()
+
+
+def _of_share(request: Request, fmt: str, share: float, hbm: float) -> Iterator[dict[str, Any]]:
+    with TemporaryDirectory(prefix="tandem-bench-") as folder:
+        write_folder(Path(folder), request.config, request.layers)
+        told = told_parts(_config(request, folder, fmt, share), request.dense, request.overlap, request.most)
+    ceilings = Ceilings(_reader(told).mean_gbps(READ_SECONDS), hbm)
+    for batch in request.batches:
+        turns = Turns(told, Asked(batch, request.context, request.tokens))
+        for acceptance in request.acceptances:
+            for most, governed in request.widths:
+                guesses = Guesses(acceptance, most, governed, request.draft_seconds)
+                found, said = turns.measure(guesses, request.repeats)
+                bound = _bounds(request, told, batch, fmt, ceilings)
+                yield (
+                    _row(request, told, fmt, share, batch, guesses)
+                    | _figures(found, said, bound)
+                    | _stamp(request)
+                )
+
+
+def _reader(told: Told) -> DramReader:
+    parts = told.parts
+    layers = [] if parts.handoff is None else parts.handoff.layers
+    if layers:
+        return DramReader.of(layers, parts.workers, parts.plan.tier)
+    return DramReader(parts.workers, parts.plan.tier)
+
+
+def _config(request: Request, model: str, fmt: str, share: float) -> EngineConfig:
+    """A model that takes nothing back is planned for as many sequences as a step has rows."""
+    alone = bool(why_one_token(named_config(request.config, request.layers)))
+    running = max(request.batches) * (1 + request.most if alone else 1)
+    length = request.context + request.tokens + request.most + ROOM
+    flags: dict[str, Any] = {"device": "cpu"}
+    if Machine.detect().gpus:
+        flags = {
+            "device": "cuda", "kt_gpu_experts_ratio": share, "kt_gpu_prefill_token_threshold": 0,
+            "disable_expert_foresight": True,
+        }  # fmt: skip
+    return EngineConfig.from_keywords(
+        model, kt_method=fmt, kt_cpuinfer=request.threads, kernel_tier=request.tier, max_running_requests=running,
+        speculative_algorithm="NGRAM", speculative_num_steps=request.most, context_length=length,
+        max_total_tokens=(max(request.batches) + 1) * (length + ROOM), **flags,
+    )  # fmt: skip
+
+
+Bound = Callable[[Timed, float], float]
+"""The least seconds of a step whose sequences have so many rows each."""
+
+
+def _bounds(request: Request, told: Told, batch: int, fmt: str, ceilings: Ceilings) -> Bound:
+    """All bytes once: dense weights and experts, each from the memory where they are; both are read together."""
+    model = told.parts.model_config
+    nbytes, layers = expert_bytes(model, fmt), len(model.moe_layers)
+    stored = stored_as(model, request.dense, experts_of(fmt))
+    dense = gpu_step_bytes(model, stored, batch, request.context)
+
+    def bound(timed: Timed, rows: float) -> float:
+        used = told.routing.distinct(rows, batch) * layers
+        if timed.cpu_experts is None:
+            return (dense + used * nbytes) / ceilings.dram / 1e9
+        there = max(0.0, used - timed.cpu_experts)
+        seconds = experts_seconds(timed.cpu_experts, there, nbytes, ceilings.dram, ceilings.hbm)
+        return dense / ceilings.hbm / 1e9 + seconds
+
+    return bound
+
+
+def _row(
+    request: Request, told: Told, fmt: str, share: float, batch: int, guesses: Guesses
+) -> dict[str, Any]:
+    model = told.parts.model_config
+    return {
+        "bench": "speculation", "config": request.config, "layers": len(model.layers), "format": format_name(fmt),
+        "dense": request.dense, "algorithm": "foretold", "acceptance": guesses.acceptance, "overlap": request.overlap,
+        "steps": guesses.most, "governor": guesses.governed, "batch": batch, "gpu_share": share,
+        "context": request.context, "draft_ms": round(guesses.seconds * 1e3, 4), "takes_back": told.takes_back,
+    }  # fmt: skip
+
+
+def _figures(turns: Sequence[Turn], said: SpeculationStats, bound: Bound) -> dict[str, Any]:
+    """share, plain_share: of the least time that reading the bytes once takes; width: guesses of a sequence in a step;
+    right: of them."""
+    width = said.guesses / max(1, sum(said.widths))
+    guessing, plain = [turn.guessing for turn in turns], [turn.plain for turn in turns]
+
+    def median(values: Iterator[float], digits: int) -> float:
+        return round(statistics.median(values), digits)
+
+    return {
+        "tok_s": median((t.tok_s for t in guessing), 2),
+        "plain_tok_s": median((t.tok_s for t in plain), 2),
+        "ratio": median((t.guessing.tok_s / t.plain.tok_s for t in turns), 4),
+        "step_ms": median((t.step_seconds * 1e3 for t in guessing), 3),
+        "plain_step_ms": median((t.step_seconds * 1e3 for t in plain), 3),
+        "share": median((bound(t, 1.0 + width) / t.step_seconds for t in guessing), 4),
+        "plain_share": median((bound(t, 1.0) / t.step_seconds for t in plain), 4),
+        "width": round(width, 3), "right": round(said.right_guesses / max(1, said.guesses), 3),
+        "cpu_experts": round(statistics.median(t.cpu_experts or 0.0 for t in guessing), 1),
+        "plain_cpu_experts": round(statistics.median(t.cpu_experts or 0.0 for t in plain), 1),
+    }  # fmt: skip
+
+
+def _stamp(request: Request) -> dict[str, Any]:
+    return stamp(machine_name(Machine.detect(), request.threads))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    made = Table(title="Decoding with guesses of next tokens, beside decoding without, in turn")
+    for name in (
+        "config", "GPU share", "batch", "acceptance", "guesses", "a step", "tokens/s", "plain", "ratio", "share",
+    ):  # fmt: skip
+        made.add_column(name, justify="right")
+    for r in rows:
+        most = f"up to {r['steps']}" if r["governor"] else f"always {r['steps']}"
+        made.add_row(
+            r["config"], f"{r['gpu_share']:.0%}", str(r["batch"]), f"{r['acceptance']:g}", most, f"{r['width']:.2f}",
+            f"{r['tok_s']:.1f}", f"{r['plain_tok_s']:.1f}", f"{r['ratio']:.3f}", f"{r['share']:.0%}",
+        )  # fmt: skip
+    return made

@@ -1,0 +1,136 @@
+"""`Turns`: the same answers with guesses and without, one after the other, on one model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from time import perf_counter
+from typing import NamedTuple
+
+import msgspec
+
+from tandem.bench.told.paid import Paid
+from tandem.bench.told.parts import Told, told_tokens
+from tandem.config.speculation.choice import SpeculationPlan
+from tandem.engine.engine import Engine
+from tandem.engine.protocol import GenerateRequest, SamplingParams, SpeculationStats
+
+
+class Asked(NamedTuple):
+    """batch: sequences, each with a prompt of `context` tokens and an answer of `tokens`."""
+
+    batch: int
+    context: int
+    tokens: int
+
+
+class Guesses(NamedTuple):
+    """acceptance: the share that is right; most: of a sequence in a step; seconds: of each one that is drawn."""
+
+    acceptance: float
+    most: int
+    governed: bool
+    seconds: float
+
+
+class Timed(NamedTuple):
+    """From when all prompts are computed. cpu_experts: of a step, in all layers, each once; None: nobody counts."""
+
+    tok_s: float
+    step_seconds: float
+    cpu_experts: float | None
+
+
+class Turn(NamedTuple):
+    """One after the other."""
+
+    guessing: Timed
+    plain: Timed
+
+
+class Turns:
+    def __init__(self, told: Told, asked: Asked) -> None:
+        self._told, self._asked = told, asked
+        self._plain = self._engine(None)
+        self.timed(self._plain)
+
+    def measure(self, guesses: Guesses, repeats: int) -> tuple[list[Turn], SpeculationStats]:
+        """And what the engine says of them."""
+        engine = self._engine(guesses)
+        for _ in range(2):
+            self.timed(engine)  # it learns what steps take
+        before, turns = _said(engine), []
+        for i in range(repeats):
+            ways = (engine, self._plain) if i % 2 else (self._plain, engine)
+            found = {way: self.timed(way) for way in ways}
+            turns.append(Turn(found[engine], found[self._plain]))
+        return turns, _since(_said(engine), before)
+
+    def timed(self, engine: Engine) -> Timed:
+        batch, context, tokens = self._asked
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
+        for i in range(batch):
+            engine.add(GenerateRequest(id=str(i), prompt_ids=_prompt(i, context), sampling=params))
+        counts = [0] * batch
+        while not all(counts):
+            _count(engine, counts)
+        begun, used, started, steps = sum(counts), self._used(), perf_counter(), 0
+        while engine.has_work():
+            _count(engine, counts)
+            steps += 1
+        seconds = perf_counter() - started
+        there = None if used is None else ((self._used() or 0) - used) / steps
+        return Timed((sum(counts) - begun) / seconds, seconds / steps, there)
+
+    def _used(self) -> int | None:
+        handoff = self._told.parts.handoff
+        return None if handoff is None else handoff.used()[1]
+
+    def _engine(self, guesses: Guesses | None) -> Engine:
+        """With those graphs alone that its steps may need."""
+        parts, asked = self._told.parts, self._asked
+        plan, vocab = parts.plan, parts.model_config.vocab
+        if plan.gpu is not None:
+            most = asked.batch * (1 + (guesses.most if guesses else 0))
+            plan = replace(
+                plan, gpu=replace(plan.gpu, graph_sizes=_sizes(plan.gpu.graph_sizes, asked.batch, most))
+            )
+        if guesses is None:
+            return Engine.from_parts(replace(parts, plan=replace(plan, speculation=None)))
+        plan = replace(plan, speculation=SpeculationPlan("NGRAM", guesses.most, guesses.governed))
+        answers = {(str(i), 0): told_tokens(asked.context, asked.tokens, vocab) for i in range(asked.batch)}
+        drafter = Paid(answers, guesses.acceptance, vocab, guesses.seconds)
+        return Engine.from_parts(replace(parts, plan=plan, drafter=drafter))
+
+
+def _sizes(captured: tuple[int, ...], batch: int, most: int) -> tuple[int, ...]:
+    """From the batch on, up to the first that holds `most` rows."""
+    enough = next((size for size in captured if size >= most), most)
+    return tuple(size for size in captured if batch <= size <= enough)
+
+
+def _said(engine: Engine) -> SpeculationStats:
+    said = engine.stats().speculation
+    assert said is not None
+    return said
+
+
+def _since(now: SpeculationStats, before: SpeculationStats) -> SpeculationStats:
+    """Guesses, those that were right, and widths."""
+    return msgspec.structs.replace(
+        now,
+        guesses=now.guesses - before.guesses,
+        right_guesses=now.right_guesses - before.right_guesses,
+        widths=[a - b for a, b in zip(now.widths, before.widths, strict=True)],
+    )
+
+
+def _count(engine: Engine, counts: list[int]) -> None:
+    for output in engine.step():
+        if output.error is not None:
+            raise RuntimeError(output.error)
+        counts[int(output.id)] += len(output.token_ids)
+
+
+def _prompt(number: int, context: int) -> list[int]:
+    """Those of a batch begin differently."""
+    return [(number + place) % 251 for place in range(context)]

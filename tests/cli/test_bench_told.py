@@ -1,0 +1,164 @@
+"""`kt bench decode --speculative --config --overlap`: answers, routing and right guesses as they are told."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tandem.bench.architectures import CONFIGS
+from tandem.bench.told import turns as told_turns
+from tandem.bench.told.paid import Paid
+from tandem.bench.told.parts import ToldCopies, told_tokens
+from tandem.bench.told.routing import ToldRouting, chains, distinct
+from tandem.cli.app import app
+from tandem.config import ModelConfig
+from tandem.engine.engine import Engine
+from tandem.engine.protocol import TokenOutput
+from tandem.errors import ConfigError
+from tandem.models.batch import ForwardBatch
+
+SMALL = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "n_routed_experts": 16,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 32, "intermediate_size": 64, "vocab_size": 300,
+}  # fmt: skip
+V4 = {
+    "hidden_size": 64, "num_attention_heads": 4, "head_dim": 64, "q_lora_rank": 48, "n_routed_experts": 64,
+    "moe_intermediate_size": 32, "sliding_window": 8, "o_groups": 2, "o_lora_rank": 32, "index_n_heads": 16,
+    "index_head_dim": 32, "num_experts_per_tok": 4, "index_topk": 64, "num_hash_layers": 1, "qk_rope_head_dim": 16,
+    "compress_ratios": [0, 4, 128, 4], "vocab_size": 300,
+}  # fmt: skip
+FIGURES = {
+    "tok_s", "plain_tok_s", "ratio", "step_ms", "plain_step_ms", "share", "plain_share", "width", "right",
+    "cpu_experts", "plain_cpu_experts",
+}  # fmt: skip
+SAID = {
+    "bench", "config", "layers", "format", "dense", "algorithm", "acceptance", "overlap", "steps", "governor", "batch",
+    "gpu_share", "context", "draft_ms", "takes_back", "machine", "commit", "command", "date",
+}  # fmt: skip
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, "small", CONFIGS["glm-4.5-air"] | SMALL)
+    monkeypatch.setitem(CONFIGS, "small-v4", CONFIGS["deepseek-v4-flash"] | V4)
+
+
+def rows(tmp_path: Path, line: str) -> list[dict[str, Any]]:
+    out = tmp_path / "rows.json"
+    common = "bench decode --speculative NGRAM --threads 1 --repeats 1 --context 40 --speculative-num-steps 3"
+    done = CliRunner().invoke(app, [*common.split(), *line.split(), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("overlap", [0.0, 1 / 3, 0.5, 1.0])
+def test_neighbours_share_so_many_experts(overlap: float) -> None:
+    chain = chains(3, 40, 6, overlap, tokens=400)
+    assert chain.sort(-1).values.diff(dim=-1).ne(0).all()  # nobody is chosen twice
+    shared = [len(set(a.tolist()) & set(b.tolist())) for layer in range(3) for a, b in pairwise(chain[:, layer])]
+    deviation = (0.25 * len(shared)) ** 0.5 / len(shared)  # of the mean: each is one of two neighbouring numbers
+    assert sum(shared) / len(shared) == pytest.approx(6 * overlap, abs=4 * deviation)
+    assert distinct(chain, 2) == pytest.approx(12 - 6 * overlap, abs=0.2)
+    assert distinct(chain, 1) == 6.0
+
+
+def test_few_experts_cannot_differ_from_neighbour_to_neighbour() -> None:
+    with pytest.raises(ConfigError, match="twice as many experts"):
+        chains(1, 7, 4, 0.5)
+
+
+def batch_of(starts: list[int], positions: list[int], first_pages: list[int]) -> ForwardBatch:
+    made = SimpleNamespace(
+        input_ids=torch.zeros(len(positions)), positions=torch.tensor(positions),
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        block_tables=torch.tensor(first_pages, dtype=torch.int32)[:, None],
+    )  # fmt: skip
+    return cast(ForwardBatch, made)
+
+
+def test_rows_get_the_experts_of_their_places() -> None:
+    """The same ones, whether a sequence's rows are one sequence or as many; other sequences have others."""
+    routing = ToldRouting(ModelConfig.from_dict(CONFIGS["glm-4.5-air"] | SMALL | {"num_hidden_layers": 3}), 0.5, 8)
+    assert routing.chosen.shape == (2, 8, 4)
+    routing.begin(batch_of([0, 3, 4], [5, 6, 7, 9], [0, 2]))
+    together = routing.chosen.clone()
+    routing.begin(batch_of([0, 1, 2, 3, 4], [5, 6, 7, 9], [0, 0, 0, 2]))
+    assert torch.equal(routing.chosen, together)
+    assert torch.equal(together[:, :3], routing.chain[5:8].transpose(0, 1))
+    routing.begin(batch_of([0, 1, 2], [5, 5], [0, 2]))
+    assert not torch.equal(routing.chosen[:, 0], routing.chosen[:, 1])
+
+
+def test_a_row_says_all_that_was_asked(small, tmp_path: Path, monkeypatch) -> None:
+    """Governed and fixed, right and wrong; the experts are those that were told."""
+    seen: list[torch.Tensor] = []
+    submit = ToldCopies.submit
+    monkeypatch.setattr(
+        ToldCopies, "submit", lambda self, x, routing: seen.append(self.chosen[: len(x)]) or submit(self, x, routing)
+    )
+    line = "--config small --layers 3 --overlap 0.25 --acceptance 0 --acceptance 1 --fixed 3 --batch 2 --steps 33"
+    found = rows(tmp_path, line)
+    asked = [(row["acceptance"], row["governor"], row["steps"], row["batch"], row["overlap"]) for row in found]
+    assert asked == [(a, governed, 3, 2, 0.25) for a in (0.0, 1.0) for governed in (True, False)]
+    assert all(set(row) == SAID | FIGURES for row in found)
+    assert all(row["bench"] == "speculation" and row["ratio"] > 0 < row["share"] < 1.0 for row in found)
+    fixed = {row["acceptance"]: row for row in found if not row["governor"]}
+    assert fixed[0.0]["right"] == 0.0 and fixed[1.0]["right"] == 1.0
+    assert 2.5 < fixed[1.0]["width"] <= 3.0  # the last step has fewer
+    assert seen
+
+
+def test_answers_are_told_and_steps_are_fewer(small, tmp_path: Path, monkeypatch) -> None:
+    """All right: four tokens a step; none right: one, as without guesses."""
+    steps: dict[tuple[str, float], int] = {}
+    answer: list[int] = []
+    timed, step = told_turns.Turns.timed, Engine.step
+
+    def watched(self: Engine) -> list[TokenOutput]:
+        outputs = step(self)
+        answer.extend(token for output in outputs for token in output.token_ids)
+        return outputs
+
+    def counted(self: told_turns.Turns, engine: Engine) -> told_turns.Timed:
+        before = engine.stats().steps
+        answer.clear()
+        found = timed(self, engine)
+        assert answer == told_tokens(40, 33, 300)
+        said = engine.stats().speculation
+        right = 0.0 if said is None else said.right_guesses / max(1, said.guesses)
+        steps["plain" if said is None else "guessing", right] = engine.stats().steps - before
+        return found
+
+    monkeypatch.setattr(Engine, "step", watched)
+    monkeypatch.setattr(told_turns.Turns, "timed", counted)
+    line = "--config small --layers 3 --overlap 0.25 --acceptance 0 --acceptance 1 --no-governor --fixed 3 --steps 33"
+    rows(tmp_path, line + " --batch 1")
+    assert steps == {("plain", 0.0): 33, ("guessing", 0.0): 33, ("guessing", 1.0): 9}
+
+
+def test_what_an_engine_does_not_run_yet_is_measured_and_said(small, tmp_path: Path) -> None:
+    """DeepSeek-V4's entries stand for several tokens, and wrong guesses could not be taken back."""
+    line = "--config small-v4 --layers 4 --format MXFP4 --overlap 0.25 --acceptance 1 --no-governor --fixed 2"
+    [row] = rows(tmp_path, line + " --batch 1 --steps 13")
+    assert row["takes_back"] is False and row["right"] == 1.0 and row["width"] > 1.5
+
+
+def test_routing_is_told_to_made_up_weights_alone() -> None:
+    done = CliRunner().invoke(app, ["bench", "decode", "--speculative", "NGRAM", "--overlap", "0.5"])
+    assert isinstance(done.exception, ConfigError) and "--config" in str(done.exception)
+
+
+def test_a_guess_takes_the_time_that_is_said() -> None:
+    sequences = [cast(Any, SimpleNamespace(request_id=str(i), index=0, answer_len=2)) for i in range(2)]
+    drafter = Paid({("0", 0): range(10), ("1", 0): range(20, 30)}, 1.0, 300, 0.01)
+    started = perf_counter()
+    assert drafter.draw([(sequences[0], 3), (sequences[1], 1)]) == [(2, 3, 4), (22,)]
+    assert perf_counter() - started >= 0.03
