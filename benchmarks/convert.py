@@ -1,6 +1,7 @@
 """Measures `kt convert`: peak memory of an undisturbed run, then the same with two `kill -9`, and compares every byte.
 
-Example: python benchmarks/random_deepseek.py DS && python benchmarks/convert.py DS SCRATCH --out result.json
+Example: python benchmarks/random_model.py deepseek-v3 DS --layers 5 --experts 60
+         python benchmarks/convert.py DS SCRATCH --out result.json
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 def layer_bytes(model: Path) -> int:
-    """Of the largest file of `benchmarks/random_deepseek.py`, which writes one for each layer."""
+    """Of the largest file of `benchmarks/random_model.py`, which writes one for each layer."""
     return max(file.stat().st_size for file in model.glob("layer-*.safetensors"))
 
 

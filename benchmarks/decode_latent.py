@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from random_deepseek import save_tokenizer
+from random_model import save_tokenizer
 from tandem import LLM, SamplingParams
 from tandem.config import Machine
 from tandem.models import model as decoder

@@ -39,6 +39,9 @@ def qwen3_5_moe(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     """The keys of a checkpoint with a vision tower lie in `text_config`."""
     text = keys.inside("text_config")
     text.only("mtp_use_dedicated_embeddings", False, "draft layers share the model's")
+    text.only("attn_output_gate", True, "attention is gated")
+    text.only("mlp_only_layers", [], "every layer has experts")
+    text.get("mamba_ssm_dtype")  # states are float32 here
     made = _model(text, generation, "kinds", True, range(layer_count(text)))
     return with_drafts(text, made, count=text.count("mtp_num_hidden_layers", 0))
 
