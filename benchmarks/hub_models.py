@@ -169,7 +169,8 @@ FP8_CHANNELS = {
     }},
 }  # fmt: skip
 KIMI = {
-    "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "media_placeholder_token_id": 163605,
+    "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
+    "media_placeholder_token_id": 163605,
     "text_config": {key: value for key, value in _bench("kimi-k2", "DeepseekV3ForCausalLM").items()
                     if key != "quantization_config"}
     | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "quantization_config": INT4},

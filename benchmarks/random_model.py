@@ -4,8 +4,8 @@ Examples: python benchmarks/random_model.py qwen3-next-80b OUT --layers 12 --exp
           python benchmarks/random_model.py --list
 
 Sizes of layers and experts are the model's own. Cut are the numbers of layers, of dense ones among them (to one), of
-experts, of their groups (to one), and the vocabulary, which is made up: all bytes, then words of two to four letters. Weights are cut from one pool at random offsets, so that writing
-is as fast as the disk.
+experts, of their groups (to one), and the vocabulary, which is made up: all bytes, then words of two to four letters.
+Weights are cut from one pool at random offsets, so that writing is as fast as the disk.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def plain(pool: Pool, name: str, like: Tensor) -> Named:
     shape = tuple(like.shape)
     if name.endswith("A_log"):
         yield name, (pool.uniform(*shape) * 15 + 1).log().to(torch.bfloat16)
-    elif "norm" in name and name.endswith("weight") or name.endswith(("scale", "scalar")):
+    elif ("norm" in name and name.endswith("weight")) or name.endswith(("scale", "scalar")):
         yield name, (pool.normal(*shape) * 0.1 + 1).to(torch.bfloat16)
     elif "bias" in name and ("score" in name or "expert" in name or name.endswith("gate.bias")):
         yield name, torch.zeros(shape)
@@ -170,11 +170,11 @@ def powers(exponent: int, *shape: int) -> Tensor:
 Write = Callable[[Pool, str, Tensor], Named]
 FORMATS: dict[str, tuple[Write, Callable[[str, Tensor], bool]]] = {
     "bf16": (plain, lambda name, like: False),
-    "fp8": (fp8, lambda name, like: is_matrix(name, like)),
-    "fp8-channels": (fp8_channels, lambda name, like: is_matrix(name, like)),
+    "fp8": (fp8, is_matrix),
+    "fp8-channels": (fp8_channels, is_matrix),
     "int4": (int4, lambda name, like: ".experts." in name and is_matrix(name, like)),
     "mxfp4": (mxfp4, lambda name, like: "experts" in name and like.dim() == 3),
-    "deepseek-v4": (deepseek_v4, lambda name, like: is_matrix(name, like)),
+    "deepseek-v4": (deepseek_v4, is_matrix),
 }
 
 
