@@ -167,6 +167,10 @@ def powers(exponent: int, *shape: int) -> Tensor:
     return torch.full(shape, exponent, dtype=torch.uint8).view(torch.float8_e8m0fnu)
 
 
+def is_matrix(name: str, like: Tensor) -> bool:
+    return like.dim() == 2 and name.endswith(".weight")
+
+
 Write = Callable[[Pool, str, Tensor], Named]
 FORMATS: dict[str, tuple[Write, Callable[[str, Tensor], bool]]] = {
     "bf16": (plain, lambda name, like: False),
@@ -176,10 +180,6 @@ FORMATS: dict[str, tuple[Write, Callable[[str, Tensor], bool]]] = {
     "mxfp4": (mxfp4, lambda name, like: "experts" in name and like.dim() == 3),
     "deepseek-v4": (deepseek_v4, is_matrix),
 }
-
-
-def is_matrix(name: str, like: Tensor) -> bool:
-    return like.dim() == 2 and name.endswith(".weight")
 
 
 def tensors(hub: HubModel, pool: Pool, config: Config, part: dict[str, Tensor]) -> Named:
