@@ -66,7 +66,7 @@ def without_factor(config: ModelConfig, eos: tuple[int, ...]) -> ModelConfig:
 @pytest.mark.parametrize("whole", [False, True], ids=["divided", "whole"])
 @pytest.mark.parametrize("name", LIKE_TRAINED)
 def test_the_metadata_says_what_config_json_says(models, tmp_path, name, whole) -> None:
-    found = load_model_config(write_gguf(models(name), tmp_path / "m.gguf", whole_kv_b=whole))
+    found = load_model_config(write_gguf(models(name), tmp_path / "m.gguf", whole=whole))
     expected = ModelConfig.load(models(name))
     assert without_factor(found, ()) == without_factor(expected, ())
     theirs, mine = expected.mixers[0].softmax_factor, found.mixers[0].softmax_factor
@@ -76,7 +76,7 @@ def test_the_metadata_says_what_config_json_says(models, tmp_path, name, whole) 
 @pytest.mark.parametrize("whole", [False, True], ids=["divided", "whole"])
 @pytest.mark.parametrize("name", LIKE_TRAINED)
 def test_the_model_is_that_of_the_directory(models, tmp_path, name, whole) -> None:
-    file = write_gguf(models(name), tmp_path / "m.gguf", whole_kv_b=whole)
+    file = write_gguf(models(name), tmp_path / "m.gguf", whole=whole)
     names = set(open_checkpoint(file).names())
     assert ("model.layers.0.self_attn.kv_b_proj.weight" in names) == whole
     found, expected = ours(Session(file)), ours(Session(models(name)))
@@ -90,7 +90,7 @@ def test_the_model_is_that_of_the_directory(models, tmp_path, name, whole) -> No
 def test_blocks_are_computed_as_they_are_stored(models, tmp_path, whole) -> None:
     """As it is served. Q8_0: no further off than bfloat16 is from the same numbers."""
     file = write_gguf(
-        models("deepseek_v3-blocks"), tmp_path / "m.gguf", matrices_as(Kind.Q8_0), whole_kv_b=whole
+        models("deepseek_v3-blocks"), tmp_path / "m.gguf", matrices_as(Kind.Q8_0), whole=whole
     )
     checkpoint = open_checkpoint(file)
     assert checkpoint.formats().experts.name == "q8_0"

@@ -223,7 +223,7 @@ def test_a_random_deepseek_is_llama_cpps(tmp_path, family, whole):
         if family == "deepseek_v3"
         else DEEPSEEK2 | {"num_hidden_layers": 27, "initializer_range": 0.045}
     )
-    pair = Pair(quantised(random_model(tmp_path, family, sizes, "deepseek-v3", whole_kv_b=whole), "Q8_0"))
+    pair = Pair(quantised(random_model(tmp_path, family, sizes, "deepseek-v3", whole=whole), "Q8_0"))
     assert pair.divergence <= 0.01
     assert pair.check_sure_positions() > 0.05
 

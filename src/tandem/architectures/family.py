@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from tandem.architectures.names import PLAIN_DRAFT_NAMES, DraftNames, Names
 from tandem.config.json_keys import JsonKeys
@@ -40,13 +40,37 @@ class GgufKeys(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor as Hugging Face has it, made of one that a file has otherwise.
+
+    of: that one, as `Gguf.stems` calls it. rows, columns: which of its rows and columns, in this order; (): all.
+    numbers: what becomes of each number x. Columns and numbers are not taken from codes, but from what they stand for.
+    """
+
+    of: str
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+    numbers: Literal["x", "x - 1", "log(-x)"] = "x"
+
+    @property
+    def keeps_codes(self) -> bool:
+        return not self.columns and self.numbers == "x"
+
+
+def no_parts(_: GgufKeys) -> dict[str, Part]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
 class Gguf:
     """A family in GGUF files. config: what `config.json` would say beside sizes that all files name alike;
-    stems: tensor names without `blk.{layer}.` → Hugging Face's below `model.layers.{L}.`."""
+    stems: tensor names without `blk.{layer}.` → Hugging Face's below `model.layers.{L}.`; parts: names below
+    `model.layers.{L}.`, or whole names of what lies outside, that are not as the file has them."""
 
     architecture: str
     config: Callable[[GgufKeys], dict[str, Any]]
     stems: Mapping[str, str]
+    parts: Callable[[GgufKeys], Mapping[str, Part]] = no_parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from tandem.architectures.family import Family
+from tandem.architectures.gguf.qwen3_next import APART, QWEN3_NEXT, QWEN35
 from tandem.architectures.names import DraftNames, Names
 from tandem.architectures.shared import (
     epsilon,
@@ -26,12 +27,14 @@ from tandem.errors import ConfigError
 
 NAMES = Names(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
 DRAFTS = DraftNames("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+Layout = Literal["heads", "kinds"]
 RECURRENT, FULL = "linear_attention", "full_attention"
 
 
 def qwen3_next(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     normalise = keys.optional("norm_topk_prob", True)
-    made = _model(keys, generation, "heads", normalise, sparse_step_layers(keys))
+    layout: Layout = "kinds" if keys.optional(APART, False) else "heads"
+    made = _model(keys, generation, layout, normalise, sparse_step_layers(keys))
     return with_drafts(keys, made, count=1)  # config.json does not say
 
 
@@ -49,7 +52,7 @@ def qwen3_5_moe(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 def _model(
     keys: JsonKeys,
     generation: JsonKeys,
-    layout: Literal["heads", "kinds"],
+    layout: Layout,
     normalise: bool,
     moe_layers: list[int] | range,
 ) -> ModelConfig:
@@ -60,7 +63,7 @@ def _model(
     return model(keys, generation, mixers.__getitem__, experts, moe_layers, plus_one=True)
 
 
-def _mixers(keys: JsonKeys, layout: Literal["heads", "kinds"]) -> list[Mixer]:
+def _mixers(keys: JsonKeys, layout: Layout) -> list[Mixer]:
     interval = keys.optional("full_attention_interval", 4)
     if interval < 1:
         raise ConfigError(f"config.json: full_attention_interval is {interval}; try 4")
@@ -77,7 +80,7 @@ def _mixers(keys: JsonKeys, layout: Literal["heads", "kinds"]) -> list[Mixer]:
     return [attention if kind == FULL else recurrent for kind in kinds]
 
 
-def _delta_rule(keys: JsonKeys, layout: Literal["heads", "kinds"]) -> DeltaRule:
+def _delta_rule(keys: JsonKeys, layout: Layout) -> DeltaRule:
     k_heads, v_heads = keys.size("linear_num_key_heads", 16), keys.size("linear_num_value_heads", 32)
     conv = keys.size("linear_conv_kernel_dim", 4)
     if v_heads % k_heads:
@@ -93,6 +96,6 @@ def _delta_rule(keys: JsonKeys, layout: Literal["heads", "kinds"]) -> DeltaRule:
 
 
 FAMILIES = (
-    Family(("qwen3_next",), qwen3_next, (NAMES,), drafts=DRAFTS),
-    Family(("qwen3_5_moe", "qwen3_5_moe_text"), qwen3_5_moe, (NAMES,), drafts=DRAFTS),
+    Family(("qwen3_next",), qwen3_next, (NAMES,), QWEN3_NEXT, DRAFTS),
+    Family(("qwen3_5_moe", "qwen3_5_moe_text"), qwen3_5_moe, (NAMES,), QWEN35, DRAFTS),
 )

@@ -98,7 +98,9 @@ class Checkpoint:
         if not whole:
             self.dtype(name)
         elif part.dtype not in INTEGERS:
-            raise part.wrong(f"is stored as {part.dtype}; its whole numbers are read as {' or '.join(INTEGERS)}")
+            raise part.wrong(
+                f"is stored as {part.dtype}; its whole numbers are read as {' or '.join(INTEGERS)}"
+            )
         if shape is not None and part.shape == (1, *shape):
             return self._mapped(part)[0]
         if shape is not None and part.shape != shape:

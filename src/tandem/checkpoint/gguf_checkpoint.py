@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from tandem.architectures import GGUF
+from tandem.architectures.family import Part
+from tandem.checkpoint.gguf_config import parts_of
 from tandem.checkpoint.gguf_file import GGUFTensor
 from tandem.checkpoint.gguf_model import GGUFModel
-from tandem.checkpoint.gguf_names import Place, holds_experts, layer_of, places
+from tandem.checkpoint.gguf_names import Place, holds_experts, layer_of, places, with_parts
 from tandem.checkpoint.identity import identity
 from tandem.checkpoint.pages import Pages, Paging
 from tandem.checkpoint.survey import stored_formats
@@ -42,6 +44,7 @@ class GGUFCheckpoint:
         for tensor in model.tensors.values():
             self._places.update(places(model.architecture, tensor))
             self._layers[layer_of(tensor)].append(tensor)
+        self._places = with_parts(self._places, parts_of(model))
         self._heads = _turned_heads(model)
         self._paging = Paging()
         self._check_kinds()
@@ -89,7 +92,9 @@ class GGUFCheckpoint:
         return rows_of(self.weight(module.format(expert=expert), shape[1:]), rows)
 
     def format(self, module: str) -> QuantFormat:
-        return QuantFormat(self._place(f"{module}.weight").tensor.kind.lower(), "gguf")
+        place = self._place(f"{module}.weight")
+        read = place.part is None or place.part.keeps_codes
+        return QuantFormat(place.tensor.kind.lower() if read else "f32", "gguf")
 
     def formats(self) -> StoredFormats:
         names = (name for name in self._places if name.endswith(".weight") and len(self._shape(name)) == 2)
@@ -131,6 +136,8 @@ class GGUFCheckpoint:
         if place.expert is not None:
             return place.tensor.shape[1:]
         *outer, columns = place.tensor.shape
+        if place.part is not None and place.part.rows:
+            return (len(place.part.rows), *place.tensor.shape[1:])
         return (math.prod(outer), columns) if len(outer) > 1 else place.tensor.shape
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
@@ -140,7 +147,9 @@ class GGUFCheckpoint:
 
     def _read(self, name: str) -> Weight:
         """Numbers or codes [rows, K]."""
-        return _weights(self._raw(name), self._place(name).tensor.kind)
+        place = self._place(name)
+        read = _weights(self._raw(name), place.tensor.kind)
+        return read if place.part is None or place.part.keeps_codes else _made(numbers(read), place.part)
 
     def _raw(self, name: str) -> Tensor:
         """The stored bytes, uint8 [rows, bytes of a row]; those of q and k in the order that Hugging Face has."""
@@ -149,6 +158,8 @@ class GGUFCheckpoint:
         if place.expert is not None:
             count = math.prod(place.tensor.shape[1:-1])
             rows = rows[place.expert * count : (place.expert + 1) * count]
+        if place.part is not None and place.part.rows:
+            rows = rows.view(place.tensor.shape[0], -1)[torch.tensor(place.part.rows)]
         heads = self._heads.get(name.rpartition(".")[0].rpartition(".")[2])
         return rows if heads is None else _split_halves(rows, heads, place.tensor)
 
@@ -167,6 +178,16 @@ def _weights(raw: Tensor, kind: str) -> Weight:
     if kind in GGUF_CODES:
         return GGUF_CODES[kind](raw)
     return raw.contiguous().view(NUMBERS[kind])
+
+
+def _made(x: Tensor, part: Part) -> Tensor:
+    """Numbers in another form: float32, since 1 + w loses bits of a w in bfloat16."""
+    x = x.float()
+    if part.columns:
+        x = x[:, torch.tensor(part.columns)]
+    if part.numbers == "x - 1":
+        return x - 1
+    return x if part.numbers == "x" else (-x).log()
 
 
 def _turned_heads(model: GGUFModel) -> dict[str, int]:
@@ -188,5 +209,5 @@ def _split_halves(rows: Tensor, heads: int, tensor: GGUFTensor) -> Tensor:
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[1, K] is stored as [K]."""
-    return shape[1:] if len(shape) == 2 and shape[0] == 1 else shape
+    """[1, K] is stored as [K], [C, 1, K] as [C, K]."""
+    return tuple(size for size in shape if size != 1)

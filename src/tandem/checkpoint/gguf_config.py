@@ -6,9 +6,11 @@ of chosen experts are normalised, the router's scores) is taken from its model f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tandem.architectures import GGUF
+from tandem.architectures.family import Part
 from tandem.checkpoint.gguf_model import GGUFModel
 from tandem.errors import CheckpointError
 
@@ -95,6 +97,11 @@ class _Keys:
                 f"{self.model.path}: {self.prefix}{key} differs between layers, which is not supported"
             )
         return values[0]
+
+
+def parts_of(model: GGUFModel) -> Mapping[str, Part]:
+    """Tensors that its architecture has otherwise than Hugging Face."""
+    return GGUF[model.architecture].parts(_Keys(model))
 
 
 def config_json(model: GGUFModel) -> Config:

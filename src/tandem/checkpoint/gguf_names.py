@@ -6,33 +6,39 @@ per expert here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from tandem.architectures import GGUF
+from tandem.architectures.family import Part
 from tandem.checkpoint.gguf_file import GGUFTensor
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-PLAIN = (".e_score_correction_bias", ".sinks")  # ends of Hugging Face names without `.weight` or `.bias`
+# Ends of Hugging Face names without `.weight` or `.bias`.
+PLAIN = (".e_score_correction_bias", ".sinks", ".A_log", ".dt_bias")
+LAYER = "model.layers."
 
 
 class Place(NamedTuple):
-    """Where a Hugging Face tensor is: a tensor of the file, or one expert of it."""
+    """Where a Hugging Face tensor is: a tensor of the file, one expert of it, or made of it."""
 
     tensor: GGUFTensor
     expert: int | None = None
+    part: Part | None = None
 
 
 def places(architecture: str, tensor: GGUFTensor) -> Iterator[tuple[str, Place]]:
     """The Hugging Face names that `tensor` stands for; none for one that no model of ours reads."""
     stem, _, ending = tensor.name.rpartition(".")
+    if ending not in ("weight", "bias"):
+        stem = tensor.name
     if stem in OUTER:
         yield f"{OUTER[stem]}.{ending}", Place(tensor)
         return
     layer, name = layer_of(tensor), GGUF[architecture].stems.get(stem.split(".", 2)[-1])
     if layer is None or name is None:
         return
-    full = f"model.layers.{layer}.{name}"
+    full = f"{LAYER}{layer}.{name}"
     if name.endswith(PLAIN):
         yield full, Place(tensor)
     elif "{expert}" in name:
@@ -40,6 +46,23 @@ def places(architecture: str, tensor: GGUFTensor) -> Iterator[tuple[str, Place]]
             yield full.format(expert=expert) + f".{ending}", Place(tensor, expert)
     else:
         yield f"{full}.{ending}", Place(tensor)
+
+
+def with_parts(found: dict[str, Place], parts: Mapping[str, Part]) -> dict[str, Place]:
+    """`found` without what is only there to be cut, and with what is made of it."""
+    sources = {part.of for part in parts.values()}
+    made = {name: place for name, place in found.items() if _inner(name) not in sources}
+    by_source = {name: place for name, place in found.items() if _inner(name) in sources}
+    for name, place in by_source.items():
+        front = name.removesuffix(_inner(name))
+        same = {front + inner: part for inner, part in parts.items() if part.of == _inner(name)}
+        made |= {full: place._replace(part=part) for full, part in same.items()}
+    return made
+
+
+def _inner(name: str) -> str:
+    """Below its layer; the whole name of what belongs to none."""
+    return name.removeprefix(LAYER).partition(".")[2] if name.startswith(LAYER) else name
 
 
 def holds_experts(tensor: GGUFTensor) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from gguf_delta import KINDS, add_delta, of_delta
 from tiny import file_tensors
 
 ARCHITECTURES = {
@@ -25,6 +26,7 @@ ARCHITECTURES = {
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS, "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2, "dots1": gguf.MODEL_ARCH.DOTS1, "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE, "glm_moe_dsa": gguf.MODEL_ARCH.GLM_DSA,
+    "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT, "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }  # fmt: skip
 NORMAL, CONTROL = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
 
@@ -42,19 +44,19 @@ def matrices_as(kind: Kind) -> ChooseKind:
 
 
 def write_gguf(
-    source: Path, path: Path, choose: ChooseKind = only_f32, pre: str = "gpt-2", whole_kv_b: bool = False
+    source: Path, path: Path, choose: ChooseKind = only_f32, pre: str = "gpt-2", whole: bool = False
 ) -> Path:
-    """The model directory `source` as one GGUF file. whole_kv_b: as llama.cpp's converter wrote DeepSeek's models
-    before it divided kv_b."""
+    """The model directory `source` as one GGUF file. whole: as llama.cpp's converter wrote DeepSeek's models before it
+    divided kv_b, and Qwen3-Next before it divided what delta nets project."""
     config = json.loads((source / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     if architecture in (gguf.MODEL_ARCH.DEEPSEEK2, gguf.MODEL_ARCH.GLM_DSA):
-        add_deepseek(writer, config, whole_kv_b)
+        add_deepseek(writer, config, whole)
     else:
         add_config(writer, config)
     add_tokenizer(writer, source, pre)
-    for name, array in gguf_tensors(source, config, whole_kv_b):
+    for name, array in gguf_tensors(source, config, whole):
         add_tensor(writer, name, array, choose(name, array))
     return finish(writer, path)
 
@@ -113,7 +115,7 @@ def random_blocks(shape: tuple[int, ...], kind: Kind) -> np.ndarray:
 
 
 def gguf_tensors(
-    source: Path, config: dict[str, Any], whole_kv_b: bool = False
+    source: Path, config: dict[str, Any], whole: bool = False
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Names and float32 arrays as llama.cpp's converter makes them."""
     layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
@@ -132,9 +134,14 @@ def gguf_tensors(
             layer = name.split(".")[2]
             yield f"blk.{layer}.exp_probs_b.bias", array.reshape(-1)
             continue
-        if "kv_b_proj" in name and not whole_kv_b:
+        if "kv_b_proj" in name and not whole:
             yield from divided(name.split(".")[2], array, config)
             continue
+        if "linear_attn" in name:
+            yield from of_delta(name, array, config, whole)
+            continue
+        if config["model_type"] in KINDS and name.endswith("norm.weight"):
+            array = array + 1
         if config["model_type"] in ("llama", "mixtral"):
             array = reordered(name, array, config)
         renamed = names.get_name(name, (".weight", ".bias")) or dense.get_name(name, (".weight",))
@@ -153,7 +160,9 @@ def of_gpt_oss(name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]
         yield f"{block}attn_sinks.weight", array
         return
     ending = ".bias" if last.endswith("bias") else ".weight"
-    parts = {"gate": array[..., ::2], "up": array[..., 1::2]} if last.startswith("gate_up") else {"down": array}
+    parts = (
+        {"gate": array[..., ::2], "up": array[..., 1::2]} if last.startswith("gate_up") else {"down": array}
+    )
     for matrix, part in parts.items():
         turned = part if ending == ".bias" else part.swapaxes(1, 2)
         yield f"{block}ffn_{matrix}_exps{ending}", np.ascontiguousarray(turned)
@@ -176,17 +185,17 @@ def divided(layer: str, kv_b: np.ndarray, config: dict[str, Any]) -> Iterator[tu
     yield f"blk.{layer}.attn_v_b.weight", np.ascontiguousarray(heads[:, nope:])
 
 
-def add_deepseek(writer: gguf.GGUFWriter, config: dict[str, Any], whole_kv_b: bool) -> None:
+def add_deepseek(writer: gguf.GGUFWriter, config: dict[str, Any], whole: bool) -> None:
     key, rope = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["rope_parameters"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_attention_heads"] if whole_kv_b else 1)
-    writer.add_key_length(key if whole_kv_b else config["kv_lora_rank"] + config["qk_rope_head_dim"])
-    writer.add_value_length(config["v_head_dim"] if whole_kv_b else config["kv_lora_rank"])
-    if not whole_kv_b:
+    writer.add_head_count_kv(config["num_attention_heads"] if whole else 1)
+    writer.add_key_length(key if whole else config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    writer.add_value_length(config["v_head_dim"] if whole else config["kv_lora_rank"])
+    if not whole:
         writer.add_key_length_mla(key)
         writer.add_value_length_mla(config["v_head_dim"])
     if config["q_lora_rank"]:
@@ -241,7 +250,7 @@ def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"] + drafts)
     if drafts:
         writer.add_nextn_predict_layers(drafts)
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(config.get("intermediate_size") or 0)
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
@@ -257,6 +266,8 @@ def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
             add_yarn(writer, rope)
     if config.get("clip_qkv"):
         writer.add_clamp_kqv(config["clip_qkv"])
+    if config["model_type"] in KINDS:
+        add_delta(writer, config)
     if config["model_type"] == "ernie4_5_moe":
         add_ernie(writer, config)
     elif config["model_type"] != "llama":
@@ -273,7 +284,7 @@ def add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if kind == "minimax_m2":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if kind not in ("mixtral", "gpt_oss", "minimax_m2"):
+    if kind not in ("mixtral", "gpt_oss", "minimax_m2", *KINDS):
         writer.add_expert_weights_norm(config["norm_topk_prob"])
     if kind == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])

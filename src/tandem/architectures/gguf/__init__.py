@@ -1,0 +1,1 @@
+"""Families whose GGUF files have more than other names: tensors cut, turned, or in other numbers."""
