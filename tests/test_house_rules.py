@@ -64,7 +64,6 @@ MANY_PARAMETERS = {
 FULL_FOLDERS = {
     "csrc/experts": 31,
     "src/tandem/config": 27,
-    "tests/support": 26,
     "csrc/runtime": 26,
     "src/tandem/checkpoint": 26,
     "src/tandem/kernels/gpu": 28,
