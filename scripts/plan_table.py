@@ -1,0 +1,132 @@
+"""docs/plans.md: what `kt plan` says of 12 models on six machines that people have.
+
+    python scripts/plan_table.py --write
+    python scripts/plan_table.py --check   # exit code 1 where the page says something else
+
+Nothing is measured: each machine is as its line says, so the page is the same wherever it is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from tandem.bench.architectures import named_subject  # noqa: E402
+from tandem.config import EngineConfig, Machine  # noqa: E402
+from tandem.config.forecast.advice import Question  # noqa: E402
+from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds  # noqa: E402
+from tandem.config.forecast.prediction import Range  # noqa: E402
+from tandem.config.forecast.report import Report, report  # noqa: E402
+from tandem.config.machine import Core  # noqa: E402
+
+PAGE = ROOT / "docs" / "plans.md"
+MODELS = (
+    "qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-next-80b", "glm-4.5-air", "glm-4.6", "glm-5", "gpt-oss-20b",
+    "gpt-oss-120b", "mixtral-8x7b", "deepseek-v3", "deepseek-v4-flash", "kimi-k2",
+)  # fmt: skip
+MACHINES = {
+    "laptop": MachineWish("none", "32GB", "60GB/s", 8, "avx2"),
+    "desktop, 4090": MachineWish("4090", "64GB", "75GB/s", 16, "avx512_bf16", "25GB/s"),
+    "desktop, 5090": MachineWish("5090", "192GB", "85GB/s", 16, "avx512_bf16", "50GB/s"),
+    "workstation, 4090": MachineWish("4090", "256GB", "250GB/s", 32, "avx512_bf16", "25GB/s"),
+    "server, no GPU": MachineWish("none", "768GB", "350GB/s", 64, "amx"),
+    "server, H100": MachineWish("h100", "1TB", "350GB/s", 56, "amx", "55GB/s"),
+}
+METHODS = (None, "INT4")  # what is lossless first
+TOKENS = 8192  # of the KV cache
+FLAGS = {"mem_fraction_static": 0.95, "max_total_tokens": TOKENS}
+ANYTHING = Machine("none", (Core(0, 0, 0),), ("scalar",), 1 << 30, 1 << 30)  # every part of it is replaced
+
+HEAD = f"""# Plans
+
+What `kt plan` says of 12 models on six machines. Nothing here is measured; `kt plan MODEL --verify` measures yours.
+`python scripts/plan_table.py --write` makes this page.
+
+Each field has tokens per second of one answer at 1,024 tokens, then those of a prompt of 2,048. Experts are as the
+model's publisher stores them. Where only the lossy INT4 fits, the field says so. `no` names the RAM that would do, with
+INT4. Every line has `--mem-fraction-static {FLAGS["mem_fraction_static"]} --max-total-tokens {TOKENS}`; more context takes more memory.
+"""
+
+
+def question(name: str, wish: MachineWish, method: str | None) -> Question:
+    model, stored = named_subject(name)
+    machine = wished_machine(wish, ANYTHING)
+    flags = FLAGS if method is None else {**FLAGS, "kt_method": method}
+    config = EngineConfig.from_keywords(name, **flags)
+    return Question(config, model, machine, stored, wished_speeds(wish, machine, None))
+
+
+def cell(name: str, place: str) -> str:
+    """The first method that fits, and what it gives."""
+    for method in METHODS:
+        asked = question(name, MACHINES[place], method)
+        found = report(name, asked)
+        if found.predicted is not None:
+            rates = f"{shown(found.predicted.decode[1])}; {shown(found.predicted.prompt)}"
+            return rates if method is None else f"INT4: {rates}"
+    return f"no: {needed(found)}"
+
+
+def shown(found: Range) -> str:
+    return f"{short(found.low)}–{short(found.high)}"
+
+
+def short(value: float) -> str:
+    """Two digits, or all before the point."""
+    return f"{value:.2g}" if value < 9.95 else f"{float(f'{value:.2g}'):.0f}"
+
+
+def needed(found: Report) -> str:
+    """What it would take, of all ways to make it fit."""
+    memory = [way.change for way in found.to_fit if way.change.endswith("of RAM")]
+    return memory[-1] if memory else found.reasons[0].partition(";")[0]
+
+
+def line(name: str) -> str:
+    return f"| {name} | " + " | ".join(cell(name, place) for place in MACHINES) + " |"
+
+
+def machine_line(name: str, wish: MachineWish) -> str:
+    gpu = "none" if wish.gpus == "none" else f"{wish.gpus}, {wish.pcie}"
+    return f"| {name} | {gpu} | {wish.ram}, {wish.bandwidth} | {wish.cores} cores, {wish.isa} |"
+
+
+def page() -> str:
+    machines = ["| machine | GPU, bus | RAM | CPU |", "| --- | --- | --- | --- |"]
+    machines += [machine_line(name, wish) for name, wish in MACHINES.items()]
+    plans = ["| model | " + " | ".join(MACHINES) + " |", "| --- " * (len(MACHINES) + 1) + "|", *map(line, MODELS)]
+    return "\n".join([HEAD, *machines, "", *plans, "", answer()])
+
+
+def answer() -> str:
+    """Of a question that many ask."""
+    asked = question("deepseek-v3", MACHINES["workstation, 4090"], None)
+    found = report("deepseek-v3", asked)
+    ways = "\n".join(f"- {way.change}: {way.brings}{' (lossy)' if way.lossy else ''}" for way in found.to_fit)
+    return f"""## Is 256 GB and a 4090 enough for DeepSeek-V3?
+
+{"Yes." if found.fits else "No."} `kt plan deepseek-ai/DeepSeek-V3 --gpu 4090 --ram 256GB` says why, line by line. It would fit with:
+
+{ways}
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--check", action="store_true")
+    asked.add_argument("--write", action="store_true")
+    if parser.parse_args().write:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != page():
+        print("docs/plans.md is not what kt plan says: run with --write", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

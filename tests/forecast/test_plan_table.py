@@ -1,0 +1,47 @@
+"""docs/plans.md says what `kt plan` says. After a change: python scripts/plan_table.py --write"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+QUICK = ("qwen3-30b-a3b", "gpt-oss-120b")  # the others: make test-all
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plan_table", ROOT / "scripts" / "plan_table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    path = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = path
+    return module
+
+
+def test_the_page_has_12_models_on_six_machines(script: ModuleType) -> None:
+    page = script.PAGE.read_text()
+    assert page.startswith(script.HEAD) and (len(script.MODELS), len(script.MACHINES)) == (12, 6)
+    assert [line.split(" | ")[0] for line in page.splitlines()[-20:] if line.startswith("| ")][-12:] == [
+        f"| {name}" for name in script.MODELS
+    ]
+    assert all(script.machine_line(*each) in page for each in script.MACHINES.items())
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_page_says_what_kt_plan_says(script: ModuleType, name: str) -> None:
+    assert script.line(name) in script.PAGE.read_text().splitlines()
+
+
+def test_a_question_that_many_ask_is_answered_with_numbers(script: ModuleType) -> None:
+    assert script.PAGE.read_text().endswith(script.answer()) and "GiB of RAM" in script.answer()
+
+
+@pytest.mark.full
+def test_the_whole_page(script: ModuleType) -> None:
+    assert script.PAGE.read_text() == script.page()
