@@ -65,8 +65,8 @@ struct FormatKernels {
   MatmulFn dot_rows;       // few rows: weights are streamed once and decoded in registers
   MatmulFn tile_mm;        // many rows: a panel is unpacked to scratch, then a format-blind kernel
   int32_t tile_from_rows;  // from this many rows tile_mm is faster: measured
-  // An expert of up to twice as many rows as part_rows, or as the whole tiles of its K that part_bytes hold, is cut
-  // into parts of at most so many: measured. 0: never.
+  // An expert of at most 2 L rows is cut into parts of at most L: measured. L is part_rows, or the rows of as many
+  // whole tiles of its K as part_bytes hold. 0: never.
   int32_t part_rows, part_bytes;
 };
 

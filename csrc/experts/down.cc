@@ -2,14 +2,10 @@
 //
 // Few rows an expert: a task reads one long stream, of one expert or of two that follow each other. Whoever does the
 // last pair of a block of columns adds up there. Many rows: a round's results are added up by tokens while the next
-// round is multiplied. In turn with a phase of products, then one of sums, and so on, layers of 4096 tokens took 0.88
-// to 0.99 of the time (Xeon, 16 threads, DeepSeek-V3's and Qwen3-30B's shapes), of 1024 0.91 to 1.00. That is with
-// rounds of 128 MiB; of 85 MiB 0.91 to 1.01, of 256, which take twice the memory, 0.94 to 0.99, of the same
-// (2026-11-23-xeon-turns-rounds-and-streams.json).
+// round is multiplied. Phases that alternate instead would wait for the slowest core each time.
 //
-// Sums over all experts in a worker's scratch, so that no result is kept, need tasks of whole blocks of columns for
-// many tokens at once: 16 to 32 of them, which cores of unequal speed ended at very different times, and half of a
-// layer's time went there, for a third of its multiplications (Xeon, 16 threads, 4096 tokens).
+// Sums in a worker's scratch would keep no result. They need few tasks, each of whole blocks of columns for many
+// tokens. Cores of unequal speed end those at very different times. Figures: docs/lab/kernel-choices.md.
 #include <algorithm>
 
 #include "experts/expert_run.h"

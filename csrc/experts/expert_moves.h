@@ -55,8 +55,8 @@ class ExpertMoves {
   size_t count() const { return moves_.size(); }
   bool any_lives() const;
 
-  // Reserves a place for the leaving expert, copies the coming one to its stage on the stream `up`, and the leaving one
-  // to its place on `down`. Returns the bytes given.
+  // Reserves a place for the leaving expert. Copies the coming one to its stage, on the stream `up`, and the leaving
+  // one to its place, on `down`. Returns the bytes given.
   int64_t begin(size_t index, void* up, void* down);
   void lose(const std::string& why);  // all: copies have failed, and places and stages may still be written to
   // Everything has arrived. The leaving expert is in CPU memory from now on, and in no slot;

@@ -2,10 +2,8 @@
 // them, since another core's cache is as slow to read as memory: every worker has its share of every expert, first of
 // those that were fetched. Who has nothing left takes single pairs of others.
 //
-// In one run on 16 threads of a Xeon beside an H200, 4 of Qwen3-30B-A3B's experts in int4 a layer, 3 of them foreseen:
-// 107.5 us without foresight, 112.9 if whoever is free computes what was fetched, 91.3 so. Down's tasks likewise: 94.3;
-// down fetched, too, while the GPU computes: 95.3; a stream that fetches what a worker reads later while it computes
-// what it has: 92.0. With all 8 experts: 211, 199, 185; 188, 196, 192.
+// Foresight is no gain where whoever is free computes what was fetched. Down's tasks are not treated likewise, and its
+// weights are not fetched: both were slower (docs/lab/kernel-choices.md).
 #include <algorithm>
 #include <utility>
 

@@ -11,8 +11,8 @@ constexpr int64_t kShortBytes = 32 * 1024;  // weights of a task of few rows, at
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A row of pairs of panels, cut into tasks: which pairs a task has is computed when it is needed, since at a few tokens
-// writing and reading a list of tasks takes longer than everything else before the first of them.
+// A row of pairs of panels, cut into tasks. Which pairs a task has is computed when it is needed: with few tokens, a
+// list of tasks would take longer than everything else before the first of them.
 class Division {
  public:
   struct Range {

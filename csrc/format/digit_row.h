@@ -1,6 +1,6 @@
 // A row of activations as digits, for products of integers: in groups of K, x = 2^e * (65536 * d2 + 256 * d1 + d0) with
-// signed bytes d. 2^e puts the group's largest magnitude into [2^21, 2^22), so an element with the 8 significant bits
-// of bf16 is exact down to 2^-14 of the largest; a smaller one is off by 2^-22 of the largest at most.
+// signed bytes d. 2^e puts the group's largest magnitude into [2^21, 2^22). So an element with the 8 significant bits
+// of bf16 is exact down to 2^-14 of the largest. A smaller one is off by 2^-22 of the largest at most.
 //
 //   int8 [padded_depth / 8][3][8]  d0, d1 and d2 of 8 k; for weights of 4 or 6 bits in the order of kSplitOrder
 //   DigitGroup [groups]

@@ -2,11 +2,11 @@
 //
 //   int8 [padded_depth]   the codes; for weights of 4 or 6 bits the 8 codes of a block are in the order of kSplitOrder
 //   f32  [groups]         scales
-//   i32  [groups]         starts: what an integer sum begins with, -offset * the sum of the group's codes, where the
-//                         kernels decode weights to code + offset
+//   i32  [groups]         starts of integer sums: -offset * the sum of the group's codes; for weights that the kernels
+//                         decode to code + offset
 //   f32  [groups]         sums of the group's codes, for weights that have something added after scaling
 //
-// Activations have the groups of the weights, so that a product of integers is scaled once; weights with one scale per
+// Activations have the groups of the weights, so that a product of integers is scaled once. Weights with one scale per
 // output row go with groups of kInt8Group.
 #pragma once
 

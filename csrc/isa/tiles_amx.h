@@ -1,10 +1,8 @@
 // Matrix tiles in hardware (AMX-TILE, AMX-BF16). Tile numbers must be literals, so the whole 2 x 2 block is here.
 //
 // A tile is zeroed after its last use, which gives its physical register back. A core whose other hyperthread is busy
-// has hardly one register more than tiles. With all eight in use, each product then waits for the one before: 24 ns,
-// and 16 with unused tiles zeroed. A core of one's own takes 6 either way (benchmarks/probes/amx_renaming.cc). On a
-// host with half the cores shared, tiles from L1 at the slowest core's pace went from 9.0 to 14.3 TFLOPS, and layers of
-// 1024 tokens and more took 9 to 17 % less time.
+// has hardly one register more than tiles. With all eight in use, each product would wait for the one before. Figures:
+// docs/lab/kernel-choices.md.
 #pragma once
 
 #include <immintrin.h>

@@ -1,5 +1,5 @@
 // The inner loop of both algorithms: R rows of activations times one, two or four panels. All run it over K in the same
-// order with one accumulator per output, so a row's result does not depend on the algorithm or on its neighbours.
+// order, with one accumulator per output. So a row's result does not depend on the algorithm or on its neighbours.
 #pragma once
 
 #include "format/formats.h"

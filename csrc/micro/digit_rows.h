@@ -177,14 +177,9 @@ void digit_rows(const MatmulArgs* args) {
 struct DigitsBelow {
   int32_t int8, int4, fp4, uint4, int6;
 };
-// AMX: to tiles. On a Xeon of 16 threads, 16 tokens of DeepSeek-V3's shape (4 rows an expert in the mean), with 0, 4, 6
-// and 9: int8 21.1, 19.5, 16.5, 15.3 ms, before tiles were as fast as now. More than 9 was not timed.
+// AMX: to tiles. More than 9 was not timed (docs/lab/kernel-choices.md).
 constexpr DigitsBelow kDigitsBelowTiles = {9, 9, 9, 9, 9};
-// Where weights have scales of groups of 16 to 128 k, weights in L2, us a pair of panels of K = 2048, by 2, 3, 4 and 6
-// rows: int8 2.5, 3.0, 3.6, 5.9 and on tiles 4.3 to 4.8; int4 3.2, 3.6, 4.3, 6.6 and 3.8, 3.8, 3.7, 4.2 (groups of 128:
-// 1.5, 2.2, 2.7, 4.4 and 3.5); mxfp4 2.9, 3.7, 4.6, 6.3 and 3.1 to 4.1 (of K = 7168: 9.3, 14.7 and 10.0, 10.6). On a
-// busier host nvfp4 5.3, 7.4, 9.2, 15.2 and 6.8 to 8.5, Q4_K 4.8, 6.4, 7.5, 12.3 and 8.5 to 10.2, Q6_K 6.7, 8.6, 10.3,
-// 17.1 and 11.4 to 13.5.
+// Where weights have scales of groups of 16 to 128 k; weights lay in L2.
 constexpr DigitsBelow kDigitsBelowTilesOfGroups = {5, 5, 3, 5, 5};
 
 // Adds products of digits.

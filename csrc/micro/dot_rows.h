@@ -7,20 +7,14 @@
 namespace tandem {
 namespace {
 
-// How far ahead. bf16 on a Xeon with 16 cores and 215 GB/s: 2 to 8 KiB reached 214 to 218 GB/s, no prefetching 186, and
-// a whole pair of panels ahead 66, because those lines had left L1 again before they were used. 8 KiB suited Zen 5
-// better than 4. Panels of up to 16 KiB get 4, since who takes somebody else's task next has fetched that much in vain:
-// int4 of Qwen3-30B's shape (16 and 6 KiB), 1 token, with 8 and 4 KiB on two Xeons: 158 and 142, 202 and 193 us; 4
-// tokens 504 and 508, 601 and 610; on Zen 5 1 and 4 tokens 580 and 562, 1863 and 1809. Every second line alone, 1 to 64
-// tokens of both shapes in int4, mxfp4 and fp8 on a Xeon: 1.02 to 1.22; into L2 0.97 to 1.12; both 1.04 to 1.30 (the
-// same code against itself 0.96 to 1.19).
+// How far ahead. Much further, and lines have left L1 again before they are used. 8 KiB suited Zen 5 better than 4.
+// Panels of up to 16 KiB get 4: who takes somebody else's task next has fetched that much in vain. Every second line
+// alone, and fetching into L2, were slower (docs/lab/kernel-choices.md).
 constexpr int64_t kPrefetchBytes = 8192, kLeastPrefetchBytes = 4096;
 
 // A panel as a row of equal units, each with its payload and its scales: while one is multiplied, another one is
 // prefetched, the same number of units further on, and from `turn` on one of the next panel. So all of both is asked
-// for before it is used. (Where the distance was one of bytes of the whole panel, and another one for scales, half of
-// each panel's scales and 2 KiB of its payload were not: int4 of Qwen3-30B's shape, 1 and 4 tokens, took 1.05 and 1.15
-// times as long on a Xeon, 1.24 and 1.25 times on Zen 5.)
+// for before it is used. Distances in bytes of a whole panel would leave half of its scales out.
 struct Lookahead {
   int64_t turn;                   // units
   int64_t payload[2], scales[2];  // bytes to what is prefetched, before the turn and after it

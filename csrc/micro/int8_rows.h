@@ -1,4 +1,4 @@
-// Rows of int8 activations times packed weights: codes are multiplied as integers, exactly, and the sum of a group is
+// Rows of int8 activations times packed weights. Codes are multiplied as integers, exactly. The sum of a group is
 // scaled by the weights' and the activations' scale and added in float, group after group. One algorithm for any number
 // of rows: few pass over the weights once; for more, K is cut into slices whose payload stays in L1 while blocks of
 // rows pass. A row is computed in the same order either way. Decoding is a few instructions, so nothing is unpacked.

@@ -1,6 +1,6 @@
-// Many rows on matrix tiles, for every format: panels become bf16 lines with their group scales multiplied in (rounded
-// to bf16 once more, by way of 11 bits where scales are multiplied in as halves: at most a relative 1.25 * 2^-8, with
-// offsets of the group's largest weight), and blocks of 32 rows x 32 columns run over them.
+// Many rows on matrix tiles, for every format. Panels become bf16 lines with their group scales multiplied in, and
+// blocks of 32 rows x 32 columns run over them. A scaled weight is rounded to bf16 once more, by way of 11 bits where
+// scales are halves. The error is at most 1.25 * 2^-8 of the weight; with offsets, of the group's largest one.
 //
 //   slice of K            unless its rows lie at equal distances, they are gathered in tile order, 64 bytes of each
 //                         after the other, so that a tile is up to 16 lines in a row
@@ -10,8 +10,8 @@
 //
 // Up to 80 rows, if they fit its scratch, are left to tile_stream.h, few of 4-bit codes to tile_groups.h.
 //
-// L2 gives a line in 0.5 to 0.7 ns up to 1.5 MiB, L3 in 3 (a Xeon, 16 threads), so rows, sums and panels must fit these
-// 1.5 MiB, or nearly. What else bounds a step, and what was tried: docs/lab/many-rows.md.
+// Rows, sums and panels must nearly fit 1.5 MiB: L2 gives no more lines at its full speed. What else bounds a step, and
+// what was tried: docs/lab/many-rows.md.
 #pragma once
 
 #include "micro/peak.h"
@@ -150,10 +150,8 @@ void tile_mm_amx(const MatmulArgs* args) {
                                                        args->y + kPairColumns * p, args->y_stride, args->rows);
 }
 
-// Codes of 4 bits, 81 to 160 rows: two streams. Of 65 to 128 rows, of at most 64 each, they took 0.79 to 0.91 of the
-// time, in turn with one TileProduct (int4, mxfp4, 256 and 384 tokens of DeepSeek-V3's shape, 1024 and 1536 of
-// Qwen3-30B's); of 128 rows in the mean, of at most 80 each instead of 64, 0.94 (int4, 512 and 2048 tokens). Codes of 8
-// bits as two streams 0.97 to 1.05; three streams of 4 bits, for 161 to 240 rows, 1.02 to 1.08.
+// Codes of 4 bits, 81 to 160 rows: two streams. Wider codes and three streams gain nothing
+// (docs/lab/kernel-choices.md).
 template <class Format>
 constexpr bool kStreamsTwice = Format::kPairBytes == 16;
 

@@ -1,7 +1,7 @@
-// Few rows on matrix tiles, for 4-bit weights with scales of groups: codes are unpacked as they are (each is a bf16
-// number), tiles multiply one group of one panel, and what it sums up to is scaled in float and added to sums in
-// registers. Beside scaling every line of weights before it is rounded to bf16 (tile_stream.h) a line takes 2
-// instructions instead of 6 (with offsets 7, with zero points 10), and a row 1 per group; and nothing is rounded.
+// Few rows on matrix tiles, for 4-bit weights with scales of groups. Codes are unpacked as they are: each is a bf16
+// number. Tiles multiply one group of one panel. Its sum is scaled in float and added to sums in registers, so no
+// weight is rounded. tile_stream.h scales every line of weights instead, which takes three times the instructions of a
+// line.
 //
 //   pair of panels, panel
 //     group      tiles multiply it while vectors unpack the one after the next into L1, and add up the one before the
@@ -26,13 +26,9 @@ constexpr int64_t kGroupRowsAt = kGroupSumsAt + kGroupRing * kGroupSumsBytes;
 constexpr int64_t kGroupShiftsAt = kGroupRowsAt + kGroupRowBytes;
 static_assert(kGroupShiftsAt < kFewRowsScratchBytes);
 
-// Bytes of activations up to which this is faster than tile_stream.h, on a Xeon of 16 threads with weights in L2. A
-// pair of panels of int4 in groups of 32, K = 2048, 4, 8 and 12 rows: 3.7, 4.3 and 5.2 us here, 5.2, 5.2 and 4.7 there;
-// K = 7168, 4 and 8 rows: 17.5 and 18.8 here, 14.9 and 15.6 there: tiles of rows come from L2 then. fp4's scales are
-// powers of two, which takes 3 instructions a line: 3.8 to 5.2 us here, 3.6 to 4.1 there.
-// Q4_K, on a busier host, 4, 8, 12 and 16 rows: 9.6, 10.7, 12.7 and 12.9 us here, 8.9, 9.4, 9.7 and 10.3 there; K =
-// 7168 33, 38, 46 and 46 here, 31, 37, 40 and 36 there. The first 8 rows are left
-// here since nothing is rounded; zero points, too, where a line takes 10 instructions there.
+// Bytes of activations up to which this is faster than tile_stream.h: beyond them, tiles of rows come from L2. fp4 is
+// left to streams, since its scales are powers of two, which are cheap there. Q4_K stays here because nothing is
+// rounded, and zero points because they are dear there. Figures: docs/lab/kernel-choices.md.
 constexpr bool has_groups(Format format) { return format == Format::int4 || format == Format::uint4; }
 inline int64_t bytes_by_groups(const WeightView& w) {
   return w.shift_type == ShiftType::zeros ? kGroupRowBytes : 32 * 1024;

@@ -16,9 +16,7 @@ struct EvenTiles {
 
 // Rows of one slice in tile order, `across` rows (of one tile or more) side by side, step after step of 32 k; zeros up
 // to a whole tile. Some steps of all rows that lie side by side, then the next ones: what is written then stays in L1
-// until it is whole. Rows in L3, 16 threads of a Xeon, ns a line: 64 rows of K = 7168 4.0 to 4.1 (row after row 6.9
-// to 7.0; no more than read 2.4), K = 2048 2.9 (4.4), slices of 1024 k of 512 rows 5.3 to 5.9 (5.4 to 6.5). Steps of 8
-// and 16 at a time, and asking for lines before, took up to 1.9 times as long.
+// until it is whole. More steps at a time were slower, and so was asking for lines before (docs/lab/kernel-choices.md).
 template <class Isa>
 void gather_rows(const uint8_t* const* x, int rows, int64_t offset, int64_t steps, int high, int across, uint8_t* to) {
   using Lane = typename Isa::Lane;

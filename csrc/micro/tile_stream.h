@@ -11,17 +11,8 @@
 // are multiplied, so no weight is rounded. A group's sum is scaled in float and added to those before it, while tiles
 // multiply the next group.
 //
-// Tiles load a line from L1 in 0.2 to 0.3 ns, from L2 in 0.5 to 0.7, from L3 in 3 (a Xeon, 16 threads; up to 1.5 MiB of
-// L2). Weights in L2, us a pair of panels of K = 2048 before and with this, 4, 16 and 32 rows: bf16 5.1, 7.4, 11.9 and
-// 1.8, 3.4, 5.8; mxfp4 3.8, 6.4, 10.0 and 3.9, 4.3, 5.7; int8 7.9, 8.7, 11.3 and 4.4, 5.5, 7.5; int4 3.4, 6.4, 11.5 and
-// 4.8, 4.5, 8.7. Asking for rows in L1 2 to 8 steps ahead took 1.0 to 1.15 times as long; slices of K whose rows stay
-// in L1 (8, 16 or 32 KiB of them), with sums in memory in between, 0.97 to 1.05 at 16 and 1.01 to 1.14 at 64 tokens of
-// DeepSeek-V3's shape (int4, mxfp4, nvfp4, Q4_K, fp8, bf16): so it is not where rows lie.
-//
-// 65 to 80 rows as one stream of 5 tiles, in turn with two streams (4 bits) or slices of K, 256 tokens of DeepSeek-V3's
-// shape, 1024 of Qwen3-30B's, on a quiet host: int4 0.88, fp8 0.89, int8 0.92, bf16 1.01. Up to 96 rows as 6 tiles
-// beside it, on a busy one: 0.99 to 1.12 (sums, rows and a panel then take all tiles: see isa/tiles_amx.h). At 33 to 64
-// rows, two tiles of rows in turn instead of one for all: 0.95 to 1.04, the old build against itself 0.96 to 1.06.
+// Rows need not lie in L1: slices of K that fit there were no faster. More than 80 rows would take six tiles, and with
+// the panels' all eight: then no physical register is left over (isa/tiles_amx.h). Figures: docs/lab/kernel-choices.md.
 #pragma once
 
 #include "micro/stream_feed.h"

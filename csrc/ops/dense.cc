@@ -84,8 +84,8 @@ float DenseOps::read_memory(const void* data, int64_t bytes) const {
   return read_ranges(of_node);
 }
 
-// In pieces for whoever is free, as experts are read: on cores that others share some workers are slower, and with
-// equal shares all would wait for them (90 GB/s instead of 128 on such a Xeon; benchmarks/probes/reading.cc).
+// In pieces for whoever is free, as experts are read. Cores that others share are slower; with equal shares all workers
+// would wait for theirs (benchmarks/probes/reading.cc).
 float DenseOps::read_ranges(const std::vector<std::vector<ByteRange>>& of_node) const {
   constexpr int64_t kPieceBytes = 1 << 20;
   std::vector<ByteRange> pieces;

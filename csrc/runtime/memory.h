@@ -14,12 +14,11 @@ class HugeBuffer {
   HugeBuffer(HugeBuffer&& other) noexcept;
   HugeBuffer& operator=(HugeBuffer&& other) noexcept;
 
-  // A part of new memory that one worker fills. Its huge page is cleared when it is touched first; by one thread alone
-  // if parts are given out as they are here: threads that touch a page together each clear it, and all but one throw
-  // their work away (with 16 threads packing 96 KB pieces that was most of the time of loading). Bytes that are there
-  // already stay: the end of what begins in the part before may be written first. A page fault, not
-  // MADV_POPULATE_WRITE: faults take a lock of the mapping's own where that call takes the process's (16 threads: 53
-  // GB/s against 37).
+  // A part of new memory that one worker fills. Its huge page is cleared when it is touched first, and by one thread
+  // alone, as parts are given out here. Threads that touch a page together each clear it, and all but one throw their
+  // work away: that would be most of the time of loading. Bytes that are there already stay, since the end of what
+  // begins in the part before may be written first. A page fault clears it, not MADV_POPULATE_WRITE, which takes a lock
+  // of the whole process.
   struct Part {
     uint8_t *begin, *end;
     void touch() const;

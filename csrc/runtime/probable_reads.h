@@ -1,7 +1,6 @@
 // Weights that will probably be read when somebody else has spoken: a GPU, in tens of microseconds. Until then idle
 // workers prefetch them. Every worker has a fixed share, and computes it later: another core's cache is as slow to read
-// as memory. Without shares, 16 workers (Xeon) that took 4 KiB at a time from one counter asked for 1.6 MB in 35 us,
-// since each waited for the counter's cache line. With shares it is 5.2 MB.
+// as memory. A common counter would cost two thirds of the speed: each would wait for its cache line.
 #pragma once
 
 #include <algorithm>

@@ -32,8 +32,8 @@ class NodeTasks {
   int nodes_ = 0;
 };
 
-// What nobody has taken yet: a queue per node, each one atomic word. There are two sets of them, taken in turn by a
-// region's phases, so that a phase may be open while the one before it is not over.
+// What nobody has taken yet: a queue per node, each one atomic word. A region's phases take two sets of
+// them in turn, so that one may be open while the one before it is not over.
 class TaskQueues {
  public:
   static constexpr int kMaxPhases = 15;

@@ -148,7 +148,7 @@ struct WorkerPool::State {
   }
 
   // Until the phase of a task that was taken early has begun, or the task is ready. Nobody waits for ever: whoever
-  // holds a task of this phase does what is left of the phase before, which it sees after the next raise of `work` at
+  // holds a task of this phase does what is left of the phase before. It sees that after the next raise of `work` at
   // the latest. Hence none of its tasks is left when all wait, and who holds one of them is at work on it.
   void wait_for_phase(const RegionTasks::Task& task, const Worker& worker) {
     for (int64_t step = 0;;) {

@@ -91,8 +91,8 @@ class WorkerPool {
     TaskBody body;
     const int64_t* of_node = nullptr;  // how many of them are each node's, in the order of their indices: its workers
                                        // do those first, and others' only then. Null: they are nobody's
-    // Given: whoever finds no task of the phase before takes one of this phase early, does this for it, and runs it as
-    // soon as the phase begins.
+    // Given: whoever finds no task of the phase before takes one of this phase early and does this for it. It runs the
+    // task as soon as the phase begins.
     AheadBody ahead = {};
     const Own* own = nullptr;  // given: instead of `body` and `of_node`
     // Given: a task that was taken early is run as soon as it is ready. Not for workers' own.

@@ -100,8 +100,8 @@ def _prepared(
 
 
 def runs(count: int, matrices: Callable[[int], ExpertMatrices]) -> Iterator[tuple[int, list[ExpertMatrices]]]:
-    """Experts 0 … count - 1 as (first, their matrices), while threads ask `matrices` for those that follow the first
-    run, for which a thread would only be waited for.
+    """Experts 0 … count - 1 as (first, their matrices). Threads ask `matrices` for those that follow the first run; for
+    that one, a thread would only be waited for.
 
     What they get is a view of the mapped file, or codes and numbers made from it: at most 2 * CHUNK_BYTES of those at
     a time, unless one expert is larger.

@@ -1,7 +1,7 @@
 """Expert deferral: in decode steps a token's weakest experts in CPU memory are added one layer later.
 
-Of a token's routed experts, the `kept` of the largest weights are computed in their layer, wherever they live, and so
-are all that live on the GPU. The sum of the others is added to what the next layer with experts gives. The last such
+Of a token's routed experts, the `kept` of the largest weights are computed in their layer, wherever they live. So are
+all that live on the GPU. The sum of the others is added to what the next layer with experts gives. The last such
 layer never defers. So the CPU computes while the GPU attends. It is lossy.
 
 In graphs csrc/experts/mailbox.cc does it. `LateExperts` does the same with any operations: it is what `kt quality`

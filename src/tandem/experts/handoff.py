@@ -11,8 +11,8 @@ stream runs to its end and the step raises EngineError.
 Experts may be late in graphs (`Deferral`): of a layer that defers, the CPU computes a token's weakest experts after its
 answer, and their sum comes with the next one. Posts take turns between two halves of the mailbox for that.
 
-In graphs of few rows the GPU says after a layer's post which experts the next one will probably want, and the CPU
-fetches their weights while it waits for that post (csrc/experts/foresight.h). No result depends on it.
+In graphs of few rows the GPU also says which experts the next layer will probably want. The CPU fetches their weights
+while it waits for that layer's post (csrc/experts/foresight.h). No result depends on it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Logits on disk: a safetensors file that is written row by row, so that it may be larger than memory.
 
-Tensors: logits float32 [rows, K], ids int32 [rows, K] (absent where all of the vocabulary is kept), log_total float64
-[rows] (logsumexp of the whole row), target float32 [rows]. Metadata: what the rows are of.
+Tensors: logits float32 [rows, K]; ids int32 [rows, K], absent where all of the vocabulary is kept; log_total float64
+[rows], the logsumexp of the whole row; target float32 [rows]. Metadata: what the rows are of.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ _FIELD_NAME = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
 _MAX_NAMES = 16
 
 _KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-# Fields of OpenAI, SGLang, vLLM, llama.cpp and others that would change the answer where a route does not have them,
-# each with the values that would not. Nor do null, false and what is empty: clients send those for what they do not
-# use.
+# Fields of OpenAI, SGLang, vLLM, llama.cpp and others that would change the answer, for routes that do not have them.
+# Beside each are the values that would not. Nor do null, false and what is empty: clients send those for what they do
+# not use.
 _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     # tools
     "functions": (), "function_call": ("none", "auto"), "tools": (), "tool_choice": ("none", "auto"),

@@ -41,8 +41,8 @@ def _typical(probabilities: Weights, mass: float) -> Places:
 
 
 def _without_top(probabilities: Weights, threshold: float) -> Places:
-    """XTC: of the tokens that reach the threshold only the least probable stays (of equals, the one with the highest
-    id), and all that do not reach it."""
+    """XTC: of the tokens that reach the threshold, only the least probable stays; of equals, the one with the highest
+    id. All that do not reach it stay."""
     top = np.flatnonzero(probabilities >= threshold)
     stays = np.ones(len(probabilities), dtype=np.bool_)
     if len(top) > 1:

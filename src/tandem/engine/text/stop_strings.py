@@ -49,8 +49,8 @@ def _follow(state: _State, char: str) -> _State:
 
 
 class StopMatcher:
-    """One character costs the same however many stop strings there are, and the automaton's depth is exactly how much
-    text must be held back because a stop string may have begun."""
+    """One character costs the same however many stop strings there are. The automaton's depth is how much text must be
+    held back, because a stop string may have begun."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._root = _automaton(stops)

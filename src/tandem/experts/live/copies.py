@@ -41,8 +41,8 @@ class Copies(Protocol):
 
     @property
     def functions(self) -> tuple[int, int]:
-        """Addresses of `cuMemcpyAsync` (target, source, bytes, stream), which returns 0 or an error, and of
-        `cuStreamQuery` (stream), which returns 0 where everything given has arrived, 600 where it has not, or an
+        """Addresses of `cuMemcpyAsync` (target, source, bytes, stream) and of `cuStreamQuery` (stream). The first
+        returns 0 or an error. The second returns 0 where everything given has arrived, 600 where it has not, or an
         error."""
         ...
 

@@ -66,9 +66,9 @@ class Usage(Protocol[AnyCounts]):
 
 
 class LiveTimes(NamedTuple):
-    """Since the start: steps, exchanges made, bytes that travelled, both ways together, and seconds that the engine's
-    thread took for all of it, but for what it did between layers (beside). late: of beside, what pieces took beyond
-    their time. waited: what the GPU may have stood still for, `late` included. parts: seconds by what was done."""
+    """Since the start. bytes_moved: both ways together. seconds: of the engine's thread, without what it did between
+    layers. beside: that. late: of beside, what pieces took beyond their time. waited: what the GPU may have stood still
+    for, `late` included. parts: seconds by what was done."""
 
     steps: int
     exchanges: int

@@ -1,8 +1,8 @@
 """`ExpertStream`: experts in CPU memory travel to a ring of places on the GPU, ahead of the layers that use them.
 
-Both sides read the same bytes, so a part of the ring is filled by plain copies from the experts' own memory, whole runs
-of places at a time. The host gives copies as soon as a part is free to be, not when it is: the bus waits for the GPU's
-marks by itself, and never for Python as long as the ring holds a layer's parts.
+Both sides read the same bytes, so plain copies from the experts' own memory fill a part of the ring. A copy takes a
+whole run of places. The host gives it before its part is free: the bus waits for the GPU's marks by itself. So it never
+waits for Python as long as the ring holds a layer's parts.
 
    copies   [layer 0: part 0][part 1][part 2] [layer 1: part 0][part 1] ...
    compute  [attention, router 0][experts on the GPU][part 0][part 1][part 2][attention, router 1] ...

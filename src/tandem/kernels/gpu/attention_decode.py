@@ -19,9 +19,8 @@ from tandem.kernels.gpu.shared_memory import shared_bytes
 PARTS = 32  # of a row's keys: x 4 key heads they fill a large GPU with one sequence
 STEP = 64  # keys per turn of the loop
 STAGES = 3  # one block of keys in use, two on their way: 70 KB of shared memory with heads of 128
-# From so many rows x key heads on, one block on its way is enough, and more programs fit beside each other. On an H200,
-# four key heads: 32 rows at 1K take 28.1 us instead of 31.3, 8 rows at 32K 131.1 instead of 135.2. One row would not:
-# 35.8 us instead of 23.9.
+# From so many rows x key heads on, one block on its way is enough, and more programs fit beside each other. One row
+# would take half as long again.
 MANY_HEADS = 32
 LOG2_E = 1.4426950408889634  # exp2 is an instruction, exp is not
 OF_SINKS = tl.constexpr(LOG2_E)

@@ -31,8 +31,8 @@ SHARING_WARPS = 4  # of a block of gate_up
 ROW_UNITS = 2048  # its row is copied by so many numbers
 MAX_DEPTH = 22528  # of a row: what lies in shared memory is 48 KB at most, the sums of the warps included
 MAX_WARPS = 16  # of a block of down, which takes all experts of a token, some warps for each
-# Steps of K that a warp has in flight together, of gate_up and of down. Of int4 16 and 6 were slower, by 3 and 4 % of a
-# step; codes of 8 bits take as many registers in half the steps.
+# Steps of K that a warp has in flight together, of gate_up and of down. More and fewer were slower for int4. Codes of 8
+# bits take as many registers in half the steps.
 AHEAD = {"int4": (8, 12), "fp4": (8, 12), "int8": (4, 6), "fp8": (4, 6)}
 
 SOURCE = r"""

@@ -1,5 +1,7 @@
-"""`GuardedProtocol`: uvicorn's HTTP with bounds on what a client may send before it has sent a request, and on how long
-it may take to send or to read."""
+"""`GuardedProtocol`: uvicorn's HTTP with bounds on what a client may send before its request is whole.
+
+How long it may take to send or to read is bounded, too.
+"""
 
 from __future__ import annotations
 

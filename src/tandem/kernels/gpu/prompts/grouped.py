@@ -1,7 +1,7 @@
 """`grouped_product`: each row times the matrix of its expert, on GPUs where PyTorch's would ask for numbers of rows.
 
-A program has a tile of one expert's rows and of its columns. How many tiles each expert has is known on the GPU only,
-so as many programs are started as there may be, and those beyond do nothing.
+A program has a tile of one expert's rows and of its columns. Only the GPU knows how many tiles each expert has. So as
+many programs are started as there may be, and those beyond do nothing.
 """
 
 from __future__ import annotations
