@@ -48,7 +48,7 @@ What `kt plan` says of 12 models on six machines. Nothing here is measured; `kt 
 
 Each field has tokens per second of one answer at 1,024 tokens, then those of a prompt of 2,048. Experts are as the
 model's publisher stores them. Where only the lossy INT4 fits, the field says so. `no` names the RAM that would do, with
-INT4. Every line has `--mem-fraction-static {FLAGS["mem_fraction_static"]} --max-total-tokens {TOKENS}`; more context takes more memory.
+INT4. Every line has `--mem-fraction-static {FLAGS["mem_fraction_static"]} --max-total-tokens {TOKENS}`.
 """
 
 
@@ -109,7 +109,8 @@ def answer() -> str:
     ways = "\n".join(f"- {way.change}: {way.brings}{' (lossy)' if way.lossy else ''}" for way in found.to_fit)
     return f"""## Is 256 GB and a 4090 enough for DeepSeek-V3?
 
-{"Yes." if found.fits else "No."} `kt plan deepseek-ai/DeepSeek-V3 --gpu 4090 --ram 256GB` says why, line by line. It would fit with:
+{"Yes." if found.fits else "No."} `kt plan deepseek-ai/DeepSeek-V3 --gpu 4090 --ram 256GB` says why, line by line. It
+would fit with:
 
 {ways}
 """
