@@ -145,11 +145,17 @@ class Samples:
     def take(self, minute: float) -> None:
         for process in psutil.Process().children(recursive=True):
             try:
-                words = " ".join(process.cmdline())
-                role = next((name for key, name in ROLES.items() if key in words), words[:40])
+                words = process.cmdline()
+                if words == process.parent().cmdline():  # a fork that compiles one grammar
+                    continue
+                role = next((name for key, name in ROLES.items() if key in " ".join(words)), " ".join(words)[:40])
                 self.of[role, process.pid].append((minute, process.memory_full_info().uss))
-            except psutil.Error:
+            except (psutil.Error, AttributeError):  # it, or its parent, has ended
                 continue
+
+    def latest(self) -> dict[str, int]:
+        """MiB by role."""
+        return {role: seen[-1][1] >> 20 for (role, _), seen in self.of.items()}
 
     def rows(self, settle: float) -> list[Row]:
         return [self._row(role, seen, settle) for (role, _), seen in self.of.items()]
@@ -180,7 +186,9 @@ async def load(url: str, asked: argparse.Namespace) -> tuple[Tally, Samples, Row
             await asyncio.sleep(min(asked.sample_seconds, max(0.0, ends - monotonic())))
             minute = (monotonic() - began) / 60
             await asyncio.to_thread(samples.take, minute)
-            print(f"{minute:5.1f} min {dict(tally.ended)} {sum(tally.refused.values())} refused", flush=True)
+            print(
+                f"{minute:5.1f} min {samples.latest()} {dict(tally.ended)} {tally.refused.total()} refused", flush=True
+            )
         await asyncio.gather(*clients)
         return tally, samples, await left_over(http)
 
@@ -217,11 +225,14 @@ def main() -> int:
     parser.add_argument("--settle-minutes", type=float, default=5, help="before memory is compared")
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--sample-seconds", type=float, default=10)
+    parser.add_argument("--note", help="what the rows say beside the numbers: what else the machine did, for example")
     parser.add_argument("--out", type=Path, help="a directory of results, or a file")
     asked = parser.parse_args()
     with own_server(asked.model, FLAGS) as url:
         tally, samples, left = asyncio.run(load(url, asked))
     about = {"bench": "soak", "model": asked.model, "clients": asked.clients, "minutes": asked.minutes}
+    if asked.note:
+        about["note"] = asked.note
     rows = [*samples.rows(asked.settle_minutes), total(tally, left)]
     for row in rows:
         print(json.dumps(row))

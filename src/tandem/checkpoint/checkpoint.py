@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from tandem.checkpoint.identity import identity
@@ -37,7 +36,7 @@ INDEX = "model.safetensors.index.json"
 BF16_BYTES = 2
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 INTEGERS = ("I32", "I64")
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+NUMBERS = ("BF16", "F16", "F32")
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -84,23 +83,14 @@ class Checkpoint:
         """Whether `weight(module)` (or `expert_weight`) would find something, however it is stored."""
         return codes_part(self._modules.get(module, {})) is not None
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Without loading. CheckpointError for a dtype we cannot compute with."""
-        part = self._part(name)
-        if part.dtype not in DTYPES:
-            raise part.wrong(f"is stored as {part.dtype}; readable are {', '.join(DTYPES)}")
-        return DTYPES[part.dtype]
-
     def get(self, name: str, shape: tuple[int, ...] | None = None, *, whole: bool = False) -> Tensor:
-        """A view of the mapped file, in the stored dtype; [1, n] is a vector, too. CheckpointError when absent or not
-        of `shape`."""
+        """A view of the mapped file, in the stored dtype; [1, n] is a vector, too. CheckpointError when absent, not
+        of `shape`, or of a type that we cannot compute with."""
         part = self._part(name)
-        if not whole:
-            self.dtype(name)
-        elif part.dtype not in INTEGERS:
-            raise part.wrong(
-                f"is stored as {part.dtype}; its whole numbers are read as {' or '.join(INTEGERS)}"
-            )
+        readable = INTEGERS if whole else NUMBERS
+        if part.dtype not in readable:
+            whose = "its whole numbers are read" if whole else "it is read"
+            raise part.wrong(f"is stored as {part.dtype}; {whose} as {' or '.join(readable)}")
         if shape is not None and part.shape == (1, *shape):
             return self._mapped(part)[0]
         if shape is not None and part.shape != shape:
@@ -128,6 +118,12 @@ class Checkpoint:
         parts = self._matrix_parts(module)
         found = detect(one_expert(parts, count), self._hints, (n, k))
         return rows_of(found.read(lambda role: self._mapped(parts[role])[expert]), rows)
+
+    def check(self, module: str, shape: tuple[int, ...]) -> None:
+        """Reads no weights."""
+        parts = self._matrix_parts(module)
+        *experts, n, k = shape
+        detect(one_expert(parts, experts[0]) if experts else parts, self._hints, (n, k))
 
     def format(self, module: str) -> QuantFormat:
         """How `module` is stored, from headers alone."""

@@ -10,7 +10,6 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from tandem.checkpoint.glance.kt_packed import FLAG, check_not_kt_packed
@@ -92,9 +91,6 @@ class ExpertsElsewhere:
     def has_matrix(self, module: str) -> bool:
         return self._of(module).has_matrix(module)
 
-    def dtype(self, name: str) -> torch.dtype:
-        return self._of(name).dtype(name)
-
     def get(self, name: str, shape: tuple[int, ...] | None = None, *, whole: bool = False) -> Tensor:
         return self._of(name).get(name, shape, whole=whole)
 
@@ -108,6 +104,9 @@ class ExpertsElsewhere:
         self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = slice(None)
     ) -> Weight:
         return self._of(module).expert_weight(module, expert, shape, rows)
+
+    def check(self, module: str, shape: tuple[int, ...]) -> None:
+        self._of(module).check(module, shape)
 
     def format(self, module: str) -> QuantFormat:
         return self._of(module).format(module)

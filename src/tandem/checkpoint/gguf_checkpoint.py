@@ -65,9 +65,6 @@ class GGUFCheckpoint:
     def has_matrix(self, module: str) -> bool:
         return f"{module}.weight" in self._places
 
-    def dtype(self, name: str) -> torch.dtype:
-        return NUMBERS.get(self._place(name).tensor.kind, torch.float32)
-
     def get(self, name: str, shape: tuple[int, ...] | None = None, *, whole: bool = False) -> Tensor:
         if whole:
             where = self.model.where(self._place(name).tensor)
@@ -90,6 +87,9 @@ class GGUFCheckpoint:
     ) -> Weight:
         """GGUF's 3-D tensors stand for one name per expert, so `module` has an expert's number in it already."""
         return rows_of(self.weight(module.format(expert=expert), shape[1:]), rows)
+
+    def check(self, module: str, shape: tuple[int, ...]) -> None:
+        self._check_shape(f"{module}.weight", shape[-2:])
 
     def format(self, module: str) -> QuantFormat:
         place = self._place(f"{module}.weight")

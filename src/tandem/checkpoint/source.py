@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from tandem.checkpoint import checkpoint as safetensors
@@ -45,10 +44,6 @@ class Checkpoint(Protocol):
         """Whether `weight(module)` (or `expert_weight`) would find something, however it is stored."""
         ...
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Of what `get` returns, without loading. CheckpointError for a dtype we cannot compute with."""
-        ...
-
     def get(self, name: str, shape: tuple[int, ...] | None = None, *, whole: bool = False) -> Tensor:
         """A view of the file, or GGUF's blocks as float32. whole: of whole numbers, int32 or int64. CheckpointError
         when absent, not of `shape`, or of another type."""
@@ -70,6 +65,10 @@ class Checkpoint(Protocol):
         self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = slice(None)
     ) -> Weight:
         """One expert of a fused 3-D tensor of `shape` [E, N, K], of its matrix `rows`; otherwise as `weight`."""
+        ...
+
+    def check(self, module: str, shape: tuple[int, ...]) -> None:
+        """From headers alone: raises what `weight`, or for three sizes `expert_weight`, would raise of them."""
         ...
 
     def format(self, module: str) -> QuantFormat:

@@ -17,6 +17,7 @@ from tandem.models.builder import Builder, Progress
 from tandem.models.draft_layer import check_draft_layer
 from tandem.models.model import Model
 from tandem.models.passing import States
+from tandem.models.trial import check_headers
 
 
 class AnyModel(Protocol):
@@ -51,4 +52,4 @@ def build(
     return foreign_model(b)
 
 
-__all__ = ["AnyModel", "ForwardBatch", "Model", "Progress", "build", "check_draft_layer"]
+__all__ = ["AnyModel", "ForwardBatch", "Model", "Progress", "build", "check_draft_layer", "check_headers"]

@@ -106,6 +106,8 @@ def load_parts(
             workers, plan.tier, plan.int8_activations, plan.experts_in_place, plan.deterministic
         )
         packed.open(plan, model_config, checkpoint, ops)
+        if packed.cache is None or not packed.cache.mapped:
+            models.check_headers(model_config, plan, checkpoint)
         tokenizer = Tokenizer.load(directory)
         if config.chat_template is not None:
             tokenizer.use_chat_template(chat_template_text(config.chat_template))
