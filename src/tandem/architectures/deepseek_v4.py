@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.architectures.family import Family
+from tandem.architectures.gguf.deepseek_v4 import DEEPSEEK_V4
 from tandem.architectures.names import Names
 from tandem.architectures.shared import activation, assembled, epsilon, layer_count, moe
 from tandem.config.json_keys import JsonKeys
@@ -64,11 +65,8 @@ def _refuse_others(keys: JsonKeys) -> None:
     keys.only("hidden_act", "silu", "its experts clamp before silu")
     for key in ("attention_bias", "mlp_bias"):
         keys.only(key, False, "its matrices have none")
-    (
-        keys.get("expert_dtype"),
-        keys.get("n_group"),
-        keys.get("topk_group"),
-    )  # what tensors say themselves; unused
+    for key in ("expert_dtype", "n_group", "topk_group", "intermediate_size"):
+        keys.get(key)  # what tensors say themselves; unused
 
 
 def _attention(keys: JsonKeys, kind: str) -> SharedKv:
@@ -188,4 +186,4 @@ def _draft(keys: JsonKeys) -> str:
     return f"{layers} draft layer{'s'[: layers != 1]} (NextN)" if layers else ""
 
 
-FAMILY = Family(("deepseek_v4",), config, (Names(shared="mlp.shared_experts"),))
+FAMILY = Family(("deepseek_v4",), config, (Names(shared="mlp.shared_experts"),), DEEPSEEK_V4)

@@ -27,6 +27,7 @@ from tandem.formats.gguf_blocks import GGUF_CODES
 from tandem.formats.quant_format import QuantFormat
 
 NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+WHOLE = {"I32": torch.int32}
 
 
 class GGUFCheckpoint:
@@ -66,12 +67,13 @@ class GGUFCheckpoint:
         return f"{module}.weight" in self._places
 
     def get(self, name: str, shape: tuple[int, ...] | None = None, *, whole: bool = False) -> Tensor:
-        if whole:
+        stored, kind = self._shape(name), self._place(name).tensor.kind
+        if whole != (kind in WHOLE):
             where = self.model.where(self._place(name).tensor)
-            raise CheckpointError(f"{where}: whole numbers are not read from GGUF files")
-        stored = self._shape(name)
+            raise CheckpointError(f"{where} is stored as {kind}, which is not what the model needs it for")
         self._check_shape(name, stored if shape is None else shape)
-        return numbers(self._read(name)).reshape(stored if shape is None else shape)
+        read = self._raw(name).contiguous().view(WHOLE[kind]).long() if whole else numbers(self._read(name))
+        return read.reshape(stored if shape is None else shape)
 
     def lookup(self, name: str, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
         self._check_shape(name, shape)
@@ -164,7 +166,7 @@ class GGUFCheckpoint:
         return rows if heads is None else _split_halves(rows, heads, place.tensor)
 
     def _check_kinds(self) -> None:
-        readable = (*NUMBERS, *GGUF_CODES)
+        readable = (*NUMBERS, *WHOLE, *GGUF_CODES)
         for place in self._places.values():
             if place.tensor.kind not in readable:
                 raise CheckpointError(

@@ -49,6 +49,13 @@ class _Keys:
             raise self.refuse(key, "is not an array of bools")
         return [bool(value) for value in values]
 
+    def numbers(self, key: str) -> list[float]:
+        values = self.model.metadata.get(self.prefix + key, [])
+        listed = values if isinstance(values, list) else [values]
+        if not all(isinstance(value, int | float) for value in listed):
+            raise self.refuse(key, "is not an array of numbers")
+        return [float(value) for value in listed]
+
     def has(self, key: str) -> bool:
         return self.prefix + key in self.model.metadata
 

@@ -14,8 +14,12 @@ from tandem.architectures.family import Part
 from tandem.checkpoint.gguf_file import GGUFTensor
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+OUTER_STREAMS = {f"output_hc_{part}": f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")}
 # Ends of Hugging Face names without `.weight` or `.bias`.
-PLAIN = (".e_score_correction_bias", ".sinks", ".A_log", ".dt_bias")
+PLAIN = (
+    ".e_score_correction_bias", ".sinks", ".A_log", ".dt_bias", ".position_bias", ".tid2eid", "_hc.fn", "_hc.base",
+    "_hc.scale",
+)  # fmt: skip
 LAYER = "model.layers."
 
 
@@ -32,6 +36,9 @@ def places(architecture: str, tensor: GGUFTensor) -> Iterator[tuple[str, Place]]
     stem, _, ending = tensor.name.rpartition(".")
     if ending not in ("weight", "bias"):
         stem = tensor.name
+    if stem in OUTER_STREAMS:
+        yield OUTER_STREAMS[stem], Place(tensor)
+        return
     if stem in OUTER:
         yield f"{OUTER[stem]}.{ending}", Place(tensor)
         return
