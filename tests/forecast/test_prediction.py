@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from plans import GIB, MODEL, machine
 from tandem.bench.architectures import CONFIGS, named_config, named_subject
+from tandem.bench.stored import STORED_METHODS, experts_of, stored_as
 from tandem.config import EngineConfig, Machine, ModelConfig, StoredFormats, resolve
 from tandem.config.forecast.bound import bytes_per_step
 from tandem.config.forecast.prediction import WIDTH, Case, Prediction, Range, predict
@@ -23,6 +27,7 @@ MEASURED = Machine(
 )  # fmt: skip
 SPEEDS = Speeds(dram_gbps=137, cpu_flops=17.4e12, gpu_gbps=4200, gpu_flops=6.5e14, pcie_gbps=55)
 H100 = Speeds(dram_gbps=135, cpu_flops=17.4e12, gpu_gbps=2900, gpu_flops=6.3e14, pcie_gbps=55)  # that of prompts
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # (share of the experts on the GPU, sequences) → tokens per second of Qwen3-30B-A3B's shape in int4
 DECODED = {
     (0.0, 1): 88, (0.5, 1): 157, (1.0, 1): 499, (0.0, 8): 131, (0.5, 8): 261, (1.0, 8): 1497, (1.0, 16): 1928,
@@ -54,6 +59,33 @@ def test_nearly_all_prompts_lie_in_their_ranges() -> None:
     found = {where: prompt(*where) for where in PROMPTS}
     outside = [where for where, rate in PROMPTS.items() if not found[where].low <= rate <= found[where].high]
     assert len(outside) <= len(PROMPTS) // 10, outside
+
+
+def kept_rows() -> list[dict[str, Any]]:
+    """Of one sequence, by whole models or some of their layers, on machines with a GPU."""
+    files = RESULTS.glob("nvidia-*-threads/decode.json")
+    rows = [row for file in files for row in json.loads(file.read_text())]
+    return [row for row in rows if row["batch"] == 1 and "by" not in row]
+
+
+def kept_range(row: dict[str, Any]) -> Range:
+    """As it would have been predicted from the memories' speeds of that run."""
+    model, fmt = named_config(row["config"], row["layers"]), row["format"].upper()
+    stored = stored_as(model, row["dense"], experts_of(fmt))
+    flags = {} if fmt in STORED_METHODS else {"kt_method": fmt}
+    tokens = min(model.max_positions, row["context"] + 1024)
+    config = EngineConfig.from_keywords("m", kt_gpu_experts_ratio=row["gpu_share"], context_length=tokens, **flags)
+    roomy = replace(MEASURED, total_memory=4096 * GIB, available_memory=4000 * GIB)
+    speeds = replace(SPEEDS, dram_gbps=row["dram_gbps"], gpu_gbps=row["hbm_gbps"])
+    made = Case(model, stored, resolve(config, model, roomy, stored), speeds)
+    return predict(made, (1,), row["context"]).decode[1]
+
+
+def test_nearly_all_kept_rows_of_decoding_lie_in_their_ranges() -> None:
+    found = [(row, kept_range(row)) for row in kept_rows()]
+    outside = [(row, made) for row, made in found if not made.low <= row["tok_s"] <= made.high]
+    assert len(found) >= 10 and len({row["config"] for row, _ in found}) >= 5
+    assert len(outside) <= len(found) // 10, outside
 
 
 def on_cpu(gbps: float = 50.0, **flags: object) -> Prediction:
