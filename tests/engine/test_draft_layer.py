@@ -17,17 +17,17 @@ from quantised_models import everything, save_quantised
 from recorded_steps import tiny_engine
 from tandem.checkpoint import load_model_config
 from tandem.config import EngineConfig, Machine, resolve
-from tandem.config.speculation import choice
 from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import Grammar
-from tandem.engine.speculation import shadows
-from tandem.engine.speculation.governor import Governor
 from tandem.engine.start.parts import EngineParts
 from tandem.errors import ConfigError
 from tiny import file_tensors
 
-FAMILIES = ("glm4_moe", "glm4_moe-plain", "deepseek_v3", "deepseek_v3-plain", "glm4_moe_lite", "deepseek_v32")
+FAMILIES = (
+    "glm4_moe", "glm4_moe-plain", "deepseek_v3", "deepseek_v3-plain", "glm4_moe_lite", "deepseek_v32", "qwen3_next",
+    "qwen3_5_moe_text",
+)  # fmt: skip
 PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20, "c": list(range(60, 99))}
 
 
@@ -79,28 +79,6 @@ def test_it_guesses_what_transformers_layer_guesses(made, tmp_path: Path, varian
     for tokens, guesses in seen:
         assert list(guesses) == model.chain(tokens, len(guesses))
     check_pages(engine)
-
-
-@pytest.mark.parametrize("variant", ["qwen3_next"])
-def test_it_guesses_for_recurrent_models_before_they_take_rows(made, tmp_path: Path, monkeypatch, variant: str) -> None:
-    """Its names and norms are others. No guess gets a row: each is drawn to be compared with what comes."""
-    monkeypatch.setattr(choice, "why_one_token", lambda model: "")
-    monkeypatch.setattr(shadows, "SHADOW_EVERY", 1)
-    monkeypatch.setattr(Governor, "widths", lambda self, sequences, drafts, room: [0] * len(sequences))
-    model, drawn = made(variant), []
-    engine = engine_of(model.path, tmp_path, disable_speculative_governor=False)
-    draw = engine._speculation._drafter.draw
-
-    def noted(wanted):
-        found = draw(wanted)
-        drawn.extend((list(sequence.tokens), each) for (sequence, _), each in zip(wanted, found, strict=True))
-        return found
-
-    engine._speculation._drafter.draw = noted
-    run(engine, *(request(name, prompt, max_tokens=12, ignore_eos=True) for name, prompt in PROMPTS.items()))
-    assert len(drawn) > 25
-    for tokens, guesses in drawn:
-        assert list(guesses) == model.chain(tokens, len(guesses))
 
 
 def test_guesses_do_not_depend_on_what_happened_to_the_pages(made, tmp_path: Path) -> None:
