@@ -244,7 +244,7 @@ def rows_of(record) -> list[tuple]:
 
 FAMILIES = (
     "glm4_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "mixtral-window", "qwen2_moe-window", "olmoe-clip", "llama",
-    "mimo_v2_flash", "gemma4_text", "qwen3_next", "qwen3_5_moe_text",
+    "mimo_v2_flash", "gemma4_text", "qwen3_next", "qwen3_5_moe_text", "deepseek_v4", "deepseek_v4-every",
 )  # fmt: skip
 
 
@@ -268,6 +268,32 @@ def test_every_family_answers_the_same_bits(tiny_models, tmp_path: Path, variant
         guessing = Engine.from_parts(replace(parts, drafter=drafter))
         assert scores(run(guessing, *asks)) == scores(plain)
         assert guessing.stats().speculation.guesses > 0 or drafter is None
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("variant", ["deepseek_v4", "qwen3_next"])
+def test_what_lies_in_slots_is_taken_back(tiny_models, tmp_path: Path, variant: str, acceptance: float) -> None:
+    """Bit for bit, where prefixes are found at snapshots, and where sequences lose their slots."""
+    tier = "avx512" if "amx" in Machine.detect().tiers else "auto"
+    flags = {"speculative_algorithm": "NGRAM", "kernel_tier": tier, "disable_speculative_governor": True, "page_size": 8}
+    prompts = [[(7 * i + s) % 250 for i in range(26)] for s in range(3)]
+    calls = [[request(f"{tail}{s}", [*prompt, *range(tail)], max_tokens=30, ignore_eos=True, logprobs=1)
+              for s, prompt in enumerate(prompts)] for tail in (1, 5)]  # fmt: skip
+    told, preempted, found = [], [], []
+    answers: dict[tuple[str, int], list[int]] = {}
+    for tokens, guessing in ((512, False), (512, True), (120, True)):
+        engine = tiny_engine(tiny_models[variant], tmp_path, max_total_tokens=tokens, context_length=96, **flags)
+        parts = engine_parts(engine)
+        plan = parts.plan if guessing else replace(parts.plan, speculation=None)
+        engine = Engine.from_parts(replace(parts, plan=plan, drafter=Foretold(answers, acceptance, 256)))
+        got = {key: outputs for call in calls for key, outputs in run(engine, *call).items()}
+        answers = answers or {key: token_ids(outputs) for key, outputs in got.items()}
+        told.append(scores(got))
+        preempted.append(engine.stats().preemptions)
+        found.append(engine.stats().cached_tokens)
+        assert not guessing or engine.stats().speculation.guesses > 0
+    assert told[1] == told[0] and told[2] == told[0]
+    assert preempted[:2] == [0, 0] and preempted[2] > 0 and found[1] >= 3 * 24
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fake_folding import folded, folding_config, folding_engine
 from fake_model import greedy_reference, request, run, token_ids
-from tandem.config.state import Array, Fold, Pages, state_layout
+from tandem.config.state import Array, Fold, Pages, Ring, state_layout
 from tandem.engine.state.arrays import allocate
 from tandem.engine.state.slots import SlotPool
 
@@ -150,14 +150,16 @@ def test_the_layout_counts_what_is_allocated() -> None:
         Pages((Array("k", (2, 3)), Array("v", (2, 3)))),
         Fold((Array("state", (5, 7), "float32"), Array("inputs", (11,)))),
         Pages((Array("entry", (8,)),), stride=4),
+        Ring(Array("window", (16,)), 8),
     ]
-    layout = state_layout(states, "bfloat16", 16)
+    layout = state_layout(states, "bfloat16", 16, guesses=3)
     made = allocate(layout, 10, slots=3)
     pages = [array for state, arrays in zip(states, made.arrays, strict=True) for array in arrays
              if isinstance(state, Pages)]  # fmt: skip
     assert sum(array.nbytes for array in pages) == 10 * layout.page_bytes
     assert [tuple(array.shape) for array in pages] == [(10, 16, 2, 3), (10, 16, 2, 3), (10, 4, 8)]
-    assert made.slots.shape == (3, layout.slot_bytes) and layout.slot_bytes == 256 + 256
+    assert made.slots.shape == (3, layout.slot_bytes) and layout.slot_bytes == 256 + 256 + 512
+    assert tuple(made.arrays[3][0].shape) == (3, 8 + 3, 16)
     state, inputs = made.arrays[1]
     state[2].fill_(1.5)
     inputs[2].fill_(2.5)

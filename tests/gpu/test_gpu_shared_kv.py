@@ -121,34 +121,63 @@ def heads(device: torch.device, kernels: bool) -> SharedKvHeads:
     return SharedKvHeads(SHAPE, weights, plain_attend, lambda x: torch.einsum("tgk,gnk->tgn", x, groups))
 
 
-def walked(device: torch.device, kernels: bool = True) -> torch.Tensor:
-    """Two sequences from their first token on; every array is NaN before it is written."""
-    g, attention, results = torch.Generator().manual_seed(2), heads(device, kernels), []
-    sizes = (3, 6, 32), (3, 8, SHAPE.pool.inputs(32)), (24, 1, 32), (24, 1, 16)
-    states = [torch.full(size, float("nan"), device=device) for size in sizes]
-    states[:2] = (torch.cat((ring, ring), 1)[:, : ring.shape[1]] for ring in states[:2])  # slots have a stride
-    for first, last in STEPS:
+class Walk:
+    """Two sequences from their first token on, by steps; every array is NaN before it is written."""
+
+    def __init__(self, device: torch.device, kernels: bool, places: int = 0) -> None:
+        """places: of guesses, in rings."""
+        self.device, self.attention = device, heads(device, kernels)
+        g = torch.Generator().manual_seed(2)
+        self.rows = [torch.randn(2, 40, width, generator=g) for width in (128, 32, SHAPE.pool.inputs(32), 128, 8)]
+        sizes = (3, 6 + places, 32), (3, 8 + places, SHAPE.pool.inputs(32)), (24, 1, 32), (24, 1, 16)
+        self.states = [torch.full(size, float("nan"), device=device) for size in sizes]
+        self.states[:2] = (torch.cat((ring, ring), 1)[:, : ring.shape[1]] for ring in self.states[:2])  # have a stride
+
+    def step(self, first: int, last: int, apart: bool = False, wrong: int = 0) -> torch.Tensor:
+        """[2, rows, G * rank]. apart: each row as a sequence of its own; wrong: so many last ones are of other tokens."""
         count, positions = last - first, torch.arange(first, last).repeat(2)
         tables = torch.arange(12, dtype=torch.int32) + torch.tensor([[0], [12]], dtype=torch.int32)
         whose = torch.arange(2).repeat_interleave(count)
+        starts = torch.arange(1 + (2 * count if apart else 2), dtype=torch.int32) * (1 if apart else count)
+        lens = positions.int() + 1 if apart else torch.full((2,), last, dtype=torch.int32)
+        slots = torch.tensor([1, 2], dtype=torch.int32)
         batch = ForwardBatch(
-            positions, positions, tables[whose, positions // 4].long() * 4 + positions % 4,
-            torch.arange(3, dtype=torch.int32) * count, torch.full((2,), last, dtype=torch.int32), tables, positions,
-            torch.tensor([1, 2], dtype=torch.int32),
+            positions, positions, tables[whose, positions // 4].long() * 4 + positions % 4, starts, lens,
+            tables[whose] if apart else tables, positions, slots[whose] if apart else slots,
         )  # fmt: skip
         arrays = {f.name: getattr(batch, f.name) for f in fields(batch)}
-        there = replace(batch, **{n: each.to(device) for n, each in arrays.items() if isinstance(each, torch.Tensor)})
-        widths = 128, 32, SHAPE.pool.inputs(32), 128, 8
-        rows = Projected(*(torch.randn(2 * count, width, generator=g).to(device) for width in widths))
-        results.append(attention(rows, step_rows(there), states[0], tuple(states[1:])).cpu())
-    return torch.cat(results)
+        there = replace(batch, **{n: x.to(self.device) for n, x in arrays.items() if isinstance(x, torch.Tensor)})
+        sign = torch.where(torch.arange(count) < count - wrong, 1.0, -1.0)[:, None]
+        rows = Projected(*((x[:, first:last] * sign).flatten(0, 1).to(self.device) for x in self.rows))
+        out = self.attention(rows, step_rows(there), self.states[0], tuple(self.states[1:]))
+        return out.cpu().unflatten(0, (2, count))
+
+
+def walked(device: torch.device, kernels: bool = True) -> torch.Tensor:
+    walk = Walk(device, kernels)
+    return torch.cat([walk.step(*each) for each in STEPS], 1)
+
+
+TOLERANCE = 128 * 2.0**-24 * 16  # sums of 128 float32 products are divided in other ways
 
 
 def test_shared_keys_on_a_gpu_are_those_of_the_cpu() -> None:
     """Prompts in pieces and single tokens, whose shapes are fixed on a GPU; an index that leaves out seven of ten
-    entries. Sums of 128 float32 products are divided in other ways."""
+    entries."""
     expected, got = walked(torch.device("cpu"), kernels=False), walked(DEVICE)
-    assert (got - expected).abs().max() < 128 * 2.0**-24 * 16 * float(expected.abs().max())
+    assert (got - expected).abs().max() < TOLERANCE * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2, 3])
+def test_rows_of_guesses_are_sequences_over_the_same_rings(wrong: int) -> None:
+    """Four rows in a step, of which the last are wrong: the next step computes them anew. Windows of 6, entries of 4."""
+    expected, walk = walked(torch.device("cpu"), kernels=False), Walk(DEVICE, True, places=3)
+    got, at = [walk.step(0, 9), walk.step(9, 17)], 17
+    while at + 4 <= 40:
+        got.append(walk.step(at, at + 4, apart=True, wrong=wrong)[:, : 4 - wrong])
+        at += 4 - wrong
+    assert at >= 37
+    assert (torch.cat(got, 1) - expected[:, :at]).abs().max() < TOLERANCE * float(expected.abs().max())
 
 
 @needs_cuda

@@ -27,7 +27,7 @@ from tandem.engine.start.parts import EngineParts
 pytestmark = [pytest.mark.gpu, needs_cuda]
 ROWS, MOST = 12, 5
 PAGED = ["qwen3_moe-gpu", "glm4_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "mixtral-window"]
-SLOTTED = ["qwen3_next", "qwen3_5_moe_text"]
+SLOTTED = ["qwen3_next", "qwen3_5_moe_text", "deepseek_v4-every"]
 PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20}
 
 

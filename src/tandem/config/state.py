@@ -51,7 +51,20 @@ class Fold:
         return (*(Array(a.name, (places, *a.shape), a.dtype) for a in self.inputs), *self.arrays)
 
 
-State = Pages | Fold
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Rows of the last tokens, `last` of which a new one may ask for: that of position p in place p modulo the number
+    of places. Rows of guesses have places of their own, so wrong ones overwrite nothing that is asked for later."""
+
+    row: Array
+    last: int
+
+    def kept(self, guesses: int) -> tuple[Array, ...]:
+        """As a `Fold`'s."""
+        return (Array(self.row.name, (self.last + guesses, *self.row.shape), self.row.dtype),)
+
+
+State = Pages | Fold | Ring
 SLOT_ALIGNMENT = 256  # bytes: of every array in a slot
 
 
@@ -89,8 +102,8 @@ class StateLayout:
 
     def slot_sizes(self) -> list[int]:
         """Bytes of each array of a slot, padded, one after the other."""
-        folds = (s for s in self.states if isinstance(s, Fold))
-        return [_padded(a.nbytes(self.dtype)) for s in folds for a in s.kept(self.guesses)]
+        own = (s for s in self.states if not isinstance(s, Pages))
+        return [_padded(a.nbytes(self.dtype)) for s in own for a in s.kept(self.guesses)]
 
     def page_shape(self, state: Pages, array: Array, pages: int) -> tuple[int, ...]:
         """Of the tensor that holds `array` in `pages` pages."""

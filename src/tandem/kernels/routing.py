@@ -30,7 +30,8 @@ def route(
     ids = _best(scores if bias is None else scores + bias, router) if chosen is None else chosen.long()
     weights = scores.gather(-1, ids)
     if router.normalize:
-        sums = weights.sum(-1, keepdim=True) + router.epsilon
+        # One after the other: a sum's order, and so its last bits, would depend on the number of rows.
+        sums = weights.cumsum(-1)[:, -1:] + router.epsilon
         weights = weights / sums.clamp(min=router.least_sum)
     ids, weights = ids.int(), weights * router.scale
     if tally is not None:
@@ -49,7 +50,7 @@ def _scores(logits: Tensor, router: Router) -> Tensor:
         return logits.softmax(-1)
     if router.score == "sigmoid":
         return logits.sigmoid()
-    whole = F.pad(logits, (0, -logits.shape[1] % LANES))
+    whole = F.pad(logits, (0, -logits.shape[1] % (2 * LANES)))  # torch takes two vectors at a time, and then numbers
     return F.softplus(whole)[:, : logits.shape[1]].sqrt()
 
 

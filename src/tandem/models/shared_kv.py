@@ -42,8 +42,8 @@ class SharedKvAttention:
         return sure_reads(self.down, self.query, *optional, self.out)
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
-        (ring, *inputs), *pages = states
-        pooled = (*inputs, *(array for arrays in pages for array in arrays))
+        (ring,), *pooled_states = states
+        pooled = tuple(array for arrays in pooled_states for array in arrays)
         return self.out(self.heads(self._projected(x), p.rows, ring, pooled))
 
     def _projected(self, x: Tensor) -> Projected:

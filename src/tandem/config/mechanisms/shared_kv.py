@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.config.rope import Rope
-from tandem.config.state import Array, Fold, Pages, State
+from tandem.config.state import Array, Pages, Ring, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +120,11 @@ class SharedKv:
         return hidden * self.pool.inputs(self.dim) + chooses
 
     def states(self) -> tuple[State, ...]:
-        """A row of position p lies at p modulo their number; an entry of tokens up to p in row p / stride."""
-        kept = Array("window", (self.window, self.dim))
+        """An entry of tokens up to p lies in row p / stride. One that a wrong guess has closed is seen by nobody, and
+        closed again by the token that comes."""
+        window = Ring(Array("window", (self.dim,)), self.window)
         if self.pool is None:
-            return (Fold((kept,)),)
-        inputs = Array("inputs", (self.pool.rows, self.pool.inputs(self.dim)))
+            return (window,)
+        inputs = Ring(Array("inputs", (self.pool.inputs(self.dim),)), self.pool.rows)
         names = zip(("entry", "index"), self.pool.widths(self.dim), strict=False)
-        return Fold((kept, inputs)), Pages(tuple(Array(n, (w,)) for n, w in names), self.pool.stride)
+        return window, inputs, Pages(tuple(Array(n, (w,)) for n, w in names), self.pool.stride)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.model_config import ModelConfig, why_alone
-from tandem.config.state import Pages, State
+from tandem.config.state import Fold, State
 from tandem.errors import ConfigError
 
 DEFAULT_GUESSES = 7  # with the token before them 8 rows: as many as are recorded on a CPU
@@ -112,7 +112,7 @@ def why_one_token(model: ModelConfig) -> str:
 
 
 def _takes_back(state: State) -> bool:
-    return state.stride == 1 if isinstance(state, Pages) else bool(state.inputs)
+    return not isinstance(state, Fold) or bool(state.inputs)
 
 
 def speculation_notices(config: EngineConfig, model: ModelConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config.state import Array, Fold, Pages, State, StateLayout
+from tandem.config.state import Array, Pages, State, StateLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ def allocate(
 def _of_state(
     layout: StateLayout, state: State, pages: int, device: torch.device | None, parts: Iterator[Tensor]
 ) -> tuple[Tensor, ...]:
-    if isinstance(state, Fold):
-        return tuple(_slot_array(layout, array, next(parts)) for array in state.kept(layout.guesses))
-    return tuple(_page_array(layout, state, array, pages, device) for array in state.rows)
+    if isinstance(state, Pages):
+        return tuple(_page_array(layout, state, array, pages, device) for array in state.rows)
+    return tuple(_slot_array(layout, array, next(parts)) for array in state.kept(layout.guesses))
 
 
 def _page_array(

@@ -35,6 +35,15 @@ class Projected(NamedTuple):
     index_weights: Tensor | None = None
 
 
+class Keys(NamedTuple):
+    """Where `StepRows.joined` has the window of each row, how many keys it has in all, and the order in which those
+    that count come first; None where they do so already."""
+
+    window: Tensor
+    counts: Tensor
+    order: Tensor | None
+
+
 class SharedKvHeads:
     """From projected rows to the output's groups. Rows depend on their own sequence only, not on how it was cut."""
 
@@ -46,12 +55,13 @@ class SharedKvHeads:
         self._entries = None if shape.pool is None else Entries(shape, shape.pool, weights)
 
     def __call__(self, p: Projected, rows: StepRows, ring: Tensor, pooled: tuple[Tensor, ...]) -> Tensor:
-        """-> [T, G * rank]. ring [slots, window, D]; pooled: the ring of inputs, then pages of entries [pages, n, D]
+        """-> [T, G * rank]. ring [slots, R, D], R at least the window; pooled: the ring of inputs, then pages of entries [pages, n, D]
         and of an index's. All of them go on. q and kv are changed."""
         shape, (cos, sin) = self.shape, rows.once(("turns", id(self.weights.cos)), lambda: self._turns(rows))
         q, kv = turn(p.q.view(len(p.q), shape.heads, shape.dim), cos[:, None], sin[:, None]), turn(p.kv, cos, sin)
         seen, entries = self._seen(p, rows, pooled), pooled[1] if pooled else kv[None, :0]
-        out = self._attended(q, rows.joined(ring, kv), rows, seen, entries.flatten(0, 1))
+        window = self._keys(rows, seen, ring.shape[1])
+        out = self._attended(q, rows.joined(ring, kv), window, seen, entries.flatten(0, 1))
         rows.keep(ring, kv)
         turn(out, cos[:, None], -sin[:, None])
         return self._groups(out.view(len(out), shape.out_groups, shape.group_dim)).flatten(1)
@@ -73,9 +83,9 @@ class SharedKvHeads:
         query = p.index_q.view(len(p.index_q), index.heads, index.dim), p.index_weights
         return self._entries.chosen(seen, index, query, rows, pages[1])
 
-    def _attended(self, q: Tensor, tokens: Tensor, rows: StepRows, seen: Seen | None, entries: Tensor) -> Tensor:
+    def _attended(self, q: Tensor, tokens: Tensor, keys_of: Keys, seen: Seen | None, entries: Tensor) -> Tensor:
         """[T, H, D]. tokens: `StepRows.joined`; entries: all pages' rows."""
-        window, counts, order = self._keys(rows, seen)
+        window, counts, order = keys_of
         width = window.shape[1] + (0 if seen is None else seen.width)
         each = max(1, SHARED_KEY_BYTES // (width * q.shape[2] * q.element_size()))
         out = torch.empty_like(q)
@@ -89,27 +99,26 @@ class SharedKvHeads:
             out[part] = self._attend(q[part], keys, counts[part], self.shape.scale, self.weights.sinks)
         return out
 
-    def _keys(self, rows: StepRows, seen: Seen | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Where `joined` has the window of each row, how many keys it has in all, and the order in which those that
-        count come first; None where they do so already."""
+    def _keys(self, rows: StepRows, seen: Seen | None, size: int) -> Keys:
+        """size: of the ring."""
         pool, most = self.shape.pool, self.shape.window
-        kind = "window", most, None if pool is None else pool, None if seen is None else seen.width
-        return rows.once(kind, lambda: _keys(rows, seen, most))
+        kind = "window", most, size, None if pool is None else pool, None if seen is None else seen.width
+        return rows.once(kind, lambda: _keys(rows, seen, most, size))
 
 
-def _keys(rows: StepRows, seen: Seen | None, most: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def _keys(rows: StepRows, seen: Seen | None, most: int, size: int) -> Keys:
     own = (rows.positions + 1).clamp(max=most)
     width = most if rows.static else int(own.max())
-    window = rows.keys_of(most, most)[:, :width]
+    window = rows.keys_of(size, most)[:, :width]
     if seen is None:
-        return window, own, None
+        return Keys(window, own, None)
     counts, entries = own + seen.counts, seen.width
     if not rows.static and (not entries or int(own.min()) == width):
-        return window, counts, None
+        return Keys(window, counts, None)
     each = torch.arange(width + entries, device=own.device)
     missing = width - own[:, None]
     order = torch.where(each < own[:, None], each, (each + missing).clamp(max=width + entries - 1))
-    return window, counts, order
+    return Keys(window, counts, order)
 
 
 def plain_attend(q: Tensor, keys: Tensor, counts: Tensor, scale: float, sinks: Tensor) -> Tensor:

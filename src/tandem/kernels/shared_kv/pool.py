@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.gpu_scratch import SHARED_KEY_BYTES
+from tandem.config.mechanisms.hyper import LANES
 from tandem.config.mechanisms.shared_kv import EntryIndex, Pool, SharedKv
 from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights, turn
@@ -66,7 +68,7 @@ class Entries:
         back = torch.arange(self.pool.rows - 1, -1, -1, device=last.device)
         outside = last[:, None] < back
         gates = (gates.float() + weights.bias).masked_fill(outside[:, :, None], float("-inf"))
-        summed = (kv.float() * gates.softmax(1)).sum(1)
+        summed = (kv.float() * _shares(gates)).sum(1)
         normed = summed * torch.rsqrt(summed.pow(2).mean(-1, keepdim=True) + self.shape.eps) * weights.norm
         at = (last + 1 - self.pool.stride).clamp(min=0)
         return turn(normed, self.weights.cos[at], self.weights.sin[at])
@@ -82,6 +84,7 @@ class Entries:
             return seen
         cos, sin = (table[rows.positions][:, None] for table in (self.weights.cos, self.weights.sin))
         q, weights = turn(query[0].float(), cos, sin), query[1].float() * (index.dim * index.heads) ** -0.5
+        seen = _whole_vectors(seen)
         there, best = keys.flatten(0, 1), []
         each = max(1, SHARED_KEY_BYTES // (4 * seen.width * (index.heads + index.dim)))
         for i in range(0, len(q), each):
@@ -90,6 +93,18 @@ class Entries:
             order = _best(there[places], q[part], weights[part], seen.counts[part], index.budget)
             best.append(places.gather(1, order))
         return Seen(torch.cat(best), seen.counts.clamp(max=index.budget))
+
+
+def _shares(gates: Tensor) -> Tensor:
+    """Softmax of [C, rows, D] over rows. Of whole vectors: torch computes what is left over in another way, and with it
+    an entry's bits would depend on how many are closed together."""
+    width = gates.shape[2]
+    return F.pad(gates, (0, -width % (2 * LANES))).softmax(1)[:, :, :width]
+
+
+def _whole_vectors(seen: Seen) -> Seen:
+    """Filled up: else the last entries' scores, and so what is chosen, would depend on how many others there are."""
+    return seen._replace(places=F.pad(seen.places, (0, -seen.width % (2 * LANES))))
 
 
 def _best(keys: Tensor, q: Tensor, weights: Tensor, counts: Tensor, budget: int) -> Tensor:

@@ -37,7 +37,7 @@ class EntriesSeen(NamedTuple):
 
 @triton.jit(do_not_specialize=VARYING)
 def _attend(q, ring, entries, chosen, tables, positions, slots, sums, tops, totals, scale, most, table_width, ring_slot,
-            WINDOW: tl.constexpr, STRIDE: tl.constexpr, PAGE: tl.constexpr, CHOSEN: tl.constexpr,
+            WINDOW: tl.constexpr, RING: tl.constexpr, STRIDE: tl.constexpr, PAGE: tl.constexpr, CHOSEN: tl.constexpr,
             POOLED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
             WIDE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     begin(OVERLAP)
@@ -46,7 +46,7 @@ def _attend(q, ring, entries, chosen, tables, positions, slots, sums, tops, tota
     h, d = group * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
     position, slot = tl.load(positions + t), tl.load(slots + t)
     own = tl.minimum(position + 1, WINDOW).to(tl.int32)
-    count = own
+    count, oldest = own, ((position + 1 - own) % RING).to(tl.int32)
     if POOLED:
         count += tl.minimum((position + 1) // STRIDE, most).to(tl.int32)
     valid = (h < HEADS)[:, None] & (d < DIM)[None, :]
@@ -56,17 +56,18 @@ def _attend(q, ring, entries, chosen, tables, positions, slots, sums, tops, tota
     for start in range(part * KEYS, count, parts * KEYS):
         j = start + tl.arange(0, KEYS)
         there = (j < count)[:, None] & (d < DIM)[None, :]
-        k = tl.load(ring + slot * ring_slot + j[:, None] * DIM + d[None, :], there & (j < own)[:, None], other=0.0)
+        place = tl.where(oldest + j < RING, oldest + j, oldest + j - RING)
+        k = tl.load(ring + slot * ring_slot + place[:, None] * DIM + d[None, :], there & (j < own)[:, None], other=0.0)
         if POOLED:
             e = tl.maximum(j - own, 0)
             pooled = (j >= own) & (j < count)
             if CHOSEN:
-                place = tl.load(chosen + t * most + e, pooled, other=0).to(tl.int64)
+                entry = tl.load(chosen + t * most + e, pooled, other=0).to(tl.int64)
             else:
                 page = tl.load(tables + t * table_width + e // PAGE, pooled, other=0).to(tl.int64)
-                place = page * PAGE + e % PAGE
+                entry = page * PAGE + e % PAGE
             there = pooled[:, None] & (d < DIM)[None, :]
-            other = tl.load(entries + place[:, None] * DIM + d[None, :], there, other=0.0)
+            other = tl.load(entries + entry[:, None] * DIM + d[None, :], there, other=0.0)
             k = tl.where(pooled[:, None], other, k)
         scores = tl.dot(x, tl.trans(k), input_precision=PRECISION) * scale
         scores = tl.where((j < count)[None, :], scores, float("-inf"))
@@ -113,7 +114,7 @@ def attend(
 ) -> Tensor:
     """q [T, H * D], turned, over the rings and entries -> [T, H * D], turned back."""
     count, heads, dim = len(q), shape.heads, shape.dim
-    groups, most = triton.cdiv(heads, HEADS), ring.shape[1] + (0 if seen is None else seen.most)
+    groups, most = triton.cdiv(heads, HEADS), shape.window + (0 if seen is None else seen.most)
     parts = max(1, min(triton.cdiv(most, KEYS), triton.cdiv(PROGRAMS, count * groups)))
     sums = q.new_empty((count, heads, parts, dim), dtype=torch.float32)
     tops, totals = sums.new_empty(2, count, heads, parts)
@@ -122,7 +123,7 @@ def attend(
     _attend[(groups, parts, count)](
         q, ring, entries, rows.tables if chosen is None else chosen, rows.tables, rows.positions, rows.slots, sums,
         tops, totals, shape.scale, 0 if seen is None else seen.most, rows.tables.shape[1], ring.stride(0),
-        WINDOW=ring.shape[1], STRIDE=1 if seen is None else seen.stride, PAGE=entries.shape[1],
+        WINDOW=shape.window, RING=ring.shape[1], STRIDE=1 if seen is None else seen.stride, PAGE=entries.shape[1],
         CHOSEN=chosen is not None, POOLED=seen is not None, HEADS=heads, DIM=dim, BLOCK=HEADS, KEYS=KEYS,
         WIDE=max(16, triton.next_power_of_2(dim)), PRECISION=precision(q), num_warps=4, **overlapped(q.device),
     )  # fmt: skip

@@ -49,7 +49,7 @@ def _turn_row(row, to, cos, sin, DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _enter(q, kv, inputs, index_q, index_weights, ring, kept, asked, weights, cos, sin, positions, slots,
-           inputs_row, weights_row, ring_slot, kept_slot, HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
+           inputs_row, weights_row, ring_slot, kept_slot, HEADS: tl.constexpr, DIM: tl.constexpr, RING: tl.constexpr,
            INPUTS: tl.constexpr, KEPT: tl.constexpr, INDEX_HEADS: tl.constexpr, INDEX_DIM: tl.constexpr,
            PAIRS: tl.constexpr, BLOCK: tl.constexpr, INDEX_BLOCK: tl.constexpr, INPUTS_BLOCK: tl.constexpr,
            HEADS_BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
@@ -63,7 +63,7 @@ def _enter(q, kv, inputs, index_q, index_weights, ring, kept, asked, weights, co
         row = q + (t * HEADS + h) * DIM
         _turn_row(row, row, cos, sin, DIM, PAIRS, BLOCK)
     elif h == HEADS:
-        to = ring + slot * ring_slot + position % WINDOW * DIM
+        to = ring + slot * ring_slot + position % RING * DIM
         _turn_row(kv + t * DIM, to, cos, sin, DIM, PAIRS, BLOCK)
     elif h == HEADS + 1:
         if INPUTS > 0:
@@ -151,7 +151,7 @@ def enter(
         p.q, p.kv, inputs, index_q, index_weights, ring, ring if kept is None else kept, asked.q, asked.weights,
         weights.cos, weights.sin, rows.positions, rows.slots, inputs.stride(0), index_weights.stride(0),
         ring.stride(0), 0 if kept is None else kept.stride(0), HEADS=shape.heads, DIM=shape.dim,
-        WINDOW=ring.shape[1], INPUTS=size, KEPT=1 if kept is None else kept.shape[1], INDEX_HEADS=heads,
+        RING=ring.shape[1], INPUTS=size, KEPT=1 if kept is None else kept.shape[1], INDEX_HEADS=heads,
         INDEX_DIM=dim, PAIRS=weights.cos.shape[1], BLOCK=triton.next_power_of_2(shape.dim // 2),
         INDEX_BLOCK=triton.next_power_of_2(dim // 2), INPUTS_BLOCK=triton.next_power_of_2(max(1, size)),
         HEADS_BLOCK=triton.next_power_of_2(max(1, heads)), num_warps=2, **overlapped(p.q.device),
