@@ -275,7 +275,8 @@ def test_every_family_answers_the_same_bits(tiny_models, tmp_path: Path, variant
 def test_what_lies_in_slots_is_taken_back(tiny_models, tmp_path: Path, variant: str, acceptance: float) -> None:
     """Bit for bit, where prefixes are found at snapshots, and where sequences lose their slots."""
     tier = "avx512" if "amx" in Machine.detect().tiers else "auto"
-    flags = {"speculative_algorithm": "NGRAM", "kernel_tier": tier, "disable_speculative_governor": True, "page_size": 8}
+    flags = {"speculative_algorithm": "NGRAM", "kernel_tier": tier, "disable_speculative_governor": True,
+             "page_size": 8}  # fmt: skip
     prompts = [[(7 * i + s) % 250 for i in range(26)] for s in range(3)]
     calls = [[request(f"{tail}{s}", [*prompt, *range(tail)], max_tokens=30, ignore_eos=True, logprobs=1)
               for s, prompt in enumerate(prompts)] for tail in (1, 5)]  # fmt: skip

@@ -134,7 +134,7 @@ class Walk:
         self.states[:2] = (torch.cat((ring, ring), 1)[:, : ring.shape[1]] for ring in self.states[:2])  # have a stride
 
     def step(self, first: int, last: int, apart: bool = False, wrong: int = 0) -> torch.Tensor:
-        """[2, rows, G * rank]. apart: each row as a sequence of its own; wrong: so many last ones are of other tokens."""
+        """[2, rows, G * rank]. apart: each row is a sequence of its own; wrong: that many last rows are of others."""
         count, positions = last - first, torch.arange(first, last).repeat(2)
         tables = torch.arange(12, dtype=torch.int32) + torch.tensor([[0], [12]], dtype=torch.int32)
         whose = torch.arange(2).repeat_interleave(count)
@@ -170,7 +170,7 @@ def test_shared_keys_on_a_gpu_are_those_of_the_cpu() -> None:
 
 @pytest.mark.parametrize("wrong", [0, 1, 2, 3])
 def test_rows_of_guesses_are_sequences_over_the_same_rings(wrong: int) -> None:
-    """Four rows in a step, of which the last are wrong: the next step computes them anew. Windows of 6, entries of 4."""
+    """Four rows in a step, of which the last are wrong, and computed anew by the next. Windows of 6, entries of 4."""
     expected, walk = walked(torch.device("cpu"), kernels=False), Walk(DEVICE, True, places=3)
     got, at = [walk.step(0, 9), walk.step(9, 17)], 17
     while at + 4 <= 40:
