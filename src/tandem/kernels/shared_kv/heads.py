@@ -55,7 +55,7 @@ class SharedKvHeads:
         self._entries = None if shape.pool is None else Entries(shape, shape.pool, weights)
 
     def __call__(self, p: Projected, rows: StepRows, ring: Tensor, pooled: tuple[Tensor, ...]) -> Tensor:
-        """-> [T, G * rank]. ring [slots, R, D], R at least the window; pooled: the ring of inputs, then pages of entries
+        """-> [T, G * rank]. ring [slots, R, D], R >= window; pooled: the ring of inputs, then pages of entries
         [pages, n, D] and of an index's. All of them go on. q and kv are changed."""
         shape, (cos, sin) = self.shape, rows.once(("turns", id(self.weights.cos)), lambda: self._turns(rows))
         q, kv = turn(p.q.view(len(p.q), shape.heads, shape.dim), cos[:, None], sin[:, None]), turn(p.kv, cos, sin)
