@@ -33,11 +33,11 @@ from tandem.errors import TandemError
 from tandem.kernels.this_machine import this_machine
 
 CASES = (
-    ("qwen3-30b-a3b", "INT4", 0.0), ("qwen3-30b-a3b", "INT4", 1.0), ("glm-4.5-air", "INT4", 0.0),
-    ("gpt-oss-120b", STORED, 0.5), ("olmoe-1b-7b", "BF16", 1.0), ("deepseek-v2-lite", "INT4", 0.0),
-    ("mixtral-8x7b", "INT4", 0.5), ("qwen3-next-80b", "INT4", 0.5), ("qwen3-30b-a3b", "INT4", 0.5),
-    ("deepseek-v2-lite", "INT8", 1.0), ("qwen3-30b-a3b", "INT8", 0.5), ("glm-4.5-air", "INT4", 0.5),
-    ("gpt-oss-20b", STORED, 0.0), ("qwen3-30b-a3b", "BF16", 0.25), ("deepseek-v4-flash", STORED, 0.33),
+    ("qwen3-30b-a3b", "INT4", 0.0), ("qwen3-30b-a3b", "INT4", 1.0), ("deepseek-v2-lite", "INT4", 0.0),
+    ("glm-4.5-air", "INT4", 0.5), ("qwen3-30b-a3b", "INT4", 0.5), ("olmoe-1b-7b", "BF16", 1.0),
+    ("gpt-oss-120b", STORED, 0.5), ("mixtral-8x7b", "INT4", 0.5), ("qwen3-30b-a3b", "INT8", 0.5),
+    ("glm-4.5-air", "INT4", 0.0), ("deepseek-v2-lite", "INT8", 1.0), ("qwen3-30b-a3b", "BF16", 0.25),
+    ("qwen3-next-80b", "INT4", 0.5), ("gpt-oss-20b", STORED, 0.0), ("deepseek-v4-flash", STORED, 0.33),
 )  # fmt: skip
 """Names, --kt-method or what is stored, and shares of the experts on the GPU."""
 
