@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import tokenizers
 from fault_servers import (
     ENGINE,
     LONG,
@@ -63,10 +64,20 @@ class Place:
 @pytest.fixture(scope="module")
 def place(tiny_models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("faults")
-    found = Place(fault_model(tiny_models["qwen3_moe"], folder / "model"), folder)
+    model = fault_model(tiny_models["qwen3_moe"], folder / "model")
+    give_up_on_many_x(model / "tokenizer.json")
+    found = Place(model, folder)
     yield found
     if found.server.process.poll() is None:
         found.server.stop()
+
+
+def give_up_on_many_x(file: Path) -> None:
+    """A rule that takes forever on a text of `x` alone, so that the library panics; it changes no other text."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    rule = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([rule, tokenizer.pre_tokenizer])
+    tokenizer.save(str(file))
 
 
 @pytest.fixture
@@ -153,6 +164,29 @@ def test_the_chat_templates_process_is_killed(server: ServerProcess, fault: Faul
     assert say().json()["choices"] == before
     fault.good(10)
     assert child(server, TEMPLATES) != templates
+
+
+@pytest.mark.fault("The tokenizer crashes on a text (a panic of its library)")
+def test_the_tokenizer_crashes(server: ServerProcess, expected: list[int], fault: Fault) -> None:
+    """In the server's own process, on the event loop for a short text and on a thread for a long one."""
+
+    def said(text: str) -> httpx.Response:
+        asked = {"text": text, "sampling_params": {"max_new_tokens": 4}}
+        return httpx.post(server.url + "/generate", json=asked, timeout=60)
+
+    engine, processes = child(server, ENGINE), family(server)
+    with long_answers(server, 2) as others:
+        fault.strikes()
+        refused = [said("x" * 40), said("word " * 805 + "x" * 40)]
+        fault.seen("400: “the model's tokenizer cannot read this text”; the others go on", 20)
+        assert server.info()["stats"]["running"] == 2
+        httpx.post(server.url + "/abort_request", json={"abort_all": True}, timeout=60).raise_for_status()
+    for response in refused:
+        assert response.status_code == 400 and "cannot read this text" in error_of(response)["message"]
+    assert [one.result().status_code for one in others] == [200, 200]
+    assert said("xylophone").status_code == 200 and answer(server) == expected
+    fault.good(60)
+    assert child(server, ENGINE) == engine and family(server) == processes and idle(server)
 
 
 @pytest.mark.fault("The disk is full: recorded expert usage (`RLIMIT_FSIZE`)")

@@ -122,7 +122,9 @@ def test_no_table_of_positions_is_made(tiny_models, monkeypatch) -> None:
     config, checkpoint = load_model_config(tiny_models["llama"]), open_checkpoint(tiny_models["llama"])
     sizes: list[int] = []
     real = torch.arange
-    monkeypatch.setattr(torch, "arange", lambda *given, **named: sizes.append(given[0]) or real(*given, **named))
+    monkeypatch.setattr(
+        torch, "arange", lambda *given, **named: sizes.append(given[0]) or real(*given, **named)
+    )
     check_headers(config, replace(plan(), context_length=1 << 20), checkpoint)
     assert sizes
     assert max(sizes) < 1 << 12

@@ -35,7 +35,9 @@ def walked(app: FastAPI) -> Iterator[tuple[str, str]]:
     """(method, address) of every route; none is of another kind, as a socket or a mounted application."""
     for route in flattened(app.routes):
         assert isinstance(route, APIRoute | Route), f"{route}: does the gate keep it?"
-        address = re.sub(r"\{(\w+)(:path)?\}", "app.js" if route.path.startswith("/page/") else "some", route.path)
+        address = re.sub(
+            r"\{(\w+)(:path)?\}", "app.js" if route.path.startswith("/page/") else "some", route.path
+        )
         yield from ((method, address) for method in sorted({*route.methods, "HEAD", "OPTIONS", "DELETE"}))
 
 
@@ -106,12 +108,30 @@ def test_no_spelling_of_an_address_gets_round_the_gate(address: str) -> None:
     run(scenario, api_key=KEY)
 
 
+def test_a_method_that_is_not_there_is_told_those_that_are() -> None:
+    """All of them, as where several routes share an address."""
+
+    async def scenario(server: LocalServer) -> None:
+        methods: dict[str, set[str]] = {}
+        for route in flattened(server.app.routes):
+            methods.setdefault(route.path, set()).update(route.methods)
+        for path, allowed in methods.items():
+            refused = await server.client.patch(re.sub(r"\{.*\}", "some", path))
+            assert refused.status_code == 405, path
+            expected = allowed | ({"HEAD"} if "GET" in allowed else set())
+            assert set(refused.headers["allow"].split(", ")) == expected, path
+
+    run(scenario)
+
+
 def test_keys_are_compared_in_constant_time(monkeypatch) -> None:
     """Wherever the first wrong byte is, and however many keys are sent: nothing is compared that says so sooner."""
     compared: list[tuple[bytes, bytes]] = []
     real = hmac.compare_digest
     monkeypatch.setattr(
-        gate.hmac, "compare_digest", lambda given, right: compared.append((given, right)) or real(given, right)
+        gate.hmac,
+        "compare_digest",
+        lambda given, right: compared.append((given, right)) or real(given, right),
     )
 
     async def scenario(server: LocalServer) -> None:

@@ -133,3 +133,15 @@ def test_every_route_is_documented():
     assert set(paths) == routes
     for path in ("/v1/chat/completions", "/v1/completions", "/generate", "/abort_request"):
         assert paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+
+
+def test_the_document_refuses_what_the_server_refuses():
+    """Each was once taken by the document alone: an unknown role, neither text nor ids, an abort of nothing."""
+    document = schema.raw_schema
+    role = document["components"]["schemas"]["ChatMessage"]["properties"]["role"]
+    assert set(role["enum"]) == {"assistant", "developer", "system", "tool", "user"}
+    needed = {}
+    for path, one_of in (("/generate", "oneOf"), ("/abort_request", "anyOf")):
+        content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        needed[path] = [each["required"] for each in content["schema"]["allOf"][1][one_of]]
+    assert needed == {"/generate": [["text"], ["input_ids"]], "/abort_request": [["rid"], ["abort_all"]]}
