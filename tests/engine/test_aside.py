@@ -12,10 +12,10 @@ import torch
 from fake_model import FakeModel, check_pages, fake_engine, greedy_reference, request, run, token_ids
 from sessions import Session, prompts
 from tandem import _core
-from tandem.engine.aside import PIECES_AHEAD, Aside
+from tandem.engine.aside import Aside
 from tandem.engine.engine import Engine
 from tandem.engine.pace import MIN_TOKENS, SHARED_STEP_SECONDS, SLICE_OF_STEP, PrefillPace
-from tandem.engine.paused_pass import PausedPass, PausingModel
+from tandem.engine.paused_pass import PIECES_AHEAD, PausedPass, PausingModel, slice_of
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
 from tandem.kernels.cpu_ops import CpuOps
@@ -219,11 +219,10 @@ def test_a_sequence_that_loses_its_pages_in_mid_pass_begins_again() -> None:
         held += bool(engine._scheduler.held)
         engine._scheduler.pace.slice_seconds = lambda: 0.0
         if engine._scheduler.held and held > 1:  # nothing goes on but the decoding
-            engine._aside._run = lambda *_: None
+            engine._aside._pass.go_on = lambda *_: False
         engine.step()
     assert engine._scheduler.preemptions == 1 and not engine._scheduler.held
     check_pages(engine)
-    del engine._aside._run
     assert finished(engine)["b"] == greedy_reference([20, *LONG[:20]], 3)
 
 
@@ -243,6 +242,9 @@ class FakePausing:
 
     def under_way(self) -> int:
         return next(self.behind)
+
+    def go_on(self, seconds: float, whole: bool) -> bool:
+        return slice_of(self, seconds, whole)
 
     def logits(self) -> str:
         return "logits"

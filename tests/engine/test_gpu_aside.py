@@ -13,31 +13,30 @@ pytestmark = [pytest.mark.gpu, needs_cuda]
 SIX = list(range(6))
 
 
-def beside(session: Session, ahead: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of sequence 7's prompt, and of the tokens that six others decode meanwhile. ahead: pieces that the GPU has
-    been given when a graph is replayed."""
+def beside(session: Session, seconds: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of sequence 7's prompt, and of the tokens that six others decode meanwhile. seconds: of a slice, where the
+    CPU has a part in the pass; elsewhere a thread gives pieces while graphs run."""
     session.step(SIX, 0, PROMPT)
     paused = session.runner.paused(batch_of([7], 0, PROMPT))
     assert paused is not None
     decoded: list[torch.Tensor] = []
     with torch.inference_mode():
-        while paused.pieces_left():
-            for _ in range(min(ahead, paused.pieces_left())):
-                paused.piece()
+        while not paused.go_on(seconds, whole=len(decoded) == DECODED):
             if len(decoded) < DECODED:
                 found = session.runner.logits(batch_of(SIX, PROMPT + len(decoded), 1))
                 decoded.append(found.logits.cpu().clone())
+    assert decoded
     return paused.logits().logits.cpu().clone(), torch.stack(decoded, 1)
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 9])
+@pytest.mark.parametrize("seconds", [0.0, 1e-3])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("variant", ["qwen3_moe-gpu", "glm4_moe", "deepseek_v3", "qwen3_next"])
-def test_steps_and_a_pass_leave_each_other_alone(tiny_models, variant, share, ahead) -> None:
+def test_steps_and_a_pass_leave_each_other_alone(tiny_models, variant, share, seconds) -> None:
     """Bits of a pass are those of a step of its rows; of the graphs, those without a pass."""
     path = tiny_models[variant]
     exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
-    prompt, decoded = beside(session := Session(path, share, (1, 8)), ahead)
+    prompt, decoded = beside(session := Session(path, share, (1, 8)), seconds)
     after = session.step([7], PROMPT, 1)
     plain = Session(path, share, (1, 8))
     plain.step(SIX, 0, PROMPT)
@@ -49,20 +48,21 @@ def test_steps_and_a_pass_leave_each_other_alone(tiny_models, variant, share, ah
 
 def test_what_experts_are_asked_for_counts_once(tiny_models) -> None:
     session = Session(tiny_models["qwen3_moe-gpu"], 0.5, (1, 8))
-    _, decoded = beside(session, 3)
+    _, decoded = beside(session, 0.0)
     total = session.usage.read().tokens
     rows = 6 * PROMPT + PROMPT + 6 * decoded.shape[1]
     assert (total.sum(1) == 3 * rows).all()
 
 
-def test_a_dropped_pass_can_be_begun_again(tiny_models) -> None:
-    session = Session(tiny_models["qwen3_moe-gpu"], 0.5, (1, 8))
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_dropped_pass_can_be_begun_again(tiny_models, share) -> None:
+    session = Session(tiny_models["qwen3_moe-gpu"], share, (1, 8))
     paused = session.runner.paused(batch_of([7], 0, PROMPT))
     assert paused is not None
-    paused.piece()
+    paused.go_on(0.0, False)
     paused.drop()
     whole = session.step([7], 0, PROMPT)[0]
-    prompt, _ = beside(session, 1)
+    prompt, _ = beside(session, 0.0)
     assert torch.equal(prompt, whole)
 
 

@@ -129,7 +129,7 @@ class Session:
             self.model, kept.arrays, self.side.handoff, GraphPlan(graphs, PAGES),
             page_size=PAGE, max_step_tokens=256,
             usage=self.usage, live=restless(self.side, self.usage) if moving else None,
-            begin_step=begin_step(self.side.ops, None),
+            begin_step=begin_step(self.side, None),
         )  # fmt: skip
 
     def step(self, rows: list[int], first: int, count: int) -> Tensor:

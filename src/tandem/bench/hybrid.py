@@ -254,7 +254,7 @@ def build(
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
     moving = None if live is None or usage is None else live(plan, side, usage)
     stream = expert_stream(plan, side, registered(plan, side) if plan.gpu and plan.gpu.ring_bytes else None)
-    runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side.ops, stream))
+    runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side, stream))
     return Built(plan, config, side, runner(), workers, usage, expert_bytes(config, fmt), runner)
 
 

@@ -184,7 +184,7 @@ def _engine(question: Question, plan: Plan, depth: int, tokens: int) -> Engine:
     store = SyntheticStore(side.store, side.handoff)
     built = models.build(model, small, checkpoint, side.ops, None, store, usage=usage)
     copies = registered(small, side) if small.gpu.ring_bytes else None
-    begin = begin_step(side.ops, expert_stream(small, side, copies))
+    begin = begin_step(side, expert_stream(small, side, copies))
     return Engine.from_parts(
         EngineParts(small, model, built, text, workers, usage, handoff=side.handoff, begin_step=begin)
     )

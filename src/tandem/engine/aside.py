@@ -16,8 +16,6 @@ from tandem.engine.sampling.logits import Logits
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
 
-PIECES_AHEAD = 4  # that a device has to do while a step runs: fewer would leave it idle, more delay the step
-
 
 class PausingRunner(Protocol):
     """Runs steps, and passes between them."""
@@ -70,8 +68,7 @@ class Aside:
         paused, started = self._pass, perf_counter()
         assert paused is not None
         try:
-            self._run(paused, started, whole)
-            ended = not paused.pieces_left() and (whole or not paused.under_way())
+            ended = paused.go_on(self._scheduler.pace.slice_seconds(), whole)
             logits = paused.logits() if ended else None
         except Exception:
             self.drop()
@@ -82,15 +79,6 @@ class Aside:
             self._scheduler.pace.observe(sum(c.length for c in self._scheduler.held), seconds)
             self._pass, self._scheduler.held = None, []
         return logits
-
-    def _run(self, paused: Pausing, started: float, whole: bool) -> None:
-        most, longest, last = self._scheduler.pace.slice_seconds(), 0.0, started
-        while paused.pieces_left() and (whole or paused.under_way() < PIECES_AHEAD):
-            paused.piece()
-            now = perf_counter()
-            longest, last = max(longest, now - last), now
-            if not whole and now - started + longest > most:
-                return
 
     def drop(self) -> None:
         """Its sequences begin their chunks again, if they still run."""
@@ -107,14 +95,8 @@ class _Broken:
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def pieces_left(self) -> int:
-        return 1
-
-    def piece(self) -> None:
+    def go_on(self, seconds: float, whole: bool) -> bool:
         raise self._error
-
-    def under_way(self) -> int:
-        return 0
 
     def logits(self) -> Logits:
         raise self._error

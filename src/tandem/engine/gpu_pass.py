@@ -17,7 +17,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tandem.engine.paused_pass import PausingModel
+from tandem.engine.feeder import Feeder
+from tandem.engine.paused_pass import PIECES_AHEAD, PausingModel, slice_of
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
@@ -33,12 +34,9 @@ class PassStart(Protocol):
         """Whether they keep nothing that a step would change."""
         ...
 
-    def hold(self, batch: ForwardBatch) -> None:
-        """Before the pass. What it prepares stays until `release`, whatever steps begin."""
-        ...
-
-    def resume(self, batch: ForwardBatch) -> None:
-        """Before a piece of it: a step may have run."""
+    def hold(self, batch: ForwardBatch) -> bool:
+        """Before the pass. What it prepares stays until `release`, whatever graphs are replayed. Whether the GPU can
+        compute it alone: the CPU has no part in it."""
         ...
 
     def release(self) -> None: ...
@@ -62,12 +60,14 @@ class Streams:
             torch.cuda.set_stream(self.steps)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is computed here comes after all that the first stream was given until now."""
+    def aside(self, after: bool = True) -> Iterator[None]:
+        """after: what is computed here comes after all that the first stream was given until now. False: it needs
+        nothing of that, and a graph may be running there."""
         if self._others is None:
             yield
             return
-        self._others.wait_stream(torch.cuda.current_stream(self._others.device))
+        if after:
+            self._others.wait_stream(torch.cuda.current_stream(self._others.device))
         with torch.cuda.stream(self._others):
             yield
 
@@ -97,14 +97,15 @@ class GpuPass:
         streams: Streams,
         usage: ExpertUsage | None,
         rows: HostRows,
+        feeder: Feeder,
     ) -> None:
-        """batches: in host memory, and on the GPU."""
+        """batches: in host memory, and on the GPU. feeder: gives its pieces where the CPU has no part in them."""
         self._model, self._states, self._start, self._streams = model, states, start, streams
         (self._batch, there), self._usage, self._rows = batches, usage, rows
         self._best = BestRows(len(there.logits_rows), there.input_ids.device)
         self._next, self._given = 0, deque[torch.cuda.Event]()
         self._found: tuple[Tensor, Tensor] | None = None
-        start.hold(self._batch)
+        self._feeder = feeder if start.hold(self._batch) else None
         try:
             with torch.inference_mode(), streams.aside():
                 self._pass = model.begin(there)
@@ -112,19 +113,20 @@ class GpuPass:
         except Exception:
             self.drop()
             raise
+        if self._feeder is not None:
+            self._feeder.start(self)
 
     def pieces_left(self) -> int:
         return self._model.depth + 1 - self._next
 
     def piece(self) -> None:
-        with torch.inference_mode(), self._streams.aside():
-            self._start.resume(self._batch)
+        with torch.inference_mode(), self._streams.aside(after=False):
             if self._next < self._model.depth:
                 self._model.layer(self._pass, self._next, self._states)
             else:
                 logits = self._model.logits(self._pass, self._states)
                 self._found = logits, self._best.fetch(logits)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)
             event.record()
         self._given.append(event)
         self._next += 1
@@ -134,12 +136,26 @@ class GpuPass:
             self._given.popleft()
         return len(self._given)
 
+    def wait_for_room(self) -> None:
+        while self.under_way() >= PIECES_AHEAD:
+            self._given[0].synchronize()
+
+    def go_on(self, seconds: float, whole: bool) -> bool:
+        if self._feeder is None:
+            return slice_of(self, seconds, whole)
+        if whole:
+            self._feeder.finish()
+        self._feeder.look()
+        return not self.pieces_left() and (whole or not self.under_way())
+
     def logits(self) -> DeviceLogits:
         assert self._found is not None, "pieces are left"
         self.drop()
         return DeviceLogits(*self._found, self._rows)
 
     def drop(self) -> None:
+        if self._feeder is not None:
+            self._feeder.stop()
         self._start.release()
         self._streams.finish()
         if self._usage is not None:

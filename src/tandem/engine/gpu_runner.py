@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tandem.config.host_memory import graph_input_bytes, graph_wide_bytes
 from tandem.engine.batch_arrays import BatchArrays
+from tandem.engine.feeder import Feeder
 from tandem.engine.gpu_pass import GpuPass, PassStart, Streams
 from tandem.engine.paused_pass import PausingModel
 from tandem.engine.runner import StepModel
@@ -31,6 +33,11 @@ from tandem.models.batch import ForwardBatch
 BeginStep = Callable[[ForwardBatch, bool], None]
 
 _log = logging.getLogger(__name__)
+
+
+def _on(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +168,7 @@ class GpuRunner:
         apart = live is None and self._start is not None and self._start.pausable()
         self._streams = Streams(handoff.device, apart)
         self._paused = BatchArrays(page_size, max_step_tokens, guessing=graphs.guessing)
+        self._feeder = Feeder(partial(_on, self._device))
         self._streams.enter()
         with torch.inference_mode(), _nothing_collected():
             self._capture_all()
@@ -200,8 +208,9 @@ class GpuRunner:
         graph.graph.replay()
         self._end.mark()
         self._move_experts()
-        self._handoff.serve(graph.posts)
-        return self._done(graph.logits[:rows], graph.best[:rows], rows, masked=masks)
+        with self._feeder.opened():
+            self._handoff.serve(graph.posts)
+            return self._done(graph.logits[:rows], graph.best[:rows], rows, masked=masks)
 
     def _alone(self, batch: ForwardBatch) -> DeviceLogits:
         """Kernel by kernel, while no pass is under way."""
@@ -225,7 +234,7 @@ class GpuRunner:
             return None
         with torch.inference_mode(), self._streams.aside():
             batches = batch, self._moved(batch)
-        return GpuPass(model, self._states, batches, start, self._streams, self._usage, self._rows)
+        return GpuPass(model, self._states, batches, start, self._streams, self._usage, self._rows, self._feeder)
 
     def runs_beside(self, chunks: list[Chunk]) -> bool:
         """Only what is replayed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from time import perf_counter
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -12,6 +13,8 @@ from tandem.engine.sampling.logits import HostLogits, Logits
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
+
+PIECES_AHEAD = 4  # that a device has to do while a step runs: fewer would leave it idle, more delay the step
 
 
 @runtime_checkable
@@ -44,14 +47,9 @@ class Pausing(Protocol):
         """Whether a device computes it while others go on."""
         ...
 
-    def pieces_left(self) -> int: ...
-
-    def piece(self) -> None:
-        """Computes the next one, or gives it to a device."""
-        ...
-
-    def under_way(self) -> int:
-        """Pieces that a device was given and has not computed yet."""
+    def go_on(self, seconds: float, whole: bool) -> bool:
+        """Computes pieces for about so long, at least one, or has them computed; whole: all that are left. Whether all
+        have been."""
         ...
 
     def logits(self) -> Logits:
@@ -61,6 +59,29 @@ class Pausing(Protocol):
     def drop(self) -> None:
         """No piece follows. Waits until nothing writes to the pages of its sequences any more."""
         ...
+
+
+class Pieces(Protocol):
+    def pieces_left(self) -> int: ...
+
+    def piece(self) -> None: ...
+
+    def under_way(self) -> int:
+        """Pieces that a device was given and has not computed yet."""
+        ...
+
+
+def slice_of(pieces: Pieces, seconds: float, whole: bool) -> bool:
+    """`Pausing.go_on` where the engine's thread does it. A device is given no more than `PIECES_AHEAD`."""
+    started = last = perf_counter()
+    longest = 0.0
+    while pieces.pieces_left() and (whole or pieces.under_way() < PIECES_AHEAD):
+        pieces.piece()
+        now = perf_counter()
+        longest, last = max(longest, now - last), now
+        if not whole and now - started + longest > seconds:
+            break
+    return not pieces.pieces_left() and (whole or not pieces.under_way())
 
 
 class PausedPass:
@@ -81,6 +102,9 @@ class PausedPass:
         with torch.inference_mode():
             self._pass = model.begin(batch)
             self._pass.tallies = None if usage is None else usage.beside(len(batch.input_ids))
+
+    def go_on(self, seconds: float, whole: bool) -> bool:
+        return slice_of(self, seconds, whole)
 
     def pieces_left(self) -> int:
         return self._model.depth + 1 - self._next

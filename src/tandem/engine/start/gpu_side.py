@@ -161,32 +161,35 @@ def expert_stream(
 class StepStart:
     """What is called before a step of the engine, and before a pass that steps overtake."""
 
-    def __init__(self, ops: GpuOps, stream: ExpertStream | None) -> None:
-        self._ops, self._stream, self._held = ops, stream, False
+    def __init__(self, ops: GpuOps, stream: ExpertStream | None, alone: bool) -> None:
+        """alone: no expert is in CPU memory."""
+        self._ops, self._stream, self._alone, self._held = ops, stream, alone, False
 
     def __call__(self, batch: ForwardBatch, captured: bool) -> None:
+        """Beside a pass only graphs are replayed, for which nothing is prepared where passes can be."""
+        if self._held:
+            return
         self._ops.begin_step(batch, captured)
-        if self._stream is not None and not self._held:
+        if self._stream is not None:
             self._stream.begin(0 if captured else len(batch.input_ids), shared=batch.single_rows > 0)
 
     def pausable(self) -> bool:
         return self._ops.pausable
 
-    def hold(self, batch: ForwardBatch) -> None:
+    def hold(self, batch: ForwardBatch) -> bool:
         """The ring is the pass's: no graph uses it."""
+        self._ops.begin_step(batch, False)
         if self._stream is not None:
             self._stream.begin(len(batch.input_ids), whole=True)
         self._held = True
-
-    def resume(self, batch: ForwardBatch) -> None:
-        self._ops.begin_step(batch, False)
+        return self._alone or (self._stream is not None and bool(self._stream.counts))
 
     def release(self) -> None:
         self._held = False
 
 
-def begin_step(ops: GpuOps, stream: ExpertStream | None) -> StepStart:
-    return StepStart(ops, stream)
+def begin_step(side: GpuSide, stream: ExpertStream | None) -> StepStart:
+    return StepStart(side.ops, stream, alone=all(experts.cpu is None for experts in side.hybrids))
 
 
 def handoff_sizes(plan: Plan, model: ModelConfig) -> HandoffSizes:

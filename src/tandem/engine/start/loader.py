@@ -152,7 +152,7 @@ class Start:
         copies = registered(self.plan, gpu, self.progress)
         live = live_experts(self.plan, gpu, usage, copies)
         stream = expert_stream(self.plan, gpu, copies, live)
-        parts = replace(parts, live=live, handoff=gpu.handoff, begin_step=begin_step(gpu.ops, stream))
+        parts = replace(parts, live=live, handoff=gpu.handoff, begin_step=begin_step(gpu, stream))
         if stream is None:
             return replace(parts, plan=without_streams(self.config, self.plan))
         return replace(parts, stream_seconds=stream.step_seconds)
