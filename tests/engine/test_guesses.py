@@ -21,6 +21,7 @@ from tandem.engine.speculation import ngram
 from tandem.engine.speculation.draft import Draft
 from tandem.engine.speculation.governor import PROBE_EVERY, FixedWidth, Governor
 from tandem.engine.speculation.ngram import NGram, kind_of
+from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.speculation.step_times import Curve, StepTimes, rounded
 from tandem.errors import ConfigError
 
@@ -158,7 +159,7 @@ class World:
     """Sequences whose guesses come with a constant chance; steps take as long as their rows say."""
 
     def __init__(self, acceptance: float, slope: float, sequences: int = 1, governor: Governor | None = None) -> None:
-        self.governor, self.slope, self.acceptance = governor or Governor(), slope, acceptance
+        self.governor, self.slope, self.acceptance = governor or Governor(StepTimes()), slope, acceptance
         self.sequences = [text([]) for _ in range(sequences)]
         self._chance = random.Random(7)
 
@@ -221,7 +222,7 @@ def test_it_notices_when_rows_become_cheap_or_dear() -> None:
 
 
 def test_sequences_share_a_step_s_rows_by_their_chances() -> None:
-    governor, good, bad = Governor(), text([]), text([])
+    governor, good, bad = Governor(StepTimes()), text([]), text([])
     draft = Draft((1,) * 4, (2,) * 4)
     for _ in range(60):
         governor.learn(good, draft, [1, 1, 1, 1, 1])
@@ -238,6 +239,32 @@ def test_sequences_share_a_step_s_rows_by_their_chances() -> None:
     governor.forget(bad)
     assert not governor._known
     assert FixedWidth().widths([good, bad], [draft, draft], 6) == [4, 2]
+
+
+class Same(NGram):
+    """Always guesses two tokens."""
+
+    def propose(self, sequence, most: int) -> Draft | None:
+        return Draft((1, 2)[:most], (3, 4)[:most])
+
+
+def turn_of(sequence, guesses: tuple[int, ...] = (), tokens: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(sequence=sequence, chunk=Chunk(sequence, 1 + len(guesses), 1, guesses), tokens=tokens)
+
+
+def test_only_the_step_that_was_asked_for_is_learnt_from() -> None:
+    """Whatever else runs or fails in between, and once."""
+    made = Speculation(Same(2, 4), "made up", 2, governed=False)
+    first, second, other = (Text(tokens=[5, 1], answer_len=1, max_len=9, total_len=2) for _ in range(3))
+    assert made.guesses([first, second], 8, lambda sequence, n: True) == [(1, 2), (1, 2)]
+    made.ran([], 1.0)  # it failed
+    made.ran([turn_of(other)], 1.0)  # a prompt
+    made.ran([turn_of(first)], 1.0)
+    assert made.stats().steps == made.stats().guesses == 0
+    for _ in range(2):
+        made.ran([turn_of(first, (1, 2), 2), turn_of(second, (1, 2), 1)], 1.0)
+    stats = made.stats()
+    assert (stats.steps, stats.guesses, stats.right_guesses, stats.widths) == (1, 4, 1, [0, 0, 2])
 
 
 # -- what is asked for ---

@@ -37,7 +37,7 @@ from tandem.engine.state.arrays import StateArrays, allocate
 from tandem.engine.state.kv_cache import KVCache
 from tandem.engine.state.slots import SlotPool
 from tandem.engine.state.store import StateStore
-from tandem.engine.turns import Turn, turns_of
+from tandem.engine.turns import Ran, Turn, turns_of
 from tandem.errors import RequestError
 from tandem.experts.usage.recorder import ExpertRecorder
 from tandem.kernels.free_memory import return_free_memory
@@ -201,16 +201,16 @@ class Engine:
             chunks = self._aside.take(chunks)
         if aside := self._aside.chunks:
             whole = not chunks or not self._runner.runs_beside(chunks)
-            outputs += self._tried(aside, lambda: self._aside.slice(whole), None)
+            outputs += self._tried(aside, lambda: self._aside.slice(whole), None).outputs
         if not chunks:
             if not outputs and not aside and self._grammars:
                 self._grammars.wait()
             return outputs
         started, prompts = perf_counter(), any(chunk.prefills for chunk in chunks)
-        outputs += self._tried(chunks, lambda: self._runner.run(chunks), self._recorder)
+        ran = self._tried(chunks, lambda: self._runner.run(chunks), self._recorder)
+        outputs += ran.outputs
         seconds = perf_counter() - started
-        if self._speculation is not None:
-            self._speculation.timed(seconds + drawing)
+        _tell(self._speculation, ran.turns, seconds + drawing)
         if prompts:
             self._scheduler.pace.observe(sum(chunk.length for chunk in chunks), seconds, chunks[0].sure == 1)
         else:
@@ -221,19 +221,17 @@ class Engine:
 
     def _tried(
         self, chunks: list[Chunk], run: Callable[[], Logits | None], recorder: ExpertRecorder | None
-    ) -> list[TokenOutput]:
+    ) -> Ran:
         """What became of these chunks. An error fails them all, whatever it was: the engine goes on."""
         try:
             logits = run()
-            return [] if logits is None else self._settled(chunks, logits, recorder)
+            return Ran([], []) if logits is None else self._settled(chunks, logits, recorder)
         except Exception as error:
             _log.exception("a step of %d sequences failed", len(chunks))
             self._runner.after_failure()
             if self._recorder is not None:
                 self._recorder.after_failure()
-            if self._speculation is not None:
-                self._speculation.failed()
-            return [self._fail(chunk, error) for chunk in chunks]
+            return Ran([self._fail(chunk, error) for chunk in chunks], [])
 
     def flush_cache(self) -> int:
         """Forgets all cached prefixes that no running request uses; returns the number of pages freed."""
@@ -279,9 +277,7 @@ class Engine:
                 outputs += [self._end(a, _refusal(a, error), keep=False) for a in answers]
         return outputs
 
-    def _settled(
-        self, chunks: list[Chunk], logits: Logits, recorder: ExpertRecorder | None
-    ) -> list[TokenOutput]:
+    def _settled(self, chunks: list[Chunk], logits: Logits, recorder: ExpertRecorder | None) -> Ran:
         turns = list(turns_of(chunks))
         for turn in turns:
             if turn.sequence.scores_prompt:
@@ -290,9 +286,9 @@ class Engine:
         while going:  # once, and again for those whose guess was right
             tokens = self._chosen(logits, going)
             going = [turn for turn, sampled in zip(going, tokens, strict=False) if self._settle(turn, sampled)]
-        _note(turns, self._meter, recorder, self._speculation)
+        _count(turns, self._meter, recorder)
         self._runner.settled(sum(turn.rows for turn in turns))
-        return [output for turn in turns if (output := turn.output) is not None]
+        return Ran([output for turn in turns if (output := turn.output) is not None], turns)
 
     def _chosen(self, logits: Logits, turns: list[Turn]) -> list[Sampled]:
         """The next token of each. If that fails, they end, and nothing is chosen: others may have got theirs."""
@@ -364,13 +360,18 @@ def _refusal(answer: Answer, error: Exception) -> TokenOutput:
     )
 
 
-def _note(
-    turns: list[Turn], meter: ExpertMeter | None, recorder: ExpertRecorder | None, guesses: Speculation | None
-) -> None:
-    """For statistics and guesses: what goes wrong here costs nobody an answer."""
+def _count(turns: list[Turn], meter: ExpertMeter | None, recorder: ExpertRecorder | None) -> None:
+    """For statistics: what goes wrong here costs nobody an answer."""
     try:
         count_step(meter, recorder, turns)
-        if guesses is not None:
-            guesses.learn(turns)
     except Exception:
         _log.exception("a step was not counted")
+
+
+def _tell(guesses: Speculation | None, turns: list[Turn], seconds: float) -> None:
+    """Of a step that has run. Likewise."""
+    try:
+        if guesses is not None:
+            guesses.ran(turns, seconds)
+    except Exception:
+        _log.exception("nothing was learnt from a step's guesses")

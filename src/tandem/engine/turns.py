@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
+from typing import NamedTuple
 
 import msgspec
 
@@ -57,6 +58,13 @@ class Turn:
     def rejected(self) -> range:
         """The model's rows of guesses that were wrong, or not reached."""
         return range(self.first_row + self.rows, self.first_row + self.chunk.length)
+
+
+class Ran(NamedTuple):
+    """A step: what is said of its sequences, and their turns; none where it failed."""
+
+    outputs: list[TokenOutput]
+    turns: list[Turn]
 
 
 def turns_of(chunks: Rows[Chunk]) -> Iterator[Turn]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Rows
+from typing import Protocol
 
 from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
@@ -38,17 +39,32 @@ class _Counts:
         self.trials = memory * self.trials + 1.0
 
 
-class Governor:
-    """One per engine. `times`: of its steps."""
+class Widths(Protocol):
+    """Says which guesses get a row."""
 
-    def __init__(self) -> None:
-        self.times = StepTimes()
+    def widths(self, sequences: Rows[Sequence], drafts: Rows[Draft | None], room: int) -> list[int]:
+        """Guesses of each draft that get a row, `room` in all at most."""
+        ...
+
+    def learn(self, sequence: Sequence, draft: Draft, came: Rows[int]) -> None:
+        """came: the tokens that the sequence got. Those behind the first that was guessed wrong tell nothing."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+        ...
+
+
+class Governor:
+    """`Widths`, by what was measured. One per engine. `times`: of its steps, which whoever runs them observes."""
+
+    def __init__(self, times: StepTimes) -> None:
+        self.times = times
         self._server: dict[int, _Counts] = {}
         self._known: dict[Sequence, dict[int, _Counts]] = {}
         self._with = self._without = 0  # steps since the last probe
 
     def widths(self, sequences: Rows[Sequence], drafts: Rows[Draft | None], room: int) -> list[int]:
-        """Guesses of each draft that get a row, `room` in all at most."""
         found = self._chances(sequences, drafts)
         if not found or self.times.plain(len(sequences)) is None:
             return [0] * len(drafts)
@@ -59,7 +75,6 @@ class Governor:
         return widths
 
     def learn(self, sequence: Sequence, draft: Draft, came: Rows[int]) -> None:
-        """came: the tokens that the sequence got. Those behind the first that was guessed wrong tell nothing."""
         known = self._known.setdefault(sequence, {})
         for token, guess, kind in zip(came, draft.tokens, draft.kinds, strict=False):
             hit = token == guess
@@ -123,8 +138,8 @@ class Governor:
         return best
 
 
-class FixedWidth(Governor):
-    """Every draft gets all its rows: `--disable-speculative-governor`."""
+class FixedWidth:
+    """`Widths`: every draft gets all its rows. For `--disable-speculative-governor`."""
 
     def widths(self, sequences: Rows[Sequence], drafts: Rows[Draft | None], room: int) -> list[int]:
         widths = []
@@ -132,3 +147,9 @@ class FixedWidth(Governor):
             widths.append(0 if draft is None else min(room, len(draft.kinds)))
             room -= widths[-1]
         return widths
+
+    def learn(self, sequence: Sequence, draft: Draft, came: Rows[int]) -> None:
+        """Nothing depends on it."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """There is nothing to forget."""

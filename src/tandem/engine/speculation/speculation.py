@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
 from time import monotonic
 
 from tandem.engine.protocol import SpeculationStats
 from tandem.engine.scheduler import Grow
 from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.draft import Draft, Drafter, Drawing
-from tandem.engine.speculation.governor import FixedWidth, Governor
+from tandem.engine.speculation.governor import FixedWidth, Governor, Widths
 from tandem.engine.speculation.shadows import Shadows
+from tandem.engine.speculation.step_times import StepTimes
 from tandem.engine.turns import Turn
 
 LOG_SECONDS = 60.0
@@ -19,22 +21,34 @@ LOG_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Asked:
+    """The step that guesses were last asked for. usual: its time says what such steps take."""
+
+    sequences: list[Sequence]
+    drafts: dict[Sequence, Draft] = field(default_factory=dict)
+    usual: bool = True
+
+    def was(self, turns: Rows[Turn]) -> bool:
+        """Whether these are its turns. A step that failed has none, and its sequences never run again."""
+        same = len(turns) == len(self.sequences)
+        return same and all(turn.sequence is each for turn, each in zip(turns, self.sequences, strict=True))
+
+
 class Speculation:
     """What the scheduler asks for guesses, and the engine tells what became of them.
 
-    A step is asked, then `learn`, then `timed`; one that fails is not told.
+    Whoever tells of a step need not know whether guesses were asked for it: of other steps nothing is learnt.
     """
 
     def __init__(self, drafter: Drafter, algorithm: str, most: int, *, governed: bool) -> None:
         """most: guesses of one sequence in one step."""
         self._drafter, self._algorithm, self._most, self._governed = drafter, algorithm, most, governed
-        self._governor = Governor() if governed else FixedWidth()
+        self._times = StepTimes()
+        self._governor: Widths = Governor(self._times) if governed else FixedWidth()
         self._drawing = drafter if isinstance(drafter, Drawing) else None
         self._shadows = Shadows()
-        self._drafts: dict[Sequence, Draft] = {}  # of the step that is being made
-        self._asked = False  # whether that step may have guesses
-        self._usual = True  # whether its time says what such steps take
-        self._step: tuple[int, int, int] | None = None  # its sequences, guesses and tokens, once they are known
+        self._asked = _Asked([])
         self._steps = self._with_guesses = self._guesses = self._right = self._tokens = 0
         self._widths = [0] * (most + 1)
         self._saved = 0.0
@@ -42,7 +56,7 @@ class Speculation:
 
     def guesses(self, sequences: Rows[Sequence], room: int, grow: Grow) -> list[tuple[int, ...]]:
         """As `scheduler.Guesser`."""
-        self._asked, self._usual, self._step = True, True, None
+        self._asked = _Asked(list(sequences))
         drafts = [self._draft(sequence) for sequence in sequences]
         widths = self._governor.widths(sequences, drafts, room)
         widths = [
@@ -51,11 +65,7 @@ class Speculation:
         ]
         if self._drawing is not None:
             drafts = self._drawn(self._drawing, sequences, drafts, widths, grow)
-        self._drafts = {
-            sequence: draft
-            for sequence, draft in zip(sequences, drafts, strict=True)
-            if draft is not None
-        }
+        self._asked.drafts = {s: draft for s, draft in zip(sequences, drafts, strict=True) if draft is not None}
         return [
             () if draft is None else draft.tokens[:width]
             for draft, width in zip(drafts, widths, strict=True)
@@ -65,7 +75,7 @@ class Speculation:
         self._drafter.forget(sequence)
         self._governor.forget(sequence)
         self._shadows.forget(sequence)
-        self._drafts.pop(sequence, None)
+        self._asked.drafts.pop(sequence, None)
 
     def _drawn(
         self, drawing: Drawing, sequences: Rows[Sequence], offers: Rows[Draft | None], widths: list[int], grow: Grow
@@ -80,7 +90,7 @@ class Speculation:
         if not wanted:
             return [None] * len(each)
         found = dict(zip([sequence for sequence, _ in wanted], self._draw(drawing, wanted), strict=True))
-        self._usual = not shadow and not drawing.unusual
+        self._asked.usual = not shadow and not drawing.unusual
         drawn = {s: d._replace(tokens=found[s]) for s, d, _ in each if d is not None and found.get(s)}
         if shadow:
             self._shadows.cast(drawn)
@@ -96,32 +106,23 @@ class Speculation:
             self._most = 0
             return [()] * len(wanted)
 
-    def learn(self, turns: Rows[Turn]) -> None:
-        """What the step's sequences got."""
-        if not self._asked:  # a prompt was computed
+    def ran(self, turns: Rows[Turn], seconds: float) -> None:
+        """What the sequences of a step got, and how long it took, drawing included."""
+        asked = self._asked
+        if not turns or not asked.was(turns):  # a prompt was computed, or it failed
             return
-        self._asked = False
+        self._asked = _Asked([])
         for turn in turns:
-            self._note(turn)
-        self._step = len(turns), sum(len(t.chunk.guesses) for t in turns), sum(t.tokens for t in turns)
-
-    def failed(self) -> None:
-        """The step that was asked for: nothing is learnt from it."""
-        self._asked, self._step = False, None
-
-    def timed(self, seconds: float) -> None:
-        """The step that has been learnt from took so long."""
-        if self._step is None:
-            return
-        (sequences, guesses, tokens), self._step = self._step, None
-        if self._usual:
-            self._governor.times.observe(sequences, guesses, seconds)
+            self._note(turn, asked.drafts.get(turn.sequence))  # none if it has ended
+        guesses, tokens = sum(len(t.chunk.guesses) for t in turns), sum(t.tokens for t in turns)
+        if asked.usual:
+            self._times.observe(len(turns), guesses, seconds)
         self._steps += 1
         if guesses:
             self._with_guesses += 1
             self._tokens += tokens
-            plain = self._governor.times.plain(sequences)
-            self._saved += 0.0 if plain is None else plain * tokens / sequences - seconds
+            plain = self._times.plain(len(turns))
+            self._saved += 0.0 if plain is None else plain * tokens / len(turns) - seconds
         self._say()
 
     def stats(self) -> SpeculationStats:
@@ -143,14 +144,13 @@ class Speculation:
         most = min(self._most, sequence.max_len - sequence.total_len - 1)
         return self._drafter.propose(sequence, most) if most > 0 and sequence.answer_len else None
 
-    def _note(self, turn: Turn) -> None:
+    def _note(self, turn: Turn, draft: Draft | None) -> None:
         width, right = len(turn.chunk.guesses), max(0, turn.tokens - 1)
         self._widths[width] += 1
         self._guesses += width
         self._right += right
         for shadow, came in self._shadows.compared(turn.sequence):
             self._governor.learn(turn.sequence, shadow, came)
-        draft = self._drafts.get(turn.sequence)  # none if it has ended
         if draft is not None and turn.tokens:
             self._governor.learn(turn.sequence, draft, turn.sequence.tokens[-turn.tokens :])
 
