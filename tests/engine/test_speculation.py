@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from fake_model import (
+    EOS,
     VOCAB,
     FakeModel,
     FakeTokenizer,
     check_pages,
     fake_config,
     fake_engine,
+    fake_logits,
     fake_plan,
     foretold_engine,
     request,
@@ -31,6 +33,7 @@ from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.engine import Engine
 from tandem.engine.llm import Generation
 from tandem.engine.protocol import GenerateRequest, Grammar
+from tandem.engine.speculation.draft import Draft
 from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
@@ -147,6 +150,88 @@ def test_a_prompt_s_step_has_no_guesses() -> None:
     assert set(widths) == {1} and len(widths) >= 5
 
 
+def test_one_seed_gives_one_answer_at_any_width_in_any_batch() -> None:
+    asks = [request(str(i), [i + 2, 3], max_tokens=20, n=2, temperature=1.0, seed=i, ignore_eos=True, logprobs=1)
+            for i in range(4)]  # fmt: skip
+    expected = run(fake_engine(), *asks)
+    plain = {key: token_ids(outputs) for key, outputs in expected.items()}
+    assert len({tuple(answer) for answer in plain.values()}) == 8
+    for width, acceptance, together in ((1, 0.5, 4), (3, 0.7, 2), (8, 0.5, 1), (8, 1.0, 4), (2, 0.0, 3)):
+        engine, got = foretold_engine(plain, acceptance, most=width), {}
+        for first in range(0, 4, together):
+            got |= run(engine, *asks[first : first + together])
+        assert scores(got) == scores(expected) and engine.stats().speculation.guesses > 0
+
+
+class Likeliest:
+    """Guesses what is most probable, whatever is drawn."""
+
+    def propose(self, sequence, most: int) -> Draft:
+        tokens = list(sequence.tokens)
+        for _ in range(most):
+            tokens.append(int(fake_logits(tokens).argmax()))
+        return Draft(tuple(tokens[len(tokens) - most :]), (1,) * most)
+
+    def forget(self, sequence) -> None:
+        pass
+
+
+def test_draws_follow_the_distribution_whatever_was_guessed() -> None:
+    """Chi-square of three tokens out of four likeliest each, 4,000 answers: 64 kinds, of which rare ones count
+    together. The 0.9999 quantile with 63 degrees of freedom is 114; fewer kinds have a lower one."""
+    asks = [request(str(i), [5, 6], max_tokens=3, temperature=1.0, top_k=4, seed=i, ignore_eos=True)
+            for i in range(4000)]  # fmt: skip
+    wanted = SpeculationPlan("made up", 2, False)
+    engine = fake_engine(drafter=Likeliest(), speculation=wanted, max_running_requests=16, max_step_tokens=64)
+    counts = Counter(tuple(token_ids(outputs)) for outputs in run(engine, *asks).values())
+    said, chances = engine.stats().speculation, chances_of([5, 6], 3)
+    assert 0.2 * said.guesses < said.right_guesses < 0.8 * said.guesses
+    assert set(counts) <= set(chances)
+    common = [kind for kind in chances if chances[kind] * len(asks) >= 5]
+    cells = [(counts[kind], chances[kind] * len(asks)) for kind in common]
+    rest = len(asks) - sum(seen for seen, _ in cells), len(asks) - sum(expected for _, expected in cells)
+    cells += [rest] if rest[1] >= 5 else []
+    assert len(cells) > 15 and sum((seen - expected) ** 2 / expected for seen, expected in cells) < 114
+
+
+def chances_of(tokens: list[int], more: int) -> dict[tuple[int, ...], float]:
+    """Of all ways to go on with the four likeliest tokens."""
+    if more == 0:
+        return {(): 1.0}
+    logits = fake_logits(tokens).astype(np.float64)
+    best = np.argsort(-logits)[:4]
+    shares = np.exp(logits[best]) / np.exp(logits[best]).sum()
+    found: dict[tuple[int, ...], float] = {}
+    for token, share in zip(best.tolist(), shares.tolist(), strict=True):
+        found |= {(token, *rest): share * chance for rest, chance in chances_of([*tokens, token], more - 1).items()}
+    return found
+
+
+def test_nothing_comes_behind_an_end_that_was_guessed() -> None:
+    """End tokens, stop tokens and the limit lie inside a step whose other guesses are right, too."""
+    wishes = {"eos": {"logit_bias": {EOS: 5.0}}, "stop": {"stop_token_ids": tuple(range(20, 30))}, "limit": {}}
+    asks = [request(f"{wish}{i}", [i + 2, 3], max_tokens=23, temperature=1.0, seed=i, **more)
+            for wish, more in wishes.items() for i in range(8)]  # fmt: skip
+    expected = run(fake_engine(), *asks)
+    known = {key: token_ids(outputs) + [7] * 9 for key, outputs in expected.items()}
+    engine = foretold_engine(known, 1.0, most=8)
+    got = run(engine, *asks)
+    for key, outputs in expected.items():
+        assert token_ids(got[key]) == token_ids(outputs) and text(got[key]) == text(outputs)
+        last, theirs = got[key][-1], outputs[-1]
+        assert (last.finish_reason, last.stop_match) == (theirs.finish_reason, theirs.stop_match)
+    assert {outputs[-1].finish_reason for outputs in got.values()} == {"stop", "length"}
+    assert engine.stats().generated_tokens == sum(len(token_ids(outputs)) for outputs in expected.values())
+    assert set(trie(engine)) <= trie_of(expected, asks)
+    check_pages(engine)
+
+
+def trie_of(answers: dict, asks: list) -> set[tuple[int, ...]]:
+    """Whole pages of prompts and answers."""
+    texts = [[*ask.prompt_ids, *token_ids(answers[ask.id, 0])] for ask in asks]
+    return {tuple(tokens[i : i + 4]) for tokens in texts for i in range(0, len(tokens) - 3, 4)}
+
+
 class FailingTurns(FakeModel):
     """Its logits of a guessed row are no numbers."""
 
@@ -226,6 +311,38 @@ def test_wrong_guesses_count_nowhere(tiny_models, tmp_path: Path, acceptance: fl
     assert (guessed.counts.sum(0) == plain.counts.sum(0)).all()
     assert stats[0].experts.cpu_tokens == stats[1].experts.cpu_tokens
     assert (stats[1].speculation.guesses > 0) and stats[1].steps <= stats[0].steps
+
+
+def test_a_step_s_distinct_experts_are_read_once(tiny_models, tmp_path: Path) -> None:
+    """Bytes of a step with guesses are those of the union of what its rows have chosen, layer by layer."""
+    engine = tiny_engine(tiny_models["qwen3_moe"], tmp_path, expert_distribution_recorder_mode="per_token",
+                         speculative_algorithm="NGRAM")  # fmt: skip
+    prompts = {"a": [7, 8, 9], "b": [40] * 6}
+    asks = [request(name, prompt, max_tokens=13, ignore_eos=True) for name, prompt in prompts.items()]
+    parts = replace(engine_parts(engine), plan=replace(engine.plan, speculation=SpeculationPlan("made up", 3, False)))
+    answers = {key: token_ids(outputs) for key, outputs in run(engine, *asks).items()}
+    engine = Engine.from_parts(replace(parts, drafter=Foretold(answers, 1.0, 256)))
+    before, spans, run_model = engine.stats().experts.cpu_bytes, [], engine._runner.run
+    engine.record_experts("start").result()
+
+    def noted(chunks):
+        spans.append([(c.sequence.arrival[0], c.sequence.computed_len, c.length) for c in chunks])
+        return run_model(chunks)
+
+    engine._runner.run = noted
+    run(engine, *asks)
+    record = read_usage(Path(engine.record_experts("dump").result(60).file))
+    chosen = {(r, p): ids for r, p, ids in zip(record.requests.tolist(), record.positions.tolist(),
+                                               record.topk_ids, strict=True)}  # fmt: skip
+    steps = [[chosen[name, first + i] for name, first, length in span for i in range(length)] for span in spans]
+    layers = range(len(before))
+    union = [sum(len({int(e) for ids in step for e in ids[layer]}) for step in steps) for layer in layers]
+    rows = [sum(len(ids[layer]) for step in steps for ids in step) for layer in layers]
+    read = [after - early for after, early in zip(engine.stats().experts.cpu_bytes, before, strict=True)]
+    assert engine.stats().speculation.right_guesses > 8
+    each = engine._runner._usage.expert_bytes.tolist()
+    assert read == [count * nbytes for count, nbytes in zip(union, each, strict=True)]
+    assert 2 * sum(union) < sum(rows)
 
 
 def engine_parts(engine: Engine) -> EngineParts:

@@ -69,22 +69,26 @@ def made(path, kind: type[ListeningExperts] | None = None) -> tuple[Model, list[
     return model, heard
 
 
-def logits(model: Model, rows: int = ROWS) -> Tensor:
+def logits(model: Model, rows: int = ROWS, *, chunk: bool = False) -> Tensor:
+    """chunk: of one sequence, as a token and guesses behind it are; else each of its own."""
     states = allocate(model.config.state_layout("bfloat16", PAGE), ROWS).arrays
+    each, alone = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
     batch = ForwardBatch(
-        input_ids=torch.arange(rows) * 31 % VOCAB, positions=torch.zeros(rows, dtype=torch.int64),
-        cache_slots=torch.arange(rows) * PAGE, query_starts=torch.arange(rows + 1, dtype=torch.int32),
-        seq_lens=torch.ones(rows, dtype=torch.int32), block_tables=torch.arange(rows, dtype=torch.int32)[:, None],
-        logits_rows=torch.arange(rows), slots=torch.zeros(rows, dtype=torch.int32),
+        input_ids=each * 31 % VOCAB, positions=each if chunk else alone, cache_slots=each if chunk else each * PAGE,
+        query_starts=torch.tensor([0, rows] if chunk else range(rows + 1), dtype=torch.int32),
+        seq_lens=torch.tensor([rows] if chunk else [1] * rows, dtype=torch.int32),
+        block_tables=torch.arange(1 if chunk else rows, dtype=torch.int32)[:, None], logits_rows=each,
+        slots=torch.zeros(1 if chunk else rows, dtype=torch.int32),
     )  # fmt: skip
     with torch.inference_mode():
         return model.forward(batch, states).clone()
 
 
+@pytest.mark.parametrize("chunk", [False, True], ids=["sequences", "guesses"])
 @pytest.mark.parametrize("variant", ["qwen3_moe", "glm4_moe-plain", "mixtral"])
-def test_every_next_layer_is_asked_between_submit_and_wait(tiny_models, variant) -> None:
+def test_every_next_layer_is_asked_between_submit_and_wait(tiny_models, variant, chunk: bool) -> None:
     model, heard = made(tiny_models[variant], ListeningExperts)
-    assert torch.equal(logits(model), logits(made(tiny_models[variant])[0]))
+    assert torch.equal(logits(model, chunk=chunk), logits(made(tiny_models[variant])[0], chunk=chunk))
     assert [what for what, _ in heard] == ["asked", "hinted", "waited"] * 2 + ["asked", "waited"]
     top_k = model.config.moe.router.top_k  # shared experts are never hinted
     assert all(ids.shape == (ROWS, top_k) for what, ids in heard if what == "hinted")
