@@ -37,6 +37,7 @@ SHARED_KEY_KERNELS, EAGER_SHARED_KEYS = 60, 90  # of attention over shared keys,
 DELTA_KERNELS = 18  # of a delta net beyond attention's
 INDEX_KERNELS = 60  # of an indexer that chooses tokens
 EAGER_KERNELS = 100  # of a layer outside of graphs, in time
+GPU_STEP_SECONDS = 1.5e-4  # of a step on a GPU beyond its kernels: inputs, the graph's start, tokens back
 GPU_ROWS_GROWTH = 0.18  # of the GPU's dense step each time the batch doubles
 GPU_CODE_SHARE, GPU_NUMBER_SHARE = 0.5, 0.8  # of GPU memory's speed, experts of codes and of numbers
 GPU_PEAK_SHARE = 0.7  # of the GPU's measured peak, in prompts
@@ -170,7 +171,7 @@ def _decode_on_gpu(case: Case, batch: int, context: int) -> dict[str, float]:
     here += moe * HANDOFF_LAYER_SECONDS if case.gpu_share < 1 and moe else 0.0
     side = "experts in CPU memory" if here > there else "experts on the GPU"
     return {
-        "dense layers": dense * (1 + GPU_ROWS_GROWTH * doublings),
+        "dense layers": dense * (1 + GPU_ROWS_GROWTH * doublings) + GPU_STEP_SECONDS,
         "KV cache": case.state_bytes(batch, context) / speeds.gpu_gbps / 1e9,
         side: max(here, there),
     }
