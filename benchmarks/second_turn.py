@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any
 
 from tandem import LLM
-from tandem.bench.rows import machine_name, stamp
+from tandem.bench.rows import machine_name, stamp, write
 from tandem.config import Machine
 from tandem.config.state import page_tokens
 from tandem.engine.protocol import GenerateRequest, SamplingParams
@@ -85,24 +85,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--gpu-share", type=float, default=1.0, help="of the experts, where there is a GPU")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", type=Path, help="a file, or benchmarks/results")
     asked = parser.parse_args()
     whole = asked.prefix + (asked.rounds + 2) * (asked.new + asked.answer)
     flags: dict[str, Any] = {"context_length": whole, "max_running_requests": 2, "kt_cpuinfer": asked.threads}
     machine = Machine.detect()
     if machine.gpus:
-        flags |= {"kt_gpu_experts_ratio": asked.gpu_share, "max_total_tokens": 2 * whole}
-    else:
-        flags |= {"max_total_tokens": 2 * whole}
-    llm = LLM(str(asked.model), **flags)
-    plan = llm.engine.plan
-    page = page_tokens(llm.engine.model_config.states, plan.page_size)
+        flags |= {"kt_gpu_experts_ratio": asked.gpu_share}
+    llm = LLM(str(asked.model), max_total_tokens=2 * whole, **flags)
+    page = page_tokens(llm.engine.model_config.states, llm.engine.plan.page_size)
+    model = llm.engine.model_config
     row = {
-        "bench": "second turn",
-        "config": asked.model.name,
-        "gpu_share": asked.gpu_share if machine.gpus else 0.0,
-    }
+        "bench": "second_turn", "config": asked.model.name, "layers": len(model.layers),
+        "experts": model.moe.experts.count, "gpu_share": asked.gpu_share if machine.gpus else 0.0,
+    }  # fmt: skip
     row |= measure(llm, asked.prefix, asked.new, asked.rounds, asked.answer) | {"page": page}
-    print(json.dumps(row | stamp(machine_name(machine, asked.threads))), flush=True)
+    row |= stamp(machine_name(machine, asked.threads))
+    print(json.dumps(row), flush=True)
+    if asked.out is not None:
+        write([row], asked.out)
     if row["rows"] >= asked.new + 2 * page:
         raise SystemExit(f"a turn computed {row['rows']} rows, not fewer than {asked.new} + 2 x {page}")
 
