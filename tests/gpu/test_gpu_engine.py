@@ -7,11 +7,18 @@ the tolerance is the error that bfloat16 has on the CPU (`CpuOps`), half as much
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from fake_model import request
+from fake_windows import poison, windows_of
 from gpu import needs_cuda
 from gpu_sessions import DECODED, PROMPT, ROWS, Session, batch_of, by_row, on_the_cpu, rms
+from tandem.config import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.start.loader import load_parts
 from tandem.errors import EngineError
 from tandem.models import ForwardBatch
 
@@ -208,3 +215,46 @@ def test_an_exception_of_a_layer_fails_the_step_and_the_next_one_works(tiny_mode
         session.step(list(range(ROWS)), PROMPT, 1)
     monkeypatch.undo()
     assert torch.equal(session.step(list(range(ROWS)), PROMPT, 1), good)
+
+
+# -- layers that see a window keep their window alone: the same bits, whatever the pages that went hold ---
+
+
+def scored(engine: Engine, requests: list) -> dict:
+    for each in requests:
+        engine.add(each)
+    found: dict = {}
+    while engine.has_work():
+        if engine.plan.num_window_pages:
+            poison(engine)
+        for output in engine.step():
+            found.setdefault((output.id, output.index), []).append((output.token_ids, output.logprobs))
+    return found
+
+
+def prompt_of(length: int, first: int) -> list[int]:
+    return [(first + 7 * i) % 60 + 2 for i in range(length)]
+
+
+@pytest.mark.parametrize("flags", [{}, {"speculative_algorithm": "NGRAM"}], ids=["plain", "guesses"])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("variant", ["gpt_oss", "mixtral-window", "qwen2_moe-window"])
+def test_windows_have_the_same_bits_with_pages_of_nan(tiny_models, variant: str, share: float, flags: dict) -> None:
+    """In graphs and kernel by kernel; a second turn takes up what the first one's window left."""
+    parts = load_parts(
+        EngineConfig.from_keywords(
+            str(tiny_models[variant]), device="cuda", kt_gpu_experts_ratio=share, kt_cpuinfer=2, max_total_tokens=1024,
+            page_size=8, max_running_requests=2, chunked_prefill_size=48, **flags,
+        )
+    )  # fmt: skip
+    count = parts.plan.num_window_pages
+    assert 0 < count < parts.plan.num_pages
+    first = [request(str(i), prompt_of(70 + 25 * i, i), max_tokens=30, logprobs=2) for i in range(2)]
+    turns = [request("t", [*prompt_of(95, 1), *prompt_of(20, 9)], max_tokens=10, logprobs=2)]
+    found = []
+    for pages in (0, count):
+        engine = Engine.from_parts(replace(parts, plan=replace(parts.plan, num_window_pages=pages)))
+        found.append([scored(engine, some) for some in (first, turns)])
+    assert found[0] == found[1]
+    engine._kv.flush()
+    assert windows_of(engine).available == count

@@ -240,6 +240,7 @@ def build(
         device="cuda", disable_radix_cache=True, **flags,
     )  # fmt: skip
     plan = resolve(asked, config, this_machine(), stored_as(config, request.dense, experts_of(fmt)))
+    plan = dataclasses.replace(plan, num_window_pages=0)  # `decoder` gives all layers one table
     workers = planned_pool(plan)
     side = gpu_side(plan, config, CpuOps(workers, plan.tier))
     if placement is not None:

@@ -86,9 +86,11 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     workers, steps, in_place = len(plan.cpus), plan.max_step_tokens, plan.experts_in_place
     pages = -(-plan.context_length // plan.page_size)
     share = host_share(model, plan.gpu, expert, workers, steps, pages, plan.fuse_shared_experts, in_place)
-    host = host_memory(model, share)
+    host = host_memory(model, dataclasses.replace(share, tables=2 if plan.num_window_pages else 1))
     kept = model.state_layout(plan.dtype, guesses=plan.guesses)
     states = plan.num_pages * plan.page_size * kept.token_bytes + plan.num_slots * kept.slot_bytes
+    if plan.num_window_pages:
+        states -= (plan.num_pages - plan.num_window_pages) * plan.page_size * kept.window_token_bytes
     on_gpu = dense_bytes(model, plan.dtype, stored) + plan.gpu.experts * expert + states
     logits = sum(plan.gpu.graph_sizes) * model.vocab * 4
     returned = plan.max_step_tokens * model.hidden * 4 if host.handoff else 0  # the CPU's sums

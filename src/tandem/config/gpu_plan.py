@@ -221,14 +221,14 @@ def _sized(request: MemoryRequest, gpu: Gpu, ring: int) -> GpuMemory:
     room = budget - dense - workspace
     context, context_reason = wanted_context(request)
     asked, expert_reason = _experts_asked(request)
-    per_expert, per_token = max(1, expert_bytes(request)), request.kv_bytes_per_token
+    per_expert = max(1, expert_bytes(request))
     kv_room = room - (asked or 0) * per_expert
-    if kv_room < min(context, LEAST_CONTEXT) * per_token:
+    if kv_room < request.kv_bytes(min(context, LEAST_CONTEXT)):
         raise GpuTooSmall(_too_small(gpu, budget, (dense, workspace, room), asked or 0, per_expert))
     least, way_out = _least_tokens(request, context, kv_room), ""
     if asked is None:
         way_out = "; --context-length takes it from experts"
-        asked = min(model.routed_experts, (kv_room - least * per_token) // per_expert)
+        asked = min(model.routed_experts, (kv_room - request.kv_bytes(least)) // per_expert)
         expert_reason = "what fits beside dense weights and KV cache"
         kv_room -= asked * per_expert
     tokens, kv_reason = _kv_tokens(request, context, kv_room, least)
@@ -335,19 +335,19 @@ def _experts_asked(request: MemoryRequest) -> tuple[int | None, str]:
 
 def _least_tokens(request: MemoryRequest, context: int, room: int) -> int:
     """Of the KV cache, before there are experts. Raises ConfigError when it was asked for and does not fit."""
-    per_token, asked = request.kv_bytes_per_token, request.config.max_total_tokens
+    asked = request.config.max_total_tokens
     if asked is not None:
-        if asked * per_token > room:
+        if request.kv_bytes(asked) > room:
             raise ConfigError(
-                f"--max-total-tokens {asked} needs {gib(asked * per_token)} of GPU memory; "
-                f"give at most {room // per_token}",
+                f"--max-total-tokens {asked} needs {gib(request.kv_bytes(asked))} of GPU memory; "
+                f"give at most {request.kv_tokens(room)}",
                 fields=("max_total_tokens",),
             )
         return asked
     one = context
     if request.config.context_length is None:
-        one = min(context, DEFAULT_CONTEXT, room // 2 // per_token)
-    return min(room // per_token, _useful(request, context), max(room // KV_SHARE // per_token, one))
+        one = min(context, DEFAULT_CONTEXT, request.kv_tokens(room // 2))
+    return min(request.kv_tokens(room), _useful(request, context), max(request.kv_tokens(room // KV_SHARE), one))
 
 
 def _useful(request: MemoryRequest, context: int) -> int:
@@ -361,7 +361,7 @@ def _kv_tokens(request: MemoryRequest, context: int, room: int, least: int) -> t
     reason = (
         "a quarter of the GPU memory beside the dense weights, or one request; more where experts leave it"
     )
-    return min(room // request.kv_bytes_per_token, _useful(request, context), max(least, context)), reason
+    return min(request.kv_tokens(room), _useful(request, context), max(least, context)), reason
 
 
 def _shortened(request: MemoryRequest, context: int, tokens: int) -> str:

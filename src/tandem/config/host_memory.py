@@ -38,6 +38,7 @@ class HostShare:
     live: bool = False  # experts may change places
     in_place: bool = False  # those in CPU memory are used where the checkpoint has them
     late: bool = False  # some are added one layer later, for which graphs' hand-off has two halves
+    tables: int = 1  # kinds of pages: 2 where layers that see a window have their own
 
     @property
     def graph_tokens(self) -> int:
@@ -72,7 +73,7 @@ class HostMemory:
 def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
     everyone = model.routed_experts
     inputs = sum(
-        pinned_bytes(graph_input_bytes(size, share.pages)) + pinned_bytes(graph_mask_bytes(size))
+        pinned_bytes(graph_input_bytes(size, share.pages, share.tables)) + pinned_bytes(graph_mask_bytes(size))
         for size in share.graph_sizes
     )
     graphs = GRAPH_BYTES if share.graph_sizes else 0
@@ -94,10 +95,10 @@ def _handoff_bytes(hidden: int, share: HostShare) -> int:
     return outside + (pinned_bytes(inside) if share.graph_tokens else 0)
 
 
-def graph_input_bytes(size: int, pages: int) -> int:
-    """Of a graph's batch: three numbers of 64 bits a row, then its length, slot, what is folded and pages, and one for
-    all, of 32."""
-    return graph_wide_bytes(size) + 4 * (size * (3 + pages) + 1)
+def graph_input_bytes(size: int, pages: int, tables: int = 1) -> int:
+    """Of a graph's batch: token, position and a place in each table of pages a row, of 64 bits; then its length, slot,
+    what is folded and pages, and one number for all, of 32."""
+    return graph_wide_bytes(size, tables) + 4 * (size * (3 + tables * pages) + 1)
 
 
 def graph_mask_bytes(size: int) -> int:
@@ -105,9 +106,9 @@ def graph_mask_bytes(size: int) -> int:
     return 8 * size
 
 
-def graph_wide_bytes(size: int) -> int:
+def graph_wide_bytes(size: int, tables: int = 1) -> int:
     """Of its numbers of 64 bits, up to where the others begin."""
-    return -(-3 * 8 * size // INPUT_ALIGNED_BYTES) * INPUT_ALIGNED_BYTES
+    return -(-(2 + tables) * 8 * size // INPUT_ALIGNED_BYTES) * INPUT_ALIGNED_BYTES
 
 
 def pinned_bytes(nbytes: int) -> int:

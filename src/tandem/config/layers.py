@@ -119,7 +119,7 @@ class Gqa:
 
     def states(self) -> tuple[State, ...]:
         k, v = (self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim)
-        return (Pages((Array("k", k), Array("v", v))),)
+        return (Pages((Array("k", k), Array("v", v)), window=self.window),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import RAM, Entry, Ledger, ledger
 from tandem.config.machine import Machine
 from tandem.config.model_config import STORED, ModelConfig, rope_bytes, why_alone
-from tandem.config.speculation.choice import most_guesses
+from tandem.config.speculation.choice import DRAFT_ALGORITHMS, most_guesses
+from tandem.config.state import page_tokens
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError, DoesNotFit
 
@@ -60,10 +61,37 @@ class MemoryRequest:
     max_running_requests: int
     stored: StoredFormats = UNQUANTISED
     experts_in_place: bool = False  # used where the checkpoint has them
+    step_tokens: int = 0  # at most, where layers that see a window keep no other tokens; 0: they keep all
 
     @property
     def kv_bytes_per_token(self) -> int:
         return max(1, self.model.state_layout(self.dtype).token_bytes)  # where all state is in slots
+
+    @property
+    def window_pages(self) -> int:
+        """Of layers that see a window, at most; 0: they keep all tokens."""
+        page = page_tokens(self.model.states, self.config.page_size)
+        layout = self.model.state_layout(self.dtype, page, self.guesses)
+        if not layout.window or not self.step_tokens or keeps_all_tokens(self.config):
+            return 0
+        return layout.window_pages(self.max_running_requests, self.step_tokens)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Of a cache of so many tokens."""
+        return self.kv_bytes_per_token * tokens - self._windows[1] * max(0, tokens - self._windows[0])
+
+    def kv_tokens(self, nbytes: int) -> int:
+        """Of a cache of so many bytes."""
+        (most, spared), each = self._windows, self.kv_bytes_per_token
+        if not spared or nbytes <= most * each:
+            return nbytes // each
+        return most + (nbytes - most * each) // max(1, each - spared)
+
+    @property
+    def _windows(self) -> tuple[int, int]:
+        """Tokens from which on a cache has no more pages of windows, and the bytes of a token that this spares."""
+        pages, page = self.window_pages, page_tokens(self.model.states, self.config.page_size)
+        return pages * page, self.model.state_layout(self.dtype).window_token_bytes if pages else 0
 
     @property
     def guesses(self) -> int:
@@ -139,6 +167,11 @@ class MemoryRequest:
         return self.budget_bytes - self.weight_bytes - self.workspace_bytes
 
 
+def keeps_all_tokens(config: EngineConfig) -> bool:
+    """Whether layers that see a window keep all tokens: some readers of pages know one table only."""
+    return config.attention_backend not in ("auto", "triton") or config.speculative_algorithm in DRAFT_ALGORITHMS
+
+
 def prefill_tokens(on_gpu: bool) -> int:
     """Of a step, where nothing was asked."""
     return GPU_PREFILL_TOKENS if on_gpu else DEFAULT_PREFILL_TOKENS
@@ -147,7 +180,7 @@ def prefill_tokens(on_gpu: bool) -> int:
 def size_memory(request: MemoryRequest) -> MemoryPlan:
     """Context length and KV tokens that fit. Raises ConfigError with the numbers when they do not."""
     context, context_reason = wanted_context(request)
-    room = max(0, request.kv_room_bytes) // request.kv_bytes_per_token
+    room = request.kv_tokens(max(0, request.kv_room_bytes))
     _check_fits(request, room, min(context, LEAST_CONTEXT))
     tokens, kv_reason = _kv_tokens(request, context, room)
     if tokens < context:
@@ -194,24 +227,24 @@ def wanted_context(request: MemoryRequest) -> tuple[int, str]:
 
 
 def _kv_tokens(request: MemoryRequest, context: int, room: int) -> tuple[int, str]:
-    config, per_token = request.config, request.kv_bytes_per_token
+    config = request.config
     if config.max_total_tokens is not None:
-        return _asked_tokens(config.max_total_tokens, per_token, room), "--max-total-tokens"
+        return _asked_tokens(request, config.max_total_tokens, room), "--max-total-tokens"
     useful = request.max_running_requests * context
     if config.mem_fraction_static is not None:
         return min(
             room, useful
         ), f"--mem-fraction-static {request.fraction:g} of free memory, less the weights"
-    share = min(request.kv_room_bytes // DEFAULT_KV_SHARE, DEFAULT_KV_BYTES) // per_token
+    share = request.kv_tokens(min(request.kv_room_bytes // DEFAULT_KV_SHARE, DEFAULT_KV_BYTES))
     reason = "a quarter of the memory left after the weights, at most 4 GiB, at least one full context"
     return min(room, useful, max(share, context)), reason
 
 
-def _asked_tokens(asked: int, per_token: int, room: int) -> int:
+def _asked_tokens(request: MemoryRequest, asked: int, room: int) -> int:
     if asked > room:
         raise DoesNotFit(
-            f"--max-total-tokens {asked} needs {gib(asked * per_token)} for the KV cache, "
-            f"but {gib(room * per_token)} are left after the weights; give at most {room}",
+            f"--max-total-tokens {asked} needs {gib(request.kv_bytes(asked))} for the KV cache, "
+            f"but {gib(request.kv_bytes(room))} are left after the weights; give at most {room}",
             fields=("max_total_tokens",),
         )
     return asked
@@ -220,7 +253,7 @@ def _asked_tokens(asked: int, per_token: int, room: int) -> int:
 def _check_fits(request: MemoryRequest, room: int, least: int) -> None:
     if room >= least:
         return
-    needed = request.weight_bytes + request.workspace_bytes + least * request.kv_bytes_per_token
+    needed = request.weight_bytes + request.workspace_bytes + request.kv_bytes(least)
     which = (
         "without its experts, which stay where they are,"
         if request.experts_are_there
@@ -258,8 +291,8 @@ def _ways_out(request: MemoryRequest, needed: int) -> Iterator[str]:
 
 def _too_long(request: MemoryRequest, context: int, tokens: int) -> str:
     return (
-        f"--context-length {context} needs {gib(context * request.kv_bytes_per_token)} of KV cache, but it holds "
-        f"{tokens} tokens ({gib(tokens * request.kv_bytes_per_token)}); "
+        f"--context-length {context} needs {gib(request.kv_bytes(context))} of KV cache, but it holds "
+        f"{tokens} tokens ({gib(request.kv_bytes(tokens))}); "
         f"give at most {tokens}, or more with --max-total-tokens or --mem-fraction-static"
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tandem.config.choices.decision import Decision
@@ -28,7 +28,7 @@ from tandem.config.gpu_plan import (
     usable_gpu,
 )
 from tandem.config.gpus import Gpu
-from tandem.config.host_memory import host_ledger, host_memory
+from tandem.config.host_memory import HostMemory, host_ledger, host_memory
 from tandem.config.in_place import against_in_place
 from tandem.config.machine import Machine
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, memory_ledger, prefill_tokens, size_memory
@@ -73,6 +73,7 @@ class Plan:
     part_nodes: tuple[int, ...] = ()  # the NUMA node whose memory each part is in; (): any
     decisions: tuple[Decision, ...] = field(default=())
     notices: tuple[str, ...] = field(default=())  # flags and keys that change nothing; start-up prints them
+    num_window_pages: int = 0  # of layers that see a window; 0: they keep all tokens, as the others
     num_slots: int = 0  # for what models keep of a sequence beside pages; 0: this one keeps nothing
     gpu: GpuPlan | None = None  # None: everything runs on the CPU
     int8_activations: bool = False  # of CPU experts: rounded before each product
@@ -186,18 +187,17 @@ def _resolved(
     log.append(Decision("threads", str(len(threads.cpus)), threads.reason))
     running = _running(config, model, dtype, log)
     log += [Decision("experts", "not packed", _why_in_place(config))] if in_place else []
-    request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, in_place)
+    most = _most_step_tokens(config, model, running) if gpu is None else 0
+    request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, in_place, most)
     memory, gpu_plan = (size_memory(request), None) if gpu is None else on_gpu(request, gpu, log)
-    page, num_pages = _pages(config, model, dtype, memory, log)
+    page, num_pages, window_pages = _pages(request, memory, log)
     usual = stream_tokens(model) if gpu_plan and gpu_plan.ring_bytes else prefill_tokens(gpu is not None)
     step_tokens = _step_tokens(config, memory.context_length, running, usual, log)
-    kv_bytes = num_pages * page * model.state_layout(dtype).token_bytes
+    kv_bytes = request.kv_bytes(num_pages * page)
     ledgers: tuple[Ledger, ...] = (memory_ledger(request, memory, kv_bytes),)
     if gpu is not None and gpu_plan is not None:
-        workers, fused = len(threads.cpus), _fuse_shared(request, True, [])
-        pages, each = -(-memory.context_length // page), expert_bytes(request)
-        share = host_share(model, gpu_plan, each, workers, step_tokens, pages, fused, in_place)
-        host = host_memory(model, share)
+        pages = -(-memory.context_length // page)
+        host = _beside_gpu(request, gpu_plan, len(threads.cpus), step_tokens, pages, 2 if window_pages else 1)
         log.append(Decision("CPU memory", *host.texts()))
         ledgers = (gpu_ledger(request, gpu, gpu_plan, memory, kv_bytes), host_ledger(host, machine))
     return Plan(
@@ -210,6 +210,7 @@ def _resolved(
         context_length=memory.context_length,
         page_size=page,
         num_pages=num_pages,
+        num_window_pages=window_pages,
         num_slots=request.num_slots,
         max_running_requests=running,
         max_step_tokens=step_tokens,
@@ -225,6 +226,15 @@ def _resolved(
         speculation=speculation(config, model),
         ledgers=ledgers,
     )
+
+
+def _beside_gpu(
+    request: MemoryRequest, gpu: GpuPlan, workers: int, step_tokens: int, pages: int, tables: int
+) -> HostMemory:
+    """pages: of the longest sequence; tables: kinds of pages."""
+    fused, each = _fuse_shared(request, True, []), expert_bytes(request)
+    share = host_share(request.model, gpu, each, workers, step_tokens, pages, fused, request.experts_in_place)
+    return host_memory(request.model, replace(share, tables=tables))
 
 
 def _notices(request: MemoryRequest, device: tuple[Gpu | None, str], gpu: GpuPlan | None) -> list[str]:
@@ -313,18 +323,26 @@ def _running(config: EngineConfig, model: ModelConfig, dtype: str, log: list[Dec
     return fitting
 
 
-def _pages(
-    config: EngineConfig, model: ModelConfig, dtype: str, memory: MemoryPlan, log: list[Decision]
-) -> tuple[int, int]:
-    """Tokens of a page, and how many there are."""
-    pages = -(-memory.kv_tokens // (page := page_tokens(model.states, config.page_size)))
-    size = pages * page * model.state_layout(dtype).token_bytes
+def _pages(request: MemoryRequest, memory: MemoryPlan, log: list[Decision]) -> tuple[int, int, int]:
+    """Tokens of a page, how many there are, and how many of layers that see a window; 0: they keep all tokens."""
+    pages = -(-memory.kv_tokens // (page := page_tokens(request.model.states, request.config.page_size)))
+    size, windows = request.kv_bytes(pages * page), request.window_pages
     weights = f"{gib(memory.weight_bytes)} of the {gib(memory.budget_bytes)} that may be used"
     log.append(Decision("weights", gib(memory.weight_bytes), f"once loaded; {weights}"))
     log.append(Decision("context length", str(memory.context_length), memory.context_reason))
     text = f"{pages} pages × {page} tokens = {gib(size)}"
     log.append(Decision("KV cache", text, memory.kv_reason))
-    return page, pages
+    if not 0 < windows < pages:
+        return page, pages, 0
+    why = f"layers that see {request.model.state_layout(request.dtype).window} tokens keep no others"
+    log.append(Decision("windows", f"{windows} pages", why))
+    return page, pages, windows
+
+
+def _most_step_tokens(config: EngineConfig, model: ModelConfig, running: int) -> int:
+    """Of a step, whatever memory allows."""
+    chunk, usual = config.chunked_prefill_size, prefill_tokens(on_gpu=False)
+    return max(running, usual if chunk is None else chunk if chunk > 0 else model.max_positions)
 
 
 def _step_tokens(config: EngineConfig, context: int, running: int, usual: int, log: list[Decision]) -> int:

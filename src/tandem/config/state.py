@@ -24,10 +24,14 @@ class Array(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Rows that are kept for all tokens, one for every `stride` of them. A row counts from its last token on."""
+    """Rows that are kept for all tokens, one for every `stride` of them. A row counts from its last token on.
+
+    window: a token sees rows of so many last tokens, itself included; 0: of all. Rows that no later token sees may go.
+    """
 
     rows: tuple[Array, ...]
     stride: int = 1
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class Ring:
 
 State = Pages | Fold | Ring
 SLOT_ALIGNMENT = 256  # bytes: of every array in a slot
+KEY_BLOCK = 64  # tokens: kernels read keys from a multiple of it on, and mask those before a window
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,28 @@ class StateLayout:
         """Of one token, in all layers; rounded up where rows stand for several tokens."""
         pages = (s for s in self.states if isinstance(s, Pages))
         return ceil(sum(Fraction(a.nbytes(self.dtype), s.stride) for s in pages for a in s.rows))
+
+    @property
+    def window_token_bytes(self) -> int:
+        """Of one token, in the layers that see a window."""
+        pages = (s for s in self.states if isinstance(s, Pages) and s.window)
+        return sum(a.nbytes(self.dtype) // s.stride for s in pages for a in s.rows)
+
+    @property
+    def window(self) -> int:
+        """Tokens of the longest window; 0: every layer sees all of them."""
+        return max((s.window for s in self.states if isinstance(s, Pages)), default=0)
+
+    def window_begin(self, length: int) -> int:
+        """The first token that layers with a window read, where `length` tokens were computed: a page's first."""
+        first = max(0, length + 1 - self.window) // KEY_BLOCK * KEY_BLOCK
+        return first // self.page * self.page
+
+    def window_pages(self, running: int, step_tokens: int) -> int:
+        """Pages that so many sequences need of layers with a window at once, whatever their length: of what each keeps
+        between steps, guesses included, and of a step's tokens, wherever they begin in a page."""
+        each = -(-(self.window + KEY_BLOCK + self.page + self.guesses) // self.page) + 2
+        return running * each + -(-step_tokens // self.page)
 
     @property
     def page_bytes(self) -> int:

@@ -3,68 +3,116 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from tandem.engine.sequence import Chunk
+from tandem.engine.sequence import Chunk, Sequence
 from tandem.models.batch import ForwardBatch
+
+
+class _Places:
+    """Where rows lie in pages of one kind: those of all tokens, or those of windows."""
+
+    def __init__(self, page_size: int, max_step_tokens: int, windowed: bool) -> None:
+        self._page_size, self._windowed = page_size, windowed
+        self._cache_slots = np.zeros(max_step_tokens, dtype=np.int64)
+        self._memory = np.zeros(0, dtype=np.int32)
+        self.tables = self._memory.reshape(0, 0)
+
+    def begin(self, chunks: Rows[Chunk], sequences: int) -> None:
+        """tables: [S, P] zeros, P the most pages any of these sequences has; the memory grows but is kept."""
+        width = max(chunk.sequence.num_pages for chunk in chunks)
+        needed = sequences * width
+        if len(self._memory) < needed:
+            self._memory = np.zeros(2 * needed, dtype=np.int32)
+        self.tables = self._memory[:needed].reshape(sequences, width)
+        self.tables.fill(0)
+
+    def place(self, row: int, sequence: Sequence, positions: npt.NDArray[np.int64] | int) -> None:
+        """Rows from `row` on are at these positions."""
+        table, size = self._table(sequence), self._page_size
+        if isinstance(positions, int):
+            self._cache_slots[row] = int(table[positions // size]) * size + positions % size
+            return
+        slots = table[positions // size].astype(np.int64) * size + positions % size
+        self._cache_slots[row : row + len(positions)] = slots
+
+    def describe(self, which: slice, sequence: Sequence) -> None:
+        self.tables[which, : sequence.num_pages] = self._table(sequence)[: sequence.num_pages]
+
+    def slots(self, rows: int) -> Tensor:
+        return torch.from_numpy(self._cache_slots[:rows])
+
+    def _table(self, sequence: Sequence) -> npt.NDArray[np.int32]:
+        return sequence.window_table if self._windowed else sequence.page_table
 
 
 class BatchArrays:
     """The arrays are allocated once and refilled: a decode step costs some microseconds per sequence here."""
 
     def __init__(
-        self, page_size: int, max_step_tokens: int, *, guessing: bool = False, apart: bool = False
+        self,
+        page_size: int,
+        max_step_tokens: int,
+        *,
+        guessing: bool = False,
+        apart: bool = False,
+        windowed: bool = False,
     ) -> None:
         """guessing: steps may have rows of guesses. apart: each row of such a step is a sequence of its own, as rows
         that decode are: it sees the tokens before it in the same pages. So kernels and CUDA graphs for rows that decode
-        compute it, with the same bits."""
+        compute it, with the same bits. windowed: layers that see a window have pages of their own."""
         self._apart, self._guessing = apart, guessing
-        self._page_size = page_size
+        kinds = (False, True) if windowed else (False,)
+        self._places = [_Places(page_size, max_step_tokens, kind) for kind in kinds]
         self._input_ids = np.zeros(max_step_tokens, dtype=np.int64)
         self._positions = np.zeros(max_step_tokens, dtype=np.int64)
-        self._cache_slots = np.zeros(max_step_tokens, dtype=np.int64)
         self._logits_rows = np.zeros(max_step_tokens, dtype=np.int64)
         self._query_starts = np.zeros(max_step_tokens + 1, dtype=np.int32)
         self._seq_lens = np.zeros(max_step_tokens, dtype=np.int32)
         self._slots = np.zeros(max_step_tokens, dtype=np.int32)
         self._folded = np.zeros(max_step_tokens, dtype=np.int32)
         self._sure = np.zeros(max_step_tokens, dtype=np.int32)
-        self._block_tables = np.zeros(0, dtype=np.int32)
         self._counting = np.arange(max_step_tokens, dtype=np.int64)
 
     def fill(self, chunks: Rows[Chunk]) -> ForwardBatch:
         """The chunks in host memory; valid until the next `fill`."""
         apart = self._apart and any(chunk.guesses for chunk in chunks)
         sequences = sum(chunk.length for chunk in chunks) if apart else len(chunks)
-        tables = self._tables(chunks, sequences)
+        for places in self._places:
+            places.begin(chunks, sequences)
         s = row = logits = 0
         for chunk in chunks:
             self._place(row, chunk)
             row += chunk.length
-            s += self._describe(s, chunk, row, tables, apart)
+            s += self._describe(s, chunk, row, apart)
             self._logits_rows[logits : logits + chunk.logits] = self._counting[row - chunk.logits : row]
             logits += chunk.logits
-        return ForwardBatch(
+        whole, *others = self._places
+        batch = ForwardBatch(
             input_ids=torch.from_numpy(self._input_ids[:row]),
             positions=torch.from_numpy(self._positions[:row]),
-            cache_slots=torch.from_numpy(self._cache_slots[:row]),
+            cache_slots=whole.slots(row),
             query_starts=torch.from_numpy(self._query_starts[: sequences + 1]),
             seq_lens=torch.from_numpy(self._seq_lens[:sequences]),
-            block_tables=torch.from_numpy(tables),
+            block_tables=torch.from_numpy(whole.tables),
             logits_rows=torch.from_numpy(self._logits_rows[:logits]),
             slots=torch.from_numpy(self._slots[:sequences]),
             folded=torch.from_numpy(self._folded[:sequences]) if self._guessing else None,
             sure=torch.from_numpy(self._sure[:sequences]) if self._guessing and not self._apart else None,
             single_rows=sequences if apart else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks)),
         )
+        for own in others:
+            tables = torch.from_numpy(own.tables)
+            batch.windows = replace(batch, cache_slots=own.slots(row), block_tables=tables)
+        return batch
 
-    def _describe(
-        self, s: int, chunk: Chunk, row_end: int, tables: npt.NDArray[np.int32], apart: bool
-    ) -> int:
+    def _describe(self, s: int, chunk: Chunk, row_end: int, apart: bool) -> int:
         """The chunk as sequence s, or its rows as sequences from s on; how many that are."""
         sequence, count = chunk.sequence, chunk.length if apart else 1
         which, end = slice(s, s + count), sequence.computed_len + chunk.length
@@ -74,29 +122,14 @@ class BatchArrays:
         self._slots[which] = sequence.slot
         if self._guessing:
             self._folded[which], self._sure[which] = sequence.folded_len, chunk.sure
-        tables[which, : sequence.num_pages] = sequence.page_table[: sequence.num_pages]
+        for places in self._places:
+            places.describe(which, sequence)
         return count
 
     def _place(self, row: int, chunk: Chunk) -> None:
-        sequence, first, size = chunk.sequence, chunk.sequence.computed_len, self._page_size
-        end, rows = first + chunk.length, slice(row, row + chunk.length)
+        first, rows = chunk.sequence.computed_len, slice(row, row + chunk.length)
         self._input_ids[rows] = chunk.tokens
-        if chunk.length == 1:
-            self._positions[row] = first
-            self._cache_slots[row] = int(sequence.page_table[first // size]) * size + first % size
-            return
-        positions = np.arange(first, end)
+        positions = first if chunk.length == 1 else np.arange(first, first + chunk.length)
         self._positions[rows] = positions
-        self._cache_slots[rows] = (
-            sequence.page_table[positions // size].astype(np.int64) * size + positions % size
-        )
-
-    def _tables(self, chunks: Rows[Chunk], sequences: int) -> npt.NDArray[np.int32]:
-        """[S, P] zeros, P the most pages any of these sequences has; the memory grows but is kept."""
-        width = max(chunk.sequence.num_pages for chunk in chunks)
-        needed = sequences * width
-        if len(self._block_tables) < needed:
-            self._block_tables = np.zeros(2 * needed, dtype=np.int32)
-        tables = self._block_tables[:needed].reshape(sequences, width)
-        tables.fill(0)
-        return tables
+        for places in self._places:
+            places.place(row, chunk.sequence, positions)

@@ -37,6 +37,7 @@ from tandem.engine.state.arrays import StateArrays, allocate
 from tandem.engine.state.kv_cache import KVCache
 from tandem.engine.state.slots import SlotPool
 from tandem.engine.state.store import StateStore
+from tandem.engine.state.windows import WindowPages
 from tandem.engine.turns import Ran, Turn, turns_of
 from tandem.errors import RequestError
 from tandem.experts.usage.recorder import ExpertRecorder
@@ -57,12 +58,13 @@ def _layout(parts: EngineParts) -> StateLayout:
 
 def _states(parts: EngineParts) -> StateArrays:
     plan, device = parts.plan, None if parts.handoff is None else parts.handoff.device
-    return allocate(_layout(parts), plan.num_pages, device, plan.num_slots)
+    return allocate(_layout(parts), plan.num_pages, device, plan.num_slots, plan.num_window_pages)
 
 
 def _store(parts: EngineParts, pages: KVCache, slots: Tensor) -> StateStore:
-    layout = _layout(parts)
-    return StateStore(layout, pages, SlotPool(slots) if layout.slot_bytes else None)
+    layout, count = _layout(parts), parts.plan.num_window_pages
+    windows = WindowPages(layout, count) if count else None
+    return StateStore(layout, pages, SlotPool(slots) if layout.slot_bytes else None, windows)
 
 
 def _pace(parts: EngineParts) -> PrefillPace:
@@ -83,9 +85,10 @@ def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner
             max_step_tokens=plan.max_step_tokens,
             usage=parts.usage,
             guessing=plan.guesses > 0,
+            windowed=plan.num_window_pages > 0,
         )
     pages = -(-plan.context_length // plan.page_size)
-    graphs = GraphPlan(plan.gpu.graph_sizes, pages, guessing=plan.guesses > 0)
+    graphs = GraphPlan(plan.gpu.graph_sizes, pages, guessing=plan.guesses > 0, windowed=plan.num_window_pages > 0)
     return GpuRunner(
         parts.model, states, parts.handoff, graphs,
         page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=parts.usage, live=parts.live,

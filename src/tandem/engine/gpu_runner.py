@@ -43,12 +43,19 @@ def _on(device: torch.device) -> None:
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
     """sizes: rows of the graphs to capture, ascending; pages: of the longest sequence; warm_ups: runs before a capture,
-    which compile kernels and let libraries allocate; guessing: steps may have rows of guesses."""
+    which compile kernels and let libraries allocate; guessing: steps may have rows of guesses; windowed: layers that
+    see a window have pages of their own."""
 
     sizes: tuple[int, ...]
     pages: int
     warm_ups: int = 2
     guessing: bool = False
+    windowed: bool = False
+
+    @property
+    def tables(self) -> int:
+        """Kinds of pages."""
+        return 2 if self.windowed else 1
 
 
 class _Inputs:
@@ -57,9 +64,9 @@ class _Inputs:
     At first the rows read and write page 0, before anybody uses it, and none of them counts.
     """
 
-    def __init__(self, size: int, pages: int, device: torch.device, guessing: bool = False) -> None:
-        self._guessing = guessing
-        self._size, self._wide, nbytes = size, graph_wide_bytes(size), graph_input_bytes(size, pages)
+    def __init__(self, size: int, plan: GraphPlan, device: torch.device) -> None:
+        self._guessing, self._kinds, self._size = plan.guessing, plan.tables, size
+        self._wide, nbytes = graph_wide_bytes(size, plan.tables), graph_input_bytes(size, plan.pages, plan.tables)
         self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.image = self._views(self._host)
         self.image.seq_lens.fill_(1)
@@ -67,33 +74,44 @@ class _Inputs:
         self.batch = self._views(self._there)
         self.counted = self._there[-4:].view(torch.int32)  # rows that are not copies
         names = ["input_ids", "positions", "cache_slots", "seq_lens", "slots", "block_tables"]
-        names += ["folded"] if guessing else []
+        names += ["folded"] if plan.guessing else []
         self._rows = {name: getattr(self.image, name).numpy() for name in names}
+        own = [] if self.image.windows is None else ["cache_slots", "block_tables"]
+        self._window_rows = {name: getattr(self.image.windows, name).numpy() for name in own}
         self._count = self._host[-4:].view(torch.int32).numpy()
 
     def _views(self, memory: Tensor) -> ForwardBatch:
-        size, device = self._size, memory.device
-        wide = memory[: 3 * 8 * size].view(torch.int64).view(3, size)
+        size, device, kinds = self._size, memory.device, self._kinds
+        wide = memory[: (2 + kinds) * 8 * size].view(torch.int64).view(-1, size)
         narrow = memory[self._wide : -4].view(torch.int32)
-        return ForwardBatch(
-            input_ids=wide[0], positions=wide[1], cache_slots=wide[2],
-            query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
-            seq_lens=narrow[:size], slots=narrow[size : 2 * size],
-            block_tables=narrow[3 * size :].view(size, -1), logits_rows=torch.arange(size, device=device),
-            folded=narrow[2 * size : 3 * size] if self._guessing else None,
-        )  # fmt: skip
+        tables = narrow[3 * size :].view(kinds, size, -1)
+        starts, rows = torch.arange(size + 1, dtype=torch.int32, device=device), torch.arange(size, device=device)
+        whole, *windows = [
+            ForwardBatch(
+                input_ids=wide[0], positions=wide[1], cache_slots=slots, query_starts=starts,
+                seq_lens=narrow[:size], slots=narrow[size : 2 * size], block_tables=table, logits_rows=rows,
+                folded=narrow[2 * size : 3 * size] if self._guessing else None,
+            )
+            for slots, table in zip(wide[2:], tables, strict=True)
+        ]  # fmt: skip
+        whole.windows = windows[0] if windows else None
+        return whole
 
     def fill(self, source: ForwardBatch) -> None:
         """The image; the last row fills what is left over. In NumPy: PyTorch takes several times as long for so few
         numbers. The step before ended with a wait, so the image is free."""
+        self._fill(self._rows, source)
+        self._fill(self._window_rows, source.windowed)
+        self._count[0] = len(source.seq_lens)
+
+    def _fill(self, image: dict[str, Any], source: ForwardBatch) -> None:
         rows, width = len(source.seq_lens), source.block_tables.shape[1]
-        for name, to in self._rows.items():
+        for name, to in image.items():
             values = getattr(source, name).numpy()
             to = to[:, :width] if name == "block_tables" else to
             to[:rows] = values
             if rows < self._size:  # a copy that had the sequence's slot would change its state twice
                 to[rows:] = 0 if name == "slots" else values[-1]
-        self._count[0] = rows
 
     def send(self) -> None:
         """The image to the GPU, in a graph at every replay."""
@@ -157,7 +175,10 @@ class GpuRunner:
         """begin_step: called before the layers of a step run, and before a graph is captured (True) or replayed."""
         self._model, self._states, self._handoff, self._plan = model, states, handoff, graphs
         self._usage, self._live, self._begin_step = usage, live, begin_step or _nothing
-        self._arrays = BatchArrays(page_size, max_step_tokens, guessing=graphs.guessing, apart=True)
+        made = partial(
+            BatchArrays, page_size, max_step_tokens, guessing=graphs.guessing, windowed=graphs.windowed
+        )
+        self._arrays, self._paused = made(apart=True), made()
         self._device = handoff.device
         self._graphs: dict[int, _Graph] = {}
         self._guessing = False  # whether the last step had rows of guesses that are not settled yet
@@ -167,7 +188,6 @@ class GpuRunner:
         self._start = said if isinstance(said, PassStart) else None
         apart = live is None and self._start is not None and self._start.pausable()
         self._streams = Streams(handoff.device, apart)
-        self._paused = BatchArrays(page_size, max_step_tokens, guessing=graphs.guessing)
         self._feeder = Feeder(partial(_on, self._device))
         self._streams.enter()
         with torch.inference_mode(), _nothing_collected():
@@ -277,6 +297,7 @@ class GpuRunner:
             there(batch.input_ids), there(batch.positions), there(batch.cache_slots), there(batch.query_starts),
             there(batch.seq_lens), there(batch.block_tables), there(batch.logits_rows), there(batch.slots),
             batch.single_rows, None if batch.folded is None else there(batch.folded),
+            windows=None if batch.windows is None else self._moved(batch.windows),
         )  # fmt: skip
 
     # -- graphs ---
@@ -292,7 +313,7 @@ class GpuRunner:
             _log.info("captured CUDA graphs of %s rows", ", ".join(map(str, self._graphs)))
 
     def _captured(self, size: int, pool: Any) -> _Graph:
-        inputs = _Inputs(size, self._plan.pages, self._device, self._plan.guessing)
+        inputs = _Inputs(size, self._plan, self._device)
         fetched = BestRows(size, self._device)
         masks = GraphMasks(size, self._device)
         self._begin_step(inputs.image, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -36,11 +37,12 @@ class ModelRunner:
         max_step_tokens: int,
         usage: ExpertUsage | None = None,
         guessing: bool = False,
+        windowed: bool = False,
     ) -> None:
-        """guessing: steps may have rows of guesses."""
+        """guessing: steps may have rows of guesses. windowed: layers that see a window have pages of their own."""
         self._model, self._states, self._usage = model, states, usage
-        self._arrays = BatchArrays(page_size, max_step_tokens, guessing=guessing)
-        self._paused = BatchArrays(page_size, max_step_tokens, guessing=guessing)
+        made = partial(BatchArrays, page_size, max_step_tokens, guessing=guessing, windowed=windowed)
+        self._arrays, self._paused = made(), made()
 
     def run(self, chunks: Rows[Chunk]) -> HostLogits:
         """Logits rows of all chunks, in order; valid until the model runs again."""

@@ -86,6 +86,8 @@ class Scheduler:
         rows = MAX_PROMPT_LOGITS_ROWS
         for sequence in self._prefilling():
             chunk = self._chunk(sequence, tokens, rows)
+            if not chunk.length:  # the windows of those before take all there is, until the next step has run
+                break
             chunks.append(chunk)
             tokens -= chunk.length
             rows -= chunk.logits - 1
@@ -118,11 +120,13 @@ class Scheduler:
         if done and sequence.answer_len == 0:
             self._store.remember(sequence)
             self._wake_siblings(sequence)
+        self._store.slide(sequence)
 
     def accept(self, sequence: Sequence) -> None:
         """The token appended last was guessed: the next row of the chunk that has run counts as well."""
         sequence.advance(1)
         self._store.mark(sequence)
+        self._store.slide(sequence)
 
     def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Ends a sequence in any state and frees its pages now. `keep`: what they hold is sound, cache it."""
@@ -155,6 +159,7 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, tokens: int, rows: int) -> Chunk:
         length = min(tokens, self._store.chunk_end(sequence) - sequence.computed_len)
+        length = self._store.reach(sequence, length)
         if not sequence.scores_prompt:
             return Chunk(sequence, length, int(length == sequence.pending_len))
         length = min(length, max(1, rows))
@@ -181,7 +186,10 @@ class Scheduler:
     def _release(self, sequence: Sequence, keep: bool) -> None:
         """Nothing may write to pages that are somebody else's."""
         if any(chunk.sequence is sequence for chunk in self.held):
+            unfinished = [chunk.sequence for chunk in self.held]
             self.let_go()
+            for each in unfinished:
+                self._store.cut(each)
         self._store.release(sequence, keep=keep)
 
     def _admit(self, sequence: Sequence) -> bool:

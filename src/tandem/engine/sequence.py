@@ -67,6 +67,9 @@ class Sequence:
         "status",
         "token_counts",
         "tokens",
+        "window_end",
+        "window_first",
+        "window_table",
     )  # fmt: skip
 
     def __init__(
@@ -97,6 +100,8 @@ class Sequence:
         self.page_size = page_size
         self.page_table: npt.NDArray[np.int32] = np.zeros(-(-max_len // page_size), dtype=np.int32)
         self.num_pages = 0
+        self.window_table = np.zeros_like(self.page_table)  # of layers that see a window; 0 where it has none
+        self.window_first = self.window_end = 0  # numbers first … end - 1 of them are held
         self.slot = 0  # of what is kept of it beside pages; 0: none
         self.border_slot = 0  # a copy of that as it was after border_len tokens
         self.border_len = 0

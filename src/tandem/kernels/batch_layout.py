@@ -28,3 +28,5 @@ class BatchLayout(Protocol):
     def folded(self) -> Tensor | None: ...  # int32 [S]
     @property
     def sure(self) -> Tensor | None: ...  # int32 [S]
+    @property
+    def windowed(self) -> BatchLayout: ...  # in the pages of layers that see a window

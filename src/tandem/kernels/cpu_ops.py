@@ -21,6 +21,7 @@ from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels import gates, routing
 from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_views import BatchViews
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
 from tandem.kernels.cpu_chosen import CpuChosenAttention, CpuTokenIndex
 from tandem.kernels.cpu_streams import CpuStreams
@@ -82,10 +83,7 @@ class CpuOps(InMemory):
         self._dense = _core.DenseOps(pool, tier)
         self.workspace = _core.Workspace(pool, tier, one_way=deterministic and tier in TILED)
         self._rules: dict[tuple[int, int], tuple[Router, _core.Route]] = {}
-        self._batch: BatchLayout | None = None
-        self._pages = (0, 0)  # their number, and rows of one
-        self._views = 0  # made so far
-        self._view: _core.BatchView
+        self._views = BatchViews()
 
     def linear(self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16") -> PackedMatrix:
         if isinstance(weight, WeightCodes):
@@ -130,14 +128,14 @@ class CpuOps(InMemory):
 
     def record(self, step: Step, x: Tensor, batch: BatchLayout) -> tuple[Tensor, Recorded | None]:
         own, recording = x.clone(), _core.Recording()
-        self._batch, before = None, self._views
+        self._views.forget()
         with recording, OnlyAllocations() as torch_calls:
             result = step(own, batch)
-        self._batch = None  # the view is the recording's from now on
-        if torch_calls.others or self._views != before + 1:  # a recorded step has one view that changes
+        changing = self._views.refilled(batch)
+        self._views.forget()  # they are the recording's from now on
+        if torch_calls.others or changing is None:
             return result, None
-        pages, view = self._pages, self._view
-        return result, RecordedStep(recording, own, result, view, lambda other: _checked(other, *pages))
+        return result, RecordedStep(recording, own, result, changing)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
@@ -228,13 +226,8 @@ class CpuOps(InMemory):
         return Routing(ids, weights, None if places is None else places[ids])
 
     def view_of(self, batch: BatchLayout, pages: Tensor | None = None) -> _core.BatchView:
-        """The step's checked indices: every layer of a step asks for the same. pages: None where none are read."""
-        if batch is not self._batch or (pages is not None and tuple(pages.shape[:2]) != self._pages):
-            if pages is not None:
-                self._pages = pages.shape[0], pages.shape[1]
-            sizes = self._pages if all(self._pages) else (1 << 31, 1 << 31)  # no pages yet: any cache will do
-            self._view, self._batch, self._views = _checked(batch, *sizes), batch, self._views + 1
-        return self._view
+        """The step's checked indices: its layers ask for the same few. pages: None where none are read."""
+        return self._views.of(batch, pages)
 
 
 class _CpuDelta:
@@ -301,22 +294,6 @@ def _ahead(following: Sequence[_core.ByteRange], limit: int) -> list[_core.ByteR
             ahead.append(sure)
             total += sure.bytes
     return ahead
-
-
-def _checked(batch: BatchLayout, num_pages: int, page_size: int) -> _core.BatchView:
-    """Raises KernelError when an index points outside the cache."""
-    guessed = {} if batch.folded is None else {"folded": batch.folded, "sure": batch.sure}
-    return _core.BatchView(
-        positions=batch.positions,
-        cache_slots=batch.cache_slots,
-        query_starts=batch.query_starts,
-        seq_lens=batch.seq_lens,
-        block_tables=batch.block_tables,
-        page_size=page_size,
-        num_pages=num_pages,
-        slots=batch.slots,
-        **guessed,
-    )
 
 
 def _rule(router: Router, shared: int) -> _core.Route:

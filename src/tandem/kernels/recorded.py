@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem import _core
 from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.batch_views import Refill
 
 # Calls of torch that may be left out when a step is repeated: they only name memory, which the recording keeps.
 _ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty")
@@ -42,25 +42,12 @@ class OnlyAllocations(TorchDispatchMode):
 class RecordedStep:
     """A recording with what changes from call to call: its input, and its batch's indices."""
 
-    def __init__(
-        self,
-        recording: _core.Recording,
-        x: Tensor,
-        result: Tensor,
-        view: _core.BatchView,
-        checked: Callable[[BatchLayout], _core.BatchView],
-    ) -> None:
-        self._recording, self._x, self._result, self._view, self._checked = (
-            recording,
-            x,
-            result,
-            view,
-            checked,
-        )
+    def __init__(self, recording: _core.Recording, x: Tensor, result: Tensor, refill: Refill) -> None:
+        self._recording, self._x, self._result, self._refill = recording, x, result, refill
 
     def __call__(self, x: Tensor, batch: BatchLayout) -> Tensor:
         """Raises KernelError when an index points outside the cache."""
-        self._view.become(self._checked(batch))
+        self._refill(batch)
         self._x.copy_(x)
         self._recording.run()
         return self._result

@@ -41,16 +41,17 @@ class Attention:
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
         s, qkv, norms, ((k_pages, v_pages),) = self.shape, self.qkv(x), (self.q_norm, self.k_norm), states
+        batch = p.batch if s.sees_all else p.batch.windowed
         if s.clip:
             qkv, norms = self._clipped(qkv), (None, None)
         if not s.values.plain:
             qkv = self._with_values(qkv)
         q = self.ops.rope_store(
-            qkv, self.rope, p.batch, k_pages, v_pages,
+            qkv, self.rope, batch, k_pages, v_pages,
             heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim,
             q_norm=norms[0], k_norm=norms[1], eps=s.norm.eps,
         )  # fmt: skip
-        seen = self.ops.attention(q, k_pages, v_pages, p.batch, s.scale, s.window, self.sinks)
+        seen = self.ops.attention(q, k_pages, v_pages, batch, s.scale, s.window, self.sinks)
         if self.head_gate is not None:
             seen = self._softplus_gated(seen, self.head_gate(x))
         return self.out(self.ops.gated(seen, self._gates(qkv)) if s.gate else seen)

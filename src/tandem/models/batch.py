@@ -32,3 +32,11 @@ class ForwardBatch:
     sure: Tensor | None = (
         None  # int32 [S]: rows that are tokens for certain; None: all, or the first of a slot's where rows are apart
     )
+    windows: ForwardBatch | None = (
+        None  # the same rows, in the pages of layers that see a window; None: in those of all layers
+    )
+
+    @property
+    def windowed(self) -> ForwardBatch:
+        """For layers that see a window."""
+        return self if self.windows is None else self.windows

@@ -23,19 +23,22 @@ class StateArrays:
 
 
 def allocate(
-    layout: StateLayout, pages: int, device: torch.device | None = None, slots: int = 0
+    layout: StateLayout, pages: int, device: torch.device | None = None, slots: int = 0, window_pages: int = 0
 ) -> StateArrays:
     """Zeros. device: None: this process's memory, from calloc: it is taken when a page is first used, not at start-up
-    (torch.zeros touches it). slots: of which slot 0 is nobody's."""
+    (torch.zeros touches it). slots: of which slot 0 is nobody's. window_pages: of layers that see a window; 0: as many
+    as of the others."""
     memory = _zeros(slots * layout.slot_bytes, device).view(slots, layout.slot_bytes)
-    parts = _parts(layout, memory)
-    return StateArrays([_of_state(layout, s, pages, device, parts) for s in layout.states], memory)
+    parts, counts = _parts(layout, memory), (pages, window_pages or pages)
+    return StateArrays([_of_state(layout, s, counts, device, parts) for s in layout.states], memory)
 
 
 def _of_state(
-    layout: StateLayout, state: State, pages: int, device: torch.device | None, parts: Iterator[Tensor]
+    layout: StateLayout, state: State, counts: tuple[int, int], device: torch.device | None, parts: Iterator[Tensor]
 ) -> tuple[Tensor, ...]:
+    """counts: pages of all tokens, and of windows."""
     if isinstance(state, Pages):
+        pages = counts[1] if state.window else counts[0]
         return tuple(_page_array(layout, state, array, pages, device) for array in state.rows)
     return tuple(_slot_array(layout, array, next(parts)) for array in state.kept(layout.guesses))
 

@@ -6,6 +6,7 @@ from tandem.config.state import StateLayout
 from tandem.engine.sequence import Sequence
 from tandem.engine.state.kv_cache import KVCache
 from tandem.engine.state.slots import SlotPool
+from tandem.engine.state.windows import WindowPages
 
 SNAPSHOT_SHARE = 4  # a prompt leaves a snapshot wherever its pages have grown by so many times a slot's bytes
 
@@ -17,13 +18,21 @@ class StateStore:
     Prompts stop at some of them (`chunk_end`); an answer keeps its newest one. Without slots every border will do.
     """
 
-    def __init__(self, layout: StateLayout, pages: KVCache, slots: SlotPool | None = None) -> None:
-        """slots: None where `layout` has none."""
+    def __init__(
+        self, layout: StateLayout, pages: KVCache, slots: SlotPool | None = None, windows: WindowPages | None = None
+    ) -> None:
+        """slots: None where `layout` has none. windows: None where layers that see a window keep all tokens."""
         assert (slots is None) == (layout.slot_bytes == 0)
-        self.pages, self.slots = pages, slots
+        self.pages, self.slots, self._windows = pages, slots, windows
         self._every = _snapshot_distance(layout)
-        if slots is not None:
-            pages.on_eviction = slots.forget
+        pages.on_eviction = self._forget
+
+    def _forget(self, page: int) -> None:
+        """The page of a known prefix holds something else from now on."""
+        if self.slots is not None:
+            self.slots.forget(page)
+        if self._windows is not None:
+            self._windows.forget(page)
 
     @property
     def _snapshots(self) -> SlotPool | None:
@@ -40,6 +49,8 @@ class StateStore:
             return False
         sequence.add_pages(cached + self.pages.allocate(wanted))
         self._take_slots(sequence, cached)
+        if self._windows is not None:
+            self._windows.begin(sequence, len(cached), self._lender(sequence))
         sequence.advance(len(cached) * self.pages.page_size)
         return True
 
@@ -49,9 +60,30 @@ class StateStore:
         wanted = sequence.pages_wanted(guesses) - sequence.num_pages
         if wanted > 0 and self.pages.available < wanted + left:
             return False
+        rows = sequence.total_len + guesses
+        if self._windows is not None and self._windows.reach(sequence, rows) < rows:
+            return False
         if wanted > 0:
             sequence.add_pages(self.pages.allocate(wanted))
         return True
+
+    def reach(self, sequence: Sequence, rows: int) -> int:
+        """How many of a prompt's next rows have pages in layers that see a window; they get them."""
+        done = sequence.computed_len
+        return rows if self._windows is None else self._windows.reach(sequence, done + rows) - done
+
+    def cut(self, sequence: Sequence) -> None:
+        """Rows that `reach` gave pages do not run."""
+        if self._windows is not None:
+            self._windows.cut(sequence)
+
+    def slide(self, sequence: Sequence) -> None:
+        """After a step: what no later token reads goes. A prompt's stay findable as long as there is room."""
+        if self._windows is None or not self._windows.slides(sequence):
+            return
+        if sequence.answer_len == 0 and self.pages.prefix_cache:
+            self.remember(sequence)
+        self._windows.slide(sequence)
 
     def chunk_end(self, sequence: Sequence) -> int:
         """Where a prompt's next chunk should end at the latest, in tokens of the sequence."""
@@ -90,37 +122,49 @@ class StateStore:
         """Makes the sequence's full pages findable."""
         full = sequence.computed_len // self.pages.page_size
         sequence.page_table[:full] = self.pages.remember(sequence.tokens, sequence.pages[:full])
+        if self._windows is not None and self.pages.prefix_cache:
+            self._windows.remember(sequence, full)
 
     def release(self, sequence: Sequence, *, keep: bool) -> None:
         """Takes back pages and slots. keep: what they hold is sound, and may be found."""
         if keep:
             self.remember(sequence)
         self._give_slots(sequence, keep)
+        if self._windows is not None:
+            self._windows.release(sequence)
         self.pages.release(sequence.drop_pages())
-
-    def share(self, leader: Sequence, sequence: Sequence) -> list[int]:
-        """The leader's whole prompt pages, for another answer of the same request."""
-        pages = leader.pages[: sequence.reusable_len // self.pages.page_size]
-        self.pages.share(pages)
-        return pages
 
     def _match(self, sequence: Sequence) -> list[int]:
         """Pages that hold the beginning of the sequence already, now also used by it. Without a prefix cache the
         answers of one request still share its prompt's; the last, partial page is computed again."""
-        leader = sequence.leader
-        if leader is not None and self._shares_with(leader, sequence):
-            return self.share(leader, sequence)
+        leader = self._lender(sequence)
+        if leader is not None:
+            shared = leader.pages[: sequence.reusable_len // self.pages.page_size]
+            self.pages.share(shared)
+            return shared
         pages = self.pages.match(sequence.tokens, sequence.reusable_len)
         sequence.matched_len = len(pages) * self.pages.page_size
-        if self.slots is None:
-            return pages
-        known = next((n for n in range(len(pages), 0, -1) if self.slots.has(pages[n - 1])), 0)
+        known = self._restorable(pages)
         self.pages.release_tail(pages, known)
         return pages[:known]
 
-    def _shares_with(self, leader: Sequence, sequence: Sequence) -> bool:
-        alone = self.pages.prefix_cache or self.slots is not None or sequence.answer_len
-        return not alone and leader.computed_len >= leader.prompt_len
+    def _restorable(self, pages: list[int]) -> int:
+        """Up to how many of these pages everything is known that a sequence keeps."""
+        if self._windows is not None:
+            assert self.slots is None, "no model has windows and folds"
+            return self._windows.usable(pages)
+        if self.slots is None:
+            return len(pages)
+        return next((n for n in range(len(pages), 0, -1) if self.slots.has(pages[n - 1])), 0)
+
+    def _lender(self, sequence: Sequence) -> Sequence | None:
+        """The leader whose pages a sequence begins with, though nothing is findable."""
+        leader = sequence.leader
+        if leader is None or self.pages.prefix_cache or self.slots is not None or sequence.answer_len:
+            return None
+        count = sequence.reusable_len // self.pages.page_size
+        held = self._windows is None or self._windows.holds(leader, count)
+        return leader if held and leader.computed_len >= leader.prompt_len else None
 
     def _slots_left(self) -> bool:
         return self.slots is None or self.slots.available >= (2 if self.pages.prefix_cache else 1)

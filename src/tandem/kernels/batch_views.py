@@ -1,0 +1,79 @@
+"""`BatchViews`: what the C++ core knows of a step's rows, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem import _core
+from tandem.kernels.batch_layout import BatchLayout
+
+KEPT = 2  # of a step: of layers that see all tokens, and of those that see a window
+Refill = Callable[[BatchLayout], None]
+"""Gives views that a recording has the indices of another step. Raises KernelError as `BatchViews.of`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    batch: BatchLayout
+    sizes: tuple[int, int]  # pages, and rows of one
+    view: _core.BatchView
+
+
+class BatchViews:
+    """Layers of a step ask for the same views; the last ones are kept. A batch must not change after its first use."""
+
+    def __init__(self) -> None:
+        self._kept: list[_View] = []
+        self._sizes = (0, 0)  # of the pages that were read last
+        self._made = 0  # since `forget`
+
+    def forget(self) -> None:
+        self._kept, self._made = [], 0
+
+    def of(self, batch: BatchLayout, pages: Tensor | None) -> _core.BatchView:
+        """pages: None where none are read. Raises KernelError when an index points outside them."""
+        sizes = None if pages is None else (pages.shape[0], pages.shape[1])
+        for each in self._kept:
+            if each.batch is batch and sizes in (None, each.sizes):
+                return each.view
+        self._sizes = sizes or self._sizes
+        limits = self._sizes if all(self._sizes) else (1 << 31, 1 << 31)  # no pages yet: any cache will do
+        made = _View(batch, limits, _checked(batch, *limits))
+        self._kept = [*self._kept[1 - KEPT :], made]
+        self._made += 1
+        return made.view
+
+    def refilled(self, batch: BatchLayout) -> Refill | None:
+        """For views made since `forget`, of a step of `batch`. None: they cannot be told from the batch alone."""
+        views, own = list(self._kept), (batch, batch.windowed)
+        whose = [next((i for i, each in enumerate(own) if each is view.batch), None) for view in views]
+        if self._made != len(views) or None in whose or len(set(whose)) != len(views):
+            return None
+
+        apart = own[1] is not batch
+
+        def refill(other: BatchLayout) -> None:
+            assert (other.windowed is not other) == apart, "a step with windows, repeated as one without"
+            for view, which in zip(views, whose, strict=True):
+                view.view.become(_checked(other.windowed if which else other, *view.sizes))
+
+        return refill
+
+
+def _checked(batch: BatchLayout, num_pages: int, page_size: int) -> _core.BatchView:
+    """Raises KernelError when an index points outside the cache."""
+    guessed = {} if batch.folded is None else {"folded": batch.folded, "sure": batch.sure}
+    return _core.BatchView(
+        positions=batch.positions,
+        cache_slots=batch.cache_slots,
+        query_starts=batch.query_starts,
+        seq_lens=batch.seq_lens,
+        block_tables=batch.block_tables,
+        page_size=page_size,
+        num_pages=num_pages,
+        slots=batch.slots,
+        **guessed,
+    )

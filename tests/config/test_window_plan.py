@@ -1,0 +1,58 @@
+"""Plans for layers that see a window: they have as many pages as windows need, and the others have more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plans import GIB, machine, reason, with_gpu
+from tandem.bench.architectures import named_config
+from tandem.config import EngineConfig, Plan, resolve
+from tandem.config.layers import Gqa
+from tandem.config.memory import MemoryRequest
+from tandem.engine.state.arrays import allocate
+
+MODEL = replace(
+    named_config("qwen3-30b-a3b", 8),
+    layers=tuple(
+        replace(layer, blocks=(replace(layer.blocks[0], body=replace(layer.mixer, window=128)), *layer.blocks[1:]))
+        if isinstance(layer.mixer, Gqa) and i % 2
+        else layer
+        for i, layer in enumerate(named_config("qwen3-30b-a3b", 8).layers)
+    ),
+)
+TOKEN = 4 * 2 * 4 * 128 * 2  # of four layers, keys and values, in bfloat16
+
+
+def planned(on_gpu: bool, **flags: object) -> Plan:
+    where = with_gpu(40 * GIB) if on_gpu else machine(free=64 * GIB)
+    return resolve(EngineConfig.from_keywords("m", kt_method="INT4", **flags), MODEL, where)
+
+
+def test_windows_have_pages_of_their_own() -> None:
+    plan = planned(False, max_running_requests=4, chunked_prefill_size=512, max_total_tokens=32768)
+    layout = MODEL.state_layout(plan.dtype, plan.page_size, plan.guesses)
+    assert (plan.num_pages, plan.num_window_pages) == (2048, layout.window_pages(4, 512))
+    assert 4 * 128 // 16 < plan.num_window_pages < 200
+    assert layout.token_bytes == 2 * TOKEN and layout.window_token_bytes == TOKEN
+    made = allocate(layout, plan.num_pages, window_pages=plan.num_window_pages)
+    kept = sum(array.nbytes for arrays in made.arrays for array in arrays)
+    entry = next(entry for ledger in plan.ledgers for entry in ledger.entries if entry.name == "KV cache")
+    assert entry.nbytes == kept == 16 * TOKEN * (plan.num_pages + plan.num_window_pages)
+    assert reason(plan, "windows") == "layers that see 128 tokens keep no others"
+
+
+def test_what_windows_spare_holds_other_tokens() -> None:
+    config = EngineConfig.from_keywords("m")
+    request = MemoryRequest(config, MODEL, machine(), "bfloat16", "int4", 4, step_tokens=512)
+    whole = replace(request, config=config.without(()), max_running_requests=10_000)
+    for nbytes in (0, 1, TOKEN, 40 << 20, 1 << 30, 5 << 30):
+        tokens = request.kv_tokens(nbytes)
+        assert request.kv_bytes(tokens) <= nbytes < request.kv_bytes(tokens + 1)
+        assert whole.kv_tokens(nbytes) == nbytes // (2 * TOKEN)  # as many windows as that keep everything
+    assert request.kv_tokens(1 << 30) > 1.9 * whole.kv_tokens(1 << 30)
+
+
+def test_short_caches_and_other_readers_keep_all_tokens() -> None:
+    """A cache that is no longer than its windows; GPUs, as yet."""
+    assert planned(False, max_total_tokens=4096).num_window_pages == 0
+    assert planned(True, max_running_requests=2, max_total_tokens=65536).num_window_pages == 0
