@@ -33,6 +33,7 @@ from tandem.config.machine import Machine
 
 MOST_CHANGE = 0.02
 LEAST_BYTES = 2 << 20  # of change that counts: a page more or less of a small process is no growth
+PATIENCE_SECONDS = 1800.0  # of a client: beside other work an answer may take minutes, which is no fault
 IDLE_SECONDS = 30.0  # after the last client has gone
 FLAGS = ("--max-total-tokens", "16384", "--max-running-requests", "64", "--context-length", "4096")
 ROLES = {"engine_process": "engine", "template_worker": "templates", "grammar": "grammars", "serve": "server"}
@@ -180,7 +181,7 @@ async def load(url: str, asked: argparse.Namespace) -> tuple[Tally, Samples, Row
     tally, samples, began = Tally(), Samples(), monotonic()
     ends = began + 60 * asked.minutes
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS, limits=limits, trust_env=False) as http:
         clients = [asyncio.create_task(client(http, i, ends, tally)) for i in range(asked.clients)]
         while monotonic() < ends:
             await asyncio.sleep(min(asked.sample_seconds, max(0.0, ends - monotonic())))
