@@ -147,7 +147,7 @@ class Samples:
         for process in psutil.Process().children(recursive=True):
             try:
                 words = process.cmdline()
-                if words == process.parent().cmdline():  # a fork that compiles one grammar
+                if not words or words == process.parent().cmdline():  # it has ended; or compiles one grammar
                     continue
                 role = next((name for key, name in ROLES.items() if key in " ".join(words)), " ".join(words)[:40])
                 self.of[role, process.pid].append((minute, process.memory_full_info().uss))
@@ -159,7 +159,8 @@ class Samples:
         return {role: seen[-1][1] >> 20 for (role, _), seen in self.of.items()}
 
     def rows(self, settle: float) -> list[Row]:
-        return [self._row(role, seen, settle) for (role, _), seen in self.of.items()]
+        """Of what was seen more than once: a fork lives for a moment."""
+        return [self._row(role, seen, settle) for (role, _), seen in self.of.items() if len(seen) > 1]
 
     def _row(self, role: str, seen: list[tuple[float, int]], settle: float) -> Row:
         minutes: dict[int, list[int]] = defaultdict(list)

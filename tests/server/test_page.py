@@ -7,6 +7,7 @@ Debian: `apt-get install chromium chromium-driver`. Accessibility is checked by 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -231,12 +232,29 @@ def test_the_map_shows_traffic_sides_and_exchanges(browser: Browser) -> None:
     browser.until(lambda: "→ GPU" in browser.text("#moves") and "→ CPU" in browser.text("#moves"))
     browser.until(lambda: browser.text(".tile").count("\n") > 6)
     tiles = browser.text(".tile")
+    browser.until(lambda: re.search(r"GPU computes, CPU waits \d+ %.*CPU experts \d+ %.*rest \d+ %", split(browser)))
     assert "On the GPU" in tiles and "of routed tokens" in tiles and "Exchanges" in tiles
     assert "on the GPU" in browser.text("#legend") and "in CPU memory" in browser.text("#legend")
     assert browser.script(_COLOURS) > 20  # shades of two ramps, not one flat field
     browser.one("#map").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
     assert browser.text("#under").startswith("Layer 2, expert 1: ")
     assert "6 layers × 32 experts" in browser.one("#map").get_attribute("aria-label")
+
+
+def split(browser: Browser) -> str:
+    """What a step's time was spent on, read at once: the page draws it anew each second."""
+    source = "return [...document.querySelectorAll('.tile .names span')].map((each) => each.innerText).join(' ')"
+    return str(browser.script(source))
+
+
+def test_memory_and_plan_are_shown_with_their_reasons(browser: Browser) -> None:
+    browser.one("#to-live").click()
+    browser.until(lambda: "kernel tier" in browser.text("#plan"))
+    assert browser.text("#plan tr").split("\t") == ["kernel tier", "avx2", "the best that this CPU has"]
+    ram, vram = (each.text for each in browser.driver.find_elements(By.CSS_SELECTOR, "#memory .ledger"))
+    assert ram.startswith("RAM") and "7.0 GiB of 20.0 GiB, 24.0 GiB were free" in ram
+    assert "experts" in ram and "6.0 GiB" in ram and "of the CPU" in ram
+    assert vram.startswith("VRAM") and "GPU experts" in vram
 
 
 _COLOURS = """

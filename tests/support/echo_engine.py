@@ -11,17 +11,22 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
 from echo_tokenizer import END, EOS, VOCAB, EchoTokenizer
 from fake_model import fake_config, fake_plan
 from tandem.config import EngineConfig
+from tandem.config.choices.decision import Decision
+from tandem.config.forecast.ledger import RAM, VRAM, Entry, Ledger
 from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.expert_statistics import ExpertMeter
+from tandem.engine.protocol import ExpertStats
 from tandem.engine.start.parts import EngineParts
 from tandem.errors import EngineError
 from tandem.experts.usage.expert_usage import ExpertUsage
@@ -162,13 +167,35 @@ class RoutedEcho(EchoModel):
         self.usage.moved(lambda: [(layer, comes, True), (layer, goes, False)], 1)
 
 
+class DividedMeter(ExpertMeter):
+    """Says of each step that a quarter of it was waiting for the GPU, and half the experts of the CPU."""
+
+    def __init__(self, model: RoutedEcho, layers: int) -> None:
+        super().__init__(model.usage, range(1, layers + 1), None)
+        self._model = model
+
+    def stats(self, idle: bool) -> ExpertStats:
+        seconds = self._model.seconds_per_step * self._model._steps
+        found = super().stats(idle)
+        return msgspec.structs.replace(
+            found, handoff_wait_seconds=seconds / 4, handoff_serve_seconds=seconds / 2
+        )
+
+
+LEDGERS = (
+    Ledger(RAM, (Entry("experts", 6 << 30, "of the CPU"), Entry("KV cache", 1 << 30, "tokens")), 20 << 30, 24 << 30),
+    Ledger(VRAM, (Entry("GPU experts", 3 << 30, "the most used"),), 10 << 30, 12 << 30),
+)
+DECISIONS = (Decision("kernel tier", "avx2", "the best that this CPU has"),)
+
+
 def load_routed(config: EngineConfig, layers: int = 6, experts: int = 32) -> LoadedEngine:
     loaded = build(seconds_per_step=0.02)
     assert isinstance(loaded.engine, Engine)
     model = RoutedEcho(0.02, layers, experts)
     loaded.engine._runner._model = model
-    loaded.engine._meter = ExpertMeter(model.usage, range(1, layers + 1), None)
-    return loaded
+    loaded.engine._meter = DividedMeter(model, layers)
+    return replace(loaded, plan=replace(loaded.plan, ledgers=LEDGERS, decisions=DECISIONS))
 
 
 def load_routed_large(config: EngineConfig) -> LoadedEngine:
