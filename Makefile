@@ -67,10 +67,12 @@ PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS)
 test: $(STAMPS)/package $(STAMPS)/test ## the tests that need no GPU (ARGS="-k name" for some)
 	$(PYTEST) $(ARGS)
 
-# The router has a wheel for some systems only; its test is left out on the others.
+# The router has a wheel for some systems only; its test is left out on the others. So are those of programs that
+# measure servers where what they need cannot be had beside the rest.
 $(STAMPS)/clients: $(STAMPS)/test
 	$(BIN)/python scripts/requirements.py clients | $(PIP) install --requirement /dev/stdin
 	-$(BIN)/python scripts/requirements.py router | $(PIP) install --only-binary :all: --requirement /dev/stdin
+	-$(BIN)/python scripts/requirements.py benchmarkers | $(PIP) install --requirement /dev/stdin
 	@touch $@
 
 test-all: $(STAMPS)/package $(STAMPS)/clients ## them all: full products, thread sanitizer, agent frameworks

@@ -66,6 +66,29 @@ def test_chat_n_answers_and_logprobs():
     run(scenario)
 
 
+def test_token_ids_as_vllm_tells_them():
+    """Of the prompt in an answer's first chunk; of the answer beside their text, the end token included."""
+
+    async def scenario(server: LocalServer):
+        asked = {"messages": user("hello"), "n": 2, "temperature": 0, "return_token_ids": True}
+        whole = (await server.post(CHAT, **asked)).json()
+        prompt = whole["prompt_token_ids"]
+        assert len(prompt) == whole["usage"]["prompt_tokens"]
+        assert [c["token_ids"] for c in whole["choices"]] == [[*b"hello", 256]] * 2
+        chunks = events((await server.post(CHAT, **asked, stream=True)).text)
+        said: dict[int, list[int]] = {0: [], 1: []}
+        for chunk in chunks:
+            (choice,) = chunk["choices"]
+            said[choice["index"]] += choice.get("token_ids", [])
+            assert ("prompt_token_ids" in chunk) == (choice["delta"].get("role") == "assistant")
+            assert chunk.get("prompt_token_ids", prompt) == prompt
+        assert said == {0: [*b"hello", 256], 1: [*b"hello", 256]}
+        silent = (await server.post(CHAT, messages=user("hello"), stream=True)).text
+        assert "token_ids" not in silent and "token_ids" not in (await server.post(CHAT, messages=user("x"))).text
+
+    run(scenario)
+
+
 def test_chat_stream_with_n_and_logprobs_loses_nothing():
     async def scenario(server: LocalServer):
         response = await server.post(

@@ -41,6 +41,24 @@ def test_completion_batch_with_n_streams_each_answer():
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_completions_tell_token_ids_as_vllm_does(stream):
+    async def scenario(server: LocalServer):
+        asked = {"prompt": ["abc", [120, 257]], "temperature": 0, "stream": stream}
+        response = await server.post("/v1/completions", **asked, return_token_ids=True)
+        bodies = events(response.text) if stream else [response.json()]
+        prompts: dict[int, list[list[int]]] = {0: [], 1: []}
+        answers: dict[int, list[int]] = {0: [], 1: []}
+        for choice in (choice for body in bodies for choice in body["choices"]):
+            answers[choice["index"]] += choice["token_ids"]
+            prompts[choice["index"]] += [choice["prompt_token_ids"]] if "prompt_token_ids" in choice else []
+        assert prompts == {0: [[*b"abc", 257]], 1: [[120, 257]]}
+        assert answers == {0: [*b"abc", 256], 1: [*b"x", 256]}
+        assert "token_ids" not in (await server.post("/v1/completions", **asked)).text
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_completion_echo_and_logprobs(stream):
     async def scenario(server: LocalServer):
         response = await server.post(

@@ -177,7 +177,8 @@ WOULD_CHANGE_THE_ANSWER = {
     CHAT: {
         "function_call": {"name": "f"}, "guided_whitespace_pattern": "x", "bad_words": ["x"], "do_sample": False,
         "best_of": 2,
-        "input_ids": [1], "prompt_logprobs": 0, "return_token_ids": True, "grammar": "root ::= x", "mirostat": 2,
+        "input_ids": [1], "prompt_logprobs": 0, "return_tokens_as_token_ids": True, "grammar": "root ::= x",
+        "mirostat": 2,
         "n_predict": 3, "options": {"seed": 1}, "add_special_tokens": True,
         "echo": True, "lora_path": "x", "chat_template": "x", "modalities": ["audio"],
     },

@@ -147,12 +147,14 @@ class _CompletionWriter:
         self._skip_special = body.skip_special_tokens is not False
         self._prompt_only = body.max_tokens == 0
         self._top = body.logprobs
+        self._with_ids = bool(body.return_token_ids)
         self._with_usage = wants_usage(body.stream_options)
         self._all_usage = wants_all_usage(body.stream_options)
         self._count = TokenCount()
         self._offsets: dict[int, CompletionOffsets] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         self._numbers: dict[str, int] = {}
+        self._begun: set[tuple[str, int]] = set()
         self._encoder = msgspec.json.Encoder()
 
     def whole(self, answers: list[list[Answer]]) -> Completion:
@@ -173,8 +175,15 @@ class _CompletionWriter:
             self._prompt_logprobs[prompt] = first
             text, tokens = self._prompts[prompt].text + text, [*first, *tokens]
         number = prompt * self._n + index
-        logprobs = self._logprobs(number, tokens)
-        return CompletionChoice(number, text, logprobs, answer.finish_reason, answer.stop_match)
+        logprobs, ids = self._logprobs(number, tokens), self._ids(prompt, answer.token_ids, first=True)
+        return CompletionChoice(number, text, logprobs, answer.finish_reason, answer.stop_match, **ids)
+
+    def _ids(self, prompt: int, answer: list[int], first: bool) -> dict[str, list[int]]:
+        """first: of this answer, or all of it."""
+        if not self._with_ids:
+            return {}
+        ids = {"token_ids": [] if self._prompt_only else answer}
+        return ids | {"prompt_token_ids": self._prompts[prompt].ids} if first else ids
 
     def _logprobs(self, number: int, tokens: list[TokenLogprob]) -> CompletionLogprobs | None:
         if self._top is None:
@@ -200,10 +209,12 @@ class _CompletionWriter:
             first = output.prompt_logprobs or self._prompt_logprobs.get(prompt, [])
             self._prompt_logprobs[prompt] = first
             text, tokens = self._prompts[prompt].text + text, [*first, *tokens]
-        if not (text or tokens or output.finish_reason):
+        begins = (output.id, output.index) not in self._begun
+        if not (text or tokens or output.finish_reason or self._with_ids):
             return b""
-        logprobs = self._logprobs(number, tokens) if tokens else None
-        choice = CompletionChoice(number, text, logprobs, output.finish_reason, output.stop_match)
+        self._begun.add((output.id, output.index))
+        logprobs, ids = self._logprobs(number, tokens) if tokens else None, self._ids(prompt, output.token_ids, begins)
+        choice = CompletionChoice(number, text, logprobs, output.finish_reason, output.stop_match, **ids)
         return self._event(choice)
 
     def _prompt_of(self, request_id: str) -> int:

@@ -58,6 +58,7 @@ class SamplingBody(OpenAIGrammarFields, kw_only=True):
     no_stop_trim: bool | None = None
     rid: RequestId | None = None
     request_id: RequestId | None = None  # vLLM's name for it
+    return_token_ids: bool | None = None  # vLLM's
 
 
 class CompletionRequest(SamplingBody, kw_only=True):
@@ -123,6 +124,8 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     matched_stop: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in a stream: of an answer's first chunk
 
 
 class Completion(msgspec.Struct, frozen=True):

@@ -130,6 +130,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     matched_stop: str | int | None = None  # as SGLang
+    token_ids: list[int] | UnsetType = UNSET  # as vLLM, as are the prompt's
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -139,6 +140,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     choices: list[ChatChoice]
     usage: Usage
     object: str = "chat.completion"
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -167,6 +169,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -176,3 +179,4 @@ class ChatChunk(msgspec.Struct, frozen=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     object: str = "chat.completion.chunk"
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in an answer's first

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from tandem.engine.protocol import TokenOutput
 from tandem.server.chat.events import (
@@ -37,7 +37,7 @@ from tandem.server.errors import ApiError
 from tandem.server.generation import DONE, Answer, TokenCount, frame, openai_failure, usage_of
 from tandem.server.logprobs import chat_logprobs
 from tandem.server.openai_sampling import wants_all_usage, wants_usage
-from tandem.server.openai_schema import ChatLogprobs, CompletionTokensDetails, Usage
+from tandem.server.openai_schema import CompletionTokensDetails, Usage
 from tandem.server.state import ServerState
 
 
@@ -53,6 +53,8 @@ class ChatWriter:
             "model": state.model_name,
         }
         self._with_logprobs = bool(body.logprobs)
+        self._with_ids = bool(body.return_token_ids)
+        self._prompt_ids = prepared.prompt_ids if self._with_ids else UNSET
         self._with_reasoning = body.include_reasoning is not False
         self._with_usage = wants_usage(body.stream_options)
         self._all_usage = wants_all_usage(body.stream_options)
@@ -84,12 +86,14 @@ class ChatWriter:
     def whole(self) -> ChatCompletion:
         answers = [self._taken[index] for index in sorted(self._taken)]
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        return ChatCompletion(**self._head, choices=choices, usage=self._detailed(usage_of([answers])))
+        usage = self._detailed(usage_of([answers]))
+        return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_token_ids=self._prompt_ids)
 
     def _choice(self, index: int, answer: Answer) -> ChatChoice:
         logprobs = chat_logprobs(self._tokenizer, answer.logprobs) if self._with_logprobs else None
         said = whole_answer(self._events[index])
-        return ChatChoice(index, self._message(said), logprobs, said.finish_reason, answer.stop_match)
+        ids = answer.token_ids if self._with_ids else UNSET
+        return ChatChoice(index, self._message(said), logprobs, said.finish_reason, answer.stop_match, ids)
 
     def _message(self, said: ChatAnswer) -> AssistantMessage:
         calls = [CalledTool(call.id, CalledFunction(call.name, call.arguments)) for call in said.calls]
@@ -106,18 +110,18 @@ class ChatWriter:
         self._count.add(output)
         data = b""
         if output.index not in self._answers:
-            data = self._event(ChatChunkChoice(output.index, Delta("assistant", "")))
+            data = self._event(ChatChunkChoice(output.index, Delta("assistant", "")), self._prompt_ids)
         return data + b"".join(self._event(choice) for choice in self._chunks(output))
 
     def _chunks(self, output: TokenOutput) -> list[ChatChunkChoice]:
         events = self._answer(output.index).events(output)
         found = [choice for event in events if (choice := self._of(output.index, event)) is not None]
-        logprobs = self._logprobs(output)
-        if logprobs is None:
+        told = self._told(output)
+        if not told:
             return found
         if not found or found[0].finish_reason is not None:  # the text is held back
-            return [ChatChunkChoice(output.index, Delta(content=""), logprobs), *found]
-        return [msgspec.structs.replace(found[0], logprobs=logprobs), *found[1:]]
+            return [ChatChunkChoice(output.index, Delta(content=""), **told), *found]
+        return [msgspec.structs.replace(found[0], **told), *found[1:]]
 
     def _of(self, index: int, event: ChatEvent) -> ChatChunkChoice | None:
         match event:
@@ -133,18 +137,27 @@ class ChatWriter:
                 return ChatChunkChoice(index, Delta(), None, reason)
         return None
 
-    def _logprobs(self, output: TokenOutput) -> ChatLogprobs | None:
-        if not (self._with_logprobs and output.logprobs):
-            return None
-        return chat_logprobs(self._tokenizer, output.logprobs)
+    def _told(self, output: TokenOutput) -> dict[str, Any]:
+        """Of its tokens, beside their text."""
+        told: dict[str, Any] = {}
+        if self._with_logprobs and output.logprobs:
+            told["logprobs"] = chat_logprobs(self._tokenizer, output.logprobs)
+        if self._with_ids and output.token_ids:
+            told["token_ids"] = output.token_ids
+        return told
 
-    def _event(self, choice: ChatChunkChoice) -> bytes:
+    def _event(self, choice: ChatChunkChoice, prompt_ids: list[int] | UnsetType = UNSET) -> bytes:
+        usage: Usage | UnsetType | None = UNSET
         if self._with_usage:
-            return self._chunk([choice], self._usage() if self._all_usage else None)
-        return frame(self._encoder.encode(ChatChunk(**self._head, choices=[choice])))
+            usage = self._usage() if self._all_usage else None
+        return self._chunk([choice], usage, prompt_ids)
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> bytes:
-        return frame(self._encoder.encode(ChatChunk(**self._head, choices=choices, usage=usage)))
+    def _chunk(
+        self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None,
+        prompt_ids: list[int] | UnsetType = UNSET,
+    ) -> bytes:  # fmt: skip
+        chunk = ChatChunk(**self._head, choices=choices, usage=usage, prompt_token_ids=prompt_ids)
+        return frame(self._encoder.encode(chunk))
 
     def last(self) -> bytes:
         return (self._chunk([], self._usage()) if self._with_usage else b"") + DONE
