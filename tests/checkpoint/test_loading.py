@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ import kernel_cases as cases
 from tandem import LLM, SamplingParams, _core, models
 from tandem.checkpoint import open_checkpoint
 from tandem.errors import CheckpointError, ConfigError
-from tandem.experts import CpuExperts, LookAhead, cpu_experts
+from tandem.experts import CpuExperts, feed
+from tandem.experts.feed import ExpertFeed, LayerFeed, feed_of
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
 from tandem.kernels.packed import verification
 from tandem.kernels.packed.cache import PackedCache
@@ -217,7 +219,7 @@ def test_a_wait_that_was_interrupted_ends_the_verification(tmp_path: Path, monke
 
 
 def test_experts_are_asked_for_in_chunks_by_another_thread(monkeypatch) -> None:
-    monkeypatch.setattr(cpu_experts, "CHUNK_BYTES", 3 * 3 * 40 * 96 * 4)  # three experts
+    monkeypatch.setattr(feed, "CHUNK_BYTES", 3 * 3 * 40 * 96 * 4)  # three experts
     workspace = Workspace(WorkerPool([-1, -1]), "scalar")
     weights = [tuple(torch.randn(*shape) for shape in ((40, 96), (40, 96), (96, 40))) for _ in range(8)]
     asked: list[int] = []
@@ -228,7 +230,7 @@ def test_experts_are_asked_for_in_chunks_by_another_thread(monkeypatch) -> None:
         return weights[expert]
 
     whole, apart = (PackedExperts(workspace, 8, 96, 40, "f32") for _ in range(2))
-    CpuExperts(whole).load(8, matrices)
+    CpuExperts(whole).load(feed_of(8, matrices))
     for expert, matrices_of in enumerate(weights):
         apart.load(expert, *matrices_of)
     assert sorted(asked) == list(range(8))
@@ -249,13 +251,39 @@ def test_views_are_packed_as_many_together_as_are_found() -> None:
         return views(expert)
 
     seen, longest = [], 0
-    for first, run in cpu_experts.runs(64, noting):
+    for first, run in feed_of(64, noting).runs():
         while len(asked) < 64 and longest:  # packing
             time.sleep(0.001)
         longest = max(longest, len(run))
         seen += [(first + i, int(gate[0, 0])) for i, (gate, _, _) in enumerate(run)]
     assert seen == [(i, i) for i in range(64)] and asked == list(range(64))
     assert longest > 1
+
+
+def looking(count: int, matrices) -> LayerFeed:
+    made = feed_of(count, matrices)
+    made.look_ahead(0.0)
+    return made
+
+
+def test_the_next_layer_is_looked_up_while_the_last_is_packed() -> None:
+    """In the order of layers, once each; not those that no start asked for, and none where finding is all."""
+    asked: list[tuple[int, int]] = []
+
+    def matrices_of(layer: int):
+        return lambda expert: (asked.append((layer, expert)), views(expert))[1]
+
+    for ahead in (True, False):
+        asked.clear()
+        feeds = ExpertFeed((3, 5, 6), ahead=ahead)
+        for layer, following in ((3, 5), (5, 6), (6, None)):
+            for _ in feeds.layer(layer, 4, matrices_of).runs():
+                pass
+            if ahead and following is not None:
+                wait([feeds._ahead.feed.looking])
+                assert asked[-4:] == [(following, expert) for expert in range(4)]
+        feeds.close()
+        assert asked == [(layer, expert) for layer in (3, 5, 6) for expert in range(4)]
 
 
 @pytest.mark.parametrize("late", [0, 5, 40])
@@ -271,7 +299,7 @@ def test_what_was_looked_up_ahead_is_not_looked_up_again(late: int) -> None:
         asked.append(expert)
         return views(expert)
 
-    ahead = LookAhead(40, slow)
+    ahead = looking(40, slow)
     while len(asked) < min(late, 30):
         time.sleep(0.001)
     for expert in range(30):
@@ -279,14 +307,14 @@ def test_what_was_looked_up_ahead_is_not_looked_up_again(late: int) -> None:
     with pytest.raises(CheckpointError, match="expert 30"):
         ahead(30)
     gone_on.set()
-    ahead._thread.join()
+    wait([ahead.looking])
     assert len(asked) - len(set(asked)) <= 1  # the one that was being looked up
 
 
 def test_of_what_takes_memory_one_expert_is_made_ahead() -> None:
     asked: list[int] = []
-    ahead = LookAhead(4, lambda expert: (asked.append(expert), tuple(w.float() for w in views(expert)))[1])
-    ahead._thread.join()
+    ahead = looking(4, lambda expert: (asked.append(expert), tuple(w.float() for w in views(expert)))[1])
+    wait([ahead.looking])
     assert asked == [0]
     assert [int(ahead(expert)[0][0, 0]) for expert in range(4)] == [0, 1, 2, 3] == asked
 
@@ -314,7 +342,7 @@ def test_an_error_of_one_expert_is_the_error_of_loading() -> None:
         return torch.zeros(16, 32), torch.zeros(16, 32), torch.zeros(32, 16)
 
     with pytest.raises(ValueError, match="expert 2"):
-        layer.load(4, matrices)
+        layer.load(feed_of(4, matrices))
 
 
 LAYERS, LAYER_EXPERTS, HIDDEN, WIDTH = 6, 32, 512, 256

@@ -17,7 +17,8 @@ from torch import Tensor
 import kernel_cases as cases
 from tandem import _core
 from tandem.errors import KernelError
-from tandem.experts import cpu_experts
+from tandem.experts import feed
+from tandem.experts.feed import feed_of
 from tandem.experts.handoff import Handoff, HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.formats.codes import WeightCodes
@@ -70,9 +71,9 @@ def made(slots: list[int], live: bool = False) -> tuple[HybridExperts, FakeGpuEx
 
 @pytest.mark.parametrize("chunk", [1, 70_000, 1 << 28])  # bytes: one expert at a time, three, all
 def test_every_expert_arrives_once_where_it_lives(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(cpu_experts, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(feed, "CHUNK_BYTES", chunk)
     experts, gpu, cpu = made(SLOTS)
-    experts.load(EXPERTS, matrices)
+    experts.load(feed_of(EXPERTS, matrices))
     assert sorted(gpu.given) == [e for e in range(EXPERTS) if SLOTS[e] >= 0] and not gpu.open
     whole = PackedExperts(cases.workspace_of("scalar"), EXPERTS, HIDDEN, WIDTH, "bf16")
     for expert in range(EXPERTS):
@@ -106,7 +107,7 @@ def test_a_packed_cache_serves_every_placement(tmp_path: Path, live: bool) -> No
     for turn, slots in enumerate((SLOTS, [-1] * 10 + [0], list(reversed(SLOTS)))):
         experts, gpu, cpu = made(slots, live)
         cache = cache_at(tmp_path / "packed")
-        experts.load(EXPERTS, unreadable if turn else matrices, cache.layer("one"))
+        experts.load(feed_of(EXPERTS, unreadable if turn else matrices), cache.layer("one"))
         cache.finish(nothing)
         assert not gpu.open and cpu.in_file == bool(turn and not live)
         assert cpu.loaded == (EXPERTS if cpu.in_file else slots.count(-1))
@@ -135,7 +136,7 @@ def test_a_layer_is_in_the_file_before_the_next_is_packed(tmp_path: Path) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PackedWriter, "add", slow)
         for name in ("a", "b", "c"):
-            made(SLOTS)[0].load(EXPERTS, noting(name), cache.layer(name))
+            made(SLOTS)[0].load(feed_of(EXPERTS, noting(name)), cache.layer(name))
         cache.finish(nothing)
     assert order.index("a written") < order.index("b packed")
     assert order.index("b written") < order.index("c packed")
@@ -149,7 +150,7 @@ def test_an_expert_that_cannot_be_read_ends_the_load() -> None:
 
     experts, _, _ = made(SLOTS)
     with pytest.raises(KernelError, match="expert 5 is torn"):
-        experts.load(EXPERTS, broken)
+        experts.load(feed_of(EXPERTS, broken))
 
 
 def layer(count: int, fmt: str = "int4") -> PackedExperts:
@@ -259,6 +260,7 @@ import sys
 from functools import partial
 from pathlib import Path
 import torch
+from tandem.experts.feed import feed_of
 from tandem.experts.handoff import Handoff, HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.kernels.cpu import WorkerPool, Workspace
@@ -291,7 +293,7 @@ for i in range(6):
     cpu = PackedExperts(workspace, 32, 512, 256, "bf16", places=16 + live)
     whole = partial(PackedExperts, workspace, 32, 512, 256, "bf16")
     layers.append(HybridExperts(slots, Gpu(), cpu, handoff, whole, live))
-    layers[-1].load(32, lambda _: expert, cache.layer(str(i)))
+    layers[-1].load(feed_of(32, lambda _: expert), cache.layer(str(i)))
 cache.finish(nothing)
 print(resident("VmHWM") - before, resident("VmRSS") - before, cpu.bytes_per_expert * 32)
 """

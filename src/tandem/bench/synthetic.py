@@ -6,7 +6,6 @@ own, so that filling memory takes a copy and not a quantisation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ from tandem.bench.formats import as_stored
 from tandem.checkpoint.parts import is_expert
 from tandem.config.layers import SILU, Activation
 from tandem.experts import ExpertMatrices, Experts
+from tandem.experts.feed import LayerFeed
 from tandem.experts.handoff import Handoff
 from tandem.experts.hybrid_experts import HybridExperts, HybridTicket
 from tandem.experts.hybrid_store import HybridStore
@@ -88,13 +88,11 @@ def _is_projection(name: str) -> bool:
 class SyntheticExperts(HybridExperts):
     """One expert is packed; the others are copies of its bytes."""
 
-    def load(
-        self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
-    ) -> None:
+    def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None:
         if self._cpu is not None:
-            self._fill_cpu(self._cpu, matrices(0))
+            self._fill_cpu(self._cpu, feed(0))
         if self._gpu is not None:
-            self._fill_gpu(self._gpu, matrices(0))
+            self._fill_gpu(self._gpu, feed(0))
 
     def _fill_cpu(self, layer: PackedExperts, matrices: ExpertMatrices) -> None:
         mine = (self._slot_of < 0).nonzero().flatten().tolist()
@@ -140,9 +138,7 @@ class NoExperts:
     expert_bytes = 0
     places = None
 
-    def load(
-        self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
-    ) -> None: ...
+    def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None: ...
 
     def set_biases(self, biases: ExpertBiases) -> None: ...
 

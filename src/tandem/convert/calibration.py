@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.config.layers import SILU, Activation
-from tandem.experts import ExpertMatrices
 from tandem.experts.cpu_experts import Experts
+from tandem.experts.feed import LayerFeed
 from tandem.kernels.ops import ExpertBiases, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
 from tandem.kernels.reference import activated
@@ -44,10 +43,8 @@ class RecordingExperts:
     def places(self) -> Tensor | None:
         return self._experts.places
 
-    def load(
-        self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
-    ) -> None:
-        self._experts.load(count, matrices, kept)
+    def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None:
+        self._experts.load(feed, kept)
 
     def set_biases(self, biases: ExpertBiases) -> None:
         self._experts.set_biases(biases)

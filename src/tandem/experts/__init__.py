@@ -1,6 +1,6 @@
 """Decides where every expert lives, holds it there, runs a layer's experts."""
 
 from tandem.experts.cpu_experts import CpuExperts, Experts, ExpertStore, Ticket
-from tandem.experts.look_ahead import ExpertMatrices, LookAhead
+from tandem.experts.feed import ExpertFeed, ExpertMatrices, LayerFeed
 
-__all__ = ["CpuExperts", "ExpertMatrices", "ExpertStore", "Experts", "LookAhead", "Ticket"]
+__all__ = ["CpuExperts", "ExpertFeed", "ExpertMatrices", "ExpertStore", "Experts", "LayerFeed", "Ticket"]

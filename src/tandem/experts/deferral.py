@@ -12,7 +12,7 @@ Chen et al. 2025, "KTransformers: Unleashing the Full Potential of CPU/GPU Hybri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tandem.experts.cpu_experts import Experts
+from tandem.experts.feed import LayerFeed
 from tandem.kernels.ops import ExpertBiases, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
 
@@ -70,13 +71,8 @@ class LateExperts:
         """deferral: None for a layer that only takes what is due."""
         self._inner, self._deferral, self._due = inner, deferral, due
 
-    def load(
-        self,
-        count: int,
-        matrices: Callable[[int], tuple[Any, Any, Any]],
-        kept: KeptLayer | None = None,
-    ) -> None:
-        self._inner.load(count, matrices, kept)
+    def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None:
+        self._inner.load(feed, kept)
 
     def set_biases(self, biases: ExpertBiases) -> None:
         self._inner.set_biases(biases)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tandem.experts.cpu_experts import CpuExperts, runs
+from tandem.experts.cpu_experts import CpuExperts
 from tandem.experts.deferral import Deferral
+from tandem.experts.feed import LayerFeed
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.exchange import LiveLayer
-from tandem.experts.look_ahead import ExpertMatrices
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import ExpertBiases, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
@@ -72,15 +72,13 @@ class HybridExperts:
         routed, chosen = len(slot_of) - shared, handoff.sizes.top_k - shared
         self._expected = chosen * self._on_gpu.count(False) / routed  # on the CPU, of a row
 
-    def load(
-        self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
-    ) -> None:
-        """Packs experts 0 ... count - 1, each where it lives; for a packed cache all in CPU memory first, a layer at a
+    def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None:
+        """Packs each where it lives; for a packed cache all in CPU memory first, a layer at a
         time: the file holds every expert, wherever the next start puts it."""
         if kept is not None and self._whole is not None:
-            self._take(self._kept(count, matrices, kept, self._whole()))
+            self._take(self._kept(feed, kept, self._whole()))
         else:
-            self._pack(count, matrices)
+            self._pack(feed)
         if self._gpu is not None:
             self._gpu.all_loaded()
 
@@ -90,18 +88,16 @@ class HybridExperts:
             if side is not None:
                 side.set_biases(biases)
 
-    def _pack(self, count: int, matrices: Callable[[int], ExpertMatrices]) -> None:
-        for first, run in runs(count, matrices):
+    def _pack(self, feed: LayerFeed) -> None:
+        for first, run in feed.runs():
             for side, here in ((self._gpu, True), (self._cpu, False)):
                 mine = [i for i in range(len(run)) if self._on_gpu[first + i] == here]
                 if side is not None and mine:
                     side.load_each([first + i for i in mine], [run[i] for i in mine])
 
-    def _kept(
-        self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer, whole: PackedExperts
-    ) -> PackedExperts:
+    def _kept(self, feed: LayerFeed, kept: KeptLayer, whole: PackedExperts) -> PackedExperts:
         kept.cache.wait()  # the layer before: its memory is free now
-        CpuExperts(whole).load(count, matrices, kept)
+        CpuExperts(whole).load(feed, kept)
         return whole
 
     def _take(self, whole: PackedExperts) -> None:

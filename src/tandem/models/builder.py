@@ -17,20 +17,14 @@ from tandem.config.layers import Dense
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import STORED, drafts, moe_index
 from tandem.errors import CheckpointError, KernelError
-from tandem.experts import CpuExperts, ExpertMatrices, Experts, ExpertStore, LookAhead
+from tandem.experts import CpuExperts, ExpertFeed, ExpertMatrices, Experts, ExpertStore
+from tandem.experts.feed import LayerMatrices, packable
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import arranged, numbers, stacked, weight_bytes
 from tandem.kernels.ops import MLP, ExpertBiases, Linear, Ops, Rope, Tally
 from tandem.kernels.packed.cache import PackedCache
 from tandem.models.linear import SideBySide
-
-LOOK_AHEAD_AFTER_SECONDS = (
-    2e-3  # what was found first is to be given to the workers: Python runs one thread at a time
-)
-
-LayerMatrices = Callable[[int], Callable[[int], ExpertMatrices]]
-"""A decoder layer → its experts' matrices, by their numbers."""
 
 Orders = Sequence[Sequence[slice]]
 """Pieces of the rows of several matrices."""
@@ -68,7 +62,8 @@ class Builder:
         self._passing = (
             False if self._in_place else None
         )  # what is only read while loading: not experts, or all
-        self._ahead: tuple[int, ReadyExperts, LookAhead] | None = None  # the next MoE layer and its experts
+        packs = store is not None or not self._in_place
+        self._feed = ExpertFeed(config.moe_layers, plan.expert_format == STORED, ahead=packs)
         self._read_ahead(0)
         self._read_ahead(1)
 
@@ -152,7 +147,7 @@ class Builder:
         with self._named_errors():
             found = matrices()
             self._done += sum(map(weight_bytes, found))
-            mlp.load(*_packable(found, as_codes=self.mlp_format == STORED))
+            mlp.load(*packable(found, as_codes=self.mlp_format == STORED))
         if self._kept is not None:
             self._kept.keep(kept, mlp.packed)
         return mlp
@@ -175,39 +170,15 @@ class Builder:
             packed = self.ops.experts(count, self.config.hidden, shape.width, plain, shape.activation)
             experts = CpuExperts(packed, self._in_place)
         kept = None if self._kept is None else self._kept.layer(f"model.layers.{layer}.experts")
-        ready, lookup = self._lookup(
-            layer, index, count, lambda each: ReadyExperts(matrices_of(each), fmt == STORED)
-        )
+        feed = self._feed.layer(layer, count, matrices_of)
         with self._named_errors():
-            experts.load(count, lookup, kept)
+            experts.load(feed, kept)
         if biases is not None:
             experts.set_biases(biases)
-        self._done += ready.nbytes
+        self._done += feed.nbytes
         if self._usage is not None and not drafts(self.config, layer):
             self._usage.weigh(index, experts.expert_bytes)
         return experts
-
-    def _lookup(
-        self, layer: int, index: int, count: int, ready_of: Callable[[int], ReadyExperts]
-    ) -> tuple[ReadyExperts, Callable[[int], ExpertMatrices]]:
-        """The experts of `layer`, the index-th with some, which were looked up while the layer before was packed. A
-        call for the last one starts looking up the next layer's: workers then have something to do, Python has not."""
-        layers, (ahead, self._ahead) = self.config.moe_layers, (self._ahead, None)
-        packs = self._store is not None or not self._in_place
-        found: Callable[[int], ExpertMatrices]
-        if ahead is not None and ahead[0] == index:
-            _, ready, found = ahead
-        else:
-            found = ready = ready_of(layer)
-
-        def lookup(expert: int) -> ExpertMatrices:
-            matrices = found(expert)
-            if packs and expert == count - 1 and index + 1 < len(layers):
-                following = ready_of(layers[index + 1])
-                self._ahead = index + 1, following, LookAhead(count, following, LOOK_AHEAD_AFTER_SECONDS)
-            return matrices
-
-        return ready, lookup
 
     def tally(self, layer: int) -> Tally | None:
         """Where decoder layer `layer` counts who was chosen; a draft layer does not."""
@@ -242,6 +213,7 @@ class Builder:
             self.checkpoint.read_ahead(layer, experts=False)
 
     def all_done(self) -> None:
+        self._feed.close()
         self.checkpoint.release(self._passing)
         self._report("loading", self._total, self._total)
         if self._kept is not None:
@@ -274,38 +246,6 @@ class Builder:
     def _stays_codes(self, weight: Weight) -> bool:
         """Of a dense matrix: where there are no kernels for it, it is decoded before matrices are joined."""
         return self.plan.dense_codes and isinstance(weight, WeightCodes) and self.ops.reads(weight)
-
-
-class ReadyExperts:
-    """A layer's experts as the kernels take them, by their numbers."""
-
-    def __init__(self, matrices: Callable[[int], ExpertMatrices], as_codes: bool) -> None:
-        self._matrices, self._as_codes = matrices, as_codes
-        self._sizes: dict[int, int] = {}
-
-    def __call__(self, expert: int) -> ExpertMatrices:
-        found = self._matrices(expert)
-        self._sizes[expert] = sum(map(weight_bytes, found))
-        return _packable(found, self._as_codes)
-
-    @property
-    def nbytes(self) -> int:
-        """Of those that were asked for, as stored."""
-        return sum(self._sizes.values())
-
-
-def _packable(matrices: ExpertMatrices, as_codes: bool) -> ExpertMatrices:
-    """float16 is exact in float32."""
-    gate, up, down = (w if _stays(w, as_codes) else _wide(numbers(w)) for w in matrices)
-    return gate, up, down
-
-
-def _stays(weight: Weight, as_codes: bool) -> bool:
-    return as_codes and isinstance(weight, WeightCodes)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == torch.float16 else tensor
 
 
 def rope_table(rope: config_rope.Rope, positions: int) -> Rope:

@@ -27,7 +27,8 @@ from tandem.engine.start.loader import Start, for_loading, use_one_torch_thread
 from tandem.engine.start.packed_start import PackedStart
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.text.tokenizer import Tokenizer
-from tandem.experts import CpuExperts, ExpertMatrices, ExpertStore
+from tandem.experts import CpuExperts, ExpertStore
+from tandem.experts.feed import LayerFeed
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
 from tandem.kernels.packed.cache import KeptLayer
@@ -65,13 +66,11 @@ def _vocabulary(size: int) -> tokenizers.Tokenizer:
 class CopiedExperts(CpuExperts):
     """One expert is packed; the others are copies of its bytes."""
 
-    def load(
-        self, count: int, matrices: Callable[[int], ExpertMatrices], kept: KeptLayer | None = None
-    ) -> None:
+    def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None:
         layer: Any = self._layer
-        layer.load(0, *matrices(0))
+        layer.load(0, *feed(0))
         packed = layer.packed(0)
-        for expert in range(1, count):
+        for expert in range(1, feed.count):
             layer.load_packed(expert, packed)
 
 
