@@ -20,13 +20,15 @@ from tandem.experts.feed import LayerFeed
 from tandem.experts.handoff import Handoff
 from tandem.experts.hybrid_experts import HybridExperts, HybridTicket
 from tandem.experts.hybrid_store import HybridStore
-from tandem.formats.codes import Weight
+from tandem.formats.codes import Weight, WeightCodes
+from tandem.formats.cut import stacked
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.ops import ExpertBiases, Lookup, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
 
 POOL_WEIGHTS = 1 << 26
+CODED_ROWS = 1024, 512, 256, 128  # multiples of all blocks of scales
 WEIGHT_SIZE = 0.02  # standard deviation, as models are initialised
 
 
@@ -63,7 +65,7 @@ class SyntheticCheckpoint:
         if name == "bf16" or not _is_projection(module.rpartition(".")[2]):
             return numbers
         if (*shape, name) not in self._codes:
-            self._codes[*shape, name] = as_stored(numbers.float(), name)
+            self._codes[*shape, name] = _repeated(numbers, name)
         return self._codes[*shape, name]
 
     def lookup(self, name: str, shape: tuple[int, int]) -> Lookup:
@@ -78,6 +80,15 @@ class SyntheticCheckpoint:
     def forget(self, layer: int, experts: bool | None = None) -> None: ...
 
     def release(self, experts: bool | None = None) -> None: ...
+
+
+def _repeated(numbers: Tensor, name: str) -> Weight:
+    """Codes of the first rows, again and again: which numbers they are means nothing, and making codes takes long."""
+    rows = len(numbers)
+    first = next((some for some in CODED_ROWS if rows % some == 0), rows)
+    whole = stacked([as_stored(numbers[:first].float(), name)] * (rows // first))
+    assert isinstance(whole, WeightCodes) and whole.codes.shape[0] == rows
+    return whole
 
 
 def _is_projection(name: str) -> bool:

@@ -16,7 +16,6 @@ from tandem.bench.synthetic import SyntheticStore
 from tandem.bench.told.routing import ToldRouting
 from tandem.config import EngineConfig, Plan
 from tandem.config.layers import SILU, Activation
-from tandem.config.speculation.choice import SpeculationPlan, why_one_token
 from tandem.engine.runner import StepModel
 from tandem.engine.speculation.nextn import DraftingModel
 from tandem.engine.start.parts import EngineParts
@@ -54,6 +53,7 @@ class ToldModel:
         self, hidden: Tensor | None, batch: ForwardBatch, states: Rows[tuple[Tensor, ...]]
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(self._model, DraftingModel), "this model has no draft layer"
+        self._routing.begin_guesses(batch)
         return self._model.draft(hidden, batch, states)
 
 
@@ -99,27 +99,25 @@ class ToldStart(MadeUpStart):
 
 
 class Told(NamedTuple):
-    """takes_back: whether an engine could take wrong guesses of such a model back; else only its time is measured."""
+    """And what routes it."""
 
     parts: EngineParts
     routing: ToldRouting
-    takes_back: bool
 
 
-def told_parts(config: EngineConfig, dense: str, overlap: float, most: int) -> Told:
-    """Of the folder `config.model`; most: guesses of a sequence in a step. Raises ConfigError."""
+def told_parts(config: EngineConfig, dense: str, overlap: float) -> Told:
+    """Of the folder `config.model`. Raises ConfigError."""
     made: list[ToldRouting] = []
-    parts = made_up_parts(config, dense=dense, start=partial(_start, overlap, most, made))
+    parts = made_up_parts(config, dense=dense, start=partial(_start, overlap, made))
     model, [routing] = parts.model_config, made
     told = ToldModel(parts.model, routing, model.vocab)
-    return Told(replace(parts, model=told), routing, not why_one_token(model))
+    return Told(replace(parts, model=told), routing)
 
 
 def _start(
-    overlap: float, most: int, made: list[ToldRouting], config: EngineConfig, plan: Plan, *rest: object
+    overlap: float, made: list[ToldRouting], config: EngineConfig, plan: Plan, *rest: object
 ) -> MadeUpStart:
     make: Callable[..., ToldStart] = ToldStart
-    guessing = plan if plan.speculation else replace(plan, speculation=SpeculationPlan("NGRAM", most))
-    start = make(config, guessing, *rest)
+    start = make(config, plan, *rest)
     made.append(ToldRouting(start.model_config, overlap, plan.max_step_tokens))
     return replace(start, routing=made[0])

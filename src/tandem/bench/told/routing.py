@@ -72,6 +72,12 @@ class ToldRouting:
         places = (batch.positions + first_pages * APART) % len(self._table)
         self.chosen[:, :rows].copy_(self._table.index_select(0, places).transpose(0, 1))
 
+    def begin_guesses(self, batch: ForwardBatch) -> None:
+        """Of a draft layer's rows that guess; each sequence has one."""
+        places = batch.positions[batch.logits_rows]
+        apart = torch.arange(len(places), device=places.device) * APART
+        self.chosen[-1, : len(places)].copy_(self._table[:, -1].index_select(0, (places + apart) % len(self._table)))
+
     def distinct(self, rows: float, sequences: int) -> float:
         """Experts of a layer that `sequences` use together, each with so many neighbouring rows."""
         whole = int(rows)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from tandem.bench.architectures import named_config
 from tandem.bench.ceilings import DramReader
 from tandem.bench.gaps.made_up import write_folder
 from tandem.bench.rows import machine_name, stamp, write
@@ -28,11 +27,12 @@ from tandem.bench.told.parts import Told, told_parts
 from tandem.bench.told.turns import Asked, Guesses, Timed, Turn, Turns
 from tandem.config import EngineConfig, Machine
 from tandem.config.forecast.bound import experts_seconds
-from tandem.config.speculation.choice import check_algorithm, why_one_token
+from tandem.config.speculation.choice import DRAFT_ALGORITHMS, check_algorithm
 from tandem.engine.protocol import SpeculationStats
 from tandem.errors import ConfigError
 from tandem.kernels.free_memory import return_free_memory
 
+_ALGORITHMS = {"NGRAM": "foretold", "NEXTN": "NEXTN, foretold"}
 READ_SECONDS = 0.2
 ROOM = 64  # tokens of a sequence beside its prompt and its answer
 
@@ -58,6 +58,7 @@ class Request:
     tier: str
     dense: str
     draft_seconds: float
+    algorithm: str = "NGRAM"  # or NEXTN: a draft layer does its work, and its guesses are replaced
 
     @property
     def widths(self) -> list[tuple[int, bool]]:
@@ -67,7 +68,7 @@ class Request:
 
 def request(flags: Mapping[str, Any]) -> Request:
     """Of the parameters of `kt bench decode`. Raises ConfigError."""
-    check_algorithm(flags["speculative"])
+    algorithm = "NEXTN" if check_algorithm(flags["speculative"]) in DRAFT_ALGORITHMS else "NGRAM"
     if flags["config"] is None:
         raise ConfigError("--overlap is of made-up weights: give --config, too")
     acceptances = flags["acceptance"] or [0.0, 0.5, 0.7, 0.9, 1.0]
@@ -76,6 +77,7 @@ def request(flags: Mapping[str, Any]) -> Request:
         tuple(flags["batch"] or [1, 8]), tuple(acceptances), flags["overlap"], flags["num_steps"], flags["governor"],
         tuple(flags["fixed"] or ()), flags["layers"], flags["context"], flags["steps"], flags["repeats"],
         flags["threads"], flags["tier"], flags["dense_format"], flags["draft_ms"] / 1e3,
+        algorithm,
     )  # fmt: skip
 
 
@@ -117,13 +119,13 @@ def _hbm_gbps() -> float:
 def _of_share(request: Request, fmt: str, share: float, hbm: float) -> Iterator[dict[str, Any]]:
     with TemporaryDirectory(prefix="tandem-bench-") as folder:
         write_folder(Path(folder), request.config, request.layers)
-        told = told_parts(_config(request, folder, fmt, share), request.dense, request.overlap, request.most)
+        told = told_parts(_config(request, folder, fmt, share), request.dense, request.overlap)
     ceilings = Ceilings(_reader(told).mean_gbps(READ_SECONDS), hbm)
     for batch in request.batches:
         turns = Turns(told, Asked(batch, request.context, request.tokens))
-        for acceptance in request.acceptances:
-            for most, governed in request.widths:
-                guesses = Guesses(acceptance, most, governed, request.draft_seconds)
+        for most, governed in request.widths:
+            for acceptance in request.acceptances:
+                guesses = Guesses(request.algorithm, acceptance, most, governed, request.draft_seconds)
                 found, said = turns.measure(guesses, request.repeats)
                 bound = _bounds(request, told, batch, fmt, ceilings)
                 yield (
@@ -142,9 +144,6 @@ def _reader(told: Told) -> DramReader:
 
 
 def _config(request: Request, model: str, fmt: str, share: float) -> EngineConfig:
-    """A model that takes nothing back is planned for as many sequences as a step has rows."""
-    alone = bool(why_one_token(named_config(request.config, request.layers)))
-    running = max(request.batches) * (1 + request.most if alone else 1)
     length = request.context + request.tokens + request.most + ROOM
     flags: dict[str, Any] = {"device": "cpu"}
     if Machine.detect().gpus:
@@ -153,9 +152,9 @@ def _config(request: Request, model: str, fmt: str, share: float) -> EngineConfi
             "disable_expert_foresight": True,
         }  # fmt: skip
     return EngineConfig.from_keywords(
-        model, kt_method=fmt, kt_cpuinfer=request.threads, kernel_tier=request.tier, max_running_requests=running,
-        speculative_algorithm="NGRAM", speculative_num_steps=request.most, context_length=length,
-        max_total_tokens=(max(request.batches) + 1) * (length + ROOM), **flags,
+        model, kt_method=fmt, kt_cpuinfer=request.threads, kernel_tier=request.tier,
+        max_running_requests=max(request.batches), max_total_tokens=(max(request.batches) + 1) * (length + ROOM),
+        speculative_algorithm=request.algorithm, speculative_num_steps=request.most, context_length=length, **flags,
     )  # fmt: skip
 
 
@@ -187,9 +186,10 @@ def _row(
     model = told.parts.model_config
     return {
         "bench": "speculation", "config": request.config, "layers": len(model.layers), "format": format_name(fmt),
-        "dense": request.dense, "algorithm": "foretold", "acceptance": guesses.acceptance, "overlap": request.overlap,
+        "dense": request.dense, "algorithm": _ALGORITHMS[guesses.algorithm],
+        "acceptance": guesses.acceptance, "overlap": request.overlap,
         "steps": guesses.most, "governor": guesses.governed, "batch": batch, "gpu_share": share,
-        "context": request.context, "draft_ms": round(guesses.seconds * 1e3, 4), "takes_back": told.takes_back,
+        "context": request.context, "draft_ms": round(guesses.seconds * 1e3, 4),
     }  # fmt: skip
 
 

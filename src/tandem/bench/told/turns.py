@@ -13,6 +13,7 @@ from tandem.bench.told.parts import Told, told_tokens
 from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams, SpeculationStats
+from tandem.engine.speculation.foretold import Foretold
 
 
 class Asked(NamedTuple):
@@ -24,8 +25,10 @@ class Asked(NamedTuple):
 
 
 class Guesses(NamedTuple):
-    """acceptance: the share that is right; most: of a sequence in a step; seconds: of each one that is drawn."""
+    """algorithm: NEXTN where a draft layer does its work, whose guesses are replaced. acceptance: the share that is
+    right; most: of a sequence in a step; seconds: of each one that is drawn without a layer."""
 
+    algorithm: str
     acceptance: float
     most: int
     governed: bool
@@ -96,9 +99,10 @@ class Turns:
             )
         if guesses is None:
             return Engine.from_parts(replace(parts, plan=replace(plan, speculation=None)))
-        plan = replace(plan, speculation=SpeculationPlan("NGRAM", guesses.most, guesses.governed))
+        plan = replace(plan, speculation=SpeculationPlan(guesses.algorithm, guesses.most, guesses.governed))
         answers = {(str(i), 0): told_tokens(asked.context, asked.tokens, vocab) for i in range(asked.batch)}
-        drafter = Paid(answers, guesses.acceptance, vocab, guesses.seconds)
+        told = answers, guesses.acceptance, vocab
+        drafter = Foretold(*told) if guesses.algorithm == "NEXTN" else Paid(*told, guesses.seconds)
         return Engine.from_parts(replace(parts, plan=plan, drafter=drafter))
 
 
