@@ -23,6 +23,7 @@ from tandem.checkpoint import open_checkpoint
 from tandem.cli.app import app
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.speculation.choice import speculation, speculation_notices
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
@@ -155,6 +156,11 @@ def test_a_dspark_draft_is_named(tiny_models) -> None:
     model = changed(tiny_models, num_nextn_predict_layers=3, **keys)
     assert model.draft == "a DSpark draft of 3 stages for blocks of 5 tokens" and not model.unread_keys
     assert changed(tiny_models, num_nextn_predict_layers=0).draft == ""
+    asked = EngineConfig.from_keywords("x", speculative_algorithm="NEXTN")
+    [said] = speculation_notices(asked, model)
+    assert "changes nothing: the checkpoint has a DSpark draft of 3 stages" in said and "NGRAM needs none" in said
+    assert speculation(asked, model) is None
+    assert speculation(EngineConfig.from_keywords("x", speculative_algorithm="NGRAM"), model) is not None
 
 
 FLASH = {

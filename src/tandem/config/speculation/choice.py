@@ -50,10 +50,10 @@ def speculation(config: EngineConfig, model: ModelConfig) -> SpeculationPlan | N
         return None
     most = _most_guesses(config)
     least, longest = _match(config)
-    if why_one_token(model):
+    if _why_none(asked, model):
         return None
     if asked in DRAFT_ALGORITHMS and model.drafts is None:
-        raise ConfigError(_no_layer(asked, model), fields=_ALGORITHM)
+        raise ConfigError(_no_layer(asked), fields=_ALGORITHM)
     return SpeculationPlan(_taken_as(asked), most, not config.disable_speculative_governor, least, longest)
 
 
@@ -79,9 +79,18 @@ def _taken_as(asked: str) -> str:
     return "NEXTN" if asked in DRAFT_ALGORITHMS else asked
 
 
-def _no_layer(asked: str, model: ModelConfig) -> str:
-    has = f"has {model.draft}, which Tandem does not run yet" if model.draft else "has no draft layer that is known"
-    return f"--speculative-algorithm {asked}: the checkpoint {has}; take NGRAM, which needs none, or leave it out"
+def _no_layer(asked: str) -> str:
+    return (
+        f"--speculative-algorithm {asked}: the checkpoint has no draft layer that is known; take NGRAM, which needs "
+        "none, or leave it out"
+    )
+
+
+def _why_none(asked: str, model: ModelConfig) -> str:
+    """Why nothing is guessed, though it is asked for."""
+    if asked in DRAFT_ALGORITHMS and model.draft and model.drafts is None:
+        return f"the checkpoint has {model.draft}, which Tandem does not run yet; NGRAM needs none"
+    return why_one_token(model)
 
 
 def most_guesses(config: EngineConfig, model: ModelConfig) -> int:
@@ -94,7 +103,7 @@ def speculation_texts(config: EngineConfig, model: ModelConfig) -> Iterator[tupl
     """What was decided and why, for the plan; nothing where no algorithm is asked for. Raises ConfigError."""
     if config.speculative_algorithm is None:
         return
-    if why := why_one_token(model):
+    if why := _why_none(config.speculative_algorithm, model):
         yield "off", why
         return
     how = f"{_taken_as(config.speculative_algorithm)}, up to {_most_guesses(config)} guesses a step"
@@ -121,7 +130,7 @@ def speculation_notices(config: EngineConfig, model: ModelConfig) -> Iterator[st
     if asked is None:
         for flag in config.given_flags(SPECULATION_FIELDS):
             yield f"{flag} changes nothing: no --speculative-algorithm is given"
-    elif why := why_one_token(model):
+    elif why := _why_none(asked, model):
         yield f"--speculative-algorithm {asked} changes nothing: {why}"
     elif asked in DRAFT_ALGORITHMS:
         if asked != "NEXTN":
