@@ -57,6 +57,9 @@ class Replayed:
     def __init__(self, runner: Any, tokens: list[list[int]]) -> None:
         self._runner, self._tokens = runner, iter(tokens)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
     def run(self, chunks: Any) -> Any:
         logits = self._runner.run(chunks)
         chosen = logits.chosen
