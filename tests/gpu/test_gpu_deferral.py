@@ -1,7 +1,7 @@
 """Late experts in CUDA graphs, against `LateExperts` on the CPU with the same placement.
 
-Prompts defer nothing, decode steps do. The tolerance is the error that bfloat16 has on the CPU with the same late
-experts, half as much again, since rounding points differ.
+Prompts defer nothing, decode steps do. The tolerance is twice the error that bfloat16 has on the CPU with the same late
+experts. It is the middle row's: in bfloat16 some rows choose another expert, and are far off.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu import needs_cuda
-from gpu_sessions import DECODED, PAGE, PAGES, PROMPT, ROWS, Session, batch_of, plan, rms
+from gpu_sessions import DECODED, PAGE, PAGES, PROMPT, ROWS, Session, batch_of, by_row, plan
 from tandem import _core
 from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig
@@ -65,12 +65,18 @@ def test_graphs_add_late_experts_one_layer_later(tiny_models, variant, most, sha
     placement = session.side.placement
     exact, theirs = (on_the_cpu(path, dtype, most, placement) for dtype in ("float32", "bfloat16"))
     ours, usual = session.logits(together), on_the_cpu(path, "float32", 0, placement)
-    allowed = 1.5 * rms(theirs, exact)
-    off = rms(ours[:, PROMPT:], exact[:, PROMPT:])
-    print(f"{variant} {most} late, {share:.0%} there: {off:.2e} of {allowed:.2e}; late {rms(usual, exact):.2e}")
-    if moving:  # who is late follows where experts are; answers stay as near as any placement's are
-        allowed += rms(usual, exact)
-    assert rms(ours[:, :PROMPT], exact[:, :PROMPT]) < allowed and off < allowed
+    for part in (slice(None, PROMPT), slice(PROMPT, None)):
+        allowed = 2 * middle(theirs[:, part], exact[:, part])
+        late, off = middle(usual[:, part], exact[:, part]), middle(ours[:, part], exact[:, part])
+        print(f"{variant} {most} late, {share:.0%} there: {off:.2e} of {allowed:.2e}; late {late:.2e}")
+        if moving:  # who is late follows where experts are; answers stay as near as any placement's are
+            allowed += late
+        assert off < allowed
+
+
+def middle(a: Tensor, b: Tensor) -> float:
+    """The error of the middle row."""
+    return float(by_row(a, b).median())
 
 
 def test_kernel_by_kernel_nothing_is_late(tiny_models) -> None:
