@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -144,7 +145,7 @@ class Builder:
         kept = f"{name} as an expert"
         if self._kept is not None and self._kept.fill(kept, mlp.packed):
             return mlp
-        with self._named_errors():
+        with named_errors(self.checkpoint.path):
             found = matrices()
             self._done += sum(map(weight_bytes, found))
             mlp.load(*packable(found, as_codes=self.mlp_format == STORED))
@@ -171,7 +172,7 @@ class Builder:
             experts = CpuExperts(packed, self._in_place)
         kept = None if self._kept is None else self._kept.layer(f"model.layers.{layer}.experts")
         feed = self._feed.layer(layer, count, matrices_of)
-        with self._named_errors():
+        with named_errors(self.checkpoint.path):
             experts.load(feed, kept)
         if biases is not None:
             experts.set_biases(biases)
@@ -185,16 +186,6 @@ class Builder:
         if self._usage is None or drafts(self.config, layer):
             return None
         return self._usage.tally(moe_index(self.config, layer))
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """What cannot be packed is the checkpoint's."""
-        try:
-            yield
-        except KernelError as error:
-            raise CheckpointError(
-                f"{self.checkpoint.path}: {error}; --kt-method BF16 decodes them"
-            ) from error
 
     def layer_done(self, index: int) -> None:
         """Between layers: lets go of the file pages that were read, asks for those after next, reports progress."""
@@ -240,12 +231,19 @@ class Builder:
         return weight
 
     def _held(self, weight: Weight) -> Weight:
-        """Codes where the plan keeps them, else numbers in the activations' dtype."""
-        return weight if self._stays_codes(weight) else numbers(weight).to(self.dtype)
+        """Codes where the plan keeps them and there are kernels for them, else numbers in the activations' dtype: they
+        are decoded before matrices are joined."""
+        codes = self.plan.dense_codes and isinstance(weight, WeightCodes) and self.ops.reads(weight)
+        return weight if codes else numbers(weight).to(self.dtype)
 
-    def _stays_codes(self, weight: Weight) -> bool:
-        """Of a dense matrix: where there are no kernels for it, it is decoded before matrices are joined."""
-        return self.plan.dense_codes and isinstance(weight, WeightCodes) and self.ops.reads(weight)
+
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """What cannot be packed is the checkpoint's."""
+    try:
+        yield
+    except KernelError as error:
+        raise CheckpointError(f"{path}: {error}; --kt-method BF16 decodes them") from error
 
 
 def rope_table(rope: config_rope.Rope, positions: int) -> Rope:
