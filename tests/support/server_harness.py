@@ -170,7 +170,7 @@ def free_port() -> int:
 def spawn(arguments: list[str], log: Path, output: int | None = None) -> subprocess.Popen[bytes]:
     """A Python process that finds tandem and the modules of tests/. It prints to `log`, or to the file `output`."""
     package = Path(tandem.__file__).parent.parent  # the one under test: installed, or src
-    paths = [str(TESTS), str(package), os.environ.get("PYTHONPATH", "")]
+    paths = [str(TESTS), str(TESTS / "fakes"), str(package), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with log.open("wb") as out:
         return subprocess.Popen(
