@@ -36,7 +36,8 @@ STREAM_KERNELS = 2  # where streams mix, of a block; half as many again guess th
 SHARED_KEY_KERNELS, EAGER_SHARED_KEYS = 60, 90  # of attention over shared keys, in graphs and by PyTorch's operations
 DELTA_KERNELS = 18  # of a delta net beyond attention's
 INDEX_KERNELS = 60  # of an indexer that chooses tokens
-EAGER_KERNELS = 100  # of a layer outside of graphs, in time
+EAGER_KERNELS, EAGER_LATENT = 100, 100  # of a layer outside of graphs, in time; of latent attention beyond these
+GPU_CHUNK_SECONDS = 2e-3  # of a prompt's chunk beyond its layers: inputs, the head, the first token
 GPU_STEP_SECONDS = 1.5e-4  # of a step on a GPU beyond its kernels: inputs, the graph's start, tokens back
 GPU_ROWS_GROWTH = 0.18  # of the GPU's dense step each time the batch doubles
 GPU_CODE_SHARE, GPU_NUMBER_SHARE = 0.5, 0.8  # of GPU memory's speed, experts of codes and of numbers
@@ -192,7 +193,8 @@ def _mixer_kernels(mixer: object) -> int:
 
 
 def _eager_kernels(layer: Layer) -> int:
-    return EAGER_KERNELS + _stream_kernels(layer) + (EAGER_SHARED_KEYS if isinstance(layer.mixer, SharedKv) else 0)
+    more = {SharedKv: EAGER_SHARED_KEYS, Latent: EAGER_LATENT}.get(type(layer.mixer), 0)
+    return EAGER_KERNELS + _stream_kernels(layer) + more
 
 
 def _stream_kernels(layer: Layer) -> int:
@@ -249,7 +251,8 @@ def _chunk_on_gpu(case: Case, rows: int, attention_flops: float, on_cpu: float) 
         {"starting kernels": sum(map(_eager_kernels, model.layers)) * speeds.launch_seconds},
         {"experts over the bus": elsewhere} if travelling == 1.0 else others | {"experts in CPU memory": elsewhere},
     ]
-    return max(ways, key=lambda parts: sum(parts.values()))
+    longest = max(ways, key=lambda parts: sum(parts.values()))
+    return longest | {"its start and end": GPU_CHUNK_SECONDS}
 
 
 def _elsewhere(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:
