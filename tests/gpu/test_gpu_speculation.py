@@ -2,9 +2,6 @@
 
 All steps run in one graph of 12 rows, with guesses and without. So every row's products are of the same shapes, and
 answers have the same bits. Shapes of their own, and kernels without graphs, are held against float32.
-
-What lies in slots is read in another way by a row of a guess: its past is among the rows, not in the slot. So sums in
-float32 may differ in last bits there, and once in a while a number is rounded to the other side.
 """
 
 from __future__ import annotations
@@ -31,8 +28,6 @@ pytestmark = [pytest.mark.gpu, needs_cuda]
 ROWS, MOST = 12, 5
 PAGED = ["qwen3_moe-gpu", "glm4_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "mixtral-window"]
 SLOTTED = ["qwen3_next", "qwen3_5_moe_text", "deepseek_v4-every"]
-FEW, ROUNDING = 4, 2.0**-5
-"""Of 40 tokens; of a log-probability: bfloat16 has 2^-8 of each number, and logits of these models lie within +-8."""
 PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20}
 
 
@@ -76,13 +71,7 @@ def test_answers_have_the_same_bits(tiny_models, variant: str, share: float) -> 
         got = scores(run(engine, *asks))
         for name, theirs in scores(expected).items():
             other = [i for i, (a, b) in enumerate(zip(got[name], theirs, strict=True)) if a != b]
-            print(f"{variant}, {name} at {acceptance}: {other} of {len(theirs)} tokens have other bits")
-            if variant in PAGED:
-                assert not other, f"{name} at {acceptance}: tokens {other} have other bits"
-            assert [each.token_id for each in got[name]] == [each.token_id for each in theirs]
-            assert len(other) <= FEW and all(
-                abs(got[name][i].logprob - theirs[i].logprob) < ROUNDING for i in other
-            )
+            assert not other, f"{name} at {acceptance}: tokens {other} have other bits"
         stats = engine.stats()
         counted.append(stats.experts.cpu_tokens[0] + stats.experts.gpu_tokens[0] - sum(counted))
         steps.append(stats.steps)
