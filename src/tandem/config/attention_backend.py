@@ -26,6 +26,8 @@ def attention_backend(
 ) -> tuple[str, str]:
     """The backend's name, and why. Raises ConfigError when what was asked for cannot run."""
     asked = "torch" if config.attention_backend == "torch_native" else config.attention_backend
+    if not mixers:
+        return "triton", f"Transformers' modules ask for windows of their own; {FLAG} changes nothing"
     if mixers and all(isinstance(mixer, SharedKv) for mixer in mixers):
         return "triton", f"keys that are values, too, have kernels of their own; {FLAG} changes nothing"
     if asked in ("torch", "flashinfer") and any(isinstance(mixer, Latent) for mixer in mixers):

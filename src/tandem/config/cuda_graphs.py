@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tandem.config.engine_config import EngineConfig
+from tandem.config.model_config import ModelConfig
 
 GRAPH_FLAGS = ("disable_cuda_graph", "cuda_graph_bs", "cuda_graph_max_bs")
 SMALL_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -10,6 +11,13 @@ DEFAULT_LARGEST_GRAPH = 256  # each graph keeps its logits; larger ones have to 
 MOST_GUESS_ROWS = 128  # with guesses, if more sequences do not run together: longer steps gain little from them
 FEW_ROWS = tuple(range(1, 9))  # a step with guesses may have any number of rows, and a copy costs as much as a guess
 GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the small ones: steps between graphs
+
+
+def captured_sizes(
+    config: EngineConfig, model: ModelConfig, running: int, guesses: int = 0
+) -> tuple[int, ...]:
+    """As `graph_sizes`, of this model."""
+    return () if model.foreign is not None else graph_sizes(config, running, guesses)
 
 
 def graph_sizes(config: EngineConfig, running: int, guesses: int = 0) -> tuple[int, ...]:
@@ -34,7 +42,9 @@ def _sizes_to(largest: int) -> list[int]:
     return sizes
 
 
-def graph_reason(config: EngineConfig, running: int) -> str:
+def graph_reason(config: EngineConfig, model: ModelConfig, running: int) -> str:
+    if model.foreign is not None:
+        return "Transformers' modules may wait for the GPU in a step, which a graph cannot"
     if config.disable_cuda_graph:
         return "--disable-cuda-graph"
     if running > DEFAULT_LARGEST_GRAPH and not (config.cuda_graph_max_bs or config.cuda_graph_bs):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tandem.config.cuda_graphs import graph_sizes
+from tandem.config.cuda_graphs import captured_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
 from tandem.config.gpu_scratch import (
@@ -36,9 +36,9 @@ from tandem.config.memory import (
     gib,
     wanted_context,
 )
-from tandem.config.model_config import STORED, ModelConfig, rope_bytes
+from tandem.config.model_config import STORED, ModelConfig, rope_bytes, why_alone
 from tandem.config.speculation.choice import refuse_drafts_on_gpu
-from tandem.config.state import DTYPE_BYTES
+from tandem.config.state import DTYPE_BYTES, Pages
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError, GpuTooSmall
 
@@ -106,15 +106,15 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
         return too_old(machine.gpus[0])
     if missing := [name for name in machine.gpu_missing if name != "cuda-core"]:
         return f"{machine.gpus[0].name} cannot be used: {' and '.join(missing)} is missing"
-    if model.foreign is not None:
-        return "families that run through Transformers' modules run on the CPU"
+    if why_alone(model):
+        return "families that run through Transformers' modules and cache run on the CPU"
     if config.enable_deterministic_inference:
         return "on a GPU last bits depend on what else is in a step, against --enable-deterministic-inference"
     if config.dtype == "float32":
         return "the GPU kernels compute in bfloat16, not float32"
     if model.hidden % 8:  # rows are handed to the CPU 16 bytes at a time
         return f"the GPU kernels need a hidden size that is a multiple of 8, not {model.hidden}"
-    return next(filter(None, map(_without_kernels, model.mixers)), "")
+    return next(filter(None, map(_without_kernels, model.mixers)), "") or _too_wide(model)
 
 
 def _without_kernels(mixer: Mixer) -> str:
@@ -124,6 +124,15 @@ def _without_kernels(mixer: Mixer) -> str:
     if not isinstance(mixer, DeltaRule) or mixer.padded_head <= MAX_DELTA_HEAD:
         return ""
     return f"heads of gated delta nets may have 128 x 256 channels on a GPU, not {mixer.k_dim} x {mixer.v_dim}"
+
+
+def _too_wide(model: ModelConfig) -> str:
+    """Of what Transformers' modules keep in pages."""
+    if model.foreign is None:
+        return ""
+    pages = (state for state in model.states if isinstance(state, Pages))
+    widest = max((row.shape[-1] for state in pages for row in state.rows), default=0)
+    return f"the GPU kernels read heads of at most {MAX_HEAD} channels, not {widest}" if widest > MAX_HEAD else ""
 
 
 def needs_gpu(config: EngineConfig) -> str:
@@ -269,7 +278,7 @@ def dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats = UNQUANTI
 
 def workspace_bytes(request: MemoryRequest) -> int:
     """Of steps, and the float32 logits that every graph keeps."""
-    rows = sum(graph_sizes(request.config, request.max_running_requests, request.guesses))
+    rows = sum(captured_sizes(request.config, request.model, request.max_running_requests, request.guesses))
     shared = request.slot_bytes + request.rope_bytes + _scratch_bytes(request)
     return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + shared
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.config.attention_backend import attention_backend
 from tandem.config.choices.decision import Decision
 from tandem.config.choices.deferral import deferred_experts
-from tandem.config.cuda_graphs import graph_reason, graph_sizes
+from tandem.config.cuda_graphs import captured_sizes, graph_reason
 from tandem.config.gpu_plan import MAX_PATIENCE_SECONDS, GpuPlan, live_placement, size_gpu, statistics_file
 from tandem.config.gpus import Gpu
 from tandem.config.memory import MemoryPlan, MemoryRequest
@@ -22,7 +22,8 @@ def on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memor
             Decision("placement", config.kt_expert_placement_strategy, "--kt-expert-placement-strategy")
         )
     running = request.max_running_requests
-    sizes, why = graph_sizes(config, running, request.guesses), graph_reason(config, running)
+    sizes = captured_sizes(config, model, running, request.guesses)
+    why = graph_reason(config, model, running)
     if sizes and m.experts < everyone and "cuda-core" in request.machine.gpu_missing:
         sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
     log.append(Decision("CUDA graphs", ", ".join(map(str, sizes)) or "off", why))

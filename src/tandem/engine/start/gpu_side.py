@@ -80,8 +80,11 @@ def defer_experts(plan: Plan, side: GpuSide) -> None:
             experts.defer(plan.gpu.deferred)
 
 
-def attention_shape(plan: Plan, model: ModelConfig) -> AttentionShape:
-    """Of the first layer; a backend that needs one for all layers is refused where they differ."""
+def attention_shape(plan: Plan, model: ModelConfig) -> AttentionShape | None:
+    """Of the first layer; a backend that needs one for all layers is refused where they differ. None: modules that are
+    not ours attend, by kernels that need none."""
+    if not model.attentions:
+        return None
     first, pages = model.attentions[0], -(-plan.context_length // plan.page_size)
     if isinstance(first, Latent):
         return AttentionShape(first.heads, 1, first.cached_dim, first.scale, 0, plan.page_size, pages)

@@ -33,7 +33,7 @@ class PagedAttention:
         k_pages, v_pages = pages
         for new, there in ((k, k_pages), (v, v_pages)):
             there.view(-1, *there.shape[2:])[batch.cache_slots] = _rows(new).to(there.dtype)
-        q = _rows(q).contiguous()
+        q = _rows(q).to(k_pages.dtype).contiguous()
         call = self.call
         if not call.softcap and sinks is None and call.key_dim == call.value_dim:
             out = self.ops.attention(q, k_pages, v_pages, batch, call.scale, call.window)

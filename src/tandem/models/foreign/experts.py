@@ -36,19 +36,17 @@ class LayerExperts:
             count_choices(self._tally, ids)
         if self._norm is None:
             return self._sum(x, ids, weights)
-        each = [self._sum(x, one, torch.ones_like(weight)) for one, weight in _columns(ids, weights)]
+        each = [self._sum(x, ids, only) for only in torch.eye(ids.shape[1], device=x.device)]
         normed = torch.stack([self._norm(y).float() for y in each], dim=1)
         return (normed * weights[..., None]).sum(1).to(x.dtype)
 
     def _sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """weights: of each row, or of all. Both sides of a GPU take as many experts of a row as the model has."""
         places = self._experts.places
-        routing = Routing(ids, weights, None if places is None else places[ids])
+        routing = Routing(
+            ids, weights.expand(ids.shape).contiguous(), None if places is None else places[ids]
+        )
         return self._experts.wait(self._experts.submit(x.contiguous(), routing))
-
-
-def _columns(ids: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
-    pairs = zip(ids.split(1, dim=1), weights.split(1, dim=1), strict=True)
-    return [(one.contiguous(), weight) for one, weight in pairs]
 
 
 class ExpertReader:

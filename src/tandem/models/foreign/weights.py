@@ -124,7 +124,7 @@ class WeightLoader:
 
         experts = self._b.experts(layer, shape.experts, matrices_of)
         module = self._modules[names[layer]]
-        norm = module.post_expert_norm if module.has_post_expert_norm else None
+        norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
         self.experts[id(module)] = LayerExperts(experts, self._b.tally(layer), norm)
         for name in list(module._parameters):  # experts are ours: their tensors are never made
             module._parameters[name] = None
