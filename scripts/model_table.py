@@ -174,7 +174,7 @@ def page(rows: Sequence[Runs], version: str) -> str:
         "| --- | --- | --- |",
         *(f"| {how} | {HOW[how]} | {counts[how]} |" for how in HOW),
         "",
-        "Types that run through Transformers' modules do so on the CPU.",
+        "Paged types run on the CPU, or beside a GPU without CUDA graphs; those that run alone, on the CPU.",
         "Parts that read images or sound are not loaded.",
         "",
         "| type | runs | why |",

@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from foreign_models import COMMON, PAGED
+from foreign_models import ALONE, COMMON, PAGED
+from plans import with_gpu
 from tandem.architectures.foreign import registry
 from tandem.architectures.foreign.gates import activation_of
 from tandem.architectures.foreign.masks import seen_through
-from tandem.config import ModelConfig
+from tandem.config import EngineConfig, ModelConfig, resolve
 from tandem.config.layers import Activation
 from tandem.config.model_config import why_alone
 from tandem.errors import ConfigError
@@ -55,6 +56,25 @@ def test_windows_are_those_of_the_masks():
     assert "neither" in seen_through(lambda b, h, q, k: k <= q + 1).wrong
     assert "neither" in seen_through(lambda b, h, q, k: (k <= q) & (k // 64 == q // 64)).wrong
     assert "cannot be asked" in seen_through(lambda b, h, q, k: torch.ones(3)[k] > 0).wrong
+
+
+def planned(model_type: str, **changes: object):
+    values = values_of(model_type, **(ALONE.get(model_type, {}) | changes))
+    plan = resolve(EngineConfig(model="m"), ModelConfig.from_dict(values), with_gpu())
+    return plan, {each.name: each.reason for each in plan.decisions}
+
+
+def test_paged_families_run_beside_a_gpu_without_graphs():
+    plan, reasons = planned("afmoe")
+    assert plan.gpu is not None and plan.gpu.graph_sizes == () and plan.gpu.attention == "triton"
+    assert "may wait for the GPU" in reasons["CUDA graphs"] and "windows of their own" in reasons["attention"]
+
+
+def test_others_stay_on_the_cpu():
+    plan, reasons = planned("granitemoehybrid")
+    assert plan.gpu is None and "modules and cache run on the CPU" in reasons["device"]
+    plan, reasons = planned("flex_olmo", head_dim=512, hidden_size=2048)
+    assert plan.gpu is None and "heads of at most 256 channels, not 512" in reasons["device"]
 
 
 class Gate:

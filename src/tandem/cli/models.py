@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 HOW = {
     "native": "Tandem's own code, on the CPU or beside a GPU",
-    "paged": "Transformers' modules with Tandem's experts and pages: packed batches, prefix cache; on the CPU",
+    "paged": "Transformers' modules with Tandem's experts and pages: packed batches, prefix cache; on the CPU, or "
+    "beside a GPU without CUDA graphs",
     "alone": "Transformers' modules and cache with Tandem's experts: one sequence at a time; on the CPU",
     "refused": "does not run",
 }
