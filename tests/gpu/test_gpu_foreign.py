@@ -6,6 +6,8 @@ the CPU; the tolerance is the error that bfloat16 has there, half as much again,
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,11 @@ from tiny import VOCAB
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 NEW = ("kolibri1", "aria_text")  # Transformers 5.17 has no such text model
-KNOWN = [each for each in PAGED if each not in NEW or "kolibri1" in CONFIG_MAPPING]
+UNSTEADY = "flex_olmo"
+"""Whose router nearly ties: one rounding more on the CPU, and another expert is chosen in a few rows, whose errors are
+20 times the others'. Its tokens use all experts here."""
+
+KNOWN = [each for each in PAGED if each != UNSTEADY and (each not in NEW or "kolibri1" in CONFIG_MAPPING)]
 PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 7) for j in range(20 + 5 * i)] for i in range(3)]
 ANSWER = 12
 
@@ -32,11 +38,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> ForeignModels:
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("model_type", KNOWN)
 def test_placement_does_not_change_the_logits(models: ForeignModels, model_type: str, share: float) -> None:
-    path = models[model_type]
+    check_logits(models[model_type], share)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_where_all_experts_are_used(models: ForeignModels, tmp_path: Path, share: float) -> None:
+    path = tmp_path / UNSTEADY
+    shutil.copytree(models[UNSTEADY], path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": config["num_experts"]}))
+    check_logits(path, share)
+
+
+def check_logits(path: Path, share: float) -> None:
     exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
     ours = Session(path, share, ()).logits(together=True)
     allowed = 1.5 * rms(theirs, exact)
-    print(f"{model_type} {share:.0%}: {rms(ours, exact):.2e} of {allowed:.2e}")
+    print(f"{path.name} {share:.0%}: {rms(ours, exact):.2e} of {allowed:.2e}")
     assert rms(ours, exact) < allowed
 
 
