@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tandem.config.attention_backend import too_wide
 from tandem.config.cuda_graphs import captured_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
@@ -38,7 +39,7 @@ from tandem.config.memory import (
 )
 from tandem.config.model_config import STORED, ModelConfig, rope_bytes, why_alone
 from tandem.config.speculation.choice import refuse_drafts_on_gpu
-from tandem.config.state import DTYPE_BYTES, Pages
+from tandem.config.state import DTYPE_BYTES
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError, GpuTooSmall
 
@@ -114,7 +115,7 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
         return "the GPU kernels compute in bfloat16, not float32"
     if model.hidden % 8:  # rows are handed to the CPU 16 bytes at a time
         return f"the GPU kernels need a hidden size that is a multiple of 8, not {model.hidden}"
-    return next(filter(None, map(_without_kernels, model.mixers)), "") or _too_wide(model)
+    return next(filter(None, map(_without_kernels, model.mixers)), "") or too_wide(model, MAX_HEAD)
 
 
 def _without_kernels(mixer: Mixer) -> str:
@@ -124,15 +125,6 @@ def _without_kernels(mixer: Mixer) -> str:
     if not isinstance(mixer, DeltaRule) or mixer.padded_head <= MAX_DELTA_HEAD:
         return ""
     return f"heads of gated delta nets may have 128 x 256 channels on a GPU, not {mixer.k_dim} x {mixer.v_dim}"
-
-
-def _too_wide(model: ModelConfig) -> str:
-    """Of what Transformers' modules keep in pages."""
-    if model.foreign is None:
-        return ""
-    pages = (state for state in model.states if isinstance(state, Pages))
-    widest = max((row.shape[-1] for state in pages for row in state.rows), default=0)
-    return f"the GPU kernels read heads of at most {MAX_HEAD} channels, not {widest}" if widest > MAX_HEAD else ""
 
 
 def needs_gpu(config: EngineConfig) -> str:
