@@ -10,7 +10,7 @@ from tandem.config.layers import Attention, Gqa
 from tandem.config.machine import Machine
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
-from tandem.config.model_config import ModelConfig
+from tandem.config.model_config import ModelConfig, why_alone
 from tandem.config.state import Pages
 from tandem.errors import ConfigError
 
@@ -115,10 +115,12 @@ def release(version: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def too_wide(model: ModelConfig, most: int) -> str:
+def why_unread(model: ModelConfig, most: int) -> str:
     """Why kernels that read keys of so many channels cannot read what Transformers' modules keep; "": they can."""
     if model.foreign is None:
         return ""
+    if why_alone(model):
+        return "families that run through Transformers' modules and cache run on the CPU"
     pages = (state for state in model.states if isinstance(state, Pages))
     widest = max((row.shape[-1] for state in pages for row in state.rows), default=0)
     return f"the GPU kernels read heads of at most {most} channels, not {widest}" if widest > most else ""

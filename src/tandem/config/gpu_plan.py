@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tandem.config.attention_backend import too_wide
+from tandem.config.attention_backend import why_unread
 from tandem.config.cuda_graphs import captured_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
@@ -37,7 +37,7 @@ from tandem.config.memory import (
     gib,
     wanted_context,
 )
-from tandem.config.model_config import STORED, ModelConfig, rope_bytes, why_alone
+from tandem.config.model_config import STORED, ModelConfig, rope_bytes
 from tandem.config.speculation.choice import refuse_drafts_on_gpu
 from tandem.config.state import DTYPE_BYTES
 from tandem.config.stored import UNQUANTISED, StoredFormats
@@ -107,15 +107,13 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
         return too_old(machine.gpus[0])
     if missing := [name for name in machine.gpu_missing if name != "cuda-core"]:
         return f"{machine.gpus[0].name} cannot be used: {' and '.join(missing)} is missing"
-    if why_alone(model):
-        return "families that run through Transformers' modules and cache run on the CPU"
     if config.enable_deterministic_inference:
         return "on a GPU last bits depend on what else is in a step, against --enable-deterministic-inference"
     if config.dtype == "float32":
         return "the GPU kernels compute in bfloat16, not float32"
     if model.hidden % 8:  # rows are handed to the CPU 16 bytes at a time
         return f"the GPU kernels need a hidden size that is a multiple of 8, not {model.hidden}"
-    return next(filter(None, map(_without_kernels, model.mixers)), "") or too_wide(model, MAX_HEAD)
+    return next(filter(None, map(_without_kernels, model.mixers)), "") or why_unread(model, MAX_HEAD)
 
 
 def _without_kernels(mixer: Mixer) -> str:
