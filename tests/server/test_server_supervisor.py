@@ -24,10 +24,8 @@ Supervised = tuple[EngineClient, EngineSupervisor, asyncio.Task[None]]
 
 @pytest.fixture(autouse=True)
 def engine_finds_tests(monkeypatch: pytest.MonkeyPatch):
-    source = Path(supervisor.__file__).parents[2]
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1] / "support"), str(source)])
-    )
+    source, support = Path(supervisor.__file__).parents[2], Path(__file__).parents[1] / "support"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (support, support / "fakes", source))))
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.01)
 
 

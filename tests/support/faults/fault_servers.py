@@ -50,7 +50,7 @@ def spawn_kt(
     port = port or free_port()
     arguments = ["serve", str(model), "--port", str(port), *FLAGS, *flags]
     package = Path(tandem.__file__).parent.parent
-    paths = [str(HERE), str(HERE.parent), str(package), os.environ.get("PYTHONPATH", "")]
+    paths = [str(HERE), str(HERE.parent), str(HERE.parent / "fakes"), str(package), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | variables
     with log.open("wb") as out:
         process = subprocess.Popen(
