@@ -21,7 +21,7 @@ import typer
 
 from tandem.bench import formats as bench_formats
 from tandem.bench.ceilings import DramReader
-from tandem.bench.experts import SHAPES, Shape, Workload, random_expert
+from tandem.bench.kernels.experts import SHAPES, Shape, Workload, random_expert
 from tandem.bench.rows import commit
 from tandem.formats.codes import Weight
 from tandem.kernels.cpu import PackedExperts, Workspace

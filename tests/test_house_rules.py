@@ -51,7 +51,7 @@ MANY_METHODS = {
     "src/tandem/kernels/packed/experts.py:PackedExperts": 41,
 }
 MANY_PARAMETERS = {
-    "src/tandem/bench/kernels.py:run": 11,
+    "src/tandem/bench/kernels/run.py:run": 11,
     "src/tandem/config/flags.py:flag": 12,
     "src/tandem/engine/gpu_runner.py:GpuRunner.__init__": 9,
     "src/tandem/kernels/cpu_ops.py:CpuOps.rope_store": 11,

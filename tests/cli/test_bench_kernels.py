@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tandem import _core
 from tandem.bench import formats as bench_formats
 from tandem.bench.ceilings import Ceilings, DramReader, Roofs, last_level_cache_bytes
-from tandem.bench.experts import (
+from tandem.bench.kernels.experts import (
     Shape,
     Timing,
     TorchExperts,
@@ -25,7 +25,7 @@ from tandem.bench.experts import (
     parse_shape,
     random_expert,
 )
-from tandem.bench.kernels import Bench, ceiling_rows, ceilings_table, fit, result_tables
+from tandem.bench.kernels.run import Bench, ceiling_rows, ceilings_table, fit, result_tables
 from tandem.cli.app import app
 from tandem.errors import ConfigError
 from tandem.kernels.reference import TorchOps

@@ -16,8 +16,8 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, Ops
 
 if AVAILABLE:
-    from tandem.kernels.gpu.experts import FEW_TOKENS
     from tandem.kernels.gpu.ops import GpuOps
+    from tandem.kernels.which import FEW_TOKENS
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 EXPERTS, HIDDEN, ROWS, TOP_K = 6, 64, 48, 3

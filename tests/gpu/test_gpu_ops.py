@@ -29,8 +29,8 @@ from tandem.kernels.reference import TorchOps
 if AVAILABLE:
     from tandem.kernels.gpu import attention_decode, best, experts
     from tandem.kernels.gpu import mlp as mlp_module
-    from tandem.kernels.gpu.experts import FEW_TOKENS
     from tandem.kernels.gpu.ops import GpuOps
+    from tandem.kernels.which import FEW_TOKENS
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 PAGE = 16

@@ -25,7 +25,7 @@ from tandem.kernels.cpu_ops import CpuOps
 
 if AVAILABLE:
     from tandem.config.layers import Activation
-    from tandem.kernels.gpu import experts as gpu_experts
+    from tandem.kernels import which
     from tandem.kernels.gpu.expert_rows import Between
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.gpu.panels import Panels
@@ -103,8 +103,8 @@ def many(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
     if request.param == "PyTorch's" and not products.has_pytorchs(DEVICE):
         pytest.skip("PyTorch's asks this GPU back")
     monkeypatch.setattr(products, "has_pytorchs", lambda device: request.param != "ours")
-    monkeypatch.setattr(gpu_experts, "MANY_TOKENS", 17)
-    monkeypatch.setattr(gpu_experts, "MANY_PAIRS", 0)
+    monkeypatch.setattr(which, "MANY_TOKENS", 17)
+    monkeypatch.setattr(which, "MANY_PAIRS", 0)
     monkeypatch.setattr(products, "ALIGNED_TOKENS", 8)
 
 
@@ -177,9 +177,10 @@ def test_our_grouped_product(n: int, k: int, mean_rows: float) -> None:
 def test_few_rows_are_not_unpacked() -> None:
     """What unpacking takes is worth it from some rows an expert on."""
     experts = 32
-    tokens = max(gpu_experts.MANY_TOKENS, -(-gpu_experts.MANY_PAIRS * experts // TOP_K))
-    slots = torch.zeros((tokens, TOP_K), dtype=torch.int32)
-    assert gpu_experts.are_many(slots, experts) and not gpu_experts.are_many(slots[1:], experts)
+    tokens = max(which.MANY_TOKENS, -(-which.MANY_PAIRS * experts // TOP_K))
+    reads = which.Reads(True, True)
+    assert which.gpu_way(tokens, tokens * TOP_K, experts, reads) is which.Way.PROMPTS
+    assert which.gpu_way(tokens - 1, (tokens - 1) * TOP_K, experts, reads) is which.Way.TILES
 
 
 def test_an_order_says_where_each_row_lies() -> None:

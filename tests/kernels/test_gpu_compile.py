@@ -33,7 +33,8 @@ if HAS_TRITON and not INTERPRETED:
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
-    from tandem.kernels.gpu import attention_decode, attention_prefill, best, experts, overlap
+    from tandem.kernels import which
+    from tandem.kernels.gpu import attention_decode, attention_prefill, best, overlap
     from tandem.kernels.gpu.delta import prompt
     from tandem.kernels.gpu.latent import decode, prompt_kernels
     from tandem.kernels.gpu.ops import GpuOps
@@ -179,7 +180,7 @@ def test_experts_of_many_rows(
 ) -> None:
     """Once for all numbers of rows, parts and pieces; only the first part's results are written, not added."""
     servers = compiler.target.arch // 10 in products.PYTORCHS
-    monkeypatch.setattr(experts, "MANY_PAIRS", 0)
+    monkeypatch.setattr(which, "MANY_PAIRS", 0)
     monkeypatch.setattr(products, "ROW_BYTES", 1 << 21)
     monkeypatch.setattr(products, "has_pytorchs", lambda device: servers)
     monkeypatch.setattr(products, "grouped_product", lambda a, b, offs: a.new_empty(len(a), b.shape[2]))

@@ -79,14 +79,19 @@ def _rounded(weight: Tensor, fmt: str, group: int) -> WeightCodes:
     return WeightCodes(joined, scales[..., 0].bfloat16(), fmt, group, weight.shape[1])
 
 
-@functools.cache
-def expert_bytes(hidden: int, width: int, name: str) -> int:
-    """What one expert takes once it is packed, scales and padding included: an empty layer is asked."""
+def empty_layer(hidden: int, width: int, name: str) -> PackedExperts:
+    """Of one expert, with the layout that such experts have."""
     layer = PackedExperts(_workspace(), 1, hidden, width, name if name in NUMBERS else "bf16")
     if name not in NUMBERS:
         up, down = (as_stored(torch.ones(1, depth), name) for depth in (hidden, width))
         layer.hold(up, up, down)
-    return layer.bytes_per_expert
+    return layer
+
+
+@functools.cache
+def expert_bytes(hidden: int, width: int, name: str) -> int:
+    """What one expert takes once it is packed, scales and padding included: an empty layer is asked."""
+    return empty_layer(hidden, width, name).bytes_per_expert
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tandem.bench.ceilings import Ceilings
-from tandem.bench.experts import Result
+from tandem.bench.kernels.experts import Result
 from tandem.errors import ConfigError
 
 INTENSITIES = [2.0**i for i in range(-1, 12)]  # operations per byte

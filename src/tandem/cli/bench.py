@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -104,6 +104,9 @@ def kernels(
     int8_activations: Annotated[
         bool, typer.Option("--int8-activations", help="ours with int8 activations (lossy), too: A8")
     ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="say which kernel each row runs on, and measure nothing")
+    ] = False,
     seconds: Annotated[float, typer.Option(min=0, help="measuring time per row")] = 1.0,
     working_set_mib: Annotated[
         int | None, typer.Option(min=1, help="distinct weights (default: 4 x the last-level cache)")
@@ -115,13 +118,17 @@ def kernels(
 
     Options for lists can be repeated. Example: kt bench kernels --format bf16 --format int4 --out kernels.json
     """
-    from tandem.bench.kernels import run
+    from tandem.bench.kernels import run as measured
 
-    run(
-        shapes=shape or ["demo"],
-        formats=fmt or ["bf16"],
-        tiers=tier or [],
-        tokens=tokens or [1, 8, 64, 512],
+    asked: dict[str, Any] = {
+        "shapes": shape or ["demo"], "formats": fmt or ["bf16"], "tiers": tier or [],
+        "tokens": tokens or [1, 8, 64, 512],
+    }  # fmt: skip
+    if explain:
+        measured.explain(**asked)
+        return
+    measured.run(
+        **asked,
         threads=threads,
         with_torch=with_torch,
         int8_activations=int8_activations,

@@ -7,6 +7,11 @@ GPU_CODES = ("bf16", "int8", "int4", "fp8", "fp4")
 EXPERT_CODES = (*GPU_CODES, "uint4")  # the last one with zero points
 GPU_SCALES = ("f32", "bf16", "f16", "e8m0", "e4m3")
 
+MMA_CODES = ("int8", "int4", "fp8", "fp4")  # that few rows take to tensor cores
+MMA_SCALES = ("f32", "bf16", "f16", "e8m0")
+MMA_GROUPS = (0, 32, 64, 128, 256)  # k per scale; 0: one per row
+MMA_STEP = 32  # k of two mma
+
 PACKED_KINDS = {
     "int8": ("int8", ""), "int4": ("int4", ""), "fp8": ("fp8", ""),
     "mxfp8": ("fp8", "e8m0"), "mxfp4": ("fp4", "e8m0"), "nvfp4": ("fp4", "e4m3"),
@@ -35,3 +40,9 @@ def kind_is_read(kind: str, shifted: bool, experts: bool = False) -> bool:
     if shifted:
         return experts and kind == "int4"
     return not refusal(*PACKED_KINDS[kind])
+
+
+def takes_tensor_cores(codes: str, scale: str, group: int, depth: int, padded_depth: int) -> bool:
+    """Whether there is code for few rows of such panels: whole groups of 32 k, rows of x in units of 16 bytes."""
+    known = codes in MMA_CODES and scale in MMA_SCALES
+    return known and group in MMA_GROUPS and padded_depth % MMA_STEP == depth % 8 == 0

@@ -18,10 +18,9 @@ from tandem.kernels.gpu.prompts.products import Part, PromptExperts, parts_of
 from tandem.kernels.gpu.uploads import Uploads
 from tandem.kernels.ops import ExpertBiases, Routing
 from tandem.kernels.packed.experts import ExpertWeights, PackedExperts
+from tandem.kernels.which import Reads, Way, gpu_way
 
-FEW_TOKENS = 16  # up to here every (token, expert) pair streams its weights; from there on tiles share them
 SCRATCH_BYTES = 512 << 20  # of a step's pairs at a time: thousands of tokens, so that tiles are full
-MANY_TOKENS, MANY_PAIRS = 128, 24  # from so many, and so many pairs an expert on average, unpacking weights pays
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +162,13 @@ class GpuExperts:
         added up before the next, so that its memory is bounded; a row's bits are the same. alone: nothing will be
         added to the sums, so they may be rounded."""
         slots = expert_rows.slots_of(routing)
-        if len(x) <= FEW_TOKENS and self._mma:
+        reads = Reads(self._mma, self.prompts is not None and not self.step.captured)
+        way = gpu_way(len(x), slots.numel(), len(self.slot_of), reads)
+        if way is Way.MMA:
             return PartialSums(self._multiplied(x.contiguous(), routing, alone), None)
-        if len(x) <= FEW_TOKENS:
+        if way is Way.ROWS:
             return PartialSums(self._streamed(x, routing), slots)
-        if self.prompts is not None and not self.step.captured and are_many(slots, len(self.slot_of)):
+        if way is Way.PROMPTS and self.prompts is not None:
             return PartialSums(self.prompts(x, slots, routing.weights, self.parts()), None)
         each = self._tokens_at_once(x.shape[1], slots.shape[1])
         if len(x) <= each:
@@ -217,11 +218,6 @@ def _slots(table: Tensor, ids: Tensor) -> Tensor:
     """Where each lies, int32; -1 for ids that no expert has."""
     last = len(table) - 1
     return torch.where((ids >= 0) & (ids <= last), table[ids.clamp(0, last)], -1)
-
-
-def are_many(slots: Tensor, experts: int) -> bool:
-    """Whether unpacking the weights of so many experts pays for these pairs, [T, k]."""
-    return len(slots) >= MANY_TOKENS and slots.numel() >= MANY_PAIRS * experts
 
 
 def _parts(count: int, size: int) -> list[slice]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tandem.formats.gpu_reading import MMA_CODES, MMA_SCALES, MMA_STEP, takes_tensor_cores
 from tandem.kernels.gpu.panels import Panels
 
-STEP = 32  # k of two mma
-GROUPS = (0, 32, 64, 128, 256)  # k per scale; 0: one per row
-FORMATS = {"int8": 0, "int4": 1, "fp8": 2, "fp4": 3}
-SCALES = {"f32": 0, "bf16": 1, "f16": 2, "e8m0": 3}
+STEP = MMA_STEP
+FORMATS = {name: number for number, name in enumerate(MMA_CODES)}  # the source compares these numbers
+SCALES = {name: number for number, name in enumerate(MMA_SCALES)}
 SCALE_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "e8m0": 1}
 
 COMMON = r"""
@@ -182,9 +182,9 @@ def kind_of(panels: Panels) -> Kind:
 
 
 def has_steps(panels: Panels) -> bool:
-    """Whether there is code for such panels: whole groups of 32 k, rows of x in units of 16 bytes."""
-    known = panels.fmt in FORMATS and panels.scale in SCALES and panels.scale_offset > 0
-    return known and panels.group in GROUPS and panels.padded_depth % STEP == panels.depth % 8 == 0
+    """Whether there is code for such panels."""
+    codes = panels.fmt, panels.scale, panels.group, panels.depth, panels.padded_depth
+    return panels.scale_offset > 0 and takes_tensor_cores(*codes)
 
 
 def group_shift(panels: Panels) -> int:

@@ -29,7 +29,7 @@ from tandem.bench.ceilings import (
     measure_flops,
     peak_format,
 )
-from tandem.bench.experts import (
+from tandem.bench.kernels.experts import (
     Layer,
     Result,
     Shape,
@@ -41,6 +41,7 @@ from tandem.bench.experts import (
     time_layers,
     torch_layers,
 )
+from tandem.bench.kernels.explain import chosen, table
 from tandem.bench.plot import draw_roofline
 from tandem.bench.rows import STAMP, keep, of_bench, stamp, write_json_file
 from tandem.config.machine import Machine
@@ -114,6 +115,15 @@ def run(
             "Interrupted: these are the rows measured until then; not all ceilings were read again after them"
         )
         raise typer.Exit(INTERRUPTED)
+
+
+def explain(*, shapes: list[str], formats: list[str], tiers: list[str], tokens: list[int]) -> None:
+    """Prints which kernels the flags' rows run on. No tiers: all of this machine."""
+    machine, console = this_machine(), Console()
+    names = one_of("--format", formats, bench_formats.FORMATS)
+    places = one_of("--tier", tiers or list(machine.tiers), machine.tiers)
+    for shape in map(parse_shape, shapes):
+        console.print(table(shape, (row for name in names for row in chosen(shape, name, places, tokens))))
 
 
 def pools_of(machine: Machine, threads: int | None) -> list[_core.WorkerPool]:

@@ -1,0 +1,69 @@
+"""`kt bench kernels --explain`: which kernel multiplies how many rows, as the engine chooses. Nothing is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from rich import box
+from rich.table import Table
+
+from tandem import _core
+from tandem.bench.formats import empty_layer
+from tandem.bench.kernels.experts import Shape
+from tandem.errors import KernelError
+from tandem.formats.gpu_reading import PACKED_KINDS, refusal, takes_tensor_cores
+from tandem.kernels.packed.experts import PackedExperts
+from tandem.kernels.which import Kernel, Reads, cpu_kernel, gpu_kernel
+
+GPU = "GPU"
+COLUMNS = "format", "where", "tokens", "rows of an expert", "kernel", "because"
+NUMBERS = "tokens", "rows of an expert"
+
+
+class Chosen(NamedTuple):
+    """tokens: of a step; rows: of an expert, where all are used alike."""
+
+    fmt: str
+    place: str
+    tokens: int
+    rows: int
+    kernel: Kernel
+
+
+def chosen(shape: Shape, fmt: str, tiers: Iterable[str], tokens: Iterable[int]) -> Iterator[Chosen]:
+    """On CPU tiers, and on an NVIDIA GPU of compute capability 8.0 or more. Raises ConfigError for sizes that the
+    format does not have."""
+    layer = empty_layer(shape.hidden, shape.width, fmt)
+    code = PACKED_KINDS[fmt][0] if fmt in PACKED_KINDS else layer.layout()[0][0]
+    counts = [(count, max(1, round(count * shape.top_k / shape.experts))) for count in tokens]
+    for tier in tiers:
+        workspace = _core.Workspace(_core.WorkerPool([-1]), tier)
+        for count, rows in counts:
+            yield Chosen(fmt, tier, count, rows, cpu_kernel(workspace, code, rows))
+    for count, rows in counts:
+        yield Chosen(fmt, GPU, count, rows, _on_gpu(shape, layer, count))
+
+
+def _on_gpu(shape: Shape, layer: PackedExperts, tokens: int) -> Kernel:
+    try:
+        layouts = layer.layout()
+    except KernelError as error:
+        return Kernel("none", str(error))
+    reads = []
+    for codes, _, depth, padded, _, _, scales, scale, group, zeros in layouts:
+        if why := refusal(codes, scale, depth, zeros > 0):
+            return Kernel("none", why)
+        reads.append(scales > 0 and takes_tensor_cores(codes, scale, group, depth, padded))
+    aligned = shape.hidden % 8 == shape.width % 8 == 0
+    return gpu_kernel(tokens, shape.top_k, shape.experts, Reads(all(reads), aligned))
+
+
+def table(shape: Shape, rows: Iterable[Chosen]) -> Table:
+    title = f"{shape.name}: {shape.experts} experts, {shape.top_k} of them for each token"
+    made = Table(box=box.SIMPLE_HEAD, title=title)
+    for name in COLUMNS:
+        made.add_column(name, justify="right" if name in NUMBERS else "left")
+    for row in rows:
+        made.add_row(row.fmt, row.place, str(row.tokens), str(row.rows), *row.kernel)
+    return made

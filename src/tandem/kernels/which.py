@@ -1,0 +1,65 @@
+"""Which kernel multiplies an expert's rows. Each side chooses here, and `kt bench kernels --explain` says it."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from tandem import _core
+
+FEW_TOKENS = 16  # up to here every (token, expert) pair streams its weights; from there on tiles share them
+MANY_TOKENS, MANY_PAIRS = 128, 24  # from so many, and so many pairs an expert on average, unpacking weights pays
+
+
+class Way(Enum):
+    """Of a step's rows through a layer's experts on the GPU."""
+
+    MMA = "expert_mma"
+    ROWS = "expert_rows"
+    TILES = "expert_tiles"
+    PROMPTS = "prompts"
+
+
+class Reads(NamedTuple):
+    """What kernels can read of a layer's experts. mma: codes that become operands of tensor cores; prompts: matrices
+    that may be unpacked, outside of graphs."""
+
+    mma: bool
+    prompts: bool
+
+
+def gpu_way(tokens: int, pairs: int, experts: int, reads: Reads) -> Way:
+    """pairs: (token, expert) pairs of the step; experts: of the layer."""
+    if tokens <= FEW_TOKENS:
+        return Way.MMA if reads.mma else Way.ROWS
+    many = tokens >= MANY_TOKENS and pairs >= MANY_PAIRS * experts
+    return Way.PROMPTS if reads.prompts and many else Way.TILES
+
+
+class Kernel(NamedTuple):
+    """name: of the kernel or its file; why: in words."""
+
+    name: str
+    why: str
+
+
+def cpu_kernel(workspace: _core.Workspace, fmt: str, rows: int) -> Kernel:
+    """Of `rows` rows of one expert; the C++ core compares the same number."""
+    least = workspace.tile_from_rows(fmt)
+    if rows >= least:
+        return Kernel("tile_mm", f"from {least} rows of an expert on, a panel is unpacked once for all")
+    return Kernel("dot_rows", f"fewer than {least} rows of an expert: weights are read once, into registers")
+
+
+_WHY = {
+    Way.MMA: f"at most {FEW_TOKENS} tokens: each pair streams its codes through tensor cores",
+    Way.ROWS: f"at most {FEW_TOKENS} tokens: each pair streams its weights",
+    Way.TILES: "tiles of rows share the weights of their expert",
+    Way.PROMPTS: f"{MANY_TOKENS} tokens and {MANY_PAIRS} pairs an expert: weights are unpacked once",
+}
+
+
+def gpu_kernel(tokens: int, top_k: int, experts: int, reads: Reads) -> Kernel:
+    """Of a step of so many tokens."""
+    way = gpu_way(tokens, tokens * top_k, experts, reads)
+    return Kernel(f"kernels/gpu/{way.value}", _WHY[way])

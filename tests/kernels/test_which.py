@@ -1,0 +1,54 @@
+"""Which kernel runs for how many rows: one answer, which both sides follow and `kt bench kernels --explain` prints."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from tandem import _core
+from tandem.bench.formats import FORMATS
+from tandem.bench.kernels.experts import parse_shape
+from tandem.bench.kernels.explain import GPU, chosen
+from tandem.cli.app import app
+from tandem.kernels.which import FEW_TOKENS, MANY_PAIRS, MANY_TOKENS, Reads, Way, cpu_kernel, gpu_way
+
+CODES = Reads(mma=True, prompts=True)
+
+
+@pytest.mark.parametrize("tier", _core.supported_tiers())
+@pytest.mark.parametrize("fmt", ["bf16", "int4", "int8", "fp8", "fp4"])
+def test_a_cpu_changes_kernels_once(tier: str, fmt: str) -> None:
+    workspace = _core.Workspace(_core.WorkerPool([-1]), tier)
+    least = workspace.tile_from_rows(fmt)
+    names = [cpu_kernel(workspace, fmt, rows).name for rows in range(1, least + 3)]
+    assert names == ["dot_rows"] * (least - 1) + ["tile_mm"] * 3
+    forced = _core.Workspace(_core.WorkerPool([-1]), tier, tile_from_rows=3)
+    assert [cpu_kernel(forced, fmt, rows).name for rows in (2, 3)] == ["dot_rows", "tile_mm"]
+
+
+def test_a_gpu_goes_from_pairs_to_tiles_to_unpacked_weights() -> None:
+    few, tiles = FEW_TOKENS * 8, MANY_PAIRS * 128
+    assert gpu_way(FEW_TOKENS, few, 128, CODES) is Way.MMA
+    assert gpu_way(FEW_TOKENS, few, 128, Reads(False, True)) is Way.ROWS
+    assert gpu_way(FEW_TOKENS + 1, few + 8, 128, CODES) is Way.TILES
+    assert gpu_way(MANY_TOKENS * 9, tiles, 128, CODES) is Way.PROMPTS
+    assert gpu_way(MANY_TOKENS * 9, tiles, 128, Reads(True, False)) is Way.TILES
+    assert gpu_way(MANY_TOKENS * 9, tiles - 1, 128, CODES) is Way.TILES
+    assert gpu_way(MANY_TOKENS - 1, tiles, 2, CODES) is Way.TILES
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_format_has_an_answer(fmt: str) -> None:
+    shape = parse_shape("2048x768x128x8")
+    rows = list(chosen(shape, fmt, ["scalar"], (12, 4096)))
+    assert [(row.place, row.tokens) for row in rows] == [("scalar", 12), ("scalar", 4096), (GPU, 12), (GPU, 4096)]
+    assert all(row.kernel.why for row in rows)
+    refused = {row.fmt for row in rows if row.kernel.name == "none"}
+    assert refused == {fmt} & {"f32", "q4_1", "q4_k", "q6_k"}
+
+
+def test_twelve_rows_of_int4_are_explained() -> None:
+    asked = ["bench", "kernels", "--explain", "--shape", "q3", "--format", "int4", "--tokens", "12", "--tier", "scalar"]
+    result = CliRunner().invoke(app, asked, env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    assert "dot_rows" in result.output and "kernels/gpu/expert_mma" in result.output
