@@ -4,8 +4,8 @@
     PYTHONPATH=src python benchmarks/second_turn.py /tmp/next --prefix 30000 --new 200
 
 Prints one row of JSON. `rows`: tokens that the turn computed, the most of all rounds; `ratio`: the median turn by the
-median fresh prompt. A fresh prompt shares no token with any other. Ends with status 1 where a turn computed more than
-`--new` and two pages.
+median fresh prompt. A fresh prompt shares no token with any other. Ends with status 1 where a turn computed as
+many as `--new` and two pages, or more.
 """
 
 from __future__ import annotations
