@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
 from time import monotonic, sleep
 
@@ -83,3 +86,37 @@ def test_what_a_piece_raises_is_raised_in_the_engines_thread() -> None:
     feeder.start(again := FakePieces(1))
     feeder.finish()
     assert not again.left
+
+
+def test_a_process_ends_with_a_pass_under_way() -> None:
+    code = """
+from tandem.engine.feeder import Feeder
+class Pieces:
+    def pieces_left(self): return 3
+    def piece(self): ...
+    def wait_for_room(self): ...
+feeder = Feeder()
+feeder.start(Pieces())
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_thread_ends_with_its_feeder() -> None:
+    before = set(threading.enumerate())
+    feeder = Feeder()
+    (thread,) = set(threading.enumerate()) - before
+    feeder.start(FakePieces(2))
+    feeder.finish()
+    del feeder
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_an_error_of_a_pass_that_is_given_up_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    feeder = Feeder()
+    feeder.start(FakePieces(3, fails=3))
+    with feeder.opened():
+        until(lambda: feeder._given is not None and feeder._given.ended.is_set())
+    feeder.stop()
+    assert "a layer failed" in caplog.text

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tandem.engine.batch_arrays import BatchArrays
-from tandem.engine.feeder import Feeder
 from tandem.engine.gpu_pass import Streams
 from tandem.engine.gpu_runner import GpuRunner, GraphPlan, _Inputs, _masks
 from tandem.engine.sampling.graph_masks import GraphMasks
@@ -138,7 +137,7 @@ def test_experts_move_after_wrong_guesses_are_no_longer_counted() -> None:
 def runner_on(device: str) -> GpuRunner:
     runner = GpuRunner.__new__(GpuRunner)
     runner._device, runner._live, runner._guessing = torch.device(device), None, False
-    runner._streams, runner._feeder = Streams(torch.device("cpu"), apart=False), Feeder()
+    runner._streams, runner._feeder = Streams(torch.device("cpu"), apart=False), None
     runner._best, runner._end = BestRows(1, torch.device("cpu")), StepEnd(torch.device("cpu"))
     return runner
 

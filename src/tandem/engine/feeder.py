@@ -6,14 +6,17 @@ GPU idle or let those who decode wait.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Event
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Protocol
 
 SWITCH_SECONDS = 2e-4  # in which Python's lock changes hands: with its usual 5 ms a step's end would wait for pieces
+
+_log = logging.getLogger(__name__)
 
 
 class Fed(Protocol):
@@ -28,32 +31,45 @@ class Fed(Protocol):
         ...
 
 
+class Feeding:
+    """One pass on its way. error: what ended it before its time."""
+
+    def __init__(self, paused: Fed) -> None:
+        self.paused, self.ended = paused, Event()
+        self.stopped = False
+        self.error: BaseException | None = None
+
+    def run(self, open_: Event) -> None:
+        try:
+            while self.paused.pieces_left() and not self.stopped:
+                self.paused.wait_for_room()
+                open_.wait()
+                if not self.stopped:
+                    self.paused.piece()
+        except BaseException as error:  # the engine's thread raises it
+            self.error = error
+        finally:
+            self.ended.set()
+
+
 class Feeder:
-    """One thread, one pass at a time. It is made before the engine's thread is pinned to a CPU, so it shares none."""
+    """One thread, one pass at a time. It is made before the engine's thread is pinned to a CPU, so it shares none. A
+    process ends without waiting for it: the GPU may never answer."""
 
     def __init__(self, enter: Callable[[], object] = lambda: None) -> None:
         """enter: called in the thread first."""
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-        self._thread = ThreadPoolExecutor(1, "tandem-prompts", initializer=enter)
-        self._thread.submit(_nothing).result()  # the thread is there now
-        self._open, self._stopped = Event(), False
-        self._given: Future[None] | None = None
+        self._asked, self._open = SimpleQueue[Feeding | None](), Event()
+        self._given: Feeding | None = None
+        Thread(target=_serve, args=(enter, self._asked, self._open), name="tandem-prompts", daemon=True).start()
 
     def start(self, paused: Fed) -> None:
-        self._stopped = False
-        self._given = self._thread.submit(self._feed, paused)
-
-    def _feed(self, paused: Fed) -> None:
-        while paused.pieces_left():
-            self._open.wait()
-            paused.wait_for_room()
-            if self._stopped:
-                return
-            paused.piece()
+        self._given = Feeding(paused)
+        self._asked.put(self._given)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Pieces are given meanwhile: the engine's thread only waits."""
+        """Pieces are given meanwhile: the engine's thread only waits. One may still be under way at the end."""
         self._open.set()
         try:
             yield
@@ -62,22 +78,34 @@ class Feeder:
 
     def look(self) -> None:
         """Raises what a piece raised."""
-        if self._given is not None and self._given.done():
-            self._given.result()
+        if self._given is not None and self._given.error is not None:
+            raise self._given.error
 
     def finish(self) -> None:
         """Waits until all pieces are given. Raises what one of them raised."""
         if self._given is not None:
             with self.opened():
-                self._given.result()
+                self._given.ended.wait()
+            self.look()
 
     def stop(self) -> None:
         """No piece is given any more when this returns."""
-        self._stopped = True
-        if self._given is not None:
-            with self.opened():
-                self._given.exception()
-        self._given = None
+        given, self._given = self._given, None
+        if given is None:
+            return
+        given.stopped = True
+        with self.opened():
+            given.ended.wait()
+        if given.error is not None:
+            _log.warning("a prompt that was given up had failed before: %s", given.error)
+
+    def __del__(self) -> None:
+        self._asked.put(None)
 
 
-def _nothing() -> None: ...
+def _serve(enter: Callable[[], object], asked: SimpleQueue[Feeding | None], open_: Event) -> None:
+    """Holds no `Feeder`: the thread ends with its engine."""
+    enter()
+    while (feeding := asked.get()) is not None:
+        feeding.run(open_)
+        del feeding

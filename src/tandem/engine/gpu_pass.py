@@ -97,7 +97,7 @@ class GpuPass:
         streams: Streams,
         usage: ExpertUsage | None,
         rows: HostRows,
-        feeder: Feeder,
+        feeder: Feeder | None,
     ) -> None:
         """batches: in host memory, and on the GPU. feeder: gives its pieces where the CPU has no part in them."""
         self._model, self._states, self._start, self._streams = model, states, start, streams
@@ -157,6 +157,8 @@ class GpuPass:
         if self._feeder is not None:
             self._feeder.stop()
         self._start.release()
-        self._streams.finish()
-        if self._usage is not None:
-            self._usage.end_beside()
+        try:
+            self._streams.finish()
+        finally:
+            if self._usage is not None:
+                self._usage.end_beside()

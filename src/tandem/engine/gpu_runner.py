@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -188,7 +188,7 @@ class GpuRunner:
         self._start = said if isinstance(said, PassStart) else None
         apart = live is None and self._start is not None and self._start.pausable()
         self._streams = Streams(handoff.device, apart)
-        self._feeder = Feeder(partial(_on, self._device))
+        self._feeder = Feeder(partial(_on, self._device)) if apart else None
         self._streams.enter()
         with torch.inference_mode(), _nothing_collected():
             self._capture_all()
@@ -228,7 +228,7 @@ class GpuRunner:
         graph.graph.replay()
         self._end.mark()
         self._move_experts()
-        with self._feeder.opened():
+        with nullcontext() if self._feeder is None else self._feeder.opened():
             self._handoff.serve(graph.posts)
             return self._done(graph.logits[:rows], graph.best[:rows], rows, masked=masks)
 
