@@ -159,10 +159,11 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, tokens: int, rows: int) -> Chunk:
         length = min(tokens, self._store.chunk_end(sequence) - sequence.computed_len)
-        length = self._store.reach(sequence, length)
+        if sequence.scores_prompt:
+            length = min(length, max(1, rows))
+        length = self._store.reach(sequence, length)  # last: it takes pages for all of them
         if not sequence.scores_prompt:
             return Chunk(sequence, length, int(length == sequence.pending_len))
-        length = min(length, max(1, rows))
         first_unknown = max(sequence.computed_len, len(sequence.prompt_logprobs) - 1)
         # After a preemption a chunk may end before the first row that is still to be scored.
         return Chunk(sequence, length, max(0, sequence.computed_len + length - first_unknown))

@@ -60,8 +60,7 @@ class StateStore:
         wanted = sequence.pages_wanted(guesses) - sequence.num_pages
         if wanted > 0 and self.pages.available < wanted + left:
             return False
-        rows = sequence.total_len + guesses
-        if self._windows is not None and self._windows.reach(sequence, rows) < rows:
+        if self._windows is not None and not self._windows.grow(sequence, sequence.total_len + guesses, left):
             return False
         if wanted > 0:
             sequence.add_pages(self.pages.allocate(wanted))

@@ -59,10 +59,21 @@ class WindowPages:
         sequence.window_table[first:count] = shared
         sequence.window_first, sequence.window_end = first, count
 
+    def grow(self, sequence: Sequence, length: int, left: int) -> bool:
+        """Pages for the first `length` tokens of a sequence. False where fewer than `left` would be left for others;
+        then nothing has changed."""
+        missing = self._missing(sequence, length)
+        if missing > 0 and self.available < missing + left:
+            return False
+        self.reach(sequence, length)
+        return True
+
+    def _missing(self, sequence: Sequence, length: int) -> int:
+        return -(-length // self._page) - sequence.window_end
+
     def reach(self, sequence: Sequence, length: int) -> int:
         """Pages for the first `length` tokens of a sequence, as far as there are some; how many tokens they hold."""
-        wanted = -(-length // self._page) - sequence.window_end
-        given = max(0, min(wanted, self.available))
+        given = max(0, min(self._missing(sequence, length), self.available))
         for number in range(sequence.window_end, sequence.window_end + given):
             sequence.window_table[number] = self._take()
         sequence.window_end += given
