@@ -361,3 +361,20 @@ def test_a_pass_that_cannot_begin_fails_its_prompts_alone(monkeypatch: pytest.Mo
                 ended[output.id] = output.finish_reason
     assert ended == {"a": "length", "b": "error"}
     check_pages(engine)
+
+
+def test_beside_decoding_a_single_pass_is_taken_in_turns() -> None:
+    """Where two prompts cannot share a pass, the oldest and the shortest alternate."""
+    engine = engine_of(PausingFake(), num_pages=400)
+    engine.add(request("a", [2, 3, 4], max_tokens=60, ignore_eos=True))
+    engine.step()
+    for name, length in (("long", 240), ("short", 40)):
+        engine.add(request(name, (LONG * 3)[:length], max_tokens=1))
+    runner = FakeRunner(FakePausing(1, iter([0] * 99)))
+    aside = aside_of(engine._scheduler, runner, together=False)
+    for _ in range(4):
+        chunks = engine._scheduler.next()
+        aside.take(chunks)
+        aside.slice(True)
+    names = [[chunk.sequence.request_id for chunk in chunks] for chunks in runner.asked]
+    assert names == [["long"], ["short"], ["long"], ["short"]]

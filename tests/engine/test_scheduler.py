@@ -332,3 +332,64 @@ def test_nan_logits_are_an_error_of_that_row_only() -> None:
     assert outputs["bad", 0][-1].finish_reason == "error" and "NaN" in outputs["bad", 0][-1].error
     assert token_ids(outputs["good", 0]) == greedy_reference([2, 3], 8)
     assert engine.stats().pages_cached == 2  # of "good": 9 tokens; nothing of "bad" is kept
+
+
+LONG, STEP = [3, 5, 7, 11] * 60, 16
+
+
+def prefilled(engine: Engine) -> dict[str, int]:
+    """Of one step: how many tokens of each prompt."""
+    before = {s.request_id: s.computed_len for s in engine._scheduler.running}
+    engine.step()
+    now = {s.request_id: s.computed_len for s in engine._scheduler.running}
+    return {name: now[name] - before.get(name, 0) for name in now}
+
+
+def steps_to_first_token(engine: Engine, name: str) -> int:
+    for steps in range(1, 200):
+        if any(output.id == name and output.token_ids for output in engine.step()):
+            return steps
+    raise AssertionError(name)
+
+
+def test_a_short_prompt_behind_a_long_one_takes_twice_its_own_time() -> None:
+    engine = fake_engine(FakeModel(), num_pages=400, max_step_tokens=STEP, radix_cache=False)
+    engine.add(request("long", LONG, max_tokens=1))
+    assert prefilled(engine) == {"long": STEP}
+    short = [13, 17, 19] * 10  # 30 tokens: two steps alone
+    engine.add(request("short", short, max_tokens=1))
+    assert prefilled(engine) == {"long": STEP // 2, "short": STEP // 2}
+    assert steps_to_first_token(engine, "short") == 3
+    assert engine._scheduler.running[0].computed_len >= STEP * 3
+    answers = {name: token_ids(outputs) for (name, _), outputs in run(engine).items()}
+    assert answers["long"] == greedy_reference(LONG, 1)
+    check_pages(engine)
+
+
+def test_one_short_prompt_after_another_leaves_a_long_one_its_half() -> None:
+    engine = fake_engine(FakeModel(), num_pages=400, max_step_tokens=STEP, radix_cache=False)
+    engine.add(request("long", LONG, max_tokens=1))
+    steps = 0
+    while engine.has_work() and steps < 100:
+        if steps < 40:
+            engine.add(request(f"s{steps}", [20 + steps % 40] * STEP, max_tokens=1))
+        if any(output.id == "long" and output.token_ids for output in engine.step()):
+            break
+        steps += 1
+    assert steps <= 2 * len(LONG) // STEP + 1
+
+
+def test_equal_prompts_come_one_after_the_other() -> None:
+    """Sharing would make the first one late, and the second one no sooner."""
+    engine = fake_engine(FakeModel(), num_pages=400, max_step_tokens=STEP, radix_cache=False)
+    for name in "ab":
+        engine.add(request(name, [ord(name) % 60, *LONG[: 2 * STEP - 1]], max_tokens=1))
+    assert [steps_to_first_token(engine, name) for name in "ab"] == [2, 2]
+
+
+def test_no_more_is_admitted_than_a_step_can_share() -> None:
+    engine = fake_engine(FakeModel(), num_pages=400, max_step_tokens=STEP, radix_cache=False)
+    for name in "abcdef":
+        engine.add(request(name, [ord(name) % 60, *LONG[: 3 * STEP]], max_tokens=1))
+    engine.step()
+    assert [s.request_id for s in engine._scheduler.running] == ["a", "b"]

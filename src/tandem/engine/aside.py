@@ -39,6 +39,7 @@ class Aside:
         self._scheduler, self._runner, self._together = scheduler, runner, together
         self._pass: Pausing | None = None
         self._began = self._spent = 0.0
+        self._oldest = False  # whose turn was last
         scheduler.let_go = _weakly(self.drop)  # no circle: a model is freed with its engine
 
     @property
@@ -52,7 +53,7 @@ class Aside:
         prompts = [chunk for chunk in chunks if chunk.prefills]
         if self._pass is not None or not decoding or not prompts or not self._runner.runs_beside(decoding):
             return chunks
-        some = prompts if self._together else prompts[:1]
+        some = prompts if self._together else [self._one(prompts)]
         self._began, self._spent = perf_counter(), 0.0
         try:
             self._pass = self._runner.pause(some)
@@ -62,6 +63,11 @@ class Aside:
             return chunks
         self._scheduler.held = some
         return decoding
+
+    def _one(self, prompts: list[Chunk]) -> Chunk:
+        """The oldest and the one that needs least take turns, so neither waits for all of the other."""
+        self._oldest = not self._oldest
+        return prompts[0] if self._oldest else min(prompts, key=lambda chunk: chunk.sequence.pending_len)
 
     def slice(self, whole: bool) -> Logits | None:
         """Goes on with the pass; its logits when it has ended. whole: until then, for nobody waits."""

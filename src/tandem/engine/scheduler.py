@@ -84,15 +84,12 @@ class Scheduler:
             return chunks
         tokens = self.pace.step_tokens(decoding, pauses) - decoding
         rows = MAX_PROMPT_LOGITS_ROWS
-        for sequence in self._prefilling():
-            chunk = self._chunk(sequence, tokens, rows)
+        for sequence, most in self._allotted(self._prefilling(tokens), tokens):
+            chunk = self._chunk(sequence, most, rows)
             if not chunk.length:  # the windows of those before take all there is, until the next step has run
                 break
             chunks.append(chunk)
-            tokens -= chunk.length
             rows -= chunk.logits - 1
-            if tokens <= 0:
-                break
         # Beside a prompt a guess would wait longer than it saves, and its cost could not be measured.
         return self._with_guesses(chunks) if chunks and len(chunks) == decoding else chunks
 
@@ -148,14 +145,35 @@ class Scheduler:
             if runs and self._grow(sequence):
                 yield sequence
 
-    def _prefilling(self) -> Iterator[Sequence]:
-        """Prompts under way, then admissions as long as the caller asks for more."""
-        yield from [s for s in self.running if s.pending_len > 1]
-        while self.waiting and len(self.running) < self._max_running:
+    def _prefilling(self, tokens: int) -> list[Sequence]:
+        """Prompts under way, then admissions: until all together take the step's tokens, and all but the longest take
+        half of them. Else nobody behind a long prompt would get a share."""
+        prompts = [s for s in self.running if s.pending_len > 1]
+        wanted = [self._left(s) for s in prompts]
+        while self.waiting and len(self.running) < self._max_running and tokens > 0:
+            if sum(wanted) >= tokens and sum(wanted) - max(wanted) >= _share(tokens):
+                break
             sequence = self.waiting[0]
             if not self._admit(sequence):
-                return
-            yield sequence
+                break
+            prompts.append(sequence)
+            wanted.append(self._left(sequence))
+        return sorted(prompts, key=_by_arrival)
+
+    def _left(self, sequence: Sequence) -> int:
+        """Tokens of its next chunk, at most."""
+        return self._store.chunk_end(sequence) - sequence.computed_len
+
+    def _allotted(self, prompts: list[Sequence], tokens: int) -> list[tuple[Sequence, int]]:
+        """Half of the tokens for those that need least, the rest by age: a short prompt behind a long one takes at most
+        twice its own time, and the long one at most twice its own. Those that get none are left out."""
+        left = {sequence: self._left(sequence) for sequence in prompts}
+        given = dict.fromkeys(prompts, 0)
+        for some, most in ((sorted(prompts, key=left.__getitem__), _share(tokens)), (prompts, tokens)):
+            for sequence in some:
+                more = min(left[sequence] - given[sequence], most - sum(given.values()))
+                given[sequence] += max(0, more)
+        return [(sequence, most) for sequence, most in given.items() if most]
 
     def _chunk(self, sequence: Sequence, tokens: int, rows: int) -> Chunk:
         length = min(tokens, self._store.chunk_end(sequence) - sequence.computed_len)
@@ -214,3 +232,8 @@ class Scheduler:
         for sibling in siblings:
             if sibling.status is not Status.FINISHED:
                 insort(self.waiting, sibling, key=_by_arrival)
+
+
+def _share(tokens: int) -> int:
+    """Of a step's tokens, for the prompts that need least."""
+    return tokens - tokens // 2
