@@ -11,7 +11,7 @@ from tandem.bench.architectures import named_subject
 from tandem.config import EngineConfig, Machine, StoredFormat, StoredFormats
 from tandem.config.forecast.advice import Question, least_ram, roundings, ways_to_fit, ways_to_go_faster
 from tandem.config.forecast.compare import compare
-from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
+from tandem.config.forecast.machine_spec import MachineWish, system_bytes, wished_machine, wished_speeds
 from tandem.config.forecast.report import report
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.memory import GRAMMAR_BYTES
@@ -41,7 +41,7 @@ def test_memory_that_has_to_be_bought_is_said_in_numbers() -> None:
     ways = ways_to_fit(question(host))
     assert [way.lossy for way in ways] == [False, True] and all("of RAM" in way.change for way in ways)
     needed = least_ram(question(host))
-    used = host.total_memory - host.available_memory
+    used = max(host.total_memory - host.available_memory, system_bytes(needed))
     for total, fits in ((needed, True), (needed - 2 * GIB, False)):
         other = replace(host, total_memory=total, available_memory=total - used)
         if fits:
@@ -49,6 +49,13 @@ def test_memory_that_has_to_be_bought_is_said_in_numbers() -> None:
         else:
             with pytest.raises(ConfigError):
                 question(other).plan()
+
+
+def test_a_machine_whose_programs_take_all_its_memory_is_told_what_it_needs() -> None:
+    host = wished_machine(MachineWish(ram="2GB"), machine())
+    assert host.available_memory == 0
+    ways = ways_to_fit(question(host))
+    assert ways and all("of RAM" in way.change for way in ways)
 
 
 def test_ways_to_go_faster_are_faster() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -40,6 +42,20 @@ def test_the_page_says_what_kt_plan_says(script: ModuleType, name: str) -> None:
 
 def test_a_question_that_many_ask_is_answered_with_numbers(script: ModuleType) -> None:
     assert script.PAGE.read_text().endswith(script.answer()) and "GiB of RAM" in script.answer()
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("glm-4.5-air", "laptop"), ("deepseek-v3", "workstation, 4090"), ("kimi-k2", "desktop, 5090")],
+)
+def test_the_ram_that_is_named_is_enough(script: ModuleType, name: str, place: str) -> None:
+    """What other programs keep grows with the RAM."""
+    named = re.fullmatch(r"no: (\S+ GiB) of RAM", script.cell(name, place))
+    assert named is not None
+    wish = replace(script.MACHINES[place], ram=named[1])
+    assert script.report(name, script.question(name, wish, "INT4")).fits
+    little = replace(wish, ram=f"{float(named[1].split()[0]) - 1} GiB")
+    assert not script.report(name, script.question(name, little, "INT4")).fits
 
 
 @pytest.mark.full

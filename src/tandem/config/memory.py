@@ -279,7 +279,7 @@ def _way_out(request: MemoryRequest, needed: int) -> str:
 
 
 def _ways_out(request: MemoryRequest, needed: int) -> Iterator[str]:
-    fraction = needed / request.machine.available_memory + 0.005
+    fraction = needed / max(1, request.machine.available_memory) + 0.005
     if request.fraction < fraction <= LARGEST_FRACTION:
         yield f"--mem-fraction-static {math.ceil(fraction * 100) / 100:.2f} fits without loss"
     for method in ("INT8", "INT4"):

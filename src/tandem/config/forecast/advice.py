@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.expert_format import EXPERT_FORMATS
+from tandem.config.forecast.machine_spec import system_bytes
 from tandem.config.forecast.prediction import Case, Prediction, predict
 from tandem.config.forecast.speeds import GIB, Speeds
 from tandem.config.machine import Machine
@@ -135,8 +136,8 @@ def least_ram(question: Question, changes: Mapping[str, Any] = MappingProxyType(
 
     def enough(total: int) -> bool:
         machine = question.machine
-        used = machine.total_memory - machine.available_memory
-        other = dataclasses.replace(machine, total_memory=total, available_memory=total - min(used, total))
+        used = max(machine.total_memory - machine.available_memory, system_bytes(total))  # `kt plan --ram` agrees
+        other = dataclasses.replace(machine, total_memory=total, available_memory=max(0, total - used))
         return _fits(dataclasses.replace(question, machine=other), changes)
 
     if not enough(LARGEST_RAM):

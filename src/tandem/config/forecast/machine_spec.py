@@ -61,13 +61,18 @@ def wished_machine(wish: MachineWish, here: Machine) -> Machine:
         machine = _with_cpu(wish, machine)
     if wish.ram is not None:
         total = read_size(wish.ram, "--ram")
-        free = total - max(SYSTEM_BYTES, int(total * SYSTEM_SHARE))
+        free = total - system_bytes(total)
         machine = replace(machine, total_memory=total, available_memory=max(0, free))
     if wish.gpus is not None:
         gpus = _gpus(wish.gpus, wish.pcie or "PCIe")
         no_gpu = "" if gpus else "--gpu none"
         machine = replace(machine, gpus=gpus, no_gpu=no_gpu, gpu_missing=())
     return replace(machine, torch=ANY_VERSION, flashinfer=ANY_VERSION) if wish.anything else machine
+
+
+def system_bytes(total: int) -> int:
+    """Of so much RAM, what other programs keep on a machine that nobody has."""
+    return max(SYSTEM_BYTES, int(total * SYSTEM_SHARE))
 
 
 def wished_speeds(wish: MachineWish, machine: Machine, here: Speeds | None) -> Speeds:
