@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from tandem.bench.architectures import CONFIGS
+from tandem.bench.told import rows as told_rows
 from tandem.bench.told import turns as told_turns
 from tandem.bench.told.paid import Paid
 from tandem.bench.told.parts import ToldCopies, told_tokens
@@ -154,6 +155,49 @@ def test_entries_of_several_tokens_take_guesses_too(small, tmp_path: Path) -> No
 def test_routing_is_told_to_made_up_weights_alone() -> None:
     done = CliRunner().invoke(app, ["bench", "decode", "--speculative", "NGRAM", "--overlap", "0.5"])
     assert isinstance(done.exception, ConfigError) and "--config" in str(done.exception)
+
+
+def asked(**flags: Any) -> told_rows.Request:
+    known = {
+        "speculative": "NGRAM", "config": "small", "fmt": None, "gpu_share": None, "batch": [4], "acceptance": None,
+        "overlap": 0.5, "num_steps": 3, "governor": True, "fixed": None, "layers": 3, "context": 40, "steps": 8,
+        "repeats": 1, "threads": 1, "tier": "auto", "dense_format": "bf16", "draft_ms": 0.0,
+    }  # fmt: skip
+    return told_rows.request(known | flags)
+
+
+def test_steps_are_planned_for_the_most_guesses_that_any_has(small, monkeypatch) -> None:
+    """Graphs count what the CPU's experts do: a wider step would be counted as none."""
+    planned: list[int] = []
+
+    def stopped(config: Any, *rest: object) -> None:
+        planned.append(config.speculative_num_steps)
+        raise InterruptedError
+
+    monkeypatch.setattr(told_rows, "told_parts", stopped)
+    for flags in ({}, {"fixed": [1, 5]}, {"fixed": [2]}):
+        with pytest.raises(InterruptedError):
+            list(told_rows.measure(asked(**flags)))
+    assert planned == [3, 5, 3]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"num_steps": 4}, "--batch 4 with --speculative-num-steps 4 has 20 rows .* graph has 16"),
+        ({"fixed": [3, 7]}, "--batch 4 with --fixed 7 has 32 rows"),
+        ({"batch": [1, 5]}, "--batch 5 with --speculative-num-steps 3 has 20 rows"),
+    ],
+)
+def test_a_step_of_more_rows_than_a_graph_is_refused(
+    small, monkeypatch, flags: dict[str, Any], message: str
+) -> None:
+    gpu = SimpleNamespace(graph_sizes=(4, 8, 16))
+    made = SimpleNamespace(parts=SimpleNamespace(plan=SimpleNamespace(gpu=gpu)))
+    monkeypatch.setattr(told_rows, "told_parts", lambda *_: made)
+    with pytest.raises(ConfigError, match=message):
+        list(told_rows.measure(asked(**flags)))
+    told_rows.check_rows(asked(fixed=[3]), gpu.graph_sizes)
 
 
 def test_a_guess_takes_the_time_that_is_said() -> None:

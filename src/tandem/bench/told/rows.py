@@ -65,6 +65,11 @@ class Request:
         """Most guesses, and whether each step has as many as pay."""
         return [*([(self.most, True)] if self.governed else []), *((width, False) for width in self.fixed)]
 
+    @property
+    def widest(self) -> int:
+        """Guesses of a sequence that some step may have: it is planned for them."""
+        return max(self.most, *self.fixed) if self.fixed else self.most
+
 
 def request(flags: Mapping[str, Any]) -> Request:
     """Of the parameters of `kt bench decode`. Raises ConfigError."""
@@ -120,6 +125,8 @@ def _of_share(request: Request, fmt: str, share: float, hbm: float) -> Iterator[
     with TemporaryDirectory(prefix="tandem-bench-") as folder:
         write_folder(Path(folder), request.config, request.layers)
         told = told_parts(_config(request, folder, fmt, share), request.dense, request.overlap)
+    if told.parts.plan.gpu is not None:
+        check_rows(request, told.parts.plan.gpu.graph_sizes)
     ceilings = Ceilings(_reader(told).mean_gbps(READ_SECONDS), hbm)
     for batch in request.batches:
         turns = Turns(told, Asked(batch, request.context, request.tokens))
@@ -135,6 +142,19 @@ def _of_share(request: Request, fmt: str, share: float, hbm: float) -> Iterator[
                 )
 
 
+def check_rows(request: Request, graph_sizes: Sequence[int]) -> None:
+    """Raises ConfigError where a step has more rows than the largest graph: what its experts use is not counted."""
+    largest = max(graph_sizes, default=0)
+    for batch in request.batches:
+        for width, governed in request.widths:
+            if (rows := batch * (1 + width)) > largest:
+                flag = "--speculative-num-steps" if governed else "--fixed"
+                raise ConfigError(
+                    f"--batch {batch} with {flag} {width} has {rows} rows in a step, and the largest CUDA graph has "
+                    f"{largest}; the CPU's experts are counted in graphs only: give a smaller --batch or {flag}"
+                )
+
+
 def _reader(told: Told) -> DramReader:
     parts = told.parts
     layers = [] if parts.handoff is None else parts.handoff.layers
@@ -144,7 +164,7 @@ def _reader(told: Told) -> DramReader:
 
 
 def _config(request: Request, model: str, fmt: str, share: float) -> EngineConfig:
-    length = request.context + request.tokens + request.most + ROOM
+    length = request.context + request.tokens + request.widest + ROOM
     flags: dict[str, Any] = {"device": "cpu"}
     if Machine.detect().gpus:
         flags = {
@@ -154,7 +174,7 @@ def _config(request: Request, model: str, fmt: str, share: float) -> EngineConfi
     return EngineConfig.from_keywords(
         model, kt_method=fmt, kt_cpuinfer=request.threads, kernel_tier=request.tier,
         max_running_requests=max(request.batches), max_total_tokens=(max(request.batches) + 1) * (length + ROOM),
-        speculative_algorithm=request.algorithm, speculative_num_steps=request.most, context_length=length, **flags,
+        speculative_algorithm=request.algorithm, speculative_num_steps=request.widest, context_length=length, **flags,
     )  # fmt: skip
 
 
