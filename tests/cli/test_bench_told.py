@@ -200,6 +200,12 @@ def test_a_step_of_more_rows_than_a_graph_is_refused(
     told_rows.check_rows(asked(fixed=[3]), gpu.graph_sizes)
 
 
+def test_a_draft_layer_takes_its_own_time(small) -> None:
+    with pytest.raises(ConfigError, match="leave --draft-ms out, or give --speculative NGRAM"):
+        asked(speculative="NEXTN", draft_ms=0.5)
+    assert asked(speculative="NEXTN").algorithm == "NEXTN" and asked(draft_ms=0.5).draft_seconds == 0.0005
+
+
 def test_a_guess_takes_the_time_that_is_said() -> None:
     sequences = [cast(Any, SimpleNamespace(request_id=str(i), index=0, answer_len=2)) for i in range(2)]
     drafter = Paid({("0", 0): range(10), ("1", 0): range(20, 30)}, 1.0, 300, 0.01)

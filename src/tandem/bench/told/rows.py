@@ -76,6 +76,11 @@ def request(flags: Mapping[str, Any]) -> Request:
     algorithm = "NEXTN" if check_algorithm(flags["speculative"]) in DRAFT_ALGORITHMS else "NGRAM"
     if flags["config"] is None:
         raise ConfigError("--overlap is of made-up weights: give --config, too")
+    if algorithm == "NEXTN" and flags["draft_ms"]:
+        raise ConfigError(
+            "--draft-ms is what a guess takes that no layer draws, and NEXTN's layer takes its own time: "
+            "leave --draft-ms out, or give --speculative NGRAM"
+        )
     acceptances = flags["acceptance"] or [0.0, 0.5, 0.7, 0.9, 1.0]
     return Request(
         flags["config"], tuple(flags["fmt"] or ["BF16"]), tuple(flags["gpu_share"] or [0.0, 0.5, 1.0]),
