@@ -161,7 +161,7 @@ def asked(**flags: Any) -> told_rows.Request:
     known = {
         "speculative": "NGRAM", "config": "small", "fmt": None, "gpu_share": None, "batch": [4], "acceptance": None,
         "overlap": 0.5, "num_steps": 3, "governor": True, "fixed": None, "layers": 3, "context": 40, "steps": 8,
-        "repeats": 1, "threads": 1, "tier": "auto", "dense_format": "bf16", "draft_ms": 0.0,
+        "repeats": 1, "threads": 1, "tier": "auto", "dense_format": "bf16", "draft_ms": None,
     }  # fmt: skip
     return told_rows.request(known | flags)
 
@@ -198,6 +198,23 @@ def test_a_step_of_more_rows_than_a_graph_is_refused(
     with pytest.raises(ConfigError, match=message):
         list(told_rows.measure(asked(**flags)))
     told_rows.check_rows(asked(fixed=[3]), gpu.graph_sizes)
+
+
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [
+        ("--overlap 0.33", "--overlap says nothing alone: give --speculative NGRAM, too"),
+        ("--overlap 0 --config glm-4.5-air", "--overlap says nothing alone: give --speculative NGRAM, too"),
+        ("--acceptance 0.5", "--acceptance says nothing alone: give --speculative NGRAM, too"),
+        ("--speculative NGRAM --fixed 3", "--fixed says nothing alone: give --overlap 0.33, too"),
+        ("--fixed 3", "--fixed says nothing alone: give --speculative NGRAM and --overlap 0.33, too"),
+        ("--speculative NGRAM --draft-ms 1", "--draft-ms says nothing alone: give --overlap 0.33, too"),
+        ("--speculative NGRAM --config glm-4.5-air --overlap 0.3 --no-governor", "give --fixed 3, too"),
+    ],
+)
+def test_flags_that_would_be_ignored_are_refused(line: str, missing: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "decode", *line.split()])
+    assert isinstance(done.exception, ConfigError) and missing in str(done.exception)
 
 
 def test_a_draft_layer_takes_its_own_time(small) -> None:

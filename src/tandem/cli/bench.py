@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tandem.bench.architectures import NAMES
+from tandem.bench.told.flags import check_flags
 from tandem.config.speculation.choice import DEFAULT_GUESSES, check_algorithm
 
 KERNEL_FORMATS = (
@@ -76,7 +77,7 @@ FixedWidths = Annotated[
     list[int] | None, typer.Option("--fixed", min=1, help="with --overlap: as many guesses in every step, as well")
 ]
 DraftTime = Annotated[
-    float, typer.Option("--draft-ms", min=0, help="with --overlap: what a guess takes (default: nothing)")
+    float | None, typer.Option("--draft-ms", min=0, help="with --overlap: what a guess takes (default: nothing)")
 ]
 Governed = Annotated[
     bool, typer.Option("--governor/--no-governor", help="with --speculative: as many guesses as pay")
@@ -167,13 +168,14 @@ def decode(
     governor: Governed = True,
     overlap: Overlap = None,
     fixed: FixedWidths = None,
-    draft_ms: DraftTime = 0.0,
+    draft_ms: DraftTime = None,
     out: Out = None,
 ) -> None:
     """Measure decoding against the memory-bandwidth bound of the same run, and against other engines.
 
     Example: kt bench decode --transformers --out decode.json
     """
+    check_flags(locals())
     if config is not None and speculative is None:
         from tandem.bench import hybrid as bench_hybrid
 

@@ -86,7 +86,7 @@ def request(flags: Mapping[str, Any]) -> Request:
         flags["config"], tuple(flags["fmt"] or ["BF16"]), tuple(flags["gpu_share"] or [0.0, 0.5, 1.0]),
         tuple(flags["batch"] or [1, 8]), tuple(acceptances), flags["overlap"], flags["num_steps"], flags["governor"],
         tuple(flags["fixed"] or ()), flags["layers"], flags["context"], flags["steps"], flags["repeats"],
-        flags["threads"], flags["tier"], flags["dense_format"], flags["draft_ms"] / 1e3,
+        flags["threads"], flags["tier"], flags["dense_format"], (flags["draft_ms"] or 0.0) / 1e3,
         algorithm,
     )  # fmt: skip
 
