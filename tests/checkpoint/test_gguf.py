@@ -284,6 +284,12 @@ def test_a_block_type_that_cannot_be_read_is_named(tmp_path):
     assert "tensor token_embd.weight is stored as IQ2_XXS; readable are F32" in said
 
 
+def test_a_matrix_of_whole_numbers_is_refused(tmp_path):
+    """They are read where they choose experts, and nowhere else."""
+    said = refused(tmp_path, {"token_embd.weight": (np.ones((2, 4), np.int32), Kind.I32)}, **SIZES)
+    assert "tensor token_embd.weight is stored as I32; readable are F32" in said and "I32" not in said.split(";")[1]
+
+
 def test_absurd_counts_are_refused_without_allocating(files, tmp_path):
     """Every 64-bit count of the header in turn becomes 2^60, and 2^63."""
     data = files("llama").read_bytes()

@@ -59,10 +59,21 @@ def test_tables_are_whole_numbers(tiny_models, tmp_path) -> None:
     file = open_checkpoint(write_deepseek_v4(source, tmp_path / "m.gguf"))
     name = "model.layers.0.mlp.gate.tid2eid"
     assert torch.equal(file.get(name, whole=True), open_checkpoint(source).get(name, whole=True))
-    with pytest.raises(CheckpointError, match="is stored as I32"):
+    with pytest.raises(CheckpointError, match="is stored as I32; it is read as F32, F16, BF16 or blocks"):
         file.get(name)
-    with pytest.raises(CheckpointError, match="is stored as F32"):
+    with pytest.raises(CheckpointError, match="is stored as F32; it is read as I32"):
         file.get("model.layers.0.mlp.gate.weight", whole=True)
+
+
+def test_a_table_of_other_numbers_is_refused(tiny_models, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = gguf_deepseek_v4.gguf_tensors
+    monkeypatch.setattr(
+        gguf_deepseek_v4, "gguf_tensors",
+        lambda source: {n: a.astype(np.float32) if "tid2eid" in n else a for n, a in kept(source).items()},
+    )  # fmt: skip
+    file = write_deepseek_v4(tiny_models["deepseek_v4-hub"], tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match="tid2eid.weight is stored as F32; readable are I32: take"):
+        open_checkpoint(file)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +81,7 @@ def test_tables_are_whole_numbers(tiny_models, tmp_path) -> None:
     [
         ("expert_gating_func", 2, "expert_gating_func is not 4"),
         ("swiglu_clamp_exp", [1.0, 2.0, 1.0, 1.0], "swiglu_clamp_exp is not one number"),
+        ("swiglu_clamp_exp", [], "swiglu_clamp_exp is missing: convert"),
         ("swiglu_clamp_shexp", [3.0] * 4, "swiglu_clamp_shexp is not that of the experts"),
         ("attention.compress_ratios", ["a"], "compress_ratios is not an array of numbers"),
     ],

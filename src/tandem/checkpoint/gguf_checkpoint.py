@@ -28,6 +28,7 @@ from tandem.formats.quant_format import QuantFormat
 
 NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 WHOLE = {"I32": torch.int32}
+WHOLE_NAMES = (".tid2eid",)  # ends of names whose whole numbers are read; nothing computes with others
 
 
 class GGUFCheckpoint:
@@ -70,7 +71,8 @@ class GGUFCheckpoint:
         stored, kind = self._shape(name), self._place(name).tensor.kind
         if whole != (kind in WHOLE):
             where = self.model.where(self._place(name).tensor)
-            raise CheckpointError(f"{where} is stored as {kind}, which is not what the model needs it for")
+            readable = " or ".join(WHOLE) if whole else f"{', '.join(NUMBERS)} or blocks"
+            raise CheckpointError(f"{where} is stored as {kind}; it is read as {readable}")
         self._check_shape(name, stored if shape is None else shape)
         read = self._raw(name).contiguous().view(WHOLE[kind]).long() if whole else numbers(self._read(name))
         return read.reshape(stored if shape is None else shape)
@@ -166,12 +168,13 @@ class GGUFCheckpoint:
         return rows if heads is None else _split_halves(rows, heads, place.tensor)
 
     def _check_kinds(self) -> None:
-        readable = (*NUMBERS, *WHOLE, *GGUF_CODES)
-        for place in self._places.values():
+        for name, place in self._places.items():
+            readable = (*WHOLE,) if name.endswith(WHOLE_NAMES) else (*NUMBERS, *GGUF_CODES)
             if place.tensor.kind not in readable:
+                example = "" if name.endswith(WHOLE_NAMES) else ", for example Q4_K_M"
                 raise CheckpointError(
                     f"{self.model.where(place.tensor)} is stored as {place.tensor.kind}; readable are "
-                    f"{', '.join(readable)}: take a file in one of these, for example Q4_K_M"
+                    f"{', '.join(readable)}: take a file in one of these{example}"
                 )
 
 

@@ -87,6 +87,8 @@ def _layers(keys: GgufKeys) -> int:
 
 def _limit(keys: GgufKeys) -> float:
     limits = keys.numbers("swiglu_clamp_exp")
+    if not limits:
+        raise keys.refuse("swiglu_clamp_exp", "is missing: convert the model again with today's llama.cpp")
     if len(set(limits)) != 1:
         raise keys.refuse("swiglu_clamp_exp", "is not one number for all layers")
     if keys.numbers("swiglu_clamp_shexp") not in ([], limits):
