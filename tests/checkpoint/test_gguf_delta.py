@@ -13,7 +13,7 @@ import torch
 import gguf_files
 from gguf_files import Kind, write_gguf
 from sessions import Session, ours, reference, worst
-from tandem.checkpoint import load_model_config, open_checkpoint
+from tandem.checkpoint import gguf_checkpoint, load_model_config, open_checkpoint
 from tandem.config import ModelConfig
 from tandem.errors import CheckpointError
 from tiny import VARIANTS, save_tiny
@@ -83,12 +83,17 @@ def test_codes_are_turned_like_numbers(tiny_models, tmp_path, monkeypatch, varia
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_what_is_turned_by_columns_counts_as_numbers(tiny_models, tmp_path) -> None:
+def test_what_is_turned_by_columns_counts_as_numbers(tiny_models, tmp_path, monkeypatch) -> None:
+    """And is made once."""
     checkpoint = open_checkpoint(write_gguf(tiny_models["qwen3_5_moe_text"], tmp_path / "m.gguf"))
     name = "model.layers.0.linear_attn.out_proj"
     source = open_checkpoint(tiny_models["qwen3_5_moe_text"])
     assert torch.equal(checkpoint.get(f"{name}.weight"), source.get(f"{name}.weight"))
     assert checkpoint.format(name).kind == "f32"
+    made, real = [], gguf_checkpoint._made
+    monkeypatch.setattr(gguf_checkpoint, "_made", lambda *given: made.append(given[1]) or real(*given))
+    expected = source.get(f"{name}.weight")
+    assert torch.equal(checkpoint.weight(name, (expected.shape[0], expected.shape[1])), expected) and len(made) == 1
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tandem.checkpoint.pages import Pages, Paging
 from tandem.checkpoint.survey import stored_formats
 from tandem.config import StoredFormats
 from tandem.errors import CheckpointError
-from tandem.formats.codes import Weight, WeightCodes
+from tandem.formats.codes import Weight
 from tandem.formats.cut import numbers, rows_of
 from tandem.formats.gguf_blocks import GGUF_CODES
 from tandem.formats.quant_format import QuantFormat
@@ -83,8 +83,8 @@ class GGUFCheckpoint:
         return lambda ids: numbers(_weights(raw.index_select(0, ids), kind))
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
-        weight = self._read(f"{module}.weight") if self._shape(f"{module}.weight") == shape else None
-        return weight if isinstance(weight, WeightCodes) else self.get(f"{module}.weight", shape)
+        name = f"{module}.weight"
+        return self._read(name) if self._shape(name) == shape else self.get(name, shape)
 
     def expert_weight(
         self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = slice(None)
