@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from tandem.bench import rows
 from tandem.bench.rows import folder_name, keep, of_bench, stamp, write
 
 MACHINE = "NVIDIA H200; INTEL(R) XEON(R) PLATINUM 8581C, 16 threads"
@@ -16,17 +18,43 @@ def row(bench: str = "decode", machine: str = MACHINE, **more: object) -> dict[s
     return {"bench": bench, **more} | stamp(machine)
 
 
+def test_a_commit_with_changes_is_not_that_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results that runs write and files that git does not know change nothing that is measured."""
+    package, results = tmp_path / "src" / "package", tmp_path / "benchmarks" / "results"
+    for file in (package / "rows.py", results / "history.jsonl"):
+        file.parent.mkdir(parents=True)
+        file.write_text("\n")
+    monkeypatch.setattr(rows, "__file__", str(package / "rows.py"))
+
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True)
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    clean = rows.commit()
+    assert clean is not None and len(clean) >= 7 and not clean.endswith("+")
+    (tmp_path / "unknown").write_text("")
+    (results / "history.jsonl").write_text("{}\n")
+    assert rows.commit() == clean
+    (package / "rows.py").write_text("changed\n")
+    assert rows.commit() == f"{clean}+"
+    git("add", ".")
+    assert rows.commit() == f"{clean}+"
+
+
 def test_a_machine_has_one_folder_with_a_plain_name() -> None:
     assert folder_name(MACHINE) == "nvidia-h200-intel-xeon-platinum-8581c-16-threads"
 
 
 def test_rows_lie_by_machine_and_bench(tmp_path: Path) -> None:
-    rows = [row(batch=1, tok_s=5.0), row("install", "AMD EPYC", how="wheel", s=40)]
-    assert keep(rows, tmp_path) == [
+    written = [row(batch=1, tok_s=5.0), row("install", "AMD EPYC", how="wheel", s=40)]
+    assert keep(written, tmp_path) == [
         tmp_path / folder_name(MACHINE) / "decode.json",
         tmp_path / "amd-epyc" / "install.json",
     ]
-    assert json.loads((tmp_path / "amd-epyc" / "install.json").read_text()) == [rows[1]]
+    assert json.loads((tmp_path / "amd-epyc" / "install.json").read_text()) == [written[1]]
 
 
 def test_a_new_figure_replaces_that_of_the_same_configuration_only(tmp_path: Path) -> None:

@@ -21,16 +21,22 @@ from tandem.config.small_files import write_whole
 
 Row = dict[str, Any]
 STAMP = ("machine", "commit", "command", "date")
+RESULTS = ":(top,exclude)benchmarks/results"  # each run writes there, and the next one measures the same commit
 
 
 def commit() -> str | None:
-    """The commit of the checkout this runs from; None when installed."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    """The commit of the checkout this runs from, with "+" where its files are not the commit's; None when installed."""
     try:
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        head = _git("rev-parse", "--short", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", RESULTS)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
+    return f"{head}+" if changed else head
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def machine_name(machine: Machine, threads: int | None = None) -> str:
