@@ -54,8 +54,8 @@ class Build:
 
 def serve(tier: str) -> None:
     """Requests by line: layers SHAPE FORMAT, work TOKENS, time SECONDS, roof."""
-    from tandem.bench.kernels import run as bench_kernels
     from tandem.bench.ceilings import DramReader, beyond_caches_bytes, measure_flops, peak_format
+    from tandem.bench.kernels import run as bench_kernels
     from tandem.bench.kernels.experts import Workload, packed_layers, parse_shape, run_in, time_layers
     from tandem.kernels.this_machine import this_machine
 
