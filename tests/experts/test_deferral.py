@@ -25,6 +25,7 @@ from tandem.engine.state.arrays import allocate
 from tandem.experts import CpuExperts, Experts
 from tandem.experts import handoff as module
 from tandem.experts.deferral import Deferral, Due, LateExperts, who_defers
+from tandem.experts.feed import feed_of
 from tandem.experts.handoff import Handoff, HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.kernels.cpu import PackedExperts
@@ -96,7 +97,7 @@ def test_layers_one_after_the_other_add_what_is_late() -> None:
                     for _ in range(EXPERTS)]  # fmt: skip
         inner = CpuExperts(TorchOps().experts(EXPERTS, HIDDEN, WIDTH, "f32"))
         experts = LateExperts(inner, Deferral(1, 3) if layer < 3 else None, due)
-        experts.load(EXPERTS, lambda expert, m=matrices: m[expert])
+        experts.load(feed_of(EXPERTS, lambda expert, m=matrices: m[expert]))
         ids = torch.stack([torch.randperm(EXPERTS)[:3] for _ in range(TOKENS)]).int()
         x, routing = torch.randn(TOKENS, HIDDEN), Routing(ids, torch.rand(TOKENS, 3))
         got = experts.wait(experts.submit(x, routing))
