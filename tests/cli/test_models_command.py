@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +11,7 @@ import transformers
 from typer.testing import CliRunner
 
 from every_type import every_type
+from repo_scripts import script_module
 from tandem.architectures import FAMILIES
 from tandem.architectures.model_types import Runs, read_table
 from tandem.cli.app import app
@@ -24,13 +23,7 @@ DENSE = {"llama"}
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("model_table", ROOT / "scripts" / "model_table.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    path = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = path
-    return module
+    return script_module("model_table")
 
 
 def told(*words: str) -> tuple[str, int]:

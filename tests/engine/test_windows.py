@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_model import check_pages, greedy_reference, request, run
-from fake_windows import WINDOW, check_windows, poison, windowed_config, windowed_engine, windows_of
+from fake_windows import WINDOW, check_windows, poison, scored, windowed_config, windowed_engine, windows_of
 from tandem.config import EngineConfig
 from tandem.config.state import KEY_BLOCK
 from tandem.engine.engine import Engine
@@ -180,18 +180,6 @@ def test_the_layout_counts_what_is_allocated() -> None:
 # -- with real models ---
 
 FAMILIES = ["gpt_oss", "mixtral-window", "qwen2_moe-window", "laguna", "gemma4_text", "mimo_v2_flash"]
-
-
-def scored(engine: Engine, requests: list) -> dict:
-    for each in requests:
-        engine.add(each)
-    found: dict = {}
-    while engine.has_work():
-        if engine.plan.num_window_pages:
-            poison(engine)
-        for output in engine.step():
-            found.setdefault((output.id, output.index), []).append((output.token_ids, output.logprobs))
-    return found
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from repo_scripts import script_module
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("qwen3-30b-a3b", "gpt-oss-120b")  # the others: make test-all
@@ -17,13 +17,7 @@ QUICK = ("qwen3-30b-a3b", "gpt-oss-120b")  # the others: make test-all
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plan_table", ROOT / "scripts" / "plan_table.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    path = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = path
-    return module
+    return script_module("plan_table")
 
 
 def test_the_page_has_12_models_on_six_machines(script: ModuleType) -> None:

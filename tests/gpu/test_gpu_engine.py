@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fake_model import request
-from fake_windows import poison, windows_of
+from fake_windows import scored, windows_of
 from gpu import needs_cuda
 from gpu_sessions import DECODED, PROMPT, ROWS, Session, batch_of, by_row, on_the_cpu, rms
 from tandem.config import EngineConfig
@@ -218,18 +218,6 @@ def test_an_exception_of_a_layer_fails_the_step_and_the_next_one_works(tiny_mode
 
 
 # -- layers that see a window keep their window alone: the same bits, whatever the pages that went hold ---
-
-
-def scored(engine: Engine, requests: list) -> dict:
-    for each in requests:
-        engine.add(each)
-    found: dict = {}
-    while engine.has_work():
-        if engine.plan.num_window_pages:
-            poison(engine)
-        for output in engine.step():
-            found.setdefault((output.id, output.index), []).append((output.token_ids, output.logprobs))
-    return found
 
 
 def prompt_of(length: int, first: int) -> list[int]:

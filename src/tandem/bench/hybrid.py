@@ -14,7 +14,6 @@ elsewhere, so their shares are higher.
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +22,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -33,7 +31,7 @@ from tandem.bench.ceilings import DramReader
 from tandem.bench.decode_counts import StepCounts
 from tandem.bench.handoff_time import handoff_us
 from tandem.bench.memory_ledger import Taken, memory_columns, planned
-from tandem.bench.rows import machine_name, stamp, write
+from tandem.bench.rows import machine_name, shown, stamp
 from tandem.bench.step_bound import gpu_step_bytes, paired_share
 from tandem.bench.stored import expert_bytes, experts_of, format_name, stored_as
 from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore
@@ -125,14 +123,7 @@ def run(request: Request, out: Path | None) -> None:
     use_one_torch_thread()
     if not Machine.detect().gpus:
         raise ConfigError("--config measures a GPU, and there is none; without one: kt bench decode MODEL")
-    console, rows = Console(), []
-    for row in measure(request):
-        rows.append(row | _where(request))
-        console.print(json.dumps(row), highlight=False, soft_wrap=True)
-    console.print(table(rows))
-    if out is not None:
-        write(rows, out)
-        console.print(f"Written to {out}")
+    shown((row | _where(request) for row in measure(request)), table, out)
 
 
 def measure(request: Request) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,21 @@ def write(rows: Sequence[Row], out: Path) -> None:
         keep(rows, out)
     else:
         write_json_file(list(rows), out)
+
+
+def shown(found: Iterable[Row], table: Callable[[list[Row]], Any], out: Path | None) -> list[Row]:
+    """Prints stamped rows as they are measured, then their table; writes them to `out`."""
+    from rich.console import Console
+
+    console, rows = Console(), []
+    for row in found:
+        rows.append(row)
+        console.print(json.dumps(row), highlight=False, soft_wrap=True)
+    console.print(table(rows))
+    if out is not None:
+        write(rows, out)
+        console.print(f"Written to {out}")
+    return rows
 
 
 def write_json_file(content: Row | list[Row], out: Path) -> None:

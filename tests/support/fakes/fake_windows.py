@@ -97,3 +97,16 @@ def check_windows(engine: Engine) -> None:
     assert idle <= set(windows._prefix) and not free & set(windows._prefix)
     known = engine._kv._tree
     assert not windows._beside if known is None else all(page in known for page in windows._beside)
+
+
+def scored(engine: Engine, requests: list) -> dict:
+    """What an engine answers. Where layers keep windows, pages that went hold NaN before each step."""
+    for each in requests:
+        engine.add(each)
+    found: dict = {}
+    while engine.has_work():
+        if engine.plan.num_window_pages:
+            poison(engine)
+        for output in engine.step():
+            found.setdefault((output.id, output.index), []).append((output.token_ids, output.logprobs))
+    return found

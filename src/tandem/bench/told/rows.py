@@ -7,7 +7,6 @@ Answers are said in advance, and so are experts: weights are made up. What is co
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from tandem.bench.ceilings import DramReader
 from tandem.bench.gaps.made_up import write_folder
-from tandem.bench.rows import machine_name, stamp, write
+from tandem.bench.rows import machine_name, shown, stamp
 from tandem.bench.step_bound import gpu_step_bytes
 from tandem.bench.stored import expert_bytes, experts_of, format_name, stored_as
 from tandem.bench.told.parts import Told, told_parts
@@ -99,14 +97,7 @@ class Ceilings(NamedTuple):
 
 
 def run(request: Request, out: Path | None) -> None:
-    console, rows = Console(), []
-    for row in measure(request):
-        rows.append(row)
-        console.print(json.dumps(row), highlight=False, soft_wrap=True)
-    console.print(table(rows))
-    if out is not None:
-        write(rows, out)
-        console.print(f"Written to {out}")
+    shown(measure(request), table, out)
 
 
 def measure(request: Request) -> Iterator[dict[str, Any]]:
