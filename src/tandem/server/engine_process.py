@@ -92,6 +92,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     from tandem.engine.engine import Engine
     from tandem.engine.start.loader import load_parts
     from tandem.engine.start.sampling_defaults import read_sampling_defaults
+    from tandem.kernels.free_memory import keep_free_memory
 
     path = resolve_model(config.model)
     with LoadProgress() as progress:
@@ -99,6 +100,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
             load_parts(config, progress, lambda plan: print_plan(plan, config.notices()))
         )
     pin_main_thread(engine.plan.cpus[0])
+    keep_free_memory()
     if not config.skip_server_warmup:
         warm_up(engine, engine.model_config.vocab)
     model = engine.model_config
