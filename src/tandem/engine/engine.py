@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from time import perf_counter
 
@@ -178,8 +178,15 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages now; the next step reports "abort". "" means all; unknown ids are
-        ignored."""
-        for name in list(self._answers) if request_id == "" else [request_id]:
+        ignored. Raises EngineError where the GPU has stopped."""
+        try:
+            self._abort(list(self._answers) if request_id == "" else [request_id])
+        except Exception:
+            self._runner.after_failure()  # says that the GPU has stopped, where that is why
+            raise
+
+    def _abort(self, names: Iterable[str]) -> None:
+        for name in names:
             answers = [a for a in self._answers.get(name, ()) if a.sequence.status is not Status.FINISHED]
             self._counters.aborted_requests += bool(answers)
             for answer in answers:
