@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -114,7 +115,7 @@ def test_a_row_s_mask_is_known_once_the_guess_before_it_has_come() -> None:
     masks = [bits_of({i}, VOCAB) for i in range(2)]
     two = [chunk(17, 1), chunk(30, 3)._replace(logits=3, guesses=(5, 6))]
     for each, mask in zip(two, masks, strict=True):
-        each.sequence.matcher = SimpleNamespace(mask=mask)
+        each.sequence.matcher = SimpleNamespace(place=mask)
     assert [None if m is None else m.tolist() for m in _masks(two)] == [*(m.tolist() for m in masks), None, None]
     two[0].sequence.matcher = two[1].sequence.matcher = None
     assert _masks(two) == ()
@@ -237,7 +238,7 @@ def test_a_step_without_masks_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     one, other = bits_of({1}, VOCAB), bits_of({2}, VOCAB)
     for given in ([], [None, None], [one, None], [one, None], [None, one], [other, one], [], []):
         masks.send(given)
-    assert sent == [SIZE] * 4  # a mask, that it moved, another, and that they are gone
+    assert sent == [SIZE + 1] * 4  # a mask, that it moved, another, and that they are gone
 
 
 def test_a_mask_changes_where_a_graph_reads_it() -> None:
@@ -245,7 +246,7 @@ def test_a_mask_changes_where_a_graph_reads_it() -> None:
     masks, one = GraphMasks(2, torch.device("cpu")), bits_of({1}, VOCAB)
     logits = torch.zeros(2, VOCAB)
     masks.send([None, one])
-    assert masks.there.tolist() == [0, one.ctypes.data]
+    assert masks.there[:2].tolist() == [0, one.ctypes.data]
     assert best_of(logits, masks)[:, 0].tolist() == [0, 1]
     one[:] = bits_of({40}, VOCAB)
     masks.send([None, one])
@@ -259,17 +260,42 @@ def test_a_mask_that_a_gpu_cannot_read_is_an_error() -> None:
         masks.send([bits_of({1}, VOCAB)])
 
 
-def test_a_replayed_graph_gets_its_masks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def word_of(masks: GraphMasks) -> int | None:
+    """What a graph reads before it reads a mask; None: it does not look."""
+    address = int(masks.there[-1])
+    return int(ctypes.c_int32.from_address(address).value) if address else None
+
+
+def test_a_graph_waits_until_its_masks_are_made() -> None:
+    masks, one = GraphMasks(2, torch.device("cpu")), bits_of({1}, VOCAB)
+    seen: list[int | None] = []
+    for given in ([], [None, one], [None, one], [one], [None, None]):
+        masks.send(given)
+        masks.make(lambda: seen.append(word_of(masks)))
+        seen.append(word_of(masks))
+    assert seen == [None, None, *[0, 1] * 3, None, None]
+
+
+def test_a_graph_goes_on_where_making_its_masks_went_wrong() -> None:
+    masks = GraphMasks(1, torch.device("cpu"))
+    masks.send([bits_of({1}, VOCAB)])
+    with pytest.raises(ZeroDivisionError):
+        masks.make(lambda: 1 // 0)
+    assert word_of(masks) == 1
+
+
+def test_a_replayed_graph_gets_its_masks_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     runner, inputs = runner_on("cpu"), _Inputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
     runner._begin_step = lambda batch, captured: None
     graph = SimpleNamespace(slot=0, replay=lambda: calls.append("graph"))
-    masks = SimpleNamespace(slot=0, send=lambda masks: calls.append(f"{len(masks)} masks"))
+    masks = SimpleNamespace(slot=0, send=lambda masks: calls.append(f"{len(masks)} masks"), make=lambda make: make())
     results = {"logits": torch.zeros(SIZE, 4), "best": torch.zeros(SIZE, 2)}
     runner._graphs = {
         SIZE: cast(Any, SimpleNamespace(slot=0, inputs=inputs, graph=graph, posts=0, masks=masks, **results))
     }
-    runner._handoff = cast(Any, SimpleNamespace(slot=0, serve=lambda posts: None, check=lambda: None))
+    serve = lambda posts: calls.append("experts")  # noqa: E731
+    runner._handoff = cast(Any, SimpleNamespace(slot=0, serve=serve, check=lambda: None))
     runner._rows = HostRows(torch.device("cpu"))
-    made = runner.logits(batch(2, 2, 7), [None, bits_of({1}, VOCAB)])
-    assert calls == ["2 masks", "graph"] and made._masked == [False, True]
+    made = runner.logits(batch(2, 2, 7), [None, bits_of({1}, VOCAB)], lambda: calls.append("made"))
+    assert calls == ["2 masks", "graph", "made", "experts"] and made._masked == [False, True]

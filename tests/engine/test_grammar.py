@@ -336,6 +336,21 @@ def test_equal_grammars_are_compiled_once_and_old_ones_forgotten(monkeypatch) ->
     assert compiled == ["a", "b", "c", "b"]
 
 
+def test_a_mask_is_made_when_it_is_asked_for_unless_the_answer_may_have_ended(model) -> None:
+    """So it can be made while the next logits are computed. Where it is, is known before."""
+    matcher = GrammarMatcher(compiled_for(model, Grammar("regex", "ab([0-9]c?)?")), SamplingParams())
+    place, first = matcher.place, allowed(matcher.place)
+    for token, wanted in zip(b"a7", [None, set(b"c") | {EOS}], strict=True):
+        matcher.accept(token)
+        assert matcher.place is place
+        assert allowed(place) == (first if wanted is None else wanted)
+        if token == ord("a"):
+            matcher.look_ahead()
+            assert allowed(place) == {ord("b")}
+            matcher.accept(ord("b"))  # "ab" is an answer: its mask is there at once
+            assert allowed(place) == {*b"0123456789", EOS}
+
+
 def test_masks_follow_the_answer(model) -> None:
     """Also those of rows of guesses: each is taken before the next mask is asked for."""
     matcher = GrammarMatcher(compiled_for(model, Grammar("regex", "ab[0-9]")), SamplingParams())

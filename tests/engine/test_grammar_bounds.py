@@ -118,11 +118,13 @@ def test_one_that_turns_out_ambiguous_ends_its_answer(large) -> None:
         large.ask(LATE)
 
 
-def test_only_the_answer_of_a_slow_grammar_ends(model, monkeypatch) -> None:
+@pytest.mark.parametrize("pattern", ["[0-9]+", "[0-9]{3000}"], ids=["complete at each token", "not complete"])
+def test_only_the_answer_of_a_slow_grammar_ends(model, monkeypatch, pattern: str) -> None:
+    """Also where its mask is made after others' tokens have been chosen."""
     free = token_ids(run(model, request("free", None, max_tokens=60))["free", 0])
     monkeypatch.setattr(allowance, "SECONDS_PER_TOKEN", 1e-9)  # as if every grammar were slow
     monkeypatch.setattr(allowance, "MOST_SECONDS", 0.002)
-    slow = request("slow", Grammar("regex", "[0-9]+"), ignore_eos=True, max_tokens=3000)
+    slow = request("slow", Grammar("regex", pattern), ignore_eos=True, max_tokens=3000)
     outputs = run(model, slow, request("free", None, max_tokens=60))
     last = outputs["slow", 0][-1]
     assert last.finish_reason == "error" and "ambiguous" in last.error and last.refused is None
@@ -449,6 +451,12 @@ def test_no_token_goes_on() -> None:
     made = GrammarCompiler(lambda: Vocabulary.of(TokenTable((*digits, b""), {10: "<eos>"}), 40, (10,)))
     matcher = GrammarMatcher(compiled_by(made, "[0-9]?[0-9]x"), SamplingParams())
     matcher.accept(3)
+    matcher.accept(4)
+    matcher.look_ahead()
+    assert not matcher.place.any() and not matcher.ended
+    for _ in range(2):
+        with pytest.raises(EngineError, match="no token of this model continues"):
+            matcher.check()
     with pytest.raises(EngineError, match="no token of this model continues"):
         matcher.accept(4)
     with pytest.raises(EngineError, match="no token of this model continues"):

@@ -6,6 +6,7 @@ round to the neighbour, 2^-7 of its size at most. Attention rounds its weights t
 
 from __future__ import annotations
 
+import time
 from dataclasses import fields, replace
 
 import pytest
@@ -83,12 +84,45 @@ def test_the_best_logit_among_those_that_a_mask_allows(rows: int, vocab: int) ->
     here, there = GraphMasks(rows, torch.device("cpu")), GraphMasks(rows, torch.device(DEVICE))
     here.send(masks)
     there.send(masks)
+    there.make(lambda: None)
     assert torch.equal(best.best_of(place, there.there).cpu(), best_of(logits, here))
     there.send(none := [new_mask(bits.shape[1]) for _ in range(rows)])
+    there.make(lambda: None)
     assert best.best_of(place, there.there)[:, 1].isneginf().all()
     for row, mask in enumerate(none):  # an answer goes on: the same memory, another token
         mask[0] = 1 << row
     assert best.best_of(place, there.there)[:, 0].tolist() == list(range(rows))
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_the_best_logit_waits_for_masks_that_are_made_meanwhile(rows: int) -> None:
+    logits, words = torch.randn(rows, 9000, generator=torch.Generator().manual_seed(2)).to(DEVICE), -(-9000 // 32)
+    masks, there = [new_mask(words) for _ in range(rows)], GraphMasks(rows, torch.device(DEVICE))
+    best.best_of(logits, there.there)  # compiles, and waits for nobody
+    torch.cuda.synchronize()
+    ended = torch.cuda.Event()
+    for step in range(3):  # the same masks in the same memory
+        there.send(masks)
+        found = best.best_of(logits, there.there)
+        ended.record()
+        time.sleep(0.02)
+        assert not ended.query()
+
+        def make(step: int = step) -> None:
+            for row, mask in enumerate(masks):
+                mask[:] = 0
+                mask[row + step] = 1 << 5
+
+        there.make(make)
+        assert found[:, 0].tolist() == [32 * (row + step) + 5 for row in range(rows)]
+
+
+def test_the_best_logit_of_free_rows_waits_for_nobody() -> None:
+    logits, there = torch.randn(3, 9000).to(DEVICE), GraphMasks(3, torch.device(DEVICE))
+    there.send([None, new_mask(-(-9000 // 32)), None])
+    there.make(lambda: None)
+    there.send([None, None, None])
+    assert best.best_of(logits, there.there)[:, 0].tolist() == logits.argmax(1).tolist()
 
 
 @pytest.mark.parametrize("shape", [(1, 2048), (3, 100)])

@@ -113,8 +113,9 @@ def test_attention_is_compiled_once_for_all_mixtures_of_rows(compiler: Compiler,
 def test_the_best_logit_is_compiled_once_for_any_number_of_rows(compiler: Compiler) -> None:
     for rows in (1, 3, 16, 300):
         best.best_of(torch.zeros(rows, 151936))
-        best.best_of(torch.zeros(rows, 151936), torch.zeros(rows, dtype=torch.int64))
+        best.best_of(torch.zeros(rows, 151936), torch.zeros(rows + 1, dtype=torch.int64))
     assert {name: len(variants) for name, variants in compiler.variants.items()} == {
+        "_until_made": 1,
         "_of_part": 2,  # with masks and without
         "_of_row": 1,
     }

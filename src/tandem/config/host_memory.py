@@ -102,8 +102,8 @@ def graph_input_bytes(size: int, pages: int, tables: int = 1) -> int:
 
 
 def graph_mask_bytes(size: int) -> int:
-    """Of where the masks of a graph's rows are."""
-    return 8 * size
+    """Of where the masks of a graph's rows are, and whether they are made."""
+    return 8 * (size + 2)
 
 
 def graph_wide_bytes(size: int, tables: int = 1) -> int:

@@ -326,6 +326,8 @@ class Engine:
         sequence = turn.sequence
         answer = self._answers[sequence.request_id][sequence.index]
         if sampled is not None and sampled.token_id < 0:
+            if sequence.matcher is not None:
+                sequence.matcher.check()
             why = _BAD_LOGITS if sequence.matcher is None else _NO_TOKEN
             turn.end(self._end(answer, answer.end("error", why), keep=False))
             return False

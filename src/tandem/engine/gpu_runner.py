@@ -23,7 +23,7 @@ from tandem.engine.runner import StepModel
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
 from tandem.engine.sampling.masks import RowMasks
-from tandem.engine.sequence import Chunk, masks_of
+from tandem.engine.sequence import Chunk, make_masks, places_of
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts
@@ -130,8 +130,9 @@ def _nothing_collected() -> Iterator[None]:
 
 
 def _masks(chunks: Rows[Chunk]) -> RowMasks:
-    """Of the rows of a step that may be replayed. What may come after a guess is known when the guess has come."""
-    masks = masks_of([chunk.sequence for chunk in chunks])
+    """Where the masks of the rows of a step that may be replayed will be. What may come after a guess is known when the
+    guess has come."""
+    masks = places_of([chunk.sequence for chunk in chunks])
     if not masks or not any(chunk.guesses for chunk in chunks):
         return masks
     return [each for mask, c in zip(masks, chunks, strict=True) for each in (mask, *(None for _ in c.guesses))]
@@ -139,6 +140,10 @@ def _masks(chunks: Rows[Chunk]) -> RowMasks:
 
 def _nothing(batch: ForwardBatch, captured: bool) -> None:
     """Where no backend plans its steps."""
+
+
+def _all_made() -> None:
+    """Where masks are made before the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +203,7 @@ class GpuRunner:
         batch = self._arrays.fill(chunks)
         self._guessing = any(chunk.guesses for chunk in chunks)
         with torch.inference_mode():
-            return self.logits(batch, _masks(chunks))
+            return self.logits(batch, _masks(chunks), lambda: make_masks([chunk.sequence for chunk in chunks]))
 
     def settled(self, tokens: int) -> None:
         """The last step's rows were so many tokens, and nothing else is counted any more."""
@@ -216,29 +221,33 @@ class GpuRunner:
         except Exception as error:
             raise EngineError(f"the GPU stopped working: {error}") from error
 
-    def logits(self, batch: ForwardBatch, masks: RowMasks = ()) -> DeviceLogits:
-        """masks: of each row's next token, where it is known. They count where a graph is replayed;
-        `DeviceLogits.chosen` wants them anyway."""
+    def logits(
+        self, batch: ForwardBatch, masks: RowMasks = (), make: Callable[[], None] = _all_made
+    ) -> DeviceLogits:
+        """masks: of each row's next token, where it is known; `make` makes them, while the GPU computes. They count
+        where a graph is replayed; `DeviceLogits.chosen` wants them anyway."""
         graph, rows = self._graph_of(batch), len(batch.seq_lens)
         if graph is None:
-            return self._alone(batch)
+            return self._alone(batch, make)
         graph.inputs.fill(batch)
         graph.masks.send(masks)
         self._begin_step(graph.inputs.image, True)
         graph.graph.replay()
         self._end.mark()
+        graph.masks.make(make)
         self._move_experts()
         with nullcontext() if self._feeder is None else self._feeder.opened():
             self._handoff.serve(graph.posts)
             return self._done(graph.logits[:rows], graph.best[:rows], rows, masked=masks)
 
-    def _alone(self, batch: ForwardBatch) -> DeviceLogits:
+    def _alone(self, batch: ForwardBatch, make: Callable[[], None]) -> DeviceLogits:
         """Kernel by kernel, while no pass is under way."""
         with self._streams.aside():
             self._begin_step(batch, False)
             logits = self._forward(self._moved(batch), len(batch.input_ids))
             best = self._best.fetch(logits)
             self._end.mark()
+            make()
             self._move_experts()
             return self._done(logits, best, len(batch.input_ids))
 

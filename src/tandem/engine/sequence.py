@@ -228,6 +228,19 @@ class Chunk(NamedTuple):
 
 def masks_of(sequences: Rows[Sequence]) -> RowMasks:
     """Of each one's next token; empty where no sequence has a grammar."""
+    make_masks(sequences)
+    return places_of(sequences)
+
+
+def places_of(sequences: Rows[Sequence]) -> RowMasks:
+    """Where these masks are, or will be (`make_masks`)."""
     if all(sequence.matcher is None for sequence in sequences):
         return ()
-    return [None if sequence.matcher is None else sequence.matcher.mask for sequence in sequences]
+    return [None if sequence.matcher is None else sequence.matcher.place for sequence in sequences]
+
+
+def make_masks(sequences: Rows[Sequence]) -> None:
+    """Those that are not made yet. Where a grammar fails, nothing may come."""
+    for sequence in sequences:
+        if sequence.matcher is not None:
+            sequence.matcher.look_ahead()

@@ -10,19 +10,21 @@ from tandem.engine.grammar.allowance import Allowance, GrammarTooSlow
 from tandem.engine.grammar.compiled import CompiledGrammar
 from tandem.engine.grammar.shared_bits import Room
 from tandem.engine.protocol import SamplingParams
-from tandem.engine.sampling.masks import allows
+from tandem.engine.sampling.masks import TokenMask, allows
 from tandem.errors import EngineError
 
 
 class GrammarMatcher:
-    """`mask`: of the answer's next token. `ended`: the grammar allows nothing more, so the answer is complete.
+    """`place`: of the mask of the answer's next token, which `look_ahead` makes there. `ended`: the grammar allows
+    nothing more, so the answer is complete.
 
-    A grammar that may end or go on allows end tokens as well; where these are ignored, it goes on.
+    A grammar that may end or go on allows end tokens as well; where these are ignored, it goes on. Only an answer that
+    is complete as it is may have ended. So any other one's mask can wait until a model is computing its next logits.
     """
 
     __slots__ = (
-        "__weakref__", "_allowance", "_compiled", "_end_bits", "_ends", "_inner", "_may_end", "_room", "_text_bits",
-        "ended", "mask",
+        "__weakref__", "_allowance", "_compiled", "_due", "_end_bits", "_ends", "_error", "_inner", "_may_end", "_room",
+        "_text_bits", "ended", "place",
     )  # fmt: skip
 
     def __init__(self, compiled: CompiledGrammar, sampling: SamplingParams) -> None:
@@ -36,15 +38,15 @@ class GrammarMatcher:
         self._may_end = not sampling.ignore_eos
         self._allowance = Allowance()
         self._room = Room(vocabulary.size)
-        self.ended, self.mask = False, self._room.tokens
+        self.ended, self.place = False, self._room.tokens
+        self._due, self._error = True, None
         compiled.users.add(self)
-        began = thread_time()
-        self._look_ahead()
-        self._spend(began)
+        self.look_ahead()
+        self.check()
 
     def accept(self, token_id: int) -> None:
-        """The answer's next token. Raises EngineError for one that `mask` does not allow, or after which nothing
-        matches in this vocabulary, or where that takes too long to find out."""
+        """The answer's next token. Raises EngineError for one that `mask` does not allow; where it is known at once, for
+        one after which nothing matches in this vocabulary; or where that takes too long to find out."""
         if self.ended or not allows(self.mask, token_id):
             raise EngineError(f"token {token_id} does not match the request's grammar")
         if token_id in self._ends:
@@ -52,8 +54,36 @@ class GrammarMatcher:
             return
         began = thread_time()
         self._advance(token_id)
-        self._look_ahead()
-        self._spend(began)
+        complete, self._due = self._inner.is_completed(), True
+        self._spend(began, tokens=1)
+        if complete:
+            self.look_ahead()
+            self.check()
+
+    def look_ahead(self) -> None:
+        """Makes the mask, if it is not made. Where there is none, nothing may come, and `check` raises why."""
+        if not self._due:
+            return
+        began, self._due = thread_time(), False
+        try:
+            self._fill()
+            self._spend(began, tokens=0)
+        except EngineError as error:
+            self.place.fill(0)
+            self._error = error
+
+    def check(self) -> None:
+        """Raises EngineError where no token of this vocabulary continues the answer, or where looking for one took too
+        long."""
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def mask(self) -> TokenMask:
+        """Of the answer's next token. Raises what `check` raises."""
+        self.look_ahead()
+        self.check()
+        return self.place
 
     def try_repeated(self, piece: bytes, times: int, seconds: float) -> float:
         """Seconds of matching a text that often, or as often as it matches; not much more than `seconds`. The matcher
@@ -70,9 +100,8 @@ class GrammarMatcher:
         if not self._inner.accept_token(token_id):
             raise EngineError(f"token {token_id} does not match the request's grammar")
 
-    def _look_ahead(self) -> None:
-        """The mask, in place. Only an answer that is complete as it is may end."""
-        room, mask = self._room, self.mask
+    def _fill(self) -> None:
+        room, mask = self._room, self.place
         if not self._inner.fill_next_token_bitmask(room.rows):
             room.words.fill(-1)
         complete = room.says_complete
@@ -84,10 +113,9 @@ class GrammarMatcher:
             raise EngineError("no token of this model continues an answer that matches the request's grammar")
         self.ended = not going
 
-    def _spend(self, began: float) -> None:
-        """For one token."""
+    def _spend(self, began: float, tokens: int) -> None:
         try:
-            self._allowance.spend(thread_time() - began, 1)
+            self._allowance.spend(thread_time() - began, tokens)
         except GrammarTooSlow:
             self._compiled.too_slow = True  # the next request would hold up the others as long
             raise

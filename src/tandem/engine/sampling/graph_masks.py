@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
 import torch
@@ -11,29 +12,39 @@ from tandem.engine.sampling.masks import RowMasks, TokenMask, masked_rows
 
 
 class GraphMasks:
-    """`there`: int64 [size] on the device, the addresses of masks in memory that it reads. 0: the row is free.
+    """`there`: int64 [size + 1] on the device, the addresses of masks in memory that it reads. 0: the row is free. The
+    last is the address of a word that is 0 until the masks are made; 0: nobody waits for it.
 
     A mask stays where it is while its answer goes on. So a step with the rows of the step before sends nothing.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=self._pinned)
-        self.there = torch.zeros(size, dtype=torch.int64, device=device)
+        self._host = torch.zeros(size + 2, dtype=torch.int64, pin_memory=self._pinned)  # the last is the word
+        self.there = torch.zeros(size + 1, dtype=torch.int64, device=device)
         self._sent: Rows[TokenMask | None] = ()  # held, or another mask could get the same memory
 
     def send(self, masks: RowMasks) -> None:
-        """Of the first rows; others are free. Before the graph is replayed; the step before must have ended. Raises
-        ValueError for a mask that a GPU cannot read."""
+        """Of the first rows; others are free. Before the graph is replayed; the step before must have ended. The graph
+        waits for `make` before it reads a mask. Raises ValueError for a mask that a GPU cannot read."""
         masks = [] if all(mask is None for mask in masks) else list(masks)
+        self._host[-1] = 0
         if len(masks) == len(self._sent) and all(map(_same, masks, self._sent)):
             return
         self._host.zero_()
         for row, mask in enumerate(masks):
             if mask is not None:
                 self._host[row] = self._address(mask)
-        self.there.copy_(self._host, non_blocking=True)
+        self._host[-2] = self._host[-1:].data_ptr() if masks else 0
+        self.there.copy_(self._host[:-1], non_blocking=True)
         self._sent = masks
+
+    def make(self, masks: Callable[[], None]) -> None:
+        """While the graph runs: makes the masks, and lets it read them. It would wait for ever if that went wrong."""
+        try:
+            masks()
+        finally:
+            self._host[-1] = 1
 
     def applied(self, logits: Tensor) -> Tensor:
         """What the GPU's kernel does while it looks for the best token, by PyTorch."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from tandem.kernels.gpu.overlap import begin, overlapped
 
 PART = 4096  # logits of a program
+MOST_POLLS = 1 << 24  # about 15 s; the host never takes so long, but a GPU that waits for ever cannot be stopped
 
 
 @triton.jit
@@ -20,6 +21,20 @@ def _best(x, at, inside, last):
     most = tl.max(key)
     first = tl.min(tl.where(inside & (key == most), at, last))
     return tl.where(tl.max(broken.to(tl.int32)) != 0, float("nan"), most), first
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _until_made(masks, rows, most, OVERLAP: tl.constexpr):
+    """Waits for the word whose address is behind those of the masks, in memory of the host."""
+    begin(OVERLAP)
+    address = tl.load(masks + rows)
+    if address != 0:
+        word = address.to(tl.pointer_type(tl.int32))
+        made = tl.load(word, volatile=True)
+        polls = 0
+        while (made == 0) & (polls < most):
+            made = tl.load(word, volatile=True)
+            polls += 1
 
 
 @triton.jit
@@ -54,9 +69,10 @@ def _of_row(values, ids, best, vocab, parts, BLOCK: tl.constexpr, OVERLAP: tl.co
 def best_of(logits: Tensor, masks: Tensor | None = None) -> Tensor:
     """logits float32 [R, vocab] -> float64 [R, 2], as `engine.sampling.logits.best_of`; of equal ones the first.
 
-    masks: int64 [R], addresses of masks, see `engine.sampling.graph_masks`. They may lie in pinned memory of the host.
+    masks: int64 [R + 1], addresses of masks and of a word, see `engine.sampling.graph_masks`. They may lie in pinned
+    memory of the host.
     """
-    assert masks is None or (masks.is_contiguous() and masks.dtype == torch.int64 and len(masks) == len(logits))
+    assert masks is None or (masks.is_contiguous() and masks.dtype == torch.int64 and len(masks) == len(logits) + 1)
     logits, (rows, vocab) = logits.contiguous(), logits.shape
     parts, device = triton.cdiv(vocab, PART), logits.device
     values = torch.empty(rows, parts, device=device)
@@ -64,6 +80,8 @@ def best_of(logits: Tensor, masks: Tensor | None = None) -> Tensor:
     best = torch.empty(rows, 2, dtype=torch.float64, device=device)
     overlap = overlapped(device)
     masked = masks is not None
+    if masks is not None:
+        _until_made[(1,)](masks, rows, MOST_POLLS, num_warps=1, **overlap)
     _of_part[(rows, parts)](
         logits, masks if masked else ids, values, ids, vocab, parts, MASKED=masked, PART=PART, num_warps=8, **overlap,
     )  # fmt: skip
