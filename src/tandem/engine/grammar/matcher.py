@@ -39,14 +39,15 @@ class GrammarMatcher:
         self._allowance = Allowance()
         self._room = Room(vocabulary.size)
         self.ended, self.place = False, self._room.tokens
-        self._due, self._error = True, None
+        self._due = True
+        self._error: EngineError | None = None
         compiled.users.add(self)
         self.look_ahead()
         self.check()
 
     def accept(self, token_id: int) -> None:
-        """The answer's next token. Raises EngineError for one that `mask` does not allow; where it is known at once, for
-        one after which nothing matches in this vocabulary; or where that takes too long to find out."""
+        """The answer's next token. Raises EngineError for one that `mask` does not allow, or where matching it took too
+        long. What `check` raises is known once the next mask is made."""
         if self.ended or not allows(self.mask, token_id):
             raise EngineError(f"token {token_id} does not match the request's grammar")
         if token_id in self._ends:
