@@ -44,8 +44,8 @@ def ops() -> Ops:
 
 
 def there(batch: Batch) -> Batch:
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "single_rows"}
-    return replace(batch, **{name: tensor.to(DEVICE) for name, tensor in tensors.items()})
+    each = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return replace(batch, **{name: part.to(DEVICE) for name, part in each.items() if isinstance(part, torch.Tensor)})
 
 
 def bf16(*shape: int) -> Tensor:

@@ -96,9 +96,9 @@ def test_a_snapshot_on_the_device_is_the_state(tiny_models) -> None:
     session, everyone = Session(tiny_models[ALL_CHOSEN], 0.5, (1, 8)), list(range(ROWS))
     pool, spare = SlotPool(session.slots), ROWS + 1
     session.step(everyone, 0, PROMPT)
-    pool.copy(3, spare)  # of sequence 2
+    pool.copy(3, spare, PROMPT)  # of sequence 2
     first = torch.cat(session.decoded([2]), 1)
-    pool.copy(spare, 3)
+    pool.copy(spare, 3, PROMPT)
     assert torch.equal(torch.cat(session.decoded([2]), 1), first)
 
 

@@ -71,7 +71,8 @@ def test_answers_have_the_same_bits(tiny_models, variant: str, share: float) -> 
         got = scores(run(engine, *asks))
         for name, theirs in scores(expected).items():
             other = [i for i, (a, b) in enumerate(zip(got[name], theirs, strict=True)) if a != b]
-            assert not other, f"{name} at {acceptance}: tokens {other} have other bits"
+            seen = [(got[name][i], theirs[i]) for i in other[:1]]
+            assert not other, f"{name} at {acceptance}: tokens {other} have other bits: {seen}"
         stats = engine.stats()
         counted.append(stats.experts.cpu_tokens[0] + stats.experts.gpu_tokens[0] - sum(counted))
         steps.append(stats.steps)
