@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from time import perf_counter
 
@@ -179,20 +179,18 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages now; the next step reports "abort". "" means all; unknown ids are
         ignored. Raises EngineError where the GPU has stopped."""
+        names = list(self._answers) if request_id == "" else [request_id]
         try:
-            self._abort(list(self._answers) if request_id == "" else [request_id])
+            for name in names:
+                answers = [a for a in self._answers.get(name, ()) if a.sequence.status is not Status.FINISHED]
+                self._counters.aborted_requests += bool(answers)
+                for answer in answers:
+                    self._scheduler.finish(answer.sequence)
+                    self._notices.append(answer.end("abort"))
+                self._answers.pop(name, None)
         except Exception:
             self._runner.after_failure()  # says that the GPU has stopped, where that is why
             raise
-
-    def _abort(self, names: Iterable[str]) -> None:
-        for name in names:
-            answers = [a for a in self._answers.get(name, ()) if a.sequence.status is not Status.FINISHED]
-            self._counters.aborted_requests += bool(answers)
-            for answer in answers:
-                self._scheduler.finish(answer.sequence)
-                self._notices.append(answer.end("abort"))
-            self._answers.pop(name, None)
 
     def has_work(self) -> bool:
         return bool(self._answers or self._notices)
