@@ -2,27 +2,25 @@
 
     python benchmarks/plan_measured.py --out benchmarks/results
 
-The machine's speeds are probed before each plan; no prediction sees a measured time of a model. Models that take too
-long to make up are measured as samples of their layers, as by `kt plan --verify`. Rows: `predicted_low`,
-`predicted_high` and `measured` in tokens per second, of decoding one sequence and of a prompt.
+As `kt plan --verify` does, for each plan: the machine's speeds are read beside its samples, and their medians count. No
+prediction sees a measured time of a model. Rows: `predicted_low`, `predicted_high` and
+`measured` in tokens per second, of decoding one sequence and of a prompt; `speeds`, in GB/s, TFLOPS and us, and
+`parts`, ms, say what the prediction stands on.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-
-from tandem.bench import probes
 from tandem.bench.architectures import named_subject
+from tandem.bench.probes import MachineProbe
 from tandem.bench.rows import Row, keep, machine_name, stamp
-from tandem.bench.sample import measured_rates
+from tandem.bench.sample import verified
 from tandem.config import EngineConfig, Machine
 from tandem.config.forecast.advice import Question
 from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
@@ -54,11 +52,25 @@ def question(name: str, method: str, share: float, machine: Machine, speeds: Spe
     return Question(config, model, machine, stored, speeds)
 
 
-def rows(name: str, method: str, share: float, asked: Question) -> Iterator[Row]:
+def rows(name: str, method: str, share: float, machine: Machine) -> Iterator[Row]:
+    probe = MachineProbe(machine)
+    asked = question(name, method, share, machine, wished_speeds(MachineWish(), machine, probe.speeds()))
+    measured, asked = verified(asked, probe, CONTEXT, PROMPT)
     predicted = asked.predicted(asked.plan(), (1,))
-    measured = measured_rates(asked, CONTEXT, PROMPT)
+    speeds = _rounded(asked.speeds)
     for (what, rate), found in zip(measured.items(), (predicted.decode[1], predicted.prompt), strict=True):
-        yield _row(name, method, share, what, found) | {"measured": round(rate, 1)}
+        parts = {part: round(seconds * 1e3, 2) for part, seconds in found.parts.items()}
+        row = _row(name, method, share, what, found)
+        yield row | {"measured": round(rate, 1), "speeds": speeds, "parts": parts}
+
+
+def _rounded(speeds: Speeds) -> dict[str, float]:
+    return {
+        "dram": round(speeds.dram_gbps, 1), "cpu": round(speeds.cpu_flops / 1e12, 2),
+        "gpu_memory": round(speeds.gpu_gbps), "gpu": round(speeds.gpu_flops / 1e12),
+        "bus": round(speeds.pcie_gbps, 1), "kernel": round(speeds.kernel_seconds * 1e6, 2),
+        "launch": round(speeds.launch_seconds * 1e6, 2),
+    }  # fmt: skip
 
 
 def _row(name: str, method: str, share: float, what: str, found: Range) -> Row:
@@ -75,34 +87,30 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="keep the rows here, plan after plan")
     parser.add_argument("--only", help="plans whose names have this in them")
     parser.add_argument("--after", type=int, default=0, help="leave so many plans out")
+    parser.add_argument("--until", type=int, help="only the first ones, so many")
     parser.add_argument("--log", action="store_true", help="show what the engine says of its start")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO if options.log else logging.WARNING)
     machine = this_machine()
-    gpu = probes.gpu_speeds() if machine.gpus else None
-    for case in CASES[options.after :]:
-        if options.only is None or options.only in case[0]:
-            _measure(case, machine, gpu, options.out)
+    cases = [case for case in CASES[options.after : options.until] if options.only is None or options.only in case[0]]
+    for case in cases:
+        _measure(case, machine, options.out)
 
 
-def _measure(case: Case, machine: Machine, gpu: probes.GpuSpeeds | None, out: Path | None) -> None:
+def _measure(case: Case, machine: Machine, out: Path | None) -> None:
     started = perf_counter()
-    here = probes.with_gpu_speeds(probes.cpu_speeds(machine, machine.tiers[-1]), gpu)
-    speeds = wished_speeds(MachineWish(), machine, here)
     try:
-        made = list(rows(*case, question(*case, machine, speeds)))
+        made = list(rows(*case, machine))
     except TandemError as error:
         print(*case, error, flush=True)
         return
     for row in made:
         holds = row["predicted_low"] <= row["measured"] <= row["predicted_high"]
-        print({key: row[key] for key in list(row)[1:8]}, "holds" if holds else "OUTSIDE")
-    print(f"{perf_counter() - started:.0f} s; {speeds}", flush=True)
+        print({key: row[key] for key in list(row)[1:8]}, "holds" if holds else "OUTSIDE", row["parts"])
+    print(f"{perf_counter() - started:.0f} s; {made[0]['speeds']}", flush=True)
     if out is not None:
         where = stamp(machine_name(Machine.detect()))
         keep([row | where for row in made], out)
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

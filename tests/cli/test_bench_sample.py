@@ -16,6 +16,12 @@ from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wis
 from tandem.config.stored import StoredFormats
 
 
+@pytest.fixture(autouse=True)
+def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many experts that no cache holds them are as many on every machine."""
+    monkeypatch.setattr(sample, "last_level_cache_bytes", lambda: 32 << 20)
+
+
 def question_of(name: str, layers: int, ram: str = "2TB", bandwidth: str = "100GB/s") -> Question:
     """On a machine without a GPU."""
     wish = MachineWish("none", ram, bandwidth, 16, "avx512_bf16")

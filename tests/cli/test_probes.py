@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from plans import GIB, machine
+from tandem._core import WorkerPool
 from tandem.bench import probes
+from tandem.bench.ceilings import DramReader
+from tandem.config.forecast.speeds import Speeds
 from tandem.config.machine import Core
 
 
@@ -29,9 +33,39 @@ def test_every_thread_reads_more_than_caches_hold(
 
     monkeypatch.setattr(probes, "DramReader", Reader)
     monkeypatch.setattr(probes, "machine_pool", lambda _machine, _threads: None)
-    monkeypatch.setattr(probes, "measure_flops", lambda *_args, **_more: 1e12)
+    monkeypatch.setattr(probes, "typical_flops", lambda *_args: 1e12)
     cores = tuple(Core(cpu, 0, 0) for cpu in range(threads))
     host = replace(machine(), cores=cores, available_memory=free, cpu_quota=None)
     found = probes.cpu_speeds(host, "avx2")
     assert seen == [expected] and (found.dram_gbps, found.cpu_flops) == (50.0, 1e12)
     assert set(found.sources.values()) == {"measured"}
+
+
+def probe(monkeypatch: pytest.MonkeyPatch) -> probes.MachineProbe:
+    """Of a machine that reads 100 GB/s and has no GPU."""
+    first = Speeds().having("measured", dram_gbps=100.0, cpu_flops=1e12)
+    monkeypatch.setattr(probes, "cpu_speeds", lambda _machine, _tier: first)
+    return probes.MachineProbe(machine())
+
+
+def test_the_median_of_what_was_read_beside_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the first reading, which was elsewhere in memory, does not."""
+    found = probe(monkeypatch)
+    for gbps in (82.0, 120.0, 103.0):
+        found.add({"dram_gbps": gbps})
+    assert (found.speeds().dram_gbps, found.speeds().cpu_flops) == (103.0, 1e12)
+    assert found.speeds().sources == {"dram_gbps": "measured", "cpu_flops": "measured"}
+
+
+def test_a_machine_whose_model_was_not_measured_is_as_first_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probe(monkeypatch).speeds().dram_gbps == 100.0
+
+
+def test_only_what_is_there_is_read_beside_a_model() -> None:
+    pool = WorkerPool([-1])
+    alone = probes.read_beside(pool, "scalar", None, None)
+    reader = DramReader(pool, "scalar", 1 << 20)
+    both = probes.read_beside(pool, "scalar", reader, lambda: 55.0)
+    expected = {"cpu_flops"} | ({"kernel_seconds", "launch_seconds"} if torch.cuda.is_available() else set())
+    assert set(alone) == expected and set(both) == expected | {"dram_gbps", "pcie_gbps"}
+    assert both["pcie_gbps"] == 55.0 and all(value > 0 for value in both.values())

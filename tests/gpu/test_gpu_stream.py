@@ -189,6 +189,15 @@ def test_rates_are_measured_with_the_layers_own_bytes() -> None:
     assert 0 < found.bus < 1 and found.cpu_seconds(64) > 0 and found.cpu_row >= 0
 
 
+def test_the_bus_is_read_between_steps_and_steps_are_right_afterwards() -> None:
+    layers = Layers()
+    stream = layers.stream(1.0)
+    for _ in range(2):
+        stream.begin(TOKENS)
+        layers.check()
+        assert stream.copied_gbps() > 0
+
+
 @pytest.mark.parametrize("failing", [0, 2, 3])
 def test_a_copy_that_fails_is_that_step_s_error(failing: int) -> None:
     """At its begin or between its layers; the next one is right."""

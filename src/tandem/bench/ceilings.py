@@ -6,6 +6,7 @@ Every kernel's time is compared with `Ceilings.bound_seconds`: the roofline mode
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -52,8 +53,8 @@ def last_level_cache_bytes(caches: Path = _CACHES) -> int:
 
 
 def beyond_caches_bytes() -> int:
-    """So much memory that reading it anew reads DRAM: several times the last-level cache, as a cache that does not
-    replace in order keeps a share of what is read over and over. 0.25 of the free memory at most."""
+    """So much memory that reading it anew reads DRAM: several times the last-level cache. A cache that does not replace
+    in order keeps a share of what is read over and over. 0.25 of the free memory at most."""
     wanted = max(8 * last_level_cache_bytes(), DRAM_BYTES)
     return min(wanted, Machine.detect().available_memory // 4)
 
@@ -157,11 +158,21 @@ def measure_flops(pool: _core.WorkerPool, tier: str, fmt: str = "bf16", min_seco
     """Operations per second of all workers, each at its own pace; a multiply-add counts as two. Operands are in
     registers (AMX: in L1), in the compute type that the tier uses for weights of `fmt`. A call takes some milliseconds,
     so that its start does not count."""
+    return max(_flops_readings(pool, tier, fmt, min_seconds))
+
+
+def typical_flops(pool: _core.WorkerPool, tier: str, min_seconds: float = 0.2) -> float:
+    """The median instead of the best: what products that last as long can have. In bf16."""
+    return statistics.median(_flops_readings(pool, tier, "bf16", min_seconds))
+
+
+def _flops_readings(pool: _core.WorkerPool, tier: str, fmt: str, min_seconds: float) -> list[float]:
     workspace = _core.Workspace(pool, tier)
     kind = ("int8", True) if fmt == INT8_ACTIVATIONS else (fmt, False)
     rounds = _burst_rounds(workspace, *kind)
     operations = workspace.multiply_add(rounds, *kind)
-    return operations / min(repeat_seconds(lambda: workspace.multiply_add(rounds, *kind), min_seconds))
+    times = repeat_seconds(lambda: workspace.multiply_add(rounds, *kind), min_seconds)
+    return [operations / seconds for seconds in times]
 
 
 def _burst_rounds(workspace: _core.Workspace, fmt: str, int8_activations: bool) -> int:

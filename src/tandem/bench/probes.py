@@ -1,15 +1,21 @@
 """How fast this machine is: a few seconds of reading, multiplying and copying. What plans are predicted from, and what
-`kt doctor` shows."""
+`kt doctor` shows.
+
+A machine that others share is not at its best all the time, and no model that runs on it is. So means and medians
+count here, never the best.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
 
-from tandem.bench.ceilings import DramReader, measure_flops
+from tandem import _core
+from tandem.bench.ceilings import DramReader, typical_flops
 from tandem.config import Machine
 from tandem.config.forecast.speeds import MEASURED, Speeds
 from tandem.kernels.workers import machine_pool
@@ -34,14 +40,53 @@ class GpuSpeeds(NamedTuple):
     launch_seconds: float
 
 
+class MachineProbe:
+    """This machine's speeds, which what others do on it changes within seconds. So they are read again beside what is
+    measured, where its memory lies; the median of those readings counts."""
+
+    def __init__(self, machine: Machine) -> None:
+        """Reads each once: a second."""
+        speeds = cpu_speeds(machine, machine.tiers[-1])
+        self._first = with_gpu_speeds(speeds, gpu_speeds() if machine.gpus else None)
+        self._read: dict[str, list[float]] = {}
+
+    def add(self, figures: Mapping[str, float]) -> None:
+        """By their names in `Speeds`."""
+        for name, value in figures.items():
+            self._read.setdefault(name, []).append(value)
+
+    def speeds(self) -> Speeds:
+        return self._first.having(MEASURED, **{name: statistics.median(each) for name, each in self._read.items()})
+
+
+def read_beside(
+    pool: _core.WorkerPool, tier: str, reader: DramReader | None, bus: Callable[[], float] | None
+) -> dict[str, float]:
+    """While a model is loaded: what takes no memory to speak of. reader: of what the CPU reads; bus: GB/s of copies to
+    the GPU; None where there is nothing to read or to copy."""
+    found = {"cpu_flops": typical_flops(pool, tier, QUICK_SECONDS)}
+    if reader is not None:
+        found["dram_gbps"] = reader.mean_gbps(QUICK_SECONDS)
+    if bus is not None:
+        found["pcie_gbps"] = bus()
+    if torch.cuda.is_available():
+        device = torch.device("cuda")
+        found |= {"kernel_seconds": _graph_seconds(device), "launch_seconds": _eager_seconds(device)}
+    return found
+
+
 def cpu_speeds(machine: Machine, tier: str) -> Speeds:
-    """All threads that this process may use. tier: of `this_machine().tiers`. Of DRAM the mean counts, as it does for
-    experts: a machine that others share is not at its best all the time."""
+    """All threads that this process may use. tier: of `this_machine().tiers`."""
     pool = machine_pool(machine, machine.max_threads)
-    nbytes = max(QUICK_BYTES, THREAD_BYTES * machine.max_threads)
-    dram = DramReader(pool, tier, min(nbytes, machine.available_memory // 4)).mean_gbps(QUICK_SECONDS)
-    flops = measure_flops(pool, tier, min_seconds=QUICK_SECONDS)
+    dram = buffer_reader(machine, pool, tier).mean_gbps(QUICK_SECONDS)
+    flops = typical_flops(pool, tier, QUICK_SECONDS)
     return Speeds().having(MEASURED, dram_gbps=round(dram, 1), cpu_flops=flops)
+
+
+def buffer_reader(machine: Machine, pool: _core.WorkerPool, tier: str) -> DramReader:
+    """Of memory of its own."""
+    nbytes = max(QUICK_BYTES, THREAD_BYTES * machine.max_threads)
+    return DramReader(pool, tier, min(nbytes, machine.available_memory // 4))
 
 
 def with_gpu_speeds(speeds: Speeds, gpu: GpuSpeeds | None) -> Speeds:
@@ -61,11 +106,13 @@ def gpu_speeds(device: torch.device | None = None) -> GpuSpeeds | None:
     with torch.cuda.device(where):
         there, back = _pinned_gbps(where)
         rates = _copy_gbps(where), there, back, _product_flops(where)
-        return GpuSpeeds(*rates, _graph_seconds(where), _eager_seconds(where))
+        found = GpuSpeeds(*rates, _graph_seconds(where), _eager_seconds(where))
+        torch.cuda.empty_cache()
+        return found
 
 
-def _timed(call: Callable[[], object], repeats: int = 5) -> float:
-    """Seconds of the best of some calls, after one that warms up."""
+def _timed(call: Callable[[], object], repeats: int = 9) -> float:
+    """Seconds: the median of some calls, after one that warms up."""
     call()
     torch.cuda.synchronize()
     times: list[float] = []
@@ -74,7 +121,7 @@ def _timed(call: Callable[[], object], repeats: int = 5) -> float:
         call()
         torch.cuda.synchronize()
         times.append(perf_counter() - started)
-    return min(times)
+    return statistics.median(times)
 
 
 def _copy_gbps(device: torch.device) -> float:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem import __version__
-from tandem.bench import probes
+from tandem.bench.probes import MachineProbe
 from tandem.bench.rows import commit
-from tandem.bench.sample import measured_rates
+from tandem.bench.sample import verified
 from tandem.config import EngineConfig
 from tandem.config.forecast.advice import Question
 from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
@@ -24,7 +24,6 @@ from tandem.config.forecast.report import Asked, report
 from tandem.config.machine import Machine
 from tandem.engine.start.model_files import inspect
 from tandem.engine.start.planning import model_at, stored_at
-from tandem.errors import ConfigError
 from tandem.hub.names import shown_name
 from tandem.kernels.this_machine import this_machine
 
@@ -38,17 +37,16 @@ PRIVATE = frozenset((
 def made(config: EngineConfig, asked: Asked = Asked()) -> dict[str, Any]:
     """Measures for some seconds. Raises ConfigError where the model does not fit this machine."""
     machine = this_machine()
-    gpu = probes.gpu_speeds() if machine.gpus else None
-    here = probes.with_gpu_speeds(probes.cpu_speeds(machine, machine.tiers[-1]), gpu)
+    probe = MachineProbe(machine)
     model, stored = inspect(config.model, lambda path: _subject(path, config))
-    question = Question(config, model, machine, stored, wished_speeds(MachineWish(), machine, here))
+    question = Question(config, model, machine, stored, wished_speeds(MachineWish(), machine, probe.speeds()))
+    question.plan()  # before it takes time
+    measured, question = verified(question, probe, asked.context, asked.prompt)
     found = report(shown_name(config.model), question, (), asked)
-    if not found.fits:
-        raise ConfigError(*found.reasons)
     return {
         "bench": "report", "format": FORMAT, "machine": machine_dict(machine), "software": software(),
         "flags": _flags(config),
-        "plan": found.as_dict(), "measured": measured_rates(question, asked.context, asked.prompt),
+        "plan": found.as_dict(), "measured": measured,
         "commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
 

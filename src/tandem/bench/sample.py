@@ -8,17 +8,24 @@ counted by its bytes.
 from __future__ import annotations
 
 import dataclasses
+import gc
+import logging
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+
+import torch
 
 from tandem import models
-from tandem.bench.ceilings import last_level_cache_bytes
+from tandem.bench.ceilings import DramReader, last_level_cache_bytes
+from tandem.bench.probes import MachineProbe, buffer_reader, read_beside
 from tandem.bench.stored import FORMATS, stored_as
 from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore
 from tandem.config import ModelConfig, Plan, resolve
 from tandem.config.forecast.advice import Question
+from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
 from tandem.config.forecast.prediction import Prediction
 from tandem.config.layers import Layer, Moe
 from tandem.config.mechanisms.latent import Latent
@@ -38,9 +45,23 @@ LONGEST_PERIOD = 4  # layers after which they repeat
 BUILD_BYTES = 18e9  # of all samples' weights: about ten seconds of copying
 EXPERT_BYTES = 12e9  # of the experts of LEAST_DEPTH periods, at most
 STEP_SECONDS = 6.0  # of the deeper sample's context and steps, about
-WARM_STEPS, STEPS = 3, 16
-PROMPTS = 2
+WARM_STEPS, STEPS = 3, 16  # at least, and at most MOST_STEPS where they are short
+MOST_STEPS, SHORT_SECONDS = 96, 0.5
+PROMPTS, MOST_PROMPTS = 2, 8  # likewise, after one that touches memory for the first time
 PROMPT_SECONDS = 6.0  # of all prompts, about
+
+_log = logging.getLogger(__name__)
+
+
+Figures = Mapping[str, float]
+"""Of a machine, by their names in `Speeds`."""
+
+
+class Running(NamedTuple):
+    """A sample's engine, and what reads the machine's speeds where its experts lie."""
+
+    engine: Engine
+    figures: Callable[[], Figures]
 
 
 class NoText:
@@ -63,17 +84,31 @@ class NoText:
         return False
 
 
-def measured_rates(question: Question, context: int, prompt: int) -> dict[str, float]:
-    """Tokens per second by the names of the prediction: decoding of one sequence, and a prompt."""
+def verified(
+    question: Question, probe: MachineProbe, context: int, prompt: int
+) -> tuple[dict[str, float], Question]:
+    """Measured tokens per second, and the question with the machine's speeds of the same moments."""
+    rates = measured_rates(question, context, prompt, probe.add)
+    settled = wished_speeds(MachineWish(), question.machine, probe.speeds())
+    return rates, dataclasses.replace(question, speeds=settled)
+
+
+def measured_rates(
+    question: Question, context: int, prompt: int, heard: Callable[[Figures], None]
+) -> dict[str, float]:
+    """Tokens per second by the names of the prediction: decoding of one sequence, and a prompt. heard: called with the
+    machine's speeds, several times in between."""
     use_one_torch_thread()
     plan = question.plan()
     predicted = question.predicted(plan, (1,))
     prompt = min(prompt, plan.context_length)
-    context = min(context, plan.context_length - STEPS - 16)
+    context = min(context, plan.context_length)
     layers, depths = len(question.model.layers), depths_of(question, plan, predicted, context)
-    affordable = int(PROMPT_SECONDS * predicted.prompt.middle / (depths[-1] / layers) / 2 / PROMPTS)
-    tokens = max(16, min(prompt, affordable))
-    times = [_times(question, plan, depth, context, tokens) for depth in depths]
+    affordable = int(PROMPT_SECONDS * predicted.prompt.middle / (depths[-1] / layers) / 2 / (1 + PROMPTS))
+    tokens, times = max(16, min(prompt, affordable)), list[tuple[float, float]]()
+    for depth in depths:
+        times.append(_times(question, plan, depth, (context, tokens), heard))
+        _free()
     decode, prefill = (whole_seconds(layers, depths, [time[i] for time in times]) for i in (0, 1))
     decode += _head_seconds(question, plan)
     return {"decoding, 1 sequence": 1 / decode, f"prompt of {prompt}": tokens / prefill}
@@ -122,20 +157,52 @@ def _period(layers: Sequence[Layer]) -> int:
     return next((p for p in periods if layers[-p:] == layers[-2 * p : -p]), 1)
 
 
-def _times(question: Question, plan: Plan, depth: int, context: int, prompt: int) -> tuple[float, float]:
-    """Seconds of a decode step at `context`, and of a prompt."""
-    engine = _engine(question, plan, depth, max(context, prompt) + WARM_STEPS + STEPS + 16)
-    prefill = min(_prompt_seconds(engine, prompt) for _ in range(PROMPTS))  # the first touches its memory
+def _free() -> None:
+    """What a sample took."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _times(
+    question: Question, plan: Plan, depth: int, tokens: tuple[int, int], heard: Callable[[Figures], None]
+) -> tuple[float, float]:
+    """Seconds of a decode step at a context of so many tokens, and of a prompt."""
+    started, (context, prompt) = perf_counter(), tokens
+    running = _running(question, plan, depth, max(context, prompt) + WARM_STEPS + MOST_STEPS + 16)
+    engine, built = running.engine, perf_counter() - started
+    _prompt_seconds(engine, prompt)  # touches its memory
+    heard(running.figures())
+    prompts = _repeated(lambda: _prompt_seconds(engine, prompt), PROMPTS, MOST_PROMPTS)
     _prompt_seconds(engine, context, keep=True)
-    times: list[float] = []
-    for step in range(WARM_STEPS + STEPS):
-        started = perf_counter()
+    heard(running.figures())
+    for _ in range(WARM_STEPS):
         engine.step()
-        if step >= WARM_STEPS:
-            times.append(perf_counter() - started)
+    steps = _repeated(lambda: _step_seconds(engine), STEPS, MOST_STEPS)
+    heard(running.figures())
     engine.abort("")
     engine.step()
-    return statistics.median(times), prefill
+    _log.info("%d layers in %.1f s; prompts %s; steps %s", depth, built, _spread(prompts), _spread(steps))
+    return statistics.median(steps), statistics.median(prompts)
+
+
+def _repeated(seconds: Callable[[], float], least: int, most: int) -> list[float]:
+    """Until they have taken SHORT_SECONDS together."""
+    found: list[float] = []
+    while len(found) < least or (len(found) < most and sum(found) < SHORT_SECONDS):
+        found.append(seconds())
+    return found
+
+
+def _spread(times: Sequence[float]) -> str:
+    low, middle, high = min(times), statistics.median(times), max(times)
+    return f"{middle * 1e3:.2f} ms ({low * 1e3:.2f} to {high * 1e3:.2f}, {len(times)})"
+
+
+def _step_seconds(engine: Engine) -> float:
+    started = perf_counter()
+    engine.step()
+    return perf_counter() - started
 
 
 def _prompt_seconds(engine: Engine, tokens: int, keep: bool = False) -> float:
@@ -150,8 +217,45 @@ def _prompt_seconds(engine: Engine, tokens: int, keep: bool = False) -> float:
     return perf_counter() - started
 
 
-def _engine(question: Question, plan: Plan, depth: int, tokens: int) -> Engine:
+def _running(question: Question, plan: Plan, depth: int, tokens: int) -> Running:
     model = _sample(question, plan, depth)
+    dense, experts = _dense_format(question), _experts_format(question, plan)
+    small = _small_plan(question, plan, model, tokens)
+    workers = planned_pool(small)
+    ops, checkpoint = (
+        CpuOps(workers, small.tier, small.int8_activations),
+        cast(Any, SyntheticCheckpoint(dense, experts)),
+    )
+    text = cast(Any, NoText())
+    if small.gpu is None:
+        built = models.build(model, small, checkpoint, ops)
+        reader = buffer_reader(question.machine, workers, small.tier)
+        figures = partial(read_beside, workers, small.tier, reader, None)
+        return Running(Engine.from_parts(EngineParts(small, model, built, text, workers)), figures)
+    from tandem.engine.start.gpu_side import (  # Triton is there only where a GPU is
+        begin_step,
+        expert_stream,
+        gpu_side,
+        registered,
+    )
+
+    side = gpu_side(small, model, ops)
+    usage = expert_usage(question.config, small, model, side.ops.device, side.placement.on_gpu)
+    store = SyntheticStore(side.store, side.handoff)
+    built = models.build(model, small, checkpoint, side.ops, None, store, usage=usage)
+    copies = registered(small, side) if small.gpu.ring_bytes else None
+    stream = expert_stream(small, side, copies)
+    parts = EngineParts(
+        small, model, built, text, workers, usage, handoff=side.handoff, begin_step=begin_step(side, stream)
+    )
+    layers = side.handoff.layers
+    experts_reader = DramReader.of(layers, workers, small.tier) if layers else None
+    bus = None if stream is None else stream.copied_gbps
+    return Running(Engine.from_parts(parts), partial(read_beside, workers, small.tier, experts_reader, bus))
+
+
+def _small_plan(question: Question, plan: Plan, model: ModelConfig, tokens: int) -> Plan:
+    """Of a sample, for a sequence of so many tokens."""
     dense, experts = _dense_format(question), _experts_format(question, plan)
     share = 0.0 if plan.gpu is None else plan.gpu.experts / max(1, question.model.routed_experts)
     config = dataclasses.replace(
@@ -162,32 +266,7 @@ def _engine(question: Question, plan: Plan, depth: int, tokens: int) -> Engine:
         kt_enable_dynamic_expert_update=False, device="cpu" if plan.gpu is None else "cuda",
     )  # fmt: skip
     small = resolve(config, model, question.machine, stored_as(model, dense, experts))
-    small = dataclasses.replace(small, max_step_tokens=plan.max_step_tokens)
-    workers = planned_pool(small)
-    ops, checkpoint = (
-        CpuOps(workers, small.tier, small.int8_activations),
-        cast(Any, SyntheticCheckpoint(dense, experts)),
-    )
-    text = cast(Any, NoText())
-    if small.gpu is None:
-        built = models.build(model, small, checkpoint, ops)
-        return Engine.from_parts(EngineParts(small, model, built, text, workers))
-    from tandem.engine.start.gpu_side import (  # Triton is there only where a GPU is
-        begin_step,
-        expert_stream,
-        gpu_side,
-        registered,
-    )
-
-    side = gpu_side(small, model, ops)
-    usage = expert_usage(config, small, model, side.ops.device, side.placement.on_gpu)
-    store = SyntheticStore(side.store, side.handoff)
-    built = models.build(model, small, checkpoint, side.ops, None, store, usage=usage)
-    copies = registered(small, side) if small.gpu.ring_bytes else None
-    begin = begin_step(side, expert_stream(small, side, copies))
-    return Engine.from_parts(
-        EngineParts(small, model, built, text, workers, usage, handoff=side.handoff, begin_step=begin)
-    )
+    return dataclasses.replace(small, max_step_tokens=plan.max_step_tokens)
 
 
 def _sample(question: Question, plan: Plan, depth: int) -> ModelConfig:

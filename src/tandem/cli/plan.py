@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from tandem.bench.probes import MachineProbe
     from tandem.config import EngineConfig, Machine, ModelConfig, StoredFormats
     from tandem.config.forecast.machine_spec import MachineWish
     from tandem.config.forecast.speeds import Speeds
@@ -64,16 +65,23 @@ def plan(
     from tandem.config.forecast.report import Asked, report
 
     wish = MachineWish(gpu, ram, bandwidth, cpu, isa, pcie)
+    if verify:
+        _check_here(wish)
     asked, refused = _config(context.args, config)
     here = _this_machine()
     machine = wished_machine(wish, here)
-    speeds = wished_speeds(wish, machine, _speeds_here(wish, here, verify))
+    probe = _probe(here) if verify else None
+    speeds = wished_speeds(wish, machine, _speeds_here(wish, here, probe))
     model, stored = _subject(asked, config)
     question = Question(asked, model, machine, stored, speeds)
-    found = report(asked.model, question, refused, Asked(tokens, prompt))
+    found, measured = report(asked.model, question, refused, Asked(tokens, prompt)), None
+    if probe is not None and found.fits:
+        from tandem.bench.sample import verified
+
+        measured, question = verified(question, probe, tokens, prompt)
+        found = report(asked.model, question, refused, Asked(tokens, prompt))
     if compare:
         found.compared.extend(compared(question))
-    measured = _measured(question, wish, found.fits, tokens, prompt) if verify else None
     if as_json:
         typer.echo(json.dumps(found.as_dict() | ({"measured": measured} if verify else {}), indent=1))
     else:
@@ -98,15 +106,29 @@ def _this_machine() -> Machine:
     return this_machine()
 
 
-def _speeds_here(wish: MachineWish, machine: Machine, everything: bool) -> Speeds | None:
-    """Measured in a second or two; the GPU too, where that was asked for."""
+def _check_here(wish: MachineWish) -> None:
+    """Raises ConfigError where another machine is asked about."""
+    from tandem.errors import ConfigError
+
+    if wish.anything:
+        raise ConfigError(
+            "--verify measures this machine; leave --gpu, --ram, --bandwidth, --cpu, --isa and --pcie out"
+        )
+
+
+def _probe(machine: Machine) -> MachineProbe:
+    from tandem.bench.probes import MachineProbe
+
+    return MachineProbe(machine)
+
+
+def _speeds_here(wish: MachineWish, machine: Machine, probe: MachineProbe | None) -> Speeds | None:
+    """As the probe says, or the CPU's measured in a second; None of another machine."""
     from tandem.bench import probes
 
-    if wish.other_cpu and not everything:
-        return None
-    speeds = probes.cpu_speeds(machine, machine.tiers[-1])
-    gpu = probes.gpu_speeds() if everything and machine.gpus else None
-    return probes.with_gpu_speeds(speeds, gpu)
+    if probe is not None:
+        return probe.speeds()
+    return None if wish.other_cpu else probes.cpu_speeds(machine, machine.tiers[-1])
 
 
 def _subject(asked: EngineConfig, named: str | None) -> Subject:
@@ -123,19 +145,3 @@ def _subject(asked: EngineConfig, named: str | None) -> Subject:
         return model, stored_at(path, model, asked.kt_weight_path)
 
     return inspect(asked.model, look)
-
-
-def _measured(
-    question: object, wish: MachineWish, fits: bool, tokens: int, prompt: int
-) -> dict[str, float] | None:
-    """Of a few layers of such a model on this machine; None on another one, or where it does not fit."""
-    from tandem.bench.sample import measured_rates
-    from tandem.config.forecast.advice import Question
-    from tandem.errors import ConfigError
-
-    assert isinstance(question, Question)
-    if wish.anything:
-        raise ConfigError(
-            "--verify measures this machine; leave --gpu, --ram, --bandwidth, --cpu, --isa and --pcie out"
-        )
-    return measured_rates(question, tokens, prompt) if fits else None

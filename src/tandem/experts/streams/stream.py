@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -157,6 +158,16 @@ class ExpertStream:
     def step_seconds(self) -> float:
         """Of a step in which all travel: what the bus takes."""
         return self.rates.bus * sum(layer is not None for layer in self._layers)
+
+    def copied_gbps(self) -> float:
+        """Of the bus: a part of each layer from where it lies, between steps."""
+        total, started = 0, perf_counter()
+        for layer in (layer for layer in self._layers if layer is not None):
+            for source, target, nbytes in layer.runs(0, min(self._ring.experts, layer.places)):
+                self._bus.copy(source, self._memory.data_ptr() + target, nbytes)
+                total += nbytes
+        self._bus.finish()
+        return total / (perf_counter() - started) / 1e9
 
     def begin(self, rows: int, shared: bool = False, whole: bool = False) -> None:
         """Before a step of so many rows; 0: one that is recorded or replayed, in which nothing travels. shared: others
