@@ -36,8 +36,8 @@ struct Activation {
   float limit;
 };
 
-// y[r, 0 : 32 * pairs] = sum over k of x_rows[r][k] * W[32 * first_pair + column, k], in float, one accumulator per
-// output that runs over K in ascending order; scaled groups are summed on their own and then added with one FMA.
+// y[r, 0 : 32 * pairs] = sum over k of x_rows[r][k] * W[32 * first_pair + column, k], in float. Each output has one
+// accumulator, which runs over K in ascending order. Scaled groups are summed on their own and added with one FMA.
 struct MatmulArgs {
   WeightView weights;
   const void* const* x_rows;  // `rows` pointers to prepared activations (see KernelTable::lane_type), padded_depth long

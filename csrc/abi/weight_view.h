@@ -1,8 +1,8 @@
 // Packed weights as the kernels see them. Plain data: no inline functions, so that no code compiled with wide flags
 // can be shared with baseline code.
 //
-// A matrix [N, K] (y = x W^T) is cut into panels of 16 output rows; K is interleaved in pairs, which is the order
-// that VNNI and AMX share and that 16 lanes of float can use too:
+// A matrix [N, K] (y = x W^T) is cut into panels of 16 output rows. K is interleaved in pairs: VNNI and AMX share that
+// order, and 16 lanes of float can use it, too.
 //
 //   f32   [K/2][2][16]        one 64-byte line per k
 //   bf16  [K/2][16][2]        one 64-byte line per pair of k

@@ -17,7 +17,7 @@ namespace tandem {
 
 void bind_runtime(nb::module_& m) {
   m.attr("SCRATCH_BYTES_PER_WORKER") = Workspace::kWorkerBytes;
-  m.attr("MAX_RANGES_AHEAD") = ReadAhead::kRanges;
+  m.attr("MAX_RANGES_AHEAD") = SureReads::kRanges;
   nb::class_<ByteRange>(m, "ByteRange", "Packed weights somewhere in memory.").def_ro("bytes", &ByteRange::bytes);
   nb::class_<WorkerPool>(m, "WorkerPool",
                          "One pinned worker per entry of cpus (-1: not pinned); the caller is worker 0.")

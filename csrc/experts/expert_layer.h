@@ -76,8 +76,8 @@ class ExpertLayer {
   const WeightView& down_layout() const { return down_layout_; }
   bool is_loaded(int expert) const { return places_.has(expert); }
   bool in_file() const { return file_ != nullptr; }
-  // Whether experts are used where the caller has them, in whole rows (Format::bf16_rows), instead of being packed:
-  // there is nothing that could be copied or moved then, and the caller keeps the memory for as long as they are here.
+  // Whether experts are used where the caller has them, in whole rows (Format::bf16_rows), instead of being packed.
+  // Nothing could be copied or moved then. The caller keeps the memory for as long as they are here.
   bool in_place() const { return shape_.gate_up.format == Format::bf16_rows; }
   int loaded() const { return places_.taken(); }       // experts that are
   void copy_packed(int expert, uint8_t* to) const;     // bytes_per_expert() of them, of all memory nodes
@@ -91,8 +91,8 @@ class ExpertLayer {
   // The expert lives elsewhere from now on, and its place is free. Throws std::invalid_argument if it is not loaded.
   void forget(int expert);
 
-  // What is needed to move experts by somebody else's copies: a place for one on its way here, which is used by nobody
-  // until `settle` says whose it is; and where places lie. Throw std::invalid_argument where that cannot be.
+  // What is needed to move experts by somebody else's copies. `reserve` gives a place for one on its way here, which
+  // nobody uses until `settle` says whose it is. They throw std::invalid_argument where that cannot be.
   struct Piece {
     int64_t offset;  // in the expert's packed bytes, as copy_packed gives them
     uint8_t* here;

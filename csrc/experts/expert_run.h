@@ -1,12 +1,12 @@
 // One batch through one layer: a parallel region of a few phases.
 //
 //   1 prepare   activations to the kernels' type (nothing to do if they are), or to integers
-//   2 gate-up   task = some pairs of panels; all experts' lie in a row, once for each block of an expert's rows, so a
-//               task may end in another expert than it begins in: gate and up, activation, to `hidden_`
+//   2 gate-up   task = some pairs of panels: gate and up, activation, to `hidden_`. All experts' pairs lie in a row,
+//               once for each block of an expert's rows. So a task may end in another expert than it begins in
 //     convert   rows of `hidden_` to integers, where the kernels take them; a row's groups lie across tasks of gate-up.
 //               Few rows are no phase: whoever does the last of an expert's pairs converts its rows
-//   3 down      task = some pairs of panels as in phase 2; every row's result is kept, and a token's are added up, in
-//               the order of their experts' ids. Few rows: whoever does the last task of a block of columns adds up
+//   3 down      task = some pairs of panels as in phase 2. Every row's result is kept. A token's are added up in the
+//               order of their experts' ids. Few rows: whoever does the last task of a block of columns adds up
 //               there. Many: in rounds of so many columns that some rounds' results fit a buffer of fixed size; a phase
 //               is a round and the sums of the one before (down.cc)
 //

@@ -68,7 +68,7 @@ class Mailbox {
   void defer(int layer, const Late& late);
 
   // Answers the next `posts` posts; they begin with the first half. Throws std::runtime_error when none comes for
-  // `timeout_seconds` or the GPU has given up, and whatever a layer throws; then the GPU is told not to wait, and only
+  // `timeout_seconds` or the GPU has given up, and whatever a layer throws. Then the GPU is told not to wait, and only
   // `reset` makes this usable again.
   void serve(int64_t posts, double timeout_seconds);
 

@@ -10,8 +10,8 @@ namespace tandem {
 void interleave32(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out);
 void interleave16(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out);
 
-// As interleave32, of rows of 4-bit codes, 8 to a unit (even ones in low halves): the even codes of a unit go to the
-// low 16 bits, in order, and the odd ones to the high.
+// As interleave32, of rows of 4-bit codes, 8 to a unit (even ones in low halves). The even codes of a unit go to the
+// low 16 bits, in order; the odd ones go to the high.
 void interleave_nibbles(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out);
 
 // Codes that lie as lanes already, [k][16] of one byte each, to a panel's pairs of k (int8), or to its blocks of 8 k

@@ -12,9 +12,9 @@ namespace tandem {
 extern const char* const kFormatNames[kFormatCount];
 extern const char* const kScaleTypeNames[kScaleTypeCount];
 
-// A weight format is data: what a code is, how many k share a scale (16, 32, 64, 128 or 256; 0: one scale per output
-// row, not for 4-bit codes), how a scale is stored, and what is added to each group after scaling. Only
-// the first means anything for f32 and bf16.
+// A weight format is data: what a code is, how many k share a scale, how a scale is stored, and what is added to each
+// group after scaling. Only the first means anything for f32 and bf16. group: 16, 32, 64, 128 or 256; 0: one scale per
+// output row, which 4-bit codes cannot have.
 struct WeightFormat {
   Format format;
   int group;
@@ -69,9 +69,9 @@ void check_source(const WeightView& layout, const MatrixSource& source);
 // Codes and scales are taken as they are. A scale whose group holds an fp8 NaN becomes NaN, and with it every product
 // of that row, as it would anyway: so the kernels need not look for NaN codes.
 //
-// Numbers can become f32, bf16, int8 or int4, in groups with the scale of the least squared error that a search finds
-// (micro/fit.h; the same that `kt convert` writes), or int8 by row with that of the largest weight. Codes are made with
-// the scale as it is stored, so its rounding costs no accuracy.
+// Numbers can become f32, bf16, int8 or int4. Groups get the scale of the least squared error that a search finds
+// (micro/fit.h); `kt convert` writes the same. int8 by row has the scale of the largest weight. Codes are made with the
+// scale as it is stored, so its rounding costs no accuracy.
 void pack_panel(const WeightView& layout, const MatrixSource& source, int64_t first_row, uint8_t* panel);
 
 // The 16 x depth weights that a panel stands for, row-major in `rows`.

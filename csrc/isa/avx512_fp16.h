@@ -1,5 +1,5 @@
-// What AVX512-FP16 adds to tiers that unpack weights for matrix tiles (every CPU with AMX has it): codes times the
-// scales of their group as lines of bf16, 32 at a time. A code is a half, exactly; so is a scale of up to 11 bits times
+// What AVX512-FP16 adds to tiers that unpack weights for matrix tiles: codes times the scales of their group as lines
+// of bf16, 32 at a time. Every CPU with AMX has it. A code is a half, exactly; so is a scale of up to 11 bits times
 // 2^16, where its exponent allows. Their product is rounded to 11 bits and, moved down by 3, to bf16's 8: together at
 // most a relative 2^-8 + 2^-11, and 2^-11 more for scales of more bits. Half has 5 bits of exponent and bf16 8, with a
 // bias 112 higher: 96 are added as the two bits above the five, and the rest is the 2^16.
@@ -53,8 +53,8 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
     table.scale = twice(__m256i(_mm256_mul_ph(__m256h(small), _mm256_set1_ph(_Float16(0x1p24f * unit)))));
     return true;
   }
-  // With shifts: scale, shift and sum are rounded to 11 bits each; the shift with `offset` scales in it, so together
-  // by up to 2^-7 of a scale for codes of 4 bits. False if a column's weights may be too large, or are all so small,
+  // With shifts: scale, shift and sum are rounded to 11 bits each. The shift has `offset` scales in it. So codes of 4
+  // bits are off by up to 2^-7 of a scale. False if a column's weights may be too large, or are all so small,
   // but not 0, that halves would round them more.
   TANDEM_INLINE static bool shifted_halves(Vec scale, Vec shift, HalfRange codes, ScaledHalves& table) {
     shift = _mm512_fmadd_ps(scale, _mm512_set1_ps(codes.offset), shift);

@@ -3,8 +3,8 @@
 // over groups is rounded. Activations lose at most what is below 2^-22 of their group's largest.
 //
 // Why: 64 bytes of int4 times one row cost a Xeon 11 cycles of its port 0 with vdpbf16ps (4 instructions of two passes,
-// 3 shifts). Memory leaves a core 10. vpdpbusd goes to two ports and takes four products a lane: 6 instructions for
-// three digits, 3 for decoding, and some 2 at the ends of groups of 32, 5.6 cycles in all.
+// 3 shifts). Memory leaves a core 10. vpdpbusd goes to two ports and takes four products a lane. Three digits need 6
+// instructions, decoding 3, and ends of groups of 32 some 2: 5.6 cycles in all.
 #pragma once
 
 #include <stddef.h>
@@ -58,8 +58,8 @@ class DigitProduct {
     const WeightView& w = args_.weights;
     const uint8_t* following = panels.payload[0] + 2 * w.panel_bytes;
     const uint8_t* next = p + 1 < args_.pairs || !args_.next_panel ? following : args_.next_panel;
-    const Lookahead ahead =
-        look_ahead(layout_.groups, group_bytes_, group_bytes(w.scale_type), next - panels.payload[0]);
+    const PrefetchAt ahead =
+        prefetch_at(layout_.groups, group_bytes_, group_bytes(w.scale_type), next - panels.payload[0]);
     block<kMost>(panels, r, {0, ahead.turn, ahead.payload[0], ahead.scales[0]}, y);
     block<kMost>(panels, r, {ahead.turn, layout_.groups, ahead.payload[1], ahead.scales[1]}, y);
   }

@@ -12,16 +12,16 @@ namespace {
 // alone, and fetching into L2, were slower (docs/lab/kernel-choices.md).
 constexpr int64_t kPrefetchBytes = 8192, kLeastPrefetchBytes = 4096;
 
-// A panel as a row of equal units, each with its payload and its scales: while one is multiplied, another one is
-// prefetched, the same number of units further on, and from `turn` on one of the next panel. So all of both is asked
+// A panel as a row of equal units, each with its payload and its scales. While one is multiplied, another one is
+// prefetched: always the same number of units further on, from `turn` on in the next panel. So all of both is asked
 // for before it is used. Distances in bytes of a whole panel would leave half of its scales out.
-struct Lookahead {
+struct PrefetchAt {
   int64_t turn;                   // units
   int64_t payload[2], scales[2];  // bytes to what is prefetched, before the turn and after it
 };
 
 // next: bytes from the panel to the next one.
-TANDEM_INLINE Lookahead look_ahead(int64_t units, int64_t payload_bytes, int64_t scale_bytes, int64_t next) {
+TANDEM_INLINE PrefetchAt prefetch_at(int64_t units, int64_t payload_bytes, int64_t scale_bytes, int64_t next) {
   const int64_t quarter = units * payload_bytes / 4,
                 least = quarter > kLeastPrefetchBytes ? quarter : kLeastPrefetchBytes;
   const int64_t bytes = least < kPrefetchBytes ? least : kPrefetchBytes;
@@ -45,7 +45,8 @@ void dot_some_rows(const MatmulArgs* args, int first, int rows, const float* sum
     panels.scales.sums_stride = sums_stride;
     const uint8_t* following = panels.payload[0] + 2 * w.panel_bytes;
     const uint8_t* next = p + 1 < args->pairs || !args->next_panel ? following : args->next_panel;
-    const Lookahead ahead = look_ahead(depth / unit, unit * Format::kPairBytes, unit_scales, next - panels.payload[0]);
+    const PrefetchAt ahead =
+        prefetch_at(depth / unit, unit * Format::kPairBytes, unit_scales, next - panels.payload[0]);
     Source source{{panels.payload[0], panels.payload[1]}, 0};
     float* y = args->y + first * args->y_stride + kPairColumns * p;
     for (int r = 0; r < rows; r += step) {

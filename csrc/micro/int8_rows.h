@@ -87,7 +87,7 @@ class Int8Product {
 
   // One block of rows.
   void stream(int p, const PairOfPanels& panels, const Slice& slice) {
-    const Lookahead ahead = look_ahead(layout_.groups, group_bytes_, 0, slice.ahead);
+    const PrefetchAt ahead = prefetch_at(layout_.groups, group_bytes_, 0, slice.ahead);
     const int64_t turn = ahead.turn < slice.first ? slice.first : ahead.turn > slice.last ? slice.last : ahead.turn;
     float* y = args_.y + kPairColumns * p;
     some_rows<kMostRows>(args_.rows, panels, 0, {slice.first, turn, ahead.payload[0]}, slice.first, y);
@@ -236,9 +236,9 @@ int64_t int8_peak(int64_t rounds, uint8_t* scratch) {
   return rounds * kChains * kPanelRows * kInt8Block * 2;
 }
 
-// Matrix tiles multiply bf16 three times as fast as AVX-512 does integers (a Xeon of 16 threads: 17 to 22 against 6.6
-// TOPS), and tiles of integers would have to be scaled in float after every group: from this many rows on AMX does not
-// round. By these ceilings, not by timing both.
+// From this many rows on AMX does not round to integers. Matrix tiles multiply bf16 three times as fast as AVX-512 does
+// integers: 17 to 22 against 6.6 TOPS on a Xeon of 16 threads. Tiles of integers would have to be scaled in float after
+// every group. The limit comes from these ceilings; both ways were not timed.
 constexpr int32_t kInt8BelowTiles = 12;
 
 // What a tier can do with int8 activations.

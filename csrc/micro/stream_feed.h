@@ -28,8 +28,8 @@ struct StreamAhead {
 
   TANDEM_INLINE StreamAhead(const WeightView& w, int64_t pair_bytes, int64_t next) {
     const int64_t unit = w.group > 32 ? w.group / 32 : 1, steps = w.padded_depth / 32;
-    const Lookahead ahead = look_ahead(steps / unit, unit * 16 * pair_bytes,
-                                       w.group ? unit * 32 / w.group * group_bytes(w.scale_type) : 0, next);
+    const PrefetchAt ahead = prefetch_at(steps / unit, unit * 16 * pair_bytes,
+                                         w.group ? unit * 32 / w.group * group_bytes(w.scale_type) : 0, next);
     turn = ahead.turn * unit;
     for (int i = 0; i < 2; ++i) payload[i] = ahead.payload[i], scales[i] = ahead.scales[i];
   }

@@ -7,8 +7,8 @@
 namespace tandem {
 namespace {
 
-// Bytes of a block's panels' lines that are unpacked at once: half of the smallest L1, or of four panels 3/4, so that
-// they stay there while the rows pass; but whole groups, so 32 KiB of four panels in groups of 64 and 128 k.
+// Bytes of a block's panels' lines that are unpacked at once. They stay in L1 while the rows pass, so they are half of
+// the smallest L1; of four panels 3/4. Groups stay whole: four panels in groups of 64 and 128 k take 32 KiB.
 constexpr int64_t kSliceBytes = 16 * 1024, kWideSliceBytes = 24 * 1024;
 constexpr int64_t kLargestGroup = 256;                     // k: see has_group_size
 constexpr int64_t kSumsAt = 64 * 1024;                     // in the scratch: behind a slice, rounded up to groups

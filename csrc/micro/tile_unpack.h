@@ -1,6 +1,6 @@
 // What runs between the steps of a tile product, while the tiles multiply: the weights that the next product needs are
-// unpacked, or fetched into L2. Tiles and vectors have ports of their own: 8 lines of int4 a step cost 5 ns on top of
-// 22, and 16 ns when they were unpacked beforehand (with 11 instructions a line; 6 to 8 now).
+// unpacked, or fetched into L2. Tiles and vectors have ports of their own. So 8 lines of int4 a step cost 5 ns on top
+// of 22; unpacked beforehand they cost 16 ns. (With 11 instructions a line; 6 to 8 now.)
 #pragma once
 
 #include "micro/whole_rows.h"

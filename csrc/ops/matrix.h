@@ -32,7 +32,7 @@ class PackedMatrix {
   // throws std::invalid_argument if such kernels do not exist for the format.
   void multiply(const RowsView& x, void* out, DType out_type, bool int8_activations = false) const;
 
-  // The matrices of `heads` heads, one after the other along N, each times its own row of x:
+  // The matrices of `heads` heads, which lie one after the other along N. Each is multiplied with its own row of x:
   // out [T, heads, N / heads] = x [T, heads, K]; x counts T * heads rows. A head's rows must be whole pairs of panels.
   void multiply_heads(const RowsView& x, int64_t heads, void* out, DType out_type) const;
 
@@ -47,8 +47,8 @@ class PackedMatrix {
   // neighbours: rows that are multiplied together lie side by side in `x`.
   PreparedRows prepared(const RowsView& x, const IntegerRows* integers, bool neighbours) const;
   MatmulFn kernel_for(int64_t rows, const IntegerRows* integers) const;
-  // Which rows of x a stretch of columns is multiplied with: row r is row first + r * step of x and of the result,
-  // whose rows have `columns` columns; the stretch begins at `first_column` of the matrix.
+  // Which rows of x a stretch of columns is multiplied with: row r is row first + r * step of x and of the result. The
+  // stretch begins at `first_column` of the matrix; the result's rows have `columns` columns.
   struct Stretch {
     int64_t first, step, first_column, columns;
   };

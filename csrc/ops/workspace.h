@@ -94,9 +94,9 @@ struct PreparedRows {
 bool is_prepared(const KernelTable& table, const WeightView& layout, const RowsView& x);
 // True if they could, but so many rows lie so that those multiplied together share a few sets of L1.
 bool crowds_cache(const KernelTable& table, const RowsView& x);
-// Bytes from a prepared row to the next one: an odd number of cache lines, so that rows do not share sets of L1. (Many
-// rows of 2048 k on a Xeon, avx512_bf16, 4096 bytes apart and 64 or 128 more: bf16 0.82 and 0.90 of the peak, int4 0.78
-// and 0.87, fp8 0.78 and 0.83; avx512 0.57 to 0.67 and 0.60 to 0.70. On Zen 5 it makes no difference.)
+// Bytes from a prepared row to the next one: an odd number of cache lines, so that rows do not share sets of L1. On a
+// Xeon, avx512_bf16, many rows of 2048 k reach 0.90 of the peak instead of 0.82 (int4 0.87 instead of 0.78, fp8 0.83
+// instead of 0.78). On Zen 5 it makes no difference.
 int64_t prepared_stride(const KernelTable& table, const WeightView& layout);
 // Rows [first, last) of `x` to `to`, padded_depth long and prepared_stride apart.
 void prepare_rows(const KernelTable& table, const WeightView& layout, const RowsView& x, int64_t first, int64_t last,

@@ -21,7 +21,7 @@ struct SharedRange {
   int first_worker, workers;
 };
 
-// Only hints, as ReadAhead's. One thread announces and withdraws, at any time; worker i of `workers` calls fetch(i).
+// Only hints, as SureReads'. One thread announces and withdraws, at any time; worker i of `workers` calls fetch(i).
 class ProbableReads {
  public:
   static constexpr size_t kRanges = 128;

@@ -70,7 +70,7 @@ struct WorkerPool::State {
 
   // A region of phases.
   RegionTasks tasks;
-  // Tasks that are not done, of the current phase and of the next; of one that is open early, and one more until it
+  // Tasks that are not done, of the current phase and of the next. A phase that is open early counts one more until it
   // begins: it must not end before the phase before.
   struct alignas(64) Counter {
     std::atomic<int64_t> count{0};
@@ -88,13 +88,13 @@ struct WorkerPool::State {
   alignas(64) std::atomic<int> at_barrier{0};
   Signal barrier;
 
-  ReadAhead read_ahead;
+  SureReads sure;
   ProbableReads probable;
 
   Worker worker(int index, WorkerPool* pool) const { return {index, count, nodes[static_cast<size_t>(index)], pool}; }
 
   void wait_for_work(uint32_t seen, int worker) {
-    work.wait_past(seen, spin, yields, [=, this] { return probable.fetch(worker) || read_ahead.fetch(); });
+    work.wait_past(seen, spin, yields, [=, this] { return probable.fetch(worker) || sure.fetch(); });
   }
 
   void fail() {
@@ -368,7 +368,7 @@ void WorkerPool::run_phases(std::span<const Phase> phases) {
 void WorkerPool::for_each(int64_t tasks, TaskBody body) { run_phases({{tasks, body}}); }
 
 void WorkerPool::announce(const std::vector<ByteRange>& upcoming) {
-  if (!upcoming.empty()) state_->read_ahead.announce(upcoming);
+  if (!upcoming.empty()) state_->sure.announce(upcoming);
 }
 
 void WorkerPool::announce_probable(const std::vector<SharedRange>& ranges, int64_t most_each) {

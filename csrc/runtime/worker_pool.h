@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "runtime/probable_reads.h"
-#include "runtime/read_ahead.h"
 #include "runtime/region_tasks.h"
+#include "runtime/sure_reads.h"
 
 namespace tandem {
 
@@ -99,7 +99,7 @@ class WorkerPool {
     ReadyBody ready = {};
   };
 
-  // One region of phases: body(i) of a phase for i in [0, tasks), each exactly once, by whoever is free; a phase begins
+  // One region of phases: body(i) of a phase for i in [0, tasks), each exactly once, by whoever is free. A phase begins
   // when all tasks of the one before are done (but see Phase::ready). Nobody waits for a worker that has not come: on a
   // busy machine, where a worker may lose its core for milliseconds, the others do its share. So a task must not wait
   // for other tasks. Called with the list in place, run_phases({{n, [&](int64_t i, const Worker&) {...}}, ...}): a
@@ -112,9 +112,9 @@ class WorkerPool {
   // announced before still holds.
   void announce(const std::vector<ByteRange>& upcoming);
 
-  // What a caller that waits for somebody else will probably read (ProbableReads): from now on idle workers fetch it,
-  // the caller, too, with `fetch_a_little` (false: it has done its share), until a phase of workers' own tasks begins,
-  // a region without one, or `withdraw`, which returns the bytes.
+  // What a caller that waits for somebody else will probably read (ProbableReads). Idle workers fetch it from now on;
+  // the caller does, too, with `fetch_a_little` (false: it has done its share). It ends when a phase of workers' own
+  // tasks begins, or a region without one. `withdraw` ends it, too, and returns the bytes.
   void announce_probable(const std::vector<SharedRange>& ranges, int64_t most_each);
   bool fetch_a_little();
   int64_t withdraw();

@@ -4,8 +4,8 @@ A step is what the engine does for `batch` sequences at a given context: inputs 
 most likely token of each. Its bound is a sum, measured in the same run:
 
 - the GPU's own step without routed experts
-- the longer of two: distinct experts' bytes read from CPU memory ÷ DRAM bandwidth, and those read from GPU memory ÷ its
-  bandwidth (a large device-to-device copy); both sides read at the same time
+- distinct experts' bytes ÷ bandwidth, of CPU memory or of GPU memory, whichever takes longer: both are read at the same
+  time. The GPU's bandwidth is that of a large copy within it
 
 DRAM is read where the experts lie, and its mean counts. Results until 21 November 2026 took the best of a buffer
 elsewhere, so their shares are higher.

@@ -1,9 +1,9 @@
 """`kt bench prefill`: prompts on a GPU with a share of the experts on it, beside what the hardware allows.
 
-A prompt is what the engine does for one sequence: chunks through the model, logits of the last row. Its bound is the
-least, over all ways to divide the work on the experts in CPU memory, of the longest of three times: their bytes that go
-over the bus; what the CPU computes, by operations or by reading DRAM; what the GPU computes, by operations or by
-reading its memory. All rates are measured in the same run.
+A prompt is what the engine does for one sequence: chunks through the model, logits of the last row. Bus, CPU and GPU
+work at the same time, so the slowest of them counts. The bus takes bytes of experts in CPU memory; the others take
+operations, or reads of their memory. The bound is that of the best division of the experts' work. All rates are
+measured in the same run.
 """
 
 from __future__ import annotations

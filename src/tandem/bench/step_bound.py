@@ -15,15 +15,15 @@ from tandem.config.model_config import past_bytes
 
 
 def gpu_step_bytes(model: ModelConfig, stored: StoredFormats, batch: int, context: int) -> int:
-    """What a step without routed experts reads of GPU memory, or writes: dense weights, what is kept of every token
-    that is looked at, and what is kept of every sequence, which is read and written."""
+    """What a step without routed experts reads of GPU memory, or writes. It reads dense weights, and what is kept of
+    every token that is looked at. What is kept of every sequence is read and written."""
     slots = 2 * model.state_layout("bfloat16").slot_bytes
     states = batch * (past_bytes(model, "bfloat16", context) + slots)
     return model.dense_bytes("bfloat16", stored, on_gpu=True) + states
 
 
 def paired_share(bounds: Sequence[float], times: Sequence[float]) -> float:
-    """Median of bound / time, each bound with the ceiling that was read beside its time: on a shared host medians of
+    """Median of bound / time, each bound with the ceiling that was read beside its time. On a shared host medians of
     each alone may be of different moments."""
     return statistics.median(bound / time for bound, time in zip(bounds, times, strict=True))
 

@@ -42,8 +42,8 @@ NUMBERS = ("BF16", "F16", "F32")
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """A model directory: one or several `*.safetensors`, with or without an index.
 
-    Opening reads only headers. Raises CheckpointError, which names the file (and tensor), for a missing directory, no
-    weights, a missing or truncated shard, a tensor in two shards, an index that does not match, and scales that are
+    Opening reads only headers. Raises CheckpointError, which names the file (and tensor). Reasons: a missing directory,
+    no weights, a missing or truncated shard, a tensor in two shards, an index that does not match, scales that are
     missing or do not fit.
     """
     return Checkpoint(Path(path))

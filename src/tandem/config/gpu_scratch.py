@@ -64,8 +64,8 @@ def shared_kv_scratch_bytes(shape: SharedKv, hyper: Hyper | None, hidden: int, s
 
 
 def _entry_bytes(shape: SharedKv, step: StepSize) -> int:
-    """Places of all entries of each sequence, worked out in three arrays of int64; of each row the order of its keys,
-    in two; and one row's products with an index, three times, where they are more than what is taken at a time."""
+    """Of each sequence the places of all its entries, in three arrays of int64. Of each row the order of its keys, in
+    two. One row's products with an index count three times, where they are more than what is taken at a time."""
     if shape.pool is None:
         return 0
     entries, index = step.context // shape.pool.stride, shape.pool.index

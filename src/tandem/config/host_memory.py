@@ -96,8 +96,8 @@ def _handoff_bytes(hidden: int, share: HostShare) -> int:
 
 
 def graph_input_bytes(size: int, pages: int, tables: int = 1) -> int:
-    """Of a graph's batch: token, position and a place in each table of pages a row, of 64 bits; then its length, slot,
-    what is folded and pages, and one number for all, of 32."""
+    """Of a graph's batch. Each row has a token, a position and a place in each table of pages, of 64 bits; then its
+    length, its slot, what is folded and its pages, of 32. One number of 32 is for all."""
     return graph_wide_bytes(size, tables) + 4 * (size * (3 + tables * pages) + 1)
 
 

@@ -37,11 +37,11 @@ def _by_arrival(sequence: Sequence) -> tuple[int, int]:
 
 
 class Scheduler:
-    """First come, first served. Decoding sequences run in every step; the rest of the token budget prefills prompts in
-    chunks whose time is bounded (`PrefillPace`), so a long prompt delays nobody by more than that.
+    """First come, first served. Decoding sequences run in every step. The rest of the token budget prefills prompts, in
+    chunks whose time is bounded (`PrefillPace`). So a long prompt delays nobody by more than that.
 
     `waiting` and `running` are in order of arrival. The oldest running sequence is never preempted for another, and the
-    engine admits only what fits the empty cache: so it always gets on, and everybody becomes the oldest in time.
+    engine admits only what fits the empty cache. So it always gets on, and everybody becomes the oldest in time.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class Scheduler:
         return self._store.chunk_end(sequence) - sequence.computed_len
 
     def _allotted(self, prompts: list[Sequence], tokens: int) -> list[tuple[Sequence, int]]:
-        """Half of the tokens for those that need least, the rest by age: a short prompt behind a long one takes at most
-        twice its own time, and the long one at most twice its own. Those that get none are left out."""
+        """Half of the tokens for those that need least, the rest by age. So a short prompt behind a long one takes at
+        most twice its own time, and so does the long one. Those that get none are left out."""
         left = {sequence: self._left(sequence) for sequence in prompts}
         given = dict.fromkeys(prompts, 0)
         for some, most in ((sorted(prompts, key=left.__getitem__), _share(tokens)), (prompts, tokens)):

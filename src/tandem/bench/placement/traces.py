@@ -32,7 +32,7 @@ class Zipf:
     """Popularity that drifts. The expert of rank r is chosen in proportion to r ** -exponent, without repeats.
 
     Every layer has a ranking of its own, made from `model_seed`: what statistics of earlier traffic know. A request of
-    `request_tokens` starts with that ranking, but `jump` of its places are shuffled; while it runs, `drift` of the
+    `request_tokens` starts with that ranking, but `jump` of its places are shuffled. While it runs, `drift` of the
     places are shuffled every 100 tokens, a tenth of that every 10.
 
     The defaults are near what is published for real text. On 8000 tokens of 128 experts, top-8 (in brackets Qwen3-30B):

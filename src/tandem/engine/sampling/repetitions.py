@@ -16,8 +16,8 @@ class Repetitions:
     """`places`: ascending, where the last token stands before. `lengths`: how many tokens up to there equal the text's
     last ones, `longest` at most. A repetition does not reach over `breakers`.
 
-    A further token costs as much as it has places, not as much as the text is long: a repetition that ends at a place
-    is one token longer than that of the token before, which ended one place earlier.
+    A repetition that ends at a place is one token longer than the one that the token before ended one place earlier. So
+    a further token costs as much as it has places, not as much as the text is long.
     """
 
     def __init__(self, longest: int, breakers: Collection[int]) -> None:

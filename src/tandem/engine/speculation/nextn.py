@@ -1,8 +1,8 @@
 """`NextN`: guesses by the checkpoint's draft layer, in a chain: each takes the one before for what came.
 
-The layer has rows of its own in the sequence's pages: row p is of the model's hidden state at p, which the pages keep,
-and of the token at p + 1. It depends on nothing else. So rows are made when they are first needed, in any number, and
-again whenever a page has become another: after a preemption, a prefix match, or a swap for an equal page. Only the
+The layer has rows of its own in the sequence's pages. Row p is of the token at p + 1 and of the model's hidden state at
+p, which the pages keep. It depends on nothing else. So rows are made when they are first needed, in any number. When a
+page has become another, they are made again: after a preemption, a prefix match, or a swap for an equal page. Only the
 last row of a page depends on more than the page: two sequences that part behind it take turns.
 """
 
@@ -91,8 +91,8 @@ class NextN:
         return left
 
     def _first_runs(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], list[Run], list[Sequence]]:
-        """What has come since the last pass: those of which it leads to a guess, the rows, and who has to wait: where
-        two share a page and go on differently behind it, its last row cannot be both's."""
+        """What has come since the last pass: who gets a guess by it, the rows, and who has to wait. One of two waits
+        where they share a page and go on differently behind it: its last row cannot be both's."""
         ready, runs, left, room = list[Sequence](), list[Run](), list[Sequence](), self._most_rows
         size, together = self._pages.page_size, list[Sequence]()
         for sequence in sequences:

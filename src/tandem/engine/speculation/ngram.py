@@ -1,7 +1,7 @@
 """`NGram`: guesses that what followed the text's last tokens before follows them again.
 
 It needs no weights: it looks the end of a text up in the text itself, prompt and answer (Saxena, 2023, "Prompt lookup
-decoding"; the search is that of LZ77 with chains of hashes).
+decoding"). The search is that of LZ77 with chains of hashes.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class PrefixTree:
     def insert(self, tokens: list[int], pages: list[int]) -> list[int]:
         """Makes `pages` findable as the prefix tokens[: len(pages) * page_size].
 
-        Returns the page that stands for each position afterwards: where the tree knew the prefix already, its own page
-        stays and the caller should use that one and let go of the duplicate.
+        Returns the page that stands for each position afterwards. Where the tree knew the prefix already, its own page
+        stays. The caller uses that one and lets go of the duplicate.
         """
         node = self._root
         kept: list[int] = []

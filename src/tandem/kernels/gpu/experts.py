@@ -25,8 +25,8 @@ SCRATCH_BYTES = 512 << 20  # of a step's pairs at a time: thousands of tokens, s
 
 @dataclass(frozen=True, slots=True)
 class PartialSums:
-    """What a layer's GPU experts add: a weighted result per pair, float32 [T * k, hidden], unwritten where the slot is
-    below 0; without `slots` their sums, float32 [T, hidden], or bfloat16 where nothing is added to them."""
+    """What a layer's GPU experts add. With `slots` a weighted result per pair, float32 [T * k, hidden], unwritten where
+    the slot is below 0. Without them their sums, float32 [T, hidden], or bfloat16 where nothing is added to them."""
 
     values: Tensor
     slots: Tensor | None

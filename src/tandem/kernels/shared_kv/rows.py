@@ -74,7 +74,7 @@ class StepRows:
 
 
 def step_rows(batch: BatchLayout) -> StepRows:
-    """Rows that only fill up a graph's batch have slot 0, and are copies of the last one: they get its slot, so that
+    """Rows that only fill up a graph's batch have slot 0, and are copies of the last one. They get its slot, so that
     they compute and write the same as it does."""
     slots, starts, lens = batch.slots.long(), batch.query_starts.long(), batch.seq_lens.long()
     rows, sequences = len(batch.positions), len(slots)

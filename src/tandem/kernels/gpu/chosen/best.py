@@ -2,7 +2,7 @@
 
 A list of scores is cut into pieces, and of each piece the `budget` best are kept, in order: the list is a fraction as
 long. That goes on until one piece is left. What is among the best of all is among the best of its piece, so nothing is
-lost; and how often it goes on depends on the longest possible context alone, as CUDA graphs need it.
+lost. How often it goes on depends on the longest possible context alone, as CUDA graphs need it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ struct ByteRange {
 };
 
 // Only hints: a range may be stale, or torn when `announce` meets `fetch`. A prefetch of any address is harmless.
-class ReadAhead {
+class SureReads {
  public:
   static constexpr size_t kRanges = 4;
 
