@@ -61,7 +61,6 @@ MANY_PARAMETERS = {
     "src/tandem/kernels/reference.py:TorchOps.rope_store": 11,
 }
 FULL_FOLDERS = {
-    "csrc/experts": 31,
     "src/tandem/config": 27,
     "csrc/runtime": 26,
     "src/tandem/checkpoint": 26,

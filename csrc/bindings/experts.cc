@@ -13,7 +13,7 @@
 #include "bindings/names.h"
 #include "bindings/recording.h"
 #include "bindings/tensor.h"
-#include "experts/expert_layer.h"
+#include "experts/store/expert_layer.h"
 
 namespace nb = nanobind;
 

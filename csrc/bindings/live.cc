@@ -6,8 +6,8 @@
 
 #include "bindings/bindings.h"
 #include "bindings/tensor.h"
-#include "experts/exchange_turn.h"
-#include "experts/use_decision.h"
+#include "experts/live/exchange_turn.h"
+#include "experts/live/use_decision.h"
 
 namespace nb = nanobind;
 
@@ -134,13 +134,13 @@ void note(const std::vector<ExchangeTuple>& made, nb::handle slot_of, nb::handle
 
 void bind_live(nb::module_& m) {
   nb::class_<MovingLayers>(m, "MovingLayers",
-                           "Both sides of layers whose experts move, see csrc/experts/expert_moves.h.")
+                           "Both sides of layers whose experts move, see csrc/experts/live/expert_moves.h.")
       .def(nb::init<>())
       .def("add", &add_layer, nb::arg("cpu"), nb::arg("slot_of"), nb::arg("slots"), nb::arg("slot_count"),
            nb::keep_alive<1, 3>(), "slot_of int32 [experts] is changed in place.")
       .def("add_none", [](MovingLayers& self) { self.add({}); }, "A layer that lives on one side only.");
   nb::class_<ExchangeTurn, Meanwhile>(m, "ExchangeTurn",
-                                      "Exchanges that travel and end together, see csrc/experts/exchange_turn.h.")
+                                      "Exchanges that travel and end together, see csrc/experts/live/exchange_turn.h.")
       .def("__init__", &make_turn, nb::arg("layers"), nb::arg("functions"), nb::arg("streams"), nb::arg("tables"),
            nb::arg("exchanges"), nb::arg("stages"),
            "functions: cuMemcpyAsync, cuStreamQuery. streams: up, down, computing. tables: image, themselves, bytes.")
@@ -163,7 +163,7 @@ void bind_live(nb::module_& m) {
         "counts = counts * keep + now - seen, seen = now; returns the sum of what was added * better.");
   m.def("pick_exchanges", &pick, nb::arg("scores"), nb::arg("may"), nb::arg("slot_of"), nb::arg("least_gain"),
         nb::arg("least_lead"), nb::arg("least_hot"), nb::arg("room"),
-        "(layer, slot, leaving, coming) of each, see csrc/experts/use_counts.h.");
+        "(layer, slot, leaving, coming) of each, see csrc/experts/live/use_counts.h.");
   m.def("note_exchanges", &note, nb::arg("made"), nb::arg("slot_of"), nb::arg("better"), nb::arg("may"));
   m.def("copy_async", &copy_async, nb::arg("copy"), nb::arg("source"), nb::arg("target"), nb::arg("bytes"),
         nb::arg("stream"), "Calls CUDA's cuMemcpyAsync at the address `copy`; 0, or its error.");

@@ -3,7 +3,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/tensor.h"
-#include "experts/mailbox.h"
+#include "experts/handoff/mailbox.h"
 
 namespace nb = nanobind;
 
@@ -36,7 +36,8 @@ void bind_mailbox(nb::module_& m) {
           "Does a piece; False: nothing can be done, now or any more.")
       .def_prop_ro("seconds", &Meanwhile::seconds, "That `next` took, all together.")
       .def_prop_ro("late_seconds", &Meanwhile::late_seconds, "Of these, what pieces took beyond their time.");
-  nb::class_<Mailbox>(m, "Mailbox", "The CPU's end of the hand-off from a CUDA stream, see csrc/experts/mailbox.h.")
+  nb::class_<Mailbox>(m, "Mailbox",
+                      "The CPU's end of the hand-off from a CUDA stream, see csrc/experts/handoff/mailbox.h.")
       .def("__init__", &make_mailbox, nb::arg("memory"), nb::arg("tokens"), nb::arg("hidden"), nb::arg("top_k"),
            nb::arg("late") = false, nb::keep_alive<1, 2>())
       .def("add", &Mailbox::add, nb::arg("layer"), "Returns the number that posts call the layer by.")

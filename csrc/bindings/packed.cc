@@ -13,7 +13,7 @@
 #include "bindings/bindings.h"
 #include "bindings/names.h"
 #include "bindings/tensor.h"
-#include "experts/expert_layer.h"
+#include "experts/store/expert_layer.h"
 #include "ops/dense.h"
 #include "ops/matrix.h"
 #include "runtime/bulk_copy.h"

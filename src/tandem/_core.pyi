@@ -579,7 +579,7 @@ class Meanwhile:
 
 class Mailbox:
     """
-    The CPU's end of the hand-off from a CUDA stream, see csrc/experts/mailbox.h.
+    The CPU's end of the hand-off from a CUDA stream, see csrc/experts/handoff/mailbox.h.
     """
 
     def __init__(self, memory: object, tokens: int, hidden: int, top_k: int, late: bool = False) -> None: ...
@@ -637,7 +637,7 @@ MOST_HINTED_TOKENS: int = 4
 
 class MovingLayers:
     """
-    Both sides of layers whose experts move, see csrc/experts/expert_moves.h.
+    Both sides of layers whose experts move, see csrc/experts/live/expert_moves.h.
     """
 
     def __init__(self) -> None: ...
@@ -649,7 +649,7 @@ class MovingLayers:
 
 class ExchangeTurn(Meanwhile):
     """
-    Exchanges that travel and end together, see csrc/experts/exchange_turn.h.
+    Exchanges that travel and end together, see csrc/experts/live/exchange_turn.h.
     """
 
     def __init__(
@@ -718,7 +718,7 @@ def pick_exchanges(
     least_hot: float,
     room: int,
 ) -> list[tuple[int, int, int, int]]:
-    """(layer, slot, leaving, coming) of each, see csrc/experts/use_counts.h."""
+    """(layer, slot, leaving, coming) of each, see csrc/experts/live/use_counts.h."""
 
 def note_exchanges(
     made: Sequence[tuple[int, int, int, int]], slot_of: object, better: object, may: object

@@ -340,7 +340,7 @@ def test_what_loses_nothing_is_advised_first() -> None:
 
 
 def test_the_planner_counts_the_results_that_the_kernels_keep() -> None:
-    source = (Path(__file__).parents[2] / "csrc/experts/down.cc").read_text()
+    source = (Path(__file__).parents[2] / "csrc/experts/run/down.cc").read_text()
     mebibytes = re.search(r"TANDEM_RESULT_BYTES \(int64_t\{(\d+)\} << 20\)", source)
     assert mebibytes is not None and int(mebibytes[1]) << 20 == RESULT_BYTES
 

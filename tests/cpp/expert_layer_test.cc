@@ -1,13 +1,13 @@
 // Of a layer of experts: rounds of down beside the sums of the ones before, on workers that come and go, always give
-// the same bits (experts/down.cc; built with results of 256 KiB in all, so that a small layer has more rounds than are
-// kept); and results of a call fit their scratch (ops/workspace.h).
+// the same bits (experts/run/down.cc; built with results of 256 KiB in all, so that a small layer has more rounds than
+// are kept); and results of a call fit their scratch (ops/workspace.h).
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <random>
 
 #include "abi/tiers.h"
-#include "experts/expert_layer.h"
+#include "experts/store/expert_layer.h"
 #include "runtime/tiers.h"
 
 namespace tandem {

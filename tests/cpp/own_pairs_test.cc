@@ -1,5 +1,5 @@
-// experts/own_pairs.h: every pair of panels is one worker's, on its node, and the one that fetches it.
-#include "experts/own_pairs.h"
+// experts/run/own_pairs.h: every pair of panels is one worker's, on its node, and the one that fetches it.
+#include "experts/run/own_pairs.h"
 
 #include <algorithm>
 #include <cstdio>

@@ -1,5 +1,6 @@
-// Contract of Division in experts/task_sizes.h: every pair is in exactly one task, in order, and no task is too long.
-#include "experts/task_sizes.h"
+// Contract of Division in experts/run/task_sizes.h: every pair is in exactly one task, in order, and no task is too
+// long.
+#include "experts/run/task_sizes.h"
 
 #include <cstdio>
 #include <cstdlib>

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 
 LAYER = {  # what a layer of experts on the scalar tier needs
-    "experts": "expert_layer expert_run expert_bytes expert_rows down foreseen_run own_pairs places node_slices "
-    "routing_plan",
+    "experts/store": "expert_layer expert_bytes expert_rows places node_slices",
+    "experts/run": "expert_run down foreseen_run own_pairs routing_plan",
     "ops": "workspace integer_rows",
     "format": "interleave layout pack quantise scale_table staged",
     "runtime": "worker_pool memory mapped_file readable_file bulk_copy",
@@ -25,7 +25,7 @@ LAYER = {  # what a layer of experts on the scalar tier needs
 }
 SOURCES = {  # of csrc, beside the test itself
     "task_sizes_test": [],
-    "own_pairs_test": ["runtime/worker_pool", "experts/own_pairs"],
+    "own_pairs_test": ["runtime/worker_pool", "experts/run/own_pairs"],
     "expert_layer_test": [f"{part}/{name}" for part, names in LAYER.items() for name in names.split()],
 }
 

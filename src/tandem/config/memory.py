@@ -25,7 +25,7 @@ WORKSPACE_BYTES = GIB // 4  # activations and scratch of one step, the tokenizer
 # Of one step: enough rows per expert for full speed, short enough for others' decode.
 DEFAULT_PREFILL_TOKENS = 512
 GPU_PREFILL_TOKENS = 2048  # the same on a GPU
-# Of the experts' results, and of tokens at once, at most: csrc/experts/down.cc, task_sizes.h.
+# Of the experts' results, and of tokens at once, at most: csrc/experts/run/down.cc, task_sizes.h.
 RESULT_BYTES, RESULT_TOKENS = 3 * GIB // 8, 4096
 DEFAULT_KV_SHARE = 4  # the KV cache takes 1/4 of what is left ...
 DEFAULT_KV_BYTES = 4 * GIB  # ... and no more than this

@@ -4,8 +4,9 @@ Of a token's routed experts, the `kept` of the largest weights are computed in t
 all that live on the GPU. The sum of the others is added to what the next layer with experts gives. The last such
 layer never defers. So the CPU computes while the GPU attends. It is lossy.
 
-In graphs csrc/experts/mailbox.cc does it. `LateExperts` does the same with any operations: it is what `kt quality`
-measures, and what tests compare with. Steps that are no graph (prompts, chunks beside decode) defer nothing.
+In graphs csrc/experts/handoff/mailbox.cc does it. `LateExperts` does the same with any operations: it is what
+`kt quality` measures, and what tests compare with. Steps that are no graph (prompts, chunks beside decode) defer
+nothing.
 
 Chen et al. 2025, "KTransformers: Unleashing the Full Potential of CPU/GPU Hybrid Inference for MoE Models".
 """

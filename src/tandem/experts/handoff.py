@@ -2,8 +2,8 @@
 
 Two ways. Outside CUDA graphs the stream copies into pinned memory, the calling thread waits for it, computes, and the
 stream copies back. Inside a graph nobody can be called: kernels post into mapped memory and wait for the answer
-(`mailbox_kernels`, csrc/experts/mailbox.h), and after replaying the graph the calling thread serves the posts. Host
-function nodes would do the same at 50 us a layer (measured on an H200; this way 8 us).
+(`mailbox_kernels`, csrc/experts/handoff/mailbox.h), and after replaying the graph the calling thread serves the posts.
+Host function nodes would do the same at 50 us a layer (measured on an H200; this way 8 us).
 
 Every wait is bounded: if the CPU's side throws, hangs or is gone, the kernels give up after `patience_seconds`, the
 stream runs to its end and the step raises EngineError.
@@ -12,7 +12,7 @@ Experts may be late in graphs (`Deferral`): of a layer that defers, the CPU comp
 answer, and their sum comes with the next one. Posts take turns between two halves of the mailbox for that.
 
 In graphs of few rows the GPU also says which experts the next layer will probably want. The CPU fetches their weights
-while it waits for that layer's post (csrc/experts/foresight.h). No result depends on it.
+while it waits for that layer's post (csrc/experts/run/foresight.h). No result depends on it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The GPU's end of the hand-off: three small CUDA kernels, compiled at run time (NVRTC).
 
 Mapped memory is written with ordinary stores and read with loads that no cache answers. The number is raised last,
-after a fence of the whole system: a reader of the number sees all that was written before (csrc/experts/mailbox.h).
+after a fence of the whole system: a reader of the number sees all that was written before
+(csrc/experts/handoff/mailbox.h).
 """
 
 from __future__ import annotations

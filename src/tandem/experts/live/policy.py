@@ -10,7 +10,7 @@ has gained. A window whose exchanges cost more than that ends the moving; it is 
 each time. While resting, a placement that does worse than home goes back there, if that pays.
 
 A decision looks at all experts, 48 x 512 of them, while everything may stand still. The arrays have left the caches by
-then. So they are few and small, C++ passes over each once (`csrc/experts/use_counts.h`), and no layer is sorted.
+then. So they are few and small, C++ passes over each once (`csrc/experts/live/use_counts.h`), and no layer is sorted.
 """
 
 from __future__ import annotations

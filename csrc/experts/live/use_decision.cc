@@ -1,4 +1,4 @@
-#include "experts/use_decision.h"
+#include "experts/live/use_decision.h"
 
 namespace tandem {
 

@@ -28,8 +28,8 @@
 #include <utility>
 #include <vector>
 
-#include "experts/expert_layer.h"
-#include "experts/foresight.h"
+#include "experts/run/foresight.h"
+#include "experts/store/expert_layer.h"
 #include "runtime/meanwhile.h"
 
 namespace tandem {

@@ -16,10 +16,10 @@
 #include <atomic>
 #include <vector>
 
-#include "experts/converted_rows.h"
-#include "experts/expert_layer.h"
-#include "experts/own_pairs.h"
-#include "experts/task_sizes.h"
+#include "experts/run/converted_rows.h"
+#include "experts/run/own_pairs.h"
+#include "experts/run/task_sizes.h"
+#include "experts/store/expert_layer.h"
 
 namespace tandem {
 

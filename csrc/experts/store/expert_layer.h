@@ -5,9 +5,9 @@
 #include <memory>
 #include <vector>
 
-#include "experts/node_slices.h"
-#include "experts/places.h"
-#include "experts/routing_plan.h"
+#include "experts/run/routing_plan.h"
+#include "experts/store/node_slices.h"
+#include "experts/store/places.h"
 #include "format/pack.h"
 #include "ops/workspace.h"
 #include "runtime/fill.h"

@@ -1,4 +1,4 @@
-#include "experts/routing_plan.h"
+#include "experts/run/routing_plan.h"
 
 namespace tandem {
 

@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "experts/expert_layer.h"
+#include "experts/store/expert_layer.h"
 #include "runtime/bulk_copy.h"
 #include "runtime/fill.h"
 

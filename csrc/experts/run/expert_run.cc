@@ -1,4 +1,4 @@
-#include "experts/expert_run.h"
+#include "experts/run/expert_run.h"
 
 #include <algorithm>
 #include <cstring>

@@ -8,7 +8,7 @@
 // tokens. Cores of unequal speed end those at very different times. Figures: docs/lab/kernel-choices.md.
 #include <algorithm>
 
-#include "experts/expert_run.h"
+#include "experts/run/expert_run.h"
 
 #ifndef TANDEM_RESULT_BYTES  // tests make it smaller
 #define TANDEM_RESULT_BYTES (int64_t{384} << 20)

@@ -1,4 +1,4 @@
-#include "experts/foresight.h"
+#include "experts/run/foresight.h"
 
 #include <algorithm>
 #include <utility>

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "experts/expert_moves.h"
+#include "experts/live/expert_moves.h"
 #include "runtime/meanwhile.h"
 
 namespace tandem {

@@ -1,4 +1,4 @@
-#include "experts/own_pairs.h"
+#include "experts/run/own_pairs.h"
 
 #include <algorithm>
 #include <utility>

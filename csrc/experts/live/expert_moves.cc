@@ -1,4 +1,4 @@
-#include "experts/expert_moves.h"
+#include "experts/live/expert_moves.h"
 
 #include <algorithm>
 #include <stdexcept>

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "experts/exchange.h"
-#include "experts/expert_layer.h"
+#include "experts/live/exchange.h"
+#include "experts/store/expert_layer.h"
 
 namespace tandem {
 

@@ -3,7 +3,7 @@
 #include <array>
 #include <stdexcept>
 
-#include "experts/expert_layer.h"
+#include "experts/store/expert_layer.h"
 #include "runtime/memory.h"
 
 namespace tandem {

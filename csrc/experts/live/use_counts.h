@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "experts/exchange.h"
+#include "experts/live/exchange.h"
 
 namespace tandem {
 

@@ -4,7 +4,7 @@
 #include <variant>
 #include <vector>
 
-#include "experts/use_counts.h"
+#include "experts/live/use_counts.h"
 #include "runtime/meanwhile.h"
 
 namespace tandem {

@@ -1,4 +1,4 @@
-#include "experts/mailbox.h"
+#include "experts/handoff/mailbox.h"
 
 #include <atomic>
 #include <chrono>

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "experts/expert_layer.h"
+#include "experts/store/expert_layer.h"
 
 namespace tandem {
 

@@ -1,11 +1,11 @@
 // Pairs of panels of gate and up, of parts in a row, as tasks that are workers' own. A worker has a share of every
-// part. It prefetches the same share while nobody knows yet which experts will be chosen (experts/foresight.h).
+// part. It prefetches the same share while nobody knows yet which experts will be chosen (experts/run/foresight.h).
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "experts/node_slices.h"
+#include "experts/store/node_slices.h"
 
 namespace tandem {
 

@@ -1,4 +1,4 @@
-#include "experts/exchange_turn.h"
+#include "experts/live/exchange_turn.h"
 
 #include <chrono>
 #include <string>

@@ -1,4 +1,4 @@
-#include "experts/use_counts.h"
+#include "experts/live/use_counts.h"
 
 #include <algorithm>
 #include <limits>

@@ -1,4 +1,4 @@
-#include "experts/node_slices.h"
+#include "experts/store/node_slices.h"
 
 namespace tandem {
 namespace {

@@ -1,12 +1,12 @@
-#include "experts/expert_layer.h"
+#include "experts/store/expert_layer.h"
 
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
-#include "experts/expert_run.h"
-#include "experts/task_sizes.h"
+#include "experts/run/expert_run.h"
+#include "experts/run/task_sizes.h"
 #include "format/staged.h"
 #include "ops/integer_rows.h"
 #include "runtime/fill.h"

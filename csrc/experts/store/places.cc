@@ -1,4 +1,4 @@
-#include "experts/places.h"
+#include "experts/store/places.h"
 
 #include <algorithm>
 #include <numeric>
