@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from tandem.config.mechanisms.hyper import Hyper
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.norm import Norm
+from tandem.config.mechanisms.scores import SCORES
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.rope import Rope
 from tandem.config.state import Array, Fold, Pages, State
@@ -187,15 +188,15 @@ class Dense:
 class Router:
     """How gate logits become experts and weights.
 
-    Scores are softmax or sigmoid of the logits, or the square root of their softplus. With `has_bias`, experts are
-    chosen by score + bias, but weighted by the score alone (DeepSeek-V3). With `num_groups` > 1 only the best
+    `score` names one of `SCORES`. With `has_bias`, experts are chosen by score + bias, but weighted by the score alone
+    (DeepSeek-V3). With `num_groups` > 1 only the best
     `top_groups` groups stay in the race; a group counts as its two best biased scores added (DeepSeek-V3, GLM-4.5), or
     with `group_score="max"` as its best (DeepSeek-V2). table: each token's id names its experts, and scores weigh them.
     """
 
     num_experts: int
     top_k: int
-    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
+    score: str = "softmax"
     normalize: bool = True  # divide the chosen weights by their sum
     scale: float = 1.0  # routed_scaling_factor, applied last
     num_groups: int = 1
@@ -208,6 +209,12 @@ class Router:
     float32_logits: bool = False  # logits are computed in f32; else in the activations' dtype
     table: bool = False
     expert_scale: bool = False  # a chosen weight times a number of the expert, last
+
+    def __post_init__(self) -> None:
+        if self.score not in SCORES:
+            raise ConfigError(f"a router's score is {self.score!r}, and must be one of: {', '.join(SCORES)}")
+        if self.group_score not in ("top2", "max"):
+            raise ConfigError(f"a group of experts counts as {self.group_score!r}, and must as 'top2' or 'max'")
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ class CpuOps(InMemory):
         places: Tensor | None = None,
         chosen: Tensor | None = None,
     ) -> Routing:
-        if routing.in_torch(router):
+        if routing.in_torch(router, "cpu"):
             return routing.route(logits, router, bias, shared, tally, places, chosen)
         logits = logits.float().contiguous()
         key = (id(router), shared)

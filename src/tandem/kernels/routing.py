@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.layers import Router
-from tandem.config.mechanisms.hyper import LANES
+from tandem.config.mechanisms.scores import SCORES, Side
 from tandem.kernels.ops import Routing, Tally
 
 
-def in_torch(router: Router) -> bool:
-    """Whether kernels leave this router to torch."""
-    return router.table or router.score == "sqrt_softplus"
+def in_torch(router: Router, side: Side) -> bool:
+    """Whether a side's kernels leave this router to torch. Those of the CPU read no table."""
+    return side not in SCORES[router.score].kernels or (router.table and side == "cpu")
 
 
 def route(
@@ -26,7 +25,7 @@ def route(
     chosen: Tensor | None = None,
 ) -> Routing:
     """As `Ops.route`."""
-    scores = _scores(logits.float(), router)
+    scores = SCORES[router.score].of(logits.float())
     ids = _best(scores if bias is None else scores + bias, router) if chosen is None else chosen.long()
     weights = scores.gather(-1, ids)
     if router.normalize:
@@ -43,15 +42,6 @@ def route(
         ids = torch.cat((ids, always.expand(len(ids), shared)), dim=1)
         weights = torch.cat((weights, weights.new_ones(len(ids), shared)), dim=1)
     return Routing(ids, weights, None if places is None else places[ids])
-
-
-def _scores(logits: Tensor, router: Router) -> Tensor:
-    if router.score == "softmax":
-        return logits.softmax(-1)
-    if router.score == "sigmoid":
-        return logits.sigmoid()
-    whole = F.pad(logits, (0, -logits.shape[1] % (2 * LANES)))  # torch takes two vectors at a time, and then numbers
-    return F.softplus(whole)[:, : logits.shape[1]].sqrt()
 
 
 def _best(ranks: Tensor, router: Router) -> Tensor:

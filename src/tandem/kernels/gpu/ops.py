@@ -14,6 +14,7 @@ from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.reference import decoded
+from tandem.kernels import routing
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.delta import Delta, DeltaWeights
@@ -194,6 +195,8 @@ class GpuOps:
         places: Tensor | None = None,
         chosen: Tensor | None = None,
     ) -> Routing:
+        if routing.in_torch(router, "gpu"):
+            return routing.route(logits, router, bias, shared, tally, places, chosen)
         return route.route(logits, router, bias, shared, tally, places, chosen)
 
 
