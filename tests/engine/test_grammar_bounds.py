@@ -265,6 +265,16 @@ def test_time_on_a_cpu_decides_not_the_clock(monkeypatch) -> None:
             assert answer_of(to).decode().startswith(said)
 
 
+def test_a_refusal_does_not_wait_until_the_jobs_memory_is_free(monkeypatch) -> None:
+    """Which takes a busy machine tenths of a second, of the two that a refusal may take."""
+    monkeypatch.setattr(jobs, "COMPILE_SECONDS", 0.1)
+    ended = os.waitpid
+    monkeypatch.setattr(os, "waitpid", lambda pid, how: ended(pid, how) if how else os._exit(1))
+    with jobs_running(lambda answer: spin()) as to:
+        assert answer_of(to).startswith(b"-compiling it takes more than")
+        monkeypatch.undo()
+
+
 def test_a_busy_machine_is_no_reason_to_wait_for_a_large_grammar(monkeypatch) -> None:
     """Its own time would allow it: it may be asked for again. A small one is waited for."""
     monkeypatch.setattr(jobs, "COMPILE_SECONDS", 60.0)
@@ -307,7 +317,7 @@ def test_patience_has_an_end_and_so_has_own_time(monkeypatch) -> None:
     monkeypatch.setattr(jobs, "BUSY_SECONDS", 0.2)
     for own, clock, said in (
         (60.0, 0.8, "?the machine is too busy to compile it in 0.8 s; make it smaller, or try again"),
-        (0.3, 30.0, "-compiling it takes more than 1.8 s"),
+        (0.3, 30.0, "-compiling it takes more than 1.6 s"),
     ):
         monkeypatch.setattr(jobs, "COMPILE_SECONDS", own)
         monkeypatch.setattr(jobs, "WALL_SECONDS", clock)
