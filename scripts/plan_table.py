@@ -1,16 +1,19 @@
-"""docs/plans.md: what `kt plan` says of 12 models on six machines that people have.
+"""docs/plans.md: what `kt plan` says of 12 models on six machines that people have, and what came of predictions.
 
     python scripts/plan_table.py --write
     python scripts/plan_table.py --check   # exit code 1 where the page says something else
 
-Nothing is measured: each machine is as its line says, so the page is the same wherever it is made.
+Each machine is as its line says, and measured rows are those of benchmarks/results. So the page is the same wherever it
+is made.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -24,6 +27,7 @@ from tandem.config.forecast.report import Report, report  # noqa: E402
 from tandem.config.machine import Core  # noqa: E402
 
 PAGE = ROOT / "docs" / "plans.md"
+ROWS = "nvidia-h100-80gb-hbm3-intel-xeon-processor-16-threads/plan.json"  # of benchmarks/plan_measured.py
 MODELS = (
     "qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-next-80b", "glm-4.5-air", "glm-4.6", "glm-5", "gpt-oss-20b",
     "gpt-oss-120b", "mixtral-8x7b", "deepseek-v3", "deepseek-v4-flash", "kimi-k2",
@@ -43,8 +47,9 @@ ANYTHING = Machine("none", (Core(0, 0, 0),), ("scalar",), 1 << 30, 1 << 30)  # e
 
 HEAD = f"""# Plans
 
-What `kt plan` says of 12 models on six machines. Nothing here is measured; `kt plan MODEL --verify` measures yours.
-`python scripts/plan_table.py --write` makes this page.
+What `kt plan` says of 12 models on six machines. None of these figures is measured; some others are,
+[below](#predicted-and-measured). `kt plan MODEL --verify` measures yours. `python scripts/plan_table.py --write` makes
+this page.
 
 Each field has tokens per second of one answer at 1,024 tokens, then those of a prompt of 2,048. Experts are as the
 model's publisher stores them. Where only the lossy INT4 fits, the field says so. `no` names the RAM that would do, with
@@ -99,7 +104,7 @@ def page() -> str:
     machines = ["| machine | GPU, bus | RAM | CPU |", "| --- | --- | --- | --- |"]
     machines += [machine_line(name, wish) for name, wish in MACHINES.items()]
     plans = ["| model | " + " | ".join(MACHINES) + " |", "| --- " * (len(MACHINES) + 1) + "|", *map(line, MODELS)]
-    return "\n".join([HEAD, *machines, "", *plans, "", answer()])
+    return "\n".join([HEAD, *machines, "", *plans, "", answer(), measured(kept_rows())])
 
 
 def answer() -> str:
@@ -114,6 +119,39 @@ would fit with:
 
 {ways}
 """
+
+
+def kept_rows() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / ROWS).read_text(encoding="utf-8"))
+    return rows
+
+
+def measured(rows: list[dict[str, Any]]) -> str:
+    """Predictions beside what they were predictions of; rows: in pairs, decoding and prompt."""
+    held = sum(row["predicted_low"] <= row["measured"] <= row["predicted_high"] for row in rows)
+    lines = [measured_line(*pair) for pair in zip(rows[::2], rows[1::2], strict=True)]
+    return f"""## Predicted and measured
+
+`python benchmarks/plan_measured.py --out benchmarks/results` made these rows on an H100 with 16 threads of a Xeon that
+others share. Ranges are as wide as `kt plan`'s. They stand on the machine's own speeds, which were read in the same
+minute; nothing in them comes from a model's times. {held} of {len(rows)} figures lie in their ranges. † marks the
+others.
+
+| model | experts | on the GPU | decoding: predicted | measured | prompt of 2048: predicted | measured |
+| --- | --- | --- | --- | --- | --- | --- |
+{chr(10).join(lines)}
+"""
+
+
+def measured_line(decode: dict[str, Any], prompt: dict[str, Any]) -> str:
+    ranges = [f"{short(row['predicted_low'])}–{short(row['predicted_high'])}" for row in (decode, prompt)]
+    cells = [f"{said} | {beside(row)}" for said, row in zip(ranges, (decode, prompt), strict=True)]
+    return f"| {decode['config']} | {decode['method']} | {decode['gpu_share']:.0%} | {' | '.join(cells)} |"
+
+
+def beside(row: dict[str, Any]) -> str:
+    holds = row["predicted_low"] <= row["measured"] <= row["predicted_high"]
+    return short(row["measured"]) + ("" if holds else " †")
 
 
 def main() -> int:

@@ -23,9 +23,8 @@ def script() -> ModuleType:
 def test_the_page_has_12_models_on_six_machines(script: ModuleType) -> None:
     page = script.PAGE.read_text()
     assert page.startswith(script.HEAD) and (len(script.MODELS), len(script.MACHINES)) == (12, 6)
-    assert [line.split(" | ")[0] for line in page.splitlines()[-20:] if line.startswith("| ")][-12:] == [
-        f"| {name}" for name in script.MODELS
-    ]
+    plans = page.partition("| model | ")[2].partition("\n\n")[0].splitlines()[2:]
+    assert [line.split(" | ")[0] for line in plans] == [f"| {name}" for name in script.MODELS]
     assert all(script.machine_line(*each) in page for each in script.MACHINES.items())
 
 
@@ -35,7 +34,18 @@ def test_the_page_says_what_kt_plan_says(script: ModuleType, name: str) -> None:
 
 
 def test_a_question_that_many_ask_is_answered_with_numbers(script: ModuleType) -> None:
-    assert script.PAGE.read_text().endswith(script.answer()) and "GiB of RAM" in script.answer()
+    assert script.answer() in script.PAGE.read_text() and "GiB of RAM" in script.answer()
+
+
+def test_the_page_ends_with_the_predictions_that_were_measured(script: ModuleType) -> None:
+    assert script.PAGE.read_text().endswith(script.measured(script.kept_rows()))
+
+
+def test_a_figure_outside_its_range_is_marked(script: ModuleType) -> None:
+    decode = {"config": "m", "method": "INT4", "gpu_share": 0.5, "predicted_low": 8.0, "predicted_high": 10.0}
+    rows = [decode | {"measured": 9.0}, decode | {"measured": 11.0}]
+    found = script.measured(rows)
+    assert "1 of 2 figures" in found and "| m | INT4 | 50% | 8–10 | 9 | 8–10 | 11 † |" in found
 
 
 @pytest.mark.parametrize(
