@@ -17,11 +17,14 @@ from tandem.engine.speculation.step_times import StepTimes
 
 LEAST_GAIN = 1.02  # below it a step goes without guesses: a difference this small may be none
 LEAST_CHANCE = 0.02  # of a guess that is looked at
-PROBE_EVERY = 64  # steps with guesses, then one without; likewise steps without that might have had some
+PROBE_EVERY = 64  # steps with guesses, then one without; likewise steps without that might have had some, then a trial
+LONGEST_PATIENCE = 1024  # of those steps: each trial that changes nothing doubles them
+WIDER_EVERY = 8  # steps with guesses, then one that has all that might pay: what was never tried is never known
 _HOPE = 0.5  # chance from which a step without guesses might have had some
 _MEMORY = 0.97  # of a sequence's counts, from guess to guess
 _SERVER_MEMORY = 0.995
 _SERVER_WEIGHT = 4.0  # guesses that the server's mean counts as, for a sequence
+_MOST_EVIDENCE = 32.0  # guesses that the server's count as, where it is asked how sure that mean is
 _FIRST_CHANCES = {1: 0.3, 2: 0.5, 3: 0.7, 4: 0.8, 5: 0.85}  # by kind
 _LAYERS_CHANCE = 0.8  # of a trained draft layer's guess
 
@@ -63,12 +66,17 @@ class Governor:
         self._server: dict[int, _Counts] = {}
         self._known: dict[Sequence, dict[int, _Counts]] = {}
         self._with = self._without = 0  # steps since the last probe
+        self._trying = self._tried = 0  # guesses of a trial under way, and its steps
+        self._patience = PROBE_EVERY
 
     def widths(self, sequences: Rows[Sequence], drafts: Rows[Draft | None], room: int) -> list[int]:
         found = self._chances(sequences, drafts)
         if not found or self.times.plain(len(sequences)) is None:
             return [0] * len(drafts)
         best = self._best(len(sequences), [chance for chance, _ in found[:room]])
+        if best and self._with % WIDER_EVERY == 0:
+            found = self._chances(sequences, drafts, hopeful=True)
+            best = max(best, self._fastest(len(sequences), [chance for chance, _ in found[:room]]))
         widths = [0] * len(drafts)
         for _, number in found[:best]:
             widths[number] += 1
@@ -86,13 +94,16 @@ class Governor:
     def forget(self, sequence: Sequence) -> None:
         self._known.pop(sequence, None)
 
-    def chance(self, sequence: Sequence, kind: int) -> float:
-        """That a guess of this kind comes: the mean less one deviation, so that little evidence promises little."""
+    def chance(self, sequence: Sequence, kind: int, *, hopeful: bool = False) -> float:
+        """That a guess of this kind comes: the mean less one deviation, so that little evidence promises little.
+        hopeful: and one more."""
         server = self._server_counts(kind)
         own = self._known.get(sequence, {}).get(kind) or _Counts()
         trials = own.trials + _SERVER_WEIGHT
         mean = (own.hits + _SERVER_WEIGHT * server.hits / server.trials) / trials
-        return max(0.0, mean - math.sqrt(mean * (1.0 - mean) / (trials + 1.0)))
+        evidence = own.trials + min(server.trials, _MOST_EVIDENCE)
+        deviation = math.sqrt(mean * (1.0 - mean) / (evidence + 1.0))
+        return min(1.0, mean + deviation) if hopeful else max(0.0, mean - deviation)
 
     def _server_counts(self, kind: int) -> _Counts:
         if kind not in self._server:
@@ -100,14 +111,16 @@ class Governor:
             self._server[kind] = _Counts(first * _SERVER_WEIGHT, _SERVER_WEIGHT)
         return self._server[kind]
 
-    def _chances(self, sequences: Rows[Sequence], drafts: Rows[Draft | None]) -> list[tuple[float, int]]:
+    def _chances(
+        self, sequences: Rows[Sequence], drafts: Rows[Draft | None], *, hopeful: bool = False
+    ) -> list[tuple[float, int]]:
         """Of every guess that it and all before it come, with its draft's number; the likeliest first. Those of a draft
         never rise, and sorting keeps their order."""
         found: list[tuple[float, int]] = []
         for number, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
             chance = 1.0
             for kind in () if draft is None else draft.kinds:
-                chance *= self.chance(sequence, kind)
+                chance *= self.chance(sequence, kind, hopeful=hopeful)
                 if chance < LEAST_CHANCE:
                     break
                 found.append((chance, number))
@@ -120,14 +133,26 @@ class Governor:
         if might and self._with >= PROBE_EVERY:  # what a step without guesses takes may have changed
             self._with = 0
             return 0
-        best = self._fastest(sequences, chances, hopeful=might and self._without >= PROBE_EVERY)
+        best = self._fastest(sequences, chances)
         if best:
-            self._with, self._without = self._with + 1, 0
-        else:
-            self._without += might
-        return best
+            self._with, self._without, self._trying, self._patience = self._with + 1, 0, 0, PROBE_EVERY
+            return best
+        self._without += might
+        return self._trial(sequences, chances) if might and self._without > self._patience else 0
 
-    def _fastest(self, sequences: int, chances: list[float], *, hopeful: bool) -> int:
+    def _trial(self, sequences: int, chances: list[float]) -> int:
+        """As if rows were cheap: they may have become so. It goes on while they are cheaper than known; what was drawn
+        for its first step may have taken longer than usual."""
+        if not self._trying:
+            self._trying, self._tried = self._fastest(sequences, chances, hopeful=True), 0
+        self._tried += 1
+        if self._tried <= 2 or self.times.falls(sequences, self._trying):
+            return min(self._trying, len(chances))
+        self._trying = self._without = 0
+        self._patience = min(2 * self._patience, LONGEST_PATIENCE)
+        return 0
+
+    def _fastest(self, sequences: int, chances: list[float], *, hopeful: bool = False) -> int:
         cost = self.times.curve(sequences, hopeful=hopeful)
         tokens, best, most = float(sequences), 0, LEAST_GAIN
         for guesses, chance in enumerate(chances, 1):

@@ -7,26 +7,39 @@ from collections.abc import Iterator, Mapping
 from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.draft import Draft
 
-SHADOW_EVERY = 64  # steps that could have had guesses, and had none
+SHADOW_EVERY = 64  # steps that could have had guesses, and had none: at least so many between two
+SHADOW_SHARE = 0.005  # of all time, for drawing them
+LONGEST_REST = 4096  # steps: a drawing that compiled kernels is forgotten then
+MOST_FOLLOWED = 6  # drawings in a row that found a right guess
 
 
 class Shadows:
-    """So it is seen that guesses have become better, at the cost of drawing a few."""
+    """So it is seen that guesses have become better, at the cost of drawing a few. Where one was right, others follow:
+    evidence is gathered while it is good."""
 
     def __init__(self) -> None:
         self._cast: dict[Sequence, tuple[int, Draft]] = {}  # with the length that it was drawn at
-        self._without = 0
+        self._without = self._followed = 0
+        self._credit = self._cost = 0.0  # seconds that may be spent; that the last drawing took
+        self._follows = False
 
     def due(self, possible: bool) -> bool:
         """Whether some should be drawn for this step, which has none."""
         self._without += possible
-        if self._without < SHADOW_EVERY:
+        if not possible or (self._cast and not self._follows):
             return False
-        self._without = 0
-        return True
+        rested = self._without >= SHADOW_EVERY and self._credit >= self._cost
+        return self._follows or rested or self._without >= LONGEST_REST
 
-    def cast(self, drafts: Mapping[Sequence, Draft]) -> None:
+    def cast(self, drafts: Mapping[Sequence, Draft], seconds: float) -> None:
+        """seconds: that drawing them took."""
         self._cast |= {sequence: (sequence.total_len, draft) for sequence, draft in drafts.items()}
+        self._without, self._follows, self._cost = 0, False, seconds
+        self._credit -= seconds
+
+    def passed(self, seconds: float) -> None:
+        """A step took so long."""
+        self._credit = min(self._credit + SHADOW_SHARE * seconds, 2.0 * self._cost)
 
     def compared(self, sequence: Sequence) -> Iterator[tuple[Draft, list[int]]]:
         """What was guessed, and the tokens that came, once those say all that they can."""
@@ -36,7 +49,14 @@ class Shadows:
         came = sequence.tokens[length : length + len(draft.tokens)]
         if len(came) == len(draft.tokens) or came != list(draft.tokens[: len(came)]):
             del self._cast[sequence]
+            self._follow(came[:1] == list(draft.tokens[:1]))
             yield draft, came
 
     def forget(self, sequence: Sequence) -> None:
         self._cast.pop(sequence, None)
+
+    def _follow(self, right: bool) -> None:
+        self._followed = self._followed + 1 if right else 0
+        self._follows = right and self._followed < MOST_FOLLOWED
+        if self._followed >= MOST_FOLLOWED:
+            self._followed = 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, perf_counter
 
 from tandem.engine.protocol import SpeculationStats
 from tandem.engine.scheduler import Grow
@@ -17,6 +18,7 @@ from tandem.engine.speculation.step_times import StepTimes
 from tandem.engine.turns import Turn
 
 LOG_SECONDS = 60.0
+MOST_UNUSUAL = 2  # drawings in a row whose time is left out of account: more are what is usual
 
 _log = logging.getLogger(__name__)
 
@@ -41,13 +43,21 @@ class Speculation:
     Whoever tells of a step need not know whether guesses were asked for it: of other steps nothing is learnt.
     """
 
-    def __init__(self, drafter: Drafter, algorithm: str, most: int, *, governed: bool) -> None:
-        """most: guesses of one sequence in one step."""
+    def __init__(
+        self,
+        drafter: Drafter,
+        algorithm: str,
+        most: int,
+        *,
+        governed: bool,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        """most: guesses of one sequence in one step. clock: of what drawing takes."""
         self._drafter, self._algorithm, self._most, self._governed = drafter, algorithm, most, governed
         self._times = StepTimes()
         self._governor: Widths = Governor(self._times) if governed else FixedWidth()
         self._drawing = drafter if isinstance(drafter, Drawing) else None
-        self._shadows = Shadows()
+        self._shadows, self._clock, self._unusual = Shadows(), clock, 0
         self._asked = _Asked([])
         self._steps = self._with_guesses = self._guesses = self._right = self._tokens = 0
         self._widths = [0] * (most + 1)
@@ -89,11 +99,13 @@ class Speculation:
             wanted = [(s, len(offer.kinds)) for s, offer, _ in each if offer and grow(s, len(offer.kinds))]
         if not wanted:
             return [None] * len(each)
+        started = self._clock()
         found = dict(zip([sequence for sequence, _ in wanted], self._draw(drawing, wanted), strict=True))
-        self._asked.usual = not shadow and not drawing.unusual
+        self._unusual = self._unusual + 1 if drawing.unusual else 0
+        self._asked.usual = not shadow and not 0 < self._unusual <= MOST_UNUSUAL
         drawn = {s: d._replace(tokens=found[s]) for s, d, _ in each if d is not None and found.get(s)}
         if shadow:
-            self._shadows.cast(drawn)
+            self._shadows.cast(drawn, self._clock() - started)
             return [None] * len(each)
         return [drawn.get(sequence) for sequence in sequences]
 
@@ -115,6 +127,7 @@ class Speculation:
         for turn in turns:
             self._note(turn, asked.drafts.get(turn.sequence))  # none if it has ended
         guesses, tokens = sum(len(t.chunk.guesses) for t in turns), sum(t.tokens for t in turns)
+        self._shadows.passed(seconds)
         if asked.usual:
             self._times.observe(len(turns), guesses, seconds)
         self._steps += 1

@@ -6,24 +6,45 @@ from bisect import bisect_left
 
 _WEIGHT_OF_NEWEST = 0.1
 _SURE_AFTER = 3  # measurements: the first one of a size pays for more than its rows
+_FAR = 0.8  # of a figure, or it of a measurement: nearer ones are noise
+_FALLS_AFTER, _RISES_AFTER = 3, 6  # measurements in a row that are far below, or above: then the figure is wrong
 _FIRST_SLOPE = 0.4  # of a step without guesses, per guess of every sequence: until something is known
 
 
 class _Figure:
-    """Of measurements that others on the machine disturb: their least at first, then a slow mean."""
+    """Of measurements that others on the machine disturb: their least at first, then a slow mean. Where several in a
+    row are far from it, it becomes the nearest of them: sooner below, since nothing makes a step too short."""
 
-    __slots__ = ("count", "value")
+    __slots__ = ("_far", "count", "value")
 
     def __init__(self, value: float) -> None:
         self.value, self.count = value, 1
+        self._far: list[float] = []  # measurements in a row that are far on one side
 
     def add(self, value: float) -> None:
         self.count += 1
         if self.count <= _SURE_AFTER:
             self.value = min(self.value, value)
             return
-        near = min(max(value, 0.5 * self.value), 2.0 * self.value)  # one long pause says nothing
-        self.value += _WEIGHT_OF_NEWEST * (near - self.value)
+        if not self._moves(value):
+            near = min(max(value, _FAR * self.value), self.value / _FAR)  # one long pause says nothing
+            self.value += _WEIGHT_OF_NEWEST * (near - self.value)
+
+    def _moves(self, value: float) -> bool:
+        below, above = value < _FAR * self.value, _FAR * value > self.value
+        if not (below or above) or (self._far and (self._far[-1] < self.value) != below):
+            self._far.clear()
+        if below or above:
+            self._far.append(value)
+        if len(self._far) < (_FALLS_AFTER if below else _RISES_AFTER):
+            return False
+        self.value = max(self._far) if below else min(self._far)
+        self._far.clear()
+        return True
+
+    @property
+    def falls(self) -> bool:
+        return bool(self._far) and self._far[-1] < self.value
 
     @property
     def sure(self) -> bool:
@@ -49,6 +70,11 @@ class StepTimes:
         """Seconds of a step of so many sequences without guesses, once that is known."""
         figure = self._plain.get(rounded(sequences))
         return figure.value if figure is not None and figure.sure else None
+
+    def falls(self, sequences: int, guesses: int) -> bool:
+        """Whether the last step of so many took far less than is known of such steps, which is not believed yet."""
+        figure = self._ratios.get(rounded(sequences), {}).get(rounded(guesses))
+        return figure is not None and figure.falls
 
     def curve(self, sequences: int, *, hopeful: bool = False) -> Curve:
         """hopeful: as if nothing bad were known."""

@@ -1,0 +1,158 @@
+"""What a draft layer's guesses gain or cost, with the governor, where steps and passes take made-up times."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from tandem.engine.sequence import Chunk
+from tandem.engine.speculation.draft import LAYER_KINDS, Draft
+from tandem.engine.speculation.speculation import Speculation
+
+MOST = 3
+
+
+class Text(SimpleNamespace):
+    """Of a sequence, what is read here."""
+
+    __hash__ = object.__hash__
+    answer_len, max_len = 1, 1 << 40
+
+    @property
+    def total_len(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass
+class Times:
+    """Of a step without guesses 1. verify: more for each guess; draw: of a pass; rows: of each row that is made up for,
+    and `alone` where those are more than a recording holds. noise: of all times, one deviation."""
+
+    verify: float
+    draw: float
+    rows: float = 0.0005
+    alone: float = 0.5
+    noise: float = 0.03
+    recorded_rows: int = 8
+
+
+class World:
+    """Sequences whose guesses come with one chance each, if those before them did."""
+
+    def __init__(self, times: Times, acceptance: float, sequences: int = 1, governed: bool = True) -> None:
+        self.times, self.acceptance, self.now = times, acceptance, 0.0
+        self.unusual = False
+        self._chance, self._made = random.Random(11), dict[Text, int]()
+        self.sequences = [Text(tokens=[0, 0]) for _ in range(sequences)]
+        self.speculation = Speculation(
+            self, "made up", MOST, governed=governed, clock=lambda: self.now
+        )
+
+    # what `Drafter` and `Drawing` do
+
+    def propose(self, sequence: Text, most: int) -> Draft:
+        return Draft((), tuple(range(LAYER_KINDS, LAYER_KINDS + most)))
+
+    def draw(self, wanted: Rows[tuple[Text, int]]) -> list[tuple[int, ...]]:
+        behind = [len(s.tokens) - self._made.get(s, 0) for s, _ in wanted]
+        self._made |= {s: len(s.tokens) for s, _ in wanted}
+        self.unusual = max(behind) > self.times.recorded_rows
+        passes = max(width for _, width in wanted)
+        took = passes * self.times.draw + self.times.rows * sum(behind) + self.times.alone * self.unusual
+        self.now += took * self._noise()
+        return [(1,) * width for _, width in wanted]  # token 1 is the one that comes, if a guess is right
+
+    def forget(self, sequence: Text) -> None: ...
+
+    def run(self, tokens: int, fixed: int | None = None) -> float:
+        """Tokens per second of each sequence: where nothing is guessed it is 1."""
+        begun, before = self.now, sum(len(s.tokens) for s in self.sequences)
+        while sum(len(s.tokens) for s in self.sequences) - before < tokens * len(self.sequences):
+            self._step()
+        return (sum(len(s.tokens) for s in self.sequences) - before) / (self.now - begun) / len(self.sequences)
+
+    def _step(self) -> None:
+        started = self.now
+        found = self.speculation.guesses(self.sequences, 64, lambda s, n: True)
+        self.now += (1.0 + self.times.verify * sum(map(len, found)) / len(found)) * self._noise()
+        turns = [self._turn(s, guesses) for s, guesses in zip(self.sequences, found, strict=True)]
+        self.speculation.ran(turns, self.now - started)
+
+    def _turn(self, sequence: Text, guesses: tuple[int, ...]) -> SimpleNamespace:
+        """Whether each next token is 1 is drawn as it comes."""
+        came = []
+        while len(came) <= len(guesses):
+            came.append(int(self._chance.random() < self.acceptance))
+            if not came[-1]:
+                break
+        sequence.tokens += came
+        return SimpleNamespace(sequence=sequence, chunk=Chunk(sequence, 1 + len(guesses), 1, guesses), tokens=len(came))
+
+    def _noise(self) -> float:
+        long = 2.0 if self._chance.random() < 0.01 else 1.0  # somebody else's turn
+        return long * max(0.5, self._chance.gauss(1.0, self.times.noise))
+
+
+def fixed(times: Times, acceptance: float, width: int) -> float:
+    """Tokens per second with so many guesses in every step."""
+    tokens = sum(acceptance**i for i in range(width + 1))
+    return tokens / (1.0 + times.verify * width + times.draw * width + times.rows * tokens * (width > 0))
+
+
+SHAPES = {
+    "all on the GPU": Times(0.25, 0.06),
+    "all on the GPU, dear guesses": Times(0.25, 0.25, rows=0.002, alone=2.0),
+    "none on the GPU": Times(0.45, 0.02),
+    "none, other experts for each row": Times(0.95, 0.02),
+}
+
+
+@pytest.mark.parametrize("sequences", [1, 8])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.5, 0.7, 0.9, 1.0])
+def test_it_gains_nearly_what_the_best_width_does(acceptance: float, shape: str, sequences: int) -> None:
+    """And loses next to nothing where no width gains; what it learns at first is left out. Of half right guesses the
+    best width gains little, and is hard to tell from none."""
+    world = World(SHAPES[shape], acceptance, sequences)
+    world.run(300)
+    gain, best = world.run(3000), max(fixed(SHAPES[shape], acceptance, width) for width in range(MOST + 1))
+    print(f"{shape}, {sequences}: {gain:.3f}, best {best:.3f}")
+    gain *= 1.01  # a step in a hundred takes twice as long, with guesses or without
+    assert gain >= (0.97 if best == 1.0 else 0.93 * best if acceptance >= 0.9 else 0.85 * best)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bad_guesses_cost_little_from_the_first_token_on(shape: str) -> None:
+    assert World(SHAPES[shape], 0.0).run(400) >= 0.94
+
+
+def test_a_drawing_that_compiles_costs_a_long_rest_and_no_more() -> None:
+    """The first one takes as long as 500 steps."""
+    world = World(Times(0.25, 0.1, alone=500.0), 0.0)
+    world.run(500)
+    assert world.run(8000) >= 0.87
+
+
+def test_drawings_that_always_are_unusual_are_accounted_for() -> None:
+    """No recording holds their rows, so each costs as much as two steps."""
+    assert World(Times(0.25, 0.1, alone=2.0, recorded_rows=0), 0.9).run(600) >= 0.93
+
+
+def test_it_sees_that_guesses_have_become_better() -> None:
+    world = World(SHAPES["all on the GPU"], 0.0)
+    world.run(2000)
+    world.acceptance = 0.9
+    world.run(1500)
+    assert world.run(1000) >= 0.93 * 0.99 * fixed(world.times, 0.9, 3)
+
+
+def test_it_sees_that_rows_have_become_cheap() -> None:
+    world = World(Times(2.0, 0.1), 0.9)
+    assert world.run(2000) >= 0.95
+    world.times = Times(0.2, 0.1)
+    world.run(2500)
+    assert world.run(1000) >= 0.93 * 0.99 * fixed(world.times, 0.9, 3)
