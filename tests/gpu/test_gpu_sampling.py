@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpu import DEVICE, needs_triton
 from tandem.engine.protocol import SamplingParams
 from tandem.engine.sampling import on_device as device_sampling
 from tandem.engine.sampling.graph_masks import GraphMasks
@@ -76,6 +77,22 @@ def test_log_probabilities(device, coarse) -> None:
         assert [i for i, _ in a.logprob.top] == [i for i, _ in b.logprob.top]
         np.testing.assert_allclose([p for _, p in a.logprob.top], [p for _, p in b.logprob.top], atol=2e-5)
         assert a.logprob.logprob == pytest.approx(b.logprob.logprob, abs=2e-5)
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [7, 4096, 9001])
+def test_a_row_s_norm_does_not_depend_on_the_others(vocab: int) -> None:
+    """To the last bit, in any number of rows; within rounding it is what float64 says."""
+    from tandem.kernels.gpu.best import norms_of
+
+    logits = rows_of(9, 3, vocab=vocab)
+    logits[3, : vocab // 2] = -math.inf  # forbidden
+    logits[5] += 900.0
+    there = norms_of(logits.to(DEVICE))
+    for first, end in ((0, 1), (3, 4), (2, 6), (5, 9)):
+        assert torch.equal(norms_of(logits[first:end].to(DEVICE)), there[first:end])
+    assert torch.allclose(there.cpu(), logits.double().logsumexp(1), rtol=1e-15 * vocab**0.5, atol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

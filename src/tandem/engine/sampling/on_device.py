@@ -71,7 +71,7 @@ def _candidates(logits: Tensor, best: npt.NDArray[np.float64], sequences: Rows[S
     inverse, least, u = numbers.unbind(1)
     scaled = (logits - torch.from_numpy(best[:, 1:]).to(logits)) * inverse.float()[:, None]
     weights = scaled.exp()
-    mass, norm = weights.sum(1, dtype=torch.float64), logits.double().logsumexp(1)
+    mass, norm = weights.sum(1, dtype=torch.float64), _norms(logits)
     drawn = _drawn(torch.where(scaled >= least.float()[:, None], weights, 0), u)
     top = logits.topk(count)
     columns = (mass[:, None], norm[:, None], drawn, logits.gather(1, drawn), top.indices, top.values)
@@ -83,6 +83,15 @@ def _candidates(logits: Tensor, best: npt.NDArray[np.float64], sequences: Rows[S
         )
         for row, (first, value) in zip(fetched, best, strict=True)
     ]  # fmt: skip
+
+
+def _norms(logits: Tensor) -> Tensor:
+    """float64 [R]; a row's does not depend on the others."""
+    if logits.is_cuda:
+        from tandem.kernels.gpu import best  # Triton is there only where a GPU is used
+
+        return best.norms_of(logits)
+    return torch.cat([row.double().logsumexp(1) for row in logits.split(1)])
 
 
 def _numbers(sequence: Sequence) -> tuple[float, float, float]:

@@ -1,4 +1,8 @@
-"""Every row's best logit in two kernels, where PyTorch takes five: a step ends with it."""
+"""Of every row of logits: the best one, in two kernels, where PyTorch takes five; and the logarithm of the sum.
+
+A step ends with these. Each row is summed in an order of its own: PyTorch's depends on how many rows there are, and a
+log-probability must not.
+"""
 
 from __future__ import annotations
 
@@ -88,3 +92,37 @@ def best_of(logits: Tensor, masks: Tensor | None = None) -> Tensor:
     block = triton.next_power_of_2(parts)
     _of_row[(rows,)](values, ids, best, vocab, parts, BLOCK=block, num_warps=1, **overlap)
     return best
+
+
+@triton.jit
+def _sum_of_part(logits, tops, sums, vocab, parts, PART: tl.constexpr, OVERLAP: tl.constexpr):
+    begin(OVERLAP)
+    row, part = tl.program_id(0), tl.program_id(1)
+    at = part * PART + tl.arange(0, PART)
+    x = tl.load(logits + row.to(tl.int64) * vocab + at, at < vocab, other=float("-inf")).to(tl.float64)
+    top = tl.max(x)
+    tl.store(tops + row * parts + part, top)
+    tl.store(sums + row * parts + part, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top))))
+
+
+@triton.jit
+def _norm_of_row(tops, sums, norms, parts, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    begin(OVERLAP)
+    row, part = tl.program_id(0), tl.arange(0, BLOCK)
+    top = tl.load(tops + row * parts + part, part < parts, other=float("-inf"))
+    each = tl.load(sums + row * parts + part, part < parts, other=0.0)
+    most = tl.max(top)
+    tl.store(norms + row, most + tl.log(tl.sum(each * tl.exp(top - most))))
+
+
+def norms_of(logits: Tensor) -> Tensor:
+    """logits float32 [R, vocab] -> float64 [R], the logarithm of the sum of exp. A row has a finite logit at least."""
+    logits, (rows, vocab) = logits.contiguous(), logits.shape
+    parts, device = triton.cdiv(vocab, PART), logits.device
+    tops = torch.empty(rows, parts, dtype=torch.float64, device=device)
+    sums, norms = torch.empty_like(tops), torch.empty(rows, dtype=torch.float64, device=device)
+    overlap = overlapped(device)
+    _sum_of_part[(rows, parts)](logits, tops, sums, vocab, parts, PART=PART, num_warps=8, **overlap)
+    block = triton.next_power_of_2(parts)
+    _norm_of_row[(rows,)](tops, sums, norms, parts, BLOCK=block, num_warps=1, **overlap)
+    return norms
