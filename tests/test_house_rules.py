@@ -47,7 +47,6 @@ MAX_METHODS, MAX_PARAMETERS, MAX_FOLDER_FILES = 20, 8, 25
 MANY_METHODS = {
     "src/tandem/checkpoint/checkpoint.py:Checkpoint": 38,
     "src/tandem/checkpoint/gguf_checkpoint.py:GGUFCheckpoint": 26,
-    "src/tandem/experts/live/policy.py:LivePolicy": 21,
     "src/tandem/kernels/packed/experts.py:PackedExperts": 41,
 }
 MANY_PARAMETERS = {

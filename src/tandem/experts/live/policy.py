@@ -72,6 +72,15 @@ class PolicySettings:
     shortest_rest: int = 16  # windows that moving pauses when it did not pay; doubles each time
     longest_rest: int = 256
 
+    def kept(self, tokens: int) -> float:
+        """What is left of a count after so many."""
+        return float(0.5 ** (tokens / self.half_life))
+
+    def rules(self, cost: float) -> tuple[float, float, float]:
+        """Of `pick_exchanges`, where an exchange costs so many reads."""
+        lasts = self.horizon_tokens / (self.half_life / log(2))
+        return cost / lasts, self.factor - 1, self.touches
+
 
 class LivePolicy:
     """slot_of int [layers, experts]: where each routed expert is at first, -1 in CPU memory. Experts that must not move
@@ -127,7 +136,7 @@ class LivePolicy:
     def observe(self, counts: Counted, tokens: int, steps: int) -> None:
         """counts int32 or int64 [layers, experts]: uses in the last `tokens` tokens, which took `steps` steps."""
         self._step += steps
-        gained = _core.add_uses(self._counts, counts, None, self._better, self._keep(tokens))
+        gained = _core.add_uses(self._counts, counts, None, self._better, self.settings.kept(tokens))
         self._note(gained, tokens, steps)
         self._grow_up()
 
@@ -137,7 +146,8 @@ class LivePolicy:
         self._step += steps
         self._grow_up()
         arrays = self._counts, counts, seen, self._better, self._may, self._slot_of
-        self._look = _Look(_core.UseDecision(*arrays, self._keep(tokens), *self._rules()), tokens, steps)
+        rules = self.settings.kept(tokens), *self.settings.rules(self._cost)
+        self._look = _Look(_core.UseDecision(*arrays, *rules), tokens, steps)
         return self._look.decision
 
     def looked(self) -> None:
@@ -146,9 +156,6 @@ class LivePolicy:
             decision, tokens, steps = self._look
             self._note(decision.gained(), tokens, steps)
             self._grow_up()  # resting, all may leave
-
-    def _keep(self, tokens: int) -> float:
-        return float(0.5 ** (tokens / self.settings.half_life))
 
     def _note(self, gained: float, tokens: int, steps: int) -> None:
         if self._judge.observe(gained, tokens):
@@ -203,13 +210,9 @@ class LivePolicy:
         return self._judge.loss * self.settings.shortest_rest > away * self._cost > 0
 
     def _best(self, room: int) -> list[tuple[int, int, int, int]]:
-        scores, rules = (self._home, (1.0, 0.0, 1.0)) if self.resting else (self._counts, self._rules())
+        resting = self._home, (1.0, 0.0, 1.0)
+        scores, rules = resting if self.resting else (self._counts, self.settings.rules(self._cost))
         return _core.pick_exchanges(scores, self._may, self._slot_of, *rules, room)
-
-    def _rules(self) -> tuple[float, float, float]:
-        s = self.settings
-        lasts = s.horizon_tokens / (s.half_life / log(2))
-        return self._cost / lasts, s.factor - 1, s.touches
 
 
 class _Judge:
