@@ -44,11 +44,6 @@ LARGE_FUNCTIONS: dict[str, str] = {}
 
 # What is larger than the house allows, and how large. No entry may grow; one that fits again must go.
 MAX_METHODS, MAX_PARAMETERS, MAX_FOLDER_FILES = 20, 8, 25
-MANY_METHODS = {
-    "src/tandem/checkpoint/checkpoint.py:Checkpoint": 38,
-    "src/tandem/checkpoint/gguf_checkpoint.py:GGUFCheckpoint": 26,
-    "src/tandem/kernels/packed/experts.py:PackedExperts": 41,
-}
 MANY_PARAMETERS = {
     "src/tandem/bench/kernels/run.py:run": 11,
     "src/tandem/config/flags.py:flag": 12,
@@ -62,7 +57,6 @@ MANY_PARAMETERS = {
 FULL_FOLDERS = {
     "src/tandem/config": 27,
     "csrc/runtime": 26,
-    "src/tandem/checkpoint": 26,
     "src/tandem/kernels/gpu": 27,
 }
 
@@ -223,7 +217,7 @@ def test_classes_have_few_methods() -> None:
         for name, node in named_definitions()
         if isinstance(node, ast.ClassDef)
     }
-    assert not exceeding(sizes, MAX_METHODS, MANY_METHODS)
+    assert not {name: count for name, count in sizes.items() if count > MAX_METHODS}
 
 
 def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

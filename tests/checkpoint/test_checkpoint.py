@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from tandem.checkpoint import open_checkpoint, resolve_model
-from tandem.checkpoint.checkpoint import INDEX
+from tandem.checkpoint.mapped.shards import INDEX
 from tandem.config import ModelConfig
 from tandem.errors import CheckpointError
 
@@ -81,7 +81,7 @@ def test_a_layer_that_was_read_is_let_go_of(layered):
         assert [view.mean().item() for view in views] == [layer, layer + 1 / 8]
         assert resident_file_bytes() > before + 12 * 2**20  # else the next line tests nothing
         checkpoint.forget(layer)
-        checkpoint._paging.wait()
+        checkpoint._pages.wait()
         assert resident_file_bytes() < before + 6 * 2**20
     assert views[1][-1, -1] == 2 + 1 / 8
 

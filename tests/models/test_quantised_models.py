@@ -142,7 +142,7 @@ def test_a_configuration_of_fp8_that_no_weight_has_changes_nothing(model, tmp_pa
 def test_deepseek_inference_names(saved, tmp_path, name):
     quantised, _ = saved(name)
     renamed = save_deepseek_names(quantised, tmp_path / "renamed")
-    assert "layers.1.ffn.experts.0.w1.weight" in str(sorted(open_checkpoint(renamed)._shard_of))
+    assert "layers.1.ffn.experts.0.w1.weight" in str(sorted(open_checkpoint(renamed)._shards.names()))
     for a, b in zip(ours(Session(quantised)), ours(Session(renamed)), strict=True):
         assert torch.equal(a, b)
 

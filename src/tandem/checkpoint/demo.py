@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tandem.checkpoint.checkpoint import INDEX
 from tandem.checkpoint.demo_source import base_gguf, sha256_of, trained_parts
 from tandem.checkpoint.demo_text import RECIPE, write_text_files
 from tandem.checkpoint.demo_weights import LAYERS, DemoWeights
+from tandem.checkpoint.mapped.shards import INDEX
 from tandem.errors import CheckpointError
 from tandem.hub.demo_check import known_whole, remember_whole, state_of
 

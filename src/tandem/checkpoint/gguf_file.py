@@ -21,7 +21,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from tandem.checkpoint.pages import Pages
+from tandem.checkpoint.mapped.pages import Pages
 from tandem.errors import CheckpointError
 
 MAGIC = b"GGUF"

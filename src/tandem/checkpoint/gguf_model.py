@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tandem.checkpoint.gguf_file import GGUFFile, GGUFTensor
-from tandem.checkpoint.pages import Pages
+from tandem.checkpoint.mapped.pages import Pages
 from tandem.errors import CheckpointError
 
 SUFFIX = ".gguf"

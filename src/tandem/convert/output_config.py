@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tandem.checkpoint.checkpoint import INDEX
 from tandem.checkpoint.demo import MANIFEST
+from tandem.checkpoint.mapped.shards import INDEX
 from tandem.config.json_keys import read_json
 from tandem.config.small_files import write_whole
 from tandem.convert.layout import Layout

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from tandem.checkpoint.shard import tensor_names
+from tandem.checkpoint.mapped.shard import tensor_names
 from tandem.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"

@@ -14,11 +14,10 @@ from tandem.config.layers import SILU, Activation
 from tandem.errors import CheckpointError, KernelError
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.kernels.ops import ExpertBiases
+from tandem.kernels.packed.expert_bytes import ExpertBytes, ExpertPlaces
 from tandem.kernels.packed.file import PackedFile, Section
 from tandem.kernels.packed.packable import (
     DEFAULT_GROUP,
-    FormatNames,
-    PanelLayout,
     core_codes,
     core_source,
     made_here,
@@ -33,7 +32,7 @@ Sources = tuple[_core.Codes | Tensor, _core.Codes | Tensor, _core.Codes | Tensor
 WHOLE_ROWS = _core.WeightFormat("bf16_rows", 0, "f32")
 
 
-class PackedExperts:
+class PackedExperts(ExpertBytes, ExpertPlaces):
     """`ExpertLayer` on packed weights: the routed experts of one layer, MLPs of equal shape.
 
     fmt and group say how numbers are packed, as in `PackedMatrix`.
@@ -160,18 +159,6 @@ class PackedExperts:
         self._forward(x, ids, weights, out, add)
         return out
 
-    def bytes(self, first: int, count: int) -> list[_core.ByteRange]:
-        """Where the experts [first, first + count) lie, for each memory node; in place, of each matrix."""
-        return self._core.bytes(first, count)
-
-    def read_next(self, upcoming: list[_core.ByteRange]) -> None:
-        """What idle workers fetch while and after this layer is computed."""
-        self._core.read_next(upcoming)
-
-    def load_packed(self, expert: int, packed: Tensor) -> None:
-        """The inverse of `packed`."""
-        self._core.load_packed(expert, packed)
-
     def load_from(self, other: PackedExperts, ids: Sequence[int]) -> None:
         """Copies the experts `ids` out of a layer of the same shape and formats, on all workers."""
         if self._empty and self._formats != other._formats:
@@ -184,76 +171,6 @@ class PackedExperts:
         """The expert lives elsewhere from now on: its place is free for another."""
         self._core.forget(expert)
         self._used.pop(expert, None)
-
-    # -- experts that somebody else's copies bring and take; what cannot be raises KernelError ---
-
-    def reserve(self, expert: int) -> int:
-        """A place for an expert on its way here, which nobody uses until `settle`, or until `release` frees it."""
-        return self._core.reserve(expert)
-
-    def settle(self, expert: int, place: int) -> None:
-        """The expert has arrived in the place that was reserved for it."""
-        self._core.settle(expert, place)
-
-    def release(self, place: int) -> None:
-        """Nobody comes into the reserved place."""
-        self._core.release(place)
-
-    def place_of(self, expert: int) -> int:
-        return self._core.place_of(expert)
-
-    def pieces(self, place: int) -> list[tuple[int, int, int]]:
-        """Where a place lies: (offset in an expert's packed bytes, address, bytes), one for each memory node or two."""
-        return self._core.pieces(place)
-
-    def all_places(self) -> list[_core.ByteRange]:
-        """What all places lie in, for each memory node; empty as long as nothing was loaded."""
-        return self._core.all_places()
-
-    def own_memory(self) -> tuple[int, int]:
-        """(address, bytes) of all places; (0, 0) where nothing was loaded, or all lies in a file."""
-        return self._core.own_memory()
-
-    @property
-    def core(self) -> _core.ExpertLayer:
-        """The layer in the C++ core."""
-        return self._core
-
-    @property
-    def tier(self) -> str:
-        """The tier whose kernels this layer runs on."""
-        return self._core.tier
-
-    def layout(self) -> tuple[PanelLayout, PanelLayout]:
-        """Of the packed gate_up, whose panels alternate 16 rows of gate and 16 of up, and of the down that follows."""
-        gate_up, down = self._core.layout()
-        return gate_up, down
-
-    def packed(self, expert: int) -> Tensor:
-        """A copy of one expert's packed bytes, uint8 [bytes_per_expert]."""
-        out = torch.empty(self.bytes_per_expert, dtype=torch.uint8)
-        self.copy_packed(expert, out)
-        return out
-
-    def copy_packed(self, expert: int, out: Tensor) -> None:
-        """One expert's packed bytes, on all workers, into uint8 [bytes_per_expert]."""
-        self._core.copy_packed(expert, out)
-
-    def copy_all(self, ids: Sequence[int], out: Tensor) -> None:
-        """The packed bytes of each, one after the other, on all workers, into uint8 [their bytes]."""
-        self._core.copy_all(list(ids), out)
-
-    @property
-    def loaded(self) -> int:
-        """How many experts are here."""
-        return self._core.loaded
-
-    @property
-    def bytes_per_expert(self) -> int:
-        """Packed bytes of one expert, padding and scales included."""
-        return self._core.bytes_per_expert
-
-    # -- as bytes, see packed_cache.py ---
 
     def adopt(self, file: PackedFile, section: Section) -> None:
         """Makes this layer, into which nothing was loaded, the one that was written as `section`."""
@@ -273,31 +190,8 @@ class PackedExperts:
         self.places, self._empty, self._used = other.places, other._empty, other._used
 
     @property
-    def in_file(self) -> bool:
-        """Whether its experts lie in a mapped file, where they cannot be replaced."""
-        return self._core.in_file
-
-    @property
-    def in_place(self) -> bool:
-        """Whether its experts are used where they were given, and there is no packed copy."""
-        return self._core.in_place
-
-    @property
-    def formats(self) -> tuple[FormatNames, ...]:
-        """Of gate and up, and of down."""
-        return _core.expert_formats(self._core)
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return self.num_experts, self.hidden, self.width
-
-    @property
-    def packed_bytes(self) -> int:
-        return len(self.parts()[0])
-
-    def parts(self) -> tuple[memoryview, ...]:
-        """Panels of all experts as they lie in memory; valid as long as this object."""
-        return _core.expert_bytes(self._core)
 
 
 def _sources(expert: ExpertWeights, in_place: bool) -> Sources:

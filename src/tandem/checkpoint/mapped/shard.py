@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tandem import _core
-from tandem.checkpoint.pages import Pages
+from tandem.checkpoint.mapped.pages import Pages
 from tandem.errors import CheckpointError
 
 TORCH_DTYPES: dict[str, torch.dtype] = {

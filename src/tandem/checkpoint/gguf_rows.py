@@ -1,0 +1,124 @@
+"""`GGUFRows`: where a Hugging Face name lies in GGUF files, of what shape, and how its rows are read."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tandem.architectures.family import Part
+from tandem.checkpoint.gguf_config import parts_of
+from tandem.checkpoint.gguf_file import GGUFTensor
+from tandem.checkpoint.gguf_model import GGUFModel
+from tandem.checkpoint.gguf_names import Place, places, with_parts
+from tandem.errors import CheckpointError
+from tandem.formats.codes import Weight
+from tandem.formats.cut import numbers
+from tandem.formats.gguf_blocks import GGUF_CODES
+
+NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+WHOLE = {"I32": torch.int32}
+WHOLE_NAMES = (".tid2eid",)  # ends of names whose whole numbers are read; nothing computes with others
+
+
+class GGUFRows:
+    """Raises CheckpointError for names that no tensor stands for, and for kinds that nobody reads."""
+
+    def __init__(self, model: GGUFModel) -> None:
+        self.model = model
+        found: dict[str, Place] = {}
+        for tensor in model.tensors.values():
+            found.update(places(model.architecture, tensor))
+        self.places = with_parts(found, parts_of(model))
+        self._heads = _turned_heads(model)
+        self._check_kinds()
+
+    def place(self, name: str) -> Place:
+        try:
+            return self.places[name]
+        except KeyError:
+            raise CheckpointError(f"{self.model.path} has no tensor that stands for {name}") from None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Heads' matrices in one tensor count as one matrix."""
+        place = self.place(name)
+        if place.expert is not None:
+            return place.tensor.shape[1:]
+        *outer, columns = place.tensor.shape
+        if place.part is not None and place.part.rows:
+            return (len(place.part.rows), *place.tensor.shape[1:])
+        return (math.prod(outer), columns) if len(outer) > 1 else place.tensor.shape
+
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        if _squeezed(stored := self.shape(name)) != _squeezed(shape):
+            where = self.model.where(self.place(name).tensor)
+            raise CheckpointError(f"{where} has shape {stored}, but the metadata implies {shape}")
+
+    def read(self, name: str) -> Weight:
+        """Numbers or codes [rows, K]."""
+        place = self.place(name)
+        read = weights_of(self.raw(name), place.tensor.kind)
+        return read if place.part is None or place.part.keeps_codes else _made(numbers(read), place.part)
+
+    def raw(self, name: str) -> Tensor:
+        """The stored bytes, uint8 [rows, bytes of a row]; those of q and k in the order that Hugging Face has."""
+        place = self.place(name)
+        rows = self.model.rows(place.tensor)
+        if place.expert is not None:
+            count = math.prod(place.tensor.shape[1:-1])
+            rows = rows[place.expert * count : (place.expert + 1) * count]
+        if place.part is not None and place.part.rows:
+            rows = rows.view(place.tensor.shape[0], -1)[torch.tensor(place.part.rows)]
+        heads = self._heads.get(name.rpartition(".")[0].rpartition(".")[2])
+        return rows if heads is None else _split_halves(rows, heads, place.tensor)
+
+    def _check_kinds(self) -> None:
+        for name, place in self.places.items():
+            readable = (*WHOLE,) if name.endswith(WHOLE_NAMES) else (*NUMBERS, *GGUF_CODES)
+            if place.tensor.kind not in readable:
+                example = "" if name.endswith(WHOLE_NAMES) else ", for example Q4_K_M"
+                raise CheckpointError(
+                    f"{self.model.where(place.tensor)} is stored as {place.tensor.kind}; readable are "
+                    f"{', '.join(readable)}: take a file in one of these{example}"
+                )
+
+
+def weights_of(raw: Tensor, kind: str) -> Weight:
+    """Rows of stored bytes, uint8 [N, bytes], as numbers or codes [N, K]."""
+    if kind in GGUF_CODES:
+        return GGUF_CODES[kind](raw)
+    return raw.contiguous().view(NUMBERS[kind])
+
+
+def _made(x: Tensor, part: Part) -> Tensor:
+    """Numbers in another form: float32, since 1 + w loses bits of a w in bfloat16."""
+    x = x.float()
+    if part.columns:
+        x = x[:, torch.tensor(part.columns)]
+    if part.numbers == "x - 1":
+        return x - 1
+    return x if part.numbers == "x" else (-x).log()
+
+
+def _turned_heads(model: GGUFModel) -> dict[str, int]:
+    """Heads of the projections whose rows llama.cpp's converter reorders: those of `llama`, and of no other."""
+    if model.architecture != "llama":
+        return {}
+    heads = model.need("llama.attention.head_count", int)
+    return {"q_proj": heads, "k_proj": model.optional("llama.attention.head_count_kv", heads)}
+
+
+def _split_halves(rows: Tensor, heads: int, tensor: GGUFTensor) -> Tensor:
+    """Undoes the interleaving of the rotary halves: rows (0, 1, 2, 3 …) of a head were (0, D/2, 1, D/2 + 1 …)."""
+    if len(tensor.shape) == 1:  # a bias is one row of numbers
+        rows = rows.view(tensor.shape[0], -1)
+    if len(rows) % (2 * heads):
+        raise CheckpointError(f"tensor {tensor.name} has {len(rows)} rows, which {heads} heads do not divide")
+    pairs = rows.view(heads, -1, 2, rows.shape[1])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[1, K] is stored as [K], [C, 1, K] as [C, K]."""
+    return tuple(size for size in shape if size != 1)

@@ -1,0 +1,1 @@
+"""Safetensors files as mapped memory: which tensor lies where, and which of its pages are wanted."""
