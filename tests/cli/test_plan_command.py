@@ -128,6 +128,7 @@ def test_a_report_to_send(model_dir: Path, tmp_path: Path, monkeypatch: pytest.M
         tmp_path / "r.json",
     )
     assert done.exit_code == 0, done.output
+    assert done.stdout.count(" tokens/s measured, ") == done.stdout.count(" predicted\n") == 2
     text = (tmp_path / "r.json").read_text()
     found = json.loads(text)
     assert set(found["measured"]) == {"decoding, 1 sequence", "prompt of 512"} and found["flags"] == {

@@ -83,3 +83,13 @@ def write(config: EngineConfig, out: Path) -> dict[str, Any]:
     out.write_text(json.dumps(found, indent=1, default=str) + "\n")
     print(f"written to {out}", file=sys.stderr)
     return found
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """What was measured, beside what was predicted of it."""
+    predicted = found["plan"]["predicted"]
+    ranges = (predicted["decode"]["1"], predicted["prompt"])
+    return [
+        f"{name}: {rate:.1f} tokens/s measured, {each['low']:.1f} to {each['high']:.1f} predicted"
+        for (name, rate), each in zip(found["measured"].items(), ranges, strict=True)
+    ]

@@ -356,7 +356,7 @@ def report(
 
     Example: kt bench report Qwen/Qwen3-30B-A3B --kt-method INT4
     """
-    from tandem.bench.report import write
+    from tandem.bench.report import lines, write
     from tandem.config import EngineConfig
 
     argv = (
@@ -364,6 +364,5 @@ def report(
         if any(not word.startswith("-") for word in context.args[:1])
         else ["demo", *context.args]
     )
-    found = write(EngineConfig.from_args(argv), out)
-    for name, rate in found["measured"].items():
-        typer.echo(f"{name}: {rate:.1f} tokens/s measured")
+    for line in lines(write(EngineConfig.from_args(argv), out)):
+        typer.echo(line)
