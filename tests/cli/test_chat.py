@@ -177,6 +177,14 @@ def test_piped_input_works_without_a_terminal() -> None:
     assert "m1 word1 word2 word3 word4" in done.stdout
 
 
+@pytest.mark.parametrize("word", ["/exit", "/quit", "/bye"])
+def test_a_word_that_others_use_leaves_too(word: str) -> None:
+    with fake_chat_server() as server:
+        command = [sys.executable, "-m", "tandem", "chat", "--port", str(server.port)]
+        done = subprocess.run(command, input=f"{word}\nhello\n", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "no command" not in done.stdout and not server.bodies
+
+
 def test_api_key() -> None:
     with fake_chat_server(api_key="secret") as server:
         url = f"http://127.0.0.1:{server.port}"

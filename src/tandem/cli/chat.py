@@ -83,7 +83,7 @@ class Conversation:
 
     def _command(self, line: str) -> bool:
         name, _, rest = line.partition(" ")
-        if name == "/exit":
+        if name in ("/exit", "/quit", "/bye"):
             return False
         if name == "/reset":
             self._client.reset()

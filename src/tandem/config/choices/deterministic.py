@@ -16,10 +16,7 @@ def tier_reason(tier: str, deterministic: bool) -> str:
         return ""
     if deterministic:
         return f"; tiles for any number of rows, and no digits, for {FLAG}"
-    return (
-        "; an answer's last bits may depend on what else is in the batch, "
-        f"{FLAG} or --kernel-tier avx512_bf16 keeps them the same"
-    )
+    return f"; an answer's last bits may depend on what else is in the batch, {FLAG} keeps them the same"
 
 
 def deterministic(config: EngineConfig, model: ModelConfig, tier: str) -> list[tuple[str, str]]:
