@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.config import ModelConfig
 from tandem.config.json_keys import JsonKeys
+from tandem.config.layers import Router
 from tandem.errors import ConfigError
 from tiny import COMMON, VARIANTS
 
@@ -161,6 +162,13 @@ def test_a_missing_key_is_named_with_a_value_to_try(key):
 def test_what_cannot_be_served_is_refused_by_name(key, value, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         ModelConfig.from_dict(GLM | {key: value})
+
+
+def test_a_score_that_nobody_computes_is_refused_by_name():
+    with pytest.raises(ConfigError, match="a router's score is 'tanh', and must be one of: softmax, sigmoid, sqrt_soft"):
+        Router(8, 2, score="tanh")
+    with pytest.raises(ConfigError, match="a group of experts counts as 'mean'"):
+        Router(8, 2, num_groups=2, group_score="mean")
 
 
 def test_a_key_that_nobody_understood_is_reported():
