@@ -165,7 +165,7 @@ def test_what_cannot_be_served_is_refused_by_name(key, value, message):
 
 
 def test_a_score_that_nobody_computes_is_refused_by_name():
-    with pytest.raises(ConfigError, match="a router's score is 'tanh', and must be one of: softmax, sigmoid, sqrt_soft"):
+    with pytest.raises(ConfigError, match="a router's score is 'tanh', and must be one of: softmax, sigmoid, sqrt"):
         Router(8, 2, score="tanh")
     with pytest.raises(ConfigError, match="a group of experts counts as 'mean'"):
         Router(8, 2, num_groups=2, group_score="mean")
