@@ -56,7 +56,6 @@ MANY_PARAMETERS = {
 }
 FULL_FOLDERS = {
     "src/tandem/config": 27,
-    "csrc/runtime": 26,
     "src/tandem/kernels/gpu": 27,
 }
 

@@ -1,7 +1,7 @@
 #include <stdexcept>
 
 #include "bindings/bindings.h"
-#include "runtime/readable_file.h"
+#include "runtime/files/readable_file.h"
 
 NB_MODULE(_core, m) {
   m.doc() = "Tandem's C++ core.";

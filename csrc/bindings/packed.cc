@@ -18,7 +18,7 @@
 #include "ops/matrix.h"
 #include "runtime/bulk_copy.h"
 #include "runtime/checksum.h"
-#include "runtime/mapped_file.h"
+#include "runtime/files/mapped_file.h"
 #include "runtime/tiers.h"
 
 namespace nb = nanobind;

@@ -6,8 +6,8 @@
 #include "bindings/bindings.h"
 #include "ops/workspace.h"
 #include "runtime/cpu_features.h"
+#include "runtime/files/readable_file.h"
 #include "runtime/memory.h"
-#include "runtime/readable_file.h"
 #include "runtime/tiers.h"
 #include "runtime/worker_pool.h"
 

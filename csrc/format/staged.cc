@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "format/codes.h"
-#include "runtime/readable_file.h"
+#include "runtime/files/readable_file.h"
 
 namespace tandem {
 namespace {

@@ -1,4 +1,4 @@
-// A panel's rows out of the file that they are mapped from, see runtime/readable_file.h.
+// A panel's rows out of the file that they are mapped from, see runtime/files/readable_file.h.
 #pragma once
 
 #include "format/pack.h"

@@ -5,7 +5,7 @@
 
 #include "format/pack.h"
 #include "ops/integer_rows.h"
-#include "runtime/mapped_file.h"
+#include "runtime/files/mapped_file.h"
 
 namespace tandem {
 

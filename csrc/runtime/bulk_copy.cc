@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "runtime/readable_file.h"
+#include "runtime/files/readable_file.h"
 
 namespace tandem {
 

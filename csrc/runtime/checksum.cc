@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 #include "isa/inline.h"
-#include "runtime/readable_file.h"
+#include "runtime/files/readable_file.h"
 #include "runtime/tiers.h"
 
 namespace tandem {

@@ -11,7 +11,7 @@
 #include <new>
 #include <utility>
 
-#include "runtime/readable_file.h"
+#include "runtime/files/readable_file.h"
 
 namespace tandem {
 namespace {

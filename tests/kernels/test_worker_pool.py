@@ -20,7 +20,8 @@ LAYER = {  # what a layer of experts on the scalar tier needs
     "experts/run": "expert_run down foreseen_run own_pairs routing_plan",
     "ops": "workspace integer_rows",
     "format": "interleave layout pack quantise scale_table staged",
-    "runtime": "worker_pool memory mapped_file readable_file bulk_copy",
+    "runtime": "worker_pool memory bulk_copy",
+    "runtime/files": "mapped_file readable_file",
     "tier/scalar": "vectors",
 }
 SOURCES = {  # of csrc, beside the test itself

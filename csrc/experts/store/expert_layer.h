@@ -10,8 +10,8 @@
 #include "experts/store/places.h"
 #include "format/pack.h"
 #include "ops/workspace.h"
+#include "runtime/files/mapped_file.h"
 #include "runtime/fill.h"
-#include "runtime/mapped_file.h"
 
 namespace tandem {
 

@@ -1,4 +1,4 @@
-#include "runtime/mapped_file.h"
+#include "runtime/files/mapped_file.h"
 
 #include <sys/mman.h>
 

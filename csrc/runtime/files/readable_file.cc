@@ -1,4 +1,4 @@
-#include "runtime/readable_file.h"
+#include "runtime/files/readable_file.h"
 
 #include <fcntl.h>
 #include <unistd.h>

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "runtime/readable_file.h"
+#include "runtime/files/readable_file.h"
 
 namespace tandem {
 
