@@ -83,6 +83,45 @@ def test_codes_are_turned_like_numbers(tiny_models, tmp_path, monkeypatch, varia
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+def fused(tensors):
+    """As llama.cpp's converter does on request: rows of gates, then those of ups, of each expert."""
+
+    def made(*arguments):
+        apart = {}
+        for name, array in tensors(*arguments):
+            if name.endswith(("ffn_gate_exps.weight", "ffn_up_exps.weight")):
+                apart[name] = array
+            else:
+                yield name, array
+        for name in [name for name in apart if "gate" in name]:
+            both = apart[name], apart[name.replace("gate_exps", "up_exps")]
+            yield name.replace("gate_exps", "gate_up_exps"), np.concatenate(both, 1)
+
+    return made
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5_moe_text"])
+def test_gates_and_ups_of_experts_may_be_one_tensor(tmp_path, monkeypatch, variant: str, kind: Kind) -> None:
+    family, usual = VARIANTS[variant]
+    monkeypatch.setitem(VARIANTS, "fused", (family, usual | {"hidden_size": 96}))
+    save_tiny("fused", tmp_path / "source")
+
+    def written(name: str) -> Path:
+        return write_gguf(
+            tmp_path / "source", tmp_path / name, lambda name, array: kind if "_up_exps" in name or "gate_exps" in name
+            else Kind.F32
+        )  # fmt: skip
+
+    apart = ours(Session(written("apart.gguf")))
+    monkeypatch.setattr(gguf_files, "gguf_tensors", fused(gguf_files.gguf_tensors))
+    file = written("together.gguf")
+    names = {tensor.name for tensor in gguf.GGUFReader(file).tensors}
+    assert "blk.0.ffn_gate_up_exps.weight" in names and "blk.0.ffn_gate_exps.weight" not in names
+    assert load_model_config(file) == load_model_config(tmp_path / "apart.gguf")
+    assert worst(ours(Session(file)), apart) == 0.0
+
+
 def test_what_is_turned_by_columns_counts_as_numbers(tiny_models, tmp_path, monkeypatch) -> None:
     """And is made once."""
     checkpoint = open_checkpoint(write_gguf(tiny_models["qwen3_5_moe_text"], tmp_path / "m.gguf"))

@@ -23,12 +23,23 @@ PLAIN = (
 LAYER = "model.layers."
 
 
+GATE_UP = "ffn_gate_up_exps"  # the rows of "ffn_gate_exps", then those of "ffn_up_exps"
+
+
 class Place(NamedTuple):
-    """Where a Hugging Face tensor is: a tensor of the file, one expert of it, or made of it."""
+    """Where a Hugging Face tensor is: a tensor of the file, one expert of it, or made of it. half: of an expert's rows,
+    where they are of two matrices."""
 
     tensor: GGUFTensor
     expert: int | None = None
     part: Part | None = None
+    half: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of an expert's matrix, or vector."""
+        rows, *columns = self.tensor.shape[1:]
+        return (rows if self.half is None else rows // 2, *columns)
 
 
 def places(architecture: str, tensor: GGUFTensor) -> Iterator[tuple[str, Place]]:
@@ -42,7 +53,11 @@ def places(architecture: str, tensor: GGUFTensor) -> Iterator[tuple[str, Place]]
     if stem in OUTER:
         yield f"{OUTER[stem]}.{ending}", Place(tensor)
         return
-    layer, name = layer_of(tensor), GGUF[architecture].stems.get(stem.split(".", 2)[-1])
+    layer, stems, last = layer_of(tensor), GGUF[architecture].stems, stem.split(".", 2)[-1]
+    if layer is not None and last == GATE_UP and "ffn_gate_exps" in stems:
+        yield from _halves(f"{LAYER}{layer}.", stems, tensor)
+        return
+    name = stems.get(last)
     if layer is None or name is None:
         return
     full = f"{LAYER}{layer}.{name}"
@@ -53,6 +68,13 @@ def places(architecture: str, tensor: GGUFTensor) -> Iterator[tuple[str, Place]]
             yield full.format(expert=expert) + f".{ending}", Place(tensor, expert)
     else:
         yield f"{full}.{ending}", Place(tensor)
+
+
+def _halves(layer: str, stems: Mapping[str, str], tensor: GGUFTensor) -> Iterator[tuple[str, Place]]:
+    """Gates and ups in one tensor."""
+    for half, stem in enumerate(("ffn_gate_exps", "ffn_up_exps")):
+        for expert in range(tensor.shape[0]):
+            yield f"{layer}{stems[stem].format(expert=expert)}.weight", Place(tensor, expert, half=half)
 
 
 def with_parts(found: dict[str, Place], parts: Mapping[str, Part]) -> dict[str, Place]:

@@ -44,7 +44,7 @@ class GGUFRows:
         """Heads' matrices in one tensor count as one matrix."""
         place = self.place(name)
         if place.expert is not None:
-            return place.tensor.shape[1:]
+            return place.shape
         *outer, columns = place.tensor.shape
         if place.part is not None and place.part.rows:
             return (len(place.part.rows), *place.tensor.shape[1:])
@@ -66,8 +66,9 @@ class GGUFRows:
         place = self.place(name)
         rows = self.model.rows(place.tensor)
         if place.expert is not None:
-            count = math.prod(place.tensor.shape[1:-1])
-            rows = rows[place.expert * count : (place.expert + 1) * count]
+            each, count = math.prod(place.tensor.shape[1:-1]), math.prod(place.shape[:-1])
+            first = place.expert * each + (place.half or 0) * count
+            rows = rows[first : first + count]
         if place.part is not None and place.part.rows:
             rows = rows.view(place.tensor.shape[0], -1)[torch.tensor(place.part.rows)]
         heads = self._heads.get(name.rpartition(".")[0].rpartition(".")[2])
