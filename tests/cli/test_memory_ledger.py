@@ -15,6 +15,7 @@ from tandem.bench.memory_ledger import Taken, anonymous_bytes, memory_columns, p
 from tandem.config import ModelConfig
 from tandem.config.gpu_plan import GpuPlan, dense_bytes
 from tandem.config.host_memory import HostShare, host_memory, pinned_bytes
+from tandem.config.model_config import rope_bytes
 from tandem.engine.gpu_runner import GraphPlan, _Inputs
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.experts.handoff import HandoffSizes, _Copies
@@ -58,7 +59,8 @@ def test_experts_on_the_gpu_are_not_planned_in_ram(ratio: float) -> None:
     assert there.parts["experts"] == (1 - ratio) * everyone * expert
     assert there.ram == sum(there.parts.values()) and (there.ram > 0) == (ratio < 1)
     sums = plan.max_step_tokens * config.hidden * 4 if ratio < 1 else 0
-    assert there.gpu == dense_bytes(config, "bfloat16") + ratio * everyone * expert + kv + sums
+    weights = dense_bytes(config, "bfloat16") + rope_bytes(config, plan.context_length)
+    assert there.gpu == weights + ratio * everyone * expert + kv + sums
     here = planned(plan, config)
     assert here == Taken(config.weight_bytes("bfloat16", "int4"), 0)
 

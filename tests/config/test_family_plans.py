@@ -8,6 +8,8 @@ import pytest
 from transformers import AutoConfig
 
 from plans import GIB, with_gpu
+from tandem.bench.architectures import named_config
+from tandem.bench.stored import FORMATS, stored_as
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.errors import ConfigError
 from tiny import settings
@@ -67,3 +69,16 @@ def test_a_backend_for_equal_heads_is_refused_where_layers_differ() -> None:
     with pytest.raises(ConfigError, match="as many heads in every layer; .* \\(48, 8\\), \\(64, 8\\); take .* triton"):
         planned(model, attention_backend="flashinfer")
     assert planned(model, attention_backend="triton").gpu is not None
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "glm-5"])
+def test_what_never_stays_codes_does_not_lower_the_mean_of_the_others(name: str) -> None:
+    """Heads' matrices and what connects blocks: every other matrix counts as it is stored, to the byte."""
+    model = named_config(name, 8)
+    stored = stored_as(model, "fp8")
+    plain = model.vocab * model.hidden + model.hidden * model.moe.router.num_experts * len(model.moe_layers)
+    heads = sum(mixer.head_params for mixer in model.mixers)
+    streams = [block.hyper for layer in model.layers for block in layer.blocks if block.hyper is not None]
+    codes = model.dense_params - plain - heads - sum(each.params(model.hidden) for each in streams)
+    numbers = 2 * (plain + heads) + sum(each.matrix_bytes(model.hidden) for each in streams)
+    assert abs(model.dense_bytes("bfloat16", stored) - codes * FORMATS["fp8"].bytes_per_weight - numbers) <= 1

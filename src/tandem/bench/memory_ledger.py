@@ -14,6 +14,7 @@ from tandem import _core
 from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_plan import dense_bytes, host_share
 from tandem.config.host_memory import host_memory
+from tandem.config.model_config import rope_bytes
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.kernels.free_memory import return_free_memory
 
@@ -78,8 +79,8 @@ class Taken:
 
 
 def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED) -> Taken:
-    """Weights, and on a GPU also what steps need and the KV cache: on the CPU its pages take memory only once they are
-    used."""
+    """Weights, and on a GPU also rotary tables, what steps need and the KV cache: on the CPU its pages take memory only
+    once they are used."""
     expert = model.expert_bytes(plan.expert_format, stored.experts)
     if plan.gpu is None:
         return Taken(model.weight_bytes(plan.dtype, plan.expert_format, stored), 0)
@@ -92,6 +93,7 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     if plan.num_window_pages:
         states -= (plan.num_pages - plan.num_window_pages) * plan.page_size * kept.window_token_bytes
     on_gpu = dense_bytes(model, plan.dtype, stored) + plan.gpu.experts * expert + states
+    on_gpu += rope_bytes(model, plan.context_length)
     logits = sum(plan.gpu.graph_sizes) * model.vocab * 4
     returned = plan.max_step_tokens * model.hidden * 4 if host.handoff else 0  # the CPU's sums
     return Taken(host.total, on_gpu + logits + returned, host.parts())

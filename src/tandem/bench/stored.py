@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.checkpoint.survey import stored_formats
 from tandem.config import ModelConfig, StoredFormats
 from tandem.config.expert_format import EXPERT_FORMATS
-from tandem.config.model_config import STORED
+from tandem.config.model_config import STORED, number_params
 from tandem.errors import ConfigError
 from tandem.formats.quant_format import QuantFormat
 
@@ -41,15 +41,15 @@ def expert_bytes(config: ModelConfig, method: str) -> int:
 
 
 def stored_as(config: ModelConfig, dense: str, experts: str = "bf16") -> StoredFormats:
-    """What such a checkpoint holds: projections in the format `dense`, router and head in bfloat16. Raises
-    ConfigError."""
+    """What such a checkpoint holds: projections in the format `dense`, router and head in bfloat16, but for what is
+    never computed from codes. Raises ConfigError."""
     if dense not in FORMATS:
         raise ConfigError(f"--dense-format {dense!r} is not known; these are: {', '.join(FORMATS)}")
     head = 0 if config.tied_embeddings else config.vocab * config.hidden
     plain = head + config.hidden * config.moe.router.num_experts * len(config.moe_layers)
     tied = config.vocab * config.hidden - head
     layer, fmt = "model.layers.0.", FORMATS[dense]
-    others = config.dense_params - config.shared_params - plain - tied
+    others = config.dense_params - config.shared_params - plain - tied - number_params(config)
     routed = [(layer + "mlp.experts.0.up_proj", FORMATS[experts], config.routed_params)]
     return stored_formats(
         [

@@ -17,6 +17,7 @@ Survey = Mapping[str, tuple[Stored, int]]
 
 
 KINDS = ("experts", "shared", "dense", "embedding")
+NUMBERS = ("kv_b_proj", ".k_b_proj", ".v_b_proj", "o_a_proj", "_hc.fn", "hc_fn")  # as `model_config.number_params`
 
 
 def survey(modules: Mapping[str, Parts], hints: QuantHints) -> Survey:
@@ -67,7 +68,8 @@ def _single(parts: Parts, part: Part) -> Parts:
 
 
 def stored_formats(matrices: Iterable[tuple[str, QuantFormat, int]]) -> StoredFormats:
-    """From (module, its format, its number of weights) of every matrix; weighed by numbers of weights."""
+    """From (module, its format, its number of weights) of every matrix; weighed by numbers of weights. What is never
+    computed from codes has no part in it."""
     counts: dict[str, Counter[QuantFormat]] = defaultdict(Counter)
     sums: dict[
         tuple[str, int], tuple[QuantFormat, int]
@@ -86,6 +88,8 @@ def _kind(module: str) -> str:
         return "shared"
     if is_expert(module):
         return "experts"
+    if module.endswith(NUMBERS):
+        return "numbers"
     return "embedding" if module.endswith("embed_tokens") else "dense"
 
 

@@ -167,16 +167,21 @@ class ModelConfig:
         kinds = stored.dense, stored.shared, stored.embedding
         dense, shared, embedding = (f.gpu_bytes_per_weight if on_gpu else f.bytes_per_weight for f in kinds)
         head = self.vocab * self.hidden if self.tied_embeddings else 0
-        mixers = self.mixers if self.drafter is None else (*self.mixers, self.drafter.layer.mixer)
-        plain = sum(mixer.head_params for mixer in mixers if isinstance(mixer, Latent | SharedKv))
-        others = self.dense_params - self.shared_params - head - plain - hyper
-        numbers = plain * DTYPE_BYTES[dtype] + streams
+        others = self.dense_params - self.shared_params - head - number_params(self)
+        numbers = (number_params(self) - hyper) * DTYPE_BYTES[dtype] + streams
         return int(others * dense + self.shared_params * shared + head * embedding) + numbers
 
     def weight_bytes(self, dtype: str, expert_format: str, stored: StoredFormats = UNQUANTISED) -> int:
         """Bytes of all packed weights; the embedding stays in the mapped file and is not counted."""
         experts = self.expert_bytes(expert_format, stored.experts) * self.moe.experts.count
         return self.dense_bytes(dtype, stored) + experts * _loaded_moe_layers(self)
+
+
+def number_params(model: ModelConfig) -> int:
+    """Dense weights that are numbers however a checkpoint stores them: of heads' matrices, and what connects blocks."""
+    mixers = model.mixers if model.drafter is None else (*model.mixers, model.drafter.layer.mixer)
+    heads = sum(mixer.head_params for mixer in mixers if isinstance(mixer, Latent | SharedKv))
+    return heads + _hyper_params(model)
 
 
 def layer_of(model: ModelConfig, index: int) -> Layer:

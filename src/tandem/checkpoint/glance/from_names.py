@@ -18,6 +18,7 @@ from tandem.checkpoint.quant_hints import QuantHints, quant_hints
 from tandem.checkpoint.survey import stored_formats
 from tandem.config import ModelConfig, StoredFormats
 from tandem.config.json_keys import read_json
+from tandem.config.model_config import number_params
 from tandem.formats.quant_format import QuantFormat
 
 INDEX = "model.safetensors.index.json"
@@ -100,11 +101,13 @@ def _matrices(
     head = 0 if model.tied_embeddings else table
     unrounded = head + model.hidden * model.moe.router.num_experts * len(model.moe_layers)
     tied = table - head
-    layer = "model.layers.0."
+    layer, numbers = "model.layers.0.", number_params(model)
+    others = model.dense_params - model.shared_params - unrounded - tied - numbers
     return [
         (f"{layer}mlp.experts.0.up_proj", experts, model.routed_params),
         (f"{layer}mlp.shared_experts.up_proj", shared, model.shared_params),
-        (f"{layer}self_attn.o_proj", dense, model.dense_params - model.shared_params - unrounded - tied),
+        (f"{layer}self_attn.o_proj", dense, others),
+        (f"{layer}self_attn.kv_b_proj", dense, numbers),
         ("lm_head", plain, unrounded),
         ("model.embed_tokens", plain, table),
     ]
