@@ -13,7 +13,7 @@ import torch
 import gguf_files
 from gguf_files import Kind, write_gguf
 from sessions import Session, ours, reference, worst
-from tandem.checkpoint import gguf_checkpoint, load_model_config, open_checkpoint
+from tandem.checkpoint import gguf_rows, load_model_config, open_checkpoint
 from tandem.config import ModelConfig
 from tandem.errors import CheckpointError
 from tiny import VARIANTS, save_tiny
@@ -129,8 +129,8 @@ def test_what_is_turned_by_columns_counts_as_numbers(tiny_models, tmp_path, monk
     source = open_checkpoint(tiny_models["qwen3_5_moe_text"])
     assert torch.equal(checkpoint.get(f"{name}.weight"), source.get(f"{name}.weight"))
     assert checkpoint.format(name).kind == "f32"
-    made, real = [], gguf_checkpoint._made
-    monkeypatch.setattr(gguf_checkpoint, "_made", lambda *given: made.append(given[1]) or real(*given))
+    made, real = [], gguf_rows._made
+    monkeypatch.setattr(gguf_rows, "_made", lambda *given: made.append(given[1]) or real(*given))
     expected = source.get(f"{name}.weight")
     assert torch.equal(checkpoint.weight(name, (expected.shape[0], expected.shape[1])), expected) and len(made) == 1
 
