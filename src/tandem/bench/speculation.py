@@ -34,6 +34,9 @@ TASKS = {
     "rewrite": f"Rewrite this code. Rename `rate` to `speed`.\n```python\n{_CODE}```",
     "prose": "Tell me a long story about a lighthouse keeper and the sea.",
 }
+BEGUN = {  # how an answer begins; without it the demo model talks about the code and leaves the subject
+    "rewrite": "Here is the code with the new name:\n```python\n"
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +177,11 @@ def _prompt(parts: EngineParts, task: str, number: int) -> list[int]:
     """Those of a batch begin differently."""
     said = TASKS[task] if number == 0 else f"Question {number}. {TASKS[task]}"
     tokenizer = parts.tokenizer
+    begun = BEGUN.get(task, "")
     if tokenizer.chat_template is None:
-        return tokenizer.encode(said)
+        return tokenizer.encode(f"{said}\n{begun}")
     text = tokenizer.apply_chat_template([{"role": "user", "content": said}], add_generation_prompt=True)
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode(text + begun, add_special_tokens=False)
 
 
 def _row(request: Request, fmt: str, task: str, batch: int, acceptance: float | None, asked: _Turns) -> Row:
