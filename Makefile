@@ -15,7 +15,7 @@ STAMPS := $(VENV)/.stamps
 # The interpreter whose extension `make ext` builds: an active environment, ours, or PYTHON, in this order.
 EXT_PYTHON ?= $(firstword $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python) $(wildcard $(BIN)/python) $(PYTHON))
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find src csrc -type f ! -name '*.so' ! -name '*.pyc')
-CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu')
+CPP_FILES = $(shell find csrc src -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
 .PHONY: help venv serve chat test test-all test-peers faults tsan fuzz lint format ext stub bench wheel test-gpu clean
@@ -100,7 +100,7 @@ test-peers: $(STAMPS)/package $(STAMPS)/test ## GGUF files beside llama.cpp, whi
 lint: $(STAMPS)/lint ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check src tests benchmarks scripts
 	$(BIN)/mypy
-	@echo "clang-format --dry-run csrc"; $(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+	@echo "clang-format --dry-run csrc, src"; $(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 format: $(STAMPS)/lint ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff check --fix --quiet src tests benchmarks scripts

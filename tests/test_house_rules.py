@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "tandem"
 MODULES = sorted(SOURCE.rglob("*.py"))
-CPP = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cc", ".cu"))
+CPP = sorted(p for top in ("csrc", "src") for p in (ROOT / top).rglob("*") if p.suffix in (".h", ".cc", ".cu"))
 
 # Imports go from a higher number to a lower one, or stay inside a package.
 LAYERS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 
@@ -14,6 +15,11 @@ def available() -> bool:
     except ImportError:
         return False
     return True
+
+
+def cuda_source(launcher: str) -> str:
+    """Of the `.cu` file beside a Python file, which launches its kernels."""
+    return Path(launcher).with_suffix(".cu").read_text(encoding="utf-8")
 
 
 def compiled(source: str, names: Sequence[str], device_index: int | None) -> list[Any]:

@@ -1,0 +1,80 @@
+// The GPU's end of the hand-off; csrc/experts/handoff/mailbox.h draws the memory.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+enum { POSTED = 0, LAYER = 1, TOKENS = 2, DONE = 32, FAILED = 64, GAVE_UP = 96 };
+enum { HINTED = 128, HINT_LAYER = 129, HINT_IDS = 130 };
+enum { COUNT = 0, BROKEN = 1 };  // of `state`, in GPU memory
+
+__device__ u32 read_word(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ void write_word(u32* p, u32 v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(p), "r"(v) : "memory");
+}
+__device__ u64 nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
+// One block. x is copied in units of 16 bytes. Experts that have a slot on the GPU are left out.
+extern "C" __global__ void post(u32* header, u32* state, const uint4* x, const int* ids, const int* slots,
+                                const float* weights, uint4* mail_x, int* mail_ids, float* mail_weights, int units,
+                                int pairs, int layer, int tokens) {
+  if (threadIdx.x == 0) {
+    header[LAYER] = layer;
+    header[TOKENS] = tokens;
+  }
+  for (int i = threadIdx.x; i < units; i += blockDim.x) mail_x[i] = x[i];
+  for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
+    mail_ids[i] = slots[i] >= 0 ? -1 : ids[i];
+    mail_weights[i] = weights[i];
+  }
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const u32 number = state[COUNT] + 1;
+    state[COUNT] = number;
+    write_word(header + POSTED, number);
+  }
+}
+
+// One block, between a post and its `collect`: what the next post will probably ask for; every token's `each` experts,
+// best first, as all tokens' best, all tokens' second best, ...
+extern "C" __global__ void hint(u32* header, const u32* state, const int* ids, const int* slots, int* mail_hints,
+                                int pairs, int each, int layer) {
+  for (int i = threadIdx.x; i < pairs; i += blockDim.x)
+    mail_hints[i % each * (pairs / each) + i / each] = slots[i] >= 0 ? -1 : ids[i];
+  if (threadIdx.x == 0) {
+    header[HINT_LAYER] = layer;
+    header[HINT_IDS] = pairs;
+  }
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x == 0) write_word(header + HINTED, state[COUNT]);
+}
+
+// Every block waits for the answer and copies its part. After a failure nobody waits again, and the result is NaN.
+extern "C" __global__ void collect(u32* header, u32* state, const float4* mail_result, float4* out, int units,
+                                   u64 patience) {
+  __shared__ int answered;
+  if (threadIdx.x == 0) {
+    const u32 number = state[COUNT];
+    const u64 start = nanoseconds();
+    answered = 0;
+    for (u32 polls = 1; !answered && !*(volatile u32*)(state + BROKEN); ++polls) {
+      answered = read_word(header + DONE) == number;
+      const int gone = polls % 16 == 0 && (read_word(header + FAILED) || nanoseconds() - start > patience);
+      if (!answered && gone) {
+        *(volatile u32*)(state + BROKEN) = 1;
+        write_word(header + GAVE_UP, 1);
+      }
+    }
+  }
+  __syncthreads();
+  const float nan = __int_as_float(0x7fc00000);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < units; i += gridDim.x * blockDim.x)
+    out[i] = answered ? __ldcv(mail_result + i) : make_float4(nan, nan, nan, nan);
+}
