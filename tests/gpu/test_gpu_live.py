@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fake_copies import FakeCopies, advance, at_once
-from gpu import AVAILABLE, DEVICE, needs_cuda, needs_triton
+from gpu import AVAILABLE, DEVICE, fed, needs_cuda, needs_triton
 from tandem import _core
 from tandem.bench.architectures import named_config
 from tandem.bench.placement.request import Request, traffic
@@ -76,7 +76,7 @@ def test_exchanges_do_not_change_what_a_layer_computes(fmt: str, nodes: tuple[in
     down = torch.randn(EXPERTS, HIDDEN, WIDTH) / WIDTH**0.5
     ops, store = sides(nodes)
     layer = store.layer(0, EXPERTS, WIDTH, fmt)
-    layer.load(EXPERTS, lambda e: (gate[e], up[e], down[e]))
+    layer.load(fed(EXPERTS, lambda e: (gate[e], up[e], down[e])))
     static = ops.cpu.experts(EXPERTS, HIDDEN, WIDTH, fmt)
     for e in range(EXPERTS):
         static.load(e, gate[e], up[e], down[e])
@@ -118,7 +118,7 @@ def test_memory_is_given_back_with_copies_under_way() -> None:
     _, store = sides()
     layer = store.layer(0, EXPERTS, WIDTH, "bf16")
     shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
-    layer.load(EXPERTS, lambda _: tuple(torch.randn(shape) / 8 for shape in shapes))
+    layer.load(fed(EXPERTS, lambda _: tuple(torch.randn(shape) / 8 for shape in shapes)))
     assert layer.sides is not None and store.tables is not None
     for _ in range(2):  # what was given back can be registered again
         dma = CudaCopies(DEVICE)
@@ -161,7 +161,7 @@ def test_a_replayed_layer_computes_what_the_trace_chose() -> None:
     chosen = torch.tensor([[[7, 6, 5], [0, 1, 2]]], dtype=torch.int32, device=DEVICE)
     layer = SyntheticStore(store, store._handoff, chosen=chosen).layer(0, EXPERTS, WIDTH, "bf16")
     shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
-    layer.load(EXPERTS, lambda _: tuple(torch.randn(shape) / 8 for shape in shapes))
+    layer.load(fed(EXPERTS, lambda _: tuple(torch.randn(shape) / 8 for shape in shapes)))
     router = Routing(torch.full((2, 3), 4, dtype=torch.int32, device=DEVICE), torch.rand(2, 3, device=DEVICE))
     ticket = layer.submit(torch.randn(2, HIDDEN).bfloat16().to(DEVICE), router)
     assert ticket.slots.tolist() == [[-1, -1, -1], [0, 1, 2]]
@@ -177,7 +177,7 @@ def test_one_layer_stands_for_many_placements() -> None:
     layer = SyntheticStore(store, store._handoff, chosen=chosen, whole=True).layer(0, EXPERTS, WIDTH, "bf16")
     shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
     weights = tuple(torch.randn(shape) / 8 for shape in shapes)
-    layer.load(EXPERTS, lambda _: weights)
+    layer.load(fed(EXPERTS, lambda _: weights))
     assert layer.sides is not None and store.tables is not None and layer.sides.cpu.loaded == EXPERTS
     both, dma = Sides([layer.sides], EXPERTS), copies()
     exchange = LiveExchange([layer.sides], store.tables, dma, 1 << 30, meanwhile=at_once, tail_seconds=60.0)
@@ -222,7 +222,7 @@ if AVAILABLE:
             )
             shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
             weights = tuple(torch.randn(shape) / 8 for shape in shapes)
-            self.layer.load(EXPERTS, lambda _: weights)
+            self.layer.load(fed(EXPERTS, lambda _: weights))
             usage = ExpertUsage(1, EXPERTS, padded=True, device=DEVICE)
             plan = SimpleNamespace(gpu=SimpleNamespace(live=True))
             side = GpuSide(ops, store, handoff, room_for(made))
@@ -320,7 +320,7 @@ def test_experts_are_gone_with_the_last_who_uses_them() -> None:
     _, store = sides()
     layer = store.layer(0, EXPERTS, WIDTH, "bf16")
     shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
-    layer.load(EXPERTS, lambda _: tuple(torch.randn(shape) for shape in shapes))
+    layer.load(fed(EXPERTS, lambda _: tuple(torch.randn(shape) for shape in shapes)))
     assert layer.sides is not None
     left = weakref.ref(layer.sides.cpu)
     gc.disable()
@@ -344,7 +344,7 @@ def test_after_loading_nothing_of_the_gpu_s_experts_is_in_cpu_memory(monkeypatch
     layer = store.layer(0, EXPERTS, WIDTH, "bf16")
     shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
     given = [tuple(torch.randn(shape) for shape in shapes) for _ in range(EXPERTS)]
-    layer.load(EXPERTS, lambda e: given[e])
+    layer.load(fed(EXPERTS, lambda e: given[e]))
     assert len(made) == 1 and made[0]() is None
     assert layer.sides is not None and layer.sides.cpu.loaded == EXPERTS - 3
     whole = ops.cpu.experts(EXPERTS, HIDDEN, WIDTH, "bf16")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kernel_cases as cases
-from gpu import AVAILABLE, DEVICE, needs_triton
+from gpu import AVAILABLE, DEVICE, fed, needs_triton
 from tandem import _core
 from tandem.errors import KernelError
 from tandem.experts.placement import place
@@ -72,7 +72,7 @@ def test_experts_are_packed_to_where_they_live(monkeypatch, nodes: tuple[int, ..
     monkeypatch.setattr(uploads, "BUFFER_BYTES", room * whole.bytes_per_expert)
     for on_gpu in (5, EXPERTS):
         layer = store_of(cpu, on_gpu, live=False).layer(0, EXPERTS, WIDTH, "int4")
-        layer.load(EXPERTS, matrices)
+        layer.load(fed(EXPERTS, matrices))
         check(layer, on_gpu, whole)
 
 
@@ -91,7 +91,7 @@ def test_a_packed_cache_fills_every_placement(tmp_path: Path, live: bool, nodes:
         )
         assert cases.opened(cache) == bool(turn)
         layer = store_of(cpu, on_gpu, live).layer(0, EXPERTS, WIDTH, "bf16")
-        layer.load(EXPERTS, unreadable if turn else matrices, cache.layer("experts"))
+        layer.load(fed(EXPERTS, unreadable if turn else matrices), cache.layer("experts"))
         cache.finish(lambda *_: None)
         check(layer, on_gpu, whole)
     assert len(told) == 1 and "written to" in told[0]
@@ -110,7 +110,7 @@ def test_memory_is_free_as_soon_as_nobody_has_the_layers(live: bool) -> None:
     gc.disable()
     try:
         store = store_of(cpu_ops(()), 3, live)
-        store.layer(0, EXPERTS, WIDTH, "bf16").load(EXPERTS, matrices)
+        store.layer(0, EXPERTS, WIDTH, "bf16").load(fed(EXPERTS, matrices))
         sides = store.layers[0].sides
         assert sides is not None
         kept = [weakref.ref(store.layers[0]), weakref.ref(sides.cpu), weakref.ref(sides.gpu)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fake_copies import advance, at_once
-from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
+from gpu import AVAILABLE, DEVICE, INTERPRETED, fed, needs_cuda, needs_triton
 from gpu_sessions import DECODED, PROMPT, ROWS, Session, batch_of, on_the_cpu, rms
 from tandem import _core
 from tandem.config.forecast.stream_rates import StreamRates
@@ -106,7 +106,7 @@ class Layers:
             if fmt in CODED:
                 weights = [tuple(stored(matrix, fmt) for matrix in each) for each in weights]
             self.each.append(self.store.layer(index, EXPERTS, WIDTH, packed))
-            self.each[-1].load(EXPERTS, weights.__getitem__)
+            self.each[-1].load(fed(EXPERTS, weights.__getitem__))
             self.whole.append(self.ops.cpu.experts(EXPERTS, HIDDEN, WIDTH, packed))
             self.whole[-1].load_all(0, weights)
 

@@ -6,11 +6,15 @@ import importlib.util
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention import varlen
+
+from tandem.experts.feed import ExpertFeed, LayerFeed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -20,6 +24,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 needs_triton = pytest.mark.skipif(not AVAILABLE, reason="no NVIDIA GPU (or Triton is not installed)")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+
+
+def fed(count: int, matrices: Callable[[int], Any]) -> LayerFeed:
+    """A layer's experts, as loading gives them."""
+    return ExpertFeed([0]).layer(0, count, lambda _layer: matrices)
 
 
 def pretend_cuda_core(monkeypatch: pytest.MonkeyPatch) -> None:
