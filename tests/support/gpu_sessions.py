@@ -103,6 +103,7 @@ class Session:
         fmt: str = "bf16",
         foresight: bool = True,
         late: int = 0,
+        prompts: tuple[int, ...] = (),
     ) -> None:
         from tandem.engine.gpu_runner import GpuRunner, GraphPlan
         from tandem.engine.start.gpu_side import begin_step, defer_experts, gpu_side
@@ -126,7 +127,7 @@ class Session:
         kept = allocate(layout, ROWS * PAGES, torch.device("cuda"), ROWS + 2)
         self.slots = kept.slots  # of sequence s: s + 1; the last is spare
         self.runner = GpuRunner(
-            self.model, kept.arrays, self.side.handoff, GraphPlan(graphs, PAGES),
+            self.model, kept.arrays, self.side.handoff, GraphPlan(graphs, PAGES, prompts=prompts),
             page_size=PAGE, max_step_tokens=256,
             usage=self.usage, live=restless(self.side, self.usage) if moving else None,
             begin_step=begin_step(self.side, None),

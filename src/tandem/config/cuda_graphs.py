@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from tandem.config.engine_config import EngineConfig
+from tandem.config.gpu_scratch import ROW_BYTES
+from tandem.config.layers import Gqa
 from tandem.config.model_config import ModelConfig
+from tandem.config.speculation.choice import DRAFT_ALGORITHMS
 
 GRAPH_FLAGS = ("disable_cuda_graph", "cuda_graph_bs", "cuda_graph_max_bs")
 SMALL_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 DEFAULT_LARGEST_GRAPH = 256  # each graph keeps its logits; larger ones have to be asked for
 MOST_GUESS_ROWS = 128  # with guesses, if more sequences do not run together: longer steps gain little from them
 FEW_ROWS = tuple(range(1, 9))  # a step with guesses may have any number of rows, and a copy costs as much as a guess
+PROMPT_SIZES = (512, 2048)  # longer chunks keep a GPU busy whatever the host does
 GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the small ones: steps between graphs
 
 
@@ -53,3 +57,30 @@ def graph_reason(config: EngineConfig, model: ModelConfig, running: int) -> str:
     if asked > running:
         return f"decode steps are replayed whole; no more than {running} requests run together"
     return "decode steps are replayed whole"
+
+
+def prompt_sizes(config: EngineConfig, model: ModelConfig, streamed: int = 0) -> tuple[int, ...]:
+    """Rows of prompts' chunks that are captured where the GPU computes them alone. streamed: of a step in which experts
+    travel. Only where lengths of sequences do not decide which kernels run."""
+    plain = all(isinstance(mixer, Gqa) and not mixer.window for mixer in model.mixers)
+    drafts = config.speculative_algorithm in DRAFT_ALGORITHMS
+    attention = config.attention_backend in ("auto", "triton")
+    if config.disable_cuda_graph or model.foreign is not None or not plain or drafts or not attention:
+        return ()
+    if streamed and config.kt_enable_dynamic_expert_update:  # steps and passes take turns there
+        return ()
+    chunk, context = config.chunked_prefill_size or streamed or PROMPT_SIZES[-1], config.context_length
+    most = min(context or model.max_positions, chunk if chunk > 0 else model.max_positions)
+    return (min(streamed, most),) if streamed else tuple(size for size in PROMPT_SIZES if size <= most)
+
+
+def prompt_graph_bytes(model: ModelConfig, sizes: tuple[int, ...]) -> int:
+    """Of rows between a chunk's kernels, which its graphs keep. All sizes share them."""
+    hidden, mixers = model.hidden, [mixer for mixer in model.mixers if isinstance(mixer, Gqa)]
+    experts = 0
+    if model.moe_layers:
+        top_k = model.moe.router.top_k + model.moe.fusible_shared
+        experts = top_k * 2 * (2 * hidden + 3 * model.moe.experts.width)
+    heads = max((m.head_dim * (2 * m.heads + 2 * m.kv_heads) + m.value_dim * m.heads for m in mixers), default=0)
+    rows = max(sizes, default=0)
+    return min(rows * experts, ROW_BYTES) + rows * (16 * hidden + 2 * heads)

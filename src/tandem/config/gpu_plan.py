@@ -10,10 +10,9 @@ tokens (or of --context-length). Experts take the rest, and the KV cache what th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from tandem.config.attention_backend import why_unread
-from tandem.config.cuda_graphs import captured_sizes
+from tandem.config.cuda_graphs import captured_sizes, prompt_graph_bytes, prompt_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
 from tandem.config.gpu_scratch import (
@@ -73,6 +72,7 @@ class GpuPlan:
     stream_from: int | None = 0  # rows of a step that brings the CPU's experts; 0: never, None: where that is faster
     ring_bytes: int = 0  # of GPU memory that they are brought to
     deferred: int = 0  # of a token's experts in CPU memory, at most so many are added one layer late; lossy
+    prompt_sizes: tuple[int, ...] = ()  # rows of chunks of prompts that are CUDA graphs, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ class GpuMemory:
     memory: MemoryPlan
     ring_bytes: int = 0
     ring_reason: str = "every expert is on the GPU"
+    prompt_sizes: tuple[int, ...] = ()
 
 
 def usable_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> tuple[Gpu | None, str]:
@@ -147,25 +148,6 @@ def live_placement(config: EngineConfig, on_gpu: int, model: ModelConfig) -> tup
     return True, "--kt-enable-dynamic-expert-update"
 
 
-def statistics_file(config: EngineConfig, needed: bool) -> str | None:
-    """The file that says which experts are used most. Raises ConfigError where the strategy lacks it."""
-    file = None if config.init_expert_location == "trivial" else config.init_expert_location
-    if config.kt_expert_placement_strategy != "frequency":
-        return None
-    fields = ("kt_expert_placement_strategy", "init_expert_location")
-    if file is None and needed:
-        raise ConfigError(
-            "--kt-expert-placement-strategy frequency needs activation statistics: give --init-expert-location FILE, "
-            "which /dump_expert_distribution_record writes, or take uniform",
-            fields=fields,
-        )
-    if file is not None and not Path(file).expanduser().is_file():
-        raise ConfigError(
-            f"--init-expert-location {file} does not exist; give a file of statistics", fields=fields
-        )
-    return file
-
-
 def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredFormats) -> str:
     """Why no expert can be on the GPU; "" where they can."""
     if expert_format == STORED and stored.experts.not_on_gpu:
@@ -200,16 +182,32 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     found = _sized(request, gpu, 0)
     refuse_drafts_on_gpu(request.config)
     if found.experts >= request.model.routed_experts:
-        return found
+        return _with_prompts(request, gpu, found)
     if why_not := streams_not(request, gpu):
         return replace(found, ring_reason=why_not)
     shape, scratch = (request.model.hidden, request.model.moe.experts.width), expert_scratch_bytes(gpu.memory_bytes)
     ring = ring_of(expert_bytes(request), experts_at_once(*shape, scratch)).nbytes
-    more = _scratch_bytes(request, stream_tokens(request.model)) - _scratch_bytes(request)
+    tokens = stream_tokens(request.model)
+    more = _scratch_bytes(request, tokens) - _scratch_bytes(request)
     try:
-        return replace(_sized(request, gpu, ring + more), ring_bytes=ring, ring_reason="")
+        found = replace(_sized(request, gpu, ring + more), ring_bytes=ring, ring_reason="")
     except ConfigError as error:
         return replace(found, ring_reason=f"{gib(ring)} of GPU memory for experts that travel: {error}")
+    return _with_prompts(request, gpu, found, ring + more, tokens)
+
+
+def _with_prompts(
+    request: MemoryRequest, gpu: Gpu, found: GpuMemory, ring: int = 0, streamed: int = 0
+) -> GpuMemory:
+    """And graphs of prompts, if they take no expert's place and shorten no context. ring, streamed: bytes, and rows of
+    a step, where experts travel."""
+    sizes = prompt_sizes(request.config, request.model, streamed)
+    try:
+        smaller = _sized(request, gpu, ring + prompt_graph_bytes(request.model, sizes))
+    except ConfigError:
+        return found
+    worse = smaller.experts < found.experts or smaller.memory.context_length < found.memory.context_length
+    return found if worse else replace(found, memory=smaller.memory, prompt_sizes=sizes)
 
 
 def _sized(request: MemoryRequest, gpu: Gpu, ring: int) -> GpuMemory:
@@ -254,6 +252,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
         Entry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
         Entry("prompt scratch", scratch, "that layers share"),
         Entry("graph logits", logits, "float32, of every CUDA graph"),
+        Entry("prompt graphs", prompt_graph_bytes(request.model, plan.prompt_sizes), "rows between their kernels"),
         Entry("workspace", GPU_WORKSPACE_BYTES + unpacking_bytes(gpu), "of one step, libraries, CUDA graphs"),
         Entry("ring", plan.ring_bytes, "of experts that travel to the GPU for a step"),
     ]

@@ -40,7 +40,7 @@ from tandem.engine.state.store import StateStore
 from tandem.engine.state.windows import WindowPages
 from tandem.engine.turns import Ran, Turn, turns_of
 from tandem.errors import RequestError
-from tandem.experts.usage.recorder import ExpertRecorder
+from tandem.experts.usage.recorder import DETAILED, ExpertRecorder
 from tandem.kernels.free_memory import return_free_memory
 
 _log = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ def _pace(parts: EngineParts) -> PrefillPace:
     seconds, most = parts.stream_seconds, parts.plan.max_step_tokens
     pieces = parts.model.depth if isinstance(parts.model, PausingModel) and parts.handoff is None else 1
     whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
-    return PrefillPace(most, seconds is not None, whole, pieces)
+    beside = 0 if parts.plan.gpu is None or seconds is not None else max(parts.plan.gpu.prompt_sizes, default=0)
+    return PrefillPace(most, seconds is not None, whole, pieces, beside)
 
 
 def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner | GpuRunner:
@@ -88,12 +89,22 @@ def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner
             windowed=plan.num_window_pages > 0,
         )
     pages = -(-plan.context_length // plan.page_size)
-    graphs = GraphPlan(plan.gpu.graph_sizes, pages, guessing=plan.guesses > 0, windowed=plan.num_window_pages > 0)
+    graphs = GraphPlan(
+        plan.gpu.graph_sizes, pages, guessing=plan.guesses > 0, windowed=plan.num_window_pages > 0,
+        prompts=plan.gpu.prompt_sizes, alone=_prompts_alone(parts),
+    )  # fmt: skip
     return GpuRunner(
         parts.model, states, parts.handoff, graphs,
         page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=parts.usage, live=parts.live,
         begin_step=parts.begin_step,
     )  # fmt: skip
+
+
+def _prompts_alone(parts: EngineParts) -> bool:
+    """Whether prompts are replayed where nobody decodes, too: not where the CPU would take a share of their experts, or
+    each token's choice is recorded."""
+    streams = parts.plan.gpu is not None and parts.plan.gpu.ring_bytes > 0
+    return not streams and (parts.recorder is None or parts.recorder.options.mode not in DETAILED)
 
 
 def _sequences(request: GenerateRequest, max_len: int, arrival: int, page_size: int) -> list[Sequence]:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from collections.abc import Sequence as Rows
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
 
 from tandem.engine.feeder import Feeder
-from tandem.engine.paused_pass import PIECES_AHEAD, PausingModel, slice_of
-from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows
+from tandem.engine.paused_pass import PIECES_AHEAD, slice_of
+from tandem.engine.prompt_graphs import Work
+from tandem.engine.sampling.logits import DeviceLogits, HostRows
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
 
@@ -40,6 +39,22 @@ class PassStart(Protocol):
         ...
 
     def release(self) -> None: ...
+
+    def replayable(self) -> bool:
+        """Whether layers of passes can be CUDA graphs where the GPU computes them alone."""
+        ...
+
+    def recording(self) -> AbstractContextManager[list[int]]:
+        """Around the capture of one: what it reads that travels, a number for each layer."""
+        ...
+
+    def arrive(self, number: int) -> None:
+        """Before such a graph is replayed."""
+        ...
+
+    def leave(self, number: int) -> None:
+        """After it was."""
+        ...
 
 
 class Streams:
@@ -90,42 +105,26 @@ class GpuPass:
 
     def __init__(
         self,
-        model: PausingModel,
-        states: Rows[tuple[Tensor, ...]],
-        batches: tuple[ForwardBatch, ForwardBatch],
+        work: Work,
         start: PassStart,
         streams: Streams,
         usage: ExpertUsage | None,
         rows: HostRows,
         feeder: Feeder | None,
     ) -> None:
-        """batches: in host memory, and on the GPU. feeder: gives its pieces where the CPU has no part in them."""
-        self._model, self._states, self._start, self._streams = model, states, start, streams
-        (self._batch, there), self._usage, self._rows = batches, usage, rows
-        self._best = BestRows(len(there.logits_rows), there.input_ids.device)
+        """start: held. feeder: gives its pieces; None: whoever asks to go on does."""
+        self._work, self._start, self._streams, self._usage, self._rows = work, start, streams, usage, rows
         self._next, self._given = 0, deque[torch.cuda.Event]()
-        self._found: tuple[Tensor, Tensor] | None = None
-        self._feeder = feeder if start.hold(self._batch) else None
-        try:
-            with torch.inference_mode(), streams.aside():
-                self._pass = model.begin(there)
-                self._pass.tallies = None if usage is None else usage.beside(len(there.input_ids))
-        except Exception:
-            self.drop()
-            raise
-        if self._feeder is not None:
-            self._feeder.start(self)
+        self._feeder = feeder
+        if feeder is not None:
+            feeder.start(self)
 
     def pieces_left(self) -> int:
-        return self._model.depth + 1 - self._next
+        return self._work.pieces - self._next
 
     def piece(self) -> None:
         with torch.inference_mode(), self._streams.aside(after=False):
-            if self._next < self._model.depth:
-                self._model.layer(self._pass, self._next, self._states)
-            else:
-                logits = self._model.logits(self._pass, self._states)
-                self._found = logits, self._best.fetch(logits)
+            self._work.give(self._next)
             event = torch.cuda.Event(blocking=True)
             event.record()
         self._given.append(event)
@@ -149,9 +148,9 @@ class GpuPass:
         return not self.pieces_left() and (whole or not self.under_way())
 
     def logits(self) -> DeviceLogits:
-        assert self._found is not None, "pieces are left"
+        found = self._work.found()
         self.drop()
-        return DeviceLogits(*self._found, self._rows)
+        return DeviceLogits(*found, self._rows)
 
     def drop(self) -> None:
         if self._feeder is not None:

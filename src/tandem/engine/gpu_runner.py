@@ -19,6 +19,7 @@ from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.feeder import Feeder
 from tandem.engine.gpu_pass import GpuPass, PassStart, Streams
 from tandem.engine.paused_pass import PausingModel
+from tandem.engine.prompt_graphs import ChunkInputs, LayerWork, PromptGraphs, Work
 from tandem.engine.runner import StepModel
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
@@ -44,13 +45,16 @@ def _on(device: torch.device) -> None:
 class GraphPlan:
     """sizes: rows of the graphs to capture, ascending; pages: of the longest sequence; warm_ups: runs before a capture,
     which compile kernels and let libraries allocate; guessing: steps may have rows of guesses; windowed: layers that
-    see a window have pages of their own."""
+    see a window have pages of their own; prompts: rows of chunks that are captured, too; alone: and replayed where
+    nobody decodes."""
 
     sizes: tuple[int, ...]
     pages: int
     warm_ups: int = 2
     guessing: bool = False
     windowed: bool = False
+    prompts: tuple[int, ...] = ()
+    alone: bool = True
 
     @property
     def tables(self) -> int:
@@ -191,12 +195,14 @@ class GpuRunner:
         self._end = StepEnd(handoff.device)
         said: object = begin_step
         self._start = said if isinstance(said, PassStart) else None
+        self._prompts = PromptGraphs(self._start)
         apart = live is None and self._start is not None and self._start.pausable()
         self._streams = Streams(handoff.device, apart)
         self._feeder = Feeder(partial(_on, self._device)) if apart else None
         self._streams.enter()
         with torch.inference_mode(), _nothing_collected():
             self._capture_all()
+            self._capture_prompts()
 
     def run(self, chunks: Rows[Chunk]) -> DeviceLogits:
         """Logits rows of all chunks, in order; valid until the model runs again."""
@@ -228,7 +234,7 @@ class GpuRunner:
         where a graph is replayed; `DeviceLogits.chosen` wants them anyway."""
         graph, rows = self._graph_of(batch), len(batch.seq_lens)
         if graph is None:
-            return self._alone(batch, make)
+            return self._prompt(batch, make) or self._alone(batch, make)
         graph.inputs.fill(batch)
         graph.masks.send(masks)
         self._begin_step(graph.inputs.image, True)
@@ -251,6 +257,14 @@ class GpuRunner:
             self._move_experts()
             return self._done(logits, best, len(batch.input_ids))
 
+    def _prompt(self, batch: ForwardBatch, make: Callable[[], None]) -> DeviceLogits | None:
+        """Prompts that fit a graph, while no pass is under way. None: they do not."""
+        if not self._plan.alone or self._prompts.graph_of(batch) is None or (paused := self.paused(batch)) is None:
+            return None
+        paused.go_on(0.0, whole=True)
+        make()
+        return paused.logits()
+
     def pause(self, chunks: list[Chunk]) -> GpuPass | None:
         """A pass of these chunks; one at a time."""
         return self.paused(self._paused.fill(chunks))
@@ -258,12 +272,27 @@ class GpuRunner:
     def paused(self, batch: ForwardBatch) -> GpuPass | None:
         """A pass beside which graphs are replayed. None: this model cannot stop, or its operations keep something that
         steps change. The batch is in host memory, and stays as it is."""
-        start, model = self._start, self._model
-        if start is None or self._streams.steps is None or not isinstance(model, PausingModel):
+        start = self._start
+        if start is None or self._streams.steps is None or not isinstance(self._model, PausingModel):
             return None
+        alone = start.hold(batch)
+        try:
+            work = self._work(batch, self._model, alone)
+        except Exception:
+            start.release()
+            raise
+        feeder = self._feeder if alone and isinstance(work, LayerWork) else None
+        return GpuPass(work, start, self._streams, self._usage, self._rows, feeder)
+
+    def _work(self, batch: ForwardBatch, model: PausingModel, alone: bool) -> Work:
+        """alone: the GPU can compute it alone."""
+        graph = self._prompts.graph_of(batch) if alone else None
         with torch.inference_mode(), self._streams.aside():
-            batches = batch, self._moved(batch)
-        return GpuPass(model, self._states, batches, start, self._streams, self._usage, self._rows, self._feeder)
+            tallies = None if self._usage is None else self._usage.beside(len(batch.input_ids))
+            if graph is not None:
+                return graph.of(batch)
+            best = BestRows(len(batch.logits_rows), self._device)
+            return LayerWork(model, self._states, self._moved(batch), tallies, best)
 
     def runs_beside(self, chunks: list[Chunk]) -> bool:
         """Only what is replayed."""
@@ -320,6 +349,30 @@ class GpuRunner:
         self._graphs = dict(sorted(self._graphs.items()))
         if self._graphs:
             _log.info("captured CUDA graphs of %s rows", ", ".join(map(str, self._graphs)))
+
+    def _capture_prompts(self) -> None:
+        """Where passes can be overtaken. Chunks that fit none are given kernel by kernel, by a thread."""
+        start = self._start
+        if start is None or self._streams.steps is None or not start.replayable():
+            return
+        try:
+            for rows in sorted(self._plan.prompts, reverse=True):
+                self._capture_prompt(rows, start)
+        except RuntimeError as error:  # too little memory, most of all
+            self._prompts = PromptGraphs(None)
+            _log.warning("prompts are computed kernel by kernel: %s", error)
+
+    def _capture_prompt(self, rows: int, start: PassStart) -> None:
+        inputs = ChunkInputs(rows, self._plan.pages, self._device)
+        try:
+            if not start.hold(inputs.image) or not isinstance(self._model, PausingModel):
+                return
+            with self._streams.aside():
+                tallies = None if self._usage is None else self._usage.beside(0)
+                self._prompts.capture(inputs, self._model, self._states, tallies)
+        finally:
+            start.release()
+            self._streams.finish()
 
     def _captured(self, size: int, pool: Any) -> _Graph:
         inputs = _Inputs(size, self._plan, self._device)

@@ -19,13 +19,19 @@ class PrefillPace:
     """
 
     def __init__(
-        self, max_step_tokens: int, streams: bool = False, whole_chunks: bool = False, pieces: int = 1
+        self,
+        max_step_tokens: int,
+        streams: bool = False,
+        whole_chunks: bool = False,
+        pieces: int = 1,
+        beside: int = 0,
     ) -> None:
         """streams: experts travel in long steps. whole_chunks: such steps are short enough to be waited for. pieces:
-        that a chunk can be cut into, so that others wait for one of them; 1: it is a step."""
+        that a chunk can be cut into, so that others wait for one of them; 1: it is a step. beside: tokens of a chunk
+        that a device computes beside those who decode; 0: as time allows."""
         self._max_step_tokens, self._streams, self._whole_chunks = max_step_tokens, streams, whole_chunks
         self._tokens_per_second: float | None = None
-        self._pieces, self._decoding_seconds = pieces, 0.0
+        self._pieces, self._beside, self._decoding_seconds = pieces, beside, 0.0
 
     def decoded(self, seconds: float, beside: bool = False) -> None:
         """A step without prompts took so long; beside: a slice of one came before it. While prompts wait there are no
@@ -49,6 +55,8 @@ class PrefillPace:
         is known, a small chunk finds out. pauses: a chunk is computed in pieces, where it can be."""
         if decoding == 0 or self._whole_chunks:
             return self._max_step_tokens
+        if self._beside and pauses:
+            return min(self._max_step_tokens, decoding + self._beside)
         rate = self._tokens_per_second
         wait = SHARED_STEP_SECONDS
         if pauses and self._pieces > 1 and self._decoding_seconds:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tandem.config.attention_backend import attention_backend
 from tandem.config.choices.decision import Decision
 from tandem.config.choices.deferral import deferred_experts
 from tandem.config.cuda_graphs import captured_sizes, graph_reason
-from tandem.config.gpu_plan import MAX_PATIENCE_SECONDS, GpuPlan, live_placement, size_gpu, statistics_file
+from tandem.config.engine_config import EngineConfig
+from tandem.config.gpu_plan import MAX_PATIENCE_SECONDS, GpuPlan, live_placement, size_gpu
 from tandem.config.gpus import Gpu
 from tandem.config.memory import MemoryPlan, MemoryRequest
+from tandem.errors import ConfigError
 
 
 def on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[MemoryPlan, GpuPlan]:
@@ -27,6 +31,9 @@ def on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memor
     if sizes and m.experts < everyone and "cuda-core" in request.machine.gpu_missing:
         sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
     log.append(Decision("CUDA graphs", ", ".join(map(str, sizes)) or "off", why))
+    if m.prompt_sizes and sizes:
+        rows = ", ".join(map(str, m.prompt_sizes))
+        log.append(Decision("prompt graphs", f"{rows} rows", "Python takes longer to start kernels than they run"))
     statistics = statistics_file(config, 0 < m.experts < everyone)
     kernels, origin = attention_backend(config, model.attentions, request.machine)
     log.append(Decision("attention", kernels, origin))
@@ -45,8 +52,27 @@ def on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memor
         log.append(Decision("expert foresight", "off", "--disable-expert-foresight"))
     return m.memory, GpuPlan(
         gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight,
-        threshold if m.ring_bytes else 0, m.ring_bytes, late,
+        threshold if m.ring_bytes else 0, m.ring_bytes, late, m.prompt_sizes if sizes else (),
     )  # fmt: skip
+
+
+def statistics_file(config: EngineConfig, needed: bool) -> str | None:
+    """The file that says which experts are used most. Raises ConfigError where the strategy lacks it."""
+    file = None if config.init_expert_location == "trivial" else config.init_expert_location
+    if config.kt_expert_placement_strategy != "frequency":
+        return None
+    fields = ("kt_expert_placement_strategy", "init_expert_location")
+    if file is None and needed:
+        raise ConfigError(
+            "--kt-expert-placement-strategy frequency needs activation statistics: give --init-expert-location FILE, "
+            "which /dump_expert_distribution_record writes, or take uniform",
+            fields=fields,
+        )
+    if file is not None and not Path(file).expanduser().is_file():
+        raise ConfigError(
+            f"--init-expert-location {file} does not exist; give a file of statistics", fields=fields
+        )
+    return file
 
 
 def _streaming(threshold: int | None, why_not: str) -> Decision:

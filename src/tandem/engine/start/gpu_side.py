@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,6 +190,20 @@ class StepStart:
 
     def release(self) -> None:
         self._held = False
+
+    def replayable(self) -> bool:
+        return self._stream is None or self._stream.holds_layers
+
+    def recording(self) -> AbstractContextManager[list[int]]:
+        return nullcontext([]) if self._stream is None else self._stream.recording()
+
+    def arrive(self, number: int) -> None:
+        if self._stream is not None:
+            self._stream.arrive(number)
+
+    def leave(self, number: int) -> None:
+        if self._stream is not None:
+            self._stream.leave(number)
 
 
 def begin_step(side: GpuSide, stream: ExpertStream | None) -> StepStart:

@@ -14,7 +14,8 @@ which no table names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
@@ -144,6 +145,7 @@ class ExpertStream:
         self._arrived: list[object] = [None] * ring.parts
         self._deliveries: list[_Delivery] = []
         self._given = self._taken = 0
+        self._recorded: list[int] | None = None  # layers of the graph that is being captured
         self._counts: dict[int, int] = {}  # places of each layer that travel in this step
         self._last: tuple[int, float] | None = None  # rows of the step before, and its share
         self._served = 0.0  # what `Followed.served` said before it
@@ -254,22 +256,56 @@ class ExpertStream:
         return layer is not None and self._counts[index] < layer.places
 
     def _parts(self, index: int, layer: StreamedLayer) -> list[Part]:
-        mine = [i for i, each in enumerate(self._deliveries) if each.layer == index]
+        mine = _numbers(self._deliveries, index)
+        if self._recorded is not None:
+            self._recorded.append(index)
+            return [self._part(i, layer) for i in mine]
         if not mine or mine[0] != self._taken:
             raise EngineError(f"layer {index} is not the one whose experts have been sent")
         return [self._part(i, layer) for i in mine]
 
     def _part(self, number: int, layer: StreamedLayer) -> Part:
-        turn, count = number % self._ring.parts, self._deliveries[number].count
-        pool = self._memory[turn * self._ring.part_bytes :]
+        pool, count = self._memory[number % self._ring.parts * self._ring.part_bytes :], self._deliveries[number].count
         packed = Packed(pool, layer.cpu.bytes_per_expert, 0)
+        if self._recorded is not None:
+            return Part(packed, count)
+        return Part(packed, count, lambda: self._arrive(number), lambda: self._read(number))
 
-        def arrive() -> None:
-            self._bus.compute_after(self._arrived[turn])
+    def _arrive(self, number: int) -> None:
+        self._bus.compute_after(self._arrived[number % self._ring.parts])
 
-        def read() -> None:
-            self._free[turn] = self._bus.computing_given()
-            self._taken += 1
-            self._give()
+    def _read(self, number: int) -> None:
+        self._free[number % self._ring.parts] = self._bus.computing_given()
+        self._taken += 1
+        self._give()
 
-        return Part(packed, count, arrive, read)
+    # -- graphs of layers, in which all travel ---
+
+    @property
+    def holds_layers(self) -> bool:
+        """Whether the ring holds all that a layer waits for, and the bus can go on meanwhile."""
+        most = max(layer.places for layer in self._layers if layer is not None)
+        return 2 * -(-most // self._ring.experts) <= self._ring.parts
+
+    @contextmanager
+    def recording(self) -> Iterator[list[int]]:
+        """Around a capture after `begin`: nothing is waited for or given. The list is filled with the layers that are
+        computed; whoever replays the graph calls `arrive` of each before, and `leave` after."""
+        self._recorded = found = []
+        try:
+            yield found
+        finally:
+            self._recorded = None
+
+    def arrive(self, index: int) -> None:
+        for number in _numbers(self._deliveries, index):
+            self._arrive(number)
+
+    def leave(self, index: int) -> None:
+        for number in _numbers(self._deliveries, index):
+            self._read(number)
+
+
+def _numbers(deliveries: Sequence[_Delivery], index: int) -> list[int]:
+    """Of a layer's."""
+    return [i for i, each in enumerate(deliveries) if each.layer == index]

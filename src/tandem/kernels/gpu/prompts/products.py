@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -61,6 +62,19 @@ def _scratch_bytes(device: torch.device) -> int:
     )
 
 
+_kept: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
+
+
+def _scratch(device: torch.device, numbers: int) -> Tensor:
+    """What experts are unpacked into, one part after the other. All layers of a shape share it, and keep it: CUDA
+    graphs know where it is."""
+    found = _kept.get((device, numbers))
+    if found is None:
+        with torch.inference_mode(False):
+            found = _kept[device, numbers] = torch.empty(numbers, dtype=torch.bfloat16, device=device)
+    return found
+
+
 def parts_of(pool: Tensor, stride: int, experts: int, at_once: int) -> list[Part]:
     """Slots 0 ... experts - 1 of `pool`, in parts of nearly equal size."""
     each = -(-experts // max(1, -(-experts // at_once)))
@@ -76,6 +90,7 @@ class PromptExperts:
         self._gate_up, self._down, self._activation = gate_up, down, between.activation
         self.hidden, self.width = gate_up.depth, between.width
         self.at_once = experts_at_once(self.hidden, self.width, _scratch_bytes(device))
+        self._made: Tensor | None = None
 
     @staticmethod
     def reads(matrices: tuple[Panels, Panels], between: Between) -> bool:
@@ -115,10 +130,11 @@ class PromptExperts:
 
     def _unpacked(self, part: Part, counts: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """Gate and up [experts, 2 width, hidden], down [experts, hidden, width]."""
-        made = part.packed.pool.new_empty(
-            part.count * 3 * self.width * self.hidden, dtype=torch.bfloat16
-        )  # one block, which the next part uses again
-        gate_up, down = made.split([made.numel() // 3 * 2, made.numel() // 3])
+        each = self.width * self.hidden
+        if self._made is None:
+            self._made = _scratch(part.packed.pool.device, max(self.at_once, part.count) * 3 * each)
+        made = self._made
+        gate_up, down, _ = made.split([part.count * 2 * each, part.count * each, made.numel() - part.count * 3 * each])
         gate_up = gate_up.view(part.count, 2 * self.width, self.hidden)
         down = down.view(part.count, self.hidden, self.width)
         unpack(part.packed, 0, self._gate_up, 2, counts, key, gate_up)

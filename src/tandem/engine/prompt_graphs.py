@@ -1,0 +1,219 @@
+"""`PromptGraphs`: chunks of prompts as CUDA graphs, one a layer, so that Python does not give kernel after kernel.
+
+That takes Python about a millisecond a layer, with its lock held. Beside steps of those who decode either they would
+wait for it, or the GPU. A graph has a fixed number of rows. A smaller chunk is filled up with copies of its last row,
+which compute and write the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.engine.paused_pass import PausingModel
+from tandem.engine.sampling.logits import BestRows
+from tandem.kernels.ops import Tally
+from tandem.models.batch import ForwardBatch
+from tandem.models.passing import Pass
+
+SEQUENCES = 8  # of a chunk that is replayed, at most
+LEAST_FILLED = 0.5  # of a graph's rows: copies cost as much as others
+_ROWS = "input_ids", "positions", "cache_slots"
+
+States = Rows[tuple[Tensor, ...]]
+
+
+class Work(Protocol):
+    """A pass in pieces, which the GPU is given in their order."""
+
+    @property
+    def pieces(self) -> int: ...
+
+    def give(self, index: int) -> None: ...
+
+    def found(self) -> tuple[Tensor, Tensor]:
+        """After the last: logits, and the best of each row in host memory. Filled when the GPU has computed it."""
+        ...
+
+
+class LayerWork:
+    """Kernel by kernel: a piece is a layer, the last one makes logits."""
+
+    def __init__(
+        self,
+        model: PausingModel,
+        states: States,
+        batch: ForwardBatch,
+        tallies: Rows[Tally] | None,
+        best: BestRows,
+    ) -> None:
+        """batch: on the GPU; best: for as many rows as have logits."""
+        self._model, self._states, self._batch, self._tallies, self._best = model, states, batch, tallies, best
+        self._pass: Pass
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def pieces(self) -> int:
+        return self._model.depth + 1
+
+    def give(self, index: int) -> None:
+        if index == 0:
+            self._pass = self._model.begin(self._batch)
+            self._pass.tallies = self._tallies
+        if index < self._model.depth:
+            self._model.layer(self._pass, index, self._states)
+            return
+        logits = self._model.logits(self._pass, self._states)
+        self._found = logits, self._best.fetch(logits)
+
+    def found(self) -> tuple[Tensor, Tensor]:
+        assert self._found is not None, "pieces are left"
+        return self._found
+
+
+class ChunkInputs:
+    """A chunk's batch on the GPU and its image in pinned memory, each in one array. At first all rows are of token 0,
+    at a place that no sequence has yet."""
+
+    def __init__(self, rows: int, pages: int, device: torch.device) -> None:
+        self._rows, self._pages, self._wide = rows, pages, 8 * (3 * rows + SEQUENCES)
+        nbytes = self._wide + 4 * (SEQUENCES * pages + 3 * SEQUENCES + 1)
+        self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.image = self._views(self._host)
+        self.image.query_starts[1:] = rows
+        self._there = self._host.to(device, copy=True)
+        self.batch = self._views(self._there)
+
+    @property
+    def rows(self) -> int:
+        return self._rows
+
+    def _views(self, memory: Tensor) -> ForwardBatch:
+        rows, wide, narrow = self._rows, memory[: self._wide].view(torch.int64), memory[self._wide :].view(torch.int32)
+        ids, positions, slots, logits = wide.split([rows, rows, rows, SEQUENCES])
+        sizes = [SEQUENCES * self._pages, SEQUENCES + 1, SEQUENCES, SEQUENCES]
+        tables, starts, lens, own = narrow.split(sizes)
+        tables = tables.view(SEQUENCES, self._pages)
+        return ForwardBatch(ids, positions, slots, starts, lens, tables, logits, own)
+
+    def fill(self, source: ForwardBatch) -> None:
+        """The image, from host memory. The last sequence has the copies; those that are not there have no rows."""
+        image, rows = self.image, len(source.input_ids)
+        for name in _ROWS:
+            to, values = getattr(image, name).numpy(), getattr(source, name).numpy()
+            to[:rows], to[rows:] = values, values[-1]
+        sequences, wanted = len(source.seq_lens), len(source.logits_rows)
+        image.query_starts[:sequences] = source.query_starts[:-1]
+        image.query_starts[sequences:] = self._rows
+        image.seq_lens[:sequences], image.slots[:sequences] = source.seq_lens, source.slots
+        image.block_tables[:sequences, : source.block_tables.shape[1]] = source.block_tables
+        image.logits_rows[:wanted] = source.logits_rows
+        image.logits_rows[wanted:] = 0
+
+    def send(self) -> None:
+        self._there.copy_(self._host, non_blocking=True)
+
+
+class Travel(Protocol):
+    """Of experts to the GPU, for layers that are graphs."""
+
+    def recording(self) -> AbstractContextManager[list[int]]: ...
+    def arrive(self, number: int) -> None: ...
+    def leave(self, number: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A graph, and what it reads that travels."""
+
+    graph: Any
+    numbers: Rows[int]
+    travel: Travel
+
+    def give(self) -> None:
+        for number in self.numbers:
+            self.travel.arrive(number)
+        self.graph.replay()
+        for number in self.numbers:
+            self.travel.leave(number)
+
+
+class PromptGraph:
+    """Of so many rows."""
+
+    def __init__(self, inputs: ChunkInputs, pieces: Rows[Piece], found: tuple[Tensor, Tensor]) -> None:
+        """pieces: of a `LayerWork`, which made `found`."""
+        self._inputs, self._pieces, self._found = inputs, pieces, found
+
+    def of(self, batch: ForwardBatch) -> Replayed:
+        """Sends a chunk to the GPU. The one before has been computed, so its image is free."""
+        self._inputs.fill(batch)
+        self._inputs.send()
+        logits, best = self._found
+        wanted = len(batch.logits_rows)
+        return Replayed(self._pieces, (logits[:wanted], best[:wanted]))
+
+
+class Replayed:
+    """`Work` of graphs."""
+
+    def __init__(self, pieces: Rows[Piece], found: tuple[Tensor, Tensor]) -> None:
+        self._pieces, self._found = pieces, found
+
+    @property
+    def pieces(self) -> int:
+        return len(self._pieces)
+
+    def give(self, index: int) -> None:
+        self._pieces[index].give()
+
+    def found(self) -> tuple[Tensor, Tensor]:
+        return self._found
+
+
+class PromptGraphs:
+    """By rows. One chunk at a time: they share their memory."""
+
+    def __init__(self, travel: Travel | None) -> None:
+        """travel: needed where any are captured."""
+        self._graphs: dict[int, PromptGraph] = {}
+        self._pool: Any = None
+        self._travel = travel
+
+    def graph_of(self, batch: ForwardBatch) -> PromptGraph | None:
+        """None where a chunk fits none, or has rows that decode."""
+        rows, sequences = len(batch.input_ids), len(batch.seq_lens)
+        if batch.single_rows or max(sequences, len(batch.logits_rows)) > SEQUENCES:
+            return None
+        size = next((size for size in sorted(self._graphs) if size >= rows), None)
+        return None if size is None or rows < LEAST_FILLED * size else self._graphs[size]
+
+    def capture(
+        self, inputs: ChunkInputs, model: PausingModel, states: States, tallies: Rows[Tally] | None
+    ) -> None:
+        """On the current stream, the largest first. All is run once before, which compiles kernels and lets libraries
+        allocate."""
+        device = inputs.batch.input_ids.device
+        work = LayerWork(model, states, inputs.batch, tallies, BestRows(SEQUENCES, device))
+        for index in range(work.pieces):
+            work.give(index)
+        torch.cuda.synchronize(device)
+        pieces = [self._captured(work, index) for index in range(work.pieces)]
+        self._graphs[inputs.rows] = PromptGraph(inputs, pieces, work.found())
+
+    def _captured(self, work: LayerWork, index: int) -> Piece:
+        assert self._travel is not None
+        graph = torch.cuda.CUDAGraph()
+        with self._travel.recording() as numbers:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work.give(index)
+            finally:
+                graph.capture_end()
+        self._pool = self._pool or graph.pool()
+        return Piece(graph, numbers, self._travel)

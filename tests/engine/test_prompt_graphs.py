@@ -1,0 +1,143 @@
+"""What graphs of prompts' chunks read, which chunks fit one, and the order in which experts travel for them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tandem.engine.gpu_pass import GpuPass, Streams
+from tandem.engine.prompt_graphs import SEQUENCES, ChunkInputs, Piece, PromptGraph, PromptGraphs
+from tandem.engine.sampling.logits import HostRows
+from tandem.models import ForwardBatch
+
+ROWS, PAGES, CPU = 16, 5, torch.device("cpu")
+
+
+def batch(lengths: list[int], firsts: list[int], wanted: list[int], pages: int = 3) -> ForwardBatch:
+    """Sequence s has rows at firsts[s] and after; its pages are 10 s + 1 …"""
+    positions = torch.cat([torch.arange(f, f + n) for f, n in zip(firsts, lengths, strict=True)])
+    ends = torch.tensor(lengths).cumsum(0)
+    count = len(lengths)
+    return ForwardBatch(
+        input_ids=positions + 1000, positions=positions, cache_slots=positions + 500,
+        query_starts=torch.cat((torch.zeros(1, dtype=torch.int64), ends)).int(),
+        seq_lens=(torch.tensor(firsts) + torch.tensor(lengths)).int(),
+        block_tables=(torch.arange(count)[:, None] * 10 + 1 + torch.arange(pages)).int(),
+        logits_rows=torch.tensor(wanted, dtype=torch.int64), slots=torch.arange(count).int() + 1,
+    )  # fmt: skip
+
+
+def graphs(*sizes: int) -> PromptGraphs:
+    made = PromptGraphs(None)
+    made._graphs = {size: PromptGraph(ChunkInputs(size, PAGES, CPU), (), found(SEQUENCES)) for size in sizes}
+    return made
+
+
+def found(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(rows * 7.0).view(rows, 7), torch.zeros(rows, 2, dtype=torch.float64)
+
+
+def test_a_chunk_is_filled_up_with_copies_of_its_last_row() -> None:
+    inputs = ChunkInputs(ROWS, PAGES, CPU)
+    places = [t.data_ptr() for t in (inputs.batch.input_ids, inputs.batch.query_starts, inputs.batch.block_tables)]
+    for source in (batch([9, 4], [0, 30], [8, 12]), batch([16], [7], []), batch([8], [3], [7], pages=5)):
+        inputs.fill(source)
+        inputs.send()
+        rows, sequences, there = len(source.input_ids), len(source.seq_lens), inputs.batch
+        index = torch.arange(ROWS).clamp(max=rows - 1)
+        for name in ("input_ids", "positions", "cache_slots"):
+            assert torch.equal(getattr(there, name), getattr(source, name)[index]), name
+        starts = source.query_starts.tolist()[:-1] + [ROWS] * (SEQUENCES + 1 - sequences)
+        assert there.query_starts.tolist() == starts
+        assert torch.equal(there.block_tables[:sequences, : source.block_tables.shape[1]], source.block_tables)
+        assert torch.equal(there.seq_lens[:sequences], source.seq_lens)
+        assert there.logits_rows.tolist() == source.logits_rows.tolist() + [0] * (SEQUENCES - len(source.logits_rows))
+    after = [t.data_ptr() for t in (inputs.batch.input_ids, inputs.batch.query_starts, inputs.batch.block_tables)]
+    assert places == after
+
+
+def test_before_any_chunk_all_rows_are_one_sequence_of_page_0() -> None:
+    idle = ChunkInputs(ROWS, PAGES, CPU).batch
+    assert idle.query_starts.tolist() == [0] + [ROWS] * SEQUENCES
+    assert not idle.cache_slots.any() and not idle.block_tables.any() and not idle.positions.any()
+
+
+def test_tables_and_starts_are_aligned_as_kernels_like_them() -> None:
+    made = ChunkInputs(ROWS, 7, CPU)
+    for tensor in (made.batch.positions, made.batch.cache_slots, made.batch.block_tables, made.batch.query_starts):
+        assert (tensor.data_ptr() - made.batch.input_ids.data_ptr()) % 16 == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "size"), [(7, None), (8, 16), (16, 16), (17, None), (32, 64), (64, 64), (65, None), (1, None)]
+)
+def test_a_chunk_takes_the_smallest_graph_that_it_fills_by_half(rows: int, size: int | None) -> None:
+    made = graphs(64, 16)
+    assert made.graph_of(batch([rows], [0], [rows - 1])) is made._graphs.get(size or 0)
+
+
+def test_chunks_that_no_graph_computes() -> None:
+    made, many = graphs(16), SEQUENCES + 1
+    assert made.graph_of(batch([1] * many, [0] * many, [])) is None
+    assert made.graph_of(batch([16], [0], list(range(many)))) is None  # a prompt that is scored
+    decoding = batch([1, 15], [9, 0], [0])
+    decoding.single_rows = 1
+    assert made.graph_of(decoding) is None
+    assert made.graph_of(batch([2] * SEQUENCES, [0] * SEQUENCES, list(range(SEQUENCES)))) is not None
+
+
+@dataclass
+class Told:
+    """Travel, graphs and start of a pass, in the order of calls."""
+
+    calls: list[str] = field(default_factory=list)
+
+    def arrive(self, number: int) -> None:
+        self.calls.append(f"arrive {number}")
+
+    def leave(self, number: int) -> None:
+        self.calls.append(f"leave {number}")
+
+    def recording(self) -> Any:
+        return nullcontext([])
+
+    def release(self) -> None:
+        self.calls.append("release")
+
+    def graph(self, name: str) -> Any:
+        return type("Graph", (), {"replay": lambda _: self.calls.append(name)})()
+
+
+def test_a_piece_waits_for_what_travels_and_says_when_it_is_read() -> None:
+    told = Told()
+    Piece(told.graph("layer"), [3, 4], told).give()
+    assert told.calls == ["arrive 3", "arrive 4", "layer", "leave 3", "leave 4"]
+
+
+def test_a_pass_gives_its_pieces_in_order_and_has_the_rows_that_were_wanted(monkeypatch) -> None:
+    told = Told()
+    pieces = [Piece(told.graph(f"piece {i}"), [], told) for i in range(3)]
+    graph = PromptGraph(ChunkInputs(ROWS, PAGES, CPU), pieces, found(SEQUENCES))
+    monkeypatch.setattr(torch.cuda, "Event", Done)
+    work = graph.of(batch([9, 4], [0, 30], [8, 12]))
+    made = GpuPass(work, cast(Any, told), Streams(CPU, apart=False), None, HostRows(CPU), None)
+    assert made.go_on(0.0, whole=True) and made.pieces_left() == 0
+    logits = made.logits()
+    assert told.calls == ["piece 0", "piece 1", "piece 2", "release"]
+    assert torch.equal(logits.logits, found(SEQUENCES)[0][:2]) and len(logits.best) == 2
+
+
+class Done:
+    """An event that has come."""
+
+    def __init__(self, blocking: bool = False) -> None:
+        self.blocking = blocking
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
