@@ -13,6 +13,7 @@ import torch
 from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.gpu_pass import Streams
 from tandem.engine.gpu_runner import GpuRunner, GraphPlan, _Inputs, _masks
+from tandem.engine.prompt_graphs import PromptGraphs
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, HostRows, StepEnd, best_of
 from tandem.engine.sampling.masks import bits_of
@@ -139,6 +140,7 @@ def runner_on(device: str) -> GpuRunner:
     runner = GpuRunner.__new__(GpuRunner)
     runner._device, runner._live, runner._guessing = torch.device(device), None, False
     runner._streams, runner._feeder = Streams(torch.device("cpu"), apart=False), None
+    runner._plan, runner._prompts = GraphPlan((SIZE,), PAGES), PromptGraphs(None)
     runner._best, runner._end = BestRows(1, torch.device("cpu")), StepEnd(torch.device("cpu"))
     return runner
 

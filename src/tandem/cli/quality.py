@@ -29,6 +29,11 @@ LateAsServed = Annotated[
     int, typer.Option("--kt-max-deferred-experts-per-token", min=0, hidden=True)
 ]  # the server's name of it, too long for the table
 
+LayerKl = Annotated[bool, typer.Option("--layer-kl", help="KL of each layer alone (slow: layers²)")]
+KvCacheDtype = Annotated[
+    str | None, typer.Option("--kv-cache-dtype", metavar="DTYPE", help="on a GPU with such a KV cache, too")
+]
+
 
 def quality(
     model: Annotated[str, typer.Argument(help="model directory, or demo")],
@@ -40,13 +45,12 @@ def quality(
     text: Annotated[Path | None, typer.Option(help="UTF-8 text (default: one that Tandem has)")] = None,
     tokens: Annotated[int, typer.Option(min=2, help="how many tokens of the text")] = 4096,
     window: Annotated[int, typer.Option(min=2, help="tokens that see each other")] = 512,
-    layer_kl: Annotated[
-        bool, typer.Option("--layer-kl", help="KL of each layer alone (slow: layers²)")
-    ] = False,
+    layer_kl: LayerKl = False,
     kt_int8_activations: Int8Activations = False,
     kt_gpu_experts_ratio: GpuShares = None,
     late: Late = 0,
     kt_max_deferred_experts_per_token: LateAsServed = 0,
+    kv_cache_dtype: KvCacheDtype = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "auto",
     reference_dtype: Annotated[str, typer.Option(help="of the reference")] = "auto",
     kernel_tier: Annotated[str, typer.Option(help="of what is measured")] = "auto",
@@ -81,6 +85,7 @@ def quality(
             int8_activations=kt_int8_activations,
             gpu_shares=tuple(kt_gpu_experts_ratio or ()),
             late=late or kt_max_deferred_experts_per_token,
+            cached=kv_cache_dtype,
             dtype=dtype,
             reference_dtype=reference_dtype,
             tier=kernel_tier,

@@ -50,6 +50,7 @@ class Request:
     int8_activations: bool = False  # beside the usual ones
     gpu_shares: tuple[float, ...] = ()  # of the experts, on a GPU; (): computed on the CPU
     late: int = 0  # experts of a token, beside the usual way
+    cached: str | None = None  # dtype of keys and values, beside the usual one
     dtype: str = "auto"
     reference_dtype: str = "auto"
     tier: str = "auto"
@@ -79,6 +80,7 @@ class Request:
             or self.tier != "auto"
             or self.gpu_shares
             or self.late
+            or self.cached
         ):
             return (None,)
         return () if self.save_logits else DEFAULT_METHODS
@@ -86,13 +88,15 @@ class Request:
     def variants(self, directory: Path) -> list[tuple[str, Variant]]:
         """What is measured, each with its label."""
         modes = (False, True) if self.int8_activations else (False,)
-        shares: tuple[float | None, ...] = self.gpu_shares or (None,)
+        nowhere = (None,) if self.cached is None else (0.0,)  # only a GPU has another KV cache
+        shares: tuple[float | None, ...] = self.gpu_shares or nowhere
         found = [
-            Variant(directory, method, self.dtype, self.tier, self.threads, mode, share, late)
+            Variant(directory, method, self.dtype, self.tier, self.threads, mode, share, late, cached)
             for method in self.measured
             for mode in modes
             for share in shares
             for late in ((0, self.late) if self.late else (0,))
+            for cached in (("auto", self.cached) if self.cached else ("auto",))
         ]
         return [(_label(variant), variant) for variant in found]
 
@@ -101,7 +105,8 @@ def _label(variant: Variant) -> str:
     label = (variant.method or "as stored") + (" A8" if variant.int8_activations else "")
     if variant.gpu_share is not None:
         label += f", {variant.gpu_share:.0%} on the GPU"
-    return f"{label}, {variant.late} late" if variant.late else label
+    label += f", {variant.late} late" if variant.late else ""
+    return label if variant.cached == "auto" else f"{label}, KV cache {variant.cached}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,10 @@ class EngineConfig:
     max_total_tokens: int | None = flag(
         None, "KV cache size in tokens; default: from free memory.", group=MEMORY, minimum=1, essential=True
     )
+    kv_cache_dtype: str = flag(
+        "auto", "Keys and values in the cache; fp8_e4m3 is lossy and needs a GPU.", group=MEMORY,
+        choices=["auto", "bf16", "bfloat16", "fp8_e4m3"],
+    )  # fmt: skip
     page_size: int = flag(16, "Tokens per KV page.", group=MEMORY, minimum=1, maximum=4096)
     max_running_requests: int | None = flag(
         None, "Sequences decoded together.", group=MEMORY, minimum=1, essential=True

@@ -15,7 +15,6 @@ FOREIGN = {
     "--tokenizer-mode": "there is one tokenizer; leave the flag out",
     "--revision": "give it with the name: ORG/NAME@REVISION",
     "--download-dir": "models are kept where the Hugging Face hub keeps them; set HF_HUB_CACHE",
-    "--kv-cache-dtype": "the KV cache has the activations' dtype: --dtype",
     "--max-model-len": "give --context-length",
     "--max-num-seqs": "give --max-running-requests",
     "--max-num-batched-tokens": "give --chunked-prefill-size",

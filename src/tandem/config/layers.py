@@ -91,6 +91,7 @@ class Gqa:
     head_gate: bool = False  # each head's result times softplus of a number, which a projection of its own makes
     values: Values = field(default=Values())
     factor: float = 0.0  # of the softmax; 0: head_dim ** -0.5
+    cached: str = "act"  # dtype of keys and values in pages
 
     def __post_init__(self) -> None:
         if not 0 <= self.values.dim <= self.head_dim:
@@ -120,7 +121,7 @@ class Gqa:
 
     def states(self) -> tuple[State, ...]:
         k, v = (self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim)
-        return (Pages((Array("k", k), Array("v", v)), window=self.window),)
+        return (Pages((Array("k", k, self.cached), Array("v", v, self.cached)), window=self.window),)
 
 
 @dataclass(frozen=True, slots=True)

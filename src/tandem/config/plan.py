@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tandem.config.choices.cached import cached_as, cached_notices, cached_text
 from tandem.config.choices.decision import Decision
 from tandem.config.choices.deferral import deferral_notices
 from tandem.config.choices.deterministic import deterministic, tier_reason
@@ -95,7 +96,7 @@ def resolve(
 
     Raises ConfigError with every reason: each names its flag, and a model that does not fit its numbers.
     """
-    refused, model = list[ConfigError](), drafting(config, model)
+    refused, model = list[ConfigError](), cached_as(config, drafting(config, model))
     while True:
         try:
             plan = _resolve(config, model, machine, stored)
@@ -177,7 +178,7 @@ def _resolved(
     """device: the GPU, None for none, and why."""
     log: list[Decision] = []
     gpu = _device(config, *device, log)
-    dtype = _dtype(config, log)
+    dtype = _dtype(config, model, device, log)
     dense_codes, *shown = dense_choice(dtype, stored, gpu is not None)
     log += [Decision("dense format", *shown)] if stored.dense_codes else []
     expert_format = _expert_format(config, dtype, stored, log if model.moe_layers else [])
@@ -239,7 +240,8 @@ def _beside_gpu(
 
 def _notices(request: MemoryRequest, device: tuple[Gpu | None, str], gpu: GpuPlan | None) -> list[str]:
     config, model = request.config, request.model
-    return [*notices(config, model, request.machine, *device), *deferral_notices(config, model, gpu)]
+    said = *deferral_notices(config, model, gpu), *cached_notices(config, device[0])
+    return [*notices(config, model, request.machine, *device), *said]
 
 
 def _why_in_place(config: EngineConfig) -> str:
@@ -253,10 +255,15 @@ def _device(config: EngineConfig, gpu: Gpu | None, reason: str, log: list[Decisi
     return gpu
 
 
-def _dtype(config: EngineConfig, log: list[Decision]) -> str:
+def _dtype(
+    config: EngineConfig, model: ModelConfig, device: tuple[Gpu | None, str], log: list[Decision]
+) -> str:
+    """Of activations; and of keys and values, where it is another."""
     why = "what checkpoints are trained in, and half the memory traffic of float32"
-    log.append(Decision("dtype", dtype_of(config), why if config.dtype == "auto" else "--dtype"))
-    return dtype_of(config)
+    dtype = dtype_of(config)
+    log.append(Decision("dtype", dtype, why if config.dtype == "auto" else "--dtype"))
+    log += [Decision("KV cache dtype", *said) for said in cached_text(config, model, dtype, *device)]
+    return dtype
 
 
 def _expert_format(config: EngineConfig, dtype: str, stored: StoredFormats, log: list[Decision]) -> str:

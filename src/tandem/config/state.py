@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import ceil, lcm, prod
 from typing import NamedTuple
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
 
 
 class Array(NamedTuple):

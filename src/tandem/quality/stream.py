@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem import _core
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
+from tandem.config.choices.cached import cached_as
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES
 from tandem.config.layers import SILU, Activation
 from tandem.config.memory import gib
@@ -55,6 +56,11 @@ class Variant:
     int8_activations: bool = False
     gpu_share: float | None = None  # of the routed experts, on a GPU beside everything else; None: no GPU
     late: int = 0  # of a token's experts in CPU memory, at most so many are added one layer later
+    cached: str = "auto"  # --kv-cache-dtype
+
+    def model(self) -> ModelConfig:
+        asked = EngineConfig(model=str(self.directory), kv_cache_dtype=self.cached)
+        return cached_as(asked, load_model_config(self.directory))
 
     def plan(self, model: ModelConfig, machine: Machine, window: int, stored: StoredFormats) -> Plan:
         """As the server's, but memory holds a layer and a window, not the model and its KV cache."""
@@ -77,6 +83,7 @@ class Variant:
             device="cpu" if self.gpu_share is None else "auto",
             kt_gpu_experts_ratio=self.gpu_share,
             disable_cuda_graph=self.gpu_share is not None,
+            kv_cache_dtype=self.cached,
         )
         gpus = tuple(replace(gpu, free_bytes=ENOUGH) for gpu in machine.gpus)
         plan = resolve(config, model, replace(machine, available_memory=ENOUGH, gpus=gpus), stored)
@@ -129,7 +136,7 @@ class LayerStream:
 
     def __init__(self, variant: Variant, windows: Windows, pool: _core.WorkerPool | None = None) -> None:
         self.variant, self.windows = variant, windows
-        self.config, checkpoint = load_model_config(variant.directory), open_checkpoint(variant.directory)
+        self.config, checkpoint = variant.model(), open_checkpoint(variant.directory)
         longest = max(map(len, windows.ids))
         self.plan = variant.plan(self.config, this_machine(), longest, checkpoint.formats())
         self.pool = pool or planned_pool(self.plan)

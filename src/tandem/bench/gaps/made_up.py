@@ -20,6 +20,7 @@ from tandem.bench.stored import experts_of, stored_as
 from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore
 from tandem.checkpoint import load_model_config
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
+from tandem.config.choices.cached import cached_as
 from tandem.config.layers import SILU, Activation
 from tandem.config.speculation.choice import drafting
 from tandem.engine.engine import Engine
@@ -112,7 +113,7 @@ def made_up_parts(
     start: Callable[..., MadeUpStart] = MadeUpStart,
 ) -> EngineParts:
     """Of the folder `config.model`. planned: called before anything is made. dense: what projections are stored as."""
-    model = drafting(config, load_model_config(Path(config.model)))
+    model = cached_as(config, drafting(config, load_model_config(Path(config.model))))
     stored = dense, experts_of(config.kt_method or "BF16")
     plan = resolve(config, model, this_machine(), stored_as(model, *stored))
     if planned is not None:

@@ -24,6 +24,7 @@ from tandem.checkpoint import (
 )
 from tandem.checkpoint.demo import build_demo
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
+from tandem.config.choices.cached import cached_as
 from tandem.config.in_place import stored_in
 from tandem.config.plan import machine_refusals
 from tandem.config.speculation.choice import drafting
@@ -95,7 +96,7 @@ def load_parts(
         ThreadPoolExecutor(1, "tandem-gpus") as asking,
     ):
         whole = asking.submit(lambda: machine if config.device == "cpu" else machine.with_gpus())
-        model_config = drafting(config, load_model_config(directory))
+        model_config = cached_as(config, drafting(config, load_model_config(directory)))
         checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model_config)
         stored = stored_in(checkpoint.formats(), *checkpoint.expert_files())
         plan = resolve(config, model_config, whole.result(), stored)

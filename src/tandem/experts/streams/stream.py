@@ -291,7 +291,8 @@ class ExpertStream:
     def recording(self) -> Iterator[list[int]]:
         """Around a capture after `begin`: nothing is waited for or given. The list is filled with the layers that are
         computed; whoever replays the graph calls `arrive` of each before, and `leave` after."""
-        self._recorded = found = []
+        found: list[int] = []
+        self._recorded = found
         try:
             yield found
         finally:

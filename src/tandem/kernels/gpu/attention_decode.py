@@ -78,7 +78,7 @@ def _decode(q, k_pages, v_pages, tables, lens, partial, stats, scale, window, ta
         inside = (keys >= first) & (keys < n)
         k = tl.load(k_pages + rows[:, None] * DIM + d[None, :], inside[:, None] & (d < DIM)[None, :], other=0.0)
         v = tl.load(v_pages + rows[:, None] * VALUE + e[None, :], inside[:, None] & (e < VALUE)[None, :], other=0.0)
-        m, sums, acc = _attend(x, k, v, inside, m, sums, acc, scale, PRECISION)
+        m, sums, acc = _attend(x, k.to(x.dtype), v.to(x.dtype), inside, m, sums, acc, scale, PRECISION)
     out = (s * HEADS + head) * PARTS + part
     kept = (r < SHARE)[:, None] & (e < VALUE)[None, :]
     tl.store(partial + out[:, None] * VALUE + e[None, :], acc, kept)

@@ -93,7 +93,7 @@ def _walk(x, k_pages, v_pages, table, position, begin, end, last, m, total, acc,
             visible = (age >= 0) & ((window <= 0) | (age < window))
         k = tl.load(k_pages + rows[:, None] * DIM + d[None, :], there, other=0.0)
         v = tl.load(v_pages + rows[:, None] * VALUE + e[None, :], valued, other=0.0)
-        m, total, acc = _attend(x, k, v, visible, m, total, acc, scale, MASKED, PRECISION)
+        m, total, acc = _attend(x, k.to(x.dtype), v.to(x.dtype), visible, m, total, acc, scale, MASKED, PRECISION)
     return m, total, acc
 
 

@@ -59,6 +59,14 @@ def _rotated(row, weight, cos, sin, inverse, DIM: tl.constexpr, HALF: tl.constex
 
 
 @triton.jit
+def _as_kept(x, pages):
+    """In the pages' dtype; by way of float32, from which all GPUs that know fp8 convert."""
+    if x.dtype != pages.dtype.element_ty:
+        x = x.to(tl.float32).to(pages.dtype.element_ty)
+    return x
+
+
+@triton.jit
 def _rope_store(qkv, cos, sin, positions, slots, k_pages, v_pages, q, q_norm, k_norm, eps,
                 HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr, HALF: tl.constexpr,
                 NORM: tl.constexpr, WHOLE: tl.constexpr, GATES: tl.constexpr, BLOCK: tl.constexpr,
@@ -73,7 +81,7 @@ def _rope_store(qkv, cos, sin, positions, slots, k_pages, v_pages, q, q_norm, k_
         v = h - HEADS - KV_HEADS
         row = base + (HEADS + GATES + KV_HEADS) * DIM + v * VALUE
         to = v_pages + (tl.load(slots + t) * KV_HEADS + v) * VALUE
-        tl.store(to + d, tl.load(row + d, d < VALUE), d < VALUE)
+        tl.store(to + d, _as_kept(tl.load(row + d, d < VALUE), v_pages), d < VALUE)
         return
     angle = tl.load(positions + t) * HALF
     is_q = h < HEADS
@@ -91,7 +99,7 @@ def _rope_store(qkv, cos, sin, positions, slots, k_pages, v_pages, q, q_norm, k_
     if is_q:
         tl.store(q + (t * HEADS + h) * DIM + d, y, inside)
     else:
-        tl.store(k_pages + (tl.load(slots + t) * KV_HEADS + h - HEADS) * DIM + d, y, inside)
+        tl.store(k_pages + (tl.load(slots + t) * KV_HEADS + h - HEADS) * DIM + d, _as_kept(y, k_pages), inside)
 
 
 def rope_store(
