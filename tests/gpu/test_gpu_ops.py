@@ -174,6 +174,27 @@ def test_rope_store(
         near(got, expected, 4 * BF16_ULP, 4 * BF16_ULP)  # both norms' roundings, then two products
 
 
+def test_copies_that_lie_nowhere_write_no_keys_and_values(ops: Ops) -> None:
+    torch.manual_seed(0)
+    tables, pages = random_tables(1, 40)
+    batch, angles = there(make_batch([(3, 9)], tables)), torch.rand(50, 8).to(DEVICE)
+    k, v = torch.full((2, pages, PAGE, 2, 16), 7.0, dtype=torch.bfloat16).to(DEVICE).unbind()
+    qkv = bf16(6, 12 * 16).to(DEVICE)
+
+    def written(slots: Tensor) -> list[Tensor]:
+        into = [k.clone(), v.clone()]
+        rope = Rope(angles.cos(), angles.sin())
+        ops.rope_store(qkv, rope, replace(batch, cache_slots=slots), *into, heads=8, kv_heads=2, head_dim=16)
+        return into
+
+    four_of_six = torch.where(torch.arange(6) < 4, batch.cache_slots.cpu(), -1).to(DEVICE)
+    whole, some = written(batch.cache_slots), written(four_of_six)
+    for all_, four, before in zip(whole, some, (k, v), strict=True):
+        expected = all_.clone().flatten(0, 1)
+        expected[batch.cache_slots[4:]] = before.flatten(0, 1)[0]
+        assert torch.equal(four.flatten(0, 1), expected) and not torch.equal(four, all_)
+
+
 def test_a_norm_over_all_heads_does_not_pass_over_gates(ops: Ops) -> None:
     tables, pages = random_tables(1, 5)
     k, v = torch.zeros(2, pages, PAGE, 2, 24, dtype=torch.bfloat16).to(DEVICE).unbind()

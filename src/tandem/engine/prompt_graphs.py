@@ -2,7 +2,7 @@
 
 That takes Python about a millisecond a layer, with its lock held. Beside steps of those who decode either they would
 wait for it, or the GPU. A graph has a fixed number of rows. A smaller chunk is filled up with copies of its last row,
-which compute and write the same.
+which write no keys and values.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tandem.models.passing import Pass
 
 SEQUENCES = 8  # of a chunk that is replayed, at most
 LEAST_FILLED = 0.5  # of a graph's rows: copies cost as much as others
+NOWHERE = -1  # no place in pages: a copy's last bits may be others, where libraries divide sums by tiles
 _ROWS = "input_ids", "positions", "cache_slots"
 
 States = Rows[tuple[Tensor, ...]]
@@ -106,7 +107,7 @@ class ChunkInputs:
         image, rows = self.image, len(source.input_ids)
         for name in _ROWS:
             to, values = getattr(image, name).numpy(), getattr(source, name).numpy()
-            to[:rows], to[rows:] = values, values[-1]
+            to[:rows], to[rows:] = values, NOWHERE if name == "cache_slots" else values[-1]
         sequences, wanted = len(source.seq_lens), len(source.logits_rows)
         image.query_starts[:sequences] = source.query_starts[:-1]
         image.query_starts[sequences:] = self._rows

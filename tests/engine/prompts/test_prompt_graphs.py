@@ -49,8 +49,9 @@ def test_a_chunk_is_filled_up_with_copies_of_its_last_row() -> None:
         inputs.send()
         rows, sequences, there = len(source.input_ids), len(source.seq_lens), inputs.batch
         index = torch.arange(ROWS).clamp(max=rows - 1)
-        for name in ("input_ids", "positions", "cache_slots"):
+        for name in ("input_ids", "positions"):
             assert torch.equal(getattr(there, name), getattr(source, name)[index]), name
+        assert there.cache_slots.tolist() == source.cache_slots.tolist() + [-1] * (ROWS - rows)
         starts = source.query_starts.tolist()[:-1] + [ROWS] * (SEQUENCES + 1 - sequences)
         assert there.query_starts.tolist() == starts
         assert torch.equal(there.block_tables[:sequences, : source.block_tables.shape[1]], source.block_tables)

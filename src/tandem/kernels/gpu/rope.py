@@ -77,11 +77,12 @@ def _rope_store(qkv, cos, sin, positions, slots, k_pages, v_pages, q, q_norm, k_
     row = base + (h + tl.minimum(h, GATES)) * DIM  # each q head is followed by its gate, where there are any
     d = tl.arange(0, BLOCK)
     inside = d < DIM
+    slot = tl.load(slots + t)  # below 0: a copy of another row, which writes nothing
     if h >= HEADS + KV_HEADS:
         v = h - HEADS - KV_HEADS
         row = base + (HEADS + GATES + KV_HEADS) * DIM + v * VALUE
-        to = v_pages + (tl.load(slots + t) * KV_HEADS + v) * VALUE
-        tl.store(to + d, _as_kept(tl.load(row + d, d < VALUE), v_pages), d < VALUE)
+        to = v_pages + (slot * KV_HEADS + v) * VALUE
+        tl.store(to + d, _as_kept(tl.load(row + d, d < VALUE), v_pages), d < tl.where(slot >= 0, VALUE, 0))
         return
     angle = tl.load(positions + t) * HALF
     is_q = h < HEADS
@@ -99,7 +100,8 @@ def _rope_store(qkv, cos, sin, positions, slots, k_pages, v_pages, q, q_norm, k_
     if is_q:
         tl.store(q + (t * HEADS + h) * DIM + d, y, inside)
     else:
-        tl.store(k_pages + (tl.load(slots + t) * KV_HEADS + h - HEADS) * DIM + d, _as_kept(y, k_pages), inside)
+        to = k_pages + (slot * KV_HEADS + h - HEADS) * DIM
+        tl.store(to + d, _as_kept(y, k_pages), d < tl.where(slot >= 0, DIM, 0))
 
 
 def rope_store(
