@@ -366,20 +366,29 @@ def test_int8_activations_need_experts_with_codes() -> None:
 SAME_BITS = "--enable-deterministic-inference"
 
 
-def test_the_deterministic_mode_is_said_and_kept_off_gpus() -> None:
+def test_the_deterministic_mode_is_said() -> None:
     p = plan(machine(), enable_deterministic_inference=True)
     assert p.deterministic and SAME_BITS in reason(p, "last bits")
     assert not plan(machine()).deterministic
-    p = plan(with_gpu(), enable_deterministic_inference=True)
+
+
+def test_beside_a_gpu_the_deterministic_mode_takes_rows_one_by_one() -> None:
+    p = plan(with_gpu(), enable_deterministic_inference=True, kt_gpu_experts_ratio=0.5)
+    assert p.gpu is not None and p.deterministic and p.max_step_tokens == 256
+    assert not p.gpu.ring_bytes and not p.gpu.prompt_sizes
+    assert "place decides" in reason(p, "streamed experts")
+    asked = {"enable_deterministic_inference": True, "attention_backend": "flashinfer"}
+    p = plan(with_gpu(), **asked)
     assert p.gpu is None and SAME_BITS in reason(p, "device")
-    with pytest.raises(ConfigError, match=f"--device cuda: on a GPU last bits depend .*{SAME_BITS}"):
-        plan(with_gpu(), enable_deterministic_inference=True, device="cuda")
+    with pytest.raises(ConfigError, match=f"--device cuda: --attention-backend flashinfer .*{SAME_BITS}"):
+        plan(with_gpu(), device="cuda", **asked)
 
 
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
         ({"kt_enable_dynamic_expert_update": True}, "experts that move .* leave out one of the two"),
+        ({"kt_max_deferred_experts_per_token": 2}, "experts are late .* leave out one of the two"),
         (
             {"kt_int8_activations": True, "kt_method": "INT8", "kernel_tier": "amx"},
             "AMX rounds .* --kernel-tier avx512_bf16",

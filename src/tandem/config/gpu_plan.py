@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tandem.config.attention_backend import why_unread
+from tandem.config.choices.deterministic import depends_on_others
 from tandem.config.cuda_graphs import captured_sizes, prompt_graph_bytes, prompt_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
@@ -108,8 +109,8 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
         return too_old(machine.gpus[0])
     if missing := [name for name in machine.gpu_missing if name != "cuda-core"]:
         return f"{machine.gpus[0].name} cannot be used: {' and '.join(missing)} is missing"
-    if config.enable_deterministic_inference:
-        return "on a GPU last bits depend on what else is in a step, against --enable-deterministic-inference"
+    if config.enable_deterministic_inference and (why := depends_on_others(config, model)):
+        return f"{why}, against --enable-deterministic-inference"
     if config.dtype == "float32":
         return "the GPU kernels compute in bfloat16, not float32"
     if model.hidden % 8:  # rows are handed to the CPU 16 bytes at a time
@@ -160,6 +161,8 @@ def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredForma
 def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
     """Why experts in CPU memory do not travel to the GPU for steps of many rows; "" where they can."""
     experts, hidden = request.model.moe.experts, request.model.hidden
+    if request.config.enable_deterministic_inference:
+        return "an expert's place decides its last bits"
     if request.config.kt_gpu_prefill_token_threshold == 0:
         return "--kt-gpu-prefill-token-threshold 0"
     if why_not := experts_kept_off(request.model, request.expert_format, request.stored):
@@ -345,11 +348,8 @@ def _least_tokens(request: MemoryRequest, context: int, room: int) -> int:
     one = context
     if request.config.context_length is None:
         one = min(context, DEFAULT_CONTEXT, request.kv_tokens(room // 2))
-    return min(request.kv_tokens(room), _useful(request, context), max(request.kv_tokens(room // KV_SHARE), one))
-
-
-def _useful(request: MemoryRequest, context: int) -> int:
-    return request.max_running_requests * context
+    share = max(request.kv_tokens(room // KV_SHARE), one)
+    return min(request.kv_tokens(room), request.max_running_requests * context, share)
 
 
 def _kv_tokens(request: MemoryRequest, context: int, room: int, least: int) -> tuple[int, str]:
@@ -359,7 +359,7 @@ def _kv_tokens(request: MemoryRequest, context: int, room: int, least: int) -> t
     reason = (
         "a quarter of the GPU memory beside the dense weights, or one request; more where experts leave it"
     )
-    return min(request.kv_tokens(room), _useful(request, context), max(least, context)), reason
+    return min(request.kv_tokens(room), request.max_running_requests * context, max(least, context)), reason
 
 
 def _shortened(request: MemoryRequest, context: int, tokens: int) -> str:

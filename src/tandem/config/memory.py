@@ -25,6 +25,7 @@ WORKSPACE_BYTES = GIB // 4  # activations and scratch of one step, the tokenizer
 # Of one step: enough rows per expert for full speed, short enough for others' decode.
 DEFAULT_PREFILL_TOKENS = 512
 GPU_PREFILL_TOKENS = 2048  # the same on a GPU
+DETERMINISTIC_PREFILL_TOKENS = 256
 # Of the experts' results, and of tokens at once, at most: csrc/experts/run/down.cc, task_sizes.h.
 RESULT_BYTES, RESULT_TOKENS = 3 * GIB // 8, 4096
 DEFAULT_KV_SHARE = 4  # the KV cache takes 1/4 of what is left ...
@@ -172,8 +173,10 @@ def keeps_all_tokens(config: EngineConfig) -> bool:
     return config.attention_backend not in ("auto", "triton") or config.speculative_algorithm in DRAFT_ALGORITHMS
 
 
-def prefill_tokens(on_gpu: bool) -> int:
+def prefill_tokens(on_gpu: bool, deterministic: bool = False) -> int:
     """Of a step, where nothing was asked."""
+    if on_gpu and deterministic:  # rows are computed as if they decoded, and keep as much meanwhile
+        return DETERMINISTIC_PREFILL_TOKENS
     return GPU_PREFILL_TOKENS if on_gpu else DEFAULT_PREFILL_TOKENS
 
 

@@ -192,7 +192,7 @@ def _resolved(
     request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, in_place, most)
     memory, gpu_plan = (size_memory(request), None) if gpu is None else on_gpu(request, gpu, log)
     page, num_pages, window_pages = _pages(request, memory, log)
-    usual = stream_tokens(model) if gpu_plan and gpu_plan.ring_bytes else prefill_tokens(gpu is not None)
+    usual = stream_tokens(model) if gpu_plan and gpu_plan.ring_bytes else _prefill_tokens(config, gpu)
     step_tokens = _step_tokens(config, memory.context_length, running, usual, log)
     kv_bytes = request.kv_bytes(num_pages * page)
     ledgers: tuple[Ledger, ...] = (memory_ledger(request, memory, kv_bytes),)
@@ -227,6 +227,10 @@ def _resolved(
         speculation=speculation(config, model),
         ledgers=ledgers,
     )
+
+
+def _prefill_tokens(config: EngineConfig, gpu: Gpu | None) -> int:
+    return prefill_tokens(gpu is not None, config.enable_deterministic_inference)
 
 
 def _beside_gpu(

@@ -63,11 +63,13 @@ class BatchArrays:
         guessing: bool = False,
         apart: bool = False,
         windowed: bool = False,
+        each_row: bool = False,
     ) -> None:
         """guessing: steps may have rows of guesses. apart: each row of such a step is a sequence of its own, as rows
         that decode are: it sees the tokens before it in the same pages. So kernels and CUDA graphs for rows that decode
-        compute it, with the same bits. windowed: layers that see a window have pages of their own."""
-        self._apart, self._guessing = apart, guessing
+        compute it, with the same bits. windowed: layers that see a window have pages of their own. each_row: so it is
+        in every step, prompts included."""
+        self._apart, self._guessing, self._each_row = apart, guessing, each_row
         kinds = (False, True) if windowed else (False,)
         self._places = [_Places(page_size, max_step_tokens, kind) for kind in kinds]
         self._input_ids = np.zeros(max_step_tokens, dtype=np.int64)
@@ -82,7 +84,7 @@ class BatchArrays:
 
     def fill(self, chunks: Rows[Chunk]) -> ForwardBatch:
         """The chunks in host memory; valid until the next `fill`."""
-        apart = self._apart and any(chunk.guesses for chunk in chunks)
+        apart = self._each_row or (self._apart and any(chunk.guesses for chunk in chunks))
         sequences = sum(chunk.length for chunk in chunks) if apart else len(chunks)
         for places in self._places:
             places.begin(chunks, sequences)

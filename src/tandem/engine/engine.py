@@ -91,7 +91,7 @@ def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner
     pages = -(-plan.context_length // plan.page_size)
     graphs = GraphPlan(
         plan.gpu.graph_sizes, pages, guessing=plan.guesses > 0, windowed=plan.num_window_pages > 0,
-        prompts=plan.gpu.prompt_sizes, alone=_prompts_alone(parts),
+        prompts=plan.gpu.prompt_sizes, alone=_prompts_alone(parts), each_row=plan.deterministic,
     )  # fmt: skip
     return GpuRunner(
         parts.model, states, parts.handoff, graphs,

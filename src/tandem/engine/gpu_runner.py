@@ -46,7 +46,7 @@ class GraphPlan:
     """sizes: rows of the graphs to capture, ascending; pages: of the longest sequence; warm_ups: runs before a capture,
     which compile kernels and let libraries allocate; guessing: steps may have rows of guesses; windowed: layers that
     see a window have pages of their own; prompts: rows of chunks that are captured, too; alone: and replayed where
-    nobody decodes."""
+    nobody decodes; each_row: every row is a sequence of its own, so that its bits are those of one that decodes."""
 
     sizes: tuple[int, ...]
     pages: int
@@ -55,6 +55,7 @@ class GraphPlan:
     windowed: bool = False
     prompts: tuple[int, ...] = ()
     alone: bool = True
+    each_row: bool = False
 
     @property
     def tables(self) -> int:
@@ -185,8 +186,9 @@ class GpuRunner:
         self._model, self._states, self._handoff, self._plan = model, states, handoff, graphs
         self._usage, self._live, self._begin_step = usage, live, begin_step or _nothing
         made = partial(
-            BatchArrays, page_size, max_step_tokens, guessing=graphs.guessing, windowed=graphs.windowed
-        )
+            BatchArrays, page_size, max_step_tokens, guessing=graphs.guessing, windowed=graphs.windowed,
+            each_row=graphs.each_row,
+        )  # fmt: skip
         self._arrays, self._paused = made(apart=True), made()
         self._device = handoff.device
         self._graphs: dict[int, _Graph] = {}

@@ -22,15 +22,16 @@ class Way(Enum):
 
 class Reads(NamedTuple):
     """What kernels can read of a layer's experts. mma: codes that become operands of tensor cores; prompts: matrices
-    that may be unpacked, outside of graphs."""
+    that may be unpacked, outside of graphs; each_row: only kernels that compute a row as if it were alone are taken."""
 
     mma: bool
     prompts: bool
+    each_row: bool = False
 
 
 def gpu_way(tokens: int, pairs: int, experts: int, reads: Reads) -> Way:
     """pairs: (token, expert) pairs of the step; experts: of the layer."""
-    if tokens <= FEW_TOKENS:
+    if tokens <= FEW_TOKENS or reads.each_row:
         return Way.MMA if reads.mma else Way.ROWS
     many = tokens >= MANY_TOKENS and pairs >= MANY_PAIRS * experts
     return Way.PROMPTS if reads.prompts and many else Way.TILES

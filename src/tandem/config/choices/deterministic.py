@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tandem.config.engine_config import EngineConfig
+from tandem.config.layers import Gqa
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
@@ -26,6 +27,8 @@ def deterministic(config: EngineConfig, model: ModelConfig, tier: str) -> list[t
     if config.kt_enable_dynamic_expert_update:
         why = "experts that move would be computed in other places, with other last bits"
         raise _refused(why, "kt_enable_dynamic_expert_update")
+    if config.kt_max_deferred_experts_per_token:
+        raise _refused("experts are late in some steps and not in others", "kt_max_deferred_experts_per_token")
     if config.kt_int8_activations and tier == "amx":
         raise _refused(
             "AMX rounds activations of experts with few rows only, and how many there are depends on the batch; "
@@ -35,6 +38,16 @@ def deterministic(config: EngineConfig, model: ModelConfig, tier: str) -> list[t
     if why := _why_not(model):
         raise ConfigError(f"{FLAG}: {why}; leave it out", fields=("enable_deterministic_inference",))
     return [("deterministic", f"{FLAG}: the same alone, beside others, in any chunks, after a prefix hit")]
+
+
+def depends_on_others(config: EngineConfig, model: ModelConfig) -> str:
+    """Why a row's last bits on a GPU depend on what else is in its step; "": they do not. Each row is computed as if it
+    decoded, in tiles of one shape."""
+    if not model.mixers or not all(isinstance(mixer, Gqa) for mixer in model.mixers):
+        return "on a GPU prompts have kernels of their own for this model's attention"
+    if config.attention_backend not in ("auto", "triton"):
+        return f"--attention-backend {config.attention_backend} computes a row as its neighbours ask for"
+    return ""
 
 
 def _refused(why: str, field: str) -> ConfigError:

@@ -63,7 +63,8 @@ def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
     assert plan.gpu is not None
     device = planned_device(plan.gpu)
     placement = expert_placement(plan.gpu, model)
-    ops = GpuOps(device, cpu, attention_of(plan.gpu.attention, attention_shape(plan, model), device))
+    attention = attention_of(plan.gpu.attention, attention_shape(plan, model), device)
+    ops = GpuOps(device, cpu, attention, plan.deterministic)
     sizes, patience = handoff_sizes(plan, model), plan.gpu.patience_seconds
     handoff = Handoff(sizes, device, patience, plan.gpu.foresight)
     streams = plan.gpu.ring_bytes > 0

@@ -265,14 +265,14 @@ class ExpertStream:
         return [self._part(i, layer) for i in mine]
 
     def _part(self, number: int, layer: StreamedLayer) -> Part:
-        pool, count = self._memory[number % self._ring.parts * self._ring.part_bytes :], self._deliveries[number].count
+        turn, count = number % self._ring.parts, self._deliveries[number].count
+        pool = self._memory[turn * self._ring.part_bytes :]
         packed = Packed(pool, layer.cpu.bytes_per_expert, 0)
         if self._recorded is not None:
             return Part(packed, count)
-        return Part(packed, count, lambda: self._arrive(number), lambda: self._read(number))
-
-    def _arrive(self, number: int) -> None:
-        self._bus.compute_after(self._arrived[number % self._ring.parts])
+        return Part(
+            packed, count, lambda: self._bus.compute_after(self._arrived[turn]), lambda: self._read(number)
+        )
 
     def _read(self, number: int) -> None:
         self._free[number % self._ring.parts] = self._bus.computing_given()
@@ -300,7 +300,7 @@ class ExpertStream:
 
     def arrive(self, index: int) -> None:
         for number in _numbers(self._deliveries, index):
-            self._arrive(number)
+            self._bus.compute_after(self._arrived[number % self._ring.parts])
 
     def leave(self, index: int) -> None:
         for number in _numbers(self._deliveries, index):

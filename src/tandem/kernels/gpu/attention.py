@@ -12,6 +12,8 @@ from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.attention_decode import decode
 from tandem.kernels.gpu.attention_prefill import prefill
 
+DECODED_ROWS = 256  # at a time: sums of a row's parts are kept until they are merged
+
 
 class TritonAttention:
     """Tandem's own kernels."""
@@ -36,8 +38,9 @@ class TritonAttention:
         rows, sequences = q.shape[0], batch.seq_lens.shape[0]
         single = sequences if rows == sequences else batch.single_rows
         out = q.new_empty((rows, q.shape[1] * v_pages.shape[3]))
-        if single:
-            decode(q, (k_pages, v_pages), batch, (scale, window, sinks), single, out)
+        for first in range(0, single, DECODED_ROWS):
+            some = slice(first, min(first + DECODED_ROWS, single))
+            decode(q, (k_pages, v_pages), batch, (scale, window, sinks), some, out)
         if single < sequences:
             prefill(q, (k_pages, v_pages), batch, (scale, window, sinks), single, out)
         return out

@@ -121,11 +121,13 @@ def decode(
     pages: tuple[Tensor, Tensor],
     batch: BatchLayout,
     how: How,
-    rows: int,
+    which: slice,
     out: Tensor,
 ) -> None:
-    """One new token of each of the first `rows` sequences."""
+    """One new token of each of the sequences `which`, those before having one each, too."""
     scale, window, sinks = how
+    rows, q, out = which.stop - which.start, q[which], out[which]
+    tables, lens = batch.block_tables[which], batch.seq_lens[which]
     heads, dim = q.shape[1:]
     _, page, kv_heads, _ = pages[0].shape
     value = pages[1].shape[3]
@@ -135,13 +137,13 @@ def decode(
     stats = q.new_empty((rows, heads, PARTS, 2), dtype=torch.float32)
     shared = {"HEADS": heads, "PARTS": PARTS, "STEP": STEP, **overlapped(q.device)}
     _decode[(rows, kv_heads, PARTS)](
-        q, *pages, batch.block_tables, batch.seq_lens, partial, stats, scale * LOG2_E, window,
-        batch.block_tables.shape[1], KV_HEADS=kv_heads, DIM=dim, VALUE=value, PAGE=page,
+        q, *pages, tables, lens, partial, stats, scale * LOG2_E, window,
+        tables.shape[1], KV_HEADS=kv_heads, DIM=dim, VALUE=value, PAGE=page,
         ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), BLOCK=block, VALUE_BLOCK=values,
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32", **shared,
         num_warps=4, num_stages=STAGES if few else STAGES - 1,
     )  # fmt: skip
     _merge[(rows * heads,)](
-        partial, stats, batch.seq_lens, stats if sinks is None else sinks, out, window, DIM=value, BLOCK=values,
+        partial, stats, lens, stats if sinks is None else sinks, out, window, DIM=value, BLOCK=values,
         SINKS=sinks is not None, **shared, num_warps=2,
     )  # fmt: skip

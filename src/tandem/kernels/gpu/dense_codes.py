@@ -37,9 +37,15 @@ class GpuCodes:
     """A matrix [N, K] in GPU memory, in the bytes that the CPU's kernels read. x is bfloat16."""
 
     def __init__(
-        self, packed: PackedMatrix, bias: Tensor | None, device: torch.device, workers: WorkerPool
+        self,
+        packed: PackedMatrix,
+        bias: Tensor | None,
+        device: torch.device,
+        workers: WorkerPool,
+        fixed: bool = False,
     ) -> None:
-        """packed: of which `workers` make a copy."""
+        """packed: of which `workers` make a copy. fixed: a row has the same bits beside any others."""
+        self._fixed = fixed
         self.out_features, self.in_features = packed.out_features, packed.in_features
         self.panels = Panels(*packed.layout())
         self.pool = uploaded_bytes(packed.parts()[0], device, workers)
@@ -56,11 +62,22 @@ class GpuCodes:
             out = x.new_empty((len(x), self.out_features), dtype=out_dtype)
         if not len(x):  # a step may want no logits
             return out
+        if self._fixed:
+            return self._by_few(x.contiguous(), out)
         if self._mma and len(x) <= code_mma.MOST_ROWS:
             return code_mma.multiply(x.contiguous(), self.pool, self.panels, self.bias, out)
         if len(x) <= FEW_ROWS:
             return code_tiles.multiply(x.contiguous(), self.pool, self.panels, self.bias, out)
         return self._unpacked(x, out)
+
+    def _by_few(self, x: Tensor, out: Tensor) -> Tensor:
+        """By the kernels of few rows, of which Triton's has another for one."""
+        if not self._mma and len(x) == 1:
+            return out.copy_(self._by_few(x.repeat(2, 1), out.new_empty((2, self.out_features)))[:1])
+        kernel, most = (code_mma, code_mma.MOST_ROWS) if self._mma else (code_tiles, len(x))
+        for some, result in zip(x.split(most), out.split(most), strict=True):
+            kernel.multiply(some, self.pool, self.panels, self.bias, result)
+        return out
 
     def _unpacked(self, x: Tensor, out: Tensor) -> Tensor:
         depth = self.in_features

@@ -46,6 +46,7 @@ class StepKind:
     their scratch in its memory a second time."""
 
     captured: bool = False
+    each_row: bool = False  # a row has the same bits beside any others
 
 
 class GpuExperts:
@@ -162,7 +163,7 @@ class GpuExperts:
         added up before the next, so that its memory is bounded; a row's bits are the same. alone: nothing will be
         added to the sums, so they may be rounded."""
         slots = expert_rows.slots_of(routing)
-        reads = Reads(self._mma, self.prompts is not None and not self.step.captured)
+        reads = Reads(self._mma, self.prompts is not None and not self.step.captured, self.step.each_row)
         way = gpu_way(len(x), slots.numel(), len(self.slot_of), reads)
         if way is Way.MMA:
             return PartialSums(self._multiplied(x.contiguous(), routing, alone), None)

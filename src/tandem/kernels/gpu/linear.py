@@ -1,4 +1,4 @@
-"""`Linear` on the GPU: matrices of PyTorch (cuBLAS), and a kernel of ours for one row."""
+"""`Linear` on the GPU: matrices of PyTorch (cuBLAS), a kernel of ours for one row, and one for any number of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import KernelError
+from tandem.kernels.gpu.fixed.product import fixed_product
 from tandem.kernels.gpu.one_row import LARGE_ELEMENTS, one_row
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
@@ -15,7 +16,10 @@ DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 class GpuLinear:
     """Weights kept as bfloat16 or float32 in GPU memory; float32 ones multiply in full float32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, fmt: str, device: torch.device) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, fmt: str, device: torch.device, fixed: bool = False
+    ) -> None:
+        """fixed: a row has the same bits beside any others."""
         if fmt not in DTYPES:
             raise KernelError(f"dense matrices on the GPU are {' or '.join(DTYPES)}, not {fmt}")
         # `to` would keep the strides of a transposed matrix, which `one_row` does not know. What is on the GPU already
@@ -23,6 +27,7 @@ class GpuLinear:
         self.weight = weight.detach().to(device, DTYPES[fmt], copy=not weight.is_cuda).contiguous()
         self.bias = None if bias is None else bias.detach().to(device, torch.float32, copy=True)
         self.out_features, self.in_features = weight.shape
+        self._fixed = fixed
         self._bias = None if self.bias is None else self.bias.to(self.weight.dtype)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
@@ -31,6 +36,8 @@ class GpuLinear:
         return self._times(x, out_dtype or x.dtype)
 
     def _times(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        if self._fixed:
+            return fixed_product(x.to(self.weight.dtype), self.weight, self.bias, out_dtype)
         if len(x) == 1 and self.weight.numel() < LARGE_ELEMENTS:
             return one_row(x.contiguous(), self.weight, self.bias, out_dtype)
         return multiplied(x, self.weight, self.bias, out_dtype, self._bias)

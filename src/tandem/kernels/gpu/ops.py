@@ -56,13 +56,15 @@ LOOKUP_ROWS, LOOKUP_THREADS = 1 << 12, 8  # of a table, found at a time by each 
 class GpuOps:
     """`Ops` on `device`; `cpu` packs expert weights and runs the experts that stay in CPU memory."""
 
-    def __init__(self, device: torch.device, cpu: CpuOps, attention: Attention | None = None) -> None:
-        """attention: Triton's where none is given."""
+    def __init__(
+        self, device: torch.device, cpu: CpuOps, attention: Attention | None = None, deterministic: bool = False
+    ) -> None:
+        """attention: Triton's where none is given. deterministic: a row has the same bits beside any others."""
         self.device, self.cpu = device, cpu
         self._attention = attention or attention_of("triton")
         self.pausable = self._attention.pausable  # a pass may stop between two layers while graphs are replayed
         self._warm: set[DeltaRule] = set()  # shapes whose kernels for prompts are compiled
-        self._step = StepKind()
+        self._step, self._fixed = StepKind(each_row=deterministic), deterministic
 
     def begin_step(self, batch: BatchLayout, captured: bool) -> None:
         """As `Attention.begin`."""
@@ -89,11 +91,11 @@ class GpuOps:
         self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16"
     ) -> GpuLinear | GpuCodes:
         if not isinstance(weight, WeightCodes):
-            return GpuLinear(_there(weight, self), bias, fmt, self.device)
+            return GpuLinear(_there(weight, self), bias, fmt, self.device, self._fixed)
         if not self.reads(weight):
-            return GpuLinear(decoded(weight), bias, fmt, self.device)
+            return GpuLinear(decoded(weight), bias, fmt, self.device, self._fixed)
         packed = PackedMatrix.from_codes(self.cpu.workspace, weight)
-        return GpuCodes(packed, bias, self.device, self.cpu.pool)
+        return GpuCodes(packed, bias, self.device, self.cpu.pool, self._fixed)
 
     def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> GpuLatentHeads:
         return GpuLatentHeads(sizes, weights, _dtype(fmt), self.device)

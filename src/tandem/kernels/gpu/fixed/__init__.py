@@ -1,0 +1,1 @@
+"""Products whose last bits do not depend on how many rows there are (`--enable-deterministic-inference`)."""
