@@ -46,12 +46,12 @@ LARGE_FUNCTIONS: dict[str, str] = {}
 MAX_METHODS, MAX_PARAMETERS, MAX_FOLDER_FILES = 20, 8, 25
 MANY_PARAMETERS = {
     "src/tandem/bench/kernels/run.py:run": 11,
-    "src/tandem/config/flags.py:flag": 12,
+    "src/tandem/config/flags.py:flag": 11,
     "src/tandem/engine/gpu_runner.py:GpuRunner.__init__": 9,
     "src/tandem/kernels/cpu_ops.py:CpuOps.rope_store": 11,
     "src/tandem/kernels/gpu/ops.py:GpuOps.rope_store": 11,
     "src/tandem/kernels/ops.py:Ops.rope_store": 11,
-    "src/tandem/kernels/packed/experts.py:PackedExperts.__init__": 12,
+    "src/tandem/kernels/packed/experts.py:PackedExperts.__init__": 10,
     "src/tandem/kernels/reference.py:TorchOps.rope_store": 11,
 }
 FULL_FOLDERS = {
