@@ -33,12 +33,15 @@ CPU_LAYER_SECONDS = 6e-5  # without a GPU: norms, router, attention's small part
 HANDOFF_LAYER_SECONDS = 2.1e-5  # beside one: from the GPU to the CPU's experts and back
 GRAPH_KERNELS, EXPERT_KERNELS = 11, 3  # of a decode layer; of experts on the GPU beyond these
 STREAM_KERNELS = 2  # where streams mix, of a block; half as many again guess the next layer's
-SHARED_KEY_KERNELS, EAGER_SHARED_KEYS = 60, 90  # of attention over shared keys, in graphs and by PyTorch's operations
+SHARED_KEY_KERNELS, EAGER_SHARED_KEYS = 60, 165  # of attention over shared keys, in graphs and by PyTorch's operations
 DELTA_KERNELS = 18  # of a delta net beyond attention's
+LATENT_KERNELS = 3  # of latent attention: five and two products, where others have four and one
 INDEX_KERNELS = 60  # of an indexer that chooses tokens
-EAGER_KERNELS, EAGER_LATENT = 100, 100  # of a layer outside of graphs, in time; of latent attention beyond these
+# Of a layer outside of graphs, in launches' time. It has 15 kernels of Triton's, each of which takes the host about as
+# long as eight of PyTorch's, and some 20 of PyTorch's and cuBLAS's. Latent attention has half as many more.
+EAGER_KERNELS, EAGER_LATENT = 170, 110
 GPU_CHUNK_SECONDS = 2e-3  # of a prompt's chunk beyond its layers: inputs, the head, the first token
-GPU_STEP_SECONDS = 1.5e-4  # of a step on a GPU beyond its kernels: inputs, the graph's start, tokens back
+STEP_LAUNCHES = 50  # of a step beyond its kernels, in launches' time: inputs, the graph's start, tokens back, text
 GPU_ROWS_GROWTH = 0.18  # of the GPU's dense step each time the batch doubles
 GPU_CODE_SHARE, GPU_NUMBER_SHARE = 0.5, 0.8  # of GPU memory's speed, experts of codes and of numbers
 GPU_PEAK_SHARE = 0.7  # of the GPU's measured peak, in prompts
@@ -172,7 +175,7 @@ def _decode_on_gpu(case: Case, batch: int, context: int) -> dict[str, float]:
     here += moe * HANDOFF_LAYER_SECONDS if case.gpu_share < 1 and moe else 0.0
     side = "experts in CPU memory" if here > there else "experts on the GPU"
     return {
-        "dense layers": dense * (1 + GPU_ROWS_GROWTH * doublings) + GPU_STEP_SECONDS,
+        "dense layers": dense * (1 + GPU_ROWS_GROWTH * doublings) + STEP_LAUNCHES * speeds.launch_seconds,
         "KV cache": case.state_bytes(batch, context) / speeds.gpu_gbps / 1e9,
         side: max(here, there),
     }
@@ -187,8 +190,9 @@ def _mixer_kernels(mixer: object) -> int:
     """Beyond those of attention with keys and values."""
     if isinstance(mixer, SharedKv):
         return SHARED_KEY_KERNELS
-    if isinstance(mixer, Latent) and mixer.index is not None and mixer.index.reuse is None:
-        return INDEX_KERNELS
+    if isinstance(mixer, Latent):
+        chooses = mixer.index is not None and mixer.index.reuse is None
+        return LATENT_KERNELS + (INDEX_KERNELS if chooses else 0)
     return DELTA_KERNELS if isinstance(mixer, DeltaRule) else 0
 
 
