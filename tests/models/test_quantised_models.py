@@ -24,6 +24,7 @@ from tandem.checkpoint import open_checkpoint
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
+from tandem.models.builder import _packed_parts
 from tandem.models.linear import SideBySide
 from tiny import VARIANTS, TinyModels
 
@@ -152,7 +153,8 @@ def test_formats_that_cannot_be_stacked_are_computed_side_by_side(model, tmp_pat
     formats = {"q_proj": "fp8 blocks", "k_proj": "int8 per channel", "v_proj": None}
     quantised, plain = save_quantised(model, tmp_path, lambda module: formats.get(module.rpartition(".")[2]))
     session = Session(quantised, "bfloat16", ops=ops, dense_codes=True)
-    assert isinstance(session.model.layers[0].blocks[0].operator.qkv, SideBySide)
+    parts = session.model.layers[0].blocks[0].operator.qkv
+    assert isinstance(parts, SideBySide) and len(parts.parts) == 3
     prompt = prompts()[2]
     together = session.step([(0, prompt)])[0]
     single = torch.cat([session.step([(1, [token])])[0] for token in prompt])
@@ -160,3 +162,18 @@ def test_formats_that_cannot_be_stacked_are_computed_side_by_side(model, tmp_pat
     exact, theirs = reference(plain)[2:], reference(plain, torch.bfloat16)[2:]
     assert median([together], exact) < 1.5 * median(theirs, exact)
     assert median([single], exact) < 1.5 * median(theirs, exact)
+
+
+def test_neighbours_of_one_format_are_one_matrix(model, tmp_path):
+    """Of q and k in codes and v in numbers there are two products, not three; and so there are from a packed cache."""
+    quantised, _ = save_quantised(
+        model, tmp_path, lambda module: None if module.endswith("v_proj") else "int8 per channel"
+    )
+    session = Session(quantised, "bfloat16", dense_codes=True)
+    qkv = session.model.layers[0].blocks[0].operator.qkv
+    assert isinstance(qkv, SideBySide)
+    sizes = [part.out_features for part in qkv.parts]
+    assert len(sizes) == 2 and sizes[0] > sizes[1]
+    kept = {"q+k": qkv.parts[0], "v": qkv.parts[1]}
+    assert _packed_parts(kept.get, ["q", "k", "v"]) == list(qkv.parts)
+    assert _packed_parts({"q": qkv, "k": qkv}.get, ["q", "k", "v"]) == []

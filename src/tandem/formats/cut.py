@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -80,16 +80,22 @@ def one_tensor(numbers: Tensor | Blocks) -> Tensor:
     return numbers if isinstance(numbers, Tensor) else torch.cat(numbers)
 
 
+def form_of(weight: Weight) -> Hashable:
+    """What weights have in common that can be stacked."""
+    if not isinstance(weight, WeightCodes):
+        return weight.dtype
+    return weight.fmt, weight.group, weight.scales.dtype, weight.depth, *scale_tensors(weight)
+
+
 def stacked(weights: Sequence[Weight]) -> Weight | Blocks | None:
     """All rows in one matrix; None where formats differ, so that they must stay side by side."""
     if len(weights) == 1:
         return weights[0]
-    codes = [w for w in weights if isinstance(w, WeightCodes)]
-    plain = [w for w in weights if not isinstance(w, WeightCodes)]
-    if not codes:
-        return tuple(plain) if len({w.dtype for w in plain}) == 1 else None
-    if plain or len({(w.fmt, w.group, w.scales.dtype, w.depth, *scale_tensors(w)) for w in codes}) > 1:
+    if len({form_of(weight) for weight in weights}) > 1:
         return None
+    codes = [w for w in weights if isinstance(w, WeightCodes)]
+    if not codes:
+        return tuple(w for w in weights if not isinstance(w, WeightCodes))
     if not _blocks_line_up(codes):
         codes = [_row_scales(w) for w in codes]
     scales = {name: torch.cat([getattr(w, name) for w in codes]) for name in scale_tensors(codes[0])}

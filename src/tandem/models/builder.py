@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from tandem.experts import CpuExperts, ExpertFeed, ExpertMatrices, Experts, Expe
 from tandem.experts.feed import LayerMatrices, packable
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.formats.codes import Blocks, Weight, WeightCodes
-from tandem.formats.cut import arranged, numbers, stacked, weight_bytes
+from tandem.formats.cut import arranged, form_of, numbers, stacked, weight_bytes
 from tandem.kernels.ops import MLP, ExpertBiases, Linear, Ops, Rope, Tally
 from tandem.kernels.packed.cache import PackedCache
 from tandem.models.linear import SideBySide
@@ -102,20 +103,17 @@ class Builder:
         bias: bool = False,
         order: Orders = (),
     ) -> Linear:
-        """The modules `names` (without `.weight`), stacked along their output rows, as one packed matrix; side by side
-        where their formats differ. order: of the rows of the first modules, where it is another than the
+        """The modules `names` (without `.weight`), stacked along their output rows, as one packed matrix; those whose
+        formats differ side by side. order: of the rows of the first modules, where it is another than the
         checkpoint's."""
-        whole = self._packed("+".join(names))
-        if whole is not None:
-            return whole
-        parts = [part for part in map(self._packed, names) if part is not None]
-        if len(parts) == len(names):
-            return SideBySide(parts)
-        return self._linear(names, rows, columns, bias, order)
+        kept = _packed_parts(self._packed, names)
+        parts = kept or self._linear(names, rows, columns, bias, order)
+        return parts[0] if len(parts) == 1 else SideBySide(parts)
 
     def _linear(
         self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool, order: Orders
-    ) -> Linear:
+    ) -> list[Linear]:
+        """One for each run of neighbours of one format."""
         weights = [self._held(self._weight(name, n, columns)) for name, n in zip(names, rows, strict=True)]
         biases = [
             self.tensor(f"{name}.bias", n) if bias else None for name, n in zip(names, rows, strict=True)
@@ -124,13 +122,9 @@ class Builder:
             weights[i] = arranged(weights[i], pieces)
             if (own := biases[i]) is not None:
                 biases[i] = torch.cat([own[piece] for piece in pieces])
-        whole = stacked(weights)
-        if whole is not None:
-            given = [b for b in biases if b is not None]
-            together = torch.cat(given) if given else None
-            return self._pack("+".join(names), whole, together, self.dense_format)
-        each = zip(names, weights, biases, strict=True)
-        return SideBySide([self._pack(name, w, b, self.dense_format) for name, w, b in each])
+        runs = groupby(range(len(names)), lambda i: form_of(weights[i]))
+        joined = [_joined(list(run), names, weights, biases) for _, run in runs]
+        return [self._pack(name, weight, own, self.dense_format) for name, weight, own in joined]
 
     def float_linear(self, name: str, rows: int, columns: int) -> Linear:
         """A matrix that is multiplied in float32 whatever the activations' dtype is (router gates)."""
@@ -235,6 +229,29 @@ class Builder:
         are decoded before matrices are joined."""
         codes = self.plan.dense_codes and isinstance(weight, WeightCodes) and self.ops.reads(weight)
         return weight if codes else numbers(weight).to(self.dtype)
+
+
+def _packed_parts(packed: Callable[[str], Linear | None], names: Sequence[str]) -> list[Linear]:
+    """Matrices that an earlier start packed, each of as many neighbours as it stacked; [] where one is missing."""
+    parts, first = list[Linear](), 0
+    while first < len(names):
+        for end in range(len(names), first, -1):
+            if (part := packed("+".join(names[first:end]))) is not None:
+                break
+        else:
+            return []
+        parts, first = [*parts, part], end
+    return parts
+
+
+def _joined(
+    run: list[int], names: Sequence[str], weights: Sequence[Weight], biases: Sequence[Tensor | None]
+) -> tuple[str, Weight | Blocks, Tensor | None]:
+    """Those of one format: what they are called together, and what that is."""
+    whole = stacked([weights[i] for i in run])
+    assert whole is not None, "they have one format"
+    given = [own for i in run if (own := biases[i]) is not None]
+    return "+".join(names[i] for i in run), whole, torch.cat(given) if given else None
 
 
 @contextmanager
