@@ -29,6 +29,7 @@ from tandem.kernels.packed.cache import KeptLayer
 
 POOL_WEIGHTS = 1 << 26
 CODED_ROWS = 1024, 512, 256, 128  # multiples of all blocks of scales
+NUMBERS = "weights_proj", "in_proj_ba", "in_proj_b", "in_proj_a"  # whatever else is stored as codes
 WEIGHT_SIZE = 0.02  # standard deviation, as models are initialised
 
 
@@ -92,8 +93,8 @@ def _repeated(numbers: Tensor, name: str) -> Weight:
 
 
 def _is_projection(name: str) -> bool:
-    """As published checkpoints store codes; an indexer's gates are small and stay numbers."""
-    return name in ("wq_b", "wk") or ("_proj" in name and name != "weights_proj")
+    """As published checkpoints store codes; gates of indexers and of delta nets are small and stay numbers."""
+    return name in ("wq_b", "wk") or ("_proj" in name and name not in NUMBERS)
 
 
 class SyntheticExperts(HybridExperts):
@@ -165,7 +166,7 @@ class NoExperts:
         return x
 
     def wait(self, ticket: Tensor) -> Tensor:
-        return ticket.clone()
+        return ticket
 
 
 class SyntheticStore:
