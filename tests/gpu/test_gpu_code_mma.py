@@ -11,6 +11,7 @@ import torch
 import kernel_cases as cases
 from gpu import HAS_TRITON, pretend_cuda_core
 from kernel_cases import DENSE_FORMATS, coded
+from tandem.config.layers import SILU, Activation
 from tandem.kernels.packed.matrix import PackedMatrix
 
 if HAS_TRITON:
@@ -72,6 +73,34 @@ def test_what_steps_need_is_compiled_before(monkeypatch: pytest.MonkeyPatch) -> 
         assert needed <= compiled
 
 
+@pytest.mark.parametrize("fmt", ["int4", "fp8"])
+@pytest.mark.parametrize("count", [2, 64, 176, 300, 2304])
+def test_pairs_of_gate_and_up_hold_the_rows_and_keep_their_warps(fmt: str, count: int) -> None:
+    matrix = replace(panels(fmt), panels=count)
+    divisions = {rows: code_mma.pairs_of(matrix, rows, 132) for rows in range(1, code_mma.MOST_PAIRED_ROWS + 1)}
+    assert len({(blocks.warps, blocks.panels) for blocks in divisions.values()}) == 1
+    for rows, blocks in divisions.items():
+        assert blocks.panels == 2 and blocks.tiles * code_mma.TILE_ROWS >= rows
+        assert blocks.warps * blocks.tiles * code_mma.TILE_ROWS * blocks.panels * 16 * 4 <= 48 << 10
+
+
+@pytest.mark.parametrize("columns, whole", [(32, True), (64, True), (48, False), (40, False)])
+def test_only_whole_panels_of_gate_and_up_are_paired(columns: int, whole: bool) -> None:
+    assert code_mma.pairs(panels("fp8", columns=columns), SILU) == whole
+    assert not code_mma.pairs(panels("fp8", columns=columns), Activation("relu2"))
+
+
+def test_what_pairs_need_is_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: set[tuple[code_mma.Blocks, Activation]] = set()
+    monkeypatch.setattr(code_mma, "kernel", lambda kind, blocks, index, how: compiled.add((blocks, how)))
+    monkeypatch.setattr(code_mma, "_processors", lambda device: 132)
+    for columns in (64, 8192):
+        made = panels("fp8", columns=columns)
+        code_mma.prepare_pairs(made, SILU, GPU)
+        needed = {(code_mma.pairs_of(made, r, 132), SILU) for r in range(1, code_mma.MOST_PAIRED_ROWS + 1)}
+        assert needed <= compiled
+
+
 @pytest.mark.parametrize("fmt", ["int4", "fp8", "mxfp4", "int8 rows"])
 def test_a_kernels_source_is_for_one_kind(fmt: str) -> None:
     kind = mma_source.kind_of(panels(fmt))
@@ -80,6 +109,9 @@ def test_a_kernels_source_is_for_one_kind(fmt: str) -> None:
     for text in (code_mma.source(kind, blocks), expert_mma.source(kind)):
         assert f"#define FORMAT {mma_source.FORMATS[kind.fmt]}\n" in text
         assert f"#define SCALE {mma_source.SCALES[kind.scale]}\n" in text
+    assert "#define PAIRED 0\n" in code_mma.source(kind, blocks)
+    paired = code_mma.source(kind, blocks, Activation("swiglu_oai", 1.702, 7.0))
+    assert "#define PAIRED 1\n" in paired and "#define ALPHA 1.702f\n" in paired
 
 
 @pytest.mark.parametrize(("group", "shift"), [(0, 0), (32, 0), (64, 1), (128, 2), (256, 3)])

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 
-def gated(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
+def gated(x: Tensor, gate: Tensor | None, out: Tensor | None = None) -> Tensor:
     """As `Ops.gated`."""
-    y = x * gate.flatten(1).sigmoid()
+    y = x if gate is None else x * gate.flatten(1).sigmoid()
     return y if out is None else out.add_(y)
 
 

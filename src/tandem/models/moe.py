@@ -71,7 +71,7 @@ class MoEBlock:
         routed = self.experts.wait(ticket)
         if shared is None:
             return routed
-        return routed.add_(shared) if gate is None else self.ops.gated(shared, gate, routed)
+        return self.ops.gated(shared, gate, routed)
 
     def foresee(self, x: Tensor, p: Pass) -> None:
         """x: about what the next call will be given. Tells the experts who would be chosen; nobody is counted."""

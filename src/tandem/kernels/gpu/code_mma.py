@@ -3,6 +3,8 @@ than reading the weights.
 
 Codes are taken as `mma_source.py` says, so scaled weights are not rounded. Warps share K and are added up in their
 order: a row has the same bits beside any others.
+
+A matrix of gate and up may end in the activation: then a block takes the panel of a gate and that of its up.
 """
 
 from __future__ import annotations
@@ -14,12 +16,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.kernels.gpu.mma_source import STEP, Kind, code_steps, group_shift, has_steps, kind_of
+from tandem.config.layers import Activation
+from tandem.kernels.gpu.code_tiles import PANEL
+from tandem.kernels.gpu.mma_source import (
+    STEP,
+    Kind,
+    activation_steps,
+    code_steps,
+    group_shift,
+    has_steps,
+    kind_of,
+)
 from tandem.kernels.gpu.nvrtc import available, compiled, launch
 from tandem.kernels.gpu.overlap import can_overlap
 from tandem.kernels.gpu.panels import Panels
 
 MOST_ROWS = 32
+MOST_PAIRED_ROWS = 16  # the sums of two panels' warps lie in shared memory
 TILE_ROWS = 8  # of one mma
 
 SOURCE = r"""
@@ -53,6 +66,11 @@ __device__ inline void add_step(float (&sums)[TILES][4], const Step& s, const ui
   }
 }
 
+// Number of the block's panel p.
+__device__ inline int panel_of(const Matrix& m, int p) {
+  return PAIRED ? blockIdx.x + p * (m.count / 2) : min(int(blockIdx.x) * PANELS + p, m.count - 1);
+}
+
 // AHEAD steps of PANELS panels from `begin` on, in flight together; zeros from `last` on.
 __device__ inline void load_steps(Step (&steps)[PANELS][AHEAD], const Matrix& m, int begin, int last) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -60,8 +78,7 @@ __device__ inline void load_steps(Step (&steps)[PANELS][AHEAD], const Matrix& m,
   for (int i = 0; i < AHEAD; ++i)
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) {
-      const int panel = min(int(blockIdx.x) * PANELS + p, m.count - 1);
-      const u8* at = m.panels + panel * m.panel_bytes;
+      const u8* at = m.panels + panel_of(m, p) * m.panel_bytes;
       steps[p][i] = begin + i < last ? step_of(at, m.scale_at, m.group_shift, begin + i, g, t) : Step{};
     }
 }
@@ -104,7 +121,23 @@ __device__ inline float row_scale(const Matrix& m, int column) {
   return scale_of(s, row % 2);
 }
 
-// Blocks of PANELS panels; x bf16 [rows, depth], out float32 or bf16, whose rows are out_stride numbers apart.
+__device__ inline void store(void* out, u64 to, int out_bf16, float value) {
+  if (out_bf16)
+    static_cast<u16*>(out)[to] = rounded(value);
+  else
+    static_cast<float*>(out)[to] = value;
+}
+
+// Column `within` of the block's panels, over all warps in their order.
+__device__ inline float whole(const float (&parts)[WARPS][TILES * 8][PANELS * 16], const Matrix& m, int row,
+                              int within) {
+  float sum = parts[0][row][within];
+  for (int w = 1; w < WARPS; ++w) sum += parts[w][row][within];
+  return GROUPED ? sum : sum * row_scale(m, 16 * panel_of(m, within / 16) + within % 16);
+}
+
+// Blocks of PANELS panels; x bf16 [rows, depth], out float32 or bf16, whose rows are out_stride numbers apart. Where
+// panels are PAIRED, out is bf16 [rows, columns / 2]: the activation.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
 multiply(const u16* x, const u8* panels, const float* bias, void* out, int out_bf16, int rows, int out_stride,
          u64 panel_bytes, u64 scale_at, int count, int depth, int steps, int group_shift, int columns) {
@@ -119,20 +152,21 @@ multiply(const u16* x, const u8* panels, const float* bias, void* out, int out_b
       for (int i = 0; i < 4; ++i)
         parts[warp][8 * tile + 2 * t + i % 2][16 * p + 2 * g + i / 2] = sums[p][tile][i];
   __syncthreads();
+#if PAIRED
+  for (int i = threadIdx.x; i < 16 * rows; i += 32 * WARPS) {
+    const int row = i / 16, within = i % 16;
+    const float value = activated(whole(parts, m, row, within), whole(parts, m, row, 16 + within));
+    static_cast<u16*>(out)[u64(row) * out_stride + blockIdx.x * 16 + within] = rounded(value);
+  }
+#else
   for (int i = threadIdx.x; i < PANELS * 16 * rows; i += 32 * WARPS) {
     const int row = i / (PANELS * 16), within = i % (PANELS * 16);
     const int column = blockIdx.x * PANELS * 16 + within;
     if (column >= m.columns) continue;
-    float sum = parts[0][row][within];
-    for (int w = 1; w < WARPS; ++w) sum += parts[w][row][within];
-    if (!GROUPED) sum *= row_scale(m, column);
-    if (bias) sum += bias[column];
-    const u64 to = u64(row) * out_stride + column;
-    if (out_bf16)
-      static_cast<u16*>(out)[to] = rounded(sum);
-    else
-      static_cast<float*>(out)[to] = sum;
+    const float sum = whole(parts, m, row, within);
+    store(out, u64(row) * out_stride + column, out_bf16, bias ? sum + bias[column] : sum);
   }
+#endif
 }
 """
 
@@ -155,15 +189,16 @@ class Blocks(NamedTuple):
 
 
 @cache
-def kernel(kind: Kind, blocks: Blocks, device_index: int | None) -> Any:
-    """Compiled on first use."""
-    (made,) = compiled(source(kind, blocks), ("multiply",), device_index)
+def kernel(kind: Kind, blocks: Blocks, device_index: int | None, ending: Activation | None = None) -> Any:
+    """Compiled on first use. ending: the activation that panels of gate and up end in."""
+    (made,) = compiled(source(kind, blocks, ending), ("multiply",), device_index)
     return made
 
 
-def source(kind: Kind, blocks: Blocks) -> str:
+def source(kind: Kind, blocks: Blocks, ending: Activation | None = None) -> str:
     sizes = ", ".join(f"{name.upper()} = {value}" for name, value in blocks._asdict().items())
-    return code_steps(kind) + f"enum {{ {sizes} }};\n" + SOURCE
+    paired = "#define PAIRED 0\n" if ending is None else "#define PAIRED 1\n" + activation_steps(ending)
+    return code_steps(kind) + paired + f"enum {{ {sizes} }};\n" + SOURCE
 
 
 def blocks_of(panels: Panels, rows: int, processors: int) -> Blocks:
@@ -177,6 +212,18 @@ def blocks_of(panels: Panels, rows: int, processors: int) -> Blocks:
     return Blocks(each, tiles, 16 if alone else 8, 4 if tiles == 1 else 2, 1 if alone else 2)
 
 
+def pairs_of(panels: Panels, rows: int, processors: int) -> Blocks:
+    """As `blocks_of`, of a gate's panel and an up's: as many steps in flight as one panel has of twice the length."""
+    alone = panels.panels // 2 <= processors
+    ahead = 4 if panels.codes == 8 and rows <= TILE_ROWS else 2
+    return Blocks(2, 1 if rows <= TILE_ROWS else 2, 16 if alone else 8, ahead, 1 if alone else 2)
+
+
+def pairs(panels: Panels, how: Activation) -> bool:
+    """Whether a gate's panels and an up's are as many, and none has columns of both."""
+    return how.gated and panels.columns % (2 * PANEL) == 0
+
+
 @cache
 def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -188,12 +235,29 @@ def prepare(panels: Panels, device: torch.device) -> None:
         kernel(kind_of(panels), blocks_of(panels, rows, _processors(device)), device.index)
 
 
-def multiply(x: Tensor, pool: Tensor, panels: Panels, bias: Tensor | None, out: Tensor) -> Tensor:
-    """As `code_tiles.multiply`, of up to MOST_ROWS rows."""
-    blocks = blocks_of(panels, len(x), _processors(x.device))
+def prepare_pairs(panels: Panels, how: Activation, device: torch.device) -> None:
+    """As `prepare`, for `activate`."""
+    for rows in (1, MOST_PAIRED_ROWS):
+        kernel(kind_of(panels), pairs_of(panels, rows, _processors(device)), device.index, how)
+
+
+def activate(x: Tensor, pool: Tensor, panels: Panels, how: Activation) -> Tensor:
+    """The activation of a product with gate and up, of up to MOST_ROWS rows, in x's type."""
+    out = x.new_empty((len(x), panels.columns // 2))
+    for some, to in zip(x.split(MOST_PAIRED_ROWS), out.split(MOST_PAIRED_ROWS), strict=True):
+        multiply(some, pool, panels, None, to, how)
+    return out
+
+
+def multiply(
+    x: Tensor, pool: Tensor, panels: Panels, bias: Tensor | None, out: Tensor, ending: Activation | None = None
+) -> Tensor:
+    """As `code_tiles.multiply`, of up to MOST_ROWS rows. ending: as `activate`, of up to MOST_PAIRED_ROWS."""
+    division = blocks_of if ending is None else pairs_of
+    blocks = division(panels, len(x), _processors(x.device))
     sizes = panels.panels, panels.depth, panels.padded_depth // STEP, group_shift(panels), panels.columns
     launch(
-        kernel(kind_of(panels), blocks, x.device.index), -(-panels.panels // blocks.panels), 32 * blocks.warps,
+        kernel(kind_of(panels), blocks, x.device.index, ending), -(-panels.panels // blocks.panels), 32 * blocks.warps,
         int(torch.cuda.current_stream(x.device).cuda_stream),
         x.data_ptr(), pool.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
         *map(np.int32, (out.dtype is torch.bfloat16, len(x), out.stride(0))),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem._core import WorkerPool
+from tandem.config.layers import Activation
 from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes
 from tandem.formats.gpu_reading import refusal
@@ -78,6 +79,20 @@ class GpuCodes:
         for some, result in zip(x.split(most), out.split(most), strict=True):
             kernel.multiply(some, self.pool, self.panels, self.bias, result)
         return out
+
+    def activated(self, x: Tensor, how: Activation) -> Tensor | None:
+        """As `Activating`."""
+        if not self._mma or self.bias is not None or not code_mma.pairs(self.panels, how):
+            return None
+        most = len(x) if self._fixed else code_mma.MOST_ROWS
+        if x.dtype != torch.bfloat16 or not 0 < len(x) <= most:
+            return None
+        return code_mma.activate(x.contiguous(), self.pool, self.panels, how)
+
+    def prepare(self, how: Activation) -> None:
+        """Compiles what `activated` needs: the first step may be one that is captured."""
+        if self._mma and code_mma.pairs(self.panels, how):
+            code_mma.prepare_pairs(self.panels, how, self.pool.device)
 
     def _unpacked(self, x: Tensor, out: Tensor) -> Tensor:
         depth = self.in_features

@@ -20,8 +20,15 @@ from torch import Tensor
 
 from tandem.config.layers import SILU, Activation
 from tandem.kernels.gpu.expert_rows import Between, slots_of
-from tandem.kernels.gpu.mlp import activation_constants
-from tandem.kernels.gpu.mma_source import STEP, Kind, code_steps, group_shift, has_steps, kind_of
+from tandem.kernels.gpu.mma_source import (
+    STEP,
+    Kind,
+    activation_steps,
+    code_steps,
+    group_shift,
+    has_steps,
+    kind_of,
+)
 from tandem.kernels.gpu.nvrtc import available, compiled, launch
 from tandem.kernels.gpu.overlap import can_overlap
 from tandem.kernels.gpu.panels import Panels
@@ -121,20 +128,6 @@ __device__ inline int read(const int* p) {
   int v;
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
-}
-
-// The activation of a gate and an up, by KIND (config/layers.py's order); NaN stays NaN.
-__device__ inline float at_most(float x, float limit) { return x > limit ? limit : x; }
-__device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-__device__ inline float relu2(float x) { return x < 0 ? 0.0f : x * x; }
-__device__ inline float activated(float gate, float up) {
-  if (KIND >= 3) up = -at_most(-at_most(up, LIMIT), LIMIT);
-  if (KIND == 0) return gate / (1.0f + expf(-gate)) * up;
-  if (KIND == 1) return 0.5f * gate * (1.0f + erff(gate * 0.70710678f)) * up;
-  if (KIND == 2) return gate * sigmoid(1.59576912f * gate * (1.0f + 0.044715f * gate * gate)) * up;
-  if (KIND == 5) return at_most(gate * sigmoid(gate), LIMIT) * up;
-  gate = at_most(gate, LIMIT);
-  return KIND == 4 ? gate * sigmoid(ALPHA * gate) * (up + 1.0f) : gate * sigmoid(gate) * up;
 }
 
 // Grid (token-expert pairs, pairs of panels), warps share K: the activation, bf16 [pairs, width]. In shared memory: a
@@ -254,11 +247,7 @@ def source(kind: Kind, activation: Activation = SILU) -> str:
     """Of both kernels for one kind of codes."""
     gate_up, down = AHEAD[kind.fmt]
     ahead = f"enum {{ kGateUpAhead = {gate_up}, kDownAhead = {down} }};\n"
-    constants = activation_constants(activation).items()
-    defined = "".join(
-        f"#define {name} {value}{'f' if isinstance(value, float) else ''}\n" for name, value in constants
-    )
-    return code_steps(kind) + ahead + defined + SOURCE
+    return code_steps(kind) + ahead + activation_steps(activation) + SOURCE
 
 
 def gate_up(

@@ -27,19 +27,20 @@ class GpuLinear:
         self.weight = weight.detach().to(device, DTYPES[fmt], copy=not weight.is_cuda).contiguous()
         self.bias = None if bias is None else bias.detach().to(device, torch.float32, copy=True)
         self.out_features, self.in_features = weight.shape
-        self._fixed = fixed
+        self.fixed = fixed
         self._bias = None if self.bias is None else self.bias.to(self.weight.dtype)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-        if out is not None:
-            return out.copy_(self._times(x, out.dtype))
-        return self._times(x, out_dtype or x.dtype)
+        kind = (out_dtype or x.dtype) if out is None else out.dtype
+        small = len(x) == 1 and self.weight.numel() < LARGE_ELEMENTS
+        if small and not self.fixed and (out is None or out.stride(1) == 1):
+            return one_row(x.contiguous(), self.weight, self.bias, kind, out)
+        y = self._times(x, kind)
+        return y if out is None else out.copy_(y)
 
     def _times(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
-        if self._fixed:
+        if self.fixed:
             return fixed_product(x.to(self.weight.dtype), self.weight, self.bias, out_dtype)
-        if len(x) == 1 and self.weight.numel() < LARGE_ELEMENTS:
-            return one_row(x.contiguous(), self.weight, self.bias, out_dtype)
         return multiplied(x, self.weight, self.bias, out_dtype, self._bias)
 
 

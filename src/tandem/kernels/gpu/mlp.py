@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
+from typing import Protocol, get_args, runtime_checkable
 
 import torch
 import triton
@@ -62,7 +62,8 @@ def activated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.const
 
 @triton.jit
 def _activate(gate_up, out, width, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-              BLOCK: tl.constexpr):  # fmt: skip
+              BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    begin(OVERLAP)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(gate_up + row * 2 * width + column, inside, other=0.0)
@@ -72,7 +73,8 @@ def _activate(gate_up, out, width, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMI
 
 
 @triton.jit
-def _activate_all(x, out, width, BLOCK: tl.constexpr):
+def _activate_all(x, out, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    begin(OVERLAP)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = relu2(tl.load(x + row * width + column, column < width, other=0.0))
     tl.store(out + row * width + column, y.to(out.dtype.element_ty), column < width)
@@ -82,40 +84,57 @@ def activate(how: Activation, gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 [T, 2 width], gates first; or without gates [T, width] -> [T, width]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // (2 if how.gated else 1)
     out = gate_up.new_empty((rows, width), dtype=dtype)
-    grid = rows, triton.cdiv(width, 1024)
+    grid, shared = (rows, triton.cdiv(width, 1024)), {"BLOCK": 1024, **overlapped(gate_up.device)}
     if how.gated:
-        constants = activation_constants(how)
-        _activate[grid](gate_up, out, width, **constants, BLOCK=1024, num_warps=4)
+        _activate[grid](gate_up, out, width, **activation_constants(how), **shared, num_warps=4)
     else:
-        _activate_all[grid](gate_up, out, width, BLOCK=1024, num_warps=4)
+        _activate_all[grid](gate_up, out, width, **shared, num_warps=4)
     return out
 
 
 @triton.jit
-def _gated(x, gate, out, width, gate_row, gate_head, head, BLOCK: tl.constexpr, ALONE: tl.constexpr, ADD: tl.constexpr,
+def _gated(x, gate, out, width, gate_row, gate_head, head, BLOCK: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
            OVERLAP: tl.constexpr):  # fmt: skip
+    """GATE: 0: none, 1: of a row, 2: of each of its numbers."""
     begin(OVERLAP)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, at = column < width, gate + row * gate_row
-    if not ALONE:
-        at += column // head * gate_head + column % head
     kind = out.dtype.element_ty
-    weight = tl.sigmoid(tl.load(at).to(tl.float32) if ALONE else tl.load(at, inside, other=0.0).to(tl.float32))
-    y = tl.load(x + row * width + column, inside, other=0.0).to(tl.float32) * weight.to(kind).to(tl.float32)
+    y = tl.load(x + row * width + column, inside, other=0.0).to(tl.float32)
+    if GATE == 1:
+        y *= tl.sigmoid(tl.load(at).to(tl.float32)).to(kind).to(tl.float32)
+    if GATE == 2:
+        own = tl.load(at + column // head * gate_head + column % head, inside, other=0.0)
+        y *= tl.sigmoid(own.to(tl.float32)).to(kind).to(tl.float32)
     if ADD:
         y = tl.load(out + row * width + column, inside, other=0.0).to(tl.float32) + y.to(kind).to(tl.float32)
     tl.store(out + row * width + column, y.to(kind), inside)
 
 
-def gated(x: Tensor, gate: Tensor, out: Tensor | None) -> Tensor:
+def gated(x: Tensor, gate: Tensor | None, out: Tensor | None) -> Tensor:
     """As `Ops.gated`."""
-    x, width, alone = x.contiguous(), x.shape[1], gate.dim() == 2
-    to = torch.empty_like(x) if out is None else out
+    x, width = x.contiguous(), x.shape[1]
+    to, by = torch.empty_like(x) if out is None else out, x if gate is None else gate
+    each = by.dim() == 3
     _gated[(len(x), triton.cdiv(width, 1024))](
-        x, gate, to, width, gate.stride(0), 0 if alone else gate.stride(1), width if alone else gate.shape[2],
-        BLOCK=1024, ALONE=alone, ADD=out is not None, num_warps=4, **overlapped(x.device),
+        x, by, to, width, by.stride(0), by.stride(1) if each else 0, by.shape[2] if each else width,
+        BLOCK=1024, GATE=0 if gate is None else 2 if each else 1, ADD=out is not None, num_warps=4,
+        **overlapped(x.device),
     )  # fmt: skip
     return to
+
+
+@runtime_checkable
+class Activating(Protocol):
+    """A matrix of gate and up whose product can end in the activation."""
+
+    def prepare(self, how: Activation) -> None:
+        """Before the first `activated`: a step may be captured."""
+        ...
+
+    def activated(self, x: Tensor, how: Activation) -> Tensor | None:
+        """x [T, K] -> [T, width] in x's type; None where the product has to come first."""
+        ...
 
 
 class GpuMLP:
@@ -134,6 +153,8 @@ class GpuMLP:
         both = stacked((gate, up))
         self._gate_up = self._linear((numbers(gate), numbers(up)) if both is None else both)
         self._down = self._linear(down)
+        if isinstance(self._gate_up, Activating):
+            self._gate_up.prepare(self._activation)
 
     def reads(self) -> list[SureRead]:
         return [SureRead(self._gate_up), SureRead(self._down)]
@@ -150,4 +171,8 @@ class GpuMLP:
         return out
 
     def _between(self, x: Tensor) -> Tensor:
+        if isinstance(self._gate_up, Activating):
+            made = self._gate_up.activated(x, self._activation)
+            if made is not None:
+                return made
         return activate(self._activation, self._gate_up(x, torch.float32), x.dtype)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tandem.config.layers import Activation
 from tandem.formats.gpu_reading import MMA_CODES, MMA_SCALES, MMA_STEP, takes_tensor_cores
+from tandem.kernels.gpu.mlp import activation_constants
 from tandem.kernels.gpu.panels import Panels
 
 STEP = MMA_STEP
@@ -168,6 +170,22 @@ __device__ inline Step step_of(const u8* panel, u64 scale_at, int group_shift, i
 }
 """
 
+ACTIVATION = r"""
+// The activation of a gate and an up, by KIND (config/layers.py's order); NaN stays NaN.
+__device__ inline float at_most(float x, float limit) { return x > limit ? limit : x; }
+__device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ inline float relu2(float x) { return x < 0 ? 0.0f : x * x; }
+__device__ inline float activated(float gate, float up) {
+  if (KIND >= 3) up = -at_most(-at_most(up, LIMIT), LIMIT);
+  if (KIND == 0) return gate / (1.0f + expf(-gate)) * up;
+  if (KIND == 1) return 0.5f * gate * (1.0f + erff(gate * 0.70710678f)) * up;
+  if (KIND == 2) return gate * sigmoid(1.59576912f * gate * (1.0f + 0.044715f * gate * gate)) * up;
+  if (KIND == 5) return at_most(gate * sigmoid(gate), LIMIT) * up;
+  gate = at_most(gate, LIMIT);
+  return KIND == 4 ? gate * sigmoid(ALPHA * gate) * (up + 1.0f) : gate * sigmoid(gate) * up;
+}
+"""
+
 
 class Kind(NamedTuple):
     """What kernels are compiled for."""
@@ -190,6 +208,13 @@ def has_steps(panels: Panels) -> bool:
 def group_shift(panels: Panels) -> int:
     """2^this steps have one scale."""
     return max(0, (panels.group // STEP).bit_length() - 1)
+
+
+def activation_steps(activation: Activation) -> str:
+    """The source of `activated`."""
+    constants = activation_constants(activation).items()
+    defined = (f"#define {name} {value}{'f' if isinstance(value, float) else ''}\n" for name, value in constants)
+    return "".join(defined) + ACTIVATION
 
 
 def code_steps(kind: Kind) -> str:

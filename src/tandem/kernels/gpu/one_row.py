@@ -42,11 +42,13 @@ def _one_row(x, weight, bias, out, depth, columns, each, BIAS: tl.constexpr, COL
     tl.store(out + n, y.to(out.dtype.element_ty), n < columns)
 
 
-def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def one_row(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     """x [1, depth] times weight [columns, depth] plus bias float32 [columns] -> [1, columns]; sums are float32. Of x
-    [n, depth] each row is multiplied by its own n-th of the columns."""
+    [n, depth] each row is multiplied by its own n-th of the columns. out: [1, columns], neighbours."""
     columns, depth = weight.shape
-    out = x.new_empty((1, columns), dtype=out_dtype)
+    out = x.new_empty((1, columns), dtype=out_dtype) if out is None else out
     step = min(AT_ONCE // 2, triton.next_power_of_2(depth))
     each = min(4, AT_ONCE // step) if columns >= MANY_COLUMNS else 1
     whose = columns // len(x)

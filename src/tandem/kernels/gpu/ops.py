@@ -184,7 +184,7 @@ class GpuOps:
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         return GpuTokenIndex(shape, weights)
 
-    def gated(self, x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
+    def gated(self, x: Tensor, gate: Tensor | None, out: Tensor | None = None) -> Tensor:
         return mlp.gated(x, gate, out)
 
     def route(
