@@ -17,12 +17,14 @@ from torch import Tensor
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from tandem.config.layers import DeltaRule
 from tandem.config.mechanisms.norm import Norm
-from tandem.kernels.delta import DeltaState, DeltaWeights, TorchDelta
+from tandem.kernels.delta import DeltaState, DeltaWeights, Product, TorchDelta
 from tandem.models.batch import ForwardBatch
 
 if AVAILABLE:
     from tandem.kernels.gpu.delta import prompt as prompt_module
     from tandem.kernels.gpu.delta.net import GpuDelta
+    from tandem.kernels.gpu.delta.step import MOST_HIDDEN, multiplies
+    from tandem.kernels.gpu.linear import GpuLinear
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
@@ -135,6 +137,39 @@ def test_rows_that_decode(shape: DeltaRule) -> None:
     case.check(1, torch.cat([one for one, _ in both]))
     case.check(3, torch.cat([*late, *(other for _, other in both)]))
     untouched(case, [0, 2, 4, 5])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("hidden", [40, 2048])
+def test_rows_that_decode_make_their_gates(shape: DeltaRule, hidden: int) -> None:
+    """Alone, beside others, and beside a prompt, whose gates are made before. In bfloat16 gates are rounded once more,
+    sums of `hidden` products in another order."""
+    case, generator = Case(shape, 9), torch.Generator().manual_seed(5)
+    x = torch.randn(SLOTS, 9, hidden, generator=generator).to(DTYPE)
+    weight = (torch.randn(2 * shape.v_heads, hidden, generator=generator) / hidden**0.5).to(DTYPE)
+    matrix = GpuLinear(weight, None, "f32" if INTERPRETED else "bf16", DEVICE)
+    case.narrow = (x.double() @ weight.double().T).to(DTYPE)
+
+    def run(parts: list[Part], single: int) -> list[Tensor]:
+        product = Product(case.rows(x, parts).to(DEVICE), matrix)
+        assert multiplies(product)
+        out = case.delta(case.rows(case.wide, parts).to(DEVICE), product, batch(parts, single), case.states)
+        return list(out.cpu().split([new for _, _, new in parts]))
+
+    late = [run([(3, t, 1)], 1)[0] for t in range(3)]
+    both = [run([(1, t, 1), (3, 3 + t, 1)], 2) for t in range(4)]
+    last, prompt = run([(1, 4, 1), (4, 0, 7)], 1)
+    case.check(1, torch.cat([*(one for one, _ in both), last]))
+    case.check(3, torch.cat([*late, *(other for _, other in both)]))
+    case.check(4, prompt)
+
+
+def test_other_gates_are_made_before() -> None:
+    x, wide = torch.zeros(1, 8, dtype=DTYPE, device=DEVICE), torch.zeros(1, 2 * MOST_HIDDEN, device=DEVICE)
+    matrix = GpuLinear(torch.zeros(4, 8), torch.zeros(4), "f32", DEVICE)
+    long = GpuLinear(torch.zeros(4, 2 * MOST_HIDDEN), None, "f32", DEVICE)
+    for gates in (Product(x, matrix), Product(wide, long), Product(x, lambda rows: rows), x):
+        assert not multiplies(gates)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

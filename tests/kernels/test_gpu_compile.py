@@ -22,7 +22,7 @@ from tandem.config.mechanisms.norm import Norm
 from tandem.config.rope import Rope as RopeShape
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.delta import DeltaState, DeltaWeights
+from tandem.kernels.delta import DeltaState, DeltaWeights, Product
 from tandem.kernels.ops import ExpertBiases, LatentSizes, LatentWeights, Rope, Routing, Tally
 from tandem.kernels.token_index import IndexWeights
 
@@ -222,6 +222,7 @@ def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:
     for rows in (1, 3, 48):
         x, gates = torch.zeros(rows, 256).bfloat16(), torch.zeros(rows, 512).bfloat16()
         ops.gated(x, gates[:, :1], x.clone())
+        ops.gated(x, None, x.clone())
         ops.gated(x, gates.unflatten(1, (4, 2, 64))[:, :, 1])
         ops.rms_norm(x, torch.ones(256).bfloat16(), 1e-6)
         ops.add_rms_norm(x, x.clone(), torch.ones(256).bfloat16(), 1e-6)
@@ -233,7 +234,7 @@ def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:
             *pools, heads=32, kv_heads=4, head_dim=128, q_norm=norm, k_norm=norm,
         )  # fmt: skip
     counts = {name: len(variants) for name, variants in compiler.variants.items()}
-    assert counts == {"_rms_norm": 2, "_activate": 1, "_route": 1, "_rope_store": 1, "_one_row": 2, "_gated": 2}
+    assert counts == {"_rms_norm": 2, "_activate": 1, "_route": 1, "_rope_store": 1, "_one_row": 2, "_gated": 3}
 
 
 CARDS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KB of shared memory that a program may have
@@ -328,6 +329,7 @@ def test_gated_delta_nets(card: Compiler, ops: GpuOps, sizes: tuple[int, int, in
     shape = DeltaRule(*sizes, Norm(1e-6), "heads")
     gates, norm = torch.zeros(shape.v_heads), torch.zeros(shape.v_dim).bfloat16()
     delta = ops.delta_rule(shape, DeltaWeights(torch.zeros(shape.conv, shape.channels), gates, gates, norm))
+    matrix = ops.linear(torch.zeros(2 * shape.v_heads, 2048))
     inputs = torch.zeros(9, shape.conv + 6, shape.channels, dtype=torch.bfloat16)
     memory = torch.zeros(9, shape.v_heads, shape.k_dim, shape.v_dim)
     state = DeltaState(inputs, inputs[..., : 2 * shape.v_heads].contiguous(), memory)
@@ -339,8 +341,11 @@ def test_gated_delta_nets(card: Compiler, ops: GpuOps, sizes: tuple[int, int, in
         batch = replace(make_batch(spans, tables), single_rows=single)
         rows = len(batch.positions)
         wide, narrow = torch.zeros(rows, shape.channels + shape.values), torch.zeros(rows, 2 * shape.v_heads)
+        product = Product(torch.zeros(rows, 2048).bfloat16(), matrix)
+        delta(wide.bfloat16(), product, batch, state)
         for each in (batch, replace(batch, folded=batch.seq_lens - batch.query_starts.diff())):
             delta(wide.bfloat16(), narrow.bfloat16(), each, state)
     counts = {name: len(variants) for name, variants in card.variants.items()}
-    once = dict.fromkeys(("_step", "convolve", "keep", "within", "walk", "gated_norm"), 1)
-    assert counts == {**once, "_verify": 2}  # rows that decode or guess, and what prompts go on from
+    once = dict.fromkeys(("convolve", "keep", "within", "walk", "gated_norm"), 1)
+    # gates that are there, and that it makes; rows that decode or guess, and what prompts go on from
+    assert counts == {**once, "_step": 2, "_verify": 2}

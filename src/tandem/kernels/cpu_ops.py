@@ -25,7 +25,7 @@ from tandem.kernels.batch_views import BatchViews
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
 from tandem.kernels.cpu_chosen import CpuChosenAttention, CpuTokenIndex
 from tandem.kernels.cpu_streams import CpuStreams
-from tandem.kernels.delta import Delta, DeltaState, DeltaWeights, columns_of
+from tandem.kernels.delta import Delta, DeltaState, DeltaWeights, Gates, columns_of, made
 from tandem.kernels.gates import without_gates
 from tandem.kernels.hyper import HyperStreams, HyperWeights
 from tandem.kernels.in_memory import InMemory
@@ -242,9 +242,8 @@ class _CpuDelta:
             shape.channels + shape.values, gates,
         )  # fmt: skip
 
-    def __call__(
-        self, projected: Tensor, gates: Tensor, batch: BatchLayout, state: DeltaState
-    ) -> Tensor:
+    def __call__(self, projected: Tensor, gates: Gates, batch: BatchLayout, state: DeltaState) -> Tensor:
+        gates = made(gates)
         out = projected.new_empty((len(projected), state.memory.shape[1] * state.memory.shape[3]))
         self._ops._dense.delta_rule(
             self._ops.view_of(batch), self._shape, projected, gates, *self._weights, *state, out, self._eps

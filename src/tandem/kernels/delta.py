@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,12 +32,24 @@ class DeltaState(NamedTuple):
     memory: Tensor  # float32 [slots, V, k_dim, v_dim]
 
 
+class Product(NamedTuple):
+    """Rows times a matrix, for a kernel that may multiply by itself."""
+
+    x: Tensor
+    matrix: Callable[[Tensor], Tensor]
+
+
+Gates = Tensor | Product
+
+
+def made(gates: Gates) -> Tensor:
+    return gates.matrix(gates.x) if isinstance(gates, Product) else gates
+
+
 class Delta(Protocol):
     """A gated delta net between its projections."""
 
-    def __call__(
-        self, projected: Tensor, gates: Tensor, batch: BatchLayout, state: DeltaState
-    ) -> Tensor:
+    def __call__(self, projected: Tensor, gates: Gates, batch: BatchLayout, state: DeltaState) -> Tensor:
         """projected [T, C + V * v_dim] and gates [T, 2 V] as the layout of the shape has them → [T, V * v_dim].
 
         The state of each sequence's slot goes on; a sequence without tokens starts from zeros. A row depends on its own
@@ -76,10 +89,8 @@ class TorchDelta:
     def __init__(self, shape: DeltaRule, weights: DeltaWeights) -> None:
         self.shape, self.weights, self.wide = shape, weights, weights.conv.dtype
 
-    def __call__(
-        self, projected: Tensor, gates: Tensor, batch: BatchLayout, state: DeltaState
-    ) -> Tensor:
-        out = projected.new_empty((len(projected), self.shape.values))
+    def __call__(self, projected: Tensor, gates: Gates, batch: BatchLayout, state: DeltaState) -> Tensor:
+        out, gates = projected.new_empty((len(projected), self.shape.values)), made(gates)
         starts, lens = batch.query_starts.tolist(), batch.seq_lens.tolist()
         for s, slot in enumerate(batch.slots.tolist()):
             rows = slice(starts[s], starts[s + 1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tandem.config.layers import DeltaRule
-from tandem.kernels.delta import DeltaState, DeltaWeights
+from tandem.kernels.delta import DeltaState, DeltaWeights, Product
 from tandem.kernels.ops import SureRead
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
@@ -32,7 +32,8 @@ class DeltaNet:
         return sure_reads(self.projected, self.gates, self.out)
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
-        return self.out(self.delta(self.projected(x), self.gates(x), p.batch, DeltaState(*states[0])))
+        seen = self.delta(self.projected(x), Product(x, self.gates), p.batch, DeltaState(*states[0]))
+        return self.out(seen)
 
 
 def _weights(b: Builder, shape: DeltaRule, name: str) -> DeltaWeights:

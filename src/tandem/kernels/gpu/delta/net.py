@@ -9,9 +9,9 @@ from tandem.config.gpu_plan import MAX_DELTA_HEAD
 from tandem.config.layers import DeltaRule
 from tandem.errors import KernelError
 from tandem.kernels.batch_layout import BatchLayout
-from tandem.kernels.delta import DeltaState, DeltaWeights
+from tandem.kernels.delta import DeltaState, DeltaWeights, Gates, made
 from tandem.kernels.gpu.delta.prompt import Chunks, prompt
-from tandem.kernels.gpu.delta.step import step
+from tandem.kernels.gpu.delta.step import multiplies, step
 from tandem.kernels.gpu.delta.verify import verify
 
 
@@ -39,18 +39,19 @@ class GpuDelta:
         state = DeltaState(zeros(1, s.conv, s.channels), zeros(1, s.conv, 2 * s.v_heads), memory)
         prompt(s, self._weights, both, nobody, 0, state, zeros(2, s.values))
 
-    def __call__(
-        self, projected: Tensor, gates: Tensor, batch: BatchLayout, state: DeltaState
-    ) -> Tensor:
+    def __call__(self, projected: Tensor, gates: Gates, batch: BatchLayout, state: DeltaState) -> Tensor:
         """As `Delta`, with rows of guesses as sequences of their own: neighbours of one slot. The first sequences with
         one row each are decoded."""
         rows, sequences = len(projected), len(batch.seq_lens)
         single = sequences if rows == sequences else batch.single_rows
-        out = projected.new_empty((rows, self._shape.values))
-        bound = self._shape, self._weights, (projected.contiguous(), gates.contiguous())
+        out, projected = projected.new_empty((rows, self._shape.values)), projected.contiguous()
         if single and batch.folded is None:
-            step(*bound, batch, single, state, out)
-        elif single:
+            gates = gates if multiplies(gates) else made(gates).contiguous()
+            step(self._shape, self._weights, (projected, gates), batch, single, state, out)
+            if single == sequences:
+                return out
+        bound = self._shape, self._weights, (projected, made(gates).contiguous())
+        if single and batch.folded is not None:
             verify(*bound, batch, range(single), state, out)
         if single < sequences:
             if batch.folded is not None:

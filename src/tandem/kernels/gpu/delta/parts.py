@@ -77,3 +77,13 @@ def normed(y, mean_square, weight, z, eps, kind: tl.constexpr):
     """The gated norm of y, which is rounded already; all float32."""
     unit = (y * tl.rsqrt(mean_square + eps)).to(kind).to(tl.float32)
     return ((weight * unit).to(kind).to(tl.float32) * silu(z)).to(kind)
+
+
+@triton.jit
+def keep_inputs(kept, q, k, v, i, j, in_k, in_v, key_head, head, own, K_HEADS: tl.constexpr, K_DIM: tl.constexpr,
+          V_DIM: tl.constexpr):  # fmt: skip
+    """A token's inputs into its place; the first of the value heads that share a key head keeps that one's."""
+    kind: tl.constexpr = kept.dtype.element_ty
+    tl.store(kept + key_head * K_DIM + i, q.to(kind), in_k & (own == 0))
+    tl.store(kept + (K_HEADS + key_head) * K_DIM + i, k.to(kind), in_k & (own == 0))
+    tl.store(kept + 2 * K_HEADS * K_DIM + head * V_DIM + j, v.to(kind), in_v)

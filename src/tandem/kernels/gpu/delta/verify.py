@@ -16,7 +16,15 @@ from torch import Tensor
 from tandem.config.layers import DeltaRule
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import UNIT_EPS, DeltaState, DeltaWeights
-from tandem.kernels.gpu.delta.parts import activated, add_three, add_two, constants, normed, softplus
+from tandem.kernels.gpu.delta.parts import (
+    activated,
+    add_three,
+    add_two,
+    constants,
+    keep_inputs,
+    normed,
+    softplus,
+)
 from tandem.kernels.gpu.delta.step import ELEMENTS_PER_WARP, MAX_REGISTERS
 from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
 
@@ -67,16 +75,6 @@ def _learnt(state, q, k, v, b, a, own_decay, own_bias, scale, unit_eps):
     learnt = beta * (v - shrink * k_unit * of_k)
     read = q_unit * (shrink * of_q + k_unit * both * learnt)
     return shrink * state + (k * k_unit)[:, None] * learnt[None, :], read
-
-
-@triton.jit
-def _keep(kept, q, k, v, i, j, in_k, in_v, key_head, head, own, K_HEADS: tl.constexpr, K_DIM: tl.constexpr,
-          V_DIM: tl.constexpr):  # fmt: skip
-    """A token's inputs into its place; the first of the value heads that share a key head keeps that one's."""
-    kind: tl.constexpr = kept.dtype.element_ty
-    tl.store(kept + key_head * K_DIM + i, q.to(kind), in_k & (own == 0))
-    tl.store(kept + (K_HEADS + key_head) * K_DIM + i, k.to(kind), in_k & (own == 0))
-    tl.store(kept + 2 * K_HEADS * K_DIM + head * V_DIM + j, v.to(kind), in_v)
 
 
 @triton.jit(do_not_specialize=["first", "rows"])
@@ -133,8 +131,8 @@ def _verify(projected, gates, conv, decay, dt_bias, norm, starts, lens, slots, f
             z = tl.load(row + at * PROJECTED + Z_FIRST + key_head * Z_STEP + own * V_DIM + j, in_v, other=0.0)
             result = normed(y, tl.sum(y * y) / V_DIM, weight, z.to(tl.float32), eps, kind)
             tl.store(to + at * V_HEADS * V_DIM, result, in_v)
-            _keep(ring + place * CHANNELS, own_q, own_k, own_v, i, j, in_k, in_v, key_head, head, own, K_HEADS, K_DIM,
-                  V_DIM)  # fmt: skip
+            keep_inputs(ring + place * CHANNELS, own_q, own_k, own_v, i, j, in_k, in_v, key_head, head, own, K_HEADS,
+                        K_DIM, V_DIM)  # fmt: skip
             tl.store(stash + place * GATES + of_b, b.to(kind))
             tl.store(stash + place * GATES + of_a, a.to(kind))
             if (at == new - 1) & (following == 0):  # rows that fill up a graph get the last real row's result
