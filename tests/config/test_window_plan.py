@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from plans import GIB, machine, reason, with_gpu
 from tandem.bench.architectures import named_config
 from tandem.config import EngineConfig, Plan, resolve
@@ -28,8 +30,9 @@ def planned(on_gpu: bool, **flags: object) -> Plan:
     return resolve(EngineConfig.from_keywords("m", kt_method="INT4", **flags), MODEL, where)
 
 
-def test_windows_have_pages_of_their_own() -> None:
-    plan = planned(False, max_running_requests=4, chunked_prefill_size=512, max_total_tokens=32768)
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+def test_windows_have_pages_of_their_own(on_gpu: bool) -> None:
+    plan = planned(on_gpu, max_running_requests=4, chunked_prefill_size=512, max_total_tokens=32768)
     layout = MODEL.state_layout(plan.dtype, plan.page_size, plan.guesses)
     assert (plan.num_pages, plan.num_window_pages) == (2048, layout.window_pages(4, 512))
     assert 4 * 128 // 16 < plan.num_window_pages < 200
@@ -37,6 +40,7 @@ def test_windows_have_pages_of_their_own() -> None:
     made = allocate(layout, plan.num_pages, window_pages=plan.num_window_pages)
     kept = sum(array.nbytes for arrays in made.arrays for array in arrays)
     entry = next(entry for ledger in plan.ledgers for entry in ledger.entries if entry.name == "KV cache")
+    assert (plan.gpu is not None) == on_gpu
     assert entry.nbytes == kept == 16 * TOKEN * (plan.num_pages + plan.num_window_pages)
     assert reason(plan, "windows") == "layers that see 128 tokens keep no others"
 
@@ -52,7 +56,20 @@ def test_what_windows_spare_holds_other_tokens() -> None:
     assert request.kv_tokens(1 << 30) > 1.9 * whole.kv_tokens(1 << 30)
 
 
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+def test_windows_hold_a_step_of_any_length(on_gpu: bool) -> None:
+    """Also where experts travel, whose steps are longer."""
+    plan = planned(on_gpu, max_running_requests=2, max_total_tokens=65536, kt_num_gpu_experts=1 if on_gpu else None)
+    layout = MODEL.state_layout(plan.dtype, plan.page_size, plan.guesses)
+    assert layout.window_pages(2, plan.max_step_tokens) <= plan.num_window_pages < plan.num_pages
+    assert (plan.max_step_tokens == 8192) == on_gpu
+
+
 def test_short_caches_and_other_readers_keep_all_tokens() -> None:
-    """A cache that is no longer than its windows; GPUs, as yet."""
+    """A cache that is no longer than its windows; kernels that know one table."""
     assert planned(False, max_total_tokens=4096).num_window_pages == 0
-    assert planned(True, max_running_requests=2, max_total_tokens=65536).num_window_pages == 0
+    assert planned(True, max_total_tokens=4096).num_window_pages == 0
+    for backend, some in (("triton", True), ("torch", False), ("flashinfer", False)):
+        config = EngineConfig.from_keywords("m", attention_backend=backend)
+        request = MemoryRequest(config, MODEL, with_gpu(), "bfloat16", "int4", 4, step_tokens=2048)
+        assert (request.window_pages > 0) == some

@@ -62,7 +62,7 @@ class MemoryRequest:
     max_running_requests: int
     stored: StoredFormats = UNQUANTISED
     experts_in_place: bool = False  # used where the checkpoint has them
-    step_tokens: int = 0  # at most, where layers that see a window keep no other tokens; 0: they keep all
+    step_tokens: int = 0  # at most; 0: layers that see a window keep all tokens, too
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -188,7 +188,7 @@ def _resolved(
     log.append(Decision("threads", str(len(threads.cpus)), threads.reason))
     running = _running(config, model, dtype, log)
     log += [Decision("experts", "not packed", _why_in_place(config))] if in_place else []
-    most = _most_step_tokens(config, model, running) if gpu is None else 0
+    most = _most_step_tokens(config, model, running, gpu is not None)
     request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, in_place, most)
     memory, gpu_plan = (size_memory(request), None) if gpu is None else on_gpu(request, gpu, log)
     page, num_pages, window_pages = _pages(request, memory, log)
@@ -350,9 +350,10 @@ def _pages(request: MemoryRequest, memory: MemoryPlan, log: list[Decision]) -> t
     return page, pages, windows
 
 
-def _most_step_tokens(config: EngineConfig, model: ModelConfig, running: int) -> int:
+def _most_step_tokens(config: EngineConfig, model: ModelConfig, running: int, on_gpu: bool) -> int:
     """Of a step, whatever memory allows."""
-    chunk, usual = config.chunked_prefill_size, prefill_tokens(on_gpu=False)
+    chunk = config.chunked_prefill_size
+    usual = stream_tokens(model) if on_gpu else prefill_tokens(on_gpu)
     return max(running, usual if chunk is None else chunk if chunk > 0 else model.max_positions)
 
 
