@@ -113,6 +113,14 @@ def test_faster_memory_and_smaller_experts_decode_faster() -> None:
     assert slow.decode[8].middle / 8 < slow.decode[1].middle
 
 
+def test_only_prompts_that_are_not_replayed_wait_for_a_slow_host() -> None:
+    def rate(launch_seconds: float, **flags: object) -> float:
+        slow = replace(SPEEDS, launch_seconds=launch_seconds)
+        return predict(replace(case(1.0, **flags), speeds=slow), prompt=2048).prompt.middle
+
+    assert rate(1e-4) == rate(1e-6) and rate(1e-4, disable_cuda_graph=True) < rate(1e-6, disable_cuda_graph=True) / 4
+
+
 def test_a_longer_context_decodes_slower() -> None:
     short, long = (predict(case(0.5), context=tokens).decode[1].middle for tokens in (100, 8000))
     assert long < short

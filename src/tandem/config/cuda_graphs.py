@@ -13,6 +13,7 @@ SMALL_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 DEFAULT_LARGEST_GRAPH = 256  # each graph keeps its logits; larger ones have to be asked for
 MOST_GUESS_ROWS = 128  # with guesses, if more sequences do not run together: longer steps gain little from them
 FEW_ROWS = tuple(range(1, 9))  # a step with guesses may have any number of rows, and a copy costs as much as a guess
+LEAST_FILLED = 0.5  # of a prompt's graph's rows: copies cost as much as others
 PROMPT_SIZES = (512, 2048)  # longer chunks keep a GPU busy whatever the host does
 GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the small ones: steps between graphs
 
@@ -74,6 +75,12 @@ def prompt_sizes(config: EngineConfig, model: ModelConfig, streamed: int = 0) ->
     chunk, context = config.chunked_prefill_size or streamed or PROMPT_SIZES[-1], config.context_length
     most = min(context or model.max_positions, chunk if chunk > 0 else model.max_positions)
     return (min(streamed, most),) if streamed else tuple(size for size in PROMPT_SIZES if size <= most)
+
+
+def prompt_graph_rows(sizes: tuple[int, ...], rows: int) -> int:
+    """Of the graph that a chunk of so many rows is replayed in; 0: it fits none. sizes: ascending."""
+    size = next((size for size in sizes if size >= rows), 0)
+    return size if rows >= LEAST_FILLED * size else 0
 
 
 def prompt_graph_bytes(model: ModelConfig, sizes: tuple[int, ...]) -> int:

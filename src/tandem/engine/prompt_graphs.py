@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tandem.config.cuda_graphs import prompt_graph_rows
 from tandem.engine.paused_pass import PausingModel
 from tandem.engine.sampling.logits import BestRows
 from tandem.kernels.ops import Tally
@@ -22,7 +23,6 @@ from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
 SEQUENCES = 8  # of a chunk that is replayed, at most
-LEAST_FILLED = 0.5  # of a graph's rows: copies cost as much as others
 NOWHERE = -1  # no place in pages: a copy's last bits may be others, where libraries divide sums by tiles
 _ROWS = "input_ids", "positions", "cache_slots"
 
@@ -191,8 +191,8 @@ class PromptGraphs:
         rows, sequences = len(batch.input_ids), len(batch.seq_lens)
         if batch.single_rows or max(sequences, len(batch.logits_rows)) > SEQUENCES:
             return None
-        size = next((size for size in sorted(self._graphs) if size >= rows), None)
-        return None if size is None or rows < LEAST_FILLED * size else self._graphs[size]
+        size = prompt_graph_rows(tuple(sorted(self._graphs)), rows)
+        return self._graphs[size] if size else None
 
     def capture(
         self, inputs: ChunkInputs, model: PausingModel, states: States, tallies: Rows[Tally] | None

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tandem.config.cuda_graphs import prompt_graph_rows
 from tandem.config.forecast.attention import attention_flops
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.speeds import Speeds
@@ -241,8 +242,9 @@ def _chunk(case: Case, rows: int, before: int) -> dict[str, float]:
 
 def _chunk_on_gpu(case: Case, rows: int, attention_flops: float, on_cpu: float) -> dict[str, float]:
     """Whatever takes longest: the GPU, the host that starts its kernels, or experts that are in CPU memory. on_cpu:
-    seconds that the CPU would take for those."""
-    model, speeds = case.model, case.speeds
+    seconds that the CPU would take for those. A graph computes all of its rows, and the host starts nothing."""
+    model, speeds, replayed = case.model, case.speeds, _replayed(case, rows)
+    rows = replayed or rows
     travelling, elsewhere = _elsewhere(case, rows, on_cpu)
     dense_flops = 2.0 * rows * (model.dense_params - model.vocab * model.hidden)
     others = {
@@ -252,11 +254,17 @@ def _chunk_on_gpu(case: Case, rows: int, attention_flops: float, on_cpu: float) 
     there = case.gpu_share + (1 - case.gpu_share) * travelling
     ways = [
         others | {"experts on the GPU": _experts_on_gpu(case, rows, there)},
-        {"starting kernels": sum(map(_eager_kernels, model.layers)) * speeds.launch_seconds},
+        {"starting kernels": 0.0 if replayed else sum(map(_eager_kernels, model.layers)) * speeds.launch_seconds},
         {"experts over the bus": elsewhere} if travelling == 1.0 else others | {"experts in CPU memory": elsewhere},
     ]
     longest = max(ways, key=lambda parts: sum(parts.values()))
     return longest | {"its start and end": GPU_CHUNK_SECONDS}
+
+
+def _replayed(case: Case, rows: int) -> int:
+    """Rows of the graph in which a chunk is replayed that nobody decodes beside: where no expert is elsewhere."""
+    gpu = case.plan.gpu
+    return 0 if gpu is None or case.gpu_share < 1.0 else prompt_graph_rows(gpu.prompt_sizes, rows)
 
 
 def _elsewhere(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:
