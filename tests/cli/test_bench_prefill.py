@@ -33,11 +33,11 @@ def test_bus_and_cpu_share_what_is_elsewhere() -> None:
 
 def test_the_work_of_a_prompt() -> None:
     config = named_config("qwen3-30b-a3b", None)
-    work, longer = (work_of(config, "int4", tokens, 0.5) for tokens in (2048, 4096))
+    work, longer = (work_of(config, config.expert_bytes("int4"), tokens, 0.5) for tokens in (2048, 4096))
     assert work.expert_flops == 2 * 2048 * 8 * 3 * 2048 * 768 * 48 == longer.expert_flops / 2
     everyone = 48 * 128 * config.expert_bytes("int4")
     assert 0.99 * everyone < work.expert_bytes <= longer.expert_bytes <= everyone
-    assert work_of(config, "int4", 1, 0.5).expert_bytes == pytest.approx(everyone / 16)
+    assert work_of(config, config.expert_bytes("int4"), 1, 0.5).expert_bytes == pytest.approx(everyone / 16)
     attention = 48 * 4 * 32 * 128 * 2048 * 2049 / 2
     dense = 2 * 2048 * (config.dense_params - config.vocab * config.hidden)
     assert work.dense_flops == pytest.approx(dense + attention + 2 * config.vocab * config.hidden)

@@ -23,6 +23,7 @@ from tandem.bench import hybrid
 from tandem.bench.ceilings import measure_flops
 from tandem.bench.probes import GpuSpeeds, gpu_speeds
 from tandem.bench.rows import machine_name, stamp
+from tandem.bench.stored import format_name
 from tandem.config import Machine, ModelConfig
 from tandem.config.forecast.attention import attention_flops
 from tandem.engine.start.loader import use_one_torch_thread
@@ -86,15 +87,15 @@ class Work:
         return max(bus, cpu, flops / rates.gpu.flops, nbytes / (rates.gpu.gbps * 1e9))
 
 
-def work_of(model: ModelConfig, fmt: str, tokens: int, gpu_share: float) -> Work:
-    """fmt: as the plan says it."""
+def work_of(model: ModelConfig, packed: int, tokens: int, gpu_share: float) -> Work:
+    """packed: bytes of one routed expert."""
     head = model.vocab * model.hidden  # one row of it
     dense = (model.dense_params - head) * 2.0 * tokens + 2.0 * head
     top_k, each = model.moe.router.top_k, model.moe.experts.params(model.hidden)
     experts = 2.0 * tokens * top_k * each * len(model.moe_layers)
     used = model.routed_experts * (1 - (1 - top_k / model.moe.router.num_experts) ** tokens)
     attention = attention_flops(model, tokens, 0, per_head=True)
-    nbytes = model.dense_bytes("bfloat16", on_gpu=True), used * model.expert_bytes(fmt)
+    nbytes = model.dense_bytes("bfloat16", on_gpu=True), used * packed
     return Work(dense + attention, nbytes[0], experts, nbytes[1], gpu_share)
 
 
@@ -124,15 +125,15 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
             dram = hybrid.dram_reader(built).mean_gbps()
             rates = Rates(dram, measure_flops(built.workers, built.plan.tier, min_seconds=0.1), gpu)
             for tokens in request.tokens:
-                yield _row(request, built, tokens, share, rates)
+                yield _row(request, built, tokens, share, rates) | {"format": format_name(fmt)}
 
 
 def _row(request: Request, built: hybrid.Built, tokens: int, share: float, rates: Rates) -> dict[str, Any]:
     times = list(prompt_seconds(built, tokens, request.repeats))
-    seconds, fmt = statistics.median(times), built.plan.expert_format
-    bound = work_of(built.config, fmt, tokens, share).bound_seconds(rates)
+    seconds = statistics.median(times)
+    bound = work_of(built.config, built.expert_bytes, tokens, share).bound_seconds(rates)
     return {
-        "bench": "prefill", "config": request.config, "layers": request.layers, "format": fmt, "gpu_share": share,
+        "bench": "prefill", "config": request.config, "layers": request.layers, "gpu_share": share,
         "tokens": tokens, "cached": 0, "tok_s": round(tokens / seconds, 1), "bound_tok_s": round(tokens / bound, 1),
         "share": round(bound / seconds, 4), "chunk": request.chunk, "threshold": request.threshold,
         "dram_gbps": round(rates.dram_gbps, 1), "pcie_gbps": rates.gpu.to_gpu_gbps,

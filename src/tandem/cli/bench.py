@@ -206,7 +206,7 @@ def decode(
 def prefill(
     config: Annotated[str, typer.Option(help="dimensions, with made-up weights: " + NAMES)] = "qwen3-30b-a3b",
     fmt: Annotated[
-        list[str] | None, typer.Option("--format", help="expert format: BF16, INT8 or INT4 (default: INT4)")
+        list[str] | None, typer.Option("--format", help="of experts: BF16, INT8, INT4, FP8, MXFP4 (default: INT4)")
     ] = None,
     gpu_share: GpuShare = None,
     tokens: Annotated[
