@@ -64,7 +64,7 @@ def test_a_division_holds_the_rows_and_a_matrix_keeps_its_warps(fmt: str, count:
 
 def test_what_steps_need_is_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: set[code_mma.Blocks] = set()
-    monkeypatch.setattr(code_mma, "kernel", lambda kind, blocks, index: compiled.add(blocks))
+    monkeypatch.setattr(code_mma, "kernel", lambda kind, blocks, index, _: compiled.add(blocks))
     monkeypatch.setattr(code_mma, "_processors", lambda device: 132)
     for columns in (40, 2080):
         made = panels("fp8", columns=columns)

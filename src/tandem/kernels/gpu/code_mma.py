@@ -189,7 +189,7 @@ class Blocks(NamedTuple):
 
 
 @cache
-def kernel(kind: Kind, blocks: Blocks, device_index: int | None, ending: Activation | None = None) -> Any:
+def kernel(kind: Kind, blocks: Blocks, device_index: int | None, ending: Activation | None) -> Any:
     """Compiled on first use. ending: the activation that panels of gate and up end in."""
     (made,) = compiled(source(kind, blocks, ending), ("multiply",), device_index)
     return made
@@ -232,7 +232,7 @@ def _processors(device: torch.device) -> int:
 def prepare(panels: Panels, device: torch.device) -> None:
     """Compiles what any step of up to MOST_ROWS rows needs: the first one may be one that is captured."""
     for rows in (1, TILE_ROWS, 2 * TILE_ROWS, MOST_ROWS):
-        kernel(kind_of(panels), blocks_of(panels, rows, _processors(device)), device.index)
+        kernel(kind_of(panels), blocks_of(panels, rows, _processors(device)), device.index, None)
 
 
 def prepare_pairs(panels: Panels, how: Activation, device: torch.device) -> None:
