@@ -96,7 +96,7 @@ class Request:
             for mode in modes
             for share in shares
             for late in ((0, self.late) if self.late else (0,))
-            for cached in (("auto", self.cached) if self.cached else ("auto",))
+            for cached in ((self.cached, "auto") if self.cached else ("auto",))  # the first says what it lacks
         ]
         return [(_label(variant), variant) for variant in found]
 
