@@ -233,7 +233,7 @@ def build(
     plan = resolve(asked, config, this_machine(), stored_as(config, request.dense, experts_of(fmt)))
     plan = dataclasses.replace(plan, num_window_pages=0)  # `decoder` gives all layers one table
     workers = planned_pool(plan)
-    side = gpu_side(plan, config, CpuOps(workers, plan.tier))
+    side = gpu_side(plan, config, CpuOps(workers, plan.tier, deterministic=plan.deterministic))
     if placement is not None:
         own = HybridStore(
             side.ops, placement, side.handoff, config.hidden, plan.gpu is not None and plan.gpu.live

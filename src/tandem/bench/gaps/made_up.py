@@ -131,7 +131,7 @@ def _parts(
 ) -> EngineParts:
     use_one_torch_thread()
     directory, workers = Path(config.model), planned_pool(plan)
-    ops = CpuOps(workers, plan.tier, plan.int8_activations)
+    ops = CpuOps(workers, plan.tier, plan.int8_activations, deterministic=plan.deterministic)
     checkpoint: Any = SyntheticCheckpoint(*stored)
     with PackedStart(config, directory, workers, None) as packed:  # which keeps nothing
         parts = config, plan, model, checkpoint, Tokenizer.load(directory), ops, packed, None
