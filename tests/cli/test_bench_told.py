@@ -18,6 +18,7 @@ from tandem.bench.told import rows as told_rows
 from tandem.bench.told import turns as told_turns
 from tandem.bench.told.paid import Paid
 from tandem.bench.told.parts import ToldCopies, told_tokens
+from tandem.bench.told.plot import lines
 from tandem.bench.told.routing import ToldRouting, chains, distinct
 from tandem.cli.app import app
 from tandem.config import ModelConfig
@@ -208,6 +209,7 @@ def test_a_step_of_more_rows_than_a_graph_is_refused(
         ("--acceptance 0.5", "--acceptance says nothing alone: give --speculative NGRAM, too"),
         ("--speculative NGRAM --fixed 3", "--fixed says nothing alone: give --overlap 0.33, too"),
         ("--fixed 3", "--fixed says nothing alone: give --speculative NGRAM and --overlap 0.33, too"),
+        ("--speculative NGRAM --plot a.png", "--plot says nothing alone: give --overlap 0.33, too"),
         ("--speculative NGRAM --draft-ms 1", "--draft-ms says nothing alone: give --overlap 0.33, too"),
         ("--speculative NGRAM --config glm-4.5-air --overlap 0.3 --no-governor", "give --fixed 3, too"),
     ],
@@ -215,6 +217,20 @@ def test_a_step_of_more_rows_than_a_graph_is_refused(
 def test_flags_that_would_be_ignored_are_refused(line: str, missing: str) -> None:
     done = CliRunner().invoke(app, ["bench", "decode", *line.split()])
     assert isinstance(done.exception, ConfigError) and missing in str(done.exception)
+
+
+def test_a_draft_layer_guesses_three_tokens_if_nothing_is_said(small) -> None:
+    assert [asked(speculative=name, num_steps=None).most for name in ("NEXTN", "eagle", "NGRAM")] == [3, 3, 7]
+
+
+def test_a_picture_has_a_line_for_each_width_and_share(small) -> None:
+    row = {"format": "int4", "gpu_share": 0.5, "batch": 1, "steps": 3}
+    points = [(0.9, True, 1.4), (0.0, True, 0.99), (0.9, False, 1.5)]
+    made = lines([row | {"acceptance": a, "governor": g, "ratio": r} for a, g, r in points])
+    assert made == [
+        ("int4, 50% on the GPU, batch 1: up to 3", [0.0, 0.9], [0.99, 1.4]),
+        ("int4, 50% on the GPU, batch 1: always 3", [0.9], [1.5]),
+    ]
 
 
 def test_a_draft_layer_takes_its_own_time(small) -> None:

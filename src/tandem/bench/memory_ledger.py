@@ -12,9 +12,10 @@ import torch
 
 from tandem import _core
 from tandem.config import ModelConfig, Plan
-from tandem.config.gpu_plan import dense_bytes, host_share
+from tandem.config.choices.beside_gpu import host_share
+from tandem.config.gpu_plan import dense_bytes
 from tandem.config.host_memory import host_memory
-from tandem.config.model_config import rope_bytes
+from tandem.config.model_config import draft_experts, rope_bytes
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.kernels.free_memory import return_free_memory
 
@@ -92,7 +93,8 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     states = plan.num_pages * plan.page_size * kept.token_bytes + plan.num_slots * kept.slot_bytes
     if plan.num_window_pages:
         states -= (plan.num_pages - plan.num_window_pages) * plan.page_size * kept.window_token_bytes
-    on_gpu = dense_bytes(model, plan.dtype, stored) + plan.gpu.experts * expert + states
+    experts = plan.gpu.experts + plan.gpu.draft_experts * draft_experts(model)
+    on_gpu = dense_bytes(model, plan.dtype, stored) + experts * expert + states
     on_gpu += rope_bytes(model, plan.context_length)
     logits = sum(plan.gpu.graph_sizes) * model.vocab * 4
     returned = plan.max_step_tokens * model.hidden * 4 if host.handoff else 0  # the CPU's sums

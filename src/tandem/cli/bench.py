@@ -10,7 +10,7 @@ import typer
 
 from tandem.bench.architectures import NAMES
 from tandem.bench.told.flags import check_flags
-from tandem.config.speculation.choice import DEFAULT_GUESSES, check_algorithm
+from tandem.config.speculation.choice import check_algorithm, default_guesses
 
 KERNEL_FORMATS = (
     "bf16, f32, int8, int4, int4-g64, int4-g128, int4-zeros (GPTQ, AWQ), fp8 (128x128 blocks), fp8-row, mxfp4, mxfp8, "
@@ -64,7 +64,8 @@ Speculative = Annotated[
     str | None, typer.Option(help="with guesses of next tokens, and without, in turn: NGRAM, NEXTN")
 ]
 MostGuesses = Annotated[
-    int, typer.Option("--speculative-num-steps", min=1, max=63, help="most guesses of a sequence in a step")
+    int | None,
+    typer.Option("--speculative-num-steps", min=1, max=63, help="most guesses of a sequence in a step (7, NEXTN: 3)"),
 ]
 Acceptances = Annotated[
     list[float] | None, typer.Option(min=0, max=1, help="with --speculative: so many guesses are right")
@@ -78,6 +79,9 @@ FixedWidths = Annotated[
 ]
 DraftTime = Annotated[
     float | None, typer.Option("--draft-ms", min=0, help="with --overlap: what a guess takes (default: nothing)")
+]
+GainPlot = Annotated[
+    Path | None, typer.Option("--plot", help="with --overlap: draw the gain as PNG (needs matplotlib)")
 ]
 Governed = Annotated[
     bool, typer.Option("--governor/--no-governor", help="with --speculative: as many guesses as pay")
@@ -163,12 +167,13 @@ def decode(
     ] = "on",
     deterministic: Deterministic = False,
     speculative: Speculative = None,
-    num_steps: MostGuesses = DEFAULT_GUESSES,
+    num_steps: MostGuesses = None,
     acceptance: Acceptances = None,
     governor: Governed = True,
     overlap: Overlap = None,
     fixed: FixedWidths = None,
     draft_ms: DraftTime = None,
+    plot: GainPlot = None,
     out: Out = None,
 ) -> None:
     """Measure decoding against the memory-bandwidth bound of the same run, and against other engines.
@@ -179,27 +184,27 @@ def decode(
     if config is not None and speculative is None:
         from tandem.bench import hybrid as bench_hybrid
 
-        shares = tuple(gpu_share or [0.0, 0.5, 1.0])
-        asked = (config, tuple(fmt or ["BF16"]), shares, tuple(batch or [1, 8]), layers, context)
-        more = (steps, repeats, threads, tier, dense_format, bench_hybrid.foresight_modes(foresight))
+        shares, formats = tuple(gpu_share or [0.0, 0.5, 1.0]), tuple(fmt or ["BF16"])
+        asked = (config, formats, shares, tuple(batch or [1, 8]), layers, context, steps, repeats)
+        more = (threads, tier, dense_format, bench_hybrid.foresight_modes(foresight))
         bench_hybrid.run(bench_hybrid.Request(*asked, *more), out)
         return
     if speculative is not None and overlap is not None:
         from tandem.bench.told import rows as told_rows
 
-        told_rows.run(told_rows.request(locals()), out)
+        told_rows.run(told_rows.request(locals()), out, plot)
         return
     if speculative is not None:
         from tandem.bench import speculation as bench_speculation
 
         known = (model, tuple(fmt or ["BF16"]), tuple(batch or [1]), steps, repeats, threads, tier)
-        guesses = (check_algorithm(speculative), num_steps, governor, tuple(acceptance or ()), config, layers)
-        bench_speculation.run(bench_speculation.Request(*known, *guesses), out)
+        guesses = (name := check_algorithm(speculative), num_steps or default_guesses(name), governor)
+        bench_speculation.run(bench_speculation.Request(*known, *guesses, tuple(acceptance or ()), config, layers), out)
         return
     from tandem.bench.decode import Request, run
 
-    lists, beside = (tuple(fmt or ["BF16"]), tuple(batch or [1, 8])), (transformers, llama_cpp)
-    run(Request(model, *lists, steps, repeats, *beside, threads, tier, deterministic=deterministic), out)
+    what = (model, tuple(fmt or ["BF16"]), tuple(batch or [1, 8]), steps, repeats, transformers, llama_cpp)
+    run(Request(*what, threads, tier, deterministic=deterministic), out)
 
 
 @bench.command()

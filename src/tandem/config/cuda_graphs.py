@@ -15,6 +15,7 @@ MOST_GUESS_ROWS = 128  # with guesses, if more sequences do not run together: lo
 FEW_ROWS = tuple(range(1, 9))  # a step with guesses may have any number of rows, and a copy costs as much as a guess
 LEAST_FILLED = 0.5  # of a prompt's graph's rows: copies cost as much as others
 PROMPT_SIZES = (512, 2048)  # longer chunks keep a GPU busy whatever the host does
+DRAFT_SIZES = (1, 2, 4, 8, 16, 32)
 GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the small ones: steps between graphs
 
 
@@ -37,6 +38,12 @@ def graph_sizes(config: EngineConfig, running: int, guesses: int = 0) -> tuple[i
         largest = max(largest, min(largest * (1 + guesses), MOST_GUESS_ROWS))
         asked = (*few, *FEW_ROWS, *_sizes_to(largest), largest)
     return tuple(sorted({size for size in asked if size <= largest}))
+
+
+def draft_sizes(sizes: tuple[int, ...], guesses: int) -> tuple[int, ...]:
+    """Sequences of the graphs that guess, ascending; sizes: of the graphs of steps, which compute the guesses."""
+    most = max(sizes, default=0) // (1 + guesses)
+    return tuple(size for size in DRAFT_SIZES if size <= most)
 
 
 def _sizes_to(largest: int) -> list[int]:

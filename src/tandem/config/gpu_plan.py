@@ -37,8 +37,8 @@ from tandem.config.memory import (
     gib,
     wanted_context,
 )
-from tandem.config.model_config import STORED, ModelConfig, rope_bytes
-from tandem.config.speculation.choice import refuse_drafts_on_gpu
+from tandem.config.model_config import STORED, ModelConfig, draft_experts, rope_bytes
+from tandem.config.speculation.choice import check_drafts_on_gpu
 from tandem.config.state import DTYPE_BYTES
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError, GpuTooSmall
@@ -74,6 +74,7 @@ class GpuPlan:
     ring_bytes: int = 0  # of GPU memory that they are brought to
     deferred: int = 0  # of a token's experts in CPU memory, at most so many are added one layer late; lossy
     prompt_sizes: tuple[int, ...] = ()  # rows of chunks of prompts that are CUDA graphs, too
+    draft_experts: bool = False  # those of a draft layer are there, too: all or none
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class GpuMemory:
     ring_bytes: int = 0
     ring_reason: str = "every expert is on the GPU"
     prompt_sizes: tuple[int, ...] = ()
+    draft_experts: bool = False
 
 
 def usable_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> tuple[Gpu | None, str]:
@@ -183,7 +185,7 @@ def stream_tokens(model: ModelConfig) -> int:
 def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
     found = _sized(request, gpu, 0)
-    refuse_drafts_on_gpu(request.config)
+    check_drafts_on_gpu(request.config, request.model)
     if found.experts >= request.model.routed_experts:
         return _with_prompts(request, gpu, found)
     if why_not := streams_not(request, gpu):
@@ -223,6 +225,8 @@ def _sized(request: MemoryRequest, gpu: Gpu, ring: int) -> GpuMemory:
     asked, expert_reason = _experts_asked(request)
     per_expert = max(1, expert_bytes(request))
     kv_room = room - (asked or 0) * per_expert
+    drafts = _draft_bytes(request, kv_room)
+    kv_room -= drafts
     if kv_room < request.kv_bytes(min(context, LEAST_CONTEXT)):
         raise GpuTooSmall(_too_small(gpu, budget, (dense, workspace, room), asked or 0, per_expert))
     least, way_out = _least_tokens(request, context, kv_room), ""
@@ -234,10 +238,20 @@ def _sized(request: MemoryRequest, gpu: Gpu, ring: int) -> GpuMemory:
     tokens, kv_reason = _kv_tokens(request, context, kv_room, least)
     if tokens < context:
         context, context_reason = tokens, _shortened(request, context, tokens) + way_out
-    _check_ram(request, asked)
-    weights = dense + asked * expert_bytes(request)
+    _check_ram(request, asked, bool(drafts))
+    weights = dense + asked * expert_bytes(request) + drafts
     memory = MemoryPlan(weights, budget, context, tokens, context_reason, kv_reason)
-    return GpuMemory(asked, expert_reason, memory)
+    return GpuMemory(asked, expert_reason, memory, draft_experts=bool(drafts))
+
+
+def _draft_bytes(request: MemoryRequest, room: int) -> int:
+    """Of a draft layer's experts, if they are to be on the GPU: each guess uses them. They leave room for one request,
+    or for what was asked for."""
+    asked, context = request.config.max_total_tokens, wanted_context(request)[0]
+    nbytes = draft_experts(request.model) * expert_bytes(request)
+    least = min(context, DEFAULT_CONTEXT) if asked is None else asked
+    fits = nbytes + request.kv_bytes(least) <= room
+    return nbytes if fits and not experts_kept_off(request.model, request.expert_format, request.stored) else 0
 
 
 def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPlan, kv_bytes: int) -> Ledger:
@@ -250,6 +264,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
             "dense weights", dense_bytes(request.model, request.dtype, request.stored), "embedding included"
         ),
         Entry("experts", experts * each, f"{experts} of {request.model.routed_experts}, {gib(each)} each"),
+        Entry("draft experts", draft_experts(request.model) * plan.draft_experts * each, "of the layer that guesses"),
         Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
         Entry("states", request.slot_bytes, "of sequences, whatever their length"),
         Entry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
@@ -293,22 +308,6 @@ def _scratch_bytes(request: MemoryRequest, tokens: int = GPU_PREFILL_TOKENS) -> 
 def expert_bytes(request: MemoryRequest) -> int:
     """Of one routed expert, as packed."""
     return request.model.expert_bytes(request.expert_format, request.stored.experts)
-
-
-def host_share(
-    model: ModelConfig,
-    gpu: GpuPlan,
-    expert_bytes: int,
-    workers: int,
-    step_tokens: int,
-    pages: int,
-    fused: bool,
-    in_place: bool,
-) -> HostShare:
-    """pages: of the longest sequence; fused: shared experts are computed as routed ones."""
-    top_k = model.moe.router.top_k + (model.moe.fusible_shared if fused else 0)
-    sizes, late = gpu.graph_sizes, gpu.deferred > 0
-    return HostShare(gpu.experts, expert_bytes, workers, step_tokens, sizes, pages, top_k, gpu.live, in_place, late)
 
 
 def asked_experts(config: EngineConfig, model: ModelConfig) -> tuple[int | None, str]:
@@ -372,12 +371,13 @@ def _shortened(request: MemoryRequest, context: int, tokens: int) -> str:
     return f"what the KV cache holds (the model could do {context})"
 
 
-def _check_ram(request: MemoryRequest, on_gpu: int) -> None:
+def _check_ram(request: MemoryRequest, on_gpu: int, drafts_there: bool) -> None:
     """Of experts: what steps need beside them is not known yet, and is within what the fraction leaves."""
     machine, fraction, model = request.machine, DEFAULT_FRACTION, request.model
     live, _ = live_placement(request.config, on_gpu, model)
     there = request.experts_are_there
-    share = HostShare(on_gpu, expert_bytes(request), 0, 0, (), 0, 0, live, there)
+    drafts = 0 if drafts_there else draft_experts(model)
+    share = HostShare(on_gpu, expert_bytes(request), 0, 0, (), 0, 0, live, there, drafts=drafts)
     host = host_memory(model, share)
     needed = host.experts + host.spare
     if needed > machine.available_memory * fraction:

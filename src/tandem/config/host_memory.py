@@ -39,6 +39,7 @@ class HostShare:
     in_place: bool = False  # those in CPU memory are used where the checkpoint has them
     late: bool = False  # some are added one layer later, for which graphs' hand-off has two halves
     tables: int = 1  # kinds of pages: 2 where layers that see a window have their own
+    drafts: int = 0  # a draft layer's experts that are in CPU memory
 
     @property
     def graph_tokens(self) -> int:
@@ -71,15 +72,15 @@ class HostMemory:
 
 
 def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
-    everyone = model.routed_experts
+    there = model.routed_experts - share.on_gpu + share.drafts
     inputs = sum(
         pinned_bytes(graph_input_bytes(size, share.pages, share.tables)) + pinned_bytes(graph_mask_bytes(size))
         for size in share.graph_sizes
     )
     graphs = GRAPH_BYTES if share.graph_sizes else 0
-    if share.on_gpu >= everyone:
+    if there <= 0:
         return HostMemory(0, 0, 0, 0, inputs, graphs)
-    packed = 0 if share.in_place else everyone - share.on_gpu
+    packed = 0 if share.in_place else there
     spare = len(model.moe_layers) if share.live else 0
     return HostMemory(
         packed * share.expert_bytes + model.expert_bias_bytes, spare * share.expert_bytes,

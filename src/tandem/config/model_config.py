@@ -201,6 +201,11 @@ def drafts(model: ModelConfig, layer: int) -> bool:
     return layer == len(model.layers)
 
 
+def draft_experts(model: ModelConfig) -> int:
+    """Routed experts of a draft layer that is loaded."""
+    return model.moe.experts.count * (_loaded_moe_layers(model) - len(model.moe_layers))
+
+
 def _loaded_moe_layers(model: ModelConfig) -> int:
     """With a draft layer's."""
     return len(model.moe_layers) + (model.drafter is not None and model.drafter.layer.moe is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tandem.config.choices.beside_gpu import host_share
 from tandem.config.choices.cached import cached_as, cached_notices, cached_text
 from tandem.config.choices.decision import Decision
 from tandem.config.choices.deferral import deferral_notices
@@ -23,7 +24,6 @@ from tandem.config.gpu_plan import (
     GpuPlan,
     expert_bytes,
     gpu_ledger,
-    host_share,
     needs_gpu,
     stream_tokens,
     usable_gpu,
@@ -87,6 +87,11 @@ class Plan:
     def guesses(self) -> int:
         """Of a sequence in a step, at most."""
         return 0 if self.speculation is None else self.speculation.most_guesses
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a draft layer guesses."""
+        return self.speculation is not None and self.speculation.algorithm == "NEXTN"
 
 
 def resolve(

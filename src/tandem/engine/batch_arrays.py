@@ -135,3 +135,17 @@ class BatchArrays:
         self._positions[rows] = positions
         for places in self._places:
             places.place(row, chunk.sequence, positions)
+
+
+def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
+    """A copy of a batch in host memory."""
+
+    def there(tensor: Tensor) -> Tensor:
+        return tensor.to(device, copy=True)
+
+    return ForwardBatch(
+        there(batch.input_ids), there(batch.positions), there(batch.cache_slots), there(batch.query_starts),
+        there(batch.seq_lens), there(batch.block_tables), there(batch.logits_rows), there(batch.slots),
+        batch.single_rows, None if batch.folded is None else there(batch.folded),
+        windows=None if batch.windows is None else moved(batch.windows, device),
+    )  # fmt: skip

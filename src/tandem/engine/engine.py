@@ -92,6 +92,7 @@ def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner
     graphs = GraphPlan(
         plan.gpu.graph_sizes, pages, guessing=plan.guesses > 0, windowed=plan.num_window_pages > 0,
         prompts=plan.gpu.prompt_sizes, alone=_prompts_alone(parts), each_row=plan.deterministic,
+        drafting=plan.drafts,
     )  # fmt: skip
     return GpuRunner(
         parts.model, states, parts.handoff, graphs,
@@ -142,6 +143,7 @@ class Engine:
         self._eos_ids = frozenset((*parts.model_config.eos_ids, *parts.tokenizer.eos_ids))
         states = _states(parts)
         self._kv = KVCache(plan.num_pages, plan.page_size, prefix_cache=plan.radix_cache)
+        self._runner = _runner(parts, states.arrays)
         self._speculation = speculation_of(parts, states, self._kv)
         self._scheduler = Scheduler(
             _store(parts, self._kv, states.slots),
@@ -150,11 +152,10 @@ class Engine:
             pace=_pace(parts),
             guesser=self._speculation,
         )
-        self._runner = _runner(parts, states.arrays)
-        together, asked = not _layout(parts).slot_bytes, plan.speculation
+        together = not _layout(parts).slot_bytes
         # A draft layer runs between steps, where a pass may have its experts on the way. Nobody has shown yet that a
         # GPU changes a sequence's slot for graphs and a pass at once.
-        self._may_pause = (asked is None or asked.algorithm != "NEXTN") and (together or plan.gpu is None)
+        self._may_pause = not plan.drafts and (together or plan.gpu is None)
         self._aside = Aside(self._scheduler, self._runner, together)
         return_free_memory()  # what loading and compiling took
         self._recorder = parts.recorder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
@@ -53,7 +54,7 @@ def expert_placement(gpu: GpuPlan, model: ModelConfig) -> ExpertPlacement:
     layers, experts = len(model.moe_layers), moe.router.num_experts
     if gpu.statistics is not None:
         counts = load_counts(gpu.statistics, layers, experts, model.moe_layers, len(model.layers))
-    return place(gpu.placement, layers, experts, gpu.experts, counts)
+    return replace(place(gpu.placement, layers, experts, gpu.experts, counts), drafts=gpu.draft_experts)
 
 
 def expert_recorder(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.host_memory import graph_input_bytes, graph_wide_bytes
-from tandem.engine.batch_arrays import BatchArrays
+from tandem.engine.batch_arrays import BatchArrays, moved
 from tandem.engine.feeder import Feeder
 from tandem.engine.gpu_pass import GpuPass, PassStart, Streams
 from tandem.engine.paused_pass import PausingModel
@@ -46,7 +46,8 @@ class GraphPlan:
     """sizes: rows of the graphs to capture, ascending; pages: of the longest sequence; warm_ups: runs before a capture,
     which compile kernels and let libraries allocate; guessing: steps may have rows of guesses; windowed: layers that
     see a window have pages of their own; prompts: rows of chunks that are captured, too; alone: and replayed where
-    nobody decodes; each_row: every row is a sequence of its own, so that its bits are those of one that decodes."""
+    nobody decodes; each_row: every row is a sequence of its own, so that its bits are those of one that decodes;
+    drafting: a draft layer runs between steps, so no pass does."""
 
     sizes: tuple[int, ...]
     pages: int
@@ -56,6 +57,7 @@ class GraphPlan:
     prompts: tuple[int, ...] = ()
     alone: bool = True
     each_row: bool = False
+    drafting: bool = False
 
     @property
     def tables(self) -> int:
@@ -124,7 +126,7 @@ class _Inputs:
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
+def nothing_collected() -> Iterator[None]:
     """Garbage that frees GPU memory or pinned memory would spoil a graph that is being captured."""
     gc.collect()
     gc.disable()
@@ -143,7 +145,7 @@ def _masks(chunks: Rows[Chunk]) -> RowMasks:
     return [each for mask, c in zip(masks, chunks, strict=True) for each in (mask, *(None for _ in c.guesses))]
 
 
-def _nothing(batch: ForwardBatch, captured: bool) -> None:
+def nothing_begins(batch: ForwardBatch, captured: bool) -> None:
     """Where no backend plans its steps."""
 
 
@@ -184,7 +186,7 @@ class GpuRunner:
     ) -> None:
         """begin_step: called before the layers of a step run, and before a graph is captured (True) or replayed."""
         self._model, self._states, self._handoff, self._plan = model, states, handoff, graphs
-        self._usage, self._live, self._begin_step = usage, live, begin_step or _nothing
+        self._usage, self._live, self._begin_step = usage, live, begin_step or nothing_begins
         made = partial(
             BatchArrays, page_size, max_step_tokens, guessing=graphs.guessing, windowed=graphs.windowed,
             each_row=graphs.each_row,
@@ -198,11 +200,11 @@ class GpuRunner:
         said: object = begin_step
         self._start = said if isinstance(said, PassStart) else None
         self._prompts = PromptGraphs(self._start)
-        apart = live is None and self._start is not None and self._start.pausable()
+        apart = live is None and self._start is not None and self._start.pausable() and not graphs.drafting
         self._streams = Streams(handoff.device, apart)
         self._feeder = Feeder(partial(_on, self._device)) if apart else None
         self._streams.enter()
-        with torch.inference_mode(), _nothing_collected():
+        with torch.inference_mode(), nothing_collected():
             self._capture_all()
             self._capture_prompts()
 
@@ -252,7 +254,7 @@ class GpuRunner:
         """Kernel by kernel, while no pass is under way."""
         with self._streams.aside():
             self._begin_step(batch, False)
-            logits = self._forward(self._moved(batch), len(batch.input_ids))
+            logits = self._forward(moved(batch, self._device), len(batch.input_ids))
             best = self._best.fetch(logits)
             self._end.mark()
             make()
@@ -294,7 +296,7 @@ class GpuRunner:
             if graph is not None:
                 return graph.of(batch)
             best = BestRows(len(batch.logits_rows), self._device)
-            return LayerWork(model, self._states, self._moved(batch), tallies, best)
+            return LayerWork(model, self._states, moved(batch, self._device), tallies, best)
 
     def runs_beside(self, chunks: list[Chunk]) -> bool:
         """Only what is replayed."""
@@ -328,17 +330,6 @@ class GpuRunner:
             return None
         size = next((size for size in self._graphs if size >= rows), None)
         return None if size is None else self._graphs[size]
-
-    def _moved(self, batch: ForwardBatch) -> ForwardBatch:
-        def there(tensor: Tensor) -> Tensor:
-            return tensor.to(self._device, copy=True)
-
-        return ForwardBatch(
-            there(batch.input_ids), there(batch.positions), there(batch.cache_slots), there(batch.query_starts),
-            there(batch.seq_lens), there(batch.block_tables), there(batch.logits_rows), there(batch.slots),
-            batch.single_rows, None if batch.folded is None else there(batch.folded),
-            windows=None if batch.windows is None else self._moved(batch.windows),
-        )  # fmt: skip
 
     # -- graphs ---
 

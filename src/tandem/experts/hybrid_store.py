@@ -59,8 +59,8 @@ class HybridStore:
         return self.layers[index]
 
     def _tables_of(self, index: int, count: int) -> SlotTable | None:
-        if not self._live:
+        if not self._live or index == self._placement.layers:  # a draft layer's stay where they are
             return None
         if self.tables is None:
-            self.tables = SlotTables(len(self._placement.on_gpu), count, self._ops.device)
+            self.tables = SlotTables(self._placement.layers, count, self._ops.device)
         return self.tables.layer(index, count)

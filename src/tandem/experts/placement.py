@@ -16,9 +16,16 @@ RANDOM_SEED = 42
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """on_gpu bool [MoE layers, experts]."""
+    """on_gpu bool [MoE layers, experts]. drafts: whether the experts of a draft layer, which counts as the one behind
+    those, are there as well."""
 
     on_gpu: Tensor
+    drafts: bool = False
+
+    @property
+    def layers(self) -> int:
+        """Without a draft layer."""
+        return len(self.on_gpu)
 
     @property
     def total(self) -> int:
@@ -26,7 +33,10 @@ class ExpertPlacement:
 
     def slots(self, layer: int) -> Tensor:
         """int32 [experts]: the expert's place among its layer's on the GPU, -1 for those in CPU memory."""
-        here = self.on_gpu[layer]
+        if layer == self.layers:
+            here = torch.full_like(self.on_gpu[0], self.drafts)
+        else:
+            here = self.on_gpu[layer]
         return torch.where(here, here.cumsum(0) - 1, -1).int()
 
 

@@ -1,10 +1,11 @@
-"""Tiny models with a draft layer of random weights, and Transformers' own `MtpModel` as what it should guess."""
+"""Tiny models with a draft layer of random weights, their engines, and Transformers' own `MtpModel` beside them."""
 
 from __future__ import annotations
 
 import copy
 import json
 import shutil
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,16 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from recorded_steps import tiny_engine
+from tandem.config import Machine
+from tandem.engine.engine import Engine
 from tiny import file_tensors
 
+FAMILIES = (
+    "glm4_moe", "glm4_moe-plain", "deepseek_v3", "deepseek_v3-plain", "glm4_moe_lite", "deepseek_v32", "qwen3_next",
+    "qwen3_5_moe_text",
+)  # fmt: skip
+PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20, "c": list(range(60, 99))}
 QWEN = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
 
 
@@ -29,9 +38,13 @@ class Drafted:
     model: torch.nn.Module
     layer: MtpModel
 
-    @torch.no_grad()
     def chain(self, tokens: list[int], width: int) -> list[int]:
         """What the layer guesses behind `tokens`, each guess taken for what came."""
+        return [int(logits.argmax()) for logits in self.logits(tokens, width)]
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int], width: int, guesses: Rows[int] = ()) -> list[Tensor]:
+        """Of each guess of a chain, [vocab]. guesses: taken for what came; else the likeliest are."""
         ids = torch.tensor([tokens])
         hidden = self.model(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
         kept = copy.deepcopy(self.layer.config)
@@ -39,13 +52,26 @@ class Drafted:
             kept.layer_types = kinds[-1:]  # MtpModel masks an indexed layer only if it is called a full one
         cache, inputs = MtpCache(config=kept), ids[:, 1:]
         positions = torch.arange(1, len(tokens))[None]
-        guesses: list[int] = []
+        found: list[Tensor] = []
         while True:
-            hidden = self.layer.forward_layer(0, hidden, positions, cache, input_ids=inputs)[:, -1:]
-            guesses.append(int(self.model.lm_head(hidden)[0, -1].argmax()))
-            if len(guesses) == width:
-                return guesses
-            inputs, positions = torch.tensor([guesses[-1:]]), positions[:, -1:] + 1
+            hidden = _run(self.layer, hidden, positions, cache, inputs)[:, -1:]
+            found.append(self.model.lm_head(hidden)[0, -1])
+            if len(found) == width:
+                return found
+            came = guesses[len(found) - 1] if guesses else int(found[-1].argmax())
+            inputs, positions = torch.tensor([[came]]), positions[:, -1:] + 1
+
+
+def _run(layer: MtpModel, hidden: Tensor, positions: Tensor, cache: MtpCache, ids: Tensor) -> Tensor:
+    """What its one layer makes of rows. Before 5.18 Transformers runs it only inside a loop of its own."""
+    if hasattr(layer, "forward_layer"):
+        return layer.forward_layer(0, hidden, positions, cache, input_ids=ids)
+    embedded = layer.embed_tokens(ids)
+    turned = None if layer.rotary_emb is None else layer.rotary_emb(embedded, position_ids=positions)
+    masks = layer.create_masks_for_mtp_layer(0, embedded, cache, positions)
+    return layer.layers[0](
+        embedded, hidden, position_embeddings=turned, position_ids=positions, past_key_values=cache, **masks
+    )  # fmt: skip
 
 
 def drafted(source: Path, path: Path, *, seed: int = 5, taught: Rows[list[int]] = ()) -> Drafted:
@@ -82,7 +108,7 @@ def _teach(model: torch.nn.Module, layer: MtpModel, texts: Rows[list[int]], roun
         with torch.no_grad():
             hidden = model(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
         positions, inputs = torch.arange(1, len(text))[None], ids[:, 1:]
-        out = layer.forward_layer(0, hidden, positions, MtpCache(config=layer.config), input_ids=inputs)
+        out = _run(layer, hidden, positions, MtpCache(config=layer.config), inputs)
         loss = torch.nn.functional.cross_entropy(model.lm_head(out[0, :-1]), ids[0, 2:])
         optimizer.zero_grad()
         loss.backward()
@@ -117,3 +143,27 @@ def _split(name: str, tensor: Tensor) -> dict[str, Tensor]:
     if last == "down_proj" and tensor.dim() == 3:
         return {f"{head}.{e}.down_proj.weight": each for e, each in enumerate(tensor)}
     return {name: tensor}
+
+
+def engine_of(path: Path, tmp_path: Path, **flags) -> Engine:
+    tier = "avx512" if "amx" in Machine.detect().tiers else "auto"
+    flags = {"speculative_algorithm": "NEXTN", "kernel_tier": tier, "disable_speculative_governor": True,
+             "page_size": 4} | flags  # fmt: skip
+    return tiny_engine(path, tmp_path, **flags)
+
+
+def chunks_of(engine: Engine, *asks) -> Iterator[tuple[list[int], tuple[int, ...]]]:
+    """Of every step: what a sequence had, and what was guessed behind it. Runs the engine."""
+    for ask in asks:
+        engine.add(ask)
+    told, run_model = [], engine._runner.run
+
+    def noted(chunks):
+        told.extend((list(c.sequence.tokens), c.guesses) for c in chunks if c.guesses)
+        return run_model(chunks)
+
+    engine._runner.run = noted
+    while engine.has_work():
+        engine.step()
+        yield from told
+        told.clear()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from draft_models import Drafted, drafted
+from draft_models import FAMILIES, PROMPTS, Drafted, chunks_of, drafted, engine_of
 
 from fake_model import check_pages, request, run, token_ids
 from gguf_files import write_gguf
 from quantised_models import everything, save_quantised
-from recorded_steps import tiny_engine
 from tandem.checkpoint import load_model_config
 from tandem.config import EngineConfig, Machine, resolve
 from tandem.config.speculation.choice import SpeculationPlan
@@ -23,12 +21,6 @@ from tandem.engine.protocol import Grammar
 from tandem.engine.start.parts import EngineParts
 from tandem.errors import ConfigError
 from tiny import file_tensors
-
-FAMILIES = (
-    "glm4_moe", "glm4_moe-plain", "deepseek_v3", "deepseek_v3-plain", "glm4_moe_lite", "deepseek_v32", "qwen3_next",
-    "qwen3_5_moe_text",
-)  # fmt: skip
-PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20, "c": list(range(60, 99))}
 
 
 @pytest.fixture(scope="session")
@@ -42,30 +34,6 @@ def made(tiny_models, tmp_path_factory):
         return kept[variant]
 
     return make
-
-
-def engine_of(path: Path, tmp_path: Path, **flags) -> Engine:
-    tier = "avx512" if "amx" in Machine.detect().tiers else "auto"
-    flags = {"speculative_algorithm": "NEXTN", "kernel_tier": tier, "disable_speculative_governor": True,
-             "page_size": 4} | flags  # fmt: skip
-    return tiny_engine(path, tmp_path, **flags)
-
-
-def chunks_of(engine: Engine, *asks) -> Iterator[tuple[list[int], tuple[int, ...]]]:
-    """Of every step: what a sequence had, and what was guessed behind it. Runs the engine."""
-    for ask in asks:
-        engine.add(ask)
-    told, run_model = [], engine._runner.run
-
-    def noted(chunks):
-        told.extend((list(c.sequence.tokens), c.guesses) for c in chunks if c.guesses)
-        return run_model(chunks)
-
-    engine._runner.run = noted
-    while engine.has_work():
-        engine.step()
-        yield from told
-        told.clear()
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

@@ -11,6 +11,7 @@ NEEDS = {
     "overlap": ("--overlap", ("speculative",)),
     "acceptance": ("--acceptance", ("speculative",)),
     "fixed": ("--fixed", ("speculative", "overlap")),
+    "plot": ("--plot", ("speculative", "overlap")),
     "draft_ms": ("--draft-ms", ("speculative", "overlap")),
 }
 EXAMPLES = {"speculative": "--speculative NGRAM", "overlap": "--overlap 0.33"}

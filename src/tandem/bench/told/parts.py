@@ -17,7 +17,7 @@ from tandem.bench.told.routing import ToldRouting
 from tandem.config import EngineConfig, Plan
 from tandem.config.layers import SILU, Activation
 from tandem.engine.runner import StepModel
-from tandem.engine.speculation.nextn import DraftingModel
+from tandem.engine.speculation.chains import DraftingModel
 from tandem.engine.start.parts import EngineParts
 from tandem.experts import ExpertStore
 from tandem.experts.cpu_experts import Ticket

@@ -18,14 +18,16 @@ from rich.table import Table
 
 from tandem.bench.ceilings import DramReader
 from tandem.bench.gaps.made_up import write_folder
+from tandem.bench.placement.plot import check_matplotlib
 from tandem.bench.rows import machine_name, shown, stamp
 from tandem.bench.step_bound import gpu_step_bytes
 from tandem.bench.stored import expert_bytes, experts_of, format_name, stored_as
 from tandem.bench.told.parts import Told, told_parts
+from tandem.bench.told.plot import draw
 from tandem.bench.told.turns import Asked, Guesses, Timed, Turn, Turns
 from tandem.config import EngineConfig, Machine
 from tandem.config.forecast.bound import experts_seconds
-from tandem.config.speculation.choice import DRAFT_ALGORITHMS, check_algorithm
+from tandem.config.speculation.choice import DRAFT_ALGORITHMS, check_algorithm, default_guesses
 from tandem.engine.protocol import SpeculationStats
 from tandem.errors import ConfigError
 from tandem.kernels.free_memory import return_free_memory
@@ -79,10 +81,11 @@ def request(flags: Mapping[str, Any]) -> Request:
             "--draft-ms is what a guess takes that no layer draws, and NEXTN's layer takes its own time: "
             "leave --draft-ms out, or give --speculative NGRAM"
         )
+    most = flags["num_steps"] or default_guesses(algorithm)
     acceptances = flags["acceptance"] or [0.0, 0.5, 0.7, 0.9, 1.0]
     return Request(
         flags["config"], tuple(flags["fmt"] or ["BF16"]), tuple(flags["gpu_share"] or [0.0, 0.5, 1.0]),
-        tuple(flags["batch"] or [1, 8]), tuple(acceptances), flags["overlap"], flags["num_steps"], flags["governor"],
+        tuple(flags["batch"] or [1, 8]), tuple(acceptances), flags["overlap"], most, flags["governor"],
         tuple(flags["fixed"] or ()), flags["layers"], flags["context"], flags["steps"], flags["repeats"],
         flags["threads"], flags["tier"], flags["dense_format"], (flags["draft_ms"] or 0.0) / 1e3,
         algorithm,
@@ -96,8 +99,12 @@ class Ceilings(NamedTuple):
     hbm: float
 
 
-def run(request: Request, out: Path | None) -> None:
-    shown(measure(request), table, out)
+def run(request: Request, out: Path | None, plot: Path | None = None) -> None:
+    if plot is not None:
+        check_matplotlib()
+    rows = shown(measure(request), table, out)
+    if plot is not None:
+        draw(plot, rows)
 
 
 def measure(request: Request) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ from tandem.config.engine_config import EngineConfig
 from tandem.config.gpu_plan import MAX_PATIENCE_SECONDS, GpuPlan, live_placement, size_gpu
 from tandem.config.gpus import Gpu
 from tandem.config.memory import MemoryPlan, MemoryRequest
+from tandem.config.model_config import draft_experts
 from tandem.errors import ConfigError
 
 
@@ -25,10 +26,12 @@ def on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memor
         log.append(
             Decision("placement", config.kt_expert_placement_strategy, "--kt-expert-placement-strategy")
         )
-    running = request.max_running_requests
+    running, alone = request.max_running_requests, m.draft_experts or not draft_experts(model)
+    if draft_experts(model):
+        log.append(Decision("draft experts", "GPU" if alone else "CPU memory", "all or none, after those asked for"))
     sizes = captured_sizes(config, model, running, request.guesses)
     why = graph_reason(config, model, running)
-    if sizes and m.experts < everyone and "cuda-core" in request.machine.gpu_missing:
+    if sizes and not (alone and m.experts == everyone) and "cuda-core" in request.machine.gpu_missing:
         sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
     log.append(Decision("CUDA graphs", ", ".join(map(str, sizes)) or "off", why))
     if m.prompt_sizes and sizes:
@@ -52,7 +55,7 @@ def on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memor
         log.append(Decision("expert foresight", "off", "--disable-expert-foresight"))
     return m.memory, GpuPlan(
         gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight,
-        threshold if m.ring_bytes else 0, m.ring_bytes, late, m.prompt_sizes if sizes else (),
+        threshold if m.ring_bytes else 0, m.ring_bytes, late, m.prompt_sizes if sizes else (), m.draft_experts,
     )  # fmt: skip
 
 

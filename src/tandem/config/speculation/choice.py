@@ -64,14 +64,14 @@ def drafting(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     return replace(model, drafter=model.drafts)
 
 
-def refuse_drafts_on_gpu(config: EngineConfig) -> None:
-    """Raises ConfigError."""
-    asked = config.speculative_algorithm
-    if asked in DRAFT_ALGORITHMS:
+def check_drafts_on_gpu(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError where the kernels that are asked for cannot compute a draft layer's rows."""
+    asked, kernels = config.speculative_algorithm, config.attention_backend
+    if model.drafter is not None and kernels not in ("auto", "triton"):
         raise ConfigError(
-            f"--speculative-algorithm {asked} needs the CPU as yet: draft layers do not run on a GPU; "
-            "take --device cpu, or NGRAM",
-            fields=_ALGORITHM,
+            f"--attention-backend {kernels} plans its steps, and a draft layer's passes are none: leave it out, or "
+            f"take --speculative-algorithm NGRAM instead of {asked}",
+            fields=("attention_backend",),
         )
 
 
@@ -153,8 +153,12 @@ def _most_guesses(config: EngineConfig) -> int:
         )
     if steps is not None:
         return steps
-    default = DEFAULT_DRAFTS if config.speculative_algorithm in DRAFT_ALGORITHMS else DEFAULT_GUESSES
-    return default if rows is None else rows - 1
+    return default_guesses(config.speculative_algorithm) if rows is None else rows - 1
+
+
+def default_guesses(algorithm: str | None) -> int:
+    """Of a sequence in a step."""
+    return DEFAULT_DRAFTS if algorithm in DRAFT_ALGORITHMS else DEFAULT_GUESSES
 
 
 def _match(config: EngineConfig) -> tuple[int, int]:

@@ -20,6 +20,10 @@ class Run(NamedTuple):
     tokens: list[int]
     wanted: bool
 
+    @property
+    def last(self) -> int:
+        return self.first + len(self.tokens) - 1
+
 
 def batch_of(runs: Rows[Run], page_size: int) -> ForwardBatch:
     """In host memory."""

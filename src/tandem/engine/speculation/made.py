@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from tandem.config.cuda_graphs import draft_sizes
 from tandem.config.speculation.choice import SpeculationPlan
+from tandem.engine.gpu_runner import nothing_begins
+from tandem.engine.speculation.chain_inputs import ChainShape
+from tandem.engine.speculation.chains import Chains, DraftingModel, PassByPass, on_cpu
 from tandem.engine.speculation.draft import Drafter
 from tandem.engine.speculation.foretold import Instead
-from tandem.engine.speculation.nextn import DraftingModel, NextN
+from tandem.engine.speculation.gpu_chains import GpuChains, GpuDrafts
+from tandem.engine.speculation.nextn import NextN
 from tandem.engine.speculation.ngram import NGram
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.arrays import StateArrays
 from tandem.engine.state.kv_cache import KVCache
+
+ROWS_OF_EACH = 2  # times the rows of a step: what may have come since a draft layer's last pass, in a graph
 
 
 def speculation_of(parts: EngineParts, states: StateArrays, pages: KVCache) -> Speculation | None:
@@ -25,6 +32,19 @@ def speculation_of(parts: EngineParts, states: StateArrays, pages: KVCache) -> S
 def _drafter(parts: EngineParts, states: StateArrays, pages: KVCache, asked: SpeculationPlan) -> Drafter:
     if asked.algorithm != "NEXTN":
         return parts.drafter or NGram(asked.least_match, asked.longest_match)
-    assert isinstance(parts.model, DraftingModel), "this model has no draft layer"
-    layer = NextN(parts.model, states.arrays, pages, most_rows=parts.plan.max_step_tokens)
+    layer = NextN(_chains(parts, states), pages, most_rows=parts.plan.max_step_tokens)
     return layer if parts.drafter is None else Instead(layer, parts.drafter)
+
+
+def _chains(parts: EngineParts, states: StateArrays) -> Chains:
+    plan, model = parts.plan, parts.model
+    assert isinstance(model, DraftingModel), "this model has no draft layer"
+    if plan.gpu is None or parts.handoff is None:
+        return PassByPass(on_cpu(model, states.arrays), plan.page_size)
+    drafts = GpuDrafts(model, states.arrays, parts.handoff, parts.begin_step or nothing_begins)
+    pages, rows = -(-plan.context_length // plan.page_size), ROWS_OF_EACH * (1 + plan.guesses)
+    shapes = [
+        ChainShape(sequences, rows, plan.guesses, pages, plan.page_size)
+        for sequences in draft_sizes(plan.gpu.graph_sizes, plan.guesses)
+    ]
+    return GpuChains(drafts, shapes, plan.page_size)

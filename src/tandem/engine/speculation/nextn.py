@@ -9,31 +9,18 @@ last row of a page depends on more than the page: two sequences that part behind
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from tandem.engine.sequence import Sequence
+from tandem.engine.speculation.chains import Chains
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
-from tandem.engine.speculation.drawn_rows import Run, batch_of
+from tandem.engine.speculation.drawn_rows import Run
 from tandem.engine.state.kv_cache import KVCache
-from tandem.models.batch import ForwardBatch
 
 USUAL_ROWS = 64  # of a sequence, at most, in a call whose time is like that of others
-
-
-@runtime_checkable
-class DraftingModel(Protocol):
-    """A model with a draft layer."""
-
-    def draft(
-        self, hidden: Tensor | None, batch: ForwardBatch, states: Rows[tuple[Tensor, ...]]
-    ) -> tuple[Tensor, Tensor]:
-        """As `Model.draft`."""
-        ...
 
 
 class _Known(NamedTuple):
@@ -49,11 +36,9 @@ class _Known(NamedTuple):
 class NextN:
     """`Drafter`, and `Drawing`."""
 
-    def __init__(
-        self, model: DraftingModel, states: Rows[tuple[Tensor, ...]], pages: KVCache, *, most_rows: int
-    ) -> None:
+    def __init__(self, chains: Chains, pages: KVCache, *, most_rows: int) -> None:
         """most_rows: of one pass."""
-        self._model, self._states, self._pages, self._most_rows = model, states, pages, most_rows
+        self._chain, self._pages, self._most_rows = chains, pages, most_rows
         self._known: dict[Sequence, _Known] = {}
         self._whole = np.zeros(pages.num_pages, dtype=np.int64)  # pages with all rows: how often they were given then
         self._next = np.zeros(pages.num_pages, dtype=np.int64)  # the token behind such a page
@@ -66,9 +51,8 @@ class NextN:
         """A sequence with more rows to make up for than a pass has gets them over several steps, and no guesses."""
         found: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in wanted}
         self.unusual, left = False, list(found)
-        with torch.inference_mode():
-            while left:
-                left = self._chains(left, dict(wanted), found)
+        while left:
+            left = self._chains(left, dict(wanted), found)
         return [tuple(found[sequence]) for sequence, _ in wanted]
 
     def forget(self, sequence: Sequence) -> None:
@@ -77,17 +61,12 @@ class NextN:
     def _chains(
         self, sequences: Rows[Sequence], widths: dict[Sequence, int], found: dict[Sequence, list[int]]
     ) -> list[Sequence]:
-        """Adds the guesses of those that can go together. Returns the others."""
+        """Makes the guesses of those that can go together. Returns the others."""
         ready, runs, left = self._first_runs(sequences)
-        tokens, hidden = self._pass(None, runs) if runs else ([], torch.empty(0))
-        while ready:
-            for sequence, token in zip(ready, tokens, strict=True):
-                found[sequence].append(token)
-            going = [i for i, sequence in enumerate(ready) if len(found[sequence]) < widths[sequence]]
-            ready = [ready[i] for i in going]
-            if ready:
-                runs = [Run(s, s.computed_len - 1 + len(found[s]), found[s][-1:], True) for s in ready]
-                tokens, hidden = self._pass(hidden[going], runs)
+        if runs:
+            guesses = self._chain.chains(runs, [widths[sequence] for sequence in ready])
+            self.unusual |= self._chain.unusual
+            found.update(zip(ready, guesses, strict=True))
         return left
 
     def _first_runs(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], list[Run], list[Sequence]]:
@@ -111,10 +90,6 @@ class NextN:
                 ready += [sequence] * whole
             self._note(sequence, last)
         return ready, runs, left
-
-    def _pass(self, hidden: Tensor | None, runs: list[Run]) -> tuple[list[int], Tensor]:
-        tokens, x = self._model.draft(hidden, batch_of(runs, self._pages.page_size), self._states)
-        return tokens.tolist(), x
 
     def _made(self, sequence: Sequence) -> tuple[int, list[int]]:
         """Its rows that are there, and the whole pages among them whose last row is of another token than its own. One

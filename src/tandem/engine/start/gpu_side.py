@@ -49,8 +49,8 @@ class GpuSide:
 
     @property
     def hybrids(self) -> list[HybridExperts]:
-        """Of every MoE layer, in order; once the model was built."""
-        return [experts for _, experts in sorted(self.store.layers.items())]
+        """Of every MoE layer but a draft layer's, in order; once the model was built."""
+        return [experts for index, experts in sorted(self.store.layers.items()) if index < self.placement.layers]
 
     def another_store(self, sizes: HandoffSizes, hidden: int) -> HybridStore:
         """The same placement with a hand-off of its own, so that nothing of it stays when its layers are let go."""

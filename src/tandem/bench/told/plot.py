@@ -1,0 +1,38 @@
+"""The picture of `kt bench decode --overlap … --plot`: what guesses gain, over the share of them that is right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Line = tuple[str, list[float], list[float]]
+
+
+def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    axes.axhline(1.0, linestyle=":", color="grey", label="without guesses")
+    for label, acceptances, ratios in lines(rows):
+        axes.plot(acceptances, ratios, marker="o", label=label)
+    axes.set(xlabel="share of the guesses that are right", ylabel="tokens/s, beside those without guesses")
+    axes.legend(fontsize="small")
+    first = rows[0]
+    figure.suptitle(f"{first['config']}, {first['algorithm']}, overlap {first['overlap']:g}: {first['machine']}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, bbox_inches="tight", format="png")
+    pyplot.close(figure)
+
+
+def lines(rows: Sequence[dict[str, Any]]) -> list[Line]:
+    """One for each format, share of experts on the GPU, batch and width: its name, acceptances and ratios."""
+    found = dict[str, list[tuple[float, float]]]()
+    for r in rows:
+        width = f"up to {r['steps']}" if r["governor"] else f"always {r['steps']}"
+        label = f"{r['format']}, {r['gpu_share']:.0%} on the GPU, batch {r['batch']}: {width}"
+        found.setdefault(label, []).append((r["acceptance"], r["ratio"]))
+    return [(label, [x for x, _ in sorted(points)], [y for _, y in sorted(points)]) for label, points in found.items()]

@@ -1,0 +1,113 @@
+"""`ChainInputs`: what a recorded chain reads: the first rows of every sequence, and who goes on how far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.engine.speculation.drawn_rows import Run
+from tandem.models.batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ChainShape:
+    """sequences: of a chain; rows: of each in its first pass; guesses: of each, at most; pages: of the longest
+    sequence."""
+
+    sequences: int
+    rows: int
+    guesses: int
+    pages: int
+    page_size: int
+
+    @property
+    def wide_bytes(self) -> int:
+        """Of ids, positions and places of the first rows, and of who goes on."""
+        return 8 * (3 * self.sequences * self.rows + self.guesses * self.sequences)
+
+    @property
+    def input_bytes(self) -> int:
+        return self.wide_bytes + 4 * self.sequences * self.pages
+
+    def holds(self, runs: Rows[Run]) -> bool:
+        """Runs that all are wanted."""
+        return len(runs) <= self.sequences and all(run.wanted and len(run.tokens) <= self.rows for run in runs)
+
+
+class ChainInputs:
+    """In pinned memory and on the device; a recording begins with a copy. At first all rows are of page 0.
+
+    Every sequence has as many first rows: those that it has not are copies of its first one. Sequences that are not
+    there are copies of the last one. Who goes on no further is from then on a copy of one that does. Copies compute and
+    write the same.
+    """
+
+    def __init__(self, shape: ChainShape, device: torch.device) -> None:
+        self.shape, count = shape, shape.sequences * shape.rows
+        self._host = torch.zeros(shape.input_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._there = self._host.to(device, copy=True)
+        self._ids, self._positions, self._places, self._order, self._tables = (
+            part.numpy() for part in self._views(self._host)
+        )
+        self.ids, self.positions, self.places, self.order, self.tables = self._views(self._there)
+        self.starts = torch.arange(count + 1, dtype=torch.int32, device=device)
+        self.each = torch.arange(shape.sequences, device=device)
+        self._owners = self.each.repeat_interleave(shape.rows)
+        self._ends = (self.each + 1) * shape.rows - 1
+        self._slots = torch.zeros(count, dtype=torch.int32, device=device)
+
+    def _views(self, memory: Tensor) -> tuple[Tensor, ...]:
+        s = self.shape
+        wide, count = memory[: s.wide_bytes].view(torch.int64), s.sequences * s.rows
+        ids, positions, places, order = wide.split([count, count, count, s.guesses * s.sequences])
+        tables = memory[s.wide_bytes :].view(torch.int32).view(s.sequences, s.pages)
+        return ids, positions, places, order.view(s.guesses, s.sequences), tables
+
+    def fill(self, runs: Rows[Run], widths: Rows[int]) -> None:
+        """The image, after all that read the one before."""
+        s = self.shape
+        tables = self._tables
+        rows = [array.reshape(s.sequences, s.rows) for array in (self._ids, self._positions, self._places)]
+        for at, run in enumerate(runs):
+            back = np.minimum(np.arange(s.rows)[::-1], len(run.tokens) - 1)  # rows behind this one
+            positions, pages = run.last - back, run.sequence.num_pages
+            tables[at, :pages] = run.sequence.page_table[:pages]
+            rows[0][at] = np.array(run.tokens, dtype=np.int64)[::-1][back]
+            rows[1][at] = positions
+            rows[2][at] = tables[at, positions // s.page_size].astype(np.int64) * s.page_size + positions % s.page_size
+        for array in (*rows, tables):
+            array[len(runs) :] = array[len(runs) - 1]
+        self._fill_order(widths)
+
+    def _fill_order(self, widths: Rows[int]) -> None:
+        """order[d, s]: whose row sequence s computes in pass d."""
+        wanted = np.zeros(self.shape.sequences, dtype=np.int64)
+        wanted[: len(widths)] = widths
+        longest, own = int(wanted.argmax()), np.arange(self.shape.sequences)
+        for number in range(self.shape.guesses):
+            self._order[number] = np.where(wanted > number, own, longest)
+
+    def send(self) -> None:
+        self._there.copy_(self._host, non_blocking=True)
+
+    def first(self) -> ForwardBatch:
+        """Of the first pass. Each row is a sequence of its own, as rows that decode are."""
+        return self._batch(self.ids, self.positions, self.places, self._owners, self._ends)
+
+    def next(self, ids: Tensor, positions: Tensor, owners: Tensor) -> ForwardBatch:
+        """Of a later pass: a row of each; owners: whose pages."""
+        size = self.shape.page_size
+        pages = self.tables.index_select(0, owners).gather(1, (positions // size)[:, None])[:, 0]
+        return self._batch(ids, positions, pages.long() * size + positions % size, owners, self.each)
+
+    def _batch(self, ids: Tensor, positions: Tensor, places: Tensor, owners: Tensor, wanted: Tensor) -> ForwardBatch:
+        rows = len(ids)
+        return ForwardBatch(
+            input_ids=ids, positions=positions, cache_slots=places, query_starts=self.starts[: rows + 1],
+            seq_lens=(positions + 1).int(), block_tables=self.tables.index_select(0, owners), logits_rows=wanted,
+            slots=self._slots[:rows], single_rows=rows,
+        )  # fmt: skip

@@ -1,0 +1,79 @@
+"""`Chains`: how a draft layer's guesses are computed, each taken for what came by the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from tandem.engine.speculation.drawn_rows import Run, batch_of
+from tandem.models.batch import ForwardBatch
+
+Pass = Callable[[Tensor | None, ForwardBatch], tuple[Tensor, Tensor]]
+"""Hidden states, or those that pages keep, and a batch in host memory -> guesses, and what stands for hidden states."""
+
+
+@runtime_checkable
+class DraftingModel(Protocol):
+    """A model with a draft layer."""
+
+    def draft(
+        self, hidden: Tensor | None, batch: ForwardBatch, states: Rows[tuple[Tensor, ...]]
+    ) -> tuple[Tensor, Tensor]:
+        """As `Model.draft`."""
+        ...
+
+
+class Chains(Protocol):
+    @property
+    def unusual(self) -> bool:
+        """Whether the last call took longer than most do."""
+        ...
+
+    def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
+        """Makes all rows. Of each run that is wanted, in order, so many guesses."""
+        ...
+
+
+class PassByPass:
+    """`Chains` of any number of rows."""
+
+    unusual = False
+
+    def __init__(self, run: Pass, page_size: int) -> None:
+        self._run, self._page_size = run, page_size
+
+    def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
+        ends = [run for run in runs if run.wanted]
+        tokens, hidden = self._pass(None, runs)
+        found, going = [[token] for token in tokens], list(range(len(ends)))
+        while True:
+            rows = [row for row, i in enumerate(going) if len(found[i]) < widths[i]]
+            going = [going[row] for row in rows]
+            if not going:
+                return found
+            tokens, hidden = self._pass(hidden[rows], [_next(ends[i], found[i]) for i in going])
+            for i, token in zip(going, tokens, strict=True):
+                found[i].append(token)
+
+    def _pass(self, hidden: Tensor | None, runs: list[Run]) -> tuple[list[int], Tensor]:
+        tokens, x = self._run(hidden, batch_of(runs, self._page_size))
+        return tokens.tolist(), x
+
+
+def on_cpu(model: DraftingModel, states: Rows[tuple[Tensor, ...]]) -> Pass:
+    """Where the model computes in host memory."""
+
+    def run(hidden: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            return model.draft(hidden, batch, states)
+
+    return run
+
+
+def _next(run: Run, found: list[int]) -> Run:
+    """The row behind a run and its guesses."""
+    return Run(run.sequence, run.last + len(found), found[-1:], True)

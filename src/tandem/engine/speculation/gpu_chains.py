@@ -1,0 +1,171 @@
+"""`GpuChains`: a draft layer's guesses on a GPU: the first pass is a CUDA graph, each later one another's replay.
+
+What a pass leaves for the next one stays on the GPU. So the host waits once, when the last one was given.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engine.batch_arrays import moved
+from tandem.engine.gpu_runner import BeginStep, nothing_collected
+from tandem.engine.sampling.logits import StepEnd
+from tandem.engine.speculation.chain_inputs import ChainInputs, ChainShape
+from tandem.engine.speculation.chains import DraftingModel, Pass, PassByPass
+from tandem.engine.speculation.drawn_rows import Run
+from tandem.experts.handoff import Handoff
+from tandem.models.batch import ForwardBatch
+
+WARM_UPS = 2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuDrafts:
+    """A draft layer on a GPU. begin_step: as `GpuRunner` has it."""
+
+    model: DraftingModel
+    states: Rows[tuple[Tensor, ...]]
+    handoff: Handoff
+    begin_step: BeginStep
+
+    def run(self, hidden: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """A pass of a batch on the device."""
+        return self.model.draft(hidden, batch, self.states)
+
+    def alone(self) -> Pass:
+        """Of a batch in host memory. Its experts are those of few rows, so none of them travels."""
+
+        def run(hidden: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+            self.begin_step(batch, True)
+            return self.run(hidden, moved(batch, self.handoff.device))
+
+        return run
+
+
+class Chain:
+    """Two functions of no arguments, and what they leave on the device. Both may be recorded."""
+
+    def __init__(self, drafts: GpuDrafts, shape: ChainShape) -> None:
+        self._drafts, device = drafts, drafts.handoff.device
+        self.inputs = ChainInputs(shape, device)
+        self._pass = torch.zeros(1, dtype=torch.int64, device=device)
+        self._found = torch.zeros(shape.guesses, shape.sequences, dtype=torch.int64, device=device)
+        self._ids, self._positions, self._owners = (torch.zeros_like(self._found[0]) for _ in range(3))
+        self._hidden: Tensor | None = None
+        pinned = device.type == "cuda"
+        self.found = torch.zeros(self._found.shape, dtype=torch.int64, pin_memory=pinned)  # [guesses, sequences]
+
+    def first(self) -> None:
+        """From the inputs, which it fetches."""
+        self.inputs.send()
+        batch = self.inputs.first()
+        tokens, x = self._drafts.run(None, batch)
+        if self._hidden is None:
+            self._hidden = torch.empty_like(x)
+        self._pass.zero_()
+        self._positions.copy_(batch.positions[batch.logits_rows])
+        self._owners.copy_(self.inputs.each)
+        self._leave(tokens, x)
+
+    def next(self) -> None:
+        """From what the pass before has left."""
+        assert self._hidden is not None, "the first pass comes first"
+        self._pass.add_(1)
+        whose = self.inputs.order.index_select(0, self._pass)[0]
+        owners, positions = self._owners[whose], self._positions[whose] + 1
+        batch = self.inputs.next(self._ids[whose], positions, owners)
+        tokens, x = self._drafts.run(self._hidden[whose], batch)
+        self._positions.copy_(positions)
+        self._owners.copy_(owners)
+        self._leave(tokens, x)
+
+    def _leave(self, tokens: Tensor, x: Tensor) -> None:
+        assert self._hidden is not None
+        self._ids.copy_(tokens)
+        self._hidden.copy_(x)
+        self._found.index_copy_(0, self._pass, tokens[None])
+        self.found.copy_(self._found, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """replay: of a function; posts: hand-offs to the CPU's experts in it."""
+
+    replay: Callable[[], None]
+    posts: int
+
+
+class GpuChains:
+    """`Chains`. What no recording holds runs pass by pass."""
+
+    def __init__(self, drafts: GpuDrafts, shapes: Rows[ChainShape], page_size: int) -> None:
+        """shapes: to record, by their sequences, ascending."""
+        self._drafts, self._handoff = drafts, drafts.handoff
+        self._alone = PassByPass(drafts.alone(), page_size)
+        self._end, self.unusual = StepEnd(self._handoff.device), False
+        self._recorded: list[tuple[Chain, _Recorded, _Recorded]] = []
+        with torch.inference_mode(), nothing_collected():
+            pool: Any = None
+            for shape in reversed(shapes):  # the largest first: the smaller ones fit into its memory
+                chain, pool = self._captured(shape, pool)
+                self._recorded.insert(0, chain)
+        if shapes:
+            _log.info("captured CUDA graphs of guesses for %s sequences", ", ".join(str(s.sequences) for s in shapes))
+
+    def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
+        with torch.inference_mode():
+            for recorded in self._recorded:
+                if runs and recorded[0].inputs.shape.holds(runs):
+                    self.unusual = False
+                    return self._replayed(recorded, runs, widths)
+            self.unusual = bool(self._recorded)
+            found = self._alone.chains(runs, widths)
+        self._handoff.check()
+        return found
+
+    def _replayed(
+        self, recorded: tuple[Chain, _Recorded, _Recorded], runs: list[Run], widths: Rows[int]
+    ) -> list[list[int]]:
+        chain, first, later = recorded
+        chain.inputs.fill(runs, widths)
+        for one in (first, *[later] * (max(widths) - 1)):
+            one.replay()
+            self._handoff.serve(one.posts)
+        self._end.mark()
+        self._end.wait()
+        self._handoff.check()
+        found = chain.found.T.tolist()
+        return [tokens[:width] for tokens, width in zip(found, widths, strict=False)]
+
+    def _captured(self, shape: ChainShape, pool: Any) -> tuple[tuple[Chain, _Recorded, _Recorded], Any]:
+        chain = Chain(self._drafts, shape)
+        self._drafts.begin_step(chain.inputs.first(), True)
+        with self._handoff.rehearsing():
+            for _ in range(WARM_UPS):
+                chain.first()
+                for _ in range(1, shape.guesses):
+                    chain.next()
+        if self._handoff.device.type != "cuda":
+            return (chain, _Recorded(chain.first, 0), _Recorded(chain.next, 0)), None
+        first, pool = self._graph(chain.first, pool)
+        later, pool = self._graph(chain.next, pool) if shape.guesses > 1 else (first, pool)
+        return (chain, first, later), pool
+
+    def _graph(self, function: Callable[[], None], pool: Any) -> tuple[_Recorded, Any]:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with (
+            self._handoff.recording() as posted,
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+        ):
+            function()
+        return _Recorded(graph.replay, len(posted)), pool or graph.pool()

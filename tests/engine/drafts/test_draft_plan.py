@@ -1,0 +1,52 @@
+"""Where a draft layer's experts are planned beside a GPU, and what that takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from plans import GIB, with_gpu
+from tandem.bench.architectures import named_config
+from tandem.config import EngineConfig, Plan, resolve
+from tandem.errors import ConfigError
+
+MODEL = named_config("glm-4.5-air", 8)  # 7 MoE layers of 128 experts, and a draft layer's
+
+
+def planned(flags: str, free: int) -> Plan:
+    line = f"x --device cuda --kt-method INT4 --speculative-algorithm NEXTN --context-length 8192 {flags}"
+    return resolve(EngineConfig.from_args(line.split()), MODEL, with_gpu(free * GIB))
+
+
+def entry(plan: Plan, memory: str, name: str) -> int:
+    """Bytes; 0 where there is no such entry."""
+    return sum(e.nbytes for ledger in plan.ledgers if ledger.place == memory for e in ledger.entries if e.name == name)
+
+
+def decided(plan: Plan, name: str) -> str:
+    return next(d.value for d in plan.decisions if d.name == name)
+
+
+def test_experts_of_the_draft_layer_are_on_the_gpu_where_they_fit() -> None:
+    plan = planned("--kt-gpu-experts-ratio 1", 40)
+    assert plan.gpu is not None and plan.gpu.draft_experts and decided(plan, "draft experts") == "GPU"
+    each = MODEL.expert_bytes("int4")
+    assert entry(plan, "VRAM", "draft experts") == 128 * each
+    assert entry(plan, "RAM", "experts") == 0
+
+
+def test_else_they_are_in_cpu_memory() -> None:
+    """All that the GPU has beside the dense weights was asked for."""
+    for free in range(40, 4, -1):
+        try:
+            plan = planned("--kt-gpu-experts-ratio 1", free)
+        except ConfigError:
+            pytest.fail("it has room for all experts, and never for a draft layer's in CPU memory alone")
+        if not plan.gpu.draft_experts:
+            break
+    assert decided(plan, "draft experts") == "CPU memory" and plan.gpu.experts == 7 * 128
+    assert entry(plan, "RAM", "experts") == 128 * MODEL.expert_bytes("int4")
+
+
+def test_kernels_that_plan_their_steps_are_refused() -> None:
+    with pytest.raises(ConfigError, match="flashinfer plans its steps.*NGRAM instead of NEXTN"):
+        planned("--attention-backend flashinfer", 40)
