@@ -261,6 +261,29 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Com
     return made
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "fp8"])
+def test_attention_and_experts(card: Compiler, ops: GpuOps, monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
+    """Few rows, tiles and unpacked experts, whose products PyTorch computes on servers; attention before them."""
+    servers = card.target.arch // 10 in products.PYTORCHS
+    for module in (attention_decode, attention_prefill):
+        monkeypatch.setattr(module, "shared_bytes", lambda device: card.shared_bytes)
+    monkeypatch.setattr(which, "MANY_PAIRS", 0)
+    monkeypatch.setattr(products, "has_pytorchs", lambda device: servers)
+    monkeypatch.setattr(products, "grouped_product", lambda a, b, offs: a.new_empty(len(a), b.shape[2]))
+    layer = ops.gpu_experts(torch.arange(2), 256, 128, "bf16")
+    matrices = [torch.randn(128, 256), torch.randn(128, 256), torch.randn(256, 128)]
+    layer.load_all(0, [[stored(m, fmt) if fmt == "fp8" else m for m in matrices]] * 2)
+    for tokens in (1, 64, 2048):
+        slots = torch.zeros(tokens, 2, dtype=torch.int32)
+        layer.partial(torch.zeros(tokens, 256).bfloat16(), Routing(slots, torch.ones(tokens, 2), slots)).combined()
+    tables, pages = random_tables(2, 30)
+    k, v = torch.zeros(2, pages, PAGE, 4, 128, dtype=torch.bfloat16).unbind()
+    batch = replace(make_batch([(20, 21), (0, 30)], tables), single_rows=1)
+    ops.attention(torch.zeros(31, 32, 128, dtype=torch.bfloat16), k, v, batch, 0.1)
+    made = {"_gate_up", "_down", "_combine", "_unpack", "_add", "_decode", "_prefill", "_merge"}
+    assert set(card.variants) >= made | (set() if servers else {"_grouped"})
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 def test_latent_attention(card: Compiler, ops: GpuOps, heads: int) -> None:
     """Rows that decode, chunks of few rows and of many: each kernel once, whatever the numbers of rows."""
