@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from tandem.engine.feeder import Feeder
-from tandem.engine.paused_pass import PIECES_AHEAD, slice_of
+from tandem.engine.paused_pass import slice_of
 from tandem.engine.prompt_graphs import Work
 from tandem.engine.sampling.logits import DeviceLogits, HostRows
 from tandem.experts.usage.expert_usage import ExpertUsage
@@ -136,12 +136,12 @@ class GpuPass:
         return len(self._given)
 
     def wait_for_room(self) -> None:
-        while self.under_way() >= PIECES_AHEAD:
+        while self.under_way() >= self._work.ahead:
             self._given[0].synchronize()
 
     def go_on(self, seconds: float, whole: bool) -> bool:
         if self._feeder is None:
-            return slice_of(self, seconds, whole)
+            return slice_of(self, seconds, whole, self._work.ahead)
         if whole:
             self._feeder.finish()
         self._feeder.look()

@@ -71,11 +71,11 @@ class Pieces(Protocol):
         ...
 
 
-def slice_of(pieces: Pieces, seconds: float, whole: bool) -> bool:
-    """`Pausing.go_on` where the engine's thread does it. A device is given no more than `PIECES_AHEAD`."""
+def slice_of(pieces: Pieces, seconds: float, whole: bool, ahead: int = PIECES_AHEAD) -> bool:
+    """`Pausing.go_on` where the engine's thread does it. A device is given no more than `ahead` pieces."""
     started = last = perf_counter()
     longest = 0.0
-    while pieces.pieces_left() and (whole or pieces.under_way() < PIECES_AHEAD):
+    while pieces.pieces_left() and (whole or pieces.under_way() < ahead):
         pieces.piece()
         now = perf_counter()
         longest, last = max(longest, now - last), now

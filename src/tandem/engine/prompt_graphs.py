@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from tandem.config.cuda_graphs import prompt_graph_rows
-from tandem.engine.paused_pass import PausingModel
+from tandem.engine.paused_pass import PIECES_AHEAD, PausingModel
 from tandem.engine.sampling.logits import BestRows
 from tandem.kernels.ops import Tally
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
 SEQUENCES = 8  # of a chunk that is replayed, at most
+GRAPHS_AHEAD = 12  # layers: nobody gives any while a step runs, and one beside a prompt takes as long as five
 NOWHERE = -1  # no place in pages: a copy's last bits may be others, where libraries divide sums by tiles
 _ROWS = "input_ids", "positions", "cache_slots"
 
@@ -34,6 +35,11 @@ class Work(Protocol):
 
     @property
     def pieces(self) -> int: ...
+
+    @property
+    def ahead(self) -> int:
+        """So many the GPU is given before it has computed them."""
+        ...
 
     def give(self, index: int) -> None: ...
 
@@ -61,6 +67,10 @@ class LayerWork:
     @property
     def pieces(self) -> int:
         return self._model.depth + 1
+
+    @property
+    def ahead(self) -> int:
+        return PIECES_AHEAD
 
     def give(self, index: int) -> None:
         if index == 0:
@@ -169,6 +179,10 @@ class Replayed:
     @property
     def pieces(self) -> int:
         return len(self._pieces)
+
+    @property
+    def ahead(self) -> int:
+        return GRAPHS_AHEAD
 
     def give(self, index: int) -> None:
         self._pieces[index].give()
