@@ -67,7 +67,9 @@ def _run(layer: MtpModel, hidden: Tensor, positions: Tensor, cache: MtpCache, id
     if hasattr(layer, "forward_layer"):
         return layer.forward_layer(0, hidden, positions, cache, input_ids=ids)
     embedded = layer.embed_tokens(ids)
-    turned = None if layer.rotary_emb is None else layer.rotary_emb(embedded, position_ids=positions)
+    turner = layer.rotary_emb
+    places = positions[None].expand(3, -1, -1) if hasattr(turner, "mrope_section") else positions  # of text: all alike
+    turned = None if turner is None else turner(embedded, position_ids=places)
     masks = layer.create_masks_for_mtp_layer(0, embedded, cache, positions)
     return layer.layers[0](
         embedded, hidden, position_embeddings=turned, position_ids=positions, past_key_values=cache, **masks
