@@ -38,11 +38,11 @@ SHARED_KEY_KERNELS, EAGER_SHARED_KEYS = 60, 165  # of attention over shared keys
 DELTA_KERNELS = 18  # of a delta net beyond attention's
 LATENT_KERNELS = 3  # of latent attention: five and two products, where others have four and one
 INDEX_KERNELS = 60  # of an indexer that chooses tokens
-# Of a layer outside of graphs, in launches' time. It has 15 kernels of Triton's, each of which takes the host about as
-# long as eight of PyTorch's, and some 20 of PyTorch's and cuBLAS's. Latent attention has half as many more.
-EAGER_KERNELS, EAGER_LATENT = 170, 110
+# Of a layer outside of graphs, in launches' time. It has 12 kernels of Triton's, each of which takes the host about as
+# long as eight of PyTorch's, and some 20 of PyTorch's and cuBLAS's. Latent attention has two thirds as many more.
+EAGER_KERNELS, EAGER_LATENT = 150, 110
 GPU_CHUNK_SECONDS = 2e-3  # of a prompt's chunk beyond its layers: inputs, the head, the first token
-STEP_LAUNCHES = 50  # of a step beyond its kernels, in launches' time: inputs, the graph's start, tokens back, text
+STEP_LAUNCHES = 45  # of a step beyond its kernels, in launches' time: inputs, the graph's start, tokens back, text
 GPU_ROWS_GROWTH = 0.18  # of the GPU's dense step each time the batch doubles
 GPU_CODE_SHARE, GPU_NUMBER_SHARE = 0.5, 0.8  # of GPU memory's speed, experts of codes and of numbers
 GPU_PEAK_SHARE = 0.7  # of the GPU's measured peak, in prompts
