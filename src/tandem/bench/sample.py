@@ -171,8 +171,8 @@ def _times(
     started, (context, prompt) = perf_counter(), tokens
     running = _running(question, plan, depth, max(context, prompt) + WARM_STEPS + MOST_STEPS + 16)
     engine, built = running.engine, perf_counter() - started
-    _prompt_seconds(engine, prompt)  # touches its memory
-    heard(running.figures())
+    heard(running.figures())  # captures a graph, before which PyTorch lets go of its free memory
+    _prompt_seconds(engine, prompt)  # takes memory
     prompts = _repeated(lambda: _prompt_seconds(engine, prompt), PROMPTS, MOST_PROMPTS)
     _prompt_seconds(engine, context, keep=True)
     heard(running.figures())
