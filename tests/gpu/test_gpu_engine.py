@@ -7,6 +7,8 @@ the tolerance is the error that bfloat16 has on the CPU (`CpuOps`), half as much
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -217,20 +219,41 @@ def test_an_exception_of_a_layer_fails_the_step_and_the_next_one_works(tiny_mode
     assert torch.equal(session.step(list(range(ROWS)), PROMPT, 1), good)
 
 
-# -- layers that see a window keep their window alone: the same bits, whatever the pages that went hold ---
+# -- layers that see a window keep their window alone: the same answers, whatever the pages that went hold ---
 
 
 def prompt_of(length: int, first: int) -> list[int]:
     return [(first + 7 * i) % 60 + 2 for i in range(length)]
 
 
-@pytest.mark.parametrize("flags", [{}, {"speculative_algorithm": "NGRAM"}], ids=["plain", "guesses"])
+def near(one: list[dict], other: list[dict]) -> None:
+    """Which rows share a step depends on time, and the last bits on that: tokens are the same until two are about as
+    likely. What a page of NaN gave would be none."""
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, tokens in mine.items():
+            both = [[each for _, some in steps for each in some] for steps in (tokens, theirs[name])]
+            assert len(both[0]) == len(both[1]) and all(math.isfinite(each.logprob) for each in both[1])
+            pairs = zip(*both, strict=True)
+            same = list(itertools.takewhile(lambda pair: pair[0].token_id == pair[1].token_id, pairs))
+            assert all(abs(a.logprob - b.logprob) < 0.05 for a, b in same)
+            if len(same) < len(both[0]):
+                (_, best), (_, second) = both[0][len(same)].top[:2]
+                assert best - second < 0.1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"speculative_algorithm": "NGRAM"}, {"enable_deterministic_inference": True}],
+    ids=["plain", "guesses", "bits"],
+)
 @pytest.mark.parametrize("share", [0.0, 1.0])
 @pytest.mark.parametrize(
     "variant", ["gpt_oss", "mixtral-window", "qwen2_moe-window", "mimo_v2_flash", "laguna", "gemma4_text"]
 )
-def test_windows_have_the_same_bits_with_pages_of_nan(tiny_models, variant: str, share: float, flags: dict) -> None:
-    """In graphs and kernel by kernel; a second turn takes up what the first one's window left."""
+def test_windows_answer_alike_with_pages_of_nan(tiny_models, variant: str, share: float, flags: dict) -> None:
+    """In graphs and kernel by kernel; a second turn takes up what the first one's window left. To the last bit, where
+    rows beside a row do not matter."""
     parts = load_parts(
         EngineConfig.from_keywords(
             str(tiny_models[variant]), device="cuda", kt_gpu_experts_ratio=share, kt_cpuinfer=2, max_total_tokens=1024,
@@ -247,6 +270,7 @@ def test_windows_have_the_same_bits_with_pages_of_nan(tiny_models, variant: str,
     for pages in (0, count):
         engine = Engine.from_parts(replace(parts, plan=replace(parts.plan, num_window_pages=pages)))
         found.append([scored(engine, some) for some in (first, turns)])
-    assert found[0] == found[1]
+    near(*found)
+    assert found[0] == found[1] or not plan.deterministic
     engine._kv.flush()
     assert windows_of(engine).available == count
