@@ -30,6 +30,7 @@ from tandem.models.batch import ForwardBatch
 
 if AVAILABLE:
     from tandem.kernels.gpu.ops import GpuOps
+    from tandem.kernels.gpu.shared_kv import enter
     from tandem.kernels.gpu.shared_kv.heads import GpuSharedKvHeads
 
 pytestmark = [pytest.mark.gpu, needs_triton]
@@ -161,9 +162,11 @@ def walked(device: torch.device, kernels: bool = True) -> torch.Tensor:
 TOLERANCE = 128 * 2.0**-24 * 16  # sums of 128 float32 products are divided in other ways
 
 
-def test_shared_keys_on_a_gpu_are_those_of_the_cpu() -> None:
+@pytest.mark.parametrize("many", [32, 4])
+def test_shared_keys_on_a_gpu_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, many: int) -> None:
     """Prompts in pieces and single tokens, whose shapes are fixed on a GPU; an index that leaves out seven of ten
-    entries."""
+    entries. many: an entry's tokens at a time, where they are twice as many or more."""
+    monkeypatch.setattr(enter, "MANY", many)
     expected, got = walked(torch.device("cpu"), kernels=False), walked(DEVICE)
     assert (got - expected).abs().max() < TOLERANCE * float(expected.abs().max())
 

@@ -71,16 +71,9 @@ def _balanced(logits, there, eps, ITERATIONS: tl.constexpr):
 
 
 @triton.jit
-def _weigh(streams, made, squares, scale, base, norm, share, mixing, out, hidden, parts, square_parts, stream_eps, eps,
-           norm_eps, N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr,
-           SQUARE_PARTS: tl.constexpr, ITERATIONS: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
-           OVERLAP: tl.constexpr):  # fmt: skip
-    """The normed sum of the streams, and how a block's result returns to them."""
-    begin(OVERLAP)
-    t = tl.program_id(0).to(tl.int64)
-    p = tl.arange(0, SQUARE_PARTS)
-    square = tl.sum(tl.load(squares + t * square_parts + p, p < square_parts, other=0.0))
-    inverse = tl.rsqrt(square / (N * hidden) + stream_eps)
+def _normed_sum(streams, made, scale, base, norm, out, hidden, parts, inverse, t, eps, norm_eps, N: tl.constexpr,
+                M: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The normed sum of the streams, which a block takes."""
     d = tl.arange(0, BLOCK)
     inside, x = d < hidden, tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(N):
@@ -95,19 +88,41 @@ def _weigh(streams, made, squares, scale, base, norm, share, mixing, out, hidden
         x = x.to(kind).to(tl.float32)
     x *= tl.load(norm + d, inside, other=0.0).to(tl.float32)
     tl.store(out + t * hidden + d, x.to(kind), inside)
-    if not LAST:
-        i = tl.arange(0, NP)
-        at = tl.minimum(N + i, M - 1)
-        logits = _sums(made, t, at, parts, M, PARTS) * inverse * tl.load(scale + at) + tl.load(base + at)
-        tl.store(share + t * N + i, 2.0 * tl.sigmoid(logits), i < N)
-        k = tl.arange(0, NP * NP)
-        there, at = (k // NP < N) & (k % NP < N), tl.minimum(2 * N + k // NP * N + k % NP, M - 1)
-        logits = _sums(made, t, at, parts, M, PARTS) * inverse * tl.load(scale + at) + tl.load(base + at)
-        grid = tl.reshape(tl.where(there, logits, float("-inf")), [NP, NP])
-        row, column = tl.arange(0, NP)[:, None], tl.arange(0, NP)[None, :]
-        whole = (row < N) & (column < N)
-        grid = tl.where(row < N, grid, 0.0)
-        tl.store(mixing + (t * N + row) * N + column, _balanced(grid, whole, eps, ITERATIONS), whole)
+
+
+@triton.jit
+def _returns(made, scale, base, share, mixing, parts, inverse, t, eps, N: tl.constexpr, NP: tl.constexpr,
+             M: tl.constexpr, PARTS: tl.constexpr, ITERATIONS: tl.constexpr):  # fmt: skip
+    """How a block's result returns to the streams, and how these mix."""
+    i = tl.arange(0, NP)
+    at = tl.minimum(N + i, M - 1)
+    logits = _sums(made, t, at, parts, M, PARTS) * inverse * tl.load(scale + at) + tl.load(base + at)
+    tl.store(share + t * N + i, 2.0 * tl.sigmoid(logits), i < N)
+    k = tl.arange(0, NP * NP)
+    there, at = (k // NP < N) & (k % NP < N), tl.minimum(2 * N + k // NP * N + k % NP, M - 1)
+    logits = _sums(made, t, at, parts, M, PARTS) * inverse * tl.load(scale + at) + tl.load(base + at)
+    grid = tl.reshape(tl.where(there, logits, float("-inf")), [NP, NP])
+    row, column = tl.arange(0, NP)[:, None], tl.arange(0, NP)[None, :]
+    whole = (row < N) & (column < N)
+    grid = tl.where(row < N, grid, 0.0)
+    tl.store(mixing + (t * N + row) * N + column, _balanced(grid, whole, eps, ITERATIONS), whole)
+
+
+@triton.jit
+def _weigh(streams, made, squares, scale, base, norm, share, mixing, out, hidden, parts, square_parts, stream_eps, eps,
+           norm_eps, N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr,
+           SQUARE_PARTS: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr,
+           OVERLAP: tl.constexpr):  # fmt: skip
+    """Two programs of a row: the normed sum, and beside it what is needed later, which takes as long."""
+    begin(OVERLAP)
+    t = tl.program_id(0).to(tl.int64)
+    p = tl.arange(0, SQUARE_PARTS)
+    square = tl.sum(tl.load(squares + t * square_parts + p, p < square_parts, other=0.0))
+    inverse = tl.rsqrt(square / (N * hidden) + stream_eps)
+    if tl.program_id(1) == 0:
+        _normed_sum(streams, made, scale, base, norm, out, hidden, parts, inverse, t, eps, norm_eps, N, M, PARTS, BLOCK)
+    else:
+        _returns(made, scale, base, share, mixing, parts, inverse, t, eps, N, NP, M, PARTS, ITERATIONS)
 
 
 class GpuHyperStreams(HyperStreams):
@@ -121,11 +136,11 @@ class GpuHyperStreams(HyperStreams):
         share, mixing = made.new_empty(rows, n), made.new_empty(rows, n, n)
         out = streams.new_empty(rows, hidden)
         parts, pairs = made.shape[1], triton.next_power_of_2(n)
-        _weigh[(rows,)](
+        _weigh[(rows, 1 if last else 2)](
             streams, made, squares, self.weights.scale, self.weights.base, norm.weight, share, mixing, out, hidden,
             parts, squares.shape[1], shape.norm_eps, shape.eps, norm.eps, N=n, NP=pairs, M=made.shape[2],
             PARTS=triton.next_power_of_2(parts), SQUARE_PARTS=triton.next_power_of_2(squares.shape[1]),
-            ITERATIONS=shape.iterations, LAST=last, BLOCK=triton.next_power_of_2(hidden), num_warps=8,
+            ITERATIONS=shape.iterations, BLOCK=triton.next_power_of_2(hidden), num_warps=8,
             **overlapped(streams.device),
         )  # fmt: skip
         return streams, out, None if last else Mix(share, mixing)

@@ -15,7 +15,7 @@ from tandem.kernels.shared_kv.heads import Projected
 from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 
-TOKENS = 8  # of an entry that is being closed, at a time
+TOKENS, MANY = 8, 32  # of an entry that is being closed, at a time; of one of many tokens, which would wait too often
 
 
 class Asked(NamedTuple):
@@ -163,12 +163,12 @@ def close(
     rows: StepRows, shape: SharedKv, pool: Pool, weights: SharedKvWeights, kept: Tensor, pages: tuple[Tensor, ...]
 ) -> None:
     """Writes the entries, and an index's, whose last token is among the rows."""
-    first = 0
+    first, many = 0, pool.rows >= 2 * MANY
     for size, each, page in zip(pool.widths(shape.dim), weights.pools, pages, strict=True):
         _close[(len(rows.positions),)](
             kept, each.bias, each.norm, page, weights.cos, weights.sin, rows.positions, rows.slots, rows.cache_slots,
             shape.eps, first, kept.stride(0), INPUTS=kept.shape[2], KEPT=kept.shape[1], SIZE=size, SERIES=pool.series,
-            STRIDE=pool.stride, PAIRS=weights.cos.shape[1], BLOCK=triton.next_power_of_2(size // 2), TOKENS=TOKENS,
-            num_warps=4, **overlapped(kept.device),
+            STRIDE=pool.stride, PAIRS=weights.cos.shape[1], BLOCK=triton.next_power_of_2(size // 2),
+            TOKENS=MANY if many else TOKENS, num_warps=16 if many else 4, **overlapped(kept.device),
         )  # fmt: skip
         first += 2 * pool.series * size
