@@ -28,9 +28,9 @@ from tandem.bench.hybrid import gpu_copy_gbps
 from tandem.bench.rows import commit
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.gpu import code_mma
 from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.linear import GpuLinear
+from tandem.kernels.gpu.mma import code_mma
 from tandem.kernels.gpu.ops import GpuOps
 from tandem.kernels.ops import Linear
 

@@ -56,7 +56,6 @@ MANY_PARAMETERS = {
 }
 FULL_FOLDERS = {
     "src/tandem/config": 27,
-    "src/tandem/kernels/gpu": 27,
 }
 
 

@@ -15,7 +15,7 @@ from tandem.config.layers import SILU, Activation
 from tandem.kernels.packed.matrix import PackedMatrix
 
 if HAS_TRITON:
-    from tandem.kernels.gpu import code_mma, expert_mma, mma_source
+    from tandem.kernels.gpu.mma import code_mma, expert_mma, mma_source
     from tandem.kernels.gpu.panels import Panels
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

@@ -24,9 +24,10 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import activated
 
 if AVAILABLE:
-    from tandem.kernels.gpu import code_mma, code_tiles, dense_codes
+    from tandem.kernels.gpu import code_tiles, dense_codes
     from tandem.kernels.gpu.dense_codes import GpuCodes
     from tandem.kernels.gpu.linear import GpuLinear
+    from tandem.kernels.gpu.mma import code_mma
     from tandem.kernels.gpu.ops import GpuOps
 
 pytestmark = [pytest.mark.gpu, needs_triton]

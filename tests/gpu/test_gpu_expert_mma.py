@@ -11,7 +11,7 @@ import torch
 from gpu import HAS_TRITON, pretend_cuda_core
 
 if HAS_TRITON:
-    from tandem.kernels.gpu import expert_mma
+    from tandem.kernels.gpu.mma import expert_mma
     from tandem.kernels.gpu.panels import Panels
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

@@ -51,4 +51,4 @@ def test_twelve_rows_of_int4_are_explained() -> None:
     asked = ["bench", "kernels", "--explain", "--shape", "q3", "--format", "int4", "--tokens", "12", "--tier", "scalar"]
     result = CliRunner().invoke(app, asked, env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
-    assert "dot_rows" in result.output and "kernels/gpu/expert_mma" in result.output
+    assert "dot_rows" in result.output and "kernels/gpu/mma/expert_mma" in result.output

@@ -14,7 +14,7 @@ MANY_TOKENS, MANY_PAIRS = 128, 24  # from so many, and so many pairs an expert o
 class Way(Enum):
     """Of a step's rows through a layer's experts on the GPU."""
 
-    MMA = "expert_mma"
+    MMA = "mma/expert_mma"
     ROWS = "expert_rows"
     TILES = "expert_tiles"
     PROMPTS = "prompts"

@@ -1,9 +1,9 @@
 """`GpuCodes`: `Linear` on the GPU over codes and scales as they are stored, in packed panels (`panels.py`).
 
 A decode step reads every dense matrix once, so it is as fast as its bytes are few. Few rows are multiplied straight
-from the codes: by CUDA kernels on tensor cores (`code_mma.py`), or where these cannot, by Triton's (`code_tiles.py`).
-For more rows the matrix is unpacked into scratch, some columns at a time, and PyTorch multiplies it. Triton's tiles of
-64 rows that unpack for themselves were slower on an H200 from 32 rows on.
+from the codes: by CUDA kernels on tensor cores (`mma/code_mma.py`), or where these cannot, by Triton's
+(`code_tiles.py`). For more rows the matrix is unpacked into scratch, some columns at a time, and PyTorch multiplies it.
+Triton's tiles of 64 rows that unpack for themselves were slower on an H200 from 32 rows on.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes
 from tandem.formats.gpu_reading import refusal
 from tandem.kernels.cpu import PackedMatrix
-from tandem.kernels.gpu import code_mma, code_tiles
+from tandem.kernels.gpu import code_tiles
 from tandem.kernels.gpu.linear import multiplied
+from tandem.kernels.gpu.mma import code_mma
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.uploads import uploaded_bytes
 from tandem.kernels.packed.packable import scale_type

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tandem.errors import KernelError
 from tandem.formats.codes import Weight
-from tandem.kernels.gpu import expert_mma, expert_rows, expert_tiles
+from tandem.kernels.gpu import expert_rows, expert_tiles
 from tandem.kernels.gpu.expert_rows import Between
+from tandem.kernels.gpu.mma import expert_mma
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.prompts.products import Part, PromptExperts, parts_of
 from tandem.kernels.gpu.uploads import Uploads

@@ -1,25 +1,3 @@
-"""How CUDA kernels take packed codes (`panels.py`) to tensor cores, 32 k of 16 columns at a time, and what else they
-have in common. One place for each format.
-
-Two codes become a pair of bfloat16 in registers, exactly, as operands of `mma.m16n8k16`: a panel's 16 columns are its
-rows, up to 8 rows of x its columns. Products are exact and sums float32; what is summed over 32 k is scaled on its own.
-"""
-
-from __future__ import annotations
-
-from typing import NamedTuple
-
-from tandem.config.layers import Activation
-from tandem.formats.gpu_reading import MMA_CODES, MMA_SCALES, MMA_STEP, takes_tensor_cores
-from tandem.kernels.gpu.mlp import activation_constants
-from tandem.kernels.gpu.panels import Panels
-
-STEP = MMA_STEP
-FORMATS = {name: number for number, name in enumerate(MMA_CODES)}  # the source compares these numbers
-SCALES = {name: number for number, name in enumerate(MMA_SCALES)}
-SCALE_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "e8m0": 1}
-
-COMMON = r"""
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
@@ -64,9 +42,6 @@ __device__ inline void start_next() {
   asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
 #endif
 }
-"""
-
-CODE_STEPS = r"""
 // 32 k of rows 2 g and 2 g + 1 of a panel as they lie there, 8 k of each for lane t, and both rows' scale.
 struct Step {
 #if FORMAT == 1 || FORMAT == 3
@@ -162,65 +137,8 @@ __device__ inline Step step_of(const u8* panel, u64 scale_at, int group_shift, i
   s.codes = *reinterpret_cast<const uint2*>(panel + 64 * (4 * step + t) + 8 * g);
 #else
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    s.codes[i] = *reinterpret_cast<const u32*>(panel + 32 * (16 * step + 4 * t + i) + 4 * g);
+  for (int i = 0; i < 4; ++i) s.codes[i] = *reinterpret_cast<const u32*>(panel + 32 * (16 * step + 4 * t + i) + 4 * g);
 #endif
   if (GROUPED) read_scales(s, panel + scale_at + u64(step >> group_shift) * GROUP_BYTES, g);
   return s;
 }
-"""
-
-ACTIVATION = r"""
-// The activation of a gate and an up, by KIND (config/layers.py's order); NaN stays NaN.
-__device__ inline float at_most(float x, float limit) { return x > limit ? limit : x; }
-__device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-__device__ inline float relu2(float x) { return x < 0 ? 0.0f : x * x; }
-__device__ inline float activated(float gate, float up) {
-  if (KIND >= 3) up = -at_most(-at_most(up, LIMIT), LIMIT);
-  if (KIND == 0) return gate / (1.0f + expf(-gate)) * up;
-  if (KIND == 1) return 0.5f * gate * (1.0f + erff(gate * 0.70710678f)) * up;
-  if (KIND == 2) return gate * sigmoid(1.59576912f * gate * (1.0f + 0.044715f * gate * gate)) * up;
-  if (KIND == 5) return at_most(gate * sigmoid(gate), LIMIT) * up;
-  gate = at_most(gate, LIMIT);
-  return KIND == 4 ? gate * sigmoid(ALPHA * gate) * (up + 1.0f) : gate * sigmoid(gate) * up;
-}
-"""
-
-
-class Kind(NamedTuple):
-    """What kernels are compiled for."""
-
-    fmt: str
-    scale: str
-    grouped: bool  # a scale for every group of k, else one per row
-
-
-def kind_of(panels: Panels) -> Kind:
-    return Kind(panels.fmt, panels.scale, panels.group > 0)
-
-
-def has_steps(panels: Panels) -> bool:
-    """Whether there is code for such panels."""
-    codes = panels.fmt, panels.scale, panels.group, panels.depth, panels.padded_depth
-    return panels.scale_offset > 0 and takes_tensor_cores(*codes)
-
-
-def group_shift(panels: Panels) -> int:
-    """2^this steps have one scale."""
-    return max(0, (panels.group // STEP).bit_length() - 1)
-
-
-def activation_steps(activation: Activation) -> str:
-    """The source of `activated`."""
-    constants = activation_constants(activation).items()
-    defined = (f"#define {name} {value}{'f' if isinstance(value, float) else ''}\n" for name, value in constants)
-    return "".join(defined) + ACTIVATION
-
-
-def code_steps(kind: Kind) -> str:
-    """The source to put before that of kernels."""
-    constants = {
-        "FORMAT": FORMATS[kind.fmt], "SCALE": SCALES[kind.scale], "GROUPED": int(kind.grouped),
-        "GROUP_BYTES": 16 * SCALE_BYTES[kind.scale],
-    }  # fmt: skip
-    return "".join(f"#define {name} {value}\n" for name, value in constants.items()) + COMMON + CODE_STEPS

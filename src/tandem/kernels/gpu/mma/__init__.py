@@ -1,0 +1,1 @@
+"""Codes on tensor cores: CUDA kernels for few rows, and how they take packed codes."""
