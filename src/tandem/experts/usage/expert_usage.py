@@ -127,7 +127,8 @@ class ExpertUsage:
         self._moved: list[tuple[Ints, Ints]] = []  # changes [3, n], counts [3, n], since the last `read`
         self._buffers: deque[Asked] = deque()
         self.copy: Copy | None = None  # None: PyTorch's, which takes longer
-        self._beside: tuple[Tensor, Tensor | None] | None = None  # experts seen, and rows that count
+        # Experts that a pass has seen, how many of its rows count, and where its layers do.
+        self._beside: tuple[Tensor, Tensor | None, list[Tally]] | None = None
         self.expert_bytes = torch.zeros(layers, dtype=torch.int64)
         self.swaps = 0
         self.swap_rests = 0  # how often live placement paused because it did not pay
@@ -162,11 +163,13 @@ class ExpertUsage:
         if self._beside is None:
             with torch.inference_mode(False):  # a pass begins in it, and may end elsewhere
                 seen = torch.zeros_like(self._arrays[_SEEN])
-                self._beside = seen, None if self._rows is None else torch.zeros_like(self._rows)
-        seen, limit = self._beside
+                limit = None if self._rows is None else torch.zeros_like(self._rows)
+                each = zip(self._arrays[_TOKENS], seen, strict=True)
+                self._beside = seen, limit, [Tally(tokens, own, None, limit) for tokens, own in each]
+        _, limit, tallies = self._beside
         if limit is not None:
             limit.fill_(rows)
-        return [Tally(self._arrays[_TOKENS, layer], seen[layer], None, limit) for layer in range(len(seen))]
+        return tallies
 
     def end_beside(self) -> None:
         """The pass has ended, wherever; each of its layers ran once at most."""
