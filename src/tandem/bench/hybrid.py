@@ -59,7 +59,8 @@ READ_SECONDS = 0.1
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """What the flags asked for; context: tokens that every sequence has; dense: what dense projections are stored as,
-    of `stored.FORMATS`; foresight: with it, without, or both in turn."""
+    of `stored.FORMATS`; foresight: with it, without, or both in turn; prompts: those that fit are graphs, as in the
+    server."""
 
     config: str
     formats: tuple[str, ...]
@@ -73,6 +74,7 @@ class Request:
     tier: str = "auto"
     dense: str = "bf16"
     foresight: tuple[bool, ...] = (True,)
+    prompts: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -246,7 +248,8 @@ def build(
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
     moving = None if live is None or usage is None else live(plan, side, usage)
     stream = expert_stream(plan, side, registered(plan, side) if plan.gpu and plan.gpu.ring_bytes else None)
-    runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side, stream))
+    sizes = plan.gpu.prompt_sizes if request.prompts and plan.gpu is not None and stream is None else ()
+    runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side, stream), sizes)
     return Built(plan, config, side, runner(), workers, usage, expert_bytes(config, fmt), runner)
 
 
@@ -258,6 +261,7 @@ def _runner(
     usage: ExpertUsage | None,
     live: LiveExperts | None,
     begin: BeginStep,
+    prompts: tuple[int, ...],
 ) -> GpuRunner:
     assert plan.gpu is not None
     layout = config.state_layout(plan.dtype, plan.page_size, plan.guesses)
@@ -265,7 +269,7 @@ def _runner(
     for array in (array for arrays in states for array in arrays):
         array.normal_()
     pages = -(-plan.context_length // plan.page_size)
-    graphs = GraphPlan(plan.gpu.graph_sizes, pages, guessing=plan.guesses > 0)
+    graphs = GraphPlan(plan.gpu.graph_sizes, pages, guessing=plan.guesses > 0, prompts=prompts)
     return GpuRunner(
         model, states, side.handoff, graphs,
         page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=usage, live=live,

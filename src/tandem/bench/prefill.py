@@ -52,7 +52,7 @@ class Request:
     def model(self) -> hybrid.Request:
         """As the decode bench builds one."""
         sizes = (self.layers, max(self.tokens), 1, self.repeats, self.threads, self.tier)
-        return hybrid.Request(self.config, self.formats, self.shares, (1,), *sizes)
+        return hybrid.Request(self.config, self.formats, self.shares, (1,), *sizes, prompts=True)
 
 
 @dataclass(frozen=True, slots=True)
