@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import json
 import os
 import re
@@ -17,13 +19,14 @@ import pytest
 import torch
 
 from fake_model import run, text, token_ids
-from random_engine import EOS, MARKER, PIECES, VOCAB, answer, engine, request
+from random_engine import EOS, MARKER, PIECES, VOCAB, ByteTokenizer, answer, engine, request
 from tandem.engine.engine import Engine
 from tandem.engine.grammar import sources
 from tandem.engine.grammar.compiled import CompiledGrammar
 from tandem.engine.grammar.compiler import GrammarCompiler
 from tandem.engine.grammar.matcher import GrammarMatcher
 from tandem.engine.grammar.schema import check_schema
+from tandem.engine.grammar.utf8 import never_behind, no_texts
 from tandem.engine.protocol import GenerateRequest, Grammar, SamplingParams, TokenOutput
 from tandem.engine.sampling.masks import bits_of, without_forbidden, without_forbidden_rows
 from tandem.errors import EngineError, RequestError
@@ -100,6 +103,12 @@ SCHEMAS = {
     "patterns of names": {
         "type": "object", "patternProperties": {"^k[0-9]$": {"type": "null"}}, "additionalProperties": False,
     },
+    "patterns of other names": {
+        "type": "object", "properties": {"kind": {"type": "null"}}, "required": ["kind"], "minProperties": 2,
+        "patternProperties": {
+            "^x-[0-9]{1,2}$": {"type": "null"}, "^y[0-9]$": {"enum": [1]}, "^yy?$": {"enum": [1]},
+        },
+    },
     "lengths": {
         "type": "array", "minItems": 3, "maxItems": 3,
         "items": {"type": ["string", "null"], "minLength": 2, "maxLength": 9},
@@ -121,6 +130,23 @@ REFUSED = {
     "half a letter": ({"type": "string", "minLength": 1.5}, "minLength is 1.5"),
     "a required name that a pattern has": (
         {"patternProperties": {"^x": {"type": "integer"}}, "required": ["x1"]}, "beside patternProperties",
+    ),
+    "patterns that may have the same name": (
+        {"patternProperties": {"^ac": {"type": "null"}, "^b": {}, "^ab?": {"type": "integer"}}},
+        "#: pattern '^ab?' and pattern '^ac' may have the same name",
+    ),
+    "a pattern without a beginning": (
+        {"patternProperties": {"^(a|b)$": {"type": "null"}, "^c|d": {}, "^e": {"type": "null"}}},
+        "pattern '^(a|b)$' and pattern '^c|d'",
+    ),
+    "a pattern of a listed name": (
+        {"properties": {"x-a": {"type": "null"}, "b": {}}, "patternProperties": {"^x\\-": {}}},
+        "pattern '^x\\\\-' and property 'x-a'",
+    ),
+    "names beside others": ({"propertyNames": {"maxLength": 2}, "properties": {"abc": {}}}, "propertyNames beside"),
+    "a number of free names": ({"type": "object", "minProperties": 2}, "minProperties of 2"),
+    "a number of further names": (
+        {"properties": {"a": {}}, "required": ["a"], "minProperties": 3, "additionalProperties": {}}, "minProperties",
     ),
     "nowhere": ({"$ref": "#/$defs/a"}, "nowhere"),
     "elsewhere": ({"$ref": "https://example.com/a.json"}, "must be '#'"),
@@ -233,6 +259,34 @@ def test_end_tokens_and_limits(model) -> None:
     assert stopped[-1].stop_match == "x" and re.fullmatch("[0-9]{3}", text(stopped))
     marked = answer(model, digits, stop_token_ids=(MARKER,), logit_bias={MARKER: 20.0})
     assert marked[-1].stop_match == MARKER and re.fullmatch("[0-9]+", text(marked))
+
+
+@pytest.mark.parametrize("schema", [{"minLength": 3, "maxLength": 8}, {}, {"pattern": "^[^a]+$"}])
+def test_answers_are_texts(model, schema) -> None:
+    """Of a model that likes bytes which stand in none: halves of UTF-16's letters, spellings that are too long."""
+    liked = dict.fromkeys((0xC0, 0xE0, 0xED, 0xF0, 0xF4, 0xF5), 9.0) | dict.fromkeys(range(0x80, 0xC0), 6.0)
+    grammar = sources.json_schema({"type": "string"} | schema)
+    outputs = run(model, *[request(str(i), grammar, seed=i, logit_bias=liked, max_tokens=60) for i in range(12)])
+    pieces = ByteTokenizer().token_table().pieces
+    for each in outputs.values():
+        said = b"".join(pieces[token] for token in token_ids(each))
+        assert not said.isascii()
+        codecs.getincrementaldecoder("utf-8")().decode(said)  # which may be cut in the midst of a letter
+
+
+def test_bytes_that_stand_in_no_text() -> None:
+    """As Python decodes them: each first byte with each second one."""
+    for first, second in itertools.product(range(0xC0, 0x100), range(0x80, 0xC0)):
+        spelt = bytes([first, second]) + b"\x80" * ((first >= 0xE0) + (first >= 0xF0))
+        try:
+            never = not spelt.decode()
+        except UnicodeDecodeError:
+            never = True
+        pieces = [b"a" + spelt, bytes([second]), b"", b"a"]
+        alone = first in (0xC0, 0xC1) or first >= 0xF5  # no text has it, whatever comes behind
+        assert no_texts(pieces) == ({0} if never else set())
+        assert no_texts([bytes([first])]) == ({0} if alone else set())
+        assert never_behind(pieces).get(bytes([first]), set()) == ({1} if never and not alone else set())
 
 
 def test_sampling_and_penalties_stay_within_the_grammar(model) -> None:

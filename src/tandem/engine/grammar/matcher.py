@@ -23,8 +23,8 @@ class GrammarMatcher:
     """
 
     __slots__ = (
-        "__weakref__", "_allowance", "_compiled", "_due", "_end_bits", "_ends", "_error", "_inner", "_may_end", "_room",
-        "_text_bits", "ended", "place",
+        "__weakref__", "_allowance", "_behind", "_compiled", "_due", "_end_bits", "_ends", "_error", "_inner", "_last",
+        "_may_end", "_room", "_text_bits", "ended", "place",
     )  # fmt: skip
 
     def __init__(self, compiled: CompiledGrammar, sampling: SamplingParams) -> None:
@@ -35,6 +35,7 @@ class GrammarMatcher:
         self._compiled, self._inner = compiled, xgrammar.GrammarMatcher(compiled.inner)
         self._ends = _end_ids(compiled, sampling)
         self._text_bits, self._end_bits = vocabulary.shared.of(compiled.shown, self._ends)
+        self._behind, self._last = vocabulary.shared.behind, b""
         self._may_end = not sampling.ignore_eos
         self._allowance = Allowance()
         self._room = Room(vocabulary.size)
@@ -100,6 +101,7 @@ class GrammarMatcher:
     def _advance(self, token_id: int) -> None:
         if not self._inner.accept_token(token_id):
             raise EngineError(f"token {token_id} does not match the request's grammar")
+        self._last = self._compiled.vocabulary.pieces[token_id][-1:]
 
     def _fill(self) -> None:
         room, mask = self._room, self.place
@@ -107,6 +109,8 @@ class GrammarMatcher:
             room.words.fill(-1)
         complete = room.says_complete
         mask &= self._text_bits
+        if (text := self._behind.get(self._last)) is not None:
+            mask &= text
         going = np.count_nonzero(mask) > 0  # NumPy's `any` takes three times as long
         if complete and self._may_end:
             mask |= self._end_bits

@@ -9,6 +9,7 @@ import math
 from typing import Any
 from urllib.parse import unquote
 
+from tandem.engine.grammar.names import check_names
 from tandem.engine.grammar.patterns import FORMATS, counted_groups
 from tandem.engine.grammar.references import MAPS, MOST_PLACE, UNIONS, ending_of, ends, reached, target
 from tandem.engine.grammar.values import LOOKED_AT, common_kinds, fits
@@ -197,6 +198,7 @@ def _check_part(place: str, part: Schema) -> None:
             raise RequestError(f"{place[:MOST_PLACE]}: {name} must be an object")
     _check_counts(place, part)
     _check_values(place, part)
+    check_names(place, part)
     for name in ("$ref", *UNIONS):
         if name in part:
             _check_alone(place, part, name)

@@ -5,11 +5,12 @@ Shared memory stays in a core's cache: reading it costs nearly nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 import torch
 
+from tandem.engine.grammar.utf8 import never_behind, no_texts
 from tandem.engine.sampling.masks import TokenMask, bits_but, bits_of, mask_words, new_mask
 
 MOST_SETS = 64  # 19 KB each with 150,000 tokens
@@ -30,14 +31,20 @@ class Room:
 
 
 class SharedBits:
-    def __init__(self, size: int, special: Collection[int]) -> None:
-        """size: of the vocabulary. special: its control tokens."""
-        self._size, self._special = size, frozenset(special)
+    """`behind`: by the last byte of an answer so far, tokens that may come; where it is not there, any may."""
+
+    def __init__(self, pieces: Sequence[bytes], special: Collection[int]) -> None:
+        """pieces: each token's bytes. special: control tokens."""
+        self._size, self._special, self._no_texts = len(pieces), frozenset(special), no_texts(pieces)
         self.of = lru_cache(MOST_SETS)(self._made)
+        self.behind: Mapping[bytes, TokenMask] = {
+            last: bits_but(never, self._size) for last, never in never_behind(pieces).items() if never
+        }
 
     def _made(self, shown: tuple[int, ...], ends: frozenset[int]) -> tuple[TokenMask, TokenMask]:
         """Tokens that are text in a grammar that spells the control tokens `shown`; and `ends`, which never are."""
-        made = bits_but((self._special - set(shown)) | ends, self._size), bits_of(ends, self._size)
+        hidden = (self._special - set(shown)) | ends | self._no_texts
+        made = bits_but(hidden, self._size), bits_of(ends, self._size)
         for each in made:
             each.flags.writeable = False
         return made

@@ -43,7 +43,7 @@ class Vocabulary(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def shared(self) -> SharedBits:
         """What the matchers of one thread have in common."""
-        return SharedBits(self.size, self.special)
+        return SharedBits(self.pieces, self.special)
 
     def tokenizer_info(self) -> Any:
         """xgrammar's, one for all grammars: its tables of 150,000 tokens take 22 MB.
@@ -52,6 +52,7 @@ class Vocabulary(msgspec.Struct, frozen=True, dict=True):
         """
         import xgrammar
 
+        _ = self.shared  # or the first matcher makes it, in the engine's thread and in the fork of each job
         return xgrammar.TokenizerInfo(
             [*self.pieces, b""], xgrammar.VocabType.RAW, vocab_size=self.size + 1, stop_token_ids=[self.size]
         )
