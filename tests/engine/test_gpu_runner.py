@@ -118,6 +118,9 @@ def test_a_row_s_mask_is_known_once_the_guess_before_it_has_come() -> None:
     for each, mask in zip(two, masks, strict=True):
         each.sequence.matcher = SimpleNamespace(place=mask)
     assert [None if m is None else m.tolist() for m in _masks(two)] == [*(m.tolist() for m in masks), None, None]
+    scored = [two[0], chunk(0, 3)._replace(logits=3)]  # whose rows are sequences, too, in deterministic steps
+    scored[1].sequence.matcher = two[1].sequence.matcher
+    assert [m is None for m in _masks(scored)] == [False, True, True, False]
     two[0].sequence.matcher = two[1].sequence.matcher = None
     assert _masks(two) == ()
 

@@ -72,7 +72,8 @@ def _pace(parts: EngineParts) -> PrefillPace:
     seconds, most = parts.stream_seconds, parts.plan.max_step_tokens
     pieces = parts.model.depth if isinstance(parts.model, PausingModel) and parts.handoff is None else 1
     whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
-    beside = 0 if parts.plan.gpu is None or seconds is not None else max(parts.plan.gpu.prompt_sizes, default=0)
+    gpu = parts.plan.gpu  # with a ring, and without `seconds`, the CPU has a part in prompts
+    beside = 0 if gpu is None or gpu.ring_bytes else max(gpu.prompt_sizes, default=0)
     return PrefillPace(most, seconds is not None, whole, pieces, beside)
 
 

@@ -23,7 +23,7 @@ from tandem.engine.prompt_graphs import ChunkInputs, LayerWork, PromptGraphs, Wo
 from tandem.engine.runner import StepModel
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
-from tandem.engine.sampling.masks import RowMasks
+from tandem.engine.sampling.masks import RowMasks, TokenMask
 from tandem.engine.sequence import Chunk, make_masks, places_of
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
@@ -138,11 +138,16 @@ def nothing_collected() -> Iterator[None]:
 
 def _masks(chunks: Rows[Chunk]) -> RowMasks:
     """Where the masks of the rows of a step that may be replayed will be. What may come after a guess is known when the
-    guess has come."""
+    guess has come; rows before a prompt's last one choose nothing."""
     masks = places_of([chunk.sequence for chunk in chunks])
-    if not masks or not any(chunk.guesses for chunk in chunks):
+    if not masks or all(chunk.logits == 1 for chunk in chunks):
         return masks
-    return [each for mask, c in zip(masks, chunks, strict=True) for each in (mask, *(None for _ in c.guesses))]
+    return [each for mask, chunk in zip(masks, chunks, strict=True) for each in _masks_of(chunk, mask)]
+
+
+def _masks_of(chunk: Chunk, mask: TokenMask | None) -> RowMasks:
+    after = len(chunk.guesses)
+    return [*[None] * (chunk.logits - 1 - after), mask, *[None] * after]
 
 
 def nothing_begins(batch: ForwardBatch, captured: bool) -> None:
@@ -265,9 +270,13 @@ class GpuRunner:
         """Prompts that fit a graph, while no pass is under way. None: they do not."""
         if not self._plan.alone or self._prompts.graph_of(batch) is None or (paused := self.paused(batch)) is None:
             return None
-        paused.go_on(0.0, whole=True)
-        make()
-        return paused.logits()
+        try:
+            paused.go_on(0.0, whole=True)
+            make()
+            return paused.logits()
+        except Exception:
+            paused.drop()  # or later steps would find it under way
+            raise
 
     def pause(self, chunks: list[Chunk]) -> GpuPass | None:
         """A pass of these chunks; one at a time."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from fake_model import FakeModel, check_pages, fake_engine, greedy_reference, re
 from sessions import Session, prompts
 from tandem import _core
 from tandem.engine.aside import Aside
-from tandem.engine.engine import Engine
+from tandem.engine.engine import Engine, _pace
 from tandem.engine.pace import MIN_TOKENS, SHARED_STEP_SECONDS, SLICE_OF_STEP, PrefillPace
 from tandem.engine.paused_pass import PIECES_AHEAD, PausedPass, PausingModel, slice_of
 from tandem.engine.scheduler import Scheduler
@@ -319,6 +320,14 @@ def test_a_chunk_has_as_many_tokens_as_a_slice_takes() -> None:
     for _ in range(60):
         pace.decoded(0.001)
     assert pace.step_tokens(1) == 1 + MIN_TOKENS
+
+
+def test_chunks_have_a_graphs_rows_only_where_a_device_computes_them_alone() -> None:
+    """Experts that were to travel, and cannot, are computed by the CPU: whoever decodes would wait for whole layers."""
+    for ring, tokens in ((0, 1 + 2048), (1 << 30, 1 + 4 * MIN_TOKENS)):
+        plan = SimpleNamespace(max_step_tokens=4096, gpu=SimpleNamespace(ring_bytes=ring, prompt_sizes=(512, 2048)))
+        parts = SimpleNamespace(plan=plan, stream_seconds=None, model=None, handoff=object())
+        assert _pace(cast(Any, parts)).step_tokens(1) == tokens
 
 
 def test_steps_beside_slices_say_how_long_decoding_takes() -> None:

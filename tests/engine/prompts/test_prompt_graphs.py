@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tandem.engine.gpu_pass import GpuPass, Streams
+from tandem.engine.gpu_runner import GpuRunner, GraphPlan
 from tandem.engine.prompt_graphs import SEQUENCES, ChunkInputs, Piece, PromptGraph, PromptGraphs
 from tandem.engine.sampling.logits import HostRows
 from tandem.models import ForwardBatch
@@ -142,3 +143,33 @@ class Done:
 
     def query(self) -> bool:
         return True
+
+
+def test_what_a_graph_reads_stays_where_it_is(monkeypatch) -> None:
+    """Steps in which other shares of the experts travel have other parts, each of which is kept a while."""
+    order = pytest.importorskip("tandem.kernels.gpu.prompts.order")
+    monkeypatch.setattr(order, "_recorded", {})
+    monkeypatch.setattr(order, "_is_recorded", lambda device: True)
+    read = order._heads((3, 5), CPU)
+    monkeypatch.setattr(order, "_is_recorded", lambda device: False)
+    others = [order._heads((1, more), CPU) for more in range(1, 400)]
+    assert order._heads((3, 5), CPU) is read and read.tolist() == [0] * 3 + [3] * 5
+    assert order._heads((1, 1), CPU) is not others[0]
+
+
+def test_a_prompt_that_fails_in_a_step_lets_go_of_what_it_held(monkeypatch) -> None:
+    """What comes after it prepares its own."""
+    told, runner = Told(), GpuRunner.__new__(GpuRunner)
+    runner._plan, runner._prompts = GraphPlan((), PAGES), graphs(16)
+    graph = PromptGraph(ChunkInputs(ROWS, PAGES, CPU), [Piece(told.graph("piece"), [], told)], found(SEQUENCES))
+    monkeypatch.setattr(torch.cuda, "Event", Done)
+    chunk = batch([9, 4], [0, 30], [8, 12])
+    made = GpuPass(graph.of(chunk), cast(Any, told), Streams(CPU, apart=False), None, HostRows(CPU), None)
+    monkeypatch.setattr(runner, "paused", lambda _: made)
+
+    def broken() -> None:
+        raise ValueError("a grammar failed")
+
+    with pytest.raises(ValueError, match="a grammar failed"):
+        runner._prompt(chunk, broken)
+    assert told.calls == ["piece", "release"]

@@ -77,8 +77,25 @@ def order(keys: Tensor, counts: Tensor, parts: Sequence[int]) -> Order:
     return Order(keys, ranks, first, ends)
 
 
-@lru_cache(maxsize=256)
 def _heads(parts: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32 [keys]: the first key of each key's part. Kept: a copy to the GPU would wait behind streamed experts."""
+    """int32 [keys]: the first key of each key's part. Kept: a copy to the GPU would wait for streamed experts. What a
+    graph reads is kept for good: steps of other shares would drive it out, and the graph would read freed memory."""
+    found = _recorded.get((parts, device))
+    if found is None:
+        found = _made_heads(parts, device)
+        if _is_recorded(device):
+            _recorded[parts, device] = found
+    return found
+
+
+@lru_cache(maxsize=256)
+def _made_heads(parts: tuple[int, ...], device: torch.device) -> Tensor:
     sizes = torch.tensor(parts)
     return (sizes.cumsum(0) - sizes).repeat_interleave(sizes).int().to(device)
+
+
+_recorded: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+
+def _is_recorded(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
