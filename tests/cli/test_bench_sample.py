@@ -10,7 +10,7 @@ from plans import machine
 from tandem.bench import sample
 from tandem.bench.architectures import named_config, named_subject
 from tandem.bench.sample import depths_of, whole_seconds
-from tandem.config import EngineConfig
+from tandem.config import EngineConfig, Plan
 from tandem.config.forecast.advice import Question
 from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
 from tandem.config.stored import StoredFormats
@@ -72,6 +72,31 @@ def test_experts_of_samples_are_stored_as_the_models_are(
     model, stored = named_subject(name)
     asked = replace(host, config=config, model=model, stored=stored)
     assert (sample._experts_format(asked, asked.plan()), sample._method(asked, asked.plan())) == expected
+
+
+def beside_a_gpu(name: str, **flags: object) -> Question:
+    wish = MachineWish("H100", "256GB", "80GB/s", 16, "avx512_bf16")
+    host, (model, stored) = wished_machine(wish, machine()), named_subject(name)
+    config = EngineConfig.from_keywords(name, device="cuda", **flags)
+    return Question(config, model, host, stored, wished_speeds(wish, host, None))
+
+
+def small_plan(asked: Question) -> Plan:
+    plan = asked.plan()
+    return sample._small_plan(asked, plan, sample._sample(asked, plan, 1), 256)
+
+
+def test_keys_and_values_of_samples_and_forecasts_are_cached_as_was_asked() -> None:
+    plain, asked = beside_a_gpu("qwen3-30b-a3b"), beside_a_gpu("qwen3-30b-a3b", kv_cache_dtype="fp8_e4m3")
+    bits = [sample._sample(each, each.plan(), 1).state_layout("bfloat16").token_bytes for each in (plain, asked)]
+    read = [each.predicted(each.plan()).decode[1].parts["KV cache"] for each in (plain, asked)]
+    assert bits[0] == 2 * bits[1] and read[0] == pytest.approx(2 * read[1])
+
+
+def test_samples_guess_nothing() -> None:
+    """They have no draft layer, and a draft layer's graphs would be captured at their start."""
+    asked = beside_a_gpu("glm-4.5-air", speculative_algorithm="NEXTN", kt_method="INT4")
+    assert asked.plan().drafts and small_plan(asked).speculation is None
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 7, 61])

@@ -24,6 +24,7 @@ from tandem.bench.probes import MachineProbe, buffer_reader, read_beside
 from tandem.bench.stored import FORMATS, stored_as
 from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore
 from tandem.config import ModelConfig, Plan, resolve
+from tandem.config.choices.cached import cached_as
 from tandem.config.forecast.advice import Question
 from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
 from tandem.config.forecast.prediction import Prediction
@@ -223,7 +224,7 @@ def _running(question: Question, plan: Plan, depth: int, tokens: int) -> Running
     small = _small_plan(question, plan, model, tokens)
     workers = planned_pool(small)
     ops, checkpoint = (
-        CpuOps(workers, small.tier, small.int8_activations),
+        CpuOps(workers, small.tier, small.int8_activations, deterministic=small.deterministic),
         cast(Any, SyntheticCheckpoint(dense, experts)),
     )
     text = cast(Any, NoText())
@@ -255,7 +256,7 @@ def _running(question: Question, plan: Plan, depth: int, tokens: int) -> Running
 
 
 def _small_plan(question: Question, plan: Plan, model: ModelConfig, tokens: int) -> Plan:
-    """Of a sample, for a sequence of so many tokens."""
+    """Of a sample, for a sequence of so many tokens. Made-up weights guess nothing, and have no draft layer."""
     dense, experts = _dense_format(question), _experts_format(question, plan)
     share = 0.0 if plan.gpu is None else plan.gpu.experts / max(1, question.model.routed_experts)
     config = dataclasses.replace(
@@ -263,7 +264,8 @@ def _small_plan(question: Question, plan: Plan, model: ModelConfig, tokens: int)
         max_total_tokens=tokens + question.config.page_size, max_running_requests=1, kt_num_gpu_experts=None,
         kt_gpu_experts_ratio=share, packed_cache=None, map_experts="never", disable_radix_cache=True,
         kt_expert_placement_strategy="uniform", init_expert_location="trivial",
-        kt_enable_dynamic_expert_update=False, device="cpu" if plan.gpu is None else "cuda",
+        kt_enable_dynamic_expert_update=False, speculative_algorithm=None,
+        device="cpu" if plan.gpu is None else "cuda",
     )  # fmt: skip
     small = resolve(config, model, question.machine, stored_as(model, dense, experts))
     return dataclasses.replace(small, max_step_tokens=plan.max_step_tokens)
@@ -271,7 +273,7 @@ def _small_plan(question: Question, plan: Plan, model: ModelConfig, tokens: int)
 
 def _sample(question: Question, plan: Plan, depth: int) -> ModelConfig:
     """The last layers, with fewer experts: enough that no cache holds them."""
-    model = question.model
+    model = cached_as(question.config, question.model)
     count = _expert_count(model, model.expert_bytes(plan.expert_format, question.stored.experts), plan.gpu is not None)
     layers = tuple(_smaller(layer, count) for layer in _cut(model.layers, depth))
     return dataclasses.replace(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from tandem.config.choices.cached import cached_as
 from tandem.config.engine_config import EngineConfig
 from tandem.config.expert_format import EXPERT_FORMATS
 from tandem.config.forecast.machine_spec import system_bytes
@@ -47,7 +48,8 @@ class Question:
         return resolve(config, self.model, self.machine, self.stored)
 
     def predicted(self, plan: Plan, batches: tuple[int, ...] = (1,)) -> Prediction:
-        return predict(Case(self.model, self.stored, plan, self.speeds), batches)
+        model = cached_as(self.config, self.model)
+        return predict(Case(model, self.stored, plan, self.speeds), batches)
 
 
 @dataclass(frozen=True, slots=True)
