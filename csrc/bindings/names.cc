@@ -45,12 +45,9 @@ WeightFormat weight_format_named(const std::string& format, int group, const std
 const char* name_of(Tier tier) { return kTiers[int(tier)]; }
 
 nanobind::tuple layout_of(const WeightView& w) {
-  if (groups_per_half(w.scale_type) || w.shift_type == ShiftType::as_scales)
-    throw KernelError("the GPU kernels do not read weights that are " + described(format_of(w)) +
-                      "; keep them on the CPU");
+  const std::string scales = scales_name_of(format_of(w));
   return nanobind::make_tuple(kFormatNames[int(w.format)], w.columns, w.depth, w.padded_depth, 2 * w.pairs,
-                              w.panel_bytes, w.scale_offset, kScaleTypeNames[int(w.scale_type)], w.group,
-                              w.shift_offset);
+                              w.panel_bytes, w.scale_offset, scales.c_str(), w.group, w.shift_offset);
 }
 
 }  // namespace tandem

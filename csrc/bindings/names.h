@@ -21,7 +21,7 @@ std::string scales_name_of(const WeightFormat& format);
 WeightFormat weight_format_named(const std::string& format, int group, const std::string& scales);
 
 // How packed panels are read on a GPU: (format, columns, depth, padded depth, panels, panel bytes, offset of the
-// scales, their type, group, offset of the zero points). Throws KernelError for what the GPU kernels do not read.
+// scales, their type as `scales_name_of` has it, group, offset of what is added after scaling).
 nanobind::tuple layout_of(const WeightView& view);
 
 }  // namespace tandem

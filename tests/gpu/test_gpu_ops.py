@@ -14,21 +14,23 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
+from kernel_cases import F32_UNIT, GGUF_BLOCKS, gguf_codes
 from paged_batches import Batch, make_batch, random_tables
 from tandem import _core
 from tandem.config.layers import Router
+from tandem.config.mechanisms.scores import SCORES, Score
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import best_of
 from tandem.engine.sampling.masks import new_mask
 from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes, join_nibbles
-from tandem.formats.reference import quantise, stored
+from tandem.formats.reference import decoded, magnitudes, quantise, stored
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import Ops, Rope, Routing
+from tandem.kernels.ops import Ops, Rope, Routing, Tally
 from tandem.kernels.reference import TorchOps
 
 if AVAILABLE:
-    from tandem.kernels.gpu import attention_decode, best, experts
+    from tandem.kernels.gpu import attention_decode, best, expert_rows, experts
     from tandem.kernels.gpu import mlp as mlp_module
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.which import FEW_TOKENS
@@ -390,6 +392,20 @@ def test_experts_that_a_table_names(ops: Ops, shared: int) -> None:
     near(got.weights, expected.weights, 1e-5)
 
 
+@pytest.mark.parametrize("shared", [0, 2])
+def test_a_score_without_a_kernel_is_torchs(ops: Ops, monkeypatch: pytest.MonkeyPatch, shared: int) -> None:
+    monkeypatch.setitem(SCORES, "softsign", Score(lambda x: 0.5 + 0.5 * x / (1 + x.abs())))
+    router = Router(60, 4, score="softsign", has_bias=True, num_groups=4, top_groups=2, scale=1.5)
+    logits, bias = torch.randn(9, 60), torch.rand(60)
+    zeros = torch.zeros(60, dtype=torch.int32, device=DEVICE)
+    tally = Tally(zeros, zeros.clone(), rows=torch.tensor([7], dtype=torch.int32, device=DEVICE))
+    expected = TorchOps().route(logits, router, bias, shared)
+    got = ops.route(logits.to(DEVICE), router, bias.to(DEVICE), shared, tally)
+    assert torch.equal(got.ids.cpu(), expected.ids)
+    assert torch.equal(tally.tokens.cpu(), expected.ids[:7, :4].flatten().long().bincount(minlength=60).int())
+    near(got.weights, expected.weights, 1e-5)
+
+
 SHAPES = [(64, 40, 6), (200, 72, 5)]
 
 
@@ -507,6 +523,44 @@ def test_experts_read_scales_of_every_type(ops: Ops, fmt: str, tokens: int) -> N
         return WeightCodes(joined, scales[..., 0].half(), "int4", 32, weight.shape[1])
 
     check_experts(ops, case, lambda e: tuple(coded(m[e]) for m in case[:3]), "bf16")
+
+
+@pytest.mark.parametrize("kind", GGUF_BLOCKS)
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_experts_read_ggufs_blocks(ops: Ops, kind: str, tokens: int) -> None:
+    case = expert_case(tokens, 512, 256, 4)
+    case[3].mul_(0.5)  # for results of size 1 and below
+
+    def matrices(expert: int) -> tuple[WeightCodes, ...]:
+        return tuple(gguf_codes(kind, *m.shape[1:], seed=3 * expert + i) for i, m in enumerate(case[:3]))
+
+    check_experts(ops, case, matrices, "bf16")
+
+
+@pytest.mark.parametrize("kind", [*GGUF_BLOCKS, "int8_zeros"])
+def test_few_rows_of_experts_are_float32_sums(ops: Ops, kind: str) -> None:
+    """Of down alone, against float64. Each term may be rounded as code, scale and offset, and each sum."""
+    hidden, width = 256, 512
+    shapes = (width, hidden), (width, hidden), (hidden, width)
+    gate, up, down = (int8_zeros(*s) if kind == "int8_zeros" else gguf_codes(kind, *s) for s in shapes)
+    layer = ops.gpu_experts(torch.tensor([0]), hidden, width, "bf16")
+    layer.load(0, gate, up, down)
+    first = torch.zeros(3, 1, dtype=torch.int32, device=DEVICE)
+    routing, rows = Routing(first, torch.ones_like(first, dtype=torch.float32), first), bf16(3, width)
+    given = layer.pool, layer.gate_up.bytes, layer.down, layer.stride
+    got = expert_rows.down(rows.to(DEVICE), *given, routing, None).cpu().double()
+    exact = rows.double() @ decoded(down).double().T
+    size = rows.double().abs() @ magnitudes(down).double().T
+    assert ((got - exact).abs() <= (2 * width + 16) * F32_UNIT * size).all()
+
+
+def int8_zeros(columns: int, depth: int) -> WeightCodes:
+    """Groups of 64 with scales and zero points."""
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 256, (columns, depth), dtype=torch.uint8, generator=generator)
+    scales = (torch.rand(columns, depth // 64, generator=generator) * 1e-3).half()
+    zeros = torch.randint(-128, 128, scales.shape, dtype=torch.int8, generator=generator)
+    return WeightCodes(codes, scales, "int8", 64, depth, zeros=zeros)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

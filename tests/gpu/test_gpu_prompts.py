@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
+from kernel_cases import GGUF_BLOCKS, gguf_codes
 from tandem import _core
 from tandem.formats.codes import WeightCodes, join_nibbles
-from tandem.formats.reference import quantise, stored
+from tandem.formats.reference import decoded, magnitudes, quantise, stored
 from tandem.kernels.cpu_ops import CpuOps
 
 if AVAILABLE:
@@ -32,12 +33,13 @@ if AVAILABLE:
     from tandem.kernels.gpu.prompts import grouped, products
     from tandem.kernels.gpu.prompts.order import order
     from tandem.kernels.gpu.prompts.products import Part, PromptExperts, parts_of
+    from tandem.kernels.gpu.prompts.unpack import Packed, unpack
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 TOLERANCE = (4.5 if INTERPRETED else 2.0) * 2.0**-8
 COUNT, TOP_K = 6, 3
 PLAIN = ("bf16", "int8", "int4")
-STORED = ("fp8", "mxfp8", "mxfp4", "nvfp4", "int4 f16", "int4_zeros")
+STORED = ("fp8", "mxfp8", "mxfp4", "nvfp4", "int4 f16", "int4_zeros", *GGUF_BLOCKS)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,8 @@ def matrices(hidden: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
 def coded(weight: Tensor, fmt: str) -> Tensor | WeightCodes:
     if fmt in PLAIN:
         return weight
+    if fmt in GGUF_BLOCKS:
+        return gguf_codes(fmt, *weight.shape, seed=int(weight[0, 0].abs() * 1000))
     if fmt != "int4 f16":
         return stored(weight, fmt)
     codes, scales = quantise(weight, "int4", 32)
@@ -73,7 +77,7 @@ def anyone() -> Tensor:
 class Layer:
     """Experts 1 ... 5 on the GPU, all on the CPU."""
 
-    def __init__(self, ops: GpuOps, fmt: str, hidden: int = 256, width: int = 128) -> None:
+    def __init__(self, ops: GpuOps, fmt: str, hidden: int = 256, width: int = 256) -> None:
         torch.manual_seed(0)
         packed = fmt if fmt in PLAIN else "bf16"
         each = [tuple(coded(m[e], fmt) for m in matrices(hidden, width)) for e in range(COUNT)]
@@ -111,6 +115,21 @@ def many(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
 @pytest.mark.parametrize("fmt", [*PLAIN, *STORED])
 def test_every_format_is_unpacked(ops: GpuOps, many: None, fmt: str) -> None:
     Layer(ops, fmt).check(*routed(40, 256, anyone))
+
+
+@pytest.mark.parametrize("kind", GGUF_BLOCKS)
+def test_unpacked_numbers_are_the_files(ops: GpuOps, kind: str) -> None:
+    """Rounded to bfloat16 once; code * scale + offset are at most two roundings of float32 before."""
+    gate, up, down = (gguf_codes(kind, 256, 256, seed) for seed in range(3))
+    layer = ops.gpu_experts(torch.tensor([0]), 256, 256, "bf16")
+    layer.load(0, gate, up, down)
+    got = torch.zeros(1, 512, 256, dtype=torch.bfloat16, device=DEVICE)
+    one = torch.ones(1, 1, dtype=torch.int32, device=DEVICE)
+    unpack(Packed(layer.pool, layer.stride, 0), 0, layer.gate_up, 2, one, 0, got)
+    exact = torch.cat((decoded(gate), decoded(up)))
+    size = torch.cat((magnitudes(gate), magnitudes(up)))
+    error = (got[0].cpu().float() - exact).abs()
+    assert (error <= 2.0 ** (-7 if INTERPRETED else -8) * exact.abs() + 2.0**-22 * size).all()
 
 
 @pytest.mark.parametrize("shape", [(64, 40), (200, 72), (1096, 24)])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from tiny import VARIANTS, TinyModels, settings
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+PROMPT = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 FIRST = SamplingParams(temperature=0.0, max_tokens=1)
 SMALL = {"kt_cpuinfer": 2, "max_total_tokens": 128, "max_running_requests": 2}
 
@@ -31,13 +34,41 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, P
     return *save_quantised(plain, tmp_path_factory.mktemp("awq"), experts_only("awq")), shifted
 
 
-@pytest.mark.parametrize(("index", "read"), [(0, True), (2, False)], ids=["awq", "int8 zeros"])
-def test_quantised_experts_are_served_without_a_flag(directories, index: int, read: bool) -> None:
-    """On the GPU where it reads them, else in CPU memory."""
+@pytest.mark.parametrize("index", [0, 2], ids=["awq", "int8 zeros"])
+def test_quantised_experts_are_served_without_a_flag(directories, index: int) -> None:
+    """On the GPU, which reads them as they are stored."""
     llm = LLM(str(directories[index]), **SMALL)
-    assert llm.engine.plan.gpu is not None and (llm.engine.plan.gpu.experts > 0) == read
+    assert llm.engine.plan.gpu is not None and llm.engine.plan.gpu.experts > 0
     (answer,) = llm.generate(["Hello"], GREEDY)
     assert len(answer.token_ids) == 6
+
+
+def test_k_quants_are_served_on_both_sides(tmp_path: Path) -> None:
+    """Gate and up in Q4_K, down in Q6_K or, in every second layer, in Q5_K: logits do not say where experts are."""
+    gguf_files = pytest.importorskip("gguf_files")
+    family, changes = VARIANTS["qwen3_moe-gpu"]
+    VARIANTS["qwen3_moe-k"] = (family, changes | settings(hidden_size=256, moe_intermediate_size=256))
+    plain = TinyModels(tmp_path)["qwen3_moe-k"]
+    del VARIANTS["qwen3_moe-k"]
+    kinds = gguf_files.Kind
+
+    def kind(name: str, array: np.ndarray) -> Any:
+        if "_exps" not in name:
+            return kinds.F32
+        return kinds.Q4_K if "down" not in name else kinds.Q6_K if ".0." in name else kinds.Q5_K
+
+    file = gguf_files.write_gguf(plain, tmp_path / "k.gguf", kind)
+    found = []
+    for ratio in (0.0, 0.5, 1.0):
+        llm = LLM(str(file), kt_gpu_experts_ratio=ratio, kt_gpu_prefill_token_threshold=0, **SMALL)
+        plan = llm.engine.plan
+        assert plan.gpu is not None and plan.gpu.experts == ratio * 32 and plan.expert_format == "stored"
+        (answer,) = llm.generate(["Hello, who are you? " * 3], PROMPT)
+        found.append(torch.tensor([each.logprob for each in answer.prompt_logprobs if each.logprob is not None]))
+    for other in found[1:]:
+        apart = (other - found[0]).abs()  # of logits of about 4, which sides round differently to bfloat16
+        print(f"{apart.median():.4f} {apart.max():.4f}")
+        assert 0 < apart.median() < 4 * 2.0**-7
 
 
 def test_the_gpu_of_the_plan_is_the_one_that_computes(directories) -> None:

@@ -15,6 +15,7 @@ import torch
 from fake_copies import advance, at_once
 from gpu import AVAILABLE, DEVICE, INTERPRETED, fed, needs_cuda, needs_triton
 from gpu_sessions import DECODED, PROMPT, ROWS, Session, batch_of, on_the_cpu, rms
+from kernel_cases import GGUF_BLOCKS, gguf_codes
 from tandem import _core
 from tandem.config.forecast.stream_rates import StreamRates
 from tandem.config.gpu_scratch import Ring
@@ -38,7 +39,7 @@ if AVAILABLE:
 pytestmark = [pytest.mark.gpu, needs_triton]
 TOLERANCE = (4.5 if INTERPRETED else 2.0) * 2.0**-8
 LAYERS, EXPERTS, HIDDEN, WIDTH, TOKENS, TOP_K = 2, 6, 64, 32, 12, 2
-CODED = ("int4_zeros",)  # stored as codes, and packed as they are
+CODED = ("int4_zeros", "q5_1")  # stored as codes, and packed as they are
 
 
 @dataclass
@@ -104,7 +105,11 @@ class Layers:
             down = torch.randn(EXPERTS, HIDDEN, WIDTH) / WIDTH**0.5
             weights = list(zip(gate, up, down, strict=True))
             if fmt in CODED:
-                weights = [tuple(stored(matrix, fmt) for matrix in each) for each in weights]
+                blocks = fmt in GGUF_BLOCKS
+                weights = [
+                    tuple(gguf_codes(fmt, *m.shape, seed=i) if blocks else stored(m, fmt) for m in each)
+                    for i, each in enumerate(weights)
+                ]
             self.each.append(self.store.layer(index, EXPERTS, WIDTH, packed))
             self.each[-1].load(fed(EXPERTS, weights.__getitem__))
             self.whole.append(self.ops.cpu.experts(EXPERTS, HIDDEN, WIDTH, packed))
@@ -152,7 +157,7 @@ def test_what_travels_is_computed_as_what_lives_there(on_gpu: int, share: float,
     assert stream.streamed_bytes == 2 * LAYERS * travelling * each
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4_zeros"])
+@pytest.mark.parametrize("fmt", ["bf16", "int8", *CODED])
 @pytest.mark.parametrize("nodes", [(), (0, 1)])
 def test_on_several_memory_nodes_too(fmt: str, nodes: tuple[int, ...]) -> None:
     """Where an expert lies in pieces."""

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from gpu import HAS_TRITON, INTERPRETED
-from kernel_cases import coded
+from kernel_cases import GGUF_BLOCKS, coded, gguf_codes
 from paged_batches import make_batch, random_tables
 from tandem import _core
 from tandem.config.layers import Activation, ActivationKind, DeltaRule, Router
 from tandem.config.mechanisms.latent import Index
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.rope import Rope as RopeShape
+from tandem.formats.codes import Weight
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.delta import DeltaState, DeltaWeights, Product
@@ -139,15 +140,23 @@ def test_attention_fits_the_shared_memory(
     assert set(compiler.variants) == {"_decode", "_merge", "_prefill"}
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4", "fp8", "mxfp4", "nvfp4", "int4_zeros"])
+EXPERTS = ["bf16", "int8", "int4", "fp8", "mxfp4", "nvfp4", "int4_zeros", "q4_k", "q5_1", "q6_k"]
+
+
+def square(fmt: str) -> Weight:
+    weight = torch.randn(256, 256)
+    if fmt in ("bf16", "int8", "int4"):
+        return weight
+    return gguf_codes(fmt, 256, 256) if fmt in GGUF_BLOCKS else stored(weight, fmt)
+
+
+@pytest.mark.parametrize("fmt", EXPERTS)
 def test_experts(compiler: Compiler, ops: GpuOps, fmt: str) -> None:
     if compiler.target.arch == 80 and fmt not in ("bf16", "int4"):
         pytest.skip("one format of each size is enough for the older ones")
-    numbers = fmt in ("bf16", "int8", "int4")
-    layer = ops.gpu_experts(torch.arange(2), 256, 128, fmt if numbers else "bf16")
-    matrices = [torch.randn(128, 256), torch.randn(128, 256), torch.randn(256, 128)]
+    layer = ops.gpu_experts(torch.arange(2), 256, 256, fmt if fmt in ("int8", "int4") else "bf16")
     for expert in range(2):
-        layer.load(expert, *(matrices if numbers else [stored(m, fmt) for m in matrices]))
+        layer.load(expert, square(fmt), square(fmt), square(fmt))
     for tokens in (1, 2, 15, 17, 64, 100):
         ids = torch.zeros(tokens, 2, dtype=torch.int32)
         partial = layer.partial(torch.zeros(tokens, 256).bfloat16(), Routing(ids, torch.ones(tokens, 2), ids))
@@ -175,7 +184,7 @@ def test_experts_of_other_shapes(compiler: Compiler, ops: GpuOps, kind: Activati
     assert set(compiler.variants) >= {"_gate_up", "_down", "_combine", between}
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "int8", "int4", "fp8", "mxfp4", "nvfp4", "int4_zeros"])
+@pytest.mark.parametrize("fmt", EXPERTS)
 def test_experts_of_many_rows(
     compiler: Compiler, ops: GpuOps, monkeypatch: pytest.MonkeyPatch, fmt: str
 ) -> None:
@@ -185,11 +194,9 @@ def test_experts_of_many_rows(
     monkeypatch.setattr(products, "ROW_BYTES", 1 << 21)
     monkeypatch.setattr(products, "has_pytorchs", lambda device: servers)
     monkeypatch.setattr(products, "grouped_product", lambda a, b, offs: a.new_empty(len(a), b.shape[2]))
-    numbers = fmt in ("bf16", "int8", "int4")
-    layer = ops.gpu_experts(torch.arange(21), 256, 128, fmt if numbers else "bf16")
-    matrices = [torch.randn(128, 256), torch.randn(128, 256), torch.randn(256, 128)]
+    layer = ops.gpu_experts(torch.arange(21), 256, 256, fmt if fmt in ("int8", "int4") else "bf16")
     for expert in range(21):
-        layer.load(expert, *(matrices if numbers else [stored(m, fmt) for m in matrices]))
+        layer.load(expert, square(fmt), square(fmt), square(fmt))
     assert layer.prompts is not None
     for tokens, at_once in ((128, 1), (129, 16), (700, 5), (2048, 21)):
         layer.prompts.at_once, layer.prompts._made = at_once, None

@@ -14,12 +14,11 @@ import stored_formats as formats
 from tandem.checkpoint import open_checkpoint
 from tandem.checkpoint.survey import stored_formats
 from tandem.config import StoredFormat
-from tandem.errors import KernelError
-from tandem.formats.codes import Weight
+from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.gguf_blocks import GGUF_CODES
 from tandem.formats.gpu_reading import PACKED_KINDS, refusal
 from tandem.formats.quant_format import BITS, FLOATS, QuantFormat
-from tandem.kernels.cpu import PackedExperts
+from tandem.kernels.cpu import PackedExperts, PackedMatrix
 
 SIZE = 256  # gate, up and down alike
 MODULE = "model.layers.3.mlp.experts.7.gate_proj"
@@ -29,11 +28,13 @@ def accepted(weight: Weight) -> bool:
     """As `GpuExperts` opens them: the core's layout, then `Panels`."""
     layer = PackedExperts(cases.workspace_of("scalar"), 1, SIZE, SIZE, "bf16")
     layer.load(0, weight, weight, weight)
-    try:
-        layouts = layer.layout()
-    except KernelError:
-        return False
-    return not any(refusal(fmt, scale, depth, zeros > 0) for fmt, _, depth, *_, scale, _, zeros in layouts)
+    return not any(refusal(fmt, scale, depth) for fmt, _, depth, *_, scale, _, _ in layer.layout())
+
+
+def accepted_dense(weight: WeightCodes) -> bool:
+    """As `GpuCodes` does."""
+    fmt, _, depth, *_, scale, _, _ = PackedMatrix.from_codes(cases.workspace_of("scalar"), weight).layout()
+    return not refusal(fmt, scale, depth, experts=False)
 
 
 @pytest.mark.parametrize("name", formats.MAKERS)
@@ -57,7 +58,9 @@ def test_checkpoints(name: str, tmp_path) -> None:
 def test_gguf_files(kind: str) -> None:
     weights, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]]
     raw = torch.zeros(SIZE, SIZE // weights * block_bytes, dtype=torch.uint8)
-    assert QuantFormat(kind, "gguf").gpu_readable == accepted(GGUF_CODES[kind.upper()](raw))
+    codes, fmt = GGUF_CODES[kind.upper()](raw), QuantFormat(kind, "gguf")
+    assert fmt.gpu_expert and accepted(codes)
+    assert fmt.gpu_readable == accepted_dense(codes) == (kind in ("q4_0", "q8_0"))
 
 
 def test_every_kind_is_decided() -> None:
@@ -65,14 +68,11 @@ def test_every_kind_is_decided() -> None:
     assert refusal("bf16", "f32", 3) == "the GPU kernels read k in pairs: a depth of 3 is odd"
 
 
-def test_one_unreadable_format_among_several_is_named() -> None:
-    """A K-quant file: gate and up in Q4_K, half of the downs in Q6_K, the others in Q8_0."""
-    module = "model.layers.{}.mlp.experts.0.{}_proj"
+def test_unreadable_formats_among_several_are_named() -> None:
+    """A K-quant file: matrices in Q4_K, half of the downs in Q6_K, the others in Q8_0. Experts are read in all."""
     kinds = [
-        (module.format(0, "gate"), "q4_k"),
-        (module.format(0, "down"), "q6_k"),
-        (module.format(1, "down"), "q8_0"),
-    ]
-    found = stored_formats((name, QuantFormat(kind, "gguf"), 100) for name, kind in kinds)
-    assert found.experts.not_on_gpu == "q4_k, q6_k"
-    assert (found.dense, found.shared.not_on_gpu) == (StoredFormat(), "")
+        ("0.mlp.experts.0.gate_proj", "q4_k"), ("0.mlp.experts.0.down_proj", "q6_k"),
+        ("1.mlp.experts.0.down_proj", "q8_0"), ("0.self_attn.q_proj", "q4_k"), ("1.self_attn.v_proj", "q8_0"),
+    ]  # fmt: skip
+    found = stored_formats((f"model.layers.{name}", QuantFormat(kind, "gguf"), 100) for name, kind in kinds)
+    assert (found.experts.not_on_gpu, found.dense.not_on_gpu, found.shared) == ("", "q4_k", StoredFormat())

@@ -15,6 +15,7 @@ import covering
 from tandem import _core
 from tandem.errors import CacheDamaged
 from tandem.formats.codes import WeightCodes, join_nibbles
+from tandem.formats.gguf_blocks import GGUF_CODES
 from tandem.formats.reference import STORED, magnitudes, quantise, stored
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
 from tandem.kernels.fit import as_packed
@@ -142,6 +143,26 @@ def opened(cache: PackedCache) -> bool:
         cache.begin()
         cache.confirm(lambda _done, _total: None)
     return cache.mapped
+
+
+# Weights and bytes of a block, and its halves by place: of a size that makes weights of about 0.05.
+GGUF_BLOCKS = {
+    "q4_0": (32, 18, {0: 1.1e-2}), "q4_1": (32, 20, {0: 1.1e-2, 2: -8e-2}), "q5_0": (32, 22, {0: 5.4e-3}),
+    "q5_1": (32, 24, {0: 5.4e-3, 2: -8e-2}), "q8_0": (32, 34, {0: 7e-4}), "q2_k": (256, 84, {80: 4e-3, 82: 4e-3}),
+    "q3_k": (256, 110, {108: 1.5e-3}), "q4_k": (256, 144, {0: 2e-4, 2: 2e-4}),
+    "q5_k": (256, 176, {0: 1e-4, 2: 1e-4}), "q6_k": (256, 210, {208: 4e-5}),
+}  # fmt: skip
+
+
+def gguf_codes(kind: str, columns: int, depth: int, seed: int = 1) -> WeightCodes:
+    """Random codes and scales of one of GGUF's blocks."""
+    weights, block, halves = GGUF_BLOCKS[kind]
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (columns, depth // weights, block), dtype=torch.uint8, generator=generator)
+    for at, size in halves.items():
+        values = (torch.rand(*raw.shape[:2], 1, generator=generator) + 0.5) * size
+        raw[..., at : at + 2] = values.half().view(torch.uint8)
+    return GGUF_CODES[kind.upper()](raw.flatten(1))
 
 
 DENSE_FORMATS = ["int8", "int8 rows", "int4", "int4 f16", "fp8", "fp8 rows", "mxfp8", "mxfp4", "nvfp4"]

@@ -11,7 +11,6 @@ from rich.table import Table
 from tandem import _core
 from tandem.bench.formats import empty_layer
 from tandem.bench.kernels.experts import Shape
-from tandem.errors import KernelError
 from tandem.formats.gpu_reading import PACKED_KINDS, refusal, takes_tensor_cores
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.which import Kernel, Reads, cpu_kernel, gpu_kernel
@@ -46,13 +45,9 @@ def chosen(shape: Shape, fmt: str, tiers: Iterable[str], tokens: Iterable[int]) 
 
 
 def _on_gpu(shape: Shape, layer: PackedExperts, tokens: int) -> Kernel:
-    try:
-        layouts = layer.layout()
-    except KernelError as error:
-        return Kernel("none", str(error))
     reads = []
-    for codes, _, depth, padded, _, _, scales, scale, group, zeros in layouts:
-        if why := refusal(codes, scale, depth, zeros > 0):
+    for codes, _, depth, padded, _, _, scales, scale, group, _ in layer.layout():
+        if why := refusal(codes, scale, depth):
             return Kernel("none", why)
         reads.append(scales > 0 and takes_tensor_cores(codes, scale, group, depth, padded))
     aligned = shape.hidden % 8 == shape.width % 8 == 0

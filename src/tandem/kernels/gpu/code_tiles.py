@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.kernels.gpu.expert_rows import dot_panel, row_step
 from tandem.kernels.gpu.expert_tiles import multiply_tile, tile_step
 from tandem.kernels.gpu.overlap import begin, overlapped
-from tandem.kernels.gpu.panels import Panels, plane, row_factor, scale_value, views
+from tandem.kernels.gpu.panels import Panels, block_words, group_values, plane, row_factor, views
 
 PANEL = 16  # columns
 TILE_ROWS, TILE_COLUMNS = 16, 32
@@ -44,7 +44,7 @@ def _tile(x, words, scales, bias, out, rows, depth, blocks, columns, panels, out
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     panel = tl.minimum(column // 16, panels - 1).to(tl.int64)  # past the last: computed, not stored
     w = words + panel * PANEL + column % 16
-    s = scales + panel * SCALE_PANEL + SCALE_AT + column % 16
+    s = scales + panel * SCALE_PANEL + SCALE_AT
     y = multiply_tile(tl.zeros([BM, BN], tl.float32), x + row * (depth // 2), row < rows, w, s, column % 16, depth,
                       blocks, FMT, CODES, GROUP, SCALED, STEP)  # fmt: skip
     if BIAS:
@@ -54,38 +54,51 @@ def _tile(x, words, scales, bias, out, rows, depth, blocks, columns, panels, out
 
 
 @triton.jit
-def _number(word, scale, zero, j: tl.constexpr, FMT: tl.constexpr, ZERO_AT: tl.constexpr):
-    value = plane(word, j, FMT)
+def _number(word, upper, scale, zero, shift, j: tl.constexpr, FMT: tl.constexpr, ZERO_AT: tl.constexpr,
+            SHIFT_AT: tl.constexpr):  # fmt: skip
+    value = plane(word, upper, j, FMT)
     if ZERO_AT:
         value -= zero
-    return (value * scale).to(tl.bfloat16)
+    value *= scale
+    if SHIFT_AT:
+        value += shift
+    return value.to(tl.bfloat16)
 
 
 @triton.jit
 def panel_numbers(words, scales, part, blocks, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
-                  SCALED: tl.constexpr, STEP: tl.constexpr, zeros=None, ZERO_AT: tl.constexpr = 0):  # fmt: skip
+                  SCALED: tl.constexpr, STEP: tl.constexpr, zeros=None, ZERO_AT: tl.constexpr = 0,
+                  SHIFT_AT: tl.constexpr = 0):  # fmt: skip
     """Of the panel at `words`, whose scales begin at `scales`: bfloat16 [16, STEP * CODES], the part-th such piece.
-    With ZERO_AT `zeros` points at its zero points."""
+    With ZERO_AT `zeros` points at its zero points, with SHIFT_AT its offsets lie so far behind its scales."""
     r, at = tl.arange(0, 16), part * STEP + tl.arange(0, STEP)
     inside = (at < blocks)[None, :] & (r >= 0)[:, None]
-    word = tl.load(words + at[None, :] * 16 + r[:, None], inside, other=0)
+    word, upper = block_words(words, at[None, :], r[:, None], inside, FMT)
     scale = tl.full([16, STEP], 1.0, tl.float32)
     zero = scale
-    groups = (at // GROUP if GROUP else at * 0)[None, :] * 16 + r[:, None]
+    shift = scale
+    group = (at // GROUP if GROUP else at * 0)[None, :]
     if ZERO_AT:
-        zero = tl.load(zeros + groups, inside, other=0).to(tl.float32)
+        zero = tl.load(zeros + group * 16 + r[:, None], inside, other=0).to(tl.float32)
     if SCALED:
-        scale = scale_value(tl.load(scales + groups, inside, other=0), SCALED)
+        scale = group_values(scales, group, r[:, None], inside, SCALED)
+    if SHIFT_AT:
+        shift = group_values(scales + SHIFT_AT, group, r[:, None], inside, SCALED)
     if SCALED == 3:
         scale *= row_factor(scales, r)[:, None]
     if CODES == 8:  # k of a word side by side: 0, 2, 4, 6 and 1, 3, 5, 7, interleaved
-        a = tl.interleave(_number(word, scale, zero, 0, FMT, ZERO_AT), _number(word, scale, zero, 4, FMT, ZERO_AT))
-        b = tl.interleave(_number(word, scale, zero, 2, FMT, ZERO_AT), _number(word, scale, zero, 6, FMT, ZERO_AT))
-        c = tl.interleave(_number(word, scale, zero, 1, FMT, ZERO_AT), _number(word, scale, zero, 5, FMT, ZERO_AT))
-        d = tl.interleave(_number(word, scale, zero, 3, FMT, ZERO_AT), _number(word, scale, zero, 7, FMT, ZERO_AT))
+        a = tl.interleave(_number(word, upper, scale, zero, shift, 0, FMT, ZERO_AT, SHIFT_AT),
+                          _number(word, upper, scale, zero, shift, 4, FMT, ZERO_AT, SHIFT_AT))  # fmt: skip
+        b = tl.interleave(_number(word, upper, scale, zero, shift, 2, FMT, ZERO_AT, SHIFT_AT),
+                          _number(word, upper, scale, zero, shift, 6, FMT, ZERO_AT, SHIFT_AT))  # fmt: skip
+        c = tl.interleave(_number(word, upper, scale, zero, shift, 1, FMT, ZERO_AT, SHIFT_AT),
+                          _number(word, upper, scale, zero, shift, 5, FMT, ZERO_AT, SHIFT_AT))  # fmt: skip
+        d = tl.interleave(_number(word, upper, scale, zero, shift, 3, FMT, ZERO_AT, SHIFT_AT),
+                          _number(word, upper, scale, zero, shift, 7, FMT, ZERO_AT, SHIFT_AT))  # fmt: skip
         value = tl.interleave(tl.interleave(a, b), tl.interleave(c, d))
     else:
-        value = tl.interleave(_number(word, scale, zero, 0, FMT, ZERO_AT), _number(word, scale, zero, 1, FMT, ZERO_AT))
+        value = tl.interleave(_number(word, upper, scale, zero, shift, 0, FMT, ZERO_AT, SHIFT_AT),
+                              _number(word, upper, scale, zero, shift, 1, FMT, ZERO_AT, SHIFT_AT))  # fmt: skip
     return value
 
 

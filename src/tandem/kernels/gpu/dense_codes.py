@@ -32,7 +32,7 @@ def readable(weight: WeightCodes) -> bool:
     """Whether the kernels take such codes; others are to be decoded."""
     if weight.zeros is not None or weight.offsets is not None:
         return False
-    return not refusal(weight.fmt, scale_type(weight), weight.depth)
+    return not refusal(weight.fmt, scale_type(weight), weight.depth, experts=False)
 
 
 class GpuCodes:

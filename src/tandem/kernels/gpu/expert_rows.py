@@ -16,32 +16,48 @@ from torch import Tensor
 from tandem.config.layers import SILU, Activation
 from tandem.kernels.gpu.mlp import activated, activation_constants, relu2
 from tandem.kernels.gpu.overlap import begin, overlapped
-from tandem.kernels.gpu.panels import Panels, expert_views, halves, plane, row_factor, scale_value
+from tandem.kernels.gpu.panels import (
+    Panels,
+    block_words,
+    expert_views,
+    group_values,
+    halves,
+    plane,
+    row_factor,
+    scale_value,
+)
 from tandem.kernels.ops import Routing
 
 
 @triton.jit
 def dot_panel(x, words, scales, depth, blocks, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
-              SCALED: tl.constexpr, STEP: tl.constexpr, zeros=None, ZERO_AT: tl.constexpr = 0):  # fmt: skip
-    """x (bfloat16 pairs, [depth / 2]) times one panel: float32 [16]. With ZERO_AT `zeros` points at its zero points."""
+              SCALED: tl.constexpr, STEP: tl.constexpr, zeros=None, ZERO_AT: tl.constexpr = 0,
+              SHIFT_AT: tl.constexpr = 0):  # fmt: skip
+    """x (bfloat16 pairs, [depth / 2]) times one panel: float32 [16]. With ZERO_AT `zeros` points at its zero points,
+    with SHIFT_AT its offsets lie so far behind its scales."""
     r, b = tl.arange(0, 16), tl.arange(0, STEP)
     acc = tl.zeros([STEP, 16], tl.float32)
     for start in range(0, blocks, STEP):
         at = start + b
-        word = tl.load(words + at[:, None] * 16 + r[None, :], (at < blocks)[:, None], other=0)
+        inside = (at < blocks)[:, None]
+        word, upper = block_words(words, at[:, None], r[None, :], inside, FMT)
         part = tl.zeros([STEP, 16], tl.float32)
+        total = tl.zeros([STEP], tl.float32)  # of x: an offset is added to every weight of its group
         zero = 0.0
         if ZERO_AT:
-            zero_at = zeros + (at // GROUP)[:, None] * 16 + r[None, :]
-            zero = tl.load(zero_at, (at < blocks)[:, None], other=0).to(tl.float32)
+            zero = tl.load(zeros + (at // GROUP)[:, None] * 16 + r[None, :], inside, other=0).to(tl.float32)
         for pair in tl.static_range(CODES // 2):
             k = at * (CODES // 2) + pair
             even, odd = halves(tl.load(x + k, k < depth // 2, other=0))
-            part += even[:, None] * (plane(word, 2 * pair, FMT) - zero)
-            part += odd[:, None] * (plane(word, 2 * pair + 1, FMT) - zero)
+            part += even[:, None] * (plane(word, upper, 2 * pair, FMT) - zero)
+            part += odd[:, None] * (plane(word, upper, 2 * pair + 1, FMT) - zero)
+            if SHIFT_AT:
+                total += even + odd
         if SCALED and GROUP:
-            raw = tl.load(scales + (at // GROUP)[:, None] * 16 + r[None, :], (at < blocks)[:, None], other=0)
-            part *= scale_value(raw, SCALED)
+            part *= group_values(scales, (at // GROUP)[:, None], r[None, :], inside, SCALED)
+        if SHIFT_AT:
+            shift = group_values(scales + SHIFT_AT, (at // GROUP)[:, None], r[None, :], inside, SCALED)
+            part += total[:, None] * shift
         acc += part
     y = tl.sum(acc, 0)
     if SCALED and not GROUP:
@@ -56,7 +72,7 @@ def _gate_up(x, words, scales, zeros, slots, ids, biases, hidden, depth, blocks,
              TOP_K: tl.constexpr, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
              PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr, STEP: tl.constexpr,
              KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
-             ZERO_AT: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+             ZERO_AT: tl.constexpr, SHIFT_AT: tl.constexpr, WORD: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     begin(OVERLAP)
     pair, panel = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + pair).to(tl.int64)
@@ -67,11 +83,11 @@ def _gate_up(x, words, scales, zeros, slots, ids, biases, hidden, depth, blocks,
     scales += slot * scale_stride + 2 * panel * SCALE_PANEL + SCALE_AT
     up_zeros = zeros
     if ZERO_AT:
-        zeros += (slot * word_stride + 2 * panel * PANEL) * 4 + ZERO_AT
-        up_zeros = zeros + PANEL * 4
-    gate = dot_panel(row, words, scales, depth, blocks, FMT, CODES, GROUP, SCALED, STEP, zeros, ZERO_AT)
+        zeros += (slot * word_stride + 2 * panel * PANEL) * WORD + ZERO_AT
+        up_zeros = zeros + PANEL * WORD
+    gate = dot_panel(row, words, scales, depth, blocks, FMT, CODES, GROUP, SCALED, STEP, zeros, ZERO_AT, SHIFT_AT)
     up = dot_panel(row, words + PANEL, scales + SCALE_PANEL, depth, blocks, FMT, CODES, GROUP, SCALED, STEP,
-                   up_zeros, ZERO_AT)  # fmt: skip
+                   up_zeros, ZERO_AT, SHIFT_AT)  # fmt: skip
     column = panel * 16 + tl.arange(0, 16)
     inside = column < width
     if BIASED:
@@ -90,7 +106,8 @@ def _gate_up(x, words, scales, zeros, slots, ids, biases, hidden, depth, blocks,
 def _down(hidden, words, scales, zeros, slots, ids, biases, weights, partial, depth, blocks, columns, word_stride,
           scale_stride, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
           PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr, STEP: tl.constexpr,
-          BIASED: tl.constexpr, ZERO_AT: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+          BIASED: tl.constexpr, ZERO_AT: tl.constexpr, SHIFT_AT: tl.constexpr, WORD: tl.constexpr,
+          OVERLAP: tl.constexpr):  # fmt: skip
     begin(OVERLAP)
     pair, panel = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + pair).to(tl.int64)
@@ -99,9 +116,9 @@ def _down(hidden, words, scales, zeros, slots, ids, biases, weights, partial, de
     words += slot * word_stride + panel * PANEL
     scales += slot * scale_stride + panel * SCALE_PANEL + SCALE_AT
     if ZERO_AT:
-        zeros += (slot * word_stride + panel * PANEL) * 4 + ZERO_AT
+        zeros += (slot * word_stride + panel * PANEL) * WORD + ZERO_AT
     row = hidden + pair * (depth // 2)
-    y = dot_panel(row, words, scales, depth, blocks, FMT, CODES, GROUP, SCALED, STEP, zeros, ZERO_AT)
+    y = dot_panel(row, words, scales, depth, blocks, FMT, CODES, GROUP, SCALED, STEP, zeros, ZERO_AT, SHIFT_AT)
     column = panel * 16 + tl.arange(0, 16)
     if BIASED:
         y += tl.load(biases + tl.load(ids + pair).to(tl.int64) * columns + column, column < columns, other=0.0)

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.mlp import activated, relu2
-from tandem.kernels.gpu.panels import Panels, expert_views, halves, plane, row_factor, scale_value
+from tandem.kernels.gpu.panels import (
+    Panels,
+    block_words,
+    expert_views,
+    group_values,
+    halves,
+    plane,
+    row_factor,
+    scale_value,
+)
 from tandem.kernels.ops import Routing
 
 ROWS = 64  # of a tile
@@ -49,16 +58,16 @@ def row_tiles(slots: Tensor, num_slots: int) -> RowTiles:
 
 
 @triton.jit
-def _scaled(word, scales, zeros, at, blocks, j: tl.constexpr, FMT: tl.constexpr, GROUP: tl.constexpr,
-            SCALED: tl.constexpr, ZERO_AT: tl.constexpr):  # fmt: skip
-    """Plane j as bfloat16 [STEP, COLUMNS]; `scales` points at the scales of each column's panel row."""
-    value = plane(word, j, FMT)
+def _scaled(word, upper, scales, lane, zeros, at, blocks, j: tl.constexpr, FMT: tl.constexpr, GROUP: tl.constexpr,
+            SCALED: tl.constexpr, ZERO_AT: tl.constexpr, SHIFT_AT: tl.constexpr):  # fmt: skip
+    """Plane j as bfloat16 [STEP, COLUMNS]; `scales` points at the table of each column's panel, `lane` is its row."""
+    value, inside = plane(word, upper, j, FMT), (at < blocks)[:, None]
     if ZERO_AT:
-        zero = tl.load(zeros[None, :] + (at // GROUP)[:, None] * 16, (at < blocks)[:, None], other=0)
-        value -= zero.to(tl.float32)
+        value -= tl.load(zeros[None, :] + (at // GROUP)[:, None] * 16, inside, other=0).to(tl.float32)
     if SCALED and GROUP:
-        raw = tl.load(scales[None, :] + (at // GROUP)[:, None] * 16, (at < blocks)[:, None], other=0)
-        value *= scale_value(raw, SCALED)
+        value *= group_values(scales[None, :], (at // GROUP)[:, None], lane[None, :], inside, SCALED)
+    if SHIFT_AT:
+        value += group_values(scales[None, :] + SHIFT_AT, (at // GROUP)[:, None], lane[None, :], inside, SCALED)
     return value.to(tl.bfloat16)
 
 
@@ -75,23 +84,27 @@ def _dot(x, weights, acc):
 @triton.jit
 def multiply_tile(acc, x, real, words, scales, lane, depth, blocks, FMT: tl.constexpr, CODES: tl.constexpr,
                   GROUP: tl.constexpr, SCALED: tl.constexpr, STEP: tl.constexpr, zeros=None,
-                  ZERO_AT: tl.constexpr = 0):  # fmt: skip
-    """acc += rows x (pointers to bfloat16 pairs, [ROWS]) times the columns `words` points at; lane: column % 16."""
+                  ZERO_AT: tl.constexpr = 0, SHIFT_AT: tl.constexpr = 0):  # fmt: skip
+    """acc += rows x (pointers to bfloat16 pairs, [ROWS]) times columns: of each `words` points at its first word,
+    `scales` at its panel's table; lane: column % 16."""
     b = tl.arange(0, STEP)
     for start in range(0, blocks, STEP):
         at = start + b
-        word = tl.load(words[None, :] + at[:, None] * 16, (at < blocks)[:, None], other=0)
+        word, upper = block_words(words[None, :], at[:, None], 0, (at < blocks)[:, None], FMT)
         for pair in tl.static_range(CODES // 2):
             k = at * (CODES // 2) + pair
             even, odd = halves(
                 tl.load(x[:, None] + k[None, :], real[:, None] & (k < depth // 2)[None, :], other=0)
             )
-            acc = _dot(even, _scaled(word, scales, zeros, at, blocks, 2 * pair, FMT, GROUP, SCALED, ZERO_AT), acc)
-            acc = _dot(odd, _scaled(word, scales, zeros, at, blocks, 2 * pair + 1, FMT, GROUP, SCALED, ZERO_AT), acc)
+            evens = _scaled(word, upper, scales, lane, zeros, at, blocks, 2 * pair, FMT, GROUP, SCALED, ZERO_AT,
+                            SHIFT_AT)  # fmt: skip
+            odds = _scaled(word, upper, scales, lane, zeros, at, blocks, 2 * pair + 1, FMT, GROUP, SCALED, ZERO_AT,
+                           SHIFT_AT)  # fmt: skip
+            acc = _dot(odd, odds, _dot(even, evens, acc))
     if SCALED and not GROUP:
-        acc *= scale_value(tl.load(scales), SCALED)[None, :]
+        acc *= scale_value(tl.load(scales + lane), SCALED)[None, :]
     if SCALED == 3:
-        acc *= row_factor(scales - lane, lane)[None, :]
+        acc *= row_factor(scales, lane)[None, :]
     return acc
 
 
@@ -106,7 +119,8 @@ def _gate_up(x, words, scales, zeros, order, slots, first, end, ids, biases, hid
              scale_stride, panels, TOP_K: tl.constexpr, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
              SCALED: tl.constexpr, PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr,
              STEP: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr,
-             BIASED: tl.constexpr, ZERO_AT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+             BIASED: tl.constexpr, ZERO_AT: tl.constexpr, SHIFT_AT: tl.constexpr, WORD: tl.constexpr,
+             BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     slot = tl.load(slots + tile).to(tl.int64)
     if slot < 0:
@@ -117,33 +131,18 @@ def _gate_up(x, words, scales, zeros, order, slots, first, end, ids, biases, hid
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     panel = tl.minimum(2 * (column // 16), panels - 2)  # past the last: computed, not stored
     w = words + slot * word_stride + panel * PANEL + column % 16
-    s = scales + slot * scale_stride + panel * SCALE_PANEL + SCALE_AT + column % 16
+    s = scales + slot * scale_stride + panel * SCALE_PANEL + SCALE_AT
     row = x + pair // TOP_K * (depth // 2)
     zero = tl.zeros([BM, BN], tl.float32)
     z = zeros
     up_z = zeros
     if ZERO_AT:
-        z = zeros + (slot * word_stride + panel * PANEL) * 4 + ZERO_AT + column % 16
-        up_z = z + PANEL * 4
+        z = zeros + (slot * word_stride + panel * PANEL) * WORD + ZERO_AT + column % 16
+        up_z = z + PANEL * WORD
     gate = multiply_tile(zero, row, real, w, s, column % 16, depth, blocks, FMT, CODES, GROUP, SCALED, STEP, z,
-                         ZERO_AT)  # fmt: skip
-    up = multiply_tile(
-        zero,
-        row,
-        real,
-        w + PANEL,
-        s + SCALE_PANEL,
-        column % 16,
-        depth,
-        blocks,
-        FMT,
-        CODES,
-        GROUP,
-        SCALED,
-        STEP,
-        up_z,
-        ZERO_AT,
-    )
+                         ZERO_AT, SHIFT_AT)  # fmt: skip
+    up = multiply_tile(zero, row, real, w + PANEL, s + SCALE_PANEL, column % 16, depth, blocks, FMT, CODES, GROUP,
+                       SCALED, STEP, up_z, ZERO_AT, SHIFT_AT)  # fmt: skip
     inside = real[:, None] & (column < width)[None, :]
     if BIASED:
         bias = biases + _expert_of(order, first, ids, tile) * 2 * width + column
@@ -162,8 +161,8 @@ def _gate_up(x, words, scales, zeros, order, slots, first, end, ids, biases, hid
 def _down(hidden, words, scales, zeros, order, slots, first, end, ids, biases, weights, partial, depth, blocks, columns,
           word_stride, scale_stride, panels, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
           SCALED: tl.constexpr, PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr,
-          STEP: tl.constexpr, BIASED: tl.constexpr, ZERO_AT: tl.constexpr, BM: tl.constexpr,
-          BN: tl.constexpr):  # fmt: skip
+          STEP: tl.constexpr, BIASED: tl.constexpr, ZERO_AT: tl.constexpr, SHIFT_AT: tl.constexpr,
+          WORD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     slot = tl.load(slots + tile).to(tl.int64)
     if slot < 0:
@@ -174,28 +173,13 @@ def _down(hidden, words, scales, zeros, order, slots, first, end, ids, biases, w
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     panel = tl.minimum(column // 16, panels - 1)
     w = words + slot * word_stride + panel * PANEL + column % 16
-    s = scales + slot * scale_stride + panel * SCALE_PANEL + SCALE_AT + column % 16
+    s = scales + slot * scale_stride + panel * SCALE_PANEL + SCALE_AT
     acc = tl.zeros([BM, BN], tl.float32)
     z = zeros
     if ZERO_AT:
-        z = zeros + (slot * word_stride + panel * PANEL) * 4 + ZERO_AT + column % 16
-    y = multiply_tile(
-        acc,
-        hidden + pair * (depth // 2),
-        real,
-        w,
-        s,
-        column % 16,
-        depth,
-        blocks,
-        FMT,
-        CODES,
-        GROUP,
-        SCALED,
-        STEP,
-        z,
-        ZERO_AT,
-    )
+        z = zeros + (slot * word_stride + panel * PANEL) * WORD + ZERO_AT + column % 16
+    y = multiply_tile(acc, hidden + pair * (depth // 2), real, w, s, column % 16, depth, blocks, FMT, CODES, GROUP,
+                      SCALED, STEP, z, ZERO_AT, SHIFT_AT)  # fmt: skip
     if BIASED:
         bias = biases + _expert_of(order, first, ids, tile) * columns + column
         y += tl.load(bias, column < columns, other=0.0)[None, :]

@@ -2,7 +2,8 @@
 
 A panel holds 16 output rows. It is read in words: bf16, int4 and fp4 as 32 bits, [block][16 rows], int8 and fp8 as 16
 bits. A word holds `codes` consecutive k of one row; those of even k are in its low half, those of odd k in its high
-half. A plane is the same code of every word: k = codes * block + plane.
+half. A plane is the same code of every word: k = codes * block + plane. int6 has two blocks as int4, then a word of
+upper bits for both.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ SCALE_TYPES = {
     "f16": torch.float16,
     "e8m0": torch.uint8,
     "e4m3": torch.uint8,
+    "bytes8": torch.int8,
+    "bytes16": torch.int8,
 }
 # what SCALED says: 0 for no scales
-NUMBERS, E8M0, E4M3 = 1, 2, 3
+NUMBERS, E8M0, E4M3, BYTES8, BYTES16 = 1, 2, 3, 4, 5
+SCALED = {"e8m0": E8M0, "e4m3": E4M3, "bytes8": BYTES8, "bytes16": BYTES16}
 FACTOR_BYTES = 64  # of e4m3's 16 factors, before the groups
 
 
@@ -41,13 +45,25 @@ class Panels:
     panels: int
     panel_bytes: int
     scale_offset: int  # of the scales in a panel; 0: the format has none
-    scale: str  # their type, a key of SCALE_TYPES
+    scales: str  # their type, a key of SCALE_TYPES; behind it "+zeros" or "+offsets", where something is added
     group: int  # k per scale; 0: one per row
-    zero_offset: int = 0  # of the zero points in a panel, signed bytes as the scales lie; 0: there are none
+    shift_offset: int = 0  # of that in a panel: zero points are signed bytes, offsets lie as the scales; 0: nothing
 
     def __post_init__(self) -> None:
-        if why := refusal(self.fmt, self.scale, self.depth, self.zero_offset > 0):
+        if why := refusal(self.fmt, self.scales, self.depth):
             raise KernelError(why)
+        if (self.shift_offset > 0) != (self.shift != ""):
+            raise KernelError(f"panels with scales {self.scales!r} have offsets at {self.shift_offset}")
+
+    @property
+    def scale(self) -> str:
+        """Type of the scales."""
+        return self.scales.partition("+")[0]
+
+    @property
+    def shift(self) -> str:
+        """What is added after scaling: "zeros", "offsets" or ""."""
+        return self.scales.partition("+")[2]
 
     @property
     def bytes(self) -> int:
@@ -56,7 +72,7 @@ class Panels:
     @property
     def codes(self) -> int:
         """Of one word."""
-        return 8 if self.fmt in ("int4", "fp4", "uint4") else 2
+        return 8 if self.fmt in ("int4", "fp4", "uint4", "int6") else 2
 
     @property
     def word_bytes(self) -> int:
@@ -80,17 +96,21 @@ class Panels:
         return self.scale_type.itemsize
 
     def expert_constants(self) -> dict[str, int]:
-        """What a kernel of experts over such panels is compiled with: it subtracts zero points."""
-        return {**self._constants(), "ZERO_AT": self.zero_offset}
+        """What a kernel of experts over such panels is compiled with. ZERO_AT: bytes from a panel's first word to its
+        zero points; SHIFT_AT: from its scales to its offsets, in numbers of scales; 0: it has none."""
+        zeros = self.shift_offset if self.shift == "zeros" else 0
+        offsets = self.shift_offset - self.scale_offset if self.shift == "offsets" else 0
+        shifts = {"ZERO_AT": zeros, "SHIFT_AT": offsets // self.scale_bytes, "WORD": self.word_bytes}
+        return self._constants() | shifts
 
     def constants(self) -> dict[str, int]:
-        """What any other kernel over such panels is compiled with, where there are no zero points."""
-        if self.zero_offset:
-            raise KernelError(f"only kernels of experts read {self.fmt} with zero points")
+        """What any other kernel over such panels is compiled with."""
+        if why := refusal(self.fmt, self.scales, experts=False):
+            raise KernelError(why)
         return self._constants()
 
     def _constants(self) -> dict[str, int]:
-        scaled = {"e8m0": E8M0, "e4m3": E4M3}.get(self.scale, NUMBERS) if self.scale_offset else 0
+        scaled = SCALED.get(self.scale, NUMBERS) if self.scale_offset else 0
         scale_at = self.scale_offset + (FACTOR_BYTES if scaled == E4M3 else 0)
         return {
             "FMT": KINDS[self.fmt], "CODES": self.codes, "GROUP": self.group // self.codes,
@@ -136,6 +156,22 @@ def scale_value(raw, SCALED: tl.constexpr):
 
 
 @triton.jit
+def group_values(scales, group, lane, inside, SCALED: tl.constexpr):
+    """Scales, or offsets that lie as they do, of the rows `lane` of a panel, as float32; e4m3 without its row's factor.
+    `scales` points at the panel's table."""
+    if SCALED >= 4:  # 256 k share 16 halves, which are in front of their bytes
+        shared: tl.constexpr = 8 if SCALED == 4 else 16
+        table = scales + group // shared * (16 * (2 + shared))
+        low = tl.load(table + 2 * lane, inside, other=0).to(tl.int32) & 255
+        high = tl.load(table + (2 * lane + 1), inside, other=0).to(tl.int32)
+        byte = tl.load(table + (16 * (2 + group % shared) + lane), inside, other=0)
+        value = byte.to(tl.float32) * _half_of(high << 8 | low)
+    else:
+        value = scale_value(tl.load(scales + (group * 16 + lane), inside, other=0), SCALED)
+    return value
+
+
+@triton.jit
 def row_factor(scales, lane):
     """e4m3: the float32 factors of the rows `lane` of a panel; `scales` points at its first group."""
     bits = tl.zeros(lane.shape, tl.int32)
@@ -145,8 +181,21 @@ def row_factor(scales, lane):
 
 
 @triton.jit
-def plane(word, j: tl.constexpr, FMT: tl.constexpr):
-    """Plane j of a tile of words: each code's own number, float32, without its scale."""
+def block_words(words, at, lane, inside, FMT: tl.constexpr):
+    """The words of blocks `at` of the rows `lane` of the panel at `words`; and what has their codes' upper bits."""
+    if FMT == 6:
+        own = words + (at // 2 * 48 + lane)
+        word = tl.load(own + at % 2 * 16, inside, other=0)
+        upper = tl.load(own + 32, inside, other=0) >> (at % 2 * 4)
+    else:
+        word = tl.load(words + (at * 16 + lane), inside, other=0)
+        upper = word
+    return word, upper
+
+
+@triton.jit
+def plane(word, upper, j: tl.constexpr, FMT: tl.constexpr):
+    """Plane j of a tile of `block_words`: each code's own number, float32, without its scale."""
     shift: tl.constexpr = 4 * (j // 2) + 16 * (j % 2)
     if FMT == 0:  # bf16
         value = ((word << 16) if j == 0 else (word & -65536)).to(tl.float32, bitcast=True)
@@ -160,6 +209,9 @@ def plane(word, j: tl.constexpr, FMT: tl.constexpr):
     elif FMT == 4:  # fp4, likewise 2^14
         nibble = word >> shift
         value = _half_of((nibble & 8) << 12 | (nibble & 7) << 9) * 16384.0
-    else:  # uint4, as int4
+    elif FMT == 5:  # uint4, as int4
         value = ((word >> shift & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    else:  # int6, likewise; upper bits of 4 k lie together
+        code = (word >> shift & 15) | (upper >> (16 * (j % 2) + 8 * (j // 4) + j // 2 % 2 * 2) & 3) << 4
+        value = ((code ^ 32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388640.0
     return value

@@ -63,8 +63,8 @@ FormatNames = tuple[str, int, str]
 """Format, group, scale type of a packed matrix."""
 
 PanelLayout = tuple[str, int, int, int, int, int, int, str, int, int]
-"""format, columns, depth, padded depth, panels, panel bytes, offset of the scales, their type, group, offset of the
-zero points."""
+"""format, columns, depth, padded depth, panels, panel bytes, offset of the scales, their type ("f16", "f16+zeros",
+"bytes8+offsets"), group, offset of the zero points or offsets."""
 
 
 def floats_of(data: memoryview) -> Tensor:

@@ -35,7 +35,7 @@ def kind_of(panels: Panels) -> Kind:
 
 def has_steps(panels: Panels) -> bool:
     """Whether there is code for such panels."""
-    codes = panels.fmt, panels.scale, panels.group, panels.depth, panels.padded_depth
+    codes = panels.fmt, panels.scales, panels.group, panels.depth, panels.padded_depth
     return panels.scale_offset > 0 and takes_tensor_cores(*codes)
 
 

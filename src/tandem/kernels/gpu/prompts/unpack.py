@@ -18,7 +18,7 @@ WORDS = 128  # along k, of a program
 def _unpack(words, scales, zeros, counts, out, pieces, keys, key, slot, word_stride, scale_stride, depth, blocks,
             columns, halves, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
             PANEL: tl.constexpr, SCALE_PANEL: tl.constexpr, SCALE_AT: tl.constexpr, ZERO_AT: tl.constexpr,
-            STEP: tl.constexpr):  # fmt: skip
+            SHIFT_AT: tl.constexpr, WORD: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """halves: 2 where panels of two matrices alternate, which come one after the other in `out`."""
     expert = tl.program_id(2)
     rows = 0
@@ -29,11 +29,11 @@ def _unpack(words, scales, zeros, counts, out, pieces, keys, key, slot, word_str
     panel, lane = tl.program_id(0), tl.arange(0, 16)
     at = (slot + expert).to(tl.int64)
     if ZERO_AT:
-        zeros += (at * word_stride + panel * PANEL) * 4 + ZERO_AT
+        zeros += (at * word_stride + panel * PANEL) * WORD + ZERO_AT
     words += at * word_stride + panel * PANEL
     scales += at * scale_stride + panel * SCALE_PANEL + SCALE_AT
     value = panel_numbers(words, scales, tl.program_id(1), blocks, FMT, CODES, GROUP, SCALED, STEP, zeros,
-                          ZERO_AT)  # fmt: skip
+                          ZERO_AT, SHIFT_AT)  # fmt: skip
     row = panel // halves * 16 + lane
     k = tl.program_id(1) * STEP * CODES + tl.arange(0, STEP * CODES)
     out += (expert.to(tl.int64) * halves + panel % halves) * columns * depth
