@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from plans import machine
 from tandem.bench import sample
 from tandem.bench.architectures import named_config, named_subject
 from tandem.bench.sample import depths_of, whole_seconds
+from tandem.bench.synthetic import SyntheticCheckpoint
 from tandem.config import EngineConfig, Plan
 from tandem.config.forecast.advice import Question
 from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
@@ -111,3 +113,12 @@ def test_a_model_is_the_sum_of_its_layers(layers: int) -> None:
 
 def test_two_times_that_are_nearly_equal_say_little() -> None:
     assert whole_seconds(60, [1, 3], [9.0, 8.9]) == pytest.approx(8.9 + 57 * 8.9 / 3 / 4)
+
+
+def test_made_up_tokens_of_a_sample_are_far_apart() -> None:
+    """Else they choose the same experts after a few layers; weights are as ever."""
+    plain, far = SyntheticCheckpoint(), SyntheticCheckpoint(embedded=sample.EMBEDDED)
+    ids, shape = torch.arange(9), (64, 32)
+    rows = [checkpoint.lookup("embed_tokens.weight", shape)(ids) for checkpoint in (plain, far)]
+    assert torch.equal(rows[1], rows[0] * sample.EMBEDDED)
+    assert torch.equal(plain.get("layers.0.q_proj.weight", shape), far.get("layers.0.q_proj.weight", shape))

@@ -37,8 +37,9 @@ class SyntheticCheckpoint:
     """Answers for every tensor with random numbers, views of one pool where they fit. dense, experts: of
     `stored.FORMATS`; all projections of one shape have the same codes, and all experts'."""
 
-    def __init__(self, dense: str = "bf16", experts: str = "bf16") -> None:
-        self._dense, self._experts = dense, experts
+    def __init__(self, dense: str = "bf16", experts: str = "bf16", embedded: float = 1.0) -> None:
+        """embedded: times as large embedded tokens are."""
+        self._dense, self._experts, self._embedded = dense, experts, embedded
         self._codes = dict[tuple[int, int, str], Weight]()
         generator = torch.Generator().manual_seed(0)
         self._pool = (torch.randn(POOL_WEIGHTS, generator=generator) * WEIGHT_SIZE).to(torch.bfloat16)
@@ -71,7 +72,7 @@ class SyntheticCheckpoint:
 
     def lookup(self, name: str, shape: tuple[int, int]) -> Lookup:
         table = self.get(name, shape)
-        return lambda ids: table.index_select(0, ids)
+        return lambda ids: table.index_select(0, ids) * self._embedded
 
     def nbytes(self) -> int:
         return 0

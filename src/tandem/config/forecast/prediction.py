@@ -46,6 +46,11 @@ STEP_LAUNCHES = 45  # of a step beyond its kernels, in launches' time: inputs, t
 GPU_ROWS_GROWTH = 0.18  # of the GPU's dense step each time the batch doubles
 GPU_CODE_SHARE, GPU_NUMBER_SHARE = 0.5, 0.8  # of GPU memory's speed, experts of codes and of numbers
 GPU_PEAK_SHARE = 0.7  # of the GPU's measured peak, in prompts
+# Of prompts on a GPU, counted kernel by kernel on an H100. Experts' weights are read at so much of the memory's speed.
+# So much of their products' time is not hidden behind that. Rows between the products pass at so much of the memory's
+# speed. A row of the residual is read or written so often in a layer, by so many kernels.
+GROUPED_READ_SHARE, GROUPED_PRODUCTS = 0.9, 0.75
+BETWEEN_SHARE, ROW_PASSES, PROMPT_KERNELS = 0.85, 48, 40
 GPU_ATTENTION_SHARE = 0.7
 
 
@@ -247,8 +252,9 @@ def _chunk_on_gpu(case: Case, rows: int, attention_flops: float, on_cpu: float) 
     rows = replayed or rows
     travelling, elsewhere = _elsewhere(case, rows, on_cpu)
     dense_flops = 2.0 * rows * (model.dense_params - model.vocab * model.hidden)
+    passes = 2.0 * rows * model.hidden * ROW_PASSES / speeds.gpu_gbps / 1e9 + PROMPT_KERNELS * speeds.kernel_seconds
     others = {
-        "dense layers": dense_flops / speeds.gpu_flops / GPU_PEAK_SHARE,
+        "dense layers": dense_flops / speeds.gpu_flops / GPU_PEAK_SHARE + len(model.layers) * passes,
         "attention": attention_flops / speeds.gpu_flops / GPU_ATTENTION_SHARE,
     }
     there = case.gpu_share + (1 - case.gpu_share) * travelling
@@ -279,13 +285,15 @@ def _elsewhere(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:
 
 
 def _experts_on_gpu(case: Case, rows: int, share: float) -> float:
-    """Codes become bfloat16 in scratch; products read it, or take longer."""
+    """Codes become bfloat16 in scratch, and products read that. Rows are brought together before, and added after."""
     model, speeds = case.model, case.speeds
     used = share * distinct_experts(model.moe.router, rows) * len(model.moe_layers)
     flops = 2.0 * rows * model.moe.router.top_k * model.expert_params * len(model.moe_layers) * share
     there = 2.0 * model.expert_params * used
-    unpacked = (used * case.expert_bytes + there) / speeds.gpu_gbps / 1e9
-    return unpacked + max(there / speeds.gpu_gbps / 1e9, flops / speeds.gpu_flops / GPU_PEAK_SHARE)
+    between = rows * model.moe.router.top_k * share * len(model.moe_layers)
+    between *= 4.0 * model.hidden + 6.0 * model.moe.experts.width
+    unpacked = (used * case.expert_bytes + there + there / GROUPED_READ_SHARE + between / BETWEEN_SHARE) / 1e9
+    return unpacked / speeds.gpu_gbps + flops / speeds.gpu_flops * GROUPED_PRODUCTS
 
 
 def _experts_on_cpu(case: Case, rows: int) -> float:
