@@ -20,7 +20,7 @@ import torch
 
 from tandem import _core
 from tandem.config import EngineConfig
-from tandem.config.threads import plan_threads
+from tandem.config.choices.threads import plan_threads
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool

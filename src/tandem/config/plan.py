@@ -11,6 +11,8 @@ from tandem.config.choices.decision import Decision
 from tandem.config.choices.deferral import deferral_notices
 from tandem.config.choices.deterministic import deterministic, tier_reason
 from tandem.config.choices.on_gpu import on_gpu
+from tandem.config.choices.shared_experts import why_apart
+from tandem.config.choices.threads import plan_threads
 from tandem.config.engine_config import EngineConfig
 from tandem.config.expert_format import (
     dense_choice,
@@ -35,7 +37,6 @@ from tandem.config.machine import Machine
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, memory_ledger, prefill_tokens, size_memory
 from tandem.config.model_config import STORED, ModelConfig, why_alone
 from tandem.config.notices import notices
-from tandem.config.shared_experts import why_apart
 from tandem.config.speculation.choice import (
     SpeculationPlan,
     drafting,
@@ -45,7 +46,6 @@ from tandem.config.speculation.choice import (
 )
 from tandem.config.state import page_tokens
 from tandem.config.stored import UNQUANTISED, StoredFormats
-from tandem.config.threads import plan_threads
 from tandem.errors import ConfigError, DoesNotFit, GpuTooSmall
 
 DEFAULT_SLOT_BYTES, LEAST_RUNNING = (

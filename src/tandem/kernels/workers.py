@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tandem._core import WorkerPool
+from tandem.config.choices.threads import Threads
 from tandem.config.machine import Machine
 from tandem.config.plan import Plan
-from tandem.config.threads import Threads
 
 
 def planned_pool(plan: Plan | Threads) -> WorkerPool:

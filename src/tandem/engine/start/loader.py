@@ -25,10 +25,10 @@ from tandem.checkpoint import (
 from tandem.checkpoint.demo import build_demo
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.choices.cached import cached_as
+from tandem.config.choices.threads import plan_threads
 from tandem.config.in_place import stored_in
 from tandem.config.plan import machine_refusals
 from tandem.config.speculation.choice import drafting
-from tandem.config.threads import plan_threads
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
 from tandem.engine.start.model_files import fetch
 from tandem.engine.start.packed_start import PackedStart
