@@ -19,6 +19,7 @@ from tandem.config import (
     resolve,
 )
 from tandem.config.cuda_graphs import SMALL_GRAPH_SIZES as SMALL
+from tandem.config.cuda_graphs import prompt_graph_bytes
 from tandem.config.forecast.ledger import VRAM
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, STREAM_TOKENS, dense_bytes, unpacking_bytes
 from tandem.config.gpu_scratch import RING_BYTES
@@ -192,6 +193,14 @@ QWEN3_KV = QWEN3.state_layout("bfloat16").token_bytes
 def qwen3(gpu_gib: int, positions: int = 262144, **flags: object) -> Plan:
     roomy = replace(with_gpu(free=gpu_gib * GIB), available_memory=250 * GIB)
     return plan(roomy, replace(QWEN3, max_positions=positions), **flags)
+
+
+def test_graphs_of_prompts_keep_what_lies_within_dense_layers() -> None:
+    """A row of gate and up in float32, and the activation in bfloat16; a piece of 512 MiB at a time."""
+    dense, widths = {**QWEN3_KEYS, "model_type": "llama"}, (6144, 12288, 200_000)
+    taken = [prompt_graph_bytes(ModelConfig.from_dict({**dense, "intermediate_size": w}), (512, 2048)) for w in widths]
+    assert taken[1] - taken[0] == 2048 * 6144 * (2 * 4 + 2)
+    assert taken[2] - taken[0] == (512 << 20) - 2048 * 6144 * (2 * 4 + 2)
 
 
 @pytest.mark.parametrize("gpu_gib", [16, 24, 32, 80])

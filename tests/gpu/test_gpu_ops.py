@@ -596,7 +596,7 @@ def test_a_dense_matrix_may_be_a_transposed_one(ops: Ops, rows: int) -> None:
 @pytest.mark.parametrize(("tokens", "scratch"), [(1, 1 << 29), (5, 1 << 29), (150, 1 << 29), (150, 1)])
 def test_dense_mlp(ops: Ops, monkeypatch: pytest.MonkeyPatch, tokens: int, scratch: int, coded: bool) -> None:
     """At once and in pieces of 64 rows, of numbers and of codes."""
-    monkeypatch.setattr(mlp_module, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(mlp_module, "MLP_BYTES", scratch)
     gate, up, down, x, _, _ = expert_case(tokens, 128, 256, 1)
     matrices = [stored(m[0], "fp8") if coded else m[0] for m in (gate, up, down)]
     ours, theirs = ops.mlp(128, 256), ops.cpu.mlp(128, 256)

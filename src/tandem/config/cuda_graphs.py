@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tandem.config.engine_config import EngineConfig
-from tandem.config.gpu_scratch import ROW_BYTES
-from tandem.config.layers import Gqa
+from tandem.config.gpu_scratch import MLP_BYTES, ROW_BYTES
+from tandem.config.layers import Dense, Gqa, Moe
 from tandem.config.model_config import ModelConfig
 from tandem.config.speculation.choice import DRAFT_ALGORITHMS
 
@@ -91,12 +93,26 @@ def prompt_graph_rows(sizes: tuple[int, ...], rows: int) -> int:
 
 
 def prompt_graph_bytes(model: ModelConfig, sizes: tuple[int, ...]) -> int:
-    """Of rows between a chunk's kernels, which its graphs keep. All sizes share them."""
+    """Of rows between a chunk's kernels, which its graphs keep. All sizes share them, and so do layers: experts and
+    dense feed-forwards take turns."""
     hidden, mixers = model.hidden, [mixer for mixer in model.mixers if isinstance(mixer, Gqa)]
     experts = 0
     if model.moe_layers:
         top_k = model.moe.router.top_k + model.moe.fusible_shared
         experts = top_k * 2 * (2 * hidden + 3 * model.moe.experts.width)
     heads = max((m.head_dim * (2 * m.heads + 2 * m.kv_heads) + m.value_dim * m.heads for m in mixers), default=0)
-    rows = max(sizes, default=0)
-    return min(rows * experts, ROW_BYTES) + rows * (16 * hidden + 2 * heads)
+    rows, between = max(sizes, default=0), max(map(_between_bytes, _dense_parts(model)), default=0)
+    fed = max(min(rows * experts, ROW_BYTES), min(rows * between, MLP_BYTES))
+    return fed + rows * (16 * hidden + 2 * heads)
+
+
+def _dense_parts(model: ModelConfig) -> Iterator[Dense]:
+    for body in (block.body for layer in model.layers for block in layer.blocks):
+        part = body.shared if isinstance(body, Moe) else body
+        if isinstance(part, Dense):
+            yield part
+
+
+def _between_bytes(part: Dense) -> int:
+    """Of a row: products in float32, and what the activation makes of them."""
+    return (4 * (part.activation.matrices - 1) + 2) * part.width

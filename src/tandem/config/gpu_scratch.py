@@ -17,6 +17,7 @@ HEAD_BYTES = 512 << 20  # of a prompt's queries, keys, values and results, of as
 SCORE_BYTES = 256 << 20  # of scores of tokens that rows may choose; once for graphs, once for other steps
 PIECE = 16384  # tokens of a prefix whose keys and values are there at a time
 SQUARE = 8192  # rows of a chunk at a time
+MLP_BYTES = 512 << 20  # of what lies between the matrices of a dense feed-forward, at a time
 ROUND_ROWS, ROUND_KEYS = 256, 512  # tokens: lengths are rounded up, because cuDNN plans every new shape
 
 

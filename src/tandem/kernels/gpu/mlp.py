@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.config.gpu_scratch import MLP_BYTES
 from tandem.config.layers import SILU, Activation, ActivationKind
 from tandem.formats.codes import Blocks, Weight
 from tandem.formats.cut import numbers, stacked
@@ -17,7 +18,6 @@ from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.ops import Linear, SureRead
 
 KINDS = {name: kind for kind, name in enumerate(get_args(ActivationKind))}  # what KIND says
-SCRATCH_BYTES = 512 << 20  # of what lies between the matrices, at a time
 ALIGNED_ROWS = 64
 
 
@@ -162,7 +162,7 @@ class GpuMLP:
     def __call__(self, x: Tensor) -> Tensor:
         """A long step is taken in pieces, so that its memory is bounded."""
         per_row = self._gate_up.out_features * 4 + self._down.in_features * x.element_size()
-        each = max(1, SCRATCH_BYTES // per_row // ALIGNED_ROWS) * ALIGNED_ROWS
+        each = max(1, MLP_BYTES // per_row // ALIGNED_ROWS) * ALIGNED_ROWS
         if len(x) <= each:
             return self._down(self._between(x))
         out = torch.empty_like(x)
