@@ -16,7 +16,7 @@ DEFAULT_LARGEST_GRAPH = 256  # each graph keeps its logits; larger ones have to 
 MOST_GUESS_ROWS = 128  # with guesses, if more sequences do not run together: longer steps gain little from them
 FEW_ROWS = tuple(range(1, 9))  # a step with guesses may have any number of rows, and a copy costs as much as a guess
 LEAST_FILLED = 0.5  # of a prompt's graph's rows: copies cost as much as others
-PROMPT_SIZES = (512, 2048)  # longer chunks keep a GPU busy whatever the host does
+PROMPT_SIZES = (128, 256, 512, 1024, 2048)  # longer chunks keep a GPU busy whatever the host does
 DRAFT_SIZES = (1, 2, 4, 8, 16, 32)
 GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the small ones: steps between graphs
 
