@@ -115,12 +115,12 @@ class Layers:
             self.whole.append(self.ops.cpu.experts(EXPERTS, HIDDEN, WIDTH, packed))
             self.whole[-1].load_all(0, weights)
 
-    def stream(self, share: float, least_rows: int = 1, bus: object = None) -> ExpertStream:
-        """Attached, with a ring of two parts of two experts."""
+    def stream(self, share: float, least_rows: int = 1, bus: object = None, parts: int = 2) -> ExpertStream:
+        """Attached, with a ring of so many parts of two experts."""
         layers = [streamed_layer(each.cpu, each.gpu, DEVICE) for each in self.each]
         nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)
         bus = bus or (FakeBus() if DEVICE.type == "cpu" else CudaBus(DEVICE))
-        made = ExpertStream(layers, ring(2, nbytes), bus, rates(share, least_rows), DEVICE)
+        made = ExpertStream(layers, ring(parts, nbytes), bus, rates(share, least_rows), DEVICE)
         for index, each in enumerate(self.each):
             each.stream, each.index = made, index
         return made
@@ -220,6 +220,26 @@ def test_a_copy_that_fails_is_that_step_s_error(failing: int) -> None:
         stream.begin(TOKENS)
         assert bus.arrived <= len(bus.given)
         layers.check()
+
+
+def test_layers_that_are_recorded_read_what_was_waited_for() -> None:
+    """As a graph's replay does: all of a layer arrives before it, and its places are free after it."""
+    layers = Layers(2)
+    assert not layers.stream(1.0).holds_layers
+    stream = layers.stream(1.0, parts=4)
+    assert stream.holds_layers
+    for _ in range(2):  # one pass after the other
+        stream.begin(TOKENS, whole=True)
+        for index, (each, whole) in enumerate(zip(layers.each, layers.whole, strict=True)):
+            x, weights = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.rand(TOKENS, TOP_K)
+            ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(TOKENS)]).int()
+            stream.arrive(index)
+            with stream.recording() as found:
+                got = each.wait(each.submit(x.to(DEVICE), Routing(ids.to(DEVICE), weights.to(DEVICE)))).float().cpu()
+            stream.leave(index)
+            expected = whole.forward(x.float(), ids, weights)
+            assert found == [index] and (got - expected).norm() <= TOLERANCE * expected.norm()
+    assert layers.posts == 0
 
 
 def test_layers_out_of_order_are_an_error() -> None:
