@@ -66,11 +66,12 @@ def test_answers_of_the_demo_model(demo_dir) -> None:
 def _closing(model: Engine) -> list[dict[int, float]]:
     """Tokens that end a text, an object, a list, or an answer, far above all others, and the sign without which a text
     of `\\w+@\\w+` cannot end; then all but those of texts, or an object that may have itself in it would be opened for
-    ever."""
+    ever; then the letter without which a name of `f.*o` cannot end."""
     pieces, ends = model.tokenizer.token_table().pieces, set(model.tokenizer.eos_ids)
     brackets = ends | {i for i, piece in enumerate(pieces) if piece in (b"}", b"]")}
     texts = {i for i, piece in enumerate(pieces) if piece in (b'"', b'"}', b'"]', b"@")}
-    return [dict.fromkeys(brackets | texts, 50.0), dict.fromkeys(brackets, 50.0)]
+    named = dict.fromkeys(brackets, 50.0) | {pieces.index(b"o"): 60.0, pieces.index(b'"'): 70.0}
+    return [dict.fromkeys(brackets | texts, 50.0), dict.fromkeys(brackets, 50.0), named]
 
 
 AWAY = {

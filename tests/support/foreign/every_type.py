@@ -27,9 +27,10 @@ TEXT_OF = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "mistral3": "mis
 """Types of the hub whose text is another's."""
 
 SMALL = settings(
-    vocab_size=VOCAB, hidden_size=48, num_hidden_layers=4, max_position_embeddings=128, initializer_range=0.15,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=7, intermediate_size=44,
-    ffn_hidden_size=44, moe_intermediate_size=20, expert_intermediate_size=20, expert_ffn_hidden_size=20,
+    vocab_size=VOCAB, unpadded_vocab_size=VOCAB, hidden_size=48, num_hidden_layers=4, max_position_embeddings=128,
+    initializer_range=0.15, num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=7,
+    intermediate_size=44, ffn_hidden_size=44, moe_intermediate_size=20, expert_intermediate_size=20,
+    expert_ffn_hidden_size=20,
     shared_intermediate_size=28, shared_expert_intermediate_size=28, moe_shared_expert_intermediate_size=28,
     num_experts=6, n_routed_experts=6, num_local_experts=6, moe_num_experts=6, num_experts_per_tok=2,
     num_experts_per_token=2, moe_topk=2, moe_k=2, top_k_experts=2, n_shared_experts=1, n_group=1, topk_group=1,
