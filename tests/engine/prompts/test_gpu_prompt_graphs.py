@@ -10,6 +10,7 @@ import torch
 from gpu import needs_cuda
 from gpu_sessions import DECODED, PROMPT, Session, batch_of, on_the_cpu, rms
 from tandem import LLM, SamplingParams
+from tandem.kernels.which import Reads, Way, gpu_way
 from tandem.models import ForwardBatch
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
@@ -66,6 +67,24 @@ def test_copies_of_the_last_row_change_nothing(tiny_models, beside) -> None:
     if not beside:
         several, _ = passed(session, chunk([1, 2, 3], 0, 7), False)
         assert rms(several, exact[1:4, 6]) < 2 * rms(theirs, exact)
+
+
+def test_experts_with_many_rows_are_unpacked_in_a_graph_too(tiny_models) -> None:
+    """Eight prompts at once: their rows take the way of prompts, in a graph of their number and in a larger one."""
+    everyone, path = list(range(8)), tiny_models[VARIANT]
+    plain = Session(path, 1.0, (1, 8))
+    whole = plain.step(everyone, 0, PROMPT)
+    exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
+    experts = plain.side.hybrids[0].gpu
+    assert gpu_way(8 * PROMPT, 8 * PROMPT * 3, len(experts.slot_of), Reads(False, True)) is Way.PROMPTS
+    for rows in (8 * PROMPT, 256):
+        session = Session(path, 1.0, (1, 8), prompts=(rows,))
+        for _ in range(2):  # what the first pass leaves in scratch is nothing to the second
+            last, _ = passed(session, chunk(everyone, 0, PROMPT), False)
+            assert rms(last, whole[:, -1]) <= rms(theirs, exact)
+            assert rms(last, exact[:, PROMPT - 1]) < 2 * rms(theirs, exact)
+        decoded, expected = session.step(everyone, PROMPT, 1), exact[:, PROMPT]
+        assert rms(decoded[:, 0], expected) < 2 * rms(theirs, exact)
 
 
 def test_copies_are_not_counted(tiny_models) -> None:
