@@ -18,7 +18,7 @@ from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, HostRows, StepEnd, best_of
 from tandem.engine.sampling.masks import bits_of
 from tandem.engine.sequence import Chunk
-from tandem.errors import EngineError
+from tandem.errors import EngineError, KernelError
 from tandem.models import ForwardBatch
 
 SIZE, PAGES, VOCAB = 6, 5, 71
@@ -304,3 +304,19 @@ def test_a_replayed_graph_gets_its_masks_while_it_runs(monkeypatch: pytest.Monke
     runner._rows = HostRows(torch.device("cpu"))
     made = runner.logits(batch(2, 2, 7), [None, bits_of({1}, VOCAB)], lambda: calls.append("made"))
     assert calls == ["2 masks", "graph", "made", "experts"] and made._masked == [False, True]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), KernelError("no such tile")])
+def test_an_engine_starts_without_graphs_of_prompts_that_cannot_be_captured(monkeypatch, caplog, error) -> None:
+    def fails(rows: int, start: object) -> None:
+        captured.append(rows)
+        raise error
+
+    runner, captured = runner_on("cpu"), list[int]()
+    runner._plan = GraphPlan((SIZE,), PAGES, prompts=(16, 32))
+    runner._start = cast(Any, SimpleNamespace(replayable=lambda: True))
+    runner._streams = cast(Any, SimpleNamespace(steps=object()))
+    monkeypatch.setattr(runner, "_capture_prompt", fails)
+    runner._capture_prompts()
+    assert captured == [32] and str(error) in caplog.text
+    assert runner._prompts.graph_of(batch(4, 2, 0)) is None

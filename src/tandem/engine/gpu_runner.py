@@ -360,7 +360,7 @@ class GpuRunner:
         try:
             for rows in sorted(self._plan.prompts, reverse=True):
                 self._capture_prompt(rows, start)
-        except RuntimeError as error:  # too little memory, most of all
+        except Exception as error:  # too little memory, most of all; prompts are computed without them, too
             self._prompts = PromptGraphs(None)
             _log.warning("prompts are computed kernel by kernel: %s", error)
 
