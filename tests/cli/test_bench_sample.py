@@ -122,3 +122,11 @@ def test_made_up_tokens_of_a_sample_are_far_apart() -> None:
     rows = [checkpoint.lookup("embed_tokens.weight", shape)(ids) for checkpoint in (plain, far)]
     assert torch.equal(rows[1], rows[0] * sample.EMBEDDED)
     assert torch.equal(plain.get("layers.0.q_proj.weight", shape), far.get("layers.0.q_proj.weight", shape))
+
+
+@pytest.mark.parametrize(
+    ("first", "each", "expected"), [(0.1, 0.01, [0.01] * 8), (1.0, 0.3, [0.3, 0.3]), (9.0, 4.0, [9.0])]
+)
+def test_prompts_are_repeated_as_the_time_allows(first: float, each: float, expected: list[float]) -> None:
+    """The first one counts only where it took too long to wait for another."""
+    assert sample._repeated(lambda: each, sample.PROMPTS, sample.MOST_PROMPTS, [first]) == expected
