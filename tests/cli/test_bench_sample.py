@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plans import machine
-from tandem.bench import sample
+from tandem.bench import sample, synthetic
 from tandem.bench.architectures import named_config, named_subject
 from tandem.bench.sample import depths_of, whole_seconds
 from tandem.bench.synthetic import SyntheticCheckpoint
@@ -117,10 +117,10 @@ def test_two_times_that_are_nearly_equal_say_little() -> None:
 
 def test_made_up_tokens_of_a_sample_are_far_apart() -> None:
     """Else they choose the same experts after a few layers; weights are as ever."""
-    plain, far = SyntheticCheckpoint(), SyntheticCheckpoint(embedded=sample.EMBEDDED)
+    plain, far = SyntheticCheckpoint(), SyntheticCheckpoint(embedded=synthetic.FAR)
     ids, shape = torch.arange(9), (64, 32)
     rows = [checkpoint.lookup("embed_tokens.weight", shape)(ids) for checkpoint in (plain, far)]
-    assert torch.equal(rows[1], rows[0] * sample.EMBEDDED)
+    assert torch.equal(rows[1], rows[0] * synthetic.FAR)
     assert torch.equal(plain.get("layers.0.q_proj.weight", shape), far.get("layers.0.q_proj.weight", shape))
 
 

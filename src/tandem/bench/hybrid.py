@@ -34,7 +34,7 @@ from tandem.bench.memory_ledger import Taken, memory_columns, planned
 from tandem.bench.rows import machine_name, shown, stamp
 from tandem.bench.step_bound import gpu_step_bytes, paired_share
 from tandem.bench.stored import expert_bytes, experts_of, format_name, stored_as
-from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore
+from tandem.bench.synthetic import FAR, SyntheticCheckpoint, SyntheticStore
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
 from tandem.config.forecast.bound import experts_seconds
 from tandem.engine.expert_statistics import expert_usage
@@ -60,7 +60,7 @@ READ_SECONDS = 0.1
 class Request:
     """What the flags asked for; context: tokens that every sequence has; dense: what dense projections are stored as,
     of `stored.FORMATS`; foresight: with it, without, or both in turn; prompts: those that fit are graphs, as in the
-    server."""
+    server, and their tokens choose among all experts."""
 
     config: str
     formats: tuple[str, ...]
@@ -244,7 +244,7 @@ def build(
     store = SyntheticStore(side.store, side.handoff, empty, chosen, whole=placement is not None)
     usage = expert_usage(asked, plan, config, side.ops.device, side.placement.on_gpu)
     usage = usage if counted else None
-    checkpoint: Any = SyntheticCheckpoint(request.dense, experts_of(fmt))
+    checkpoint: Any = SyntheticCheckpoint(request.dense, experts_of(fmt), FAR if request.prompts else 1.0)
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
     moving = None if live is None or usage is None else live(plan, side, usage)
     stream = expert_stream(plan, side, registered(plan, side) if plan.gpu and plan.gpu.ring_bytes else None)

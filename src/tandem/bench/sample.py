@@ -22,7 +22,7 @@ from tandem import models
 from tandem.bench.ceilings import DramReader, last_level_cache_bytes
 from tandem.bench.probes import MachineProbe, buffer_reader, read_beside
 from tandem.bench.stored import FORMATS, stored_as
-from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore
+from tandem.bench.synthetic import FAR, SyntheticCheckpoint, SyntheticStore
 from tandem.config import ModelConfig, Plan, resolve
 from tandem.config.choices.cached import cached_as
 from tandem.config.forecast.advice import Question
@@ -40,9 +40,6 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.workers import planned_pool
 
 VOCAB = 4096  # a small head, which is counted apart
-EMBEDDED = 400.0
-"""Times as large as others embedded tokens are. What made-up layers add is alike for all tokens. Beside small
-embeddings it soon decides: all tokens of a prompt choose among 30 of 128 experts from the third layer on."""
 LEAST_DEPTH = 3  # periods of layers of the deeper sample, where the model has as many
 SHALLOW_SHARE = 3  # the other has the third of them
 LONGEST_PERIOD = 4  # layers after which they repeat
@@ -230,7 +227,7 @@ def _running(question: Question, plan: Plan, depth: int, tokens: int) -> Running
     workers = planned_pool(small)
     ops, checkpoint = (
         CpuOps(workers, small.tier, small.int8_activations, deterministic=small.deterministic),
-        cast(Any, SyntheticCheckpoint(dense, experts, EMBEDDED)),
+        cast(Any, SyntheticCheckpoint(dense, experts, FAR)),
     )
     text = cast(Any, NoText())
     if small.gpu is None:

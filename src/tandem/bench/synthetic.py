@@ -31,6 +31,10 @@ POOL_WEIGHTS = 1 << 26
 CODED_ROWS = 1024, 512, 256, 128  # multiples of all blocks of scales
 NUMBERS = "weights_proj", "in_proj_ba", "in_proj_b", "in_proj_a"  # whatever else is stored as codes
 WEIGHT_SIZE = 0.02  # standard deviation, as models are initialised
+FAR = 400.0
+"""Times as large as others embedded tokens are, where many tokens must choose different experts. What made-up layers
+add is alike for all tokens. Beside small embeddings it soon decides: all tokens of a prompt choose among 30 of 128
+experts from the third layer on."""
 
 
 class SyntheticCheckpoint:

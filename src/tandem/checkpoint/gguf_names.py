@@ -54,7 +54,7 @@ def places(architecture: str, tensor: GGUFTensor) -> Iterator[tuple[str, Place]]
         yield f"{OUTER[stem]}.{ending}", Place(tensor)
         return
     layer, stems, last = layer_of(tensor), GGUF[architecture].stems, stem.split(".", 2)[-1]
-    if layer is not None and last == GATE_UP and "ffn_gate_exps" in stems:
+    if layer is not None and (last, ending) == (GATE_UP, "weight") and "ffn_gate_exps" in stems:
         yield from _halves(f"{LAYER}{layer}.", stems, tensor)
         return
     name = stems.get(last)

@@ -11,7 +11,9 @@ import pytest
 
 from tandem.engine.sequence import Chunk
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
+from tandem.engine.speculation.governor import PROBE_EVERY, Governor
 from tandem.engine.speculation.speculation import Speculation
+from tandem.engine.speculation.step_times import StepTimes
 
 MOST = 3
 
@@ -156,3 +158,13 @@ def test_it_sees_that_rows_have_become_cheap() -> None:
     world.times = Times(0.2, 0.1)
     world.run(2500)
     assert world.run(1000) >= 0.93 * 0.99 * fixed(world.times, 0.9, 3)
+
+
+def test_a_trial_that_no_number_of_guesses_deserves_ends_at_once() -> None:
+    """And the next one comes later; else each step would work out the same again."""
+    governor = Governor(StepTimes())
+    governor.times.observe(1, 0, 0.01)
+    governor._fastest = lambda *_, **__: 0
+    governor._without = PROBE_EVERY
+    assert governor._best(1, [0.9, 0.8]) == 0
+    assert (governor._without, governor._patience) == (0, 2 * PROBE_EVERY)

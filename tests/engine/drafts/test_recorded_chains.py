@@ -83,6 +83,18 @@ def test_a_chain_of_one_guess(glm, tmp_path: Path) -> None:
     assert all(list(guesses) == glm.chain(tokens, 1) for tokens, guesses in seen)
 
 
+def test_without_memory_for_recordings_guesses_are_drawn_alone(glm, tmp_path: Path, monkeypatch) -> None:
+    def full(chains, shape, pool):
+        raise torch.OutOfMemoryError("made up")
+
+    monkeypatch.setattr(GpuChains, "_captured", full)
+    engine = engine_of(glm.path, tmp_path)
+    used = recording(engine, (1, 4))
+    seen = list(chunks_of(engine, request("a", PROMPTS["a"], max_tokens=9, ignore_eos=True)))
+    assert len(seen) > 2 and used and engine._speculation._drafter._chain._recorded == []
+    assert all(list(guesses) == glm.chain(tokens, len(guesses)) for tokens, guesses in seen)
+
+
 def test_who_goes_on_no_further_is_a_copy_of_one_that_does() -> None:
     inputs = ChainInputs(ChainShape(4, 3, 3, 5, 4), CPU)
 

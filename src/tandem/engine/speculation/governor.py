@@ -74,7 +74,7 @@ class Governor:
         if not found or self.times.plain(len(sequences)) is None:
             return [0] * len(drafts)
         best = self._best(len(sequences), [chance for chance, _ in found[:room]])
-        if best and self._with % WIDER_EVERY == 0:
+        if best and not self._trying and self._with % WIDER_EVERY == 0:
             found = self._chances(sequences, drafts, hopeful=True)
             best = max(best, self._fastest(len(sequences), [chance for chance, _ in found[:room]]))
         widths = [0] * len(drafts)
@@ -146,7 +146,7 @@ class Governor:
         if not self._trying:
             self._trying, self._tried = self._fastest(sequences, chances, hopeful=True), 0
         self._tried += 1
-        if self._tried <= 2 or self.times.falls(sequences, self._trying):
+        if self._trying and (self._tried <= 2 or self.times.falls(sequences, self._trying)):
             return min(self._trying, len(chances))
         self._trying = self._without = 0
         self._patience = min(2 * self._patience, LONGEST_PATIENCE)

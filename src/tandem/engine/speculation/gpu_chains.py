@@ -113,8 +113,15 @@ class GpuChains:
         self._alone = PassByPass(drafts.alone(), page_size)
         self._end, self.unusual = StepEnd(self._handoff.device), False
         self._recorded: list[tuple[Chain, _Recorded, _Recorded]] = []
+        try:
+            self._record(shapes)
+        except Exception as error:  # too little memory, most of all; guesses are drawn without them, too
+            self._recorded = []
+            _log.warning("guesses are drawn pass by pass: %s", error)
+
+    def _record(self, shapes: Rows[ChainShape]) -> None:
+        pool: Any = None
         with torch.inference_mode(), nothing_collected():
-            pool: Any = None
             for shape in reversed(shapes):  # the largest first: the smaller ones fit into its memory
                 chain, pool = self._captured(shape, pool)
                 self._recorded.insert(0, chain)
