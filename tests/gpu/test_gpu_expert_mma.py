@@ -33,9 +33,9 @@ def panels(depth: int = 2048, group: int = 32) -> Panels:
 def test_takes_codes_on_a_gpu(installed: None) -> None:
     assert expert_mma.reads(panels(), GPU)
     assert not expert_mma.reads(panels(), torch.device("cpu"))
-    assert expert_mma.reads(replace(panels(), scale="f16"), GPU)
-    assert expert_mma.reads(replace(panels(), fmt="fp8", scale="f32", group=0), GPU)
-    assert not expert_mma.reads(replace(panels(), fmt="fp4", scale="e4m3", group=16), GPU)
+    assert expert_mma.reads(replace(panels(), scales="f16"), GPU)
+    assert expert_mma.reads(replace(panels(), fmt="fp8", scales="f32", group=0), GPU)
+    assert not expert_mma.reads(replace(panels(), fmt="fp4", scales="e4m3", group=16), GPU)
     assert not expert_mma.reads(replace(panels(), fmt="bf16", scale_offset=0), GPU)
     assert not expert_mma.reads(replace(panels(), depth=2044), GPU)
 

@@ -29,8 +29,10 @@ MAX_GROWTH_BYTES = 48 << 20  # of resident memory over REQUESTS: a tenth of a MB
 
 @pytest.fixture(scope="module")
 def server(demo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Its answers depend on no other request, on AMX neither."""
     log = tmp_path_factory.mktemp("server") / "server.log"
     flags = ["--served-model-name", "demo", "--max-total-tokens", str(CACHE_TOKENS), "--api-key", "s3cret"]
+    flags += ["--enable-deterministic-inference"]
     with running(spawn_real("demo", log, *flags, api_key="s3cret")) as process:
         yield process
 
