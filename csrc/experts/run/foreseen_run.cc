@@ -1,5 +1,5 @@
 // Phase 2 of few rows, some of whose experts were foreseen (experts/run/foresight.h). Whoever has fetched weights
-// computes them, since another core's cache is as slow to read as memory: every worker has its share of every expert,
+// computes them, since another core's cache is as slow to read as memory. Every worker has its share of every expert,
 // first of those that were fetched. Who has nothing left takes single pairs of others.
 //
 // Foresight is no gain where whoever is free computes what was fetched. Down's tasks are not treated likewise, and its
