@@ -320,3 +320,17 @@ def test_an_engine_starts_without_graphs_of_prompts_that_cannot_be_captured(monk
     runner._capture_prompts()
     assert captured == [32] and str(error) in caplog.text
     assert runner._prompts.graph_of(batch(4, 2, 0)) is None
+
+
+@pytest.mark.parametrize("why", ["take turns", "cannot stop", "CPU computes a part"])
+def test_the_log_says_once_why_prompts_are_no_graphs(caplog, why: str) -> None:
+    runner = runner_on("cpu")
+    runner._plan = GraphPlan((SIZE,), PAGES, prompts=(16, 32))
+    runner._start = cast(Any, SimpleNamespace(
+        replayable=lambda: why != "take turns", hold=lambda batch: False, release=lambda: None,
+    ))  # fmt: skip
+    runner._streams = cast(Any, SimpleNamespace(steps=object(), finish=lambda: None))
+    pausing = SimpleNamespace(depth=1, begin=print, layer=print, logits=print)
+    runner._model = cast(Any, pausing if why == "CPU computes a part" else SimpleNamespace())
+    runner._capture_prompts()
+    assert [why in record.message for record in caplog.records] == [True]

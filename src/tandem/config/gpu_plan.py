@@ -18,6 +18,7 @@ from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
 from tandem.config.gpu_scratch import (
     StepSize,
+    decode_sums_bytes,
     expert_scratch_bytes,
     experts_at_once,
     mixer_scratch_bytes,
@@ -46,7 +47,7 @@ from tandem.errors import ConfigError, GpuTooSmall
 MAX_HEAD = 256  # channels of a key: several blocks of them lie in shared memory at a time
 MAX_DELTA_HEAD = 1 << 15  # elements of a delta net's head that a program holds, padded to powers of two
 GPU_FRACTION = 0.9  # of free GPU memory
-GPU_WORKSPACE_BYTES = 2 << 30  # activations, libraries, CUDA graphs but for their logits
+GPU_WORKSPACE_BYTES = 2 << 30  # activations, sums of attention, libraries, CUDA graphs but for their logits
 EXPERT_WORKSPACE_BYTES = 512 << 20  # of it, for unpacked experts
 KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
 DEFAULT_CONTEXT = 32768  # tokens: experts do not make room for more unless --context-length asks for it
@@ -256,13 +257,13 @@ def _draft_bytes(request: MemoryRequest, room: int) -> int:
 
 def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPlan, kv_bytes: int) -> Ledger:
     """Of the GPU's memory."""
-    experts = plan.experts
-    each, scratch = expert_bytes(request), _scratch_bytes(request)
+    experts, each, scratch = plan.experts, expert_bytes(request), _scratch_bytes(request)
     logits = workspace_bytes(request) - GPU_WORKSPACE_BYTES - request.slot_bytes - request.rope_bytes - scratch
+    dense = dense_bytes(request.model, request.dtype, request.stored)
+    sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model.mixers, max(plan.graph_sizes, default=1)))
+    others = GPU_WORKSPACE_BYTES - sums + unpacking_bytes(gpu)
     entries = [
-        Entry(
-            "dense weights", dense_bytes(request.model, request.dtype, request.stored), "embedding included"
-        ),
+        Entry("dense weights", dense, "embedding included"),
         Entry("experts", experts * each, f"{experts} of {request.model.routed_experts}, {gib(each)} each"),
         Entry("draft experts", draft_experts(request.model) * plan.draft_experts * each, "of the layer that guesses"),
         Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
@@ -271,7 +272,8 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
         Entry("prompt scratch", scratch, "that layers share"),
         Entry("graph logits", logits, "float32, of every CUDA graph"),
         Entry("prompt graphs", prompt_graph_bytes(request.model, plan.prompt_sizes), "rows between their kernels"),
-        Entry("workspace", GPU_WORKSPACE_BYTES + unpacking_bytes(gpu), "of one step, libraries, CUDA graphs"),
+        Entry("attention sums", sums, "of rows that decode, a part of their keys each"),
+        Entry("workspace", others, "of one step, libraries, CUDA graphs"),
         Entry("ring", plan.ring_bytes, "of experts that travel to the GPU for a step"),
     ]
     return ledger(VRAM, entries, memory.budget_bytes, gpu.free_bytes)

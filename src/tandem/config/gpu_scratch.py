@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tandem.config.layers import DeltaRule, Mixer
+from tandem.config.layers import DeltaRule, Gqa, Mixer
 from tandem.config.mechanisms.hyper import Hyper
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
@@ -16,6 +17,7 @@ PARTIAL_BYTES = (
 HEAD_BYTES = 512 << 20  # of a prompt's queries, keys, values and results, of as many heads as fit
 SCORE_BYTES = 256 << 20  # of scores of tokens that rows may choose; once for graphs, once for other steps
 PIECE = 16384  # tokens of a prefix whose keys and values are there at a time
+DECODED_ROWS, DECODE_PARTS = 256, 32  # rows that decode at a time, and parts of a row's keys
 SQUARE = 8192  # rows of a chunk at a time
 MLP_BYTES = 512 << 20  # of what lies between the matrices of a dense feed-forward, at a time
 ROUND_ROWS, ROUND_KEYS = 256, 512  # tokens: lengths are rounded up, because cuDNN plans every new shape
@@ -36,6 +38,12 @@ def mixer_scratch_bytes(mixer: Mixer, hyper: Hyper | None, hidden: int, step: St
     if isinstance(mixer, SharedKv):
         return shared_kv_scratch_bytes(mixer, hyper, hidden, step)
     return step.rows * mixer.chunk_row_bytes if isinstance(mixer, DeltaRule) else 0
+
+
+def decode_sums_bytes(mixers: Iterable[Mixer], rows: int) -> int:
+    """Of so many rows that decode: sums of each part of their keys, once for graphs and once for other steps."""
+    each = max((mixer.heads * (mixer.value_dim + 2) for mixer in mixers if isinstance(mixer, Gqa)), default=0)
+    return 2 * min(rows, DECODED_ROWS) * DECODE_PARTS * each * 4
 
 
 def latent_scratch_bytes(shape: Latent, context: int, step_rows: int) -> int:

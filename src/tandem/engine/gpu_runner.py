@@ -19,7 +19,7 @@ from tandem.engine.batch_arrays import BatchArrays, moved
 from tandem.engine.feeder import Feeder
 from tandem.engine.gpu_pass import GpuPass, PassStart, Streams
 from tandem.engine.paused_pass import PausingModel
-from tandem.engine.prompt_graphs import ChunkInputs, LayerWork, PromptGraphs, Work
+from tandem.engine.prompt_graphs import ChunkInputs, LayerWork, NoPromptGraphs, PromptGraphs, Work
 from tandem.engine.runner import StepModel
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
@@ -354,21 +354,22 @@ class GpuRunner:
 
     def _capture_prompts(self) -> None:
         """Where passes can be overtaken. Chunks that fit none are given kernel by kernel, by a thread."""
-        start = self._start
-        if start is None or self._streams.steps is None or not start.replayable():
-            return
         try:
             for rows in sorted(self._plan.prompts, reverse=True):
-                self._capture_prompt(rows, start)
+                self._capture_prompt(rows, self._start)
         except Exception as error:  # too little memory, most of all; prompts are computed without them, too
             self._prompts = PromptGraphs(None)
             _log.warning("prompts are computed kernel by kernel: %s", error)
 
-    def _capture_prompt(self, rows: int, start: PassStart) -> None:
+    def _capture_prompt(self, rows: int, start: PassStart | None) -> None:
+        if start is None or self._streams.steps is None or not start.replayable():
+            raise NoPromptGraphs("steps and prompts take turns, or too few experts fit on their way")
+        if not isinstance(self._model, PausingModel):
+            raise NoPromptGraphs("the model cannot stop between two layers")
         inputs = ChunkInputs(rows, self._plan.pages, self._device)
         try:
-            if not start.hold(inputs.image) or not isinstance(self._model, PausingModel):
-                return
+            if not start.hold(inputs.image):
+                raise NoPromptGraphs("the CPU computes a part of their experts")
             with self._streams.aside():
                 tallies = None if self._usage is None else self._usage.beside(0)
                 self._prompts.capture(inputs, self._model, self._states, tallies)

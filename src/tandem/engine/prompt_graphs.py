@@ -191,6 +191,10 @@ class Replayed:
         return self._found
 
 
+class NoPromptGraphs(Exception):
+    """Why there are none, although there is memory for them."""
+
+
 class PromptGraphs:
     """By rows. One chunk at a time: they share their memory."""
 

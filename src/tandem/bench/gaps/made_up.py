@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tandem.bench.architectures import CONFIGS, named_config
 from tandem.bench.stored import experts_of, stored_as
-from tandem.bench.synthetic import SyntheticCheckpoint, SyntheticStore
+from tandem.bench.synthetic import FAR, SyntheticCheckpoint, SyntheticStore
 from tandem.checkpoint import load_model_config
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.choices.cached import cached_as
@@ -99,7 +99,7 @@ class MadeUpStart(Start):
 
 def load_engine(config: EngineConfig) -> LoadedEngine:
     """In the engine's process, instead of `engine_process.load_engine`."""
-    parts = made_up_parts(config, lambda plan: print_plan(plan, config.notices()))
+    parts = made_up_parts(config, lambda plan: print_plan(plan, config.notices()), embedded=FAR)
     model, engine = parts.model_config, Engine.from_parts(parts)
     pin_main_thread(engine.plan.cpus[0])
     warm_up(engine, model.vocab)
@@ -111,14 +111,17 @@ def made_up_parts(
     planned: Callable[[Plan], None] | None = None,
     dense: str = "bf16",
     start: Callable[..., MadeUpStart] = MadeUpStart,
+    embedded: float = 1.0,
 ) -> EngineParts:
-    """Of the folder `config.model`. planned: called before anything is made. dense: what projections are stored as."""
+    """Of the folder `config.model`. planned: called before anything is made. dense: what projections are stored as.
+    embedded: as `SyntheticCheckpoint`; FAR: a prompt's tokens choose among all experts."""
     model = cached_as(config, drafting(config, load_model_config(Path(config.model))))
     stored = dense, experts_of(config.kt_method or "BF16")
+    checkpoint = SyntheticCheckpoint(*stored, embedded)
     plan = resolve(config, model, this_machine(), stored_as(model, *stored))
     if planned is not None:
         planned(plan)
-    return _parts(config, plan, model, stored, start)
+    return _parts(config, plan, model, checkpoint, start)
 
 
 @for_loading()
@@ -126,13 +129,12 @@ def _parts(
     config: EngineConfig,
     plan: Plan,
     model: ModelConfig,
-    stored: tuple[str, str],
+    checkpoint: Any,
     make: Callable[..., MadeUpStart],
 ) -> EngineParts:
     use_one_torch_thread()
     directory, workers = Path(config.model), planned_pool(plan)
     ops = CpuOps(workers, plan.tier, plan.int8_activations, deterministic=plan.deterministic)
-    checkpoint: Any = SyntheticCheckpoint(*stored)
     with PackedStart(config, directory, workers, None) as packed:  # which keeps nothing
         parts = config, plan, model, checkpoint, Tokenizer.load(directory), ops, packed, None
         start = make(*parts)

@@ -48,11 +48,17 @@ class NextN:
         return Draft((), tuple(range(LAYER_KINDS, LAYER_KINDS + most)))
 
     def draw(self, wanted: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
-        """A sequence with more rows to make up for than a pass has gets them over several steps, and no guesses."""
+        """A sequence with more rows to make up for than a pass has gets them over several steps, and no guesses. After
+        a failure no row counts as made."""
         found: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in wanted}
         self.unusual, left = False, list(found)
-        while left:
-            left = self._chains(left, dict(wanted), found)
+        try:
+            while left:
+                left = self._chains(left, dict(wanted), found)
+        except Exception:
+            self._known.clear()
+            self._whole.fill(0)
+            raise
         return [tuple(found[sequence]) for sequence, _ in wanted]
 
     def forget(self, sequence: Sequence) -> None:

@@ -18,6 +18,7 @@ from tandem.engine.speculation.step_times import StepTimes
 from tandem.engine.turns import Turn
 
 LOG_SECONDS = 60.0
+RETRY_SECONDS, MOST_RETRY_SECONDS = 60.0, 3600.0  # without guesses after a drawing that failed; each doubles it
 MOST_UNUSUAL = 2  # drawings in a row whose time is left out of account: more are what is usual
 
 _log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Speculation:
         self._governor: Widths = Governor(self._times) if governed else FixedWidth()
         self._drawing = drafter if isinstance(drafter, Drawing) else None
         self._shadows, self._clock, self._unusual = Shadows(), clock, 0
+        self._rests, self._rested_until = RETRY_SECONDS, float("-inf")  # after a drawing that failed
         self._asked = _Asked([])
         self._steps = self._with_guesses = self._guesses = self._right = self._tokens = 0
         self._widths = [0] * (most + 1)
@@ -110,13 +112,16 @@ class Speculation:
         return [drawn.get(sequence) for sequence in sequences]
 
     def _draw(self, drawing: Drawing, wanted: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
-        """If it fails, answers go on without guesses."""
+        """If it fails, answers go on without guesses, for a while."""
         try:
-            return drawing.draw(wanted)
+            found = drawing.draw(wanted)
         except Exception:
-            _log.exception("no guesses could be drawn; from now on each step decodes one token")
-            self._most = 0
+            _log.exception("no guesses could be drawn; for %.0f s each step decodes one token", self._rests)
+            self._rested_until = self._clock() + self._rests
+            self._rests = min(2 * self._rests, MOST_RETRY_SECONDS)
             return [()] * len(wanted)
+        self._rests = RETRY_SECONDS
+        return found
 
     def ran(self, turns: Rows[Turn], seconds: float) -> None:
         """What the sequences of a step got, and how long it took, drawing included."""
@@ -155,6 +160,8 @@ class Speculation:
     def _draft(self, sequence: Sequence) -> Draft | None:
         """The last token of an answer needs no guess behind it."""
         most = min(self._most, sequence.max_len - sequence.total_len - 1)
+        if self._drawing is not None and self._clock() < self._rested_until:
+            return None
         return self._drafter.propose(sequence, most) if most > 0 and sequence.answer_len else None
 
     def _note(self, turn: Turn, draft: Draft | None) -> None:

@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.config.gpu_scratch import DECODE_PARTS
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.shared_memory import shared_bytes
 
-PARTS = 32  # of a row's keys: x 4 key heads they fill a large GPU with one sequence
+PARTS = DECODE_PARTS  # x 4 key heads they fill a large GPU with one sequence
 STEP = 64  # keys per turn of the loop
 STAGES = 3  # one block of keys in use, two on their way: 70 KB of shared memory with heads of 128
 # From so many rows x key heads on, one block on its way is enough, and more programs fit beside each other. One row
