@@ -26,7 +26,7 @@ from tandem.experts.live.policy import Exchange
 from tandem.experts.placement import ExpertPlacement
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import Routing
+from tandem.kernels.ops import ExpertBiases, Routing
 
 if AVAILABLE:
     from tandem.experts.hybrid_store import HybridStore
@@ -155,6 +155,20 @@ def test_what_travels_is_computed_as_what_lives_there(on_gpu: int, share: float,
         assert layers.posts == (0 if share == 1.0 else LAYERS * (step + 1))
     each = layers.whole[0].bytes_per_expert
     assert stream.streamed_bytes == 2 * LAYERS * travelling * each
+
+
+@pytest.mark.parametrize("on_gpu", [0, 2])
+def test_biases_are_those_of_who_travels(on_gpu: int) -> None:
+    """The CPU adds its own."""
+    layers = Layers(on_gpu)
+    for each, whole in zip(layers.each, layers.whole, strict=True):
+        biases = ExpertBiases(*torch.randn(2, EXPERTS, WIDTH), torch.randn(EXPERTS, HIDDEN))
+        each.set_biases(biases)
+        whole.set_biases(biases)
+    stream = layers.stream(0.6)
+    stream.begin(TOKENS)
+    layers.check()
+    assert layers.posts == LAYERS
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8", *CODED])

@@ -172,8 +172,6 @@ def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
         return why_not
     if request.experts_in_place:
         return "experts are used in the mapped file, which DMA cannot read"
-    if not experts.activation.gated or experts.biases:
-        return "grouped products are for experts with gates, without biases"
     uneven = hidden % 8 or experts.width % 8
     return f"grouped products need multiples of 8, not {hidden} and {experts.width}" if uneven else ""
 

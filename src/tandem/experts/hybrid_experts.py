@@ -177,7 +177,7 @@ class HybridExperts:
         keys, shared = stream.keys(self.index, routing.ids, slots), stream.leaves_some(self.index)
         if shared:
             self._handoff.post(self._number, x, routing, keys)
-        partial = stream.compute(self.index, x, keys, routing.weights)
+        partial = stream.compute(self.index, x, keys, routing)
         return HybridTicket(keys, partial, x.dtype, shared, streamed=True)
 
     def wait(self, ticket: HybridTicket) -> Tensor:

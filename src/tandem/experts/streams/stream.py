@@ -33,6 +33,7 @@ from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.prompts.order import keyed
 from tandem.kernels.gpu.prompts.products import Part, PromptExperts
 from tandem.kernels.gpu.prompts.unpack import Packed
+from tandem.kernels.ops import Routing
 from tandem.kernels.packed.experts import PackedExperts
 
 Run = tuple[int, int, int]
@@ -77,11 +78,13 @@ def streamed_layer(
     cpu: PackedExperts | None, gpu: GpuExperts | None, device: torch.device
 ) -> StreamedLayer | None:
     """None where no expert is in CPU memory, or the GPU's products cannot read them."""
-    if cpu is None or cpu.biases is not None:
+    if cpu is None:
         return None
     if gpu is not None and gpu.prompts is None:
         return None
     between = Between(cpu.width, cpu.activation)
+    if cpu.biases is not None:
+        between = between.biased(cpu.biases, device)
     gate_up, down = (Panels(*layout) for layout in cpu.layout())
     if not PromptExperts.reads((gate_up, down), between):
         return None
@@ -243,12 +246,12 @@ class ExpertStream:
         assert layer is not None
         return keyed(ids, slots, self._tables[index], layer.first_key + self._counts[index])
 
-    def compute(self, index: int, x: Tensor, keys: Tensor, weights: Tensor) -> PartialSums:
+    def compute(self, index: int, x: Tensor, keys: Tensor, routing: Routing) -> PartialSums:
         """The sum over each token's experts that are on the GPU or travel."""
         layer = self._layers[index]
         assert layer is not None
         parts = [*layer.residents, *self._parts(index, layer)]
-        return PartialSums(layer.prompts(x, keys, weights, parts), None)
+        return PartialSums(layer.prompts(x, keys, routing, parts), None)
 
     def leaves_some(self, index: int) -> bool:
         """Whether the CPU has a part of the layer `index`."""

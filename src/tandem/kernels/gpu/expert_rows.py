@@ -6,7 +6,7 @@ lives elsewhere and is skipped.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -26,7 +26,7 @@ from tandem.kernels.gpu.panels import (
     row_factor,
     scale_value,
 )
-from tandem.kernels.ops import Routing
+from tandem.kernels.ops import ExpertBiases, Routing
 
 
 @triton.jit
@@ -163,6 +163,11 @@ class Between:
     def rows(self) -> int:
         """Of gate, and of up; without a gate halves of up."""
         return self.width if self.activation.gated else self.width // 2
+
+    def biased(self, biases: ExpertBiases, device: torch.device) -> Between:
+        """With these, of all experts, on the device."""
+        both = torch.cat((biases.gate, biases.up), 1)
+        return replace(self, gate_up=both.to(device), down=biases.down.to(device))
 
     def constants(self) -> dict[str, float]:
         how = self.activation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -89,9 +89,9 @@ class GpuExperts:
 
     def set_biases(self, biases: ExpertBiases) -> None:
         """Of all experts: those that live elsewhere may come here."""
-        both = torch.cat((biases.gate, biases.up), 1).to(self.device)
-        self._between = replace(self._between, gate_up=both, down=biases.down.to(self.device))
-        self.prompts = None  # it adds none
+        self._between = self._between.biased(biases, self.device)
+        if self.prompts is not None:
+            self.prompts.between = self._between
 
     def load(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
         """Packs one expert on the CPU and copies its bytes to its slot."""
@@ -171,7 +171,7 @@ class GpuExperts:
         if way is Way.ROWS:
             return PartialSums(self._streamed(x, routing), slots)
         if way is Way.PROMPTS and self.prompts is not None:
-            return PartialSums(self.prompts(x, slots, routing.weights, self.parts()), None)
+            return PartialSums(self.prompts(x, slots, routing, self.parts()), None)
         each = self._tokens_at_once(x.shape[1], slots.shape[1])
         if len(x) <= each:
             return PartialSums(self._tiled(x, routing), slots)

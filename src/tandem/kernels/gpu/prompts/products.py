@@ -4,7 +4,7 @@ elsewhere.
 
 Nothing is asked back from the GPU: who has how many rows is known there only. Scratch is bounded
 (`config/gpu_scratch.py`).
-Scaled weights, gate, up and each expert's result are rounded to bfloat16 once more than with few rows.
+Scaled weights, gate, up (before their biases are added) and each expert's result are rounded to bfloat16 once more than with few rows.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.prompts import grouped, rows
 from tandem.kernels.gpu.prompts.order import Order, order
 from tandem.kernels.gpu.prompts.unpack import Packed, unpack
+from tandem.kernels.ops import Routing
 
 ALIGNED = 8  # numbers: grouped products read rows 16 bytes at a time
 ALIGNED_TOKENS = 64
@@ -88,23 +89,22 @@ class PromptExperts:
     """Of one shape and format; whose they are is said at each call."""
 
     def __init__(self, gate_up: Panels, down: Panels, between: Between, device: torch.device) -> None:
-        self._gate_up, self._down, self._activation = gate_up, down, between.activation
+        self._gate_up, self._down, self.between = gate_up, down, between
         self.hidden, self.width = gate_up.depth, between.width
         self.at_once = experts_at_once(self.hidden, self.width, _scratch_bytes(device))
         self._made: Tensor | None = None
 
     @staticmethod
     def reads(matrices: tuple[Panels, Panels], between: Between) -> bool:
-        """Whether such experts are multiplied: of aligned sizes, with gates, without biases."""
-        aligned = matrices[0].depth % ALIGNED == 0 and between.width % ALIGNED == 0
-        plain = between.activation.gated and between.gate_up is None
-        return aligned and plain
+        """Whether such experts are multiplied: of aligned sizes."""
+        return matrices[0].depth % ALIGNED == 0 and between.width % ALIGNED == 0
 
-    def __call__(self, x: Tensor, keys: Tensor, weights: Tensor, parts: Sequence[Part]) -> Tensor:
-        """The sum over each token's experts, float32 [T, hidden]. x bfloat16 [T, hidden], weights float32 [T, k], keys
-        int32 [T, k]: expert n of all parts together has key n; pairs with keys below 0 are left out."""
+    def __call__(self, x: Tensor, keys: Tensor, routing: Routing, parts: Sequence[Part]) -> Tensor:
+        """The sum over each token's experts, float32 [T, hidden]. x bfloat16 [T, hidden]; of routing [T, k] weights and,
+        for biases, ids; keys int32 [T, k]: expert n of all parts together has key n; pairs with keys below 0 are left
+        out."""
         sums = torch.empty_like(x, dtype=torch.float32)
-        pieces = list(self._pieces(x.contiguous(), keys, weights, sums))
+        pieces = list(self._pieces(x.contiguous(), keys, routing, sums))
         sizes = [part.count for part in parts]
         counts = torch.zeros((len(pieces), sum(sizes)), dtype=torch.int32, device=x.device)
         orders = [order(piece[1], counts[i], sizes) for i, piece in enumerate(pieces)]
@@ -114,19 +114,21 @@ class PromptExperts:
             part.arrive()
             matrices = self._unpacked(part, counts, first)
             part.read()
-            for (own, _, weight, out), each in zip(pieces, orders, strict=True):
-                down = self._products(own, each, numbered, *matrices)
-                rows.add(down, each, weight, out, numbered, new=first == 0)
+            for (own, _, *chosen, out), each in zip(pieces, orders, strict=True):
+                some = Routing(*chosen)
+                down = self._products(own, each, some, numbered, *matrices)
+                rows.add(down, each, some, self.between.down, out, numbered, new=first == 0)
             first = numbered.stop
         return sums
 
     def _pieces(
-        self, x: Tensor, keys: Tensor, weights: Tensor, sums: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        self, x: Tensor, keys: Tensor, routing: Routing, sums: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
         """Of so many tokens that what lies between the products is bounded."""
         per_token = keys.shape[1] * 2 * (2 * self.hidden + 3 * self.width)
         each = max(1, ROW_BYTES // per_token // ALIGNED_TOKENS) * ALIGNED_TOKENS
-        whole = (x, keys.contiguous(), weights.contiguous(), sums)
+        chosen = routing.ids.contiguous(), routing.weights.contiguous()
+        whole = (x, keys.contiguous(), *chosen, sums)
         return zip(*(tensor.split(each) for tensor in whole), strict=True)
 
     def _unpacked(self, part: Part, counts: Tensor, key: int) -> tuple[Tensor, Tensor]:
@@ -135,19 +137,23 @@ class PromptExperts:
         if self._made is None:
             self._made = _scratch(part.packed.pool.device, max(self.at_once, part.count) * 3 * each)
         made = self._made
-        gate_up, down, _ = made.split([part.count * 2 * each, part.count * each, made.numel() - part.count * 3 * each])
-        gate_up = gate_up.view(part.count, 2 * self.width, self.hidden)
+        first = part.count * 2 * self.between.rows * self.hidden
+        gate_up, down, _ = made.split([first, part.count * each, made.numel() - first - part.count * each])
+        gate_up = gate_up.view(part.count, 2 * self.between.rows, self.hidden)
         down = down.view(part.count, self.hidden, self.width)
         unpack(part.packed, 0, self._gate_up, 2, counts, key, gate_up)
         unpack(part.packed, self._gate_up.bytes, self._down, 1, counts, key, down)
         return gate_up, down
 
-    def _products(self, x: Tensor, order: Order, keys: range, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Of each of the part's rows its expert's result, bfloat16 [T * k, hidden]."""
+    def _products(
+        self, x: Tensor, order: Order, routing: Routing, keys: range, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
+        """Of each of the part's rows its expert's result without the bias, bfloat16 [T * k, hidden]."""
         ends = order.ends[keys.start : keys.stop]
-        gathered = rows.gather(x, order, keys.start, keys.stop)
+        ids = None if self.between.gate_up is None else routing.ids
+        gathered, whose = rows.gather(x, order, ids, keys)
         mean = len(gathered) / len(order.ends)
-        between = rows.gated(_product(gathered, gate_up, ends, mean), ends, self._activation)
+        between = rows.activate(_product(gathered, gate_up, ends, mean), ends, whose, self.between)
         return _product(between, down, ends, mean)
 
 
