@@ -32,6 +32,7 @@ from tandem.kernels.reference import TorchOps
 if AVAILABLE:
     from tandem.kernels.gpu import attention_decode, best, expert_rows, experts
     from tandem.kernels.gpu import mlp as mlp_module
+    from tandem.kernels.gpu import rope as rotation
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.which import FEW_TOKENS
 
@@ -174,6 +175,30 @@ def test_rope_store(
         results.append((q, k_pages, v_pages))
     for got, expected in zip(*results, strict=True):
         near(got, expected, 4 * BF16_ULP, 4 * BF16_ULP)  # both norms' roundings, then two products
+
+
+@pytest.mark.parametrize("norm", ["none", "head", "gates"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value"), [(32, 4, 128, 128), (8, 2, 64, 64), (6, 3, 24, 24), (12, 9, 40, 22)]
+)
+def test_rows_have_the_same_bits_among_many(
+    ops: Ops, monkeypatch: pytest.MonkeyPatch, norm: str, heads: int, kv_heads: int, dim: int, value: int
+) -> None:
+    """Which then have eight heads a program."""
+    gates = norm == "gates" and value == dim
+    torch.manual_seed(0)
+    tables, pages = random_tables(2, 50)
+    batch, angles = there(make_batch([(0, 5), (49, 50)], tables)), torch.rand(50, dim // 4) * 6.3
+    rope = Rope(angles.cos().to(DEVICE), angles.sin().to(DEVICE))
+    qkv = bf16(6, ((1 + gates) * heads + kv_heads) * dim + kv_heads * value).to(DEVICE)
+    weights = {} if norm == "none" else {name: (1 + 0.1 * bf16(dim)).to(DEVICE) for name in ("q_norm", "k_norm")}
+    results = []
+    for many in (1, 1 << 30):
+        monkeypatch.setattr(rotation, "MANY_ROWS", many)
+        kept = [torch.zeros(pages, PAGE, kv_heads, n, dtype=torch.bfloat16, device=DEVICE) for n in (dim, value)]
+        q = ops.rope_store(qkv, rope, batch, *kept, heads=heads, kv_heads=kv_heads, head_dim=dim, **weights)
+        results.append([q, *kept])
+    assert all(map(torch.equal, *results))
 
 
 def test_copies_that_lie_nowhere_write_no_keys_and_values(ops: Ops) -> None:

@@ -14,6 +14,10 @@ from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.ops import Rope
 
 
+MANY_ROWS, AT_ONCE = 128, 8  # from so many rows on a program has eight heads, a warp each: the bits are the same
+SMALL = 128  # channels of a head for one warp
+
+
 class HeadCounts(NamedTuple):
     """Query heads, key/value heads and channels of each; those of a value."""
 
@@ -24,10 +28,11 @@ class HeadCounts(NamedTuple):
 
 
 @triton.jit
-def _inverse_rms(row, size, eps, BLOCK: tl.constexpr):
-    columns = tl.arange(0, BLOCK)
-    x = tl.load(row + columns, columns < size, other=0.0).to(tl.float32)
-    return tl.rsqrt(tl.sum(x * x) / size + eps)
+def _inverse_rms(row, at, inside, size, eps):
+    """[N, 1], of `size` numbers each: those of [N, BLOCK] that are inside. row and at: pointers [N, 1], offsets
+    [1, BLOCK]."""
+    x = tl.load(row + at, inside, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 1) / size + eps)[:, None]
 
 
 @triton.jit
@@ -43,14 +48,15 @@ def _scaled(row, weight, at, inside, inverse, NORM: tl.constexpr):
 
 
 @triton.jit
-def _rotated(row, weight, cos, sin, inverse, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+def _rotated(row, weight, cos, sin, inverse, there, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
              BLOCK: tl.constexpr):  # fmt: skip
-    d = tl.arange(0, BLOCK)
+    """[N, BLOCK] of the heads that are `there`, [N, 1]."""
+    d = tl.arange(0, BLOCK)[None, :]
     inside, turned = d < DIM, d < 2 * HALF
     partner = tl.where(d < HALF, d + HALF, d - HALF)
     kind = row.dtype.element_ty
-    own = _scaled(row, weight, d, inside, inverse, NORM)
-    other = _scaled(row, weight, partner, turned, inverse, NORM)
+    own = _scaled(row, weight, d, inside & there, inverse, NORM)
+    other = _scaled(row, weight, partner, turned & there, inverse, NORM)
     c = tl.load(cos + d % HALF, turned, other=1.0).to(kind).to(tl.float32)
     s = tl.load(sin + d % HALF, turned, other=0.0).to(kind).to(tl.float32)
     first, second = (own * c).to(kind).to(tl.float32), (other * s).to(kind).to(tl.float32)
@@ -69,39 +75,44 @@ def _as_kept(x, pages):
 @triton.jit
 def _rope_store(qkv, cos, sin, positions, slots, k_pages, v_pages, q, q_norm, k_norm, eps,
                 HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr, HALF: tl.constexpr,
-                NORM: tl.constexpr, WHOLE: tl.constexpr, GATES: tl.constexpr, BLOCK: tl.constexpr,
-                WIDE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+                NORM: tl.constexpr, WHOLE: tl.constexpr, GATES: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+                AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """A program has AT_ONCE heads of a row: of its queries, its keys or its values."""
     begin(OVERLAP)
-    t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    QUERIES: tl.constexpr = (HEADS + AT_ONCE - 1) // AT_ONCE
+    KEYS: tl.constexpr = (KV_HEADS + AT_ONCE - 1) // AT_ONCE
     base = qkv + t * ((HEADS + GATES + KV_HEADS) * DIM + KV_HEADS * VALUE)
-    row = base + (h + tl.minimum(h, GATES)) * DIM  # each q head is followed by its gate, where there are any
-    d = tl.arange(0, BLOCK)
-    inside = d < DIM
+    lane, d = tl.arange(0, AT_ONCE)[:, None], tl.arange(0, BLOCK)[None, :]
     slot = tl.load(slots + t)  # below 0: a copy of another row, which writes nothing
-    if h >= HEADS + KV_HEADS:
-        v = h - HEADS - KV_HEADS
-        row = base + (HEADS + GATES + KV_HEADS) * DIM + v * VALUE
-        to = v_pages + (slot * KV_HEADS + v) * VALUE
-        tl.store(to + d, _as_kept(tl.load(row + d, d < VALUE), v_pages), d < tl.where(slot >= 0, VALUE, 0))
+    if part >= QUERIES + KEYS:
+        v = (part - QUERIES - KEYS) * AT_ONCE + lane
+        inside = (v < tl.where(slot >= 0, KV_HEADS, 0)) & (d < VALUE)
+        value = tl.load(base + (HEADS + GATES + KV_HEADS) * DIM + v * VALUE + d, inside, other=0.0)
+        tl.store(v_pages + (slot * KV_HEADS + v) * VALUE + d, _as_kept(value, v_pages), inside)
         return
     angle = tl.load(positions + t) * HALF
-    is_q = h < HEADS
+    is_q = part < QUERIES
+    h = tl.where(is_q, part, part - QUERIES) * AT_ONCE + lane
+    there = h < tl.where(is_q, HEADS, KV_HEADS)
+    first = tl.where(is_q, h + tl.minimum(h, GATES), HEADS + GATES + h)  # each q head is followed by its gate, if any
+    row = base + first * DIM
     weight = q_norm if is_q else k_norm
     inverse = 1.0
     if NORM:
         if WHOLE:  # over all q heads, or all k heads
-            inverse = _inverse_rms(
-                base if is_q else base + HEADS * DIM, (HEADS if is_q else KV_HEADS) * DIM, eps, WIDE
-            )
-            weight += (h if is_q else h - HEADS) * DIM
+            whole = base + tl.where(is_q, 0, HEADS * DIM) + tl.zeros([1, 1], tl.int32)
+            size, all_of = tl.where(is_q, HEADS, KV_HEADS) * DIM, tl.arange(0, WIDE)[None, :]
+            inverse = _inverse_rms(whole, all_of, all_of < size, size, eps)
+            weight += h * DIM
         else:
-            inverse = _inverse_rms(row, DIM, eps, BLOCK)
-    y = _rotated(row, weight, cos + angle, sin + angle, inverse, DIM, HALF, NORM, BLOCK)
+            inverse = _inverse_rms(row, d, there & (d < DIM), DIM, eps)
+    y = _rotated(row, weight, cos + angle, sin + angle, inverse, there, DIM, HALF, NORM, BLOCK)
     if is_q:
-        tl.store(q + (t * HEADS + h) * DIM + d, y, inside)
+        tl.store(q + (t * HEADS + h) * DIM + d, y, there & (d < DIM))
     else:
-        to = k_pages + (slot * KV_HEADS + h - HEADS) * DIM
-        tl.store(to + d, _as_kept(y, k_pages), d < tl.where(slot >= 0, DIM, 0))
+        inside = there & (d < tl.where(slot >= 0, DIM, 0))
+        tl.store(k_pages + (slot * KV_HEADS + h) * DIM + d, _as_kept(y, k_pages), inside)
 
 
 def rope_store(
@@ -116,12 +127,15 @@ def rope_store(
     whole, gated = q_norm is not None and q_norm.numel() != dim, qkv.shape[1] == 2 * (heads + kv_heads) * dim
     if whole and gated:
         raise KernelError("a norm over all heads together cannot pass over gates on the GPU")
-    _rope_store[(qkv.shape[0], heads + 2 * kv_heads)](
+    at_once = AT_ONCE if len(qkv) >= MANY_ROWS and dim <= SMALL and value <= SMALL and not whole else 1
+    parts = triton.cdiv(heads, at_once) + 2 * triton.cdiv(kv_heads, at_once)
+    _rope_store[(len(qkv), parts)](
         qkv, rope.cos, rope.sin, batch.positions, batch.cache_slots, *pages, q,
         q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, VALUE=value, HALF=rope.rotary_dim // 2, NORM=has_norm,
         WHOLE=whole, GATES=heads if gated else 0,
-        BLOCK=triton.next_power_of_2(dim), WIDE=triton.next_power_of_2(heads * dim), num_warps=1 if dim <= 128 else 4,
+        BLOCK=triton.next_power_of_2(dim), WIDE=triton.next_power_of_2(heads * dim), AT_ONCE=at_once,
+        num_warps=at_once if dim <= SMALL else 4,
         **overlapped(qkv.device),
     )  # fmt: skip
     return q
