@@ -13,7 +13,6 @@ from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.ops import Rope
 
-
 MANY_ROWS, AT_ONCE = 128, 8  # from so many rows on a program has eight heads, a warp each: the bits are the same
 SMALL = 128  # channels of a head for one warp
 

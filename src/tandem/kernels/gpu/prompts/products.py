@@ -4,7 +4,7 @@ elsewhere.
 
 Nothing is asked back from the GPU: who has how many rows is known there only. Scratch is bounded
 (`config/gpu_scratch.py`).
-Scaled weights, gate, up (before their biases are added) and each expert's result are rounded to bfloat16 once more than with few rows.
+Scaled weights, gate, up and each expert's result are rounded to bfloat16 once more than with few rows, biases aside.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class PromptExperts:
         return matrices[0].depth % ALIGNED == 0 and between.width % ALIGNED == 0
 
     def __call__(self, x: Tensor, keys: Tensor, routing: Routing, parts: Sequence[Part]) -> Tensor:
-        """The sum over each token's experts, float32 [T, hidden]. x bfloat16 [T, hidden]; of routing [T, k] weights and,
-        for biases, ids; keys int32 [T, k]: expert n of all parts together has key n; pairs with keys below 0 are left
-        out."""
+        """The sum over each token's experts, float32 [T, hidden]. x bfloat16 [T, hidden]; keys int32 [T, k]: expert n
+        of all parts together has key n; pairs with keys below 0 are left out. routing [T, k]: weights; and ids, where
+        there are biases."""
         sums = torch.empty_like(x, dtype=torch.float32)
         pieces = list(self._pieces(x.contiguous(), keys, routing, sums))
         sizes = [part.count for part in parts]
