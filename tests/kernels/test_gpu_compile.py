@@ -202,7 +202,7 @@ def test_experts_of_many_rows(
         layer.prompts.at_once, layer.prompts._made = at_once, None
         slots = keyed(*(torch.zeros(tokens, 3, dtype=torch.int32) for _ in range(2)), layer.table, tokens)
         layer.partial(torch.zeros(tokens, 256).bfloat16(), Routing(slots, torch.ones(tokens, 3), slots))
-    names = ("_keyed", "_rank", "_edges", "_gather", "_gated")
+    names = ("_keyed", "_rank", "_edges", "_gather", "_between")
     # gate and up, and down
     expected = dict.fromkeys(names, 1) | {"_add": 2, "_unpack": 2} | ({} if servers else {"_grouped": 1})
     assert {name: len(variants) for name, variants in compiler.variants.items()} == expected
